@@ -1,0 +1,1 @@
+"""Settings: frozen structs (`schema`) and how they are filled (`load`)."""

@@ -1,0 +1,284 @@
+"""Every setting of an engine and of the proxy: one frozen struct per subsystem.
+
+Names carry their units. A struct refuses impossible values on construction, with a
+`ConfigError` that names the flag, the value and the remedy. Nothing here knows where a
+value came from (`load` does).
+"""
+
+from __future__ import annotations
+
+import enum
+
+import msgspec
+
+from pdserve.errors import ConfigError
+
+
+class Role(enum.Enum):
+    """What an engine is for. It sets defaults; every engine can prefill and decode."""
+
+    PREFILL = "prefill"
+    DECODE = "decode"
+    BOTH = "both"
+
+
+class SchedulingPolicy(enum.Enum):
+    """Which waiting request comes first."""
+
+    FCFS = "fcfs"
+    PRIORITY = "priority"
+
+
+def _require(condition: bool, flag: str, value: object, remedy: str) -> None:
+    if not condition:
+        raise ConfigError(f"--{flag} is {value!r}: {remedy}", param=flag)
+
+
+class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """Which model, and how it is loaded.
+
+    Attributes:
+        model: Directory in Hugging Face format.
+        served_model_name: Names the HTTP API answers to; the first is reported.
+        tokenizer: Directory of the tokenizer; empty means the model's.
+        dtype: auto (the checkpoint's), bfloat16, float16 or float32.
+        max_model_len: Tokens of prompt and output together; None means the model's own.
+        load_format: auto, safetensors, or dummy (random weights from `seed`).
+        generation_config: auto (the model's generation_config.json) or none.
+        chat_template: A file; empty means the model's.
+    """
+
+    model: str
+    served_model_name: tuple[str, ...] = ()
+    tokenizer: str = ""
+    dtype: str = "auto"
+    max_model_len: int | None = None
+    load_format: str = "auto"
+    seed: int = 0
+    generation_config: str = "auto"
+    chat_template: str = ""
+
+    def __post_init__(self) -> None:
+        _require(
+            self.dtype in ("auto", "bfloat16", "float16", "float32"),
+            "dtype",
+            self.dtype,
+            "use auto, bfloat16, float16 or float32",
+        )
+        _require(
+            self.load_format in ("auto", "safetensors", "dummy"),
+            "load-format",
+            self.load_format,
+            "use auto, safetensors or dummy",
+        )
+        _require(
+            self.max_model_len is None or self.max_model_len > 1,
+            "max-model-len",
+            self.max_model_len,
+            "it must be at least 2",
+        )
+
+
+class CacheConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """KV memory.
+
+    Attributes:
+        block_size: Tokens per block.
+        kv_cache_memory_bytes: Size of the pool; None derives it from the device.
+        num_gpu_blocks_override: Exact number of blocks, whatever the device.
+        gpu_memory_utilization: Share of the device's memory for weights and KV (CUDA).
+    """
+
+    block_size: int = 16
+    kv_cache_memory_bytes: int | None = None
+    num_gpu_blocks_override: int | None = None
+    gpu_memory_utilization: float = 0.9
+    enable_prefix_caching: bool = True
+
+    def __post_init__(self) -> None:
+        _require(
+            self.block_size in (8, 16, 32, 64, 128),
+            "block-size",
+            self.block_size,
+            "use 8, 16, 32, 64 or 128",
+        )
+        _require(
+            0 < self.gpu_memory_utilization <= 1,
+            "gpu-memory-utilization",
+            self.gpu_memory_utilization,
+            "it must be above 0 and at most 1",
+        )
+        blocks = self.num_gpu_blocks_override
+        _require(
+            blocks is None or blocks > 0, "num-gpu-blocks-override", blocks, "it must be positive"
+        )
+
+
+class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """How steps are filled.
+
+    Attributes:
+        max_num_seqs: Requests in one step at most.
+        max_num_batched_tokens: Token budget of one step.
+        enable_chunked_prefill: Whether a prompt may be spread over steps.
+        max_waiting: Requests that may wait before new ones are refused with 429.
+    """
+
+    max_num_seqs: int = 128
+    max_num_batched_tokens: int = 2048
+    enable_chunked_prefill: bool = True
+    policy: SchedulingPolicy = SchedulingPolicy.FCFS
+    max_waiting: int = 4096
+
+    def __post_init__(self) -> None:
+        _require(self.max_num_seqs > 0, "max-num-seqs", self.max_num_seqs, "it must be positive")
+        _require(
+            self.max_num_batched_tokens >= self.max_num_seqs or self.enable_chunked_prefill,
+            "max-num-batched-tokens",
+            self.max_num_batched_tokens,
+            f"it must be at least --max-num-seqs ({self.max_num_seqs})",
+        )
+        _require(
+            self.max_num_batched_tokens > 0,
+            "max-num-batched-tokens",
+            self.max_num_batched_tokens,
+            "it must be positive",
+        )
+
+
+class ParallelConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """How many ranks an engine spans, and what runs them.
+
+    Attributes:
+        distributed_executor_backend: inline (worker inside the engine core's process) or
+            multiprocess (worker in its own process, behind a shared-memory ring).
+        num_threads: CPU threads for one rank's compute; None means the cores it may use.
+    """
+
+    distributed_executor_backend: str = "inline"
+    num_threads: int | None = None
+
+    def __post_init__(self) -> None:
+        _require(
+            self.distributed_executor_backend in ("inline", "multiprocess"),
+            "distributed-executor-backend",
+            self.distributed_executor_backend,
+            "use inline or multiprocess",
+        )
+        _require(
+            self.num_threads is None or self.num_threads > 0,
+            "num-threads",
+            self.num_threads,
+            "it must be positive",
+        )
+
+
+class TransferConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """How KV leaves and enters this engine (`--kv-transfer-config`).
+
+    Attributes:
+        kv_connector: A name of the connector registry: null, memory, nixl.
+        host: Address the side channel binds and announces.
+        port: Side channel port; 0 takes a free one.
+        secret: The deployment's shared secret; handoffs and side channel frames are
+            signed with it. Engines with different secrets refuse one another.
+        lease_s: A lease ends so many seconds after its last heartbeat.
+        handshake_timeout_s: For a peer's first answer.
+        transfer_timeout_s: From the first posted byte to the confirmation.
+        backends: NIXL backends, in order.
+    """
+
+    kv_connector: str = "null"
+    host: str = "127.0.0.1"
+    port: int = 0
+    secret: str = ""
+    lease_s: float = 30.0
+    handshake_timeout_s: float = 5.0
+    transfer_timeout_s: float = 20.0
+    backends: tuple[str, ...] = ("UCX",)
+
+    def __post_init__(self) -> None:
+        for flag, value in (
+            ("lease_s", self.lease_s),
+            ("handshake_timeout_s", self.handshake_timeout_s),
+            ("transfer_timeout_s", self.transfer_timeout_s),
+        ):
+            _require(value > 0, f"kv-transfer-config.{flag}", value, "it must be above 0 seconds")
+
+
+class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """Everything an engine core and its workers need.
+
+    Attributes:
+        engine_id: Stable name; empty derives one from role, host and port.
+        device: auto, cpu or cuda.
+    """
+
+    model: ModelConfig
+    role: Role = Role.BOTH
+    engine_id: str = ""
+    device: str = "auto"
+    cache: CacheConfig = CacheConfig()
+    scheduler: SchedulerConfig = SchedulerConfig()
+    parallel: ParallelConfig = ParallelConfig()
+    transfer: TransferConfig = TransferConfig()
+
+    def __post_init__(self) -> None:
+        _require(
+            self.device in ("auto", "cpu", "cuda"), "device", self.device, "use auto, cpu or cuda"
+        )
+
+
+class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """The HTTP side of one engine.
+
+    Attributes:
+        port: 0 takes a free one.
+        proxy_urls: Proxies to register with, and to leave on shutdown.
+        advertise_url: What to register as; empty means http://host:port.
+        shutdown_timeout_s: How long running requests may go on after SIGTERM.
+    """
+
+    host: str = "127.0.0.1"
+    port: int = 8000
+    api_keys: tuple[str, ...] = ()
+    proxy_urls: tuple[str, ...] = ()
+    advertise_url: str = ""
+    shutdown_timeout_s: float = 30.0
+    max_body_bytes: int = 64 << 20
+
+
+class ProxyConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """The routing proxy. It holds no state that a restart would miss.
+
+    Attributes:
+        prefill, decode: Base URLs of engines known from the start.
+        prefill_policy, decode_policy: round_robin or least_loaded.
+        max_concurrent_requests: Requests in flight at most; further ones queue.
+        queue_size: Requests that may queue; further ones get 429.
+        request_timeout_s: One absolute limit for a request, from arrival.
+        retry_max_retries: Further engines to try before the first byte.
+        cb_failure_threshold: Failures in a row that open an engine's breaker.
+        cb_timeout_s: How long it stays open before one request may try again.
+        secret: The deployment's secret; engines that register must know it.
+    """
+
+    host: str = "127.0.0.1"
+    port: int = 8000
+    prefill: tuple[str, ...] = ()
+    decode: tuple[str, ...] = ()
+    prefill_policy: str = "least_loaded"
+    decode_policy: str = "least_loaded"
+    api_keys: tuple[str, ...] = ()
+    secret: str = ""
+    max_concurrent_requests: int = 1024
+    queue_size: int = 4096
+    queue_timeout_s: float = 60.0
+    request_timeout_s: float = 1800.0
+    retry_max_retries: int = 3
+    cb_failure_threshold: int = 3
+    cb_timeout_s: float = 5.0
+    health_check_interval_s: float = 1.0
+    health_check_timeout_s: float = 2.0
+    shutdown_timeout_s: float = 30.0
+    max_body_bytes: int = 64 << 20

@@ -1,0 +1,53 @@
+"""What an API server needs of an engine, and nothing more."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncGenerator
+
+    from pdserve.wire.request import EngineInfo, EngineOutput, EngineStats, GenerateRequest
+
+
+class EngineClient(Protocol):
+    """An engine as its API server sees it."""
+
+    @property
+    def info(self) -> EngineInfo | None:
+        """None until the engine is ready."""
+        ...
+
+    @property
+    def stats(self) -> EngineStats | None:
+        """The newest snapshot; None until the first."""
+        ...
+
+    @property
+    def dead_reason(self) -> str | None:
+        """Why the engine has ended, once it has."""
+        ...
+
+    def generate(self, request: GenerateRequest) -> AsyncGenerator[EngineOutput, None]:
+        """Submit a request and yield its outputs; the last has a `finish_reason`.
+
+        Closing the generator early (or cancelling the task in it) aborts the request.
+
+        Raises:
+            EngineDeadError: The engine ended before the request did.
+            OverloadedError: Too many requests wait already.
+            UnavailableError: The engine is not ready yet or is shutting down.
+        """
+        ...
+
+    async def release_lease(self, nonce: str) -> None:
+        """Give up a lease that nobody will read. Unknown nonces are ignored."""
+        ...
+
+    async def reset_prefix_cache(self) -> None:
+        """Forget cached prefixes."""
+        ...
+
+    async def close(self, *, timeout_s: float) -> None:
+        """End the engine: what runs may finish within `timeout_s`."""
+        ...

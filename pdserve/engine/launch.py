@@ -1,0 +1,15 @@
+"""What an engine core's process is told when it starts."""
+
+from __future__ import annotations
+
+import msgspec
+
+from pdserve.config.schema import EngineConfig
+
+
+class EngineLaunch(msgspec.Struct, frozen=True, kw_only=True):
+    """The settings, and where the server listens."""
+
+    config: EngineConfig
+    inputs_address: str
+    outputs_address: str

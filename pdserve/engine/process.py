@@ -1,0 +1,163 @@
+"""The engine core's process: drain messages, step, publish, until told to end.
+
+Started by the API server as `python -m pdserve.engine.process` with an `EngineLaunch` on
+standard input; it ends with the server.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+import traceback
+from typing import assert_never
+
+import msgspec
+import zmq
+
+from pdserve.engine.core import EngineCore
+from pdserve.engine.launch import EngineLaunch
+from pdserve.errors import ConfigError
+from pdserve.executor.lifeline import end_with_parent
+from pdserve.observe.clock import SystemClock
+from pdserve.wire.codec import (
+    Abort,
+    Add,
+    Died,
+    FromEngine,
+    Outputs,
+    Progress,
+    Ready,
+    ReleaseLease,
+    ResetPrefixCache,
+    Shutdown,
+    ToEngine,
+    from_engine,
+    to_engine,
+)
+
+_UNFINISHED_POLL_MS = 100
+_CLOSE_TIMEOUT_S = 5.0
+
+
+class EngineProcess:
+    """Sockets on one side, an `EngineCore` on the other."""
+
+    def __init__(self, launch: EngineLaunch) -> None:
+        self._context = zmq.Context()
+        self._inputs = self._context.socket(zmq.PULL)
+        self._outputs = self._context.socket(zmq.PUSH)
+        for socket in (self._inputs, self._outputs):
+            socket.set_hwm(0)
+            socket.linger = 1000
+        self._inputs.connect(launch.inputs_address)
+        self._outputs.connect(launch.outputs_address)
+        self._decode = to_engine()
+        self._encode = from_engine()
+        self._shutdown_at_s: float | None = None
+        try:
+            self.core = EngineCore(
+                launch.config,
+                clock=SystemClock(),
+                progress=lambda text: self._publish(Progress(text)),
+            )
+        except ConfigError as error:
+            self._publish(Died(error.message, is_config=True))
+            self._close_sockets()
+            raise
+        except Exception:
+            self._publish(Died(traceback.format_exc()))
+            self._close_sockets()
+            raise
+        self._poller = zmq.Poller()
+        self._poller.register(self._inputs, zmq.POLLIN)
+        for fd in self.core.executor.wake_fds:
+            self._poller.register(fd, zmq.POLLIN)
+        self._publish(Ready(self.core.info))
+
+    def run(self) -> None:
+        """Serve until shut down. A failure is published before the process ends."""
+        try:
+            is_active = True
+            while not self._is_over():
+                self._drain_inputs(wait=not is_active)
+                outputs, is_active = self.core.step()
+                if is_active:
+                    self._publish(Outputs(outputs, self.core.scheduler.stats()))
+            self.core.scheduler.abort_all("the engine is shutting down")
+            outputs = self.core.scheduler.drain_outputs()
+            self._publish(Outputs(outputs, self.core.scheduler.stats()))
+            self._publish(Died("shut down"))
+        except Exception:  # the top of the engine's loop: nothing may end it silently
+            self._publish(Died(traceback.format_exc()))
+            raise
+        finally:
+            self.core.close(_CLOSE_TIMEOUT_S)
+            self._close_sockets()
+
+    def _is_over(self) -> bool:
+        if self._shutdown_at_s is None:
+            return False
+        return time.monotonic() >= self._shutdown_at_s or self.core.scheduler.is_idle
+
+    def _drain_inputs(self, *, wait: bool) -> None:
+        """Take every message that is there; if `wait`, sleep until there is news."""
+        if wait:
+            is_waiting = self.core.scheduler.num_unfinished or self._shutdown_at_s is not None
+            self._poller.poll(_UNFINISHED_POLL_MS if is_waiting else None)
+        while True:
+            try:
+                frame = self._inputs.recv(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            self._take(self._decode.decode(frame))
+
+    def _take(self, message: ToEngine) -> None:
+        scheduler = self.core.scheduler
+        match message:
+            case Add(request):
+                scheduler.add(request)
+            case Abort(request_ids):
+                scheduler.abort(request_ids)
+            case ReleaseLease(nonce):
+                scheduler.release_lease(nonce)
+            case ResetPrefixCache():
+                scheduler.kv.pool.forget_all()
+            case Shutdown(timeout_s):
+                self._shutdown_at_s = time.monotonic() + timeout_s
+            case _:
+                assert_never(message)
+
+    def _publish(self, message: FromEngine) -> None:
+        self._outputs.send(self._encode.encode(message))
+
+    def _close_sockets(self) -> None:
+        self._inputs.close()
+        self._outputs.close()
+        self._context.term()
+
+
+def main() -> None:
+    """Entry point of the engine core's process."""
+    end_with_parent()
+    # Signals reach the whole process group; the server decides how its engine ends.
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+    launch = msgspec.msgpack.decode(sys.stdin.buffer.read(), type=EngineLaunch)
+    code = 0
+    try:
+        EngineProcess(launch).run()
+    except ConfigError:
+        code = 3
+    except Exception:  # noqa: BLE001 - the top of a process
+        traceback.print_exc()
+        code = 1
+    # Threads of native libraries must not keep a finished engine alive.
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+if __name__ == "__main__":
+    main()

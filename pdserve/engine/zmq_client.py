@@ -1,0 +1,250 @@
+"""An engine core in a process of its own, as an `EngineClient`.
+
+Messages go over two ZMQ sockets at abstract Unix addresses: no port, no file, nothing
+left behind when a process is killed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import secrets
+import signal
+import subprocess
+import sys
+from typing import TYPE_CHECKING, assert_never
+
+import msgspec
+import zmq
+import zmq.asyncio
+
+from pdserve.engine.launch import EngineLaunch
+from pdserve.errors import ConfigError, EngineDeadError, OverloadedError, UnavailableError
+from pdserve.wire.codec import (
+    Abort,
+    Add,
+    Died,
+    Outputs,
+    Progress,
+    Ready,
+    ReleaseLease,
+    ResetPrefixCache,
+    Shutdown,
+    ToEngine,
+    from_engine,
+    to_engine,
+)
+from pdserve.wire.request import FinishReason
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncGenerator, Callable
+
+    from pdserve.config.schema import EngineConfig
+    from pdserve.wire.ids import RequestId
+    from pdserve.wire.request import EngineInfo, EngineOutput, EngineStats, GenerateRequest
+
+_KILL_AFTER_S = 8.0
+
+
+async def launch_engine(
+    config: EngineConfig, *, progress: Callable[[str], None]
+) -> ZmqEngineClient:
+    """Start an engine core; it loads in the background (`wait_ready`)."""
+    name = secrets.token_hex(12)
+    context = zmq.asyncio.Context()
+    inputs, outputs = context.socket(zmq.PUSH), context.socket(zmq.PULL)
+    addresses = (f"ipc://@pdserve-{name}-in", f"ipc://@pdserve-{name}-out")
+    for socket, address in zip((inputs, outputs), addresses, strict=True):
+        socket.set_hwm(0)
+        socket.linger = 0
+        socket.bind(address)
+    launch = EngineLaunch(config=config, inputs_address=addresses[0], outputs_address=addresses[1])
+    process = subprocess.Popen(  # noqa: ASYNC220 - a fork and exec, once, before serving
+        [sys.executable, "-m", "pdserve.engine.process"], stdin=subprocess.PIPE
+    )
+    assert process.stdin is not None
+    process.stdin.write(msgspec.msgpack.encode(launch))
+    process.stdin.close()
+    return ZmqEngineClient(
+        config, process=process, context=context, inputs=inputs, outputs=outputs, progress=progress
+    )
+
+
+class ZmqEngineClient:
+    """See `EngineClient`. Made by `launch_engine`; lives in one event loop."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        *,
+        process: subprocess.Popen[bytes],
+        context: zmq.asyncio.Context,
+        inputs: zmq.asyncio.Socket,
+        outputs: zmq.asyncio.Socket,
+        progress: Callable[[str], None],
+    ) -> None:
+        self._max_waiting = config.scheduler.max_waiting
+        self._process = process
+        self._context, self._inputs, self._outputs = context, inputs, outputs
+        self._progress = progress
+        self._encode = to_engine()
+        self._decode = from_engine()
+        self._queues: dict[RequestId, asyncio.Queue[EngineOutput | None]] = {}
+        self._info: EngineInfo | None = None
+        self._stats: EngineStats | None = None
+        self._dead_reason: str | None = None
+        self._is_config_error = False
+        self._is_closing = False
+        self._settled = asyncio.Event()
+        self._exited = asyncio.Event()
+        self._pid_fd = os.pidfd_open(process.pid)
+        asyncio.get_running_loop().add_reader(self._pid_fd, self._on_exit)
+        self._reader = asyncio.create_task(self._read(), name="engine-outputs")
+
+    @property
+    def info(self) -> EngineInfo | None:
+        """See `EngineClient`."""
+        return self._info
+
+    @property
+    def stats(self) -> EngineStats | None:
+        """See `EngineClient`."""
+        return self._stats
+
+    @property
+    def dead_reason(self) -> str | None:
+        """See `EngineClient`."""
+        return self._dead_reason
+
+    @property
+    def pid(self) -> int:
+        """The engine core's process id."""
+        return self._process.pid
+
+    async def wait_ready(self) -> EngineInfo:
+        """Wait until the engine serves.
+
+        Raises:
+            ConfigError: Its settings, model or device cannot be used.
+            EngineDeadError: It ended for another reason.
+        """
+        await self._settled.wait()
+        if self._info is None:
+            reason = self._dead_reason or "the engine ended while it started"
+            raise ConfigError(reason) if self._is_config_error else EngineDeadError(reason)
+        return self._info
+
+    async def wait_dead(self) -> str:
+        """Wait until the engine has ended, and return why."""
+        await self._exited.wait()
+        return self._dead_reason or "the engine ended"
+
+    async def generate(self, request: GenerateRequest) -> AsyncGenerator[EngineOutput, None]:
+        """See `EngineClient`."""
+        if self._dead_reason is not None:
+            raise EngineDeadError(self._dead_reason)
+        if self._info is None or self._is_closing:
+            state = "shutting down" if self._is_closing else "still loading"
+            raise UnavailableError(f"the engine is {state}; try again", retry_after_s=1.0)
+        if self._stats is not None and self._stats.num_waiting >= self._max_waiting:
+            raise OverloadedError(
+                f"{self._stats.num_waiting} requests wait already (at most {self._max_waiting})",
+                retry_after_s=1.0,
+            )
+        request_id = request.request_id
+        queue: asyncio.Queue[EngineOutput | None] = asyncio.Queue()
+        self._queues[request_id] = queue
+        is_over = False
+        try:
+            await self._send(Add(request))
+            while not is_over:
+                output = await queue.get()
+                if output is None:
+                    is_over = True
+                    raise EngineDeadError(self._dead_reason or "the engine ended")
+                is_over = output.finish_reason is not None
+                yield output
+        finally:
+            del self._queues[request_id]
+            if not is_over:
+                self._abandon(request_id)
+
+    async def release_lease(self, nonce: str) -> None:
+        """See `EngineClient`."""
+        await self._send(ReleaseLease(nonce))
+
+    async def reset_prefix_cache(self) -> None:
+        """See `EngineClient`."""
+        await self._send(ResetPrefixCache())
+
+    async def close(self, *, timeout_s: float) -> None:
+        """See `EngineClient`. What has not ended some seconds after is killed."""
+        self._is_closing = True
+        if self._process.poll() is None:
+            await self._send(Shutdown(timeout_s))
+            try:
+                await asyncio.wait_for(self._exited.wait(), timeout_s + _KILL_AFTER_S)
+            except TimeoutError:
+                self._process.send_signal(signal.SIGKILL)
+        await self._exited.wait()
+        self._reader.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await self._reader
+        self._inputs.close()
+        self._outputs.close()
+        self._context.term()
+
+    def _abandon(self, request_id: RequestId) -> None:
+        """Abort without waiting: the caller may be a cancelled task."""
+        if self._dead_reason is None:
+            # With no high-water mark a send never waits, so its future is done at once.
+            self._inputs.send(self._encode.encode(Abort([request_id])))
+
+    async def _send(self, message: ToEngine) -> None:
+        await self._inputs.send(self._encode.encode(message))
+
+    async def _read(self) -> None:
+        while True:
+            message = self._decode.decode(await self._outputs.recv())
+            match message:
+                case Outputs(outputs, stats):
+                    self._stats = stats
+                    for output in outputs:
+                        self._deliver(output)
+                case Progress(text):
+                    self._progress(text)
+                case Ready(info):
+                    self._info = info
+                    self._settled.set()
+                case Died(reason, is_config):
+                    self._die(reason, is_config=is_config)
+                case _:
+                    assert_never(message)
+
+    def _deliver(self, output: EngineOutput) -> None:
+        queue = self._queues.get(output.request_id)
+        if queue is not None:
+            queue.put_nowait(output)
+        elif output.finish_reason is FinishReason.HANDOFF:
+            # The client left in the same moment: nobody else knows of this lease.
+            self._abandon(output.request_id)
+
+    def _die(self, reason: str, *, is_config: bool) -> None:
+        if self._dead_reason is None:
+            self._dead_reason = reason
+            self._is_config_error = is_config
+        self._settled.set()
+        for queue in self._queues.values():
+            queue.put_nowait(None)
+
+    def _on_exit(self) -> None:
+        asyncio.get_running_loop().remove_reader(self._pid_fd)
+        os.close(self._pid_fd)
+        code = self._process.wait()
+        # Its last words may still be on the way through the socket.
+        asyncio.get_running_loop().call_later(0.2, self._on_silence, code)
+
+    def _on_silence(self, code: int) -> None:
+        self._die(f"the engine core ended with code {code}", is_config=False)
+        self._exited.set()

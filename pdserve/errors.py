@@ -1,0 +1,159 @@
+"""Every exception pdserve raises on purpose, and the fate of each.
+
+Three kinds of trouble have three fates. An *outcome* (no room now) is a return
+value and never appears here. *Somebody else's mistake* is a `PdserveError`: it
+carries an HTTP status and reaches the client as an OpenAI error object. *Our own
+mistake* is an `InternalError`: it ends the engine, with the request's story.
+
+    PdserveError                    somebody else's mistake, or the world's
+    |- BadRequestError        400   a field of the request is wrong (names it)
+    |  |- ContextLengthError  400   prompt + output exceed the model's context
+    |- UnauthorizedError      401
+    |- NotFoundError          404   unknown path or model
+    |- BodyTooLargeError      413
+    |- OverloadedError        429   queue is full; Retry-After
+    |- UnavailableError       503   no ready engine for the role; Retry-After
+    |- EngineDeadError        503   the engine behind this server has ended
+    |- UpstreamError          502   an engine answered something unusable
+    |- DeadlineError          504   the request's own deadline has passed
+    |- ConfigError            exit 3, never HTTP: a setting, a file, a model
+    |- PeerError              a peer engine is lost, incompatible or lies
+    |  |- HandshakeError           layouts differ; both values are named
+    |  |- StaleHandoffError        epoch, nonce or signature do not match
+    InternalError                   an illegal move inside pdserve; ends the engine
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+
+class PdserveError(Exception):
+    """Base of every error whose cause is outside pdserve.
+
+    Args:
+        message: What happened, to which field, with which value, and the remedy.
+        param: Name of the request field at fault, if one is.
+        retry_after_s: When a client may try again, in seconds, if that is known.
+    """
+
+    status: ClassVar[int] = 500
+    type: ClassVar[str] = "server_error"
+    code: ClassVar[str] = "internal_error"
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        param: str | None = None,
+        retry_after_s: float | None = None,
+        code: str | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.message = message
+        self.param = param
+        self.retry_after_s = retry_after_s
+        self.error_code = code or self.code
+
+
+class BadRequestError(PdserveError):
+    """A field of the request is wrong."""
+
+    status = 400
+    type = "invalid_request_error"
+    code = "invalid_value"
+
+
+class ContextLengthError(BadRequestError):
+    """The prompt, or the prompt and the output asked for, exceed the model's context."""
+
+    code = "context_length_exceeded"
+
+
+class UnauthorizedError(PdserveError):
+    """The API key is missing or wrong."""
+
+    status = 401
+    type = "authentication_error"
+    code = "invalid_api_key"
+
+
+class NotFoundError(PdserveError):
+    """No such path or model."""
+
+    status = 404
+    type = "invalid_request_error"
+    code = "not_found"
+
+
+class BodyTooLargeError(PdserveError):
+    """The request body is larger than the server accepts."""
+
+    status = 413
+    type = "invalid_request_error"
+    code = "request_too_large"
+
+
+class OverloadedError(PdserveError):
+    """The queue is full, or the request waited in it for too long."""
+
+    status = 429
+    type = "rate_limit_error"
+    code = "overloaded"
+
+
+class UnavailableError(PdserveError):
+    """No engine of the needed role is ready."""
+
+    status = 503
+    type = "service_unavailable_error"
+    code = "unavailable"
+
+
+class EngineDeadError(PdserveError):
+    """The engine behind this server has ended; its message says why."""
+
+    status = 503
+    type = "service_unavailable_error"
+    code = "engine_dead"
+
+
+class UpstreamError(PdserveError):
+    """An engine answered something that cannot be passed on."""
+
+    status = 502
+    type = "upstream_error"
+    code = "bad_gateway"
+
+
+class DeadlineError(PdserveError):
+    """The request's own deadline passed before it could be served."""
+
+    status = 504
+    type = "timeout_error"
+    code = "deadline_exceeded"
+
+
+class ConfigError(PdserveError):
+    """A setting, a file or a model directory cannot be used as given."""
+
+    code = "config_error"
+
+
+class PeerError(PdserveError):
+    """A peer engine is lost, incompatible, or sent something it should not."""
+
+    status = 502
+    code = "peer_error"
+
+
+class HandshakeError(PeerError):
+    """Two engines cannot exchange KV; the message names both values."""
+
+
+class StaleHandoffError(PeerError):
+    """A handoff's epoch, nonce or signature does not match what the engine issued."""
+
+
+class InternalError(Exception):
+    """An illegal move inside pdserve. Never caught but at the top of a `run` loop."""

@@ -1,0 +1,1 @@
+"""How steps reach the ranks of an engine: one seam, several ways."""

@@ -1,0 +1,56 @@
+"""The seam between an engine core and its ranks.
+
+The core submits steps and collects their results in the same order. How many ranks there
+are, and where, is the executor's own matter.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    from pdserve.wire.step import ModelRunnerOutput, SchedulerOutput
+    from pdserve.wire.transfer import ConnectorReport
+    from pdserve.worker.worker import WorkerInfo
+
+
+class Executor(Protocol):
+    """Runs steps on the ranks of one engine."""
+
+    @property
+    def max_in_flight(self) -> int:
+        """Steps that may be submitted before the oldest is collected."""
+        ...
+
+    @property
+    def wake_fds(self) -> list[int]:
+        """File descriptors that become readable when `collect` or `poll_report` has news."""
+        ...
+
+    def start(self) -> WorkerInfo:
+        """Load the model on every rank and return what the core must know.
+
+        Raises:
+            ConfigError: The model, the device or the memory cannot be used as asked.
+        """
+        ...
+
+    def submit(self, step: SchedulerOutput) -> None:
+        """Hand a step to the ranks."""
+        ...
+
+    def collect(self) -> ModelRunnerOutput:
+        """Wait for the oldest submitted step.
+
+        Raises:
+            RankDiedError: A rank ended; nothing more will come.
+        """
+        ...
+
+    def poll_report(self) -> ConnectorReport | None:
+        """Connector news that came without a step. Never blocks."""
+        ...
+
+    def close(self, timeout_s: float) -> None:
+        """End every rank within `timeout_s`; what is left then is killed. Idempotent."""
+        ...

@@ -1,0 +1,152 @@
+"""Reference-counted pool of fixed-size KV blocks, findable by the prefix they hold.
+
+Knows ids, references and hashes. Does not know requests, tokens or memory.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from typing import TYPE_CHECKING
+
+from pdserve.errors import InternalError
+from pdserve.wire.ids import BlockHash, BlockId
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+
+class OutOfBlocksError(Exception):
+    """The pool has fewer free blocks than asked for; nothing was taken."""
+
+
+class BlockPool:
+    """Hands out KV blocks, shares them by reference count, caches them by hash.
+
+    A block is in exactly one of two places: *held* (references > 0) or *free*
+    (references == 0, in eviction order). A free block may still carry the hash of its
+    last contents, so a later prefix can take it back without recomputing. The free list
+    is first in, first out: the window between a block's release and its reuse is as
+    long as it can be.
+
+    Args:
+        num_blocks: Number of blocks, > 0.
+    """
+
+    def __init__(self, num_blocks: int) -> None:
+        if num_blocks <= 0:
+            raise InternalError(f"num_blocks must be > 0, got {num_blocks}")
+        self._refs = [0] * num_blocks
+        self._hash: list[BlockHash | None] = [None] * num_blocks
+        self._by_hash: dict[BlockHash, BlockId] = {}
+        self._free: OrderedDict[BlockId, None] = OrderedDict(
+            (BlockId(i), None) for i in range(num_blocks)
+        )
+        self._num_free_cached = 0
+
+    @property
+    def num_blocks(self) -> int:
+        """Size of the pool."""
+        return len(self._refs)
+
+    @property
+    def num_free(self) -> int:
+        """Number of blocks that `take` could return now."""
+        return len(self._free)
+
+    @property
+    def num_free_cached(self) -> int:
+        """The part of `num_free` that is still findable by hash."""
+        return self._num_free_cached
+
+    def take(self, n: int) -> list[BlockId]:
+        """Take the `n` blocks freed longest ago, in ascending order of id.
+
+        Ascending, so that neighbours in a table are neighbours in memory where the free
+        list allows it, and a transfer needs fewer descriptors.
+
+        Raises:
+            OutOfBlocksError: Fewer than `n` are free. The pool is unchanged.
+        """
+        if n > len(self._free):
+            raise OutOfBlocksError(f"asked for {n} blocks, {len(self._free)} free")
+        taken = sorted(self._free.popitem(last=False)[0] for _ in range(n))
+        for block in taken:
+            if self._hash[block] is not None:
+                self._num_free_cached -= 1
+                self._forget(block)
+            self._refs[block] = 1
+        return taken
+
+    def find(self, prefix: Iterable[BlockHash]) -> list[BlockId]:
+        """Return the blocks of the longest cached run of `prefix`; holds nothing.
+
+        Valid until the next `take` or `forget_all`.
+        """
+        found: list[BlockId] = []
+        for name in prefix:
+            block = self._by_hash.get(name)
+            if block is None:
+                break
+            found.append(block)
+        return found
+
+    def num_free_among(self, blocks: Iterable[BlockId]) -> int:
+        """How many of `blocks` are free, so that `hold` would shrink the free list."""
+        return sum(self._refs[block] == 0 for block in blocks)
+
+    def num_exclusive_among(self, blocks: Iterable[BlockId]) -> int:
+        """How many of `blocks` have one reference, so that `release` would free them."""
+        return sum(self._refs[block] == 1 for block in blocks)
+
+    def hold(self, blocks: Sequence[BlockId]) -> None:
+        """Add one reference to each of `blocks` (as returned by `find`)."""
+        for block in blocks:
+            if self._refs[block] == 0:
+                del self._free[block]
+                self._num_free_cached -= self._hash[block] is not None
+            self._refs[block] += 1
+
+    def publish(self, block: BlockId, name: BlockHash) -> None:
+        """Make a full, held block findable by its hash. First writer wins."""
+        if self._refs[block] == 0:
+            raise InternalError(f"block {block} is free; only a held block can be published")
+        if name not in self._by_hash:
+            self._forget(block)
+            self._hash[block], self._by_hash[name] = name, block
+
+    def release(self, blocks: Sequence[BlockId]) -> None:
+        """Drop one reference on each block; at zero it becomes evictable.
+
+        Tails first, so that a shared prefix outlives its suffixes.
+
+        Raises:
+            InternalError: A block was not held. The pool is unchanged.
+        """
+        for block in blocks:
+            if self._refs[block] == 0:
+                raise InternalError(f"block {block} released twice")
+        for block in reversed(blocks):
+            self._refs[block] -= 1
+            if self._refs[block] == 0:
+                self._free[block] = None
+                self._num_free_cached += self._hash[block] is not None
+
+    def forget_all(self) -> None:
+        """Forget every hash. Held blocks keep their contents and their holders."""
+        self._by_hash.clear()
+        self._hash = [None] * len(self._refs)
+        self._num_free_cached = 0
+
+    def check(self) -> None:
+        """Raise AssertionError if an invariant is broken. O(num_blocks)."""
+        free = {block for block, refs in enumerate(self._refs) if refs == 0}
+        assert free == set(self._free)
+        assert all(refs >= 0 for refs in self._refs)
+        assert {h: b for b, h in enumerate(self._hash) if h is not None} == self._by_hash
+        assert self._num_free_cached == sum(self._hash[block] is not None for block in free)
+
+    def _forget(self, block: BlockId) -> None:
+        name = self._hash[block]
+        if name is not None:
+            del self._by_hash[name]
+            self._hash[block] = None

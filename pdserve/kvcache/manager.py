@@ -1,0 +1,112 @@
+"""Prefix matching and admission arithmetic over the pool."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from pdserve.kvcache.block_pool import BlockPool
+from pdserve.kvcache.lease import Holding, Ledger
+from pdserve.wire.hashing import block_hash, root_hash
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from pdserve.wire.ids import BlockHash, BlockId
+
+
+class PrefixHit(msgspec.Struct, frozen=True):
+    """Cached blocks that begin a request. Holds nothing; valid until the next allocation.
+
+    Attributes:
+        num_tokens: Tokens they hold, a multiple of the block size.
+        num_free: How many of them are free now, and would leave the free list.
+    """
+
+    blocks: Sequence[BlockId]
+    num_tokens: int
+    num_free: int
+
+
+class HashChain:
+    """The block hashes of one request's tokens, extended as tokens come. O(new tokens)."""
+
+    def __init__(self, block_size: int, salt: str) -> None:
+        self._block_size = block_size
+        self._parent = root_hash(salt)
+        self.hashes: list[BlockHash] = []
+
+    def extend_to(self, prompt: Sequence[int], output: Sequence[int], num_blocks: int) -> None:
+        """Hash blocks until there are `num_blocks`; all their tokens must exist."""
+        size, num_prompt = self._block_size, len(prompt)
+        for index in range(len(self.hashes), num_blocks):
+            start, stop = index * size, (index + 1) * size
+            tokens = prompt[start:stop]
+            if stop > num_prompt:
+                tokens = [*tokens, *output[max(0, start - num_prompt) : stop - num_prompt]]
+            self._parent = block_hash(self._parent, tokens)
+            self.hashes.append(self._parent)
+
+
+class KVCacheManager:
+    """Finds cached prefixes, says whether a request fits, opens its holding.
+
+    Args:
+        num_blocks: Size of the pool.
+        block_size: Tokens per block.
+        enable_prefix_caching: If not, `match` finds nothing and nothing is published.
+    """
+
+    def __init__(self, *, num_blocks: int, block_size: int, enable_prefix_caching: bool) -> None:
+        self.block_size = block_size
+        self.enable_prefix_caching = enable_prefix_caching
+        self.pool = BlockPool(num_blocks)
+        self.ledger = Ledger(self.pool)
+
+    def blocks_for(self, num_tokens: int) -> int:
+        """Blocks that hold `num_tokens`."""
+        return -(-num_tokens // self.block_size)
+
+    def chain(self, salt: str) -> HashChain:
+        """An empty hash chain for one request."""
+        return HashChain(self.block_size, salt)
+
+    def match(
+        self,
+        chain: HashChain,
+        prompt: Sequence[int],
+        output: Sequence[int],
+        *,
+        max_tokens: int,
+    ) -> PrefixHit:
+        """The longest cached prefix of at most `max_tokens` tokens."""
+        if not self.enable_prefix_caching:
+            return PrefixHit((), 0, 0)
+        num_blocks = max_tokens // self.block_size
+        chain.extend_to(prompt, output, num_blocks)
+        blocks = self.pool.find(chain.hashes[:num_blocks])
+        return PrefixHit(blocks, len(blocks) * self.block_size, self.pool.num_free_among(blocks))
+
+    def open(self, hit: PrefixHit, num_tokens: int) -> Holding:
+        """Hold the hit and fresh blocks behind it, for `num_tokens` in all.
+
+        Raises:
+            OutOfBlocksError: Nothing was held or taken.
+        """
+        return self.ledger.open(hit.blocks, self.blocks_for(num_tokens) - len(hit.blocks))
+
+    def publish(
+        self,
+        holding: Holding,
+        chain: HashChain,
+        prompt: Sequence[int],
+        output: Sequence[int],
+        *,
+        num_computed_tokens: int,
+    ) -> None:
+        """Make the blocks that `num_computed_tokens` fill findable."""
+        if self.enable_prefix_caching:
+            num_full = num_computed_tokens // self.block_size
+            chain.extend_to(prompt, output, num_full)
+            holding.publish(chain.hashes, num_full)

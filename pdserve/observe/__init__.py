@@ -1,0 +1,1 @@
+"""Clock, log, metrics, and the story of each request."""

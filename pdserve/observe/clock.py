@@ -1,0 +1,49 @@
+"""Time as something passed in, so that tests and simulations can own it."""
+
+from __future__ import annotations
+
+import time
+from typing import Protocol
+
+
+class Clock(Protocol):
+    """A monotonic clock for durations and a wall clock for deadlines that travel."""
+
+    def monotonic_s(self) -> float:
+        """Seconds since an arbitrary start; never goes back."""
+        ...
+
+    def wall_s(self) -> float:
+        """Seconds since the Unix epoch."""
+        ...
+
+
+class SystemClock:
+    """The machine's own clocks."""
+
+    def monotonic_s(self) -> float:
+        """See `Clock`."""
+        return time.monotonic()
+
+    def wall_s(self) -> float:
+        """See `Clock`."""
+        return time.time()
+
+
+class ManualClock:
+    """A clock that moves only when told to."""
+
+    def __init__(self, start_s: float = 1000.0) -> None:
+        self.now_s = start_s
+
+    def monotonic_s(self) -> float:
+        """See `Clock`."""
+        return self.now_s
+
+    def wall_s(self) -> float:
+        """See `Clock`."""
+        return self.now_s
+
+    def advance(self, seconds: float) -> None:
+        """Let `seconds` pass."""
+        self.now_s += seconds

@@ -1,0 +1,1 @@
+"""Decides what each step computes: pure plans, one place that applies them."""

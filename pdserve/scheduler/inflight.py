@@ -1,0 +1,61 @@
+"""Steps that were submitted and have not come back, and what must wait for them.
+
+A step in flight may still write the blocks of every request in it. A request that ends
+meanwhile keeps its blocks until the last such step has retired.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import TYPE_CHECKING
+
+from pdserve.errors import InternalError
+
+if TYPE_CHECKING:
+    from pdserve.scheduler.request import Request
+    from pdserve.wire.ids import RequestId
+
+
+class Step:
+    """One submitted step.
+
+    Attributes:
+        num_computed_after: For each request in it, the tokens computed once it retires.
+        closing: Requests to close when it has retired.
+    """
+
+    def __init__(
+        self, step_id: int, num_computed_after: dict[RequestId, int], submitted_s: float
+    ) -> None:
+        self.step_id = step_id
+        self.num_computed_after = num_computed_after
+        self.submitted_s = submitted_s
+        self.closing: list[Request] = []
+
+
+class InFlight:
+    """A queue of submitted steps; they retire in order."""
+
+    def __init__(self) -> None:
+        self._steps: deque[Step] = deque()
+
+    def __len__(self) -> int:
+        return len(self._steps)
+
+    def submit(self, step: Step) -> None:
+        """Add the newest step."""
+        self._steps.append(step)
+
+    def retire(self, step_id: int) -> Step:
+        """Remove and return the oldest step, which must be `step_id`."""
+        if not self._steps or self._steps[0].step_id != step_id:
+            raise InternalError(f"step {step_id} retired out of order")
+        return self._steps.popleft()
+
+    def close_after(self, request: Request) -> bool:
+        """Close `request` when the last step that has it retires; False if none has."""
+        for step in reversed(self._steps):
+            if request.request_id in step.num_computed_after:
+                step.closing.append(request)
+                return True
+        return False

@@ -1,0 +1,55 @@
+"""The waiting requests, in the order in which they may start."""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+from typing import TYPE_CHECKING
+
+from pdserve.config.schema import SchedulingPolicy
+
+if TYPE_CHECKING:
+    from pdserve.scheduler.request import Request
+    from pdserve.wire.ids import RequestId
+
+
+class WaitingQueue:
+    """A priority queue with removal by id.
+
+    First come, first served orders by arrival, and a preempted request keeps its place,
+    so it comes before everything that arrived after it. The priority policy orders by
+    priority first. Push and pop are O(log n); removal is O(1), paid at a later pop.
+    """
+
+    def __init__(self, policy: SchedulingPolicy) -> None:
+        self._by_priority = policy is SchedulingPolicy.PRIORITY
+        self._heap: list[tuple[int, int, int, Request]] = []
+        self._pushes = itertools.count()
+        self._members: dict[RequestId, Request] = {}
+
+    def __len__(self) -> int:
+        return len(self._members)
+
+    def push(self, request: Request) -> None:
+        """Add a request."""
+        heapq.heappush(self._heap, (*self.rank(request), next(self._pushes), request))
+        self._members[request.request_id] = request
+
+    def peek(self) -> Request | None:
+        """The request that comes next."""
+        while self._heap:
+            request = self._heap[0][3]
+            if self._members.get(request.request_id) is request:
+                return request
+            heapq.heappop(self._heap)
+        return None
+
+    def remove(self, request: Request) -> None:
+        """Take a request out, wherever it stands."""
+        del self._members[request.request_id]
+        if not self._members:
+            self._heap.clear()
+
+    def rank(self, request: Request) -> tuple[int, int]:
+        """Smaller comes first; also decides who is preempted (the largest)."""
+        return (request.wire.priority if self._by_priority else 0, request.order)

@@ -1,0 +1,114 @@
+"""msgpack encoders and decoders for the messages between a server and its engine core.
+
+Adding a field: give it a default, put it last, raise `MINOR`, extend the recorded-bytes
+test. A different `MAJOR` is refused when the processes meet.
+"""
+
+from __future__ import annotations
+
+from typing import Generic, TypeVar
+
+import msgspec
+
+from pdserve.wire.ids import RequestId
+from pdserve.wire.request import EngineInfo, EngineOutput, EngineStats, GenerateRequest
+
+MAJOR = 1
+MINOR = 0
+
+T = TypeVar("T")
+
+
+class Add(msgspec.Struct, frozen=True, tag="add"):
+    """Take a request."""
+
+    request: GenerateRequest
+
+
+class Abort(msgspec.Struct, frozen=True, tag="abort"):
+    """Forget requests; unknown ids are ignored."""
+
+    request_ids: list[RequestId]
+
+
+class ReleaseLease(msgspec.Struct, frozen=True, tag="release"):
+    """Nobody will read this lease; unknown nonces are ignored."""
+
+    nonce: str
+
+
+class ResetPrefixCache(msgspec.Struct, frozen=True, tag="reset_prefix_cache"):
+    """Forget cached prefixes (benchmarks); held blocks keep their contents."""
+
+
+class Shutdown(msgspec.Struct, frozen=True, tag="shutdown"):
+    """Finish what runs within `timeout_s`, then end."""
+
+    timeout_s: float
+
+
+ToEngine = Add | Abort | ReleaseLease | ResetPrefixCache | Shutdown
+
+
+class Ready(msgspec.Struct, frozen=True, tag="ready"):
+    """The engine's weights are loaded and its KV memory is registered."""
+
+    info: EngineInfo
+    major: int = MAJOR
+    minor: int = MINOR
+
+
+class Progress(msgspec.Struct, frozen=True, tag="progress"):
+    """Where a start-up stands, for people to read."""
+
+    text: str
+
+
+class Outputs(msgspec.Struct, frozen=True, tag="outputs"):
+    """One step's outputs and a snapshot of the engine."""
+
+    outputs: list[EngineOutput]
+    stats: EngineStats
+
+
+class Died(msgspec.Struct, frozen=True, tag="died"):
+    """The engine has ended; `reason` is for the log and the error message.
+
+    `is_config` tells a setting or file that cannot be used from a failure.
+    """
+
+    reason: str
+    is_config: bool = False
+
+
+FromEngine = Ready | Progress | Outputs | Died
+
+
+class Codec(Generic[T]):
+    """Encodes and decodes one union of messages. One instance per thread."""
+
+    def __init__(self, decoder: msgspec.msgpack.Decoder[T]) -> None:
+        self._encoder = msgspec.msgpack.Encoder()
+        self._decoder = decoder
+
+    def encode(self, value: T) -> bytes:
+        """Return `value` as msgpack."""
+        return self._encoder.encode(value)
+
+    def decode(self, data: bytes | memoryview) -> T:
+        """Return the message in `data`.
+
+        Raises:
+            msgspec.DecodeError, msgspec.ValidationError: The bytes are not such a message.
+        """
+        return self._decoder.decode(data)
+
+
+def to_engine() -> Codec[ToEngine]:
+    """Codec of the messages from a server to its engine core."""
+    return Codec(msgspec.msgpack.Decoder(ToEngine))
+
+
+def from_engine() -> Codec[FromEngine]:
+    """Codec of the messages from an engine core to its server."""
+    return Codec(msgspec.msgpack.Decoder(FromEngine))

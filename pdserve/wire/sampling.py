@@ -1,0 +1,46 @@
+"""What to sample and when to stop, fully resolved: no field is left to a server's default."""
+
+from __future__ import annotations
+
+import msgspec
+
+
+class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """How one request's tokens are chosen.
+
+    The random number for output token `i` is a function of `(seed, i)` alone, so any
+    engine that holds the request continues it identically.
+
+    Attributes:
+        max_tokens: Number of output tokens at most, > 0.
+        min_tokens: EOS and stop ids are masked until so many tokens are out.
+        temperature: 0 is greedy.
+        top_k: 0 keeps all.
+        seed: Always set; the server draws one where the user gave none.
+        eos_token_ids: The model's own; masked or obeyed as `ignore_eos` says.
+        stop_token_ids: The user's; obeyed even with `ignore_eos`.
+        logprobs: Number of alternatives to report per output token; None reports none,
+            0 only the sampled token's.
+        prompt_logprobs: The same for prompt tokens.
+        allowed_token_ids: If not None, every other token is impossible.
+        bad_words: Token sequences whose last token is impossible after the others.
+    """
+
+    max_tokens: int
+    seed: int
+    min_tokens: int = 0
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    eos_token_ids: tuple[int, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    logit_bias: dict[int, float] = {}
+    allowed_token_ids: tuple[int, ...] | None = None
+    bad_words: tuple[tuple[int, ...], ...] = ()
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None

@@ -1,0 +1,83 @@
+"""One engine step: what the scheduler asks of the workers, and what they answer."""
+
+from __future__ import annotations
+
+import msgspec
+
+from pdserve.wire.ids import BlockId, RequestId
+from pdserve.wire.outputs import TokenLogprobs
+from pdserve.wire.sampling import SamplingParams
+from pdserve.wire.transfer import ConnectorMetadata, ConnectorReport
+
+
+class NewRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """A request the worker does not know (also after preemption): sent whole.
+
+    Attributes:
+        output_token_ids: Tokens already out: after a preemption, or taken from a handoff.
+        block_ids: Its whole block table.
+        num_computed_tokens: Tokens whose KV the blocks hold before this step.
+    """
+
+    request_id: RequestId
+    prompt_token_ids: list[int]
+    output_token_ids: list[int]
+    sampling: SamplingParams
+    block_ids: list[BlockId]
+    num_computed_tokens: int
+
+
+class KnownRequests(msgspec.Struct, frozen=True, kw_only=True):
+    """Requests the worker knows, as columns: only what changed.
+
+    Attributes:
+        new_block_ids: Blocks appended to each request's table.
+        num_computed_tokens: As of the start of this step.
+    """
+
+    request_ids: list[RequestId] = []
+    new_block_ids: list[list[BlockId]] = []
+    num_computed_tokens: list[int] = []
+
+
+class SchedulerOutput(msgspec.Struct, frozen=True, kw_only=True):
+    """One step. A request samples a token when the step reaches the end of its tokens.
+
+    Attributes:
+        step_id: Increases by one per step.
+        num_scheduled_tokens: Tokens to compute per request, in batch order; requests
+            that only load KV are absent.
+        gone_request_ids: Finished or preempted since the last step: forget them.
+    """
+
+    step_id: int
+    new_requests: list[NewRequest]
+    known_requests: KnownRequests
+    num_scheduled_tokens: dict[RequestId, int]
+    gone_request_ids: list[RequestId]
+    connector_metadata: ConnectorMetadata | None = None
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens to compute in this step."""
+        return sum(self.num_scheduled_tokens.values())
+
+
+class ModelRunnerOutput(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """A step's results, in columns.
+
+    Attributes:
+        sampled_token_ids: One token for each of `request_ids` (those that sampled).
+        logprobs: For requests that asked for them.
+        prompt_logprobs: Logprobs of the prompt tokens computed in this step; the entry
+            for prompt position p is produced by the step that computes position p - 1.
+        forward_s: Seconds in the model's forward alone.
+    """
+
+    step_id: int
+    request_ids: list[RequestId] = []
+    sampled_token_ids: list[int] = []
+    logprobs: dict[RequestId, TokenLogprobs] = {}
+    prompt_logprobs: dict[RequestId, list[TokenLogprobs]] = {}
+    connector_report: ConnectorReport | None = None
+    forward_s: float = 0.0

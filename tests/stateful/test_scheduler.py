@@ -1,0 +1,150 @@
+"""The scheduler under random arrivals, steps, aborts and steps in flight."""
+
+from __future__ import annotations
+
+from collections import deque
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from pdserve.config.schema import CacheConfig, SchedulerConfig, SchedulingPolicy
+from pdserve.connectors.null import NullScheduler
+from pdserve.observe.clock import ManualClock
+from pdserve.scheduler.scheduler import Scheduler
+from pdserve.wire.ids import RequestId
+from pdserve.wire.request import FinishReason, GenerateRequest
+from pdserve.wire.step import ModelRunnerOutput
+from tests.stateful.toy import ToyWorker, expected_output, sampling
+
+MAX_MODEL_LEN = 32
+
+
+class SchedulerMachine(RuleBasedStateMachine):
+    """One engine of its own: every output must be the toy model's only right answer."""
+
+    policy = SchedulingPolicy.FCFS
+    may_split = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.clock = ManualClock()
+        num_blocks = 11
+        self.scheduler = Scheduler(
+            SchedulerConfig(
+                max_num_seqs=4,
+                max_num_batched_tokens=12 if self.may_split else MAX_MODEL_LEN,
+                enable_chunked_prefill=self.may_split,
+                policy=self.policy,
+            ),
+            CacheConfig(block_size=8),
+            num_blocks=num_blocks,
+            max_model_len=MAX_MODEL_LEN,
+            connector=NullScheduler(),
+            clock=self.clock,
+        )
+        self.worker = ToyWorker(num_blocks, 8)
+        self.expected: dict[RequestId, list[int]] = {}
+        self.out: dict[RequestId, list[int]] = {}
+        self.over: set[RequestId] = set()
+        self.in_flight: deque[ModelRunnerOutput] = deque()
+        self.num_requests = 0
+
+    @rule(
+        # Three short prefixes, so that prompts share blocks and hashes collide on purpose.
+        prefix=st.sampled_from([[1] * 8, [2] * 8, [1] * 16]),
+        tail=st.lists(st.integers(0, 2), min_size=1, max_size=9),
+        max_tokens=st.integers(1, 12),
+        priority=st.integers(0, 2),
+        seed=st.integers(0, 1),
+    )
+    def arrive(
+        self, prefix: list[int], tail: list[int], max_tokens: int, priority: int, seed: int
+    ) -> None:
+        prompt = prefix + tail
+        request_id = RequestId(f"r{self.num_requests}")
+        self.num_requests += 1
+        params = sampling(min(max_tokens, MAX_MODEL_LEN - len(prompt)), seed=seed)
+        self.expected[request_id] = expected_output(prompt, params)
+        self.out[request_id] = []
+        self.scheduler.add(
+            GenerateRequest(
+                request_id=request_id,
+                prompt_token_ids=prompt,
+                sampling=params,
+                arrival_s=self.clock.wall_s(),
+                priority=priority,
+            )
+        )
+
+    @precondition(lambda self: len(self.in_flight) < 2)
+    @rule()
+    def submit(self) -> None:
+        step = self.scheduler.schedule()
+        if step is not None:
+            assert step.num_tokens <= (12 if self.may_split else MAX_MODEL_LEN)
+            assert len(step.num_scheduled_tokens) <= 4
+            self.in_flight.append(self.worker.execute(step))
+
+    @precondition(lambda self: self.in_flight)
+    @rule()
+    def collect(self) -> None:
+        self.clock.advance(0.01)
+        self.scheduler.update(self.in_flight.popleft())
+        for output in self.scheduler.drain_outputs():
+            request_id = output.request_id
+            assert request_id not in self.over, "an output after the end"
+            self.out[request_id] += output.new_token_ids
+            assert self.out[request_id] == self.expected[request_id][: len(self.out[request_id])]
+            if output.finish_reason is not None:
+                assert output.finish_reason is not FinishReason.ERROR, output.error
+                assert self.out[request_id] == self.expected[request_id]
+                self.over.add(request_id)
+
+    @precondition(lambda self: len(self.over) < len(self.expected))
+    @rule(data=st.data())
+    def abort(self, data: st.DataObject) -> None:
+        alive = sorted(set(self.expected) - self.over)
+        request_id = data.draw(st.sampled_from(alive))
+        self.scheduler.abort([request_id])
+        self.over.add(request_id)
+
+    @rule()
+    def forget_prefixes(self) -> None:
+        self.scheduler.kv.pool.forget_all()
+
+    @invariant()
+    def every_block_has_one_owner(self) -> None:
+        self.scheduler.check()
+
+    def teardown(self) -> None:
+        for _ in range(2000):
+            while self.in_flight:
+                self.collect()
+            self.submit()
+            if not self.in_flight:
+                break
+        assert self.over == set(self.expected), "a request never ended"
+        self.scheduler.assert_nothing_held()
+
+
+class PrioritySchedulerMachine(SchedulerMachine):
+    """The same with priorities."""
+
+    policy = SchedulingPolicy.PRIORITY
+
+
+class WholePromptSchedulerMachine(SchedulerMachine):
+    """The same without chunked prefill."""
+
+    may_split = False
+
+
+SETTINGS = settings(max_examples=60, stateful_step_count=40, deadline=None)
+
+TestFcfs = SchedulerMachine.TestCase
+TestFcfs.settings = SETTINGS
+TestPriority = PrioritySchedulerMachine.TestCase
+TestPriority.settings = SETTINGS
+TestWholePrompts = WholePromptSchedulerMachine.TestCase
+TestWholePrompts.settings = SETTINGS

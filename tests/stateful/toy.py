@@ -1,0 +1,162 @@
+"""A worker whose KV is a proof: any stale, misplaced or missing block changes the output.
+
+The KV of position p, layer l is a hash of (every token up to p, l). Before a token is
+computed, all earlier positions of its request are read through the block table and
+compared; the next token is a function of the last one's KV. So a wrong block can never
+give a right token, whatever the tokens are.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from typing import TYPE_CHECKING
+
+import torch
+
+from pdserve.connectors.base import KVLayout
+from pdserve.wire.sampling import SamplingParams
+from pdserve.wire.step import ModelRunnerOutput, NewRequest, SchedulerOutput
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from pdserve.connectors.base import KVConnectorWorker
+    from pdserve.wire.ids import RequestId
+
+NUM_LAYERS = 2
+VOCAB = 7
+EOS = 6
+
+
+def chain(parent: int, token_id: int) -> int:
+    """KV of a position from the KV of the one before it."""
+    digest = hashlib.blake2b(f"{parent}/{token_id}".encode(), digest_size=7).digest()
+    return int.from_bytes(digest, "little")
+
+
+def next_token(kv: int, seed: int) -> int:
+    """What the toy model samples after a position with this KV."""
+    return chain(kv, -1 - seed) % VOCAB
+
+
+def expected_output(prompt: Sequence[int], sampling: SamplingParams) -> list[int]:
+    """The one right answer."""
+    kv = 0
+    for token_id in prompt:
+        kv = chain(kv, token_id)
+    output: list[int] = []
+    while len(output) < sampling.max_tokens:
+        token_id = next_token(kv, sampling.seed)
+        output.append(token_id)
+        if not sampling.ignore_eos and token_id in sampling.eos_token_ids:
+            break
+        kv = chain(kv, token_id)
+    return output
+
+
+def toy_layout(num_blocks: int, block_size: int) -> KVLayout:
+    """Layout of the toy's KV: one 8-byte value per position, layer and K/V."""
+    return KVLayout(
+        num_blocks=num_blocks,
+        num_layers=NUM_LAYERS,
+        num_kv_heads=1,
+        block_size=block_size,
+        head_dim=1,
+        dtype="int64",
+        dtype_bytes=8,
+    )
+
+
+class ToyWorker:
+    """Executes steps in memory, with a connector's worker half beside it.
+
+    Args:
+        connector: None = steps carry no connector metadata.
+    """
+
+    def __init__(
+        self, num_blocks: int, block_size: int, connector: KVConnectorWorker | None = None
+    ) -> None:
+        self.layout = toy_layout(num_blocks, block_size)
+        self.block_size = block_size
+        self.kv = torch.full((num_blocks, NUM_LAYERS, 2, 1, block_size, 1), -1, dtype=torch.int64)
+        self._array = self.kv.numpy()
+        self._requests: dict[RequestId, tuple[list[int], list[int], SamplingParams]] = {}
+        self.connector = connector
+        if connector is not None:
+            connector.register_kv_caches(self.kv, self.layout)
+
+    def execute(self, step: SchedulerOutput) -> ModelRunnerOutput:
+        """Run one step, checking every KV value it depends on."""
+        if self.connector is not None and step.connector_metadata is not None:
+            self.connector.start_load_kv(step.connector_metadata)
+        for request_id in step.gone_request_ids:
+            del self._requests[request_id]
+        computed = dict(
+            zip(
+                step.known_requests.request_ids,
+                step.known_requests.num_computed_tokens,
+                strict=True,
+            )
+        )
+        for request_id, blocks in zip(
+            step.known_requests.request_ids, step.known_requests.new_block_ids, strict=True
+        ):
+            self._requests[request_id][1].extend(blocks)
+        for request in step.new_requests:
+            self._introduce(request)
+            computed[request.request_id] = request.num_computed_tokens
+        ids: list[RequestId] = []
+        sampled: list[int] = []
+        for request_id, num_tokens in step.num_scheduled_tokens.items():
+            tokens, blocks, sampling = self._requests[request_id]
+            end = computed[request_id] + num_tokens
+            kv = self._compute(tokens, blocks, computed[request_id], end)
+            if end == len(tokens):
+                token_id = next_token(kv, sampling.seed)
+                tokens.append(token_id)
+                ids.append(request_id)
+                sampled.append(token_id)
+        report = None
+        if self.connector is not None:
+            self.connector.wait_for_save()
+            report = self.connector.get_finished()
+        return ModelRunnerOutput(
+            step_id=step.step_id,
+            request_ids=ids,
+            sampled_token_ids=sampled,
+            connector_report=report or None,
+        )
+
+    def _introduce(self, request: NewRequest) -> None:
+        assert request.request_id not in self._requests
+        self._requests[request.request_id] = (
+            [*request.prompt_token_ids, *request.output_token_ids],
+            list(request.block_ids),
+            request.sampling,
+        )
+
+    def _compute(self, tokens: list[int], blocks: list[int], start: int, end: int) -> int:
+        kv = 0
+        assert len(blocks) * self.block_size >= end, "a step without blocks for its tokens"
+        for position in range(end):
+            kv = chain(kv, tokens[position])
+            block, offset = blocks[position // self.block_size], position % self.block_size
+            for layer in range(NUM_LAYERS):
+                slot = self._array[block, layer, :, 0, offset, 0]
+                if position >= start:
+                    slot[:] = kv + layer
+                else:
+                    found = [int(value) for value in slot]
+                    assert found == [kv + layer] * 2, (
+                        f"position {position} of {end}, block {block}, layer {layer}: "
+                        f"found {found}, expected {kv + layer}"
+                    )
+        return kv
+
+
+def sampling(max_tokens: int, *, seed: int = 0, ignore_eos: bool = False) -> SamplingParams:
+    """Toy sampling parameters."""
+    return SamplingParams(
+        max_tokens=max_tokens, seed=seed, eos_token_ids=(EOS,), ignore_eos=ignore_eos
+    )
