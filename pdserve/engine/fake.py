@@ -132,6 +132,8 @@ class FakeEngineClient:
         self._load_failures: dict[str, int] = {}
         self.requests: list[GenerateRequest] = []
         self.running: set[RequestId] = set()
+        self._idle = asyncio.Event()
+        self._idle.set()
         self.aborted: list[RequestId] = []
         self.released: list[str] = []
         self.lease_ends: dict[str, int] = {end.value: 0 for end in LeaseEnd}
@@ -204,16 +206,17 @@ class FakeEngineClient:
             raise OverloadedError("too many requests wait already", retry_after_s=1.0)
         self.requests.append(request)
         self.running.add(request.request_id)
+        self._idle.clear()
         ended = False
         try:
             async with contextlib.aclosing(self._outputs(request)) as outputs:
                 async for output in outputs:
                     ended = output.finish_reason is not None
                     if ended:
-                        self.running.discard(request.request_id)
+                        self._leave(request.request_id)
                     yield output
         finally:
-            self.running.discard(request.request_id)
+            self._leave(request.request_id)
             if not ended and self._dead_reason is None:
                 self.aborted.append(request.request_id)
 
@@ -233,11 +236,15 @@ class FakeEngineClient:
         self._closing = True
         try:
             async with asyncio.timeout(timeout_s):
-                while self.running:
-                    await asyncio.sleep(0.001)
+                await self._idle.wait()
         except TimeoutError:
             pass
         self.die("closed")
+
+    def _leave(self, request_id: RequestId) -> None:
+        self.running.discard(request_id)
+        if not self.running:
+            self._idle.set()
 
     async def _outputs(self, request: GenerateRequest) -> AsyncGenerator[EngineOutput, None]:
         sampling = request.sampling
@@ -301,11 +308,11 @@ class FakeEngineClient:
         failure: LoadFailure | None = None
         if handoff.layout_digest != self._info.layout_digest:
             failure = LoadFailure.INCOMPATIBLE
-        elif not handoff.is_authentic(self._secret) or handoff.prompt_digest != prompt_digest(
-            request.prompt_token_ids, request.cache_salt
+        elif (
+            not handoff.is_authentic(self._secret)
+            or handoff.prompt_digest != prompt_digest(request.prompt_token_ids, request.cache_salt)
+            or (self._fabric is not None and self._fabric.end(handoff.nonce) is None)
         ):
-            failure = LoadFailure.LEASE_LOST
-        elif self._fabric is not None and self._fabric.end(handoff.nonce) is None:
             failure = LoadFailure.LEASE_LOST
         if failure is not None:
             self._load_failures[failure.value] = self._load_failures.get(failure.value, 0) + 1

@@ -53,7 +53,8 @@ async def launch_engine(
     """Start an engine core; it loads in the background (`wait_ready`)."""
     name = secrets.token_hex(12)
     context = zmq.asyncio.Context()
-    inputs, outputs = context.socket(zmq.PUSH), context.socket(zmq.PULL)
+    inputs: zmq.Socket[bytes] = zmq.Context.shadow(context).socket(zmq.PUSH)
+    outputs = context.socket(zmq.PULL)
     addresses = (f"ipc://@pdserve-{name}-in", f"ipc://@pdserve-{name}-out")
     for socket, address in zip((inputs, outputs), addresses, strict=True):
         socket.set_hwm(0)
@@ -80,7 +81,7 @@ class ZmqEngineClient:
         *,
         process: subprocess.Popen[bytes],
         context: zmq.asyncio.Context,
-        inputs: zmq.asyncio.Socket,
+        inputs: zmq.Socket[bytes],
         outputs: zmq.asyncio.Socket,
         progress: Callable[[str], None],
     ) -> None:
@@ -157,7 +158,7 @@ class ZmqEngineClient:
         self._queues[request_id] = queue
         is_over = False
         try:
-            await self._send(Add(request))
+            self._send(Add(request))
             while not is_over:
                 output = await queue.get()
                 if output is None:
@@ -168,21 +169,23 @@ class ZmqEngineClient:
         finally:
             del self._queues[request_id]
             if not is_over:
-                self._abandon(request_id)
+                self._send(Abort([request_id]))
 
     async def release_lease(self, nonce: str) -> None:
         """See `EngineClient`."""
-        await self._send(ReleaseLease(nonce))
+        self._send(ReleaseLease(nonce))
 
     async def reset_prefix_cache(self) -> None:
         """See `EngineClient`."""
-        await self._send(ResetPrefixCache())
+        self._send(ResetPrefixCache())
 
     async def close(self, *, timeout_s: float) -> None:
         """See `EngineClient`. What has not ended some seconds after is killed."""
         self._is_closing = True
-        if self._process.poll() is None:
-            await self._send(Shutdown(timeout_s))
+        if self._info is None:
+            self._process.kill()
+        elif not self._exited.is_set():
+            self._send(Shutdown(timeout_s))
             try:
                 await asyncio.wait_for(self._exited.wait(), timeout_s + _KILL_AFTER_S)
             except TimeoutError:
@@ -195,14 +198,14 @@ class ZmqEngineClient:
         self._outputs.close()
         self._context.term()
 
-    def _abandon(self, request_id: RequestId) -> None:
-        """Abort without waiting: the caller may be a cancelled task."""
-        if self._dead_reason is None:
-            # With no high-water mark a send never waits, so its future is done at once.
-            self._inputs.send(self._encode.encode(Abort([request_id])))
+    def _send(self, message: ToEngine) -> None:
+        """Send without waiting: the caller may be a cancelled task.
 
-    async def _send(self, message: ToEngine) -> None:
-        await self._inputs.send(self._encode.encode(message))
+        With no high-water mark a send fails only when the engine's side is gone, and its
+        end is noticed by itself.
+        """
+        with contextlib.suppress(zmq.Again):
+            self._inputs.send(self._encode.encode(message), zmq.NOBLOCK)
 
     async def _read(self) -> None:
         while True:
@@ -228,7 +231,7 @@ class ZmqEngineClient:
             queue.put_nowait(output)
         elif output.finish_reason is FinishReason.HANDOFF:
             # The client left in the same moment: nobody else knows of this lease.
-            self._abandon(output.request_id)
+            self._send(Abort([output.request_id]))
 
     def _die(self, reason: str, *, is_config: bool) -> None:
         if self._dead_reason is None:

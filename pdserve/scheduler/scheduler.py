@@ -78,6 +78,7 @@ class Scheduler:
         self._prompt_logprobs: dict[RequestId, list[TokenLogprobs | None]] = {}
         self._step_id = 0
         self._num_arrivals = 0
+        self._forward_s = 0.0
         self._counts: Counter[str] = Counter()
         self._load_failures: Counter[str] = Counter({f.value: 0 for f in LoadFailure})
         self._lease_ends: Counter[str] = Counter({e.value: 0 for e in LeaseEnd})
@@ -163,6 +164,7 @@ class Scheduler:
         """Take a step's results. Outputs are there for `drain_outputs`."""
         now_s = self._clock.monotonic_s()
         step = self._inflight.retire(result.step_id)
+        self._forward_s += result.forward_s
         for request_id, entries in result.prompt_logprobs.items():
             self._prompt_logprobs.setdefault(request_id, [None]).extend(entries)
         for request_id, num_computed in step.num_computed_after.items():
@@ -233,6 +235,7 @@ class Scheduler:
             kv_descriptors=counts["kv_descriptors"],
             kv_load_failures=dict(self._load_failures),
             lease_ends=dict(self._lease_ends),
+            forward_s=self._forward_s,
         )
 
     def assert_nothing_held(self) -> None:

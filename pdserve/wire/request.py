@@ -109,6 +109,7 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
             by where their KV came from.
         kv_load_failures: Count by `LoadFailure` value.
         lease_ends: Count by `LeaseEnd` value.
+        forward_s: Seconds in the model's forward, all steps together.
     """
 
     num_running: int
@@ -129,6 +130,7 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     kv_descriptors: int
     kv_load_failures: dict[str, int]
     lease_ends: dict[str, int]
+    forward_s: float = 0.0
 
 
 class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):

@@ -1,0 +1,168 @@
+"""An engine core in its own process: outputs, aborts, deaths, endings."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import time
+from contextlib import aclosing, asynccontextmanager
+from typing import TYPE_CHECKING
+
+import pytest
+
+from pdserve.config.schema import (
+    CacheConfig,
+    EngineConfig,
+    ModelConfig,
+    ParallelConfig,
+    SchedulerConfig,
+)
+from pdserve.engine.zmq_client import ZmqEngineClient, launch_engine
+from pdserve.errors import ConfigError, EngineDeadError
+from pdserve.wire.ids import RequestId
+from pdserve.wire.request import FinishReason, GenerateRequest
+from pdserve.wire.sampling import SamplingParams
+from tests.tiny_models import greedy_by_transformers
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+    from pathlib import Path
+
+PROMPTS = [[5, 9, 100, 40][:n] + [7 + (3 * i) % 250 for i in range(n)] for n in (1, 13, 60, 300)]
+
+
+def engine_config(model: Path, *, backend: str = "inline", blocks: int = 200) -> EngineConfig:
+    """A small engine on one thread."""
+    return EngineConfig(
+        model=ModelConfig(model=str(model), dtype="float32"),
+        cache=CacheConfig(num_gpu_blocks_override=blocks),
+        scheduler=SchedulerConfig(max_num_batched_tokens=128),
+        parallel=ParallelConfig(distributed_executor_backend=backend, num_threads=1),
+    )
+
+
+@asynccontextmanager
+async def running(config: EngineConfig) -> AsyncIterator[ZmqEngineClient]:
+    """A ready engine, ended afterwards."""
+    client = await launch_engine(config, progress=lambda text: None)
+    try:
+        await client.wait_ready()
+        yield client
+    finally:
+        await client.close(timeout_s=0.5)
+
+
+def request(request_id: str, prompt: list[int], max_tokens: int) -> GenerateRequest:
+    """A greedy request."""
+    return GenerateRequest(
+        request_id=RequestId(request_id),
+        prompt_token_ids=prompt,
+        sampling=SamplingParams(max_tokens=max_tokens, seed=1, temperature=0.0, ignore_eos=True),
+        arrival_s=time.time(),
+    )
+
+
+async def tokens_of(client: ZmqEngineClient, request: GenerateRequest) -> list[int]:
+    """Run a request to its end."""
+    tokens: list[int] = []
+    async for output in client.generate(request):
+        tokens += output.new_token_ids
+        assert output.error is None
+    return tokens
+
+
+async def until_idle(client: ZmqEngineClient) -> None:
+    """Wait until the engine's own snapshot says that nothing is held."""
+    for _ in range(200):
+        stats = client.stats
+        if stats and stats.blocks["held"] == 0 and stats.num_running + stats.num_waiting == 0:
+            return
+        await asyncio.sleep(0.02)
+    raise AssertionError(f"blocks are still held: {client.stats}")
+
+
+@pytest.mark.parametrize("backend", ["inline", "multiprocess"])
+async def test_a_batch_equals_transformers(tiny_model: Path, backend: str) -> None:
+    expected = greedy_by_transformers(tiny_model, PROMPTS, 24)
+    async with running(engine_config(tiny_model, backend=backend)) as client:
+        got = await asyncio.gather(
+            *(tokens_of(client, request(f"r{i}", p, 24)) for i, p in enumerate(PROMPTS))
+        )
+    assert got == expected
+
+
+async def test_preemption_by_a_small_pool_changes_no_token(tiny_model: Path) -> None:
+    prompts = [[10 + i, *range(20, 120)] for i in range(6)]
+    expected = greedy_by_transformers(tiny_model, prompts, 40)
+    # 64 blocks of 16 hold one request of the model's 1024 tokens; six such need 54 + growth.
+    config = engine_config(tiny_model, blocks=64)
+    small = EngineConfig(
+        model=ModelConfig(model=str(tiny_model), dtype="float32", max_model_len=160),
+        cache=CacheConfig(num_gpu_blocks_override=24, enable_prefix_caching=False),
+        scheduler=config.scheduler,
+        parallel=config.parallel,
+    )
+    async with running(small) as client:
+        got = await asyncio.gather(
+            *(tokens_of(client, request(f"r{i}", p, 40)) for i, p in enumerate(prompts))
+        )
+        assert client.stats is not None
+        assert client.stats.num_preemptions > 0
+    assert got == expected
+
+
+async def test_leaving_early_frees_the_blocks(tiny_model: Path) -> None:
+    async with running(engine_config(tiny_model)) as client:
+        async with aclosing(client.generate(request("r", PROMPTS[2], 900))) as outputs:
+            async for _ in outputs:
+                break
+        await until_idle(client)
+
+
+async def test_a_killed_core_ends_its_requests_with_an_error(tiny_model: Path) -> None:
+    async with running(engine_config(tiny_model)) as client:
+        with pytest.raises(EngineDeadError):
+            async for _ in client.generate(request("r", PROMPTS[2], 900)):
+                os.kill(client.pid, signal.SIGKILL)
+        with pytest.raises(EngineDeadError):
+            await tokens_of(client, request("again", [5], 1))
+
+
+async def test_a_killed_rank_ends_the_engine_with_its_reason(tiny_model: Path) -> None:
+    async with running(engine_config(tiny_model, backend="multiprocess")) as client:
+        children = await asyncio.to_thread(_children_of, client.pid)
+        with pytest.raises(EngineDeadError, match="the rank ended"):
+            async for _ in client.generate(request("r", PROMPTS[2], 900)):
+                for pid in children:
+                    os.kill(pid, signal.SIGKILL)
+
+
+async def test_shutting_down_lets_what_runs_finish(tiny_model: Path) -> None:
+    client = await launch_engine(engine_config(tiny_model), progress=lambda text: None)
+    await client.wait_ready()
+    running_one = asyncio.create_task(tokens_of(client, request("r", PROMPTS[1], 60)))
+    while client.stats is None or client.stats.num_running == 0:
+        await asyncio.sleep(0.005)
+    await client.close(timeout_s=20)
+    assert len(await running_one) == 60
+
+
+async def test_a_wrong_model_is_a_config_error_that_names_it(tmp_path: Path) -> None:
+    client = await launch_engine(engine_config(tmp_path / "nowhere"), progress=lambda text: None)
+    with pytest.raises(ConfigError, match="nowhere"):
+        await client.wait_ready()
+    await client.close(timeout_s=0)
+
+
+async def test_a_prompt_beyond_the_context_ends_in_an_error_output(tiny_model: Path) -> None:
+    async with running(engine_config(tiny_model)) as client:
+        outputs = [o async for o in client.generate(request("r", [5] * 1024, 1))]
+        assert outputs[-1].finish_reason is FinishReason.ERROR
+        assert "maximum context length" in str(outputs[-1].error)
+
+
+def _children_of(pid: int) -> list[int]:
+    import psutil
+
+    return [child.pid for child in psutil.Process(pid).children()]

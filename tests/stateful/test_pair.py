@@ -1,0 +1,202 @@
+"""A prefill and a decode engine under random loads, aborts, restarts and expiring leases.
+
+The toy worker reads every KV value it depends on, so a stale, freed, reused or half
+loaded block fails the run at the step that reads it.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from pdserve.connectors.memory.exchange import Exchange
+from pdserve.observe.clock import ManualClock
+from pdserve.wire.ids import RequestId
+from pdserve.wire.request import EngineOutput, FinishReason, GenerateRequest
+from tests.stateful.toy import expected_output, sampling
+from tests.stateful.toy_engine import ToyEngine
+
+if TYPE_CHECKING:
+    from pdserve.wire.sampling import SamplingParams
+
+LEASE_S = 30.0
+
+
+class Life:
+    """One client request across both engines, as a proxy would see it."""
+
+    def __init__(self, prompt: list[int], params: SamplingParams) -> None:
+        self.prompt = prompt
+        self.params = params
+        self.expected = expected_output(prompt, params)
+        self.out: list[int] = []
+        self.prefill_id: RequestId | None = None
+        self.decode_id: RequestId | None = None
+        self.handoff = None
+        self.is_over = False
+
+
+class PairMachine(RuleBasedStateMachine):
+    """Two engines, one exchange, one clock; the proxy is the machine."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.clock = ManualClock()
+        self.exchange = Exchange()
+        self.prefill = ToyEngine("p", self.exchange, self.clock, depth=2)
+        self.decode = ToyEngine("d", self.exchange, self.clock, num_blocks=10, depth=2)
+        self.lives: list[Life] = []
+        self.by_prefill: dict[RequestId, Life] = {}
+        self.by_decode: dict[RequestId, Life] = {}
+        self.num_ids = 0
+
+    def _new_id(self) -> RequestId:
+        self.num_ids += 1
+        return RequestId(f"r{self.num_ids}")
+
+    @rule(
+        prefix=st.sampled_from([[1] * 8, [2] * 8, [1] * 16]),
+        tail=st.lists(st.integers(0, 2), min_size=0, max_size=9),
+        max_tokens=st.integers(1, 12),
+        seed=st.integers(0, 1),
+    )
+    def arrive(self, prefix: list[int], tail: list[int], max_tokens: int, seed: int) -> None:
+        life = Life(prefix + tail, sampling(max_tokens, seed=seed))
+        life.prefill_id = self._new_id()
+        self.lives.append(life)
+        self.by_prefill[life.prefill_id] = life
+        self.prefill.scheduler.add(
+            GenerateRequest(
+                request_id=life.prefill_id,
+                prompt_token_ids=life.prompt,
+                sampling=life.params,
+                arrival_s=self.clock.wall_s(),
+                remote_decode=True,
+            )
+        )
+
+    @rule()
+    def step_prefill(self) -> None:
+        self._take_prefill(self.prefill.step())
+
+    @rule()
+    def step_decode(self) -> None:
+        self._take_decode(self.decode.step())
+
+    @rule(seconds=st.sampled_from([0.1, 4.0, 40.0]))
+    def time_passes(self, seconds: float) -> None:
+        self.clock.advance(seconds)
+
+    def _handed_off(self) -> list[Life]:
+        return [life for life in self.lives if life.handoff is not None]
+
+    @precondition(lambda self: self._handed_off())
+    @rule(data=st.data())
+    def start_decode(self, data: st.DataObject) -> None:
+        """Also twice for the same handoff: a retry whose first attempt goes on."""
+        life = data.draw(st.sampled_from(self._handed_off()))
+        if life.decode_id is not None and data.draw(st.booleans()):
+            return
+        copy = Life(life.prompt, life.params)
+        copy.decode_id = life.decode_id = self._new_id()
+        self.lives.append(copy)
+        life.is_over = True
+        self.by_decode[copy.decode_id] = copy
+        self.decode.scheduler.add(
+            GenerateRequest(
+                request_id=copy.decode_id,
+                prompt_token_ids=life.prompt,
+                sampling=life.params,
+                arrival_s=self.clock.wall_s(),
+                handoff=life.handoff,
+            )
+        )
+
+    @precondition(lambda self: self._handed_off())
+    @rule(data=st.data())
+    def release(self, data: st.DataObject) -> None:
+        life = data.draw(st.sampled_from(self._handed_off()))
+        assert life.handoff is not None
+        self.prefill.scheduler.release_lease(life.handoff.nonce)
+
+    @precondition(lambda self: self.by_prefill)
+    @rule(data=st.data())
+    def client_leaves_prefill(self, data: st.DataObject) -> None:
+        request_id = data.draw(st.sampled_from(sorted(self.by_prefill)))
+        self.by_prefill.pop(request_id).is_over = True
+        self.prefill.scheduler.abort([request_id])
+
+    @precondition(lambda self: self.by_decode)
+    @rule(data=st.data())
+    def client_leaves_decode(self, data: st.DataObject) -> None:
+        request_id = data.draw(st.sampled_from(sorted(self.by_decode)))
+        self.by_decode.pop(request_id).is_over = True
+        self.decode.scheduler.abort([request_id])
+
+    @rule()
+    def prefill_restarts(self) -> None:
+        """It loses everything; handoffs of its earlier life must never match."""
+        self.prefill.connector.close(0.0)
+        for life in self.by_prefill.values():
+            life.is_over = True
+        self.by_prefill.clear()
+        self.prefill = ToyEngine("p", self.exchange, self.clock, depth=2)
+
+    @rule()
+    def forget_prefixes(self) -> None:
+        self.decode.scheduler.kv.pool.forget_all()
+
+    @invariant()
+    def every_block_has_one_owner(self) -> None:
+        self.prefill.scheduler.check()
+        self.decode.scheduler.check()
+
+    def _take_prefill(self, outputs: list[EngineOutput]) -> None:
+        for output in outputs:
+            life = self.by_prefill.get(output.request_id)
+            if life is None:
+                continue
+            assert output.finish_reason is not FinishReason.ERROR, output.error
+            life.out += output.new_token_ids
+            assert life.out == life.expected[: len(life.out)]
+            if output.finish_reason is FinishReason.HANDOFF:
+                life.handoff = output.handoff
+                assert life.handoff is not None
+            if output.finish_reason is not None:
+                life.is_over = life.handoff is None
+                if life.is_over:
+                    assert life.out == life.expected
+                del self.by_prefill[output.request_id]
+
+    def _take_decode(self, outputs: list[EngineOutput]) -> None:
+        for output in outputs:
+            life = self.by_decode.get(output.request_id)
+            if life is None:
+                continue
+            assert output.finish_reason is not FinishReason.ERROR, output.error
+            life.out += output.new_token_ids
+            assert life.out == life.expected[: len(life.out)]
+            if output.finish_reason is not None:
+                assert life.out == life.expected
+                life.is_over = True
+                del self.by_decode[output.request_id]
+
+    def teardown(self) -> None:
+        for _ in range(40):
+            self._take_prefill(self.prefill.settle())
+            self._take_decode(self.decode.settle())
+            self.clock.advance(LEASE_S / 5)
+        # Handoffs nobody took are still leased until their lives end by themselves.
+        assert not self.by_prefill, "a prefill never ended"
+        assert not self.by_decode, "a decode never ended"
+        self.prefill.scheduler.assert_nothing_held()
+        self.decode.scheduler.assert_nothing_held()
+        self.prefill.connector.close(0.0)
+        self.decode.connector.close(0.0)
+
+
+TestPair = PairMachine.TestCase
+TestPair.settings = settings(max_examples=80, stateful_step_count=50, deadline=None)

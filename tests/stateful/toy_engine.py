@@ -1,0 +1,113 @@
+"""A whole engine in memory: the real scheduler, the real memory connector, the toy worker."""
+
+from __future__ import annotations
+
+import itertools
+from collections import deque
+from typing import TYPE_CHECKING
+
+from pdserve.config.schema import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
+from pdserve.connectors.base import ConnectorContext
+from pdserve.connectors.memory import MemoryFactory
+from pdserve.scheduler.scheduler import Scheduler
+from pdserve.wire.ids import EngineId, Incarnation
+from tests.stateful.toy import ToyWorker, toy_layout
+
+if TYPE_CHECKING:
+    from pdserve.connectors.memory.exchange import Exchange
+    from pdserve.observe.clock import ManualClock
+    from pdserve.wire.request import EngineOutput
+    from pdserve.wire.step import ModelRunnerOutput
+
+_lives = itertools.count()
+
+
+class ToyEngine:
+    """One engine of a P/D pair.
+
+    Args:
+        exchange: Shared by the engines that can reach one another.
+        depth: Steps that may be in flight.
+    """
+
+    def __init__(
+        self,
+        engine_id: str,
+        exchange: Exchange,
+        clock: ManualClock,
+        *,
+        num_blocks: int = 16,
+        block_size: int = 8,
+        max_model_len: int = 48,
+        max_num_batched_tokens: int = 16,
+        depth: int = 2,
+    ) -> None:
+        self.depth = depth
+        self.config = EngineConfig(
+            model=ModelConfig(model="toy"),
+            engine_id=engine_id,
+            cache=CacheConfig(block_size=block_size),
+            scheduler=SchedulerConfig(
+                max_num_seqs=4, max_num_batched_tokens=max_num_batched_tokens
+            ),
+        )
+        layout = toy_layout(num_blocks, block_size)
+        life = next(_lives)
+        context = ConnectorContext(
+            config=self.config,
+            engine_id=EngineId(engine_id),
+            incarnation=Incarnation(f"life-{life}"),
+            layout=layout,
+            layout_digest="toy",
+            layout_fields={"schema": "1"},
+        )
+        nonces = itertools.count()
+        factory = MemoryFactory(
+            exchange, clock=clock, new_nonce=lambda: f"{engine_id}-{life}-{next(nonces)}"
+        )
+        self.connector = factory.worker(context, lambda: None)
+        self.worker = ToyWorker(num_blocks, block_size, self.connector)
+        self.scheduler = Scheduler(
+            self.config.scheduler,
+            self.config.cache,
+            num_blocks=num_blocks,
+            max_model_len=max_model_len,
+            connector=factory.scheduler(context, self.connector.endpoint),
+            clock=clock,
+        )
+        self.in_flight: deque[ModelRunnerOutput] = deque()
+
+    def submit(self) -> bool:
+        """Plan and run one step, without collecting it; False if there was nothing to do."""
+        step = self.scheduler.schedule()
+        if step is None:
+            return False
+        self.in_flight.append(self.worker.execute(step))
+        return True
+
+    def collect(self) -> None:
+        """Take the oldest result, or the connector's news if no step is in flight."""
+        if self.in_flight:
+            self.scheduler.update(self.in_flight.popleft())
+        else:
+            self.scheduler.apply_report(self.connector.get_finished())
+
+    def step(self) -> list[EngineOutput]:
+        """Advance by one step, whatever there is."""
+        if len(self.in_flight) < self.depth:
+            self.submit()
+        self.collect()
+        return self.scheduler.drain_outputs()
+
+    def settle(self) -> list[EngineOutput]:
+        """Step until nothing moves any more."""
+        outputs: list[EngineOutput] = []
+        for _ in range(500):
+            moved = self.submit() if len(self.in_flight) < self.depth else False
+            moved = moved or bool(self.in_flight)
+            self.collect()
+            new = self.scheduler.drain_outputs()
+            outputs += new
+            if not moved and not new:
+                break
+        return outputs

@@ -1,0 +1,105 @@
+"""Tiny random models with a tokenizer, as directories a command can serve.
+
+At `initializer_range` 0.25 their tokens vary with the context, so that equality of outputs
+proves something; every byte has a token, so that any text can be a prompt.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+VOCAB_SIZE = 320
+EOS_TOKEN_ID = 2
+
+_CLASSES = {
+    "llama": ("LlamaConfig", "LlamaForCausalLM"),
+    "qwen2": ("Qwen2Config", "Qwen2ForCausalLM"),
+    "qwen3": ("Qwen3Config", "Qwen3ForCausalLM"),
+}
+
+_SHAPE: dict[str, Any] = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 1024,
+    "initializer_range": 0.25,
+    "bos_token_id": 1,
+    "eos_token_id": EOS_TOKEN_ID,
+}
+
+
+def write_tiny_model(directory: Path, family: str = "llama", **fields: Any) -> Path:
+    """Save a random model of `family` (llama, qwen2, qwen3) and a byte tokenizer."""
+    import torch
+    import transformers
+
+    config_name, model_name = _CLASSES[family]
+    torch.manual_seed(11)
+    config = getattr(transformers, config_name)(**{**_SHAPE, **fields})
+    model = getattr(transformers, model_name)(config).eval()
+    for name, parameter in model.named_parameters():
+        # transformers starts biases at 0 and norms at 1, which would hide a lost one.
+        if name.endswith("bias"):
+            torch.nn.init.normal_(parameter, std=0.5)
+        elif "norm" in name:
+            torch.nn.init.normal_(parameter, mean=1.0, std=0.2)
+    model.save_pretrained(directory)
+    _write_tokenizer(directory)
+    return directory
+
+
+def _write_tokenizer(directory: Path) -> None:
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+    words = ["<unk>", "<s>", "</s>", *sorted(pre_tokenizers.ByteLevel.alphabet())]
+    words += [f"Ġw{index}" for index in range(len(words), VOCAB_SIZE)]
+    tokenizer = Tokenizer(
+        models.BPE(vocab={word: i for i, word in enumerate(words)}, merges=[], unk_token="<unk>")
+    )
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.save(str(directory / "tokenizer.json"))
+    (directory / "tokenizer_config.json").write_text(
+        json.dumps(
+            {
+                "bos_token": "<s>",
+                "eos_token": "</s>",
+                "unk_token": "<unk>",
+                "chat_template": (
+                    "{% for m in messages %}[{{ m.role }}] {{ m.content }}\n{% endfor %}"
+                    "{% if add_generation_prompt %}[assistant]{% endif %}"
+                ),
+            }
+        )
+    )
+
+
+def greedy_by_transformers(
+    directory: Path, prompts: list[list[int]], num_tokens: int
+) -> list[list[int]]:
+    """What transformers generates in fp32, EOS ignored: the oracle."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+    outputs = []
+    for prompt in prompts:
+        with torch.no_grad():
+            tokens = model.generate(
+                torch.tensor([prompt]),
+                attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
+                max_new_tokens=num_tokens,
+                min_new_tokens=num_tokens,
+                do_sample=False,
+                eos_token_id=None,
+                pad_token_id=0,
+            )
+        outputs.append(tokens[0, len(prompt) :].tolist())
+    return outputs
