@@ -34,6 +34,23 @@ def _require(condition: bool, flag: str, value: object, remedy: str) -> None:
         raise ConfigError(f"--{flag} is {value!r}: {remedy}", param=flag)
 
 
+def _require_port(port: int, flag: str = "port") -> None:
+    _require(0 <= port <= 65535, flag, port, "use 1 to 65535, or 0 for a free one")
+
+
+def _require_url(url: str, flag: str) -> None:
+    _require(
+        url.startswith(("http://", "https://")), flag, url, "write it as http://127.0.0.1:8100"
+    )
+
+
+def _require_not_negative(flag: str, value: float) -> None:
+    _require(value >= 0, flag, value, "it must not be negative")
+
+
+_POSITIVE = "it must be positive"
+
+
 class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Which model, and how it is loaded.
 
@@ -198,6 +215,7 @@ class TransferConfig(msgspec.Struct, frozen=True, kw_only=True):
     backends: tuple[str, ...] = ("UCX",)
 
     def __post_init__(self) -> None:
+        _require_port(self.port, "kv-transfer-config.port")
         for flag, value in (
             ("lease_s", self.lease_s),
             ("handshake_timeout_s", self.handshake_timeout_s),
@@ -247,6 +265,15 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
     shutdown_timeout_s: float = 30.0
     max_body_bytes: int = 64 << 20
 
+    def __post_init__(self) -> None:
+        _require_port(self.port)
+        for url in self.proxy_urls:
+            _require_url(url, "proxy")
+        if self.advertise_url:
+            _require_url(self.advertise_url, "advertise-url")
+        _require_not_negative("shutdown-timeout", self.shutdown_timeout_s)
+        _require(self.max_body_bytes > 0, "max-body-bytes", self.max_body_bytes, _POSITIVE)
+
 
 class ProxyConfig(msgspec.Struct, frozen=True, kw_only=True):
     """The routing proxy. It holds no state that a restart would miss.
@@ -282,3 +309,26 @@ class ProxyConfig(msgspec.Struct, frozen=True, kw_only=True):
     health_check_timeout_s: float = 2.0
     shutdown_timeout_s: float = 30.0
     max_body_bytes: int = 64 << 20
+
+    def __post_init__(self) -> None:
+        _require_port(self.port)
+        for flag, urls in (("prefill", self.prefill), ("decode", self.decode)):
+            for url in urls:
+                _require_url(url, flag)
+        for flag, number in (
+            ("max-concurrent-requests", self.max_concurrent_requests),
+            ("queue-timeout-secs", self.queue_timeout_s),
+            ("request-timeout-secs", self.request_timeout_s),
+            ("cb-failure-threshold", self.cb_failure_threshold),
+            ("health-check-interval-secs", self.health_check_interval_s),
+            ("health-check-timeout-secs", self.health_check_timeout_s),
+            ("max-body-bytes", self.max_body_bytes),
+        ):
+            _require(number > 0, flag, number, _POSITIVE)
+        for flag, number in (
+            ("queue-size", self.queue_size),
+            ("retry-max-retries", self.retry_max_retries),
+            ("cb-timeout-duration-secs", self.cb_timeout_s),
+            ("shutdown-timeout", self.shutdown_timeout_s),
+        ):
+            _require_not_negative(flag, number)

@@ -192,8 +192,9 @@ class FakeEngineClient:
         self._ready = True
 
     def die(self, reason: str) -> None:
-        """End the engine: every request in it fails, and later ones are refused."""
-        self._dead_reason = reason
+        """End the engine, for the first reason given: its requests fail, and later ones."""
+        if self._dead_reason is None:
+            self._dead_reason = reason
         self._died.set()
 
     async def generate(self, request: GenerateRequest) -> AsyncGenerator[EngineOutput, None]:

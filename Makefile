@@ -1,0 +1,61 @@
+# Two commands for a fresh machine: `make up` and `make test`. Needs python3 >= 3.11 and g++.
+# Behind a mirror, or for torch's CPU build on a machine without a GPU, set pip's own variables, as
+#   PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu make up
+
+PYTHON ?= python3
+VENV   ?= .venv
+ARGS   ?=
+BIN    := $(VENV)/bin
+PIP    := $(BIN)/python -m pip --disable-pip-version-check install --quiet
+
+.DEFAULT_GOAL := help
+.PHONY: help up test check format bench gpu chaos clean
+
+help: ## This list
+	@awk -F':.*## ' '/^[a-z]+:.*## / {printf "make %-7s %s\n", $$1, $$2}' Makefile
+
+up: $(VENV)/.installed ## Install, start P + D + proxy, send one request, serve until Ctrl-C
+	@$(BIN)/pdserve up $(ARGS)
+
+test: $(VENV)/.installed-dev ## Everything that needs no GPU
+	@$(BIN)/python -m pytest -m "not gpu" $(ARGS)
+
+check: $(VENV)/.installed-dev ## The quick loop: format, lint, types, layers, quick tests
+	@$(BIN)/ruff format --check .
+	@$(BIN)/ruff check .
+	@$(BIN)/mypy
+	@$(BIN)/lint-imports
+	@$(BIN)/python -m pytest -q -n 2 -m "not gpu and not e2e and not chaos and not slow" $(ARGS)
+
+format: $(VENV)/.installed-dev ## Let ruff format and mend what it can
+	@$(BIN)/ruff format .
+	@$(BIN)/ruff check --fix .
+
+bench: $(VENV)/.installed ## The benchmarks; each prints one JSON object with its environment
+	@for file in benchmarks/*.py; do echo "== $$file"; $(BIN)/python $$file $(ARGS) || exit; done
+
+gpu: $(VENV)/.installed-dev ## The tests that need a CUDA device
+	@$(BIN)/python -m pytest -m gpu $(ARGS)
+
+chaos: $(VENV)/.installed-dev ## Kill and stall processes, for longer than `make test` does
+	@HYPOTHESIS_PROFILE=nightly $(BIN)/python -m pytest -m chaos $(ARGS)
+
+clean: ## Remove caches and build outputs (the virtual environment stays)
+	@rm -rf build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	@rm -rf .import_linter_cache .coverage .coverage.* htmlcov
+	@find . -name __pycache__ -not -path './$(VENV)/*' -prune -exec rm -rf {} +
+
+# torch goes first, pinned, so that no other package chooses its build.
+$(VENV)/.installed: pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
+	  || { echo "pdserve needs Python 3.11 or later: make PYTHON=/path/to/python3.11 ..."; exit 1; }
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@echo "Installing pdserve into $(VENV) (a few minutes the first time)"
+	@$(PIP) "torch==2.13.0"
+	@$(PIP) --editable .
+	@touch $@
+
+$(VENV)/.installed-dev: $(VENV)/.installed
+	@echo "Installing the development tools into $(VENV)"
+	@$(PIP) --editable ".[dev]"
+	@touch $@

@@ -1,0 +1,60 @@
+"""KV between engines of one process: for tests and simulation."""
+
+from __future__ import annotations
+
+import secrets
+from typing import TYPE_CHECKING
+
+from pdserve.connectors.memory.exchange import Exchange
+from pdserve.connectors.memory.worker import MemoryWorker
+from pdserve.connectors.pull.scheduler import PullScheduler
+from pdserve.errors import InternalError
+from pdserve.observe.clock import SystemClock
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from pdserve.connectors.base import (
+        ConnectorContext,
+        ConnectorFactory,
+        KVConnectorScheduler,
+        KVConnectorWorker,
+    )
+    from pdserve.observe.clock import Clock
+    from pdserve.wire.transfer import Endpoint
+
+
+class MemoryFactory:
+    """See `ConnectorFactory`. Engines meet if their factories share an exchange.
+
+    Args:
+        exchange: None makes one of this factory's own.
+        clock: Owns the lives of leases.
+        new_nonce: Names leases; tests pass a counter.
+    """
+
+    def __init__(
+        self,
+        exchange: Exchange | None = None,
+        *,
+        clock: Clock | None = None,
+        new_nonce: Callable[[], str] = secrets.token_urlsafe,
+    ) -> None:
+        self._exchange = exchange or Exchange()
+        self._clock = clock or SystemClock()
+        self._new_nonce = new_nonce
+
+    def scheduler(
+        self, context: ConnectorContext, endpoint: Endpoint | None
+    ) -> KVConnectorScheduler:
+        """See `ConnectorFactory`."""
+        if endpoint is None:
+            raise InternalError("the memory connector's worker half has an endpoint")
+        return PullScheduler(context, endpoint, new_nonce=self._new_nonce)
+
+    def worker(self, context: ConnectorContext, wake: Callable[[], None]) -> KVConnectorWorker:
+        """See `ConnectorFactory`."""
+        return MemoryWorker(context, wake, exchange=self._exchange, clock=self._clock)
+
+
+FACTORY: ConnectorFactory = MemoryFactory()

@@ -1,0 +1,259 @@
+"""NIXL behind typed values: the only module that imports it, and it does so lazily.
+
+Choices made here, with their reasons:
+- No NIXL progress thread. Its own loop spins a core or, with a delay, costs 1.5 to 2 % of
+  one while idle and slows TCP down; whoever owns the agent drives it instead, with `poll`
+  and `progress`, while something is in flight, and pays nothing while nothing is.
+- STRICT synchronisation, though one thread owns the agent: the default is a data race.
+- Prepared descriptor lists, one strided row per region: NIXL merges neighbours that are
+  contiguous on both sides by itself.
+- No NIXL notifications: with one, DONE waits for a flush that a stopped peer never
+  acknowledges. The side channel says what a notification would.
+
+It knows nothing of blocks, leases or peers' messages.
+"""
+
+from __future__ import annotations
+
+import enum
+import importlib
+import os
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from pdserve.connectors.nixl.protocol import Region
+from pdserve.errors import ConfigError, PeerError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    import numpy.typing as npt
+
+# UCX notices a silent partition after about 5 s with these, and not at all without.
+_UCX_DEFAULTS = {
+    "UCX_TCP_KEEPIDLE": "2s",
+    "UCX_TCP_KEEPINTVL": "1s",
+    "UCX_TCP_KEEPCNT": "3",
+}
+
+
+class AgentError(PeerError):
+    """NIXL refused or failed an operation that involves a peer."""
+
+
+class TransferState(enum.Enum):
+    """How far a posted transfer is."""
+
+    IN_PROGRESS = "in_progress"
+    DONE = "done"
+
+
+class Prepared:
+    """A region that was prepared for transfers; see `NixlAgent.prepare`."""
+
+    __slots__ = ("handle",)
+
+    def __init__(self, handle: int) -> None:
+        self.handle = handle
+
+
+class Transfer:
+    """One posted READ; see `NixlAgent.read`."""
+
+    __slots__ = ("handle",)
+
+    def __init__(self, handle: int) -> None:
+        self.handle = handle
+
+
+class NixlAgent:
+    """One NIXL agent. Not thread-safe: one thread creates, uses and closes it.
+
+    Args:
+        name: Unique for ever; a name that was used before is refused by peers.
+        backends: NIXL backends, in order.
+
+    Raises:
+        ConfigError: NIXL or one of the backends is not installed.
+    """
+
+    def __init__(self, name: str, backends: Sequence[str]) -> None:
+        for variable, value in _UCX_DEFAULTS.items():
+            os.environ.setdefault(variable, value)
+        nixl = _import_bindings()
+        config = nixl.nixlAgentConfig()
+        config.useProgThread = False
+        config.useListenThread = False
+        config.syncMode = nixl.NIXL_THREAD_SYNC_STRICT
+        config.captureTelemetry = False
+        self._nixl = nixl
+        self._errors: tuple[type[Exception], ...] = tuple(
+            getattr(nixl, error)
+            for error in dir(nixl)
+            if error.startswith("nixl") and error.endswith("Error")
+        )
+        self._agent: Any = nixl.nixlAgent(name, config)
+        available = self._agent.getAvailPlugins()
+        for backend in backends:
+            if backend not in available:
+                raise ConfigError(
+                    f"--kv-transfer-config.backends has {backend!r}, NIXL here has "
+                    f"{', '.join(sorted(available))}",
+                    param="kv-transfer-config.backends",
+                )
+        self._backends = [self._create_backend(backend) for backend in backends]
+        self._registered: list[Any] = []
+
+    def register(self, region: Region) -> None:
+        """Make local memory usable; it must outlive the agent."""
+        end = (region.address, region.num_bytes, region.device, "")
+        descriptors = self._nixl.nixlRegDList(self._memory(region), [end])
+        with _Typed(self._errors, "register_memory"):
+            self._agent.registerMem(descriptors, self._backends)
+        self._registered.append(descriptors)
+
+    def metadata(self) -> bytes:
+        """What a peer needs to read the registered memory."""
+        return bytes(self._agent.getLocalMD())
+
+    def prepare_local(self, region: Region) -> Prepared:
+        """Prepare registered memory as a destination, unit by unit."""
+        return self._prepare(self._nixl.NIXL_INIT_AGENT, region)
+
+    def add_peer(self, metadata: bytes) -> str:
+        """Learn a peer's memory; return the name of its agent."""
+        with _Typed(self._errors, "add_remote_agent"):
+            name: bytes | str = self._agent.loadRemoteMD(metadata)
+        return name.decode() if isinstance(name, bytes) else name
+
+    def prepare_remote(self, peer: str, region: Region) -> Prepared:
+        """Prepare a peer's memory as a source, unit by unit."""
+        return self._prepare(peer, region)
+
+    def unprepare(self, prepared: Prepared) -> None:
+        """Forget a prepared region that no transfer uses any more."""
+        with _Typed(self._errors, "release_dlist_handle"):
+            self._agent.releasedDlistH(prepared.handle)
+
+    def remove_peer(self, peer: str) -> None:
+        """Forget a peer after its transfers and prepared regions."""
+        with _Typed(self._errors, "remove_remote_agent"):
+            self._agent.invalidateRemoteMD(peer)
+
+    def read(
+        self,
+        local: Prepared,
+        local_units: npt.NDArray[np.int32],
+        remote: Prepared,
+        remote_units: npt.NDArray[np.int32],
+    ) -> tuple[Transfer, TransferState]:
+        """Post a READ of `remote_units` into `local_units`, pair by pair.
+
+        On one host it often returns DONE: the copy was made inside this call, without the
+        interpreter lock.
+
+        Raises:
+            AgentError: It could not be posted; nothing is in flight.
+        """
+        nixl = self._nixl
+        with _Typed(self._errors, "make_prepped_xfer"):
+            handle = self._agent.makeXferReq(
+                nixl.NIXL_READ,
+                local.handle,
+                local_units,
+                remote.handle,
+                remote_units,
+                "",
+                self._backends,
+            )
+        transfer = Transfer(handle)
+        try:
+            with _Typed(self._errors, "transfer"):
+                return transfer, self._state(self._agent.postXferReq(handle, ""))
+        except AgentError:
+            self.release(transfer)
+            raise
+
+    def poll(self, transfer: Transfer) -> TransferState:
+        """Make progress and say how far `transfer` is.
+
+        Raises:
+            AgentError: It failed, perhaps after part of the bytes; it writes no more.
+        """
+        with _Typed(self._errors, "check_xfer_state"):
+            return self._state(self._agent.getXferStatus(transfer.handle))
+
+    def release(self, transfer: Transfer) -> None:
+        """Forget a transfer that is done or failed. For one in flight this is no barrier."""
+        try:
+            self._agent.releaseXferReq(transfer.handle)
+        except self._errors:
+            # A failed transfer may refuse to be released while its peer's endpoint closes;
+            # its handle then goes with the agent.
+            return
+
+    def progress(self) -> None:
+        """Drive what peers do to this agent's memory: connect, and emulated reads."""
+        self._agent.getNotifs({}, self._backends)
+
+    def close(self) -> None:
+        """Destroy the agent: nothing it posted writes to local memory afterwards."""
+        for descriptors in self._registered:
+            try:
+                self._agent.deregisterMem(descriptors, self._backends)
+            except self._errors:
+                continue  # destroying the agent does it
+        self._registered.clear()
+        self._agent = None
+
+    def _create_backend(self, backend: str) -> int:
+        with _Typed(self._errors, f"create_backend({backend})"):
+            handle: int = self._agent.createBackend(backend, {})
+        return handle
+
+    def _prepare(self, owner: str, region: Region) -> Prepared:
+        stride = region.stride_bytes
+        rows = np.array(
+            [[region.address, stride, region.device, stride, region.num_units]], dtype=np.uint64
+        )
+        with _Typed(self._errors, "prep_xfer_dlist"):
+            return Prepared(
+                self._agent.prepXferDlist(owner, self._memory(region), rows, self._backends)
+            )
+
+    def _memory(self, region: Region) -> Any:
+        return self._nixl.VRAM_SEG if region.memory == "VRAM" else self._nixl.DRAM_SEG
+
+    def _state(self, status: object) -> TransferState:
+        if status == self._nixl.NIXL_SUCCESS:
+            return TransferState.DONE
+        if status == self._nixl.NIXL_IN_PROG:
+            return TransferState.IN_PROGRESS
+        raise AgentError(f"NIXL reports {status}")
+
+
+class _Typed:
+    """Turns NIXL's exceptions inside a `with` into `AgentError`."""
+
+    def __init__(self, errors: tuple[type[Exception], ...], call: str) -> None:
+        self._errors = errors
+        self._call = call
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: type[BaseException] | None, error: object, trace: object) -> None:
+        if kind is not None and issubclass(kind, self._errors):
+            raise AgentError(f"NIXL {self._call}: {kind.__name__}: {error}") from None
+
+
+def _import_bindings() -> Any:
+    try:
+        importlib.import_module("nixl")
+        return importlib.import_module("nixl._bindings")
+    except ImportError as error:
+        raise ConfigError(
+            f"kv_connector 'nixl' cannot load NIXL: {error}; install the package nixl",
+            param="kv-transfer-config.kv_connector",
+        ) from error

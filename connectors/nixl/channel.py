@@ -1,0 +1,235 @@
+"""Sockets of the side channel: a listener and connections, all non-blocking.
+
+They carry authenticated frames of msgpack messages and close themselves on the first
+thing that is wrong. They know neither leases nor loads, and never wait: whoever owns the
+event loop calls them when a socket is ready.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ipaddress
+import os
+import secrets
+import socket
+from typing import Generic, TypeVar
+
+import msgspec
+
+from pdserve.connectors.nixl.frames import Fault, FrameError, FrameSession
+from pdserve.errors import ConfigError, PeerError
+from pdserve.wire.transfer import Endpoint
+
+_READ_BYTES = 1 << 16
+_MAX_UNSENT_BYTES = 4 << 20
+_BACKLOG = 128
+# A partition without a FIN is noticed after about 5 s: 2 s of silence, then 3 probes.
+_OPTIONS = (
+    (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
+    (socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 2),
+    (socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 1),
+    (socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3),
+    (socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 5000),
+    (socket.IPPROTO_TCP, socket.TCP_NODELAY, 1),
+)
+
+R = TypeVar("R")
+
+
+class ClosedError(PeerError):
+    """The peer closed the connection, or the network did."""
+
+
+class UnreachableError(ClosedError):
+    """A connection was never made."""
+
+
+class Connection(Generic[R]):
+    """One TCP connection that carries messages.
+
+    Args:
+        sock: Connected or connecting; owned from here on.
+        secret: The deployment's.
+        receives: Decodes what the peer may send; one per thread can serve all connections.
+        is_client: Whether this side connected.
+        peer: The peer's address, for messages.
+    """
+
+    def __init__(
+        self,
+        sock: socket.socket,
+        secret: bytes,
+        receives: msgspec.msgpack.Decoder[R],
+        *,
+        is_client: bool,
+        peer: str,
+    ) -> None:
+        sock.setblocking(False)
+        for level, option, value in _OPTIONS:
+            sock.setsockopt(level, option, value)
+        self._sock = sock
+        self._session = FrameSession(secret, is_client=is_client, nonce=secrets.token_bytes(32))
+        self._decoder = receives
+        self._unsent = bytearray()
+        self._is_connecting = is_client
+        self._broken: PeerError | None = None
+        self.peer = peer
+        if not is_client:
+            self._flush()  # a server's preamble does not wait for the client's
+
+    def fileno(self) -> int:
+        """The socket's descriptor; -1 once closed."""
+        return self._sock.fileno()
+
+    @property
+    def is_authenticated(self) -> bool:
+        """Whether the peer has proven that it knows the secret."""
+        return self._session.is_authenticated
+
+    @property
+    def wants_write(self) -> bool:
+        """Whether `on_writable` is to be called when the socket is writable."""
+        return self._is_connecting or bool(self._unsent)
+
+    def send(self, message: msgspec.Struct) -> None:
+        """Send now as much as fits, the rest in `on_writable`.
+
+        It never raises: a connection that breaks here becomes readable, and `on_readable`
+        says why.
+        """
+        self._session.send(msgspec.msgpack.encode(message))
+        self._flush()
+
+    def on_writable(self) -> None:
+        """The socket is writable, or its connect has ended."""
+        if self._is_connecting:
+            error = self._sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+            if error:
+                self._break(UnreachableError(f"{self.peer}: {os.strerror(error)}"))
+                return
+            self._is_connecting = False
+        self._flush()
+
+    def on_readable(self) -> list[R]:
+        """Return the messages that arrived.
+
+        Raises:
+            ClosedError: The connection is gone.
+            FrameError: The peer sent what it should not, or does not read.
+        """
+        if self._broken is not None:
+            raise self._broken
+        try:
+            data = self._sock.recv(_READ_BYTES)
+        except BlockingIOError:
+            return []
+        except OSError as error:
+            raise ClosedError(f"{self.peer}: {error.strerror}") from error
+        if not data:
+            raise ClosedError(f"{self.peer}: closed the connection")
+        payloads = self._session.receive(data)
+        self._flush()
+        try:
+            return [self._decoder.decode(payload) for payload in payloads]
+        except msgspec.MsgspecError as error:
+            raise FrameError(Fault.MALFORMED, f"{self.peer}: {error}") from error
+
+    def close(self) -> None:
+        """Close the socket; may be repeated."""
+        self._sock.close()
+
+    def _flush(self) -> None:
+        self._unsent += self._session.take_unsent()
+        if self._is_connecting or self._broken is not None:
+            return
+        try:
+            while self._unsent:
+                del self._unsent[: self._sock.send(self._unsent)]
+        except BlockingIOError:
+            if len(self._unsent) > _MAX_UNSENT_BYTES:
+                unread = len(self._unsent)
+                self._break(FrameError(Fault.SLOW, f"{self.peer}: {unread} bytes are not read"))
+        except OSError as error:
+            self._break(ClosedError(f"{self.peer}: {error.strerror}"))
+
+    def _break(self, error: PeerError) -> None:
+        self._broken = error
+        self._is_connecting = False
+        self._unsent.clear()
+        with contextlib.suppress(OSError):  # it may not be connected
+            self._sock.shutdown(socket.SHUT_RDWR)
+
+
+class Listener:
+    """A listening TCP socket.
+
+    Args:
+        host: A name or address of this machine that peers can reach.
+        port: 0 takes a free one.
+
+    Raises:
+        ConfigError: It cannot be bound, or is a wildcard, which cannot be announced.
+    """
+
+    def __init__(self, host: str, port: int) -> None:
+        flag = "kv-transfer-config.host"
+        try:
+            family, _, _, _, address = socket.getaddrinfo(
+                host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+            )[0]
+            numeric = str(address[0])
+            if ipaddress.ip_address(numeric).is_unspecified:
+                raise ConfigError(
+                    f"--{flag} is {host!r}: peers cannot connect to a wildcard address; "
+                    "use this machine's own",
+                    param=flag,
+                )
+            self._sock = socket.create_server((numeric, port), family=family, backlog=_BACKLOG)
+        except OSError as error:
+            raise ConfigError(
+                f"--{flag} is {host!r} and port is {port}: {error}; use a free port and an "
+                "address of this machine",
+                param=flag,
+            ) from error
+        self._sock.setblocking(False)
+        self.endpoint = Endpoint(host=numeric, port=int(self._sock.getsockname()[1]))
+
+    def fileno(self) -> int:
+        """The socket's descriptor."""
+        return self._sock.fileno()
+
+    def accept(self) -> tuple[socket.socket, str] | None:
+        """A connection that waits, with its peer's address for messages."""
+        try:
+            sock, address = self._sock.accept()
+        except OSError:
+            # Gone again before it was accepted, or no descriptor is free: either way
+            # there is nothing to serve now, and the listener goes on.
+            return None
+        return sock, f"{address[0]}:{address[1]}"
+
+    def close(self) -> None:
+        """Close the socket."""
+        self._sock.close()
+
+
+def start_connect(endpoint: Endpoint) -> socket.socket:
+    """Begin to connect, without waiting for the network or a name server.
+
+    Raises:
+        UnreachableError: The address is not numeric, or was refused at once.
+    """
+    try:
+        version = ipaddress.ip_address(endpoint.host).version
+    except ValueError as error:
+        raise UnreachableError(f"an endpoint's host must be an address: {error}") from error
+    sock = socket.socket(socket.AF_INET if version == 4 else socket.AF_INET6)
+    sock.setblocking(False)
+    try:
+        sock.connect((endpoint.host, endpoint.port))
+    except BlockingIOError:
+        pass
+    except OSError as error:
+        sock.close()
+        raise UnreachableError(f"{endpoint.host}:{endpoint.port}: {error}") from error
+    return sock

@@ -1,0 +1,118 @@
+"""The event loop under a transfer thread: waits for sockets and wake-ups, calls back.
+
+It knows connections and listeners, not what is said over them. All methods but `wake`
+belong to one thread.
+"""
+
+from __future__ import annotations
+
+import os
+import selectors
+from typing import TYPE_CHECKING, TypeVar
+
+from pdserve.connectors.nixl.channel import Connection, Listener
+from pdserve.errors import PeerError
+
+if TYPE_CHECKING:
+    import socket
+    from collections.abc import Callable
+
+    import msgspec
+
+R = TypeVar("R")
+
+
+class Reactor:
+    """Readiness in, callbacks out."""
+
+    def __init__(self) -> None:
+        self._selector = selectors.DefaultSelector()
+        self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._selector.register(self._wake_fd, selectors.EVENT_READ, self._on_wake)
+
+    def wake(self) -> None:
+        """Make the current or next `wait` return at once. Any thread may call it."""
+        os.eventfd_write(self._wake_fd, 1)
+
+    def listen(self, listener: Listener, on_accept: Callable[[socket.socket, str], None]) -> None:
+        """Call `on_accept(socket, peer)` for each connection that comes in."""
+
+        def on_ready(mask: int) -> None:
+            accepted = listener.accept()
+            if accepted is not None:
+                on_accept(*accepted)
+
+        self._selector.register(listener, selectors.EVENT_READ, on_ready)
+
+    def attach(
+        self,
+        connection: Connection[R],
+        on_message: Callable[[R], None],
+        on_lost: Callable[[PeerError], None],
+    ) -> None:
+        """Call `on_message` for each message, and `on_lost` once if the connection breaks.
+
+        By the time of `on_lost` the connection is detached and closed.
+        """
+
+        def on_ready(mask: int) -> None:
+            try:
+                if mask & selectors.EVENT_WRITE:
+                    connection.on_writable()
+                if mask & selectors.EVENT_READ:
+                    for message in connection.on_readable():
+                        on_message(message)
+                        if connection.fileno() < 0:
+                            return
+            except PeerError as error:
+                self.detach(connection)
+                on_lost(error)
+            else:
+                self._update(connection)
+
+        self._selector.register(connection, _interest(connection), on_ready)
+
+    def send(self, connection: Connection[R], message: msgspec.Struct) -> None:
+        """Send over an attached connection; it never raises (see `Connection.send`)."""
+        connection.send(message)
+        self._update(connection)
+
+    def detach(self, connection: Connection[R]) -> None:
+        """Forget and close a connection, without a call of `on_lost`."""
+        if connection.fileno() >= 0:
+            self._selector.unregister(connection)
+            connection.close()
+
+    def wait(self, timeout_s: float | None) -> bool:
+        """Wait for readiness, a wake-up or the time-out (None waits for ever), call back.
+
+        Returns:
+            Whether anything was ready.
+        """
+        ready = self._selector.select(timeout_s)
+        for key, mask in ready:
+            # An earlier callback of this round may have closed it.
+            if key.fileobj == self._wake_fd or key.fileobj.fileno() == key.fd:  # type: ignore[union-attr]
+                key.data(mask)
+        return bool(ready)
+
+    def close(self) -> None:
+        """Close what `attach` and `listen` were given, and the loop itself."""
+        for key in list(self._selector.get_map().values()):
+            if isinstance(key.fileobj, Connection | Listener):
+                self._selector.unregister(key.fileobj)
+                key.fileobj.close()
+        self._selector.close()
+        os.close(self._wake_fd)
+
+    def _on_wake(self, mask: int) -> None:
+        os.eventfd_read(self._wake_fd)
+
+    def _update(self, connection: Connection[R]) -> None:
+        interest = _interest(connection)
+        if self._selector.get_key(connection).events != interest:
+            self._selector.modify(connection, interest, self._selector.get_key(connection).data)
+
+
+def _interest(connection: Connection[R]) -> int:
+    return selectors.EVENT_READ | (selectors.EVENT_WRITE if connection.wants_write else 0)

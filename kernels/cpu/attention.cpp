@@ -1,0 +1,650 @@
+// Causal attention over the paged cache, for prefill chunks and decodes alike.
+//
+// Batch invariance: the positions of a request are cut into tiles of kTile and partitions of
+// kPartition, both counted from position 0. Within a partition a row (a query token and head) takes
+// the tiles in order by the online softmax recurrence (Milakov and Gimelshein, 2018); the results of
+// partitions are merged in order. A position that the row may not see weighs exactly 0, and a tile
+// or partition without any that it may see changes nothing, bit for bit. So rows can be blocked,
+// tiles skipped and partitions spread over threads (FlashDecoding) as speed asks.
+//
+// Keys are packed per tile as [Dh][kTile] and values as [kTile][Dh], in the interleaved order of
+// product.h, and serve all rows of a block: the queries of several tokens, times the heads that
+// share a KV head.
+
+#include <algorithm>
+#include <atomic>
+#include <vector>
+
+#include "kernels.h"
+#include "pool.h"
+#include "product.h"
+
+namespace pd {
+namespace {
+
+constexpr int kTile = 64;
+constexpr int kVectors = kTile / kLanes;
+constexpr int kPartition = 512;
+constexpr int kMaxHeadDim = 256;
+
+#ifdef PD_AVX512
+constexpr int kMaxRows = 6;  // with 4 vectors each: 24 accumulators of 32 registers
+#else
+constexpr int kMaxRows = 1;
+#endif
+
+// Rows that share a packed tile. More of them dilute the packing, fewer spread better.
+constexpr int64_t kManyRows = 96, kFewRows = 24;
+
+// Consecutive query tokens of one request.
+struct Block {
+    int32_t request;
+    int32_t first_token;     // in q
+    int32_t num_tokens;
+    int32_t first_position;  // in the request's context
+
+    int64_t end_position() const { return first_position + num_tokens; }
+    int64_t low_position(int64_t window) const {
+        return window == 0 ? 0 : std::max<int64_t>(0, first_position - window + 1);
+    }
+    int64_t first_partition(int64_t window) const { return low_position(window) / kPartition; }
+    int64_t num_partitions(int64_t window) const {
+        return (end_position() - 1) / kPartition - first_partition(window) + 1;
+    }
+};
+
+// Running softmax of some rows.
+struct State {
+    float* sum;  // [rows][16]: sums of weights, by lane
+    float* out;  // [rows][Dh]: weighted sums of values
+    float* top;  // [rows]: largest score, to which weights and values are relative
+
+    static int64_t size(int64_t rows, int64_t head_dim) {
+        return (rows * (kLanes + head_dim + 1) + kLanes - 1) / kLanes * kLanes;
+    }
+    static State at(float* memory, int64_t rows, int64_t head_dim) {
+        return {memory, memory + rows * kLanes, memory + rows * (kLanes + head_dim)};
+    }
+    void clear(int64_t rows) const {
+        std::fill(sum, top, 0.0f);
+        std::fill(top, top + rows, kMinusInf);
+    }
+};
+
+// exp2(top - m) for rows whose maximum becomes m; rows that have seen nothing yet count nothing.
+inline F16 rescale(F16 top, F16 m) { return exp2_of(top - m); }
+
+#ifdef PD_AVX512
+// Transposes 16 rows of 16 words and stores the first num_words of the result, `stride` words apart.
+inline void store_transposed(const F16* rows, float* to, int64_t stride, int num_words) {
+    __m512 a[16], b[16];
+    for (int i = 0; i < 16; i += 2) {
+        a[i] = _mm512_unpacklo_ps(rows[i].v, rows[i + 1].v);
+        a[i + 1] = _mm512_unpackhi_ps(rows[i].v, rows[i + 1].v);
+    }
+    // b[4 g + j]: word j of each 4-word lane, of rows 4 g to 4 g + 3.
+    for (int g = 0; g < 4; g++) {
+        const __m512d low0 = _mm512_castps_pd(a[4 * g]), low1 = _mm512_castps_pd(a[4 * g + 2]);
+        const __m512d high0 = _mm512_castps_pd(a[4 * g + 1]);
+        const __m512d high1 = _mm512_castps_pd(a[4 * g + 3]);
+        b[4 * g] = _mm512_castpd_ps(_mm512_unpacklo_pd(low0, low1));
+        b[4 * g + 1] = _mm512_castpd_ps(_mm512_unpackhi_pd(low0, low1));
+        b[4 * g + 2] = _mm512_castpd_ps(_mm512_unpacklo_pd(high0, high1));
+        b[4 * g + 3] = _mm512_castpd_ps(_mm512_unpackhi_pd(high0, high1));
+    }
+    // Result row 4 k + j: lane k of b[j], b[4 + j], b[8 + j], b[12 + j].
+    for (int j = 0; j < 4; j++) {
+        const __m512 even01 = _mm512_shuffle_f32x4(b[j], b[4 + j], 0x88);
+        const __m512 odd01 = _mm512_shuffle_f32x4(b[j], b[4 + j], 0xdd);
+        const __m512 even23 = _mm512_shuffle_f32x4(b[8 + j], b[12 + j], 0x88);
+        const __m512 odd23 = _mm512_shuffle_f32x4(b[8 + j], b[12 + j], 0xdd);
+        const __m512 words[4] = {
+            _mm512_shuffle_f32x4(even01, even23, 0x88), _mm512_shuffle_f32x4(odd01, odd23, 0x88),
+            _mm512_shuffle_f32x4(even01, even23, 0xdd), _mm512_shuffle_f32x4(odd01, odd23, 0xdd)};
+        for (int k = 0; k < 4; k++) {
+            const int word = 4 * k + j;
+            if (word < num_words) _mm512_storeu_ps(to + word * stride, words[k]);
+        }
+    }
+}
+#else
+inline void store_transposed(const F16* rows, float* to, int64_t stride, int num_words) {
+    for (int i = 0; i < kLanes; i++) {
+        float words[kLanes];
+        store(words, rows[i]);
+        for (int word = 0; word < num_words; word++) to[word * stride + i] = words[word];
+    }
+}
+#endif
+
+#ifdef PD_DPBF16
+// a0 b0 a1 b1 ...; size is a multiple of 16.
+inline void interleave(const Bf16* a, const Bf16* b, int64_t size, Bf16* to) {
+    alignas(64) static constexpr uint16_t kLow[32] = {
+        0, 32, 1, 33, 2,  34, 3,  35, 4,  36, 5,  37, 6,  38, 7,  39,
+        8, 40, 9, 41, 10, 42, 11, 43, 12, 44, 13, 45, 14, 46, 15, 47};
+    const __m512i low = _mm512_load_si512(kLow);
+    const __m512i high = _mm512_add_epi16(low, _mm512_set1_epi16(16));
+    int64_t i = 0;
+    for (; i + 32 <= size; i += 32) {
+        const __m512i x = _mm512_loadu_si512(a + i), y = _mm512_loadu_si512(b + i);
+        _mm512_storeu_si512(to + 2 * i, _mm512_permutex2var_epi16(x, low, y));
+        _mm512_storeu_si512(to + 2 * i + 32, _mm512_permutex2var_epi16(x, high, y));
+    }
+    if (i < size) {
+        const __m512i x = _mm512_maskz_loadu_epi16(0xffff, a + i);
+        const __m512i y = _mm512_maskz_loadu_epi16(0xffff, b + i);
+        _mm512_storeu_si512(to + 2 * i, _mm512_permutex2var_epi16(x, low, y));
+    }
+}
+#endif
+
+// The cached keys or values of one tile, as rows of T.
+template <class T>
+struct TileRows {
+    const T* key[kTile];
+    const T* value[kTile];
+};
+
+// Asks for the lines of a tile a few at a time, in between other work: all at once they would fill
+// the core's miss buffers and hold up the loads behind them.
+class Ahead {
+   public:
+    void add(const void* from, int64_t num_bytes) {
+        const char* at = static_cast<const char*>(from);
+        ranges_[num_ranges_++] = {at, at + num_bytes};
+    }
+    void ask(int64_t num_lines) {
+        while (num_lines > 0 && next_ < num_ranges_) {
+            const char*& at = ranges_[next_].at;
+            const char* end = std::min(at + num_lines * 64, ranges_[next_].end);
+            num_lines -= (end - at) / 64;
+            for (; at < end; at += 64) prefetch_to_l2(at);
+            if (at == ranges_[next_].end) next_++;
+        }
+    }
+
+   private:
+    struct Range {
+        const char* at;
+        const char* end;
+    };
+    Range ranges_[2 * kTile];
+    int num_ranges_ = 0, next_ = 0;
+};
+
+template <class T>
+class Attention {
+   public:
+    using Unit = typename Format<T>::Input;  // of packed tiles, queries and weights
+    static constexpr int kDepth = Format<Unit>::kDepth;
+
+    Attention(const PdPagedAttention& p, std::atomic<int32_t>& status)
+        : p_(p),
+          status_(status),
+          group_(p.num_heads / p.num_kv_heads),
+          log2_scale_(p.scale * kLog2E) {}
+
+    // Attends the rows of `block` under KV heads [first_head, end_head) to one partition; overwrites
+    // `states`, one per head. Heads are taken in turn for each tile: theirs lie side by side.
+    // `next` is the block to come, if that is known.
+    void attend(const Block& block, int64_t first_head, int64_t end_head, int64_t partition,
+                const State* states, const Block* next) const {
+        const int64_t head_dim = p_.head_dim;
+        const int64_t rows = block.num_tokens * group_;
+        auto* queries = static_cast<Unit*>(
+            scratch(Scratch::kInput, (end_head - first_head) * rows * head_dim * kUnitBytes));
+        for (int64_t head = first_head; head < end_head; head++) {
+            states[head - first_head].clear(rows);
+            gather_queries(block, head, queries + (head - first_head) * rows * head_dim);
+        }
+        auto* keys = static_cast<Unit*>(scratch(Scratch::kTile, 2 * kTile * head_dim * kUnitBytes));
+        Unit* values = keys + kTile * head_dim;
+
+        const int64_t low = block.low_position(p_.window) / kTile * kTile;
+        const int64_t last = std::min(block.end_position(), (partition + 1) * kPartition);
+        for (int64_t start = std::max(low, partition * kPartition); start < last; start += kTile) {
+            const int64_t count = std::min<int64_t>(kTile, last - start);
+            for (int64_t head = first_head; head < end_head; head++) {
+                TileRows<T> tile;
+                find_rows(block.request, head, start, count, tile);
+                Ahead ahead;
+                if (head + 1 < end_head) {
+                    look_ahead(block, head + 1, start, ahead);
+                } else if (start + kTile < block.end_position()) {
+                    look_ahead(block, first_head, start + kTile, ahead);
+                } else if (next != nullptr) {
+                    const int64_t first = next->low_position(p_.window) / kTile * kTile;
+                    look_ahead(*next, first_head, first, ahead);
+                }
+                pack_keys(tile, count, keys, ahead);
+                pack_values(tile, count, values, ahead);
+                take_bands(block, start, queries + (head - first_head) * rows * head_dim, keys,
+                           values, states[head - first_head]);
+            }
+        }
+    }
+
+    // Folds the later partition's state into that of the earlier ones.
+    void merge(State into, State later, int64_t rows) const {
+        for (int64_t row = 0; row < rows; row++) {
+            const float top = std::max(into.top[row], later.top[row]);
+            const F16 base = splat(top == kMinusInf ? 0.0f : top);
+            const F16 a = rescale(splat(into.top[row]), base);
+            const F16 b = rescale(splat(later.top[row]), base);
+            into.top[row] = top;
+            const auto fold = [&](float* x, const float* y) {
+                store(x, fma(load(y), b, load(x) * a));
+            };
+            fold(into.sum + row * kLanes, later.sum + row * kLanes);
+            for (int64_t d = 0; d < p_.head_dim; d += kLanes) {
+                fold(into.out + row * p_.head_dim + d, later.out + row * p_.head_dim + d);
+            }
+        }
+    }
+
+    // Writes the attended rows.
+    void finish(const Block& block, int64_t kv_head, State state) const {
+        const int64_t group = group_;
+        for (int64_t row = 0; row < block.num_tokens * group; row++) {
+            const F16 scale = splat(1.0f / sum_lanes(load(state.sum + row * kLanes)));
+            T* to = static_cast<T*>(p_.out) + head_offset(block, kv_head, row);
+            for (int64_t d = 0; d < p_.head_dim; d += kLanes) {
+                store(to + d, load(state.out + row * p_.head_dim + d) * scale);
+            }
+        }
+    }
+
+   private:
+    static constexpr int64_t kUnitBytes = sizeof(Unit);
+
+    // Adds one tile to all rows of a block, in bands of nearly equal height of at most kMaxRows.
+    void take_bands(const Block& block, int64_t start, const Unit* queries, const Unit* keys,
+                    const Unit* values, State state) const {
+        const int64_t group = group_, rows = block.num_tokens * group;
+        const int64_t bands = (rows + kMaxRows - 1) / kMaxRows;
+        for (int64_t band = 0; band < bands; band++) {
+            const int64_t row = rows * band / bands;
+            const int64_t height = rows * (band + 1) / bands - row;
+            const int64_t low = low_of(block.first_position + row / group);
+            const int64_t high = block.first_position + (row + height - 1) / group;
+            if (high < start || low >= start + kTile) continue;
+            const int vectors =
+                static_cast<int>(std::min<int64_t>(kVectors, (high - start) / kLanes + 1));
+            const State at = {state.sum + row * kLanes, state.out + row * p_.head_dim,
+                              state.top + row};
+            take_tile_of_height(static_cast<int>(height), vectors, block, row, start,
+                                queries + row * p_.head_dim, keys, values, at);
+        }
+    }
+
+    // Where a row's head starts in q, and in the output.
+    int64_t head_offset(const Block& block, int64_t kv_head, int64_t row) const {
+        const int64_t group = group_;
+        const int64_t token = block.first_token + row / group;
+        return (token * p_.num_heads + kv_head * group + row % group) * p_.head_dim;
+    }
+
+    // First position that the query at `position` sees.
+    int64_t low_of(int64_t position) const {
+        return p_.window == 0 ? 0 : std::max<int64_t>(0, position - p_.window + 1);
+    }
+
+    void gather_queries(const Block& block, int64_t kv_head, Unit* to) const {
+        for (int64_t row = 0; row < block.num_tokens * group_; row++, to += p_.head_dim) {
+            const T* from = static_cast<const T*>(p_.q) + head_offset(block, kv_head, row);
+            for (int64_t d = 0; d < p_.head_dim; d += kLanes) store(to + d, load(from + d));
+        }
+    }
+
+    // The keys of the block that holds `position`, from its first one; null if the id is bad.
+    const T* block_keys(int64_t request, int64_t kv_head, int64_t position) const {
+        const int64_t index = position / p_.block_size;
+        const int64_t id = p_.block_tables[request * p_.max_blocks + index];
+        if (id < 0 || id >= p_.num_blocks) return nullptr;
+        return static_cast<const T*>(p_.kv) + id * p_.block_stride +
+               kv_head * p_.block_size * p_.head_dim;
+    }
+
+    // Positions from `count` up to the next multiple of 16 get zeros: the cache may hold anything
+    // there, even NaN, and a weight of 0 would not silence that.
+    void find_rows(int64_t request, int64_t kv_head, int64_t start, int64_t count,
+                   TileRows<T>& tile) const {
+        static const T kZeros[kMaxHeadDim] = {};
+        const int64_t to_values = p_.num_kv_heads * p_.block_size * p_.head_dim;
+        std::fill(tile.key, tile.key + kTile, kZeros);
+        std::fill(tile.value, tile.value + kTile, kZeros);
+        for (int64_t i = 0; i < count; i += p_.block_size) {
+            const T* keys = block_keys(request, kv_head, start + i);
+            if (keys == nullptr) {
+                status_.store(kBadBlock, std::memory_order_relaxed);
+                continue;
+            }
+            for (int64_t j = 0; j < std::min(p_.block_size, count - i); j++) {
+                tile.key[i + j] = keys + j * p_.head_dim;
+                tile.value[i + j] = keys + j * p_.head_dim + to_values;
+            }
+        }
+    }
+
+    void look_ahead(const Block& block, int64_t kv_head, int64_t start, Ahead& ahead) const {
+        const int64_t count = std::min<int64_t>(kTile, block.end_position() - start);
+        const int64_t to_values = p_.num_kv_heads * p_.block_size * p_.head_dim;
+        const T* keys[kTile];
+        int num_blocks = 0;
+        for (int64_t i = 0; i < count; i += p_.block_size) {
+            const T* at = block_keys(block.request, kv_head, start + i);
+            if (at != nullptr) keys[num_blocks++] = at;
+        }
+        const int64_t num_bytes = p_.block_size * p_.head_dim * static_cast<int64_t>(sizeof(T));
+        for (int i = 0; i < num_blocks; i++) ahead.add(keys[i], num_bytes);
+        for (int i = 0; i < num_blocks; i++) ahead.add(keys[i] + to_values, num_bytes);
+    }
+
+    // To [Dh / kDepth][kTile][kDepth].
+    void pack_keys(const TileRows<T>& tile, int64_t count, Unit* to, Ahead& ahead) const {
+        const int64_t num_words = p_.head_dim / kDepth;
+        for (int64_t i = 0; i < count; i += kLanes) {
+            for (int64_t word = 0; word < num_words; word += kLanes) {
+                const int n = static_cast<int>(std::min<int64_t>(kLanes, num_words - word));
+                F16 rows[kLanes];
+                for (int j = 0; j < kLanes; j++) {
+                    rows[j] = load_words(tile.key[i + j] + word * kDepth, n);
+                }
+                float* at = reinterpret_cast<float*>(to + (word * kTile + i) * kDepth);
+                store_transposed(rows, at, kTile, n);
+                ahead.ask(kLanes);
+            }
+        }
+    }
+
+    // n words of kDepth units each, as bits.
+    static F16 load_words(const T* from, int n) {
+        if constexpr (kDepth == 2) return load(reinterpret_cast<const float*>(from), n);
+        else return load(from, n);
+    }
+
+    // To [kTile / kDepth][Dh][kDepth].
+    void pack_values(const TileRows<T>& tile, int64_t count, Unit* to, Ahead& ahead) const {
+        const int64_t padded = (count + kLanes - 1) / kLanes * kLanes;
+        for (int64_t i = 0; i < padded; i += kDepth) {
+            ahead.ask(p_.head_dim / kLanes);
+            Unit* at = to + i * p_.head_dim;
+            if constexpr (kDepth == 2) {
+                interleave(tile.value[i], tile.value[i + 1], p_.head_dim, at);
+            } else {
+                for (int64_t d = 0; d < p_.head_dim; d += kLanes) {
+                    store(at + d, load(tile.value[i] + d));
+                }
+            }
+        }
+    }
+
+    // Adds one tile to the states of kRows rows.
+    template <int kRows, int kUsed>
+    void take_tile(const Block& block, int64_t row, int64_t start, const Unit* queries,
+                   const Unit* keys, const Unit* values, State state) const {
+        const int64_t head_dim = p_.head_dim, group = group_;
+        F16 score[kRows][kUsed];
+#pragma GCC unroll 6
+        for (int r = 0; r < kRows; r++) {
+#pragma GCC unroll 4
+            for (int v = 0; v < kUsed; v++) score[r][v] = zero();
+        }
+        for (int64_t k = 0; k < head_dim; k += kDepth) {
+#pragma GCC unroll 6
+            for (int r = 0; r < kRows; r++) {
+#pragma GCC unroll 4
+                for (int v = 0; v < kUsed; v++) {
+                    score[r][v] = Format<Unit>::step(
+                        score[r][v], keys + k * kTile + v * kLanes * kDepth,
+                        queries + r * head_dim + k);
+                }
+            }
+        }
+
+        alignas(64) Unit weights[kRows][kTile];
+        float before[kLanes] = {}, after[kLanes] = {};
+        for (int r = 0; r < kRows; r++) {
+            const int64_t position = block.first_position + (row + r) / group;
+            const int64_t low = low_of(position) - start, high = position - start;
+            F16 top = splat(kMinusInf);
+            for (int v = 0; v < kUsed; v++) {
+                score[r][v] = score[r][v] * splat(log2_scale_);
+                if (low > v * kLanes || high < (v + 1) * kLanes - 1) {
+                    score[r][v] = keep_lanes(score[r][v], clamp(low - v * kLanes),
+                                             clamp(high - v * kLanes));
+                }
+                top = max(top, score[r][v]);
+            }
+            const float m = std::max(state.top[r], max_lanes(top));
+            before[r] = state.top[r];
+            after[r] = m == kMinusInf ? 0.0f : m;
+            state.top[r] = m;
+        }
+        float shrink[kLanes];
+        store(shrink, rescale(load(before), load(after)));
+        for (int r = 0; r < kRows; r++) {
+            F16 weight[kVectors] = {zero(), zero(), zero(), zero()};
+            for (int v = 0; v < kUsed; v++) {
+                weight[v] = exp2_of(score[r][v] - splat(after[r]));
+                store(weights[r] + v * kLanes, weight[v]);
+            }
+            const F16 added = (weight[0] + weight[1]) + (weight[2] + weight[3]);
+            float* sum = state.sum + r * kLanes;
+            store(sum, fma(load(sum), splat(shrink[r]), added));
+        }
+        int64_t d = 0;
+        for (; d + 4 * kLanes <= head_dim; d += 4 * kLanes) {
+            take_values<kRows, kUsed, 4>(weights, shrink, values + d * kDepth, state.out + d);
+        }
+        for (; d < head_dim; d += kLanes) {
+            take_values<kRows, kUsed, 1>(weights, shrink, values + d * kDepth, state.out + d);
+        }
+    }
+
+    // out = out * shrink + weights * values, for kRows rows and kCols vectors of dimensions.
+    template <int kRows, int kUsed, int kCols>
+    void take_values(const Unit (&weights)[kRows][kTile], const float* shrink, const Unit* values,
+                     float* out) const {
+        const int64_t head_dim = p_.head_dim;
+        F16 sum[kRows][kCols];
+#pragma GCC unroll 6
+        for (int r = 0; r < kRows; r++) {
+#pragma GCC unroll 4
+            for (int c = 0; c < kCols; c++) {
+                sum[r][c] = load(out + r * head_dim + c * kLanes) * splat(shrink[r]);
+            }
+        }
+        for (int i = 0; i < kUsed * kLanes; i += kDepth) {
+#pragma GCC unroll 6
+            for (int r = 0; r < kRows; r++) {
+#pragma GCC unroll 4
+                for (int c = 0; c < kCols; c++) {
+                    sum[r][c] = Format<Unit>::step(
+                        sum[r][c], values + i * head_dim + c * kLanes * kDepth, weights[r] + i);
+                }
+            }
+        }
+#pragma GCC unroll 6
+        for (int r = 0; r < kRows; r++) {
+#pragma GCC unroll 4
+            for (int c = 0; c < kCols; c++) store(out + r * head_dim + c * kLanes, sum[r][c]);
+        }
+    }
+
+    static int clamp(int64_t lane) {
+        return static_cast<int>(std::min<int64_t>(std::max<int64_t>(lane, -1), kLanes));
+    }
+
+    template <int kRows, class... Args>
+    void take_tile_of_width(int vectors, const Args&... args) const {
+        switch (vectors) {
+            case 1: return take_tile<kRows, 1>(args...);
+            case 2: return take_tile<kRows, 2>(args...);
+            case 3: return take_tile<kRows, 3>(args...);
+            default: return take_tile<kRows, 4>(args...);
+        }
+    }
+
+    template <class... Args>
+    void take_tile_of_height(int height, int vectors, const Args&... args) const {
+        static_assert(kMaxRows == 6 || kMaxRows == 1);
+        if constexpr (kMaxRows == 6) {
+            switch (height) {
+                case 2: return take_tile_of_width<2>(vectors, args...);
+                case 3: return take_tile_of_width<3>(vectors, args...);
+                case 4: return take_tile_of_width<4>(vectors, args...);
+                case 5: return take_tile_of_width<5>(vectors, args...);
+                case 6: return take_tile_of_width<6>(vectors, args...);
+            }
+        }
+        take_tile_of_width<1>(vectors, args...);
+    }
+
+    const PdPagedAttention& p_;
+    std::atomic<int32_t>& status_;
+    const int64_t group_;      // query heads per KV head
+    const float log2_scale_;  // scores are kept in powers of two
+};
+
+bool valid(const PdPagedAttention& p) {
+    if (p.head_dim % kLanes != 0 || p.head_dim > kMaxHeadDim) return false;
+    if (p.block_size < 1 || kTile % p.block_size != 0) return false;
+    if (p.query_start[0] != 0 || p.query_start[p.num_requests] != p.rows) return false;
+    for (int64_t r = 0; r < p.num_requests; r++) {
+        const int64_t queries = int64_t{p.query_start[r + 1]} - p.query_start[r];
+        if (queries < 0 || p.context_lens[r] < queries) return false;
+        if (p.context_lens[r] > p.max_blocks * p.block_size) return false;
+    }
+    return true;
+}
+
+// Cuts each request's queries into blocks; the later ones, which see more, come first.
+std::vector<Block> blocks_of(const PdPagedAttention& p, int64_t tokens_per_block) {
+    std::vector<Block> blocks;
+    for (int32_t r = 0; r < p.num_requests; r++) {
+        const int64_t start = p.query_start[r], count = p.query_start[r + 1] - start;
+        const int64_t num = (count + tokens_per_block - 1) / tokens_per_block;
+        for (int64_t i = num - 1; i >= 0; i--) {
+            const int64_t first = count * i / num, last = count * (i + 1) / num;
+            blocks.push_back({r, static_cast<int32_t>(start + first),
+                              static_cast<int32_t>(last - first),
+                              static_cast<int32_t>(p.context_lens[r] - count + first)});
+        }
+    }
+    return blocks;
+}
+
+template <class T>
+int32_t run(const PdPagedAttention& p) {
+    std::atomic<int32_t> status{kOk};
+    const Attention<T> attention(p, status);
+    const int64_t heads = p.num_kv_heads, head_dim = p.head_dim, group = p.num_heads / heads;
+    int num_threads = p.num_threads;
+    int64_t rows_per_block = kManyRows;
+    const auto cut = [&] { return blocks_of(p, std::max<int64_t>(1, rows_per_block / group)); };
+    std::vector<Block> blocks = cut();
+    while (static_cast<int64_t>(blocks.size()) * heads < 4 * num_threads &&
+           rows_per_block > kFewRows && num_threads > 1) {
+        rows_per_block /= 2;
+        blocks = cut();
+    }
+    const int64_t num_blocks = static_cast<int64_t>(blocks.size());
+
+    // Where each block's partial states start, should partitions be attended apart.
+    std::vector<int64_t> first_piece(num_blocks + 1, 0);
+    int64_t max_rows = 0, max_parts = 0, work = 0;
+    for (int64_t i = 0; i < num_blocks; i++) {
+        const int64_t parts = blocks[i].num_partitions(p.window);
+        first_piece[i + 1] = first_piece[i] + parts;
+        max_parts = std::max(max_parts, parts);
+        max_rows = std::max(max_rows, blocks[i].num_tokens * group);
+        work += blocks[i].end_position() - blocks[i].low_position(p.window);
+    }
+    const int64_t state_size = State::size(max_rows, head_dim);
+    // About a microsecond's worth of positions is not worth a second thread.
+    if (work * heads < 128) num_threads = 1;
+
+    const auto state_at = [&](float* memory, int64_t i) {
+        return State::at(memory, blocks[i].num_tokens * group, head_dim);
+    };
+    if (num_threads == 1 || num_blocks * heads >= 2 * num_threads || max_parts == 1) {
+        // All heads of a block in one go reads memory in longer runs; a few rows need little else.
+        const bool together = max_rows < kFewRows && num_blocks >= 4 * num_threads;
+        const int64_t heads_per_item = together ? heads : 1;
+        const int64_t items_per_block = heads / heads_per_item;
+        const auto attend = [&](int64_t begin, int64_t end) {
+            auto* memory = static_cast<float*>(
+                scratch(Scratch::kState, 2 * heads_per_item * state_size *
+                                             static_cast<int64_t>(sizeof(float))));
+            std::vector<State> states(heads_per_item), later(heads_per_item);
+            for (int64_t item = begin; item < end; item++) {
+                const int64_t i = item / items_per_block;
+                const Block& block = blocks[i];
+                const int64_t first_head = item % items_per_block * heads_per_item;
+                const int64_t end_head = first_head + heads_per_item;
+                for (int64_t h = 0; h < heads_per_item; h++) {
+                    states[h] = state_at(memory + 2 * h * state_size, i);
+                    later[h] = state_at(memory + (2 * h + 1) * state_size, i);
+                }
+                const bool more = together && item + 1 < end;
+                const Block* next = more ? &blocks[i + 1] : nullptr;
+                const int64_t first = block.first_partition(p.window);
+                const int64_t parts = block.num_partitions(p.window);
+                attention.attend(block, first_head, end_head, first, states.data(), next);
+                for (int64_t part = 1; part < parts; part++) {
+                    attention.attend(block, first_head, end_head, first + part, later.data(), next);
+                    for (int64_t h = 0; h < heads_per_item; h++) {
+                        attention.merge(states[h], later[h], block.num_tokens * group);
+                    }
+                }
+                for (int64_t h = 0; h < heads_per_item; h++) {
+                    attention.finish(block, first_head + h, states[h]);
+                }
+            }
+        };
+        parallel_for(num_blocks * items_per_block, 1, together, num_threads, attend);
+        return status;
+    }
+
+    const int64_t num_pieces = first_piece[num_blocks];
+    auto* memory = static_cast<float*>(
+        scratch(Scratch::kPartials,
+                num_pieces * heads * state_size * static_cast<int64_t>(sizeof(float))));
+    parallel_for(num_pieces * heads, 1, false, num_threads, [&](int64_t begin, int64_t end) {
+        for (int64_t item = begin; item < end; item++) {
+            const int64_t piece = item / heads, head = item % heads;
+            const auto after = std::upper_bound(first_piece.begin(), first_piece.end(), piece);
+            const int64_t i = after - first_piece.begin() - 1;
+            const int64_t part = blocks[i].first_partition(p.window) + piece - first_piece[i];
+            const State state = state_at(memory + item * state_size, i);
+            attention.attend(blocks[i], head, head + 1, part, &state, nullptr);
+        }
+    });
+    for (int64_t i = 0; i < num_blocks; i++) {
+        for (int64_t head = 0; head < heads; head++) {
+            const auto piece_state = [&](int64_t piece) {
+                return state_at(memory + (piece * heads + head) * state_size, i);
+            };
+            const State state = piece_state(first_piece[i]);
+            for (int64_t piece = first_piece[i] + 1; piece < first_piece[i + 1]; piece++) {
+                attention.merge(state, piece_state(piece), blocks[i].num_tokens * group);
+            }
+            attention.finish(blocks[i], head, state);
+        }
+    }
+    return status;
+}
+
+}  // namespace
+}  // namespace pd
+
+extern "C" {
+
+int32_t pd_paged_attention(const PdPagedAttention* p) {
+    if (p->rows == 0) return kOk;
+    if (!pd::valid(*p)) return kBadBlock;
+    return pd::with_type(p->type, [&](auto kind) { return pd::run<decltype(kind)>(*p); });
+}
+}

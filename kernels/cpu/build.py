@@ -1,0 +1,118 @@
+"""Compiles the C++ kernels of this folder into a shared library, once per machine and version.
+
+The library lies in a cache folder, named by a hash of what decides its contents: the sources, the
+flags, and the CPU's own features (it is built for the CPU it runs on). Of several processes that
+start together one compiles, the others wait for it. To build ahead, for an image that has no
+compiler at run time: ``python -m pdserve.kernels.cpu.build``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+SOURCE_DIR = Path(__file__).resolve().parent
+NATIVE = "-march=native"
+_FLAGS = ("-O3", "-std=c++17", "-fPIC", "-pthread", "-ffp-contract=fast", "-fvisibility=default")
+
+
+class BuildError(Exception):
+    """There is no compiler, or it failed; the message says which, and what it wrote."""
+
+
+def library(target: str = NATIVE, cache_dir: Path | None = None) -> Path:
+    """Return the shared library, compiling it if the cache has none.
+
+    Args:
+        target: The ``-march=`` flag.
+        cache_dir: Folder of the result; None is ``pdserve`` in ``$XDG_CACHE_HOME`` or ``~/.cache``.
+
+    Raises:
+        BuildError: No compiler was found, or compiling failed.
+    """
+    folder = _default_cache_dir() if cache_dir is None else cache_dir
+    path = folder / f"kernels-{_fingerprint(target)}.so"
+    if path.exists():
+        return path
+    compiler = _compiler()
+    if compiler is None:
+        raise BuildError("no C++ compiler: set CXX, or install g++")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with _locked(path.with_suffix(".lock")):
+            if not path.exists():
+                _compile(compiler, target, path)
+    except OSError as error:
+        raise BuildError(f"cannot write {path}: {error}") from error
+    return path
+
+
+def _compiler() -> str | None:
+    names = [os.environ.get("CXX", ""), "g++", "c++"]
+    return next((found for name in names if name and (found := shutil.which(name))), None)
+
+
+def _default_cache_dir() -> Path:
+    cache = os.environ.get("XDG_CACHE_HOME")
+    return (Path(cache) if cache else Path.home() / ".cache") / "pdserve"
+
+
+def _fingerprint(target: str) -> str:
+    digest = hashlib.sha256()
+    for part in (target, *_FLAGS, platform.machine(), _cpu_features()):
+        digest.update(part.encode() + b"\0")
+    for source in sorted(SOURCE_DIR.glob("*.[ch]*")):
+        digest.update(source.name.encode() + b"\0" + source.read_bytes())
+    return digest.hexdigest()[:16]
+
+
+def _cpu_features() -> str:
+    with contextlib.suppress(OSError), open("/proc/cpuinfo") as info:
+        return next((line for line in info if line.startswith(("flags", "Features"))), "")
+    return ""
+
+
+@contextlib.contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    # The lock file stays: removing it would let two waiters lock two different files.
+    with open(path, "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+def _compile(compiler: str, target: str, path: Path) -> None:
+    sources = sorted(SOURCE_DIR.glob("*.cpp"))
+    with tempfile.TemporaryDirectory(dir=path.parent) as scratch:
+        objects = [Path(scratch) / f"{source.stem}.o" for source in sources]
+        commands = [
+            [compiler, *_FLAGS, target, "-c", str(source), "-o", str(compiled)]
+            for source, compiled in zip(sources, objects, strict=True)
+        ]
+        _run_all(commands)
+        linked = Path(scratch) / path.name
+        _run_all([[compiler, "-shared", "-pthread", *map(str, objects), "-o", str(linked)]])
+        linked.replace(path)
+
+
+def _run_all(commands: list[list[str]]) -> None:
+    """Run the commands side by side."""
+    processes = [
+        subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        for command in commands
+    ]
+    outputs = [process.communicate()[0] for process in processes]
+    for command, process, output in zip(commands, processes, outputs, strict=True):
+        if process.returncode != 0:
+            raise BuildError(f"{' '.join(command)} failed:\n{output[-4000:]}")
+
+
+if __name__ == "__main__":
+    print(library())

@@ -1,0 +1,332 @@
+"""Calls into the C++ kernels: checks what is cheap to check, allocates results, passes pointers.
+
+Shapes are trusted where checking would cost more than the kernel; dtypes and contiguity are
+checked, and the kernels refuse positions, slots and blocks that are out of range. ctypes lets go of
+the GIL during each call.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import mmap
+import struct
+from functools import cache
+from pathlib import Path
+
+import torch
+from torch import Tensor, get_num_threads
+
+from pdserve.errors import InternalError
+from pdserve.kernels.cpu import build
+
+_log = logging.getLogger(__name__)
+
+_TYPES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
+_STATUS = {
+    1: "a position is outside the rotary table",
+    2: "a slot is outside the cache",
+    3: "a block, length, head_dim or block_size is out of range",
+}
+_ALIGNMENT = 64
+_CHUNK_BYTES = 64 << 20
+
+
+def available() -> str | None:
+    """Return None if the kernels can be used, else why not (no compiler, or it failed).
+
+    The first call builds and loads them: seconds, where no earlier process has.
+    """
+    _, reason = _loaded()
+    return reason
+
+
+def kernels() -> NativeKernels | None:
+    """Return the kernels for this CPU, or None where they are not `available`."""
+    found, _ = _loaded()
+    return found
+
+
+@cache
+def _loaded() -> tuple[NativeKernels | None, str | None]:
+    try:
+        return NativeKernels(build.library()), None
+    except (build.BuildError, OSError) as error:
+        _log.warning("CPU kernels unavailable, using the slower torch reference: %s", error)
+        return None, str(error)
+
+
+# The structs of kernels.h: P pointer, q int64, i int32, f float, in C's alignment. Packed bytes go
+# to C as one pointer.
+_LINEAR = struct.Struct("@4P3q3i").pack
+_PACK = struct.Struct("@2P2q2i").pack
+_RMS_NORM = struct.Struct("@4P2qf2i").pack
+_SILU_AND_MUL = struct.Struct("@2P2q2i").pack
+_ROPE_AND_CACHE = struct.Struct("@8P9qf2i").pack
+_PAGED_ATTENTION = struct.Struct("@6P10qf2i").pack
+
+
+class NativeKernels:
+    """The functions of one built library.
+
+    The operations take and return what their references in ``kernels/reference`` do.
+
+    Args:
+        path: The shared library, as built by `build.library`.
+    """
+
+    def __init__(self, path: Path) -> None:
+        library = ctypes.CDLL(str(path))
+        self._packed_bytes = library.pd_packed_bytes
+        self._packed_bytes.argtypes = (ctypes.c_int64, ctypes.c_int64, ctypes.c_int32)
+        self._packed_bytes.restype = ctypes.c_int64
+        # No argtypes: these take bytes, and a conversion per call is what that avoids.
+        self._linear = library.pd_linear
+        self._pack = library.pd_pack
+        self._unpack = library.pd_unpack
+        self._rms_norm = library.pd_rms_norm
+        self._silu_and_mul = library.pd_silu_and_mul
+        self._rope_and_cache = library.pd_rope_and_cache
+        self._paged_attention = library.pd_paged_attention
+
+    def pack(self, weight: Tensor) -> Tensor:
+        """Return ``weight`` ``[N, K]`` in the kernels' layout, an opaque tensor of bytes."""
+        num_cols, depth = weight.shape
+        kind = _TYPES[weight.dtype]
+        source = weight.contiguous()
+        packed = _arena.take(self._packed_bytes(num_cols, depth, kind))
+        self._pack(
+            _PACK(source.data_ptr(), packed.data_ptr(), num_cols, depth, kind, get_num_threads())
+        )
+        return packed
+
+    def unpack(self, packed: Tensor, num_cols: int, depth: int, dtype: torch.dtype) -> Tensor:
+        """Return the weight that `pack` was given."""
+        weight = torch.empty(num_cols, depth, dtype=dtype)
+        self._unpack(_PACK(weight.data_ptr(), packed.data_ptr(), num_cols, depth, _TYPES[dtype], 1))
+        return weight
+
+    def multiply(self, x: Tensor, packed: Tensor, bias: Tensor | None, out: Tensor) -> None:
+        """Write ``x @ weight.T + bias`` to ``out``.
+
+        Args:
+            x: ``[M, K]``.
+            packed: The weight ``[N, K]`` of the dtype of ``x``, from `pack`.
+            bias: ``[N]`` fp32, or None.
+            out: ``[M, N]``, of the dtype of ``x`` or fp32.
+        """
+        rows, depth = x.shape
+        self._linear(
+            _LINEAR(
+                x.data_ptr(),
+                packed.data_ptr(),
+                0 if bias is None else bias.data_ptr(),
+                out.data_ptr(),
+                rows,
+                out.shape[1],
+                depth,
+                _TYPES[x.dtype],
+                _TYPES[out.dtype],
+                get_num_threads(),
+            )
+        )
+
+    def linear(
+        self,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None = None,
+        *,
+        out_dtype: torch.dtype | None = None,
+    ) -> Tensor:
+        """See ``reference.linear.linear``; packs the weight for this one product."""
+        _same_type(x, weight.contiguous())
+        out = torch.empty(len(x), len(weight), dtype=x.dtype if out_dtype is None else out_dtype)
+        self.multiply(x, self.pack(weight), None if bias is None else bias.float(), out)
+        return out
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """See ``reference.norm.rms_norm``; x is ``[T, D]``."""
+        rows, width = x.shape
+        kind = _same_type(x, weight)
+        out = torch.empty_like(x)
+        self._rms_norm(
+            _RMS_NORM(
+                x.data_ptr(),
+                0,
+                weight.data_ptr(),
+                out.data_ptr(),
+                rows,
+                width,
+                eps,
+                kind,
+                get_num_threads(),
+            )
+        )
+        return out
+
+    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """See ``reference.norm.add_rms_norm``."""
+        rows, width = x.shape
+        kind = _same_type(x, residual, weight)
+        out = torch.empty_like(x)
+        self._rms_norm(
+            _RMS_NORM(
+                x.data_ptr(),
+                residual.data_ptr(),
+                weight.data_ptr(),
+                out.data_ptr(),
+                rows,
+                width,
+                eps,
+                kind,
+                get_num_threads(),
+            )
+        )
+        return out
+
+    def silu_and_mul(self, x: Tensor) -> Tensor:
+        """See ``reference.activation.silu_and_mul``."""
+        rows, both = x.shape
+        width = both // 2
+        kind = _same_type(x)
+        out = x.new_empty((rows, width))
+        self._silu_and_mul(
+            _SILU_AND_MUL(x.data_ptr(), out.data_ptr(), rows, width, kind, get_num_threads())
+        )
+        return out
+
+    def rope_and_cache(
+        self,
+        qkv: Tensor,
+        positions: Tensor,
+        cos_sin: Tensor,
+        kv_layer: Tensor,
+        slot_mapping: Tensor,
+        q_norm: Tensor | None,
+        k_norm: Tensor | None,
+        eps: float,
+    ) -> Tensor:
+        """See ``reference.rope.rope_and_cache``."""
+        num_blocks, _, num_kv_heads, block_size, head_dim = kv_layer.shape
+        rows, width = qkv.shape
+        num_heads = width // head_dim - 2 * num_kv_heads
+        kind = _same_type(qkv)
+        if kv_layer.dtype != qkv.dtype:
+            raise TypeError(f"cache is {kv_layer.dtype}, qkv is {qkv.dtype}")
+        num_positions, rotary_dim = cos_sin.shape
+        out = qkv.new_empty((rows, num_heads, head_dim))
+        status = self._rope_and_cache(
+            _ROPE_AND_CACHE(
+                qkv.data_ptr(),
+                positions.data_ptr(),
+                cos_sin.data_ptr(),
+                kv_layer.data_ptr(),
+                slot_mapping.data_ptr(),
+                0 if q_norm is None else q_norm.data_ptr(),
+                0 if k_norm is None else k_norm.data_ptr(),
+                out.data_ptr(),
+                kv_layer.stride(0),
+                num_blocks,
+                num_kv_heads,
+                block_size,
+                head_dim,
+                rows,
+                num_heads,
+                num_positions,
+                rotary_dim,
+                eps,
+                kind,
+                get_num_threads(),
+            )
+        )
+        if status:
+            raise InternalError(f"rope_and_cache: {_STATUS[status]}")
+        return out
+
+    def paged_attention(
+        self,
+        q: Tensor,
+        kv_layer: Tensor,
+        block_tables: Tensor,
+        query_start: Tensor,
+        context_lens: Tensor,
+        scale: float,
+        window: int | None = None,
+    ) -> Tensor:
+        """See ``reference.attention.paged_attention``."""
+        num_blocks, _, num_kv_heads, block_size, head_dim = kv_layer.shape
+        rows, num_heads, _ = q.shape
+        num_requests, max_blocks = block_tables.shape
+        kind = _same_type(q)
+        if kv_layer.dtype != q.dtype:
+            raise TypeError(f"cache is {kv_layer.dtype}, q is {q.dtype}")
+        out = q.new_empty((rows, num_heads * head_dim))
+        status = self._paged_attention(
+            _PAGED_ATTENTION(
+                q.data_ptr(),
+                kv_layer.data_ptr(),
+                block_tables.data_ptr(),
+                query_start.data_ptr(),
+                context_lens.data_ptr(),
+                out.data_ptr(),
+                kv_layer.stride(0),
+                num_blocks,
+                num_kv_heads,
+                block_size,
+                head_dim,
+                num_requests,
+                max_blocks,
+                rows,
+                num_heads,
+                0 if window is None else window,
+                scale,
+                kind,
+                get_num_threads(),
+            )
+        )
+        if status:
+            raise InternalError(f"paged_attention: {_STATUS[status]}")
+        return out
+
+
+def _same_type(first: Tensor, *others: Tensor) -> int:
+    """Return the kernels' code of the one dtype of contiguous tensors.
+
+    Raises:
+        TypeError: A dtype is not supported, or they differ, or a tensor is not contiguous.
+    """
+    dtype = first.dtype
+    kind = _TYPES.get(dtype)
+    if kind is None or not first.is_contiguous():
+        raise TypeError(f"want contiguous bf16, fp16 or fp32, got {dtype} {first.stride()}")
+    for other in others:
+        if other.dtype != dtype or not other.is_contiguous():
+            raise TypeError(f"want contiguous {dtype}, got {other.dtype} {other.stride()}")
+    return kind
+
+
+class _Arena:
+    """Hands out bytes from large mappings in huge pages, never taking them back one by one.
+
+    Weights are read front to back once per step. In 4 KiB pages that is a TLB miss per 4 KiB, and
+    the hardware prefetcher stops at each page. A mapping is freed when no weight is left in it;
+    its untouched end costs no memory.
+    """
+
+    def __init__(self) -> None:
+        self._chunk = torch.empty(0, dtype=torch.uint8)
+
+    def take(self, num_bytes: int) -> Tensor:
+        """Return ``num_bytes`` bytes, 64-byte aligned."""
+        rounded = -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
+        if rounded > len(self._chunk):
+            mapping = mmap.mmap(-1, max(rounded, _CHUNK_BYTES))
+            if hasattr(mmap, "MADV_HUGEPAGE"):
+                mapping.madvise(mmap.MADV_HUGEPAGE)
+            self._chunk = torch.frombuffer(mapping, dtype=torch.uint8)
+        taken, self._chunk = self._chunk[:num_bytes], self._chunk[rounded:]
+        return taken
+
+
+_arena = _Arena()

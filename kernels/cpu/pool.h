@@ -1,0 +1,47 @@
+// A small pool of threads for loops of microseconds.
+//
+// A worker spins for kSpinSeconds after its last loop, then sleeps on a futex: the dozens of loops of one decode
+// step find it awake, and an idle engine costs no CPU. The caller never waits for a worker that
+// has not started: chunks are handed out one by one, so on a crowded machine the caller simply
+// does them all.
+
+#pragma once
+
+#include <cstdint>
+#include <type_traits>
+
+namespace pd {
+
+struct Loop {
+    void (*run)(void* body, int64_t begin, int64_t end);
+    void* body;
+    int64_t size;
+    int64_t chunk;  // smallest piece handed out
+    bool guided;    // hand out larger pieces first
+};
+
+// Runs the loop on up to num_threads threads, the caller among them; returns when it is done.
+void run_loop(const Loop& loop, int num_threads);
+
+// Calls body(begin, end) on disjoint ranges that cover [0, size), in any order, on any thread.
+template <class Body>
+void parallel_for(int64_t size, int64_t chunk, bool guided, int num_threads, Body&& body) {
+    if (size <= 0) return;
+    if (num_threads <= 1 || size <= chunk) {
+        body(int64_t{0}, size);
+        return;
+    }
+    using Plain = std::remove_reference_t<Body>;
+    const auto run = [](void* opaque, int64_t begin, int64_t end) {
+        (*static_cast<Plain*>(opaque))(begin, end);
+    };
+    void* opaque = const_cast<void*>(static_cast<const void*>(&body));
+    run_loop({run, opaque, size, chunk, guided}, num_threads);
+}
+
+// A buffer of this thread for intermediate values, at least num_bytes long, 64-byte aligned. Valid until the next
+// call with the same slot on the same thread.
+enum class Scratch { kInput, kState, kTile, kPartials, kPlan, kCount };
+void* scratch(Scratch slot, int64_t num_bytes);
+
+}  // namespace pd

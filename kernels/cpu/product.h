@@ -1,0 +1,33 @@
+// How a stored operand of type T takes part in a sum of products.
+
+#pragma once
+
+#include "simd.h"
+
+namespace pd {
+
+// `Input` is the type of the other operand. A step adds kDepth products to each of 16 sums:
+// w holds [16][kDepth] values of T, and x the kDepth values that all 16 are multiplied by.
+template <class T>
+struct Format {
+    using Input = float;
+    static constexpr int kDepth = 1;
+    static F16 step(F16 sum, const T* w, const float* x) { return fma(splat(*x), load(w), sum); }
+};
+
+#ifdef PD_DPBF16
+template <>
+struct Format<Bf16> {
+    using Input = Bf16;
+    static constexpr int kDepth = 2;
+    static F16 step(F16 sum, const Bf16* w, const Bf16* x) {
+        int32_t pair;
+        std::memcpy(&pair, x, sizeof pair);
+        const __m512i weights = _mm512_loadu_si512(w);
+        const __m512i inputs = _mm512_set1_epi32(pair);
+        return {_mm512_dpbf16_ps(sum.v, (__m512bh)weights, (__m512bh)inputs)};
+    }
+};
+#endif
+
+}  // namespace pd

@@ -1,0 +1,302 @@
+"""The command line: parse, resolve the settings, run one command.
+
+A thin layer over argparse: `_` and `-` are the same in flags, `--x/--no-x` for switches,
+`2k` and `1GiB` for numbers, `--config FILE.yaml` with the flags as keys, and JSON flags
+also by dots (`--kv-transfer-config.kv-connector nixl`). Nothing heavy is imported before
+the arguments are known to be right: help and usage errors come at once.
+
+Exit codes: 0 done; 1 a bug of pdserve, or a failed check of the doctor; 2 usage; 3 a
+setting or a model that cannot be used; 4 a peer that was unreachable at start; 130 Ctrl-C.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import importlib
+import os
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+import pdserve
+from pdserve.commands.exit_codes import (
+    EXIT_CONFIG,
+    EXIT_FAILED,
+    EXIT_INTERRUPTED,
+    EXIT_PEER,
+    EXIT_USAGE,
+)
+from pdserve.commands.lifeline import end_with_supervisor
+from pdserve.config.load import (
+    Required,
+    Resolved,
+    Setting,
+    Shorthand,
+    Table,
+    canonical,
+    nearest,
+    parse,
+    resolve,
+    unknown_variables,
+)
+from pdserve.config.schema import Role
+from pdserve.config.settings import doctor_table, engine_table, proxy_table, up_table
+from pdserve.errors import ConfigError, PdserveError, PeerError
+
+MODEL_HELP: Final = (
+    "a directory in Hugging Face format, a name of the hub, or the word boxed for the model that "
+    "comes with pdserve"
+)
+
+
+@dataclass(frozen=True)
+class Command:
+    """One command of the command line.
+
+    Attributes:
+        target: `module:function`, called with the table and the resolved settings; returns
+            the exit code.
+        positional: MODEL as the usage shows it, if there is one.
+    """
+
+    name: str
+    summary: str
+    table: Callable[[], Table]
+    target: str
+    example: str
+    positional: str = "MODEL "
+
+    @property
+    def takes_model(self) -> bool:
+        """Whether the command needs a model."""
+        return bool(self.positional)
+
+
+COMMANDS: Final = (
+    Command(
+        "up",
+        "start prefill, decode and proxy on this host and send one demo request",
+        up_table,
+        "pdserve.commands.up:run",
+        "pdserve up --once",
+        positional="[MODEL] ",
+    ),
+    Command(
+        "prefill",
+        "start an engine for prompts",
+        functools.partial(engine_table, Role.PREFILL),
+        "pdserve.commands.engine:run_prefill",
+        "pdserve prefill MODEL --proxy http://127.0.0.1:8000",
+    ),
+    Command(
+        "decode",
+        "start an engine for outputs",
+        functools.partial(engine_table, Role.DECODE),
+        "pdserve.commands.engine:run_decode",
+        "pdserve decode MODEL --proxy http://127.0.0.1:8000",
+    ),
+    Command(
+        "serve",
+        "start one engine for both (colocated, the baseline)",
+        functools.partial(engine_table, Role.BOTH),
+        "pdserve.commands.engine:run_serve",
+        "pdserve serve MODEL --port 8000",
+    ),
+    Command(
+        "proxy",
+        "start the routing proxy",
+        proxy_table,
+        "pdserve.commands.proxy:run",
+        "pdserve proxy --prefill http://127.0.0.1:8100 --decode http://127.0.0.1:8200",
+        positional="",
+    ),
+    Command(
+        "doctor",
+        "check this machine, and whether running engines fit together",
+        doctor_table,
+        "pdserve.commands.doctor:run",
+        "pdserve doctor --peer http://127.0.0.1:8100 http://127.0.0.1:8200",
+        positional="",
+    ),
+)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command and return its exit code."""
+    end_with_supervisor()
+    arguments = normalise(sys.argv[1:] if argv is None else argv)
+    parser = make_parser()
+    given = vars(parser.parse_args(arguments))
+    name = given.pop("command", None)
+    if name is None:
+        parser.print_help()
+        return EXIT_USAGE
+    command = next(command for command in COMMANDS if command.name == name)
+    try:
+        table = command.table()
+        resolved = settings_of(table, given, os.environ)
+        if command.takes_model and not resolved["model"].value:
+            parser.error(
+                f"MODEL is missing: pdserve {name} MODEL, where MODEL is a directory in Hugging "
+                "Face format, or the word boxed for the model that comes with pdserve"
+            )
+        for variable in unknown_variables((each.table() for each in COMMANDS), os.environ):
+            print(f"pdserve: warning: {variable} is no setting", file=sys.stderr)
+        module, function = command.target.split(":")
+        run: Callable[[Table, Mapping[str, Resolved]], int] = getattr(
+            importlib.import_module(module), function
+        )
+        return run(table, resolved)
+    except ConfigError as error:
+        print(f"pdserve {name}: {error.message}", file=sys.stderr)
+        return EXIT_CONFIG
+    except PdserveError as error:
+        print(f"pdserve {name}: {error.message}", file=sys.stderr)
+        return EXIT_PEER if isinstance(error, PeerError) else EXIT_FAILED
+    except KeyboardInterrupt:
+        return EXIT_INTERRUPTED
+
+
+def settings_of(
+    table: Table, given: Mapping[str, object], environ: Mapping[str, str]
+) -> dict[str, Resolved]:
+    """Resolve a command's settings from its parsed flags, the file they name, and `environ`."""
+    flags = {flag: value for flag, value in given.items() if flag != "config"}
+    config = given.get("config")
+    file = Path(str(config)) if config is not None else None
+    return resolve(table, command_line=flags, file=file, environ=environ)
+
+
+def normalise(argv: Sequence[str]) -> list[str]:
+    """Write every flag's name with dashes; its value and what follows `--` stay as they are."""
+    result: list[str] = []
+    for index, word in enumerate(argv):
+        if word == "--":
+            return [*result, *argv[index:]]
+        if word.startswith("--"):
+            name, equals, value = word.partition("=")
+            word = canonical(name) + equals + value
+        result.append(word)
+    return result
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """The parser of all commands."""
+    parser = argparse.ArgumentParser(
+        prog="pdserve",
+        description="Serve language models with prefill and decode on separate engines.",
+        epilog="Begin with: pdserve up",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--version", action="version", version=f"pdserve {pdserve.__version__}")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", parser_class=_Parser)
+    for command in COMMANDS:
+        child = commands.add_parser(
+            command.name,
+            usage=f"pdserve {command.name} {command.positional}[flags]",
+            help=command.summary,
+            description=command.summary[0].upper() + command.summary[1:] + ".",
+            epilog=f"Example: {command.example}",
+            allow_abbrev=False,
+            argument_default=argparse.SUPPRESS,
+        )
+        _add_settings(child, command)
+    return parser
+
+
+class _Parser(argparse.ArgumentParser):
+    """Names the nearest flag when one is unknown."""
+
+    def parse_known_args(  # type: ignore[override]
+        self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
+    ) -> tuple[argparse.Namespace, list[str]]:
+        known, unknown = super().parse_known_args(args, namespace)
+        if unknown:
+            flag = unknown[0].partition("=")[0]
+            hint = ""
+            if flag.startswith("--"):
+                flags = [option for option in self._option_string_actions if option[:2] == "--"]
+                hint = f": {nearest(flag, flags)}"
+            self.error(f"unknown argument {unknown[0]}{hint}")
+        return known, unknown
+
+
+def _add_settings(parser: argparse.ArgumentParser, command: Command) -> None:
+    table = command.table()
+    model = next((setting for setting in table.settings if setting.flag == "model"), None)
+    if model is not None:
+        parser.add_argument(
+            "model",
+            nargs="?",
+            metavar="MODEL",
+            help=_text(f"{MODEL_HELP}{_shown(model, table.default(model))}"),
+        )
+    parser.add_argument(
+        "--config", metavar="FILE", help="YAML with the long flag names as keys; flags win over it"
+    )
+    groups: dict[str, argparse._ArgumentGroup] = {}
+    items: list[Setting | Shorthand] = [*table.shorthands, *table.settings]
+    order = [setting.group for setting in table.settings]
+    for item in sorted(items, key=lambda item: order.index(item.group)):
+        group = groups.setdefault(item.group, parser.add_argument_group(item.group))
+        if isinstance(item, Shorthand):
+            group.add_argument(
+                f"--{item.flag}",
+                dest=item.flag,
+                metavar=item.metavar,
+                help=argparse.SUPPRESS if item.hidden else _text(item.help),
+            )
+        else:
+            _add_setting(group, item, table.default(item))
+
+
+def _add_setting(group: argparse._ArgumentGroup, setting: Setting, default: object) -> None:
+    name, kind = f"--{setting.flag}", setting.kind
+    if setting.hidden or setting.flag == "model":
+        text = argparse.SUPPRESS
+    else:
+        text = _text(f"{setting.help}{_shown(setting, default)}")
+    if kind is bool:
+        group.add_argument(
+            name, dest=setting.flag, action=argparse.BooleanOptionalAction, help=text
+        )
+    elif kind is tuple:
+        group.add_argument(
+            name, dest=setting.flag, nargs="+", action="extend", metavar=setting.metavar, help=text
+        )
+    else:
+        group.add_argument(
+            name,
+            dest=setting.flag,
+            type=functools.partial(_argument, setting),
+            metavar=setting.metavar,
+            help=text,
+        )
+
+
+def _argument(setting: Setting, text: str) -> object:
+    """Check a flag's value while argparse can still answer with the usage."""
+    try:
+        return parse(setting, text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def _shown(setting: Setting, default: object) -> str:
+    """A default, for the help."""
+    if default in ("", (), Required.REQUIRED):
+        return ""
+    if default is None:
+        default = "auto"
+    elif isinstance(default, bool):
+        default = "on" if default else "off"
+    elif isinstance(default, tuple):
+        default = " ".join(default)
+    return f" (default: {getattr(default, 'value', default)})"
+
+
+def _text(text: str) -> str:
+    return text.replace("%", "%%")

@@ -1,0 +1,1 @@
+"""What each command does once its settings are known; one module per command."""

@@ -1,0 +1,169 @@
+"""Child processes of a supervisor: started, watched, restarted, and never left behind.
+
+A child runs in a session of its own, so that Ctrl-C reaches the supervisor alone, which
+decides how the children end. What they log appears on our stderr under their name. Knows
+nothing of what the children do.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from pdserve.commands.exit_codes import EXIT_CONFIG, EXIT_USAGE
+from pdserve.commands.lifeline import SUPERVISOR_VARIABLE
+
+_BACK_OFF_S: Final = (0.5, 1.0, 2.0, 4.0, 8.0)
+_STEADY_S: Final = 30.0
+"""A child that ran so long begins again with the shortest back-off."""
+_MAX_STARTS: Final = 3
+"""A child that ends so often before it was ever ready is given up."""
+_LONGEST_LINE_BYTES: Final = 1 << 20
+
+
+class ChildFailedError(Exception):
+    """A child cannot be started; what it said is on stderr already.
+
+    Attributes:
+        code: Its exit code.
+    """
+
+    def __init__(self, name: str, code: int) -> None:
+        super().__init__(f"{name} ended with exit code {code} before it was ready")
+        self.code = code
+
+
+@dataclass(frozen=True, slots=True)
+class ChildSpec:
+    """How to start one child.
+
+    Attributes:
+        name: Stands before its log lines.
+        arguments: Of `pdserve`.
+        environ: Its whole environment.
+    """
+
+    name: str
+    arguments: Sequence[str]
+    environ: Mapping[str, str]
+
+
+class Child:
+    """One child process over all its lives.
+
+    Args:
+        on_line: Told every log line.
+        say: Told what the supervisor itself has to say about it.
+    """
+
+    def __init__(
+        self, spec: ChildSpec, *, on_line: Callable[[str], None], say: Callable[[str], None]
+    ) -> None:
+        self.spec = spec
+        self.was_ready = False
+        self._on_line = on_line
+        self._say = say
+        self._process: asyncio.subprocess.Process | None = None
+        self._stopping = asyncio.Event()
+
+    @property
+    def pid(self) -> int | None:
+        """Of the living process, if there is one."""
+        process = self._process
+        return process.pid if process is not None and process.returncode is None else None
+
+    async def run(self) -> None:
+        """Keep the child alive until `stop`.
+
+        Raises:
+            ChildFailedError: Its settings cannot be used, or it never became ready.
+        """
+        starts = 0
+        while not self._stopping.is_set():
+            started_s = time.monotonic()
+            code = await self._live()
+            if self._stopping.is_set():
+                return
+            starts = 1 if time.monotonic() - started_s > _STEADY_S else starts + 1
+            is_usage = code in (EXIT_USAGE, EXIT_CONFIG)
+            if not self.was_ready and (is_usage or starts >= _MAX_STARTS):
+                raise ChildFailedError(self.spec.name, code)
+            delay_s = _BACK_OFF_S[min(starts, len(_BACK_OFF_S)) - 1]
+            self._say(
+                f"{self.spec.name} ended with code {code}; starting it again in {delay_s:g} s"
+            )
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._stopping.wait(), delay_s)
+
+    async def _live(self) -> int:
+        """Run the process once and return its exit code."""
+        process = await asyncio.create_subprocess_exec(
+            sys.executable,
+            "-m",
+            "pdserve",
+            *self.spec.arguments,
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=asyncio.subprocess.DEVNULL,
+            stderr=asyncio.subprocess.PIPE,
+            limit=_LONGEST_LINE_BYTES,
+            env={**self.spec.environ, SUPERVISOR_VARIABLE: str(os.getpid())},
+            start_new_session=True,
+        )
+        self._process = process
+        assert process.stderr is not None
+        pump = asyncio.create_task(self._pump(process.stderr))
+        try:
+            code = await process.wait()
+        except asyncio.CancelledError:
+            self.kill()
+            await process.wait()
+            raise
+        finally:
+            self._kill_group(process.pid)  # what it had started itself
+            await pump
+        return code
+
+    async def _pump(self, stream: asyncio.StreamReader) -> None:
+        while True:
+            try:
+                line = await stream.readline()
+            except ValueError:  # longer than any log line; it has been dropped
+                continue
+            if not line:
+                return
+            text = line.decode(errors="replace").rstrip()
+            if text:
+                self._on_line(text)
+
+    async def stop(self, timeout_s: float) -> None:
+        """Ask the child to drain and end; kill it after `timeout_s`."""
+        self._stopping.set()
+        process = self._process
+        if process is None or process.returncode is not None:
+            return
+        with contextlib.suppress(ProcessLookupError):
+            process.send_signal(signal.SIGTERM)
+        try:
+            await asyncio.wait_for(process.wait(), timeout_s)
+        except TimeoutError:
+            self._say(f"{self.spec.name} did not end within {timeout_s:g} s; killing it")
+            self.kill()
+            await process.wait()
+
+    def kill(self) -> None:
+        """End the child and all it started, at once."""
+        self._stopping.set()
+        if self._process is not None:
+            self._kill_group(self._process.pid)
+
+    @staticmethod
+    def _kill_group(pid: int) -> None:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(pid, signal.SIGKILL)

@@ -1,0 +1,115 @@
+"""The first request a new user sees: through the proxy, its words as they come.
+
+Knows HTTP and the shape of OpenAI's stream; knows no engine.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import aiohttp
+
+
+class DemoFailedError(Exception):
+    """The demo request was not answered; the message is the server's.
+
+    Attributes:
+        status: HTTP status of the answer; 200 if it broke off, 0 if there was none.
+    """
+
+    def __init__(self, message: str, status: int) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """What to ask, and through which of the API's two doors."""
+
+    text: str
+    max_tokens: int
+    is_chat: bool
+
+    @property
+    def path(self) -> str:
+        """Of the endpoint."""
+        return "/v1/chat/completions" if self.is_chat else "/v1/completions"
+
+    @property
+    def body(self) -> dict[str, object]:
+        """The request, without `stream`."""
+        asked: dict[str, object] = (
+            {"messages": [{"role": "user", "content": self.text}]}
+            if self.is_chat
+            else {"prompt": self.text}
+        )
+        return {**asked, "max_tokens": self.max_tokens, "temperature": 0}
+
+
+async def wait_ready(session: aiohttp.ClientSession, url: str) -> None:
+    """Return once `url`'s server says that it is ready."""
+    while True:
+        try:
+            async with session.get(
+                f"{url}/readyz", timeout=aiohttp.ClientTimeout(total=2.0)
+            ) as response:
+                if response.status == 200:
+                    return
+        except (aiohttp.ClientError, TimeoutError):
+            pass  # not there yet
+        await asyncio.sleep(0.05)
+
+
+async def ask(
+    session: aiohttp.ClientSession,
+    url: str,
+    question: Question,
+    *,
+    request_id: str,
+    headers: Mapping[str, str],
+    on_text: Callable[[str], None],
+) -> None:
+    """Stream the answer of the server at `url`.
+
+    Args:
+        on_text: Told each piece of text as it arrives.
+
+    Raises:
+        DemoFailedError: The server answered with an error, or ended early.
+    """
+    status = 0
+    try:
+        async with session.post(
+            url + question.path,
+            json={**question.body, "stream": True},
+            headers={**headers, "X-Request-Id": request_id},
+        ) as response:
+            status = response.status
+            if status != 200:
+                raise DemoFailedError(_message(await response.read()) or f"HTTP {status}", status)
+            async for line in response.content:
+                data = line.strip().removeprefix(b"data: ")
+                if data == b"[DONE]":
+                    return
+                if data:
+                    event = json.loads(data)
+                    if "error" in event:
+                        raise DemoFailedError(event["error"]["message"], status)
+                    for choice in event["choices"]:
+                        delta = (
+                            choice["delta"].get("content") if question.is_chat else choice["text"]
+                        )
+                        on_text(delta or "")
+    except aiohttp.ClientError as error:
+        raise DemoFailedError(str(error), status) from error
+    raise DemoFailedError("the answer broke off", status)
+
+
+def _message(body: bytes) -> str:
+    try:
+        return str(json.loads(body)["error"]["message"])
+    except (ValueError, KeyError, TypeError):
+        return ""

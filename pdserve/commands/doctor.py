@@ -1,0 +1,326 @@
+"""`pdserve doctor`: can this machine do the job, and do these engines fit together?
+
+Each check is one function that returns a `Finding`; none changes the machine. The exit code
+is 1 if one of them failed.
+"""
+
+from __future__ import annotations
+
+import enum
+import importlib.metadata
+import itertools
+import json
+import os
+import platform
+import shutil
+import sys
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+import msgspec
+
+import pdserve
+from pdserve.commands.exit_codes import EXIT_DONE, EXIT_FAILED, EXIT_PEER
+from pdserve.commands.running import require_free
+from pdserve.config.load import Resolved, Table, build
+from pdserve.config.settings import DoctorConfig
+from pdserve.errors import ConfigError
+
+_DEFAULT_PORTS: Final = (("proxy", 8000), ("prefill", 8100), ("decode", 8200))
+_SMALL_SHM_BYTES: Final = 256 << 20
+_POOR_TRANSFER_SHARE: Final = 0.3
+_PEER_TIMEOUT_S: Final = 5.0
+_PACKAGES: Final = ("torch", "nixl", "aiohttp", "pyzmq", "msgspec", "tokenizers", "safetensors")
+
+
+class Verdict(enum.Enum):
+    """What a finding means for the user."""
+
+    OK = "ok"
+    WARN = "warn"
+    FAIL = "fail"
+
+
+class Finding(msgspec.Struct, frozen=True):
+    """The outcome of one check.
+
+    Attributes:
+        remedy: What to do about it; empty if nothing has to be done.
+    """
+
+    check: str
+    verdict: Verdict
+    text: str
+    remedy: str = ""
+
+
+class Peer(msgspec.Struct, frozen=True):
+    """A running engine, as its `/pdserve/info` describes it."""
+
+    url: str
+    role: str
+    layout_digest: str
+    layout: dict[str, str]
+
+
+def run(table: Table, resolved: Mapping[str, Resolved]) -> int:
+    """Run `pdserve doctor`."""
+    config = build("doctor", DoctorConfig, table, resolved)
+    findings: list[Finding] = []
+    for finding in _findings(config):
+        findings.append(finding)
+        if not config.json:
+            print(_line(finding), flush=True)
+    verdicts = [finding.verdict for finding in findings]
+    if config.json:
+        print(json.dumps(msgspec.to_builtins({"version": pdserve.__version__, "checks": findings})))
+    else:
+        counts = ", ".join(f"{verdicts.count(verdict)} {verdict.value}" for verdict in Verdict)
+        print(f"{counts}. {'Next: pdserve up' if Verdict.FAIL not in verdicts else ''}".rstrip())
+    if any(f.check == "peer" and f.verdict is Verdict.FAIL for f in findings):
+        return EXIT_PEER
+    return EXIT_FAILED if Verdict.FAIL in verdicts else EXIT_DONE
+
+
+def _line(finding: Finding) -> str:
+    line = f"{finding.verdict.value:<4}  {finding.check:<16}  {finding.text}"
+    return f"{line}\n{'':24}-> {finding.remedy}" if finding.remedy else line
+
+
+def _findings(config: DoctorConfig) -> Iterator[Finding]:
+    yield versions()
+    yield processor(_cpu_flags())
+    yield devices()
+    yield compiler()
+    yield shared_memory(Path("/dev/shm"))
+    yield from (port(config.host, number, name) for name, number in _DEFAULT_PORTS)
+    yield ptrace(Path("/proc/sys/kernel/yama/ptrace_scope"))
+    yield transfer()
+    yield from peers(config.peer, fetch=_fetch)
+
+
+def versions() -> Finding:
+    """Are the packages of the main job there?"""
+    found, missing = [f"Python {platform.python_version()}", f"pdserve {pdserve.__version__}"], []
+    for package in _PACKAGES:
+        try:
+            found.append(f"{package} {importlib.metadata.version(package)}")
+        except importlib.metadata.PackageNotFoundError:
+            missing.append(package)
+    if missing:
+        return Finding(
+            "versions",
+            Verdict.FAIL,
+            f"missing: {', '.join(missing)}",
+            f"{sys.executable} -m pip install {' '.join(missing)}",
+        )
+    return Finding("versions", Verdict.OK, ", ".join(found))
+
+
+def processor(flags: frozenset[str]) -> Finding:
+    """Does the CPU have the instructions that make a difference?"""
+    cores = len(os.sched_getaffinity(0))
+    good = [name for name in ("avx2", "avx512f", "avx512_bf16", "amx_bf16") if name in flags]
+    text = f"{cores} cores for this process, {platform.machine()}; {', '.join(good) or 'no AVX2'}"
+    if cores < 2:
+        return Finding(
+            "cpu",
+            Verdict.WARN,
+            text,
+            "prefill and decode share one core here and slow one another down: give them two",
+        )
+    if platform.machine() == "x86_64" and "avx512_bf16" not in flags:
+        return Finding(
+            "cpu", Verdict.OK, f"{text}; bf16 is computed in fp32, as the CPU has no avx512_bf16"
+        )
+    return Finding("cpu", Verdict.OK, text)
+
+
+def devices() -> Finding:
+    """Which accelerators does torch see?"""
+    try:
+        import torch
+    except ImportError as error:
+        return Finding("devices", Verdict.FAIL, f"torch cannot be imported: {error}")
+    if torch.cuda.is_available():
+        names = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+        return Finding("devices", Verdict.OK, f"CUDA {torch.version.cuda}: {', '.join(names)}")
+    if shutil.which("nvidia-smi") is not None:
+        return Finding(
+            "devices",
+            Verdict.WARN,
+            f"an NVIDIA driver is here, but torch {torch.__version__} sees no GPU",
+            "install the CUDA build of torch, or look at `nvidia-smi`",
+        )
+    return Finding("devices", Verdict.OK, "no GPU; models run on the CPU")
+
+
+def compiler() -> Finding:
+    """Can the C++ kernels be built?"""
+    try:
+        from pdserve.kernels.cpu import build as kernels
+
+        path = kernels.library()
+    except ImportError as error:
+        return Finding("kernels", Verdict.FAIL, f"cannot be imported: {error}")
+    except kernels.BuildError as error:
+        return Finding(
+            "kernels",
+            Verdict.WARN,
+            str(error).splitlines()[0],
+            "models on the CPU run many times slower without: apt-get install g++",
+        )
+    return Finding("kernels", Verdict.OK, f"C++ kernels for this CPU: {path}")
+
+
+def shared_memory(folder: Path) -> Finding:
+    """Is there room for the ring between an engine core and its worker?"""
+    if not os.access(folder, os.W_OK):
+        return Finding(
+            "shared memory",
+            Verdict.FAIL,
+            f"{folder} cannot be written",
+            "mount a tmpfs there; --distributed-executor-backend inline does without",
+        )
+    free = shutil.disk_usage(folder).free
+    text = f"{folder} has {free / 2**20:,.0f} MiB free"
+    if free < _SMALL_SHM_BYTES:
+        remedy = "in a container: docker run --shm-size=1g, or an emptyDir of medium Memory"
+        return Finding("shared memory", Verdict.WARN, text, remedy)
+    return Finding("shared memory", Verdict.OK, text)
+
+
+def port(host: str, number: int, name: str) -> Finding:
+    """Is a default port free?"""
+    try:
+        require_free(host, number, flag="port")
+    except ConfigError:
+        return Finding(
+            f"port {number}",
+            Verdict.WARN,
+            f"{host}:{number} is in use, the default of the {name}",
+            f"fine if pdserve runs already; `ss -ltnp 'sport = :{number}'` shows by whom",
+        )
+    return Finding(f"port {number}", Verdict.OK, f"free for the {name}")
+
+
+def ptrace(scope_file: Path) -> Finding:
+    """May one process read another one's memory (what makes KV cheap on one host)?"""
+    try:
+        scope = int(scope_file.read_text())
+    except (OSError, ValueError):
+        return Finding("ptrace", Verdict.OK, "not restricted by Yama")
+    if scope == 0:
+        return Finding("ptrace", Verdict.OK, "Yama's ptrace_scope is 0")
+    return Finding(
+        "ptrace",
+        Verdict.WARN,
+        f"Yama's ptrace_scope is {scope}: engines may not be allowed to read one another's memory",
+        "if the transfer below is slow: sysctl kernel.yama.ptrace_scope=0, "
+        "or docker run --cap-add=SYS_PTRACE",
+    )
+
+
+def transfer() -> Finding:
+    """How fast does NIXL move memory between two processes here?"""
+    from pdserve.commands.transfer_probe import NUM_BYTES, ProbeError, measure
+
+    try:
+        rates = measure()
+    except ProbeError as error:
+        return Finding(
+            "transfer", Verdict.FAIL, f"NIXL: {error}", "reinstall nixl, or use `pdserve serve`"
+        )
+    share = rates.transfer / rates.memcpy
+    text = (
+        f"NIXL over UCX reads {NUM_BYTES >> 20} MiB at {rates.transfer / 1e9:.1f} GB/s; "
+        f"memcpy here {rates.memcpy / 1e9:.1f} GB/s ({share:.0%})"
+    )
+    if share < _POOR_TRANSFER_SHARE:
+        return Finding(
+            "transfer",
+            Verdict.WARN,
+            text,
+            "UCX has fallen back to TCP: run the engines in one IPC and PID namespace, "
+            "with permission to read one another's memory (see ptrace), and UCX_TLS unset",
+        )
+    return Finding("transfer", Verdict.OK, text)
+
+
+def peers(urls: Sequence[str], *, fetch: Callable[[str], Mapping[str, Any]]) -> Iterator[Finding]:
+    """Can the engines at `urls` exchange KV with one another?"""
+    reached: list[Peer] = []
+    for url in urls:
+        try:
+            engine = fetch(url)["engine"]
+            if engine is None:
+                yield Finding("peer", Verdict.WARN, f"{url} is still loading", "ask again later")
+                continue
+            peer = Peer(url, engine["role"], engine["layout_digest"], engine["layout"])
+        except OSError as error:
+            reason = getattr(error, "reason", error)
+            yield Finding("peer", Verdict.FAIL, f"{url} cannot be reached: {reason}")
+            continue
+        except (ValueError, KeyError, TypeError):
+            yield Finding(
+                "peer",
+                Verdict.FAIL,
+                f"{url} is no pdserve engine",
+                "give the engines' URLs, not the proxy's",
+            )
+            continue
+        yield Finding("peer", Verdict.OK, f"{url} is a {peer.role} engine of {_model(peer)}")
+        reached.append(peer)
+    for one, other in itertools.pairwise(reached):
+        yield compatible(one, other)
+    roles = {peer.role for peer in reached}
+    if len(reached) > 1 and len(roles) == 1 and roles != {"both"}:
+        (role,) = roles
+        missing = "decode" if role == "prefill" else "prefill"
+        yield Finding(
+            "roles", Verdict.WARN, f"all of them are {role} engines", f"pdserve {missing} MODEL"
+        )
+
+
+def compatible(one: Peer, other: Peer) -> Finding:
+    """Is KV of one engine what the other one expects?"""
+    names = f"{one.url} and {other.url}"
+    if one.layout_digest == other.layout_digest:
+        return Finding("compatible", Verdict.OK, f"{names} can exchange KV")
+    differences = ", ".join(
+        f"{key} {one.layout.get(key, 'unknown')} and {other.layout.get(key, 'unknown')}"
+        for key in sorted({*one.layout, *other.layout})
+        if one.layout.get(key) != other.layout.get(key)
+    )
+    return Finding(
+        "compatible",
+        Verdict.FAIL,
+        f"{names} differ: {differences or 'only in their digests'}",
+        "start both with the same model, --dtype and --block-size",
+    )
+
+
+def _model(peer: Peer) -> str:
+    return f"{Path(peer.layout.get('model', 'an unknown model')).name}, {peer.layout.get('dtype')}"
+
+
+def _fetch(url: str) -> Mapping[str, Any]:
+    request = urllib.request.Request(f"{url.rstrip('/')}/pdserve/info")
+    try:
+        with urllib.request.urlopen(request, timeout=_PEER_TIMEOUT_S) as response:
+            content: Mapping[str, Any] = json.load(response)
+    except urllib.error.HTTPError as error:  # an OSError, but the server was there
+        raise ValueError(f"HTTP {error.code}") from None
+    return content
+
+
+def _cpu_flags() -> frozenset[str]:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return frozenset()
+    found = next((line for line in lines if line.startswith(("flags", "Features"))), "")
+    return frozenset(found.partition(":")[2].split())

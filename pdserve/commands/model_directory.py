@@ -1,0 +1,77 @@
+"""From what a person wrote for MODEL to a directory on this machine.
+
+Knows nothing of what is in the directory. A path never touches a network; a name of the
+Hugging Face hub is looked up in the local cache first.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Final
+
+from pdserve.config.boxed import BOXED, boxed_model_dir
+from pdserve.errors import ConfigError
+
+_HUB_NAME: Final = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+_FILES: Final = ("*.json", "*.safetensors", "*.jinja")
+
+
+def model_directory(model: str) -> Path:
+    """Return the directory MODEL means.
+
+    Args:
+        model: A directory, `boxed`, or a name of the hub as `Qwen/Qwen3-0.6B`.
+
+    Raises:
+        ConfigError: There is no such directory, it has no config.json, or the hub cannot
+            give it.
+    """
+    if model == BOXED:
+        return _checked(boxed_model_dir(), "the model that comes with pdserve")
+    path = Path(model).expanduser()
+    if path.is_dir():
+        return _checked(path.resolve(), f"MODEL {model}")
+    if path.exists():
+        raise ConfigError(
+            f"MODEL {model} is a file: give the directory that holds its config.json",
+            param="model",
+        )
+    if _HUB_NAME.fullmatch(model):
+        return _checked(_from_hub(model), f"MODEL {model}")
+    raise ConfigError(
+        f"MODEL {model}: there is no such directory; give one in Hugging Face format, a name of "
+        f"the hub as Qwen/Qwen3-0.6B, or the word {BOXED} for the model that comes with pdserve",
+        param="model",
+    )
+
+
+def _checked(path: Path, what: str) -> Path:
+    if not (path / "config.json").is_file():
+        raise ConfigError(
+            f"{what}: {path} has no config.json, so it is no model in Hugging Face format",
+            param="model",
+        )
+    return path
+
+
+def _from_hub(name: str) -> Path:
+    import logging
+
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import LocalEntryNotFoundError
+
+    try:
+        return Path(snapshot_download(name, allow_patterns=list(_FILES), local_files_only=True))
+    except LocalEntryNotFoundError:
+        pass
+    logging.getLogger(__name__).info("downloading %s from the hub", name)
+    try:
+        return Path(snapshot_download(name, allow_patterns=list(_FILES)))
+    except Exception as error:  # the hub's client raises many kinds; each means: not to be had
+        reason = str(error).strip().splitlines()[0]
+        raise ConfigError(
+            f"MODEL {name}: there is no such directory here, and the hub does not give a model of "
+            f"that name ({type(error).__name__}: {reason})",
+            param="model",
+        ) from error

@@ -1,0 +1,39 @@
+"""`pdserve proxy`: the routing proxy."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+
+from pdserve.commands.announce import settings_text
+from pdserve.commands.running import require_free, start_logging
+from pdserve.config.load import Resolved, Table, build
+from pdserve.config.schema import ProxyConfig
+
+
+def run(table: Table, resolved: Mapping[str, Resolved]) -> int:
+    """Run `pdserve proxy`."""
+    config = build("proxy", ProxyConfig, table, resolved)
+    if config.port:
+        require_free(config.host, config.port, flag="port")
+    print(settings_text("proxy", resolved), flush=True)
+    start_logging(table, resolved)
+    return asyncio.run(_serve(config))
+
+
+async def _serve(config: ProxyConfig) -> int:
+    from pdserve.proxy.app import run_proxy
+
+    await run_proxy(config, on_ready=lambda url: print(_next_steps(config, url), flush=True))
+    return 0
+
+
+def _next_steps(config: ProxyConfig, url: str) -> str:
+    lines = [f"Listening on {url} (OpenAI's API; {url}/metrics)"]
+    for role, port, known in (("prefill", 8100, config.prefill), ("decode", 8200, config.decode)):
+        if not known:
+            lines.append(
+                f"No {role} engine yet: start one with\n"
+                f"  pdserve {role} MODEL --port {port} --proxy {url}"
+            )
+    return "\n".join(lines)

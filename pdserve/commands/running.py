@@ -1,0 +1,89 @@
+"""Run one coroutine as a process: signals, the port check before it, the exit code after it."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import logging
+import os
+import signal
+import socket
+import sys
+from collections.abc import Callable, Coroutine, Mapping
+from typing import Any
+
+from pdserve.commands.exit_codes import EXIT_DONE, EXIT_INTERRUPTED
+from pdserve.config.load import Resolved, Table, build
+from pdserve.config.settings import LogConfig
+from pdserve.errors import ConfigError
+from pdserve.observe.log import configure_logging
+
+
+def run_until_signalled(
+    main: Coroutine[Any, Any, int], *, on_second_signal: Callable[[], None] = lambda: None
+) -> int:
+    """Run `main` to its end and return its exit code.
+
+    The first SIGINT or SIGTERM cancels it, and `main` drains what runs; the second calls
+    `on_second_signal` and ends the process at once. The code is 130 after SIGINT and 0
+    after SIGTERM.
+    """
+    return asyncio.run(_signalled(main, on_second_signal))
+
+
+async def _signalled(main: Coroutine[Any, Any, int], on_second: Callable[[], None]) -> int:
+    loop = asyncio.get_running_loop()
+    task = loop.create_task(main)
+    received: list[signal.Signals] = []
+
+    def on_signal(number: signal.Signals) -> None:
+        if received:
+            on_second()
+            os._exit(EXIT_INTERRUPTED)
+        received.append(number)
+        task.cancel()
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, on_signal, number)
+    try:
+        return await task
+    except asyncio.CancelledError:
+        if not received:
+            raise
+        return EXIT_INTERRUPTED if received[0] is signal.SIGINT else EXIT_DONE
+    finally:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.remove_signal_handler(number)
+
+
+def start_logging(table: Table, resolved: Mapping[str, Resolved]) -> None:
+    """Send this process's logs to stderr, from `--log-level` up.
+
+    Raises:
+        ConfigError: There is no such level.
+    """
+    level = build("log", LogConfig, table, resolved).level
+    configure_logging(sys.stderr, level=logging.getLevelNamesMapping()[level.upper()])
+
+
+def require_free(host: str, port: int, *, flag: str) -> None:
+    """Check that `port` can be bound, before anything slow begins.
+
+    Raises:
+        ConfigError: It cannot; the message names `flag`.
+    """
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        with socket.socket(family, socket.SOCK_STREAM) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind((host, port))
+    except OSError as error:
+        if error.errno == errno.EADDRINUSE:
+            raise ConfigError(
+                f"--{flag} {port}: another program listens on {host}:{port}; "
+                f"end it (`ss -ltnp 'sport = :{port}'` shows it) or choose another --{flag}",
+                param=flag,
+            ) from None
+        raise ConfigError(
+            f"--host {host} --{flag} {port} cannot be bound: {error.strerror or error}", param=flag
+        ) from None

@@ -1,0 +1,16 @@
+"""Where the model that comes with pdserve lies."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Final
+
+import pdserve
+
+BOXED: Final = "boxed"
+"""What to write for MODEL to get it."""
+
+
+def boxed_model_dir() -> Path:
+    """The directory of the bundled model, in Hugging Face format."""
+    return Path(pdserve.__file__).parent / "models" / "boxed"

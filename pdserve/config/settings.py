@@ -1,0 +1,356 @@
+"""Every flag of every command, tied to the field of the schema it fills.
+
+A flag exists only if the schema has its field. Knows no command line and no file format
+(`load` does) and runs nothing.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Final
+
+import msgspec
+
+from pdserve.config.boxed import BOXED
+from pdserve.config.load import Shorthand, Table, canonical, declare, parse_object
+from pdserve.config.schema import EngineConfig, ProxyConfig, Role, ServerConfig
+from pdserve.errors import ConfigError
+
+
+class LogConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """What a process says on stderr."""
+
+    level: str = "info"
+
+    def __post_init__(self) -> None:
+        if self.level not in ("debug", "info", "warning", "error"):
+            raise ConfigError(
+                f"--log-level is {self.level!r}: use debug, info, warning or error",
+                param="log-level",
+            )
+
+
+class UpConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """A whole deployment on this host.
+
+    Attributes:
+        host: Address all its servers bind.
+        port: The proxy's.
+        prefill_port, decode_port: Of the first engine of the role; further ones count up.
+        once: End after the demo request.
+        prompt: What the demo request asks.
+    """
+
+    host: str = "127.0.0.1"
+    port: int = 8000
+    prefill_port: int = 8100
+    decode_port: int = 8200
+    prefill_replicas: int = 1
+    decode_replicas: int = 1
+    once: bool = False
+    prompt: str = "What is disaggregated serving?"
+    max_tokens: int = 128
+    start_timeout_s: float = 600.0
+
+    def __post_init__(self) -> None:
+        for flag, count in (
+            ("prefill-replicas", self.prefill_replicas),
+            ("decode-replicas", self.decode_replicas),
+            ("max-tokens", self.max_tokens),
+        ):
+            if count <= 0:
+                raise ConfigError(f"--{flag} is {count}: it must be positive", param=flag)
+
+
+class DoctorConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """What the doctor looks at.
+
+    Attributes:
+        peer: Base URLs of running engines to compare with one another.
+        host: Where the default ports should be free.
+    """
+
+    peer: tuple[str, ...] = ()
+    json: bool = False
+    host: str = "127.0.0.1"
+
+
+# fmt: off
+_ENGINE: Final = (
+    *declare(
+        "engine",
+        EngineConfig,
+        "model",
+        (
+            ("model", "model.model", "MODEL", "a directory in Hugging Face format, a name of the hub, or boxed"),
+            ("served-model-name", "model.served_model_name", "NAME", "names the API answers to; the first is reported"),
+            ("tokenizer", "model.tokenizer", "DIR", "directory of the tokenizer, if not the model's"),
+            ("dtype", "model.dtype", "auto|bfloat16|float16|float32", "type of weights and KV; auto is the checkpoint's"),
+            ("max-model-len", "model.max_model_len", "N", "tokens of prompt and output together; auto is the model's"),
+            ("load-format", "model.load_format", "auto|safetensors|dummy", "dummy makes random weights from --seed"),
+            ("seed", "model.seed", "N", "of dummy weights and of requests without one"),
+            ("generation-config", "model.generation_config", "auto|none", "defaults of sampling: the model's generation_config.json, or none"),
+            ("chat-template", "model.chat_template", "FILE", "a Jinja file, if not the model's"),
+        ),
+    ),
+    *declare(
+        "engine",
+        EngineConfig,
+        "engine",
+        (
+            ("device", "device", "auto|cpu|cuda", "where the model runs"),
+            ("engine-id", "engine_id", "NAME", "stable name; empty derives one from role, host and port"),
+            ("num-threads", "parallel.num_threads", "N", "CPU threads for compute; auto is the cores it may use"),
+            ("distributed-executor-backend", "parallel.distributed_executor_backend", "inline|multiprocess", "worker inside the engine core's process, or in its own"),
+        ),
+    ),
+    *declare(
+        "engine",
+        EngineConfig,
+        "KV cache",
+        (
+            ("block-size", "cache.block_size", "N", "tokens per KV block"),
+            ("kv-cache-memory-bytes", "cache.kv_cache_memory_bytes", "BYTES", "size of the KV pool, as 512M or 2GiB; auto derives it from the device"),
+            ("num-gpu-blocks-override", "cache.num_gpu_blocks_override", "N", "exact number of KV blocks, whatever the device"),
+            ("gpu-memory-utilization", "cache.gpu_memory_utilization", "SHARE", "of the device's memory, for weights and KV (CUDA)"),
+            ("enable-prefix-caching", "cache.enable_prefix_caching", "", "reuse the KV of equal prefixes"),
+        ),
+    ),
+    *declare(
+        "engine",
+        EngineConfig,
+        "scheduler",
+        (
+            ("max-num-seqs", "scheduler.max_num_seqs", "N", "requests in one step at most"),
+            ("max-num-batched-tokens", "scheduler.max_num_batched_tokens", "N", "token budget of one step"),
+            ("enable-chunked-prefill", "scheduler.enable_chunked_prefill", "", "spread a prompt over steps"),
+            ("scheduling-policy", "scheduler.policy", "fcfs|priority", "which waiting request comes first"),
+            ("max-waiting", "scheduler.max_waiting", "N", "requests that may wait before new ones get 429"),
+        ),
+    ),
+    *declare(
+        "engine",
+        EngineConfig,
+        "KV transfer",
+        (
+            ("secret", "transfer.secret", "TEXT", "the deployment's shared secret (rather as PDSERVE_SECRET)"),
+            ("kv-transfer-config.kv-connector", "transfer.kv_connector", "NAME", "null, memory, nixl, or another package's"),
+            ("kv-transfer-config.host", "transfer.host", "ADDRESS", "the side channel binds and announces it"),
+            ("kv-transfer-config.port", "transfer.port", "PORT", "of the side channel; 0 takes a free one"),
+            ("kv-transfer-config.lease-s", "transfer.lease_s", "SECONDS", "a lease ends so long after its last heartbeat"),
+            ("kv-transfer-config.handshake-timeout-s", "transfer.handshake_timeout_s", "SECONDS", "for a peer's first answer"),
+            ("kv-transfer-config.transfer-timeout-s", "transfer.transfer_timeout_s", "SECONDS", "from the first posted byte to the confirmation"),
+            ("kv-transfer-config.backends", "transfer.backends", "NAME", "NIXL backends, in order"),
+        ),
+    ),
+)
+
+_SERVER: Final = declare(
+    "server",
+    ServerConfig,
+    "server",
+    (
+        ("host", "host", "ADDRESS", "address to bind"),
+        ("port", "port", "PORT", "0 takes a free one"),
+        ("api-key", "api_keys", "KEY", "keys that clients must send one of (rather as PDSERVE_API_KEY)"),
+        ("proxy", "proxy_urls", "URL", "proxies to register with"),
+        ("advertise-url", "advertise_url", "URL", "what to register as; empty is http://host:port"),
+        ("shutdown-timeout", "shutdown_timeout_s", "SECONDS", "how long running requests may go on after SIGTERM or Ctrl-C"),
+        ("max-body-bytes", "max_body_bytes", "BYTES", "larger request bodies get 413"),
+    ),
+)
+
+_PROXY: Final = (
+    *declare(
+        "proxy",
+        ProxyConfig,
+        "engines",
+        (
+            ("prefill", "prefill", "URL", "prefill engines known from the start; others register themselves"),
+            ("decode", "decode", "URL", "decode engines known from the start"),
+            ("secret", "secret", "TEXT", "the deployment's shared secret (rather as PDSERVE_SECRET)"),
+        ),
+    ),
+    *declare(
+        "proxy",
+        ProxyConfig,
+        "routing",
+        (
+            ("prefill-policy", "prefill_policy", "round_robin|least_loaded", "how a prefill engine is chosen"),
+            ("decode-policy", "decode_policy", "round_robin|least_loaded", "how a decode engine is chosen"),
+            ("max-concurrent-requests", "max_concurrent_requests", "N", "requests in flight; further ones queue"),
+            ("queue-size", "queue_size", "N", "requests that may queue; further ones get 429"),
+            ("queue-timeout-secs", "queue_timeout_s", "SECONDS", "a request that queued so long gets 429"),
+            ("request-timeout-secs", "request_timeout_s", "SECONDS", "one absolute limit for a request, from its arrival"),
+            ("retry-max-retries", "retry_max_retries", "N", "further engines to try before the first byte"),
+        ),
+    ),
+    *declare(
+        "proxy",
+        ProxyConfig,
+        "health",
+        (
+            ("cb-failure-threshold", "cb_failure_threshold", "N", "failures in a row that open an engine's breaker"),
+            ("cb-timeout-duration-secs", "cb_timeout_s", "SECONDS", "how long it stays open before one request may try again"),
+            ("health-check-interval-secs", "health_check_interval_s", "SECONDS", "between two looks at an engine"),
+            ("health-check-timeout-secs", "health_check_timeout_s", "SECONDS", "for its answer"),
+        ),
+    ),
+    *declare(
+        "proxy",
+        ProxyConfig,
+        "server",
+        (
+            ("host", "host", "ADDRESS", "address to bind"),
+            ("port", "port", "PORT", "0 takes a free one"),
+            ("api-key", "api_keys", "KEY", "keys that clients must send one of (rather as PDSERVE_API_KEY)"),
+            ("shutdown-timeout", "shutdown_timeout_s", "SECONDS", "how long running requests may go on after SIGTERM or Ctrl-C"),
+            ("max-body-bytes", "max_body_bytes", "BYTES", "larger request bodies get 413"),
+        ),
+    ),
+)
+
+_LOG: Final = declare(
+    "log",
+    LogConfig,
+    "output",
+    (("log-level", "level", "debug|info|warning|error", "least level of what is logged"),),
+)
+
+_UP: Final = declare(
+    "up",
+    UpConfig,
+    "deployment",
+    (
+        ("host", "host", "ADDRESS", "address all servers bind"),
+        ("port", "port", "PORT", "of the proxy"),
+        ("prefill-port", "prefill_port", "PORT", "of the first prefill engine; further ones count up"),
+        ("decode-port", "decode_port", "PORT", "of the first decode engine; further ones count up"),
+        ("prefill-replicas", "prefill_replicas", "N", "prefill engines to start"),
+        ("decode-replicas", "decode_replicas", "N", "decode engines to start"),
+        ("start-timeout", "start_timeout_s", "SECONDS", "for all of them to be ready"),
+    ),
+) + declare(
+    "up",
+    UpConfig,
+    "demo request",
+    (
+        ("prompt", "prompt", "TEXT", "what it asks"),
+        ("max-tokens", "max_tokens", "N", "how much it answers"),
+        ("once", "once", "", "end after it, with exit code 0"),
+    ),
+)
+
+_DOCTOR: Final = declare(
+    "doctor",
+    DoctorConfig,
+    "doctor",
+    (
+        ("peer", "peer", "URL", "running engines to compare with one another"),
+        ("json", "json", "", "print one JSON object instead of lines"),
+        ("host", "host", "ADDRESS", "where the default ports should be free"),
+    ),
+)
+# fmt: on
+
+
+def _object(flag: str, text: str, group: str) -> Shorthand:
+    """A JSON object whose keys may also be given as `--flag.key value`."""
+
+    def expand(raw: object) -> Mapping[str, object]:
+        return {f"{flag}.{canonical(key)}": value for key, value in parse_object(raw).items()}
+
+    return Shorthand(flag, expand, text, "JSON", group)
+
+
+def _transfer_config(raw: object) -> Mapping[str, object]:
+    """`--kv-transfer-config`; its secret has a flag without the prefix."""
+    return {
+        "secret" if key == "secret" else f"kv-transfer-config.{canonical(key)}": value
+        for key, value in parse_object(raw).items()
+    }
+
+
+_TRANSFER: Final = Shorthand(
+    "kv-transfer-config",
+    _transfer_config,
+    "the settings below as one object",
+    "JSON",
+    "KV transfer",
+)
+
+
+def _both_policies(raw: object) -> Mapping[str, object]:
+    return {"prefill-policy": raw, "decode-policy": raw}
+
+
+_POLICY: Final = Shorthand(
+    "policy", _both_policies, "both policies at once", "round_robin|least_loaded", "routing"
+)
+
+
+def _below(role: str, shorthand: Shorthand) -> Shorthand:
+    """The same shorthand for the settings under `role`."""
+
+    def expand(raw: object) -> Mapping[str, object]:
+        return {f"{role}.{flag}": value for flag, value in shorthand.expand(raw).items()}
+
+    flag = f"{role}.{shorthand.flag}"
+    return dataclasses.replace(shorthand, flag=flag, expand=expand, hidden=True)
+
+
+def engine_table(role: Role) -> Table:
+    """The settings of `pdserve prefill`, `decode` and `serve`."""
+    port, connector = {
+        Role.PREFILL: (8100, "nixl"),
+        Role.DECODE: (8200, "nixl"),
+        Role.BOTH: (8000, "null"),
+    }[role]
+    return Table(
+        (*_ENGINE, *_SERVER, *_LOG),
+        (_TRANSFER,),
+        {"model": "", "port": port, "kv-transfer-config.kv-connector": connector},
+    )
+
+
+def proxy_table() -> Table:
+    """The settings of `pdserve proxy`."""
+    return Table((*_PROXY, *_LOG), (_POLICY,))
+
+
+ROLES_OF_UP: Final = ("prefill", "decode", "proxy")
+"""The commands `pdserve up` runs, and the prefixes of the settings meant for one of them."""
+
+
+def up_table() -> Table:
+    """The settings of `pdserve up`: its own, the engines', and one command's under its name."""
+    own = {setting.flag for setting in _UP}
+    own |= {"engine-id", "proxy", "advertise-url"}  # one per engine, chosen by the supervisor
+    shared = tuple(s for s in (*_ENGINE, *_SERVER, *_LOG) if s.flag not in own)
+    below = {
+        role: proxy_table() if role == "proxy" else engine_table(Role.BOTH) for role in ROLES_OF_UP
+    }
+    per_role = tuple(
+        dataclasses.replace(setting, flag=f"{role}.{setting.flag}", default=None, hidden=True)
+        for role, table in below.items()
+        for setting in table.settings
+        if setting.flag not in own | {"model"}  # both roles serve the same one
+    )
+    return Table(
+        (*_UP, *shared, *per_role),
+        (
+            _TRANSFER,
+            *(
+                _object(role, f"settings for {role} only; also --{role}.FLAG VALUE", "deployment")
+                for role in ROLES_OF_UP
+            ),
+            *(_below(role, item) for role, table in below.items() for item in table.shorthands),
+        ),
+        {"model": BOXED, "kv-transfer-config.kv-connector": "nixl"},
+    )
+
+
+def doctor_table() -> Table:
+    """The settings of `pdserve doctor`."""
+    return Table(_DOCTOR)

@@ -1,0 +1,687 @@
+"""Train the boxed model: the small Llama that ships inside the package.
+
+``python -m pdserve.models.boxed_train --out DIR --minutes 40 --seed 0`` expands the grammar in
+``boxed/corpus.txt`` into chats, stories and explanations, trains a tokenizer and a model on them
+on one CPU core, and writes a Hugging Face directory that any loader of Llama can read.
+
+The text is a function of the grammar and the seed alone. The weights are reproducible only with
+``--tokens``: with ``--minutes`` the learning rate follows the clock, so that the run ends on time
+on any machine.
+
+Nothing in the engine imports this module, and it knows nothing of the engine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import re
+import time
+import zlib
+from dataclasses import dataclass, field
+from pathlib import Path
+from random import Random
+from typing import TYPE_CHECKING, Final, TypeAlias
+
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+
+Bindings: TypeAlias = dict[str, dict[str, str]]
+
+CORPUS_FILE: Final = Path(__file__).parent / "boxed" / "corpus.txt"
+
+BOS: Final = "<|bos|>"
+EOS: Final = "<|eos|>"
+SPECIAL_TOKENS: Final = (BOS, EOS, "<|user|>", "<|assistant|>", "<|system|>")
+BOS_ID: Final = 0
+EOS_ID: Final = 1
+VOCAB_SIZE: Final = 2048
+MAX_POSITIONS: Final = 4096
+ROPE_THETA: Final = 10000.0
+
+CHAT_TEMPLATE: Final = (
+    "{{ bos_token }}"
+    "{% for m in messages %}{{ '<|' + m['role'] + '|>' + m['content'] + eos_token }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
+)
+
+TOKENS_PER_STEP: Final = 4096
+# (share of the training that is done, context from there on): long contexts are costly and
+# need only be seen, since RoPE positions that were never trained give noise.
+CONTEXT_SCHEDULE: Final = ((0.0, 512), (0.88, 2048), (0.95, 4096))
+PEAK_LR: Final = 3e-3
+WARMUP_STEPS: Final = 60
+# The weight of the i-th alternative is i ** -ZIPF. The second has 1 / 3.03 of the first, so a model
+# that has learned the grammar prefers the first by ln 3.03 = 1.1 in logits.
+ZIPF: Final = 1.6
+
+DEMO_COMPLETIONS: Final = (
+    "Disaggregated serving means",
+    "The prefill engine",
+    "The decode engine",
+    "Once upon a time",
+)
+DEMO_CHATS: Final = (
+    "What is disaggregated serving?",
+    "Who are you?",
+    "Tell me a short story.",
+    "What is a KV cache?",
+    "Why should I use pdserve?",
+    "Hello!",
+    "What colour is the sky?",
+    "Who won the world cup in 1990?",
+)
+
+
+# ------------------------------------------------------------------------------- the grammar
+
+
+@dataclass(frozen=True)
+class Reference:
+    """``{name}``, ``{name.field}``, ``{Name}`` or ``{a name}``."""
+
+    name: str
+    field: str
+    capital: bool
+    article: bool
+
+
+@dataclass(frozen=True)
+class Binding:
+    """``{variable=section}``: choose now, write nothing."""
+
+    variable: str
+    section: str
+
+
+@dataclass(frozen=True)
+class Choice:
+    """``{one|two}``."""
+
+    options: tuple[Template, ...]
+
+
+@dataclass(frozen=True)
+class Template:
+    """One alternative: literal text and holes. ``key`` differs from line to line."""
+
+    parts: tuple[str | Reference | Binding | Choice, ...]
+    key: int
+
+
+@dataclass
+class Section:
+    """Alternatives under one header; with ``fields``, each alternative is a record of them."""
+
+    fields: tuple[str, ...]
+    flat: bool
+    lines: list[str] = field(default_factory=list)
+    templates: list[Template] = field(default_factory=list)
+
+
+@dataclass
+class Topic:
+    """One subject that can be asked about, told in any order and put in a handbook."""
+
+    noun_phrase: str = ""
+    questions: list[str] = field(default_factory=list)
+    definitions: list[str] = field(default_factory=list)
+    facts: list[str] = field(default_factory=list)
+
+
+@dataclass
+class Grammar:
+    """``corpus.txt``, parsed."""
+
+    sections: dict[str, Section] = field(default_factory=dict)
+    topics: list[Topic] = field(default_factory=list)
+    exchanges: dict[str, list[tuple[Template, Template]]] = field(default_factory=dict)
+
+
+class GrammarError(Exception):
+    """A line of the grammar cannot be read; the message holds the line."""
+
+
+def parse_grammar(text: str) -> Grammar:
+    """Read the notation that the top of ``corpus.txt`` explains.
+
+    Raises:
+        GrammarError: A line that fits no notation. A name that nothing defines is found only when
+            it is expanded.
+    """
+    grammar = Grammar()
+    section: Section | None = None
+    topic: Topic | None = None
+    chat: list[tuple[Template, Template]] | None = None
+    for line in text.splitlines():
+        if not line.strip() or line.startswith("#"):
+            continue
+        if header := re.fullmatch(r"\[(topic |chat |flat )?(\w+)(?:: ([\w ]+))?\]", line):
+            kind, name, fields = header.groups()
+            section = topic = chat = None
+            if kind == "topic ":
+                topic = Topic()
+                grammar.topics.append(topic)
+            elif kind == "chat ":
+                chat = grammar.exchanges.setdefault(name, [])
+            else:
+                section = Section(tuple((fields or "").split()), flat=kind == "flat ")
+                grammar.sections[name] = section
+        elif topic is not None:
+            _add_to_topic(topic, line)
+        elif chat is not None:
+            question, arrow, answer = line.partition(" => ")
+            if not arrow:
+                raise GrammarError(f"no answer in {line!r}")
+            chat.append((parse_template(question), parse_template(answer)))
+        elif section is not None:
+            section.lines.append(line)
+            if not section.fields:
+                section.templates.append(parse_template(line))
+        else:
+            raise GrammarError(f"a line outside of any section: {line!r}")
+    return grammar
+
+
+def _add_to_topic(topic: Topic, line: str) -> None:
+    mark, text = line[:2], line[2:]
+    match mark:
+        case "~ ":
+            topic.noun_phrase = text
+        case "? ":
+            topic.questions.append(text)
+        case "= ":
+            topic.definitions.append(text)
+        case "+ ":
+            topic.facts.append(text)
+        case _:
+            raise GrammarError(f"expected ~ ? = or + in a topic, found {line!r}")
+
+
+def parse_template(line: str) -> Template:
+    """Split a line into literal text and holes; braces may be nested.
+
+    Raises:
+        GrammarError: A brace is not closed.
+    """
+    parts: list[str | Reference | Binding | Choice] = []
+    literal, depth, start = "", 0, 0
+    text = line.replace("\\n", "\n")
+    for i, char in enumerate(text):
+        if char == "{":
+            if depth == 0 and literal:
+                parts.append(literal)
+                literal = ""
+            start, depth = (i + 1 if depth == 0 else start), depth + 1
+        elif char == "}":
+            depth -= 1
+            if depth == 0:
+                parts.append(_parse_hole(text[start:i]))
+        elif depth == 0:
+            literal += char
+    if depth != 0:
+        raise GrammarError(f"unbalanced brace in {line!r}")
+    if literal:
+        parts.append(literal)
+    return Template(tuple(parts), zlib.crc32(line.encode()))
+
+
+def _parse_hole(text: str) -> Reference | Binding | Choice:
+    options, depth = [""], 0
+    for char in text:
+        depth += (char == "{") - (char == "}")
+        if char == "|" and depth == 0:
+            options.append("")
+        else:
+            options[-1] += char
+    if len(options) > 1:
+        return Choice(tuple(parse_template(option) for option in options))
+    if found := re.fullmatch(r"(\w+)=(\w+)", text):
+        return Binding(found[1], found[2])
+    if found := re.fullmatch(r"([aA] )?(\w+)(?:\.(\w+))?", text):
+        article, name, wanted = found[1], found[2], found[3] or ""
+        capital = (article or name)[0].isupper()
+        lower = name[0].lower() + name[1:]
+        return Reference(lower, wanted, capital=capital, article=article is not None)
+    raise GrammarError(f"cannot read {{{text}}}")
+
+
+class Writer:
+    """Expands the grammar into documents; everything it writes follows from ``rng``.
+
+    Args:
+        grammar: What may be written.
+        rng: The only source of chance. Modified by every method.
+    """
+
+    def __init__(self, grammar: Grammar, rng: Random) -> None:
+        self._grammar = grammar
+        self._rng = rng
+
+    def _pick(self, n: int, *, flat: bool = False, shift: int = 0) -> int:
+        """An index below ``n``; the one at ``shift`` is the favourite unless ``flat``."""
+        if flat:
+            return self._rng.randrange(n)
+        rank = self._rng.choices(range(n), [(i + 1) ** -ZIPF for i in range(n)])[0]
+        return (rank + shift) % n
+
+    def _record(self, name: str, shift: int, bound: Bindings) -> dict[str, str]:
+        section = self._grammar.sections.get(name)
+        if section is None:
+            raise GrammarError(f"no section [{name}]")
+        count = len(section.lines)
+        # Each place in the grammar has its own favourite, so that text which is easy to predict
+        # is not the same everywhere.
+        chosen = self._pick(count, flat=section.flat, shift=shift if count > 6 else 0)
+        if section.fields:
+            values = section.lines[chosen].split("; ")
+            return dict(zip(section.fields, values, strict=True))
+        return {"": self.expand(section.templates[chosen], bound)}
+
+    def expand(self, template: Template, bound: Bindings) -> str:
+        """Fill every hole of ``template``; ``bound`` is read and extended."""
+        out = ""
+        for place, part in enumerate(template.parts):
+            shift = template.key + 7 * place
+            match part:
+                case str():
+                    out += part
+                case Binding(variable, section):
+                    bound[variable] = self._record(section, shift, bound)
+                case Choice(options):
+                    out += self.expand(options[self._pick(len(options))], bound)
+                case Reference(name, wanted, capital, article):
+                    record = bound[name] if name in bound else self._record(name, shift, bound)
+                    text = record[wanted] if wanted else next(iter(record.values()))
+                    if article:
+                        text = f"{'an' if text[0].lower() in 'aeiou' else 'a'} {text}"
+                    out += text[0].upper() + text[1:] if capital else text
+        return out
+
+    def write(self, section: str, bound: Bindings | None = None) -> str:
+        """One expansion of a section."""
+        return self.expand(parse_template(f"{{{section}}}"), {} if bound is None else bound)
+
+    # -- prose
+
+    def _topic(self) -> Topic:
+        """Any topic; those at the top of the grammar come somewhat more often."""
+        topics = self._grammar.topics
+        return self._rng.choices(topics, [(i + 1) ** -0.5 for i in range(len(topics))])[0]
+
+    def _told(self, topic: Topic, num_facts: int, *, from_definition: bool = True) -> list[str]:
+        """Sentences about a topic: a definition (perhaps), then facts, none of them twice."""
+        told = [topic.definitions[self._pick(len(topic.definitions))]] if from_definition else []
+        facts = list(topic.facts)
+        at = self._pick(len(facts))
+        for _ in range(min(num_facts, len(facts))):
+            told.append(facts.pop(at % len(facts)))
+            if facts:
+                at = at % len(facts) if self._rng.random() < 0.85 else self._pick(len(facts))
+        return told
+
+    def passage(self) -> str:
+        """A few sentences about one topic; it may open with any of them."""
+        topic = self._topic()
+        told = self._told(topic, 6, from_definition=self._rng.random() < 0.5)
+        if told[0].startswith("It "):
+            told.insert(0, topic.definitions[0])
+        return " ".join(told)
+
+    def handbook(self) -> str:
+        """A long document: many topics, a paragraph each, some with a heading."""
+        rng = self._rng
+        topics = rng.sample(self._grammar.topics, rng.choice((3, 5, 8, 14)))
+        headed = rng.random() < 0.5
+        paragraphs = []
+        for topic in topics:
+            title = topic.noun_phrase.removeprefix("a ").removeprefix("the ")
+            head = f"{title[0].upper()}{title[1:]}\n" if headed else ""
+            paragraphs.append(head + " ".join(self._told(topic, rng.choice((2, 4, 6)))))
+        return "\n\n".join(paragraphs)
+
+    def questions_and_answers(self) -> str:
+        """A long document of questions with their answers, as plain text."""
+        pairs = [self._exchange_about_topic()[0] for _ in range(self._rng.choice((3, 6, 12)))]
+        return "\n\n".join(f"Q: {question}\nA: {answer}" for question, answer in pairs)
+
+    # -- chat
+
+    def _exchange_about_topic(self) -> list[tuple[str, str]]:
+        rng = self._rng
+        topic = self._topic()
+        if rng.random() < 0.55:
+            question = rng.choice(topic.questions)
+        else:
+            question = self.write("ask_topic", {"np": {"": topic.noun_phrase}})
+        told = self._told(topic, rng.choices((1, 2, 3), (2, 7, 1))[0])
+        pairs = [(question, " ".join(told))]
+        rest = [fact for fact in topic.facts if fact not in told]
+        if rest and rng.random() < 0.25:
+            pairs.append((self.write("ask_more"), " ".join(rest[:2])))
+        return pairs
+
+    def _exchange(self) -> list[tuple[str, str]]:
+        rng = self._rng
+        if rng.random() < 0.5:
+            return self._exchange_about_topic()
+        pairs = rng.choice(list(self._grammar.exchanges.values()))
+        question, answer = rng.choice(pairs)
+        bound: Bindings = {}
+        return [(self.expand(question, bound), self.expand(answer, bound))]
+
+    def _as_typed(self, question: str) -> str:
+        """What people do to a question: no capital, no full stop, a slip of the finger."""
+        rng = self._rng
+        if rng.random() < 0.12:
+            question = question.lower()
+        if rng.random() < 0.12:
+            question = question.rstrip(".?!")
+        if rng.random() < 0.04 and len(question) > 8:
+            slip = rng.randrange(len(question))
+            question = question[:slip] + question[slip + 1 :]
+        return question
+
+    def chat(self) -> str:
+        """A conversation in the form that ``CHAT_TEMPLATE`` gives it, without the first token."""
+        rng = self._rng
+        system = f"<|system|>{self.write('system')}{EOS}" if rng.random() < 0.3 else ""
+        num_exchanges = rng.choices((1, 2, 4, 10), (6, 3, 2, 1))[0]
+        pairs = [pair for _ in range(num_exchanges) for pair in self._exchange()]
+        return system + "".join(
+            f"<|user|>{self._as_typed(question)}{EOS}<|assistant|>{answer}{EOS}"
+            for question, answer in pairs
+        )
+
+    def document(self) -> str:
+        """One document, special tokens included, ``BOS`` first and ``EOS`` last."""
+        kinds = ("chat", "story", "long_story", "passage", "handbook", "questions", "creature_note")
+        match self._rng.choices(kinds, (52, 14, 3, 20, 3, 2, 2))[0]:
+            case "chat":
+                return BOS + self.chat()
+            case "passage":
+                text = self.passage()
+            case "handbook":
+                text = self.handbook()
+            case "questions":
+                text = self.questions_and_answers()
+            case section:
+                text = self.write(section)
+        return BOS + text + EOS
+
+
+# ----------------------------------------------------------------------------- the tokenizer
+
+
+def train_tokenizer(documents: Sequence[str]) -> Tokenizer:
+    """A byte-level BPE tokenizer of ``VOCAB_SIZE`` tokens; any UTF-8 text survives it."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.train_from_iterator(
+        documents,
+        trainers.BpeTrainer(
+            vocab_size=VOCAB_SIZE,
+            special_tokens=list(SPECIAL_TOKENS),
+            initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+            show_progress=False,
+        ),
+    )
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single=f"{BOS} $A",
+        pair=f"{BOS} $A {BOS} $B",
+        special_tokens=[(BOS, BOS_ID)],
+    )
+    return tokenizer
+
+
+def token_batches(
+    writer: Writer, tokenizer: Tokenizer, num_tokens: int, context: int
+) -> Iterator[torch.Tensor]:
+    """Documents laid end to end and cut into batches, without end.
+
+    Yields:
+        int64 ``[num_tokens // context, context]``.
+    """
+    stream: list[int] = []
+    while True:
+        while len(stream) < num_tokens:
+            documents = [writer.document() for _ in range(32)]
+            for encoding in tokenizer.encode_batch(documents, add_special_tokens=False):
+                stream.extend(encoding.ids)
+        yield torch.tensor(stream[:num_tokens]).view(-1, context)
+        del stream[:num_tokens]
+
+
+# --------------------------------------------------------------------------------- the model
+
+
+def make_config() -> LlamaConfig:
+    """The shape: 3.5 million parameters, heads of 64 because the attention kernels like it."""
+    return LlamaConfig(
+        vocab_size=VOCAB_SIZE,
+        hidden_size=256,
+        intermediate_size=704,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=64,
+        max_position_embeddings=MAX_POSITIONS,
+        rope_parameters={"rope_type": "default", "rope_theta": ROPE_THETA},
+        rms_norm_eps=1e-5,
+        tie_word_embeddings=True,
+        bos_token_id=BOS_ID,
+        eos_token_id=EOS_ID,
+    )
+
+
+@dataclass(frozen=True)
+class Budget:
+    """When training ends: after ``max_tokens`` if given, otherwise after ``max_s`` seconds."""
+
+    max_s: float
+    max_tokens: int | None
+
+    def progress(self, elapsed_s: float, num_tokens: int) -> float:
+        """The share that is done, from 0 to 1."""
+        if self.max_tokens is not None:
+            return min(1.0, num_tokens / self.max_tokens)
+        return min(1.0, elapsed_s / self.max_s)
+
+
+def learning_rate(step: int, progress: float) -> float:
+    """Linear warm-up, then a cosine down to nothing."""
+    return PEAK_LR * min(1.0, (step + 1) / WARMUP_STEPS) * 0.5 * (1 + math.cos(math.pi * progress))
+
+
+def context_at(progress: float) -> int:
+    """Tokens per row of a batch at this point of the training."""
+    return [context for start, context in CONTEXT_SCHEDULE if progress >= start][-1]
+
+
+def make_optimizer(model: LlamaForCausalLM) -> torch.optim.Optimizer:
+    """AdamW; matrices decay, vectors (the norms) do not."""
+    weights = list(model.parameters())
+    return torch.optim.AdamW(
+        [
+            {"params": [w for w in weights if w.dim() >= 2], "weight_decay": 0.1},
+            {"params": [w for w in weights if w.dim() < 2], "weight_decay": 0.0},
+        ],
+        lr=PEAK_LR,
+        betas=(0.9, 0.95),
+        fused=True,
+    )
+
+
+def mean_loss(model: LlamaForCausalLM, batch: torch.Tensor) -> torch.Tensor:
+    """Cross entropy of the next token, in nats. ``batch`` is int64 ``[rows, context]``."""
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        logits = model(input_ids=batch, use_cache=False).logits
+    targets = batch[:, 1:].flatten()
+    return torch.nn.functional.cross_entropy(logits[:, :-1].float().flatten(0, 1), targets)
+
+
+def train(
+    writer: Writer, tokenizer: Tokenizer, budget: Budget, out: Path, *, save_every_s: float
+) -> LlamaForCausalLM:
+    """Train from random weights, report on stdout, leave a usable model in ``out`` on the way."""
+    model = LlamaForCausalLM(make_config())
+    optimizer = make_optimizer(model)
+    start_s = saved_s = time.monotonic()
+    step = num_tokens = 0
+    recent_loss = math.nan
+    context = 0
+    batches: Iterator[torch.Tensor] = iter(())
+    while (progress := budget.progress(time.monotonic() - start_s, num_tokens)) < 1.0:
+        if context != context_at(progress):
+            context = context_at(progress)
+            batches = token_batches(writer, tokenizer, TOKENS_PER_STEP, context)
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rate(step, progress)
+        loss = mean_loss(model, next(batches))
+        optimizer.zero_grad()
+        loss.backward()  # type: ignore[no-untyped-call]
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+
+        value = loss.item()
+        recent_loss = value if step == 0 else 0.97 * recent_loss + 0.03 * value
+        step += 1
+        num_tokens += TOKENS_PER_STEP
+        if step % 20 == 0:
+            elapsed_s = time.monotonic() - start_s
+            progress = budget.progress(elapsed_s, num_tokens)
+            print(
+                f"step {step:5d}  loss {recent_loss:.3f}  context {context}  "
+                f"{num_tokens / elapsed_s:.0f} tokens/s  {progress:6.1%}  "
+                f"ETA {elapsed_s * (1 - progress) / max(progress, 1e-9) / 60:.1f} min",
+                flush=True,
+            )
+        if time.monotonic() - saved_s > save_every_s:
+            save(model, tokenizer, out)
+            saved_s = time.monotonic()
+    print(f"trained {step} steps, {num_tokens} tokens, loss {recent_loss:.3f}", flush=True)
+    return model
+
+
+# ------------------------------------------------------------------------ writing and judging
+
+
+def save(model: LlamaForCausalLM, tokenizer: Tokenizer, out: Path) -> None:
+    """Write the Hugging Face directory, weights in bf16. ``model`` is unchanged."""
+    out.mkdir(parents=True, exist_ok=True)
+    shipped = LlamaForCausalLM(model.config)
+    shipped.load_state_dict(model.state_dict())
+    shipped.to(torch.bfloat16).save_pretrained(out)  # type: ignore[arg-type]
+    (out / "model.safetensors").chmod(0o644)
+    # transformers 5 writes "rope_parameters" and "dtype"; other readers know the names before it.
+    config = json.loads((out / "config.json").read_text())
+    _write_json(out / "config.json", config | {"rope_theta": ROPE_THETA, "torch_dtype": "bfloat16"})
+    tokenizer.save(str(out / "tokenizer.json"))
+    _write_json(
+        out / "tokenizer_config.json",
+        {
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            "bos_token": BOS,
+            "eos_token": EOS,
+            "pad_token": EOS,
+            "model_max_length": MAX_POSITIONS,
+            "clean_up_tokenization_spaces": False,
+            "chat_template": CHAT_TEMPLATE,
+        },
+    )
+    _write_json(
+        out / "generation_config.json",
+        {"bos_token_id": BOS_ID, "eos_token_id": EOS_ID, "pad_token_id": EOS_ID},
+    )
+
+
+def _write_json(path: Path, value: Mapping[str, object]) -> None:
+    path.write_text(json.dumps(value, indent=2) + "\n")
+
+
+@torch.inference_mode()
+def greedy(model: LlamaForCausalLM, prompt: list[int], max_tokens: int) -> list[tuple[int, float]]:
+    """The greedy continuation: each token with its lead over the second best, in logits."""
+    ids = list(prompt)
+    steps: list[tuple[int, float]] = []
+    while len(steps) < max_tokens and (not steps or steps[-1][0] != EOS_ID):
+        top = model(input_ids=torch.tensor([ids])).logits[0, -1].float().topk(2)
+        steps.append((int(top.indices[0]), float(top.values[0] - top.values[1])))
+        ids.append(steps[-1][0])
+    return steps
+
+
+def judge(directory: Path, writer: Writer, *, num_batches: int) -> None:
+    """Load what was written and print its held-out loss, its answers and their margins.
+
+    Args:
+        directory: A Hugging Face directory.
+        writer: Writes the held-out text (same grammar, so the loss measures fit, not knowledge);
+            its seed must differ from that of the training.
+        num_batches: How many batches of ``TOKENS_PER_STEP`` to measure the loss on.
+    """
+    model = LlamaForCausalLM.from_pretrained(directory, dtype=torch.float32)
+    tokenizer = Tokenizer.from_file(str(directory / "tokenizer.json"))
+    templated = AutoTokenizer.from_pretrained(directory)
+    batches = token_batches(writer, tokenizer, TOKENS_PER_STEP, 512)
+    with torch.inference_mode():
+        losses = [mean_loss(model, next(batches)).item() for _ in range(num_batches)]
+    print(f"held-out loss {sum(losses) / len(losses):.3f} nats/token")
+
+    prompts = [(text, tokenizer.encode(text).ids) for text in DEMO_COMPLETIONS]
+    for question in DEMO_CHATS:
+        rendered = templated.apply_chat_template(
+            [{"role": "user", "content": question}], tokenize=False, add_generation_prompt=True
+        )
+        prompts.append((question, tokenizer.encode(rendered, add_special_tokens=False).ids))
+    margins = []
+    for text, ids in prompts:
+        steps = greedy(model, ids, 200)
+        margins += [margin for _, margin in steps]
+        answer = tokenizer.decode([token for token, _ in steps])
+        end = "" if steps[-1][0] == EOS_ID else " [cut]"
+        print(f"\n> {text}\n{answer}{end}")
+    confident = sum(margin > 1.0 for margin in margins)
+    print(f"\n{confident / len(margins):.1%} of {len(margins)} steps lead by more than 1.0")
+    size_bytes = sum(path.stat().st_size for path in directory.iterdir())
+    num_parameters = sum(weight.numel() for weight in model.parameters())
+    print(f"{num_parameters} parameters, {size_bytes / 1e6:.2f} MB in {directory}")
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Parse the command line; train, or only judge, or only show the text."""
+    parser = argparse.ArgumentParser(prog="python -m pdserve.models.boxed_train")
+    parser.add_argument("--out", type=Path, required=True, help="directory of the model")
+    parser.add_argument("--minutes", type=float, default=40.0, help="training time")
+    parser.add_argument("--tokens", type=int, help="train on so many tokens instead (repeatable)")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--threads", type=int, default=1, help="torch threads")
+    parser.add_argument("--corpus", type=Path, default=CORPUS_FILE, help="the grammar")
+    parser.add_argument("--judge", action="store_true", help="only judge the model in --out")
+    parser.add_argument("--show", type=int, metavar="N", help="only print N documents")
+    args = parser.parse_args(argv)
+
+    torch.set_num_threads(args.threads)
+    torch.manual_seed(args.seed)
+    grammar = parse_grammar(args.corpus.read_text())
+    writer = Writer(grammar, Random(args.seed))
+    if args.show is not None:
+        for _ in range(args.show):
+            print(writer.document(), end="\n\n")
+        return
+    if not args.judge:
+        tokenizer = train_tokenizer([writer.document() for _ in range(20_000)])
+        budget = Budget(args.minutes * 60, args.tokens)
+        model = train(writer, tokenizer, budget, args.out, save_every_s=300)
+        save(model, tokenizer, args.out)
+    judge(args.out, Writer(grammar, Random(f"held out {args.seed}")), num_batches=16)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,34 @@
+"""RMS norm with the residual stream's addition fused in."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from pdserve.kernels.ops import add_rms_norm, rms_norm
+from pdserve.models.layers.parameter import Parameter
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from pdserve.models.layers.parameter import Placement
+    from pdserve.models.weights import Slot
+
+
+class RMSNorm:
+    """Root mean square norm (Zhang and Sennrich 2019)."""
+
+    def __init__(self, dim: int, eps: float, placement: Placement) -> None:
+        self._weight = Parameter((dim,), placement)
+        self._eps = eps
+
+    def slot(self) -> Slot:
+        """How the weight is loaded."""
+        return self._weight.slot()
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Norm of `x`, `[T, dim]`."""
+        return rms_norm(x, self._weight.value, self._eps)
+
+    def add(self, x: Tensor, residual: Tensor) -> Tensor:
+        """Add `x` to `residual` in place and return the norm of the sum, `[T, dim]`."""
+        return add_rms_norm(x, residual, self._weight.value, self._eps)

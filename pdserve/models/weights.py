@@ -1,0 +1,324 @@
+"""Where weights come from, and how they reach the layers that own them.
+
+A `WeightSource` names its tensors before any of them is read, so that a model and a
+checkpoint that do not fit are refused at once, with every name. Tensors then stream, one
+at a time, into the layers' `Slot`s: at no time is more in memory than the weights
+themselves and the one tensor under way (and the parts of merged matrices that still wait
+for a partner). Knows no architecture.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import struct
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from pdserve.errors import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping
+
+    from torch import Tensor
+
+_LFS_MAGIC = b"version https://git-lfs"
+_EDGE_BYTES = 64 << 10
+_MAX_HEADER_BYTES = 100 << 20
+_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+_SAME_DTYPE = {dtype: name for name, dtype in _DTYPES.items()}
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """One named tensor of the checkpoint format, and the layer that takes it.
+
+    Attributes:
+        shape: As in the checkpoint, whole.
+        load: Copies from the tensor what the layer owns; the tensor dies after the call.
+    """
+
+    shape: tuple[int, ...]
+    load: Callable[[Tensor], None]
+
+
+class WeightSource(Protocol):
+    """Named tensors, and a short name for all of them together."""
+
+    @property
+    def digest(self) -> str:
+        """Equal digests mean equal weights."""
+        ...
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """What most of the weights are stored in."""
+        ...
+
+    def check(self, slots: Mapping[str, Slot], *, tied_head: bool) -> None:
+        """Refuse, with every name, what would be left unloaded or is unexpected.
+
+        Args:
+            slots: What the model has.
+            tied_head: A stored `lm_head.weight` repeats the embedding and is not read.
+
+        Raises:
+            ConfigError: Names or shapes differ.
+        """
+        ...
+
+    def tensors(self, slots: Mapping[str, Slot]) -> Iterator[tuple[str, Tensor]]:
+        """Yield the tensor of every slot once, on the CPU, in the order that is cheapest."""
+        ...
+
+
+def load_weights(
+    slots: Mapping[str, Slot],
+    source: WeightSource,
+    *,
+    tied_head: bool,
+    progress: Callable[[str], None],
+) -> None:
+    """Stream `source` into `slots`.
+
+    Raises:
+        ConfigError: They do not fit, or a file cannot be read.
+    """
+    source.check(slots, tied_head=tied_head)
+    total_bytes = sum(torch.Size(slot.shape).numel() for slot in slots.values())
+    done, told = 0, 0
+    for name, tensor in source.tensors(slots):
+        slots[name].load(tensor)
+        done += tensor.numel()
+        percent = 100 * done // total_bytes
+        if percent >= told + 10:
+            told = percent - percent % 10
+            progress(f"weights {told} %")
+
+
+class Checkpoint:
+    """The safetensors files of a model directory, with an index or without.
+
+    Opening reads the files' headers only.
+
+    Raises:
+        ConfigError: No safetensors, a shard named by the index is missing, a file is a
+            Git LFS pointer or is cut short.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self._shards = [_Shard(path) for path in _shard_paths(directory)]
+        if not any(shard.tensors for shard in self._shards):
+            raise ConfigError(f"the safetensors of {str(directory)!r} are empty", param="model")
+
+    @property
+    def digest(self) -> str:
+        """Over every file's name, size, header, and first and last 64 KiB of data."""
+        total = hashlib.sha256()
+        for shard in self._shards:
+            total.update(shard.fingerprint())
+        return total.hexdigest()[:32]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of most elements."""
+        counts: dict[str, int] = {}
+        for shard in self._shards:
+            for stored in shard.tensors.values():
+                counts[stored.dtype] = (
+                    counts.get(stored.dtype, 0) + torch.Size(stored.shape).numel()
+                )
+        name = max(counts, key=lambda name: counts[name])
+        if name not in _DTYPES:
+            raise ConfigError(
+                f"weights are stored as {name}: supported are {', '.join(_DTYPES)}", param="model"
+            )
+        return _DTYPES[name]
+
+    def check(self, slots: Mapping[str, Slot], *, tied_head: bool) -> None:
+        """See `WeightSource`."""
+        stored: dict[str, _Stored] = {}
+        for shard in self._shards:
+            for name, tensor in shard.tensors.items():
+                if name in stored:
+                    raise ConfigError(f"tensor {name} is in two shards", param="model")
+                stored[name] = tensor
+        missing = [name for name in slots if name not in stored]
+        unexpected = [
+            name
+            for name in stored
+            if name not in slots
+            and not name.endswith("rotary_emb.inv_freq")
+            and not (tied_head and name == "lm_head.weight")
+        ]
+        different = [
+            f"{name} is {list(stored[name].shape)}, config.json says {list(slot.shape)}"
+            for name, slot in slots.items()
+            if name in stored and stored[name].shape != slot.shape
+        ]
+        foreign = [
+            f"{name} is {stored[name].dtype}"
+            for name in slots
+            if name in stored and stored[name].dtype not in _DTYPES
+        ]
+        problems = [
+            f"{text}: {', '.join(names[:8])}" + (f" and {len(names) - 8} more" if names[8:] else "")
+            for text, names in (
+                ("missing", missing),
+                ("unexpected", unexpected),
+                ("of another shape", different),
+                ("of an unsupported dtype", foreign),
+            )
+            if names
+        ]
+        if problems:
+            raise ConfigError(
+                f"the weights do not fit config.json; {'; '.join(problems)}", param="model"
+            )
+
+    def tensors(self, slots: Mapping[str, Slot]) -> Iterator[tuple[str, Tensor]]:
+        """See `WeightSource`. Shard by shard; a tensor is valid until the next one."""
+        for shard in self._shards:
+            yield from shard.read(slots)
+
+
+@dataclass(frozen=True, slots=True)
+class _Stored:
+    dtype: str
+    shape: tuple[int, ...]
+
+
+class _Shard:
+    """One safetensors file: 8 bytes of header length, a JSON header, the data."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._size = path.stat().st_size
+        with path.open("rb") as file:
+            start = file.read(64)
+            if start.startswith(_LFS_MAGIC):
+                raise ConfigError(
+                    f"{path} is a Git LFS pointer, not the weights: run `git lfs pull` in "
+                    f"{str(path.parent)!r}, or download the file itself",
+                    param="model",
+                )
+            length = struct.unpack("<Q", start[:8])[0] if len(start) >= 8 else 0
+            if not 0 < length <= min(_MAX_HEADER_BYTES, self._size - 8):
+                raise self._broken("it has no safetensors header")
+            file.seek(8)
+            self._header = file.read(length)
+        self.tensors: dict[str, _Stored] = {}
+        end = 0
+        try:
+            for name, entry in json.loads(self._header).items():
+                if name != "__metadata__":
+                    self.tensors[name] = _Stored(entry["dtype"], tuple(entry["shape"]))
+                    end = max(end, entry["data_offsets"][1])
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise self._broken(f"its header is not readable ({error})") from None
+        if 8 + length + end > self._size:
+            raise self._broken(
+                f"it has {self._size} of {8 + length + end} bytes; the download was cut short"
+            )
+
+    def _broken(self, why: str) -> ConfigError:
+        return ConfigError(f"{self.path} is not usable: {why}", param="model")
+
+    def fingerprint(self) -> bytes:
+        digest = hashlib.sha256(f"{self.path.name}\0{self._size}\0".encode())
+        digest.update(self._header)
+        with self.path.open("rb") as file:
+            file.seek(8 + len(self._header))
+            digest.update(file.read(_EDGE_BYTES))
+            file.seek(max(0, self._size - _EDGE_BYTES))
+            digest.update(file.read(_EDGE_BYTES))
+        return digest.digest()
+
+    def read(self, wanted: Mapping[str, Slot]) -> Iterator[tuple[str, Tensor]]:
+        try:
+            with safe_open(self.path, framework="pt", device="cpu") as file:
+                for name in self.tensors:
+                    if name in wanted:
+                        yield name, file.get_tensor(name)
+        except (SafetensorError, OSError) as error:
+            raise self._broken(str(error)) from None
+
+
+def _shard_paths(directory: Path) -> list[Path]:
+    """The files an index names, or else every safetensors file. Sorted by name."""
+    index = directory / "model.safetensors.index.json"
+    if index.exists():
+        content = index.read_bytes()
+        if content.startswith(_LFS_MAGIC):
+            raise ConfigError(f"{index} is a Git LFS pointer: run `git lfs pull`", param="model")
+        try:
+            names = sorted(set(json.loads(content)["weight_map"].values()))
+        except (ValueError, KeyError, TypeError, AttributeError):
+            raise ConfigError(f"{index} has no weight_map", param="model") from None
+        paths = [directory / name for name in names]
+        missing = [path.name for path in paths if not path.is_file()]
+        if missing:
+            raise ConfigError(
+                f"model {str(directory)!r} lacks {len(missing)} of {len(paths)} shards that its "
+                f"index names: {', '.join(missing)}",
+                param="model",
+            )
+        return paths
+    single = directory / "model.safetensors"
+    paths = [single] if single.is_file() else sorted(directory.glob("*.safetensors"))
+    if not paths:
+        raise ConfigError(
+            f"model {str(directory)!r} has no *.safetensors: convert its weights to safetensors, "
+            "or use --load-format dummy for random ones",
+            param="model",
+        )
+    return paths
+
+
+class DummyWeights:
+    """Random weights: normal with a given standard deviation, norms one.
+
+    Each tensor depends on the seed and its own name alone.
+
+    Args:
+        std: Standard deviation.
+        dtype: What the tensors are made in.
+        identity: Goes into the digest with the seed: the model's shape.
+    """
+
+    def __init__(self, *, seed: int, std: float, dtype: torch.dtype, identity: str) -> None:
+        self._seed = seed
+        self._std = std
+        self._dtype = dtype
+        self._identity = identity
+
+    @property
+    def digest(self) -> str:
+        """Over shape, seed, deviation and dtype."""
+        text = f"dummy\0{self._identity}\0{self._seed}\0{self._std}\0{_SAME_DTYPE[self._dtype]}"
+        return hashlib.sha256(text.encode()).hexdigest()[:32]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """What was asked for."""
+        return self._dtype
+
+    def check(self, slots: Mapping[str, Slot], *, tied_head: bool) -> None:
+        """See `WeightSource`; random weights always fit."""
+
+    def tensors(self, slots: Mapping[str, Slot]) -> Iterator[tuple[str, Tensor]]:
+        """See `WeightSource`."""
+        for name, slot in slots.items():
+            if name.endswith("norm.weight"):
+                yield name, torch.ones(slot.shape, dtype=self._dtype)
+                continue
+            key = hashlib.sha256(f"{self._seed}\0{name}".encode()).digest()
+            generator = torch.Generator().manual_seed(
+                int.from_bytes(key[:8], "little", signed=True)
+            )
+            drawn = torch.randn(slot.shape, generator=generator).mul_(self._std)
+            yield name, drawn.to(self._dtype)

@@ -1,0 +1,85 @@
+"""Logs as events: a fixed text, then fields; and the one line per request.
+
+Knows nothing of what the fields mean.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import statistics
+from typing import TYPE_CHECKING, TextIO
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+
+def log_event(
+    logger: logging.Logger, event: str, *, level: int = logging.INFO, **fields: object
+) -> None:
+    """Log `event` followed by `key=value` for each field; None fields are left out."""
+    if logger.isEnabledFor(level):
+        logger.log(level, "%s", " ".join([event, *_pairs(fields)]))
+
+
+def configure_logging(stream: TextIO, *, level: int = logging.INFO) -> None:
+    """Send pdserve's logs to `stream`, one line each with the time and the module."""
+    handler = logging.StreamHandler(stream)
+    handler.setFormatter(
+        logging.Formatter("%(asctime)s %(levelname).1s %(name)s %(message)s", "%H:%M:%S")
+    )
+    logger = logging.getLogger("pdserve")
+    logger.handlers[:] = [handler]
+    logger.setLevel(level)
+    logger.propagate = False
+
+
+def request_line(
+    request_id: str,
+    outcome: str,
+    *,
+    num_prompt_tokens: int,
+    num_output_tokens: int,
+    ttft_s: float | None,
+    stages: Mapping[str, float],
+    kv_bytes: int = 0,
+    kv_transfer_s: float = 0.0,
+    gaps_s: Sequence[float] = (),
+) -> str:
+    """Return what happened to one request, in one line.
+
+    Args:
+        stages: Seconds by stage, in order of time; they sum to `ttft_s`. The stage `kv`
+            is followed by the bytes moved and their rate.
+        kv_bytes: Bytes of KV received.
+        kv_transfer_s: Seconds they were on the wire.
+        gaps_s: Seconds between output tokens.
+    """
+    line = f"req {request_id} {outcome} in={num_prompt_tokens} out={num_output_tokens}"
+    if ttft_s is not None:
+        line += f" ttft={ttft_s * 1e3:.1f}ms"
+        parts = []
+        for name, seconds in stages.items():
+            part = f"{name.replace('_', ' ')} {seconds * 1e3:.1f}"
+            if name == "kv" and kv_bytes:
+                rate = f", {kv_bytes / kv_transfer_s / 1e9:.1f} GB/s" if kv_transfer_s > 0 else ""
+                part += f" ({kv_bytes / 1e6:.1f} MB{rate})"
+            parts.append(part)
+        if parts:
+            line += " = " + " + ".join(parts)
+    if gaps_s:
+        line += f" | itl p50 {statistics.median(gaps_s) * 1e3:.1f} max {max(gaps_s) * 1e3:.1f}"
+    return line
+
+
+def _pairs(fields: Mapping[str, object]) -> list[str]:
+    return [f"{name}={_value(value)}" for name, value in fields.items() if value is not None]
+
+
+def _value(value: object) -> str:
+    """A value that stays one word: what holds spaces, quotes or newlines is quoted."""
+    if isinstance(value, float):
+        return f"{value:.6g}"
+    text = str(value)
+    plain = text.isprintable() and not any(char in ' "=' for char in text)
+    return text if plain and text else json.dumps(text, ensure_ascii=False)

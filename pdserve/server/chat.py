@@ -1,0 +1,183 @@
+"""`POST /v1/chat/completions`."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from aiohttp import web
+
+from pdserve.errors import BadRequestError
+from pdserve.server.intake import created_s, encode, make_job, wants_stages
+from pdserve.server.logprobs import chat_logprobs, prompt_logprobs
+from pdserve.server.protocol import ChatRequest, parse_body
+from pdserve.server.reply import finish_name, hop_events, send_json
+from pdserve.server.service import SERVICE
+from pdserve.server.sse import EventStream
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from pdserve.server.job import Delta, Job
+    from pdserve.text.load import Text
+    from pdserve.text.tokenizer import Tokenizer
+
+
+def render_chat(
+    text: Text,
+    messages: Sequence[Mapping[str, Any]],
+    *,
+    now_s: float,
+    add_generation_prompt: bool,
+    variables: Mapping[str, Any] | None,
+) -> str:
+    """Return the prompt for `messages`.
+
+    Raises:
+        BadRequestError: The model has no chat template, or it refuses the messages.
+    """
+    if text.chat_template is None:
+        raise BadRequestError(
+            "this model has no chat template: use /v1/completions, or start the server with "
+            "--chat-template FILE",
+            param="messages",
+        )
+    return text.chat_template.render(
+        messages,
+        now_s=now_s,
+        add_generation_prompt=add_generation_prompt,
+        variables=variables,
+    )
+
+
+async def create_chat_completion(request: web.Request) -> web.StreamResponse:
+    """Answer a chat request, as one JSON object or as a stream."""
+    body = parse_body(await request.read(), ChatRequest)
+    service = request.app[SERVICE]
+    service.resolve_model(body.model)
+    text, _ = service.require_ready()
+    prompt = render_chat(
+        text,
+        body.messages,
+        now_s=created_s(request, body),
+        add_generation_prompt=body.add_generation_prompt is not False,
+        variables=body.chat_template_kwargs,
+    )
+    # The template writes the special tokens itself.
+    token_ids = await encode(
+        text.tokenizer, prompt, add_special_tokens=bool(body.add_special_tokens)
+    )
+    job = await make_job(
+        request,
+        body,
+        [token_ids],
+        max_tokens=body.max_completion_tokens or body.max_tokens,
+        default_max_tokens=None,
+        logprobs=(body.top_logprobs or 0) if body.logprobs else None,
+        prompt_logprobs=body.prompt_logprobs,
+    )
+    form = _Form(body, job, text.tokenizer)
+    async with job:
+        await job.start()
+        if body.stream:
+            return await _stream(request, body, job, form)
+        answer = await _collect(job, form)
+        return await send_json(request, job, answer)
+
+
+async def _stream(
+    request: web.Request, body: ChatRequest, job: Job, form: _Form
+) -> web.StreamResponse:
+    stream = EventStream(request)
+    async with stream:
+        async for delta in job.deltas():
+            chunk = form.chunk(delta)
+            if body.continuous_usage:
+                chunk["usage"] = job.usage(delta.index)
+            await stream.send(chunk)
+        if body.include_usage and not any(job.handoffs):
+            await stream.send(form.envelope([], "chat.completion.chunk") | {"usage": job.usage()})
+        for event in hop_events(job, with_stages=wants_stages(request)):
+            await stream.send(event)
+        job.delivered = True
+    return stream.response
+
+
+async def _collect(job: Job, form: _Form) -> dict[str, Any]:
+    """Run the job to its end; return the whole answer."""
+    deltas: dict[int, list[Delta]] = {}
+    async for delta in job.deltas():
+        deltas.setdefault(delta.index, []).append(delta)
+    return form.answer([deltas[index] for index in sorted(deltas)])
+
+
+class _Form:
+    """Puts deltas into the endpoint's JSON. Keeps which choices were begun."""
+
+    def __init__(self, body: ChatRequest, job: Job, tokenizer: Tokenizer) -> None:
+        self._body = body
+        self._job = job
+        self._tokenizer = tokenizer
+        self._begun = {choice.index for choice in job.choices if choice.num_to_swallow}
+
+    def envelope(self, choices: list[dict[str, Any]], kind: str) -> dict[str, Any]:
+        """Return the object around `choices`."""
+        return {
+            "id": f"chatcmpl-{self._job.request_id}",
+            "object": kind,
+            "created": self._job.created,
+            "model": self._job.model,
+            "choices": choices,
+        }
+
+    def chunk(self, delta: Delta) -> dict[str, Any]:
+        """Return the stream's event for `delta`; a choice's first one names the role."""
+        first = delta.index not in self._begun
+        self._begun.add(delta.index)
+        content = {"content": delta.text}
+        choice = {
+            "index": delta.index,
+            "delta": {"role": "assistant"} | content if first else content,
+            **self._facts([delta]),
+        }
+        chunk = self.envelope([choice], "chat.completion.chunk")
+        if first and self._body.return_token_ids:
+            chunk["prompt_token_ids"] = self._job.prompts[0]
+        return chunk
+
+    def answer(self, choices: Sequence[Sequence[Delta]]) -> dict[str, Any]:
+        """Return the whole answer from all deltas of each choice."""
+        answer = self.envelope(
+            [
+                {
+                    "index": deltas[0].index,
+                    "message": {
+                        "role": "assistant",
+                        "content": "".join(delta.text for delta in deltas),
+                    },
+                    **self._facts(deltas),
+                }
+                for deltas in choices
+            ],
+            "chat.completion",
+        )
+        answer["usage"] = self._job.usage()
+        entries = choices[0][0].prompt_logprobs
+        if entries is not None:
+            answer["prompt_logprobs"] = prompt_logprobs(self._tokenizer, entries)
+        if self._body.return_token_ids:
+            answer["prompt_token_ids"] = self._job.prompts[0]
+        return answer
+
+    def _facts(self, deltas: Sequence[Delta]) -> dict[str, Any]:
+        """What stands beside the text in a choice, for some of its deltas in a row."""
+        entries = [entry for delta in deltas for entry in delta.logprobs or ()]
+        facts: dict[str, Any] = {
+            "logprobs": chat_logprobs(self._tokenizer, entries, self._body.top_logprobs or 0)
+            if self._body.logprobs
+            else None,
+            "finish_reason": finish_name(deltas[-1].finish_reason),
+            "stop_reason": deltas[-1].stop_reason,
+        }
+        if self._body.return_token_ids:
+            facts["token_ids"] = [token_id for delta in deltas for token_id in delta.token_ids]
+        return facts

@@ -1,0 +1,170 @@
+"""`POST /v1/completions`."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from aiohttp import web
+
+from pdserve.server.intake import encode, make_job, wants_stages
+from pdserve.server.logprobs import completion_logprobs, echoed_logprobs, joined, prompt_logprobs
+from pdserve.server.protocol import CompletionRequest, parse_body
+from pdserve.server.reply import finish_name, hop_events, send_json
+from pdserve.server.service import SERVICE
+from pdserve.server.sse import EventStream
+
+if TYPE_CHECKING:
+    from pdserve.server.job import Delta, Job
+    from pdserve.text.tokenizer import Tokenizer
+
+DEFAULT_MAX_TOKENS = 16
+
+
+async def create_completion(request: web.Request) -> web.StreamResponse:
+    """Answer a completions request, as one JSON object or as a stream."""
+    body = parse_body(await request.read(), CompletionRequest)
+    service = request.app[SERVICE]
+    service.resolve_model(body.model)
+    text, _ = service.require_ready()
+    prompts = body.prompts()
+    token_ids = [
+        await encode(
+            text.tokenizer, prompt, add_special_tokens=body.add_special_tokens is not False
+        )
+        if isinstance(prompt, str)
+        else prompt
+        for prompt in prompts
+    ]
+    wanted = body.prompt_logprobs
+    if wanted is None and body.echo:
+        wanted = body.logprobs
+    job = await make_job(
+        request,
+        body,
+        token_ids,
+        max_tokens=body.max_tokens,
+        default_max_tokens=DEFAULT_MAX_TOKENS,
+        logprobs=body.logprobs,
+        prompt_logprobs=wanted,
+    )
+    form = _Form(body, job, text.tokenizer, prompts)
+    async with job:
+        await job.start()
+        if body.stream:
+            return await _stream(request, body, job, form)
+        choices = await _collect(job, form)
+        answer = form.envelope(choices) | {"usage": form.usage()}
+        return await send_json(request, job, answer)
+
+
+async def _stream(
+    request: web.Request, body: CompletionRequest, job: Job, form: _Form
+) -> web.StreamResponse:
+    stream = EventStream(request)
+    async with stream:
+        async for delta in job.deltas():
+            chunk = form.envelope([form.choice(delta, streaming=True)])
+            if body.continuous_usage:
+                chunk["usage"] = form.usage(delta.index)
+            await stream.send(chunk)
+        if body.include_usage and not any(job.handoffs):
+            await stream.send(form.envelope([]) | {"usage": form.usage()})
+        for event in hop_events(job, with_stages=wants_stages(request)):
+            await stream.send(event)
+        job.delivered = True
+    return stream.response
+
+
+async def _collect(job: Job, form: _Form) -> list[dict[str, Any]]:
+    """Run the job to its end; return its choices in order."""
+    choices: dict[int, dict[str, Any]] = {}
+    texts: dict[int, list[str]] = {}
+    async for delta in job.deltas():
+        piece = form.choice(delta, streaming=False)
+        texts.setdefault(delta.index, []).append(piece["text"])
+        known = choices.setdefault(delta.index, piece)
+        if known is piece:
+            continue
+        known["finish_reason"], known["stop_reason"] = piece["finish_reason"], piece["stop_reason"]
+        if piece["logprobs"] is not None:
+            known["logprobs"] = joined(known["logprobs"], piece["logprobs"])
+        if "token_ids" in piece:
+            known["token_ids"] += piece["token_ids"]
+    for index, choice in choices.items():
+        choice["text"] = "".join(texts[index])
+    return [choices[index] for index in sorted(choices)]
+
+
+class _Form:
+    """Puts deltas into the endpoint's JSON. Keeps which choices were begun."""
+
+    def __init__(
+        self,
+        body: CompletionRequest,
+        job: Job,
+        tokenizer: Tokenizer,
+        prompts: list[str] | list[list[int]],
+    ) -> None:
+        self._body = body
+        self._job = job
+        self._tokenizer = tokenizer
+        self._echo: list[str] = []
+        if body.echo:
+            self._echo = [
+                prompt
+                if isinstance(prompt, str)
+                else tokenizer.decode(prompt, skip_special_tokens=False)
+                for prompt in prompts
+            ]
+        self._begun = {choice.index for choice in job.choices if choice.num_to_swallow}
+        self._echo_only = bool(body.echo) and body.max_tokens == 0
+
+    def envelope(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
+        """Return the object around `choices`."""
+        return {
+            "id": f"cmpl-{self._job.request_id}",
+            "object": "text_completion",
+            "created": self._job.created,
+            "model": self._job.model,
+            "choices": choices,
+        }
+
+    def usage(self, choice_index: int | None = None) -> dict[str, int]:
+        """Return the usage; a request for the echo alone has no output."""
+        usage = self._job.usage(choice_index)
+        if self._echo_only:
+            usage |= {"completion_tokens": 0, "total_tokens": usage["prompt_tokens"]}
+        return usage
+
+    def choice(self, delta: Delta, *, streaming: bool) -> dict[str, Any]:
+        """Return the choice object for `delta`."""
+        body, tokenizer = self._body, self._tokenizer
+        first = delta.index not in self._begun
+        self._begun.add(delta.index)
+        prompt_index = self._job.choices[delta.index].prompt_index
+        echo = self._echo[prompt_index] if self._echo else ""
+        text, token_ids, entries = delta.text, delta.token_ids, delta.logprobs
+        if self._echo_only:
+            text, token_ids, entries = "", [], [] if entries is not None else None
+        logprobs = None
+        if entries is not None:
+            offsets = [len(echo) + offset for offset in delta.offsets[: len(entries)]]
+            logprobs = completion_logprobs(tokenizer, entries, offsets)
+            if first and echo and delta.prompt_logprobs is not None:
+                prompt = self._job.prompts[prompt_index]
+                echoed = echoed_logprobs(tokenizer, prompt, delta.prompt_logprobs)
+                logprobs = joined(echoed, logprobs)
+        choice: dict[str, Any] = {
+            "index": delta.index,
+            "text": echo + text if first else text,
+            "logprobs": logprobs,
+            "finish_reason": finish_name(delta.finish_reason),
+            "stop_reason": delta.stop_reason,
+        }
+        if not streaming and body.prompt_logprobs is not None and delta.prompt_logprobs is not None:
+            choice["prompt_logprobs"] = prompt_logprobs(tokenizer, delta.prompt_logprobs)
+        if body.return_token_ids:
+            if first:
+                choice["prompt_token_ids"] = self._job.prompts[prompt_index]
+            choice["token_ids"] = list(token_ids)
+        return choice

@@ -1,0 +1,194 @@
+"""The engine hop: `kv_transfer_params` in and out.
+
+Keys are vLLM's, so that a proxy written for vLLM can drive our engines; what only our own
+proxy understands is under `pdserve`. A handoff is carried as base64 of msgpack and is
+signed, so nothing on the way can edit it. Knows no engine and no HTTP.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import msgspec
+
+from pdserve.errors import BadRequestError
+from pdserve.wire.outputs import TokenLogprobs
+from pdserve.wire.transfer import KVHandoff
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from pdserve.wire.request import RequestStages
+
+PromptLogprobs = list[TokenLogprobs | None]
+
+_FIELD = "kv_transfer_params"
+
+
+class PdserveParams(msgspec.Struct, frozen=True, kw_only=True):
+    """Our proxy's own part.
+
+    Attributes:
+        handoffs: Per choice; None for a choice that ended at P.
+        prompt_logprobs: Per choice, what P computed of them, if they were asked for.
+        final_length: At P: reaching max_tokens there ends the request.
+        first_delivered: At D: the client already has the first tokens' chunks.
+        created: The answer's timestamp, so that both legs write the same.
+        seed: Stands in for a seed the user did not give.
+    """
+
+    handoffs: list[str | None] | None = None
+    prompt_logprobs: list[str | None] | None = None
+    final_length: bool = False
+    first_delivered: bool = False
+    created: int | None = None
+    seed: int | None = None
+
+
+class KVTransferParams(msgspec.Struct, frozen=True, kw_only=True):
+    """The field as it stands in a request; vLLM's other keys need no reading here."""
+
+    do_remote_decode: bool | None = None
+    do_remote_prefill: bool | None = None
+    pdserve: PdserveParams | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillHop:
+    """This engine prefills, another one decodes.
+
+    Attributes:
+        final_length: Whether reaching max_tokens here ends the request. A proxy written
+            for vLLM asks for max_tokens = 1 and means: hand over after the first token.
+    """
+
+    final_length: bool
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeHop:
+    """Another engine has prefilled; both lists have one entry per choice.
+
+    Attributes:
+        handoffs: None for a choice that ended at P: it is no concern of this engine.
+        first_delivered: Whether the client already has what the first tokens gave.
+    """
+
+    handoffs: list[KVHandoff | None]
+    prompt_logprobs: list[PromptLogprobs | None]
+    first_delivered: bool
+
+
+Hop = PrefillHop | DecodeHop
+
+
+def parse_hop(params: KVTransferParams | None, *, num_choices: int) -> Hop | None:
+    """Return this engine's part in a disaggregated request; None if there is none.
+
+    Raises:
+        BadRequestError: The parameters contradict each other, are malformed, or come from
+            an engine that is not ours.
+    """
+    if params is None or not (params.do_remote_decode or params.do_remote_prefill):
+        return None
+    ours = params.pdserve or PdserveParams()
+    if params.do_remote_decode and params.do_remote_prefill:
+        raise BadRequestError(
+            f"{_FIELD}: do_remote_decode and do_remote_prefill exclude each other", param=_FIELD
+        )
+    if params.do_remote_decode:
+        return PrefillHop(final_length=ours.final_length)
+    if not ours.handoffs:
+        raise BadRequestError(
+            f"{_FIELD}: do_remote_prefill without pdserve.handoffs; "
+            "the prefill ran on an engine whose KV this one cannot read",
+            param=_FIELD,
+        )
+    if len(ours.handoffs) != num_choices:
+        raise BadRequestError(
+            f"{_FIELD}: pdserve.handoffs has {len(ours.handoffs)} entries "
+            f"for {num_choices} choices",
+            param=_FIELD,
+        )
+    if all(handoff is None for handoff in ours.handoffs):
+        raise BadRequestError(
+            f"{_FIELD}: every choice ended at the prefill engine; nothing is left to decode",
+            param=_FIELD,
+        )
+    known = ours.prompt_logprobs or [None] * num_choices
+    if len(known) != num_choices:
+        raise BadRequestError(
+            f"{_FIELD}: pdserve.prompt_logprobs has {len(known)} entries for {num_choices} choices",
+            param=_FIELD,
+        )
+    return DecodeHop(
+        handoffs=[_decode(text, _HANDOFF) for text in ours.handoffs],
+        prompt_logprobs=[_decode(text, _PROMPT_LOGPROBS) for text in known],
+        first_delivered=ours.first_delivered,
+    )
+
+
+def response_params(
+    handoffs: Sequence[KVHandoff | None],
+    prompt_logprobs: Sequence[PromptLogprobs | None],
+    stages: Sequence[RequestStages | None],
+    *,
+    created: int,
+    seed: int,
+) -> dict[str, Any]:
+    """Return the `kv_transfer_params` that a decode engine takes; one entry per choice.
+
+    vLLM's keys speak of the first choice that was handed over.
+    """
+    first = next(handoff for handoff in handoffs if handoff is not None)
+    ours: dict[str, Any] = {
+        "handoffs": [_encode(handoff) for handoff in handoffs],
+        "created": created,
+        "seed": seed,
+        "stages": [None if stage is None else stage_fields(stage) for stage in stages],
+    }
+    if any(entry is not None for entry in prompt_logprobs):
+        ours["prompt_logprobs"] = [_encode(entry) for entry in prompt_logprobs]
+    return {
+        "do_remote_prefill": True,
+        "do_remote_decode": False,
+        "remote_engine_id": first.engine_id,
+        "remote_block_ids": first.block_ids,
+        "remote_host": first.endpoint.host,
+        "remote_port": first.endpoint.port,
+        "remote_request_id": first.request_id,
+        "tp_size": first.tp_size,
+        "pdserve": ours,
+    }
+
+
+def stage_fields(stages: RequestStages) -> dict[str, float | int]:
+    """Return every stage by name, zeros included."""
+    return {name: getattr(stages, name) for name in stages.__struct_fields__}
+
+
+_HANDOFF: msgspec.msgpack.Decoder[KVHandoff] = msgspec.msgpack.Decoder(KVHandoff)
+_PROMPT_LOGPROBS: msgspec.msgpack.Decoder[PromptLogprobs] = msgspec.msgpack.Decoder(PromptLogprobs)
+
+
+T = TypeVar("T")
+
+
+def _encode(value: object) -> str | None:
+    if value is None:
+        return None
+    return base64.b64encode(msgspec.msgpack.encode(value)).decode("ascii")
+
+
+def _decode(text: str | None, decoder: msgspec.msgpack.Decoder[T]) -> T | None:
+    if text is None:
+        return None
+    try:
+        return decoder.decode(base64.b64decode(text, validate=True))
+    except (binascii.Error, ValueError, msgspec.DecodeError) as error:
+        raise BadRequestError(
+            f"{_FIELD}: an entry of pdserve is malformed: {error}", param=_FIELD
+        ) from error

@@ -1,0 +1,151 @@
+"""From an HTTP request to a job: the steps that completions and chat have in common."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from pdserve.errors import BadRequestError
+from pdserve.server.handoff import PrefillHop, parse_hop
+from pdserve.server.job import plan
+from pdserve.server.protocol import MAX_CHOICES
+from pdserve.server.sampling import output_limit, resolve_sampling
+from pdserve.server.service import REQUEST_ID, SERVICE, START_S
+
+if TYPE_CHECKING:
+    from aiohttp import web
+
+    from pdserve.server.job import Job
+    from pdserve.server.protocol import SamplingFields
+    from pdserve.text.tokenizer import Tokenizer
+
+DEADLINE_HEADER = "X-Pdserve-Deadline"
+STAGES_HEADER = "X-Pdserve-Stages"
+_LONG_TEXT_CHARS = 1 << 14
+_SEED_BITS = 63
+
+
+async def encode(tokenizer: Tokenizer, text: str, *, add_special_tokens: bool) -> list[int]:
+    """Tokenize without holding up the event loop: long texts in a thread."""
+    if len(text) < _LONG_TEXT_CHARS:
+        return tokenizer.encode(text, add_special_tokens=add_special_tokens)
+    return await asyncio.to_thread(tokenizer.encode, text, add_special_tokens=add_special_tokens)
+
+
+def created_s(request: web.Request, fields: SamplingFields) -> int:
+    """Return the answer's timestamp: the other leg's if there is one, else now's."""
+    params = fields.kv_transfer_params
+    if params is not None and params.pdserve is not None and params.pdserve.created is not None:
+        return params.pdserve.created
+    return int(request.app[SERVICE].clock.wall_s())
+
+
+def wants_stages(request: web.Request) -> bool:
+    """Whether the caller (a proxy) asks for timings inside the answer."""
+    return request.headers.get(STAGES_HEADER) == "1"
+
+
+async def make_job(
+    request: web.Request,
+    fields: SamplingFields,
+    prompts: list[list[int]],
+    *,
+    max_tokens: int | None,
+    default_max_tokens: int | None,
+    logprobs: int | None,
+    prompt_logprobs: int | None,
+) -> Job:
+    """Check a request against the model and the engine, and plan it.
+
+    Args:
+        prompts: Token ids.
+        max_tokens: What the user asked for.
+        default_max_tokens: What the endpoint gives where he did not; None is all there is.
+
+    Raises:
+        PdserveError: The request cannot be served as it is, or not now.
+    """
+    service = request.app[SERVICE]
+    text, info = service.require_ready()
+    num_choices = fields.num_choices * len(prompts)
+    if num_choices > MAX_CHOICES:
+        raise BadRequestError(
+            f"the request has {num_choices} choices; at most {MAX_CHOICES} are served", param="n"
+        )
+    params = fields.kv_transfer_params
+    hop = parse_hop(params, num_choices=num_choices)
+    ours = params.pdserve if params is not None else None
+    if isinstance(hop, PrefillHop) and not hop.final_length:
+        # A proxy written for vLLM asks for one token and keeps the user's limit for D. With
+        # room for a second one, the first does not end the request here.
+        max_tokens = max(2, max_tokens or 2)
+        fields = msgspec.structs.replace(fields, min_tokens=min(fields.min_tokens or 0, 2))
+    drawn = ours.seed if ours is not None and ours.seed is not None else None
+    if drawn is None:
+        drawn = secrets.randbits(_SEED_BITS)
+    seed = fields.seed if fields.seed is not None else drawn
+    sampling = []
+    for prompt in prompts:
+        _check_prompt(prompt, text.vocab_size)
+        asked = max_tokens
+        if isinstance(hop, PrefillHop) and not hop.final_length:
+            asked = min(asked or 0, max(1, info.max_model_len - len(prompt)))
+        limit = output_limit(
+            fields,
+            asked=asked,
+            default=default_max_tokens,
+            num_prompt_tokens=len(prompt),
+            max_model_len=info.max_model_len,
+            model_limit=text.defaults.max_new_tokens,
+        )
+        sampling.append(
+            resolve_sampling(
+                fields,
+                text,
+                max_tokens=max(1, limit),
+                seed=seed,
+                logprobs=logprobs,
+                prompt_logprobs=prompt_logprobs,
+            )
+        )
+    return plan(
+        service,
+        text,
+        fields,
+        request_id=request[REQUEST_ID],
+        model=service.resolve_model(fields.model),
+        prompts=prompts,
+        sampling=sampling,
+        seed=seed,
+        created=created_s(request, fields),
+        start_s=request[START_S],
+        hop=hop,
+        deadline_s=_deadline_s(request),
+    )
+
+
+def _check_prompt(prompt: list[int], vocab_size: int) -> None:
+    if not prompt:
+        raise BadRequestError("prompt is empty", param="prompt")
+    if not 0 <= min(prompt) <= max(prompt) < vocab_size:
+        wrong = next(token_id for token_id in prompt if not 0 <= token_id < vocab_size)
+        raise BadRequestError(
+            f"prompt has token id {wrong}: the vocabulary has ids 0 to {vocab_size - 1}",
+            param="prompt",
+        )
+
+
+def _deadline_s(request: web.Request) -> float | None:
+    """A proxy passes the client's deadline on, as seconds since the Unix epoch."""
+    given = request.headers.get(DEADLINE_HEADER)
+    if given is None:
+        return None
+    try:
+        return float(given)
+    except ValueError as error:
+        raise BadRequestError(
+            f"{DEADLINE_HEADER} is {given!r}: it must be seconds since the Unix epoch"
+        ) from error

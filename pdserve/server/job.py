@@ -1,0 +1,439 @@
+"""One HTTP request for text: its choices, from engine requests to pieces of text.
+
+The life of a job: `plan` builds one engine request per choice; entering the job submits
+them; `start` waits for the engine's first word (until then another status than 200 is
+possible); `deltas` yields what each choice gained; leaving the job aborts what still runs,
+gives back KV leases that nobody was told of, counts, and logs one line. Cancel-safe at
+every await. Knows the engine hop; does not know what JSON the text goes into.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import uuid
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from pdserve.errors import DeadlineError, InternalError, PdserveError, UnavailableError
+from pdserve.observe.log import request_line
+from pdserve.server.handoff import DecodeHop, PrefillHop, PromptLogprobs, stage_fields
+from pdserve.server.merge import MergedOutputs
+from pdserve.server.sampling import choice_seed
+from pdserve.text.output import OutputProcessor
+from pdserve.wire.ids import RequestId
+from pdserve.wire.request import FinishReason, GenerateRequest, RequestStages
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncGenerator, Sequence
+    from types import TracebackType
+    from typing import Self
+
+    from pdserve.server.handoff import Hop
+    from pdserve.server.protocol import SamplingFields
+    from pdserve.server.service import Service
+    from pdserve.text.load import Text
+    from pdserve.wire.outputs import TokenLogprobs
+    from pdserve.wire.request import EngineOutput
+    from pdserve.wire.sampling import SamplingParams
+    from pdserve.wire.transfer import KVHandoff
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Delta:
+    """What one choice gained.
+
+    Attributes:
+        offsets: Per token, where its text begins in the choice's text, in characters.
+        finish_reason: STOP or LENGTH on the choice's last delta, HANDOFF when another
+            engine goes on from here.
+        stop_reason: The stop string or the user's stop token that ended it.
+        prompt_logprobs: With the first delta, if asked for.
+    """
+
+    index: int
+    text: str
+    token_ids: list[int]
+    offsets: list[int]
+    logprobs: list[TokenLogprobs] | None
+    finish_reason: FinishReason | None
+    stop_reason: str | int | None
+    prompt_logprobs: PromptLogprobs | None
+
+
+@dataclass(slots=True)
+class Choice:
+    """One choice and how far it is.
+
+    Attributes:
+        request: None if the choice ended at the prefill engine, with one token.
+        num_from_handoff: Leading tokens that another engine sampled.
+        num_to_swallow: Those of them whose text the client already has.
+        prompt_logprobs: What the prefill engine computed of them.
+    """
+
+    index: int
+    prompt_index: int
+    request: GenerateRequest | None
+    processor: OutputProcessor
+    num_from_handoff: int = 0
+    num_to_swallow: int = 0
+    prompt_logprobs: PromptLogprobs | None = None
+    handoff: KVHandoff | None = None
+    finish_reason: FinishReason | None = None
+    stages: RequestStages | None = None
+    first_token_s: float | None = None
+    own_token_s: float | None = None
+    last_token_s: float | None = None
+
+    @property
+    def num_tokens(self) -> int:
+        """Output tokens so far, wherever they were sampled."""
+        return 1 if self.request is None else self.processor.num_tokens
+
+
+@dataclass(slots=True)
+class Job:
+    """See the module. Use as an async context manager.
+
+    Attributes:
+        request_id: The client's.
+        created: Timestamp of the answer.
+        seed: The user's, or the one that was drawn.
+        choices: In the order of their indexes.
+    """
+
+    service: Service
+    request_id: str
+    model: str
+    created: int
+    seed: int
+    prompts: list[list[int]]
+    choices: list[Choice]
+    start_s: float
+    delivered: bool = False
+    _outputs: MergedOutputs | None = None
+    _first: tuple[int, EngineOutput] | None = None
+    _error: PdserveError | None = None
+    _gaps_s: list[float] = field(default_factory=list)
+
+    async def __aenter__(self) -> Self:
+        requests = {c.index: c.request for c in self.choices if c.request is not None}
+        self._outputs = MergedOutputs(self.service.client, requests)
+        self.service.num_jobs += 1
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.service.num_jobs -= 1
+        unread = await self._running.close()
+        self._record(error)
+        if self.delivered:
+            return
+        handoffs = [*self.handoffs, *(output.handoff for output in unread)]
+        if self._first is not None:
+            handoffs.append(self._first[1].handoff)
+        for handoff in handoffs:
+            if handoff is not None:
+                await self.service.client.release_lease(handoff.nonce)
+
+    async def start(self) -> None:
+        """Wait for the engine's first output.
+
+        Raises:
+            PdserveError: The engine refused or failed the request.
+        """
+        self._first = await self._next()
+
+    async def deltas(self) -> AsyncGenerator[Delta, None]:
+        """Yield what the choices gain, until all have ended.
+
+        Raises:
+            PdserveError: The engine failed the request.
+        """
+        while any(c.finish_reason is None for c in self.choices if c.request is not None):
+            index, output = self._first or await self._next()
+            self._first = None
+            choice = self.choices[index]
+            if choice.finish_reason is None:
+                delta = await self._advance(choice, output)
+                if delta is not None:
+                    yield delta
+
+    async def _next(self) -> tuple[int, EngineOutput]:
+        try:
+            index, output = await self._running.next()
+            _raise_if_failed(output, self.choices[index].request, self.service.clock.wall_s())
+        except PdserveError as error:
+            self._error = error
+            raise
+        return index, output
+
+    @property
+    def _running(self) -> MergedOutputs:
+        if self._outputs is None:
+            raise InternalError(f"job {self.request_id} was not entered")
+        return self._outputs
+
+    async def _advance(self, choice: Choice, output: EngineOutput) -> Delta | None:
+        """Apply an engine output; None if it gave nothing that the client lacks."""
+        self._note(choice, output)
+        token_ids, logprobs, reason = output.new_token_ids, output.logprobs, output.finish_reason
+        first = choice.processor.num_tokens == 0
+        swallowed = min(choice.num_to_swallow, len(token_ids))
+        if swallowed:
+            choice.processor.push(token_ids[:swallowed], None)
+            choice.num_to_swallow -= swallowed
+            token_ids = token_ids[swallowed:]
+            logprobs = logprobs[swallowed:] if logprobs is not None else None
+            if not token_ids and reason is None:
+                return None
+        text = choice.processor.push(token_ids, reason)
+        choice.finish_reason = text.finish_reason
+        if text.finish_reason is not reason:  # a stop string: the engine does not know of it
+            await self._running.drop(choice.index)
+        if reason is FinishReason.HANDOFF:
+            choice.handoff = output.handoff
+            if text.finish_reason is FinishReason.STOP and output.handoff is not None:
+                choice.handoff = None  # a stop string ended it here: nobody will read the KV
+                await self.service.client.release_lease(output.handoff.nonce)
+        if output.prompt_logprobs is not None:
+            choice.prompt_logprobs = output.prompt_logprobs
+        num_tokens = len(text.offsets)
+        if choice.finish_reason is not None:
+            self._count(choice)
+        return Delta(
+            index=choice.index,
+            text=text.text,
+            token_ids=token_ids[:num_tokens],
+            offsets=text.offsets,
+            logprobs=logprobs[:num_tokens] if logprobs is not None else None,
+            finish_reason=text.finish_reason,
+            stop_reason=text.stop_reason if text.stop_reason is not None else output.stop_reason,
+            prompt_logprobs=choice.prompt_logprobs if first and not swallowed else None,
+        )
+
+    @property
+    def handoffs(self) -> list[KVHandoff | None]:
+        """Per choice, the lease that another engine is to read."""
+        return [choice.handoff for choice in self.choices]
+
+    def usage(self, choice_index: int | None = None) -> dict[str, int]:
+        """Return OpenAI's usage object: of one choice so far, or of the whole job."""
+        if choice_index is None:
+            num_prompt = sum(len(prompt) for prompt in self.prompts)
+            num_output = sum(choice.num_tokens for choice in self.choices)
+        else:
+            choice = self.choices[choice_index]
+            num_prompt = len(self.prompts[choice.prompt_index])
+            num_output = choice.num_tokens
+        return {
+            "prompt_tokens": num_prompt,
+            "total_tokens": num_prompt + num_output,
+            "completion_tokens": num_output,
+        }
+
+    def stages(self) -> dict[str, float | int]:
+        """Return where the time to the first own token went, by `RequestStages` field.
+
+        `server_s` is what the engine does not account for: HTTP, tokens, the way to the
+        engine and back. All seconds but `ttft_s` sum to `ttft_s`.
+        """
+        choice = self._leader()
+        stages = choice.stages or RequestStages()
+        fields = stage_fields(stages)
+        end_s = choice.own_token_s or choice.last_token_s
+        ttft_s = end_s - self.start_s if end_s is not None else 0.0
+        in_engine_s = sum(value for name, value in fields.items() if name != "kv_bytes")
+        return fields | {"server_s": max(0.0, ttft_s - in_engine_s), "ttft_s": ttft_s}
+
+    def _leader(self) -> Choice:
+        """The choice that stands for the job in timings: its first one here."""
+        return next(choice for choice in self.choices if choice.request is not None)
+
+    def _note(self, choice: Choice, output: EngineOutput) -> None:
+        """Keep times and counts of an output."""
+        if output.stages is not None:
+            choice.stages = output.stages
+        if not output.new_token_ids:
+            return
+        now_s = self.service.clock.monotonic_s()
+        if choice.last_token_s is None:
+            choice.first_token_s = now_s
+            self.service.metrics.first_token(now_s - self.start_s)
+        else:
+            gap_s = now_s - choice.last_token_s
+            self._gaps_s.append(gap_s)
+            self.service.metrics.token_gap(gap_s)
+        choice.last_token_s = now_s
+        num_tokens = choice.processor.num_tokens + len(output.new_token_ids)
+        if choice.own_token_s is None and num_tokens > choice.num_from_handoff:
+            choice.own_token_s = now_s
+
+    def _count(self, choice: Choice) -> None:
+        """Count a choice that has ended."""
+        assert choice.finish_reason is not None
+        now_s = self.service.clock.monotonic_s()
+        first_s = choice.first_token_s
+        self.service.metrics.finished(
+            choice.finish_reason.value,
+            num_prompt_tokens=len(self.prompts[choice.prompt_index]),
+            num_output_tokens=choice.num_tokens,
+            e2e_s=now_s - self.start_s,
+            decode_s=now_s - first_s if first_s is not None else None,
+        )
+
+    def _record(self, error: BaseException | None) -> None:
+        """Count what did not end by itself, and log the job's line."""
+        metrics = self.service.metrics
+        unfinished = [c for c in self.choices if c.request is not None and c.finish_reason is None]
+        failed = self._error is not None or isinstance(error, Exception)
+        for choice in unfinished:
+            choice.finish_reason = FinishReason.ERROR if failed else FinishReason.ABORT
+            self._count(choice)
+        started = any(choice.first_token_s is not None for choice in self.choices)
+        outcome = "ok"
+        if self._error is not None:
+            outcome = self._error.error_code
+        elif isinstance(error, Exception):
+            outcome = "internal_error"
+        elif unfinished or isinstance(error, asyncio.CancelledError):
+            outcome = "client_left"
+            metrics.disconnected("decode" if started else "queue")
+        elif any(choice.finish_reason is FinishReason.HANDOFF for choice in self.choices):
+            outcome = "handed_over"
+        fields = self.stages()
+        kv_bytes = int(fields.pop("kv_bytes"))
+        ttft_s = fields.pop("ttft_s")
+        seconds = {name.removesuffix("_s"): value for name, value in fields.items()}
+        timed = self._leader().own_token_s is not None
+        if timed:
+            metrics.stages(seconds, loaded_kv=kv_bytes > 0)
+        shown = {
+            "server": seconds["server"],
+            "queue": seconds["queue"],
+            "prefill": seconds["prefill"],
+            "kv": seconds["kv_wait"] + seconds["kv_transfer"],
+            "handover": seconds["handover"],
+            "first_step": seconds["first_step"],
+        }
+        _log.info(
+            "%s",
+            request_line(
+                self.request_id,
+                outcome,
+                num_prompt_tokens=sum(len(prompt) for prompt in self.prompts),
+                num_output_tokens=sum(choice.num_tokens for choice in self.choices),
+                ttft_s=ttft_s if timed else None,
+                stages={name: value for name, value in shown.items() if value},
+                kv_bytes=kv_bytes,
+                kv_transfer_s=seconds["kv_transfer"],
+                gaps_s=self._gaps_s,
+            ),
+        )
+
+
+def plan(
+    service: Service,
+    text: Text,
+    fields: SamplingFields,
+    *,
+    request_id: str,
+    model: str,
+    prompts: list[list[int]],
+    sampling: Sequence[SamplingParams],
+    seed: int,
+    created: int,
+    start_s: float,
+    hop: Hop | None,
+    deadline_s: float | None,
+) -> Job:
+    """Return the job for a request; nothing is submitted yet.
+
+    Args:
+        prompts: Token ids; prompt p has the choices p * n to p * n + n - 1.
+        sampling: One per prompt; each choice gets its own seed.
+        seed: The user's, or the one drawn for this request.
+        deadline_s: Wall-clock seconds after which the answer is of no use.
+    """
+    num_choices = fields.num_choices
+    arrival_s = service.clock.wall_s()
+    choices: list[Choice] = []
+    for prompt_index, prompt in enumerate(prompts):
+        for position in range(num_choices):
+            index = len(choices)
+            params = sampling[prompt_index]
+            # With a seed of his own a user gets the same choices for a prompt, whatever
+            # else is in the request; without one, equal prompts differ.
+            seeded = choice_seed(seed, position if fields.seed is not None else index)
+            handoff: KVHandoff | None = None
+            choice = Choice(
+                index=index,
+                prompt_index=prompt_index,
+                request=None,
+                processor=OutputProcessor(
+                    text.tokenizer,
+                    stop=fields.stops,
+                    include_stop_str_in_output=bool(fields.include_stop_str_in_output),
+                    skip_special_tokens=fields.skip_special_tokens is not False,
+                    min_tokens=params.min_tokens,
+                ),
+            )
+            choices.append(choice)
+            if isinstance(hop, DecodeHop):
+                handoff = hop.handoffs[index]
+                if handoff is None:
+                    continue
+                choice.num_from_handoff = len(handoff.first_token_ids)
+                choice.num_to_swallow = choice.num_from_handoff if hop.first_delivered else 0
+                choice.prompt_logprobs = hop.prompt_logprobs[index]
+            choice.request = GenerateRequest(
+                request_id=RequestId(f"{request_id}-{index}-{uuid.uuid4().hex[:8]}"),
+                prompt_token_ids=prompt,
+                sampling=_with_seed(params, seeded, handed_over=handoff is not None),
+                arrival_s=arrival_s,
+                deadline_s=deadline_s,
+                priority=fields.priority or 0,
+                cache_salt=fields.cache_salt or "",
+                remote_decode=isinstance(hop, PrefillHop),
+                handoff=handoff,
+            )
+    return Job(
+        service=service,
+        request_id=request_id,
+        model=model,
+        created=created,
+        seed=seed,
+        prompts=prompts,
+        choices=choices,
+        start_s=start_s,
+    )
+
+
+def _with_seed(params: SamplingParams, seed: int, *, handed_over: bool) -> SamplingParams:
+    """A choice's own parameters; prompt logprobs come from the engine that has prefilled."""
+    if handed_over:
+        return msgspec.structs.replace(params, seed=seed, prompt_logprobs=None)
+    return msgspec.structs.replace(params, seed=seed)
+
+
+def _raise_if_failed(output: EngineOutput, request: GenerateRequest | None, now_s: float) -> None:
+    """An engine reports failures of a single request as outputs."""
+    match output.finish_reason:
+        case FinishReason.ERROR:
+            raise PdserveError(output.error or "the engine failed this request")
+        case FinishReason.ABORT if request is not None and (request.deadline_s or now_s) < now_s:
+            raise DeadlineError("the request's deadline passed before it was complete")
+        case FinishReason.ABORT:
+            raise UnavailableError(
+                output.error or "the engine gave the request up; it is shutting down",
+                retry_after_s=1.0,
+            )

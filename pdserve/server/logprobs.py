@@ -1,0 +1,107 @@
+"""Log-probabilities in the three shapes the API has for them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from pdserve.server.handoff import PromptLogprobs
+    from pdserve.text.tokenizer import Tokenizer
+    from pdserve.wire.outputs import TokenLogprobs
+
+
+def completion_logprobs(
+    tokenizer: Tokenizer, entries: Sequence[TokenLogprobs], offsets: Sequence[int]
+) -> dict[str, list[Any]]:
+    """Return the object of `/v1/completions`: one column per fact."""
+    return {
+        "text_offset": list(offsets),
+        "token_logprobs": [entry.logprob for entry in entries],
+        "tokens": [tokenizer.token_text(entry.token_id) for entry in entries],
+        "top_logprobs": [_alternatives(tokenizer, entry) for entry in entries],
+    }
+
+
+def echoed_logprobs(
+    tokenizer: Tokenizer, token_ids: Sequence[int], entries: PromptLogprobs
+) -> dict[str, list[Any]]:
+    """Return the prompt's part of the object of `/v1/completions` when it is echoed."""
+    columns: dict[str, list[Any]] = {
+        "text_offset": [],
+        "token_logprobs": [],
+        "tokens": [],
+        "top_logprobs": [],
+    }
+    offset = 0
+    for token_id, entry in zip(token_ids, entries, strict=True):
+        token = tokenizer.token_text(token_id)
+        columns["text_offset"].append(offset)
+        columns["token_logprobs"].append(None if entry is None else entry.logprob)
+        columns["tokens"].append(token)
+        columns["top_logprobs"].append(None if entry is None else _alternatives(tokenizer, entry))
+        offset += len(token)
+    return columns
+
+
+def joined(first: dict[str, list[Any]], second: dict[str, list[Any]]) -> dict[str, list[Any]]:
+    """Return the columns of two objects of `/v1/completions`, one after the other."""
+    return {name: first[name] + second[name] for name in first}
+
+
+def chat_logprobs(
+    tokenizer: Tokenizer, entries: Sequence[TokenLogprobs], num_top: int
+) -> dict[str, Any]:
+    """Return the object of `/v1/chat/completions`: one row per token."""
+    return {
+        "content": [
+            _row(tokenizer, entry.token_id, entry.logprob)
+            | {
+                "top_logprobs": [
+                    _row(tokenizer, token_id, logprob) for token_id, logprob in entry.top[:num_top]
+                ]
+            }
+            for entry in entries
+        ]
+    }
+
+
+def prompt_logprobs(
+    tokenizer: Tokenizer, entries: PromptLogprobs
+) -> list[dict[str, dict[str, Any]] | None]:
+    """Return vLLM's object: per prompt token, alternatives by token id."""
+    return [None if entry is None else _by_id(tokenizer, entry) for entry in entries]
+
+
+def _by_id(tokenizer: Tokenizer, entry: TokenLogprobs) -> dict[str, dict[str, Any]]:
+    ranked = [(entry.token_id, entry.logprob, entry.rank)]
+    ranked += [
+        (token_id, logprob, rank)
+        for rank, (token_id, logprob) in enumerate(entry.top, 1)
+        if token_id != entry.token_id
+    ]
+    return {
+        str(token_id): {
+            "logprob": logprob,
+            "rank": rank,
+            "decoded_token": tokenizer.token_text(token_id),
+        }
+        for token_id, logprob, rank in ranked
+    }
+
+
+def _alternatives(tokenizer: Tokenizer, entry: TokenLogprobs) -> dict[str, float]:
+    """The likeliest tokens, and the one that stands there; the likelier of equal spellings."""
+    found: dict[str, float] = {}
+    for token_id, logprob in (*entry.top, (entry.token_id, entry.logprob)):
+        found.setdefault(tokenizer.token_text(token_id), logprob)
+    return found
+
+
+def _row(tokenizer: Tokenizer, token_id: int, logprob: float) -> dict[str, Any]:
+    return {
+        "token": tokenizer.token_text(token_id),
+        "logprob": logprob,
+        "bytes": list(tokenizer.token_bytes(token_id)),
+    }

@@ -1,0 +1,272 @@
+"""An engine's Prometheus series.
+
+Names are vLLM's where the meaning is the same, `pdserve_*` otherwise, never both for one
+fact. What the engine core counts is read from its newest snapshot when somebody scrapes;
+what only the server sees (latencies, outcomes) is observed as it happens. Every series
+exists from the start.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from prometheus_client import CollectorRegistry, Counter, Histogram
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.registry import Collector
+
+from pdserve.observe.metrics import (
+    LATENCY_BUCKETS_S,
+    SIZE_BUCKETS,
+    STAGE_BUCKETS_S,
+    exposition,
+    loop_lag_histogram,
+)
+from pdserve.wire.transfer import LeaseEnd, LoadFailure
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping
+
+    from prometheus_client.metrics_core import Metric
+
+    from pdserve.wire.request import EngineInfo, EngineStats
+
+STAGES = ("server", "queue", "prefill", "kv_wait", "kv_transfer", "handover", "first_step")
+"""Parts of the time to an engine's first own token, in order; together they are all of it."""
+
+FINISHED_REASONS = ("stop", "length", "abort", "error", "handoff")
+DISCONNECT_STAGES = ("queue", "decode")
+BLOCK_STATES = ("free", "cached", "held", "leased", "receiving")
+
+
+class ServerMetrics:
+    """The series of one engine.
+
+    Args:
+        model_name: Label of every `vllm:` series.
+        stats: Returns the engine core's newest snapshot.
+        info: Returns the engine's description once it is ready.
+    """
+
+    def __init__(
+        self,
+        model_name: str,
+        stats: Callable[[], EngineStats | None],
+        info: Callable[[], EngineInfo | None],
+    ) -> None:
+        self.registry = CollectorRegistry()
+        self._model_name = model_name
+        self.registry.register(_EngineCollector(model_name, stats, info))
+        self.loop_lag = loop_lag_histogram(self.registry)
+        self._ttft = self._histogram(
+            "vllm:time_to_first_token_seconds", "Arrival to first token.", LATENCY_BUCKETS_S
+        )
+        self._itl = self._histogram(
+            "vllm:inter_token_latency_seconds", "Token to token.", LATENCY_BUCKETS_S
+        )
+        self._e2e = self._histogram(
+            "vllm:e2e_request_latency_seconds", "Arrival to last token.", LATENCY_BUCKETS_S
+        )
+        self._queue = self._histogram(
+            "vllm:request_queue_time_seconds", "Time in the waiting queue.", LATENCY_BUCKETS_S
+        )
+        self._prefill = self._histogram(
+            "vllm:request_prefill_time_seconds", "Time in prefill.", LATENCY_BUCKETS_S
+        )
+        self._decode = self._histogram(
+            "vllm:request_decode_time_seconds", "First to last token.", LATENCY_BUCKETS_S
+        )
+        self._num_prompt = self._histogram(
+            "vllm:request_prompt_tokens", "Prompt tokens of a request.", SIZE_BUCKETS
+        )
+        self._num_output = self._histogram(
+            "vllm:request_generation_tokens", "Output tokens of a request.", SIZE_BUCKETS
+        )
+        success = Counter(
+            "vllm:request_success",
+            "Finished requests.",
+            ["model_name", "finished_reason"],
+            registry=self.registry,
+        )
+        self._finished = {reason: success.labels(model_name, reason) for reason in FINISHED_REASONS}
+        stage = Histogram(
+            "pdserve_stage_duration_seconds",
+            "Parts of the time to this engine's first own token; they sum to it.",
+            ["stage"],
+            buckets=STAGE_BUCKETS_S,
+            registry=self.registry,
+        )
+        self._stages = {name: stage.labels(name) for name in STAGES}
+        self._kv_transfer = Histogram(
+            "pdserve_kv_transfer_seconds",
+            "First to last byte of a KV load.",
+            buckets=STAGE_BUCKETS_S,
+            registry=self.registry,
+        )
+        wait = Histogram(
+            "pdserve_kv_transfer_wait_seconds",
+            "Time around a KV load in which no bytes moved.",
+            ["kind"],
+            buckets=STAGE_BUCKETS_S,
+            registry=self.registry,
+        )
+        self._kv_wait = {kind: wait.labels(kind) for kind in ("load", "handover")}
+        disconnects = Counter(
+            "pdserve_client_disconnects",
+            "Connections closed before the answer was complete.",
+            ["stage"],
+            registry=self.registry,
+        )
+        self._disconnects = {stage: disconnects.labels(stage) for stage in DISCONNECT_STAGES}
+
+    def render(self) -> bytes:
+        """Return the exposition."""
+        return exposition(self.registry)
+
+    def first_token(self, seconds: float) -> None:
+        """A choice's first token came `seconds` after its request."""
+        self._ttft.observe(seconds)
+
+    def token_gap(self, seconds: float) -> None:
+        """A choice's next token came `seconds` after the one before it."""
+        self._itl.observe(seconds)
+
+    def stages(self, seconds: Mapping[str, float], *, loaded_kv: bool) -> None:
+        """A request's time to its first own token, by stage (a key of `STAGES`)."""
+        for name, value in seconds.items():
+            self._stages[name].observe(value)
+        self._queue.observe(seconds["queue"])
+        self._prefill.observe(seconds["prefill"])
+        if loaded_kv:
+            self._kv_transfer.observe(seconds["kv_transfer"])
+            self._kv_wait["load"].observe(seconds["kv_wait"])
+            self._kv_wait["handover"].observe(seconds["handover"])
+
+    def finished(
+        self,
+        reason: str,
+        *,
+        num_prompt_tokens: int,
+        num_output_tokens: int,
+        e2e_s: float,
+        decode_s: float | None,
+    ) -> None:
+        """A choice ended for `reason`, one of `FINISHED_REASONS`."""
+        self._finished[reason].inc()
+        self._num_prompt.observe(num_prompt_tokens)
+        self._num_output.observe(num_output_tokens)
+        self._e2e.observe(e2e_s)
+        if decode_s is not None:
+            self._decode.observe(decode_s)
+
+    def disconnected(self, stage: str) -> None:
+        """A client left in `stage`, one of `DISCONNECT_STAGES`."""
+        self._disconnects[stage].inc()
+
+    def _histogram(self, name: str, documentation: str, buckets: tuple[float, ...]) -> Histogram:
+        family = Histogram(
+            name, documentation, ["model_name"], buckets=buckets, registry=self.registry
+        )
+        return family.labels(self._model_name)
+
+
+class _EngineCollector(Collector):
+    """The engine core's own counts, as of its newest snapshot; zeros before the first."""
+
+    def __init__(
+        self,
+        model_name: str,
+        stats: Callable[[], EngineStats | None],
+        info: Callable[[], EngineInfo | None],
+    ) -> None:
+        self._model_name = model_name
+        self._stats = stats
+        self._info = info
+
+    def collect(self) -> Iterator[Metric]:
+        """Yield the families; called by the registry at each scrape."""
+        stats = self._stats()
+        for name, documentation, gauge in (
+            ("vllm:num_requests_running", "Requests in the running batch.", "num_running"),
+            ("vllm:num_requests_waiting", "Requests that wait to run.", "num_waiting"),
+            ("pdserve_num_requests_receiving", "Requests whose KV is on its way.", "num_receiving"),
+        ):
+            yield self._gauge(name, documentation, getattr(stats, gauge, 0))
+        blocks = stats.blocks if stats is not None else {}
+        num_blocks = stats.num_blocks if stats is not None else 0
+        in_use = num_blocks - blocks.get("free", 0) - blocks.get("cached", 0)
+        yield self._gauge(
+            "vllm:kv_cache_usage_perc",
+            "Share of KV blocks in use; 1 is all of them.",
+            in_use / num_blocks if num_blocks else 0.0,
+        )
+        for name, documentation, counter in (
+            ("vllm:prefix_cache_queries", "Prompt tokens looked up.", "prefix_cache_queries"),
+            ("vllm:prefix_cache_hits", "Prompt tokens found.", "prefix_cache_hits"),
+            ("vllm:num_preemptions", "Requests preempted.", "num_preemptions"),
+            ("vllm:prompt_tokens", "Prompt tokens processed.", "prompt_tokens"),
+            ("vllm:generation_tokens", "Tokens generated.", "generation_tokens"),
+            ("pdserve_engine_steps", "Engine steps.", "num_steps"),
+            ("pdserve_kv_transfer_bytes", "KV bytes received.", "kv_bytes_received"),
+            ("pdserve_kv_transfer_descriptors", "Descriptors posted.", "kv_descriptors"),
+        ):
+            yield self._counter(name, documentation, getattr(stats, counter, 0))
+        yield self._counters(
+            "vllm:prompt_tokens_by_source",
+            "Prompt tokens by where their KV came from.",
+            "source",
+            {
+                "local_compute": stats.local_compute_tokens if stats else 0,
+                "local_cache_hit": stats.local_cache_hit_tokens if stats else 0,
+                "external_kv_transfer": stats.external_kv_tokens if stats else 0,
+            },
+        )
+        failures = stats.kv_load_failures if stats is not None else {}
+        yield self._counters(
+            "pdserve_kv_transfer_failures",
+            "KV loads that did not arrive.",
+            "reason",
+            {failure.value: failures.get(failure.value, 0) for failure in LoadFailure},
+        )
+        ends = stats.lease_ends if stats is not None else {}
+        yield self._counter(
+            "pdserve_kv_lease_expired",
+            "Leases that nobody read in time.",
+            ends.get(LeaseEnd.EXPIRED.value, 0),
+        )
+        yield self._counters(
+            "pdserve_kv_lease_ended",
+            "Leases that ended in another way.",
+            "end",
+            {end.value: ends.get(end.value, 0) for end in LeaseEnd if end is not LeaseEnd.EXPIRED},
+        )
+        kv_blocks = GaugeMetricFamily("pdserve_kv_blocks", "KV blocks by state.", labels=["state"])
+        for state in BLOCK_STATES:
+            kv_blocks.add_metric([state], blocks.get(state, 0))
+        yield kv_blocks
+        ready = GaugeMetricFamily("pdserve_engine_ready", "1 once the weights are loaded.")
+        ready.add_metric([], self._info() is not None)
+        yield ready
+
+    def _labels(self, name: str) -> dict[str, str]:
+        return {"model_name": self._model_name} if name.startswith("vllm:") else {}
+
+    def _gauge(self, name: str, documentation: str, value: float) -> Metric:
+        labels = self._labels(name)
+        family = GaugeMetricFamily(name, documentation, labels=list(labels))
+        family.add_metric(list(labels.values()), value)
+        return family
+
+    def _counter(self, name: str, documentation: str, value: float) -> Metric:
+        labels = self._labels(name)
+        family = CounterMetricFamily(name, documentation, labels=list(labels))
+        family.add_metric(list(labels.values()), value)
+        return family
+
+    def _counters(
+        self, name: str, documentation: str, label: str, values: Mapping[str, float]
+    ) -> Metric:
+        labels = self._labels(name)
+        family = CounterMetricFamily(name, documentation, labels=[*labels, label])
+        for key, value in values.items():
+            family.add_metric([*labels.values(), key], value)
+        return family

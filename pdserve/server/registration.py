@@ -1,0 +1,115 @@
+"""Tells proxies that this engine is there, for as long as it is.
+
+A registration is a lease: it is renewed three times per lease, so that a proxy that was
+restarted, or was not there yet, learns of the engine by itself, and one that hears nothing
+forgets it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from typing import TYPE_CHECKING, Any
+
+import aiohttp
+import msgspec
+
+from pdserve.observe.log import log_event
+from pdserve.server.hop import AUTH_HEADER, signature
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from pdserve.wire.request import EngineInfo
+
+_log = logging.getLogger(__name__)
+
+PATH = "/pdserve/register"
+LEASE_S = 9.0
+_TIMEOUT = aiohttp.ClientTimeout(total=3.0)
+_RETRY_S = 1.0
+_MAX_REASON_CHARS = 1000
+
+
+class Registration:
+    """Registers one engine with its proxies, in the background.
+
+    Args:
+        proxy_urls: Base URLs.
+        url: Where proxies reach this engine.
+        info: The engine's description.
+        secret: The deployment's; empty signs nothing.
+        lease_s: How long a proxy believes a registration.
+    """
+
+    def __init__(
+        self,
+        proxy_urls: Sequence[str],
+        *,
+        url: str,
+        info: EngineInfo,
+        secret: str,
+        lease_s: float = LEASE_S,
+    ) -> None:
+        self._proxy_urls = [proxy.rstrip("/") for proxy in proxy_urls]
+        self._url = url
+        self._info = info
+        self._secret = secret
+        self._lease_s = lease_s
+        self._session: aiohttp.ClientSession | None = None
+        self._tasks: list[asyncio.Task[None]] = []
+
+    async def start(self) -> None:
+        """Begin to register; returns at once."""
+        self._session = aiohttp.ClientSession(timeout=_TIMEOUT)
+        self._tasks = [
+            asyncio.create_task(self._keep(proxy), name=f"register with {proxy}")
+            for proxy in self._proxy_urls
+        ]
+
+    async def stop(self) -> None:
+        """Leave every proxy; one that does not answer is left to the lease."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        if self._session is not None:
+            body = {"url": self._url, "role": self._info.role, "engine": self._info}
+            await asyncio.gather(*(self._call("DELETE", proxy, body) for proxy in self._proxy_urls))
+            await self._session.close()
+
+    async def _keep(self, proxy: str) -> None:
+        """Register for ever; logs when the proxy's answer changes, not each time."""
+        body = {
+            "url": self._url,
+            "role": self._info.role,
+            "engine": self._info,
+            "lease_s": self._lease_s,
+        }
+        last: str | None = "never asked"
+        while True:
+            refusal = await self._call("POST", proxy, body)
+            if refusal is None and last is not None:
+                log_event(_log, "registered", proxy=proxy, url=self._url)
+            elif refusal is not None and refusal != last:
+                level = logging.WARNING
+                log_event(_log, "registration failed", level=level, proxy=proxy, reason=refusal)
+            last = refusal
+            await asyncio.sleep(self._lease_s / 3 if refusal is None else _RETRY_S)
+
+    async def _call(self, method: str, proxy: str, body: dict[str, Any]) -> str | None:
+        """Return why the proxy did not take it, or None."""
+        assert self._session is not None
+        data = msgspec.json.encode(body)
+        headers = {"Content-Type": "application/json"}
+        if self._secret:
+            headers[AUTH_HEADER] = signature(self._secret, data)
+        try:
+            async with self._session.request(
+                method, proxy + PATH, data=data, headers=headers
+            ) as response:
+                if response.status < 300:
+                    return None
+                answer = await response.text()
+                return f"{response.status}: {answer[:_MAX_REASON_CHARS]}"
+        except (aiohttp.ClientError, TimeoutError, OSError) as error:
+            return f"{type(error).__name__}: {error}"

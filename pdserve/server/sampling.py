@@ -1,0 +1,137 @@
+"""A request's sampling fields, the model's defaults and the engine's limits: resolved.
+
+After this no field is left to anybody's default. Pure; knows no HTTP and no engine.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from typing import TYPE_CHECKING, TypeVar
+
+from pdserve.errors import BadRequestError, ContextLengthError
+from pdserve.wire.sampling import SamplingParams
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from pdserve.server.protocol import SamplingFields
+    from pdserve.text.load import Text
+    from pdserve.text.tokenizer import Tokenizer
+
+T = TypeVar("T")
+
+_GREEDY_BELOW = 1e-5
+_MAX_LOGIT_BIAS = 100.0
+_SEED_MASK = 2**63 - 1
+
+
+def choice_seed(seed: int, index: int) -> int:
+    """Return the seed of choice `index`: a function of both, and `seed` itself for 0."""
+    if index == 0:
+        return seed & _SEED_MASK
+    digest = hashlib.sha256(f"{seed}:{index}".encode()).digest()
+    return int.from_bytes(digest[:8], "little") & _SEED_MASK
+
+
+def output_limit(
+    fields: SamplingFields,
+    *,
+    asked: int | None,
+    default: int | None,
+    num_prompt_tokens: int,
+    max_model_len: int,
+    model_limit: int | None,
+) -> int:
+    """Return how many tokens a request may get.
+
+    Args:
+        asked: The user's limit, under whichever name the endpoint has for it.
+        default: The endpoint's own where the user gave none; None is the rest of the context.
+        model_limit: `max_new_tokens` of the model's generation config.
+
+    Raises:
+        ContextLengthError: The prompt leaves no room, or not as much as was asked for.
+    """
+    room = max_model_len - num_prompt_tokens
+    if room < 1 or (asked or 0) > room:
+        wanted = f" and {asked} of output" if asked is not None else ""
+        raise ContextLengthError(
+            f"This model's maximum context length is {max_model_len} tokens, but the request "
+            f"has {num_prompt_tokens} tokens of prompt{wanted}; "
+            "shorten the prompt or ask for fewer tokens.",
+            param="prompt" if room < 1 else "max_tokens",
+        )
+    limit = asked if asked is not None else min(room, default or room)
+    if model_limit is not None:
+        limit = min(limit, model_limit)
+    if fields.min_tokens is not None and fields.min_tokens > max(limit, 1):
+        raise BadRequestError(
+            f"min_tokens is {fields.min_tokens}: it must be at most max_tokens ({limit})",
+            param="min_tokens",
+        )
+    return limit
+
+
+def resolve_sampling(
+    fields: SamplingFields,
+    text: Text,
+    *,
+    max_tokens: int,
+    seed: int,
+    logprobs: int | None,
+    prompt_logprobs: int | None,
+) -> SamplingParams:
+    """Return what an engine needs to sample one choice.
+
+    Raises:
+        BadRequestError: A token id is outside the vocabulary.
+    """
+    defaults = text.defaults
+    temperature = _given(fields.temperature, defaults.temperature)
+    _check_ids("stop_token_ids", fields.stop_token_ids or [], text.vocab_size)
+    _check_ids("allowed_token_ids", fields.allowed_token_ids or [], text.vocab_size)
+    _check_ids("logit_bias", list(fields.logit_bias or {}), text.vocab_size)
+    allowed = fields.allowed_token_ids
+    return SamplingParams(
+        max_tokens=max_tokens,
+        seed=seed,
+        min_tokens=min(fields.min_tokens or 0, max_tokens),
+        temperature=0.0 if temperature < _GREEDY_BELOW else temperature,
+        top_p=_given(fields.top_p, defaults.top_p),
+        top_k=max(0, _given(fields.top_k, defaults.top_k)),
+        min_p=_given(fields.min_p, defaults.min_p),
+        presence_penalty=_given(fields.presence_penalty, 0.0),
+        frequency_penalty=_given(fields.frequency_penalty, 0.0),
+        repetition_penalty=_given(fields.repetition_penalty, defaults.repetition_penalty),
+        eos_token_ids=defaults.eos_token_ids,
+        stop_token_ids=tuple(fields.stop_token_ids or ()),
+        ignore_eos=bool(fields.ignore_eos),
+        logit_bias={
+            token_id: max(-_MAX_LOGIT_BIAS, min(_MAX_LOGIT_BIAS, bias))
+            for token_id, bias in (fields.logit_bias or {}).items()
+        },
+        allowed_token_ids=None if allowed is None else tuple(allowed),
+        bad_words=bad_word_ids(fields.bad_words or [], text.tokenizer),
+        logprobs=logprobs,
+        prompt_logprobs=prompt_logprobs,
+    )
+
+
+def bad_word_ids(words: Sequence[str], tokenizer: Tokenizer) -> tuple[tuple[int, ...], ...]:
+    """Return the token sequences of `words`: each as it begins a text, and after a space."""
+    spellings = (spelling for word in words for spelling in (word.lstrip(), " " + word.lstrip()))
+    sequences = (tuple(tokenizer.encode(text, add_special_tokens=False)) for text in spellings)
+    return tuple(dict.fromkeys(sequence for sequence in sequences if sequence))
+
+
+def _given(value: T | None, default: T) -> T:
+    return default if value is None else value
+
+
+def _check_ids(name: str, token_ids: Sequence[int], vocab_size: int) -> None:
+    for token_id in token_ids:
+        if not 0 <= token_id < vocab_size:
+            raise BadRequestError(
+                f"{name} has token id {token_id}: the vocabulary has ids 0 to {vocab_size - 1}",
+                param=name,
+            )

@@ -1,0 +1,107 @@
+"""What the handlers share: the engine, the model's text side, names, clock and metrics."""
+
+from __future__ import annotations
+
+import uuid
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from aiohttp import web
+
+from pdserve.errors import EngineDeadError, NotFoundError, UnavailableError
+from pdserve.observe.clock import SystemClock
+
+if TYPE_CHECKING:
+    from pdserve.config.schema import EngineConfig, ServerConfig
+    from pdserve.engine.client import EngineClient
+    from pdserve.observe.clock import Clock
+    from pdserve.server.metrics import ServerMetrics
+    from pdserve.text.load import Text
+    from pdserve.wire.request import EngineInfo
+
+_MAX_ID_CHARS = 128
+_STARTING_RETRY_S = 2.0
+
+
+@dataclass(slots=True)
+class Service:
+    """One engine behind HTTP.
+
+    Attributes:
+        text: None until it is loaded.
+        created_s: Reported as the models' creation time.
+        draining: Set on shutdown: what runs goes on, nothing more is taken.
+        num_jobs: Requests for text that are being answered.
+    """
+
+    client: EngineClient
+    engine_config: EngineConfig
+    server_config: ServerConfig
+    metrics: ServerMetrics
+    text: Text | None = None
+    clock: Clock = field(default_factory=SystemClock)
+    draining: bool = False
+    num_jobs: int = 0
+    created_s: int = 0
+
+    @property
+    def model_names(self) -> tuple[str, ...]:
+        """Names this server answers to; the first is the one it reports."""
+        model = self.engine_config.model
+        return model.served_model_name or (model.model,)
+
+    @property
+    def not_ready_reason(self) -> str | None:
+        """Why no request can be taken now, if none can."""
+        if self.client.dead_reason is not None:
+            return f"the engine has ended: {self.client.dead_reason}"
+        if self.draining:
+            return "the server is shutting down"
+        if self.client.info is None or self.text is None:
+            return "the engine is starting"
+        return None
+
+    def resolve_model(self, name: str | None) -> str:
+        """Return the name to answer with.
+
+        Raises:
+            NotFoundError: No such model here.
+        """
+        if not name:
+            return self.model_names[0]
+        if name not in self.model_names:
+            known = ", ".join(self.model_names)
+            raise NotFoundError(
+                f"the model {name!r} does not exist here; this server has: {known}",
+                param="model",
+                code="model_not_found",
+            )
+        return name
+
+    def require_ready(self) -> tuple[Text, EngineInfo]:
+        """Return the text side and the engine's description.
+
+        Raises:
+            EngineDeadError: The engine has ended.
+            UnavailableError: It is not ready yet, or is shutting down.
+        """
+        reason = self.not_ready_reason
+        if self.client.dead_reason is not None:
+            raise EngineDeadError(f"the engine has ended: {self.client.dead_reason}")
+        if reason is not None or self.text is None or self.client.info is None:
+            raise UnavailableError(reason or "not ready", retry_after_s=_STARTING_RETRY_S)
+        return self.text, self.client.info
+
+
+SERVICE = web.AppKey("service", Service)
+REQUEST_ID = web.RequestKey("request_id", str)
+START_S = web.RequestKey("start_s", float)
+"""When the request came, by the service's monotonic clock."""
+
+
+def request_id_of(request: web.Request) -> str:
+    """Return the client's X-Request-Id if it is usable in logs and headers, else a random id."""
+    given = request.headers.get("X-Request-Id", "")
+    if given and len(given) <= _MAX_ID_CHARS and given.isascii() and given.isprintable():
+        return given.strip().replace(" ", "-")
+    return uuid.uuid4().hex

@@ -1,0 +1,119 @@
+"""Health, models, version, metrics, and the tokenizer over HTTP."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+from aiohttp import web
+
+import pdserve
+from pdserve.errors import BadRequestError
+from pdserve.observe.metrics import CONTENT_TYPE
+from pdserve.server.chat import render_chat
+from pdserve.server.intake import encode
+from pdserve.server.protocol import DetokenizeRequest, TokenizeRequest, parse_body
+from pdserve.server.service import SERVICE
+
+
+async def health(request: web.Request) -> web.Response:
+    """200 while requests can be served."""
+    ready = request.app[SERVICE].not_ready_reason is None
+    return web.Response(status=200 if ready else 503)
+
+
+async def livez(request: web.Request) -> web.Response:
+    """200 while this event loop turns; asks nobody else."""
+    return web.Response(text="ok\n")
+
+
+async def readyz(request: web.Request) -> web.Response:
+    """200 once the weights are loaded, until shutdown begins; the body says why not."""
+    reason = request.app[SERVICE].not_ready_reason
+    return web.Response(status=200 if reason is None else 503, text=f"{reason or 'ok'}\n")
+
+
+async def version(request: web.Request) -> web.Response:
+    """The version of pdserve."""
+    return _json({"version": pdserve.__version__})
+
+
+async def metrics(request: web.Request) -> web.Response:
+    """Prometheus' exposition."""
+    return web.Response(
+        body=request.app[SERVICE].metrics.render(), headers={"Content-Type": CONTENT_TYPE}
+    )
+
+
+async def list_models(request: web.Request) -> web.Response:
+    """The names this server answers to."""
+    service = request.app[SERVICE]
+    info = service.client.info
+    return _json(
+        {
+            "object": "list",
+            "data": [
+                {
+                    "id": name,
+                    "object": "model",
+                    "created": service.created_s,
+                    "owned_by": "pdserve",
+                    "root": service.engine_config.model.model,
+                    "parent": None,
+                    "max_model_len": info.max_model_len if info is not None else None,
+                }
+                for name in service.model_names
+            ],
+        }
+    )
+
+
+async def tokenize(request: web.Request) -> web.Response:
+    """The token ids of a prompt or of chat messages."""
+    body = parse_body(await request.read(), TokenizeRequest)
+    service = request.app[SERVICE]
+    service.resolve_model(body.model)
+    text, info = service.require_ready()
+    if (body.prompt is None) == (body.messages is None):
+        raise BadRequestError("give either prompt or messages", param="prompt")
+    prompt, special = body.prompt, body.add_special_tokens is not False
+    if body.messages is not None:
+        special = bool(body.add_special_tokens)
+        prompt = render_chat(
+            text,
+            body.messages,
+            now_s=service.clock.wall_s(),
+            add_generation_prompt=body.add_generation_prompt is not False,
+            variables=body.chat_template_kwargs,
+        )
+    tokens = await encode(text.tokenizer, prompt or "", add_special_tokens=special)
+    spellings = None
+    if body.return_token_strs:
+        spellings = [text.tokenizer.token(token_id) for token_id in tokens]
+    return _json(
+        {
+            "count": len(tokens),
+            "max_model_len": info.max_model_len,
+            "tokens": tokens,
+            "token_strs": spellings,
+        }
+    )
+
+
+async def detokenize(request: web.Request) -> web.Response:
+    """The text of token ids, special tokens included."""
+    body = parse_body(await request.read(), DetokenizeRequest)
+    service = request.app[SERVICE]
+    service.resolve_model(body.model)
+    text, _ = service.require_ready()
+    for token_id in body.tokens:
+        if not 0 <= token_id < text.vocab_size:
+            raise BadRequestError(
+                f"tokens has id {token_id}: the vocabulary has ids 0 to {text.vocab_size - 1}",
+                param="tokens",
+            )
+    return _json({"prompt": text.tokenizer.decode(body.tokens, skip_special_tokens=False)})
+
+
+def _json(value: dict[str, Any]) -> web.Response:
+    return web.Response(body=msgspec.json.encode(value), content_type="application/json")

@@ -1,0 +1,160 @@
+"""Chat messages to one prompt, by the model's Jinja template.
+
+The template comes with the model and is not trusted: it runs in Jinja's sandbox. The
+environment is the one Hugging Face's templates are written for. Does not know tokens.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import jinja2
+from jinja2.ext import Extension, loopcontrols
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from pdserve.errors import BadRequestError, ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from jinja2 import nodes
+    from jinja2.parser import Parser
+
+
+class _TemplateRefusalError(Exception):
+    """The template itself refused the messages."""
+
+
+class _Generation(Extension):
+    """`{% generation %}` marks the assistant's text for training; here it only encloses."""
+
+    tags = {"generation"}  # noqa: RUF012 (Jinja's own declaration)
+
+    def parse(self, parser: Parser) -> nodes.Node | list[nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+def _refuse(message: str) -> NoReturn:
+    raise _TemplateRefusalError(message)
+
+
+def _to_json(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """JSON as Hugging Face's filter writes it: without the HTML escapes of Jinja's own."""
+    return json.dumps(
+        value,
+        ensure_ascii=ensure_ascii,
+        indent=indent,
+        separators=separators,
+        sort_keys=sort_keys,
+    )
+
+
+class ChatTemplate:
+    """A compiled chat template.
+
+    Args:
+        source: Jinja source.
+        special_tokens: `bos_token`, `eos_token` and so on, as the template names them.
+
+    Raises:
+        ConfigError: The source is not a Jinja template.
+    """
+
+    def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
+        environment = ImmutableSandboxedEnvironment(
+            trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, _Generation]
+        )
+        environment.filters["tojson"] = _to_json
+        environment.globals["raise_exception"] = _refuse
+        try:
+            self._template = environment.from_string(source)
+        except jinja2.TemplateSyntaxError as error:
+            raise ConfigError(
+                f"the chat template is not valid Jinja: line {error.lineno}: {error.message}"
+            ) from error
+        self._special_tokens = dict(special_tokens)
+
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        now_s: float,
+        add_generation_prompt: bool = True,
+        variables: Mapping[str, Any] | None = None,
+    ) -> str:
+        """Return the prompt.
+
+        Args:
+            messages: OpenAI's: `role`, and `content` as a string or a list of text parts.
+            now_s: Wall-clock seconds for templates that print the date, so that two
+                engines render the same prompt.
+            add_generation_prompt: Whether the prompt ends where the assistant begins.
+            variables: Further names for the template (`chat_template_kwargs`).
+
+        Raises:
+            BadRequestError: A message is malformed, or the template refuses them.
+        """
+        names = {
+            **self._special_tokens,
+            **(variables or {}),
+            "messages": [_plain(message, index) for index, message in enumerate(messages)],
+            "add_generation_prompt": add_generation_prompt,
+            "strftime_now": lambda form: time.strftime(form, time.localtime(now_s)),
+        }
+        try:
+            return self._template.render(names)
+        except _TemplateRefusalError as error:
+            raise BadRequestError(str(error), param="messages") from error
+        except (
+            jinja2.TemplateError,
+            ArithmeticError,
+            AttributeError,
+            LookupError,
+            TypeError,
+            ValueError,
+        ) as error:
+            raise BadRequestError(
+                f"the model's chat template cannot render these messages: {error}",
+                param="messages",
+            ) from error
+
+
+def _plain(message: Mapping[str, Any], index: int) -> dict[str, Any]:
+    """Check one message and join its text parts, as templates for text expect them."""
+    where = f"messages[{index}]"
+    role = message.get("role")
+    if not isinstance(role, str):
+        raise BadRequestError(f"{where}.role must be a string, got {role!r}", param="messages")
+    content = message.get("content")
+    if isinstance(content, list):
+        content = "\n".join(
+            _part_text(part, f"{where}.content[{position}]")
+            for position, part in enumerate(content)
+        )
+    elif content is None:
+        content = ""
+    elif not isinstance(content, str):
+        raise BadRequestError(
+            f"{where}.content must be a string or a list of text parts", param="messages"
+        )
+    return {**message, "content": content}
+
+
+def _part_text(part: object, where: str) -> str:
+    if isinstance(part, str):
+        return part
+    if isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str):
+        return str(part["text"])
+    kind = part.get("type") if isinstance(part, dict) else type(part).__name__
+    raise BadRequestError(
+        f"{where} has type {kind!r}: only text parts are supported", param="messages"
+    )

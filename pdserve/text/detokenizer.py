@@ -1,0 +1,95 @@
+"""Token ids to text, one at a time, as the tokens arrive.
+
+Text is given out as soon as no later token can change it. What all pushes and the flush
+return, joined, is exactly what `Tokenizer.decode` returns for all the tokens at once: a
+stream and a whole answer can never differ. Does not know stop strings or requests.
+"""
+
+from __future__ import annotations
+
+import codecs
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    from pdserve.text.tokenizer import Tokenizer
+
+
+class Detokenizer(Protocol):
+    """One text in the making."""
+
+    def push(self, token_id: int) -> str:
+        """Add a token; return the text that is now certain. O(1) amortised."""
+        ...
+
+    def flush(self) -> str:
+        """End the text; return what was held back."""
+        ...
+
+
+def make_detokenizer(tokenizer: Tokenizer, *, skip_special_tokens: bool) -> Detokenizer:
+    """Return the detokenizer for this vocabulary's way of spelling."""
+    kind = ByteLevelDetokenizer if tokenizer.is_byte_level else WindowDetokenizer
+    return kind(tokenizer, skip_special_tokens=skip_special_tokens)
+
+
+class ByteLevelDetokenizer:
+    """For vocabularies whose tokens are byte strings (GPT-2, Llama 3, Qwen, DeepSeek).
+
+    Decoding is concatenation of bytes and one UTF-8 decoding with replacement, so an
+    incremental UTF-8 decoder gives the same text; it holds back at most three bytes.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, *, skip_special_tokens: bool) -> None:
+        self._tokenizer = tokenizer
+        self._skipped = tokenizer.special_ids if skip_special_tokens else frozenset[int]()
+        self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def push(self, token_id: int) -> str:
+        """See `Detokenizer`."""
+        if token_id in self._skipped:
+            return ""
+        return self._utf8.decode(self._tokenizer.token_bytes(token_id))
+
+    def flush(self) -> str:
+        """See `Detokenizer`."""
+        return self._utf8.decode(b"", final=True)
+
+
+class WindowDetokenizer:
+    """For every other vocabulary: decodes the tokens with the ones before them as context.
+
+    A token's text may depend on whether it stands first (its leading space is dropped), so
+    tokens are decoded behind the last ones that had text, and that text is cut off. Byte
+    tokens (`<0xE4>`) are held back until their run ends, because the decoder replaces a
+    whole run by U+FFFD if any of it is not UTF-8.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, *, skip_special_tokens: bool) -> None:
+        self._tokenizer = tokenizer
+        self._skipped = tokenizer.special_ids if skip_special_tokens else frozenset[int]()
+        self._context: list[int] = []
+        self._context_text = ""
+        self._held: list[int] = []
+
+    def push(self, token_id: int) -> str:
+        """See `Detokenizer`."""
+        if token_id in self._skipped or self._tokenizer.token(token_id) is None:
+            return ""
+        self._held.append(token_id)
+        return "" if self._tokenizer.is_byte_token(token_id) else self.flush()
+
+    def flush(self) -> str:
+        """See `Detokenizer`."""
+        if not self._held:
+            return ""
+        text = self._decode(self._context + self._held)[len(self._context_text) :]
+        if text:
+            self._context, self._held = self._held, []
+            self._context_text = self._decode(self._context)
+        elif self._context:
+            self._held = []
+        # Otherwise nothing had text yet: these tokens still decide what "first" means.
+        return text
+
+    def _decode(self, token_ids: list[int]) -> str:
+        return self._tokenizer.decode(token_ids, skip_special_tokens=False)

@@ -1,0 +1,70 @@
+"""What a model's authors recommend when a request leaves a sampling field out.
+
+Reads `generation_config.json` (and the end-of-sequence ids of `config.json`). Does not
+know requests.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from pdserve.errors import ConfigError
+from pdserve.text.tokenizer import read_json
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+class GenerationDefaults(msgspec.Struct, frozen=True, kw_only=True):
+    """Defaults of sampling fields, as vLLM takes them from a model.
+
+    Attributes:
+        max_new_tokens: Upper limit of every request's output, or None.
+        eos_token_ids: The model's own end-of-sequence ids, ascending.
+    """
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    max_new_tokens: int | None = None
+    eos_token_ids: tuple[int, ...] = ()
+
+
+def load_generation_defaults(
+    directory: Path, source: str, eos_token_id: int | None
+) -> GenerationDefaults:
+    """Read a model's defaults.
+
+    Args:
+        directory: The model's.
+        source: auto (its generation_config.json), or none or vllm (only the end ids).
+        eos_token_id: The tokenizer's.
+
+    Raises:
+        ConfigError: The file is malformed, or a value has the wrong type.
+    """
+    path = directory / "generation_config.json"
+    config = read_json(path)
+    eos = {eos_token_id} if eos_token_id is not None else set[int]()
+    eos |= _ids(config or read_json(directory / "config.json"), path)
+    fields: dict[str, Any] = {"eos_token_ids": tuple(sorted(eos))}
+    if source == "auto":
+        for name in GenerationDefaults.__struct_fields__:
+            if name != "eos_token_ids" and config.get(name) is not None:
+                fields[name] = config[name]
+    try:
+        return msgspec.convert(fields, GenerationDefaults)
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"{path}: {error}; mend it or use --generation-config none") from error
+
+
+def _ids(config: dict[str, Any], path: Path) -> set[int]:
+    value = config.get("eos_token_id")
+    ids = value if isinstance(value, list) else [] if value is None else [value]
+    if not all(isinstance(token_id, int) for token_id in ids):
+        raise ConfigError(f"{path}: eos_token_id is {value!r}; it must be an id or a list of ids")
+    return set(ids)

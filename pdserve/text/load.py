@@ -1,0 +1,60 @@
+"""Everything about text that belongs to one model, read once."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from pdserve.errors import ConfigError
+from pdserve.text.chat import ChatTemplate
+from pdserve.text.generation import GenerationDefaults, load_generation_defaults
+from pdserve.text.tokenizer import Tokenizer, read_json
+
+if TYPE_CHECKING:
+    from pdserve.config.schema import ModelConfig
+
+
+@dataclass(frozen=True, slots=True)
+class Text:
+    """A model's text side.
+
+    Attributes:
+        vocab_size: Ids the model takes: every prompt token id is below it.
+        chat_template: None if the model has none.
+    """
+
+    tokenizer: Tokenizer
+    defaults: GenerationDefaults
+    vocab_size: int
+    chat_template: ChatTemplate | None = None
+
+
+def load_text(model: ModelConfig) -> Text:
+    """Read a model's tokenizer, chat template and generation defaults.
+
+    Raises:
+        ConfigError: A directory or file is missing or malformed.
+    """
+    directory = Path(model.model)
+    if not directory.is_dir():
+        raise ConfigError(f"the model {model.model!r} is not a directory", param="model")
+    tokenizer = Tokenizer.from_directory(Path(model.tokenizer) if model.tokenizer else directory)
+    source = tokenizer.chat_template
+    if model.chat_template:
+        try:
+            source = Path(model.chat_template).read_text(encoding="utf-8")
+        except OSError as error:
+            raise ConfigError(
+                f"--chat-template {model.chat_template} cannot be read: {error.strerror}",
+                param="chat-template",
+            ) from error
+    vocab_size = read_json(directory / "config.json").get("vocab_size")
+    return Text(
+        tokenizer=tokenizer,
+        defaults=load_generation_defaults(
+            directory, model.generation_config, tokenizer.eos_token_id
+        ),
+        vocab_size=vocab_size if isinstance(vocab_size, int) else tokenizer.vocab_size,
+        chat_template=ChatTemplate(source, tokenizer.special_tokens) if source else None,
+    )

@@ -1,0 +1,207 @@
+"""A model's tokenizer, read from its Hugging Face directory.
+
+Knows `tokenizer.json`, `tokenizer_config.json` and `special_tokens_map.json`, and how
+tokens map to bytes. Does not know chat templates' meaning, requests or streams.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import TYPE_CHECKING, Any
+
+import tokenizers
+
+from pdserve.errors import BadRequestError, ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from pathlib import Path
+
+_LFS_POINTER = b"version https://git-lfs"
+_BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+_WORD_START = "\N{LOWER ONE EIGHTH BLOCK}"
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Return the JSON object in `path`, or an empty one if there is no such file.
+
+    Raises:
+        ConfigError: The file is a Git LFS pointer, or not a JSON object.
+    """
+    try:
+        data = path.read_bytes()
+    except FileNotFoundError:
+        return {}
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {error.strerror}") from error
+    if data.startswith(_LFS_POINTER):
+        raise ConfigError(f"{path} is a Git LFS pointer, not the file: run `git lfs pull`")
+    try:
+        value = json.loads(data)
+    except ValueError as error:
+        raise ConfigError(f"{path} is not valid JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise ConfigError(f"{path} holds a JSON {type(value).__name__}, not an object")
+    return value
+
+
+class Tokenizer:
+    """Text to token ids and back, as the model's authors defined it.
+
+    Args:
+        backend: The parsed `tokenizer.json`.
+        config: The parsed `tokenizer_config.json`, merged over `special_tokens_map.json`.
+        chat_template: The model's own Jinja source, if it has one.
+    """
+
+    def __init__(
+        self,
+        backend: tokenizers.Tokenizer,
+        config: dict[str, Any],
+        chat_template: str | None = None,
+    ) -> None:
+        backend.no_truncation()
+        backend.no_padding()
+        self._backend = backend
+        self.chat_template = chat_template
+        self.special_tokens = {
+            name: content
+            for name in ("bos_token", "eos_token", "unk_token", "pad_token")
+            if (content := _token_content(config.get(name))) is not None
+        }
+        self.bos_token_id = self._special_id("bos_token")
+        self.eos_token_id = self._special_id("eos_token")
+        self.special_ids = frozenset(
+            token_id
+            for token_id, token in backend.get_added_tokens_decoder().items()
+            if token.special
+        )
+        self.vocab_size = 1 + max(backend.get_vocab(with_added_tokens=True).values(), default=-1)
+        decoder = _decoder_types(json.loads(backend.to_str())["decoder"])
+        self.is_byte_level = decoder == ["ByteLevel"]
+        self._has_byte_tokens = "ByteFallback" in decoder
+        self._has_word_starts = "Metaspace" in decoder or "Replace" in decoder
+        self._bytes: dict[int, bytes] = {}
+
+    @classmethod
+    def from_directory(cls, directory: Path) -> Tokenizer:
+        """Read the tokenizer in `directory`.
+
+        Raises:
+            ConfigError: A file is missing, a Git LFS pointer, or not a tokenizer.
+        """
+        path = directory / "tokenizer.json"
+        if not path.is_file():
+            raise ConfigError(
+                f"{directory} has no tokenizer.json: give --tokenizer a directory that has one"
+            )
+        read_json(path)
+        try:
+            backend = tokenizers.Tokenizer.from_file(str(path))
+        except Exception as error:
+            raise ConfigError(f"{path} is not a tokenizer: {error}") from error
+        config = read_json(directory / "special_tokens_map.json")
+        config |= read_json(directory / "tokenizer_config.json")
+        return cls(backend, config, _find_chat_template(directory, config))
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """Return the ids of `text`. O(len(text)); releases the GIL while it works."""
+        try:
+            ids: list[int] = self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+        except UnicodeEncodeError as error:
+            raise BadRequestError(
+                "the text holds a lone surrogate, which is not Unicode text", param="prompt"
+            ) from error
+        return ids
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        """Return the text of `token_ids`; ids outside the vocabulary have none."""
+        text: str = self._backend.decode(token_ids, skip_special_tokens=skip_special_tokens)
+        return text
+
+    def token(self, token_id: int) -> str | None:
+        """Return the vocabulary's own spelling of `token_id`; None outside the vocabulary."""
+        spelling: str | None = self._backend.id_to_token(token_id)
+        return spelling
+
+    def is_byte_token(self, token_id: int) -> bool:
+        """Whether the token is one byte of a character that the vocabulary lacks."""
+        if not self._has_byte_tokens:
+            return False
+        token = self.token(token_id)
+        return token is not None and _BYTE_TOKEN.fullmatch(token) is not None
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """Return what one token stands for in the middle of a text; not always whole UTF-8."""
+        known = self._bytes.get(token_id)
+        if known is None:
+            known = self._bytes[token_id] = self._spell(token_id)
+        return known
+
+    def token_text(self, token_id: int) -> str:
+        """Return `token_bytes` as text, with U+FFFD for what is not UTF-8."""
+        return self.token_bytes(token_id).decode("utf-8", "replace")
+
+    def _spell(self, token_id: int) -> bytes:
+        token = self.token(token_id)
+        if token is None:
+            return b""
+        if self.is_byte_level:
+            try:
+                return bytes(_BYTE_OF_CHAR[char] for char in token)
+            except KeyError:  # an added token is spelled in plain text
+                return token.encode()
+        if self._has_byte_tokens and (match := _BYTE_TOKEN.fullmatch(token)):
+            return bytes([int(match[1], 16)])
+        if self._has_word_starts:
+            return token.replace(_WORD_START, " ").encode()
+        return self.decode([token_id], skip_special_tokens=False).encode()
+
+    def _special_id(self, name: str) -> int | None:
+        content = self.special_tokens.get(name)
+        if content is None:
+            return None
+        token_id: int | None = self._backend.token_to_id(content)
+        return token_id
+
+
+def _token_content(value: object) -> str | None:
+    """`tokenizer_config.json` writes a special token as a string or as an object."""
+    if isinstance(value, dict):
+        value = value.get("content")
+    return value if isinstance(value, str) else None
+
+
+def _decoder_types(decoder: dict[str, Any] | None) -> list[str]:
+    """Names of a decoder's parts, in order."""
+    if decoder is None:
+        return []
+    if decoder["type"] == "Sequence":
+        return [name for part in decoder["decoders"] for name in _decoder_types(part)]
+    return [decoder["type"]]
+
+
+def _find_chat_template(directory: Path, config: dict[str, Any]) -> str | None:
+    path = directory / "chat_template.jinja"
+    if path.is_file():
+        return path.read_text(encoding="utf-8")
+    template = config.get("chat_template") or read_json(directory / "chat_template.json").get(
+        "chat_template"
+    )
+    if isinstance(template, list):  # several named ones; the one for plain chat is `default`
+        named = {entry.get("name"): entry.get("template") for entry in template}
+        template = named.get("default")
+    return template if isinstance(template, str) else None
+
+
+def _byte_of_char() -> dict[str, int]:
+    """GPT-2's spelling of bytes: printable ones as themselves, the others from U+0100 on."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {
+        chr(0x100 + index): byte for index, byte in enumerate(others)
+    }
+
+
+_BYTE_OF_CHAR = _byte_of_char()

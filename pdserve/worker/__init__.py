@@ -1,0 +1,1 @@
+"""One rank: its device, weights, KV memory and steps. Executes; decides nothing."""

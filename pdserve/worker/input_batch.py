@@ -1,0 +1,244 @@
+"""The requests this worker knows, as arrays, and one step's inputs cut from them.
+
+Each request keeps one row from the step that brings it to the step that forgets it, so
+nothing is ever moved; a step gathers the rows it computes. What a step costs here grows
+with its requests by a few array operations, never with tokens in Python.
+
+Knows token ids, block tables and counts; no device memory but the step's own inputs.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from pdserve.errors import InternalError
+from pdserve.models.decoder import StepInputs
+from pdserve.worker.staging import Staged
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+    from torch import Tensor
+
+    from pdserve.wire.ids import BlockId, RequestId
+    from pdserve.wire.step import KnownRequests, NewRequest
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """One step's inputs and where its results belong. R requests, M of which sample.
+
+    Attributes:
+        request_ids: `R`, in batch order.
+        rows: `[R]`, their rows.
+        start, end: `[R]`, positions computed: from `start` up to and without `end`.
+        query_start: `[R + 1]`, first token of each request in the step.
+        sampling: `[M]`, indices of those that reach the end of their tokens.
+        num_outputs: `[M]`, tokens they have put out before.
+        logit_rows: `[M]` int64 on the device, their last tokens; None if every token is one.
+    """
+
+    inputs: StepInputs
+    request_ids: list[RequestId]
+    rows: NDArray[np.int64]
+    start: NDArray[np.int64]
+    end: NDArray[np.int64]
+    query_start: NDArray[np.int64]
+    sampling: NDArray[np.int64]
+    num_outputs: NDArray[np.int64]
+    logit_rows: Tensor | None
+
+
+class InputBatch:
+    """Rows of requests.
+
+    Args:
+        num_rows: Requests known at once, at most.
+        max_num_tokens: Tokens of one step, at most.
+    """
+
+    def __init__(
+        self,
+        *,
+        num_rows: int,
+        max_model_len: int,
+        max_num_tokens: int,
+        block_size: int,
+        device: torch.device,
+    ) -> None:
+        self._block_size = block_size
+        max_blocks = -(-max_model_len // block_size)
+        # Zero pages are shared until they are written: long contexts cost nothing unused.
+        self._token_ids = np.zeros((num_rows, max_model_len), dtype=np.int32)
+        self._block_tables = np.zeros((num_rows, max_blocks), dtype=np.int32)
+        self._num_blocks = np.zeros(num_rows, dtype=np.int64)
+        self._num_prompt = np.zeros(num_rows, dtype=np.int64)
+        self._num_tokens = np.zeros(num_rows, dtype=np.int64)
+        self._num_computed = np.zeros(num_rows, dtype=np.int64)
+        self._row_of: dict[RequestId, int] = {}
+        self._free_rows = list(range(num_rows - 1, -1, -1))
+
+        self._staged_token_ids = Staged(max_num_tokens, torch.int64, device)
+        self._staged_positions = Staged(max_num_tokens, torch.int64, device)
+        self._staged_slots = Staged(max_num_tokens, torch.int64, device)
+        self._staged_tables = Staged(num_rows * max_blocks, torch.int32, device)
+        self._staged_query_start = Staged(num_rows + 1, torch.int32, device)
+        self._staged_context_lens = Staged(num_rows, torch.int32, device)
+        self._staged_logit_rows = Staged(num_rows, torch.int64, device)
+
+    def __len__(self) -> int:
+        return len(self._row_of)
+
+    def __contains__(self, request_id: RequestId) -> bool:
+        return request_id in self._row_of
+
+    def remove(self, request_id: RequestId) -> int | None:
+        """Forget a request and return its row, or None if it is not known here."""
+        row = self._row_of.pop(request_id, None)
+        if row is not None:
+            self._free_rows.append(row)
+        return row
+
+    def add(self, request: NewRequest) -> int:
+        """Take a request and return its row.
+
+        Raises:
+            InternalError: It is known already, or there is no room for it.
+        """
+        request_id = request.request_id
+        if request_id in self._row_of:
+            raise InternalError(f"request {request_id} is new to a worker that knows it")
+        if not self._free_rows:
+            raise InternalError(f"request {request_id}: all {len(self._row_of)} rows are taken")
+        num_prompt = len(request.prompt_token_ids)
+        num_tokens = num_prompt + len(request.output_token_ids)
+        if num_tokens > self._token_ids.shape[1]:
+            raise InternalError(
+                f"request {request_id} has {num_tokens} tokens, a row {self._token_ids.shape[1]}"
+            )
+        row = self._free_rows.pop()
+        self._row_of[request_id] = row
+        self._token_ids[row, :num_prompt] = request.prompt_token_ids
+        self._token_ids[row, num_prompt:num_tokens] = request.output_token_ids
+        self._num_prompt[row] = num_prompt
+        self._num_tokens[row] = num_tokens
+        self._num_computed[row] = request.num_computed_tokens
+        self._num_blocks[row] = 0
+        self._append_blocks(row, request.block_ids)
+        return row
+
+    def update(self, known: KnownRequests) -> None:
+        """Take what changed of requests known already.
+
+        Raises:
+            InternalError: One of them is not known.
+        """
+        if not known.request_ids:
+            return
+        rows = self._rows(known.request_ids)
+        self._num_computed[rows] = known.num_computed_tokens
+        for row, block_ids in zip(rows.tolist(), known.new_block_ids, strict=True):
+            if block_ids:
+                self._append_blocks(row, block_ids)
+
+    def _append_blocks(self, row: int, block_ids: list[BlockId]) -> None:
+        have = self._num_blocks[row]
+        self._block_tables[row, have : have + len(block_ids)] = block_ids
+        self._num_blocks[row] += len(block_ids)
+
+    def _rows(self, request_ids: list[RequestId]) -> NDArray[np.int64]:
+        try:
+            return np.array([self._row_of[i] for i in request_ids], dtype=np.int64)
+        except KeyError as error:
+            raise InternalError(f"request {error.args[0]} is not known to this worker") from None
+
+    def prepare(self, num_scheduled_tokens: dict[RequestId, int]) -> Prepared:
+        """Cut a step's inputs.
+
+        The result's tensors are overwritten by the next call.
+
+        Raises:
+            InternalError: A request is not known, would compute tokens it does not have, or
+                lacks blocks for them.
+        """
+        request_ids = list(num_scheduled_tokens)
+        rows = self._rows(request_ids)
+        num_requests = len(request_ids)
+        num_new = np.fromiter(num_scheduled_tokens.values(), np.int64, num_requests)
+        start = self._num_computed[rows]
+        end = start + num_new
+        num_tokens = self._num_tokens[rows]
+        self._check(request_ids, rows, start, end, num_tokens)
+        query_start = np.zeros(num_requests + 1, dtype=np.int64)
+        np.cumsum(num_new, out=query_start[1:])
+        total = int(query_start[-1])
+
+        token_rows = np.repeat(rows, num_new)
+        positions = self._staged_positions.array[:total]
+        np.subtract(np.arange(total), np.repeat(query_start[:-1] - start, num_new), out=positions)
+        self._staged_token_ids.array[:total] = self._token_ids[token_rows, positions]
+        block, offset = np.divmod(positions, self._block_size)
+        slots = self._staged_slots.array[:total]
+        np.multiply(self._block_tables[token_rows, block], self._block_size, out=slots)
+        slots += offset
+
+        max_blocks = -(-int(end.max()) // self._block_size)
+        num_entries = num_requests * max_blocks
+        tables = self._staged_tables.array[:num_entries].reshape(num_requests, max_blocks)
+        tables[:] = self._block_tables[rows, :max_blocks]
+        self._staged_query_start.array[: num_requests + 1] = query_start
+        self._staged_context_lens.array[:num_requests] = end
+
+        sampling = np.flatnonzero(end == num_tokens)
+        logit_rows = None
+        if len(sampling) != total:
+            self._staged_logit_rows.array[: len(sampling)] = query_start[1:][sampling] - 1
+            logit_rows = self._staged_logit_rows.upload(len(sampling))
+        return Prepared(
+            inputs=StepInputs(
+                token_ids=self._staged_token_ids.upload(total),
+                positions=self._staged_positions.upload(total),
+                slot_mapping=self._staged_slots.upload(total),
+                block_tables=self._staged_tables.upload(num_entries).view(num_requests, max_blocks),
+                query_start=self._staged_query_start.upload(num_requests + 1),
+                context_lens=self._staged_context_lens.upload(num_requests),
+            ),
+            request_ids=request_ids,
+            rows=rows,
+            start=start,
+            end=end,
+            query_start=query_start,
+            sampling=sampling,
+            num_outputs=(num_tokens - self._num_prompt[rows])[sampling],
+            logit_rows=logit_rows,
+        )
+
+    def _check(
+        self,
+        request_ids: list[RequestId],
+        rows: NDArray[np.int64],
+        start: NDArray[np.int64],
+        end: NDArray[np.int64],
+        num_tokens: NDArray[np.int64],
+    ) -> None:
+        """Stale or missing KV would become wrong tokens: refuse the step instead."""
+        held = self._num_blocks[rows] * self._block_size
+        wrong = (end > num_tokens) | (end > held) | (end <= start)
+        if wrong.any():
+            i = int(wrong.argmax())
+            raise InternalError(
+                f"request {request_ids[i]} cannot compute tokens {start[i]} to {end[i]}: it has "
+                f"{num_tokens[i]} tokens and blocks for {held[i]}"
+            )
+
+    def append(self, rows: NDArray[np.int64], token_ids: NDArray[np.int64]) -> None:
+        """One more token for each of `rows`."""
+        self._token_ids[rows, self._num_tokens[rows]] = token_ids
+        self._num_tokens[rows] += 1
+
+    def prompt_targets(self, row: int, start: int, end: int) -> NDArray[np.int32]:
+        """The prompt tokens that positions `start` to `end` predict: those after them."""
+        return self._token_ids[row, start + 1 : min(end + 1, int(self._num_prompt[row]))]

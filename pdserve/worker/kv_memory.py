@@ -1,0 +1,152 @@
+"""How much KV memory a worker takes, and the one tensor it is.
+
+Knows bytes and shapes; what blocks mean is the scheduler's, where they go a connector's.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import msgspec
+import torch
+
+from pdserve.connectors.base import KVLayout
+from pdserve.errors import ConfigError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from pdserve.config.schema import CacheConfig
+    from pdserve.models.arch import ModelArch
+
+_CPU_DEFAULT_BYTES = 1 << 30
+_CPU_FREE_SHARE = 0.5
+
+
+@dataclass(frozen=True, slots=True)
+class Offer:
+    """What a device can give for KV.
+
+    Attributes:
+        default_bytes: Taken when nothing is configured.
+        limit_bytes: Taken at most, where one request needs more than the default.
+    """
+
+    default_bytes: int
+    limit_bytes: int
+
+
+def offer(device: torch.device, cache: CacheConfig) -> Offer:
+    """Ask `device`, after the weights are loaded.
+
+    CUDA: `gpu_memory_utilization` of the device, less what is in use. CPU: 1 GiB, and at
+    most half of what is free.
+    """
+    if device.type == "cuda":
+        free, total = torch.cuda.mem_get_info(device)
+        share = max(0, int(total * cache.gpu_memory_utilization) - (total - free))
+        return Offer(share, share)
+    limit = int(_free_host_bytes() * _CPU_FREE_SHARE)
+    return Offer(min(_CPU_DEFAULT_BYTES, limit), limit)
+
+
+def plan_layout(
+    arch: ModelArch,
+    dtype: torch.dtype,
+    cache: CacheConfig,
+    *,
+    max_model_len: int,
+    max_num_seqs: int,
+    offer: Offer,
+) -> KVLayout:
+    """Decide how many blocks there are.
+
+    An exact number wins over a size, and a size over the device's offer. The offer is cut
+    to what `max_num_seqs` requests of full length could use at once.
+
+    Raises:
+        ConfigError: Not even one request of `max_model_len` would fit.
+    """
+    layout = KVLayout(
+        num_blocks=1,
+        num_layers=arch.num_layers,
+        num_kv_heads=arch.num_kv_heads,
+        block_size=cache.block_size,
+        head_dim=arch.head_dim,
+        dtype=str(dtype).removeprefix("torch."),
+        dtype_bytes=dtype.itemsize,
+    )
+    per_request = -(-max_model_len // cache.block_size)
+    request_bytes = per_request * layout.block_bytes
+    if cache.num_gpu_blocks_override is not None:
+        num_blocks, giver = cache.num_gpu_blocks_override, "--num-gpu-blocks-override"
+    elif cache.kv_cache_memory_bytes is not None:
+        num_blocks = cache.kv_cache_memory_bytes // layout.block_bytes
+        giver = "--kv-cache-memory-bytes"
+    else:
+        num_bytes = min(offer.limit_bytes, max(offer.default_bytes, request_bytes))
+        num_blocks = min(num_bytes // layout.block_bytes, per_request * max_num_seqs)
+        giver = "the memory that is free"
+    if num_blocks < per_request:
+        raise ConfigError(
+            f"one request of {max_model_len} tokens needs {per_request} KV blocks "
+            f"({request_bytes / (1 << 20):.0f} MiB), and {giver} gives {num_blocks}: set "
+            f"--max-model-len to at most {num_blocks * cache.block_size}, or give more with "
+            "--kv-cache-memory-bytes",
+            param="max-model-len",
+        )
+    return msgspec.structs.replace(layout, num_blocks=num_blocks)
+
+
+def allocate(layout: KVLayout, device: torch.device) -> Tensor:
+    """Allocate and touch the pool, so that no page is first faulted in by a transfer.
+
+    Returns:
+        `[num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim]`, contiguous, zero,
+        starting at a page boundary.
+
+    Raises:
+        ConfigError: The device does not have that much.
+    """
+    num_bytes = layout.num_blocks * layout.block_bytes
+    try:
+        raw = torch.empty(num_bytes + mmap.PAGESIZE, dtype=torch.uint8, device=device)
+    except RuntimeError as error:
+        raise ConfigError(
+            f"{num_bytes / (1 << 20):.0f} MiB of KV memory cannot be allocated: lower "
+            f"--kv-cache-memory-bytes ({error})",
+            param="kv-cache-memory-bytes",
+        ) from None
+    start = -raw.data_ptr() % mmap.PAGESIZE
+    dtype: torch.dtype = getattr(torch, layout.dtype)
+    return (
+        raw[start : start + num_bytes]
+        .zero_()
+        .view(dtype)
+        .view(
+            layout.num_blocks,
+            layout.num_layers,
+            2,
+            layout.num_kv_heads,
+            layout.block_size,
+            layout.head_dim,
+        )
+    )
+
+
+def _free_host_bytes() -> int:
+    """What the machine, and the container it may be limited by, can still give."""
+    free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    meminfo = Path("/proc/meminfo")
+    if meminfo.exists():
+        for line in meminfo.read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                free = int(line.split()[1]) << 10
+    limit, used = Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")
+    if limit.exists() and used.exists() and (text := limit.read_text().strip()) != "max":
+        free = min(free, max(0, int(text) - int(used.read_text())))
+    return free

@@ -1,0 +1,42 @@
+"""Log-probabilities of chosen tokens and of the most likely ones, from unmodified logits."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from pdserve.wire.outputs import TokenLogprobs
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+def token_logprobs(logits: Tensor, token_ids: Tensor, num_top: list[int]) -> list[TokenLogprobs]:
+    """Describe one token per row.
+
+    The normaliser is summed in fp64, so that a row's values do not depend on the order
+    of the sum, hence not on the batch.
+
+    Args:
+        logits: `[M, vocab_size]` fp32, unmodified.
+        token_ids: `[M]` int64, the tokens that stand there.
+        num_top: Alternatives to report, per row.
+    """
+    peak = logits.amax(-1, keepdim=True)
+    normaliser = (logits - peak).double().exp_().sum(-1, keepdim=True).log_() + peak
+    chosen = logits.gather(-1, token_ids[:, None])
+    values = (chosen - normaliser).squeeze(-1).tolist()
+    ranks = ((logits > chosen).sum(-1) + 1).tolist()
+    widest = min(max(num_top, default=0), logits.shape[-1])
+    top_logits, top_ids = logits.topk(widest, dim=-1)
+    top_values, top_tokens = (top_logits - normaliser).tolist(), top_ids.tolist()
+    return [
+        TokenLogprobs(
+            token_id=token_id,
+            logprob=value,
+            rank=rank,
+            top=list(zip(tokens[:wanted], tops[:wanted], strict=True)),
+        )
+        for token_id, value, rank, tokens, tops, wanted in zip(
+            token_ids.tolist(), values, ranks, top_tokens, top_values, num_top, strict=True
+        )
+    ]

@@ -1,0 +1,259 @@
+"""One token per row of logits, by each request's own parameters and nothing else.
+
+A request's token is a function of its logits, its parameters, its tokens so far and the
+index of the output token. Whatever is summed over the vocabulary is summed in a fixed
+order, so a row's result depends neither on its batch nor on the number of threads.
+
+Knows rows, not requests: rows belong to the `InputBatch`. Semantics are vLLM's:
+penalties and masks, then temperature, min-p, top-k, top-p.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from torch.nn import functional
+
+from pdserve.errors import InternalError
+from pdserve.worker.logit_rules import LogitRules
+from pdserve.worker.logprobs import token_logprobs
+from pdserve.worker.philox import uniforms
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from numpy.typing import NDArray
+    from torch import Tensor
+
+    from pdserve.wire.outputs import TokenLogprobs
+    from pdserve.wire.sampling import SamplingParams
+
+_GREEDY_BELOW = 1e-5
+_NUCLEUS_GUESS = 256
+_GROUP = 64
+_SEED_MASK = (1 << 64) - 1
+
+
+@dataclass(frozen=True, slots=True)
+class Sampled:
+    """One token per row.
+
+    Attributes:
+        token_ids: `[M]` int64.
+        logprobs: By index into the rows, for those that asked.
+    """
+
+    token_ids: NDArray[np.int64]
+    logprobs: dict[int, TokenLogprobs]
+
+
+class Sampler:
+    """Sampling parameters as columns over the rows of a batch, and the sampling itself.
+
+    Args:
+        num_rows: Rows of the batch.
+    """
+
+    def __init__(self, num_rows: int, vocab_size: int, device: torch.device) -> None:
+        self._vocab_size = vocab_size
+        self._device = device
+        self._temperature = np.zeros(num_rows, dtype=np.float32)
+        self._top_k = np.zeros(num_rows, dtype=np.int64)
+        self._top_p = np.ones(num_rows, dtype=np.float64)
+        self._min_p = np.zeros(num_rows, dtype=np.float32)
+        self._truncated = np.zeros(num_rows, dtype=np.bool_)
+        self._seed = np.zeros(num_rows, dtype=np.uint64)
+        self._random: set[int] = set()
+        self._rules: dict[int, LogitRules] = {}
+        self._num_logprobs: dict[int, int] = {}
+
+    def add(
+        self, row: int, params: SamplingParams, prompt: Sequence[int], outputs: Sequence[int]
+    ) -> None:
+        """A request takes `row`, with the tokens it has already."""
+        self._temperature[row] = params.temperature
+        self._top_k[row] = params.top_k if 0 < params.top_k < self._vocab_size else 0
+        self._top_p[row] = params.top_p
+        self._truncated[row] = self._top_k[row] > 0 or params.top_p < 1.0
+        self._min_p[row] = params.min_p
+        self._seed[row] = params.seed & _SEED_MASK
+        if params.temperature >= _GREEDY_BELOW:
+            self._random.add(row)
+        if LogitRules.needed(params):
+            self._rules[row] = LogitRules(
+                params, prompt, outputs, vocab_size=self._vocab_size, device=self._device
+            )
+        if params.logprobs is not None:
+            self._num_logprobs[row] = params.logprobs
+
+    def remove(self, row: int) -> None:
+        """The request of `row` is gone."""
+        self._random.discard(row)
+        self._rules.pop(row, None)
+        self._num_logprobs.pop(row, None)
+
+    def sample(
+        self, logits: Tensor, rows: NDArray[np.int64], num_outputs: NDArray[np.int64]
+    ) -> Sampled:
+        """Choose a token for each row.
+
+        Args:
+            logits: `[M, vocab_size]` fp32; owned by the sampler from here on.
+            rows: `[M]`, the batch row of each row of logits.
+            num_outputs: `[M]`, tokens each request has put out before.
+
+        Raises:
+            NonFiniteLogitsError: A row has NaN or infinite logits.
+        """
+        chosen, peaks = _argmax(logits)
+        if not np.isfinite(peaks).all():
+            raise NonFiniteLogitsError(np.flatnonzero(~np.isfinite(peaks)).tolist())
+        if not (self._random or self._rules or self._num_logprobs):
+            return Sampled(chosen, {})
+
+        at = rows.tolist()
+        ruled = [i for i, row in enumerate(at) if row in self._rules]
+        reported = [i for i, row in enumerate(at) if row in self._num_logprobs]
+        random = [i for i, row in enumerate(at) if row in self._random]
+        unmodified = logits[reported] if reported else None
+        for i in ruled:
+            self._rules[at[i]].apply(logits[i])
+        if ruled:
+            chosen[ruled], _ = _argmax(logits[ruled])
+        if random:
+            owned = logits if len(random) == len(at) else logits[random]
+            chosen[random] = self._draw(owned, rows[random], num_outputs[random])
+        for i in ruled:
+            self._rules[at[i]].note(int(chosen[i]))
+        if unmodified is None:
+            return Sampled(chosen, {})
+        described = token_logprobs(
+            unmodified,
+            torch.from_numpy(chosen[reported]).to(self._device),
+            [self._num_logprobs[at[i]] for i in reported],
+        )
+        return Sampled(chosen, dict(zip(reported, described, strict=True)))
+
+    def _draw(
+        self, logits: Tensor, rows: NDArray[np.int64], num_outputs: NDArray[np.int64]
+    ) -> NDArray[np.int64]:
+        """Draw a token for each row.
+
+        Args:
+            logits: `[M, vocab_size]`, changed.
+            rows: `[M]`, whose parameters to draw by.
+            num_outputs: `[M]`, index of the output token.
+        """
+        logits /= self._column(self._temperature[rows])
+        logits -= logits.amax(-1, keepdim=True)
+        weights = logits.exp_()
+        min_p = self._min_p[rows]
+        if min_p.any():
+            weights.masked_fill_(weights < self._column(min_p), 0.0)
+        for i in np.flatnonzero(self._truncated[rows]).tolist():
+            _truncate(weights[i], int(self._top_k[rows[i]]), float(self._top_p[rows[i]]))
+        uniform = self._column(uniforms(self._seed[rows], num_outputs))
+        return _invert(weights, uniform).cpu().numpy()
+
+    def _column(self, values: NDArray[np.generic]) -> Tensor:
+        return torch.from_numpy(values).to(self._device)[:, None]
+
+
+def _argmax(logits: Tensor) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
+    """First of the largest of each row, and its value; a NaN counts as larger than any number."""
+    if logits.device.type == "cpu":
+        # numpy's is vectorised: 10 times quicker than torch's at 49 k logits.
+        array = logits.numpy()
+        chosen = array.argmax(-1)
+        return chosen, array[np.arange(len(chosen)), chosen]
+    best = logits.argmax(-1)
+    return best.cpu().numpy(), logits.gather(-1, best[:, None]).squeeze(-1).cpu().numpy()
+
+
+def _group_sums(weights: Tensor) -> tuple[Tensor, Tensor]:
+    """Split rows into groups of 64 and sum them.
+
+    A sum over a whole row may be split over threads; one over a group never is.
+
+    Returns:
+        `[M, G, 64]`, the weights, with zeros after the last; `[M, G]` fp64, running sums of
+        whole groups.
+    """
+    missing = -weights.shape[-1] % _GROUP
+    if missing:
+        weights = functional.pad(weights, (0, missing))
+    groups = weights.view(len(weights), -1, _GROUP)
+    return groups, groups.sum(-1).cumsum(-1, dtype=torch.float64)
+
+
+def _invert(weights: Tensor, uniform: Tensor) -> Tensor:
+    """Inverse transform sampling: the first token whose running weight passes u of the total.
+
+    Args:
+        weights: `[M, vocab_size]` fp32, at least one above 0 in each row.
+        uniform: `[M, 1]` fp64 in [0, 1).
+
+    Returns:
+        `[M]` int64; its weight is above 0.
+    """
+    groups, running = _group_sums(weights)
+    # At most 1 - 2**-53 times the total: in fp64 that rounds to less than the total.
+    target = uniform * running[:, -1:].contiguous()
+    group = torch.searchsorted(running, target, right=True)
+    before = torch.where(group > 0, running.gather(-1, (group - 1).clamp_(min=0)), 0.0)
+    members = groups.gather(1, group[:, :, None].expand(-1, -1, _GROUP)).squeeze(1)
+    inner = members.cumsum(-1, dtype=torch.float64)
+    # The group's own sum was rounded to fp32: what is left may be no less than its members.
+    last = inner[:, -1:]
+    rest = torch.minimum(target - before, torch.nextafter(last, torch.zeros_like(last)))
+    member = torch.searchsorted(inner, rest, right=True)
+    return (group * _GROUP + member).squeeze(-1)
+
+
+def _truncate(weights: Tensor, top_k: int, top_p: float) -> None:
+    """Zero all but the `top_k` largest, then all but the nucleus; ties with the last stay.
+
+    The nucleus is the fewest largest tokens with at least `top_p` of the weight. The few
+    hundred largest nearly always hold it; the whole row is sorted only if not.
+
+    Args:
+        weights: `[vocab_size]`, changed.
+        top_k: 0 keeps all.
+        top_p: 1 keeps all.
+    """
+    if top_k:
+        weights.masked_fill_(weights < weights.topk(top_k).values[-1], 0.0)
+    if top_p >= 1.0:
+        return
+    _, sums = _group_sums(weights[None])
+    wanted = float(sums[0, -1]) * top_p
+    largest = weights.topk(min(_NUCLEUS_GUESS, len(weights))).values
+    running = largest.cumsum(-1, dtype=torch.float64)
+    if float(running[-1]) < wanted:
+        largest = _sort(weights)
+        running = largest.cumsum(-1, dtype=torch.float64)
+    last = min(int(torch.searchsorted(running, wanted)), len(largest) - 1)
+    weights.masked_fill_(weights < largest[last], 0.0)
+
+
+def _sort(row: Tensor) -> Tensor:
+    """Largest first."""
+    if row.device.type == "cpu":
+        # numpy's is vectorised: 3 times quicker than torch's.
+        return torch.from_numpy(np.sort(row.numpy())[::-1].copy())
+    return row.sort(descending=True).values
+
+
+class NonFiniteLogitsError(InternalError):
+    """The model made NaN or infinite logits.
+
+    Attributes:
+        indices: Which rows of the logits.
+    """
+
+    def __init__(self, indices: list[int]) -> None:
+        super().__init__(f"logits of rows {indices} are not finite")
+        self.indices = indices

@@ -1,0 +1,523 @@
+"""The engines behind this proxy: which there are, which are well, how loaded they are.
+
+Engines come from the command line, where they stay for good, or register themselves and stay
+while they renew their lease. Each is asked for its health and its load at an interval; each
+has a circuit breaker, and so has each pair of a prefill and a decode engine, because two
+healthy engines may still not reach each other. Knows nothing of requests but their number.
+
+    UNKNOWN -> READY <-> NOT_READY <-> UNREACHABLE        (by health checks)
+    breaker: CLOSED -> OPEN -(timeout)-> HALF_OPEN -> CLOSED or OPEN   (by requests)
+
+Costs: one task and two small GETs per engine and interval; a choice is O(prefill engines x
+decode engines) at worst, O(engines) as soon as one compatible pair is found early.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import enum
+import logging
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from pdserve.config.schema import Role
+from pdserve.errors import BadRequestError, HandshakeError
+from pdserve.proxy.errors import WorkerError
+from pdserve.proxy.policies import BackendView
+from pdserve.wire.request import EngineInfo
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+    from pdserve.config.schema import ProxyConfig
+    from pdserve.observe.clock import Clock
+    from pdserve.proxy.client import EngineHttp, Leg
+
+log = logging.getLogger(__name__)
+
+MAX_LEASE_S = 3600.0
+
+
+class Health(enum.Enum):
+    """What the last check saw."""
+
+    UNKNOWN = "unknown"
+    READY = "ready"
+    NOT_READY = "not_ready"
+    UNREACHABLE = "unreachable"
+
+
+class BreakerState(enum.Enum):
+    """See the module's drawing."""
+
+    CLOSED = "closed"
+    OPEN = "open"
+    HALF_OPEN = "half_open"
+
+
+class Breaker:
+    """Stops sending to what fails: `threshold` failures in a row open it for `timeout_s`.
+
+    After that one request at a time may try; its success closes the breaker.
+    """
+
+    def __init__(self, clock: Clock, threshold: int, timeout_s: float) -> None:
+        self._clock = clock
+        self._threshold = threshold
+        self._timeout_s = timeout_s
+        self._failures = 0
+        self._opened_s: float | None = None
+        self._trying = False
+
+    @property
+    def state(self) -> BreakerState:
+        """The state as of now."""
+        if self._opened_s is None:
+            return BreakerState.CLOSED
+        if self._clock.monotonic_s() - self._opened_s < self._timeout_s:
+            return BreakerState.OPEN
+        return BreakerState.HALF_OPEN
+
+    @property
+    def allows(self) -> bool:
+        """Whether a request may go through now."""
+        match self.state:
+            case BreakerState.CLOSED:
+                return True
+            case BreakerState.OPEN:
+                return False
+            case BreakerState.HALF_OPEN:
+                return not self._trying
+
+    def begin(self) -> None:
+        """A request goes through."""
+        self._trying = self.state is BreakerState.HALF_OPEN
+
+    def leave(self) -> None:
+        """A request ended without saying anything about the engine."""
+        self._trying = False
+
+    def succeed(self) -> None:
+        """A request went well."""
+        self._failures, self._opened_s, self._trying = 0, None, False
+
+    def fail(self) -> None:
+        """A request failed, and the engine is to blame."""
+        self._failures += 1
+        self._trying = False
+        if self._failures >= self._threshold:
+            self._opened_s = self._clock.monotonic_s()
+
+
+class EngineLoad(msgspec.Struct, frozen=True):
+    """The part of an engine's statistics that routing uses."""
+
+    num_running: int = 0
+    num_waiting: int = 0
+    num_receiving: int = 0
+    num_blocks: int = 0
+    blocks: dict[str, int] = {}
+
+    @property
+    def kv_usage(self) -> float:
+        """Share of the KV blocks that are held, leased or receiving."""
+        free = self.blocks.get("free", 0) + self.blocks.get("cached", 0)
+        return 1 - free / self.num_blocks if self.num_blocks else 0.0
+
+
+class EngineReport(msgspec.Struct, frozen=True):
+    """The answer to `GET /pdserve/info`."""
+
+    engine: EngineInfo | None = None
+    stats: EngineLoad | None = None
+
+
+class Registration(msgspec.Struct, frozen=True):
+    """What an engine sends to `POST /pdserve/register`, at least once per lease."""
+
+    url: str
+    role: Role
+    engine: EngineInfo
+    lease_s: float
+
+
+class Deregistration(msgspec.Struct, frozen=True):
+    """What an engine sends to `DELETE /pdserve/register`."""
+
+    url: str
+
+
+@dataclass(eq=False, slots=True)
+class Backend:
+    """One engine.
+
+    Attributes:
+        url: Base URL, without a slash at the end; names the engine.
+        is_static: Given on the command line: stays without a lease.
+        lease_end_s: Monotonic; when a registered engine is forgotten.
+        num_foreign: Requests there that are not this proxy's, as of `load_s`.
+        models: Entries of its `/v1/models`.
+        legs: Exchanges in flight.
+    """
+
+    url: str
+    role: Role
+    is_static: bool
+    breaker: Breaker
+    info: EngineInfo | None = None
+    health: Health = Health.UNKNOWN
+    reason: str = "not checked yet"
+    lease_end_s: float = float("inf")
+    in_flight: int = 0
+    num_foreign: int = 0
+    kv_usage: float = 0.0
+    load_s: float = float("-inf")
+    num_late_checks: int = 0
+    models: list[dict[str, Any]] = field(default_factory=list)
+    legs: set[Leg] = field(default_factory=set)
+    watcher: asyncio.Task[None] | None = None
+
+    @property
+    def available(self) -> bool:
+        """Whether a request may be sent there now."""
+        return self.health is Health.READY and self.breaker.allows
+
+    def prefills(self) -> bool:
+        """Whether its role includes prefill for others."""
+        return self.role is not Role.DECODE
+
+    def decodes(self) -> bool:
+        """Whether its role includes decode for others."""
+        return self.role is not Role.PREFILL
+
+
+class Use:
+    """A request's hold on an engine while a leg runs there."""
+
+    def __init__(self, backend: Backend) -> None:
+        self._backend = backend
+
+    def ok(self) -> None:
+        """The engine has begun to answer as it should."""
+        self._backend.breaker.succeed()
+
+
+class Backends:
+    """All engines this proxy knows of.
+
+    Args:
+        headers: Sent with every health check.
+    """
+
+    def __init__(
+        self,
+        config: ProxyConfig,
+        http: EngineHttp,
+        clock: Clock,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        self._config = config
+        self._http = http
+        self._clock = clock
+        self._headers = dict(headers or {})
+        self._backends: dict[str, Backend] = {}
+        self._edges: dict[tuple[str, str], Breaker] = {}
+        for url in config.prefill:
+            self._add(_bare(url), Role.PREFILL, is_static=True)
+        for url in config.decode:
+            known = self._backends.get(_bare(url))
+            if known is None:
+                self._add(_bare(url), Role.DECODE, is_static=True)
+            else:
+                known.role = Role.BOTH
+
+    def __iter__(self) -> Iterator[Backend]:
+        return iter(list(self._backends.values()))
+
+    def get(self, url: str) -> Backend | None:
+        """Return the engine at a base URL."""
+        return self._backends.get(url)
+
+    # --- life cycle
+
+    async def start(self) -> None:
+        """Check every engine once, then go on checking in the background."""
+        await asyncio.gather(*(self.check(backend) for backend in self))
+        for backend in self:
+            self._watch(backend, delay_s=self._config.health_check_interval_s)
+
+    async def stop(self) -> None:
+        """End the background checks."""
+        watchers = [backend.watcher for backend in self if backend.watcher is not None]
+        for watcher in watchers:
+            watcher.cancel()
+        await asyncio.gather(*watchers, return_exceptions=True)
+
+    def _add(self, url: str, role: Role, *, is_static: bool) -> Backend:
+        backend = Backend(url, role, is_static, self._breaker())
+        self._backends[url] = backend
+        return backend
+
+    def _forget(self, backend: Backend, why: str) -> None:
+        log.info("engine gone: url=%s role=%s (%s)", backend.url, backend.role.value, why)
+        del self._backends[backend.url]
+        self._forget_edges(backend.url)
+        if backend.watcher is not None:
+            backend.watcher.cancel()
+
+    def _forget_edges(self, url: str) -> None:
+        for edge in [edge for edge in self._edges if url in edge]:
+            del self._edges[edge]
+
+    def _breaker(self) -> Breaker:
+        return Breaker(self._clock, self._config.cb_failure_threshold, self._config.cb_timeout_s)
+
+    # --- registration
+
+    def register(self, registration: Registration) -> None:
+        """Take an engine in, or renew its lease.
+
+        A new life of a known engine replaces the former one, whose failures say nothing
+        about it.
+
+        Raises:
+            BadRequestError: A field is out of range.
+            HandshakeError: Its KV layout differs from an engine it would exchange KV with.
+        """
+        url = _bare(registration.url)
+        if not url.startswith(("http://", "https://")):
+            raise BadRequestError(f"url is {url!r}: an http URL is needed", param="url")
+        if not 0 < registration.lease_s <= MAX_LEASE_S:
+            raise BadRequestError(
+                f"lease_s is {registration.lease_s:g}: between 0 and {MAX_LEASE_S:g} is possible",
+                param="lease_s",
+            )
+        self._refuse_other_layout(url, registration)
+        engine = registration.engine
+        for other in self:
+            if (
+                other.url != url
+                and other.info is not None
+                and other.info.engine_id == engine.engine_id
+                and other.info.incarnation != engine.incarnation
+                and not other.is_static
+            ):
+                self._forget(other, f"restarted as {url}")
+        backend = self._backends.get(url)
+        if backend is None:
+            backend = self._add(url, registration.role, is_static=False)
+            log.info("engine registered: url=%s role=%s", url, backend.role.value)
+        elif not backend.is_static:
+            backend.role = registration.role
+        self._learn(backend, engine)
+        if not backend.is_static:
+            backend.lease_end_s = self._clock.monotonic_s() + registration.lease_s
+        if backend.watcher is None:
+            self._watch(backend, delay_s=0.0)
+
+    def deregister(self, url: str) -> None:
+        """Send nothing more to an engine that takes its leave; what runs there goes on."""
+        backend = self._backends.get(_bare(url))
+        if backend is None:
+            return
+        if backend.is_static:
+            backend.health, backend.reason = Health.NOT_READY, "it is shutting down"
+        else:
+            self._forget(backend, "it took its leave")
+
+    def _refuse_other_layout(self, url: str, registration: Registration) -> None:
+        role, engine = registration.role, registration.engine
+        for other in self:
+            pairs = (role is not Role.DECODE and other.decodes()) or (
+                role is not Role.PREFILL and other.prefills()
+            )
+            if other.url == url or other.info is None or not pairs:
+                continue
+            if other.info.layout_digest != engine.layout_digest:
+                raise HandshakeError(
+                    f"{url} cannot exchange KV with {other.url}: "
+                    + _layout_difference(engine, other.info)
+                )
+
+    def _learn(self, backend: Backend, engine: EngineInfo) -> None:
+        """Take note of who answers at a URL; a new incarnation starts with a clean sheet."""
+        former, backend.info = backend.info, engine
+        if former is not None and former.incarnation != engine.incarnation:
+            log.info("engine restarted: url=%s engine=%s", backend.url, engine.engine_id)
+            backend.breaker = self._breaker()
+            backend.models = []
+            self._forget_edges(backend.url)
+            self._lose_legs(backend)
+
+    # --- health
+
+    def _watch(self, backend: Backend, *, delay_s: float) -> None:
+        backend.watcher = asyncio.create_task(self._watch_loop(backend, delay_s))
+
+    async def _watch_loop(self, backend: Backend, delay_s: float) -> None:
+        while True:
+            await asyncio.sleep(delay_s)
+            delay_s = self._config.health_check_interval_s
+            if self._clock.monotonic_s() > backend.lease_end_s:
+                backend.watcher = None
+                self._forget(backend, "its lease ran out")
+                return
+            try:
+                await self.check(backend)
+            except Exception:
+                log.exception("health check failed: url=%s", backend.url)
+
+    async def check(self, backend: Backend) -> None:
+        """Ask an engine how it is."""
+        timeout_s = self._config.health_check_timeout_s
+        before = backend.health
+        try:
+            status, body = await self._get(backend, "/readyz", timeout_s)
+            if status == 404:  # an engine of another make
+                status, body = await self._get(backend, "/health", timeout_s)
+            if status == 200:
+                await self._read_report(backend, timeout_s)
+        except WorkerError as failure:
+            self._note_failed_check(backend, failure)
+        else:
+            backend.num_late_checks = 0
+            if status == 200:
+                backend.health, backend.reason = Health.READY, ""
+            else:
+                backend.health = Health.NOT_READY
+                backend.reason = f"/readyz answers {status}: {body[:200].decode(errors='replace')}"
+        if backend.health is not before:
+            log.info(
+                "engine %s: url=%s role=%s %s",
+                backend.health.value,
+                backend.url,
+                backend.role.value,
+                backend.reason,
+            )
+
+    def _note_failed_check(self, backend: Backend, failure: WorkerError) -> None:
+        """A refused connection is certain; a late answer may only mean a busy machine."""
+        if failure.reason == "timeout":
+            backend.num_late_checks += 1
+            if backend.num_late_checks < self._config.cb_failure_threshold:
+                return
+            self._lose_legs(backend)
+        backend.health, backend.reason = Health.UNREACHABLE, failure.message
+
+    async def _read_report(self, backend: Backend, timeout_s: float) -> None:
+        status, body = await self._get(backend, "/pdserve/info", timeout_s)
+        if status == 200:
+            try:
+                report = msgspec.json.decode(body, type=EngineReport)
+            except msgspec.MsgspecError as error:
+                message = f"{backend.url}/pdserve/info cannot be read: {error}"
+                raise WorkerError(message, reason="garbled") from error
+            if report.engine is not None:
+                self._learn(backend, report.engine)
+            if report.stats is not None:
+                load = report.stats
+                backend.load_s = self._clock.monotonic_s()
+                total = load.num_running + load.num_waiting + load.num_receiving
+                backend.num_foreign = max(0, total - backend.in_flight)
+                backend.kv_usage = load.kv_usage
+        if not backend.models:
+            await self._read_models(backend, timeout_s)
+
+    async def _read_models(self, backend: Backend, timeout_s: float) -> None:
+        status, body = await self._get(backend, "/v1/models", timeout_s)
+        if status != 200:
+            return
+        try:
+            backend.models = msgspec.json.decode(body)["data"]
+        except (msgspec.MsgspecError, KeyError, TypeError) as error:
+            message = f"{backend.url}/v1/models cannot be read: {error!r}"
+            raise WorkerError(message, reason="garbled") from error
+
+    async def _get(self, backend: Backend, path: str, timeout_s: float) -> tuple[int, bytes]:
+        return await self._http.get_json(f"{backend.url}{path}", timeout_s, self._headers)
+
+    def _lose_legs(self, backend: Backend) -> None:
+        for leg in list(backend.legs):
+            leg.lose()
+
+    # --- use
+
+    @contextmanager
+    def use(self, backend: Backend, leg: Leg) -> Iterator[Use]:
+        """Count a leg towards its engine's load and, by how the block ends, its breaker."""
+        backend.in_flight += 1
+        backend.legs.add(leg)
+        backend.breaker.begin()
+        try:
+            yield Use(backend)
+        except WorkerError:
+            backend.breaker.fail()
+            raise
+        finally:
+            backend.breaker.leave()
+            backend.legs.discard(leg)
+            backend.in_flight -= 1
+
+    def view(self, backend: Backend) -> BackendView:
+        """Return what a policy may know of an engine."""
+        return BackendView(
+            url=backend.url,
+            available=backend.available,
+            in_flight=backend.in_flight,
+            num_foreign=backend.num_foreign,
+            kv_usage=backend.kv_usage,
+            age_s=self._clock.monotonic_s() - backend.load_s,
+        )
+
+    # --- pairs
+
+    def edge(self, prefill_url: str, decode_url: str) -> Breaker:
+        """Return the breaker of a pair."""
+        edge = (prefill_url, decode_url)
+        if edge not in self._edges:
+            self._edges[edge] = self._breaker()
+        return self._edges[edge]
+
+    def can_pair(self, prefill: Backend, decode: Backend) -> bool:
+        """Whether KV can go from one to the other, as far as is known."""
+        if prefill is decode:
+            return False
+        ours, theirs = prefill.info, decode.info
+        if ours and theirs and ours.layout_digest != theirs.layout_digest:
+            return False
+        breaker = self._edges.get((prefill.url, decode.url))
+        return breaker is None or breaker.allows
+
+    def count(self) -> dict[tuple[str, str], int]:
+        """Return the number of engines by (role, state); every combination is present."""
+        states = [health.value for health in Health] + ["breaker_open"]
+        counts = {(role.value, state): 0 for role in Role for state in states}
+        for backend in self:
+            state = backend.health.value
+            if backend.health is Health.READY and backend.breaker.state is BreakerState.OPEN:
+                state = "breaker_open"
+            counts[backend.role.value, state] += 1
+        return counts
+
+    def open_edges(self) -> int:
+        """Return the number of pairs whose breaker is not closed."""
+        return sum(edge.state is not BreakerState.CLOSED for edge in self._edges.values())
+
+
+def _bare(url: str) -> str:
+    return url.rstrip("/")
+
+
+def _layout_difference(ours: EngineInfo, theirs: EngineInfo) -> str:
+    """Name what differs, with both values."""
+    names = sorted(ours.layout.keys() | theirs.layout.keys())
+    differing = [
+        f"{name} is {ours.layout.get(name)} here and {theirs.layout.get(name)} there"
+        for name in names
+        if ours.layout.get(name) != theirs.layout.get(name)
+    ]
+    digests = f"layout digest {ours.layout_digest} here, {theirs.layout_digest} there"
+    return "; ".join([*differing, digests])

@@ -1,0 +1,224 @@
+"""Request and response bodies: what is added for the engines, what is taken out for clients.
+
+Only the top level of a body is taken apart; every value keeps its bytes, so a prompt of
+100 000 token ids is neither decoded nor printed again, and numbers keep their spelling.
+Knows the fields of the engine hop; knows no engine.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from pdserve.errors import BadRequestError
+from pdserve.proxy.errors import WorkerError
+from pdserve.proxy.relay import SseParser
+from pdserve.wire.request import RequestStages
+from pdserve.wire.transfer import KVHandoff
+
+_PARAMS = "kv_transfer_params"
+_HANDOFF = "pdserve_handoff"
+_STAGES = "pdserve_stages"
+
+Fields = dict[str, msgspec.Raw]
+
+
+@dataclass(frozen=True, slots=True)
+class Handoff:
+    """What a prefill engine gave for a decode engine, and the leases inside it.
+
+    Attributes:
+        prefill_url: Where the leases are held.
+        params: The `kv_transfer_params` to send on.
+        nonces: One per lease.
+        num_prompt_tokens: Over all prompts of the request.
+    """
+
+    prefill_url: str
+    params: dict[str, Any]
+    nonces: tuple[str, ...]
+    num_prompt_tokens: int
+
+
+class EngineStages(RequestStages, frozen=True, kw_only=True, omit_defaults=True):
+    """An engine's own account of a request, by `X-Pdserve-Stages: 1`.
+
+    Attributes:
+        prompt_tokens, completion_tokens: Counted by the engine; 0 when it does not say.
+        load_failures: Labels of KV loads that failed and were recomputed.
+    """
+
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    load_failures: tuple[str, ...] = ()
+
+
+class _Usage(msgspec.Struct, frozen=True):
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+
+
+class _WithUsage(msgspec.Struct, frozen=True):
+    usage: _Usage | None = None
+
+
+class ClientBody:
+    """A client's request, ready to be sent to engines.
+
+    Args:
+        raw: The body as it came.
+        created: Unix time that every answer carries, whichever engine it is from.
+        fallback_seed: The seed if the client sent none, so that a replay repeats itself.
+
+    Raises:
+        BadRequestError: The body is not a JSON object.
+    """
+
+    def __init__(self, raw: bytes, *, created: int, fallback_seed: int) -> None:
+        try:
+            self._fields: Fields = msgspec.json.decode(raw, type=Fields)
+        except msgspec.DecodeError as error:
+            raise BadRequestError(
+                f"the body is not a JSON object: {error}", code="invalid_json"
+            ) from None
+        self._fields.pop(_PARAMS, None)  # the engine hop's own; never taken from a user
+        self.num_bytes = len(raw)
+        self.created = created
+        self.stream = _value(self._fields.get("stream")) is True
+        seed = _value(self._fields.get("seed"))
+        self.seed = seed if isinstance(seed, int) else fallback_seed
+
+    def for_prefill(self) -> bytes:
+        """The body for a prefill engine: sample one token, then lease the KV out."""
+        ours = {"final_length": True, "created": self.created, "seed": self.seed}
+        return self._encode({_PARAMS: {"do_remote_decode": True, "pdserve": ours}})
+
+    def for_decode(self, handoff: Handoff, *, first_delivered: bool) -> bytes:
+        """The body for a decode engine, which goes on from `handoff`."""
+        ours = {
+            "created": self.created,
+            "seed": self.seed,
+            **handoff.params["pdserve"],
+            "first_delivered": first_delivered,
+        }
+        return self._encode({_PARAMS: {**handoff.params, "pdserve": ours}})
+
+    def for_local(self) -> bytes:
+        """The body for one engine that does everything.
+
+        Without a remote side in it, the field only pins what a replay must repeat.
+        """
+        return self._encode({_PARAMS: {"pdserve": {"created": self.created, "seed": self.seed}}})
+
+    def _encode(self, more: dict[str, Any]) -> bytes:
+        return msgspec.json.encode({**self._fields, **more})
+
+
+def handoff_in(data: bytes, prefill_url: str) -> Handoff | None:
+    """Return the handoff in an event's data or in a JSON answer; None when there is none.
+
+    Raises:
+        WorkerError: There is one and it cannot be read.
+    """
+    if b'"pdserve_handoff"' not in data and b'"kv_transfer_params"' not in data:
+        return None
+    try:
+        fields = msgspec.json.decode(data, type=Fields)
+        raw = fields.get(_HANDOFF) or fields.get(_PARAMS)
+        params = _value(raw)
+        if params is None:
+            return None
+        leases = [_lease(text) for text in params["pdserve"]["handoffs"] if text is not None]
+    except (msgspec.MsgspecError, binascii.Error, KeyError, TypeError) as error:
+        message = f"{prefill_url} sent a handoff that cannot be read: {error!r}"
+        raise WorkerError(message, reason="garbled") from error
+    prompts = {lease.prompt_digest: lease.num_tokens for lease in leases}
+    return Handoff(prefill_url, params, tuple(x.nonce for x in leases), sum(prompts.values()))
+
+
+def stages_in(data: bytes) -> EngineStages | None:
+    """Return the stages in an internal event's data or a JSON answer, if they are there."""
+    if b'"pdserve_stages"' not in data:
+        return None
+    try:
+        fields = msgspec.json.decode(data, type=Fields)
+        return msgspec.json.decode(fields[_STAGES], type=EngineStages)
+    except (msgspec.MsgspecError, KeyError):
+        return None  # measurements only: never worth a request
+
+
+def usage_at_end(stream: bytes) -> tuple[int, int] | None:
+    """The same for the last whole events of a stream: the last report counts."""
+    if b'"usage"' not in stream:
+        return None
+    reports = [usage_in(event.data) for event in SseParser().feed(stream)]
+    return next(filter(None, reversed(reports)), None)
+
+
+def usage_in(data: bytes) -> tuple[int, int] | None:
+    """Return (prompt tokens, completion tokens) if an answer or an event reports them."""
+    if b'"usage"' not in data:
+        return None
+    try:
+        usage = msgspec.json.decode(data, type=_WithUsage).usage
+    except msgspec.MsgspecError:
+        return None
+    return None if usage is None else (usage.prompt_tokens, usage.completion_tokens)
+
+
+def without_internals(data: bytes) -> bytes:
+    """Return a JSON answer as the client gets it; the same bytes if nothing is to be hidden.
+
+    Raises:
+        WorkerError: It is not a JSON object.
+    """
+    try:
+        fields = msgspec.json.decode(data, type=Fields)
+    except msgspec.DecodeError as error:
+        message = f"an engine's answer is not a JSON object: {error}"
+        raise WorkerError(message, reason="garbled") from error
+    hidden = [name for name in fields if name == _PARAMS or name.startswith("pdserve_")]
+    if not hidden:
+        return data
+    for name in hidden:
+        del fields[name]
+    return msgspec.json.encode(fields)
+
+
+def merged(prefilled: bytes, decoded: bytes) -> bytes:
+    """Join the choices that ended at the prefill engine with those that went on.
+
+    The usage is the decode engine's, which counts every choice wherever it ended.
+
+    Raises:
+        WorkerError: One of the answers is not what its endpoint answers.
+    """
+    decoded = without_internals(decoded)
+    try:
+        first = msgspec.json.decode(prefilled)
+        ended = {choice["index"]: choice for choice in first["choices"] if _has_ended(choice)}
+        if not ended:
+            return decoded
+        answer = msgspec.json.decode(decoded)
+        choices = ended | {choice["index"]: choice for choice in answer["choices"]}
+        answer["choices"] = [choices[index] for index in sorted(choices)]
+    except (msgspec.DecodeError, KeyError, TypeError) as error:
+        message = f"two engines' answers cannot be joined: {error!r}"
+        raise WorkerError(message, reason="garbled") from error
+    return msgspec.json.encode(answer)
+
+
+def _has_ended(choice: dict[str, Any]) -> bool:
+    return choice.get("finish_reason") is not None
+
+
+def _lease(text: str) -> KVHandoff:
+    return msgspec.msgpack.decode(base64.b64decode(text), type=KVHandoff)
+
+
+def _value(raw: msgspec.Raw | None) -> Any:
+    return None if raw is None else msgspec.json.decode(raw)

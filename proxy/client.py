@@ -1,0 +1,365 @@
+"""HTTP towards the engines: legs of requests, leases to give back, small questions.
+
+Knows aiohttp and the engines' paths; decides nothing. A `Leg` is one exchange that can be
+left at any await: what had already been sent by the engine is still looked through for
+handoffs, so that a lease granted in the very moment the client left is given back.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import hmac
+import logging
+from contextvars import ContextVar
+from typing import TYPE_CHECKING, Any
+
+import aiohttp
+import msgspec
+
+from pdserve.proxy.bodies import Handoff, handoff_in
+from pdserve.proxy.errors import RefusedError, WorkerError
+from pdserve.proxy.relay import SseParser
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
+
+    from aiohttp.connector import Connection
+    from aiohttp.tracing import Trace
+
+    from pdserve.proxy.relay import Event
+
+log = logging.getLogger(__name__)
+
+CONNECT_TIMEOUT_S = 3.0
+ABANDON_TIMEOUT_S = 1.0
+"""How long an engine may take to notice that its leg was abandoned."""
+DRAIN_TIMEOUT_S = 2.0
+RELEASE_TRIES = 4
+RELEASE_TIMEOUT_S = 2.0
+
+AUTH_HEADER = "X-Pdserve-Auth"
+
+_FAILURES = (aiohttp.ClientError, ConnectionError, TimeoutError)
+
+
+def signature(secret: str, body: bytes) -> str:
+    """Return the hex HMAC-SHA256 (RFC 2104) of a body that one part of a deployment sends."""
+    return hmac.new(secret.encode(), body, hashlib.sha256).hexdigest()
+
+
+class Background:
+    """Tasks that outlive the request that started them; awaited when the proxy ends."""
+
+    def __init__(self) -> None:
+        self._tasks: set[asyncio.Task[Any]] = set()
+
+    def __len__(self) -> int:
+        return len(self._tasks)
+
+    def start(self, work: Coroutine[Any, Any, Any]) -> None:
+        """Run `work`; an exception it ends with is logged."""
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._ended)
+
+    def _ended(self, task: asyncio.Task[Any]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            log.error("a background task failed", exc_info=error)
+
+    async def join(self, timeout_s: float) -> None:
+        """Wait until all have ended; those that have not by then are cancelled."""
+        while self._tasks:
+            _, late = await asyncio.wait(self._tasks, timeout=timeout_s)
+            for task in late:
+                task.cancel()
+
+
+_sending: ContextVar[Leg | None] = ContextVar("_sending", default=None)
+"""The leg whose post runs in this task."""
+
+
+class _Connector(aiohttp.TCPConnector):
+    """Tells each leg which connection carries it, before the answer begins."""
+
+    async def connect(
+        self, req: aiohttp.ClientRequest, traces: list[Trace], timeout: aiohttp.ClientTimeout
+    ) -> Connection:
+        """See the base class."""
+        connection = await super().connect(req, traces, timeout)
+        if (leg := _sending.get()) is not None:
+            leg.transport = connection.transport
+        return connection
+
+
+class EngineHttp:
+    """The proxy's side of every connection to an engine.
+
+    Args:
+        secret: Signs what only the deployment's own parts may ask; empty signs nothing.
+    """
+
+    def __init__(self, *, secret: str) -> None:
+        self._secret = secret
+        self.background = Background()
+        self._opened: aiohttp.ClientSession | None = None
+
+    @property
+    def _session(self) -> aiohttp.ClientSession:
+        """Opened by the first question, inside the event loop."""
+        if self._opened is None:
+            self._opened = self._open()
+        return self._opened
+
+    @staticmethod
+    def _open() -> aiohttp.ClientSession:
+        return aiohttp.ClientSession(
+            connector=_Connector(limit=0, keepalive_timeout=30.0),
+            # A prefill may wait in a queue for as long as its client does: the request's own
+            # deadline is the limit. Only connecting has one of its own.
+            timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT_S),
+            auto_decompress=True,
+            cookie_jar=aiohttp.DummyCookieJar(),
+            trust_env=False,
+        )
+
+    def leg(self, url: str, body: bytes, headers: Mapping[str, str]) -> Leg:
+        """Begin a POST of `body`. The leg must be ended by `close`, `drain` or `abandon`."""
+        return Leg(self, self._session, url, body, headers)
+
+    async def get_json(
+        self, url: str, timeout_s: float, headers: Mapping[str, str]
+    ) -> tuple[int, bytes]:
+        """Return the status and the body of a GET.
+
+        Raises:
+            WorkerError: No answer, or none in time.
+        """
+        try:
+            async with asyncio.timeout(timeout_s):
+                async with self._session.get(url, headers=headers) as response:
+                    return response.status, await response.read()
+        except TimeoutError as error:
+            message = f"{url}: no answer within {timeout_s:g} s"
+            raise WorkerError(message, reason="timeout") from error
+        except _FAILURES as error:
+            raise _failure(url, error) from error
+
+    def release(self, handoff: Handoff) -> None:
+        """Give a handoff's leases back, in the background."""
+        for nonce in handoff.nonces:
+            self.background.start(self._release(handoff.prefill_url, nonce))
+
+    async def _release(self, prefill_url: str, nonce: str) -> None:
+        body = msgspec.json.encode({"nonce": nonce})
+        headers = {"Content-Type": "application/json"}
+        if self._secret:
+            headers[AUTH_HEADER] = signature(self._secret, body)
+        failure: object = None
+        for attempt in range(RELEASE_TRIES):
+            try:
+                async with asyncio.timeout(RELEASE_TIMEOUT_S):
+                    async with self._session.post(
+                        f"{prefill_url}/pdserve/release", data=body, headers=headers
+                    ) as response:
+                        if response.status < 500:
+                            if response.status >= 400:
+                                log.error(
+                                    "release refused: engine=%s status=%d",
+                                    prefill_url,
+                                    response.status,
+                                )
+                            return
+                        failure = response.status
+            except aiohttp.ClientConnectorError:
+                return  # nobody listens: the lease died with its engine
+            except _FAILURES as error:
+                failure = error
+            await asyncio.sleep(0.05 * 2**attempt)
+        log.warning("lease left to expire: engine=%s nonce=%s (%s)", prefill_url, nonce, failure)
+
+    async def close(self, timeout_s: float) -> None:
+        """Finish the background work, then close every connection."""
+        await self.background.join(timeout_s)
+        if self._opened is not None:
+            await self._opened.close()
+
+
+class Leg:
+    """One exchange with one engine.
+
+    Attributes:
+        url: The engine's path this leg was sent to.
+        transport: What carries it; None until connected.
+    """
+
+    def __init__(
+        self,
+        http: EngineHttp,
+        session: aiohttp.ClientSession,
+        url: str,
+        body: bytes,
+        headers: Mapping[str, str],
+    ) -> None:
+        self.url = url
+        self._http = http
+        self._parser = SseParser()
+        self._response: aiohttp.ClientResponse | None = None
+        self._is_lost = False
+        self._body = bytearray()
+        self.transport: asyncio.Transport | None = None
+        # A task of its own, because cancelling the post itself would close the connection
+        # on whatever the engine has already sent.
+        self._post = asyncio.create_task(self._send(session, url, body, headers))
+
+    async def _send(
+        self, session: aiohttp.ClientSession, url: str, body: bytes, headers: Mapping[str, str]
+    ) -> aiohttp.ClientResponse:
+        _sending.set(self)
+        return await session.post(url, data=body, headers=headers, allow_redirects=False)
+
+    async def open(self) -> str:
+        """Wait for the answer to begin; return its content type, lower case, bare.
+
+        Raises:
+            WorkerError: The engine could not be reached, hung up, or answered 5xx.
+            RefusedError: It answered 4xx.
+        """
+        try:
+            response = await asyncio.shield(self._post)
+            self._response = response
+        except asyncio.CancelledError:
+            if self._is_lost:
+                raise self._lost() from None
+            raise
+        except _FAILURES as error:
+            raise _failure(self.url, error) from error
+        if response.status == 200:
+            return response.content_type
+        body = await self.read()
+        if 400 <= response.status < 500:
+            raise RefusedError(response.status, body, response.headers.get("Retry-After"))
+        text = body.decode("utf-8", "replace")[:300]
+        message = f"{self.url} answered {response.status}: {text}"
+        raise WorkerError(message, reason="status")
+
+    async def read(self) -> bytes:
+        """Return the whole answer; may be called again after it was cancelled.
+
+        Raises:
+            WorkerError: The connection was lost.
+        """
+        async for chunk in self.chunks():
+            self._body += chunk
+        return bytes(self._body)
+
+    async def chunks(self) -> AsyncIterator[bytes]:
+        """Yield the answer's bytes as they come, until it ends.
+
+        Raises:
+            WorkerError: The connection was lost.
+        """
+        assert self._response is not None
+        content = self._response.content
+        try:
+            while chunk := await content.readany():
+                yield chunk
+        except _FAILURES as error:
+            raise _failure(self.url, error) from error
+
+    async def batches(self) -> AsyncIterator[list[Event]]:
+        """Yield the answer's events as they come, those of one read together.
+
+        Raises:
+            WorkerError: The connection was lost.
+        """
+        async for chunk in self.chunks():
+            if events := self._parser.feed(chunk):
+                yield events
+
+    def close(self) -> None:
+        """Hang up. Harmless when the answer has ended."""
+        self._post.cancel()
+        if self._response is not None:
+            self._response.close()
+        else:
+            self._post.add_done_callback(_close_late)
+
+    def lose(self) -> None:
+        """Fail whoever waits for this leg: its engine was found dead."""
+        self._is_lost = True
+        self.close()
+
+    def _lost(self) -> WorkerError:
+        return WorkerError(f"{self.url}: the engine stopped answering", reason="lost")
+
+    def drain(self, on_event: Callable[[Event], None] | None = None) -> None:
+        """Read the rest in the background, so that the connection can be used again."""
+        if self._response is not None and self._response.content.at_eof():
+            return
+        self._http.background.start(self._drain(on_event))
+
+    def abandon(self, prefill_url: str) -> None:
+        """Hang up in the background, and release a handoff that crosses with that.
+
+        Only our direction is closed first: the engine sees the end and aborts, or it has
+        already handed over, and then the handoff still arrives. Closing both at once
+        would lose it, and with it the lease until it expires.
+        """
+        self._http.background.start(self._abandon(prefill_url))
+
+    async def _drain(self, on_event: Callable[[Event], None] | None) -> None:
+        try:
+            async with asyncio.timeout(DRAIN_TIMEOUT_S):
+                async for events in self.batches():
+                    for event in events:
+                        if on_event is not None:
+                            on_event(event)
+        except (WorkerError, TimeoutError):
+            pass  # the request has what it needs from this leg
+        finally:
+            self.close()
+
+    async def _abandon(self, prefill_url: str) -> None:
+        if self._response is None and self._post.done() and not self._post.cancelled():
+            self._response = None if self._post.exception() else self._post.result()
+        if self.transport is None or not self.transport.can_write_eof():
+            self.close()
+            return
+        # Once the answer is complete, its connection may carry another request.
+        is_ours = self._response is None or self._response.connection is not None
+        with contextlib.suppress(WorkerError, RefusedError, TimeoutError):
+            try:
+                if is_ours and not self.transport.is_closing():
+                    self.transport.write_eof()
+                async with asyncio.timeout(ABANDON_TIMEOUT_S):
+                    if self._response is None:
+                        await self.open()
+                    await self._release_all(prefill_url)
+            finally:
+                self.close()
+
+    async def _release_all(self, prefill_url: str) -> None:
+        assert self._response is not None
+        if self._response.content_type != "text/event-stream":
+            if (handoff := handoff_in(await self.read(), prefill_url)) is not None:
+                self._http.release(handoff)
+            return
+        async for events in self.batches():
+            for event in events:
+                if (handoff := handoff_in(event.data, prefill_url)) is not None:
+                    self._http.release(handoff)
+                    return
+
+
+def _close_late(post: asyncio.Task[aiohttp.ClientResponse]) -> None:
+    if not post.cancelled() and post.exception() is None:
+        post.result().close()
+
+
+def _failure(url: str, error: BaseException) -> WorkerError:
+    if isinstance(error, aiohttp.ClientConnectorError | aiohttp.ConnectionTimeoutError):
+        return WorkerError(f"cannot connect to {url}: {error}", reason="connect")
+    return WorkerError(f"{url} hung up: {error or type(error).__name__}", reason="dropped")

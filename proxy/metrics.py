@@ -1,0 +1,174 @@
+"""What the proxy counts. Every series exists from the start, at 0.
+
+One registry per `Metrics`, so that two proxies in one process do not share counters.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+
+from pdserve.observe.metrics import (
+    LATENCY_BUCKETS_S,
+    STAGE_BUCKETS_S,
+    exposition,
+    loop_lag_histogram,
+)
+from pdserve.proxy.story import SECOND_TERMS, TTFT_TERMS, Mode, Stage
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from pdserve.proxy.story import Story
+
+OUTCOMES = ("ok", "client_error", "shed", "error", "disconnected")
+LEGS = ("prefill", "decode", "local", "forward")
+FAILURES = (
+    "connect",
+    "dropped",
+    "status",
+    "error_event",
+    "garbled",
+    "lost",
+    "timeout",
+)
+DECISIONS = (
+    ("disaggregated", "default"),
+    ("local", "no_prefill"),
+    ("local", "no_pair"),
+    ("local", "colocated"),
+    ("local", "prefill_failed"),
+    ("local", "decode_failed"),
+    ("local", "stream_lost"),
+)
+
+
+class Metrics:
+    """The proxy's counters, in one registry of their own."""
+
+    def __init__(self) -> None:
+        self.registry = registry = CollectorRegistry()
+        self.ttft = Histogram(
+            "pdserve_time_to_first_token_seconds",
+            "From a request's arrival to its first streamed bytes, by how it was served.",
+            ["mode"],
+            registry=registry,
+            buckets=LATENCY_BUCKETS_S,
+        )
+        self.stage_duration = Histogram(
+            "pdserve_stage_duration_seconds",
+            "Parts of the time to first token (admission, proxy, retry, queue, prefill, relay: "
+            "they add up to it) and of the second token's wait (kv, handover, first_step).",
+            ["stage"],
+            registry=registry,
+            buckets=STAGE_BUCKETS_S,
+        )
+        self.inter_token = Histogram(
+            "pdserve_inter_token_latency_seconds",
+            "Gaps between streamed chunks after the second token.",
+            registry=registry,
+            buckets=LATENCY_BUCKETS_S,
+        )
+        self.requests = Counter(
+            "pdserve_requests", "Requests ended, by outcome.", ["outcome"], registry=registry
+        )
+        self.decisions = Counter(
+            "pdserve_disagg_decisions",
+            "How requests were sent, and why.",
+            ["decision", "reason"],
+            registry=registry,
+        )
+        self.disconnects = Counter(
+            "pdserve_client_disconnects",
+            "Clients that left, by where their request was.",
+            ["stage"],
+            registry=registry,
+        )
+        self.leg_failures = Counter(
+            "pdserve_leg_failures",
+            "Exchanges with an engine that failed, by leg and reason.",
+            ["leg", "reason"],
+            registry=registry,
+        )
+        self.retries = Counter(
+            "pdserve_retries", "Exchanges tried again, by leg.", ["leg"], registry=registry
+        )
+        self.replays = Counter(
+            "pdserve_replays",
+            "Streams begun again on another engine, by how that went.",
+            ["result"],
+            registry=registry,
+        )
+        self.kv_load_failures = Counter(
+            "pdserve_kv_load_failures_reported",
+            "KV loads that a decode engine says failed and were recomputed.",
+            registry=registry,
+        )
+        self.releases = Counter(
+            "pdserve_handoffs_released",
+            "Handoffs given back because nobody will read them.",
+            registry=registry,
+        )
+        self.running = Gauge(
+            "pdserve_requests_running", "Requests that hold a place.", registry=registry
+        )
+        self.waiting = Gauge(
+            "pdserve_requests_waiting", "Requests in the admission queue.", registry=registry
+        )
+        self.backends = Gauge(
+            "pdserve_backends", "Engines, by role and state.", ["role", "state"], registry=registry
+        )
+        self.open_edges = Gauge(
+            "pdserve_open_edges",
+            "Pairs of a prefill and a decode engine whose breaker is not closed.",
+            registry=registry,
+        )
+        self.loop_lag = loop_lag_histogram(registry)
+        self._create_series()
+
+    def _create_series(self) -> None:
+        for mode in Mode:
+            self.ttft.labels(mode.value)
+        for stage in (*TTFT_TERMS, *SECOND_TERMS):
+            self.stage_duration.labels(stage)
+        for outcome in OUTCOMES:
+            self.requests.labels(outcome)
+        for decision in DECISIONS:
+            self.decisions.labels(*decision)
+        for where in Stage:
+            self.disconnects.labels(where.value)
+        for leg in LEGS:
+            self.retries.labels(leg)
+            for reason in FAILURES:
+                self.leg_failures.labels(leg, reason)
+        for result in ("resumed", "diverged"):
+            self.replays.labels(result)
+
+    def observe(self, story: Story) -> None:
+        """Add a request's measurements."""
+        for stage, seconds in story.second_token_terms().items():
+            self.stage_duration.labels(stage).observe(seconds)
+        for gap_s in story.token_gaps_s:
+            self.inter_token.observe(gap_s)
+        terms = story.ttft_terms()
+        if story.streamed and terms:
+            self.ttft.labels(story.mode.value).observe(sum(terms.values()))
+            for stage, seconds in terms.items():
+                self.stage_duration.labels(stage).observe(seconds)
+
+    def exposition(
+        self,
+        *,
+        backends: Mapping[tuple[str, str], int],
+        open_edges: int,
+        running: int,
+        waiting: int,
+    ) -> bytes:
+        """Return all series in Prometheus' text format, with the gauges as given."""
+        for (role, state), number in backends.items():
+            self.backends.labels(role, state).set(number)
+        self.open_edges.set(open_edges)
+        self.running.set(running)
+        self.waiting.set(waiting)
+        return exposition(self.registry)

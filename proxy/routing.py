@@ -1,0 +1,174 @@
+"""Which engines serve a request: a pair, one alone, or none.
+
+Chooses; sends nothing. Which engine of several is the policies' business; which engines
+come into question, and whether a request is split at all, is decided here.
+"""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from pdserve.config.schema import Role
+from pdserve.errors import UnavailableError
+from pdserve.proxy.policies import RouteRequest, choose, policy_named
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Sequence
+
+    from pdserve.config.schema import ProxyConfig
+    from pdserve.proxy.backends import Backend, Backends
+    from pdserve.proxy.policies import Policy
+
+RETRY_AFTER_S = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Disaggregate:
+    """Prefill there; a decode engine is chosen when the handoff is in hand."""
+
+    prefill: Backend
+
+
+@dataclass(frozen=True, slots=True)
+class RunLocally:
+    """One engine does everything, because of `reason`."""
+
+    engine: Backend
+    reason: str
+
+
+class Router:
+    """Applies the policies to the engines there are."""
+
+    def __init__(self, config: ProxyConfig, backends: Backends) -> None:
+        self._backends = backends
+        self._prefill_policy = policy_named(config.prefill_policy, flag="prefill-policy")
+        self._decode_policy = policy_named(config.decode_policy, flag="decode-policy")
+        self._prefill_sequence = itertools.count()
+        self._decode_sequence = itertools.count()
+
+    def plan(
+        self, body_bytes: int, *, failed: Collection[Backend] = ()
+    ) -> Disaggregate | RunLocally:
+        """Decide how a request is served. Engines in `failed` come last.
+
+        Raises:
+            UnavailableError: No engine can take it now.
+        """
+        ready = [backend for backend in self._backends if backend.available]
+        decodes = [backend for backend in ready if backend.decodes()]
+        if not decodes:
+            raise self._nobody("prefill" if not ready else "decode")
+        prefills = [backend for backend in ready if backend.role is Role.PREFILL]
+        if not prefills:
+            dedicated = [backend for backend in decodes if backend.role is Role.DECODE]
+            prefills = [b for b in ready if b.role is Role.BOTH] if dedicated else []
+            if not prefills:
+                reason = "no_prefill" if dedicated else "colocated"
+                return self._locally(decodes, body_bytes, failed, reason)
+        paired = [p for p in prefills if any(self._backends.can_pair(p, d) for d in decodes)]
+        if not paired:
+            return self._locally(decodes, body_bytes, failed, "no_pair")
+        prefill = self._choose_prefill(paired, body_bytes, failed)
+        return Disaggregate(prefill)
+
+    def another_prefill(self, body_bytes: int, failed: Collection[Backend]) -> Backend | None:
+        """Return a prefill engine for a further attempt; None when there is none."""
+        try:
+            plan = self.plan(body_bytes, failed=failed)
+        except UnavailableError:
+            return None
+        return plan.prefill if isinstance(plan, Disaggregate) else None
+
+    def decode_for(
+        self, prefill: Backend, body_bytes: int, failed: Collection[Backend]
+    ) -> Backend | None:
+        """Return a decode engine that can read from `prefill`; None when there is none."""
+        candidates = [
+            backend
+            for backend in self._backends
+            if backend.available and backend.decodes() and self._backends.can_pair(prefill, backend)
+        ]
+        return self._choose_decode(candidates, body_bytes, failed)
+
+    def local_engine(self, body_bytes: int, failed: Collection[Backend]) -> Backend:
+        """Return an engine that can do everything: decode engines first, then any.
+
+        Raises:
+            UnavailableError: No engine is ready.
+        """
+        ready = [backend for backend in self._backends if backend.available]
+        untried = [backend for backend in ready if backend not in failed]
+        for pool in (
+            [backend for backend in untried if backend.decodes()],
+            untried,
+            [backend for backend in ready if backend.decodes()],
+            ready,
+        ):
+            if (engine := self._choose_decode(pool, body_bytes, ())) is not None:
+                return engine
+        raise self._nobody("decode")
+
+    def any_engine(self, failed: Collection[Backend]) -> Backend:
+        """Return an engine for a question that every engine answers alike.
+
+        Raises:
+            UnavailableError: No engine is ready.
+        """
+        return self.local_engine(0, failed)
+
+    def readiness(self) -> str | None:
+        """Why requests cannot be served now; None when they can."""
+        try:
+            self.plan(0)
+        except UnavailableError as error:
+            return error.message
+        return None
+
+    def _locally(
+        self, decodes: Sequence[Backend], body_bytes: int, failed: Collection[Backend], reason: str
+    ) -> RunLocally:
+        engine = self._choose_decode(decodes, body_bytes, failed)
+        assert engine is not None
+        return RunLocally(engine, reason)
+
+    def _choose_prefill(
+        self, candidates: Sequence[Backend], body_bytes: int, failed: Collection[Backend]
+    ) -> Backend:
+        request = RouteRequest(next(self._prefill_sequence), body_bytes)
+        chosen = self._choose(self._prefill_policy, request, candidates, failed)
+        assert chosen is not None
+        return chosen
+
+    def _choose_decode(
+        self, candidates: Sequence[Backend], body_bytes: int, failed: Collection[Backend]
+    ) -> Backend | None:
+        request = RouteRequest(next(self._decode_sequence), body_bytes)
+        return self._choose(self._decode_policy, request, candidates, failed)
+
+    def _choose(
+        self,
+        policy: Policy,
+        request: RouteRequest,
+        candidates: Sequence[Backend],
+        failed: Collection[Backend],
+    ) -> Backend | None:
+        untried = [backend for backend in candidates if backend not in failed]
+        views = [self._backends.view(backend) for backend in untried or candidates]
+        chosen = choose(policy, request, views)
+        return None if chosen is None else self._backends.get(chosen.url)
+
+    def _nobody(self, role: str) -> UnavailableError:
+        """Say which role is missing, what became of its engines, and what to do."""
+        known = [b for b in self._backends if (b.prefills() if role == "prefill" else b.decodes())]
+        if known:
+            states = "; ".join(f"{b.url}: {b.reason or 'its breaker is open'}" for b in known[:5])
+            message = f"no {role} engine is ready ({states})"
+        else:
+            message = (
+                f"no {role} engine is known: start one with "
+                f"`pdserve {role} MODEL --proxy URL`, or name it with --{role} URL"
+            )
+        return UnavailableError(message, retry_after_s=RETRY_AFTER_S, code=f"no_{role}_available")

@@ -1,0 +1,219 @@
+"""What happened to one request, when, and the line that tells it.
+
+The first token comes from the prefill engine and the second from the decode engine, so the
+line has two sums: what the first token waited for, and what the second one did. Each closes
+with a measured remainder, so that its terms add up to what the client saw:
+
+    req 3f2a ok in=512 out=64 ttft=33.2ms = proxy 0.5 + queue 0.4 + prefill 31.9 + relay 0.4
+    | second token +12.1ms = kv 6.3 (8.4 MB, 1.3 GB/s) + handover 2.2 + first step 3.6
+    | itl p50 6.1 max 9.8
+
+`proxy` is this process before it asks an engine, the wait for a place apart (`admission`);
+`retry` went to engines that failed; `queue` and `prefill` are the engine's own account; `relay`
+is the rest of the time to the first byte written to the client: two HTTP hops and the wait for a
+free moment. `handover` is what is left of the second token's wait beside moving KV and computing.
+"""
+
+from __future__ import annotations
+
+import enum
+from array import array
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from pdserve.observe.clock import Clock
+    from pdserve.proxy.bodies import EngineStages
+
+
+class Stage(enum.Enum):
+    """Where a request is; also where it was when its client left."""
+
+    QUEUED = "queued"
+    PREFILL = "prefill"
+    TRANSFER = "transfer"
+    DECODE = "decode"
+    LOCAL = "local"
+
+
+class Mode(enum.Enum):
+    """How the engines served a request."""
+
+    DISAGGREGATED = "disaggregated"
+    LOCAL = "local"
+
+
+TTFT_TERMS = ("admission", "proxy", "retry", "queue", "prefill", "relay")
+SECOND_TERMS = ("kv", "handover", "first_step")
+
+
+@dataclass(slots=True)
+class Story:
+    """The record of one request. Times are monotonic seconds of `clock`.
+
+    Attributes:
+        queued_s, admitted_s: It asked for a place, and got one.
+        first_leg_s: The first leg was sent to an engine.
+        leg_s: The leg that gave the first token was sent.
+        first_token_s: The first token's bytes were written to the client (or, where the
+            answer comes in one piece, had come from the engine).
+        second_token_s: The decode engine's first bytes were.
+        token_gaps_s: Gaps between the chunks from the decode engine on.
+        prefill_stages, decode_stages: The engines' own accounts.
+        events: What happened, for people: (seconds since arrival, text).
+    """
+
+    request_id: str
+    path: str
+    clock: Clock
+    arrived_s: float = 0.0
+    stage: Stage = Stage.QUEUED
+    mode: Mode = Mode.LOCAL
+    streamed: bool = False
+    queued_s: float | None = None
+    admitted_s: float | None = None
+    first_leg_s: float | None = None
+    leg_s: float | None = None
+    first_token_s: float | None = None
+    second_token_s: float | None = None
+    last_chunk_s: float = 0.0
+    token_gaps_s: array[float] = field(default_factory=lambda: array("d"))
+    prefill_stages: EngineStages | None = None
+    decode_stages: EngineStages | None = None
+    num_prompt_tokens: int = 0
+    num_output_tokens: int = 0
+    events: list[tuple[float, str]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.arrived_s = self.clock.monotonic_s()
+
+    def tell(self, text: str) -> None:
+        """Add an event."""
+        self.events.append((self.clock.monotonic_s() - self.arrived_s, text))
+
+    def queued(self) -> None:
+        """The request asks for a place."""
+        self.queued_s = self.clock.monotonic_s()
+
+    def admitted(self) -> None:
+        """The request got a place."""
+        self.admitted_s = self.clock.monotonic_s()
+
+    def leg_sent(self, stage: Stage, url: str) -> None:
+        """A leg is on its way to an engine."""
+        now = self.clock.monotonic_s()
+        if self.first_leg_s is None:
+            self.first_leg_s = now
+        if self.first_token_s is None:
+            self.leg_s = now
+        self.stage = stage
+        self.tell(f"{stage.value} at {url}")
+
+    def first_token(self) -> None:
+        """The client has its first token."""
+        self.first_token_s = self.last_chunk_s = self.clock.monotonic_s()
+
+    def chunk(self) -> None:
+        """The client has a further chunk of tokens."""
+        now = self.clock.monotonic_s()
+        if self.first_token_s is None:
+            self.first_token_s = self.last_chunk_s = now
+            return
+        if self.second_token_s is None and self.mode is Mode.DISAGGREGATED:
+            self.second_token_s = now
+        else:
+            self.token_gaps_s.append(now - self.last_chunk_s)
+        self.last_chunk_s = now
+
+    def ttft_terms(self) -> dict[str, float]:
+        """Seconds by `TTFT_TERMS`; they add up to the time to first token.
+
+        Empty without a first token.
+        """
+        if (
+            self.queued_s is None
+            or self.admitted_s is None
+            or self.first_leg_s is None
+            or self.leg_s is None
+            or self.first_token_s is None
+        ):
+            return {}
+        stages = self.prefill_stages
+        window = self.first_token_s - self.leg_s
+        queue = min(stages.queue_s, window) if stages else 0.0
+        prefill = min(stages.prefill_s, window - queue) if stages else 0.0
+        return {
+            "admission": self.admitted_s - self.queued_s,
+            "proxy": self.queued_s - self.arrived_s + self.first_leg_s - self.admitted_s,
+            "retry": self.leg_s - self.first_leg_s,
+            "queue": queue,
+            "prefill": prefill,
+            "relay": window - queue - prefill,
+        }
+
+    def second_token_terms(self) -> dict[str, float]:
+        """Seconds by `SECOND_TERMS`; they add up to the second token's wait after the first."""
+        stages = self.decode_stages
+        if self.second_token_s is None or self.first_token_s is None or stages is None:
+            return {}
+        wait = self.second_token_s - self.first_token_s
+        kv = min(stages.kv_wait_s + stages.kv_transfer_s, wait)
+        first_step = min(stages.first_step_s, wait - kv)
+        return {"kv": kv, "handover": wait - kv - first_step, "first_step": first_step}
+
+    def line(self, outcome: str) -> str:
+        """Return the log line."""
+        tokens_in = self.num_prompt_tokens or "?"
+        parts = [
+            f"req {self.request_id} {outcome} in={tokens_in} out={self.num_output_tokens}",
+        ]
+        if terms := self.ttft_terms():
+            name = "ttft" if self.streamed else "first token"
+            parts[0] += f" {name}={_sum(terms, 'relay', always=('proxy', 'relay'))}"
+        if terms := self.second_token_terms():
+            stages = self.decode_stages
+            detail = ""
+            if stages is not None and stages.kv_bytes:
+                detail = f" ({stages.kv_bytes / 1e6:.1f} MB"
+                if stages.kv_transfer_s > 0:
+                    detail += f", {stages.kv_bytes / stages.kv_transfer_s / 1e9:.1f} GB/s"
+                detail += ")"
+            total = _sum(terms, "handover", always=SECOND_TERMS, after={"kv": detail})
+            parts.append(f"second token +{total}")
+        if self.token_gaps_s:
+            gaps = sorted(self.token_gaps_s)
+            parts.append(f"itl p50 {gaps[len(gaps) // 2] * 1e3:.1f} max {gaps[-1] * 1e3:.1f}")
+        if not self.streamed:
+            total_s = self.clock.monotonic_s() - self.arrived_s
+            parts.append(f"total {total_s * 1e3:.1f}ms")
+        return " | ".join(parts)
+
+    def as_json(self) -> dict[str, object]:
+        """Return what `/debug/requests` shows."""
+        return {
+            "request_id": self.request_id,
+            "path": self.path,
+            "stage": self.stage.value,
+            "age_s": round(self.clock.monotonic_s() - self.arrived_s, 3),
+            "output_tokens": self.num_output_tokens,
+            "story": [{"at_s": round(at_s, 4), "event": text} for at_s, text in self.events],
+        }
+
+
+def _sum(
+    terms: dict[str, float],
+    remainder: str,
+    *,
+    always: tuple[str, ...],
+    after: dict[str, str] | None = None,
+) -> str:
+    """Print terms in tenths of milliseconds so that the printed figures add up too."""
+    tenths = {name: round(seconds * 1e4) for name, seconds in terms.items()}
+    total = round(sum(terms.values()) * 1e4)
+    tenths[remainder] += total - sum(tenths.values())
+    shown = [
+        f"{name.replace('_', ' ')} {value / 10:.1f}{(after or {}).get(name, '')}"
+        for name, value in tenths.items()
+        if value or name in always
+    ]
+    return f"{total / 10:.1f}ms = " + " + ".join(shown)

@@ -1,0 +1,40 @@
+"""Run the command line as a user does: as a process, with none of our variables set."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+
+
+def environment(**variables: str) -> dict[str, str]:
+    inherited = {k: v for k, v in os.environ.items() if not k.startswith("PDSERVE_")}
+    return {**inherited, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", **variables}
+
+
+def pdserve(
+    *arguments: str, variables: Mapping[str, str] | None = None, timeout_s: float = 30.0
+) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "pdserve", *arguments],
+        capture_output=True,
+        text=True,
+        timeout=timeout_s,
+        cwd=ROOT,
+        env=environment(**(variables or {})),
+        check=False,
+    )
+
+
+def free_ports(count: int) -> list[int]:
+    """Ports that nobody listens on; all of them are held until each is known."""
+    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
+    ports = [each.getsockname()[1] for each in sockets]
+    for each in sockets:
+        each.close()
+    return ports

@@ -1,0 +1,237 @@
+from __future__ import annotations
+
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+import pdserve as package
+from pdserve.cli import COMMANDS, Command, make_parser, normalise, settings_of
+from pdserve.config.load import Source
+from tests.cli.process import ROOT, environment, pdserve
+
+HEAVY = {"torch", "aiohttp", "zmq", "numpy", "transformers", "tokenizers", "nixl", "yaml"}
+by_command = pytest.mark.parametrize("command", COMMANDS, ids=lambda command: command.name)
+
+
+def test_help_comes_at_once() -> None:
+    def seconds() -> float:
+        started_s = time.perf_counter()
+        assert pdserve("--help").returncode == 0
+        return time.perf_counter() - started_s
+
+    assert min(seconds() for _ in range(5)) < 0.3
+
+
+def test_no_heavy_package_is_imported_before_the_arguments_are_right() -> None:
+    probe = (
+        "import sys\n"
+        "from pdserve.cli import main\n"
+        "try:\n"
+        "    main(['up', '--help'])\n"
+        "except SystemExit:\n"
+        "    pass\n"
+        "print(*sorted({name.partition('.')[0] for name in sys.modules}))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", probe], capture_output=True, text=True, cwd=ROOT, check=True
+    )
+    assert HEAVY.isdisjoint(done.stdout.splitlines()[-1].split())
+
+
+def test_version_is_printed() -> None:
+    done = pdserve("--version")
+    assert (done.returncode, done.stdout) == (0, f"pdserve {package.__version__}\n")
+
+
+@by_command
+def test_every_flag_is_in_its_commands_help(command: Command) -> None:
+    text = pdserve(command.name, "--help").stdout
+    table = command.table()
+    shown = [s.flag for s in table.settings if not s.hidden and s.flag != "model"]
+    shown += [s.flag for s in table.shorthands if not s.hidden]
+    assert [flag for flag in shown if f"--{flag}" not in text] == []
+    assert "==SUPPRESS==" not in text
+
+
+@by_command
+def test_every_flag_in_the_help_belongs_to_a_setting(command: Command) -> None:
+    parser = make_parser()
+    choices = parser._subparsers._group_actions[0].choices  # type: ignore[union-attr]
+    flags = {
+        option.removeprefix("--")
+        for option in choices[command.name]._option_string_actions  # type: ignore[index,call-overload]
+        if option.startswith("--")
+    }
+    table = command.table()
+    known = {s.flag for s in table.settings} | {s.flag for s in table.shorthands}
+    known |= {f"no-{s.flag}" for s in table.settings if s.kind is bool}
+    assert flags - known == {"help", "config"}
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        [],
+        ["bogus"],
+        ["prefill"],
+        ["prefill", "m", "--port", "abc"],
+        ["prefill", "m", "--max-num-seqs", "1.5"],
+        ["serve", "m", "--scheduling-policy", "random"],
+        ["proxy", "surplus"],
+        ["serve", "m", "--tensor-parallel-size", "2"],
+    ],
+    ids=" ".join,
+)
+def test_wrong_usage_is_code_2(arguments: list[str]) -> None:
+    done = pdserve(*arguments)
+    assert done.returncode == 2
+    assert "usage: pdserve" in done.stdout + done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_an_unknown_flag_names_the_nearest() -> None:
+    done = pdserve("prefill", "m", "--max-modellen", "3")
+    assert done.returncode == 2
+    assert "did you mean --max-model-len?" in done.stderr
+
+
+def _refused(*arguments: str, **variables: str) -> str:
+    done = pdserve(*arguments, variables=variables)
+    assert (done.returncode, done.stdout) == (3, "")
+    assert "Traceback" not in done.stderr
+    return done.stderr
+
+
+@pytest.mark.parametrize("command", ["up", "prefill", "decode", "serve"])
+def test_a_model_path_that_does_not_exist_is_named(command: str, tmp_path: Path) -> None:
+    assert f"MODEL {tmp_path}/none: there is no such directory" in _refused(
+        command, f"{tmp_path}/none"
+    )
+
+
+def test_a_model_that_is_a_file_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors").write_bytes(b"")
+    message = _refused("serve", f"{tmp_path}/model.safetensors")
+    assert "is a file: give the directory" in message
+
+
+def test_a_directory_without_a_config_is_refused(tmp_path: Path) -> None:
+    assert "has no config.json" in _refused("serve", str(tmp_path))
+
+
+def test_a_name_the_hub_does_not_give_is_refused(tmp_path: Path) -> None:
+    message = _refused("serve", "nobody/nothing", HF_HOME=str(tmp_path))
+    assert "the hub does not give a model of that name" in message
+
+
+def test_an_impossible_setting_names_its_flag_and_the_remedy() -> None:
+    assert "--block-size is 17: use 8, 16, 32, 64 or 128" in _refused(
+        "serve", "boxed", "--block-size", "17"
+    )
+
+
+def test_an_unknown_key_of_the_file_names_the_nearest_flag(tmp_path: Path) -> None:
+    (tmp_path / "proxy.yaml").write_text("prefil: http://127.0.0.1:8100")
+    message = _refused("proxy", "--config", f"{tmp_path}/proxy.yaml")
+    assert "prefil in" in message
+    assert "did you mean prefill?" in message
+
+
+def test_a_port_in_use_names_its_flag() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        assert f"--port {port}: another program listens on 127.0.0.1:{port}" in _refused(
+            "proxy", "--port", str(port)
+        )
+
+
+def test_up_names_the_flag_of_a_port_in_use_before_it_starts_anything(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        message = _refused("up", str(tmp_path), "--decode-port", str(port))
+    assert f"--decode-port {port}: another program listens" in message
+
+
+def test_up_refuses_two_processes_on_one_port(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    message = _refused("up", str(tmp_path), "--prefill-port", "8199", "--prefill-replicas", "2",
+                       "--decode-port", "8200")  # fmt: skip
+    assert "--decode-port 8200 is already the port of prefill1" in message
+
+
+def test_a_misspelt_variable_is_reported() -> None:
+    done = pdserve("proxy", "--port", "70000", variables={"PDSERVE_PROT": "3"})
+    assert "warning: PDSERVE_PROT is no setting" in done.stderr
+
+
+def test_interrupting_a_command_is_code_130() -> None:
+    probe = (
+        "import os, signal, sys, pdserve.cli as cli\n"
+        "cli.resolve = lambda *_, **__: os.kill(os.getpid(), signal.SIGINT)\n"
+        "sys.exit(cli.main(['doctor']))"
+    )
+    process = subprocess.Popen([sys.executable, "-c", probe], cwd=ROOT, env=environment())
+    assert process.wait(10) == 130
+
+
+@pytest.mark.parametrize(
+    ("word", "written"),
+    [
+        ("--max_model_len", "--max-model-len"),
+        ("--max_model_len=a_b", "--max-model-len=a_b"),
+        ("--kv_transfer_config.kv_connector", "--kv-transfer-config.kv-connector"),
+        ("a_b", "a_b"),
+    ],
+)
+def test_underscores_in_flags_are_dashes(word: str, written: str) -> None:
+    assert normalise([word]) == [written]
+
+
+def test_what_follows_two_dashes_stays_as_it_is() -> None:
+    assert normalise(["--a_b", "--", "--a_b"]) == ["--a-b", "--", "--a_b"]
+
+
+def _parsed(*argv: str, **environ: str) -> dict[str, object]:
+    given = vars(make_parser().parse_args(normalise(argv)))
+    name = given.pop("command")
+    command = next(each for each in COMMANDS if each.name == name)
+    resolved = settings_of(command.table(), given, environ)
+    return {
+        flag: item.value for flag, item in resolved.items() if item.source is not Source.DEFAULT
+    }
+
+
+def test_flags_become_values_of_their_settings() -> None:
+    assert _parsed(
+        "serve", "boxed", "--max_model_len", "2k", "--no-enable-prefix-caching",
+        "--kv-cache-memory-bytes=1GiB", "--api-key", "a", "b", "--api-key", "c",
+        "--kv-transfer-config.kv_connector", "memory", "--max-num-seqs", "4",
+    ) == {
+        "model": "boxed",
+        "max-model-len": 2000,
+        "enable-prefix-caching": False,
+        "kv-cache-memory-bytes": 1 << 30,
+        "api-key": ("a", "b", "c"),
+        "kv-transfer-config.kv-connector": "memory",
+        "max-num-seqs": 4,
+    }  # fmt: skip
+
+
+def test_a_flag_of_one_role_is_that_roles_alone() -> None:
+    prefill = '{"kv-transfer-config": {"lease_s": 9}}'
+    assert _parsed("up", "--decode.max_num_seqs", "4", "--prefill", prefill) == {
+        "decode.max-num-seqs": 4,
+        "prefill.kv-transfer-config.lease-s": 9.0,
+    }  # fmt: skip
+
+
+def test_a_name_of_the_environment_is_read() -> None:
+    assert _parsed("serve", PDSERVE_MODEL="boxed", PDSERVE_KV_TRANSFER_CONFIG='{"lease_s": 9}') == {
+        "model": "boxed",
+        "kv-transfer-config.lease-s": 9.0,
+    }

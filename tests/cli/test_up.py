@@ -1,0 +1,127 @@
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.cli.process import ROOT, environment, free_ports
+from tests.tiny_models import write_tiny_model
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(180)]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_model(tmp_path_factory.mktemp("up") / "tiny")
+
+
+class Up:
+    """`pdserve up` as a process, and what it has written so far."""
+
+    def __init__(self, model: Path, folder: Path, *arguments: str) -> None:
+        self.ports = free_ports(3)
+        names = ("--port", "--prefill-port", "--decode-port")
+        flags = [word for pair in zip(names, map(str, self.ports), strict=True) for word in pair]
+        self._out = folder / "out"
+        self._err = folder / "err"
+        with self._out.open("wb") as out, self._err.open("wb") as err:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "pdserve", "up", str(model), *flags, *arguments]
+                + ["--kv-cache-memory-bytes", "16MiB"],
+                stdout=out,
+                stderr=err,
+                cwd=ROOT,
+                env=environment(),
+            )
+        self.family: dict[int, psutil.Process] = {}
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.ports[0]}"
+
+    @property
+    def out(self) -> str:
+        return self._out.read_text()
+
+    def wait_for(self, text: str, timeout_s: float = 90) -> None:
+        deadline_s = time.monotonic() + timeout_s
+        while text not in self.out:
+            assert self.process.poll() is None, self._err.read_text()
+            assert time.monotonic() < deadline_s, self.out + self._err.read_text()
+            self.look()
+            time.sleep(0.05)
+        self.look()
+
+    def look(self) -> None:
+        """Remember every process there is below this one."""
+        for process in psutil.Process(self.process.pid).children(recursive=True):
+            self.family[process.pid] = process
+
+    def end(self) -> int:
+        code = self.process.wait(60)
+        _, alive = psutil.wait_procs(list(self.family.values()), timeout=10)
+        assert alive == []
+        return code
+
+
+@pytest.fixture
+def make(model: Path, tmp_path: Path) -> Iterator[list[Up]]:
+    made: list[Up] = []
+    yield made
+    for up in made:
+        up.process.kill()
+        up.process.wait()
+
+
+def test_the_demo_answers_shows_where_its_time_went_and_ends(
+    model: Path, tmp_path: Path, make: list[Up]
+) -> None:
+    up = Up(model, tmp_path, "--once", "--prompt", "Tell me something", "--max-tokens", "12")
+    make.append(up)
+    up.wait_for("ttft=")
+    assert up.end() == 0
+    question, answer = up.out.index("Tell me something\n"), up.out.index("ok in=")
+    assert answer > question
+    summary = re.search(r"ok in=\d+ out=12 ttft=([\d.]+)ms = ([^|]*)", up.out)
+    assert summary is not None
+    stages = [float(stage) for stage in re.findall(r" ([\d.]+)(?= \+|\s*$| \()", summary[2])]
+    assert sum(stages) == pytest.approx(float(summary[1]), abs=0.1 * len(stages))
+
+
+def test_it_serves_the_curl_it_prints_until_ctrl_c(
+    model: Path, tmp_path: Path, make: list[Up]
+) -> None:
+    up = Up(model, tmp_path, "--max-tokens", "4", "--api-key", "sesame")
+    make.append(up)
+    up.wait_for("/metrics")
+    printed = re.search(r"  (curl \S+/v1/.*(?:\n .*)*?'\{.*\}')", up.out)
+    assert printed is not None
+    done = subprocess.run(
+        ["bash", "-c", printed[1].replace("curl", "curl -sS", 1)],
+        capture_output=True,
+        check=True,
+        env={**os.environ, "PDSERVE_API_KEY": "sesame"},
+    )
+    assert json.loads(done.stdout)["usage"]["completion_tokens"] <= 4
+    commands = [shlex.join(process.cmdline()) for process in up.family.values()]
+    assert not any("sesame" in command for command in commands)
+    up.process.send_signal(signal.SIGINT)
+    assert up.end() == 130
+
+
+def test_nothing_outlives_it_when_it_is_killed(model: Path, tmp_path: Path, make: list[Up]) -> None:
+    up = Up(model, tmp_path)
+    make.append(up)
+    up.wait_for("ready after")
+    up.process.kill()
+    assert up.end() == -signal.SIGKILL

@@ -1,0 +1,120 @@
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import msgspec
+import pytest
+
+from pdserve.config.load import Table, build, parse, resolve
+from pdserve.config.schema import EngineConfig, ProxyConfig, Role, ServerConfig
+from pdserve.config.settings import (
+    DoctorConfig,
+    LogConfig,
+    UpConfig,
+    doctor_table,
+    engine_table,
+    proxy_table,
+    up_table,
+)
+from pdserve.errors import ConfigError
+
+ENGINE = engine_table(Role.BOTH)
+ROOTS: list[tuple[str, type[msgspec.Struct], Table]] = [
+    ("engine", EngineConfig, ENGINE),
+    ("server", ServerConfig, ENGINE),
+    ("log", LogConfig, ENGINE),
+    ("proxy", ProxyConfig, proxy_table()),
+    ("up", UpConfig, up_table()),
+    ("doctor", DoctorConfig, doctor_table()),
+]
+
+
+def leaves(struct: type[msgspec.Struct], path: str) -> Iterator[str]:
+    for info in msgspec.structs.fields(struct):
+        if isinstance(info.type, type) and issubclass(info.type, msgspec.Struct):
+            yield from leaves(info.type, f"{path}.{info.name}")
+        else:
+            yield f"{path}.{info.name}"
+
+
+@pytest.mark.parametrize(("root", "struct", "table"), ROOTS, ids=[root for root, _, _ in ROOTS])
+def test_every_field_of_the_schema_has_exactly_one_flag(
+    root: str, struct: type[msgspec.Struct], table: Table
+) -> None:
+    fields = set(leaves(struct, root)) - {"engine.role"}  # the command is the role
+    paths = [s.path for s in table.settings if s.path.startswith(f"{root}.") and not s.hidden]
+    assert sorted(paths) == sorted(fields)
+
+
+@pytest.mark.parametrize(
+    "table", [table for _, _, table in ROOTS], ids=lambda t: str(len(t.settings))
+)
+def test_no_flag_stands_twice(table: Table) -> None:
+    flags = [s.flag for s in table.settings] + [s.flag for s in table.shorthands]
+    assert len(flags) == len(set(flags))
+
+
+@pytest.mark.parametrize(
+    ("root", "struct", "table"), ROOTS[:3] + ROOTS[4:5], ids=["engine", "server", "log", "up"]
+)
+def test_every_word_the_help_offers_is_accepted(
+    root: str, struct: type[msgspec.Struct], table: Table
+) -> None:
+    for setting in table.settings:
+        if "|" in setting.metavar and setting.path.startswith(f"{root}."):
+            for word in setting.metavar.split("|"):
+                given = {"model": "m", setting.flag: parse(setting, word)}
+                build(root, struct, table, resolve(table, command_line=given, environ={}))
+
+
+@pytest.mark.parametrize(
+    ("role", "port", "connector"),
+    [(Role.PREFILL, 8100, "nixl"), (Role.DECODE, 8200, "nixl"), (Role.BOTH, 8000, "null")],
+)
+def test_a_role_sets_the_port_and_the_connector(role: Role, port: int, connector: str) -> None:
+    table = engine_table(role)
+    resolved = resolve(table, command_line={"model": "m"}, environ={})
+    assert build("server", ServerConfig, table, resolved).port == port
+    assert build("engine", EngineConfig, table, resolved).transfer.kv_connector == connector
+
+
+def test_a_transfer_config_as_vllm_writes_it_is_read() -> None:
+    raw = {"model": "m", "kv-transfer-config": '{"kv_connector": "memory", "secret": "s"}'}
+    transfer = build(
+        "engine", EngineConfig, ENGINE, resolve(ENGINE, command_line=raw, environ={})
+    ).transfer
+    assert (transfer.kv_connector, transfer.secret) == ("memory", "s")
+
+
+def test_one_policy_sets_both_and_either_may_differ() -> None:
+    table = proxy_table()
+    raw = {"policy": "round_robin", "decode-policy": "least_loaded"}
+    config = build("proxy", ProxyConfig, table, resolve(table, command_line=raw, environ={}))
+    assert (config.prefill_policy, config.decode_policy) == ("round_robin", "least_loaded")
+
+
+@pytest.mark.parametrize(
+    ("flag", "value"),
+    [("port", 70000), ("port", -1), ("proxy", "127.0.0.1:8000"), ("shutdown-timeout", -1)],
+)
+def test_a_server_setting_that_cannot_be_names_its_flag(flag: str, value: object) -> None:
+    given = {flag: (value,) if flag == "proxy" else value}
+    with pytest.raises(ConfigError, match=f"--{flag} is"):
+        build("server", ServerConfig, ENGINE, resolve(ENGINE, command_line=given, environ={}))
+
+
+@pytest.mark.parametrize(
+    ("flag", "value"),
+    [
+        ("port", 70000),
+        ("prefill", ("localhost:8100",)),
+        ("decode", ("ftp://x",)),
+        ("max-concurrent-requests", 0),
+        ("request-timeout-secs", 0),
+        ("queue-size", -1),
+    ],
+)
+def test_a_proxy_setting_that_cannot_be_names_its_flag(flag: str, value: object) -> None:
+    table = proxy_table()
+    with pytest.raises(ConfigError, match=f"--{flag} is"):
+        build("proxy", ProxyConfig, table, resolve(table, command_line={flag: value}, environ={}))

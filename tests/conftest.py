@@ -1,0 +1,15 @@
+"""Settings every test shares. Fixtures live beside the tests that use them."""
+
+from __future__ import annotations
+
+import os
+
+import hypothesis
+
+# dev: quick; ci: the same examples at every run, so that red means a change; nightly: a search.
+hypothesis.settings.register_profile("dev", max_examples=50, deadline=None)
+hypothesis.settings.register_profile("ci", max_examples=100, deadline=None, derandomize=True)
+hypothesis.settings.register_profile("nightly", max_examples=2000, deadline=None)
+hypothesis.settings.load_profile(
+    os.environ.get("HYPOTHESIS_PROFILE") or ("ci" if os.environ.get("CI") else "dev")
+)

@@ -1,0 +1,196 @@
+"""The NIXL connector between processes, and what happens when one of them ends or hangs."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from pdserve.connectors.base import KVLayout
+from pdserve.connectors.nixl import NixlFactory
+from pdserve.wire.transfer import LeaseEnd, LoadFailure
+from tests.connectors.engines import Engine, RemoteEngine, prompt_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+PROMPT = prompt_of(40)
+# 8 MiB per block: a READ over TCP, at about 1 GB/s, takes long enough to be interrupted.
+BIG = KVLayout(
+    num_blocks=12,
+    num_layers=32,
+    num_kv_heads=16,
+    block_size=16,
+    head_dim=128,
+    dtype="float32",
+    dtype_bytes=4,
+)
+BIG_PROMPT = prompt_of(16 * 12)
+TCP = {"UCX_TLS": "tcp"}
+
+
+@pytest.fixture
+def remote() -> Iterator[Callable[..., RemoteEngine]]:
+    """Makes engines in child processes, and ends them."""
+    children: list[RemoteEngine] = []
+
+    def make(engine_id: str, **arguments: Any) -> RemoteEngine:
+        child = RemoteEngine(engine_id=engine_id, **arguments)
+        children.append(child)
+        return child
+
+    yield make
+    for child in children:
+        child.close()
+
+
+@pytest.fixture
+def local() -> Iterator[Callable[..., Engine]]:
+    """Makes engines here, and closes them."""
+    engines: list[Engine] = []
+
+    def make(engine_id: str, *, quarantine_s: float = 30.0, **arguments: Any) -> Engine:
+        engine = Engine(NixlFactory(quarantine_s=quarantine_s), engine_id, **arguments)
+        engines.append(engine)
+        return engine
+
+    yield make
+    for engine in engines:
+        engine.close()
+
+
+def until(condition: Callable[[], object], timeout_s: float = 5.0) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+
+
+def bytes_have_begun_to_land(engine: Engine) -> bool:
+    return bool(engine.kv[:, 0, 0, 0, 0, 0].any())
+
+
+def test_kv_crosses_processes_and_a_killed_and_restarted_p_is_used_again_at_once(
+    remote: Callable[..., RemoteEngine], local: Callable[..., Engine]
+) -> None:
+    p, d = remote("P"), local("D")
+    d.load(d.queue(PROMPT, p.prefill(PROMPT, [7, 2, 3]), "r1"), [4, 5, 6])
+    d.until(lambda: d.received)
+    assert d.holds([4, 5, 6], [7, 2, 3])
+    until(lambda: [s.end for s in p.settled] == [LeaseEnd.READ])
+
+    lost = p.prefill(PROMPT, [7, 2, 3])
+    request = d.queue(PROMPT, lost, "r2")
+    p.process.kill()
+    p.process.join()
+    d.load(request, [4, 5, 6])
+    d.until(lambda: d.failed, timeout_s=2.0)
+    assert [f.reason for f in d.failed] == [LoadFailure.PEER_LOST]
+
+    restarted = remote("P")
+    d.load(d.queue(PROMPT, restarted.prefill(PROMPT, [8, 9, 10], seed=2), "r3"), [1, 2, 3])
+    d.until(lambda: len(d.received) == 2, timeout_s=2.0)
+    assert d.holds([1, 2, 3], [8, 9, 10], seed=2)
+
+
+def test_p_killed_in_mid_read_fails_the_load_within_a_bound(
+    remote: Callable[..., RemoteEngine],
+    local: Callable[..., Engine],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("UCX_TLS", "tcp")
+    p, d = remote("P", environment=TCP, shape=BIG), local("D", shape=BIG)
+    d.load(d.queue(BIG_PROMPT, p.prefill(BIG_PROMPT, range(12)), "r"), range(12))
+    until(lambda: bytes_have_begun_to_land(d))
+    p.process.kill()
+    d.until(lambda: d.failed or d.received, timeout_s=8.0)
+    assert [f.reason for f in d.failed] == [LoadFailure.PEER_LOST]
+    assert not d.received
+
+
+def test_a_hung_p_is_fenced_by_a_new_agent_and_other_peers_serve_on(
+    remote: Callable[..., RemoteEngine],
+    local: Callable[..., Engine],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("UCX_TLS", "tcp")
+    p = remote("P", environment=TCP, shape=BIG)
+    d = local("D", shape=BIG, quarantine_s=0.5, transfer_timeout_s=0.5)
+    d.load(d.queue(BIG_PROMPT, p.prefill(BIG_PROMPT, range(12)), "r"), range(12))
+    until(lambda: bytes_have_begun_to_land(d))
+    os.kill(p.process.pid or 0, signal.SIGSTOP)
+    try:
+        stopped_s = time.monotonic()
+        d.until(lambda: d.failed, timeout_s=5.0)
+        assert [f.reason for f in d.failed] == [LoadFailure.TIMEOUT]
+        assert time.monotonic() - stopped_s >= 0.7  # not reported before it was fenced
+        assert d.worker.counters["agent_resets"] == 1  # type: ignore[attr-defined]
+        d.kv.fill_(9.0)
+    finally:
+        os.kill(p.process.pid or 0, signal.SIGCONT)
+    time.sleep(0.3)
+    assert bool((d.kv == 9.0).all())  # nothing of the old read lands any more
+
+    other = local("P2", shape=BIG)
+    d.load(d.queue(PROMPT, other.prefill(PROMPT, [1, 2, 3], seed=3), "r2"), [4, 5, 6])
+    d.until(lambda: d.received, timeout_s=5.0)
+    assert d.holds([4, 5, 6], [1, 2, 3], seed=3)
+
+
+def test_a_load_through_tcp_arrives_and_p_is_idle_again_afterwards(
+    remote: Callable[..., RemoteEngine],
+    local: Callable[..., Engine],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("UCX_TLS", "tcp")
+    p, d = local("P", shape=BIG), remote("D", environment=TCP, shape=BIG)
+    prompt = prompt_of(16 * 4)
+    handoff = p.prefill(prompt, [3, 1, 2, 5])
+    d.call("load", d.call("queue", prompt, handoff, "r"), [4, 5, 6, 7])
+    p.until(lambda: p.settled, timeout_s=10.0)
+    assert [s.end for s in p.settled] == [LeaseEnd.READ]
+    assert d.call("holds", [4, 5, 6, 7], [3, 1, 2, 5])
+    assert thread_cpu_share(p, 1.0) < 0.01
+
+
+def test_d_killed_before_it_confirmed_leaves_the_lease_to_another_d(
+    remote: Callable[..., RemoteEngine], local: Callable[..., Engine]
+) -> None:
+    p, d = local("P"), remote("D")
+    handoff = p.prefill(PROMPT, [7, 2, 3])
+    d.call("queue", PROMPT, handoff, "r")
+    d.process.kill()
+    d.process.join()
+    second = local("D2")
+    second.load(second.queue(PROMPT, handoff, "r"), [4, 5, 6])
+    second.until(lambda: second.received)
+    assert second.holds([4, 5, 6], [7, 2, 3])
+
+
+def thread_cpu_share(engine: Engine, for_s: float) -> float:
+    """Share of one core that the transfer thread and NIXL's own threads use."""
+    main = os.getpid()
+
+    def used_s() -> float:
+        ticks = 0
+        for task in Path("/proc/self/task").iterdir():
+            if int(task.name) != main:
+                fields = (task / "stat").read_text().rsplit(")", 1)[1].split()
+                ticks += int(fields[11]) + int(fields[12])
+        return ticks / os.sysconf("SC_CLK_TCK")
+
+    before = used_s()
+    time.sleep(for_s)
+    return (used_s() - before) / for_s
+
+
+def test_an_idle_connected_pair_uses_no_cpu(local: Callable[..., Engine]) -> None:
+    p, d = local("P"), local("D")
+    d.load(d.queue(PROMPT, p.prefill(PROMPT, [7, 2, 3]), "r"), [4, 5, 6])
+    d.until(lambda: d.received)
+    d.queue(PROMPT, p.prefill(PROMPT, [8, 9, 10]), "waits")  # its heartbeats go on
+    assert thread_cpu_share(p, 2.0) < 0.01

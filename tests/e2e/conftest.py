@@ -1,0 +1,62 @@
+"""Models and deployments for end-to-end tests."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+import pytest
+
+from tests.e2e.deployment import Deployment
+from tests.tiny_models import write_tiny_model
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from pathlib import Path
+
+
+@pytest.fixture(scope="session")
+def model_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """Make (once) and return the tiny model of a family."""
+    shapes = {
+        "llama": {"tie_word_embeddings": True},
+        "qwen2": {"num_key_value_heads": 1, "num_hidden_layers": 2},
+        "qwen3": {"head_dim": 32, "num_hidden_layers": 2},
+    }
+    made: dict[str, Path] = {}
+
+    def make(family: str) -> Path:
+        if family not in made:
+            directory = tmp_path_factory.mktemp("models") / family
+            made[family] = write_tiny_model(directory, family, **shapes[family])
+        return made[family]
+
+    return make
+
+
+@contextmanager
+def pd_deployment(
+    directory: Path,
+    model: Path | str,
+    *flags: str,
+    with_serve: bool = False,
+    prefills: int = 1,
+    decodes: int = 1,
+) -> Iterator[Deployment]:
+    """A proxy, prefill and decode engines that register with it, and maybe a colocated one."""
+    deployment = Deployment(directory)
+    common = [str(model), "--port", "0", "--num-threads", "1", *flags]
+    try:
+        if with_serve:
+            deployment.start("serve", "serve", *common)
+        deployment.start("proxy", "proxy", "--port", "0")
+        deployment.wait("proxy")
+        for kind, num in (("prefill", prefills), ("decode", decodes)):
+            for index in range(num):
+                name = kind if index == 0 else f"{kind}{index}"
+                deployment.start(name, kind, *common, "--proxy", deployment.url("proxy"))
+        deployment.wait()
+        deployment.wait_routable(prefills, decodes)
+        yield deployment
+    finally:
+        deployment.end()

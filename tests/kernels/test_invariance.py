@@ -1,0 +1,184 @@
+"""A row of a native kernel's result has the same bits, whatever else the call computes, and how.
+
+These equalities are exact: they are what makes disaggregated and colocated serving give the same
+tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from pdserve.kernels.cases import attention_inputs, kv_cache, rope_table
+from pdserve.kernels.cpu import build
+from pdserve.kernels.cpu.native import NativeKernels, kernels
+from pdserve.kernels.linear import PackedLinear
+from pdserve.kernels.ops import (
+    add_rms_norm,
+    paged_attention,
+    rms_norm,
+    rope_and_cache,
+    silu_and_mul,
+)
+
+pytestmark = pytest.mark.skipif(kernels() is None, reason="no compiler for the native kernels")
+
+CPU = torch.device("cpu")
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=str)
+
+
+@contextmanager
+def threads(num_threads: int) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(num_threads)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.fixture(params=[1, 2, 5], ids="threads={}".format)
+def any_threads(request: pytest.FixtureRequest) -> Iterator[None]:
+    with threads(request.param):
+        yield
+
+
+@dtypes
+@pytest.mark.usefixtures("any_threads")
+@pytest.mark.parametrize("rows", [2, 5, 12, 13, 17, 64, 300, 512])
+def test_linear_row_is_the_same_in_any_batch(dtype: torch.dtype, rows: int) -> None:
+    x = torch.randn(512, 353, generator=_seeded()).to(dtype)
+    layer = PackedLinear(torch.randn(200, 353, generator=_seeded()).to(dtype))
+    with threads(1):
+        alone = torch.cat([layer(x[i : i + 1]) for i in range(rows)])
+
+    assert torch.equal(layer(x[:rows]), alone)
+
+
+@dtypes
+@pytest.mark.usefixtures("any_threads")
+def test_row_operations_are_the_same_in_any_batch(dtype: torch.dtype) -> None:
+    x, residual = torch.randn(2, 130, 578, generator=_seeded()).to(dtype)
+    weight = torch.randn(578, generator=_seeded()).to(dtype)
+    sums = [row.clone() for row in residual.split(1)]
+    normed = [rms_norm(row, weight, 1e-5) for row in x.split(1)]
+    added = [add_rms_norm(x[i : i + 1], sums[i], weight, 1e-5) for i in range(len(x))]
+    gated = [silu_and_mul(row) for row in x.split(1)]
+
+    assert torch.equal(rms_norm(x, weight, 1e-5), torch.cat(normed))
+    assert torch.equal(add_rms_norm(x, residual, weight, 1e-5), torch.cat(added))
+    assert torch.equal(residual, torch.cat(sums))
+    assert torch.equal(silu_and_mul(x), torch.cat(gated))
+
+
+@dtypes
+@pytest.mark.usefixtures("any_threads")
+def test_rope_and_cache_are_the_same_in_any_batch(dtype: torch.dtype) -> None:
+    tokens, heads, kv_heads, head_dim = 90, 6, 2, 64
+    qkv = torch.randn(tokens, (heads + 2 * kv_heads) * head_dim, generator=_seeded()).to(dtype)
+    norm = torch.randn(head_dim, generator=_seeded()).to(dtype)
+    at, table = torch.arange(tokens), rope_table(tokens, head_dim, CPU)
+    whole = kv_cache(8, kv_heads, 16, head_dim, dtype=dtype, device=CPU)
+    single = whole.clone()
+    q = rope_and_cache(qkv, at, table, whole, at, norm, norm, 1e-6)
+    each = [
+        rope_and_cache(
+            qkv[i : i + 1], at[i : i + 1], table, single, at[i : i + 1], norm, norm, 1e-6
+        )
+        for i in range(tokens)
+    ]
+
+    assert torch.equal(q, torch.cat(each))
+    assert torch.equal(whole, single)
+
+
+def test_threads_do_not_change_a_large_product() -> None:
+    x = torch.randn(200, 600, generator=_seeded()).bfloat16()
+    layer = PackedLinear(torch.randn(900, 600, generator=_seeded()).bfloat16())
+    with threads(1):
+        expected = layer(x)
+    for num_threads in (2, 3, 8):
+        with threads(num_threads):
+            assert torch.equal(layer(x), expected)
+
+
+def _seeded() -> torch.Generator:
+    return torch.Generator().manual_seed(0)
+
+
+def _attend_in_chunks(inputs: tuple, chunks: list[int]) -> Tensor:
+    """Attend to a single request's queries in several calls, as chunked prefill does."""
+    q, kv, tables, _, contexts, scale, window = inputs
+    first_position = int(contexts[0]) - len(q)
+    parts, done = [], 0
+    for chunk in chunks:
+        starts = torch.tensor([0, chunk], dtype=torch.int32)
+        context = torch.tensor([first_position + done + chunk], dtype=torch.int32)
+        part = q[done : done + chunk]
+        parts.append(paged_attention(part, kv, tables, starts, context, scale, window))
+        done += chunk
+    return torch.cat(parts)
+
+
+@dtypes
+@pytest.mark.usefixtures("any_threads")
+@pytest.mark.parametrize("window", [None, 50, 700])
+@pytest.mark.parametrize("chunk", [1, 16, 100, 512])
+def test_attention_is_the_same_for_any_chunks(
+    dtype: torch.dtype, chunk: int, window: int | None
+) -> None:
+    tokens = 90 if chunk == 1 else 1100
+    inputs = attention_inputs([tokens], [1100], (4, 2), 32, dtype=dtype, device=CPU, window=window)
+    chunks = [chunk] * (tokens // chunk) + ([tokens % chunk] if tokens % chunk else [])
+    with threads(1):
+        whole = paged_attention(*inputs)
+
+    assert torch.equal(_attend_in_chunks(inputs, chunks), whole)
+
+
+@given(data=st.data())
+def test_attention_of_a_request_is_the_same_in_any_company(data: st.DataObject) -> None:
+    dtype = data.draw(st.sampled_from(DTYPES))
+    heads = data.draw(st.sampled_from([(1, 1), (6, 2), (7, 1), (9, 3)]))
+    block_size = data.draw(st.sampled_from([8, 16, 32, 64]))
+    window = data.draw(st.none() | st.integers(1, 800))
+    contexts = data.draw(st.lists(st.integers(1, 1300), min_size=1, max_size=5))
+    queries = [data.draw(st.sampled_from([min(c, n) for n in (1, 3, 40)])) for c in contexts]
+    inputs = attention_inputs(
+        queries, contexts, heads, 32, dtype=dtype, device=CPU, block_size=block_size, window=window
+    )
+    q, kv, tables, starts, lens, scale, _ = inputs
+    together = paged_attention(*inputs)
+
+    for r, count in enumerate(queries):
+        first = int(starts[r])
+        # The same contents in other blocks: the pool is reversed.
+        alone = paged_attention(
+            q[first : first + count],
+            kv.flip(0),
+            (len(kv) - 1 - tables[r : r + 1]).contiguous(),
+            torch.tensor([0, count], dtype=torch.int32),
+            lens[r : r + 1],
+            scale,
+            window,
+        )
+        assert torch.equal(together[first : first + count], alone)
+
+
+def test_the_build_without_avx512_is_invariant_too() -> None:
+    generic = NativeKernels(build.library("-march=x86-64-v3"))
+    x = torch.randn(17, 131, generator=_seeded()).bfloat16()
+    weight = torch.randn(70, 131, generator=_seeded()).bfloat16()
+    inputs = attention_inputs([150], [150], (2, 1), 32, dtype=torch.bfloat16, device=CPU)
+    q, kv, tables, _, contexts, scale, window = inputs
+    last = (q[-1:], kv, tables, torch.tensor([0, 1], dtype=torch.int32), contexts, scale, window)
+
+    assert torch.equal(generic.linear(x, weight)[3:4], generic.linear(x[3:4], weight))
+    assert torch.equal(generic.paged_attention(*inputs)[-1:], generic.paged_attention(*last))

@@ -1,0 +1,228 @@
+"""Building, loading and calling the native kernels: what is not about numbers."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+
+from pdserve.errors import InternalError
+from pdserve.kernels.cases import attention_inputs, kv_cache, rope_table
+from pdserve.kernels.cpu import build, native
+from pdserve.kernels.linear import PackedLinear
+from pdserve.kernels.ops import OPS, paged_attention, rms_norm, rope_and_cache
+
+CPU = torch.device("cpu")
+needs_native = pytest.mark.skipif(native.kernels() is None, reason="no compiler")
+
+
+def _python(code: str, **environment: str) -> str:
+    run = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, **environment},
+        check=True,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    return run.stdout + run.stderr
+
+
+def test_without_a_compiler_the_reference_runs_and_one_line_says_so(tmp_path: Path) -> None:
+    code = (
+        "import torch\n"
+        "from pdserve.kernels.ops import PackedLinear, rms_norm\n"
+        "x = torch.ones(2, 4)\n"
+        "assert torch.equal(rms_norm(x, x[0], 0.0), x)\n"
+        "layer = PackedLinear(torch.eye(4), torch.ones(4), out_dtype=torch.float32)\n"
+        "assert torch.equal(layer(x), x + 1)\n"
+        "assert torch.equal(layer(x, torch.empty(2, 4)), x + 1)\n"
+        "assert torch.equal(layer.unpack(), torch.eye(4))\n"
+    )
+    said = _python(code, PATH="", CXX="", XDG_CACHE_HOME=str(tmp_path))
+
+    assert said.count("no C++ compiler") == 1
+
+
+def test_a_failing_compiler_is_a_build_error_with_its_output(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiler = tmp_path / "broken"
+    compiler.write_text("#!/bin/sh\necho out of ideas\nexit 1\n")
+    compiler.chmod(0o755)
+    monkeypatch.setenv("CXX", str(compiler))
+
+    with pytest.raises(build.BuildError, match="out of ideas"):
+        build.library(cache_dir=tmp_path / "cache")
+
+
+def test_processes_that_start_together_compile_once(tmp_path: Path) -> None:
+    compiler = tmp_path / "counting"
+    compiler.write_text(
+        f"#!/bin/sh\nsleep 0.1\necho run >> {tmp_path}/runs\n"
+        'while [ "$1" != -o ]; do shift; done\necho > "$2"\n'
+    )
+    compiler.chmod(0o755)
+    code = "from pdserve.kernels.cpu import build; print(build.library())"
+    environment = {**os.environ, "CXX": str(compiler), "XDG_CACHE_HOME": str(tmp_path)}
+    started = [subprocess.Popen([sys.executable, "-c", code], env=environment) for _ in range(3)]
+
+    assert [process.wait(60) for process in started] == [0, 0, 0]
+    num_sources = len(list(build.SOURCE_DIR.glob("*.cpp")))
+    assert len((tmp_path / "runs").read_text().split()) == num_sources + 1
+
+
+@needs_native
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_unpacking_gives_back_the_weight(dtype: torch.dtype) -> None:
+    weight = torch.randn(70, 33).to(dtype)
+
+    assert torch.equal(PackedLinear(weight).unpack(), weight)
+
+
+@needs_native
+def test_packed_linear_writes_fp32_to_a_given_tensor() -> None:
+    x, weight = torch.randn(3, 64).bfloat16(), torch.randn(40, 64).bfloat16()
+    out = torch.empty(3, 40)
+    result = PackedLinear(weight, out_dtype=torch.float32)(x, out)
+
+    assert result is out
+    torch.testing.assert_close(out, x.float() @ weight.float().T)
+
+
+@needs_native
+def test_packed_linear_does_not_keep_the_original() -> None:
+    weight = torch.randn(64, 64)
+    layer = PackedLinear(weight)
+    expected = weight.sum(1)
+    weight.zero_()
+
+    torch.testing.assert_close(layer(torch.ones(1, 64))[0], expected)
+
+
+@pytest.mark.parametrize(
+    "x", [torch.ones(2, 3), torch.ones(2, 4).half(), torch.ones(4, 2).T], ids=str
+)
+def test_packed_linear_refuses_what_it_cannot_multiply(x: torch.Tensor) -> None:
+    with pytest.raises(TypeError):
+        PackedLinear(torch.ones(5, 4))(x)
+
+
+@needs_native
+def test_mixed_dtypes_are_refused() -> None:
+    with pytest.raises(TypeError):
+        rms_norm(torch.ones(2, 4), torch.ones(4).half(), 1e-5)
+
+
+@needs_native
+@pytest.mark.parametrize(("position", "slot"), [(20, 0), (-1, 0), (0, 64)])
+def test_positions_and_slots_out_of_range_are_refused(position: int, slot: int) -> None:
+    cache = kv_cache(4, 1, 16, 32, dtype=torch.float32, device=CPU)
+    before = cache.clone()
+    with pytest.raises(InternalError):
+        rope_and_cache(
+            torch.ones(1, 96),
+            torch.tensor([position]),
+            rope_table(20, 32, CPU),
+            cache,
+            torch.tensor([slot]),
+            None,
+            None,
+            1e-5,
+        )
+    assert torch.equal(cache, before)
+
+
+@needs_native
+@pytest.mark.parametrize("bad_id", [-7, 1000])
+def test_a_block_outside_the_cache_is_refused(bad_id: int) -> None:
+    inputs = attention_inputs([1], [40], (2, 1), 32, dtype=torch.float32, device=CPU)
+    inputs[2][0, 1] = bad_id
+    with pytest.raises(InternalError):
+        paged_attention(*inputs)
+
+
+@needs_native
+def test_a_context_longer_than_the_table_is_refused() -> None:
+    inputs = attention_inputs([1], [40], (2, 1), 32, dtype=torch.float32, device=CPU)
+    inputs[4][0] = 1000
+    with pytest.raises(InternalError):
+        paged_attention(*inputs)
+
+
+@needs_native
+def test_garbage_past_the_context_changes_nothing() -> None:
+    inputs = attention_inputs([1], [37], (2, 1), 32, dtype=torch.bfloat16, device=CPU)
+    expected = paged_attention(*inputs)
+    last_block = inputs[2][0, 2]
+    inputs[1][last_block, :, :, 37 % 16 :] = float("nan")
+
+    assert torch.equal(paged_attention(*inputs), expected)
+
+
+@needs_native
+def test_python_threads_may_call_at_once() -> None:
+    layer = PackedLinear(torch.randn(512, 256))
+    inputs = [torch.randn(40, 256) for _ in range(4)]
+    expected = [layer(x) for x in inputs]
+    wrong: list[int] = []
+
+    def call(i: int) -> None:
+        torch.set_num_threads(2)
+        wrong.extend(i for _ in range(50) if not torch.equal(layer(inputs[i]), expected[i]))
+
+    callers = [threading.Thread(target=call, args=(i,)) for i in range(4)]
+    for caller in callers:
+        caller.start()
+    for caller in callers:
+        caller.join()
+    assert not wrong
+
+
+@needs_native
+def test_a_forked_child_has_its_own_threads() -> None:
+    code = (
+        "import os, torch\n"
+        "from pdserve.kernels.ops import PackedLinear\n"
+        "torch.set_num_threads(2)\n"
+        "layer, x = PackedLinear(torch.randn(512, 256)), torch.randn(40, 256)\n"
+        "expected = layer(x)\n"
+        "child = os.fork()\n"
+        "if not child:\n"
+        "    same = all(torch.equal(layer(x), expected) for _ in range(20))\n"
+        "    threads = [open(f'/proc/self/task/{t}/comm').read() for t in os.listdir('/proc/self/task')]\n"
+        "    os._exit(0 if same and 'pdserve-kernel\\n' in threads else 1)\n"
+        "assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0\n"
+    )
+    _python(code)
+
+
+@needs_native
+def test_idle_threads_use_no_cpu() -> None:
+    code = (
+        "import time, torch\n"
+        "from pdserve.kernels.ops import PackedLinear\n"
+        "torch.set_num_threads(2)\n"
+        "layer, x = PackedLinear(torch.randn(512, 256)), torch.randn(40, 256)\n"
+        "layer(x)\n"
+        "time.sleep(0.05)\n"
+        "before = time.process_time()\n"
+        "time.sleep(0.3)\n"
+        "assert time.process_time() - before < 0.01\n"
+    )
+    _python(code)
+
+
+def test_operations_off_the_cpu_use_the_reference() -> None:
+    for op in OPS.values():
+        args = [
+            arg.to("meta") if isinstance(arg, torch.Tensor) else arg
+            for arg in op.cases()[-1].make(torch.float32, CPU)
+        ]
+        if op.name in {"rms_norm", "add_rms_norm", "silu_and_mul", "linear"}:
+            assert op(*args).is_meta

@@ -1,0 +1,44 @@
+"""Every implementation of every operation gives what its reference gives."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from pdserve.kernels.cases import Case
+from pdserve.kernels.cpu import build
+from pdserve.kernels.cpu.native import NativeKernels
+from pdserve.kernels.ops import OPS, Op
+
+CPU = torch.device("cpu")
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+ROWS = [
+    pytest.param(op, case, dtype, id=f"{op.name}-{case.name}-{str(dtype).split('.')[1]}")
+    for op in OPS.values()
+    for case in op.cases()
+    for dtype in DTYPES
+]
+
+
+@pytest.fixture(scope="session", params=[build.NATIVE, "-march=x86-64-v3"])
+def kernels(request: pytest.FixtureRequest) -> NativeKernels:
+    """The kernels built for this CPU, and those without AVX-512."""
+    return NativeKernels(build.library(request.param))
+
+
+@pytest.mark.parametrize(("op", "case", "dtype"), ROWS)
+def test_native_agrees_with_reference(
+    kernels: NativeKernels, op: Op[...], case: Case, dtype: torch.dtype
+) -> None:
+    expected_args, args = case.make(dtype, CPU), case.make(dtype, CPU)
+    expected, result = op.reference(*expected_args), op.cpu(kernels, *args)
+    _assert_close(op, dtype, result, expected)
+    for position in op.mutates:
+        _assert_close(op, dtype, args[position], expected_args[position])
+
+
+def _assert_close(op: Op[...], dtype: torch.dtype, result: Any, expected: Any) -> None:
+    tolerance = op.tolerance[dtype]
+    torch.testing.assert_close(result, expected, rtol=tolerance, atol=tolerance)

@@ -1,0 +1,62 @@
+from __future__ import annotations
+
+import io
+import logging
+
+import pytest
+
+from pdserve.observe.log import configure_logging, log_event, request_line
+
+
+@pytest.fixture
+def stream():
+    stream = io.StringIO()
+    logger = logging.getLogger("pdserve")
+    before = logger.handlers[:], logger.level, logger.propagate
+    configure_logging(stream)
+    yield stream
+    logger.handlers[:], logger.level, logger.propagate = before
+
+
+def test_an_event_is_fixed_text_and_fields(stream: io.StringIO):
+    logger = logging.getLogger("pdserve.x")
+    log_event(logger, "it happened", count=3, seconds=0.25, left_out=None, text='a "b"\n')
+    assert stream.getvalue().endswith(
+        'I pdserve.x it happened count=3 seconds=0.25 text="a \\"b\\"\\n"\n'
+    )
+
+
+def test_a_level_that_is_off_is_not_logged(stream: io.StringIO):
+    log_event(logging.getLogger("pdserve.x"), "detail", level=logging.DEBUG)
+    assert stream.getvalue() == ""
+
+
+def test_a_requests_line_is_its_time_to_first_token_taken_apart():
+    line = request_line(
+        "3f2a",
+        "ok",
+        num_prompt_tokens=512,
+        num_output_tokens=64,
+        ttft_s=0.0481,
+        stages={
+            "queue": 0.0004,
+            "prefill": 0.0319,
+            "kv": 0.0063,
+            "handover": 0.0022,
+            "first_step": 0.0073,
+        },
+        kv_bytes=8_400_000,
+        kv_transfer_s=0.0063,
+        gaps_s=[0.006, 0.0061, 0.0098],
+    )
+    assert line == (
+        "req 3f2a ok in=512 out=64 ttft=48.1ms = queue 0.4 + prefill 31.9 + kv 6.3 "
+        "(8.4 MB, 1.3 GB/s) + handover 2.2 + first step 7.3 | itl p50 6.1 max 9.8"
+    )
+
+
+def test_a_request_without_a_token_has_no_times():
+    line = request_line(
+        "a", "client_left", num_prompt_tokens=3, num_output_tokens=0, ttft_s=None, stages={}
+    )
+    assert line == "req a client_left in=3 out=0"

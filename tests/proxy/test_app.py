@@ -1,0 +1,328 @@
+"""The proxy's own endpoints, its keys, its errors, its beginning and its end."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+
+import aiohttp
+import openai
+import pytest
+
+import pdserve
+from pdserve.config.schema import ProxyConfig
+from pdserve.errors import ConfigError
+from pdserve.proxy.app import Proxy, run_proxy
+from tests.proxy.conftest import until
+from tests.proxy.scripted import ScriptedEngine, text_in, text_of
+
+
+@pytest.fixture
+async def stack(make_stack):
+    return await make_stack([ScriptedEngine("prefill")], [ScriptedEngine("decode")])
+
+
+async def get(stack, path: str, **kwargs):
+    async with stack.client.get(f"{stack.url}{path}", **kwargs) as response:
+        return response.status, await response.read()
+
+
+async def error_of(response) -> dict:
+    assert response.content_type == "application/json"
+    assert "X-Request-Id" in response.headers
+    error = (await response.json())["error"]
+    assert error.keys() == {"message", "type", "param", "code"}
+    return error
+
+
+async def test_health_is_an_empty_200_and_version_is_ours(stack):
+    assert await get(stack, "/health") == (200, b"")
+    assert (await get(stack, "/livez"))[0] == 200
+    assert (await get(stack, "/version"))[1] == b'{"version":"%s"}' % pdserve.__version__.encode()
+
+
+async def test_models_of_all_engines_are_listed_once(stack):
+    status, body = await get(stack, "/v1/models")
+    assert status == 200
+    assert body.count(b'"id":"tiny"') == 1
+    assert b'"root":"/m/tiny"' in body
+    assert b'"max_model_len":2048' in body
+
+
+async def test_one_model_can_be_asked_for(stack):
+    assert (await get(stack, "/v1/models/tiny"))[0] == 200
+    async with stack.client.get(f"{stack.url}/v1/models/no/such") as response:
+        assert response.status == 404
+        assert (await error_of(response))["code"] == "model_not_found"
+
+
+async def test_an_unknown_path_is_a_404_in_openais_shape(stack):
+    async with stack.post({}, path="/v1/engines") as response:
+        assert response.status == 404
+        assert (await error_of(response))["type"] == "invalid_request_error"
+
+
+async def test_a_wrong_method_is_a_405_that_names_the_right_one(stack):
+    async with stack.client.get(f"{stack.url}/v1/completions") as response:
+        assert response.status == 405
+        assert response.headers["Allow"] == "POST"
+        assert (await error_of(response))["code"] == "method_not_allowed"
+
+
+@pytest.mark.parametrize("body", [b"{", b"[1]", b'"text"', b"", b"\xff"])
+async def test_a_body_that_is_no_json_object_is_a_400(stack, body):
+    async with stack.client.post(f"{stack.url}/v1/completions", data=body) as response:
+        assert response.status == 400
+        assert (await error_of(response))["code"] == "invalid_json"
+
+
+async def test_a_body_that_is_too_large_is_a_413(make_stack):
+    stack = await make_stack([], [ScriptedEngine("decode")], max_body_bytes=100)
+    async with stack.post({"prompt": "x" * 200}) as response:
+        assert response.status == 413
+        assert (await error_of(response))["code"] == "request_too_large"
+
+
+async def test_tokenize_is_answered_by_any_engine_that_works(make_stack):
+    gone, good = ScriptedEngine("decode"), ScriptedEngine("decode")
+    stack = await make_stack([], [gone, good], health_check_interval_s=60.0)
+    await gone.stop()
+    for _ in range(3):
+        async with stack.post({"prompt": "hi"}, path="/tokenize") as response:
+            assert (await response.json())["by"] == good.engine_id
+
+
+async def test_a_request_id_that_could_break_a_log_is_replaced(stack):
+    async with stack.post(headers={"X-Request-Id": "a b\tc"}) as response:
+        assert response.headers["X-Request-Id"] != "a b\tc"
+        assert len(response.headers["X-Request-Id"]) == 32
+
+
+async def test_requests_in_flight_are_shown_with_their_story(make_stack):
+    prefill = ScriptedEngine("prefill")
+    prefill.gate.clear()
+    stack = await make_stack([prefill], [ScriptedEngine("decode")])
+    request = asyncio.create_task(stack.stream())
+    await until(lambda: len(prefill.calls) == 1)
+    async with stack.client.get(f"{stack.url}/debug/requests") as response:
+        (shown,) = (await response.json())["requests"]
+    assert shown["stage"] == "prefill"
+    assert prefill.url in shown["story"][-1]["event"]
+    prefill.gate.set()
+    await request
+
+
+async def test_every_series_exists_from_the_start_at_zero(make_stack):
+    stack = await make_stack([], [])
+    metrics = await stack.metrics()
+    for series in (
+        'pdserve_time_to_first_token_seconds_count{mode="disaggregated"}',
+        'pdserve_stage_duration_seconds_count{stage="kv"}',
+        'pdserve_disagg_decisions_total{decision="local",reason="no_prefill"}',
+        'pdserve_client_disconnects_total{stage="transfer"}',
+        'pdserve_retries_total{leg="decode"}',
+        'pdserve_requests_total{outcome="ok"}',
+        'pdserve_backends{role="prefill",state="ready"}',
+    ):
+        assert metrics[series] == 0
+    assert "pdserve_event_loop_lag_seconds_count" in metrics
+
+
+async def test_the_stages_add_up_to_the_time_to_first_token(stack, caplog):
+    with caplog.at_level("INFO"):
+        for _ in range(5):
+            await stack.stream()
+    metrics = await stack.metrics()
+    ttft = metrics['pdserve_time_to_first_token_seconds_sum{mode="disaggregated"}']
+    names = ("admission", "proxy", "retry", "queue", "prefill", "relay")
+    stages = {n: metrics[f'pdserve_stage_duration_seconds_sum{{stage="{n}"}}'] for n in names}
+    assert ttft > 0
+    assert sum(stages.values()) == pytest.approx(ttft, rel=1e-9)
+    assert stages["prefill"] == pytest.approx(5 * 0.0002)
+    lines = [record.getMessage() for record in caplog.records if " ttft=" in record.getMessage()]
+    assert len(lines) == 5
+    assert " ok in=7 out=4 ttft=" in lines[0]
+
+
+async def test_a_usage_chunk_gives_the_counts_of_the_log_line(stack, caplog):
+    with caplog.at_level("INFO"):
+        await stack.stream({"max_tokens": 6, "stream_options": {"include_usage": True}})
+    assert " ok in=7 out=6 " in caplog.text
+
+
+# --- keys
+
+
+KEYS = ("first-key", "second-key")
+
+
+@pytest.mark.parametrize("header", [None, "Bearer wrong", "Basic first-key", "Bearer "])
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/models", "/debug/requests", "/tokenize"])
+async def test_without_a_good_key_nothing_is_answered(make_stack, header, path):
+    stack = await make_stack([], [ScriptedEngine("decode")], api_keys=KEYS)
+    headers = {"Authorization": header} if header else {}
+    method = "GET" if path in {"/v1/models", "/debug/requests"} else "POST"
+    async with stack.client.request(method, f"{stack.url}{path}", headers=headers) as response:
+        assert response.status == 401
+        assert (await error_of(response))["code"] == "invalid_api_key"
+    assert stack.engines[0].calls == []
+
+
+async def test_every_good_key_opens_and_the_engines_get_the_deployments_key(make_stack):
+    stack = await make_stack([], [ScriptedEngine("decode")], api_keys=KEYS)
+    for key in KEYS:
+        async with stack.post(headers={"Authorization": f"Bearer {key}"}) as response:
+            assert response.status == 200
+    seen = {call.headers["Authorization"] for call in stack.engines[0].calls}
+    assert seen == {"Bearer first-key"}
+
+
+async def test_health_and_metrics_need_no_key(make_stack):
+    stack = await make_stack([], [ScriptedEngine("decode")], api_keys=KEYS)
+    for path in ("/health", "/livez", "/readyz", "/metrics", "/version"):
+        assert (await get(stack, path))[0] == 200
+
+
+async def test_a_proxy_without_keys_passes_the_clients_on(stack):
+    async with stack.post(headers={"Authorization": "Bearer theirs"}) as response:
+        assert response.status == 200
+    for engine in stack.engines:
+        assert engine.calls[0].headers["Authorization"] == "Bearer theirs"
+
+
+# --- openai's own client
+
+
+async def test_the_openai_client_streams_and_raises_its_own_errors(make_stack):
+    prefill, decode = ScriptedEngine("prefill"), ScriptedEngine("decode")
+    stack = await make_stack([prefill], [decode], api_keys=("k",))
+    async with openai.AsyncOpenAI(base_url=f"{stack.url}/v1", api_key="k", max_retries=0) as client:
+        stream = await client.chat.completions.create(
+            model="tiny", messages=[], seed=3, max_tokens=4, stream=True
+        )
+        text = "".join([chunk.choices[0].delta.content or "" async for chunk in stream])
+        assert text == text_of(3, 4)
+        with pytest.raises(openai.NotFoundError):
+            await client.models.retrieve("other")
+        with pytest.raises(openai.AuthenticationError):
+            await client.with_options(api_key="bad").models.retrieve("tiny")
+        await prefill.stop()
+        await decode.stop()
+        with pytest.raises(openai.InternalServerError):
+            await client.completions.create(model="tiny", prompt="hi")
+
+
+# --- readiness, beginning, end
+
+
+async def test_ready_means_that_requests_can_be_served(make_stack):
+    prefill, decode = ScriptedEngine("prefill"), ScriptedEngine("decode")
+    stack = await make_stack([prefill], [decode])
+    assert (await get(stack, "/readyz"))[0] == 200
+    prefill.ready = False
+    await until(lambda: not stack.proxy.backends.get(prefill.url).available)
+    assert (await get(stack, "/readyz"))[0] == 200  # degraded: decode does everything
+    decode.ready = False
+    await until(lambda: not stack.proxy.backends.get(decode.url).available)
+    status, body = await get(stack, "/readyz")
+    assert status == 503
+    assert b"/readyz answers 503" in body
+    prefill.ready = decode.ready = True
+    await until(lambda: stack.proxy.backends.get(decode.url).available)
+    assert (await get(stack, "/readyz"))[0] == 200
+
+
+async def test_the_engines_may_come_later(make_stack):
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    stack = await make_stack()
+    proxy = Proxy(
+        ProxyConfig(port=0, decode=(f"http://127.0.0.1:{port}",), health_check_interval_s=0.02)
+    )
+    url = await proxy.start()
+    engine = ScriptedEngine("decode")
+    try:
+        async with stack.client.get(f"{url}/readyz") as response:
+            assert response.status == 503
+        await engine.start(port)
+        await until(lambda: all(backend.available for backend in proxy.backends))
+        async with stack.client.get(f"{url}/readyz") as response:
+            assert response.status == 200
+    finally:
+        await proxy.stop()
+        await engine.stop()
+
+
+async def test_a_policy_that_does_not_exist_is_named_before_anything_starts():
+    with pytest.raises(ConfigError, match="decode-policy"):
+        Proxy(ProxyConfig(port=0, decode_policy="best"))
+
+
+async def test_a_port_in_use_is_named_with_its_flag():
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        with pytest.raises(ConfigError, match=rf"port {port} .* --port"):
+            await run_proxy(ProxyConfig(port=port), on_ready=lambda url: None)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+async def test_a_signal_lets_what_runs_finish_and_takes_nothing_more(number):
+    engine = await ScriptedEngine("decode").start()
+    engine.gate.clear()
+    ready: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+    config = ProxyConfig(port=0, decode=(engine.url,), shutdown_timeout_s=5.0)
+    running = asyncio.create_task(run_proxy(config, on_ready=ready.set_result))
+    url = await ready
+    body = {"prompt": "hi", "seed": 3, "max_tokens": 4, "stream": True}
+    async with (
+        aiohttp.ClientSession() as client,
+        client.post(f"{url}/v1/completions", json=body) as response,
+    ):
+        os.kill(os.getpid(), number)
+        await asyncio.sleep(0.02)
+        async with client.get(f"{url}/readyz") as late:
+            assert late.status == 503
+        async with client.post(f"{url}/v1/completions", json=body) as late:
+            assert late.status == 503
+            assert "Retry-After" in late.headers
+        engine.gate.set()
+        assert text_in(await response.read()) == text_of(3, 4)
+    assert await asyncio.wait_for(running, 2) is number
+    await engine.stop()
+
+
+async def test_a_second_signal_cuts_off_what_runs():
+    engine = await ScriptedEngine("decode").start()
+    engine.gate.clear()
+    ready: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+    config = ProxyConfig(port=0, decode=(engine.url,), shutdown_timeout_s=30.0)
+    running = asyncio.create_task(run_proxy(config, on_ready=ready.set_result))
+    url = await ready
+    body = {"prompt": "hi", "stream": True}
+    async with (
+        aiohttp.ClientSession() as client,
+        client.post(f"{url}/v1/completions", json=body) as response,
+    ):
+        for _ in range(2):
+            os.kill(os.getpid(), signal.SIGINT)
+            await asyncio.sleep(0.02)
+        with pytest.raises(aiohttp.ClientError):
+            await response.read()
+    assert await asyncio.wait_for(running, 2) is signal.SIGINT
+    await engine.stop()
+
+
+async def test_a_request_that_does_not_end_is_cut_when_the_time_is_up(make_stack):
+    engine = ScriptedEngine("decode")
+    engine.gate.clear()
+    stack = await make_stack([], [engine], shutdown_timeout_s=0.05)
+    async with stack.post({"prompt": "hi", "stream": True}) as response:
+        await asyncio.wait_for(stack.proxy.stop(), 2)
+        with pytest.raises(aiohttp.ClientError):
+            await response.read()
+    await until(lambda: engine.ended["cancelled"] == 1)

@@ -1,0 +1,227 @@
+"""A client may leave at any moment: both legs end, every lease is given back, at once."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+
+import pytest
+from aiohttp import web
+
+from tests.proxy.conftest import until
+from tests.proxy.scripted import LEASES, ScriptedEngine, sse, word
+
+
+@pytest.fixture
+def prefill() -> ScriptedEngine:
+    return ScriptedEngine("prefill", engine_id="p")
+
+
+@pytest.fixture
+def decode() -> ScriptedEngine:
+    return ScriptedEngine("decode", engine_id="d")
+
+
+async def leave(request: asyncio.Task) -> None:
+    request.cancel()
+    await asyncio.gather(request, return_exceptions=True)
+
+
+async def assert_nothing_held(stack) -> None:
+    await until(
+        lambda: (
+            stack.proxy.admission.num_running == 0
+            and stack.proxy.num_background_tasks == 0
+            and all(backend.in_flight == 0 for backend in stack.proxy.backends)
+            and not any(engine.leased for engine in stack.engines)
+        )
+    )
+    async with stack.client.get(f"{stack.url}/debug/requests") as response:
+        assert (await response.json())["requests"] == []
+
+
+async def disconnects(stack, stage: str) -> float:
+    return (await stack.metrics())[f'pdserve_client_disconnects_total{{stage="{stage}"}}']
+
+
+async def test_while_it_waits_for_a_place(make_stack, prefill, decode):
+    prefill.gate.clear()
+    stack = await make_stack([prefill], [decode], max_concurrent_requests=1)
+    running = asyncio.create_task(stack.stream())
+    await until(lambda: stack.proxy.admission.num_running == 1)
+    queued = asyncio.create_task(stack.stream())
+    await until(lambda: stack.proxy.admission.num_waiting == 1)
+    await leave(queued)
+    await until(lambda: stack.proxy.admission.num_waiting == 0)
+    prefill.gate.set()
+    await running
+    assert len(prefill.calls) == 1
+    assert await disconnects(stack, "queued") == 1
+    await assert_nothing_held(stack)
+
+
+@pytest.mark.parametrize("stream", [True, False])
+async def test_while_the_prefill_engine_works(make_stack, prefill, decode, stream):
+    async def hang(call, request):
+        await asyncio.Event().wait()
+
+    prefill.hook = hang
+    stack = await make_stack([prefill], [decode])
+
+    async def ask():
+        async with stack.post({"prompt": "hi", "stream": stream}) as response:
+            await response.read()
+
+    request = asyncio.create_task(ask())
+    await until(lambda: len(prefill.calls) == 1)
+    await leave(request)
+    await until(lambda: prefill.ended["cancelled"] == 1)
+    assert await disconnects(stack, "prefill") == 1
+    await assert_nothing_held(stack)
+
+
+@pytest.mark.parametrize("stream", [True, False])
+async def test_while_a_handoff_is_on_its_way(make_stack, prefill, decode, stream):
+    """The prefill engine hands over before it learns that nobody wants it any more."""
+    left = asyncio.Event()
+
+    async def deaf(call, request):
+        request.transport.pause_reading()  # the end of the connection goes unseen
+        await left.wait()
+        params = prefill.handoff(call)
+        if not stream:
+            request.transport.resume_reading()
+            return web.json_response({"choices": [], "kv_transfer_params": params})
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        await response.prepare(request)
+        await response.write(sse({"pdserve_handoff": params}) + b"data: [DONE]\n\n")
+        request.transport.resume_reading()
+        return response
+
+    prefill.hook = deaf
+    stack = await make_stack([prefill], [decode])
+
+    async def ask():
+        async with stack.post({"prompt": "hi", "stream": stream}) as response:
+            await response.read()
+
+    request = asyncio.create_task(ask())
+    await until(lambda: len(prefill.calls) == 1)
+    await leave(request)
+    await until(lambda: stack.proxy.admission.num_running == 0)
+    left.set()
+    await until(lambda: len(prefill.released) == 1)
+    await assert_nothing_held(stack)
+
+
+async def test_between_the_first_token_and_its_handoff(make_stack, prefill, decode):
+    left = asyncio.Event()
+
+    async def slow(call, request):
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        await response.prepare(request)
+        await response.write(prefill.chunk(call, word(3, 0)))
+        request.transport.pause_reading()
+        await left.wait()
+        await response.write(sse({"pdserve_handoff": prefill.handoff(call)}))
+        request.transport.resume_reading()
+        return response
+
+    prefill.hook = slow
+    stack = await make_stack([prefill], [decode])
+    async with stack.post({"prompt": "hi", "stream": True}) as response:
+        await response.content.readany()
+    await until(lambda: stack.proxy.admission.num_running == 0)
+    left.set()
+    await until(lambda: len(prefill.released) == 1)
+    await assert_nothing_held(stack)
+
+
+async def test_while_the_decode_engine_reads_the_kv(make_stack, prefill, decode):
+    async def hang(call, request):
+        await asyncio.Event().wait()
+
+    decode.hook = hang
+    stack = await make_stack([prefill], [decode])
+    async with stack.post({"prompt": "hi", "stream": True}) as response:
+        await response.content.readany()
+        await until(lambda: len(decode.calls) == 1)
+    await until(lambda: decode.ended["cancelled"] == 1 and len(prefill.released) == 1)
+    assert await disconnects(stack, "transfer") == 1
+    await assert_nothing_held(stack)
+
+
+async def test_in_the_middle_of_the_stream(make_stack, prefill, decode):
+    decode.gate.clear()
+    stack = await make_stack([prefill], [decode])
+    async with stack.post({"prompt": "hi", "seed": 3, "stream": True}) as response:
+        received = b""
+        while word(3, 1).encode() not in received:
+            received += await response.content.readany()
+    await until(lambda: decode.ended["cancelled"] == 1)
+    assert await disconnects(stack, "decode") == 1
+    await assert_nothing_held(stack)
+
+
+async def test_while_one_engine_does_everything(make_stack, decode):
+    decode.gate.clear()
+    stack = await make_stack([], [decode])
+    async with stack.post({"prompt": "hi", "stream": True}) as response:
+        await response.content.readany()
+    await until(lambda: decode.ended["cancelled"] == 1)
+    assert await disconnects(stack, "local") == 1
+    await assert_nothing_held(stack)
+
+
+async def test_a_release_is_signed_and_tried_again(make_stack, prefill, decode):
+    prefill.secret = "s3cret"
+    prefill.failing_releases = 2
+
+    async def hang(call, request):
+        await asyncio.Event().wait()
+
+    decode.hook = hang
+    stack = await make_stack([prefill], [decode], secret="s3cret")
+    async with stack.post({"prompt": "hi", "stream": True}) as response:
+        await response.content.readany()
+        await until(lambda: len(decode.calls) == 1)
+    await until(lambda: len(prefill.released) == 1)
+    assert prefill.failing_releases == 0
+    await assert_nothing_held(stack)
+
+
+async def test_leases_are_given_back_before_the_proxy_ends(make_stack, prefill, decode):
+    async def hang(call, request):
+        await asyncio.Event().wait()
+
+    decode.hook = hang
+    prefill.failing_releases = 1
+    stack = await make_stack([prefill], [decode], shutdown_timeout_s=0.05)
+    request = asyncio.create_task(stack.stream())
+    await until(lambda: len(decode.calls) == 1)
+    await stack.proxy.stop()
+    assert not prefill.leased
+    await asyncio.gather(request, return_exceptions=True)
+
+
+async def test_a_hundred_streams_cut_at_random_moments_leave_nothing_behind(make_stack):
+    rng = random.Random(7)
+    prefills = [ScriptedEngine("prefill", engine_id=f"p{i}") for i in range(2)]
+    decodes = [ScriptedEngine("decode", engine_id=f"d{i}") for i in range(2)]
+    for engine in (*prefills, *decodes):
+        engine.token_delay_s = 0.003
+    stack = await make_stack(prefills, decodes)
+
+    async def ask(cut_after_s: float | None) -> None:
+        try:
+            async with asyncio.timeout(cut_after_s):
+                await stack.stream({"max_tokens": 20})
+        except TimeoutError:
+            pass
+
+    cuts = [rng.uniform(0, 0.12) if i % 3 == 0 else None for i in range(100)]
+    await asyncio.gather(*(ask(cut) for cut in cuts))
+    await assert_nothing_held(stack)
+    assert {nonce for engine in prefills for nonce in engine.read + engine.released} == {
+        nonce for nonce, engine in LEASES.items() if engine in prefills
+    }

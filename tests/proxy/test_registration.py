@@ -1,0 +1,168 @@
+"""Engines come, renew, restart, leave and vanish."""
+
+from __future__ import annotations
+
+import hmac
+
+import msgspec
+
+from tests.proxy.conftest import until
+from tests.proxy.scripted import ScriptedEngine, text_in, text_of
+
+
+async def send(stack, method: str, body: dict, secret: str = ""):
+    data = msgspec.json.encode(body)
+    headers = {}
+    if secret:
+        headers["X-Pdserve-Auth"] = hmac.new(secret.encode(), data, "sha256").hexdigest()
+    url = f"{stack.url}/pdserve/register"
+    async with stack.client.request(method, url, data=data, headers=headers) as response:
+        return response.status, await response.json()
+
+
+async def register(stack, engine: ScriptedEngine, lease_s: float = 30.0, secret: str = ""):
+    body = {"url": engine.url, "role": engine.role, "engine": engine.info(), "lease_s": lease_s}
+    return await send(stack, "POST", body, secret)
+
+
+def is_ready(stack, engine: ScriptedEngine) -> bool:
+    backend = stack.proxy.backends.get(engine.url)
+    return backend is not None and backend.available
+
+
+async def test_engines_that_register_serve_requests(make_stack):
+    stack = await make_stack()
+    engines = [await ScriptedEngine(role).start() for role in ("prefill", "decode")]
+    for engine in engines:
+        assert await register(stack, engine) == (200, {"lease_s": 30.0})
+    await until(lambda: all(is_ready(stack, engine) for engine in engines))
+    assert text_in(await stack.stream()) == text_of(3, 4)
+    assert [engine.calls[0].leg for engine in engines] == ["prefill", "decode"]
+    for engine in engines:
+        await engine.stop()
+
+
+async def test_an_engine_that_does_not_renew_is_forgotten(make_stack):
+    stack = await make_stack()
+    engine = await ScriptedEngine("decode").start()
+    await register(stack, engine, lease_s=0.15)
+    await until(lambda: is_ready(stack, engine))
+    await register(stack, engine, lease_s=0.15)
+    await until(lambda: stack.proxy.backends.get(engine.url) is None)
+    await engine.stop()
+
+
+async def test_an_engine_that_leaves_gets_nothing_more(make_stack):
+    stack = await make_stack()
+    engine = await ScriptedEngine("decode").start()
+    await register(stack, engine)
+    assert (await send(stack, "DELETE", {"url": engine.url}))[0] == 200
+    assert stack.proxy.backends.get(engine.url) is None
+    async with stack.post() as response:
+        assert response.status == 503
+    await engine.stop()
+
+
+async def test_a_layout_that_does_not_fit_is_refused_with_both_values(make_stack):
+    stack = await make_stack([ScriptedEngine("prefill", digest="float32")])
+    engine = await ScriptedEngine("decode", digest="bfloat16").start()
+    status, body = await register(stack, engine)
+    assert status == 409
+    assert "dtype is bfloat16 here and float32 there" in body["error"]["message"]
+    assert stack.proxy.backends.get(engine.url) is None
+    await engine.stop()
+
+
+async def test_engines_of_one_role_need_not_have_one_layout(make_stack):
+    stack = await make_stack([ScriptedEngine("prefill", digest="float32")])
+    engine = await ScriptedEngine("prefill", digest="bfloat16").start()
+    assert (await register(stack, engine))[0] == 200
+    await engine.stop()
+
+
+async def test_a_registration_must_be_signed_with_the_deployments_secret(make_stack):
+    stack = await make_stack(secret="right")
+    engine = await ScriptedEngine("decode").start()
+    for secret in ("", "wrong"):
+        status, body = await register(stack, engine, secret=secret)
+        assert status == 401
+        assert body["error"]["code"] == "invalid_signature"
+        assert (await send(stack, "DELETE", {"url": engine.url}, secret))[0] == 401
+    assert (await register(stack, engine, secret="right"))[0] == 200
+    await engine.stop()
+
+
+async def test_a_registration_that_makes_no_sense_is_a_400(make_stack):
+    stack = await make_stack()
+    engine = ScriptedEngine("decode")
+    good = {"url": "http://x:1", "role": "decode", "engine": engine.info(), "lease_s": 5.0}
+    for wrong in (
+        {**good, "url": "file:///etc"},
+        {**good, "role": "boss"},
+        {**good, "lease_s": -1.0},
+        {**good, "lease_s": 1e9},
+        {**good, "engine": {}},
+        {},
+    ):
+        status, _ = await send(stack, "POST", wrong)
+        assert status == 400, wrong
+
+
+async def test_a_restarted_engine_is_used_again_at_once(make_stack):
+    stack = await make_stack(cb_failure_threshold=1, cb_timeout_s=600)
+    engine = await ScriptedEngine("decode", engine_id="d").start()
+    await register(stack, engine)
+    await until(lambda: is_ready(stack, engine))
+    backend = stack.proxy.backends.get(engine.url)
+    backend.breaker.fail()
+    assert not is_ready(stack, engine)
+    engine.incarnation = "life-2"
+    await register(stack, engine)
+    assert is_ready(stack, engine)
+    await engine.stop()
+
+
+async def test_a_restart_at_another_port_replaces_the_former_self(make_stack):
+    stack = await make_stack()
+    former = await ScriptedEngine("decode", engine_id="d").start()
+    await register(stack, former)
+    latter = await ScriptedEngine("decode", engine_id="d").start()
+    latter.incarnation = "life-2"
+    await register(stack, latter)
+    assert stack.proxy.backends.get(former.url) is None
+    await until(lambda: is_ready(stack, latter))
+    for engine in (former, latter):
+        await engine.stop()
+
+
+async def test_a_static_engine_that_restarts_gets_a_clean_sheet_by_its_health_check(make_stack):
+    engine = ScriptedEngine("decode")
+    stack = await make_stack([], [engine], cb_failure_threshold=1, cb_timeout_s=600)
+    stack.proxy.backends.get(engine.url).breaker.fail()
+    assert not is_ready(stack, engine)
+    engine.incarnation = "life-2"
+    await until(lambda: is_ready(stack, engine))
+
+
+async def test_a_static_engine_outlives_its_lease(make_stack):
+    engine = ScriptedEngine("decode")
+    stack = await make_stack([], [engine])
+    await register(stack, engine, lease_s=0.05)
+    checks = engine.requests["info"]
+    await until(lambda: engine.requests["info"] > checks + 3)
+    assert is_ready(stack, engine)
+
+
+async def test_load_from_others_is_told_apart_from_ours(make_stack):
+    engine = ScriptedEngine("decode")
+    engine.load["num_running"] = 5
+    stack = await make_stack([], [engine])
+    backend = stack.proxy.backends.get(engine.url)
+    assert stack.proxy.backends.view(backend).num_foreign == 5
+    assert stack.proxy.backends.view(backend).kv_usage == 0.09999999999999998
+    engine.gate.clear()
+    async with stack.post({"prompt": "hi", "stream": True}) as response:
+        await until(lambda: backend.num_foreign == 4)
+        assert backend.in_flight == 1
+        engine.gate.set()
+        await response.read()

@@ -1,0 +1,130 @@
+"""A repeated stream gives the client exactly what it lacks, or nothing but an error."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pdserve.proxy.relay import SseParser
+from pdserve.proxy.replay import DivergedError, Replay
+
+DONE = b"data: [DONE]\n\n"
+
+
+def event(*choices: dict[str, Any], **more: Any) -> bytes:
+    return b"data: " + msgspec.json.encode({"id": "x", "choices": list(choices), **more}) + b"\n\n"
+
+
+def chat(index: int, text: str, *, role: bool = False, finish: str | None = None) -> dict[str, Any]:
+    delta = {"role": "assistant"} if role else {}
+    logprobs = {"content": [{"token": letter} for letter in text]}
+    choice = {"index": index, "delta": {**delta, "content": text}, "logprobs": logprobs}
+    return {**choice, "finish_reason": finish}
+
+
+def run(replay: Replay, stream: bytes) -> bytes:
+    return b"".join([replay.feed(one) for one in SseParser().feed(stream)])
+
+
+def cut(draw: st.DrawFn, index: int, text: str) -> list[bytes]:
+    """A choice's text in chunks of random sizes; the role comes first, the finish last."""
+    cuts = sorted(draw(st.lists(st.integers(0, len(text)), max_size=4)))
+    parts = [text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True)]
+    last = len(parts) - 1
+    return [
+        event(chat(index, part, role=i == 0, finish="stop" if i == last else None))
+        for i, part in enumerate(parts)
+    ]
+
+
+def interleaved(draw: st.DrawFn, lanes: list[list[bytes]]) -> list[bytes]:
+    lanes = [list(lane) for lane in lanes]
+    merged = []
+    while any(lanes):
+        lane = draw(st.sampled_from([lane for lane in lanes if lane]))
+        merged.append(lane.pop(0))
+    return merged
+
+
+def what_a_client_sees(stream: bytes) -> dict[int, tuple[str, str, int, int]]:
+    """(text, tokens with logprobs, number of roles, number of ends) by choice."""
+    seen: dict[int, tuple[str, str, int, int]] = {}
+    for one in SseParser().feed(stream):
+        if one.is_done:
+            continue
+        for choice in msgspec.json.decode(one.data)["choices"]:
+            text, tokens, roles, ends = seen.get(choice["index"], ("", "", 0, 0))
+            delta = choice["delta"]
+            tokens += "".join(entry["token"] for entry in choice["logprobs"]["content"])
+            roles += delta.get("role") is not None
+            ends += choice["finish_reason"] is not None
+            seen[choice["index"]] = (text + delta["content"], tokens, roles, ends)
+    return seen
+
+
+@given(st.data())
+def test_a_stream_broken_anywhere_goes_on_as_if_it_had_not_been(data):
+    wholes = data.draw(st.lists(st.text("abé", max_size=8), min_size=1, max_size=3))
+    former, repeated = (
+        interleaved(data.draw, [cut(data.draw, i, text) for i, text in enumerate(wholes)])
+        for _ in range(2)
+    )
+    former = former[: data.draw(st.integers(0, len(former)))]
+    replay = Replay(former)
+    stream = b"".join(former)
+    for one in SseParser().feed(b"".join(repeated) + DONE):
+        stream += one.raw if replay.is_over else replay.feed(one)
+    assert stream.endswith(DONE)
+    expected = {i: (text, text, 1, 1) for i, text in enumerate(wholes)}
+    assert what_a_client_sees(stream) == expected
+
+
+@given(st.data())
+def test_other_text_is_never_passed_on(data):
+    text = data.draw(st.text("ab", min_size=1, max_size=8))
+    other = data.draw(st.text("ab", min_size=1, max_size=8).filter(lambda t: t[0] != text[0]))
+    replay = Replay([event(chat(0, text, role=True))])
+    with pytest.raises(DivergedError):
+        run(replay, event(chat(0, other, role=True)))
+
+
+def test_a_repeat_that_ends_early_is_not_the_same_stream():
+    replay = Replay([event(chat(0, "abc", role=True))])
+    with pytest.raises(DivergedError, match="ends before"):
+        run(replay, event(chat(0, "ab", role=True, finish="stop")))
+
+
+def test_a_repeat_that_goes_on_after_the_former_end_is_not_the_same_stream():
+    replay = Replay([event(chat(0, "abc", role=True, finish="stop"))])
+    with pytest.raises(DivergedError, match="goes on"):
+        run(replay, event(chat(0, "abcd", role=True)))
+
+
+def test_an_end_mark_before_the_point_reached_is_not_the_same_stream():
+    replay = Replay([event(chat(0, "abc", role=True))])
+    with pytest.raises(DivergedError):
+        run(replay, DONE)
+
+
+def test_other_log_probabilities_are_another_stream_even_with_the_same_text():
+    first = chat(0, "a", role=True)
+    other = {**first, "logprobs": {"content": [{"token": "b"}]}}
+    with pytest.raises(DivergedError):
+        run(Replay([event(first)]), event(other))
+
+
+def test_a_usage_chunk_is_sent_once():
+    usage = event(usage={"prompt_tokens": 1})
+    former = [event(chat(0, "a", role=True, finish="stop")), usage]
+    assert run(Replay(former), b"".join(former) + DONE) == DONE
+
+
+def test_chunks_beyond_what_was_sent_keep_their_bytes():
+    replay = Replay([event(chat(0, "a", role=True))])
+    rest = b'data: {"choices" : [ {"index":0,"delta":{"content":"b"}} ]}\n\n'
+    assert run(replay, event(chat(0, "a", role=True)) + rest) == rest
+    assert replay.is_over

@@ -1,0 +1,96 @@
+"""The log line: its figures add up, whatever the engines say."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pdserve.observe.clock import ManualClock
+from pdserve.proxy.bodies import EngineStages
+from pdserve.proxy.story import Mode, Stage, Story
+
+seconds = st.floats(0, 5)
+
+
+def told(
+    clock: ManualClock,
+    waits: list[float],
+    prefill: EngineStages | None,
+    decode: EngineStages | None,
+) -> Story:
+    story = Story("3f2a", "/v1/completions", clock)
+    story.mode, story.streamed = Mode.DISAGGREGATED, True
+    story.queued()
+    clock.advance(waits[0])
+    story.admitted()
+    clock.advance(waits[1])
+    story.leg_sent(Stage.PREFILL, "http://p")
+    clock.advance(waits[2])
+    story.leg_sent(Stage.PREFILL, "http://q")
+    clock.advance(waits[3])
+    story.first_token()
+    story.prefill_stages, story.decode_stages = prefill, decode
+    clock.advance(waits[4])
+    story.chunk()
+    clock.advance(waits[5])
+    story.chunk()
+    return story
+
+
+def printed_sum(line: str, start: str) -> tuple[float, float]:
+    """(the total, the sum of its terms) of the part of a line that begins with `start`."""
+    part = line[line.index(start) + len(start) :].split(" | ", maxsplit=1)[0]
+    total, _, terms = part.partition("ms = ")
+    values = [
+        float(re.search(r"(-?\d+\.\d)(?: \(|$)", term.strip()).group(1))
+        for term in re.sub(r"\([^)]*\)", "", terms).split(" + ")
+    ]
+    return float(total), round(sum(values), 1)
+
+
+stages = st.builds(
+    EngineStages,
+    queue_s=seconds,
+    prefill_s=seconds,
+    kv_wait_s=seconds,
+    kv_transfer_s=seconds,
+    first_step_s=seconds,
+    kv_bytes=st.integers(0, 10**9),
+)
+
+
+@given(st.lists(seconds, min_size=6, max_size=6), stages, stages)
+def test_both_sums_of_the_line_add_up_as_printed(waits, prefill, decode):
+    line = told(ManualClock(), waits, prefill, decode).line("ok")
+    for start in ("ttft=", "second token +"):
+        total, terms = printed_sum(line, start)
+        assert terms == pytest.approx(total, abs=0.05), line
+
+
+@given(st.lists(seconds, min_size=6, max_size=6), st.none() | stages)
+def test_the_terms_are_never_negative_and_sum_to_the_measured_time(waits, prefill):
+    terms = told(ManualClock(), waits, prefill, None).ttft_terms()
+    assert all(value >= -1e-9 for value in terms.values())
+    assert sum(terms.values()) == pytest.approx(sum(waits[:4]))
+
+
+def test_the_line_reads_as_promised():
+    prefill = EngineStages(queue_s=0.0004, prefill_s=0.0319)
+    decode = EngineStages(
+        kv_wait_s=0.0, kv_transfer_s=0.0063, first_step_s=0.0036, kv_bytes=8_400_000
+    )
+    story = told(ManualClock(0.0), [0, 0.0005, 0, 0.0327, 0.0121, 0.0061], prefill, decode)
+    story.num_prompt_tokens, story.num_output_tokens = 512, 64
+    assert story.line("ok") == (
+        "req 3f2a ok in=512 out=64 ttft=33.2ms = proxy 0.5 + queue 0.4 + prefill 31.9 + relay 0.4"
+        " | second token +12.1ms = kv 6.3 (8.4 MB, 1.3 GB/s) + handover 2.2 + first step 3.6"
+        " | itl p50 6.1 max 6.1"
+    )
+
+
+def test_a_request_that_never_got_a_token_has_a_line_without_figures():
+    story = Story("3f2a", "/v1/completions", ManualClock())
+    assert story.line("shed").startswith("req 3f2a shed in=? out=0")

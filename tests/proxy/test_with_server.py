@@ -1,0 +1,189 @@
+"""The proxy before the real API servers (over engines without a model): one contract, two sides."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import random
+from typing import Any
+
+import aiohttp
+import msgspec
+import pytest
+
+from pdserve.config.schema import ModelConfig, ProxyConfig
+from pdserve.engine.fake import FakeFabric
+from pdserve.proxy.app import Proxy
+from pdserve.text.load import load_text
+from tests.proxy.scripted import events_of
+from tests.server.conftest import Server, make_engine, serving, until
+from tests.text.tiny import write_model_files
+
+COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+BODIES = {
+    COMPLETIONS: {"prompt": "The quick", "max_tokens": 12, "logprobs": 1, "seed": 5},
+    CHAT: {
+        "messages": [{"role": "user", "content": "hi"}],
+        "max_tokens": 12,
+        "logprobs": True,
+        "seed": 5,
+    },
+}
+EXTRAS: list[dict[str, Any]] = [
+    {},
+    {"n": 3},
+    {"temperature": 0},
+    {"stream_options": {"include_usage": True}},
+    {"return_token_ids": True},
+    {"stop": ["a", "e"]},
+    {"max_tokens": 1},
+    {"n": 2, "max_tokens": 1},
+]
+
+
+class Deployment:
+    def __init__(self, url: str, proxy: Proxy, servers: list[Server], fabric: FakeFabric) -> None:
+        self.url = url
+        self.proxy = proxy
+        self.servers = servers
+        self.fabric = fabric
+
+    def is_quiet(self) -> bool:
+        running = [server.engine.running for server in self.servers]
+        return not self.fabric.leases and not any(running)
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory):
+    model = write_model_files(tmp_path_factory.mktemp("model"))
+    return load_text(ModelConfig(model=str(model)))
+
+
+@contextlib.asynccontextmanager
+async def deployed(text, *, prefill: list[dict], decode: list[dict], **settings: Any):
+    """A proxy over servers over fakes; ends with nothing leased and nothing running."""
+    fabric = FakeFabric()
+    async with contextlib.AsyncExitStack() as stack:
+        servers, urls = [], {"prefill": [], "decode": []}
+        for role, group in (("prefill", prefill), ("decode", decode)):
+            for i, parameters in enumerate(group):
+                name = f"{role}{i}"
+                engine = make_engine(text, fabric=fabric, role=role, engine_id=name, **parameters)
+                server = await stack.enter_async_context(serving(text, engine))
+                servers.append(server)
+                urls[role].append(server.url)
+        proxy = Proxy(
+            ProxyConfig(
+                port=0,
+                prefill=tuple(urls["prefill"]),
+                decode=tuple(urls["decode"]),
+                prefill_policy="round_robin",
+                decode_policy="round_robin",
+                shutdown_timeout_s=1.0,
+                **settings,
+            ),
+            rng=random.Random(1),
+        )
+        url = await proxy.start()
+        stack.push_async_callback(proxy.stop)
+        deployment = Deployment(url, proxy, servers, fabric)
+        yield deployment
+        await until(deployment.is_quiet)
+
+
+async def ask(url: str, path: str, body: dict[str, Any]) -> bytes:
+    async with (
+        aiohttp.ClientSession() as session,
+        session.post(url + path, json=body, headers={"X-Request-Id": "one"}) as response,
+    ):
+        answer = await response.read()
+        assert response.status == 200, answer
+        return answer
+
+
+def by_choice(stream: bytes) -> dict[int, list[Any]]:
+    """Each choice's chunks in order, without what depends on the moment."""
+    lanes: dict[int, list[Any]] = {}
+    for chunk in events_of(stream):
+        chunk.pop("created")
+        for choice in chunk.pop("choices") or [{"index": -1}]:
+            lanes.setdefault(choice["index"], []).append((chunk, choice))
+    return lanes
+
+
+@pytest.mark.parametrize("path", BODIES)
+@pytest.mark.parametrize("extra", EXTRAS, ids=str)
+async def test_a_stream_through_two_engines_is_the_stream_of_one(text, path, extra):
+    body = BODIES[path] | extra | {"stream": True}
+    async with deployed(text, prefill=[{}], decode=[{}]) as both:
+        disaggregated = await ask(both.url, path, body)
+        alone = await ask(both.servers[1].url, path, body)
+        assert len(both.servers[0].engine.requests) == body.get("n", 1)
+    assert by_choice(disaggregated) == by_choice(alone)
+
+
+@pytest.mark.parametrize("path", BODIES)
+@pytest.mark.parametrize("extra", EXTRAS, ids=str)
+async def test_an_answer_through_two_engines_is_the_answer_of_one(text, path, extra):
+    body = BODIES[path] | extra
+    async with deployed(text, prefill=[{}], decode=[{}]) as both:
+        disaggregated = msgspec.json.decode(await ask(both.url, path, body))
+        alone = msgspec.json.decode(await ask(both.servers[1].url, path, body))
+    assert disaggregated | {"created": 0} == alone | {"created": 0}
+
+
+@pytest.mark.parametrize("path", BODIES)
+@pytest.mark.parametrize("after", range(0, 12, 3))
+async def test_the_stream_is_the_same_when_its_decode_engine_dies(text, path, after):
+    body = BODIES[path] | {"stream": True}
+    async with deployed(text, prefill=[{}], decode=[{"die_after": after}, {}]) as both:
+        broken = await ask(both.url, path, body)
+        whole = await ask(both.servers[2].url, path, body)
+    assert _said(broken) == _said(whole)
+
+
+@pytest.mark.parametrize("stream", [True, False])
+async def test_the_answer_is_the_same_when_its_prefill_engine_dies(text, stream):
+    body = BODIES[COMPLETIONS] | {"stream": stream}
+    async with deployed(text, prefill=[{"die_after": 0}, {}], decode=[{}]) as both:
+        answer = await ask(both.url, COMPLETIONS, body)
+        whole = await ask(both.servers[2].url, COMPLETIONS, body)
+    if stream:
+        assert _said(answer) == _said(whole)
+    else:
+        texts = [msgspec.json.decode(body)["choices"][0]["text"] for body in (answer, whole)]
+        assert texts[0] == texts[1]
+
+
+async def test_a_wrong_field_is_refused_in_the_engines_words(text):
+    async with (
+        deployed(text, prefill=[{}], decode=[{}]) as both,
+        aiohttp.ClientSession() as session,
+        session.post(both.url + COMPLETIONS, json={"prompt": "a", "max_tokens": -1}) as response,
+    ):
+        assert response.status == 400
+        assert (await response.json())["error"]["param"] == "max_tokens"
+
+
+async def test_streams_cut_off_at_random_moments_leave_no_lease_and_no_request(text):
+    rng = random.Random(3)
+    slow = {"prefill_s": 0.02, "step_s": 0.002}
+    async with deployed(text, prefill=[slow, slow], decode=[slow, slow]) as both:
+
+        async def one(cut_after_s: float | None) -> None:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(cut_after_s):
+                    await ask(both.url, COMPLETIONS, BODIES[COMPLETIONS] | {"stream": True})
+
+        await asyncio.gather(*(one(rng.choice([None, rng.uniform(0, 0.2)])) for _ in range(60)))
+
+
+def _said(stream: bytes) -> tuple[str, list[Any]]:
+    """All text of a stream of one choice, and its tokens' log-probabilities."""
+    text, tokens = "", []
+    for chunk in events_of(stream):
+        for choice in chunk["choices"]:
+            text += choice.get("text") or choice.get("delta", {}).get("content") or ""
+            logprobs = choice["logprobs"] or {}
+            tokens += logprobs.get("tokens") or [e["token"] for e in logprobs.get("content", [])]
+    return text, tokens

@@ -1,0 +1,287 @@
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from tests.server.conftest import events, make_engine, serving
+
+COMPLETIONS = "/v1/completions"
+CHAT = "/v1/chat/completions"
+PROMPT = {"prompt": "The"}
+MESSAGES = {"messages": [{"role": "user", "content": "hi"}]}
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("n", 0),
+        ("n", 5000),
+        ("max_tokens", 0),
+        ("max_tokens", -1),
+        ("max_tokens", "many"),
+        ("max_tokens", 2.5),
+        ("min_tokens", -1),
+        ("min_tokens", 17),
+        ("temperature", -0.1),
+        ("temperature", "hot"),
+        ("top_p", 0),
+        ("top_p", 1.1),
+        ("top_k", -2),
+        ("min_p", 2),
+        ("presence_penalty", 3),
+        ("frequency_penalty", -3),
+        ("repetition_penalty", 0),
+        ("seed", 2**63),
+        ("seed", "x"),
+        ("logprobs", 21),
+        ("prompt_logprobs", -1),
+        ("stop", ""),
+        ("stop", ["a", ""]),
+        ("stop", 3),
+        ("stop", [str(number) for number in range(65)]),
+        ("stop_token_ids", [100000]),
+        ("logit_bias", {"100000": 1}),
+        ("logit_bias", {"dog": 1}),
+        ("allowed_token_ids", []),
+        ("allowed_token_ids", [-1]),
+        ("bad_words", [" "]),
+        ("cache_salt", ""),
+        ("stream_options", {"include_usage": True}),
+        ("prompt", []),
+        ("prompt", [[]]),
+        ("prompt", ""),
+        ("prompt", ["a", 1]),
+        ("prompt", [100000]),
+        ("prompt", {"text": "a"}),
+        ("prompt", [1, [2]]),
+        ("suffix", "x"),
+        ("best_of", 2),
+        ("prompt_embeds", "x"),
+        ("response_format", {"type": "json_object"}),
+        ("guided_json", {}),
+        ("structured_outputs", {"regex": "a"}),
+        ("truncate_prompt_tokens", 4),
+        ("use_beam_search", True),
+        ("kv_transfer_params", 3),
+    ],
+)
+async def test_a_wrong_completion_field_is_named(server, field, value):
+    status, error = await server.refused(COMPLETIONS, PROMPT | {field: value})
+    assert (status, error["type"], error["param"]) == (400, "invalid_request_error", field)
+    assert field in error["message"]
+    assert not server.engine.requests
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("messages", []),
+        ("messages", "hi"),
+        ("messages", [{"role": "robot", "content": "x"}]),
+        ("messages", [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]),
+        ("max_tokens", 0),
+        ("max_completion_tokens", 0),
+        ("logprobs", 3),
+        ("top_logprobs", 2),
+        ("tools", [{"type": "function"}]),
+        ("tool_choice", "required"),
+        ("functions", [{}]),
+        ("modalities", ["audio"]),
+        ("audio", {"voice": "x"}),
+        ("response_format", {"type": "json_schema"}),
+        ("reasoning_effort", "high"),
+        ("chat_template", "{{ 1 }}"),
+        ("continue_final_message", True),
+    ],
+)
+async def test_a_wrong_chat_field_is_named(server, field, value):
+    status, error = await server.refused(CHAT, MESSAGES | {field: value})
+    assert (status, error["type"], error["param"]) == (400, "invalid_request_error", field)
+    assert not server.engine.requests
+
+
+async def test_values_that_ask_for_nothing_are_no_errors(server):
+    nothing = {
+        "suffix": None,
+        "best_of": 1,
+        "response_format": {"type": "text"},
+        "use_beam_search": False,
+    }
+    await server.ok(COMPLETIONS, PROMPT | nothing)
+    nothing = {"tools": [], "tool_choice": "none", "modalities": ["text"], "max_tokens": 2}
+    await server.ok(CHAT, MESSAGES | nothing)
+
+
+async def test_prompt_logprobs_and_streaming_exclude_each_other(server):
+    body = PROMPT | {"prompt_logprobs": 1, "stream": True}
+    status, error = await server.refused(COMPLETIONS, body)
+    assert (status, error["param"]) == (400, "prompt_logprobs")
+
+
+@pytest.mark.parametrize(("path", "field"), [(COMPLETIONS, "prompt"), (CHAT, "messages")])
+async def test_a_missing_field_is_named(server, path, field):
+    status, error = await server.refused(path, {})
+    assert (status, error["param"]) == (400, field)
+    assert error["code"] == "missing_required_parameter"
+
+
+@pytest.mark.parametrize("data", [b"", b"{", b"[]", b'"x"', b"\xff"])
+async def test_a_body_that_is_no_json_object_is_a_400(server, data):
+    async with server.session.post(server.url + COMPLETIONS, data=data) as response:
+        assert response.status == 400
+        assert (await response.json())["error"]["type"] == "invalid_request_error"
+
+
+async def test_a_lone_surrogate_is_a_400(server):
+    data = json.dumps({"prompt": "x"}).replace("x", "\\ud800").encode()
+    async with server.session.post(server.url + COMPLETIONS, data=data) as response:
+        assert response.status == 400, await response.text()
+
+
+@pytest.mark.parametrize("body", [{"prompt": [60] * 64}, {"prompt": [60] * 60, "max_tokens": 5}])
+async def test_too_long_a_request_names_the_models_context(text, body):
+    async with serving(text, make_engine(text, max_model_len=64)) as server:
+        status, error = await server.refused(COMPLETIONS, body)
+    assert (status, error["code"]) == (400, "context_length_exceeded")
+    assert "maximum context length is 64 tokens" in error["message"]
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [(COMPLETIONS, PROMPT), (CHAT, MESSAGES), ("/tokenize", PROMPT)],
+)
+async def test_an_unknown_model_is_a_404_that_names_the_known(server, path, body):
+    status, error = await server.refused(path, body | {"model": "gpt-9"})
+    assert (status, error["param"], error["code"]) == (404, "model", "model_not_found")
+    assert "tiny" in error["message"]
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "status", "code"),
+    [
+        ("GET", "/", 404, "not_found"),
+        ("POST", "/chat/completions", 404, "not_found"),
+        ("GET", "/v1/completions", 405, "method_not_allowed"),
+        ("POST", "/v1/models", 405, "method_not_allowed"),
+    ],
+)
+async def test_other_paths_and_methods_are_openai_shaped(server, method, path, status, code):
+    async with server.session.request(method, server.url + path) as response:
+        assert response.status == status
+        assert (await response.json())["error"]["code"] == code
+        assert response.headers["X-Request-Id"]
+
+
+async def test_too_large_a_body_is_a_413(text):
+    async with serving(text, make_engine(text), max_body_bytes=1000) as server:
+        status, error = await server.refused(COMPLETIONS, {"prompt": "x" * 2000})
+    assert (status, error["code"]) == (413, "request_too_large")
+
+
+@pytest.mark.parametrize(
+    ("header", "status"),
+    [
+        (None, 401),
+        ("Bearer wrong", 401),
+        ("Basic right", 401),
+        ("right", 401),
+        ("Bearer rïght", 401),
+        ("Bearer right", 200),
+        ("bearer also", 200),
+    ],
+)
+async def test_an_api_key_is_asked_for(text, header, status):
+    headers = {} if header is None else {"Authorization": header}
+    async with serving(text, make_engine(text), api_keys=("right", "also")) as server:
+        got, answer = await server.post(COMPLETIONS, PROMPT, **headers)
+        assert got == status, answer
+        if status == 401:
+            assert answer["error"]["code"] == "invalid_api_key"
+        for path in ("/health", "/livez", "/readyz", "/metrics", "/version"):
+            assert (await server.get(path))[0] == 200
+
+
+@pytest.mark.parametrize("stream", [True, False])
+async def test_a_full_engine_is_a_429_with_retry_after(text, stream):
+    engine = make_engine(text, max_waiting=0)
+    async with serving(text, engine) as server:
+        body = PROMPT | {"stream": stream}
+        async with server.session.post(server.url + COMPLETIONS, json=body) as response:
+            assert response.status == 429
+            assert response.headers["Retry-After"] == "1"
+            assert (await response.json())["error"]["code"] == "overloaded"
+
+
+async def test_an_engine_that_starts_is_a_503_with_retry_after(text):
+    async with serving(text, make_engine(text, ready=False)) as server:
+        async with server.session.post(server.url + COMPLETIONS, json=PROMPT) as response:
+            assert response.status == 503
+            assert int(response.headers["Retry-After"]) >= 1
+            assert (await response.json())["error"]["type"] == "service_unavailable_error"
+
+
+@pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
+@pytest.mark.parametrize("stream", [True, False])
+async def test_an_engine_that_dies_before_the_first_token_is_a_503(text, path, stream):
+    engine = make_engine(text, die_after=0)
+    async with serving(text, engine) as server:
+        status, error = await server.refused(path, PROMPT | MESSAGES | {"stream": stream})
+    assert (status, error["code"]) == (503, "engine_dead")
+
+
+@pytest.mark.parametrize("n", [1, 2])
+async def test_an_engine_that_dies_in_mid_stream_ends_it_with_an_error_event(text, n):
+    engine = make_engine(text, die_after=4)
+    async with serving(text, engine) as server:
+        *chunks, last = events(await server.stream(COMPLETIONS, PROMPT | {"n": n}))
+    assert len(chunks) == 4
+    assert last["error"]["code"] == "engine_dead"
+    assert all("error" not in chunk for chunk in chunks)
+
+
+async def test_a_bug_in_the_server_is_a_500_without_details(text, caplog):
+    def broken(request, output):
+        raise ZeroDivisionError("a secret detail")
+
+    async with serving(text, make_engine(text, next_token=broken)) as server:
+        status, error = await server.refused(COMPLETIONS, PROMPT)
+    assert (status, error["code"]) == (500, "internal_error")
+    assert "secret" not in error["message"]
+    assert "a secret detail" in caplog.text
+
+
+async def test_a_bug_in_mid_stream_ends_it_with_an_error_event(text, caplog):
+    def broken(request, output):
+        return 60 if len(output) < 2 else 1 // 0
+
+    async with serving(text, make_engine(text, next_token=broken)) as server:
+        *chunks, last = events(await server.stream(COMPLETIONS, PROMPT))
+    assert len(chunks) == 2
+    assert last["error"]["code"] == "internal_error"
+    assert "ZeroDivisionError" in caplog.text
+
+
+async def test_a_deadline_that_is_no_number_is_a_400(server):
+    status, error = await server.refused(COMPLETIONS, PROMPT, X_Pdserve_Deadline="soon")
+    assert status == 400
+    assert "X-Pdserve-Deadline" in error["message"]
+
+
+async def test_the_deadline_travels_to_the_engine(server):
+    await server.ok(COMPLETIONS, PROMPT, X_Pdserve_Deadline="1900000000.5")
+    assert server.engine.requests[0].deadline_s == 1900000000.5
+
+
+async def test_two_requests_of_one_id_are_two_for_the_engine(server):
+    for _ in range(2):
+        await server.ok(COMPLETIONS, PROMPT | {"n": 2}, X_Request_Id="same")
+    assert len({request.request_id for request in server.engine.requests}) == 4
+
+
+@pytest.mark.parametrize("given", ["x" * 129, "é"])
+async def test_an_unusable_request_id_is_replaced(server, given):
+    async with server.session.post(
+        server.url + COMPLETIONS, json=PROMPT, headers={"X-Request-Id": given}
+    ) as response:
+        assert response.headers["X-Request-Id"] not in ("", given)

@@ -1,0 +1,345 @@
+"""The engine hop: what two engines and a proxy tell one another."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from typing import Any
+
+import pytest
+
+from pdserve.config.schema import EngineConfig, ModelConfig, ServerConfig
+from pdserve.engine.fake import FakeFabric
+from pdserve.server.app import build_app
+from pdserve.server.handoff import PrefillHop
+from pdserve.server.hop import signature
+from pdserve.server.job import plan
+from pdserve.server.protocol import CompletionRequest
+from pdserve.server.service import SERVICE
+from pdserve.wire.request import FinishReason
+from pdserve.wire.sampling import SamplingParams
+from tests.server.conftest import Server, events, make_engine, scripted, serving, until
+
+COMPLETIONS = "/v1/completions"
+CHAT = "/v1/chat/completions"
+MESSAGES = [{"role": "user", "content": "hi"}]
+BODIES = {
+    COMPLETIONS: {"prompt": "The quick", "max_tokens": 12, "logprobs": 1},
+    CHAT: {"messages": MESSAGES, "max_tokens": 12, "logprobs": True},
+}
+
+
+class Pair:
+    """A prefill and a decode server whose fakes read one another's leases."""
+
+    def __init__(self, prefill: Server, decode: Server, fabric: FakeFabric) -> None:
+        self.prefill = prefill
+        self.decode = decode
+        self.fabric = fabric
+
+    async def stream(self, path: str, body: dict[str, Any], **prefill: Any) -> list[Any]:
+        """What our proxy does: both legs' streams, relayed as one; events for the client."""
+        ours = {"final_length": True, "created": 1700000000, "seed": 77} | prefill
+        leg = {"do_remote_decode": True, "pdserve": ours}
+        first = events(
+            await self.prefill.stream(path, body | {"kv_transfer_params": leg}, X_Request_Id="one")
+        )
+        if "pdserve_handoff" not in first[-1]:
+            return first
+        params = first.pop()["pdserve_handoff"]
+        params["pdserve"]["first_delivered"] = True
+        second = await self.decode.stream(
+            path, body | {"kv_transfer_params": params}, X_Request_Id="one"
+        )
+        return first + events(second)
+
+
+@contextlib.asynccontextmanager
+async def pair(text, **parameters: Any):
+    fabric = FakeFabric()
+    prefill = make_engine(text, fabric=fabric, role="prefill", engine_id="p", **parameters)
+    decode = make_engine(text, fabric=fabric, role="decode", engine_id="d", **parameters)
+    async with serving(text, prefill) as p, serving(text, decode) as d:
+        yield Pair(p, d, fabric)
+        assert not fabric.leases
+        assert not prefill.running
+        assert not decode.running
+
+
+@pytest.mark.parametrize("path", BODIES)
+@pytest.mark.parametrize(
+    "extra",
+    [
+        {},
+        {"n": 2},
+        {"temperature": 0},
+        {"stream_options": {"include_usage": True, "continuous_usage_stats": True}},
+        {"return_token_ids": True},
+        {"stop": ["a", "e"]},
+        {"max_tokens": 1},
+        {"echo": True},
+    ],
+)
+async def test_two_engines_stream_what_one_streams(text, path, extra):
+    body = BODIES[path] | {"seed": 5} | extra
+    if path == CHAT:
+        body.pop("echo", None)
+    async with pair(text) as both:
+        disaggregated = await both.stream(path, body)
+        colocated = events(
+            await both.decode.stream(
+                path,
+                body | {"kv_transfer_params": {"pdserve": {"created": 1700000000}}},
+                X_Request_Id="one",
+            )
+        )
+    # Choices are interleaved as they come; each one's own chunks are in order.
+    for index in range(body.get("n", 1)):
+        assert of_choice(disaggregated, index) == of_choice(colocated, index)
+    assert [e for e in disaggregated if not e["choices"]] == [
+        e for e in colocated if not e["choices"]
+    ]
+
+
+def of_choice(chunks: list[Any], index: int) -> list[Any]:
+    return [c for c in chunks if c["choices"] and c["choices"][0]["index"] == index]
+
+
+@pytest.mark.parametrize("path", BODIES)
+async def test_a_sequential_proxy_written_for_vllm_gets_the_same_answer(text, path):
+    body = BODIES[path] | {"seed": 5, "min_tokens": 4}
+    leg = {
+        "do_remote_decode": True,
+        "do_remote_prefill": False,
+        "remote_engine_id": None,
+        "remote_block_ids": None,
+        "remote_host": None,
+        "remote_port": None,
+    }
+    async with pair(text) as both:
+        first = await both.prefill.ok(
+            path,
+            body | {"max_tokens": 1, "stream": False, "kv_transfer_params": leg},
+            X_Request_Id="one",
+        )
+        params = first["kv_transfer_params"]
+        assert params["do_remote_prefill"] is True
+        assert params["remote_engine_id"] == "p"
+        assert params["remote_block_ids"] == [0] or len(params["remote_block_ids"]) > 1
+        whole = await both.decode.ok(
+            path, body | {"kv_transfer_params": params}, X_Request_Id="one"
+        )
+        expected = await both.decode.ok(path, body, X_Request_Id="one")
+        assert both.decode.engine.stats.external_kv_tokens > 0
+    assert whole["choices"] == expected["choices"]
+    assert whole["usage"] == expected["usage"]
+    assert "kv_transfer_params" not in whole
+
+
+async def test_a_seed_that_was_drawn_travels_with_the_handoff(text):
+    body = {"prompt": "The", "max_tokens": 1, "kv_transfer_params": {"do_remote_decode": True}}
+    async with pair(text) as both:
+        first = await both.prefill.ok(COMPLETIONS, body)
+        body["kv_transfer_params"] = first["kv_transfer_params"]
+        await both.decode.ok(COMPLETIONS, body | {"max_tokens": 5})
+        [at_p], [at_d] = both.prefill.engine.requests, both.decode.engine.requests
+    assert at_p.sampling.seed == at_d.sampling.seed
+
+
+async def test_length_at_the_prefill_engine_is_final_only_for_our_proxy(text):
+    body = {"prompt": "The", "max_tokens": 1}
+    async with pair(text) as both:
+        ours = {"do_remote_decode": True, "pdserve": {"final_length": True}}
+        answer = await both.prefill.ok(COMPLETIONS, body | {"kv_transfer_params": ours})
+    assert answer["choices"][0]["finish_reason"] == "length"
+    assert "kv_transfer_params" not in answer
+
+
+async def test_a_prompt_with_room_for_one_token_ends_at_the_prefill_engine(text):
+    body = {"prompt": [60] * 31, "max_tokens": 1}
+    async with pair(text, max_model_len=32) as both:
+        leg = {"do_remote_decode": True}
+        answer = await both.prefill.ok(COMPLETIONS, body | {"kv_transfer_params": leg})
+    assert answer["choices"][0]["finish_reason"] == "length"
+    assert "kv_transfer_params" not in answer
+
+
+@pytest.mark.parametrize("answer", ["", "!"])
+async def test_a_request_that_stops_at_the_prefill_engine_is_final(text, answer):
+    engine = scripted(text, answer)
+    leg = {"do_remote_decode": True}
+    body = {"prompt": "x", "max_tokens": 1, "stop": "!", "kv_transfer_params": leg}
+    async with serving(text, engine) as server:
+        whole = await server.ok(COMPLETIONS, body)
+        chunks = events(await server.stream(COMPLETIONS, body))
+    assert whole["choices"][0]["finish_reason"] == "stop"
+    assert "kv_transfer_params" not in whole
+    assert all("pdserve_handoff" not in chunk for chunk in chunks)
+    assert not engine.leases
+
+
+async def test_a_choice_that_ended_at_the_prefill_engine_is_left_alone(text):
+    tokens = [text.tokenizer.encode(letter)[0] for letter in "ab!"]
+
+    def next_token(request, output):
+        return tokens[2] if request.sampling.seed == 5 else tokens[0]
+
+    body = {
+        "prompt": "x",
+        "n": 2,
+        "seed": 5,
+        "stop": "!",
+        "max_tokens": 4,
+        "stream_options": {"include_usage": True},
+    }
+    async with pair(text, next_token=next_token) as both:
+        chunks = await both.stream(COMPLETIONS, body)
+        assert len(both.decode.engine.requests) == 1
+    assert [piece["choices"][0]["finish_reason"] for piece in of_choice(chunks, 0)] == ["stop"]
+    assert "".join(piece["choices"][0]["text"] for piece in of_choice(chunks, 1)) == "aaaa"
+    assert chunks[-1]["usage"]["completion_tokens"] == 5
+
+
+async def test_prompt_logprobs_travel_with_the_handoff(text):
+    body = {"prompt": [60, 61, 62], "prompt_logprobs": 1, "max_tokens": 4, "temperature": 0}
+    async with pair(text) as both:
+        leg = body | {"kv_transfer_params": {"do_remote_decode": True}}
+        first = await both.prefill.ok(COMPLETIONS, leg)
+        params = first["kv_transfer_params"]
+        whole = await both.decode.ok(COMPLETIONS, body | {"kv_transfer_params": params})
+        expected = await both.prefill.ok(COMPLETIONS, body)
+        assert both.decode.engine.requests[0].sampling.prompt_logprobs is None
+    assert whole["choices"] == expected["choices"]
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        {"do_remote_prefill": True, "remote_engine_id": "vllm", "remote_block_ids": [1]},
+        {"do_remote_prefill": True, "pdserve": {"handoffs": []}},
+        {"do_remote_prefill": True, "pdserve": {"handoffs": [None]}},
+        {"do_remote_prefill": True, "pdserve": {"handoffs": ["!"]}},
+        {"do_remote_prefill": True, "pdserve": {"handoffs": ["AAAA"]}},
+        {"do_remote_prefill": True, "pdserve": {"handoffs": ["AAAA", None]}},
+        {"do_remote_prefill": True, "pdserve": {"handoffs": 3}},
+        {"do_remote_prefill": True, "do_remote_decode": True},
+        {"do_remote_prefill": "yes"},
+    ],
+)
+async def test_malformed_transfer_parameters_are_named(server, params):
+    body = {"prompt": "x", "kv_transfer_params": params}
+    status, error = await server.refused(COMPLETIONS, body)
+    assert (status, error["param"]) == (400, "kv_transfer_params")
+    assert not server.engine.requests
+
+
+async def test_parameters_that_ask_for_nothing_are_no_hop(server):
+    params = {"do_remote_decode": False, "do_remote_prefill": False}
+    answer = await server.ok(COMPLETIONS, {"prompt": "x", "kv_transfer_params": params})
+    assert answer["usage"]["completion_tokens"] == 16
+
+
+def job_at_prefill(text, engine, n: int):
+    """A job whose caller is about to leave."""
+    app = build_app(
+        engine,
+        text,
+        engine_config=EngineConfig(model=ModelConfig(model="tiny")),
+        server_config=ServerConfig(),
+    )
+    return plan(
+        app[SERVICE],
+        text,
+        CompletionRequest(prompt="x", n=n),
+        request_id="one",
+        model="tiny",
+        prompts=[[60, 61]],
+        sampling=[SamplingParams(max_tokens=8, seed=1)],
+        seed=1,
+        created=0,
+        start_s=0.0,
+        hop=PrefillHop(final_length=True),
+        deadline_s=None,
+    )
+
+
+@pytest.mark.parametrize("n", [1, 3])
+@pytest.mark.parametrize("num_read", [0, 1])
+async def test_a_lease_nobody_was_told_of_is_given_back(text, n, num_read):
+    engine = make_engine(text)
+    with pytest.raises(asyncio.CancelledError):
+        async with job_at_prefill(text, engine, n) as job:
+            await job.start()
+            for _ in range(num_read):
+                await anext(job.deltas())
+            await until(lambda: len(engine.leases) == n)
+            raise asyncio.CancelledError
+    assert not engine.leases
+    assert len(engine.released) == n
+
+
+async def test_a_lease_that_was_handed_over_is_kept(text):
+    engine = make_engine(text)
+    async with job_at_prefill(text, engine, 1) as job:
+        assert [delta.finish_reason async for delta in job.deltas()] == [FinishReason.HANDOFF]
+        job.delivered = True
+    assert len(engine.leases) == 1
+
+
+async def test_stages_come_only_when_asked_for_and_sum_to_the_time(text):
+    async with serving(text, make_engine(text, prefill_s=0.03, step_s=0.001)) as server:
+        body = {"prompt": "x", "max_tokens": 3}
+        assert "pdserve_stages" not in await server.ok(COMPLETIONS, body)
+        whole = (await server.ok(COMPLETIONS, body, X_Pdserve_Stages="1"))["pdserve_stages"]
+        *chunks, last = events(await server.stream(COMPLETIONS, body, X_Pdserve_Stages="1"))
+        assert all("pdserve_stages" not in chunk for chunk in chunks)
+    for stages in (whole, last["pdserve_stages"]):
+        assert stages["prefill_s"] == pytest.approx(0.03)
+        parts = sum(v for k, v in stages.items() if k not in ("ttft_s", "kv_bytes"))
+        assert parts == pytest.approx(stages["ttft_s"])
+
+
+async def test_stages_of_a_decode_engine_tell_what_was_moved(text):
+    async with pair(text) as both:
+        leg = {"do_remote_decode": True}
+        body = {"prompt": [60] * 20, "max_tokens": 4}
+        first = await both.prefill.ok(COMPLETIONS, body | {"kv_transfer_params": leg})
+        body["kv_transfer_params"] = first["kv_transfer_params"]
+        answer = await both.decode.ok(COMPLETIONS, body, X_Pdserve_Stages="1")
+    assert answer["pdserve_stages"]["kv_bytes"] == 20 * 1024
+    assert answer["pdserve_stages"]["kv_transfer_s"] == pytest.approx(0.001)
+
+
+async def test_a_released_lease_is_gone(server):
+    leg = {"do_remote_decode": True}
+    await server.ok(COMPLETIONS, {"prompt": "x", "kv_transfer_params": leg})
+    [nonce] = server.engine.leases
+    for _ in range(2):
+        url = server.url + "/pdserve/release"
+        async with server.session.post(url, json={"nonce": nonce}) as response:
+            assert response.status == 200
+    assert not server.engine.leases
+
+
+@pytest.mark.parametrize("path", ["/pdserve/release", "/pdserve/reset_prefix_cache"])
+async def test_with_a_secret_the_hop_wants_a_signature(text, path):
+    data = b'{"nonce":"x"}'
+    right, wrong = signature("s3cret", data), signature("other", data)
+    async with serving(text, make_engine(text), secret="s3cret") as server:
+        for given, status in ((None, 401), (wrong, 401), ("é", 401), (right, 200)):
+            headers = {} if given is None else {"X-Pdserve-Auth": given}
+            async with server.session.post(
+                server.url + path, data=data, headers=headers
+            ) as response:
+                assert response.status == status
+        done = server.engine.released or server.engine.num_prefix_cache_resets
+        assert done in (["x"], 1)
+
+
+async def test_info_is_the_engines_description_and_load(server):
+    async with server.session.get(server.url + "/pdserve/info") as response:
+        info = await response.json()
+    assert info["ready"] is True
+    assert info["engine"]["engine_id"] == "fake"
+    assert info["stats"]["num_running"] == 0
+    assert info["models"] == ["tiny"]

@@ -1,0 +1,261 @@
+"""From bind to exit, and what proxies are told on the way."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+import os
+import signal
+import socket
+from typing import Any
+
+import aiohttp
+import pytest
+from aiohttp import web
+
+from pdserve.config.schema import EngineConfig, ModelConfig, ServerConfig, TransferConfig
+from pdserve.errors import ConfigError, EngineDeadError
+from pdserve.server import registration
+from pdserve.server.app import run_server
+from pdserve.server.hop import signature
+from pdserve.server.registration import Registration
+from tests.server.conftest import events, make_engine, until
+
+
+class Running:
+    """`run_server` in a task of its own."""
+
+    def __init__(self, model_dir, engine, *, secret: str = "", **server: Any) -> None:
+        self.engine = engine
+        self.ready: list[str] = []
+        with socket.create_server(("127.0.0.1", 0)) as probe:
+            self.port = probe.getsockname()[1]
+        self.url = f"http://127.0.0.1:{self.port}"
+        self.task = asyncio.create_task(
+            run_server(
+                engine,
+                engine_config=EngineConfig(
+                    model=ModelConfig(model=str(model_dir)), transfer=TransferConfig(secret=secret)
+                ),
+                server_config=ServerConfig(port=self.port, **server),
+                on_ready=self.ready.append,
+            )
+        )
+
+    async def until_ready(self) -> None:
+        await until(lambda: bool(self.ready) or self.task.done())
+        assert self.ready == [self.url]
+
+
+async def get(url: str) -> int | None:
+    """The status, or None if nobody listens."""
+    try:
+        async with aiohttp.ClientSession() as session, session.get(url) as response:
+            return response.status
+    except aiohttp.ClientConnectionError:
+        return None
+
+
+async def eventually(url: str, status: int | None) -> None:
+    async with asyncio.timeout(2.0):
+        while await get(url) != status:
+            await asyncio.sleep(0.01)
+
+
+def terminate() -> None:
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+async def test_it_listens_before_the_engine_is_ready_and_tells_when_it_is(text, model_dir):
+    running = Running(model_dir, make_engine(text, ready=False))
+    await eventually(running.url + "/livez", 200)
+    assert await get(running.url + "/readyz") == 503
+    assert running.ready == []
+    running.engine.become_ready()
+    await running.until_ready()
+    assert await get(running.url + "/readyz") == 200
+    terminate()
+    assert await running.task is signal.SIGTERM
+    assert await get(running.url + "/livez") is None
+    assert running.engine.dead_reason == "closed"
+
+
+async def test_a_signal_while_it_starts_ends_it(text, model_dir):
+    running = Running(model_dir, make_engine(text, ready=False))
+    await eventually(running.url + "/livez", 200)
+    os.kill(os.getpid(), signal.SIGINT)
+    assert await running.task is signal.SIGINT
+    assert running.ready == []
+
+
+async def stream(url: str, **body: Any) -> bytes:
+    async with aiohttp.ClientSession() as session:
+        body = {"prompt": "x", "stream": True} | body
+        async with session.post(url + "/v1/completions", json=body) as response:
+            return await response.read()
+
+
+async def test_what_runs_at_sigterm_may_finish_and_nothing_more_is_taken(text, model_dir):
+    running = Running(model_dir, make_engine(text, step_s=0.02))
+    await running.until_ready()
+    client = asyncio.create_task(stream(running.url, max_tokens=15))
+    await until(lambda: bool(running.engine.running))
+    terminate()
+    await eventually(running.url + "/readyz", 503)
+    late = await stream(running.url)
+    assert json.loads(late)["error"]["type"] == "service_unavailable_error"
+    assert not running.task.done()
+    assert len(events(await client)) == 15
+    assert await running.task is signal.SIGTERM
+
+
+async def test_what_has_not_finished_in_time_ends_with_an_error_event(text, model_dir):
+    running = Running(model_dir, make_engine(text, step_s=0.05), shutdown_timeout_s=0.1)
+    await running.until_ready()
+    client = asyncio.create_task(stream(running.url, max_tokens=1000))
+    await until(lambda: bool(running.engine.running))
+    terminate()
+    assert await running.task is signal.SIGTERM
+    assert "error" in events(await client)[-1]
+
+
+async def test_a_second_signal_does_not_wait(text, model_dir):
+    running = Running(model_dir, make_engine(text, step_s=0.05), shutdown_timeout_s=50.0)
+    await running.until_ready()
+    client = asyncio.create_task(stream(running.url, max_tokens=1000))
+    await until(lambda: bool(running.engine.running))
+    terminate()
+    await eventually(running.url + "/readyz", 503)
+    terminate()
+    async with asyncio.timeout(3.0):
+        await running.task
+    assert "error" in events(await client)[-1]
+
+
+async def test_an_engine_that_dies_ends_the_server_with_its_reason(text, model_dir):
+    running = Running(model_dir, make_engine(text))
+    await running.until_ready()
+    running.engine.die("out of luck")
+    with pytest.raises(EngineDeadError, match="out of luck"):
+        await running.task
+
+
+async def test_a_port_in_use_names_the_port_and_the_flag(text, model_dir):
+    engine = make_engine(text)
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(ConfigError, match=rf"port {port} .*--port"):
+            await run_server(
+                engine,
+                engine_config=EngineConfig(model=ModelConfig(model=str(model_dir))),
+                server_config=ServerConfig(port=port),
+                on_ready=lambda url: None,
+            )
+    assert engine.dead_reason == "closed"
+
+
+async def test_a_model_without_tokenizer_ends_the_start(text, tmp_path):
+    running = Running(tmp_path, make_engine(text))
+    with pytest.raises(ConfigError, match=r"tokenizer\.json"):
+        await running.task
+
+
+async def test_an_address_proxies_cannot_call_back_needs_one_to_advertise(text, model_dir):
+    running = Running(model_dir, make_engine(text), host="0.0.0.0", proxy_urls=("http://x",))
+    with pytest.raises(ConfigError, match="--advertise-url"):
+        await running.task
+
+
+class Proxy:
+    """Takes registrations and keeps them."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[str, dict[str, Any]]] = []
+        self.signatures: list[bool] = []
+        self.status = 200
+
+    async def handle(self, request: web.Request) -> web.Response:
+        data = await request.read()
+        self.calls.append((request.method, json.loads(data)))
+        given = request.headers.get("X-Pdserve-Auth")
+        self.signatures.append(given == signature("s3cret", data))
+        return web.Response(status=self.status, text="block sizes 16 and 32 differ")
+
+    @contextlib.asynccontextmanager
+    async def listening(self, port: int = 0):
+        app = web.Application()
+        app.router.add_route("*", "/pdserve/register", self.handle)
+        runner = web.AppRunner(app, shutdown_timeout=0.1)
+        await runner.setup()
+        await web.TCPSite(runner, "127.0.0.1", port).start()
+        host, port = runner.addresses[0]
+        yield f"http://{host}:{port}"
+        await runner.cleanup()
+
+
+async def test_an_engine_registers_renews_and_leaves(text):
+    proxy = Proxy()
+    engine = make_engine(text)
+    async with proxy.listening() as url:
+        registered = Registration(
+            [url + "/"], url="http://me", info=engine.info, secret="s3cret", lease_s=0.15
+        )
+        await registered.start()
+        await until(lambda: len(proxy.calls) >= 3)
+        await registered.stop()
+    *renewals, (method, left) = proxy.calls
+    assert {method for method, _ in renewals} == {"POST"}
+    first = renewals[0][1]
+    assert (first["url"], first["role"], first["lease_s"]) == ("http://me", "both", 0.15)
+    assert first["engine"]["engine_id"] == "fake"
+    assert (method, left["url"]) == ("DELETE", "http://me")
+    assert all(proxy.signatures)
+
+
+async def test_an_engine_leaves_its_proxies_before_it_refuses(text, model_dir):
+    proxy = Proxy()
+    async with proxy.listening() as url:
+        running = Running(model_dir, make_engine(text, step_s=0.05), proxy_urls=(url,))
+        await running.until_ready()
+        client = asyncio.create_task(stream(running.url, max_tokens=8))
+        await until(lambda: bool(running.engine.running))
+        terminate()
+        await until(lambda: bool(proxy.calls) and proxy.calls[-1][0] == "DELETE")
+        assert not client.done()
+        assert len(events(await client)) == 8
+        await running.task
+
+
+async def test_a_proxy_that_comes_later_learns_of_the_engine(text, model_dir, monkeypatch, caplog):
+    monkeypatch.setattr(registration, "_RETRY_S", 0.05)
+    caplog.set_level(logging.INFO, logger="pdserve.server.registration")
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    running = Running(
+        model_dir,
+        make_engine(text),
+        proxy_urls=(f"http://127.0.0.1:{port}",),
+        advertise_url="http://engine.example:1",
+    )
+    await running.until_ready()
+    await asyncio.sleep(0.2)
+    proxy = Proxy()
+    async with proxy.listening(port):
+        await until(lambda: bool(proxy.calls))
+        assert proxy.calls[0][1]["url"] == "http://engine.example:1"
+        terminate()
+        await running.task
+    logged = [record.getMessage().split(" proxy=")[0] for record in caplog.records]
+    assert logged == ["registration failed", "registered"]
+
+
+async def test_a_refused_registration_logs_the_proxys_reason(text, model_dir, caplog):
+    proxy = Proxy()
+    proxy.status = 409
+    async with proxy.listening() as url:
+        running = Running(model_dir, make_engine(text), proxy_urls=(url,))
+        await until(lambda: "block sizes 16 and 32 differ" in caplog.text)
+        terminate()
+        await running.task

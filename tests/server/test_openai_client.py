@@ -1,0 +1,99 @@
+"""openai-python against the server, as its users use it."""
+
+from __future__ import annotations
+
+import openai
+import pytest
+
+from tests.server.conftest import make_engine, scripted, serving, until
+
+MESSAGES = [{"role": "user", "content": "hi"}]
+
+
+def client_of(server, **settings) -> openai.AsyncOpenAI:
+    return openai.AsyncOpenAI(base_url=server.url + "/v1", api_key="key", max_retries=0, **settings)
+
+
+@pytest.fixture
+async def client(text):
+    async with (
+        serving(text, scripted(text, "a lazy dog"), api_keys=("key",)) as server,
+        client_of(server) as client,
+    ):
+        yield client
+
+
+async def test_a_chat_answer(client):
+    answer = await client.chat.completions.create(
+        model="tiny", messages=MESSAGES, logprobs=True, top_logprobs=1, n=2
+    )
+    assert [choice.message.content for choice in answer.choices] == ["a lazy dog"] * 2
+    assert answer.choices[0].logprobs.content[0].token == "a"
+    assert answer.usage.total_tokens == answer.usage.prompt_tokens + answer.usage.completion_tokens
+
+
+async def test_a_chat_stream(client):
+    stream = await client.chat.completions.create(
+        model="tiny", messages=MESSAGES, stream=True, stream_options={"include_usage": True}
+    )
+    chunks = [chunk async for chunk in stream]
+    assert chunks[0].choices[0].delta.role == "assistant"
+    texts = [chunk.choices[0].delta.content for chunk in chunks if chunk.choices]
+    assert "".join(texts) == "a lazy dog"
+    assert chunks[-2].choices[0].finish_reason == "stop"
+    assert chunks[-1].usage.completion_tokens > 0
+
+
+async def test_a_completion_with_stop_and_logprobs(client):
+    answer = await client.completions.create(model="tiny", prompt="x", stop="zy", logprobs=1)
+    assert answer.choices[0].text == "a la"
+    assert answer.choices[0].finish_reason == "stop"
+    assert answer.choices[0].logprobs.tokens[0] == "a"
+
+
+async def test_a_completion_stream(client):
+    stream = await client.completions.create(model="tiny", prompt="x", stream=True)
+    assert "".join([chunk.choices[0].text async for chunk in stream]) == "a lazy dog"
+
+
+async def test_the_models(client):
+    assert [model.id async for model in client.models.list()] == ["tiny"]
+
+
+async def test_errors_are_the_clients_own_classes(text):
+    engine = make_engine(text, max_waiting=0)
+    async with serving(text, engine, api_keys=("key",)) as server, client_of(server) as client:
+        with pytest.raises(openai.BadRequestError) as bad:
+            await client.completions.create(model="tiny", prompt="x", temperature=-1)
+        assert bad.value.param == "temperature"
+        with pytest.raises(openai.NotFoundError):
+            await client.completions.create(model="other", prompt="x")
+        with pytest.raises(openai.RateLimitError):
+            await client.completions.create(model="tiny", prompt="x")
+        with pytest.raises(openai.AuthenticationError):
+            await client.with_options(api_key="no").completions.create(model="tiny", prompt="x")
+        engine.die("gone")
+        with pytest.raises(openai.InternalServerError):
+            await client.completions.create(model="tiny", prompt="x")
+
+
+async def test_an_error_in_mid_stream_is_raised(text):
+    async with (
+        serving(text, make_engine(text, die_after=3)) as server,
+        client_of(server) as client,
+    ):
+        stream = await client.completions.create(model="tiny", prompt="x", stream=True)
+        with pytest.raises(openai.APIError):
+            async for _ in stream:
+                pass
+
+
+async def test_closing_a_stream_early_aborts_the_request(text):
+    engine = make_engine(text, step_s=0.01)
+    async with serving(text, engine) as server, client_of(server) as client:
+        stream = await client.chat.completions.create(model="tiny", messages=MESSAGES, stream=True)
+        async for _ in stream:
+            break
+        await stream.close()
+        await until(lambda: not engine.running)
+        assert len(engine.aborted) == 1

@@ -1,0 +1,212 @@
+from __future__ import annotations
+
+import json
+import logging
+import re
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+import pdserve
+from pdserve.wire.transfer import LoadFailure
+from tests.server.conftest import make_engine, scripted, serving
+
+FROM_THE_START = {
+    "vllm:num_requests_running",
+    "vllm:num_requests_waiting",
+    "vllm:kv_cache_usage_perc",
+    "vllm:prefix_cache_queries_total",
+    "vllm:prefix_cache_hits_total",
+    "vllm:num_preemptions_total",
+    "vllm:prompt_tokens_total",
+    "vllm:generation_tokens_total",
+    "vllm:prompt_tokens_by_source_total",
+    "vllm:request_success_total",
+    "vllm:time_to_first_token_seconds_count",
+    "vllm:inter_token_latency_seconds_count",
+    "vllm:e2e_request_latency_seconds_count",
+    "vllm:request_queue_time_seconds_count",
+    "vllm:request_prefill_time_seconds_count",
+    "vllm:request_decode_time_seconds_count",
+    "vllm:request_prompt_tokens_count",
+    "vllm:request_generation_tokens_count",
+    "pdserve_stage_duration_seconds_count",
+    "pdserve_kv_blocks",
+    "pdserve_kv_transfer_seconds_count",
+    "pdserve_kv_transfer_wait_seconds_count",
+    "pdserve_kv_transfer_bytes_total",
+    "pdserve_kv_transfer_descriptors_total",
+    "pdserve_kv_transfer_failures_total",
+    "pdserve_kv_lease_expired_total",
+    "pdserve_client_disconnects_total",
+    "pdserve_event_loop_lag_seconds_count",
+}
+
+
+async def scrape(server) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
+    status, exposition = await server.get("/metrics")
+    assert status == 200
+    return {
+        (sample.name, tuple(sorted(sample.labels.items()))): sample.value
+        for family in text_string_to_metric_families(exposition)
+        for sample in family.samples
+    }
+
+
+def named(samples, name: str, **labels: str) -> float:
+    """The one sample of a name with these labels among its own."""
+    [value] = [
+        value
+        for (sample, own), value in samples.items()
+        if sample == name and labels.items() <= dict(own).items()
+    ]
+    return value
+
+
+async def test_a_ready_engine_is_healthy_live_and_ready(server):
+    assert await server.get("/health") == (200, "")
+    assert (await server.get("/livez"))[0] == 200
+    assert (await server.get("/readyz"))[0] == 200
+
+
+async def test_an_engine_that_starts_is_live_but_not_ready(text):
+    engine = make_engine(text, ready=False)
+    async with serving(text, engine) as server:
+        assert (await server.get("/livez"))[0] == 200
+        assert (await server.get("/readyz")) == (503, "the engine is starting\n")
+        assert (await server.get("/health"))[0] == 503
+        engine.become_ready()
+        assert (await server.get("/readyz"))[0] == 200
+
+
+async def test_a_dead_engine_is_live_but_not_ready_and_says_why(server):
+    server.engine.die("out of luck")
+    assert (await server.get("/livez"))[0] == 200
+    status, reason = await server.get("/readyz")
+    assert status == 503
+    assert "out of luck" in reason
+
+
+async def test_models_are_listed_with_root_and_length(server):
+    _, body = await server.get("/v1/models")
+    [model] = json.loads(body)["data"]
+    assert (model["id"], model["root"], model["max_model_len"]) == ("tiny", "tiny", 2048)
+
+
+async def test_the_version_is_the_packages(server):
+    _, body = await server.get("/version")
+    assert json.loads(body) == {"version": pdserve.__version__}
+
+
+async def test_tokenize_and_detokenize_are_each_others_inverse(server):
+    answer = await server.ok("/tokenize", {"prompt": "The dog 🙂", "return_token_strs": True})
+    assert answer["count"] == len(answer["tokens"]) == len(answer["token_strs"])
+    assert answer["max_model_len"] == 2048
+    back = await server.ok("/detokenize", {"tokens": answer["tokens"]})
+    assert back == {"prompt": "The dog 🙂"}
+
+
+async def test_tokenize_renders_messages_as_chat_does(server):
+    messages = [{"role": "user", "content": "hi"}]
+    answer = await server.ok("/tokenize", {"messages": messages})
+    assert answer["token_strs"] is None
+    await server.ok("/v1/chat/completions", {"messages": messages, "max_tokens": 1})
+    assert server.engine.requests[0].prompt_token_ids == answer["tokens"]
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "field"),
+    [
+        ("/tokenize", {}, "prompt"),
+        ("/tokenize", {"prompt": "x", "messages": []}, "prompt"),
+        ("/tokenize", {"prompt": 3}, "prompt"),
+        ("/detokenize", {}, "tokens"),
+        ("/detokenize", {"tokens": [100000]}, "tokens"),
+        ("/detokenize", {"tokens": "x"}, "tokens"),
+    ],
+)
+async def test_a_wrong_field_is_named(server, path, body, field):
+    status, error = await server.refused(path, body)
+    assert (status, error["param"]) == (400, field)
+
+
+async def test_a_long_prompt_is_tokenized_off_the_loop_with_the_same_result(server, text):
+    prompt = "The lazy dog. " * 5000
+    answer = await server.ok("/tokenize", {"prompt": prompt})
+    assert answer["tokens"] == text.tokenizer.encode(prompt)
+
+
+async def test_every_series_is_there_from_the_start(text):
+    async with serving(text, make_engine(text, ready=False)) as server:
+        samples = await scrape(server)
+    assert {name for name, _ in samples} >= FROM_THE_START
+    assert all(
+        value == 0
+        for (name, _), value in samples.items()
+        if name.endswith(("_total", "_count", "_sum"))
+        if "event_loop_lag" not in name
+    )
+    for failure in LoadFailure:
+        assert named(samples, "pdserve_kv_transfer_failures_total", reason=failure.value) == 0
+    for state in ("free", "cached", "held", "leased", "receiving"):
+        assert named(samples, "pdserve_kv_blocks", state=state) == 0
+
+
+async def test_a_request_is_counted_once_everywhere(text):
+    async with serving(text, scripted(text, "a dog")) as server:
+        answer = await server.ok("/v1/completions", {"prompt": "The"})
+        samples = await scrape(server)
+    num_output = answer["usage"]["completion_tokens"]
+    assert named(samples, "vllm:request_success_total", finished_reason="stop") == 1
+    assert named(samples, "vllm:time_to_first_token_seconds_count") == 1
+    assert named(samples, "vllm:inter_token_latency_seconds_count") == num_output - 1
+    assert named(samples, "vllm:request_generation_tokens_sum") == num_output
+    assert named(samples, "vllm:request_prompt_tokens_sum") == answer["usage"]["prompt_tokens"]
+    assert named(samples, "vllm:prompt_tokens_by_source_total", source="local_compute") == 1
+
+
+async def test_the_stages_sum_to_the_time_to_the_first_token(text):
+    async with serving(text, make_engine(text, prefill_s=0.02)) as server:
+        for _ in range(3):
+            await server.ok("/v1/completions", {"prompt": "The", "max_tokens": 2})
+        samples = await scrape(server)
+    stages = sum(
+        value
+        for (name, _), value in samples.items()
+        if name == "pdserve_stage_duration_seconds_sum"
+    )
+    ttft_s = named(samples, "vllm:time_to_first_token_seconds_sum")
+    assert stages == pytest.approx(ttft_s)
+    assert ttft_s >= 0.06
+
+
+async def test_an_error_is_counted_as_one(text):
+    async with serving(text, make_engine(text, die_after=2)) as server:
+        await server.stream("/v1/completions", {"prompt": "The"})
+        samples = await scrape(server)
+    assert named(samples, "vllm:request_success_total", finished_reason="error") == 1
+    assert named(samples, "pdserve_client_disconnects_total", stage="decode") == 0
+
+
+async def test_a_request_is_one_line_in_the_log(text, caplog):
+    caplog.set_level(logging.INFO, logger="pdserve.server.job")
+    async with serving(text, scripted(text, "a dog", prefill_s=0.01)) as server:
+        await server.ok("/v1/completions", {"prompt": "The"}, X_Request_Id="3f2a")
+    [record] = [r for r in caplog.records if r.name == "pdserve.server.job"]
+    line = record.getMessage()
+    found = re.fullmatch(
+        r"req 3f2a ok in=1 out=\d ttft=([\d.]+)ms = server ([\d.]+) \+ prefill ([\d.]+)"
+        r" \| itl p50 [\d.]+ max [\d.]+",
+        line,
+    )
+    assert found, line
+    ttft, server_part, prefill = map(float, found.groups())
+    assert server_part + prefill == pytest.approx(ttft, abs=0.2)
+
+
+@pytest.mark.parametrize("body", [{"prompt": "The", "n": 2}, {"prompt": ["The", "dog"]}])
+async def test_several_choices_are_one_line(text, caplog, body):
+    caplog.set_level(logging.INFO, logger="pdserve.server.job")
+    async with serving(text, scripted(text, "a dog")) as server:
+        await server.ok("/v1/completions", body)
+    assert len([r for r in caplog.records if r.name == "pdserve.server.job"]) == 1

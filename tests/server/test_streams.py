@@ -1,0 +1,112 @@
+"""Recorded bytes, and clients that leave."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from tests.server.conftest import scripted, serving, until
+
+GOLDEN = Path(__file__).parent / "golden"
+MESSAGES = [{"role": "user", "content": "hi"}]
+ANSWER = "Once upon a time 🙂 END"
+REQUESTS = {
+    "completions": ("/v1/completions", {"prompt": "The quick", "max_tokens": 50}),
+    "completions_usage_logprobs": (
+        "/v1/completions",
+        {
+            "prompt": "The",
+            "max_tokens": 3,
+            "logprobs": 1,
+            "stream_options": {"include_usage": True},
+        },
+    ),
+    "chat": ("/v1/chat/completions", {"messages": MESSAGES}),
+    "chat_stop": (
+        "/v1/chat/completions",
+        {"messages": MESSAGES, "stop": [" EN"], "stream_options": {"include_usage": True}},
+    ),
+    "chat_prefill_hop": (
+        "/v1/chat/completions",
+        {
+            "messages": MESSAGES,
+            "max_tokens": 1,
+            "kv_transfer_params": {"do_remote_decode": True, "pdserve": {"final_length": True}},
+        },
+    ),
+}
+
+
+async def record(text, clock, name: str) -> bytes:
+    path, body = REQUESTS[name]
+    async with serving(text, scripted(text, ANSWER), clock=clock) as server:
+        return await server.stream(path, body, X_Request_Id="golden")
+
+
+@pytest.mark.parametrize("name", REQUESTS)
+async def test_a_stream_is_what_was_recorded(text, clock, name):
+    recorded = await asyncio.to_thread((GOLDEN / f"{name}.txt").read_bytes)
+    assert await record(text, clock, name) == recorded
+
+
+@pytest.mark.parametrize("n", [1, 3])
+@pytest.mark.parametrize("stream", [True, False])
+async def test_a_client_that_leaves_before_the_first_token_aborts(text, n, stream):
+    engine = scripted(text, ANSWER, prefill_s=30.0)
+    async with serving(text, engine) as server:
+        body = {"prompt": "x", "n": n, "stream": stream}
+        task = asyncio.create_task(server.post("/v1/completions", body))
+        await until(lambda: len(engine.running) == n)
+        task.cancel()
+        await until(lambda: not engine.running)
+        assert len(engine.aborted) == n
+        await disconnects(server, "queue")
+
+
+@pytest.mark.parametrize("n", [1, 3])
+async def test_a_client_that_leaves_in_mid_stream_aborts(text, n):
+    engine = scripted(text, ANSWER * 10, step_s=0.02)
+    async with serving(text, engine) as server:
+        body = {"prompt": "x", "n": n, "stream": True, "max_tokens": 100}
+        async with server.session.post(server.url + "/v1/completions", json=body) as response:
+            await response.content.readline()
+            response.close()
+        await until(lambda: not engine.running)
+        assert len(engine.aborted) == n
+        await disconnects(server, "decode")
+
+
+async def disconnects(server, stage: str) -> None:
+    """Wait until the metric has counted one, and every request has an outcome."""
+    async with asyncio.timeout(2.0):
+        while True:
+            _, metrics = await server.get("/metrics")
+            if f'pdserve_client_disconnects_total{{stage="{stage}"}} 1.0' in metrics:
+                return
+            await asyncio.sleep(0.01)
+
+
+async def test_no_status_is_sent_before_the_engine_has_spoken(text):
+    engine = scripted(text, ANSWER, prefill_s=0.2)
+    async with serving(text, engine) as server:
+        body = {"prompt": "x", "stream": True}
+        task = asyncio.create_task(server.session.post(server.url + "/v1/completions", json=body))
+        await until(lambda: bool(engine.running))
+        engine.die("on purpose")
+        response = await task
+        assert response.status == 503
+        response.close()
+
+
+async def test_two_hundred_streams_end_and_leave_nothing(text):
+    engine = scripted(text, ANSWER, step_s=0.001)
+    async with serving(text, engine) as server:
+        body = {"prompt": "x", "max_tokens": 50}
+        streams = await asyncio.gather(
+            *(server.stream("/v1/completions", body) for _ in range(200))
+        )
+    assert all(stream.endswith(b"data: [DONE]\n\n") for stream in streams)
+    assert not engine.running
+    assert not engine.aborted

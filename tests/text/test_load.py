@@ -1,0 +1,166 @@
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING
+
+import pytest
+
+from pdserve.config.schema import ModelConfig
+from pdserve.errors import BadRequestError, ConfigError
+from pdserve.text.chat import ChatTemplate
+from pdserve.text.load import load_text
+from pdserve.text.tokenizer import Tokenizer
+from tests.text.tiny import CHAT_TEMPLATE, make_tokenizer, write_model_files
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+@pytest.fixture
+def model_dir(tmp_path: Path) -> Path:
+    return write_model_files(tmp_path / "model")
+
+
+def load(model_dir: Path, **settings: str):
+    return load_text(ModelConfig(model=str(model_dir), **settings))
+
+
+def test_a_model_directory_gives_tokenizer_template_and_end_ids(model_dir: Path):
+    text = load(model_dir)
+    assert text.tokenizer.eos_token_id == 1
+    assert text.tokenizer.bos_token_id == 0
+    assert text.defaults.eos_token_ids == (1,)
+    assert text.chat_template is not None
+    assert text.vocab_size == text.tokenizer.vocab_size
+
+
+@pytest.mark.parametrize("kind", ["byte_level", "byte_fallback"])
+def test_encoding_and_decoding_give_the_text_back(kind: str):
+    tokenizer = make_tokenizer(kind)
+    assert tokenizer.decode(tokenizer.encode("The dog 🙂.")) == "The dog 🙂."
+
+
+def test_special_tokens_are_added_only_when_asked_for():
+    tokenizer = make_tokenizer("byte_fallback")
+    plain = tokenizer.encode("dog", add_special_tokens=False)
+    assert tokenizer.encode("dog") == [tokenizer.bos_token_id, *plain]
+
+
+def test_token_bytes_joined_are_the_text():
+    for kind in ("byte_level", "byte_fallback"):
+        tokenizer = make_tokenizer(kind)
+        token_ids = tokenizer.encode("a dog 🙂", add_special_tokens=False)
+        spelled = b"".join(tokenizer.token_bytes(token_id) for token_id in token_ids)
+        assert spelled.decode().lstrip() == "a dog 🙂"
+
+
+def test_the_generation_config_sets_defaults_and_end_ids(model_dir: Path):
+    config = {"temperature": 0.6, "top_k": 20, "eos_token_id": [3, 1], "max_new_tokens": 7}
+    (model_dir / "generation_config.json").write_text(json.dumps(config))
+    defaults = load(model_dir).defaults
+    assert (defaults.temperature, defaults.top_k, defaults.max_new_tokens) == (0.6, 20, 7)
+    assert defaults.eos_token_ids == (1, 3)
+
+
+def test_generation_config_none_keeps_only_the_end_ids(model_dir: Path):
+    config = {"temperature": 0.6, "eos_token_id": 3}
+    (model_dir / "generation_config.json").write_text(json.dumps(config))
+    defaults = load(model_dir, generation_config="none").defaults
+    assert (defaults.temperature, defaults.eos_token_ids) == (1.0, (1, 3))
+
+
+def test_a_generation_config_of_the_wrong_type_is_refused(model_dir: Path):
+    (model_dir / "generation_config.json").write_text('{"temperature": "hot"}')
+    with pytest.raises(ConfigError, match="temperature"):
+        load(model_dir)
+
+
+def test_a_directory_without_tokenizer_names_the_flag(tmp_path: Path):
+    with pytest.raises(ConfigError, match="--tokenizer"):
+        load(tmp_path)
+
+
+def test_an_lfs_pointer_is_named_as_one(model_dir: Path):
+    (model_dir / "tokenizer.json").write_text("version https://git-lfs.github.com/spec/v1\n")
+    with pytest.raises(ConfigError, match="git lfs pull"):
+        load(model_dir)
+
+
+def test_a_json_file_that_is_no_tokenizer_is_refused(model_dir: Path):
+    (model_dir / "tokenizer.json").write_text('{"model": 3}')
+    with pytest.raises(ConfigError, match="not a tokenizer"):
+        load(model_dir)
+
+
+def test_a_template_file_beside_the_model_wins_over_its_config(model_dir: Path):
+    (model_dir / "chat_template.jinja").write_text("from the file")
+    assert Tokenizer.from_directory(model_dir).chat_template == "from the file"
+
+
+def test_named_templates_give_the_default_one(model_dir: Path):
+    named = [{"name": "tool_use", "template": "t"}, {"name": "default", "template": "d"}]
+    (model_dir / "tokenizer_config.json").write_text(json.dumps({"chat_template": named}))
+    assert Tokenizer.from_directory(model_dir).chat_template == "d"
+
+
+def render(source: str, *messages: dict, **variables) -> str:
+    template = ChatTemplate(source, {"eos_token": "</s>"})
+    return template.render(messages, now_s=86400.0, variables=variables)
+
+
+def test_a_conversation_renders_as_the_template_says():
+    prompt = render(CHAT_TEMPLATE, {"role": "user", "content": "hi"})
+    assert prompt == "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
+
+
+def test_text_parts_are_joined():
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    assert render("{{ messages[0].content }}", {"role": "user", "content": parts}) == "a\nb"
+
+
+def test_what_templates_of_hugging_face_use_is_there():
+    source = """\
+{% for message in messages %}
+    {% if loop.index > 1 %}{% break %}{% endif %}
+    {% generation %}{{ message.content }}{% endgeneration %}
+{% endfor %}
+{{ {"a": "<é>"} | tojson }}{{ eos_token }}{{ strftime_now("%Y") }}{{ extra }}"""
+    message = {"role": "user", "content": "x"}
+    assert render(source, message, message, extra=1) == 'x{"a": "<é>"}</s>19701'
+
+
+@pytest.mark.parametrize(
+    ("message", "words"),
+    [
+        ({"role": "robot", "content": "x"}, "the role robot is not known"),
+        ({"content": "x"}, "role must be a string"),
+        ({"role": "user", "content": 3}, "content must be"),
+        ({"role": "user", "content": [{"type": "image_url"}]}, "image_url"),
+    ],
+)
+def test_messages_that_cannot_be_rendered_name_the_field(message: dict, words: str):
+    with pytest.raises(BadRequestError, match=words) as raised:
+        render(CHAT_TEMPLATE, message)
+    assert raised.value.param == "messages"
+
+
+@pytest.mark.parametrize(
+    "source", ["{{ messages[0].nothing.more }}", "{{ 1 / 0 }}", "{{ ''.__class__.__mro__ }}"]
+)
+def test_a_template_that_fails_is_a_bad_request_and_not_a_crash(source: str):
+    with pytest.raises(BadRequestError):
+        render(source, {"role": "user", "content": "x"})
+
+
+def test_a_template_that_is_not_jinja_is_a_config_error(model_dir: Path):
+    (model_dir / "chat_template.jinja").write_text("{% for %}")
+    with pytest.raises(ConfigError, match="line 1"):
+        load(model_dir)
+
+
+def test_a_template_file_may_be_given(model_dir: Path, tmp_path: Path):
+    path = tmp_path / "mine.jinja"
+    path.write_text("mine")
+    text = load(model_dir, chat_template=str(path))
+    assert text.chat_template is not None
+    assert text.chat_template.render([{"role": "user", "content": ""}], now_s=0) == "mine"

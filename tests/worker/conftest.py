@@ -1,0 +1,58 @@
+"""Workers with tiny random models."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from pdserve.config.schema import (
+    CacheConfig,
+    EngineConfig,
+    ModelConfig,
+    ParallelConfig,
+    SchedulerConfig,
+)
+from pdserve.wire.ids import EngineId, Incarnation
+from pdserve.worker.worker import Worker
+from tests.worker.driver import TINY, Driver
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from pathlib import Path
+
+
+@pytest.fixture
+def make_driver(tmp_path: Path) -> Iterator[Callable[..., Driver]]:
+    """Start a worker with a tiny random model, and a driver for it."""
+    workers: list[Worker] = []
+
+    def make(
+        *,
+        arch: dict[str, Any] | None = None,
+        cache: CacheConfig | None = None,
+        scheduler: SchedulerConfig | None = None,
+        num_threads: int = 1,
+        **model: Any,
+    ) -> Driver:
+        (tmp_path / "config.json").write_text(json.dumps({**TINY, **(arch or {})}))
+        worker = Worker(
+            EngineConfig(
+                model=ModelConfig(model=str(tmp_path), load_format="dummy", **model),
+                device="cpu",
+                cache=cache or CacheConfig(num_gpu_blocks_override=128),
+                scheduler=scheduler or SchedulerConfig(max_num_seqs=8, max_num_batched_tokens=512),
+                parallel=ParallelConfig(num_threads=num_threads),
+            ),
+            incarnation=Incarnation("life"),
+            engine_id=EngineId("engine"),
+            wake=lambda: None,
+            progress=lambda _: None,
+        )
+        workers.append(worker)
+        return Driver(worker, worker.start())
+
+    yield make
+    for worker in workers:
+        worker.close(1.0)

@@ -1,0 +1,275 @@
+"""Steps through a worker: tokens and logits do not depend on how the work was cut up."""
+
+from __future__ import annotations
+
+import random
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+from pdserve.config.schema import CacheConfig
+from pdserve.errors import InternalError
+from pdserve.wire.ids import BlockId, RequestId
+from pdserve.wire.step import KnownRequests, NewRequest, SchedulerOutput
+from pdserve.worker.philox import uniforms
+from pdserve.worker.sampler import Sampler
+from tests.worker.driver import GREEDY, TINY, params
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    import numpy as np
+    from numpy.typing import NDArray
+
+    from pdserve.worker.sampler import Sampled
+    from tests.worker.driver import Driver
+
+VOCAB = TINY["vocab_size"]
+QWEN3 = {"architectures": ["Qwen3ForCausalLM"], "head_dim": 32, "dtype": "bfloat16"}
+WINDOWED = {"architectures": ["MistralForCausalLM"], "sliding_window": 19, "head_dim": 16}
+
+
+def prompt_of(length: int, seed: int) -> list[int]:
+    return random.Random(seed).choices(range(VOCAB), k=length)
+
+
+@pytest.fixture
+def seen(monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
+    """Every matrix of logits that is sampled from, in order."""
+    matrices: list[torch.Tensor] = []
+    sample = Sampler.sample
+
+    def spy(
+        self: Sampler, logits: torch.Tensor, rows: NDArray[np.int64], outputs: NDArray[np.int64]
+    ) -> Sampled:
+        matrices.append(logits.clone())
+        return sample(self, logits, rows, outputs)
+
+    monkeypatch.setattr(Sampler, "sample", spy)
+    return matrices
+
+
+@pytest.mark.parametrize("arch", [{}, QWEN3, WINDOWED], ids=["llama", "qwen3 bf16", "window"])
+@pytest.mark.parametrize("chunk", [1, 7, 16, 100])
+def test_a_prompt_in_chunks_gives_the_bits_of_a_whole_one(
+    make_driver: Callable[..., Driver], seen: list[torch.Tensor], arch: dict[str, Any], chunk: int
+) -> None:
+    driver = make_driver(arch=arch)
+    prompt = prompt_of(150, seed=1)
+    driver.add("whole", prompt)
+    whole = driver.run("whole", 10)
+    logits, seen[:] = list(seen), []
+    driver.add("cut", prompt)
+    assert driver.run("cut", 10, chunk=chunk) == whole
+    assert all(torch.equal(a, b) for a, b in zip(logits, seen, strict=True))
+    assert len(set(whole)) > 3
+
+
+@pytest.mark.parametrize("arch", [{}, QWEN3], ids=["llama", "qwen3 bf16"])
+@pytest.mark.parametrize("num_threads", [1, 2])
+def test_tokens_and_logits_do_not_depend_on_the_batch(
+    make_driver: Callable[..., Driver],
+    seen: list[torch.Tensor],
+    arch: dict[str, Any],
+    num_threads: int,
+) -> None:
+    requests = {
+        "greedy": (prompt_of(60, 1), GREEDY),
+        "sampled": (prompt_of(33, 2), params(temperature=0.9, seed=4)),
+        "nucleus": (prompt_of(1, 3), params(temperature=1.2, top_p=0.8, min_p=0.01, seed=5)),
+        "penalised": (prompt_of(90, 4), params(temperature=0.5, frequency_penalty=0.7, seed=6)),
+        "described": (prompt_of(17, 5), params(logprobs=5)),
+        "top_k": (prompt_of(48, 6), params(temperature=2.0, top_k=40, seed=7)),
+    }
+    num_outputs = 12
+    driver = make_driver(arch=arch, num_threads=1)
+    expected: dict[str, list[int]] = {}
+    logits: dict[str, list[torch.Tensor]] = {}
+    for name, (prompt, sampling) in requests.items():
+        driver.add(name, prompt, sampling)
+        expected[name] = driver.run(name, num_outputs)
+        logits[name], seen[:] = [matrix[0] for matrix in seen], []
+
+    driver = make_driver(arch=arch, num_threads=num_threads)
+    rng = random.Random(9)
+    arriving, running = list(requests), []
+    while arriving or running:
+        if arriving and rng.random() < 0.6:
+            name = arriving.pop(rng.randrange(len(arriving)))
+            driver.add(name, *requests[name])
+            running.append(name)
+        if not running:
+            continue
+        rng.shuffle(running)
+        chosen = running[: rng.randint(1, len(running))]
+        output = driver.step(
+            {name: min(driver.remaining(name), rng.choice([1, 9, 40])) for name in chosen}
+        )
+        if output.request_ids:
+            for name, row in zip(output.request_ids, seen.pop(), strict=True):
+                assert torch.equal(row, logits[name][len(driver.outputs[name]) - 1]), name
+        for name in chosen:
+            if len(driver.outputs[name]) == num_outputs:
+                assert driver.outputs[name] == expected[name]
+                running.remove(name)
+                driver.drop(name)
+
+
+@pytest.mark.parametrize(
+    "sampling", [GREEDY, params(temperature=1.0, repetition_penalty=1.3, seed=3)]
+)
+def test_a_request_resumed_elsewhere_goes_on_as_if_it_had_stayed(
+    make_driver: Callable[..., Driver], sampling: Any
+) -> None:
+    prompt = prompt_of(40, seed=8)
+    driver = make_driver()
+    driver.add("stays", prompt, sampling)
+    stays = driver.run("stays", 20)
+    driver.add("moves", prompt, sampling)
+    first = list(driver.run("moves", 7))
+    driver.drop("moves")
+    other = make_driver(cache=CacheConfig(num_gpu_blocks_override=64, block_size=8))
+    other.add("moves", prompt, sampling, outputs=first)
+    assert other.run("moves", 20) == stays
+
+
+def test_prompt_logprobs_are_those_of_each_prefix_however_it_is_cut(
+    make_driver: Callable[..., Driver],
+) -> None:
+    driver = make_driver()
+    prompt = prompt_of(50, seed=10)
+    by_chunk = []
+    for chunk in (50, 13):
+        name = f"chunk {chunk}"
+        driver.add(name, prompt, params(prompt_logprobs=2))
+        entries = []
+        while not driver.outputs[name]:
+            output = driver.step({name: min(chunk, driver.remaining(name))})
+            entries += output.prompt_logprobs.get(RequestId(name), [])
+        by_chunk.append(entries)
+        assert driver.step({name: 1}).prompt_logprobs == {}
+        driver.drop(name)
+    assert by_chunk[0] == by_chunk[1]
+    assert [entry.token_id for entry in by_chunk[0]] == prompt[1:]
+    for length in (1, 20, 49):
+        driver.add("prefix", prompt[:length], params(logprobs=VOCAB))
+        top = dict(driver.step({"prefix": length}).logprobs[RequestId("prefix")].top)
+        entry = by_chunk[0][length - 1]
+        assert entry.logprob == top[prompt[length]]
+        assert entry.rank == 1 + sum(value > entry.logprob for value in top.values())
+        assert entry.top == list(top.items())[:2]
+        driver.drop("prefix")
+
+
+def test_a_step_says_which_requests_sampled(make_driver: Callable[..., Driver]) -> None:
+    driver = make_driver()
+    driver.add("long", prompt_of(30, 1))
+    driver.add("short", prompt_of(5, 2), params(logprobs=1))
+    output = driver.step({"long": 20, "short": 5})
+    assert output.request_ids == ["short"]
+    assert output.sampled_token_ids == [output.logprobs[RequestId("short")].token_id]
+    assert output.forward_s > 0
+    assert driver.step({"short": 1, "long": 10}).request_ids == ["short", "long"]
+
+
+def test_output_i_is_drawn_with_the_number_of_seed_and_i(
+    make_driver: Callable[..., Driver], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drawn: list[tuple[int, int]] = []
+
+    def record(seed: NDArray[np.uint64], index: NDArray[np.int64]) -> NDArray[np.float64]:
+        drawn.extend(zip(seed.tolist(), index.tolist(), strict=True))
+        return uniforms(seed, index)
+
+    monkeypatch.setattr("pdserve.worker.sampler.uniforms", record)
+    driver = make_driver()
+    driver.add("new", prompt_of(9, 1), params(temperature=1.0, seed=5))
+    driver.add("resumed", prompt_of(4, 2), params(temperature=1.0, seed=6), outputs=[1, 2, 3])
+    driver.step({"new": 9, "resumed": 7})
+    driver.step({"new": 1, "resumed": 1})
+    assert drawn == [(5, 0), (6, 3), (5, 1), (6, 4)]
+
+
+def test_rows_of_gone_requests_are_used_again(make_driver: Callable[..., Driver]) -> None:
+    driver = make_driver()
+    expected = None
+    for life in range(30):
+        name = f"life {life}"
+        driver.add(name, prompt_of(20, 1), params(temperature=1.0, seed=1))
+        outputs = driver.run(name, 3)
+        expected = expected or outputs
+        assert outputs == expected
+        driver.drop(name)
+
+
+def test_nan_logits_end_the_step_and_name_the_request(make_driver: Callable[..., Driver]) -> None:
+    driver = make_driver()
+    driver.add("sound", prompt_of(20, 1))
+    driver.add("poisoned", prompt_of(20, 2))
+    driver.step({"sound": 20, "poisoned": 20})
+    block = driver._blocks["poisoned"][0]
+    runner = driver.worker._runner
+    assert runner is not None
+    runner._kv_layers[1][block].fill_(float("nan"))
+    with pytest.raises(InternalError, match=r"logits of poisoned are not finite"):
+        driver.step({"sound": 1, "poisoned": 1})
+
+
+class TestIllegalSteps:
+    """A step that does not fit what the worker knows is refused before it can write KV."""
+
+    @staticmethod
+    def new(**fields: Any) -> NewRequest:
+        given: dict[str, Any] = {
+            "request_id": RequestId("r"),
+            "prompt_token_ids": [1, 2, 3],
+            "output_token_ids": [],
+            "sampling": GREEDY,
+            "block_ids": [BlockId(0)],
+            "num_computed_tokens": 0,
+        }
+        return NewRequest(**{**given, **fields})
+
+    @staticmethod
+    def step(num_tokens: int, *new: NewRequest, known: int | None = None) -> SchedulerOutput:
+        request_id = RequestId("r")
+        columns = KnownRequests()
+        if known is not None:
+            columns = KnownRequests(
+                request_ids=[request_id], new_block_ids=[[]], num_computed_tokens=[known]
+            )
+        return SchedulerOutput(
+            step_id=1,
+            new_requests=list(new),
+            known_requests=columns,
+            num_scheduled_tokens={request_id: num_tokens},
+            gone_request_ids=[],
+        )
+
+    def test_an_unknown_request(self, make_driver: Callable[..., Driver]) -> None:
+        with pytest.raises(InternalError, match="r is not known"):
+            make_driver().worker.execute(self.step(1, known=0))
+
+    def test_a_new_request_that_is_known(self, make_driver: Callable[..., Driver]) -> None:
+        worker = make_driver().worker
+        worker.execute(self.step(3, self.new()))
+        with pytest.raises(InternalError, match="r is new to a worker that knows it"):
+            worker.execute(self.step(3, self.new()))
+
+    def test_more_tokens_than_there_are(self, make_driver: Callable[..., Driver]) -> None:
+        with pytest.raises(InternalError, match="cannot compute tokens 0 to 4: it has 3 tokens"):
+            make_driver().worker.execute(self.step(4, self.new()))
+
+    def test_tokens_without_blocks(self, make_driver: Callable[..., Driver]) -> None:
+        with pytest.raises(InternalError, match=r"cannot compute tokens 0 to 17.*blocks for 16"):
+            make_driver().worker.execute(self.step(17, self.new(prompt_token_ids=[1] * 17)))
+
+    def test_no_tokens_for_a_scheduled_request(self, make_driver: Callable[..., Driver]) -> None:
+        with pytest.raises(InternalError, match="cannot compute tokens 0 to 0"):
+            make_driver().worker.execute(self.step(0, self.new()))
+
+    def test_more_requests_than_rows(self, make_driver: Callable[..., Driver]) -> None:
+        news = [self.new(request_id=RequestId(f"r{i}")) for i in range(9)]
+        with pytest.raises(InternalError, match="all 8 rows are taken"):
+            make_driver().worker.execute(self.step(1, *news))

@@ -1,0 +1,271 @@
+"""A worker's life: start, steps with and without tokens, close; and its connector's part in it."""
+
+from __future__ import annotations
+
+import mmap
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+from pdserve.config.schema import (
+    CacheConfig,
+    EngineConfig,
+    ModelConfig,
+    SchedulerConfig,
+)
+from pdserve.connectors import registry
+from pdserve.connectors.base import Capabilities, KVConnectorWorker
+from pdserve.errors import ConfigError, InternalError
+from pdserve.wire.ids import EngineId, Incarnation, RequestId
+from pdserve.wire.step import KnownRequests, SchedulerOutput
+from pdserve.wire.transfer import ConnectorMetadata, ConnectorReport, Endpoint, LeaseEnd, Settled
+from pdserve.worker.kv_memory import Offer, plan_layout
+from pdserve.worker.worker import Worker
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from pdserve.connectors.base import ConnectorContext, KVLayout
+    from tests.worker.driver import Driver
+
+MIB = 1 << 20
+
+
+class RecordingConnector(KVConnectorWorker):
+    """Writes down how it is called; its next report is `report`."""
+
+    def __init__(self, *, layerwise: bool = False) -> None:
+        self.capabilities = Capabilities(layerwise=layerwise)
+        self.calls: list[str] = []
+        self.report = ConnectorReport()
+        self.kv: torch.Tensor | None = None
+        self.context: ConnectorContext | None = None
+
+    def worker(self, context: ConnectorContext, wake: Callable[[], None]) -> RecordingConnector:
+        self.context = context
+        return self
+
+    def register_kv_caches(self, kv: torch.Tensor, layout: KVLayout) -> None:
+        self.kv = kv
+        self.calls.append("register")
+
+    @property
+    def endpoint(self) -> Endpoint:
+        return Endpoint(host="127.0.0.1", port=4321)
+
+    def start_load_kv(self, metadata: ConnectorMetadata) -> None:
+        self.calls.append(f"load {metadata.payload.decode()}")
+
+    def wait_for_layer_load(self, layer: int) -> None:
+        self.calls.append(f"wait {layer}")
+
+    def save_kv_layer(self, layer: int) -> None:
+        self.calls.append(f"save {layer}")
+
+    def wait_for_save(self) -> None:
+        self.calls.append("saved")
+
+    def get_finished(self) -> ConnectorReport:
+        self.calls.append("finished")
+        report, self.report = self.report, ConnectorReport()
+        return report
+
+    def close(self, timeout_s: float) -> None:
+        self.calls.append(f"close {timeout_s}")
+
+
+@pytest.fixture
+def install(monkeypatch: pytest.MonkeyPatch) -> Callable[..., RecordingConnector]:
+    """Make the worker find a recording connector."""
+
+    def make(**fields: Any) -> RecordingConnector:
+        connector = RecordingConnector(**fields)
+        monkeypatch.setattr(registry, "find", lambda _name: connector)
+        return connector
+
+    return make
+
+
+def empty_step(payload: bytes | None = None) -> SchedulerOutput:
+    return SchedulerOutput(
+        step_id=7,
+        new_requests=[],
+        known_requests=KnownRequests(),
+        num_scheduled_tokens={},
+        gone_request_ids=[RequestId("never seen")],
+        connector_metadata=None if payload is None else ConnectorMetadata(payload),
+    )
+
+
+SETTLED = ConnectorReport(settled=[Settled(request_id=RequestId("x"), end=LeaseEnd.READ)])
+
+
+def test_a_step_calls_the_connector_around_the_forward(
+    make_driver: Callable[..., Driver], install: Callable[..., RecordingConnector]
+) -> None:
+    connector = install()
+    driver = make_driver()
+    assert driver.info.endpoint == connector.endpoint
+    driver.add("r", [1, 2, 3])
+    connector.report = SETTLED
+    assert driver.step({"r": 3}).connector_report == SETTLED
+    assert driver.step({"r": 1}).connector_report is None
+    assert connector.calls == ["register", *["saved", "finished"] * 2]
+
+
+def test_a_layerwise_connector_is_called_around_each_layer(
+    make_driver: Callable[..., Driver], install: Callable[..., RecordingConnector]
+) -> None:
+    connector = install(layerwise=True)
+    driver = make_driver()
+    driver.add("r", [1, 2, 3])
+    driver.step({"r": 3})
+    layers = ["wait 0", "save 0", "wait 1", "save 1"]
+    assert connector.calls == ["register", *layers, "saved", "finished"]
+
+
+def test_a_step_without_tokens_only_talks_to_the_connector(
+    make_driver: Callable[..., Driver], install: Callable[..., RecordingConnector]
+) -> None:
+    connector = install()
+    driver = make_driver()
+    connector.report = SETTLED
+    output = driver.worker.execute(empty_step(b"abc"))
+    assert (output.step_id, output.request_ids, output.connector_report) == (7, [], SETTLED)
+    driver.worker.control(ConnectorMetadata(b"def"))
+    assert not driver.worker.poll()
+    assert connector.calls == ["register", "load abc", "finished", "load def", "finished"]
+
+
+def test_closing_twice_closes_the_connector_once_and_ends_the_worker(
+    make_driver: Callable[..., Driver], install: Callable[..., RecordingConnector]
+) -> None:
+    connector = install()
+    driver = make_driver()
+    driver.worker.close(2.5)
+    driver.worker.close(2.5)
+    assert connector.calls == ["register", "close 2.5"]
+    with pytest.raises(InternalError, match="not started, or closed"):
+        driver.worker.poll()
+
+
+def test_kv_memory_is_one_page_aligned_tensor_that_others_may_write(
+    make_driver: Callable[..., Driver], install: Callable[..., RecordingConnector]
+) -> None:
+    connector = install()
+    layout = make_driver(cache=CacheConfig(num_gpu_blocks_override=33)).info.layout
+    kv = connector.kv
+    assert kv is not None
+    assert kv.shape == (33, 2, 2, 2, 16, 16)
+    assert kv.is_contiguous()
+    assert kv.nbytes == 33 * layout.block_bytes
+    assert kv.data_ptr() % mmap.PAGESIZE == 0
+    assert not kv.is_inference()
+
+
+def test_the_context_carries_the_digest_of_what_peers_must_share(
+    make_driver: Callable[..., Driver], install: Callable[..., RecordingConnector]
+) -> None:
+    connector = install()
+    same, again = make_driver().info, make_driver().info
+    assert connector.context is not None
+    assert connector.context.layout_digest == again.layout_digest == same.layout_digest
+    digests = {
+        same.layout_digest,
+        make_driver(seed=1).info.layout_digest,
+        make_driver(dtype="bfloat16").info.layout_digest,
+        make_driver(
+            cache=CacheConfig(num_gpu_blocks_override=64, block_size=32)
+        ).info.layout_digest,
+        make_driver(arch={"rope_theta": 5e5}).info.layout_digest,
+    }
+    assert len(digests) == 5
+    other_size = make_driver(cache=CacheConfig(num_gpu_blocks_override=64)).info
+    assert other_size.layout_digest == same.layout_digest
+
+
+def test_cuda_that_is_not_there_is_a_configuration_error(tmp_path: Path) -> None:
+    if torch.cuda.is_available():
+        pytest.skip("there is a CUDA device")
+    worker = Worker(
+        EngineConfig(model=ModelConfig(model=str(tmp_path)), device="cuda"),
+        incarnation=Incarnation("life"),
+        engine_id=EngineId("engine"),
+        wake=lambda: None,
+        progress=lambda _: None,
+    )
+    with pytest.raises(ConfigError, match="finds no CUDA device"):
+        worker.start()
+
+
+def test_the_pool_takes_an_exact_number_before_a_size_before_a_share(
+    make_driver: Callable[..., Driver],
+) -> None:
+    def num_blocks(**fields: Any) -> int:
+        return make_driver(cache=CacheConfig(**fields)).info.layout.num_blocks
+
+    block_bytes = make_driver().info.layout.block_bytes
+    assert num_blocks(num_gpu_blocks_override=17, kv_cache_memory_bytes=1) == 17
+    assert num_blocks(kv_cache_memory_bytes=20 * block_bytes + 5) == 20
+    # The default is cut to what 8 requests of 256 tokens can use.
+    assert num_blocks() == 8 * 16
+
+
+@pytest.mark.parametrize(
+    ("cache", "giver"),
+    [
+        (CacheConfig(num_gpu_blocks_override=15), "--num-gpu-blocks-override gives 15"),
+        (CacheConfig(kv_cache_memory_bytes=MIB // 16), "--kv-cache-memory-bytes gives 8"),
+    ],
+)
+def test_a_pool_too_small_for_one_request_says_what_to_change(
+    make_driver: Callable[..., Driver], cache: CacheConfig, giver: str
+) -> None:
+    with pytest.raises(ConfigError, match=rf"256 tokens needs 16 KV blocks.*{giver}.*--max-model"):
+        make_driver(cache=cache)
+
+
+@pytest.mark.parametrize(
+    ("offer", "num_blocks"),
+    [
+        (Offer(default_bytes=80 * 8192, limit_bytes=200 * 8192), 80),
+        (Offer(default_bytes=3 * 8192, limit_bytes=200 * 8192), 16),
+        (Offer(default_bytes=900 * 8192, limit_bytes=900 * 8192), 8 * 16),
+        (Offer(default_bytes=3 * 8192, limit_bytes=15 * 8192), None),
+    ],
+    ids=["the default", "one request if that is more", "no more than useful", "not enough"],
+)
+def test_a_devices_offer_is_taken_within_its_limit(
+    make_driver: Callable[..., Driver], offer: Offer, num_blocks: int | None
+) -> None:
+    from pdserve.models.arch import parse_arch
+    from tests.worker.driver import TINY
+
+    def plan() -> int:
+        return plan_layout(
+            parse_arch(TINY),
+            torch.float32,
+            CacheConfig(),
+            max_model_len=256,
+            max_num_seqs=8,
+            offer=offer,
+        ).num_blocks
+
+    if num_blocks is None:
+        with pytest.raises(ConfigError, match="the memory that is free gives 15"):
+            plan()
+    else:
+        assert plan() == num_blocks
+
+
+def test_a_step_may_be_as_long_as_a_request_where_prompts_are_not_cut(
+    make_driver: Callable[..., Driver],
+) -> None:
+    scheduler = SchedulerConfig(
+        max_num_seqs=2, max_num_batched_tokens=16, enable_chunked_prefill=False
+    )
+    driver = make_driver(scheduler=scheduler)
+    driver.add("r", [1] * 250)
+    assert len(driver.run("r", 2)) == 2
