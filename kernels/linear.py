@@ -67,3 +67,13 @@ class PackedLinear:
         if self._kernels is None:
             return self._weight
         return self._kernels.unpack(self._weight, self.out_features, self.in_features, self.dtype)
+
+    def packed_weight(self) -> native.PackedWeight | None:
+        """Return where the packed weight lies, or None if it is not packed.
+
+        Only for a result of the weight's own dtype. Valid as long as this object.
+        """
+        if self._kernels is None or self.out_dtype != self.dtype:
+            return None
+        bias = 0 if self._bias is None else self._bias.data_ptr()
+        return native.PackedWeight(self._weight.data_ptr(), bias, self.out_features)

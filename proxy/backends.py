@@ -199,10 +199,13 @@ class Use:
 
     def __init__(self, backend: Backend) -> None:
         self._backend = backend
+        self._is_ok = False
 
     def ok(self) -> None:
-        """The engine has begun to answer as it should."""
-        self._backend.breaker.succeed()
+        """The engine answers as it should; said once per leg, when it begins to."""
+        if not self._is_ok:
+            self._is_ok = True
+            self._backend.breaker.succeed()
 
 
 class Backends:

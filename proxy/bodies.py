@@ -85,7 +85,6 @@ class ClientBody:
             raise BadRequestError(
                 f"the body is not a JSON object: {error}", code="invalid_json"
             ) from None
-        self._fields.pop(_PARAMS, None)  # the engine hop's own; never taken from a user
         self.num_bytes = len(raw)
         self.created = created
         self.stream = _value(self._fields.get("stream")) is True
@@ -115,6 +114,7 @@ class ClientBody:
         return self._encode({_PARAMS: {"pdserve": {"created": self.created, "seed": self.seed}}})
 
     def _encode(self, more: dict[str, Any]) -> bytes:
+        """Ours replace what a user sent by the same name: the engine hop's fields are not his."""
         return msgspec.json.encode({**self._fields, **more})
 
 

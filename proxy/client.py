@@ -116,7 +116,7 @@ class EngineHttp:
     @staticmethod
     def _open() -> aiohttp.ClientSession:
         return aiohttp.ClientSession(
-            connector=_Connector(limit=0, keepalive_timeout=30.0),
+            connector=_Connector(limit=0, keepalive_timeout=10.0),
             # A prefill may wait in a queue for as long as its client does: the request's own
             # deadline is the limit. Only connecting has one of its own.
             timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT_S),

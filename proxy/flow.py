@@ -14,6 +14,8 @@ LOCAL     one engine does everything: because there is no pair, or as the last r
 
 The ladder when an engine fails: other prefill engines, then other decode engines with the
 same handoff (its lease still holds), then the whole request on one engine, then an error.
+Retries are counted over all rungs, so that a request that kills engines kills few of them;
+the last rung is tried once in any case.
 Whatever the client has already been sent is swallowed from the repeated stream (`Replay`),
 so a failure shows as a pause and never as other text.
 
@@ -218,6 +220,7 @@ class Flow:
         self._reply_headers = reply_headers
         self._delivery = Delivery(request, reply_headers)
         self._failed: set[Backend] = set()
+        self._retries_left = services.config.retry_max_retries
         self.outcome = "error"
 
     async def run(self) -> web.StreamResponse:
@@ -274,45 +277,44 @@ class Flow:
 
     async def _prefill(self, backend: Backend) -> _Prefilled | web.StreamResponse:
         """Prefill on some engine. Returns the answer itself if the request ends there."""
-        for attempt in range(self._config.retry_max_retries + 1):
+        while True:
             try:
                 return await self._prefill_on(backend)
             except (WorkerError, RefusedError) as failure:
-                if not self._after(failure, "prefill", backend, attempt):
+                if not self._after(failure, "prefill", backend):
                     raise
                 following = self._router.another_prefill(self._body.num_bytes, self._failed)
                 if following is None or (_is_busy(failure) and following in self._failed):
                     raise
-            await self._try_again("prefill", attempt)
+            await self._try_again("prefill")
             backend = following
-        raise AssertionError("the last attempt returns or raises")
 
     async def _decode(self, prefilled: _Prefilled) -> web.StreamResponse:
         """Go on from a handoff on some engine that can read it."""
         last: WorkerError | RefusedError | None = None
-        for attempt in range(self._config.retry_max_retries + 1):
+        while True:
             backend = self._router.decode_for(prefilled.backend, self._body.num_bytes, self._failed)
-            if backend is None or (last and _is_busy(last) and backend in self._failed):
-                break
-            if attempt:
-                await self._try_again("decode", attempt - 1)
+            if backend is None:
+                raise last or UnavailableError("no decode engine can read from the prefill engine")
+            if last is not None:
+                if _is_busy(last) and backend in self._failed:
+                    raise last
+                await self._try_again("decode")
             try:
                 return await self._decode_on(backend, prefilled)
             except (WorkerError, RefusedError) as failure:
+                may_retry = self._after(failure, "decode", backend)
+                if self._story.stage is Stage.DECODE or not may_retry:
+                    raise
                 last = failure
-                if self._story.stage is Stage.DECODE:
-                    raise
-                if not self._after(failure, "decode", backend, attempt):
-                    raise
-        raise last or UnavailableError("no decode engine can read from the prefill engine")
 
     async def _run_locally(self, reason: str, engine: Backend | None = None) -> web.StreamResponse:
         """Serve the whole request on one engine, swallowing what the client already has."""
         self._decide("local", reason)
-        is_replay = self._delivery.has_begun
-        if not is_replay:
+        if not self._delivery.has_begun:
             self._story.mode = Mode.LOCAL
-        for attempt in range(self._config.retry_max_retries + 1):
+        while True:
+            is_replay = self._delivery.has_begun
             if not self._delivery.can_begin_again:
                 raise WorkerError(
                     "the engine was lost in mid stream", reason="lost", code="engine_dead"
@@ -322,7 +324,7 @@ class Flow:
             try:
                 response = await self._run_on(engine)
             except (WorkerError, RefusedError) as failure:
-                if not self._after(failure, "local", engine, attempt):
+                if not self._after(failure, "local", engine):
                     raise
                 following = self._router.local_engine(self._body.num_bytes, self._failed)
                 if _is_busy(failure) and following in self._failed:
@@ -332,8 +334,7 @@ class Flow:
                 if is_replay:
                     self._metrics.replays.labels("resumed").inc()
                 return response
-            await self._try_again("local", attempt)
-        raise AssertionError("the last attempt returns or raises")
+            await self._try_again("local")
 
     # --- the legs
 
@@ -533,9 +534,7 @@ class Flow:
 
     # --- failing
 
-    def _after(
-        self, failure: WorkerError | RefusedError, leg: str, backend: Backend, attempt: int
-    ) -> bool:
+    def _after(self, failure: WorkerError | RefusedError, leg: str, backend: Backend) -> bool:
         """Take note of a failed leg; tell whether another attempt may be made."""
         if isinstance(failure, RefusedError):
             if not _is_busy(failure):
@@ -556,11 +555,13 @@ class Flow:
             request=self._story.request_id,
             error=str(failure),
         )
-        return attempt < self._config.retry_max_retries
+        self._retries_left -= 1
+        return self._retries_left >= 0
 
-    async def _try_again(self, leg: str, attempt: int) -> None:
+    async def _try_again(self, leg: str) -> None:
         self._metrics.retries.labels(leg).inc()
-        await asyncio.sleep(min(MAX_BACKOFF_S, BACKOFF_S * 2**attempt))
+        num_retries = self._config.retry_max_retries - self._retries_left
+        await asyncio.sleep(min(MAX_BACKOFF_S, BACKOFF_S * 2 ** (num_retries - 1)))
 
     def _decide(self, decision: str, reason: str) -> None:
         self._metrics.decisions.labels(decision, reason).inc()

@@ -144,9 +144,9 @@ class MemoryWorker(KVConnectorWorker):
         start_s = self._clock.monotonic_s()
         until_s = start_s + mine.config.transfer.transfer_timeout_s
         owner.leases.begin_read(load.nonce, self, start_s, until_s=until_s)
-        self._kv[torch.tensor(load.local_block_ids)] = owner._kv[
-            torch.tensor(load.remote_block_ids)
-        ]
+        with torch.inference_mode():
+            theirs_kv, mine_kv = owner._kv, self._kv
+            mine_kv[load.local_block_ids] = theirs_kv[load.remote_block_ids]
         end_s = self._clock.monotonic_s()
         verdict = owner.leases.confirm(load.nonce, self, end_s)
         owner._wake()

@@ -550,7 +550,7 @@ class Peer:
             self._give_up(reason, str(error))
             return
         lived_s = self._now_s() - self._since_s
-        _log.warning("kv peer lost: peer=%s after_s=%.1f %s", self._owner.engine_id, lived_s, error)
+        _log.info("kv peer lost: peer=%s after_s=%.1f %s", self._owner.engine_id, lived_s, error)
         if lived_s < _BACKOFF_MIN_S:
             self._back_off()
         self._become(PeerState.DRAINING)

@@ -13,7 +13,7 @@ import socket
 import threading
 import time
 import uuid
-from collections import Counter, deque
+from collections import deque
 from typing import TYPE_CHECKING
 
 import torch
@@ -112,8 +112,9 @@ class TransferThread:
     @property
     def counters(self) -> dict[str, int]:
         """Things that should stay rare, by name; they only grow."""
-        faults = Counter({f"frames_{f.value}": n for f, n in self._server.faults.items()})
-        return {**faults, "agent_resets": self._num_resets}
+        faults = dict(self._server.faults)
+        counted = {f"frames_{fault.value}": count for fault, count in faults.items()}
+        return {**counted, "agent_resets": self._num_resets}
 
     @property
     def native_id(self) -> int | None:
@@ -307,5 +308,7 @@ def _region(tensor: torch.Tensor, stride_bytes: int) -> Region:
 
 def _touch(kv: torch.Tensor) -> None:
     """Have the kernel back every page now: a first READ into untouched memory is 10 x slower."""
-    if not kv.is_cuda:
+    if kv.is_cuda:
+        return
+    with torch.inference_mode():
         kv.view(-1).view(torch.uint8)[::_PAGE_BYTES].add_(0)

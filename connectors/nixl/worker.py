@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from pdserve.connectors.base import Capabilities, KVConnectorWorker
 from pdserve.connectors.nixl.transfer import TransferThread
-from pdserve.connectors.pull.scheduler import check_secret
+from pdserve.connectors.pull.secret import check_secret
 from pdserve.errors import InternalError
 from pdserve.wire.transfer import ConnectorReport
 

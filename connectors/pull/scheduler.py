@@ -25,7 +25,8 @@ from pdserve.connectors.pull.instructions import (
     Release,
     Watch,
 )
-from pdserve.errors import ConfigError, InternalError
+from pdserve.connectors.pull.secret import check_secret
+from pdserve.errors import InternalError
 from pdserve.wire.hashing import prompt_digest
 from pdserve.wire.ids import EngineId, RequestId
 from pdserve.wire.transfer import KVHandoff, LeaseEnd
@@ -38,28 +39,11 @@ if TYPE_CHECKING:
     from pdserve.wire.step import SchedulerOutput
     from pdserve.wire.transfer import ConnectorMetadata, ConnectorReport, Endpoint
 
-_LOOPBACK = frozenset({"127.0.0.1", "localhost", "::1"})
-
 
 @dataclass(slots=True)
 class _Incoming:
     handoff: KVHandoff
     loading: bool = False
-
-
-def check_secret(*, host: str, secret: str) -> bytes:
-    """Return the deployment's secret as bytes.
-
-    Raises:
-        ConfigError: It is empty although the side channel is reachable from elsewhere.
-    """
-    if not secret and host not in _LOOPBACK:
-        raise ConfigError(
-            f"--kv-transfer-config.secret is empty and host is {host!r}: set a secret, "
-            "the same on every engine, or use a loopback host",
-            param="kv-transfer-config.secret",
-        )
-    return secret.encode()
 
 
 class PullScheduler(KVConnectorScheduler):

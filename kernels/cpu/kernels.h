@@ -88,6 +88,29 @@ struct PdPagedAttention {
     PdType type;
     int32_t num_threads;
 };
+// Half a decoder layer in one call: norm, gate_up, gate, down. The results in between are not
+// given: norm.y to down.x are null.
+struct PdMlp {
+    PdRmsNorm norm;
+    PdLinear gate_up;
+    PdSiluAndMul gate;
+    PdLinear down;
+};
+
+// The other half: norm, qkv, rope, attention, out; likewise.
+struct PdAttentionBlock {
+    PdRmsNorm norm;
+    PdLinear qkv;
+    PdRopeAndCache rope;
+    PdPagedAttention attention;
+    PdLinear out;
+};
+
+void pd_linear(const PdLinear* p);
+void pd_rms_norm(const PdRmsNorm* p);
+void pd_silu_and_mul(const PdSiluAndMul* p);
+int32_t pd_rope_and_cache(const PdRopeAndCache* p);
+int32_t pd_paged_attention(const PdPagedAttention* p);
 }
 
 namespace pd {

@@ -27,8 +27,9 @@ constexpr int kMaxRows = 12;
 constexpr int kMaxRows = 3;
 #endif
 
-// Bytes of the weight stream to ask for ahead of use.
-constexpr int kAhead = 2048;
+// Bytes of the weight stream to ask for ahead of use: 1024 reads a third slower on Zen 4, 8192 no
+// faster.
+constexpr int kAhead = 4096;
 
 template <class T>
 int64_t num_steps(int64_t depth) {

@@ -11,6 +11,7 @@ import ctypes
 import logging
 import mmap
 import struct
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
@@ -64,6 +65,24 @@ _RMS_NORM = struct.Struct("@4P2qf2i").pack
 _SILU_AND_MUL = struct.Struct("@2P2q2i").pack
 _ROPE_AND_CACHE = struct.Struct("@8P9qf2i").pack
 _PAGED_ATTENTION = struct.Struct("@6P10qf2i").pack
+# Structs of structs; 0P pads the end.
+_MLP = struct.Struct("@4P2qf2i4P3q3i2P2q2i4P3q3i0P").pack
+_ATTENTION_BLOCK = struct.Struct("@4P2qf2i4P3q3i8P9qf2i6P10qf2i4P3q3i0P").pack
+
+
+@dataclass(frozen=True, slots=True)
+class PackedWeight:
+    """Where a packed weight lies; its tensors are kept alive by the `PackedLinear` it is of.
+
+    Attributes:
+        address: Of the packed weight.
+        bias_address: Of ``[N]`` fp32, or 0.
+        num_cols: N.
+    """
+
+    address: int
+    bias_address: int
+    num_cols: int
 
 
 class NativeKernels:
@@ -88,6 +107,8 @@ class NativeKernels:
         self._silu_and_mul = library.pd_silu_and_mul
         self._rope_and_cache = library.pd_rope_and_cache
         self._paged_attention = library.pd_paged_attention
+        self._mlp = library.pd_mlp
+        self._attention_block = library.pd_attention_block
 
     def pack(self, weight: Tensor) -> Tensor:
         """Return ``weight`` ``[N, K]`` in the kernels' layout, an opaque tensor of bytes."""
@@ -287,6 +308,185 @@ class NativeKernels:
         )
         if status:
             raise InternalError(f"paged_attention: {_STATUS[status]}")
+        return out
+
+    def mlp(
+        self,
+        x: Tensor | None,
+        residual: Tensor,
+        norm: Tensor,
+        eps: float,
+        gate_up: PackedWeight,
+        down: PackedWeight,
+    ) -> Tensor:
+        """See ``halves.Mlp``."""
+        rows, width = residual.shape
+        kind = _same_type(residual, norm) if x is None else _same_type(residual, norm, x)
+        out = torch.empty_like(residual)
+        threads = get_num_threads()
+        residual_at = residual.data_ptr()
+        inner = gate_up.num_cols // 2
+        self._mlp(
+            _MLP(
+                # PdRmsNorm
+                residual_at if x is None else x.data_ptr(),
+                0 if x is None else residual_at,
+                norm.data_ptr(),
+                0,
+                rows,
+                width,
+                eps,
+                kind,
+                threads,
+                # PdLinear
+                0,
+                gate_up.address,
+                gate_up.bias_address,
+                0,
+                rows,
+                gate_up.num_cols,
+                width,
+                kind,
+                kind,
+                threads,
+                # PdSiluAndMul
+                0,
+                0,
+                rows,
+                inner,
+                kind,
+                threads,
+                # PdLinear
+                0,
+                down.address,
+                down.bias_address,
+                out.data_ptr(),
+                rows,
+                width,
+                inner,
+                kind,
+                kind,
+                threads,
+            )
+        )
+        return out
+
+    def attention_block(
+        self,
+        x: Tensor | None,
+        residual: Tensor,
+        norm: Tensor,
+        eps: float,
+        qkv: PackedWeight,
+        out_projection: PackedWeight,
+        kv_layer: Tensor,
+        *,
+        positions: Tensor,
+        cos_sin: Tensor,
+        slot_mapping: Tensor,
+        q_norm: Tensor | None,
+        k_norm: Tensor | None,
+        block_tables: Tensor,
+        query_start: Tensor,
+        context_lens: Tensor,
+        scale: float,
+        window: int | None,
+    ) -> Tensor:
+        """See ``halves.Attention``."""
+        num_blocks, _, num_kv_heads, block_size, head_dim = kv_layer.shape
+        rows, width = residual.shape
+        kind = _same_type(residual, norm) if x is None else _same_type(residual, norm, x)
+        if kv_layer.dtype != residual.dtype:
+            raise TypeError(f"cache is {kv_layer.dtype}, residual is {residual.dtype}")
+        num_heads = qkv.num_cols // head_dim - 2 * num_kv_heads
+        num_positions, rotary_dim = cos_sin.shape
+        num_requests, max_blocks = block_tables.shape
+        out = torch.empty_like(residual)
+        threads = get_num_threads()
+        residual_at, kv_at, block_stride = (
+            residual.data_ptr(),
+            kv_layer.data_ptr(),
+            kv_layer.stride(0),
+        )
+        status = self._attention_block(
+            _ATTENTION_BLOCK(
+                # PdRmsNorm
+                residual_at if x is None else x.data_ptr(),
+                0 if x is None else residual_at,
+                norm.data_ptr(),
+                0,
+                rows,
+                width,
+                eps,
+                kind,
+                threads,
+                # PdLinear
+                0,
+                qkv.address,
+                qkv.bias_address,
+                0,
+                rows,
+                qkv.num_cols,
+                width,
+                kind,
+                kind,
+                threads,
+                # PdRopeAndCache
+                0,
+                positions.data_ptr(),
+                cos_sin.data_ptr(),
+                kv_at,
+                slot_mapping.data_ptr(),
+                0 if q_norm is None else q_norm.data_ptr(),
+                0 if k_norm is None else k_norm.data_ptr(),
+                0,
+                block_stride,
+                num_blocks,
+                num_kv_heads,
+                block_size,
+                head_dim,
+                rows,
+                num_heads,
+                num_positions,
+                rotary_dim,
+                eps,
+                kind,
+                threads,
+                # PdPagedAttention
+                0,
+                kv_at,
+                block_tables.data_ptr(),
+                query_start.data_ptr(),
+                context_lens.data_ptr(),
+                0,
+                block_stride,
+                num_blocks,
+                num_kv_heads,
+                block_size,
+                head_dim,
+                num_requests,
+                max_blocks,
+                rows,
+                num_heads,
+                0 if window is None else window,
+                scale,
+                kind,
+                threads,
+                # PdLinear
+                0,
+                out_projection.address,
+                out_projection.bias_address,
+                out.data_ptr(),
+                rows,
+                width,
+                num_heads * head_dim,
+                kind,
+                kind,
+                threads,
+            )
+        )
+        if status:
+            raise InternalError(f"attention: {_STATUS[status]}")
         return out
 
 

@@ -1,9 +1,9 @@
 // A small pool of threads for loops of microseconds.
 //
-// A worker spins for kSpinSeconds after its last loop, then sleeps on a futex: the dozens of loops of one decode
-// step find it awake, and an idle engine costs no CPU. The caller never waits for a worker that
-// has not started: chunks are handed out one by one, so on a crowded machine the caller simply
-// does them all.
+// A worker spins for a while after its last loop, then sleeps on a futex: the hundreds of loops of a
+// decode step find it awake, and an idle engine costs no CPU. The caller never waits for a worker
+// that has not started: chunks are handed out one by one, so on a crowded machine the caller does
+// them all (OpenMP's barriers there cost a scheduler's time slice each).
 
 #pragma once
 
@@ -39,9 +39,9 @@ void parallel_for(int64_t size, int64_t chunk, bool guided, int num_threads, Bod
     run_loop({run, opaque, size, chunk, guided}, num_threads);
 }
 
-// A buffer of this thread for intermediate values, at least num_bytes long, 64-byte aligned. Valid until the next
-// call with the same slot on the same thread.
-enum class Scratch { kInput, kState, kTile, kPartials, kPlan, kCount };
+// A buffer of this thread for intermediate values, at least num_bytes long and 64-byte aligned.
+// Valid until this thread asks for the same slot again.
+enum class Scratch { kInput, kState, kTile, kPartials, kNormed, kWide, kNarrow, kCount };
 void* scratch(Scratch slot, int64_t num_bytes);
 
 }  // namespace pd

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import signal
 import time
 from collections.abc import Mapping
 from typing import assert_never
@@ -12,9 +11,8 @@ from typing import assert_never
 import msgspec
 
 from pdserve.commands.announce import settings_text
-from pdserve.commands.exit_codes import EXIT_DONE, EXIT_INTERRUPTED
 from pdserve.commands.model_directory import model_directory
-from pdserve.commands.running import require_free, start_logging
+from pdserve.commands.running import exit_code, require_free, start_logging
 from pdserve.config.load import Resolved, Table, build
 from pdserve.config.schema import EngineConfig, Role, ServerConfig
 from pdserve.errors import EngineDeadError
@@ -83,7 +81,7 @@ async def _serve(engine: EngineConfig, server: ServerConfig) -> int:
         if client.info is None:
             await client.wait_ready()  # raises ConfigError if the settings were at fault
         raise
-    return EXIT_INTERRUPTED if stopped_by is signal.SIGINT else EXIT_DONE
+    return exit_code(stopped_by)
 
 
 class _Progress:

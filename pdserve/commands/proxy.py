@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Mapping
 
 from pdserve.commands.announce import settings_text
-from pdserve.commands.running import require_free, start_logging
+from pdserve.commands.running import exit_code, require_free, start_logging
 from pdserve.config.load import Resolved, Table, build
 from pdserve.config.schema import ProxyConfig
 
@@ -24,8 +24,9 @@ def run(table: Table, resolved: Mapping[str, Resolved]) -> int:
 async def _serve(config: ProxyConfig) -> int:
     from pdserve.proxy.app import run_proxy
 
-    await run_proxy(config, on_ready=lambda url: print(_next_steps(config, url), flush=True))
-    return 0
+    return exit_code(
+        await run_proxy(config, on_ready=lambda url: print(_next_steps(config, url), flush=True))
+    )
 
 
 def _next_steps(config: ProxyConfig, url: str) -> str:

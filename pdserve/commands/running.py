@@ -50,10 +50,15 @@ async def _signalled(main: Coroutine[Any, Any, int], on_second: Callable[[], Non
     except asyncio.CancelledError:
         if not received:
             raise
-        return EXIT_INTERRUPTED if received[0] is signal.SIGINT else EXIT_DONE
+        return exit_code(received[0])
     finally:
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.remove_signal_handler(number)
+
+
+def exit_code(stopped_by: signal.Signals) -> int:
+    """The code of a process that drained after a signal: asked to end, or interrupted."""
+    return EXIT_INTERRUPTED if stopped_by is signal.SIGINT else EXIT_DONE
 
 
 def start_logging(table: Table, resolved: Mapping[str, Resolved]) -> None:

@@ -33,6 +33,8 @@ _MODELS = {
     "Qwen3ForCausalLM": "pdserve.models.qwen3",
 }
 
+_CPU_HEAD_DIMS = range(16, 257, 16)
+
 _DTYPES = {
     "bfloat16": torch.bfloat16,
     "float16": torch.float16,
@@ -84,6 +86,12 @@ def load_model(
     """
     directory = Path(config.model)
     arch = read_arch(directory)
+    if device.type == "cpu" and arch.head_dim not in _CPU_HEAD_DIMS:
+        raise ConfigError(
+            f"config.json: head_dim is {arch.head_dim}: the CPU kernels take multiples of 16 up "
+            "to 256",
+            param="model",
+        )
     max_model_len = _max_model_len(config, arch)
     checkpoint = None if config.load_format == "dummy" else Checkpoint(directory)
     dtype = _dtype(config, arch, checkpoint)

@@ -30,6 +30,7 @@ from pdserve.text.load import load_text
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Callable
+    from typing import Self
 
     from pdserve.config.schema import EngineConfig, ServerConfig
     from pdserve.engine.client import EngineClient
@@ -128,11 +129,11 @@ async def run_server(
         shutdown_timeout=_CLOSE_TIMEOUT_S,
     )
     await runner.setup()
-    stop = _StopSignals()
-    registration: Registration | None = None
-    try:
-        url = await _bind(runner, server_config)
-        with stop:
+    with _StopSignals() as stop:
+        close_timeout_s = _CLOSE_TIMEOUT_S
+        registration: Registration | None = None
+        try:
+            url = await _bind(runner, server_config)
             await _until_ready(service, stop)
             if stop.first is None and client.info is not None:
                 registration = Registration(
@@ -146,13 +147,14 @@ async def run_server(
                 on_ready(url)
             await _until_stopped(service, stop)
             service.draining = True
-            log_event(_log, "shutting down", cause=stop.first or client.dead_reason)
+            log_event(_log, "shutting down", cause=stop.cause or client.dead_reason)
             if registration is not None:
                 await registration.stop()
-            await _drain(service, stop, server_config.shutdown_timeout_s)
-    finally:
-        await client.close(timeout_s=_CLOSE_TIMEOUT_S)
-        await runner.cleanup()
+            left_s = await _drain(service, stop, server_config.shutdown_timeout_s)
+            close_timeout_s = max(close_timeout_s, left_s)
+        finally:
+            await _end_engine(client, stop, close_timeout_s)
+            await runner.cleanup()
     if stop.first is None:
         raise EngineDeadError(f"the engine has ended: {client.dead_reason}")
     return stop.first
@@ -166,15 +168,21 @@ class _StopSignals:
         self.asked = asyncio.Event()
         self.insisted = asyncio.Event()
 
-    def __enter__(self) -> None:
+    def __enter__(self) -> Self:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, self._receive, number)
+        return self
 
     def __exit__(self, *_: object) -> None:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.remove_signal_handler(number)
+
+    @property
+    def cause(self) -> str | None:
+        """The first signal's name, for the log."""
+        return None if self.first is None else self.first.name
 
     def _receive(self, number: signal.Signals) -> None:
         if self.first is None:
@@ -228,8 +236,8 @@ async def _until_stopped(service: Service, stop: _StopSignals) -> None:
         await _wait(stop.asked, _POLL_S)
 
 
-async def _drain(service: Service, stop: _StopSignals, timeout_s: float) -> None:
-    """Let running requests end; what is left fails with an error of its own."""
+async def _drain(service: Service, stop: _StopSignals, timeout_s: float) -> float:
+    """Let running requests end; return the seconds that are left of `timeout_s`."""
     deadline_s = service.clock.monotonic_s() + timeout_s
     while (
         service.num_jobs
@@ -238,6 +246,23 @@ async def _drain(service: Service, stop: _StopSignals, timeout_s: float) -> None
         and service.clock.monotonic_s() < deadline_s
     ):
         await _wait(stop.insisted, _POLL_S / 5)
+    return deadline_s - service.clock.monotonic_s()
+
+
+async def _end_engine(client: EngineClient, stop: _StopSignals, timeout_s: float) -> None:
+    """End the engine; it may use the time to settle KV leases that peers still read."""
+    ending = asyncio.create_task(client.close(timeout_s=timeout_s))
+    insisted = asyncio.create_task(stop.insisted.wait())
+    try:
+        await asyncio.wait({ending, insisted}, return_when=asyncio.FIRST_COMPLETED)
+        if not ending.done():
+            ending.cancel()
+            await asyncio.wait({ending})
+            await client.close(timeout_s=0.0)
+        else:
+            await ending
+    finally:
+        insisted.cancel()
 
 
 async def _loop_lag(app: web.Application) -> AsyncGenerator[None, None]:

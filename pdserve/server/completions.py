@@ -152,7 +152,7 @@ class _Form:
             logprobs = completion_logprobs(tokenizer, entries, offsets)
             if first and echo and delta.prompt_logprobs is not None:
                 prompt = self._job.prompts[prompt_index]
-                echoed = echoed_logprobs(tokenizer, prompt, delta.prompt_logprobs)
+                echoed = echoed_logprobs(tokenizer, prompt, delta.prompt_logprobs, echo)
                 logprobs = joined(echoed, logprobs)
         choice: dict[str, Any] = {
             "index": delta.index,

@@ -9,7 +9,6 @@ every await. Knows the engine hop; does not know what JSON the text goes into.
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import uuid
 from dataclasses import dataclass, field
@@ -118,7 +117,7 @@ class Job:
     delivered: bool = False
     _outputs: MergedOutputs | None = None
     _first: tuple[int, EngineOutput] | None = None
-    _error: PdserveError | None = None
+    _error: Exception | None = None
     _gaps_s: list[float] = field(default_factory=list)
 
     async def __aenter__(self) -> Self:
@@ -172,7 +171,7 @@ class Job:
         try:
             index, output = await self._running.next()
             _raise_if_failed(output, self.choices[index].request, self.service.clock.wall_s())
-        except PdserveError as error:
+        except Exception as error:
             self._error = error
             raise
         return index, output
@@ -198,13 +197,12 @@ class Job:
                 return None
         text = choice.processor.push(token_ids, reason)
         choice.finish_reason = text.finish_reason
+        choice.handoff = output.handoff
         if text.finish_reason is not reason:  # a stop string: the engine does not know of it
             await self._running.drop(choice.index)
-        if reason is FinishReason.HANDOFF:
-            choice.handoff = output.handoff
-            if text.finish_reason is FinishReason.STOP and output.handoff is not None:
-                choice.handoff = None  # a stop string ended it here: nobody will read the KV
-                await self.service.client.release_lease(output.handoff.nonce)
+            if choice.handoff is not None:
+                await self.service.client.release_lease(choice.handoff.nonce)
+                choice.handoff = None
         if output.prompt_logprobs is not None:
             choice.prompt_logprobs = output.prompt_logprobs
         num_tokens = len(text.offsets)
@@ -295,17 +293,19 @@ class Job:
         """Count what did not end by itself, and log the job's line."""
         metrics = self.service.metrics
         unfinished = [c for c in self.choices if c.request is not None and c.finish_reason is None]
-        failed = self._error is not None or isinstance(error, Exception)
+        failure = self._error or error
         for choice in unfinished:
-            choice.finish_reason = FinishReason.ERROR if failed else FinishReason.ABORT
+            choice.finish_reason = (
+                FinishReason.ERROR if isinstance(failure, Exception) else FinishReason.ABORT
+            )
             self._count(choice)
         started = any(choice.first_token_s is not None for choice in self.choices)
         outcome = "ok"
-        if self._error is not None:
-            outcome = self._error.error_code
-        elif isinstance(error, Exception):
+        if isinstance(failure, PdserveError):
+            outcome = failure.error_code
+        elif isinstance(failure, Exception):
             outcome = "internal_error"
-        elif unfinished or isinstance(error, asyncio.CancelledError):
+        elif unfinished or failure is not None:  # cancelled
             outcome = "client_left"
             metrics.disconnected("decode" if started else "queue")
         elif any(choice.finish_reason is FinishReason.HANDOFF for choice in self.choices):

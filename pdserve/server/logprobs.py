@@ -25,23 +25,31 @@ def completion_logprobs(
 
 
 def echoed_logprobs(
-    tokenizer: Tokenizer, token_ids: Sequence[int], entries: PromptLogprobs
+    tokenizer: Tokenizer, token_ids: Sequence[int], entries: PromptLogprobs, echo: str
 ) -> dict[str, list[Any]]:
-    """Return the prompt's part of the object of `/v1/completions` when it is echoed."""
+    """Return the prompt's part of the object of `/v1/completions` when it is echoed.
+
+    Offsets are into `echo`; a token that is not in it (a beginning-of-sequence token that
+    was added) has no width.
+    """
     columns: dict[str, list[Any]] = {
         "text_offset": [],
         "token_logprobs": [],
         "tokens": [],
         "top_logprobs": [],
     }
-    offset = 0
+    data, position, num_chars = echo.encode(), 0, 0
     for token_id, entry in zip(token_ids, entries, strict=True):
-        token = tokenizer.token_text(token_id)
-        columns["text_offset"].append(offset)
+        columns["text_offset"].append(num_chars)
         columns["token_logprobs"].append(None if entry is None else entry.logprob)
-        columns["tokens"].append(token)
+        columns["tokens"].append(tokenizer.token_text(token_id))
         columns["top_logprobs"].append(None if entry is None else _alternatives(tokenizer, entry))
-        offset += len(token)
+        spelling = tokenizer.token_bytes(token_id)
+        for found in (spelling, spelling.lstrip(b" ")):  # a first word may have no space
+            if data.startswith(found, position):
+                position += len(found)
+                num_chars += sum(byte & 0xC0 != 0x80 for byte in found)
+                break
     return columns
 
 

@@ -89,12 +89,6 @@ class InputBatch:
         self._staged_context_lens = Staged(num_rows, torch.int32, device)
         self._staged_logit_rows = Staged(num_rows, torch.int64, device)
 
-    def __len__(self) -> int:
-        return len(self._row_of)
-
-    def __contains__(self, request_id: RequestId) -> bool:
-        return request_id in self._row_of
-
     def remove(self, request_id: RequestId) -> int | None:
         """Forget a request and return its row, or None if it is not known here."""
         row = self._row_of.pop(request_id, None)

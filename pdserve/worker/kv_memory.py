@@ -143,10 +143,17 @@ def _free_host_bytes() -> int:
     free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     meminfo = Path("/proc/meminfo")
     if meminfo.exists():
-        for line in meminfo.read_text().splitlines():
-            if line.startswith("MemAvailable:"):
-                free = int(line.split()[1]) << 10
-    limit, used = Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")
-    if limit.exists() and used.exists() and (text := limit.read_text().strip()) != "max":
-        free = min(free, max(0, int(text) - int(used.read_text())))
+        free = _counters(meminfo).get("MemAvailable:", free >> 10) << 10
+    group = Path("/sys/fs/cgroup")
+    limit = group / "memory.max"
+    if limit.exists() and (text := limit.read_text().strip()) != "max":
+        used = int((group / "memory.current").read_text())
+        # Pages of files read once, such as weights, count as used and are given up on demand.
+        used -= _counters(group / "memory.stat").get("inactive_file", 0)
+        free = min(free, max(0, int(text) - used))
     return free
+
+
+def _counters(path: Path) -> dict[str, int]:
+    """Lines of a name and a number."""
+    return {line.split()[0]: int(line.split()[1]) for line in path.read_text().splitlines()}

@@ -9,6 +9,7 @@ around a layer, and makes no choice about who runs.
 
 from __future__ import annotations
 
+import math
 import time
 from typing import TYPE_CHECKING
 
@@ -70,11 +71,6 @@ class ModelRunner:
         self._sampler = Sampler(scheduler.max_num_seqs, self._vocab_size, device)
         self._num_prompt_logprobs: dict[RequestId, int] = {}
 
-    @property
-    def num_requests(self) -> int:
-        """Requests that hold a row."""
-        return len(self._batch)
-
     def execute(self, step: SchedulerOutput) -> ModelRunnerOutput:
         """Run one step; when it returns, the device has finished it.
 
@@ -106,11 +102,7 @@ class ModelRunner:
             try:
                 sampled = self._sampler.sample(logits, rows, prepared.num_outputs)
             except NonFiniteLogitsError as error:
-                names = ", ".join(request_ids[i] for i in error.indices)
-                raise InternalError(
-                    f"step {step.step_id}: logits of {names} are not finite; the model's weights "
-                    "or its KV are corrupt, or its dtype overflows"
-                ) from error
+                raise _not_finite(", ".join(request_ids[i] for i in error.indices)) from error
             self._batch.append(rows, sampled.token_ids)
             return ModelRunnerOutput(
                 step_id=step.step_id,
@@ -163,6 +155,8 @@ class ModelRunner:
                 wanted = targets[at : at + piece]
                 logits = self._model.logits(hidden[first + at : first + at + len(wanted)])
                 entries += token_logprobs(logits, wanted, [num_top] * len(wanted))
+            if any(math.isnan(entry.logprob) for entry in entries):
+                raise _not_finite(request_id)
             if entries:
                 found[request_id] = entries
         return found
@@ -171,3 +165,10 @@ class ModelRunner:
         """Wait for the device: staged inputs may be rewritten, and KV may leave."""
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
+
+
+def _not_finite(names: str) -> InternalError:
+    return InternalError(
+        f"logits of {names} are not finite: the model's weights or its KV are corrupt, or its "
+        "dtype overflows"
+    )

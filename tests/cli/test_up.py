@@ -17,6 +17,7 @@ import pytest
 from tests.cli.process import ROOT, environment, free_ports
 from tests.tiny_models import write_tiny_model
 
+SMALL = ("--kv-cache-memory-bytes", "16MiB")
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(180)]
 
 
@@ -36,8 +37,7 @@ class Up:
         self._err = folder / "err"
         with self._out.open("wb") as out, self._err.open("wb") as err:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "pdserve", "up", str(model), *flags, *arguments]
-                + ["--kv-cache-memory-bytes", "16MiB"],
+                [sys.executable, "-m", "pdserve", "up", str(model), *flags, *arguments, *SMALL],
                 stdout=out,
                 stderr=err,
                 cwd=ROOT,

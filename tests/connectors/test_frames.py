@@ -59,7 +59,7 @@ def test_one_changed_byte_is_noticed(data: st.DataObject) -> None:
         received = server.receive(bytes(frame))
     except FrameError as error:
         fault = error.fault
-        assert fault in (Fault.UNAUTHENTIC, Fault.OVERSIZE)  # noqa: PT017
+        assert fault in (Fault.UNAUTHENTIC, Fault.OVERSIZE)
     else:
         assert received == []
         assert index < 4  # the length says that more is to come

@@ -90,8 +90,8 @@ async def make_stack() -> AsyncIterator[MakeStack]:
         yield make
 
 
-async def until(condition: Callable[[], bool], timeout_s: float = 1.0) -> None:
-    """Wait for something to become true; within a second unless said otherwise."""
+async def until(condition: Callable[[], bool], timeout_s: float = 10.0) -> None:
+    """Wait for something that must become true."""
     async with asyncio.timeout(timeout_s):
         while not condition():
             await asyncio.sleep(0.002)

@@ -8,6 +8,7 @@ import random
 import pytest
 from aiohttp import web
 
+from pdserve.proxy.client import ABANDON_TIMEOUT_S
 from tests.proxy.conftest import until
 from tests.proxy.scripted import LEASES, ScriptedEngine, sse, word
 
@@ -34,7 +35,8 @@ async def assert_nothing_held(stack) -> None:
             and stack.proxy.num_background_tasks == 0
             and all(backend.in_flight == 0 for backend in stack.proxy.backends)
             and not any(engine.leased for engine in stack.engines)
-        )
+        ),
+        timeout_s=1.0,  # what a client that leaves is promised
     )
     async with stack.client.get(f"{stack.url}/debug/requests") as response:
         assert (await response.json())["requests"] == []
@@ -75,7 +77,7 @@ async def test_while_the_prefill_engine_works(make_stack, prefill, decode, strea
     request = asyncio.create_task(ask())
     await until(lambda: len(prefill.calls) == 1)
     await leave(request)
-    await until(lambda: prefill.ended["cancelled"] == 1)
+    await until(lambda: prefill.ended["cancelled"] == 1, ABANDON_TIMEOUT_S / 2)
     assert await disconnects(stack, "prefill") == 1
     await assert_nothing_held(stack)
 

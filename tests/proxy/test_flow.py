@@ -410,6 +410,16 @@ async def test_when_nothing_helps_the_stream_ends_with_an_error_and_the_end_mark
     await until(lambda: not prefill.leased)
 
 
+async def test_a_request_that_breaks_every_engine_breaks_few(make_stack):
+    engines = [*prefills(5), *decodes(5)]
+    for engine in engines:
+        engine.hook = answers(500, b"boom")
+    stack = await make_stack(engines[:5], engines[5:], retry_max_retries=2)
+    async with stack.post() as response:
+        assert response.status == 502
+    assert legs(engines) == ["prefill", "prefill", "prefill", "local"]
+
+
 async def test_when_nothing_helps_before_the_first_byte_the_status_says_so(make_stack):
     (prefill,), (decode,) = prefills(), decodes()
     prefill.hook = decode.hook = answers(500, b"boom")
@@ -428,7 +438,7 @@ async def test_a_stream_broken_in_the_middle_goes_on_with_the_same_text(make_sta
     stack = await make_stack([prefill], [bad, *rest], decode_policy="round_robin")
     stream = await stack.stream({"max_tokens": 8})
     assert text_in(stream) == text_of(3, 8)
-    assert legs(rest or [bad])[-1] == "local"
+    assert "local" in legs([prefill, bad, *rest])
     await until(lambda: not prefill.leased)
     metrics = await stack.metrics()
     key = 'pdserve_disagg_decisions_total{decision="local",reason="stream_lost"}'
@@ -624,13 +634,13 @@ async def test_requests_at_an_engine_that_hangs_go_on_elsewhere(make_stack):
         [stuck, good],
         decodes(),
         prefill_policy="round_robin",
-        health_check_timeout_s=0.05,
+        health_check_timeout_s=0.2,
         cb_failure_threshold=2,
     )
     request = asyncio.create_task(stack.stream())
     await until(lambda: len(stuck.calls) == 1)
     stuck.hang_health = never
-    assert text_in(await asyncio.wait_for(request, 2)) == text_of(3, 4)
+    assert text_in(await asyncio.wait_for(request, 10)) == text_of(3, 4)
 
 
 async def test_a_stream_whose_engine_hangs_goes_on_elsewhere(make_stack):
@@ -640,13 +650,13 @@ async def test_a_stream_whose_engine_hangs_goes_on_elsewhere(make_stack):
         [prefill],
         [stuck, good],
         decode_policy="round_robin",
-        health_check_timeout_s=0.05,
+        health_check_timeout_s=0.2,
         cb_failure_threshold=2,
     )
     request = asyncio.create_task(stack.stream({"max_tokens": 8}))
     await until(lambda: len(stuck.calls) == 1)
     stuck.hang_health = asyncio.Event()
-    assert text_in(await asyncio.wait_for(request, 2)) == text_of(3, 8)
+    assert text_in(await asyncio.wait_for(request, 10)) == text_of(3, 8)
     assert legs([good]) == ["local"]
 
 

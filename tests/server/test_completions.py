@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import pytest
 
+from pdserve.server.logprobs import echoed_logprobs
 from tests.server.conftest import EOS, events, make_engine, scripted, serving
 from tests.text.tiny import make_tokenizer
 
@@ -164,6 +165,21 @@ async def test_echo_puts_the_prompt_first_in_text_and_logprobs(text):
     assert "".join(choice["logprobs"]["tokens"][:num_prompt]) == "The lazy"
     assert "".join(chunk["choices"][0]["text"] for chunk in stream) == "The lazy dog"
     assert stream[0]["choices"][0]["logprobs"]["token_logprobs"][0] is None
+
+
+@pytest.mark.parametrize(
+    ("kind", "offsets"),
+    [
+        ("byte_level", [0, 3, 4, 5, 5, 5, 5]),  # The, space, four bytes of one character, dog
+        ("byte_fallback", [0, 0, 4, 5, 5, 5, 5, 6]),  # the same behind <s>
+    ],
+)
+def test_offsets_of_an_echo_are_where_its_tokens_stand(kind, offsets):
+    tokenizer = make_tokenizer(kind)
+    prompt = "The 🙂 dog"
+    token_ids = tokenizer.encode(prompt)
+    columns = echoed_logprobs(tokenizer, token_ids, [None] * len(token_ids), prompt)
+    assert columns["text_offset"] == offsets
 
 
 async def test_echo_alone_scores_the_prompt_and_generates_nothing(server):

@@ -214,11 +214,13 @@ async def test_a_full_engine_is_a_429_with_retry_after(text, stream):
 
 
 async def test_an_engine_that_starts_is_a_503_with_retry_after(text):
-    async with serving(text, make_engine(text, ready=False)) as server:
-        async with server.session.post(server.url + COMPLETIONS, json=PROMPT) as response:
-            assert response.status == 503
-            assert int(response.headers["Retry-After"]) >= 1
-            assert (await response.json())["error"]["type"] == "service_unavailable_error"
+    async with (
+        serving(text, make_engine(text, ready=False)) as server,
+        server.session.post(server.url + COMPLETIONS, json=PROMPT) as response,
+    ):
+        assert response.status == 503
+        assert int(response.headers["Retry-After"]) >= 1
+        assert (await response.json())["error"]["type"] == "service_unavailable_error"
 
 
 @pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
@@ -257,9 +259,12 @@ async def test_a_bug_in_mid_stream_ends_it_with_an_error_event(text, caplog):
 
     async with serving(text, make_engine(text, next_token=broken)) as server:
         *chunks, last = events(await server.stream(COMPLETIONS, PROMPT))
+        _, metrics = await server.get("/metrics")
     assert len(chunks) == 2
     assert last["error"]["code"] == "internal_error"
     assert "ZeroDivisionError" in caplog.text
+    assert 'request_success_total{finished_reason="error",model_name="tiny"} 1.0' in metrics
+    assert 'client_disconnects_total{stage="decode"} 0.0' in metrics
 
 
 async def test_a_deadline_that_is_no_number_is_a_400(server):

@@ -134,6 +134,22 @@ async def test_a_second_signal_does_not_wait(text, model_dir):
     assert "error" in events(await client)[-1]
 
 
+async def test_the_engine_gets_what_is_left_of_the_time_to_settle_its_leases(text, model_dir):
+    engine = make_engine(text)
+    close, given = engine.close, []
+
+    async def noted(*, timeout_s: float) -> None:
+        given.append(timeout_s)
+        await close(timeout_s=timeout_s)
+
+    engine.close = noted
+    running = Running(model_dir, engine, shutdown_timeout_s=20.0)
+    await running.until_ready()
+    terminate()
+    await running.task
+    assert given == [pytest.approx(20.0, abs=2.0)]
+
+
 async def test_an_engine_that_dies_ends_the_server_with_its_reason(text, model_dir):
     running = Running(model_dir, make_engine(text))
     await running.until_ready()

@@ -216,6 +216,17 @@ def test_nan_logits_end_the_step_and_name_the_request(make_driver: Callable[...,
         driver.step({"sound": 1, "poisoned": 1})
 
 
+def test_nan_prompt_logprobs_end_the_step_too(make_driver: Callable[..., Driver]) -> None:
+    driver = make_driver()
+    driver.add("r", prompt_of(60, 1), params(prompt_logprobs=0))
+    driver.step({"r": 20})
+    runner = driver.worker._runner
+    assert runner is not None
+    runner._kv_layers[0].fill_(float("nan"))
+    with pytest.raises(InternalError, match="logits of r are not finite"):
+        driver.step({"r": 20})
+
+
 class TestIllegalSteps:
     """A step that does not fit what the worker knows is refused before it can write KV."""
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch.nn import functional
 
+from pdserve.kernels.ops import PackedLinear
 from pdserve.models.layers.linear import Linear
 from pdserve.models.layers.parameter import Parameter
 from pdserve.models.weights import Slot
@@ -28,25 +29,27 @@ class Embedding:
     """
 
     def __init__(self, arch: ModelArch, placement: Placement) -> None:
-        shape = (arch.vocab_size, arch.hidden_size)
-        self._table = Parameter(shape, placement)
-        self._tied = arch.tie_embeddings
-        self._head = Linear(
-            arch.hidden_size, {"lm_head": arch.vocab_size}, placement, out_dtype=torch.float32
+        self._table = Parameter((arch.vocab_size, arch.hidden_size), placement)
+        self._own_head = (
+            None
+            if arch.tie_embeddings
+            else Linear(
+                arch.hidden_size, {"lm_head": arch.vocab_size}, placement, out_dtype=torch.float32
+            )
         )
+        self._tied_head: PackedLinear | None = None
 
     def slots(self, prefix: str) -> Iterator[tuple[str, Slot]]:
         """Yield how each parameter is loaded, by name; a tied head has no name of its own."""
         table = self._table.slot()
-        ((head_name, head),) = self._head.slots("")
-        if not self._tied:
+        if self._own_head is not None:
             yield f"{prefix}embed_tokens.weight", table
-            yield head_name, head
+            yield from self._own_head.slots("")
             return
 
         def load_both(tensor: Tensor) -> None:
             table.load(tensor)
-            head.load(tensor)
+            self._tied_head = PackedLinear(self._table.value, out_dtype=torch.float32)
 
         yield f"{prefix}embed_tokens.weight", Slot(table.shape, load_both)
 
@@ -56,4 +59,7 @@ class Embedding:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """`[M, hidden_size] -> [M, vocab_size]` fp32."""
-        return self._head.packed(hidden)
+        if self._own_head is not None:
+            return self._own_head.packed(hidden)
+        assert self._tied_head is not None, "the weights are not loaded"
+        return self._tied_head(hidden)

@@ -1,0 +1,22 @@
+"""When a deployment may do without a secret."""
+
+from __future__ import annotations
+
+from pdserve.errors import ConfigError
+
+_LOOPBACK = frozenset({"127.0.0.1", "localhost", "::1"})
+
+
+def check_secret(*, host: str, secret: str) -> bytes:
+    """Return the deployment's secret as bytes.
+
+    Raises:
+        ConfigError: It is empty although the side channel is reachable from elsewhere.
+    """
+    if not secret and host not in _LOOPBACK:
+        raise ConfigError(
+            f"--kv-transfer-config.secret is empty and host is {host!r}: set a secret, "
+            "the same on every engine, or use a loopback host",
+            param="kv-transfer-config.secret",
+        )
+    return secret.encode()

@@ -1,0 +1,143 @@
+from __future__ import annotations
+
+import json
+import shutil
+import socket
+import urllib.error
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pdserve.commands import doctor
+from pdserve.commands.doctor import Finding, Verdict
+from pdserve.commands.transfer_probe import ProbeError, measure
+from tests.cli.process import free_ports, pdserve
+
+LAYOUT = {"model": "/models/tiny", "dtype": "float32", "block_size": "16"}
+
+
+def engine(role: str, **layout: str) -> dict[str, Any]:
+    fields = {**LAYOUT, **layout}
+    digest = json.dumps(fields, sort_keys=True)
+    return {"engine": {"role": role, "layout_digest": digest, "layout": fields}}
+
+
+def peers(**engines: Any) -> list[Finding]:
+    def fetch(url: str) -> Mapping[str, Any]:
+        answer = engines[url]
+        if isinstance(answer, Exception):
+            raise answer
+        return answer  # type: ignore[no-any-return]
+
+    return list(doctor.peers(list(engines), fetch=fetch))
+
+
+def test_engines_of_one_layout_fit_together() -> None:
+    findings = peers(p=engine("prefill"), d=engine("decode"))
+    assert [finding.verdict for finding in findings] == [Verdict.OK] * 3
+    assert findings[-1].text == "p and d can exchange KV"
+
+
+def test_engines_that_differ_are_named_with_both_values() -> None:
+    *_, finding = peers(p=engine("prefill"), d=engine("decode", block_size="32", dtype="bfloat16"))
+    assert finding.verdict is Verdict.FAIL
+    assert finding.text == "p and d differ: block_size 16 and 32, dtype float32 and bfloat16"
+    assert "--block-size" in finding.remedy
+
+
+def test_two_engines_of_one_role_lack_the_other() -> None:
+    *_, finding = peers(a=engine("decode"), b=engine("decode"))
+    assert (finding.check, finding.verdict) == ("roles", Verdict.WARN)
+    assert finding.remedy == "pdserve prefill MODEL"
+
+
+@pytest.mark.parametrize(
+    ("answer", "text"),
+    [
+        (urllib.error.URLError("Connection refused"), "x cannot be reached: Connection refused"),
+        (ValueError("HTTP 404"), "x is no pdserve engine"),
+        ({"object": "list"}, "x is no pdserve engine"),
+    ],
+)
+def test_a_peer_that_is_no_engine_fails(answer: object, text: str) -> None:
+    (finding,) = peers(x=answer)
+    assert (finding.verdict, finding.text) == (Verdict.FAIL, text)
+
+
+def test_a_peer_that_still_loads_is_only_a_warning() -> None:
+    (finding,) = peers(x={"engine": None})
+    assert finding.verdict is Verdict.WARN
+
+
+def test_a_port_in_use_is_a_warning_that_names_the_port() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        number = server.getsockname()[1]
+        finding = doctor.port("127.0.0.1", number, "proxy")
+    assert finding.verdict is Verdict.WARN
+    assert str(number) in finding.text
+
+
+def test_a_small_shared_memory_says_how_a_container_gets_more(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    usage = shutil._ntuple_diskusage(64 << 20, 0, 64 << 20)  # type: ignore[attr-defined]
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage)
+    finding = doctor.shared_memory(tmp_path)
+    assert finding.verdict is Verdict.WARN
+    assert "--shm-size" in finding.remedy
+
+
+def test_a_missing_shared_memory_fails(tmp_path: Path) -> None:
+    assert doctor.shared_memory(tmp_path / "none").verdict is Verdict.FAIL
+
+
+@pytest.mark.parametrize(
+    ("scope", "verdict"), [("0\n", Verdict.OK), ("1\n", Verdict.WARN), (None, Verdict.OK)]
+)
+def test_a_restricted_ptrace_is_a_warning(
+    tmp_path: Path, scope: str | None, verdict: Verdict
+) -> None:
+    file = tmp_path / "ptrace_scope"
+    if scope is not None:
+        file.write_text(scope)
+    assert doctor.ptrace(file).verdict is verdict
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"), [({"avx2", "avx512_bf16"}, "avx512_bf16"), ({"avx2"}, "fp32"), (set(), "")]
+)
+def test_the_cpu_says_what_it_lacks(flags: set[str], words: str) -> None:
+    assert words in doctor.processor(frozenset(flags)).text
+
+
+@pytest.mark.slow
+def test_the_probe_moves_bytes_between_two_processes() -> None:
+    rates = measure(timeout_s=45)
+    assert 0 < rates.transfer < 4 * rates.memcpy
+
+
+@pytest.mark.slow
+def test_the_probe_says_why_it_cannot() -> None:
+    with pytest.raises(ProbeError, match="no_such_backend"):
+        measure(backends=["no_such_backend"], timeout_s=45)
+
+
+@pytest.mark.slow
+def test_json_holds_every_check_and_an_unreachable_peer_is_code_4() -> None:
+    (port,) = free_ports(1)
+    url = f"http://127.0.0.1:{port}"
+    done = pdserve("doctor", "--json", "--peer", url, timeout_s=55)
+    checks = {check["check"]: check for check in json.loads(done.stdout)["checks"]}
+    assert {"versions", "cpu", "devices", "kernels", "shared memory", "transfer"} <= set(checks)
+    assert checks["peer"]["verdict"] == "fail"
+    assert done.returncode == 4
+
+
+def test_a_finding_is_one_line_and_its_remedy_the_next() -> None:
+    finding = Finding("cpu", Verdict.WARN, "slow", "buy another")
+    assert [line.split() for line in doctor._line(finding).splitlines()] == [
+        ["warn", "cpu", "slow"],
+        ["->", "buy", "another"],
+    ]

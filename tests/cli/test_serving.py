@@ -1,0 +1,112 @@
+from __future__ import annotations
+
+import contextlib
+import json
+import signal
+import subprocess
+import sys
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.cli.process import ROOT, environment, free_ports, pdserve
+from tests.tiny_models import write_tiny_model
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_model(tmp_path_factory.mktemp("serving") / "tiny")
+
+
+@contextlib.contextmanager
+def started(*arguments: str) -> Iterator[subprocess.Popen[str]]:
+    """A command that serves; it ends with the block."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", "pdserve", *arguments],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        cwd=ROOT,
+        env=environment(),
+    )
+    assert process.stdout is not None
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.stdout.close()
+        process.wait()
+
+
+def read_until(process: subprocess.Popen[str], word: str) -> str:
+    """What the process writes, up to the line with `word`."""
+    assert process.stdout is not None
+    lines = []
+    for line in process.stdout:
+        lines.append(line)
+        if word in line:
+            return "".join(lines)
+    raise AssertionError("".join(lines))
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 0)])
+def test_a_proxy_says_what_it_lacks_and_ends_when_told(number: signal.Signals, code: int) -> None:
+    (port,) = free_ports(1)
+    with started("proxy", "--port", str(port)) as proxy:
+        said = read_until(proxy, "pdserve decode MODEL")
+        assert said.startswith(
+            f"pdserve proxy 0.1.0\n  port = {port}  (command line)\n  defaults: "
+        )
+        assert f"pdserve prefill MODEL --port 8100 --proxy http://127.0.0.1:{port}" in said
+        proxy.send_signal(number)
+        assert proxy.wait(10) == code
+
+
+@pytest.mark.e2e
+@pytest.mark.parametrize(
+    ("command", "role"), [("serve", "both"), ("prefill", "prefill"), ("decode", "decode")]
+)
+def test_an_engine_serves_under_the_name_it_was_given_until_interrupted(
+    command: str, role: str, model: Path
+) -> None:
+    (port,) = free_ports(1)
+    with started(command, str(model), "--port", str(port)) as engine:
+        said = read_until(engine, "Ready: ")
+        assert f"  model = {model}  (command line)\n" in said
+        core = psutil.Process(engine.pid).children()
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/pdserve/info") as response:
+            info = json.load(response)
+        assert (info["models"], info["engine"]["role"]) == ([str(model)], role)
+        engine.send_signal(signal.SIGINT)
+        assert engine.wait(20) == 130
+        assert psutil.wait_procs(core, timeout=5)[1] == []
+
+
+@pytest.mark.e2e
+def test_a_model_that_cannot_be_loaded_is_code_3(tmp_path: Path, model: Path) -> None:
+    broken = tmp_path / "broken"
+    broken.mkdir()
+    for file in model.iterdir():
+        (broken / file.name).write_bytes(file.read_bytes())
+    (broken / "model.safetensors").write_text("version https://git-lfs.github.com/spec/v1\n")
+    (port,) = free_ports(1)
+    done = pdserve("serve", str(broken), "--port", str(port))
+    assert done.returncode == 3
+    assert "git lfs" in done.stderr.lower()
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.e2e
+def test_cuda_without_a_gpu_is_code_3(model: Path) -> None:
+    import torch
+
+    if torch.cuda.is_available():
+        pytest.skip("there is a GPU")
+    (port,) = free_ports(1)
+    done = pdserve("serve", str(model), "--port", str(port), "--device", "cuda")
+    assert done.returncode == 3
+    assert "--device" in done.stderr
+    assert "Traceback" not in done.stderr

@@ -1,0 +1,130 @@
+"""The transfer thread itself: cutting loads, refusing bad starts, dying loudly, ending."""
+
+from __future__ import annotations
+
+import socket
+import time
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pdserve.connectors.nixl import NixlFactory, peers
+from pdserve.connectors.nixl.peers import count_runs
+from pdserve.connectors.pull.instructions import Grant, PullInstructions
+from pdserve.errors import ConfigError, InternalError
+from pdserve.wire.ids import RequestId
+from pdserve.wire.transfer import Endpoint, LoadFailure
+from tests.connectors.engines import Engine, layout, prompt_of, signed_with
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+PROMPT = prompt_of(40)
+
+
+@pytest.fixture
+def make() -> Iterator[Callable[..., Engine]]:
+    engines: list[Engine] = []
+
+    def make(engine_id: str, **arguments: object) -> Engine:
+        engine = Engine(NixlFactory(), engine_id, **arguments)
+        engines.append(engine)
+        return engine
+
+    yield make
+    for engine in engines:
+        engine.close()
+
+
+@given(
+    pairs=st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9)), max_size=12),
+)
+def test_runs_are_what_is_left_when_neighbours_on_both_sides_are_merged(
+    pairs: list[tuple[int, int]],
+) -> None:
+    merged: list[tuple[int, int, int]] = []
+    for mine, theirs in pairs:
+        if merged and (mine, theirs) == (sum(merged[-1][::2]), sum(merged[-1][1:])):
+            merged[-1] = (merged[-1][0], merged[-1][1], merged[-1][2] + 1)
+        else:
+            merged.append((mine, theirs, 1))
+    columns = np.array(pairs, dtype=np.int32).reshape(-1, 2)
+    assert count_runs(columns[:, 0], columns[:, 1]) == len(merged)
+
+
+def test_a_load_in_many_chunks_arrives_whole_and_its_descriptors_are_counted(
+    make: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(peers, "_CHUNK_BYTES", 2 * layout().block_bytes)
+    p, d = make("P"), make("D")
+    prompt = prompt_of(16 * 7)
+    source, target = [9, 8, 7, 3, 4, 5, 6], [19, 18, 17, 30, 31, 2, 3]
+    d.load(d.queue(prompt, p.prefill(prompt, source), "r"), target)
+    d.until(lambda: d.received)
+    assert d.holds(target, source)
+    # Ordered by source: 3-30 4-31 | 5-2 6-3 | 7-17 8-18 | 9-19
+    assert d.received[0].num_descriptors == 4
+
+
+def test_64_kib_blocks_in_a_row_need_few_descriptors_per_gb(make: Callable[..., Engine]) -> None:
+    shape = layout(num_blocks=512)
+    p, d = make("P", shape=shape), make("D", shape=shape)
+    prompt = prompt_of(16 * 512)
+    d.load(d.queue(prompt, p.prefill(prompt, range(512)), "r"), range(512))
+    d.until(lambda: d.received)
+    assert d.received[0].num_descriptors / d.received[0].num_bytes * 1e9 < 1000
+
+
+def test_a_mute_peer_delays_nobody_elses_heartbeats(make: Callable[..., Engine]) -> None:
+    p, d = make("P", lease_s=0.3), make("D", handshake_timeout_s=1.0)
+    waits = d.queue(PROMPT, p.prefill(PROMPT, [1, 2, 3]), "waits")
+    with socket.create_server(("127.0.0.1", 0)) as mute:
+        elsewhere = Endpoint(host="127.0.0.1", port=mute.getsockname()[1])
+        other = signed_with(p.prefill(PROMPT, [4, 5, 6]), endpoint=elsewhere, engine_id="mute")
+        d.load(d.queue(PROMPT, other, "stuck"), [7, 8, 9])
+        d.until(lambda: d.failed)
+    d.load(waits, [4, 5, 6])  # after three times its lease
+    d.until(lambda: d.received)
+    assert [f.reason for f in d.failed] == [LoadFailure.HANDSHAKE]
+
+
+def test_a_thread_that_died_wakes_the_engine_and_ends_it_with_the_reason(
+    make: Callable[..., Engine],
+) -> None:
+    p = make("P")
+    twice = [Grant("nonce", RequestId("r"), []), Grant("nonce", RequestId("r"), [])]
+    p.worker.start_load_kv(PullInstructions(grants=twice).to_metadata())
+    assert p.news.wait(5.0)
+    with pytest.raises(InternalError, match="granted twice"):
+        p.worker.get_finished()
+    with pytest.raises(InternalError, match="granted twice"):
+        p.worker.start_load_kv(PullInstructions().to_metadata())
+
+
+def test_a_backend_that_nixl_does_not_have_is_a_configuration_error() -> None:
+    with pytest.raises(ConfigError, match="NOT_A_BACKEND"):
+        Engine(NixlFactory(), "P", backends=("NOT_A_BACKEND",))
+
+
+def test_kv_memory_of_another_size_than_its_layout_is_refused() -> None:
+    engine = Engine("memory", "P")
+    worker = NixlFactory().worker(engine.context, lambda: None)
+    with pytest.raises(InternalError, match="not laid out as"):
+        worker.register_kv_caches(torch.zeros(3), layout())
+
+
+def test_close_with_a_load_in_flight_ends_in_time(make: Callable[..., Engine]) -> None:
+    p, d = make("P"), make("D", handshake_timeout_s=60.0)
+    with socket.create_server(("127.0.0.1", 0)) as mute:
+        elsewhere = Endpoint(host="127.0.0.1", port=mute.getsockname()[1])
+        d.load(
+            d.queue(PROMPT, signed_with(p.prefill(PROMPT, [1, 2, 3]), endpoint=elsewhere), "r"),
+            [4, 5, 6],
+        )
+        started_s = time.monotonic()
+        d.worker.close(1.0)
+        assert time.monotonic() - started_s < 2.0

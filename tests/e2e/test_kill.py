@@ -1,0 +1,134 @@
+"""`kill -9` of an engine while requests are in every stage."""
+
+from __future__ import annotations
+
+import json
+import time
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any
+
+import httpx
+import pytest
+
+from tests.e2e.conftest import pd_deployment
+from tests.e2e.test_equality import complete, complete_all
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from tests.e2e.deployment import Deployment
+
+pytestmark = [pytest.mark.e2e, pytest.mark.chaos, pytest.mark.timeout(240)]
+
+PROMPTS = [
+    [3 + (29 * i + 7 * n) % 311 for i in range(20 + 17 * n)] for n in range(20)
+]
+NUM_TOKENS = 200
+LEASE_S = 6.0
+
+
+def stream_tokens(url: str, prompt: list[int], start_after_s: float) -> tuple[list[int], str]:
+    """Token ids of a stream, and how it ended: finished, or an error's code."""
+    time.sleep(start_after_s)
+    body: dict[str, Any] = {
+        "prompt": prompt,
+        "max_tokens": NUM_TOKENS,
+        "temperature": 0.0,
+        "ignore_eos": True,
+        "return_token_ids": True,
+        "stream": True,
+    }
+    tokens: list[int] = []
+    end = "cut off without [DONE]"
+    with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=60) as answer:
+        if answer.status_code != 200:
+            error = json.loads(answer.read())["error"]
+            assert error["message"]
+            return tokens, str(error["code"])
+        for line in answer.iter_lines():
+            if line == "data: [DONE]":
+                return tokens, end
+            if not line.startswith("data: "):
+                continue
+            event = json.loads(line.removeprefix("data: "))
+            if "error" in event:
+                end = str(event["error"]["code"])
+                continue
+            for choice in event["choices"]:
+                tokens += choice["token_ids"] or []
+                if choice["finish_reason"] is not None:
+                    end = "finished"
+    return tokens, end
+
+
+def kill_amid_requests(deployment: Deployment, victim: str) -> dict[str, int]:
+    """Kill `victim` while 20 requests run; no wrong token may come out. Returns the ends."""
+    # The kernels' answers do not depend on the batch, so this is what P/D must say too.
+    expected = complete_all(deployment.url("serve"), PROMPTS, max_tokens=NUM_TOKENS)
+    url = deployment.url("proxy")
+    with ThreadPoolExecutor(len(PROMPTS)) as pool:
+        futures = [
+            pool.submit(stream_tokens, url, prompt, 0.03 * index)
+            for index, prompt in enumerate(PROMPTS)
+        ]
+        time.sleep(0.35)
+        deployment.processes[victim].kill()
+        results = [future.result(timeout=90) for future in futures]
+    ends: dict[str, int] = {}
+    for (tokens, end), right in zip(results, expected, strict=True):
+        ends[end] = ends.get(end, 0) + 1
+        assert tokens == right[: len(tokens)], "a wrong token behind a 200"
+        assert end != "finished" or tokens == right
+        assert not end.startswith("cut off")
+    return ends
+
+
+def restart(deployment: Deployment, name: str, kind: str, model: Path) -> None:
+    """Start an engine again at the address it had."""
+    port = deployment.url(name).rsplit(":", 1)[1]
+    flags = deployment.processes[name].arguments
+    arguments = [port if flags[i - 1] == "--port" else flag for i, flag in enumerate(flags)]
+    deployment.start(name, *arguments)
+    deployment.wait(name)
+    deployment.wait_routable()
+
+
+def test_killing_the_prefill_engine_loses_no_stream_and_it_is_used_again(
+    model_of: Callable[[str], Path], tmp_path: Path
+) -> None:
+    model = model_of("llama")
+    flags = ["--dtype", "float32", "--kv-transfer-config.lease-s", str(LEASE_S)]
+    with pd_deployment(tmp_path, model, *flags, with_serve=True) as deployment:
+        ends = kill_amid_requests(deployment, "prefill")
+        print(f"\nP killed: {ends}")
+        assert ends.get("finished", 0) > 0
+        # D goes on serving, alone.
+        alone = complete(deployment.url("proxy"), PROMPTS[5], max_tokens=20)
+        assert alone == complete(deployment.url("serve"), PROMPTS[5], max_tokens=20)
+        deployment.wait_nothing_held("decode", timeout_s=5.0)
+
+        restart(deployment, "prefill", "prefill", model)
+        before = deployment.metric("decode", "pdserve_kv_transfer_bytes_total")
+        again = complete(deployment.url("proxy"), [7, *PROMPTS[9]], max_tokens=20)
+        assert again == complete(deployment.url("serve"), [7, *PROMPTS[9]], max_tokens=20)
+        assert deployment.metric("decode", "pdserve_kv_transfer_bytes_total") > before
+        deployment.wait_nothing_held("prefill", "decode", timeout_s=5.0)
+
+
+def test_killing_the_decode_engine_leaves_no_lease_and_it_is_used_again(
+    model_of: Callable[[str], Path], tmp_path: Path
+) -> None:
+    model = model_of("llama")
+    flags = ["--dtype", "float32", "--kv-transfer-config.lease-s", str(LEASE_S)]
+    with pd_deployment(tmp_path, model, *flags, with_serve=True) as deployment:
+        ends = kill_amid_requests(deployment, "decode")
+        print(f"\nD killed: {ends}")
+        # What the dead engine had not read is given back, at the latest when its lease ends.
+        deployment.wait_nothing_held("prefill", timeout_s=LEASE_S + 3.0)
+
+        restart(deployment, "decode", "decode", model)
+        again = complete(deployment.url("proxy"), PROMPTS[9], max_tokens=20)
+        assert again == complete(deployment.url("serve"), PROMPTS[9], max_tokens=20)
+        assert deployment.metric("decode", "pdserve_kv_transfer_bytes_total") > 0
+        deployment.wait_nothing_held("prefill", "decode", timeout_s=5.0)
