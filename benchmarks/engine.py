@@ -1,5 +1,4 @@
-"""What one engine step costs beside the model's forward, and how close decoding is to the
-machine's own limit.
+"""What one engine step costs beside the forward, and how close decoding is to the limit.
 
 Prints one JSON object. Two questions, one run:
 

@@ -1,9 +1,9 @@
 """Times every operation of `pdserve.kernels` on this CPU against torch, in one run.
 
-Prints one JSON object. Times are the best of many short calls, which on a shared machine is the one
-that nobody disturbed. Weights and caches rotate through more memory than the last-level cache holds,
-so that a step's reads come from memory, as they do in serving. `of_memory_rate` is the share of the
-rate at which torch sums a large tensor with as many threads.
+Prints one JSON object. Times are the best of many short calls, which on a shared machine is the
+one that nobody disturbed. Weights rotate through more memory than the last-level cache holds, so
+that they are read from memory, as in serving. `of_memory_rate` is the share of the rate at which
+torch sums large tensors with as many threads.
 
     python benchmarks/kernels.py [--seconds-each 0.3] [--threads 1 2] [--dtypes bfloat16 float32]
 """
@@ -104,72 +104,75 @@ def linears(dtype: torch.dtype) -> Iterator[Measured]:
 
 def row_ops(dtype: torch.dtype) -> Iterator[Measured]:
     """Norm, activation and rotation, on rows that fit the cache."""
-    norm = torch.randn(HIDDEN).to(dtype)
-    table = rope_table(4096, HEAD_DIM, CPU)
     for rows in ROWS:
-        x, residual = torch.randn(2, rows, HIDDEN).to(dtype)
+        yield norms(rows, dtype)
+        yield activations(rows, dtype)
+        yield rotations(rows, dtype)
 
-        def their_norm(_: int, x: Tensor = x, residual: Tensor = residual) -> Tensor:
-            residual += x
-            return functional.rms_norm(residual, (HIDDEN,), norm, 1e-5)
 
-        yield Measured(
-            "add_rms_norm",
-            rows,
-            lambda _, x=x, residual=residual: add_rms_norm(x, residual, norm, 1e-5),
-            their_norm,
-            4 * x.nbytes,
-            6 * x.numel(),
-        )
+def norms(rows: int, dtype: torch.dtype) -> Measured:
+    """Sum and norm."""
+    weight = torch.randn(HIDDEN).to(dtype)
+    x, residual = torch.randn(2, rows, HIDDEN).to(dtype)
 
-        gate_up = torch.randn(rows, 2 * INTERMEDIATE).to(dtype)
+    def theirs(_: int) -> Tensor:
+        residual.add_(x)
+        return functional.rms_norm(residual, (HIDDEN,), weight, 1e-5)
 
-        def their_gate(_: int, gate_up: Tensor = gate_up) -> Tensor:
-            gate, up = gate_up.chunk(2, dim=-1)
-            return functional.silu(gate) * up
+    return Measured(
+        "add_rms_norm",
+        rows,
+        lambda _: add_rms_norm(x, residual, weight, 1e-5),
+        theirs,
+        4 * x.nbytes,
+        6 * x.numel(),
+    )
 
-        yield Measured(
-            "silu_and_mul",
-            rows,
-            lambda _, gate_up=gate_up: silu_and_mul(gate_up),
-            their_gate,
-            gate_up.nbytes * 3 // 2,
-            5 * gate_up.numel() // 2,
-        )
 
-        qkv = torch.randn(rows, MATRICES[0][0]).to(dtype)
-        at = torch.arange(rows)
-        cache = torch.zeros(rows // 16 + 1, 2, KV_HEADS, 16, HEAD_DIM, dtype=dtype)
-        cos, sin = table[:rows].to(dtype).repeat(1, 2).unsqueeze(1).chunk(2, dim=-1)
+def activations(rows: int, dtype: torch.dtype) -> Measured:
+    """Gated activation."""
+    gate_up = torch.randn(rows, 2 * INTERMEDIATE).to(dtype)
 
-        def their_rope(
-            _: int,
-            qkv: Tensor = qkv,
-            at: Tensor = at,
-            cache: Tensor = cache,
-            cos: Tensor = cos,
-            sin: Tensor = sin,
-        ) -> Tensor:
-            heads = qkv.view(len(qkv), -1, HEAD_DIM)
-            turning, v = heads.split([HEADS + KV_HEADS, KV_HEADS], dim=1)
-            low, high = turning.chunk(2, dim=-1)
-            turned = turning * cos + torch.cat((-high, low), dim=-1) * sin
-            q, k = turned.split([HEADS, KV_HEADS], dim=1)
-            block, offset = at // 16, at % 16
-            cache[block, 0, :, offset] = k
-            cache[block, 1, :, offset] = v
-            return q
+    def theirs(_: int) -> Tensor:
+        gate, up = gate_up.chunk(2, dim=-1)
+        return functional.silu(gate) * up
 
-        yield Measured(
-            "rope_and_cache",
-            rows,
-            lambda _, qkv=qkv, at=at, cache=cache: rope_and_cache(
-                qkv, at, table, cache, at, None, None, 1e-5
-            ),
-            their_rope,
-            2 * qkv.nbytes,
-            3 * qkv.numel(),
-        )
+    return Measured(
+        "silu_and_mul",
+        rows,
+        lambda _: silu_and_mul(gate_up),
+        theirs,
+        gate_up.nbytes * 3 // 2,
+        5 * gate_up.numel() // 2,
+    )
+
+
+def rotations(rows: int, dtype: torch.dtype) -> Measured:
+    """Rotation and cache write."""
+    table = rope_table(rows, HEAD_DIM, CPU)
+    qkv = torch.randn(rows, MATRICES[0][0]).to(dtype)
+    at = torch.arange(rows)
+    cache = torch.zeros(rows // 16 + 1, 2, KV_HEADS, 16, HEAD_DIM, dtype=dtype)
+    cos, sin = (half.repeat(1, 2).unsqueeze(1) for half in table.to(dtype).chunk(2, dim=-1))
+
+    def theirs(_: int) -> Tensor:
+        heads = qkv.view(rows, -1, HEAD_DIM)
+        turning, v = heads[:, : HEADS + KV_HEADS], heads[:, HEADS + KV_HEADS :]
+        low, high = turning.chunk(2, dim=-1)
+        turned: Tensor = turning * cos + torch.cat((-high, low), dim=-1) * sin
+        block, offset = at // 16, at % 16
+        cache[block, 0, :, offset] = turned[:, HEADS:]
+        cache[block, 1, :, offset] = v
+        return turned[:, :HEADS]
+
+    return Measured(
+        "rope_and_cache",
+        rows,
+        lambda _: rope_and_cache(qkv, at, table, cache, at, None, None, 1e-5),
+        theirs,
+        2 * qkv.nbytes,
+        3 * qkv.numel(),
+    )
 
 
 def attentions(dtype: torch.dtype) -> Iterator[Measured]:

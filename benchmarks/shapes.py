@@ -1,4 +1,4 @@
-"""Model directories for benchmarks: a config and a tokenizer, no weights (`--load-format dummy`)."""
+"""Model directories for benchmarks: a config and a tokenizer, weights by `--load-format dummy`."""
 
 from __future__ import annotations
 

@@ -19,7 +19,8 @@ first argument: the CPU kernels where they can be built, the reference everywher
 ``T`` is the number of tokens of a step, over all its requests. Tensors are contiguous, of one dtype
 (bf16, fp16 or fp32) and on one device; ``kv_layer`` is the view ``kv[:, layer]`` of ``[num_blocks,
 num_layers, 2, Hkv, block_size, Dh]``, hence strided over blocks. The reference functions document
-each argument.
+each argument. `pdserve.kernels.halves` does the same work in two calls per layer, which is what a
+decode step of few tokens should use.
 
 The CPU kernels are *batch invariant*, bit for bit: a row of any result depends on that row's own
 inputs alone, not on the other rows, their number, the number of threads, the chunks a prompt was

@@ -194,8 +194,13 @@ class NixlAgent:
             return
 
     def progress(self) -> None:
-        """Drive what peers do to this agent's memory: connect, and emulated reads."""
-        self._agent.getNotifs({}, self._backends)
+        """Drive what peers do to this agent's memory: connect, and emulated reads.
+
+        Raises:
+            AgentError: Something a peer began has failed; others are not affected.
+        """
+        with _Typed(self._errors, "get_new_notifs"):
+            self._agent.getNotifs({}, self._backends)
 
     def close(self) -> None:
         """Destroy the agent: nothing it posted writes to local memory afterwards."""

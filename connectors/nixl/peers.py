@@ -133,6 +133,7 @@ class Local:
 class _Remote:
     name: str
     pool: Prepared
+    num_blocks: int
     scratch: Prepared
 
 
@@ -483,13 +484,20 @@ class Peer:
 
     def _wire(self, welcome: Welcome) -> None:
         """Learn the peer's memory and post one small READ, so that no request pays for it."""
-        local = self._peers.local
+        local, block_bytes = self._peers.local, self._peers.context.layout.block_bytes
+        if welcome.pool.stride_bytes != block_bytes:
+            self._give_up(
+                LoadFailure.INCOMPATIBLE,
+                f"a block has {welcome.pool.stride_bytes} bytes at {self._owner.engine_id} and "
+                f"{block_bytes} at {self._peers.context.engine_id}",
+            )
+            return
         agent = local.agent
         try:
             name = agent.add_peer(welcome.agent_metadata)
             pool = agent.prepare_remote(name, welcome.pool)
             scratch = agent.prepare_remote(name, welcome.scratch)
-            self._remote = _Remote(name, pool, scratch)
+            self._remote = _Remote(name, pool, welcome.pool.num_units, scratch)
             units = np.arange(
                 min(local.num_scratch_units, welcome.scratch.num_units), dtype=np.int32
             )
@@ -618,6 +626,15 @@ class Peer:
             return False
         assert self._remote is not None
         loading = next(loading for loading in self.loads.values() if loading.chunks)
+        last_block = max(loading.load.remote_block_ids)
+        if last_block >= self._remote.num_blocks:
+            self._lose(
+                loading,
+                LoadFailure.INCOMPATIBLE,
+                f"the handoff names block {last_block}, {self._owner.engine_id} has "
+                f"{self._remote.num_blocks}",
+            )
+            return True
         if loading.state is LoadState.WAITING:
             loading.state = LoadState.READING
             loading.first_post_s = self._now_s()

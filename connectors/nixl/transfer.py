@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from pdserve.connectors.nixl.agent import NixlAgent
+from pdserve.connectors.nixl.agent import AgentError, NixlAgent
 from pdserve.connectors.nixl.channel import Listener
 from pdserve.connectors.nixl.peers import Local, Peers
 from pdserve.connectors.nixl.protocol import Region, Welcome
@@ -179,6 +179,8 @@ class TransferThread:
 
     def _run(self) -> None:
         """Start, loop until told to stop, end."""
+        if self._kv.is_cuda:
+            torch.cuda.set_device(self._kv.device)  # UCX uses the thread's current context
         self._peers = Peers(
             self._context,
             secret=self._secret,
@@ -207,7 +209,7 @@ class TransferThread:
         while self._inbox:
             self._apply(PullInstructions.from_metadata(self._inbox.popleft()))
         if server.needs_progress:
-            peers.local.agent.progress()
+            self._assist()
         server.tick()
         moved = peers.tick()
         self._publish()
@@ -215,6 +217,13 @@ class TransferThread:
             self._reset_agent()
         elif is_polling and not (was_ready or moved or peers.has_more_to_post):
             time.sleep(_POLL_S)
+
+    def _assist(self) -> None:
+        """Drive what Ds do here. That one of them has died is for its own end to report."""
+        try:
+            self._peers.local.agent.progress()
+        except AgentError as error:
+            _log.warning("kv peer's transfer failed here: %s", error)
 
     def _apply(self, todo: PullInstructions) -> None:
         for grant in todo.grants:

@@ -62,7 +62,10 @@ def _compiler() -> str | None:
 
 def _default_cache_dir() -> Path:
     cache = os.environ.get("XDG_CACHE_HOME")
-    return (Path(cache) if cache else Path.home() / ".cache") / "pdserve"
+    try:
+        return (Path(cache) if cache else Path.home() / ".cache") / "pdserve"
+    except RuntimeError as error:  # a container whose user has no entry in passwd
+        raise BuildError("no home folder for the built kernels: set XDG_CACHE_HOME") from error
 
 
 def _fingerprint(target: str) -> str:

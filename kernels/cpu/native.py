@@ -233,8 +233,7 @@ class NativeKernels:
         rows, width = qkv.shape
         num_heads = width // head_dim - 2 * num_kv_heads
         kind = _same_type(qkv)
-        if kv_layer.dtype != qkv.dtype:
-            raise TypeError(f"cache is {kv_layer.dtype}, qkv is {qkv.dtype}")
+        _check_places(kv_layer, qkv.dtype, positions, slot_mapping)
         num_positions, rotary_dim = cos_sin.shape
         out = qkv.new_empty((rows, num_heads, head_dim))
         status = self._rope_and_cache(
@@ -280,8 +279,7 @@ class NativeKernels:
         rows, num_heads, _ = q.shape
         num_requests, max_blocks = block_tables.shape
         kind = _same_type(q)
-        if kv_layer.dtype != q.dtype:
-            raise TypeError(f"cache is {kv_layer.dtype}, q is {q.dtype}")
+        _check_requests(kv_layer, q.dtype, block_tables, query_start, context_lens)
         out = q.new_empty((rows, num_heads * head_dim))
         status = self._paged_attention(
             _PAGED_ATTENTION(
@@ -396,8 +394,8 @@ class NativeKernels:
         num_blocks, _, num_kv_heads, block_size, head_dim = kv_layer.shape
         rows, width = residual.shape
         kind = _same_type(residual, norm) if x is None else _same_type(residual, norm, x)
-        if kv_layer.dtype != residual.dtype:
-            raise TypeError(f"cache is {kv_layer.dtype}, residual is {residual.dtype}")
+        _check_places(kv_layer, residual.dtype, positions, slot_mapping)
+        _check_requests(kv_layer, residual.dtype, block_tables, query_start, context_lens)
         num_heads = qkv.num_cols // head_dim - 2 * num_kv_heads
         num_positions, rotary_dim = cos_sin.shape
         num_requests, max_blocks = block_tables.shape
@@ -504,6 +502,37 @@ def _same_type(first: Tensor, *others: Tensor) -> int:
         if other.dtype != dtype or not other.is_contiguous():
             raise TypeError(f"want contiguous {dtype}, got {other.dtype} {other.stride()}")
     return kind
+
+
+def _check_places(
+    kv_layer: Tensor, dtype: torch.dtype, positions: Tensor, slot_mapping: Tensor
+) -> None:
+    if kv_layer.dtype != dtype:
+        raise TypeError(f"cache is {kv_layer.dtype}, want {dtype}")
+    if positions.dtype != torch.int64 or slot_mapping.dtype != torch.int64:
+        raise TypeError(f"want int64, got {positions.dtype} and {slot_mapping.dtype}")
+
+
+def _check_requests(
+    kv_layer: Tensor,
+    dtype: torch.dtype,
+    block_tables: Tensor,
+    query_start: Tensor,
+    context_lens: Tensor,
+) -> None:
+    if kv_layer.dtype != dtype:
+        raise TypeError(f"cache is {kv_layer.dtype}, want {dtype}")
+    # A view of the first columns of a wider table would be read as other requests' blocks.
+    if not block_tables.is_contiguous():
+        raise TypeError(f"block_tables is not contiguous: {block_tables.stride()}")
+    if (
+        block_tables.dtype != torch.int32
+        or query_start.dtype != torch.int32
+        or context_lens.dtype != torch.int32
+    ):
+        raise TypeError(
+            f"want int32, got {block_tables.dtype}, {query_start.dtype}, {context_lens.dtype}"
+        )
 
 
 class _Arena:

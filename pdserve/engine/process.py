@@ -81,9 +81,9 @@ class EngineProcess:
         try:
             is_active = True
             while not self._is_over():
-                self._drain_inputs(wait=not is_active)
+                has_input = self._drain_inputs(wait=not is_active)
                 outputs, is_active = self.core.step()
-                if is_active:
+                if is_active or has_input:
                     self._publish(Outputs(outputs, self.core.scheduler.stats()))
             self.core.scheduler.abort_all("the engine is shutting down")
             outputs = self.core.scheduler.drain_outputs()
@@ -101,16 +101,21 @@ class EngineProcess:
             return False
         return time.monotonic() >= self._shutdown_at_s or self.core.scheduler.is_idle
 
-    def _drain_inputs(self, *, wait: bool) -> None:
-        """Take every message that is there; if `wait`, sleep until there is news."""
+    def _drain_inputs(self, *, wait: bool) -> bool:
+        """Take every message that is there, and say whether there was one.
+
+        If `wait`, sleep until there is news.
+        """
         if wait:
             is_waiting = self.core.scheduler.num_unfinished or self._shutdown_at_s is not None
             self._poller.poll(_UNFINISHED_POLL_MS if is_waiting else None)
+        has_input = False
         while True:
             try:
                 frame = self._inputs.recv(zmq.NOBLOCK)
             except zmq.Again:
-                return
+                return has_input
+            has_input = True
             self._take(self._decode.decode(frame))
 
     def _take(self, message: ToEngine) -> None:

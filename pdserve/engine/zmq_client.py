@@ -204,6 +204,8 @@ class ZmqEngineClient:
         With no high-water mark a send fails only when the engine's side is gone, and its
         end is noticed by itself.
         """
+        if self._inputs.closed:
+            return
         with contextlib.suppress(zmq.Again):
             self._inputs.send(self._encode.encode(message), zmq.NOBLOCK)
 

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from pdserve.errors import InternalError
+
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
@@ -26,6 +28,9 @@ class LogitRules:
     Args:
         prompt: The prompt's token ids.
         outputs: Token ids already out.
+
+    Raises:
+        InternalError: `allowed_token_ids` leaves nothing of the vocabulary.
     """
 
     def __init__(
@@ -43,6 +48,11 @@ class LogitRules:
         self._allowed = (
             None if params.allowed_token_ids is None else self._indices(params.allowed_token_ids)
         )
+        if self._allowed is not None and not len(self._allowed):
+            raise InternalError(
+                f"a request allows only {params.allowed_token_ids} of {vocab_size} tokens: the "
+                "server should have refused it"
+            )
         self._bad_words = [word for word in params.bad_words if word]
         self._min_tokens = params.min_tokens
         self._stop_ids = params.eos_token_ids + params.stop_token_ids

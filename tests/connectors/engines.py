@@ -224,6 +224,7 @@ def _serve(pipe: Connection, environment: dict[str, str], arguments: dict[str, A
             pipe.send(None)
             break
         if call == "settled":
+            engine.step()
             pipe.send(engine.settled)
         else:
             pipe.send(getattr(engine, call)(*args, **kwargs))

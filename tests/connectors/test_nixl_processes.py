@@ -112,6 +112,24 @@ def test_p_killed_in_mid_read_fails_the_load_within_a_bound(
     assert not d.received
 
 
+def test_an_abort_in_mid_read_is_reported_once_nothing_can_land_any_more(
+    remote: Callable[..., RemoteEngine],
+    local: Callable[..., Engine],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("UCX_TLS", "tcp")
+    p, d = remote("P", environment=TCP, shape=BIG), local("D", shape=BIG)
+    request = d.queue(BIG_PROMPT, p.prefill(BIG_PROMPT, range(12)), "r")
+    d.load(request, range(12))
+    until(lambda: bytes_have_begun_to_land(d))
+    d.scheduler.request_aborted(request)
+    d.until(lambda: d.failed or d.received)
+    d.kv.fill_(9.0)
+    assert [f.reason for f in d.failed] == [LoadFailure.ABORTED]
+    until(lambda: [s.end for s in p.settled] == [LeaseEnd.RELEASED])
+    assert bool((d.kv == 9.0).all())
+
+
 def test_a_hung_p_is_fenced_by_a_new_agent_and_other_peers_serve_on(
     remote: Callable[..., RemoteEngine],
     local: Callable[..., Engine],
@@ -171,17 +189,34 @@ def test_d_killed_before_it_confirmed_leaves_the_lease_to_another_d(
     assert second.holds([4, 5, 6], [7, 2, 3])
 
 
+def test_d_killed_in_mid_read_harms_neither_p_nor_another_d(
+    remote: Callable[..., RemoteEngine],
+    local: Callable[..., Engine],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("UCX_TLS", "tcp")
+    p = local("P", shape=BIG, transfer_timeout_s=1.0)
+    d = remote("D", environment=TCP, shape=BIG)
+    handoff = p.prefill(BIG_PROMPT, range(12))
+    d.call("load", d.call("queue", BIG_PROMPT, handoff, "r"), range(12))
+    time.sleep(0.03)
+    d.process.kill()
+    d.process.join()
+    second = local("D2", shape=BIG)
+    second.load(second.queue(PROMPT, p.prefill(PROMPT, [1, 2, 3], seed=3), "r"), [4, 5, 6])
+    second.until(lambda: second.received)
+    assert second.holds([4, 5, 6], [1, 2, 3], seed=3)
+    p.scheduler.release_lease(handoff.nonce)
+    p.until(lambda: len(p.settled) == 2, timeout_s=5.0)
+
+
 def thread_cpu_share(engine: Engine, for_s: float) -> float:
     """Share of one core that the transfer thread and NIXL's own threads use."""
     main = os.getpid()
 
     def used_s() -> float:
-        ticks = 0
-        for task in Path("/proc/self/task").iterdir():
-            if int(task.name) != main:
-                fields = (task / "stat").read_text().rsplit(")", 1)[1].split()
-                ticks += int(fields[11]) + int(fields[12])
-        return ticks / os.sysconf("SC_CLK_TCK")
+        others = (t for t in Path("/proc/self/task").iterdir() if int(t.name) != main)
+        return sum(int((task / "schedstat").read_text().split()[0]) for task in others) / 1e9
 
     before = used_s()
     time.sleep(for_s)

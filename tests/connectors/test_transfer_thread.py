@@ -128,3 +128,16 @@ def test_close_with_a_load_in_flight_ends_in_time(make: Callable[..., Engine]) -
         started_s = time.monotonic()
         d.worker.close(1.0)
         assert time.monotonic() - started_s < 2.0
+
+
+def test_a_handoff_of_blocks_that_p_does_not_have_fails_as_a_value(
+    make: Callable[..., Engine],
+) -> None:
+    p, d = make("P"), make("D")
+    beyond = signed_with(p.prefill(PROMPT, [1, 2, 3]), block_ids=[1, 2, 32])
+    d.load(d.queue(PROMPT, beyond, "r"), [4, 5, 6])
+    d.until(lambda: d.failed)
+    assert [f.reason for f in d.failed] == [LoadFailure.INCOMPATIBLE]
+    assert "block 32" in d.failed[0].detail
+    d.load(d.queue(PROMPT, p.prefill(PROMPT, [1, 2, 3]), "r2"), [4, 5, 6])
+    d.until(lambda: d.received)

@@ -74,7 +74,7 @@ async def test_a_third_of_200_streams_cut_off_leaves_every_block_free(
             # Late enough to be admitted, early enough that most are still in the queue, in
             # the prefill, in the transfer or in the decode when they leave.
             rng = random.Random(5)
-            leave = [rng.uniform(0.0, 3.0) if index % 3 == 0 else None for index in range(NUM_STREAMS)]
+            leave = [rng.uniform(0.0, 3.0) if i % 3 == 0 else None for i in range(NUM_STREAMS)]
             ends = await asyncio.gather(
                 *(stream(session, url, index, leave[index]) for index in range(NUM_STREAMS))
             )

@@ -21,9 +21,7 @@ if TYPE_CHECKING:
 
 pytestmark = [pytest.mark.e2e, pytest.mark.chaos, pytest.mark.timeout(240)]
 
-PROMPTS = [
-    [3 + (29 * i + 7 * n) % 311 for i in range(20 + 17 * n)] for n in range(20)
-]
+PROMPTS = [[3 + (29 * i + 7 * n) % 311 for i in range(20 + 17 * n)] for n in range(20)]
 NUM_TOKENS = 200
 LEASE_S = 6.0
 

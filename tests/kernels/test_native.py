@@ -148,6 +148,14 @@ def test_a_block_outside_the_cache_is_refused(bad_id: int) -> None:
 
 
 @needs_native
+def test_block_tables_that_are_a_view_are_refused() -> None:
+    inputs = list(attention_inputs([1, 1], [40, 9], (2, 1), 32, dtype=torch.float32, device=CPU))
+    inputs[2] = inputs[2][:, :-1]
+    with pytest.raises(TypeError, match="block_tables"):
+        paged_attention(*inputs)
+
+
+@needs_native
 def test_a_context_longer_than_the_table_is_refused() -> None:
     inputs = attention_inputs([1], [40], (2, 1), 32, dtype=torch.float32, device=CPU)
     inputs[4][0] = 1000

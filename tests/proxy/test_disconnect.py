@@ -139,6 +139,26 @@ async def test_between_the_first_token_and_its_handoff(make_stack, prefill, deco
     await assert_nothing_held(stack)
 
 
+async def test_while_the_first_token_is_still_being_written(make_stack, prefill, decode):
+    """A client that does not read: its first token waits, and so does the handoff in hand."""
+
+    async def verbose(call, request):
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        await response.prepare(request)
+        handoff = sse({"pdserve_handoff": prefill.handoff(call)})
+        await response.write(prefill.chunk(call, "x" * (12 << 20)) + handoff)
+        return response
+
+    prefill.hook = verbose
+    stack = await make_stack([prefill], [decode])
+    async with stack.post({"prompt": "hi", "stream": True}) as response:
+        assert response.status == 200
+        await asyncio.sleep(0.1)
+        assert decode.calls == []
+    await until(lambda: len(prefill.released) == 1)
+    await assert_nothing_held(stack)
+
+
 async def test_while_the_decode_engine_reads_the_kv(make_stack, prefill, decode):
     async def hang(call, request):
         await asyncio.Event().wait()

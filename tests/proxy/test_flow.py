@@ -354,6 +354,26 @@ async def test_an_error_event_of_the_prefill_engine_is_a_failure_like_any(make_s
     assert text_in(await stack.stream()) == text_of(3, 4)
 
 
+async def test_an_answer_without_an_end_leaves_its_connection_fit_for_the_next(make_stack):
+    (prefill,) = prefills()
+    broken = True
+
+    async def endless(call, request):
+        nonlocal broken
+        if broken:
+            broken = False
+            return web.Response(body=first_chunk(), content_type="text/event-stream")
+        return None
+
+    prefill.hook = endless
+    stack = await make_stack([prefill], decodes())
+    assert text_in(await stack.stream()) == text_of(3, 4)
+    assert legs([prefill]) == ["prefill", "prefill"]
+    metrics = await stack.metrics()
+    failures = [v for k, v in metrics.items() if k.startswith("pdserve_leg_failures_total")]
+    assert sum(failures) == 1
+
+
 async def test_a_handoff_that_cannot_be_read_is_a_failure_of_its_engine(make_stack):
     bad, good = prefills(2)
     stream = first_chunk() + sse({"pdserve_handoff": {"pdserve": {"handoffs": ["!"]}}}) + DONE
@@ -460,6 +480,17 @@ async def test_an_error_that_blames_the_request_ends_the_stream(make_stack):
     events = events_of(await stack.stream())
     assert events[-1] == blame
     assert len(decode.calls) == 1
+    await until(lambda: not prefill.leased)
+
+
+async def test_decode_engines_without_room_are_asked_once_each(make_stack):
+    (prefill,), busy = prefills(), decodes(2)
+    for engine in busy:
+        engine.hook = answers(429, b'{"error":{"message":"full"}}')
+    stack = await make_stack([prefill], busy)
+    async with stack.post() as response:
+        assert response.status == 429
+    assert legs(busy) == ["decode", "decode"]
     await until(lambda: not prefill.leased)
 
 

@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from pdserve.wire.request import EngineOutput, FinishReason
 from tests.server.conftest import events, make_engine, serving
 
 COMPLETIONS = "/v1/completions"
@@ -290,3 +291,25 @@ async def test_an_unusable_request_id_is_replaced(server, given):
         server.url + COMPLETIONS, json=PROMPT, headers={"X-Request-Id": given}
     ) as response:
         assert response.headers["X-Request-Id"] not in ("", given)
+
+
+@pytest.mark.parametrize(
+    ("reason", "deadline", "status", "code"),
+    [
+        (FinishReason.ERROR, None, 500, "internal_error"),
+        (FinishReason.ABORT, None, 503, "unavailable"),
+        (FinishReason.ABORT, "1.0", 504, "deadline_exceeded"),
+    ],
+)
+async def test_what_the_engine_gives_up_is_an_error(text, reason, deadline, status, code):
+    engine = make_engine(text)
+
+    async def generate(request):
+        yield EngineOutput(request_id=request.request_id, finish_reason=reason, error="it said why")
+
+    engine.generate = generate
+    headers = {} if deadline is None else {"X-Pdserve-Deadline": deadline}
+    async with serving(text, engine) as server:
+        got, error = await server.refused(COMPLETIONS, PROMPT, **headers)
+    assert (got, error["code"]) == (status, code)
+    assert deadline is not None or error["message"] == "it said why"

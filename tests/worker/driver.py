@@ -45,7 +45,7 @@ class Driver:
         self._num_computed: dict[str, int] = {}
         self._blocks: dict[str, list[BlockId]] = {}
         self._waiting: dict[str, tuple[list[int], list[int], SamplingParams]] = {}
-        # Reversed and interleaved, so that no request's blocks are adjacent.
+        # Taken from the end: block ids fall while positions rise.
         self._free = [BlockId(i) for i in range(info.layout.num_blocks)]
         self._gone: list[RequestId] = []
         self._step_id = 0

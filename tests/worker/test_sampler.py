@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+from pdserve.errors import InternalError
 from pdserve.worker.philox import uniforms
 from pdserve.worker.sampler import NonFiniteLogitsError, Sampler
 from tests.worker.driver import params
@@ -234,6 +235,23 @@ def test_soft_masks_give_way_where_they_would_leave_nothing() -> None:
     p = params(allowed_token_ids=(3, 7), min_tokens=5, eos_token_ids=(3,), bad_words=((7,),))
     logits = torch.arange(10.0)[None]
     assert draws(logits, p, [1], []) == [7]
+
+
+@pytest.mark.parametrize("allowed", [(), (VOCAB, VOCAB + 1)])
+def test_a_request_that_allows_no_token_is_refused(allowed: tuple[int, ...]) -> None:
+    with pytest.raises(InternalError, match="the server should have refused it"):
+        Sampler(1, VOCAB, CPU).add(0, params(allowed_token_ids=allowed), [1], [])
+
+
+def test_ids_outside_the_vocabulary_forbid_and_favour_nothing() -> None:
+    p = params(
+        allowed_token_ids=(3, 99),
+        bad_words=((50,),),
+        logit_bias={70: 5.0},
+        min_tokens=3,
+        eos_token_ids=(60,),
+    )
+    assert draws(torch.arange(10.0)[None], p, [1], []) == [3]
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])

@@ -1,0 +1,21 @@
+from __future__ import annotations
+
+import re
+
+from tests.cli.process import ROOT
+
+TREES = ("pdserve", "connectors", "proxy", "kernels")
+LINKS = {ROOT / "pdserve" / name for name in TREES[1:]}
+
+
+def test_every_module_has_its_line_in_the_structure() -> None:
+    text = (ROOT / "docs" / "structure.md").read_text()
+    listed = re.findall(r"^\| `([\w/]+\.py)` \|", text, re.MULTILINE)
+    modules = [
+        str(file.relative_to(ROOT))
+        for tree in TREES
+        for file in (ROOT / tree).rglob("*.py")
+        if not LINKS.intersection(file.parents)
+        and (file.name != "__init__.py" or file.parent == ROOT / "pdserve")
+    ]
+    assert sorted(listed) == sorted(modules)

@@ -1,0 +1,112 @@
+"""The pure decisions, over every small case hypothesis can think of."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pdserve.scheduler.plan import Candidate, plan_admission, plan_running
+
+BLOCK = 4
+
+
+@st.composite
+def candidates(draw: st.DrawFn) -> list[Candidate]:
+    """Running requests with as many blocks as their tokens need, in order of rank."""
+    found = []
+    for order in range(draw(st.integers(0, 6))):
+        computed = draw(st.integers(0, 30))
+        found.append(
+            Candidate(
+                draw(st.one_of(st.just(1), st.integers(0, 20))),
+                computed,
+                -(-computed // BLOCK),
+                (draw(st.integers(0, 2)), order),
+            )
+        )
+    return found
+
+
+@given(
+    batch=candidates(),
+    budget=st.integers(1, 24),
+    free=st.integers(0, 8),
+    may_split=st.booleans(),
+    may_preempt=st.booleans(),
+)
+def test_a_plan_keeps_within_budget_and_blocks_and_preempts_the_lowest_first(
+    batch: list[Candidate], budget: int, free: int, may_split: bool, may_preempt: bool
+) -> None:
+    plan = plan_running(
+        batch,
+        token_budget=budget,
+        num_free_blocks=free,
+        block_size=BLOCK,
+        may_split=may_split,
+        freed_by=(lambda index: batch[index].num_blocks) if may_preempt else None,
+    )
+    assert sum(plan.num_tokens.values()) + plan.budget_left == budget
+    freed = sum(batch[index].num_blocks for index in plan.preempted)
+    assert sum(plan.num_new_blocks.values()) <= free + freed
+    assert not set(plan.preempted) & set(plan.num_tokens)
+    assert may_preempt or not plan.preempted
+    for index, num_tokens in plan.num_tokens.items():
+        request = batch[index]
+        assert 0 < num_tokens <= request.num_wanted
+        assert may_split or num_tokens == request.num_wanted
+        blocks = request.num_blocks + plan.num_new_blocks[index]
+        assert blocks * BLOCK >= request.num_computed + num_tokens
+    ranks = [batch[index].rank for index in plan.preempted]
+    assert ranks == sorted(ranks, reverse=True)
+    kept = [c.rank for i, c in enumerate(batch) if i not in plan.preempted]
+    assert not ranks or not kept or min(ranks) > max(kept), "a lower one was kept"
+
+
+@given(batch=candidates(), budget=st.integers(1, 24))
+def test_with_blocks_to_spare_the_first_request_always_advances(
+    batch: list[Candidate], budget: int
+) -> None:
+    plan = plan_running(
+        batch,
+        token_budget=budget,
+        num_free_blocks=1000,
+        block_size=BLOCK,
+        may_split=True,
+        freed_by=None,
+    )
+    hungry = [index for index, request in enumerate(batch) if request.num_wanted]
+    assert not hungry or hungry[0] in plan.num_tokens
+
+
+@given(
+    num_tokens=st.integers(1, 100),
+    computed=st.integers(0, 99),
+    budget=st.integers(1, 50),
+    free=st.integers(0, 30),
+    reserved=st.integers(0, 3),
+    may_split=st.booleans(),
+)
+def test_a_request_is_admitted_only_if_all_of_it_fits(
+    num_tokens: int, computed: int, budget: int, free: int, reserved: int, may_split: bool
+) -> None:
+    computed = min(computed, num_tokens - 1) // BLOCK * BLOCK
+    hit = computed // BLOCK
+    admission = plan_admission(
+        num_tokens=num_tokens,
+        num_computed=computed,
+        num_hit_blocks=hit,
+        num_hit_free=hit,
+        token_budget=budget,
+        num_free_blocks=free,
+        num_reserved_blocks=reserved,
+        block_size=BLOCK,
+        may_split=may_split,
+    )
+    fits = -(-num_tokens // BLOCK) + reserved <= free
+    if not fits:
+        assert admission is None
+    elif admission is None:
+        assert not may_split
+        assert num_tokens - computed > budget
+    else:
+        assert 0 < admission.num_tokens <= min(budget, num_tokens - computed)
