@@ -321,7 +321,9 @@ class Peer:
         due_s = min((self._deadline_s(loading) for loading in self.loads.values()), default=_NEVER)
         match self._state:
             case PeerState.IDLE:
-                return min(due_s, self._not_before_s if self._is_wanted else _NEVER)
+                if self.loads:
+                    return -_NEVER  # they are carried on or lost at once
+                return self._not_before_s if self._is_wanted else _NEVER
             case PeerState.CONNECTING | PeerState.WIRING:
                 return min(due_s, self._handshake_ends_s, self._next_beat_s)
             case PeerState.READY:

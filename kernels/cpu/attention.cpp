@@ -173,90 +173,14 @@ class Ahead {
     int num_ranges_ = 0, next_ = 0;
 };
 
-template <class T>
-class Attention {
+// What packed tiles do to the states of rows; the same for all types with one packed form.
+template <class Unit>
+class RowMath {
    public:
-    using Unit = typename Format<T>::Input;  // of packed tiles, queries and weights
     static constexpr int kDepth = Format<Unit>::kDepth;
 
-    Attention(const PdPagedAttention& p, std::atomic<int32_t>& status)
-        : p_(p),
-          status_(status),
-          group_(p.num_heads / p.num_kv_heads),
-          log2_scale_(p.scale * kLog2E) {}
-
-    // Attends the rows of `block` under KV heads [first_head, end_head) to one partition; overwrites
-    // `states`, one per head. Heads are taken in turn for each tile: theirs lie side by side.
-    // `next` is the block to come, if that is known.
-    void attend(const Block& block, int64_t first_head, int64_t end_head, int64_t partition,
-                const State* states, const Block* next) const {
-        const int64_t head_dim = p_.head_dim;
-        const int64_t rows = block.num_tokens * group_;
-        auto* queries = static_cast<Unit*>(
-            scratch(Scratch::kInput, (end_head - first_head) * rows * head_dim * kUnitBytes));
-        for (int64_t head = first_head; head < end_head; head++) {
-            states[head - first_head].clear(rows);
-            gather_queries(block, head, queries + (head - first_head) * rows * head_dim);
-        }
-        auto* keys = static_cast<Unit*>(scratch(Scratch::kTile, 2 * kTile * head_dim * kUnitBytes));
-        Unit* values = keys + kTile * head_dim;
-
-        const int64_t low = block.low_position(p_.window) / kTile * kTile;
-        const int64_t last = std::min(block.end_position(), (partition + 1) * kPartition);
-        for (int64_t start = std::max(low, partition * kPartition); start < last; start += kTile) {
-            const int64_t count = std::min<int64_t>(kTile, last - start);
-            for (int64_t head = first_head; head < end_head; head++) {
-                TileRows<T> tile;
-                find_rows(block.request, head, start, count, tile);
-                Ahead ahead;
-                if (head + 1 < end_head) {
-                    look_ahead(block, head + 1, start, ahead);
-                } else if (start + kTile < block.end_position()) {
-                    look_ahead(block, first_head, start + kTile, ahead);
-                } else if (next != nullptr) {
-                    const int64_t first = next->low_position(p_.window) / kTile * kTile;
-                    look_ahead(*next, first_head, first, ahead);
-                }
-                pack_keys(tile, count, keys, ahead);
-                pack_values(tile, count, values, ahead);
-                take_bands(block, start, queries + (head - first_head) * rows * head_dim, keys,
-                           values, states[head - first_head]);
-            }
-        }
-    }
-
-    // Folds the later partition's state into that of the earlier ones.
-    void merge(State into, State later, int64_t rows) const {
-        for (int64_t row = 0; row < rows; row++) {
-            const float top = std::max(into.top[row], later.top[row]);
-            const F16 base = splat(top == kMinusInf ? 0.0f : top);
-            const F16 a = rescale(splat(into.top[row]), base);
-            const F16 b = rescale(splat(later.top[row]), base);
-            into.top[row] = top;
-            const auto fold = [&](float* x, const float* y) {
-                store(x, fma(load(y), b, load(x) * a));
-            };
-            fold(into.sum + row * kLanes, later.sum + row * kLanes);
-            for (int64_t d = 0; d < p_.head_dim; d += kLanes) {
-                fold(into.out + row * p_.head_dim + d, later.out + row * p_.head_dim + d);
-            }
-        }
-    }
-
-    // Writes the attended rows.
-    void finish(const Block& block, int64_t kv_head, State state) const {
-        const int64_t group = group_;
-        for (int64_t row = 0; row < block.num_tokens * group; row++) {
-            const F16 scale = splat(1.0f / sum_lanes(load(state.sum + row * kLanes)));
-            T* to = static_cast<T*>(p_.out) + head_offset(block, kv_head, row);
-            for (int64_t d = 0; d < p_.head_dim; d += kLanes) {
-                store(to + d, load(state.out + row * p_.head_dim + d) * scale);
-            }
-        }
-    }
-
-   private:
-    static constexpr int64_t kUnitBytes = sizeof(Unit);
+    explicit RowMath(const PdPagedAttention& p)
+        : p_(p), group_(p.num_heads / p.num_kv_heads), log2_scale_(p.scale * kLog2E) {}
 
     // Adds one tile to all rows of a block, in bands of nearly equal height of at most kMaxRows.
     void take_bands(const Block& block, int64_t start, const Unit* queries, const Unit* keys,
@@ -278,106 +202,10 @@ class Attention {
         }
     }
 
-    // Where a row's head starts in q, and in the output.
-    int64_t head_offset(const Block& block, int64_t kv_head, int64_t row) const {
-        const int64_t group = group_;
-        const int64_t token = block.first_token + row / group;
-        return (token * p_.num_heads + kv_head * group + row % group) * p_.head_dim;
-    }
-
+   private:
     // First position that the query at `position` sees.
     int64_t low_of(int64_t position) const {
         return p_.window == 0 ? 0 : std::max<int64_t>(0, position - p_.window + 1);
-    }
-
-    void gather_queries(const Block& block, int64_t kv_head, Unit* to) const {
-        for (int64_t row = 0; row < block.num_tokens * group_; row++, to += p_.head_dim) {
-            const T* from = static_cast<const T*>(p_.q) + head_offset(block, kv_head, row);
-            for (int64_t d = 0; d < p_.head_dim; d += kLanes) store(to + d, load(from + d));
-        }
-    }
-
-    // The keys of the block that holds `position`, from its first one; null if the id is bad.
-    const T* block_keys(int64_t request, int64_t kv_head, int64_t position) const {
-        const int64_t index = position / p_.block_size;
-        const int64_t id = p_.block_tables[request * p_.max_blocks + index];
-        if (id < 0 || id >= p_.num_blocks) return nullptr;
-        return static_cast<const T*>(p_.kv) + id * p_.block_stride +
-               kv_head * p_.block_size * p_.head_dim;
-    }
-
-    // Positions from `count` up to the next multiple of 16 get zeros: the cache may hold anything
-    // there, even NaN, and a weight of 0 would not silence that.
-    void find_rows(int64_t request, int64_t kv_head, int64_t start, int64_t count,
-                   TileRows<T>& tile) const {
-        static const T kZeros[kMaxHeadDim] = {};
-        const int64_t to_values = p_.num_kv_heads * p_.block_size * p_.head_dim;
-        std::fill(tile.key, tile.key + kTile, kZeros);
-        std::fill(tile.value, tile.value + kTile, kZeros);
-        for (int64_t i = 0; i < count; i += p_.block_size) {
-            const T* keys = block_keys(request, kv_head, start + i);
-            if (keys == nullptr) {
-                status_.store(kBadBlock, std::memory_order_relaxed);
-                continue;
-            }
-            for (int64_t j = 0; j < std::min(p_.block_size, count - i); j++) {
-                tile.key[i + j] = keys + j * p_.head_dim;
-                tile.value[i + j] = keys + j * p_.head_dim + to_values;
-            }
-        }
-    }
-
-    void look_ahead(const Block& block, int64_t kv_head, int64_t start, Ahead& ahead) const {
-        const int64_t count = std::min<int64_t>(kTile, block.end_position() - start);
-        const int64_t to_values = p_.num_kv_heads * p_.block_size * p_.head_dim;
-        const T* keys[kTile];
-        int num_blocks = 0;
-        for (int64_t i = 0; i < count; i += p_.block_size) {
-            const T* at = block_keys(block.request, kv_head, start + i);
-            if (at != nullptr) keys[num_blocks++] = at;
-        }
-        const int64_t num_bytes = p_.block_size * p_.head_dim * static_cast<int64_t>(sizeof(T));
-        for (int i = 0; i < num_blocks; i++) ahead.add(keys[i], num_bytes);
-        for (int i = 0; i < num_blocks; i++) ahead.add(keys[i] + to_values, num_bytes);
-    }
-
-    // To [Dh / kDepth][kTile][kDepth].
-    void pack_keys(const TileRows<T>& tile, int64_t count, Unit* to, Ahead& ahead) const {
-        const int64_t num_words = p_.head_dim / kDepth;
-        for (int64_t i = 0; i < count; i += kLanes) {
-            for (int64_t word = 0; word < num_words; word += kLanes) {
-                const int n = static_cast<int>(std::min<int64_t>(kLanes, num_words - word));
-                F16 rows[kLanes];
-                for (int j = 0; j < kLanes; j++) {
-                    rows[j] = load_words(tile.key[i + j] + word * kDepth, n);
-                }
-                float* at = reinterpret_cast<float*>(to + (word * kTile + i) * kDepth);
-                store_transposed(rows, at, kTile, n);
-                ahead.ask(kLanes);
-            }
-        }
-    }
-
-    // n words of kDepth units each, as bits.
-    static F16 load_words(const T* from, int n) {
-        if constexpr (kDepth == 2) return load(reinterpret_cast<const float*>(from), n);
-        else return load(from, n);
-    }
-
-    // To [kTile / kDepth][Dh][kDepth].
-    void pack_values(const TileRows<T>& tile, int64_t count, Unit* to, Ahead& ahead) const {
-        const int64_t padded = (count + kLanes - 1) / kLanes * kLanes;
-        for (int64_t i = 0; i < padded; i += kDepth) {
-            ahead.ask(p_.head_dim / kLanes);
-            Unit* at = to + i * p_.head_dim;
-            if constexpr (kDepth == 2) {
-                interleave(tile.value[i], tile.value[i + 1], p_.head_dim, at);
-            } else {
-                for (int64_t d = 0; d < p_.head_dim; d += kLanes) {
-                    store(at + d, load(tile.value[i] + d));
-                }
-            }
-        }
     }
 
     // Adds one tile to the states of kRows rows.
@@ -503,9 +331,193 @@ class Attention {
     }
 
     const PdPagedAttention& p_;
-    std::atomic<int32_t>& status_;
-    const int64_t group_;      // query heads per KV head
+    const int64_t group_;     // query heads per KV head
     const float log2_scale_;  // scores are kept in powers of two
+};
+
+template <class T>
+class Attention {
+   public:
+    using Unit = typename Format<T>::Input;  // of packed tiles, queries and weights
+    static constexpr int kDepth = Format<Unit>::kDepth;
+
+    Attention(const PdPagedAttention& p, std::atomic<int32_t>& status)
+        : p_(p), status_(status), group_(p.num_heads / p.num_kv_heads), math_(p) {}
+
+    // Attends the rows of `block` under KV heads [first_head, end_head) to one partition; overwrites
+    // `states`, one per head. Heads are taken in turn for each tile: theirs lie side by side.
+    // `next` is the block to come, if that is known.
+    void attend(const Block& block, int64_t first_head, int64_t end_head, int64_t partition,
+                const State* states, const Block* next) const {
+        const int64_t head_dim = p_.head_dim;
+        const int64_t rows = block.num_tokens * group_;
+        auto* queries = static_cast<Unit*>(
+            scratch(Scratch::kInput, (end_head - first_head) * rows * head_dim * kUnitBytes));
+        for (int64_t head = first_head; head < end_head; head++) {
+            states[head - first_head].clear(rows);
+            gather_queries(block, head, queries + (head - first_head) * rows * head_dim);
+        }
+        auto* keys = static_cast<Unit*>(scratch(Scratch::kTile, 2 * kTile * head_dim * kUnitBytes));
+        Unit* values = keys + kTile * head_dim;
+
+        const int64_t low = block.low_position(p_.window) / kTile * kTile;
+        const int64_t last = std::min(block.end_position(), (partition + 1) * kPartition);
+        for (int64_t start = std::max(low, partition * kPartition); start < last; start += kTile) {
+            const int64_t count = std::min<int64_t>(kTile, last - start);
+            for (int64_t head = first_head; head < end_head; head++) {
+                TileRows<T> tile;
+                find_rows(block.request, head, start, count, tile);
+                Ahead ahead;
+                if (head + 1 < end_head) {
+                    look_ahead(block, head + 1, start, ahead);
+                } else if (start + kTile < block.end_position()) {
+                    look_ahead(block, first_head, start + kTile, ahead);
+                } else if (next != nullptr) {
+                    const int64_t first = next->low_position(p_.window) / kTile * kTile;
+                    look_ahead(*next, first_head, first, ahead);
+                }
+                pack_keys(tile, count, keys, ahead);
+                pack_values(tile, count, values, ahead);
+                const Unit* own = queries + (head - first_head) * rows * head_dim;
+                math_.take_bands(block, start, own, keys, values, states[head - first_head]);
+            }
+        }
+    }
+
+    // Folds the later partition's state into that of the earlier ones.
+    void merge(State into, State later, int64_t rows) const {
+        for (int64_t row = 0; row < rows; row++) {
+            const float top = std::max(into.top[row], later.top[row]);
+            const F16 base = splat(top == kMinusInf ? 0.0f : top);
+            const F16 a = rescale(splat(into.top[row]), base);
+            const F16 b = rescale(splat(later.top[row]), base);
+            into.top[row] = top;
+            const auto fold = [&](float* x, const float* y) {
+                store(x, fma(load(y), b, load(x) * a));
+            };
+            fold(into.sum + row * kLanes, later.sum + row * kLanes);
+            for (int64_t d = 0; d < p_.head_dim; d += kLanes) {
+                fold(into.out + row * p_.head_dim + d, later.out + row * p_.head_dim + d);
+            }
+        }
+    }
+
+    // Writes the attended rows.
+    void finish(const Block& block, int64_t kv_head, State state) const {
+        const int64_t group = group_;
+        for (int64_t row = 0; row < block.num_tokens * group; row++) {
+            const F16 scale = splat(1.0f / sum_lanes(load(state.sum + row * kLanes)));
+            T* to = static_cast<T*>(p_.out) + head_offset(block, kv_head, row);
+            for (int64_t d = 0; d < p_.head_dim; d += kLanes) {
+                store(to + d, load(state.out + row * p_.head_dim + d) * scale);
+            }
+        }
+    }
+
+   private:
+    static constexpr int64_t kUnitBytes = sizeof(Unit);
+
+    // Where a row's head starts in q, and in the output.
+    int64_t head_offset(const Block& block, int64_t kv_head, int64_t row) const {
+        const int64_t group = group_;
+        const int64_t token = block.first_token + row / group;
+        return (token * p_.num_heads + kv_head * group + row % group) * p_.head_dim;
+    }
+
+    void gather_queries(const Block& block, int64_t kv_head, Unit* to) const {
+        for (int64_t row = 0; row < block.num_tokens * group_; row++, to += p_.head_dim) {
+            const T* from = static_cast<const T*>(p_.q) + head_offset(block, kv_head, row);
+            for (int64_t d = 0; d < p_.head_dim; d += kLanes) store(to + d, load(from + d));
+        }
+    }
+
+    // The keys of the block that holds `position`, from its first one; null if the id is bad.
+    const T* block_keys(int64_t request, int64_t kv_head, int64_t position) const {
+        const int64_t index = position / p_.block_size;
+        const int64_t id = p_.block_tables[request * p_.max_blocks + index];
+        if (id < 0 || id >= p_.num_blocks) return nullptr;
+        return static_cast<const T*>(p_.kv) + id * p_.block_stride +
+               kv_head * p_.block_size * p_.head_dim;
+    }
+
+    // Positions from `count` up to the next multiple of 16 get zeros: the cache may hold anything
+    // there, even NaN, and a weight of 0 would not silence that.
+    void find_rows(int64_t request, int64_t kv_head, int64_t start, int64_t count,
+                   TileRows<T>& tile) const {
+        static const T kZeros[kMaxHeadDim] = {};
+        const int64_t to_values = p_.num_kv_heads * p_.block_size * p_.head_dim;
+        std::fill(tile.key, tile.key + kTile, kZeros);
+        std::fill(tile.value, tile.value + kTile, kZeros);
+        for (int64_t i = 0; i < count; i += p_.block_size) {
+            const T* keys = block_keys(request, kv_head, start + i);
+            if (keys == nullptr) {
+                status_.store(kBadBlock, std::memory_order_relaxed);
+                continue;
+            }
+            for (int64_t j = 0; j < std::min(p_.block_size, count - i); j++) {
+                tile.key[i + j] = keys + j * p_.head_dim;
+                tile.value[i + j] = keys + j * p_.head_dim + to_values;
+            }
+        }
+    }
+
+    void look_ahead(const Block& block, int64_t kv_head, int64_t start, Ahead& ahead) const {
+        const int64_t count = std::min<int64_t>(kTile, block.end_position() - start);
+        const int64_t to_values = p_.num_kv_heads * p_.block_size * p_.head_dim;
+        const T* keys[kTile];
+        int num_blocks = 0;
+        for (int64_t i = 0; i < count; i += p_.block_size) {
+            const T* at = block_keys(block.request, kv_head, start + i);
+            if (at != nullptr) keys[num_blocks++] = at;
+        }
+        const int64_t num_bytes = p_.block_size * p_.head_dim * static_cast<int64_t>(sizeof(T));
+        for (int i = 0; i < num_blocks; i++) ahead.add(keys[i], num_bytes);
+        for (int i = 0; i < num_blocks; i++) ahead.add(keys[i] + to_values, num_bytes);
+    }
+
+    // To [Dh / kDepth][kTile][kDepth].
+    void pack_keys(const TileRows<T>& tile, int64_t count, Unit* to, Ahead& ahead) const {
+        const int64_t num_words = p_.head_dim / kDepth;
+        for (int64_t i = 0; i < count; i += kLanes) {
+            for (int64_t word = 0; word < num_words; word += kLanes) {
+                const int n = static_cast<int>(std::min<int64_t>(kLanes, num_words - word));
+                F16 rows[kLanes];
+                for (int j = 0; j < kLanes; j++) {
+                    rows[j] = load_words(tile.key[i + j] + word * kDepth, n);
+                }
+                float* at = reinterpret_cast<float*>(to + (word * kTile + i) * kDepth);
+                store_transposed(rows, at, kTile, n);
+                ahead.ask(kLanes);
+            }
+        }
+    }
+
+    // n words of kDepth units each, as bits.
+    static F16 load_words(const T* from, int n) {
+        if constexpr (kDepth == 2) return load(reinterpret_cast<const float*>(from), n);
+        else return load(from, n);
+    }
+
+    // To [kTile / kDepth][Dh][kDepth].
+    void pack_values(const TileRows<T>& tile, int64_t count, Unit* to, Ahead& ahead) const {
+        const int64_t padded = (count + kLanes - 1) / kLanes * kLanes;
+        for (int64_t i = 0; i < padded; i += kDepth) {
+            ahead.ask(p_.head_dim / kLanes);
+            Unit* at = to + i * p_.head_dim;
+            if constexpr (kDepth == 2) {
+                interleave(tile.value[i], tile.value[i + 1], p_.head_dim, at);
+            } else {
+                for (int64_t d = 0; d < p_.head_dim; d += kLanes) {
+                    store(at + d, load(tile.value[i] + d));
+                }
+            }
+        }
+    }
+
+    const PdPagedAttention& p_;
+    std::atomic<int32_t>& status_;
+    const int64_t group_;  // query heads per KV head
+    const RowMath<Unit> math_;
 };
 
 bool valid(const PdPagedAttention& p) {

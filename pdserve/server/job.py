@@ -85,6 +85,7 @@ class Choice:
     handoff: KVHandoff | None = None
     finish_reason: FinishReason | None = None
     stages: RequestStages | None = None
+    load_failures: list[str] = field(default_factory=list)
     first_token_s: float | None = None
     own_token_s: float | None = None
     last_token_s: float | None = None
@@ -253,6 +254,11 @@ class Job:
         in_engine_s = sum(value for name, value in fields.items() if name != "kv_bytes")
         return fields | {"server_s": max(0.0, ttft_s - in_engine_s), "ttft_s": ttft_s}
 
+    def account(self) -> dict[str, float | int | list[str]]:
+        """Return what the proxy asks for: the stages, and why any KV did not arrive."""
+        failures = [reason for choice in self.choices for reason in choice.load_failures]
+        return {**self.stages(), "load_failures": failures}
+
     def _leader(self) -> Choice:
         """The choice that stands for the job in timings: its first one here."""
         return next(choice for choice in self.choices if choice.request is not None)
@@ -261,6 +267,7 @@ class Job:
         """Keep times and counts of an output."""
         if output.stages is not None:
             choice.stages = output.stages
+        choice.load_failures += output.load_failures
         if not output.new_token_ids:
             return
         now_s = self.service.clock.monotonic_s()

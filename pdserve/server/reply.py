@@ -40,7 +40,7 @@ def hop_events(job: Job, *, with_stages: bool) -> list[dict[str, Any]]:
     if params is not None:
         events.append({"pdserve_handoff": params})
     if with_stages:
-        events.append({"pdserve_stages": job.stages()})
+        events.append({"pdserve_stages": job.account()})
     return events
 
 
@@ -54,7 +54,7 @@ async def send_json(request: web.Request, job: Job, answer: dict[str, Any]) -> w
     if params is not None:
         answer["kv_transfer_params"] = params
     if wants_stages(request):
-        answer["pdserve_stages"] = job.stages()
+        answer["pdserve_stages"] = job.account()
     response = web.Response(body=msgspec.json.encode(answer), content_type="application/json")
     await response.prepare(request)
     await response.write_eof()

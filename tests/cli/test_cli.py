@@ -1,9 +1,9 @@
 from __future__ import annotations
 
+import resource
 import socket
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -17,13 +17,15 @@ HEAVY = {"torch", "aiohttp", "zmq", "numpy", "transformers", "tokenizers", "nixl
 by_command = pytest.mark.parametrize("command", COMMANDS, ids=lambda command: command.name)
 
 
-def test_help_comes_at_once() -> None:
-    def seconds() -> float:
-        started_s = time.perf_counter()
+def test_help_costs_less_than_a_third_of_a_second() -> None:
+    def cpu_s() -> float:
+        """Processor time, which other processes on the machine hardly change."""
+        before = resource.getrusage(resource.RUSAGE_CHILDREN)
         assert pdserve("--help").returncode == 0
-        return time.perf_counter() - started_s
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+        return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
 
-    assert min(seconds() for _ in range(5)) < 0.3
+    assert min(cpu_s() for _ in range(3)) < 0.3
 
 
 def test_no_heavy_package_is_imported_before_the_arguments_are_right() -> None:

@@ -292,8 +292,9 @@ async def test_stages_come_only_when_asked_for_and_sum_to_the_time(text):
         assert all("pdserve_stages" not in chunk for chunk in chunks)
     for stages in (whole, last["pdserve_stages"]):
         assert stages["prefill_s"] == pytest.approx(0.03)
-        parts = sum(v for k, v in stages.items() if k not in ("ttft_s", "kv_bytes"))
+        parts = sum(v for k, v in stages.items() if k.endswith("_s") and k != "ttft_s")
         assert parts == pytest.approx(stages["ttft_s"])
+        assert stages["load_failures"] == []
 
 
 async def test_stages_of_a_decode_engine_tell_what_was_moved(text):
