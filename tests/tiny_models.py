@@ -81,6 +81,25 @@ def _write_tokenizer(directory: Path) -> None:
     )
 
 
+def margins_by_transformers(
+    directory: Path, prompt: list[int], output: list[int]
+) -> list[tuple[int, float]]:
+    """For each output position, the likeliest token and its lead in logits over the next.
+
+    The weights are rounded to bf16 and the arithmetic is fp32, with `output` fed as it is:
+    what an engine that computes in bf16 approximates.
+    """
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.bfloat16).float()
+    with torch.no_grad():
+        logits = model(torch.tensor([prompt + output])).logits[0, len(prompt) - 1 : -1]
+    best = logits.topk(2, dim=-1)
+    leads = (best.values[:, 0] - best.values[:, 1]).tolist()
+    return list(zip(best.indices[:, 0].tolist(), leads, strict=True))
+
+
 def greedy_by_transformers(
     directory: Path, prompts: list[list[int]], num_tokens: int
 ) -> list[list[int]]:

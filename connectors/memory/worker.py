@@ -53,6 +53,7 @@ class MemoryWorker(KVConnectorWorker):
         self._beat_s: dict[str, float] = {}
         self._loads: dict[RequestId, Load] = {}
         self._aborted: list[Load] = []
+        self._landing: list[Load] = []
         self.leases = LeaseTable(context.config.transfer.lease_s)
 
     def register_kv_caches(self, kv: torch.Tensor, layout: KVLayout) -> None:
@@ -96,9 +97,11 @@ class MemoryWorker(KVConnectorWorker):
         failed: list[Failed] = []
         with self._exchange.lock:
             self._beat(self._clock.monotonic_s())
-            aborted, self._aborted = self._aborted, []
+            landing, self._landing, self._aborted = self._landing, self._aborted, []
             loads, self._loads = self._loads, {}
-            for load in aborted:
+            for load in landing:
+                # Bytes of a real load go on landing until it has settled: so do these.
+                self._copy(load)
                 failed.append(Failed(request_id=load.request_id, reason=LoadFailure.ABORTED))
                 self._release(load.nonce, load.owner)
             for load in loads.values():
@@ -111,6 +114,8 @@ class MemoryWorker(KVConnectorWorker):
                         self._release(load.nonce, load.owner)
             self.leases.expire(self._clock.monotonic_s())
             settled = self.leases.take_settled()
+            if self._landing:
+                self._wake()
         return ConnectorReport(settled=settled, received=received, failed=failed)
 
     def close(self, timeout_s: float) -> None:
@@ -144,9 +149,7 @@ class MemoryWorker(KVConnectorWorker):
         start_s = self._clock.monotonic_s()
         until_s = start_s + mine.config.transfer.transfer_timeout_s
         owner.leases.begin_read(load.nonce, self, start_s, until_s=until_s)
-        with torch.inference_mode():
-            theirs_kv, mine_kv = owner._kv, self._kv
-            mine_kv[load.local_block_ids] = theirs_kv[load.remote_block_ids]
+        self._copy(load)
         end_s = self._clock.monotonic_s()
         verdict = owner.leases.confirm(load.nonce, self, end_s)
         owner._wake()
@@ -159,6 +162,13 @@ class MemoryWorker(KVConnectorWorker):
             wait_s=0.0,
             transfer_s=end_s - start_s,
         )
+
+    def _copy(self, load: Load) -> None:
+        """Move the bytes, if both ends of the load are still there."""
+        owner = self._owner(load.owner)
+        if owner is not None and owner._kv is not None and self._kv is not None:
+            with torch.inference_mode():
+                self._kv[load.local_block_ids] = owner._kv[load.remote_block_ids]
 
     def _beat(self, now_s: float) -> None:
         for nonce, watch in self._watches.items():

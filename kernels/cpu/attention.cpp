@@ -2,7 +2,7 @@
 //
 // Batch invariance: the positions of a request are cut into tiles of kTile and partitions of
 // kPartition, both counted from position 0. Within a partition a row (a query token and head) takes
-// the tiles in order by the online softmax recurrence (Milakov and Gimelshein, 2018); the results of
+// the tiles in order by the online softmax recurrence (Milakov and Gimelshein, 2018); results of
 // partitions are merged in order. A position that the row may not see weighs exactly 0, and a tile
 // or partition without any that it may see changes nothing, bit for bit. So rows can be blocked,
 // tiles skipped and partitions spread over threads (FlashDecoding) as speed asks.
@@ -75,7 +75,7 @@ struct State {
 inline F16 rescale(F16 top, F16 m) { return exp2_of(top - m); }
 
 #ifdef PD_AVX512
-// Transposes 16 rows of 16 words and stores the first num_words of the result, `stride` words apart.
+// Transposes 16 rows of 16 words and stores the first num_words of the result, stride words apart.
 inline void store_transposed(const F16* rows, float* to, int64_t stride, int num_words) {
     __m512 a[16], b[16];
     for (int i = 0; i < 16; i += 2) {
@@ -344,9 +344,9 @@ class Attention {
     Attention(const PdPagedAttention& p, std::atomic<int32_t>& status)
         : p_(p), status_(status), group_(p.num_heads / p.num_kv_heads), math_(p) {}
 
-    // Attends the rows of `block` under KV heads [first_head, end_head) to one partition; overwrites
-    // `states`, one per head. Heads are taken in turn for each tile: theirs lie side by side.
-    // `next` is the block to come, if that is known.
+    // Attends the rows of a block under KV heads [first_head, end_head) to one partition, and
+    // overwrites `states`, one per head. Heads are taken in turn for each tile: theirs lie side by
+    // side. `next` is the block to come, if that is known.
     void attend(const Block& block, int64_t first_head, int64_t end_head, int64_t partition,
                 const State* states, const Block* next) const {
         const int64_t head_dim = p_.head_dim;

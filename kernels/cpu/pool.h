@@ -1,7 +1,7 @@
 // A small pool of threads for loops of microseconds.
 //
-// A worker spins for a while after its last loop, then sleeps on a futex: the hundreds of loops of a
-// decode step find it awake, and an idle engine costs no CPU. The caller never waits for a worker
+// A worker spins for a while after its last loop, then sleeps on a futex: the hundreds of loops of
+// a decode step find it awake, and an idle engine costs no CPU. The caller never waits for a worker
 // that has not started: chunks are handed out one by one, so on a crowded machine the caller does
 // them all (OpenMP's barriers there cost a scheduler's time slice each).
 

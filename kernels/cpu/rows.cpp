@@ -1,4 +1,4 @@
-// Operations on one token at a time: norms, gated activation, rotary embedding with the cache write.
+// Operations on one token at a time: norms, gated activation, rotation with the cache write.
 //
 // Each row is computed by one thread, start to end, in an order that its length alone decides.
 

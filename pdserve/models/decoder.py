@@ -62,24 +62,23 @@ class DecoderLayer:
     """One layer; `residual` is the stream it reads and adds to."""
 
     def __init__(self, arch: ModelArch, layer: int, cos_sin: Tensor, placement: Placement) -> None:
-        self.input_norm = RMSNorm(arch.hidden_size, arch.rms_norm_eps, placement)
         self.attention = Attention(arch, layer, cos_sin, placement)
-        self.post_norm = RMSNorm(arch.hidden_size, arch.rms_norm_eps, placement)
         self.mlp = GatedMLP(arch, placement)
 
     def slots(self, prefix: str) -> Iterator[tuple[str, Slot]]:
         """Yield how each parameter is loaded, by name."""
-        yield f"{prefix}input_layernorm.weight", self.input_norm.slot()
-        yield from self.attention.slots(f"{prefix}self_attn.")
-        yield f"{prefix}post_attention_layernorm.weight", self.post_norm.slot()
-        yield from self.mlp.slots(f"{prefix}mlp.")
+        yield from self.attention.slots(prefix)
+        yield from self.mlp.slots(prefix)
 
-    def __call__(self, x: Tensor, residual: Tensor, step: StepInputs, kv_layer: Tensor) -> Tensor:
+    def __call__(
+        self, x: Tensor | None, residual: Tensor, step: StepInputs, kv_layer: Tensor
+    ) -> Tensor:
         """Run the layer.
 
         Args:
-            x: `[T, hidden_size]`, the normed input of the attention.
-            residual: `[T, hidden_size]`, changed in place: the attention's result is added.
+            x: `[T, hidden_size]`, what the layer before it has not yet added to `residual`;
+                None for the first layer.
+            residual: `[T, hidden_size]`, changed in place.
             step: The tokens' places.
             kv_layer: `[num_blocks, 2, num_kv_heads, block_size, head_dim]`; this step's keys
                 and values are written to it.
@@ -87,7 +86,7 @@ class DecoderLayer:
         Returns:
             `[T, hidden_size]`, the MLP's result, not yet added to `residual`.
         """
-        return self.mlp(self.post_norm.add(self.attention(x, step, kv_layer), residual))
+        return self.mlp(self.attention(x, residual, step, kv_layer), residual)
 
 
 class Decoder:
@@ -128,17 +127,15 @@ class Decoder:
             `[T, hidden_size]`, normed.
         """
         residual = self._embedding(step.token_ids)
-        x = self._layers[0].input_norm(residual)
-        last = len(self._layers) - 1
+        x: Tensor | None = None
         for index, layer in enumerate(self._layers):
             if hooks is not None:
                 hooks.wait_for_layer_load(index)
-            out = layer(x, residual, step, kv_layers[index])
+            x = layer(x, residual, step, kv_layers[index])
             if hooks is not None:
                 hooks.save_kv_layer(index)
-            norm = self._norm if index == last else self._layers[index + 1].input_norm
-            x = norm.add(out, residual)
-        return x
+        assert x is not None
+        return self._norm.add(x, residual)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Logits of some rows: `[M, hidden_size] -> [M, vocab_size]` fp32."""

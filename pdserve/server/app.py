@@ -86,6 +86,7 @@ def build_app(
             web.post("/v1/completions", completions.create_completion),
             web.post("/v1/chat/completions", chat.create_chat_completion),
             web.get("/v1/models", status.list_models),
+            web.get("/v1/models/{model:.+}", status.retrieve_model),
             web.get("/health", status.health),
             web.get("/livez", status.livez),
             web.get("/readyz", status.readyz),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 from aiohttp import web
@@ -14,6 +14,9 @@ from pdserve.server.chat import render_chat
 from pdserve.server.intake import encode
 from pdserve.server.protocol import DetokenizeRequest, TokenizeRequest, parse_body
 from pdserve.server.service import SERVICE
+
+if TYPE_CHECKING:
+    from pdserve.server.service import Service
 
 
 async def health(request: web.Request) -> web.Response:
@@ -48,24 +51,29 @@ async def metrics(request: web.Request) -> web.Response:
 async def list_models(request: web.Request) -> web.Response:
     """The names this server answers to."""
     service = request.app[SERVICE]
-    info = service.client.info
     return _json(
-        {
-            "object": "list",
-            "data": [
-                {
-                    "id": name,
-                    "object": "model",
-                    "created": service.created_s,
-                    "owned_by": "pdserve",
-                    "root": service.engine_config.model.model,
-                    "parent": None,
-                    "max_model_len": info.max_model_len if info is not None else None,
-                }
-                for name in service.model_names
-            ],
-        }
+        {"object": "list", "data": [_model_object(service, name) for name in service.model_names]}
     )
+
+
+async def retrieve_model(request: web.Request) -> web.Response:
+    """One of them."""
+    service = request.app[SERVICE]
+    name = service.resolve_model(request.match_info["model"])
+    return _json(_model_object(service, name))
+
+
+def _model_object(service: Service, name: str) -> dict[str, Any]:
+    info = service.client.info
+    return {
+        "id": name,
+        "object": "model",
+        "created": service.created_s,
+        "owned_by": "pdserve",
+        "root": service.engine_config.model.model,
+        "parent": None,
+        "max_model_len": info.max_model_len if info is not None else None,
+    }
 
 
 async def tokenize(request: web.Request) -> web.Response:

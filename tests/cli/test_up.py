@@ -125,3 +125,18 @@ def test_nothing_outlives_it_when_it_is_killed(model: Path, tmp_path: Path, make
     up.wait_for("ready after")
     up.process.kill()
     assert up.end() == -signal.SIGKILL
+
+
+def test_a_second_ctrl_c_kills_what_does_not_drain(
+    model: Path, tmp_path: Path, make: list[Up]
+) -> None:
+    up = Up(model, tmp_path, "--max-tokens", "4")
+    make.append(up)
+    up.wait_for("/metrics")
+    for process in psutil.Process(up.process.pid).children(recursive=True):
+        process.suspend()
+    up.process.send_signal(signal.SIGINT)
+    with pytest.raises(subprocess.TimeoutExpired):
+        up.process.wait(0.5)
+    up.process.send_signal(signal.SIGINT)
+    assert up.end() == 130

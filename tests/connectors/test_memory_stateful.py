@@ -74,6 +74,7 @@ class PairMachine(RuleBasedStateMachine):
         lease = data.draw(st.sampled_from(self.leases))
         self.count += 1
         prompt = prompt_of(lease.handoff.num_tokens)
+        self.step_d()  # queueing steps the engine too, and would swallow the news
         request = self.d.queue(prompt, lease.handoff, f"d{self.count}")
         self.waiting.append((request, lease))
         self.step_d()

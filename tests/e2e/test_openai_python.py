@@ -39,20 +39,21 @@ LETTER_IDS = [3 + ord(letter) - ord("!") for letter in string.ascii_lowercase]
 def deployment(
     model_of: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Deployment]:
-    """P, D and proxy, and one engine to compare with; all ask for the key."""
+    """P, D and proxy, and one engine to compare with; all ask for the key.
+
+    After all tests every block is free, and none became so by running out of its lease.
+    """
     directory = tmp_path_factory.mktemp("openai_python")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PDSERVE_API_KEY", KEY)
         flags = ["--served-model-name", MODEL]
         with pd_deployment(directory, model_of("llama"), *flags, with_serve=True) as running:
+            with client_of(running.url("proxy")) as proxy, client_of(running.url("serve")) as serve:
+                for client in (proxy, serve):  # an engine has no numbers before its first step
+                    ask(client, "completions")
             yield running
-
-
-@pytest.fixture(autouse=True)
-def nothing_is_held(deployment: Deployment) -> Iterator[None]:
-    """Whatever a test does, every block is free again after it."""
-    yield
-    deployment.wait_nothing_held("serve", "prefill", "decode", timeout_s=1.0)
+            running.wait_nothing_held("serve", "prefill", "decode", timeout_s=1.0)
+            assert running.metric("prefill", "pdserve_kv_lease_expired_total") == 0
 
 
 @pytest.fixture(scope="module")
@@ -74,15 +75,15 @@ def client_of(url: str, **settings: Any) -> openai.OpenAI:
 
 
 def ask(client: openai.OpenAI, endpoint: str, **fields: Any) -> Any:
-    """An answer, or a stream, of 24 tokens unless `fields` say otherwise."""
-    fields = {"model": MODEL, "max_tokens": 24} | fields
+    """An answer, or a stream, of 24 tokens and one seed unless `fields` say otherwise."""
+    fields = {"model": MODEL, "max_tokens": 24, "seed": 42} | fields
     if endpoint == "chat":
         return client.chat.completions.create(**{"messages": MESSAGES} | fields)
     return client.completions.create(**{"prompt": PROMPT} | fields)
 
 
 def facts(answer: Any) -> dict[str, Any]:
-    """What an answer says: per choice, and its usage."""
+    """What an answer says: per choice, beside the choices, and its usage."""
     choices = []
     for choice in answer.choices:
         fields = choice.model_dump()
@@ -91,46 +92,51 @@ def facts(answer: Any) -> dict[str, Any]:
             assert message["role"] == "assistant"
             fields["text"] = message["content"]
         choices.append(fields)
-    return {"choices": choices, "usage": answer.usage.model_dump(), "model": answer.model}
+    return {
+        "choices": choices,
+        "beside": answer.model_extra,
+        "usage": answer.usage.model_dump(),
+        "model": answer.model,
+    }
 
 
 def facts_of_stream(chunks: Iterable[Any]) -> dict[str, Any]:
     """The same from a stream, which must have asked for its usage."""
     choices: dict[int, dict[str, Any]] = {}
+    beside: dict[str, Any] = {}
     names, usage = set(), None
     for chunk in chunks:
         assert usage is None, "the usage ends a stream"
         names.add((chunk.id, chunk.created, chunk.model))
+        beside |= chunk.model_extra
         if not chunk.choices:
             usage = chunk.usage.model_dump()
         for choice in chunk.choices:
             fields = choice.model_dump()
+            known = choices.get(choice.index)
             delta = fields.pop("delta", None)
             if delta is not None:
-                begins = choice.index not in choices
-                assert delta["role"] == ("assistant" if begins else None)
+                assert delta["role"] == ("assistant" if known is None else None)
                 fields["text"] = delta["content"]
-            known = choices.setdefault(choice.index, fields)
-            if known is not fields:
-                assert known["finish_reason"] is None, "a choice goes on after its end"
-                choices[choice.index] = {
-                    **fields,
-                    "text": known["text"] + fields["text"],
-                    "logprobs": joined(known["logprobs"], fields["logprobs"]),
-                }
+            assert known is None or known["finish_reason"] is None, "a choice goes on after its end"
+            choices[choice.index] = fields if known is None else joined(known, fields)
     ((_, _, model),) = names
-    return {"choices": [choices[i] for i in sorted(choices)], "usage": usage, "model": model}
+    in_order = [choices[index] for index in sorted(choices)]
+    return {"choices": in_order, "beside": beside, "usage": usage, "model": model}
 
 
-def joined(first: dict[str, Any] | None, second: dict[str, Any] | None) -> dict[str, Any] | None:
-    """Log-probabilities in a row: of completions a dict of columns, of chat one of rows."""
-    if first is None or second is None:
-        assert first is second
-        return first
-    return {
-        name: column + second[name] if isinstance(column, list) else column
-        for name, column in first.items()
-    }
+def joined(first: dict[str, Any], second: dict[str, Any]) -> dict[str, Any]:
+    """Two parts of a choice, or of its log-probabilities, as one."""
+    whole = first | second
+    for name in first.keys() & second.keys():
+        match first[name], second[name]:
+            case dict(), dict():
+                whole[name] = joined(first[name], second[name])
+            case list(), list():
+                whole[name] = first[name] + second[name]
+            case str(), str() if name == "text":
+                whole[name] = first[name] + second[name]
+    return whole
 
 
 def assert_same(found: Any, expected: Any, where: str = "answer") -> None:
@@ -161,7 +167,15 @@ EITHER: dict[str, dict[str, Any]] = {
     },
     "as our extensions": {
         "seed": 9,
-        "extra_body": {"top_k": 5, "min_p": 0.05, "repetition_penalty": 1.2, "min_tokens": 4},
+        "extra_body": {
+            "top_k": 5,
+            "min_p": 0.05,
+            "repetition_penalty": 1.2,
+            "min_tokens": 4,
+            "cache_salt": "mine",
+            "skip_special_tokens": False,
+            "return_token_ids": True,
+        },
     },
     "one token": {"seed": 1, "max_tokens": 1},
     "two tokens": {"seed": 1, "max_tokens": 2},
@@ -185,21 +199,29 @@ CHAT: dict[str, dict[str, Any]] = {
     "logprobs of the token alone": {"seed": 7, "logprobs": True, "n": 2},
     "max_completion_tokens": {"seed": 7, "max_completion_tokens": 5},
 }
-CASES = [
-    pytest.param(endpoint, fields, id=f"{endpoint}, {name}")
-    for endpoint, own in (("completions", COMPLETIONS), ("chat", CHAT))
-    for name, fields in (EITHER | own).items()
-]
+UNSTREAMED: dict[str, dict[str, Any]] = {
+    "logprobs of the prompt": {"seed": 7, "extra_body": {"prompt_logprobs": 2}},
+}
+OWN = {"completions": COMPLETIONS, "chat": CHAT}
 
 
-@pytest.mark.parametrize(("endpoint", "fields"), CASES)
+def cases(**more: dict[str, Any]) -> list[Any]:
+    """Every case of both endpoints."""
+    return [
+        pytest.param(endpoint, fields, id=f"{endpoint}, {name}")
+        for endpoint, own in OWN.items()
+        for name, fields in (EITHER | own | more).items()
+    ]
+
+
+@pytest.mark.parametrize(("endpoint", "fields"), cases(**UNSTREAMED))
 def test_an_answer_is_that_of_one_engine(
     endpoint: str, fields: dict[str, Any], proxy: openai.OpenAI, serve: openai.OpenAI
 ) -> None:
     assert_same(facts(ask(proxy, endpoint, **fields)), facts(ask(serve, endpoint, **fields)))
 
 
-@pytest.mark.parametrize(("endpoint", "fields"), CASES)
+@pytest.mark.parametrize(("endpoint", "fields"), cases())
 def test_a_stream_adds_up_to_the_answer(
     endpoint: str, fields: dict[str, Any], proxy: openai.OpenAI
 ) -> None:
@@ -254,6 +276,14 @@ def test_a_stream_tells_its_usage_only_if_asked(
         chunks = list(stream)
     assert [bool(chunk.choices) for chunk in chunks[-2:]] == [True, False]
     assert chunks[-1].usage.completion_tokens == max_tokens
+
+
+def test_a_stream_counts_as_it_goes_across_both_engines(proxy: openai.OpenAI) -> None:
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    with ask(proxy, "chat", seed=2, stream=True, stream_options=options) as stream:
+        counts = [chunk.usage.completion_tokens for chunk in stream]
+    assert counts[:-1] == list(range(1, len(counts)))
+    assert counts[-1] == counts[-2]
 
 
 # --- stop
@@ -379,6 +409,8 @@ def test_a_request_of_one_token_never_reaches_d(
         answer = ask(proxy, "chat", stream=stream, **fields)
         last = list(answer)[-1] if stream else answer
     assert last.choices[0].finish_reason == reason
+    with pytest.raises(AssertionError), nothing_decoded(deployment):  # or it would prove nothing
+        ask(proxy, "chat", max_tokens=2, extra_body={"ignore_eos": True})
 
 
 # --- errors
@@ -472,12 +504,13 @@ def test_a_client_that_runs_out_of_patience_frees_everything(
 # --- the rest of the client's surface
 
 
-def test_the_models_are_listed_and_found(proxy: openai.OpenAI) -> None:
-    assert [model.id for model in proxy.models.list()] == [MODEL]
-    model = proxy.models.retrieve(MODEL)
-    assert (model.object, model.max_model_len) == ("model", MAX_MODEL_LEN)
-    with pytest.raises(openai.NotFoundError):
-        proxy.models.retrieve("gpt-6")
+def test_the_models_are_listed_and_found(proxy: openai.OpenAI, serve: openai.OpenAI) -> None:
+    for client in (proxy, serve):
+        assert [model.id for model in client.models.list()] == [MODEL]
+        model = client.models.retrieve(MODEL)
+        assert (model.object, model.max_model_len) == ("model", MAX_MODEL_LEN)
+        with pytest.raises(openai.NotFoundError, match="gpt-6"):
+            client.models.retrieve("gpt-6")
 
 
 def test_the_request_id_is_the_clients(proxy: openai.OpenAI) -> None:
@@ -514,6 +547,17 @@ async def test_streams_side_by_side_say_what_one_engine_says_one_by_one(
     async with openai.AsyncOpenAI(base_url=url, api_key=KEY, max_retries=0) as client:
         found = await asyncio.gather(*(stream(client, seed) for seed in seeds))
     assert found == [ask(serve, "completions", seed=seed).choices[0].text for seed in seeds]
+
+
+def test_what_the_engines_tell_each_other_is_no_concern_of_a_client(
+    proxy: openai.OpenAI, serve: openai.OpenAI
+) -> None:
+    params = {"do_remote_decode": True, "pdserve": {"final_length": False, "seed": 99}}
+    for endpoint in OWN:
+        extra = {"kv_transfer_params": params}
+        found = facts(ask(proxy, endpoint, seed=4, extra_body=extra))
+        assert_same(found, facts(ask(serve, endpoint, seed=4)))
+        assert found["beside"] == {}
 
 
 # --- another proxy
@@ -573,11 +617,16 @@ def test_a_proxy_written_for_vllm_drives_our_engines(
     deployment: Deployment,
     serve: openai.OpenAI,
 ) -> None:
-    def prompt_tokens(source: str) -> float:
-        name = "vllm:prompt_tokens_by_source_total"
-        return deployment.metric("decode", f'{name}{{model_name="{MODEL}",source="{source}"}}')
+    def prompt_tokens() -> tuple[float, float]:
+        """What D has computed itself, and what it has received or had in its cache."""
+        found = deployment.metrics("decode")
+        name = f'vllm:prompt_tokens_by_source_total{{model_name="{MODEL}",source='
+        sources = {key.removeprefix(name): value for key, value in found.items()}
+        return sources['"local_compute"}'], sum(
+            sources[source] for source in ('"external_kv_transfer"}', '"local_cache_hit"}')
+        )
 
-    before = prompt_tokens("external_kv_transfer") + prompt_tokens("local_cache_hit")
+    before = prompt_tokens()
     http = httpx.Client(transport=SequentialProxy(deployment))
     with client_of("http://sequential", http_client=http) as client:
         if stream:
@@ -586,6 +635,6 @@ def test_a_proxy_written_for_vllm_drives_our_engines(
         else:
             found = facts(ask(client, endpoint, **fields))
     assert_same(found, facts(ask(serve, endpoint, **fields)))
-    after = prompt_tokens("external_kv_transfer") + prompt_tokens("local_cache_hit")
-    assert after - before == found["usage"]["prompt_tokens"] * fields.get("n", 1)
-    assert prompt_tokens("local_compute") == 0
+    computed, received = prompt_tokens()
+    assert computed == before[0]
+    assert received == before[1] + found["usage"]["prompt_tokens"] * fields.get("n", 1)

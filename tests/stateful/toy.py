@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
     from pdserve.connectors.base import KVConnectorWorker
     from pdserve.wire.ids import RequestId
+    from pdserve.wire.transfer import ConnectorReport
 
 NUM_LAYERS = 2
 VOCAB = 7
@@ -86,10 +87,18 @@ class ToyWorker:
         if connector is not None:
             connector.register_kv_caches(self.kv, self.layout)
 
-    def execute(self, step: SchedulerOutput) -> ModelRunnerOutput:
-        """Run one step, checking every KV value it depends on."""
-        if self.connector is not None and step.connector_metadata is not None:
+    def move_kv(self, step: SchedulerOutput) -> ConnectorReport | None:
+        """Let the connector do what the step says, at once: transfers wait for no step."""
+        if self.connector is None:
+            return None
+        if step.connector_metadata is not None:
             self.connector.start_load_kv(step.connector_metadata)
+        return self.connector.get_finished() or None
+
+    def execute(
+        self, step: SchedulerOutput, report: ConnectorReport | None = None
+    ) -> ModelRunnerOutput:
+        """Run one step, checking every KV value it depends on."""
         for request_id in step.gone_request_ids:
             del self._requests[request_id]
         computed = dict(
@@ -117,15 +126,11 @@ class ToyWorker:
                 tokens.append(token_id)
                 ids.append(request_id)
                 sampled.append(token_id)
-        report = None
-        if self.connector is not None:
-            self.connector.wait_for_save()
-            report = self.connector.get_finished()
         return ModelRunnerOutput(
             step_id=step.step_id,
             request_ids=ids,
             sampled_token_ids=sampled,
-            connector_report=report or None,
+            connector_report=report,
         )
 
     def _introduce(self, request: NewRequest) -> None:

@@ -1,4 +1,8 @@
-"""A whole engine in memory: the real scheduler, the real memory connector, the toy worker."""
+"""A whole engine in memory: the real scheduler, the real memory connector, the toy worker.
+
+It is an asynchronous device: a step computes when it is collected, while transfers happen
+when it is submitted, before the steps in flight have computed.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +21,8 @@ if TYPE_CHECKING:
     from pdserve.connectors.memory.exchange import Exchange
     from pdserve.observe.clock import ManualClock
     from pdserve.wire.request import EngineOutput
-    from pdserve.wire.step import ModelRunnerOutput
+    from pdserve.wire.step import SchedulerOutput
+    from pdserve.wire.transfer import ConnectorReport
 
 _lives = itertools.count()
 
@@ -75,20 +80,20 @@ class ToyEngine:
             connector=factory.scheduler(context, self.connector.endpoint),
             clock=clock,
         )
-        self.in_flight: deque[ModelRunnerOutput] = deque()
+        self.in_flight: deque[tuple[SchedulerOutput, ConnectorReport | None]] = deque()
 
     def submit(self) -> bool:
-        """Plan and run one step, without collecting it; False if there was nothing to do."""
+        """Plan one step and move its KV; False if there was nothing to do."""
         step = self.scheduler.schedule()
         if step is None:
             return False
-        self.in_flight.append(self.worker.execute(step))
+        self.in_flight.append((step, self.worker.move_kv(step)))
         return True
 
     def collect(self) -> None:
-        """Take the oldest result, or the connector's news if no step is in flight."""
+        """Compute the oldest step and take its result, or take the connector's news."""
         if self.in_flight:
-            self.scheduler.update(self.in_flight.popleft())
+            self.scheduler.update(self.worker.execute(*self.in_flight.popleft()))
         else:
             self.scheduler.apply_report(self.connector.get_finished())
 

@@ -1,10 +1,11 @@
-"""Grouped-query attention over the paged KV cache."""
+"""Grouped-query attention over the paged KV cache, with the norm before it."""
 
 from __future__ import annotations
 
+from functools import cached_property
 from typing import TYPE_CHECKING
 
-from pdserve.kernels.ops import paged_attention, rope_and_cache
+from pdserve.kernels import halves
 from pdserve.models.layers.linear import Linear
 from pdserve.models.layers.parameter import Parameter
 
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class Attention:
-    """Projections, optional q and k norms, rotation, cache write, attention, projection.
+    """Norm, projections, optional q and k norms, rotation, cache write, attention, projection.
 
     Args:
         arch: Whole model.
@@ -30,6 +31,7 @@ class Attention:
 
     def __init__(self, arch: ModelArch, layer: int, cos_sin: Tensor, placement: Placement) -> None:
         q_rows, kv_rows = arch.num_heads * arch.head_dim, arch.num_kv_heads * arch.head_dim
+        self._norm = Parameter((arch.hidden_size,), placement)
         self._qkv = Linear(
             arch.hidden_size,
             {"q_proj": q_rows, "k_proj": kv_rows, "v_proj": kv_rows},
@@ -45,42 +47,50 @@ class Attention:
         self._window = arch.windows[layer]
 
     def slots(self, prefix: str) -> Iterator[tuple[str, Slot]]:
-        """Yield how each parameter is loaded, by name."""
-        yield from self._qkv.slots(prefix)
-        yield from self._out.slots(prefix)
+        """Yield how each parameter is loaded; `prefix` is the layer's."""
+        yield f"{prefix}input_layernorm.weight", self._norm.slot()
+        yield from self._qkv.slots(f"{prefix}self_attn.")
+        yield from self._out.slots(f"{prefix}self_attn.")
         if self._q_norm is not None and self._k_norm is not None:
-            yield f"{prefix}q_norm.weight", self._q_norm.slot()
-            yield f"{prefix}k_norm.weight", self._k_norm.slot()
+            yield f"{prefix}self_attn.q_norm.weight", self._q_norm.slot()
+            yield f"{prefix}self_attn.k_norm.weight", self._k_norm.slot()
 
-    def __call__(self, x: Tensor, step: StepInputs, kv_layer: Tensor) -> Tensor:
-        """Attend.
+    @cached_property
+    def _half(self) -> halves.Attention:
+        return halves.Attention(
+            self._norm.value,
+            self._eps,
+            self._qkv.packed,
+            out=self._out.packed,
+            cos_sin=self._cos_sin,
+            q_norm=None if self._q_norm is None else self._q_norm.value,
+            k_norm=None if self._k_norm is None else self._k_norm.value,
+            scale=self._scale,
+            window=self._window,
+        )
+
+    def __call__(
+        self, x: Tensor | None, residual: Tensor, step: StepInputs, kv_layer: Tensor
+    ) -> Tensor:
+        """Run the half layer.
 
         Args:
-            x: `[T, hidden_size]`.
+            x: `[T, hidden_size]`, added to `residual` in place first; None adds nothing.
+            residual: `[T, hidden_size]`.
             step: The tokens' places.
             kv_layer: `[num_blocks, 2, num_kv_heads, block_size, head_dim]`; this step's keys
                 and values are written to it.
 
         Returns:
-            `[T, hidden_size]`.
+            `[T, hidden_size]`, not yet added to `residual`.
         """
-        q = rope_and_cache(
-            self._qkv.packed(x),
-            step.positions,
-            self._cos_sin,
+        return self._half(
+            x,
+            residual,
             kv_layer,
-            step.slot_mapping,
-            None if self._q_norm is None else self._q_norm.value,
-            None if self._k_norm is None else self._k_norm.value,
-            self._eps,
+            positions=step.positions,
+            slot_mapping=step.slot_mapping,
+            block_tables=step.block_tables,
+            query_start=step.query_start,
+            context_lens=step.context_lens,
         )
-        attended = paged_attention(
-            q,
-            kv_layer,
-            step.block_tables,
-            step.query_start,
-            step.context_lens,
-            self._scale,
-            self._window,
-        )
-        return self._out.packed(attended)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from pdserve.kernels.ops import add_rms_norm, rms_norm
+from pdserve.kernels.ops import add_rms_norm
 from pdserve.models.layers.parameter import Parameter
 
 if TYPE_CHECKING:
@@ -24,10 +24,6 @@ class RMSNorm:
     def slot(self) -> Slot:
         """How the weight is loaded."""
         return self._weight.slot()
-
-    def __call__(self, x: Tensor) -> Tensor:
-        """Norm of `x`, `[T, dim]`."""
-        return rms_norm(x, self._weight.value, self._eps)
 
     def add(self, x: Tensor, residual: Tensor) -> Tensor:
         """Add `x` to `residual` in place and return the norm of the sum, `[T, dim]`."""
