@@ -1,5 +1,8 @@
 """The worker half of the memory connector: loads are copies, made inside `get_finished`.
 
+A load that was posted before one call lands some calls later: it takes time, as on a wire,
+and what is aborted meanwhile lands all the same before it is reported as failed.
+
 It follows the protocol of the real thing (leases, nonces, heartbeats, a read that counts
 only once its owner confirms it), and differs in when things happen: there is no thread, so
 heartbeats and expiry happen when this half is called, by the clock that was passed in.
@@ -7,6 +10,8 @@ heartbeats and expiry happen when this half is called, by the clock that was pas
 
 from __future__ import annotations
 
+from collections import deque
+from itertools import chain
 from typing import TYPE_CHECKING
 
 import torch
@@ -28,6 +33,7 @@ if TYPE_CHECKING:
     from pdserve.wire.transfer import ConnectorMetadata, Endpoint
 
 _HEARTBEATS_PER_LEASE = 6
+_POLLS_ON_THE_WIRE = 3
 
 
 class MemoryWorker(KVConnectorWorker):
@@ -51,9 +57,9 @@ class MemoryWorker(KVConnectorWorker):
         self._endpoint: Endpoint | None = None
         self._watches: dict[str, Watch] = {}
         self._beat_s: dict[str, float] = {}
-        self._loads: dict[RequestId, Load] = {}
-        self._aborted: list[Load] = []
-        self._landing: list[Load] = []
+        self._posted: list[Load] = []
+        self._wire: deque[list[Load]] = deque([[]] * (_POLLS_ON_THE_WIRE - 1))
+        self._aborted: set[RequestId] = set()
         self.leases = LeaseTable(context.config.transfer.lease_s)
 
     def register_kv_caches(self, kv: torch.Tensor, layout: KVLayout) -> None:
@@ -78,13 +84,11 @@ class MemoryWorker(KVConnectorWorker):
             for watch in todo.watches:
                 self._watches[watch.nonce] = watch
                 self._beat_s[watch.nonce] = now_s
-            for load in todo.loads:
-                self._loads[load.request_id] = load
+            self._posted += todo.loads
             for release in todo.releases:
                 self._release(release.nonce, release.owner)
-            for request_id in todo.aborts:
-                if request_id in self._loads:
-                    self._aborted.append(self._loads.pop(request_id))
+            under_way = {load.request_id for load in chain(self._posted, *self._wire)}
+            self._aborted |= under_way & set(todo.aborts)
             for end in todo.ends:
                 self.leases.release(end.nonce, end.end)
             self._beat(now_s)
@@ -97,14 +101,16 @@ class MemoryWorker(KVConnectorWorker):
         failed: list[Failed] = []
         with self._exchange.lock:
             self._beat(self._clock.monotonic_s())
-            landing, self._landing, self._aborted = self._landing, self._aborted, []
-            loads, self._loads = self._loads, {}
-            for load in landing:
-                # Bytes of a real load go on landing until it has settled: so do these.
-                self._copy(load)
-                failed.append(Failed(request_id=load.request_id, reason=LoadFailure.ABORTED))
-                self._release(load.nonce, load.owner)
-            for load in loads.values():
+            self._wire.append(self._posted)
+            self._posted = []
+            for load in self._wire.popleft():
+                if load.request_id in self._aborted:
+                    self._aborted.discard(load.request_id)
+                    # Bytes of a real load go on landing until it has settled: so do these.
+                    self._copy(load)
+                    failed.append(Failed(request_id=load.request_id, reason=LoadFailure.ABORTED))
+                    self._release(load.nonce, load.owner)
+                    continue
                 match self._load(load):
                     case Received() as fact:
                         received.append(fact)
@@ -114,7 +120,7 @@ class MemoryWorker(KVConnectorWorker):
                         self._release(load.nonce, load.owner)
             self.leases.expire(self._clock.monotonic_s())
             settled = self.leases.take_settled()
-            if self._landing:
+            if any(self._wire):
                 self._wake()
         return ConnectorReport(settled=settled, received=received, failed=failed)
 

@@ -148,12 +148,15 @@ class Engine:
             self.step()
         return handoff
 
-    def queue(self, prompt: list[int], handoff: KVHandoff, request_id: str) -> FakeRequest:
+    def queue(
+        self, prompt: list[int], handoff: KVHandoff, request_id: str, *, step: bool = True
+    ) -> FakeRequest:
         request = FakeRequest(RequestId(request_id), prompt, handoff=handoff)
         refusal = self.scheduler.check_handoff(request)
         assert refusal is None, refusal
         self.scheduler.request_queued(request)
-        self.step()
+        if step:
+            self.step()
         return request
 
     def load(

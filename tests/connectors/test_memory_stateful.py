@@ -74,8 +74,7 @@ class PairMachine(RuleBasedStateMachine):
         lease = data.draw(st.sampled_from(self.leases))
         self.count += 1
         prompt = prompt_of(lease.handoff.num_tokens)
-        self.step_d()  # queueing steps the engine too, and would swallow the news
-        request = self.d.queue(prompt, lease.handoff, f"d{self.count}")
+        request = self.d.queue(prompt, lease.handoff, f"d{self.count}", step=False)
         self.waiting.append((request, lease))
         self.step_d()
 
@@ -160,7 +159,7 @@ class PairMachine(RuleBasedStateMachine):
             return
         for request, _ in self.waiting:
             self.d.scheduler.request_aborted(request)
-        for _ in range(2):
+        for _ in range(4):
             self.step_d()
             self.step_p()
             self.clock.advance(LEASE_S + 1)

@@ -6,11 +6,18 @@ loaded block fails the run at the step that reads it.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections import Counter
+from typing import TYPE_CHECKING, ClassVar
 
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
 
 from pdserve.connectors.memory.exchange import Exchange
 from pdserve.observe.clock import ManualClock
@@ -28,7 +35,10 @@ LEASE_S = 30.0
 class Life:
     """One client request across both engines, as a proxy would see it."""
 
-    def __init__(self, prompt: list[int], params: SamplingParams) -> None:
+    def __init__(
+        self, prompt: list[int], params: SamplingParams, *, is_eager: bool = False
+    ) -> None:
+        self.is_eager = is_eager
         self.prompt = prompt
         self.params = params
         self.expected = expected_output(prompt, params)
@@ -40,14 +50,20 @@ class Life:
 
 
 class PairMachine(RuleBasedStateMachine):
-    """Two engines, one exchange, one clock; the proxy is the machine."""
+    """Two engines, one exchange, one clock; the proxy is the machine.
+
+    Attributes:
+        reached: How often the situations that matter came up, over all runs.
+    """
+
+    reached: ClassVar[Counter[str]] = Counter()
 
     def __init__(self) -> None:
         super().__init__()
         self.clock = ManualClock()
         self.exchange = Exchange()
         self.prefill = ToyEngine("p", self.exchange, self.clock, depth=2)
-        self.decode = ToyEngine("d", self.exchange, self.clock, num_blocks=10, depth=2)
+        self.decode = ToyEngine("d", self.exchange, self.clock, num_blocks=6, depth=2)
         self.lives: list[Life] = []
         self.by_prefill: dict[RequestId, Life] = {}
         self.by_decode: dict[RequestId, Life] = {}
@@ -62,9 +78,13 @@ class PairMachine(RuleBasedStateMachine):
         tail=st.lists(st.integers(0, 2), min_size=0, max_size=9),
         max_tokens=st.integers(1, 12),
         seed=st.integers(0, 1),
+        is_eager=st.sampled_from([True, True, False]),
     )
-    def arrive(self, prefix: list[int], tail: list[int], max_tokens: int, seed: int) -> None:
-        life = Life(prefix + tail, sampling(max_tokens, seed=seed))
+    def arrive(
+        self, prefix: list[int], tail: list[int], max_tokens: int, seed: int, is_eager: bool
+    ) -> None:
+        """An eager life goes on to D as soon as its handoff is there."""
+        life = Life(prefix + tail, sampling(max_tokens, seed=seed), is_eager=is_eager)
         life.prefill_id = self._new_id()
         self.lives.append(life)
         self.by_prefill[life.prefill_id] = life
@@ -78,13 +98,15 @@ class PairMachine(RuleBasedStateMachine):
             )
         )
 
-    @rule()
-    def step_prefill(self) -> None:
-        self._take_prefill(self.prefill.step())
+    @rule(num_steps=st.integers(1, 4))
+    def step_prefill(self, num_steps: int) -> None:
+        for _ in range(num_steps):
+            self._take_prefill(self.prefill.step())
 
-    @rule()
-    def step_decode(self) -> None:
-        self._take_decode(self.decode.step())
+    @rule(num_steps=st.integers(1, 3))
+    def step_decode(self, num_steps: int) -> None:
+        for _ in range(num_steps):
+            self._take_decode(self.decode.step())
 
     @rule(seconds=st.sampled_from([0.1, 4.0, 40.0]))
     def time_passes(self, seconds: float) -> None:
@@ -97,9 +119,9 @@ class PairMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def start_decode(self, data: st.DataObject) -> None:
         """Also twice for the same handoff: a retry whose first attempt goes on."""
-        life = data.draw(st.sampled_from(self._handed_off()))
-        if life.decode_id is not None and data.draw(st.booleans()):
-            return
+        self._start_decode(data.draw(st.sampled_from(self._handed_off())))
+
+    def _start_decode(self, life: Life) -> None:
         copy = Life(life.prompt, life.params)
         copy.decode_id = life.decode_id = self._new_id()
         self.lives.append(copy)
@@ -134,8 +156,11 @@ class PairMachine(RuleBasedStateMachine):
     def client_leaves_decode(self, data: st.DataObject) -> None:
         request_id = data.draw(st.sampled_from(sorted(self.by_decode)))
         self.by_decode.pop(request_id).is_over = True
+        if self.decode.scheduler.stats().num_receiving:
+            self.reached["left while KV was on its way"] += 1
         self.decode.scheduler.abort([request_id])
 
+    @precondition(lambda self: self.num_ids >= 6)
     @rule()
     def prefill_restarts(self) -> None:
         """It loses everything; handoffs of its earlier life must never match."""
@@ -165,6 +190,8 @@ class PairMachine(RuleBasedStateMachine):
             if output.finish_reason is FinishReason.HANDOFF:
                 life.handoff = output.handoff
                 assert life.handoff is not None
+                if life.is_eager:
+                    self._start_decode(life)
             if output.finish_reason is not None:
                 life.is_over = life.handoff is None
                 if life.is_over:
@@ -194,9 +221,20 @@ class PairMachine(RuleBasedStateMachine):
         assert not self.by_decode, "a decode never ended"
         self.prefill.scheduler.assert_nothing_held()
         self.decode.scheduler.assert_nothing_held()
+        stats = self.decode.scheduler.stats()
+        self.reached["received"] += stats.external_kv_tokens > 0
+        self.reached["failed loads"] += sum(stats.kv_load_failures.values()) > 0
+        self.reached["preempted"] += stats.num_preemptions > 0
+        self.reached["expired"] += self.prefill.scheduler.stats().lease_ends["expired"] > 0
         self.prefill.connector.close(0.0)
         self.decode.connector.close(0.0)
 
 
-TestPair = PairMachine.TestCase
-TestPair.settings = settings(max_examples=80, stateful_step_count=50, deadline=None)
+def test_a_pair_of_engines_gives_only_right_tokens_and_keeps_no_block() -> None:
+    PairMachine.reached.clear()
+    run_state_machine_as_test(
+        PairMachine, settings=settings(max_examples=120, stateful_step_count=40, deadline=None)
+    )
+    # A machine that never gets there would prove nothing.
+    wanted = ("received", "failed loads", "left while KV was on its way", "preempted", "expired")
+    assert all(PairMachine.reached[name] for name in wanted), PairMachine.reached
