@@ -74,7 +74,7 @@ class PairMachine(RuleBasedStateMachine):
         return RequestId(f"r{self.num_ids}")
 
     @rule(
-        prefix=st.sampled_from([[1] * 8, [2] * 8, [1] * 16]),
+        prefix=st.sampled_from([[1] * 8, [2] * 8, [1] * 16, [2] * 24]),
         tail=st.lists(st.integers(0, 2), min_size=0, max_size=9),
         max_tokens=st.integers(1, 12),
         seed=st.integers(0, 1),
@@ -233,7 +233,7 @@ class PairMachine(RuleBasedStateMachine):
 def test_a_pair_of_engines_gives_only_right_tokens_and_keeps_no_block() -> None:
     PairMachine.reached.clear()
     run_state_machine_as_test(
-        PairMachine, settings=settings(max_examples=120, stateful_step_count=40, deadline=None)
+        PairMachine, settings=settings(max_examples=250, stateful_step_count=40, deadline=None)
     )
     # A machine that never gets there would prove nothing.
     wanted = ("received", "failed loads", "left while KV was on its way", "preempted", "expired")

@@ -105,14 +105,14 @@ class ToyEngine:
         return self.scheduler.drain_outputs()
 
     def settle(self) -> list[EngineOutput]:
-        """Step until nothing moves any more."""
+        """Step until nothing moves any more, loads on the wire included."""
         outputs: list[EngineOutput] = []
-        for _ in range(500):
+        num_quiet = 0
+        while num_quiet < 5:
             moved = self.submit() if len(self.in_flight) < self.depth else False
             moved = moved or bool(self.in_flight)
             self.collect()
             new = self.scheduler.drain_outputs()
             outputs += new
-            if not moved and not new:
-                break
+            num_quiet = 0 if moved or new else num_quiet + 1
         return outputs
