@@ -21,6 +21,8 @@ from array import array
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from pdserve.observe.log import moved
+
 if TYPE_CHECKING:
     from pdserve.observe.clock import Clock
     from pdserve.proxy.bodies import EngineStages
@@ -163,7 +165,8 @@ class Story:
 
     def line(self, outcome: str) -> str:
         """Return the log line."""
-        tokens_in = self.num_prompt_tokens or "?"
+        told = self.prefill_stages.prompt_tokens if self.prefill_stages is not None else 0
+        tokens_in = self.num_prompt_tokens or told or "?"
         parts = [
             f"req {self.request_id} {outcome} in={tokens_in} out={self.num_output_tokens}",
         ]
@@ -174,10 +177,7 @@ class Story:
             stages = self.decode_stages
             detail = ""
             if stages is not None and stages.kv_bytes:
-                detail = f" ({stages.kv_bytes / 1e6:.1f} MB"
-                if stages.kv_transfer_s > 0:
-                    detail += f", {stages.kv_bytes / stages.kv_transfer_s / 1e9:.1f} GB/s"
-                detail += ")"
+                detail = f" ({moved(stages.kv_bytes, stages.kv_transfer_s)})"
             total = _sum(terms, "handover", always=SECOND_TERMS, after={"kv": detail})
             parts.append(f"second token +{total}")
         if self.token_gaps_s:

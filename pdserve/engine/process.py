@@ -19,8 +19,9 @@ import zmq
 from pdserve.engine.core import EngineCore
 from pdserve.engine.launch import EngineLaunch
 from pdserve.errors import ConfigError
-from pdserve.executor.lifeline import end_with_parent
+from pdserve.lifeline import end_with_parent
 from pdserve.observe.clock import SystemClock
+from pdserve.observe.log import configure_logging
 from pdserve.wire.codec import (
     Abort,
     Add,
@@ -75,6 +76,7 @@ class EngineProcess:
         for fd in self.core.executor.wake_fds:
             self._poller.register(fd, zmq.POLLIN)
         self._publish(Ready(self.core.info))
+        self._publish(Outputs([], self.core.scheduler.stats()))
 
     def run(self) -> None:
         """Serve until shut down. A failure is published before the process ends."""
@@ -145,11 +147,12 @@ class EngineProcess:
 
 def main() -> None:
     """Entry point of the engine core's process."""
-    end_with_parent()
     # Signals reach the whole process group; the server decides how its engine ends.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     launch = msgspec.msgpack.decode(sys.stdin.buffer.read(), type=EngineLaunch)
+    end_with_parent(launch.parent_pid)
+    configure_logging(sys.stderr, level=launch.log_level)
     code = 0
     try:
         EngineProcess(launch).run()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import os
 import secrets
 import signal
@@ -60,7 +61,13 @@ async def launch_engine(
         socket.set_hwm(0)
         socket.linger = 0
         socket.bind(address)
-    launch = EngineLaunch(config=config, inputs_address=addresses[0], outputs_address=addresses[1])
+    launch = EngineLaunch(
+        parent_pid=os.getpid(),
+        log_level=logging.getLogger("pdserve").getEffectiveLevel(),
+        config=config,
+        inputs_address=addresses[0],
+        outputs_address=addresses[1],
+    )
     process = subprocess.Popen(  # noqa: ASYNC220 - a fork and exec, once, before serving
         [sys.executable, "-m", "pdserve.engine.process"], stdin=subprocess.PIPE
     )

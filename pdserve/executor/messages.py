@@ -12,8 +12,14 @@ from pdserve.worker.worker import WorkerInfo
 
 
 class Launch(msgspec.Struct, frozen=True, kw_only=True):
-    """All a rank process is told when it starts, on its standard input."""
+    """All a rank process is told when it starts, on its standard input.
 
+    Attributes:
+        log_level: As in `logging`; the rank logs to standard error.
+    """
+
+    parent_pid: int
+    log_level: int
     config: EngineConfig
     engine_id: EngineId
     incarnation: Incarnation

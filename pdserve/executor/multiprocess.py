@@ -5,6 +5,7 @@ The engine core plans the next step while the rank runs this one.
 
 from __future__ import annotations
 
+import logging
 import os
 import subprocess
 import sys
@@ -74,7 +75,13 @@ class MultiprocessExecutor:
             "replies_doorbell_fd": self._replies.doorbell_fd,
         }
         launch = Launch(
-            config=config, engine_id=engine_id, incarnation=incarnation, spin_s=spin_s, **fds
+            parent_pid=os.getpid(),
+            log_level=logging.getLogger("pdserve").getEffectiveLevel(),
+            config=config,
+            engine_id=engine_id,
+            incarnation=incarnation,
+            spin_s=spin_s,
+            **fds,
         )
         self._process = subprocess.Popen(
             [sys.executable, "-m", "pdserve.executor.rank"],

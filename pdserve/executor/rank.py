@@ -15,7 +15,6 @@ import msgspec
 
 from pdserve.errors import ConfigError
 from pdserve.executor.channel import Ring
-from pdserve.executor.lifeline import end_with_parent
 from pdserve.executor.messages import (
     Close,
     FromRank,
@@ -28,6 +27,8 @@ from pdserve.executor.messages import (
     StepDone,
     ToRank,
 )
+from pdserve.lifeline import end_with_parent
+from pdserve.observe.log import configure_logging
 from pdserve.worker.worker import Worker
 
 
@@ -76,8 +77,10 @@ def run(launch: Launch) -> None:
 
 def main() -> None:
     """Entry point of the rank's process."""
-    end_with_parent()
-    run(msgspec.msgpack.decode(sys.stdin.buffer.read(), type=Launch))
+    launch = msgspec.msgpack.decode(sys.stdin.buffer.read(), type=Launch)
+    end_with_parent(launch.parent_pid)
+    configure_logging(sys.stderr, level=launch.log_level)
+    run(launch)
     # Threads of native libraries must not keep a finished rank alive.
     sys.stdout.flush()
     sys.stderr.flush()

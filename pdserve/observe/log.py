@@ -62,14 +62,22 @@ def request_line(
         for name, seconds in stages.items():
             part = f"{name.replace('_', ' ')} {seconds * 1e3:.1f}"
             if name == "kv" and kv_bytes:
-                rate = f", {kv_bytes / kv_transfer_s / 1e9:.1f} GB/s" if kv_transfer_s > 0 else ""
-                part += f" ({kv_bytes / 1e6:.1f} MB{rate})"
+                part += f" ({moved(kv_bytes, kv_transfer_s)})"
             parts.append(part)
         if parts:
             line += " = " + " + ".join(parts)
     if gaps_s:
         line += f" | itl p50 {statistics.median(gaps_s) * 1e3:.1f} max {max(gaps_s) * 1e3:.1f}"
     return line
+
+
+def moved(num_bytes: int, seconds: float) -> str:
+    """Return what was moved and how fast, as `8.4 MB, 1.3 GB/s`."""
+    size = f"{num_bytes / 1e6:.1f} MB" if num_bytes >= 1e5 else f"{num_bytes / 1e3:.1f} kB"
+    if seconds <= 0:
+        return size
+    rate = num_bytes / seconds
+    return f"{size}, " + (f"{rate / 1e9:.1f} GB/s" if rate >= 1e8 else f"{rate / 1e6:.1f} MB/s")
 
 
 def _pairs(fields: Mapping[str, object]) -> list[str]:

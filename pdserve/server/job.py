@@ -255,9 +255,10 @@ class Job:
         return fields | {"server_s": max(0.0, ttft_s - in_engine_s), "ttft_s": ttft_s}
 
     def account(self) -> dict[str, float | int | list[str]]:
-        """Return what the proxy asks for: the stages, and why any KV did not arrive."""
+        """Return what the proxy asks for: stages, prompt tokens, why any KV did not arrive."""
         failures = [reason for choice in self.choices for reason in choice.load_failures]
-        return {**self.stages(), "load_failures": failures}
+        num_prompt = sum(len(prompt) for prompt in self.prompts)
+        return {**self.stages(), "load_failures": failures, "prompt_tokens": num_prompt}
 
     def _leader(self) -> Choice:
         """The choice that stands for the job in timings: its first one here."""
