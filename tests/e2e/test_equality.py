@@ -24,6 +24,7 @@ PROMPTS = [
     [3 + (17 * i + 5 * n) % 311 for i in range(n)] for n in (1, 2, 15, 16, 100, 257, 512, 700)
 ]
 NUM_TOKENS = 64
+SMALL_POOL = ["--num-gpu-blocks-override", "66", "--max-model-len", "1024"]
 # The logits' standard deviation is 2.0 for the random model and 2.7 for the boxed one. The
 # largest lead that bf16 rounding was seen to turn over is 0.23 (10 of 256 positions of the
 # random model; none of the boxed one, whose median lead is 9).
@@ -86,7 +87,7 @@ def test_transformers_serve_and_pd_agree_on_greedy_tokens(
     [
         ["--max-num-batched-tokens", "16"],
         ["--max-num-batched-tokens", "512", "--distributed-executor-backend", "multiprocess"],
-        ["--num-gpu-blocks-override", "66", "--max-model-len", "1024"],
+        SMALL_POOL,
     ],
     ids=["chunks of 16", "chunks of 512, rank in its own process", "small pool"],
 )
@@ -101,6 +102,8 @@ def test_chunking_and_preemption_change_no_token(
         assert complete_all(deployment.url("serve"), PROMPTS) == expected
         assert complete_all(deployment.url("proxy"), PROMPTS) == expected
         deployment.wait_nothing_held("serve", "prefill", "decode", timeout_s=2.0)
+        if flags is SMALL_POOL:
+            assert deployment.info("serve")["stats"]["num_preemptions"] > 0
 
 
 @pytest.mark.parametrize("family", ["llama", "boxed"])
