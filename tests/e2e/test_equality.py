@@ -24,7 +24,6 @@ PROMPTS = [
     [3 + (17 * i + 5 * n) % 311 for i in range(n)] for n in (1, 2, 15, 16, 100, 257, 512, 700)
 ]
 NUM_TOKENS = 64
-SMALL_POOL = ["--num-gpu-blocks-override", "66", "--max-model-len", "1024"]
 # The logits' standard deviation is 2.0 for the random model and 2.7 for the boxed one. The
 # largest lead that bf16 rounding was seen to turn over is 0.23 (10 of 256 positions of the
 # random model; none of the boxed one, whose median lead is 9).
@@ -87,11 +86,10 @@ def test_transformers_serve_and_pd_agree_on_greedy_tokens(
     [
         ["--max-num-batched-tokens", "16"],
         ["--max-num-batched-tokens", "512", "--distributed-executor-backend", "multiprocess"],
-        SMALL_POOL,
     ],
-    ids=["chunks of 16", "chunks of 512, rank in its own process", "small pool"],
+    ids=["chunks of 16", "chunks of 512, rank in its own process"],
 )
-def test_chunking_and_preemption_change_no_token(
+def test_chunking_changes_no_token(
     flags: list[str], model_of: Callable[[str], Path], tmp_path: Path
 ) -> None:
     model = model_of("llama")
@@ -102,8 +100,22 @@ def test_chunking_and_preemption_change_no_token(
         assert complete_all(deployment.url("serve"), PROMPTS) == expected
         assert complete_all(deployment.url("proxy"), PROMPTS) == expected
         deployment.wait_nothing_held("serve", "prefill", "decode", timeout_s=2.0)
-        if flags is SMALL_POOL:
-            assert deployment.info("serve")["stats"]["num_preemptions"] > 0
+
+
+def test_preemption_by_a_small_pool_changes_no_token(
+    model_of: Callable[[str], Path], tmp_path: Path
+) -> None:
+    model = model_of("llama")
+    # Each fits with its prompt, no two fit with their whole outputs: 50 blocks of 16.
+    prompts = [[3 + (13 * i + 31 * n) % 311 for i in range(97)] for n in range(4)]
+    expected = greedy_by_transformers(model, prompts, 400)
+    flags = ["--dtype", "float32", "--num-gpu-blocks-override", "50", "--max-model-len", "800"]
+    with pd_deployment(tmp_path, model, *flags, with_serve=True) as deployment:
+        for name, preempts in (("serve", "serve"), ("proxy", "decode")):
+            got = complete_all(deployment.url(name), prompts, max_tokens=400)
+            assert got == expected
+            assert deployment.info(preempts)["stats"]["num_preemptions"] > 0
+        deployment.wait_nothing_held("serve", "prefill", "decode", timeout_s=2.0)
 
 
 @pytest.mark.parametrize("family", ["llama", "boxed"])
