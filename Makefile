@@ -14,8 +14,9 @@ PIP    := $(BIN)/python -m pip --disable-pip-version-check install --quiet
 help: ## This list
 	@awk -F':.*## ' '/^[a-z]+:.*## / {printf "make %-7s %s\n", $$1, $$2}' Makefile
 
+# Ctrl-C is how one ends it, and no error.
 up: $(VENV)/.installed ## Install, start P + D + proxy, send one request, serve until Ctrl-C
-	@$(BIN)/pdserve up $(ARGS)
+	@trap : INT; $(BIN)/pdserve up $(ARGS) || test $$? -eq 130
 
 test: $(VENV)/.installed-dev ## Everything that needs no GPU
 	@$(BIN)/python -m pytest -m "not gpu" $(ARGS)

@@ -69,6 +69,8 @@ _GOOD_ID = re.compile(r"[\x21-\x7e]{1,128}")
 BACKLOG = 2048
 """Connections that may wait to be accepted: a burst of streams arrives at once."""
 _RELEASE_TIMEOUT_S = 5.0
+_MAX_REFUSALS = 1000
+"""Refused engines that are remembered: their number is up to whoever sends registrations."""
 _REQUEST_ID_KEY: web.RequestKey[str] = web.RequestKey("request_id", str)
 
 
@@ -137,6 +139,7 @@ class Proxy:
             admission=self.admission,
             metrics=self.metrics,
         )
+        self._refusals: dict[str, str] = {}
         self._live: dict[int, Story] = {}
         self._is_idle = asyncio.Event()
         self._is_idle.set()
@@ -245,6 +248,9 @@ class Proxy:
             if error.status == 405:
                 response.set_status(405)
                 response.headers[hdrs.ALLOW] = error.headers.get(hdrs.ALLOW, "")
+        except web.RequestPayloadError:
+            unreadable = BadRequestError("the body is not in its encoding, or was cut off")
+            response = _error_response(unreadable)
         except ClientGoneError:
             response = web.Response(status=499)  # written to nobody
         except Exception:
@@ -259,7 +265,9 @@ class Proxy:
         if not keys:
             return
         scheme, _, given = request.headers.get(hdrs.AUTHORIZATION, "").partition(" ")
-        offered = given.strip().encode() if scheme.lower() == "bearer" else b""
+        # A header's bytes need not be UTF-8: aiohttp escapes those that are not.
+        token = given.strip().encode("utf-8", "surrogateescape")
+        offered = token if scheme.lower() == "bearer" else b""
         # Every key is compared, so that the time taken tells nothing about any.
         if not sum(hmac.compare_digest(offered, key.encode()) for key in keys):
             raise UnauthorizedError("the API key is missing or wrong")
@@ -268,7 +276,8 @@ class Proxy:
         """Headers for the engines: the deployment's key, or the client's where it has none."""
         if self._config.api_keys:
             return {hdrs.AUTHORIZATION: f"Bearer {self._config.api_keys[0]}"}
-        if hdrs.AUTHORIZATION in client:
+        # One that is not ASCII is no key, and could not be sent on.
+        if client.get(hdrs.AUTHORIZATION, "\x80").isascii():
             return {hdrs.AUTHORIZATION: client[hdrs.AUTHORIZATION]}
         return {}
 
@@ -290,7 +299,7 @@ class Proxy:
                     created=int(self._clock.wall_s()),
                     fallback_seed=self._rng.getrandbits(48),
                 )
-            except (PdserveError, web.HTTPException):
+            except (PdserveError, web.HTTPException, web.RequestPayloadError):
                 outcome = "client_error"
                 raise
             story.streamed = body.stream
@@ -342,9 +351,12 @@ class Proxy:
                     use.ok()
                 return web.Response(body=answer, content_type=content_type)
             except RefusedError as refusal:
-                return web.Response(
+                refused = web.Response(
                     status=refusal.status, body=refusal.body, content_type="application/json"
                 )
+                if refusal.retry_after is not None:
+                    refused.headers[hdrs.RETRY_AFTER] = refusal.retry_after
+                return refused
             except WorkerError as failure:
                 self.metrics.leg_failures.labels("forward", failure.reason).inc()
                 if attempt == self._config.retry_max_retries:
@@ -413,14 +425,20 @@ class Proxy:
         try:
             self.backends.register(registration)
         except HandshakeError as error:
-            log_event(
-                log,
-                "registration refused",
-                level=logging.ERROR,
-                engine=registration.url,
-                reason=error.message,
-            )
+            # The engine goes on asking: once is enough.
+            if self._refusals.get(registration.url) != error.message:
+                if len(self._refusals) >= _MAX_REFUSALS:
+                    self._refusals.clear()
+                self._refusals[registration.url] = error.message
+                log_event(
+                    log,
+                    "registration refused",
+                    level=logging.ERROR,
+                    engine=registration.url,
+                    reason=error.message,
+                )
             return _error_response(error, status=409)
+        self._refusals.pop(registration.url, None)
         return _json({"lease_s": registration.lease_s})
 
     async def _deregister(self, request: web.Request) -> web.Response:
@@ -436,11 +454,12 @@ class Proxy:
         """
         body = await request.read()
         if self._config.secret:
-            offered = request.headers.get(AUTH_HEADER, "").encode()
+            offered = request.headers.get(AUTH_HEADER, "").encode("utf-8", "surrogateescape")
             expected = signature(self._config.secret, body).encode()
             if not hmac.compare_digest(offered, expected):
                 raise UnauthorizedError(
-                    f"{AUTH_HEADER} does not fit: engine and proxy need the same secret",
+                    f"{AUTH_HEADER} does not fit: engine and proxy need the same secret, given to "
+                    "both as PDSERVE_SECRET",
                     code="invalid_signature",
                 )
         try:
@@ -470,7 +489,10 @@ def _from_http(request: web.Request, error: web.HTTPException, max_bytes: int) -
     """Say in OpenAI's shape what aiohttp found wrong with a request."""
     match error.status:
         case 404:
-            return NotFoundError(f"there is no {request.path}: see /v1/models and the docs")
+            return NotFoundError(
+                f"there is no {request.path} here; the OpenAI API is under /v1, "
+                "for example /v1/chat/completions"
+            )
         case 405:
             return BadRequestError(
                 f"{request.path} does not take {request.method}", code="method_not_allowed"

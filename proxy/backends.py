@@ -39,6 +39,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 MAX_LEASE_S = 3600.0
+_NOT_READY_INTERVAL_S = 0.2
 
 
 class Health(enum.Enum):
@@ -250,7 +251,7 @@ class Backends:
         """Check every engine once, then go on checking in the background."""
         await asyncio.gather(*(self.check(backend) for backend in self))
         for backend in self:
-            self._watch(backend, delay_s=self._config.health_check_interval_s)
+            self._watch(backend, delay_s=self._interval_s(backend))
 
     async def stop(self) -> None:
         """End the background checks."""
@@ -332,7 +333,12 @@ class Backends:
             self._forget(backend, "it took its leave")
 
     def _refuse_other_layout(self, url: str, registration: Registration) -> None:
-        role, engine = registration.role, registration.engine
+        mismatch = next(self._mismatches(url, registration.role, registration.engine), None)
+        if mismatch is not None:
+            raise HandshakeError(mismatch)
+
+    def _mismatches(self, url: str, role: Role, engine: EngineInfo) -> Iterator[str]:
+        """Say with which engines, of those it would exchange KV with, this one cannot."""
         for other in self:
             pairs = (role is not Role.DECODE and other.decodes()) or (
                 role is not Role.PREFILL and other.prefills()
@@ -340,7 +346,7 @@ class Backends:
             if other.url == url or other.info is None or not pairs:
                 continue
             if other.info.layout_digest != engine.layout_digest:
-                raise HandshakeError(
+                yield (
                     f"{url} cannot exchange KV with {other.url}: "
                     + _layout_difference(engine, other.info)
                 )
@@ -348,6 +354,9 @@ class Backends:
     def _learn(self, backend: Backend, engine: EngineInfo) -> None:
         """Take note of who answers at a URL; a new incarnation starts with a clean sheet."""
         former, backend.info = backend.info, engine
+        if former is None or former.incarnation != engine.incarnation:
+            for mismatch in self._mismatches(backend.url, backend.role, engine):
+                log.error("requests will not be split between these two: %s", mismatch)
         if former is not None and former.incarnation != engine.incarnation:
             log.info("engine restarted: url=%s engine=%s", backend.url, engine.engine_id)
             backend.breaker = self._breaker()
@@ -363,7 +372,6 @@ class Backends:
     async def _watch_loop(self, backend: Backend, delay_s: float) -> None:
         while True:
             await asyncio.sleep(delay_s)
-            delay_s = self._config.health_check_interval_s
             if self._clock.monotonic_s() > backend.lease_end_s:
                 backend.watcher = None
                 self._forget(backend, "its lease ran out")
@@ -372,6 +380,13 @@ class Backends:
                 await self.check(backend)
             except Exception:
                 log.exception("health check failed: url=%s", backend.url)
+            delay_s = self._interval_s(backend)
+
+    def _interval_s(self, backend: Backend) -> float:
+        """Return the time to the next check; one that is not ready yet is wanted soon."""
+        interval_s = self._config.health_check_interval_s
+        is_ready = backend.health is Health.READY
+        return interval_s if is_ready else min(interval_s, _NOT_READY_INTERVAL_S)
 
     async def check(self, backend: Backend) -> None:
         """Ask an engine how it is."""
@@ -477,12 +492,13 @@ class Backends:
 
     # --- pairs
 
-    def edge(self, prefill_url: str, decode_url: str) -> Breaker:
-        """Return the breaker of a pair."""
-        edge = (prefill_url, decode_url)
-        if edge not in self._edges:
-            self._edges[edge] = self._breaker()
-        return self._edges[edge]
+    def edge(self, prefill: Backend, decode: Backend) -> Breaker:
+        """Return the breaker of a pair; one that nobody keeps if an engine is gone."""
+        key = (prefill.url, decode.url)
+        edge = self._edges.get(key) or self._breaker()
+        if self.get(prefill.url) is prefill and self.get(decode.url) is decode:
+            self._edges[key] = edge
+        return edge
 
     def can_pair(self, prefill: Backend, decode: Backend) -> bool:
         """Whether KV can go from one to the other, as far as is known."""
@@ -523,4 +539,4 @@ def _layout_difference(ours: EngineInfo, theirs: EngineInfo) -> str:
         if ours.layout.get(name) != theirs.layout.get(name)
     ]
     digests = f"layout digest {ours.layout_digest} here, {theirs.layout_digest} there"
-    return "; ".join([*differing, digests])
+    return "; ".join(differing) or digests

@@ -81,14 +81,16 @@ class ClientBody:
     def __init__(self, raw: bytes, *, created: int, fallback_seed: int) -> None:
         try:
             self._fields: Fields = msgspec.json.decode(raw, type=Fields)
-        except msgspec.DecodeError as error:
+            stream, seed = (_value(self._fields.get(name)) for name in ("stream", "seed"))
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
             raise BadRequestError(
                 f"the body is not a JSON object: {error}", code="invalid_json"
             ) from None
+        except RecursionError:
+            raise BadRequestError("the body is nested too deeply", code="invalid_json") from None
         self.num_bytes = len(raw)
         self.created = created
-        self.stream = _value(self._fields.get("stream")) is True
-        seed = _value(self._fields.get("seed"))
+        self.stream = stream is True
         self.seed = seed if isinstance(seed, int) else fallback_seed
 
     def for_prefill(self) -> bytes:

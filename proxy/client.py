@@ -8,22 +8,22 @@ handoffs, so that a lease granted in the very moment the client left is given ba
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import hashlib
 import hmac
 import logging
 from contextvars import ContextVar
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import aiohttp
 import msgspec
 
 from pdserve.proxy.bodies import Handoff, handoff_in
-from pdserve.proxy.errors import RefusedError, WorkerError
+from pdserve.proxy.errors import RefusedError, WorkerBusyError, WorkerError
 from pdserve.proxy.relay import SseParser
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
+    from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping
 
     from aiohttp.connector import Connection
     from aiohttp.tracing import Trace
@@ -35,7 +35,10 @@ log = logging.getLogger(__name__)
 CONNECT_TIMEOUT_S = 3.0
 ABANDON_TIMEOUT_S = 1.0
 """How long an engine may take to notice that its leg was abandoned."""
+HANG_UP_TIMEOUT_S = 0.5
+"""The same where a lease waits for it, which is to be free within a second."""
 DRAIN_TIMEOUT_S = 2.0
+RETRY_AFTER_S = 1.0
 RELEASE_TRIES = 4
 RELEASE_TIMEOUT_S = 2.0
 
@@ -147,12 +150,20 @@ class EngineHttp:
         except _FAILURES as error:
             raise _failure(url, error) from error
 
-    def release(self, handoff: Handoff) -> None:
-        """Give a handoff's leases back, in the background."""
-        for nonce in handoff.nonces:
-            self.background.start(self._release(handoff.prefill_url, nonce))
+    def release(self, handoff: Handoff, *, after: Leg | None = None) -> None:
+        """Give a handoff's leases back, in the background.
 
-    async def _release(self, prefill_url: str, nonce: str) -> None:
+        Args:
+            after: The leg that reads the KV: its end is waited for. A lease that ends
+                under a reader which has not heard yet that it is not wanted looks to it
+                like lost KV, and it would begin to compute the prompt again.
+        """
+        for nonce in handoff.nonces:
+            self.background.start(self._release(handoff.prefill_url, nonce, after))
+
+    async def _release(self, prefill_url: str, nonce: str, after: Leg | None) -> None:
+        if after is not None:
+            await after.ended.wait()
         body = msgspec.json.encode({"nonce": nonce})
         headers = {"Content-Type": "application/json"}
         if self._secret:
@@ -193,6 +204,7 @@ class Leg:
     Attributes:
         url: The engine's path this leg was sent to.
         transport: What carries it; None until connected.
+        ended: The engine has ended its side, or is not waited for any more.
     """
 
     def __init__(
@@ -210,6 +222,7 @@ class Leg:
         self._is_lost = False
         self._body = bytearray()
         self.transport: asyncio.Transport | None = None
+        self.ended = asyncio.Event()
         # A task of its own, because cancelling the post itself would close the connection
         # on whatever the engine has already sent.
         self._post = asyncio.create_task(self._send(session, url, body, headers))
@@ -243,6 +256,8 @@ class Leg:
             raise RefusedError(response.status, body, response.headers.get("Retry-After"))
         text = body.decode("utf-8", "replace")[:300]
         message = f"{self.url} answered {response.status}: {text}"
+        if response.status == 503:
+            raise WorkerBusyError(message, reason="status", retry_after_s=RETRY_AFTER_S)
         raise WorkerError(message, reason="status")
 
     async def read(self) -> bytes:
@@ -281,6 +296,7 @@ class Leg:
 
     def close(self) -> None:
         """Hang up. Harmless when the answer has ended."""
+        self.ended.set()
         self._post.cancel()
         if self._response is not None:
             self._response.close()
@@ -308,7 +324,12 @@ class Leg:
         already handed over, and then the handoff still arrives. Closing both at once
         would lose it, and with it the lease until it expires.
         """
-        self._http.background.start(self._abandon(prefill_url))
+        rest = partial(self._release_all, prefill_url)
+        self._http.background.start(self._leave(rest, ABANDON_TIMEOUT_S))
+
+    def hang_up(self) -> None:
+        """Hang up in the background; `ended` tells when the engine has noticed."""
+        self._http.background.start(self._leave(self._discard_all, HANG_UP_TIMEOUT_S))
 
     async def _drain(self, on_event: Callable[[Event], None] | None) -> None:
         try:
@@ -322,24 +343,34 @@ class Leg:
         finally:
             self.close()
 
-    async def _abandon(self, prefill_url: str) -> None:
+    async def _leave(self, read_rest: Callable[[], Awaitable[None]], timeout_s: float) -> None:
+        """Close our direction, read what still comes, then close the other one."""
         if self._response is None and self._post.done() and not self._post.cancelled():
             self._response = None if self._post.exception() else self._post.result()
-        if self.transport is None or not self.transport.can_write_eof():
-            self.close()
-            return
-        # Once the answer is complete, its connection may carry another request.
-        is_ours = self._response is None or self._response.connection is not None
-        with contextlib.suppress(WorkerError, RefusedError, TimeoutError):
-            try:
-                if is_ours and not self.transport.is_closing():
-                    self.transport.write_eof()
-                async with asyncio.timeout(ABANDON_TIMEOUT_S):
+        try:
+            if self._close_our_side():
+                async with asyncio.timeout(timeout_s):
                     if self._response is None:
                         await self.open()
-                    await self._release_all(prefill_url)
-            finally:
-                self.close()
+                    await read_rest()
+        except (WorkerError, RefusedError, TimeoutError):
+            pass  # whatever is wrong with this leg, nobody waits for it any more
+        finally:
+            self.close()
+
+    def _close_our_side(self) -> bool:
+        """Tell whether anything may still come."""
+        if self.transport is None or not self.transport.can_write_eof():
+            return False
+        # Once the answer is complete, its connection may carry another request.
+        is_ours = self._response is None or self._response.connection is not None
+        if is_ours and not self.transport.is_closing():
+            self.transport.write_eof()
+        return True
+
+    async def _discard_all(self) -> None:
+        async for _ in self.chunks():
+            pass
 
     async def _release_all(self, prefill_url: str) -> None:
         assert self._response is not None

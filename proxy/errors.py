@@ -5,12 +5,14 @@ Knows HTTP bodies and server-sent events; knows nothing of routing or of retries
     PdserveError
     |- UpstreamError
     |  |- WorkerError       an engine broke down: another one may be asked
+    |  |  |- WorkerBusyError      it says that it cannot serve now
     RefusedError            an engine said 4xx: the client's own mistake, passed on as it is
     ClientGoneError               nobody reads the answer any more
 """
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -31,9 +33,24 @@ class WorkerError(UpstreamError):
             garbled, lost.
     """
 
-    def __init__(self, message: str, *, reason: str, code: str | None = None) -> None:
-        super().__init__(message, code=code)
+    def __init__(
+        self,
+        message: str,
+        *,
+        reason: str,
+        code: str | None = None,
+        retry_after_s: float | None = None,
+    ) -> None:
+        super().__init__(message, code=code, retry_after_s=retry_after_s)
         self.reason = reason
+
+
+class WorkerBusyError(WorkerError):
+    """An engine answered 503: it starts, shuts down or has ended."""
+
+    status = 503
+    type = "service_unavailable_error"
+    code = "unavailable"
 
 
 class RefusedError(Exception):
@@ -64,7 +81,7 @@ def error_headers(error: PdserveError) -> dict[str, str]:
     """Return the headers that go with an error: Retry-After in whole seconds, at least 1."""
     if error.retry_after_s is None:
         return {}
-    return {"Retry-After": str(max(1, round(error.retry_after_s)))}
+    return {"Retry-After": str(max(1, math.ceil(error.retry_after_s)))}
 
 
 def error_event(body: bytes) -> bytes:

@@ -62,7 +62,7 @@ if TYPE_CHECKING:
 
     from pdserve.config.schema import ProxyConfig
     from pdserve.proxy.admission import Admission
-    from pdserve.proxy.backends import Backend, Backends, Use
+    from pdserve.proxy.backends import Backend, Backends, Breaker, Use
     from pdserve.proxy.bodies import ClientBody, EngineStages
     from pdserve.proxy.client import EngineHttp, Leg
     from pdserve.proxy.metrics import Metrics
@@ -221,6 +221,7 @@ class Flow:
         self._delivery = Delivery(request, reply_headers)
         self._failed: set[Backend] = set()
         self._retries_left = services.config.retry_max_retries
+        self._reader: Leg | None = None  # the newest leg that was sent the handoff
         self.outcome = "error"
 
     async def run(self) -> web.StreamResponse:
@@ -389,8 +390,8 @@ class Flow:
     async def _decode_on(self, backend: Backend, prefilled: _Prefilled) -> web.StreamResponse:
         handoff = prefilled.handoff
         body = self._body.for_decode(handoff, first_delivered=prefilled.answer is None)
-        edge = self._backends.edge(prefilled.backend.url, backend.url)
-        leg = self._send_leg(Stage.TRANSFER, backend, body)
+        edge = self._backends.edge(prefilled.backend, backend)
+        leg = self._reader = self._send_leg(Stage.TRANSFER, backend, body)
         with self._backends.use(backend, leg) as use:
             edge.begin()
             try:
@@ -404,10 +405,13 @@ class Flow:
                     stages = await self._pass_on(leg, use, backend, Stage.DECODE)
                     response = await self._delivery.end()
                 self._story.decode_stages = stages
-                self._judge_edge(prefilled.backend, backend, stages)
+                self._judge_edge(edge, prefilled.backend, backend, stages)
                 return response
-            except BaseException:
+            except WorkerError:
                 leg.close()
+                raise
+            except BaseException:
+                leg.hang_up()
                 raise
             finally:
                 edge.leave()
@@ -507,11 +511,12 @@ class Flow:
         text = data[:300].decode("utf-8", "replace")
         return WorkerError(f"{backend.url} reported {text}", reason="error_event")
 
-    def _judge_edge(self, prefill: Backend, decode: Backend, stages: EngineStages | None) -> None:
+    def _judge_edge(
+        self, edge: Breaker, prefill: Backend, decode: Backend, stages: EngineStages | None
+    ) -> None:
         """Learn from the decode engine's account whether the KV came over this pair."""
         if stages is None:
             return
-        edge = self._backends.edge(prefill.url, decode.url)
         if stages.load_failures:
             self._metrics.kv_load_failures.inc(len(stages.load_failures))
             edge.fail()
@@ -530,7 +535,7 @@ class Flow:
     def _give_back(self, handoff: Handoff) -> None:
         self._metrics.releases.inc()
         self._story.tell("handoff given back")
-        self._http.release(handoff)
+        self._http.release(handoff, after=self._reader)
 
     # --- failing
 

@@ -12,6 +12,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from pdserve.observe.metrics import (
     LATENCY_BUCKETS_S,
     STAGE_BUCKETS_S,
+    TokenHistogram,
     exposition,
     loop_lag_histogram,
 )
@@ -59,16 +60,18 @@ class Metrics:
         self.stage_duration = Histogram(
             "pdserve_stage_duration_seconds",
             "Parts of the time to first token (admission, proxy, retry, queue, prefill, relay: "
-            "they add up to it) and of the second token's wait (kv, handover, first_step).",
+            "they add up to it) and of the second token's wait (decode_queue, kv, recompute, "
+            "handover, first_step).",
             ["stage"],
             registry=registry,
             buckets=STAGE_BUCKETS_S,
         )
-        self.inter_token = Histogram(
+        self.inter_token = TokenHistogram(
             "pdserve_inter_token_latency_seconds",
             "Gaps between streamed chunks after the second token.",
-            registry=registry,
+            labels={},
             buckets=LATENCY_BUCKETS_S,
+            registry=registry,
         )
         self.requests = Counter(
             "pdserve_requests", "Requests ended, by outcome.", ["outcome"], registry=registry

@@ -11,7 +11,9 @@ with a measured remainder, so that its terms add up to what the client saw:
 `proxy` is this process before it asks an engine, the wait for a place apart (`admission`);
 `retry` went to engines that failed; `queue` and `prefill` are the engine's own account; `relay`
 is the rest of the time to the first byte written to the client: two HTTP hops and the wait for a
-free moment. `handover` is what is left of the second token's wait beside moving KV and computing.
+free moment. Of the second token's wait, `decode queue` is until the decode engine begins to move
+the KV, `recompute` is for a prompt whose KV did not arrive (both are left out of the line where
+there was none), and `handover` is the rest: HTTP, and KV that lies ready while a step runs.
 """
 
 from __future__ import annotations
@@ -46,7 +48,7 @@ class Mode(enum.Enum):
 
 
 TTFT_TERMS = ("admission", "proxy", "retry", "queue", "prefill", "relay")
-SECOND_TERMS = ("kv", "handover", "first_step")
+SECOND_TERMS = ("decode_queue", "kv", "recompute", "handover", "first_step")
 
 
 @dataclass(slots=True)
@@ -159,9 +161,17 @@ class Story:
         if self.second_token_s is None or self.first_token_s is None or stages is None:
             return {}
         wait = self.second_token_s - self.first_token_s
-        kv = min(stages.kv_wait_s + stages.kv_transfer_s, wait)
-        first_step = min(stages.first_step_s, wait - kv)
-        return {"kv": kv, "handover": wait - kv - first_step, "first_step": first_step}
+        told = {
+            "decode_queue": stages.queue_s,
+            "kv": stages.kv_wait_s + stages.kv_transfer_s,
+            "recompute": stages.prefill_s,
+            "first_step": stages.first_step_s,
+        }
+        left = wait
+        for name, seconds in told.items():
+            told[name] = min(seconds, left)
+            left -= told[name]
+        return {name: told.get(name, left) for name in SECOND_TERMS}
 
     def line(self, outcome: str) -> str:
         """Return the log line."""
@@ -178,7 +188,8 @@ class Story:
             detail = ""
             if stages is not None and stages.kv_bytes:
                 detail = f" ({moved(stages.kv_bytes, stages.kv_transfer_s)})"
-            total = _sum(terms, "handover", always=SECOND_TERMS, after={"kv": detail})
+            always = ("kv", "handover", "first_step")
+            total = _sum(terms, "handover", always=always, after={"kv": detail})
             parts.append(f"second token +{total}")
         if self.token_gaps_s:
             gaps = sorted(self.token_gaps_s)

@@ -199,12 +199,14 @@ class Listener:
         return self._sock.fileno()
 
     def accept(self) -> tuple[socket.socket, str] | None:
-        """A connection that waits, with its peer's address for messages."""
+        """A connection that waits, with its peer's address; None if it has gone again.
+
+        Raises:
+            OSError: It cannot be taken now, for want of a descriptor or of memory.
+        """
         try:
             sock, address = self._sock.accept()
-        except OSError:
-            # Gone again before it was accepted, or no descriptor is free: either way
-            # there is nothing to serve now, and the listener goes on.
+        except (BlockingIOError, ConnectionAbortedError):
             return None
         return sock, f"{address[0]}:{address[1]}"
 
@@ -217,19 +219,23 @@ def start_connect(endpoint: Endpoint) -> socket.socket:
     """Begin to connect, without waiting for the network or a name server.
 
     Raises:
-        UnreachableError: The address is not numeric, or was refused at once.
+        UnreachableError: The address is not numeric or has no such port, it was refused
+            at once, or no descriptor is free.
     """
     try:
         version = ipaddress.ip_address(endpoint.host).version
     except ValueError as error:
         raise UnreachableError(f"an endpoint's host must be an address: {error}") from error
-    sock = socket.socket(socket.AF_INET if version == 4 else socket.AF_INET6)
+    try:
+        sock = socket.socket(socket.AF_INET if version == 4 else socket.AF_INET6)
+    except OSError as error:
+        raise UnreachableError(f"no socket for {endpoint.host}: {error}") from error
     sock.setblocking(False)
     try:
         sock.connect((endpoint.host, endpoint.port))
     except BlockingIOError:
         pass
-    except OSError as error:
+    except (OSError, OverflowError) as error:
         sock.close()
         raise UnreachableError(f"{endpoint.host}:{endpoint.port}: {error}") from error
     return sock

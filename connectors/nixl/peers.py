@@ -18,6 +18,7 @@ It knows no tensors and no threads; whoever runs the loop calls `tick`.
 from __future__ import annotations
 
 import enum
+import functools
 import itertools
 import logging
 from collections import deque
@@ -49,6 +50,7 @@ from pdserve.connectors.nixl.protocol import (
     ToClient,
     Welcome,
 )
+from pdserve.observe.log import log_event
 from pdserve.wire.ids import EngineId
 from pdserve.wire.transfer import Failed, LoadFailure, Received
 
@@ -66,6 +68,7 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 HEARTBEATS_PER_LEASE = 6
+_NONCES_PER_HEARTBEAT = 4096  # a frame has at most 1 MiB
 
 # One READ of at most so many bytes: between two of them heartbeats and other peers get
 # their turn, and 64 MiB hide the 50 us of a post at any rate there is.
@@ -131,10 +134,12 @@ class Local:
 
 @dataclass(slots=True)
 class _Remote:
+    """What the agent knows of a peer; None is what it has not prepared (yet)."""
+
     name: str
-    pool: Prepared
     num_blocks: int
-    scratch: Prepared
+    pool: Prepared | None = None
+    scratch: Prepared | None = None
 
 
 def count_runs(local: npt.NDArray[np.int32], remote: npt.NDArray[np.int32]) -> int:
@@ -242,11 +247,13 @@ class Peers:
         """A load is over, without KV."""
         del self._by_request[fact.request_id]
         self.failed.append(fact)
-        _log.warning(
-            "kv load failed: request=%s reason=%s %s",
-            fact.request_id,
-            fact.reason.value,
-            fact.detail,
+        log_event(
+            _log,
+            "kv load ended without kv",
+            level=logging.DEBUG if fact.reason is LoadFailure.ABORTED else logging.WARNING,
+            request=fact.request_id,
+            reason=fact.reason.value,
+            detail=fact.detail,
         )
 
     def close(self) -> None:
@@ -273,8 +280,9 @@ class Peer:
         self._remote: _Remote | None = None
         self._warm_up: Transfer | None = None
         self._warm_up_posted_s = 0.0
-        self._num_failures = 0
+        self._back_off_s = 0.0
         self._not_before_s = 0.0
+        self._trouble = (LoadFailure.PEER_LOST, "")
         self._refusal: tuple[LoadFailure, str] | None = None
         self._watches: dict[str, Watch] = {}
         self._next_beat_s = _NEVER
@@ -382,11 +390,9 @@ class Peer:
         match self._state:
             case PeerState.IDLE:
                 if now_s < self._not_before_s:
+                    reason, detail = self._trouble
                     wait_s = self._not_before_s - now_s
-                    self._lose_all(
-                        LoadFailure.PEER_LOST,
-                        f"{self._owner.engine_id} was out of reach; next try in {wait_s:.1f} s",
-                    )
+                    self._lose_all(reason, f"{detail}; next try in {wait_s:.1f} s")
                 elif self._is_wanted:
                     self._connect()
                     moved = True
@@ -413,7 +419,7 @@ class Peer:
                 assert_never(self._state)
         if now_s >= self._next_beat_s:
             if self._is_met:
-                self._send(Heartbeat(list(self._watches)))
+                self._send_heartbeats()
             self._plan_beat()
         return moved
 
@@ -497,15 +503,15 @@ class Peer:
         agent = local.agent
         try:
             name = agent.add_peer(welcome.agent_metadata)
-            pool = agent.prepare_remote(name, welcome.pool)
-            scratch = agent.prepare_remote(name, welcome.scratch)
-            self._remote = _Remote(name, pool, welcome.pool.num_units, scratch)
+            self._remote = remote = _Remote(name, welcome.pool.num_units)
+            remote.pool = agent.prepare_remote(name, welcome.pool)
+            remote.scratch = agent.prepare_remote(name, welcome.scratch)
             units = np.arange(
                 min(local.num_scratch_units, welcome.scratch.num_units), dtype=np.int32
             )
             self._become(PeerState.WIRING, keep_clock=True)
             self._warm_up_posted_s = self._now_s()
-            transfer, state = agent.read(local.scratch, units, scratch, units)
+            transfer, state = agent.read(local.scratch, units, remote.scratch, units)
         except AgentError as error:
             self._give_up(LoadFailure.HANDSHAKE, str(error))
             return
@@ -519,20 +525,20 @@ class Peer:
         self._warm_up = None
         if self._state is not PeerState.WIRING:
             return
-        self._num_failures = 0
+        self._back_off_s = 0.0
         self._become(PeerState.READY)
         self._send(Ready())
-        if self._watches:
-            self._send(Heartbeat(list(self._watches)))
+        self._send_heartbeats()
         releases, self._releases = self._releases, []
         for release in releases:
             self._send(release)
         self._plan_beat()
-        _log.info(
-            "kv peer ready: peer=%s incarnation=%s warm_up_ms=%.1f",
-            self._owner.engine_id,
-            self._owner.incarnation,
-            (self._now_s() - self._warm_up_posted_s) * 1e3,
+        log_event(
+            _log,
+            "kv peer ready",
+            peer=self._owner.engine_id,
+            incarnation=self._owner.incarnation,
+            warm_up_ms=(self._now_s() - self._warm_up_posted_s) * 1e3,
         )
 
     def _on_refused(self, refuse: Refuse) -> None:
@@ -560,9 +566,9 @@ class Peer:
             self._give_up(reason, str(error))
             return
         lived_s = self._now_s() - self._since_s
-        _log.info("kv peer lost: peer=%s after_s=%.1f %s", self._owner.engine_id, lived_s, error)
+        log_event(_log, "kv peer lost", peer=self._owner.engine_id, after_s=lived_s, reason=error)
         if lived_s < _BACKOFF_MIN_S:
-            self._back_off()
+            self._back_off(LoadFailure.PEER_LOST, str(error))
         self._become(PeerState.DRAINING)
         for loading in list(self.loads.values()):
             if loading.state is not LoadState.WAITING:
@@ -570,34 +576,54 @@ class Peer:
 
     def _give_up(self, reason: LoadFailure, detail: str) -> None:
         """This attempt to meet has failed: every load that waits for it has, too."""
-        _log.warning("kv peer out of reach: peer=%s %s", self._owner.engine_id, detail)
+        log_event(
+            _log,
+            "kv peer out of reach",
+            level=logging.WARNING,
+            peer=self._owner.engine_id,
+            reason=detail,
+        )
         self.say_bye()
         if self._warm_up is not None:
             # What is still in flight for it can only land in the scratch region.
             self._peers.local.agent.release(self._warm_up)
             self._warm_up = None
-        self._back_off()
+        self._back_off(reason, detail)
         self._releases.clear()
         self._become(PeerState.DRAINING)
         self._lose_all(reason, detail)
 
-    def _back_off(self) -> None:
-        delay_s = min(_BACKOFF_MAX_S, _BACKOFF_MIN_S * 2**self._num_failures)
-        self._num_failures += 1
-        self._not_before_s = self._now_s() + delay_s
+    def _back_off(self, reason: LoadFailure, detail: str) -> None:
+        """Do not try again for a while; loads that come meanwhile fail for the same reason."""
+        self._trouble = (reason, detail)
+        self._back_off_s = min(_BACKOFF_MAX_S, max(_BACKOFF_MIN_S, 2 * self._back_off_s))
+        self._not_before_s = self._now_s() + self._back_off_s
 
     def _forget_remote(self) -> None:
-        """In the order NIXL needs: transfers (they are over), prepared regions, the agent."""
+        """In the order NIXL needs: transfers (they are over), prepared regions, the agent.
+
+        A step that is refused stops none after it: an agent that is not removed could never
+        be met again.
+        """
         remote, self._remote = self._remote, None
         if remote is None:
             return
         agent = self._peers.local.agent
-        try:
-            agent.unprepare(remote.pool)
-            agent.unprepare(remote.scratch)
-            agent.remove_peer(remote.name)
-        except AgentError as error:
-            _log.warning("kv peer not forgotten: peer=%s %s", self._owner.engine_id, error)
+        prepared = [p for p in (remote.pool, remote.scratch) if p is not None]
+        for forget in (
+            *(functools.partial(agent.unprepare, region) for region in prepared),
+            functools.partial(agent.remove_peer, remote.name),
+        ):
+            try:
+                forget()
+            except AgentError as error:
+                log_event(
+                    _log,
+                    "kv peer not forgotten",
+                    level=logging.WARNING,
+                    peer=self._owner.engine_id,
+                    reason=error,
+                )
 
     # ---- loading -----------------------------------------------------------------------
 
@@ -627,6 +653,7 @@ class Peer:
         if not self.can_post:
             return False
         assert self._remote is not None
+        assert self._remote.pool is not None
         loading = next(loading for loading in self.loads.values() if loading.chunks)
         last_block = max(loading.load.remote_block_ids)
         if last_block >= self._remote.num_blocks:
@@ -686,12 +713,13 @@ class Peer:
                 settled = True
                 agent.release(transfer)
                 loading.transfers.remove(transfer)
-                if failure is not None:
+                if loading.failure is not None:
+                    if not loading.transfers:
+                        self._report(loading)
+                elif failure is not None:
                     self._lose(loading, LoadFailure.PEER_LOST, failure)
-                elif loading.failure is None:
+                else:
                     self._ask_if_all_here(loading)
-                if loading.failure is not None and not loading.transfers:
-                    self._report(loading)
         return settled
 
     def _ask_if_all_here(self, loading: _Loading) -> None:
@@ -772,6 +800,11 @@ class Peer:
     def _send(self, message: msgspec.Struct) -> None:
         if self._connection is not None:
             self._peers.reactor.send(self._connection, message)
+
+    def _send_heartbeats(self) -> None:
+        nonces = list(self._watches)
+        for start in range(0, len(nonces), _NONCES_PER_HEARTBEAT):
+            self._send(Heartbeat(nonces[start : start + _NONCES_PER_HEARTBEAT]))
 
     def _send_release(self, release: Release) -> None:
         """Now, or after a handshake that is under way; else the lease ends by itself."""

@@ -6,12 +6,14 @@ belong to one thread.
 
 from __future__ import annotations
 
+import logging
 import os
 import selectors
 from typing import TYPE_CHECKING, TypeVar
 
 from pdserve.connectors.nixl.channel import Connection, Listener
 from pdserve.errors import PeerError
+from pdserve.observe.log import log_event
 
 if TYPE_CHECKING:
     import socket
@@ -21,6 +23,11 @@ if TYPE_CHECKING:
 
 R = TypeVar("R")
 
+_log = logging.getLogger(__name__)
+
+# A listener that cannot accept stays ready: it is looked at again after so long.
+_REST_S = 0.1
+
 
 class Reactor:
     """Readiness in, callbacks out."""
@@ -29,16 +36,34 @@ class Reactor:
         self._selector = selectors.DefaultSelector()
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._selector.register(self._wake_fd, selectors.EVENT_READ, self._on_wake)
+        self._resting: list[tuple[Listener, Callable[[int], None]]] = []
 
     def wake(self) -> None:
         """Make the current or next `wait` return at once. Any thread may call it."""
         os.eventfd_write(self._wake_fd, 1)
 
     def listen(self, listener: Listener, on_accept: Callable[[socket.socket, str], None]) -> None:
-        """Call `on_accept(socket, peer)` for each connection that comes in."""
+        """Call `on_accept(socket, peer)` for each connection that comes in.
+
+        While none can be accepted (no descriptor is free) the listener rests, so that the
+        loop does not spin on it; callers wait in its backlog.
+        """
+        was_refused = False
 
         def on_ready(mask: int) -> None:
-            accepted = listener.accept()
+            nonlocal was_refused
+            try:
+                accepted = listener.accept()
+            except OSError as error:
+                if not was_refused:
+                    was_refused = True
+                    log_event(
+                        _log, "kv side channel cannot accept", level=logging.ERROR, error=error
+                    )
+                self._selector.unregister(listener)
+                self._resting.append((listener, on_ready))
+                return
+            was_refused = False
             if accepted is not None:
                 on_accept(*accepted)
 
@@ -89,7 +114,12 @@ class Reactor:
         Returns:
             Whether anything was ready.
         """
+        resting, self._resting = self._resting, []
+        if resting:
+            timeout_s = _REST_S if timeout_s is None else min(timeout_s, _REST_S)
         ready = self._selector.select(timeout_s)
+        for listener, on_ready in resting:
+            self._selector.register(listener, selectors.EVENT_READ, on_ready)
         for key, mask in ready:
             # An earlier callback of this round may have closed it.
             if key.fileobj == self._wake_fd or key.fileobj.fileno() == key.fd:  # type: ignore[union-attr]

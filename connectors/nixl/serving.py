@@ -32,6 +32,7 @@ from pdserve.connectors.nixl.protocol import (
     Welcome,
 )
 from pdserve.connectors.pull.lease import LeaseTable, Verdict
+from pdserve.observe.log import log_event
 
 if TYPE_CHECKING:
     import socket
@@ -83,7 +84,8 @@ class Server:
         welcome: What a compatible D is told; asked for at each handshake.
 
     Attributes:
-        faults: What peers sent that they should not have, by kind.
+        faults: What peers sent that they should not have, by kind, since whoever reports
+            it last emptied this.
     """
 
     def __init__(
@@ -105,7 +107,7 @@ class Server:
         self._clients: set[_Client] = set()
         self._parked: list[_Parked] = []
         self._leases = LeaseTable(self._transfer.lease_s)
-        self.faults: Counter[Fault] = Counter()
+        self.faults: Counter[str] = Counter()
 
     @property
     def needs_progress(self) -> bool:
@@ -224,11 +226,13 @@ class Server:
         client.greeted = True
         refusal = self._refusal(hello)
         if refusal is not None:
-            _log.warning(
-                "kv peer refused: peer=%s reason=%s %s",
-                hello.engine_id,
-                refusal.reason.value,
-                refusal.detail,
+            log_event(
+                _log,
+                "kv peer refused",
+                level=logging.WARNING,
+                peer=hello.engine_id,
+                reason=refusal.reason.value,
+                detail=refusal.detail,
             )
             self._reactor.send(client.connection, refusal)
             return
@@ -281,8 +285,8 @@ class Server:
 
     def _on_lost(self, client: _Client, error: PeerError) -> None:
         if isinstance(error, FrameError):
-            self.faults[error.fault] += 1
-            _log.warning("kv side channel frame refused: %s", error)
+            self.faults[f"frame_{error.fault.value}"] += 1
+            log_event(_log, "kv side channel frame refused", level=logging.WARNING, reason=error)
         self._forget(client)
 
     def _drop(self, client: _Client, fault: Fault, detail: str) -> None:

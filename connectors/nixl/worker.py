@@ -71,11 +71,6 @@ class NixlWorker(KVConnectorWorker):
         """See `KVConnectorWorker`."""
         return None if self._thread is None else self._thread.endpoint
 
-    @property
-    def counters(self) -> dict[str, int]:
-        """Things that should stay rare, by name: refused frames by fault, agent resets."""
-        return {} if self._thread is None else self._thread.counters
-
     def start_load_kv(self, metadata: ConnectorMetadata) -> None:
         """See `KVConnectorWorker`."""
         if self._thread is None:

@@ -3,7 +3,7 @@
 A lease is granted once, lives as long as heartbeats come, and ends once: read, released,
 expired or aborted. It *settles* (its blocks may be freed) when it has ended and no reader
 is at work on it any more; a reader is at work from `begin_read` until `confirm`,
-`end_read`, `drop_reader` or its own deadline. Whether a read was good is decided by
+`end_read` or its own deadline. Whether a read was good is decided by
 `confirm` alone: the lease must be live after the reader's last byte, and a settled lease
 never is, so blocks that were freed can never be confirmed.
 
@@ -73,11 +73,6 @@ class LeaseTable:
         """No call of `expire` before this time can change anything; may be too early."""
         return self._due_s
 
-    @property
-    def has_readers(self) -> bool:
-        """Whether anybody is reading leased blocks. O(leases)."""
-        return any(lease.readers for lease in self._leases.values())
-
     def grant(self, nonce: str, request_id: RequestId, now_s: float) -> None:
         """Start a lease.
 
@@ -117,11 +112,6 @@ class LeaseTable:
         lease = self._leases.get(nonce)
         if lease is not None and lease.readers.pop(reader, None) is not None:
             self._settle_if_over(nonce, lease)
-
-    def drop_reader(self, reader: Hashable) -> None:
-        """`reader` is gone, wherever it was at work. O(leases)."""
-        for nonce in [n for n, lease in self._leases.items() if reader in lease.readers]:
-            self.end_read(nonce, reader)
 
     def confirm(self, nonce: str, reader: Hashable, now_s: float) -> Verdict:
         """`reader` has all bytes. VALID ends the lease as READ, and is said at most once."""

@@ -40,6 +40,9 @@ if TYPE_CHECKING:
     from pdserve.wire.transfer import ConnectorMetadata, ConnectorReport, Endpoint
 
 
+_MAX_BLOCKS = 1 << 31
+
+
 @dataclass(slots=True)
 class _Incoming:
     handoff: KVHandoff
@@ -79,7 +82,10 @@ class PullScheduler(KVConnectorScheduler):
             return None
         owner, mine = handoff.engine_id, self._context
         if not handoff.is_authentic(self._secret):
-            return f"its signature is not this deployment's (it says it is from {owner})"
+            return (
+                "its signature is not this deployment's: engines need the same secret, given to "
+                f"each as PDSERVE_SECRET (it says it is from {owner})"
+            )
         prompt = request.prompt_token_ids
         for what, theirs, ours in (
             ("layout digest", handoff.layout_digest, mine.layout_digest),
@@ -91,6 +97,9 @@ class PullScheduler(KVConnectorScheduler):
         ):
             if theirs != ours:
                 return f"{what} is {theirs} at {owner} and {ours} at {mine.engine_id}"
+        # Without a secret anybody on this machine can sign, and block ids become addresses.
+        if not all(0 <= block_id < _MAX_BLOCKS for block_id in handoff.block_ids):
+            return f"it names blocks that {owner} cannot have"
         return None
 
     def request_queued(self, request: RequestView) -> None:

@@ -55,6 +55,14 @@ def library(target: str = NATIVE, cache_dir: Path | None = None) -> Path:
     return path
 
 
+def is_built() -> bool:
+    """Whether `library` will find its result in the cache, and not take seconds."""
+    try:
+        return (_default_cache_dir() / f"kernels-{_fingerprint(NATIVE)}.so").exists()
+    except BuildError:
+        return False
+
+
 def _compiler() -> str | None:
     names = [os.environ.get("CXX", ""), "g++", "c++"]
     return next((found for name in names if name and (found := shutil.which(name))), None)

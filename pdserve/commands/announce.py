@@ -1,10 +1,14 @@
-"""What a command says when it starts: its settings, once."""
+"""What a command says when it starts: its settings, once, and how to call further ones."""
 
 from __future__ import annotations
 
 import enum
+import shlex
+import shutil
+import sys
 import textwrap
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Final
 
 import pdserve
@@ -17,6 +21,20 @@ _SECRET: Final = ("secret", "api-key")
 def title(command: str) -> str:
     """Return a command's name and version."""
     return f"pdserve {command} {pdserve.__version__}"
+
+
+def program() -> str:
+    """Return how to call pdserve, for commands that are shown to be copied.
+
+    A virtual environment need not be active for its `pdserve` to run, as in `make up`.
+    """
+    called = Path(sys.argv[0])
+    if called.name == "__main__.py":
+        return f"{shlex.quote(sys.executable)} -m pdserve"
+    found = shutil.which("pdserve")
+    if found is not None and Path(found).resolve() == called.resolve():
+        return "pdserve"
+    return shlex.quote(str(called))
 
 
 def settings_text(command: str, resolved: Mapping[str, Resolved]) -> str:

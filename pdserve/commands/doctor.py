@@ -79,7 +79,8 @@ def run(table: Table, resolved: Mapping[str, Resolved]) -> int:
         print(json.dumps(msgspec.to_builtins({"version": pdserve.__version__, "checks": findings})))
     else:
         counts = ", ".join(f"{verdicts.count(verdict)} {verdict.value}" for verdict in Verdict)
-        print(f"{counts}. {'Next: pdserve up' if Verdict.FAIL not in verdicts else ''}".rstrip())
+        is_next = Verdict.FAIL not in verdicts and not config.peer
+        print(f"{counts}.{' Next: pdserve up' if is_next else ''}")
     if any(f.check == "peer" and f.verdict is Verdict.FAIL for f in findings):
         return EXIT_PEER
     return EXIT_FAILED if Verdict.FAIL in verdicts else EXIT_DONE
@@ -96,7 +97,8 @@ def _findings(config: DoctorConfig) -> Iterator[Finding]:
     yield devices()
     yield compiler()
     yield shared_memory(Path("/dev/shm"))
-    yield from (port(config.host, number, name) for name, number in _DEFAULT_PORTS)
+    if not config.peer:  # with peers they are not expected to be free
+        yield from (port(config.host, number, name) for name, number in _DEFAULT_PORTS)
     yield ptrace(Path("/proc/sys/kernel/yama/ptrace_scope"))
     yield transfer()
     yield from peers(config.peer, fetch=_fetch)

@@ -10,7 +10,7 @@ from typing import assert_never
 
 import msgspec
 
-from pdserve.commands.announce import settings_text
+from pdserve.commands.announce import program, settings_text
 from pdserve.commands.model_directory import model_directory
 from pdserve.commands.running import exit_code, require_free, start_logging
 from pdserve.config.load import Resolved, Table, build
@@ -67,15 +67,17 @@ def engine_config(role: Role, table: Table, resolved: Mapping[str, Resolved]) ->
 
 async def _serve(engine: EngineConfig, server: ServerConfig) -> int:
     from pdserve.engine.zmq_client import launch_engine
-    from pdserve.server.app import run_server
 
     client = await launch_engine(engine, progress=_Progress())
+    # The core is on its way: what the server imports costs no time of the start.
+    from pdserve.server.app import run_server
+
     try:
         stopped_by = await run_server(
             client,
             engine_config=engine,
             server_config=server,
-            on_ready=lambda url: print(_next_steps(engine, url), flush=True),
+            on_ready=lambda url: print(_next_steps(engine, server, url), flush=True),
         )
     except EngineDeadError:
         if client.info is None:
@@ -85,29 +87,33 @@ async def _serve(engine: EngineConfig, server: ServerConfig) -> int:
 
 
 class _Progress:
-    """Logs what an engine says while it starts; of a running percentage, one a second."""
+    """Logs what an engine says while it starts; of what takes long, a percentage a second."""
 
     def __init__(self) -> None:
-        self._last_s = time.monotonic()
+        self._last_s: float | None = None
 
     def __call__(self, text: str) -> None:
         if text.endswith("%"):
             now_s = time.monotonic()
+            if self._last_s is None:
+                self._last_s = now_s
             if now_s - self._last_s < _PROGRESS_INTERVAL_S:
                 return
             self._last_s = now_s
+        else:
+            self._last_s = None
         log.info("%s", text)
 
 
-def _next_steps(engine: EngineConfig, url: str) -> str:
+def _next_steps(engine: EngineConfig, server: ServerConfig, url: str) -> str:
     match engine.role:
         case Role.BOTH:
             return f"Ready: OpenAI's API on {url} ({url}/metrics)"
         case Role.PREFILL | Role.DECODE:
             role = engine.role.value
-            return (
-                f"Ready: {role} engine on {url} ({url}/metrics). Its users talk to a proxy:\n"
-                f"  pdserve proxy --{role} {url} ..."
-            )
+            ready = f"Ready: {role} engine on {url} ({url}/metrics)."
+            if server.proxy_urls:
+                return f"{ready} Its users talk to {', '.join(server.proxy_urls)}"
+            return f"{ready} Its users talk to a proxy:\n  {program()} proxy --{role} {url} ..."
         case _:
             assert_never(engine.role)

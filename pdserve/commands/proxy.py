@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping
 
-from pdserve.commands.announce import settings_text
+from pdserve.commands.announce import program, settings_text
 from pdserve.commands.running import exit_code, require_free, start_logging
 from pdserve.config.load import Resolved, Table, build
 from pdserve.config.schema import ProxyConfig
@@ -35,6 +35,6 @@ def _next_steps(config: ProxyConfig, url: str) -> str:
         if not known:
             lines.append(
                 f"No {role} engine yet: start one with\n"
-                f"  pdserve {role} MODEL --port {port} --proxy {url}"
+                f"  {program()} {role} MODEL --port {port} --proxy {url}"
             )
     return "\n".join(lines)

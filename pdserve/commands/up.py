@@ -25,7 +25,7 @@ from typing import Any, Final, TypeVar
 
 import aiohttp
 
-from pdserve.commands.announce import given_lines, title
+from pdserve.commands.announce import given_lines, program, title
 from pdserve.commands.children import Child, ChildFailedError, ChildSpec
 from pdserve.commands.demo import DemoFailedError, Question, ask, wait_ready
 from pdserve.commands.model_directory import model_directory
@@ -41,7 +41,7 @@ from pdserve.config.load import (
     variable,
 )
 from pdserve.config.schema import EngineConfig, ProxyConfig, Role, ServerConfig
-from pdserve.config.settings import UpConfig, engine_table, proxy_table
+from pdserve.config.settings import LogConfig, UpConfig, engine_table, proxy_table
 from pdserve.errors import ConfigError
 
 T = TypeVar("T")
@@ -50,7 +50,8 @@ _BY_ENVIRONMENT: Final = ("secret", "api-key")
 """Never on a command line, where every user of the machine can read them."""
 _CHOSEN_HERE: Final = ("host", "port", "model", "prefill", "decode", "proxy")
 """Settings of the children that have another meaning on our own command line."""
-_INFO: Final = re.compile(r"[\d:]+ I pdserve\.")
+_LOG_LINE: Final = re.compile(r"[\d:]+ ([DIWEC]) pdserve\.")
+_LEVELS: Final = "DIWEC"
 _KILL_AFTER_S: Final = 10.0
 _DEMO_LINE_TIMEOUT_S: Final = 2.0
 
@@ -78,10 +79,11 @@ def run(table: Table, resolved: Mapping[str, Resolved]) -> int:
         model=str(resolved["model"].value),
         api_keys=_texts(resolved["proxy.api-key"].value or resolved["api-key"].value),
         shows_all=resolved["log-level"].value == "debug",
+        proxy_log_level=_proxy_log_level(resolved),
         shutdown_timeout_s=float(str(resolved["shutdown-timeout"].value)),
     )
     say("\n".join([title("up"), *given_lines(resolved)]))
-    say("  (all else at its default: pdserve up --help)")
+    say(f"  (all else at its default: {program()} up --help)")
     return run_until_signalled(supervisor.run(), on_second_signal=supervisor.kill)
 
 
@@ -150,12 +152,22 @@ def plan(
 
 def arguments_of(role: str, resolved: Mapping[str, Resolved]) -> list[str]:
     """Return, as words of `role`'s command line, what somebody set for it."""
+    given = _given(role, resolved)
+    if role == "proxy" and _proxy_log_level(resolved) != "debug":
+        # Its line about the demo request is wanted at any level; the rest is left out here.
+        given.pop("log-level", None)
     return [
         word
-        for flag, item in _given(role, resolved).items()
+        for flag, item in given.items()
         if flag not in _BY_ENVIRONMENT
         for word in _words(flag, item.value)
     ]
+
+
+def _proxy_log_level(resolved: Mapping[str, Resolved]) -> str:
+    """From which level up the proxy's log is to be shown."""
+    given = _given("proxy", resolved).get("log-level")
+    return "info" if given is None else str(given.value)
 
 
 def _given(role: str, resolved: Mapping[str, Resolved]) -> dict[str, Resolved]:
@@ -181,12 +193,14 @@ def _check(role: str, given: Mapping[str, Resolved]) -> None:
     flags = {flag: item.value for flag, item in given.items()}
     if role == "proxy":
         table = proxy_table()
-        build("proxy", ProxyConfig, table, resolve(table, command_line=flags, environ={}))
+        values = resolve(table, command_line=flags, environ={})
+        build("proxy", ProxyConfig, table, values)
     else:
         table = engine_table(Role(role))
         values = resolve(table, command_line={"model": BOXED, **flags}, environ={})
         build("engine", EngineConfig, table, values)
         build("server", ServerConfig, table, values)
+    build("log", LogConfig, table, values)
 
 
 def _words(flag: str, value: object) -> list[str]:
@@ -226,6 +240,7 @@ class Supervisor:
         model: MODEL as it was written.
         api_keys: The proxy's; the demo request sends the first.
         shows_all: Whether all that the children log is shown.
+        proxy_log_level: What the proxy logs below it is not shown.
         shutdown_timeout_s: How long the children may drain.
     """
 
@@ -237,10 +252,12 @@ class Supervisor:
         model: str,
         api_keys: Sequence[str],
         shows_all: bool,
+        proxy_log_level: str,
         shutdown_timeout_s: float,
     ) -> None:
         self._config = config
         self._shows_all = shows_all
+        self._proxy_level = _LEVELS.index(proxy_log_level[0].upper())
         self._shutdown_timeout_s = shutdown_timeout_s
         self._model = model
         self._members = members
@@ -367,8 +384,13 @@ class Supervisor:
             if found and is_proxy and self._demo_line is not None and not self._demo_line.done():
                 self._demo_line.set_result(rest)
             return
-        if is_proxy != self._is_ready and _INFO.match(line) and not self._shows_all:
-            return
+        match = _LOG_LINE.match(line)
+        if match is not None:
+            level = _LEVELS.index(match[1])
+            if is_proxy and level < self._proxy_level:
+                return
+            if is_proxy != self._is_ready and match[1] == "I" and not self._shows_all:
+                return
         print(f"{name.ljust(self._width)} | {line}", file=sys.stderr, flush=True)
 
     def _next_steps(self) -> str:
@@ -385,7 +407,7 @@ Ask it something from another terminal:
   curl {url}{self._question.path}{key} \\
     -H 'Content-Type: application/json' -d {shlex.quote(body)}
 Compare with one engine that does both:
-  pdserve serve {shlex.quote(self._model)} --port {self._config.port + 1}
+  {program()} serve {shlex.quote(self._model)} --port {self._config.port + 1}
 See what it counts:
   curl {url}/metrics
 """

@@ -84,6 +84,7 @@ class EngineCore:
                 config.cache,
                 num_blocks=layout.num_blocks,
                 max_model_len=worker.max_model_len,
+                vocab_size=worker.vocab_size,
                 connector=factory.scheduler(context, worker.endpoint),
                 clock=clock,
             )

@@ -6,6 +6,7 @@ standard input; it ends with the server.
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import sys
@@ -35,8 +36,11 @@ from pdserve.wire.codec import (
     Shutdown,
     ToEngine,
     from_engine,
+    id_in_unreadable,
     to_engine,
 )
+
+_log = logging.getLogger(__name__)
 
 _UNFINISHED_POLL_MS = 100
 _CLOSE_TIMEOUT_S = 5.0
@@ -95,8 +99,10 @@ class EngineProcess:
             self._publish(Died(traceback.format_exc()))
             raise
         finally:
-            self.core.close(_CLOSE_TIMEOUT_S)
-            self._close_sockets()
+            try:
+                self.core.close(_CLOSE_TIMEOUT_S)
+            finally:
+                self._close_sockets()
 
     def _is_over(self) -> bool:
         if self._shutdown_at_s is None:
@@ -118,7 +124,12 @@ class EngineProcess:
             except zmq.Again:
                 return has_input
             has_input = True
-            self._take(self._decode.decode(frame))
+            try:
+                message = self._decode.decode(frame)
+            except msgspec.DecodeError as error:
+                self._refuse(frame, error)
+            else:
+                self._take(message)
 
     def _take(self, message: ToEngine) -> None:
         scheduler = self.core.scheduler
@@ -135,6 +146,14 @@ class EngineProcess:
                 self._shutdown_at_s = time.monotonic() + timeout_s
             case _:
                 assert_never(message)
+
+    def _refuse(self, frame: bytes, error: msgspec.DecodeError) -> None:
+        """One message that cannot be read is no reason to end everybody's requests."""
+        request_id = id_in_unreadable(frame)
+        if request_id is None:
+            _log.error("a message of the server cannot be read: %s", error)
+        else:
+            self.core.scheduler.refuse(request_id, f"the request cannot be read: {error}")
 
     def _publish(self, message: FromEngine) -> None:
         self._outputs.send(self._encode.encode(message))

@@ -21,11 +21,19 @@ import zmq
 import zmq.asyncio
 
 from pdserve.engine.launch import EngineLaunch
-from pdserve.errors import ConfigError, EngineDeadError, OverloadedError, UnavailableError
+from pdserve.errors import (
+    ConfigError,
+    EngineDeadError,
+    InternalError,
+    OverloadedError,
+    UnavailableError,
+)
 from pdserve.wire.codec import (
+    MAJOR,
     Abort,
     Add,
     Died,
+    FromEngine,
     Outputs,
     Progress,
     Ready,
@@ -72,8 +80,9 @@ async def launch_engine(
         [sys.executable, "-m", "pdserve.engine.process"], stdin=subprocess.PIPE
     )
     assert process.stdin is not None
-    process.stdin.write(msgspec.msgpack.encode(launch))
-    process.stdin.close()
+    with contextlib.suppress(BrokenPipeError):  # it has ended already, and that is noticed
+        process.stdin.write(msgspec.msgpack.encode(launch))
+        process.stdin.close()
     return ZmqEngineClient(
         config, process=process, context=context, inputs=inputs, outputs=outputs, progress=progress
     )
@@ -155,12 +164,17 @@ class ZmqEngineClient:
         if self._info is None or self._is_closing:
             state = "shutting down" if self._is_closing else "still loading"
             raise UnavailableError(f"the engine is {state}; try again", retry_after_s=1.0)
-        if self._stats is not None and self._stats.num_waiting >= self._max_waiting:
+        # Snapshots are a step old: what was sent since then is known here alone.
+        num_unseated = len(self._queues) - self._info.max_num_seqs
+        num_waiting = max(num_unseated, 0 if self._stats is None else self._stats.num_waiting)
+        if num_waiting >= self._max_waiting:
             raise OverloadedError(
-                f"{self._stats.num_waiting} requests wait already (at most {self._max_waiting})",
+                f"{num_waiting} requests wait already (at most {self._max_waiting})",
                 retry_after_s=1.0,
             )
         request_id = request.request_id
+        if request_id in self._queues:
+            raise InternalError(f"request {request_id} is running already")
         queue: asyncio.Queue[EngineOutput | None] = asyncio.Queue()
         self._queues[request_id] = queue
         is_over = False
@@ -217,22 +231,30 @@ class ZmqEngineClient:
             self._inputs.send(self._encode.encode(message), zmq.NOBLOCK)
 
     async def _read(self) -> None:
-        while True:
-            message = self._decode.decode(await self._outputs.recv())
-            match message:
-                case Outputs(outputs, stats):
-                    self._stats = stats
-                    for output in outputs:
-                        self._deliver(output)
-                case Progress(text):
-                    self._progress(text)
-                case Ready(info):
-                    self._info = info
-                    self._settled.set()
-                case Died(reason, is_config):
-                    self._die(reason, is_config=is_config)
-                case _:
-                    assert_never(message)
+        try:
+            while True:
+                self._take(self._decode.decode(await self._outputs.recv()))
+        except Exception as error:  # noqa: BLE001 - the top of a task: who waits must be told
+            self._die(f"the engine core's messages cannot be read: {error!r}", is_config=False)
+            self._process.kill()
+
+    def _take(self, message: FromEngine) -> None:
+        match message:
+            case Outputs(outputs, stats):
+                self._stats = stats
+                for output in outputs:
+                    self._deliver(output)
+            case Progress(text):
+                self._progress(text)
+            case Ready(info, major):
+                if major != MAJOR:
+                    raise InternalError(f"it speaks version {major}, the server {MAJOR}")
+                self._info = info
+                self._settled.set()
+            case Died(reason, is_config):
+                self._die(reason, is_config=is_config)
+            case _:
+                assert_never(message)
 
     def _deliver(self, output: EngineOutput) -> None:
         queue = self._queues.get(output.request_id)

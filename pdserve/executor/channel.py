@@ -19,7 +19,7 @@ import time
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
 _HEADER_BYTES = 128
 _WRITTEN, _READ = 0, 8  # indices of the two positions, in 8-byte words
@@ -51,6 +51,7 @@ class Ring:
         self._spin_s = spin_s
         self._poller = select.poll()
         self._poller.register(doorbell_fd, select.POLLIN)
+        self._peer_fd: int | None = None
 
     @classmethod
     def create(cls, *, capacity_bytes: int, spin_s: float) -> Ring:
@@ -59,14 +60,27 @@ class Ring:
         os.ftruncate(memory_fd, _HEADER_BYTES + capacity_bytes)
         return cls(memory_fd, os.eventfd(0, os.EFD_NONBLOCK), spin_s=spin_s)
 
-    def send(self, frame: bytes, *, watch: Sequence[int] = ()) -> None:
+    def watch_peer(self, peer_fd: int) -> None:
+        """Never wait for a process that has ended.
+
+        Args:
+            peer_fd: Readable once the other side has ended (a pidfd); it stays the caller's.
+        """
+        self._peer_fd = peer_fd
+        self._poller.register(peer_fd, select.POLLIN)
+
+    def send(self, frame: bytes, *, on_full: Callable[[], None] | None = None) -> None:
         """Write one frame; waits while the ring is full.
 
+        Args:
+            on_full: Called again and again meanwhile. Who is also the reader of a ring the
+                other way must read it then: the other side may be waiting for room there.
+
         Raises:
-            ChannelClosedError: A file descriptor of `watch` became readable meanwhile.
+            ChannelClosedError: The ring was full and the other side has ended.
         """
-        self._write(len(frame).to_bytes(8, "little"), watch)
-        self._write(frame, watch)
+        self._write(len(frame).to_bytes(8, "little"), on_full)
+        self._write(frame, on_full)
 
     def has_frame(self) -> bool:
         """Whether `recv` would find something."""
@@ -77,6 +91,9 @@ class Ring:
 
         None = `timeout_s` passed, or a file descriptor of `watch` became readable, while
         there was no frame.
+
+        Raises:
+            ChannelClosedError: The other side has ended, and left no whole frame.
         """
         if not self._wait(timeout_s, watch):
             return None
@@ -114,23 +131,27 @@ class Ring:
                 if self.has_frame():
                     return True
                 left = None if deadline is None else max(0.0, deadline - time.monotonic())
-                ready = self._poller.poll(None if left is None else left * 1e3)
-                if not self.has_frame() and (
-                    not ready or any(fd != self.doorbell_fd for fd, _ in ready)
-                ):
+                ready = [fd for fd, _ in self._poller.poll(None if left is None else left * 1e3)]
+                if self.has_frame():
+                    return True
+                if self._peer_fd in ready:
+                    raise ChannelClosedError("the other side has ended")
+                if not ready or any(fd != self.doorbell_fd for fd in ready):
                     return False
         finally:
             for fd in watch:
                 self._poller.unregister(fd)
 
-    def _write(self, data: bytes, watch: Sequence[int]) -> None:
+    def _write(self, data: bytes, on_full: Callable[[], None] | None) -> None:
         view = memoryview(data)
         while view:
             written = self._words[_WRITTEN]
             room = self._capacity - (written - self._words[_READ])
             if room == 0:
-                if watch and select.select(watch, [], [], 0)[0]:
+                if self._has_peer_ended():
                     raise ChannelClosedError("the other side has ended")
+                if on_full is not None:
+                    on_full()
                 time.sleep(_FULL_WAIT_S)
                 continue
             at = written % self._capacity
@@ -139,6 +160,13 @@ class Ring:
             self._words[_WRITTEN] = written + num
             os.eventfd_write(self.doorbell_fd, 1)
             view = view[num:]
+
+    def _has_peer_ended(self) -> bool:
+        if self._peer_fd is None:
+            return False
+        poller = select.poll()
+        poller.register(self._peer_fd, select.POLLIN)
+        return bool(poller.poll(0))
 
     def _read(self, size: int) -> bytes:
         parts: list[bytes] = []

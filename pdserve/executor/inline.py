@@ -66,7 +66,7 @@ class InlineExecutor:
             os.eventfd_read(self._wake_fd)
         except BlockingIOError:
             return None
-        return self._worker.poll()
+        return self._worker.poll() or None
 
     def close(self, timeout_s: float) -> None:
         """See `Executor`."""

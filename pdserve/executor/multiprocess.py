@@ -92,6 +92,8 @@ class MultiprocessExecutor:
         self._process.stdin.write(self._encoder.encode(launch))
         self._process.stdin.close()
         self._pid_fd = os.pidfd_open(self._process.pid)
+        for ring in (self._steps, self._replies):
+            ring.watch_peer(self._pid_fd)
         self._is_closed = False
 
     @property
@@ -129,10 +131,9 @@ class MultiprocessExecutor:
     def poll_report(self) -> ConnectorReport | None:
         """See `Executor`."""
         self._replies.drain_doorbell()
-        while self._replies.has_frame():
-            self._take(self._recv())
+        self._take_replies()
         if not self._reports and self._process.poll() is not None:
-            raise RankDiedError(f"the rank ended with code {self._process.returncode}")
+            raise self._death()
         return self._reports.popleft() if self._reports else None
 
     def close(self, timeout_s: float) -> None:
@@ -144,12 +145,16 @@ class MultiprocessExecutor:
             try:
                 self._send(Close(timeout_s))
                 self._process.wait(timeout_s + 1.0)
-            except (subprocess.TimeoutExpired, RankDiedError):
+            except (subprocess.TimeoutExpired, InternalError, ConfigError):
                 self._process.kill()
         self._process.wait()
         os.close(self._pid_fd)
         self._steps.close()
         self._replies.close()
+
+    def _take_replies(self) -> None:
+        while self._replies.has_frame():
+            self._take(self._recv())
 
     def _take(self, message: FromRank) -> None:
         match message:
@@ -162,17 +167,22 @@ class MultiprocessExecutor:
 
     def _send(self, message: ToRank) -> None:
         try:
-            self._steps.send(self._encoder.encode(message), watch=[self._pid_fd])
+            self._steps.send(self._encoder.encode(message), on_full=self._take_replies)
         except ChannelClosedError as error:
-            raise RankDiedError(f"the rank ended with code {self._process.wait()}") from error
+            raise self._death() from error
 
     def _recv(self) -> FromRank:
-        frame = self._replies.recv(None, watch=[self._pid_fd])
-        if frame is None:
-            raise RankDiedError(f"the rank ended with code {self._process.wait()}")
+        try:
+            frame = self._replies.recv(None)
+        except ChannelClosedError as error:
+            raise self._death() from error
+        assert frame is not None  # without a timeout
         message = self._decoder.decode(frame)
         if isinstance(message, RankFailed):
             raise (
                 ConfigError(message.reason) if message.is_config else RankDiedError(message.reason)
             )
         return message
+
+    def _death(self) -> RankDiedError:
+        return RankDiedError(f"the rank ended with code {self._process.wait()}")

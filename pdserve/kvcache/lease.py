@@ -9,8 +9,7 @@ one to the next.
 from __future__ import annotations
 
 import enum
-from collections import Counter
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, assert_never
 
 from pdserve.errors import InternalError
 
@@ -30,12 +29,20 @@ class Hold(enum.Enum):
 
 
 class Holding:
-    """A request's block table, and the right to it. Append-only until it ends."""
+    """A request's block table, and the right to it. Append-only until it ends.
 
-    def __init__(self, ledger: Ledger, blocks: list[BlockId], num_published: int) -> None:
+    Attributes:
+        hold: Who may touch the blocks now.
+        num_cached: Leading blocks that were complete when it was opened: nothing that
+            happens to this request writes them.
+        num_published: Leading blocks that can be found by their hash.
+    """
+
+    def __init__(self, ledger: Ledger, blocks: list[BlockId], num_cached: int) -> None:
         self._ledger = ledger
         self._blocks = blocks
-        self._num_published = num_published
+        self.num_cached = num_cached
+        self.num_published = num_cached
         self.hold = Hold.REQUEST
 
     @property
@@ -44,34 +51,35 @@ class Holding:
         return self._blocks
 
     def grow(self, num_blocks: int) -> list[BlockId]:
-        """Append `num_blocks` fresh blocks and return them.
+        """Append `num_blocks` fresh blocks and return them. Only a request that computes grows.
 
         Raises:
             OutOfBlocksError: Nothing was taken.
         """
+        if self.hold is not Hold.REQUEST:
+            raise InternalError(f"a {self.hold.value} holding cannot grow")
         fresh = self._ledger.pool.take(num_blocks)
         self._blocks.extend(fresh)
-        self._ledger.num_blocks[self.hold] += num_blocks
         return fresh
 
     def publish(self, hashes: Sequence[BlockHash], num_full_blocks: int) -> None:
         """Make the first `num_full_blocks` blocks findable; they are complete in memory."""
-        for index in range(self._num_published, num_full_blocks):
+        for index in range(self.num_published, num_full_blocks):
             self._ledger.pool.publish(self._blocks[index], hashes[index])
-        self._num_published = max(self._num_published, num_full_blocks)
+        self.num_published = max(self.num_published, num_full_blocks)
 
     def become(self, hold: Hold) -> None:
-        """Hand the same blocks to another kind of user."""
-        self._ledger.num_blocks[self.hold] -= len(self._blocks)
-        self._ledger.num_blocks[hold] += len(self._blocks)
+        """Hand the same blocks to another kind of user. O(blocks)."""
+        self._ledger.leave(self)
         self.hold = hold
+        self._ledger.enter(self)
 
     def end(self) -> None:
         """Give every block back. A second call is our own mistake."""
         if self not in self._ledger.holdings:
             raise InternalError("a holding ended twice")
         self._ledger.holdings.discard(self)
-        self._ledger.num_blocks[self.hold] -= len(self._blocks)
+        self._ledger.leave(self)
         self._ledger.pool.release(self._blocks)
 
 
@@ -81,7 +89,8 @@ class Ledger:
     def __init__(self, pool: BlockPool) -> None:
         self.pool = pool
         self.holdings: set[Holding] = set()
-        self.num_blocks: Counter[Hold] = Counter()
+        self._leases: dict[BlockId, int] = {}
+        self._num_receiving = 0
 
     def open(self, cached: Sequence[BlockId], num_fresh: int) -> Holding:
         """Hold `cached` blocks and `num_fresh` new ones behind them.
@@ -97,17 +106,48 @@ class Ledger:
             raise
         holding = Holding(self, [*cached, *fresh], len(cached))
         self.holdings.add(holding)
-        self.num_blocks[Hold.REQUEST] += len(holding.blocks)
         return holding
 
     def blocks_by_state(self) -> dict[str, int]:
-        """Blocks by state; a block with two users counts as the more restricted one's."""
+        """Blocks by state; each is counted once, as the most restricted of its users has it.
+
+        A block in several leases is one leased block, and the cached blocks in front of a
+        load are not written by it: they are not receiving.
+        """
         pool = self.pool
-        leased, receiving = self.num_blocks[Hold.LEASED], self.num_blocks[Hold.RECEIVING]
+        num_leased, num_receiving = len(self._leases), self._num_receiving
         return {
             "free": pool.num_free - pool.num_free_cached,
             "cached": pool.num_free_cached,
-            Hold.REQUEST.value: max(0, pool.num_blocks - pool.num_free - leased - receiving),
-            Hold.LEASED.value: leased,
-            Hold.RECEIVING.value: receiving,
+            Hold.REQUEST.value: pool.num_blocks - pool.num_free - num_leased - num_receiving,
+            Hold.LEASED.value: num_leased,
+            Hold.RECEIVING.value: num_receiving,
         }
+
+    def enter(self, holding: Holding) -> None:
+        """Count `holding` among its kind."""
+        match holding.hold:
+            case Hold.REQUEST:
+                return
+            case Hold.RECEIVING:
+                self._num_receiving += len(holding.blocks) - holding.num_cached
+            case Hold.LEASED:
+                for block in holding.blocks:
+                    self._leases[block] = self._leases.get(block, 0) + 1
+            case _:
+                assert_never(holding.hold)
+
+    def leave(self, holding: Holding) -> None:
+        """Take back what `enter` counted."""
+        match holding.hold:
+            case Hold.REQUEST:
+                return
+            case Hold.RECEIVING:
+                self._num_receiving -= len(holding.blocks) - holding.num_cached
+            case Hold.LEASED:
+                for block in holding.blocks:
+                    self._leases[block] -= 1
+                    if not self._leases[block]:
+                        del self._leases[block]
+            case _:
+                assert_never(holding.hold)

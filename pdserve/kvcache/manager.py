@@ -108,5 +108,6 @@ class KVCacheManager:
         """Make the blocks that `num_computed_tokens` fill findable."""
         if self.enable_prefix_caching:
             num_full = num_computed_tokens // self.block_size
-            chain.extend_to(prompt, output, num_full)
-            holding.publish(chain.hashes, num_full)
+            if num_full > holding.num_published:
+                chain.extend_to(prompt, output, num_full)
+                holding.publish(chain.hashes, num_full)

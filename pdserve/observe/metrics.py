@@ -6,12 +6,20 @@ The series themselves belong to the process that counts them.
 from __future__ import annotations
 
 import asyncio
+from bisect import bisect_left
+from itertools import accumulate
 from typing import TYPE_CHECKING
 
 from prometheus_client import CollectorRegistry, Histogram
+from prometheus_client.core import HistogramMetricFamily
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
+from prometheus_client.registry import Collector
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+
+    from prometheus_client.metrics_core import Metric
+
     from pdserve.observe.clock import Clock
 
 LATENCY_BUCKETS_S = (
@@ -31,6 +39,50 @@ SIZE_BUCKETS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 200
 
 CONTENT_TYPE = CONTENT_TYPE_LATEST
 """The content type of `exposition`."""
+
+
+class TokenHistogram(Collector):
+    """A histogram of what happens with every token: `observe` costs a tenth of `Histogram`'s.
+
+    It takes no lock: it is observed and read in one event loop.
+
+    Args:
+        labels: The one set of labels it has.
+        buckets: Upper bounds, ascending, without infinity.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        documentation: str,
+        *,
+        labels: Mapping[str, str],
+        buckets: Sequence[float],
+        registry: CollectorRegistry,
+    ) -> None:
+        self._name = name
+        self._documentation = documentation
+        self._labels = dict(labels)
+        self._bounds = tuple(buckets)
+        self._counts = [0] * (len(self._bounds) + 1)
+        self._sum = 0.0
+        registry.register(self)
+
+    def observe(self, value: float) -> None:
+        """Count `value`."""
+        self._counts[bisect_left(self._bounds, value)] += 1
+        self._sum += value
+
+    def collect(self) -> Iterator[Metric]:
+        """Yield the family; called by the registry at each scrape."""
+        family = HistogramMetricFamily(self._name, self._documentation, labels=list(self._labels))
+        bounds = [*map(str, self._bounds), "+Inf"]
+        family.add_metric(
+            list(self._labels.values()),
+            buckets=list(zip(bounds, accumulate(self._counts), strict=True)),
+            sum_value=self._sum,
+        )
+        yield family
 
 
 def exposition(registry: CollectorRegistry) -> bytes:

@@ -34,12 +34,14 @@ class RunningPlan(msgspec.Struct, frozen=True):
         num_new_blocks: Blocks to append, for the same requests.
         preempted: Requests that give up their blocks, in order.
         budget_left: Tokens that may still be scheduled.
+        is_short_of_blocks: Whether a request sits this step out for lack of blocks.
     """
 
     num_tokens: dict[int, int]
     num_new_blocks: dict[int, int]
     preempted: list[int]
     budget_left: int
+    is_short_of_blocks: bool
 
 
 def plan_running(
@@ -70,6 +72,7 @@ def plan_running(
     new_blocks: dict[int, int] = {}
     preempted: list[int] = []
     free, budget = num_free_blocks, token_budget
+    is_short = False
     for index, request in enumerate(candidates):
         if budget <= 0:
             break
@@ -89,13 +92,16 @@ def plan_running(
             preempted.append(victim)
             if victim == index:
                 break
-        if need > free or (preempted and index in preempted):
+        if preempted and index in preempted:
+            continue
+        if need > free:
+            is_short = True
             continue
         tokens[index] = num
         new_blocks[index] = need
         free -= need
         budget -= num
-    return RunningPlan(tokens, new_blocks, preempted, budget)
+    return RunningPlan(tokens, new_blocks, preempted, budget, is_short)
 
 
 class Admission(msgspec.Struct, frozen=True):

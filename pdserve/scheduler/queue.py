@@ -25,21 +25,23 @@ class WaitingQueue:
         self._by_priority = policy is SchedulingPolicy.PRIORITY
         self._heap: list[tuple[int, int, int, Request]] = []
         self._pushes = itertools.count()
-        self._members: dict[RequestId, Request] = {}
+        self._members: dict[RequestId, int] = {}
 
     def __len__(self) -> int:
         return len(self._members)
 
     def push(self, request: Request) -> None:
         """Add a request."""
-        heapq.heappush(self._heap, (*self.rank(request), next(self._pushes), request))
-        self._members[request.request_id] = request
+        push = next(self._pushes)
+        heapq.heappush(self._heap, (*self.rank(request), push, request))
+        self._members[request.request_id] = push
 
     def peek(self) -> Request | None:
         """The request that comes next."""
         while self._heap:
-            request = self._heap[0][3]
-            if self._members.get(request.request_id) is request:
+            _, _, push, request = self._heap[0]
+            # What was removed and pushed again has an older entry as well, which is void.
+            if self._members.get(request.request_id) == push:
                 return request
             heapq.heappop(self._heap)
         return None

@@ -12,10 +12,8 @@ from pdserve.wire.request import RequestStages
 if TYPE_CHECKING:
     from pdserve.kvcache.lease import Holding
     from pdserve.kvcache.manager import HashChain
-    from pdserve.wire.ids import RequestId
     from pdserve.wire.outputs import TokenLogprobs
     from pdserve.wire.request import GenerateRequest
-    from pdserve.wire.sampling import SamplingParams
 
 
 class State(enum.Enum):
@@ -58,8 +56,8 @@ class Request:
     Attributes:
         num_computed_tokens: Tokens whose KV is, or will be once the steps in flight
             retire, in its blocks.
-        num_pending_tokens: Tokens that a step in flight samples (0 or 1): they count as
-            tokens, their ids are not known yet.
+        num_pending_tokens: Tokens that steps in flight sample, one at most for each: they
+            count as tokens, their ids are not known yet.
         handoff: As in the wire request, until its KV is here or its load has failed.
     """
 
@@ -67,6 +65,10 @@ class Request:
         self, wire: GenerateRequest, chain: HashChain, *, order: int, now_s: float
     ) -> None:
         self.wire = wire
+        # Read several times per step: attributes, not properties.
+        self.request_id = wire.request_id
+        self.prompt_token_ids = wire.prompt_token_ids
+        self.sampling = wire.sampling
         self.chain = chain
         self.order = order
         self.state = State.WAITING
@@ -75,7 +77,7 @@ class Request:
         self.num_pending_tokens = 0
         self.holding: Holding | None = None
         self.handoff = wire.handoff
-        self.remote_decode = wire.remote_decode and wire.sampling.prompt_logprobs is None
+        self.remote_decode = wire.remote_decode
         self.first_logprobs: list[TokenLogprobs] | None = None
         self.num_cached_tokens = 0
         self.num_external_tokens = 0
@@ -86,21 +88,6 @@ class Request:
         self.note(now_s, f"queued prompt={len(wire.prompt_token_ids)}")
 
     @property
-    def request_id(self) -> RequestId:
-        """The engine-level id."""
-        return self.wire.request_id
-
-    @property
-    def prompt_token_ids(self) -> list[int]:
-        """The prompt."""
-        return self.wire.prompt_token_ids
-
-    @property
-    def sampling(self) -> SamplingParams:
-        """How its tokens are chosen."""
-        return self.wire.sampling
-
-    @property
     def cache_salt(self) -> str:
         """What its cached prefixes are shared within."""
         return self.wire.cache_salt
@@ -108,14 +95,7 @@ class Request:
     @property
     def num_tokens(self) -> int:
         """Prompt and output tokens, pending ones included."""
-        return (
-            len(self.wire.prompt_token_ids) + len(self.output_token_ids) + self.num_pending_tokens
-        )
-
-    @property
-    def num_uncomputed_tokens(self) -> int:
-        """Tokens whose KV is not there: what it wants from the next step."""
-        return self.num_tokens - self.num_computed_tokens
+        return len(self.prompt_token_ids) + len(self.output_token_ids) + self.num_pending_tokens
 
     @property
     def is_output_complete(self) -> bool:

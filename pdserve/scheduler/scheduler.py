@@ -12,12 +12,15 @@ from __future__ import annotations
 from collections import Counter
 from typing import TYPE_CHECKING
 
+import msgspec
+
 from pdserve.errors import InternalError
 from pdserve.kvcache.lease import Hold
 from pdserve.kvcache.manager import KVCacheManager, PrefixHit
 from pdserve.scheduler.inflight import InFlight, Step
 from pdserve.scheduler.plan import Candidate, plan_admission, plan_running
 from pdserve.scheduler.queue import WaitingQueue
+from pdserve.scheduler.refusal import refusal_of
 from pdserve.scheduler.request import Request, State
 from pdserve.wire.request import EngineOutput, EngineStats, FinishReason
 from pdserve.wire.step import KnownRequests, NewRequest, SchedulerOutput
@@ -43,6 +46,7 @@ class Scheduler:
     Args:
         num_blocks: Size of the KV pool.
         max_model_len: Tokens of prompt and output together, at most; must fit the pool.
+        vocab_size: Every token id is below it.
         connector: The scheduler half; the null connector if KV never leaves.
     """
 
@@ -53,11 +57,17 @@ class Scheduler:
         *,
         num_blocks: int,
         max_model_len: int,
+        vocab_size: int,
         connector: KVConnectorScheduler,
         clock: Clock,
     ) -> None:
         self._config = config
         self._max_model_len = max_model_len
+        self._vocab_size = vocab_size
+        # A prompt that may not be spread over steps must fit into one.
+        self._token_budget = max(
+            config.max_num_batched_tokens, 0 if config.enable_chunked_prefill else max_model_len
+        )
         self._connector = connector
         self._clock = clock
         self.kv = KVCacheManager(
@@ -82,38 +92,41 @@ class Scheduler:
         self._counts: Counter[str] = Counter()
         self._load_failures: Counter[str] = Counter({f.value: 0 for f in LoadFailure})
         self._lease_ends: Counter[str] = Counter({e.value: 0 for e in LeaseEnd})
+        self._kv_faults: Counter[str] = Counter()
 
     # ---- requests come and go -------------------------------------------------------
 
     def add(self, wire: GenerateRequest) -> None:
         """Take a request. What cannot be served ends at once with an ERROR output."""
         now_s = self._clock.monotonic_s()
+        if wire.request_id in self._requests:
+            self.refuse(wire.request_id, "a request with this id is already being served")
+            return
+        refusal = refusal_of(wire, vocab_size=self._vocab_size, max_model_len=self._max_model_len)
+        if refusal is not None:
+            self.refuse(wire.request_id, refusal)
+            return
         request = Request(
             wire, self.kv.chain(wire.cache_salt), order=self._num_arrivals, now_s=now_s
         )
         self._num_arrivals += 1
-        if wire.request_id in self._requests:
-            self._refuse(wire.request_id, "a request with this id is already being served")
-            return
-        if len(wire.prompt_token_ids) >= self._max_model_len:
-            self._refuse(
-                wire.request_id,
-                f"the prompt has {len(wire.prompt_token_ids)} tokens, the maximum context "
-                f"length is {self._max_model_len} tokens",
-            )
-            return
         if wire.handoff is not None:
             refusal = self._connector.check_handoff(request)
             if refusal is not None:
                 self._load_failures[LoadFailure.INCOMPATIBLE.value] += 1
-                self._refuse(wire.request_id, f"handoff refused: {refusal}")
+                self.refuse(wire.request_id, f"handoff refused: {refusal}")
                 return
         self._requests[wire.request_id] = request
-        self._counts["prompt_tokens"] += len(wire.prompt_token_ids)
         self._waiting.push(request)
         if wire.handoff is not None:
             self._connector.request_queued(request)
             self._take_handed_over_tokens(request)
+
+    def refuse(self, request_id: RequestId, why: str) -> None:
+        """Answer a request that was not taken."""
+        self._outputs.append(
+            EngineOutput(request_id=request_id, finish_reason=FinishReason.ERROR, error=why)
+        )
 
     def abort(self, request_ids: Iterable[RequestId]) -> None:
         """Forget requests. Ids that are unknown or over are ignored.
@@ -139,12 +152,11 @@ class Scheduler:
         """Nobody will read this lease."""
         self._connector.release_lease(nonce)
 
-    def abort_all(self, error: str) -> None:
-        """End every request that has not finished, with an ERROR output."""
+    def abort_all(self, why: str) -> None:
+        """End every request that has not finished, with an ABORT output."""
         for request in list(self._requests.values()):
             if request.state in (State.WAITING, State.RECEIVING, State.RUNNING):
-                self._connector.request_aborted(request)
-                self._finish_with_error(request, error)
+                self._give_up(request, why)
 
     # ---- one step ------------------------------------------------------------------
 
@@ -166,7 +178,10 @@ class Scheduler:
         step = self._inflight.retire(result.step_id)
         self._forward_s += result.forward_s
         for request_id, entries in result.prompt_logprobs.items():
-            self._prompt_logprobs.setdefault(request_id, [None]).extend(entries)
+            request = self._running.get(request_id)
+            # Computed once more after a preemption, they may be out already.
+            if request is not None and not request.output_token_ids:
+                self._prompt_logprobs.setdefault(request_id, [None]).extend(entries)
         for request_id, num_computed in step.num_computed_after.items():
             request = self._running.get(request_id)
             if request is not None:
@@ -189,6 +204,7 @@ class Scheduler:
             self._receive(received, now_s)
         for failed in report.failed:
             self._fail_load(failed, now_s)
+        self._kv_faults.update(report.faults)
         self._connector.update_connector_output(report)
 
     def drain_outputs(self) -> list[EngineOutput]:
@@ -234,6 +250,7 @@ class Scheduler:
             kv_bytes_received=counts["kv_bytes"],
             kv_descriptors=counts["kv_descriptors"],
             kv_load_failures=dict(self._load_failures),
+            kv_faults=dict(self._kv_faults),
             lease_ends=dict(self._lease_ends),
             forward_s=self._forward_s,
         )
@@ -247,9 +264,9 @@ class Scheduler:
         assert not self._leased
         assert not len(self._waiting)
         assert not self._prompt_logprobs
+        assert not self._known_to_worker
         assert not len(self._inflight)
         assert not self.kv.ledger.holdings
-        assert not any(self.kv.ledger.num_blocks.values())
         assert self.kv.pool.num_free == self.kv.pool.num_blocks
         self.kv.pool.check()
 
@@ -259,6 +276,9 @@ class Scheduler:
         refs: Counter[BlockId] = Counter()
         for holding in self.kv.ledger.holdings:
             refs.update(holding.blocks)
+        by_state = self.kv.ledger.blocks_by_state()
+        assert min(by_state.values()) >= 0, by_state
+        assert sum(by_state.values()) == self.kv.pool.num_blocks, by_state
         held = {request.holding for request in self._requests.values() if request.holding}
         assert held == self.kv.ledger.holdings, "a holding belongs to no request"
         assert len(refs) == self.kv.pool.num_blocks - self.kv.pool.num_free
@@ -278,20 +298,19 @@ class Scheduler:
     ) -> int | None:
         """Fill the step with running requests.
 
-        Returns the budget left; None if it must stay unspent, because a preemption just
-        made room that must not be given away.
+        Returns the budget left; None if it must stay unspent, because a running request
+        lacks blocks, or a preemption just made room for one: neither may be given away.
         """
         batch = list(self._running.values())
         candidates = [self._candidate(request) for request in batch]
-        holdings = [request.holding for request in batch]
 
         def freed_by(index: int) -> int:
-            holding = holdings[index]
+            holding = batch[index].holding
             return 0 if holding is None else self.kv.pool.num_exclusive_among(holding.blocks)
 
         plan = plan_running(
             candidates,
-            token_budget=self._config.max_num_batched_tokens,
+            token_budget=self._token_budget,
             num_free_blocks=self.kv.pool.num_free,
             block_size=self.kv.block_size,
             may_split=self._config.enable_chunked_prefill,
@@ -306,16 +325,18 @@ class Scheduler:
             if num_blocks:
                 grown[request.request_id] = request.holding.grow(num_blocks)
             scheduled[request.request_id] = num_tokens
-        return None if plan.preempted else plan.budget_left
+        return None if plan.preempted or plan.is_short_of_blocks else plan.budget_left
 
     def _candidate(self, request: Request) -> Candidate:
-        is_over = request.is_output_complete or request.num_tokens >= self._max_model_len
+        num_tokens, num_computed = request.num_tokens, request.num_computed_tokens
         holding = request.holding
         # A complete output may still be pending: nothing more is computed for it.
-        wanted = 0 if is_over and request.num_pending_tokens else request.num_uncomputed_tokens
+        is_over = request.num_pending_tokens > 0 and (
+            num_tokens >= self._max_model_len or request.is_output_complete
+        )
         return Candidate(
-            wanted,
-            request.num_computed_tokens,
+            0 if is_over else num_tokens - num_computed,
+            num_computed,
             0 if holding is None else len(holding.blocks),
             self._waiting.rank(request),
         )
@@ -328,8 +349,7 @@ class Scheduler:
             if request is None:
                 break
             if self._is_late(request):
-                self._connector.request_aborted(request)
-                self._finish_with_error(request, "the deadline passed while it waited")
+                self._give_up(request, "the deadline passed while it waited")
                 continue
             hit = self._match(request)
             match = self._connector.get_num_new_matched_tokens(request, hit.num_tokens)
@@ -404,6 +424,7 @@ class Scheduler:
         num_hit = min(num_hit, num_prompt)
         request.num_cached_tokens = num_hit + num_external
         request.num_external_tokens = num_external
+        self._counts["prompt_tokens"] += num_prompt
         self._counts["prefix_cache_queries"] += num_prompt
         self._counts["prefix_cache_hits"] += num_hit
         self._counts["local_cache_hit"] += num_hit
@@ -463,14 +484,7 @@ class Scheduler:
         self._step_id += 1
         if metadata is None:
             return output
-        return SchedulerOutput(
-            step_id=output.step_id,
-            new_requests=new,
-            known_requests=output.known_requests,
-            num_scheduled_tokens=scheduled,
-            gone_request_ids=output.gone_request_ids,
-            connector_metadata=metadata,
-        )
+        return msgspec.structs.replace(output, connector_metadata=metadata)
 
     def _introduce(self, request: Request) -> NewRequest:
         holding = request.holding
@@ -506,9 +520,14 @@ class Scheduler:
         request.output_token_ids.append(token_id)
         self._counts["generation_tokens"] += 1
         is_first = len(request.output_token_ids) == 1
+        prompt_logprobs = None
         if is_first:
-            request.times.first_token_s = now_s
             request.first_logprobs = None if logprobs is None else [logprobs]
+            if request.sampling.prompt_logprobs is not None:
+                # A prompt of one token has no entry but the first one's.
+                prompt_logprobs = self._prompt_logprobs.pop(request.request_id, [None])
+        if request.times.first_token_s is None:
+            request.times.first_token_s = now_s
         finish, stop_reason = self._finish_reason(request, token_id)
         handoff = None
         if finish is None and request.remote_decode:
@@ -521,9 +540,7 @@ class Scheduler:
                 request_id=request.request_id,
                 new_token_ids=[token_id],
                 logprobs=None if logprobs is None else [logprobs],
-                prompt_logprobs=(
-                    self._prompt_logprobs.pop(request.request_id, None) if is_first else None
-                ),
+                prompt_logprobs=prompt_logprobs,
                 finish_reason=finish,
                 stop_reason=stop_reason,
                 handoff=request.handoff if handoff else None,
@@ -641,7 +658,10 @@ class Scheduler:
 
     def _close_if_closing(self, request_id: RequestId, now_s: float) -> None:
         request = self._requests.get(request_id)
-        if request is not None and request.state is State.CLOSING:
+        if request is None or request.state is not State.CLOSING or request.holding is None:
+            return
+        # What closes behind a step is no concern of a load.
+        if request.holding.hold is Hold.RECEIVING:
             self._close(request, now_s, "its load settled")
 
     # ---- endings -------------------------------------------------------------------
@@ -686,11 +706,10 @@ class Scheduler:
         deadline_s = request.wire.deadline_s
         return deadline_s is not None and self._clock.wall_s() > deadline_s
 
-    def _finish_with_error(self, request: Request, error: str) -> None:
-        self._refuse(request.request_id, error)
-        self._end(request, error)
-
-    def _refuse(self, request_id: RequestId, error: str) -> None:
+    def _give_up(self, request: Request, why: str) -> None:
+        """End a request that could have been served, had there been time."""
+        self._connector.request_aborted(request)
         self._outputs.append(
-            EngineOutput(request_id=request_id, finish_reason=FinishReason.ERROR, error=error)
+            EngineOutput(request_id=request.request_id, finish_reason=FinishReason.ABORT, error=why)
         )
+        self._end(request, why)

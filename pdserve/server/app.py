@@ -295,7 +295,9 @@ async def _authenticate(request: web.Request, handler: Handler) -> web.StreamRes
     keys = request.app[SERVICE].server_config.api_keys
     if keys and request.path.startswith(_KEY_PATHS):
         scheme, _, given = request.headers.get("Authorization", "").partition(" ")
-        matches = [hmac.compare_digest(given.strip().encode(), key.encode()) for key in keys]
+        # A header's bytes need not be UTF-8: aiohttp escapes those that are not.
+        offered = given.strip().encode("utf-8", "surrogateescape")
+        matches = [hmac.compare_digest(offered, key.encode()) for key in keys]
         if scheme.lower() != "bearer" or not any(matches):
             raise UnauthorizedError(
                 "the API key is missing or wrong: send it as `Authorization: Bearer KEY`"

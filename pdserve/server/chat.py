@@ -64,12 +64,12 @@ async def create_chat_completion(request: web.Request) -> web.StreamResponse:
     )
     # The template writes the special tokens itself.
     token_ids = await encode(
-        text.tokenizer, prompt, add_special_tokens=bool(body.add_special_tokens)
+        text.tokenizer, [prompt], add_special_tokens=bool(body.add_special_tokens)
     )
     job = await make_job(
         request,
         body,
-        [token_ids],
+        token_ids,
         max_tokens=body.max_completion_tokens or body.max_tokens,
         default_max_tokens=None,
         logprobs=(body.top_logprobs or 0) if body.logprobs else None,
@@ -90,6 +90,9 @@ async def _stream(
     stream = EventStream(request)
     async with stream:
         async for delta in job.deltas():
+            if form.is_plain(delta):
+                await stream.send_text(delta, form.chunk)
+                continue
             chunk = form.chunk(delta)
             if body.continuous_usage:
                 chunk["usage"] = job.usage(delta.index)
@@ -117,6 +120,8 @@ class _Form:
         self._body = body
         self._job = job
         self._tokenizer = tokenizer
+        # With logprobs asked for, a choice's chunk has a list of them even where it has no token.
+        self._may_be_plain = not (body.return_token_ids or body.continuous_usage or body.logprobs)
         self._begun = {choice.index for choice in job.choices if choice.num_to_swallow}
 
     def envelope(self, choices: list[dict[str, Any]], kind: str) -> dict[str, Any]:
@@ -128,6 +133,10 @@ class _Form:
             "model": self._job.model,
             "choices": choices,
         }
+
+    def is_plain(self, delta: Delta) -> bool:
+        """Whether its chunk differs from others of its choice only in the text."""
+        return self._may_be_plain and delta.is_text_only and delta.index in self._begun
 
     def chunk(self, delta: Delta) -> dict[str, Any]:
         """Return the stream's event for `delta`; a choice's first one names the role."""

@@ -27,14 +27,10 @@ async def create_completion(request: web.Request) -> web.StreamResponse:
     service.resolve_model(body.model)
     text, _ = service.require_ready()
     prompts = body.prompts()
-    token_ids = [
-        await encode(
-            text.tokenizer, prompt, add_special_tokens=body.add_special_tokens is not False
-        )
-        if isinstance(prompt, str)
-        else prompt
-        for prompt in prompts
-    ]
+    texts = [prompt for prompt in prompts if isinstance(prompt, str)]
+    token_ids = [prompt for prompt in prompts if not isinstance(prompt, str)] or await encode(
+        text.tokenizer, texts, add_special_tokens=body.add_special_tokens is not False
+    )
     wanted = body.prompt_logprobs
     if wanted is None and body.echo:
         wanted = body.logprobs
@@ -63,7 +59,10 @@ async def _stream(
     stream = EventStream(request)
     async with stream:
         async for delta in job.deltas():
-            chunk = form.envelope([form.choice(delta, streaming=True)])
+            if form.is_plain(delta):
+                await stream.send_text(delta, form.chunk)
+                continue
+            chunk = form.chunk(delta)
             if body.continuous_usage:
                 chunk["usage"] = form.usage(delta.index)
             await stream.send(chunk)
@@ -117,6 +116,7 @@ class _Form:
                 for prompt in prompts
             ]
         self._begun = {choice.index for choice in job.choices if choice.num_to_swallow}
+        self._may_be_plain = not (body.return_token_ids or body.continuous_usage)
         self._echo_only = bool(body.echo) and body.max_tokens == 0
 
     def envelope(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
@@ -128,6 +128,14 @@ class _Form:
             "model": self._job.model,
             "choices": choices,
         }
+
+    def is_plain(self, delta: Delta) -> bool:
+        """Whether its chunk differs from others of its choice only in the text."""
+        return self._may_be_plain and delta.is_text_only and delta.index in self._begun
+
+    def chunk(self, delta: Delta) -> dict[str, Any]:
+        """Return the stream's event for `delta`."""
+        return self.envelope([self.choice(delta, streaming=True)])
 
     def usage(self, choice_index: int | None = None) -> dict[str, int]:
         """Return the usage; a request for the echo alone has no output."""

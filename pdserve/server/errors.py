@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 from aiohttp import web
 
-from pdserve.errors import BodyTooLargeError, NotFoundError, PdserveError
+from pdserve.errors import BadRequestError, BodyTooLargeError, NotFoundError, PdserveError
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
@@ -82,6 +82,8 @@ async def error_middleware(request: web.Request, handler: Handler) -> web.Stream
         return error_response(error)
     except web.HTTPException as error:
         return error_response(from_http_exception(error, request))
+    except web.RequestPayloadError:
+        return error_response(BadRequestError("the body is not in its encoding, or was cut off"))
     except Exception as error:  # noqa: BLE001 (the top of a request: the server goes on)
         log_internal_error(request, error)
         return error_response(PdserveError("the server failed; its log has the details"))

@@ -188,7 +188,7 @@ def _decode(text: str | None, decoder: msgspec.msgpack.Decoder[T]) -> T | None:
         return None
     try:
         return decoder.decode(base64.b64decode(text, validate=True))
-    except (binascii.Error, ValueError, msgspec.DecodeError) as error:
+    except (binascii.Error, ValueError, msgspec.DecodeError, RecursionError) as error:
         raise BadRequestError(
             f"{_FIELD}: an entry of pdserve is malformed: {error}", param=_FIELD
         ) from error

@@ -58,8 +58,8 @@ async def info(request: web.Request) -> web.Response:
 async def _authentic_body(request: web.Request) -> bytes:
     data = await request.read()
     secret = _secret(request.app[SERVICE])
-    given = request.headers.get(AUTH_HEADER, "")
-    if secret and not hmac.compare_digest(given.encode(), signature(secret, data).encode()):
+    given = request.headers.get(AUTH_HEADER, "").encode("utf-8", "surrogateescape")
+    if secret and not hmac.compare_digest(given, signature(secret, data).encode()):
         raise UnauthorizedError(f"{AUTH_HEADER} is missing or was made with another secret")
     return data
 

@@ -11,11 +11,12 @@ import msgspec
 from pdserve.errors import BadRequestError
 from pdserve.server.handoff import PrefillHop, parse_hop
 from pdserve.server.job import plan
-from pdserve.server.protocol import MAX_CHOICES
 from pdserve.server.sampling import output_limit, resolve_sampling
 from pdserve.server.service import REQUEST_ID, SERVICE, START_S
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from aiohttp import web
 
     from pdserve.server.job import Job
@@ -28,11 +29,24 @@ _LONG_TEXT_CHARS = 1 << 14
 _SEED_BITS = 63
 
 
-async def encode(tokenizer: Tokenizer, text: str, *, add_special_tokens: bool) -> list[int]:
-    """Tokenize without holding up the event loop: long texts in a thread."""
-    if len(text) < _LONG_TEXT_CHARS:
-        return tokenizer.encode(text, add_special_tokens=add_special_tokens)
-    return await asyncio.to_thread(tokenizer.encode, text, add_special_tokens=add_special_tokens)
+async def encode(
+    tokenizer: Tokenizer, texts: Sequence[str], *, add_special_tokens: bool
+) -> list[list[int]]:
+    """Tokenize without holding up the event loop: what is long together, in a thread."""
+
+    def encode_all() -> list[list[int]]:
+        return [tokenizer.encode(text, add_special_tokens=add_special_tokens) for text in texts]
+
+    if sum(map(len, texts)) < _LONG_TEXT_CHARS:
+        return encode_all()
+    return await asyncio.to_thread(encode_all)
+
+
+async def decode(tokenizer: Tokenizer, token_ids: Sequence[int]) -> str:
+    """The inverse, special tokens included; long lists in a thread."""
+    if len(token_ids) < _LONG_TEXT_CHARS:
+        return tokenizer.decode(token_ids, skip_special_tokens=False)
+    return await asyncio.to_thread(tokenizer.decode, token_ids, skip_special_tokens=False)
 
 
 def created_s(request: web.Request, fields: SamplingFields) -> int:
@@ -70,13 +84,8 @@ async def make_job(
     """
     service = request.app[SERVICE]
     text, info = service.require_ready()
-    num_choices = fields.num_choices * len(prompts)
-    if num_choices > MAX_CHOICES:
-        raise BadRequestError(
-            f"the request has {num_choices} choices; at most {MAX_CHOICES} are served", param="n"
-        )
     params = fields.kv_transfer_params
-    hop = parse_hop(params, num_choices=num_choices)
+    hop = parse_hop(params, num_choices=fields.num_choices * len(prompts))
     ours = params.pdserve if params is not None else None
     if isinstance(hop, PrefillHop) and not hop.final_length:
         # A proxy written for vLLM asks for one token and keeps the user's limit for D. With

@@ -63,6 +63,11 @@ class Delta:
     stop_reason: str | int | None
     prompt_logprobs: PromptLogprobs | None
 
+    @property
+    def is_text_only(self) -> bool:
+        """Whether it says nothing but text and the tokens it is made of."""
+        return self.finish_reason is None and self.logprobs is None and self.prompt_logprobs is None
+
 
 @dataclass(slots=True)
 class Choice:
@@ -159,19 +164,22 @@ class Job:
         Raises:
             PdserveError: The engine failed the request.
         """
-        while any(c.finish_reason is None for c in self.choices if c.request is not None):
+        num_open = sum(choice.request is not None for choice in self.choices)
+        while num_open:
             index, output = self._first or await self._next()
             self._first = None
             choice = self.choices[index]
             if choice.finish_reason is None:
                 delta = await self._advance(choice, output)
+                num_open -= choice.finish_reason is not None
                 if delta is not None:
                     yield delta
 
     async def _next(self) -> tuple[int, EngineOutput]:
         try:
             index, output = await self._running.next()
-            _raise_if_failed(output, self.choices[index].request, self.service.clock.wall_s())
+            if output.finish_reason is not None:
+                _raise_if_failed(output, self.choices[index].request, self.service.clock.wall_s())
         except Exception as error:
             self._error = error
             raise

@@ -18,6 +18,7 @@ from pdserve.observe.metrics import (
     LATENCY_BUCKETS_S,
     SIZE_BUCKETS,
     STAGE_BUCKETS_S,
+    TokenHistogram,
     exposition,
     loop_lag_histogram,
 )
@@ -60,8 +61,12 @@ class ServerMetrics:
         self._ttft = self._histogram(
             "vllm:time_to_first_token_seconds", "Arrival to first token.", LATENCY_BUCKETS_S
         )
-        self._itl = self._histogram(
-            "vllm:inter_token_latency_seconds", "Token to token.", LATENCY_BUCKETS_S
+        self._itl = TokenHistogram(
+            "vllm:inter_token_latency_seconds",
+            "Token to token.",
+            labels={"model_name": model_name},
+            buckets=LATENCY_BUCKETS_S,
+            registry=self.registry,
         )
         self._e2e = self._histogram(
             "vllm:e2e_request_latency_seconds", "Arrival to last token.", LATENCY_BUCKETS_S
@@ -226,6 +231,12 @@ class _EngineCollector(Collector):
             "KV loads that did not arrive.",
             "reason",
             {failure.value: failures.get(failure.value, 0) for failure in LoadFailure},
+        )
+        yield self._counters(
+            "pdserve_kv_transfer_faults",
+            "What should stay rare between engines: refused frames, agent resets.",
+            "fault",
+            dict(stats.kv_faults) if stats is not None else {},
         )
         ends = stats.lease_ends if stats is not None else {}
         yield self._counter(

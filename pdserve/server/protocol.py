@@ -18,6 +18,10 @@ from pdserve.server.handoff import KVTransferParams
 MAX_LOGPROBS = 20
 MAX_CHOICES = 1024
 MAX_STOPS = 64
+MAX_TEMPERATURE = 1000.0
+MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY = 0.01, 100.0
+"""Beyond these, logits are no longer finite in single precision."""
+_MAX_INT32 = 2**31 - 1
 _FIELD = re.compile(r" - at (?:`key` in )?`\$\.?([^`.\[]*)[^`]*`$")
 
 
@@ -132,8 +136,19 @@ class CompletionRequest(SamplingFields, frozen=True, kw_only=True):
         """Return the prompts, all as texts or all as token ids.
 
         Raises:
-            BadRequestError: There is none, or they are of mixed kinds.
+            BadRequestError: There is none, there are too many, or they are of mixed kinds.
         """
+        found = self._prompts()
+        num_choices = self.num_choices * len(found)
+        if num_choices > MAX_CHOICES:
+            raise BadRequestError(
+                f"the request has {num_choices} choices (n for each prompt); "
+                f"at most {MAX_CHOICES} are served",
+                param="n" if self.num_choices > 1 else "prompt",
+            )
+        return found
+
+    def _prompts(self) -> list[str] | list[list[int]]:
         match self.prompt:
             case str(text):
                 return [text]
@@ -247,10 +262,12 @@ def parse_body(data: bytes, kind: type[Body]) -> Body:
         body: Body = _DECODERS[kind].decode(data)
     except msgspec.ValidationError as error:
         raise _named(error) from error
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise BadRequestError(
             f"the body is not valid JSON: {error}", code="invalid_json"
         ) from error
+    except RecursionError as error:
+        raise BadRequestError("the body is nested too deeply", code="invalid_json") from error
     if isinstance(body, SamplingFields):
         _refuse_unsupported(body)
         _check_ranges(body)
@@ -285,21 +302,23 @@ def _check_ranges(body: SamplingFields) -> None:
     _check("n", body.n, 1, MAX_CHOICES)
     _check("max_tokens", body.max_tokens, 0, None)
     _check("min_tokens", body.min_tokens, 0, None)
-    _check("temperature", body.temperature, 0, None)
+    _check("temperature", body.temperature, 0, MAX_TEMPERATURE)
     _check("top_p", body.top_p, 0, 1)
-    _check("top_k", body.top_k, -1, None)
+    _check("top_k", body.top_k, -1, _MAX_INT32)
     _check("min_p", body.min_p, 0, 1)
     _check("presence_penalty", body.presence_penalty, -2, 2)
     _check("frequency_penalty", body.frequency_penalty, -2, 2)
-    _check("repetition_penalty", body.repetition_penalty, 0, None)
+    _check(
+        "repetition_penalty",
+        body.repetition_penalty,
+        MIN_REPETITION_PENALTY,
+        MAX_REPETITION_PENALTY,
+    )
+    _check("priority", body.priority, -_MAX_INT32, _MAX_INT32)
     _check("seed", body.seed, -(2**63), 2**63 - 1)
     _check("prompt_logprobs", body.prompt_logprobs, 0, MAX_LOGPROBS)
     if body.top_p == 0:
         raise BadRequestError("top_p is 0: it must be above 0 and at most 1", param="top_p")
-    if body.repetition_penalty == 0:
-        raise BadRequestError(
-            "repetition_penalty is 0: it must be above 0", param="repetition_penalty"
-        )
     if "" in body.stops:
         raise BadRequestError("stop must not contain an empty string", param="stop")
     if len(body.stops) > MAX_STOPS:

@@ -109,7 +109,17 @@ class Registration:
             ) as response:
                 if response.status < 300:
                     return None
-                answer = await response.text()
-                return f"{response.status}: {answer[:_MAX_REASON_CHARS]}"
-        except (aiohttp.ClientError, TimeoutError, OSError) as error:
+                return _reason(response.status, await response.read())
+        except (aiohttp.ClientConnectorError, TimeoutError):
+            return "no answer there yet; asking again until there is one"
+        except (aiohttp.ClientError, OSError) as error:
             return f"{type(error).__name__}: {error}"
+
+
+def _reason(status: int, answer: bytes) -> str:
+    """A proxy's refusal in its own words, or what came instead."""
+    try:
+        text = str(msgspec.json.decode(answer)["error"]["message"])
+    except (msgspec.DecodeError, KeyError, TypeError):
+        text = f"{status}: {answer.decode(errors='replace')}"
+    return text[:_MAX_REASON_CHARS]

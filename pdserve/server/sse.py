@@ -6,6 +6,8 @@ has gone gets nothing more.
 
 from __future__ import annotations
 
+import uuid
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -15,8 +17,11 @@ from pdserve.errors import PdserveError
 from pdserve.server.errors import error_object, log_internal_error
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from types import TracebackType
     from typing import Self
+
+    from pdserve.server.job import Delta
 
 _HEADERS = {
     "Content-Type": "text/event-stream; charset=utf-8",
@@ -24,6 +29,7 @@ _HEADERS = {
     "X-Accel-Buffering": "no",  # nginx would collect the stream otherwise
 }
 _DONE = b"data: [DONE]\n\n"
+_MARK = uuid.uuid4().hex
 
 
 class EventStream:
@@ -36,6 +42,7 @@ class EventStream:
     def __init__(self, request: web.Request, headers: dict[str, str] | None = None) -> None:
         self._request = request
         self._encoder = msgspec.json.Encoder()
+        self._around: dict[int, tuple[bytes, bytes]] = {}
         self.response = web.StreamResponse(headers=_HEADERS | (headers or {}))
 
     async def __aenter__(self) -> Self:
@@ -49,6 +56,21 @@ class EventStream:
             ConnectionError: The client has gone.
         """
         await self.response.write(b"data: " + self._encoder.encode(event) + b"\n\n")
+
+    async def send_text(self, delta: Delta, chunk_of: Callable[[Delta], dict[str, Any]]) -> None:
+        """Send the event for a delta that differs from its choice's others only in its text.
+
+        What stands around the text is encoded once per choice.
+
+        Raises:
+            ConnectionError: The client has gone.
+        """
+        around = self._around.get(delta.index)
+        if around is None:
+            event = self._encoder.encode(chunk_of(replace(delta, text=_MARK)))
+            head, tail = event.split(self._encoder.encode(_MARK))
+            around = self._around[delta.index] = (b"data: " + head, tail + b"\n\n")
+        await self.response.write(around[0] + self._encoder.encode(delta.text) + around[1])
 
     async def __aexit__(
         self,

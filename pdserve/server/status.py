@@ -11,7 +11,7 @@ import pdserve
 from pdserve.errors import BadRequestError
 from pdserve.observe.metrics import CONTENT_TYPE
 from pdserve.server.chat import render_chat
-from pdserve.server.intake import encode
+from pdserve.server.intake import decode, encode
 from pdserve.server.protocol import DetokenizeRequest, TokenizeRequest, parse_body
 from pdserve.server.service import SERVICE
 
@@ -94,7 +94,7 @@ async def tokenize(request: web.Request) -> web.Response:
             add_generation_prompt=body.add_generation_prompt is not False,
             variables=body.chat_template_kwargs,
         )
-    tokens = await encode(text.tokenizer, prompt or "", add_special_tokens=special)
+    [tokens] = await encode(text.tokenizer, [prompt or ""], add_special_tokens=special)
     spellings = None
     if body.return_token_strs:
         spellings = [text.tokenizer.token(token_id) for token_id in tokens]
@@ -120,7 +120,7 @@ async def detokenize(request: web.Request) -> web.Response:
                 f"tokens has id {token_id}: the vocabulary has ids 0 to {text.vocab_size - 1}",
                 param="tokens",
             )
-    return _json({"prompt": text.tokenizer.decode(body.tokens, skip_special_tokens=False)})
+    return _json({"prompt": await decode(text.tokenizer, body.tokens)})
 
 
 def _json(value: dict[str, Any]) -> web.Response:

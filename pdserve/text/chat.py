@@ -119,6 +119,7 @@ class ChatTemplate:
             ArithmeticError,
             AttributeError,
             LookupError,
+            RecursionError,
             TypeError,
             ValueError,
         ) as error:

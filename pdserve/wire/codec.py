@@ -84,6 +84,17 @@ class Died(msgspec.Struct, frozen=True, tag="died"):
 FromEngine = Ready | Progress | Outputs | Died
 
 
+class _Named(msgspec.Struct):
+    request_id: RequestId
+
+
+class _Envelope(msgspec.Struct):
+    request: _Named
+
+
+_envelope = msgspec.msgpack.Decoder(_Envelope)
+
+
 class Codec(Generic[T]):
     """Encodes and decodes one union of messages. One instance per thread."""
 
@@ -112,3 +123,11 @@ def to_engine() -> Codec[ToEngine]:
 def from_engine() -> Codec[FromEngine]:
     """Codec of the messages from an engine core to its server."""
     return Codec(msgspec.msgpack.Decoder(FromEngine))
+
+
+def id_in_unreadable(data: bytes | memoryview) -> RequestId | None:
+    """The id of the request in an `Add` that does not decode, if that much can be read."""
+    try:
+        return _envelope.decode(data).request.request_id
+    except msgspec.DecodeError:
+        return None

@@ -81,7 +81,7 @@ class EngineOutput(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
         num_cached_tokens: Prompt tokens not computed here: prefix hits and received KV.
         num_external_tokens: The part of them that another engine computed.
         stages: With the first token, and again with the last one.
-        error: Human-readable reason when `finish_reason` is ERROR.
+        error: Human-readable reason when `finish_reason` is ERROR or ABORT.
         load_failures: Labels of failed KV loads that were recomputed, in order.
     """
 
@@ -105,11 +105,15 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         blocks: Number of KV blocks by state: free, cached (free but findable by hash),
             held (by requests), leased (to a peer), receiving (being written by a load).
+            They sum to `num_blocks`.
+        prompt_tokens: Prompt tokens whose KV is here or being computed: the sum of the
+            next three. What is aborted before it starts is in none of them.
         local_compute_tokens, local_cache_hit_tokens, external_kv_tokens: Prompt tokens
             by where their KV came from.
         kv_load_failures: Count by `LoadFailure` value.
         lease_ends: Count by `LeaseEnd` value.
         forward_s: Seconds in the model's forward, all steps together.
+        kv_faults: Count by name of what should stay rare between connectors.
     """
 
     num_running: int
@@ -131,6 +135,7 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     kv_load_failures: dict[str, int]
     lease_ends: dict[str, int]
     forward_s: float = 0.0
+    kv_faults: dict[str, int] = {}
 
 
 class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):

@@ -135,11 +135,16 @@ class Failed(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ConnectorReport(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What a worker's connector half saw since its last report; each fact once."""
+    """What a worker's connector half saw since its last report; each fact once.
+
+    Attributes:
+        faults: Count by name of what should stay rare: refused frames, agent resets.
+    """
 
     settled: list[Settled] = []
     received: list[Received] = []
     failed: list[Failed] = []
+    faults: dict[str, int] = {}
 
     def __bool__(self) -> bool:
-        return bool(self.settled or self.received or self.failed)
+        return bool(self.settled or self.received or self.failed or self.faults)

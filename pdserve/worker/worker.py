@@ -1,6 +1,6 @@
 """A worker: one rank's device, weights, KV memory and connector half, driven by steps.
 
-    start() loads and allocates -> execute(step)* with poll() and control() between
+    start() loads and allocates -> execute(step)* with poll() between
     -> close()
 
 All calls come from one thread. Knows nothing of scheduling, sockets or processes.
@@ -18,7 +18,7 @@ import torch
 from pdserve.connectors import registry as connector_registry
 from pdserve.connectors.base import ConnectorContext, KVConnectorWorker, KVLayout
 from pdserve.errors import ConfigError, InternalError
-from pdserve.kernels.cpu import native
+from pdserve.kernels.cpu import build, native
 from pdserve.models.registry import load_model
 from pdserve.wire.transfer import Endpoint
 from pdserve.worker import kv_memory
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from pdserve.config.schema import EngineConfig, ParallelConfig
     from pdserve.wire.ids import EngineId, Incarnation
     from pdserve.wire.step import ModelRunnerOutput, SchedulerOutput
-    from pdserve.wire.transfer import ConnectorMetadata, ConnectorReport
+    from pdserve.wire.transfer import ConnectorReport
 
 
 class WorkerInfo(msgspec.Struct, frozen=True, kw_only=True):
@@ -93,7 +93,8 @@ class Worker:
         device = _device(config.device)
         num_threads = _set_threads(config.parallel)
         if device.type == "cpu":
-            self._progress("CPU kernels (compiled once per machine)")
+            if not build.is_built():
+                self._progress("compiling the CPU kernels, once per machine (about 10 s)")
             native.available()
         loaded = load_model(config.model, device, self._progress)
         layout = kv_memory.plan_layout(
@@ -166,11 +167,6 @@ class Worker:
         """What the connector saw since the last report; for when no step runs."""
         _, connector = self._started()
         return connector.get_finished()
-
-    def control(self, metadata: ConnectorMetadata) -> None:
-        """Take connector instructions without a step."""
-        _, connector = self._started()
-        connector.start_load_kv(metadata)
 
     def close(self, timeout_s: float) -> None:
         """End transfers within `timeout_s` and let go of everything. May be called twice."""

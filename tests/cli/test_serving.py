@@ -12,6 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from pdserve.commands import engine
 from tests.cli.process import ROOT, environment, free_ports, pdserve
 from tests.tiny_models import write_tiny_model
 
@@ -50,6 +51,27 @@ def read_until(process: subprocess.Popen[str], word: str) -> str:
         if word in line:
             return "".join(lines)
     raise AssertionError("".join(lines))
+
+
+def test_a_percentage_is_logged_only_of_what_takes_long(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now_s = 100.0
+    lines: list[str] = []
+    monkeypatch.setattr(engine.time, "monotonic", lambda: now_s)
+    monkeypatch.setattr(engine.log, "info", lambda text, *args: lines.append(text % args))
+    progress = engine._Progress()
+    for text, passed_s in [
+        ("compiling", 9.0),
+        ("weights 10 %", 0.4),
+        ("weights 20 %", 0.7),
+        ("weights 30 %", 0.1),
+        ("KV memory", 5.0),
+        ("something 10 %", 0.0),
+    ]:
+        progress(text)
+        now_s += passed_s
+    assert lines == ["compiling", "weights 30 %", "KV memory"]
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 0)])

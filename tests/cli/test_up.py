@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -53,11 +54,15 @@ class Up:
     def out(self) -> str:
         return self._out.read_text()
 
+    @property
+    def err(self) -> str:
+        return self._err.read_text()
+
     def wait_for(self, text: str, timeout_s: float = 90) -> None:
         deadline_s = time.monotonic() + timeout_s
         while text not in self.out:
-            assert self.process.poll() is None, self._err.read_text()
-            assert time.monotonic() < deadline_s, self.out + self._err.read_text()
+            assert self.process.poll() is None, self.err
+            assert time.monotonic() < deadline_s, self.out + self.err
             self.look()
             time.sleep(0.05)
         self.look()
@@ -79,6 +84,10 @@ def make(model: Path, tmp_path: Path) -> Iterator[list[Up]]:
     made: list[Up] = []
     yield made
     for up in made:
+        # A failed test may leave its children stopped, and deaf to the end of their parent.
+        for process in up.family.values():
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
         up.process.kill()
         up.process.wait()
 
@@ -96,6 +105,17 @@ def test_the_demo_answers_shows_where_its_time_went_and_ends(
     assert summary is not None
     stages = [float(stage) for stage in re.findall(r" ([\d.]+)(?= \+|\s*$| \()", summary[2])]
     assert sum(stages) == pytest.approx(float(summary[1]), abs=0.1 * len(stages))
+
+
+def test_a_quiet_demo_still_shows_where_its_time_went(
+    model: Path, tmp_path: Path, make: list[Up]
+) -> None:
+    up = Up(model, tmp_path, "--once", "--max-tokens", "4", "--log-level", "error")
+    make.append(up)
+    up.wait_for("ttft=")
+    assert up.end() == 0
+    assert "ms = proxy " in up.out
+    assert up.err == ""
 
 
 def test_it_serves_the_curl_it_prints_until_ctrl_c(

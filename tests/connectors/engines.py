@@ -10,6 +10,7 @@ import multiprocessing
 import os
 import threading
 import time
+from collections import Counter
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -71,6 +72,31 @@ def contents(shape: KVLayout, seed: int, block: int) -> torch.Tensor:
     return torch.randn(size, generator=generator).to(getattr(torch, shape.dtype))
 
 
+def context(
+    engine_id: str,
+    *,
+    incarnation: str | None = None,
+    shape: KVLayout | None = None,
+    kv_connector: str = "memory",
+    **transfer: Any,
+) -> ConnectorContext:
+    """What both halves of an engine's connector know of it."""
+    shape = shape or layout()
+    fields = shape.fields(model="m", weights="w")
+    return ConnectorContext(
+        config=EngineConfig(
+            model=ModelConfig(model="m"),
+            cache=CacheConfig(block_size=shape.block_size),
+            transfer=TransferConfig(kv_connector=kv_connector, **transfer),
+        ),
+        engine_id=engine_id,
+        incarnation=Incarnation(incarnation or os.urandom(8).hex()),
+        layout=shape,
+        layout_digest="|".join(f"{k}={v}" for k, v in sorted(fields.items())),
+        layout_fields=fields,
+    )
+
+
 class Engine:
     """Both halves of one connector over one pool of blocks."""
 
@@ -84,19 +110,9 @@ class Engine:
         **transfer: Any,
     ) -> None:
         shape = shape or layout()
-        fields = shape.fields(model="m", weights="w")
         name = connector if isinstance(connector, str) else "memory"
-        self.context = ConnectorContext(
-            config=EngineConfig(
-                model=ModelConfig(model="m"),
-                cache=CacheConfig(block_size=shape.block_size),
-                transfer=TransferConfig(kv_connector=name, **transfer),
-            ),
-            engine_id=engine_id,
-            incarnation=Incarnation(incarnation or os.urandom(8).hex()),
-            layout=shape,
-            layout_digest="|".join(f"{k}={v}" for k, v in sorted(fields.items())),
-            layout_fields=fields,
+        self.context = context(
+            engine_id, incarnation=incarnation, shape=shape, kv_connector=name, **transfer
         )
         self.news = threading.Event()
         factory = find(connector) if isinstance(connector, str) else connector
@@ -117,6 +133,7 @@ class Engine:
         self.settled: list[Settled] = []
         self.received: list[Received] = []
         self.failed: list[Failed] = []
+        self.faults: Counter[str] = Counter()
         self._count = 0
 
     def fill(self, block_ids: Sequence[int], seed: int) -> None:
@@ -180,6 +197,7 @@ class Engine:
         self.settled += report.settled
         self.received += report.received
         self.failed += report.failed
+        self.faults.update(report.faults)
         return report
 
     def until(self, condition: Callable[[], object], timeout_s: float = 10.0) -> None:

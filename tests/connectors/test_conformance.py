@@ -154,6 +154,20 @@ def test_a_handoff_of_an_earlier_life_is_never_loaded(make: Callable[..., Engine
     assert "an earlier life" in d.failed[0].detail
 
 
+def test_giving_back_a_handoff_of_an_earlier_life_ends_no_lease_of_this_one(
+    make: Callable[..., Engine],
+) -> None:
+    p, d = make("P"), make("D")
+    handoff = p.prefill(PROMPT, [1, 2, 3])
+    stale = signed_with(handoff, incarnation="an earlier life")
+    d.scheduler.request_aborted(d.queue(PROMPT, stale, "stale"))
+    d.step()
+    d.load(d.queue(PROMPT, handoff, "r"), [4, 5, 6])
+    d.until(lambda: d.received)
+    p.until(lambda: p.settled)
+    assert [s.end for s in p.settled] == [LeaseEnd.READ]
+
+
 def test_a_peer_with_another_layout_is_refused_and_both_values_are_named(
     make: Callable[..., Engine],
 ) -> None:
@@ -221,8 +235,6 @@ def test_many_loads_at_once_all_arrive_and_each_is_reported_once(
 
 
 def test_neighbouring_blocks_need_one_descriptor(make: Callable[..., Engine]) -> None:
-    if make is None:
-        raise AssertionError
     p, d = make("P"), make("D")
     prompt = prompt_of(16 * 12)
     d.load(d.queue(prompt, p.prefill(prompt, range(12)), "r"), range(20, 32))

@@ -185,13 +185,6 @@ class LeaseMachine(RuleBasedStateMachine):
             lease.readers.pop(reader, None)
             lease.settle()
 
-    @rule(reader=READERS)
-    def drop_reader(self, reader: str) -> None:
-        self.table.drop_reader(reader)
-        for lease in self.model.values():
-            lease.readers.pop(reader, None)
-            lease.settle()
-
     @rule(nonce=NONCES, reader=READERS)
     def confirm(self, nonce: str, reader: str) -> None:
         verdict = self.table.confirm(nonce, reader, self.now_s)
@@ -236,7 +229,6 @@ class LeaseMachine(RuleBasedStateMachine):
         )
         open_leases = [lease for lease in self.model.values() if not lease.is_settled]
         assert len(self.table) == len(open_leases)
-        assert self.table.has_readers == any(lease.readers for lease in open_leases)
 
     @invariant()
     def expire_is_never_due_too_late(self) -> None:

@@ -89,6 +89,14 @@ def test_a_handoff_names_the_prompts_blocks_and_carries_the_first_token() -> Non
     ]
 
 
+@pytest.mark.parametrize("block_id", [-1, 1 << 40])
+def test_a_signed_handoff_of_impossible_blocks_is_refused(block_id: int) -> None:
+    handoff = signed_with(handed_off(), block_ids=blocks(3, block_id, 5))
+    refusal = scheduler("D").check_handoff(FakeRequest(RequestId("d"), PROMPT, handoff=handoff))
+    assert refusal is not None
+    assert "blocks" in refusal
+
+
 def test_a_request_that_is_not_for_another_engine_is_not_leased() -> None:
     p = scheduler()
     request = FakeRequest(RequestId("p"), PROMPT, output_token_ids=[7])

@@ -88,8 +88,8 @@ def counted(engine: Engine, fault: str, times: int) -> bool:
     """Whether the fault is counted so many times; the counting may trail the hanging up."""
     deadline = time.monotonic() + 2.0
     while time.monotonic() < deadline:
-        counters: dict[str, int] = engine.worker.counters  # type: ignore[attr-defined]
-        if counters.get(f"frames_{fault}") == times:
+        engine.step()
+        if engine.faults[f"frame_{fault}"] == times:
             return True
         time.sleep(0.01)
     return False
@@ -205,13 +205,6 @@ def test_a_peer_that_accepts_and_says_nothing_costs_the_handshake_timeout_and_no
         d.until(lambda: d.failed)
         assert [f.reason for f in d.failed] == [LoadFailure.HANDSHAKE]
         assert time.monotonic() - started < 1.5
-
-        # Known to be out of reach now: the next one does not wait at all.
-        started = time.monotonic()
-        d.load(d.queue(PROMPT, handoff, "r2"), [7, 8, 9])
-        d.until(lambda: len(d.failed) == 2)
-        assert d.failed[1].reason is LoadFailure.PEER_LOST
-        assert time.monotonic() - started < 0.3
     assert still_serves(p, d)
 
 

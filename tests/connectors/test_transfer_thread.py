@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import socket
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
@@ -17,8 +17,8 @@ from pdserve.connectors.nixl.peers import count_runs
 from pdserve.connectors.pull.instructions import Grant, PullInstructions
 from pdserve.errors import ConfigError, InternalError
 from pdserve.wire.ids import RequestId
-from pdserve.wire.transfer import Endpoint, LoadFailure
-from tests.connectors.engines import Engine, layout, prompt_of, signed_with
+from pdserve.wire.transfer import Endpoint, LeaseEnd, LoadFailure
+from tests.connectors.engines import EMPTY_STEP, Engine, layout, prompt_of, signed_with
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -79,6 +79,25 @@ def test_64_kib_blocks_in_a_row_need_few_descriptors_per_gb(make: Callable[..., 
     assert d.received[0].num_descriptors / d.received[0].num_bytes * 1e9 < 1000
 
 
+def test_a_load_is_quick_though_the_engine_is_busy_in_python(
+    make: Callable[..., Engine],
+) -> None:
+    p, d = make("P"), make("D")
+    took_s = []
+    for i in range(15):
+        request = d.queue(PROMPT, p.prefill(PROMPT, [1, 2, 3]), f"r{i}")
+        started_s = time.perf_counter()
+        d.news.clear()
+        d.load(request, [4, 5, 6])
+        while len(d.received) == i:
+            while not d.news.is_set():
+                sum(range(10_000))
+            d.news.clear()
+            d.step()
+        took_s.append(time.perf_counter() - started_s)
+    assert min(took_s[1:]) < 0.015  # 5 ms for each turn of the interpreter lock make 20 to 45
+
+
 def test_a_mute_peer_delays_nobody_elses_heartbeats(make: Callable[..., Engine]) -> None:
     p, d = make("P", lease_s=0.3), make("D", handshake_timeout_s=1.0)
     waits = d.queue(PROMPT, p.prefill(PROMPT, [1, 2, 3]), "waits")
@@ -128,6 +147,31 @@ def test_close_with_a_load_in_flight_ends_in_time(make: Callable[..., Engine]) -
         started_s = time.monotonic()
         d.worker.close(1.0)
         assert time.monotonic() - started_s < 2.0
+
+
+def test_what_is_said_in_the_last_moment_before_the_end_is_carried_out(
+    make: Callable[..., Engine],
+) -> None:
+    p, d = make("P"), make("D")
+    d.load(d.queue(PROMPT, p.prefill(PROMPT, [1, 2, 3]), "meets"), [4, 5, 6])
+    d.until(lambda: d.received)
+    p.until(lambda: p.settled)
+    d.scheduler.request_aborted(d.queue(PROMPT, p.prefill(PROMPT, [1, 2, 3]), "r"))
+    release = d.scheduler.build_connector_meta(EMPTY_STEP)
+
+    worker: Any = d.worker
+    server, said = worker._thread._server, []
+
+    def tick() -> None:  # after this turn's instructions were taken
+        if not said:
+            said.append(release)
+            worker.start_load_kv(release)
+            worker._thread._stop_at_s = time.monotonic() + 5.0
+
+    server.tick = tick
+    worker._thread._reactor.wake()
+    p.until(lambda: len(p.settled) == 2, timeout_s=2.0)
+    assert p.settled[1].end is LeaseEnd.RELEASED
 
 
 def test_a_handoff_of_blocks_that_p_does_not_have_fails_as_a_value(

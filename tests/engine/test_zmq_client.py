@@ -7,8 +7,10 @@ import os
 import signal
 import time
 from contextlib import aclosing, asynccontextmanager
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
+import msgspec
 import pytest
 
 from pdserve.config.schema import (
@@ -19,7 +21,8 @@ from pdserve.config.schema import (
     SchedulerConfig,
 )
 from pdserve.engine.zmq_client import ZmqEngineClient, launch_engine
-from pdserve.errors import ConfigError, EngineDeadError
+from pdserve.errors import ConfigError, EngineDeadError, InternalError, OverloadedError
+from pdserve.wire.codec import Codec
 from pdserve.wire.ids import RequestId
 from pdserve.wire.request import FinishReason, GenerateRequest
 from pdserve.wire.sampling import SamplingParams
@@ -27,7 +30,6 @@ from tests.tiny_models import greedy_by_transformers
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
-    from pathlib import Path
 
 PROMPTS = [[5, 9, 100, 40][:n] + [7 + (3 * i) % 250 for i in range(n)] for n in (1, 13, 60, 300)]
 
@@ -92,6 +94,7 @@ async def test_a_batch_equals_transformers(tiny_model: Path, backend: str) -> No
     assert got == expected
 
 
+@pytest.mark.slow
 async def test_preemption_by_a_small_pool_changes_no_token(tiny_model: Path) -> None:
     prompts = [[10 + i, *range(20, 120)] for i in range(6)]
     expected = greedy_by_transformers(tiny_model, prompts, 40)
@@ -160,6 +163,127 @@ async def test_a_prompt_beyond_the_context_ends_in_an_error_output(tiny_model: P
         outputs = [o async for o in client.generate(request("r", [5] * 1024, 1))]
         assert outputs[-1].finish_reason is FinishReason.ERROR
         assert "maximum context length" in str(outputs[-1].error)
+
+
+@pytest.mark.parametrize("backend", ["inline", "multiprocess"])
+async def test_bad_requests_end_alone(tiny_model: Path, backend: str) -> None:
+    """Whatever the server lets through, and even what is no request at all."""
+    replace = msgspec.structs.replace
+    good = request("good", PROMPTS[1], 8)
+    bad = [
+        request("no prompt", [], 8),
+        request("unknown token", [5, 1 << 20], 8),
+        request("negative token", [5, -1], 8),
+        replace(good, request_id="nothing allowed", sampling=_params(allowed_token_ids=())),
+        replace(good, request_id="NaN", sampling=_params(temperature=float("nan"))),
+        replace(good, request_id="words", sampling=_params(max_tokens="many")),
+        replace(good, request_id="no list", prompt_token_ids=7),
+    ]
+    async with running(engine_config(tiny_model, backend=backend)) as client:
+        expected = await tokens_of(client, good)
+        goes_on = asyncio.create_task(tokens_of(client, request("other", PROMPTS[2], 100)))
+        for wrong in bad:
+            (output,) = [output async for output in client.generate(wrong)]
+            assert output.finish_reason is FinishReason.ERROR, wrong.request_id
+            assert output.error
+        client._inputs.send(b"\xc1 is never msgpack")
+        assert await tokens_of(client, good) == expected
+        assert len(await goes_on) == 100
+        await until_idle(client)
+
+
+async def test_strange_rules_that_can_be_served_are(tiny_model: Path) -> None:
+    huge = 1 << 40
+    strange = _params(
+        logit_bias={huge: 5.0, -3: 1.0},
+        stop_token_ids=(huge,),
+        min_tokens=3,
+        allowed_token_ids=(5, huge),
+        bad_words=((huge,), (5,)),
+        repetition_penalty=1.5,
+        logprobs=3,
+    )
+    async with running(engine_config(tiny_model)) as client:
+        wanted = msgspec.structs.replace(request("r", PROMPTS[1], 8), sampling=strange)
+        assert await tokens_of(client, wanted) == [5] * 8
+
+
+async def test_more_requests_at_once_than_may_wait_are_refused(tiny_model: Path) -> None:
+    config = msgspec.structs.replace(
+        engine_config(tiny_model), scheduler=SchedulerConfig(max_num_seqs=2, max_waiting=3)
+    )
+    async with running(config) as client:
+        answers = await asyncio.gather(
+            *(tokens_of(client, request(f"r{i}", PROMPTS[1], 4)) for i in range(10)),
+            return_exceptions=True,
+        )
+    refused = [answer for answer in answers if isinstance(answer, OverloadedError)]
+    assert len(refused) == 5
+    assert sum(isinstance(answer, list) for answer in answers) == 5
+
+
+async def test_a_second_use_of_a_running_id_leaves_the_first_alone(tiny_model: Path) -> None:
+    async with running(engine_config(tiny_model)) as client:
+        first = asyncio.create_task(tokens_of(client, request("r", PROMPTS[1], 50)))
+        await asyncio.sleep(0)
+        with pytest.raises(InternalError, match="running already"):
+            await tokens_of(client, request("r", PROMPTS[1], 50))
+        assert len(await first) == 50
+
+
+async def test_a_core_that_cannot_be_understood_is_dead_to_its_clients(tiny_model: Path) -> None:
+    async with running(engine_config(tiny_model)) as client:
+        with pytest.raises(EngineDeadError, match="cannot be read"):
+            async for _ in client.generate(request("r", PROMPTS[1], 900)):
+                client._decode = Codec(msgspec.msgpack.Decoder(int))
+        await asyncio.wait_for(client.wait_dead(), 10)
+
+
+async def test_a_core_of_another_major_version_is_refused(
+    tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pdserve.engine.zmq_client.MAJOR", 999)
+    client = await launch_engine(engine_config(tiny_model), progress=lambda text: None)
+    with pytest.raises(EngineDeadError, match="999"):
+        await client.wait_ready()
+    await client.close(timeout_s=0)
+
+
+async def test_closing_while_a_rank_loads_leaves_no_process(tiny_model: Path) -> None:
+    config = engine_config(tiny_model, backend="multiprocess")
+    client = await launch_engine(config, progress=lambda text: None)
+    pids = [client.pid, await _rank_that_loads(client)]
+    await client.close(timeout_s=30)
+    assert client.info is None, "it was ready before"
+    for _ in range(500):
+        if not any(Path(f"/proc/{pid}").exists() for pid in pids):
+            return
+        await asyncio.sleep(0.02)
+    raise AssertionError("a process is left")
+
+
+async def test_a_rank_killed_while_it_loads_ends_the_start(tiny_model: Path) -> None:
+    config = engine_config(tiny_model, backend="multiprocess")
+    client = await launch_engine(config, progress=lambda text: None)
+    os.kill(await _rank_that_loads(client), signal.SIGKILL)
+    with pytest.raises(EngineDeadError, match="the rank ended with code -9"):
+        await client.wait_ready()
+    await client.close(timeout_s=0)
+
+
+async def _rank_that_loads(client: ZmqEngineClient) -> int:
+    """The rank's process id, as soon as there is one: it imports for longer than this takes."""
+    while True:
+        children = await asyncio.to_thread(_children_of, client.pid)
+        if children:
+            return children[0]
+        await asyncio.sleep(0.01)
+
+
+def _params(**fields: Any) -> SamplingParams:
+    """Greedy parameters with other fields, right or wrong."""
+    greedy = SamplingParams(max_tokens=8, seed=1, temperature=0.0, ignore_eos=True)
+    return msgspec.structs.replace(greedy, **fields)
 
 
 def _children_of(pid: int) -> list[int]:

@@ -7,12 +7,16 @@ import select
 import subprocess
 import sys
 import threading
+from typing import TYPE_CHECKING
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from pdserve.executor.channel import ChannelClosedError, Ring
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 ECHO = """
 import sys
@@ -62,16 +66,73 @@ def test_a_watched_descriptor_ends_the_wait_but_a_frame_comes_first() -> None:
     reader.close()
 
 
-def test_a_full_ring_whose_reader_died_raises_instead_of_waiting_for_ever() -> None:
-    writer = Ring.create(capacity_bytes=64, spin_s=0.0)
+@pytest.fixture
+def ended_fd() -> Iterator[int]:
+    """What says that a process has ended."""
     process = subprocess.Popen([sys.executable, "-c", "pass"])
     pid_fd = os.pidfd_open(process.pid)
     assert select.select([pid_fd], [], [], 10)[0]
-    with pytest.raises(ChannelClosedError):
-        writer.send(b"y" * 1000, watch=[pid_fd])
     process.wait()
+    yield pid_fd
     os.close(pid_fd)
+
+
+def test_a_full_ring_whose_reader_died_raises_instead_of_waiting_for_ever(ended_fd: int) -> None:
+    writer = Ring.create(capacity_bytes=64, spin_s=0.0)
+    writer.watch_peer(ended_fd)
+    with pytest.raises(ChannelClosedError):
+        writer.send(b"y" * 1000)
     writer.close()
+
+
+def test_what_a_writer_left_is_read_and_then_its_end_is_noticed(ended_fd: int) -> None:
+    writer = Ring.create(capacity_bytes=64, spin_s=0.0)
+    reader = reader_of(writer)
+    writer.send(b"last words")
+    reader.watch_peer(ended_fd)
+    assert reader.recv(None) == b"last words"
+    with pytest.raises(ChannelClosedError):
+        reader.recv(None)
+    writer.close()
+    reader.close()
+
+
+def test_a_writer_that_died_within_a_frame_raises_instead_of_waiting_for_ever(
+    ended_fd: int,
+) -> None:
+    writer = Ring.create(capacity_bytes=64, spin_s=0.0)
+    reader = reader_of(writer)
+    writer.watch_peer(ended_fd)  # which ends it when the ring is full: within the frame
+    with pytest.raises(ChannelClosedError):
+        writer.send(b"z" * 1000)
+    reader.watch_peer(ended_fd)
+    with pytest.raises(ChannelClosedError):
+        reader.recv(None)
+    writer.close()
+    reader.close()
+
+
+def test_two_sides_that_send_more_than_the_rings_hold_do_not_wait_for_one_another() -> None:
+    there = Ring.create(capacity_bytes=1 << 12, spin_s=0.0)
+    back = Ring.create(capacity_bytes=1 << 12, spin_s=0.0)
+    fds = [there.memory_fd, there.doorbell_fd, back.memory_fd, back.doorbell_fd]
+    process = subprocess.Popen([sys.executable, "-c", ECHO, *map(str, fds)], pass_fds=fds)
+    frames = [os.urandom(50_000) for _ in range(4)]
+    got: list[bytes | None] = []
+
+    def take() -> None:
+        while back.has_frame():
+            got.append(back.recv(20))
+
+    for frame in frames:
+        there.send(frame, on_full=take)
+    while len(got) < len(frames):
+        got.append(back.recv(20))
+    assert got == frames
+    there.send(b"end")
+    assert process.wait(20) == 0
+    there.close()
+    back.close()
 
 
 def test_two_processes_echo_frames_larger_than_the_ring() -> None:

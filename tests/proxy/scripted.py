@@ -63,6 +63,7 @@ class ScriptedEngine:
         leased: Nonces handed out, not yet read or released.
         released: Nonces given back, in order.
         read: Nonces whose KV a decode engine has read, in order.
+        peers: Connections that generation requests came over.
     """
 
     def __init__(self, role: str = "both", *, engine_id: str = "", digest: str = "d1") -> None:
@@ -81,6 +82,7 @@ class ScriptedEngine:
         self.leased: set[str] = set()
         self.released: list[str] = []
         self.read: list[str] = []
+        self.peers: set[object] = set()
         self.requests: Counter[str] = Counter()
         self.load = {"num_running": 0, "num_waiting": 0, "num_receiving": 0}
         self.token_delay_s = 0.0
@@ -174,6 +176,7 @@ class ScriptedEngine:
     async def _generate(self, request: web.Request) -> web.StreamResponse:
         call = Call(request.path, await request.json(), request.headers.copy())
         self.calls.append(call)
+        self.peers.add(request.transport.get_extra_info("peername"))
         try:
             if self.hook is not None:
                 answer = await self.hook(call, request)

@@ -10,11 +10,13 @@ import socket
 import aiohttp
 import openai
 import pytest
+from aiohttp import web
 
 import pdserve
 from pdserve.config.schema import ProxyConfig
 from pdserve.errors import ConfigError
 from pdserve.proxy.app import Proxy, run_proxy
+from pdserve.proxy.story import SECOND_TERMS, TTFT_TERMS, Mode, Stage
 from tests.proxy.conftest import until
 from tests.proxy.scripted import ScriptedEngine, text_in, text_of
 
@@ -59,9 +61,11 @@ async def test_one_model_can_be_asked_for(stack):
 
 
 async def test_an_unknown_path_is_a_404_in_openais_shape(stack):
-    async with stack.post({}, path="/v1/engines") as response:
+    async with stack.post({}, path="/chat/completions") as response:
         assert response.status == 404
-        assert (await error_of(response))["type"] == "invalid_request_error"
+        error = await error_of(response)
+    assert error["type"] == "invalid_request_error"
+    assert "the OpenAI API is under /v1" in error["message"]
 
 
 async def test_a_wrong_method_is_a_405_that_names_the_right_one(stack):
@@ -71,11 +75,51 @@ async def test_a_wrong_method_is_a_405_that_names_the_right_one(stack):
         assert (await error_of(response))["code"] == "method_not_allowed"
 
 
-@pytest.mark.parametrize("body", [b"{", b"[1]", b'"text"', b"", b"\xff"])
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"{",
+        b"[1]",
+        b'"text"',
+        b"",
+        b"\xff",
+        b'{"stream": "\xff"}',
+        b'{"prompt": ' + b"[" * 50_000 + b"]" * 50_000 + b"}",
+        b'{"seed": ' + b"[" * 50_000 + b"]" * 50_000 + b"}",
+    ],
+    ids=range(8),
+)
 async def test_a_body_that_is_no_json_object_is_a_400(stack, body):
     async with stack.client.post(f"{stack.url}/v1/completions", data=body) as response:
         assert response.status == 400
         assert (await error_of(response))["code"] == "invalid_json"
+
+
+async def test_a_body_that_is_not_in_its_encoding_is_the_clients_fault(stack):
+    async with stack.client.post(
+        f"{stack.url}/v1/completions", data=b"no gzip", headers={"Content-Encoding": "gzip"}
+    ) as response:
+        assert response.status == 400
+        assert (await error_of(response))["type"] == "invalid_request_error"
+    assert (await stack.metrics())['pdserve_requests_total{outcome="client_error"}'] == 1
+
+
+@pytest.mark.parametrize("keys", [(), ("key",)])
+async def test_a_key_that_is_not_utf8_is_no_key(make_stack, keys):
+    """It opens nothing here, and is not sent on."""
+    engine = ScriptedEngine("decode")
+    stack = await make_stack([], [engine], api_keys=keys)
+    host, port = stack.url.removeprefix("http://").split(":")
+    reader, writer = await asyncio.open_connection(host, int(port))
+    body = b'{"prompt": "hi"}'
+    writer.write(
+        b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nConnection: close\r\n"
+        b"Authorization: Bearer \xff\r\nContent-Length: %d\r\n\r\n%s" % (len(body), body)
+    )
+    status = (await reader.read()).splitlines()[0]
+    writer.close()
+    assert (b" 401 " if keys else b" 200 ") in status
+    assert all("Authorization" not in call.headers for call in engine.calls)
 
 
 async def test_a_body_that_is_too_large_is_a_413(make_stack):
@@ -118,10 +162,14 @@ async def test_every_series_exists_from_the_start_at_zero(make_stack):
     stack = await make_stack([], [])
     metrics = await stack.metrics()
     for series in (
-        'pdserve_time_to_first_token_seconds_count{mode="disaggregated"}',
-        'pdserve_stage_duration_seconds_count{stage="kv"}',
+        *(f'pdserve_time_to_first_token_seconds_count{{mode="{mode.value}"}}' for mode in Mode),
+        *(
+            f'pdserve_stage_duration_seconds_count{{stage="{stage}"}}'
+            for stage in (*TTFT_TERMS, *SECOND_TERMS)
+        ),
+        *(f'pdserve_client_disconnects_total{{stage="{stage.value}"}}' for stage in Stage),
+        'pdserve_disagg_decisions_total{decision="disaggregated",reason="default"}',
         'pdserve_disagg_decisions_total{decision="local",reason="no_prefill"}',
-        'pdserve_client_disconnects_total{stage="transfer"}',
         'pdserve_retries_total{leg="decode"}',
         'pdserve_requests_total{outcome="ok"}',
         'pdserve_backends{role="prefill",state="ready"}',
@@ -130,14 +178,45 @@ async def test_every_series_exists_from_the_start_at_zero(make_stack):
     assert "pdserve_event_loop_lag_seconds_count" in metrics
 
 
+async def test_traffic_adds_no_series(make_stack):
+    """So their number does not grow with what clients send, and no dashboard has gaps."""
+    dead = await ScriptedEngine("prefill").start()
+    stack = await make_stack([dead, ScriptedEngine("prefill")], [ScriptedEngine("decode")])
+    before = (await stack.metrics()).keys()
+    await dead.stop()
+    for path in ("/v1/completions", "/v1/chat/completions"):
+        for stream in (True, False):
+            async with stack.post({"prompt": "x", "stream": stream}, path) as response:
+                await response.read()
+    async with stack.post({"prompt": "x", "stream": True}) as response:
+        pass
+    async with stack.client.post(f"{stack.url}/tokenize/{'x' * 50}", data=b"{") as response:
+        assert response.status == 404
+    assert (await stack.metrics()).keys() == before
+
+
+async def test_the_terms_of_the_second_token_are_measured_once_per_request(make_stack):
+    decode = ScriptedEngine("decode")
+    decode.stages = {"queue_s": 1e-5, "kv_transfer_s": 2e-5, "first_step_s": 3e-5}
+    stack = await make_stack([ScriptedEngine("prefill")], [decode])
+    for _ in range(3):
+        await stack.stream()
+    metrics = await stack.metrics()
+    for stage in SECOND_TERMS:
+        assert metrics[f'pdserve_stage_duration_seconds_count{{stage="{stage}"}}'] == 3
+    for stage, seconds in (("decode_queue", 1e-5), ("kv", 2e-5), ("first_step", 3e-5)):
+        total = metrics[f'pdserve_stage_duration_seconds_sum{{stage="{stage}"}}']
+        assert total == pytest.approx(3 * seconds)
+    assert metrics['pdserve_stage_duration_seconds_sum{stage="recompute"}'] == 0
+
+
 async def test_the_stages_add_up_to_the_time_to_first_token(stack, caplog):
     with caplog.at_level("INFO"):
         for _ in range(5):
             await stack.stream()
     metrics = await stack.metrics()
     ttft = metrics['pdserve_time_to_first_token_seconds_sum{mode="disaggregated"}']
-    names = ("admission", "proxy", "retry", "queue", "prefill", "relay")
-    stages = {n: metrics[f'pdserve_stage_duration_seconds_sum{{stage="{n}"}}'] for n in names}
+    stages = {n: metrics[f'pdserve_stage_duration_seconds_sum{{stage="{n}"}}'] for n in TTFT_TERMS}
     assert ttft > 0
     assert sum(stages.values()) == pytest.approx(ttft, rel=1e-9)
     assert stages["prefill"] == pytest.approx(5 * 0.0002)
@@ -212,6 +291,29 @@ async def test_the_openai_client_streams_and_raises_its_own_errors(make_stack):
         await decode.stop()
         with pytest.raises(openai.InternalServerError):
             await client.completions.create(model="tiny", prompt="hi")
+
+
+@pytest.mark.parametrize("status", [429, 503])
+async def test_the_openai_client_tries_again_when_told_to(make_stack, status):
+    decode = ScriptedEngine("decode")
+    asked_s = []
+
+    async def busy_at_first(call, request):
+        asked_s.append(asyncio.get_running_loop().time())
+        if len(asked_s) > 1:
+            return None
+        return web.json_response(
+            {"error": {"message": "busy", "type": "x", "param": None, "code": "x"}},
+            status=status,
+            headers={"Retry-After": "1"},
+        )
+
+    decode.hook = busy_at_first
+    stack = await make_stack([], [decode], retry_max_retries=0)
+    async with openai.AsyncOpenAI(base_url=f"{stack.url}/v1", api_key="k", max_retries=1) as client:
+        answer = await client.completions.create(model="tiny", prompt="hi", seed=3, max_tokens=4)
+    assert answer.choices[0].text == text_of(3, 4)
+    assert asked_s[1] - asked_s[0] >= 1.0
 
 
 # --- readiness, beginning, end

@@ -8,9 +8,9 @@ import random
 import pytest
 from aiohttp import web
 
-from pdserve.proxy.client import ABANDON_TIMEOUT_S
+from pdserve.proxy.client import ABANDON_TIMEOUT_S, HANG_UP_TIMEOUT_S
 from tests.proxy.conftest import until
-from tests.proxy.scripted import LEASES, ScriptedEngine, sse, word
+from tests.proxy.scripted import LEASES, ScriptedEngine, sse, text_in, word
 
 
 @pytest.fixture
@@ -170,6 +170,106 @@ async def test_while_the_decode_engine_reads_the_kv(make_stack, prefill, decode)
         await until(lambda: len(decode.calls) == 1)
     await until(lambda: decode.ended["cancelled"] == 1 and len(prefill.released) == 1)
     assert await disconnects(stack, "transfer") == 1
+    await assert_nothing_held(stack)
+
+
+@pytest.mark.parametrize("stream", [True, False])
+async def test_the_lease_is_given_back_when_the_decode_engine_has_ended(
+    make_stack, prefill, decode, stream
+):
+    """Else it may see its KV vanish before it hears that nobody wants it."""
+    slow = asyncio.Event()
+    order = []
+
+    async def hang(call, request):
+        request.transport.pause_reading()  # the end of the connection goes unseen
+        await slow.wait()
+        request.transport.resume_reading()
+        try:
+            await asyncio.Event().wait()
+        except asyncio.CancelledError:
+            order.extend(["decode ended", *prefill.released])
+            raise
+
+    decode.hook = hang
+    stack = await make_stack([prefill], [decode])
+
+    async def ask():
+        async with stack.post({"prompt": "hi", "stream": stream}) as response:
+            await response.read()
+
+    request = asyncio.create_task(ask())
+    await until(lambda: len(decode.calls) == 1)
+    await leave(request)
+    await until(lambda: stack.proxy.admission.num_running == 0)
+    await asyncio.sleep(HANG_UP_TIMEOUT_S / 4)
+    slow.set()
+    await until(lambda: len(prefill.released) == 1)
+    assert order == ["decode ended"]
+    await assert_nothing_held(stack)
+
+
+async def test_a_decode_engine_that_does_not_end_keeps_no_lease(make_stack, prefill, decode):
+    never = asyncio.Event()
+
+    async def deaf(call, request):
+        request.transport.pause_reading()
+        await never.wait()
+
+    decode.hook = deaf
+    stack = await make_stack([prefill], [decode])
+    async with stack.post({"prompt": "hi", "stream": True}) as response:
+        await response.content.readany()
+        await until(lambda: len(decode.calls) == 1)
+    await assert_nothing_held(stack)
+    assert len(prefill.released) == 1
+
+
+async def test_one_that_leaves_late_does_not_touch_a_connection_that_serves_another(
+    make_stack, prefill, decode
+):
+    """Its answer is complete, so the connection it came over is already in use again."""
+    prefill.finish_at_prefill = True
+    first = True
+
+    async def verbose(call, request):
+        nonlocal first
+        if not first:
+            return None
+        first = False
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        await response.prepare(request)
+        text = "x" * (12 << 20)
+        await response.write(prefill.chunk(call, text, "length") + b"data: [DONE]\n\n")
+        return response
+
+    prefill.hook = verbose
+    prefill.token_delay_s = 0.3
+    # Health checks would use other connections.
+    stack = await make_stack([prefill], [decode], health_check_interval_s=60.0)
+    async with stack.post({"prompt": "hi", "stream": True}) as response:
+        assert response.status == 200
+        await asyncio.sleep(0.1)  # its one event does not fit into the socket
+        other = asyncio.create_task(stack.stream())
+        await until(lambda: len(prefill.calls) == 2)
+    assert text_in(await other) == word(3, 0)
+    assert prefill.ended["cancelled"] == 0
+    assert len(prefill.peers) == 1, "the two did not share a connection"
+    await assert_nothing_held(stack)
+
+
+async def test_while_its_body_is_on_the_way(make_stack, prefill, decode, caplog):
+    stack = await make_stack([prefill], [decode])
+    host, port = stack.url.removeprefix("http://").split(":")
+    _, writer = await asyncio.open_connection(host, int(port))
+    writer.write(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{")
+    await writer.drain()
+    await asyncio.sleep(0.05)
+    writer.close()
+    await writer.wait_closed()
+    await asyncio.sleep(0.05)
+    assert await disconnects(stack, "queued") == 1
+    assert "Traceback" not in caplog.text
     await assert_nothing_held(stack)
 
 

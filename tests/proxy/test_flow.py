@@ -281,6 +281,19 @@ async def test_when_no_engine_has_room_the_client_is_told_so(make_stack):
     assert len(legs(stack.engines)) == 2
 
 
+@pytest.mark.parametrize("stream", [True, False])
+async def test_engines_that_cannot_serve_now_are_a_503_with_retry_after(make_stack, stream):
+    engines = [*prefills(), *decodes()]
+    for engine in engines:
+        engine.hook = answers(503, b'{"error":{"message":"the server is shutting down"}}')
+    stack = await make_stack(engines[:1], engines[1:])
+    async with stack.post({"prompt": "hi", "stream": stream}) as response:
+        assert response.status == 503
+        assert int(response.headers["Retry-After"]) >= 1
+        assert (await response.json())["error"]["code"] == "unavailable"
+    assert (await stack.metrics())['pdserve_requests_total{outcome="shed"}'] == 1
+
+
 # --- the prefill engine fails
 
 

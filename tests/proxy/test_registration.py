@@ -2,12 +2,28 @@
 
 from __future__ import annotations
 
+import asyncio
 import hmac
+import logging
 
 import msgspec
+import pytest
 
+from pdserve.config.schema import Role
+from pdserve.observe.clock import SystemClock
+from pdserve.proxy.backends import Backend, Breaker
 from tests.proxy.conftest import until
 from tests.proxy.scripted import ScriptedEngine, text_in, text_of
+
+
+@pytest.fixture
+def logged(monkeypatch) -> list[str]:
+    """What pdserve logs, whatever became of its handlers."""
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())
+    monkeypatch.setattr(logging.getLogger("pdserve"), "handlers", [handler])
+    return lines
 
 
 async def send(stack, method: str, body: dict, secret: str = ""):
@@ -63,14 +79,73 @@ async def test_an_engine_that_leaves_gets_nothing_more(make_stack):
     await engine.stop()
 
 
+async def test_an_engine_that_leaves_in_mid_stream_leaves_no_pair_behind(make_stack):
+    stack = await make_stack(cb_failure_threshold=1)
+    prefill, decode = [await ScriptedEngine(role).start() for role in ("prefill", "decode")]
+    decode.stages = {"load_failures": ["unreachable"]}
+    decode.gate.clear()
+    for engine in (prefill, decode):
+        await register(stack, engine)
+    await until(lambda: is_ready(stack, prefill) and is_ready(stack, decode))
+    request = asyncio.create_task(stack.stream())
+    await until(lambda: len(decode.calls) == 1)
+    assert (await send(stack, "DELETE", {"url": decode.url}))[0] == 200
+    decode.gate.set()
+    assert text_in(await request) == text_of(3, 4)
+    metrics = await stack.metrics()
+    assert metrics["pdserve_kv_load_failures_reported_total"] == 1
+    assert metrics["pdserve_open_edges"] == 0
+    # A leg that was still to be sent when its engine left is judged by nobody.
+    backends = stack.proxy.backends
+    gone = Backend(decode.url, Role.DECODE, is_static=False, breaker=Breaker(SystemClock(), 1, 9.0))
+    backends.edge(backends.get(prefill.url), gone).fail()
+    assert backends.open_edges() == 0
+    for engine in (prefill, decode):
+        await engine.stop()
+
+
 async def test_a_layout_that_does_not_fit_is_refused_with_both_values(make_stack):
     stack = await make_stack([ScriptedEngine("prefill", digest="float32")])
     engine = await ScriptedEngine("decode", digest="bfloat16").start()
     status, body = await register(stack, engine)
     assert status == 409
-    assert "dtype is bfloat16 here and float32 there" in body["error"]["message"]
+    assert body["error"]["message"].endswith("dtype is bfloat16 here and float32 there")
     assert stack.proxy.backends.get(engine.url) is None
     await engine.stop()
+
+
+async def test_an_engine_that_is_refused_again_and_again_is_one_line_in_the_log(make_stack, logged):
+    stack = await make_stack([ScriptedEngine("prefill", digest="float32")])
+    engine = await ScriptedEngine("decode", digest="bfloat16").start()
+    for _ in range(3):
+        assert (await register(stack, engine))[0] == 409
+    assert sum("registration refused" in line for line in logged) == 1
+    engine.digest = "float32"
+    assert (await register(stack, engine))[0] == 200
+    engine.digest = "bfloat16"
+    assert (await register(stack, engine))[0] == 409
+    assert sum("registration refused" in line for line in logged) == 2
+    await engine.stop()
+
+
+async def test_engines_of_the_command_line_that_do_not_fit_are_logged_with_both_values(
+    make_stack, logged
+):
+    await make_stack(
+        [ScriptedEngine("prefill", digest="float32")], [ScriptedEngine("decode", digest="bfloat16")]
+    )
+    (line,) = (line for line in logged if "cannot exchange KV" in line)
+    assert "float32" in line
+    assert "bfloat16" in line
+
+
+async def test_an_engine_that_is_not_ready_is_looked_at_again_soon(make_stack):
+    engine = ScriptedEngine("decode")
+    engine.ready = False
+    stack = await make_stack([], [engine], health_check_interval_s=60)
+    assert not is_ready(stack, engine)
+    engine.ready = True
+    await until(lambda: is_ready(stack, engine))
 
 
 async def test_engines_of_one_role_need_not_have_one_layout(make_stack):

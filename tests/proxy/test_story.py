@@ -71,10 +71,14 @@ def test_both_sums_of_the_line_add_up_as_printed(waits, prefill, decode):
 
 
 @given(st.lists(seconds, min_size=6, max_size=6), st.none() | stages)
-def test_the_terms_are_never_negative_and_sum_to_the_measured_time(waits, prefill):
-    terms = told(ManualClock(), waits, prefill, None).ttft_terms()
+def test_the_terms_are_never_negative_and_sum_to_the_measured_time(waits, told_stages):
+    story = told(ManualClock(), waits, told_stages, told_stages)
+    terms = story.ttft_terms()
     assert all(value >= -1e-9 for value in terms.values())
     assert sum(terms.values()) == pytest.approx(sum(waits[:4]))
+    if terms := story.second_token_terms():
+        assert all(value >= -1e-9 for value in terms.values())
+        assert sum(terms.values()) == pytest.approx(waits[4])
 
 
 def test_the_line_reads_as_promised():
@@ -88,6 +92,15 @@ def test_the_line_reads_as_promised():
         "req 3f2a ok in=512 out=64 ttft=33.2ms = proxy 0.5 + queue 0.4 + prefill 31.9 + relay 0.4"
         " | second token +12.1ms = kv 6.3 (8.4 MB, 1.3 GB/s) + handover 2.2 + first step 3.6"
         " | itl p50 6.1 max 6.1"
+    )
+
+
+def test_what_the_decode_engine_computed_again_has_a_term_of_its_own():
+    decode = EngineStages(queue_s=0.001, prefill_s=0.009, load_failures=("lease_lost",))
+    story = told(ManualClock(0.0), [0, 0, 0, 0, 0.0121, 0], None, decode)
+    assert (
+        "second token +12.1ms = decode queue 1.0 + kv 0.0 + recompute 9.0 + handover 2.1"
+        " + first step 0.0" in story.line("ok")
     )
 
 

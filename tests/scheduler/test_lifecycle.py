@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import msgspec
 import pytest
 
+from pdserve.config.schema import CacheConfig, SchedulerConfig, SchedulingPolicy
 from pdserve.connectors.memory.exchange import Exchange
+from pdserve.connectors.null import NullScheduler
 from pdserve.errors import InternalError
 from pdserve.observe.clock import ManualClock
+from pdserve.scheduler.queue import WaitingQueue
 from pdserve.scheduler.request import Request, State
+from pdserve.scheduler.scheduler import Scheduler
 from pdserve.wire.ids import RequestId
-from pdserve.wire.request import FinishReason, GenerateRequest
-from pdserve.wire.transfer import KVHandoff
-from tests.stateful.toy import expected_output, sampling
+from pdserve.wire.outputs import TokenLogprobs
+from pdserve.wire.request import EngineStats, FinishReason, GenerateRequest
+from pdserve.wire.transfer import ConnectorReport, Failed, KVHandoff, LoadFailure, Received
+from tests.stateful.toy import VOCAB, ToyWorker, expected_output, sampling
 from tests.stateful.toy_engine import ToyEngine
 
 PROMPT = [1] * 20
@@ -25,10 +33,13 @@ class Pair:
         exchange = Exchange()
         self.prefill = ToyEngine("p", exchange, self.clock)
         self.decode = ToyEngine("d", exchange, self.clock)
+        self._num_handoffs = 0
 
     def hand_off(self, max_tokens: int = 8) -> KVHandoff:
         """Prefill `PROMPT` and return what P gives."""
-        self.prefill.scheduler.add(make_request("p", max_tokens, remote_decode=True))
+        self._num_handoffs += 1
+        request = make_request(f"p{self._num_handoffs}", max_tokens, remote_decode=True)
+        self.prefill.scheduler.add(request)
         (output,) = [o for o in self.prefill.settle() if o.finish_reason]
         assert output.finish_reason is FinishReason.HANDOFF
         assert output.handoff is not None
@@ -42,12 +53,14 @@ def make_request(
     remote_decode: bool = False,
     handoff: KVHandoff | None = None,
     deadline_s: float | None = None,
+    prompt: list[int] = PROMPT,
+    **fields: Any,
 ) -> GenerateRequest:
-    """A request for `PROMPT`."""
+    """A request, for `PROMPT` unless told otherwise, with some sampling fields."""
     return GenerateRequest(
         request_id=RequestId(request_id),
-        prompt_token_ids=PROMPT,
-        sampling=sampling(max_tokens, ignore_eos=True),
+        prompt_token_ids=prompt,
+        sampling=msgspec.structs.replace(sampling(max_tokens, ignore_eos=True), **fields),
         arrival_s=0.0,
         remote_decode=remote_decode,
         handoff=handoff,
@@ -130,9 +143,204 @@ def test_work_that_is_already_late_is_not_started() -> None:
     late = make_request("r", 8, deadline_s=pair.clock.wall_s() - 1)
     pair.decode.scheduler.add(late)
     (output,) = pair.decode.settle()
-    assert output.finish_reason is FinishReason.ERROR
+    assert output.finish_reason is FinishReason.ABORT
     assert "deadline" in str(output.error)
     assert pair.decode.scheduler.stats().local_compute_tokens == 0
+
+
+def test_what_is_given_up_at_the_end_is_aborted_not_failed() -> None:
+    pair = Pair()
+    pair.decode.scheduler.add(make_request("r", 8))
+    pair.decode.submit()
+    pair.decode.scheduler.abort_all("the engine is shutting down")
+    (output,) = pair.decode.scheduler.drain_outputs()
+    assert output.finish_reason is FinishReason.ABORT
+    assert output.error == "the engine is shutting down"
+
+
+def test_a_late_report_does_not_free_what_a_step_in_flight_may_write() -> None:
+    pair = Pair()
+    scheduler = pair.decode.scheduler
+    scheduler.add(make_request("d", 8, handoff=pair.hand_off()))
+    while scheduler.stats().num_running == 0:
+        pair.decode.step()
+    pair.decode.submit()
+    scheduler.abort([RequestId("d")])
+    again = RequestId("d")
+    scheduler.apply_report(
+        ConnectorReport(
+            received=[
+                Received(
+                    request_id=again, num_bytes=1, num_descriptors=1, wait_s=0.0, transfer_s=0.0
+                )
+            ],
+            failed=[Failed(request_id=again, reason=LoadFailure.ABORTED)],
+        )
+    )
+    assert blocks(pair.decode, "held") > 0
+    pair.decode.settle()
+    pair.prefill.settle()
+    scheduler.assert_nothing_held()
+
+
+def test_a_second_request_with_the_same_id_is_refused_and_the_first_goes_on() -> None:
+    engine = Pair().decode
+    engine.scheduler.add(make_request("r", 8))
+    engine.scheduler.add(make_request("r", 8))
+    outputs = engine.settle()
+    assert [o.error for o in outputs if o.error] == [
+        "a request with this id is already being served"
+    ]
+    assert sum(len(o.new_token_ids) for o in outputs) == 8
+    engine.scheduler.assert_nothing_held()
+
+
+# ---- counters ------------------------------------------------------------------------
+
+
+def assert_sources_sum(stats: EngineStats) -> None:
+    """Every prompt token counted came from somewhere."""
+    by_source = stats.local_compute_tokens, stats.local_cache_hit_tokens, stats.external_kv_tokens
+    assert sum(by_source) == stats.prompt_tokens, by_source
+
+
+def test_prompt_tokens_are_the_sum_of_their_sources_whatever_becomes_of_a_request() -> None:
+    pair = Pair()
+    scheduler = pair.decode.scheduler
+    scheduler.add(make_request("never started", 8))
+    scheduler.abort([RequestId("never started")])
+    scheduler.add(make_request("over at once", 1, handoff=pair.hand_off()))
+    scheduler.add(make_request("aborted on the way", 8, handoff=pair.hand_off()))
+    pair.decode.submit()
+    scheduler.abort([RequestId("aborted on the way")])
+    pair.decode.settle()
+    scheduler.add(make_request("loaded", 8, handoff=pair.hand_off()))
+    pair.decode.settle()
+    assert_sources_sum(scheduler.stats())
+    assert scheduler.stats().prompt_tokens == len(PROMPT)
+    lost = pair.hand_off()
+    pair.prefill.connector.close(0.0)
+    scheduler.kv.pool.forget_all()
+    scheduler.add(make_request("failed", 8, handoff=lost))
+    pair.decode.settle()
+    assert_sources_sum(scheduler.stats())
+    assert scheduler.stats().local_compute_tokens == len(PROMPT)
+
+
+def test_a_block_in_two_leases_is_one_leased_block() -> None:
+    pair = Pair()
+    pair.hand_off()
+    pair.hand_off()  # shares the two full blocks of its prompt
+    by_state = pair.prefill.scheduler.stats().blocks
+    assert by_state["leased"] == 4
+    assert sum(by_state.values()) == pair.prefill.scheduler.stats().num_blocks
+
+
+def test_cached_blocks_in_front_of_a_load_are_not_receiving() -> None:
+    pair = Pair()
+    pair.decode.scheduler.add(make_request("local", 2))
+    pair.decode.settle()
+    pair.decode.scheduler.add(make_request("d", 8, handoff=pair.hand_off()))
+    pair.decode.submit()
+    assert blocks(pair.decode, "receiving") == 1
+    assert blocks(pair.decode, "held") == 2
+
+
+# ---- logprobs of the prompt ----------------------------------------------------------
+
+
+def with_prompt_logprobs(engine: ToyEngine, request_id: str) -> None:
+    """Collect the oldest step as a model would that describes the prompt too."""
+    step, report = engine.in_flight.popleft()
+    entry = TokenLogprobs(1, -1.0, 1, [])
+    result = engine.worker.execute(step, report)
+    num = step.num_scheduled_tokens[RequestId(request_id)]
+    logprobs = {RequestId(request_id): [entry] * num}
+    engine.scheduler.update(msgspec.structs.replace(result, prompt_logprobs=logprobs))
+
+
+def test_logprobs_of_an_aborted_prompt_are_not_kept() -> None:
+    engine = Pair().decode
+    engine.scheduler.add(make_request("r", 8, prompt_logprobs=0))
+    engine.submit()
+    engine.scheduler.abort([RequestId("r")])
+    with_prompt_logprobs(engine, "r")
+    engine.settle()
+    engine.scheduler.assert_nothing_held()
+
+
+def test_a_prompt_of_one_token_has_one_empty_entry() -> None:
+    engine = Pair().decode
+    engine.scheduler.add(make_request("r", 2, prompt=[1], prompt_logprobs=0))
+    outputs = engine.settle()
+    assert [o.prompt_logprobs for o in outputs] == [[None], None]
+
+
+def test_a_prefill_with_prompt_logprobs_is_handed_over_like_any_other() -> None:
+    pair = Pair()
+    pair.prefill.scheduler.add(make_request("p", 8, remote_decode=True, prompt_logprobs=0))
+    (output,) = pair.prefill.settle()
+    assert output.finish_reason is FinishReason.HANDOFF
+    assert output.prompt_logprobs is not None
+
+
+# ---- who may start -------------------------------------------------------------------
+
+
+def small_scheduler(num_blocks: int, **fields: Any) -> tuple[Scheduler, ToyWorker]:
+    """A scheduler without a connector, and a worker for it."""
+    scheduler = Scheduler(
+        SchedulerConfig(max_num_seqs=4, **fields),
+        CacheConfig(block_size=8),
+        num_blocks=num_blocks,
+        max_model_len=48,
+        vocab_size=VOCAB,
+        connector=NullScheduler(),
+        clock=ManualClock(),
+    )
+    return scheduler, ToyWorker(num_blocks, 8)
+
+
+def test_a_prompt_longer_than_the_budget_runs_where_prompts_may_not_be_split() -> None:
+    scheduler, worker = small_scheduler(16, max_num_batched_tokens=16, enable_chunked_prefill=False)
+    scheduler.add(make_request("r", 2))
+    for _ in range(2):
+        step = scheduler.schedule()
+        assert step is not None, "it waits for a step that will never come"
+        scheduler.update(worker.execute(step))
+    assert scheduler.is_idle
+
+
+def test_nobody_starts_with_blocks_that_a_running_request_lacks() -> None:
+    scheduler, worker = small_scheduler(6, max_num_batched_tokens=16)
+    scheduler.add(make_request("grows", 20, prompt=[2] * 7))
+    scheduler.add(make_request("long", 8, prompt=[1] * 40))
+    steps = [scheduler.schedule(), scheduler.schedule()]
+    assert steps[0] is not None
+    scheduler.update(worker.execute(steps[0]))
+    scheduler.add(make_request("late", 2, prompt=[3]))
+    # "long" needs two blocks and one is free; a step in flight forbids to preempt anybody.
+    step = scheduler.schedule()
+    assert step is not None
+    assert scheduler.kv.pool.num_free == 1
+    assert list(step.num_scheduled_tokens) == ["grows"]
+
+
+def test_who_starts_and_is_preempted_again_and_again_leaves_nothing_in_the_queue() -> None:
+    chain = Pair().decode.scheduler.kv.chain("")
+    queue = WaitingQueue(SchedulingPolicy.FCFS)
+    first, second = (
+        Request(make_request(f"r{order}", 8), chain, order=order, now_s=0.0) for order in range(2)
+    )
+    queue.push(first)
+    queue.push(second)
+    for _ in range(100):
+        assert queue.peek() is first
+        queue.remove(first)
+        queue.push(first)
+    assert len(queue) == 2
+    assert queue.peek() is first
+    assert len(queue._heap) <= 3
 
 
 def test_an_illegal_move_is_refused_with_the_story() -> None:

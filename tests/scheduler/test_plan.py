@@ -50,6 +50,9 @@ def test_a_plan_keeps_within_budget_and_blocks_and_preempts_the_lowest_first(
     assert sum(plan.num_new_blocks.values()) <= free + freed
     assert not set(plan.preempted) & set(plan.num_tokens)
     assert may_preempt or not plan.preempted
+    idle = [i for i, c in enumerate(batch) if c.num_wanted and i not in plan.num_tokens]
+    if may_split and plan.budget_left and not plan.is_short_of_blocks:
+        assert set(idle) <= set(plan.preempted), "one sits out for no reason"
     for index, num_tokens in plan.num_tokens.items():
         request = batch[index]
         assert 0 < num_tokens <= request.num_wanted

@@ -96,6 +96,7 @@ async def serving(
     clock: Clock | None = None,
     secret: str = "",
     model: str = "tiny",
+    served_model_name: tuple[str, ...] = (),
     **server: Any,
 ) -> AsyncIterator[Server]:
     """Serve a fake engine on a free port."""
@@ -103,7 +104,8 @@ async def serving(
         engine,
         text,
         engine_config=EngineConfig(
-            model=ModelConfig(model=model), transfer=TransferConfig(secret=secret)
+            model=ModelConfig(model=model, served_model_name=served_model_name),
+            transfer=TransferConfig(secret=secret),
         ),
         server_config=ServerConfig(**server),
         clock=clock or SystemClock(),

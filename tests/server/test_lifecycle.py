@@ -191,13 +191,14 @@ class Proxy:
         self.calls: list[tuple[str, dict[str, Any]]] = []
         self.signatures: list[bool] = []
         self.status = 200
+        self.answer = ""
 
     async def handle(self, request: web.Request) -> web.Response:
         data = await request.read()
         self.calls.append((request.method, json.loads(data)))
         given = request.headers.get("X-Pdserve-Auth")
         self.signatures.append(given == signature("s3cret", data))
-        return web.Response(status=self.status, text="block sizes 16 and 32 differ")
+        return web.json_response({"error": {"message": self.answer}}, status=self.status)
 
     @contextlib.asynccontextmanager
     async def listening(self, port: int = 0):
@@ -269,9 +270,9 @@ async def test_a_proxy_that_comes_later_learns_of_the_engine(text, model_dir, mo
 
 async def test_a_refused_registration_logs_the_proxys_reason(text, model_dir, caplog):
     proxy = Proxy()
-    proxy.status = 409
+    proxy.status, proxy.answer = 409, "block sizes 16 and 32 differ"
     async with proxy.listening() as url:
         running = Running(model_dir, make_engine(text), proxy_urls=(url,))
-        await until(lambda: "block sizes 16 and 32 differ" in caplog.text)
+        await until(lambda: 'reason="block sizes 16 and 32 differ"' in caplog.text)
         terminate()
         await running.task

@@ -93,6 +93,31 @@ async def test_models_are_listed_with_root_and_length(server):
     assert (model["id"], model["root"], model["max_model_len"]) == ("tiny", "tiny", 2048)
 
 
+async def test_one_model_can_be_asked_for(text):
+    async with serving(text, make_engine(text), served_model_name=("org/tiny", "t")) as server:
+        for name in ("org/tiny", "t"):
+            status, body = await server.get(f"/v1/models/{name}")
+            assert status == 200
+            assert json.loads(body)["id"] == name
+            assert json.loads(body) in json.loads((await server.get("/v1/models"))[1])["data"]
+        status, body = await server.get("/v1/models/tiny")
+    assert (status, json.loads(body)["error"]["code"]) == (404, "model_not_found")
+
+
+async def test_traffic_adds_no_series(server):
+    before = (await scrape(server)).keys()
+    for path, body in (
+        ("/v1/completions", {"prompt": "The", "n": 2}),
+        ("/v1/completions", {"prompt": "The", "stream": True}),
+        ("/v1/completions", {"prompt": "The", "model": "other", "user": "somebody"}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "hi"}]}),
+        ("/v1/nothing", {}),
+    ):
+        async with server.session.post(server.url + path, json=body) as response:
+            await response.read()
+    assert (await scrape(server)).keys() == before
+
+
 async def test_the_version_is_the_packages(server):
     _, body = await server.get("/version")
     assert json.loads(body) == {"version": pdserve.__version__}

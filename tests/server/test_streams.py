@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.server.conftest import scripted, serving, until
+from tests.server.conftest import events, scripted, serving, until
 
 GOLDEN = Path(__file__).parent / "golden"
 MESSAGES = [{"role": "user", "content": "hi"}]
@@ -49,6 +49,26 @@ async def record(text, clock, name: str) -> bytes:
 async def test_a_stream_is_what_was_recorded(text, clock, name):
     recorded = await asyncio.to_thread((GOLDEN / f"{name}.txt").read_bytes)
     assert await record(text, clock, name) == recorded
+
+
+@pytest.mark.parametrize("n", [1, 3])
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+async def test_chunks_that_differ_in_their_text_alone_are_as_any_other(text, clock, path, n):
+    """With the usage in each of them every chunk is encoded as a whole."""
+    body = {"prompt": "x", "messages": MESSAGES, "n": n, "seed": 1, "max_tokens": 40}
+    if "chat" not in path:
+        body["echo"] = True
+    usage = {"stream_options": {"continuous_usage_stats": True}}
+    answer = '"Quoted" \\ \n\x00 🙂 end'
+    chunks = []
+    for extra in ({}, usage):
+        async with serving(text, scripted(text, answer), clock=clock) as server:
+            stream = events(await server.stream(path, body | extra, X_Request_Id="one"))
+        for chunk in stream:
+            chunk.pop("usage", None)
+        chunks.append(sorted(stream, key=lambda chunk: chunk["choices"][0]["index"]))
+    assert chunks[0] == chunks[1]
+    assert len(chunks[0]) > 10 * n
 
 
 @pytest.mark.parametrize("n", [1, 3])

@@ -179,6 +179,14 @@ class PairMachine(RuleBasedStateMachine):
         self.prefill.scheduler.check()
         self.decode.scheduler.check()
 
+    @invariant()
+    def every_prompt_token_has_one_source(self) -> None:
+        for engine in (self.prefill, self.decode):
+            stats = engine.scheduler.stats()
+            assert stats.prompt_tokens == (
+                stats.local_compute_tokens + stats.local_cache_hit_tokens + stats.external_kv_tokens
+            )
+
     def _take_prefill(self, outputs: list[EngineOutput]) -> None:
         for output in outputs:
             life = self.by_prefill.get(output.request_id)

@@ -15,7 +15,7 @@ from pdserve.scheduler.scheduler import Scheduler
 from pdserve.wire.ids import RequestId
 from pdserve.wire.request import FinishReason, GenerateRequest
 from pdserve.wire.step import ModelRunnerOutput
-from tests.stateful.toy import ToyWorker, expected_output, sampling
+from tests.stateful.toy import VOCAB, ToyWorker, expected_output, sampling
 
 MAX_MODEL_LEN = 32
 
@@ -40,6 +40,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             CacheConfig(block_size=8),
             num_blocks=num_blocks,
             max_model_len=MAX_MODEL_LEN,
+            vocab_size=VOCAB,
             connector=NullScheduler(),
             clock=self.clock,
         )

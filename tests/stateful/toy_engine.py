@@ -15,7 +15,7 @@ from pdserve.connectors.base import ConnectorContext
 from pdserve.connectors.memory import MemoryFactory
 from pdserve.scheduler.scheduler import Scheduler
 from pdserve.wire.ids import EngineId, Incarnation
-from tests.stateful.toy import ToyWorker, toy_layout
+from tests.stateful.toy import VOCAB, ToyWorker, toy_layout
 
 if TYPE_CHECKING:
     from pdserve.connectors.memory.exchange import Exchange
@@ -77,6 +77,7 @@ class ToyEngine:
             self.config.cache,
             num_blocks=num_blocks,
             max_model_len=max_model_len,
+            vocab_size=VOCAB,
             connector=factory.scheduler(context, self.connector.endpoint),
             clock=clock,
         )

@@ -134,9 +134,8 @@ def test_a_step_without_tokens_only_talks_to_the_connector(
     connector.report = SETTLED
     output = driver.worker.execute(empty_step(b"abc"))
     assert (output.step_id, output.request_ids, output.connector_report) == (7, [], SETTLED)
-    driver.worker.control(ConnectorMetadata(b"def"))
     assert not driver.worker.poll()
-    assert connector.calls == ["register", "load abc", "finished", "load def", "finished"]
+    assert connector.calls == ["register", "load abc", "finished", "finished"]
 
 
 def test_closing_twice_closes_the_connector_once_and_ends_the_worker(

@@ -1,0 +1,48 @@
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.cli.process import ROOT, environment
+
+PROBE = "from pdserve.commands.announce import program; print(program())"
+
+
+def _called_as(script: str, *, path: str) -> str:
+    """What `program` says in a process that was called as `script`."""
+    done = subprocess.run(
+        [sys.executable, "-c", f"import sys; sys.argv[0] = {script!r}; {PROBE}"],
+        capture_output=True,
+        text=True,
+        check=True,
+        cwd=ROOT,
+        env=environment(PATH=path),
+    )
+    return done.stdout.strip()
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> Path:
+    file = tmp_path / "pdserve"
+    file.touch(mode=0o755)
+    return file
+
+
+def test_a_command_to_copy_is_called_by_its_name_if_the_shell_finds_it(script: Path) -> None:
+    path = f"{script.parent}{os.pathsep}/usr/bin"
+    assert _called_as(str(script), path=path) == "pdserve"
+
+
+def test_a_command_to_copy_is_called_by_its_path_if_the_shell_does_not_find_it(
+    script: Path,
+) -> None:
+    assert _called_as(str(script), path="/usr/bin") == str(script)
+
+
+def test_a_command_to_copy_is_called_as_a_module_if_this_one_was() -> None:
+    module = str(ROOT / "pdserve" / "__main__.py")
+    assert _called_as(module, path="/usr/bin") == f"{sys.executable} -m pdserve"

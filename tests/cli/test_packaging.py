@@ -1,0 +1,64 @@
+from __future__ import annotations
+
+import ast
+import importlib.metadata
+import re
+import sys
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.cli.process import ROOT
+
+OURS = {"pdserve", "tests", "benchmarks"}
+CODE = ("pdserve", "connectors", "proxy", "kernels")
+TOOLS = ("tests", "benchmarks", "pdserve/models/boxed_train.py")
+# triton comes with torch's CUDA build, yarl with aiohttp, the hub's client with tokenizers; nixl
+# is a front for one of two packages.
+ALONGSIDE = {"triton", "yarl", "huggingface-hub", "nixl-cu12", "nixl-cu13"}
+
+
+def declared(*, extras: bool) -> set[str]:
+    """Distributions that pyproject.toml names."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    wanted = list(project["dependencies"])
+    if extras:
+        wanted += project["optional-dependencies"]["dev"]
+    return {_canonical(re.split(r"[\[<>=!~; ]", line)[0]) for line in wanted}
+
+
+def imported(path: Path) -> Iterator[tuple[str, Path]]:
+    """Top-level packages of others that a file, or the files of a folder, import."""
+    tools = {ROOT / tool for tool in TOOLS}
+    for file in [path] if path.is_file() else path.rglob("*.py"):
+        if "node_modules" in file.parts or (file in tools and file != path):
+            continue
+        for node in ast.walk(ast.parse(file.read_text())):
+            names = []
+            if isinstance(node, ast.Import):
+                names = [alias.name for alias in node.names]
+            elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+                names = [node.module]
+            for name in names:
+                top = name.partition(".")[0]
+                if top not in OURS and top not in sys.stdlib_module_names:
+                    yield top, file
+
+
+def _canonical(name: str) -> str:
+    return re.sub(r"[-_.]+", "-", name).lower()
+
+
+@pytest.mark.parametrize(("paths", "extras"), [(CODE, False), (TOOLS, True)])
+def test_every_package_that_is_imported_is_declared(paths: tuple[str, ...], extras: bool) -> None:
+    owners = importlib.metadata.packages_distributions()
+    known = declared(extras=extras) | ALONGSIDE
+    missing = {
+        f"{top} in {file.relative_to(ROOT)}"
+        for path in paths
+        for top, file in imported(ROOT / path)
+        if known.isdisjoint({top} | {_canonical(owner) for owner in owners.get(top, [])})
+    }
+    assert missing == set()

@@ -1,0 +1,295 @@
+"""The reading side alone: one thread, a clock that is moved by hand, an agent that is told
+when a transfer ends. P is the real serving side, over real sockets, in the same reactor."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import socket
+from typing import TYPE_CHECKING
+
+import pytest
+
+from pdserve.connectors.nixl.agent import AgentError, Prepared, Transfer, TransferState
+from pdserve.connectors.nixl.channel import Listener
+from pdserve.connectors.nixl.peers import Local, Peers
+from pdserve.connectors.nixl.protocol import Region, Welcome
+from pdserve.connectors.nixl.reactor import Reactor
+from pdserve.connectors.nixl.serving import Server
+from pdserve.connectors.pull.instructions import Grant, Load, Owner, Watch
+from pdserve.observe.clock import ManualClock
+from pdserve.wire.ids import BlockId, EngineId, RequestId
+from pdserve.wire.transfer import Endpoint, LoadFailure
+from tests.connectors.engines import context, layout
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    import numpy as np
+    import numpy.typing as npt
+
+REGION = Region(0, layout().block_bytes, 32, "DRAM", 0)
+
+
+class ScriptedAgent:
+    """Moves nothing. `outcome` is what becomes of READs that are posted or polled."""
+
+    def __init__(self) -> None:
+        self.outcome: TransferState | AgentError = TransferState.DONE
+        self.known: set[str] = set()
+        self.refuses_to_prepare = False
+        self.refuses_to_unprepare = False
+
+    def metadata(self) -> bytes:
+        return b"agent-of-P"
+
+    def add_peer(self, metadata: bytes) -> str:
+        if metadata.decode() in self.known:
+            raise AgentError("NIXL add_remote_agent: nixlNotAllowedError")
+        self.known.add(metadata.decode())
+        return metadata.decode()
+
+    def prepare_remote(self, peer: str, region: Region) -> Prepared:
+        if self.refuses_to_prepare:
+            raise AgentError("NIXL prep_xfer_dlist: nixlInvalidParamError")
+        return Prepared(1)
+
+    def unprepare(self, prepared: Prepared) -> None:
+        if self.refuses_to_unprepare:
+            raise AgentError("NIXL release_dlist_handle: nixlInvalidParamError")
+
+    def remove_peer(self, peer: str) -> None:
+        self.known.remove(peer)
+
+    def read(
+        self,
+        local: Prepared,
+        local_units: npt.NDArray[np.int32],
+        remote: Prepared,
+        remote_units: npt.NDArray[np.int32],
+    ) -> tuple[Transfer, TransferState]:
+        is_warm_up = len(local_units) == 1
+        if is_warm_up:
+            return Transfer(0), TransferState.DONE
+        return Transfer(1), TransferState.IN_PROGRESS
+
+    def poll(self, transfer: Transfer) -> TransferState:
+        if isinstance(self.outcome, AgentError):
+            raise self.outcome
+        return self.outcome
+
+    def release(self, transfer: Transfer) -> None:
+        return None
+
+
+class Pair:
+    """P's serving side and D's reading side on one reactor."""
+
+    def __init__(self) -> None:
+        self.clock = ManualClock()
+        self.reactor = Reactor()
+        self.agent = ScriptedAgent()
+        self.listener = Listener("127.0.0.1", 0)
+        p, d = context("P"), context("D")
+        scratch = Region(0, 4096, 1, "DRAM", 0)
+        self.server = Server(
+            p,
+            secret=b"",
+            reactor=self.reactor,
+            clock=self.clock,
+            welcome=lambda: Welcome(agent_metadata=b"agent-of-P", pool=REGION, scratch=scratch),
+        )
+        self.reactor.listen(self.listener, self.server.accept)
+        local = Local(self.agent, Prepared(1), Prepared(1), 1)  # type: ignore[arg-type]
+        self.peers = Peers(d, secret=b"", reactor=self.reactor, clock=self.clock, local=local)
+        self.owner = Owner(EngineId("P"), p.incarnation, self.listener.endpoint)
+        self._num_loads = 0
+
+    def load(self, owner: Owner | None = None) -> RequestId:
+        """Queue a request and begin to load it."""
+        self._num_loads += 1
+        owner = owner or self.owner
+        nonce, request_id = f"n{self._num_loads}", RequestId(f"r{self._num_loads}")
+        self.server.grant(Grant(nonce, request_id, []))
+        self.peers.watch(Watch(nonce, owner, 30.0))
+        blocks = [BlockId(1), BlockId(2)]
+        self.peers.load(Load(request_id, nonce, owner, blocks, blocks))
+        return request_id
+
+    def until(self, condition: Callable[[], object], *, turns: int = 200) -> None:
+        """Let both sides go on, without any time passing on their clock."""
+        for _ in range(turns):
+            if condition():
+                return
+            self.reactor.wait(0.005 if self.peers.due_s() > self.clock.now_s else 0)
+            self.server.tick()
+            self.peers.tick()
+        raise AssertionError(f"{self.peers.received} {self.peers.failed}")
+
+    @property
+    def reasons(self) -> list[LoadFailure]:
+        return [failed.reason for failed in self.peers.failed]
+
+    def close(self) -> None:
+        self.peers.close()
+        self.server.drop_all("closing")
+        self.reactor.close()
+        self.listener.close()
+
+
+@pytest.fixture
+def pair() -> Iterator[Pair]:
+    both = Pair()
+    yield both
+    both.close()
+
+
+def nowhere() -> Endpoint:
+    """Where nobody listens."""
+    with socket.create_server(("127.0.0.1", 0)) as gone:
+        return Endpoint(host="127.0.0.1", port=gone.getsockname()[1])
+
+
+def test_a_read_that_completes_later_is_received_once(pair: Pair) -> None:
+    pair.agent.outcome = TransferState.IN_PROGRESS
+    pair.load()
+    pair.until(lambda: pair.peers.is_polling)
+    pair.agent.outcome = TransferState.DONE
+    pair.until(lambda: pair.peers.received)
+    assert not pair.peers.num_loads
+    assert not pair.peers.failed
+
+
+def test_a_read_that_fails_before_the_side_channel_does_is_reported_once(pair: Pair) -> None:
+    pair.agent.outcome = AgentError("nixlRemoteDisconnectError")
+    pair.load()
+    pair.until(lambda: pair.peers.failed)
+    assert pair.reasons == [LoadFailure.PEER_LOST]
+    assert not pair.peers.num_loads
+    pair.agent.outcome = TransferState.DONE
+    pair.load()
+    pair.until(lambda: pair.peers.received)
+    assert len(pair.peers.failed) == 1
+
+
+def test_a_peer_out_of_reach_fails_loads_at_once_until_the_next_try_is_due(pair: Pair) -> None:
+    away = Owner(EngineId("away"), pair.owner.incarnation, nowhere())
+    pair.load(away)
+    pair.until(lambda: pair.peers.failed)
+    pair.clock.advance(0.9)
+    pair.load(away)
+    pair.until(lambda: len(pair.peers.failed) == 2)
+    assert pair.reasons == [LoadFailure.PEER_LOST] * 2
+    assert "next try in 0.1 s" in pair.peers.failed[1].detail
+
+
+def test_a_peer_that_is_mute_is_out_of_reach_after_the_handshake_timeout(pair: Pair) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as mute:
+        where = Endpoint(host="127.0.0.1", port=mute.getsockname()[1])
+        away = Owner(EngineId("mute"), pair.owner.incarnation, where)
+        pair.load(away)
+        pair.until(lambda: pair.peers.due_s() > pair.clock.now_s)
+        pair.clock.advance(5.0)
+        pair.until(lambda: pair.peers.failed)
+        pair.load(away)
+        pair.until(lambda: len(pair.peers.failed) == 2)
+    assert pair.reasons == [LoadFailure.HANDSHAKE] * 2
+
+
+def test_the_back_off_ends_at_its_maximum_however_often_a_peer_is_tried(pair: Pair) -> None:
+    away = Owner(EngineId("away"), pair.owner.incarnation, nowhere())
+    for attempt in range(1100):
+        pair.load(away)
+        pair.until(lambda n=attempt + 1: len(pair.peers.failed) == n)  # type: ignore[misc]
+        pair.clock.advance(60.0)
+    assert {failed.reason for failed in pair.peers.failed} == {LoadFailure.PEER_LOST}
+
+
+def test_no_free_descriptor_for_a_connection_fails_the_load_as_a_value(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def exhausted(*_: object) -> socket.socket:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(socket, "socket", exhausted)
+        pair.load()
+        pair.until(lambda: pair.peers.failed)
+    assert pair.reasons == [LoadFailure.PEER_LOST]
+    pair.clock.advance(1.0)
+    pair.load()
+    pair.until(lambda: pair.peers.received)
+
+
+def test_an_endpoint_with_an_impossible_port_fails_the_load_as_a_value(pair: Pair) -> None:
+    where = Endpoint(host="127.0.0.1", port=70_000)
+    pair.load(Owner(EngineId("away"), pair.owner.incarnation, where))
+    pair.until(lambda: pair.peers.failed)
+    assert pair.reasons == [LoadFailure.PEER_LOST]
+
+
+@pytest.mark.parametrize("refusal", ["refuses_to_prepare", "refuses_to_unprepare"])
+def test_a_peer_that_nixl_half_learned_or_half_forgot_can_be_met_again(
+    pair: Pair, refusal: str
+) -> None:
+    setattr(pair.agent, refusal, True)
+    pair.load()
+    pair.until(lambda: pair.peers.failed or pair.peers.received)
+    pair.server.drop_all("closing")
+    pair.until(lambda: not pair.agent.known)
+    setattr(pair.agent, refusal, False)
+    pair.clock.advance(1.0)
+    pair.peers.received.clear()
+    pair.load()
+    pair.until(lambda: pair.peers.received)
+
+
+def test_more_leases_than_fit_into_one_frame_are_all_kept_alive(pair: Pair) -> None:
+    pair.load()
+    pair.until(lambda: pair.peers.received)
+    nonces = [f"{n:043}" for n in range(30_000)]  # as long as those of production
+    for nonce in nonces:
+        pair.server.grant(Grant(nonce, RequestId(nonce), []))
+        pair.peers.watch(Watch(nonce, pair.owner, 30.0))
+    for _ in range(6):
+        pair.clock.advance(10.0)
+        pair.peers.tick()
+        for _ in range(60):
+            pair.reactor.wait(0)
+        pair.server.tick()
+    assert pair.server.num_leases == len(nonces)
+
+
+def test_a_request_that_was_given_up_here_is_no_warning(
+    pair: Pair, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.DEBUG, logger="pdserve.connectors"):
+        pair.agent.outcome = TransferState.IN_PROGRESS
+        request_id = pair.load()
+        pair.until(lambda: pair.peers.is_polling)
+        pair.peers.abort(request_id)
+        pair.agent.outcome = TransferState.DONE
+        pair.until(lambda: pair.peers.failed)
+    assert pair.reasons == [LoadFailure.ABORTED]
+    about = [record for record in caplog.records if "kv load" in record.message]
+    assert [record.levelno for record in about] == [logging.DEBUG]
+
+
+def test_a_listener_without_free_descriptors_rests_and_serves_again_later(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    attempts = []
+
+    def exhausted(listening: socket.socket) -> tuple[socket.socket, object]:
+        attempts.append(1)
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    pair.peers.watch(Watch("n", pair.owner, 30.0))
+    pair.peers.tick()
+    with monkeypatch.context() as patched:
+        patched.setattr(socket.socket, "accept", exhausted)
+        for _ in range(4):
+            pair.reactor.wait(None)  # a rest ends by itself
+    assert len(attempts) == 2
+    pair.load()
+    pair.until(lambda: pair.peers.received)
