@@ -50,8 +50,8 @@ FIELD_NOTES = {
 }
 _READY = re.compile(r"(?:ready url=|Listening on )(http://[^\s(]+)")
 _STORY = re.compile(
-    r"req .* ttft=(?P<ttft>[\d.]+)ms.*second token \+(?P<second>[\d.]+)ms = kv (?P<kv>[\d.]+) "
-    r".*handover (?P<handover>[\d.]+) \+ first step (?P<step>[\d.]+)"
+    r"req .* ttft=(?P<ttft>[\d.]+)ms.*second token \+(?P<second>[\d.]+)ms = "
+    r".*?kv (?P<kv>[\d.]+) .*handover (?P<handover>[\d.]+) \+ first step (?P<step>[\d.]+)"
 )
 
 
