@@ -21,6 +21,7 @@ import msgspec
 from aiohttp import hdrs, web
 
 import pdserve
+from pdserve.config.schema import Role
 from pdserve.errors import (
     BadRequestError,
     BodyTooLargeError,
@@ -36,7 +37,7 @@ from pdserve.observe.clock import SystemClock
 from pdserve.observe.log import log_event
 from pdserve.observe.metrics import CONTENT_TYPE, measure_loop_lag
 from pdserve.proxy.admission import Admission
-from pdserve.proxy.backends import Backends, Deregistration, Registration
+from pdserve.proxy.backends import Backends, Deregistration, Health, Registration
 from pdserve.proxy.bodies import ClientBody
 from pdserve.proxy.client import AUTH_HEADER, EngineHttp, signature
 from pdserve.proxy.errors import (
@@ -401,7 +402,9 @@ class Proxy:
             raise UnavailableError("this proxy is shutting down", retry_after_s=1.0)
         if (reason := self._router.readiness()) is not None:
             raise UnavailableError(reason, retry_after_s=1.0)
-        return _json({"status": "ready"})
+        counts = self.backends.count()
+        engines = {role.value: counts[role.value, Health.READY.value] for role in Role}
+        return _json({"status": "ready", "engines": engines})
 
     async def _metrics_page(self, request: web.Request) -> web.Response:
         page = self.metrics.exposition(

@@ -49,15 +49,24 @@ class Question:
         return {**asked, "max_tokens": self.max_tokens, "temperature": 0}
 
 
-async def wait_ready(session: aiohttp.ClientSession, url: str) -> None:
-    """Return once `url`'s server says that it is ready."""
+async def wait_ready(
+    session: aiohttp.ClientSession, url: str, *, engines: Mapping[str, int] | None = None
+) -> None:
+    """Return once `url`'s server says that it is ready.
+
+    Args:
+        engines: What a proxy must also say: so many ready engines, by role. With fewer it
+            is ready too, and sends requests whole to one engine.
+    """
     while True:
         try:
             async with session.get(
                 f"{url}/readyz", timeout=aiohttp.ClientTimeout(total=2.0)
             ) as response:
                 if response.status == 200:
-                    return
+                    known = (await response.json())["engines"] if engines else {}
+                    if all(known[role] >= num for role, num in (engines or {}).items()):
+                        return
         except (aiohttp.ClientError, TimeoutError):
             pass  # not there yet
         await asyncio.sleep(0.05)

@@ -19,6 +19,7 @@ import secrets
 import shlex
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, TypeVar
@@ -322,8 +323,11 @@ class Supervisor:
             task.cancel()
 
     async def _all_ready(self, session: aiohttp.ClientSession, started_s: float) -> None:
+        roles = Counter(member.role for member in self._members if member.role != "proxy")
+
         async def one(member: Member, child: Child) -> None:
-            await wait_ready(session, member.url)
+            engines = roles if member.role == "proxy" else None
+            await wait_ready(session, member.url, engines=engines)
             child.was_ready = True
             name = member.spec.name.ljust(self._width)
             say(f"  {name}  {member.url}  ready after {time.monotonic() - started_s:.1f} s")
