@@ -47,12 +47,10 @@ class Capabilities(msgspec.Struct, frozen=True, kw_only=True):
     """What a connector can do; asked for instead of its class.
 
     Attributes:
-        pull: D can read P's leased blocks.
         layerwise: `wait_for_layer_load` and `save_kv_layer` do something; if not, the
             model runner does not call them.
     """
 
-    pull: bool = False
     layerwise: bool = False
 
 

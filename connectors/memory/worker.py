@@ -39,7 +39,7 @@ _POLLS_ON_THE_WIRE = 3
 class MemoryWorker(KVConnectorWorker):
     """See `KVConnectorWorker`. Thread-safe by the exchange's lock."""
 
-    capabilities = Capabilities(pull=True)
+    capabilities = Capabilities()
 
     def __init__(
         self,

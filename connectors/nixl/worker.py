@@ -30,7 +30,7 @@ class NixlWorker(KVConnectorWorker):
         ConfigError: The secret is empty although the host is not a loopback one.
     """
 
-    capabilities = Capabilities(pull=True)
+    capabilities = Capabilities()
 
     def __init__(
         self,

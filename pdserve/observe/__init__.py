@@ -1,1 +1,1 @@
-"""Clock, log, metrics, and the story of each request."""
+"""Clock, logs as events, and what metrics have in common."""
