@@ -43,7 +43,7 @@ from pdserve.config.load import (
     unknown_variables,
 )
 from pdserve.config.schema import Role
-from pdserve.config.settings import doctor_table, engine_table, proxy_table, up_table
+from pdserve.config.settings import SHORT, doctor_table, engine_table, proxy_table, up_table
 from pdserve.errors import ConfigError, PdserveError, PeerError
 
 MODEL_HELP: Final = (
@@ -268,8 +268,9 @@ def _add_setting(group: argparse._ArgumentGroup, setting: Setting, default: obje
             name, dest=setting.flag, nargs="+", action="extend", metavar=setting.metavar, help=text
         )
     else:
+        short = SHORT.get(setting.flag)
         group.add_argument(
-            name,
+            *([name] if short is None else [short, name]),
             dest=setting.flag,
             type=functools.partial(_argument, setting),
             metavar=setting.metavar,

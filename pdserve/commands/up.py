@@ -98,8 +98,14 @@ def plan(
     """
     written = str(resolved["model"].value)
     model = str(model_directory(written))
-    num_engines = config.prefill_replicas + config.decode_replicas
-    threads = max(1, len(os.sched_getaffinity(0)) // num_engines)
+    num_ranks = sum(
+        replicas * _num_ranks(role, resolved)
+        for role, replicas in (
+            ("prefill", config.prefill_replicas),
+            ("decode", config.decode_replicas),
+        )
+    )
+    threads = max(1, len(os.sched_getaffinity(0)) // num_ranks)
     inherited = {k: v for k, v in environ.items() if not k.startswith(ENVIRONMENT_PREFIX)}
     secret = str(resolved["secret"].value or secrets.token_hex(32))
 
@@ -183,6 +189,15 @@ def _given(role: str, resolved: Mapping[str, Resolved]) -> dict[str, Resolved]:
                 given[flag] = item
                 break
     return given
+
+
+def _num_ranks(role: str, resolved: Mapping[str, Resolved]) -> int:
+    """Ranks of one engine of `role`, of all its engine cores."""
+    flags = {flag: item.value for flag, item in _given(role, resolved).items()}
+    table = engine_table(Role(role))
+    values = resolve(table, command_line={"model": BOXED, **flags}, environ={})
+    parallel = build("engine", EngineConfig, table, values).parallel
+    return parallel.num_ranks * parallel.data_parallel_size
 
 
 def _check(role: str, given: Mapping[str, Resolved]) -> None:

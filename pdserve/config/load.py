@@ -51,8 +51,8 @@ class Setting:
     Attributes:
         flag: Long name, in dashes, without the leading ones.
         path: The field, from its root: `engine.cache.block_size`.
-        annotation: The field's type: bool, int, float, str, tuple[str, ...], an enum, or
-            one of them or None.
+        annotation: The field's type: bool, int, float, str, tuple[str, ...],
+            tuple[int, ...], an enum, or one of them or None.
         default: The field's default, or `Required.REQUIRED`.
         metavar: What stands for the value in the help.
         group: Heading in the help.
@@ -75,7 +75,7 @@ class Setting:
 
     @property
     def kind(self) -> Any:
-        """The type without None; `tuple` for a list of strings."""
+        """The type without None; `tuple` for a list."""
         if typing.get_origin(self.annotation) is tuple:
             return tuple
         if isinstance(self.annotation, types.UnionType):
@@ -235,7 +235,11 @@ def parse(setting: Setting, raw: object) -> object:
                 pass
         raise ValueError(f"{raw!r} is not a number")
     if kind is tuple:
-        return _parse_list(raw)
+        items = _parse_list(raw)
+        if int in typing.get_args(setting.annotation):
+            parts = [p for i in items for p in (_parse_list(i) if isinstance(i, str) else [i])]
+            return tuple(parse_int(str(part)) for part in parts)
+        return tuple(_text_of(item) for item in items)
     if isinstance(raw, kind):
         return raw
     if not isinstance(raw, str):
@@ -259,17 +263,24 @@ def _parse_bool(raw: object) -> bool:
     raise ValueError(f"{raw!r} is neither true nor false")
 
 
-def _parse_list(raw: object) -> tuple[str, ...]:
+def _parse_list(raw: object) -> list[object]:
+    """The items of a list that is JSON, words between commas, or what YAML made of it."""
     if isinstance(raw, str) and raw.lstrip().startswith("["):
         try:
             raw = json.loads(raw)
         except json.JSONDecodeError as error:
             raise ValueError(f"{raw!r} is not JSON: {error}") from None
     if isinstance(raw, str):
-        return tuple(part.strip() for part in raw.split(",") if part.strip())
-    if isinstance(raw, (list, tuple)) and all(isinstance(item, str) for item in raw):
-        return tuple(raw)
-    raise ValueError(f"{raw!r} is not a list of texts")
+        return [part.strip() for part in raw.split(",") if part.strip()]
+    if isinstance(raw, (list, tuple)):
+        return list(raw)
+    raise ValueError(f"{raw!r} is not a list")
+
+
+def _text_of(item: object) -> str:
+    if isinstance(item, str):
+        return item
+    raise ValueError(f"{item!r} is not a text: put it in quotes")
 
 
 def parse_object(raw: object) -> Mapping[str, object]:

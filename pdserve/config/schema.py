@@ -163,24 +163,132 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
         )
 
 
+class EplbConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """Balancing the load of experts over ranks while serving (EPLB).
+
+    Attributes:
+        num_redundant_experts: Further copies per layer, of the most used experts.
+        window_size: Steps whose load is counted.
+        step_interval: Steps from one rebalancing to the next.
+    """
+
+    num_redundant_experts: int = 0
+    window_size: int = 1000
+    step_interval: int = 3000
+
+    def __post_init__(self) -> None:
+        _require_not_negative("eplb-config.num-redundant-experts", self.num_redundant_experts)
+        for flag, number in (
+            ("eplb-config.window-size", self.window_size),
+            ("eplb-config.step-interval", self.step_interval),
+        ):
+            _require(number > 0, flag, number, _POSITIVE)
+
+
 class ParallelConfig(msgspec.Struct, frozen=True, kw_only=True):
     """How many ranks an engine spans, and what runs them.
 
     Attributes:
-        distributed_executor_backend: inline (worker inside the engine core's process) or
-            multiprocess (worker in its own process, behind a shared-memory ring).
-        num_threads: CPU threads for one rank's compute; None means the cores it may use.
+        tensor_parallel_size: Ranks that share each matrix.
+        pipeline_parallel_size: Stages that share the layers.
+        pipeline_layers: Layers of each stage; empty splits them evenly.
+        data_parallel_size: Engine cores behind one API server, each with its own requests.
+        enable_expert_parallel: Place whole experts on ranks instead of slicing each.
+        all2all_backend: How tokens reach experts: all_gather (every rank sees every token) or
+            all_to_all (a token goes to its experts' ranks alone). The ranks of one engine core
+            have all of its tokens, and send none.
+        expert_placement_strategy: linear (runs of experts) or round_robin.
+        enable_sequence_parallel: Norms and residuals hold a share of the tokens per TP rank, in
+            steps of many tokens.
+        enable_eplb: Rebalance experts by their load while serving.
+        distributed_executor_backend: inline (worker inside the engine core's process),
+            multiprocess (ranks in processes of their own, behind shared-memory rings), ray
+            (ranks as actors, over several nodes), or auto: inline for one rank, else
+            multiprocess.
+        num_threads: CPU threads for one rank's compute; None shares the cores it may use
+            among the ranks of this machine.
     """
 
-    distributed_executor_backend: str = "inline"
+    tensor_parallel_size: int = 1
+    pipeline_parallel_size: int = 1
+    pipeline_layers: tuple[int, ...] = ()
+    data_parallel_size: int = 1
+    enable_expert_parallel: bool = False
+    all2all_backend: str = "all_gather"
+    expert_placement_strategy: str = "linear"
+    enable_sequence_parallel: bool = False
+    enable_eplb: bool = False
+    eplb: EplbConfig = EplbConfig()
+    distributed_executor_backend: str = "auto"
     num_threads: int | None = None
 
+    @property
+    def num_ranks(self) -> int:
+        """Ranks of one engine core."""
+        return self.tensor_parallel_size * self.pipeline_parallel_size
+
+    @property
+    def executor_backend(self) -> str:
+        """The backend, with auto resolved."""
+        if self.distributed_executor_backend == "auto":
+            return "inline" if self.num_ranks == 1 else "multiprocess"
+        return self.distributed_executor_backend
+
     def __post_init__(self) -> None:
+        for flag, number in (
+            ("tensor-parallel-size", self.tensor_parallel_size),
+            ("pipeline-parallel-size", self.pipeline_parallel_size),
+            ("data-parallel-size", self.data_parallel_size),
+        ):
+            _require(number > 0, flag, number, _POSITIVE)
+        stages = self.pipeline_layers
         _require(
-            self.distributed_executor_backend in ("inline", "multiprocess"),
+            not stages or (len(stages) == self.pipeline_parallel_size and min(stages) > 0),
+            "pipeline-layers",
+            list(stages),
+            f"give one positive number for each of {self.pipeline_parallel_size} stages",
+        )
+        _require(
+            self.all2all_backend in ("all_gather", "all_to_all"),
+            "all2all-backend",
+            self.all2all_backend,
+            "use all_gather or all_to_all",
+        )
+        _require(
+            self.expert_placement_strategy in ("linear", "round_robin"),
+            "expert-placement-strategy",
+            self.expert_placement_strategy,
+            "use linear or round_robin",
+        )
+        _require(
+            not self.enable_sequence_parallel or self.tensor_parallel_size > 1,
+            "enable-sequence-parallel",
+            self.enable_sequence_parallel,
+            "it needs --tensor-parallel-size above 1",
+        )
+        _require(
+            not self.enable_eplb or self.enable_expert_parallel,
+            "enable-eplb",
+            self.enable_eplb,
+            "it needs --enable-expert-parallel",
+        )
+        _require(
+            not self.eplb.num_redundant_experts or self.enable_eplb,
+            "eplb-config.num-redundant-experts",
+            self.eplb.num_redundant_experts,
+            "it needs --enable-eplb",
+        )
+        _require(
+            self.distributed_executor_backend in ("auto", "inline", "multiprocess", "ray"),
             "distributed-executor-backend",
             self.distributed_executor_backend,
-            "use inline or multiprocess",
+            "use auto, inline, multiprocess or ray",
+        )
+        _require(
+            self.distributed_executor_backend != "inline" or self.num_ranks == 1,
+            "distributed-executor-backend",
+            self.distributed_executor_backend,
+            f"{self.num_ranks} ranks need processes of their own: use multiprocess or ray",
         )
         _require(
             self.num_threads is None or self.num_threads > 0,
@@ -196,7 +304,7 @@ class TransferConfig(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         kv_connector: A name of the connector registry: null, memory, nixl.
         host: Address the side channel binds and announces.
-        port: Side channel port; 0 takes a free one.
+        port: Side channel port of rank 0; rank i takes the i-th after it. 0 takes free ones.
         secret: The deployment's shared secret; handoffs and side channel frames are
             signed with it. Engines with different secrets refuse one another.
         lease_s: A lease ends so many seconds after its last heartbeat.

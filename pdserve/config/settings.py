@@ -101,8 +101,27 @@ _ENGINE: Final = (
         (
             ("device", "device", "auto|cpu|cuda", "where the model runs"),
             ("engine-id", "engine_id", "NAME", "stable name; empty derives one from role, host and port"),
-            ("num-threads", "parallel.num_threads", "N", "CPU threads for compute; auto is the cores it may use"),
-            ("distributed-executor-backend", "parallel.distributed_executor_backend", "inline|multiprocess", "worker inside the engine core's process, or in its own"),
+        ),
+    ),
+    *declare(
+        "engine",
+        EngineConfig,
+        "parallelism",
+        (
+            ("tensor-parallel-size", "parallel.tensor_parallel_size", "N", "ranks that share each matrix"),
+            ("pipeline-parallel-size", "parallel.pipeline_parallel_size", "N", "stages that share the layers"),
+            ("pipeline-layers", "parallel.pipeline_layers", "N", "layers of each stage, as 10,11,11; empty splits them evenly"),
+            ("data-parallel-size", "parallel.data_parallel_size", "N", "engine cores behind this server"),
+            ("enable-expert-parallel", "parallel.enable_expert_parallel", "", "place whole experts on ranks instead of slicing each"),
+            ("all2all-backend", "parallel.all2all_backend", "all_gather|all_to_all", "how tokens reach experts on other ranks"),
+            ("expert-placement-strategy", "parallel.expert_placement_strategy", "linear|round_robin", "which experts lie on which rank"),
+            ("enable-sequence-parallel", "parallel.enable_sequence_parallel", "", "norms and residuals hold a share of the tokens per TP rank"),
+            ("enable-eplb", "parallel.enable_eplb", "", "rebalance experts by their load while serving"),
+            ("eplb-config.num-redundant-experts", "parallel.eplb.num_redundant_experts", "N", "further copies per layer, of the most used experts"),
+            ("eplb-config.window-size", "parallel.eplb.window_size", "STEPS", "steps whose load is counted"),
+            ("eplb-config.step-interval", "parallel.eplb.step_interval", "STEPS", "steps from one rebalancing to the next"),
+            ("distributed-executor-backend", "parallel.distributed_executor_backend", "auto|inline|multiprocess|ray", "ranks in the engine core's process, in processes of their own, or as Ray actors"),
+            ("num-threads", "parallel.num_threads", "N", "CPU threads of a rank; auto shares the cores among the ranks here"),
         ),
     ),
     *declare(
@@ -272,6 +291,7 @@ def _transfer_config(raw: object) -> Mapping[str, object]:
     }
 
 
+_EPLB: Final = _object("eplb-config", "the settings below as one object", "parallelism")
 _TRANSFER: Final = Shorthand(
     "kv-transfer-config",
     _transfer_config,
@@ -309,7 +329,7 @@ def engine_table(role: Role) -> Table:
     }[role]
     return Table(
         (*_ENGINE, *_SERVER, *_LOG),
-        (_TRANSFER,),
+        (_TRANSFER, _EPLB),
         {"model": "", "port": port, "kv-transfer-config.kv-connector": connector},
     )
 
@@ -318,6 +338,13 @@ def proxy_table() -> Table:
     """The settings of `pdserve proxy`."""
     return Table((*_PROXY, *_LOG), (_POLICY,))
 
+
+SHORT: Final = {
+    "tensor-parallel-size": "-tp",
+    "pipeline-parallel-size": "-pp",
+    "data-parallel-size": "-dp",
+}
+"""Flags that have a short name too, on the command line only."""
 
 ROLES_OF_UP: Final = ("prefill", "decode", "proxy")
 """The commands `pdserve up` runs, and the prefixes of the settings meant for one of them."""
@@ -341,6 +368,7 @@ def up_table() -> Table:
         (*_UP, *shared, *per_role),
         (
             _TRANSFER,
+            _EPLB,
             *(
                 _object(role, f"settings for {role} only; also --{role}.FLAG VALUE", "deployment")
                 for role in ROLES_OF_UP

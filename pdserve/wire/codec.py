@@ -13,7 +13,7 @@ import msgspec
 from pdserve.wire.ids import RequestId
 from pdserve.wire.request import EngineInfo, EngineOutput, EngineStats, GenerateRequest
 
-MAJOR = 1
+MAJOR = 2
 MINOR = 0
 
 T = TypeVar("T")

@@ -9,6 +9,7 @@ import msgspec
 from pdserve.wire.ids import EngineId, Incarnation, RequestId
 from pdserve.wire.outputs import TokenLogprobs
 from pdserve.wire.sampling import SamplingParams
+from pdserve.wire.step import ExpertBalance
 from pdserve.wire.transfer import Endpoint, KVHandoff
 
 
@@ -114,6 +115,8 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
         lease_ends: Count by `LeaseEnd` value.
         forward_s: Seconds in the model's forward, all steps together.
         kv_faults: Count by name of what should stay rare between connectors.
+        experts: Of the last pipeline stage; None where no experts are balanced. Cores that
+            share them say the same.
     """
 
     num_running: int
@@ -136,13 +139,15 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     lease_ends: dict[str, int]
     forward_s: float = 0.0
     kv_faults: dict[str, int] = {}
+    experts: ExpertBalance | None = None
 
 
 class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     """What an engine says of itself once it is ready.
 
     Attributes:
-        endpoint: Its transfer side channel, if its connector has one.
+        endpoints: The transfer side channels of its ranks, in rank order; none if its
+            connector has none.
         layout_digest: Engines with equal digests can exchange KV.
         layout: What the digest was taken over, for messages that name both values.
     """
@@ -156,6 +161,6 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     block_size: int
     num_blocks: int
     max_num_seqs: int
-    endpoint: Endpoint | None
+    endpoints: list[Endpoint]
     layout_digest: str
     layout: dict[str, str]

@@ -33,11 +33,30 @@ class KnownRequests(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         new_block_ids: Blocks appended to each request's table.
         num_computed_tokens: As of the start of this step.
+        sampled_token_ids: What each request sampled since it was last scheduled, where the
+            workers do not know it: with several pipeline stages, the first of which does not
+            sample. Empty otherwise.
     """
 
     request_ids: list[RequestId] = []
     new_block_ids: list[list[BlockId]] = []
     num_computed_tokens: list[int] = []
+    sampled_token_ids: list[list[int]] = []
+
+
+class WaveStep(msgspec.Struct, frozen=True):
+    """One step of a wave: data-parallel engines whose ranks share experts step together.
+
+    Every engine runs equally many steps of a wave, empty ones where it has no work, and all
+    learn in each step whether any of them is unfinished.
+
+    Attributes:
+        wave: Its number; the engines of a step are in the same one.
+        is_unfinished: Whether this engine needs further steps.
+    """
+
+    wave: int
+    is_unfinished: bool
 
 
 class SchedulerOutput(msgspec.Struct, frozen=True, kw_only=True):
@@ -48,6 +67,8 @@ class SchedulerOutput(msgspec.Struct, frozen=True, kw_only=True):
         num_scheduled_tokens: Tokens to compute per request, in batch order; requests
             that only load KV are absent.
         gone_request_ids: Finished or preempted since the last step: forget them.
+        wave: Not None: the ranks run the layers that they share with other engines, even if
+            there is no token here.
     """
 
     step_id: int
@@ -56,11 +77,36 @@ class SchedulerOutput(msgspec.Struct, frozen=True, kw_only=True):
     num_scheduled_tokens: dict[RequestId, int]
     gone_request_ids: list[RequestId]
     connector_metadata: ConnectorMetadata | None = None
+    wave: WaveStep | None = None
 
     @property
     def num_tokens(self) -> int:
         """Tokens to compute in this step."""
         return sum(self.num_scheduled_tokens.values())
+
+
+class ExpertBalance(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """How evenly the experts of a pipeline stage are loaded, and what that cost. Totals only grow.
+
+    Ratios are of the busiest ranks' tokens to the mean, summed over the stage's layers.
+
+    Attributes:
+        balance_ratio: Under the last window's load, as the experts lie now.
+        ratio_before: Under the same load, as they lay in that window.
+        num_rebalancings: Each through all layers; until the first, there are no ratios.
+        num_moved: Copies of experts that were moved, on all ranks.
+        moved_bytes: Their weights.
+        rebalancing_s: Seconds this rank spent on it.
+        longest_s: The most of them after one step.
+    """
+
+    balance_ratio: float = 1.0
+    ratio_before: float = 1.0
+    num_rebalancings: int = 0
+    num_moved: int = 0
+    moved_bytes: int = 0
+    rebalancing_s: float = 0.0
+    longest_s: float = 0.0
 
 
 class ModelRunnerOutput(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -72,6 +118,8 @@ class ModelRunnerOutput(msgspec.Struct, frozen=True, kw_only=True, omit_defaults
         prompt_logprobs: Logprobs of the prompt tokens computed in this step; the entry
             for prompt position p is produced by the step that computes position p - 1.
         forward_s: Seconds in the model's forward alone.
+        is_wave_over: For a step of a wave: no engine was unfinished in it.
+        experts: As of before this step, where experts are balanced and it has changed.
     """
 
     step_id: int
@@ -81,3 +129,5 @@ class ModelRunnerOutput(msgspec.Struct, frozen=True, kw_only=True, omit_defaults
     prompt_logprobs: dict[RequestId, list[TokenLogprobs]] = {}
     connector_report: ConnectorReport | None = None
     forward_s: float = 0.0
+    is_wave_over: bool = False
+    experts: ExpertBalance | None = None

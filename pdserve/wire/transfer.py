@@ -30,7 +30,8 @@ class KVHandoff(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         incarnation: P's life; a restarted P refuses handoffs of its earlier one.
         nonce: Unique per lease; a replayed or stale reference does not match it.
         request_id: P's id of the request.
-        endpoint: P's transfer side channel.
+        endpoints: The transfer side channels of P's ranks, in rank order; rank i of D reads
+            from rank i of P.
         block_ids: P's blocks in token order.
         num_tokens: Leading prompt tokens whose KV the blocks hold (all of the prompt).
         block_size: Tokens per block at P.
@@ -46,7 +47,7 @@ class KVHandoff(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     incarnation: Incarnation
     nonce: str
     request_id: RequestId
-    endpoint: Endpoint
+    endpoints: list[Endpoint]
     block_ids: list[BlockId]
     num_tokens: int
     block_size: int
@@ -55,7 +56,6 @@ class KVHandoff(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     prompt_digest: str
     first_token_ids: list[int] = []
     first_logprobs: list[TokenLogprobs] | None = None
-    tp_size: int = 1
     signature: str = ""
 
     def signed(self, secret: bytes) -> KVHandoff:
@@ -91,10 +91,16 @@ class LeaseEnd(enum.Enum):
 
 
 class Settled(msgspec.Struct, frozen=True, kw_only=True):
-    """P's blocks of a request have no reader left; they may be freed."""
+    """P's blocks of a request have no reader left; they may be freed.
+
+    Attributes:
+        nonce: The lease's, which tells it from another one of the same request id; empty if
+            the connector does not name its leases.
+    """
 
     request_id: RequestId
     end: LeaseEnd
+    nonce: str = ""
 
 
 class Received(msgspec.Struct, frozen=True, kw_only=True):
@@ -105,6 +111,8 @@ class Received(msgspec.Struct, frozen=True, kw_only=True):
         num_descriptors: Descriptors posted for them, after coalescing.
         wait_s: From the load's request to the first byte posted (handshake, queue).
         transfer_s: From the first byte posted to the last one confirmed.
+        load_id: Tells the load from another one of the same request id: equal on all ranks,
+            and never used again by this engine; 0 if the connector does not count its loads.
     """
 
     request_id: RequestId
@@ -112,6 +120,7 @@ class Received(msgspec.Struct, frozen=True, kw_only=True):
     num_descriptors: int
     wait_s: float
     transfer_s: float
+    load_id: int = 0
 
 
 class LoadFailure(enum.Enum):
@@ -127,11 +136,16 @@ class LoadFailure(enum.Enum):
 
 
 class Failed(msgspec.Struct, frozen=True, kw_only=True):
-    """A load ended without usable KV, and nothing will write the blocks any more."""
+    """A load ended without usable KV, and nothing will write the blocks any more.
+
+    Attributes:
+        load_id: See `Received`.
+    """
 
     request_id: RequestId
     reason: LoadFailure
     detail: str = ""
+    load_id: int = 0
 
 
 class ConnectorReport(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

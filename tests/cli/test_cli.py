@@ -84,7 +84,7 @@ def test_every_flag_in_the_help_belongs_to_a_setting(command: Command) -> None:
         ["prefill", "m", "--max-num-seqs", "1.5"],
         ["serve", "m", "--scheduling-policy", "random"],
         ["proxy", "surplus"],
-        ["serve", "m", "--tensor-parallel-size", "2"],
+        ["serve", "m", "--prefill-context-parallel-size", "2"],
     ],
     ids=" ".join,
 )
@@ -230,6 +230,21 @@ def test_a_flag_of_one_role_is_that_roles_alone() -> None:
         "decode.max-num-seqs": 4,
         "prefill.kv-transfer-config.lease-s": 9.0,
     }  # fmt: skip
+
+
+def test_parallel_sizes_have_short_names_as_in_vllm() -> None:
+    assert _parsed("serve", "m", "-tp", "2", "-pp", "3", "-dp", "4") == {
+        "model": "m",
+        "tensor-parallel-size": 2,
+        "pipeline-parallel-size": 3,
+        "data-parallel-size": 4,
+    }
+
+
+@pytest.mark.parametrize("words", [("3,4,5",), ("3", "4", "5"), ("[3, 4, 5]",)])
+def test_layers_of_stages_are_numbers_in_any_spelling_of_a_list(words: tuple[str, ...]) -> None:
+    parsed = _parsed("serve", "m", "-pp", "3", "--pipeline-layers", *words)
+    assert parsed["pipeline-layers"] == (3, 4, 5)
 
 
 def test_a_name_of_the_environment_is_read() -> None:

@@ -118,3 +118,46 @@ def test_a_proxy_setting_that_cannot_be_names_its_flag(flag: str, value: object)
     table = proxy_table()
     with pytest.raises(ConfigError, match=f"--{flag} is"):
         build("proxy", ProxyConfig, table, resolve(table, command_line={flag: value}, environ={}))
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"tensor-parallel-size": 0}, "--tensor-parallel-size is 0"),
+        ({"pipeline-layers": (1, 2)}, "give one positive number for each of 1 stages"),
+        ({"distributed-executor-backend": "inline", "tensor-parallel-size": 2}, "2 ranks need"),
+        ({"enable-sequence-parallel": True}, "it needs --tensor-parallel-size above 1"),
+        ({"enable-eplb": True}, "it needs --enable-expert-parallel"),
+        ({"eplb-config.step-interval": 0}, "--eplb-config.step-interval is 0"),
+        (
+            {"enable-expert-parallel": True, "eplb-config.num-redundant-experts": 4},
+            "--eplb-config.num-redundant-experts is 4: it needs --enable-eplb",
+        ),
+    ],
+)
+def test_a_parallel_setting_that_cannot_be_says_what_would(
+    given: dict[str, object], message: str
+) -> None:
+    values = resolve(ENGINE, command_line={"model": "m", **given}, environ={})
+    with pytest.raises(ConfigError, match=message):
+        build("engine", EngineConfig, ENGINE, values)
+
+
+def test_an_eplb_config_as_vllm_writes_it_is_read() -> None:
+    raw = {
+        "model": "m",
+        "enable-expert-parallel": True,
+        "enable-eplb": True,
+        "eplb-config": '{"num_redundant_experts": 4, "window_size": 10}',
+    }
+    values = resolve(ENGINE, command_line=raw, environ={})
+    eplb = build("engine", EngineConfig, ENGINE, values).parallel.eplb
+    assert (eplb.num_redundant_experts, eplb.window_size) == (4, 10)
+
+
+def test_one_rank_is_inline_and_several_are_processes() -> None:
+    for size, backend in ((1, "inline"), (2, "multiprocess")):
+        given = {"model": "m", "tensor-parallel-size": size}
+        values = resolve(ENGINE, command_line=given, environ={})
+        parallel = build("engine", EngineConfig, ENGINE, values).parallel
+        assert parallel.executor_backend == backend
