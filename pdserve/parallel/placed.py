@@ -1,0 +1,285 @@
+"""Experts that lie whole on one rank each (or several), and tokens that come to them.
+
+Two ways of bringing tokens to experts. `GatheredTokens`: every rank sees every token and adds
+what its own experts say. `RoutedTokens`: the ranks of a TP group share its tokens, and each
+sends a token to the ranks of its experts alone, once per rank.
+
+What a token gets does not depend on which other tokens are in the step: its copies of experts
+are chosen by its own contents, and its results are summed in the order of the ranks, at least
+in fp32. (The order of an all-reduce is that of `pdserve.parallel.collectives`.)
+"""
+
+from __future__ import annotations
+
+import abc
+from typing import TYPE_CHECKING
+
+import torch
+
+from pdserve.errors import InternalError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch import Tensor
+
+    from pdserve.parallel.dispatch import LocalExperts, Routing
+    from pdserve.parallel.experts import ExpertPlacement
+    from pdserve.parallel.group import World
+    from pdserve.parallel.rebalancing import Rebalancer
+    from pdserve.wire.step import ExpertBalance
+
+# Where ranks have about as many tokens, an all-gather of padded ones takes half the time of an
+# all-to-all; where one has 512 and another 8, half as much again (two ranks, shared memory).
+_MAX_PADDING = 1.5
+_KEY_ELEMENTS = 8
+
+
+class _Map:
+    """Where the experts of a layer are, for lookups by tensors.
+
+    A *slot* numbers the copies of all ranks: rank x width + local index.
+
+    Attributes:
+        width: Slots per rank.
+    """
+
+    def __init__(self, placement: ExpertPlacement, rank: int, device: torch.device) -> None:
+        self.width = placement.max_local
+        counts, at_rank, local = placement.copies
+        self._num_columns = int(counts.max())
+        self._factors = torch.empty(0)
+        self._counts = torch.from_numpy(counts).to(device)
+        self._slots = torch.from_numpy(at_rank * self.width + local).flatten().to(device)
+        self._here = torch.full((placement.num_ranks * self.width,), -1, device=device)
+        first = rank * self.width
+        self._here[first : first + self.width] = torch.arange(self.width, device=device)
+        self._local = self.here(self._slots)
+
+    def slots(self, x: Tensor, expert_ids: Tensor) -> Tensor:
+        """The slots `[T, k]` of the copies that the tokens `x` `[T, D]` go to."""
+        return self._slots[self._choose(x, expert_ids)]
+
+    def local(self, x: Tensor, expert_ids: Tensor) -> Tensor:
+        """Their local indices `[T, k]` on this rank, -1 for those elsewhere."""
+        return self._local[self._choose(x, expert_ids)]
+
+    def here(self, slots: Tensor) -> Tensor:
+        """The local indices of `slots` on this rank, -1 for those elsewhere."""
+        return self._here[slots]
+
+    def _choose(self, x: Tensor, expert_ids: Tensor) -> Tensor:
+        if self._num_columns == 1:
+            return expert_ids
+        copy: Tensor = (self._keys(x) + expert_ids) % self._counts[expert_ids]
+        return expert_ids * self._num_columns + copy
+
+    def _keys(self, x: Tensor) -> Tensor:
+        """A number for each token `[T, 1]`, from its own bits: equal tokens have equal ones."""
+        words = x[:, :_KEY_ELEMENTS].contiguous().view(torch.int16).to(torch.int64)
+        if len(self._factors) != words.shape[1]:
+            # Odd, so that every word's last bit counts; and 1, so that all remainders occur.
+            self._factors = torch.arange(1, 2 * words.shape[1], 2, device=x.device)
+        return (words * self._factors).sum(dim=1, keepdim=True)
+
+
+class PlacedExperts(abc.ABC):
+    """What both ways share: maps, balancing, and the sum over the TP group at the end."""
+
+    slices_experts = False
+
+    def __init__(
+        self,
+        placements: dict[int, ExpertPlacement],
+        world: World,
+        rebalancer: Rebalancer | None = None,
+    ) -> None:
+        self._placements = placements
+        self._rebalancer = rebalancer
+        self._tp, self._dp, self._ep = world.tp, world.dp, world.ep
+        self._num_tokens: list[int] = []
+        self._maps: dict[int, _Map] = {}
+
+    @property
+    def balance(self) -> ExpertBalance | None:
+        """See `ExpertParallel`."""
+        return None if self._rebalancer is None else self._rebalancer.stats
+
+    def local_experts(self, layer: int) -> Sequence[int]:
+        """See `ExpertParallel`."""
+        return self._placements[layer].ranks[self._ep.index]
+
+    def begin_step(self, num_tokens: Sequence[int]) -> None:
+        """See `ExpertParallel`."""
+        self._num_tokens = list(num_tokens)
+        if self._rebalancer is not None:
+            self._rebalancer.begin_step()
+
+    def end_step(self) -> None:
+        """See `ExpertParallel`. Where experts are balanced, some may be moved here."""
+        if self._rebalancer is not None:
+            changed = self._rebalancer.end_step()
+            if changed is not None:
+                self._maps.pop(changed, None)
+
+    def __call__(
+        self, layer: int, x: Tensor, routing: Routing, experts: LocalExperts, partial: Tensor | None
+    ) -> Tensor:
+        """See `ExpertParallel`."""
+        if self._rebalancer is not None:
+            self._rebalancer.count(layer, routing.expert_ids, experts)
+        if not self._any_tokens(x):
+            return x
+        where = self._maps.get(layer)
+        if where is None:
+            where = _Map(self._placements[layer], self._ep.index, x.device)
+            self._maps[layer] = where
+        return self._run(where, x, routing, experts, partial)
+
+    @abc.abstractmethod
+    def _run(
+        self,
+        where: _Map,
+        x: Tensor,
+        routing: Routing,
+        experts: LocalExperts,
+        partial: Tensor | None,
+    ) -> Tensor:
+        """As `__call__`, with at least one token on some rank."""
+
+    def _any_tokens(self, x: Tensor) -> bool:
+        """Whether any rank has tokens; all answer alike."""
+        if self._dp.size == 1:
+            return len(x) > 0
+        if len(self._num_tokens) != self._dp.size or self._num_tokens[self._dp.index] != len(x):
+            raise InternalError(
+                f"DP rank {self._dp.index} has {len(x)} tokens, the step began with "
+                f"{self._num_tokens}"
+            )
+        return any(self._num_tokens)
+
+    def _share(self, num_tokens: int, index: int) -> slice:
+        """The tokens of a TP group that its `index`-th rank is to take care of.
+
+        All shares but the last ones are equal, so that gathered ones need no reordering.
+        """
+        size = -(-num_tokens // self._tp.size)
+        return slice(min(index * size, num_tokens), min((index + 1) * size, num_tokens))
+
+    def _whole(self, share: Tensor, num_tokens: int, partial: Tensor | None) -> Tensor:
+        """From this rank's share of the experts' results to the layer's result, on all of TP."""
+        own = self._share(num_tokens, self._tp.index)
+        if partial is not None:
+            result = partial.clone()
+            result[own] += share
+            return self._tp.all_reduce(result) if num_tokens else result
+        if self._tp.size == 1 or not num_tokens:
+            return share
+        padded = share.new_zeros((-(-num_tokens // self._tp.size), *share.shape[1:]))
+        padded[: len(share)] = share
+        return self._tp.all_gather(padded)[:num_tokens]
+
+
+class GatheredTokens(PlacedExperts):
+    """Every rank runs its experts over the tokens of all DP ranks."""
+
+    def _run(
+        self,
+        where: _Map,
+        x: Tensor,
+        routing: Routing,
+        experts: LocalExperts,
+        partial: Tensor | None,
+    ) -> Tensor:
+        if self._dp.size == 1:
+            y = experts(x, where.local(x, routing.expert_ids), routing.weights)
+            return self._tp.all_reduce(y if partial is None else y + partial)
+        counts = self._num_tokens
+        rows = _pack(x, where.slots(x, routing.expert_ids), routing.weights)
+        everyones, slots, weights = _unpack(self._gather(rows), x, routing.weights)
+        y = experts(everyones, where.here(slots), weights)
+        shares = [
+            share.stop - share.start
+            for num_tokens in counts
+            for share in (self._share(num_tokens, index) for index in range(self._tp.size))
+        ]
+        own = shares[self._ep.index]
+        found = self._ep.all_to_all(y, [own] * self._ep.size, shares)
+        first, *others = found.view(self._ep.size, own, *x.shape[1:])
+        total = first.to(_sum_dtype(x), copy=True)
+        for part in others:
+            total += part
+        return self._whole(total.to(x.dtype), len(x), partial)
+
+    def _gather(self, rows: Tensor) -> Tensor:
+        """The rows of all DP ranks, in rank order."""
+        counts, num_ranks = self._num_tokens, self._dp.size
+        longest = max(counts)
+        if longest * num_ranks > _MAX_PADDING * sum(counts):
+            return self._dp.all_to_all(rows.repeat(num_ranks, 1), counts, [len(rows)] * num_ranks)
+        if longest * num_ranks == sum(counts):
+            return self._dp.all_gather(rows)
+        padded = torch.nn.functional.pad(rows, (0, 0, 0, longest - len(rows)))
+        found = self._dp.all_gather(padded)
+        parts = torch.split(found, longest)
+        return torch.cat([part[:count] for part, count in zip(parts, counts, strict=True)])
+
+
+class RoutedTokens(PlacedExperts):
+    """Each token travels to the ranks of its experts, and back."""
+
+    def _run(
+        self,
+        where: _Map,
+        x: Tensor,
+        routing: Routing,
+        experts: LocalExperts,
+        partial: Tensor | None,
+    ) -> Tensor:
+        own = self._share(len(x), self._tp.index)
+        mine = x[own]
+        slots = where.slots(mine, routing.expert_ids[own])
+        goes_to = torch.zeros((len(mine), self._ep.size), dtype=torch.bool, device=x.device)
+        goes_to.scatter_(1, slots // where.width, True)
+        sent = goes_to.sum(dim=0).tolist()
+        received = [counts[self._ep.index] for counts in self._ep.gather_ints(sent)]
+        # By rank, then by token.
+        tokens = goes_to.t().nonzero()[:, 1]
+        rows = _pack(mine, slots, routing.weights[own])[tokens]
+        rows = self._ep.all_to_all(rows, received, sent)
+        visitors, visitors_slots, weights = _unpack(rows, x, routing.weights)
+        y = experts(visitors, where.here(visitors_slots), weights)
+        found = self._ep.all_to_all(y, sent, received)
+        total = torch.zeros(mine.shape, dtype=_sum_dtype(x), device=x.device)
+        for part, of_tokens in zip(
+            torch.split(found, sent), torch.split(tokens, sent), strict=True
+        ):
+            # A token is in here once: nothing is left to the order of threads.
+            total.index_add_(0, of_tokens, part.to(total.dtype))
+        return self._whole(total.to(x.dtype), len(x), partial)
+
+
+def _sum_dtype(x: Tensor) -> torch.dtype:
+    return torch.promote_types(x.dtype, torch.float32)
+
+
+def _pack(x: Tensor, slots: Tensor, weights: Tensor) -> Tensor:
+    """Tokens with their choices, as bytes: one message instead of three.
+
+    Returns:
+        `[T, n]` uint8.
+    """
+    columns = (x, weights, slots.to(torch.int32))
+    return torch.cat([column.contiguous().view(torch.uint8) for column in columns], dim=1)
+
+
+def _unpack(rows: Tensor, x: Tensor, weights: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Tokens, slots and weights from what `_pack` made; `x` and `weights` are alike in kind."""
+    num_choices = weights.shape[1]
+    sizes = [x.shape[1] * x.itemsize, num_choices * weights.itemsize, num_choices * 4]
+    tokens, factors, slots = (column.contiguous() for column in torch.split(rows, sizes, dim=1))
+    return (
+        tokens.view(x.dtype),
+        slots.view(torch.int32).to(torch.int64),
+        factors.view(weights.dtype),
+    )
