@@ -3,7 +3,9 @@
 They compute what the operations of `pdserve.kernels.ops` compute one after the other, bit for bit.
 On a CPU with native kernels a step of few tokens is one call into C per half, which saves most of
 the Python of a decode step; otherwise the operations are called in turn. Nothing here knows of
-tensor parallelism: the caller sums partial results over ranks after each half.
+tensor parallelism: the caller sums partial results over ranks after each half. A caller whose ranks
+hold a share of the residual stream each calls ``norm`` on its rows, gathers, and goes on with
+``after_norm``: the same operations, in two calls.
 """
 
 from __future__ import annotations
@@ -59,7 +61,14 @@ class Mlp:
             and len(residual) <= _MAX_ROWS
         ):
             return self._kernels.mlp(x, residual, self._norm, self._eps, gate_up, down)
-        normed = _normed(x, residual, self._norm, self._eps)
+        return self.after_norm(self.norm(x, residual))
+
+    def norm(self, x: Tensor | None, residual: Tensor) -> Tensor:
+        """Add ``x`` to ``residual`` in place and return the norm of the sum, ``[T, D]``."""
+        return _normed(x, residual, self._norm, self._eps)
+
+    def after_norm(self, normed: Tensor) -> Tensor:
+        """Run what follows the norm: ``[T, D] -> [T, D]``."""
         return self._down(silu_and_mul(self._gate_up(normed)))
 
 
@@ -152,8 +161,34 @@ class Attention:
                 scale=self._scale,
                 window=self._window,
             )
+        return self.after_norm(
+            self.norm(x, residual),
+            kv_layer,
+            positions=positions,
+            slot_mapping=slot_mapping,
+            block_tables=block_tables,
+            query_start=query_start,
+            context_lens=context_lens,
+        )
+
+    def norm(self, x: Tensor | None, residual: Tensor) -> Tensor:
+        """Add ``x`` to ``residual`` in place and return the norm of the sum, ``[T, D]``."""
+        return _normed(x, residual, self._norm, self._eps)
+
+    def after_norm(
+        self,
+        normed: Tensor,
+        kv_layer: Tensor,
+        *,
+        positions: Tensor,
+        slot_mapping: Tensor,
+        block_tables: Tensor,
+        query_start: Tensor,
+        context_lens: Tensor,
+    ) -> Tensor:
+        """Run what follows the norm: ``[T, D] -> [T, D]``; arguments as of a call."""
         q = rope_and_cache(
-            self._qkv(_normed(x, residual, self._norm, self._eps)),
+            self._qkv(normed),
             positions,
             self._cos_sin,
             kv_layer,

@@ -15,10 +15,20 @@ first argument: the CPU kernels where they can be built, the reference everywher
         q_norm, k_norm, eps)
     paged_attention(q, kv_layer, block_tables,       [T, H, Dh] -> [T, H * Dh]
         query_start, context_lens, scale, window)
+    route(logits, bias, rule)                        [T, E] -> ids and weights, [T, k] each
+    experts(x, ids, weights, gate_up, down)          [T, D] -> [T, D]
+    PackedExperts(...)(x, ids, weights)              likewise; for experts used often
+    head_linear(x, weight)                           [T, H, K] -> [T, H, N]
+    PackedHeads(weight)(x, out=)                     likewise; for weights used often
+    rope_and_latent(q, queries, latent, positions,   writes the last elements of queries, and the
+        cos_sin, kv_layer, slot_mapping, norm, eps)  latent and its key into kv_layer
+    latent_attention(q, kv_layer, block_tables,      [T, H, R + P] -> [T, H, R]
+        query_start, context_lens, scale, latent_dim)
 
 ``T`` is the number of tokens of a step, over all its requests. Tensors are contiguous, of one dtype
 (bf16, fp16 or fp32) and on one device; ``kv_layer`` is the view ``kv[:, layer]`` of ``[num_blocks,
-num_layers, 2, Hkv, block_size, Dh]``, hence strided over blocks. The reference functions document
+num_layers, 2, Hkv, block_size, Dh]`` (of latents: ``[num_blocks, num_layers, 1, 1, block_size, R +
+P]``), hence strided over blocks. The reference functions document
 each argument. `pdserve.kernels.halves` does the same work in two calls per layer, which is what a
 decode step of few tokens should use.
 
@@ -35,7 +45,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property, partial
-from typing import Concatenate, Generic, ParamSpec
+from typing import Concatenate, Generic, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
@@ -45,29 +55,40 @@ from pdserve.kernels.cases import Case
 from pdserve.kernels.cpu import native
 from pdserve.kernels.cpu.native import NativeKernels
 from pdserve.kernels.linear import PackedLinear
-from pdserve.kernels.reference import activation, attention, norm, rope
+from pdserve.kernels.mla import PackedHeads
+from pdserve.kernels.moe import PackedExperts, RoutingRule
+from pdserve.kernels.reference import activation, attention, mla, moe, norm, rope
 from pdserve.kernels.reference import linear as products
 
 __all__ = [
     "OPS",
     "Op",
+    "PackedExperts",
+    "PackedHeads",
     "PackedLinear",
+    "RoutingRule",
     "add_rms_norm",
+    "experts",
+    "head_linear",
+    "latent_attention",
     "linear",
     "paged_attention",
     "rms_norm",
     "rope_and_cache",
+    "rope_and_latent",
+    "route",
     "silu_and_mul",
 ]
 
 P = ParamSpec("P")
+R_co = TypeVar("R_co", bound=Tensor | tuple[Tensor, ...], covariant=True)
 
 _ELEMENTWISE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
 _ACCUMULATED = {torch.float32: 5e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 
 
 @dataclass(frozen=True)
-class Op(Generic[P]):
+class Op(Generic[P, R_co]):
     """One operation, its implementations, and what they must agree on.
 
     Attributes:
@@ -80,20 +101,20 @@ class Op(Generic[P]):
     """
 
     name: str
-    reference: Callable[Concatenate[Tensor, P], Tensor]
-    cpu: Callable[Concatenate[NativeKernels, Tensor, P], Tensor]
+    reference: Callable[Concatenate[Tensor, P], R_co]
+    cpu: Callable[Concatenate[NativeKernels, Tensor, P], R_co]
     cases: Callable[[], list[Case]]
     tolerance: dict[torch.dtype, float]
     mutates: tuple[int, ...] = ()
 
-    def __call__(self, first: Tensor, /, *args: P.args, **kwargs: P.kwargs) -> Tensor:
+    def __call__(self, first: Tensor, /, *args: P.args, **kwargs: P.kwargs) -> R_co:
         """Run the implementation for the device of ``first``."""
         if first.is_cpu:
             return self.on_cpu(first, *args, **kwargs)
         return self.reference(first, *args, **kwargs)
 
     @cached_property
-    def on_cpu(self) -> Callable[Concatenate[Tensor, P], Tensor]:
+    def on_cpu(self) -> Callable[Concatenate[Tensor, P], R_co]:
         """The native implementation if there is one here, else the reference."""
         kernels = native.kernels()
         return self.reference if kernels is None else partial(self.cpu, kernels)
@@ -131,8 +152,40 @@ paged_attention = Op(
     cases.paged_attention,
     _ACCUMULATED,
 )
+route = Op("route", moe.route, NativeKernels.route, cases.route, _ELEMENTWISE)
+experts = Op("experts", moe.experts, NativeKernels.experts, cases.experts, _ACCUMULATED)
+head_linear = Op(
+    "head_linear", mla.head_linear, NativeKernels.head_linear, cases.head_linear, _ACCUMULATED
+)
+rope_and_latent = Op(
+    "rope_and_latent",
+    mla.rope_and_latent,
+    NativeKernels.rope_and_latent,
+    cases.rope_and_latent,
+    _ELEMENTWISE,
+    mutates=(1, 5),
+)
+latent_attention = Op(
+    "latent_attention",
+    mla.latent_attention,
+    NativeKernels.latent_attention,
+    cases.latent_attention,
+    _ACCUMULATED,
+)
 
-OPS = {
+OPS: dict[str, Op[..., Tensor | tuple[Tensor, ...]]] = {
     op.name: op
-    for op in (linear, rms_norm, add_rms_norm, silu_and_mul, rope_and_cache, paged_attention)
+    for op in (
+        linear,
+        rms_norm,
+        add_rms_norm,
+        silu_and_mul,
+        rope_and_cache,
+        paged_attention,
+        route,
+        experts,
+        head_linear,
+        rope_and_latent,
+        latent_attention,
+    )
 }

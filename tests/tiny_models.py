@@ -19,6 +19,10 @@ _CLASSES = {
     "llama": ("LlamaConfig", "LlamaForCausalLM"),
     "qwen2": ("Qwen2Config", "Qwen2ForCausalLM"),
     "qwen3": ("Qwen3Config", "Qwen3ForCausalLM"),
+    "mixtral": ("MixtralConfig", "MixtralForCausalLM"),
+    "qwen3_moe": ("Qwen3MoeConfig", "Qwen3MoeForCausalLM"),
+    "deepseek_v2": ("DeepseekV2Config", "DeepseekV2ForCausalLM"),
+    "deepseek_v3": ("DeepseekV3Config", "DeepseekV3ForCausalLM"),
 }
 
 _SHAPE: dict[str, Any] = {
@@ -34,15 +38,49 @@ _SHAPE: dict[str, Any] = {
     "eos_token_id": EOS_TOKEN_ID,
 }
 
+_LATENT: dict[str, Any] = {
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 32,
+    "q_lora_rank": 48,
+    "qk_nope_head_dim": 24,
+    "qk_rope_head_dim": 16,
+    "v_head_dim": 20,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 40,
+    "first_k_dense_replace": 1,
+    "n_group": 4,
+    "topk_group": 2,
+}
+
+_FIELDS: dict[str, dict[str, Any]] = {
+    "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
+    "qwen3_moe": {
+        "head_dim": 16,
+        "num_experts": 8,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 40,
+        "norm_topk_prob": True,
+    },
+    "deepseek_v2": {
+        **_LATENT,
+        "n_shared_experts": 2,
+        "topk_method": "group_limited_greedy",
+        "routed_scaling_factor": 2.0,
+    },
+    "deepseek_v3": {**_LATENT, "n_shared_experts": 1},
+}
+"""What a family has beyond the shape of all."""
+
 
 def write_tiny_model(directory: Path, family: str = "llama", **fields: Any) -> Path:
-    """Save a random model of `family` (llama, qwen2, qwen3) and a byte tokenizer."""
+    """Save a random model of `family` (a key of `_CLASSES`) and a byte tokenizer."""
     import torch
     import transformers
 
     config_name, model_name = _CLASSES[family]
     torch.manual_seed(11)
-    config = getattr(transformers, config_name)(**{**_SHAPE, **fields})
+    config = getattr(transformers, config_name)(**{**_SHAPE, **_FIELDS.get(family, {}), **fields})
     model = getattr(transformers, model_name)(config).eval()
     for name, parameter in model.named_parameters():
         # transformers starts biases at 0 and norms at 1, which would hide a lost one.
@@ -50,6 +88,9 @@ def write_tiny_model(directory: Path, family: str = "llama", **fields: Any) -> P
             torch.nn.init.normal_(parameter, std=0.5)
         elif "norm" in name:
             torch.nn.init.normal_(parameter, mean=1.0, std=0.2)
+    for name, buffer in model.named_buffers():
+        if name.endswith("e_score_correction_bias"):
+            torch.nn.init.normal_(buffer, std=0.2)
     model.save_pretrained(directory)
     _write_tokenizer(directory)
     return directory

@@ -1,5 +1,8 @@
 // Causal attention over the paged cache, for prefill chunks and decodes alike.
 //
+// The value of a position lies value_offset behind its key and has value_dim elements. With an
+// offset of 0 the value is the start of the key: multi-head latent attention, absorbed.
+//
 // Batch invariance: the positions of a request are cut into tiles of kTile and partitions of
 // kPartition, both counted from position 0. Within a partition a row (a query token and head) takes
 // the tiles in order by the online softmax recurrence (Milakov and Gimelshein, 2018); results of
@@ -7,9 +10,9 @@
 // or partition without any that it may see changes nothing, bit for bit. So rows can be blocked,
 // tiles skipped and partitions spread over threads (FlashDecoding) as speed asks.
 //
-// Keys are packed per tile as [Dh][kTile] and values as [kTile][Dh], in the interleaved order of
-// product.h, and serve all rows of a block: the queries of several tokens, times the heads that
-// share a KV head.
+// Keys are packed per tile as [Dh][kTile] and values as strips of [kTile][64], in the interleaved
+// order of product.h, and serve all rows of a block: the queries of several tokens, times the heads
+// that share a KV head.
 
 #include <algorithm>
 #include <atomic>
@@ -25,7 +28,7 @@ namespace {
 constexpr int kTile = 64;
 constexpr int kVectors = kTile / kLanes;
 constexpr int kPartition = 512;
-constexpr int kMaxHeadDim = 256;
+constexpr int kMaxHeadDim = 1024;
 
 #ifdef PD_AVX512
 constexpr int kMaxRows = 6;  // with 4 vectors each: 24 accumulators of 32 registers
@@ -56,14 +59,14 @@ struct Block {
 // Running softmax of some rows.
 struct State {
     float* sum;  // [rows][16]: sums of weights, by lane
-    float* out;  // [rows][Dh]: weighted sums of values
+    float* out;  // [rows][Dv]: weighted sums of values
     float* top;  // [rows]: largest score, to which weights and values are relative
 
-    static int64_t size(int64_t rows, int64_t head_dim) {
-        return (rows * (kLanes + head_dim + 1) + kLanes - 1) / kLanes * kLanes;
+    static int64_t size(int64_t rows, int64_t value_dim) {
+        return (rows * (kLanes + value_dim + 1) + kLanes - 1) / kLanes * kLanes;
     }
-    static State at(float* memory, int64_t rows, int64_t head_dim) {
-        return {memory, memory + rows * kLanes, memory + rows * (kLanes + head_dim)};
+    static State at(float* memory, int64_t rows, int64_t value_dim) {
+        return {memory, memory + rows * kLanes, memory + rows * (kLanes + value_dim)};
     }
     void clear(int64_t rows) const {
         std::fill(sum, top, 0.0f);
@@ -195,7 +198,7 @@ class RowMath {
             if (high < start || low >= start + kTile) continue;
             const int vectors =
                 static_cast<int>(std::min<int64_t>(kVectors, (high - start) / kLanes + 1));
-            const State at = {state.sum + row * kLanes, state.out + row * p_.head_dim,
+            const State at = {state.sum + row * kLanes, state.out + row * p_.value_dim,
                               state.top + row};
             take_tile_of_height(static_cast<int>(height), vectors, block, row, start,
                                 queries + row * p_.head_dim, keys, values, at);
@@ -263,11 +266,11 @@ class RowMath {
             store(sum, fma(load(sum), splat(shrink[r]), added));
         }
         int64_t d = 0;
-        for (; d + 4 * kLanes <= head_dim; d += 4 * kLanes) {
-            take_values<kRows, kUsed, 4>(weights, shrink, values + d * kDepth, state.out + d);
+        for (; d + 4 * kLanes <= p_.value_dim; d += 4 * kLanes) {
+            take_values<kRows, kUsed, 4>(weights, shrink, values + d * kTile, state.out + d);
         }
-        for (; d < head_dim; d += kLanes) {
-            take_values<kRows, kUsed, 1>(weights, shrink, values + d * kDepth, state.out + d);
+        for (; d < p_.value_dim; d += kLanes) {
+            take_values<kRows, kUsed, 1>(weights, shrink, values + d * kTile, state.out + d);
         }
     }
 
@@ -275,13 +278,13 @@ class RowMath {
     template <int kRows, int kUsed, int kCols>
     void take_values(const Unit (&weights)[kRows][kTile], const float* shrink, const Unit* values,
                      float* out) const {
-        const int64_t head_dim = p_.head_dim;
+        const int64_t value_dim = p_.value_dim;
         F16 sum[kRows][kCols];
 #pragma GCC unroll 6
         for (int r = 0; r < kRows; r++) {
 #pragma GCC unroll 4
             for (int c = 0; c < kCols; c++) {
-                sum[r][c] = load(out + r * head_dim + c * kLanes) * splat(shrink[r]);
+                sum[r][c] = load(out + r * value_dim + c * kLanes) * splat(shrink[r]);
             }
         }
         for (int i = 0; i < kUsed * kLanes; i += kDepth) {
@@ -290,14 +293,14 @@ class RowMath {
 #pragma GCC unroll 4
                 for (int c = 0; c < kCols; c++) {
                     sum[r][c] = Format<Unit>::step(
-                        sum[r][c], values + i * head_dim + c * kLanes * kDepth, weights[r] + i);
+                        sum[r][c], values + (i * kCols + c * kDepth) * kLanes, weights[r] + i);
                 }
             }
         }
 #pragma GCC unroll 6
         for (int r = 0; r < kRows; r++) {
 #pragma GCC unroll 4
-            for (int c = 0; c < kCols; c++) store(out + r * head_dim + c * kLanes, sum[r][c]);
+            for (int c = 0; c < kCols; c++) store(out + r * value_dim + c * kLanes, sum[r][c]);
         }
     }
 
@@ -357,7 +360,8 @@ class Attention {
             states[head - first_head].clear(rows);
             gather_queries(block, head, queries + (head - first_head) * rows * head_dim);
         }
-        auto* keys = static_cast<Unit*>(scratch(Scratch::kTile, 2 * kTile * head_dim * kUnitBytes));
+        auto* keys = static_cast<Unit*>(
+            scratch(Scratch::kTile, kTile * (head_dim + p_.value_dim) * kUnitBytes));
         Unit* values = keys + kTile * head_dim;
 
         const int64_t low = block.low_position(p_.window) / kTile * kTile;
@@ -396,8 +400,8 @@ class Attention {
                 store(x, fma(load(y), b, load(x) * a));
             };
             fold(into.sum + row * kLanes, later.sum + row * kLanes);
-            for (int64_t d = 0; d < p_.head_dim; d += kLanes) {
-                fold(into.out + row * p_.head_dim + d, later.out + row * p_.head_dim + d);
+            for (int64_t d = 0; d < p_.value_dim; d += kLanes) {
+                fold(into.out + row * p_.value_dim + d, later.out + row * p_.value_dim + d);
             }
         }
     }
@@ -407,9 +411,9 @@ class Attention {
         const int64_t group = group_;
         for (int64_t row = 0; row < block.num_tokens * group; row++) {
             const F16 scale = splat(1.0f / sum_lanes(load(state.sum + row * kLanes)));
-            T* to = static_cast<T*>(p_.out) + head_offset(block, kv_head, row);
-            for (int64_t d = 0; d < p_.head_dim; d += kLanes) {
-                store(to + d, load(state.out + row * p_.head_dim + d) * scale);
+            T* to = static_cast<T*>(p_.out) + head_of(block, kv_head, row) * p_.value_dim;
+            for (int64_t d = 0; d < p_.value_dim; d += kLanes) {
+                store(to + d, load(state.out + row * p_.value_dim + d) * scale);
             }
         }
     }
@@ -417,16 +421,17 @@ class Attention {
    private:
     static constexpr int64_t kUnitBytes = sizeof(Unit);
 
-    // Where a row's head starts in q, and in the output.
-    int64_t head_offset(const Block& block, int64_t kv_head, int64_t row) const {
+    // The place of a row's head among all heads of q, and of the output.
+    int64_t head_of(const Block& block, int64_t kv_head, int64_t row) const {
         const int64_t group = group_;
         const int64_t token = block.first_token + row / group;
-        return (token * p_.num_heads + kv_head * group + row % group) * p_.head_dim;
+        return token * p_.num_heads + kv_head * group + row % group;
     }
 
     void gather_queries(const Block& block, int64_t kv_head, Unit* to) const {
         for (int64_t row = 0; row < block.num_tokens * group_; row++, to += p_.head_dim) {
-            const T* from = static_cast<const T*>(p_.q) + head_offset(block, kv_head, row);
+            const T* from =
+                static_cast<const T*>(p_.q) + head_of(block, kv_head, row) * p_.head_dim;
             for (int64_t d = 0; d < p_.head_dim; d += kLanes) store(to + d, load(from + d));
         }
     }
@@ -445,7 +450,6 @@ class Attention {
     void find_rows(int64_t request, int64_t kv_head, int64_t start, int64_t count,
                    TileRows<T>& tile) const {
         static const T kZeros[kMaxHeadDim] = {};
-        const int64_t to_values = p_.num_kv_heads * p_.block_size * p_.head_dim;
         std::fill(tile.key, tile.key + kTile, kZeros);
         std::fill(tile.value, tile.value + kTile, kZeros);
         for (int64_t i = 0; i < count; i += p_.block_size) {
@@ -456,14 +460,13 @@ class Attention {
             }
             for (int64_t j = 0; j < std::min(p_.block_size, count - i); j++) {
                 tile.key[i + j] = keys + j * p_.head_dim;
-                tile.value[i + j] = keys + j * p_.head_dim + to_values;
+                tile.value[i + j] = keys + j * p_.head_dim + p_.value_offset;
             }
         }
     }
 
     void look_ahead(const Block& block, int64_t kv_head, int64_t start, Ahead& ahead) const {
         const int64_t count = std::min<int64_t>(kTile, block.end_position() - start);
-        const int64_t to_values = p_.num_kv_heads * p_.block_size * p_.head_dim;
         const T* keys[kTile];
         int num_blocks = 0;
         for (int64_t i = 0; i < count; i += p_.block_size) {
@@ -472,7 +475,8 @@ class Attention {
         }
         const int64_t num_bytes = p_.block_size * p_.head_dim * static_cast<int64_t>(sizeof(T));
         for (int i = 0; i < num_blocks; i++) ahead.add(keys[i], num_bytes);
-        for (int i = 0; i < num_blocks; i++) ahead.add(keys[i] + to_values, num_bytes);
+        if (p_.value_offset == 0) return;
+        for (int i = 0; i < num_blocks; i++) ahead.add(keys[i] + p_.value_offset, num_bytes);
     }
 
     // To [Dh / kDepth][kTile][kDepth].
@@ -498,18 +502,29 @@ class Attention {
         else return load(from, n);
     }
 
-    // To [kTile / kDepth][Dh][kDepth].
+    // To [kTile / kDepth][64][kDepth] for each 64 dimensions, then likewise for each 16 of the rest:
+    // what is read together lies together, however many dimensions there are.
     void pack_values(const TileRows<T>& tile, int64_t count, Unit* to, Ahead& ahead) const {
         const int64_t padded = (count + kLanes - 1) / kLanes * kLanes;
         for (int64_t i = 0; i < padded; i += kDepth) {
-            ahead.ask(p_.head_dim / kLanes);
-            Unit* at = to + i * p_.head_dim;
-            if constexpr (kDepth == 2) {
-                interleave(tile.value[i], tile.value[i + 1], p_.head_dim, at);
-            } else {
-                for (int64_t d = 0; d < p_.head_dim; d += kLanes) {
-                    store(at + d, load(tile.value[i] + d));
-                }
+            ahead.ask(p_.value_dim / kLanes);
+            int64_t d = 0;
+            for (; d + 4 * kLanes <= p_.value_dim; d += 4 * kLanes) {
+                pack_pair(tile, i, d, 4 * kLanes, to + d * kTile + i * 4 * kLanes);
+            }
+            for (; d < p_.value_dim; d += kLanes) {
+                pack_pair(tile, i, d, kLanes, to + d * kTile + i * kLanes);
+            }
+        }
+    }
+
+    // kDepth positions' values, from dimension d on.
+    void pack_pair(const TileRows<T>& tile, int64_t i, int64_t d, int64_t size, Unit* to) const {
+        if constexpr (kDepth == 2) {
+            interleave(tile.value[i] + d, tile.value[i + 1] + d, size, to);
+        } else {
+            for (int64_t at = 0; at < size; at += kLanes) {
+                store(to + at, load(tile.value[i] + d + at));
             }
         }
     }
@@ -522,6 +537,7 @@ class Attention {
 
 bool valid(const PdPagedAttention& p) {
     if (p.head_dim % kLanes != 0 || p.head_dim > kMaxHeadDim) return false;
+    if (p.value_dim % kLanes != 0 || p.value_dim > p.head_dim) return false;
     if (p.block_size < 1 || kTile % p.block_size != 0) return false;
     if (p.query_start[0] != 0 || p.query_start[p.num_requests] != p.rows) return false;
     for (int64_t r = 0; r < p.num_requests; r++) {
@@ -552,7 +568,7 @@ template <class T>
 int32_t run(const PdPagedAttention& p) {
     std::atomic<int32_t> status{kOk};
     const Attention<T> attention(p, status);
-    const int64_t heads = p.num_kv_heads, head_dim = p.head_dim, group = p.num_heads / heads;
+    const int64_t heads = p.num_kv_heads, value_dim = p.value_dim, group = p.num_heads / heads;
     int num_threads = p.num_threads;
     int64_t rows_per_block = kManyRows;
     const auto cut = [&] { return blocks_of(p, std::max<int64_t>(1, rows_per_block / group)); };
@@ -574,12 +590,12 @@ int32_t run(const PdPagedAttention& p) {
         max_rows = std::max(max_rows, blocks[i].num_tokens * group);
         work += blocks[i].end_position() - blocks[i].low_position(p.window);
     }
-    const int64_t state_size = State::size(max_rows, head_dim);
+    const int64_t state_size = State::size(max_rows, value_dim);
     // About a microsecond's worth of positions is not worth a second thread.
     if (work * heads < 128) num_threads = 1;
 
     const auto state_at = [&](float* memory, int64_t i) {
-        return State::at(memory, blocks[i].num_tokens * group, head_dim);
+        return State::at(memory, blocks[i].num_tokens * group, value_dim);
     };
     if (num_threads == 1 || num_blocks * heads >= 2 * num_threads || max_parts == 1) {
         // All heads of a block in one go reads memory in longer runs; a few rows need little else.

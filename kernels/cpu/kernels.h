@@ -14,7 +14,7 @@
 extern "C" {
 
 enum PdType : int32_t { kBf16 = 0, kFp16 = 1, kFp32 = 2 };
-enum PdStatus : int32_t { kOk = 0, kBadPosition = 1, kBadSlot = 2, kBadBlock = 3 };
+enum PdStatus : int32_t { kOk = 0, kBadPosition = 1, kBadSlot = 2, kBadBlock = 3, kBadId = 4 };
 
 // y = x weight^T + bias
 struct PdLinear {
@@ -27,11 +27,23 @@ struct PdLinear {
     int32_t num_threads;
 };
 
-// From weight [num_cols, depth], row-major, to its packed form, or back.
+// From weight [num_cols, depth], row-major, to columns first_col and on of a packed weight that may
+// have more of them, or back. Packing writes no padding: it must be zero already.
 struct PdPack {
     void* weight;
-    void* packed;  // pd_packed_bytes long
-    int64_t num_cols, depth;
+    void* packed;    // pd_packed_bytes long
+    int64_t stride;  // elements of weight from row to row
+    int64_t num_cols, depth, first_col;
+    PdType type;
+    int32_t num_threads;
+};
+
+// Row i of y is the row ids[i] - first_id of a packed weight, zero where it has none.
+struct PdTakeRows {
+    const int64_t* ids;  // [rows], each below num_ids
+    const void* packed;
+    void* y;  // [rows, depth]
+    int64_t rows, num_cols, depth, first_id, num_ids;
     PdType type;
     int32_t num_threads;
 };
@@ -75,19 +87,80 @@ struct PdRopeAndCache {
 
 struct PdPagedAttention {
     const void* q;                // [rows, num_heads, head_dim]
-    const void* kv;               // [num_blocks, 2, num_kv_heads, block_size, head_dim]
+    const void* kv;               // [num_blocks, planes, num_kv_heads, block_size, head_dim]
     const int32_t* block_tables;  // [num_requests, max_blocks]
     const int32_t* query_start;   // [num_requests + 1]
     const int32_t* context_lens;  // [num_requests]
-    void* out;                    // [rows, num_heads, head_dim]
+    void* out;                    // [rows, num_heads, value_dim]
     int64_t block_stride;         // elements of kv from block to block
     int64_t num_blocks, num_kv_heads, block_size, head_dim;
     int64_t num_requests, max_blocks, rows, num_heads;
     int64_t window;  // 0: none
+    int64_t value_dim;
+    int64_t value_offset;  // elements of kv from a key to its value
     float scale;
     PdType type;
     int32_t num_threads;
 };
+
+// y = the heads' own products: y[:, h] = x[:, h] weight[h]^T
+struct PdHeadLinear {
+    const void* x;       // [rows, num_heads, depth], strided
+    const void* weight;  // [num_heads] packed ones, side by side
+    void* y;             // [rows, num_heads, num_cols], strided
+    int64_t rows, num_heads, num_cols, depth;
+    int64_t x_stride, x_head_stride, y_stride, y_head_stride;  // in elements
+    PdType type;
+    int32_t num_threads;
+};
+
+// Norms and stores the latent of each token with its rotated key, and rotates the last rotary_dim
+// elements of each head of q to the end of each head of queries.
+struct PdRopeAndLatent {
+    const void* q;             // [rows, num_heads, head_dim]
+    void* queries;             // [rows, num_heads, latent_dim + rotary_dim]
+    const void* latent;        // [rows, latent_dim + rotary_dim]
+    const int64_t* positions;  // [rows]
+    const float* cos_sin;      // [num_positions, rotary_dim]
+    void* kv;                  // [num_blocks, block_size, latent_dim + rotary_dim]
+    const int64_t* slots;      // [rows]
+    const void* norm;          // [latent_dim]
+    int64_t block_stride;      // elements of kv from block to block
+    int64_t num_blocks, block_size, latent_dim, rotary_dim;
+    int64_t rows, num_heads, head_dim, num_positions;
+    float eps;
+    PdType type;
+    int32_t num_threads;
+};
+
+// Chooses top_k experts for each row. Ties go to the lower index.
+struct PdRoute {
+    const float* logits;  // [rows, num_experts]
+    const float* bias;    // [num_experts], decides the choice alone; or null
+    int64_t* ids;         // [rows, top_k]
+    float* weights;       // [rows, top_k]
+    int64_t rows, num_experts, top_k;
+    int64_t num_groups, top_groups;  // only experts of the best groups may be chosen
+    float scale;                     // of the weights
+    int32_t sigmoid;                 // else softmax
+    int32_t normalize;               // weights are divided by their sum
+    int32_t sum_of_top_2;            // ranks a group; else its best expert does
+    int32_t num_threads;
+};
+
+// y = sum over c of weights[:, c] * down(silu(gate(x)) * up(x)) of expert ids[:, c], in order of c.
+struct PdExperts {
+    const void* x;         // [rows, width]
+    const int64_t* ids;    // [rows, top_k]; negative: not here, adds nothing
+    const float* weights;  // [rows, top_k]
+    const void* experts;   // [num_experts] of expert_bytes: packed gate_up, and down at down_at
+    void* y;               // [rows, width]
+    int64_t rows, top_k, num_experts, width, inner;
+    int64_t expert_bytes, down_at;
+    PdType type;
+    int32_t num_threads;
+};
+
 // Half a decoder layer in one call: norm, gate_up, gate, down. The results in between are not
 // given: norm.y to down.x are null.
 struct PdMlp {
@@ -107,10 +180,15 @@ struct PdAttentionBlock {
 };
 
 void pd_linear(const PdLinear* p);
+int32_t pd_take_rows(const PdTakeRows* p);
 void pd_rms_norm(const PdRmsNorm* p);
 void pd_silu_and_mul(const PdSiluAndMul* p);
 int32_t pd_rope_and_cache(const PdRopeAndCache* p);
 int32_t pd_paged_attention(const PdPagedAttention* p);
+void pd_head_linear(const PdHeadLinear* p);
+int32_t pd_rope_and_latent(const PdRopeAndLatent* p);
+void pd_route(const PdRoute* p);
+int32_t pd_experts(const PdExperts* p);
 }
 
 namespace pd {

@@ -85,6 +85,20 @@ constexpr auto tiles_of(std::integer_sequence<int, kHeights...>) {
     return Table{{nullptr, tile<T, Out, kHeights + 1>...}};
 }
 
+// One row as the kernels read it, zero padded to `stride` elements.
+template <class T>
+void widen_row(const T* from, int64_t depth, int64_t stride, typename Format<T>::Input* to) {
+    using Input = typename Format<T>::Input;
+    if constexpr (std::is_same_v<T, Input>) {
+        std::copy(from, from + depth, to);
+    } else {
+        int64_t k = 0;
+        for (; k + kLanes <= depth; k += kLanes) store(to + k, load(from + k));
+        if (k < depth) store(to + k, load(from + k, depth - k), depth - k);
+    }
+    std::fill(to + depth, to + stride, Input{});
+}
+
 // x as the kernels read it: [rows][stride], zero padded to whole steps.
 template <class T>
 std::pair<const typename Format<T>::Input*, int64_t> prepare(const T* x, int64_t rows,
@@ -96,16 +110,7 @@ std::pair<const typename Format<T>::Input*, int64_t> prepare(const T* x, int64_t
     const int64_t stride = num_steps<T>(depth) * Format<T>::kDepth;
     auto* copy = static_cast<Input*>(scratch(Scratch::kInput, rows * stride * sizeof(Input)));
     for (int64_t r = 0; r < rows; r++) {
-        Input* to = copy + r * stride;
-        const T* from = x + r * depth;
-        if constexpr (std::is_same_v<T, Input>) {
-            std::copy(from, from + depth, to);
-        } else {
-            int64_t k = 0;
-            for (; k + kLanes <= depth; k += kLanes) store(to + k, load(from + k));
-            if (k < depth) store(to + k, load(from + k, depth - k), depth - k);
-        }
-        std::fill(to + depth, to + stride, Input{});
+        widen_row(x + r * depth, depth, stride, copy + r * stride);
     }
     return {copy, stride};
 }
@@ -142,6 +147,59 @@ void multiply(const PdLinear& p, Out* y) {
     parallel_for(num_groups * num_pieces, 1, true, p.num_threads, run);
 }
 
+// Rows of x that are widened at a time, where the kernels do not read it as it lies.
+constexpr int64_t kWidenedRows = 512;
+
+template <class T>
+void multiply_heads(const PdHeadLinear& p) {
+    using Input = typename Format<T>::Input;
+    constexpr int kDepth = Format<T>::kDepth;
+    static constexpr auto kTiles = tiles_of<T, T>(std::make_integer_sequence<int, kMaxRows>{});
+    const bool as_it_lies = std::is_same_v<T, Input> && p.depth % kDepth == 0;
+    const int64_t steps = num_steps<T>(p.depth), padded = steps * kDepth;
+    const int64_t num_groups = (p.num_cols + kCols - 1) / kCols;
+    const int64_t head_size = num_groups * group_size<T>(p.depth);
+    const int64_t rows_at_once = as_it_lies ? p.rows : kWidenedRows;
+    for (int64_t first = 0; first < p.rows; first += rows_at_once) {
+        const int64_t rows = std::min(rows_at_once, p.rows - first);
+        const T* from = static_cast<const T*>(p.x) + first * p.x_stride;
+        const Input* x = nullptr;
+        int64_t x_stride = p.x_stride, x_head_stride = p.x_head_stride;
+        if constexpr (std::is_same_v<T, Input>) x = from;
+        if (!as_it_lies) {
+            x_stride = padded, x_head_stride = rows * padded;
+            auto* copy = static_cast<Input*>(
+                scratch(Scratch::kInput, p.num_heads * x_head_stride * sizeof(Input)));
+            for (int64_t h = 0; h < p.num_heads; h++) {
+                for (int64_t r = 0; r < rows; r++) {
+                    widen_row(from + r * p.x_stride + h * p.x_head_stride, p.depth, padded,
+                              copy + h * x_head_stride + r * x_stride);
+                }
+            }
+            x = copy;
+        }
+        T* y = static_cast<T*>(p.y) + first * p.y_stride;
+        const int64_t num_bands = (rows + kMaxRows - 1) / kMaxRows;
+        const auto band_start = [&](int64_t band) { return rows * band / num_bands; };
+        const auto run = [&](int64_t begin, int64_t end) {
+            for (int64_t item = begin; item < end; item++) {
+                const int64_t head = item / num_groups, group = item % num_groups;
+                const int64_t col = group * kCols;
+                const T* w = static_cast<const T*>(p.weight) + head * head_size +
+                             group * group_size<T>(p.depth);
+                const int cols = static_cast<int>(std::min<int64_t>(kCols, p.num_cols - col));
+                for (int64_t band = 0; band < num_bands; band++) {
+                    const int64_t row = band_start(band);
+                    kTiles.of_height[band_start(band + 1) - row](
+                        x + row * x_stride + head * x_head_stride, x_stride, w, steps, nullptr,
+                        y + row * p.y_stride + head * p.y_head_stride + col, p.y_stride, cols);
+                }
+            }
+        };
+        parallel_for(p.num_heads * num_groups, 1, true, p.num_threads, run);
+    }
+}
+
 // Where element (col, k) of the weight lies in the packed one.
 template <class T>
 int64_t packed_index(int64_t col, int64_t k, int64_t depth) {
@@ -154,26 +212,45 @@ template <class T>
 void pack(const PdPack& p) {
     const T* from = static_cast<const T*>(p.weight);
     T* to = static_cast<T*>(p.packed);
-    const int64_t num_groups = (p.num_cols + kCols - 1) / kCols, size = group_size<T>(p.depth);
+    const int64_t end_col = p.first_col + p.num_cols, first_group = p.first_col / kCols;
+    const int64_t num_groups = (end_col + kCols - 1) / kCols - first_group;
     parallel_for(num_groups, 1, true, p.num_threads, [&](int64_t begin, int64_t end) {
-        std::fill(to + begin * size, to + end * size, T{});
-        for (int64_t col = begin * kCols; col < std::min(end * kCols, p.num_cols); col++) {
-            for (int64_t k = 0; k < p.depth; k++) {
-                to[packed_index<T>(col, k, p.depth)] = from[col * p.depth + k];
-            }
+        const int64_t last = std::min((first_group + end) * kCols, end_col);
+        for (int64_t col = std::max((first_group + begin) * kCols, p.first_col); col < last; col++) {
+            const T* row = from + (col - p.first_col) * p.stride;
+            for (int64_t k = 0; k < p.depth; k++) to[packed_index<T>(col, k, p.depth)] = row[k];
         }
     });
 }
 
 template <class T>
+void unpack_row(const T* from, int64_t col, int64_t depth, T* to) {
+    for (int64_t k = 0; k < depth; k++) to[k] = from[packed_index<T>(col, k, depth)];
+}
+
+template <class T>
 void unpack(const PdPack& p) {
     T* to = static_cast<T*>(p.weight);
-    const T* from = static_cast<const T*>(p.packed);
-    for (int64_t col = 0; col < p.num_cols; col++) {
-        for (int64_t k = 0; k < p.depth; k++) {
-            to[col * p.depth + k] = from[packed_index<T>(col, k, p.depth)];
-        }
+    for (int64_t i = 0; i < p.num_cols; i++) {
+        unpack_row(static_cast<const T*>(p.packed), p.first_col + i, p.depth, to + i * p.stride);
     }
+}
+
+template <class T>
+void take_rows(const PdTakeRows& p) {
+    constexpr int64_t kChunk = 16;
+    T* to = static_cast<T*>(p.y);
+    const int num_threads = p.rows <= kChunk ? 1 : p.num_threads;
+    parallel_for(p.rows, kChunk, false, num_threads, [&](int64_t begin, int64_t end) {
+        for (int64_t i = begin; i < end; i++) {
+            const int64_t col = p.ids[i] - p.first_id;
+            if (col >= 0 && col < p.num_cols) {
+                unpack_row(static_cast<const T*>(p.packed), col, p.depth, to + i * p.depth);
+            } else {
+                std::fill(to + i * p.depth, to + (i + 1) * p.depth, T{});
+            }
+        }
+    });
 }
 
 }  // namespace
@@ -198,6 +275,14 @@ void pd_unpack(const PdPack* p) {
     pd::with_type(p->type, [&](auto kind) { pd::unpack<decltype(kind)>(*p); });
 }
 
+int32_t pd_take_rows(const PdTakeRows* p) {
+    for (int64_t i = 0; i < p->rows; i++) {
+        if (p->ids[i] < 0 || p->ids[i] >= p->num_ids) return kBadId;
+    }
+    pd::with_type(p->type, [&](auto kind) { pd::take_rows<decltype(kind)>(*p); });
+    return kOk;
+}
+
 void pd_linear(const PdLinear* p) {
     if (p->rows == 0) return;
     pd::with_type(p->type, [&](auto kind) {
@@ -208,5 +293,9 @@ void pd_linear(const PdLinear* p) {
             pd::multiply<T>(*p, static_cast<T*>(p->y));
         }
     });
+}
+void pd_head_linear(const PdHeadLinear* p) {
+    if (p->rows == 0) return;
+    pd::with_type(p->type, [&](auto kind) { pd::multiply_heads<decltype(kind)>(*p); });
 }
 }

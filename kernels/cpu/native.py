@@ -14,12 +14,16 @@ import struct
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, get_num_threads
 
 from pdserve.errors import InternalError
 from pdserve.kernels.cpu import build
+
+if TYPE_CHECKING:
+    from pdserve.kernels.moe import RoutingRule
 
 _log = logging.getLogger(__name__)
 
@@ -28,6 +32,7 @@ _STATUS = {
     1: "a position is outside the rotary table",
     2: "a slot is outside the cache",
     3: "a block, length, head_dim or block_size is out of range",
+    4: "an id is outside the table",
 }
 _ALIGNMENT = 64
 _CHUNK_BYTES = 64 << 20
@@ -60,14 +65,19 @@ def _loaded() -> tuple[NativeKernels | None, str | None]:
 # The structs of kernels.h: P pointer, q int64, i int32, f float, in C's alignment. Packed bytes go
 # to C as one pointer.
 _LINEAR = struct.Struct("@4P3q3i").pack
-_PACK = struct.Struct("@2P2q2i").pack
+_PACK = struct.Struct("@2P4q2i").pack
+_TAKE_ROWS = struct.Struct("@3P5q2i").pack
 _RMS_NORM = struct.Struct("@4P2qf2i").pack
 _SILU_AND_MUL = struct.Struct("@2P2q2i").pack
 _ROPE_AND_CACHE = struct.Struct("@8P9qf2i").pack
-_PAGED_ATTENTION = struct.Struct("@6P10qf2i").pack
+_PAGED_ATTENTION = struct.Struct("@6P12qf2i").pack
+_HEAD_LINEAR = struct.Struct("@3P8q2i").pack
+_ROPE_AND_LATENT = struct.Struct("@8P9qf2i").pack
+_ROUTE = struct.Struct("@4P5qf4i").pack
+_EXPERTS = struct.Struct("@5P7q2i").pack
 # Structs of structs; 0P pads the end.
 _MLP = struct.Struct("@4P2qf2i4P3q3i2P2q2i4P3q3i0P").pack
-_ATTENTION_BLOCK = struct.Struct("@4P2qf2i4P3q3i8P9qf2i6P10qf2i4P3q3i0P").pack
+_ATTENTION_BLOCK = struct.Struct("@4P2qf2i4P3q3i8P9qf2i6P12qf2i4P3q3i0P").pack
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,29 +113,102 @@ class NativeKernels:
         self._linear = library.pd_linear
         self._pack = library.pd_pack
         self._unpack = library.pd_unpack
+        self._take_rows = library.pd_take_rows
         self._rms_norm = library.pd_rms_norm
         self._silu_and_mul = library.pd_silu_and_mul
         self._rope_and_cache = library.pd_rope_and_cache
         self._paged_attention = library.pd_paged_attention
         self._mlp = library.pd_mlp
         self._attention_block = library.pd_attention_block
+        self._head_linear = library.pd_head_linear
+        self._rope_and_latent = library.pd_rope_and_latent
+        self._route = library.pd_route
+        self._experts = library.pd_experts
+
+    def packed_memory(self, num_cols: int, depth: int, dtype: torch.dtype) -> Tensor:
+        """Return a packed weight ``[num_cols, depth]`` of zeros, an opaque tensor of bytes."""
+        return _arena.take(self._packed_bytes(num_cols, depth, _TYPES[dtype]))
 
     def pack(self, weight: Tensor) -> Tensor:
         """Return ``weight`` ``[N, K]`` in the kernels' layout, an opaque tensor of bytes."""
-        num_cols, depth = weight.shape
-        kind = _TYPES[weight.dtype]
-        source = weight.contiguous()
-        packed = _arena.take(self._packed_bytes(num_cols, depth, kind))
-        self._pack(
-            _PACK(source.data_ptr(), packed.data_ptr(), num_cols, depth, kind, get_num_threads())
-        )
+        rows, depth = weight.shape
+        packed = self.packed_memory(rows, depth, weight.dtype)
+        self.pack_rows(weight, packed)
         return packed
+
+    def pack_rows(self, weight: Tensor, packed: Tensor, first: int = 0) -> None:
+        """Write ``weight`` ``[N, K]`` to rows ``first`` to ``first + N`` of a packed weight.
+
+        Args:
+            weight: Its rows may be apart, as those of a slice of columns are.
+            packed: From `packed_memory`, with ``K`` columns and at least as many rows; its other
+                rows are left as they are.
+        """
+        rows, depth = weight.shape
+        source = weight if weight.stride(1) == 1 else weight.contiguous()
+        self._pack(
+            _PACK(
+                source.data_ptr(),
+                packed.data_ptr(),
+                source.stride(0),
+                rows,
+                depth,
+                first,
+                _TYPES[weight.dtype],
+                get_num_threads(),
+            )
+        )
 
     def unpack(self, packed: Tensor, num_cols: int, depth: int, dtype: torch.dtype) -> Tensor:
         """Return the weight that `pack` was given."""
         weight = torch.empty(num_cols, depth, dtype=dtype)
-        self._unpack(_PACK(weight.data_ptr(), packed.data_ptr(), num_cols, depth, _TYPES[dtype], 1))
+        self._unpack(
+            _PACK(weight.data_ptr(), packed.data_ptr(), depth, num_cols, depth, 0, _TYPES[dtype], 1)
+        )
         return weight
+
+    def take_rows(
+        self,
+        ids: Tensor,
+        packed: Tensor,
+        out: Tensor,
+        *,
+        num_cols: int,
+        first_id: int,
+        num_ids: int,
+    ) -> None:
+        """Write row ``ids[i] - first_id`` of a packed weight to ``out[i]``.
+
+        Args:
+            ids: ``[T]`` int64.
+            packed: The weight ``[num_cols, K]`` of the dtype of ``out``.
+            out: ``[T, K]``, contiguous; zeros where the weight has no such row.
+            num_cols: Rows of the weight.
+            first_id: Id of its first.
+            num_ids: Ids that there are, here or elsewhere.
+
+        Raises:
+            InternalError: An id is not below ``num_ids``.
+        """
+        rows, depth = out.shape
+        if ids.dtype != torch.int64 or not ids.is_contiguous():
+            raise TypeError(f"want contiguous int64, got {ids.dtype} {ids.stride()}")
+        status = self._take_rows(
+            _TAKE_ROWS(
+                ids.data_ptr(),
+                packed.data_ptr(),
+                out.data_ptr(),
+                rows,
+                num_cols,
+                depth,
+                first_id,
+                num_ids,
+                _same_type(out),
+                get_num_threads(),
+            )
+        )
+        if status:
+            raise InternalError(f"take_rows: {_STATUS[status]}")
 
     def multiply(self, x: Tensor, packed: Tensor, bias: Tensor | None, out: Tensor) -> None:
         """Write ``x @ weight.T + bias`` to ``out``.
@@ -299,6 +382,8 @@ class NativeKernels:
                 rows,
                 num_heads,
                 0 if window is None else window,
+                head_dim,
+                num_kv_heads * block_size * head_dim,
                 scale,
                 kind,
                 get_num_threads(),
@@ -306,6 +391,238 @@ class NativeKernels:
         )
         if status:
             raise InternalError(f"paged_attention: {_STATUS[status]}")
+        return out
+
+    def latent_attention(
+        self,
+        q: Tensor,
+        kv_layer: Tensor,
+        block_tables: Tensor,
+        query_start: Tensor,
+        context_lens: Tensor,
+        scale: float,
+        latent_dim: int,
+    ) -> Tensor:
+        """See ``reference.mla.latent_attention``."""
+        num_blocks, _, _, block_size, head_dim = kv_layer.shape
+        rows, num_heads, _ = q.shape
+        num_requests, max_blocks = block_tables.shape
+        kind = _same_type(q)
+        _check_requests(kv_layer, q.dtype, block_tables, query_start, context_lens)
+        out = q.new_empty((rows, num_heads, latent_dim))
+        status = self._paged_attention(
+            _PAGED_ATTENTION(
+                q.data_ptr(),
+                kv_layer.data_ptr(),
+                block_tables.data_ptr(),
+                query_start.data_ptr(),
+                context_lens.data_ptr(),
+                out.data_ptr(),
+                kv_layer.stride(0),
+                num_blocks,
+                1,
+                block_size,
+                head_dim,
+                num_requests,
+                max_blocks,
+                rows,
+                num_heads,
+                0,
+                latent_dim,
+                0,
+                scale,
+                kind,
+                get_num_threads(),
+            )
+        )
+        if status:
+            raise InternalError(f"latent_attention: {_STATUS[status]}")
+        return out
+
+    def rope_and_latent(
+        self,
+        q: Tensor,
+        queries: Tensor,
+        latent: Tensor,
+        positions: Tensor,
+        cos_sin: Tensor,
+        kv_layer: Tensor,
+        slot_mapping: Tensor,
+        norm: Tensor,
+        eps: float,
+    ) -> Tensor:
+        """See ``reference.mla.rope_and_latent``."""
+        num_blocks, _, _, block_size, width = kv_layer.shape
+        rows, num_heads, head_dim = q.shape
+        kind = _same_type(q, queries, latent, norm)
+        _check_places(kv_layer, q.dtype, positions, slot_mapping)
+        num_positions, rotary_dim = cos_sin.shape
+        status = self._rope_and_latent(
+            _ROPE_AND_LATENT(
+                q.data_ptr(),
+                queries.data_ptr(),
+                latent.data_ptr(),
+                positions.data_ptr(),
+                cos_sin.data_ptr(),
+                kv_layer.data_ptr(),
+                slot_mapping.data_ptr(),
+                norm.data_ptr(),
+                kv_layer.stride(0),
+                num_blocks,
+                block_size,
+                width - rotary_dim,
+                rotary_dim,
+                rows,
+                num_heads,
+                head_dim,
+                num_positions,
+                eps,
+                kind,
+                get_num_threads(),
+            )
+        )
+        if status:
+            raise InternalError(f"rope_and_latent: {_STATUS[status]}")
+        return queries
+
+    def head_linear(self, x: Tensor, weight: Tensor) -> Tensor:
+        """See ``reference.mla.head_linear``; packs the weight for this one product."""
+        num_heads, num_cols, depth = weight.shape
+        packed = self.packed_heads(num_heads, num_cols, depth, weight.dtype)
+        for head in range(num_heads):
+            self.pack_rows(weight[head], packed[head])
+        out = x.new_empty((len(x), num_heads, num_cols))
+        self.multiply_heads(x, packed, out)
+        return out
+
+    def packed_heads(self, num_heads: int, num_cols: int, depth: int, dtype: torch.dtype) -> Tensor:
+        """Return packed weights ``[num_cols, depth]`` of zeros, one per head: ``[H, bytes]``."""
+        each = self._packed_bytes(num_cols, depth, _TYPES[dtype])
+        return _arena.take(num_heads * each).view(num_heads, each)
+
+    def multiply_heads(self, x: Tensor, packed: Tensor, out: Tensor) -> None:
+        """Write ``x[:, h] @ weight[h].T`` to ``out[:, h]``.
+
+        Args:
+            x: ``[M, H, K]``, rows of the last dim contiguous.
+            packed: The weights ``[H, N, K]`` of the dtype of ``x``, in `packed_heads`.
+            out: ``[M, H, N]``, of that dtype too, rows of the last dim contiguous.
+        """
+        rows, num_heads, depth = x.shape
+        if x.stride(2) != 1 or out.stride(2) != 1 or x.dtype != out.dtype:
+            raise TypeError(f"got {x.dtype} {x.stride()} for {out.dtype} {out.stride()}")
+        self._head_linear(
+            _HEAD_LINEAR(
+                x.data_ptr(),
+                packed.data_ptr(),
+                out.data_ptr(),
+                rows,
+                num_heads,
+                out.shape[2],
+                depth,
+                x.stride(0),
+                x.stride(1),
+                out.stride(0),
+                out.stride(1),
+                _TYPES[x.dtype],
+                get_num_threads(),
+            )
+        )
+
+    def route(
+        self, logits: Tensor, bias: Tensor | None, rule: RoutingRule
+    ) -> tuple[Tensor, Tensor]:
+        """See ``reference.moe.route``."""
+        rows, num_experts = logits.shape
+        for given in (logits,) if bias is None else (logits, bias):
+            if given.dtype != torch.float32 or not given.is_contiguous():
+                raise TypeError(f"want contiguous fp32, got {given.dtype} {given.stride()}")
+        ids = torch.empty((rows, rule.top_k), dtype=torch.int64)
+        weights = torch.empty((rows, rule.top_k), dtype=torch.float32)
+        self._route(
+            _ROUTE(
+                logits.data_ptr(),
+                0 if bias is None else bias.data_ptr(),
+                ids.data_ptr(),
+                weights.data_ptr(),
+                rows,
+                num_experts,
+                rule.top_k,
+                rule.num_groups,
+                rule.top_k_groups,
+                rule.scale,
+                rule.sigmoid,
+                rule.normalize,
+                rule.rank_groups_by_two,
+                get_num_threads(),
+            )
+        )
+        return ids, weights
+
+    def experts(
+        self, x: Tensor, ids: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor
+    ) -> Tensor:
+        """See ``reference.moe.experts``; packs the weights for this one call."""
+        num_experts, width, inner = down.shape
+        packed = self.packed_experts(num_experts, width, inner, x.dtype)
+        for expert in range(num_experts):
+            self.pack_rows(gate_up[expert], packed[expert])
+            self.pack_rows(down[expert], packed[expert, self.down_at(width, inner, x.dtype) :])
+        return self.run_experts(x, ids, weights, packed, inner)
+
+    def packed_experts(
+        self, num_experts: int, width: int, inner: int, dtype: torch.dtype
+    ) -> Tensor:
+        """Return experts of zeros, ``[num_experts, bytes]``.
+
+        Of each, ``gate_up`` ``[2 * inner, width]`` is packed at the start, and ``down`` ``[width,
+        inner]`` at `down_at`.
+        """
+        down_bytes = self._packed_bytes(width, inner, _TYPES[dtype])
+        each = _aligned(self.down_at(width, inner, dtype) + down_bytes)
+        return _arena.take(num_experts * each).view(num_experts, each)
+
+    def down_at(self, width: int, inner: int, dtype: torch.dtype) -> int:
+        """Where ``down`` begins within a packed expert, in bytes."""
+        return _aligned(self._packed_bytes(2 * inner, width, _TYPES[dtype]))
+
+    def run_experts(
+        self, x: Tensor, ids: Tensor, weights: Tensor, packed: Tensor, inner: int
+    ) -> Tensor:
+        """See ``reference.moe.experts``.
+
+        Args:
+            packed: From `packed_experts`.
+            inner: Intermediate size of an expert.
+        """
+        rows, width = x.shape
+        kind = _same_type(x)
+        if ids.dtype != torch.int64 or weights.dtype != torch.float32:
+            raise TypeError(f"want int64 and fp32, got {ids.dtype} and {weights.dtype}")
+        if not (ids.is_contiguous() and weights.is_contiguous()):
+            raise TypeError(f"want contiguous, got {ids.stride()} and {weights.stride()}")
+        out = torch.empty_like(x)
+        num_experts, expert_bytes = packed.shape
+        status = self._experts(
+            _EXPERTS(
+                x.data_ptr(),
+                ids.data_ptr(),
+                weights.data_ptr(),
+                packed.data_ptr(),
+                out.data_ptr(),
+                rows,
+                ids.shape[1],
+                num_experts,
+                width,
+                inner,
+                expert_bytes,
+                self.down_at(width, inner, x.dtype),
+                kind,
+                get_num_threads(),
+            )
+        )
+        if status:
+            raise InternalError(f"experts: {_STATUS[status]}")
         return out
 
     def mlp(
@@ -467,6 +784,8 @@ class NativeKernels:
                 rows,
                 num_heads,
                 0 if window is None else window,
+                head_dim,
+                num_kv_heads * block_size * head_dim,
                 scale,
                 kind,
                 threads,
@@ -535,6 +854,10 @@ def _check_requests(
         )
 
 
+def _aligned(num_bytes: int) -> int:
+    return -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
+
+
 class _Arena:
     """Hands out bytes from large mappings in huge pages, never taking them back one by one.
 
@@ -547,10 +870,13 @@ class _Arena:
         self._chunk = torch.empty(0, dtype=torch.uint8)
 
     def take(self, num_bytes: int) -> Tensor:
-        """Return ``num_bytes`` bytes, 64-byte aligned."""
-        rounded = -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
+        """Return ``num_bytes`` zero bytes, 64-byte aligned."""
+        rounded = _aligned(num_bytes)
         if rounded > len(self._chunk):
-            mapping = mmap.mmap(-1, max(rounded, _CHUNK_BYTES))
+            # Private: shared memory has huge pages only where the machine was told so.
+            mapping = mmap.mmap(
+                -1, max(rounded, _CHUNK_BYTES), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+            )
             if hasattr(mmap, "MADV_HUGEPAGE"):
                 mapping.madvise(mmap.MADV_HUGEPAGE)
             self._chunk = torch.frombuffer(mapping, dtype=torch.uint8)

@@ -125,6 +125,41 @@ void rope_and_cache(const PdRopeAndCache& p, int64_t begin, int64_t end) {
     }
 }
 
+template <class T>
+void rope_and_latent(const PdRopeAndLatent& p, int64_t begin, int64_t end) {
+    const int64_t half = p.rotary_dim / 2, wide = p.latent_dim + p.rotary_dim;
+    auto* cos = static_cast<float*>(
+        scratch(Scratch::kTile, p.rotary_dim * static_cast<int64_t>(sizeof(float))));
+    float* sin = cos + half;
+    for (int64_t row = begin; row < end; row++) {
+        const float* table = p.cos_sin + p.positions[row] * p.rotary_dim;
+        for_lanes(p.rotary_dim, [&](int64_t i, int count) {
+            store_some(cos + i, rounded_to<T>(load_some(table + i, count)), count);
+        });
+        const T* q = static_cast<const T*>(p.q) + (row * p.num_heads + 1) * p.head_dim;
+        T* to = static_cast<T*>(p.queries) + row * p.num_heads * wide + p.latent_dim;
+        for (int64_t head = 0; head < p.num_heads; head++, q += p.head_dim, to += wide) {
+            rotate_head(q - p.rotary_dim, to, cos, sin, half, p.rotary_dim);
+        }
+        if (p.slots[row] < 0) continue;
+        const T* latent = static_cast<const T*>(p.latent) + row * wide;
+        T* key = static_cast<T*>(p.kv) + p.slots[row] / p.block_size * p.block_stride +
+                 p.slots[row] % p.block_size * wide;
+        norm_row<T>(latent, nullptr, static_cast<const T*>(p.norm), key, p.latent_dim, p.eps);
+        rotate_head(latent + p.latent_dim, key + p.latent_dim, cos, sin, half, p.rotary_dim);
+    }
+}
+
+// Whether each position is in the table and each slot in the cache.
+PdStatus places_status(const int64_t* positions, const int64_t* slots, int64_t rows,
+                       int64_t num_positions, int64_t num_slots) {
+    for (int64_t row = 0; row < rows; row++) {
+        if (positions[row] < 0 || positions[row] >= num_positions) return kBadPosition;
+        if (slots[row] >= num_slots) return kBadSlot;
+    }
+    return kOk;
+}
+
 }  // namespace
 }  // namespace pd
 
@@ -157,14 +192,25 @@ void pd_silu_and_mul(const PdSiluAndMul* p) {
 }
 
 int32_t pd_rope_and_cache(const PdRopeAndCache* p) {
-    for (int64_t row = 0; row < p->rows; row++) {
-        if (p->positions[row] < 0 || p->positions[row] >= p->num_positions) return kBadPosition;
-        if (p->slots[row] >= p->num_blocks * p->block_size) return kBadSlot;
-    }
+    const PdStatus status = pd::places_status(p->positions, p->slots, p->rows, p->num_positions,
+                                              p->num_blocks * p->block_size);
+    if (status != kOk) return status;
     const int64_t width = (p->num_heads + 2 * p->num_kv_heads) * p->head_dim;
     pd::with_type(p->type, [&](auto kind) {
         pd::for_rows(p->rows, width, p->num_threads, [&](int64_t begin, int64_t end) {
             pd::rope_and_cache<decltype(kind)>(*p, begin, end);
+        });
+    });
+    return kOk;
+}
+int32_t pd_rope_and_latent(const PdRopeAndLatent* p) {
+    const PdStatus status = pd::places_status(p->positions, p->slots, p->rows, p->num_positions,
+                                              p->num_blocks * p->block_size);
+    if (status != kOk) return status;
+    const int64_t width = p->num_heads * p->rotary_dim + p->latent_dim;
+    pd::with_type(p->type, [&](auto kind) {
+        pd::for_rows(p->rows, width, p->num_threads, [&](int64_t begin, int64_t end) {
+            pd::rope_and_latent<decltype(kind)>(*p, begin, end);
         });
     });
     return kOk;

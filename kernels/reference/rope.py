@@ -47,7 +47,7 @@ def rope_and_cache(
     if k_norm is not None:
         k = rms_norm(k, k_norm, eps)
     cos, sin = cos_sin[positions].to(qkv.dtype).unsqueeze(1).chunk(2, dim=-1)
-    q, k = _rotate(q, cos, sin), _rotate(k, cos, sin)
+    q, k = rotate(q, cos, sin), rotate(k, cos, sin)
 
     stored = slot_mapping >= 0
     slots = slot_mapping[stored]
@@ -57,7 +57,17 @@ def rope_and_cache(
     return q
 
 
-def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotate the first elements of each head, in the rotate-half form.
+
+    Args:
+        x: ``[..., Dh]``.
+        cos: ``[..., rotary_dim / 2]``, same dtype.
+        sin: Likewise.
+
+    Returns:
+        ``[..., Dh]``, same dtype.
+    """
     half = cos.shape[-1]
     low, high, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
     return torch.cat((low * cos - high * sin, high * cos + low * sin, rest), dim=-1)

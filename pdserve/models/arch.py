@@ -56,6 +56,76 @@ class RopeArch(msgspec.Struct, frozen=True, kw_only=True):
     truncate: bool = True
 
 
+class Scoring(enum.Enum):
+    """How a router's logits become scores."""
+
+    SOFTMAX = "softmax"
+    SIGMOID = "sigmoid"
+
+
+class GroupScore(enum.Enum):
+    """What a group of experts is ranked by."""
+
+    MAX = "max"
+    SUM_OF_TOP_2 = "sum_of_top_2"
+
+
+class MoeArch(msgspec.Struct, frozen=True, kw_only=True):
+    """The mixture-of-experts layers of a model.
+
+    Attributes:
+        layers: Per layer, whether it is one; the others have a dense MLP.
+        top_k: Experts per token.
+        intermediate_size: Of one expert.
+        shared_intermediate_size: Of the shared experts together; 0 = there are none.
+        scoring: How logits become scores.
+        normalize_weights: The chosen scores are divided by their sum.
+        routed_scaling_factor: On the weights, after that.
+        num_groups, top_k_groups: Only the experts of the best groups may be chosen
+            (DeepSeek-V2, section 2.2.2); 1 and 1 = no groups.
+        group_score: What a group is ranked by.
+        has_correction_bias: A bias per expert decides who is chosen, not with which weight
+            (DeepSeek-V3, section 2.1.2).
+    """
+
+    layers: tuple[bool, ...]
+    num_experts: int
+    top_k: int
+    intermediate_size: int
+    shared_intermediate_size: int = 0
+    scoring: Scoring = Scoring.SOFTMAX
+    normalize_weights: bool = True
+    routed_scaling_factor: float = 1.0
+    num_groups: int = 1
+    top_k_groups: int = 1
+    group_score: GroupScore = GroupScore.MAX
+    has_correction_bias: bool = False
+
+
+class MlaArch(msgspec.Struct, frozen=True, kw_only=True):
+    """Multi-head latent attention (DeepSeek-V2, section 2.1): what is cached is one latent.
+
+    Attributes:
+        q_lora_rank: Of the compressed query; None = the query is not compressed.
+        kv_lora_rank: Of the latent that keys and values are made from.
+        qk_nope_head_dim, qk_rope_head_dim: Parts of a query and key head.
+        v_head_dim: Of a value head.
+        interleaved_rope: Whether rotated dimensions are paired as neighbours.
+        softmax_scale: Factor on the scores, with what yarn adds to it.
+        lora_norm_eps: Of the norms of the compressed query and of the latent; a constant of the
+            family, whatever `rms_norm_eps` is.
+    """
+
+    q_lora_rank: int | None
+    kv_lora_rank: int
+    qk_nope_head_dim: int
+    qk_rope_head_dim: int
+    v_head_dim: int
+    softmax_scale: float
+    interleaved_rope: bool = True
+    lora_norm_eps: float = 1e-6
+
+
 class ModelArch(msgspec.Struct, frozen=True, kw_only=True):
     """The shape of a decoder-only transformer, whole (before any slicing over ranks).
 
@@ -71,6 +141,11 @@ class ModelArch(msgspec.Struct, frozen=True, kw_only=True):
         eos_token_ids, bos_token_id: As in `config.json`; generation_config.json may say more.
         dtype: The checkpoint's, as torch names it, or None if the config is silent.
         initializer_range: Standard deviation of dummy weights.
+        moe: Its mixture-of-experts layers, if it has any.
+        mla: Its latent attention; then `num_kv_heads` is 1 and `head_dim` is what is cached
+            of a token (`kv_lora_rank + qk_rope_head_dim`).
+        num_extra_layers: Layers that checkpoints may have after these, which predict further
+            tokens (DeepSeek-V3, section 2.2); they are not run.
     """
 
     architecture: str
@@ -94,6 +169,9 @@ class ModelArch(msgspec.Struct, frozen=True, kw_only=True):
     bos_token_id: int | None
     dtype: str | None
     initializer_range: float
+    moe: MoeArch | None = None
+    mla: MlaArch | None = None
+    num_extra_layers: int = 0
 
     @property
     def max_context_len(self) -> int:
@@ -236,10 +314,13 @@ def _decoder(
     windows: tuple[int | None, ...],
     default_kv_heads: int,
     default_head_dim: int | None = None,
+    default_eps: float = 1e-6,
+    default_theta: float = 10_000.0,
     qk_norm: bool = False,
     qkv_bias: bool = False,
     o_bias: bool = False,
     mlp_bias: bool = False,
+    moe: MoeArch | None = None,
 ) -> ModelArch:
     """What all families share."""
     for name in ("quantization_config", "compression_config"):
@@ -270,9 +351,9 @@ def _decoder(
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
-        rms_norm_eps=fields.number("rms_norm_eps", 1e-6),
+        rms_norm_eps=fields.number("rms_norm_eps", default_eps),
         tie_embeddings=fields.flag("tie_word_embeddings", default=False),
-        rope=_rope(fields, max_positions),
+        rope=_rope(fields, max_positions, default_theta),
         qk_norm=qk_norm,
         qkv_bias=qkv_bias,
         o_bias=o_bias,
@@ -283,6 +364,7 @@ def _decoder(
         bos_token_id=next(iter(_token_ids(fields, "bos_token_id")), None),
         dtype=None if dtype is None else str(dtype).removeprefix("torch."),
         initializer_range=fields.number("initializer_range", 0.02),
+        moe=moe,
     )
 
 
@@ -312,10 +394,14 @@ _ROPE_FIELDS = {
 }
 
 
-def _rope(fields: _Fields, max_positions: int) -> RopeArch:
+def _rope_section(fields: _Fields) -> _Fields | None:
+    return fields.section("rope_parameters") or fields.section("rope_scaling")
+
+
+def _rope(fields: _Fields, max_positions: int, default_theta: float) -> RopeArch:
     """Read `rope_parameters` (transformers 5) or `rope_theta` and `rope_scaling` (4)."""
-    scaling = fields.section("rope_parameters") or fields.section("rope_scaling")
-    theta = fields.number("rope_theta", 10_000.0)
+    scaling = _rope_section(fields)
+    theta = fields.number("rope_theta", default_theta)
     if scaling is None:
         return RopeArch(theta=theta)
     for name in scaling.names() - _ROPE_FIELDS:
@@ -411,6 +497,188 @@ def _qwen3(fields: _Fields) -> ModelArch:
     )
 
 
+def _mixtral(fields: _Fields) -> ModelArch:
+    num_layers = fields.count("num_hidden_layers")
+    window = None if fields.get("sliding_window") is None else fields.count("sliding_window")
+    return _decoder(
+        fields,
+        windows=(window,) * num_layers,
+        default_kv_heads=8,
+        default_eps=1e-5,
+        default_theta=1e6,
+        moe=_moe(
+            fields,
+            (True,) * num_layers,
+            num_experts=fields.count("num_local_experts", 8),
+            top_k=fields.count("num_experts_per_tok", 2),
+            intermediate_size=fields.count("intermediate_size"),
+            normalize_weights=True,
+        ),
+    )
+
+
+def _qwen3_moe(fields: _Fields) -> ModelArch:
+    bias = fields.flag("attention_bias", default=False)
+    num_layers = fields.count("num_hidden_layers")
+    slides = fields.flag("use_sliding_window", default=False)
+    step = fields.count("decoder_sparse_step", 1)
+    dense = fields.get("mlp_only_layers") or []
+    if not isinstance(dense, list) or not all(isinstance(layer, int) for layer in dense):
+        raise fields.error("mlp_only_layers", dense, "a list of layers is needed")
+    # transformers 5 writes the second of these names.
+    name = "num_experts" if "num_experts" in fields else "num_local_experts"
+    return _decoder(
+        fields,
+        windows=(_window(fields) if slides else None,) * num_layers,
+        default_kv_heads=4,
+        qk_norm=True,
+        qkv_bias=bias,
+        o_bias=bias,
+        moe=_moe(
+            fields,
+            tuple(layer not in dense and (layer + 1) % step == 0 for layer in range(num_layers)),
+            num_experts=fields.count(name, 128),
+            top_k=fields.count("num_experts_per_tok", 8),
+            intermediate_size=fields.count("moe_intermediate_size", 768),
+            normalize_weights=fields.flag("norm_topk_prob", default=False),
+        ),
+    )
+
+
+def _deepseek_v2(fields: _Fields) -> ModelArch:
+    fields.only("scoring_func", "softmax")
+    fields.only("topk_method", "greedy", "group_limited_greedy")
+    # transformers does not normalise here, the model's own code does.
+    fields.only("norm_topk_prob", False)
+    fields.only("mlp_bias", False)
+    grouped = fields.get("topk_method") == "group_limited_greedy"
+    moe = _deepseek_moe(
+        fields,
+        num_experts=64,
+        num_shared=2,
+        first_dense=0,
+        top_k=fields.count("num_experts_per_tok"),
+        intermediate_size=1407,
+        scoring=Scoring.SOFTMAX,
+        normalize_weights=False,
+        routed_scaling_factor=fields.number("routed_scaling_factor", 1.0),
+        num_groups=fields.count("n_group") if grouped else 1,
+        top_k_groups=fields.count("topk_group") if grouped else 1,
+        group_score=GroupScore.MAX,
+    )
+    return _latent(fields, moe, interleaved_rope=True)
+
+
+def _deepseek_v3(fields: _Fields) -> ModelArch:
+    fields.only("scoring_func", "sigmoid")
+    fields.only("topk_method", "noaux_tc")
+    moe = _deepseek_moe(
+        fields,
+        num_experts=256,
+        num_shared=1,
+        first_dense=3,
+        top_k=fields.count("num_experts_per_tok", 8),
+        intermediate_size=2048,
+        scoring=Scoring.SIGMOID,
+        normalize_weights=fields.flag("norm_topk_prob", default=True),
+        routed_scaling_factor=fields.number("routed_scaling_factor", 2.5),
+        num_groups=fields.count("n_group", 8),
+        top_k_groups=fields.count("topk_group", 4),
+        group_score=GroupScore.SUM_OF_TOP_2,
+        has_correction_bias=True,
+    )
+    return _latent(fields, moe, interleaved_rope=fields.flag("rope_interleave", default=True))
+
+
+def _deepseek_moe(
+    fields: _Fields,
+    *,
+    num_experts: int,
+    num_shared: int,
+    first_dense: int,
+    intermediate_size: int,
+    **rule: Any,
+) -> MoeArch | None:
+    """Read what both families name alike; the numbers are defaults."""
+    num_layers = fields.count("num_hidden_layers")
+    first = int(fields.number("first_k_dense_replace", first_dense))
+    frequency = fields.count("moe_layer_freq", 1)
+    inner = fields.count("moe_intermediate_size", intermediate_size)
+    is_null = "n_shared_experts" in fields and fields.get("n_shared_experts") is None
+    shared = 0 if is_null else int(fields.number("n_shared_experts", num_shared))
+    return _moe(
+        fields,
+        tuple(layer >= first and layer % frequency == 0 for layer in range(num_layers)),
+        num_experts=fields.count("n_routed_experts", num_experts),
+        intermediate_size=inner,
+        shared_intermediate_size=shared * inner,
+        **rule,
+    )
+
+
+def _moe(fields: _Fields, layers: tuple[bool, ...], **rule: Any) -> MoeArch | None:
+    """Check that a choice is possible. None if no layer has experts."""
+    if not any(layers):
+        return None
+    moe = MoeArch(layers=layers, **rule)
+    if moe.num_experts % moe.num_groups:
+        raise fields.error("n_group", moe.num_groups, f"it must divide {moe.num_experts} experts")
+    size = moe.num_experts // moe.num_groups
+    if moe.top_k_groups > moe.num_groups:
+        raise fields.error("topk_group", moe.top_k_groups, f"n_group is only {moe.num_groups}")
+    if moe.num_groups > 1 and moe.group_score is GroupScore.SUM_OF_TOP_2 and size < 2:
+        raise fields.error("n_group", moe.num_groups, "groups of at least two experts are needed")
+    if moe.top_k > moe.top_k_groups * size:
+        raise fields.error(
+            "num_experts_per_tok",
+            moe.top_k,
+            f"only {moe.top_k_groups * size} experts can be chosen from",
+        )
+    return moe
+
+
+def _latent(fields: _Fields, moe: MoeArch | None, *, interleaved_rope: bool) -> ModelArch:
+    """Read a decoder with multi-head latent attention."""
+    num_heads = fields.count("num_attention_heads")
+    fields.only("num_key_value_heads", num_heads)
+    fields.only("sliding_window")
+    bias = fields.flag("attention_bias", default=False)
+    nope = fields.count("qk_nope_head_dim", 128)
+    rotary = fields.count("qk_rope_head_dim", 64)
+    if rotary % 2:
+        raise fields.error("qk_rope_head_dim", rotary, "rotary embedding needs an even number")
+    latent = fields.count("kv_lora_rank", 512)
+    is_null = "q_lora_rank" in fields and fields.get("q_lora_rank") is None
+    arch = _decoder(
+        fields,
+        windows=_no_windows(fields),
+        default_kv_heads=num_heads,
+        qkv_bias=bias,
+        o_bias=bias,
+        moe=moe,
+    )
+    section = _rope_section(fields)
+    all_dim = None if section is None else section.get("mscale_all_dim")
+    stretch = 1.0
+    if all_dim and arch.rope.kind is not RopeKind.DEFAULT:
+        stretch = _mscale(arch.rope.factor, all_dim)
+    return msgspec.structs.replace(
+        arch,
+        num_kv_heads=1,
+        num_extra_layers=int(fields.number("num_nextn_predict_layers", 0)),
+        head_dim=latent + rotary,
+        mla=MlaArch(
+            q_lora_rank=None if is_null else fields.count("q_lora_rank", 1536),
+            kv_lora_rank=latent,
+            qk_nope_head_dim=nope,
+            qk_rope_head_dim=rotary,
+            v_head_dim=fields.count("v_head_dim", 128),
+            softmax_scale=(nope + rotary) ** -0.5 * stretch * stretch,
+            interleaved_rope=interleaved_rope,
+        ),
+    )
+
+
 def _no_windows(fields: _Fields) -> tuple[int | None, ...]:
     return (None,) * fields.count("num_hidden_layers")
 
@@ -451,6 +719,10 @@ _FAMILIES: dict[str, Callable[[_Fields], ModelArch]] = {
     "MistralForCausalLM": _mistral,
     "Qwen2ForCausalLM": _qwen2,
     "Qwen3ForCausalLM": _qwen3,
+    "MixtralForCausalLM": _mixtral,
+    "Qwen3MoeForCausalLM": _qwen3_moe,
+    "DeepseekV2ForCausalLM": _deepseek_v2,
+    "DeepseekV3ForCausalLM": _deepseek_v3,
 }
 
 KNOWN = tuple(sorted(_FAMILIES))

@@ -1,19 +1,26 @@
-"""The decoder that Llama and its relatives share: a stack of attention and gated MLP.
+"""The decoder that Llama and its relatives share: layers of attention and a feed-forward half.
 
-Written as for one device; a layer's own loading is where a slice of a weight would be
-taken. Knows rows of tokens and slots of KV, no requests and no sampling.
+Written as for one device: each layer's own loading takes this rank's slices, and each half
+layer ends in one sum. A pipeline stage has a run of the layers; the first embeds, the last
+norms and has the head. Knows rows of tokens and slots of KV, no requests and no sampling.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Protocol
+
+import torch
 
 from pdserve.models.layers.attention import Attention
 from pdserve.models.layers.embedding import Embedding
+from pdserve.models.layers.mla import LatentAttention
 from pdserve.models.layers.mlp import GatedMLP
+from pdserve.models.layers.moe import MoE
 from pdserve.models.layers.norm import RMSNorm
+from pdserve.models.layers.parameter import Placement
 from pdserve.models.layers.rope import cos_sin_table
+from pdserve.parallel.dispatch import SlicedExperts
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -21,7 +28,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from pdserve.models.arch import ModelArch
-    from pdserve.models.layers.parameter import Placement
     from pdserve.models.weights import Slot
 
 
@@ -58,12 +64,47 @@ class LayerHooks(Protocol):
         ...
 
 
+class AttentionHalf(Protocol):
+    """The first half of a layer: norm, attention, projection."""
+
+    def slots(self, prefix: str) -> Iterator[tuple[str, Slot]]:
+        """Yield how each parameter is loaded; `prefix` is the layer's."""
+        ...
+
+    def __call__(
+        self, x: Tensor | None, residual: Tensor, step: StepInputs, kv_layer: Tensor
+    ) -> Tensor:
+        """Add `x` to `residual`, and return what is to be added next."""
+        ...
+
+
+class FeedForwardHalf(Protocol):
+    """The second half of a layer: norm and MLP, or norm and experts."""
+
+    def slots(self, prefix: str) -> Iterator[tuple[str, Slot]]:
+        """Yield how each parameter is loaded; `prefix` is the layer's."""
+        ...
+
+    def __call__(self, x: Tensor, residual: Tensor, step: StepInputs) -> Tensor:
+        """Add `x` to `residual`, and return what is to be added next."""
+        ...
+
+
 class DecoderLayer:
-    """One layer; `residual` is the stream it reads and adds to."""
+    """One layer; `residual` is the stream it reads and adds to.
+
+    Args:
+        layer: Index in the whole model.
+        cos_sin: The rotary table.
+
+    Attributes:
+        has_experts: Whether its second half has experts, which other engines may share.
+    """
 
     def __init__(self, arch: ModelArch, layer: int, cos_sin: Tensor, placement: Placement) -> None:
-        self.attention = Attention(arch, layer, cos_sin, placement)
-        self.mlp = GatedMLP(arch, placement)
+        self.attention = _attention(arch, layer, cos_sin, placement)
+        self.has_experts = arch.moe is not None and arch.moe.layers[layer]
+        self.mlp = _feed_forward(arch, layer, placement)
 
     def slots(self, prefix: str) -> Iterator[tuple[str, Slot]]:
         """Yield how each parameter is loaded, by name."""
@@ -73,60 +114,103 @@ class DecoderLayer:
     def __call__(
         self, x: Tensor | None, residual: Tensor, step: StepInputs, kv_layer: Tensor
     ) -> Tensor:
-        """Run the layer.
+        """Run the layer. R rows of T are this rank's share of the residual stream, or all.
 
         Args:
-            x: `[T, hidden_size]`, what the layer before it has not yet added to `residual`;
-                None for the first layer.
-            residual: `[T, hidden_size]`, changed in place.
+            x: `[R, hidden_size]`, what the layer before it has not yet added to `residual`;
+                None for the first layer of a stage.
+            residual: `[R, hidden_size]`, changed in place.
             step: The tokens' places.
-            kv_layer: `[num_blocks, 2, num_kv_heads, block_size, head_dim]`; this step's keys
-                and values are written to it.
+            kv_layer: `[num_blocks, planes, num_kv_heads, block_size, head_dim]`; this step's
+                KV is written to it. Keys and values are two planes, latents one.
 
         Returns:
-            `[T, hidden_size]`, the MLP's result, not yet added to `residual`.
+            `[R, hidden_size]`, the second half's result, not yet added to `residual`.
         """
-        return self.mlp(self.attention(x, residual, step, kv_layer), residual)
+        return self.mlp(self.attention(x, residual, step, kv_layer), residual, step)
 
 
 class Decoder:
-    """A whole causal language model.
+    """A causal language model, or one pipeline stage of it.
 
     Args:
+        placement: This rank's; its stage is that of `placement.world.pp`.
         max_positions: Positions that the rotary table covers: the longest request.
+        layers: Layers of this stage; None: all.
+
+    Attributes:
+        vocab: Token ids whose logits this rank computes.
     """
 
-    def __init__(self, arch: ModelArch, placement: Placement, *, max_positions: int) -> None:
-        table = cos_sin_table(arch.rope, arch.head_dim, max_positions).to(placement.device)
+    def __init__(
+        self,
+        arch: ModelArch,
+        placement: Placement,
+        *,
+        max_positions: int,
+        layers: range | None = None,
+    ) -> None:
+        rotary_dim = arch.head_dim if arch.mla is None else arch.mla.qk_rope_head_dim
+        table = cos_sin_table(arch.rope, rotary_dim, max_positions).to(placement.device)
         self.arch = arch
+        self._placement = placement
+        self._stream = placement.stream
         self._embedding = Embedding(arch, placement)
-        self._layers = [
-            DecoderLayer(arch, layer, table, placement) for layer in range(arch.num_layers)
-        ]
+        self.vocab = self._embedding.rows
+        self._stage = range(arch.num_layers) if layers is None else layers
+        self._layers = [DecoderLayer(arch, layer, table, placement) for layer in self._stage]
         self._norm = RMSNorm(arch.hidden_size, arch.rms_norm_eps, placement)
+        self._is_first = placement.world.pp.is_first
+        self._is_last = placement.world.pp.is_last
 
     def slots(self) -> dict[str, Slot]:
-        """How each tensor of the checkpoint is loaded, by name."""
+        """How each tensor of the checkpoint is loaded, by name; of all stages."""
         slots = dict(self._embedding.slots("model."))
-        for index, layer in enumerate(self._layers):
-            slots.update(layer.slots(f"model.layers.{index}."))
-        slots["model.norm.weight"] = self._norm.slot()
+        for index in range(self.arch.num_layers):
+            prefix = f"model.layers.{index}."
+            if index in self._stage:
+                slots.update(self._layers[index - self._stage.start].slots(prefix))
+            else:
+                slots.update(self._slots_elsewhere(index, prefix))
+        norm = self._norm.slot()
+        slots["model.norm.weight"] = norm if self._is_last else norm.elsewhere()
         return slots
 
+    def _slots_elsewhere(self, layer: int, prefix: str) -> Iterator[tuple[str, Slot]]:
+        """Yield the names of another stage's layer, as one rank would load it."""
+        moe = self.arch.moe
+        alone = Placement(self._placement.device, self._placement.dtype)
+        if moe is not None:
+            alone = replace(alone, experts=SlicedExperts(moe.num_experts, alone.world.tp))
+        for name, slot in DecoderLayer(self.arch, layer, torch.empty(0), alone).slots(prefix):
+            yield name, slot.elsewhere()
+
+    def hidden_rows(self, num_tokens: int) -> int:
+        """Rows of what a stage sends to the next for so many tokens."""
+        return self._stream.num_rows(num_tokens)
+
     def forward(
-        self, step: StepInputs, kv_layers: list[Tensor], hooks: LayerHooks | None = None
+        self,
+        step: StepInputs,
+        kv_layers: list[Tensor],
+        hooks: LayerHooks | None = None,
+        hidden: Tensor | None = None,
     ) -> Tensor:
-        """Compute the final hidden states of a step, and write its KV.
+        """Run this stage over a step's tokens, and write its KV.
 
         Args:
             step: The tokens and their places.
-            kv_layers: Per layer `[num_blocks, 2, num_kv_heads, block_size, head_dim]`.
-            hooks: Called around each layer.
+            kv_layers: Per layer of this stage
+                `[num_blocks, planes, num_kv_heads, block_size, head_dim]`, of this rank's heads.
+            hooks: Called around each layer, with its index in this stage.
+            hidden: `[hidden_rows(T), hidden_size]` that the stage before returned, changed in
+                place; None on the first.
 
         Returns:
-            `[T, hidden_size]`, normed.
+            On the last stage the final hidden states, `[T, hidden_size]`, normed. On others
+            `[hidden_rows(T), hidden_size]` to send on.
         """
-        residual = self._embedding(step.token_ids)
+        residual = self._embedding(step.token_ids) if hidden is None else hidden
         x: Tensor | None = None
         for index, layer in enumerate(self._layers):
             if hooks is not None:
@@ -135,8 +219,54 @@ class Decoder:
             if hooks is not None:
                 hooks.save_kv_layer(index)
         assert x is not None
-        return self._norm.add(x, residual)
+        if not self._is_last:
+            # The next stage's first norm would add them, with this rounding.
+            return residual.add_(x)
+        return self._stream.gather(self._norm.add(x, residual), len(step.positions))
+
+    def idle_forward(self) -> None:
+        """Take part, with no token, in the layers whose experts other engines share."""
+        step = _no_tokens(self._placement.device)
+        for layer in self._layers:
+            if layer.has_experts:
+                layer.mlp(
+                    self._placement.empty(0, self.arch.hidden_size),
+                    self._placement.empty(0, self.arch.hidden_size),
+                    step,
+                )
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Logits of some rows: `[M, hidden_size] -> [M, vocab_size]` fp32."""
+        """Logits of some rows, of this rank's part of the vocabulary; on the last stage.
+
+        Args:
+            hidden: `[M, hidden_size]`.
+
+        Returns:
+            `[M, len(vocab)]` fp32.
+        """
         return self._embedding.logits(hidden)
+
+
+def _attention(arch: ModelArch, layer: int, cos_sin: Tensor, placement: Placement) -> AttentionHalf:
+    if arch.mla is None:
+        return Attention(arch, layer, cos_sin, placement)
+    return LatentAttention(arch, layer, cos_sin, placement)
+
+
+def _feed_forward(arch: ModelArch, layer: int, placement: Placement) -> FeedForwardHalf:
+    if arch.moe is None or not arch.moe.layers[layer]:
+        return GatedMLP(arch, placement)
+    return MoE(arch, layer, placement)
+
+
+def _no_tokens(device: torch.device) -> StepInputs:
+    longs = torch.empty(0, dtype=torch.int64, device=device)
+    ints = torch.empty(0, dtype=torch.int32, device=device)
+    return StepInputs(
+        token_ids=longs,
+        positions=longs,
+        slot_mapping=longs,
+        block_tables=ints.view(0, 1),
+        query_start=torch.zeros(1, dtype=torch.int32, device=device),
+        context_lens=ints,
+    )

@@ -1,4 +1,4 @@
-"""Architecture names -> models, and a model loaded from a configuration.
+"""Architecture names -> models, and a rank's part of one loaded from a configuration.
 
 A new architecture is one line in `_MODELS`, one reader in `arch`, and its module.
 """
@@ -14,23 +14,32 @@ import torch
 
 from pdserve.errors import ConfigError
 from pdserve.models.arch import ModelArch, read_arch
+from pdserve.models.layers.linear import kv_heads_of
 from pdserve.models.layers.parameter import Placement
 from pdserve.models.weights import Checkpoint, DummyWeights, WeightSource, load_weights
+from pdserve.parallel import dispatch
+from pdserve.parallel.mesh import split_layers
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from torch import Tensor
 
-    from pdserve.config.schema import ModelConfig
+    from pdserve.config.schema import EngineConfig, ModelConfig, ParallelConfig
     from pdserve.models.decoder import LayerHooks, StepInputs
     from pdserve.models.weights import Slot
+    from pdserve.parallel.dispatch import ExpertParallel
+    from pdserve.parallel.group import World
 
 _MODELS = {
     "LlamaForCausalLM": "pdserve.models.llama",
     "MistralForCausalLM": "pdserve.models.llama",
     "Qwen2ForCausalLM": "pdserve.models.qwen2",
     "Qwen3ForCausalLM": "pdserve.models.qwen3",
+    "MixtralForCausalLM": "pdserve.models.mixtral",
+    "Qwen3MoeForCausalLM": "pdserve.models.qwen3_moe",
+    "DeepseekV2ForCausalLM": "pdserve.models.deepseek",
+    "DeepseekV3ForCausalLM": "pdserve.models.deepseek",
 }
 
 _CPU_HEAD_DIMS = range(16, 257, 16)
@@ -49,24 +58,50 @@ class CausalLM(Protocol):
         """How each tensor of the checkpoint is loaded, by name."""
         ...
 
+    @property
+    def vocab(self) -> range:
+        """Token ids whose logits this rank computes."""
+        ...
+
     def forward(
-        self, step: StepInputs, kv_layers: list[Tensor], hooks: LayerHooks | None = None
+        self,
+        step: StepInputs,
+        kv_layers: list[Tensor],
+        hooks: LayerHooks | None = None,
+        hidden: Tensor | None = None,
     ) -> Tensor:
-        """Final hidden states of a step, `[T, hidden_size]`; writes the step's KV."""
+        """Run this stage; writes the step's KV.
+
+        The last stage returns final hidden states, `[T, hidden_size]`, another one what to
+        send on, `[hidden_rows(T), hidden_size]`.
+        """
+        ...
+
+    def hidden_rows(self, num_tokens: int) -> int:
+        """Rows of what a stage sends to the next for so many tokens."""
+        ...
+
+    def idle_forward(self) -> None:
+        """Take part, with no token, in the layers whose experts other engines share."""
         ...
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """`[M, hidden_size] -> [M, vocab_size]` fp32."""
+        """`[M, hidden_size] -> [M, len(vocab)]` fp32; on the last stage."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
-    """A model with its weights in place.
+    """A rank's part of a model, with its weights in place.
 
     Attributes:
+        arch: Of the whole model.
         max_model_len: Tokens a request may have, prompt and output.
-        weights_digest: Equal for equal weights.
+        weights_digest: Equal for equal weights, on every rank.
+        layers: Which of the model's this pipeline stage has.
+        num_kv_heads: Of this rank.
+        vocab: Token ids whose logits this rank computes, on the last stage.
+        experts: Where the experts are; None for a model without any.
     """
 
     model: CausalLM
@@ -74,35 +109,95 @@ class LoadedModel:
     dtype: torch.dtype
     max_model_len: int
     weights_digest: str
+    layers: range
+    num_kv_heads: int
+    vocab: range
+    experts: ExpertParallel | None
 
 
 def load_model(
-    config: ModelConfig, device: torch.device, progress: Callable[[str], None]
+    config: EngineConfig, device: torch.device, world: World, progress: Callable[[str], None]
 ) -> LoadedModel:
-    """Build the model of `config.model` on `device` and load its weights.
+    """Build this rank's part of a model on `device` and load its weights.
 
     Raises:
-        ConfigError: The directory, its configuration or its weights cannot be used.
+        ConfigError: The directory, its configuration or its weights cannot be used, or it
+            cannot be spread over so many ranks.
     """
-    directory = Path(config.model)
+    directory = Path(config.model.model)
     arch = read_arch(directory)
-    if device.type == "cpu" and arch.head_dim not in _CPU_HEAD_DIMS:
+    if device.type == "cpu" and arch.mla is None and arch.head_dim not in _CPU_HEAD_DIMS:
         raise ConfigError(
             f"config.json: head_dim is {arch.head_dim}: the CPU kernels take multiples of 16 up "
             "to 256",
             param="model",
         )
-    max_model_len = _max_model_len(config, arch)
-    checkpoint = None if config.load_format == "dummy" else Checkpoint(directory)
-    dtype = _dtype(config, arch, checkpoint)
+    max_model_len = _max_model_len(config.model, arch)
+    checkpoint = None if config.model.load_format == "dummy" else Checkpoint(directory)
+    dtype = _dtype(config.model, arch, checkpoint)
     source: WeightSource = checkpoint or DummyWeights(
-        seed=config.seed, std=arch.initializer_range, dtype=dtype, identity=arch.digest
+        seed=config.model.seed, std=arch.initializer_range, dtype=dtype, identity=arch.digest
+    )
+    layers = _stage(arch, config.parallel, world)
+    placement = Placement(
+        device,
+        dtype,
+        world,
+        sequence_parallel=config.parallel.enable_sequence_parallel,
+        experts=_experts(arch, layers, config.parallel, world),
     )
     module = importlib.import_module(_MODELS[arch.architecture])
     construct = cast("Callable[..., CausalLM]", getattr(module, arch.architecture))
-    model = construct(arch, Placement(device, dtype), max_positions=max_model_len)
-    load_weights(model.slots(), source, tied_head=arch.tie_embeddings, progress=progress)
-    return LoadedModel(model, arch, dtype, max_model_len, source.digest)
+    model = construct(arch, placement, max_positions=max_model_len, layers=layers)
+    load_weights(
+        model.slots(),
+        source,
+        tied_head=arch.tie_embeddings,
+        unused=tuple(f"model.layers.{arch.num_layers + i}." for i in range(arch.num_extra_layers)),
+        progress=progress,
+    )
+    return LoadedModel(
+        model,
+        arch,
+        dtype,
+        max_model_len,
+        source.digest,
+        layers=layers,
+        num_kv_heads=len(kv_heads_of(arch.num_kv_heads, placement)),
+        vocab=model.vocab,
+        experts=placement.experts,
+    )
+
+
+def _stage(arch: ModelArch, parallel: ParallelConfig, world: World) -> range:
+    """Layers of this rank's pipeline stage.
+
+    Raises:
+        ConfigError: There are fewer layers than stages, or --pipeline-layers has another sum.
+    """
+    explicit, num_stages = parallel.pipeline_layers, world.pp.size
+    if arch.num_layers < num_stages:
+        raise ConfigError(
+            f"--pipeline-parallel-size is {num_stages}: the model has {arch.num_layers} layers, "
+            "and every stage needs one",
+            param="pipeline-parallel-size",
+        )
+    if explicit and sum(explicit) != arch.num_layers:
+        raise ConfigError(
+            f"--pipeline-layers is {list(explicit)}, {sum(explicit)} in all: the model has "
+            f"{arch.num_layers} layers",
+            param="pipeline-layers",
+        )
+    return split_layers(arch.num_layers, num_stages, explicit)[world.pp.index]
+
+
+def _experts(
+    arch: ModelArch, layers: range, parallel: ParallelConfig, world: World
+) -> ExpertParallel | None:
+    if arch.moe is None:
+        return None
+    moe_layers = [layer for layer in layers if arch.moe.layers[layer]]
+    return dispatch.make(moe_layers, arch.moe.num_experts, parallel, world)
 
 
 def _max_model_len(config: ModelConfig, arch: ModelArch) -> int:

@@ -2,15 +2,16 @@
 
 A `WeightSource` names its tensors before any of them is read, so that a model and a
 checkpoint that do not fit are refused at once, with every name. Tensors then stream, one
-at a time, into the layers' `Slot`s: at no time is more in memory than the weights
-themselves and the one tensor under way (and the parts of merged matrices that still wait
-for a partner). Knows no architecture.
+at a time, into the layers' `Slot`s; a rank reads of each what its slot's region says, and
+nothing of those that are other ranks'. At no time is more in memory than this rank's weights
+and the one region under way. Knows no architecture.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import math
 import struct
 from dataclasses import dataclass
 from pathlib import Path
@@ -39,11 +40,30 @@ class Slot:
 
     Attributes:
         shape: As in the checkpoint, whole.
-        load: Copies from the tensor what the layer owns; the tensor dies after the call.
+        load: Copies what it is given; the tensor dies after the call. None: the tensor is
+            another rank's (its layer, its expert), and is not read here.
+        region: What of the tensor this rank owns, and all that `load` is given: one slice per
+            dim, without steps. None is all of it.
     """
 
     shape: tuple[int, ...]
-    load: Callable[[Tensor], None]
+    load: Callable[[Tensor], None] | None
+    region: tuple[slice, ...] | None = None
+
+    def elsewhere(self) -> Slot:
+        """The same tensor, as a rank sees it that does not own any of it."""
+        return Slot(self.shape, None)
+
+    @property
+    def num_elements(self) -> int:
+        """Elements that this rank reads."""
+        if self.load is None:
+            return 0
+        if self.region is None:
+            return math.prod(self.shape)
+        return math.prod(
+            len(range(size)[part]) for size, part in zip(self.shape, self.region, strict=True)
+        )
 
 
 class WeightSource(Protocol):
@@ -59,12 +79,15 @@ class WeightSource(Protocol):
         """What most of the weights are stored in."""
         ...
 
-    def check(self, slots: Mapping[str, Slot], *, tied_head: bool) -> None:
+    def check(
+        self, slots: Mapping[str, Slot], *, tied_head: bool, unused: tuple[str, ...] = ()
+    ) -> None:
         """Refuse, with every name, what would be left unloaded or is unexpected.
 
         Args:
             slots: What the model has.
             tied_head: A stored `lm_head.weight` repeats the embedding and is not read.
+            unused: Beginnings of names that may be stored and are not read.
 
         Raises:
             ConfigError: Names or shapes differ.
@@ -72,7 +95,10 @@ class WeightSource(Protocol):
         ...
 
     def tensors(self, slots: Mapping[str, Slot]) -> Iterator[tuple[str, Tensor]]:
-        """Yield the tensor of every slot once, on the CPU, in the order that is cheapest."""
+        """Yield the region of every slot that has a `load` once, on the CPU, cheapest first.
+
+        A tensor is valid until the next one.
+        """
         ...
 
 
@@ -81,20 +107,23 @@ def load_weights(
     source: WeightSource,
     *,
     tied_head: bool,
+    unused: tuple[str, ...] = (),
     progress: Callable[[str], None],
 ) -> None:
-    """Stream `source` into `slots`.
+    """Stream `source` into `slots`, those of them that are this rank's.
 
     Raises:
         ConfigError: They do not fit, or a file cannot be read.
     """
-    source.check(slots, tied_head=tied_head)
-    total_bytes = sum(torch.Size(slot.shape).numel() for slot in slots.values())
+    source.check(slots, tied_head=tied_head, unused=unused)
+    total = max(1, sum(slot.num_elements for slot in slots.values()))
     done, told = 0, 0
     for name, tensor in source.tensors(slots):
-        slots[name].load(tensor)
+        load = slots[name].load
+        assert load is not None
+        load(tensor)
         done += tensor.numel()
-        percent = 100 * done // total_bytes
+        percent = 100 * done // total
         if percent >= told + 10:
             told = percent - percent % 10
             progress(f"weights {told} %")
@@ -139,7 +168,9 @@ class Checkpoint:
             )
         return _DTYPES[name]
 
-    def check(self, slots: Mapping[str, Slot], *, tied_head: bool) -> None:
+    def check(
+        self, slots: Mapping[str, Slot], *, tied_head: bool, unused: tuple[str, ...] = ()
+    ) -> None:
         """See `WeightSource`."""
         stored: dict[str, _Stored] = {}
         for shard in self._shards:
@@ -154,6 +185,7 @@ class Checkpoint:
             if name not in slots
             and not name.endswith("rotary_emb.inv_freq")
             and not (tied_head and name == "lm_head.weight")
+            and not name.startswith(unused)
         ]
         different = [
             f"{name} is {list(stored[name].shape)}, config.json says {list(slot.shape)}"
@@ -181,7 +213,7 @@ class Checkpoint:
             )
 
     def tensors(self, slots: Mapping[str, Slot]) -> Iterator[tuple[str, Tensor]]:
-        """See `WeightSource`. Shard by shard; a tensor is valid until the next one."""
+        """See `WeightSource`. Shard by shard, in the order of the data."""
         for shard in self._shards:
             yield from shard.read(slots)
 
@@ -238,12 +270,19 @@ class _Shard:
             digest.update(file.read(_EDGE_BYTES))
         return digest.digest()
 
-    def read(self, wanted: Mapping[str, Slot]) -> Iterator[tuple[str, Tensor]]:
+    def read(self, slots: Mapping[str, Slot]) -> Iterator[tuple[str, Tensor]]:
+        """Yield this rank's regions, as views of the mapped file, which is unmapped at the end."""
+        wanted = [name for name in self.tensors if name in slots and slots[name].load is not None]
+        if not wanted:
+            return
         try:
             with safe_open(self.path, framework="pt", device="cpu") as file:
-                for name in self.tensors:
-                    if name in wanted:
+                for name in wanted:
+                    region = slots[name].region
+                    if region is None:
                         yield name, file.get_tensor(name)
+                    else:
+                        yield name, file.get_slice(name)[region]
         except (SafetensorError, OSError) as error:
             raise self._broken(str(error)) from None
 
@@ -282,7 +321,8 @@ def _shard_paths(directory: Path) -> list[Path]:
 class DummyWeights:
     """Random weights: normal with a given standard deviation, norms one.
 
-    Each tensor depends on the seed and its own name alone.
+    Each tensor depends on the seed and its own name alone: it is drawn whole, then cut, so that
+    the number of ranks changes nothing.
 
     Args:
         std: Standard deviation.
@@ -307,18 +347,23 @@ class DummyWeights:
         """What was asked for."""
         return self._dtype
 
-    def check(self, slots: Mapping[str, Slot], *, tied_head: bool) -> None:
+    def check(
+        self, slots: Mapping[str, Slot], *, tied_head: bool, unused: tuple[str, ...] = ()
+    ) -> None:
         """See `WeightSource`; random weights always fit."""
 
     def tensors(self, slots: Mapping[str, Slot]) -> Iterator[tuple[str, Tensor]]:
         """See `WeightSource`."""
         for name, slot in slots.items():
+            if slot.load is None:
+                continue
+            region = slot.region or (slice(None),) * len(slot.shape)
             if name.endswith("norm.weight"):
-                yield name, torch.ones(slot.shape, dtype=self._dtype)
+                yield name, torch.ones(slot.shape, dtype=self._dtype)[region]
                 continue
             key = hashlib.sha256(f"{self._seed}\0{name}".encode()).digest()
             generator = torch.Generator().manual_seed(
                 int.from_bytes(key[:8], "little", signed=True)
             )
             drawn = torch.randn(slot.shape, generator=generator).mul_(self._std)
-            yield name, drawn.to(self._dtype)
+            yield name, drawn[region].to(self._dtype)

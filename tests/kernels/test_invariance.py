@@ -15,15 +15,22 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from pdserve.kernels.cases import attention_inputs, kv_cache, rope_table
+from pdserve.kernels import cases
+from pdserve.kernels.cases import attention_inputs, kv_cache, latent_inputs, rope_table
 from pdserve.kernels.cpu import build
 from pdserve.kernels.cpu.native import NativeKernels, kernels
 from pdserve.kernels.linear import PackedLinear
 from pdserve.kernels.ops import (
+    PackedExperts,
+    PackedHeads,
+    RoutingRule,
     add_rms_norm,
+    latent_attention,
     paged_attention,
     rms_norm,
     rope_and_cache,
+    rope_and_latent,
+    route,
     silu_and_mul,
 )
 
@@ -170,6 +177,138 @@ def test_attention_of_a_request_is_the_same_in_any_company(data: st.DataObject) 
             window,
         )
         assert torch.equal(together[first : first + count], alone)
+
+
+@pytest.mark.usefixtures("any_threads")
+@pytest.mark.parametrize("sigmoid", [False, True])
+def test_the_choice_of_experts_is_the_same_in_any_batch(sigmoid: bool) -> None:
+    logits = torch.randn(150, 60, generator=_seeded())
+    bias = torch.randn(60, generator=_seeded())
+    rule = RoutingRule(
+        6, sigmoid=sigmoid, normalize=True, num_groups=6, top_k_groups=3, rank_groups_by_two=True
+    )
+    ids, weights = route(logits, bias, rule)
+    each = [route(row, bias, rule) for row in logits.split(1)]
+
+    assert torch.equal(ids, torch.cat([ids for ids, _ in each]))
+    assert torch.equal(weights, torch.cat([weights for _, weights in each]))
+
+
+@dtypes
+@pytest.mark.usefixtures("any_threads")
+@pytest.mark.parametrize("rows", [2, 13, 64, 200])
+def test_experts_row_is_the_same_in_any_batch(dtype: torch.dtype, rows: int) -> None:
+    width, inner, num_experts, top_k = 96, 70, 5, 3
+    layer = PackedExperts(num_experts, width, inner, dtype=dtype, device=CPU)
+    for expert, weights in enumerate(torch.randn(num_experts, 3, inner, width)):
+        layer.write_gate(expert, weights[0])
+        layer.write_up(expert, weights[1])
+        layer.write_down(expert, weights[2].T)
+    x = torch.randn(rows, width, generator=_seeded()).to(dtype)
+    # Some choices are not here.
+    ids = torch.rand(rows, num_experts + 2, generator=_seeded()).argsort(-1)[:, :top_k] - 2
+    weights = torch.rand(rows, top_k, generator=_seeded())
+    together = layer(x, ids, weights)
+    with threads(1):
+        each = [layer(x[i : i + 1], ids[i : i + 1], weights[i : i + 1]) for i in range(rows)]
+
+    assert torch.equal(together, torch.cat(each))
+
+
+def test_an_expert_does_not_notice_the_others_on_its_rank() -> None:
+    width, inner = 64, 48
+    everyone = PackedExperts(4, width, inner, dtype=torch.bfloat16, device=CPU)
+    alone = PackedExperts(1, width, inner, dtype=torch.bfloat16, device=CPU)
+    for expert, weights in enumerate(torch.randn(4, 3, inner, width)):
+        everyone.write_gate(expert, weights[0])
+        everyone.write_up(expert, weights[1])
+        everyone.write_down(expert, weights[2].T)
+    alone.write(0, everyone.read(2))
+    x = torch.randn(30, width, generator=_seeded()).bfloat16()
+    weights = torch.rand(30, 2, generator=_seeded())
+    ids = torch.tensor([[2, -1]] * 30)
+
+    assert torch.equal(everyone(x, ids, weights), alone(x, ids.clamp(max=0), weights))
+
+
+@dtypes
+@pytest.mark.usefixtures("any_threads")
+def test_a_heads_product_is_the_same_in_any_batch_and_beside_any_heads(dtype: torch.dtype) -> None:
+    x = torch.randn(700, 3, 50, generator=_seeded()).to(dtype)[..., :33]
+    weight = torch.randn(3, 70, 33, generator=_seeded()).to(dtype)
+    together = PackedHeads(weight)(x)
+    with threads(1):
+        for head in range(3):
+            layer = PackedHeads(weight[head : head + 1])
+            each = [layer(row[:, head : head + 1]) for row in x[::97].split(1)]
+            assert torch.equal(together[::97, head : head + 1], torch.cat(each))
+
+
+@dtypes
+@pytest.mark.usefixtures("any_threads")
+def test_rope_and_latent_are_the_same_in_any_batch(dtype: torch.dtype) -> None:
+    tokens, heads, nope, latent, rotary = 90, 6, 24, 64, 16
+    q = torch.randn(tokens, heads, nope + rotary, generator=_seeded()).to(dtype)
+    kv = torch.randn(tokens, latent + rotary, generator=_seeded()).to(dtype)
+    norm = torch.randn(latent, generator=_seeded()).to(dtype)
+    at, table = torch.arange(tokens), rope_table(tokens, rotary, CPU)
+    whole = cases.latent_cache(8, 16, latent + rotary, dtype=dtype, device=CPU)
+    single = whole.clone()
+    queries = torch.zeros(tokens, heads, latent + rotary, dtype=dtype)
+    each = queries.clone()
+    rope_and_latent(q, queries, kv, at, table, whole, at, norm, 1e-6)
+    for i in range(tokens):
+        one = slice(i, i + 1)
+        rope_and_latent(q[one], each[one], kv[one], at[one], table, single, at[one], norm, 1e-6)
+
+    assert torch.equal(queries, each)
+    assert torch.equal(whole, single)
+
+
+@dtypes
+@pytest.mark.usefixtures("any_threads")
+@pytest.mark.parametrize(("chunk", "num_heads"), [(1, 16), (16, 3), (100, 40), (512, 5)])
+def test_latent_attention_is_the_same_for_any_chunks(
+    dtype: torch.dtype, chunk: int, num_heads: int
+) -> None:
+    tokens, context = 90 if chunk == 1 else 1100, 1100
+    inputs = latent_inputs([tokens], [context], num_heads, (48, 16), dtype=dtype, device=CPU)
+    q, kv, tables, _, _, scale, latent = inputs
+    with threads(1):
+        whole = latent_attention(*inputs)
+    parts, done = [], 0
+    while done < tokens:
+        size = min(chunk, tokens - done)
+        starts = torch.tensor([0, size], dtype=torch.int32)
+        lens = torch.tensor([context - tokens + done + size], dtype=torch.int32)
+        part = q[done : done + size]
+        parts.append(latent_attention(part, kv, tables, starts, lens, scale, latent))
+        done += size
+
+    assert torch.equal(torch.cat(parts), whole)
+
+
+@dtypes
+@pytest.mark.usefixtures("any_threads")
+def test_latent_attention_is_the_same_in_any_company_and_for_any_heads(dtype: torch.dtype) -> None:
+    queries, contexts = [1, 40, 1, 7], [65, 700, 513, 135]
+    inputs = latent_inputs(queries, contexts, 6, (64, 16), dtype=dtype, device=CPU)
+    q, kv, tables, starts, lens, scale, latent = inputs
+    together = latent_attention(*inputs)
+    for r, count in enumerate(queries):
+        first = int(starts[r])
+        for heads in (slice(0, 2), slice(2, 6)):
+            # As another TP rank would have it, and alone.
+            alone = latent_attention(
+                q[first : first + count, heads].contiguous(),
+                kv,
+                tables[r : r + 1],
+                torch.tensor([0, count], dtype=torch.int32),
+                lens[r : r + 1],
+                scale,
+                latent,
+            )
+            assert torch.equal(together[first : first + count, heads], alone)
 
 
 def test_the_build_without_avx512_is_invariant_too() -> None:

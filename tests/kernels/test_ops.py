@@ -33,7 +33,7 @@ def kernels(request: pytest.FixtureRequest) -> NativeKernels:
 
 @pytest.mark.parametrize(("op", "case", "dtype"), ROWS)
 def test_native_agrees_with_reference(
-    kernels: NativeKernels, op: Op[...], case: Case, dtype: torch.dtype
+    kernels: NativeKernels, op: Op[..., Any], case: Case, dtype: torch.dtype
 ) -> None:
     expected_args, args = case.make(dtype, CPU), case.make(dtype, CPU)
     expected, result = op.reference(*expected_args), op.cpu(kernels, *args)
@@ -42,6 +42,6 @@ def test_native_agrees_with_reference(
         _assert_close(op, dtype, args[position], expected_args[position])
 
 
-def _assert_close(op: Op[...], dtype: torch.dtype, result: Any, expected: Any) -> None:
+def _assert_close(op: Op[..., Any], dtype: torch.dtype, result: Any, expected: Any) -> None:
     tolerance = op.tolerance[dtype]
     torch.testing.assert_close(result, expected, rtol=tolerance, atol=tolerance)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import subprocess
 import sys
 from typing import TYPE_CHECKING, Any
@@ -10,7 +11,17 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from pdserve.errors import ConfigError
-from pdserve.models.arch import KNOWN, RopeKind, parse_arch, read_arch
+from pdserve.models.arch import (
+    KNOWN,
+    GroupScore,
+    MlaArch,
+    ModelArch,
+    MoeArch,
+    RopeKind,
+    Scoring,
+    parse_arch,
+    read_arch,
+)
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -101,6 +112,153 @@ def test_yarn_extends_the_context_beyond_its_pretraining() -> None:
     assert arch.rope.attention_factor == pytest.approx(1.1386294)
 
 
+def moe_of(**fields: Any) -> MoeArch:
+    moe = parse_arch(config(**fields)).moe
+    assert moe is not None
+    return moe
+
+
+def mla_of(**fields: Any) -> tuple[ModelArch, MlaArch]:
+    arch = parse_arch(config(**fields))
+    assert arch.mla is not None
+    return arch, arch.mla
+
+
+def test_every_layer_of_mixtral_has_experts_as_wide_as_the_config_says() -> None:
+    fields = {"architectures": ["MixtralForCausalLM"], "num_key_value_heads": 2}
+    moe = moe_of(**fields)
+    assert (moe.layers, moe.num_experts, moe.top_k) == ((True,) * 4, 8, 2)
+    assert (moe.intermediate_size, moe.normalize_weights) == (96, True)
+    arch = parse_arch(config(**fields))
+    assert (arch.rms_norm_eps, arch.rope.theta, arch.windows) == (1e-5, 1e6, (None,) * 4)
+    assert parse_arch(config(**fields, sliding_window=7)).windows == (7,) * 4
+
+
+def qwen3_moe(**fields: Any) -> dict[str, Any]:
+    return {"architectures": ["Qwen3MoeForCausalLM"], "num_key_value_heads": 2, **fields}
+
+
+def test_layers_of_qwen3_moe_are_dense_by_step_and_by_list() -> None:
+    assert moe_of(**qwen3_moe()).layers == (True,) * 4
+    assert moe_of(**qwen3_moe(decoder_sparse_step=2)).layers == (False, True, False, True)
+    moe = moe_of(**qwen3_moe(decoder_sparse_step=2, mlp_only_layers=[1]))
+    assert moe.layers == (False, False, False, True)
+    assert parse_arch(config(**qwen3_moe(mlp_only_layers=[0, 1, 2, 3]))).moe is None
+
+
+@pytest.mark.parametrize("name", ["num_experts", "num_local_experts"])
+def test_qwen3_moe_counts_experts_under_the_name_of_either_transformers(name: str) -> None:
+    assert moe_of(**qwen3_moe(**{name: 16})).num_experts == 16
+
+
+def test_qwen3_moe_slides_in_every_layer_or_none() -> None:
+    fields = qwen3_moe(sliding_window=9, max_window_layers=3)
+    assert parse_arch(config(**fields)).windows == (None,) * 4
+    assert parse_arch(config(**fields, use_sliding_window=True)).windows == (9,) * 4
+
+
+V2_LITE: dict[str, Any] = {
+    "architectures": ["DeepseekV2ForCausalLM"],
+    "first_k_dense_replace": 1,
+    "kv_lora_rank": 512,
+    "moe_intermediate_size": 1408,
+    "moe_layer_freq": 1,
+    "n_group": 1,
+    "n_routed_experts": 64,
+    "n_shared_experts": 2,
+    "norm_topk_prob": False,
+    "num_experts_per_tok": 6,
+    "num_key_value_heads": 4,
+    "q_lora_rank": None,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "rope_scaling": {
+        "beta_fast": 32,
+        "beta_slow": 1,
+        "factor": 40,
+        "mscale": 0.707,
+        "mscale_all_dim": 0.707,
+        "original_max_position_embeddings": 4096,
+        "type": "yarn",
+    },
+    "routed_scaling_factor": 1.0,
+    "scoring_func": "softmax",
+    "topk_group": 1,
+    "topk_method": "greedy",
+    "v_head_dim": 128,
+}
+"""What the hub's config of DeepSeek-V2-Lite says."""
+
+V3: dict[str, Any] = {
+    "architectures": ["DeepseekV3ForCausalLM"],
+    "num_key_value_heads": 4,
+    "num_nextn_predict_layers": 1,
+    "scoring_func": "sigmoid",
+    "topk_method": "noaux_tc",
+}
+
+
+def test_what_is_cached_of_a_token_is_its_latent_and_one_rotated_key() -> None:
+    arch, mla = mla_of(**V2_LITE)
+    assert (arch.num_kv_heads, arch.head_dim, arch.num_heads) == (1, 576, 4)
+    assert (mla.q_lora_rank, mla.kv_lora_rank, mla.qk_rope_head_dim) == (None, 512, 64)
+    assert mla_of(**{**V2_LITE, "q_lora_rank": 7})[1].q_lora_rank == 7
+
+
+def test_the_router_of_deepseek_v2_is_read() -> None:
+    moe = moe_of(**V2_LITE)
+    assert moe == MoeArch(
+        layers=(False, True, True, True),
+        num_experts=64,
+        top_k=6,
+        intermediate_size=1408,
+        shared_intermediate_size=2816,
+        normalize_weights=False,
+    )
+    grouped = moe_of(
+        **{**V2_LITE, "topk_method": "group_limited_greedy", "n_group": 8, "topk_group": 3}
+    )
+    assert (grouped.num_groups, grouped.top_k_groups) == (8, 3)
+    assert grouped.group_score is GroupScore.MAX
+
+
+def test_the_router_of_deepseek_v3_is_read() -> None:
+    moe = moe_of(**V3)
+    assert moe == MoeArch(
+        layers=(False, False, False, True),
+        num_experts=256,
+        top_k=8,
+        intermediate_size=2048,
+        shared_intermediate_size=2048,
+        scoring=Scoring.SIGMOID,
+        routed_scaling_factor=2.5,
+        num_groups=8,
+        top_k_groups=4,
+        group_score=GroupScore.SUM_OF_TOP_2,
+        has_correction_bias=True,
+    )
+
+
+def test_experts_may_come_every_so_many_layers_or_without_shared_ones() -> None:
+    moe = moe_of(**{**V2_LITE, "moe_layer_freq": 2, "n_shared_experts": None})
+    assert moe.layers == (False, False, True, False)
+    assert moe.shared_intermediate_size == 0
+
+
+def test_the_softmax_scale_of_latent_attention_has_yarns_factor_squared() -> None:
+    arch, mla = mla_of(**V2_LITE)
+    stretch = 0.1 * 0.707 * math.log(40) + 1
+    assert mla.softmax_scale == pytest.approx(192**-0.5 * stretch**2)
+    assert arch.rope.attention_factor == 1.0
+    assert mla_of(**{**V2_LITE, "rope_scaling": None})[1].softmax_scale == 192**-0.5
+
+
+def test_pairs_rotate_as_neighbours_unless_deepseek_v3_says_halves() -> None:
+    assert mla_of(**V2_LITE)[1].interleaved_rope
+    assert mla_of(**V3)[1].interleaved_rope
+    assert not mla_of(**V3, rope_interleave=False)[1].interleaved_rope
+
+
 def test_equal_shapes_have_equal_digests_and_others_not() -> None:
     assert parse_arch(config()).digest == parse_arch(config(transformers_version="9")).digest
     assert parse_arch(config()).digest != parse_arch(config(rope_theta=5e5)).digest
@@ -138,6 +296,37 @@ def test_an_unknown_architecture_is_refused_with_the_known_ones() -> None:
     ],
 )
 def test_what_is_not_supported_is_refused_by_name(fields: dict[str, Any], named: str) -> None:
+    with pytest.raises(ConfigError, match=named):
+        parse_arch(config(**fields))
+
+
+@pytest.mark.parametrize(
+    ("fields", "named"),
+    [
+        (qwen3_moe(mlp_only_layers="0"), "mlp_only_layers is '0'"),
+        (qwen3_moe(num_experts=4), "num_experts_per_tok is 8: only 4 experts"),
+        ({**V2_LITE, "scoring_func": "sigmoid"}, "scoring_func is 'sigmoid'"),
+        ({**V2_LITE, "topk_method": "noaux_tc"}, "topk_method is 'noaux_tc'"),
+        ({**V2_LITE, "norm_topk_prob": True}, "norm_topk_prob is True"),
+        ({**V2_LITE, "mlp_bias": True}, "mlp_bias is True"),
+        ({**V2_LITE, "num_key_value_heads": 2}, "num_key_value_heads is 2"),
+        ({**V2_LITE, "qk_rope_head_dim": 63}, "qk_rope_head_dim is 63"),
+        ({**V2_LITE, "num_experts_per_tok": None}, "num_experts_per_tok is None"),
+        (
+            {**V2_LITE, "topk_method": "group_limited_greedy", "n_group": None},
+            "n_group is None",
+        ),
+        ({**V3, "scoring_func": "softmax"}, "scoring_func is 'softmax'"),
+        ({**V3, "topk_method": "greedy"}, "topk_method is 'greedy'"),
+        ({**V3, "n_group": 7}, "n_group is 7: it must divide 256"),
+        ({**V3, "topk_group": 9}, "topk_group is 9"),
+        ({**V3, "n_group": 256}, "n_group is 256: groups of at least two"),
+        ({**V3, "n_group": 64, "topk_group": 1}, "num_experts_per_tok is 8: only 4 experts"),
+    ],
+)
+def test_routers_that_are_not_built_or_cannot_choose_are_refused(
+    fields: dict[str, Any], named: str
+) -> None:
     with pytest.raises(ConfigError, match=named):
         parse_arch(config(**fields))
 

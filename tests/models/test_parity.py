@@ -7,15 +7,12 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-from pdserve.config.schema import ModelConfig
-from pdserve.models.decoder import StepInputs
-from pdserve.models.registry import LoadedModel, load_model
+from tests.models.decoding import greedy, load
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-BLOCK_SIZE = 16
 NUM_STEPS = 40
 PROMPT_LENS = [1, 2, 15, 16, 17, 33, 100, 300]
 
@@ -84,56 +81,16 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-def greedy(loaded: LoadedModel, prompts: list[list[int]]) -> tuple[list[list[int]], torch.Tensor]:
-    """Continue all prompts together; return their tokens and the logits of every step."""
-    arch = loaded.arch
-    per_request = -(-(max(map(len, prompts)) + NUM_STEPS) // BLOCK_SIZE)
-    num_blocks = per_request * len(prompts)
-    shape = (num_blocks, arch.num_layers, 2, arch.num_kv_heads, BLOCK_SIZE, arch.head_dim)
-    kv = torch.full(shape, float("nan"), dtype=loaded.dtype)
-    layers = [kv[:, layer] for layer in range(arch.num_layers)]
-    blocks = torch.randperm(num_blocks, generator=torch.Generator().manual_seed(0))
-    tables = blocks.view(len(prompts), per_request)
-    tokens = [list(prompt) for prompt in prompts]
-    computed = [0] * len(prompts)
-    logits = []
-    with torch.inference_mode():
-        for _ in range(NUM_STEPS):
-            positions = [
-                torch.arange(done, len(t)) for done, t in zip(computed, tokens, strict=True)
-            ]
-            slots = [
-                table[at // BLOCK_SIZE] * BLOCK_SIZE + at % BLOCK_SIZE
-                for table, at in zip(tables, positions, strict=True)
-            ]
-            new = [t[done:] for done, t in zip(computed, tokens, strict=True)]
-            starts = torch.tensor([0, *map(len, new)]).cumsum(0)
-            step = StepInputs(
-                token_ids=torch.tensor([token for row in new for token in row]),
-                positions=torch.cat(positions),
-                slot_mapping=torch.cat(slots),
-                block_tables=tables.int(),
-                query_start=starts.int(),
-                context_lens=torch.tensor([len(t) for t in tokens]).int(),
-            )
-            hidden = loaded.model.forward(step, layers)
-            logits.append(loaded.model.logits(hidden[starts[1:] - 1]))
-            computed = [len(t) for t in tokens]
-            for row, token in zip(tokens, logits[-1].argmax(-1).tolist(), strict=True):
-                row.append(token)
-    return [t[len(p) :] for t, p in zip(tokens, prompts, strict=True)], torch.stack(logits, 1)
-
-
 @pytest.mark.parametrize(("family", "fields"), SHAPES.values(), ids=SHAPES)
 def test_tokens_and_logits_are_those_of_transformers(
     save_model: Callable[..., Any], tmp_path: Path, family: str, fields: dict[str, Any]
 ) -> None:
     reference = save_model(family, **fields)
-    loaded = load_model(ModelConfig(model=str(tmp_path)), torch.device("cpu"), lambda _: None)
+    loaded = load(tmp_path)
     generator = torch.Generator().manual_seed(1)
     prompts = [torch.randint(211, (n,), generator=generator).tolist() for n in PROMPT_LENS]
 
-    outputs, logits = greedy(loaded, prompts)
+    outputs, logits = greedy(loaded, prompts, NUM_STEPS)
 
     for prompt, output, ours in zip(prompts, outputs, logits, strict=True):
         # Scoring our own tokens: if each is the reference's argmax, greedy search finds them.
@@ -152,8 +109,9 @@ def test_half_precision_stays_close_to_full(
     prompts = [list(range(40))]
     full, half = (
         greedy(
-            load_model(ModelConfig(model=str(tmp_path), dtype=d), torch.device("cpu"), print),
+            load(tmp_path, dtype=d),
             prompts,
+            NUM_STEPS,
         )[1]
         for d in ("float32", dtype)
     )

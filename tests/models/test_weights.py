@@ -9,10 +9,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from pdserve.config.schema import ModelConfig
+from pdserve.config.schema import EngineConfig, ModelConfig
 from pdserve.errors import ConfigError
 from pdserve.models.registry import LoadedModel, load_model
 from pdserve.models.weights import Checkpoint, DummyWeights, Slot, load_weights
+from pdserve.parallel.group import World
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -22,7 +23,12 @@ CPU = torch.device("cpu")
 
 
 def load(directory: Path, **fields: Any) -> LoadedModel:
-    return load_model(ModelConfig(model=str(directory), **fields), CPU, lambda _: None)
+    return load_model(
+        EngineConfig(model=ModelConfig(model=str(directory), **fields)),
+        CPU,
+        World.alone(),
+        lambda _: None,
+    )
 
 
 def rewrite(directory: Path, change: Callable[[dict[str, torch.Tensor]], Any]) -> None:

@@ -6,7 +6,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING
 
 from pdserve.kernels import halves
-from pdserve.models.layers.linear import Linear
+from pdserve.models.layers.linear import QKV, RowParallel
 from pdserve.models.layers.parameter import Parameter
 
 if TYPE_CHECKING:
@@ -30,15 +30,23 @@ class Attention:
     """
 
     def __init__(self, arch: ModelArch, layer: int, cos_sin: Tensor, placement: Placement) -> None:
-        q_rows, kv_rows = arch.num_heads * arch.head_dim, arch.num_kv_heads * arch.head_dim
         self._norm = Parameter((arch.hidden_size,), placement)
-        self._qkv = Linear(
+        self._qkv = QKV(
             arch.hidden_size,
-            {"q_proj": q_rows, "k_proj": kv_rows, "v_proj": kv_rows},
-            placement,
+            arch.num_heads,
+            arch.num_kv_heads,
+            head_dim=arch.head_dim,
+            placement=placement,
             bias=arch.qkv_bias,
         )
-        self._out = Linear(q_rows, {"o_proj": arch.hidden_size}, placement, bias=arch.o_bias)
+        self._out = RowParallel(
+            arch.num_heads * arch.head_dim,
+            "o_proj",
+            arch.hidden_size,
+            placement=placement,
+            bias=arch.o_bias,
+        )
+        self._stream = placement.stream
         self._q_norm = Parameter((arch.head_dim,), placement) if arch.qk_norm else None
         self._k_norm = Parameter((arch.head_dim,), placement) if arch.qk_norm else None
         self._cos_sin = cos_sin
@@ -72,21 +80,33 @@ class Attention:
     def __call__(
         self, x: Tensor | None, residual: Tensor, step: StepInputs, kv_layer: Tensor
     ) -> Tensor:
-        """Run the half layer.
+        """Run the half layer. R rows of T are this rank's share of the residual stream, or all.
 
         Args:
-            x: `[T, hidden_size]`, added to `residual` in place first; None adds nothing.
-            residual: `[T, hidden_size]`.
+            x: `[R, hidden_size]`, added to `residual` in place first; None adds nothing.
+            residual: `[R, hidden_size]`.
             step: The tokens' places.
-            kv_layer: `[num_blocks, 2, num_kv_heads, block_size, head_dim]`; this step's keys
-                and values are written to it.
+            kv_layer: `[num_blocks, 2, num_kv_heads, block_size, head_dim]`, of this rank's
+                heads; this step's keys and values are written to it.
 
         Returns:
-            `[T, hidden_size]`, not yet added to `residual`.
+            `[R, hidden_size]`, summed over the TP group, not yet added to `residual`.
         """
-        return self._half(
-            x,
-            residual,
+        half, stream = self._half, self._stream
+        if stream.is_alone or not stream.is_split(len(step.positions)):
+            partial = half(
+                x,
+                residual,
+                kv_layer,
+                positions=step.positions,
+                slot_mapping=step.slot_mapping,
+                block_tables=step.block_tables,
+                query_start=step.query_start,
+                context_lens=step.context_lens,
+            )
+            return partial if stream.is_alone else stream.sum(partial)
+        partial = half.after_norm(
+            stream.gather(half.norm(x, residual), len(step.positions)),
             kv_layer,
             positions=step.positions,
             slot_mapping=step.slot_mapping,
@@ -94,3 +114,4 @@ class Attention:
             query_start=step.query_start,
             context_lens=step.context_lens,
         )
+        return stream.sum(partial)

@@ -1,65 +1,111 @@
-"""Token embedding and output head, which may share one weight."""
+"""Token embedding and output head over a vocabulary that the TP group shares by rows."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
 import torch
-from torch.nn import functional
 
+from pdserve.kernels.linear import take_rows
 from pdserve.kernels.ops import PackedLinear
-from pdserve.models.layers.linear import Linear
-from pdserve.models.layers.parameter import Parameter
 from pdserve.models.weights import Slot
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
     from torch import Tensor
 
     from pdserve.models.arch import ModelArch
     from pdserve.models.layers.parameter import Placement
+    from pdserve.parallel.group import Group
+
+
+def vocab_rows(vocab_size: int, tp: Group) -> range:
+    """Ids whose rows are this rank's: `ceil(vocab_size / ranks)` from `index` times that on.
+
+    The last ranks have fewer where it does not divide, or none; nothing is padded.
+    """
+    each = -(-vocab_size // tp.size)
+    return range(min(tp.index * each, vocab_size), min((tp.index + 1) * each, vocab_size))
 
 
 class Embedding:
     """Rows of a table by token id, and logits over the same vocabulary.
 
-    A tied head reads the embedding's weight: where the kernels repack weights it is a
-    second copy, elsewhere the same tensor.
+    The embedding is on the first pipeline stage, the head on the last. A rank that has both,
+    tied, keeps them once, in the layout of the head.
+
+    Attributes:
+        rows: Token ids whose rows this rank has, of the embedding and of the head.
     """
 
     def __init__(self, arch: ModelArch, placement: Placement) -> None:
-        self._table = Parameter((arch.vocab_size, arch.hidden_size), placement)
-        self._own_head = (
-            None
-            if arch.tie_embeddings
-            else Linear(
-                arch.hidden_size, {"lm_head": arch.vocab_size}, placement, out_dtype=torch.float32
-            )
-        )
-        self._tied_head: PackedLinear | None = None
+        pp = placement.world.pp
+        self.rows = vocab_rows(arch.vocab_size, placement.world.tp)
+        self._vocab_size = arch.vocab_size
+        self._shape = arch.vocab_size, arch.hidden_size
+        self._is_tied = arch.tie_embeddings
+        self._placement = placement
+        self._stream = placement.stream
+        self._head = self._new_head() if pp.is_last else None
+        self._reads_head = pp.is_first and pp.is_last and arch.tie_embeddings
+        self._table: Tensor | None = None
+        self._has_table = pp.is_first and not self._reads_head
+        if self._has_table and not self.rows:
+            self._table = placement.empty(0, arch.hidden_size)
 
     def slots(self, prefix: str) -> Iterator[tuple[str, Slot]]:
         """Yield how each parameter is loaded, by name; a tied head has no name of its own."""
-        table = self._table.slot()
-        if self._own_head is not None:
-            yield f"{prefix}embed_tokens.weight", table
-            yield from self._own_head.slots("")
-            return
-
-        def load_both(tensor: Tensor) -> None:
-            table.load(tensor)
-            self._tied_head = PackedLinear(self._table.value, out_dtype=torch.float32)
-
-        yield f"{prefix}embed_tokens.weight", Slot(table.shape, load_both)
+        tied_head = self._is_tied and self._head is not None
+        yield (
+            f"{prefix}embed_tokens.weight",
+            self._slot(
+                self._load_table if self._has_table else self._load_head if tied_head else None
+            ),
+        )
+        if not self._is_tied:
+            yield "lm_head.weight", self._slot(None if self._head is None else self._load_head)
 
     def __call__(self, token_ids: Tensor) -> Tensor:
-        """`[T]` int64 -> `[T, hidden_size]`."""
-        return functional.embedding(token_ids, self._table.value)
+        """Look tokens up, wherever their rows are.
+
+        Args:
+            token_ids: `[T]` int64.
+
+        Returns:
+            This rank's rows of the residual stream: `[T, hidden_size]`, or a share of them.
+        """
+        first_id, num_ids = self.rows.start, self._vocab_size
+        if self._reads_head:
+            assert self._head is not None
+            found = self._head.rows(token_ids, first_id=first_id, num_ids=num_ids)
+        else:
+            assert self._table is not None, "the weights are not loaded, or another stage's"
+            found = take_rows(self._table, token_ids, first_id=first_id, num_ids=num_ids)
+        return self._stream.sum(found)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """`[M, hidden_size] -> [M, vocab_size]` fp32."""
-        if self._own_head is not None:
-            return self._own_head.packed(hidden)
-        assert self._tied_head is not None, "the weights are not loaded"
-        return self._tied_head(hidden)
+        """Logits of this rank's `rows`: `[M, hidden_size] -> [M, len(rows)]` fp32."""
+        assert self._head is not None, "the head is on the last stage"
+        return self._head(hidden)
+
+    def _new_head(self) -> PackedLinear:
+        return PackedLinear.reserve(
+            len(self.rows),
+            self._shape[1],
+            dtype=self._placement.dtype,
+            device=self._placement.device,
+            out_dtype=torch.float32,
+        )
+
+    def _slot(self, load: Callable[[Tensor], None] | None) -> Slot:
+        region = slice(self.rows.start, self.rows.stop), slice(0, self._shape[1])
+        slot = Slot(self._shape, load, region)
+        return slot if self.rows else slot.elsewhere()
+
+    def _load_table(self, tensor: Tensor) -> None:
+        self._table = self._placement.empty(*tensor.shape).copy_(tensor)
+
+    def _load_head(self, tensor: Tensor) -> None:
+        assert self._head is not None
+        self._head.write(0, tensor)

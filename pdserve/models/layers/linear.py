@@ -1,9 +1,17 @@
-"""Linear layers, some of them merged of several matrices of the checkpoint."""
+"""Linear layers, some of them merged of several matrices, and their parts over a TP group.
+
+Each layer is one `PackedLinear` of this rank's sizes; how a part of a matrix of the checkpoint
+reaches its place in it is said by the slots. What a `RowParallel` returns is this rank's term of
+a sum that its caller takes.
+"""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING
 
+from pdserve.errors import ConfigError
 from pdserve.kernels.ops import PackedLinear
 from pdserve.models.weights import Slot
 
@@ -16,70 +24,193 @@ if TYPE_CHECKING:
     from pdserve.models.layers.parameter import Placement
 
 
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """What a rank has of one matrix: `rows` of the `num_rows` in the checkpoint."""
+
+    num_rows: int
+    rows: range
+
+
 class Linear:
-    """`x @ weight.T + bias`, its rows stacked from one or several matrices of the checkpoint.
+    """`x @ weight.T + bias`, its rows stacked from one or several matrices; whole on every rank.
 
     Matrices that read the same input (q, k and v; gate and up) are merged, so that a step
-    passes over the input once. The merged matrix is allocated when its first part arrives
-    and packed when its last has.
+    passes over the input once. Each goes from the checkpoint straight to its rows.
 
     Args:
-        in_features: Columns.
-        parts: Rows of each part, by its name in the checkpoint, in stacking order.
+        in_features: Columns in the checkpoint.
+        parts: Of each matrix, by its name in the checkpoint and in stacking order: its rows,
+            and which of them are this rank's unless all are.
+        columns: This rank's columns; None: all.
         bias: Whether every part has one.
+        adds_bias: Whether it is this rank that adds it.
         out_dtype: Dtype of the results; None means the placement's.
-    """
 
-    packed: PackedLinear
-    """`x [M, in_features] -> [M, sum of parts]`; there once every part is loaded."""
+    Attributes:
+        out_features: Rows of this rank.
+    """
 
     def __init__(
         self,
         in_features: int,
-        parts: dict[str, int],
+        parts: dict[str, int | Rows],
         placement: Placement,
         *,
+        columns: range | None = None,
         bias: bool = False,
+        adds_bias: bool = True,
         out_dtype: torch.dtype | None = None,
     ) -> None:
         self._in_features = in_features
-        self._parts = parts
+        self._parts = {
+            name: Rows(part, range(part)) if isinstance(part, int) else part
+            for name, part in parts.items()
+        }
         self._placement = placement
-        self._has_bias = bias
+        self._columns = range(in_features) if columns is None else columns
+        self._has_bias, self._adds_bias = bias, bias and adds_bias
         self._out_dtype = out_dtype
-        self._weight: Tensor | None = None
-        self._bias: Tensor | None = None
-        self._num_waiting = len(parts) * (2 if bias else 1)
+        self.out_features = sum(len(part.rows) for part in self._parts.values())
+
+    @cached_property
+    def packed(self) -> PackedLinear:
+        """`x [M, this rank's columns] -> [M, out_features]`; usable once every part is loaded."""
+        return PackedLinear.reserve(
+            self.out_features,
+            len(self._columns),
+            dtype=self._placement.dtype,
+            device=self._placement.device,
+            has_bias=self._adds_bias,
+            out_dtype=self._out_dtype,
+        )
 
     def slots(self, prefix: str) -> Iterator[tuple[str, Slot]]:
         """Yield how each part is loaded, by its full name (`prefix` + part + field)."""
-        start = 0
-        for name, rows in self._parts.items():
-            yield f"{prefix}{name}.weight", self._weight_slot(start, rows)
+        first = 0
+        for name, part in self._parts.items():
+            yield f"{prefix}{name}.weight", self._weight_slot(first, part)
             if self._has_bias:
-                yield f"{prefix}{name}.bias", self._bias_slot(start, rows)
-            start += rows
+                yield f"{prefix}{name}.bias", self._bias_slot(first, part)
+            first += len(part.rows)
 
-    def _weight_slot(self, start: int, rows: int) -> Slot:
+    def _weight_slot(self, first: int, part: Rows) -> Slot:
         def load(tensor: Tensor) -> None:
-            if self._weight is None:
-                self._weight = self._placement.empty(sum(self._parts.values()), self._in_features)
-            self._weight[start : start + rows] = tensor
-            self._part_loaded()
+            self.packed.write(first, tensor)
 
-        return Slot((rows, self._in_features), load)
+        shape = (part.num_rows, self._in_features)
+        return Slot(shape, load, (_slice(part.rows), _slice(self._columns)))
 
-    def _bias_slot(self, start: int, rows: int) -> Slot:
+    def _bias_slot(self, first: int, part: Rows) -> Slot:
         def load(tensor: Tensor) -> None:
-            if self._bias is None:
-                self._bias = self._placement.empty(sum(self._parts.values()))
-            self._bias[start : start + rows] = tensor
-            self._part_loaded()
+            self.packed.write_bias(first, tensor)
 
-        return Slot((rows,), load)
+        slot = Slot((part.num_rows,), load, (_slice(part.rows),))
+        return slot if self._adds_bias else slot.elsewhere()
 
-    def _part_loaded(self) -> None:
-        self._num_waiting -= 1
-        if self._num_waiting == 0 and self._weight is not None:
-            self.packed = PackedLinear(self._weight, self._bias, out_dtype=self._out_dtype)
-            self._weight = self._bias = None
+
+class ColumnParallel(Linear):
+    """A linear layer, each of whose parts is cut by rows over the TP group.
+
+    The name is the field's, of `x @ A`, where outputs are columns of A.
+
+    Args:
+        parts: Rows of each matrix of the checkpoint; all must divide by the group's size.
+
+    Raises:
+        ConfigError: A part's rows do not divide.
+    """
+
+    def __init__(
+        self, in_features: int, parts: dict[str, int], placement: Placement, *, bias: bool = False
+    ) -> None:
+        super().__init__(
+            in_features,
+            {name: Rows(rows, placement.part(name, rows)) for name, rows in parts.items()},
+            placement,
+            bias=bias,
+        )
+
+
+class QKV(Linear):
+    """The merged projections of attention, cut by heads over the TP group.
+
+    A rank has the key and value heads that its query heads read: where there are more ranks
+    than those, several ranks have the same one.
+
+    Raises:
+        ConfigError: The heads do not divide so.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        num_heads: int,
+        num_kv_heads: int,
+        *,
+        head_dim: int,
+        placement: Placement,
+        bias: bool = False,
+    ) -> None:
+        heads = placement.part("num_attention_heads", num_heads)
+        kv_heads = kv_heads_of(num_kv_heads, placement)
+
+        def rows(total: int, mine: range) -> Rows:
+            return Rows(total * head_dim, range(mine.start * head_dim, mine.stop * head_dim))
+
+        q, kv = rows(num_heads, heads), rows(num_kv_heads, kv_heads)
+        parts: dict[str, int | Rows] = {"q_proj": q, "k_proj": kv, "v_proj": kv}
+        super().__init__(in_features, parts, placement, bias=bias)
+
+
+class RowParallel(Linear):
+    """A linear layer cut by columns over the TP group; its bias is the first rank's to add.
+
+    Args:
+        in_features: Columns in the checkpoint; they must divide by the group's size.
+        part: Name of the matrix.
+        out_features: Its rows.
+
+    Raises:
+        ConfigError: The columns do not divide.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        part: str,
+        out_features: int,
+        *,
+        placement: Placement,
+        bias: bool = False,
+    ) -> None:
+        super().__init__(
+            in_features,
+            {part: out_features},
+            placement,
+            columns=placement.part(f"{part} input", in_features),
+            bias=bias,
+            adds_bias=placement.world.tp.is_first,
+        )
+
+
+def kv_heads_of(num_kv_heads: int, placement: Placement) -> range:
+    """Key and value heads of this TP rank.
+
+    Raises:
+        ConfigError: Neither of heads and ranks divides by the other.
+    """
+    tp = placement.world.tp
+    if num_kv_heads % tp.size and tp.size % num_kv_heads:
+        raise ConfigError(
+            f"--tensor-parallel-size is {tp.size}: the model's num_key_value_heads is "
+            f"{num_kv_heads}; use a size that divides it or is a multiple of it",
+            param="tensor-parallel-size",
+        )
+    each = max(1, num_kv_heads // tp.size)
+    first = tp.index * num_kv_heads // tp.size
+    return range(first, first + each)
+
+
+def _slice(part: range) -> slice:
+    return slice(part.start, part.stop)

@@ -6,7 +6,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING
 
 from pdserve.kernels import halves
-from pdserve.models.layers.linear import Linear
+from pdserve.models.layers.linear import ColumnParallel, RowParallel
 from pdserve.models.layers.parameter import Parameter
 
 if TYPE_CHECKING:
@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from pdserve.models.arch import ModelArch
+    from pdserve.models.decoder import StepInputs
     from pdserve.models.layers.parameter import Placement
     from pdserve.models.weights import Slot
 
@@ -26,10 +27,13 @@ class GatedMLP:
         inner, bias = arch.intermediate_size, arch.mlp_bias
         self._norm = Parameter((arch.hidden_size,), placement)
         self._eps = arch.rms_norm_eps
-        self._gate_up = Linear(
+        self._gate_up = ColumnParallel(
             arch.hidden_size, {"gate_proj": inner, "up_proj": inner}, placement, bias=bias
         )
-        self._down = Linear(inner, {"down_proj": arch.hidden_size}, placement, bias=bias)
+        self._down = RowParallel(
+            inner, "down_proj", arch.hidden_size, placement=placement, bias=bias
+        )
+        self._stream = placement.stream
 
     def slots(self, prefix: str) -> Iterator[tuple[str, Slot]]:
         """Yield how each parameter is loaded; `prefix` is the layer's."""
@@ -41,14 +45,20 @@ class GatedMLP:
     def _half(self) -> halves.Mlp:
         return halves.Mlp(self._norm.value, self._eps, self._gate_up.packed, self._down.packed)
 
-    def __call__(self, x: Tensor, residual: Tensor) -> Tensor:
-        """Run the half layer.
+    def __call__(self, x: Tensor, residual: Tensor, step: StepInputs) -> Tensor:
+        """Run the half layer. R rows of T are this rank's share of the residual stream, or all.
 
         Args:
-            x: `[T, hidden_size]`, added to `residual` in place first.
-            residual: `[T, hidden_size]`.
+            x: `[R, hidden_size]`, added to `residual` in place first.
+            residual: `[R, hidden_size]`.
+            step: The T tokens.
 
         Returns:
-            `[T, hidden_size]`, not yet added to `residual`.
+            `[R, hidden_size]`, summed over the TP group, not yet added to `residual`.
         """
-        return self._half(x, residual)
+        half, stream = self._half, self._stream
+        if stream.is_alone or not stream.is_split(len(step.positions)):
+            partial = half(x, residual)
+            return partial if stream.is_alone else stream.sum(partial)
+        normed = stream.gather(half.norm(x, residual), len(step.positions))
+        return stream.sum(half.after_norm(normed))

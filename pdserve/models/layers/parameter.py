@@ -1,24 +1,67 @@
-"""Where and in what dtype a layer's parameters live."""
+"""Where a layer's parameters live, in what dtype, and which part of each is this rank's."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import torch
 
+from pdserve.errors import ConfigError
+from pdserve.models.layers.stream import SPLIT_FROM, ResidualStream
 from pdserve.models.weights import Slot
+from pdserve.parallel.group import World
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from pdserve.parallel.dispatch import ExpertParallel
+
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """Device and dtype of every parameter of one rank."""
+    """Where one rank's parameters live, and which part of each is its own.
+
+    A layer is written for one device; what it takes from here is the size and index of a
+    group to slice by, and the group's sums.
+
+    Attributes:
+        sequence_parallel: Norms and residuals hold a share of the step's tokens per TP rank,
+            if the step has many.
+        experts: How tokens reach experts; None for a model without any.
+    """
 
     device: torch.device
     dtype: torch.dtype
+    world: World = field(default_factory=World.alone)
+    sequence_parallel: bool = False
+    experts: ExpertParallel | None = None
+
+    @property
+    def stream(self) -> ResidualStream:
+        """The residual stream of this rank's TP group; a layer takes it once."""
+        split_from = SPLIT_FROM if self.sequence_parallel else None
+        return ResidualStream(self.world.tp, split_from=split_from)
+
+    def part(self, field: str, size: int) -> range:
+        """This TP rank's part of `size` rows, columns or heads, in equal runs.
+
+        Args:
+            field: Where the size comes from, for the error.
+
+        Raises:
+            ConfigError: They do not divide.
+        """
+        tp = self.world.tp
+        if size % tp.size:
+            fitting = ", ".join(str(n) for n in range(1, min(size, 64) + 1) if size % n == 0)
+            raise ConfigError(
+                f"--tensor-parallel-size is {tp.size}: the model's {field} is {size}, which does "
+                f"not divide by it; use one of {fitting}",
+                param="tensor-parallel-size",
+            )
+        each = size // tp.size
+        return range(tp.index * each, (tp.index + 1) * each)
 
     def empty(self, *shape: int) -> Tensor:
         """Return an uninitialised tensor."""
@@ -26,7 +69,7 @@ class Placement:
 
 
 class Parameter:
-    """One tensor that is used as it is stored.
+    """One tensor that is used as it is stored, whole on every rank.
 
     Attributes:
         value: `shape`, allocated when it is loaded.

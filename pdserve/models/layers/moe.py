@@ -1,0 +1,208 @@
+"""Mixture of experts with the norm before it: router, shared experts, routed experts.
+
+Written as for one device: where the experts are, how tokens reach them, and every sum over ranks
+is the business of the placement's `ExpertParallel`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+import torch
+
+from pdserve.kernels.ops import (
+    PackedExperts,
+    RoutingRule,
+    add_rms_norm,
+    route,
+    silu_and_mul,
+)
+from pdserve.models.arch import GroupScore, Scoring
+from pdserve.models.layers.linear import ColumnParallel, Linear, RowParallel
+from pdserve.models.layers.parameter import Parameter
+from pdserve.models.weights import Slot
+from pdserve.parallel.dispatch import Routing
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+    from torch import Tensor
+
+    from pdserve.models.arch import ModelArch, MoeArch
+    from pdserve.models.decoder import StepInputs
+    from pdserve.models.layers.parameter import Placement
+
+
+class MoE:
+    """`shared(norm(x)) + sum of weight * expert(norm(x))` over the experts that a router chooses.
+
+    Args:
+        arch: Whole model; it has experts.
+        layer: Index of this layer in the whole model.
+        placement: With `experts` set.
+    """
+
+    def __init__(self, arch: ModelArch, layer: int, placement: Placement) -> None:
+        moe = arch.moe
+        assert moe is not None
+        assert placement.experts is not None
+        self._layer = layer
+        self._norm = Parameter((arch.hidden_size,), placement)
+        self._eps = arch.rms_norm_eps
+        self._router = Router(moe, arch.hidden_size, placement)
+        self._shared = (
+            SharedExperts(arch.hidden_size, moe.shared_intermediate_size, placement)
+            if moe.shared_intermediate_size
+            else None
+        )
+        self._parallel = placement.experts
+        self._experts = RoutedExperts(
+            moe, arch.hidden_size, placement.experts.local_experts(layer), placement
+        )
+        self._stream = placement.stream
+
+    def slots(self, prefix: str) -> Iterator[tuple[str, Slot]]:
+        """Yield how each parameter is loaded; `prefix` is the layer's."""
+        yield f"{prefix}post_attention_layernorm.weight", self._norm.slot()
+        yield from self._router.slots(f"{prefix}mlp.")
+        if self._shared is not None:
+            yield from self._shared.slots(f"{prefix}mlp.shared_experts.")
+        yield from self._experts.slots(f"{prefix}mlp.experts.")
+
+    def __call__(self, x: Tensor, residual: Tensor, step: StepInputs) -> Tensor:
+        """Run the half layer. R rows of T are this rank's share of the residual stream, or all.
+
+        Args:
+            x: `[R, hidden_size]`, added to `residual` in place first; R may be 0.
+            residual: `[R, hidden_size]`.
+            step: The T tokens.
+
+        Returns:
+            `[R, hidden_size]`, summed over all ranks with experts, not yet added to `residual`.
+        """
+        normed = add_rms_norm(x, residual, self._norm.value, self._eps)
+        normed = self._stream.gather(normed, len(step.positions))
+        routing = self._router(normed)
+        partial = None if self._shared is None else self._shared(normed)
+        total = self._parallel(self._layer, normed, routing, self._experts.packed, partial)
+        return self._stream.share(total)
+
+
+class Router:
+    """Which experts each token goes to, the same on every rank. Logits and scores are fp32."""
+
+    def __init__(self, moe: MoeArch, hidden_size: int, placement: Placement) -> None:
+        self._gate = Linear(
+            hidden_size, {"gate": moe.num_experts}, placement, out_dtype=torch.float32
+        )
+        self._bias = (
+            Parameter((moe.num_experts,), replace(placement, dtype=torch.float32))
+            if moe.has_correction_bias
+            else None
+        )
+        self._rule = RoutingRule(
+            moe.top_k,
+            sigmoid=moe.scoring is Scoring.SIGMOID,
+            normalize=moe.normalize_weights,
+            scale=moe.routed_scaling_factor,
+            num_groups=moe.num_groups,
+            top_k_groups=moe.top_k_groups,
+            rank_groups_by_two=moe.group_score is GroupScore.SUM_OF_TOP_2,
+        )
+
+    def slots(self, prefix: str) -> Iterator[tuple[str, Slot]]:
+        """Yield how each parameter is loaded."""
+        yield from self._gate.slots(prefix)
+        if self._bias is not None:
+            yield f"{prefix}gate.e_score_correction_bias", self._bias.slot()
+
+    def __call__(self, x: Tensor) -> Routing:
+        """`[T, hidden_size]` -> the choices of T tokens."""
+        bias = None if self._bias is None else self._bias.value
+        return Routing(*route(self._gate.packed(x), bias, self._rule))
+
+
+class SharedExperts:
+    """Experts that every token goes to, as one gated MLP, cut over the TP group."""
+
+    def __init__(self, hidden_size: int, inner: int, placement: Placement) -> None:
+        self._gate_up = ColumnParallel(
+            hidden_size, {"gate_proj": inner, "up_proj": inner}, placement
+        )
+        self._down = RowParallel(inner, "down_proj", hidden_size, placement=placement)
+
+    def slots(self, prefix: str) -> Iterator[tuple[str, Slot]]:
+        """Yield how each parameter is loaded."""
+        yield from self._gate_up.slots(prefix)
+        yield from self._down.slots(prefix)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """`[T, hidden_size]` -> this rank's term of the sum over the TP group."""
+        return self._down.packed(silu_and_mul(self._gate_up.packed(x)))
+
+
+class RoutedExperts:
+    """This rank's experts of one layer, and how the checkpoint's reach them.
+
+    Args:
+        local: Logical id of each expert that lies here, by local index; one may lie here twice.
+
+    Raises:
+        ConfigError: Experts are sliced over the TP group, and do not divide.
+    """
+
+    def __init__(
+        self, moe: MoeArch, hidden_size: int, local: Sequence[int], placement: Placement
+    ) -> None:
+        assert placement.experts is not None
+        self._placement = placement
+        self._num_experts = moe.num_experts
+        self._whole = (moe.intermediate_size, hidden_size)
+        self._copies: dict[int, list[int]] = {}
+        for index, expert in enumerate(local):
+            self._copies.setdefault(expert, []).append(index)
+        self._num_local = len(local)
+        self._inner = (
+            placement.part("moe_intermediate_size", moe.intermediate_size)
+            if placement.experts.slices_experts
+            else range(moe.intermediate_size)
+        )
+
+    @cached_property
+    def packed(self) -> PackedExperts:
+        """The experts that lie here; usable once every one of them is loaded."""
+        return PackedExperts(
+            self._num_local,
+            self._whole[1],
+            len(self._inner),
+            dtype=self._placement.dtype,
+            device=self._placement.device,
+        )
+
+    def slots(self, prefix: str) -> Iterator[tuple[str, Slot]]:
+        """Yield how each expert is loaded; those that lie elsewhere are not."""
+        inner, hidden_size = self._whole
+        mine, everything = slice(self._inner.start, self._inner.stop), slice(None)
+        for expert in range(self._num_experts):
+            copies = self._copies.get(expert, [])
+            for part, shape, region in (
+                ("gate", (inner, hidden_size), (mine, everything)),
+                ("up", (inner, hidden_size), (mine, everything)),
+                ("down", (hidden_size, inner), (everything, mine)),
+            ):
+                load = self._loader(part, copies) if copies else None
+                yield f"{prefix}{expert}.{part}_proj.weight", Slot(shape, load, region)
+
+    def _loader(self, part: str, copies: list[int]) -> Callable[[Tensor], None]:
+        def load(tensor: Tensor) -> None:
+            write = {
+                "gate": self.packed.write_gate,
+                "up": self.packed.write_up,
+                "down": self.packed.write_down,
+            }[part]
+            for local in copies:
+                write(local, tensor)
+
+        return load

@@ -1,0 +1,32 @@
+"""Mixtral: the shared decoder with experts in every layer, under names of its own."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from pdserve.models.decoder import Decoder
+
+if TYPE_CHECKING:
+    from pdserve.models.weights import Slot
+
+_NAMES = {
+    ".mlp.": ".block_sparse_moe.",
+    ".gate_proj.": ".w1.",
+    ".up_proj.": ".w3.",
+    ".down_proj.": ".w2.",
+}
+"""What the layers call a part, and what checkpoints call it."""
+
+
+class MixtralForCausalLM(Decoder):
+    """Jiang et al. 2024."""
+
+    def slots(self) -> dict[str, Slot]:
+        """See `Decoder`."""
+        return {_stored_name(name): slot for name, slot in super().slots().items()}
+
+
+def _stored_name(name: str) -> str:
+    for ours, theirs in _NAMES.items():
+        name = name.replace(ours, theirs)
+    return name
