@@ -42,6 +42,11 @@ class InFlight:
     def __len__(self) -> int:
         return len(self._steps)
 
+    @property
+    def is_computing(self) -> bool:
+        """Whether any of them has tokens, so that it may write blocks."""
+        return any(step.num_computed_after for step in self._steps)
+
     def submit(self, step: Step) -> None:
         """Add the newest step."""
         self._steps.append(step)

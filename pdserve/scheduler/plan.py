@@ -18,12 +18,14 @@ class Candidate(msgspec.Struct, frozen=True):
         num_computed: Tokens whose KV it has.
         num_blocks: Blocks it holds.
         rank: Smaller is served first and preempted last.
+        is_decode: Whether what it computes is the token that it sampled last.
     """
 
     num_wanted: int
     num_computed: int
     num_blocks: int
     rank: tuple[int, int]
+    is_decode: bool = False
 
 
 class RunningPlan(msgspec.Struct, frozen=True):
@@ -52,6 +54,7 @@ def plan_running(
     block_size: int,
     may_split: bool,
     freed_by: Callable[[int], int] | None,
+    max_decodes: int | None = None,
 ) -> RunningPlan:
     """Divide the token budget over the running requests, preempting where blocks lack.
 
@@ -63,6 +66,8 @@ def plan_running(
         may_split: Whether a request may compute less than it wants (chunked prefill).
         freed_by: Blocks that preempting a candidate would free; None forbids preemption,
             and a request that lacks blocks sits the step out.
+        max_decodes: Decoding requests in the step, at most: the others are left for the steps
+            that follow while this one is in flight. None sets no limit.
 
     Returns:
         A plan that fits the budget and the free blocks. O(candidates) without
@@ -72,11 +77,14 @@ def plan_running(
     new_blocks: dict[int, int] = {}
     preempted: list[int] = []
     free, budget = num_free_blocks, token_budget
+    decodes_left = len(candidates) if max_decodes is None else max_decodes
     is_short = False
     for index, request in enumerate(candidates):
         if budget <= 0:
             break
         if request.num_wanted <= 0 or (preempted and index in preempted):
+            continue
+        if request.is_decode and decodes_left <= 0:
             continue
         if request.num_wanted > budget and not may_split:
             continue
@@ -88,7 +96,9 @@ def plan_running(
                 break  # what lacks is held by loads and leases, and comes back by itself
             victim = max(others, key=lambda i: candidates[i].rank)
             free += freed_by(victim) + new_blocks.pop(victim, 0)
-            budget += tokens.pop(victim, 0)
+            if victim in tokens:
+                budget += tokens.pop(victim)
+                decodes_left += candidates[victim].is_decode
             preempted.append(victim)
             if victim == index:
                 break
@@ -101,6 +111,8 @@ def plan_running(
         new_blocks[index] = need
         free -= need
         budget -= num
+        if request.is_decode:
+            decodes_left -= 1
     return RunningPlan(tokens, new_blocks, preempted, budget, is_short)
 
 

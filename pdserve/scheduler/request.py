@@ -58,6 +58,7 @@ class Request:
             retire, in its blocks.
         num_pending_tokens: Tokens that steps in flight sample, one at most for each: they
             count as tokens, their ids are not known yet.
+        num_told_tokens: Output tokens that the workers were told of, where they have to be.
         handoff: As in the wire request, until its KV is here or its load has failed.
     """
 
@@ -75,6 +76,7 @@ class Request:
         self.output_token_ids: list[int] = []
         self.num_computed_tokens = 0
         self.num_pending_tokens = 0
+        self.num_told_tokens = 0
         self.holding: Holding | None = None
         self.handoff = wire.handoff
         self.remote_decode = wire.remote_decode
@@ -103,6 +105,13 @@ class Request:
         num_output = len(self.output_token_ids) + self.num_pending_tokens
         return num_output >= self.sampling.max_tokens or (
             self.remote_decode and self.num_pending_tokens > 0
+        )
+
+    @property
+    def is_decoding(self) -> bool:
+        """Whether all but its last token is computed, and that one was sampled."""
+        return self.num_pending_tokens > 0 or (
+            bool(self.output_token_ids) and self.num_computed_tokens == self.num_tokens - 1
         )
 
     def move(self, state: State, now_s: float, why: str) -> None:

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from pdserve.wire.ids import BlockId, RequestId
     from pdserve.wire.outputs import TokenLogprobs
     from pdserve.wire.request import GenerateRequest
-    from pdserve.wire.step import ModelRunnerOutput
+    from pdserve.wire.step import ExpertBalance, ModelRunnerOutput
 
 _NO_HIT = PrefixHit((), 0, 0)
 
@@ -48,6 +48,9 @@ class Scheduler:
         max_model_len: Tokens of prompt and output together, at most; must fit the pool.
         vocab_size: Every token id is below it.
         connector: The scheduler half; the null connector if KV never leaves.
+        num_stages: Pipeline stages of the engine. With several, only the last one learns what
+            it samples: a request goes on when its token has come back, which the next step
+            tells all of them, and the decoding requests are shared out over as many steps.
     """
 
     def __init__(
@@ -60,8 +63,10 @@ class Scheduler:
         vocab_size: int,
         connector: KVConnectorScheduler,
         clock: Clock,
+        num_stages: int = 1,
     ) -> None:
         self._config = config
+        self._num_stages, self._is_pipelined = num_stages, num_stages > 1
         self._max_model_len = max_model_len
         self._vocab_size = vocab_size
         # A prompt that may not be spread over steps must fit into one.
@@ -89,6 +94,7 @@ class Scheduler:
         self._step_id = 0
         self._num_arrivals = 0
         self._forward_s = 0.0
+        self._experts: ExpertBalance | None = None
         self._counts: Counter[str] = Counter()
         self._load_failures: Counter[str] = Counter({f.value: 0 for f in LoadFailure})
         self._lease_ends: Counter[str] = Counter({e.value: 0 for e in LeaseEnd})
@@ -172,11 +178,17 @@ class Scheduler:
             return None
         return self._build_step(now_s, scheduled, grown)
 
+    def empty_step(self) -> SchedulerOutput:
+        """A step without tokens, for engines that must step together; it is in flight then."""
+        return self._build_step(self._clock.monotonic_s(), {}, {})
+
     def update(self, result: ModelRunnerOutput) -> None:
         """Take a step's results. Outputs are there for `drain_outputs`."""
         now_s = self._clock.monotonic_s()
         step = self._inflight.retire(result.step_id)
         self._forward_s += result.forward_s
+        if result.experts is not None:
+            self._experts = result.experts
         for request_id, entries in result.prompt_logprobs.items():
             request = self._running.get(request_id)
             # Computed once more after a preemption, they may be out already.
@@ -225,6 +237,11 @@ class Scheduler:
         return len(self._waiting) + len(self._receiving) + len(self._running)
 
     @property
+    def num_runnable(self) -> int:
+        """Requests that need steps: those that wait for one, and those that run."""
+        return len(self._waiting) + len(self._running)
+
+    @property
     def is_idle(self) -> bool:
         """Whether no request is left in any state, leased ones included."""
         return not self._requests
@@ -253,6 +270,7 @@ class Scheduler:
             kv_faults=dict(self._kv_faults),
             lease_ends=dict(self._lease_ends),
             forward_s=self._forward_s,
+            experts=self._experts,
         )
 
     def assert_nothing_held(self) -> None:
@@ -314,7 +332,8 @@ class Scheduler:
             num_free_blocks=self.kv.pool.num_free,
             block_size=self.kv.block_size,
             may_split=self._config.enable_chunked_prefill,
-            freed_by=None if len(self._inflight) else freed_by,
+            freed_by=None if self._inflight.is_computing else freed_by,
+            max_decodes=self._max_decodes(batch),
         )
         for index in plan.preempted:
             self._preempt(batch[index], now_s)
@@ -325,21 +344,34 @@ class Scheduler:
             if num_blocks:
                 grown[request.request_id] = request.holding.grow(num_blocks)
             scheduled[request.request_id] = num_tokens
+            if self._is_pipelined:
+                # Who was not in this step comes first in the next.
+                self._running[request.request_id] = self._running.pop(request.request_id)
         return None if plan.preempted or plan.is_short_of_blocks else plan.budget_left
 
     def _candidate(self, request: Request) -> Candidate:
-        num_tokens, num_computed = request.num_tokens, request.num_computed_tokens
+        num_computed = request.num_computed_tokens
         holding = request.holding
-        # A complete output may still be pending: nothing more is computed for it.
-        is_over = request.num_pending_tokens > 0 and (
-            num_tokens >= self._max_model_len or request.is_output_complete
-        )
+        is_pipelined = self._is_pipelined
+        sits_out = request.num_pending_tokens > 0 and (is_pipelined or self._is_complete(request))
         return Candidate(
-            0 if is_over else num_tokens - num_computed,
+            0 if sits_out else request.num_tokens - num_computed,
             num_computed,
             0 if holding is None else len(holding.blocks),
             self._waiting.rank(request),
+            is_pipelined and request.is_decoding,
         )
+
+    def _is_complete(self, request: Request) -> bool:
+        """Whether nothing more is computed for it, although its last tokens may be pending."""
+        return request.num_tokens >= self._max_model_len or request.is_output_complete
+
+    def _max_decodes(self, batch: list[Request]) -> int | None:
+        """The share of the decoding requests that each stage has while all of them work."""
+        if not self._is_pipelined:
+            return None
+        num_decoding = sum(r.is_decoding and not self._is_complete(r) for r in batch)
+        return -(-num_decoding // self._num_stages)
 
     def _admit(self, now_s: float, budget: int, scheduled: dict[RequestId, int]) -> None:
         """Start waiting requests while budget, seats and blocks last."""
@@ -451,6 +483,7 @@ class Scheduler:
         known_ids: list[RequestId] = []
         known_blocks: list[list[BlockId]] = []
         known_computed: list[int] = []
+        known_sampled: list[list[int]] = []
         after: dict[RequestId, int] = {}
         for request_id, num_tokens in scheduled.items():
             request = self._running[request_id]
@@ -459,6 +492,9 @@ class Scheduler:
                 known_ids.append(request_id)
                 known_blocks.append(grown.get(request_id, []))
                 known_computed.append(request.num_computed_tokens)
+                if self._is_pipelined:
+                    known_sampled.append(request.output_token_ids[request.num_told_tokens :])
+                    request.num_told_tokens = len(request.output_token_ids)
             else:
                 new.append(self._introduce(request))
             if request.times.first_step_at_s is None:
@@ -474,6 +510,7 @@ class Scheduler:
                 request_ids=known_ids,
                 new_block_ids=known_blocks,
                 num_computed_tokens=known_computed,
+                sampled_token_ids=known_sampled,
             ),
             num_scheduled_tokens=scheduled,
             gone_request_ids=self._gone,
@@ -490,6 +527,7 @@ class Scheduler:
         holding = request.holding
         assert holding is not None
         self._known_to_worker.add(request.request_id)
+        request.num_told_tokens = len(request.output_token_ids)
         return NewRequest(
             request_id=request.request_id,
             prompt_token_ids=request.prompt_token_ids,

@@ -9,6 +9,7 @@ Knows token ids, block tables and counts; no device memory but the step's own in
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -137,6 +138,16 @@ class InputBatch:
         for row, block_ids in zip(rows.tolist(), known.new_block_ids, strict=True):
             if block_ids:
                 self._append_blocks(row, block_ids)
+        if known.sampled_token_ids:
+            self._append_tokens(rows, known.sampled_token_ids)
+
+    def _append_tokens(self, rows: NDArray[np.int64], token_ids: list[list[int]]) -> None:
+        """Any number of tokens for each of `rows`, which are distinct."""
+        num = np.fromiter(map(len, token_ids), np.int64, len(rows))
+        flat = np.fromiter(itertools.chain.from_iterable(token_ids), np.int32, num.sum())
+        first = np.repeat(self._num_tokens[rows] - np.cumsum(num) + num, num)
+        self._token_ids[np.repeat(rows, num), first + np.arange(len(flat))] = flat
+        self._num_tokens[rows] += num
 
     def _append_blocks(self, row: int, block_ids: list[BlockId]) -> None:
         have = self._num_blocks[row]

@@ -1,6 +1,8 @@
-"""How much KV memory a worker takes, and the one tensor it is.
+"""How much KV memory a rank takes, and the one tensor it is.
 
-Knows bytes and shapes; what blocks mean is the scheduler's, where they go a connector's.
+Every rank of an engine has the same blocks, each of them its own layers and heads of them; so
+the scarcest rank says how many there are. Knows bytes and shapes; what blocks mean is the
+scheduler's, where they go a connector's.
 """
 
 from __future__ import annotations
@@ -11,7 +13,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import msgspec
 import torch
 
 from pdserve.connectors.base import KVLayout
@@ -40,74 +41,111 @@ class Offer:
     limit_bytes: int
 
 
-def offer(device: torch.device, cache: CacheConfig) -> Offer:
-    """Ask `device`, after the weights are loaded.
+def offer(device: torch.device, cache: CacheConfig, *, num_local: int) -> Offer:
+    """Ask `device`, after the weights of all ranks that share it are loaded.
 
     CUDA: `gpu_memory_utilization` of the device, less what is in use. CPU: 1 GiB, and at
-    most half of what is free.
+    most this rank's share of half of what is free.
+
+    Args:
+        num_local: Ranks of this machine.
     """
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
         share = max(0, int(total * cache.gpu_memory_utilization) - (total - free))
         return Offer(share, share)
-    limit = int(_free_host_bytes() * _CPU_FREE_SHARE)
+    limit = int(_free_host_bytes() * _CPU_FREE_SHARE / num_local)
     return Offer(min(_CPU_DEFAULT_BYTES, limit), limit)
 
 
-def plan_layout(
-    arch: ModelArch,
-    dtype: torch.dtype,
-    cache: CacheConfig,
-    *,
-    max_model_len: int,
-    max_num_seqs: int,
-    offer: Offer,
+def layout_of_block(
+    arch: ModelArch, dtype: torch.dtype, cache: CacheConfig, *, num_layers: int, num_kv_heads: int
 ) -> KVLayout:
-    """Decide how many blocks there are.
+    """The layout of a pool of one block.
 
-    An exact number wins over a size, and a size over the device's offer. The offer is cut
-    to what `max_num_seqs` requests of full length could use at once.
-
-    Raises:
-        ConfigError: Not even one request of `max_model_len` would fit.
+    Args:
+        num_layers, num_kv_heads: Of this rank's share of the model.
     """
-    layout = KVLayout(
+    return KVLayout(
         num_blocks=1,
-        num_layers=arch.num_layers,
-        num_kv_heads=arch.num_kv_heads,
+        num_layers=num_layers,
+        num_planes=2 if arch.mla is None else 1,
+        num_kv_heads=num_kv_heads,
         block_size=cache.block_size,
         head_dim=arch.head_dim,
         dtype=str(dtype).removeprefix("torch."),
         dtype_bytes=dtype.itemsize,
     )
-    per_request = -(-max_model_len // cache.block_size)
-    request_bytes = per_request * layout.block_bytes
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Supply:
+    """What one rank has for KV; the scarcest of an engine's ranks is the smallest of them.
+
+    Attributes:
+        num_blocks: Blocks that it can hold.
+        block_bytes: What one of them takes there.
+    """
+
+    num_blocks: int
+    block_bytes: int
+
+
+def supply(
+    layout: KVLayout, cache: CacheConfig, *, max_model_len: int, max_num_seqs: int, offer: Offer
+) -> Supply:
+    """Count the blocks that this rank can hold.
+
+    An exact number wins over a size, and a size over the device's offer. The offer is cut
+    to what `max_num_seqs` requests of full length could use at once.
+    """
+    block_bytes = layout.block_bytes
     if cache.num_gpu_blocks_override is not None:
-        num_blocks, giver = cache.num_gpu_blocks_override, "--num-gpu-blocks-override"
+        return Supply(cache.num_gpu_blocks_override, block_bytes)
+    if cache.kv_cache_memory_bytes is not None:
+        return Supply(cache.kv_cache_memory_bytes // block_bytes, block_bytes)
+    per_request = _blocks_for(max_model_len, cache)
+    num_bytes = min(offer.limit_bytes, max(offer.default_bytes, per_request * block_bytes))
+    return Supply(min(num_bytes // block_bytes, per_request * max_num_seqs), block_bytes)
+
+
+def require_one_request(scarcest: Supply, cache: CacheConfig, *, max_model_len: int) -> None:
+    """Refuse a pool that is too small, in the same words on every rank.
+
+    Args:
+        scarcest: Of all ranks of the engine.
+
+    Raises:
+        ConfigError: Not even one request of `max_model_len` would fit.
+    """
+    per_request = _blocks_for(max_model_len, cache)
+    if scarcest.num_blocks >= per_request:
+        return
+    if cache.num_gpu_blocks_override is not None:
+        giver = "--num-gpu-blocks-override"
     elif cache.kv_cache_memory_bytes is not None:
-        num_blocks = cache.kv_cache_memory_bytes // layout.block_bytes
         giver = "--kv-cache-memory-bytes"
     else:
-        num_bytes = min(offer.limit_bytes, max(offer.default_bytes, request_bytes))
-        num_blocks = min(num_bytes // layout.block_bytes, per_request * max_num_seqs)
         giver = "the memory that is free"
-    if num_blocks < per_request:
-        raise ConfigError(
-            f"one request of {max_model_len} tokens needs {per_request} KV blocks "
-            f"({request_bytes / (1 << 20):.0f} MiB), and {giver} gives {num_blocks}: set "
-            f"--max-model-len to at most {num_blocks * cache.block_size}, or give more with "
-            "--kv-cache-memory-bytes",
-            param="max-model-len",
-        )
-    return msgspec.structs.replace(layout, num_blocks=num_blocks)
+    raise ConfigError(
+        f"one request of {max_model_len} tokens needs {per_request} KV blocks "
+        f"({per_request * scarcest.block_bytes / (1 << 20):.0f} MiB), and {giver} gives "
+        f"{scarcest.num_blocks}: set --max-model-len to at most "
+        f"{scarcest.num_blocks * cache.block_size}, or give more with --kv-cache-memory-bytes",
+        param="max-model-len",
+    )
+
+
+def _blocks_for(num_tokens: int, cache: CacheConfig) -> int:
+    return -(-num_tokens // cache.block_size)
 
 
 def allocate(layout: KVLayout, device: torch.device) -> Tensor:
     """Allocate and touch the pool, so that no page is first faulted in by a transfer.
 
     Returns:
-        `[num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim]`, contiguous, zero,
-        starting at a page boundary.
+        `[num_blocks, num_layers, num_planes, num_kv_heads, block_size, head_dim]`, contiguous,
+        zero, starting at a page boundary.
 
     Raises:
         ConfigError: The device does not have that much.
@@ -130,7 +168,7 @@ def allocate(layout: KVLayout, device: torch.device) -> Tensor:
         .view(
             layout.num_blocks,
             layout.num_layers,
-            2,
+            layout.num_planes,
             layout.num_kv_heads,
             layout.block_size,
             layout.head_dim,

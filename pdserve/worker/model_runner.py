@@ -1,45 +1,75 @@
-"""One step: from what the scheduler asks to what the model and the sampler answer.
+"""One step of one rank: from what the scheduler asks to what the model and the sampler answer.
 
     SchedulerOutput -> forget, take, update rows -> inputs -> forward (KV is written)
     -> logits of the rows that sample -> tokens -> ModelRunnerOutput
+    -> finish_step: what the answer need not wait for
 
-Owns the batch, the sampler and the views of KV. Knows no connector but the two hooks
-around a layer, and makes no choice about who runs.
+Every rank of an engine runs the same steps in the same order. A pipeline stage receives what
+the one before computed, and sends on what it has; the last one samples. Its ranks share the
+vocabulary, and end with the same tokens, or with the same error. Owns the batch, the sampler
+and the views of KV. Knows no connector but the two hooks around a layer, and makes no choice
+about who runs.
 """
 
 from __future__ import annotations
 
 import math
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
+import msgspec
+import numpy as np
 import torch
 
 from pdserve.errors import InternalError
+from pdserve.parallel.pipeline import StageLink
 from pdserve.wire.step import ModelRunnerOutput
 from pdserve.worker.input_batch import InputBatch, Prepared
 from pdserve.worker.logprobs import token_logprobs
 from pdserve.worker.sampler import NonFiniteLogitsError, Sampler
+from pdserve.worker.spread_sampler import SpreadSampler
+from pdserve.worker.vocabulary import SpreadVocabulary
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from numpy.typing import NDArray
     from torch import Tensor
 
     from pdserve.config.schema import SchedulerConfig
     from pdserve.connectors.base import KVLayout
     from pdserve.models.decoder import LayerHooks
     from pdserve.models.registry import LoadedModel
+    from pdserve.parallel.dispatch import ExpertParallel
+    from pdserve.parallel.group import World
     from pdserve.wire.ids import RequestId
     from pdserve.wire.outputs import TokenLogprobs
-    from pdserve.wire.step import NewRequest, SchedulerOutput
+    from pdserve.wire.sampling import SamplingParams
+    from pdserve.wire.step import ExpertBalance, NewRequest, SchedulerOutput
+    from pdserve.worker.sampler import Sampled
 
 _LOGITS_CHUNK_BYTES = 64 << 20
 
 
+class _Sampler(Protocol):
+    """`Sampler`, or several ranks' together."""
+
+    def add(
+        self, row: int, params: SamplingParams, prompt: Sequence[int], outputs: Sequence[int]
+    ) -> None: ...
+
+    def remove(self, row: int) -> None: ...
+
+    def sample(
+        self, logits: Tensor, rows: NDArray[np.int64], num_outputs: NDArray[np.int64]
+    ) -> Sampled: ...
+
+
 class ModelRunner:
-    """Runs steps of one model over one pool of KV blocks.
+    """Runs steps of one rank's part of a model over its pool of KV blocks.
 
     Args:
-        kv: `[num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim]`.
+        kv: `[num_blocks, num_layers, num_planes, num_kv_heads, block_size, head_dim]`.
         hooks: Called around each layer, if the connector works layer by layer.
     """
 
@@ -51,10 +81,15 @@ class ModelRunner:
         scheduler: SchedulerConfig,
         *,
         device: torch.device,
+        world: World,
         hooks: LayerHooks | None = None,
     ) -> None:
         self._model = loaded.model
+        self._experts = loaded.experts
+        self._is_step_open = False
+        self._told_balance: ExpertBalance | None = None
         self._vocab_size = loaded.arch.vocab_size
+        self._hidden_size = loaded.arch.hidden_size
         self._kv_layers = [kv[:, layer] for layer in range(layout.num_layers)]
         self._device = device
         self._hooks = hooks
@@ -68,30 +103,60 @@ class ModelRunner:
             block_size=layout.block_size,
             device=device,
         )
-        self._sampler = Sampler(scheduler.max_num_seqs, self._vocab_size, device)
+        self._dp, pp, tp = world.dp, world.pp, world.tp
+        self._link = None if pp.size == 1 else StageLink(pp, device, loaded.dtype)
+        self._receives, self._sends = not pp.is_first, not pp.is_last
+        self._is_output = pp.is_last and tp.is_first
+        # The ranks of the last stage share out the vocabulary.
+        self._vocabulary: SpreadVocabulary | None = None
+        self._sampler: _Sampler | None = None
+        num_rows = scheduler.max_num_seqs
+        if pp.is_last and tp.size == 1:
+            self._sampler = Sampler(num_rows, self._vocab_size, device)
+        elif pp.is_last:
+            self._vocabulary = SpreadVocabulary(
+                tp, loaded.vocab, vocab_size=self._vocab_size, device=device
+            )
+            self._sampler = SpreadSampler(self._vocabulary, num_rows, self._vocab_size, device)
         self._num_prompt_logprobs: dict[RequestId, int] = {}
 
     def execute(self, step: SchedulerOutput) -> ModelRunnerOutput:
         """Run one step; when it returns, the device has finished it.
 
+        Returns:
+            On the engine's output rank, the results; on the others, that it is done.
+
         Raises:
             InternalError: The step does not fit what the worker knows, or a request's
-                logits are not finite: no token of this step may leave then.
+                logits are not finite: no token of this step may leave then. The ranks that
+                sample raise it together.
         """
         with torch.inference_mode():
             self._apply(step)
             if not step.num_scheduled_tokens:
-                return ModelRunnerOutput(step_id=step.step_id)
+                return self._run_empty(step)
             prepared = self._batch.prepare(step.num_scheduled_tokens)
+            is_wave_over = self._begin(step)
+            hidden_before = self._receive(step) if self._receives else None
             started_s = time.perf_counter()
-            hidden = self._model.forward(prepared.inputs, self._kv_layers, self._hooks)
+            hidden = self._model.forward(
+                prepared.inputs, self._kv_layers, self._hooks, hidden_before
+            )
+            if self._sends:
+                assert self._link is not None
+                self._synchronize()
+                self._link.send(hidden)
+                return ModelRunnerOutput(step_id=step.step_id)
             prompt_logprobs = self._prompt_logprobs(prepared, hidden)
             if not len(prepared.sampling):
                 self._synchronize()
-                return ModelRunnerOutput(
-                    step_id=step.step_id,
-                    prompt_logprobs=prompt_logprobs,
-                    forward_s=time.perf_counter() - started_s,
+                return self._answer(
+                    ModelRunnerOutput(
+                        step_id=step.step_id,
+                        prompt_logprobs=prompt_logprobs,
+                        forward_s=time.perf_counter() - started_s,
+                        is_wave_over=is_wave_over,
+                    )
                 )
             last = hidden if prepared.logit_rows is None else hidden[prepared.logit_rows]
             logits = self._model.logits(last)
@@ -99,24 +164,83 @@ class ModelRunner:
             forward_s = time.perf_counter() - started_s
             request_ids = [prepared.request_ids[i] for i in prepared.sampling.tolist()]
             rows = prepared.rows[prepared.sampling]
+            assert self._sampler is not None
             try:
                 sampled = self._sampler.sample(logits, rows, prepared.num_outputs)
             except NonFiniteLogitsError as error:
                 raise _not_finite(", ".join(request_ids[i] for i in error.indices)) from error
-            self._batch.append(rows, sampled.token_ids)
-            return ModelRunnerOutput(
-                step_id=step.step_id,
-                request_ids=request_ids,
-                sampled_token_ids=sampled.token_ids.tolist(),
-                logprobs={request_ids[i]: entry for i, entry in sampled.logprobs.items()},
-                prompt_logprobs=prompt_logprobs,
-                forward_s=forward_s,
+            if self._link is None:
+                self._batch.append(rows, sampled.token_ids)
+            return self._answer(
+                ModelRunnerOutput(
+                    step_id=step.step_id,
+                    request_ids=request_ids,
+                    sampled_token_ids=sampled.token_ids.tolist(),
+                    logprobs={request_ids[i]: entry for i, entry in sampled.logprobs.items()},
+                    prompt_logprobs=prompt_logprobs,
+                    forward_s=forward_s,
+                    is_wave_over=is_wave_over,
+                )
             )
+
+    def finish_step(self) -> None:
+        """Do what the step's answer need not wait for: experts may be moved.
+
+        A collective of all ranks that share experts, which run the same steps: each comes here
+        after a step, or, if nobody calls, at the latest before its next one. A step that
+        raised on one rank does not keep the others any longer than the next would.
+        """
+        if self._is_step_open:
+            self._is_step_open = False
+            assert self._experts is not None
+            self._experts.end_step()
+
+    def _answer(self, output: ModelRunnerOutput) -> ModelRunnerOutput:
+        if not self._is_output:
+            return ModelRunnerOutput(step_id=output.step_id)
+        if self._experts is None or self._experts.balance is self._told_balance:
+            return output
+        self._told_balance = self._experts.balance
+        return msgspec.structs.replace(output, experts=self._told_balance)
+
+    def _run_empty(self, step: SchedulerOutput) -> ModelRunnerOutput:
+        """A step without tokens: nothing, but in a wave the layers shared with other engines."""
+        if step.wave is None:
+            return ModelRunnerOutput(step_id=step.step_id)
+        is_wave_over = self._begin(step)
+        self._model.idle_forward()
+        self._synchronize()
+        return self._answer(ModelRunnerOutput(step_id=step.step_id, is_wave_over=is_wave_over))
+
+    def _begin(self, step: SchedulerOutput) -> bool:
+        """Tell the experts how many tokens come, from which engine; is the step's wave over?"""
+        self.finish_step()
+        if step.wave is None:
+            if self._experts is not None:
+                if self._dp.size > 1:
+                    raise InternalError(
+                        f"step {step.step_id} is in no wave: its experts are shared by "
+                        f"{self._dp.size} engines"
+                    )
+                self._begin_experts(self._experts, [step.num_tokens])
+            return False
+        engines = self._dp.gather_ints([step.num_tokens, step.wave.is_unfinished])
+        if self._experts is not None:
+            self._begin_experts(self._experts, [num_tokens for num_tokens, _ in engines])
+        return not any(is_unfinished for _, is_unfinished in engines)
+
+    def _begin_experts(self, experts: ExpertParallel, num_tokens: list[int]) -> None:
+        experts.begin_step(num_tokens)
+        self._is_step_open = True
+
+    def _receive(self, step: SchedulerOutput) -> Tensor:
+        assert self._link is not None
+        return self._link.recv(self._model.hidden_rows(step.num_tokens), self._hidden_size)
 
     def _apply(self, step: SchedulerOutput) -> None:
         for request_id in step.gone_request_ids:
             row = self._batch.remove(request_id)
-            if row is not None:
+            if row is not None and self._sampler is not None:
                 self._sampler.remove(row)
                 self._num_prompt_logprobs.pop(request_id, None)
         for request in step.new_requests:
@@ -125,6 +249,8 @@ class ModelRunner:
 
     def _add(self, request: NewRequest) -> None:
         row = self._batch.add(request)
+        if self._sampler is None:
+            return
         self._sampler.add(row, request.sampling, request.prompt_token_ids, request.output_token_ids)
         if request.sampling.prompt_logprobs is not None:
             self._num_prompt_logprobs[request.request_id] = request.sampling.prompt_logprobs
@@ -149,22 +275,39 @@ class ModelRunner:
                     int(prepared.rows[i]), int(prepared.start[i]), int(prepared.end[i])
                 ).astype("int64")
             ).to(self._device)
+            if not len(targets):
+                continue
             first = int(prepared.query_start[i])
             entries: list[TokenLogprobs] = []
             for at in range(0, len(targets), piece):
                 wanted = targets[at : at + piece]
-                logits = self._model.logits(hidden[first + at : first + at + len(wanted)])
-                entries += token_logprobs(logits, wanted, [num_top] * len(wanted))
-            if any(math.isnan(entry.logprob) for entry in entries):
+                logits = self._whole(
+                    self._model.logits(hidden[first + at : first + at + len(wanted)])
+                )
+                if logits is not None:
+                    entries += token_logprobs(logits, wanted, [num_top] * len(wanted))
+            if not self._agreed(not any(math.isnan(entry.logprob) for entry in entries)):
                 raise _not_finite(request_id)
-            if entries:
-                found[request_id] = entries
+            found[request_id] = entries
         return found
 
+    def _whole(self, logits: Tensor) -> Tensor | None:
+        """`[M, vocab_size]` on the rank that answers, None on the others of its stage."""
+        return logits if self._vocabulary is None else self._vocabulary.whole(logits)
+
+    def _agreed(self, is_well: bool) -> bool:
+        """What the rank that answers found, on all of its stage."""
+        if self._vocabulary is None:
+            return is_well
+        return bool(self._vocabulary.announce(np.array([is_well], dtype=np.int64))[0])
+
     def _synchronize(self) -> None:
-        """Wait for the device: staged inputs may be rewritten, and KV may leave."""
+        """Wait for what this step computes: staged inputs may be rewritten, and KV may leave.
+
+        Not for what it sends: the next stage takes that in its own time.
+        """
         if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
+            torch.cuda.current_stream(self._device).synchronize()
 
 
 def _not_finite(names: str) -> InternalError:

@@ -162,15 +162,40 @@ class Sampler:
         return torch.from_numpy(values).to(self._device)[:, None]
 
 
+def needs_whole_row(params: SamplingParams) -> bool:
+    """Whether a request's token, or what it reports, takes more than the largest logit."""
+    return (
+        params.temperature >= _GREEDY_BELOW
+        or params.logprobs is not None
+        or LogitRules.needed(params)
+    )
+
+
+def first_largest(logits: Tensor) -> tuple[Tensor, Tensor]:
+    """First of the largest of each row, and its value; a NaN counts as larger than any number.
+
+    Args:
+        logits: `[M, N]` fp32, N above 0.
+
+    Returns:
+        `[M]` int64 and `[M]` fp32, where the logits are.
+    """
+    if logits.device.type == "cpu":
+        chosen, peaks = _argmax(logits)
+        return torch.from_numpy(chosen), torch.from_numpy(peaks)
+    best = logits.argmax(-1)
+    return best, logits.gather(-1, best[:, None]).squeeze(-1)
+
+
 def _argmax(logits: Tensor) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
-    """First of the largest of each row, and its value; a NaN counts as larger than any number."""
+    """`first_largest`, on the host."""
     if logits.device.type == "cpu":
         # numpy's is vectorised: 10 times quicker than torch's at 49 k logits.
         array = logits.numpy()
         chosen = array.argmax(-1)
         return chosen, array[np.arange(len(chosen)), chosen]
-    best = logits.argmax(-1)
-    return best.cpu().numpy(), logits.gather(-1, best[:, None]).squeeze(-1).cpu().numpy()
+    best, peaks = first_largest(logits)
+    return best.cpu().numpy(), peaks.cpu().numpy()
 
 
 def _group_sums(weights: Tensor) -> tuple[Tensor, Tensor]:

@@ -1,9 +1,11 @@
 """A worker: one rank's device, weights, KV memory and connector half, driven by steps.
 
-    start() loads and allocates -> execute(step)* with poll() between
+    start() meets the other ranks, loads and allocates
+    -> (execute(step), finish_step() once it is answered)* with poll() between
     -> close()
 
-All calls come from one thread. Knows nothing of scheduling, sockets or processes.
+All calls come from one thread, and every rank of an engine is given the same steps. Knows
+nothing of scheduling, nor of what started it.
 """
 
 from __future__ import annotations
@@ -16,51 +18,33 @@ import msgspec
 import torch
 
 from pdserve.connectors import registry as connector_registry
-from pdserve.connectors.base import ConnectorContext, KVConnectorWorker, KVLayout
+from pdserve.connectors.base import ConnectorContext, KVConnectorWorker
 from pdserve.errors import ConfigError, InternalError
 from pdserve.kernels.cpu import build, native
 from pdserve.models.registry import load_model
-from pdserve.wire.transfer import Endpoint
+from pdserve.parallel.group import World, join
 from pdserve.worker import kv_memory
+from pdserve.worker.info import WorkerInfo
 from pdserve.worker.model_runner import ModelRunner
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from pdserve.config.schema import EngineConfig, ParallelConfig
+    from pdserve.connectors.base import KVLayout
+    from pdserve.models.registry import LoadedModel
+    from pdserve.parallel.seat import Seat
     from pdserve.wire.ids import EngineId, Incarnation
     from pdserve.wire.step import ModelRunnerOutput, SchedulerOutput
     from pdserve.wire.transfer import ConnectorReport
-
-
-class WorkerInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """What a worker says of itself once it is ready.
-
-    Attributes:
-        layout_digest: Digest of `layout_fields`; equal ones can exchange KV.
-        endpoint: The connector's side channel, if it has one.
-        eos_token_ids: As in `config.json`.
-        num_threads: CPU threads of its compute.
-    """
-
-    layout: KVLayout
-    layout_digest: str
-    layout_fields: dict[str, str]
-    endpoint: Endpoint | None
-    max_model_len: int
-    architecture: str
-    dtype: str
-    vocab_size: int
-    eos_token_ids: tuple[int, ...]
-    device: str
-    num_threads: int
 
 
 class Worker:
     """One rank.
 
     Args:
-        incarnation: This process's life, which its handoffs are fenced with.
+        seat: Its place in the mesh.
+        incarnation: The engine's life, which its handoffs are fenced with.
         wake: Called from any thread when `poll` has news.
         progress: Told, in words, where the start-up stands.
     """
@@ -69,49 +53,43 @@ class Worker:
         self,
         config: EngineConfig,
         *,
+        seat: Seat,
         incarnation: Incarnation,
         engine_id: EngineId,
         wake: Callable[[], None],
         progress: Callable[[str], None],
     ) -> None:
         self._config = config
+        self._seat = seat
         self._incarnation = incarnation
         self._engine_id = engine_id
         self._wake = wake
         self._progress = progress
         self._runner: ModelRunner | None = None
         self._connector: KVConnectorWorker | None = None
+        self._world: World | None = None
 
     def start(self) -> WorkerInfo:
-        """Load the weights, allocate KV memory and register it with the connector.
+        """Meet the other ranks, load the weights, allocate KV memory, register it.
 
         Raises:
             ConfigError: The model, the device, the memory or the connector cannot be had
-                as configured.
+                as configured. Too little memory on one rank is said by every rank.
         """
-        config = self._config
-        device = _device(config.device)
-        num_threads = _set_threads(config.parallel)
+        config, seat = self._config, self._seat
+        device = _device(config.device, seat)
+        num_threads = _set_threads(config.parallel, seat)
         if device.type == "cpu":
             if not build.is_built():
                 self._progress("compiling the CPU kernels, once per machine (about 10 s)")
             native.available()
-        loaded = load_model(config.model, device, self._progress)
-        layout = kv_memory.plan_layout(
-            loaded.arch,
-            loaded.dtype,
-            config.cache,
-            max_model_len=loaded.max_model_len,
-            max_num_seqs=config.scheduler.max_num_seqs,
-            offer=kv_memory.offer(device, config.cache),
-        )
+        world = self._world = self._join(device)
+        loaded = load_model(config, device, world, self._progress)
+        layout = self._plan(loaded, device, world)
         mib = layout.num_blocks * layout.block_bytes / (1 << 20)
         self._progress(f"KV memory: {layout.num_blocks} blocks, {mib:.0f} MiB")
         kv = kv_memory.allocate(layout, device)
-        fields = layout.fields(
-            model=f"{loaded.arch.architecture}:{loaded.arch.digest}",
-            weights=loaded.weights_digest,
-        )
+        fields = _layout_fields(loaded, layout, world)
         digest = hashlib.sha256(msgspec.json.encode(fields, order="sorted")).hexdigest()[:32]
         context = ConnectorContext(
             config=config,
@@ -120,6 +98,8 @@ class Worker:
             layout=layout,
             layout_digest=digest,
             layout_fields=fields,
+            rank=seat.engine_rank,
+            num_ranks=world.pp.size * world.tp.size,
         )
         factory = connector_registry.find(config.transfer.kv_connector)
         connector = self._connector = factory.worker(context, self._wake)
@@ -130,9 +110,11 @@ class Worker:
             layout,
             config.scheduler,
             device=device,
+            world=world,
             hooks=connector if connector.capabilities.layerwise else None,
         )
         return WorkerInfo(
+            rank=seat.engine_rank,
             layout=layout,
             layout_digest=digest,
             layout_fields=fields,
@@ -145,6 +127,45 @@ class Worker:
             device=str(device),
             num_threads=num_threads,
         )
+
+    def _join(self, device: torch.device) -> World:
+        seat = self._seat
+        if seat.mesh.shape.world_size == 1:
+            return World.alone()
+        if seat.rendezvous is None:
+            raise InternalError(f"rank {seat.mesh.rank} was not told where its world meets")
+        return join(seat.mesh, seat.rendezvous, device)
+
+    def _plan(self, loaded: LoadedModel, device: torch.device, world: World) -> KVLayout:
+        """Agree with the other ranks of the engine on how many blocks there are.
+
+        Raises:
+            ConfigError: One of them cannot hold one request; each raises it, once all know.
+        """
+        cache = self._config.cache
+        layout = kv_memory.layout_of_block(
+            loaded.arch,
+            loaded.dtype,
+            cache,
+            num_layers=len(loaded.layers),
+            num_kv_heads=loaded.num_kv_heads,
+        )
+        # What is free is asked when every rank has its weights, and none has its KV yet.
+        for group in (world.tp, world.pp):
+            group.barrier()
+        scarcest = kv_memory.supply(
+            layout,
+            cache,
+            max_model_len=loaded.max_model_len,
+            max_num_seqs=self._config.scheduler.max_num_seqs,
+            offer=kv_memory.offer(device, cache, num_local=self._seat.num_local),
+        )
+        # The scarcest of each stage, then of all stages.
+        for group in (world.tp, world.pp):
+            supplies = group.gather_ints([scarcest.num_blocks, scarcest.block_bytes])
+            scarcest = min(kv_memory.Supply(*numbers) for numbers in supplies)
+        kv_memory.require_one_request(scarcest, cache, max_model_len=loaded.max_model_len)
+        return msgspec.structs.replace(layout, num_blocks=scarcest.num_blocks)
 
     def execute(self, step: SchedulerOutput) -> ModelRunnerOutput:
         """Run one step; it may have no tokens, only connector metadata or gone requests.
@@ -163,6 +184,14 @@ class Worker:
             return output
         return msgspec.structs.replace(output, connector_report=report)
 
+    def finish_step(self) -> None:
+        """Do what the answer to the last step need not wait for; again: nothing.
+
+        Every rank of the world that runs the step must come here, or begin its next step.
+        """
+        runner, _ = self._started()
+        runner.finish_step()
+
     def poll(self) -> ConnectorReport:
         """What the connector saw since the last report; for when no step runs."""
         _, connector = self._started()
@@ -173,6 +202,9 @@ class Worker:
         connector, self._connector, self._runner = self._connector, None, None
         if connector is not None:
             connector.close(timeout_s)
+        world, self._world = self._world, None
+        if world is not None:
+            world.close()
 
     def _started(self) -> tuple[ModelRunner, KVConnectorWorker]:
         if self._runner is None or self._connector is None:
@@ -180,25 +212,49 @@ class Worker:
         return self._runner, self._connector
 
 
-def _device(wanted: str) -> torch.device:
-    """Resolve auto, cpu or cuda.
+def _layout_fields(loaded: LoadedModel, layout: KVLayout, world: World) -> dict[str, str]:
+    """What two engines must agree on to exchange KV rank by rank; the same on every rank."""
+    arch = loaded.arch
+    whole = msgspec.structs.replace(
+        layout, num_layers=arch.num_layers, num_kv_heads=arch.num_kv_heads
+    )
+    stages = world.pp.gather_ints([loaded.layers.start, loaded.layers.stop])
+    return {
+        **whole.fields(model=f"{arch.architecture}:{arch.digest}", weights=loaded.weights_digest),
+        "num_planes": str(layout.num_planes),
+        "tensor_parallel_size": str(world.tp.size),
+        "pipeline_stages": ",".join(f"{start}-{stop - 1}" for start, stop in stages),
+    }
+
+
+def _device(wanted: str, seat: Seat) -> torch.device:
+    """Resolve auto, cpu or cuda: each rank of this machine has a device of its own.
 
     Raises:
-        ConfigError: CUDA was asked for and there is none.
+        ConfigError: CUDA was asked for and there is none, or there are fewer devices than ranks.
     """
-    has_cuda = torch.cuda.is_available()
-    if wanted == "cuda" and not has_cuda:
+    num_devices = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if wanted == "cuda" and not num_devices:
         raise ConfigError(
             f"--device is 'cuda': torch {torch.__version__} finds no CUDA device; use --device cpu",
             param="device",
         )
-    if wanted == "cuda" or (wanted == "auto" and has_cuda):
-        return torch.device("cuda", torch.cuda.current_device())
-    return torch.device("cpu")
+    if wanted == "cpu" or not num_devices:
+        return torch.device("cpu")
+    if num_devices < seat.num_local:
+        raise ConfigError(
+            f"{seat.num_local} ranks of this machine need a CUDA device each, and {num_devices} "
+            "are visible: use smaller parallel sizes, or --device cpu",
+            param="device",
+        )
+    device = torch.device("cuda", seat.local_index % num_devices)
+    torch.cuda.set_device(device)
+    return device
 
 
-def _set_threads(parallel: ParallelConfig) -> int:
-    """Give compute the configured number of threads, or every core this process may use."""
-    num_threads = parallel.num_threads or len(os.sched_getaffinity(0))
+def _set_threads(parallel: ParallelConfig, seat: Seat) -> int:
+    """Give compute the configured number of threads, or this rank's share of the cores."""
+    num_cores = len(os.sched_getaffinity(0))
+    num_threads = parallel.num_threads or max(1, num_cores // seat.num_local)
     torch.set_num_threads(num_threads)
     return num_threads

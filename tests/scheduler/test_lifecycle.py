@@ -117,7 +117,7 @@ def test_a_request_that_ends_keeps_its_blocks_while_a_step_in_flight_may_write_t
 def test_a_failed_load_is_computed_here_and_the_first_token_stays() -> None:
     pair = Pair()
     handoff = pair.hand_off()
-    pair.prefill.connector.close(0.0)
+    pair.prefill.close()
     pair.decode.scheduler.add(make_request("d", 8, handoff=handoff))
     outputs = pair.decode.settle()
     tokens = [t for o in outputs for t in o.new_token_ids]
@@ -219,7 +219,7 @@ def test_prompt_tokens_are_the_sum_of_their_sources_whatever_becomes_of_a_reques
     assert_sources_sum(scheduler.stats())
     assert scheduler.stats().prompt_tokens == len(PROMPT)
     lost = pair.hand_off()
-    pair.prefill.connector.close(0.0)
+    pair.prefill.close()
     scheduler.kv.pool.forget_all()
     scheduler.add(make_request("failed", 8, handoff=lost))
     pair.decode.settle()
@@ -251,12 +251,14 @@ def test_cached_blocks_in_front_of_a_load_are_not_receiving() -> None:
 
 def with_prompt_logprobs(engine: ToyEngine, request_id: str) -> None:
     """Collect the oldest step as a model would that describes the prompt too."""
-    step, report = engine.in_flight.popleft()
+    step, reports = engine.in_flight.popleft()
     entry = TokenLogprobs(1, -1.0, 1, [])
-    result = engine.worker.execute(step, report)
+    result = engine.workers[0].execute(step)
     num = step.num_scheduled_tokens[RequestId(request_id)]
     logprobs = {RequestId(request_id): [entry] * num}
     engine.scheduler.update(msgspec.structs.replace(result, prompt_logprobs=logprobs))
+    for report in reports:
+        engine.scheduler.apply_report(report)
 
 
 def test_logprobs_of_an_aborted_prompt_are_not_kept() -> None:

@@ -22,6 +22,7 @@ def candidates(draw: st.DrawFn) -> list[Candidate]:
                 computed,
                 -(-computed // BLOCK),
                 (draw(st.integers(0, 2)), order),
+                draw(st.booleans()),
             )
         )
     return found
@@ -79,6 +80,50 @@ def test_with_blocks_to_spare_the_first_request_always_advances(
     )
     hungry = [index for index, request in enumerate(batch) if request.num_wanted]
     assert not hungry or hungry[0] in plan.num_tokens
+
+
+@given(
+    batch=candidates(),
+    max_decodes=st.integers(1, 4),
+    free=st.integers(0, 8),
+    may_preempt=st.booleans(),
+)
+def test_a_step_has_its_share_of_the_decoding_requests_and_no_more(
+    batch: list[Candidate], max_decodes: int, free: int, may_preempt: bool
+) -> None:
+    plan = plan_running(
+        batch,
+        token_budget=1000,
+        num_free_blocks=free,
+        block_size=BLOCK,
+        may_split=True,
+        freed_by=(lambda index: batch[index].num_blocks) if may_preempt else None,
+        max_decodes=max_decodes,
+    )
+    decoding = [index for index in plan.num_tokens if batch[index].is_decode]
+    assert len(decoding) <= max_decodes
+    hungry = {i for i, c in enumerate(batch) if c.num_wanted} - set(plan.preempted)
+    if not plan.is_short_of_blocks:
+        wanted = [i for i in sorted(hungry) if batch[i].is_decode]
+        if not plan.preempted:
+            assert decoding == wanted[:max_decodes]
+        assert {i for i in hungry if not batch[i].is_decode} <= set(plan.num_tokens)
+
+
+def test_a_preempted_request_leaves_its_place_among_the_decoding_ones() -> None:
+    late, early, other = (
+        Candidate(1, 4, num, (0, rank), True) for num, rank in ((2, 9), (1, 1), (2, 2))
+    )
+    plan = plan_running(
+        [late, early, other],
+        token_budget=10,
+        num_free_blocks=0,
+        block_size=BLOCK,
+        may_split=True,
+        freed_by=lambda index: 2,
+        max_decodes=2,
+    )
+    assert (plan.preempted, plan.num_tokens) == ([0], {1: 1, 2: 1})
 
 
 @given(

@@ -23,7 +23,7 @@ HANDOFF = KVHandoff(
     incarnation=Incarnation("1"),
     nonce="n",
     request_id=RequestId("p"),
-    endpoint=Endpoint(host="memory", port=1),
+    endpoints=[Endpoint(host="memory", port=1)],
     block_ids=[],
     num_tokens=2,
     block_size=8,

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from typing import TYPE_CHECKING, ClassVar
 
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
@@ -54,20 +55,29 @@ class PairMachine(RuleBasedStateMachine):
 
     Attributes:
         reached: How often the situations that matter came up, over all runs.
+        num_stages: Of each engine's pipeline.
+        new_exchange: Makes what its engines meet in.
     """
 
     reached: ClassVar[Counter[str]] = Counter()
+    num_stages = 1
+    new_exchange: ClassVar[type[Exchange]] = Exchange
 
     def __init__(self) -> None:
         super().__init__()
         self.clock = ManualClock()
-        self.exchange = Exchange()
-        self.prefill = ToyEngine("p", self.exchange, self.clock, depth=2)
-        self.decode = ToyEngine("d", self.exchange, self.clock, num_blocks=6, depth=2)
+        self.exchange = self.new_exchange()
+        self.prefill = self._engine("p")
+        self.decode = self._engine("d", num_blocks=6)
         self.lives: list[Life] = []
         self.by_prefill: dict[RequestId, Life] = {}
         self.by_decode: dict[RequestId, Life] = {}
         self.num_ids = 0
+
+    def _engine(self, name: str, **fields: int) -> ToyEngine:
+        return ToyEngine(
+            name, self.exchange, self.clock, depth=2, num_stages=self.num_stages, **fields
+        )
 
     def _new_id(self) -> RequestId:
         self.num_ids += 1
@@ -164,11 +174,11 @@ class PairMachine(RuleBasedStateMachine):
     @rule()
     def prefill_restarts(self) -> None:
         """It loses everything; handoffs of its earlier life must never match."""
-        self.prefill.connector.close(0.0)
+        self.prefill.close()
         for life in self.by_prefill.values():
             life.is_over = True
         self.by_prefill.clear()
-        self.prefill = ToyEngine("p", self.exchange, self.clock, depth=2)
+        self.prefill = self._engine("p")
 
     @rule()
     def forget_prefixes(self) -> None:
@@ -234,15 +244,40 @@ class PairMachine(RuleBasedStateMachine):
         self.reached["failed loads"] += sum(stats.kv_load_failures.values()) > 0
         self.reached["preempted"] += stats.num_preemptions > 0
         self.reached["expired"] += self.prefill.scheduler.stats().lease_ends["expired"] > 0
-        self.prefill.connector.close(0.0)
-        self.decode.connector.close(0.0)
+        self.prefill.close()
+        self.decode.close()
 
 
-def test_a_pair_of_engines_gives_only_right_tokens_and_keeps_no_block() -> None:
-    PairMachine.reached.clear()
+class PipelinePairMachine(PairMachine):
+    """The same with engines of two stages."""
+
+    reached: ClassVar[Counter[str]] = Counter()
+    num_stages = 2
+
+
+ALL_SITUATIONS = (
+    "received",
+    "failed loads",
+    "left while KV was on its way",
+    "preempted",
+    "expired",
+)
+
+
+@pytest.mark.parametrize(
+    ("machine", "max_examples", "wanted"),
+    [
+        (PairMachine, 250, ALL_SITUATIONS),
+        (PipelinePairMachine, 120, ("received", "failed loads", "expired")),
+    ],
+)
+def test_a_pair_of_engines_gives_only_right_tokens_and_keeps_no_block(
+    machine: type[PairMachine], max_examples: int, wanted: tuple[str, ...]
+) -> None:
+    machine.reached.clear()
     run_state_machine_as_test(
-        PairMachine, settings=settings(max_examples=250, stateful_step_count=40, deadline=None)
+        machine,
+        settings=settings(max_examples=max_examples, stateful_step_count=40, deadline=None),
     )
     # A machine that never gets there would prove nothing.
-    wanted = ("received", "failed loads", "left while KV was on its way", "preempted", "expired")
-    assert all(PairMachine.reached[name] for name in wanted), PairMachine.reached
+    assert all(machine.reached[name] for name in wanted), machine.reached

@@ -25,6 +25,8 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     policy = SchedulingPolicy.FCFS
     may_split = True
+    num_stages = 1
+    depth = 2
 
     def __init__(self) -> None:
         super().__init__()
@@ -43,8 +45,9 @@ class SchedulerMachine(RuleBasedStateMachine):
             vocab_size=VOCAB,
             connector=NullScheduler(),
             clock=self.clock,
+            num_stages=self.num_stages,
         )
-        self.worker = ToyWorker(num_blocks, 8)
+        self.worker = ToyWorker(num_blocks, 8, num_stages=self.num_stages)
         self.expected: dict[RequestId, list[int]] = {}
         self.out: dict[RequestId, list[int]] = {}
         self.over: set[RequestId] = set()
@@ -78,7 +81,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             )
         )
 
-    @precondition(lambda self: len(self.in_flight) < 2)
+    @precondition(lambda self: len(self.in_flight) < self.depth)
     @rule()
     def submit(self) -> None:
         step = self.scheduler.schedule()
@@ -86,6 +89,14 @@ class SchedulerMachine(RuleBasedStateMachine):
             assert step.num_tokens <= (12 if self.may_split else MAX_MODEL_LEN)
             assert len(step.num_scheduled_tokens) <= 4
             self.in_flight.append(self.worker.execute(step))
+
+    @precondition(lambda self: len(self.in_flight) < self.depth)
+    @rule()
+    def submit_empty(self) -> None:
+        """As for a wave of other engines."""
+        step = self.scheduler.empty_step()
+        assert not step.num_tokens
+        self.in_flight.append(self.worker.execute(step))
 
     @precondition(lambda self: self.in_flight)
     @rule()
@@ -141,6 +152,26 @@ class WholePromptSchedulerMachine(SchedulerMachine):
     may_split = False
 
 
+class TwoStageSchedulerMachine(SchedulerMachine):
+    """The same with tokens that the worker has to be told, and a step for each stage."""
+
+    num_stages = 2
+
+
+class ThreeStageSchedulerMachine(SchedulerMachine):
+    """The same with three."""
+
+    num_stages = 3
+    depth = 3
+
+
+class ShallowPipelineSchedulerMachine(PrioritySchedulerMachine):
+    """The same with fewer steps in flight than stages, and with priorities."""
+
+    num_stages = 3
+    depth = 2
+
+
 SETTINGS = settings(max_examples=60, stateful_step_count=40, deadline=None)
 
 TestFcfs = SchedulerMachine.TestCase
@@ -149,3 +180,9 @@ TestPriority = PrioritySchedulerMachine.TestCase
 TestPriority.settings = SETTINGS
 TestWholePrompts = WholePromptSchedulerMachine.TestCase
 TestWholePrompts.settings = SETTINGS
+TestTwoStages = TwoStageSchedulerMachine.TestCase
+TestTwoStages.settings = SETTINGS
+TestThreeStages = ThreeStageSchedulerMachine.TestCase
+TestThreeStages.settings = SETTINGS
+TestShallowPipeline = ShallowPipelineSchedulerMachine.TestCase
+TestShallowPipeline.settings = SETTINGS

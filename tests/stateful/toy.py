@@ -22,7 +22,6 @@ if TYPE_CHECKING:
 
     from pdserve.connectors.base import KVConnectorWorker
     from pdserve.wire.ids import RequestId
-    from pdserve.wire.transfer import ConnectorReport
 
 NUM_LAYERS = 2
 VOCAB = 7
@@ -72,32 +71,32 @@ class ToyWorker:
     """Executes steps in memory, with a connector's worker half beside it.
 
     Args:
-        connector: None = steps carry no connector metadata.
+        connector: Registers the KV; what it moves, and when, is up to whoever made it.
+        rank: Workers of other ranks write other KV.
+        num_stages: With several, it knows of its own tokens only what steps tell it, as the
+            stages do that do not sample.
     """
 
     def __init__(
-        self, num_blocks: int, block_size: int, connector: KVConnectorWorker | None = None
+        self,
+        num_blocks: int,
+        block_size: int,
+        connector: KVConnectorWorker | None = None,
+        *,
+        rank: int = 0,
+        num_stages: int = 1,
     ) -> None:
+        self._first_layer = rank * NUM_LAYERS
+        self._is_told = num_stages > 1
         self.layout = toy_layout(num_blocks, block_size)
         self.block_size = block_size
         self.kv = torch.full((num_blocks, NUM_LAYERS, 2, 1, block_size, 1), -1, dtype=torch.int64)
         self._array = self.kv.numpy()
         self._requests: dict[RequestId, tuple[list[int], list[int], SamplingParams]] = {}
-        self.connector = connector
         if connector is not None:
             connector.register_kv_caches(self.kv, self.layout)
 
-    def move_kv(self, step: SchedulerOutput) -> ConnectorReport | None:
-        """Let the connector do what the step says, at once: transfers wait for no step."""
-        if self.connector is None:
-            return None
-        if step.connector_metadata is not None:
-            self.connector.start_load_kv(step.connector_metadata)
-        return self.connector.get_finished() or None
-
-    def execute(
-        self, step: SchedulerOutput, report: ConnectorReport | None = None
-    ) -> ModelRunnerOutput:
+    def execute(self, step: SchedulerOutput) -> ModelRunnerOutput:
         """Run one step, checking every KV value it depends on."""
         for request_id in step.gone_request_ids:
             del self._requests[request_id]
@@ -112,6 +111,8 @@ class ToyWorker:
             step.known_requests.request_ids, step.known_requests.new_block_ids, strict=True
         ):
             self._requests[request_id][1].extend(blocks)
+        for request_id, token_ids in self._told(step):
+            self._requests[request_id][0].extend(token_ids)
         for request in step.new_requests:
             self._introduce(request)
             computed[request.request_id] = request.num_computed_tokens
@@ -120,18 +121,26 @@ class ToyWorker:
         for request_id, num_tokens in step.num_scheduled_tokens.items():
             tokens, blocks, sampling = self._requests[request_id]
             end = computed[request_id] + num_tokens
+            assert end <= len(tokens), "a step needs tokens that nobody told this worker"
             kv = self._compute(tokens, blocks, computed[request_id], end)
             if end == len(tokens):
                 token_id = next_token(kv, sampling.seed)
-                tokens.append(token_id)
+                if not self._is_told:
+                    tokens.append(token_id)
                 ids.append(request_id)
                 sampled.append(token_id)
         return ModelRunnerOutput(
             step_id=step.step_id,
             request_ids=ids,
             sampled_token_ids=sampled,
-            connector_report=report,
         )
+
+    def _told(self, step: SchedulerOutput) -> list[tuple[RequestId, list[int]]]:
+        known = step.known_requests
+        if not self._is_told:
+            assert not known.sampled_token_ids, "told what it knows"
+            return []
+        return list(zip(known.request_ids, known.sampled_token_ids, strict=True))
 
     def _introduce(self, request: NewRequest) -> None:
         assert request.request_id not in self._requests
@@ -149,13 +158,14 @@ class ToyWorker:
             block, offset = blocks[position // self.block_size], position % self.block_size
             for layer in range(NUM_LAYERS):
                 slot = self._array[block, layer, :, 0, offset, 0]
+                value = kv + self._first_layer + layer
                 if position >= start:
-                    slot[:] = kv + layer
+                    slot[:] = value
                 else:
-                    found = [int(value) for value in slot]
-                    assert found == [kv + layer] * 2, (
+                    found = [int(each) for each in slot]
+                    assert found == [value] * 2, (
                         f"position {position} of {end}, block {block}, layer {layer}: "
-                        f"found {found}, expected {kv + layer}"
+                        f"found {found}, expected {value}"
                     )
         return kv
 

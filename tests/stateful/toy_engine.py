@@ -1,4 +1,4 @@
-"""A whole engine in memory: the real scheduler, the real memory connector, the toy worker.
+"""A whole engine in memory: the real scheduler, the real memory connector, toy workers.
 
 It is an asynchronous device: a step computes when it is collected, while transfers happen
 when it is submitted, before the steps in flight have computed.
@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from pdserve.config.schema import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
 from pdserve.connectors.base import ConnectorContext
 from pdserve.connectors.memory import MemoryFactory
+from pdserve.connectors.quorum import Quorum
 from pdserve.scheduler.scheduler import Scheduler
 from pdserve.wire.ids import EngineId, Incarnation
 from tests.stateful.toy import VOCAB, ToyWorker, toy_layout
@@ -33,6 +34,12 @@ class ToyEngine:
     Args:
         exchange: Shared by the engines that can reach one another.
         depth: Steps that may be in flight.
+        num_stages: Pipeline stages that its scheduler and workers believe in.
+        num_ranks: Each has a worker and a connector half, and all must give the same tokens.
+
+    Attributes:
+        late: Ranks whose connector halves neither move nor report anything meanwhile.
+        reports: What came of the ranks' reports, in order.
     """
 
     def __init__(
@@ -46,6 +53,8 @@ class ToyEngine:
         max_model_len: int = 48,
         max_num_batched_tokens: int = 16,
         depth: int = 2,
+        num_stages: int = 1,
+        num_ranks: int = 1,
     ) -> None:
         self.depth = depth
         self.config = EngineConfig(
@@ -58,45 +67,76 @@ class ToyEngine:
         )
         layout = toy_layout(num_blocks, block_size)
         life = next(_lives)
-        context = ConnectorContext(
-            config=self.config,
-            engine_id=EngineId(engine_id),
-            incarnation=Incarnation(f"life-{life}"),
-            layout=layout,
-            layout_digest="toy",
-            layout_fields={"schema": "1"},
-        )
+        contexts = [
+            ConnectorContext(
+                config=self.config,
+                engine_id=EngineId(engine_id),
+                incarnation=Incarnation(f"life-{life}"),
+                layout=layout,
+                layout_digest="toy",
+                layout_fields={"schema": "1"},
+                rank=rank,
+                num_ranks=num_ranks,
+            )
+            for rank in range(num_ranks)
+        ]
         nonces = itertools.count()
         factory = MemoryFactory(
             exchange, clock=clock, new_nonce=lambda: f"{engine_id}-{life}-{next(nonces)}"
         )
-        self.connector = factory.worker(context, lambda: None)
-        self.worker = ToyWorker(num_blocks, block_size, self.connector)
+        self.connectors = [factory.worker(context, lambda: None) for context in contexts]
+        self.workers = [
+            ToyWorker(num_blocks, block_size, connector, rank=rank, num_stages=num_stages)
+            for rank, connector in enumerate(self.connectors)
+        ]
+        endpoints = [half.endpoint for half in self.connectors if half.endpoint is not None]
+        self.quorum = Quorum(num_ranks)
+        self.late: set[int] = set()
+        self.reports: list[ConnectorReport] = []
         self.scheduler = Scheduler(
             self.config.scheduler,
             self.config.cache,
             num_blocks=num_blocks,
             max_model_len=max_model_len,
             vocab_size=VOCAB,
-            connector=factory.scheduler(context, self.connector.endpoint),
+            connector=factory.scheduler(contexts[0], endpoints),
             clock=clock,
+            num_stages=num_stages,
         )
-        self.in_flight: deque[tuple[SchedulerOutput, ConnectorReport | None]] = deque()
+        self.in_flight: deque[tuple[SchedulerOutput, list[ConnectorReport]]] = deque()
 
     def submit(self) -> bool:
         """Plan one step and move its KV; False if there was nothing to do."""
         step = self.scheduler.schedule()
         if step is None:
             return False
-        self.in_flight.append((step, self.worker.move_kv(step)))
+        if step.connector_metadata is not None:
+            for connector in self.connectors:
+                connector.start_load_kv(step.connector_metadata)
+        self.in_flight.append((step, self._move_kv()))
         return True
 
     def collect(self) -> None:
         """Compute the oldest step and take its result, or take the connector's news."""
-        if self.in_flight:
-            self.scheduler.update(self.worker.execute(*self.in_flight.popleft()))
+        if not self.in_flight:
+            reports = self._move_kv()
         else:
-            self.scheduler.apply_report(self.connector.get_finished())
+            step, reports = self.in_flight.popleft()
+            output, *others = [worker.execute(step) for worker in self.workers]
+            assert all(other == output for other in others), "ranks differ"
+            self.scheduler.update(output)
+        for report in reports:
+            self.scheduler.apply_report(report)
+
+    def _move_kv(self) -> list[ConnectorReport]:
+        """Let KV move, at once: transfers wait for no step. Return what all ranks have seen."""
+        reports = [
+            self.quorum.add(rank, connector.get_finished())
+            for rank, connector in enumerate(self.connectors)
+            if rank not in self.late
+        ]
+        self.reports += filter(None, reports)
+        return reports
 
     def step(self) -> list[EngineOutput]:
         """Advance by one step, whatever there is."""
@@ -117,3 +157,8 @@ class ToyEngine:
             outputs += new
             num_quiet = 0 if moved or new else num_quiet + 1
         return outputs
+
+    def close(self) -> None:
+        """Leave the exchange."""
+        for connector in self.connectors:
+            connector.close(0.0)

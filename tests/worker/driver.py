@@ -11,7 +11,8 @@ from pdserve.wire.sampling import SamplingParams
 from pdserve.wire.step import KnownRequests, ModelRunnerOutput, NewRequest, SchedulerOutput
 
 if TYPE_CHECKING:
-    from pdserve.worker.worker import Worker, WorkerInfo
+    from pdserve.worker.info import WorkerInfo
+    from pdserve.worker.worker import Worker
 
 TINY: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],

@@ -17,10 +17,11 @@ from pdserve.config.schema import (
 from pdserve.connectors import registry
 from pdserve.connectors.base import Capabilities, KVConnectorWorker
 from pdserve.errors import ConfigError, InternalError
+from pdserve.parallel.seat import Seat
 from pdserve.wire.ids import EngineId, Incarnation, RequestId
 from pdserve.wire.step import KnownRequests, SchedulerOutput
 from pdserve.wire.transfer import ConnectorMetadata, ConnectorReport, Endpoint, LeaseEnd, Settled
-from pdserve.worker.kv_memory import Offer, plan_layout
+from pdserve.worker.kv_memory import Offer, layout_of_block, require_one_request, supply
 from pdserve.worker.worker import Worker
 
 if TYPE_CHECKING:
@@ -190,6 +191,7 @@ def test_cuda_that_is_not_there_is_a_configuration_error(tmp_path: Path) -> None
         pytest.skip("there is a CUDA device")
     worker = Worker(
         EngineConfig(model=ModelConfig(model=str(tmp_path)), device="cuda"),
+        seat=Seat(),
         incarnation=Incarnation("life"),
         engine_id=EngineId("engine"),
         wake=lambda: None,
@@ -243,14 +245,13 @@ def test_a_devices_offer_is_taken_within_its_limit(
     from tests.worker.driver import TINY
 
     def plan() -> int:
-        return plan_layout(
-            parse_arch(TINY),
-            torch.float32,
-            CacheConfig(),
-            max_model_len=256,
-            max_num_seqs=8,
-            offer=offer,
-        ).num_blocks
+        cache, arch = CacheConfig(), parse_arch(TINY)
+        layout = layout_of_block(
+            arch, torch.float32, cache, num_layers=arch.num_layers, num_kv_heads=arch.num_kv_heads
+        )
+        found = supply(layout, cache, max_model_len=256, max_num_seqs=8, offer=offer)
+        require_one_request(found, cache, max_model_len=256)
+        return found.num_blocks
 
     if num_blocks is None:
         with pytest.raises(ConfigError, match="the memory that is free gives 15"):

@@ -1,0 +1,104 @@
+"""Sampling by the ranks of a TP group, each of which has some columns of the logits.
+
+Greedy rows cost one value and one index per rank. Rows that need more are gathered on the
+first rank, whose `Sampler` does with them what it does alone; their tokens go to all. So every
+rank has every token, and every rank ends a step with logits that are not finite.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from pdserve.worker.sampler import NonFiniteLogitsError, Sampled, Sampler, needs_whole_row
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    import torch
+    from numpy.typing import NDArray
+    from torch import Tensor
+
+    from pdserve.wire.outputs import TokenLogprobs
+    from pdserve.wire.sampling import SamplingParams
+    from pdserve.worker.vocabulary import SpreadVocabulary
+
+_NOT_FINITE = -1
+
+
+class SpreadSampler:
+    """A `Sampler` over the columns of several ranks.
+
+    Args:
+        num_rows: Rows of the batch.
+    """
+
+    def __init__(
+        self, vocabulary: SpreadVocabulary, num_rows: int, vocab_size: int, device: torch.device
+    ) -> None:
+        self._vocabulary = vocabulary
+        self._sampler = Sampler(num_rows, vocab_size, device) if vocabulary.is_first else None
+        self._whole: set[int] = set()
+
+    def add(
+        self, row: int, params: SamplingParams, prompt: Sequence[int], outputs: Sequence[int]
+    ) -> None:
+        """See `Sampler`."""
+        if needs_whole_row(params):
+            self._whole.add(row)
+            if self._sampler is not None:
+                self._sampler.add(row, params, prompt, outputs)
+
+    def remove(self, row: int) -> None:
+        """See `Sampler`."""
+        self._whole.discard(row)
+        if self._sampler is not None:
+            self._sampler.remove(row)
+
+    def sample(
+        self, logits: Tensor, rows: NDArray[np.int64], num_outputs: NDArray[np.int64]
+    ) -> Sampled:
+        """Choose a token for each row, the same on every rank.
+
+        Args:
+            logits: `[M, len(vocab)]` fp32.
+            rows: `[M]`, the batch row of each row of logits.
+            num_outputs: `[M]`, tokens each request has put out before.
+
+        Returns:
+            Tokens; log-probabilities on the first rank only.
+
+        Raises:
+            NonFiniteLogitsError: On every rank: a row has NaN or infinite logits on one.
+        """
+        is_whole = np.fromiter((row in self._whole for row in rows.tolist()), np.bool_, len(rows))
+        if not is_whole.any():
+            chosen, peaks = self._vocabulary.first_largest(logits)
+            _refuse(np.flatnonzero(~np.isfinite(peaks)))
+            return Sampled(chosen, {})
+        whole, plain = np.flatnonzero(is_whole), np.flatnonzero(~is_whole)
+        chosen = np.empty(len(rows), dtype=np.int64)
+        described: dict[int, TokenLogprobs] = {}
+        if len(plain):
+            picked, peaks = self._vocabulary.first_largest(logits[plain])
+            chosen[plain] = np.where(np.isfinite(peaks), picked, _NOT_FINITE)
+        gathered = self._vocabulary.whole(logits[whole] if len(plain) else logits)
+        told = np.zeros(len(whole), dtype=np.int64)
+        if gathered is not None:
+            assert self._sampler is not None
+            try:
+                sampled = self._sampler.sample(gathered, rows[whole], num_outputs[whole])
+            except NonFiniteLogitsError as error:
+                told[error.indices] = _NOT_FINITE
+            else:
+                told = sampled.token_ids
+                described = {int(whole[i]): entry for i, entry in sampled.logprobs.items()}
+        chosen[whole] = self._vocabulary.announce(told)
+        _refuse(np.flatnonzero(chosen == _NOT_FINITE))
+        return Sampled(chosen, described)
+
+
+def _refuse(indices: NDArray[np.int64]) -> None:
+    if len(indices):
+        raise NonFiniteLogitsError(indices.tolist())

@@ -1,0 +1,223 @@
+"""An engine without an executor: a real scheduler, and a real worker on every rank.
+
+The output rank plans steps and puts them into a store; every rank takes them from there in
+order, and the output rank gives the results back to its scheduler. As many steps are in flight
+as there are pipeline stages.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections import deque
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import torch.distributed as dist
+
+from pdserve.config.schema import (
+    CacheConfig,
+    EngineConfig,
+    ModelConfig,
+    ParallelConfig,
+    SchedulerConfig,
+)
+from pdserve.connectors.null import NullScheduler
+from pdserve.observe.clock import ManualClock
+from pdserve.parallel.mesh import MeshShape
+from pdserve.parallel.rendezvous import Rendezvous, listen
+from pdserve.parallel.seat import Seat
+from pdserve.scheduler.scheduler import Scheduler
+from pdserve.wire.ids import EngineId, Incarnation, RequestId
+from pdserve.wire.request import GenerateRequest
+from pdserve.worker.worker import Worker
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from pdserve.parallel.group import World
+    from pdserve.wire.outputs import TokenLogprobs
+    from pdserve.wire.sampling import SamplingParams
+    from pdserve.wire.step import ModelRunnerOutput, SchedulerOutput
+    from pdserve.worker.info import WorkerInfo
+
+Requests = dict[str, tuple[list[int], "SamplingParams"]]
+
+
+@dataclass
+class Outcome:
+    """What one rank saw.
+
+    Attributes:
+        tokens, logprobs, prompt_logprobs: By request, on the output rank.
+        says_nothing: Whether every step's answer was its id alone.
+        most_in_flight: Steps submitted and not retired.
+    """
+
+    tokens: dict[str, list[int]] = field(default_factory=dict)
+    logprobs: dict[str, list[TokenLogprobs]] = field(default_factory=dict)
+    prompt_logprobs: dict[str, list[TokenLogprobs | None]] = field(default_factory=dict)
+    num_preemptions: int = 0
+    num_steps: int = 0
+    most_in_flight: int = 0
+    says_nothing: bool = True
+
+
+def config_of(
+    directory: Path,
+    shape: MeshShape,
+    *,
+    cache: CacheConfig | None = None,
+    scheduler: SchedulerConfig | None = None,
+    pipeline_layers: tuple[int, ...] = (),
+    enable_sequence_parallel: bool = False,
+) -> EngineConfig:
+    """An engine of `shape` with dummy weights."""
+    return EngineConfig(
+        model=ModelConfig(model=str(directory), load_format="dummy"),
+        device="cpu",
+        cache=cache or CacheConfig(num_gpu_blocks_override=64),
+        scheduler=scheduler or SchedulerConfig(max_num_seqs=16, max_num_batched_tokens=512),
+        parallel=ParallelConfig(
+            tensor_parallel_size=shape.tp,
+            pipeline_parallel_size=shape.pp,
+            pipeline_layers=pipeline_layers,
+            enable_sequence_parallel=enable_sequence_parallel,
+            distributed_executor_backend="multiprocess",
+            num_threads=1,
+        ),
+    )
+
+
+def start_rank(world: World, config: EngineConfig) -> tuple[Worker, WorkerInfo, Seat]:
+    """A started worker in a world of its own, whose ranks are those of `world`."""
+    seat = Seat()
+    if world.all.size > 1:
+        seat = Seat(
+            mesh=world.mesh,
+            rendezvous=_meet_again(world),
+            local_index=world.mesh.rank,
+            num_local=world.all.size,
+        )
+        world.close()
+    worker = Worker(
+        config,
+        seat=seat,
+        incarnation=Incarnation("life"),
+        engine_id=EngineId("engine"),
+        wake=lambda: None,
+        progress=lambda _: None,
+    )
+    return worker, worker.start(), seat
+
+
+def _meet_again(world: World) -> Rendezvous:
+    """A free port of the first rank, known to all; the socket is the first rank's for life."""
+    if world.all.is_first:
+        listener, place = listen("127.0.0.1")
+        listener.detach()
+        world.all.gather_ints([place.port])
+        return place
+    return Rendezvous(host="127.0.0.1", port=world.all.gather_ints([0])[0][0])
+
+
+def serve(world: World, config: EngineConfig, requests: Requests) -> Outcome:
+    """Run `requests` to their end, on every rank of the engine."""
+    store = _store(world)
+    worker, info, seat = start_rank(world, config)
+    try:
+        if not seat.is_output:
+            return _follow(worker, store)
+        return _Engine(worker, info, store).run(requests)
+    finally:
+        assert worker._world is not None
+        worker._world.all.barrier()  # the first rank has the store, and must not leave early
+        worker.close(1.0)
+
+
+def _store(world: World) -> dist.Store:
+    if world.all.size == 1:
+        return dist.HashStore()
+    place = _meet_again(world)
+    return dist.TCPStore(
+        place.host,
+        place.port,
+        is_master=world.all.is_first,
+        wait_for_workers=False,
+        master_listen_fd=place.listen_fd,
+    )
+
+
+def _follow(worker: Worker, store: dist.Store) -> Outcome:
+    """Run what the output rank plans."""
+    outcome = Outcome()
+    while True:
+        step: SchedulerOutput | None = pickle.loads(store.get(f"step {outcome.num_steps}"))
+        if step is None:
+            return outcome
+        answer = worker.execute(step)
+        outcome.num_steps += 1
+        outcome.says_nothing &= answer == type(answer)(step_id=step.step_id)
+
+
+class _Engine:
+    """The output rank."""
+
+    def __init__(self, worker: Worker, info: WorkerInfo, store: dist.Store) -> None:
+        config = worker._config
+        self._worker, self._store = worker, store
+        self._num_stages = config.parallel.pipeline_parallel_size
+        self.scheduler = Scheduler(
+            config.scheduler,
+            config.cache,
+            num_blocks=info.layout.num_blocks,
+            max_model_len=info.max_model_len,
+            vocab_size=info.vocab_size,
+            connector=NullScheduler(),
+            clock=ManualClock(),
+            num_stages=self._num_stages,
+        )
+        self._in_flight: deque[SchedulerOutput] = deque()
+        self._outcome = Outcome(says_nothing=False)
+
+    def run(self, requests: Requests) -> Outcome:
+        for name, (prompt, sampling) in requests.items():
+            self._outcome.tokens[name] = []
+            self._outcome.logprobs[name] = []
+            self.scheduler.add(
+                GenerateRequest(
+                    request_id=RequestId(name),
+                    prompt_token_ids=prompt,
+                    sampling=sampling,
+                    arrival_s=0.0,
+                )
+            )
+        while True:
+            while len(self._in_flight) < self._num_stages:
+                step = self.scheduler.schedule()
+                if step is None:
+                    break
+                self._submit(step)
+            if not self._in_flight:
+                break
+            self._take(self._worker.execute(self._in_flight.popleft()))
+        self._submit(None)
+        self.scheduler.assert_nothing_held()
+        self._outcome.num_preemptions = self.scheduler.stats().num_preemptions
+        return self._outcome
+
+    def _submit(self, step: SchedulerOutput | None) -> None:
+        self._store.set(f"step {self._outcome.num_steps}", pickle.dumps(step))
+        if step is not None:
+            self._outcome.num_steps += 1
+            self._in_flight.append(step)
+            self._outcome.most_in_flight = max(self._outcome.most_in_flight, len(self._in_flight))
+
+    def _take(self, answer: ModelRunnerOutput) -> None:
+        self.scheduler.update(answer)
+        for output in self.scheduler.drain_outputs():
+            name = str(output.request_id)
+            assert output.error is None, output.error
+            self._outcome.tokens[name] += output.new_token_ids
+            self._outcome.logprobs[name] += output.logprobs or []
+            if output.prompt_logprobs is not None:
+                self._outcome.prompt_logprobs[name] = output.prompt_logprobs

@@ -1,0 +1,398 @@
+"""What the ranks of an engine agree on: memory, layout, errors, waves."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import pytest
+import torch
+
+from pdserve.config.schema import CacheConfig, EngineConfig
+from pdserve.errors import ConfigError, InternalError
+from pdserve.parallel.group import World
+from pdserve.parallel.mesh import Axis, Mesh, MeshShape
+from pdserve.parallel.seat import Seat
+from pdserve.wire.step import ExpertBalance, KnownRequests, SchedulerOutput, WaveStep
+from pdserve.worker import kv_memory, worker
+from tests.ranks import run_ranks
+from tests.worker.driver import TINY, Driver, params
+from tests.worker.spread import config_of, start_rank
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from pathlib import Path
+
+    from pdserve.worker.info import WorkerInfo
+
+TP2_PP2 = MeshShape(tp=2, pp=2)
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny model of three layers."""
+    found = tmp_path_factory.mktemp("model")
+    (found / "config.json").write_text(json.dumps({**TINY, "num_hidden_layers": 3}))
+    return found
+
+
+# ---- layout --------------------------------------------------------------------------
+
+
+def _info(world: World, config: EngineConfig) -> tuple[WorkerInfo, tuple[int, ...]]:
+    rank, info, _ = start_rank(world, config)
+    assert rank._runner is not None
+    shape = tuple(rank._runner._kv_layers[0].shape)
+    rank.close(1.0)
+    return info, shape
+
+
+def infos(shape: MeshShape, config: EngineConfig) -> list[WorkerInfo]:
+    return [info for info, _ in run_ranks(shape, _info, config)]
+
+
+def test_each_rank_has_its_layers_and_heads_of_equally_many_blocks(directory: Path) -> None:
+    config = config_of(directory, TP2_PP2, pipeline_layers=(1, 2))
+    found = run_ranks(TP2_PP2, _info, config)
+    layouts = [info.layout for info, _ in found]
+    assert [layout.num_layers for layout in layouts] == [1, 1, 2, 2]
+    assert [layout.num_kv_heads for layout in layouts] == [1] * 4
+    assert [layout.num_blocks for layout in layouts] == [64] * 4
+    assert [shape for _, shape in found] == [(64, 2, 1, 16, 16)] * 4
+    assert [info.rank for info, _ in found] == [0, 1, 2, 3]
+
+
+def test_all_ranks_have_the_layout_digest_of_the_whole_engine(directory: Path) -> None:
+    found = infos(TP2_PP2, config_of(directory, TP2_PP2, pipeline_layers=(1, 2)))
+    assert len({info.layout_digest for info in found}) == 1
+    assert all(info.layout_fields == found[0].layout_fields for info in found)
+    fields = found[0].layout_fields
+    assert (fields["num_layers"], fields["num_kv_heads"], fields["num_planes"]) == ("3", "2", "2")
+    assert (fields["tensor_parallel_size"], fields["pipeline_stages"]) == ("2", "0-0,1-2")
+
+
+def test_engines_whose_ranks_hold_other_parts_have_other_digests(directory: Path) -> None:
+    pp2 = MeshShape(pp=2)
+    digests = {
+        infos(shape, config)[0].layout_digest
+        for shape, config in (
+            (MeshShape(tp=2), config_of(directory, MeshShape(tp=2))),
+            (pp2, config_of(directory, pp2, pipeline_layers=(1, 2))),
+            (pp2, config_of(directory, pp2, pipeline_layers=(2, 1))),
+        )
+    }
+    assert len(digests) == 3
+
+
+# ---- memory --------------------------------------------------------------------------
+
+
+def _blocks_with(world: World, config: EngineConfig, offers: list[int]) -> int | str:
+    """How many blocks a rank has where each is offered so many bytes, or why it has none."""
+    num_bytes = offers[world.mesh.rank]
+    kv_memory.offer = lambda *_args, **_named: kv_memory.Offer(num_bytes, num_bytes)
+    try:
+        return start_rank(world, config)[1].layout.num_blocks
+    except ConfigError as error:
+        return error.message
+
+
+BLOCK_BYTES = 4 * 2 * 16 * 16  # of one layer and one head
+
+
+@pytest.mark.parametrize("scarce", range(4))
+def test_the_scarcest_rank_says_how_many_blocks_all_have(directory: Path, scarce: int) -> None:
+    config = config_of(directory, TP2_PP2, cache=CacheConfig(), pipeline_layers=(1, 2))
+    offers = [200 * BLOCK_BYTES] * 4
+    offers[scarce] = 40 * BLOCK_BYTES
+    num_layers = 1 if scarce < 2 else 2
+    assert run_ranks(TP2_PP2, _blocks_with, config, offers) == [40 // num_layers] * 4
+
+
+@pytest.mark.parametrize("scarce", [0, 3])
+def test_too_little_memory_on_one_rank_is_the_same_error_on_all(
+    directory: Path, scarce: int
+) -> None:
+    config = config_of(directory, TP2_PP2, cache=CacheConfig(), pipeline_layers=(1, 2))
+    offers = [200 * BLOCK_BYTES] * 4
+    offers[scarce] = 10 * BLOCK_BYTES
+    said = run_ranks(TP2_PP2, _blocks_with, config, offers)
+    assert len(set(said)) == 1
+    assert f"gives {10 if scarce < 2 else 5}: set --max-model-len" in said[0]
+
+
+def test_ranks_of_one_machine_share_what_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kv_memory, "_free_host_bytes", lambda: 800)
+    cpu = torch.device("cpu")
+    assert kv_memory.offer(cpu, CacheConfig(), num_local=1).limit_bytes == 400
+    assert kv_memory.offer(cpu, CacheConfig(), num_local=4).limit_bytes == 100
+
+
+# ---- devices and threads -------------------------------------------------------------
+
+
+def seat_of(local_index: int, num_local: int) -> Seat:
+    return Seat(
+        mesh=Mesh(MeshShape(tp=num_local), local_index),
+        local_index=local_index,
+        num_local=num_local,
+    )
+
+
+class Cuda:
+    """Devices that this machine may not have."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, num_devices: int) -> None:
+        self.chosen: list[torch.device] = []
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: num_devices > 0)
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: num_devices)
+        monkeypatch.setattr(torch.cuda, "set_device", self.chosen.append)
+
+
+def test_each_rank_of_a_machine_takes_a_device_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    cuda = Cuda(monkeypatch, 4)
+    devices = [worker._device("auto", seat_of(index, 4)) for index in range(4)]
+    assert [str(device) for device in devices] == ["cuda:0", "cuda:1", "cuda:2", "cuda:3"]
+    assert cuda.chosen == devices
+
+
+def test_fewer_devices_than_ranks_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    Cuda(monkeypatch, 2)
+    with pytest.raises(ConfigError, match=r"4 ranks of this machine need .* and 2 are visible"):
+        worker._device("cuda", seat_of(0, 4))
+
+
+def test_ranks_without_a_device_share_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    from pdserve.config.schema import ParallelConfig
+
+    set_to: list[int] = []
+    monkeypatch.setattr(torch, "set_num_threads", set_to.append)
+    monkeypatch.setattr("os.sched_getaffinity", lambda _pid: set(range(6)))
+    for num_local in (1, 2, 4, 12):
+        worker._set_threads(ParallelConfig(), seat_of(0, num_local))
+    worker._set_threads(ParallelConfig(num_threads=5), seat_of(0, 2))
+    assert set_to == [6, 3, 1, 1, 5]
+
+
+# ---- errors --------------------------------------------------------------------------
+
+
+def _errors(world: World, config: EngineConfig) -> list[str]:
+    """What a rank says where the last one's logits are bad, for several kinds of requests."""
+    rank, info, _ = start_rank(world, config)
+    driver = Driver(rank, info)
+    runner = rank._runner
+    assert runner is not None
+    assert rank._world is not None
+    model, is_bad = runner._model, rank._world.tp.is_last
+    compute = model.logits
+
+    def poisoned(hidden: torch.Tensor) -> torch.Tensor:
+        logits = compute(hidden)
+        logits[-1, 0] = float("nan")
+        return logits
+
+    if is_bad:
+        model.logits = poisoned  # type: ignore[method-assign]
+    said: list[str] = []
+    for name, sampling, num_tokens in (
+        ("greedy", params(), 9),
+        ("random", params(temperature=1.0), 9),
+        ("prompt", params(prompt_logprobs=1), 5),
+    ):
+        driver.add("sound", [4] * 9)
+        driver.add(name, [5] * 9, sampling)
+        try:
+            driver.step({"sound": 9, name: num_tokens})
+        except InternalError as error:
+            said.append(str(error))
+        driver.drop("sound")
+        driver.drop(name)
+    rank.close(1.0)
+    return said
+
+
+def test_logits_that_are_not_finite_on_one_rank_end_the_step_on_all(directory: Path) -> None:
+    shape = MeshShape(tp=2)
+    first, second = run_ranks(shape, _errors, config_of(directory, shape))
+    assert first == second
+    assert [text.split(" are not finite")[0] for text in first] == [
+        "logits of greedy",
+        "logits of random",
+        "logits of prompt",
+    ]
+
+
+def _illegal(world: World, config: EngineConfig) -> str:
+    rank, info, _ = start_rank(world, config)
+    driver = Driver(rank, info)
+    driver.add("r", [1, 2, 3])
+    try:
+        driver.step({"r": 4})
+    except InternalError as error:
+        return str(error)
+    return ""
+
+
+def test_an_illegal_step_is_refused_by_every_rank_before_it_waits_for_another(
+    directory: Path,
+) -> None:
+    said = run_ranks(TP2_PP2, _illegal, config_of(directory, TP2_PP2))
+    assert len(set(said)) == 1
+    assert "cannot compute tokens 0 to 4" in said[0]
+
+
+# ---- waves ---------------------------------------------------------------------------
+
+
+class RecordingExperts:
+    """Writes down when it is called; what it says of its balance changes at the end of steps."""
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+        self.balance = ExpertBalance()
+        self.changes: list[int] = []
+
+    def begin_step(self, num_tokens: Sequence[int]) -> None:
+        self.calls.append(f"begin {list(num_tokens)}")
+
+    def end_step(self) -> None:
+        self.calls.append("end")
+        if self.changes:
+            self.balance = ExpertBalance(num_moved=self.changes.pop(0))
+
+
+def in_wave(step: SchedulerOutput, *, is_unfinished: bool) -> SchedulerOutput:
+    return msgspec.structs.replace(step, wave=WaveStep(1, is_unfinished))
+
+
+def _wave(world: World, config: EngineConfig) -> tuple[list[str], list[bool], list[int]]:
+    """Engine 0 has a request, engine 1 none; who is unfinished changes from step to step."""
+    rank, info, _ = start_rank(world, config)
+    runner = rank._runner
+    assert runner is not None
+    assert rank._world is not None
+    experts = RecordingExperts()
+    runner._experts = experts  # type: ignore[assignment]
+    forward, idle = runner._model.forward, runner._model.idle_forward
+
+    def spy(*args: Any) -> torch.Tensor:
+        experts.calls.append("forward")
+        return forward(*args)
+
+    def spy_idle() -> None:
+        experts.calls.append("idle")
+        idle()
+
+    runner._model.forward = spy  # type: ignore[method-assign]
+    runner._model.idle_forward = spy_idle  # type: ignore[method-assign]
+    engine = rank._world.mesh.index(Axis.DP)
+    execute, over, sampled = rank.execute, [], []
+    for unfinished in ([True, False], [False, True], [False, False]):
+
+        def run(step: SchedulerOutput, is_unfinished: bool = unfinished[engine]) -> Any:
+            return execute(in_wave(step, is_unfinished=is_unfinished))
+
+        rank.execute = run  # type: ignore[method-assign]
+        driver = Driver(rank, info)
+        if engine == 0:
+            driver.add(f"r {unfinished}", [1, 2, 3])
+            answer = driver.step({f"r {unfinished}": 3})
+        else:
+            answer = rank.execute(empty_step())
+        rank.finish_step()
+        over.append(answer.is_wave_over)
+        sampled.append(len(answer.sampled_token_ids))
+    rank.close(1.0)
+    return experts.calls, over, sampled
+
+
+def empty_step() -> SchedulerOutput:
+    return SchedulerOutput(
+        step_id=1,
+        new_requests=[],
+        known_requests=KnownRequests(),
+        num_scheduled_tokens={},
+        gone_request_ids=[],
+    )
+
+
+def _balance(world: World, config: EngineConfig) -> tuple[list[str], list[int | None]]:
+    """A request of four steps, after the first two of which the balance changes."""
+    rank, info, _ = start_rank(world, config)
+    assert rank._runner is not None
+    experts = RecordingExperts()
+    experts.changes = [7, 9]
+    rank._runner._experts = experts  # type: ignore[assignment]
+    driver = Driver(rank, info)
+    driver.add("r", [1, 2, 3])
+    told: list[int | None] = []
+    for num_tokens in (3, 1, 1, 1):
+        answer = driver.step({"r": num_tokens})
+        experts.calls.append("answer")
+        told.append(answer.experts.num_moved if answer.experts is not None else None)
+        if num_tokens > 1:  # later it is forgotten
+            rank.finish_step()
+            rank.finish_step()
+    rank.close(1.0)
+    return experts.calls, told
+
+
+def test_experts_move_once_a_step_is_answered_and_the_output_rank_tells_what_changed(
+    directory: Path,
+) -> None:
+    shape = MeshShape(tp=2)
+    first, second = run_ranks(shape, _balance, config_of(directory, shape))
+    steps = [step for n in (3, 1, 1, 1) for step in (f"begin [{n}]", "answer", "end")]
+    assert first[0] == second[0] == steps[:-1], "at the latest before the next step begins"
+    assert first[1] == [0, 7, 9, None], "told once"
+    assert second[1] == [None] * 4, "only one rank answers"
+
+
+def test_engines_of_a_wave_step_together_and_learn_when_it_is_over(directory: Path) -> None:
+    shape = MeshShape(dp=2)
+    busy, idle = run_ranks(shape, _wave, config_of(directory, shape))
+    assert busy[0] == ["begin [3, 0]", "forward", "end"] * 3
+    assert idle[0] == ["begin [3, 0]", "idle", "end"] * 3
+    assert busy[1] == idle[1] == [False, False, True]
+    assert (busy[2], idle[2]) == ([1, 1, 1], [0, 0, 0])
+
+
+def test_ranks_of_an_engine_without_tokens_take_part_and_its_output_rank_tells(
+    directory: Path,
+) -> None:
+    shape = MeshShape(dp=2, tp=2)
+    found = run_ranks(shape, _wave, config_of(directory, shape))
+    assert [over for _, over, _ in found] == [[False, False, True], [False] * 3] * 2
+    assert [calls[1] for calls, _, _ in found] == ["forward", "forward", "idle", "idle"]
+
+
+def _outside(world: World, config: EngineConfig) -> str:
+    rank, info, _ = start_rank(world, config)
+    assert rank._runner is not None
+    rank._runner._experts = RecordingExperts()  # type: ignore[assignment]
+    driver = Driver(rank, info)
+    driver.add("r", [1, 2, 3])
+    with pytest.raises(InternalError) as raised:
+        driver.step({"r": 3})
+    return str(raised.value)
+
+
+def test_experts_of_several_engines_run_in_waves_only(directory: Path) -> None:
+    shape = MeshShape(dp=2)
+    said = run_ranks(shape, _outside, config_of(directory, shape))
+    assert "is in no wave: its experts are shared by 2 engines" in said[0]
+
+
+def test_experts_of_one_engine_are_told_its_tokens(directory: Path) -> None:
+    rank, info, _ = start_rank(World.alone(), config_of(directory, MeshShape()))
+    assert rank._runner is not None
+    experts = RecordingExperts()
+    rank._runner._experts = experts  # type: ignore[assignment]
+    driver = Driver(rank, info)
+    driver.add("r", [1, 2, 3])
+    driver.step({"r": 3})
+    rank.finish_step()
+    rank.close(1.0)
+    assert experts.calls == ["begin [3]", "end"]

@@ -1,0 +1,143 @@
+"""Engines of several real ranks give what one rank gives."""
+
+from __future__ import annotations
+
+import json
+import random
+from typing import TYPE_CHECKING
+
+import pytest
+
+from pdserve.config.schema import CacheConfig, EngineConfig, SchedulerConfig
+from pdserve.parallel.group import World
+from pdserve.parallel.mesh import MeshShape
+from pdserve.wire.sampling import SamplingParams
+from tests.ranks import run_ranks
+from tests.worker.driver import GREEDY, TINY, params
+from tests.worker.spread import Outcome, Requests, config_of, serve
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from pdserve.wire.outputs import TokenLogprobs
+
+VOCAB = TINY["vocab_size"]
+TP2 = MeshShape(tp=2)
+PP2 = MeshShape(pp=2)
+PP3 = MeshShape(pp=3)
+TP2_PP2 = MeshShape(tp=2, pp=2)
+MESHES = [TP2, PP2, PP3, TP2_PP2]
+
+
+def name_of(shape: MeshShape) -> str:
+    return f"tp {shape.tp} pp {shape.pp}"
+
+
+def prompt_of(length: int, seed: int) -> list[int]:
+    return random.Random(seed).choices(range(VOCAB), k=length)
+
+
+def ending(sampling: SamplingParams, max_tokens: int) -> SamplingParams:
+    import msgspec
+
+    return msgspec.structs.replace(sampling, max_tokens=max_tokens, ignore_eos=True)
+
+
+REQUESTS: Requests = {
+    "greedy": (prompt_of(60, 1), ending(GREEDY, 30)),
+    "short": (prompt_of(1, 2), ending(GREEDY, 9)),
+    "random": (prompt_of(33, 3), ending(params(temperature=0.9, seed=4), 25)),
+    "nucleus": (
+        prompt_of(12, 4),
+        ending(params(temperature=1.2, top_p=0.8, min_p=0.01, seed=5), 20),
+    ),
+    "top k": (prompt_of(48, 5), ending(params(temperature=2.0, top_k=40, seed=7), 12)),
+    "penalised": (
+        prompt_of(90, 6),
+        ending(params(temperature=0.5, frequency_penalty=0.7, repetition_penalty=1.2), 25),
+    ),
+    "ruled": (
+        prompt_of(20, 7),
+        ending(params(logit_bias={5: 4.0}, bad_words=[[9]], min_tokens=5), 15),
+    ),
+    "described": (prompt_of(17, 8), ending(params(logprobs=3), 15)),
+    "prompt described": (prompt_of(70, 9), ending(params(prompt_logprobs=2), 10)),
+}
+
+ROOMY = SchedulerConfig(max_num_seqs=16, max_num_batched_tokens=512)
+# Prompts take several steps, and the pool is too small for all requests at once.
+TIGHT = SchedulerConfig(max_num_seqs=6, max_num_batched_tokens=40)
+TIGHT_CACHE = CacheConfig(num_gpu_blocks_override=18)
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny model of three layers."""
+    found = tmp_path_factory.mktemp("model")
+    (found / "config.json").write_text(json.dumps({**TINY, "num_hidden_layers": 3}))
+    return found
+
+
+@pytest.fixture(scope="module")
+def expected(directory: Path) -> Outcome:
+    """What one rank gives."""
+    return serve(World.alone(), config_of(directory, MeshShape(), scheduler=ROOMY), REQUESTS)
+
+
+def output_of(shape: MeshShape, config: EngineConfig) -> Outcome:
+    """What the output rank of `shape` gives; the others say nothing."""
+    outcomes: list[Outcome] = run_ranks(shape, serve, config, REQUESTS)
+    output = outcomes.pop((shape.pp - 1) * shape.tp)
+    assert all(other.says_nothing for other in outcomes)
+    assert {other.num_steps for other in outcomes} == {output.num_steps}
+    return output
+
+
+def assert_close(found: list[TokenLogprobs | None], wanted: list[TokenLogprobs | None]) -> None:
+    """The same tokens in the same order, and values but for the rounding of sums."""
+    assert len(found) == len(wanted)
+    for one, other in zip(found, wanted, strict=True):
+        assert (one is None) == (other is None)
+        if one is None or other is None:
+            continue
+        assert (one.token_id, one.rank) == (other.token_id, other.rank)
+        assert one.logprob == pytest.approx(other.logprob, abs=1e-4)
+        assert [t for t, _ in one.top] == [t for t, _ in other.top]
+
+
+def assert_equal(found: Outcome, wanted: Outcome) -> None:
+    assert found.tokens == wanted.tokens
+    for name, entries in wanted.logprobs.items():
+        assert_close([*found.logprobs[name]], [*entries])
+    assert found.prompt_logprobs.keys() == wanted.prompt_logprobs.keys() == {"prompt described"}
+    assert_close(
+        found.prompt_logprobs["prompt described"], wanted.prompt_logprobs["prompt described"]
+    )
+
+
+@pytest.mark.parametrize("shape", MESHES, ids=name_of)
+def test_ranks_give_the_tokens_and_logprobs_of_one(
+    directory: Path, expected: Outcome, shape: MeshShape
+) -> None:
+    found = output_of(shape, config_of(directory, shape, scheduler=ROOMY))
+    assert_equal(found, expected)
+    assert found.most_in_flight == shape.pp
+    assert len({tuple(tokens) for tokens in found.tokens.values()}) == len(REQUESTS)
+
+
+@pytest.mark.parametrize("shape", MESHES, ids=name_of)
+def test_so_they_do_where_prompts_are_cut_and_requests_preempted(
+    directory: Path, expected: Outcome, shape: MeshShape
+) -> None:
+    found = output_of(shape, config_of(directory, shape, scheduler=TIGHT, cache=TIGHT_CACHE))
+    assert_equal(found, expected)
+    assert found.num_preemptions > 0
+
+
+def test_so_they_do_where_stages_pass_on_a_share_of_the_tokens_per_rank(
+    directory: Path, expected: Outcome
+) -> None:
+    config = config_of(
+        directory, TP2_PP2, scheduler=TIGHT, pipeline_layers=(2, 1), enable_sequence_parallel=True
+    )
+    assert_equal(output_of(TP2_PP2, config), expected)
