@@ -6,6 +6,10 @@ model runner, owns a transfer thread, and decides nothing. Per step: the schedul
 `build_connector_meta` is carried to the worker half's `start_load_kv`, and the worker
 half's `get_finished` comes back to the scheduler half's `update_connector_output`.
 
+An engine has one scheduler half, and a worker half per rank, each with its own side
+channel, leases and transfers. All of them get the same metadata; what they report goes
+through a `Quorum`, so the scheduler half learns of a fact once, when every rank has seen it.
+
 Life of a request at P (`remote_decode`):
     prefill runs as any other -> `request_finished` returns a signed handoff and the
     blocks stay leased -> D reads, or releases, or the lease ends -> the worker half
@@ -57,8 +61,13 @@ class Capabilities(msgspec.Struct, frozen=True, kw_only=True):
 class KVLayout(msgspec.Struct, frozen=True, kw_only=True):
     """The shape of KV memory, as one tensor per rank.
 
-    `[num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim]`, contiguous, so a
-    block with all its layers is one range of `block_bytes`.
+    `[num_blocks, num_layers, num_planes, num_kv_heads, block_size, head_dim]`, contiguous, so
+    a block with all its layers is one range of `block_bytes`.
+
+    Attributes:
+        num_layers: Of this rank's pipeline stage.
+        num_planes: 2 (K and V), or 1 for the latent cache of MLA.
+        num_kv_heads: Of this rank's share.
     """
 
     num_blocks: int
@@ -68,13 +77,13 @@ class KVLayout(msgspec.Struct, frozen=True, kw_only=True):
     head_dim: int
     dtype: str
     dtype_bytes: int
+    num_planes: int = 2
 
     @property
     def block_bytes(self) -> int:
-        """Bytes of one block, all layers, K and V."""
-        return (
-            self.num_layers * 2 * self.num_kv_heads * self.block_size * self.head_dim
-        ) * self.dtype_bytes
+        """Bytes of one block, all layers of this rank."""
+        num_vectors = self.num_layers * self.num_planes * self.num_kv_heads * self.block_size
+        return num_vectors * self.head_dim * self.dtype_bytes
 
     def fields(self, *, model: str, weights: str) -> dict[str, str]:
         """What two engines must agree on to exchange KV, by name, for messages."""
@@ -84,6 +93,7 @@ class KVLayout(msgspec.Struct, frozen=True, kw_only=True):
             "weights": weights,
             "dtype": self.dtype,
             "num_layers": str(self.num_layers),
+            "num_planes": str(self.num_planes),
             "num_kv_heads": str(self.num_kv_heads),
             "block_size": str(self.block_size),
             "head_dim": str(self.head_dim),
@@ -145,6 +155,8 @@ class ConnectorContext(msgspec.Struct, frozen=True, kw_only=True):
     """What both halves know of the engine.
 
     Attributes:
+        rank: The worker half's rank within its engine; 0 for the scheduler half.
+        num_ranks: Ranks of the engine (TP x PP); each has a worker half.
         layout_digest: Equal digests mean that KV can be exchanged byte for byte.
         layout_fields: What it was taken over.
     """
@@ -155,6 +167,8 @@ class ConnectorContext(msgspec.Struct, frozen=True, kw_only=True):
     layout: KVLayout
     layout_digest: str
     layout_fields: dict[str, str]
+    rank: int = 0
+    num_ranks: int = 1
 
 
 class KVConnectorScheduler(abc.ABC):
@@ -233,7 +247,7 @@ class KVConnectorWorker(abc.ABC):
         """Once, after allocation.
 
         Args:
-            kv: `[num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim]`.
+            kv: `[num_blocks, num_layers, num_planes, num_kv_heads, block_size, head_dim]`.
             layout: The same in numbers.
         """
 
@@ -268,9 +282,9 @@ class ConnectorFactory(Protocol):
     """One line of the registry."""
 
     def scheduler(
-        self, context: ConnectorContext, endpoint: Endpoint | None
+        self, context: ConnectorContext, endpoints: list[Endpoint]
     ) -> KVConnectorScheduler:
-        """Make the scheduler half; `endpoint` is the worker half's."""
+        """Make the scheduler half; `endpoints` are the worker halves', in rank order."""
         ...
 
     def worker(self, context: ConnectorContext, wake: Callable[[], None]) -> KVConnectorWorker:

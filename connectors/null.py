@@ -91,7 +91,7 @@ class NullFactory:
     """See `ConnectorFactory`."""
 
     def scheduler(
-        self, context: ConnectorContext, endpoint: Endpoint | None
+        self, context: ConnectorContext, endpoints: list[Endpoint]
     ) -> KVConnectorScheduler:
         """See `ConnectorFactory`."""
         return NullScheduler()

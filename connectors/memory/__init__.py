@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 from pdserve.connectors.memory.exchange import Exchange
 from pdserve.connectors.memory.worker import MemoryWorker
 from pdserve.connectors.pull.scheduler import PullScheduler
-from pdserve.errors import InternalError
 from pdserve.observe.clock import SystemClock
 
 if TYPE_CHECKING:
@@ -45,12 +44,10 @@ class MemoryFactory:
         self._new_nonce = new_nonce
 
     def scheduler(
-        self, context: ConnectorContext, endpoint: Endpoint | None
+        self, context: ConnectorContext, endpoints: list[Endpoint]
     ) -> KVConnectorScheduler:
         """See `ConnectorFactory`."""
-        if endpoint is None:
-            raise InternalError("the memory connector's worker half has an endpoint")
-        return PullScheduler(context, endpoint, new_nonce=self._new_nonce)
+        return PullScheduler(context, endpoints, new_nonce=self._new_nonce)
 
     def worker(self, context: ConnectorContext, wake: Callable[[], None]) -> KVConnectorWorker:
         """See `ConnectorFactory`."""

@@ -108,7 +108,7 @@ class MemoryWorker(KVConnectorWorker):
                     self._aborted.discard(load.request_id)
                     # Bytes of a real load go on landing until it has settled: so do these.
                     self._copy(load)
-                    failed.append(Failed(request_id=load.request_id, reason=LoadFailure.ABORTED))
+                    failed.append(_failed(load, LoadFailure.ABORTED))
                     self._release(load.nonce, load.owner)
                     continue
                 match self._load(load):
@@ -132,22 +132,29 @@ class MemoryWorker(KVConnectorWorker):
 
     def _load(self, load: Load) -> Received | Failed:
         """Copy, then ask the owner whether what was copied was still leased."""
-
-        def fail(reason: LoadFailure, detail: str) -> Failed:
-            return Failed(request_id=load.request_id, reason=reason, detail=detail)
-
-        owner = self._exchange.find(load.owner.endpoint)
+        owner = self._exchange.find(self._endpoint_of(load.owner))
         if owner is None or owner._kv is None or self._kv is None:
-            return fail(LoadFailure.PEER_LOST, f"{load.owner.engine_id} is not in this process")
+            return _failed(
+                load, LoadFailure.PEER_LOST, f"{load.owner.engine_id} is not in this process"
+            )
         theirs, mine = owner._context, self._context
         if theirs.incarnation != load.owner.incarnation:
-            return fail(
+            return _failed(
+                load,
                 LoadFailure.LEASE_LOST,
                 f"the lease is of incarnation {load.owner.incarnation} of "
                 f"{load.owner.engine_id}, which is now {theirs.incarnation}",
             )
+        if theirs.rank != mine.rank:
+            return _failed(
+                load,
+                LoadFailure.INCOMPATIBLE,
+                f"rank {mine.rank} of {mine.engine_id} was led to rank {theirs.rank} of "
+                f"{theirs.engine_id}",
+            )
         if theirs.layout_digest != mine.layout_digest:
-            return fail(
+            return _failed(
+                load,
                 LoadFailure.INCOMPATIBLE,
                 f"layout at {theirs.engine_id}: {theirs.layout_fields}, "
                 f"at {mine.engine_id}: {mine.layout_fields}",
@@ -160,13 +167,14 @@ class MemoryWorker(KVConnectorWorker):
         verdict = owner.leases.confirm(load.nonce, self, end_s)
         owner._wake()
         if verdict is not Verdict.VALID:
-            return fail(LoadFailure.LEASE_LOST, f"{theirs.engine_id} no longer leased it")
+            return _failed(load, LoadFailure.LEASE_LOST, f"{theirs.engine_id} no longer leased it")
         return Received(
             request_id=load.request_id,
             num_bytes=len(load.local_block_ids) * mine.layout.block_bytes,
             num_descriptors=len(load.local_block_ids),
             wait_s=0.0,
             transfer_s=end_s - start_s,
+            load_id=load.load_id,
         )
 
     def _copy(self, load: Load) -> None:
@@ -196,7 +204,14 @@ class MemoryWorker(KVConnectorWorker):
         self._beat_s.pop(nonce, None)
 
     def _owner(self, owner: Owner) -> MemoryWorker | None:
-        worker = self._exchange.find(owner.endpoint)
+        worker = self._exchange.find(self._endpoint_of(owner))
         if worker is None or worker._context.incarnation != owner.incarnation:
             return None
-        return worker
+        return worker if worker._context.rank == self._context.rank else None
+
+    def _endpoint_of(self, owner: Owner) -> Endpoint:
+        return owner.endpoints[self._context.rank]
+
+
+def _failed(load: Load, reason: LoadFailure, detail: str = "") -> Failed:
+    return Failed(request_id=load.request_id, reason=reason, detail=detail, load_id=load.load_id)

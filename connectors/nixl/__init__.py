@@ -11,7 +11,6 @@ import secrets
 from typing import TYPE_CHECKING
 
 from pdserve.connectors.pull.scheduler import PullScheduler
-from pdserve.errors import InternalError
 from pdserve.observe.clock import SystemClock
 
 if TYPE_CHECKING:
@@ -38,12 +37,10 @@ class NixlFactory:
         self._quarantine_s = quarantine_s
 
     def scheduler(
-        self, context: ConnectorContext, endpoint: Endpoint | None
+        self, context: ConnectorContext, endpoints: list[Endpoint]
     ) -> KVConnectorScheduler:
         """See `ConnectorFactory`."""
-        if endpoint is None:
-            raise InternalError("the NIXL connector's worker half has an endpoint")
-        return PullScheduler(context, endpoint, new_nonce=secrets.token_urlsafe)
+        return PullScheduler(context, endpoints, new_nonce=secrets.token_urlsafe)
 
     def worker(self, context: ConnectorContext, wake: Callable[[], None]) -> KVConnectorWorker:
         """See `ConnectorFactory`."""

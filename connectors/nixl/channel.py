@@ -185,7 +185,7 @@ class Listener:
                     param=flag,
                 )
             self._sock = socket.create_server((numeric, port), family=family, backlog=_BACKLOG)
-        except OSError as error:
+        except (OSError, OverflowError) as error:
             raise ConfigError(
                 f"--{flag} is {host!r} and port is {port}: {error}; use a free port and an "
                 "address of this machine",

@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import enum
 import functools
-import itertools
 import logging
 from collections import deque
 from dataclasses import dataclass, field
@@ -109,7 +108,6 @@ class _Loading:
     """
 
     load: Load
-    read_id: int
     requested_s: float
     chunks: deque[tuple[npt.NDArray[np.int32], npt.NDArray[np.int32]]]
     num_bytes: int
@@ -171,7 +169,6 @@ class Peers:
         self.clock = clock
         self.local = local
         self.decoder = msgspec.msgpack.Decoder(ToClient)
-        self.read_ids = itertools.count(1)
         self.received: list[Received] = []
         self.failed: list[Failed] = []
         self._peers: dict[Owner, Peer] = {}
@@ -369,7 +366,7 @@ class Peer:
     def load(self, load: Load) -> None:
         """Begin to load."""
         loading = self._plan(load)
-        self.loads[loading.read_id] = loading
+        self.loads[loading.load.load_id] = loading
 
     def abort(self, request_id: RequestId) -> None:
         """Stop a load; what is in flight settles first."""
@@ -448,7 +445,9 @@ class Peer:
 
     def _connect(self) -> None:
         self._become(PeerState.CONNECTING)
-        peers, endpoint = self._peers, self._owner.endpoint
+        peers = self._peers
+        rank = peers.context.rank
+        endpoint = self._owner.endpoints[rank]
         try:
             sock = start_connect(endpoint)
         except ClosedError as error:
@@ -466,8 +465,10 @@ class Peer:
             Hello(
                 engine_id=EngineId(peers.context.engine_id),
                 incarnation=peers.context.incarnation,
+                rank=rank,
                 wants_engine_id=self._owner.engine_id,
                 wants_incarnation=self._owner.incarnation,
+                wants_rank=rank,
                 layout_digest=peers.context.layout_digest,
                 layout_fields=peers.context.layout_fields,
             )
@@ -641,7 +642,6 @@ class Peer:
         )
         return _Loading(
             load=load,
-            read_id=next(self._peers.read_ids),
             requested_s=self._now_s(),
             chunks=chunks,
             num_bytes=len(local) * block_bytes,
@@ -667,7 +667,7 @@ class Peer:
         if loading.state is LoadState.WAITING:
             loading.state = LoadState.READING
             loading.first_post_s = self._now_s()
-            self._send(Begin(loading.load.nonce, loading.read_id))
+            self._send(Begin(loading.load.nonce, loading.load.load_id))
         local_units, remote_units = loading.chunks.popleft()
         local = self._peers.local
         try:
@@ -684,7 +684,7 @@ class Peer:
             loading.transfers.append(transfer)
             if not loading.assisted:
                 loading.assisted = True
-                self._send(Assist(loading.read_id))
+                self._send(Assist(loading.load.load_id))
         return True
 
     def _poll(self) -> bool:
@@ -725,7 +725,7 @@ class Peer:
     def _ask_if_all_here(self, loading: _Loading) -> None:
         if not loading.chunks and not loading.transfers:
             loading.state = LoadState.ASKED
-            self._send(Done(loading.load.nonce, loading.read_id))
+            self._send(Done(loading.load.nonce, loading.load.load_id))
 
     def _on_confirm(self, confirm: Confirm) -> None:
         loading = self.loads.get(confirm.read_id)
@@ -747,6 +747,7 @@ class Peer:
                 num_descriptors=loading.num_descriptors,
                 wait_s=loading.first_post_s - loading.requested_s,
                 transfer_s=self._now_s() - loading.first_post_s,
+                load_id=loading.load.load_id,
             )
         )
 
@@ -790,10 +791,12 @@ class Peer:
         assert loading.failure is not None
         reason, detail = loading.failure
         load = loading.load
-        del self.loads[loading.read_id]
+        del self.loads[loading.load.load_id]
         self._unwatch(load.nonce)
-        self._send_release(Release(load.nonce, loading.read_id))
-        self._peers.report_failed(Failed(request_id=load.request_id, reason=reason, detail=detail))
+        self._send_release(Release(load.nonce, loading.load.load_id))
+        self._peers.report_failed(
+            Failed(request_id=load.request_id, reason=reason, detail=detail, load_id=load.load_id)
+        )
 
     # ---- small moves -------------------------------------------------------------------
 

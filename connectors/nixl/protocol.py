@@ -50,13 +50,17 @@ class Hello(msgspec.Struct, frozen=True, kw_only=True, tag="hello"):
     """D introduces itself and says whom it wants to talk to.
 
     Attributes:
+        rank: Of the one that says this, within its engine.
         wants_incarnation: The life of P that D holds a handoff of.
+        wants_rank: The rank of P that holds the KV of this rank of D.
     """
 
     engine_id: EngineId
     incarnation: Incarnation
+    rank: int
     wants_engine_id: EngineId
     wants_incarnation: Incarnation
+    wants_rank: int
     layout_digest: str
     layout_fields: dict[str, str]
 
@@ -100,7 +104,7 @@ class Heartbeat(msgspec.Struct, frozen=True, tag="heartbeat"):
 
 
 class Begin(msgspec.Struct, frozen=True, tag="begin"):
-    """D is about to read; `read_id` is D's own name for this attempt."""
+    """D is about to read; `read_id` is D's own name for this load."""
 
     nonce: str
     read_id: int

@@ -231,6 +231,7 @@ class Server:
                 "kv peer refused",
                 level=logging.WARNING,
                 peer=hello.engine_id,
+                rank=hello.rank,
                 reason=refusal.reason.value,
                 detail=refusal.detail,
             )
@@ -247,6 +248,12 @@ class Server:
                 f"the handoff is of {hello.wants_engine_id} incarnation "
                 f"{hello.wants_incarnation}, this is {mine.engine_id} incarnation "
                 f"{mine.incarnation}",
+            )
+        if hello.wants_rank != mine.rank:
+            return Refuse(
+                RefuseReason.INCOMPATIBLE,
+                f"rank {hello.rank} of {hello.engine_id} wants rank {hello.wants_rank} of "
+                f"{mine.engine_id}, this is its rank {mine.rank}",
             )
         if hello.layout_digest != mine.layout_digest:
             names = sorted({*hello.layout_fields, *mine.layout_fields})

@@ -53,7 +53,7 @@ class TransferThread:
     """Moves KV for one rank.
 
     Args:
-        kv: `[num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim]`, contiguous.
+        kv: `[num_blocks, num_layers, num_planes, num_kv_heads, block_size, head_dim]`, contiguous.
         wake: Called from the thread when `take_report` has news.
         quarantine_s: How long a lost transfer may stay in flight before the agent is
             destroyed and made again. That ends every transfer of this rank, and is the
@@ -98,7 +98,8 @@ class TransferThread:
         self._stop_at_s: float | None = None
         self._death: BaseException | None = None
         self._is_closed = False
-        self._listener = Listener(context.config.transfer.host, context.config.transfer.port)
+        host, port = context.config.transfer.host, context.config.transfer.port
+        self._listener = Listener(host, port + context.rank if port else 0)
         self._reactor = Reactor()
         self._server = Server(
             context, secret=secret, reactor=self._reactor, clock=clock, welcome=self._make_welcome
@@ -279,7 +280,8 @@ class TransferThread:
         self._publish()
 
     def _make_local(self) -> Local:
-        name = f"{self._context.config.role.value}-{socket.gethostname()}-0-{uuid.uuid4().hex}"
+        role, rank = self._context.config.role.value, self._context.rank
+        name = f"{role}-{socket.gethostname()}-{rank}-{uuid.uuid4().hex}"
         agent = NixlAgent(name, self._context.config.transfer.backends)
         for region in (self._pool_region, self._scratch_region):
             agent.register(region)

@@ -1,7 +1,8 @@
-"""What the scheduler half of a pull connector asks of its worker half, as values.
+"""What the scheduler half of a pull connector asks of its worker halves, as values.
 
-One `PullInstructions` per step, carried as the payload of a `ConnectorMetadata`. Within
-one value the order of application is: grants, watches, loads, releases, aborts, ends.
+One `PullInstructions` per step, carried as the payload of a `ConnectorMetadata`, the same
+for every rank. Within one value the order of application is: grants, watches, loads,
+releases, aborts, ends.
 """
 
 from __future__ import annotations
@@ -13,16 +14,22 @@ from pdserve.wire.transfer import ConnectorMetadata, Endpoint, KVHandoff, LeaseE
 
 
 class Owner(msgspec.Struct, frozen=True, array_like=True):
-    """One life of the engine that holds a lease, and where it listens."""
+    """One life of the engine that holds a lease, and where its ranks listen.
+
+    Every rank of D gets the same instructions and deals with its own rank of the owner.
+
+    Attributes:
+        endpoints: In rank order; as many as D has ranks.
+    """
 
     engine_id: EngineId
     incarnation: Incarnation
-    endpoint: Endpoint
+    endpoints: tuple[Endpoint, ...]
 
     @classmethod
     def of(cls, handoff: KVHandoff) -> Owner:
         """The engine that made `handoff`."""
-        return cls(handoff.engine_id, handoff.incarnation, handoff.endpoint)
+        return cls(handoff.engine_id, handoff.incarnation, tuple(handoff.endpoints))
 
 
 class Grant(msgspec.Struct, frozen=True, array_like=True):
@@ -53,8 +60,13 @@ class Watch(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Load(msgspec.Struct, frozen=True, array_like=True):
-    """At D: copy `remote_block_ids` of the owner to `local_block_ids`, pair by pair."""
+    """At D: copy `remote_block_ids` of the owner to `local_block_ids`, pair by pair.
 
+    Attributes:
+        load_id: Never used before by this engine; above 0. Reports carry it.
+    """
+
+    load_id: int
     request_id: RequestId
     nonce: str
     owner: Owner
@@ -92,7 +104,12 @@ class PullInstructions(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=
         """Encode."""
         return ConnectorMetadata(msgspec.msgpack.encode(self))
 
-    @classmethod
-    def from_metadata(cls, metadata: ConnectorMetadata) -> PullInstructions:
+    @staticmethod
+    def from_metadata(metadata: ConnectorMetadata) -> PullInstructions:
         """Decode what `to_metadata` made."""
-        return msgspec.msgpack.decode(metadata.payload, type=cls)
+        return _DECODER.decode(metadata.payload)
+
+
+# Made here and not at the first use, which is in a transfer thread: when two threads of a
+# process learn the same type at once, msgspec 0.22 crashes.
+_DECODER = msgspec.msgpack.Decoder(PullInstructions)

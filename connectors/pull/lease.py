@@ -175,7 +175,7 @@ class LeaseTable:
         if lease.end is not None and not lease.readers:
             del self._leases[nonce]
             _remember(self._ended, nonce)
-            self._settled.append(Settled(request_id=lease.request_id, end=lease.end))
+            self._settled.append(Settled(request_id=lease.request_id, end=lease.end, nonce=nonce))
 
 
 def _remember(book: OrderedDict[str, None], nonce: str) -> None:

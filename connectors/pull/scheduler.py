@@ -12,6 +12,7 @@ A request's entry at D, by what was staged for it last:
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -53,7 +54,8 @@ class PullScheduler(KVConnectorScheduler):
     """See `KVConnectorScheduler`.
 
     Args:
-        endpoint: Where this engine's worker half listens; it goes into the handoffs.
+        endpoints: Where this engine's worker halves listen, in rank order; they go into the
+            handoffs.
         new_nonce: Returns a string never returned before; unguessable outside of tests.
 
     Attributes:
@@ -61,11 +63,19 @@ class PullScheduler(KVConnectorScheduler):
     """
 
     def __init__(
-        self, context: ConnectorContext, endpoint: Endpoint, *, new_nonce: Callable[[], str]
+        self,
+        context: ConnectorContext,
+        endpoints: Sequence[Endpoint],
+        *,
+        new_nonce: Callable[[], str],
     ) -> None:
+        if len(endpoints) != context.num_ranks:
+            raise InternalError(
+                f"{len(endpoints)} side channels for {context.num_ranks} ranks: each rank has one"
+            )
         transfer = context.config.transfer
         self._context = context
-        self._endpoint = endpoint
+        self._endpoints = list(endpoints)
         self._new_nonce = new_nonce
         self._block_size = context.layout.block_size
         self._secret = check_secret(host=transfer.host, secret=transfer.secret)
@@ -73,6 +83,7 @@ class PullScheduler(KVConnectorScheduler):
         self._leased: dict[RequestId, str] = {}
         self._leased_by_nonce: dict[str, RequestId] = {}
         self._staged = PullInstructions()
+        self._load_ids = itertools.count(1)
         self.num_unknown_reports = 0
 
     def check_handoff(self, request: RequestView) -> str | None:
@@ -88,9 +99,9 @@ class PullScheduler(KVConnectorScheduler):
             )
         prompt = request.prompt_token_ids
         for what, theirs, ours in (
+            ("number of ranks", len(handoff.endpoints), mine.num_ranks),
             ("layout digest", handoff.layout_digest, mine.layout_digest),
             ("block size", handoff.block_size, self._block_size),
-            ("number of ranks", handoff.tp_size, 1),
             ("prompt tokens", handoff.num_tokens, len(prompt)),
             ("prompt digest", handoff.prompt_digest, prompt_digest(prompt, request.cache_salt)),
             ("number of blocks", len(handoff.block_ids), self._blocks_of(len(prompt))),
@@ -150,7 +161,14 @@ class PullScheduler(KVConnectorScheduler):
             )
         entry.loading = True
         self._staged.loads.append(
-            Load(request.request_id, handoff.nonce, Owner.of(handoff), remote, local)
+            Load(
+                next(self._load_ids),
+                request.request_id,
+                handoff.nonce,
+                Owner.of(handoff),
+                remote,
+                local,
+            )
         )
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> ConnectorMetadata | None:
@@ -179,7 +197,7 @@ class PullScheduler(KVConnectorScheduler):
             incarnation=self._context.incarnation,
             nonce=nonce,
             request_id=request.request_id,
-            endpoint=self._endpoint,
+            endpoints=self._endpoints,
             block_ids=blocks,
             num_tokens=num_tokens,
             block_size=self._block_size,

@@ -141,9 +141,12 @@ def response_params(
 ) -> dict[str, Any]:
     """Return the `kv_transfer_params` that a decode engine takes; one entry per choice.
 
-    vLLM's keys speak of the first choice that was handed over.
+    vLLM's keys speak of the first choice that was handed over, and of one address: the
+    first rank's. `tp_size` is there only where it is known, for an engine of one rank: a
+    handoff says how many ranks hold its KV, not how they share it.
     """
     first = next(handoff for handoff in handoffs if handoff is not None)
+    address = first.endpoints[0] if first.endpoints else None
     ours: dict[str, Any] = {
         "handoffs": [_encode(handoff) for handoff in handoffs],
         "created": created,
@@ -152,17 +155,18 @@ def response_params(
     }
     if any(entry is not None for entry in prompt_logprobs):
         ours["prompt_logprobs"] = [_encode(entry) for entry in prompt_logprobs]
-    return {
+    params: dict[str, Any] = {
         "do_remote_prefill": True,
         "do_remote_decode": False,
         "remote_engine_id": first.engine_id,
         "remote_block_ids": first.block_ids,
-        "remote_host": first.endpoint.host,
-        "remote_port": first.endpoint.port,
+        "remote_host": None if address is None else address.host,
+        "remote_port": None if address is None else address.port,
         "remote_request_id": first.request_id,
-        "tp_size": first.tp_size,
-        "pdserve": ours,
     }
+    if len(first.endpoints) == 1:
+        params["tp_size"] = 1
+    return params | {"pdserve": ours}
 
 
 def stage_fields(stages: RequestStages) -> dict[str, float | int]:

@@ -1,13 +1,14 @@
 """Engines without a model, to drive both halves of a connector as an engine core would.
 
-KV encodes who wrote it: block `b` of engine `seed` is filled from (seed, b, version), so a
-stale, misplaced or half-copied block cannot pass for the right one.
+KV encodes who wrote it: block `b` of rank `r` is filled from (seed, b, r), so a stale,
+misplaced or half-copied block, or another rank's, cannot pass for the right one.
 """
 
 from __future__ import annotations
 
 import multiprocessing
 import os
+import signal
 import threading
 import time
 from collections import Counter
@@ -19,16 +20,25 @@ import torch
 
 from pdserve.config.schema import CacheConfig, EngineConfig, ModelConfig, TransferConfig
 from pdserve.connectors.base import ConnectorContext, KVLayout
+from pdserve.connectors.quorum import Quorum
 from pdserve.connectors.registry import find
 from pdserve.wire.ids import BlockId, Incarnation, RequestId
 from pdserve.wire.step import KnownRequests, SchedulerOutput
-from pdserve.wire.transfer import ConnectorReport, Endpoint, Failed, KVHandoff, Received, Settled
+from pdserve.wire.transfer import (
+    ConnectorMetadata,
+    ConnectorReport,
+    Endpoint,
+    Failed,
+    KVHandoff,
+    Received,
+    Settled,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from multiprocessing.connection import Connection
 
-    from pdserve.connectors.base import ConnectorFactory
+    from pdserve.connectors.base import ConnectorFactory, KVConnectorWorker
     from pdserve.wire.outputs import TokenLogprobs
 
 EMPTY_STEP = SchedulerOutput(
@@ -65,10 +75,16 @@ def layout(num_blocks: int = 32, block_size: int = 16, dtype: str = "float32") -
     )
 
 
-def contents(shape: KVLayout, seed: int, block: int) -> torch.Tensor:
-    """KV of one block, different for every (seed, block)."""
-    size = (shape.num_layers, 2, shape.num_kv_heads, shape.block_size, shape.head_dim)
-    generator = torch.Generator().manual_seed(seed * 100_003 + block)
+def contents(shape: KVLayout, seed: int, block: int, rank: int = 0) -> torch.Tensor:
+    """KV of one block, different for every (seed, block, rank)."""
+    size = (
+        shape.num_layers,
+        shape.num_planes,
+        shape.num_kv_heads,
+        shape.block_size,
+        shape.head_dim,
+    )
+    generator = torch.Generator().manual_seed((seed * 100_003 + block) * 101 + rank)
     return torch.randn(size, generator=generator).to(getattr(torch, shape.dtype))
 
 
@@ -78,6 +94,8 @@ def context(
     incarnation: str | None = None,
     shape: KVLayout | None = None,
     kv_connector: str = "memory",
+    rank: int = 0,
+    num_ranks: int = 1,
     **transfer: Any,
 ) -> ConnectorContext:
     """What both halves of an engine's connector know of it."""
@@ -94,33 +112,24 @@ def context(
         layout=shape,
         layout_digest="|".join(f"{k}={v}" for k, v in sorted(fields.items())),
         layout_fields=fields,
+        rank=rank,
+        num_ranks=num_ranks,
     )
 
 
-class Engine:
-    """Both halves of one connector over one pool of blocks."""
+class Rank:
+    """One worker half over its own blocks."""
 
     def __init__(
-        self,
-        connector: str | ConnectorFactory,
-        engine_id: str,
-        *,
-        incarnation: str | None = None,
-        shape: KVLayout | None = None,
-        **transfer: Any,
+        self, factory: ConnectorFactory, context: ConnectorContext, wake: Callable[[], None]
     ) -> None:
-        shape = shape or layout()
-        name = connector if isinstance(connector, str) else "memory"
-        self.context = context(
-            engine_id, incarnation=incarnation, shape=shape, kv_connector=name, **transfer
-        )
-        self.news = threading.Event()
-        factory = find(connector) if isinstance(connector, str) else connector
-        self.worker = factory.worker(self.context, self.news.set)
+        shape = context.layout
+        self.context = context
+        self.worker = factory.worker(context, wake)
         self.kv = torch.zeros(
             shape.num_blocks,
             shape.num_layers,
-            2,
+            shape.num_planes,
             shape.num_kv_heads,
             shape.block_size,
             shape.head_dim,
@@ -129,23 +138,103 @@ class Engine:
         self.worker.register_kv_caches(self.kv, shape)
         assert self.worker.endpoint is not None
         self.endpoint: Endpoint = self.worker.endpoint
-        self.scheduler = factory.scheduler(self.context, self.endpoint)
+
+    def fill(self, block_ids: Sequence[int], seed: int) -> None:
+        for block in block_ids:
+            self.kv[block] = contents(self.context.layout, seed, block, self.context.rank)
+
+    def holds(self, local: Sequence[int], remote: Sequence[int], seed: int) -> bool:
+        """Whether `local` blocks are byte for byte what this rank of P wrote to `remote`."""
+        shape, rank = self.context.layout, self.context.rank
+        return all(
+            torch.equal(self.kv[mine], contents(shape, seed, theirs, rank))
+            for mine, theirs in zip(local, remote, strict=True)
+        )
+
+    def start_load_kv(self, metadata: ConnectorMetadata) -> None:
+        self.worker.start_load_kv(metadata)
+
+    def get_finished(self) -> ConnectorReport:
+        return self.worker.get_finished()
+
+    def close(self) -> None:
+        self.worker.close(5.0)
+
+
+class Engine:
+    """A scheduler half, and a worker half over a pool of blocks for each rank.
+
+    Args:
+        num_ranks: Ranks of the engine.
+        make_rank: Makes them; None makes them here, with the connector.
+
+    Attributes:
+        worker, kv, endpoint: The first rank's.
+        said: What each rank reported, in order.
+    """
+
+    def __init__(
+        self,
+        connector: str | ConnectorFactory,
+        engine_id: str,
+        *,
+        incarnation: str | None = None,
+        shape: KVLayout | None = None,
+        num_ranks: int = 1,
+        make_rank: Callable[[ConnectorContext], Any] | None = None,
+        **transfer: Any,
+    ) -> None:
+        name = connector if isinstance(connector, str) else "memory"
+        factory = find(connector) if isinstance(connector, str) else connector
+        self.news = threading.Event()
+        make_rank = make_rank or (lambda context: Rank(factory, context, self.news.set))
+        self.context = context(
+            engine_id,
+            incarnation=incarnation,
+            shape=shape,
+            kv_connector=name,
+            num_ranks=num_ranks,
+            **transfer,
+        )
+        self.ranks = [
+            make_rank(msgspec.structs.replace(self.context, rank=rank)) for rank in range(num_ranks)
+        ]
+        self.scheduler = factory.scheduler(self.context, [rank.endpoint for rank in self.ranks])
+        self.quorum = Quorum(num_ranks)
         self.settled: list[Settled] = []
         self.received: list[Received] = []
         self.failed: list[Failed] = []
         self.faults: Counter[str] = Counter()
+        self.said: list[tuple[int, ConnectorReport]] = []
         self._count = 0
 
+    @property
+    def worker(self) -> KVConnectorWorker:
+        worker: KVConnectorWorker = self.ranks[0].worker
+        return worker
+
+    @property
+    def kv(self) -> torch.Tensor:
+        kv: torch.Tensor = self.ranks[0].kv
+        return kv
+
+    @property
+    def endpoint(self) -> Endpoint:
+        endpoint: Endpoint = self.ranks[0].endpoint
+        return endpoint
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of one block, on all ranks together."""
+        return len(self.ranks) * self.context.layout.block_bytes
+
     def fill(self, block_ids: Sequence[int], seed: int) -> None:
-        for block in block_ids:
-            self.kv[block] = contents(self.context.layout, seed, block)
+        for rank in self.ranks:
+            rank.fill(block_ids, seed)
 
     def holds(self, local: Sequence[int], remote: Sequence[int], seed: int = 1) -> bool:
-        """Whether `local` blocks are byte for byte what P wrote to `remote`."""
-        return all(
-            torch.equal(self.kv[mine], contents(self.context.layout, seed, theirs))
-            for mine, theirs in zip(local, remote, strict=True)
-        )
+        """Whether `local` blocks are, on every rank, byte for byte what P wrote to `remote`."""
+        return all(rank.holds(local, remote, seed) for rank in self.ranks)
 
     def prefill(
         self, prompt: list[int], block_ids: Sequence[int], *, seed: int = 1, step: bool = True
@@ -191,14 +280,23 @@ class Engine:
         """One engine step: instructions out, report in."""
         metadata = self.scheduler.build_connector_meta(EMPTY_STEP)
         if metadata is not None:
-            self.worker.start_load_kv(metadata)
-        report = self.worker.get_finished()
-        self.scheduler.update_connector_output(report)
-        self.settled += report.settled
-        self.received += report.received
-        self.failed += report.failed
-        self.faults.update(report.faults)
-        return report
+            for rank in self.ranks:
+                rank.start_load_kv(metadata)
+        settled, received, failed = [], [], []
+        for number, rank in enumerate(self.ranks):
+            said = rank.get_finished()
+            if said:
+                self.said.append((number, said))
+            report = self.quorum.add(number, said)
+            self.scheduler.update_connector_output(report)
+            settled += report.settled
+            received += report.received
+            failed += report.failed
+            self.faults.update(report.faults)
+        self.settled += settled
+        self.received += received
+        self.failed += failed
+        return ConnectorReport(settled=settled, received=received, failed=failed)
 
     def until(self, condition: Callable[[], object], timeout_s: float = 10.0) -> None:
         """Step whenever there is news, until `condition` holds."""
@@ -212,7 +310,8 @@ class Engine:
             self.step()
 
     def close(self) -> None:
-        self.worker.close(5.0)
+        for rank in self.ranks:
+            rank.close()
 
 
 def signed_with(handoff: KVHandoff, secret: str = "", **changes: Any) -> KVHandoff:
@@ -224,7 +323,7 @@ def prompt_of(num_tokens: int) -> list[int]:
     return list(range(100, 100 + num_tokens))
 
 
-# ---- an engine in another process ------------------------------------------------------------
+# ---- engines and ranks in other processes -----------------------------------------------------
 
 
 def _serve(pipe: Connection, environment: dict[str, str], arguments: dict[str, Any]) -> None:
@@ -232,45 +331,73 @@ def _serve(pipe: Connection, environment: dict[str, str], arguments: dict[str, A
     torch.set_num_threads(1)
     engine = Engine("nixl", **arguments)
     pipe.send((engine.endpoint, engine.context.incarnation))
+    _answer(pipe, engine, engine.step)
+
+
+def _serve_rank(pipe: Connection, environment: dict[str, str], context: ConnectorContext) -> None:
+    os.environ.update(environment)
+    torch.set_num_threads(1)
+    rank = Rank(find("nixl"), context, lambda: None)
+    pipe.send(rank.endpoint)
+    _answer(pipe, rank, lambda: None)
+
+
+def _answer(pipe: Connection, target: Any, idle: Callable[[], object]) -> None:
+    """Do to `target` what the other side calls, until it closes it or is gone."""
     while True:
         if not pipe.poll(0.005):
-            engine.step()
+            idle()
             continue
         try:
             call, args, kwargs = pipe.recv()
         except EOFError:
-            break
-        if call == "close":
-            engine.close()
-            pipe.send(None)
-            break
+            return
         if call == "settled":
-            engine.step()
-            pipe.send(engine.settled)
-        else:
-            pipe.send(getattr(engine, call)(*args, **kwargs))
+            target.step()
+            pipe.send(target.settled)
+            continue
+        pipe.send(getattr(target, call)(*args, **kwargs))
+        if call == "close":
+            return
 
 
-class RemoteEngine:
-    """An `Engine` in a child process, which steps on its own every few milliseconds."""
+class _Child:
+    """A process that answers calls; the first thing it says is kept in `greeting`."""
 
-    def __init__(self, environment: dict[str, str] | None = None, **arguments: Any) -> None:
+    def __init__(self, target: Callable[..., None], *args: Any) -> None:
         # A fork of a process that has imported everything starts in a tenth of a spawn's time.
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload([__name__, "nixl"])
-        self._pipe, theirs = context.Pipe()
-        self.process = context.Process(
-            target=_serve, args=(theirs, environment or {}, arguments), daemon=True
-        )
+        forkserver = multiprocessing.get_context("forkserver")
+        forkserver.set_forkserver_preload([__name__, "nixl"])
+        self._pipe, theirs = forkserver.Pipe()
+        self.process = forkserver.Process(target=target, args=(theirs, *args), daemon=True)
         self.process.start()
         theirs.close()
         assert self._pipe.poll(60.0)
-        self.endpoint, self.incarnation = self._pipe.recv()
+        self.greeting = self._pipe.recv()
 
     def call(self, name: str, *args: Any, **kwargs: Any) -> Any:
         self._pipe.send((name, args, kwargs))
         assert self._pipe.poll(20.0)
         return self._pipe.recv()
+
+    def close(self) -> None:
+        if self.process.is_alive() and not self.process.exitcode:
+            os.kill(self.process.pid or 0, signal.SIGCONT)  # a test may have failed in between
+            try:
+                self.call("close")
+            except (OSError, EOFError):
+                pass
+        self.process.join(10)
+        self._pipe.close()
+        self.process.close()
+
+
+class RemoteEngine(_Child):
+    """An `Engine` in a child process, which steps on its own every few milliseconds."""
+
+    def __init__(self, environment: dict[str, str] | None = None, **arguments: Any) -> None:
+        super().__init__(_serve, environment or {}, arguments)
+        self.endpoint, self.incarnation = self.greeting
 
     def prefill(self, prompt: list[int], block_ids: Sequence[int], *, seed: int = 1) -> KVHandoff:
         handoff: KVHandoff = self.call("prefill", prompt, block_ids, seed=seed)
@@ -281,12 +408,33 @@ class RemoteEngine:
         settled: list[Settled] = self.call("settled")
         return settled
 
-    def close(self) -> None:
-        if self.process.is_alive() and not self.process.exitcode:
-            try:
-                self.call("close")
-            except (OSError, EOFError):
-                pass
-        self.process.join(10)
-        self._pipe.close()
-        self.process.close()
+
+class RemoteRank(_Child):
+    """A `Rank` of the NIXL connector in a child process.
+
+    One that was killed does nothing and says nothing any more.
+    """
+
+    def __init__(self, context: ConnectorContext, environment: dict[str, str]) -> None:
+        super().__init__(_serve_rank, environment, context)
+        self.endpoint: Endpoint = self.greeting
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.join()
+
+    def fill(self, block_ids: Sequence[int], seed: int) -> None:
+        self.call("fill", block_ids, seed)
+
+    def holds(self, local: Sequence[int], remote: Sequence[int], seed: int) -> bool:
+        return bool(self.call("holds", local, remote, seed))
+
+    def start_load_kv(self, metadata: ConnectorMetadata) -> None:
+        if self.process.is_alive():
+            self.call("start_load_kv", metadata)
+
+    def get_finished(self) -> ConnectorReport:
+        if not self.process.is_alive():
+            return ConnectorReport()
+        report: ConnectorReport = self.call("get_finished")
+        return report

@@ -1,4 +1,4 @@
-"""What every pulling connector does, through both of its halves."""
+"""What every pulling connector does, through both of its halves, with one rank and with two."""
 
 from __future__ import annotations
 
@@ -25,17 +25,19 @@ PROMPT = prompt_of(40)
 MakeEngine = "Callable[..., Engine]"
 
 
-@pytest.fixture(params=["memory", "nixl"])
+@pytest.fixture(
+    params=[("memory", 1), ("nixl", 1), ("memory", 2), ("nixl", 2)],
+    ids=["memory", "nixl", "memory, two ranks", "nixl, two ranks"],
+)
 def make(request: pytest.FixtureRequest) -> Iterator[Callable[..., Engine]]:
     """Makes engines that can meet, and closes them."""
     exchange = Exchange()
     engines: list[Engine] = []
+    name, num_ranks = request.param
 
     def make(engine_id: str, **arguments: Any) -> Engine:
-        factory: ConnectorFactory = (
-            MemoryFactory(exchange) if request.param == "memory" else NixlFactory()
-        )
-        engine = Engine(factory, engine_id, **arguments)
+        factory: ConnectorFactory = MemoryFactory(exchange) if name == "memory" else NixlFactory()
+        engine = Engine(factory, engine_id, num_ranks=num_ranks, **arguments)
         engines.append(engine)
         return engine
 
@@ -58,7 +60,7 @@ def test_the_blocks_arrive_byte_for_byte_and_the_lease_settles_as_read(
     assert d.holds([4, 5, 6], [7, 2, 3])
     others = [b for b in range(32) if b not in (4, 5, 6)]
     assert d.holds(others, others, seed=9)  # nothing else was written
-    assert d.received[0].num_bytes == 3 * d.context.layout.block_bytes
+    assert d.received[0].num_bytes == 3 * d.block_bytes
     p.until(lambda: p.settled)
     assert [(s.request_id, s.end) for s in p.settled] == [(handoff.request_id, LeaseEnd.READ)]
 
@@ -71,7 +73,7 @@ def test_what_d_has_already_is_not_moved(make: Callable[..., Engine]) -> None:
     d.until(lambda: d.received)
     assert d.holds([4], [4], seed=9)
     assert d.holds([5, 6], [2, 3])
-    assert d.received[0].num_bytes == 2 * d.context.layout.block_bytes
+    assert d.received[0].num_bytes == 2 * d.block_bytes
 
 
 def test_a_lease_nobody_reads_expires_and_a_late_read_is_refused(
@@ -93,9 +95,9 @@ def test_a_lease_nobody_reads_expires_and_a_late_read_is_refused(
 def test_heartbeats_keep_a_lease_alive_while_its_request_waits(
     make: Callable[..., Engine],
 ) -> None:
-    p, d = make("P", lease_s=0.3), make("D")
+    p, d = make("P", lease_s=0.5), make("D")
     request = d.queue(PROMPT, p.prefill(PROMPT, [1, 2, 3]), "r")
-    for _ in range(14):
+    for _ in range(16):
         d.news.wait(0.05)
         d.step()
         p.step()
@@ -200,15 +202,19 @@ def test_two_ds_read_from_one_p_at_the_same_time(make: Callable[..., Engine]) ->
     p.until(lambda: len(p.settled) == 2)
 
 
-def test_of_two_ds_that_read_one_lease_one_is_confirmed(make: Callable[..., Engine]) -> None:
+def test_of_two_ds_that_read_one_lease_at_most_one_is_confirmed(
+    make: Callable[..., Engine],
+) -> None:
     p, readers = make("P"), [make("D1"), make("D2")]
     handoff = p.prefill(PROMPT, [1, 2, 3])
     for d in readers:
         d.load(d.queue(PROMPT, handoff, "r"), [4, 5, 6])
     for d in readers:
         d.until(lambda d=d: d.received or d.failed)
-    assert sorted(len(d.received) for d in readers) == [0, 1]
-    assert [f.reason for d in readers for f in d.failed] == [LoadFailure.LEASE_LOST]
+    num_confirmed = sum(len(d.received) for d in readers)
+    # With two ranks each D may have come first on one of them: then none has all of it.
+    assert num_confirmed == 1 or (num_confirmed == 0 and p.context.num_ranks == 2)
+    assert {f.reason for d in readers for f in d.failed} == {LoadFailure.LEASE_LOST}
     p.until(lambda: p.settled)
     assert [s.end for s in p.settled] == [LeaseEnd.READ]
 
@@ -240,7 +246,8 @@ def test_neighbouring_blocks_need_one_descriptor(make: Callable[..., Engine]) ->
     d.load(d.queue(prompt, p.prefill(prompt, range(12)), "r"), range(20, 32))
     d.until(lambda: d.received)
     assert d.holds(range(20, 32), range(12))
-    assert d.received[0].num_descriptors in (1, 12)  # in one process nothing is posted
+    # In one process nothing is posted.
+    assert d.received[0].num_descriptors / d.context.num_ranks in (1, 12)
 
 
 def test_the_engine_is_woken_when_there_is_news(make: Callable[..., Engine]) -> None:
@@ -253,12 +260,16 @@ def test_the_engine_is_woken_when_there_is_news(make: Callable[..., Engine]) -> 
     d.scheduler.update_state_after_alloc(request, [4, 5, 6], match.num_tokens)
     metadata = d.scheduler.build_connector_meta(EMPTY_STEP)
     assert metadata is not None
-    d.worker.start_load_kv(metadata)
-    while not d.worker.get_finished().received:
+    waiting = list(d.ranks)
+    for rank in waiting:
+        rank.start_load_kv(metadata)
+    while waiting := [rank for rank in waiting if not rank.get_finished().received]:
         assert d.news.wait(5.0)
         d.news.clear()
-    assert p.news.wait(5.0)
-    assert p.worker.get_finished().settled
+    for rank in p.ranks:
+        while not rank.get_finished().settled:
+            assert p.news.wait(5.0)
+            p.news.clear()
 
 
 def test_close_may_come_twice_and_leaves_no_descriptor_open(make: Callable[..., Engine]) -> None:
@@ -285,7 +296,7 @@ def test_the_null_connector_leases_nothing_and_takes_no_handoff() -> None:
     p = Engine("memory", "P")
     handoff = p.prefill(PROMPT, [1, 2, 3])
     factory = find("null")
-    half = factory.scheduler(p.context, None)
+    half = factory.scheduler(p.context, [])
     from tests.connectors.engines import FakeRequest
 
     request = FakeRequest("r", PROMPT, output_token_ids=[7], remote_decode=True, handoff=handoff)

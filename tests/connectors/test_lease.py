@@ -29,7 +29,7 @@ def test_a_confirmed_lease_settles_as_read_and_is_confirmed_once() -> None:
     table = table_with_a_lease()
     table.begin_read("n", "d", 1.0, until_s=10.0)
     assert table.confirm("n", "d", 2.0) is Verdict.VALID
-    assert table.take_settled() == [Settled(request_id=R1, end=LeaseEnd.READ)]
+    assert table.take_settled() == [Settled(request_id=R1, end=LeaseEnd.READ, nonce="n")]
     assert table.confirm("n", "d", 2.0) is Verdict.LOST
     assert table.take_settled() == []
 
@@ -39,7 +39,7 @@ def test_a_lease_without_heartbeats_expires() -> None:
     table.expire(LEASE_S - 0.01)
     assert table.take_settled() == []
     table.expire(LEASE_S)
-    assert table.take_settled() == [Settled(request_id=R1, end=LeaseEnd.EXPIRED)]
+    assert table.take_settled() == [Settled(request_id=R1, end=LeaseEnd.EXPIRED, nonce="n")]
 
 
 def test_a_heartbeat_renews_and_one_that_is_late_does_not() -> None:
@@ -56,7 +56,7 @@ def test_a_read_that_ends_after_expiry_is_lost_even_before_anybody_noticed_the_e
     table = table_with_a_lease()
     assert table.confirm("n", "d", LEASE_S) is Verdict.LOST
     table.expire(LEASE_S)
-    assert table.take_settled() == [Settled(request_id=R1, end=LeaseEnd.EXPIRED)]
+    assert table.take_settled() == [Settled(request_id=R1, end=LeaseEnd.EXPIRED, nonce="n")]
 
 
 def test_a_release_waits_for_the_reader() -> None:
@@ -65,7 +65,7 @@ def test_a_release_waits_for_the_reader() -> None:
     table.release("n")
     assert table.take_settled() == []
     table.end_read("n", "d")
-    assert table.take_settled() == [Settled(request_id=R1, end=LeaseEnd.RELEASED)]
+    assert table.take_settled() == [Settled(request_id=R1, end=LeaseEnd.RELEASED, nonce="n")]
 
 
 def test_a_reader_that_hangs_holds_a_release_off_until_its_deadline_only() -> None:
@@ -76,7 +76,7 @@ def test_a_reader_that_hangs_holds_a_release_off_until_its_deadline_only() -> No
     assert table.take_settled() == []
     assert table.due_s == 10.0
     table.expire(10.0)
-    assert table.take_settled() == [Settled(request_id=R1, end=LeaseEnd.RELEASED)]
+    assert table.take_settled() == [Settled(request_id=R1, end=LeaseEnd.RELEASED, nonce="n")]
 
 
 def test_a_second_reader_holds_off_the_settling_but_gets_no_confirmation() -> None:
@@ -86,7 +86,7 @@ def test_a_second_reader_holds_off_the_settling_but_gets_no_confirmation() -> No
     assert table.confirm("n", "d1", 2.0) is Verdict.VALID
     assert table.take_settled() == []
     assert table.confirm("n", "d2", 2.0) is Verdict.LOST
-    assert table.take_settled() == [Settled(request_id=R1, end=LeaseEnd.READ)]
+    assert table.take_settled() == [Settled(request_id=R1, end=LeaseEnd.READ, nonce="n")]
 
 
 def test_a_release_that_overtakes_its_grant_is_not_forgotten() -> None:
@@ -94,7 +94,7 @@ def test_a_release_that_overtakes_its_grant_is_not_forgotten() -> None:
     table.release("n")
     assert table.confirm("n", "d", 0.0) is Verdict.UNKNOWN
     table.grant("n", R1, 0.0)
-    assert table.take_settled() == [Settled(request_id=R1, end=LeaseEnd.RELEASED)]
+    assert table.take_settled() == [Settled(request_id=R1, end=LeaseEnd.RELEASED, nonce="n")]
 
 
 def test_a_nonce_is_granted_once() -> None:

@@ -102,7 +102,7 @@ class Pair:
         self.reactor.listen(self.listener, self.server.accept)
         local = Local(self.agent, Prepared(1), Prepared(1), 1)  # type: ignore[arg-type]
         self.peers = Peers(d, secret=b"", reactor=self.reactor, clock=self.clock, local=local)
-        self.owner = Owner(EngineId("P"), p.incarnation, self.listener.endpoint)
+        self.owner = Owner(EngineId("P"), p.incarnation, (self.listener.endpoint,))
         self._num_loads = 0
 
     def load(self, owner: Owner | None = None) -> RequestId:
@@ -113,7 +113,7 @@ class Pair:
         self.server.grant(Grant(nonce, request_id, []))
         self.peers.watch(Watch(nonce, owner, 30.0))
         blocks = [BlockId(1), BlockId(2)]
-        self.peers.load(Load(request_id, nonce, owner, blocks, blocks))
+        self.peers.load(Load(self._num_loads, request_id, nonce, owner, blocks, blocks))
         return request_id
 
     def until(self, condition: Callable[[], object], *, turns: int = 200) -> None:
@@ -173,7 +173,7 @@ def test_a_read_that_fails_before_the_side_channel_does_is_reported_once(pair: P
 
 
 def test_a_peer_out_of_reach_fails_loads_at_once_until_the_next_try_is_due(pair: Pair) -> None:
-    away = Owner(EngineId("away"), pair.owner.incarnation, nowhere())
+    away = Owner(EngineId("away"), pair.owner.incarnation, (nowhere(),))
     pair.load(away)
     pair.until(lambda: pair.peers.failed)
     pair.clock.advance(0.9)
@@ -186,7 +186,7 @@ def test_a_peer_out_of_reach_fails_loads_at_once_until_the_next_try_is_due(pair:
 def test_a_peer_that_is_mute_is_out_of_reach_after_the_handshake_timeout(pair: Pair) -> None:
     with socket.create_server(("127.0.0.1", 0)) as mute:
         where = Endpoint(host="127.0.0.1", port=mute.getsockname()[1])
-        away = Owner(EngineId("mute"), pair.owner.incarnation, where)
+        away = Owner(EngineId("mute"), pair.owner.incarnation, (where,))
         pair.load(away)
         pair.until(lambda: pair.peers.due_s() > pair.clock.now_s)
         pair.clock.advance(5.0)
@@ -197,7 +197,7 @@ def test_a_peer_that_is_mute_is_out_of_reach_after_the_handshake_timeout(pair: P
 
 
 def test_the_back_off_ends_at_its_maximum_however_often_a_peer_is_tried(pair: Pair) -> None:
-    away = Owner(EngineId("away"), pair.owner.incarnation, nowhere())
+    away = Owner(EngineId("away"), pair.owner.incarnation, (nowhere(),))
     for attempt in range(1100):
         pair.load(away)
         pair.until(lambda n=attempt + 1: len(pair.peers.failed) == n)  # type: ignore[misc]
@@ -223,7 +223,7 @@ def test_no_free_descriptor_for_a_connection_fails_the_load_as_a_value(
 
 def test_an_endpoint_with_an_impossible_port_fails_the_load_as_a_value(pair: Pair) -> None:
     where = Endpoint(host="127.0.0.1", port=70_000)
-    pair.load(Owner(EngineId("away"), pair.owner.incarnation, where))
+    pair.load(Owner(EngineId("away"), pair.owner.incarnation, (where,)))
     pair.until(lambda: pair.peers.failed)
     assert pair.reasons == [LoadFailure.PEER_LOST]
 

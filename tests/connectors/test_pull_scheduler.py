@@ -29,10 +29,15 @@ from tests.connectors.engines import EMPTY_STEP, FakeRequest, layout, prompt_of,
 
 PROMPT = prompt_of(40)
 NOTHING = Match(0, is_async=False)
+ENDPOINTS = [Endpoint(host="127.0.0.1", port=port) for port in (1, 2, 3)]
 
 
 def scheduler(
-    engine_id: str = "P", shape: KVLayout | None = None, digest: str = "d", **transfer: Any
+    engine_id: str = "P",
+    shape: KVLayout | None = None,
+    digest: str = "d",
+    num_ranks: int = 1,
+    **transfer: Any,
 ) -> PullScheduler:
     context = ConnectorContext(
         config=EngineConfig(model=ModelConfig(model="m"), transfer=TransferConfig(**transfer)),
@@ -41,11 +46,10 @@ def scheduler(
         layout=shape or layout(),
         layout_digest=digest,
         layout_fields={},
+        num_ranks=num_ranks,
     )
     count = itertools.count()
-    return PullScheduler(
-        context, Endpoint(host="127.0.0.1", port=1), new_nonce=lambda: f"nonce-{next(count)}"
-    )
+    return PullScheduler(context, ENDPOINTS[:num_ranks], new_nonce=lambda: f"nonce-{next(count)}")
 
 
 def blocks(*ids: int) -> list[BlockId]:
@@ -110,7 +114,7 @@ def test_a_request_that_is_not_for_another_engine_is_not_leased() -> None:
         ({"signature": "0" * 64}, "signature"),
         ({"num_tokens": 41}, "signature"),
         ({"block_ids": blocks(9, 9, 9)}, "signature"),
-        ({"endpoint": Endpoint(host="10.0.0.1", port=1)}, "signature"),
+        ({"endpoints": [Endpoint(host="10.0.0.1", port=1)]}, "signature"),
     ],
 )
 def test_an_edited_handoff_is_refused(change: dict[str, Any], message: str) -> None:
@@ -125,7 +129,7 @@ def test_an_edited_handoff_is_refused(change: dict[str, Any], message: str) -> N
     [
         ({"layout_digest": "e"}, ("e at P", "d at D")),
         ({"block_size": 64}, ("64 at P", "16 at D")),
-        ({"tp_size": 2}, ("2 at P", "1 at D")),
+        ({"endpoints": ENDPOINTS[:2]}, ("number of ranks is 2 at P", "1 at D")),
         ({"num_tokens": 39}, ("39 at P", "40 at D")),
         ({"block_ids": blocks(3)}, ("1 at P", "3 at D")),
         ({"prompt_digest": "f00"}, ("f00 at P", "at D")),
@@ -139,6 +143,46 @@ def test_a_handoff_that_does_not_fit_is_refused_with_both_values(
     assert refusal is not None
     for value in both_values:
         assert value in refusal
+
+
+def test_a_handoff_of_fewer_ranks_is_refused_with_both_numbers() -> None:
+    handoff = handed_off(scheduler(num_ranks=2))
+    d = scheduler("D", num_ranks=3)
+    refusal = d.check_handoff(FakeRequest(RequestId("d"), PROMPT, handoff=handoff))
+    assert refusal is not None
+    assert "number of ranks is 2 at P and 3 at D" in refusal
+
+
+def test_a_scheduler_half_has_one_side_channel_per_rank() -> None:
+    context = scheduler(num_ranks=3)._context
+    with pytest.raises(InternalError, match="2 side channels for 3 ranks"):
+        PullScheduler(context, ENDPOINTS[:2], new_nonce=lambda: "n")
+
+
+def test_every_rank_is_told_where_all_ranks_of_the_owner_listen() -> None:
+    handoff = handed_off(scheduler(num_ranks=3))
+    assert handoff.endpoints == ENDPOINTS
+    d = scheduler("D", num_ranks=3)
+    request = FakeRequest(RequestId("d"), PROMPT, handoff=handoff)
+    assert d.check_handoff(request) is None
+    d.request_queued(request)
+    d.update_state_after_alloc(request, blocks(10, 11, 12), 40)
+    todo = staged(d)
+    assert [w.owner.endpoints for w in todo.watches] == [tuple(ENDPOINTS)]
+    assert [load.owner.endpoints for load in todo.loads] == [tuple(ENDPOINTS)]
+
+
+def test_no_two_loads_have_the_same_id() -> None:
+    d = scheduler("D")
+    ids = []
+    for _ in range(3):
+        d.update_state_after_alloc(queued(d), blocks(10, 11, 12), 40)
+        (load,) = staged(d).loads
+        ids.append(load.load_id)
+        failed = Failed(request_id=load.request_id, reason=LoadFailure.TIMEOUT)
+        d.update_connector_output(ConnectorReport(failed=[failed]))
+    assert len(set(ids)) == 3
+    assert min(ids) > 0
 
 
 def test_a_handoff_of_another_deployment_is_refused() -> None:

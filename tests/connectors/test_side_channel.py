@@ -77,8 +77,10 @@ def hello(engine: Engine) -> Hello:
     return Hello(
         engine_id=EngineId("X"),
         incarnation=Incarnation("x"),
+        rank=0,
         wants_engine_id=EngineId(engine.context.engine_id),
         wants_incarnation=engine.context.incarnation,
+        wants_rank=0,
         layout_digest=engine.context.layout_digest,
         layout_fields=engine.context.layout_fields,
     )
@@ -199,7 +201,7 @@ def test_a_peer_that_accepts_and_says_nothing_costs_the_handshake_timeout_and_no
 ) -> None:
     with socket.create_server(("127.0.0.1", 0)) as mute:
         elsewhere = Endpoint(host="127.0.0.1", port=mute.getsockname()[1])
-        handoff = signed_with(p.prefill(PROMPT, [1, 2, 3]), SECRET, endpoint=elsewhere)
+        handoff = signed_with(p.prefill(PROMPT, [1, 2, 3]), SECRET, endpoints=[elsewhere])
         started = time.monotonic()
         d.load(d.queue(PROMPT, handoff, "r1"), [4, 5, 6])
         d.until(lambda: d.failed)

@@ -94,7 +94,7 @@ def test_a_mute_peer_delays_nobody_elses_heartbeats(make: Callable[..., Engine])
     waits = d.queue(PROMPT, p.prefill(PROMPT, [1, 2, 3]), "waits")
     with socket.create_server(("127.0.0.1", 0)) as mute:
         elsewhere = Endpoint(host="127.0.0.1", port=mute.getsockname()[1])
-        other = signed_with(p.prefill(PROMPT, [4, 5, 6]), endpoint=elsewhere, engine_id="mute")
+        other = signed_with(p.prefill(PROMPT, [4, 5, 6]), endpoints=[elsewhere], engine_id="mute")
         d.load(d.queue(PROMPT, other, "stuck"), [7, 8, 9])
         d.until(lambda: d.failed)
     d.load(waits, [4, 5, 6])  # after three times its lease
@@ -132,7 +132,7 @@ def test_close_with_a_load_in_flight_ends_in_time(make: Callable[..., Engine]) -
     with socket.create_server(("127.0.0.1", 0)) as mute:
         elsewhere = Endpoint(host="127.0.0.1", port=mute.getsockname()[1])
         d.load(
-            d.queue(PROMPT, signed_with(p.prefill(PROMPT, [1, 2, 3]), endpoint=elsewhere), "r"),
+            d.queue(PROMPT, signed_with(p.prefill(PROMPT, [1, 2, 3]), endpoints=[elsewhere]), "r"),
             [4, 5, 6],
         )
         started_s = time.monotonic()

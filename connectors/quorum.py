@@ -1,0 +1,161 @@
+"""Makes one report out of those of an engine's ranks: a fact counts when every rank has it.
+
+A block is freed, or read, on all ranks at once. So a lease has settled when it has settled
+on the last of them, and a load is over when the last of them has received it or given it
+up: until then some rank's NIC may still write into its share of the blocks. A load of which
+one rank's part is missing has failed as a whole.
+
+Pure: it knows neither how the reports came nor what the engine does with them.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict
+from typing import TYPE_CHECKING, Final, Generic, TypeVar
+
+from pdserve.wire.transfer import ConnectorReport, Failed, LeaseEnd, Received, Settled
+
+if TYPE_CHECKING:
+    from collections.abc import Hashable
+
+F = TypeVar("F")
+
+# From the best to the worst: nothing was wasted, D did not want it, this engine took it
+# back, nobody came for as long as a lease lives.
+_SEVERITY: Final = {
+    end: severity
+    for severity, end in enumerate(
+        (LeaseEnd.READ, LeaseEnd.RELEASED, LeaseEnd.ABORTED, LeaseEnd.EXPIRED)
+    )
+}
+_MAX_OPEN = 1 << 16
+_MAX_REMEMBERED = 1 << 12
+
+
+class Quorum:
+    """The votes of one engine's ranks, by fact.
+
+    Votes are per lease and per load, which reports name (`Settled.nonce`,
+    `Received.load_id`), and not per request: a request may be loaded again. What a rank says
+    twice is ignored and counted as the fault `report_repeated`, also after the vote is over;
+    a connector that does not name its loads gets a vote of its own for what comes then.
+
+    Its memory is bounded: of more than 65536 votes that lack a rank the oldest is given up,
+    as the fault `report_incomplete`.
+
+    Args:
+        num_ranks: With one rank its reports are handed through as they are.
+    """
+
+    def __init__(self, num_ranks: int) -> None:
+        self._num_ranks = num_ranks
+        self._leases: _Votes[Settled] = _Votes(num_ranks)
+        self._loads: _Votes[Received | Failed] = _Votes(num_ranks)
+
+    @property
+    def num_open(self) -> int:
+        """Leases and loads that some ranks have reported, and others not yet."""
+        return len(self._leases) + len(self._loads)
+
+    def add(self, rank: int, report: ConnectorReport) -> ConnectorReport:
+        """Take what `rank` saw; return the facts that are complete with it.
+
+        Faults are of one rank alone and come back at once. A report of a rank that the
+        engine does not have is the fault `report_of_unknown_rank`, and counts for nothing.
+        """
+        if self._num_ranks == 1:
+            return report
+        if not 0 <= rank < self._num_ranks:
+            return ConnectorReport(faults={"report_of_unknown_rank": 1})
+        faults = Counter(report.faults)
+        settled: list[Settled] = []
+        received: list[Received] = []
+        failed: list[Failed] = []
+        for lease in report.settled:
+            ends = self._leases.add((lease.request_id, lease.nonce), bool(lease.nonce), rank, lease)
+            if ends is not None:
+                settled.append(max(ends.values(), key=lambda each: _SEVERITY[each.end]))
+        loads: list[Received | Failed] = [*report.received, *report.failed]
+        for load in loads:
+            parts = self._loads.add((load.request_id, load.load_id), load.load_id > 0, rank, load)
+            if parts is None:
+                continue
+            match _whole(parts):
+                case Received() as whole:
+                    received.append(whole)
+                case Failed() as whole:
+                    failed.append(whole)
+        faults.update(self._leases.take_faults())
+        faults.update(self._loads.take_faults())
+        return ConnectorReport(
+            settled=settled, received=received, failed=failed, faults=dict(faults)
+        )
+
+
+class _Votes(Generic[F]):
+    """What which rank has said of each lease, or of each load."""
+
+    def __init__(self, num_ranks: int) -> None:
+        self._num_ranks = num_ranks
+        self._open: OrderedDict[Hashable, dict[int, F]] = OrderedDict()
+        self._over: OrderedDict[Hashable, None] = OrderedDict()
+        self._faults: Counter[str] = Counter()
+
+    def __len__(self) -> int:
+        """Number of votes that lack a rank."""
+        return len(self._open)
+
+    def add(self, key: Hashable, is_unique: bool, rank: int, fact: F) -> dict[int, F] | None:
+        """Take one vote. Not None: it was the last; all of them by rank, as they came.
+
+        Args:
+            is_unique: There is never another vote under this key.
+        """
+        vote = self._open.get(key)
+        if (vote is None and key in self._over) or (vote is not None and rank in vote):
+            self._faults["report_repeated"] += 1
+            return None
+        if vote is None:
+            vote = self._open[key] = {}
+            if len(self._open) > _MAX_OPEN:
+                self._open.popitem(last=False)
+                self._faults["report_incomplete"] += 1
+        vote[rank] = fact
+        if len(vote) < self._num_ranks:
+            return None
+        del self._open[key]
+        if is_unique:
+            self._over[key] = None
+            if len(self._over) > _MAX_REMEMBERED:
+                self._over.popitem(last=False)
+        return vote
+
+    def take_faults(self) -> Counter[str]:
+        """What was counted since the last call."""
+        faults, self._faults = self._faults, Counter()
+        return faults
+
+
+def _whole(parts: dict[int, Received | Failed]) -> Received | Failed:
+    """One load out of its ranks' parts, which are in the order of their reports."""
+    failed = {rank: part for rank, part in parts.items() if isinstance(part, Failed)}
+    if failed:
+        first = next(iter(failed.values()))
+        return Failed(
+            request_id=first.request_id,
+            reason=first.reason,
+            detail="; ".join(
+                f"rank {rank}: {part.reason.value} {part.detail}".rstrip()
+                for rank, part in failed.items()
+            ),
+            load_id=first.load_id,
+        )
+    received = [part for part in parts.values() if isinstance(part, Received)]
+    return Received(
+        request_id=received[0].request_id,
+        num_bytes=sum(part.num_bytes for part in received),
+        num_descriptors=sum(part.num_descriptors for part in received),
+        wait_s=max(part.wait_s for part in received),
+        transfer_s=max(part.transfer_s for part in received),
+        load_id=received[0].load_id,
+    )

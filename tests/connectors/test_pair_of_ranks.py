@@ -1,0 +1,84 @@
+"""A pair of engines with two ranks each, over the memory connector, under everything that the
+pair of single ranks endures, and with ranks that fall behind or lose their peer alone.
+
+The toy workers of both ranks hold different KV and check every value that they read.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import TYPE_CHECKING, ClassVar
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import rule, run_state_machine_as_test
+
+from pdserve.connectors.memory.exchange import Exchange
+from tests.stateful.test_pair import PairMachine
+from tests.stateful.toy_engine import ToyEngine
+
+if TYPE_CHECKING:
+    from pdserve.connectors.memory.worker import MemoryWorker
+    from pdserve.wire.transfer import Endpoint
+
+NUM_RANKS = 2
+RANKS = st.sampled_from([set(), {0}, {1}])
+
+
+class PartitionedExchange(Exchange):
+    """An exchange in which some workers cannot be found for a while."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cut: set[Endpoint] = set()
+
+    def find(self, endpoint: Endpoint) -> MemoryWorker | None:
+        return None if endpoint in self.cut else super().find(endpoint)
+
+
+class RanksMachine(PairMachine):
+    """See the module's docstring."""
+
+    reached: ClassVar[Counter[str]] = Counter()
+    new_exchange = PartitionedExchange
+
+    def _engine(self, name: str, **fields: int) -> ToyEngine:
+        return ToyEngine(name, self.exchange, self.clock, depth=2, num_ranks=NUM_RANKS, **fields)
+
+    @rule(late_in_p=RANKS, late_in_d=RANKS, lost=RANKS)
+    def ranks_differ(self, late_in_p: set[int], late_in_d: set[int], lost: set[int]) -> None:
+        """From now on some ranks are late, and some do not find their peer."""
+        assert isinstance(self.exchange, PartitionedExchange)
+        ends = [connector.endpoint for connector in self.prefill.connectors]
+        self.prefill.late, self.decode.late = set(late_in_p), set(late_in_d)
+        self.exchange.cut = {end for rank, end in enumerate(ends) if end and rank in lost}
+
+    def teardown(self) -> None:
+        assert isinstance(self.exchange, PartitionedExchange)
+        self._take_prefill(self.prefill.settle())
+        self._take_decode(self.decode.settle())
+        gone = sorted(self.by_decode)[::2]
+        self.decode.scheduler.abort(gone)
+        for request_id in gone:
+            del self.by_decode[request_id]
+        self.prefill.late, self.decode.late = set(), set()
+        self._take_decode(self.decode.settle())
+        self.exchange.cut = set()
+        super().teardown()
+        for engine in (self.prefill, self.decode):
+            assert engine.quorum.num_open == 0
+            assert not engine.scheduler.stats().kv_faults
+        for failed in (fact for report in self.decode.reports for fact in report.failed):
+            told = [rank for rank in range(NUM_RANKS) if f"rank {rank}: " in failed.detail]
+            self.reached["failed on one rank"] += len(told) == 1
+            self.reached["aborted on one rank"] += failed.detail.count("aborted") == 1
+
+
+def test_two_ranks_that_differ_in_time_and_luck_give_only_right_tokens_and_keep_no_block() -> None:
+    RanksMachine.reached.clear()
+    run_state_machine_as_test(
+        RanksMachine, settings=settings(max_examples=150, stateful_step_count=40, deadline=None)
+    )
+    # A machine that never gets there would prove nothing.
+    wanted = ("received", "failed on one rank", "aborted on one rank", "expired")
+    assert all(RanksMachine.reached[name] for name in wanted), RanksMachine.reached

@@ -1,0 +1,219 @@
+"""One report out of many: each fact once, when the last rank has it, and never before."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pdserve.connectors import quorum as quorum_module
+from pdserve.connectors.quorum import Quorum
+from pdserve.wire.ids import RequestId
+from pdserve.wire.transfer import (
+    ConnectorReport,
+    Failed,
+    LeaseEnd,
+    LoadFailure,
+    Received,
+    Settled,
+)
+
+R = RequestId("r")
+
+
+def settled(end: LeaseEnd, *, nonce: str = "n", request: str = R) -> ConnectorReport:
+    fact = Settled(request_id=RequestId(request), end=end, nonce=nonce)
+    return ConnectorReport(settled=[fact])
+
+
+def received(load_id: int = 1, request: str = R, scale: int = 1) -> ConnectorReport:
+    fact = Received(
+        request_id=RequestId(request),
+        num_bytes=100 * scale,
+        num_descriptors=3 * scale,
+        wait_s=0.5 * scale,
+        transfer_s=0.25 / scale,
+        load_id=load_id,
+    )
+    return ConnectorReport(received=[fact])
+
+
+def failed(reason: LoadFailure, *, load_id: int = 1, detail: str = "") -> ConnectorReport:
+    fact = Failed(request_id=R, reason=reason, detail=detail, load_id=load_id)
+    return ConnectorReport(failed=[fact])
+
+
+def test_a_lease_has_settled_when_it_has_on_every_rank() -> None:
+    quorum = Quorum(3)
+    assert not quorum.add(2, settled(LeaseEnd.READ))
+    assert not quorum.add(0, settled(LeaseEnd.READ))
+    assert quorum.num_open == 1
+    assert quorum.add(1, settled(LeaseEnd.READ)) == settled(LeaseEnd.READ)
+    assert quorum.num_open == 0
+
+
+@pytest.mark.parametrize(
+    ("better", "worse"),
+    [
+        (LeaseEnd.READ, LeaseEnd.RELEASED),
+        (LeaseEnd.RELEASED, LeaseEnd.ABORTED),
+        (LeaseEnd.ABORTED, LeaseEnd.EXPIRED),
+        (LeaseEnd.READ, LeaseEnd.EXPIRED),
+    ],
+)
+def test_a_lease_ended_as_its_worst_rank_says(better: LeaseEnd, worse: LeaseEnd) -> None:
+    for first, second in ((better, worse), (worse, better)):
+        quorum = Quorum(2)
+        quorum.add(0, settled(first))
+        assert quorum.add(1, settled(second)) == settled(worse)
+
+
+def test_every_end_of_a_lease_has_its_place_in_the_order() -> None:
+    for end in LeaseEnd:
+        quorum = Quorum(2)
+        quorum.add(0, settled(end))
+        assert quorum.add(1, settled(end)) == settled(end)
+
+
+def test_a_load_that_all_have_is_the_sum_of_bytes_and_the_longest_of_times() -> None:
+    quorum = Quorum(2)
+    assert not quorum.add(0, received(scale=1))
+    (whole,) = quorum.add(1, received(scale=2)).received
+    assert (whole.num_bytes, whole.num_descriptors) == (300, 9)
+    assert (whole.wait_s, whole.transfer_s) == (1.0, 0.25)
+
+
+def test_a_load_that_one_rank_lacks_has_failed_once_all_have_reported() -> None:
+    quorum = Quorum(3)
+    assert not quorum.add(2, failed(LoadFailure.TIMEOUT, detail="P is mute"))
+    assert not quorum.add(0, received())
+    report = quorum.add(1, failed(LoadFailure.PEER_LOST, detail="P is gone"))
+    assert not report.received
+    (whole,) = report.failed
+    assert whole.reason is LoadFailure.TIMEOUT
+    assert whole.detail == "rank 2: timeout P is mute; rank 1: peer_lost P is gone"
+
+
+def test_faults_of_a_rank_are_not_held_back() -> None:
+    report = ConnectorReport(
+        settled=settled(LeaseEnd.READ).settled, faults={"agent_reset": 2, "frame_slow": 1}
+    )
+    assert Quorum(2).add(1, report) == ConnectorReport(faults={"agent_reset": 2, "frame_slow": 1})
+
+
+def test_a_repeated_report_is_a_fault_and_no_vote() -> None:
+    quorum = Quorum(2)
+    quorum.add(0, received())
+    assert quorum.add(0, received()) == ConnectorReport(faults={"report_repeated": 1})
+    contradiction = quorum.add(0, failed(LoadFailure.TIMEOUT))
+    assert contradiction == ConnectorReport(faults={"report_repeated": 1})
+    assert quorum.add(1, received()).received
+    late = quorum.add(1, received())
+    assert late == ConnectorReport(faults={"report_repeated": 1})
+    assert quorum.num_open == 0
+
+
+def test_a_rank_the_engine_does_not_have_has_no_vote() -> None:
+    quorum = Quorum(2)
+    for rank in (-1, 2):
+        report = quorum.add(rank, received())
+        assert report == ConnectorReport(faults={"report_of_unknown_rank": 1})
+    assert quorum.num_open == 0
+
+
+def test_another_load_of_the_same_request_has_a_vote_of_its_own() -> None:
+    quorum = Quorum(2)
+    quorum.add(0, received(load_id=1))
+    quorum.add(1, failed(LoadFailure.TIMEOUT, load_id=1))
+    assert not quorum.add(1, received(load_id=2))
+    assert quorum.add(1, failed(LoadFailure.TIMEOUT, load_id=1)).faults  # it comes too late
+    assert [whole.load_id for whole in quorum.add(0, received(load_id=2)).received] == [2]
+
+
+def test_loads_without_a_number_are_told_apart_by_being_over() -> None:
+    quorum = Quorum(2)
+    for _ in range(3):
+        assert not quorum.add(0, received(load_id=0))
+        assert quorum.add(1, received(load_id=0)).received
+
+
+def test_a_lease_and_a_load_of_one_request_are_different_facts() -> None:
+    quorum = Quorum(2)
+    assert not quorum.add(0, settled(LeaseEnd.READ))
+    assert not quorum.add(1, received())
+    assert quorum.num_open == 2
+
+
+def test_one_ranks_reports_are_handed_through() -> None:
+    report = received()
+    assert Quorum(1).add(0, report) is report
+
+
+def test_votes_that_are_never_complete_and_those_that_are_over_are_forgotten_in_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(quorum_module, "_MAX_OPEN", 4)
+    monkeypatch.setattr(quorum_module, "_MAX_REMEMBERED", 4)
+    quorum = Quorum(2)
+    faults: Counter[str] = Counter()
+    for load_id in range(1, 11):
+        faults.update(quorum.add(0, received(load_id=load_id)).faults)
+    assert quorum.num_open == 4
+    assert faults == {"report_incomplete": 6}
+    for load_id in range(7, 11):
+        assert quorum.add(1, received(load_id=load_id)).received
+    for load_id in range(11, 21):
+        quorum.add(0, received(load_id=load_id))
+        quorum.add(1, received(load_id=load_id))
+    assert len(quorum._loads._over) == 4
+
+
+@st.composite
+def histories(draw: st.DrawFn) -> tuple[int, list[tuple[int, bool, int, bool]]]:
+    """Ranks, and what they say: (rank, whether of a load, its number, whether it went well)."""
+    num_ranks = draw(st.integers(2, 4))
+    num_facts = draw(st.integers(1, 4))
+    said = [
+        (rank, is_load, number, draw(st.booleans()))
+        for rank in range(num_ranks)
+        for is_load in (False, True)
+        for number in range(1, num_facts + 1)
+    ]
+    again = draw(st.lists(st.sampled_from(said), max_size=8))
+    return num_ranks, draw(st.permutations(said + again))
+
+
+@given(history=histories())
+def test_each_fact_comes_out_once_with_its_last_rank_however_reports_are_mixed_and_repeated(
+    history: tuple[int, list[tuple[int, bool, int, bool]]],
+) -> None:
+    num_ranks, said = history
+    quorum = Quorum(num_ranks)
+    voted: dict[tuple[bool, int], dict[int, bool]] = {}
+    faults: Counter[str] = Counter()
+    for rank, is_load, number, is_well in said:
+        if not is_load:
+            end = LeaseEnd.READ if is_well else LeaseEnd.EXPIRED
+            out = quorum.add(rank, settled(end, nonce=f"n{number}"))
+        elif is_well:
+            out = quorum.add(rank, received(number))
+        else:
+            out = quorum.add(rank, failed(LoadFailure.TIMEOUT, load_id=number))
+        faults.update(out.faults)
+        votes = voted.setdefault((is_load, number), {})
+        is_last = rank not in votes and len(votes) == num_ranks - 1
+        votes.setdefault(rank, is_well)
+        well = all(votes.values())
+        assert [(fact.nonce, fact.end is LeaseEnd.READ) for fact in out.settled] == (
+            [(f"n{number}", well)] if is_last and not is_load else []
+        )
+        assert [fact.load_id for fact in out.received] == (
+            [number] if is_last and is_load and well else []
+        )
+        assert [fact.load_id for fact in out.failed] == (
+            [number] if is_last and is_load and not well else []
+        )
+    assert quorum.num_open == 0
+    assert faults["report_repeated"] == len(said) - sum(len(votes) for votes in voted.values())
