@@ -8,10 +8,16 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Protocol
 
+from pdserve.errors import InternalError
+
 if TYPE_CHECKING:
     from pdserve.wire.step import ModelRunnerOutput, SchedulerOutput
     from pdserve.wire.transfer import ConnectorReport
-    from pdserve.worker.worker import WorkerInfo
+    from pdserve.worker.info import WorkerInfo
+
+
+class RankDiedError(InternalError):
+    """A rank has failed or ended; the message says which, how, and what it was doing."""
 
 
 class Executor(Protocol):
@@ -27,16 +33,21 @@ class Executor(Protocol):
         """File descriptors that become readable when `collect` or `poll_report` has news."""
         ...
 
-    def start(self) -> WorkerInfo:
-        """Load the model on every rank and return what the core must know.
+    def start(self) -> list[WorkerInfo]:
+        """Load the model on every rank and return what each says of itself, in rank order.
 
         Raises:
             ConfigError: The model, the device or the memory cannot be used as asked.
+            RankDiedError: A rank ended for another reason.
         """
         ...
 
     def submit(self, step: SchedulerOutput) -> None:
-        """Hand a step to the ranks."""
+        """Hand a step to the ranks.
+
+        Raises:
+            RankDiedError: A rank ended; nothing more will come.
+        """
         ...
 
     def collect(self) -> ModelRunnerOutput:
@@ -47,8 +58,20 @@ class Executor(Protocol):
         """
         ...
 
+    def finish_step(self) -> None:
+        """What was collected has been answered: ranks do what no answer need wait for.
+
+        Raises:
+            RankDiedError: A rank ended; nothing more will come.
+        """
+        ...
+
     def poll_report(self) -> ConnectorReport | None:
-        """Connector news that came without a step. Never blocks."""
+        """Connector news that came without a step, once every rank has it. Never blocks.
+
+        Raises:
+            RankDiedError: A rank ended; nothing more will come.
+        """
         ...
 
     def close(self, timeout_s: float) -> None:

@@ -1,73 +1,86 @@
-"""A byte ring in shared memory between two processes: one writer, one reader.
+"""A byte ring in shared memory between processes: one writer, one or several readers.
 
-The memory has no name (memfd) and the doorbell is an eventfd; both are inherited by
-file descriptor, so nothing is left behind however the processes end. A frame may be
-larger than the ring: it is written and read in pieces.
+Every reader gets every frame, in order. The memory has no name (memfd) and the doorbell is
+an eventfd; both are inherited by file descriptor, so nothing is left behind however the
+processes end. A frame may be larger than the ring: it is written and read in pieces, and
+the writer waits for the slowest reader.
 
-The positions only grow; each is written by one side. They are 8-byte aligned words in
-their own cache lines, stored after the bytes they cover: on x86-64 a store is not seen
-before an earlier one (total store order), and on other machines the eventfd system call
-that follows every write orders them for a reader that waits for the doorbell.
+Memory: a cache line with the writer's position, one for each reader's, then the data.
+Positions only grow, are multiples of 8, and are each written by one side, after the bytes
+they cover were written or read. On x86-64 that is also the order in which others see it (total
+store order); elsewhere there is a fence between the two, and one behind the look at a position.
+
+One doorbell serves all readers of a ring: nobody reads it, every reader waits for its edges
+by an epoll of its own (epoll(7), EPOLLET). So a broadcast is one system call however many
+readers there are, and waking up takes one too.
 """
 
 from __future__ import annotations
 
 import mmap
 import os
+import platform
 import select
+import threading
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable
 
-_HEADER_BYTES = 128
-_WRITTEN, _READ = 0, 8  # indices of the two positions, in 8-byte words
+_T = TypeVar("_T")
+
+_LINE_BYTES = 64
+_LINE_WORDS = 8
+_ALIGN = 8
 _FULL_WAIT_S = 0.0002
+_NEEDS_FENCES = platform.machine() not in ("x86_64", "AMD64")
+
+SPIN_S = 50e-6
+"""How long to look for a frame before sleeping.
+
+Waking a core that has gone idle takes longer (30 to 60 us in a virtual machine) than a round
+trip between two that are awake. Whoever spins gives way at every look (sched_yield(2)), so
+where processes outnumber cores it takes but what nobody else wants: with 5 on 2 cores, idle or
+loaded, it was never slower than sleeping at once.
+"""
 
 
 class ChannelClosedError(Exception):
     """The other side has ended."""
 
 
-class Ring:
-    """One direction. Each side uses either `send` or `recv`, never both.
+class RingWriter:
+    """The writing side.
 
     Args:
-        memory_fd: A memfd of `_HEADER_BYTES` plus a power of two.
-        doorbell_fd: An eventfd.
-        spin_s: How long a reader looks before it sleeps. Spinning takes a core from
-            whoever computes; it pays where there are more cores than ranks.
+        memory_fd: As made by `create`; closed by `close`, as `doorbell_fd` is.
     """
 
-    def __init__(self, memory_fd: int, doorbell_fd: int, *, spin_s: float) -> None:
+    def __init__(self, memory_fd: int, doorbell_fd: int, *, num_readers: int = 1) -> None:
         self.memory_fd, self.doorbell_fd = memory_fd, doorbell_fd
-        size = os.fstat(memory_fd).st_size
-        self._map = mmap.mmap(memory_fd, size)
-        self._view = memoryview(self._map)
-        self._words = self._view[:_HEADER_BYTES].cast("Q")
-        self._data = self._view[_HEADER_BYTES:]
-        self._capacity = size - _HEADER_BYTES
-        self._spin_s = spin_s
-        self._poller = select.poll()
-        self._poller.register(doorbell_fd, select.POLLIN)
-        self._peer_fd: int | None = None
+        self._memory = _Memory(memory_fd, num_readers)
+        self._readers = [_LINE_WORDS * (1 + reader) for reader in range(num_readers)]
+        self._written = self._memory.words[0]
+        self._slowest = 0  # as of when room was last short
 
     @classmethod
-    def create(cls, *, capacity_bytes: int, spin_s: float) -> Ring:
-        """Make a ring whose file descriptors a child can inherit."""
-        memory_fd = os.memfd_create("pdserve-ring", 0)
-        os.ftruncate(memory_fd, _HEADER_BYTES + capacity_bytes)
-        return cls(memory_fd, os.eventfd(0, os.EFD_NONBLOCK), spin_s=spin_s)
-
-    def watch_peer(self, peer_fd: int) -> None:
-        """Never wait for a process that has ended.
+    def create(
+        cls, *, capacity_bytes: int, num_readers: int = 1, doorbell_fd: int | None = None
+    ) -> RingWriter:
+        """Make a ring.
 
         Args:
-            peer_fd: Readable once the other side has ended (a pidfd); it stays the caller's.
+            capacity_bytes: A multiple of 8.
+            doorbell_fd: An eventfd to ring; it becomes this writer's. None makes one.
         """
-        self._peer_fd = peer_fd
-        self._poller.register(peer_fd, select.POLLIN)
+        memory_fd = os.memfd_create("pdserve-ring")
+        os.ftruncate(memory_fd, _LINE_BYTES * (1 + num_readers) + capacity_bytes)
+        return cls(
+            memory_fd,
+            make_doorbell() if doorbell_fd is None else doorbell_fd,
+            num_readers=num_readers,
+        )
 
     def send(self, frame: bytes, *, on_full: Callable[[], None] | None = None) -> None:
         """Write one frame; waits while the ring is full.
@@ -75,107 +88,251 @@ class Ring:
         Args:
             on_full: Called again and again meanwhile. Who is also the reader of a ring the
                 other way must read it then: the other side may be waiting for room there.
-
-        Raises:
-            ChannelClosedError: The ring was full and the other side has ended.
+                It may raise, to give up; the ring is unusable then.
         """
-        self._write(len(frame).to_bytes(8, "little"), on_full)
-        self._write(frame, on_full)
-
-    def has_frame(self) -> bool:
-        """Whether `recv` would find something."""
-        return self._words[_WRITTEN] != self._words[_READ]
-
-    def recv(self, timeout_s: float | None, *, watch: Sequence[int] = ()) -> bytes | None:
-        """Read one frame.
-
-        None = `timeout_s` passed, or a file descriptor of `watch` became readable, while
-        there was no frame.
-
-        Raises:
-            ChannelClosedError: The other side has ended, and left no whole frame.
-        """
-        if not self._wait(timeout_s, watch):
-            return None
-        return self._read(int.from_bytes(self._read(8), "little"))
-
-    def drain_doorbell(self) -> None:
-        """Silence the doorbell; look at `has_frame` after it, not before."""
-        try:
-            os.eventfd_read(self.doorbell_fd)
-        except BlockingIOError:
+        memory, at, size = self._memory, self._written, len(frame)
+        start = memory.first + at % memory.capacity
+        end = start + _ALIGN + size
+        after = at + _ALIGN + -(-size // _ALIGN) * _ALIGN
+        if end > memory.end or after - self._slowest > memory.capacity:
+            self._send_in_pieces(frame, on_full)
             return
+        memory.words[start // _ALIGN] = size
+        memory.bytes[start + _ALIGN : end] = frame
+        self._publish(after)
 
     def close(self) -> None:
         """Unmap and close this side."""
-        for view in (self._words, self._data, self._view):
-            view.release()
-        self._map.close()
+        self._memory.close()
         os.close(self.memory_fd)
         os.close(self.doorbell_fd)
 
-    def _wait(self, timeout_s: float | None, watch: Sequence[int]) -> bool:
-        if self.has_frame():
-            return True
-        if self._spin_s:
-            stop = time.perf_counter() + self._spin_s
-            while time.perf_counter() < stop:
-                if self.has_frame():
-                    return True
-        deadline = None if timeout_s is None else time.monotonic() + timeout_s
-        for fd in watch:
-            self._poller.register(fd, select.POLLIN)
-        try:
-            while True:
-                self.drain_doorbell()
-                if self.has_frame():
-                    return True
-                left = None if deadline is None else max(0.0, deadline - time.monotonic())
-                ready = [fd for fd, _ in self._poller.poll(None if left is None else left * 1e3)]
-                if self.has_frame():
-                    return True
-                if self._peer_fd in ready:
-                    raise ChannelClosedError("the other side has ended")
-                if not ready or any(fd != self.doorbell_fd for fd in ready):
-                    return False
-        finally:
-            for fd in watch:
-                self._poller.unregister(fd)
+    def _publish(self, at: int) -> None:
+        if _NEEDS_FENCES:
+            self._memory.fence()
+        self._written = self._memory.words[0] = at
+        os.eventfd_write(self.doorbell_fd, 1)
 
-    def _write(self, data: bytes, on_full: Callable[[], None] | None) -> None:
-        view = memoryview(data)
-        while view:
-            written = self._words[_WRITTEN]
-            room = self._capacity - (written - self._words[_READ])
-            if room == 0:
-                if self._has_peer_ended():
-                    raise ChannelClosedError("the other side has ended")
-                if on_full is not None:
-                    on_full()
-                time.sleep(_FULL_WAIT_S)
-                continue
-            at = written % self._capacity
-            num = min(len(view), room, self._capacity - at)
-            self._data[at : at + num] = view[:num]
-            self._words[_WRITTEN] = written + num
-            os.eventfd_write(self.doorbell_fd, 1)
+    def _send_in_pieces(self, frame: bytes, on_full: Callable[[], None] | None) -> None:
+        memory, at = self._memory, self._written
+        self._wait_for_room(at, on_full)
+        memory.words[(memory.first + at % memory.capacity) // _ALIGN] = len(frame)
+        at += _ALIGN
+        view = memoryview(frame)
+        while True:
+            num = min(len(view), memory.capacity - (at - self._slowest))
+            start = memory.first + at % memory.capacity
+            num_before = min(num, memory.end - start)
+            memory.bytes[start : start + num_before] = view[:num_before]
+            memory.bytes[memory.first : memory.first + num - num_before] = view[num_before:num]
+            # All but the last piece fill the ring, so positions stay aligned.
+            at += -(-num // _ALIGN) * _ALIGN
+            self._publish(at)
+            if num == len(view):
+                return
             view = view[num:]
+            self._wait_for_room(at, on_full)
 
-    def _has_peer_ended(self) -> bool:
-        if self._peer_fd is None:
+    def _wait_for_room(self, at: int, on_full: Callable[[], None] | None) -> None:
+        """Wait for an aligned word of room at position `at`."""
+        memory = self._memory
+        while True:
+            self._slowest = min(memory.words[reader] for reader in self._readers)
+            if at - self._slowest < memory.capacity:
+                return
+            if on_full is not None:
+                on_full()
+            time.sleep(_FULL_WAIT_S)
+
+
+class RingReader:
+    """One reading side.
+
+    Args:
+        memory_fd: Of a ring made by `RingWriter.create`; closed by `close`.
+        reader: Which of the ring's `num_readers` this is.
+    """
+
+    def __init__(self, memory_fd: int, *, reader: int = 0, num_readers: int = 1) -> None:
+        self.memory_fd = memory_fd
+        self._memory = _Memory(memory_fd, num_readers)
+        self._mine = _LINE_WORDS * (1 + reader)
+        self._read = self._memory.words[self._mine]
+        self._partial: bytearray | None = None
+        self._missing = 0
+
+    def take(self) -> bytes | None:
+        """Read one frame, or None if none is there as a whole. Never blocks."""
+        memory, at = self._memory, self._read
+        available = memory.words[0] - at
+        if not available:
+            return None
+        if _NEEDS_FENCES:
+            memory.fence()
+        if self._partial is not None:
+            return self._take_more(self._partial, available)
+        start = memory.first + at % memory.capacity
+        size = memory.words[start // _ALIGN]
+        start += _ALIGN
+        if size > available - _ALIGN or start + size > memory.end:
+            self._partial, self._missing = bytearray(), size
+            self._advance(_ALIGN)
+            return self._take_more(self._partial, available - _ALIGN)
+        frame = memory.bytes[start : start + size]
+        self._advance(_ALIGN + size)
+        return frame
+
+    def close(self) -> None:
+        """Unmap and close this side."""
+        self._memory.close()
+        os.close(self.memory_fd)
+
+    def _advance(self, num_bytes: int) -> None:
+        if _NEEDS_FENCES:
+            self._memory.fence()
+        self._read += -(-num_bytes // _ALIGN) * _ALIGN
+        self._memory.words[self._mine] = self._read
+
+    def _take_more(self, partial: bytearray, available: int) -> bytes | None:
+        memory = self._memory
+        while self._missing and available:
+            start = memory.first + self._read % memory.capacity
+            num = min(self._missing, available, memory.end - start)
+            partial += memory.bytes[start : start + num]
+            self._missing -= num
+            self._advance(num)
+            available -= num
+        if self._missing:
+            return None
+        self._partial = None
+        return bytes(partial)
+
+
+class Waiter:
+    """Waits for doorbells, and for descriptors that are readable."""
+
+    def __init__(self, *, spin_s: float) -> None:
+        self._spin_s = spin_s
+        self._epoll = select.epoll()
+        self._watched: set[int] = set()
+
+    def hear(self, doorbell_fd: int) -> None:
+        """Wake at every ring of a doorbell."""
+        self._epoll.register(doorbell_fd, select.EPOLLIN | select.EPOLLET)
+
+    def watch(self, fd: int) -> None:
+        """Wake while `fd` is readable."""
+        self._watched.add(fd)
+        self._epoll.register(fd, select.EPOLLIN)
+
+    def forget(self, fd: int) -> None:
+        """Undo `watch`."""
+        self._watched.remove(fd)
+        self._epoll.unregister(fd)
+
+    def fileno(self) -> int:
+        """Readable while there is something that `poll` would consume."""
+        return self._epoll.fileno()
+
+    def poll(self) -> bool:
+        """Consume what rang; look for frames after it, not before.
+
+        Returns:
+            Whether a watched descriptor is readable.
+        """
+        return self._is_watched(self._epoll.poll(0.0))
+
+    def wait(self, take: Callable[[], _T | None], timeout_s: float | None = None) -> _T | None:
+        """Call `take` until it gives something, and sleep between.
+
+        None = `timeout_s` passed, or a watched descriptor became readable, and there was
+        nothing to take.
+        """
+        found = take()
+        if found is None and self._spin_s:
+            stop = time.perf_counter() + self._spin_s
+            while found is None and time.perf_counter() < stop:
+                os.sched_yield()
+                found = take()
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        while found is None:
+            left = None if deadline is None else deadline - time.monotonic()
+            if left is not None and left <= 0:
+                break
+            events = self._epoll.poll(left)
+            found = take()
+            if found is None and self._is_watched(events):
+                break
+        return found
+
+    def close(self) -> None:
+        """Let go of the descriptors, which stay their owners'."""
+        self._epoll.close()
+
+    def _is_watched(self, events: list[tuple[int, int]]) -> bool:
+        return bool(events) and any(fd in self._watched for fd, _ in events)
+
+
+class Bell:
+    """A doorbell for one process: any thread may ring it, also after it was closed."""
+
+    def __init__(self) -> None:
+        self.fd = make_doorbell()
+        self._lock = threading.Lock()
+        self._is_closed = False
+
+    def ring(self) -> None:
+        """Make `fd` readable."""
+        with self._lock:
+            if not self._is_closed:
+                os.eventfd_write(self.fd, 1)
+
+    def silence(self) -> bool:
+        """Make `fd` unreadable; whether it had rung."""
+        try:
+            os.eventfd_read(self.fd)
+        except BlockingIOError:
             return False
-        poller = select.poll()
-        poller.register(self._peer_fd, select.POLLIN)
-        return bool(poller.poll(0))
+        return True
 
-    def _read(self, size: int) -> bytes:
-        parts: list[bytes] = []
-        while size:
-            self._wait(None, ())
-            read = self._words[_READ]
-            at = read % self._capacity
-            num = min(size, self._words[_WRITTEN] - read, self._capacity - at)
-            parts.append(bytes(self._data[at : at + num]))
-            self._words[_READ] = read + num
-            size -= num
-        return parts[0] if len(parts) == 1 else b"".join(parts)
+    def close(self) -> None:
+        """Let go of it."""
+        with self._lock:
+            self._is_closed = True
+            os.close(self.fd)
+
+
+def make_doorbell() -> int:
+    """An eventfd."""
+    return os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+
+
+class _Memory:
+    """A ring's memory, mapped.
+
+    Attributes:
+        words: All of it; positions and frames' lengths are words.
+        bytes: All of it; the ring is from `first` to `end`.
+    """
+
+    def __init__(self, memory_fd: int, num_readers: int) -> None:
+        self.first = _LINE_BYTES * (1 + num_readers)
+        self.end = os.fstat(memory_fd).st_size
+        self.capacity = self.end - self.first
+        # Populated, since a step must not wait for page faults.
+        self.bytes = mmap.mmap(memory_fd, self.end, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
+        self.words = memoryview(self.bytes).cast("Q")
+        self._lock = threading.Lock()
+        self._lock.acquire()
+
+    def fence(self) -> None:
+        """Let others see what this thread did before in front of what it does after.
+
+        No access moves behind a release or in front of an acquire, and these two stay in order.
+        """
+        self._lock.release()
+        self._lock.acquire()
+
+    def close(self) -> None:
+        self.words.release()
+        self.bytes.close()

@@ -1,33 +1,39 @@
-"""What an executor and a rank process say to one another, over the rings."""
+"""What an executor and its ranks say to one another."""
 
 from __future__ import annotations
 
 import msgspec
 
 from pdserve.config.schema import EngineConfig
+from pdserve.executor.rings import RingEnds
+from pdserve.executor.zmq_links import ZmqEnds
+from pdserve.parallel.seat import Seat
 from pdserve.wire.ids import EngineId, Incarnation
 from pdserve.wire.step import ModelRunnerOutput, SchedulerOutput
 from pdserve.wire.transfer import ConnectorReport
-from pdserve.worker.worker import WorkerInfo
+from pdserve.worker.info import WorkerInfo
+
+WORKER = "pdserve.worker.worker:Worker"
 
 
 class Launch(msgspec.Struct, frozen=True, kw_only=True):
-    """All a rank process is told when it starts, on its standard input.
+    """All a rank is told before it starts.
 
     Attributes:
         log_level: As in `logging`; the rank logs to standard error.
+        ends: How it reaches the engine core.
+        parent_pid: The process that it ends with; None for a rank that something else ends.
+        worker: What runs its steps, as "module:name" of something called as `Worker` is.
     """
 
-    parent_pid: int
     log_level: int
     config: EngineConfig
+    seat: Seat
     engine_id: EngineId
     incarnation: Incarnation
-    steps_memory_fd: int
-    steps_doorbell_fd: int
-    replies_memory_fd: int
-    replies_doorbell_fd: int
-    spin_s: float
+    ends: RingEnds | ZmqEnds
+    parent_pid: int | None = None
+    worker: str = WORKER
 
 
 class RunStep(msgspec.Struct, frozen=True, tag="step"):
@@ -58,13 +64,13 @@ class Loading(msgspec.Struct, frozen=True, tag="loading"):
 
 
 class StepDone(msgspec.Struct, frozen=True, tag="done"):
-    """A step's results."""
+    """A step's results, from the output rank alone."""
 
     output: ModelRunnerOutput
 
 
 class News(msgspec.Struct, frozen=True, tag="news"):
-    """Connector news that came without a step."""
+    """What the rank's connector saw: without a step, or on a rank that does not answer it."""
 
     report: ConnectorReport
 

@@ -1,188 +1,184 @@
-"""One rank in its own process, behind shared-memory rings.
+"""Ranks as processes of this machine, behind shared-memory rings.
 
-The engine core plans the next step while the rank runs this one.
+The engine core plans the next step while the ranks run this one. It needs no torch.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
+import signal
 import subprocess
 import sys
-from collections import deque
 from typing import TYPE_CHECKING
 
 import msgspec
 
-from pdserve.errors import ConfigError, InternalError
-from pdserve.executor.channel import ChannelClosedError, Ring
-from pdserve.executor.messages import (
-    Close,
-    FromRank,
-    Launch,
-    Loading,
-    News,
-    RankFailed,
-    RunStep,
-    Started,
-    StepDone,
-    ToRank,
-)
+from pdserve.errors import InternalError
+from pdserve.executor.channel import SPIN_S
+from pdserve.executor.messages import WORKER, Launch
+from pdserve.executor.ranked import RankedExecutor
+from pdserve.executor.rings import RingEnds, RingHub
+from pdserve.parallel.rendezvous import listen
+from pdserve.parallel.seat import seats
 
 if TYPE_CHECKING:
+    import socket
     from collections.abc import Callable
 
     from pdserve.config.schema import EngineConfig
+    from pdserve.executor.channel import Waiter
+    from pdserve.parallel.seat import CoreSeat
     from pdserve.wire.ids import EngineId, Incarnation
-    from pdserve.wire.step import ModelRunnerOutput, SchedulerOutput
-    from pdserve.wire.transfer import ConnectorReport
-    from pdserve.worker.worker import WorkerInfo
 
-_RING_BYTES = 4 << 20
-_SPIN_S = 50e-6
+_log = logging.getLogger(__name__)
 
-
-class RankDiedError(InternalError):
-    """A rank has ended; the message says how."""
+_LOOPBACK = "127.0.0.1"
+_KILL_TIMEOUT_S = 5.0
 
 
-class MultiprocessExecutor:
-    """Steps through a ring to the rank, results through another back."""
+class MultiprocessExecutor(RankedExecutor):
+    """See `Executor`.
 
-    max_in_flight = 2
+    Args:
+        core: Where this engine core sits; its rendezvous, if it has one, must have been
+            inherited where rank 0 of the world is among its ranks.
+        worker: As in `Launch`.
+    """
 
     def __init__(
         self,
         config: EngineConfig,
         *,
+        core: CoreSeat,
         engine_id: EngineId,
         incarnation: Incarnation,
         progress: Callable[[str], None],
+        worker: str = WORKER,
     ) -> None:
-        self._progress = progress
-        self._encoder = msgspec.msgpack.Encoder()
-        self._decoder: msgspec.msgpack.Decoder[FromRank] = msgspec.msgpack.Decoder(FromRank)
-        self._done: deque[ModelRunnerOutput] = deque()
-        self._reports: deque[ConnectorReport] = deque()
-        # With as many ranks as cores, a spinning reader would take one from the compute.
-        spin_s = _SPIN_S if len(os.sched_getaffinity(0)) > 2 else 0.0
-        self._steps = Ring.create(capacity_bytes=_RING_BYTES, spin_s=spin_s)
-        self._replies = Ring.create(capacity_bytes=_RING_BYTES, spin_s=spin_s)
-        fds = {
-            "steps_memory_fd": self._steps.memory_fd,
-            "steps_doorbell_fd": self._steps.doorbell_fd,
-            "replies_memory_fd": self._replies.memory_fd,
-            "replies_doorbell_fd": self._replies.doorbell_fd,
-        }
-        launch = Launch(
-            parent_pid=os.getpid(),
-            log_level=logging.getLogger("pdserve").getEffectiveLevel(),
-            config=config,
-            engine_id=engine_id,
-            incarnation=incarnation,
-            spin_s=spin_s,
-            **fds,
-        )
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "pdserve.executor.rank"],
-            stdin=subprocess.PIPE,
-            pass_fds=list(fds.values()),
-        )
-        assert self._process.stdin is not None
-        self._process.stdin.write(self._encoder.encode(launch))
-        self._process.stdin.close()
-        self._pid_fd = os.pidfd_open(self._process.pid)
-        for ring in (self._steps, self._replies):
-            ring.watch_peer(self._pid_fd)
-        self._is_closed = False
-
-    @property
-    def pid(self) -> int:
-        """The rank's process id."""
-        return self._process.pid
-
-    @property
-    def wake_fds(self) -> list[int]:
-        """See `Executor`."""
-        return [self._replies.doorbell_fd, self._pid_fd]
-
-    def start(self) -> WorkerInfo:
-        """See `Executor`."""
-        while True:
-            message = self._recv()
-            match message:
-                case Loading(text):
-                    self._progress(text)
-                case Started(info):
-                    return info
-                case _:
-                    raise InternalError(f"a rank that starts sent {message!r}")
-
-    def submit(self, step: SchedulerOutput) -> None:
-        """See `Executor`."""
-        self._send(RunStep(step))
-
-    def collect(self) -> ModelRunnerOutput:
-        """See `Executor`."""
-        while not self._done:
-            self._take(self._recv())
-        return self._done.popleft()
-
-    def poll_report(self) -> ConnectorReport | None:
-        """See `Executor`."""
-        self._replies.drain_doorbell()
-        self._take_replies()
-        if not self._reports and self._process.poll() is not None:
-            raise self._death()
-        return self._reports.popleft() if self._reports else None
-
-    def close(self, timeout_s: float) -> None:
-        """See `Executor`."""
-        if self._is_closed:
-            return
-        self._is_closed = True
-        if self._process.poll() is None:
-            try:
-                self._send(Close(timeout_s))
-                self._process.wait(timeout_s + 1.0)
-            except (subprocess.TimeoutExpired, InternalError, ConfigError):
-                self._process.kill()
-        self._process.wait()
-        os.close(self._pid_fd)
-        self._steps.close()
-        self._replies.close()
-
-    def _take_replies(self) -> None:
-        while self._replies.has_frame():
-            self._take(self._recv())
-
-    def _take(self, message: FromRank) -> None:
-        match message:
-            case StepDone(output):
-                self._done.append(output)
-            case News(report):
-                self._reports.append(report)
-            case _:
-                raise InternalError(f"a rank that runs steps sent {message!r}")
-
-    def _send(self, message: ToRank) -> None:
-        try:
-            self._steps.send(self._encoder.encode(message), on_full=self._take_replies)
-        except ChannelClosedError as error:
-            raise self._death() from error
-
-    def _recv(self) -> FromRank:
-        try:
-            frame = self._replies.recv(None)
-        except ChannelClosedError as error:
-            raise self._death() from error
-        assert frame is not None  # without a timeout
-        message = self._decoder.decode(frame)
-        if isinstance(message, RankFailed):
-            raise (
-                ConfigError(message.reason) if message.is_config else RankDiedError(message.reason)
+        parallel = config.parallel
+        num_ranks = parallel.num_ranks
+        rendezvous, listener = core.rendezvous, None
+        if rendezvous is None and core.num_cores > 1:
+            raise InternalError(f"core {core.index} of {core.num_cores} has no rendezvous")
+        if rendezvous is None and num_ranks > 1:
+            listener, rendezvous = listen(_LOOPBACK)
+        places = seats(parallel, core, rendezvous)
+        hub = RingHub(num_ranks)
+        launches = [
+            Launch(
+                parent_pid=os.getpid(),
+                log_level=logging.getLogger("pdserve").getEffectiveLevel(),
+                config=config,
+                seat=seat,
+                engine_id=engine_id,
+                incarnation=incarnation,
+                ends=hub.ends(seat.engine_rank, spin_s=SPIN_S),
+                worker=worker,
             )
-        return message
+            for seat in places
+        ]
+        self._processes = RankProcesses(launches, listener)
+        super().__init__(
+            hub,
+            self._processes,
+            num_ranks=num_ranks,
+            output_rank=next(seat.engine_rank for seat in places if seat.is_output),
+            max_in_flight=max(2, parallel.pipeline_parallel_size),
+            spin_s=SPIN_S,
+            progress=progress,
+        )
 
-    def _death(self) -> RankDiedError:
-        return RankDiedError(f"the rank ended with code {self._process.wait()}")
+    @property
+    def pids(self) -> list[int]:
+        """The ranks' process ids, once started."""
+        return self._processes.pids
+
+
+class RankProcesses:
+    """See `Ranks`: children of this process, which end with it.
+
+    Args:
+        listener: The socket behind the rendezvous, if this process bound it: rank 0 inherits
+            it, and it is closed here.
+    """
+
+    def __init__(self, launches: list[Launch], listener: socket.socket | None = None) -> None:
+        self._launches = launches
+        self._listener = listener
+        self._processes: list[subprocess.Popen[bytes]] = []
+        self._pid_fds: list[int] = []
+
+    @property
+    def pids(self) -> list[int]:
+        """Process ids in rank order."""
+        return [process.pid for process in self._processes]
+
+    def start(self) -> None:
+        """See `Ranks`."""
+        for launch in self._launches:
+            process = subprocess.Popen(
+                [sys.executable, "-m", "pdserve.executor.rank"],
+                stdin=subprocess.PIPE,
+                pass_fds=_inherited(launch),
+            )
+            self._processes.append(process)
+            self._pid_fds.append(os.pidfd_open(process.pid))
+        self._close_listener()
+        # Interpreters start side by side, and only then are they told what to be.
+        for process, launch in zip(self._processes, self._launches, strict=True):
+            assert process.stdin is not None
+            with contextlib.suppress(BrokenPipeError):  # it has ended, and that is noticed
+                process.stdin.write(msgspec.msgpack.encode(launch))
+            with contextlib.suppress(BrokenPipeError):
+                process.stdin.close()
+
+    def wake_on(self, waiter: Waiter) -> None:
+        """See `Ranks`."""
+        for pid_fd in self._pid_fds:
+            waiter.watch(pid_fd)
+
+    def ended(self) -> dict[int, str]:
+        """See `Ranks`."""
+        return {
+            rank: _how(process)
+            for rank, process in enumerate(self._processes)
+            if process.poll() is not None
+        }
+
+    def kill(self) -> None:
+        """See `Ranks`."""
+        for process in self._processes:
+            if process.poll() is None:
+                process.kill()
+        for rank, process in enumerate(self._processes):
+            try:
+                process.wait(_KILL_TIMEOUT_S)
+            except subprocess.TimeoutExpired:
+                _log.error("rank %d (pid %d) cannot be killed", rank, process.pid)
+
+    def close(self) -> None:
+        """See `Ranks`."""
+        self._close_listener()
+        for pid_fd in self._pid_fds:
+            os.close(pid_fd)
+
+    def _close_listener(self) -> None:
+        if self._listener is not None:
+            self._listener.close()
+
+
+def _inherited(launch: Launch) -> list[int]:
+    fds = list(launch.ends.fds) if isinstance(launch.ends, RingEnds) else []
+    rendezvous = launch.seat.rendezvous
+    if rendezvous is not None and rendezvous.listen_fd is not None:
+        fds.append(rendezvous.listen_fd)
+    return fds
+
+
+def _how(process: subprocess.Popen[bytes]) -> str:
+    code = process.returncode
+    if code >= 0:
+        return f"pid {process.pid} exited with code {code}"
+    return f"pid {process.pid} was killed by {signal.Signals(-code).name}"

@@ -1,20 +1,22 @@
-"""A rank in its own process: receive a step, run it, reply.
+"""A rank: receive a step, run it, answer.
 
-Started as `python -m pdserve.executor.rank` with a `Launch` on standard input and the
-rings' file descriptors inherited. It ends with the process that started it.
+`serve` is the loop, over any link. As a process, started as `python -m pdserve.executor.rank`
+with a `Launch` on standard input, a rank ends with the process that started it.
 """
 
 from __future__ import annotations
 
+import importlib
 import os
+import signal
 import sys
 import traceback
-from typing import assert_never
+from typing import TYPE_CHECKING, Protocol, assert_never
 
 import msgspec
 
-from pdserve.errors import ConfigError
-from pdserve.executor.channel import Ring
+from pdserve.errors import ConfigError, PeerLostError
+from pdserve.executor.channel import ChannelClosedError
 from pdserve.executor.messages import (
     Close,
     FromRank,
@@ -27,64 +29,155 @@ from pdserve.executor.messages import (
     StepDone,
     ToRank,
 )
+from pdserve.executor.rings import RingEnds, RingLink
+from pdserve.executor.zmq_links import ZmqEnds, ZmqLink
 from pdserve.lifeline import end_with_parent
 from pdserve.observe.log import configure_logging
-from pdserve.worker.worker import Worker
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from pdserve.executor.transport import Link
+    from pdserve.wire.step import ModelRunnerOutput, SchedulerOutput
+    from pdserve.wire.transfer import ConnectorReport
+    from pdserve.worker.info import WorkerInfo
 
 
-def run(launch: Launch) -> None:
-    """Serve steps until told to close."""
-    steps = Ring(launch.steps_memory_fd, launch.steps_doorbell_fd, spin_s=launch.spin_s)
-    replies = Ring(launch.replies_memory_fd, launch.replies_doorbell_fd, spin_s=0.0)
-    encoder = msgspec.msgpack.Encoder()
-    decoder = msgspec.msgpack.Decoder(ToRank)
-    news_fd = os.eventfd(0, os.EFD_NONBLOCK)
+class StepRunner(Protocol):
+    """What `serve` asks of a worker (`pdserve.worker.worker.Worker`)."""
+
+    def start(self) -> WorkerInfo:
+        """Get ready for steps."""
+        ...
+
+    def execute(self, step: SchedulerOutput) -> ModelRunnerOutput:
+        """Run one step."""
+        ...
+
+    def finish_step(self) -> None:
+        """The step is answered: do what the answer need not wait for."""
+        ...
+
+    def poll(self) -> ConnectorReport:
+        """News without a step."""
+        ...
+
+    def close(self, timeout_s: float) -> None:
+        """Let go of everything."""
+        ...
+
+
+def run(launch: Launch) -> int:
+    """Be the rank that `launch` describes, until told to close.
+
+    Returns:
+        What a process exits with: 0 after `Close`, 3 for a wrong setting, else 1. The core
+        has been told why.
+    """
+    try:
+        link = open_link(launch.ends)
+    except ChannelClosedError as error:
+        print(f"rank {launch.seat.engine_rank}: {error}", file=sys.stderr)
+        return 1
+    try:
+        return serve(link, launch)
+    finally:
+        link.close()
+
+
+def open_link(ends: RingEnds | ZmqEnds) -> Link:
+    """The rank's end of a link.
+
+    Raises:
+        ChannelClosedError: The core cannot be reached.
+    """
+    match ends:
+        case RingEnds():
+            return RingLink(ends)
+        case ZmqEnds():
+            return ZmqLink(ends)
+        case _:
+            assert_never(ends)
+
+
+def serve(link: Link, launch: Launch) -> int:
+    """Start the worker and run steps until told to close. Returns as `run` does."""
+    encode = msgspec.msgpack.Encoder().encode
+    decode = msgspec.msgpack.Decoder(ToRank).decode
+    is_output = launch.seat.is_output
 
     def reply(message: FromRank) -> None:
-        replies.send(encoder.encode(message))
+        link.send(encode(message))
 
-    worker = Worker(
-        launch.config,
-        engine_id=launch.engine_id,
-        incarnation=launch.incarnation,
-        wake=lambda: os.eventfd_write(news_fd, 1),
-        progress=lambda text: reply(Loading(text)),
-    )
+    def tell(report: ConnectorReport | None) -> None:
+        if report:
+            reply(News(report))
+
     try:
+        worker = _make_worker(launch, link.interrupt, lambda text: reply(Loading(text)))
         reply(Started(worker.start()))
         while True:
-            frame = steps.recv(None, watch=[news_fd])
+            frame = link.recv()
             if frame is None:
-                os.eventfd_read(news_fd)
-                report = worker.poll()
-                if report:
-                    reply(News(report))
+                tell(worker.poll())
                 continue
-            message: ToRank = decoder.decode(frame)
+            message: ToRank = decode(frame)
             match message:
                 case RunStep(step):
-                    reply(StepDone(worker.execute(step)))
+                    output = worker.execute(step)
+                    if is_output:
+                        reply(StepDone(output))
+                    else:
+                        tell(output.connector_report)
+                    worker.finish_step()
                 case Close(timeout_s):
                     worker.close(timeout_s)
-                    return
+                    return 0
                 case _:
                     assert_never(message)
+    except ChannelClosedError:
+        return 1  # nobody is left to be told
     except ConfigError as error:
         reply(RankFailed(error.message, is_config=True))
-    except Exception:  # noqa: BLE001 - the top of a process: the engine must learn why
+        return 3
+    except PeerLostError as error:  # the echo of another rank's end
+        reply(RankFailed(str(error), is_config=False))
+        return 1
+    except Exception:  # noqa: BLE001 - the top of a rank: the engine must learn why
         reply(RankFailed(traceback.format_exc(), is_config=False))
+        return 1
+
+
+def _make_worker(
+    launch: Launch, wake: Callable[[], None], progress: Callable[[str], None]
+) -> StepRunner:
+    module, _, name = launch.worker.partition(":")
+    make = getattr(importlib.import_module(module), name)
+    worker: StepRunner = make(
+        launch.config,
+        seat=launch.seat,
+        engine_id=launch.engine_id,
+        incarnation=launch.incarnation,
+        wake=wake,
+        progress=progress,
+    )
+    return worker
 
 
 def main() -> None:
     """Entry point of the rank's process."""
+    # Signals reach the whole process group; the engine decides how its ranks end.
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
     launch = msgspec.msgpack.decode(sys.stdin.buffer.read(), type=Launch)
-    end_with_parent(launch.parent_pid)
+    if launch.parent_pid is not None:
+        end_with_parent(launch.parent_pid)
     configure_logging(sys.stderr, level=launch.log_level)
-    run(launch)
+    code = run(launch)
     # Threads of native libraries must not keep a finished rank alive.
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(0)
+    os._exit(code)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,316 @@
+"""What every executor of several ranks does, wherever they are.
+
+Steps go to all ranks at once, results come from the output rank alone, in order. What the
+ranks' connectors report goes on once all ranks have reported it. A rank that fails or ends
+takes the engine along: the others are killed, and the error tells the story.
+
+It works over two seams: a `Hub` carries frames (`pdserve.executor.transport`), `Ranks` starts
+and ends whoever is behind it, and notices when one has ended.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import deque
+from typing import TYPE_CHECKING, NoReturn, Protocol
+
+import msgspec
+
+from pdserve.connectors.quorum import Quorum
+from pdserve.errors import ConfigError, InternalError
+from pdserve.executor.base import RankDiedError
+from pdserve.executor.channel import Waiter
+from pdserve.executor.messages import (
+    Close,
+    FromRank,
+    Loading,
+    News,
+    RankFailed,
+    RunStep,
+    Started,
+    StepDone,
+)
+from pdserve.executor.progress import StartProgress
+from pdserve.observe.clock import SystemClock
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from pdserve.executor.transport import Hub
+    from pdserve.wire.step import ModelRunnerOutput, SchedulerOutput
+    from pdserve.wire.transfer import ConnectorReport
+    from pdserve.worker.info import WorkerInfo
+
+_log = logging.getLogger(__name__)
+
+_TICK_S = 0.5
+# A rank's error is often only the echo of another's end, which is noticed a moment later.
+_ECHO_S = 0.2
+_EXIT_S = 1.0
+_CLOSE_POLL_S = 0.002
+
+
+class Ranks(Protocol):
+    """Whatever runs the ranks: processes, actors. Numbered from 0 within their engine."""
+
+    def start(self) -> None:
+        """Start all of them; does not wait until they are ready."""
+        ...
+
+    def wake_on(self, waiter: Waiter) -> None:
+        """Let `waiter` watch what becomes readable, and stays so, when a rank has ended."""
+        ...
+
+    def ended(self) -> dict[int, str]:
+        """Ranks that have ended, and how ("pid 12 was killed by SIGKILL"). Never blocks."""
+        ...
+
+    def kill(self) -> None:
+        """End at once what has not ended, and wait for it. May be called at any time."""
+        ...
+
+    def close(self) -> None:
+        """Let go of everything; called once, when all have ended."""
+        ...
+
+
+class RankedExecutor:
+    """See `Executor`. Owns `hub` and `ranks`, and closes them.
+
+    Args:
+        output_rank: The rank that answers steps.
+        max_in_flight: See `Executor`.
+        spin_s: How long to look for an answer before sleeping.
+        progress: Told, in words, how the start goes on.
+    """
+
+    def __init__(
+        self,
+        hub: Hub,
+        ranks: Ranks,
+        *,
+        num_ranks: int,
+        output_rank: int,
+        max_in_flight: int,
+        spin_s: float,
+        progress: Callable[[str], None],
+    ) -> None:
+        self.max_in_flight = max_in_flight
+        self._hub, self._ranks = hub, ranks
+        self._num_ranks, self._output_rank = num_ranks, output_rank
+        self._progress = StartProgress(num_ranks, clock=SystemClock(), tell=progress)
+        self._quorum = Quorum(num_ranks)
+        self._encode = msgspec.msgpack.Encoder().encode
+        self._decode = msgspec.msgpack.Decoder(FromRank).decode
+        self._waiter = Waiter(spin_s=spin_s)
+        hub.wake_on(self._waiter)
+        self._infos: dict[int, WorkerInfo] = {}
+        self._in_flight: deque[int] = deque()
+        self._last_step: int | None = None
+        self._done: deque[ModelRunnerOutput] = deque()
+        self._reports: deque[ConnectorReport] = deque()
+        self._failed: dict[int, RankFailed] = {}
+        self._error: ConfigError | RankDiedError | None = None
+        self._is_started = False
+        self._is_closed = False
+
+    @property
+    def wake_fds(self) -> list[int]:
+        """See `Executor`."""
+        return [self._waiter.fileno()]
+
+    def start(self) -> list[WorkerInfo]:
+        """See `Executor`."""
+        self._is_started = True
+        try:
+            self._ranks.start()
+            self._ranks.wake_on(self._waiter)
+            while len(self._infos) < self._num_ranks:
+                self._receive(_TICK_S)
+                self._check()
+                self._progress.tick()
+        except BaseException:
+            self._ranks.kill()
+            raise
+        return [self._infos[rank] for rank in range(self._num_ranks)]
+
+    def submit(self, step: SchedulerOutput) -> None:
+        """See `Executor`."""
+        self._refuse_if_broken()
+        self._in_flight.append(step.step_id)
+        self._hub.broadcast(self._encode(RunStep(step)), on_full=self._on_full)
+
+    def collect(self) -> ModelRunnerOutput:
+        """See `Executor`."""
+        self._refuse_if_broken()
+        while not self._done:
+            if not self._in_flight:
+                raise InternalError("no step is in flight")
+            if not self._receive(None):
+                self._check()
+        return self._done.popleft()
+
+    def finish_step(self) -> None:
+        """See `Executor`. Ranks do so by themselves, as soon as they have answered."""
+
+    def poll_report(self) -> ConnectorReport | None:
+        """See `Executor`."""
+        self._refuse_if_broken()
+        may_have_ended = self._waiter.poll()
+        self._drain()
+        if may_have_ended:
+            self._check()
+        return self._reports.popleft() if self._reports else None
+
+    def close(self, timeout_s: float) -> None:
+        """See `Executor`."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        if self._is_started and self._error is None:
+            self._ask_to_close(timeout_s)
+        self._ranks.kill()
+        self._ranks.close()
+        self._waiter.close()
+        self._hub.close()
+
+    def _ask_to_close(self, timeout_s: float) -> None:
+        deadline = time.monotonic() + timeout_s + _EXIT_S
+
+        def drain() -> None:
+            # What a rank still says is of no use, but it may be waiting for room to say it.
+            while self._hub.receive() is not None:
+                pass
+            if time.monotonic() > deadline:
+                raise TimeoutError
+
+        try:
+            self._hub.broadcast(self._encode(Close(timeout_s)), on_full=drain)
+            while len(self._ranks.ended()) < self._num_ranks:
+                drain()
+                time.sleep(_CLOSE_POLL_S)
+        except TimeoutError:
+            ended = self._ranks.ended()
+            stuck = [rank for rank in range(self._num_ranks) if rank not in ended]
+            _log.warning("ranks %s did not end within %.1f s: killed", stuck, timeout_s + _EXIT_S)
+
+    def _receive(self, timeout_s: float | None) -> bool:
+        """Wait for a frame and take it. False = none came, or a rank may have ended."""
+        found = self._waiter.wait(self._hub.receive, timeout_s)
+        if found is None:
+            return False
+        self._take(*found)
+        return True
+
+    def _drain(self) -> None:
+        while (found := self._hub.receive()) is not None:
+            self._take(*found)
+
+    def _on_full(self) -> None:
+        self._drain()
+        self._check()
+
+    def _take(self, rank: int, frame: bytes) -> None:
+        message = self._decode(frame)
+        match message:
+            case StepDone(output) if rank == self._output_rank:
+                self._done.append(self._retired(output))
+            case News(report):
+                self._note(rank, report)
+            case Loading(text):
+                self._progress.note(rank, text)
+            case Started(info):
+                self._infos[rank] = info
+            case RankFailed():
+                self._failed[rank] = message
+                self._end()
+            case _:
+                raise InternalError(f"rank {rank} sent {message!r}")
+
+    def _retired(self, output: ModelRunnerOutput) -> ModelRunnerOutput:
+        expected = self._in_flight.popleft() if self._in_flight else None
+        if output.step_id != expected:
+            raise InternalError(f"step {output.step_id} came back, step {expected} was next")
+        self._last_step = output.step_id
+        report = output.connector_report
+        if report is None:
+            return output
+        complete = self._quorum.add(self._output_rank, report)
+        return msgspec.structs.replace(output, connector_report=complete or None)
+
+    def _note(self, rank: int, report: ConnectorReport) -> None:
+        complete = self._quorum.add(rank, report)
+        if complete:
+            self._reports.append(complete)
+
+    def _check(self) -> None:
+        """Raise if a rank has failed, ended or is out of reach."""
+        if self._failed or self._ranks.ended() or self._hub.lost():
+            self._end()
+
+    def _end(self) -> NoReturn:
+        """Find out why the engine cannot go on, kill every rank, and raise it."""
+        deadline = time.monotonic() + _ECHO_S
+        while True:
+            ended = self._ranks.ended()
+            heard_out = [rank for rank in ended if self._hub.has_heard_out(rank)]
+            while (found := self._hub.receive()) is not None:
+                self._note_last_words(*found)
+            is_known = (
+                any(rank not in self._failed for rank in heard_out)
+                or any(failed.is_config for failed in self._failed.values())
+                or len(self._failed) == self._num_ranks
+            )
+            if is_known or time.monotonic() > deadline:
+                break
+            time.sleep(_CLOSE_POLL_S)
+        lost = self._hub.lost()
+        self._ranks.kill()
+        self._error = self._explain(ended, lost)
+        raise self._error
+
+    def _note_last_words(self, rank: int, frame: bytes) -> None:
+        message = self._decode(frame)
+        if isinstance(message, RankFailed):
+            self._failed[rank] = message
+        elif isinstance(message, Loading):
+            self._progress.note(rank, message.text)
+
+    def _explain(self, ended: dict[int, str], lost: dict[int, str]) -> ConfigError | RankDiedError:
+        for failed in self._failed.values():
+            if failed.is_config:
+                return ConfigError(failed.reason)
+        causes = [
+            f"rank {rank} ({how}) ended without a word"
+            for rank, how in ended.items()
+            if rank not in self._failed
+        ]
+        causes += [
+            f"rank {rank} {how}"
+            for rank, how in lost.items()
+            if rank not in ended and rank not in self._failed
+        ]
+        ranks_of: dict[str, list[int]] = {}
+        for rank, failed in self._failed.items():
+            reason = failed.reason.strip()
+            # Beside a silent end a traceback is but its echo, which the last line names.
+            ranks_of.setdefault(reason.splitlines()[-1] if causes else reason, []).append(rank)
+        words = [
+            f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, sorted(ranks)))} failed: {reason}"
+            for reason, ranks in ranks_of.items()
+        ]
+        return RankDiedError(f"{'; '.join(causes + words)} ({self._situation()})")
+
+    def _situation(self) -> str:
+        if len(self._infos) < self._num_ranks:
+            missing = [rank for rank in range(self._num_ranks) if rank not in self._infos]
+            said = [f"rank {rank}: {self._progress.last(rank) or 'nothing'}" for rank in missing]
+            return f"while the engine started; last heard: {', '.join(said)}"
+        if self._in_flight:
+            return f"with steps {list(self._in_flight)} in flight"
+        return f"with no step in flight; the last one was {self._last_step}"
+
+    def _refuse_if_broken(self) -> None:
+        if self._error is not None:
+            raise self._error

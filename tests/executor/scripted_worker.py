@@ -1,0 +1,177 @@
+"""A worker without a model, for real rank processes that start in a blink.
+
+What it does is written where a model's name and a step's gone requests would be:
+
+    "config 1"      at start, rank 1 raises ConfigError
+    "raise 1"       at start or in a step, rank 1 raises
+    "lost 1"        ... rank 1 misses another rank
+    "kill 1"        ... rank 1 is killed by SIGKILL
+    "exit 1"        ... rank 1 ends with code 7 and says nothing
+    "sleep 1 0.2"   ... rank 1 sleeps
+    "finish 1 0.2"  in a step, rank 1 sleeps once the step is answered
+    "report 0 x"    in a step, rank 0's connector reports that request x has settled
+    "later 0 x"     the same, a moment after the step, when none runs
+    "digest"        in a step, every rank reports a request named after all it was sent so far
+    "meet"          at start, every rank checks where its world meets
+    "stuck 1"       at close, rank 1 never ends
+    "chatter 1"     at close, rank 1 says more than anybody has room for
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import signal
+import socket
+import threading
+import time
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from pdserve.connectors.base import KVLayout
+from pdserve.errors import ConfigError, PeerLostError
+from pdserve.wire.ids import RequestId
+from pdserve.wire.step import ModelRunnerOutput
+from pdserve.wire.transfer import ConnectorReport, LeaseEnd, Settled
+from pdserve.worker.info import WorkerInfo
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from pdserve.config.schema import EngineConfig
+    from pdserve.parallel.seat import Seat
+    from pdserve.wire.ids import EngineId, Incarnation
+    from pdserve.wire.step import SchedulerOutput
+
+PATH = "tests.executor.scripted_worker:ScriptedWorker"
+OUTPUT_BYTES = 3 << 20
+
+
+class ScriptedWorker:
+    """Made as `Worker` is."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        *,
+        seat: Seat,
+        engine_id: EngineId,
+        incarnation: Incarnation,
+        wake: Callable[[], None],
+        progress: Callable[[str], None],
+    ) -> None:
+        self._start = config.model.model
+        self._rank = seat.engine_rank
+        self._seat = seat
+        self._wake, self._progress = wake, progress
+        self._digest = hashlib.sha256()
+        self._last_step: int | None = None
+        self._reported: list[str] = []
+        self._to_finish_s = 0.0
+        self._at_close: set[str] = set()
+
+    def start(self) -> WorkerInfo:
+        self._progress("weights 50 %")
+        self._do(self._start)
+        self._progress("weights 100 %")
+        return WorkerInfo(
+            rank=self._rank,
+            layout=KVLayout(
+                num_blocks=1,
+                num_layers=1,
+                num_kv_heads=1,
+                block_size=1,
+                head_dim=1,
+                dtype="float32",
+                dtype_bytes=4,
+            ),
+            layout_digest="",
+            layout_fields={},
+            endpoint=None,
+            max_model_len=1,
+            architecture="Scripted",
+            dtype="float32",
+            vocab_size=1,
+            eos_token_ids=(),
+            device="cpu",
+            num_threads=1,
+        )
+
+    def execute(self, step: SchedulerOutput) -> ModelRunnerOutput:
+        assert self._last_step is None or step.step_id == self._last_step + 1
+        self._last_step = step.step_id
+        self._digest.update(msgspec.msgpack.encode(step))
+        for line in step.gone_request_ids:
+            self._do(line)
+        return ModelRunnerOutput(
+            step_id=step.step_id,
+            sampled_token_ids=[os.getpid()],
+            connector_report=self.poll() or None,
+        )
+
+    def finish_step(self) -> None:
+        to_finish_s, self._to_finish_s = self._to_finish_s, 0.0
+        if to_finish_s:
+            time.sleep(to_finish_s)
+
+    def poll(self) -> ConnectorReport:
+        reported, self._reported = self._reported, []
+        return ConnectorReport(
+            settled=[
+                Settled(request_id=RequestId(name), end=LeaseEnd.READ, nonce=name)
+                for name in reported
+            ]
+        )
+
+    def close(self, timeout_s: float) -> None:
+        if f"chatter {self._rank}" in self._at_close:
+            self._progress("x" * OUTPUT_BYTES)
+        if f"stuck {self._rank}" in self._at_close:
+            threading.Event().wait()
+
+    def _do(self, line: str) -> None:
+        what, *rest = line.split()
+        if what == "meet":
+            self._check_rendezvous()
+            return
+        if what == "digest":
+            self._reported.append(self._digest.hexdigest())
+            return
+        if not rest or int(rest[0]) != self._rank:
+            return
+        match what:
+            case "config":
+                raise ConfigError("--model is not to be had", param="model")
+            case "raise":
+                raise RuntimeError("the script says so")
+            case "lost":
+                raise PeerLostError("rank 5 has ended")
+            case "kill":
+                os.kill(os.getpid(), signal.SIGKILL)
+            case "exit":
+                os._exit(7)
+            case "sleep":
+                time.sleep(float(rest[1]))
+            case "finish":
+                self._to_finish_s = float(rest[1])
+            case "report":
+                self._reported.append(rest[1])
+            case "later":
+                threading.Timer(0.02, self._later, [rest[1]]).start()
+            case _:
+                self._at_close.add(line)
+
+    def _check_rendezvous(self) -> None:
+        rendezvous = self._seat.rendezvous
+        assert rendezvous is not None
+        if self._seat.mesh.rank:
+            assert rendezvous.listen_fd is None
+        else:
+            assert rendezvous.listen_fd is not None
+            with socket.socket(fileno=rendezvous.listen_fd) as inherited:
+                assert inherited.getsockname()[1] == rendezvous.port
+
+    def _later(self, name: str) -> None:
+        self._reported.append(name)
+        self._wake()

@@ -1,0 +1,146 @@
+"""The Ray executor over a real cluster of two nodes on this machine."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import time
+from typing import TYPE_CHECKING
+
+import psutil
+import pytest
+import ray
+
+from pdserve.config.schema import EngineConfig, ModelConfig, ParallelConfig
+from pdserve.errors import ConfigError
+from pdserve.executor.base import RankDiedError
+from pdserve.executor.ray import RayExecutor
+from pdserve.parallel.seat import CoreSeat
+from pdserve.wire.ids import EngineId, Incarnation
+from pdserve.wire.step import KnownRequests, SchedulerOutput
+from tests.executor.scripted_worker import PATH
+from tests.ray_cluster import ray_cluster
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def cluster() -> Iterator[None]:
+    with ray_cluster(num_nodes=2, cpus_per_node=1):
+        yield
+
+
+def executor(tensor_parallel_size: int = 2) -> RayExecutor:
+    return RayExecutor(
+        EngineConfig(
+            model=ModelConfig(model="none"),
+            device="cpu",
+            parallel=ParallelConfig(
+                tensor_parallel_size=tensor_parallel_size, distributed_executor_backend="ray"
+            ),
+        ),
+        core=CoreSeat(),
+        engine_id=EngineId("e"),
+        incarnation=Incarnation("i"),
+        progress=lambda text: None,
+        worker=PATH,
+    )
+
+
+def step(step_id: int) -> SchedulerOutput:
+    return SchedulerOutput(
+        step_id=step_id,
+        new_requests=[],
+        known_requests=KnownRequests(),
+        num_scheduled_tokens={},
+        gone_request_ids=[],
+    )
+
+
+def test_ranks_lie_on_two_nodes_and_answer_steps_in_order() -> None:
+    ranks = executor()
+    try:
+        assert len({place.node_id for place in ranks.places}) == 2
+        infos = ranks.start()
+        assert [info.rank for info in infos] == [0, 1]
+        for step_id in range(0, 20, 2):
+            ranks.submit(step(step_id))
+            ranks.submit(step(step_id + 1))
+            assert ranks.collect().step_id == step_id
+            assert ranks.collect().step_id == step_id + 1
+        pids = [place.pid for place in ranks.places]
+    finally:
+        ranks.close(1.0)
+    _, alive = psutil.wait_procs([psutil.Process(p) for p in pids if psutil.pid_exists(p)], 5)
+    assert not alive
+
+
+def test_a_killed_rank_ends_the_engine_with_its_story() -> None:
+    ranks = executor()
+    try:
+        ranks.start()
+        psutil.Process(ranks.places[1].pid).kill()
+        started_s = time.monotonic()
+        with pytest.raises(RankDiedError, match="rank 1"):
+            while time.monotonic() < started_s + 10:
+                ranks.poll_report()
+                time.sleep(0.01)
+        assert time.monotonic() - started_s < 5
+    finally:
+        ranks.close(1.0)
+    assert not psutil.pid_exists(ranks.places[0].pid)
+
+
+def test_a_cluster_without_room_says_what_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pdserve.executor.ray._GROW_TIMEOUT_S", 0.5)
+    with pytest.raises(ConfigError, match=r"Ray has no room for 3 CPUs .*it has 2\)"):
+        executor(tensor_parallel_size=3)
+
+
+def test_the_engine_goes_on_as_it_did_about_signals() -> None:
+    before = signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    try:
+        ranks = executor()
+        try:
+            assert signal.getsignal(signal.SIGTERM) is signal.SIG_IGN
+            os.kill(os.getpid(), signal.SIGTERM)
+        finally:
+            ranks.close(1.0)
+        os.kill(os.getpid(), signal.SIGTERM)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def test_an_address_where_nobody_listens_is_refused_at_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    monkeypatch.setenv("RAY_ADDRESS", f"127.0.0.1:{port}")
+    started_s = time.monotonic()
+    with pytest.raises(ConfigError, match=f"RAY_ADDRESS.*127.0.0.1:{port}"):
+        executor()
+    assert time.monotonic() - started_s < 5
+
+
+def test_a_rank_that_dies_before_it_is_told_what_to_be_ends_the_start_with_its_story() -> None:
+    ranks = executor()
+    try:
+        psutil.Process(ranks.places[1].pid).kill()
+        with pytest.raises(RankDiedError, match=r"^rank 1 \(pid \d+ on [\d.]+ died: The actor"):
+            ranks.start()
+    finally:
+        ranks.close(1.0)
+
+
+def test_a_connection_to_ray_that_was_there_before_stays() -> None:
+    ray.init(os.environ["RAY_ADDRESS"], log_to_driver=False)
+    try:
+        executor().close(1.0)
+        assert ray.is_initialized()
+    finally:
+        ray.shutdown()
