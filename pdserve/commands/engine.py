@@ -1,4 +1,4 @@
-"""`pdserve prefill`, `decode` and `serve`: one engine core and its API server."""
+"""`pdserve prefill`, `decode` and `serve`: one engine and its API server."""
 
 from __future__ import annotations
 
@@ -66,9 +66,9 @@ def engine_config(role: Role, table: Table, resolved: Mapping[str, Resolved]) ->
 
 
 async def _serve(engine: EngineConfig, server: ServerConfig) -> int:
-    from pdserve.engine.zmq_client import launch_engine
+    from pdserve.engine.dp_client import launch
 
-    client = await launch_engine(engine, progress=_Progress())
+    client = await launch(engine, progress=_Progress())
     # The core is on its way: what the server imports costs no time of the start.
     from pdserve.server.app import run_server
 

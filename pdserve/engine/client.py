@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator
+    from collections.abc import AsyncGenerator, Sequence
 
     from pdserve.wire.request import EngineInfo, EngineOutput, EngineStats, GenerateRequest
 
@@ -21,6 +21,11 @@ class EngineClient(Protocol):
     @property
     def stats(self) -> EngineStats | None:
         """The newest snapshot; None until the first."""
+        ...
+
+    @property
+    def core_stats(self) -> Sequence[EngineStats | None]:
+        """The same of each engine core; their sum is `stats`."""
         ...
 
     @property
@@ -50,4 +55,17 @@ class EngineClient(Protocol):
 
     async def close(self, *, timeout_s: float) -> None:
         """End the engine: what runs may finish within `timeout_s`."""
+        ...
+
+
+class LaunchedEngine(EngineClient, Protocol):
+    """An engine whose processes this one has started."""
+
+    async def wait_ready(self) -> EngineInfo:
+        """Wait until the engine serves.
+
+        Raises:
+            ConfigError: Its settings, model or device cannot be used.
+            EngineDeadError: It ended for another reason.
+        """
         ...

@@ -1,7 +1,9 @@
 """One engine: a scheduler, a connector's scheduler half, and an executor.
 
 `step` is the whole of it: take the connector's news, plan and submit as many steps as
-may be in flight, collect the oldest. It knows no sockets and starts no threads.
+may be in flight, collect the oldest. A core whose ranks share experts with other cores lets
+`Waves` plan, which sees to it that all of them step together. It knows no sockets and starts
+no threads.
 """
 
 from __future__ import annotations
@@ -11,9 +13,9 @@ from typing import TYPE_CHECKING
 
 from pdserve.connectors.base import ConnectorContext
 from pdserve.connectors.registry import find
+from pdserve.engine.waves import Waves
 from pdserve.errors import ConfigError
-from pdserve.executor.inline import InlineExecutor
-from pdserve.executor.multiprocess import MultiprocessExecutor
+from pdserve.executor.registry import make_executor
 from pdserve.scheduler.scheduler import Scheduler
 from pdserve.wire.ids import EngineId, Incarnation
 from pdserve.wire.request import EngineInfo
@@ -22,75 +24,70 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from pdserve.config.schema import EngineConfig
-    from pdserve.executor.base import Executor
     from pdserve.observe.clock import Clock
+    from pdserve.parallel.seat import CoreSeat
     from pdserve.wire.request import EngineOutput
-
-
-def make_executor(
-    config: EngineConfig,
-    *,
-    engine_id: EngineId,
-    incarnation: Incarnation,
-    progress: Callable[[str], None],
-) -> Executor:
-    """The executor that `--distributed-executor-backend` names."""
-    is_inline = config.parallel.distributed_executor_backend == "inline"
-    backend = InlineExecutor if is_inline else MultiprocessExecutor
-    return backend(config, engine_id=engine_id, incarnation=incarnation, progress=progress)
+    from pdserve.worker.info import WorkerInfo
 
 
 class EngineCore:
     """A loaded engine.
 
     Args:
+        seat: This core among those of its world.
         progress: Told, in words, how loading goes on.
+
+    Attributes:
+        waves: None if no other core shares this one's world.
 
     Raises:
         ConfigError: The model, the device, the memory or the connector cannot be used.
     """
 
     def __init__(
-        self, config: EngineConfig, *, clock: Clock, progress: Callable[[str], None]
+        self,
+        config: EngineConfig,
+        *,
+        seat: CoreSeat,
+        clock: Clock,
+        progress: Callable[[str], None],
     ) -> None:
         incarnation = Incarnation(secrets.token_hex(8))
         engine_id = EngineId(config.engine_id or f"{config.role.value}-{incarnation[:6]}")
         factory = find(config.transfer.kv_connector)
         self.executor = make_executor(
-            config, engine_id=engine_id, incarnation=incarnation, progress=progress
+            config, core=seat, engine_id=engine_id, incarnation=incarnation, progress=progress
         )
         try:
-            worker = self.executor.start()
-            layout = worker.layout
-            capacity = layout.num_blocks * layout.block_size
-            if capacity < worker.max_model_len:
-                raise ConfigError(
-                    f"the KV pool holds {capacity} tokens ({layout.num_blocks} blocks of "
-                    f"{layout.block_size}), fewer than one request of --max-model-len "
-                    f"{worker.max_model_len}: raise --kv-cache-memory-bytes or lower "
-                    "--max-model-len",
-                    param="max-model-len",
-                )
+            workers = self.executor.start()
+            first = workers[0]
+            layout = first.layout
+            _check_capacity(first)
+            endpoints = [worker.endpoint for worker in workers if worker.endpoint is not None]
             context = ConnectorContext(
                 config=config,
                 engine_id=engine_id,
                 incarnation=incarnation,
                 layout=layout,
-                layout_digest=worker.layout_digest,
-                layout_fields=worker.layout_fields,
+                layout_digest=first.layout_digest,
+                layout_fields=first.layout_fields,
+                num_ranks=len(workers),
             )
             self.scheduler = Scheduler(
                 config.scheduler,
                 config.cache,
                 num_blocks=layout.num_blocks,
-                max_model_len=worker.max_model_len,
-                vocab_size=worker.vocab_size,
-                connector=factory.scheduler(context, worker.endpoint),
+                max_model_len=first.max_model_len,
+                vocab_size=first.vocab_size,
+                connector=factory.scheduler(context, endpoints),
                 clock=clock,
+                num_stages=config.parallel.pipeline_parallel_size,
             )
         except BaseException:
             self.executor.close(1.0)
             raise
+        self.waves = Waves(self.scheduler) if seat.num_cores > 1 else None
+        self._plan = self.scheduler.schedule if self.waves is None else self.waves.schedule
         names = config.model.served_model_name
         self.info = EngineInfo(
             engine_id=engine_id,
@@ -98,13 +95,13 @@ class EngineCore:
             role=config.role.value,
             model=names[0] if names else config.model.model,
             dtype=layout.dtype,
-            max_model_len=worker.max_model_len,
+            max_model_len=first.max_model_len,
             block_size=layout.block_size,
             num_blocks=layout.num_blocks,
             max_num_seqs=config.scheduler.max_num_seqs,
-            endpoint=worker.endpoint,
-            layout_digest=worker.layout_digest,
-            layout=worker.layout_fields,
+            endpoints=endpoints,
+            layout_digest=first.layout_digest,
+            layout=first.layout_fields,
         )
 
     def step(self) -> tuple[list[EngineOutput], bool]:
@@ -113,18 +110,23 @@ class EngineCore:
         Returns:
             Outputs, and whether anything happened (if not, wait for news).
         """
-        scheduler, executor = self.scheduler, self.executor
+        scheduler, executor, waves = self.scheduler, self.executor, self.waves
         is_active = False
         while (report := executor.poll_report()) is not None:
             scheduler.apply_report(report)
             is_active = True
+        if waves is not None and is_active:
+            waves.news()
         while scheduler.num_in_flight < executor.max_in_flight:
-            step = scheduler.schedule()
+            step = self._plan()
             if step is None:
                 break
             executor.submit(step)
         if scheduler.num_in_flight:
-            scheduler.update(executor.collect())
+            result = executor.collect()
+            scheduler.update(result)
+            if waves is not None:
+                waves.collected(result)
             is_active = True
         outputs = scheduler.drain_outputs()
         return outputs, is_active or bool(outputs)
@@ -132,3 +134,16 @@ class EngineCore:
     def close(self, timeout_s: float) -> None:
         """End the executor. Idempotent."""
         self.executor.close(timeout_s)
+
+
+def _check_capacity(worker: WorkerInfo) -> None:
+    layout = worker.layout
+    capacity = layout.num_blocks * layout.block_size
+    if capacity < worker.max_model_len:
+        raise ConfigError(
+            f"the KV pool holds {capacity} tokens ({layout.num_blocks} blocks of "
+            f"{layout.block_size}), fewer than one request of --max-model-len "
+            f"{worker.max_model_len}: raise --kv-cache-memory-bytes or lower "
+            "--max-model-len",
+            param="max-model-len",
+        )

@@ -61,6 +61,8 @@ class FakeEngineClient:
         die_after: The engine ends when it has given out so many tokens, over all requests.
         max_waiting: Further requests than this at once are refused; None refuses none.
         fabric: Where leases live; None takes every handoff at its word.
+        num_ranks: Ranks it says it has; handoffs of an engine with another number of them
+            are not taken.
         ready: Whether the engine is ready from the start; else `become_ready` makes it so.
 
     Attributes:
@@ -91,6 +93,7 @@ class FakeEngineClient:
         lease_s: float = 30.0,
         secret: bytes = b"",
         layout_digest: str = "fake-layout",
+        num_ranks: int = 1,
         ready: bool = True,
     ) -> None:
         self._vocab_size = vocab_size
@@ -115,7 +118,7 @@ class FakeEngineClient:
             block_size=block_size,
             num_blocks=_NUM_BLOCKS,
             max_num_seqs=128,
-            endpoint=Endpoint(host="127.0.0.1", port=1),
+            endpoints=[Endpoint(host="127.0.0.1", port=1 + rank) for rank in range(num_ranks)],
             layout_digest=layout_digest,
             layout={"fake": layout_digest},
         )
@@ -176,6 +179,11 @@ class FakeEngineClient:
             kv_load_failures=dict(self._load_failures),
             lease_ends=dict(self.lease_ends),
         )
+
+    @property
+    def core_stats(self) -> list[EngineStats | None]:
+        """See `EngineClient`."""
+        return [self.stats]
 
     @property
     def dead_reason(self) -> str | None:
@@ -307,7 +315,11 @@ class FakeEngineClient:
         if handoff is None:
             return None, []
         failure: LoadFailure | None = None
-        if handoff.layout_digest != self._info.layout_digest:
+        mine = self._info
+        if (handoff.layout_digest, len(handoff.endpoints)) != (
+            mine.layout_digest,
+            len(mine.endpoints),
+        ):
             failure = LoadFailure.INCOMPATIBLE
         elif (
             not handoff.is_authentic(self._secret)
@@ -326,13 +338,12 @@ class FakeEngineClient:
         nonce = uuid.uuid4().hex
         num_tokens = len(request.prompt_token_ids)
         num_blocks = -(-num_tokens // self._block_size)
-        assert self._info.endpoint is not None
         handoff = KVHandoff(
             engine_id=self._info.engine_id,
             incarnation=self._info.incarnation,
             nonce=nonce,
             request_id=request.request_id,
-            endpoint=self._info.endpoint,
+            endpoints=self._info.endpoints,
             block_ids=[BlockId(index) for index in range(num_blocks)],
             num_tokens=num_tokens,
             block_size=self._block_size,

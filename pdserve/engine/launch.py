@@ -1,10 +1,16 @@
-"""What an engine core's process is told when it starts."""
+"""What an engine core's process is told when it starts, and which cores share a world."""
 
 from __future__ import annotations
+
+from pathlib import Path
 
 import msgspec
 
 from pdserve.config.schema import EngineConfig
+from pdserve.engine.coordinator import Addresses
+from pdserve.errors import ConfigError
+from pdserve.models.arch import read_arch
+from pdserve.parallel.seat import CoreSeat
 
 
 class EngineLaunch(msgspec.Struct, frozen=True, kw_only=True):
@@ -12,6 +18,8 @@ class EngineLaunch(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         log_level: As in `logging`; the core logs to standard error.
+        core: Its seat.
+        coordinator: Where the coordinator listens, if there are several cores.
     """
 
     parent_pid: int
@@ -19,3 +27,24 @@ class EngineLaunch(msgspec.Struct, frozen=True, kw_only=True):
     config: EngineConfig
     inputs_address: str
     outputs_address: str
+    core: CoreSeat = CoreSeat()
+    coordinator: Addresses | None = None
+
+
+def shares_experts(config: EngineConfig) -> bool:
+    """Whether the ranks of all engine cores form one world, because they share experts.
+
+    Raises:
+        ConfigError: Experts are to be shared and the model has none, or it cannot be read.
+    """
+    parallel = config.parallel
+    if not parallel.enable_expert_parallel:
+        return False
+    arch = read_arch(Path(config.model.model))
+    if arch.moe is None:
+        raise ConfigError(
+            f"--enable-expert-parallel is set, and {config.model.model!r} ({arch.architecture}) "
+            "has no experts: leave it out",
+            param="enable-expert-parallel",
+        )
+    return parallel.data_parallel_size > 1

@@ -1,7 +1,8 @@
 """The engine core's process: drain messages, step, publish, until told to end.
 
 Started by the API server as `python -m pdserve.engine.process` with an `EngineLaunch` on
-standard input; it ends with the server.
+standard input; it ends with the server. One of several cores also tells the coordinator how
+busy it is; if they share a world, it asks for waves, and leaves together with the others.
 """
 
 from __future__ import annotations
@@ -12,14 +13,17 @@ import signal
 import sys
 import time
 import traceback
-from typing import assert_never
+from typing import TYPE_CHECKING, assert_never
 
 import msgspec
 import zmq
 
+from pdserve.engine.coordinator import End, StartWave
 from pdserve.engine.core import EngineCore
 from pdserve.engine.launch import EngineLaunch
+from pdserve.engine.link import CoordinatorLink
 from pdserve.errors import ConfigError
+from pdserve.executor.base import RankDiedError
 from pdserve.lifeline import end_with_parent
 from pdserve.observe.clock import SystemClock
 from pdserve.observe.log import configure_logging
@@ -39,6 +43,9 @@ from pdserve.wire.codec import (
     id_in_unreadable,
     to_engine,
 )
+
+if TYPE_CHECKING:
+    from pdserve.wire.request import EngineOutput
 
 _log = logging.getLogger(__name__)
 
@@ -61,9 +68,17 @@ class EngineProcess:
         self._decode = to_engine()
         self._encode = from_engine()
         self._shutdown_at_s: float | None = None
+        self._num_taken = 0
+        self._has_drained = False
+        self._may_end = launch.core.num_cores == 1
+        self._link: CoordinatorLink | None = None
+        if launch.coordinator is not None:
+            index = launch.core.local_index or 0
+            self._link = CoordinatorLink(self._context, launch.coordinator, index)
         try:
             self.core = EngineCore(
                 launch.config,
+                seat=launch.core,
                 clock=SystemClock(),
                 progress=lambda text: self._publish(Progress(text)),
             )
@@ -71,16 +86,18 @@ class EngineProcess:
             self._publish(Died(error.message, is_config=True))
             self._close_sockets()
             raise
-        except Exception:
-            self._publish(Died(traceback.format_exc()))
+        except Exception as error:
+            self._publish(Died(_story(error)))
             self._close_sockets()
             raise
         self._poller = zmq.Poller()
         self._poller.register(self._inputs, zmq.POLLIN)
         for fd in self.core.executor.wake_fds:
             self._poller.register(fd, zmq.POLLIN)
+        if self._link is not None:
+            self._poller.register(self._link.socket, zmq.POLLIN)
         self._publish(Ready(self.core.info))
-        self._publish(Outputs([], self.core.scheduler.stats()))
+        self._publish_outputs([])
 
     def run(self) -> None:
         """Serve until shut down. A failure is published before the process ends."""
@@ -88,15 +105,15 @@ class EngineProcess:
             is_active = True
             while not self._is_over():
                 has_input = self._drain_inputs(wait=not is_active)
+                if self._link is not None:
+                    self._coordinate(self._link, has_news=has_input or not is_active)
                 outputs, is_active = self.core.step()
                 if is_active or has_input:
-                    self._publish(Outputs(outputs, self.core.scheduler.stats()))
-            self.core.scheduler.abort_all("the engine is shutting down")
-            outputs = self.core.scheduler.drain_outputs()
-            self._publish(Outputs(outputs, self.core.scheduler.stats()))
+                    self._publish_outputs(outputs)
+                self.core.executor.finish_step()
             self._publish(Died("shut down"))
-        except Exception:  # the top of the engine's loop: nothing may end it silently
-            self._publish(Died(traceback.format_exc()))
+        except Exception as error:  # the top of the engine's loop: nothing may end it silently
+            self._publish(Died(_story(error)))
             raise
         finally:
             try:
@@ -105,9 +122,38 @@ class EngineProcess:
                 self._close_sockets()
 
     def _is_over(self) -> bool:
+        """Whether to end: nothing is left to do, or its time is up, and no core needs this one."""
         if self._shutdown_at_s is None:
             return False
-        return time.monotonic() >= self._shutdown_at_s or self.core.scheduler.is_idle
+        scheduler, waves = self.core.scheduler, self.core.waves
+        if not self._has_drained:
+            if time.monotonic() < self._shutdown_at_s and not scheduler.is_idle:
+                return False
+            self._has_drained = True
+            scheduler.abort_all("the engine is shutting down")
+            self._publish_outputs(scheduler.drain_outputs())
+            if not self._may_end and self._link is not None:
+                self._link.drained()
+        return self._may_end and (waves is None or waves.is_at_rest)
+
+    def _coordinate(self, link: CoordinatorLink, *, has_news: bool) -> None:
+        """Hear the coordinator's orders, and ask for a wave where one is needed."""
+        for order in link.orders():
+            match order:
+                case StartWave(started):
+                    if self.core.waves is not None:
+                        self.core.waves.start(started)
+                case End():
+                    self._may_end = True
+                case _:
+                    assert_never(order)
+        waves = self.core.waves
+        if waves is not None:
+            if has_news:
+                waves.news()
+            wave = waves.wish()
+            if wave is not None:
+                link.wish(wave)
 
     def _drain_inputs(self, *, wait: bool) -> bool:
         """Take every message that is there, and say whether there was one.
@@ -135,6 +181,7 @@ class EngineProcess:
         scheduler = self.core.scheduler
         match message:
             case Add(request):
+                self._num_taken += 1
                 scheduler.add(request)
             case Abort(request_ids):
                 scheduler.abort(request_ids)
@@ -153,7 +200,14 @@ class EngineProcess:
         if request_id is None:
             _log.error("a message of the server cannot be read: %s", error)
         else:
+            self._num_taken += 1
             self.core.scheduler.refuse(request_id, f"the request cannot be read: {error}")
+
+    def _publish_outputs(self, outputs: list[EngineOutput]) -> None:
+        stats = self.core.scheduler.stats()
+        if self._link is not None:
+            self._link.tell(stats, self._num_taken)
+        self._publish(Outputs(outputs, stats))
 
     def _publish(self, message: FromEngine) -> None:
         self._outputs.send(self._encode.encode(message))
@@ -161,7 +215,14 @@ class EngineProcess:
     def _close_sockets(self) -> None:
         self._inputs.close()
         self._outputs.close()
+        if self._link is not None:
+            self._link.close()
         self._context.term()
+
+
+def _story(error: Exception) -> str:
+    """Why the core ends: a rank that died has said all there is to say."""
+    return str(error) if isinstance(error, RankDiedError) else traceback.format_exc()
 
 
 def main() -> None:
@@ -177,6 +238,8 @@ def main() -> None:
         EngineProcess(launch).run()
     except ConfigError:
         code = 3
+    except RankDiedError:  # its story is the server's to tell
+        code = 1
     except Exception:  # noqa: BLE001 - the top of a process
         traceback.print_exc()
         code = 1

@@ -21,6 +21,7 @@ import zmq
 import zmq.asyncio
 
 from pdserve.engine.launch import EngineLaunch
+from pdserve.engine.local_socket import bind_local
 from pdserve.errors import (
     ConfigError,
     EngineDeadError,
@@ -28,6 +29,7 @@ from pdserve.errors import (
     OverloadedError,
     UnavailableError,
 )
+from pdserve.parallel.seat import CoreSeat
 from pdserve.wire.codec import (
     MAJOR,
     Abort,
@@ -50,6 +52,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Callable
 
     from pdserve.config.schema import EngineConfig
+    from pdserve.engine.coordinator import Addresses
     from pdserve.wire.ids import RequestId
     from pdserve.wire.request import EngineInfo, EngineOutput, EngineStats, GenerateRequest
 
@@ -57,9 +60,22 @@ _KILL_AFTER_S = 8.0
 
 
 async def launch_engine(
-    config: EngineConfig, *, progress: Callable[[str], None]
+    config: EngineConfig,
+    *,
+    progress: Callable[[str], None],
+    core: CoreSeat | None = None,
+    coordinator: Addresses | None = None,
+    on_dead: Callable[[], None] = lambda: None,
 ) -> ZmqEngineClient:
-    """Start an engine core; it loads in the background (`wait_ready`)."""
+    """Start an engine core; it loads in the background (`wait_ready`).
+
+    Args:
+        core: Its seat, if it is one of several; the listening socket of its rendezvous is
+            passed on to it.
+        coordinator: Of the cores, if there are several.
+        on_dead: Called when the core has ended without having been told to.
+    """
+    core = core or CoreSeat()
     name = secrets.token_hex(12)
     context = zmq.asyncio.Context()
     inputs: zmq.Socket[bytes] = zmq.Context.shadow(context).socket(zmq.PUSH)
@@ -68,23 +84,34 @@ async def launch_engine(
     for socket, address in zip((inputs, outputs), addresses, strict=True):
         socket.set_hwm(0)
         socket.linger = 0
-        socket.bind(address)
+        bind_local(socket, address)
     launch = EngineLaunch(
         parent_pid=os.getpid(),
         log_level=logging.getLogger("pdserve").getEffectiveLevel(),
         config=config,
         inputs_address=addresses[0],
         outputs_address=addresses[1],
+        core=core,
+        coordinator=coordinator,
     )
+    listen_fd = None if core.rendezvous is None else core.rendezvous.listen_fd
     process = subprocess.Popen(  # noqa: ASYNC220 - a fork and exec, once, before serving
-        [sys.executable, "-m", "pdserve.engine.process"], stdin=subprocess.PIPE
+        [sys.executable, "-m", "pdserve.engine.process"],
+        stdin=subprocess.PIPE,
+        pass_fds=() if listen_fd is None else (listen_fd,),
     )
     assert process.stdin is not None
     with contextlib.suppress(BrokenPipeError):  # it has ended already, and that is noticed
         process.stdin.write(msgspec.msgpack.encode(launch))
         process.stdin.close()
     return ZmqEngineClient(
-        config, process=process, context=context, inputs=inputs, outputs=outputs, progress=progress
+        config,
+        process=process,
+        context=context,
+        inputs=inputs,
+        outputs=outputs,
+        progress=progress,
+        on_dead=on_dead,
     )
 
 
@@ -100,11 +127,13 @@ class ZmqEngineClient:
         inputs: zmq.Socket[bytes],
         outputs: zmq.asyncio.Socket,
         progress: Callable[[str], None],
+        on_dead: Callable[[], None] = lambda: None,
     ) -> None:
         self._max_waiting = config.scheduler.max_waiting
         self._process = process
         self._context, self._inputs, self._outputs = context, inputs, outputs
         self._progress = progress
+        self._on_dead = on_dead
         self._encode = to_engine()
         self._decode = from_engine()
         self._queues: dict[RequestId, asyncio.Queue[EngineOutput | None]] = {}
@@ -112,6 +141,7 @@ class ZmqEngineClient:
         self._stats: EngineStats | None = None
         self._dead_reason: str | None = None
         self._is_config_error = False
+        self._num_sent = 0
         self._is_closing = False
         self._settled = asyncio.Event()
         self._exited = asyncio.Event()
@@ -135,9 +165,38 @@ class ZmqEngineClient:
         return self._dead_reason
 
     @property
+    def core_stats(self) -> list[EngineStats | None]:
+        """See `EngineClient`."""
+        return [self._stats]
+
+    @property
     def pid(self) -> int:
         """The engine core's process id."""
         return self._process.pid
+
+    @property
+    def num_answering(self) -> int:
+        """Requests that have not ended."""
+        return len(self._queues)
+
+    @property
+    def num_sent(self) -> int:
+        """Requests that the core was ever sent."""
+        return self._num_sent
+
+    @property
+    def exit_code(self) -> int | None:
+        """Of the core's process, as soon as it has ended."""
+        return self._process.poll()
+
+    @property
+    def is_config_error(self) -> bool:
+        """Whether it has ended because of a setting or a file."""
+        return self._is_config_error
+
+    def serves(self, request_id: RequestId) -> bool:
+        """Whether a request of this id is being answered."""
+        return request_id in self._queues
 
     async def wait_ready(self) -> EngineInfo:
         """Wait until the engine serves.
@@ -146,11 +205,15 @@ class ZmqEngineClient:
             ConfigError: Its settings, model or device cannot be used.
             EngineDeadError: It ended for another reason.
         """
-        await self._settled.wait()
+        await self.wait_settled()
         if self._info is None:
             reason = self._dead_reason or "the engine ended while it started"
             raise ConfigError(reason) if self._is_config_error else EngineDeadError(reason)
         return self._info
+
+    async def wait_settled(self) -> None:
+        """Wait until the engine serves, or has ended."""
+        await self._settled.wait()
 
     async def wait_dead(self) -> str:
         """Wait until the engine has ended, and return why."""
@@ -180,6 +243,7 @@ class ZmqEngineClient:
         is_over = False
         try:
             self._send(Add(request))
+            self._num_sent += 1
             while not is_over:
                 output = await queue.get()
                 if output is None:
@@ -199,6 +263,12 @@ class ZmqEngineClient:
     async def reset_prefix_cache(self) -> None:
         """See `EngineClient`."""
         self._send(ResetPrefixCache())
+
+    def fail(self, reason: str) -> None:
+        """End the engine at once; its requests end with `reason`."""
+        self._is_closing = True
+        self._die(reason, is_config=False)
+        self._process.kill()
 
     async def close(self, *, timeout_s: float) -> None:
         """See `EngineClient`. What has not ended some seconds after is killed."""
@@ -271,6 +341,8 @@ class ZmqEngineClient:
         self._settled.set()
         for queue in self._queues.values():
             queue.put_nowait(None)
+        if not self._is_closing:
+            self._on_dead()
 
     def _on_exit(self) -> None:
         asyncio.get_running_loop().remove_reader(self._pid_fd)
@@ -282,3 +354,5 @@ class ZmqEngineClient:
     def _on_silence(self, code: int) -> None:
         self._die(f"the engine core ended with code {code}", is_config=False)
         self._exited.set()
+        if code:
+            self._on_dead()

@@ -73,7 +73,9 @@ def build_app(
         client=client,
         engine_config=engine_config,
         server_config=server_config,
-        metrics=ServerMetrics(names[0], lambda: client.stats, lambda: client.info),
+        metrics=ServerMetrics(
+            names[0], lambda: client.stats, lambda: client.core_stats, lambda: client.info
+        ),
         text=text,
         clock=clock,
         created_s=int(clock.wall_s()),

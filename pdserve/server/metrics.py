@@ -1,13 +1,14 @@
 """An engine's Prometheus series.
 
 Names are vLLM's where the meaning is the same, `pdserve_*` otherwise, never both for one
-fact. What the engine core counts is read from its newest snapshot when somebody scrapes;
-what only the server sees (latencies, outcomes) is observed as it happens. Every series
+fact. What the engine cores count is read from their newest snapshots when somebody scrapes, as
+sums; what only the server sees (latencies, outcomes) is observed as it happens. Every series
 exists from the start.
 """
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
@@ -25,11 +26,12 @@ from pdserve.observe.metrics import (
 from pdserve.wire.transfer import LeaseEnd, LoadFailure
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from prometheus_client.metrics_core import Metric
 
     from pdserve.wire.request import EngineInfo, EngineStats
+    from pdserve.wire.step import ExpertBalance
 
 STAGES = ("server", "queue", "prefill", "kv_wait", "kv_transfer", "handover", "first_step")
 """Parts of the time to an engine's first own token, in order; together they are all of it."""
@@ -44,7 +46,8 @@ class ServerMetrics:
 
     Args:
         model_name: Label of every `vllm:` series.
-        stats: Returns the engine core's newest snapshot.
+        stats: Returns the engine's newest snapshot.
+        core_stats: Returns each engine core's own.
         info: Returns the engine's description once it is ready.
     """
 
@@ -52,11 +55,12 @@ class ServerMetrics:
         self,
         model_name: str,
         stats: Callable[[], EngineStats | None],
+        core_stats: Callable[[], Sequence[EngineStats | None]],
         info: Callable[[], EngineInfo | None],
     ) -> None:
         self.registry = CollectorRegistry()
         self._model_name = model_name
-        self.registry.register(_EngineCollector(model_name, stats, info))
+        self.registry.register(_EngineCollector(model_name, stats, core_stats, info))
         self.loop_lag = loop_lag_histogram(self.registry)
         self._ttft = self._histogram(
             "vllm:time_to_first_token_seconds", "Arrival to first token.", LATENCY_BUCKETS_S
@@ -175,16 +179,18 @@ class ServerMetrics:
 
 
 class _EngineCollector(Collector):
-    """The engine core's own counts, as of its newest snapshot; zeros before the first."""
+    """The engine cores' own counts, as of their newest snapshots; zeros before the first."""
 
     def __init__(
         self,
         model_name: str,
         stats: Callable[[], EngineStats | None],
+        core_stats: Callable[[], Sequence[EngineStats | None]],
         info: Callable[[], EngineInfo | None],
     ) -> None:
         self._model_name = model_name
         self._stats = stats
+        self._core_stats = core_stats
         self._info = info
 
     def collect(self) -> Iterator[Metric]:
@@ -196,6 +202,15 @@ class _EngineCollector(Collector):
             ("pdserve_num_requests_receiving", "Requests whose KV is on its way.", "num_receiving"),
         ):
             yield self._gauge(name, documentation, getattr(stats, gauge, 0))
+        per_core = GaugeMetricFamily(
+            "pdserve_core_requests",
+            "Requests of each engine core, by state.",
+            labels=["engine", "state"],
+        )
+        for index, core in enumerate(self._core_stats()):
+            for state in ("running", "waiting", "receiving"):
+                per_core.add_metric([str(index), state], getattr(core, f"num_{state}", 0))
+        yield per_core
         blocks = stats.blocks if stats is not None else {}
         num_blocks = stats.num_blocks if stats is not None else 0
         in_use = num_blocks - blocks.get("free", 0) - blocks.get("cached", 0)
@@ -238,6 +253,7 @@ class _EngineCollector(Collector):
             "fault",
             dict(stats.kv_faults) if stats is not None else {},
         )
+        yield from self._expert_families(stats.experts if stats is not None else None)
         ends = stats.lease_ends if stats is not None else {}
         yield self._counter(
             "pdserve_kv_lease_expired",
@@ -257,6 +273,20 @@ class _EngineCollector(Collector):
         ready = GaugeMetricFamily("pdserve_engine_ready", "1 once the weights are loaded.")
         ready.add_metric([], self._info() is not None)
         yield ready
+
+    def _expert_families(self, experts: ExpertBalance | None) -> Iterator[Metric]:
+        yield self._gauge(
+            "pdserve_expert_balance_ratio",
+            "Busiest rank's expert load to the mean in the last window; NaN before the first.",
+            experts.ratio_before if experts and experts.num_rebalancings else math.nan,
+        )
+        for name, documentation, counter in (
+            ("pdserve_expert_rebalancings", "Expert placements reviewed.", "num_rebalancings"),
+            ("pdserve_expert_moves", "Copies of experts moved.", "num_moved"),
+            ("pdserve_expert_moved_bytes", "Their weights, in bytes.", "moved_bytes"),
+            ("pdserve_expert_rebalancing_seconds", "Seconds spent on that.", "rebalancing_s"),
+        ):
+            yield self._counter(name, documentation, getattr(experts, counter, 0))
 
     def _labels(self, name: str) -> dict[str, str]:
         return {"model_name": self._model_name} if name.startswith("vllm:") else {}

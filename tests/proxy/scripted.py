@@ -134,7 +134,7 @@ class ScriptedEngine:
             "block_size": 16,
             "num_blocks": 100,
             "max_num_seqs": 8,
-            "endpoint": {"host": "127.0.0.1", "port": 1},
+            "endpoints": [{"host": "127.0.0.1", "port": 1}],
             "layout_digest": self.digest,
             "layout": {"dtype": self.digest, "block_size": "16"},
         }
@@ -207,7 +207,7 @@ class ScriptedEngine:
             incarnation=Incarnation(self.incarnation),
             nonce=nonce,
             request_id=RequestId(call.headers["X-Request-Id"]),
-            endpoint=Endpoint(host="127.0.0.1", port=1),
+            endpoints=[Endpoint(host="127.0.0.1", port=1)],
             block_ids=[],
             num_tokens=PROMPT_TOKENS,
             block_size=16,

@@ -60,7 +60,7 @@ def test_two_engines_give_the_tokens_of_one(prompt: list[int], temperature: floa
     asyncio.run(scenario())
 
 
-@pytest.mark.parametrize("other", ["released", "prompt", "layout"])
+@pytest.mark.parametrize("other", ["released", "prompt", "layout", "number of ranks"])
 async def test_a_handoff_that_does_not_hold_is_computed_again(other: str):
     prefill, decode = engines()
     [first] = await run(prefill, request([1, 2], remote=True))
@@ -70,8 +70,10 @@ async def test_a_handoff_that_does_not_hold_is_computed_again(other: str):
         await prefill.release_lease(first.handoff.nonce)
     elif other == "prompt":
         prompt = [1, 3]
-    else:
+    elif other == "layout":
         decode = FakeEngineClient(layout_digest="another")
+    else:
+        decode = FakeEngineClient(num_ranks=2)
     outputs = await run(decode, request(prompt, handoff=first.handoff))
     assert tokens(outputs) == tokens(await run(decode, request(prompt)))
     assert len(outputs[0].load_failures) == 1

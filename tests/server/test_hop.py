@@ -135,6 +135,22 @@ async def test_a_sequential_proxy_written_for_vllm_gets_the_same_answer(text, pa
     assert "kv_transfer_params" not in whole
 
 
+@pytest.mark.parametrize(("num_ranks", "tp_size"), [(1, 1), (2, None)])
+async def test_the_address_is_the_first_ranks_and_tp_size_is_told_where_it_is_known(
+    text, num_ranks, tp_size
+):
+    body = {"prompt": "The", "max_tokens": 1, "kv_transfer_params": {"do_remote_decode": True}}
+    async with pair(text, num_ranks=num_ranks) as both:
+        first = await both.prefill.ok(COMPLETIONS, body)
+        params = first["kv_transfer_params"]
+        await both.decode.ok(COMPLETIONS, body | {"kv_transfer_params": params})
+        assert both.decode.engine.stats.external_kv_tokens > 0
+        ports = [endpoint.port for endpoint in both.prefill.engine.info.endpoints]
+    assert len(ports) == num_ranks
+    assert (params["remote_host"], params["remote_port"]) == ("127.0.0.1", ports[0])
+    assert params.get("tp_size") == tp_size
+
+
 async def test_a_seed_that_was_drawn_travels_with_the_handoff(text):
     body = {"prompt": "The", "max_tokens": 1, "kv_transfer_params": {"do_remote_decode": True}}
     async with pair(text) as both:

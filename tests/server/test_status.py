@@ -3,11 +3,13 @@ from __future__ import annotations
 import json
 import logging
 import re
+from types import SimpleNamespace
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 import pdserve
+from pdserve.server.metrics import ServerMetrics
 from pdserve.wire.transfer import LoadFailure
 from tests.server.conftest import make_engine, scripted, serving
 
@@ -31,6 +33,7 @@ FROM_THE_START = {
     "vllm:request_prompt_tokens_count",
     "vllm:request_generation_tokens_count",
     "pdserve_stage_duration_seconds_count",
+    "pdserve_core_requests",
     "pdserve_kv_blocks",
     "pdserve_kv_transfer_seconds_count",
     "pdserve_kv_transfer_wait_seconds_count",
@@ -116,6 +119,20 @@ async def test_traffic_adds_no_series(server):
         async with server.session.post(server.url + path, json=body) as response:
             await response.read()
     assert (await scrape(server)).keys() == before
+
+
+def test_every_engine_core_has_its_own_load():
+    cores = [None, SimpleNamespace(num_running=3, num_waiting=2, num_receiving=1)]
+    metrics = ServerMetrics("m", lambda: None, lambda: cores, lambda: None)
+    lines = metrics.render().decode().splitlines()
+    for core, state, value in (
+        (0, "running", 0),
+        (0, "waiting", 0),
+        (1, "running", 3),
+        (1, "waiting", 2),
+        (1, "receiving", 1),
+    ):
+        assert f'pdserve_core_requests{{engine="{core}",state="{state}"}} {value:.1f}' in lines
 
 
 async def test_the_version_is_the_packages(server):

@@ -1,0 +1,386 @@
+"""Several engine cores and their coordinator, as one `EngineClient`.
+
+A request goes to the core with the least waiting * 4 + running, stays there, and nobody above
+knows of it. How many of a core's requests wait comes from the coordinator; what was sent to a
+core and is in no count yet waits, so that a burst spreads before the first answer. The engine is
+ready when all its cores are, and when one ends by itself, all do: cores that share experts
+cannot go on, and those that do not are still one engine to whoever watches over it.
+
+The engine has one id and one incarnation, which proxies know it by; a handoff carries those of
+the core that made it (`ID-dp0` and so on) and that core's side channels.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import secrets
+import subprocess
+import sys
+from collections import Counter
+from contextlib import aclosing
+from typing import TYPE_CHECKING
+
+import msgspec
+import zmq
+import zmq.asyncio
+
+from pdserve.engine.coordinator import Addresses, CoordinatorLaunch, Counts
+from pdserve.engine.launch import shares_experts
+from pdserve.engine.zmq_client import launch_engine
+from pdserve.errors import ConfigError, EngineDeadError, InternalError, UnavailableError
+from pdserve.parallel.rendezvous import listen
+from pdserve.parallel.seat import CoreSeat
+from pdserve.wire.ids import EngineId, Incarnation
+from pdserve.wire.request import EngineStats
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncGenerator, Callable, Sequence
+
+    from pdserve.config.schema import EngineConfig
+    from pdserve.engine.client import LaunchedEngine
+    from pdserve.engine.zmq_client import ZmqEngineClient
+    from pdserve.wire.request import EngineInfo, EngineOutput, GenerateRequest
+    from pdserve.wire.step import ExpertBalance
+
+_HOST = "127.0.0.1"
+_WAITING_WEIGHT = 4
+_LAST_WORDS_S = 0.1
+"""When a rank dies, cores that share its world may speak before the one that knows why."""
+
+
+async def launch(config: EngineConfig, *, progress: Callable[[str], None]) -> LaunchedEngine:
+    """Start an engine: one core, or several with a coordinator. They load in the background.
+
+    Raises:
+        ConfigError: Experts are to be shared, and the model or the executor cannot.
+    """
+    is_shared = shares_experts(config)
+    if config.parallel.data_parallel_size == 1:
+        return await launch_engine(config, progress=progress)
+    if is_shared and config.parallel.executor_backend == "ray":
+        raise ConfigError(
+            "--distributed-executor-backend is 'ray': engine cores that share experts need "
+            "their ranks on one machine; use multiprocess, or --data-parallel-size 1",
+            param="distributed-executor-backend",
+        )
+    client = DataParallelClient(config)
+    try:
+        await client.start(progress, is_shared=is_shared)
+    except BaseException:
+        await client.close(timeout_s=0.0)
+        raise
+    return client
+
+
+class DataParallelClient:
+    """See `EngineClient`. Made by `launch`; lives in one event loop."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        life = secrets.token_hex(8)
+        self._config = config
+        self._incarnation = Incarnation(life)
+        self._engine_id = EngineId(config.engine_id or f"{config.role.value}-{life[:6]}")
+        self._cores: list[ZmqEngineClient] = []
+        self._counts = [Counts(core) for core in range(config.parallel.data_parallel_size)]
+        self._info: EngineInfo | None = None
+        self._dead_reason: str | None = None
+        self._is_config_error = False
+        self._is_closing = False
+        self._is_ending = False
+        self._ended = asyncio.Event()
+        self._coordinator: _CoordinatorProcess | None = None
+
+    async def start(self, progress: Callable[[str], None], *, is_shared: bool) -> None:
+        """Start the processes. Once."""
+        num_cores = len(self._counts)
+        self._coordinator = coordinator = _CoordinatorProcess(
+            num_cores, on_counts=self._learn, on_exit=self._on_coordinator_exit
+        )
+        listener, rendezvous = listen(_HOST) if is_shared else (None, None)
+        try:
+            for index in range(num_cores):
+                seat = CoreSeat(local_index=index, num_local=num_cores)
+                if rendezvous is not None:
+                    if index:
+                        rendezvous = msgspec.structs.replace(rendezvous, listen_fd=None)
+                    seat = msgspec.structs.replace(
+                        seat, index=index, num_cores=num_cores, rendezvous=rendezvous
+                    )
+                self._cores.append(
+                    await launch_engine(
+                        _core_config(self._config, self._engine_id, index),
+                        progress=_prefixed(progress, f"dp{index}: "),
+                        core=seat,
+                        coordinator=coordinator.addresses,
+                        on_dead=self._on_dead,
+                    )
+                )
+        finally:
+            if listener is not None:
+                listener.close()
+
+    @property
+    def info(self) -> EngineInfo | None:
+        """See `EngineClient`. Its endpoints are those of all cores, in order."""
+        if self._info is None and self._cores:
+            infos = [core.info for core in self._cores if core.info is not None]
+            if len(infos) == len(self._counts):
+                self._info = _merged_info(infos, self._engine_id, self._incarnation)
+                if len({info.layout_digest for info in infos}) > 1:
+                    self._end(f"engine cores differ: {[info.layout for info in infos]}")
+        return self._info
+
+    @property
+    def stats(self) -> EngineStats | None:
+        """See `EngineClient`."""
+        known = [stats for stats in self.core_stats if stats is not None]
+        return merged_stats(known) if known else None
+
+    @property
+    def core_stats(self) -> list[EngineStats | None]:
+        """See `EngineClient`."""
+        return [core.stats for core in self._cores] or [None] * len(self._counts)
+
+    @property
+    def dead_reason(self) -> str | None:
+        """See `EngineClient`."""
+        return self._dead_reason
+
+    @property
+    def pids(self) -> list[int]:
+        """Process ids of the cores."""
+        return [core.pid for core in self._cores]
+
+    @property
+    def coordinator_pid(self) -> int:
+        """Process id of the coordinator."""
+        assert self._coordinator is not None
+        return self._coordinator.pid
+
+    async def wait_ready(self) -> EngineInfo:
+        """See `LaunchedEngine`."""
+        for core in self._cores:
+            await core.wait_settled()
+        info = self.info
+        if info is None or self._dead_reason is not None:
+            await self._ended.wait()
+            reason = self._dead_reason or "the engine ended while it started"
+            raise ConfigError(reason) if self._is_config_error else EngineDeadError(reason)
+        return info
+
+    async def generate(self, request: GenerateRequest) -> AsyncGenerator[EngineOutput, None]:
+        """See `EngineClient`."""
+        if self._dead_reason is not None:
+            raise EngineDeadError(self._dead_reason)
+        if self.info is None or self._is_closing:
+            state = "shutting down" if self._is_closing else "still loading"
+            raise UnavailableError(f"the engine is {state}; try again", retry_after_s=1.0)
+        if any(core.serves(request.request_id) for core in self._cores):
+            raise InternalError(f"request {request.request_id} is running already")
+        loads = [
+            Load(num_answering=core.num_answering, num_sent=core.num_sent) for core in self._cores
+        ]
+        core = self._cores[least_busy(self._counts, loads)]
+        try:
+            async with aclosing(core.generate(request)) as outputs:
+                async for output in outputs:
+                    yield output
+        except EngineDeadError as error:
+            await self._ended.wait()  # what became of the other cores is known then
+            raise EngineDeadError(self._dead_reason or error.message) from error
+
+    async def release_lease(self, nonce: str) -> None:
+        """See `EngineClient`. The core that made the lease knows it."""
+        for core in self._cores:
+            await core.release_lease(nonce)
+
+    async def reset_prefix_cache(self) -> None:
+        """See `EngineClient`."""
+        for core in self._cores:
+            await core.reset_prefix_cache()
+
+    async def close(self, *, timeout_s: float) -> None:
+        """See `EngineClient`. The coordinator goes last: cores leave together, through it."""
+        self._is_closing = True
+        await asyncio.gather(*(core.close(timeout_s=timeout_s) for core in self._cores))
+        self._ended.set()
+        if self._coordinator is not None:
+            await self._coordinator.close()
+
+    def _learn(self, counts: list[Counts]) -> None:
+        self._counts = counts
+
+    def _on_dead(self) -> None:
+        for core in self._cores:
+            if core.is_config_error:
+                self._is_config_error |= self._dead_reason is None
+                self._end(core.dead_reason or "")
+                return
+        if self._is_closing:
+            self._tell_deaths()
+        elif not self._is_ending:
+            self._is_ending = True
+            asyncio.get_running_loop().call_later(_LAST_WORDS_S, self._tell_deaths)
+
+    def _tell_deaths(self) -> None:
+        stories = [
+            f"engine core {index}: {core.dead_reason or f'it ended with code {core.exit_code}'}"
+            for index, core in enumerate(self._cores)
+            if core.dead_reason is not None or core.exit_code is not None
+        ]
+        self._end("; ".join(stories))
+
+    def _on_coordinator_exit(self, code: int) -> None:
+        self._end(f"the coordinator ended with code {code}")
+
+    def _end(self, reason: str) -> None:
+        """End all cores at once, but for those that have said why they end and clean up."""
+        if self._dead_reason is None:
+            self._dead_reason = reason
+        self._ended.set()
+        for core in self._cores:
+            if core.dead_reason is None:
+                core.fail(reason)
+
+
+class _CoordinatorProcess:
+    """The coordinator, as its server sees it.
+
+    Args:
+        on_counts: Told the cores' newest counts.
+        on_exit: Told the exit code, if it ends before `close`.
+    """
+
+    def __init__(
+        self,
+        num_cores: int,
+        *,
+        on_counts: Callable[[list[Counts]], None],
+        on_exit: Callable[[int], None],
+    ) -> None:
+        self.addresses = Addresses.abstract(f"pdserve-{secrets.token_hex(12)}")
+        self._on_counts, self._on_exit = on_counts, on_exit
+        launch = CoordinatorLaunch(
+            parent_pid=os.getpid(), num_cores=num_cores, addresses=self.addresses
+        )
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "pdserve.engine.coordinator"], stdin=subprocess.PIPE
+        )
+        assert self._process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):  # it has ended already, and that is noticed
+            self._process.stdin.write(msgspec.msgpack.encode(launch))
+            self._process.stdin.close()
+        self._pid_fd = os.pidfd_open(self._process.pid)
+        self._exited = asyncio.Event()
+        self._is_closing = False
+        asyncio.get_running_loop().add_reader(self._pid_fd, self._on_pid_fd)
+        self._context = zmq.asyncio.Context()
+        self._socket = self._context.socket(zmq.SUB)
+        self._socket.linger = 0
+        self._socket.connect(self.addresses.counts)
+        self._socket.subscribe(b"")
+        self._reader = asyncio.create_task(self._read(), name="coordinator-counts")
+
+    @property
+    def pid(self) -> int:
+        """Its process id."""
+        return self._process.pid
+
+    async def close(self) -> None:
+        """End it; it has nothing to lose. May be called twice."""
+        self._is_closing = True
+        self._process.kill()
+        await self._exited.wait()
+        self._reader.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await self._reader
+        self._socket.close()
+        self._context.term()
+
+    async def _read(self) -> None:
+        decoder = msgspec.msgpack.Decoder(list[Counts])
+        while True:
+            self._on_counts(decoder.decode(await self._socket.recv()))
+
+    def _on_pid_fd(self) -> None:
+        asyncio.get_running_loop().remove_reader(self._pid_fd)
+        os.close(self._pid_fd)
+        code = self._process.wait()
+        self._exited.set()
+        if not self._is_closing:
+            self._on_exit(code)
+
+
+class Load(msgspec.Struct, frozen=True, kw_only=True):
+    """What a server knows by itself of a core: exact, but not which of them wait.
+
+    Attributes:
+        num_answering: Requests sent that have not ended.
+        num_sent: Requests ever sent.
+    """
+
+    num_answering: int
+    num_sent: int
+
+
+def least_busy(counts: Sequence[Counts], loads: Sequence[Load]) -> int:
+    """Index of the core with the least waiting * 4 + running; the first of several.
+
+    Args:
+        counts: What each core said last, a moment ago.
+    """
+    scores: list[int] = []
+    for core, load in zip(counts, loads, strict=True):
+        num_waiting = core.num_waiting + load.num_sent - core.num_taken
+        num_waiting = min(num_waiting, load.num_answering)
+        num_running = load.num_answering - num_waiting
+        scores.append(num_waiting * _WAITING_WEIGHT + num_running)
+    return scores.index(min(scores))
+
+
+def merged_stats(cores: Sequence[EngineStats]) -> EngineStats:
+    """Sums over engine cores; a count by name sums name by name.
+
+    Experts that are balanced are shared by all cores: what the first says of them is said once.
+    """
+    fields: dict[str, int | float | dict[str, int] | ExpertBalance | None] = {}
+    for name in EngineStats.__struct_fields__:
+        values = [getattr(core, name) for core in cores]
+        if name == "experts":
+            fields[name] = values[0]
+        elif isinstance(values[0], dict):
+            total: Counter[str] = Counter()
+            for value in values:
+                total.update(value)
+            fields[name] = dict(total)
+        else:
+            fields[name] = sum(values)
+    return msgspec.convert(fields, EngineStats)
+
+
+def _merged_info(
+    cores: Sequence[EngineInfo], engine_id: EngineId, incarnation: Incarnation
+) -> EngineInfo:
+    return msgspec.structs.replace(
+        cores[0],
+        engine_id=engine_id,
+        incarnation=incarnation,
+        num_blocks=sum(core.num_blocks for core in cores),
+        max_num_seqs=sum(core.max_num_seqs for core in cores),
+        endpoints=[endpoint for core in cores for endpoint in core.endpoints],
+    )
+
+
+def _core_config(config: EngineConfig, engine_id: EngineId, index: int) -> EngineConfig:
+    """A core's own settings: handoffs name the core, and side channels are beside one another."""
+    transfer = config.transfer
+    if transfer.port:
+        port = transfer.port + index * config.parallel.num_ranks
+        transfer = msgspec.structs.replace(transfer, port=port)
+    return msgspec.structs.replace(config, engine_id=f"{engine_id}-dp{index}", transfer=transfer)
+
+
+def _prefixed(progress: Callable[[str], None], prefix: str) -> Callable[[str], None]:
+    return lambda text: progress(prefix + text)
