@@ -6,10 +6,11 @@ PYTHON ?= python3
 VENV   ?= .venv
 ARGS   ?=
 BIN    := $(VENV)/bin
+BENCHMARKS := engine kernels executor collectives parallel transfer serving
 PIP    := $(BIN)/python -m pip --disable-pip-version-check install --quiet
 
 .DEFAULT_GOAL := help
-.PHONY: help up test check format bench gpu chaos clean
+.PHONY: help up test matrix check format bench gpu chaos clean
 
 help: ## This list
 	@awk -F':.*## ' '/^[a-z]+:.*## / {printf "make %-7s %s\n", $$1, $$2}' Makefile
@@ -19,21 +20,25 @@ up: $(VENV)/.installed ## Install, start P + D + proxy, send one request, serve 
 	@trap : INT; $(BIN)/pdserve up $(ARGS) || test $$? -eq 130
 
 test: $(VENV)/.installed-dev ## Everything that needs no GPU
-	@$(BIN)/python -m pytest -m "not gpu" $(ARGS)
+	@$(BIN)/python -m pytest -m "not gpu and not matrix" $(ARGS)
+
+matrix: $(VENV)/.installed-dev ## Every model family in every parallel shape (about 20 minutes)
+	@$(BIN)/python -m pytest -m "not gpu" tests/e2e/test_parallel_equality.py $(ARGS)
 
 check: $(VENV)/.installed-dev ## The quick loop: format, lint, types, layers, quick tests
 	@$(BIN)/ruff format --check .
 	@$(BIN)/ruff check .
 	@$(BIN)/mypy
 	@$(BIN)/lint-imports
-	@$(BIN)/python -m pytest -q -n 2 -m "not gpu and not e2e and not chaos and not slow" $(ARGS)
+	@$(BIN)/python -m pytest -q -n 2 -m "not gpu and not matrix and not e2e and not chaos and not slow" $(ARGS)
 
 format: $(VENV)/.installed-dev ## Let ruff format and mend what it can
 	@$(BIN)/ruff format .
 	@$(BIN)/ruff check --fix .
 
 bench: $(VENV)/.installed ## The benchmarks; each prints one JSON object with its environment
-	@for file in benchmarks/*.py; do echo "== $$file"; $(BIN)/python $$file $(ARGS) || exit; done
+	@for name in $(BENCHMARKS); do \
+	  echo "== $$name"; $(BIN)/python -m benchmarks.$$name $(ARGS) || exit; done
 
 gpu: $(VENV)/.installed-dev ## The tests that need a CUDA device
 	@$(BIN)/python -m pytest -m gpu $(ARGS)

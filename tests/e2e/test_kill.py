@@ -14,7 +14,7 @@ from tests.e2e.conftest import pd_deployment
 from tests.e2e.test_equality import complete, complete_all
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable, Iterator
     from pathlib import Path
 
     from tests.e2e.deployment import Deployment
@@ -26,12 +26,14 @@ NUM_TOKENS = 200
 LEASE_S = 6.0
 
 
-def stream_tokens(url: str, prompt: list[int], start_after_s: float) -> tuple[list[int], str]:
+def stream_tokens(
+    url: str, prompt: list[int], start_after_s: float, num_tokens: int = NUM_TOKENS
+) -> tuple[list[int], str]:
     """Token ids of a stream, and how it ended: finished, or an error's code."""
     time.sleep(start_after_s)
     body: dict[str, Any] = {
         "prompt": prompt,
-        "max_tokens": NUM_TOKENS,
+        "max_tokens": num_tokens,
         "temperature": 0.0,
         "ignore_eos": True,
         "return_token_ids": True,
@@ -44,7 +46,8 @@ def stream_tokens(url: str, prompt: list[int], start_after_s: float) -> tuple[li
             error = json.loads(answer.read())["error"]
             assert error["message"]
             return tokens, str(error["code"])
-        for line in answer.iter_lines():
+        # Not iter_lines: it also splits at characters such as U+0085, which JSON may hold.
+        for line in _lines(answer.iter_bytes()):
             if line == "data: [DONE]":
                 return tokens, end
             if not line.startswith("data: "):
@@ -58,6 +61,13 @@ def stream_tokens(url: str, prompt: list[int], start_after_s: float) -> tuple[li
                 if choice["finish_reason"] is not None:
                     end = "finished"
     return tokens, end
+
+
+def _lines(chunks: Iterable[bytes]) -> Iterator[str]:
+    rest = b""
+    for chunk in chunks:
+        *lines, rest = (rest + chunk).split(b"\n")
+        yield from (line.decode() for line in lines)
 
 
 def kill_amid_requests(deployment: Deployment, victim: str) -> dict[str, int]:

@@ -1,0 +1,75 @@
+"""Engine cores behind one server, through P and D: who serves, who dies, what is left."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING
+
+import httpx
+import psutil
+import pytest
+
+from tests.e2e.conftest import pd_deployment
+from tests.e2e.test_equality import assert_kv_moved, complete, complete_all
+from tests.tiny_models import greedy_by_transformers
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from tests.e2e.deployment import Deployment
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(240)]
+
+PROMPTS = [[3 + (17 * i + 5 * n) % 311 for i in range(n)] for n in (1, 17, 64, 150, 300, 40)]
+NUM_TOKENS = 40
+
+
+def test_cores_of_p_hand_over_to_cores_of_d_until_one_is_killed(
+    model_of: Callable[[str], Path], tmp_path: Path
+) -> None:
+    model = model_of("llama")
+    expected = greedy_by_transformers(model, PROMPTS, NUM_TOKENS)
+    flags = ["--dtype", "float32", "--kv-cache-memory-bytes", "32MiB", "-dp", "2"]
+    with pd_deployment(tmp_path, model, *flags) as deployment:
+        got = complete_all(deployment.url("proxy"), PROMPTS, max_tokens=NUM_TOKENS)
+        assert got == expected
+        assert_kv_moved(deployment, sum(map(len, PROMPTS)))
+        for name in ("prefill", "decode"):
+            engine = deployment.info(name)["engine"]
+            assert len(engine["endpoints"]) == 2, "every core has a side channel of its own"
+        deployment.wait_nothing_held("prefill", "decode", timeout_s=3.0)
+
+        with ThreadPoolExecutor(8) as pool:
+            running = [
+                pool.submit(complete, deployment.url("decode"), prompt, max_tokens=700)
+                for prompt in (PROMPTS * 2)[:8]
+            ]
+            _wait_until_both_run(deployment)
+            decode = psutil.Process(deployment.processes["decode"].popen.pid)
+            cores = [p for p in decode.children() if "pdserve.engine.process" in p.cmdline()]
+            family = decode.children(recursive=True)
+            os.kill(cores[1].pid, signal.SIGKILL)
+            began_s = time.monotonic()
+            for request in running:
+                with pytest.raises((AssertionError, httpx.HTTPError)):
+                    request.result()
+            assert time.monotonic() - began_s < 5
+        assert deployment.processes["decode"].popen.wait(10) != 0
+        assert "engine core 1" in deployment.processes["decode"].log
+        _, alive = psutil.wait_procs(family, 5)
+        assert not alive
+
+
+def _wait_until_both_run(deployment: Deployment) -> None:
+    series = [f'pdserve_core_requests{{engine="{core}",state="running"}}' for core in (0, 1)]
+    deadline = time.monotonic() + 30
+    while time.monotonic() < deadline:
+        found = deployment.metrics("decode")
+        if all(found[name] >= 2 for name in series):
+            return
+        time.sleep(0.02)
+    raise AssertionError(f"requests do not spread: {found}")

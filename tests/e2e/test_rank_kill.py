@@ -1,0 +1,122 @@
+"""`kill -9` of one rank of an engine, under load."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import httpx
+import psutil
+import pytest
+
+from tests.cli.test_up import Up
+from tests.e2e.conftest import pd_deployment
+from tests.e2e.test_equality import complete, complete_all
+from tests.e2e.test_kill import PROMPTS, stream_tokens
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+pytestmark = [pytest.mark.e2e, pytest.mark.chaos, pytest.mark.timeout(240)]
+
+END_WITHIN_S = 5.0
+NUM_TOKENS = 700
+
+
+def ranks_of(root: psutil.Process) -> list[psutil.Process]:
+    """The rank processes below `root`."""
+    found = [p for p in root.children(recursive=True) if "pdserve.executor.rank" in p.cmdline()]
+    return sorted(found, key=lambda process: process.pid)
+
+
+def shared_names(family: list[psutil.Process]) -> set[str]:
+    """Names of the sockets and of the shared memory that these processes have."""
+    names: set[str] = set()
+    for process in family:
+        names |= {str(c.laddr) for c in process.net_connections("unix") if c.laddr}
+        maps = Path(f"/proc/{process.pid}/maps").read_text().splitlines()
+        names |= {line.split()[-1] for line in maps if "/dev/shm/" in line}
+    return {name for name in names if "pdserve" in name or "/dev/shm/" in name}
+
+
+def names_in_use() -> set[str]:
+    """Names of all sockets and of all shared memory on this machine."""
+    sockets = Path("/proc/net/unix").read_text().splitlines()
+    names = {line.split()[7] for line in sockets if len(line.split()) > 7}
+    return names | {f"/dev/shm/{name}" for name in os.listdir("/dev/shm")}
+
+
+def test_killing_a_rank_ends_its_requests_and_leaves_nothing(
+    model_of: Callable[[str], Path], tmp_path: Path
+) -> None:
+    flags = ["--dtype", "float32", "-tp", "2"]
+    prompts = PROMPTS[:12]
+    with pd_deployment(tmp_path, model_of("llama"), *flags) as deployment:
+        url = deployment.url("proxy")
+        expected = complete_all(url, prompts, max_tokens=NUM_TOKENS)
+        engine = deployment.processes["decode"]
+        family = engine.family()
+        names = shared_names(family)
+        assert names, "an engine's own sockets were not found"
+        with ThreadPoolExecutor(len(prompts)) as pool:
+            futures = [pool.submit(stream_tokens, url, p, 0.0, NUM_TOKENS) for p in prompts]
+            while deployment.info("decode")["stats"]["num_running"] < len(prompts) // 2:
+                assert not all(future.done() for future in futures)
+            ranks_of(family[0])[1].kill()
+            killed_s = time.monotonic()
+            results = [future.result(timeout=60) for future in futures]
+            took_s = time.monotonic() - killed_s
+        ends: dict[str, int] = {}
+        for (tokens, end), right in zip(results, expected, strict=True):
+            ends[end] = ends.get(end, 0) + 1
+            assert tokens == right[: len(tokens)], "a wrong token behind a 200"
+            assert not end.startswith("cut off")
+        print(f"\nrank 1 of D killed: all ended within {took_s:.2f} s: {ends}")
+        assert took_s < END_WITHIN_S
+        assert "leg failed leg=decode" in deployment.processes["proxy"].log
+        _, alive = psutil.wait_procs(family, timeout=END_WITHIN_S)
+        assert not alive, [process.cmdline() for process in alive]
+        assert "rank 1" in engine.log
+        assert "SIGKILL" in engine.log
+        deployment.wait_nothing_held("prefill", timeout_s=35.0)
+    assert not names & names_in_use()
+
+
+@pytest.fixture
+def up(model_of: Callable[[str], Path], tmp_path: Path) -> Iterator[Up]:
+    up = Up(model_of("llama"), tmp_path, "--decode.tensor-parallel-size", "1", "-tp", "2")
+    yield up
+    for process in up.family.values():
+        if process.is_running():
+            process.kill()
+    up.process.kill()
+    up.process.wait()
+
+
+def test_up_brings_an_engine_back_that_lost_a_rank(up: Up) -> None:
+    up.wait_for("/metrics")
+    right = complete(up.url, PROMPTS[3], max_tokens=20)
+    victim = ranks_of(psutil.Process(up.process.pid))[1]
+    victim.kill()
+    killed_s = time.monotonic()
+    while not any(
+        rank.create_time() > victim.create_time() + 1
+        for rank in ranks_of(psutil.Process(up.process.pid))
+    ):
+        assert time.monotonic() < killed_s + 60, up.out + up.err
+        time.sleep(0.05)
+    while True:
+        found = httpx.get(f"{up.url}/readyz", timeout=5)
+        if found.status_code == 200 and found.json()["engines"].get("prefill"):
+            break
+        assert time.monotonic() < killed_s + 90, up.out + up.err
+        time.sleep(0.1)
+    print(f"\nP serves again {time.monotonic() - killed_s:.1f} s after one of its ranks was killed")
+    assert complete(up.url, PROMPTS[3], max_tokens=20) == right
+    up.look()
+    up.process.send_signal(signal.SIGINT)
+    assert up.end() == 130
