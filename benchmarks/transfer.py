@@ -94,7 +94,7 @@ class Engine:
         factory = find("nixl")
         self.worker = factory.worker(context, self.news.set)
         self.worker.register_kv_caches(self.kv, self.layout)
-        self.scheduler = factory.scheduler(context, self.worker.endpoint)
+        self.scheduler = factory.scheduler(context, [self.worker.endpoint])
 
     def step(self) -> list[Received]:
         metadata = self.scheduler.build_connector_meta(STEP)

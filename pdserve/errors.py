@@ -21,6 +21,7 @@ mistake* is an `InternalError`: it ends the engine, with the request's story.
     |  |- HandshakeError           layouts differ; both values are named
     |  |- StaleHandoffError        epoch, nonce or signature do not match
     InternalError                   an illegal move inside pdserve; ends the engine
+    |- PeerLostError                a rank that this one shares its world with has ended
 """
 
 from __future__ import annotations
@@ -157,3 +158,7 @@ class StaleHandoffError(PeerError):
 
 class InternalError(Exception):
     """An illegal move inside pdserve. Never caught but at the top of a `run` loop."""
+
+
+class PeerLostError(InternalError):
+    """A rank of the same group has ended, or does not come; the message says which."""
