@@ -6,10 +6,12 @@ proves something; every byte has a token, so that any text can be a prompt.
 
 from __future__ import annotations
 
+import contextlib
 import json
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from pathlib import Path
 
 VOCAB_SIZE = 320
@@ -122,6 +124,20 @@ def _write_tokenizer(directory: Path) -> None:
     )
 
 
+@contextlib.contextmanager
+def one_thread() -> Iterator[None]:
+    """Torch on one thread: several that wait for one another take minutes on a busy machine."""
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+@one_thread()
 def margins_by_transformers(
     directory: Path, prompt: list[int], output: list[int]
 ) -> list[tuple[int, float]]:
@@ -141,6 +157,7 @@ def margins_by_transformers(
     return list(zip(best.indices[:, 0].tolist(), leads, strict=True))
 
 
+@one_thread()
 def greedy_by_transformers(
     directory: Path, prompts: list[list[int]], num_tokens: int
 ) -> list[list[int]]:

@@ -8,7 +8,11 @@ returns its input and calls nothing.
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import os
+import socket
+import struct
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING
@@ -29,6 +33,7 @@ if TYPE_CHECKING:
 
 _LOOPBACK = frozenset({"127.0.0.1", "localhost", "::1"})
 _JOIN_TIMEOUT_S = 600.0
+_SIOCGIFADDR = 0x8915
 
 
 class Group:
@@ -206,9 +211,12 @@ def join(
     """
     if mesh.shape.world_size == 1:
         return World.alone()
+    # Gloo would otherwise listen at whatever address the host's name resolves to, which is a
+    # loopback address on many machines.
     if rendezvous.host in _LOOPBACK:
-        # Gloo would otherwise listen at whatever address the host's name resolves to.
         os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    elif (interface := interface_towards(rendezvous.host)) is not None:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
     timeout = timedelta(seconds=_JOIN_TIMEOUT_S)
     store = dist.TCPStore(  # type: ignore[attr-defined]
         rendezvous.host,
@@ -245,6 +253,27 @@ def join(
                 shared=group.shared,
             )
     return world
+
+
+def interface_towards(host: str) -> str | None:
+    """Name of this machine's interface from which packets to `host` go, or that has it.
+
+    None: it cannot be told (IPv6, no route).
+    """
+    try:
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            probe.connect((host, 9))  # finds a route, and sends nothing
+            address = probe.getsockname()[0]
+            for _, name in socket.if_nameindex():
+                with contextlib.suppress(OSError):  # this one has no address
+                    # netdevice(7): a name of 16 bytes, then a sockaddr_in.
+                    request = struct.pack("40s", name.encode())
+                    answer = fcntl.ioctl(probe, _SIOCGIFADDR, request)
+                    if socket.inet_ntoa(answer[20:24]) == address:
+                        return name
+    except OSError:
+        pass
+    return None
 
 
 def _form(ranks: tuple[int, ...], rank: int, device: torch.device, name: str) -> Group:

@@ -14,7 +14,7 @@ import pytest
 from tests.e2e.conftest import pd_deployment
 from tests.e2e.deployment import Deployment
 from tests.e2e.test_equality import assert_kv_moved
-from tests.tiny_models import VOCAB_SIZE, write_tiny_model
+from tests.tiny_models import VOCAB_SIZE, one_thread, write_tiny_model
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -165,18 +165,16 @@ class Load:
 
 
 @functools.cache
+@one_thread()
 def _likeliest(model: Path, outputs: tuple[tuple[int, ...], ...]) -> tuple[tuple[int, ...], ...]:
     """The likeliest token at each place, all before it given: greedy outputs are these."""
     import torch
     from transformers import AutoModelForCausalLM
 
-    num_threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # threads that wait for one another on a busy machine take minutes
     reference = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
     found = []
     with torch.no_grad():
         for prompt, output in zip(PROMPTS, outputs, strict=True):
             logits = reference(torch.tensor([[*prompt, *output]])).logits[0]
             found.append(tuple(logits[len(prompt) - 1 : -1].argmax(-1).tolist()))
-    torch.set_num_threads(num_threads)
     return tuple(found)

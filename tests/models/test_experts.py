@@ -20,7 +20,7 @@ from pdserve.parallel.group import World
 from pdserve.parallel.mesh import MeshShape
 from tests.models.decoding import BLOCK_SIZE, CPU, greedy, load
 from tests.ranks import run_ranks
-from tests.tiny_models import VOCAB_SIZE, write_tiny_model
+from tests.tiny_models import VOCAB_SIZE, one_thread, write_tiny_model
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -102,11 +102,8 @@ MESHES: dict[str, tuple[MeshShape, dict[str, Any]]] = {
 
 @pytest.fixture(autouse=True, scope="module")
 def _one_thread() -> Iterator[None]:
-    # transformers' operators stall where their second thread has no core to itself.
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+    with one_thread():
+        yield
 
 
 @pytest.fixture(scope="module")

@@ -6,14 +6,16 @@ Every case runs through shared memory and through gloo; results are compared to 
 from __future__ import annotations
 
 import itertools
+import socket
 import time
 from typing import TYPE_CHECKING
 
+import psutil
 import pytest
 import torch
 
 from pdserve.errors import InternalError
-from pdserve.parallel.group import Group
+from pdserve.parallel.group import Group, interface_towards
 from pdserve.parallel.mesh import Axis, Mesh, MeshShape
 from tests.ranks import run_ranks
 
@@ -261,3 +263,17 @@ def test_the_last_of_a_group_is_followed_by_the_first() -> None:
     first, last = Group((1, 3, 5), 1), Group((1, 3, 5), 5)
     assert (first.prev, last.next) == (5, 1)
     assert (first.is_first, last.is_last) == (True, True)
+
+
+def test_ranks_of_several_hosts_listen_where_the_others_reach_them() -> None:
+    """Not where the host's name leads, which is a loopback address on many machines."""
+    assert interface_towards("127.0.0.1") == "lo"
+    own = {
+        address.address: name
+        for name, addresses in psutil.net_if_addrs().items()
+        for address in addresses[:1]
+        if address.family == socket.AF_INET
+    }
+    for address, name in own.items():
+        assert interface_towards(address) == name
+    assert interface_towards("2001:db8::1") is None
