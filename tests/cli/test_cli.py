@@ -174,6 +174,8 @@ def test_a_misspelt_variable_is_reported() -> None:
 def test_interrupting_a_command_is_code_130() -> None:
     probe = (
         "import os, signal, sys, pdserve.cli as cli\n"
+        # Where the tests run in the background of a shell, it is ignored from the start.
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
         "cli.resolve = lambda *_, **__: os.kill(os.getpid(), signal.SIGINT)\n"
         "sys.exit(cli.main(['doctor']))"
     )

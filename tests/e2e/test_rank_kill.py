@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import time
@@ -29,7 +30,11 @@ NUM_TOKENS = 700
 
 def ranks_of(root: psutil.Process) -> list[psutil.Process]:
     """The rank processes below `root`."""
-    found = [p for p in root.children(recursive=True) if "pdserve.executor.rank" in p.cmdline()]
+    found = []
+    for process in root.children(recursive=True):
+        with contextlib.suppress(psutil.NoSuchProcess):  # it has ended, or nobody asked how yet
+            if "pdserve.executor.rank" in process.cmdline():
+                found.append(process)
     return sorted(found, key=lambda process: process.pid)
 
 
