@@ -2,9 +2,10 @@
 
 Two halves that meet only in frozen values. The scheduler half lives beside the
 scheduler, decides and counts, and sees no tensor. The worker half lives beside the
-model runner, owns a transfer thread, and decides nothing. Per step: the scheduler half's
-`build_connector_meta` is carried to the worker half's `start_load_kv`, and the worker
-half's `get_finished` comes back to the scheduler half's `update_connector_output`.
+model runner, owns a transfer thread, and decides nothing. What need not wait for a step goes at
+once, also while one runs: the scheduler half's `take_instructions` to the worker half's
+`post`, and `get_finished` back to `update_connector_output`. What belongs to a step goes with
+it: `build_connector_meta` to `start_load_kv`.
 
 An engine has one scheduler half, and a worker half per rank, each with its own side
 channel, leases and transfers. All of them get the same metadata; what they report goes
@@ -15,12 +16,20 @@ Life of a request at P (`remote_decode`):
     blocks stay leased -> D reads, or releases, or the lease ends -> the worker half
     reports `Settled` -> the scheduler frees the blocks.
 
+    With a `ticket` (push) it waits in the queue until D has registered its blocks
+    (`Registered`) or will not (`Withdrawn`); then each step's new full blocks are written to D
+    behind the step, or layer by layer inside it. The lease is granted all the same: D ends it
+    once it has everything, and whoever takes over from D can pull.
+
 Life of a request at D (`handoff`):
     `request_queued` (heartbeats begin) -> `get_num_new_matched_tokens` says what can be
     loaded -> blocks are taken, `update_state_after_alloc` -> the worker half loads in
     the background -> `Received` (the request may run) or `Failed` (computed here).
     Between alloc and that report the blocks are never freed, whatever happens to the
     request: `request_aborted` asks the worker half to stop, and its report settles it.
+
+    With a `ticket` (push) the load begins before P does: blocks are taken, registered at P,
+    and `Received` comes with the handoff, whose first token the request goes on from.
 """
 
 from __future__ import annotations
@@ -30,6 +39,8 @@ from typing import TYPE_CHECKING, Protocol
 
 import msgspec
 
+from pdserve.wire.transfer import KVShape
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
@@ -38,12 +49,15 @@ if TYPE_CHECKING:
     from pdserve.config.schema import EngineConfig
     from pdserve.wire.ids import BlockId, EngineId, Incarnation, RequestId
     from pdserve.wire.outputs import TokenLogprobs
+    from pdserve.wire.request import OnLoadFailure
     from pdserve.wire.step import SchedulerOutput
     from pdserve.wire.transfer import (
         ConnectorMetadata,
         ConnectorReport,
         Endpoint,
+        Failed,
         KVHandoff,
+        PushTicket,
     )
 
 
@@ -53,9 +67,11 @@ class Capabilities(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         layerwise: `wait_for_layer_load` and `save_kv_layer` do something; if not, the
             model runner does not call them.
+        push: It takes tickets, on both sides.
     """
 
     layerwise: bool = False
+    push: bool = False
 
 
 class KVLayout(msgspec.Struct, frozen=True, kw_only=True):
@@ -85,6 +101,19 @@ class KVLayout(msgspec.Struct, frozen=True, kw_only=True):
         num_vectors = self.num_layers * self.num_planes * self.num_kv_heads * self.block_size
         return num_vectors * self.head_dim * self.dtype_bytes
 
+    def shape_of_one_rank(self) -> KVShape:
+        """The shape of an engine that has no rank but this one."""
+        return KVShape(
+            num_blocks=self.num_blocks,
+            num_layers=self.num_layers,
+            num_planes=self.num_planes,
+            num_kv_heads=self.num_kv_heads,
+            head_dim=self.head_dim,
+            dtype_bytes=self.dtype_bytes,
+            block_size=self.block_size,
+            stages=((0, self.num_layers),),
+        )
+
     def fields(self, *, model: str, weights: str) -> dict[str, str]:
         """What two engines must agree on to exchange KV, by name, for messages."""
         return {
@@ -95,7 +124,6 @@ class KVLayout(msgspec.Struct, frozen=True, kw_only=True):
             "num_layers": str(self.num_layers),
             "num_planes": str(self.num_planes),
             "num_kv_heads": str(self.num_kv_heads),
-            "block_size": str(self.block_size),
             "head_dim": str(self.head_dim),
         }
 
@@ -150,6 +178,16 @@ class RequestView(Protocol):
         """Where another engine has prefilled it, if one has."""
         ...
 
+    @property
+    def ticket(self) -> PushTicket | None:
+        """The push that it is part of, at either end, if it is."""
+        ...
+
+    @property
+    def on_load_failure(self) -> OnLoadFailure:
+        """What becomes of it if its KV does not arrive."""
+        ...
+
 
 class ConnectorContext(msgspec.Struct, frozen=True, kw_only=True):
     """What both halves know of the engine.
@@ -157,8 +195,9 @@ class ConnectorContext(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         rank: The worker half's rank within its engine; 0 for the scheduler half.
         num_ranks: Ranks of the engine (TP x PP); each has a worker half.
-        layout_digest: Equal digests mean that KV can be exchanged byte for byte.
+        layout_digest: Equal digests mean that KV can be exchanged, however it is shared out.
         layout_fields: What it was taken over.
+        shape: How this engine's KV is shared out over its ranks.
     """
 
     config: EngineConfig
@@ -167,6 +206,7 @@ class ConnectorContext(msgspec.Struct, frozen=True, kw_only=True):
     layout: KVLayout
     layout_digest: str
     layout_fields: dict[str, str]
+    shape: KVShape
     rank: int = 0
     num_ranks: int = 1
 
@@ -176,15 +216,20 @@ class KVConnectorScheduler(abc.ABC):
 
     @abc.abstractmethod
     def check_handoff(self, request: RequestView) -> str | None:
-        """Why the request's handoff cannot be trusted or used here; None = it can.
+        """Why the request's handoff, or its ticket, cannot be trusted or used here; None = it can.
 
-        Asked once, before anything of the handoff (its first token too) is believed:
-        signature, layout digest (the answer names both values), prompt digest.
+        Asked before anything of the handoff (its first token too) is believed: signature,
+        layout digest (the answer names both values), prompt digest. A ticket must be signed,
+        and name this engine's life. With a ticket and a handoff (what a push brought, in
+        `Received`) the two must belong together.
         """
 
     @abc.abstractmethod
     def request_queued(self, request: RequestView) -> None:
-        """A request was taken; if it has a handoff, keep its lease alive from now on."""
+        """A request was taken; if it has a handoff, keep its lease alive from now on.
+
+        With a ticket: meet the peer; at P, let D's registration be known.
+        """
 
     @abc.abstractmethod
     def get_num_new_matched_tokens(
@@ -194,39 +239,77 @@ class KVConnectorScheduler(abc.ABC):
 
         No side effect; called at every step while the request waits. None = ask again
         later. The answer is never more than the prompt's tokens.
+
+        At P, a request with a ticket that was answered None (D has not registered) is asked
+        about again once a report has named its nonce as registered or withdrawn, not before.
         """
 
     @abc.abstractmethod
     def update_state_after_alloc(
-        self, request: RequestView, block_ids: Sequence[BlockId], num_external_tokens: int
+        self,
+        request: RequestView,
+        block_ids: Sequence[BlockId],
+        num_external_tokens: int,
+        *,
+        generations: Sequence[int] = (),
     ) -> None:
         """`block_ids` (the whole table) are held for the request.
 
         If `num_external_tokens` is 0 nothing will be loaded (the local hit covers it, or
         an earlier load failed): any lease the request came with is released.
+
+        Args:
+            generations: Of each block; required at P for a request with a ticket, whose table
+                has all blocks of its prompt.
         """
 
     @abc.abstractmethod
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> ConnectorMetadata | None:
-        """Drain what is staged. None = nothing to say to the workers."""
+        """What belongs to this step, for `start_load_kv`. None = nothing."""
+
+    @abc.abstractmethod
+    def take_instructions(self) -> ConnectorMetadata | None:
+        """Drain what is staged and need not wait for a step, for `post`. None = nothing."""
 
     @abc.abstractmethod
     def request_finished(
-        self, request: RequestView, block_ids: Sequence[BlockId]
+        self, request: RequestView, block_ids: Sequence[BlockId], generations: Sequence[int]
     ) -> KVHandoff | None:
         """The request ended here. Not None = its blocks are leased until `Settled`."""
 
     @abc.abstractmethod
-    def request_aborted(self, request: RequestView) -> None:
+    def request_aborted(self, request: RequestView) -> bool:
         """The request is gone.
 
         A load in flight is still reported, as received or failed; a handoff that was
-        never loaded is released at its owner.
+        never loaded is released at its owner; a push is stopped.
+
+        Returns:
+            Whether a peer may still be written from its blocks, or read them: then they are
+            held until `Settled`. A request whose push was registered is never preempted, not
+            even once it is withdrawn: what was begun may still be under way.
         """
 
     @abc.abstractmethod
     def release_lease(self, nonce: str) -> None:
         """Nobody will read this lease (the client left). Unknown nonces are ignored."""
+
+    def holds_blocks(self, request: RequestView) -> bool:
+        """Whether a peer may be written from the request's blocks, although it is not leased.
+
+        That is so at P from D's registration on, until nothing is written from them any more. Such
+        a request gets the blocks of its whole prompt when it starts, and is never preempted.
+        """
+        return False
+
+    def retry_load(self, failed: Failed) -> bool:
+        """Whether the load is tried once more, under its lease and into the same blocks.
+
+        Asked for each failed load of a request that still waits for it, before anything else is
+        done about it, and before `update_connector_output` has the report. If so, the
+        instructions are staged already, and the request goes on receiving.
+        """
+        return False
 
     @abc.abstractmethod
     def update_connector_output(self, report: ConnectorReport) -> None:
@@ -234,11 +317,15 @@ class KVConnectorScheduler(abc.ABC):
 
     @abc.abstractmethod
     def has_staged(self) -> bool:
-        """Whether `build_connector_meta` has something to say (wakes an idle engine)."""
+        """Whether `take_instructions` has something to say."""
 
 
 class KVConnectorWorker(abc.ABC):
-    """The half beside the model runner. Called by the worker's thread only."""
+    """The half beside the model runner.
+
+    `post` and `get_finished` may be called from any one thread at a time, also while a step
+    runs; the others belong to the thread that runs steps.
+    """
 
     capabilities: Capabilities
 
@@ -257,8 +344,12 @@ class KVConnectorWorker(abc.ABC):
         """The side channel's address after `register_kv_caches`, if there is one."""
 
     @abc.abstractmethod
+    def post(self, metadata: ConnectorMetadata) -> None:
+        """Take instructions that belong to no step. Never blocks."""
+
+    @abc.abstractmethod
     def start_load_kv(self, metadata: ConnectorMetadata) -> None:
-        """Take the step's instructions. Posts; never blocks for asynchronous loads."""
+        """Take the instructions of the step that is about to run. Never blocks."""
 
     def wait_for_layer_load(self, layer: int) -> None:
         """Return once `layer`'s KV may be read. Layerwise connectors override it."""

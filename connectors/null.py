@@ -22,7 +22,7 @@ class NullScheduler(KVConnectorScheduler):
     """Offers no tokens, leases no blocks and takes no handoffs."""
 
     def check_handoff(self, request: RequestView) -> str | None:
-        """See `KVConnectorScheduler`. Every handoff is refused: nobody here can check it."""
+        """See `KVConnectorScheduler`. Everything is refused: nobody here can check it."""
         return "this engine has no KV connector (kv_connector is null), so it takes no handoffs"
 
     def request_queued(self, request: RequestView) -> None:
@@ -35,7 +35,12 @@ class NullScheduler(KVConnectorScheduler):
         return Match(0, is_async=False)
 
     def update_state_after_alloc(
-        self, request: RequestView, block_ids: Sequence[BlockId], num_external_tokens: int
+        self,
+        request: RequestView,
+        block_ids: Sequence[BlockId],
+        num_external_tokens: int,
+        *,
+        generations: Sequence[int] = (),
     ) -> None:
         """See `KVConnectorScheduler`."""
 
@@ -43,14 +48,19 @@ class NullScheduler(KVConnectorScheduler):
         """See `KVConnectorScheduler`."""
         return None
 
+    def take_instructions(self) -> ConnectorMetadata | None:
+        """See `KVConnectorScheduler`."""
+        return None
+
     def request_finished(
-        self, request: RequestView, block_ids: Sequence[BlockId]
+        self, request: RequestView, block_ids: Sequence[BlockId], generations: Sequence[int]
     ) -> KVHandoff | None:
         """See `KVConnectorScheduler`."""
         return None
 
-    def request_aborted(self, request: RequestView) -> None:
+    def request_aborted(self, request: RequestView) -> bool:
         """See `KVConnectorScheduler`."""
+        return False
 
     def release_lease(self, nonce: str) -> None:
         """See `KVConnectorScheduler`."""
@@ -75,6 +85,9 @@ class NullWorker(KVConnectorWorker):
     def endpoint(self) -> Endpoint | None:
         """See `KVConnectorWorker`."""
         return None
+
+    def post(self, metadata: ConnectorMetadata) -> None:
+        """See `KVConnectorWorker`."""
 
     def start_load_kv(self, metadata: ConnectorMetadata) -> None:
         """See `KVConnectorWorker`."""

@@ -3,7 +3,8 @@
 A block is freed, or read, on all ranks at once. So a lease has settled when it has settled
 on the last of them, and a load is over when the last of them has received it or given it
 up: until then some rank's NIC may still write into its share of the blocks. A load of which
-one rank's part is missing has failed as a whole.
+one rank's part is missing has failed as a whole. A push begins when every rank of P has its
+registration, and is withdrawn as soon as one of them lost it.
 
 Pure: it knows neither how the reports came nor what the engine does with them.
 """
@@ -13,10 +14,20 @@ from __future__ import annotations
 from collections import Counter, OrderedDict
 from typing import TYPE_CHECKING, Final, Generic, TypeVar
 
-from pdserve.wire.transfer import ConnectorReport, Failed, LeaseEnd, Received, Settled
+import msgspec
+
+from pdserve.wire.transfer import (
+    ConnectorReport,
+    Failed,
+    LeaseEnd,
+    LoadFailure,
+    Received,
+    Registered,
+    Settled,
+)
 
 if TYPE_CHECKING:
-    from collections.abc import Hashable
+    from collections.abc import Hashable, Mapping
 
 F = TypeVar("F")
 
@@ -35,27 +46,28 @@ _MAX_REMEMBERED = 1 << 12
 class Quorum:
     """The votes of one engine's ranks, by fact.
 
-    Votes are per lease and per load, which reports name (`Settled.nonce`,
-    `Received.load_id`), and not per request: a request may be loaded again. What a rank says
-    twice is ignored and counted as the fault `report_repeated`, also after the vote is over;
-    a connector that does not name its loads gets a vote of its own for what comes then.
+    Votes are per lease, per push and per load, which reports name (`Settled.nonce`,
+    `Registered.nonce`, `Received.load_id`), and not per request: a request may be loaded again.
+    What a rank says twice is ignored and counted as the fault `report_repeated`, also after the
+    vote is over, and also if there is only one rank; a connector that does not name its loads
+    gets a vote of its own for what comes then.
 
     Its memory is bounded: of more than 65536 votes that lack a rank the oldest is given up,
     as the fault `report_incomplete`.
-
-    Args:
-        num_ranks: With one rank its reports are handed through as they are.
     """
 
     def __init__(self, num_ranks: int) -> None:
         self._num_ranks = num_ranks
         self._leases: _Votes[Settled] = _Votes(num_ranks)
         self._loads: _Votes[Received | Failed] = _Votes(num_ranks)
+        self._pushes: _Votes[Registered] = _Votes(num_ranks)
+        # By nonce, which ranks have said so; no vote, because the first of them decides.
+        self._withdrawn: OrderedDict[str, set[int]] = OrderedDict()
 
     @property
     def num_open(self) -> int:
-        """Leases and loads that some ranks have reported, and others not yet."""
-        return len(self._leases) + len(self._loads)
+        """Leases, loads and registrations that some ranks have reported, and others not yet."""
+        return len(self._leases) + len(self._loads) + len(self._pushes)
 
     def add(self, rank: int, report: ConnectorReport) -> ConnectorReport:
         """Take what `rank` saw; return the facts that are complete with it.
@@ -63,33 +75,65 @@ class Quorum:
         Faults are of one rank alone and come back at once. A report of a rank that the
         engine does not have is the fault `report_of_unknown_rank`, and counts for nothing.
         """
-        if self._num_ranks == 1:
-            return report
         if not 0 <= rank < self._num_ranks:
             return ConnectorReport(faults={"report_of_unknown_rank": 1})
+        if not report:
+            return report
         faults = Counter(report.faults)
         settled: list[Settled] = []
         received: list[Received] = []
         failed: list[Failed] = []
+        failing: list[Failed] = []
         for lease in report.settled:
             ends = self._leases.add((lease.request_id, lease.nonce), bool(lease.nonce), rank, lease)
             if ends is not None:
                 settled.append(max(ends.values(), key=lambda each: _SEVERITY[each.end]))
         loads: list[Received | Failed] = [*report.received, *report.failed]
         for load in loads:
-            parts = self._loads.add((load.request_id, load.load_id), load.load_id > 0, rank, load)
+            key = load.request_id, load.load_id
+            is_repeated = rank in self._loads.so_far(key)
+            parts = self._loads.add(key, load.load_id > 0, rank, load)
             if parts is None:
+                # The others may wait for a peer that only this rank has found to be gone.
+                told = self._loads.so_far(key).values()
+                if not is_repeated and [p for p in told if isinstance(p, Failed)] == [load]:
+                    failing.append(load)  # type: ignore[arg-type]
                 continue
             match _whole(parts):
                 case Received() as whole:
                     received.append(whole)
                 case Failed() as whole:
                     failed.append(whole)
-        faults.update(self._leases.take_faults())
-        faults.update(self._loads.take_faults())
+        registered = [
+            push
+            for push in report.registered
+            if push.nonce not in self._withdrawn
+            and self._pushes.add(push.nonce, True, rank, push) is not None
+        ]
+        withdrawn = [end for end in report.withdrawn if self._is_first(rank, end.nonce, faults)]
+        for votes in (self._leases, self._loads, self._pushes):
+            faults.update(votes.take_faults())
         return ConnectorReport(
-            settled=settled, received=received, failed=failed, faults=dict(faults)
+            settled=settled,
+            received=received,
+            failed=failed,
+            faults=dict(faults),
+            registered=registered,
+            withdrawn=withdrawn,
+            failing=failing,
         )
+
+    def _is_first(self, rank: int, nonce: str, faults: Counter[str]) -> bool:
+        """Take one rank's withdrawal; whether it is the first of this push."""
+        ranks = self._withdrawn.setdefault(nonce, set())
+        if rank in ranks:
+            faults["report_repeated"] += 1
+            return False
+        ranks.add(rank)
+        self._pushes.give_up(nonce)
+        if len(self._withdrawn) > _MAX_REMEMBERED:
+            self._withdrawn.popitem(last=False)
+        return len(ranks) == 1
 
 
 class _Votes(Generic[F]):
@@ -130,6 +174,14 @@ class _Votes(Generic[F]):
                 self._over.popitem(last=False)
         return vote
 
+    def so_far(self, key: Hashable) -> Mapping[int, F]:
+        """What was said in an open vote, by rank."""
+        return self._open.get(key, {})
+
+    def give_up(self, key: Hashable) -> None:
+        """Forget an open vote: it will not be complete, and that is no fault."""
+        self._open.pop(key, None)
+
     def take_faults(self) -> Counter[str]:
         """What was counted since the last call."""
         faults, self._faults = self._faults, Counter()
@@ -149,13 +201,26 @@ def _whole(parts: dict[int, Received | Failed]) -> Received | Failed:
                 for rank, part in failed.items()
             ),
             load_id=first.load_id,
+            # A rank that has all of it does not narrow down what the others have.
+            num_valid_tokens=min(part.num_valid_tokens for part in failed.values()),
         )
     received = [part for part in parts.values() if isinstance(part, Received)]
-    return Received(
-        request_id=received[0].request_id,
+    first_part = received[0]
+    for what in ("handoff", "mode"):
+        values = {rank: getattr(part, what) for rank, part in parts.items()}
+        if any(value != getattr(first_part, what) for value in values.values()):
+            return Failed(
+                request_id=first_part.request_id,
+                reason=LoadFailure.DIGEST,
+                detail=f"ranks differ in {what}: {values}",
+                load_id=first_part.load_id,
+            )
+    return msgspec.structs.replace(
+        first_part,
         num_bytes=sum(part.num_bytes for part in received),
         num_descriptors=sum(part.num_descriptors for part in received),
         wait_s=max(part.wait_s for part in received),
         transfer_s=max(part.transfer_s for part in received),
-        load_id=received[0].load_id,
+        digest_s=max(part.digest_s for part in received),
+        elapsed_s=max(part.elapsed_s for part in received),
     )

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pdserve.kernels.digest import place_keys, word_constants
 from pdserve.kernels.moe import RoutingRule
 
 
@@ -509,4 +510,44 @@ def latent_attention() -> list[Case]:
         case("deepseek_decode", [1, 1], [700, 90], 16, (512, 64)),
         case("deepseek_chunk", [20], [90], 128, (512, 64), block_size=64),
         case("one_head", [20, 1], [90, 33], 1, (64, 32), block_size=8),
+    ]
+
+
+def kv_digests() -> list[Case]:
+    """The five arguments: both orders of a block, shares of its layers and heads, any spans."""
+
+    def case(
+        name: str,
+        grid: tuple[int, int, int],
+        head_dim: int,
+        spans: list[list[int]],
+        *,
+        block_size: int = 16,
+        tokens_outside: bool = False,
+        share: bool = False,
+    ) -> Case:
+        def make(dtype: torch.dtype, device: torch.device) -> tuple[Any, ...]:
+            layers, planes, heads = grid
+            inner = (block_size, heads) if tokens_outside else (heads, block_size)
+            kv = _draw((5, layers, planes, *inner, head_dim), dtype, device, seed=9)
+            kv = kv.transpose(3, 4) if tokens_outside else kv
+            kv = kv[:, 1:, :, : heads - 1] if share else kv
+            words = head_dim * kv.element_size() // 4
+            here = range(3, 3 + kv.shape[1]), planes, range(2, 2 + kv.shape[3])
+            table = torch.tensor(spans, dtype=torch.int64).reshape(-1, 5)
+            return kv, table, word_constants(64, words), place_keys(*here), 4
+
+        return Case(name, make)
+
+    whole = [[0, 3, 0, 16, 0], [1, 0, 0, 16, 0], [2, 4, 0, 7, 0]]
+    return [
+        case("empty", (1, 2, 1), 64, []),
+        case("whole_blocks", (3, 2, 4), 128, whole),
+        case("tokens_outside", (3, 2, 4), 128, whole, tokens_outside=True),
+        case("share", (3, 2, 4), 64, whole, share=True),
+        case("share_tokens_outside", (3, 2, 4), 64, whole, share=True, tokens_outside=True),
+        case("latent", (2, 1, 1), 576, whole),
+        case("odd_words", (2, 2, 3), 18, whole),
+        case("parts", (2, 2, 2), 32, [[3, 1, 3, 5, 40], [3, 2, 0, 1, 63], [0, 2, 8, 0, 0]]),
+        case("small_blocks", (2, 2, 2), 32, [[1, 4, 0, 4, 60], [1, 4, 1, 2, 9]], block_size=4),
     ]

@@ -24,6 +24,8 @@ first argument: the CPU kernels where they can be built, the reference everywher
         cos_sin, kv_layer, slot_mapping, norm, eps)  latent and its key into kv_layer
     latent_attention(q, kv_layer, block_tables,      [T, H, R + P] -> [T, H, R]
         query_start, context_lens, scale, latent_dim)
+    kv_digests(kv, spans, constants, keys, num_rows) [num_blocks, L, P, H, block_size, Dh]
+                                                     -> [num_rows, L, H]; bit for bit
 
 ``T`` is the number of tokens of a step, over all its requests. Tensors are contiguous, of one dtype
 (bf16, fp16 or fp32) and on one device; ``kv_layer`` is the view ``kv[:, layer]`` of ``[num_blocks,
@@ -57,7 +59,7 @@ from pdserve.kernels.cpu.native import NativeKernels
 from pdserve.kernels.linear import PackedLinear
 from pdserve.kernels.mla import PackedHeads
 from pdserve.kernels.moe import PackedExperts, RoutingRule
-from pdserve.kernels.reference import activation, attention, mla, moe, norm, rope
+from pdserve.kernels.reference import activation, attention, digest, mla, moe, norm, rope
 from pdserve.kernels.reference import linear as products
 
 __all__ = [
@@ -70,6 +72,7 @@ __all__ = [
     "add_rms_norm",
     "experts",
     "head_linear",
+    "kv_digests",
     "latent_attention",
     "linear",
     "paged_attention",
@@ -84,6 +87,7 @@ P = ParamSpec("P")
 R_co = TypeVar("R_co", bound=Tensor | tuple[Tensor, ...], covariant=True)
 
 _ELEMENTWISE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
+_EXACT = dict.fromkeys(_ELEMENTWISE, 0.0)
 _ACCUMULATED = {torch.float32: 5e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 
 
@@ -172,6 +176,7 @@ latent_attention = Op(
     cases.latent_attention,
     _ACCUMULATED,
 )
+kv_digests = Op("kv_digests", digest.kv_digests, NativeKernels.kv_digests, cases.kv_digests, _EXACT)
 
 OPS: dict[str, Op[..., Tensor | tuple[Tensor, ...]]] = {
     op.name: op
@@ -187,5 +192,6 @@ OPS: dict[str, Op[..., Tensor | tuple[Tensor, ...]]] = {
         head_linear,
         rope_and_latent,
         latent_attention,
+        kv_digests,
     )
 }

@@ -5,9 +5,9 @@ from __future__ import annotations
 import secrets
 from typing import TYPE_CHECKING
 
+from pdserve.connectors.handover.scheduler import HandoverScheduler
 from pdserve.connectors.memory.exchange import Exchange
 from pdserve.connectors.memory.worker import MemoryWorker
-from pdserve.connectors.pull.scheduler import PullScheduler
 from pdserve.observe.clock import SystemClock
 
 if TYPE_CHECKING:
@@ -47,7 +47,7 @@ class MemoryFactory:
         self, context: ConnectorContext, endpoints: list[Endpoint]
     ) -> KVConnectorScheduler:
         """See `ConnectorFactory`."""
-        return PullScheduler(context, endpoints, new_nonce=self._new_nonce)
+        return HandoverScheduler(context, endpoints, new_nonce=self._new_nonce)
 
     def worker(self, context: ConnectorContext, wake: Callable[[], None]) -> KVConnectorWorker:
         """See `ConnectorFactory`."""

@@ -1,45 +1,64 @@
-"""The worker half of the memory connector: loads are copies, made inside `get_finished`.
+"""The worker half of the memory connector: transfers are copies, made inside `get_finished`.
 
-A load that was posted before one call lands some calls later: it takes time, as on a wire,
-and what is aborted meanwhile lands all the same before it is reported as failed.
+A transfer that was posted before one call arrives over some calls: it takes time, as on a
+wire, and what is given up meanwhile arrives all the same before it is reported as over.
 
-It follows the protocol of the real thing (leases, nonces, heartbeats, a read that counts
-only once its owner confirms it), and differs in when things happen: there is no thread, so
-heartbeats and expiry happen when this half is called, by the clock that was passed in.
+It follows the protocol of the real thing (leases, nonces, heartbeats, registrations, digests, a
+read that counts only once its owner confirms it), and differs in when things happen: there is
+no thread, so nothing moves and no time is noticed but when this half is called, by the clock
+that was passed in. What a peer says is a call under the exchange's lock.
+
+Both sides of both directions are in here: `pulls` and `reserves` at D, `pushes` and `leases`
+at P.
 """
 
 from __future__ import annotations
 
-from collections import deque
-from itertools import chain
+from collections import Counter
 from typing import TYPE_CHECKING
 
-import torch
-
 from pdserve.connectors.base import Capabilities, KVConnectorWorker
-from pdserve.connectors.pull.instructions import PullInstructions
-from pdserve.connectors.pull.lease import LeaseTable, Verdict
+from pdserve.connectors.digests import BlockDigests
+from pdserve.connectors.handover.instructions import Instructions, StepInstructions
+from pdserve.connectors.handover.lease import LeaseTable
+from pdserve.connectors.memory.pulls import Pulls
+from pdserve.connectors.memory.pushes import Pushes
+from pdserve.connectors.memory.reserves import Reserves
+from pdserve.connectors.slicing import mismatch, routes_to
 from pdserve.errors import InternalError
-from pdserve.wire.transfer import ConnectorReport, Failed, LoadFailure, Received
+from pdserve.wire.transfer import ConnectorReport, LoadFailure
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
+
+    import torch
 
     from pdserve.connectors.base import ConnectorContext, KVLayout
+    from pdserve.connectors.handover.instructions import Chunk, Grant, Watch
     from pdserve.connectors.memory.exchange import Exchange
-    from pdserve.connectors.pull.instructions import Load, Owner, Watch
+    from pdserve.connectors.slicing import Route
     from pdserve.observe.clock import Clock
-    from pdserve.wire.ids import RequestId
-    from pdserve.wire.transfer import ConnectorMetadata, Endpoint
+    from pdserve.wire.ids import BlockId
+    from pdserve.wire.transfer import (
+        ConnectorMetadata,
+        Endpoint,
+        EngineRef,
+        LeaseEnd,
+    )
 
 _HEARTBEATS_PER_LEASE = 6
-_POLLS_ON_THE_WIRE = 3
 
 
 class MemoryWorker(KVConnectorWorker):
-    """See `KVConnectorWorker`. Thread-safe by the exchange's lock."""
+    """See `KVConnectorWorker`. Thread-safe by the exchange's lock.
 
-    capabilities = Capabilities()
+    Other ranks reach into it, with the lock held.
+
+    Attributes:
+        kv: None before it is registered, and once this half is closed.
+    """
+
+    capabilities = Capabilities(push=True)
 
     def __init__(
         self,
@@ -49,169 +68,227 @@ class MemoryWorker(KVConnectorWorker):
         exchange: Exchange,
         clock: Clock,
     ) -> None:
-        self._context = context
-        self._wake = wake
-        self._exchange = exchange
+        self.context = context
+        self.wake = wake
+        self.exchange = exchange
+        self.kv: torch.Tensor | None = None
+        self.leases = LeaseTable(context.config.transfer.lease_s)
+        self.pulls = Pulls(self)
+        self.reserves = Reserves(self)
+        self.pushes = Pushes(self, clock.monotonic_s())
         self._clock = clock
-        self._kv: torch.Tensor | None = None
         self._endpoint: Endpoint | None = None
+        self._digests: BlockDigests | None = None
         self._watches: dict[str, Watch] = {}
         self._beat_s: dict[str, float] = {}
-        self._posted: list[Load] = []
-        self._wire: deque[list[Load]] = deque([[]] * (_POLLS_ON_THE_WIRE - 1))
-        self._aborted: set[RequestId] = set()
-        self.leases = LeaseTable(context.config.transfer.lease_s)
+        self._grants: dict[str, Grant] = {}
+        self._chunks: list[Chunk] = []
+        self._faults: Counter[str] = Counter()
+        self._num_reported: Counter[str] = Counter()
 
     def register_kv_caches(self, kv: torch.Tensor, layout: KVLayout) -> None:
         """See `KVConnectorWorker`."""
         if self._endpoint is not None:
             raise InternalError("KV memory was registered twice")
-        self._kv = kv
-        self._endpoint = self._exchange.join(self)
+        self.kv = kv
+        self._digests = BlockDigests(kv, self.context.shape, self.context.rank)
+        self._endpoint = self.exchange.join(self)
 
     @property
     def endpoint(self) -> Endpoint | None:
         """See `KVConnectorWorker`."""
         return self._endpoint
 
-    def start_load_kv(self, metadata: ConnectorMetadata) -> None:
+    @property
+    def digests(self) -> BlockDigests:
+        """Of this rank's own blocks.
+
+        Raises:
+            InternalError: There is no KV memory.
+        """
+        if self._digests is None:
+            raise InternalError("instructions came before KV memory was registered")
+        return self._digests
+
+    def post(self, metadata: ConnectorMetadata) -> None:
         """See `KVConnectorWorker`."""
-        todo = PullInstructions.from_metadata(metadata)
-        with self._exchange.lock:
+        todo = Instructions.from_metadata(metadata)
+        with self.exchange.lock:
             now_s = self._clock.monotonic_s()
+            for expect in todo.expects:
+                self.pushes.expect(expect, now_s)
             for grant in todo.grants:
-                self.leases.grant(grant.nonce, grant.request_id, now_s)
+                self._grant(grant, now_s)
             for watch in todo.watches:
                 self._watches[watch.nonce] = watch
                 self._beat_s[watch.nonce] = now_s
-            self._posted += todo.loads
+            for reserve in todo.reserves:
+                first = reserve.first_token // self.context.layout.block_size
+                self._check_unused(reserve.local_block_ids[first:])
+                self.reserves.post(reserve, now_s)
+            for load in todo.loads:
+                first = load.first_token // self.context.layout.block_size
+                self._check_unused(load.local_block_ids[first:])
+                self.pulls.post(load, now_s)
             for release in todo.releases:
-                self._release(release.nonce, release.owner)
-            under_way = {load.request_id for load in chain(self._posted, *self._wire)}
-            self._aborted |= under_way & set(todo.aborts)
+                self._release(release.nonce, release.owner, release.end)
+            for nonce in todo.unwatches:
+                self.unwatch(nonce)
+            if todo.aborts:
+                self.pulls.abort(set(todo.aborts))
+                self.reserves.abort(set(todo.aborts))
+            for stop in todo.stops:
+                self.pushes.stop(stop)
+                self.leases.stop(stop.nonce, stop.request_id, now_s)
             for end in todo.ends:
                 self.leases.release(end.nonce, end.end)
             self._beat(now_s)
-        if todo.grants or todo.loads or todo.aborts or todo.ends:
-            self._wake()
+        self.wake()
+
+    def start_load_kv(self, metadata: ConnectorMetadata) -> None:
+        """See `KVConnectorWorker`."""
+        self._chunks = StepInstructions.from_metadata(metadata).chunks
+
+    def wait_for_save(self) -> None:
+        """See `KVConnectorWorker`."""
+        chunks, self._chunks = self._chunks, []
+        self.pushes.last_step_s = self._clock.monotonic_s()
+        if chunks:
+            with self.exchange.lock:
+                self.pushes.complete(chunks, self._clock.monotonic_s())
+            self.wake()
 
     def get_finished(self) -> ConnectorReport:
         """See `KVConnectorWorker`."""
-        received: list[Received] = []
-        failed: list[Failed] = []
-        with self._exchange.lock:
-            self._beat(self._clock.monotonic_s())
-            self._wire.append(self._posted)
-            self._posted = []
-            for load in self._wire.popleft():
-                if load.request_id in self._aborted:
-                    self._aborted.discard(load.request_id)
-                    # Bytes of a real load go on landing until it has settled: so do these.
-                    self._copy(load)
-                    failed.append(_failed(load, LoadFailure.ABORTED))
-                    self._release(load.nonce, load.owner)
-                    continue
-                match self._load(load):
-                    case Received() as fact:
-                        received.append(fact)
-                        self._unwatch(load.nonce)
-                    case Failed() as fact:
-                        failed.append(fact)
-                        self._release(load.nonce, load.owner)
-            self.leases.expire(self._clock.monotonic_s())
+        with self.exchange.lock:
+            now_s = self._clock.monotonic_s()
+            self._beat(now_s)
+            loads, reserved = self.pulls.poll(now_s), self.reserves.poll(now_s)
+            pushed = self.pushes.poll(now_s)
+            self.leases.expire(now_s)
             settled = self.leases.take_settled()
-            if any(self._wire):
-                self._wake()
-        return ConnectorReport(settled=settled, received=received, failed=failed)
+            for lease in settled:
+                self._grants.pop(lease.nonce, None)
+            if len(self.pulls) or self.pushes.is_moving:
+                self.wake()
+            return ConnectorReport(
+                settled=settled,
+                received=[*loads.received, *reserved.received],
+                failed=[*loads.failed, *reserved.failed],
+                faults=self._take_faults(),
+                registered=pushed.registered,
+                withdrawn=pushed.withdrawn,
+            )
 
     def close(self, timeout_s: float) -> None:
         """See `KVConnectorWorker`."""
-        if self._endpoint is not None:
-            self._exchange.leave(self._endpoint)
-        self._kv = None
+        with self.exchange.lock:
+            if self._endpoint is not None:
+                self.exchange.leave(self._endpoint)
+            self.pushes.close()
+            self.kv = None
 
-    def _load(self, load: Load) -> Received | Failed:
-        """Copy, then ask the owner whether what was copied was still leased."""
-        owner = self._exchange.find(self._endpoint_of(load.owner))
-        if owner is None or owner._kv is None or self._kv is None:
-            return _failed(
-                load, LoadFailure.PEER_LOST, f"{load.owner.engine_id} is not in this process"
+    # ---- what this rank's other parts, and other ranks, ask for --------------------------
+
+    def peer(self, ref: EngineRef, rank: int) -> MemoryWorker | None:
+        """The rank of another engine's life; None if it cannot be reached."""
+        if rank >= len(ref.endpoints):
+            return None
+        worker = self.exchange.find(ref.endpoints[rank])
+        if worker is None or worker.context.incarnation != ref.incarnation:
+            return None
+        return worker
+
+    def why_not(
+        self, worker: MemoryWorker, ref: EngineRef, rank: int
+    ) -> tuple[LoadFailure, str] | None:
+        """Why `worker` is not to be taken for that rank of the engine."""
+        theirs, mine = worker.context, self.context
+        if theirs.incarnation != ref.incarnation:
+            detail = (
+                f"the lease is of incarnation {ref.incarnation} of {ref.engine_id}, which is "
+                f"now {theirs.incarnation}"
             )
-        theirs, mine = owner._context, self._context
-        if theirs.incarnation != load.owner.incarnation:
-            return _failed(
-                load,
-                LoadFailure.LEASE_LOST,
-                f"the lease is of incarnation {load.owner.incarnation} of "
-                f"{load.owner.engine_id}, which is now {theirs.incarnation}",
-            )
-        if theirs.rank != mine.rank:
-            return _failed(
-                load,
-                LoadFailure.INCOMPATIBLE,
+            return LoadFailure.LEASE_LOST, detail
+        if theirs.rank != rank or theirs.shape != ref.shape:
+            detail = (
                 f"rank {mine.rank} of {mine.engine_id} was led to rank {theirs.rank} of "
-                f"{theirs.engine_id}",
+                f"{theirs.engine_id} for rank {rank} of {ref.shape}; it is of {theirs.shape}"
             )
+            return LoadFailure.INCOMPATIBLE, detail
         if theirs.layout_digest != mine.layout_digest:
-            return _failed(
-                load,
-                LoadFailure.INCOMPATIBLE,
+            detail = (
                 f"layout at {theirs.engine_id}: {theirs.layout_fields}, "
-                f"at {mine.engine_id}: {mine.layout_fields}",
+                f"at {mine.engine_id}: {mine.layout_fields}"
             )
-        start_s = self._clock.monotonic_s()
-        until_s = start_s + mine.config.transfer.transfer_timeout_s
-        owner.leases.begin_read(load.nonce, self, start_s, until_s=until_s)
-        self._copy(load)
-        end_s = self._clock.monotonic_s()
-        verdict = owner.leases.confirm(load.nonce, self, end_s)
-        owner._wake()
-        if verdict is not Verdict.VALID:
-            return _failed(load, LoadFailure.LEASE_LOST, f"{theirs.engine_id} no longer leased it")
-        return Received(
-            request_id=load.request_id,
-            num_bytes=len(load.local_block_ids) * mine.layout.block_bytes,
-            num_descriptors=len(load.local_block_ids),
-            wait_s=0.0,
-            transfer_s=end_s - start_s,
-            load_id=load.load_id,
+            return LoadFailure.INCOMPATIBLE, detail
+        return None
+
+    def digests_of_lease(self, nonce: str, route: Route, *, first_token: int) -> bytes:
+        """What a reader of a live lease must have found on `route`."""
+        grant = self._grants[nonce]
+        return self.digests.of(
+            grant.block_ids, grant.generations, grant.num_tokens, route, first_token=first_token
         )
 
-    def _copy(self, load: Load) -> None:
-        """Move the bytes, if both ends of the load are still there."""
-        owner = self._owner(load.owner)
-        if owner is not None and owner._kv is not None and self._kv is not None:
-            with torch.inference_mode():
-                self._kv[load.local_block_ids] = owner._kv[load.remote_block_ids]
+    def unwatch(self, nonce: str) -> None:
+        """Renew this lease no more. Unknown ones are ignored."""
+        self._watches.pop(nonce, None)
+        self._beat_s.pop(nonce, None)
+
+    def fault(self, name: str, is_one: bool = True) -> None:
+        """Count what should not happen."""
+        if is_one:
+            self._faults[name] += 1
+
+    # ---- the rest ------------------------------------------------------------------------
+
+    def _grant(self, grant: Grant, now_s: float) -> None:
+        self.pushes.hand_out(grant.block_ids, grant.generations)
+        is_new = self.leases.grant(
+            grant.nonce,
+            grant.request_id,
+            now_s,
+            block_ids=grant.block_ids,
+            generations=grant.generations,
+        )
+        if is_new:
+            self.digests.take(grant.block_ids, grant.generations, grant.num_tokens)
+            self._grants[grant.nonce] = grant
+            self.pushes.grant(grant)
+
+    def _check_unused(self, block_ids: list[BlockId]) -> None:
+        """No two transfers may write one block: its first one is not over, then."""
+        taken = {*self.pulls.blocks, *self.reserves.blocks}
+        self.fault("block_reused_under_load", not taken.isdisjoint(block_ids))
 
     def _beat(self, now_s: float) -> None:
         for nonce, watch in self._watches.items():
             if self._beat_s[nonce] <= now_s:
                 self._beat_s[nonce] = now_s + watch.lease_s / _HEARTBEATS_PER_LEASE
-                owner = self._owner(watch.owner)
-                if owner is not None:
+                for owner in self._owners(watch.owner):
                     owner.leases.heartbeat([nonce], now_s)
+                    owner.pushes.heard(nonce, now_s)
 
-    def _release(self, nonce: str, where: Owner) -> None:
-        self._unwatch(nonce)
-        owner = self._owner(where)
-        if owner is not None:
-            owner.leases.release(nonce)
-            owner._wake()
+    def _release(self, nonce: str, where: EngineRef, end: LeaseEnd) -> None:
+        self.unwatch(nonce)
+        for owner in self._owners(where):
+            owner.leases.release(nonce, end)
+            owner.wake()
 
-    def _unwatch(self, nonce: str) -> None:
-        self._watches.pop(nonce, None)
-        self._beat_s.pop(nonce, None)
+    def _owners(self, ref: EngineRef) -> Iterator[MemoryWorker]:
+        """The ranks of P that this rank of D talks to."""
+        if mismatch(ref.shape, self.context.shape) is not None:
+            return
+        for route in routes_to(ref.shape, self.context.shape, self.context.rank):
+            worker = self.peer(ref, route.source_rank)
+            if worker is not None:
+                yield worker
 
-    def _owner(self, owner: Owner) -> MemoryWorker | None:
-        worker = self._exchange.find(self._endpoint_of(owner))
-        if worker is None or worker._context.incarnation != owner.incarnation:
-            return None
-        return worker if worker._context.rank == self._context.rank else None
-
-    def _endpoint_of(self, owner: Owner) -> Endpoint:
-        return owner.endpoints[self._context.rank]
-
-
-def _failed(load: Load, reason: LoadFailure, detail: str = "") -> Failed:
-    return Failed(request_id=load.request_id, reason=reason, detail=detail, load_id=load.load_id)
+    def _take_faults(self) -> dict[str, int]:
+        totals = self._faults.copy()
+        totals["lease_granted_twice"] = self.leases.num_regrants
+        totals["lease_block_reused"] = self.leases.num_reused
+        new = totals - self._num_reported
+        self._num_reported = totals
+        return dict(new)

@@ -179,6 +179,24 @@ struct PdAttentionBlock {
     PdLinear out;
 };
 
+// Tokens of a block that add to a row of digests.
+struct PdSpan {
+    int64_t row, block, first, tokens, place;
+};
+
+// out[row, layer, head] += key of layer, plane, head * sum of word * constant, mod 2^64. Strides are
+// in bytes.
+struct PdDigest {
+    const void* memory;         // [num_blocks, layers, planes, heads, block_size, words], strided
+    const PdSpan* spans;        // [num_spans]
+    const uint32_t* constants;  // [num_places, words]
+    const uint64_t* keys;       // [layers, planes, heads]
+    uint64_t* out;              // [rows, layers, heads]
+    int64_t num_spans, num_places, rows;
+    int64_t num_blocks, layers, planes, heads, block_size, words;
+    int64_t block_stride, layer_stride, plane_stride, head_stride, token_stride;
+};
+
 void pd_linear(const PdLinear* p);
 int32_t pd_take_rows(const PdTakeRows* p);
 void pd_rms_norm(const PdRmsNorm* p);
@@ -189,6 +207,7 @@ void pd_head_linear(const PdHeadLinear* p);
 int32_t pd_rope_and_latent(const PdRopeAndLatent* p);
 void pd_route(const PdRoute* p);
 int32_t pd_experts(const PdExperts* p);
+int32_t pd_digest(const PdDigest* p);
 }
 
 namespace pd {

@@ -75,6 +75,7 @@ _HEAD_LINEAR = struct.Struct("@3P8q2i").pack
 _ROPE_AND_LATENT = struct.Struct("@8P9qf2i").pack
 _ROUTE = struct.Struct("@4P5qf4i").pack
 _EXPERTS = struct.Struct("@5P7q2i").pack
+_DIGEST = struct.Struct("@5P14q").pack
 # Structs of structs; 0P pads the end.
 _MLP = struct.Struct("@4P2qf2i4P3q3i2P2q2i4P3q3i0P").pack
 _ATTENTION_BLOCK = struct.Struct("@4P2qf2i4P3q3i8P9qf2i6P12qf2i4P3q3i0P").pack
@@ -124,6 +125,7 @@ class NativeKernels:
         self._rope_and_latent = library.pd_rope_and_latent
         self._route = library.pd_route
         self._experts = library.pd_experts
+        self._digest = library.pd_digest
 
     def packed_memory(self, num_cols: int, depth: int, dtype: torch.dtype) -> Tensor:
         """Return a packed weight ``[num_cols, depth]`` of zeros, an opaque tensor of bytes."""
@@ -623,6 +625,52 @@ class NativeKernels:
         )
         if status:
             raise InternalError(f"experts: {_STATUS[status]}")
+        return out
+
+    def kv_digests(
+        self, kv: Tensor, spans: Tensor, constants: Tensor, keys: Tensor, num_rows: int
+    ) -> Tensor:
+        """See ``reference.digest.kv_digests``; on the caller's thread, whatever torch's number.
+
+        Raises:
+            InternalError: A span is outside of the memory, the constants or the rows.
+        """
+        num_blocks, num_layers, num_planes, num_heads, block_size, head_dim = kv.shape
+        item = kv.element_size()
+        words, odd_bytes = divmod(head_dim * item, 4)
+        if odd_bytes or kv.stride(5) != 1 or constants.shape[1] != words:
+            raise TypeError(
+                f"got vectors of {head_dim} {kv.dtype} {item * kv.stride(5)} bytes apart, and "
+                f"{constants.shape[1]} constants for each of their 32-bit words"
+            )
+        if keys.shape != kv.shape[1:4] or spans.shape[1:] != (5,):
+            raise TypeError(f"got keys {keys.shape} and spans {spans.shape} for {kv.shape}")
+        wanted = ((spans, torch.int64), (constants, torch.int32), (keys, torch.int64))
+        for given, dtype in wanted:
+            if given.dtype != dtype or not given.is_contiguous():
+                raise TypeError(f"want contiguous {dtype}, got {given.dtype} {given.stride()}")
+        out = torch.zeros((num_rows, num_layers, num_heads), dtype=torch.int64)
+        status = self._digest(
+            _DIGEST(
+                kv.data_ptr(),
+                spans.data_ptr(),
+                constants.data_ptr(),
+                keys.data_ptr(),
+                out.data_ptr(),
+                len(spans),
+                len(constants),
+                num_rows,
+                num_blocks,
+                num_layers,
+                num_planes,
+                num_heads,
+                block_size,
+                words,
+                *(stride * item for stride in kv.stride()[:5]),
+            )
+        )
+        if status:
+            raise InternalError(f"kv_digests: {_STATUS[status]}")
         return out
 
     def mlp(

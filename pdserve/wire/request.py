@@ -10,7 +10,18 @@ from pdserve.wire.ids import EngineId, Incarnation, RequestId
 from pdserve.wire.outputs import TokenLogprobs
 from pdserve.wire.sampling import SamplingParams
 from pdserve.wire.step import ExpertBalance
-from pdserve.wire.transfer import Endpoint, KVHandoff
+from pdserve.wire.transfer import Endpoint, KVHandoff, KVShape, PushTicket
+
+
+class OnLoadFailure(enum.Enum):
+    """What D does with a request whose KV did not arrive, after its own retries.
+
+    RECOMPUTE: it prefills the prompt itself, within its budget. REPORT: it ends the request
+    with the error code `kv_transfer_failed`, because whoever sent it has other ways first.
+    """
+
+    RECOMPUTE = "recompute"
+    REPORT = "report"
 
 
 class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -24,6 +35,10 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
         cache_salt: Requests share cached prefixes only with requests of the same salt.
         remote_decode: Prefill only: stop after the first token and lease the KV out.
         handoff: Where another engine has prefilled this prompt, if one has.
+        ticket: At P (with `remote_decode`) and at D: the push that this request is part of.
+        on_load_failure: At D.
+        is_fallback: It is prefilled here because a prefill engine failed it: that counts
+            against `SchedulerConfig.recompute_tokens_per_s`.
     """
 
     request_id: RequestId
@@ -35,6 +50,9 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
     cache_salt: str = ""
     remote_decode: bool = False
     handoff: KVHandoff | None = None
+    ticket: PushTicket | None = None
+    on_load_failure: OnLoadFailure = OnLoadFailure.RECOMPUTE
+    is_fallback: bool = False
 
 
 class FinishReason(enum.Enum):
@@ -47,18 +65,42 @@ class FinishReason(enum.Enum):
     HANDOFF = "handoff"
 
 
+class ErrorCode(enum.Enum):
+    """What kind of error ended a request, for programs: `EngineOutput.error_code`.
+
+    KV_TRANSFER_FAILED: its KV did not arrive, and it was not to be computed here.
+    RECOMPUTE_BUDGET_EXHAUSTED: it would have been, but that is limited; to be tried again.
+    HANDOFF_REFUSED: its handoff or its ticket is not to be trusted, or not for this engine.
+    BAD_REQUEST: no engine could serve it as it is.
+    """
+
+    KV_TRANSFER_FAILED = "kv_transfer_failed"
+    RECOMPUTE_BUDGET_EXHAUSTED = "recompute_budget_exhausted"
+    HANDOFF_REFUSED = "handoff_refused"
+    BAD_REQUEST = "bad_request"
+
+
 class RequestStages(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Where a request's time went inside one engine, in seconds; they do not overlap.
 
+    All but the last two sum to the time from the arrival to the end of the step that gave the
+    first token computed here.
+
     Attributes:
-        queue_s: From arrival at the engine core to the first step that ran it (for a
-            handed-over request: until its load began).
+        queue_s: In the queue, from arrival at the engine core on: until the first step that
+            ran it, or (for a handed-over request) until its blocks were taken.
         prefill_s: From there to the step that sampled the first token.
-        kv_wait_s: From the load's start to its first byte (handshake, transfer queue).
-        kv_transfer_s: From the first byte to the last one confirmed.
+        kv_wait_s: Waiting for a peer. Of a pull: from the load's start to its first byte
+            (handshake, transfer queue, loads that failed). At D of a push: from its blocks'
+            reservation until P had computed the last chunk. At P of one: until D had
+            reserved.
+        kv_transfer_s: Of a pull: from the first byte to the last one confirmed; of a push:
+            what came after the last chunk's computation.
         handover_s: From KV ready to the first step that ran the request.
         first_step_s: That step.
         kv_bytes: Bytes received.
+        kv_digest_s: The part of `kv_transfer_s` spent on digests.
+        step_wait_s: The part of `handover_s` in which the step that ran already was finished.
     """
 
     queue_s: float = 0.0
@@ -68,6 +110,8 @@ class RequestStages(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     handover_s: float = 0.0
     first_step_s: float = 0.0
     kv_bytes: int = 0
+    kv_digest_s: float = 0.0
+    step_wait_s: float = 0.0
 
 
 class EngineOutput(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -83,7 +127,10 @@ class EngineOutput(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
         num_external_tokens: The part of them that another engine computed.
         stages: With the first token, and again with the last one.
         error: Human-readable reason when `finish_reason` is ERROR or ABORT.
-        load_failures: Labels of failed KV loads that were recomputed, in order.
+        load_failures: Labels of failed KV loads, in order.
+        error_code: An `ErrorCode` value; empty for an error of no kind.
+        retry_after_s: With an error that will pass: when to try again.
+        kv_mode: "push" or "pull" if KV came from another engine, else empty.
     """
 
     request_id: RequestId
@@ -98,6 +145,9 @@ class EngineOutput(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     stages: RequestStages | None = None
     error: str | None = None
     load_failures: list[str] = []
+    error_code: str = ""
+    retry_after_s: float | None = None
+    kv_mode: str = ""
 
 
 class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
@@ -105,7 +155,8 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         blocks: Number of KV blocks by state: free, cached (free but findable by hash),
-            held (by requests), leased (to a peer), receiving (being written by a load).
+            held (by requests), leased (to a peer), receiving (being written by a load or
+            a push), quarantined (their request is over, a transfer has not settled).
             They sum to `num_blocks`.
         prompt_tokens: Prompt tokens whose KV is here or being computed: the sum of the
             next three. What is aborted before it starts is in none of them.
@@ -117,6 +168,11 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
         kv_faults: Count by name of what should stay rare between connectors.
         experts: Of the last pipeline stage; None where no experts are balanced. Cores that
             share them say the same.
+        kv_loads: Loads that arrived, by `KVMode` value.
+        kv_ladder: Count by rung: what was done about loads that failed, and fallbacks
+            (retry, recompute, report, shed).
+        recompute_tokens: Prompt tokens computed here because a load or a prefill engine failed.
+        kv_seconds: Sums over loads, by name (wait, transfer, digest).
     """
 
     num_running: int
@@ -140,6 +196,10 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     forward_s: float = 0.0
     kv_faults: dict[str, int] = {}
     experts: ExpertBalance | None = None
+    kv_loads: dict[str, int] = {}
+    kv_ladder: dict[str, int] = {}
+    recompute_tokens: int = 0
+    kv_seconds: dict[str, float] = {}
 
 
 class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
@@ -150,6 +210,8 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
             connector has none.
         layout_digest: Engines with equal digests can exchange KV.
         layout: What the digest was taken over, for messages that name both values.
+        can_push: Its connector can write into a peer's blocks, and have its own written.
+        kv_shape: How its KV is shared out over its ranks.
     """
 
     engine_id: EngineId
@@ -164,3 +226,5 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     endpoints: list[Endpoint]
     layout_digest: str
     layout: dict[str, str]
+    can_push: bool = False
+    kv_shape: KVShape | None = None

@@ -7,7 +7,7 @@ import msgspec
 from pdserve.wire.ids import BlockId, RequestId
 from pdserve.wire.outputs import TokenLogprobs
 from pdserve.wire.sampling import SamplingParams
-from pdserve.wire.transfer import ConnectorMetadata, ConnectorReport
+from pdserve.wire.transfer import ConnectorMetadata
 
 
 class NewRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -127,7 +127,6 @@ class ModelRunnerOutput(msgspec.Struct, frozen=True, kw_only=True, omit_defaults
     sampled_token_ids: list[int] = []
     logprobs: dict[RequestId, TokenLogprobs] = {}
     prompt_logprobs: dict[RequestId, list[TokenLogprobs]] = {}
-    connector_report: ConnectorReport | None = None
     forward_s: float = 0.0
     is_wave_over: bool = False
     experts: ExpertBalance | None = None

@@ -19,6 +19,82 @@ class Endpoint(msgspec.Struct, frozen=True, kw_only=True):
     port: int
 
 
+class BlockOrder(enum.Enum):
+    """How the vectors of a block's layer and plane lie: heads outside (HND) or tokens (NHD)."""
+
+    HND = "HND"
+    NHD = "NHD"
+
+
+class KVShape(msgspec.Struct, frozen=True, kw_only=True):
+    """How an engine's KV is shared out over its ranks, so that any other can address it.
+
+    Each rank has one tensor `[num_blocks, layers, num_planes, heads, block_size, head_dim]`
+    (heads and block_size change places in NHD) of its own layers and heads. Rank r is the
+    (r % tp_size)-th of stage r // tp_size. With fewer KV heads than TP ranks each head lies on
+    several of them: rank i of a stage has head `i * num_kv_heads // tp_size`, and that one only.
+
+    Attributes:
+        num_layers, num_kv_heads: Of the whole model; MLA has one latent head, on every rank.
+        num_planes: 2 (K and V), or 1 for MLA's latent.
+        stages: First layer and end of each pipeline stage, in order.
+    """
+
+    num_blocks: int
+    num_layers: int
+    num_planes: int
+    num_kv_heads: int
+    head_dim: int
+    dtype_bytes: int
+    block_size: int
+    tp_size: int = 1
+    stages: tuple[tuple[int, int], ...] = ()
+    order: BlockOrder = BlockOrder.HND
+
+    @property
+    def num_ranks(self) -> int:
+        """Ranks of the engine."""
+        return self.tp_size * max(1, len(self.stages))
+
+
+class EngineRef(msgspec.Struct, frozen=True, kw_only=True):
+    """One life of one engine, where its ranks listen (in rank order), and how its KV lies there."""
+
+    engine_id: EngineId
+    incarnation: Incarnation
+    endpoints: tuple[Endpoint, ...]
+    shape: KVShape
+
+
+class PushTicket(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """A transfer that is planned before its KV exists: `prefill` will write into `decode`.
+
+    The proxy draws it and sends it to both at once. D reserves slots and blocks and registers
+    them at P under `nonce`; P does not start before that, and writes as it computes. Signed
+    like a handoff, because block ids that a peer may write follow from it.
+
+    Attributes:
+        nonce: Unique for ever; becomes the nonce of the lease at P.
+    """
+
+    nonce: str
+    prefill: EngineRef
+    decode: EngineRef
+    signature: str = ""
+
+    def signed(self, secret: bytes) -> PushTicket:
+        """Return a copy that carries the deployment's HMAC-SHA256 (RFC 2104)."""
+        return msgspec.structs.replace(self, signature=self._mac(secret))
+
+    def is_authentic(self, secret: bytes) -> bool:
+        """Whether this ticket was signed with `secret` and not edited since."""
+        return hmac.compare_digest(self.signature, self._mac(secret))
+
+    def _mac(self, secret: bytes) -> str:
+        unsigned = msgspec.structs.replace(self, signature="")
+        return hmac.new(secret, msgspec.msgpack.encode(unsigned), hashlib.sha256).hexdigest()
+
+
 class KVHandoff(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """A leased, finished prefill: everything D needs to go on where P stopped.
 
@@ -30,12 +106,14 @@ class KVHandoff(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         incarnation: P's life; a restarted P refuses handoffs of its earlier one.
         nonce: Unique per lease; a replayed or stale reference does not match it.
         request_id: P's id of the request.
-        endpoints: The transfer side channels of P's ranks, in rank order; rank i of D reads
-            from rank i of P.
+        endpoints: The transfer side channels of P's ranks, in rank order.
+        shape: How P's KV lies on them.
         block_ids: P's blocks in token order.
+        generations: How often each of them had been handed out when it was leased: a block
+            that was handed out again since is another block.
         num_tokens: Leading prompt tokens whose KV the blocks hold (all of the prompt).
-        block_size: Tokens per block at P.
-        layout_digest: Digest of P's KV layout; D compares it to its own.
+        layout_digest: Digest of what the KV means (model, weights, dtype), not of how it is
+            shared out; D compares it to its own.
         lease_s: Length of the lease; heartbeats renew it.
         first_token_ids: Tokens P has sampled (one), which D starts from.
         first_logprobs: Their logprobs, if the request asked for any.
@@ -49,14 +127,25 @@ class KVHandoff(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     request_id: RequestId
     endpoints: list[Endpoint]
     block_ids: list[BlockId]
+    shape: KVShape
     num_tokens: int
-    block_size: int
     layout_digest: str
     lease_s: float
     prompt_digest: str
     first_token_ids: list[int] = []
     first_logprobs: list[TokenLogprobs] | None = None
+    generations: list[int] = []
     signature: str = ""
+
+    @property
+    def owner(self) -> EngineRef:
+        """The engine that made it."""
+        return EngineRef(
+            engine_id=self.engine_id,
+            incarnation=self.incarnation,
+            endpoints=tuple(self.endpoints),
+            shape=self.shape,
+        )
 
     def signed(self, secret: bytes) -> KVHandoff:
         """Return a copy that carries the deployment's HMAC-SHA256 (RFC 2104)."""
@@ -71,8 +160,15 @@ class KVHandoff(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         return hmac.new(secret, msgspec.msgpack.encode(unsigned), hashlib.sha256).hexdigest()
 
 
+class KVMode(enum.Enum):
+    """Who moves the bytes: D reads (PULL), or P writes (PUSH)."""
+
+    PULL = "pull"
+    PUSH = "push"
+
+
 class ConnectorMetadata(msgspec.Struct, frozen=True):
-    """One step's instructions from a connector's scheduler half to its worker half.
+    """Instructions from a connector's scheduler half to its worker halves.
 
     The payload is the connector's own frozen struct, encoded: the engine carries it
     through whichever executor there is and does not read it.
@@ -110,9 +206,16 @@ class Received(msgspec.Struct, frozen=True, kw_only=True):
         num_bytes: Bytes that came over the wire.
         num_descriptors: Descriptors posted for them, after coalescing.
         wait_s: From the load's request to the first byte posted (handshake, queue).
-        transfer_s: From the first byte posted to the last one confirmed.
+        transfer_s: From the first byte posted to the last one confirmed; of a push, from P's
+            last computed chunk to its confirmation here.
         load_id: Tells the load from another one of the same request id: equal on all ranks,
             and never used again by this engine; 0 if the connector does not count its loads.
+        mode: Who moved the bytes.
+        handoff: What came with the last byte of a push: the first token, and the lease that
+            its KV may be pulled under. None after a pull, where the request came with it.
+        digest_s: Seconds of `transfer_s` spent on checking digests.
+        elapsed_s: From the load's request to the end of `transfer_s`; 0 if nobody measured it.
+            It says when the KV was here, however late this report is read.
     """
 
     request_id: RequestId
@@ -121,6 +224,10 @@ class Received(msgspec.Struct, frozen=True, kw_only=True):
     wait_s: float
     transfer_s: float
     load_id: int = 0
+    mode: KVMode = KVMode.PULL
+    handoff: KVHandoff | None = None
+    digest_s: float = 0.0
+    elapsed_s: float = 0.0
 
 
 class LoadFailure(enum.Enum):
@@ -133,6 +240,7 @@ class LoadFailure(enum.Enum):
     TIMEOUT = "timeout"
     DIGEST = "digest"
     ABORTED = "aborted"
+    WITHDRAWN = "withdrawn"
 
 
 class Failed(msgspec.Struct, frozen=True, kw_only=True):
@@ -140,12 +248,31 @@ class Failed(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         load_id: See `Received`.
+        num_valid_tokens: Leading tokens of the prompt whose KV is in the blocks and was
+            confirmed and checked; the first bad block begins behind them.
     """
 
     request_id: RequestId
     reason: LoadFailure
     detail: str = ""
     load_id: int = 0
+    num_valid_tokens: int = 0
+
+
+class Registered(msgspec.Struct, frozen=True, kw_only=True):
+    """At P: D has reserved blocks for the push `nonce`. Counts once every rank has it."""
+
+    nonce: str
+
+
+class Withdrawn(msgspec.Struct, frozen=True, kw_only=True):
+    """At P: there will be no push under `nonce`, or no more of it. One rank is enough.
+
+    D gave it up or is gone. What is computed can still be leased and pulled.
+    """
+
+    nonce: str
+    reason: str = ""
 
 
 class ConnectorReport(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -153,12 +280,25 @@ class ConnectorReport(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
 
     Attributes:
         faults: Count by name of what should stay rare: refused frames, agent resets.
+        failing: Loads that have failed on a rank while others have not reported theirs; by the
+            quorum, once each. They are in `failed` when all ranks have.
     """
 
     settled: list[Settled] = []
     received: list[Received] = []
     failed: list[Failed] = []
     faults: dict[str, int] = {}
+    registered: list[Registered] = []
+    withdrawn: list[Withdrawn] = []
+    failing: list[Failed] = []
 
     def __bool__(self) -> bool:
-        return bool(self.settled or self.received or self.failed or self.faults)
+        return bool(
+            self.settled
+            or self.received
+            or self.failed
+            or self.faults
+            or self.registered
+            or self.withdrawn
+            or self.failing
+        )

@@ -1,0 +1,200 @@
+"""What the scheduler half of a connector asks of its worker halves, as values.
+
+`Instructions` belong to no step and are posted as soon as they are staged; the same value
+goes to every rank, and each does its part. `StepInstructions` go with a step: what it
+computes of requests that are pushed.
+
+Within one `Instructions` the order of application is that of its fields.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from pdserve.wire.ids import BlockId, RequestId
+from pdserve.wire.transfer import ConnectorMetadata, EngineRef, KVHandoff, LeaseEnd
+
+
+class Expect(msgspec.Struct, frozen=True, array_like=True):
+    """At P: a request waits for `decode` to register blocks under `nonce`.
+
+    A registration that came before is taken up now. If none has come and the D does not say
+    that it still has the request queued, the push is withdrawn after a lease's time.
+    """
+
+    nonce: str
+    request_id: RequestId
+    decode: EngineRef
+
+
+class Grant(msgspec.Struct, frozen=True, array_like=True):
+    """At P: lease the blocks of a finished request to whoever holds the nonce.
+
+    Attributes:
+        block_ids, generations: The request's whole table.
+        num_tokens: Tokens in them.
+        handoff: For a push that is under way under this nonce: what D gets with the last byte.
+    """
+
+    nonce: str
+    request_id: RequestId
+    block_ids: list[BlockId]
+    generations: list[int]
+    num_tokens: int
+    handoff: KVHandoff | None = None
+
+
+class Watch(msgspec.Struct, frozen=True, array_like=True):
+    """At D: meet the owner and keep its lease (or its patience) alive from now on.
+
+    Attributes:
+        lease_s: The lease's length in seconds; a heartbeat goes out every sixth of it.
+    """
+
+    nonce: str
+    owner: EngineRef
+    lease_s: float
+
+
+class Load(msgspec.Struct, frozen=True, array_like=True):
+    """At D: pull the tokens from `first_token` on, as far as the handoff goes.
+
+    Both tables are whole: they begin with token 0. Which bytes of which ranks that means is
+    `connectors.slicing`'s to say.
+
+    Attributes:
+        load_id: Never used before by this engine; above 0. Reports carry it.
+    """
+
+    load_id: int
+    request_id: RequestId
+    nonce: str
+    owner: EngineRef
+    remote_block_ids: list[BlockId]
+    local_block_ids: list[BlockId]
+    first_token: int
+    num_tokens: int
+    generations: list[int] = []
+
+
+class Reserve(msgspec.Struct, frozen=True, array_like=True):
+    """At D: have `owner` write the tokens from `first_token` on into these blocks.
+
+    The table is whole. It ends in one report, `Received` with a handoff or `Failed`; until
+    then the blocks are P's to write.
+    """
+
+    load_id: int
+    request_id: RequestId
+    nonce: str
+    owner: EngineRef
+    local_block_ids: list[BlockId]
+    first_token: int
+    num_tokens: int
+
+
+class Release(msgspec.Struct, frozen=True, array_like=True):
+    """At D: tell the owner that its lease is not needed any more, and stop its heartbeats.
+
+    Attributes:
+        end: READ if all ranks have what they wanted, RELEASED if nothing was read.
+    """
+
+    nonce: str
+    owner: EngineRef
+    end: LeaseEnd = LeaseEnd.RELEASED
+
+
+class Stop(msgspec.Struct, frozen=True, array_like=True):
+    """At P: write nothing more under this nonce and tell D so.
+
+    Ends in `Settled`, once nothing is read from the blocks any more; also if nothing ever was.
+    A step that was planned before may still bring a `Chunk` of it, which is ignored.
+    """
+
+    nonce: str
+    request_id: RequestId
+    reason: str
+
+
+class End(msgspec.Struct, frozen=True, array_like=True):
+    """At P: end a lease from this side."""
+
+    nonce: str
+    end: LeaseEnd
+
+
+class Instructions(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What is posted at once.
+
+    Attributes:
+        unwatches: At D: nonces whose heartbeats are to stop, unknown ones too. Their owners are
+            not told: the leases are left to whoever takes over, or to expire.
+        aborts: Requests whose load or reservation is to stop; each still ends in one report.
+    """
+
+    expects: list[Expect] = []
+    grants: list[Grant] = []
+    watches: list[Watch] = []
+    reserves: list[Reserve] = []
+    loads: list[Load] = []
+    releases: list[Release] = []
+    unwatches: list[str] = []
+    aborts: list[RequestId] = []
+    stops: list[Stop] = []
+    ends: list[End] = []
+
+    def __bool__(self) -> bool:
+        return any(getattr(self, field) for field in self.__struct_fields__)
+
+    def to_metadata(self) -> ConnectorMetadata:
+        """Encode."""
+        return ConnectorMetadata(msgspec.msgpack.encode(self))
+
+    @staticmethod
+    def from_metadata(metadata: ConnectorMetadata) -> Instructions:
+        """Decode what `to_metadata` made."""
+        return _DECODER.decode(metadata.payload)
+
+
+class Chunk(msgspec.Struct, frozen=True, array_like=True):
+    """What of a pushed request is complete in memory once this step has run.
+
+    Attributes:
+        block_ids: P's whole table so far.
+        start_token: Tokens that were complete before; they were announced already.
+        end_token: Tokens that are complete after. Only whole blocks are worth writing before
+            the last chunk, whose end is `num_tokens`.
+        num_tokens: Of the prompt.
+        num_step_tokens: Tokens that the step computes, of all requests.
+    """
+
+    nonce: str
+    request_id: RequestId
+    block_ids: list[BlockId]
+    generations: list[int]
+    start_token: int
+    end_token: int
+    num_tokens: int
+    num_step_tokens: int
+
+
+class StepInstructions(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What goes with one step."""
+
+    chunks: list[Chunk] = []
+
+    def to_metadata(self) -> ConnectorMetadata:
+        """Encode."""
+        return ConnectorMetadata(msgspec.msgpack.encode(self))
+
+    @staticmethod
+    def from_metadata(metadata: ConnectorMetadata) -> StepInstructions:
+        """Decode what `to_metadata` made."""
+        return _STEP_DECODER.decode(metadata.payload)
+
+
+# Made here and not at the first use, which is in a transfer thread: when two threads of a
+# process learn the same type at once, msgspec 0.22 crashes.
+_DECODER = msgspec.msgpack.Decoder(Instructions)
+_STEP_DECODER = msgspec.msgpack.Decoder(StepInstructions)

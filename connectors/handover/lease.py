@@ -1,0 +1,266 @@
+"""P's book of leases: who may still read which request's blocks, and until when.
+
+A lease is granted once, lives as long as heartbeats come, and ends once: read, released,
+expired or aborted. It *settles* (its blocks may be freed) when it has ended and nobody is at
+work on its blocks any more. Two kinds are: readers (a D that pulls), from `begin_read` until
+`confirm`, `end_read` or their own deadline; and writers (this engine, which pushes from the
+blocks to a D), from `begin_write` until `end_write`, with no deadline, because only this engine
+knows when its NIC has let go of them.
+
+Whether a read was good is decided by `confirm` alone: the lease must be live after the reader's
+last byte, and a settled lease never is, so blocks that were freed can never be confirmed. A
+confirmation does not end the lease: all ranks of D must have theirs, and a read that went wrong
+on the way may be tried again.
+
+Writers are counted by request and not by lease: they begin before there is a lease, and go on
+behind whichever one the request's blocks end up under.
+
+Pure: time comes in as `now_s` (monotonic seconds). It knows neither peers nor sockets; a
+reader or writer is any hashable name.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections import OrderedDict
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, TypeVar
+
+from pdserve.wire.transfer import LeaseEnd, Settled
+
+if TYPE_CHECKING:
+    from collections.abc import Hashable, Iterable, Sequence
+
+    from pdserve.wire.ids import BlockId, RequestId
+
+K = TypeVar("K")
+
+_MAX_REMEMBERED = 1 << 16
+
+
+class Verdict(enum.Enum):
+    """What P says of a read that has ended.
+
+    UNKNOWN is not yet a refusal: the handoff travels to D faster than the grant travels
+    from P's scheduler to its worker when a step is in between.
+    """
+
+    VALID = "valid"
+    LOST = "lost"
+    UNKNOWN = "unknown"
+
+
+@dataclass(slots=True)
+class _Lease:
+    request_id: RequestId
+    expires_s: float
+    blocks: dict[BlockId, int] = field(default_factory=dict)
+    end: LeaseEnd | None = None
+    readers: dict[Hashable, float] = field(default_factory=dict)
+
+
+class LeaseTable:
+    """Leases by nonce.
+
+    Args:
+        lease_s: A lease expires so many seconds after its grant or last heartbeat.
+
+    Attributes:
+        num_regrants: Grants of a nonce that was granted before; ignored.
+        num_reused: Leases that were live when one of their blocks turned up in another
+            generation; they are lost. The engine is to free no block before its lease has
+            settled, so this stays 0.
+    """
+
+    def __init__(self, lease_s: float) -> None:
+        self._lease_s = lease_s
+        self._leases: dict[str, _Lease] = {}
+        self._by_block: dict[BlockId, set[str]] = {}
+        self._by_request: dict[RequestId, set[str]] = {}
+        self._writers: dict[RequestId, set[Hashable]] = {}
+        self._ended: OrderedDict[str, None] = OrderedDict()
+        self._released_early: OrderedDict[str, LeaseEnd] = OrderedDict()
+        self._settled: list[Settled] = []
+        self._due_s = float("inf")
+        self.num_regrants = 0
+        self.num_reused = 0
+
+    def __len__(self) -> int:
+        """Number of leases that have not settled."""
+        return len(self._leases)
+
+    @property
+    def due_s(self) -> float:
+        """No call of `expire` before this time can change anything; may be too early."""
+        return self._due_s
+
+    def grant(
+        self,
+        nonce: str,
+        request_id: RequestId,
+        now_s: float,
+        *,
+        block_ids: Sequence[BlockId] = (),
+        generations: Sequence[int] = (),
+    ) -> bool:
+        """Start a lease. False: the nonce was granted before, and nothing has changed.
+
+        Args:
+            block_ids, generations: What is leased, and how often each had been handed out.
+        """
+        if nonce in self._leases or nonce in self._ended:
+            self.num_regrants += 1
+            return False
+        self.hand_out(block_ids, generations)
+        lease = self._add(nonce, request_id, now_s)
+        lease.blocks = dict(zip(block_ids, generations, strict=True))
+        for block_id in lease.blocks:
+            self._by_block.setdefault(block_id, set()).add(nonce)
+        self._due_s = min(self._due_s, lease.expires_s)
+        early = self._released_early.pop(nonce, None)
+        if early is not None:
+            self._finish(nonce, lease, early)
+        return True
+
+    def hand_out(self, block_ids: Sequence[BlockId], generations: Sequence[int]) -> None:
+        """These blocks are somebody's in these generations: leases of earlier ones are lost."""
+        for block_id, generation in zip(block_ids, generations, strict=True):
+            for nonce in list(self._by_block.get(block_id, ())):
+                lease = self._leases[nonce]
+                if lease.blocks[block_id] < generation and lease.end is None:
+                    self.num_reused += 1
+                    self._finish(nonce, lease, LeaseEnd.ABORTED)
+
+    def heartbeat(self, nonces: Iterable[str], now_s: float) -> None:
+        """Renew what is still live; others are ignored."""
+        for nonce in nonces:
+            lease = self._live(nonce, now_s)
+            if lease is not None:
+                lease.expires_s = now_s + self._lease_s
+
+    def begin_read(self, nonce: str, reader: Hashable, now_s: float, *, until_s: float) -> None:
+        """`reader` is about to read: it renews the lease and holds off its settling.
+
+        Args:
+            until_s: The reader is taken for gone after this time.
+        """
+        lease = self._live(nonce, now_s)
+        if lease is not None:
+            lease.expires_s = now_s + self._lease_s
+            lease.readers[reader] = until_s
+            self._due_s = min(self._due_s, until_s)
+
+    def end_read(self, nonce: str, reader: Hashable) -> None:
+        """`reader` gave up. The lease, if it has not ended otherwise, goes on."""
+        lease = self._leases.get(nonce)
+        if lease is not None and lease.readers.pop(reader, None) is not None:
+            self._settle_if_over(nonce, lease)
+
+    def begin_write(self, request_id: RequestId, writer: Hashable) -> None:
+        """`writer` pushes from the request's blocks: it holds off the settling of their lease."""
+        self._writers.setdefault(request_id, set()).add(writer)
+
+    def end_write(self, request_id: RequestId, writer: Hashable) -> None:
+        """Nothing of `writer`'s is in flight any more. Unknown ones are ignored."""
+        writers = self._writers.get(request_id)
+        if writers is None:
+            return
+        writers.discard(writer)
+        if not writers:
+            del self._writers[request_id]
+            for nonce in list(self._by_request.get(request_id, ())):
+                self._settle_if_over(nonce, self._leases[nonce])
+
+    def stop(self, nonce: str, request_id: RequestId, now_s: float) -> None:
+        """A push is over from this side: `Settled` follows once its writers are through.
+
+        It also follows if the nonce was never granted; then it never will be. A nonce that has
+        settled is ignored.
+        """
+        if nonce in self._ended:
+            return
+        self._released_early.pop(nonce, None)
+        lease = self._leases.get(nonce) or self._add(nonce, request_id, now_s)
+        self._finish(nonce, lease, LeaseEnd.ABORTED)
+
+    def confirm(self, nonce: str, reader: Hashable, now_s: float) -> Verdict:
+        """`reader` has all bytes: were they leased until now? The lease goes on until released."""
+        lease = self._leases.get(nonce)
+        if lease is None:
+            return Verdict.LOST if nonce in self._ended else Verdict.UNKNOWN
+        lease.readers.pop(reader, None)
+        if self._live(nonce, now_s) is None:
+            self._settle_if_over(nonce, lease)
+            return Verdict.LOST
+        return Verdict.VALID
+
+    def release(self, nonce: str, end: LeaseEnd = LeaseEnd.RELEASED) -> None:
+        """Nobody will read this lease. A release that overtakes its grant is remembered."""
+        lease = self._leases.get(nonce)
+        if lease is not None:
+            self._finish(nonce, lease, end)
+        elif nonce not in self._ended:
+            self._released_early[nonce] = end
+            if len(self._released_early) > _MAX_REMEMBERED:
+                self._released_early.popitem(last=False)
+
+    def expire(self, now_s: float) -> None:
+        """End what is overdue and forget readers past their deadline. O(leases) when due."""
+        if now_s < self._due_s:
+            return
+        for nonce, lease in list(self._leases.items()):
+            for reader in [r for r, until_s in lease.readers.items() if until_s <= now_s]:
+                del lease.readers[reader]
+            if lease.end is None and lease.expires_s <= now_s:
+                lease.end = LeaseEnd.EXPIRED
+            self._settle_if_over(nonce, lease)
+        self._due_s = min(
+            (
+                due
+                for lease in self._leases.values()
+                for due in (
+                    *lease.readers.values(),
+                    *(() if lease.end is not None else (lease.expires_s,)),
+                )
+            ),
+            default=float("inf"),
+        )
+
+    def take_settled(self) -> list[Settled]:
+        """What has settled since the last call; each lease appears once."""
+        settled, self._settled = self._settled, []
+        return settled
+
+    def _add(self, nonce: str, request_id: RequestId, now_s: float) -> _Lease:
+        lease = self._leases[nonce] = _Lease(request_id, now_s + self._lease_s)
+        self._by_request.setdefault(request_id, set()).add(nonce)
+        return lease
+
+    def _live(self, nonce: str, now_s: float) -> _Lease | None:
+        lease = self._leases.get(nonce)
+        if lease is None or lease.end is not None or lease.expires_s <= now_s:
+            return None
+        return lease
+
+    def _finish(self, nonce: str, lease: _Lease, end: LeaseEnd) -> None:
+        if lease.end is None:
+            lease.end = end
+        self._settle_if_over(nonce, lease)
+
+    def _settle_if_over(self, nonce: str, lease: _Lease) -> None:
+        if lease.end is None or lease.readers or lease.request_id in self._writers:
+            return
+        del self._leases[nonce]
+        for block_id in lease.blocks:
+            _discard(self._by_block, block_id, nonce)
+        _discard(self._by_request, lease.request_id, nonce)
+        self._ended[nonce] = None
+        if len(self._ended) > _MAX_REMEMBERED:
+            self._ended.popitem(last=False)
+        self._settled.append(Settled(request_id=lease.request_id, end=lease.end, nonce=nonce))
+
+
+def _discard(book: dict[K, set[str]], key: K, nonce: str) -> None:
+    book[key].discard(nonce)
+    if not book[key]:
+        del book[key]

@@ -1,6 +1,0 @@
-"""What connectors share whose D reads P's leased blocks.
-
-The scheduler half (`scheduler`), its instructions to the worker half (`instructions`)
-and P's book of leases (`lease`). All of it is pure: no tensor, socket, thread or clock of
-its own, so it runs the same under a real transfer thread and in a simulation.
-"""
