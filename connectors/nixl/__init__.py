@@ -1,8 +1,10 @@
-"""KV over NIXL: D reads P's leased blocks with one-sided READs.
+"""KV over NIXL: D reads P's leased blocks, or P writes into those that D has reserved.
 
-`worker` is a facade over the thread in `transfer`, which runs `serving` (what P does) and
-`peers` (what D does) over a `reactor`; these speak `protocol` over `channel` and `frames`,
-and move bytes with `agent`. The scheduler half is `pdserve.connectors.pull.scheduler`.
+`worker` is a facade over the thread in `transfer`. That one runs both sides over a `reactor`: P's
+(`serving` what is read, `pushing` what is written) and D's (`peers` it is connected to, `loads`
+that it reads, `receiving` what is written to it). They speak `protocol` over `channel` and
+`frames`, and have bytes moved by `lanes`, each a thread with an `agent` of its own.
+The scheduler half is `pdserve.connectors.handover.scheduler`.
 """
 
 from __future__ import annotations
@@ -10,7 +12,7 @@ from __future__ import annotations
 import secrets
 from typing import TYPE_CHECKING
 
-from pdserve.connectors.pull.scheduler import PullScheduler
+from pdserve.connectors.handover.scheduler import HandoverScheduler
 from pdserve.observe.clock import SystemClock
 
 if TYPE_CHECKING:
@@ -26,28 +28,21 @@ if TYPE_CHECKING:
 
 
 class NixlFactory:
-    """See `ConnectorFactory`.
-
-    Args:
-        quarantine_s: How long a lost transfer may stay in flight before the NIXL agent is
-            destroyed, which ends it for certain, and every other transfer of the rank.
-    """
-
-    def __init__(self, *, quarantine_s: float = 30.0) -> None:
-        self._quarantine_s = quarantine_s
+    """See `ConnectorFactory`."""
 
     def scheduler(
         self, context: ConnectorContext, endpoints: list[Endpoint]
     ) -> KVConnectorScheduler:
         """See `ConnectorFactory`."""
-        return PullScheduler(context, endpoints, new_nonce=secrets.token_urlsafe)
+        return HandoverScheduler(context, endpoints, new_nonce=secrets.token_urlsafe)
 
     def worker(self, context: ConnectorContext, wake: Callable[[], None]) -> KVConnectorWorker:
         """See `ConnectorFactory`."""
         # The worker half needs torch, which the scheduler's side must not import.
         from pdserve.connectors.nixl.worker import NixlWorker
 
-        return NixlWorker(context, wake, clock=SystemClock(), quarantine_s=self._quarantine_s)
+        quarantine_s = context.config.transfer.quarantine_s
+        return NixlWorker(context, wake, clock=SystemClock(), quarantine_s=quarantine_s)
 
 
 FACTORY: ConnectorFactory = NixlFactory()

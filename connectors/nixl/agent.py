@@ -30,11 +30,13 @@ if TYPE_CHECKING:
 
     import numpy.typing as npt
 
-# UCX notices a silent partition after about 5 s with these, and not at all without.
+# UCX notices a silent partition after about 5 s with the first three, and not at all without.
+# Without the last it connects inside `add_peer` and waits there, for minutes if nobody answers.
 _UCX_DEFAULTS = {
     "UCX_TCP_KEEPIDLE": "2s",
     "UCX_TCP_KEEPINTVL": "1s",
     "UCX_TCP_KEEPCNT": "3",
+    "UCX_TCP_CONN_NB": "y",
 }
 
 
@@ -59,7 +61,7 @@ class Prepared:
 
 
 class Transfer:
-    """One posted READ; see `NixlAgent.read`."""
+    """One posted READ or WRITE; see `NixlAgent.read`."""
 
     __slots__ = ("handle",)
 
@@ -118,7 +120,7 @@ class NixlAgent:
         return bytes(self._agent.getLocalMD())
 
     def prepare_local(self, region: Region) -> Prepared:
-        """Prepare registered memory as a destination, unit by unit."""
+        """Prepare registered memory as this side of transfers, unit by unit."""
         return self._prepare(self._nixl.NIXL_INIT_AGENT, region)
 
     def add_peer(self, metadata: bytes) -> str:
@@ -128,7 +130,7 @@ class NixlAgent:
         return name.decode() if isinstance(name, bytes) else name
 
     def prepare_remote(self, peer: str, region: Region) -> Prepared:
-        """Prepare a peer's memory as a source, unit by unit."""
+        """Prepare a peer's memory as the other side, unit by unit."""
         return self._prepare(peer, region)
 
     def unprepare(self, prepared: Prepared) -> None:
@@ -156,24 +158,34 @@ class NixlAgent:
         Raises:
             AgentError: It could not be posted; nothing is in flight.
         """
+        return self._post_prepared(self._nixl.NIXL_READ, local, local_units, remote, remote_units)
+
+    def write(
+        self,
+        local: Prepared,
+        local_units: npt.NDArray[np.int32],
+        remote: Prepared,
+        remote_units: npt.NDArray[np.int32],
+    ) -> tuple[Transfer, TransferState]:
+        """Post a WRITE of `local_units` into `remote_units`, pair by pair; else as `read`."""
+        return self._post_prepared(self._nixl.NIXL_WRITE, local, local_units, remote, remote_units)
+
+    def read_once(
+        self, local: Region, peer: str, remote: Region, num_bytes: int
+    ) -> tuple[Transfer, TransferState]:
+        """Post a READ of the first bytes of one region into another, with nothing prepared.
+
+        Raises:
+            AgentError: It could not be posted; nothing is in flight.
+        """
         nixl = self._nixl
-        with _Typed(self._errors, "make_prepped_xfer"):
-            handle = self._agent.makeXferReq(
-                nixl.NIXL_READ,
-                local.handle,
-                local_units,
-                remote.handle,
-                remote_units,
-                "",
-                self._backends,
-            )
-        transfer = Transfer(handle)
-        try:
-            with _Typed(self._errors, "transfer"):
-                return transfer, self._state(self._agent.postXferReq(handle, ""))
-        except AgentError:
-            self.release(transfer)
-            raise
+        sides = [
+            nixl.nixlXferDList(self._memory(region), [(region.address, num_bytes, region.device)])
+            for region in (local, remote)
+        ]
+        with _Typed(self._errors, "create_xfer_req"):
+            handle = self._agent.createXferReq(nixl.NIXL_READ, *sides, peer, "", self._backends)
+        return self._post(handle)
 
     def poll(self, transfer: Transfer) -> TransferState:
         """Make progress and say how far `transfer` is.
@@ -203,7 +215,7 @@ class NixlAgent:
             self._agent.getNotifs({}, self._backends)
 
     def close(self) -> None:
-        """Destroy the agent: nothing it posted writes to local memory afterwards."""
+        """Destroy the agent: nothing it posted moves afterwards."""
         for descriptors in self._registered:
             try:
                 self._agent.deregisterMem(descriptors, self._backends)
@@ -216,6 +228,35 @@ class NixlAgent:
         with _Typed(self._errors, f"create_backend({backend})"):
             handle: int = self._agent.createBackend(backend, {})
         return handle
+
+    def _post_prepared(
+        self,
+        operation: object,
+        local: Prepared,
+        local_units: npt.NDArray[np.int32],
+        remote: Prepared,
+        remote_units: npt.NDArray[np.int32],
+    ) -> tuple[Transfer, TransferState]:
+        with _Typed(self._errors, "make_prepped_xfer"):
+            handle = self._agent.makeXferReq(
+                operation,
+                local.handle,
+                local_units,
+                remote.handle,
+                remote_units,
+                "",
+                self._backends,
+            )
+        return self._post(handle)
+
+    def _post(self, handle: int) -> tuple[Transfer, TransferState]:
+        transfer = Transfer(handle)
+        try:
+            with _Typed(self._errors, "transfer"):
+                return transfer, self._state(self._agent.postXferReq(handle, ""))
+        except AgentError:
+            self.release(transfer)
+            raise
 
     def _prepare(self, owner: str, region: Region) -> Prepared:
         stride = region.stride_bytes

@@ -1,17 +1,38 @@
 """What two transfer threads say to one another over the side channel.
 
-D connects and speaks first; P answers and never speaks unasked, but for `Bye`.
+D connects, to every rank of P that has KV for it (`connectors.slicing.routes`), and speaks
+first. One connection carries pulls and pushes. Both `Hello` and `Welcome` name the life
+(incarnation) of who says it, and frames are authenticated in sequence, so every message is
+of these two lives and no others; loads are named by D's `load_id`, which is never used again.
 
     D                                P
-    Hello            ------------>      (drives its NIXL side until Ready)
+    Hello            ------------>
                      <------------   Welcome | Refuse
-    [one small READ] Ready ------>
-    Heartbeat*       ------------>
+    [one small READ] Ready ------>      (both sides have wired up their transports)
+    Heartbeat*       ------------>      (leases, and pushes that wait for their turn)
+
+    pull
     Begin            ------------>      (the lease outlives a release until the read ends)
     [READ] Assist?   ------------>      (the transport needs P's help: drive until Done)
     Done             ------------>
-                     <------------   Confirm(valid)
-    Release          ------------>      (not read, or given up)
+                     <------------   Confirm(valid, digests)
+    EndRead          ------------>      (given up; the lease goes on, it may be read again)
+    Release          ------------>      (the lease is over: read by all ranks, or not wanted)
+
+    push
+    Register         ------------>
+                     <------------   Accept | Fail
+                     <------------   Progress*     (D's patience begins anew with each)
+    [WRITE]
+                     <------------   Pushed(handoff, digests)
+    Taken            ------------>      (checked; False: write it all once more, or fail)
+    Abort            ------------>
+                     <------------   Fail          (nothing is written any more)
+
+Each request has an answer: Register by Accept or Fail, Pushed by Taken or Abort, Abort by Fail
+or by a Pushed that was under way. After `Fail`, and only then, the blocks are D's again; if P
+cannot be asked any more, once D's own agent has been destroyed, and, where P writes without it
+(on the same host, see `processes`), once P's process has ended.
 """
 
 from __future__ import annotations
@@ -20,7 +41,8 @@ import enum
 
 import msgspec
 
-from pdserve.wire.ids import EngineId, Incarnation
+from pdserve.wire.ids import BlockId, EngineId, Incarnation, RequestId
+from pdserve.wire.transfer import KVHandoff, KVShape, LeaseEnd
 
 
 class Region(msgspec.Struct, frozen=True, array_like=True):
@@ -52,7 +74,9 @@ class Hello(msgspec.Struct, frozen=True, kw_only=True, tag="hello"):
     Attributes:
         rank: Of the one that says this, within its engine.
         wants_incarnation: The life of P that D holds a handoff of.
-        wants_rank: The rank of P that holds the KV of this rank of D.
+        wants_rank: The rank of P that it takes the other end for.
+        shape: How D's KV is shared out.
+        agent_metadata, pool: D's own memory, for pushes.
     """
 
     engine_id: EngineId
@@ -63,6 +87,22 @@ class Hello(msgspec.Struct, frozen=True, kw_only=True, tag="hello"):
     wants_rank: int
     layout_digest: str
     layout_fields: dict[str, str]
+    shape: KVShape
+    agent_metadata: bytes
+    pool: Region
+
+
+class Process(msgspec.Struct, frozen=True, array_like=True):
+    """Who runs where; see `processes`.
+
+    Attributes:
+        host: Equal for processes that could write to one another's memory.
+        started: Tells it from others that have had its pid.
+    """
+
+    host: str
+    pid: int
+    started: int
 
 
 class Welcome(msgspec.Struct, frozen=True, kw_only=True, tag="welcome"):
@@ -72,11 +112,15 @@ class Welcome(msgspec.Struct, frozen=True, kw_only=True, tag="welcome"):
         agent_metadata: For `add_remote_agent`.
         pool: All KV blocks, one unit each.
         scratch: For the warm-up transfer.
+        shape: How P's KV is shared out.
+        process: P's.
     """
 
     agent_metadata: bytes
     pool: Region
     scratch: Region
+    shape: KVShape
+    process: Process
 
 
 class RefuseReason(enum.Enum):
@@ -117,24 +161,117 @@ class Assist(msgspec.Struct, frozen=True, tag="assist"):
 
 
 class Done(msgspec.Struct, frozen=True, tag="done"):
-    """All bytes are at D: was the lease still valid?"""
+    """All bytes are at D: was the lease still valid, and what should they be?
+
+    Attributes:
+        first_token: Where the read began.
+    """
 
     nonce: str
     read_id: int
+    first_token: int
 
 
 class Confirm(msgspec.Struct, frozen=True, tag="confirm"):
-    """P's answer to `Done`. Only `valid` makes the bytes KV."""
+    """P's answer to `Done`. Only `valid`, and digests that match, make the bytes KV.
+
+    Attributes:
+        digests: One little-endian uint64 per block of P from the one of `first_token` on, of
+            this rank's share that this rank of D reads (`connectors.digests`).
+    """
 
     read_id: int
     valid: bool
+    digests: bytes = b""
+
+
+class EndRead(msgspec.Struct, frozen=True, tag="end_read"):
+    """A read that was begun is over without being used; the lease goes on."""
+
+    nonce: str
+    read_id: int
 
 
 class Release(msgspec.Struct, frozen=True, tag="release"):
-    """The lease will not be read; a read of it that was begun (`read_id` > 0) is over."""
+    """The lease is not needed any more."""
 
     nonce: str
-    read_id: int = 0
+    end: LeaseEnd = LeaseEnd.RELEASED
+
+
+class Register(msgspec.Struct, frozen=True, tag="register"):
+    """Write the prompt's KV into these blocks as it comes to be.
+
+    Attributes:
+        load_id: D's name for it; it never used it before.
+        block_ids: D's whole table.
+        first_token: D has those before it.
+    """
+
+    nonce: str
+    load_id: int
+    request_id: RequestId
+    block_ids: list[BlockId]
+    first_token: int
+    num_tokens: int
+
+
+class Accept(msgspec.Struct, frozen=True, tag="accept"):
+    """P will write. It keeps the registration until it fails or D has taken all."""
+
+    load_id: int
+
+
+class Progress(msgspec.Struct, frozen=True, tag="progress"):
+    """Said with each chunk, and every sixth of a lease while the request waits at P.
+
+    Attributes:
+        num_tokens: Tokens that are written or being written.
+        needs_agent: A write did not complete in its post: from here on its transport needs D's
+            agent to make progress.
+    """
+
+    load_id: int
+    num_tokens: int
+    needs_agent: bool = False
+
+
+class Pushed(msgspec.Struct, frozen=True, tag="pushed"):
+    """Every byte is written.
+
+    Attributes:
+        digests: As in `Confirm`, from the block of the registration's `first_token` on.
+        exposed_s: Seconds from the end of the last computed chunk to this: the last byte is
+            written, its digest taken, and the handoff there.
+        num_bytes, num_descriptors: Written by this rank to this rank.
+    """
+
+    load_id: int
+    handoff: KVHandoff
+    digests: bytes
+    exposed_s: float
+    num_bytes: int
+    num_descriptors: int
+
+
+class Taken(msgspec.Struct, frozen=True, tag="taken"):
+    """D's answer to `Pushed`: whether the digests match. If not, P writes once more."""
+
+    load_id: int
+    valid: bool
+
+
+class Abort(msgspec.Struct, frozen=True, tag="abort"):
+    """D does not want it any more."""
+
+    load_id: int
+
+
+class Fail(msgspec.Struct, frozen=True, tag="fail"):
+    """P writes nothing (more) for this registration; nothing is in flight."""
+
+    load_id: int
+    reason: str
 
 
 class Bye(msgspec.Struct, frozen=True, tag="bye"):
@@ -143,5 +280,18 @@ class Bye(msgspec.Struct, frozen=True, tag="bye"):
     reason: str
 
 
-ToServer = Hello | Ready | Heartbeat | Begin | Assist | Done | Release | Bye
-ToClient = Welcome | Refuse | Confirm | Bye
+ToServer = (
+    Hello
+    | Ready
+    | Heartbeat
+    | Begin
+    | Assist
+    | Done
+    | EndRead
+    | Release
+    | Register
+    | Taken
+    | Abort
+    | Bye
+)
+ToClient = Welcome | Refuse | Confirm | Accept | Progress | Pushed | Fail | Bye

@@ -1,8 +1,12 @@
-"""The serving side of a transfer thread: what P does for the Ds that read from it.
+"""The serving side of a transfer thread: what P does for the Ds that are connected to it.
 
-It answers handshakes, keeps the lease table by what the Ds say, and says of each read
-whether the lease was still valid after its last byte. P moves no bytes itself; at most it
-drives its NIXL agent while a D's transport needs it (`needs_progress`).
+It answers handshakes, keeps the lease table by what the Ds say, and says of each read whether
+the lease was still valid after its last byte, and what the bytes should be. For a read P moves
+nothing itself; at most it drives its NIXL agent while a D's transport needs it
+(`needs_progress`). What Ds say of pushes goes to `pushing`.
+
+Digests are taken beside this thread, from the grant on; a `Done` that comes before they are
+waits for them. Whoever may be reading from a block, the digests too, holds off its lease's end.
 """
 
 from __future__ import annotations
@@ -14,24 +18,32 @@ from typing import TYPE_CHECKING, assert_never
 
 import msgspec
 
+from pdserve.connectors.handover.lease import LeaseTable, Verdict
 from pdserve.connectors.nixl.channel import Connection
+from pdserve.connectors.nixl.destinations import Destination
 from pdserve.connectors.nixl.frames import Fault, FrameError
 from pdserve.connectors.nixl.protocol import (
+    Abort,
     Assist,
     Begin,
     Bye,
     Confirm,
     Done,
+    EndRead,
     Heartbeat,
     Hello,
     Ready,
     Refuse,
     RefuseReason,
+    Register,
     Release,
+    Taken,
     ToServer,
     Welcome,
 )
-from pdserve.connectors.pull.lease import LeaseTable, Verdict
+from pdserve.connectors.nixl.pushing import Pushing
+from pdserve.connectors.slicing import mismatch, route_between
+from pdserve.errors import PeerError
 from pdserve.observe.log import log_event
 
 if TYPE_CHECKING:
@@ -39,9 +51,11 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from pdserve.connectors.base import ConnectorContext
+    from pdserve.connectors.digests import BlockDigests
+    from pdserve.connectors.handover.instructions import Grant, Stop
+    from pdserve.connectors.nixl.background import Background
+    from pdserve.connectors.nixl.lanes import Lanes
     from pdserve.connectors.nixl.reactor import Reactor
-    from pdserve.connectors.pull.instructions import Grant
-    from pdserve.errors import PeerError
     from pdserve.observe.clock import Clock
     from pdserve.wire.transfer import LeaseEnd, Settled
 
@@ -57,6 +71,7 @@ class _Client:
     """One D, by its connection.
 
     Attributes:
+        destination: Who it is, once it has been welcomed.
         is_wiring: From Welcome to Ready: its warm-up needs our progress.
         reads: Nonces by read id, from Begin until the read is over.
         assisting: Those of `reads` whose transport needs our progress, and until when.
@@ -64,17 +79,32 @@ class _Client:
 
     connection: Connection[ToServer]
     since_s: float
-    greeted: bool = False
+    destination: Destination | None = None
     is_wiring: bool = False
     reads: dict[int, str] = field(default_factory=dict)
     assisting: dict[int, float] = field(default_factory=dict)
+    greeted: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class _Parked:
+    """A `Done` that waits for its grant, or for the digests."""
+
     client: _Client
     done: Done
     until_s: float
+
+
+@dataclass(slots=True, eq=False)
+class _Granted:
+    """What is leased under a nonce.
+
+    Attributes:
+        is_digested: Its digests are taken.
+    """
+
+    grant: Grant
+    is_digested: bool = False
 
 
 class Server:
@@ -82,8 +112,12 @@ class Server:
 
     Args:
         welcome: What a compatible D is told; asked for at each handshake.
+        lanes: What pushes are written with.
+        digests: Of this rank's blocks.
+        background: Where they are taken.
 
     Attributes:
+        pushing: What is written for Ds.
         faults: What peers sent that they should not have, by kind, since whoever reports
             it last emptied this.
     """
@@ -96,6 +130,9 @@ class Server:
         reactor: Reactor,
         clock: Clock,
         welcome: Callable[[], Welcome],
+        lanes: Lanes,
+        digests: BlockDigests,
+        background: Background,
     ) -> None:
         self._context = context
         self._transfer = context.config.transfer
@@ -107,7 +144,18 @@ class Server:
         self._clients: set[_Client] = set()
         self._parked: list[_Parked] = []
         self._leases = LeaseTable(self._transfer.lease_s)
+        self._granted: dict[str, _Granted] = {}
+        self._digests = digests
+        self._background = background
         self.faults: Counter[str] = Counter()
+        self.pushing = Pushing(
+            context,
+            leases=self._leases,
+            lanes=lanes,
+            digests=digests,
+            background=background,
+            clock=clock,
+        )
 
     @property
     def needs_progress(self) -> bool:
@@ -124,9 +172,10 @@ class Server:
         return len(self._leases)
 
     def due_s(self) -> float:
-        """When `tick` has to be called next. O(clients + parked)."""
+        """When `tick` has to be called next. O(clients + parked + pushes)."""
         return min(
             self._leases.due_s,
+            self.pushing.due_s(),
             min((parked.until_s for parked in self._parked), default=float("inf")),
             min(
                 (self._patience_ends_s(client) for client in self._clients),
@@ -149,34 +198,61 @@ class Server:
         )
 
     def grant(self, grant: Grant) -> None:
-        """Start a lease; reads that ended before it became known are answered now."""
-        self._leases.grant(grant.nonce, grant.request_id, self._clock.monotonic_s())
-        parked, self._parked = self._parked, []
-        for entry in parked:
-            if entry.done.nonce == grant.nonce:
-                self._answer(entry.client, entry.done)
-            else:
-                self._parked.append(entry)
+        """Start a lease and take its digests; a repeated one is counted and ignored."""
+        now_s, num_reused = self._clock.monotonic_s(), self._leases.num_reused
+        is_first = self._leases.grant(
+            grant.nonce,
+            grant.request_id,
+            now_s,
+            block_ids=grant.block_ids,
+            generations=grant.generations,
+        )
+        if self._leases.num_reused > num_reused:
+            self.faults["block_reused"] += self._leases.num_reused - num_reused
+            log_event(
+                _log,
+                "kv block leased twice",
+                level=logging.ERROR,
+                request=grant.request_id,
+                num_leases_lost=self._leases.num_reused - num_reused,
+            )
+        if not is_first:
+            self.faults["grant_repeated"] += 1
+            return
+        self.pushing.grant(grant)
+        self._granted[grant.nonce] = granted = _Granted(grant)
+        # The digests hold the blocks, as a reader does that never hangs.
+        self._leases.begin_read(grant.nonce, granted, now_s, until_s=float("inf"))
+        self._take_digests(granted)
+        self._look_at_parked(grant.nonce)
 
     def end(self, nonce: str, end: LeaseEnd) -> None:
         """End a lease from this side."""
         self._leases.release(nonce, end)
 
+    def stop(self, stop: Stop) -> None:
+        """Stop a push from this side; `Settled` follows."""
+        self.pushing.stop(stop)
+
     def tick(self) -> None:
-        """Do what is due by the clock. O(clients + leases + parked)."""
+        """Do what is due by the clock. O(clients + leases + parked + pushes)."""
         now_s = self._clock.monotonic_s()
+        self.pushing.tick()
         self._leases.expire(now_s)
         overdue = [entry for entry in self._parked if entry.until_s <= now_s]
         if overdue:
             self._parked = [entry for entry in self._parked if entry.until_s > now_s]
             for entry in overdue:
-                self._confirm(entry.client, entry.done, valid=False)
+                self._refuse(entry.client, entry.done)
         for client in [c for c in self._clients if self._patience_ends_s(c) <= now_s]:
             self._drop(client, Fault.SLOW, "no complete handshake in time")
 
     def take_settled(self) -> list[Settled]:
-        """Leases that settled since the last call."""
-        return self._leases.take_settled()
+        """Leases, and stopped pushes, that settled since the last call."""
+        settled = self._leases.take_settled()
+        for lease in settled:
+            self._granted.pop(lease.nonce, None)
+        return settled
 
     def drop_all(self, reason: str) -> None:
         """Close every connection; leases go on."""
@@ -196,6 +272,8 @@ class Server:
                 client.is_wiring = False
             case Heartbeat():
                 self._leases.heartbeat(message.nonces, now_s)
+                if client.destination is not None:
+                    self.pushing.heard(client.destination, message.nonces)
             case Begin():
                 client.reads[message.read_id] = message.nonce
                 self._leases.begin_read(
@@ -208,15 +286,32 @@ class Server:
                 if message.read_id in client.reads:
                     client.assisting[message.read_id] = now_s + self._transfer.transfer_timeout_s
             case Done():
-                self._end_read(client, message.read_id)
+                self._end_assist(client, message.read_id)
                 self._answer(client, message)
+            case EndRead():
+                self._end_read(client, message.read_id, message.nonce)
             case Release():
-                self._end_read(client, message.read_id)
-                self._leases.end_read(message.nonce, (client, message.read_id))
-                self._leases.release(message.nonce)
+                if not self.pushing.released(message.nonce, message.end):
+                    self._leases.release(message.nonce, message.end)
+            case Register() | Taken() | Abort():
+                self._on_push(client, message)
             case Bye():
                 self._reactor.detach(client.connection)
                 self._forget(client)
+            case _:
+                raise FrameError(Fault.UNEXPECTED, f"{client.connection.peer}: {message}")
+
+    def _on_push(self, client: _Client, message: Register | Taken | Abort) -> None:
+        destination = client.destination
+        if destination is None:
+            raise FrameError(Fault.UNEXPECTED, f"{client.connection.peer}: {message} of nobody")
+        match message:
+            case Register():
+                self.pushing.register(destination, message)
+            case Taken():
+                self.pushing.taken(destination, message)
+            case Abort():
+                self.pushing.abort(destination, message)
             case _:
                 assert_never(message)
 
@@ -238,6 +333,7 @@ class Server:
             self._reactor.send(client.connection, refusal)
             return
         client.is_wiring = True
+        client.destination = Destination(hello, lambda message: self._send(client, message))
         self._reactor.send(client.connection, self._welcome())
 
     def _refusal(self, hello: Hello) -> Refuse | None:
@@ -264,25 +360,90 @@ class Server:
                 if mine.layout_fields.get(name) != hello.layout_fields.get(name)
             ] or [f"digest is {mine.layout_digest} and {hello.layout_digest}"]
             return Refuse(RefuseReason.INCOMPATIBLE, "KV layouts differ: " + ", ".join(differ))
+        why = mismatch(mine.shape, hello.shape)
+        if why is None:
+            try:
+                route_between(mine.shape, hello.shape, mine.rank, hello.rank)
+            except PeerError as error:
+                why = str(error)
+        if why is not None:
+            return Refuse(
+                RefuseReason.INCOMPATIBLE, f"{hello.engine_id} and {mine.engine_id}: {why}"
+            )
         return None
 
+    def _take_digests(self, granted: _Granted) -> None:
+        grant = granted.grant
+
+        def work() -> Callable[[], None]:
+            self._digests.take(grant.block_ids, grant.generations, grant.num_tokens)
+            return done
+
+        def done() -> None:
+            granted.is_digested = True
+            self._look_at_parked(grant.nonce)
+            self._leases.end_read(grant.nonce, granted)
+
+        self._background.submit(work)
+
+    def _look_at_parked(self, nonce: str) -> None:
+        parked, self._parked = self._parked, []
+        for entry in parked:
+            if entry.done.nonce == nonce:
+                self._answer(entry.client, entry.done)
+            else:
+                self._parked.append(entry)
+
     def _answer(self, client: _Client, done: Done) -> None:
+        """Confirm a read, refuse it, or let it wait for its grant or for the digests."""
         now_s = self._clock.monotonic_s()
+        granted = self._granted.get(done.nonce)
+        if granted is not None and not granted.is_digested:
+            # It stays a reader: the digests must be those of the blocks it has read.
+            self._parked.append(_Parked(client, done, now_s + self._transfer.transfer_timeout_s))
+            return
         match self._leases.confirm(done.nonce, (client, done.read_id), now_s):
             case Verdict.VALID:
-                self._confirm(client, done, valid=True)
+                client.reads.pop(done.read_id, None)
+                self._confirm(client, done)
             case Verdict.LOST:
-                self._confirm(client, done, valid=False)
+                self._refuse(client, done)
             case Verdict.UNKNOWN:
                 self._parked.append(_Parked(client, done, now_s + _GRANT_GRACE_S))
 
-    def _confirm(self, client: _Client, done: Done, *, valid: bool) -> None:
-        if client in self._clients:
-            self._reactor.send(client.connection, Confirm(done.read_id, valid))
+    def _confirm(self, client: _Client, done: Done) -> None:
+        """Say that the lease is valid, and what D should have."""
+        granted, destination = self._granted[done.nonce], client.destination
+        if destination is None:
+            return
+        grant, hello = granted.grant, destination.hello
+        route = route_between(self._context.shape, hello.shape, self._context.rank, hello.rank)
+        digests = b""
+        if route and 0 <= done.first_token < grant.num_tokens:
+            digests = self._digests.of(
+                grant.block_ids,
+                grant.generations,
+                grant.num_tokens,
+                route,
+                first_token=done.first_token,
+            )
+        self._send(client, Confirm(done.read_id, valid=True, digests=digests))
 
-    def _end_read(self, client: _Client, read_id: int) -> None:
-        client.reads.pop(read_id, None)
+    def _refuse(self, client: _Client, done: Done) -> None:
+        self._end_read(client, done.read_id, done.nonce)
+        self._send(client, Confirm(done.read_id, valid=False))
+
+    def _send(self, client: _Client, message: msgspec.Struct) -> None:
+        if client in self._clients:
+            self._reactor.send(client.connection, message)
+
+    def _end_assist(self, client: _Client, read_id: int) -> None:
         client.assisting.pop(read_id, None)
+
+    def _end_read(self, client: _Client, read_id: int, nonce: str) -> None:
+        client.reads.pop(read_id, None)
+        self._end_assist(client, read_id)
+        self._leases.end_read(nonce, (client, read_id))
 
     def _patience_ends_s(self, client: _Client) -> float:
         """When a D that has not come through its handshake is dropped."""
@@ -307,3 +468,5 @@ class Server:
             self._leases.end_read(nonce, (client, read_id))
         client.reads.clear()
         client.assisting.clear()
+        if client.destination is not None:
+            self.pushing.lost(client.destination)

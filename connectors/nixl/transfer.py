@@ -1,9 +1,11 @@
 """The transfer thread: one per rank, off the step clock.
 
-It owns the NIXL agent, the side channel and the leases, and is the only thread that
-touches them. The worker's thread hands it instructions and takes facts, through two small
-locked boxes. While a transfer is in flight it polls; else it sleeps in the kernel until a
-socket, a deadline or an instruction wakes it, and costs nothing.
+It owns the side channel, the leases and the NIXL agent that peers reach this rank's memory by
+(the target), and is the only thread that touches them. What this side moves is posted by lanes,
+so this thread never waits inside NIXL. The worker's thread hands it instructions and takes
+facts, through two small locked boxes. While a peer's transport needs help it drives the target;
+else it sleeps in the kernel until a socket, a deadline, a lane or an instruction wakes it, and
+costs nothing.
 """
 
 from __future__ import annotations
@@ -19,21 +21,29 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from pdserve.connectors.digests import BlockDigests, digests_of
+from pdserve.connectors.handover.instructions import Instructions
 from pdserve.connectors.nixl.agent import AgentError, NixlAgent
+from pdserve.connectors.nixl.background import Background
 from pdserve.connectors.nixl.channel import Listener
-from pdserve.connectors.nixl.peers import Local, Peers
+from pdserve.connectors.nixl.lanes import Lanes
+from pdserve.connectors.nixl.peers import Peers
+from pdserve.connectors.nixl.processes import this_process
 from pdserve.connectors.nixl.protocol import Region, Welcome
 from pdserve.connectors.nixl.reactor import Reactor
+from pdserve.connectors.nixl.receiving import Receiving
 from pdserve.connectors.nixl.serving import Server
-from pdserve.connectors.pull.instructions import PullInstructions
+from pdserve.connectors.slicing import routes_to
 from pdserve.errors import InternalError
 from pdserve.observe.log import log_event
+from pdserve.wire.ids import BlockId
 from pdserve.wire.transfer import ConnectorReport
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from pdserve.connectors.base import ConnectorContext, KVLayout
+    from pdserve.connectors.nixl.pushes import ChunkStep, Observation
     from pdserve.observe.clock import Clock
     from pdserve.wire.transfer import ConnectorMetadata, Endpoint
 
@@ -41,6 +51,7 @@ _log = logging.getLogger(__name__)
 
 _POLL_S = 0.0003
 _START_TIMEOUT_S = 60.0
+_HELPERS_CLOSE_S = 2.0
 # A load takes the interpreter lock some eight times. A main thread that is busy in Python
 # gives it up only after the switch interval: at 5 ms, Python's own, a hand-over takes 43 ms.
 _SWITCH_INTERVAL_S = 0.0005
@@ -55,9 +66,9 @@ class TransferThread:
     Args:
         kv: `[num_blocks, num_layers, num_planes, num_kv_heads, block_size, head_dim]`, contiguous.
         wake: Called from the thread when `take_report` has news.
-        quarantine_s: How long a lost transfer may stay in flight before the agent is
-            destroyed and made again. That ends every transfer of this rank, and is the
-            only thing that certainly stops one.
+        quarantine_s: How long a lost transfer may stay in flight beside others before the
+            agent that posted it is destroyed and made again, which is the only thing that
+            certainly stops one, and ends those others, too.
 
     It lowers the interpreter's switch interval, for the whole process.
 
@@ -81,6 +92,7 @@ class TransferThread:
         ):
             raise InternalError(f"KV memory of shape {tuple(kv.shape)} is not laid out as {layout}")
         _touch(kv)
+        _take_a_digest(kv, context)
         self._context = context
         self._kv = kv
         self._scratch = torch.zeros(
@@ -91,8 +103,8 @@ class TransferThread:
         self._secret = secret
         self._wake = wake
         self._clock = clock
-        self._quarantine_s = quarantine_s
         self._inbox: deque[ConnectorMetadata] = deque()
+        self._steps: deque[ChunkStep] = deque()
         self._lock = threading.Lock()
         self._report = ConnectorReport()
         self._stop_at_s: float | None = None
@@ -101,8 +113,44 @@ class TransferThread:
         host, port = context.config.transfer.host, context.config.transfer.port
         self._listener = Listener(host, port + context.rank if port else 0)
         self._reactor = Reactor()
+        self._lanes = Lanes(
+            num_lanes=context.config.transfer.lanes,
+            make_agent=self._make_lane_agent,
+            pool=self._pool_region,
+            scratch=self._scratch_region,
+            wake=self._reactor.wake,
+            clock=clock,
+            quarantine_s=quarantine_s,
+        )
+        self._peers = Peers(
+            context,
+            kv=kv,
+            secret=secret,
+            reactor=self._reactor,
+            clock=clock,
+            lanes=self._lanes,
+            target=lambda: (self._target.metadata(), self._pool_region),
+        )
+        self._background = Background("kv-digests", self._reactor.wake)
         self._server = Server(
-            context, secret=secret, reactor=self._reactor, clock=clock, welcome=self._make_welcome
+            context,
+            secret=secret,
+            reactor=self._reactor,
+            clock=clock,
+            welcome=self._make_welcome,
+            lanes=self._lanes,
+            digests=BlockDigests(kv, context.shape, context.rank),
+            background=self._background,
+        )
+        self._receiving = self._peers.receiver = Receiving(
+            context,
+            kv=kv,
+            line=self._peers,
+            fence=self._reset_target,
+            is_alone=lambda: not (len(self._peers.loads) or self._server.pushing.num_live),
+            background=self._background,
+            clock=clock,
+            quarantine_s=quarantine_s,
         )
         sys.setswitchinterval(min(sys.getswitchinterval(), _SWITCH_INTERVAL_S))
         self._started = threading.Event()
@@ -128,6 +176,20 @@ class TransferThread:
             raise InternalError("instructions came after the KV transfer thread was closed")
         self._inbox.append(metadata)
         self._reactor.wake()
+
+    def submit_step(self, step: ChunkStep) -> None:
+        """Say that KV of a pushed request is complete. Never blocks."""
+        self._steps.append(step)
+        self._reactor.wake()
+
+    def note_step(self, now_s: float) -> None:
+        """Say that a step has run."""
+        self._server.pushing.last_step_s = now_s
+
+    @property
+    def observations(self) -> deque[Observation]:
+        """What pushed chunks have cost; whoever runs the steps takes them out."""
+        return self._server.pushing.observations
 
     def take_report(self) -> ConnectorReport:
         """Facts since the last call.
@@ -177,15 +239,8 @@ class TransferThread:
 
     def _run(self) -> None:
         """Start, loop until told to stop, end."""
-        if self._kv.is_cuda:
-            torch.cuda.set_device(self._kv.device)  # UCX uses the thread's current context
-        self._peers = Peers(
-            self._context,
-            secret=self._secret,
-            reactor=self._reactor,
-            clock=self._clock,
-            local=self._make_local(),
-        )
+        self._use_device()
+        self._target = self._make_target()
         try:
             self._reactor.listen(self._listener, self._server.accept)
             self._started.set()
@@ -194,69 +249,99 @@ class TransferThread:
             self._peers.close()
             self._server.drop_all("closing")
         finally:
-            self._peers.local.agent.close()
+            for helpers in (self._lanes, self._background):
+                if not helpers.close(_HELPERS_CLOSE_S):
+                    log_event(_log, "kv transfer helper left behind", level=logging.ERROR)
+            self._target.close()
 
     def _turn(self) -> None:
-        """Wait for something, or for the next poll; then do all there is to do."""
-        peers, server = self._peers, self._server
-        is_polling = peers.is_polling or server.needs_progress
-        if is_polling or peers.has_more_to_post:
-            was_ready = self._reactor.wait(0)
-        else:
-            was_ready = self._reactor.wait(self._timeout_s())
+        """Wait for something, or for the next time to drive the target; then do all there is."""
+        peers, server, lanes = self._peers, self._server, self._lanes
+        is_driving = (
+            server.needs_progress or self._receiving.needs_progress or server.pushing.is_polling
+        )
+        was_ready = self._reactor.wait(0 if is_driving else self._timeout_s())
         while self._inbox:
-            self._apply(PullInstructions.from_metadata(self._inbox.popleft()))
-        if server.needs_progress:
-            self._assist()
+            self._apply(Instructions.from_metadata(self._inbox.popleft()))
+        while self._steps:
+            server.pushing.on_step(self._steps.popleft())
+        if is_driving:
+            self._drive()
+        moved = lanes.deliver() | self._background.deliver()
         server.tick()
-        moved = peers.tick()
+        moved |= peers.tick()
+        self._receiving.tick()
         self._publish()
-        if self._clock.monotonic_s() - peers.oldest_quarantine_s() > self._quarantine_s:
-            self._reset_agent()
-        elif is_polling and not (was_ready or moved or peers.has_more_to_post):
+        if is_driving and not (was_ready or moved):
             time.sleep(_POLL_S)
 
-    def _assist(self) -> None:
-        """Drive what Ds do here. That one of them has died is for its own end to report."""
+    def _drive(self) -> None:
+        """Help what peers do here. That one of them has died is for its own end to report."""
         try:
-            self._peers.local.agent.progress()
+            self._target.progress()
         except AgentError as error:
             log_event(_log, "kv peer's transfer failed here", level=logging.WARNING, reason=error)
 
-    def _apply(self, todo: PullInstructions) -> None:
+    def _apply(self, todo: Instructions) -> None:
+        for expect in todo.expects:
+            self._server.pushing.expect(expect)
         for grant in todo.grants:
             self._server.grant(grant)
         for watch in todo.watches:
             self._peers.watch(watch)
+        for reserve in todo.reserves:
+            self._receiving.reserve(reserve)
         for load in todo.loads:
-            self._peers.load(load)
+            self._peers.loads.begin(load)
+        for nonce in todo.unwatches:
+            self._peers.unwatch(nonce)
         for release in todo.releases:
-            self._peers.release(release.nonce, release.owner)
+            self._peers.release(release.nonce, release.owner, release.end)
         for request_id in todo.aborts:
-            self._peers.abort(request_id)
+            self._peers.loads.abort(request_id)
+            self._receiving.abort(request_id)
+        for stop in todo.stops:
+            self._server.stop(stop)
         for end in todo.ends:
             self._server.end(end.nonce, end.end)
 
     def _publish(self) -> None:
         """Make facts visible, then wake whoever waits for them."""
-        peers, faults = self._peers, self._server.faults
-        settled = self._server.take_settled()
-        if not (settled or peers.received or peers.failed or faults):
+        loads, faults = self._peers.loads, Counter[str]()
+        receiving, pushing = self._receiving, self._server.pushing
+        for each in (self._server.faults, loads.faults, receiving.faults, pushing.faults):
+            faults.update(each)
+            each.clear()
+        num_resets = self._lanes.take_num_resets()
+        if num_resets:
+            faults["agent_reset"] += num_resets
+        news = ConnectorReport(
+            settled=self._server.take_settled(),
+            received=loads.received + receiving.received,
+            failed=loads.failed + receiving.failed,
+            faults=faults,
+            registered=pushing.registered,
+            withdrawn=pushing.withdrawn,
+        )
+        if not news:
             return
+        loads.received, loads.failed = [], []
+        receiving.received, receiving.failed = [], []
+        pushing.registered, pushing.withdrawn = [], []
         with self._lock:
             report = self._report
             self._report = ConnectorReport(
-                settled=report.settled + settled,
-                received=report.received + peers.received,
-                failed=report.failed + peers.failed,
+                settled=report.settled + news.settled,
+                received=report.received + news.received,
+                failed=report.failed + news.failed,
                 faults=dict(Counter(report.faults) + faults),
+                registered=report.registered + news.registered,
+                withdrawn=report.withdrawn + news.withdrawn,
             )
-        peers.received, peers.failed = [], []
-        faults.clear()
         self._wake()
 
     def _timeout_s(self) -> float | None:
-        due_s = min(self._peers.due_s(), self._server.due_s())
+        due_s = min(self._peers.due_s(), self._server.due_s(), self._receiving.due_s())
         if self._stop_at_s is not None:
             due_s = min(due_s, self._stop_at_s)
         return None if due_s == float("inf") else max(0.0, due_s - self._clock.monotonic_s())
@@ -265,38 +350,53 @@ class TransferThread:
         if self._stop_at_s is None:
             return False
         # What was submitted before `close` (releases, aborts) is carried out.
-        is_idle = not (self._inbox or self._peers.num_loads)
+        if not self._inbox:
+            self._receiving.abort_all("this engine closes")
+            self._server.pushing.end_all("this engine closes")
+        num_open = self._receiving.num_open + self._server.pushing.num_live
+        is_idle = not (self._inbox or len(self._peers.loads) or num_open)
         return is_idle or self._clock.monotonic_s() >= self._stop_at_s
 
-    def _reset_agent(self) -> None:
-        """Destroy the agent, so that nothing it posted is in flight, and make another."""
-        reason = f"a transfer was stuck for {self._quarantine_s} s: the NIXL agent was reset"
-        log_event(_log, "kv agent reset", level=logging.ERROR, quarantine_s=self._quarantine_s)
-        self._server.faults["agent_reset"] += 1
-        self._server.drop_all(reason)  # peers hold metadata of the agent that goes
-        self._peers.local.agent.close()
-        self._peers.local = self._make_local()
-        self._peers.fence(reason)
-        self._publish()
+    def _reset_target(self, reason: str) -> None:
+        """Destroy the agent that peers reach this memory by, and make another.
 
-    def _make_local(self) -> Local:
+        On return, nothing that a peer posted to this side by way of the network moves any more.
+        Peers hold metadata of the agent that is gone: all of them have to meet this rank again.
+        """
+        log_event(_log, "kv target reset", level=logging.ERROR, reason=reason)
+        self._server.faults["agent_reset"] += 1
+        self._server.drop_all(reason)
+        self._peers.drop_all(reason)
+        self._target.close()
+        self._target = self._make_target()
+
+    def _make_target(self) -> NixlAgent:
+        return self._make_agent("")
+
+    def _make_lane_agent(self, number: int) -> NixlAgent:
+        self._use_device()
+        return self._make_agent(f"lane{number}-")
+
+    def _make_agent(self, part: str) -> NixlAgent:
         role, rank = self._context.config.role.value, self._context.rank
-        name = f"{role}-{socket.gethostname()}-{rank}-{uuid.uuid4().hex}"
+        name = f"{role}-{socket.gethostname()}-{rank}-{part}{uuid.uuid4().hex}"
         agent = NixlAgent(name, self._context.config.transfer.backends)
         for region in (self._pool_region, self._scratch_region):
             agent.register(region)
-        return Local(
-            agent=agent,
-            pool=agent.prepare_local(self._pool_region),
-            scratch=agent.prepare_local(self._scratch_region),
-            num_scratch_units=_SCRATCH_UNITS,
-        )
+        return agent
+
+    def _use_device(self) -> None:
+        """UCX uses the calling thread's current context."""
+        if self._kv.is_cuda:
+            torch.cuda.set_device(self._kv.device)
 
     def _make_welcome(self) -> Welcome:
         return Welcome(
-            agent_metadata=self._peers.local.agent.metadata(),
+            agent_metadata=self._target.metadata(),
             pool=self._pool_region,
             scratch=self._scratch_region,
+            shape=self._context.shape,
+            process=this_process(),
         )
 
     def _raise_start_error(self) -> None:
@@ -325,3 +425,10 @@ def _touch(kv: torch.Tensor) -> None:
         return
     with torch.inference_mode():
         kv.view(-1).view(torch.uint8)[::_PAGE_BYTES].add_(0)
+
+
+def _take_a_digest(kv: torch.Tensor, context: ConnectorContext) -> None:
+    """Have the kernel compiled and loaded now: the first load would wait for that."""
+    shape = context.shape
+    route = routes_to(shape, shape, context.rank)[0]
+    digests_of(kv, shape, shape, route, [BlockId(0)], first_token=0, num_tokens=1)

@@ -6,6 +6,7 @@ misplaced or half-copied block, or another rank's, cannot pass for the right one
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import os
 import signal
@@ -23,13 +24,14 @@ from pdserve.connectors.base import ConnectorContext, KVLayout
 from pdserve.connectors.quorum import Quorum
 from pdserve.connectors.registry import find
 from pdserve.wire.ids import BlockId, Incarnation, RequestId
-from pdserve.wire.step import KnownRequests, SchedulerOutput
+from pdserve.wire.request import OnLoadFailure
 from pdserve.wire.transfer import (
     ConnectorMetadata,
     ConnectorReport,
     Endpoint,
     Failed,
     KVHandoff,
+    PushTicket,
     Received,
     Settled,
 )
@@ -40,14 +42,6 @@ if TYPE_CHECKING:
 
     from pdserve.connectors.base import ConnectorFactory, KVConnectorWorker
     from pdserve.wire.outputs import TokenLogprobs
-
-EMPTY_STEP = SchedulerOutput(
-    step_id=0,
-    new_requests=[],
-    known_requests=KnownRequests(),
-    num_scheduled_tokens={},
-    gone_request_ids=[],
-)
 
 
 @dataclass
@@ -61,6 +55,8 @@ class FakeRequest:
     cache_salt: str = ""
     remote_decode: bool = False
     handoff: KVHandoff | None = None
+    ticket: PushTicket | None = None
+    on_load_failure: OnLoadFailure = OnLoadFailure.RECOMPUTE
 
 
 def layout(num_blocks: int = 32, block_size: int = 16, dtype: str = "float32") -> KVLayout:
@@ -112,6 +108,11 @@ def context(
         layout=shape,
         layout_digest="|".join(f"{k}={v}" for k, v in sorted(fields.items())),
         layout_fields=fields,
+        shape=msgspec.structs.replace(
+            shape.shape_of_one_rank(),
+            tp_size=num_ranks,
+            num_kv_heads=num_ranks * shape.num_kv_heads,
+        ),
         rank=rank,
         num_ranks=num_ranks,
     )
@@ -151,8 +152,8 @@ class Rank:
             for mine, theirs in zip(local, remote, strict=True)
         )
 
-    def start_load_kv(self, metadata: ConnectorMetadata) -> None:
-        self.worker.start_load_kv(metadata)
+    def post(self, metadata: ConnectorMetadata) -> None:
+        self.worker.post(metadata)
 
     def get_finished(self) -> ConnectorReport:
         return self.worker.get_finished()
@@ -248,7 +249,9 @@ class Engine:
             output_token_ids=[7],
             remote_decode=True,
         )
-        handoff = self.scheduler.request_finished(request, [BlockId(b) for b in block_ids])
+        handoff = self.scheduler.request_finished(
+            request, [BlockId(b) for b in block_ids], [self._count] * len(block_ids)
+        )
         assert handoff is not None
         if step:
             self.step()
@@ -278,10 +281,7 @@ class Engine:
 
     def step(self) -> ConnectorReport:
         """One engine step: instructions out, report in."""
-        metadata = self.scheduler.build_connector_meta(EMPTY_STEP)
-        if metadata is not None:
-            for rank in self.ranks:
-                rank.start_load_kv(metadata)
+        self._post()
         settled, received, failed = [], [], []
         for number, rank in enumerate(self.ranks):
             said = rank.get_finished()
@@ -293,10 +293,17 @@ class Engine:
             received += report.received
             failed += report.failed
             self.faults.update(report.faults)
+        self._post()
         self.settled += settled
         self.received += received
         self.failed += failed
         return ConnectorReport(settled=settled, received=received, failed=failed)
+
+    def _post(self) -> None:
+        metadata = self.scheduler.take_instructions()
+        if metadata is not None:
+            for rank in self.ranks:
+                rank.post(metadata)
 
     def until(self, condition: Callable[[], object], timeout_s: float = 10.0) -> None:
         """Step whenever there is news, until `condition` holds."""
@@ -382,7 +389,8 @@ class _Child:
 
     def close(self) -> None:
         if self.process.is_alive() and not self.process.exitcode:
-            os.kill(self.process.pid or 0, signal.SIGCONT)  # a test may have failed in between
+            with contextlib.suppress(ProcessLookupError):  # it may end at this very moment
+                os.kill(self.process.pid or 0, signal.SIGCONT)  # a test may have failed in between
             try:
                 self.call("close")
             except (OSError, EOFError):
@@ -429,9 +437,9 @@ class RemoteRank(_Child):
     def holds(self, local: Sequence[int], remote: Sequence[int], seed: int) -> bool:
         return bool(self.call("holds", local, remote, seed))
 
-    def start_load_kv(self, metadata: ConnectorMetadata) -> None:
+    def post(self, metadata: ConnectorMetadata) -> None:
         if self.process.is_alive():
-            self.call("start_load_kv", metadata)
+            self.call("post", metadata)
 
     def get_finished(self) -> ConnectorReport:
         if not self.process.is_alive():

@@ -5,18 +5,20 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 
-import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from pdserve.connectors.pull.lease import LeaseTable, Verdict
-from pdserve.errors import InternalError
-from pdserve.wire.ids import RequestId
+from pdserve.connectors.handover.lease import LeaseTable, Verdict
+from pdserve.wire.ids import BlockId, RequestId
 from pdserve.wire.transfer import LeaseEnd, Settled
 
 LEASE_S = 6.0
 R1 = RequestId("r1")
+
+
+def blocks(*ids: int) -> list[BlockId]:
+    return [BlockId(i) for i in ids]
 
 
 def table_with_a_lease() -> LeaseTable:
@@ -25,13 +27,24 @@ def table_with_a_lease() -> LeaseTable:
     return table
 
 
-def test_a_confirmed_lease_settles_as_read_and_is_confirmed_once() -> None:
+def test_a_confirmed_lease_goes_on_until_it_is_released_and_settles_once() -> None:
     table = table_with_a_lease()
     table.begin_read("n", "d", 1.0, until_s=10.0)
     assert table.confirm("n", "d", 2.0) is Verdict.VALID
-    assert table.take_settled() == [Settled(request_id=R1, end=LeaseEnd.READ, nonce="n")]
-    assert table.confirm("n", "d", 2.0) is Verdict.LOST
+    assert table.confirm("n", "d", 2.5) is Verdict.VALID
     assert table.take_settled() == []
+    table.release("n", LeaseEnd.READ)
+    assert table.take_settled() == [Settled(request_id=R1, end=LeaseEnd.READ, nonce="n")]
+    assert table.confirm("n", "d", 3.0) is Verdict.LOST
+    table.release("n")
+    assert table.take_settled() == []
+
+
+def test_a_lease_that_was_confirmed_and_never_released_expires() -> None:
+    table = table_with_a_lease()
+    assert table.confirm("n", "d", 2.0) is Verdict.VALID
+    table.expire(LEASE_S)
+    assert table.take_settled() == [Settled(request_id=R1, end=LeaseEnd.EXPIRED, nonce="n")]
 
 
 def test_a_lease_without_heartbeats_expires() -> None:
@@ -79,14 +92,80 @@ def test_a_reader_that_hangs_holds_a_release_off_until_its_deadline_only() -> No
     assert table.take_settled() == [Settled(request_id=R1, end=LeaseEnd.RELEASED, nonce="n")]
 
 
-def test_a_second_reader_holds_off_the_settling_but_gets_no_confirmation() -> None:
+def test_several_readers_are_confirmed_while_the_lease_lives_and_hold_off_its_settling() -> None:
     table = table_with_a_lease()
-    for reader in ("d1", "d2"):
+    for reader in ("d1", "d2", "d3"):
         table.begin_read("n", reader, 1.0, until_s=10.0)
     assert table.confirm("n", "d1", 2.0) is Verdict.VALID
+    assert table.confirm("n", "d2", 2.0) is Verdict.VALID
+    table.release("n", LeaseEnd.READ)
     assert table.take_settled() == []
-    assert table.confirm("n", "d2", 2.0) is Verdict.LOST
+    assert table.confirm("n", "d3", 2.0) is Verdict.LOST
     assert table.take_settled() == [Settled(request_id=R1, end=LeaseEnd.READ, nonce="n")]
+
+
+def test_a_writer_holds_off_the_settling_however_long_it_takes() -> None:
+    table = LeaseTable(LEASE_S)
+    table.begin_write(R1, "chunk 1")  # before there is a lease
+    table.grant("n", R1, 0.0)
+    table.begin_write(R1, "chunk 2")
+    table.expire(100 * LEASE_S)
+    table.end_write(R1, "chunk 1")
+    table.end_write(R1, "chunk 1")
+    assert table.take_settled() == []
+    table.end_write(R1, "chunk 2")
+    assert table.take_settled() == [Settled(request_id=R1, end=LeaseEnd.EXPIRED, nonce="n")]
+
+
+def test_a_writer_of_one_request_is_no_concern_of_another() -> None:
+    table = table_with_a_lease()
+    table.begin_write(RequestId("r2"), "chunk")
+    table.release("n")
+    assert [settled.request_id for settled in table.take_settled()] == [R1]
+
+
+def test_a_stopped_push_settles_once_its_writers_are_through() -> None:
+    table = LeaseTable(LEASE_S)
+    table.begin_write(R1, "chunk")
+    table.stop("n", R1, 1.0)
+    assert table.take_settled() == []
+    assert table.confirm("n", "d", 1.0) is Verdict.LOST
+    table.end_write(R1, "chunk")
+    assert table.take_settled() == [Settled(request_id=R1, end=LeaseEnd.ABORTED, nonce="n")]
+    table.stop("n", R1, 2.0)
+    assert table.take_settled() == []
+
+
+def test_a_push_that_was_stopped_before_it_wrote_settles_at_once_and_is_never_granted() -> None:
+    table = LeaseTable(LEASE_S)
+    table.stop("n", R1, 1.0)
+    assert table.take_settled() == [Settled(request_id=R1, end=LeaseEnd.ABORTED, nonce="n")]
+    assert not table.grant("n", R1, 1.0)
+    assert table.confirm("n", "d", 1.0) is Verdict.LOST
+
+
+def test_a_block_that_was_handed_out_again_takes_the_older_lease_with_it() -> None:
+    table = LeaseTable(LEASE_S)
+    table.grant("n", R1, 0.0, block_ids=blocks(3, 4), generations=[1, 5])
+    table.begin_read("n", "d", 1.0, until_s=10.0)
+    table.grant("shared prefix", RequestId("r2"), 1.0, block_ids=blocks(3), generations=[1])
+    assert table.num_reused == 0
+    table.hand_out(blocks(4), [6])
+    assert table.num_reused == 1
+    assert table.confirm("n", "d", 2.0) is Verdict.LOST
+    assert table.take_settled() == [Settled(request_id=R1, end=LeaseEnd.ABORTED, nonce="n")]
+    table.grant("m", RequestId("r3"), 2.0, block_ids=blocks(3), generations=[2])
+    assert table.num_reused == 2
+    assert table.confirm("m", "d", 2.0) is Verdict.VALID
+
+
+def test_a_lease_that_has_ended_is_not_counted_as_reused() -> None:
+    table = LeaseTable(LEASE_S)
+    table.grant("n", R1, 0.0, block_ids=blocks(3), generations=[1])
+    table.begin_read("n", "d", 1.0, until_s=10.0)
+    table.release("n")
+    table.hand_out(blocks(3), [2])
+    assert table.num_reused == 0
 
 
 def test_a_release_that_overtakes_its_grant_is_not_forgotten() -> None:
@@ -97,13 +176,15 @@ def test_a_release_that_overtakes_its_grant_is_not_forgotten() -> None:
     assert table.take_settled() == [Settled(request_id=R1, end=LeaseEnd.RELEASED, nonce="n")]
 
 
-def test_a_nonce_is_granted_once() -> None:
+def test_a_nonce_is_granted_once_and_again_is_counted_and_changes_nothing() -> None:
     table = table_with_a_lease()
-    with pytest.raises(InternalError, match="granted twice"):
-        table.grant("n", R1, 0.0)
-    table.release("n")
-    with pytest.raises(InternalError, match="granted twice"):
-        table.grant("n", R1, 0.0)
+    assert not table.grant("n", R1, 3.0)
+    table.expire(LEASE_S)
+    assert [settled.end for settled in table.take_settled()] == [LeaseEnd.EXPIRED]
+    assert not table.grant("n", R1, LEASE_S)
+    assert table.confirm("n", "d", LEASE_S) is Verdict.LOST
+    assert table.num_regrants == 2
+    assert len(table) == 0
 
 
 def test_nothing_is_due_when_there_is_no_lease() -> None:
@@ -119,15 +200,19 @@ class Model:
     """One lease as the rules of its docstring say, kept in the most naive way."""
 
     expires_s: float
+    block: int
+    generation: int
     end: LeaseEnd | None = None
     readers: dict[str, float] = field(default_factory=dict)
+    writers: set[str] = field(default_factory=set)
     is_settled: bool = False
 
     def is_live(self, now_s: float) -> bool:
         return self.end is None and now_s < self.expires_s
 
     def settle(self) -> None:
-        self.is_settled = self.is_settled or (self.end is not None and not self.readers)
+        is_over = self.end is not None and not self.readers and not self.writers
+        self.is_settled = self.is_settled or is_over
 
 
 NONCES = st.sampled_from(["n1", "n2", "n3"])
@@ -135,30 +220,82 @@ READERS = st.sampled_from(["d1", "d2"])
 
 
 class LeaseMachine(RuleBasedStateMachine):
-    """Three nonces that collide, two readers, and a clock that jumps."""
+    """Three nonces that collide, two readers, writers, one block, and a clock that jumps.
+
+    Each nonce is of a request of the same name.
+    """
 
     @initialize()
     def start(self) -> None:
         self.table = LeaseTable(LEASE_S)
         self.now_s = 0.0
         self.model: dict[str, Model] = {}
-        self.early: set[str] = set()
+        self.early: dict[str, LeaseEnd] = {}
+        self.writers: dict[str, set[str]] = {}
+        self.generation = 1
+        self.num_reused = 0
         self.settled: list[Settled] = []
 
     @rule(by_s=st.sampled_from([0.5, 2.0, 5.5, 7.0]))
     def let_time_pass(self, by_s: float) -> None:
         self.now_s += by_s
 
-    @rule(nonce=NONCES)
-    def grant(self, nonce: str) -> None:
-        if nonce in self.model:
-            with pytest.raises(InternalError):
-                self.table.grant(nonce, RequestId(nonce), self.now_s)
+    @rule(nonce=NONCES, is_reused=st.booleans())
+    def grant(self, nonce: str, is_reused: bool) -> None:
+        self.generation += is_reused
+        is_new = self.table.grant(
+            nonce,
+            RequestId(nonce),
+            self.now_s,
+            block_ids=blocks(0),
+            generations=[self.generation],
+        )
+        assert is_new == (nonce not in self.model)
+        if not is_new:
             return
-        self.table.grant(nonce, RequestId(nonce), self.now_s)
-        lease = self.model[nonce] = Model(self.now_s + LEASE_S)
+        self._hand_out()
+        lease = self._model_of(nonce)
         if nonce in self.early:
-            lease.end = LeaseEnd.RELEASED
+            lease.end = self.early[nonce]
+        lease.settle()
+
+    @rule()
+    def hand_out(self) -> None:
+        self.generation += 1
+        self.table.hand_out(blocks(0), [self.generation])
+        self._hand_out()
+
+    def _hand_out(self) -> None:
+        for lease in self.model.values():
+            if lease.block == 0 and lease.generation < self.generation and lease.end is None:
+                lease.end = LeaseEnd.ABORTED
+                self.num_reused += 1
+                lease.settle()
+
+    def _model_of(self, nonce: str, block: int = 0) -> Model:
+        lease = self.model[nonce] = Model(self.now_s + LEASE_S, block, self.generation)
+        lease.writers = self.writers.setdefault(nonce, set())
+        return lease
+
+    @rule(nonce=NONCES, writer=READERS)
+    def begin_write(self, nonce: str, writer: str) -> None:
+        if nonce in self.model and self.model[nonce].is_settled:
+            return  # its blocks are free: nobody writes from them
+        self.table.begin_write(RequestId(nonce), writer)
+        self.writers.setdefault(nonce, set()).add(writer)
+
+    @rule(nonce=NONCES, writer=READERS)
+    def end_write(self, nonce: str, writer: str) -> None:
+        self.table.end_write(RequestId(nonce), writer)
+        self.writers.setdefault(nonce, set()).discard(writer)
+        if nonce in self.model:
+            self.model[nonce].settle()
+
+    @rule(nonce=NONCES)
+    def stop(self, nonce: str) -> None:
+        self.table.stop(nonce, RequestId(nonce), self.now_s)
+        lease = self.model.get(nonce) or self._model_of(nonce, block=-1)
+        lease.end = lease.end or LeaseEnd.ABORTED
         lease.settle()
 
     @rule(nonces=st.lists(NONCES, max_size=3))
@@ -197,15 +334,14 @@ class LeaseMachine(RuleBasedStateMachine):
         assert verdict is (Verdict.VALID if live else Verdict.LOST)
         if live:
             assert not lease.is_settled  # bytes of freed blocks are never confirmed
-            lease.end = LeaseEnd.READ
         lease.settle()
 
-    @rule(nonce=NONCES, end=st.sampled_from([LeaseEnd.RELEASED, LeaseEnd.ABORTED]))
+    @rule(nonce=NONCES, end=st.sampled_from([LeaseEnd.READ, LeaseEnd.RELEASED]))
     def release(self, nonce: str, end: LeaseEnd) -> None:
         self.table.release(nonce, end)
         lease = self.model.get(nonce)
         if lease is None:
-            self.early.add(nonce)
+            self.early[nonce] = end
         else:
             lease.end = lease.end or end
             lease.settle()
@@ -231,11 +367,15 @@ class LeaseMachine(RuleBasedStateMachine):
         assert len(self.table) == len(open_leases)
 
     @invariant()
+    def every_reuse_of_a_leased_block_is_counted(self) -> None:
+        assert self.table.num_reused == self.num_reused
+
+    @invariant()
     def expire_is_never_due_too_late(self) -> None:
         for lease in self.model.values():
             if not lease.is_settled:
                 times = [*lease.readers.values(), *([] if lease.end else [lease.expires_s])]
-                assert self.table.due_s <= min(times)
+                assert self.table.due_s <= min(times, default=math.inf)
 
 
 TestLeaseMachine = LeaseMachine.TestCase

@@ -53,8 +53,8 @@ def local() -> Iterator[Callable[..., Engine]]:
     """Makes engines here, and closes them."""
     engines: list[Engine] = []
 
-    def make(engine_id: str, *, quarantine_s: float = 30.0, **arguments: Any) -> Engine:
-        engine = Engine(NixlFactory(quarantine_s=quarantine_s), engine_id, **arguments)
+    def make(engine_id: str, **arguments: Any) -> Engine:
+        engine = Engine(NixlFactory(), engine_id, **arguments)
         engines.append(engine)
         return engine
 
@@ -162,7 +162,7 @@ def test_a_hung_p_is_fenced_by_a_new_agent_and_other_peers_serve_on(
         d.until(lambda: d.failed, timeout_s=5.0)
         assert [f.reason for f in d.failed] == [LoadFailure.TIMEOUT]
         assert time.monotonic() - stopped_s >= 0.7  # not reported before it was fenced
-        assert d.faults["agent_reset"] == 1
+        assert d.faults["agent_reset"] in (1, 2)  # of the lanes that were reading from it
         d.kv.fill_(9.0)
     finally:
         os.kill(p.process.pid or 0, signal.SIGCONT)

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from pdserve.connectors.base import KVLayout
+from pdserve.connectors.handover.instructions import End, Instructions
 from pdserve.connectors.nixl import NixlFactory, transfer
 from pdserve.connectors.nixl.agent import NixlAgent
-from pdserve.connectors.pull.instructions import End, PullInstructions
 from pdserve.wire.transfer import LeaseEnd, LoadFailure
 from tests.connectors.engines import Engine, RemoteRank, layout, prompt_of, signed_with
 
@@ -138,8 +138,8 @@ def test_a_rank_that_alone_has_lost_its_lease_fails_the_load_of_all(
 ) -> None:
     p, d = make("P"), make("D")
     handoff = p.prefill(PROMPT, [1, 2, 3])
-    ends = PullInstructions(ends=[End(handoff.nonce, LeaseEnd.EXPIRED)])
-    p.ranks[1].start_load_kv(ends.to_metadata())
+    ends = Instructions(ends=[End(handoff.nonce, LeaseEnd.EXPIRED)])
+    p.ranks[1].post(ends.to_metadata())
     d.load(d.queue(PROMPT, handoff, "r"), [4, 5, 6])
     d.until(lambda: d.failed)
     assert [f.reason for f in d.failed] == [LoadFailure.LEASE_LOST]

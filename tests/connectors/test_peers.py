@@ -6,20 +6,28 @@ from __future__ import annotations
 import errno
 import logging
 import socket
+import time
 from typing import TYPE_CHECKING
 
+import msgspec
 import pytest
+import torch
 
+from pdserve.connectors.digests import BlockDigests, digests_of
+from pdserve.connectors.handover.instructions import Grant, Load, Watch
 from pdserve.connectors.nixl.agent import AgentError, Prepared, Transfer, TransferState
+from pdserve.connectors.nixl.background import Background
 from pdserve.connectors.nixl.channel import Listener
-from pdserve.connectors.nixl.peers import Local, Peers
+from pdserve.connectors.nixl.lanes import Lanes
+from pdserve.connectors.nixl.peers import Peers
+from pdserve.connectors.nixl.processes import this_process
 from pdserve.connectors.nixl.protocol import Region, Welcome
 from pdserve.connectors.nixl.reactor import Reactor
 from pdserve.connectors.nixl.serving import Server
-from pdserve.connectors.pull.instructions import Grant, Load, Owner, Watch
+from pdserve.connectors.slicing import routes_to
 from pdserve.observe.clock import ManualClock
 from pdserve.wire.ids import BlockId, EngineId, RequestId
-from pdserve.wire.transfer import Endpoint, LoadFailure
+from pdserve.wire.transfer import Endpoint, EngineRef, Failed, LoadFailure, Received
 from tests.connectors.engines import context, layout
 
 if TYPE_CHECKING:
@@ -28,20 +36,22 @@ if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
 
-REGION = Region(0, layout().block_bytes, 32, "DRAM", 0)
+SHAPE = layout()
+NUM_TOKENS = 2 * SHAPE.block_size
 
 
 class ScriptedAgent:
-    """Moves nothing. `outcome` is what becomes of READs that are posted or polled."""
+    """Moves nothing. `outcome` is what becomes of READs that are posted and then polled."""
 
     def __init__(self) -> None:
         self.outcome: TransferState | AgentError = TransferState.DONE
         self.known: set[str] = set()
         self.refuses_to_prepare = False
         self.refuses_to_unprepare = False
+        self.num_posted = 0
 
-    def metadata(self) -> bytes:
-        return b"agent-of-P"
+    def prepare_local(self, region: Region) -> Prepared:
+        return Prepared(1)
 
     def add_peer(self, metadata: bytes) -> str:
         if metadata.decode() in self.known:
@@ -61,6 +71,11 @@ class ScriptedAgent:
     def remove_peer(self, peer: str) -> None:
         self.known.remove(peer)
 
+    def read_once(
+        self, local: Region, peer: str, remote: Region, num_bytes: int
+    ) -> tuple[Transfer, TransferState]:
+        return Transfer(0), TransferState.DONE
+
     def read(
         self,
         local: Prepared,
@@ -68,9 +83,7 @@ class ScriptedAgent:
         remote: Prepared,
         remote_units: npt.NDArray[np.int32],
     ) -> tuple[Transfer, TransferState]:
-        is_warm_up = len(local_units) == 1
-        if is_warm_up:
-            return Transfer(0), TransferState.DONE
+        self.num_posted += 1
         return Transfer(1), TransferState.IN_PROGRESS
 
     def poll(self, transfer: Transfer) -> TransferState:
@@ -80,6 +93,9 @@ class ScriptedAgent:
 
     def release(self, transfer: Transfer) -> None:
         return None
+
+    def close(self) -> None:
+        self.known.clear()
 
 
 class Pair:
@@ -91,48 +107,115 @@ class Pair:
         self.agent = ScriptedAgent()
         self.listener = Listener("127.0.0.1", 0)
         p, d = context("P"), context("D")
+        self.kv = torch.zeros(
+            *(SHAPE.num_blocks, SHAPE.num_layers, SHAPE.num_planes, SHAPE.num_kv_heads),
+            *(SHAPE.block_size, SHAPE.head_dim),
+        )
+        pool = Region(self.kv.data_ptr(), SHAPE.block_bytes, SHAPE.num_blocks, "DRAM", 0)
         scratch = Region(0, 4096, 1, "DRAM", 0)
+        self.lanes, self.background = (
+            self.make_lanes(pool, scratch),
+            Background("digests", self.wake),
+        )
+        route = routes_to(p.shape, p.shape, 0)[0]  # has the kernel compiled
+        digests_of(self.kv, p.shape, p.shape, route, [BlockId(0)], first_token=0, num_tokens=1)
         self.server = Server(
             p,
             secret=b"",
             reactor=self.reactor,
             clock=self.clock,
-            welcome=lambda: Welcome(agent_metadata=b"agent-of-P", pool=REGION, scratch=scratch),
+            welcome=lambda: Welcome(
+                agent_metadata=b"agent-of-P",
+                pool=pool,
+                scratch=scratch,
+                shape=p.shape,
+                process=this_process(),
+            ),
+            lanes=self.make_lanes(pool, scratch),
+            # P's memory is D's here: what "arrives" has the right digests.
+            digests=BlockDigests(self.kv, p.shape, 0),
+            background=self.background,
         )
         self.reactor.listen(self.listener, self.server.accept)
-        local = Local(self.agent, Prepared(1), Prepared(1), 1)  # type: ignore[arg-type]
-        self.peers = Peers(d, secret=b"", reactor=self.reactor, clock=self.clock, local=local)
-        self.owner = Owner(EngineId("P"), p.incarnation, (self.listener.endpoint,))
+        self.peers = Peers(
+            d,
+            kv=self.kv,
+            secret=b"",
+            reactor=self.reactor,
+            clock=self.clock,
+            lanes=self.lanes,
+            target=lambda: (b"agent-of-D", pool),
+        )
+        self.owner = EngineRef(
+            engine_id=EngineId("P"),
+            incarnation=p.incarnation,
+            endpoints=(self.listener.endpoint,),
+            shape=p.shape,
+        )
         self._num_loads = 0
 
-    def load(self, owner: Owner | None = None) -> RequestId:
+    def make_lanes(self, pool: Region, scratch: Region) -> Lanes:
+        return Lanes(
+            num_lanes=1,
+            make_agent=lambda number: self.agent,  # type: ignore[arg-type,return-value]
+            pool=pool,
+            scratch=scratch,
+            wake=self.wake,
+            clock=self.clock,
+            quarantine_s=30.0,
+        )
+
+    def wake(self) -> None:
+        self.reactor.wake()
+
+    def away(self, name: str, where: Endpoint) -> EngineRef:
+        """Another engine, which is not there or not one."""
+        return msgspec.structs.replace(self.owner, engine_id=EngineId(name), endpoints=(where,))
+
+    def load(self, owner: EngineRef | None = None) -> RequestId:
         """Queue a request and begin to load it."""
         self._num_loads += 1
         owner = owner or self.owner
         nonce, request_id = f"n{self._num_loads}", RequestId(f"r{self._num_loads}")
-        self.server.grant(Grant(nonce, request_id, []))
-        self.peers.watch(Watch(nonce, owner, 30.0))
         blocks = [BlockId(1), BlockId(2)]
-        self.peers.load(Load(self._num_loads, request_id, nonce, owner, blocks, blocks))
+        self.server.grant(Grant(nonce, request_id, blocks, [self._num_loads] * 2, NUM_TOKENS))
+        self.peers.watch(Watch(nonce, owner, 30.0))
+        self.peers.loads.begin(
+            Load(self._num_loads, request_id, nonce, owner, blocks, blocks, 0, NUM_TOKENS)
+        )
         return request_id
 
-    def until(self, condition: Callable[[], object], *, turns: int = 200) -> None:
+    def until(self, condition: Callable[[], object], *, timeout_s: float = 5.0) -> None:
         """Let both sides go on, without any time passing on their clock."""
-        for _ in range(turns):
-            if condition():
-                return
-            self.reactor.wait(0.005 if self.peers.due_s() > self.clock.now_s else 0)
-            self.server.tick()
-            self.peers.tick()
-        raise AssertionError(f"{self.peers.received} {self.peers.failed}")
+        ends_s = time.monotonic() + timeout_s
+        while not condition():
+            assert time.monotonic() < ends_s, f"{self.received} {self.failed}"
+            self.turn(0.005 if self.peers.due_s() > self.clock.now_s else 0)
+
+    def turn(self, timeout_s: float) -> None:
+        self.reactor.wait(timeout_s)
+        self.background.deliver()
+        self.lanes.deliver()
+        self.server.tick()
+        self.peers.tick()
+
+    @property
+    def received(self) -> list[Received]:
+        return self.peers.loads.received
+
+    @property
+    def failed(self) -> list[Failed]:
+        return self.peers.loads.failed
 
     @property
     def reasons(self) -> list[LoadFailure]:
-        return [failed.reason for failed in self.peers.failed]
+        return [failed.reason for failed in self.failed]
 
     def close(self) -> None:
         self.peers.close()
         self.server.drop_all("closing")
+        assert self.lanes.close(5.0)
+        assert self.background.close(5.0)
         self.reactor.close()
         self.listener.close()
 
@@ -153,56 +236,56 @@ def nowhere() -> Endpoint:
 def test_a_read_that_completes_later_is_received_once(pair: Pair) -> None:
     pair.agent.outcome = TransferState.IN_PROGRESS
     pair.load()
-    pair.until(lambda: pair.peers.is_polling)
+    pair.until(lambda: pair.agent.num_posted)
     pair.agent.outcome = TransferState.DONE
-    pair.until(lambda: pair.peers.received)
-    assert not pair.peers.num_loads
-    assert not pair.peers.failed
+    pair.until(lambda: pair.received)
+    assert not len(pair.peers.loads)
+    assert not pair.failed
 
 
 def test_a_read_that_fails_before_the_side_channel_does_is_reported_once(pair: Pair) -> None:
     pair.agent.outcome = AgentError("nixlRemoteDisconnectError")
     pair.load()
-    pair.until(lambda: pair.peers.failed)
+    pair.until(lambda: pair.failed)
     assert pair.reasons == [LoadFailure.PEER_LOST]
-    assert not pair.peers.num_loads
+    assert not len(pair.peers.loads)
     pair.agent.outcome = TransferState.DONE
     pair.load()
-    pair.until(lambda: pair.peers.received)
-    assert len(pair.peers.failed) == 1
+    pair.until(lambda: pair.received)
+    assert len(pair.failed) == 1
 
 
 def test_a_peer_out_of_reach_fails_loads_at_once_until_the_next_try_is_due(pair: Pair) -> None:
-    away = Owner(EngineId("away"), pair.owner.incarnation, (nowhere(),))
+    away = pair.away("away", nowhere())
     pair.load(away)
-    pair.until(lambda: pair.peers.failed)
+    pair.until(lambda: pair.failed)
     pair.clock.advance(0.9)
     pair.load(away)
-    pair.until(lambda: len(pair.peers.failed) == 2)
+    pair.until(lambda: len(pair.failed) == 2)
     assert pair.reasons == [LoadFailure.PEER_LOST] * 2
-    assert "next try in 0.1 s" in pair.peers.failed[1].detail
+    assert "next try in 0.1 s" in pair.failed[1].detail
 
 
 def test_a_peer_that_is_mute_is_out_of_reach_after_the_handshake_timeout(pair: Pair) -> None:
     with socket.create_server(("127.0.0.1", 0)) as mute:
         where = Endpoint(host="127.0.0.1", port=mute.getsockname()[1])
-        away = Owner(EngineId("mute"), pair.owner.incarnation, (where,))
+        away = pair.away("mute", where)
         pair.load(away)
         pair.until(lambda: pair.peers.due_s() > pair.clock.now_s)
         pair.clock.advance(5.0)
-        pair.until(lambda: pair.peers.failed)
+        pair.until(lambda: pair.failed)
         pair.load(away)
-        pair.until(lambda: len(pair.peers.failed) == 2)
+        pair.until(lambda: len(pair.failed) == 2)
     assert pair.reasons == [LoadFailure.HANDSHAKE] * 2
 
 
 def test_the_back_off_ends_at_its_maximum_however_often_a_peer_is_tried(pair: Pair) -> None:
-    away = Owner(EngineId("away"), pair.owner.incarnation, (nowhere(),))
+    away = pair.away("away", nowhere())
     for attempt in range(1100):
         pair.load(away)
-        pair.until(lambda n=attempt + 1: len(pair.peers.failed) == n)  # type: ignore[misc]
+        pair.until(lambda n=attempt + 1: len(pair.failed) == n)  # type: ignore[misc]
         pair.clock.advance(60.0)
-    assert {failed.reason for failed in pair.peers.failed} == {LoadFailure.PEER_LOST}
+    assert {failed.reason for failed in pair.failed} == {LoadFailure.PEER_LOST}
 
 
 def test_no_free_descriptor_for_a_connection_fails_the_load_as_a_value(
@@ -214,17 +297,17 @@ def test_no_free_descriptor_for_a_connection_fails_the_load_as_a_value(
     with monkeypatch.context() as patched:
         patched.setattr(socket, "socket", exhausted)
         pair.load()
-        pair.until(lambda: pair.peers.failed)
+        pair.until(lambda: pair.failed)
     assert pair.reasons == [LoadFailure.PEER_LOST]
     pair.clock.advance(1.0)
     pair.load()
-    pair.until(lambda: pair.peers.received)
+    pair.until(lambda: pair.received)
 
 
 def test_an_endpoint_with_an_impossible_port_fails_the_load_as_a_value(pair: Pair) -> None:
     where = Endpoint(host="127.0.0.1", port=70_000)
-    pair.load(Owner(EngineId("away"), pair.owner.incarnation, (where,)))
-    pair.until(lambda: pair.peers.failed)
+    pair.load(pair.away("away", where))
+    pair.until(lambda: pair.failed)
     assert pair.reasons == [LoadFailure.PEER_LOST]
 
 
@@ -234,30 +317,31 @@ def test_a_peer_that_nixl_half_learned_or_half_forgot_can_be_met_again(
 ) -> None:
     setattr(pair.agent, refusal, True)
     pair.load()
-    pair.until(lambda: pair.peers.failed or pair.peers.received)
+    pair.until(lambda: pair.failed or pair.received)
     pair.server.drop_all("closing")
     pair.until(lambda: not pair.agent.known)
     setattr(pair.agent, refusal, False)
     pair.clock.advance(1.0)
-    pair.peers.received.clear()
+    pair.received.clear()
     pair.load()
-    pair.until(lambda: pair.peers.received)
+    pair.until(lambda: pair.received)
 
 
 def test_more_leases_than_fit_into_one_frame_are_all_kept_alive(pair: Pair) -> None:
     pair.load()
-    pair.until(lambda: pair.peers.received)
+    pair.until(lambda: pair.received)
     nonces = [f"{n:043}" for n in range(30_000)]  # as long as those of production
     for nonce in nonces:
-        pair.server.grant(Grant(nonce, RequestId(nonce), []))
+        pair.server.grant(Grant(nonce, RequestId(nonce), [], [], 0))
         pair.peers.watch(Watch(nonce, pair.owner, 30.0))
+        pair.reactor.wait(0)
     for _ in range(6):
         pair.clock.advance(10.0)
         pair.peers.tick()
         for _ in range(60):
             pair.reactor.wait(0)
         pair.server.tick()
-    assert pair.server.num_leases == len(nonces)
+    assert pair.server.num_leases == len(nonces) + 1  # that of the load, too
 
 
 def test_a_request_that_was_given_up_here_is_no_warning(
@@ -266,10 +350,10 @@ def test_a_request_that_was_given_up_here_is_no_warning(
     with caplog.at_level(logging.DEBUG, logger="pdserve.connectors"):
         pair.agent.outcome = TransferState.IN_PROGRESS
         request_id = pair.load()
-        pair.until(lambda: pair.peers.is_polling)
-        pair.peers.abort(request_id)
+        pair.until(lambda: pair.agent.num_posted)
+        pair.peers.loads.abort(request_id)
         pair.agent.outcome = TransferState.DONE
-        pair.until(lambda: pair.peers.failed)
+        pair.until(lambda: pair.failed)
     assert pair.reasons == [LoadFailure.ABORTED]
     about = [record for record in caplog.records if "kv load" in record.message]
     assert [record.levelno for record in about] == [logging.DEBUG]
@@ -292,4 +376,4 @@ def test_a_listener_without_free_descriptors_rests_and_serves_again_later(
             pair.reactor.wait(None)  # a rest ends by itself
     assert len(attempts) == 2
     pair.load()
-    pair.until(lambda: pair.peers.received)
+    pair.until(lambda: pair.received)

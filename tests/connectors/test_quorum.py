@@ -3,24 +3,45 @@
 from __future__ import annotations
 
 from collections import Counter
+from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from pdserve.connectors import quorum as quorum_module
 from pdserve.connectors.quorum import Quorum
-from pdserve.wire.ids import RequestId
+from pdserve.wire.ids import EngineId, Incarnation, RequestId
 from pdserve.wire.transfer import (
     ConnectorReport,
     Failed,
+    KVHandoff,
+    KVMode,
     LeaseEnd,
     LoadFailure,
     Received,
+    Registered,
     Settled,
+    Withdrawn,
 )
+from tests.connectors.engines import layout
 
 R = RequestId("r")
+HANDOFF = KVHandoff(
+    engine_id=EngineId("P"),
+    incarnation=Incarnation("i"),
+    nonce="n",
+    request_id=R,
+    endpoints=[],
+    block_ids=[],
+    shape=layout().shape_of_one_rank(),
+    num_tokens=1,
+    layout_digest="d",
+    lease_s=1.0,
+    prompt_digest="p",
+    first_token_ids=[7],
+)
 
 
 def settled(end: LeaseEnd, *, nonce: str = "n", request: str = R) -> ConnectorReport:
@@ -40,8 +61,16 @@ def received(load_id: int = 1, request: str = R, scale: int = 1) -> ConnectorRep
     return ConnectorReport(received=[fact])
 
 
-def failed(reason: LoadFailure, *, load_id: int = 1, detail: str = "") -> ConnectorReport:
-    fact = Failed(request_id=R, reason=reason, detail=detail, load_id=load_id)
+def failed(
+    reason: LoadFailure, *, load_id: int = 1, detail: str = "", num_valid_tokens: int = 0
+) -> ConnectorReport:
+    fact = Failed(
+        request_id=R,
+        reason=reason,
+        detail=detail,
+        load_id=load_id,
+        num_valid_tokens=num_valid_tokens,
+    )
     return ConnectorReport(failed=[fact])
 
 
@@ -87,13 +116,22 @@ def test_a_load_that_all_have_is_the_sum_of_bytes_and_the_longest_of_times() -> 
 
 def test_a_load_that_one_rank_lacks_has_failed_once_all_have_reported() -> None:
     quorum = Quorum(3)
-    assert not quorum.add(2, failed(LoadFailure.TIMEOUT, detail="P is mute"))
+    assert not quorum.add(2, failed(LoadFailure.TIMEOUT, detail="P is mute")).failed
     assert not quorum.add(0, received())
     report = quorum.add(1, failed(LoadFailure.PEER_LOST, detail="P is gone"))
     assert not report.received
     (whole,) = report.failed
     assert whole.reason is LoadFailure.TIMEOUT
     assert whole.detail == "rank 2: timeout P is mute; rank 1: peer_lost P is gone"
+
+
+def test_that_a_load_is_failing_is_said_once_while_others_have_not_reported() -> None:
+    quorum = Quorum(3)
+    first = failed(LoadFailure.TIMEOUT, detail="P is mute")
+    assert quorum.add(2, first).failing == first.failed
+    assert not quorum.add(2, first).failing
+    assert not quorum.add(0, failed(LoadFailure.ABORTED)).failing
+    assert not quorum.add(1, failed(LoadFailure.ABORTED)).failing
 
 
 def test_faults_of_a_rank_are_not_held_back() -> None:
@@ -146,9 +184,78 @@ def test_a_lease_and_a_load_of_one_request_are_different_facts() -> None:
     assert quorum.num_open == 2
 
 
-def test_one_ranks_reports_are_handed_through() -> None:
-    report = received()
-    assert Quorum(1).add(0, report) is report
+def test_one_ranks_reports_are_facts_at_once_and_only_once() -> None:
+    quorum = Quorum(1)
+    report = ConnectorReport(
+        settled=settled(LeaseEnd.READ).settled,
+        received=received().received,
+        registered=[Registered(nonce="n")],
+        withdrawn=[Withdrawn(nonce="m")],
+    )
+    assert quorum.add(0, report) == report
+    assert quorum.add(0, report) == ConnectorReport(faults={"report_repeated": 4})
+
+
+def test_a_push_begins_when_every_rank_has_its_registration() -> None:
+    quorum = Quorum(3)
+    report = ConnectorReport(registered=[Registered(nonce="n")])
+    assert not quorum.add(1, report)
+    assert quorum.add(1, report) == ConnectorReport(faults={"report_repeated": 1})
+    assert not quorum.add(0, report)
+    assert quorum.add(2, report) == report
+    assert quorum.num_open == 0
+
+
+def test_a_push_is_withdrawn_once_and_with_the_first_rank() -> None:
+    quorum = Quorum(3)
+    registered = ConnectorReport(registered=[Registered(nonce="n")])
+    withdrawn = [ConnectorReport(withdrawn=[Withdrawn(nonce="n", reason=r)]) for r in "ab"]
+    quorum.add(0, registered)
+    assert quorum.add(1, withdrawn[0]) == withdrawn[0]
+    assert not quorum.add(2, withdrawn[1])
+    assert quorum.add(2, withdrawn[1]) == ConnectorReport(faults={"report_repeated": 1})
+    for rank in (1, 2):  # too late to matter
+        assert not quorum.add(rank, registered)
+    assert quorum.num_open == 0
+
+
+def pushed(handoff: KVHandoff | None, **changes: Any) -> ConnectorReport:
+    (fact,) = received().received
+    changes = {"mode": KVMode.PUSH, **changes}
+    fact = msgspec.structs.replace(fact, handoff=handoff, **changes)
+    return ConnectorReport(received=[fact])
+
+
+def test_a_push_that_all_ranks_have_comes_with_its_handoff_and_the_longest_check() -> None:
+    quorum = Quorum(2)
+    quorum.add(0, pushed(HANDOFF, digest_s=0.25))
+    (whole,) = quorum.add(1, pushed(HANDOFF, digest_s=0.5)).received
+    assert (whole.mode, whole.handoff, whole.digest_s) == (KVMode.PUSH, HANDOFF, 0.5)
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        pushed(None),
+        pushed(msgspec.structs.replace(HANDOFF, first_token_ids=[8])),
+        pushed(HANDOFF, mode=KVMode.PULL),
+    ],
+    ids=["none", "another", "mode"],
+)
+def test_a_load_whose_ranks_were_told_different_things_has_failed(other: ConnectorReport) -> None:
+    quorum = Quorum(2)
+    quorum.add(0, pushed(HANDOFF))
+    report = quorum.add(1, other)
+    assert not report.received
+    assert [whole.reason for whole in report.failed] == [LoadFailure.DIGEST]
+
+
+def test_what_is_valid_of_a_load_is_what_the_worst_rank_has() -> None:
+    quorum = Quorum(3)
+    quorum.add(0, failed(LoadFailure.DIGEST, num_valid_tokens=48))
+    quorum.add(1, received())
+    (whole,) = quorum.add(2, failed(LoadFailure.DIGEST, num_valid_tokens=16)).failed
+    assert whole.num_valid_tokens == 16
 
 
 def test_votes_that_are_never_complete_and_those_that_are_over_are_forgotten_in_time(

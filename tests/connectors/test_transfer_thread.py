@@ -7,19 +7,19 @@ import sys
 import time
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pdserve.connectors.nixl import NixlFactory, peers
-from pdserve.connectors.nixl.peers import count_runs
-from pdserve.connectors.pull.instructions import Grant, PullInstructions
+from pdserve.connectors.handover.instructions import Instructions
+from pdserve.connectors.nixl import NixlFactory, loads
+from pdserve.connectors.slicing import count_runs
 from pdserve.errors import ConfigError, InternalError
-from pdserve.wire.ids import RequestId
-from pdserve.wire.transfer import Endpoint, LeaseEnd, LoadFailure
-from tests.connectors.engines import EMPTY_STEP, Engine, layout, prompt_of, signed_with
+from pdserve.wire.transfer import ConnectorMetadata, Endpoint, LeaseEnd, LoadFailure
+from tests.connectors.engines import Engine, layout, prompt_of, signed_with
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -60,15 +60,15 @@ def test_runs_are_what_is_left_when_neighbours_on_both_sides_are_merged(
 def test_a_load_in_many_chunks_arrives_whole_and_its_descriptors_are_counted(
     make: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(peers, "_CHUNK_BYTES", 2 * layout().block_bytes)
+    monkeypatch.setattr(loads, "PIECE_BYTES", 2 * layout().block_bytes)
     p, d = make("P"), make("D")
     prompt = prompt_of(16 * 7)
     source, target = [9, 8, 7, 3, 4, 5, 6], [19, 18, 17, 30, 31, 2, 3]
     d.load(d.queue(prompt, p.prefill(prompt, source), "r"), target)
     d.until(lambda: d.received)
     assert d.holds(target, source)
-    # Ordered by source: 3-30 4-31 | 5-2 6-3 | 7-17 8-18 | 9-19
-    assert d.received[0].num_descriptors == 4
+    # Two blocks at a time, ordered by source: 8-18 9-19 | 3-30, 7-17 | 4-31, 5-2 | 6-3
+    assert d.received[0].num_descriptors == 6
 
 
 def test_64_kib_blocks_in_a_row_need_few_descriptors_per_gb(make: Callable[..., Engine]) -> None:
@@ -106,13 +106,12 @@ def test_a_thread_that_died_wakes_the_engine_and_ends_it_with_the_reason(
     make: Callable[..., Engine],
 ) -> None:
     p = make("P")
-    twice = [Grant("nonce", RequestId("r"), []), Grant("nonce", RequestId("r"), [])]
-    p.worker.start_load_kv(PullInstructions(grants=twice).to_metadata())
+    p.worker.post(ConnectorMetadata(b"no instructions"))
     assert p.news.wait(5.0)
-    with pytest.raises(InternalError, match="granted twice"):
+    with pytest.raises(InternalError, match="transfer thread died: ValidationError"):
         p.worker.get_finished()
-    with pytest.raises(InternalError, match="granted twice"):
-        p.worker.start_load_kv(PullInstructions().to_metadata())
+    with pytest.raises(InternalError, match="transfer thread died: ValidationError"):
+        p.worker.post(Instructions().to_metadata())
 
 
 def test_a_backend_that_nixl_does_not_have_is_a_configuration_error() -> None:
@@ -148,7 +147,7 @@ def test_what_is_said_in_the_last_moment_before_the_end_is_carried_out(
     d.until(lambda: d.received)
     p.until(lambda: p.settled)
     d.scheduler.request_aborted(d.queue(PROMPT, p.prefill(PROMPT, [1, 2, 3]), "r"))
-    release = d.scheduler.build_connector_meta(EMPTY_STEP)
+    release = d.scheduler.take_instructions()
 
     worker: Any = d.worker
     server, said = worker._thread._server, []
@@ -156,7 +155,7 @@ def test_what_is_said_in_the_last_moment_before_the_end_is_carried_out(
     def tick() -> None:  # after this turn's instructions were taken
         if not said:
             said.append(release)
-            worker.start_load_kv(release)
+            worker.post(release)
             worker._thread._stop_at_s = time.monotonic() + 5.0
 
     server.tick = tick
@@ -169,10 +168,13 @@ def test_a_handoff_of_blocks_that_p_does_not_have_fails_as_a_value(
     make: Callable[..., Engine],
 ) -> None:
     p, d = make("P"), make("D")
-    beyond = signed_with(p.prefill(PROMPT, [1, 2, 3]), block_ids=[1, 2, 32])
+    handoff = p.prefill(PROMPT, [1, 2, 3])
+    larger = msgspec.structs.replace(handoff.shape, num_blocks=33)
+    beyond = signed_with(handoff, block_ids=[1, 2, 32], shape=larger)
     d.load(d.queue(PROMPT, beyond, "r"), [4, 5, 6])
     d.until(lambda: d.failed)
     assert [f.reason for f in d.failed] == [LoadFailure.INCOMPATIBLE]
-    assert "block 32" in d.failed[0].detail
+    assert "num_blocks=33" in d.failed[0].detail
+    assert "num_blocks=32" in d.failed[0].detail
     d.load(d.queue(PROMPT, p.prefill(PROMPT, [1, 2, 3]), "r2"), [4, 5, 6])
     d.until(lambda: d.received)

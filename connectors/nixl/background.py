@@ -1,0 +1,77 @@
+"""One thread beside the transfer thread for work on memory: digests.
+
+Work is done in its order; what comes of it is told in the transfer thread, which is woken for
+it. It knows nothing of blocks. The work must let go of the interpreter lock while it computes.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections import deque
+from typing import TYPE_CHECKING
+
+from pdserve.errors import InternalError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+
+class Background:
+    """A thread that begins with its first work; all methods belong to one other thread.
+
+    Args:
+        name: The thread's, for debuggers.
+        wake: Called from it when `deliver` has something to say.
+    """
+
+    def __init__(self, name: str, wake: Callable[[], None]) -> None:
+        self._name = name
+        self._wake = wake
+        self._todo: queue.SimpleQueue[Callable[[], Callable[[], None]] | None] = queue.SimpleQueue()
+        self._done: deque[Callable[[], None]] = deque()
+        self._thread: threading.Thread | None = None
+        self._death: BaseException | None = None
+
+    def submit(self, work: Callable[[], Callable[[], None]]) -> None:
+        """Do `work` in the thread, and in a later `deliver` what it returns."""
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
+            self._thread.start()
+        self._todo.put(work)
+
+    def deliver(self) -> bool:
+        """Call what finished work returned; return whether there was any.
+
+        Raises:
+            InternalError: Work has raised; the thread has ended with it.
+        """
+        if self._death is not None:
+            raise InternalError(f"the thread {self._name} died: {self._death!r}") from self._death
+        did = False
+        while self._done:
+            did = True
+            self._done.popleft()()
+        return did
+
+    def close(self, timeout_s: float) -> bool:
+        """Finish what is at work, drop the rest; return whether the thread has ended in time."""
+        if self._thread is None:
+            return True
+        while not self._todo.empty():
+            try:
+                self._todo.get_nowait()
+            except queue.Empty:  # the thread was quicker
+                break
+        self._todo.put(None)
+        self._thread.join(timeout_s)
+        return not self._thread.is_alive()
+
+    def _run(self) -> None:
+        try:
+            while (work := self._todo.get()) is not None:
+                self._done.append(work())
+                self._wake()
+        except Exception as error:  # noqa: BLE001 - told to the transfer thread by `deliver`
+            self._death = error
+            self._wake()

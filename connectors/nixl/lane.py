@@ -1,0 +1,423 @@
+"""One thread that posts transfers, with a NIXL agent of its own; see `lanes`.
+
+It knows what it was told, its peers as NIXL knows them, and what it has in flight.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import threading
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Protocol, assert_never
+
+import msgspec
+
+from pdserve.connectors.nixl.agent import AgentError, TransferState
+from pdserve.connectors.nixl.jobs import Direction, Job, Settled, WarmUp
+from pdserve.connectors.slicing import count_runs
+from pdserve.errors import InternalError
+from pdserve.observe.log import log_event
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from pdserve.connectors.nixl.agent import NixlAgent, Prepared, Transfer
+    from pdserve.connectors.nixl.jobs import Remote
+    from pdserve.connectors.nixl.protocol import Region
+    from pdserve.observe.clock import Clock
+
+_log = logging.getLogger(__name__)
+
+_POLL_S = 0.0003
+_NEVER = float("inf")
+# What nobody wants any more mostly ends by itself, which is cheaper than a new agent.
+_SETTLE_S = 0.5
+_WARM_UP_BYTES = 4096
+# A peer that fails again within the one rests for the other: each try leaks descriptors in UCX.
+_SOON_S = 1.0
+_REST_S = 0.2
+
+
+class Dispatcher(Protocol):
+    """Where a lane gets its jobs, and says what became of them. For all lanes alike."""
+
+    @property
+    def lock(self) -> threading.Lock:
+        """Guards everything that the lanes share with others."""
+        ...
+
+    def take(self, num_in_flight: dict[Remote, int]) -> Job | None:
+        """Under the lock: the next job for a lane that has so many of each peer in flight."""
+        ...
+
+    def say_slow(self, job: Job) -> None:
+        """`job` was posted and goes on by itself."""
+
+    def say_settled(self, job: Job, settled: Settled) -> None:
+        """`job` is over."""
+
+    def say_warm(self, warm_up: WarmUp, failure: str | None) -> None:
+        """One lane is through with a warm-up."""
+
+    def say_reset(self) -> None:
+        """A lane has a new agent."""
+
+    def say_death(self, error: BaseException) -> None:
+        """A lane has ended by a mistake of ours."""
+
+
+@dataclass(slots=True)
+class _Known:
+    """What a lane's agent has learned of a peer.
+
+    Attributes:
+        pool: Prepared, by size of a unit.
+    """
+
+    name: str
+    pool: dict[int, Prepared] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class _Trouble:
+    """How a peer has failed last.
+
+    Attributes:
+        is_over: It was learned again since.
+    """
+
+    error: AgentError
+    since_s: float
+    rests_until_s: float
+    is_over: bool = False
+
+
+@dataclass(slots=True, eq=False)
+class _Posted:
+    transfer: Transfer
+    what: Job | WarmUp
+    num_descriptors: int = 0
+
+
+class Lane:
+    """One thread and its agent.
+
+    Attributes:
+        is_idle: It sleeps until it is roused.
+        to_forget, to_warm_up, is_closing: What it was told; like `is_idle`, under the lock.
+    """
+
+    def __init__(
+        self,
+        dispatcher: Dispatcher,
+        number: int,
+        *,
+        make_agent: Callable[[], NixlAgent],
+        pool: Region,
+        scratch: Region,
+        clock: Clock,
+        quarantine_s: float,
+    ) -> None:
+        self.thread = threading.Thread(target=self._main, name=f"kv-lane-{number}", daemon=True)
+        self.is_idle = False
+        self.is_closing = False
+        self.to_forget: list[Remote] = []
+        self.to_warm_up: list[WarmUp] = []
+        self._dispatcher = dispatcher
+        self._number = number
+        self._make_agent = make_agent
+        self._pool = pool
+        self._scratch = scratch
+        self._clock = clock
+        self._quarantine_s = quarantine_s
+        self._roused = threading.Condition(dispatcher.lock)
+        self._posted: list[_Posted] = []
+        self._local: dict[int, Prepared] = {}
+        self._known: dict[Remote, _Known] = {}
+        self._troubles: dict[Remote, _Trouble] = {}
+
+    def rouse(self) -> None:
+        """Under the lock: have it look at what there is to do."""
+        self.is_idle = False
+        self._roused.notify()
+
+    # ---- the thread ------------------------------------------------------------------------
+
+    def _main(self) -> None:
+        """Run, and let nobody wait for a lane that has died."""
+        try:
+            self._agent = self._make_agent()
+            try:
+                while self._turn():
+                    pass
+            finally:
+                self._agent.close()
+        except Exception as error:  # noqa: BLE001 - told to the engine by `Lanes.deliver`
+            _log.exception("kv transfer lane died")
+            self._dispatcher.say_death(error)
+
+    def _turn(self) -> bool:
+        """Take what there is to do, or wait for it; then do it. Returns whether to go on."""
+        with self._dispatcher.lock:
+            job = self._take()
+            if job is None and not self._has_orders():
+                self.is_idle = not self._posted
+                self._roused.wait(None if self.is_idle else _POLL_S)
+                self.is_idle = False
+                job = self._take()
+            to_forget, self.to_forget = self.to_forget, []
+            to_warm_up, self.to_warm_up = self.to_warm_up, []
+        if self.is_closing:
+            return False
+        for remote in to_forget:
+            self._forget(remote)
+        for warm_up in to_warm_up:
+            self._warm_up(warm_up)
+        if job is not None:
+            self._post(job)
+        for posted in list(self._posted):
+            self._poll(posted)
+        self._fence_if_stuck()
+        return True
+
+    def _has_orders(self) -> bool:
+        return bool(self.is_closing or self.to_forget or self.to_warm_up)
+
+    def _take(self) -> Job | None:
+        now_s = self._clock.monotonic_s()
+        num_in_flight: dict[Remote, int] = {}
+        for posted in self._posted:
+            if isinstance(posted.what, Job):
+                if now_s - posted.what.abandoned_s > _SETTLE_S:
+                    return None  # a new agent is due; what is posted now would end with this one
+                remote = posted.what.remote
+                num_in_flight[remote] = num_in_flight.get(remote, 0) + 1
+        return self._dispatcher.take(num_in_flight)
+
+    # ---- transfers -------------------------------------------------------------------------
+
+    def _post(self, job: Job) -> None:
+        agent = self._agent
+        job.posted_s = self._clock.monotonic_s()
+        num_descriptors = count_runs(job.remote_units, job.local_units)
+        try:
+            self._check_bounds(job)
+            local = self._prepare_local(job.unit_bytes)
+            remote = self._prepare_remote(job.remote, job.unit_bytes)
+            match job.direction:
+                case Direction.READ:
+                    transfer, state = agent.read(local, job.local_units, remote, job.remote_units)
+                case Direction.WRITE:
+                    transfer, state = agent.write(local, job.local_units, remote, job.remote_units)
+                case _:
+                    assert_never(job.direction)
+        except AgentError as error:
+            self._break(job.remote, error)
+            self._settle(job, str(error))
+            return
+        if state is TransferState.DONE:
+            agent.release(transfer)
+            self._settle(job, None, num_descriptors)
+        else:
+            self._posted.append(_Posted(transfer, job, num_descriptors))
+            self._dispatcher.say_slow(job)
+
+    def _warm_up(self, warm_up: WarmUp) -> None:
+        num_bytes = min(_WARM_UP_BYTES, warm_up.source.num_bytes, self._scratch.num_bytes)
+        try:
+            known = self._learn(warm_up.remote)
+            transfer, state = self._agent.read_once(
+                self._scratch, known.name, warm_up.source, num_bytes
+            )
+        except AgentError as error:
+            self._break(warm_up.remote, error)
+            self._dispatcher.say_warm(warm_up, str(error))
+            return
+        self._posted.append(_Posted(transfer, warm_up))
+        if state is TransferState.DONE:
+            self._end(self._posted[-1], None)
+
+    def _poll(self, posted: _Posted) -> None:
+        if isinstance(posted.what, WarmUp) and posted.what.is_abandoned:
+            self._end(posted, "it was given up")
+            return
+        try:
+            if self._agent.poll(posted.transfer) is TransferState.IN_PROGRESS:
+                return
+        except AgentError as error:
+            self._break(posted.what.remote, error)
+            self._end(posted, str(error))
+        else:
+            self._end(posted, None)
+
+    def _end(self, posted: _Posted, failure: str | None) -> None:
+        """What was in flight is not any more."""
+        self._posted.remove(posted)
+        self._agent.release(posted.transfer)
+        match posted.what:
+            case Job():
+                self._settle(posted.what, failure, posted.num_descriptors)
+            case WarmUp():
+                self._dispatcher.say_warm(posted.what, failure)
+            case _:
+                assert_never(posted.what)
+
+    def _settle(self, job: Job, failure: str | None, num_descriptors: int = 0) -> None:
+        moved_s = self._clock.monotonic_s()
+        value, settled_s = None, moved_s
+        if failure is None and job.then is not None and job.abandoned_s == _NEVER:
+            value = job.then()
+            settled_s = self._clock.monotonic_s()
+        self._dispatcher.say_settled(
+            job,
+            Settled(
+                failure=failure,
+                value=value,
+                posted_s=job.posted_s,
+                moved_s=moved_s,
+                settled_s=settled_s,
+                num_descriptors=num_descriptors,
+            ),
+        )
+
+    def _check_bounds(self, job: Job) -> None:
+        """A unit outside of a pool is refused here, before NIXL sees it.
+
+        Raises:
+            AgentError: The peer does not have it.
+            InternalError: This side does not have it.
+        """
+        if not len(job.local_units):
+            return
+        for units, pool in ((job.local_units, self._pool), (job.remote_units, job.remote.pool)):
+            first, last = int(units.min()), int(units.max())
+            if first < 0 or last >= pool.num_bytes // job.unit_bytes:
+                where = f"units {first} to {last} of {job.unit_bytes} bytes are not in {pool}"
+                if pool is self._pool:
+                    raise InternalError(where)
+                raise AgentError(where)
+
+    # ---- peers -----------------------------------------------------------------------------
+
+    def _prepare_local(self, unit_bytes: int) -> Prepared:
+        prepared = self._local.get(unit_bytes)
+        if prepared is None:
+            prepared = self._agent.prepare_local(_in_units(self._pool, unit_bytes))
+            self._local[unit_bytes] = prepared
+        return prepared
+
+    def _prepare_remote(self, remote: Remote, unit_bytes: int) -> Prepared:
+        known = self._learn(remote)
+        prepared = known.pool.get(unit_bytes)
+        if prepared is None:
+            region = _in_units(remote.pool, unit_bytes)
+            prepared = known.pool[unit_bytes] = self._agent.prepare_remote(known.name, region)
+        return prepared
+
+    def _learn(self, remote: Remote) -> _Known:
+        """What the agent knows of a peer; one that has failed is learned again.
+
+        Raises:
+            AgentError: It cannot be learned, or rests.
+        """
+        trouble = self._troubles.get(remote)
+        if trouble is not None and not trouble.is_over:
+            if self._clock.monotonic_s() < trouble.rests_until_s:
+                raise trouble.error
+            if not self._has_posted(remote):
+                trouble.is_over = True
+                self._unlearn(remote)
+        known = self._known.get(remote)
+        if known is None:
+            known = self._known[remote] = _Known(self._agent.add_peer(remote.metadata))
+        return known
+
+    def _break(self, remote: Remote, error: AgentError) -> None:
+        """Something has failed with this peer."""
+        now_s = self._clock.monotonic_s()
+        before = self._troubles.get(remote)
+        if before is not None and not before.is_over:
+            return
+        rest_s = _REST_S if before is not None and now_s - before.since_s < _SOON_S else 0.0
+        self._troubles[remote] = _Trouble(error, since_s=now_s, rests_until_s=now_s + rest_s)
+
+    def _has_posted(self, remote: Remote) -> bool:
+        return any(posted.what.remote is remote for posted in self._posted)
+
+    def _forget(self, remote: Remote) -> None:
+        """Nobody will ask for it again."""
+        self._troubles.pop(remote, None)
+        self._unlearn(remote)
+
+    def _unlearn(self, remote: Remote) -> None:
+        """In the order NIXL needs: prepared regions, the agent.
+
+        A step that is refused stops none after it: an agent that is not removed could never
+        be met again.
+        """
+        known = self._known.pop(remote, None)
+        if known is None:
+            return
+        agent = self._agent
+        for forget in (
+            *(functools.partial(agent.unprepare, region) for region in known.pool.values()),
+            functools.partial(agent.remove_peer, known.name),
+        ):
+            try:
+                forget()
+            except AgentError as error:
+                log_event(
+                    _log,
+                    "kv peer not forgotten",
+                    level=logging.WARNING,
+                    peer=known.name,
+                    reason=error,
+                )
+
+    # ---- the fence -------------------------------------------------------------------------
+
+    def _fence_if_stuck(self) -> None:
+        jobs = [posted.what for posted in self._posted if isinstance(posted.what, Job)]
+        abandoned_s = min((job.abandoned_s for job in jobs), default=_NEVER)
+        if abandoned_s == _NEVER:
+            return
+        is_alone = all(job.abandoned_s < _NEVER for job in jobs)
+        patience_s = min(_SETTLE_S, self._quarantine_s) if is_alone else self._quarantine_s
+        if self._clock.monotonic_s() - abandoned_s > patience_s:
+            self._reset(f"a transfer was stuck for {patience_s} s: its NIXL agent was destroyed")
+
+    def _reset(self, reason: str) -> None:
+        """Destroy the agent, so that nothing it posted is in flight, and make another."""
+        log_event(
+            _log,
+            "kv lane's agent reset",
+            level=logging.ERROR,
+            lane=self._number,
+            num_in_flight=len(self._posted),
+            reason=reason,
+        )
+        self._agent.close()
+        posted, self._posted = self._posted, []
+        self._local.clear()
+        self._known.clear()
+        self._troubles.clear()
+        self._dispatcher.say_reset()
+        for each in posted:
+            match each.what:
+                case Job():
+                    self._settle(each.what, reason, each.num_descriptors)
+                case WarmUp():
+                    self._dispatcher.say_warm(each.what, reason)
+                case _:
+                    assert_never(each.what)
+        self._agent = self._make_agent()
+
+
+def _in_units(pool: Region, unit_bytes: int) -> Region:
+    """The same memory as a row of units of another size."""
+    if pool.num_bytes % unit_bytes:
+        raise AgentError(f"units of {unit_bytes} bytes do not fill {pool}")
+    return msgspec.structs.replace(
+        pool, stride_bytes=unit_bytes, num_units=pool.num_bytes // unit_bytes
+    )

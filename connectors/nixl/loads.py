@@ -1,0 +1,462 @@
+"""Loads of a D rank: what is pulled for a request, from every rank of P that has a part of it.
+
+A load has one part per route (`slicing.routes_to`), also if there is nothing to read on it:
+
+    part:  WAITING (for the peer) -> READING (jobs on the lanes) -> ASKED (all bytes are here)
+           -> CONFIRMED (the lease held, digests compared)
+    load:  all parts CONFIRMED, all digests equal -> Received
+           any trouble ----------------------------> Failed
+
+A load that fails while a job may still write is quarantined: it is reported only once every
+job of every part has settled, because until then the NIC may write the destination blocks.
+
+It knows no connections and no threads; whoever runs the loop calls `tick`.
+"""
+
+from __future__ import annotations
+
+import enum
+import functools
+import logging
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from pdserve.connectors import digests
+from pdserve.connectors.nixl.lanes import PIECE_BYTES, Direction, Job
+from pdserve.connectors.nixl.peer import PeerState
+from pdserve.connectors.nixl.protocol import Assist, Begin, Done, EndRead
+from pdserve.connectors.slicing import pieces, routes_to
+from pdserve.errors import PeerError
+from pdserve.observe.log import log_event
+from pdserve.wire.transfer import Failed, LoadFailure, Received
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from torch import Tensor
+
+    from pdserve.connectors.base import ConnectorContext
+    from pdserve.connectors.handover.instructions import Load
+    from pdserve.connectors.nixl.lanes import Lanes, Settled
+    from pdserve.connectors.nixl.peer import Peer
+    from pdserve.connectors.nixl.protocol import Confirm
+    from pdserve.connectors.slicing import Route
+    from pdserve.observe.clock import Clock
+    from pdserve.wire.ids import RequestId
+    from pdserve.wire.transfer import KVShape
+
+_log = logging.getLogger(__name__)
+
+_NEVER = float("inf")
+
+
+class PartState(enum.Enum):
+    """See the module's docstring."""
+
+    WAITING = "waiting"
+    READING = "reading"
+    ASKED = "asked"
+    CONFIRMED = "confirmed"
+
+
+class Loads:
+    """All loads of this rank.
+
+    Args:
+        kv: This rank's KV memory.
+        peer: Finds or makes the connection to a rank.
+
+    Attributes:
+        received, failed, faults: Facts for the next report; the owner of the loop empties them.
+    """
+
+    def __init__(
+        self,
+        context: ConnectorContext,
+        *,
+        kv: Tensor,
+        clock: Clock,
+        lanes: Lanes,
+        peer: Callable[[Load, Route], Peer],
+    ) -> None:
+        self.context = context
+        self.kv = kv
+        self.clock = clock
+        self.lanes = lanes
+        self.received: list[Received] = []
+        self.failed: list[Failed] = []
+        self.faults: Counter[str] = Counter()
+        self._peer = peer
+        self._loads: dict[int, _Loading] = {}
+
+    def __len__(self) -> int:
+        """Loads that are not reported."""
+        return len(self._loads)
+
+    def begin(self, load: Load) -> None:
+        """Begin to load."""
+        loading = self._loads[load.load_id] = _Loading(load, self)
+        shape = load.owner.shape
+        try:
+            routes = routes_to(shape, self.context.shape, self.context.rank)
+            if len(load.owner.endpoints) != shape.num_ranks:
+                raise PeerError(
+                    f"{load.owner.engine_id} has {shape.num_ranks} ranks and "
+                    f"{len(load.owner.endpoints)} endpoints"
+                )
+        except PeerError as error:
+            loading.lose(LoadFailure.INCOMPATIBLE, str(error))
+            return
+        loading.parts = [_Part(loading, route, self._peer(load, route)) for route in routes]
+        for part in loading.parts:
+            if loading.failure is None:
+                part.peer.enter(load.load_id, part)
+
+    def abort(self, request_id: RequestId) -> None:
+        """Stop a load; one that is over or unknown is left alone. O(loads)."""
+        for loading in list(self._loads.values()):
+            if loading.load.request_id == request_id:
+                loading.lose(LoadFailure.ABORTED, "the request was aborted")
+
+    def due_s(self) -> float:
+        """When `tick` has to be called next. O(loads x parts)."""
+        return min((loading.deadline_s for loading in self._loads.values()), default=_NEVER)
+
+    def tick(self) -> bool:
+        """Give up what is overdue; return whether anything was. O(loads x parts)."""
+        now_s = self.clock.monotonic_s()
+        overdue = [each for each in self._loads.values() if each.deadline_s <= now_s]
+        for loading in overdue:
+            loading.time_out()
+        return bool(overdue)
+
+    def report_received(self, fact: Received) -> None:
+        """A load is over, well."""
+        del self._loads[fact.load_id]
+        self.received.append(fact)
+
+    def report_failed(self, fact: Failed) -> None:
+        """A load is over, without KV, or without all of it."""
+        del self._loads[fact.load_id]
+        self.failed.append(fact)
+        log_event(
+            _log,
+            "kv load ended without kv",
+            level=logging.DEBUG if fact.reason is LoadFailure.ABORTED else logging.WARNING,
+            request=fact.request_id,
+            reason=fact.reason.value,
+            detail=fact.detail,
+        )
+
+
+class _Loading:
+    """One load.
+
+    Attributes:
+        failure: Set once it is lost; then only jobs that may still write are waited for.
+    """
+
+    def __init__(self, load: Load, loads: Loads) -> None:
+        self.load = load
+        self.loads = loads
+        self.parts: list[_Part] = []
+        self.failure: tuple[LoadFailure, str] | None = None
+        self.requested_s = loads.clock.monotonic_s()
+
+    @property
+    def started_s(self) -> float:
+        """When the transfer's clock started, with the first byte posted; inf before."""
+        return min((part.started_s for part in self.parts), default=_NEVER)
+
+    @property
+    def deadline_s(self) -> float:
+        """When it is given up; inf once it is lost."""
+        if self.failure is not None:
+            return _NEVER
+        config = self.loads.context.config.transfer
+        started_s = self.started_s
+        if started_s < _NEVER:
+            return started_s + config.transfer_timeout_s
+        patience_s = config.handshake_timeout_s
+        if all(part.peer.state is PeerState.READY for part in self.parts):
+            patience_s += config.transfer_timeout_s  # it waits for other loads, not for peers
+        return self.requested_s + patience_s
+
+    def time_out(self) -> None:
+        """It took too long."""
+        late = next(part for part in self.parts if part.state is not PartState.CONFIRMED)
+        unmet = [part for part in self.parts if part.peer.state is not PeerState.READY]
+        if unmet and late.state is PartState.WAITING:
+            late = unmet[0]
+        self.lose(
+            LoadFailure.HANDSHAKE if late in unmet else LoadFailure.TIMEOUT,
+            f"{late.peer.id} is {late.peer.state.value}, the load {late.state.value} since "
+            f"{self.loads.clock.monotonic_s() - self.requested_s:.1f} s",
+        )
+
+    def lose(self, reason: LoadFailure, detail: str) -> None:
+        """End it without KV: now, or once what is in flight for it has settled."""
+        if self.failure is not None:
+            return
+        self.failure = (reason, detail)
+        for part in self.parts:
+            part.stop()
+        self.report_if_settled()
+
+    def report_if_settled(self) -> None:
+        """A lost load whose last job has settled is reported."""
+        if self.failure is None or any(part.num_unsettled for part in self.parts):
+            return
+        load = self.load
+        for part in self.parts:
+            part.say_end()
+        reason, detail = self.failure
+        valid = (part.num_valid_tokens for part in self.parts)
+        self.loads.report_failed(
+            Failed(
+                request_id=load.request_id,
+                reason=reason,
+                detail=detail,
+                load_id=load.load_id,
+                num_valid_tokens=min(valid, default=load.first_token),
+            )
+        )
+
+    @property
+    def _digest_s(self) -> float:
+        """What digests took of the transfer's time, in which all lanes took them at once."""
+        num_pieces = sum(len(part.found) for part in self.parts)
+        at_once = max(1, min(num_pieces, self.loads.lanes.num_lanes))
+        return sum(part.digest_s for part in self.parts) / at_once
+
+    def finish_if_confirmed(self) -> None:
+        """All parts are here: received, if all of their digests are right."""
+        if any(part.state is not PartState.CONFIRMED for part in self.parts):
+            return
+        load = self.load
+        worst = min(self.parts, key=lambda part: part.num_valid_tokens)
+        if worst.num_valid_tokens < load.num_tokens:
+            block = load.remote_block_ids[worst.num_valid_tokens // load.owner.shape.block_size]
+            self.lose(
+                LoadFailure.DIGEST,
+                f"what came from {worst.peer.id} is not what it has there, from its block "
+                f"{block} (token {worst.num_valid_tokens}) on",
+            )
+            return
+        started_s, now_s = self.started_s, self.loads.clock.monotonic_s()
+        self.loads.report_received(
+            Received(
+                request_id=load.request_id,
+                num_bytes=sum(part.num_bytes for part in self.parts),
+                num_descriptors=sum(part.num_descriptors for part in self.parts),
+                wait_s=started_s - self.requested_s,
+                transfer_s=now_s - started_s,
+                load_id=load.load_id,
+                digest_s=self._digest_s,
+                elapsed_s=now_s - self.requested_s,
+            )
+        )
+
+
+@dataclass(slots=True, eq=False)
+class _Part:
+    """What of a load comes over one route. A `Visitor` of its peer.
+
+    Attributes:
+        started_s: First job posted, or all asked for at once; inf before.
+        num_unsettled: Jobs that may still write.
+        found: Digests of each piece, in the order of tokens.
+        num_valid_tokens: Leading tokens of the prompt that were confirmed and compared.
+    """
+
+    loading: _Loading
+    route: Route
+    peer: Peer
+    state: PartState = PartState.WAITING
+    num_unsettled: int = 0
+    num_bytes: int = 0
+    num_descriptors: int = 0
+    digest_s: float = 0.0
+    found: list[bytes] = field(default_factory=list)
+    num_valid_tokens: int = field(init=False)
+    _first_job: Job | None = None
+    _asked_s: float = _NEVER
+    _has_begun: bool = False
+    _is_assisted: bool = False
+
+    def __post_init__(self) -> None:
+        self.num_valid_tokens = self.loading.load.first_token
+
+    @property
+    def started_s(self) -> float:
+        """See the class."""
+        return self._asked_s if self._first_job is None else self._first_job.posted_s
+
+    # ---- what the peer says --------------------------------------------------------------
+
+    def on_ready(self) -> None:
+        """See `Visitor`: begin."""
+        if self.state is not PartState.WAITING or self.loading.failure is not None:
+            return
+        self.state = PartState.READING
+        load, lanes = self.loading.load, self.loading.loads.lanes
+        self._has_begun = True
+        self.peer.send(Begin(load.nonce, load.load_id))
+        try:
+            for job in self._jobs():
+                self._first_job = self._first_job or job
+                self.num_unsettled += 1
+                lanes.submit(job)
+        except PeerError as error:
+            self.loading.lose(LoadFailure.INCOMPATIBLE, str(error))
+            return
+        self._ask_if_all_here()
+
+    def on_confirm(self, confirm: Confirm) -> None:
+        """See `Visitor`: P has said whether the lease held, and what the bytes should be."""
+        if self.state is not PartState.ASKED or self.loading.failure is not None:
+            return
+        if not confirm.valid:
+            self.loading.lose(
+                LoadFailure.LEASE_LOST, f"{self.peer.id} says that the lease had ended"
+            )
+            return
+        load = self.loading.load
+        self.state = PartState.CONFIRMED
+        self.peer.leave(load.load_id)
+        self.num_valid_tokens = load.num_tokens
+        if self.route:
+            self._compare(confirm.digests)
+        self.loading.finish_if_confirmed()
+
+    def on_lost(self, reason: LoadFailure, detail: str) -> None:
+        """See `Visitor`: a part that waits goes on waiting."""
+        if self.state is not PartState.WAITING:
+            self.loading.lose(reason, detail)
+
+    def on_hopeless(self, reason: LoadFailure, detail: str) -> None:
+        """See `Visitor`."""
+        self.loading.lose(reason, detail)
+
+    # ---- what the load says --------------------------------------------------------------
+
+    def stop(self) -> None:
+        """Nobody wants it any more; what is in flight is waited for."""
+        self.num_unsettled = self.loading.loads.lanes.abandon(self)
+        if not self.num_unsettled:
+            self.peer.leave(self.loading.load.load_id)
+
+    def say_end(self) -> None:
+        """Tell P that its blocks are not read any more."""
+        if self._has_begun and self.state is not PartState.CONFIRMED:
+            self.peer.send(EndRead(self.loading.load.nonce, self.loading.load.load_id))
+
+    # ---- reading ---------------------------------------------------------------------------
+
+    def _jobs(self) -> Iterator[Job]:
+        """Cut the part at edges of P's blocks, so that each piece has digests of its own."""
+        loads, load = self.loading.loads, self.loading.load
+        source, dest, route = load.owner.shape, loads.context.shape, self.route
+        for first, end in _token_ranges(source, dest, route, load.first_token, load.num_tokens):
+            piece = pieces(
+                source,
+                dest,
+                route,
+                load.remote_block_ids,
+                load.local_block_ids,
+                first_token=first,
+                num_tokens=end,
+            )
+            number = len(self.found)
+            self.found.append(b"")
+            yield Job(
+                tag=self,
+                direction=Direction.READ,
+                remote=self.peer.remote,
+                unit_bytes=piece.unit_bytes,
+                local_units=piece.dest_units,
+                remote_units=piece.source_units,
+                on_settled=functools.partial(self._on_settled, number, piece.num_bytes),
+                then=functools.partial(
+                    digests.digests_of,
+                    loads.kv,
+                    source,
+                    dest,
+                    route,
+                    load.local_block_ids,
+                    first_token=first,
+                    num_tokens=end,
+                ),
+                on_slow=self._on_slow,
+            )
+
+    def _on_slow(self) -> None:
+        if not self._is_assisted:
+            self._is_assisted = True
+            self.peer.send(Assist(self.loading.load.load_id))
+
+    def _on_settled(self, number: int, num_bytes: int, settled: Settled) -> None:
+        self.num_unsettled -= 1
+        if self.loading.failure is not None:
+            if not self.num_unsettled:
+                self.peer.leave(self.loading.load.load_id)
+            self.loading.report_if_settled()
+            return
+        if settled.failure is not None:
+            self.loading.lose(LoadFailure.PEER_LOST, settled.failure)
+            return
+        assert isinstance(settled.value, bytes)
+        self.found[number] = settled.value
+        self.num_bytes += num_bytes
+        self.num_descriptors += settled.num_descriptors
+        self.digest_s += settled.settled_s - settled.moved_s
+        self._ask_if_all_here()
+
+    def _ask_if_all_here(self) -> None:
+        if self.state is not PartState.READING or self.num_unsettled:
+            return
+        self.state = PartState.ASKED
+        self._asked_s = self.loading.loads.clock.monotonic_s()
+        load = self.loading.load
+        self.peer.send(Done(load.nonce, load.load_id, load.first_token))
+
+    def _compare(self, expected: bytes) -> None:
+        """Take for KV only what is, block by block, what P says that it has there."""
+        load = self.loading.load
+        self.num_valid_tokens = digests.num_valid_tokens(
+            load.owner.shape,
+            expected,
+            b"".join(self.found),
+            first_token=load.first_token,
+            num_tokens=load.num_tokens,
+        )
+        if self.num_valid_tokens < load.num_tokens:
+            self.loading.loads.faults["digest_mismatch"] += 1
+            log_event(
+                _log,
+                "kv digest mismatch",
+                level=logging.ERROR,
+                request=load.request_id,
+                peer=load.owner.engine_id,
+                rank=self.route.source_rank,
+                first_bad_token=self.num_valid_tokens,
+            )
+
+
+def _token_ranges(
+    source: KVShape, dest: KVShape, route: Route, first_token: int, num_tokens: int
+) -> Iterator[tuple[int, int]]:
+    """Cut `[first_token, num_tokens)` at edges of P's blocks into about `PIECE_BYTES` each."""
+    if not route:
+        return
+    token_bytes = (
+        len(route.layers) * len(route.heads) * source.num_planes * source.head_dim
+    ) * source.dtype_bytes
+    num_blocks = max(1, PIECE_BYTES // (token_bytes * source.block_size))
+    step = num_blocks * source.block_size
+    start = first_token
+    while start < num_tokens:
+        end = min(num_tokens, (start // step + 1) * step)
+        yield start, end
+        start = end

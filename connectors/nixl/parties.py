@@ -1,0 +1,122 @@
+"""Who a peer is, and who has to do with one: the seams around `peer`."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple, Protocol
+
+if TYPE_CHECKING:
+    import msgspec
+
+    from pdserve.connectors.base import ConnectorContext
+    from pdserve.connectors.nixl.lanes import Lanes
+    from pdserve.connectors.nixl.protocol import (
+        Accept,
+        Confirm,
+        Fail,
+        Progress,
+        Pushed,
+        Region,
+        ToClient,
+    )
+    from pdserve.connectors.nixl.reactor import Reactor
+    from pdserve.observe.clock import Clock
+    from pdserve.wire.transfer import EngineRef, LoadFailure
+
+
+class PeerId(NamedTuple):
+    """One rank of one life of an engine."""
+
+    owner: EngineRef
+    rank: int
+
+    def __str__(self) -> str:
+        if self.owner.shape.num_ranks == 1:
+            return self.owner.engine_id
+        return f"rank {self.rank} of {self.owner.engine_id}"
+
+
+class Visitor(Protocol):
+    """Has business with a peer, and keeps it met until it leaves."""
+
+    @property
+    def num_unsettled(self) -> int:
+        """Its jobs with this peer that have not settled; until 0 the peer is not forgotten."""
+        ...
+
+    def on_ready(self) -> None:
+        """The peer can be talked to and read from."""
+
+    def on_confirm(self, confirm: Confirm) -> None:
+        """What the peer says of this visitor's read."""
+
+    def on_lost(self, reason: LoadFailure, detail: str) -> None:
+        """The connection has ended; the peer is tried again, perhaps after a while."""
+
+    def on_hopeless(self, reason: LoadFailure, detail: str) -> None:
+        """The peer cannot be met, now or ever."""
+
+
+class PushReceiver(Protocol):
+    """What D does with what a P says of pushes. Called in the transfer thread."""
+
+    def on_ready(self, peer: PeerId) -> None:
+        """It is connected (again): what waits to be said to it can be."""
+
+    def on_accept(self, peer: PeerId, message: Accept) -> None:
+        """See `Accept`."""
+
+    def on_progress(self, peer: PeerId, message: Progress) -> None:
+        """See `Progress`."""
+
+    def on_pushed(self, peer: PeerId, message: Pushed) -> None:
+        """See `Pushed`."""
+
+    def on_fail(self, peer: PeerId, message: Fail) -> None:
+        """See `Fail`."""
+
+    def on_lost(self, peer: PeerId, reason: LoadFailure, detail: str) -> None:
+        """The connection has ended, or none could be made: nothing can be asked of it now."""
+
+
+class Hub(Protocol):
+    """What a peer needs of those around it; all of one transfer thread."""
+
+    @property
+    def context(self) -> ConnectorContext:
+        """This engine and rank."""
+        ...
+
+    @property
+    def secret(self) -> bytes:
+        """The deployment's."""
+        ...
+
+    @property
+    def reactor(self) -> Reactor:
+        """The thread's event loop."""
+        ...
+
+    @property
+    def clock(self) -> Clock:
+        """The thread's clock."""
+        ...
+
+    @property
+    def lanes(self) -> Lanes:
+        """Who posts."""
+        ...
+
+    @property
+    def decoder(self) -> msgspec.msgpack.Decoder[ToClient]:
+        """Of what peers say."""
+        ...
+
+    @property
+    def receiver(self) -> PushReceiver | None:
+        """Who takes pushes, if anybody does."""
+        ...
+
+    @property
+    def target(self) -> tuple[bytes, Region]:
+        """Metadata of the agent that peers write to, and its memory."""
+        ...

@@ -1,0 +1,524 @@
+"""One rank of one life of an engine that this one is connected to as a D.
+
+It connects when a request of that engine is queued, warms the transport up on every lane, keeps
+leases alive, and says to whoever has business with this rank (`Visitor`, `PushReceiver`) when it
+can be talked to and when not any more.
+
+    IDLE -> CONNECTING -> WIRING -> READY -> DRAINING -> IDLE
+                  `-----------`---- refused --> REFUSED (for ever)
+
+It knows neither loads nor pushes, no tensors and no threads.
+"""
+
+from __future__ import annotations
+
+import enum
+import logging
+from typing import TYPE_CHECKING, assert_never
+
+from pdserve.connectors.nixl.channel import (
+    ClosedError,
+    Connection,
+    UnreachableError,
+    start_connect,
+)
+from pdserve.connectors.nixl.frames import Fault, FrameError
+from pdserve.connectors.nixl.protocol import (
+    Accept,
+    Bye,
+    Confirm,
+    Fail,
+    Heartbeat,
+    Hello,
+    Progress,
+    Pushed,
+    Ready,
+    Refuse,
+    RefuseReason,
+    Release,
+    ToClient,
+    Welcome,
+)
+from pdserve.connectors.slicing import shard_of
+from pdserve.observe.log import log_event
+from pdserve.wire.ids import EngineId
+from pdserve.wire.transfer import LeaseEnd, LoadFailure
+
+if TYPE_CHECKING:
+    import msgspec
+
+    from pdserve.connectors.handover.instructions import Watch
+    from pdserve.connectors.nixl.lanes import Remote
+    from pdserve.connectors.nixl.parties import Hub, PeerId, Visitor
+    from pdserve.connectors.nixl.protocol import Process
+    from pdserve.errors import PeerError
+
+_log = logging.getLogger(__name__)
+
+HEARTBEATS_PER_LEASE = 6
+_NONCES_PER_HEARTBEAT = 4096  # a frame has at most 1 MiB
+_BACKOFF_MIN_S, _BACKOFF_MAX_S = 1.0, 60.0
+_NEVER = float("inf")
+
+
+class PeerState(enum.Enum):
+    """See the module's docstring."""
+
+    IDLE = "idle"
+    CONNECTING = "connecting"
+    WIRING = "wiring"
+    READY = "ready"
+    DRAINING = "draining"
+    REFUSED = "refused"
+
+
+class Peer:
+    """The connection to one rank of P, and the leases that it keeps alive there.
+
+    Attributes:
+        visitors: By the read id that the peer knows them by.
+    """
+
+    def __init__(self, peer_id: PeerId, hub: Hub) -> None:
+        self.id = peer_id
+        self.visitors: dict[int, Visitor] = {}
+        self._hub = hub
+        self._owner = peer_id.owner
+        self._transfer_config = hub.context.config.transfer
+        self._state = PeerState.IDLE
+        self._since_s = hub.clock.monotonic_s()
+        self._connection: Connection[ToClient] | None = None
+        self._remote: Remote | None = None
+        self._is_warming_up = False
+        self._warm_up_began_s = 0.0
+        self._is_called = False
+        self._process: Process | None = None
+        self._back_off_s = 0.0
+        self._not_before_s = 0.0
+        self._trouble = (LoadFailure.PEER_LOST, "")
+        self._refusal: tuple[LoadFailure, str] | None = None
+        self._watches: dict[str, Watch] = {}
+        self._next_beat_s = _NEVER
+        self._releases: list[Release] = []
+
+    # ---- questions -------------------------------------------------------------------
+
+    @property
+    def state(self) -> PeerState:
+        """See the module's docstring."""
+        return self._state
+
+    @property
+    def remote(self) -> Remote:
+        """Its memory, while it is READY."""
+        assert self._remote is not None
+        return self._remote
+
+    @property
+    def process(self) -> Process | None:
+        """Who it is on its host; None before it was met."""
+        return self._process
+
+    @property
+    def since_s(self) -> float:
+        """When it came to be what it is."""
+        return self._since_s
+
+    @property
+    def trouble(self) -> tuple[LoadFailure, str] | None:
+        """Why it is not even tried to be met now; None = it is met, or may be soon."""
+        if self._refusal is not None:
+            return self._refusal
+        wait_s = self._not_before_s - self._now_s()
+        if self._state in (PeerState.IDLE, PeerState.DRAINING) and wait_s > 0:
+            reason, detail = self._trouble
+            return reason, f"{detail}; next try in {wait_s:.1f} s"
+        return None
+
+    @property
+    def is_forgettable(self) -> bool:
+        """Whether nothing would be lost without this object."""
+        return (
+            self._state in (PeerState.IDLE, PeerState.REFUSED)
+            and not self._is_wanted
+            and self._now_s() >= self._not_before_s + _BACKOFF_MAX_S
+        )
+
+    @property
+    def _is_wanted(self) -> bool:
+        return bool(self._is_called or self._watches or self._releases or self.visitors)
+
+    @property
+    def _is_met(self) -> bool:
+        return self._state in (PeerState.WIRING, PeerState.READY)
+
+    @property
+    def _has_unsettled(self) -> bool:
+        return self._is_warming_up or any(v.num_unsettled for v in self.visitors.values())
+
+    def due_s(self) -> float:
+        """When `tick` has to be called next."""
+        match self._state:
+            case PeerState.IDLE:
+                if self.visitors:
+                    return -_NEVER  # they are carried on or turned away at once
+                return self._not_before_s if self._is_wanted else _NEVER
+            case PeerState.CONNECTING | PeerState.WIRING:
+                return min(self._handshake_ends_s, self._next_beat_s)
+            case PeerState.READY:
+                return self._next_beat_s
+            case PeerState.DRAINING:
+                return _NEVER if self._has_unsettled else -_NEVER
+            case PeerState.REFUSED:
+                return -_NEVER if self._is_wanted else _NEVER
+            case _:
+                assert_never(self._state)
+
+    @property
+    def _handshake_ends_s(self) -> float:
+        return self._since_s + self._transfer_config.handshake_timeout_s
+
+    # ---- what others want ----------------------------------------------------------------
+
+    def call(self) -> None:
+        """Meet it, once, though nobody has business with it yet."""
+        self._is_called = self._state in (PeerState.IDLE, PeerState.DRAINING)
+
+    def watch(self, watch: Watch) -> None:
+        """Keep a lease alive."""
+        if self._state is PeerState.REFUSED:
+            return
+        self._watches[watch.nonce] = watch
+        if self._is_met:
+            self.send(Heartbeat([watch.nonce]))
+        beat_s = self._now_s() + watch.lease_s / HEARTBEATS_PER_LEASE
+        self._next_beat_s = min(self._next_beat_s, beat_s)
+
+    def unwatch(self, nonce: str) -> None:
+        """Let a lease live on without heartbeats from here; unknown nonces are ignored."""
+        if self._watches.pop(nonce, None) is not None and not self._watches:
+            self._next_beat_s = _NEVER
+
+    def release(self, nonce: str, end: LeaseEnd) -> None:
+        """Give a lease back: now, or after a handshake; else the lease ends by itself."""
+        self.unwatch(nonce)
+        release = Release(nonce, end)
+        if self._is_met:
+            self.send(release)
+        elif self._state is PeerState.CONNECTING or (
+            self._state in (PeerState.IDLE, PeerState.DRAINING)
+            and self._now_s() >= self._not_before_s
+        ):
+            self._releases.append(release)
+
+    def enter(self, read_id: int, visitor: Visitor) -> None:
+        """Somebody has business here; `on_ready` comes at once if the peer is READY."""
+        self.visitors[read_id] = visitor
+        if self._state is PeerState.READY:
+            visitor.on_ready()
+
+    def leave(self, read_id: int) -> None:
+        """The business is over; may be repeated."""
+        self.visitors.pop(read_id, None)
+
+    def send(self, message: msgspec.Struct) -> bool:
+        """Say something, if there is a connection; return whether there is."""
+        if self._connection is None:
+            return False
+        self._hub.reactor.send(self._connection, message)
+        return True
+
+    def drop(self, reason: str) -> None:
+        """Close the connection on purpose; it is made again if somebody wants it."""
+        if self._state in (PeerState.CONNECTING, PeerState.WIRING, PeerState.READY):
+            self.say_bye(reason)
+            self._end_connection(LoadFailure.PEER_LOST, reason)
+
+    def say_bye(self, reason: str) -> None:
+        """Close the connection, if there is one."""
+        if self._connection is not None:
+            self.send(Bye(reason))
+            self._hub.reactor.detach(self._connection)
+            self._connection = None
+
+    # ---- the loop ----------------------------------------------------------------------
+
+    def tick(self) -> bool:
+        """Do what is due; return whether anything moved."""
+        now_s = self._now_s()
+        moved = False
+        match self._state:
+            case PeerState.IDLE:
+                trouble = self.trouble
+                if trouble is not None:
+                    self._turn_away(*trouble)
+                elif self._is_wanted:
+                    self._connect()
+                    moved = True
+            case PeerState.CONNECTING | PeerState.WIRING:
+                if now_s >= self._handshake_ends_s:
+                    self._give_up(
+                        LoadFailure.HANDSHAKE,
+                        f"no complete handshake with {self.id} in "
+                        f"{self._transfer_config.handshake_timeout_s} s ({self._state.value})",
+                    )
+                    moved = True
+            case PeerState.READY:
+                pass
+            case PeerState.DRAINING:
+                if not self._has_unsettled:
+                    self._forget_remote()
+                    self._become(PeerState.IDLE)
+                    moved = True
+            case PeerState.REFUSED:
+                assert self._refusal is not None
+                self._is_called = False
+                self._turn_away(*self._refusal)
+            case _:
+                assert_never(self._state)
+        if now_s >= self._next_beat_s:
+            if self._is_met:
+                self._send_heartbeats()
+            self._plan_beat()
+        return moved
+
+    # ---- connecting --------------------------------------------------------------------
+
+    def _connect(self) -> None:
+        self._become(PeerState.CONNECTING)
+        self._is_called = False
+        hub = self._hub
+        endpoint = self._owner.endpoints[self.id.rank]
+        try:
+            sock = start_connect(endpoint)
+        except ClosedError as error:
+            self._give_up(LoadFailure.PEER_LOST, str(error))
+            return
+        self._connection = Connection(
+            sock,
+            hub.secret,
+            hub.decoder,
+            is_client=True,
+            peer=f"{self._owner.engine_id} at {endpoint.host}:{endpoint.port}",
+        )
+        hub.reactor.attach(self._connection, self._on_message, self._on_lost)
+        metadata, pool = hub.target
+        self.send(
+            Hello(
+                engine_id=EngineId(hub.context.engine_id),
+                incarnation=hub.context.incarnation,
+                rank=hub.context.rank,
+                wants_engine_id=self._owner.engine_id,
+                wants_incarnation=self._owner.incarnation,
+                wants_rank=self.id.rank,
+                layout_digest=hub.context.layout_digest,
+                layout_fields=hub.context.layout_fields,
+                shape=hub.context.shape,
+                agent_metadata=metadata,
+                pool=pool,
+            )
+        )
+
+    def _on_message(self, message: ToClient) -> None:
+        match message:
+            case Welcome():
+                if self._state is PeerState.CONNECTING:
+                    self._wire(message)
+            case Refuse():
+                self._on_refused(message)
+            case Confirm():
+                visitor = self.visitors.get(message.read_id)
+                if visitor is not None:
+                    visitor.on_confirm(message)
+            case Accept() | Progress() | Pushed() | Fail():
+                self._hand_on(message)
+            case Bye():
+                connection, self._connection = self._connection, None
+                if connection is not None:
+                    self._hub.reactor.detach(connection)
+                    self._on_lost(ClosedError(f"{connection.peer} said bye: {message.reason}"))
+            case _:
+                assert_never(message)
+
+    def _hand_on(self, message: Accept | Progress | Pushed | Fail) -> None:
+        receiver = self._hub.receiver
+        if receiver is None:
+            raise FrameError(Fault.UNEXPECTED, f"{self.id}: {type(message).__name__} of no push")
+        match message:
+            case Accept():
+                receiver.on_accept(self.id, message)
+            case Progress():
+                receiver.on_progress(self.id, message)
+            case Pushed():
+                receiver.on_pushed(self.id, message)
+            case Fail():
+                receiver.on_fail(self.id, message)
+            case _:
+                assert_never(message)
+
+    def _wire(self, welcome: Welcome) -> None:
+        """Learn the peer's memory and read a little on every lane, so that no request pays."""
+        why = self._why_incompatible(welcome)
+        if why is not None:
+            self._give_up(LoadFailure.INCOMPATIBLE, why)
+            return
+        lanes = self._hub.lanes
+        self._process = welcome.process
+        self._remote = lanes.meet(welcome.agent_metadata, welcome.pool)
+        self._become(PeerState.WIRING, keep_clock=True)
+        self._is_warming_up = True
+        self._warm_up_began_s = self._now_s()
+        lanes.warm_up(self._remote, welcome.scratch, tag=self, on_settled=self._on_warm)
+
+    def _why_incompatible(self, welcome: Welcome) -> str | None:
+        expected = self._owner.shape
+        if welcome.shape != expected:
+            return (
+                f"the handoff says that {self.id} has the shape {expected}, it has {welcome.shape}"
+            )
+        shard = shard_of(expected, self.id.rank)
+        vectors = len(shard.layers) * expected.num_planes * len(shard.heads) * expected.block_size
+        block_bytes = vectors * expected.head_dim * expected.dtype_bytes
+        found = (welcome.pool.num_units, welcome.pool.stride_bytes)
+        if found != (expected.num_blocks, block_bytes):
+            return (
+                f"{self.id} should have {expected.num_blocks} blocks of {block_bytes} bytes, "
+                f"it has {found[0]} of {found[1]}"
+            )
+        return None
+
+    def _on_warm(self, failure: str | None) -> None:
+        """The warm-up has ended on every lane."""
+        self._is_warming_up = False
+        if self._state is not PeerState.WIRING:
+            return
+        if failure is not None:
+            self._give_up(LoadFailure.HANDSHAKE, failure)
+            return
+        self._back_off_s = 0.0
+        self._become(PeerState.READY)
+        self.send(Ready())
+        self._send_heartbeats()
+        releases, self._releases = self._releases, []
+        for release in releases:
+            self.send(release)
+        self._plan_beat()
+        log_event(
+            _log,
+            "kv peer ready",
+            peer=self._owner.engine_id,
+            rank=self.id.rank,
+            incarnation=self._owner.incarnation,
+            warm_up_ms=(self._now_s() - self._warm_up_began_s) * 1e3,
+        )
+        for visitor in list(self.visitors.values()):
+            visitor.on_ready()
+        if self._hub.receiver is not None:
+            self._hub.receiver.on_ready(self.id)
+
+    def _on_refused(self, refuse: Refuse) -> None:
+        match refuse.reason:
+            case RefuseReason.STALE:
+                reason = LoadFailure.LEASE_LOST
+            case RefuseReason.INCOMPATIBLE:
+                reason = LoadFailure.INCOMPATIBLE
+            case _:
+                assert_never(refuse.reason)
+        self._refusal = (reason, refuse.detail)
+        self.say_bye("refused")
+        self._stop_warming_up()
+        self._forget_remote()
+        self._watches.clear()
+        self._releases.clear()
+        self._plan_beat()
+        self._become(PeerState.REFUSED)
+        self._turn_away(reason, refuse.detail)
+        self._tell_receiver(reason, refuse.detail)
+
+    def _on_lost(self, error: PeerError) -> None:
+        """The connection is gone; one that served is tried again at once, others later."""
+        self._connection = None
+        if self._state is not PeerState.READY:
+            is_unreachable = isinstance(error, UnreachableError)
+            reason = LoadFailure.PEER_LOST if is_unreachable else LoadFailure.HANDSHAKE
+            self._give_up(reason, str(error))
+            return
+        lived_s = self._now_s() - self._since_s
+        log_event(
+            _log,
+            "kv peer lost",
+            peer=self._owner.engine_id,
+            rank=self.id.rank,
+            after_s=lived_s,
+            reason=error,
+        )
+        if lived_s < _BACKOFF_MIN_S:
+            self._back_off(LoadFailure.PEER_LOST, str(error))
+        self._end_connection(LoadFailure.PEER_LOST, str(error))
+
+    def _end_connection(self, reason: LoadFailure, detail: str) -> None:
+        self._stop_warming_up()
+        self._become(PeerState.DRAINING)
+        for visitor in list(self.visitors.values()):
+            visitor.on_lost(reason, detail)
+        self._tell_receiver(reason, detail)
+
+    def _give_up(self, reason: LoadFailure, detail: str) -> None:
+        """This attempt to meet has failed: everybody who waits for it is turned away."""
+        log_event(
+            _log,
+            "kv peer out of reach",
+            level=logging.WARNING,
+            peer=self._owner.engine_id,
+            rank=self.id.rank,
+            reason=detail,
+        )
+        self.say_bye("no handshake")
+        self._stop_warming_up()
+        self._back_off(reason, detail)
+        self._releases.clear()
+        self._become(PeerState.DRAINING)
+        self._turn_away(reason, detail)
+        self._tell_receiver(reason, detail)
+
+    def _turn_away(self, reason: LoadFailure, detail: str) -> None:
+        for visitor in list(self.visitors.values()):
+            visitor.on_hopeless(reason, detail)
+
+    def _tell_receiver(self, reason: LoadFailure, detail: str) -> None:
+        if self._hub.receiver is not None:
+            self._hub.receiver.on_lost(self.id, reason, detail)
+
+    def _back_off(self, reason: LoadFailure, detail: str) -> None:
+        """Do not try again for a while; who comes meanwhile is turned away for this reason."""
+        self._trouble = (reason, detail)
+        self._back_off_s = min(_BACKOFF_MAX_S, max(_BACKOFF_MIN_S, 2 * self._back_off_s))
+        self._not_before_s = self._now_s() + self._back_off_s
+
+    def _stop_warming_up(self) -> None:
+        if self._is_warming_up:
+            self._hub.lanes.abandon(self)
+
+    def _forget_remote(self) -> None:
+        if self._remote is not None:
+            self._hub.lanes.forget(self._remote)
+            self._remote = None
+
+    # ---- small moves -------------------------------------------------------------------
+
+    def _send_heartbeats(self) -> None:
+        nonces = list(self._watches)
+        for start in range(0, len(nonces), _NONCES_PER_HEARTBEAT):
+            self.send(Heartbeat(nonces[start : start + _NONCES_PER_HEARTBEAT]))
+
+    def _plan_beat(self) -> None:
+        lease_s = min((watch.lease_s for watch in self._watches.values()), default=_NEVER)
+        self._next_beat_s = self._now_s() + lease_s / HEARTBEATS_PER_LEASE
+
+    def _become(self, state: PeerState, *, keep_clock: bool = False) -> None:
+        self._state = state
+        if not keep_clock:
+            self._since_s = self._now_s()
+
+    def _now_s(self) -> float:
+        return self._hub.clock.monotonic_s()

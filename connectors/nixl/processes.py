@@ -1,0 +1,58 @@
+"""Whether a peer's process can write to this one's memory by itself, and whether it still runs.
+
+Within one host UCX copies between processes with process_vm_writev(2): whoever writes needs no
+help of the other side, and is stopped neither by the end of the other side's agent nor by a
+closed connection. It takes one kernel and one PID namespace; in others UCX falls back to TCP.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from pdserve.connectors.nixl.protocol import Process
+
+# Without one of these in UCX_TLS there is no such transport.
+_DIRECT = ("all", "sm", "shm", "mm", "cma", "xpmem", "knem", "posix", "sysv", "cuda", "rocm")
+_PROC = Path("/proc")
+
+
+def this_process() -> Process:
+    """How this one introduces itself."""
+    pid = os.getpid()
+    return Process(host=_host(), pid=pid, started=_started(pid) or 0)
+
+
+def writes_directly(process: Process) -> bool:
+    """Whether it may write here without this side's agent."""
+    if process.host != _host():
+        return False
+    transports = os.environ.get("UCX_TLS", "all").lower()
+    if transports.startswith("^"):
+        return True  # all but those
+    return any(transport.startswith(_DIRECT) for transport in transports.split(","))
+
+
+def is_alive(process: Process) -> bool:
+    """Whether a process of this host still runs, in any of its threads."""
+    started = _started(process.pid)
+    return started is not None and started == process.started
+
+
+def _host() -> str:
+    """Equal for processes that could write to one another's memory."""
+    boot = (_PROC / "sys/kernel/random/boot_id").read_text().strip()
+    return f"{boot} {os.readlink('/proc/self/ns/pid')}"
+
+
+def _started(pid: int) -> int | None:
+    """When a process began (in ticks since boot: pids are used again); None if it has ended."""
+    try:
+        # The name, in parentheses, may have blanks: what follows it is state, ppid, ...
+        after_name = (_PROC / str(pid) / "stat").read_text().rpartition(")")[2].split()
+        num_threads = len(os.listdir(_PROC / str(pid) / "task"))
+    except OSError:
+        return None
+    if after_name[0] in "ZX" and num_threads <= 1:
+        return None
+    return int(after_name[19])

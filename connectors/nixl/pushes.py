@@ -1,0 +1,119 @@
+"""What P knows of a push, and why a registration is refused. Values; `pushing` acts on them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from pdserve.connectors.slicing import token_step
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from pdserve.connectors.handover.instructions import Chunk, Expect, Grant, Stop
+    from pdserve.connectors.nixl.protocol import Hello, Register
+    from pdserve.connectors.nixl.writing import Part
+    from pdserve.wire.ids import BlockId
+    from pdserve.wire.transfer import EngineRef, KVShape, LeaseEnd
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkStep:
+    """What a step did to a pushed request, as the thread that runs steps saw it.
+
+    Attributes:
+        layers_end: Layers of this rank that are complete in memory.
+        is_over: The step has ended: all layers are.
+        layerwise: It was to be written layer by layer.
+        step_s: How long the step took, if it is over.
+        ended_s: When it ended (monotonic seconds).
+        is_ready: Whether the device has finished what was said to be complete.
+    """
+
+    chunk: Chunk
+    layers_end: int
+    is_over: bool
+    layerwise: bool
+    step_s: float
+    ended_s: float
+    is_ready: Callable[[], bool] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Observation:
+    """What a step's last chunk has cost, for `LayerwiseChoice.observe`."""
+
+    num_step_tokens: int
+    layerwise: bool
+    step_s: float
+    exposed_s: float
+
+
+@dataclass(slots=True, eq=False)
+class Push:
+    """One nonce.
+
+    Attributes:
+        alive_s: When D last gave a sign of life.
+        waits_since_s: Since when D's blocks wait for the first chunk; inf while they do not.
+        table: P's blocks and their generations, as far as a chunk or the grant has named them.
+        announced: Tokens that are written or being written.
+        layers_end: Layers of the chunk behind them that are being written.
+        digested: Tokens whose digests are taken.
+        num_digesting: Work on digests that has not ended; it reads from the blocks.
+        computed_s: When the last chunk was complete.
+        ending: Why it is ending.
+    """
+
+    nonce: str
+    since_s: float
+    alive_s: float
+    next_progress_s: float
+    expect: Expect | None = None
+    parts: dict[tuple[str, str, int], Part] = field(default_factory=dict)
+    is_registered: bool = False
+    waits_since_s: float = float("inf")
+    table: tuple[list[BlockId], list[int]] = ((), ())  # type: ignore[assignment]
+    announced: int = 0
+    layers_end: int = 0
+    digested: int = 0
+    num_digesting: int = 0
+    computed_s: float = 0.0
+    last_step: ChunkStep | None = None
+    grant: Grant | None = None
+    ending: str | None = None
+    stop: Stop | None = None
+    release: LeaseEnd | None = None
+
+    @property
+    def is_reading(self) -> bool:
+        """Whether something of it reads from P's blocks."""
+        return self.num_digesting > 0 or any(part.num_jobs for part in self.parts.values())
+
+
+def why_not_writable(source: KVShape, hello: Hello, message: Register) -> str | None:
+    """Why what a rank of D has registered cannot be written; None = it can, as far as is known."""
+    shape, pool = hello.shape, hello.pool
+    num_blocks = -(-message.num_tokens // shape.block_size)
+    if message.num_tokens < 1 or len(message.block_ids) < num_blocks:
+        return f"{message.num_tokens} tokens in {len(message.block_ids)} blocks"
+    if not all(0 <= block < shape.num_blocks for block in message.block_ids):
+        return f"it names blocks outside of its {shape.num_blocks}"
+    step = token_step(source, shape)
+    if not 0 <= message.first_token <= message.num_tokens or message.first_token % step:
+        return f"it begins at token {message.first_token} of {message.num_tokens}"
+    if pool.stride_bytes * shape.num_blocks > pool.num_bytes:
+        return f"its pool of {pool.num_bytes} bytes is too small for its blocks"
+    return None
+
+
+def why_not_expected(decode: EngineRef, hello: Hello) -> str | None:
+    """Why a rank of a D is not of the one that the push is for; None = it is."""
+    if (decode.engine_id, decode.incarnation) != (hello.engine_id, hello.incarnation):
+        return (
+            f"the push is for {decode.engine_id} incarnation {decode.incarnation}, not for "
+            f"{hello.engine_id} incarnation {hello.incarnation}"
+        )
+    if decode.shape != hello.shape:
+        return f"{hello.engine_id} says another shape of its KV than the ticket"
+    return None

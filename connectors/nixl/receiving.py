@@ -1,0 +1,575 @@
+"""The receiving side of a push: what D does for the blocks that Ps write into.
+
+    part:  WAITING (for the connection) -> SENT -> ACCEPTED -> CHECKING -> GOOD
+                                             ^         ^----------'  once, if the digests differ
+                                             |
+           on trouble: `Fail` from P --------+------------------------> OVER
+                       P is lost ------------+--> LOST --(fenced)-----> OVER
+
+There is one part for each rank of P that has KV for this rank. From SENT on the blocks are P's to
+write; they are this engine's again when the part is GOOD or OVER. A reservation ends, in one
+report, when all its parts are.
+
+A LOST part may still be written: by what is in flight, or by a P that only hung. What ends that
+for certain is the end of the agent that P writes to (`fence`), unless P writes to this memory
+behind the agent's back, as transports within one host do (`processes`). Such a P must answer or
+end first: it is asked again over another connection, until it says `Fail` or does not run.
+
+It knows no sockets and no threads; whoever runs the loop calls `tick`.
+"""
+
+from __future__ import annotations
+
+import enum
+import functools
+import logging
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Protocol
+
+from pdserve.connectors.digests import digests_of
+from pdserve.connectors.nixl.processes import is_alive, writes_directly
+from pdserve.connectors.nixl.protocol import Abort, Register, Taken
+from pdserve.connectors.slicing import routes_to
+from pdserve.errors import PeerError
+from pdserve.observe.log import log_event
+from pdserve.wire.transfer import Failed, KVMode, LoadFailure, Received
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    import msgspec
+    import torch
+
+    from pdserve.connectors.base import ConnectorContext
+    from pdserve.connectors.handover.instructions import Reserve
+    from pdserve.connectors.nixl.background import Background
+    from pdserve.connectors.nixl.parties import PeerId
+    from pdserve.connectors.nixl.protocol import Accept, Fail, Process, Progress, Pushed
+    from pdserve.connectors.slicing import Route
+    from pdserve.observe.clock import Clock
+    from pdserve.wire.ids import RequestId
+    from pdserve.wire.transfer import EngineRef, KVHandoff
+
+_log = logging.getLogger(__name__)
+
+_ASK_AGAIN_S = 0.2
+_NEVER = float("inf")
+
+
+class Line(Protocol):
+    """How the ranks of Ps are reached."""
+
+    def meet(self, owner: EngineRef) -> None:
+        """Connect to all of its ranks that this one has to do with, if that is not done."""
+
+    def send_to(self, owner: EngineRef, rank: int, message: msgspec.Struct) -> bool:
+        """Say something to a rank that is met and ready; whether it was."""
+
+    def trouble(self, owner: EngineRef, rank: int) -> tuple[LoadFailure, str] | None:
+        """Why it is not even tried to be met now."""
+
+    def process_of(self, owner: EngineRef, rank: int) -> Process | None:
+        """Who it is on its host; None before it was met."""
+
+
+class PartState(enum.Enum):
+    """See the module's docstring."""
+
+    WAITING = "waiting"
+    SENT = "sent"
+    ACCEPTED = "accepted"
+    CHECKING = "checking"
+    GOOD = "good"
+    OVER = "over"
+    LOST = "lost"
+
+
+# Where P may be writing.
+_EXPOSED = (PartState.SENT, PartState.ACCEPTED, PartState.LOST)
+
+
+@dataclass(slots=True, eq=False)
+class _Part:
+    """What one rank of P writes.
+
+    Attributes:
+        alive_s: P's last sign of life.
+        needs_agent: P's transport does not write without this side's agent.
+        asked_s: When P was last asked to end it.
+        lost_s: Since when it is LOST.
+    """
+
+    route: Route
+    state: PartState = PartState.WAITING
+    alive_s: float = 0.0
+    needs_agent: bool = False
+    was_rewritten: bool = False
+    asked_s: float = _NEVER
+    lost_s: float = _NEVER
+    process: Process | None = None
+    pushed: Pushed | None = None
+    pushed_s: float = 0.0
+    digest_s: float = 0.0
+
+    @property
+    def is_stopped_by_fence(self) -> bool:
+        """Whether nothing is written any more once the agent that P writes to is gone."""
+        process = self.process
+        return process is None or not writes_directly(process) or not is_alive(process)
+
+
+@dataclass(slots=True, eq=False)
+class _Reservation:
+    reserve: Reserve
+    since_s: float
+    parts: dict[int, _Part] = field(default_factory=dict)
+    began_s: float = _NEVER
+    failure: tuple[LoadFailure, str] | None = None
+
+
+class Receiving:
+    """All reservations of one rank of D; takes what Ps say of them (see `PushReceiver`).
+
+    Args:
+        kv: This rank's KV memory.
+        fence: Destroys the agent that Ps write to, closes every connection, makes another.
+        is_alone: Whether nothing but reservations would suffer from that.
+        quarantine_s: How long a LOST part waits for others that would end with the agent, too.
+
+    Attributes:
+        received, failed: Facts for the next report; the owner of the loop empties them.
+        faults: What should stay rare, by name, since whoever reports it last emptied this.
+    """
+
+    def __init__(
+        self,
+        context: ConnectorContext,
+        *,
+        kv: torch.Tensor,
+        line: Line,
+        fence: Callable[[str], None],
+        is_alone: Callable[[], bool],
+        background: Background,
+        clock: Clock,
+        quarantine_s: float,
+    ) -> None:
+        self._shape, self._rank = context.shape, context.rank
+        self._transfer = context.config.transfer
+        self._kv = kv
+        self._line = line
+        self._fence = fence
+        self._is_alone = is_alone
+        self._is_fencing = False
+        self._background = background
+        self._clock = clock
+        self._quarantine_s = quarantine_s
+        self._open: dict[int, _Reservation] = {}
+        self.received: list[Received] = []
+        self.failed: list[Failed] = []
+        self.faults: Counter[str] = Counter()
+
+    @property
+    def num_open(self) -> int:
+        """Reservations that are not reported."""
+        return len(self._open)
+
+    @property
+    def needs_progress(self) -> bool:
+        """Whether some P's transport may need this side's agent: to wire up, or to write."""
+        return any(
+            part.state is PartState.SENT or (part.state is PartState.ACCEPTED and part.needs_agent)
+            for reservation in self._open.values()
+            for part in reservation.parts.values()
+        )
+
+    def due_s(self) -> float:
+        """When `tick` has to be called next. O(reservations x ranks of P)."""
+        return min(
+            (
+                self._due_s(reservation, part)
+                for reservation in self._open.values()
+                for part in reservation.parts.values()
+            ),
+            default=_NEVER,
+        )
+
+    def tick(self) -> None:
+        """Do what is due by the clock. O(reservations x ranks of P)."""
+        now_s = self._now_s()
+        for reservation in list(self._open.values()):
+            for rank, part in list(reservation.parts.items()):
+                if self._due_s(reservation, part) <= now_s:
+                    self._on_due(reservation, rank, part, now_s)
+        self._fence_if_due(now_s)
+
+    # ---- what this engine wants --------------------------------------------------------
+
+    def reserve(self, reserve: Reserve) -> None:
+        """Let P write into these blocks from now on."""
+        if reserve.load_id in self._open:
+            self.faults["reserve_repeated"] += 1
+            return
+        reservation = self._open[reserve.load_id] = _Reservation(reserve, self._now_s())
+        try:
+            routes = routes_to(reserve.owner.shape, self._shape, self._rank)
+        except PeerError as error:
+            self._give_up(reservation, LoadFailure.INCOMPATIBLE, str(error))
+            return
+        reservation.parts = {route.source_rank: _Part(route) for route in routes}
+        self._line.meet(reserve.owner)
+        for rank, part in list(reservation.parts.items()):
+            self._register(reservation, rank, part)
+
+    def abort(self, request_id: RequestId) -> None:
+        """The request does not want it any more; one that is over or unknown is left alone."""
+        for reservation in list(self._open.values()):
+            if reservation.reserve.request_id == request_id:
+                self._give_up(reservation, LoadFailure.ABORTED, "the request was aborted")
+
+    def abort_all(self, detail: str) -> None:
+        """This engine closes."""
+        for reservation in list(self._open.values()):
+            self._give_up(reservation, LoadFailure.ABORTED, detail)
+
+    # ---- what Ps say -------------------------------------------------------------------
+
+    def on_ready(self, peer: PeerId) -> None:
+        """A rank of P is connected: register what waits for it, ask after what was lost."""
+        for reservation, part in self._of(peer):
+            if part.state is PartState.WAITING:
+                self._register(reservation, peer.rank, part)
+            elif part.state is PartState.LOST:
+                self._ask_to_end(reservation, peer.rank, part)
+
+    def on_accept(self, peer: PeerId, message: Accept) -> None:
+        """P has taken a registration."""
+        found = self._find(peer, message.load_id, PartState.SENT)
+        if found is not None:
+            found[1].state = PartState.ACCEPTED
+
+    def on_progress(self, peer: PeerId, message: Progress) -> None:
+        """P is alive, and perhaps writes."""
+        reservation = self._open.get(message.load_id)
+        part = None if reservation is None else reservation.parts.get(peer.rank)
+        if reservation is None or part is None or reservation.reserve.owner != peer.owner:
+            return  # it was under way when the reservation ended
+        part.alive_s = self._now_s()
+        part.needs_agent |= message.needs_agent
+        if message.num_tokens > 0:
+            reservation.began_s = min(reservation.began_s, part.alive_s)
+
+    def on_pushed(self, peer: PeerId, message: Pushed) -> None:
+        """P has written everything; check it, beside this thread."""
+        found = self._find(peer, message.load_id, PartState.SENT, PartState.ACCEPTED)
+        if found is None:
+            return
+        reservation, part = found
+        reserve = reservation.reserve
+        part.pushed, part.pushed_s = message, self._now_s()
+        part.state = PartState.CHECKING
+        if reservation.failure is not None:
+            part.state = PartState.OVER  # it was asked to end, and nothing is in flight
+            self._finish_if_over(reservation)
+            return
+        why = _why_wrong(reserve, message.handoff)
+        if why is not None:
+            self._give_up(reservation, LoadFailure.LEASE_LOST, why)
+            return
+
+        self._check(reservation, peer.rank, part, message.digests)
+
+    def on_fail(self, peer: PeerId, message: Fail) -> None:
+        """P writes nothing any more."""
+        found = self._find(peer, message.load_id, *_EXPOSED, PartState.CHECKING)
+        if found is None:
+            return
+        reservation, part = found
+        part.state = PartState.OVER
+        self._give_up(reservation, LoadFailure.WITHDRAWN, f"{peer} says: {message.reason}")
+
+    def on_lost(self, peer: PeerId, reason: LoadFailure, detail: str) -> None:
+        """A rank of P cannot be reached. What it has written and said so is good all the same."""
+        now_s = self._now_s()
+        for reservation, part in self._of(peer):
+            match part.state:
+                case PartState.WAITING:
+                    if not self._is_fencing:
+                        part.state = PartState.OVER
+                        self._give_up(reservation, reason, detail)
+                case PartState.SENT | PartState.ACCEPTED:
+                    part.state, part.lost_s, part.asked_s = PartState.LOST, now_s, now_s
+                    self._give_up(reservation, LoadFailure.PEER_LOST, detail)
+                case _:
+                    pass
+
+    # ---- parts -------------------------------------------------------------------------
+
+    def _register(self, reservation: _Reservation, rank: int, part: _Part) -> None:
+        reserve = reservation.reserve
+        message = Register(
+            reserve.nonce,
+            reserve.load_id,
+            reserve.request_id,
+            reserve.local_block_ids,
+            reserve.first_token,
+            reserve.num_tokens,
+        )
+        if part.state is PartState.WAITING and self._line.send_to(reserve.owner, rank, message):
+            part.state, part.alive_s = PartState.SENT, self._now_s()
+            part.process = self._line.process_of(reserve.owner, rank)
+
+    def _check(self, reservation: _Reservation, rank: int, part: _Part, expected: bytes) -> None:
+        """Compare what is in the blocks with what P says, when all is there and not before."""
+        reserve = reservation.reserve
+
+        def work() -> Callable[[], None]:
+            began_s = self._clock.monotonic_s()
+            is_equal = not part.route or expected == digests_of(
+                self._kv,
+                reserve.owner.shape,
+                self._shape,
+                part.route,
+                reserve.local_block_ids,
+                first_token=reserve.first_token,
+                num_tokens=reserve.num_tokens,
+            )
+            digest_s = self._clock.monotonic_s() - began_s
+            return functools.partial(self._on_checked, reservation, rank, part, is_equal, digest_s)
+
+        self._background.submit(work)
+
+    def _on_checked(
+        self, reservation: _Reservation, rank: int, part: _Part, is_equal: bool, digest_s: float
+    ) -> None:
+        """The digests of what a rank of P has written were compared with its own."""
+        reserve = reservation.reserve
+        if part.state is not PartState.CHECKING:
+            return
+        part.digest_s += digest_s
+        was_heard = self._line.send_to(reserve.owner, rank, Taken(reserve.load_id, is_equal))
+        if is_equal:
+            part.state = PartState.GOOD
+            self._finish_if_over(reservation)
+            return
+        self.faults["push_digest_mismatch"] += 1
+        log_event(
+            _log,
+            "kv push has other digests",
+            level=logging.ERROR,
+            request=reserve.request_id,
+            peer=reserve.owner.engine_id,
+            rank=rank,
+            was_rewritten=part.was_rewritten,
+        )
+        detail = f"rank {rank} of {reserve.owner.engine_id} has written other bytes than it has"
+        if not was_heard:
+            part.state = PartState.OVER  # it writes again only when told to
+            self._give_up(reservation, LoadFailure.DIGEST, detail)
+            return
+        part.state, part.alive_s = PartState.ACCEPTED, self._now_s()
+        if part.was_rewritten:
+            # It is answered by `Fail`.
+            self._give_up(reservation, LoadFailure.DIGEST, detail)
+        part.was_rewritten = True
+
+    def _give_up(self, reservation: _Reservation, reason: LoadFailure, detail: str) -> None:
+        """End a reservation without KV, once no rank of P can be writing any more."""
+        if reservation.failure is None:
+            reservation.failure = (reason, detail)
+            for rank, part in reservation.parts.items():
+                match part.state:
+                    case PartState.WAITING:
+                        part.state = PartState.OVER
+                    case PartState.SENT | PartState.ACCEPTED:
+                        self._ask_to_end(reservation, rank, part)
+                    case PartState.CHECKING:
+                        self._ask_to_end(reservation, rank, part)
+                        part.state = PartState.OVER
+                    case _:
+                        pass
+        self._finish_if_over(reservation)
+
+    def _ask_to_end(self, reservation: _Reservation, rank: int, part: _Part) -> None:
+        """Have P say that it writes nothing any more."""
+        reserve = reservation.reserve
+        part.asked_s = self._now_s()
+        was_heard = self._line.send_to(reserve.owner, rank, Abort(reserve.load_id))
+        if not was_heard and part.state in (PartState.SENT, PartState.ACCEPTED):
+            part.state, part.lost_s = PartState.LOST, part.asked_s
+
+    def _finish_if_over(self, reservation: _Reservation) -> None:
+        reserve, parts = reservation.reserve, list(reservation.parts.values())
+        if reserve.load_id not in self._open:
+            return
+        if reservation.failure is not None:
+            if all(part.state in (PartState.OVER, PartState.GOOD) for part in parts):
+                del self._open[reserve.load_id]
+                self._report_failed(reserve, *reservation.failure)
+            return
+        if not all(part.state is PartState.GOOD for part in parts):
+            return
+        pushed = [part.pushed for part in parts if part.pushed is not None]
+        if any(each.handoff != pushed[0].handoff for each in pushed):
+            self._give_up(
+                reservation, LoadFailure.DIGEST, "P's ranks give different handoffs for it"
+            )
+            return
+        del self._open[reserve.load_id]
+        now_s = self._now_s()
+        began_s = min(reservation.began_s, *(part.pushed_s for part in parts))
+        self.received.append(
+            Received(
+                request_id=reserve.request_id,
+                num_bytes=sum(each.num_bytes for each in pushed),
+                num_descriptors=sum(each.num_descriptors for each in pushed),
+                wait_s=began_s - reservation.since_s,
+                transfer_s=max(
+                    each.exposed_s + now_s - part.pushed_s
+                    for part, each in zip(parts, pushed, strict=True)
+                ),
+                load_id=reserve.load_id,
+                mode=KVMode.PUSH,
+                handoff=pushed[0].handoff,
+                digest_s=max(part.digest_s for part in parts),
+                elapsed_s=now_s - reservation.since_s,
+            )
+        )
+
+    def _report_failed(self, reserve: Reserve, reason: LoadFailure, detail: str) -> None:
+        self.failed.append(
+            Failed(
+                request_id=reserve.request_id,
+                reason=reason,
+                detail=detail,
+                load_id=reserve.load_id,
+            )
+        )
+        log_event(
+            _log,
+            "kv push ended without kv",
+            level=logging.DEBUG if reason is LoadFailure.ABORTED else logging.WARNING,
+            request=reserve.request_id,
+            reason=reason.value,
+            detail=detail,
+        )
+
+    # ---- the clock ---------------------------------------------------------------------
+
+    def _due_s(self, reservation: _Reservation, part: _Part) -> float:
+        """When something has to be done about a part."""
+        match part.state:
+            case PartState.WAITING:
+                return reservation.since_s + self._transfer.handshake_timeout_s
+            case PartState.SENT | PartState.ACCEPTED:
+                if reservation.failure is not None:
+                    return part.asked_s + self._transfer.transfer_timeout_s
+                return part.alive_s + self._transfer.lease_s
+            case PartState.LOST:
+                return part.asked_s + _ASK_AGAIN_S
+            case _:
+                return _NEVER
+
+    def _on_due(self, reservation: _Reservation, rank: int, part: _Part, now_s: float) -> None:
+        owner = reservation.reserve.owner
+        match part.state:
+            case PartState.WAITING:
+                reason, detail = self._line.trouble(owner, rank) or (
+                    LoadFailure.HANDSHAKE,
+                    f"no connection to rank {rank} of {owner.engine_id} in time",
+                )
+                self._give_up(reservation, reason, detail)
+            case PartState.SENT | PartState.ACCEPTED:
+                # It may be late to say that it has ended; that is still the cheapest end.
+                quiet_s = now_s - part.alive_s
+                self._give_up(
+                    reservation,
+                    LoadFailure.TIMEOUT,
+                    f"rank {rank} of {owner.engine_id} said nothing for {quiet_s:.1f} s",
+                )
+                if part.state in (PartState.SENT, PartState.ACCEPTED):
+                    part.state, part.lost_s, part.asked_s = PartState.LOST, now_s, now_s
+            case PartState.LOST:
+                part.asked_s = now_s
+                self._line.meet(owner)
+                self._ask_to_end(reservation, rank, part)
+            case _:
+                pass
+
+    def _fence_if_due(self, now_s: float) -> None:
+        """Destroy the agent for the sake of LOST parts, once that costs nobody else anything."""
+        lost = [part for _, part in self._parts(PartState.LOST) if part.is_stopped_by_fence]
+        if not lost:
+            return
+        is_alone = self._is_alone() and all(
+            reservation.failure is not None for reservation, _ in self._parts(*_EXPOSED)
+        )
+        if is_alone or now_s >= min(part.lost_s for part in lost) + self._quarantine_s:
+            self._stop_all()
+
+    def _stop_all(self) -> None:
+        """Destroy the agent: what was written through it is over, for better or worse."""
+        reason = "a rank of P was lost while it could write here"
+        self.faults["push_fenced"] += 1
+        self._is_fencing = True
+        try:
+            self._fence(reason)
+        finally:
+            self._is_fencing = False
+        now_s = self._now_s()
+        for reservation, part in self._parts(*_EXPOSED):
+            part.lost_s, part.asked_s = min(part.lost_s, now_s), now_s
+            part.state = PartState.OVER if part.is_stopped_by_fence else PartState.LOST
+            self._give_up(reservation, LoadFailure.PEER_LOST, reason)
+        for reservation, _ in self._parts(PartState.WAITING):
+            self._line.meet(reservation.reserve.owner)
+
+    # ---- small answers -----------------------------------------------------------------
+
+    def _parts(self, *states: PartState) -> list[tuple[_Reservation, _Part]]:
+        return [
+            (reservation, part)
+            for reservation in self._open.values()
+            for part in reservation.parts.values()
+            if part.state in states
+        ]
+
+    def _of(self, peer: PeerId) -> list[tuple[_Reservation, _Part]]:
+        return [
+            (reservation, reservation.parts[peer.rank])
+            for reservation in self._open.values()
+            if reservation.reserve.owner == peer.owner and peer.rank in reservation.parts
+        ]
+
+    def _find(
+        self, peer: PeerId, load_id: int, *states: PartState
+    ) -> tuple[_Reservation, _Part] | None:
+        """The part that a message is of, if it is in one of these states; else it is counted."""
+        reservation = self._open.get(load_id)
+        part = None if reservation is None else reservation.parts.get(peer.rank)
+        if (
+            reservation is None
+            or part is None
+            or reservation.reserve.owner != peer.owner
+            or part.state not in states
+        ):
+            self.faults["push_unexpected"] += 1
+            return None
+        part.alive_s = self._now_s()
+        return reservation, part
+
+    def _now_s(self) -> float:
+        return self._clock.monotonic_s()
+
+
+def _why_wrong(reserve: Reserve, handoff: KVHandoff) -> str | None:
+    """Why a handoff cannot be the one of this push."""
+    for what, theirs, ours in (
+        ("nonce", handoff.nonce, reserve.nonce),
+        ("engine", handoff.engine_id, reserve.owner.engine_id),
+        ("incarnation", handoff.incarnation, reserve.owner.incarnation),
+        ("number of tokens", handoff.num_tokens, reserve.num_tokens),
+    ):
+        if theirs != ours:
+            return f"the handoff's {what} is {theirs}, not {ours}"
+    return None

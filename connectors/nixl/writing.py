@@ -1,0 +1,164 @@
+"""What is written for one rank of D: which tokens of which layers, and how far it has come.
+
+A `Part` turns spans of tokens into jobs for the lanes, a few at a time: layers that come while
+enough is under way are posted together. It knows neither messages nor leases.
+"""
+
+from __future__ import annotations
+
+import enum
+import functools
+from collections import deque
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from pdserve.connectors.nixl.jobs import PIECE_BYTES, Direction, Job
+from pdserve.connectors.slicing import pieces
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from pdserve.connectors.nixl.destinations import Destination
+    from pdserve.connectors.nixl.jobs import Remote, Settled
+    from pdserve.connectors.nixl.lanes import Lanes
+    from pdserve.connectors.nixl.protocol import Register
+    from pdserve.connectors.slicing import Route
+    from pdserve.wire.ids import BlockId
+    from pdserve.wire.transfer import KVShape
+
+_MAX_JOBS = 4
+
+
+class PartState(enum.Enum):
+    """PARKED -> ACCEPTED -> PUSHED -> TAKEN, or OVER: D was told that it failed."""
+
+    PARKED = "parked"
+    ACCEPTED = "accepted"
+    PUSHED = "pushed"
+    TAKEN = "taken"
+    OVER = "over"
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """Tokens to write, of all layers or of some of this rank's (absolute)."""
+
+    first_token: int
+    end_token: int
+    layers: range | None
+
+
+class Part:
+    """One rank of D. Compared by identity; it is the tag of its jobs.
+
+    Attributes:
+        remote, is_ready: Its memory, and whether the lanes have wired up to it.
+        num_jobs: What is submitted and has not settled.
+        last_s: When the last byte was written.
+        needs_agent: D was told that its agent is needed.
+        until_s: When D must have answered.
+        num_bytes, num_descriptors: What was written.
+    """
+
+    def __init__(self, destination: Destination, register: Register, route: Route) -> None:
+        self.destination = destination
+        self.register = register
+        self.route = route
+        self.remote: Remote | None = None
+        self.is_ready = False
+        self.state = PartState.PARKED
+        self.num_jobs = 0
+        self.last_s = 0.0
+        self.until_s = float("inf")
+        self.needs_agent = False
+        self.was_rewritten = False
+        self.num_bytes = 0
+        self.num_descriptors = 0
+        self._todo: deque[Span] = deque()
+
+    @property
+    def is_through(self) -> bool:
+        """Whether D needs nothing more of it: it has it, or was told that it failed."""
+        return self.state in (PartState.TAKEN, PartState.OVER)
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether all that it was given is written."""
+        return not (self._todo or self.num_jobs)
+
+    def add(self, span: Span) -> None:
+        """Write this after what it was given before."""
+        last = self._todo[-1] if self._todo else None
+        if (
+            last is not None
+            and last.layers is not None
+            and span.layers is not None
+            and (last.first_token, last.end_token) == (span.first_token, span.end_token)
+        ):
+            layers = range(last.layers.start, span.layers.stop)
+            self._todo[-1] = Span(span.first_token, span.end_token, layers)
+            return
+        self._todo.append(span)
+
+    def pump(
+        self,
+        source: KVShape,
+        block_ids: Sequence[BlockId],
+        lanes: Lanes,
+        on_settled: Callable[[Part, Settled], None],
+        on_slow: Callable[[Part], None],
+    ) -> None:
+        """Submit what waits, unless enough is under way.
+
+        Args:
+            on_slow: Called for each write that goes on after its post.
+
+        Raises:
+            PeerError: It cannot be written; D's table does not fit.
+        """
+        while self._todo and self.num_jobs < _MAX_JOBS:
+            span, register = self._todo.popleft(), self.register
+            if self.remote is not None:
+                units = pieces(
+                    source,
+                    self.destination.hello.shape,
+                    self.route,
+                    block_ids,
+                    register.block_ids,
+                    first_token=max(span.first_token, register.first_token),
+                    num_tokens=span.end_token,
+                    layers=span.layers,
+                )
+                for piece in units.parts(PIECE_BYTES):
+                    self.num_jobs += 1
+                    told = functools.partial(self._on_settled, piece.num_bytes, on_settled)
+                    lanes.submit(
+                        Job(
+                            tag=self,
+                            direction=Direction.WRITE,
+                            remote=self.remote,
+                            unit_bytes=piece.unit_bytes,
+                            local_units=piece.source_units,
+                            remote_units=piece.dest_units,
+                            on_settled=told,
+                            on_slow=functools.partial(on_slow, self),
+                        )
+                    )
+
+    def stop(self, lanes: Lanes) -> None:
+        """Write nothing more; `num_jobs` are still to settle."""
+        self._todo.clear()
+        self.num_jobs = lanes.abandon(self)
+
+    def _on_settled(
+        self,
+        num_bytes: int,
+        on_settled: Callable[[Part, Settled], None],
+        settled: Settled,
+    ) -> None:
+        self.num_jobs -= 1
+        if settled.failure is None:
+            self.last_s = max(self.last_s, settled.moved_s)
+            self.num_bytes += num_bytes
+            self.num_descriptors += settled.num_descriptors
+        on_settled(self, settled)

@@ -1,0 +1,427 @@
+"""Engines without a model or a scheduler, of any shape, that push to one another over NIXL.
+
+What a scheduler half would stage is posted by hand, so that each side can do any of it at any
+time. KV is a function of (seed, layer, plane, head, token), so a byte that is missing, stale or
+misplaced, on whatever rank, cannot pass for the right one.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import threading
+import time
+from collections import Counter
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from pdserve.config.schema import CacheConfig, EngineConfig, ModelConfig, TransferConfig
+from pdserve.connectors.base import ConnectorContext, KVLayout
+from pdserve.connectors.handover.instructions import (
+    Chunk,
+    Expect,
+    Grant,
+    Instructions,
+    Load,
+    Release,
+    Reserve,
+    StepInstructions,
+    Stop,
+    Watch,
+)
+from pdserve.connectors.nixl import NixlFactory
+from pdserve.connectors.nixl.worker import NixlWorker
+from pdserve.connectors.slicing import shard_of
+from pdserve.observe.clock import SystemClock
+from pdserve.wire.ids import BlockId, EngineId, Incarnation, RequestId
+from pdserve.wire.transfer import (
+    Endpoint,
+    EngineRef,
+    Failed,
+    KVHandoff,
+    KVShape,
+    LeaseEnd,
+    Received,
+)
+from tests.connectors.engines import _answer, _Child
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+    from multiprocessing.connection import Connection
+
+__all__ = ["NixlFactory", "PushEngine", "RemotePushEngine", "kv_of", "shape_of"]
+
+
+def shape_of(
+    *,
+    tp: int = 1,
+    pp: int = 1,
+    block_size: int = 16,
+    num_layers: int = 4,
+    num_kv_heads: int = 4,
+    num_planes: int = 2,
+    head_dim: int = 8,
+    num_blocks: int = 32,
+) -> KVShape:
+    edges = [round(stage * num_layers / pp) for stage in range(pp + 1)]
+    return KVShape(
+        num_blocks=num_blocks,
+        num_layers=num_layers,
+        num_planes=num_planes,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        dtype_bytes=4,
+        block_size=block_size,
+        tp_size=tp,
+        stages=tuple(itertools.pairwise(edges)),
+    )
+
+
+def kv_of(shape: KVShape, seed: int, num_tokens: int) -> torch.Tensor:
+    """`[layers, planes, heads, tokens, head_dim]` of the whole model."""
+    generator = torch.Generator().manual_seed(seed)
+    size = (shape.num_layers, shape.num_planes, shape.num_kv_heads, num_tokens, shape.head_dim)
+    return torch.randn(size, generator=generator)
+
+
+class FixedChoice:
+    """In the place of what is learned."""
+
+    def __init__(self, layerwise: bool) -> None:
+        self.layerwise = layerwise
+        self.seen: list[tuple[bool, float, float]] = []
+
+    def choose(self, num_step_tokens: int) -> bool:
+        return self.layerwise
+
+    def observe(
+        self, num_step_tokens: int, *, layerwise: bool, step_s: float, exposed_s: float
+    ) -> None:
+        self.seen.append((layerwise, step_s, exposed_s))
+
+
+class PushEngine:
+    """The worker halves of one engine, and what they reported.
+
+    Attributes:
+        facts: What each rank said, as (rank, fact), in order.
+    """
+
+    def __init__(
+        self,
+        engine_id: str,
+        shape: KVShape | None = None,
+        *,
+        layerwise: bool = False,
+        quarantine_s: float = 30.0,
+        lease_s: float = 6.0,
+        **transfer: Any,
+    ) -> None:
+        self.shape = shape = shape or shape_of()
+        self.lease_s = lease_s
+        self.news = threading.Event()
+        self.workers: list[NixlWorker] = []
+        self.kvs: list[torch.Tensor] = []
+        self.facts: list[tuple[int, Any]] = []
+        self.faults: Counter[str] = Counter()
+        self.choice = FixedChoice(layerwise)
+        incarnation = Incarnation(os.urandom(8).hex())
+        config = EngineConfig(
+            model=ModelConfig(model="m"),
+            cache=CacheConfig(block_size=shape.block_size),
+            transfer=TransferConfig(kv_connector="nixl", lease_s=lease_s, **transfer),
+        )
+        for rank in range(shape.num_ranks):
+            shard = shard_of(shape, rank)
+            layout = KVLayout(
+                num_blocks=shape.num_blocks,
+                num_layers=len(shard.layers),
+                num_kv_heads=len(shard.heads),
+                block_size=shape.block_size,
+                head_dim=shape.head_dim,
+                dtype="float32",
+                dtype_bytes=4,
+                num_planes=shape.num_planes,
+            )
+            context = ConnectorContext(
+                config=config,
+                engine_id=EngineId(engine_id),
+                incarnation=incarnation,
+                layout=layout,
+                layout_digest="same",
+                layout_fields={},
+                shape=shape,
+                rank=rank,
+                num_ranks=shape.num_ranks,
+            )
+            worker = NixlWorker(
+                context, self.news.set, clock=SystemClock(), quarantine_s=quarantine_s
+            )
+            worker._choice = self.choice  # type: ignore[assignment]
+            kv = torch.zeros(
+                shape.num_blocks,
+                len(shard.layers),
+                shape.num_planes,
+                len(shard.heads),
+                shape.block_size,
+                shape.head_dim,
+            )
+            worker.register_kv_caches(kv, layout)
+            self.workers.append(worker)
+            self.kvs.append(kv)
+        endpoints: list[Endpoint] = [w.endpoint for w in self.workers if w.endpoint is not None]
+        self.ref = EngineRef(
+            engine_id=EngineId(engine_id),
+            incarnation=incarnation,
+            endpoints=tuple(endpoints),
+            shape=shape,
+        )
+
+    # ---- KV ------------------------------------------------------------------------------
+
+    def write_kv(
+        self, blocks: Sequence[int], seed: int, first: int, end: int, layer: int | None = None
+    ) -> None:
+        """Have the tokens `[first, end)` computed, of all layers or of one of each rank's."""
+        whole = kv_of(self.shape, seed, 4096)[:, :, :, first:end]
+        for rank, kv in enumerate(self.kvs):
+            shard = shard_of(self.shape, rank)
+            mine = whole[shard.layers.start : shard.layers.stop]
+            mine = mine[:, :, shard.heads.start : shard.heads.stop]
+            for token in range(first, end):
+                block, offset = divmod(token, self.shape.block_size)
+                layers = slice(None) if layer is None else slice(layer, layer + 1)
+                kv[blocks[block], layers, :, :, offset] = mine[layers, :, :, token - first]
+
+    def holds(self, blocks: Sequence[int], seed: int, first: int, end: int) -> bool:
+        """Whether every rank has these tokens, byte for byte."""
+        whole = kv_of(self.shape, seed, 4096)
+        for rank, kv in enumerate(self.kvs):
+            shard = shard_of(self.shape, rank)
+            for token in range(first, end):
+                block, offset = divmod(token, self.shape.block_size)
+                expected = whole[shard.layers.start : shard.layers.stop, :, :, token]
+                expected = expected[:, :, shard.heads.start : shard.heads.stop]
+                if not torch.equal(kv[blocks[block], :, :, :, offset], expected):
+                    return False
+        return True
+
+    def untouched(self, blocks: Sequence[int]) -> bool:
+        """Whether these blocks are zero, as they were made, on every rank."""
+        return not any(bool(kv[list(blocks)].any()) for kv in self.kvs)
+
+    def fill_kv(self, value: float) -> None:
+        for kv in self.kvs:
+            kv.fill_(value)
+
+    def is_filled(self, value: float) -> bool:
+        return all(bool((kv == value).all()) for kv in self.kvs)
+
+    # ---- what a scheduler half would stage ---------------------------------------------------
+
+    def post(self, **instructions: Any) -> None:
+        metadata = Instructions(**instructions).to_metadata()
+        for worker in self.workers:
+            worker.post(metadata)
+
+    def expect(self, nonce: str, decode: EngineRef) -> None:
+        self.post(expects=[Expect(nonce, RequestId(f"p-{nonce}"), decode)])
+
+    def watch(self, nonce: str, owner: EngineRef) -> None:
+        self.post(watches=[Watch(nonce, owner, self.lease_s)])
+
+    def reserve(
+        self,
+        nonce: str,
+        owner: EngineRef,
+        blocks: Sequence[int],
+        num_tokens: int,
+        *,
+        first: int = 0,
+        load_id: int = 1,
+    ) -> None:
+        self.post(
+            watches=[Watch(nonce, owner, self.lease_s)],
+            reserves=[
+                Reserve(
+                    load_id,
+                    RequestId(f"d-{nonce}"),
+                    nonce,
+                    owner,
+                    [BlockId(b) for b in blocks],
+                    first,
+                    num_tokens,
+                )
+            ],
+        )
+
+    def run(
+        self,
+        nonce: str,
+        blocks: Sequence[int],
+        first: int,
+        end: int,
+        num_tokens: int,
+        *,
+        seed: int = 1,
+        per_layer_s: float = 0.0,
+        is_computed: bool = False,
+    ) -> None:
+        """One step: it computes the tokens `[first, end)`, unless their KV is there already."""
+        chunk = Chunk(
+            nonce,
+            RequestId(f"p-{nonce}"),
+            [BlockId(b) for b in blocks],
+            [1] * len(blocks),
+            first,
+            end,
+            num_tokens,
+            end - first,
+        )
+        metadata = StepInstructions(chunks=[chunk]).to_metadata()
+        for worker in self.workers:
+            worker.start_load_kv(metadata)
+        for layer in range(max(kv.shape[1] for kv in self.kvs)):
+            if not is_computed:
+                self.write_kv(blocks, seed, first, end, layer)
+            if per_layer_s:
+                time.sleep(per_layer_s)
+            for worker, kv in zip(self.workers, self.kvs, strict=True):
+                if layer < kv.shape[1]:
+                    worker.save_kv_layer(layer)
+        for worker in self.workers:
+            worker.wait_for_save()
+
+    def handoff(self, nonce: str, blocks: Sequence[int], num_tokens: int) -> KVHandoff:
+        return KVHandoff(
+            engine_id=self.ref.engine_id,
+            incarnation=self.ref.incarnation,
+            nonce=nonce,
+            request_id=RequestId(f"p-{nonce}"),
+            endpoints=list(self.ref.endpoints),
+            block_ids=[BlockId(b) for b in blocks],
+            shape=self.shape,
+            num_tokens=num_tokens,
+            layout_digest="same",
+            lease_s=self.lease_s,
+            prompt_digest="",
+            first_token_ids=[7],
+            generations=[1] * len(blocks),
+        )
+
+    def grant(
+        self, nonce: str, blocks: Sequence[int], num_tokens: int, *, lease_nonce: str = ""
+    ) -> KVHandoff:
+        handoff = self.handoff(lease_nonce or nonce, blocks, num_tokens)
+        grant = Grant(
+            lease_nonce or nonce,
+            RequestId(f"p-{nonce}"),
+            handoff.block_ids,
+            handoff.generations,
+            num_tokens,
+            None if lease_nonce else handoff,
+        )
+        self.post(grants=[grant])
+        return handoff
+
+    def pull(self, nonce: str, owner: EngineRef, theirs: Sequence[int], mine: Sequence[int],
+             num_tokens: int, *, load_id: int) -> None:  # fmt: skip
+        load = Load(
+            load_id,
+            RequestId(f"d-{nonce}"),
+            nonce,
+            owner,
+            [BlockId(b) for b in theirs],
+            [BlockId(b) for b in mine],
+            0,
+            num_tokens,
+            [1] * len(theirs),
+        )
+        self.post(watches=[Watch(nonce, owner, self.lease_s)], loads=[load])
+
+    def release(self, nonce: str, owner: EngineRef, end: LeaseEnd = LeaseEnd.READ) -> None:
+        self.post(releases=[Release(nonce, owner, end)])
+
+    def stop(self, nonce: str) -> None:
+        self.post(stops=[Stop(nonce, RequestId(f"p-{nonce}"), "stopped")])
+
+    def abort(self, nonce: str) -> None:
+        self.post(aborts=[RequestId(f"d-{nonce}")])
+
+    # ---- what was reported -------------------------------------------------------------------
+
+    def step(self) -> None:
+        for rank, worker in enumerate(self.workers):
+            report = worker.get_finished()
+            for facts in (
+                report.settled,
+                report.received,
+                report.failed,
+                report.registered,
+                report.withdrawn,
+            ):
+                self.facts += [(rank, fact) for fact in facts]
+            self.faults.update(report.faults)
+
+    def said(self, kind: type, nonce: str = "") -> list[Any]:
+        """Facts of a kind, of all ranks, in order; of one nonce if they name one."""
+        self.step()
+        return [
+            fact
+            for _, fact in self.facts
+            if isinstance(fact, kind) and (not nonce or getattr(fact, "nonce", nonce) == nonce)
+        ]
+
+    def faults_now(self) -> Counter[str]:
+        self.step()
+        return self.faults
+
+    def until(self, condition: Callable[[], object], timeout_s: float = 10.0) -> None:
+        deadline = time.monotonic() + timeout_s
+        while not condition():
+            assert time.monotonic() < deadline, f"not in {timeout_s} s: {self.facts} {self.faults}"
+            self.news.wait(0.01)
+            self.news.clear()
+            self.step()
+
+    def until_said(self, kind: type, count: int = 0, timeout_s: float = 10.0) -> list[Any]:
+        """Wait until each rank has said a fact of this kind (or so many were said)."""
+        count = count or len(self.workers)
+        self.until(lambda: len(self.said(kind)) >= count, timeout_s)
+        return self.said(kind)
+
+    def outcomes(self) -> list[Any]:
+        """How reservations and loads ended."""
+        return self.said(Received) + self.said(Failed)
+
+    def close(self) -> None:
+        for worker in self.workers:
+            worker.close(5.0)
+
+
+def _serve_push(pipe: Connection, environment: dict[str, str], arguments: dict[str, Any]) -> None:
+    os.environ.update(environment)
+    torch.set_num_threads(1)
+    engine = PushEngine(**arguments)
+    pipe.send(engine.ref)
+    _answer(pipe, engine, engine.step)
+
+
+class RemotePushEngine(_Child):
+    """A `PushEngine` in a child process; its methods through `call`."""
+
+    def __init__(self, environment: dict[str, str] | None = None, **arguments: Any) -> None:
+        super().__init__(_serve_push, environment or {}, arguments)
+        self.ref: EngineRef = self.greeting
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.join()
+
+    def until_said(self, kind: type, count: int = 1, timeout_s: float = 10.0) -> list[Any]:
+        deadline = time.monotonic() + timeout_s
+        while len(facts := self.call("said", kind)) < count:
+            assert time.monotonic() < deadline, self.call("faults_now")
+            time.sleep(0.01)
+        return list(facts)

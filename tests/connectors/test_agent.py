@@ -1,0 +1,83 @@
+"""What NIXL does where nobody answers: the promise that a lane never waits inside it."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import socket
+from typing import TYPE_CHECKING
+
+import numpy as np
+import psutil
+
+from pdserve.connectors.nixl.agent import NixlAgent, TransferState
+from pdserve.connectors.nixl.protocol import Region
+
+if TYPE_CHECKING:
+    from multiprocessing.connection import Connection
+
+    import numpy.typing as npt
+
+_UNIT_BYTES = 4096
+_NUM_UNITS = 16
+
+
+def test_a_peer_that_never_answers_a_connect_holds_nobody_up() -> None:
+    context = multiprocessing.get_context("spawn")
+    here, there = context.Pipe()
+    # In a process of its own: what waits inside NIXL cannot be stopped.
+    process = context.Process(target=_read_from_nobody, args=(there,), daemon=True)
+    process.start()
+    there.close()
+    try:
+        assert here.poll(60.0), "it waits inside NIXL"
+        assert here.recv() is TransferState.IN_PROGRESS
+    finally:
+        process.kill()
+        process.join()
+
+
+def _read_from_nobody(answer: Connection) -> None:
+    """Post a READ from an agent whose port is a socket that answers no SYN; close; say how."""
+    os.environ |= {"UCX_TLS": "tcp", "UCX_NET_DEVICES": "lo"}
+    os.environ.pop("UCX_TCP_CONN_NB", None)
+    mine, theirs = (np.zeros(_UNIT_BYTES * _NUM_UNITS, dtype=np.uint8) for _ in range(2))
+    before = _ports()
+    target = NixlAgent(f"target-{os.urandom(8).hex()}", ["UCX"])
+    target.register(_region(theirs))
+    (port,) = _ports() - before
+    with socket.socket() as full:
+        full.bind(("127.0.0.1", 0))
+        full.listen(0)
+        queued = [socket.socket() for _ in range(4)]
+        for each in queued:  # a queue that is full drops what comes
+            each.setblocking(False)
+            each.connect_ex(full.getsockname())
+        metadata = target.metadata()
+        assert metadata.count(port.to_bytes(2, "big")) == 1
+        silent = metadata.replace(port.to_bytes(2, "big"), full.getsockname()[1].to_bytes(2, "big"))
+        agent = NixlAgent(f"agent-{os.urandom(8).hex()}", ["UCX"])
+        agent.register(_region(mine))
+        peer = agent.add_peer(silent)
+        units = np.arange(_NUM_UNITS, dtype=np.int32)
+        transfer, state = agent.read(
+            agent.prepare_local(_region(mine)),
+            units,
+            agent.prepare_remote(peer, _region(theirs)),
+            units,
+        )
+        if state is TransferState.IN_PROGRESS:
+            state = agent.poll(transfer)
+        agent.close()
+        for each in queued:
+            each.close()
+        answer.send(state)
+
+
+def _ports() -> set[int]:
+    listening = psutil.Process().net_connections()
+    return {each.laddr.port for each in listening if each.status == psutil.CONN_LISTEN}
+
+
+def _region(memory: npt.NDArray[np.uint8]) -> Region:
+    return Region(memory.ctypes.data, _UNIT_BYTES, memory.nbytes // _UNIT_BYTES, "DRAM", 0)

@@ -1,0 +1,140 @@
+"""What P knows of the memory it writes to, and for how long."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from typing import cast
+
+import pytest
+
+from pdserve.connectors.nixl.destinations import Destination, Destinations
+from pdserve.connectors.nixl.jobs import Remote
+from pdserve.connectors.nixl.lanes import Lanes
+from pdserve.connectors.nixl.protocol import Hello, Region
+
+POOL = Region(address=4096, stride_bytes=4096, num_units=4, memory="DRAM", device=0)
+
+
+class ScriptedLanes:
+    """Lanes that wire up when they are told to."""
+
+    def __init__(self) -> None:
+        self.forgotten: list[bytes] = []
+        self.abandoned: list[Hashable] = []
+        self.warming: list[Callable[[str | None], None]] = []
+        self.num_warm_ups = 0
+
+    def meet(self, metadata: bytes, pool: Region) -> Remote:
+        return Remote(metadata, pool)
+
+    def forget(self, remote: Remote) -> None:
+        self.forgotten.append(remote.metadata)
+
+    def abandon(self, tag: Hashable) -> int:
+        self.abandoned.append(tag)
+        return 0
+
+    def warm_up(
+        self,
+        remote: Remote,
+        source: Region,
+        *,
+        tag: Hashable,
+        on_settled: Callable[[str | None], None],
+    ) -> None:
+        self.num_warm_ups += 1
+        self.warming.append(on_settled)
+
+    def settle(self, failure: str | None = None) -> None:
+        self.warming.pop(0)(failure)
+
+
+class Bench:
+    """A rank of D, seen over several connections."""
+
+    def __init__(self) -> None:
+        self.lanes = ScriptedLanes()
+        self.all = Destinations(cast(Lanes, self.lanes))
+        self.told: list[tuple[str, str | None]] = []
+
+    def use(self, destination: Destination, user: str) -> None:
+        self.all.use(destination, user, lambda failure: self.told.append((user, failure)))
+
+
+@pytest.fixture
+def bench() -> Bench:
+    return Bench()
+
+
+def connection(metadata: bytes = b"agent") -> Destination:
+    class Greeting:
+        agent_metadata = metadata
+        pool = POOL
+
+    return Destination(cast(Hello, Greeting()), lambda message: None)
+
+
+def test_only_the_first_push_over_a_connection_waits_for_the_wiring_up(bench):
+    d = connection()
+    bench.use(d, "first")
+    bench.lanes.settle()
+    bench.all.let_go(d, "first")
+    bench.use(d, "second")
+    assert bench.told == [("first", None), ("second", None)]
+    assert bench.lanes.num_warm_ups == 1
+    assert not bench.lanes.forgotten
+
+
+def test_the_memory_is_forgotten_with_the_last_connection_if_nothing_is_written(bench):
+    first, second = connection(), connection()
+    for d in (first, second):
+        bench.use(d, "push")
+        bench.all.let_go(d, "push")
+    bench.lanes.settle()
+    bench.all.lost(first)
+    assert not bench.lanes.forgotten
+    bench.all.lost(second)
+    assert bench.lanes.forgotten == [b"agent"]
+
+
+def test_what_is_written_to_outlives_its_connection(bench):
+    d = connection()
+    bench.use(d, "push")
+    bench.lanes.settle()
+    bench.all.lost(d)
+    assert not bench.lanes.forgotten
+    bench.all.let_go(d, "push")
+    assert bench.lanes.forgotten == [b"agent"]
+
+
+def test_a_wiring_up_that_nobody_waits_for_is_given_up_and_then_forgotten(bench):
+    d = connection()
+    bench.use(d, "push")
+    bench.all.let_go(d, "push")
+    assert not bench.lanes.abandoned
+    bench.all.lost(d)
+    assert bench.lanes.abandoned
+    bench.lanes.settle("given up")
+    assert bench.told == []
+    assert bench.lanes.forgotten == [b"agent"]
+
+
+def test_a_push_that_ends_because_the_wiring_up_failed_lets_go_of_a_lost_connection(bench):
+    d = connection()
+
+    def let_go(failure: str | None) -> None:
+        bench.all.let_go(d, "push")
+
+    bench.all.use(d, "push", let_go)
+    bench.all.lost(d)
+    bench.lanes.settle("no route")
+    assert bench.lanes.forgotten == [b"agent"]
+
+
+def test_after_a_failure_the_next_push_wires_up_again(bench):
+    d = connection()
+    bench.use(d, "first")
+    bench.lanes.settle("no route")
+    bench.use(d, "second")
+    bench.lanes.settle()
+    assert bench.told == [("first", "no route"), ("second", None)]

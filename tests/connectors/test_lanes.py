@@ -1,0 +1,446 @@
+"""Lanes alone: who posts what, what is told of it, and what a fence ends.
+
+NIXL is an agent that does what a test says, except in the last tests.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+import torch
+
+from pdserve.connectors.nixl.agent import AgentError, NixlAgent, Prepared, Transfer, TransferState
+from pdserve.connectors.nixl.jobs import Direction, Job, Remote, Settled
+from pdserve.connectors.nixl.lanes import Lanes
+from pdserve.connectors.nixl.protocol import Region
+from pdserve.errors import InternalError
+from pdserve.observe.clock import SystemClock
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    import numpy.typing as npt
+
+UNIT_BYTES, NUM_UNITS = 64, 1024
+POOL = Region(1 << 20, UNIT_BYTES, NUM_UNITS, "DRAM", 0)
+SCRATCH = Region(1 << 10, 4096, 1, "DRAM", 0)
+
+
+class World:
+    """What the agents of all lanes do.
+
+    Attributes:
+        stuck: First units of transfers that never end.
+        broken: Peers whose transfers fail.
+        gate: Posts wait for it.
+        posted: (lane, peer, first local unit) in order.
+        closed: Lanes whose agent was destroyed, in order.
+    """
+
+    def __init__(self) -> None:
+        self.stuck: set[int] = set()
+        self.broken: set[str] = set()
+        self.gate = threading.Event()
+        self.gate.set()
+        self.posted: list[tuple[int, str, int]] = []
+        self.closed: list[int] = []
+        self.added: list[tuple[int, str]] = []
+        self.is_slow = False
+
+
+class Agent:
+    """One lane's."""
+
+    def __init__(self, world: World, lane: int) -> None:
+        self._world, self._lane = world, lane
+        self._peers: dict[int, str] = {}
+        self._is_closed = False
+
+    def prepare_local(self, region: Region) -> Prepared:
+        return Prepared(0)
+
+    def add_peer(self, metadata: bytes) -> str:
+        name = metadata.decode()
+        if name in self._peers.values():
+            raise AgentError("known")
+        self._world.added.append((self._lane, name))
+        return name
+
+    def prepare_remote(self, peer: str, region: Region) -> Prepared:
+        handle = len(self._peers) + 1
+        self._peers[handle] = peer
+        return Prepared(handle)
+
+    def unprepare(self, prepared: Prepared) -> None:
+        del self._peers[prepared.handle]
+
+    def remove_peer(self, peer: str) -> None:
+        assert peer not in self._peers.values()
+
+    def read_once(
+        self, local: Region, peer: str, remote: Region, num_bytes: int
+    ) -> tuple[Transfer, TransferState]:
+        return Transfer(-1), TransferState.IN_PROGRESS if peer in self._world.broken else (
+            TransferState.DONE
+        )
+
+    def read(
+        self,
+        local: Prepared,
+        local_units: npt.NDArray[np.int32],
+        remote: Prepared,
+        remote_units: npt.NDArray[np.int32],
+    ) -> tuple[Transfer, TransferState]:
+        world, peer, first = self._world, self._peers[remote.handle], int(local_units[0])
+        world.gate.wait(10.0)
+        world.posted.append((self._lane, peer, first))
+        if peer in world.broken:
+            raise AgentError(f"{peer} is gone")
+        is_slow = world.is_slow or first in world.stuck
+        return Transfer(first), TransferState.IN_PROGRESS if is_slow else TransferState.DONE
+
+    write = read
+
+    def poll(self, transfer: Transfer) -> TransferState:
+        assert not self._is_closed
+        is_stuck = transfer.handle in self._world.stuck or transfer.handle == -1
+        return TransferState.IN_PROGRESS if is_stuck else TransferState.DONE
+
+    def release(self, transfer: Transfer) -> None:
+        return None
+
+    def close(self) -> None:
+        self._is_closed = True
+        self._world.closed.append(self._lane)
+
+
+class Bench:
+    """Lanes, and what they told."""
+
+    def __init__(self, make_agent: Callable[[int], Any], **fields: Any) -> None:
+        self.news = threading.Event()
+        self.told: dict[int, Settled] = {}
+        self.slow: list[int] = []
+        arguments = {"num_lanes": 2, "quarantine_s": 30.0, "pool": POOL, "scratch": SCRATCH}
+        self.lanes = Lanes(
+            make_agent=make_agent,
+            wake=self.news.set,
+            clock=SystemClock(),
+            **(arguments | fields),
+        )
+
+    def meet(self, name: str) -> Remote:
+        return self.lanes.meet(name.encode(), POOL)
+
+    def submit(
+        self,
+        remote: Remote,
+        first: int,
+        *,
+        tag: object = None,
+        num_units: int = 4,
+        then: Callable[[], object] | None = None,
+    ) -> Job:
+        units = np.arange(first, first + num_units, dtype=np.int32)
+        job = Job(
+            tag=tag,
+            direction=Direction.READ,
+            remote=remote,
+            unit_bytes=UNIT_BYTES,
+            local_units=units,
+            remote_units=units,
+            on_settled=lambda settled: self.told.__setitem__(first, settled),
+            then=then,
+            on_slow=lambda: self.slow.append(first),
+        )
+        self.lanes.submit(job)
+        return job
+
+    def until(self, condition: Callable[[], object], timeout_s: float = 5.0) -> None:
+        ends_s = time.monotonic() + timeout_s
+        while not condition():
+            assert time.monotonic() < ends_s, f"{self.told} {self.slow}"
+            self.news.wait(0.01)
+            self.news.clear()
+            self.lanes.deliver()
+
+
+@pytest.fixture
+def world() -> World:
+    return World()
+
+
+@pytest.fixture
+def bench(world: World) -> Iterator[Bench]:
+    made = Bench(lambda lane: Agent(world, lane))
+    yield made
+    world.gate.set()
+    assert made.lanes.close(5.0)
+
+
+def test_jobs_settle_with_what_was_done_to_their_bytes(bench: Bench) -> None:
+    peer = bench.meet("p")
+    job = bench.submit(peer, 8, then=lambda: "digest")
+    bench.until(lambda: bench.told)
+    settled = bench.told[8]
+    assert (settled.failure, settled.value, settled.num_descriptors) == (None, "digest", 1)
+    assert settled.posted_s <= settled.moved_s <= settled.settled_s
+    assert job.posted_s == settled.posted_s
+    assert bench.lanes.num_jobs == 0
+
+
+def test_all_lanes_work_on_the_jobs_of_one_peer(bench: Bench, world: World) -> None:
+    peer = bench.meet("p")
+    both = threading.Barrier(2, timeout=5.0)
+    for first in (0, 8):
+        bench.submit(peer, first, then=both.wait)  # ends only if two run at once
+    bench.until(lambda: len(bench.told) == 2)
+    assert {lane for lane, _, _ in world.posted} == {0, 1}
+
+
+def test_peers_are_served_in_turn(world: World) -> None:
+    bench = Bench(lambda lane: Agent(world, lane), num_lanes=1)
+    world.gate.clear()
+    many, one = bench.meet("many"), bench.meet("one")
+    for first in range(0, 80, 8):
+        bench.submit(many, first)
+    bench.submit(one, 100)
+    world.gate.set()
+    bench.until(lambda: len(bench.told) == 11)
+    assert [peer for _, peer, _ in world.posted].index("one") <= 2
+    assert bench.lanes.close(5.0)
+
+
+def test_a_peer_that_hangs_leaves_every_lane_to_the_others(bench: Bench, world: World) -> None:
+    hangs, works = bench.meet("hangs"), bench.meet("works")
+    world.stuck.update(range(0, 80, 8))
+    for first in range(0, 80, 8):
+        bench.submit(hangs, first)
+    bench.until(lambda: len(bench.slow) == 4)  # two on each lane, and no more
+    bench.submit(works, 100)
+    bench.until(lambda: 100 in bench.told)
+    assert len(bench.slow) == 4
+    assert bench.lanes.num_jobs == 10
+    world.stuck.clear()
+    bench.until(lambda: len(bench.told) == 11)
+
+
+def test_what_was_abandoned_before_it_was_posted_never_is(bench: Bench, world: World) -> None:
+    peer = bench.meet("p")
+    world.stuck.update({0, 8, 16, 24})
+    for first in range(0, 80, 8):
+        bench.submit(peer, first, tag="load")
+    bench.until(lambda: len(bench.slow) == 4)
+    assert bench.lanes.abandon("load") == 4
+    world.stuck.clear()
+    bench.until(lambda: len(bench.told) == 4)
+    assert not bench.lanes.num_jobs
+    assert len(world.posted) == 4
+    assert not world.closed  # what ends by itself costs no agent
+
+
+def test_an_abandoned_job_that_is_stuck_is_told_only_once_its_agent_is_gone(
+    bench: Bench, world: World
+) -> None:
+    peer = bench.meet("p")
+    world.stuck.add(0)
+    bench.submit(peer, 0, tag="load", then=lambda: pytest.fail("nobody wants it"))
+    bench.until(lambda: bench.slow)
+    bench.lanes.abandon("load")
+    began_s = time.monotonic()
+    bench.until(lambda: bench.told)
+    assert world.closed == [world.posted[0][0]]
+    assert time.monotonic() - began_s > 0.4
+    assert bench.told[0].failure is not None
+    assert "its NIXL agent was destroyed" in bench.told[0].failure
+    assert bench.lanes.take_num_resets() == 1
+
+
+def test_a_fenced_lane_serves_on_with_a_new_agent_and_the_other_one_all_the_time(
+    bench: Bench, world: World
+) -> None:
+    stuck, works = bench.meet("stuck"), bench.meet("works")
+    world.stuck.add(0)
+    bench.submit(stuck, 0, tag="load")
+    bench.until(lambda: bench.slow)
+    bench.lanes.abandon("load")
+    first = 8
+    while 0 not in bench.told:  # the other lane, and this one until a new agent is due
+        bench.told.pop(first, None)
+        bench.submit(works, first)
+        bench.until(lambda n=first: n in bench.told)  # type: ignore[misc]
+        assert bench.told[first].failure is None
+        first += 8 if first < 800 else -792
+    fenced = world.closed[0]
+    world.posted.clear()
+    both = threading.Barrier(2, timeout=5.0)
+    for first in (900, 908):
+        bench.submit(stuck, first, then=both.wait)
+    bench.until(lambda: 900 in bench.told and 908 in bench.told)
+    assert fenced in {lane for lane, _, _ in world.posted}
+    assert world.added.count((fenced, "stuck")) == 2  # it knew nobody any more
+    assert world.closed == [fenced]
+
+
+def test_beside_others_in_flight_a_stuck_job_is_fenced_after_the_quarantine(world: World) -> None:
+    bench = Bench(lambda lane: Agent(world, lane), num_lanes=1, quarantine_s=0.8)
+    stuck, waits = bench.meet("stuck"), bench.meet("waits")
+    world.stuck.update({0, 8})
+    bench.submit(stuck, 0, tag="lost")
+    bench.submit(waits, 8, tag="wanted")
+    bench.until(lambda: len(bench.slow) == 2)
+    bench.lanes.abandon("lost")
+    began_s = time.monotonic()
+    bench.until(lambda: len(bench.told) == 2)
+    assert time.monotonic() - began_s > 0.75  # the other one had that long to end
+    assert all(settled.failure for settled in bench.told.values())
+    world.stuck.clear()
+    bench.submit(waits, 16)
+    bench.until(lambda: 16 in bench.told)
+    assert bench.told[16].failure is None
+    assert bench.lanes.close(5.0)
+
+
+def test_a_failed_post_is_a_value_and_the_peer_is_learned_again(bench: Bench, world: World) -> None:
+    peer = bench.meet("p")
+    world.broken.add("p")
+    bench.submit(peer, 0)
+    bench.until(lambda: 0 in bench.told)
+    assert bench.told[0].failure == "p is gone"
+    world.broken.clear()
+    both = threading.Barrier(2, timeout=5.0)
+    for first in (8, 16):
+        bench.submit(peer, first, then=both.wait)
+    bench.until(lambda: len(bench.told) == 3)
+    assert bench.told[8].failure is None
+    assert len(world.added) == 3  # each lane once, and once more the one that failed
+
+
+def test_a_peer_that_goes_on_failing_is_not_learned_again_for_each_job(world: World) -> None:
+    bench = Bench(lambda lane: Agent(world, lane), num_lanes=1)
+    peer = bench.meet("p")
+    world.broken.add("p")
+    for first in range(0, 400, 8):
+        bench.submit(peer, first)
+    bench.until(lambda: len(bench.told) == 50)
+    assert all(settled.failure == "p is gone" for settled in bench.told.values())
+    assert len(world.added) <= 3
+    assert bench.lanes.close(5.0)
+
+
+def test_units_that_a_peer_does_not_have_are_never_posted(bench: Bench, world: World) -> None:
+    small = bench.lanes.meet(b"small", Region(0, UNIT_BYTES, 10, "DRAM", 0))
+    bench.submit(small, 8)
+    bench.until(lambda: bench.told)
+    assert "units 8 to 11" in (bench.told[8].failure or "")
+    assert not world.posted
+
+
+def test_units_that_this_side_does_not_have_end_the_engine(world: World) -> None:
+    bench = Bench(lambda lane: Agent(world, lane))
+    bench.submit(bench.meet("p"), NUM_UNITS - 2)
+    with pytest.raises(InternalError, match="lane died"):
+        bench.until(lambda: False)
+    assert not world.posted
+    assert bench.lanes.close(5.0)
+
+
+def test_a_warm_up_is_told_once_for_all_lanes_and_can_be_given_up(
+    bench: Bench, world: World
+) -> None:
+    told: list[str | None] = []
+    bench.lanes.warm_up(bench.meet("p"), SCRATCH, tag="p", on_settled=told.append)
+    bench.until(lambda: told)
+    assert told == [None]
+    assert {lane for lane, _ in world.added} == {0, 1}
+    world.broken.add("q")
+    bench.lanes.warm_up(bench.meet("q"), SCRATCH, tag="q", on_settled=told.append)
+    bench.until(lambda: len(world.added) == 4)
+    time.sleep(0.05)
+    bench.lanes.deliver()
+    assert told == [None]
+    bench.lanes.abandon("q")
+    bench.until(lambda: len(told) == 2)
+    assert told[1] == "it was given up"
+    assert not bench.lanes.num_jobs
+    assert not world.closed
+
+
+def test_a_peer_that_was_forgotten_can_be_met_again(bench: Bench, world: World) -> None:
+    for number in range(3):
+        peer = bench.meet("p")
+        bench.submit(peer, 8 * number)
+        bench.until(lambda n=number: 8 * n in bench.told)  # type: ignore[misc]
+        assert bench.told[8 * number].failure is None
+        bench.lanes.forget(peer)
+
+
+def test_lanes_that_nobody_needs_are_no_threads() -> None:
+    before = threading.active_count()
+    bench = Bench(lambda lane: pytest.fail("no agent"))
+    assert threading.active_count() == before
+    assert bench.lanes.close(1.0)
+
+
+# ---- the real thing ------------------------------------------------------------------------------
+
+
+def region(memory: torch.Tensor, unit_bytes: int) -> Region:
+    return Region(memory.data_ptr(), unit_bytes, memory.numel() // unit_bytes, "DRAM", 0)
+
+
+@pytest.mark.parametrize("transports", ["", "tcp"])
+@pytest.mark.parametrize("direction", Direction)
+def test_bytes_move_both_ways_in_units_of_several_sizes(
+    monkeypatch: pytest.MonkeyPatch, direction: Direction, transports: str
+) -> None:
+    if transports:
+        monkeypatch.setenv("UCX_TLS", transports)
+    num_bytes = 1 << 20
+    mine = torch.zeros(num_bytes, dtype=torch.uint8)
+    theirs = torch.randint(0, 256, (num_bytes,), dtype=torch.uint8)
+    if direction is Direction.WRITE:
+        mine, theirs = theirs, mine
+    scratch = torch.zeros(4096, dtype=torch.uint8)
+
+    def make_agent(lane: int) -> NixlAgent:
+        agent = NixlAgent(f"lane{lane}-{os.urandom(8).hex()}", ["UCX"])
+        agent.register(region(mine, 4096))
+        agent.register(region(scratch, 4096))
+        return agent
+
+    target = NixlAgent(f"target-{os.urandom(8).hex()}", ["UCX"])
+    target.register(region(theirs, 4096))
+    bench = Bench(make_agent, pool=region(mine, 4096), scratch=region(scratch, 4096))
+    peer = bench.lanes.meet(target.metadata(), region(theirs, 4096))
+
+    def until(condition: Callable[[], object]) -> None:
+        ends_s = time.monotonic() + 10.0
+        while not condition():
+            assert time.monotonic() < ends_s
+            target.progress()
+            bench.lanes.deliver()
+            time.sleep(0.0005)
+
+    warm: list[str | None] = []
+    bench.lanes.warm_up(peer, region(theirs, 4096), tag=0, on_settled=warm.append)
+    until(lambda: warm)
+    assert warm == [None]
+    told: list[Settled] = []
+    order = np.random.default_rng(0)
+    # A quarter of the memory for each size of unit, shuffled among itself.
+    for quarter, unit_bytes in enumerate((256, 1024, 4096, 65536)):
+        num_units = num_bytes // 4 // unit_bytes
+        units = np.arange(quarter * num_units, (quarter + 1) * num_units, dtype=np.int32)
+        for part in np.array_split(order.permutation(units), 3):
+            bench.lanes.submit(Job(0, direction, peer, unit_bytes, part, part, told.append))
+    until(lambda: len(told) == 12)
+    assert [settled.failure for settled in told] == [None] * 12
+    assert torch.equal(mine, theirs)
+    assert bench.lanes.close(5.0)
+    target.close()

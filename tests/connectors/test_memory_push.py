@@ -1,0 +1,470 @@
+"""What the memory connector does in the situations that matter, one by one and poll by poll."""
+
+from __future__ import annotations
+
+import itertools
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from pdserve.connectors.conformance.engines import FIRST_TOKEN, SECRET, Engine, prompt_of
+from pdserve.connectors.conformance.values import make_shape
+from pdserve.connectors.memory import MemoryFactory
+from pdserve.connectors.memory.copying import POLLS_ON_THE_WIRE
+from pdserve.observe.clock import ManualClock
+from pdserve.wire.ids import BlockId
+from pdserve.wire.step import KnownRequests, SchedulerOutput
+from pdserve.wire.transfer import (
+    EngineRef,
+    KVHandoff,
+    KVMode,
+    KVShape,
+    LeaseEnd,
+    LoadFailure,
+    PushTicket,
+)
+from tests.connectors.test_memory_stateful import SHAPES, OneAddress
+
+if TYPE_CHECKING:
+    from pdserve.connectors.conformance.engines import KitRequest
+    from pdserve.connectors.memory.exchange import Exchange
+
+LEASE_S = 6.0
+PROMPT = prompt_of(40)
+SEED = 3
+
+
+class World:
+    """A P and a D that meet in one exchange, with a push planned between them."""
+
+    def __init__(
+        self, shapes: tuple[KVShape, KVShape], exchange: Exchange, *, hit: int = 0
+    ) -> None:
+        self.exchange, self.clock = exchange, ManualClock()
+        self.p = self.engine("P", shapes[0])
+        self.d = self.engine("D", shapes[1])
+        self.ticket = PushTicket(
+            nonce="push", prefill=ref_of(self.p), decode=ref_of(self.d)
+        ).signed(SECRET.encode())
+        self.at_p = self.p.new_request(PROMPT, ticket=self.ticket, remote_decode=True)
+        self.at_d = self.d.new_request(PROMPT, ticket=self.ticket)
+        self.p_blocks = list(range(-(-len(PROMPT) // shapes[0].block_size)))
+        self.d_blocks = list(range(1, 1 + -(-len(PROMPT) // shapes[1].block_size)))
+        self.first = hit * shapes[1].block_size
+        self.num_computed = 0
+
+    def engine(self, name: str, shape: KVShape, **fields: Any) -> Engine:
+        nonces = itertools.count()
+        factory = MemoryFactory(
+            self.exchange, clock=self.clock, new_nonce=lambda: f"{name} {next(nonces)}"
+        )
+        return Engine(factory, name, shape=shape, lease_s=LEASE_S, **fields)
+
+    def reserve(self) -> None:
+        """D takes blocks and registers them; P's request may run after that."""
+        self.p.scheduler.request_queued(self.at_p)
+        self.d.scheduler.request_queued(self.at_d)
+        if self.first:
+            self.d.write(self.d_blocks, SEED, 0, self.first)
+        self.d.stage_load(self.at_d, self.d_blocks, num_computed=self.first)
+        self.p.step()
+        self.d.step()
+        self.p.step()
+
+    def compute(self, end: int) -> None:
+        """One step of P, up to token `end`; its bytes begin to move with the next poll."""
+        table = [BlockId(block) for block in self.p_blocks]
+        if not self.num_computed:
+            match = self.p.scheduler.get_num_new_matched_tokens(self.at_p, 0)
+            assert match is not None, "D has not registered"
+            self.p.scheduler.update_state_after_alloc(
+                self.at_p, table, 0, generations=[1] * len(table)
+            )
+        start, self.num_computed = self.num_computed, end
+        self.p.write(self.p_blocks, SEED, start, end)
+        step = SchedulerOutput(
+            step_id=0,
+            new_requests=[],
+            known_requests=KnownRequests(
+                request_ids=[self.at_p.request_id], new_block_ids=[[]], num_computed_tokens=[start]
+            ),
+            num_scheduled_tokens={self.at_p.request_id: end - start},
+            gone_request_ids=[],
+        )
+        metadata = self.p.scheduler.build_connector_meta(step)
+        for rank in self.p.ranks:
+            if metadata is not None:
+                rank.worker.start_load_kv(metadata)
+            rank.worker.wait_for_save()
+
+    def finish(self) -> KVHandoff:
+        self.at_p.output_token_ids.append(FIRST_TOKEN)
+        table = [BlockId(block) for block in self.p_blocks]
+        handoff = self.p.scheduler.request_finished(self.at_p, table, [1] * len(table))
+        assert handoff is not None
+        return handoff
+
+    def poll(self, num: int = 1) -> None:
+        for _ in range(num):
+            self.p.step()
+            self.d.step()
+
+    def rot(self, block: int) -> None:
+        self.d.ranks[-1].kv[self.d_blocks[block]] += 1
+
+
+def ref_of(engine: Engine) -> EngineRef:
+    return EngineRef(
+        engine_id=engine.context.engine_id,
+        incarnation=engine.context.incarnation,
+        endpoints=tuple(rank.endpoint for rank in engine.ranks),
+        shape=engine.context.shape,
+    )
+
+
+@pytest.fixture
+def world() -> World:
+    return World((make_shape(), make_shape()), OneAddress())
+
+
+@pytest.mark.parametrize("shapes", SHAPES)
+@pytest.mark.parametrize("hit", [0, 1])
+def test_a_push_is_there_soon_after_the_last_chunk_with_its_first_token(
+    shapes: tuple[KVShape, KVShape], hit: int
+) -> None:
+    world = World(shapes, OneAddress(), hit=hit)
+    world.reserve()
+    world.compute(32)
+    world.poll(POLLS_ON_THE_WIRE)
+    assert world.d.holds(world.d_blocks, SEED, 0, 32)  # behind the step that computed it
+    world.compute(40)
+    handoff = world.finish()
+    world.poll(POLLS_ON_THE_WIRE + 1)
+    (received,) = world.d.received
+    assert (received.mode, received.handoff) == (KVMode.PUSH, handoff)
+    assert handoff.nonce == "push"
+    assert handoff.first_token_ids == [FIRST_TOKEN]
+    assert world.d.holds(world.d_blocks, SEED, 0, 40)
+    assert received.num_bytes >= world.d.num_bytes(40 - world.first)
+    world.poll(2)
+    assert [settled.end for settled in world.p.settled] == [LeaseEnd.READ]
+    assert not world.p.faults
+    assert not world.d.faults
+
+
+def test_a_request_of_one_chunk_is_pushed_too(world: World) -> None:
+    world.reserve()
+    world.compute(40)
+    world.finish()
+    world.poll(POLLS_ON_THE_WIRE + 2)
+    assert world.d.received
+    assert world.d.holds(world.d_blocks, SEED, 0, 40)
+
+
+def test_bytes_of_an_aborted_reservation_land_until_it_is_reported_and_never_after(
+    world: World,
+) -> None:
+    world.reserve()
+    world.compute(40)
+    world.poll()
+    world.d.abort(world.at_d)
+    world.d.step()
+    assert not world.d.failed  # P may still write
+    before = world.d.snapshot(world.d_blocks)
+    world.p.step()
+    assert not all(map(equal, before, world.d.snapshot(world.d_blocks)))
+    while not world.d.failed:
+        world.poll()
+    assert [failed.reason for failed in world.d.failed] == [LoadFailure.ABORTED]
+    after = world.d.snapshot(world.d_blocks)
+    world.poll(5)
+    assert all(map(equal, after, world.d.snapshot(world.d_blocks)))
+    assert [w.nonce for w in world.p.withdrawn] == ["push"]
+
+
+def test_blocks_of_an_aborted_request_are_held_until_nothing_is_read_from_them(
+    world: World,
+) -> None:
+    world.reserve()
+    world.compute(40)
+    assert world.p.scheduler.request_aborted(world.at_p)
+    for _ in range(POLLS_ON_THE_WIRE - 1):
+        world.p.step()
+        assert not world.p.settled
+        assert not world.d.failed
+    world.poll()
+    assert [(s.nonce, s.end) for s in world.p.settled] == [("push", LeaseEnd.ABORTED)]
+    world.poll()
+    assert [failed.reason for failed in world.d.failed] == [LoadFailure.WITHDRAWN]
+
+
+def test_a_withdrawn_push_is_leased_to_others_and_its_writes_hold_that_lease_too(
+    world: World,
+) -> None:
+    world.reserve()
+    world.compute(40)
+    world.d.abort(world.at_d)
+    world.d.step()
+    world.p.step()  # it learns of it, two more polls are on the wire
+    handoff = world.finish()
+    assert handoff.nonce != "push"
+    world.p.scheduler.release_lease(handoff.nonce)
+    world.p.step()
+    assert not world.p.settled
+    world.p.step()
+    assert [(s.nonce, s.end) for s in world.p.settled] == [(handoff.nonce, LeaseEnd.RELEASED)]
+
+
+def test_blocks_are_held_until_d_has_found_them_good_although_their_lease_is_over(
+    world: World,
+) -> None:
+    world.reserve()
+    world.compute(40)
+    handoff = world.finish()
+    for _ in range(POLLS_ON_THE_WIRE):
+        world.p.step()
+    world.p.scheduler.release_lease(handoff.nonce)  # by a proxy that has had it pulled elsewhere
+    world.rot(1)  # what was written has to be written once more
+    for _ in range(POLLS_ON_THE_WIRE + 3):
+        world.poll()
+        if world.p.settled:
+            world.p.write(world.p_blocks, SEED + 1, 0, 40)  # somebody else's by now
+    assert world.d.received
+    assert world.d.holds(world.d_blocks, SEED, 0, 40)
+    assert [settled.end for settled in world.p.settled] == [LeaseEnd.RELEASED]
+
+
+def test_what_arrived_damaged_is_written_once_more(world: World) -> None:
+    world.reserve()
+    world.compute(40)
+    world.finish()
+    for _ in range(POLLS_ON_THE_WIRE):
+        world.p.step()
+    world.rot(1)
+    world.poll(POLLS_ON_THE_WIRE + 2)
+    assert len(world.d.received) == 1
+    assert world.d.holds(world.d_blocks, SEED, 0, 40)
+
+
+def test_what_arrives_damaged_twice_has_failed_and_is_no_kv(world: World) -> None:
+    world.reserve()
+    world.compute(40)
+    world.finish()
+    for _ in range(2):
+        for _ in range(POLLS_ON_THE_WIRE):
+            world.p.step()
+        world.rot(1)
+        world.d.step()
+    world.poll(3)
+    assert not world.d.received
+    (failed,) = world.d.failed
+    assert failed.reason is LoadFailure.DIGEST
+    assert not world.p.settled  # its lease is for whoever pulls
+
+
+def test_a_p_that_dies_leaves_a_part_behind_and_d_learns_of_it(world: World) -> None:
+    world.reserve()
+    world.compute(40)
+    world.p.step()
+    world.p.close()
+    world.d.step()
+    assert [failed.reason for failed in world.d.failed] == [LoadFailure.PEER_LOST]
+    assert any(tensor.any() for tensor in world.d.snapshot(world.d_blocks))
+
+
+def test_a_p_that_is_mute_is_given_up_after_a_lease_and_shut_out_after_another(
+    world: World,
+) -> None:
+    world.reserve()
+    world.compute(40)
+    world.clock.advance(LEASE_S)
+    world.d.step()
+    assert not world.d.failed
+    world.clock.advance(LEASE_S)
+    world.d.step()
+    assert [failed.reason for failed in world.d.failed] == [LoadFailure.TIMEOUT]
+    for _ in range(5):
+        world.p.step()
+    assert not any(tensor.any() for tensor in world.d.snapshot(world.d_blocks))
+
+
+def test_p_waits_for_d_as_long_as_it_says_that_it_has_the_request_queued(world: World) -> None:
+    world.p.scheduler.request_queued(world.at_p)
+    world.d.scheduler.request_queued(world.at_d)
+    for _ in range(10):
+        world.poll()
+        world.clock.advance(LEASE_S / 2)
+    assert not world.p.withdrawn
+    world.poll()
+    world.clock.advance(LEASE_S)
+    world.p.step()
+    assert [w.nonce for w in world.p.withdrawn] == ["push"]
+    assert not world.p.registered
+
+
+def test_p_does_not_begin_before_every_rank_of_d_has_registered() -> None:
+    world = World((make_shape(), make_shape(tp=2)), OneAddress())
+    world.p.scheduler.request_queued(world.at_p)
+    world.d.scheduler.request_queued(world.at_d)
+    world.d.stage_load(world.at_d, world.d_blocks, num_computed=0)
+    metadata = world.d.scheduler.take_instructions()
+    assert metadata is not None
+    first, second = world.d.ranks
+    first.worker.post(metadata)
+    first.worker.get_finished()
+    world.p.step()
+    assert not world.p.registered
+    second.worker.post(metadata)
+    second.worker.get_finished()
+    world.p.step()
+    assert [each.nonce for each in world.p.registered] == ["push"]
+
+
+def test_only_the_d_of_the_ticket_may_register() -> None:
+    shape = make_shape()
+    world = World((shape, shape), OneAddress())
+    other = world.engine("E", shape)
+    world.p.scheduler.request_queued(world.at_p)
+    world.p.step()
+    request = other.new_request(PROMPT, ticket=world.ticket)
+    other.scheduler.request_queued(request)
+    other.stage_load(request, world.d_blocks)
+    other.step()
+    other.step()
+    assert [failed.reason for failed in other.failed] == [LoadFailure.WITHDRAWN]
+    world.p.step()
+    assert not world.p.registered
+
+
+def test_a_nonce_is_registered_once(world: World) -> None:
+    world.reserve()
+    again = world.d.new_request(PROMPT, ticket=world.ticket)
+    world.d.scheduler.request_queued(again)
+    world.d.stage_load(again, [20, 21, 22])
+    world.d.step()
+    world.d.step()
+    assert [failed.request_id for failed in world.d.failed] == [again.request_id]
+    world.compute(40)
+    world.finish()
+    world.poll(POLLS_ON_THE_WIRE + 1)
+    assert [received.request_id for received in world.d.received] == [world.at_d.request_id]
+
+
+# ---- pulls --------------------------------------------------------------------------------------
+
+
+def pulling(world: World) -> KitRequest:
+    request = world.d.queue(PROMPT, world.p.prefill(PROMPT, world.p_blocks, seed=SEED))
+    world.d.load(request, world.d_blocks)
+    return request
+
+
+def test_a_pull_whose_last_block_is_damaged_is_read_again_from_there(world: World) -> None:
+    pulling(world)
+    world.d.step()
+    world.rot(0)  # it has landed
+    world.d.step()
+    assert [failed.reason for failed in world.d.retried] == [LoadFailure.DIGEST]
+    assert world.d.retried[0].num_valid_tokens == 0
+    world.poll(POLLS_ON_THE_WIRE + 1)
+    assert world.d.received
+    assert world.d.holds(world.d_blocks, SEED, 0, 40)
+
+
+@pytest.mark.parametrize("is_pushed", [False, True])
+@pytest.mark.parametrize("is_damaged", [False, True])
+def test_what_d_has_in_other_bits_of_a_block_of_p_is_no_fault_of_the_rest(
+    is_pushed: bool, is_damaged: bool
+) -> None:
+    world = World((make_shape(), make_shape(block_size=8)), OneAddress(), hit=1)
+    if is_pushed:
+        world.reserve()
+        world.compute(40)
+        world.finish()
+    else:
+        request = world.d.queue(PROMPT, world.p.prefill(PROMPT, world.p_blocks, seed=SEED))
+        world.d.load(request, world.d_blocks, num_computed=world.first)
+    world.rot(0)  # D's own, of other sums in another order
+    for _ in range(2):
+        for _ in range(POLLS_ON_THE_WIRE - 1):
+            world.poll()
+            if is_damaged:
+                world.rot(1)
+        world.poll()
+        world.p.step()
+        if is_damaged:
+            world.rot(1)
+    world.poll(POLLS_ON_THE_WIRE)
+    assert len(world.d.received) == (not is_damaged)
+    assert [failed.reason for failed in world.d.failed] == [LoadFailure.DIGEST] * is_damaged
+
+
+def test_a_restarted_p_at_the_same_address_is_not_the_one_that_leased(world: World) -> None:
+    handoff = world.p.prefill(PROMPT, world.p_blocks, seed=SEED)
+    world.p.close()
+    reborn = world.engine("P", world.p.context.shape)
+    same_nonce = reborn.prefill(PROMPT, world.p_blocks, seed=SEED + 1)
+    assert same_nonce.nonce == handoff.nonce
+    world.d.load(world.d.queue(PROMPT, handoff), world.d_blocks)
+    world.d.step()
+    assert [failed.reason for failed in world.d.failed] == [LoadFailure.LEASE_LOST]
+    assert "incarnation" in world.d.failed[0].detail
+
+
+def test_heartbeats_for_a_lease_of_an_earlier_life_renew_none_of_this_one(world: World) -> None:
+    handoff = world.p.prefill(PROMPT, world.p_blocks, seed=SEED)
+    world.d.queue(PROMPT, handoff)
+    world.p.close()
+    reborn = world.engine("P", world.p.context.shape)
+    assert reborn.prefill(PROMPT, world.p_blocks, seed=SEED).nonce == handoff.nonce
+    for _ in range(2):
+        world.clock.advance(LEASE_S / 2)
+        world.d.step()
+    reborn.step()
+    assert [settled.end for settled in reborn.settled] == [LeaseEnd.EXPIRED]
+
+
+def test_a_lease_that_expires_under_a_read_holds_its_blocks_and_gives_no_kv(
+    world: World,
+) -> None:
+    pulling(world)
+    world.clock.advance(LEASE_S)
+    world.p.step()
+    assert not world.p.settled  # there is a reader
+    world.d.step()
+    world.d.step()
+    assert [failed.reason for failed in world.d.failed] == [LoadFailure.LEASE_LOST]
+    world.p.step()
+    assert [settled.end for settled in world.p.settled] == [LeaseEnd.EXPIRED]
+
+
+# ---- engines that reuse a block too early are found out ------------------------------------------
+
+
+def test_a_block_that_is_loaded_again_before_its_load_is_over_is_a_fault(world: World) -> None:
+    request = pulling(world)
+    world.d.abort(request)
+    another = world.d.queue(PROMPT, world.p.prefill(PROMPT, [5, 6, 7], seed=SEED))
+    world.d.load(another, world.d_blocks)
+    assert world.d.faults == {"block_reused_under_load": 1}
+
+
+def test_a_block_that_is_handed_out_again_under_a_write_is_a_fault(world: World) -> None:
+    world.reserve()
+    world.compute(40)
+    world.p.prefill(PROMPT, world.p_blocks, generations=[2] * len(world.p_blocks))
+    assert world.p.faults["block_reused_under_write"] > 0
+
+
+def test_a_block_that_is_handed_out_again_under_a_lease_is_a_fault_and_no_kv(
+    world: World,
+) -> None:
+    pulling(world)
+    world.p.prefill(PROMPT, world.p_blocks, generations=[2] * len(world.p_blocks), seed=9)
+    world.poll(POLLS_ON_THE_WIRE)
+    assert world.p.faults == {"lease_block_reused": 1}
+    assert [failed.reason for failed in world.d.failed] == [LoadFailure.LEASE_LOST]
+
+
+def equal(one: Any, other: Any) -> bool:
+    return bool((one == other).all())
