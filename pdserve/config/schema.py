@@ -22,6 +22,19 @@ class Role(enum.Enum):
     BOTH = "both"
 
 
+class KVTransfer(enum.Enum):
+    """How KV gets from a prefill to a decode engine.
+
+    AUTO: written by the prefill engine where both engines can and the pair's recent pushes
+    arrived, else read by the decode engine. PUSH: the same whatever became of former pushes. PULL:
+    always read.
+    """
+
+    AUTO = "auto"
+    PUSH = "push"
+    PULL = "pull"
+
+
 class SchedulingPolicy(enum.Enum):
     """Which waiting request comes first."""
 
@@ -139,6 +152,8 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
         max_num_batched_tokens: Token budget of one step.
         enable_chunked_prefill: Whether a prompt may be spread over steps.
         max_waiting: Requests that may wait before new ones are refused with 429.
+        recompute_tokens_per_s: Prompt tokens per second that may be computed here because a
+            prefill engine, or the transfer from it, failed; 0 allows none.
     """
 
     max_num_seqs: int = 128
@@ -146,8 +161,10 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
     enable_chunked_prefill: bool = True
     policy: SchedulingPolicy = SchedulingPolicy.FCFS
     max_waiting: int = 4096
+    recompute_tokens_per_s: int = 8192
 
     def __post_init__(self) -> None:
+        _require_not_negative("recompute-tokens-per-second", self.recompute_tokens_per_s)
         _require(self.max_num_seqs > 0, "max-num-seqs", self.max_num_seqs, "it must be positive")
         _require(
             self.max_num_batched_tokens >= self.max_num_seqs or self.enable_chunked_prefill,
@@ -310,6 +327,10 @@ class TransferConfig(msgspec.Struct, frozen=True, kw_only=True):
         lease_s: A lease ends so many seconds after its last heartbeat.
         handshake_timeout_s: For a peer's first answer.
         transfer_timeout_s: From the first posted byte to the confirmation.
+        quarantine_s: How long blocks that a lost transfer may still write stay out of use
+            before the NIXL agent is destroyed, which stops it for certain; at once if nothing
+            else is in flight.
+        lanes: Threads that post transfers, each with a NIXL agent of its own.
         backends: NIXL backends, in order.
     """
 
@@ -320,6 +341,8 @@ class TransferConfig(msgspec.Struct, frozen=True, kw_only=True):
     lease_s: float = 30.0
     handshake_timeout_s: float = 5.0
     transfer_timeout_s: float = 20.0
+    quarantine_s: float = 30.0
+    lanes: int = 2
     backends: tuple[str, ...] = ("UCX",)
 
     def __post_init__(self) -> None:
@@ -328,8 +351,10 @@ class TransferConfig(msgspec.Struct, frozen=True, kw_only=True):
             ("lease_s", self.lease_s),
             ("handshake_timeout_s", self.handshake_timeout_s),
             ("transfer_timeout_s", self.transfer_timeout_s),
+            ("quarantine_s", self.quarantine_s),
         ):
             _require(value > 0, f"kv-transfer-config.{flag}", value, "it must be above 0 seconds")
+        _require(self.lanes >= 1, "kv-transfer-config.lanes", self.lanes, "it must be at least 1")
 
 
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -389,6 +414,7 @@ class ProxyConfig(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         prefill, decode: Base URLs of engines known from the start.
         prefill_policy, decode_policy: round_robin or least_loaded.
+        kv_mode: Who moves the KV. A request of several prompts or choices is always pulled.
         max_concurrent_requests: Requests in flight at most; further ones queue.
         queue_size: Requests that may queue; further ones get 429.
         request_timeout_s: One absolute limit for a request, from arrival.
@@ -404,6 +430,7 @@ class ProxyConfig(msgspec.Struct, frozen=True, kw_only=True):
     decode: tuple[str, ...] = ()
     prefill_policy: str = "least_loaded"
     decode_policy: str = "least_loaded"
+    kv_mode: KVTransfer = KVTransfer.AUTO
     api_keys: tuple[str, ...] = ()
     secret: str = ""
     max_concurrent_requests: int = 1024

@@ -146,6 +146,7 @@ _ENGINE: Final = (
             ("enable-chunked-prefill", "scheduler.enable_chunked_prefill", "", "spread a prompt over steps"),
             ("scheduling-policy", "scheduler.policy", "fcfs|priority", "which waiting request comes first"),
             ("max-waiting", "scheduler.max_waiting", "N", "requests that may wait before new ones get 429"),
+            ("recompute-tokens-per-second", "scheduler.recompute_tokens_per_s", "N", "prompt tokens computed here per second after failed transfers; 0 allows none"),
         ),
     ),
     *declare(
@@ -160,6 +161,8 @@ _ENGINE: Final = (
             ("kv-transfer-config.lease-s", "transfer.lease_s", "SECONDS", "a lease ends so long after its last heartbeat"),
             ("kv-transfer-config.handshake-timeout-s", "transfer.handshake_timeout_s", "SECONDS", "for a peer's first answer"),
             ("kv-transfer-config.transfer-timeout-s", "transfer.transfer_timeout_s", "SECONDS", "from the first posted byte to the confirmation"),
+            ("kv-transfer-config.quarantine-s", "transfer.quarantine_s", "SECONDS", "blocks of a lost transfer out of use before its NIXL agent is destroyed"),
+            ("kv-transfer-config.lanes", "transfer.lanes", "N", "threads that post transfers, each with a NIXL agent of its own"),
             ("kv-transfer-config.backends", "transfer.backends", "NAME", "NIXL backends, in order"),
         ),
     ),
@@ -198,6 +201,7 @@ _PROXY: Final = (
         (
             ("prefill-policy", "prefill_policy", "round_robin|least_loaded", "how a prefill engine is chosen"),
             ("decode-policy", "decode_policy", "round_robin|least_loaded", "how a decode engine is chosen"),
+            ("kv-mode", "kv_mode", "auto|push|pull", "who moves the KV: the prefill engine writes it, or the decode engine reads it"),
             ("max-concurrent-requests", "max_concurrent_requests", "N", "requests in flight; further ones queue"),
             ("queue-size", "queue_size", "N", "requests that may queue; further ones get 429"),
             ("queue-timeout-secs", "queue_timeout_s", "SECONDS", "a request that queued so long gets 429"),

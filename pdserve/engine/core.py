@@ -1,9 +1,10 @@
 """One engine: a scheduler, a connector's scheduler half, and an executor.
 
-`step` is the whole of it: take the connector's news, plan and submit as many steps as
-may be in flight, collect the oldest. A core whose ranks share experts with other cores lets
-`Waves` plan, which sees to it that all of them step together. It knows no sockets and starts
-no threads.
+`step` is the whole of it: take the connector's news and what has come back, plan and submit as
+many steps as may be in flight, and post what connectors need not wait for a step to learn. It
+never waits, so all that may happen while a step runs is looked at at once. A core whose ranks
+share experts with other cores lets `Waves` plan, which sees to it that all of them step
+together. It knows no sockets and starts no threads.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from pdserve.connectors.base import ConnectorContext
 from pdserve.connectors.registry import find
-from pdserve.engine.waves import Waves
+from pdserve.engine.waves import Phase, Waves
 from pdserve.errors import ConfigError
 from pdserve.executor.registry import make_executor
 from pdserve.scheduler.scheduler import Scheduler
@@ -71,6 +72,7 @@ class EngineCore:
                 layout=layout,
                 layout_digest=first.layout_digest,
                 layout_fields=first.layout_fields,
+                shape=first.shape,
                 num_ranks=len(workers),
             )
             self.scheduler = Scheduler(
@@ -102,34 +104,61 @@ class EngineCore:
             endpoints=endpoints,
             layout_digest=first.layout_digest,
             layout=first.layout_fields,
+            can_push=first.can_push,
+            kv_shape=first.shape,
         )
 
     def step(self) -> tuple[list[EngineOutput], bool]:
-        """Advance by at most one collected step. Waits only for a step in flight.
+        """Do all that can be done now; there is more when a `wake_fds` of the executor says so.
+
+        To be called after requests came or went, too. Never waits.
 
         Returns:
-            Outputs, and whether anything happened (if not, wait for news).
+            Outputs, and whether there was news of the ranks.
         """
+        has_news = self._take_reports()
+        self.post()
+        self._submit()
+        while (result := self.executor.poll_result()) is not None:
+            has_news = True
+            self.scheduler.update(result)
+            if self.waves is not None:
+                self.waves.collected(result)
+            # A handoff's lease is granted before it is told. In a wave every step that comes
+            # back makes room for exactly one.
+            self.post()
+            self._submit()
+        self.post()
+        return self.scheduler.drain_outputs(), has_news
+
+    def post(self) -> None:
+        """Send the ranks' connectors what the scheduler has for them."""
+        instructions = self.scheduler.take_instructions()
+        if instructions is not None:
+            self.executor.post(instructions)
+
+    def _take_reports(self) -> bool:
+        """Take what connectors have reported; whether that was anything."""
+        has_news = False
+        while (report := self.executor.poll_report()) is not None:
+            self.scheduler.apply_report(report)
+            if self.waves is not None:
+                self.waves.news()
+            has_news = True
+        return has_news
+
+    def _submit(self) -> None:
+        """Plan and submit as many steps as may be in flight."""
         scheduler, executor, waves = self.scheduler, self.executor, self.waves
-        is_active = False
-        while (report := executor.poll_report()) is not None:
-            scheduler.apply_report(report)
-            is_active = True
-        if waves is not None and is_active:
-            waves.news()
+        has_room = scheduler.num_in_flight < executor.max_in_flight
+        if not has_room or (waves is not None and waves.phase is not Phase.INSIDE):
+            # Loads need no step, so they do not wait for one.
+            scheduler.admit_loads()
         while scheduler.num_in_flight < executor.max_in_flight:
             step = self._plan()
             if step is None:
                 break
             executor.submit(step)
-        if scheduler.num_in_flight:
-            result = executor.collect()
-            scheduler.update(result)
-            if waves is not None:
-                waves.collected(result)
-            is_active = True
-        outputs = scheduler.drain_outputs()
-        return outputs, is_active or bool(outputs)
 
     def close(self, timeout_s: float) -> None:
         """End the executor. Idempotent."""

@@ -5,7 +5,9 @@ samples), so a request that is prefilled by one fake and decoded by another ends
 text as one that stays at home. Delays, deaths and refusals are parameters. What was
 submitted, aborted and leased is kept for tests to look at.
 
-It knows no scheduler, no KV and no connector: a lease is an entry in a `FakeFabric`.
+It knows no scheduler, no KV and no connector: a lease is an entry in a `FakeFabric`, and so
+is a push: the decode side registers there and waits, the prefill side waits for that and then
+hands its first token over.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import uuid
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from pdserve.errors import EngineDeadError, OverloadedError, UnavailableError
@@ -23,11 +26,13 @@ from pdserve.wire.request import (
     EngineInfo,
     EngineOutput,
     EngineStats,
+    ErrorCode,
     FinishReason,
     GenerateRequest,
+    OnLoadFailure,
     RequestStages,
 )
-from pdserve.wire.transfer import Endpoint, KVHandoff, LeaseEnd, LoadFailure
+from pdserve.wire.transfer import Endpoint, KVHandoff, KVMode, KVShape, LeaseEnd, LoadFailure
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Callable, Sequence
@@ -38,11 +43,48 @@ _BYTES_PER_TOKEN = 1024
 _NUM_BLOCKS = 4096
 
 
+@dataclass(slots=True)
+class FakePush:
+    """One push, from the first of its two engines that speaks of it.
+
+    Attributes:
+        is_registered: The decode side has room and waits.
+        is_over: One of the sides will do no more for it.
+        handoff: What came with the last byte.
+        changed: Set at the next change, for whoever waits; then there is a fresh one.
+    """
+
+    is_registered: bool = False
+    is_over: bool = False
+    handoff: KVHandoff | None = None
+    changed: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def register(self) -> None:
+        """The decode side has room."""
+        self.is_registered = True
+        self._wake()
+
+    def hand_over(self, handoff: KVHandoff) -> None:
+        """All is written."""
+        self.handoff = handoff
+        self._wake()
+
+    def end(self) -> None:
+        """There will be no more of it."""
+        self.is_over = True
+        self._wake()
+
+    def _wake(self) -> None:
+        changed, self.changed = self.changed, asyncio.Event()
+        changed.set()
+
+
 class FakeFabric:
-    """The leases that a group of fakes can read from one another."""
+    """The leases that a group of fakes can read from one another, and the pushes among them."""
 
     def __init__(self) -> None:
         self.leases: dict[str, KVHandoff] = {}
+        self.pushes: dict[str, FakePush] = {}
 
     def end(self, nonce: str) -> KVHandoff | None:
         """End a lease and return it; None if there is no such lease."""
@@ -64,6 +106,10 @@ class FakeEngineClient:
         num_ranks: Ranks it says it has; handoffs of an engine with another number of them
             are not taken.
         ready: Whether the engine is ready from the start; else `become_ready` makes it so.
+        can_push: Whether it takes tickets; it needs a fabric for that.
+        failing_loads: So many loads do not arrive, pulls and pushes alike.
+        max_recompute_tokens: Prompt tokens it computes in place of others, all in all; None
+            is any number.
 
     Attributes:
         requests: Everything submitted, in order.
@@ -95,6 +141,9 @@ class FakeEngineClient:
         layout_digest: str = "fake-layout",
         num_ranks: int = 1,
         ready: bool = True,
+        can_push: bool = False,
+        failing_loads: int = 0,
+        max_recompute_tokens: int | None = None,
     ) -> None:
         self._vocab_size = vocab_size
         self._first_token_id = first_token_id
@@ -121,7 +170,14 @@ class FakeEngineClient:
             endpoints=[Endpoint(host="127.0.0.1", port=1 + rank) for rank in range(num_ranks)],
             layout_digest=layout_digest,
             layout={"fake": layout_digest},
+            kv_shape=_shape(block_size, num_ranks),
+            can_push=can_push,
         )
+        self._failing_loads = failing_loads
+        self._max_recompute_tokens = max_recompute_tokens
+        self._num_recomputed = 0
+        self._loads = {mode.value: 0 for mode in KVMode}
+        self._ladder: dict[str, int] = {}
         self._ready = ready
         self._closing = False
         self._died = asyncio.Event()
@@ -178,6 +234,9 @@ class FakeEngineClient:
             kv_descriptors=int(self._bytes_received > 0),
             kv_load_failures=dict(self._load_failures),
             lease_ends=dict(self.lease_ends),
+            kv_loads=dict(self._loads),
+            kv_ladder=dict(self._ladder),
+            recompute_tokens=self._num_recomputed,
         )
 
     @property
@@ -256,10 +315,36 @@ class FakeEngineClient:
             self._idle.set()
 
     async def _outputs(self, request: GenerateRequest) -> AsyncGenerator[EngineOutput, None]:
+        push = self._push_of(request)
+        try:
+            async with contextlib.aclosing(self._tokens(request, push)) as outputs:
+                async for output in outputs:
+                    yield output
+        finally:
+            if push is not None:
+                push.end()
+
+    async def _tokens(
+        self, request: GenerateRequest, push: FakePush | None
+    ) -> AsyncGenerator[EngineOutput, None]:
         sampling = request.sampling
         num_prompt = len(request.prompt_token_ids)
         self._num_prompt += num_prompt
-        handoff, failures = self._load(request)
+        if (why := self._refusal(request, push)) is not None:
+            yield _error(request, ErrorCode.HANDOFF_REFUSED, why)
+            return
+        handoff, failures = await self._load(request, push)
+        is_recompute = request.is_fallback or bool(failures)
+        if failures and (push is not None or request.on_load_failure is OnLoadFailure.REPORT):
+            self._climb("report")
+            code = ErrorCode.KV_TRANSFER_FAILED
+            yield _error(request, code, "its KV did not arrive", failures)
+            return
+        if is_recompute and not self._may_recompute(num_prompt):
+            self._climb("shed")
+            code = ErrorCode.RECOMPUTE_BUDGET_EXHAUSTED
+            yield _error(request, code, "the budget is spent", failures)
+            return
         output: list[int] = []
         while True:
             first = not output
@@ -275,11 +360,14 @@ class FakeEngineClient:
             if request.remote_decode and finish_reason is None:
                 granted = self._lease(request, token_id)
                 finish_reason = FinishReason.HANDOFF
+                if push is not None and push.is_registered and not push.is_over:
+                    push.hand_over(granted)
             self._num_out += 1
             if self._die_after is not None and self._num_out > self._die_after:
                 self.die(f"it was to die after {self._die_after} tokens")
                 raise EngineDeadError(f"the engine has ended: {self._dead_reason}")
             num_external = handoff.num_tokens if handoff is not None else 0
+            mode = KVMode.PULL if push is None else KVMode.PUSH
             yield EngineOutput(
                 request_id=request.request_id,
                 new_token_ids=[token_id],
@@ -292,9 +380,42 @@ class FakeEngineClient:
                 num_external_tokens=num_external,
                 stages=self._stages(handoff) if first or finish_reason is not None else None,
                 load_failures=failures if first else [],
+                kv_mode=mode.value if handoff is not None else "",
             )
             if finish_reason is not None:
                 return
+
+    def _push_of(self, request: GenerateRequest) -> FakePush | None:
+        """The push that a request is part of; whoever asks first creates it."""
+        if request.ticket is None or self._fabric is None:
+            return None
+        return self._fabric.pushes.setdefault(request.ticket.nonce, FakePush())
+
+    def _refusal(self, request: GenerateRequest, push: FakePush | None) -> str | None:
+        """Why a ticket cannot be taken here."""
+        ticket = request.ticket
+        if ticket is None:
+            return None
+        mine = ticket.prefill if request.remote_decode else ticket.decode
+        if push is None or not self._info.can_push:
+            return "this engine takes no tickets"
+        if not ticket.is_authentic(self._secret):
+            return "the ticket's signature is not this deployment's"
+        if (mine.engine_id, mine.incarnation) != (self._info.engine_id, self._info.incarnation):
+            return "the ticket is for another engine, or for another life of this one"
+        return None
+
+    def _may_recompute(self, num_tokens: int) -> bool:
+        """Take prompt tokens out of the budget; False, and nothing taken, if it has not enough."""
+        limit = self._max_recompute_tokens
+        if limit is not None and self._num_recomputed + num_tokens > limit:
+            return False
+        self._climb("recompute")
+        self._num_recomputed += num_tokens
+        return True
+
+    def _climb(self, rung: str) -> None:
+        self._ladder[rung] = self._ladder.get(rung, 0) + 1
 
     async def _pass(self, seconds: float) -> None:
         """Let time pass, at least one turn of the loop; fail if the engine dies in it."""
@@ -309,33 +430,61 @@ class FakeEngineClient:
         if self._dead_reason is not None:
             raise EngineDeadError(f"the engine has ended: {self._dead_reason}")
 
-    def _load(self, request: GenerateRequest) -> tuple[KVHandoff | None, list[str]]:
-        """Read the lease behind a request's handoff; on doubt the prompt is computed here."""
-        handoff = request.handoff
-        if handoff is None:
+    async def _load(
+        self, request: GenerateRequest, push: FakePush | None
+    ) -> tuple[KVHandoff | None, list[str]]:
+        """Take part in a push, or read the lease behind a handoff.
+
+        Returns:
+            The handoff whose KV is here, if any, and why there is none though there should be.
+        """
+        if push is not None and request.remote_decode:
+            await self._until(push, lambda: push.is_registered or push.is_over)
             return None, []
-        failure: LoadFailure | None = None
+        if push is not None:
+            push.register()
+            await self._until(push, lambda: push.handoff is not None or push.is_over)
+        handoff = push.handoff if push is not None else request.handoff
+        if handoff is None:
+            return None, [] if push is None else self._failed(LoadFailure.WITHDRAWN)
+        if self._failing_loads > 0:
+            self._failing_loads -= 1
+            return None, self._failed(LoadFailure.TIMEOUT)
         mine = self._info
         if (handoff.layout_digest, len(handoff.endpoints)) != (
             mine.layout_digest,
             len(mine.endpoints),
         ):
-            failure = LoadFailure.INCOMPATIBLE
-        elif (
+            return None, self._failed(LoadFailure.INCOMPATIBLE)
+        if (
             not handoff.is_authentic(self._secret)
             or handoff.prompt_digest != prompt_digest(request.prompt_token_ids, request.cache_salt)
             or (self._fabric is not None and self._fabric.end(handoff.nonce) is None)
         ):
-            failure = LoadFailure.LEASE_LOST
-        if failure is not None:
-            self._load_failures[failure.value] = self._load_failures.get(failure.value, 0) + 1
-            return None, [failure.value]
+            return None, self._failed(LoadFailure.LEASE_LOST)
+        self._loads[(KVMode.PULL if push is None else KVMode.PUSH).value] += 1
         self._num_external += handoff.num_tokens
         self._bytes_received += handoff.num_tokens * _BYTES_PER_TOKEN
         return handoff, []
 
+    def _failed(self, failure: LoadFailure) -> list[str]:
+        self._load_failures[failure.value] = self._load_failures.get(failure.value, 0) + 1
+        return [failure.value]
+
+    async def _until(self, push: FakePush, condition: Callable[[], bool]) -> None:
+        """Wait for a change of a push that makes `condition` true; fail if the engine dies."""
+        while not condition():
+            waits = [asyncio.ensure_future(e.wait()) for e in (push.changed, self._died)]
+            try:
+                await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+            finally:
+                for wait in waits:
+                    wait.cancel()
+            if self._dead_reason is not None:
+                raise EngineDeadError(f"the engine has ended: {self._dead_reason}")
+
     def _lease(self, request: GenerateRequest, token_id: int) -> KVHandoff:
-        nonce = uuid.uuid4().hex
+        nonce = request.ticket.nonce if request.ticket is not None else uuid.uuid4().hex
         num_tokens = len(request.prompt_token_ids)
         num_blocks = -(-num_tokens // self._block_size)
         handoff = KVHandoff(
@@ -346,7 +495,7 @@ class FakeEngineClient:
             endpoints=self._info.endpoints,
             block_ids=[BlockId(index) for index in range(num_blocks)],
             num_tokens=num_tokens,
-            block_size=self._block_size,
+            shape=_shape(self._block_size, len(self._info.endpoints)),
             layout_digest=self._info.layout_digest,
             lease_s=self._lease_s,
             prompt_digest=prompt_digest(request.prompt_token_ids, request.cache_salt),
@@ -394,6 +543,19 @@ class FakeEngineClient:
         )
 
 
+def _error(
+    request: GenerateRequest, code: ErrorCode, message: str, failures: Sequence[str] = ()
+) -> EngineOutput:
+    return EngineOutput(
+        request_id=request.request_id,
+        finish_reason=FinishReason.ERROR,
+        error=message,
+        error_code=code.value,
+        retry_after_s=1.0,
+        load_failures=list(failures),
+    )
+
+
 def _finish(
     request: GenerateRequest, output: Sequence[int]
 ) -> tuple[FinishReason | None, int | None]:
@@ -415,3 +577,16 @@ def _logprobs(token_id: int, num_top: int | None, vocab_size: int) -> list[Token
     logprob = -1.0 - (token_id % 8) / 8
     top = [((token_id + rank) % vocab_size, logprob - rank) for rank in range(num_top)]
     return [TokenLogprobs(token_id, logprob, 1, top)]
+
+
+def _shape(block_size: int, num_ranks: int) -> KVShape:
+    return KVShape(
+        num_blocks=_NUM_BLOCKS,
+        num_layers=num_ranks,
+        num_planes=2,
+        num_kv_heads=1,
+        head_dim=1,
+        dtype_bytes=_BYTES_PER_TOKEN // 2,
+        block_size=block_size,
+        stages=tuple((rank, rank + 1) for rank in range(num_ranks)),
+    )

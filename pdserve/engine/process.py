@@ -1,4 +1,7 @@
-"""The engine core's process: drain messages, step, publish, until told to end.
+"""The engine core's process: wait for news, drain messages, step, publish, until told to end.
+
+It waits in one place for all there is to wait for: messages of the server, orders of the
+coordinator, results and reports of the ranks.
 
 Started by the API server as `python -m pdserve.engine.process` with an `EngineLaunch` on
 standard input; it ends with the server. One of several cores also tells the coordinator how
@@ -102,15 +105,19 @@ class EngineProcess:
     def run(self) -> None:
         """Serve until shut down. A failure is published before the process ends."""
         try:
-            is_active = True
             while not self._is_over():
-                has_input = self._drain_inputs(wait=not is_active)
+                is_waiting = self.core.scheduler.num_unfinished or self._shutdown_at_s is not None
+                is_time_up = not self._poller.poll(_UNFINISHED_POLL_MS if is_waiting else None)
+                has_input = self._drain_inputs()
                 if self._link is not None:
-                    self._coordinate(self._link, has_news=has_input or not is_active)
-                outputs, is_active = self.core.step()
-                if is_active or has_input:
+                    self._hear(self._link)
+                if self.core.waves is not None and (has_input or is_time_up):
+                    self.core.waves.news()
+                outputs, has_news = self.core.step()
+                if self._link is not None:
+                    self._ask(self._link)
+                if outputs or has_input or has_news:
                     self._publish_outputs(outputs)
-                self.core.executor.finish_step()
             self._publish(Died("shut down"))
         except Exception as error:  # the top of the engine's loop: nothing may end it silently
             self._publish(Died(_story(error)))
@@ -131,13 +138,14 @@ class EngineProcess:
                 return False
             self._has_drained = True
             scheduler.abort_all("the engine is shutting down")
+            self.core.post()
             self._publish_outputs(scheduler.drain_outputs())
             if not self._may_end and self._link is not None:
                 self._link.drained()
         return self._may_end and (waves is None or waves.is_at_rest)
 
-    def _coordinate(self, link: CoordinatorLink, *, has_news: bool) -> None:
-        """Hear the coordinator's orders, and ask for a wave where one is needed."""
+    def _hear(self, link: CoordinatorLink) -> None:
+        """Take the coordinator's orders."""
         for order in link.orders():
             match order:
                 case StartWave(started):
@@ -147,22 +155,16 @@ class EngineProcess:
                     self._may_end = True
                 case _:
                     assert_never(order)
+
+    def _ask(self, link: CoordinatorLink) -> None:
+        """Ask for a wave where one is needed."""
         waves = self.core.waves
-        if waves is not None:
-            if has_news:
-                waves.news()
-            wave = waves.wish()
-            if wave is not None:
-                link.wish(wave)
+        wave = None if waves is None else waves.wish()
+        if wave is not None:
+            link.wish(wave)
 
-    def _drain_inputs(self, *, wait: bool) -> bool:
-        """Take every message that is there, and say whether there was one.
-
-        If `wait`, sleep until there is news.
-        """
-        if wait:
-            is_waiting = self.core.scheduler.num_unfinished or self._shutdown_at_s is not None
-            self._poller.poll(_UNFINISHED_POLL_MS if is_waiting else None)
+    def _drain_inputs(self) -> bool:
+        """Take every message that is there, and say whether there was one."""
         has_input = False
         while True:
             try:

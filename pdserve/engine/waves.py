@@ -11,8 +11,8 @@ one: steps without tokens where it has no work. Each step says whether its core 
 and its answer, equal on all cores, whether any does. What each core had submitted when that
 answer came is equal too, so all run equally many steps of a wave, and none has to be told.
 
-Outside, steps carry at most what connectors say to one another; a core with work asks for
-the next wave and waits until it is started. Knows no sockets; the coordinator's side is
+Outside, steps say at most which requests are gone; a core with work asks for the next wave and
+waits until it is started. Knows no sockets; the coordinator's side is
 `pdserve.engine.coordinator`.
 """
 
@@ -130,8 +130,6 @@ class Waves:
     def collected(self, output: ModelRunnerOutput) -> None:
         """The oldest step in flight has come back."""
         self._in_flight.popleft()
-        if output.connector_report is not None:
-            self.news()
         if self.phase is Phase.INSIDE and output.is_wave_over:
             self.phase = Phase.DRAINING
         if self.phase is Phase.DRAINING and not self._in_flight:

@@ -1,7 +1,8 @@
 """The seam between an engine core and its ranks.
 
-The core submits steps and collects their results in the same order. How many ranks there
-are, and where, is the executor's own matter.
+The core submits steps, and their results come back in the same order. What connectors say to
+one another goes beside the steps and waits for none. How many ranks there are, and where, is
+the executor's own matter.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from pdserve.errors import InternalError
 
 if TYPE_CHECKING:
     from pdserve.wire.step import ModelRunnerOutput, SchedulerOutput
-    from pdserve.wire.transfer import ConnectorReport
+    from pdserve.wire.transfer import ConnectorMetadata, ConnectorReport
     from pdserve.worker.info import WorkerInfo
 
 
@@ -25,12 +26,12 @@ class Executor(Protocol):
 
     @property
     def max_in_flight(self) -> int:
-        """Steps that may be submitted before the oldest is collected."""
+        """Steps that may be submitted before the oldest has come back."""
         ...
 
     @property
     def wake_fds(self) -> list[int]:
-        """File descriptors that become readable when `collect` or `poll_report` has news."""
+        """File descriptors that become readable when `poll_result` or `poll_report` has news."""
         ...
 
     def start(self) -> list[WorkerInfo]:
@@ -43,23 +44,25 @@ class Executor(Protocol):
         ...
 
     def submit(self, step: SchedulerOutput) -> None:
-        """Hand a step to the ranks.
+        """Hand a step to the ranks. Once it is answered they do what no answer need wait for.
 
         Raises:
             RankDiedError: A rank ended; nothing more will come.
         """
         ...
 
-    def collect(self) -> ModelRunnerOutput:
-        """Wait for the oldest submitted step.
+    def post(self, metadata: ConnectorMetadata) -> None:
+        """Give every rank's connector instructions at once, also while steps run.
+
+        A step that is submitted later does not begin before they were taken.
 
         Raises:
             RankDiedError: A rank ended; nothing more will come.
         """
         ...
 
-    def finish_step(self) -> None:
-        """What was collected has been answered: ranks do what no answer need wait for.
+    def poll_result(self) -> ModelRunnerOutput | None:
+        """The oldest submitted step, if it has come back. Never blocks.
 
         Raises:
             RankDiedError: A rank ended; nothing more will come.
@@ -67,7 +70,7 @@ class Executor(Protocol):
         ...
 
     def poll_report(self) -> ConnectorReport | None:
-        """Connector news that came without a step, once every rank has it. Never blocks.
+        """What the connectors of all ranks have reported, also while steps run. Never blocks.
 
         Raises:
             RankDiedError: A rank ended; nothing more will come.

@@ -1,9 +1,20 @@
-"""The worker inside the engine core's process: no hop at all."""
+"""The worker inside the engine core's process, with a thread of its own for steps.
+
+The core's thread goes on while a step runs: the kernels let go of the interpreter. It talks to
+the worker's connector itself; all else that the worker does, from its start to its end,
+happens on the step thread.
+"""
 
 from __future__ import annotations
 
+import logging
+import queue
+import threading
+import time
+from collections import deque
 from typing import TYPE_CHECKING
 
+from pdserve.connectors.quorum import Quorum
 from pdserve.errors import InternalError, PeerLostError
 from pdserve.executor.base import RankDiedError
 from pdserve.executor.channel import Bell
@@ -17,12 +28,20 @@ if TYPE_CHECKING:
     from pdserve.parallel.seat import CoreSeat
     from pdserve.wire.ids import EngineId, Incarnation
     from pdserve.wire.step import ModelRunnerOutput, SchedulerOutput
-    from pdserve.wire.transfer import ConnectorReport
+    from pdserve.wire.transfer import ConnectorMetadata, ConnectorReport
     from pdserve.worker.info import WorkerInfo
+
+_log = logging.getLogger(__name__)
+
+_EXIT_S = 1.0
 
 
 class InlineExecutor:
-    """One rank, called directly. A submitted step runs when it is collected.
+    """One rank, called directly.
+
+    One step at a time: whatever becomes ready while a step runs joins the next one. A second
+    step in the queue would hide the planning (under a millisecond), and let that wait for a
+    whole step more.
 
     Args:
         core: Where this engine core sits. In a world of several cores its rank meets the
@@ -43,54 +62,107 @@ class InlineExecutor:
         (seat,) = seats(config.parallel, core, core.rendezvous)
         if core.num_cores > 1 and core.rendezvous is None:
             raise InternalError(f"core {core.index} of {core.num_cores} has no rendezvous")
-        self._bell = Bell()
-        self._submitted: SchedulerOutput | None = None
-        self._is_closed = False
+        self._news, self._answered = Bell(), Bell()
+        self._quorum = Quorum(1)
         self._worker = Worker(
             config,
             seat=seat,
             engine_id=engine_id,
             incarnation=incarnation,
-            wake=self._bell.ring,
+            wake=self._news.ring,
             progress=progress,
         )
+        self._submitted: queue.SimpleQueue[SchedulerOutput | None] = queue.SimpleQueue()
+        self._done: deque[ModelRunnerOutput] = deque()
+        self._info: WorkerInfo | None = None
+        self._error: Exception | None = None
+        self._has_started = threading.Event()
+        self._close_by_s = 0.0
+        self._is_closed = False
+        self._thread = threading.Thread(target=self._main, name="steps", daemon=True)
 
     @property
     def wake_fds(self) -> list[int]:
         """See `Executor`."""
-        return [self._bell.fd]
+        return [self._news.fd, self._answered.fd]
 
     def start(self) -> list[WorkerInfo]:
         """See `Executor`."""
-        return [self._worker.start()]
+        self._thread.start()
+        self._has_started.wait()
+        self._refuse_if_broken()
+        assert self._info is not None
+        return [self._info]
 
     def submit(self, step: SchedulerOutput) -> None:
         """See `Executor`."""
-        self._submitted = step
+        self._refuse_if_broken()
+        self._submitted.put(step)
 
-    def collect(self) -> ModelRunnerOutput:
+    def post(self, metadata: ConnectorMetadata) -> None:
         """See `Executor`."""
-        step, self._submitted = self._submitted, None
-        assert step is not None
-        try:
-            return self._worker.execute(step)
-        except PeerLostError as error:  # a rank of another core: there is no more to say
-            raise RankDiedError(str(error)) from error
+        self._refuse_if_broken()
+        self._worker.post(metadata)
 
-    def finish_step(self) -> None:
+    def poll_result(self) -> ModelRunnerOutput | None:
         """See `Executor`."""
-        try:
-            self._worker.finish_step()
-        except PeerLostError as error:
-            raise RankDiedError(str(error)) from error
+        self._answered.silence()
+        if self._done:
+            return self._done.popleft()
+        self._refuse_if_broken()
+        return None
 
     def poll_report(self) -> ConnectorReport | None:
         """See `Executor`."""
-        return (self._worker.poll() or None) if self._bell.silence() else None
+        self._refuse_if_broken()
+        if not self._news.silence():
+            return None
+        # Of one rank: what it says twice counts once here, too.
+        return self._quorum.add(0, self._worker.poll()) or None
 
     def close(self, timeout_s: float) -> None:
-        """See `Executor`."""
-        if not self._is_closed:
-            self._is_closed = True
-            self._worker.close(timeout_s)
-            self._bell.close()
+        """See `Executor`. A step that never ends is left behind, and its thread with it."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        if self._thread.ident is not None:
+            self._close_by_s = time.monotonic() + timeout_s
+            self._submitted.put(None)
+            self._thread.join(timeout_s + _EXIT_S)
+            if self._thread.is_alive():
+                _log.error("a step did not end within %.1f s: left behind", timeout_s + _EXIT_S)
+        self._news.close()
+        self._answered.close()
+
+    def _refuse_if_broken(self) -> None:
+        if isinstance(self._error, PeerLostError):  # a rank of another core: no more to say
+            raise RankDiedError(str(self._error)) from self._error
+        if self._error is not None:
+            raise self._error
+
+    # ---- the step thread -------------------------------------------------------------------
+
+    def _main(self) -> None:
+        """Start the worker, run steps until told to close or one has failed, end the worker."""
+        try:
+            self._info = self._worker.start()
+        except Exception as error:  # noqa: BLE001 - raised by `start`
+            self._error = error
+        finally:
+            self._has_started.set()
+        while (step := self._submitted.get()) is not None:
+            if self._error is None:
+                self._run(step)
+        try:
+            self._worker.close(max(0.0, self._close_by_s - time.monotonic()))
+        except Exception:  # noqa: BLE001 - the top of a thread: nobody is left to be told
+            _log.exception("the worker did not close")
+
+    def _run(self, step: SchedulerOutput) -> None:
+        try:
+            self._done.append(self._worker.execute(step))
+            self._answered.ring()
+            self._worker.finish_step()
+        except Exception as error:  # noqa: BLE001 - the top of a thread: the core raises it
+            self._error = error
+            self._answered.ring()

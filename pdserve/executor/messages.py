@@ -10,7 +10,7 @@ from pdserve.executor.zmq_links import ZmqEnds
 from pdserve.parallel.seat import Seat
 from pdserve.wire.ids import EngineId, Incarnation
 from pdserve.wire.step import ModelRunnerOutput, SchedulerOutput
-from pdserve.wire.transfer import ConnectorReport
+from pdserve.wire.transfer import ConnectorMetadata, ConnectorReport
 from pdserve.worker.info import WorkerInfo
 
 WORKER = "pdserve.worker.worker:Worker"
@@ -21,7 +21,8 @@ class Launch(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         log_level: As in `logging`; the rank logs to standard error.
-        ends: How it reaches the engine core.
+        ends: How it reaches the engine core with steps and answers.
+        post_ends: How it does with what connectors say, which waits for no step.
         parent_pid: The process that it ends with; None for a rank that something else ends.
         worker: What runs its steps, as "module:name" of something called as `Worker` is.
     """
@@ -32,14 +33,20 @@ class Launch(msgspec.Struct, frozen=True, kw_only=True):
     engine_id: EngineId
     incarnation: Incarnation
     ends: RingEnds | ZmqEnds
+    post_ends: RingEnds | ZmqEnds
     parent_pid: int | None = None
     worker: str = WORKER
 
 
 class RunStep(msgspec.Struct, frozen=True, tag="step"):
-    """Run one step."""
+    """Run one step.
+
+    Attributes:
+        num_posts: Posts that were sent before it; it runs once they have been taken.
+    """
 
     step: SchedulerOutput
+    num_posts: int
 
 
 class Close(msgspec.Struct, frozen=True, tag="close"):
@@ -49,6 +56,12 @@ class Close(msgspec.Struct, frozen=True, tag="close"):
 
 
 ToRank = RunStep | Close
+
+
+class Post(msgspec.Struct, frozen=True, tag="post"):
+    """Instructions for the rank's connector; alone on their link."""
+
+    metadata: ConnectorMetadata
 
 
 class Started(msgspec.Struct, frozen=True, tag="started"):
@@ -70,9 +83,13 @@ class StepDone(msgspec.Struct, frozen=True, tag="done"):
 
 
 class News(msgspec.Struct, frozen=True, tag="news"):
-    """What the rank's connector saw: without a step, or on a rank that does not answer it."""
+    """What the rank's connector saw."""
 
     report: ConnectorReport
+
+
+class Listening(msgspec.Struct, frozen=True, tag="listening"):
+    """The rank takes posts: the first word on their link."""
 
 
 class RankFailed(msgspec.Struct, frozen=True, tag="failed"):
@@ -82,4 +99,4 @@ class RankFailed(msgspec.Struct, frozen=True, tag="failed"):
     is_config: bool
 
 
-FromRank = Started | Loading | StepDone | News | RankFailed
+FromRank = Started | Loading | StepDone | News | Listening | RankFailed

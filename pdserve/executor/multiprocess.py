@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
+_POST_BYTES = 64 << 10
 _LOOPBACK = "127.0.0.1"
 _KILL_TIMEOUT_S = 5.0
 
@@ -66,6 +67,7 @@ class MultiprocessExecutor(RankedExecutor):
             listener, rendezvous = listen(_LOOPBACK)
         places = seats(parallel, core, rendezvous)
         hub = RingHub(num_ranks)
+        posts = RingHub(num_ranks, step_bytes=_POST_BYTES, reply_bytes=_POST_BYTES)
         launches = [
             Launch(
                 parent_pid=os.getpid(),
@@ -75,6 +77,7 @@ class MultiprocessExecutor(RankedExecutor):
                 engine_id=engine_id,
                 incarnation=incarnation,
                 ends=hub.ends(seat.engine_rank, spin_s=SPIN_S),
+                post_ends=posts.ends(seat.engine_rank, spin_s=0.0),
                 worker=worker,
             )
             for seat in places
@@ -82,11 +85,11 @@ class MultiprocessExecutor(RankedExecutor):
         self._processes = RankProcesses(launches, listener)
         super().__init__(
             hub,
+            posts,
             self._processes,
             num_ranks=num_ranks,
             output_rank=next(seat.engine_rank for seat in places if seat.is_output),
             max_in_flight=max(2, parallel.pipeline_parallel_size),
-            spin_s=SPIN_S,
             progress=progress,
         )
 
@@ -170,7 +173,12 @@ class RankProcesses:
 
 
 def _inherited(launch: Launch) -> list[int]:
-    fds = list(launch.ends.fds) if isinstance(launch.ends, RingEnds) else []
+    fds = [
+        fd
+        for ends in (launch.ends, launch.post_ends)
+        if isinstance(ends, RingEnds)
+        for fd in ends.fds
+    ]
     rendezvous = launch.seat.rendezvous
     if rendezvous is not None and rendezvous.listen_fd is not None:
         fds.append(rendezvous.listen_fd)

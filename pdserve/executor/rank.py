@@ -1,15 +1,19 @@
-"""A rank: receive a step, run it, answer.
+"""A rank: receive a step, run it, answer; and beside that, what connectors say.
 
-`serve` is the loop, over any link. As a process, started as `python -m pdserve.executor.rank`
-with a `Launch` on standard input, a rank ends with the process that started it.
+`serve` is the loop, over any link. A second link and a second thread (`PostDesk`) take posts to
+the worker's connector and its news back, so that neither waits for a step. As a process,
+started as `python -m pdserve.executor.rank` with a `Launch` on standard input, a rank ends with
+the process that started it.
 """
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import os
 import signal
 import sys
+import threading
 import traceback
 from typing import TYPE_CHECKING, Protocol, assert_never
 
@@ -21,8 +25,10 @@ from pdserve.executor.messages import (
     Close,
     FromRank,
     Launch,
+    Listening,
     Loading,
     News,
+    Post,
     RankFailed,
     RunStep,
     Started,
@@ -39,12 +45,22 @@ if TYPE_CHECKING:
 
     from pdserve.executor.transport import Link
     from pdserve.wire.step import ModelRunnerOutput, SchedulerOutput
-    from pdserve.wire.transfer import ConnectorReport
+    from pdserve.wire.transfer import ConnectorMetadata, ConnectorReport
     from pdserve.worker.info import WorkerInfo
+
+_JOIN_S = 5.0
+_ENCODE = msgspec.msgpack.Encoder().encode
+# Made here and not in the threads that use them: when two threads of a process learn the same
+# type at once, msgspec 0.22 crashes.
+_DECODE = msgspec.msgpack.Decoder(ToRank).decode
+_DECODE_POST = msgspec.msgpack.Decoder(Post).decode
 
 
 class StepRunner(Protocol):
-    """What `serve` asks of a worker (`pdserve.worker.worker.Worker`)."""
+    """What `serve` asks of a worker (`pdserve.worker.worker.Worker`).
+
+    One thread calls it, but for `post` and `poll`, which belong to another.
+    """
 
     def start(self) -> WorkerInfo:
         """Get ready for steps."""
@@ -58,8 +74,12 @@ class StepRunner(Protocol):
         """The step is answered: do what the answer need not wait for."""
         ...
 
+    def post(self, metadata: ConnectorMetadata) -> None:
+        """Give its connector instructions, also while a step runs."""
+        ...
+
     def poll(self) -> ConnectorReport:
-        """News without a step."""
+        """What its connector saw since the last call, also while a step runs."""
         ...
 
     def close(self, timeout_s: float) -> None:
@@ -74,15 +94,16 @@ def run(launch: Launch) -> int:
         What a process exits with: 0 after `Close`, 3 for a wrong setting, else 1. The core
         has been told why.
     """
-    try:
-        link = open_link(launch.ends)
-    except ChannelClosedError as error:
-        print(f"rank {launch.seat.engine_rank}: {error}", file=sys.stderr)
-        return 1
-    try:
-        return serve(link, launch)
-    finally:
-        link.close()
+    with contextlib.ExitStack() as stack:
+        try:
+            link = open_link(launch.ends)
+            stack.callback(link.close)
+            post_link = open_link(launch.post_ends)
+            stack.callback(post_link.close)
+        except ChannelClosedError as error:
+            print(f"rank {launch.seat.engine_rank}: {error}", file=sys.stderr)
+            return 1
+        return serve(link, post_link, launch)
 
 
 def open_link(ends: RingEnds | ZmqEnds) -> Link:
@@ -100,37 +121,38 @@ def open_link(ends: RingEnds | ZmqEnds) -> Link:
             assert_never(ends)
 
 
-def serve(link: Link, launch: Launch) -> int:
-    """Start the worker and run steps until told to close. Returns as `run` does."""
-    encode = msgspec.msgpack.Encoder().encode
-    decode = msgspec.msgpack.Decoder(ToRank).decode
+def serve(link: Link, post_link: Link, launch: Launch) -> int:
+    """Start the worker and run steps until told to close. Returns as `run` does.
+
+    Args:
+        link: For steps and answers.
+        post_link: For posts and news.
+    """
     is_output = launch.seat.is_output
+    desk: PostDesk | None = None
 
     def reply(message: FromRank) -> None:
-        link.send(encode(message))
-
-    def tell(report: ConnectorReport | None) -> None:
-        if report:
-            reply(News(report))
+        link.send(_ENCODE(message))
 
     try:
-        worker = _make_worker(launch, link.interrupt, lambda text: reply(Loading(text)))
+        worker = _make_worker(launch, post_link.interrupt, lambda text: reply(Loading(text)))
         reply(Started(worker.start()))
+        desk = PostDesk(post_link, worker, on_death=link.interrupt)
         while True:
             frame = link.recv()
             if frame is None:
-                tell(worker.poll())
-                continue
-            message: ToRank = decode(frame)
+                return 1  # the desk has said why
+            message: ToRank = _DECODE(frame)
             match message:
-                case RunStep(step):
+                case RunStep(step, num_posts):
+                    if not desk.wait_for(num_posts):
+                        return 1
                     output = worker.execute(step)
                     if is_output:
                         reply(StepDone(output))
-                    else:
-                        tell(output.connector_report)
                     worker.finish_step()
                 case Close(timeout_s):
+                    desk.close()
                     worker.close(timeout_s)
                     return 0
                 case _:
@@ -146,6 +168,67 @@ def serve(link: Link, launch: Launch) -> int:
     except Exception:  # noqa: BLE001 - the top of a rank: the engine must learn why
         reply(RankFailed(traceback.format_exc(), is_config=False))
         return 1
+    finally:
+        if desk is not None:
+            desk.close()
+
+
+class PostDesk:
+    """Takes posts to a worker and its news back, on a thread of its own.
+
+    Args:
+        link: Used by that thread alone from now on, until `close` has returned.
+        on_death: Called from the thread if it must end before `close`; the core has been told.
+    """
+
+    def __init__(self, link: Link, worker: StepRunner, *, on_death: Callable[[], None]) -> None:
+        self._link, self._worker, self._on_death = link, worker, on_death
+        self._num_taken = 0
+        self._is_over = False
+        self._is_closing = False
+        self._changed = threading.Condition()
+        self._thread = threading.Thread(target=self._main, name="posts", daemon=True)
+        self._thread.start()
+
+    def wait_for(self, num_posts: int) -> bool:
+        """Return when so many posts were taken; False = the thread has ended before."""
+        if self._num_taken < num_posts:
+            with self._changed:
+                self._changed.wait_for(lambda: self._num_taken >= num_posts or self._is_over)
+        return self._num_taken >= num_posts
+
+    def close(self) -> None:
+        """End the thread. May be called twice."""
+        self._is_closing = True
+        self._link.interrupt()
+        self._thread.join(_JOIN_S)
+
+    def _main(self) -> None:
+        try:
+            self._run()
+        except ChannelClosedError:
+            self._on_death()
+        except Exception:  # noqa: BLE001 - the top of a thread: the engine must learn why
+            self._link.send(_ENCODE(RankFailed(traceback.format_exc(), is_config=False)))
+            self._on_death()
+        finally:
+            with self._changed:
+                self._is_over = True
+                self._changed.notify()
+
+    def _run(self) -> None:
+        self._link.send(_ENCODE(Listening()))
+        while not self._is_closing:
+            frame = self._link.recv()
+            if frame is None:
+                report = self._worker.poll()
+                if report:
+                    self._link.send(_ENCODE(News(report)))
+                continue
+            self._worker.post(_DECODE_POST(frame).metadata)
+            with self._changed:
+                self._num_taken += 1
+                self._changed.notify()
 
 
 def _make_worker(

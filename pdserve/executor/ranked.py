@@ -1,8 +1,9 @@
 """What every executor of several ranks does, wherever they are.
 
-Steps go to all ranks at once, results come from the output rank alone, in order. What the
-ranks' connectors report goes on once all ranks have reported it. A rank that fails or ends
-takes the engine along: the others are killed, and the error tells the story.
+Steps go to all ranks at once, results come from the output rank alone, in order. Posts go to
+all ranks beside the steps, and what the ranks' connectors report comes back that way; it goes
+on once all ranks have reported it. A rank that fails or ends takes the engine along: the others
+are killed, and the error tells the story.
 
 It works over two seams: a `Hub` carries frames (`pdserve.executor.transport`), `Ranks` starts
 and ends whoever is behind it, and notices when one has ended.
@@ -24,8 +25,10 @@ from pdserve.executor.channel import Waiter
 from pdserve.executor.messages import (
     Close,
     FromRank,
+    Listening,
     Loading,
     News,
+    Post,
     RankFailed,
     RunStep,
     Started,
@@ -39,7 +42,7 @@ if TYPE_CHECKING:
 
     from pdserve.executor.transport import Hub
     from pdserve.wire.step import ModelRunnerOutput, SchedulerOutput
-    from pdserve.wire.transfer import ConnectorReport
+    from pdserve.wire.transfer import ConnectorMetadata, ConnectorReport
     from pdserve.worker.info import WorkerInfo
 
 _log = logging.getLogger(__name__)
@@ -76,36 +79,40 @@ class Ranks(Protocol):
 
 
 class RankedExecutor:
-    """See `Executor`. Owns `hub` and `ranks`, and closes them.
+    """See `Executor`. Owns `hub`, `posts` and `ranks`, and closes them.
 
     Args:
+        hub: For steps and answers.
+        posts: For posts and news.
         output_rank: The rank that answers steps.
         max_in_flight: See `Executor`.
-        spin_s: How long to look for an answer before sleeping.
         progress: Told, in words, how the start goes on.
     """
 
     def __init__(
         self,
         hub: Hub,
+        posts: Hub,
         ranks: Ranks,
         *,
         num_ranks: int,
         output_rank: int,
         max_in_flight: int,
-        spin_s: float,
         progress: Callable[[str], None],
     ) -> None:
         self.max_in_flight = max_in_flight
-        self._hub, self._ranks = hub, ranks
+        self._hub, self._posts, self._ranks = hub, posts, ranks
         self._num_ranks, self._output_rank = num_ranks, output_rank
         self._progress = StartProgress(num_ranks, clock=SystemClock(), tell=progress)
         self._quorum = Quorum(num_ranks)
         self._encode = msgspec.msgpack.Encoder().encode
         self._decode = msgspec.msgpack.Decoder(FromRank).decode
-        self._waiter = Waiter(spin_s=spin_s)
+        self._waiter = Waiter(spin_s=0.0)
         hub.wake_on(self._waiter)
+        posts.wake_on(self._waiter)
         self._infos: dict[int, WorkerInfo] = {}
+        self._listening: set[int] = set()
+        self._num_posts = 0
         self._in_flight: deque[int] = deque()
         self._last_step: int | None = None
         self._done: deque[ModelRunnerOutput] = deque()
@@ -126,7 +133,7 @@ class RankedExecutor:
         try:
             self._ranks.start()
             self._ranks.wake_on(self._waiter)
-            while len(self._infos) < self._num_ranks:
+            while min(len(self._infos), len(self._listening)) < self._num_ranks:
                 self._receive(_TICK_S)
                 self._check()
                 self._progress.tick()
@@ -139,28 +146,26 @@ class RankedExecutor:
         """See `Executor`."""
         self._refuse_if_broken()
         self._in_flight.append(step.step_id)
-        self._hub.broadcast(self._encode(RunStep(step)), on_full=self._on_full)
+        frame = self._encode(RunStep(step, self._num_posts))
+        self._hub.broadcast(frame, on_full=self._on_full)
 
-    def collect(self) -> ModelRunnerOutput:
+    def post(self, metadata: ConnectorMetadata) -> None:
         """See `Executor`."""
         self._refuse_if_broken()
-        while not self._done:
-            if not self._in_flight:
-                raise InternalError("no step is in flight")
-            if not self._receive(None):
-                self._check()
-        return self._done.popleft()
+        self._num_posts += 1
+        self._posts.broadcast(self._encode(Post(metadata)), on_full=self._on_full)
 
-    def finish_step(self) -> None:
-        """See `Executor`. Ranks do so by themselves, as soon as they have answered."""
+    def poll_result(self) -> ModelRunnerOutput | None:
+        """See `Executor`."""
+        self._refuse_if_broken()
+        if not self._done:
+            self._look()
+        return self._done.popleft() if self._done else None
 
     def poll_report(self) -> ConnectorReport | None:
         """See `Executor`."""
         self._refuse_if_broken()
-        may_have_ended = self._waiter.poll()
-        self._drain()
-        if may_have_ended:
-            self._check()
+        self._look()
         return self._reports.popleft() if self._reports else None
 
     def close(self, timeout_s: float) -> None:
@@ -174,13 +179,14 @@ class RankedExecutor:
         self._ranks.close()
         self._waiter.close()
         self._hub.close()
+        self._posts.close()
 
     def _ask_to_close(self, timeout_s: float) -> None:
         deadline = time.monotonic() + timeout_s + _EXIT_S
 
         def drain() -> None:
             # What a rank still says is of no use, but it may be waiting for room to say it.
-            while self._hub.receive() is not None:
+            while self._next() is not None:
                 pass
             if time.monotonic() > deadline:
                 raise TimeoutError
@@ -195,16 +201,25 @@ class RankedExecutor:
             stuck = [rank for rank in range(self._num_ranks) if rank not in ended]
             _log.warning("ranks %s did not end within %.1f s: killed", stuck, timeout_s + _EXIT_S)
 
-    def _receive(self, timeout_s: float | None) -> bool:
-        """Wait for a frame and take it. False = none came, or a rank may have ended."""
-        found = self._waiter.wait(self._hub.receive, timeout_s)
-        if found is None:
-            return False
-        self._take(*found)
-        return True
+    def _next(self) -> tuple[int, bytes] | None:
+        """The next frame of any rank, over either hub. Never blocks."""
+        return self._hub.receive() or self._posts.receive()
+
+    def _receive(self, timeout_s: float) -> None:
+        """Wait for a frame and take it; or until a rank may have ended."""
+        found = self._waiter.wait(self._next, timeout_s)
+        if found is not None:
+            self._take(*found)
+
+    def _look(self) -> None:
+        """Take what is there, and raise if a rank has ended. Never blocks."""
+        may_have_ended = self._waiter.poll()
+        self._drain()
+        if may_have_ended:
+            self._check()
 
     def _drain(self) -> None:
-        while (found := self._hub.receive()) is not None:
+        while (found := self._next()) is not None:
             self._take(*found)
 
     def _on_full(self) -> None:
@@ -215,29 +230,27 @@ class RankedExecutor:
         message = self._decode(frame)
         match message:
             case StepDone(output) if rank == self._output_rank:
-                self._done.append(self._retired(output))
+                self._retire(output)
             case News(report):
                 self._note(rank, report)
             case Loading(text):
                 self._progress.note(rank, text)
             case Started(info):
                 self._infos[rank] = info
+            case Listening():
+                self._listening.add(rank)
             case RankFailed():
                 self._failed[rank] = message
                 self._end()
             case _:
                 raise InternalError(f"rank {rank} sent {message!r}")
 
-    def _retired(self, output: ModelRunnerOutput) -> ModelRunnerOutput:
+    def _retire(self, output: ModelRunnerOutput) -> None:
         expected = self._in_flight.popleft() if self._in_flight else None
         if output.step_id != expected:
             raise InternalError(f"step {output.step_id} came back, step {expected} was next")
         self._last_step = output.step_id
-        report = output.connector_report
-        if report is None:
-            return output
-        complete = self._quorum.add(self._output_rank, report)
-        return msgspec.structs.replace(output, connector_report=complete or None)
+        self._done.append(output)
 
     def _note(self, rank: int, report: ConnectorReport) -> None:
         complete = self._quorum.add(rank, report)
@@ -246,16 +259,23 @@ class RankedExecutor:
 
     def _check(self) -> None:
         """Raise if a rank has failed, ended or is out of reach."""
-        if self._failed or self._ranks.ended() or self._hub.lost():
+        if self._failed or self._ranks.ended() or self._lost():
             self._end()
+
+    def _lost(self) -> dict[int, str]:
+        return {**self._posts.lost(), **self._hub.lost()}
 
     def _end(self) -> NoReturn:
         """Find out why the engine cannot go on, kill every rank, and raise it."""
         deadline = time.monotonic() + _ECHO_S
         while True:
             ended = self._ranks.ended()
-            heard_out = [rank for rank in ended if self._hub.has_heard_out(rank)]
-            while (found := self._hub.receive()) is not None:
+            heard_out = [
+                rank
+                for rank in ended
+                if self._hub.has_heard_out(rank) and self._posts.has_heard_out(rank)
+            ]
+            while (found := self._next()) is not None:
                 self._note_last_words(*found)
             is_known = (
                 any(rank not in self._failed for rank in heard_out)
@@ -265,7 +285,7 @@ class RankedExecutor:
             if is_known or time.monotonic() > deadline:
                 break
             time.sleep(_CLOSE_POLL_S)
-        lost = self._hub.lost()
+        lost = self._lost()
         self._ranks.kill()
         self._error = self._explain(ended, lost)
         raise self._error

@@ -128,7 +128,7 @@ class RayExecutor(RankedExecutor):
         try:
             places = ranks.place(progress)
             rendezvous = ranks.meet(places)
-            hub = ZmqHub(num_ranks, host=ray.util.get_node_ip_address())
+            hub, posts = _hubs(num_ranks)
         except BaseException:
             ranks.kill()
             ranks.close()
@@ -149,6 +149,7 @@ class RayExecutor(RankedExecutor):
                 engine_id=engine_id,
                 incarnation=incarnation,
                 ends=hub.ends(seat.engine_rank),
+                post_ends=posts.ends(seat.engine_rank),
                 worker=worker,
             )
             for seat in seats_of_ranks
@@ -156,11 +157,11 @@ class RayExecutor(RankedExecutor):
         self.places = places
         super().__init__(
             hub,
+            posts,
             ranks,
             num_ranks=num_ranks,
             output_rank=next(seat.engine_rank for seat in seats_of_ranks if seat.is_output),
             max_in_flight=max(2, config.parallel.pipeline_parallel_size),
-            spin_s=0.0,
             progress=progress,
         )
 
@@ -307,6 +308,17 @@ class RayRanks:
                 place = self._places[rank]
                 self._ended[rank] = f"pid {place.pid} on {place.address} {_how(run)}"
                 self._bell.ring()
+
+
+def _hubs(num_ranks: int) -> tuple[ZmqHub, ZmqHub]:
+    """For steps and for posts, at the address that Ray knows this node by."""
+    host = ray.util.get_node_ip_address()
+    hub = ZmqHub(num_ranks, host=host)
+    try:
+        return hub, ZmqHub(num_ranks, host=host)
+    except BaseException:
+        hub.close()
+        raise
 
 
 def _connect() -> None:

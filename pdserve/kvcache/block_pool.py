@@ -36,6 +36,7 @@ class BlockPool:
         if num_blocks <= 0:
             raise InternalError(f"num_blocks must be > 0, got {num_blocks}")
         self._refs = [0] * num_blocks
+        self._generations = [0] * num_blocks
         self._hash: list[BlockHash | None] = [None] * num_blocks
         self._by_hash: dict[BlockHash, BlockId] = {}
         self._free: OrderedDict[BlockId, None] = OrderedDict(
@@ -75,7 +76,12 @@ class BlockPool:
                 self._num_free_cached -= 1
                 self._forget(block)
             self._refs[block] = 1
+            self._generations[block] += 1
         return taken
+
+    def generations_of(self, blocks: Iterable[BlockId]) -> list[int]:
+        """How often each of `blocks` has been handed out: what it held before is not in it now."""
+        return [self._generations[block] for block in blocks]
 
     def find(self, prefix: Iterable[BlockHash]) -> list[BlockId]:
         """Return the blocks of the longest cached run of `prefix`; holds nothing.

@@ -2,8 +2,8 @@
 
 Every block that is not free belongs to a `Holding`, and every holding ends exactly once.
 What may still touch the blocks is its `Hold`: a request that computes, a load that a
-peer's memory is read into, a peer that reads. Only the scheduler moves a holding from
-one to the next.
+peer's memory is read into, a peer that writes them or reads them. Only the scheduler moves a
+holding from one to the next.
 """
 
 from __future__ import annotations
@@ -21,11 +21,17 @@ if TYPE_CHECKING:
 
 
 class Hold(enum.Enum):
-    """Who may touch the blocks."""
+    """Who may touch the blocks.
+
+    REQUEST: steps of its request. RECEIVING: a load, or a peer that pushes, writes them; no
+    step may read them yet. LEASED: a peer may read them. QUARANTINED: its request is over, and
+    a transfer from or into them has not settled: nobody may use them, nor have them back.
+    """
 
     REQUEST = "held"
     RECEIVING = "receiving"
     LEASED = "leased"
+    QUARANTINED = "quarantined"
 
 
 class Holding:
@@ -44,11 +50,17 @@ class Holding:
         self.num_cached = num_cached
         self.num_published = num_cached
         self.hold = Hold.REQUEST
+        self._num_untouched = 0
 
     @property
     def blocks(self) -> Sequence[BlockId]:
         """The blocks in token order."""
         return self._blocks
+
+    @property
+    def touched(self) -> Sequence[BlockId]:
+        """Those that its user, if it is a peer, writes or reads."""
+        return self._blocks[self._num_untouched :]
 
     def grow(self, num_blocks: int) -> list[BlockId]:
         """Append `num_blocks` fresh blocks and return them. Only a request that computes grows.
@@ -71,6 +83,9 @@ class Holding:
     def become(self, hold: Hold) -> None:
         """Hand the same blocks to another kind of user. O(blocks)."""
         self._ledger.leave(self)
+        if hold is not Hold.QUARANTINED:  # that is for what the user before began
+            # A load begins behind what was complete; whoever reads may read all.
+            self._num_untouched = self.num_cached if hold is Hold.RECEIVING else 0
         self.hold = hold
         self._ledger.enter(self)
 
@@ -90,6 +105,8 @@ class Ledger:
         self.pool = pool
         self.holdings: set[Holding] = set()
         self._leases: dict[BlockId, int] = {}
+        self._quarantines: dict[BlockId, int] = {}
+        self._num_leased_and_quarantined = 0
         self._num_receiving = 0
 
     def open(self, cached: Sequence[BlockId], num_fresh: int) -> Holding:
@@ -111,18 +128,37 @@ class Ledger:
     def blocks_by_state(self) -> dict[str, int]:
         """Blocks by state; each is counted once, as the most restricted of its users has it.
 
-        A block in several leases is one leased block, and the cached blocks in front of a
-        load are not written by it: they are not receiving.
+        A block in several leases is one leased block, one that is quarantined as well is
+        quarantined. The cached blocks in front of a load are not written by it: they are
+        neither receiving nor, if it is given up, quarantined.
         """
         pool = self.pool
-        num_leased, num_receiving = len(self._leases), self._num_receiving
+        num_quarantined, num_receiving = len(self._quarantines), self._num_receiving
+        num_leased = len(self._leases) - self._num_leased_and_quarantined
+        num_others = num_leased + num_quarantined + num_receiving
         return {
             "free": pool.num_free - pool.num_free_cached,
             "cached": pool.num_free_cached,
-            Hold.REQUEST.value: pool.num_blocks - pool.num_free - num_leased - num_receiving,
+            Hold.REQUEST.value: pool.num_blocks - pool.num_free - num_others,
             Hold.LEASED.value: num_leased,
             Hold.RECEIVING.value: num_receiving,
+            Hold.QUARANTINED.value: num_quarantined,
         }
+
+    def check(self) -> None:
+        """Raise AssertionError if the counts are not those of the holdings. O(blocks held)."""
+        by_hold: dict[Hold, set[BlockId]] = {hold: set() for hold in Hold}
+        for holding in self.holdings:
+            by_hold[holding.hold].update(holding.touched)
+        quarantined, leased = by_hold[Hold.QUARANTINED], by_hold[Hold.LEASED]
+        others = quarantined | leased | by_hold[Hold.REQUEST]
+        assert not by_hold[Hold.RECEIVING] & others, "a block that is written has another user"
+        by_state = self.blocks_by_state()
+        assert by_state[Hold.QUARANTINED.value] == len(quarantined), by_state
+        assert by_state[Hold.LEASED.value] == len(leased - quarantined), by_state
+        assert by_state[Hold.RECEIVING.value] == len(by_hold[Hold.RECEIVING]), by_state
+        assert min(by_state.values()) >= 0, by_state
+        assert sum(by_state.values()) == self.pool.num_blocks, by_state
 
     def enter(self, holding: Holding) -> None:
         """Count `holding` among its kind."""
@@ -130,10 +166,11 @@ class Ledger:
             case Hold.REQUEST:
                 return
             case Hold.RECEIVING:
-                self._num_receiving += len(holding.blocks) - holding.num_cached
+                self._num_receiving += len(holding.touched)
             case Hold.LEASED:
-                for block in holding.blocks:
-                    self._leases[block] = self._leases.get(block, 0) + 1
+                self._add(self._leases, self._quarantines, holding.touched)
+            case Hold.QUARANTINED:
+                self._add(self._quarantines, self._leases, holding.touched)
             case _:
                 assert_never(holding.hold)
 
@@ -143,11 +180,29 @@ class Ledger:
             case Hold.REQUEST:
                 return
             case Hold.RECEIVING:
-                self._num_receiving -= len(holding.blocks) - holding.num_cached
+                self._num_receiving -= len(holding.touched)
             case Hold.LEASED:
-                for block in holding.blocks:
-                    self._leases[block] -= 1
-                    if not self._leases[block]:
-                        del self._leases[block]
+                self._remove(self._leases, self._quarantines, holding.touched)
+            case Hold.QUARANTINED:
+                self._remove(self._quarantines, self._leases, holding.touched)
             case _:
                 assert_never(holding.hold)
+
+    def _add(
+        self, counts: dict[BlockId, int], others: dict[BlockId, int], blocks: Sequence[BlockId]
+    ) -> None:
+        for block in blocks:
+            num = counts.get(block, 0)
+            counts[block] = num + 1
+            if not num and block in others:
+                self._num_leased_and_quarantined += 1
+
+    def _remove(
+        self, counts: dict[BlockId, int], others: dict[BlockId, int], blocks: Sequence[BlockId]
+    ) -> None:
+        for block in blocks:
+            counts[block] -= 1
+            if not counts[block]:
+                del counts[block]
+                if block in others:
+                    self._num_leased_and_quarantined -= 1

@@ -16,12 +16,15 @@ if TYPE_CHECKING:
     from pdserve.wire.ids import RequestId
 
 
+_NUM_REMEMBERED = 64
+
+
 class Step:
     """One submitted step.
 
     Attributes:
         num_computed_after: For each request in it, the tokens computed once it retires.
-        closing: Requests to close when it has retired.
+        closing: Requests that wait for it to retire.
     """
 
     def __init__(
@@ -38,6 +41,7 @@ class InFlight:
 
     def __init__(self) -> None:
         self._steps: deque[Step] = deque()
+        self._past: deque[tuple[float, float]] = deque(maxlen=_NUM_REMEMBERED)
 
     def __len__(self) -> int:
         return len(self._steps)
@@ -51,14 +55,30 @@ class InFlight:
         """Add the newest step."""
         self._steps.append(step)
 
-    def retire(self, step_id: int) -> Step:
+    def retire(self, step_id: int, now_s: float) -> Step:
         """Remove and return the oldest step, which must be `step_id`."""
         if not self._steps or self._steps[0].step_id != step_id:
             raise InternalError(f"step {step_id} retired out of order")
-        return self._steps.popleft()
+        step = self._steps.popleft()
+        if step.num_computed_after:
+            self._past.append((step.submitted_s, now_s))
+        return step
+
+    def step_wait_s(self, since_s: float, now_s: float) -> float:
+        """How long something that came at `since_s` had to wait for the step that ran then.
+
+        0.0 if none did; until `now_s` if it still does.
+        """
+        for submitted_s, retired_s in self._past:
+            if submitted_s <= since_s <= retired_s:
+                return min(retired_s, now_s) - since_s
+        is_running = any(
+            step.num_computed_after and step.submitted_s <= since_s for step in self._steps
+        )
+        return now_s - since_s if is_running else 0.0
 
     def close_after(self, request: Request) -> bool:
-        """Close `request` when the last step that has it retires; False if none has."""
+        """`request` is over, and waits for the last step that has it; False if none has."""
         for step in reversed(self._steps):
             if request.request_id in step.num_computed_after:
                 step.closing.append(request)

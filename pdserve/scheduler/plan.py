@@ -19,6 +19,7 @@ class Candidate(msgspec.Struct, frozen=True):
         num_blocks: Blocks it holds.
         rank: Smaller is served first and preempted last.
         is_decode: Whether what it computes is the token that it sampled last.
+        is_pinned: Whether it may not be preempted: a peer is written from its blocks.
     """
 
     num_wanted: int
@@ -26,6 +27,7 @@ class Candidate(msgspec.Struct, frozen=True):
     num_blocks: int
     rank: tuple[int, int]
     is_decode: bool = False
+    is_pinned: bool = False
 
 
 class RunningPlan(msgspec.Struct, frozen=True):
@@ -91,10 +93,14 @@ def plan_running(
         num = min(request.num_wanted, budget)
         need = max(0, -(-(request.num_computed + num) // block_size) - request.num_blocks)
         while need > free and freed_by is not None:
-            others = [i for i in range(len(candidates)) if i not in preempted]
-            if others == [index]:
-                break  # what lacks is held by loads and leases, and comes back by itself
-            victim = max(others, key=lambda i: candidates[i].rank)
+            victims = [
+                i
+                for i in range(len(candidates))
+                if i not in preempted and not candidates[i].is_pinned
+            ]
+            if not victims or victims == [index]:
+                break  # what lacks is held by transfers and leases, and comes back by itself
+            victim = max(victims, key=lambda i: candidates[i].rank)
             free += freed_by(victim) + new_blocks.pop(victim, 0)
             if victim in tokens:
                 budget += tokens.pop(victim)

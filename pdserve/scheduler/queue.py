@@ -19,6 +19,9 @@ class WaitingQueue:
     First come, first served orders by arrival, and a preempted request keeps its place,
     so it comes before everything that arrived after it. The priority policy orders by
     priority first. Push and pop are O(log n); removal is O(1), paid at a later pop.
+
+    A request may stand aside until its peer has done something: it still waits, but it is not
+    in the line, so nobody waits behind it and nobody looks at it.
     """
 
     def __init__(self, policy: SchedulingPolicy) -> None:
@@ -26,8 +29,14 @@ class WaitingQueue:
         self._heap: list[tuple[int, int, int, Request]] = []
         self._pushes = itertools.count()
         self._members: dict[RequestId, int] = {}
+        self._aside: set[RequestId] = set()
 
     def __len__(self) -> int:
+        return len(self._members) + len(self._aside)
+
+    @property
+    def num_in_line(self) -> int:
+        """How many do not stand aside."""
         return len(self._members)
 
     def push(self, request: Request) -> None:
@@ -48,9 +57,25 @@ class WaitingQueue:
 
     def remove(self, request: Request) -> None:
         """Take a request out, wherever it stands."""
+        if request.request_id in self._aside:
+            self._aside.discard(request.request_id)
+            return
         del self._members[request.request_id]
         if not self._members:
             self._heap.clear()
+
+    def stand_aside(self, request: Request) -> None:
+        """Take a request out of the line, until `come_back`."""
+        self.remove(request)
+        self._aside.add(request.request_id)
+
+    def come_back(self, request: Request) -> bool:
+        """Put a request that stands aside in line, where its rank belongs; False if it does not."""
+        if request.request_id not in self._aside:
+            return False
+        self._aside.discard(request.request_id)
+        self.push(request)
+        return True
 
     def rank(self, request: Request) -> tuple[int, int]:
         """Smaller comes first; also decides who is preempted (the largest)."""

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Final
 if TYPE_CHECKING:
     from pdserve.wire.request import GenerateRequest
     from pdserve.wire.sampling import SamplingParams
+    from pdserve.wire.transfer import KVHandoff
 
 # Beyond these, fp32 logits overflow and nothing can be drawn from them. NaN is in no range.
 _RANGES: Final = (
@@ -37,16 +38,24 @@ def refusal_of(request: GenerateRequest, *, vocab_size: int, max_model_len: int)
         )
     if not 0 <= min(prompt) <= max(prompt) < vocab_size:
         return f"the prompt has token ids outside of the vocabulary (0 to {vocab_size - 1})"
-    handoff = request.handoff
-    if handoff is not None:
-        first = handoff.first_token_ids
-        if not first or not 0 <= min(first) <= max(first) < vocab_size:
-            return f"the handoff has no usable first token: {first}"
-        if handoff.first_logprobs is not None and len(handoff.first_logprobs) != len(first):
-            return f"the handoff has {len(handoff.first_logprobs)} logprobs of {len(first)} tokens"
-        if request.sampling.prompt_logprobs is not None:
-            return "prompt_logprobs come from the engine that computes the prompt"
+    if request.handoff is not None:
+        refusal = refusal_of_handoff(request.handoff, vocab_size=vocab_size)
+        if refusal is not None:
+            return refusal
+    is_computed_here = request.remote_decode or not (request.handoff or request.ticket)
+    if request.sampling.prompt_logprobs is not None and not is_computed_here:
+        return "prompt_logprobs come from the engine that computes the prompt"
     return _refusal_of_sampling(request.sampling, vocab_size)
+
+
+def refusal_of_handoff(handoff: KVHandoff, *, vocab_size: int) -> str | None:
+    """What is wrong with what a request is to go on from; None = it can be used."""
+    first = handoff.first_token_ids
+    if not first or not 0 <= min(first) <= max(first) < vocab_size:
+        return f"the handoff has no usable first token: {first}"
+    if handoff.first_logprobs is not None and len(handoff.first_logprobs) != len(first):
+        return f"the handoff has {len(handoff.first_logprobs)} logprobs of {len(first)} tokens"
+    return None
 
 
 def _refusal_of_sampling(sampling: SamplingParams, vocab_size: int) -> str | None:

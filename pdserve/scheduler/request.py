@@ -8,20 +8,23 @@ from typing import TYPE_CHECKING
 
 from pdserve.errors import InternalError
 from pdserve.wire.request import RequestStages
+from pdserve.wire.transfer import KVMode
 
 if TYPE_CHECKING:
     from pdserve.kvcache.lease import Holding
     from pdserve.kvcache.manager import HashChain
     from pdserve.wire.outputs import TokenLogprobs
-    from pdserve.wire.request import GenerateRequest
+    from pdserve.wire.request import GenerateRequest, OnLoadFailure
+    from pdserve.wire.transfer import Received
 
 
 class State(enum.Enum):
     """Where a request stands.
 
-    WAITING has no blocks. RECEIVING has blocks that a load fills. RUNNING is in the
-    batch. LEASED has finished here, a peer may read its blocks. CLOSING is over for the
-    client while a load or a step may still write its blocks. DONE holds nothing.
+    WAITING has no blocks. RECEIVING has blocks that a load, or a peer that pushes, fills.
+    RUNNING is in the batch; at P a peer may be written from its blocks meanwhile. LEASED has
+    finished here, a peer may read its blocks. CLOSING is over for the client while a transfer
+    or a step may still touch its blocks. DONE holds nothing.
     """
 
     WAITING = "waiting"
@@ -40,6 +43,7 @@ LEGAL_MOVES = frozenset(
         (State.RECEIVING, State.RUNNING),
         (State.RECEIVING, State.WAITING),
         (State.RECEIVING, State.CLOSING),
+        (State.RECEIVING, State.DONE),
         (State.RUNNING, State.WAITING),
         (State.RUNNING, State.LEASED),
         (State.RUNNING, State.CLOSING),
@@ -48,6 +52,18 @@ LEGAL_MOVES = frozenset(
         (State.CLOSING, State.DONE),
     }
 )
+
+
+class Wait(enum.Enum):
+    """What a CLOSING request waits for before its blocks may be given back.
+
+    STEP: the last step in flight that has it. LOAD: the report of what writes its blocks.
+    PUSH: nothing is written from its blocks any more.
+    """
+
+    STEP = "step"
+    LOAD = "load"
+    PUSH = "push"
 
 
 class Request:
@@ -59,7 +75,14 @@ class Request:
         num_pending_tokens: Tokens that steps in flight sample, one at most for each: they
             count as tokens, their ids are not known yet.
         num_told_tokens: Output tokens that the workers were told of, where they have to be.
-        handoff: As in the wire request, until its KV is here or its load has failed.
+        handoff: As in the wire request, or as a push brought it, until its KV is here or its
+            load has failed; at P, what it was leased as.
+        waits_for: While it is CLOSING.
+        num_budgeted: Prompt tokens that the recompute budget was charged for it, until it
+            starts; None if it is none of that budget's requests.
+        kv_mode: How its KV came from another engine, if it did.
+        prompt_logprobs: Those behind the first prompt token, until the first output token takes
+            them along.
     """
 
     def __init__(
@@ -79,8 +102,13 @@ class Request:
         self.num_told_tokens = 0
         self.holding: Holding | None = None
         self.handoff = wire.handoff
+        self.ticket = wire.ticket
         self.remote_decode = wire.remote_decode
+        self.waits_for: set[Wait] = set()
+        self.num_budgeted: int | None = None
+        self.kv_mode: KVMode | None = None
         self.first_logprobs: list[TokenLogprobs] | None = None
+        self.prompt_logprobs: list[TokenLogprobs | None] = []
         self.num_cached_tokens = 0
         self.num_external_tokens = 0
         self.num_preemptions = 0
@@ -93,6 +121,21 @@ class Request:
     def cache_salt(self) -> str:
         """What its cached prefixes are shared within."""
         return self.wire.cache_salt
+
+    @property
+    def on_load_failure(self) -> OnLoadFailure:
+        """What becomes of it if its KV does not arrive."""
+        return self.wire.on_load_failure
+
+    @property
+    def is_pushed_here(self) -> bool:
+        """Whether another engine is to write its KV into blocks of this one."""
+        return self.ticket is not None and not self.wire.remote_decode and self.wire.handoff is None
+
+    @property
+    def is_pushed_away(self) -> bool:
+        """Whether its KV is to be written into another engine's blocks."""
+        return self.ticket is not None and self.wire.remote_decode
 
     @property
     def num_tokens(self) -> int:
@@ -139,39 +182,86 @@ class Request:
 
 
 class Times:
-    """Marks on the engine's monotonic clock, in seconds, from which the stages follow."""
+    """Marks on the engine's monotonic clock, in seconds, from which the stages follow.
+
+    The stages follow one another without a gap: their sum is the time from the arrival to the
+    end of the step that gave the first token, or at D the one behind the first.
+    """
 
     def __init__(self, *, queued_s: float) -> None:
         self.queued_s = queued_s
         self.started_s: float | None = None
         self.first_token_s: float | None = None
         self.load_ready_s: float | None = None
-        self.load_wait_s = 0.0
         self.load_transfer_s = 0.0
+        self.load_digest_s = 0.0
         self.load_bytes = 0
         self.first_step_at_s: float | None = None
         self.first_step_end_s: float | None = None
+        self.step_wait_s = 0.0
+        self._waits_since_s = queued_s
+        self._load_began_s = queued_s
+        self._queue_s = 0.0
+        self._peer_wait_s = 0.0
+
+    def start(self, now_s: float) -> None:
+        """It leaves the queue: a step runs it, or its load begins."""
+        if self.started_s is None:
+            self.started_s = self._load_began_s = now_s
+            self._queue_s += now_s - self._waits_since_s
+
+    def begin_load_again(self, now_s: float) -> None:
+        """What was lost on the first attempt counts as waiting for the peer."""
+        self._load_began_s = now_s
+
+    def wait_for_peer(self, now_s: float) -> None:
+        """It stands aside until its peer has done something."""
+        self._queue_s += now_s - self._waits_since_s
+        self._waits_since_s = now_s
+
+    def queue_again(self, now_s: float) -> None:
+        """It waited for a peer, or its load has failed, and stands in the queue from now on."""
+        since_s = self._waits_since_s if self.started_s is None else self.started_s
+        self._peer_wait_s += now_s - since_s
+        self._waits_since_s, self.started_s = now_s, None
+
+    def receive(self, received: Received, now_s: float) -> None:
+        """Its KV is here since some time before `now_s`."""
+        took_s = received.elapsed_s
+        if not took_s:
+            took_s = (
+                received.wait_s + received.transfer_s
+                if received.mode is KVMode.PULL
+                else now_s - self._load_began_s
+            )
+        # What lies between the last byte and this report is part of the hand-over.
+        ready_s = min(now_s, self._load_began_s + took_s)
+        self.load_ready_s = ready_s
+        self.load_transfer_s = min(received.transfer_s, ready_s - self._load_began_s)
+        self.load_digest_s = min(received.digest_s, self.load_transfer_s)
+        self.load_bytes = received.num_bytes
 
     def stages(self) -> RequestStages:
         """Durations between the marks that exist."""
-        started = self.started_s if self.started_s is not None else self.queued_s
-        first_step_at = self.first_step_at_s
-        is_loaded = self.load_ready_s is not None
-        prefill_end = self.first_token_s
+        started, ready = self.started_s, self.load_ready_s
+        first_step_at, first_token = self.first_step_at_s, self.first_token_s
+        peer_wait_s, handover_s, prefill_s, first_step_s = self._peer_wait_s, 0.0, 0.0, 0.0
+        if started is not None and ready is not None:
+            peer_wait_s += ready - started - self.load_transfer_s
+            if first_step_at is not None:
+                handover_s = first_step_at - ready
+                if self.first_step_end_s is not None:
+                    first_step_s = self.first_step_end_s - first_step_at
+        elif started is not None and first_token is not None:
+            prefill_s = first_token - started
         return RequestStages(
-            queue_s=started - self.queued_s,
-            prefill_s=0.0 if is_loaded or prefill_end is None else prefill_end - started,
-            kv_wait_s=self.load_wait_s,
+            queue_s=self._queue_s,
+            prefill_s=prefill_s,
+            kv_wait_s=peer_wait_s,
             kv_transfer_s=self.load_transfer_s,
-            handover_s=(
-                first_step_at - self.load_ready_s
-                if self.load_ready_s is not None and first_step_at is not None
-                else 0.0
-            ),
-            first_step_s=(
-                self.first_step_end_s - first_step_at
-                if is_loaded and first_step_at is not None and self.first_step_end_s is not None
-                else 0.0
-            ),
+            handover_s=handover_s,
+            first_step_s=first_step_s,
             kv_bytes=self.load_bytes,
+            kv_digest_s=self.load_digest_s,
+            step_wait_s=self.step_wait_s,
         )

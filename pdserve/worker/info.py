@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from pdserve.connectors.base import KVLayout
-from pdserve.wire.transfer import Endpoint
+from pdserve.wire.transfer import Endpoint, KVShape
 
 
 class WorkerInfo(msgspec.Struct, frozen=True, kw_only=True):
@@ -15,8 +15,10 @@ class WorkerInfo(msgspec.Struct, frozen=True, kw_only=True):
         rank: Within its engine.
         layout: Of this rank's KV memory; `num_blocks` is equal on all ranks.
         layout_digest: Digest of `layout_fields`; engines with equal ones can exchange KV,
-            rank by rank. Equal on all ranks.
-        layout_fields: Of the whole engine: its model, KV layout and mesh.
+            however it is shared out. Equal on all ranks.
+        layout_fields: What the KV means: model, weights, dtype, sizes.
+        shape: How the engine's KV is shared out over its ranks. Equal on all of them.
+        can_push: Its connector takes tickets.
         endpoint: The connector's side channel, if it has one.
         eos_token_ids: As in `config.json`.
         num_threads: CPU threads of its compute.
@@ -26,6 +28,8 @@ class WorkerInfo(msgspec.Struct, frozen=True, kw_only=True):
     layout: KVLayout
     layout_digest: str
     layout_fields: dict[str, str]
+    shape: KVShape
+    can_push: bool
     endpoint: Endpoint | None
     max_model_len: int
     architecture: str

@@ -1,10 +1,12 @@
 """A worker: one rank's device, weights, KV memory and connector half, driven by steps.
 
     start() meets the other ranks, loads and allocates
-    -> (execute(step), finish_step() once it is answered)* with poll() between
+    -> (execute(step), finish_step() once it is answered)*
+       with post() and poll() at any time beside them
     -> close()
 
-All calls come from one thread, and every rank of an engine is given the same steps. Knows
+All calls come from one thread, but for `post` and `poll`: those may come from another one while
+steps run, and go to the connector alone. Every rank of an engine is given the same steps. Knows
 nothing of scheduling, nor of what started it.
 """
 
@@ -23,6 +25,7 @@ from pdserve.errors import ConfigError, InternalError
 from pdserve.kernels.cpu import build, native
 from pdserve.models.registry import load_model
 from pdserve.parallel.group import World, join
+from pdserve.wire.transfer import KVShape
 from pdserve.worker import kv_memory
 from pdserve.worker.info import WorkerInfo
 from pdserve.worker.model_runner import ModelRunner
@@ -36,7 +39,7 @@ if TYPE_CHECKING:
     from pdserve.parallel.seat import Seat
     from pdserve.wire.ids import EngineId, Incarnation
     from pdserve.wire.step import ModelRunnerOutput, SchedulerOutput
-    from pdserve.wire.transfer import ConnectorReport
+    from pdserve.wire.transfer import ConnectorMetadata, ConnectorReport
 
 
 class Worker:
@@ -89,7 +92,8 @@ class Worker:
         mib = layout.num_blocks * layout.block_bytes / (1 << 20)
         self._progress(f"KV memory: {layout.num_blocks} blocks, {mib:.0f} MiB")
         kv = kv_memory.allocate(layout, device)
-        fields = _layout_fields(loaded, layout, world)
+        fields = _layout_fields(loaded, layout)
+        shape = _shape(loaded, layout, world)
         digest = hashlib.sha256(msgspec.json.encode(fields, order="sorted")).hexdigest()[:32]
         context = ConnectorContext(
             config=config,
@@ -98,6 +102,7 @@ class Worker:
             layout=layout,
             layout_digest=digest,
             layout_fields=fields,
+            shape=shape,
             rank=seat.engine_rank,
             num_ranks=world.pp.size * world.tp.size,
         )
@@ -118,6 +123,8 @@ class Worker:
             layout=layout,
             layout_digest=digest,
             layout_fields=fields,
+            shape=shape,
+            can_push=connector.capabilities.push,
             endpoint=connector.endpoint,
             max_model_len=loaded.max_model_len,
             architecture=loaded.arch.architecture,
@@ -168,7 +175,7 @@ class Worker:
         return msgspec.structs.replace(layout, num_blocks=scarcest.num_blocks)
 
     def execute(self, step: SchedulerOutput) -> ModelRunnerOutput:
-        """Run one step; it may have no tokens, only connector metadata or gone requests.
+        """Run one step; it may have no tokens, only gone requests.
 
         Raises:
             InternalError: The step is not legal, or its logits are not finite.
@@ -179,10 +186,7 @@ class Worker:
         output = runner.execute(step)
         if step.num_scheduled_tokens:
             connector.wait_for_save()
-        report = connector.get_finished()
-        if not report:
-            return output
-        return msgspec.structs.replace(output, connector_report=report)
+        return output
 
     def finish_step(self) -> None:
         """Do what the answer to the last step need not wait for; again: nothing.
@@ -192,8 +196,13 @@ class Worker:
         runner, _ = self._started()
         runner.finish_step()
 
+    def post(self, metadata: ConnectorMetadata) -> None:
+        """Give the connector instructions that belong to no step. Never blocks."""
+        _, connector = self._started()
+        connector.post(metadata)
+
     def poll(self) -> ConnectorReport:
-        """What the connector saw since the last report; for when no step runs."""
+        """What the connector saw since the last report."""
         _, connector = self._started()
         return connector.get_finished()
 
@@ -212,19 +221,29 @@ class Worker:
         return self._runner, self._connector
 
 
-def _layout_fields(loaded: LoadedModel, layout: KVLayout, world: World) -> dict[str, str]:
-    """What two engines must agree on to exchange KV rank by rank; the same on every rank."""
+def _layout_fields(loaded: LoadedModel, layout: KVLayout) -> dict[str, str]:
+    """What two engines must agree on to exchange KV; the same on every rank."""
     arch = loaded.arch
     whole = msgspec.structs.replace(
         layout, num_layers=arch.num_layers, num_kv_heads=arch.num_kv_heads
     )
+    return whole.fields(model=f"{arch.architecture}:{arch.digest}", weights=loaded.weights_digest)
+
+
+def _shape(loaded: LoadedModel, layout: KVLayout, world: World) -> KVShape:
+    """How the engine's KV is shared out over its ranks; the same on every rank."""
     stages = world.pp.gather_ints([loaded.layers.start, loaded.layers.stop])
-    return {
-        **whole.fields(model=f"{arch.architecture}:{arch.digest}", weights=loaded.weights_digest),
-        "num_planes": str(layout.num_planes),
-        "tensor_parallel_size": str(world.tp.size),
-        "pipeline_stages": ",".join(f"{start}-{stop - 1}" for start, stop in stages),
-    }
+    return KVShape(
+        num_blocks=layout.num_blocks,
+        num_layers=loaded.arch.num_layers,
+        num_planes=layout.num_planes,
+        num_kv_heads=loaded.arch.num_kv_heads,
+        head_dim=layout.head_dim,
+        dtype_bytes=layout.dtype_bytes,
+        block_size=layout.block_size,
+        tp_size=world.tp.size,
+        stages=tuple((start, stop) for start, stop in stages),
+    )
 
 
 def _device(wanted: str, seat: Seat) -> torch.device:

@@ -120,10 +120,10 @@ def running(num_cores: int) -> Iterator[Rig]:
 
 def stats(**counts: object) -> EngineStats:
     """A snapshot with these counts."""
-    zero = dict.fromkeys(EngineStats.__struct_fields__, 0)
-    by_name = ("blocks", "kv_load_failures", "lease_ends", "kv_faults")
+    zero = {field.name: 0 for field in msgspec.structs.fields(EngineStats) if field.required}
+    by_name = ("blocks", "kv_load_failures", "lease_ends")
     none: dict[str, dict[str, int]] = {name: {} for name in by_name}
-    return msgspec.convert({**zero, **none, "experts": None, **counts}, EngineStats)
+    return msgspec.convert({**zero, **none, **counts}, EngineStats)
 
 
 def next_orders(link: CoordinatorLink) -> list[ToCores]:

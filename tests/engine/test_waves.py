@@ -8,7 +8,6 @@ from pdserve.engine.waves import Phase, Waves
 from pdserve.errors import InternalError
 from pdserve.wire.ids import RequestId
 from pdserve.wire.step import KnownRequests, ModelRunnerOutput, SchedulerOutput, WaveStep
-from pdserve.wire.transfer import ConnectorReport
 
 
 class ScriptedSource:
@@ -17,12 +16,12 @@ class ScriptedSource:
     def __init__(self) -> None:
         self.num_runnable = 0
         self.num_tokens = 0
-        self.has_metadata = False
+        self.has_gone = False
         self._step_id = 0
 
     def schedule(self) -> SchedulerOutput | None:
         """A step, if there is anything to say or run."""
-        return self._step(self.num_tokens) if self.num_tokens or self.has_metadata else None
+        return self._step(self.num_tokens) if self.num_tokens or self.has_gone else None
 
     def empty_step(self) -> SchedulerOutput:
         """A step without tokens."""
@@ -57,10 +56,10 @@ def test_work_waits_for_a_wave_that_is_asked_for_once() -> None:
     assert step.wave == WaveStep(1, is_unfinished=True)
 
 
-def test_connectors_may_speak_outside_of_waves() -> None:
+def test_ranks_may_be_told_who_is_gone_outside_of_waves() -> None:
     source = ScriptedSource()
     waves = Waves(source)
-    source.has_metadata = True
+    source.has_gone = True
     step = waves.schedule()
     assert step is not None
     assert step.wave is None
@@ -137,14 +136,3 @@ def test_what_is_in_flight_may_help_requests_that_cannot_run_yet() -> None:
     step = waves.schedule()
     assert step is not None
     assert step.wave == WaveStep(1, is_unfinished=True)
-
-
-def test_a_report_that_comes_with_the_last_step_is_news() -> None:
-    source = ScriptedSource()
-    waves = Waves(source)
-    source.num_runnable = 1
-    waves.start(1)
-    waves.schedule()
-    report = ConnectorReport(faults={"a": 1})
-    waves.collected(ModelRunnerOutput(step_id=1, is_wave_over=True, connector_report=report))
-    assert waves.wish() == 2

@@ -10,11 +10,15 @@ What it does is written where a model's name and a step's gone requests would be
     "sleep 1 0.2"   ... rank 1 sleeps
     "finish 1 0.2"  in a step, rank 1 sleeps once the step is answered
     "report 0 x"    in a step, rank 0's connector reports that request x has settled
-    "later 0 x"     the same, a moment after the step, when none runs
+    "later 0 x"     the same, a moment later
     "digest"        in a step, every rank reports a request named after all it was sent so far
     "meet"          at start, every rank checks where its world meets
+    "posted a b_c"  in a step, every rank raises if it was not posted just "a" and "b c" so far
     "stuck 1"       at close, rank 1 never ends
     "chatter 1"     at close, rank 1 says more than anybody has room for
+
+What is posted is a line too: "report 0 x", "raise 1", "kill 1" and "sleep 1 0.2" do at once
+what they say; any other text is reported as a settled request of that name by every rank.
 """
 
 from __future__ import annotations
@@ -43,9 +47,19 @@ if TYPE_CHECKING:
     from pdserve.parallel.seat import Seat
     from pdserve.wire.ids import EngineId, Incarnation
     from pdserve.wire.step import SchedulerOutput
+    from pdserve.wire.transfer import ConnectorMetadata
 
 PATH = "tests.executor.scripted_worker:ScriptedWorker"
 OUTPUT_BYTES = 3 << 20
+_LAYOUT = KVLayout(
+    num_blocks=1,
+    num_layers=1,
+    num_kv_heads=1,
+    block_size=1,
+    head_dim=1,
+    dtype="float32",
+    dtype_bytes=4,
+)
 
 
 class ScriptedWorker:
@@ -68,6 +82,7 @@ class ScriptedWorker:
         self._digest = hashlib.sha256()
         self._last_step: int | None = None
         self._reported: list[str] = []
+        self._posted: list[str] = []
         self._to_finish_s = 0.0
         self._at_close: set[str] = set()
 
@@ -77,17 +92,11 @@ class ScriptedWorker:
         self._progress("weights 100 %")
         return WorkerInfo(
             rank=self._rank,
-            layout=KVLayout(
-                num_blocks=1,
-                num_layers=1,
-                num_kv_heads=1,
-                block_size=1,
-                head_dim=1,
-                dtype="float32",
-                dtype_bytes=4,
-            ),
+            layout=_LAYOUT,
             layout_digest="",
             layout_fields={},
+            shape=_LAYOUT.shape_of_one_rank(),
+            can_push=False,
             endpoint=None,
             max_model_len=1,
             architecture="Scripted",
@@ -107,13 +116,20 @@ class ScriptedWorker:
         return ModelRunnerOutput(
             step_id=step.step_id,
             sampled_token_ids=[os.getpid()],
-            connector_report=self.poll() or None,
         )
 
     def finish_step(self) -> None:
         to_finish_s, self._to_finish_s = self._to_finish_s, 0.0
         if to_finish_s:
             time.sleep(to_finish_s)
+
+    def post(self, metadata: ConnectorMetadata) -> None:
+        line = metadata.payload.decode()
+        if line.partition(" ")[0] in ("report", "raise", "kill", "sleep"):
+            self._do(line)
+        else:
+            self._report(line)
+        self._posted.append(line.replace(" ", "_"))
 
     def poll(self) -> ConnectorReport:
         reported, self._reported = self._reported, []
@@ -136,7 +152,10 @@ class ScriptedWorker:
             self._check_rendezvous()
             return
         if what == "digest":
-            self._reported.append(self._digest.hexdigest())
+            self._report(self._digest.hexdigest())
+            return
+        if what == "posted":
+            assert self._posted == rest, self._posted
             return
         if not rest or int(rest[0]) != self._rank:
             return
@@ -156,9 +175,9 @@ class ScriptedWorker:
             case "finish":
                 self._to_finish_s = float(rest[1])
             case "report":
-                self._reported.append(rest[1])
+                self._report(rest[1])
             case "later":
-                threading.Timer(0.02, self._later, [rest[1]]).start()
+                threading.Timer(0.02, self._report, [rest[1]]).start()
             case _:
                 self._at_close.add(line)
 
@@ -172,6 +191,6 @@ class ScriptedWorker:
             with socket.socket(fileno=rendezvous.listen_fd) as inherited:
                 assert inherited.getsockname()[1] == rendezvous.port
 
-    def _later(self, name: str) -> None:
+    def _report(self, name: str) -> None:
         self._reported.append(name)
         self._wake()

@@ -2,46 +2,56 @@
 
 from __future__ import annotations
 
-import select
+import threading
+import time
 from typing import TYPE_CHECKING
 
 import pytest
 
 from pdserve.config.schema import EngineConfig, ModelConfig
-from pdserve.errors import InternalError
+from pdserve.errors import ConfigError, InternalError
 from pdserve.executor import inline
+from pdserve.executor.base import RankDiedError
 from pdserve.parallel.rendezvous import Rendezvous
 from pdserve.parallel.seat import CoreSeat
 from pdserve.wire.ids import EngineId, Incarnation, RequestId
 from pdserve.wire.step import KnownRequests, SchedulerOutput
+from pdserve.wire.transfer import ConnectorMetadata
+from tests.executor.driving import collect, names, sleep_until_woken, wait_report
 from tests.executor.scripted_worker import ScriptedWorker
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
     from pdserve.executor.inline import InlineExecutor
 
 
 @pytest.fixture
-def make(monkeypatch: pytest.MonkeyPatch) -> Callable[[CoreSeat], InlineExecutor]:
-    """Executors around a worker that follows a script."""
+def make(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., InlineExecutor]]:
+    """Executors around a worker that follows a script; closed at the end, with their threads."""
     monkeypatch.setattr(inline, "Worker", ScriptedWorker)
+    made: list[InlineExecutor] = []
 
-    def make(core: CoreSeat) -> InlineExecutor:
-        return inline.InlineExecutor(
-            EngineConfig(model=ModelConfig(model="nothing")),
-            core=core,
+    def make(core: CoreSeat | None = None, script: str = "nothing") -> InlineExecutor:
+        executor = inline.InlineExecutor(
+            EngineConfig(model=ModelConfig(model=script)),
+            core=core or CoreSeat(),
             engine_id=EngineId("e"),
             incarnation=Incarnation("i"),
             progress=lambda line: None,
         )
+        made.append(executor)
+        return executor
 
-    return make
+    yield make
+    for executor in made:
+        executor.close(1.0)
+    assert "steps" not in [thread.name for thread in threading.enumerate()]
 
 
-def step(*script: str) -> SchedulerOutput:
+def step(*script: str, step_id: int = 0) -> SchedulerOutput:
     return SchedulerOutput(
-        step_id=0,
+        step_id=step_id,
         new_requests=[],
         known_requests=KnownRequests(),
         num_scheduled_tokens={},
@@ -49,37 +59,178 @@ def step(*script: str) -> SchedulerOutput:
     )
 
 
-def test_news_without_a_step_wake_the_core_once(
-    make: Callable[[CoreSeat], InlineExecutor],
-) -> None:
-    executor = make(CoreSeat())
+def test_news_without_a_step_wake_the_core_once(make: Callable[..., InlineExecutor]) -> None:
+    executor = make()
     (info,) = executor.start()
     assert info.rank == 0
     executor.submit(step("later 0 x"))
-    assert executor.collect().connector_report is None
-    assert select.select(executor.wake_fds, [], [], 5)[0]
-    report = executor.poll_report()
-    assert report is not None
-    assert [settled.request_id for settled in report.settled] == ["x"]
+    assert collect(executor).step_id == 0
+    assert names(wait_report(executor)) == ["x"]
     assert executor.poll_report() is None
+
+
+def test_what_is_reported_twice_counts_once(make: Callable[..., InlineExecutor]) -> None:
+    executor = make()
+    executor.start()
+    executor.submit(step("report 0 x"))
+    assert names(wait_report(executor)) == ["x"]
+    executor.submit(step("report 0 x", "report 0 y", step_id=1))
+    report = wait_report(executor)
+    while "y" not in names(report):
+        assert not names(report)
+        report = wait_report(executor)
+    assert names(report) == ["y"]
+
+
+def test_a_post_is_reported_while_a_step_runs(make: Callable[..., InlineExecutor]) -> None:
+    executor = make()
+    executor.start()
+    executor.submit(step("sleep 0 0.5"))
+    time.sleep(0.02)
+    began_s = time.monotonic()
+    executor.post(ConnectorMetadata(b"x"))
+    assert names(wait_report(executor)) == ["x"]
+    assert time.monotonic() - began_s < 0.2
+    assert executor.poll_result() is None, "the step is still under way"
+    collect(executor)
+
+
+def test_a_step_finds_what_was_posted_before_it(make: Callable[..., InlineExecutor]) -> None:
+    executor = make()
+    executor.start()
+    executor.post(ConnectorMetadata(b"a"))
+    executor.post(ConnectorMetadata(b"b"))
+    executor.submit(step("posted a b"))
+    collect(executor)
+
+
+def test_steps_run_on_the_thread_that_the_worker_was_started_on(
+    make: Callable[..., InlineExecutor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    threads: dict[str, int] = {}
+
+    def spy_on(name: str) -> None:
+        original = getattr(ScriptedWorker, name)
+
+        def spy(self: ScriptedWorker, *args: object) -> object:
+            threads[name] = threading.get_ident()
+            return original(self, *args)
+
+        monkeypatch.setattr(ScriptedWorker, name, spy)
+
+    on_the_step_thread = ("start", "execute", "finish_step", "close")
+    for name in (*on_the_step_thread, "post", "poll"):
+        spy_on(name)
+    executor = make()
+    executor.start()
+    executor.post(ConnectorMetadata(b"x"))
+    wait_report(executor)
+    executor.submit(step())
+    collect(executor)
+    executor.close(1.0)
+    here = threading.get_ident()
+    assert threads["post"] == threads["poll"] == here
+    assert len({threads[name] for name in on_the_step_thread}) == 1
+    assert threads["execute"] != here
+
+
+@pytest.mark.parametrize(
+    ("script", "error", "story"),
+    [
+        ("raise 0", RuntimeError, "the script says so"),
+        ("lost 0", RankDiedError, "rank 5 has ended"),
+    ],
+)
+def test_a_step_that_fails_wakes_the_core_and_is_raised_there_and_for_ever(
+    make: Callable[..., InlineExecutor], script: str, error: type[Exception], story: str
+) -> None:
+    executor = make()
+    executor.start()
+    executor.submit(step(script))
+    deadline = time.monotonic() + 5
+    sleep_until_woken(executor, deadline)
+    assert time.monotonic() < deadline
+    for call in (
+        executor.poll_result,
+        executor.poll_report,
+        lambda: executor.post(ConnectorMetadata(b"x")),
+        lambda: executor.submit(step()),
+    ):
+        with pytest.raises(error, match=story):
+            call()
+
+
+def test_what_fails_behind_an_answer_is_raised_after_it(
+    make: Callable[..., InlineExecutor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def finish_step(self: ScriptedWorker) -> None:
+        raise RuntimeError("experts are lost")
+
+    monkeypatch.setattr(ScriptedWorker, "finish_step", finish_step)
+    executor = make()
+    executor.start()
+    executor.submit(step())
+    assert collect(executor).step_id == 0
+    with pytest.raises(RuntimeError, match="experts are lost"):
+        collect(executor, timeout_s=5.0)
+
+
+def test_a_post_that_fails_is_raised_at_once(make: Callable[..., InlineExecutor]) -> None:
+    executor = make()
+    executor.start()
+    with pytest.raises(RuntimeError, match="the script says so"):
+        executor.post(ConnectorMetadata(b"raise 0"))
+
+
+def test_a_worker_that_cannot_start_says_why(make: Callable[..., InlineExecutor]) -> None:
+    with pytest.raises(ConfigError, match="--model is not to be had"):
+        make(script="config 0").start()
+
+
+def test_closing_waits_for_the_step_that_runs_and_closes_the_worker_behind_it(
+    make: Callable[..., InlineExecutor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    closed: list[float] = []
+    monkeypatch.setattr(ScriptedWorker, "close", lambda self, timeout_s: closed.append(timeout_s))
+    executor = make()
+    executor.start()
+    executor.submit(step("sleep 0 0.1"))
+    executor.close(1.0)
+    executor.close(1.0)
+    assert len(closed) == 1
+    assert 0.5 < closed[0] < 1.0, "what is left of the time"
+
+
+def test_closing_leaves_a_step_behind_that_does_not_end(
+    make: Callable[..., InlineExecutor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(inline, "_EXIT_S", 0.1)
+    executor = make()
+    executor.start()
+    executor.submit(step("sleep 0 0.6"))
+    began_s = time.monotonic()
     executor.close(0.1)
-    executor.close(0.1)
+    assert time.monotonic() - began_s < 0.5
+    executor._thread.join(5.0)
+
+
+def test_closing_before_the_start_leaves_nothing(make: Callable[..., InlineExecutor]) -> None:
+    make().close(1.0)
 
 
 def test_a_core_of_a_shared_world_has_its_rank_there(
-    make: Callable[[CoreSeat], InlineExecutor],
+    make: Callable[..., InlineExecutor],
 ) -> None:
     meets = Rendezvous(host="127.0.0.1", port=1)
     executor = make(CoreSeat(index=1, num_cores=2, rendezvous=meets))
     seat = executor._worker._seat
-    executor.close(0.1)
     assert (seat.mesh.rank, seat.mesh.shape.world_size, seat.engine_rank) == (1, 2, 0)
     assert seat.is_output
     assert seat.rendezvous == meets
 
 
 def test_a_core_of_a_shared_world_must_be_told_where_it_meets(
-    make: Callable[[CoreSeat], InlineExecutor],
+    make: Callable[..., InlineExecutor],
 ) -> None:
     with pytest.raises(InternalError, match="core 1 of 2 has no rendezvous"):
         make(CoreSeat(index=1, num_cores=2))

@@ -27,11 +27,10 @@ from pdserve.wire.ids import EngineId, Incarnation, RequestId
 from pdserve.wire.step import KnownRequests, SchedulerOutput
 from pdserve.wire.transfer import ConnectorMetadata
 from tests.executor import scripted_worker
+from tests.executor.driving import collect, names, sleep_until_woken, wait_report
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
-
-    from pdserve.wire.transfer import ConnectorReport
 
 ROOT = Path(__file__).resolve().parents[2]
 SOON_S = 1.0
@@ -77,7 +76,7 @@ def over_rings(config: EngineConfig, lines: list[str]) -> RankedExecutor:
 def over_zmq(config: EngineConfig, lines: list[str]) -> RankedExecutor:
     """Ranks of this machine that are reached as if they were elsewhere."""
     num_ranks = config.parallel.num_ranks
-    hub = ZmqHub(num_ranks, host="127.0.0.1")
+    hub, posts = (ZmqHub(num_ranks, host="127.0.0.1") for _ in range(2))
     places = seats(config.parallel, CoreSeat(), None)
     launches = [
         Launch(
@@ -87,17 +86,18 @@ def over_zmq(config: EngineConfig, lines: list[str]) -> RankedExecutor:
             engine_id=EngineId("e"),
             incarnation=Incarnation("i"),
             ends=hub.ends(seat.engine_rank),
+            post_ends=posts.ends(seat.engine_rank),
             worker=scripted_worker.PATH,
         )
         for seat in places
     ]
     return RankedExecutor(
         hub,
+        posts,
         RankProcesses(launches),
         num_ranks=num_ranks,
         output_rank=next(seat.engine_rank for seat in places if seat.is_output),
         max_in_flight=2,
-        spin_s=0.0,
         progress=lines.append,
     )
 
@@ -138,28 +138,6 @@ def step(step_id: int, *script: str, payload: bytes = b"") -> SchedulerOutput:
     )
 
 
-def wait_report(executor: RankedExecutor, timeout_s: float = 5.0) -> ConnectorReport:
-    """The next report, sleeping on the executor's descriptors as an engine core does."""
-    deadline = time.monotonic() + timeout_s
-    while (report := executor.poll_report()) is None:
-        assert time.monotonic() < deadline, "no report came"
-        _sleep_until_woken(executor, deadline)
-    return report
-
-
-def _sleep_until_woken(executor: RankedExecutor, deadline: float) -> None:
-    import select
-
-    poller = select.poll()
-    for fd in executor.wake_fds:
-        poller.register(fd, select.POLLIN)
-    poller.poll(max(0.0, deadline - time.monotonic()) * 1e3)
-
-
-def names(report: ConnectorReport) -> list[str]:
-    return [settled.request_id for settled in report.settled]
-
-
 @pytest.mark.parametrize("make", TRANSPORTS)
 def test_every_rank_gets_every_step_in_order_and_the_output_rank_alone_answers(
     make: Callable[[EngineConfig, list[str]], RankedExecutor],
@@ -170,16 +148,15 @@ def test_every_rank_gets_every_step_in_order_and_the_output_rank_alone_answers(
         outputs = []
         for step_id, size in enumerate(sizes):
             executor.submit(step(step_id, payload=os.urandom(size)))
-            outputs.append(executor.collect())
+            outputs.append(collect(executor))
         executor.submit(step(len(sizes)))
         executor.submit(step(len(sizes) + 1, "digest"))
-        outputs += [executor.collect(), executor.collect()]
+        outputs += [collect(executor), collect(executor)]
         assert [output.step_id for output in outputs] == list(range(8))
         answering = {output.sampled_token_ids[0] for output in outputs}
         assert len(answering) == 1
         # A report is complete when all ranks name the same request: the digest of all steps.
-        report = outputs[-1].connector_report or wait_report(executor)
-        assert len(report.settled) == 1
+        assert len(wait_report(executor).settled) == 1
 
 
 @pytest.mark.parametrize("make", TRANSPORTS)
@@ -188,18 +165,82 @@ def test_a_fact_is_reported_once_when_the_last_rank_has_it(
 ) -> None:
     with running(make, config(tp=2)) as executor:
         executor.submit(step(0, "report 0 a", "report 1 b"))
-        assert executor.collect().connector_report is None
+        collect(executor)
         time.sleep(0.05)
         assert executor.poll_report() is None
         executor.submit(step(1, "later 1 a", "later 0 b"))
-        assert executor.collect().connector_report is None
+        collect(executor)
         facts = names(wait_report(executor))
         if len(facts) < 2:
             facts += names(wait_report(executor))
         assert sorted(facts) == ["a", "b"]
         executor.submit(step(2))
-        assert executor.collect().connector_report is None
+        collect(executor)
         assert executor.poll_report() is None
+
+
+@pytest.mark.parametrize("make", TRANSPORTS)
+def test_a_post_reaches_every_rank_and_is_reported_while_a_step_runs(
+    make: Callable[[EngineConfig, list[str]], RankedExecutor],
+) -> None:
+    with running(make, config(tp=2)) as executor:
+        executor.submit(step(0, "sleep 0 0.6", "sleep 1 0.6"))
+        time.sleep(0.05)
+        began_s = time.monotonic()
+        executor.post(ConnectorMetadata(b"x"))
+        assert names(wait_report(executor)) == ["x"]
+        assert time.monotonic() - began_s < 0.3
+        assert executor.poll_result() is None, "the step is still under way"
+        collect(executor)
+
+
+@pytest.mark.parametrize("make", TRANSPORTS)
+def test_a_step_runs_once_the_posts_before_it_were_taken(
+    make: Callable[[EngineConfig, list[str]], RankedExecutor],
+) -> None:
+    with running(make, config(tp=2)) as executor:
+        executor.post(ConnectorMetadata(b"sleep 0 0.2"))
+        executor.post(ConnectorMetadata(b"a"))
+        executor.submit(step(0, "posted sleep_0_0.2 a"))
+        collect(executor)
+
+
+def test_posts_that_outgrow_their_ring_pass_by_a_step() -> None:
+    with running(over_rings, config(tp=2)) as executor:
+        executor.submit(step(0, "sleep 0 1", "sleep 1 1"))
+        began_s = time.monotonic()
+        sizes = (1, 1 << 20, 3, 3 << 20)
+        for size in sizes:
+            executor.post(ConnectorMetadata(b"x" * size))
+        reported: list[str] = []
+        while len(reported) < len(sizes):
+            reported += names(wait_report(executor))
+        assert time.monotonic() - began_s < 0.8
+        assert [len(name) for name in reported] == list(sizes)
+        collect(executor)
+
+
+@pytest.mark.parametrize("make", TRANSPORTS)
+@pytest.mark.parametrize(
+    ("script", "story"),
+    [
+        (b"raise 1", r"rank 1 failed: [\s\S]*RuntimeError: the script says so[\s\S]*steps \[0\]"),
+        (b"kill 1", r"rank 1 \(pid \d+ was killed by SIGKILL\).*with steps \[0\] in flight"),
+    ],
+)
+def test_a_rank_that_ends_over_a_post_raises_at_once_with_its_story_while_a_step_runs(
+    make: Callable[[EngineConfig, list[str]], RankedExecutor], script: bytes, story: str
+) -> None:
+    with running(make, config(tp=2)) as executor:
+        executor.submit(step(0, "sleep 0 30", "sleep 1 30"))
+        time.sleep(0.05)
+        executor.post(ConnectorMetadata(script))
+        began_s = time.monotonic()
+        with pytest.raises(RankDiedError, match=story):
+            wait_report(executor)
+        assert time.monotonic() - began_s < SOON_S
+        with pytest.raises(RankDiedError):
+            executor.post(ConnectorMetadata(b"x"))
 
 
 def test_an_answer_does_not_wait_for_what_its_rank_does_after_it() -> None:
@@ -208,8 +249,7 @@ def test_an_answer_does_not_wait_for_what_its_rank_does_after_it() -> None:
         for step_id, script in enumerate((["finish 1 0.4", "finish 0 0.4"], [])):
             began_s = time.monotonic()
             executor.submit(step(step_id, *script))
-            executor.collect()
-            executor.finish_step()
+            collect(executor)
             waited_s.append(time.monotonic() - began_s)
         assert waited_s[0] < 0.3 < waited_s[1]
 
@@ -257,7 +297,7 @@ def test_equal_errors_of_all_ranks_are_told_once() -> None:
     with running(over_rings, config(tp=2)) as executor:
         executor.submit(step(0, "raise 0", "raise 1"))
         with pytest.raises(RankDiedError) as caught:
-            executor.collect()
+            collect(executor)
         assert str(caught.value).startswith("ranks 0, 1 failed: Traceback")
         assert str(caught.value).count("Traceback") == 1
 
@@ -273,7 +313,7 @@ def test_a_rank_killed_in_mid_step_raises_at_once_and_takes_the_others_along(vic
     with running(over_rings, config(tp=2)) as executor:
         assert isinstance(executor, MultiprocessExecutor)
         executor.submit(step(0))
-        executor.collect()
+        collect(executor)
         executor.submit(step(1, "sleep 0 30", "sleep 1 30"))
         executor.submit(step(2))
         time.sleep(0.05)
@@ -281,7 +321,7 @@ def test_a_rank_killed_in_mid_step_raises_at_once_and_takes_the_others_along(vic
         start = time.monotonic()
         story = rf"rank {victim} \(pid \d+ was killed by SIGKILL\).*steps \[1, 2\] in flight"
         with pytest.raises(RankDiedError, match=story):
-            executor.collect()
+            collect(executor)
         assert time.monotonic() - start < SOON_S
         assert _are_gone(executor)
         with pytest.raises(RankDiedError):
@@ -293,11 +333,11 @@ def test_a_rank_killed_while_idle_wakes_the_core_and_raises() -> None:
     with running(over_rings, config(tp=2)) as executor:
         assert isinstance(executor, MultiprocessExecutor)
         executor.submit(step(41))
-        executor.collect()
+        collect(executor)
         assert executor.poll_report() is None
         os.kill(executor.pids[1], signal.SIGKILL)
         start = time.monotonic()
-        _sleep_until_woken(executor, start + 10)
+        sleep_until_woken(executor, start + 10)
         with pytest.raises(RankDiedError, match="no step in flight; the last one was 41"):
             executor.poll_report()
         assert time.monotonic() - start < SOON_S
@@ -319,7 +359,7 @@ def test_the_first_cause_is_told_before_its_echo_on_another_rank() -> None:
         # Rank 0 says that something went wrong; a moment later rank 1 turns out to be dead.
         executor.submit(step(0, "raise 0", "sleep 1 0.03", "kill 1"))
         with pytest.raises(RankDiedError, match=r"^rank 1 \(pid \d+ was killed by SIGKILL"):
-            executor.collect()
+            collect(executor)
 
 
 @pytest.mark.chaos
@@ -335,7 +375,7 @@ def test_a_rank_behind_zmq_that_is_killed_is_noticed_by_its_connection_alone(
         os.kill(processes.pids[1], signal.SIGKILL)
         start = time.monotonic()
         with pytest.raises(RankDiedError, match="rank 1 lost its connection"):
-            executor.collect()
+            collect(executor)
         assert time.monotonic() - start < SOON_S
         monkeypatch.undo()
 
@@ -343,7 +383,7 @@ def test_a_rank_behind_zmq_that_is_killed_is_noticed_by_its_connection_alone(
 def test_closing_kills_a_rank_that_hangs() -> None:
     with running(over_rings, config(tp=2)) as executor:
         executor.submit(step(0, "stuck 1"))
-        executor.collect()
+        collect(executor)
         start = time.monotonic()
         executor.close(0.1)
         assert time.monotonic() - start < 0.1 + 2.0
@@ -353,7 +393,7 @@ def test_closing_kills_a_rank_that_hangs() -> None:
 def test_closing_hears_out_a_rank_that_says_more_than_there_is_room_for() -> None:
     with running(over_rings, config(tp=2)) as executor:
         executor.submit(step(0, "chatter 1"))
-        executor.collect()
+        collect(executor)
         start = time.monotonic()
         executor.close(10.0)
         assert time.monotonic() - start < 5.0
@@ -368,12 +408,6 @@ def test_closing_kills_a_rank_that_never_comes_back_from_a_step() -> None:
 
 def test_closing_before_the_start_leaves_nothing() -> None:
     over_rings(config(tp=2), []).close(1.0)
-
-
-def test_collecting_without_a_step_is_refused_instead_of_waiting_for_ever() -> None:
-    with running(over_rings, config()) as executor:
-        with pytest.raises(InternalError, match="no step"):
-            executor.collect()
 
 
 @pytest.mark.parametrize("index", [0, 1])

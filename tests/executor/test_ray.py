@@ -19,6 +19,7 @@ from pdserve.executor.ray import RayExecutor
 from pdserve.parallel.seat import CoreSeat
 from pdserve.wire.ids import EngineId, Incarnation
 from pdserve.wire.step import KnownRequests, SchedulerOutput
+from tests.executor.driving import collect
 from tests.executor.scripted_worker import PATH
 from tests.ray_cluster import ray_cluster
 
@@ -70,8 +71,8 @@ def test_ranks_lie_on_two_nodes_and_answer_steps_in_order() -> None:
         for step_id in range(0, 20, 2):
             ranks.submit(step(step_id))
             ranks.submit(step(step_id + 1))
-            assert ranks.collect().step_id == step_id
-            assert ranks.collect().step_id == step_id + 1
+            assert collect(ranks).step_id == step_id
+            assert collect(ranks).step_id == step_id + 1
         pids = [place.pid for place in ranks.places]
     finally:
         ranks.close(1.0)

@@ -165,12 +165,12 @@ def test_a_full_pool_drains_the_pipeline_and_preempts(budget: int) -> None:
     pipeline = Pipeline(3, num_blocks=10, max_num_batched_tokens=budget)
     prompts = {f"r{index}": [index % 3] * 20 for index in range(4)}
     for name, prompt in prompts.items():
-        pipeline.add(name, 20, prompt)
+        pipeline.add(name, 30, prompt)
     pipeline.scheduler.kv.enable_prefix_caching = False
     pipeline.run()
     assert pipeline.scheduler.stats().num_preemptions > 0
     assert pipeline.outputs == {
-        name: expected_output(prompt, sampling(20, ignore_eos=True))
+        name: expected_output(prompt, sampling(30, ignore_eos=True))
         for name, prompt in prompts.items()
     }
 

@@ -13,7 +13,7 @@ from pdserve.scheduler.refusal import refusal_of
 from pdserve.wire.ids import EngineId, Incarnation, RequestId
 from pdserve.wire.outputs import TokenLogprobs
 from pdserve.wire.request import FinishReason, GenerateRequest
-from pdserve.wire.transfer import Endpoint, KVHandoff
+from pdserve.wire.transfer import Endpoint, KVHandoff, KVShape
 from tests.stateful.toy import EOS, VOCAB, expected_output, sampling
 from tests.stateful.toy_engine import ToyEngine
 
@@ -26,7 +26,16 @@ HANDOFF = KVHandoff(
     endpoints=[Endpoint(host="memory", port=1)],
     block_ids=[],
     num_tokens=2,
-    block_size=8,
+    shape=KVShape(
+        num_blocks=8,
+        num_layers=1,
+        num_planes=2,
+        num_kv_heads=1,
+        head_dim=1,
+        dtype_bytes=8,
+        block_size=8,
+        stages=((0, 1),),
+    ),
     layout_digest="toy",
     lease_s=30.0,
     prompt_digest="",

@@ -1,6 +1,7 @@
 """A prefill and a decode engine under random loads, aborts, restarts and expiring leases.
 
-The toy worker reads every KV value it depends on, so a stale, freed, reused or half
+Some requests are pulled, others pushed; the machine is the proxy, and takes the rungs that are a
+proxy's. The toy worker reads every KV value it depends on, so a stale, freed, reused or half
 loaded block fails the run at the step that reads it.
 """
 
@@ -10,7 +11,7 @@ from collections import Counter
 from typing import TYPE_CHECKING, ClassVar
 
 import pytest
-from hypothesis import settings
+from hypothesis import seed, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
     RuleBasedStateMachine,
@@ -24,6 +25,7 @@ from pdserve.connectors.memory.exchange import Exchange
 from pdserve.observe.clock import ManualClock
 from pdserve.wire.ids import RequestId
 from pdserve.wire.request import EngineOutput, FinishReason, GenerateRequest
+from pdserve.wire.transfer import PushTicket
 from tests.stateful.toy import expected_output, sampling
 from tests.stateful.toy_engine import ToyEngine
 
@@ -31,6 +33,9 @@ if TYPE_CHECKING:
     from pdserve.wire.sampling import SamplingParams
 
 LEASE_S = 30.0
+MAX_MODEL_LEN = 48
+# Each push takes a few, and a D with six blocks takes them one by one.
+MAX_ROUNDS_OF_TEARDOWN = 400
 
 
 class Life:
@@ -40,6 +45,8 @@ class Life:
         self, prompt: list[int], params: SamplingParams, *, is_eager: bool = False
     ) -> None:
         self.is_eager = is_eager
+        self.is_pushed = False
+        self.pushed: Life | None = None
         self.prompt = prompt
         self.params = params
         self.expected = expected_output(prompt, params)
@@ -67,7 +74,7 @@ class PairMachine(RuleBasedStateMachine):
         super().__init__()
         self.clock = ManualClock()
         self.exchange = self.new_exchange()
-        self.prefill = self._engine("p")
+        self.prefill = self._engine("p", max_num_batched_tokens=8)
         self.decode = self._engine("d", num_blocks=6)
         self.lives: list[Life] = []
         self.by_prefill: dict[RequestId, Life] = {}
@@ -86,25 +93,47 @@ class PairMachine(RuleBasedStateMachine):
     @rule(
         prefix=st.sampled_from([[1] * 8, [2] * 8, [1] * 16, [2] * 24]),
         tail=st.lists(st.integers(0, 2), min_size=0, max_size=9),
-        max_tokens=st.integers(1, 12),
-        seed=st.integers(0, 1),
+        max_tokens=st.integers(1, 24),
+        sampling_seed=st.integers(0, 1),
+        ignore_eos=st.booleans(),
         is_eager=st.sampled_from([True, True, False]),
+        is_pushed=st.booleans(),
+        has_deadline=st.sampled_from([False, False, False, True]),
     )
     def arrive(
-        self, prefix: list[int], tail: list[int], max_tokens: int, seed: int, is_eager: bool
+        self,
+        prefix: list[int],
+        tail: list[int],
+        max_tokens: int,
+        sampling_seed: int,
+        ignore_eos: bool,
+        is_eager: bool,
+        is_pushed: bool,
+        has_deadline: bool,
     ) -> None:
-        """An eager life goes on to D as soon as its handoff is there."""
-        life = Life(prefix + tail, sampling(max_tokens, seed=seed), is_eager=is_eager)
+        """An eager life goes on to D as soon as its handoff is there; a pushed one is there."""
+        prompt = prefix + tail
+        num_left = MAX_MODEL_LEN - len(prompt)
+        params = sampling(min(max_tokens, num_left), seed=sampling_seed, ignore_eos=ignore_eos)
+        life = Life(prompt, params, is_eager=is_eager)
         life.prefill_id = self._new_id()
         self.lives.append(life)
         self.by_prefill[life.prefill_id] = life
+        ticket = None
+        if is_pushed:
+            ticket = PushTicket(
+                nonce=f"push-{life.prefill_id}", prefill=self.prefill.ref, decode=self.decode.ref
+            ).signed(b"")
+            life.pushed = self._start_decode(life, ticket=ticket)
         self.prefill.scheduler.add(
             GenerateRequest(
                 request_id=life.prefill_id,
                 prompt_token_ids=life.prompt,
                 sampling=life.params,
                 arrival_s=self.clock.wall_s(),
+                deadline_s=self.clock.wall_s() + 10.0 if has_deadline else None,
                 remote_decode=True,
+                ticket=ticket,
             )
         )
 
@@ -131,11 +160,12 @@ class PairMachine(RuleBasedStateMachine):
         """Also twice for the same handoff: a retry whose first attempt goes on."""
         self._start_decode(data.draw(st.sampled_from(self._handed_off())))
 
-    def _start_decode(self, life: Life) -> None:
+    def _start_decode(self, life: Life, *, ticket: PushTicket | None = None) -> Life:
         copy = Life(life.prompt, life.params)
+        copy.is_pushed = ticket is not None
         copy.decode_id = life.decode_id = self._new_id()
         self.lives.append(copy)
-        life.is_over = True
+        life.is_over = ticket is None
         self.by_decode[copy.decode_id] = copy
         self.decode.scheduler.add(
             GenerateRequest(
@@ -143,9 +173,11 @@ class PairMachine(RuleBasedStateMachine):
                 prompt_token_ids=life.prompt,
                 sampling=life.params,
                 arrival_s=self.clock.wall_s(),
-                handoff=life.handoff,
+                handoff=life.handoff if ticket is None else None,
+                ticket=ticket,
             )
         )
+        return copy
 
     @precondition(lambda self: self._handed_off())
     @rule(data=st.data())
@@ -160,15 +192,17 @@ class PairMachine(RuleBasedStateMachine):
         request_id = data.draw(st.sampled_from(sorted(self.by_prefill)))
         self.by_prefill.pop(request_id).is_over = True
         self.prefill.scheduler.abort([request_id])
+        if self.prefill.scheduler.stats().blocks["quarantined"]:
+            self.reached["left while it was pushed"] += 1
 
     @precondition(lambda self: self.by_decode)
     @rule(data=st.data())
     def client_leaves_decode(self, data: st.DataObject) -> None:
         request_id = data.draw(st.sampled_from(sorted(self.by_decode)))
         self.by_decode.pop(request_id).is_over = True
-        if self.decode.scheduler.stats().num_receiving:
-            self.reached["left while KV was on its way"] += 1
         self.decode.scheduler.abort([request_id])
+        if self.decode.scheduler.stats().blocks["quarantined"]:
+            self.reached["left while KV was on its way"] += 1
 
     @precondition(lambda self: self.num_ids >= 6)
     @rule()
@@ -178,7 +212,7 @@ class PairMachine(RuleBasedStateMachine):
         for life in self.by_prefill.values():
             life.is_over = True
         self.by_prefill.clear()
-        self.prefill = self._engine("p")
+        self.prefill = self._engine("p", max_num_batched_tokens=8)
 
     @rule()
     def forget_prefixes(self) -> None:
@@ -208,11 +242,15 @@ class PairMachine(RuleBasedStateMachine):
             if output.finish_reason is FinishReason.HANDOFF:
                 life.handoff = output.handoff
                 assert life.handoff is not None
-                if life.is_eager:
+                if life.pushed is None and life.is_eager:
                     self._start_decode(life)
+                elif life.pushed is not None and life.pushed.is_over and not life.pushed.out:
+                    self._start_decode(life)  # the push has failed, what it was of has not
             if output.finish_reason is not None:
                 life.is_over = life.handoff is None
-                if life.is_over:
+                if output.finish_reason is FinishReason.ABORT:
+                    self.reached["late"] += 1
+                elif life.is_over:
                     assert life.out == life.expected
                 del self.by_prefill[output.request_id]
 
@@ -221,7 +259,14 @@ class PairMachine(RuleBasedStateMachine):
             life = self.by_decode.get(output.request_id)
             if life is None:
                 continue
-            assert output.finish_reason is not FinishReason.ERROR, output.error
+            if output.finish_reason is FinishReason.ERROR:
+                assert life.is_pushed, output.error
+                assert output.error_code == "kv_transfer_failed", output.error
+                assert not life.out
+                self.reached["failed pushes"] += 1
+                life.is_over = True
+                del self.by_decode[output.request_id]
+                continue
             life.out += output.new_token_ids
             assert life.out == life.expected[: len(life.out)]
             if output.finish_reason is not None:
@@ -230,19 +275,22 @@ class PairMachine(RuleBasedStateMachine):
                 del self.by_decode[output.request_id]
 
     def teardown(self) -> None:
-        for _ in range(40):
+        engines = self.prefill.scheduler, self.decode.scheduler
+        for _ in range(MAX_ROUNDS_OF_TEARDOWN):
             self._take_prefill(self.prefill.settle())
             self._take_decode(self.decode.settle())
+            # Handoffs nobody took are still leased until their lives end by themselves.
+            if all(scheduler.is_idle for scheduler in engines):
+                break
             self.clock.advance(LEASE_S / 5)
-        # Handoffs nobody took are still leased until their lives end by themselves.
         assert not self.by_prefill, "a prefill never ended"
         assert not self.by_decode, "a decode never ended"
         self.prefill.scheduler.assert_nothing_held()
         self.decode.scheduler.assert_nothing_held()
         stats = self.decode.scheduler.stats()
-        self.reached["received"] += stats.external_kv_tokens > 0
+        self.reached["pulled"] += stats.kv_loads["pull"] > 0
+        self.reached["pushed"] += stats.kv_loads["push"] > 0
         self.reached["failed loads"] += sum(stats.kv_load_failures.values()) > 0
-        self.reached["preempted"] += stats.num_preemptions > 0
         self.reached["expired"] += self.prefill.scheduler.stats().lease_ends["expired"] > 0
         self.prefill.close()
         self.decode.close()
@@ -255,29 +303,34 @@ class PipelinePairMachine(PairMachine):
     num_stages = 2
 
 
-ALL_SITUATIONS = (
-    "received",
+SITUATIONS = (
+    "pulled",
+    "pushed",
     "failed loads",
+    "failed pushes",
     "left while KV was on its way",
-    "preempted",
+    "left while it was pushed",
     "expired",
+    "late",
 )
+MAX_ROUNDS = 10
 
 
 @pytest.mark.parametrize(
     ("machine", "max_examples", "wanted"),
-    [
-        (PairMachine, 250, ALL_SITUATIONS),
-        (PipelinePairMachine, 120, ("received", "failed loads", "expired")),
-    ],
+    [(PairMachine, 80, SITUATIONS), (PipelinePairMachine, 60, SITUATIONS)],
 )
 def test_a_pair_of_engines_gives_only_right_tokens_and_keeps_no_block(
     machine: type[PairMachine], max_examples: int, wanted: tuple[str, ...]
 ) -> None:
     machine.reached.clear()
-    run_state_machine_as_test(
-        machine,
-        settings=settings(max_examples=max_examples, stateful_step_count=40, deadline=None),
-    )
-    # A machine that never gets there would prove nothing.
-    assert all(machine.reached[name] for name in wanted), machine.reached
+    for number in range(MAX_ROUNDS):
+        # Each of another seed: under a profile that derandomizes, they would be the same.
+        run_state_machine_as_test(
+            seed(number)(machine) if number else machine,
+            settings=settings(max_examples=max_examples, stateful_step_count=40, deadline=None),
+        )
+        # A machine that never gets there would prove nothing.
+        if all(machine.reached[name] for name in wanted):
+            return
+    raise AssertionError(f"never reached: {[n for n in wanted if not machine.reached[n]]}")

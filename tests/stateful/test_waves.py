@@ -29,14 +29,10 @@ from tests.stateful.toy import VOCAB, ToyWorker, expected_output, sampling
 if TYPE_CHECKING:
     from pdserve.engine.coordinator import ToCores
     from pdserve.wire.step import ModelRunnerOutput, SchedulerOutput, WaveStep
-    from pdserve.wire.transfer import ConnectorReport
+    from pdserve.wire.transfer import ConnectorMetadata, ConnectorReport
 
 MAX_MODEL_LEN = 32
 NUM_BLOCKS = 7
-
-
-class MustWaitError(Exception):
-    """A step's answer is not there yet: not every core has submitted it."""
 
 
 class World:
@@ -45,10 +41,13 @@ class World:
     def __init__(self, num_cores: int) -> None:
         self.submitted: list[list[WaveStep]] = [[] for _ in range(num_cores)]
 
-    def is_over(self, index: int) -> bool:
-        """Whether no core was unfinished in the `index`-th step of the waves."""
+    def is_over(self, index: int) -> bool | None:
+        """Whether no core was unfinished in the `index`-th step of the waves.
+
+        None: it has no answer yet, for not every core has submitted it.
+        """
         if any(len(steps) <= index for steps in self.submitted):
-            raise MustWaitError
+            return None
         step = [steps[index] for steps in self.submitted]
         assert len({part.wave for part in step}) == 1, f"cores are in different waves: {step}"
         return not any(part.is_unfinished for part in step)
@@ -74,6 +73,8 @@ class ToyExecutor:
                 layout=self._worker.layout,
                 layout_digest="toy",
                 layout_fields={},
+                shape=self._worker.layout.shape_of_one_rank(),
+                can_push=False,
                 endpoint=None,
                 max_model_len=MAX_MODEL_LEN,
                 architecture="toy",
@@ -93,11 +94,18 @@ class ToyExecutor:
         if step.wave is not None:
             self._world.submitted[self._core].append(step.wave)
 
-    def collect(self) -> ModelRunnerOutput:
+    def post(self, metadata: ConnectorMetadata) -> None:
+        raise AssertionError("there is no connector")
+
+    def poll_result(self) -> ModelRunnerOutput | None:
+        if not self._in_flight:
+            return None
         step = self._in_flight[0]
-        is_over = False
+        is_over: bool | None = False
         if step.wave is not None:
             is_over = self._world.is_over(self._num_collected)
+            if is_over is None:
+                return None
             self._num_collected += 1
         self._in_flight.popleft()
         output = self._worker.execute(step)
@@ -134,36 +142,28 @@ class Core:
         self.orders: deque[ToCores] = deque()
         self.num_delivered = 0
         self.is_active = True
-        self.is_waiting = False
+        self.has_input = False
         self.out: dict[RequestId, list[int]] = {}
         self.over: set[RequestId] = set()
 
     def turn(self) -> None:
-        """Once around the loop of its process, which hears nothing while it waits for a step."""
-        if not self.is_waiting:
-            self._hear()
-        try:
-            outputs, self.is_active = self.engine.step()
-        except MustWaitError:
-            self.is_waiting = True
-            return
-        self.is_waiting = False
-        for output in outputs:
-            self.out.setdefault(output.request_id, []).extend(output.new_token_ids)
-            if output.finish_reason is not None:
-                self.over.add(output.request_id)
-
-    def _hear(self) -> None:
+        """Once around the loop of its process."""
         while self.num_delivered:
             order = self.orders.popleft()
             self.num_delivered -= 1
             assert isinstance(order, StartWave)
             self.waves.start(order.wave)
-        if not self.is_active:
+        if self.has_input or not self.is_active:
             self.waves.news()
+        self.has_input = False
+        outputs, self.is_active = self.engine.step()
         wave = self.waves.wish()
         if wave is not None:
             self.wishes.append(Wish(self.index, wave))
+        for output in outputs:
+            self.out.setdefault(output.request_id, []).extend(output.new_token_ids)
+            if output.finish_reason is not None:
+                self.over.add(output.request_id)
 
 
 class Simulation:

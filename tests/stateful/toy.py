@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 from typing import TYPE_CHECKING
 
+import msgspec
 import torch
 
 from pdserve.connectors.base import KVLayout
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 
     from pdserve.connectors.base import KVConnectorWorker
     from pdserve.wire.ids import RequestId
+    from pdserve.wire.transfer import KVShape
 
 NUM_LAYERS = 2
 VOCAB = 7
@@ -64,6 +66,15 @@ def toy_layout(num_blocks: int, block_size: int) -> KVLayout:
         head_dim=1,
         dtype="int64",
         dtype_bytes=8,
+    )
+
+
+def toy_shape(num_blocks: int, block_size: int, num_ranks: int = 1) -> KVShape:
+    """How a toy engine's KV lies on its ranks: each writes `NUM_LAYERS` layers of its own."""
+    return msgspec.structs.replace(
+        toy_layout(num_blocks, block_size).shape_of_one_rank(),
+        num_layers=NUM_LAYERS * num_ranks,
+        stages=tuple((NUM_LAYERS * rank, NUM_LAYERS * (rank + 1)) for rank in range(num_ranks)),
     )
 
 

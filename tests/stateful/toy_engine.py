@@ -16,16 +16,20 @@ from pdserve.connectors.memory import MemoryFactory
 from pdserve.connectors.quorum import Quorum
 from pdserve.scheduler.scheduler import Scheduler
 from pdserve.wire.ids import EngineId, Incarnation
-from tests.stateful.toy import VOCAB, ToyWorker, toy_layout
+from pdserve.wire.transfer import EngineRef
+from tests.stateful.toy import VOCAB, ToyWorker, toy_layout, toy_shape
 
 if TYPE_CHECKING:
     from pdserve.connectors.memory.exchange import Exchange
     from pdserve.observe.clock import ManualClock
     from pdserve.wire.request import EngineOutput
-    from pdserve.wire.step import SchedulerOutput
+    from pdserve.wire.step import ModelRunnerOutput, SchedulerOutput
     from pdserve.wire.transfer import ConnectorReport
 
 _lives = itertools.count()
+
+# A load is on the wire for three, and one that fails may be tried once more.
+_QUIET_POLLS = 8
 
 
 class ToyEngine:
@@ -39,6 +43,7 @@ class ToyEngine:
 
     Attributes:
         late: Ranks whose connector halves neither move nor report anything meanwhile.
+        ref: How tickets name this engine.
         reports: What came of the ranks' reports, in order.
     """
 
@@ -75,6 +80,7 @@ class ToyEngine:
                 layout=layout,
                 layout_digest="toy",
                 layout_fields={"schema": "1"},
+                shape=toy_shape(num_blocks, block_size, num_ranks),
                 rank=rank,
                 num_ranks=num_ranks,
             )
@@ -90,6 +96,12 @@ class ToyEngine:
             for rank, connector in enumerate(self.connectors)
         ]
         endpoints = [half.endpoint for half in self.connectors if half.endpoint is not None]
+        self.ref = EngineRef(
+            engine_id=contexts[0].engine_id,
+            incarnation=contexts[0].incarnation,
+            endpoints=tuple(endpoints),
+            shape=contexts[0].shape,
+        )
         self.quorum = Quorum(num_ranks)
         self.late: set[int] = set()
         self.reports: list[ConnectorReport] = []
@@ -110,9 +122,6 @@ class ToyEngine:
         step = self.scheduler.schedule()
         if step is None:
             return False
-        if step.connector_metadata is not None:
-            for connector in self.connectors:
-                connector.start_load_kv(step.connector_metadata)
         self.in_flight.append((step, self._move_kv()))
         return True
 
@@ -122,14 +131,27 @@ class ToyEngine:
             reports = self._move_kv()
         else:
             step, reports = self.in_flight.popleft()
-            output, *others = [worker.execute(step) for worker in self.workers]
+            output, *others = [self._execute(rank, step) for rank in range(len(self.workers))]
             assert all(other == output for other in others), "ranks differ"
             self.scheduler.update(output)
         for report in reports:
             self.scheduler.apply_report(report)
 
+    def _execute(self, rank: int, step: SchedulerOutput) -> ModelRunnerOutput:
+        connector = self.connectors[rank]
+        if step.connector_metadata is not None:
+            connector.start_load_kv(step.connector_metadata)
+        output = self.workers[rank].execute(step)
+        if step.num_scheduled_tokens:
+            connector.wait_for_save()
+        return output
+
     def _move_kv(self) -> list[ConnectorReport]:
         """Let KV move, at once: transfers wait for no step. Return what all ranks have seen."""
+        instructions = self.scheduler.take_instructions()
+        if instructions is not None:
+            for connector in self.connectors:
+                connector.post(instructions)
         reports = [
             self.quorum.add(rank, connector.get_finished())
             for rank, connector in enumerate(self.connectors)
@@ -149,7 +171,7 @@ class ToyEngine:
         """Step until nothing moves any more, loads on the wire included."""
         outputs: list[EngineOutput] = []
         num_quiet = 0
-        while num_quiet < 5:
+        while num_quiet < _QUIET_POLLS:
             moved = self.submit() if len(self.in_flight) < self.depth else False
             moved = moved or bool(self.in_flight)
             self.collect()

@@ -69,20 +69,27 @@ def test_all_ranks_have_the_layout_digest_of_the_whole_engine(directory: Path) -
     assert all(info.layout_fields == found[0].layout_fields for info in found)
     fields = found[0].layout_fields
     assert (fields["num_layers"], fields["num_kv_heads"], fields["num_planes"]) == ("3", "2", "2")
-    assert (fields["tensor_parallel_size"], fields["pipeline_stages"]) == ("2", "0-0,1-2")
+    assert all(info.shape == found[0].shape for info in found)
+    assert (found[0].shape.tp_size, found[0].shape.stages) == (2, ((0, 1), (1, 3)))
+    assert (found[0].shape.num_layers, found[0].shape.num_kv_heads) == (3, 2)
 
 
-def test_engines_whose_ranks_hold_other_parts_have_other_digests(directory: Path) -> None:
+def test_engines_that_share_their_kv_out_otherwise_have_the_same_digest(directory: Path) -> None:
     pp2 = MeshShape(pp=2)
-    digests = {
-        infos(shape, config)[0].layout_digest
+    found = [
+        infos(shape, config)[0]
         for shape, config in (
             (MeshShape(tp=2), config_of(directory, MeshShape(tp=2))),
             (pp2, config_of(directory, pp2, pipeline_layers=(1, 2))),
             (pp2, config_of(directory, pp2, pipeline_layers=(2, 1))),
         )
-    }
-    assert len(digests) == 3
+    ]
+    assert len({info.layout_digest for info in found}) == 1
+    assert [(info.shape.tp_size, info.shape.stages) for info in found] == [
+        (2, ((0, 3),)),
+        (1, ((0, 1), (1, 3))),
+        (1, ((0, 2), (2, 3))),
+    ]
 
 
 # ---- memory --------------------------------------------------------------------------

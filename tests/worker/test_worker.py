@@ -19,7 +19,7 @@ from pdserve.connectors.base import Capabilities, KVConnectorWorker
 from pdserve.errors import ConfigError, InternalError
 from pdserve.parallel.seat import Seat
 from pdserve.wire.ids import EngineId, Incarnation, RequestId
-from pdserve.wire.step import KnownRequests, SchedulerOutput
+from pdserve.wire.step import KnownRequests, ModelRunnerOutput, SchedulerOutput
 from pdserve.wire.transfer import ConnectorMetadata, ConnectorReport, Endpoint, LeaseEnd, Settled
 from pdserve.worker.kv_memory import Offer, layout_of_block, require_one_request, supply
 from pdserve.worker.worker import Worker
@@ -55,6 +55,9 @@ class RecordingConnector(KVConnectorWorker):
     @property
     def endpoint(self) -> Endpoint:
         return Endpoint(host="127.0.0.1", port=4321)
+
+    def post(self, metadata: ConnectorMetadata) -> None:
+        self.calls.append(f"post {metadata.payload.decode()}")
 
     def start_load_kv(self, metadata: ConnectorMetadata) -> None:
         self.calls.append(f"load {metadata.payload.decode()}")
@@ -110,10 +113,29 @@ def test_a_step_calls_the_connector_around_the_forward(
     driver = make_driver()
     assert driver.info.endpoint == connector.endpoint
     driver.add("r", [1, 2, 3])
-    connector.report = SETTLED
-    assert driver.step({"r": 3}).connector_report == SETTLED
-    assert driver.step({"r": 1}).connector_report is None
-    assert connector.calls == ["register", *["saved", "finished"] * 2]
+    driver.step({"r": 3})
+    driver.step({"r": 1})
+    assert connector.calls == ["register", "saved", "saved"]
+
+
+def test_what_belongs_to_a_step_is_told_before_the_forward(
+    make_driver: Callable[..., Driver],
+    install: Callable[..., RecordingConnector],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    connector = install()
+    driver = make_driver()
+    runner = driver.worker._runner
+    assert runner is not None
+    execute = runner.execute
+
+    def spy(step: SchedulerOutput) -> ModelRunnerOutput:
+        connector.calls.append("forward")
+        return execute(step)
+
+    monkeypatch.setattr(runner, "execute", spy)
+    driver.worker.execute(empty_step(b"abc"))
+    assert connector.calls == ["register", "load abc", "forward"]
 
 
 def test_a_layerwise_connector_is_called_around_each_layer(
@@ -124,19 +146,20 @@ def test_a_layerwise_connector_is_called_around_each_layer(
     driver.add("r", [1, 2, 3])
     driver.step({"r": 3})
     layers = ["wait 0", "save 0", "wait 1", "save 1"]
-    assert connector.calls == ["register", *layers, "saved", "finished"]
+    assert connector.calls == ["register", *layers, "saved"]
 
 
-def test_a_step_without_tokens_only_talks_to_the_connector(
+def test_posts_and_reports_pass_by_the_steps(
     make_driver: Callable[..., Driver], install: Callable[..., RecordingConnector]
 ) -> None:
     connector = install()
     driver = make_driver()
     connector.report = SETTLED
-    output = driver.worker.execute(empty_step(b"abc"))
-    assert (output.step_id, output.request_ids, output.connector_report) == (7, [], SETTLED)
+    driver.worker.post(ConnectorMetadata(b"abc"))
+    driver.worker.execute(empty_step())
+    assert driver.worker.poll() == SETTLED
     assert not driver.worker.poll()
-    assert connector.calls == ["register", "load abc", "finished", "finished"]
+    assert connector.calls == ["register", "post abc", "finished", "finished"]
 
 
 def test_closing_twice_closes_the_connector_once_and_ends_the_worker(
@@ -176,14 +199,11 @@ def test_the_context_carries_the_digest_of_what_peers_must_share(
         same.layout_digest,
         make_driver(seed=1).info.layout_digest,
         make_driver(dtype="bfloat16").info.layout_digest,
-        make_driver(
-            cache=CacheConfig(num_gpu_blocks_override=64, block_size=32)
-        ).info.layout_digest,
         make_driver(arch={"rope_theta": 5e5}).info.layout_digest,
     }
-    assert len(digests) == 5
-    other_size = make_driver(cache=CacheConfig(num_gpu_blocks_override=64)).info
-    assert other_size.layout_digest == same.layout_digest
+    assert len(digests) == 4
+    other_sizes = make_driver(cache=CacheConfig(num_gpu_blocks_override=64, block_size=32)).info
+    assert other_sizes.layout_digest == same.layout_digest
 
 
 def test_cuda_that_is_not_there_is_a_configuration_error(tmp_path: Path) -> None:

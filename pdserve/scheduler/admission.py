@@ -1,0 +1,152 @@
+"""Who of the waiting requests starts now: one after the other, while budget, seats and blocks last.
+
+Asks the connector of each what comes from elsewhere, gives it its blocks, and moves it: into the
+batch, or to where its blocks are filled. Knows no steps.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from pdserve.errors import InternalError
+from pdserve.kvcache.lease import Hold
+from pdserve.scheduler.plan import plan_admission
+from pdserve.scheduler.request import State
+
+if TYPE_CHECKING:
+    from pdserve.config.schema import SchedulerConfig
+    from pdserve.connectors.base import KVConnectorScheduler
+    from pdserve.kvcache.manager import KVCacheManager, PrefixHit
+    from pdserve.scheduler.counts import Counts
+    from pdserve.scheduler.ladder import Ladder
+    from pdserve.scheduler.prefixes import Prefixes
+    from pdserve.scheduler.request import Request
+    from pdserve.scheduler.roster import Roster
+    from pdserve.wire.ids import RequestId
+
+
+class Admitter:
+    """Takes from the head of the queue of `roster`."""
+
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        *,
+        kv: KVCacheManager,
+        prefixes: Prefixes,
+        roster: Roster,
+        connector: KVConnectorScheduler,
+        ladder: Ladder,
+        counts: Counts,
+    ) -> None:
+        self._config = config
+        self._kv = kv
+        self._prefixes = prefixes
+        self._roster = roster
+        self._connector = connector
+        self._ladder = ladder
+        self._counts = counts
+        self._min_reserved_blocks = kv.pool.num_blocks // 100
+
+    def admit(self, now_s: float, budget: int) -> dict[RequestId, int]:
+        """Start waiting requests.
+
+        Args:
+            budget: Tokens that they may compute in the step that is being built. Loads cost none.
+
+        Returns:
+            The tokens that those which run now compute in it.
+        """
+        scheduled: dict[RequestId, int] = {}
+        roster, waiting = self._roster, self._roster.waiting
+        asked_to_wait: list[Request] = []
+        while roster.num_seats < self._config.max_num_seqs:
+            request = waiting.peek()
+            if request is None:
+                break
+            hit = self._prefixes.match(request)
+            match = self._connector.get_num_new_matched_tokens(request, hit.num_tokens)
+            if match is None and request.is_pushed_away:
+                waiting.stand_aside(request)
+                request.times.wait_for_peer(now_s)
+                request.note(now_s, "waits for D to register its blocks")
+                continue
+            if match is None:
+                waiting.remove(request)
+                asked_to_wait.append(request)
+                continue
+            is_load = match.num_tokens > 0 and match.is_async
+            if request.is_pushed_here and not is_load and not request.output_token_ids:
+                raise InternalError(f"no peer is to write its blocks\n{request.story()}")
+            # What a peer writes, or is written from, is not moved to make it grow: its first
+            # token has its block from the start, too.
+            is_pinned = request.is_pushed_away and self._connector.holds_blocks(request)
+            num_to_hold = request.num_tokens + (is_pinned or request.is_pushed_here)
+            computed = hit.num_tokens + match.num_tokens
+            admission = plan_admission(
+                num_tokens=num_to_hold,
+                num_computed=computed,
+                num_hit_blocks=len(hit.blocks),
+                num_hit_free=hit.num_free,
+                token_budget=num_to_hold if is_load else budget,
+                num_free_blocks=self._kv.pool.num_free,
+                num_reserved_blocks=self._num_reserved_blocks(),
+                block_size=self._kv.block_size,
+                may_split=self._config.enable_chunked_prefill,
+            )
+            if admission is None or admission.num_tokens == 0:
+                break
+            if is_load:
+                self._start_load(request, hit, match.num_tokens, num_to_hold, now_s)
+                continue
+            num_tokens = min(admission.num_tokens, request.num_tokens - computed)
+            self._start(
+                request,
+                hit,
+                match.num_tokens,
+                num_to_hold if is_pinned else computed + num_tokens,
+                now_s,
+            )
+            scheduled[request.request_id] = num_tokens
+            budget -= num_tokens
+        for request in asked_to_wait:
+            waiting.push(request)
+        return scheduled
+
+    def _num_reserved_blocks(self) -> int:
+        """Blocks that stay free: whoever runs, or will once its KV is here, may need one soon."""
+        num_growing = self._roster.num_seats
+        return max(self._min_reserved_blocks, num_growing) if num_growing else 0
+
+    def _start(
+        self, request: Request, hit: PrefixHit, num_external: int, num_to_hold: int, now_s: float
+    ) -> None:
+        request.holding = self._kv.open(hit, num_to_hold)
+        request.num_computed_tokens = hit.num_tokens + num_external
+        blocks = request.holding.blocks
+        if request.is_pushed_away:
+            self._connector.update_state_after_alloc(
+                request, blocks, num_external, generations=self._kv.pool.generations_of(blocks)
+            )
+        else:
+            self._connector.update_state_after_alloc(request, blocks, num_external)
+        self._counts.prompt(request, num_hit=hit.num_tokens, num_external=num_external)
+        num_missing = max(0, len(request.prompt_token_ids) - hit.num_tokens - num_external)
+        self._counts.recompute_tokens += self._ladder.start(request, num_missing)
+        request.times.start(now_s)
+        why = f"{hit.num_tokens} tokens from the prefix cache"
+        self._roster.move(request, State.RUNNING, now_s, why)
+
+    def _start_load(
+        self, request: Request, hit: PrefixHit, num_external: int, num_to_hold: int, now_s: float
+    ) -> None:
+        request.holding = self._kv.open(hit, num_to_hold)
+        request.num_computed_tokens = hit.num_tokens + num_external
+        request.num_cached_tokens = hit.num_tokens
+        request.num_external_tokens = num_external
+        self._connector.update_state_after_alloc(request, request.holding.blocks, num_external)
+        request.times.start(now_s)
+        request.holding.become(Hold.RECEIVING)
+        how = "is written" if request.is_pushed_here else "loads"
+        why = f"{how} {num_external} tokens behind {hit.num_tokens}"
+        self._roster.move(request, State.RECEIVING, now_s, why)

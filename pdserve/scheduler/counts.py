@@ -1,0 +1,82 @@
+"""What a scheduler counts. Counters only grow, and each label is there from the start."""
+
+from __future__ import annotations
+
+import enum
+from collections import Counter
+from typing import TYPE_CHECKING
+
+from pdserve.wire.transfer import KVMode, LeaseEnd, LoadFailure
+
+if TYPE_CHECKING:
+    from pdserve.scheduler.request import Request
+    from pdserve.wire.transfer import Received
+
+
+class Rung(enum.Enum):
+    """What is done about a load that failed, or instead of one that cannot be: the ladder.
+
+    RETRY: once more from the same engine. RECOMPUTE: the prompt is computed here, within the
+    budget. REPORT: whoever sent the request is told, and has other ways. SHED: over budget.
+    """
+
+    RETRY = "retry"
+    RECOMPUTE = "recompute"
+    REPORT = "report"
+    SHED = "shed"
+
+
+class Counts:
+    """Of one scheduler; see `EngineStats` for what each means."""
+
+    def __init__(self) -> None:
+        self.preemptions = 0
+        self.generation_tokens = 0
+        self.prompt_tokens = 0
+        self.local_compute_tokens = 0
+        self.local_cache_hit_tokens = 0
+        self.external_kv_tokens = 0
+        self.kv_bytes = 0
+        self.kv_descriptors = 0
+        self.recompute_tokens = 0
+        self.forward_s = 0.0
+        self.load_failures = Counter({each.value: 0 for each in LoadFailure})
+        self.lease_ends = Counter({each.value: 0 for each in LeaseEnd})
+        self.loads = Counter({each.value: 0 for each in KVMode})
+        self.ladder = Counter({each.value: 0 for each in Rung})
+        self.faults: Counter[str] = Counter()
+        self._kv_seconds = {"wait": 0.0, "transfer": 0.0, "digest": 0.0}
+
+    @property
+    def kv_seconds(self) -> dict[str, float]:
+        """Sums over the loads that arrived; digest is a part of transfer."""
+        return dict(self._kv_seconds)
+
+    def prompt(self, request: Request, *, num_hit: int, num_external: int) -> None:
+        """The KV of a prompt is here, or being computed; the request's own counts are set, too.
+
+        Only once for each request, however often it is preempted.
+        """
+        if request.num_preemptions:
+            return
+        num_prompt = len(request.prompt_token_ids)
+        num_hit = min(num_hit, num_prompt)
+        request.num_cached_tokens = num_hit + num_external
+        request.num_external_tokens = num_external
+        self.prompt_tokens += num_prompt
+        self.local_cache_hit_tokens += num_hit
+        self.external_kv_tokens += num_external
+        self.local_compute_tokens += num_prompt - num_hit - num_external
+
+    def arrived(self, received: Received) -> None:
+        """A load is complete."""
+        self.kv_bytes += received.num_bytes
+        self.kv_descriptors += received.num_descriptors
+        self.loads[received.mode.value] += 1
+        self._kv_seconds["wait"] += received.wait_s
+        self._kv_seconds["transfer"] += received.transfer_s
+        self._kv_seconds["digest"] += received.digest_s
+
+    def climbed(self, rung: Rung) -> None:
+        """This was done about a request."""
+        self.ladder[rung.value] += 1

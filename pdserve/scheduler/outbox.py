@@ -1,0 +1,127 @@
+"""What is told of requests, until it is fetched. Changes no request."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from pdserve.wire.request import EngineOutput, FinishReason
+
+if TYPE_CHECKING:
+    from pdserve.scheduler.request import Request
+    from pdserve.wire.ids import RequestId
+    from pdserve.wire.outputs import TokenLogprobs
+    from pdserve.wire.request import ErrorCode
+
+_NUM_OUTPUTS_WITH_STAGES = 2  # at D, the first token has none of its own
+
+
+class Outbox:
+    """Outputs, those of one request in the order in which things happened."""
+
+    def __init__(self) -> None:
+        self._outputs: list[EngineOutput] = []
+        self._beginning: set[RequestId] = set()
+
+    def drain(self) -> list[EngineOutput]:
+        """All since the last call, requests that have just begun first.
+
+        Whoever passes outputs on needs a fraction of a millisecond for each: that is nothing
+        between two tokens of a stream, and much of what is left to gain for a first one.
+        """
+        outputs, self._outputs = self._outputs, []
+        beginning, self._beginning = self._beginning, set()
+        if beginning:
+            outputs.sort(key=lambda output: output.request_id not in beginning)
+        return outputs
+
+    def token(
+        self,
+        request: Request,
+        logprobs: TokenLogprobs | None,
+        *,
+        prompt_logprobs: list[TokenLogprobs | None] | None = None,
+        finish: FinishReason | None,
+        stop_reason: int | None,
+    ) -> None:
+        """`request` has one more output token; what it was leased as goes with a HANDOFF."""
+        is_last = finish is not None
+        is_beginning = len(request.output_token_ids) <= _NUM_OUTPUTS_WITH_STAGES
+        has_stages = is_last or is_beginning
+        if is_beginning:
+            self._beginning.add(request.request_id)
+        self._outputs.append(
+            EngineOutput(
+                request_id=request.request_id,
+                new_token_ids=[request.output_token_ids[-1]],
+                logprobs=None if logprobs is None else [logprobs],
+                prompt_logprobs=prompt_logprobs,
+                finish_reason=finish,
+                stop_reason=stop_reason,
+                handoff=request.handoff if finish is FinishReason.HANDOFF else None,
+                num_cached_tokens=request.num_cached_tokens,
+                num_external_tokens=request.num_external_tokens,
+                stages=request.times.stages() if has_stages else None,
+                load_failures=request.load_failures if is_last else [],
+                kv_mode="" if request.kv_mode is None else request.kv_mode.value,
+            )
+        )
+
+    def handed_over(
+        self,
+        request: Request,
+        logprobs: TokenLogprobs | None,
+        *,
+        finish: FinishReason | None,
+        stop_reason: int | None,
+    ) -> None:
+        """`request` has one more output token, which another engine has sampled."""
+        self._outputs.append(
+            EngineOutput(
+                request_id=request.request_id,
+                new_token_ids=[request.output_token_ids[-1]],
+                logprobs=None if logprobs is None else [logprobs],
+                finish_reason=finish,
+                stop_reason=stop_reason,
+                kv_mode="" if request.kv_mode is None else request.kv_mode.value,
+            )
+        )
+
+    def refusal(
+        self,
+        request_id: RequestId,
+        why: str,
+        code: ErrorCode | None = None,
+        *,
+        retry_after_s: float | None = None,
+    ) -> None:
+        """A request was not taken."""
+        self._outputs.append(
+            EngineOutput(
+                request_id=request_id,
+                finish_reason=FinishReason.ERROR,
+                error=why,
+                error_code="" if code is None else code.value,
+                retry_after_s=retry_after_s,
+            )
+        )
+
+    def error(
+        self, request: Request, why: str, code: ErrorCode, *, retry_after_s: float | None = None
+    ) -> None:
+        """`request` ends for a reason of its own."""
+        self._outputs.append(
+            EngineOutput(
+                request_id=request.request_id,
+                finish_reason=FinishReason.ERROR,
+                error=why,
+                error_code=code.value,
+                retry_after_s=retry_after_s,
+                load_failures=request.load_failures,
+            )
+        )
+
+    def abort(self, request: Request, why: str) -> None:
+        """`request` could have been served, had there been time."""
+        self._outputs.append(
+            EngineOutput(request_id=request.request_id, finish_reason=FinishReason.ABORT, error=why)
+        )

@@ -1,0 +1,323 @@
+"""A scheduler whose connector does what the test says, and the values that go with it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from pdserve.config.schema import CacheConfig, SchedulerConfig
+from pdserve.connectors.base import KVConnectorScheduler, Match
+from pdserve.observe.clock import ManualClock
+from pdserve.scheduler.scheduler import Scheduler
+from pdserve.wire.ids import BlockId, EngineId, Incarnation, RequestId
+from pdserve.wire.request import EngineOutput, GenerateRequest, OnLoadFailure
+from pdserve.wire.transfer import (
+    ConnectorReport,
+    EngineRef,
+    Failed,
+    KVHandoff,
+    KVMode,
+    KVShape,
+    LeaseEnd,
+    LoadFailure,
+    PushTicket,
+    Received,
+    Registered,
+    Settled,
+    Withdrawn,
+)
+from tests.stateful.toy import VOCAB, ToyWorker, sampling
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from pdserve.connectors.base import RequestView
+    from pdserve.wire.step import SchedulerOutput
+    from pdserve.wire.transfer import ConnectorMetadata
+
+NONCE = "push-1"
+BLOCK_SIZE = 8
+_SHAPE = KVShape(
+    num_blocks=16,
+    num_layers=1,
+    num_planes=2,
+    num_kv_heads=1,
+    head_dim=1,
+    dtype_bytes=8,
+    block_size=BLOCK_SIZE,
+)
+
+
+class ScriptedConnector(KVConnectorScheduler):
+    """Grants what its attributes say.
+
+    Attributes:
+        refusals: What `check_handoff` answers, by the nonce it is asked about.
+        is_registered: At P: whether D has registered its blocks.
+        is_read: At P: what `request_aborted` answers once a push has begun.
+        num_retries: How many failed loads are tried again.
+        aborted: Ids of requests that were aborted.
+        tables: What blocks were held for, by request id, and their generations.
+        num_asked: Calls of `get_num_new_matched_tokens`.
+        reports: What it was told.
+    """
+
+    def __init__(self) -> None:
+        self.refusals: dict[str, str] = {}
+        self.is_registered = False
+        self.is_read = True
+        self.num_retries = 0
+        self.aborted: list[RequestId] = []
+        self.tables: dict[RequestId, tuple[list[BlockId], list[int]]] = {}
+        self.num_asked = 0
+        self.reports: list[ConnectorReport] = []
+        self._over: set[RequestId] = set()
+
+    def check_handoff(self, request: RequestView) -> str | None:
+        """See `KVConnectorScheduler`."""
+        named = [each.nonce for each in (request.handoff, request.ticket) if each is not None]
+        return next((self.refusals[nonce] for nonce in named if nonce in self.refusals), None)
+
+    def request_queued(self, request: RequestView) -> None:
+        """See `KVConnectorScheduler`."""
+
+    def get_num_new_matched_tokens(
+        self, request: RequestView, num_computed_tokens: int
+    ) -> Match | None:
+        """See `KVConnectorScheduler`."""
+        self.num_asked += 1
+        if request.remote_decode and request.ticket is not None:
+            return Match(0, is_async=False) if self.is_registered else None
+        is_offered = request.ticket is not None or request.handoff is not None
+        num_tokens = len(request.prompt_token_ids) - num_computed_tokens if is_offered else 0
+        return Match(max(0, num_tokens), is_async=num_tokens > 0)
+
+    def update_state_after_alloc(
+        self,
+        request: RequestView,
+        block_ids: Sequence[BlockId],
+        num_external_tokens: int,
+        *,
+        generations: Sequence[int] = (),
+    ) -> None:
+        """See `KVConnectorScheduler`."""
+        self.tables[request.request_id] = (list(block_ids), list(generations))
+
+    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> ConnectorMetadata | None:
+        """See `KVConnectorScheduler`."""
+        return None
+
+    def take_instructions(self) -> ConnectorMetadata | None:
+        """See `KVConnectorScheduler`."""
+        return None
+
+    def request_finished(
+        self, request: RequestView, block_ids: Sequence[BlockId], generations: Sequence[int]
+    ) -> KVHandoff | None:
+        """See `KVConnectorScheduler`."""
+        nonce = NONCE if request.ticket is None else request.ticket.nonce
+        return make_handoff(nonce, list(request.output_token_ids), request_id=request.request_id)
+
+    def request_aborted(self, request: RequestView) -> bool:
+        """See `KVConnectorScheduler`."""
+        self.aborted.append(request.request_id)
+        return self.is_read and self.holds_blocks(request)
+
+    def holds_blocks(self, request: RequestView) -> bool:
+        """See `KVConnectorScheduler`."""
+        return request.remote_decode and request.ticket is not None and self.is_registered
+
+    def retry_load(self, failed: Failed) -> bool:
+        """See `KVConnectorScheduler`."""
+        self.num_retries -= 1
+        return self.num_retries >= 0
+
+    def release_lease(self, nonce: str) -> None:
+        """See `KVConnectorScheduler`."""
+
+    def update_connector_output(self, report: ConnectorReport) -> None:
+        """See `KVConnectorScheduler`."""
+        self.reports.append(report)
+
+    def has_staged(self) -> bool:
+        """See `KVConnectorScheduler`."""
+        return False
+
+
+class Engine:
+    """A scheduler, a scripted connector, and a worker that knows every right KV value."""
+
+    def __init__(
+        self,
+        *,
+        num_blocks: int = 16,
+        max_model_len: int = 48,
+        budget: int = 16,
+        max_num_seqs: int = 4,
+        num_stages: int = 1,
+        **fields: Any,
+    ) -> None:
+        self.clock = ManualClock()
+        self.connector = ScriptedConnector()
+        self.scheduler = Scheduler(
+            SchedulerConfig(max_num_seqs=max_num_seqs, max_num_batched_tokens=budget, **fields),
+            CacheConfig(block_size=BLOCK_SIZE),
+            num_blocks=num_blocks,
+            max_model_len=max_model_len,
+            vocab_size=VOCAB,
+            connector=self.connector,
+            clock=self.clock,
+            num_stages=num_stages,
+        )
+        self.worker = ToyWorker(num_blocks, BLOCK_SIZE, num_stages=num_stages)
+
+    def submit(self) -> SchedulerOutput | None:
+        """Plan a step; it is in flight until `retire`."""
+        return self.scheduler.schedule()
+
+    def retire(self, step: SchedulerOutput) -> list[EngineOutput]:
+        """Compute a step and take its results."""
+        self.scheduler.update(self.worker.execute(step))
+        self.scheduler.check()
+        return self.scheduler.drain_outputs()
+
+    def step(self) -> list[EngineOutput]:
+        """One step, if there is anything to do."""
+        step = self.submit()
+        return self.scheduler.drain_outputs() if step is None else self.retire(step)
+
+    def run(self) -> list[EngineOutput]:
+        """Steps until nothing can be scheduled."""
+        outputs = self.scheduler.drain_outputs()
+        while (step := self.submit()) is not None:
+            outputs += self.retire(step)
+        return outputs + self.scheduler.drain_outputs()
+
+    def report(self, **facts: Any) -> list[EngineOutput]:
+        """The workers' connector halves saw this."""
+        self.scheduler.apply_report(ConnectorReport(**facts))
+        self.scheduler.check()
+        return self.scheduler.drain_outputs()
+
+    def blocks(self, state: str) -> int:
+        """Number of blocks in a state."""
+        return self.scheduler.stats().blocks[state]
+
+    def fill(self, prompt: Sequence[int], request_id: str, num_tokens: int | None = None) -> None:
+        """Write the right KV of a prompt, or of its beginning, where `request_id` wants it."""
+        blocks, _ = self.connector.tables[RequestId(request_id)]
+        other = ToyWorker(self.worker.layout.num_blocks, BLOCK_SIZE)
+        other.kv[:] = self.worker.kv
+        other._compute(list(prompt), list(blocks), 0, len(prompt))
+        whole = len(blocks) if num_tokens is None else num_tokens // BLOCK_SIZE
+        self.worker.kv[blocks[:whole]] = other.kv[blocks[:whole]]
+
+
+def make_ticket(nonce: str = NONCE) -> PushTicket:
+    """A ticket of a push from p to d."""
+    prefill, decode = (
+        EngineRef(
+            engine_id=EngineId(name),
+            incarnation=Incarnation(f"{name}-1"),
+            endpoints=(),
+            shape=_SHAPE,
+        )
+        for name in "pd"
+    )
+    return PushTicket(nonce=nonce, prefill=prefill, decode=decode)
+
+
+def make_handoff(
+    nonce: str, first_token_ids: list[int], *, request_id: str = "p", num_tokens: int = 20
+) -> KVHandoff:
+    """What P gives; nobody here looks at what is signed."""
+    return KVHandoff(
+        engine_id=EngineId("p"),
+        incarnation=Incarnation("p-1"),
+        nonce=nonce,
+        request_id=RequestId(request_id),
+        endpoints=[],
+        block_ids=[],
+        shape=_SHAPE,
+        num_tokens=num_tokens,
+        layout_digest="toy",
+        lease_s=30.0,
+        prompt_digest="",
+        first_token_ids=first_token_ids,
+    )
+
+
+def make_request(
+    request_id: str,
+    prompt: Sequence[int],
+    max_tokens: int = 8,
+    *,
+    remote_decode: bool = False,
+    ticket: PushTicket | None = None,
+    handoff: KVHandoff | None = None,
+    deadline_s: float | None = None,
+    on_load_failure: OnLoadFailure = OnLoadFailure.RECOMPUTE,
+    is_fallback: bool = False,
+    **fields: Any,
+) -> GenerateRequest:
+    """A request with toy sampling; `fields` are the sampling's."""
+    fields = {"ignore_eos": True, **fields}
+    return GenerateRequest(
+        request_id=RequestId(request_id),
+        prompt_token_ids=list(prompt),
+        sampling=msgspec.structs.replace(sampling(max_tokens), **fields),
+        arrival_s=0.0,
+        remote_decode=remote_decode,
+        ticket=ticket,
+        handoff=handoff,
+        deadline_s=deadline_s,
+        on_load_failure=on_load_failure,
+        is_fallback=is_fallback,
+    )
+
+
+def received(
+    request_id: str,
+    *,
+    handoff: KVHandoff | None = None,
+    mode: KVMode = KVMode.PULL,
+    wait_s: float = 0.0,
+    transfer_s: float = 0.0,
+    **fields: Any,
+) -> Received:
+    """A load is complete."""
+    return Received(
+        request_id=RequestId(request_id),
+        num_bytes=100,
+        num_descriptors=1,
+        wait_s=wait_s,
+        transfer_s=transfer_s,
+        mode=mode,
+        handoff=handoff,
+        **fields,
+    )
+
+
+def failed(
+    request_id: str, reason: LoadFailure = LoadFailure.PEER_LOST, *, num_valid_tokens: int = 0
+) -> Failed:
+    """A load has failed."""
+    return Failed(
+        request_id=RequestId(request_id), reason=reason, num_valid_tokens=num_valid_tokens
+    )
+
+
+def settled(request_id: str, end: LeaseEnd = LeaseEnd.READ, *, nonce: str = NONCE) -> Settled:
+    """Nobody reads the blocks any more."""
+    return Settled(request_id=RequestId(request_id), end=end, nonce=nonce)
+
+
+def registered(nonce: str = NONCE) -> Registered:
+    """D has registered."""
+    return Registered(nonce=nonce)
+
+
+def withdrawn(nonce: str = NONCE) -> Withdrawn:
+    """There will be no push."""
+    return Withdrawn(nonce=nonce, reason="D is gone")

@@ -1,0 +1,409 @@
+"""A push, at both ends: whose the blocks are, moment by moment."""
+
+from __future__ import annotations
+
+import pytest
+
+from pdserve.connectors.memory.exchange import Exchange
+from pdserve.observe.clock import ManualClock
+from pdserve.wire.ids import RequestId
+from pdserve.wire.request import FinishReason, OnLoadFailure
+from pdserve.wire.transfer import KVHandoff, KVMode, LeaseEnd, LoadFailure, PushTicket
+from tests.scheduler.scripted import (
+    NONCE,
+    Engine,
+    failed,
+    make_handoff,
+    make_request,
+    make_ticket,
+    received,
+    registered,
+    settled,
+    withdrawn,
+)
+from tests.stateful.toy import expected_output, sampling
+from tests.stateful.toy_engine import ToyEngine
+
+PROMPT = [1, 2] * 12  # three whole blocks
+
+
+def expected(max_tokens: int) -> list[int]:
+    """What follows `PROMPT`."""
+    return expected_output(PROMPT, sampling(max_tokens, ignore_eos=True))
+
+
+# ---- at D ----------------------------------------------------------------------------
+
+
+def reserved(max_tokens: int = 8) -> Engine:
+    """A D whose request `d` waits for P to write."""
+    engine = Engine()
+    engine.scheduler.add(make_request("d", PROMPT, max_tokens, ticket=make_ticket()))
+    assert engine.step() == []
+    return engine
+
+
+def arrive(engine: Engine, first_token_id: int) -> list[int]:
+    """P has written everything; return the tokens that D gives from there on."""
+    engine.fill(PROMPT, "d")
+    handoff = make_handoff(NONCE, [first_token_id])
+    outputs = engine.report(received=[received("d", handoff=handoff, mode=KVMode.PUSH)])
+    outputs += engine.run()
+    assert outputs[-1].kv_mode == "push"
+    return [token_id for output in outputs for token_id in output.new_token_ids]
+
+
+def test_a_request_that_is_pushed_goes_on_from_the_token_that_came_with_its_kv() -> None:
+    engine = reserved()
+    assert engine.blocks("receiving") == 4  # the first token has its place, too
+    assert arrive(engine, expected(1)[0]) == expected(8)
+    stats = engine.scheduler.stats()
+    assert stats.local_compute_tokens == 0
+    assert stats.external_kv_tokens == len(PROMPT)
+    assert stats.kv_loads == {"push": 1, "pull": 0}
+    engine.scheduler.assert_nothing_held()
+
+
+def test_a_request_whose_first_token_was_its_last_ends_when_its_kv_is_there() -> None:
+    engine = reserved(max_tokens=1)
+    assert arrive(engine, expected(1)[0]) == expected(1)
+    engine.scheduler.assert_nothing_held()
+
+
+def test_nobody_finds_blocks_that_a_peer_still_writes() -> None:
+    engine = reserved()
+    engine.scheduler.add(make_request("local", PROMPT))
+    engine.run()
+    assert engine.scheduler.stats().local_cache_hit_tokens == 0
+    engine.scheduler.kv.pool.forget_all()
+    arrive(engine, expected(1)[0])
+    engine.scheduler.add(make_request("again", [*PROMPT, 0]))
+    engine.run()
+    assert engine.scheduler.stats().local_cache_hit_tokens == len(PROMPT)
+    engine.scheduler.assert_nothing_held()
+
+
+@pytest.mark.parametrize("wish", list(OnLoadFailure))
+def test_a_push_that_fails_goes_back_to_its_sender_and_is_not_computed_here(
+    wish: OnLoadFailure,
+) -> None:
+    engine = Engine()
+    engine.scheduler.add(make_request("d", PROMPT, ticket=make_ticket(), on_load_failure=wish))
+    engine.step()
+    (output,) = engine.report(failed=[failed("d", LoadFailure.WITHDRAWN)])
+    assert output.finish_reason is FinishReason.ERROR
+    assert output.error_code == "kv_transfer_failed"
+    assert output.load_failures == ["withdrawn"]
+    assert engine.run() == []
+    assert engine.scheduler.stats().kv_ladder["report"] == 1
+    engine.scheduler.assert_nothing_held()
+
+
+@pytest.mark.parametrize(
+    "handoff",
+    [
+        None,
+        make_handoff("another push", [1]),
+        make_handoff(NONCE, []),
+        make_handoff(NONCE, [99]),
+    ],
+    ids=["no handoff", "of another push", "no token", "no such token"],
+)
+def test_kv_that_comes_with_an_unusable_handoff_is_not_used(handoff: KVHandoff | None) -> None:
+    engine = reserved()
+    (output,) = engine.report(received=[received("d", handoff=handoff, mode=KVMode.PUSH)])
+    assert output.error_code == "kv_transfer_failed"
+    assert output.new_token_ids == []
+    assert engine.blocks("cached") == 0
+    engine.scheduler.assert_nothing_held()
+
+
+def test_kv_whose_handoff_the_connector_refuses_is_not_used() -> None:
+    engine = reserved()
+    engine.connector.refusals[NONCE] = "it is not signed"
+    handoff = make_handoff(NONCE, expected(1))
+    (output,) = engine.report(received=[received("d", handoff=handoff, mode=KVMode.PUSH)])
+    assert output.error_code == "kv_transfer_failed"
+    assert "not signed" in str(output.error)
+    assert output.load_failures == ["incompatible"]
+    engine.scheduler.assert_nothing_held()
+
+
+def test_a_push_whose_handoff_is_refused_has_failed_for_its_connector_too() -> None:
+    engine = reserved()
+    engine.connector.refusals[NONCE] = "it is not signed"
+    handoff = make_handoff(NONCE, expected(1))
+    engine.report(received=[received("d", handoff=handoff, mode=KVMode.PUSH)])
+    (report,) = engine.connector.reports
+    assert not report.received  # or it would end the lease, which is left to be pulled
+    assert [each.reason for each in report.failed] == [LoadFailure.INCOMPATIBLE]
+
+
+@pytest.mark.parametrize("remote_decode", [True, False])
+def test_a_ticket_that_is_refused_is_an_error_of_its_own_kind(remote_decode: bool) -> None:
+    engine = Engine()
+    engine.connector.refusals[NONCE] = "it is not signed"
+    engine.scheduler.add(
+        make_request("r", PROMPT, ticket=make_ticket(), remote_decode=remote_decode)
+    )
+    (output,) = engine.step()
+    assert output.error_code == "handoff_refused"
+    engine.scheduler.assert_nothing_held()
+
+
+def test_two_requests_never_wait_for_one_push() -> None:
+    engine = reserved()
+    engine.scheduler.add(make_request("again", PROMPT, ticket=make_ticket()))
+    (output,) = engine.step()
+    assert output.error_code == "handoff_refused"
+    arrive(engine, expected(1)[0])
+    engine.scheduler.assert_nothing_held()
+
+
+def test_blocks_of_an_aborted_push_are_quarantined_until_nothing_writes_them() -> None:
+    engine = reserved()
+    engine.scheduler.abort([RequestId("d")])
+    assert engine.blocks("quarantined") == 4
+    assert engine.blocks("free") == 12
+    assert engine.connector.aborted == ["d"]
+    assert engine.report(failed=[failed("d", LoadFailure.ABORTED)]) == []
+    assert engine.blocks("quarantined") == 0
+    engine.scheduler.assert_nothing_held()
+
+
+def test_blocks_of_an_aborted_push_that_arrives_all_the_same_are_free_then() -> None:
+    engine = reserved()
+    engine.scheduler.abort([RequestId("d")])
+    handoff = make_handoff(NONCE, expected(1))
+    assert engine.report(received=[received("d", handoff=handoff, mode=KVMode.PUSH)]) == []
+    engine.scheduler.assert_nothing_held()
+
+
+def test_reservations_leave_everybody_a_block_to_grow_into() -> None:
+    engine = Engine()
+    for index in range(4):
+        ticket = make_ticket(f"push-{index}")
+        engine.scheduler.add(make_request(f"d{index}", [index] * 24, ticket=ticket))
+    engine.step()
+    stats = engine.scheduler.stats()
+    assert stats.num_receiving == 3
+    assert stats.blocks["free"] >= 3
+    engine.scheduler.abort([RequestId(f"d{index}") for index in range(4)])
+    engine.report(failed=[failed(f"d{index}") for index in range(4)])
+    engine.scheduler.assert_nothing_held()
+
+
+def test_a_reservation_has_a_seat() -> None:
+    engine = Engine(max_num_seqs=1)
+    engine.scheduler.add(make_request("d", PROMPT, ticket=make_ticket()))
+    engine.scheduler.add(make_request("local", [3] * 4))
+    assert engine.submit() is None
+    engine.report(failed=[failed("d")])
+    assert [output.request_id for output in engine.run()][-1] == "local"
+    engine.scheduler.assert_nothing_held()
+
+
+def test_the_prompts_logprobs_cannot_be_had_where_it_is_not_computed() -> None:
+    engine = Engine()
+    engine.scheduler.add(make_request("d", PROMPT, ticket=make_ticket(), prompt_logprobs=0))
+    (output,) = engine.step()
+    assert "prompt_logprobs" in str(output.error)
+    engine.scheduler.assert_nothing_held()
+
+
+# ---- at P ----------------------------------------------------------------------------
+
+
+def expecting(max_tokens: int = 8, **fields: int) -> Engine:
+    """A P whose request `p` waits for D to register."""
+    engine = Engine(**fields)
+    engine.scheduler.add(
+        make_request("p", PROMPT, max_tokens, remote_decode=True, ticket=make_ticket())
+    )
+    assert engine.submit() is None
+    return engine
+
+
+def register(engine: Engine) -> None:
+    """D has registered its blocks."""
+    engine.connector.is_registered = True
+    engine.report(registered=[registered()])
+
+
+def test_who_waits_for_a_peer_keeps_nobody_waiting_and_costs_nothing() -> None:
+    engine = expecting()
+    num_asked = engine.connector.num_asked
+    engine.scheduler.add(make_request("local", [3] * 4))
+    assert [output.request_id for output in engine.run()] == ["local"] * 8
+    assert engine.connector.num_asked == num_asked + 1  # about the other
+    assert engine.scheduler.num_runnable == 0
+    assert engine.scheduler.stats().num_waiting == 1
+    engine.scheduler.abort([RequestId("p")])
+    engine.scheduler.assert_nothing_held()
+
+
+def test_who_is_written_from_has_the_blocks_of_its_prompt_from_the_start() -> None:
+    engine = expecting()
+    register(engine)
+    step = engine.submit()
+    assert step is not None
+    assert step.num_scheduled_tokens == {"p": 16}  # the first of two chunks
+    blocks, generations = engine.connector.tables[RequestId("p")]
+    assert len(blocks) == len(generations) == 4
+    assert generations == [1] * 4
+    (output,) = engine.retire(step) + engine.run()
+    assert output.finish_reason is FinishReason.HANDOFF
+    assert output.handoff is not None
+    assert output.handoff.nonce == NONCE
+    assert output.new_token_ids == expected(1)
+    assert engine.blocks("leased") == 4
+    engine.report(settled=[settled("p")])
+    assert engine.scheduler.stats().lease_ends["read"] == 1
+    engine.scheduler.assert_nothing_held()
+
+
+def crowded() -> Engine:
+    """A P whose request `p` computes slowly, while another one needs more and more blocks."""
+    engine = Engine(num_blocks=7, budget=2)
+    engine.connector.is_registered = True
+    engine.scheduler.add(make_request("old", [3] * 8, 40))
+    while not engine.step():
+        pass
+    engine.scheduler.add(make_request("p", PROMPT, remote_decode=True, ticket=make_ticket()))
+    engine.step()
+    return engine
+
+
+def test_who_is_written_from_is_never_preempted() -> None:
+    engine = crowded()
+    while not engine.blocks("leased"):
+        engine.step()
+    stats = engine.scheduler.stats()
+    assert stats.num_preemptions == 0
+    assert stats.blocks["free"] == 0
+    engine.report(settled=[settled("p")])
+    engine.run()
+    engine.scheduler.assert_nothing_held()
+
+
+def test_in_the_same_crowd_others_are_preempted() -> None:
+    engine = crowded()
+    engine.connector.is_registered = False
+    while not engine.scheduler.stats().num_preemptions:
+        engine.step()
+    engine.scheduler.abort([RequestId("p")])
+    engine.run()
+    engine.scheduler.assert_nothing_held()
+
+
+@pytest.mark.parametrize("is_settled_first", [True, False])
+def test_blocks_of_an_aborted_push_stay_until_neither_a_write_nor_a_step_has_them(
+    is_settled_first: bool,
+) -> None:
+    engine = expecting()
+    register(engine)
+    step = engine.submit()
+    assert step is not None
+    engine.scheduler.abort([RequestId("p")])
+    assert engine.blocks("quarantined") == 4
+    if is_settled_first:
+        engine.report(settled=[settled("p", LeaseEnd.ABORTED)])
+        assert engine.blocks("held") == 4
+        engine.retire(step)
+    else:
+        engine.retire(step)
+        assert engine.blocks("quarantined") == 4
+        engine.report(settled=[settled("p", LeaseEnd.ABORTED)])
+    engine.run()
+    engine.scheduler.assert_nothing_held()
+
+
+def test_a_push_whose_first_token_is_the_last_one_is_stopped() -> None:
+    engine = expecting(max_tokens=1)
+    register(engine)
+    (output,) = engine.run()
+    assert output.finish_reason is FinishReason.LENGTH
+    assert output.handoff is None
+    assert engine.connector.aborted == ["p"]
+    assert engine.blocks("quarantined") == 4
+    engine.report(settled=[settled("p", LeaseEnd.ABORTED)])
+    engine.scheduler.assert_nothing_held()
+
+
+def test_settling_frees_only_what_it_names() -> None:
+    engine = expecting()
+    register(engine)
+    engine.run()
+    engine.report(settled=[settled("p", nonce="another")])
+    assert engine.blocks("leased") == 4
+    engine.report(settled=[settled("p")])
+    engine.scheduler.assert_nothing_held()
+
+
+def test_a_push_that_is_withdrawn_before_it_begins_is_leased_for_a_pull() -> None:
+    engine = expecting()
+    engine.connector.is_registered = True  # that is: there is an answer
+    engine.report(withdrawn=[withdrawn()])
+    (output,) = engine.run()
+    assert output.finish_reason is FinishReason.HANDOFF
+    engine.report(settled=[settled("p")])
+    engine.scheduler.assert_nothing_held()
+
+
+def test_a_request_that_is_late_while_it_waits_for_a_peer_ends() -> None:
+    engine = Engine()
+    deadline_s = engine.clock.wall_s() + 1.0
+    engine.scheduler.add(
+        make_request("p", PROMPT, remote_decode=True, ticket=make_ticket(), deadline_s=deadline_s)
+    )
+    assert engine.step() == []
+    engine.clock.advance(1.5)
+    (output,) = engine.step()
+    assert output.finish_reason is FinishReason.ABORT
+    assert engine.connector.aborted == ["p"]
+    engine.scheduler.assert_nothing_held()
+
+
+def test_a_client_that_leaves_while_its_request_waits_for_a_peer_leaves_nothing() -> None:
+    engine = expecting()
+    engine.scheduler.abort([RequestId("p")])
+    assert engine.connector.aborted == ["p"]
+    engine.scheduler.assert_nothing_held()
+    engine.report(registered=[registered()])  # too late
+    assert engine.run() == []
+
+
+def test_the_story_of_a_push_says_what_happened() -> None:
+    engine = expecting()
+    request = engine.scheduler._requests[RequestId("p")]
+    register(engine)
+    engine.submit()
+    engine.scheduler.abort([RequestId("p")])
+    for event in ("waits for D", "blocks at D are registered", "aborted; waits for: push, step"):
+        assert event in request.story()
+
+
+# ---- both ends -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("num_stages", [1, 2])
+def test_two_engines_of_which_one_writes_into_the_other_answer_as_one(num_stages: int) -> None:
+    exchange, clock = Exchange(), ManualClock()
+    prefill, decode = (
+        ToyEngine(name, exchange, clock, num_stages=num_stages) for name in ("p", "d")
+    )
+    ticket = PushTicket(nonce=NONCE, prefill=prefill.ref, decode=decode.ref).signed(b"")
+    decode.scheduler.add(make_request("d", PROMPT, ticket=ticket))
+    prefill.scheduler.add(make_request("p", PROMPT, remote_decode=True, ticket=ticket))
+    told, tokens = [], []
+    for _ in range(40):
+        told += prefill.step()
+        tokens += [token_id for output in decode.step() for token_id in output.new_token_ids]
+    assert tokens == expected(8)
+    assert [output.finish_reason for output in told] == [FinishReason.HANDOFF]
+    assert prefill.scheduler.stats().lease_ends["read"] == 1
+    stats = decode.scheduler.stats()
+    assert stats.kv_loads == {"push": 1, "pull": 0}
+    assert stats.local_compute_tokens == 0
+    prefill.scheduler.assert_nothing_held()
+    decode.scheduler.assert_nothing_held()
