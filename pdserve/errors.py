@@ -13,13 +13,15 @@ mistake* is an `InternalError`: it ends the engine, with the request's story.
     |- BodyTooLargeError      413
     |- OverloadedError        429   queue is full; Retry-After
     |- UnavailableError       503   no ready engine for the role; Retry-After
+    |  |- RecomputeBudgetError     503   no tokens left for prompts that others failed; Retry-After
+    |- KvTransferError        503   KV did not arrive; whoever sent the request has other ways
     |- EngineDeadError        503   the engine behind this server has ended
     |- UpstreamError          502   an engine answered something unusable
     |- DeadlineError          504   the request's own deadline has passed
     |- ConfigError            exit 3, never HTTP: a setting, a file, a model
     |- PeerError              a peer engine is lost, incompatible or lies
     |  |- HandshakeError           layouts differ; both values are named
-    |  |- StaleHandoffError        epoch, nonce or signature do not match
+    |  |- HandoffRefusedError 409  a handoff or ticket that this engine cannot trust or use
     InternalError                   an illegal move inside pdserve; ends the engine
     |- PeerLostError                a rank that this one shares its world with has ended
 """
@@ -111,6 +113,28 @@ class UnavailableError(PdserveError):
     code = "unavailable"
 
 
+class RecomputeBudgetError(UnavailableError):
+    """The engine has computed all the prompts it may, for now, in place of others."""
+
+    code = "recompute_budget_exhausted"
+
+
+class KvTransferError(PdserveError):
+    """The KV of a handed-over request did not arrive.
+
+    Args:
+        load_failures: Labels of the loads that failed, in order (`LoadFailure` values).
+    """
+
+    status = 503
+    type = "service_unavailable_error"
+    code = "kv_transfer_failed"
+
+    def __init__(self, message: str, *, load_failures: tuple[str, ...] = ()) -> None:
+        super().__init__(message)
+        self.load_failures = load_failures
+
+
 class EngineDeadError(PdserveError):
     """The engine behind this server has ended; its message says why."""
 
@@ -152,8 +176,11 @@ class HandshakeError(PeerError):
     """Two engines cannot exchange KV; the message names both values."""
 
 
-class StaleHandoffError(PeerError):
-    """A handoff's epoch, nonce or signature does not match what the engine issued."""
+class HandoffRefusedError(PeerError):
+    """A handoff or a ticket that this engine cannot trust or use; nothing of it was believed."""
+
+    status = 409
+    code = "handoff_refused"
 
 
 class InternalError(Exception):

@@ -13,6 +13,7 @@ import hmac
 import logging
 import random
 import re
+import secrets
 import signal
 import uuid
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -47,7 +48,8 @@ from pdserve.proxy.errors import (
     error_body,
     error_headers,
 )
-from pdserve.proxy.flow import Flow, Services
+from pdserve.proxy.flow import Flow
+from pdserve.proxy.legs import DEADLINE_HEADER, Services
 from pdserve.proxy.metrics import Metrics
 from pdserve.proxy.routing import Router
 from pdserve.proxy.story import Story
@@ -113,6 +115,7 @@ class Proxy:
     Args:
         clock: Measures requests and leases.
         rng: Draws the seeds of requests that bring none.
+        new_nonce: Returns a string never returned before; unguessable outside of tests.
     """
 
     def __init__(
@@ -121,6 +124,7 @@ class Proxy:
         *,
         clock: Clock | None = None,
         rng: random.Random | None = None,
+        new_nonce: Callable[[], str] = secrets.token_urlsafe,
     ) -> None:
         self._config = config
         self._clock = clock or SystemClock()
@@ -139,6 +143,7 @@ class Proxy:
             router=self._router,
             admission=self.admission,
             metrics=self.metrics,
+            new_nonce=new_nonce,
         )
         self._refusals: dict[str, str] = {}
         self._live: dict[int, Story] = {}
@@ -287,6 +292,7 @@ class Proxy:
     async def _generate(self, request: web.Request) -> web.StreamResponse:
         request_id = request[_REQUEST_ID_KEY]
         story = Story(request_id, request.path, self._clock)
+        deadline_s = self._clock.wall_s() + self._config.request_timeout_s
         outcome = "error"
         self._live[id(story)] = story
         self._is_idle.clear()
@@ -314,6 +320,7 @@ class Proxy:
                     hdrs.CONTENT_TYPE: "application/json",
                     REQUEST_ID: request_id,
                     "X-Pdserve-Stages": "1",
+                    DEADLINE_HEADER: f"{deadline_s:.3f}",
                 },
                 reply_headers={REQUEST_ID: request_id},
             )

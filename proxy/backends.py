@@ -3,7 +3,8 @@
 Engines come from the command line, where they stay for good, or register themselves and stay
 while they renew their lease. Each is asked for its health and its load at an interval; each
 has a circuit breaker, and so has each pair of a prefill and a decode engine, because two
-healthy engines may still not reach each other. Knows nothing of requests but their number.
+healthy engines may still not reach each other: one for pulls and one for pushes, which need not
+fail together. Knows nothing of requests but their number.
 
     UNKNOWN -> READY <-> NOT_READY <-> UNREACHABLE        (by health checks)
     breaker: CLOSED -> OPEN -(timeout)-> HALF_OPEN -> CLOSED or OPEN   (by requests)
@@ -28,6 +29,7 @@ from pdserve.errors import BadRequestError, HandshakeError
 from pdserve.proxy.errors import WorkerError
 from pdserve.proxy.policies import BackendView
 from pdserve.wire.request import EngineInfo
+from pdserve.wire.transfer import KVMode
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -40,6 +42,9 @@ log = logging.getLogger(__name__)
 
 MAX_LEASE_S = 3600.0
 _NOT_READY_INTERVAL_S = 0.2
+OUTAGE_MEMORY_S = 600.0
+"""How long a deployment whose last prefill engine vanished counts as one that has an outage; after
+that it is one without prefill engines."""
 
 
 class Health(enum.Enum):
@@ -228,7 +233,8 @@ class Backends:
         self._clock = clock
         self._headers = dict(headers or {})
         self._backends: dict[str, Backend] = {}
-        self._edges: dict[tuple[str, str], Breaker] = {}
+        self._edges: dict[tuple[str, str, KVMode], Breaker] = {}
+        self._prefill_lost_s = float("-inf")
         for url in config.prefill:
             self._add(_bare(url), Role.PREFILL, is_static=True)
         for url in config.decode:
@@ -240,6 +246,12 @@ class Backends:
 
     def __iter__(self) -> Iterator[Backend]:
         return iter(list(self._backends.values()))
+
+    @property
+    def has_lost_prefill(self) -> bool:
+        """Whether there is a prefill engine, ready or not, or one went without taking its leave."""
+        since_s = self._clock.monotonic_s() - self._prefill_lost_s
+        return since_s < OUTAGE_MEMORY_S or any(b.role is Role.PREFILL for b in self)
 
     def get(self, url: str) -> Backend | None:
         """Return the engine at a base URL."""
@@ -316,6 +328,8 @@ class Backends:
             log.info("engine registered: url=%s role=%s", url, backend.role.value)
         elif not backend.is_static:
             backend.role = registration.role
+        if backend.role is Role.PREFILL:
+            self._prefill_lost_s = float("-inf")
         self._learn(backend, engine)
         if not backend.is_static:
             backend.lease_end_s = self._clock.monotonic_s() + registration.lease_s
@@ -375,6 +389,8 @@ class Backends:
             if self._clock.monotonic_s() > backend.lease_end_s:
                 backend.watcher = None
                 self._forget(backend, "its lease ran out")
+                if backend.role is Role.PREFILL:
+                    self._prefill_lost_s = self._clock.monotonic_s()
                 return
             try:
                 await self.check(backend)
@@ -471,8 +487,9 @@ class Backends:
         backend.breaker.begin()
         try:
             yield Use(backend)
-        except WorkerError:
-            backend.breaker.fail()
+        except WorkerError as failure:
+            if failure.blames_engine:
+                backend.breaker.fail()
             raise
         finally:
             backend.breaker.leave()
@@ -492,22 +509,41 @@ class Backends:
 
     # --- pairs
 
-    def edge(self, prefill: Backend, decode: Backend) -> Breaker:
+    def edge(self, prefill: Backend, decode: Backend, mode: KVMode = KVMode.PULL) -> Breaker:
         """Return the breaker of a pair; one that nobody keeps if an engine is gone."""
-        key = (prefill.url, decode.url)
+        key = (prefill.url, decode.url, mode)
         edge = self._edges.get(key) or self._breaker()
         if self.get(prefill.url) is prefill and self.get(decode.url) is decode:
             self._edges[key] = edge
         return edge
 
     def can_pair(self, prefill: Backend, decode: Backend) -> bool:
-        """Whether KV can go from one to the other, as far as is known."""
+        """Whether KV can go from one to the other, as far as is known.
+
+        Equal digests say that it means the same at both: model, weights, dtype. How it is
+        shared out over ranks and blocks may differ.
+        """
         if prefill is decode:
             return False
         ours, theirs = prefill.info, decode.info
         if ours and theirs and ours.layout_digest != theirs.layout_digest:
             return False
-        breaker = self._edges.get((prefill.url, decode.url))
+        breaker = self._edges.get((prefill.url, decode.url, KVMode.PULL))
+        return breaker is None or breaker.allows
+
+    def can_push(self, prefill: Backend, decode: Backend) -> bool:
+        """Whether one can write into the other's blocks, as both say, if they can pair at all."""
+        ours, theirs = prefill.info, decode.info
+        return (
+            ours is not None
+            and theirs is not None
+            and ours.layout_digest == theirs.layout_digest
+            and all(e.can_push and e.endpoints and e.kv_shape is not None for e in (ours, theirs))
+        )
+
+    def pushes_well(self, prefill: Backend, decode: Backend) -> bool:
+        """Whether the pair's breaker lets a push through."""
+        breaker = self._edges.get((prefill.url, decode.url, KVMode.PUSH))
         return breaker is None or breaker.allows
 
     def count(self) -> dict[tuple[str, str], int]:
@@ -522,8 +558,13 @@ class Backends:
         return counts
 
     def open_edges(self) -> int:
-        """Return the number of pairs whose breaker is not closed."""
-        return sum(edge.state is not BreakerState.CLOSED for edge in self._edges.values())
+        """Return the number of pairs with a breaker that is not closed."""
+        pairs = {
+            (prefill, decode)
+            for (prefill, decode, _), edge in self._edges.items()
+            if edge.state is not BreakerState.CLOSED
+        }
+        return len(pairs)
 
 
 def _bare(url: str) -> str:

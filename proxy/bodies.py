@@ -17,9 +17,11 @@ import msgspec
 from pdserve.errors import BadRequestError
 from pdserve.proxy.errors import WorkerError
 from pdserve.proxy.relay import SseParser
-from pdserve.wire.request import RequestStages
-from pdserve.wire.transfer import KVHandoff
+from pdserve.wire.request import OnLoadFailure, RequestStages
+from pdserve.wire.transfer import KVHandoff, PushTicket
 
+_OUTPUT_LIMITS = ("max_tokens", "max_completion_tokens")
+_PROMPT_SCORES = ("prompt_logprobs", "echo", "logprobs")
 _PARAMS = "kv_transfer_params"
 _HANDOFF = "pdserve_handoff"
 _STAGES = "pdserve_stages"
@@ -49,12 +51,14 @@ class EngineStages(RequestStages, frozen=True, kw_only=True, omit_defaults=True)
 
     Attributes:
         prompt_tokens, completion_tokens: Counted by the engine; 0 when it does not say.
-        load_failures: Labels of KV loads that failed and were recomputed.
+        load_failures: Labels of KV loads that failed.
+        kv_mode: How KV came from another engine, if it did: push or pull.
     """
 
     prompt_tokens: int = 0
     completion_tokens: int = 0
     load_failures: tuple[str, ...] = ()
+    kv_mode: str = ""
 
 
 class _Usage(msgspec.Struct, frozen=True):
@@ -93,9 +97,36 @@ class ClientBody:
         self.stream = stream is True
         self.seed = seed if isinstance(seed, int) else fallback_seed
 
-    def for_prefill(self) -> bytes:
-        """The body for a prefill engine: sample one token, then lease the KV out."""
-        ours = {"final_length": True, "created": self.created, "seed": self.seed}
+    def can_be_pushed(self) -> bool:
+        """Whether its KV may be written to the decode engine while it is prefilled.
+
+        A ticket is of one choice, so several prompts or choices are pulled. So is a whole
+        answer with the prompt's log-probabilities, which travel with a handoff only, and a
+        request for one token, which never gets to a decode engine.
+        """
+        if _value(self._fields.get("n")) not in (None, 1) or self._num_prompts() != 1:
+            return False
+        if any(_value(self._fields.get(name)) in (0, 1) for name in _OUTPUT_LIMITS):
+            return False
+        asked = {name for name in _PROMPT_SCORES if _value(self._fields.get(name)) is not None}
+        wants_scores = "prompt_logprobs" in asked or asked == {"echo", "logprobs"}
+        return self.stream or not wants_scores
+
+    def _num_prompts(self) -> int:
+        raw = bytes(self._fields.get("prompt", b"")).replace(b" ", b"", 1)
+        if not raw.startswith((b'["', b"[[")):
+            return 1  # one text, one list of tokens, or a chat
+        return len(msgspec.json.decode(self._fields["prompt"], type=list[msgspec.Raw]))
+
+    def for_prefill(self, ticket: PushTicket | None = None) -> bytes:
+        """The body for a prefill engine: sample one token, then lease the KV out.
+
+        Args:
+            ticket: Write the KV into another engine's blocks as well.
+        """
+        ours: dict[str, Any] = {"final_length": True, "created": self.created, "seed": self.seed}
+        if ticket is not None:
+            ours["ticket"] = _encoded(ticket)
         return self._encode({_PARAMS: {"do_remote_decode": True, "pdserve": ours}})
 
     def for_decode(self, handoff: Handoff, *, first_delivered: bool) -> bytes:
@@ -105,15 +136,36 @@ class ClientBody:
             "seed": self.seed,
             **handoff.params["pdserve"],
             "first_delivered": first_delivered,
+            "on_load_failure": OnLoadFailure.REPORT.value,
         }
         return self._encode({_PARAMS: {**handoff.params, "pdserve": ours}})
 
-    def for_local(self) -> bytes:
+    def for_receiving(self, ticket: PushTicket) -> bytes:
+        """The body for a decode engine that goes on from what another one writes to it.
+
+        Of a stream it leaves out the first token, which comes from the other one.
+        """
+        ours = {
+            "created": self.created,
+            "seed": self.seed,
+            "ticket": _encoded(ticket),
+            "first_delivered": self.stream,
+            "on_load_failure": OnLoadFailure.REPORT.value,
+        }
+        return self._encode({_PARAMS: {"do_remote_prefill": True, "pdserve": ours}})
+
+    def for_local(self, *, is_fallback: bool) -> bytes:
         """The body for one engine that does everything.
 
-        Without a remote side in it, the field only pins what a replay must repeat.
+        Without a remote side in it, the field pins what a replay must repeat.
+
+        Args:
+            is_fallback: It computes the prompt in a prefill engine's place.
         """
-        return self._encode({_PARAMS: {"pdserve": {"created": self.created, "seed": self.seed}}})
+        ours: dict[str, Any] = {"created": self.created, "seed": self.seed}
+        if is_fallback:
+            ours["is_fallback"] = True
+        return self._encode({_PARAMS: {"pdserve": ours}})
 
     def _encode(self, more: dict[str, Any]) -> bytes:
         """Ours replace what a user sent by the same name: the engine hop's fields are not his."""
@@ -218,8 +270,15 @@ def _has_ended(choice: dict[str, Any]) -> bool:
     return choice.get("finish_reason") is not None
 
 
+_LEASE: msgspec.msgpack.Decoder[KVHandoff] = msgspec.msgpack.Decoder(KVHandoff)
+
+
 def _lease(text: str) -> KVHandoff:
-    return msgspec.msgpack.decode(base64.b64decode(text), type=KVHandoff)
+    return _LEASE.decode(base64.b64decode(text))
+
+
+def _encoded(ticket: PushTicket) -> str:
+    return base64.b64encode(msgspec.msgpack.encode(ticket)).decode("ascii")
 
 
 def _value(raw: msgspec.Raw | None) -> Any:

@@ -18,8 +18,9 @@ from typing import TYPE_CHECKING, Any
 import aiohttp
 import msgspec
 
+from pdserve.errors import DeadlineError
 from pdserve.proxy.bodies import Handoff, handoff_in
-from pdserve.proxy.errors import RefusedError, WorkerBusyError, WorkerError
+from pdserve.proxy.errors import RefusedError, WorkerError, failure_in
 from pdserve.proxy.relay import SseParser
 
 if TYPE_CHECKING:
@@ -38,11 +39,11 @@ ABANDON_TIMEOUT_S = 1.0
 HANG_UP_TIMEOUT_S = 0.5
 """The same where a lease waits for it, which is to be free within a second."""
 DRAIN_TIMEOUT_S = 2.0
-RETRY_AFTER_S = 1.0
 RELEASE_TRIES = 4
 RELEASE_TIMEOUT_S = 2.0
 
 AUTH_HEADER = "X-Pdserve-Auth"
+LOAD_FAILURES_HEADER = "X-Pdserve-Load-Failures"
 
 _FAILURES = (aiohttp.ClientError, ConnectionError, TimeoutError)
 
@@ -237,8 +238,10 @@ class Leg:
         """Wait for the answer to begin; return its content type, lower case, bare.
 
         Raises:
-            WorkerError: The engine could not be reached, hung up, or answered 5xx.
+            WorkerError: The engine could not be reached, hung up, or answered 5xx; or it has
+                no KV to go on from.
             RefusedError: It answered 4xx.
+            DeadlineError: It says that the request is too late.
         """
         try:
             response = await asyncio.shield(self._post)
@@ -251,14 +254,13 @@ class Leg:
             raise _failure(self.url, error) from error
         if response.status == 200:
             return response.content_type
-        body = await self.read()
-        if 400 <= response.status < 500:
-            raise RefusedError(response.status, body, response.headers.get("Retry-After"))
-        text = body.decode("utf-8", "replace")[:300]
-        message = f"{self.url} answered {response.status}: {text}"
-        if response.status == 503:
-            raise WorkerBusyError(message, reason="status", retry_after_s=RETRY_AFTER_S)
-        raise WorkerError(message, reason="status")
+        raise failure_in(
+            self.url,
+            response.status,
+            await self.read(),
+            retry_after=response.headers.get("Retry-After"),
+            load_failures=response.headers.get(LOAD_FAILURES_HEADER),
+        )
 
     async def read(self) -> bytes:
         """Return the whole answer; may be called again after it was cancelled.
@@ -353,7 +355,7 @@ class Leg:
                     if self._response is None:
                         await self.open()
                     await read_rest()
-        except (WorkerError, RefusedError, TimeoutError):
+        except (WorkerError, RefusedError, DeadlineError, TimeoutError):
             pass  # whatever is wrong with this leg, nobody waits for it any more
         finally:
             self.close()
@@ -392,5 +394,6 @@ def _close_late(post: asyncio.Task[aiohttp.ClientResponse]) -> None:
 
 def _failure(url: str, error: BaseException) -> WorkerError:
     if isinstance(error, aiohttp.ClientConnectorError | aiohttp.ConnectionTimeoutError):
-        return WorkerError(f"cannot connect to {url}: {error}", reason="connect")
+        message = f"cannot connect to {url}: {error}"
+        return WorkerError(message, reason="connect", was_taken=False)
     return WorkerError(f"{url} hung up: {error or type(error).__name__}", reason="dropped")

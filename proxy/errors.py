@@ -6,6 +6,8 @@ Knows HTTP bodies and server-sent events; knows nothing of routing or of retries
     |- UpstreamError
     |  |- WorkerError       an engine broke down: another one may be asked
     |  |  |- WorkerBusyError      it says that it cannot serve now
+    |  |  |  |- BudgetSpentError  ... nor compute this prompt in a prefill engine's place
+    |  |  |- KvFailedError        it is well, but the KV did not reach it
     RefusedError            an engine said 4xx: the client's own mistake, passed on as it is
     ClientGoneError               nobody reads the answer any more
 """
@@ -17,12 +19,13 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from pdserve.errors import PdserveError, UpstreamError
+from pdserve.errors import DeadlineError, EngineDeadError, PdserveError, UpstreamError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
 DONE = b"data: [DONE]\n\n"
+_RETRY_AFTER_S = 1.0
 
 
 class WorkerError(UpstreamError):
@@ -30,8 +33,15 @@ class WorkerError(UpstreamError):
 
     Args:
         reason: A short fixed word for the counters: connect, dropped, status, error_event,
-            garbled, lost.
+            garbled, lost, budget, kv_failed, handoff_refused.
+
+        was_taken: Whether the engine may have begun to work on the request.
+
+    Attributes:
+        blames_engine: Whether it speaks against the engine itself, whatever is asked of it.
     """
+
+    blames_engine = True
 
     def __init__(
         self,
@@ -40,9 +50,11 @@ class WorkerError(UpstreamError):
         reason: str,
         code: str | None = None,
         retry_after_s: float | None = None,
+        was_taken: bool = True,
     ) -> None:
         super().__init__(message, code=code, retry_after_s=retry_after_s)
         self.reason = reason
+        self.was_taken = was_taken
 
 
 class WorkerBusyError(WorkerError):
@@ -51,6 +63,30 @@ class WorkerBusyError(WorkerError):
     status = 503
     type = "service_unavailable_error"
     code = "unavailable"
+
+
+class BudgetSpentError(WorkerBusyError):
+    """An engine has computed all it may, for now, in place of prefill engines."""
+
+    code = "recompute_budget_exhausted"
+    blames_engine = False
+
+
+class KvFailedError(WorkerError):
+    """A decode engine is well, but the KV that it was to go on from did not reach it.
+
+    The pair is to blame, or the prefill engine; never the engine that says so.
+
+    Args:
+        load_failures: Labels of the loads that failed there, if it tells.
+    """
+
+    blames_engine = False
+
+    def __init__(self, message: str, *, reason: str, load_failures: tuple[str, ...] = ()) -> None:
+        was_taken = reason != "handoff_refused"
+        super().__init__(message, reason=reason, code="kv_transfer_failed", was_taken=was_taken)
+        self.load_failures = load_failures
 
 
 class RefusedError(Exception):
@@ -101,14 +137,75 @@ def openai_shaped(status: int, body: bytes) -> bytes:
     return _error_json(text, "invalid_request_error", None, str(status))
 
 
-def is_clients_fault(error_data: bytes) -> bool:
-    """Whether an `{"error": ...}` event from a running stream blames the request itself."""
+def failure_in(
+    url: str, status: int, body: bytes, *, retry_after: str | None, load_failures: str | None
+) -> PdserveError | RefusedError:
+    """Return what an engine's answer of another status than 200 means.
+
+    Args:
+        body: As the engine sent it.
+        retry_after, load_failures: The headers of these names, if they are there.
+    """
+    code = _error_of(body).get("code")
+    message = f"{url} answered {status}: {body.decode('utf-8', 'replace')[:300]}"
+    failure = _coded(code, message, retry_after=retry_after, load_failures=load_failures)
+    if failure is not None:
+        return failure
+    if 400 <= status < 500:
+        return RefusedError(status, body, retry_after)
+    if status == 503:
+        return WorkerBusyError(
+            message,
+            reason="status",
+            retry_after_s=_RETRY_AFTER_S,
+            was_taken=code == EngineDeadError.code,
+        )
+    return WorkerError(message, reason="status")
+
+
+def failure_in_stream(url: str, data: bytes) -> PdserveError | RefusedError:
+    """Return what an error event means: the request's own fault, or the engine's."""
+    error = _error_of(data)
+    message = f"{url} reported {data[:300].decode('utf-8', 'replace')}"
+    failure = _coded(error.get("code"), message, retry_after=None, load_failures=None)
+    if failure is not None:
+        return failure
+    if error.get("type") == "invalid_request_error":
+        return RefusedError(400, data)
+    return WorkerError(message, reason="error_event")
+
+
+def _coded(
+    code: object, message: str, *, retry_after: str | None, load_failures: str | None
+) -> PdserveError | None:
+    """Return the failure that an engine names by its code; None for a code of no meaning here."""
+    match code:
+        case "kv_transfer_failed" | "handoff_refused":
+            reason = "kv_failed" if code == "kv_transfer_failed" else code
+            labels = tuple(load_failures.split(",")) if load_failures else ()
+            return KvFailedError(message, reason=reason, load_failures=labels)
+        case "recompute_budget_exhausted":
+            wait_s = float(retry_after) if retry_after and retry_after.isdecimal() else None
+            return BudgetSpentError(
+                message,
+                reason="budget",
+                retry_after_s=wait_s or _RETRY_AFTER_S,
+                was_taken=False,
+            )
+        case "deadline_exceeded":
+            return DeadlineError(message)
+        case _:
+            return None
+
+
+def _error_of(body: bytes) -> Mapping[str, object]:
+    """Return the error object in a body or an event's data; empty if there is none."""
     try:
-        parsed: Mapping[str, object] = msgspec.json.decode(error_data)
-    except msgspec.DecodeError:
-        return False
-    error = parsed.get("error")
-    return isinstance(error, dict) and error.get("type") == "invalid_request_error"
+        parsed = msgspec.json.decode(body)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return {}
+    error = parsed.get("error") if isinstance(parsed, dict) else None
+    return error if isinstance(error, dict) else {}
 
 
 def _error_json(message: str, type_: str, param: str | None, code: str) -> bytes:

@@ -16,7 +16,8 @@ from pdserve.observe.metrics import (
     exposition,
     loop_lag_histogram,
 )
-from pdserve.proxy.story import SECOND_TERMS, TTFT_TERMS, Mode, Stage
+from pdserve.proxy.story import SECOND_TERMS, TTFT_TERMS, Mode, Rung, Stage
+from pdserve.wire.transfer import KVMode
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -33,6 +34,9 @@ FAILURES = (
     "garbled",
     "lost",
     "timeout",
+    "budget",
+    "kv_failed",
+    "handoff_refused",
 )
 DECISIONS = (
     ("disaggregated", "default"),
@@ -41,6 +45,7 @@ DECISIONS = (
     ("local", "colocated"),
     ("local", "prefill_failed"),
     ("local", "decode_failed"),
+    ("local", "kv_failed"),
     ("local", "stream_lost"),
 )
 
@@ -59,9 +64,9 @@ class Metrics:
         )
         self.stage_duration = Histogram(
             "pdserve_stage_duration_seconds",
-            "Parts of the time to first token (admission, proxy, retry, queue, prefill, relay: "
-            "they add up to it) and of the second token's wait (decode_queue, kv, recompute, "
-            "handover, first_step).",
+            "Parts of the time to first token (admission, proxy, retry, queue, reserve, prefill, "
+            "relay: they add up to it) and of the second token's wait (decode_queue, kv, "
+            "recompute, handover, first_step).",
             ["stage"],
             registry=registry,
             buckets=STAGE_BUCKETS_S,
@@ -105,7 +110,19 @@ class Metrics:
         )
         self.kv_load_failures = Counter(
             "pdserve_kv_load_failures_reported",
-            "KV loads that a decode engine says failed and were recomputed.",
+            "KV loads that decode engines say failed.",
+            registry=registry,
+        )
+        self.kv_mode = Counter(
+            "pdserve_kv_mode",
+            "Hand-overs begun, by who was to move the KV.",
+            ["mode"],
+            registry=registry,
+        )
+        self.ladder = Counter(
+            "pdserve_kv_ladder",
+            "What was done about hand-overs that failed.",
+            ["rung"],
             registry=registry,
         )
         self.releases = Counter(
@@ -131,8 +148,8 @@ class Metrics:
         self._create_series()
 
     def _create_series(self) -> None:
-        for mode in Mode:
-            self.ttft.labels(mode.value)
+        for served in Mode:
+            self.ttft.labels(served.value)
         for stage in (*TTFT_TERMS, *SECOND_TERMS):
             self.stage_duration.labels(stage)
         for outcome in OUTCOMES:
@@ -145,6 +162,10 @@ class Metrics:
             self.retries.labels(leg)
             for reason in FAILURES:
                 self.leg_failures.labels(leg, reason)
+        for mode in KVMode:
+            self.kv_mode.labels(mode.value)
+        for rung in Rung:
+            self.ladder.labels(rung.value)
         for result in ("resumed", "diverged"):
             self.replays.labels(result)
 

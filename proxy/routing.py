@@ -10,7 +10,7 @@ import itertools
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from pdserve.config.schema import Role
+from pdserve.config.schema import KVTransfer, Role
 from pdserve.errors import UnavailableError
 from pdserve.proxy.policies import RouteRequest, choose, policy_named
 
@@ -26,17 +26,28 @@ RETRY_AFTER_S = 1.0
 
 @dataclass(frozen=True, slots=True)
 class Disaggregate:
-    """Prefill there; a decode engine is chosen when the handoff is in hand."""
+    """Prefill there.
+
+    Attributes:
+        decode: For a push, which both engines take part in from the start; else None: a decode
+            engine is chosen when the handoff is in hand.
+    """
 
     prefill: Backend
+    decode: Backend | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class RunLocally:
-    """One engine does everything, because of `reason`."""
+    """One engine does everything, because of `reason`.
+
+    Attributes:
+        is_outage: There are prefill engines, but none that can be used now.
+    """
 
     engine: Backend
     reason: str
+    is_outage: bool = False
 
 
 class Router:
@@ -44,15 +55,20 @@ class Router:
 
     def __init__(self, config: ProxyConfig, backends: Backends) -> None:
         self._backends = backends
+        self._kv_mode = config.kv_mode
         self._prefill_policy = policy_named(config.prefill_policy, flag="prefill-policy")
         self._decode_policy = policy_named(config.decode_policy, flag="decode-policy")
         self._prefill_sequence = itertools.count()
         self._decode_sequence = itertools.count()
 
     def plan(
-        self, body_bytes: int, *, failed: Collection[Backend] = ()
+        self, body_bytes: int, *, failed: Collection[Backend] = (), may_push: bool = False
     ) -> Disaggregate | RunLocally:
         """Decide how a request is served. Engines in `failed` come last.
+
+        Args:
+            may_push: Whether this request's KV may be pushed. Where engines can, it is: a decode
+                engine that can is then preferred to one that cannot.
 
         Raises:
             UnavailableError: No engine can take it now.
@@ -67,31 +83,63 @@ class Router:
             prefills = [b for b in ready if b.role is Role.BOTH] if dedicated else []
             if not prefills:
                 reason = "no_prefill" if dedicated else "colocated"
-                return self._locally(decodes, body_bytes, failed, reason)
+                is_outage = self._backends.has_lost_prefill
+                return self._locally(decodes, body_bytes, failed, reason, is_outage=is_outage)
         paired = [p for p in prefills if any(self._backends.can_pair(p, d) for d in decodes)]
         if not paired:
-            return self._locally(decodes, body_bytes, failed, "no_pair")
+            return self._locally(decodes, body_bytes, failed, "no_pair", is_outage=True)
         prefill = self._choose_prefill(paired, body_bytes, failed)
+        receivers = [d for d in decodes if self._pushes(prefill, d)] if may_push else []
+        if receivers:
+            return Disaggregate(prefill, self._choose_decode(receivers, body_bytes, failed))
         return Disaggregate(prefill)
 
-    def another_prefill(self, body_bytes: int, failed: Collection[Backend]) -> Backend | None:
-        """Return a prefill engine for a further attempt; None when there is none."""
+    def _pushes(self, prefill: Backend, decode: Backend) -> bool:
+        """Whether a request is to be pushed over this pair."""
+        backends = self._backends
+        if self._kv_mode is KVTransfer.PULL or not backends.can_pair(prefill, decode):
+            return False
+        trusted = self._kv_mode is KVTransfer.PUSH or backends.pushes_well(prefill, decode)
+        return trusted and backends.can_push(prefill, decode)
+
+    def another_pair(
+        self, body_bytes: int, failed: Collection[Backend], *, may_push: bool
+    ) -> Disaggregate | None:
+        """Return engines for a further attempt from the start; None when there are none."""
         try:
-            plan = self.plan(body_bytes, failed=failed)
+            plan = self.plan(body_bytes, failed=failed, may_push=may_push)
         except UnavailableError:
             return None
-        return plan.prefill if isinstance(plan, Disaggregate) else None
+        return plan if isinstance(plan, Disaggregate) else None
 
     def decode_for(
-        self, prefill: Backend, body_bytes: int, failed: Collection[Backend]
+        self,
+        prefill: Backend,
+        body_bytes: int,
+        failed: Collection[Backend],
+        *,
+        without: Collection[Backend] = (),
     ) -> Backend | None:
-        """Return a decode engine that can read from `prefill`; None when there is none."""
+        """Return a decode engine that can get KV from `prefill`; None when there is none.
+
+        Args:
+            without: Engines that do not come into question at all.
+        """
         candidates = [
             backend
             for backend in self._backends
-            if backend.available and backend.decodes() and self._backends.can_pair(prefill, backend)
+            if backend not in without and self._can_decode_for(prefill, backend)
         ]
         return self._choose_decode(candidates, body_bytes, failed)
+
+    def can_decode_for(self, prefill: Backend, decode: Backend) -> bool:
+        """Whether a decode engine can be sent a handoff of `prefill` now."""
+        is_known = self._backends.get(decode.url) is decode
+        return is_known and self._can_decode_for(prefill, decode)
+
+    def _can_decode_for(self, prefill: Backend, decode: Backend) -> bool:
+        is_fit = decode.available and decode.decodes()
+        return is_fit and self._backends.can_pair(prefill, decode)
 
     def local_engine(self, body_bytes: int, failed: Collection[Backend]) -> Backend:
         """Return an engine that can do everything: decode engines first, then any.
@@ -128,11 +176,17 @@ class Router:
         return None
 
     def _locally(
-        self, decodes: Sequence[Backend], body_bytes: int, failed: Collection[Backend], reason: str
+        self,
+        decodes: Sequence[Backend],
+        body_bytes: int,
+        failed: Collection[Backend],
+        reason: str,
+        *,
+        is_outage: bool,
     ) -> RunLocally:
         engine = self._choose_decode(decodes, body_bytes, failed)
         assert engine is not None
-        return RunLocally(engine, reason)
+        return RunLocally(engine, reason, is_outage)
 
     def _choose_prefill(
         self, candidates: Sequence[Backend], body_bytes: int, failed: Collection[Backend]

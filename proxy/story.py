@@ -8,12 +8,18 @@ with a measured remainder, so that its terms add up to what the client saw:
     | second token +12.1ms = kv 6.3 (8.4 MB, 1.3 GB/s) + handover 2.2 + first step 3.6
     | itl p50 6.1 max 9.8
 
+A push has no KV left to move when the first token comes but the last of it: what was moved before
+is no part of the second token's wait. At its end the line says how the KV came (`kv by push`)
+and, if something failed, which rungs of the ladder were taken (`ladder other_decode,local`).
+
 `proxy` is this process before it asks an engine, the wait for a place apart (`admission`);
-`retry` went to engines that failed; `queue` and `prefill` are the engine's own account; `relay`
-is the rest of the time to the first byte written to the client: two HTTP hops and the wait for a
-free moment. Of the second token's wait, `decode queue` is until the decode engine begins to move
-the KV, `recompute` is for a prompt whose KV did not arrive (both are left out of the line where
-there was none), and `handover` is the rest: HTTP, and KV that lies ready while a step runs.
+`retry` went to engines that failed; `queue` and `prefill` are the engine's own account, and so is
+`reserve`, its wait for room at the decode engine before a push; `relay` is the rest of the time to
+the first byte written to the client: two HTTP hops and the wait for a free moment. Of the second
+token's wait, `decode queue` is until the decode engine begins to move the KV, `recompute` is for a
+prompt whose KV did not arrive (both are left out of the line where there was none), and `handover`
+is the rest: HTTP, and KV that lies ready while a step runs (`step`, by the engine's own account: of
+a push it may lie before the first token). `wait` is the part of `kv` before the first byte.
 """
 
 from __future__ import annotations
@@ -24,6 +30,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from pdserve.observe.log import moved
+from pdserve.wire.transfer import KVMode
 
 if TYPE_CHECKING:
     from pdserve.observe.clock import Clock
@@ -47,7 +54,22 @@ class Mode(enum.Enum):
     LOCAL = "local"
 
 
-TTFT_TERMS = ("admission", "proxy", "retry", "queue", "prefill", "relay")
+class Rung(enum.Enum):
+    """What was done about a hand-over that failed, in the order of the ladder.
+
+    RETRY_DECODE: the same decode engine once more. OTHER_DECODE: another one. OTHER_PREFILL: it
+    was prefilled again, on another engine if there is one. LOCAL: one engine did everything.
+    SHED: nobody may compute it now; the client is to come back.
+    """
+
+    RETRY_DECODE = "retry_decode"
+    OTHER_DECODE = "other_decode"
+    OTHER_PREFILL = "other_prefill"
+    LOCAL = "local"
+    SHED = "shed"
+
+
+TTFT_TERMS = ("admission", "proxy", "retry", "queue", "reserve", "prefill", "relay")
 SECOND_TERMS = ("decode_queue", "kv", "recompute", "handover", "first_step")
 
 
@@ -64,6 +86,8 @@ class Story:
         second_token_s: The decode engine's first bytes were.
         token_gaps_s: Gaps between the chunks from the decode engine on.
         prefill_stages, decode_stages: The engines' own accounts.
+        kv_mode: Who moved the KV, as of the last attempt.
+        rungs: Of the ladder, as they were taken.
         events: What happened, for people: (seconds since arrival, text).
     """
 
@@ -84,6 +108,8 @@ class Story:
     token_gaps_s: array[float] = field(default_factory=lambda: array("d"))
     prefill_stages: EngineStages | None = None
     decode_stages: EngineStages | None = None
+    kv_mode: KVMode | None = None
+    rungs: list[Rung] = field(default_factory=list)
     num_prompt_tokens: int = 0
     num_output_tokens: int = 0
     events: list[tuple[float, str]] = field(default_factory=list)
@@ -112,6 +138,15 @@ class Story:
             self.leg_s = now
         self.stage = stage
         self.tell(f"{stage.value} at {url}")
+
+    def receiver_sent(self, url: str) -> None:
+        """The leg that receives a push is on its way to an engine, beside the prefill leg."""
+        self.tell(f"receiving at {url}")
+
+    def climbed(self, rung: Rung) -> None:
+        """A rung of the ladder was taken."""
+        self.rungs.append(rung)
+        self.tell(f"ladder: {rung.value}")
 
     def first_token(self) -> None:
         """The client has its first token."""
@@ -145,14 +180,16 @@ class Story:
         stages = self.prefill_stages
         window = self.first_token_s - self.leg_s
         queue = min(stages.queue_s, window) if stages else 0.0
-        prefill = min(stages.prefill_s, window - queue) if stages else 0.0
+        reserve = min(stages.kv_wait_s, window - queue) if stages else 0.0
+        prefill = min(stages.prefill_s, window - queue - reserve) if stages else 0.0
         return {
             "admission": self.admitted_s - self.queued_s,
             "proxy": self.queued_s - self.arrived_s + self.first_leg_s - self.admitted_s,
             "retry": self.leg_s - self.first_leg_s,
             "queue": queue,
+            "reserve": reserve,
             "prefill": prefill,
-            "relay": window - queue - prefill,
+            "relay": window - queue - reserve - prefill,
         }
 
     def second_token_terms(self) -> dict[str, float]:
@@ -161,9 +198,10 @@ class Story:
         if self.second_token_s is None or self.first_token_s is None or stages is None:
             return {}
         wait = self.second_token_s - self.first_token_s
+        is_push = stages.kv_mode == KVMode.PUSH.value
         told = {
-            "decode_queue": stages.queue_s,
-            "kv": stages.kv_wait_s + stages.kv_transfer_s,
+            "decode_queue": 0.0 if is_push else stages.queue_s,
+            "kv": stages.kv_transfer_s + (0.0 if is_push else stages.kv_wait_s),
             "recompute": stages.prefill_s,
             "first_step": stages.first_step_s,
         }
@@ -173,10 +211,21 @@ class Story:
             left -= told[name]
         return {name: told.get(name, left) for name in SECOND_TERMS}
 
+    def _parts_of_terms(self) -> dict[str, str]:
+        """What stands behind terms of the second token's wait, in brackets."""
+        stages = self.decode_stages
+        if stages is None or not stages.kv_bytes:
+            return {}
+        kv = moved(stages.kv_bytes, stages.kv_transfer_s, digest_s=stages.kv_digest_s)
+        if stages.kv_mode != KVMode.PUSH.value and stages.kv_wait_s >= 5e-5:
+            kv = f"wait {stages.kv_wait_s * 1e3:.1f}, {kv}"
+        step = f" (step {stages.step_wait_s * 1e3:.1f})" if stages.step_wait_s >= 5e-5 else ""
+        return {"kv": f" ({kv})", "handover": step}
+
     def line(self, outcome: str) -> str:
         """Return the log line."""
-        told = self.prefill_stages.prompt_tokens if self.prefill_stages is not None else 0
-        tokens_in = self.num_prompt_tokens or told or "?"
+        counted = self.prefill_stages.prompt_tokens if self.prefill_stages is not None else 0
+        tokens_in = self.num_prompt_tokens or counted or "?"
         parts = [
             f"req {self.request_id} {outcome} in={tokens_in} out={self.num_output_tokens}",
         ]
@@ -184,16 +233,16 @@ class Story:
             name = "ttft" if self.streamed else "first token"
             parts[0] += f" {name}={_sum(terms, 'relay', always=('proxy', 'relay'))}"
         if terms := self.second_token_terms():
-            stages = self.decode_stages
-            detail = ""
-            if stages is not None and stages.kv_bytes:
-                detail = f" ({moved(stages.kv_bytes, stages.kv_transfer_s)})"
             always = ("kv", "handover", "first_step")
-            total = _sum(terms, "handover", always=always, after={"kv": detail})
+            total = _sum(terms, "handover", always=always, after=self._parts_of_terms())
             parts.append(f"second token +{total}")
         if self.token_gaps_s:
             gaps = sorted(self.token_gaps_s)
             parts.append(f"itl p50 {gaps[len(gaps) // 2] * 1e3:.1f} max {gaps[-1] * 1e3:.1f}")
+        if self.kv_mode is not None:
+            parts.append(f"kv by {self.kv_mode.value}")
+        if self.rungs:
+            parts.append(f"ladder {','.join(rung.value for rung in self.rungs)}")
         if not self.streamed:
             total_s = self.clock.monotonic_s() - self.arrived_s
             parts.append(f"total {total_s * 1e3:.1f}ms")
@@ -205,6 +254,7 @@ class Story:
             "request_id": self.request_id,
             "path": self.path,
             "stage": self.stage.value,
+            "kv_mode": self.kv_mode.value if self.kv_mode is not None else None,
             "age_s": round(self.clock.monotonic_s() - self.arrived_s, 3),
             "output_tokens": self.num_output_tokens,
             "story": [{"at_s": round(at_s, 4), "event": text} for at_s, text in self.events],

@@ -44,6 +44,8 @@ def request_line(
     stages: Mapping[str, float],
     kv_bytes: int = 0,
     kv_transfer_s: float = 0.0,
+    kv_digest_s: float = 0.0,
+    kv_mode: str = "",
     gaps_s: Sequence[float] = (),
 ) -> str:
     """Return what happened to one request, in one line.
@@ -53,6 +55,8 @@ def request_line(
             is followed by the bytes moved and their rate.
         kv_bytes: Bytes of KV received.
         kv_transfer_s: Seconds they were on the wire.
+        kv_digest_s: Those of them that digests took.
+        kv_mode: How they came: push or pull.
         gaps_s: Seconds between output tokens.
     """
     line = f"req {request_id} {outcome} in={num_prompt_tokens} out={num_output_tokens}"
@@ -62,22 +66,30 @@ def request_line(
         for name, seconds in stages.items():
             part = f"{name.replace('_', ' ')} {seconds * 1e3:.1f}"
             if name == "kv" and kv_bytes:
-                part += f" ({moved(kv_bytes, kv_transfer_s)})"
+                part += f" ({moved(kv_bytes, kv_transfer_s, digest_s=kv_digest_s)})"
             parts.append(part)
         if parts:
             line += " = " + " + ".join(parts)
     if gaps_s:
         line += f" | itl p50 {statistics.median(gaps_s) * 1e3:.1f} max {max(gaps_s) * 1e3:.1f}"
+    if kv_mode:
+        line += f" | kv by {kv_mode}"
     return line
 
 
-def moved(num_bytes: int, seconds: float) -> str:
-    """Return what was moved and how fast, as `8.4 MB, 1.3 GB/s`."""
-    size = f"{num_bytes / 1e6:.1f} MB" if num_bytes >= 1e5 else f"{num_bytes / 1e3:.1f} kB"
-    if seconds <= 0:
-        return size
-    rate = num_bytes / seconds
-    return f"{size}, " + (f"{rate / 1e9:.1f} GB/s" if rate >= 1e8 else f"{rate / 1e6:.1f} MB/s")
+def moved(num_bytes: int, seconds: float, *, digest_s: float = 0.0) -> str:
+    """Return what was moved and how fast, as `8.4 MB, 1.3 GB/s, digest 0.2`.
+
+    Args:
+        digest_s: The part of `seconds` that digests took; shown in milliseconds if any.
+    """
+    parts = [f"{num_bytes / 1e6:.1f} MB" if num_bytes >= 1e5 else f"{num_bytes / 1e3:.1f} kB"]
+    if seconds > 0:
+        rate = num_bytes / seconds
+        parts.append(f"{rate / 1e9:.1f} GB/s" if rate >= 1e8 else f"{rate / 1e6:.1f} MB/s")
+    if digest_s > 0:
+        parts.append(f"digest {digest_s * 1e3:.1f}")
+    return ", ".join(parts)
 
 
 def _pairs(fields: Mapping[str, object]) -> list[str]:

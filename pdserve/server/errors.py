@@ -9,7 +9,13 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 from aiohttp import web
 
-from pdserve.errors import BadRequestError, BodyTooLargeError, NotFoundError, PdserveError
+from pdserve.errors import (
+    BadRequestError,
+    BodyTooLargeError,
+    KvTransferError,
+    NotFoundError,
+    PdserveError,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
@@ -17,6 +23,8 @@ if TYPE_CHECKING:
     Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 _log = logging.getLogger(__name__)
+
+LOAD_FAILURES_HEADER = "X-Pdserve-Load-Failures"
 
 
 class MethodNotAllowedError(NotFoundError):
@@ -39,10 +47,15 @@ def error_object(error: PdserveError) -> dict[str, Any]:
 
 
 def error_response(error: PdserveError) -> web.Response:
-    """Return `error` as a response, with Retry-After where that is known."""
+    """Return `error` as a response, with Retry-After where that is known.
+
+    A proxy also learns why KV did not arrive: whether another engine may still read it.
+    """
     headers = {}
     if error.retry_after_s is not None:
         headers["Retry-After"] = str(max(1, math.ceil(error.retry_after_s)))
+    if isinstance(error, KvTransferError) and error.load_failures:
+        headers[LOAD_FAILURES_HEADER] = ",".join(error.load_failures)
     return web.Response(
         status=error.status,
         body=msgspec.json.encode(error_object(error)),

@@ -16,7 +16,8 @@ import msgspec
 
 from pdserve.errors import BadRequestError
 from pdserve.wire.outputs import TokenLogprobs
-from pdserve.wire.transfer import KVHandoff
+from pdserve.wire.request import OnLoadFailure
+from pdserve.wire.transfer import KVHandoff, PushTicket
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -38,6 +39,10 @@ class PdserveParams(msgspec.Struct, frozen=True, kw_only=True):
         first_delivered: At D: the client already has the first tokens' chunks.
         created: The answer's timestamp, so that both legs write the same.
         seed: Stands in for a seed the user did not give.
+        ticket: The push that both engines take part in; stands in for the handoffs at D. It is
+            of one choice.
+        on_load_failure: At D; a proxy that has other ways asks to be told.
+        is_fallback: This engine computes a prompt that a prefill engine was to compute.
     """
 
     handoffs: list[str | None] | None = None
@@ -46,6 +51,9 @@ class PdserveParams(msgspec.Struct, frozen=True, kw_only=True):
     first_delivered: bool = False
     created: int | None = None
     seed: int | None = None
+    ticket: str | None = None
+    on_load_failure: OnLoadFailure = OnLoadFailure.RECOMPUTE
+    is_fallback: bool = False
 
 
 class KVTransferParams(msgspec.Struct, frozen=True, kw_only=True):
@@ -63,23 +71,29 @@ class PrefillHop:
     Attributes:
         final_length: Whether reaching max_tokens here ends the request. A proxy written
             for vLLM asks for max_tokens = 1 and means: hand over after the first token.
+        ticket: The KV is written into the other engine's blocks as it is computed.
     """
 
     final_length: bool
+    ticket: PushTicket | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class DecodeHop:
-    """Another engine has prefilled; both lists have one entry per choice.
+    """Another engine prefills; both lists have one entry per choice.
 
     Attributes:
         handoffs: None for a choice that ended at P: it is no concern of this engine.
-        first_delivered: Whether the client already has what the first tokens gave.
+        first_delivered: Whether the client already has what the first tokens gave, or will
+            have it before anything of this engine.
+        ticket: The prefill is under way and its KV comes by itself, with the first token;
+            then there is one choice, and no handoff yet.
     """
 
     handoffs: list[KVHandoff | None]
     prompt_logprobs: list[PromptLogprobs | None]
     first_delivered: bool
+    ticket: PushTicket | None = None
 
 
 Hop = PrefillHop | DecodeHop
@@ -99,8 +113,25 @@ def parse_hop(params: KVTransferParams | None, *, num_choices: int) -> Hop | Non
         raise BadRequestError(
             f"{_FIELD}: do_remote_decode and do_remote_prefill exclude each other", param=_FIELD
         )
+    ticket = _decode(ours.ticket, _TICKET)
+    if ticket is not None and num_choices != 1:
+        raise BadRequestError(
+            f"{_FIELD}: pdserve.ticket is of one choice, and {num_choices} are asked for",
+            param=_FIELD,
+        )
     if params.do_remote_decode:
-        return PrefillHop(final_length=ours.final_length)
+        return PrefillHop(final_length=ours.final_length, ticket=ticket)
+    if ticket is not None:
+        if ours.handoffs:
+            raise BadRequestError(
+                f"{_FIELD}: pdserve.ticket and pdserve.handoffs exclude each other", param=_FIELD
+            )
+        return DecodeHop(
+            handoffs=[None],
+            prompt_logprobs=[None],
+            first_delivered=ours.first_delivered,
+            ticket=ticket,
+        )
     if not ours.handoffs:
         raise BadRequestError(
             f"{_FIELD}: do_remote_prefill without pdserve.handoffs; "
@@ -142,8 +173,7 @@ def response_params(
     """Return the `kv_transfer_params` that a decode engine takes; one entry per choice.
 
     vLLM's keys speak of the first choice that was handed over, and of one address: the
-    first rank's. `tp_size` is there only where it is known, for an engine of one rank: a
-    handoff says how many ranks hold its KV, not how they share it.
+    first rank's.
     """
     first = next(handoff for handoff in handoffs if handoff is not None)
     address = first.endpoints[0] if first.endpoints else None
@@ -163,9 +193,8 @@ def response_params(
         "remote_host": None if address is None else address.host,
         "remote_port": None if address is None else address.port,
         "remote_request_id": first.request_id,
+        "tp_size": first.shape.tp_size,
     }
-    if len(first.endpoints) == 1:
-        params["tp_size"] = 1
     return params | {"pdserve": ours}
 
 
@@ -175,6 +204,7 @@ def stage_fields(stages: RequestStages) -> dict[str, float | int]:
 
 
 _HANDOFF: msgspec.msgpack.Decoder[KVHandoff] = msgspec.msgpack.Decoder(KVHandoff)
+_TICKET: msgspec.msgpack.Decoder[PushTicket] = msgspec.msgpack.Decoder(PushTicket)
 _PROMPT_LOGPROBS: msgspec.msgpack.Decoder[PromptLogprobs] = msgspec.msgpack.Decoder(PromptLogprobs)
 
 

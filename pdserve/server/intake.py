@@ -13,6 +13,7 @@ from pdserve.server.handoff import PrefillHop, parse_hop
 from pdserve.server.job import plan
 from pdserve.server.sampling import output_limit, resolve_sampling
 from pdserve.server.service import REQUEST_ID, SERVICE, START_S
+from pdserve.wire.request import OnLoadFailure
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -133,6 +134,8 @@ async def make_job(
         start_s=request[START_S],
         hop=hop,
         deadline_s=_deadline_s(request),
+        on_load_failure=ours.on_load_failure if ours is not None else OnLoadFailure.RECOMPUTE,
+        is_fallback=ours is not None and ours.is_fallback,
     )
 
 

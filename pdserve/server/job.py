@@ -11,19 +11,35 @@ from __future__ import annotations
 
 import logging
 import uuid
+from collections import deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import msgspec
 
-from pdserve.errors import DeadlineError, InternalError, PdserveError, UnavailableError
+from pdserve.errors import (
+    BadRequestError,
+    DeadlineError,
+    HandoffRefusedError,
+    InternalError,
+    KvTransferError,
+    PdserveError,
+    RecomputeBudgetError,
+    UnavailableError,
+)
 from pdserve.observe.log import request_line
 from pdserve.server.handoff import DecodeHop, PrefillHop, PromptLogprobs, stage_fields
 from pdserve.server.merge import MergedOutputs
 from pdserve.server.sampling import choice_seed
 from pdserve.text.output import OutputProcessor
 from pdserve.wire.ids import RequestId
-from pdserve.wire.request import FinishReason, GenerateRequest, RequestStages
+from pdserve.wire.request import (
+    ErrorCode,
+    FinishReason,
+    GenerateRequest,
+    OnLoadFailure,
+    RequestStages,
+)
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Sequence
@@ -40,6 +56,9 @@ if TYPE_CHECKING:
     from pdserve.wire.transfer import KVHandoff
 
 _log = logging.getLogger(__name__)
+
+PARTS_OF_STAGES = ("kv_digest_s", "step_wait_s")
+"""Stages that lie inside another one, and are no terms of the sum."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +97,7 @@ class Choice:
         num_from_handoff: Leading tokens that another engine sampled.
         num_to_swallow: Those of them whose text the client already has.
         prompt_logprobs: What the prefill engine computed of them.
+        kv_mode: How KV came from another engine, if it did: push or pull.
     """
 
     index: int
@@ -91,6 +111,7 @@ class Choice:
     finish_reason: FinishReason | None = None
     stages: RequestStages | None = None
     load_failures: list[str] = field(default_factory=list)
+    kv_mode: str = ""
     first_token_s: float | None = None
     own_token_s: float | None = None
     last_token_s: float | None = None
@@ -122,7 +143,7 @@ class Job:
     start_s: float
     delivered: bool = False
     _outputs: MergedOutputs | None = None
-    _first: tuple[int, EngineOutput] | None = None
+    _held: deque[tuple[int, EngineOutput]] = field(default_factory=deque)
     _error: Exception | None = None
     _gaps_s: list[float] = field(default_factory=list)
 
@@ -143,20 +164,30 @@ class Job:
         self._record(error)
         if self.delivered:
             return
+        unread += [output for _, output in self._held]
         handoffs = [*self.handoffs, *(output.handoff for output in unread)]
-        if self._first is not None:
-            handoffs.append(self._first[1].handoff)
         for handoff in handoffs:
             if handoff is not None:
                 await self.service.client.release_lease(handoff.nonce)
 
     async def start(self) -> None:
-        """Wait for the engine's first output.
+        """Wait for the engine's first output that gives the client something.
+
+        What it has already is no sign that the engine can go on: its KV may yet fail to arrive,
+        and that is to be a status.
 
         Raises:
             PdserveError: The engine refused or failed the request.
         """
-        self._first = await self._next()
+        num_known = dict.fromkeys(range(len(self.choices)), 0)
+        while True:
+            index, output = await self._next()
+            self._held.append((index, output))
+            num_known[index] += len(output.new_token_ids)
+            if output.finish_reason is not None:
+                return
+            if num_known[index] > self.choices[index].num_to_swallow:
+                return
 
     async def deltas(self) -> AsyncGenerator[Delta, None]:
         """Yield what the choices gain, until all have ended.
@@ -166,8 +197,7 @@ class Job:
         """
         num_open = sum(choice.request is not None for choice in self.choices)
         while num_open:
-            index, output = self._first or await self._next()
-            self._first = None
+            index, output = self._held.popleft() if self._held else await self._next()
             choice = self.choices[index]
             if choice.finish_reason is None:
                 delta = await self._advance(choice, output)
@@ -252,21 +282,30 @@ class Job:
         """Return where the time to the first own token went, by `RequestStages` field.
 
         `server_s` is what the engine does not account for: HTTP, tokens, the way to the
-        engine and back. All seconds but `ttft_s` sum to `ttft_s`.
+        engine and back. All seconds sum to `ttft_s`, but for itself and `PARTS_OF_STAGES`.
         """
         choice = self._leader()
         stages = choice.stages or RequestStages()
         fields = stage_fields(stages)
         end_s = choice.own_token_s or choice.last_token_s
         ttft_s = end_s - self.start_s if end_s is not None else 0.0
-        in_engine_s = sum(value for name, value in fields.items() if name != "kv_bytes")
+        in_engine_s = sum(
+            value
+            for name, value in fields.items()
+            if name.endswith("_s") and name not in PARTS_OF_STAGES
+        )
         return fields | {"server_s": max(0.0, ttft_s - in_engine_s), "ttft_s": ttft_s}
 
-    def account(self) -> dict[str, float | int | list[str]]:
-        """Return what the proxy asks for: stages, prompt tokens, why any KV did not arrive."""
+    def account(self) -> dict[str, float | int | str | list[str]]:
+        """Return what the proxy asks for: stages, prompt tokens, how KV came or why it did not."""
         failures = [reason for choice in self.choices for reason in choice.load_failures]
         num_prompt = sum(len(prompt) for prompt in self.prompts)
-        return {**self.stages(), "load_failures": failures, "prompt_tokens": num_prompt}
+        return {
+            **self.stages(),
+            "load_failures": failures,
+            "prompt_tokens": num_prompt,
+            "kv_mode": self._leader().kv_mode,
+        }
 
     def _leader(self) -> Choice:
         """The choice that stands for the job in timings: its first one here."""
@@ -277,6 +316,7 @@ class Job:
         if output.stages is not None:
             choice.stages = output.stages
         choice.load_failures += output.load_failures
+        choice.kv_mode = output.kv_mode or choice.kv_mode
         if not output.new_token_ids:
             return
         now_s = self.service.clock.monotonic_s()
@@ -329,10 +369,11 @@ class Job:
         fields = self.stages()
         kv_bytes = int(fields.pop("kv_bytes"))
         ttft_s = fields.pop("ttft_s")
+        digest_s, step_wait_s = (fields.pop(name) for name in PARTS_OF_STAGES)
         seconds = {name.removesuffix("_s"): value for name, value in fields.items()}
         timed = self._leader().own_token_s is not None
         if timed:
-            metrics.stages(seconds, loaded_kv=kv_bytes > 0)
+            metrics.stages(seconds, loaded_kv=kv_bytes > 0, step_wait_s=step_wait_s)
         shown = {
             "server": seconds["server"],
             "queue": seconds["queue"],
@@ -352,6 +393,8 @@ class Job:
                 stages={name: value for name, value in shown.items() if value},
                 kv_bytes=kv_bytes,
                 kv_transfer_s=seconds["kv_transfer"],
+                kv_digest_s=digest_s,
+                kv_mode=self._leader().kv_mode,
                 gaps_s=self._gaps_s,
             ),
         )
@@ -371,6 +414,8 @@ def plan(
     start_s: float,
     hop: Hop | None,
     deadline_s: float | None,
+    on_load_failure: OnLoadFailure = OnLoadFailure.RECOMPUTE,
+    is_fallback: bool = False,
 ) -> Job:
     """Return the job for a request; nothing is submitted yet.
 
@@ -379,6 +424,7 @@ def plan(
         sampling: One per prompt; each choice gets its own seed.
         seed: The user's, or the one drawn for this request.
         deadline_s: Wall-clock seconds after which the answer is of no use.
+        on_load_failure, is_fallback: See `GenerateRequest`.
     """
     num_choices = fields.num_choices
     arrival_s = service.clock.wall_s()
@@ -406,21 +452,25 @@ def plan(
             choices.append(choice)
             if isinstance(hop, DecodeHop):
                 handoff = hop.handoffs[index]
-                if handoff is None:
+                if handoff is None and hop.ticket is None:
                     continue
-                choice.num_from_handoff = len(handoff.first_token_ids)
+                # A push brings one first token, with the last byte of its KV.
+                choice.num_from_handoff = len(handoff.first_token_ids) if handoff else 1
                 choice.num_to_swallow = choice.num_from_handoff if hop.first_delivered else 0
                 choice.prompt_logprobs = hop.prompt_logprobs[index]
             choice.request = GenerateRequest(
                 request_id=RequestId(f"{request_id}-{index}-{uuid.uuid4().hex[:8]}"),
                 prompt_token_ids=prompt,
-                sampling=_with_seed(params, seeded, handed_over=handoff is not None),
+                sampling=_with_seed(params, seeded, handed_over=isinstance(hop, DecodeHop)),
                 arrival_s=arrival_s,
                 deadline_s=deadline_s,
                 priority=fields.priority or 0,
                 cache_salt=fields.cache_salt or "",
                 remote_decode=isinstance(hop, PrefillHop),
                 handoff=handoff,
+                ticket=hop.ticket if hop is not None else None,
+                on_load_failure=on_load_failure,
+                is_fallback=is_fallback,
             )
     return Job(
         service=service,
@@ -445,7 +495,7 @@ def _raise_if_failed(output: EngineOutput, request: GenerateRequest | None, now_
     """An engine reports failures of a single request as outputs."""
     match output.finish_reason:
         case FinishReason.ERROR:
-            raise PdserveError(output.error or "the engine failed this request")
+            raise _failure(output)
         case FinishReason.ABORT if request is not None and (request.deadline_s or now_s) < now_s:
             raise DeadlineError("the request's deadline passed before it was complete")
         case FinishReason.ABORT:
@@ -453,3 +503,19 @@ def _raise_if_failed(output: EngineOutput, request: GenerateRequest | None, now_
                 output.error or "the engine gave the request up; it is shutting down",
                 retry_after_s=1.0,
             )
+
+
+def _failure(output: EngineOutput) -> PdserveError:
+    """What an engine's error code is to whoever asked; what has none is the engine's fault."""
+    message = output.error or "the engine failed this request"
+    match output.error_code:
+        case ErrorCode.KV_TRANSFER_FAILED.value:
+            return KvTransferError(message, load_failures=tuple(output.load_failures))
+        case ErrorCode.RECOMPUTE_BUDGET_EXHAUSTED.value:
+            return RecomputeBudgetError(message, retry_after_s=output.retry_after_s or 1.0)
+        case ErrorCode.HANDOFF_REFUSED.value:
+            return HandoffRefusedError(message)
+        case ErrorCode.BAD_REQUEST.value:
+            return BadRequestError(message)
+        case _:
+            return PdserveError(message, retry_after_s=output.retry_after_s)

@@ -23,7 +23,7 @@ from pdserve.observe.metrics import (
     exposition,
     loop_lag_histogram,
 )
-from pdserve.wire.transfer import LeaseEnd, LoadFailure
+from pdserve.wire.transfer import KVMode, LeaseEnd, LoadFailure
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -38,7 +38,8 @@ STAGES = ("server", "queue", "prefill", "kv_wait", "kv_transfer", "handover", "f
 
 FINISHED_REASONS = ("stop", "length", "abort", "error", "handoff")
 DISCONNECT_STAGES = ("queue", "decode")
-BLOCK_STATES = ("free", "cached", "held", "leased", "receiving")
+LADDER_RUNGS = ("retry", "recompute", "report", "shed")
+BLOCK_STATES = ("free", "cached", "held", "leased", "receiving", "quarantined")
 
 
 class ServerMetrics:
@@ -118,7 +119,7 @@ class ServerMetrics:
             buckets=STAGE_BUCKETS_S,
             registry=self.registry,
         )
-        self._kv_wait = {kind: wait.labels(kind) for kind in ("load", "handover")}
+        self._kv_wait = {kind: wait.labels(kind) for kind in ("load", "handover", "step")}
         disconnects = Counter(
             "pdserve_client_disconnects",
             "Connections closed before the answer was complete.",
@@ -139,8 +140,14 @@ class ServerMetrics:
         """A choice's next token came `seconds` after the one before it."""
         self._itl.observe(seconds)
 
-    def stages(self, seconds: Mapping[str, float], *, loaded_kv: bool) -> None:
-        """A request's time to its first own token, by stage (a key of `STAGES`)."""
+    def stages(
+        self, seconds: Mapping[str, float], *, loaded_kv: bool, step_wait_s: float = 0.0
+    ) -> None:
+        """A request's time to its first own token, by stage (a key of `STAGES`).
+
+        Args:
+            step_wait_s: The part of the handover in which KV lay ready while a step ran.
+        """
         for name, value in seconds.items():
             self._stages[name].observe(value)
         self._queue.observe(seconds["queue"])
@@ -148,7 +155,8 @@ class ServerMetrics:
         if loaded_kv:
             self._kv_transfer.observe(seconds["kv_transfer"])
             self._kv_wait["load"].observe(seconds["kv_wait"])
-            self._kv_wait["handover"].observe(seconds["handover"])
+            self._kv_wait["handover"].observe(max(0.0, seconds["handover"] - step_wait_s))
+            self._kv_wait["step"].observe(step_wait_s)
 
     def finished(
         self,
@@ -228,6 +236,11 @@ class _EngineCollector(Collector):
             ("pdserve_engine_steps", "Engine steps.", "num_steps"),
             ("pdserve_kv_transfer_bytes", "KV bytes received.", "kv_bytes_received"),
             ("pdserve_kv_transfer_descriptors", "Descriptors posted.", "kv_descriptors"),
+            (
+                "pdserve_recompute_tokens",
+                "Prompt tokens computed here because KV or a prefill engine failed.",
+                "recompute_tokens",
+            ),
         ):
             yield self._counter(name, documentation, getattr(stats, counter, 0))
         yield self._counters(
@@ -246,6 +259,24 @@ class _EngineCollector(Collector):
             "KV loads that did not arrive.",
             "reason",
             {failure.value: failures.get(failure.value, 0) for failure in LoadFailure},
+        )
+        loads = stats.kv_loads if stats is not None else {}
+        yield self._counters(
+            "pdserve_kv_loads",
+            "KV loads that arrived, by who moved the bytes.",
+            "mode",
+            {mode.value: loads.get(mode.value, 0) for mode in KVMode},
+        )
+        rungs = stats.kv_ladder if stats is not None else {}
+        yield self._counters(
+            "pdserve_kv_ladder",
+            "What was done about KV that did not arrive.",
+            "rung",
+            {rung: rungs.get(rung, 0) for rung in LADDER_RUNGS},
+        )
+        spent = stats.kv_seconds if stats is not None else {}
+        yield self._counter(
+            "pdserve_kv_digest_seconds", "Seconds spent on digests of KV.", spent.get("digest", 0.0)
         )
         yield self._counters(
             "pdserve_kv_transfer_faults",

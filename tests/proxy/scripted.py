@@ -19,7 +19,7 @@ import msgspec
 from aiohttp import web
 
 from pdserve.wire.ids import EngineId, Incarnation, RequestId
-from pdserve.wire.transfer import Endpoint, KVHandoff
+from pdserve.wire.transfer import Endpoint, KVHandoff, KVShape, PushTicket
 
 WORDS = ("alpha", "beta", "gamma", "delta", "epsilon", "zeta", "eta", "theta")
 PROMPT_TOKENS = 7
@@ -51,7 +51,18 @@ class Call:
         params = self.params or {}
         if params.get("do_remote_decode"):
             return "prefill"
-        return "decode" if params.get("do_remote_prefill") else "local"
+        if not params.get("do_remote_prefill"):
+            return "local"
+        return "decode" if self.ticket is None else "receive"
+
+    @property
+    def ticket(self) -> PushTicket | None:
+        text = ((self.params or {}).get("pdserve") or {}).get("ticket")
+        return (
+            None
+            if text is None
+            else msgspec.msgpack.decode(base64.b64decode(text), type=PushTicket)
+        )
 
 
 class ScriptedEngine:
@@ -64,10 +75,21 @@ class ScriptedEngine:
         released: Nonces given back, in order.
         read: Nonces whose KV a decode engine has read, in order.
         peers: Connections that generation requests came over.
+        eager: As the receiver of a push it does not wait for the prefill engine.
     """
 
-    def __init__(self, role: str = "both", *, engine_id: str = "", digest: str = "d1") -> None:
+    def __init__(
+        self,
+        role: str = "both",
+        *,
+        engine_id: str = "",
+        digest: str = "d1",
+        can_push: bool = False,
+    ) -> None:
         self.role = role
+        self.can_push = can_push
+        self.eager = False
+        self.block_size = 16
         self.engine_id = engine_id or f"{role}-{id(self):x}"
         self.incarnation = "life-1"
         self.digest = digest
@@ -131,13 +153,27 @@ class ScriptedEngine:
             "model": "tiny",
             "dtype": "float32",
             "max_model_len": 2048,
-            "block_size": 16,
+            "block_size": self.block_size,
             "num_blocks": 100,
             "max_num_seqs": 8,
             "endpoints": [{"host": "127.0.0.1", "port": 1}],
             "layout_digest": self.digest,
-            "layout": {"dtype": self.digest, "block_size": "16"},
+            "layout": {"dtype": self.digest},
+            "can_push": self.can_push,
+            "kv_shape": msgspec.to_builtins(self.shape()),
         }
+
+    def shape(self) -> KVShape:
+        return KVShape(
+            num_blocks=8,
+            num_layers=1,
+            num_planes=2,
+            num_kv_heads=1,
+            head_dim=1,
+            dtype_bytes=8,
+            block_size=self.block_size,
+            stages=((0, 1),),
+        )
 
     # --- questions
 
@@ -190,7 +226,7 @@ class ScriptedEngine:
     async def answer(self, call: Call, request: web.Request) -> web.StreamResponse:
         if call.body.get("stream"):
             return await self._stream(call, request)
-        return self._whole(call)
+        return await self._whole(call)
 
     def _ours(self, call: Call) -> tuple[int, int]:
         ours = (call.params or {}).get("pdserve", {})
@@ -199,9 +235,10 @@ class ScriptedEngine:
         return seed + self.seed_offset, ours.get("created", 0)
 
     def handoff(self, call: Call) -> dict[str, Any]:
-        nonce = f"{self.engine_id}-{next(self._nonces)}"
+        nonce = call.ticket.nonce if call.ticket else f"{self.engine_id}-{next(self._nonces)}"
         self.leased.add(nonce)
         LEASES[nonce] = self
+        pushed(nonce).set()
         lease = KVHandoff(
             engine_id=EngineId(self.engine_id),
             incarnation=Incarnation(self.incarnation),
@@ -210,7 +247,7 @@ class ScriptedEngine:
             endpoints=[Endpoint(host="127.0.0.1", port=1)],
             block_ids=[],
             num_tokens=PROMPT_TOKENS,
-            block_size=16,
+            shape=self.shape(),
             layout_digest=self.digest,
             lease_s=30.0,
             prompt_digest="p",
@@ -257,9 +294,9 @@ class ScriptedEngine:
             )
             return response
         start = 0
-        if call.leg == "decode":
+        if call.leg in ("decode", "receive"):
             start = int(call.params["pdserve"]["first_delivered"])
-            self.read_lease(call)
+            await self.read_lease(call)
         last = 0 if call.leg == "prefill" and self.finish_at_prefill else num_tokens - 1
         for position in range(start, last + 1):
             if position > start:
@@ -279,7 +316,7 @@ class ScriptedEngine:
         self.ended["done"] += 1
         return response
 
-    def _whole(self, call: Call) -> web.Response:
+    async def _whole(self, call: Call) -> web.Response:
         seed, created = self._ours(call)
         num_tokens = call.body.get("max_tokens", 4)
         body: dict[str, Any] = {"id": call.headers["X-Request-Id"], "created": created}
@@ -288,8 +325,8 @@ class ScriptedEngine:
             body |= {"choices": [choice], "kv_transfer_params": self.handoff(call)}
             body["usage"] = usage(1)
         else:
-            if call.leg == "decode":
-                self.read_lease(call)
+            if call.leg in ("decode", "receive"):
+                await self.read_lease(call)
             num_tokens = 1 if call.leg == "prefill" else num_tokens
             text = text_of(seed, num_tokens)
             choice = {"index": 0, "text": text, "finish_reason": "length"}
@@ -297,8 +334,15 @@ class ScriptedEngine:
         body["pdserve_stages"] = {"prefill_s": 0.001}
         return web.json_response(body)
 
-    def read_lease(self, call: Call) -> None:
+    async def read_lease(self, call: Call) -> None:
         """Stands for the transfer: whoever holds the lease sees it read."""
+        if call.ticket is not None:
+            nonce = call.ticket.nonce
+            if not self.eager:
+                await pushed(nonce).wait()
+                LEASES[nonce].leased.discard(nonce)
+                LEASES[nonce].read.append(nonce)
+            return
         for text in call.params["pdserve"]["handoffs"]:
             if text is not None:
                 lease = msgspec.msgpack.decode(base64.b64decode(text), type=KVHandoff)
@@ -308,6 +352,14 @@ class ScriptedEngine:
 
 LEASES: dict[str, ScriptedEngine] = {}
 """Every lease handed out, and who holds it: the wire between the engines."""
+
+
+_PUSHED: dict[str, asyncio.Event] = {}
+
+
+def pushed(nonce: str) -> asyncio.Event:
+    """Set once the prefill engine has handed over what it was to push."""
+    return _PUSHED.setdefault(nonce, asyncio.Event())
 
 
 def usage(num_tokens: int) -> dict[str, int]:

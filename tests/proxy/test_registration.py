@@ -68,6 +68,24 @@ async def test_an_engine_that_does_not_renew_is_forgotten(make_stack):
     await engine.stop()
 
 
+@pytest.mark.parametrize("takes_leave", [True, False])
+async def test_prefill_engines_that_vanish_are_an_outage_and_those_that_leave_are_none(
+    make_stack, takes_leave
+):
+    """In an outage decode engines compute prompts in their place, within a budget."""
+    decode = ScriptedEngine("decode")
+    stack = await make_stack([], [decode])
+    prefill = await ScriptedEngine("prefill").start()
+    await register(stack, prefill, lease_s=0.15)
+    await until(lambda: is_ready(stack, prefill))
+    if takes_leave:
+        await send(stack, "DELETE", {"url": prefill.url})
+    await until(lambda: stack.proxy.backends.get(prefill.url) is None)
+    assert text_in(await stack.stream()) == text_of(3, 4)
+    assert ("is_fallback" in decode.calls[0].params["pdserve"]) is not takes_leave
+    await prefill.stop()
+
+
 async def test_an_engine_that_leaves_gets_nothing_more(make_stack):
     stack = await make_stack()
     engine = await ScriptedEngine("decode").start()

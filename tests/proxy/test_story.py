@@ -95,6 +95,22 @@ def test_the_line_reads_as_promised():
     )
 
 
+def test_the_line_says_what_of_the_terms_was_waiting_for_the_peer_and_for_a_running_step():
+    decode = EngineStages(
+        kv_wait_s=0.0011,
+        kv_transfer_s=0.0063,
+        kv_digest_s=0.0004,
+        first_step_s=0.0036,
+        step_wait_s=0.0005,
+        kv_bytes=8_400_000,
+    )
+    story = told(ManualClock(0.0), [0, 0, 0, 0, 0.0121, 0], None, decode)
+    assert (
+        "second token +12.1ms = kv 7.4 (wait 1.1, 8.4 MB, 1.3 GB/s, digest 0.4)"
+        " + handover 1.1 (step 0.5) + first step 3.6" in story.line("ok")
+    )
+
+
 def test_what_the_decode_engine_computed_again_has_a_term_of_its_own():
     decode = EngineStages(queue_s=0.001, prefill_s=0.009, load_failures=("lease_lost",))
     story = told(ManualClock(0.0), [0, 0, 0, 0, 0.0121, 0], None, decode)

@@ -41,6 +41,10 @@ FROM_THE_START = {
     "pdserve_kv_transfer_descriptors_total",
     "pdserve_kv_transfer_failures_total",
     "pdserve_kv_lease_expired_total",
+    "pdserve_kv_loads_total",
+    "pdserve_kv_ladder_total",
+    "pdserve_recompute_tokens_total",
+    "pdserve_kv_digest_seconds_total",
     "pdserve_client_disconnects_total",
     "pdserve_event_loop_lag_seconds_count",
 }

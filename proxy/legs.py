@@ -1,0 +1,548 @@
+"""The legs of one request: one exchange with one engine, or two at once for a push.
+
+    pull    prefill -> (handoff) -> decode
+    push    prefill and receiving at once; the handoff passes between them here
+    local   one engine does everything
+
+A leg that fails is a value (`LegFailure`): what is done about it is `flow`'s. Whatever ends the
+request itself (its client left, its own fault, its deadline) is an exception.
+
+The order of what a client gets in a push does not depend on which engine is faster: nothing of the
+receiving leg is passed on before the prefill leg has delivered the first token and given its
+handoff. Until then what comes from the decode engine stays in its connection.
+
+Who holds what: a `Prefilled` is its receiver's to give back. A handoff on its way when a leg
+is left is given back here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from aiohttp import web
+
+from pdserve.observe.log import log_event
+from pdserve.proxy.bodies import (
+    Handoff,
+    handoff_in,
+    merged,
+    stages_in,
+    usage_at_end,
+    usage_in,
+    without_internals,
+)
+from pdserve.proxy.delivery import SSE
+from pdserve.proxy.errors import KvFailedError, RefusedError, WorkerError, failure_in_stream
+from pdserve.proxy.relay import Relay
+from pdserve.proxy.story import Mode, Stage
+from pdserve.wire.transfer import EngineRef, KVMode, PushTicket
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from pdserve.config.schema import ProxyConfig
+    from pdserve.proxy.admission import Admission
+    from pdserve.proxy.backends import Backend, Backends, Breaker, Use
+    from pdserve.proxy.bodies import ClientBody, EngineStages
+    from pdserve.proxy.client import EngineHttp, Leg
+    from pdserve.proxy.delivery import Delivery
+    from pdserve.proxy.metrics import Metrics
+    from pdserve.proxy.relay import Event
+    from pdserve.proxy.routing import Router
+    from pdserve.proxy.story import Story
+    from pdserve.wire.ids import Incarnation
+
+log = logging.getLogger(__name__)
+
+DEADLINE_HEADER = "X-Pdserve-Deadline"
+"""Wall-clock seconds since the Unix epoch after which the answer is of no use."""
+KV_MODE_HEADER = "X-Pdserve-KV-Mode"
+PUSH_PATIENCE_S = 5.0
+"""How long a prefill engine is waited for whose receiver says that no KV came: it was told as
+well and hands over soon, unless the two cannot reach each other."""
+LOST_RECEIVER_PATIENCE_S = 1.0
+"""The same if the receiver is lost: the prefill engine may be half way, or wait for that one in
+vain until its own clock ends it. What it has computed by then is in its prefix cache."""
+
+
+@dataclass(frozen=True, slots=True)
+class Services:
+    """What every request shares.
+
+    Attributes:
+        new_nonce: Returns a string never returned before; unguessable outside of tests.
+    """
+
+    config: ProxyConfig
+    http: EngineHttp
+    backends: Backends
+    router: Router
+    admission: Admission
+    metrics: Metrics
+    new_nonce: Callable[[], str]
+
+
+@dataclass(frozen=True, slots=True)
+class LegFailure:
+    """A leg that failed.
+
+    Attributes:
+        leg: prefill, decode or local.
+    """
+
+    leg: str
+    backend: Backend
+    error: WorkerError | RefusedError
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether the engine has no room: no failure, but another may have some."""
+        return isinstance(self.error, RefusedError) and self.error.status == 429
+
+
+@dataclass(frozen=True, slots=True)
+class Prefilled:
+    """A handoff in hand.
+
+    Attributes:
+        life: The prefill engine's, when it gave the handoff; None where it does not say.
+        answer: The prefill engine's JSON where the client wants one piece, else None.
+        lost: How the leg failed that was to receive the KV of a push.
+    """
+
+    backend: Backend
+    handoff: Handoff
+    life: Incarnation | None
+    answer: bytes | None
+    lost: LegFailure | None = None
+
+
+class Legs:
+    """One request's way to the engines and back.
+
+    Args:
+        path: The endpoint, the same at the engines.
+        headers: For the engines.
+        reply_headers: For the client.
+    """
+
+    def __init__(
+        self,
+        services: Services,
+        body: ClientBody,
+        story: Story,
+        delivery: Delivery,
+        *,
+        path: str,
+        headers: Mapping[str, str],
+        reply_headers: Mapping[str, str],
+    ) -> None:
+        self._config = services.config
+        self._http = services.http
+        self._backends = services.backends
+        self._metrics = services.metrics
+        self._new_nonce = services.new_nonce
+        self._body = body
+        self._story = story
+        self._delivery = delivery
+        self._path = path
+        self._headers = headers
+        self._reply_headers = reply_headers
+        self._reader: Leg | None = None  # the newest leg that reads from a prefill engine
+
+    # --- what can be asked for
+
+    async def prefill(self, backend: Backend) -> Prefilled | web.StreamResponse | LegFailure:
+        """Prefill for a pull. Returns the answer itself if the request ends there."""
+        self._begin(KVMode.PULL)
+        return await self._prefill_on(backend, None)
+
+    async def push(
+        self, prefill: Backend, decode: Backend
+    ) -> Prefilled | web.StreamResponse | LegFailure:
+        """Let one engine prefill into the other's blocks, and pass on what both say.
+
+        Returns:
+            The answer; or a handoff to go on from, with how its receiver failed; or the failure
+            of either leg, with nothing in hand.
+        """
+        self._begin(KVMode.PUSH)
+        ticket = self._ticket(prefill, decode)
+        edge = self._backends.edge(prefill, decode, KVMode.PUSH)
+        edge.begin()
+        gate: asyncio.Future[Prefilled] = asyncio.get_running_loop().create_future()
+        receiving = asyncio.create_task(self._receive_on(decode, ticket, edge, gate))
+        prefilling = asyncio.create_task(self._prefill_on(prefill, ticket))
+        left: list[asyncio.Task[Prefilled | web.StreamResponse | LegFailure]]
+        left = [prefilling, receiving]
+        try:
+            await asyncio.wait(left, return_when=asyncio.FIRST_COMPLETED)
+            if not prefilling.done():
+                lost = receiving.result()
+                assert isinstance(lost, LegFailure)  # it cannot end well without the gate
+                await asyncio.wait({prefilling}, timeout=_patience_s(lost))
+                if not prefilling.done():
+                    self._blame(edge, prefill, decode, lost)
+                    return lost
+            left.remove(prefilling)
+            outcome = prefilling.result()
+            if isinstance(outcome, LegFailure):  # it may have refused the ticket
+                self._blame(edge, prefill, decode, outcome)
+            if not isinstance(outcome, Prefilled):
+                return outcome
+            return await self._go_on(edge, outcome, receiving, gate)
+        finally:
+            edge.leave()
+            for task in left:
+                task.cancel()
+                self._http.background.start(self._reap(task))
+
+    async def decode(
+        self, backend: Backend, prefilled: Prefilled
+    ) -> web.StreamResponse | LegFailure:
+        """Go on from a handoff, by a pull."""
+        handoff = prefilled.handoff
+        self._story.kv_mode = KVMode.PULL
+        body = self._body.for_decode(handoff, first_delivered=prefilled.answer is None)
+        edge = self._backends.edge(prefilled.backend, backend)
+        edge.begin()
+        leg = self._reader = self._send(backend, body, KVMode.PULL)
+        self._story.leg_sent(Stage.TRANSFER, backend.url)
+        gate: asyncio.Future[Prefilled] = asyncio.get_running_loop().create_future()
+        gate.set_result(prefilled)
+        try:
+            with self._backends.use(backend, leg) as use:
+                return await self._decoded(leg, use, backend, edge, gate)
+        except (WorkerError, RefusedError) as error:
+            failure = LegFailure("decode", backend, error)
+            self._blame(edge, prefilled.backend, backend, failure)
+            return failure
+        finally:
+            edge.leave()
+
+    async def local(
+        self, backend: Backend, *, is_fallback: bool
+    ) -> web.StreamResponse | LegFailure:
+        """Let one engine do everything.
+
+        Args:
+            is_fallback: It computes the prompt in a prefill engine's place.
+        """
+        leg = self._send(backend, self._body.for_local(is_fallback=is_fallback), None)
+        self._story.leg_sent(Stage.LOCAL, backend.url)
+        try:
+            with self._backends.use(backend, leg) as use:
+                try:
+                    if await leg.open() != SSE:
+                        answer = await leg.read()
+                        use.ok()
+                        stages = stages_in(answer)
+                        response: web.StreamResponse = self._json(answer)
+                    else:
+                        stages = await self._pass_on(leg, use, backend, Stage.LOCAL)
+                        response = await self._delivery.end()
+                except BaseException:
+                    leg.close()
+                    raise
+        except (WorkerError, RefusedError) as error:
+            return LegFailure("local", backend, error)
+        if self._story.mode is Mode.LOCAL:
+            self._story.prefill_stages = stages
+        return response
+
+    def give_back(self, handoff: Handoff) -> None:
+        """Release a handoff that nobody will read."""
+        self._metrics.releases.inc()
+        self._story.tell("handoff given back")
+        self._http.release(handoff, after=self._reader)
+
+    # --- prefill
+
+    async def _prefill_on(
+        self, backend: Backend, ticket: PushTicket | None
+    ) -> Prefilled | web.StreamResponse | LegFailure:
+        if self._delivery.has_begun:
+            self._delivery.begin_again()
+        leg = self._send(
+            backend,
+            self._body.for_prefill(ticket),
+            KVMode.PULL if ticket is None else KVMode.PUSH,
+        )
+        self._story.leg_sent(Stage.PREFILL, backend.url)
+        try:
+            with self._backends.use(backend, leg) as use:
+                return await self._prefilled(leg, use, backend)
+        except (WorkerError, RefusedError) as error:
+            return LegFailure("prefill", backend, error)
+
+    async def _prefilled(
+        self, leg: Leg, use: Use, backend: Backend
+    ) -> Prefilled | web.StreamResponse:
+        handoff: Handoff | None = None
+        life = backend.info.incarnation if backend.info is not None else None
+        try:
+            if await leg.open() != SSE:
+                answer = await leg.read()
+                use.ok()
+                self._story.prefill_stages = stages_in(answer)
+                handoff = handoff_in(answer, backend.url)
+                if handoff is None:
+                    return self._json(answer)
+                self._story.first_token()
+                self._note_handoff(handoff)
+                return Prefilled(backend, handoff, life, answer)
+            async for events in leg.batches():
+                use.ok()
+                visible = []
+                for event in events:
+                    if event.is_internal:
+                        handoff = handoff or handoff_in(event.data, backend.url)
+                        self._note_prefill_stages(event)
+                    elif event.is_error:
+                        raise failure_in_stream(backend.url, event.data)
+                    elif handoff is None:  # after a handoff the end mark is the other leg's
+                        visible.append(event)
+                if visible:
+                    await self._deliver_first(visible)
+                if handoff is not None:
+                    leg.drain(self._note_prefill_stages)
+                    self._note_handoff(handoff)
+                    return Prefilled(backend, handoff, life, None)
+                if visible and visible[-1].is_done:
+                    leg.drain(self._note_prefill_stages)
+                    return await self._delivery.end()
+            raise WorkerError(
+                f"{backend.url} ended its stream before the handoff", reason="dropped"
+            )
+        except BaseException:
+            if handoff is not None:
+                self.give_back(handoff)
+                leg.close()
+            else:
+                leg.abandon(backend.url)
+            raise
+
+    # --- decode
+
+    async def _decoded(
+        self,
+        leg: Leg,
+        use: Use,
+        backend: Backend,
+        edge: Breaker,
+        gate: asyncio.Future[Prefilled],
+    ) -> web.StreamResponse:
+        """What a decode engine says. Nothing is passed on before `gate` has the handoff."""
+        try:
+            if await leg.open() != SSE:
+                answer = await leg.read()
+                use.ok()
+                return self._joined(edge, backend, await gate, answer)
+            return await self._streamed(leg, use, backend, edge, await gate)
+        except WorkerError:
+            leg.close()
+            raise
+        except BaseException:
+            leg.hang_up()
+            raise
+
+    async def _receive_on(
+        self,
+        backend: Backend,
+        ticket: PushTicket,
+        edge: Breaker,
+        gate: asyncio.Future[Prefilled],
+    ) -> web.StreamResponse | LegFailure:
+        """The decode side of a push."""
+        leg = self._reader = self._send(backend, self._body.for_receiving(ticket), KVMode.PUSH)
+        self._story.receiver_sent(backend.url)
+        try:
+            with self._backends.use(backend, leg) as use:
+                return await self._decoded(leg, use, backend, edge, gate)
+        except (WorkerError, RefusedError) as error:
+            return LegFailure("decode", backend, error)
+
+    async def _go_on(
+        self,
+        edge: Breaker,
+        prefilled: Prefilled,
+        receiving: asyncio.Task[web.StreamResponse | LegFailure],
+        gate: asyncio.Future[Prefilled],
+    ) -> web.StreamResponse | Prefilled:
+        """The prefill leg of a push has handed over: let the other leg through."""
+        if self._story.stage is Stage.PREFILL:
+            self._story.stage = Stage.TRANSFER
+        gate.set_result(prefilled)
+        try:
+            result = await receiving
+        except BaseException:
+            self.give_back(prefilled.handoff)
+            raise
+        if not isinstance(result, LegFailure):
+            return result
+        self._blame(edge, prefilled.backend, result.backend, result)
+        return replace(prefilled, lost=result)
+
+    async def _reap(self, task: asyncio.Task[Prefilled | web.StreamResponse | LegFailure]) -> None:
+        """Wait for a leg that was left; a handoff that it ended with is nobody's."""
+        (result,) = await asyncio.gather(task, return_exceptions=True)
+        if isinstance(result, Prefilled):
+            self.give_back(result.handoff)
+
+    def _joined(
+        self, edge: Breaker, backend: Backend, prefilled: Prefilled, answer: bytes
+    ) -> web.Response:
+        """Both engines' JSON as one answer."""
+        stages = stages_in(answer)
+        whole = merged(prefilled.answer, answer) if prefilled.answer else answer
+        response = self._json(whole)
+        self._note_decode_stages(edge, prefilled.backend, backend, stages)
+        return response
+
+    async def _streamed(
+        self, leg: Leg, use: Use, backend: Backend, edge: Breaker, prefilled: Prefilled
+    ) -> web.StreamResponse:
+        stages = await self._pass_on(leg, use, backend, Stage.DECODE)
+        response = await self._delivery.end()
+        self._note_decode_stages(edge, prefilled.backend, backend, stages)
+        return response
+
+    async def _pass_on(
+        self, leg: Leg, use: Use, backend: Backend, stage: Stage
+    ) -> EngineStages | None:
+        """Relay a stream to its end mark; return the engine's account of it.
+
+        Raises:
+            WorkerError: It broke off, or the engine reported its own failure.
+        """
+        relay = Relay()
+        num_events = 0
+        previous = b""
+        async for chunk in leg.chunks():
+            data = relay.feed(chunk)
+            if data:
+                use.ok()
+                self._story.stage = stage
+                if await self._delivery.send(data) and relay.num_events > num_events:
+                    self._story.chunk()
+                self._story.num_output_tokens += relay.num_events - num_events
+                num_events = relay.num_events
+            if relay.done:
+                leg.drain()
+                self._count_tokens(usage_at_end(previous + data))
+                return next(filter(None, map(stages_in, relay.internal)), None)
+            if relay.error is not None:
+                raise failure_in_stream(backend.url, relay.error)
+            previous = data or previous
+        raise WorkerError(f"{backend.url} broke off its stream", reason="dropped")
+
+    # --- parts of the legs
+
+    def _begin(self, mode: KVMode) -> None:
+        self._metrics.kv_mode.labels(mode.value).inc()
+        self._story.kv_mode = mode
+        self._story.tell(f"kv by {mode.value}")
+
+    def _ticket(self, prefill: Backend, decode: Backend) -> PushTicket:
+        ticket = PushTicket(
+            nonce=self._new_nonce(), prefill=_engine_ref(prefill), decode=_engine_ref(decode)
+        )
+        return ticket.signed(self._config.secret.encode())
+
+    def _send(self, backend: Backend, body: bytes, mode: KVMode | None) -> Leg:
+        headers = dict(self._headers)
+        if mode is not None:
+            headers[KV_MODE_HEADER] = mode.value
+        return self._http.leg(f"{backend.url}{self._path}", body, headers)
+
+    async def _deliver_first(self, events: list[Event]) -> None:
+        """Send the prefill engine's events on."""
+        data = b"".join([event.raw for event in events])
+        num_tokens = sum(not event.is_done for event in events)
+        if await self._delivery.send(data) and self._story.first_token_s is None:
+            self._story.first_token()
+            self._story.num_output_tokens += num_tokens
+        if events[-1].is_done:
+            self._count_tokens(usage_at_end(data))
+
+    def _note_handoff(self, handoff: Handoff) -> None:
+        self._story.num_prompt_tokens = handoff.num_prompt_tokens
+        self._story.tell(f"handoff of {handoff.num_prompt_tokens} tokens")
+
+    def _note_prefill_stages(self, event: Event) -> None:
+        if (stages := stages_in(event.data)) is not None:
+            self._story.prefill_stages = stages
+
+    def _note_decode_stages(
+        self, edge: Breaker, prefill: Backend, decode: Backend, stages: EngineStages | None
+    ) -> None:
+        """Learn from the decode engine's account whether the KV came over this pair."""
+        self._story.decode_stages = stages
+        if stages is None:
+            return
+        if stages.load_failures:
+            self._kv_failed(edge, prefill, decode, stages.load_failures)
+        elif stages.kv_bytes:
+            edge.succeed()
+
+    def _blame(self, edge: Breaker, prefill: Backend, decode: Backend, failure: LegFailure) -> None:
+        """If the KV did not get there, that is the pair's, not the engines'."""
+        if isinstance(failure.error, KvFailedError):
+            reasons = failure.error.load_failures or (failure.error.reason,)
+            self._kv_failed(edge, prefill, decode, reasons)
+
+    def _kv_failed(
+        self, edge: Breaker, prefill: Backend, decode: Backend, reasons: tuple[str, ...]
+    ) -> None:
+        edge.fail()
+        self._metrics.kv_load_failures.inc(len(reasons))
+        log_event(
+            log,
+            "kv load failed",
+            level=logging.WARNING,
+            prefill=prefill.url,
+            decode=decode.url,
+            reasons=",".join(reasons),
+            request=self._story.request_id,
+        )
+
+    def _count_tokens(self, usage: tuple[int, int] | None) -> None:
+        if usage is not None:
+            self._story.num_prompt_tokens, self._story.num_output_tokens = usage
+
+    def _json(self, body: bytes) -> web.Response:
+        """The whole answer in one piece."""
+        if self._story.first_token_s is None:
+            self._story.first_token()
+        body = without_internals(body)
+        self._count_tokens(usage_in(body))
+        return web.Response(
+            body=body,
+            headers={**self._reply_headers, "Content-Type": "application/json"},
+        )
+
+
+def _patience_s(lost: LegFailure) -> float:
+    """How long a prefill engine may still hand over after its receiver failed like this."""
+    match lost.error:
+        case WorkerError(was_taken=False) | RefusedError():
+            return 0.0
+        case KvFailedError():
+            return PUSH_PATIENCE_S
+        case _:
+            return LOST_RECEIVER_PATIENCE_S
+
+
+def _engine_ref(backend: Backend) -> EngineRef:
+    info = backend.info
+    assert info is not None  # `Backends.can_push` asks for both
+    assert info.kv_shape is not None
+    return EngineRef(
+        engine_id=info.engine_id,
+        incarnation=info.incarnation,
+        endpoints=tuple(info.endpoints),
+        shape=info.kv_shape,
+    )

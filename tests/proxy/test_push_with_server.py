@@ -1,0 +1,214 @@
+"""Pushes through the real API servers (over engines without a model), and what breaks them."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import random
+
+import aiohttp
+import msgspec
+import pytest
+
+from pdserve.config.schema import KVTransfer
+from tests.proxy.test_with_server import (
+    BODIES,
+    COMPLETIONS,
+    EXTRAS,
+    _said,
+    ask,
+    by_choice,
+    deployed,
+    text,
+)
+from tests.server.conftest import until
+
+__all__ = ["text"]
+
+PUSH = {"can_push": True}
+SLOW = {"can_push": True, "prefill_s": 0.03, "step_s": 0.002}
+
+
+def pushes(deployment) -> list[int]:
+    """KV loads by push at each engine."""
+    return [server.engine.stats.kv_loads["push"] for server in deployment.servers]
+
+
+async def assert_same(deployment, body: dict, path: str = COMPLETIONS) -> None:
+    """The deployment's answer is that of its last engine alone."""
+    alone = deployment.servers[-1].url
+    if body.get("stream"):
+        got, whole = [_said(await ask(url, path, body)) for url in (deployment.url, alone)]
+    else:
+        answers = [
+            msgspec.json.decode(await ask(url, path, body)) for url in (deployment.url, alone)
+        ]
+        got, whole = [answer | {"created": 0} for answer in answers]
+    assert got == whole
+
+
+@pytest.mark.parametrize("path", BODIES)
+@pytest.mark.parametrize("extra", [*EXTRAS, {"stream_options": {"include_usage": True}}], ids=str)
+async def test_a_pushed_stream_is_the_stream_of_one_engine(text, path, extra):
+    body = BODIES[path] | extra | {"stream": True}
+    async with deployed(text, prefill=[PUSH], decode=[PUSH]) as both:
+        disaggregated = await ask(both.url, path, body)
+        is_pushed = body["max_tokens"] > 1 and "n" not in extra
+        assert pushes(both) == [0, int(is_pushed and not _ended_at_once(disaggregated))]
+        alone = await ask(both.servers[1].url, path, body)
+    assert by_choice(disaggregated) == by_choice(alone)
+
+
+def _ended_at_once(stream: bytes) -> bool:
+    return stream.count(b'"finish_reason":"stop"') > 0 and stream.count(b"data: {") <= 2
+
+
+@pytest.mark.parametrize("path", BODIES)
+@pytest.mark.parametrize("extra", [*EXTRAS, {"prompt_logprobs": 1}], ids=str)
+async def test_a_pushed_answer_is_the_answer_of_one_engine(text, path, extra):
+    async with deployed(text, prefill=[PUSH], decode=[PUSH]) as both:
+        await assert_same(both, BODIES[path] | extra, path)
+
+
+@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize("slow", ["prefill", "decode"])
+async def test_the_text_does_not_depend_on_which_engine_is_slow(text, stream, slow):
+    parameters = {"prefill": PUSH, "decode": PUSH, slow: SLOW}
+    body = BODIES[COMPLETIONS] | {"stream": stream}
+    async with deployed(
+        text, prefill=[parameters["prefill"]], decode=[parameters["decode"]]
+    ) as both:
+        await asyncio.gather(*(assert_same(both, body) for _ in range(8)))
+        assert pushes(both) == [0, 8]
+
+
+@pytest.mark.parametrize("stream", [True, False])
+async def test_tickets_are_signed_with_the_deployments_secret(text, stream):
+    keyed = {**PUSH, "secret": b"s3cret"}
+    body = BODIES[COMPLETIONS] | {"stream": stream}
+    async with deployed(text, prefill=[keyed], decode=[keyed], secret="s3cret") as both:
+        await assert_same(both, body)
+        assert pushes(both) == [0, 1]
+
+
+async def test_a_proxy_with_another_secret_still_serves_by_pull(text):
+    keyed = {**PUSH, "secret": b"s3cret"}
+    async with deployed(text, prefill=[keyed], decode=[keyed], secret="other") as both:
+        for _ in range(4):
+            await assert_same(both, BODIES[COMPLETIONS] | {"stream": True})
+        assert pushes(both) == [0, 0]
+        assert both.servers[1].engine.stats.kv_loads["pull"] == 4
+
+
+@pytest.mark.parametrize("stream", [True, False])
+async def test_a_request_that_ends_at_its_first_token_leaves_no_receiver(text, stream):
+    ends = {**PUSH, "eos_after": 0}
+    body = BODIES[COMPLETIONS] | {"stream": stream}
+    async with deployed(text, prefill=[ends], decode=[ends]) as both:
+        await assert_same(both, body)
+        assert len(both.servers[0].engine.requests) == 1
+
+
+@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize("after", [0, 1])
+async def test_the_text_is_the_same_when_the_prefill_engine_dies(text, stream, after):
+    """Before its first token, and at the second request."""
+    dying = {**SLOW, "die_after": after}
+    body = BODIES[COMPLETIONS] | {"stream": stream}
+    async with deployed(text, prefill=[dying, SLOW], decode=[SLOW]) as both:
+        for _ in range(2):
+            await assert_same(both, body)
+
+
+@pytest.mark.parametrize("stream", [True, False])
+async def test_the_text_is_the_same_when_the_prefill_engine_dies_while_its_receiver_waits(
+    text,
+    stream,
+):
+    slow = {**PUSH, "prefill_s": 0.2}
+    body = BODIES[COMPLETIONS] | {"stream": stream}
+    async with deployed(text, prefill=[slow, PUSH], decode=[PUSH]) as both:
+        request = asyncio.create_task(assert_same(both, body))
+        dying, _, receiver = (server.engine for server in both.servers)
+        await until(lambda: len(receiver.requests) == 1 and dying.running)
+        dying.die("by the test")
+        await request
+
+
+@pytest.mark.parametrize("path", BODIES)
+@pytest.mark.parametrize("after", range(0, 12, 3))
+async def test_the_stream_is_the_same_when_the_receiver_dies(text, path, after):
+    body = BODIES[path] | {"stream": True}
+    async with deployed(text, prefill=[PUSH], decode=[{**PUSH, "die_after": after}, PUSH]) as both:
+        await assert_same(both, body, path)
+        # One that dies with the KV but before its first word has ended the lease.
+        assert len(both.servers[0].engine.requests) == (1 if after else 2)
+
+
+@pytest.mark.parametrize("stream", [True, False])
+async def test_the_receiver_dying_while_it_waits_costs_no_second_prefill(text, stream):
+    slow = {**PUSH, "prefill_s": 0.2}
+    body = BODIES[COMPLETIONS] | {"stream": stream}
+    async with deployed(text, prefill=[slow], decode=[PUSH, PUSH]) as both:
+        request = asyncio.create_task(ask(both.url, COMPLETIONS, body))
+        prefill, dying, _ = (server.engine for server in both.servers)
+        await until(lambda: dying.running and prefill.running)
+        await asyncio.sleep(0.02)
+        dying.die("by the test")
+        await request
+        assert len(prefill.requests) == 1
+        await assert_same(both, body)
+
+
+@pytest.mark.parametrize("stream", [True, False])
+async def test_a_push_that_does_not_arrive_is_pulled(text, stream):
+    body = BODIES[COMPLETIONS] | {"stream": stream}
+    async with deployed(text, prefill=[PUSH], decode=[{**PUSH, "failing_loads": 1}]) as both:
+        await assert_same(both, body)
+        assert both.servers[1].engine.stats.kv_loads == {"push": 0, "pull": 1}
+        assert len(both.servers[0].engine.requests) == 1
+
+
+@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize("num_failing", [1, 2, 3, 9])
+async def test_the_ladder_ends_in_the_same_text(text, stream, num_failing):
+    failing = {**PUSH, "failing_loads": num_failing}
+    body = BODIES[COMPLETIONS] | {"stream": stream}
+    async with deployed(text, prefill=[PUSH, PUSH], decode=[failing, failing]) as both:
+        got = await ask(both.url, COMPLETIONS, body)
+        whole = await ask(both.servers[-1].url, COMPLETIONS, body)
+    if stream:
+        assert _said(got) == _said(whole)
+    else:
+        texts = [msgspec.json.decode(body)["choices"][0]["text"] for body in (got, whole)]
+        assert texts[0] == texts[1]
+
+
+async def test_a_spent_budget_is_a_503_with_retry_after(text):
+    spent = {"max_recompute_tokens": 0}
+    async with (
+        deployed(text, prefill=[{"die_after": 0}], decode=[spent], retry_max_retries=0) as both,
+        aiohttp.ClientSession() as session,
+        session.post(both.url + COMPLETIONS, json=BODIES[COMPLETIONS]) as response,
+    ):
+        assert response.status == 503
+        assert int(response.headers["Retry-After"]) >= 1
+        assert both.servers[1].engine.stats.recompute_tokens == 0
+
+
+@pytest.mark.parametrize("mode", list(KVTransfer))
+async def test_streams_cut_off_at_random_moments_leave_nothing_behind(text, mode):
+    rng = random.Random(3)
+    async with deployed(text, prefill=[SLOW, SLOW], decode=[SLOW, SLOW], kv_mode=mode) as both:
+        whole = _said(await ask(both.servers[-1].url, COMPLETIONS, _STREAM))
+
+        async def one(cut_after_s: float | None) -> None:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(cut_after_s):
+                    assert _said(await ask(both.url, COMPLETIONS, _STREAM)) == whole
+
+        await asyncio.gather(*(one(rng.choice([None, rng.uniform(0, 0.2)])) for _ in range(60)))
+        assert bool(sum(pushes(both))) is (mode is not KVTransfer.PULL)
+
+
+_STREAM = BODIES[COMPLETIONS] | {"stream": True}

@@ -1,0 +1,327 @@
+"""Pushes and failed loads on the engine hop: what comes in, what goes out, what is counted."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import logging
+from typing import Any
+
+import msgspec
+import pytest
+
+from pdserve.engine.fake import FakeFabric
+from pdserve.server.errors import error_response
+from pdserve.server.job import _raise_if_failed
+from pdserve.wire.ids import RequestId
+from pdserve.wire.request import (
+    EngineOutput,
+    EngineStats,
+    FinishReason,
+    OnLoadFailure,
+    RequestStages,
+)
+from pdserve.wire.transfer import EngineRef, PushTicket
+from tests.server.conftest import events, make_engine, serving
+from tests.server.test_hop import COMPLETIONS, pair
+from tests.server.test_status import named, scrape
+
+
+def encoded(value: Any) -> str:
+    return base64.b64encode(msgspec.msgpack.encode(value)).decode()
+
+
+def ref(engine) -> EngineRef:
+    info = engine.info
+    return EngineRef(
+        engine_id=info.engine_id,
+        incarnation=info.incarnation,
+        endpoints=tuple(info.endpoints),
+        shape=info.kv_shape,
+    )
+
+
+def ticket_of(prefill, decode, nonce: str = "n1", secret: bytes = b"") -> PushTicket:
+    return PushTicket(nonce=nonce, prefill=ref(prefill), decode=ref(decode)).signed(secret)
+
+
+def at_p(push: PushTicket, **ours: Any) -> dict[str, Any]:
+    pinned = {"final_length": True, "created": 1, "seed": 5, "ticket": encoded(push)}
+    return {"kv_transfer_params": {"do_remote_decode": True, "pdserve": pinned | ours}}
+
+
+def at_d(push: PushTicket, **ours: Any) -> dict[str, Any]:
+    pinned = {"created": 1, "seed": 5, "ticket": encoded(push)}
+    return {"kv_transfer_params": {"do_remote_prefill": True, "pdserve": pinned | ours}}
+
+
+# --- tickets
+
+
+@pytest.mark.parametrize("first_delivered", [True, False])
+async def test_the_receiver_goes_on_from_a_first_token_that_comes_with_the_kv(
+    text, first_delivered
+):
+    body = {"prompt": "The quick", "max_tokens": 8, "seed": 5, "logprobs": 1}
+    async with pair(text, can_push=True) as both:
+        ticket = ticket_of(both.prefill.engine, both.decode.engine)
+        prefilled, received = await asyncio.gather(
+            both.prefill.stream(COMPLETIONS, body | at_p(ticket), X_Request_Id="one"),
+            both.decode.stream(
+                COMPLETIONS,
+                body | at_d(ticket, first_delivered=first_delivered),
+                X_Request_Id="one",
+            ),
+        )
+        alone = {"kv_transfer_params": {"pdserve": {"created": 1}}}
+        whole = events(await both.decode.stream(COMPLETIONS, body | alone, X_Request_Id="one"))
+        stats = both.decode.engine.stats
+    *first, handoff = events(prefilled)
+    assert handoff["pdserve_handoff"]["pdserve"]["handoffs"]
+    assert (first if first_delivered else []) + events(received) == whole
+    assert (stats.kv_loads, stats.external_kv_tokens) == ({"push": 1, "pull": 0}, 2)
+
+
+async def test_the_ticket_reaches_both_engines_as_it_was_signed(text):
+    async with pair(text, can_push=True) as both:
+        ticket = ticket_of(both.prefill.engine, both.decode.engine)
+        body = {"prompt": "The", "max_tokens": 2}
+        await asyncio.gather(
+            both.prefill.ok(COMPLETIONS, body | at_p(ticket)),
+            both.decode.ok(COMPLETIONS, body | at_d(ticket, on_load_failure="report")),
+        )
+        [prefill], [decode] = both.prefill.engine.requests, both.decode.engine.requests
+    assert prefill.ticket == decode.ticket == ticket
+    assert (prefill.remote_decode, decode.remote_decode) == (True, False)
+    assert decode.handoff is None
+    assert decode.on_load_failure is OnLoadFailure.REPORT
+
+
+@pytest.mark.parametrize("where", [at_p, at_d])
+@pytest.mark.parametrize(
+    ("more", "ours"),
+    [
+        ({"n": 2}, {}),
+        ({"prompt": ["a", "b"]}, {}),
+        ({}, {"ticket": "!"}),
+        ({}, {"ticket": "AAAA"}),
+        ({}, {"ticket": 3}),
+        ({}, {"on_load_failure": "panic"}),
+    ],
+    ids=str,
+)
+async def test_a_ticket_that_cannot_be_meant_is_a_400(server, where, more, ours):
+    ticket = ticket_of(server.engine, server.engine)
+    body = {"prompt": "x"} | more | where(ticket, **ours)
+    status, error = await server.refused(COMPLETIONS, body)
+    assert (status, error["param"]) == (400, "kv_transfer_params")
+    assert not server.engine.requests
+
+
+async def test_a_ticket_and_a_handoff_exclude_each_other(server):
+    ticket = ticket_of(server.engine, server.engine)
+    body = {"prompt": "x"} | at_d(ticket, handoffs=["AAAA"])
+    status, error = await server.refused(COMPLETIONS, body)
+    assert (status, error["param"]) == (400, "kv_transfer_params")
+
+
+async def test_a_receiver_that_is_left_says_why_its_kv_did_not_come(text):
+    ends = {"prompt": "The", "max_tokens": 2}
+    async with pair(text, can_push=True, eos_after=0) as both:
+        ticket = ticket_of(both.prefill.engine, both.decode.engine)
+        answer, (status, error) = await asyncio.gather(
+            both.prefill.ok(COMPLETIONS, ends | at_p(ticket)),
+            both.decode.refused(COMPLETIONS, ends | at_d(ticket)),
+        )
+    assert answer["choices"][0]["finish_reason"] == "stop"
+    assert (status, error["code"]) == (503, "kv_transfer_failed")
+
+
+async def test_a_ticket_that_an_engine_cannot_trust_is_a_409(text):
+    async with pair(text, can_push=True, secret=b"right") as both:
+        ticket = ticket_of(both.prefill.engine, both.decode.engine, secret=b"wrong")
+        for server, where in ((both.prefill, at_p), (both.decode, at_d)):
+            status, error = await server.refused(COMPLETIONS, {"prompt": "x"} | where(ticket))
+            assert (status, error["code"]) == (409, "handoff_refused")
+
+
+# --- loads that fail
+
+
+@pytest.mark.parametrize("report", [True, False])
+async def test_a_proxy_that_asks_is_told_of_a_failed_load_and_others_get_their_tokens(text, report):
+    body = {"prompt": "The", "max_tokens": 4}
+    async with pair(text, failing_loads=1) as both:
+        leg = {"kv_transfer_params": {"do_remote_decode": True}}
+        params = (await both.prefill.ok(COMPLETIONS, body | leg))["kv_transfer_params"]
+        if report:
+            params["pdserve"]["on_load_failure"] = "report"
+        url, payload = both.decode.url + COMPLETIONS, body | {"kv_transfer_params": params}
+        async with both.decode.session.post(url, json=payload) as response:
+            answer = await response.json()
+            assert response.status == (503 if report else 200)
+            told = response.headers.get("X-Pdserve-Load-Failures")
+            assert told == ("timeout" if report else None)
+        stats = both.decode.engine.stats
+        both.fabric.leases.clear()
+    assert stats.kv_ladder == {"report" if report else "recompute": 1}
+    assert stats.recompute_tokens == (0 if report else 1)
+    if report:
+        assert answer["error"]["code"] == "kv_transfer_failed"
+
+
+async def test_a_fallback_beyond_the_budget_is_a_503_that_says_when_to_come_back(text):
+    async with serving(text, make_engine(text, max_recompute_tokens=3)) as server:
+        body: dict[str, Any] = {"prompt": [60, 61], "max_tokens": 2}
+        assert await server.ok(COMPLETIONS, body)
+        body["kv_transfer_params"] = {"pdserve": {"is_fallback": True}}
+        assert await server.ok(COMPLETIONS, body)
+        async with server.session.post(server.url + COMPLETIONS, json=body) as response:
+            assert response.status == 503
+            assert response.headers["Retry-After"] == "1"
+            assert (await response.json())["error"]["code"] == "recompute_budget_exhausted"
+        assert server.engine.stats.recompute_tokens == 2
+
+
+@pytest.mark.parametrize(
+    ("code", "status", "retry_after"),
+    [
+        ("kv_transfer_failed", 503, None),
+        ("recompute_budget_exhausted", 503, "3"),
+        ("handoff_refused", 409, None),
+        ("bad_request", 400, None),
+        ("", 500, "3"),
+        ("something_else", 500, "3"),
+    ],
+)
+def test_an_engines_error_code_decides_the_status(code, status, retry_after):
+    output = EngineOutput(
+        request_id=RequestId("r"),
+        finish_reason=FinishReason.ERROR,
+        error="why",
+        error_code=code,
+        retry_after_s=2.5,
+    )
+    with pytest.raises(Exception, match="why") as raised:
+        _raise_if_failed(output, None, 0.0)
+    response = error_response(raised.value)
+    assert (response.status, response.headers.get("Retry-After")) == (status, retry_after)
+    if code not in ("", "something_else", "bad_request"):
+        assert msgspec.json.decode(response.body)["error"]["code"] == code
+
+
+# --- what is told and counted
+
+
+def with_stages(engine, stages: RequestStages, **more: Any) -> None:
+    """Let an engine account for its requests like this."""
+    tokens = engine._outputs
+
+    async def outputs(request):
+        async for output in tokens(request):
+            changed = {"stages": stages} if output.stages is not None else {}
+            yield msgspec.structs.replace(output, **changed, **more)
+
+    engine._outputs = outputs
+
+
+STAGES = RequestStages(
+    kv_transfer_s=0.004,
+    handover_s=0.003,
+    first_step_s=0.001,
+    kv_bytes=8_400_000,
+    kv_digest_s=0.0015,
+    step_wait_s=0.002,
+)
+
+
+async def test_parts_of_stages_are_told_and_not_summed(text, caplog):
+    caplog.set_level(logging.INFO, logger="pdserve.server.job")
+    engine = make_engine(text, prefill_s=0.03)
+    with_stages(engine, STAGES, kv_mode="push")
+    async with serving(text, engine) as server:
+        body = {"prompt": "x", "max_tokens": 3}
+        told = (await server.ok(COMPLETIONS, body, X_Pdserve_Stages="1"))["pdserve_stages"]
+        samples = await scrape(server)
+    terms = {k: v for k, v in told.items() if k.endswith("_s") and k != "ttft_s"}
+    assert (terms.pop("kv_digest_s"), terms.pop("step_wait_s")) == (0.0015, 0.002)
+    assert sum(terms.values()) == pytest.approx(told["ttft_s"])
+    assert told["kv_mode"] == "push"
+    waits = {
+        kind: named(samples, "pdserve_kv_transfer_wait_seconds_sum", kind=kind)
+        for kind in ("load", "handover", "step")
+    }
+    assert waits == pytest.approx({"load": 0.0, "handover": 0.001, "step": 0.002})
+    [record] = [r for r in caplog.records if r.name == "pdserve.server.job"]
+    assert "kv 4.0 (8.4 MB, 2.1 GB/s, digest 1.5)" in record.getMessage()
+    assert record.getMessage().endswith("| kv by push")
+
+
+async def test_what_the_engine_counts_of_kv_has_one_series_each(text):
+    engine = make_engine(text, fabric=FakeFabric())
+    counted = {
+        "kv_loads": {"push": 3, "pull": 4},
+        "kv_ladder": {"retry": 1, "recompute": 2, "report": 5, "shed": 6},
+        "recompute_tokens": 70,
+        "kv_seconds": {"digest": 0.25},
+        "kv_load_failures": {"withdrawn": 8},
+    }
+    async with serving(text, engine) as server:
+        before = await scrape(server)
+        stats: EngineStats = msgspec.structs.replace(engine.stats, **counted)
+        type(engine).stats, saved = property(lambda self: stats), type(engine).stats
+        try:
+            after = await scrape(server)
+        finally:
+            type(engine).stats = saved
+    for name, labels, value in (
+        ("pdserve_kv_loads_total", {"mode": "push"}, 3),
+        ("pdserve_kv_loads_total", {"mode": "pull"}, 4),
+        ("pdserve_kv_ladder_total", {"rung": "retry"}, 1),
+        ("pdserve_kv_ladder_total", {"rung": "recompute"}, 2),
+        ("pdserve_kv_ladder_total", {"rung": "report"}, 5),
+        ("pdserve_kv_ladder_total", {"rung": "shed"}, 6),
+        ("pdserve_recompute_tokens_total", {}, 70),
+        ("pdserve_kv_digest_seconds_total", {}, 0.25),
+        ("pdserve_kv_transfer_failures_total", {"reason": "withdrawn"}, 8),
+    ):
+        assert named(before, name, **labels) == 0
+        assert named(after, name, **labels) == value
+    assert before.keys() == after.keys()
+
+
+@pytest.mark.parametrize("failing", [True, False])
+async def test_a_stream_does_not_begin_with_what_its_client_has_already(text, failing):
+    """An engine tells the token of a handoff at once; whether its KV arrives is seen later."""
+    arrives = asyncio.Event()
+
+    async def outputs(request):
+        first = request.handoff.first_token_ids[0]
+        yield EngineOutput(request_id=request.request_id, new_token_ids=[first])
+        await arrives.wait()
+        yield EngineOutput(
+            request_id=request.request_id,
+            new_token_ids=[] if failing else [60],
+            finish_reason=FinishReason.ERROR if failing else FinishReason.LENGTH,
+            error="lost",
+            error_code="kv_transfer_failed",
+            load_failures=["peer_lost"],
+        )
+
+    body = {"prompt": "The", "max_tokens": 4, "stream": True}
+    async with pair(text) as both:
+        both.decode.engine._outputs = outputs
+        leg = {"kv_transfer_params": {"do_remote_decode": True, "pdserve": {"final_length": True}}}
+        *_, last = events(await both.prefill.stream(COMPLETIONS, body | leg))
+        params = last["pdserve_handoff"]
+        params["pdserve"]["first_delivered"] = True
+        url, payload = both.decode.url + COMPLETIONS, body | {"kv_transfer_params": params}
+        request = asyncio.create_task(both.decode.session.post(url, json=payload))
+        await asyncio.sleep(0.05)
+        assert not request.done()
+        arrives.set()
+        async with await request as response:
+            assert response.status == (503 if failing else 200)
+            if failing:
+                assert response.headers["X-Pdserve-Load-Failures"] == "peer_lost"
+        both.fabric.leases.clear()
