@@ -1,0 +1,26 @@
+"""The conformance kit: what every connector must do, as tests that any package can run.
+
+    from pdserve.connectors.conformance import ConnectorConformance
+
+    class TestMine(ConnectorConformance):
+        def make_factory(self) -> ConnectorFactory:
+            return MyFactory()
+
+That is a pytest class (nothing here imports pytest). Both halves are driven as an engine core
+drives them, by engines without a model whose KV says who wrote it. Which parts run is said by
+the `Capabilities` of the worker half; the shapes of the two engines by class attributes.
+The product does not import it.
+"""
+
+from pdserve.connectors.conformance.engines import Engine, KitRequest, prompt_of, signed_with
+from pdserve.connectors.conformance.kit import ConnectorConformance
+from pdserve.connectors.conformance.values import make_shape
+
+__all__ = [
+    "ConnectorConformance",
+    "Engine",
+    "KitRequest",
+    "make_shape",
+    "prompt_of",
+    "signed_with",
+]

@@ -1,0 +1,147 @@
+"""What the parts of the kit share: engines of the wanted shapes, closed after each test."""
+
+from __future__ import annotations
+
+import threading
+import time
+import unittest
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import msgspec
+import torch
+
+from pdserve.connectors.conformance.engines import SECRET, Engine
+from pdserve.connectors.conformance.values import make_shape
+from pdserve.wire.ids import BlockId
+from pdserve.wire.transfer import PushTicket
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+    from pdserve.connectors.base import ConnectorFactory
+    from pdserve.wire.transfer import KVHandoff, KVShape
+
+_ROOM_TOKENS = 64
+
+
+class Bench:
+    """Makes engines that can meet.
+
+    Attributes:
+        prefill_shape, decode_shape: How P and D share out their KV; of the same model. A subclass
+            sets them. The kit raises `num_blocks` where a test needs more.
+    """
+
+    prefill_shape: ClassVar[KVShape] = make_shape()
+    decode_shape: ClassVar[KVShape] = make_shape()
+
+    def make_factory(self) -> ConnectorFactory:
+        """Called once per test: the engines made with what it returns can meet."""
+        raise NotImplementedError
+
+    def setup_method(self) -> None:
+        """Before each test."""
+        self._num_threads = threading.active_count()
+        self._engines: list[Engine] = []
+        self._num_tickets = 0
+        self._shapes = {"P": self.prefill_shape, "D": self.decode_shape}
+        self.factory = self.make_factory()
+
+    def teardown_method(self) -> None:
+        """After each test: nothing is left running."""
+        for engine in self._engines:
+            engine.close()
+        deadline_s = time.monotonic() + 2.0
+        while threading.active_count() > self._num_threads and time.monotonic() < deadline_s:
+            time.sleep(0.005)
+        assert threading.active_count() <= self._num_threads, "a connector left a thread behind"
+
+    def new(self, name: str, **arguments: Any) -> Engine:
+        """Make an engine; a name that begins with P has P's shape, else it is D's."""
+        engine = Engine(self.factory, name, shape=self._shapes[name[0]], **arguments)
+        self._engines.append(engine)
+        return engine
+
+    def pair(self, *, num_jobs: int = 0) -> tuple[Engine, Engine]:
+        """Make a P and a D, with room for so many prompts if any are given."""
+        if num_jobs:
+            for name, shape in self._shapes.items():
+                needed = (num_jobs + 1) * self._stride(name)
+                self._shapes[name] = msgspec.structs.replace(
+                    shape, num_blocks=max(shape.num_blocks, needed)
+                )
+        return self.new("P"), self.new("D")
+
+    def needs_push(self) -> None:
+        """Skip a test if the connector does not push."""
+        engine = self.new("P-asked")
+        if not engine.ranks[0].worker.capabilities.push:
+            raise unittest.SkipTest("its capabilities do not name push")
+
+    def ticket(self, p: Engine, d: Engine, **changes: Any) -> PushTicket:
+        """A ticket for a push from one to the other, as a proxy draws it."""
+        self._num_tickets += 1
+        ticket = PushTicket(nonce=f"ticket {self._num_tickets}", prefill=p.ref, decode=d.ref)
+        return msgspec.structs.replace(ticket, **changes).signed(SECRET.encode())
+
+    # --- where prompts lie
+
+    def _stride(self, name: str) -> int:
+        return _ROOM_TOKENS // self._shapes[name].block_size
+
+    def _blocks(self, name: str, job: int, num_tokens: int) -> list[int]:
+        shape, stride = self._shapes[name], self._stride(name)
+        first = job * stride
+        blocks = list(range(first, first + -(-num_tokens // shape.block_size)))
+        # Neighbours that are not in order, so that a table is not mistaken for a range.
+        return [*blocks[1:], blocks[0]] if job % 2 == 0 else blocks
+
+    def p_blocks(self, job: int, num_tokens: int = 40) -> list[int]:
+        """P's blocks of the `job`-th prompt (of up to 64 tokens), in token order."""
+        return self._blocks("P", job, num_tokens)
+
+    def d_blocks(self, job: int, num_tokens: int = 40) -> list[int]:
+        """D's."""
+        return [block + 1 for block in self._blocks("D", job, num_tokens)]
+
+    @staticmethod
+    def ids(blocks: Sequence[int]) -> list[BlockId]:
+        """The same as block ids."""
+        return [BlockId(block) for block in blocks]
+
+    # --- questions
+
+    @staticmethod
+    def same(ours: Sequence[torch.Tensor], theirs: Sequence[torch.Tensor]) -> bool:
+        """Whether two snapshots are equal."""
+        return all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
+
+    @staticmethod
+    def forgeries(handoff: KVHandoff) -> Iterator[KVHandoff]:
+        """Yield the handoff edited in each of its fields, and without its signature."""
+        for name, value in (
+            ("engine_id", "another"),
+            ("incarnation", "another"),
+            ("nonce", "another"),
+            ("block_ids", [*handoff.block_ids[:-1], handoff.block_ids[-1] + 1]),
+            ("generations", [generation + 1 for generation in handoff.generations]),
+            ("num_tokens", handoff.num_tokens - 1),
+            ("layout_digest", "another"),
+            ("lease_s", handoff.lease_s + 1),
+            ("prompt_digest", "another"),
+            ("first_token_ids", [8]),
+            ("endpoints", []),
+            ("signature", ""),
+            ("signature", "0" * 64),
+        ):
+            yield msgspec.structs.replace(handoff, **{name: value})
+
+    @staticmethod
+    def until_woken(engine: Engine, condition: Callable[[], object]) -> None:
+        """Step only when the connector says that there is news, until `condition` holds."""
+        deadline_s = time.monotonic() + 10.0
+        while not condition():
+            assert engine.news.wait(5.0), "the engine was not woken"
+            assert time.monotonic() < deadline_s
+            engine.news.clear()
+            engine.step()

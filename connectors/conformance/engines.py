@@ -1,0 +1,415 @@
+"""Engines without a model, which drive both halves of a connector as an engine core would.
+
+`step` is the whole of it, as of `EngineCore.step`: instructions go out, reports come back
+through a `Quorum`. Blocks are named by the test, and what is in them says who wrote it
+(`values`). Knows no scheduler: who waits for what is the test's to say.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import torch
+
+from pdserve.config.schema import CacheConfig, EngineConfig, ModelConfig, TransferConfig
+from pdserve.connectors.base import ConnectorContext
+from pdserve.connectors.conformance.values import Share, by_token, make_shape, write_tokens
+from pdserve.connectors.quorum import Quorum
+from pdserve.wire.ids import BlockId, EngineId, Incarnation, RequestId
+from pdserve.wire.request import OnLoadFailure
+from pdserve.wire.sampling import SamplingParams
+from pdserve.wire.step import KnownRequests, NewRequest, SchedulerOutput
+from pdserve.wire.transfer import (
+    BlockOrder,
+    ConnectorReport,
+    EngineRef,
+    Failed,
+    KVHandoff,
+    Received,
+    Registered,
+    Settled,
+    Withdrawn,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from pdserve.connectors.base import ConnectorFactory
+    from pdserve.wire.outputs import TokenLogprobs
+    from pdserve.wire.transfer import ConnectorMetadata, Endpoint, KVShape, PushTicket
+
+SECRET = "the conformance kit's"
+FIRST_TOKEN = 7
+_DTYPE = "float32"
+
+
+@dataclass
+class KitRequest:
+    """What a connector sees of a request."""
+
+    request_id: RequestId
+    prompt_token_ids: list[int]
+    output_token_ids: list[int] = field(default_factory=list)
+    first_logprobs: list[TokenLogprobs] | None = None
+    cache_salt: str = ""
+    remote_decode: bool = False
+    handoff: KVHandoff | None = None
+    ticket: PushTicket | None = None
+    on_load_failure: OnLoadFailure = OnLoadFailure.REPORT
+
+
+def prompt_of(num_tokens: int) -> list[int]:
+    """Return a prompt of so many tokens."""
+    return list(range(100, 100 + num_tokens))
+
+
+def signed_with(handoff: KVHandoff, **changes: Any) -> KVHandoff:
+    """Return the handoff with other contents, signed with the kit's secret."""
+    return msgspec.structs.replace(handoff, **changes).signed(SECRET.encode())
+
+
+class Rank:
+    """One worker half over its own blocks."""
+
+    def __init__(
+        self, factory: ConnectorFactory, context: ConnectorContext, wake: Callable[[], None]
+    ) -> None:
+        layout = context.layout
+        self._context = context
+        self.share = Share(context.shape, context.rank)
+        self.worker = factory.worker(context, wake)
+        inner = [layout.num_kv_heads, layout.block_size]
+        if context.shape.order is BlockOrder.NHD:
+            inner.reverse()
+        self.kv = torch.zeros(
+            layout.num_blocks,
+            layout.num_layers,
+            layout.num_planes,
+            *inner,
+            layout.head_dim,
+            dtype=getattr(torch, layout.dtype),
+        )
+        self.worker.register_kv_caches(self.kv, layout)
+        assert self.worker.endpoint is not None, "a connector that exchanges KV has an endpoint"
+        self.endpoint: Endpoint = self.worker.endpoint
+
+    def write(self, blocks: Sequence[int], seed: int, first: int, end: int) -> None:
+        """Write the tokens `first` to `end` of a table as `seed` would."""
+        values = self.share.values(seed, range(first, end), self._context.layout.dtype)
+        write_tokens(self.kv, blocks, self._context.shape, first, values)
+
+    def holds(self, blocks: Sequence[int], seed: int, first: int, end: int) -> bool:
+        """Whether the tokens `first` to `end` of a table are what `seed` would have written."""
+        found = by_token(self.kv, blocks, self._context.shape)[first:end]
+        wanted = self.share.values(seed, range(first, end), self._context.layout.dtype)
+        return torch.equal(found, wanted)
+
+
+class Engine:
+    """A scheduler half, and a worker half over a pool of blocks for each rank.
+
+    Args:
+        transfer: Fields of `TransferConfig`.
+
+    Attributes:
+        news: Set whenever a worker half says that `get_finished` has something.
+        settled, received, failed, registered, withdrawn, faults: What all ranks have seen.
+        retried: Failed loads that the scheduler half had tried once more; not in `failed`.
+        said: What each rank reported, in order, before the quorum.
+    """
+
+    def __init__(
+        self,
+        factory: ConnectorFactory,
+        engine_id: str,
+        *,
+        shape: KVShape | None = None,
+        incarnation: str = "",
+        dtype: str = _DTYPE,
+        **transfer: Any,
+    ) -> None:
+        shape = msgspec.structs.replace(
+            shape or make_shape(), dtype_bytes=getattr(torch, dtype).itemsize
+        )
+        layout = Share(shape, 0).layout(dtype)
+        whole = msgspec.structs.replace(
+            layout, num_layers=shape.num_layers, num_kv_heads=shape.num_kv_heads
+        )
+        fields = whole.fields(model="kit", weights="kit")
+        self.context = ConnectorContext(
+            config=EngineConfig(
+                model=ModelConfig(model="kit"),
+                engine_id=engine_id,
+                cache=CacheConfig(block_size=shape.block_size),
+                transfer=TransferConfig(**{"secret": SECRET, **transfer}),
+            ),
+            engine_id=EngineId(engine_id),
+            incarnation=Incarnation(incarnation or os.urandom(8).hex()),
+            layout=layout,
+            layout_digest="|".join(f"{name}={value}" for name, value in sorted(fields.items())),
+            layout_fields=fields,
+            shape=shape,
+            num_ranks=shape.num_ranks,
+        )
+        self.news = threading.Event()
+        self.ranks = [self._rank(factory, rank, dtype) for rank in range(shape.num_ranks)]
+        self.scheduler = factory.scheduler(self.context, [rank.endpoint for rank in self.ranks])
+        self.quorum = Quorum(shape.num_ranks)
+        self.settled: list[Settled] = []
+        self.received: list[Received] = []
+        self.failed: list[Failed] = []
+        self.retried: list[Failed] = []
+        self.registered: list[Registered] = []
+        self.withdrawn: list[Withdrawn] = []
+        self.faults: Counter[str] = Counter()
+        self.said: list[tuple[int, ConnectorReport]] = []
+        self._num_requests = 0
+        self._receiving: set[RequestId] = set()
+
+    def _rank(self, factory: ConnectorFactory, rank: int, dtype: str) -> Rank:
+        layout = Share(self.context.shape, rank).layout(dtype)
+        context = msgspec.structs.replace(self.context, layout=layout, rank=rank)
+        return Rank(factory, context, self.news.set)
+
+    @property
+    def block_size(self) -> int:
+        """Tokens per block."""
+        return self.context.shape.block_size
+
+    def num_bytes(self, num_tokens: int) -> int:
+        """Bytes that so many tokens have on all ranks together."""
+        bits = sum(len(rank.share.layers) * len(rank.share.heads) for rank in self.ranks)
+        shape = self.context.shape
+        return bits * shape.num_planes * shape.head_dim * shape.dtype_bytes * num_tokens
+
+    # --- memory
+
+    def write(self, blocks: Sequence[int], seed: int, first: int, end: int) -> None:
+        """On every rank: write the tokens `first` to `end` of a table as `seed` would."""
+        for rank in self.ranks:
+            rank.write(blocks, seed, first, end)
+
+    def fill(self, blocks: Sequence[int], seed: int) -> None:
+        """Write every token that the blocks have room for."""
+        self.write(blocks, seed, 0, len(blocks) * self.block_size)
+
+    def holds(self, blocks: Sequence[int], seed: int, first: int, end: int) -> bool:
+        """Whether every rank has, for the tokens `first` to `end`, what `seed` wrote."""
+        return all(rank.holds(blocks, seed, first, end) for rank in self.ranks)
+
+    def snapshot(self, blocks: Sequence[int]) -> list[torch.Tensor]:
+        """A copy of some blocks of every rank."""
+        return [rank.kv[list(blocks)].clone() for rank in self.ranks]
+
+    # --- the life of a request
+
+    def new_request(self, prompt: list[int], **fields: Any) -> KitRequest:
+        """A request under an id of its own."""
+        self._num_requests += 1
+        return KitRequest(
+            RequestId(f"{self.context.engine_id}-{self._num_requests}"), prompt, **fields
+        )
+
+    def prefill(
+        self,
+        prompt: list[int],
+        blocks: Sequence[int],
+        *,
+        seed: int = 1,
+        generations: Sequence[int] | None = None,
+        step: bool = True,
+    ) -> KVHandoff:
+        """At P: compute a prompt and lease its blocks."""
+        self.fill(blocks, seed)
+        request = self.new_request(prompt, output_token_ids=[FIRST_TOKEN], remote_decode=True)
+        handoff = self.scheduler.request_finished(
+            request, [BlockId(block) for block in blocks], list(generations or [1] * len(blocks))
+        )
+        assert handoff is not None, "a finished prefill for another engine ends in a handoff"
+        if step:
+            self.step()
+        return handoff
+
+    def queue(self, prompt: list[int], handoff: KVHandoff, *, step: bool = True) -> KitRequest:
+        """At D: take a request that another engine has prefilled."""
+        request = self.new_request(prompt, handoff=handoff)
+        refusal = self.scheduler.check_handoff(request)
+        assert refusal is None, refusal
+        self.scheduler.request_queued(request)
+        if step:
+            self.step()
+        return request
+
+    def stage_load(
+        self, request: KitRequest, blocks: Sequence[int], *, num_computed: int = 0
+    ) -> None:
+        """At D: give the request its blocks, of which the first tokens are there already."""
+        match = self.scheduler.get_num_new_matched_tokens(request, num_computed)
+        assert match is not None, "a handoff's tokens can be loaded at once"
+        assert match.is_async
+        assert match.num_tokens == len(request.prompt_token_ids) - num_computed
+        self._receiving.add(request.request_id)
+        self.scheduler.update_state_after_alloc(
+            request, [BlockId(block) for block in blocks], match.num_tokens
+        )
+
+    def abort(self, request: KitRequest) -> bool:
+        """The request's client is gone. Return whether its blocks must be kept until `Settled`."""
+        self._receiving.discard(request.request_id)
+        return self.scheduler.request_aborted(request)
+
+    def load(self, request: KitRequest, blocks: Sequence[int], *, num_computed: int = 0) -> None:
+        """The same, and let it begin."""
+        self.stage_load(request, blocks, num_computed=num_computed)
+        self.step()
+
+    # --- the same, pushed
+
+    @property
+    def ref(self) -> EngineRef:
+        """This life of this engine, as tickets name it."""
+        return EngineRef(
+            engine_id=self.context.engine_id,
+            incarnation=self.context.incarnation,
+            endpoints=tuple(rank.endpoint for rank in self.ranks),
+            shape=self.context.shape,
+        )
+
+    def take(self, request: KitRequest) -> KitRequest:
+        """Take a request with a ticket: at P one for another engine to decode, at D the other."""
+        refusal = self.scheduler.check_handoff(request)
+        assert refusal is None, refusal
+        self.scheduler.request_queued(request)
+        self.step()
+        return request
+
+    def is_asked_to_wait(self, request: KitRequest) -> bool:
+        """At P: whether the request may not start yet."""
+        return self.scheduler.get_num_new_matched_tokens(request, 0) is None
+
+    def start(self, request: KitRequest, blocks: Sequence[int]) -> None:
+        """At P: give the request the blocks of its whole prompt."""
+        match = self.scheduler.get_num_new_matched_tokens(request, 0)
+        assert match is not None
+        assert match.num_tokens == 0
+        self.scheduler.update_state_after_alloc(
+            request, [BlockId(block) for block in blocks], 0, generations=[1] * len(blocks)
+        )
+
+    def compute(
+        self, request: KitRequest, blocks: Sequence[int], first: int, end: int, *, seed: int = 1
+    ) -> None:
+        """At P: one step, which computes the tokens `first` to `end`."""
+        output = SchedulerOutput(
+            step_id=0,
+            new_requests=[
+                NewRequest(
+                    request_id=request.request_id,
+                    prompt_token_ids=request.prompt_token_ids,
+                    output_token_ids=[],
+                    sampling=SamplingParams(max_tokens=8, seed=0),
+                    block_ids=[BlockId(block) for block in blocks],
+                    num_computed_tokens=first,
+                )
+            ],
+            known_requests=KnownRequests(),
+            num_scheduled_tokens={request.request_id: end - first},
+            gone_request_ids=[],
+        )
+        metadata = self.scheduler.build_connector_meta(output)
+        for rank in self.ranks:
+            if metadata is not None:
+                rank.worker.start_load_kv(metadata)
+            rank.write(blocks, seed, first, end)
+            if rank.worker.capabilities.layerwise:
+                for layer in range(len(rank.share.layers)):
+                    rank.worker.wait_for_layer_load(layer)
+                    rank.worker.save_kv_layer(layer)
+            rank.worker.wait_for_save()
+        self.step()
+
+    def finish(self, request: KitRequest, blocks: Sequence[int]) -> KVHandoff:
+        """At P: the first token is there; the blocks are leased."""
+        request.output_token_ids.append(FIRST_TOKEN)
+        handoff = self.scheduler.request_finished(
+            request, [BlockId(block) for block in blocks], [1] * len(blocks)
+        )
+        assert handoff is not None
+        self.step()
+        return handoff
+
+    # --- steps
+
+    def post(self, metadata: ConnectorMetadata) -> None:
+        """Give every rank some instructions."""
+        for rank in self.ranks:
+            rank.worker.post(metadata)
+
+    def step(self) -> ConnectorReport:
+        """Instructions out, reports in. Return what all ranks have seen by now."""
+        metadata = self.scheduler.take_instructions()
+        if metadata is not None:
+            self.post(metadata)
+        whole = ConnectorReport(settled=[], received=[], failed=[], registered=[], withdrawn=[])
+        for number, rank in enumerate(self.ranks):
+            said = rank.worker.get_finished()
+            if said:
+                self.said.append((number, said))
+            report = self.quorum.add(number, said)
+            again = [each for each in report.failed if self._tries_again(each)]
+            if report:
+                self.scheduler.update_connector_output(report)
+            self.retried += again
+            whole.settled.extend(report.settled)
+            whole.received.extend(report.received)
+            whole.failed.extend(each for each in report.failed if each not in again)
+            whole.registered.extend(report.registered)
+            whole.withdrawn.extend(report.withdrawn)
+            self.faults.update(report.faults)
+        self.settled += whole.settled
+        self.received += whole.received
+        self.failed += whole.failed
+        self.registered += whole.registered
+        self.withdrawn += whole.withdrawn
+        return whole
+
+    def _tries_again(self, failed: Failed) -> bool:
+        """As the scheduler does: a request that still waits for its load may get another one."""
+        if failed.request_id not in self._receiving:
+            return False
+        if self.scheduler.retry_load(failed):
+            return True
+        self._receiving.discard(failed.request_id)
+        return False
+
+    def until(
+        self,
+        condition: Callable[[], object],
+        timeout_s: float = 10.0,
+        *,
+        others: Sequence[Engine] = (),
+    ) -> None:
+        """Step whenever there is news, and `others` along with it, until `condition` holds."""
+        deadline_s = time.monotonic() + timeout_s
+        while not condition():
+            assert time.monotonic() < deadline_s, (
+                f"{self.context.engine_id}: not within {timeout_s} s: {self.settled} "
+                f"{self.received} {self.failed} {self.registered} {self.withdrawn} "
+                f"{dict(self.faults)}"
+            )
+            self.news.wait(0.005)
+            self.news.clear()
+            self.step()
+            for other in others:
+                other.step()
+
+    def close(self) -> None:
+        """End every rank's worker half."""
+        for rank in self.ranks:
+            rank.worker.close(5.0)

@@ -1,0 +1,128 @@
+"""KV that says who wrote it: a value for each (writer, token, layer, plane, head, dimension).
+
+Two engines of any shape agree on what a token's KV is, so a stale, misplaced, half-copied or
+wrongly sliced block cannot pass for the right one. Knows no connector.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from pdserve.connectors.base import KVLayout
+from pdserve.wire.transfer import BlockOrder, KVShape
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "int64": 8}
+_NUM_VALUES = 251  # exact in every dtype above
+_STRIDES = (7_919, 104_729, 1_299_709, 15_485_863, 179_424_673, 2_038_074_743)
+
+
+def make_shape(
+    *,
+    tp: int = 1,
+    pp: int = 1,
+    block_size: int = 16,
+    num_blocks: int = 32,
+    num_layers: int = 4,
+    num_kv_heads: int = 4,
+    head_dim: int = 8,
+    num_planes: int = 2,
+    dtype: str = "float32",
+) -> KVShape:
+    """Return the shape of an engine of `tp * pp` ranks; stages get layers as evenly as can be."""
+    edges = [num_layers * stage // pp for stage in range(pp + 1)]
+    return KVShape(
+        num_blocks=num_blocks,
+        num_layers=num_layers,
+        num_planes=num_planes,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        dtype_bytes=_BYTES[dtype],
+        block_size=block_size,
+        tp_size=tp,
+        stages=tuple((edges[stage], edges[stage + 1]) for stage in range(pp)),
+    )
+
+
+class Share:
+    """What one rank of a shape has.
+
+    Attributes:
+        layers: Of the whole model, in the order in which they lie here.
+        heads: Likewise.
+    """
+
+    def __init__(self, shape: KVShape, rank: int) -> None:
+        first, end = shape.stages[rank // shape.tp_size]
+        self.layers = range(first, end)
+        index, num_heads, tp = rank % shape.tp_size, shape.num_kv_heads, shape.tp_size
+        start = index * num_heads // tp
+        self.heads = range(start, max(start + 1, (index + 1) * num_heads // tp))
+        self._shape = shape
+
+    def layout(self, dtype: str) -> KVLayout:
+        """Return the rank's memory, in numbers."""
+        shape = self._shape
+        return KVLayout(
+            num_blocks=shape.num_blocks,
+            num_layers=len(self.layers),
+            num_kv_heads=len(self.heads),
+            block_size=shape.block_size,
+            head_dim=shape.head_dim,
+            dtype=dtype,
+            dtype_bytes=_BYTES[dtype],
+            num_planes=shape.num_planes,
+        )
+
+    def values(self, seed: int, tokens: Sequence[int], dtype: str) -> torch.Tensor:
+        """KV of some tokens.
+
+        Args:
+            seed: Names the writer.
+            tokens: Positions in the prompt.
+
+        Returns:
+            `[len(tokens), layers, planes, heads, head_dim]`.
+        """
+        axes = (
+            torch.tensor(list(tokens), dtype=torch.int64),
+            torch.tensor(list(self.layers), dtype=torch.int64),
+            torch.arange(self._shape.num_planes),
+            torch.tensor(list(self.heads), dtype=torch.int64),
+            torch.arange(self._shape.head_dim),
+        )
+        mixed = torch.full((1,) * len(axes), (seed + 1) * _STRIDES[-1])
+        for axis, values in enumerate(axes):
+            view = [1] * len(axes)
+            view[axis] = len(values)
+            mixed = mixed + (values.view(view) + 1) * _STRIDES[axis]
+        # The finalizer of MurmurHash3 (Appleby), in the 63 bits that stay positive.
+        for _ in range(2):
+            mixed = (mixed ^ (mixed >> 33)) * -49064778989728563
+        return ((mixed ^ (mixed >> 33)) % _NUM_VALUES).to(getattr(torch, dtype))
+
+
+def by_token(kv: torch.Tensor, blocks: Sequence[int], shape: KVShape) -> torch.Tensor:
+    """A copy of some blocks, token by token: `[tokens, layers, planes, heads, head_dim]`."""
+    picked = kv[list(blocks)]
+    if shape.order is BlockOrder.HND:
+        picked = picked.transpose(3, 4)
+    # [blocks, layers, planes, block_size, heads, dim] -> [blocks, block_size, layers, ...]
+    moved = picked.permute(0, 3, 1, 2, 4, 5)
+    return moved.reshape(-1, *moved.shape[2:])
+
+
+def write_tokens(
+    kv: torch.Tensor, blocks: Sequence[int], shape: KVShape, first: int, values: torch.Tensor
+) -> None:
+    """Write the tokens from `first` on through a block table."""
+    for offset, value in enumerate(values):
+        block, slot = divmod(first + offset, shape.block_size)
+        if shape.order is BlockOrder.HND:
+            kv[blocks[block], :, :, :, slot] = value
+        else:
+            kv[blocks[block], :, :, slot] = value

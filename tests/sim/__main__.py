@@ -1,0 +1,100 @@
+"""`python -m tests.sim --lives 10000 --seed 0`: simulate until so many requests have ended."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable
+
+from tests.sim.scenario import Scenario, draw
+from tests.sim.world import Broken, Result, World
+
+
+class Summary:
+    """Runs, added up."""
+
+    def __init__(self) -> None:
+        self.lives = 0
+        self.runs = 0
+        self.kv_bytes = 0
+        self.virtual_s = 0.0
+        self.outcomes: Counter[str] = Counter()
+        self.reached: Counter[str] = Counter()
+        self.faults: Counter[str] = Counter()
+        self.rungs: Counter[str] = Counter()
+        self.broken: Counter[Broken] = Counter()
+        self.failing: dict[int, list[tuple[Broken, str]]] = {}
+
+    def add(self, result: Result) -> None:
+        """Add one."""
+        self.runs += 1
+        self.lives += result.lives
+        self.kv_bytes += result.kv_bytes
+        self.virtual_s += result.virtual_s
+        for name in ("outcomes", "reached", "faults", "rungs"):
+            getattr(self, name).update(getattr(result, name))
+        if result.violations:
+            self.failing[result.seed] = result.violations
+            self.broken.update(kind for kind, _ in result.violations)
+
+    def as_json(self, wall_s: float, cpu_s: float) -> dict[str, object]:
+        """What is printed."""
+        return {
+            "lives": self.lives,
+            "lives_per_s": round(self.lives / wall_s, 1),
+            "wall_s": round(wall_s, 1),
+            "cpu_s": round(cpu_s, 1),
+            "virtual_s": round(self.virtual_s, 1),
+            "runs": self.runs,
+            "outcomes": dict(self.outcomes.most_common()),
+            "deaths": self.reached["deaths"],
+            "reached": dict(sorted(self.reached.items())),
+            "faults": dict(sorted(self.faults.items())),
+            "ladder": {name: n for name, n in sorted(self.rungs.items()) if n},
+            "kv_moved_bytes": self.kv_bytes,
+            "zeros": {kind.value: self.broken[kind] for kind in Broken},
+            "failing_seeds": sorted(self.failing),
+        }
+
+
+def simulate(
+    lives: int,
+    seed: int,
+    *,
+    max_failing: int = 5,
+    change: Callable[[Scenario], Scenario] = lambda scenario: scenario,
+) -> Summary:
+    """Run seeds from `seed` on until `lives` requests have ended, or too many runs have failed.
+
+    Args:
+        change: Makes another scenario of what was drawn.
+    """
+    summary = Summary()
+    while summary.lives < lives and len(summary.failing) < max_failing:
+        summary.add(World(change(draw(seed))).run())
+        seed += 1
+    return summary
+
+
+def main() -> int:
+    """Print what came of it; 1 if anything broke."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--lives", type=int, default=10_000)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--max-failing", type=int, default=5, help="stop after so many")
+    args = parser.parse_args()
+    start_s, start_cpu_s = time.perf_counter(), time.process_time()
+    summary = simulate(args.lives, args.seed, max_failing=args.max_failing)
+    wall_s, cpu_s = time.perf_counter() - start_s, time.process_time() - start_cpu_s
+    print(json.dumps(summary.as_json(wall_s, cpu_s), indent=2))
+    for seed, violations in summary.failing.items():
+        for kind, said in violations[:3]:
+            print(f"seed {seed}: {kind.value}: {said}", file=sys.stderr)
+    return 1 if summary.failing else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,102 @@
+"""Defects that are put in on purpose, to see that something notices.
+
+Each takes away one thing that keeps tokens right or blocks owned. The product has more than one
+line of defence, so what one lets through another may stop before it shows in a token. So some are
+noticed by the simulation (by tokens, or by the connector's own count of blocks that were reused
+under a transfer), others by the conformance kit or by the tests of the part that was broken.
+"""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+from unittest import mock
+
+from pdserve.connectors import digests, quorum
+from pdserve.connectors.handover.lease import LeaseTable
+from pdserve.connectors.handover.scheduler import HandoverScheduler
+from pdserve.connectors.memory.worker import MemoryWorker
+from pdserve.scheduler.request import Wait
+from pdserve.scheduler.roster import Roster
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+
+@contextmanager
+def reuse_at_lease_expiry() -> Iterator[None]:
+    """A lease that has ended settles at once, whoever reads or writes from its blocks."""
+
+    def settle(self: LeaseTable, nonce: str, lease: Any) -> None:
+        if lease.end is not None:
+            lease.readers.clear()
+            self._writers.pop(lease.request_id, None)
+        real(self, nonce, lease)
+
+    real = LeaseTable._settle_if_over
+    with mock.patch.object(LeaseTable, "_settle_if_over", settle):
+        yield
+
+
+@contextmanager
+def digest_check_off() -> Iterator[None]:
+    """D believes whatever has come."""
+
+    def all_valid(*_: Any, num_tokens: int, **__: Any) -> int:
+        return num_tokens
+
+    with mock.patch.object(digests, "num_valid_tokens", all_valid):
+        yield
+
+
+@contextmanager
+def epoch_ignored() -> Iterator[None]:
+    """A rank is taken for the one that is meant, whichever of its lives it is in."""
+
+    def peer(self: MemoryWorker, ref: Any, rank: int) -> MemoryWorker | None:
+        return self.exchange.find(ref.endpoints[rank]) if rank < len(ref.endpoints) else None
+
+    with (
+        mock.patch.object(MemoryWorker, "peer", peer),
+        mock.patch.object(MemoryWorker, "why_not", return_value=None),
+    ):
+        yield
+
+
+@contextmanager
+def vote_counted_twice() -> Iterator[None]:
+    """Reports are counted, and not who they are from."""
+
+    def add(self: Any, key: Any, is_unique: bool, rank: int, fact: Any) -> Any:
+        vote = self._open.setdefault(key, {})
+        vote[len(vote)] = fact
+        return self._open.pop(key) if len(vote) == self._num_ranks else None
+
+    with mock.patch.object(quorum._Votes, "add", add):
+        yield
+
+
+@contextmanager
+def free_on_abort_during_a_write() -> Iterator[None]:
+    """P does not say that it is writing from the blocks of an aborted request."""
+    real = HandoverScheduler.request_aborted
+
+    def aborted(self: HandoverScheduler, request: Any) -> bool:
+        real(self, request)
+        return False
+
+    with mock.patch.object(HandoverScheduler, "request_aborted", aborted):
+        yield
+
+
+@contextmanager
+def free_on_abort_while_written() -> Iterator[None]:
+    """D lets go of its blocks when a request is aborted, although a peer may write them."""
+    real = Roster.end
+
+    def end(self: Roster, request: Any, now_s: float, why: str, **more: Any) -> None:
+        real(self, request, now_s, why, **more)
+        self.stop_waiting(request, Wait.LOAD, now_s)
+
+    with mock.patch.object(Roster, "end", end):
+        yield

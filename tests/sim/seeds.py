@@ -1,0 +1,13 @@
+"""Seeds that once ended in a violation, or in a request that nobody but its deadline ended.
+
+Each is replayed by the tests. What a seed stands for depends on the scenario's draws: it is the
+run that was found, for as long as `scenario.draw` stays as it is.
+"""
+
+FAILED_ONCE = {
+    62: "a handoff of earlier times in place of the one that was made",
+    2016: "a pushed request is preempted and admitted again",
+    2043: "one of two ranks of D gives its reservation up while the other waits on",
+    2046: "a pushed request is preempted and admitted again",
+    2051: "one of two ranks of P withdraws a push while the other goes on",
+}

@@ -1,0 +1,87 @@
+"""Thousands of request lives with random faults; a short form of `python -m tests.sim`."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from pdserve.observe.clock import ManualClock
+from tests.sim import virtual_time
+from tests.sim.__main__ import Summary, simulate
+from tests.sim.seeds import FAILED_ONCE
+from tests.sim.world import run_seed
+
+NUM_LIVES = 700
+
+
+@pytest.fixture(scope="module")
+def summary() -> Summary:
+    return simulate(NUM_LIVES, seed=0, max_failing=1)
+
+
+def test_no_token_is_wrong_no_block_is_kept_and_every_request_ends(summary: Summary) -> None:
+    assert not summary.failing
+    assert summary.lives >= NUM_LIVES
+    assert summary.outcomes["ok"] > NUM_LIVES * 0.7
+
+
+def test_the_simulation_gets_to_what_it_is_for(summary: Summary) -> None:
+    reached = {name for name, number in summary.reached.items() if number}
+    wanted = {
+        "pull received",
+        "push received",
+        "lease read",
+        "lease released",
+        "load failed: digest",
+        "load failed: peer_lost",
+        "load failed: withdrawn",
+        "deaths",
+        "cuts",
+    }
+    assert not wanted - reached
+    phases = {name for name in reached if "died during" in name}
+    assert {"prefill", "transfer", "decode"} <= {name.rpartition(" ")[2] for name in phases}
+    assert {"prefill", "decode"} <= {name.partition(" ")[0] for name in phases}
+    assert summary.rungs["retry"]
+    assert summary.rungs["recompute"]
+    assert summary.rungs["report"]
+    kinds = {"corrupt", "drop", "delay", "duplicate", "replay", "repeat_report"}
+    assert not kinds - set(summary.faults)
+    assert summary.outcomes["left"]
+
+
+@pytest.mark.parametrize("seed", sorted(FAILED_ONCE))
+def test_a_seed_that_failed_once_holds(seed: int) -> None:
+    assert not run_seed(seed).violations
+
+
+def test_a_seed_says_all_there_is_to_know() -> None:
+    first, second = run_seed(7), run_seed(7)
+    assert first.outcomes == second.outcomes
+    assert first.reached == second.reached
+    assert first.faults == second.faults
+    assert first.virtual_s == second.virtual_s
+
+
+def test_waiting_takes_no_time_and_happens_in_order() -> None:
+    clock, order = ManualClock(0.0), []
+
+    async def wait(seconds: float) -> None:
+        await asyncio.sleep(seconds)
+        order.append(seconds)
+
+    async def main() -> None:
+        await asyncio.gather(*(wait(seconds) for seconds in (3600.0, 1.0, 60.0)))
+
+    virtual_time.run(clock, main())
+    assert order == [1.0, 60.0, 3600.0]
+    assert 3600.0 <= clock.monotonic_s() < 3601.0
+
+
+def test_tasks_that_wait_for_one_another_are_noticed() -> None:
+    async def main() -> None:
+        await asyncio.Event().wait()
+
+    with pytest.raises(virtual_time.StuckError):
+        virtual_time.run(ManualClock(), main())

@@ -1,0 +1,427 @@
+"""One run: engines, a proxy and clients in virtual time, and what must hold at its end.
+
+Three things must be zero: answers with a wrong token, blocks that are not free when everything
+is over, requests without a final state. What went wrong is collected, not raised, so that one
+run tells all of it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import enum
+import json
+import logging
+import random
+import traceback
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from pdserve.config.schema import ProxyConfig, Role, SchedulerConfig
+from pdserve.connectors.faulty import FaultKind, Plan
+from pdserve.connectors.faulty.worker import Fabric
+from pdserve.observe.clock import ManualClock
+from pdserve.proxy.app import Proxy
+from pdserve.server.sampling import choice_seed
+from tests.sim import virtual_time
+from tests.sim.engine import SECRET, SimEngine
+from tests.sim.net import Host, Net, Response, chunks_of
+from tests.sim.scenario import Scenario, draw
+from tests.sim.toy import EOS, WrongKVError, expected_output, text_of
+from tests.sim.wire import SimExchange
+
+if TYPE_CHECKING:
+    from pdserve.wire.request import GenerateRequest
+    from pdserve.wire.transfer import ConnectorReport, KVHandoff
+    from tests.sim.engine import EngineSpec
+    from tests.sim.scenario import Cut, Death, LifeSpec, Slowness
+
+PROXY = "http://proxy:80"
+REQUEST_TIMEOUT_S = 20.0
+_REUSE_FAULTS = {"lease_block_reused", "block_reused_under_write", "block_reused_under_load"}
+PATIENCE_S = REQUEST_TIMEOUT_S + 2.0
+SETTLE_S = 40.0
+
+
+class Broken(enum.Enum):
+    """What must never be."""
+
+    WRONG_TOKEN = "wrong token"
+    BLOCKS_HELD = "blocks not free"
+    REUSED = "block reused under a transfer"
+    NO_END = "no final state"
+    CRASH = "crash"
+
+
+@dataclass
+class Result:
+    """What came of a run."""
+
+    seed: int
+    lives: int = 0
+    violations: list[tuple[Broken, str]] = field(default_factory=list)
+    outcomes: Counter[str] = field(default_factory=Counter)
+    reached: Counter[str] = field(default_factory=Counter)
+    faults: Counter[str] = field(default_factory=Counter)
+    rungs: Counter[str] = field(default_factory=Counter)
+    kv_bytes: int = 0
+    virtual_s: float = 0.0
+
+
+class World:
+    """See the module."""
+
+    def __init__(self, scenario: Scenario) -> None:
+        self.scenario = scenario
+        self.may_push = scenario.may_push
+        self.clock = ManualClock()
+        self.net = Net()
+        self.exchange = SimExchange()
+        self.fabric = Fabric()
+        self.result = Result(scenario.seed)
+        self.engines: dict[str, SimEngine] = {}
+        self._former: list[SimEngine] = []
+        self._plans: list[Plan] = []
+        self._num_lives_of_engines = 0
+        self._handoffs: dict[str, KVHandoff] = {}
+        self._rng = random.Random(scenario.seed ^ 0x5EED)
+        self._log = _Errors(self)
+        config = ProxyConfig(
+            prefill=tuple(e.url for e in scenario.engines if e.role is Role.PREFILL),
+            decode=tuple(e.url for e in scenario.engines if e.role is Role.DECODE),
+            secret=SECRET,
+            request_timeout_s=REQUEST_TIMEOUT_S,
+            queue_timeout_s=REQUEST_TIMEOUT_S,
+            health_check_interval_s=0.25,
+            health_check_timeout_s=0.5,
+            cb_timeout_s=0.5,
+        )
+        self.proxy = Proxy(config, clock=self.clock, rng=random.Random(scenario.seed))
+
+    # --- what engines ask
+
+    @staticmethod
+    def scheduler_fields(spec: EngineSpec) -> dict[str, Any]:
+        name = "recompute_tokens_per_s"
+        known = name in SchedulerConfig.__struct_fields__
+        return {name: spec.recompute_tokens_per_s} if known else {}
+
+    @staticmethod
+    def step_s(num_tokens: int) -> float:
+        return 0.001 + 0.0002 * num_tokens
+
+    def violation(self, error: BaseException) -> None:
+        """Something raised that must not."""
+        kind = Broken.WRONG_TOKEN if isinstance(error, WrongKVError) else Broken.CRASH
+        said = "".join(traceback.format_exception(error)[-6:])
+        self.result.violations.append((kind, said))
+
+    def note(self, report: ConnectorReport) -> None:
+        """Take note of what came of transfers."""
+        reached = self.result.reached
+        for received in report.received:
+            reached[f"{received.mode.value} received"] += 1
+            self.result.kv_bytes += received.num_bytes
+        for failed in report.failed:
+            reached[f"load failed: {failed.reason.value}"] += 1
+        for settled in report.settled:
+            reached[f"lease {settled.end.value}"] += 1
+
+    def carried(self, request: GenerateRequest) -> GenerateRequest:
+        """A request as it comes to an engine; its handoff may be an earlier one of its prompt."""
+        handoff = request.handoff
+        if handoff is None:
+            return request
+        earlier = self._handoffs.get(handoff.prompt_digest)
+        self._handoffs[handoff.prompt_digest] = handoff
+        if (
+            earlier is None
+            or earlier.first_token_ids != handoff.first_token_ids
+            or self._rng.random() >= self.scenario.replayed_handoffs
+        ):
+            return request
+        self.result.faults["replay_handoff"] += earlier != handoff
+        return msgspec.structs.replace(request, handoff=earlier)
+
+    # --- the run
+
+    def run(self) -> Result:
+        """Do it all; collect what broke."""
+        with self._log:
+            try:
+                virtual_time.run(self.clock, self._main())
+            except virtual_time.StuckError as error:
+                self.result.violations.append((Broken.NO_END, str(error)))
+        return self.result
+
+    async def _main(self) -> None:
+        start_s = self.clock.monotonic_s()
+        scenario = self.scenario
+        for spec in scenario.engines:
+            self._start(spec)
+        self.proxy._http._opened = self.net.session()  # type: ignore[assignment]
+        self.net.hosts["proxy:80"] = Host(self.proxy._app(), self.violation)
+        await self.proxy.backends.start()
+        troubles = [
+            asyncio.create_task(each)
+            for each in (
+                *(self._death(death) for death in scenario.deaths),
+                *(self._cut(cut) for cut in scenario.cuts),
+                *(self._slowness(slowness) for slowness in scenario.slownesses),
+            )
+        ]
+        await asyncio.gather(*(self._live(life) for life in scenario.lives))
+        await asyncio.gather(*troubles)
+        for plan in self._plans:
+            self.result.faults.update({k.value: n for k, n in plan.num_struck.items() if n})
+            plan.quiet()
+        await self._settle()
+        for engine in [*self._former, *self.engines.values()]:
+            stats = engine.stats
+            self.result.rungs.update(stats.kv_ladder)
+            for name in _REUSE_FAULTS & set(stats.kv_faults):
+                said = f"{engine.spec.name}: {name} {stats.kv_faults[name]}"
+                self.result.violations.append((Broken.REUSED, said))
+            self.result.reached["preempted"] += stats.num_preemptions
+        self._count_proxy()
+        self.result.virtual_s = self.clock.monotonic_s() - start_s
+        await self.proxy.backends.stop()
+        for engine in self.engines.values():
+            engine.die()
+
+    def _start(self, spec: EngineSpec) -> None:
+        self._num_lives_of_engines += 1
+        number = self._num_lives_of_engines
+        plan = Plan(
+            seed=self.scenario.seed * 1009 + number,
+            rates={FaultKind(name): rate for name, rate in self.scenario.rates.items()},
+        )
+        self._plans.append(plan)
+        self.engines[spec.name] = SimEngine(self, spec, number, plan)
+
+    # --- trouble
+
+    async def _death(self, death: Death) -> None:
+        await asyncio.sleep(death.at_s)
+        engine = self.engines[death.engine]
+        if engine.is_over:
+            return
+        self._note_death(engine)
+        engine.die()
+        self._former.append(engine)
+        await asyncio.sleep(death.down_s)
+        self._start(engine.spec)
+
+    def _note_death(self, engine: SimEngine) -> None:
+        reached = self.result.reached
+        reached["deaths"] += 1
+        stages = {story.stage.value for story in self.proxy._live.values()}
+        for stage in stages or {"idle"}:
+            reached[f"{engine.spec.role.value} died during {stage}"] += 1
+
+    async def _cut(self, cut: Cut) -> None:
+        await asyncio.sleep(cut.at_s)
+        self.result.reached["cuts"] += 1
+        edge = frozenset(cut.engines)
+        self.exchange.cut.add(edge)
+        await asyncio.sleep(cut.for_s)
+        self.exchange.cut.discard(edge)
+
+    async def _slowness(self, slowness: Slowness) -> None:
+        await asyncio.sleep(slowness.at_s)
+        self.engines[slowness.engine].speed = slowness.factor
+        await asyncio.sleep(slowness.for_s)
+        self.engines[slowness.engine].speed = 1.0
+
+    # --- clients
+
+    async def _live(self, life: LifeSpec) -> None:
+        await asyncio.sleep(life.at_s)
+        self.result.lives += 1
+        try:
+            async with asyncio.timeout(PATIENCE_S):
+                outcome = await self._ask(life)
+        except TimeoutError:
+            outcome = "none"
+            self._broke(Broken.NO_END, life, f"nothing within {PATIENCE_S} s")
+        self.result.outcomes[outcome] += 1
+
+    async def _ask(self, life: LifeSpec) -> str:
+        body = {
+            "model": "toy",
+            "prompt": life.prompt,
+            "seed": life.seed,
+            "max_tokens": life.max_tokens,
+            "ignore_eos": life.ignore_eos,
+            "stream": life.stream,
+        }
+        answer = _Answer()
+        try:
+            async with asyncio.timeout(life.leaves_after_s):
+                response: Response = await self.net.session().post(
+                    f"{PROXY}/v1/completions",
+                    data=json.dumps(body).encode(),
+                    headers={"Content-Type": "application/json", "X-Request-Id": f"{life.number}"},
+                )
+                try:
+                    answer.status, answer.kind = response.status, response.content_type
+                    async for chunk in chunks_of(response):
+                        answer.data += chunk
+                finally:
+                    response.close()
+        except TimeoutError:
+            if life.leaves_after_s is None:
+                raise
+            answer.is_cut = True
+        except Exception as error:
+            self._broke(Broken.NO_END, life, f"the proxy hung up: {error!r}")
+            return "hung up"
+        return self._judge(life, answer)
+
+    def _judge(self, life: LifeSpec, answer: _Answer) -> str:
+        """Compare with the one right answer."""
+        output = expected_output(
+            life.prompt,
+            seed=choice_seed(life.seed, 0),
+            max_tokens=life.max_tokens,
+            ignore_eos=life.ignore_eos,
+        )
+        wanted = text_of(output, ignore_eos=life.ignore_eos)
+        ended = output[-1] == EOS and not life.ignore_eos
+        try:
+            answer.parse()
+        except (AssertionError, ValueError, KeyError) as error:
+            self._broke(Broken.CRASH, life, f"an answer that cannot be read: {error!r}")
+            return "garbled"
+        if not wanted.startswith(answer.text):
+            self._broke(Broken.WRONG_TOKEN, life, f"{answer.text!r} is not {wanted!r}")
+            return "wrong"
+        if answer.is_cut:
+            return "left"
+        if answer.error is not None:
+            return f"error: {answer.error}"
+        if not answer.is_done:
+            self._broke(Broken.NO_END, life, f"the stream broke off after {answer.text!r}")
+            return "broken off"
+        if answer.text != wanted or answer.reason != ("stop" if ended else "length"):
+            said = f"{answer.text!r} ({answer.reason})"
+            self._broke(Broken.WRONG_TOKEN, life, f"{said} is not all of {wanted!r}")
+            return "wrong"
+        return "ok"
+
+    def _broke(self, kind: Broken, life: LifeSpec, what: str) -> None:
+        self.result.violations.append((kind, f"life {life.number}: {what}"))
+
+    # --- the end
+
+    async def _settle(self) -> None:
+        """Let everything come to rest, and see that nothing is left."""
+        deadline_s = self.clock.monotonic_s() + SETTLE_S
+        while self.clock.monotonic_s() < deadline_s:
+            if self._is_at_rest():
+                break
+            await asyncio.sleep(0.1)
+        for engine in self.engines.values():
+            try:
+                engine.scheduler.assert_nothing_held()
+            except AssertionError as error:
+                said = f"{engine.spec.name}: {error or traceback.format_exc(limit=2)}"
+                self.result.violations.append((Broken.BLOCKS_HELD, said))
+        left = self.proxy.num_background_tasks, self.proxy.admission.num_running
+        if any(left):
+            said = f"the proxy has {left[0]} tasks and {left[1]} requests left"
+            self.result.violations.append((Broken.NO_END, said))
+
+    def _is_at_rest(self) -> bool:
+        return (
+            all(
+                engine.scheduler.is_idle
+                and not engine.scheduler.num_in_flight
+                and not engine.quorum.num_open
+                for engine in self.engines.values()
+            )
+            and not self.proxy.num_background_tasks
+            and not self.proxy.admission.num_running
+        )
+
+    def _count_proxy(self) -> None:
+        metrics = self.proxy.metrics
+        for series in (metrics.decisions, metrics.retries, metrics.leg_failures):
+            for sample in next(iter(series.collect())).samples:
+                if sample.name.endswith("_total") and sample.value:
+                    labels = ", ".join(sample.labels.values())
+                    name = sample.name.removeprefix("pdserve_").removesuffix("_total")
+                    self.result.rungs[f"{name} ({labels})"] += int(sample.value)
+
+
+@dataclass
+class _Answer:
+    """What a client got."""
+
+    status: int = 0
+    kind: str = ""
+    data: bytes = b""
+    is_cut: bool = False
+    text: str = ""
+    reason: str | None = None
+    error: str | None = None
+    is_done: bool = False
+
+    def parse(self) -> None:
+        """Read it as OpenAI's clients do."""
+        if self.kind == "application/json":
+            if not self.is_cut:
+                whole = json.loads(self.data)
+                self._take(whole)
+                self.is_done = True
+                if self.status != 200:
+                    self.error = f"{self.status} {whole['error']['code']}"
+            return
+        *events, rest = self.data.split(b"\n\n")
+        assert not rest or self.is_cut, rest
+        for event in events:
+            said = event.removeprefix(b"data: ")
+            if said == b"[DONE]":
+                self.is_done = True
+            else:
+                self._take(json.loads(said))
+
+    def _take(self, chunk: dict[str, Any]) -> None:
+        if "error" in chunk:
+            self.error = f"in stream {chunk['error']['code']}"
+            return
+        assert not any(name.startswith("pdserve") for name in chunk), chunk
+        for choice in chunk["choices"]:
+            self.text += choice["text"]
+            self.reason = choice["finish_reason"] or self.reason
+
+
+class _Errors(logging.Handler):
+    """Takes what the product logs of exceptions that it did not expect."""
+
+    def __init__(self, world: World) -> None:
+        super().__init__(logging.ERROR)
+        self._world = world
+
+    def __enter__(self) -> None:
+        self._logger = logging.getLogger("pdserve")
+        self._before = self._logger.level, self._logger.propagate
+        self._logger.addHandler(self)
+        self._logger.setLevel(logging.ERROR)
+        self._logger.propagate = False
+
+    def __exit__(self, *_: object) -> None:
+        self._logger.removeHandler(self)
+        self._logger.setLevel(self._before[0])
+        self._logger.propagate = self._before[1]
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if record.exc_info and record.exc_info[1] is not None:
+            self._world.violation(record.exc_info[1])
+
+
+def run_seed(seed: int) -> Result:
+    """Run the scenario of a seed."""
+    return World(draw(seed)).run()
