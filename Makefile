@@ -6,11 +6,11 @@ PYTHON ?= python3
 VENV   ?= .venv
 ARGS   ?=
 BIN    := $(VENV)/bin
-BENCHMARKS := engine kernels executor collectives parallel transfer serving
+BENCHMARKS := engine kernels executor collectives parallel transfer serving handover
 PIP    := $(BIN)/python -m pip --disable-pip-version-check install --quiet
 
 .DEFAULT_GOAL := help
-.PHONY: help up test matrix check format bench gpu chaos clean
+.PHONY: help up test matrix check format bench gpu chaos soak clean
 
 help: ## This list
 	@awk -F':.*## ' '/^[a-z]+:.*## / {printf "make %-7s %s\n", $$1, $$2}' Makefile
@@ -22,8 +22,8 @@ up: $(VENV)/.installed ## Install, start P + D + proxy, send one request, serve 
 test: $(VENV)/.installed-dev ## Everything that needs no GPU
 	@$(BIN)/python -m pytest -m "not gpu and not matrix" $(ARGS)
 
-matrix: $(VENV)/.installed-dev ## Every model family in every parallel shape (about 20 minutes)
-	@$(BIN)/python -m pytest -m "not gpu" tests/e2e/test_parallel_equality.py $(ARGS)
+matrix: $(VENV)/.installed-dev ## Every model family in every parallel shape, and every pair of shapes (about 25 minutes)
+	@$(BIN)/python -m pytest -m "not gpu" tests/e2e/test_parallel_equality.py tests/e2e/test_unequal_shapes.py $(ARGS)
 
 check: $(VENV)/.installed-dev ## The quick loop: format, lint, types, layers, quick tests
 	@$(BIN)/ruff format --check .
@@ -43,8 +43,11 @@ bench: $(VENV)/.installed ## The benchmarks; each prints one JSON object with it
 gpu: $(VENV)/.installed-dev ## The tests that need a CUDA device
 	@$(BIN)/python -m pytest -m gpu $(ARGS)
 
-chaos: $(VENV)/.installed-dev ## Kill and stall processes, for longer than `make test` does
+chaos: $(VENV)/.installed-dev ## Every row of the failure table over every transport (needs root)
 	@HYPOTHESIS_PROFILE=nightly $(BIN)/python -m pytest -m chaos $(ARGS)
+
+soak: $(VENV)/.installed-dev ## Half an hour of load in which engines die
+	@$(BIN)/python -m tests.chaos.soak $(ARGS)
 
 clean: ## Remove caches and build outputs (the virtual environment stays)
 	@rm -rf build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

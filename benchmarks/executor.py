@@ -1,6 +1,6 @@
 """What a step costs between an engine core and its ranks, and how well a pipeline is filled.
 
-Prints one JSON object. Three questions, one run:
+Prints one JSON object. Four questions, one run:
 
 `broadcast`: one step of 32 decoding requests is encoded and sent to every rank; one of them
 answers at once, with an answer that it has ready, and that comes back. Over our rings, over a
@@ -10,6 +10,9 @@ answer, over ipc), in turns, so that all see the machine in the same mood.
 `step`: the same through the executor with all that it does for a step, and over ZMQ with the
 same codec: ranks decode the step, encode the answer, and the core decodes it. The codec's
 part is `codec_us`, as measured in one process; ranks that outnumber the cores share it badly.
+
+`post`: instructions go to every rank's connector, whose report is back at once, while the ranks
+are in a step (they sleep, as a process does whose device computes).
 
 `pipeline`: stages that are busy for a known time per micro-batch (they sleep, as a process
 does whose device computes) and pass a token on; the share of the time that a stage is busy.
@@ -24,7 +27,9 @@ from __future__ import annotations
 import argparse
 import json
 import multiprocessing
+import os
 import secrets
+import select
 import socket
 import statistics
 import time
@@ -44,7 +49,7 @@ from pdserve.parallel.mesh import Axis
 from pdserve.parallel.seat import CoreSeat
 from pdserve.wire.ids import BlockId, EngineId, Incarnation, RequestId
 from pdserve.wire.step import KnownRequests, ModelRunnerOutput, SchedulerOutput
-from pdserve.wire.transfer import ConnectorReport
+from pdserve.wire.transfer import ConnectorMetadata, ConnectorReport, LeaseEnd, Settled
 from pdserve.worker.info import WorkerInfo
 
 if TYPE_CHECKING:
@@ -60,6 +65,7 @@ NUM_REQUESTS = 32
 NUM_STAGES = 4
 MICRO_BATCHES = (1, 2, 4)
 STAGE_S = 0.005
+LONG_STEP_S = 2.0
 
 _REQUEST_IDS = [RequestId(f"cmpl-{secrets.token_hex(12)}-0") for _ in range(NUM_REQUESTS)]
 
@@ -84,12 +90,13 @@ def main() -> None:
         "benchmark": "executor",
         "goals": {"broadcast.zmq_over_rings": 3.0},
         "requests": NUM_REQUESTS,
-        "step_bytes": len(_ENCODE(RunStep(make_step(0)))),
+        "step_bytes": len(_ENCODE(RunStep(make_step(0), 0))),
         "answer_bytes": len(_ANSWER),
         "spin_us": SPIN_S * 1e6,
         "codec_us": measure_codec(),
         "broadcast": {str(num): measure(broadcast, num, **sizes) for num in NUM_RANKS},
         "step": {str(num): measure(step, num, **sizes) for num in NUM_RANKS},
+        "post": {str(num): measure_post(num) for num in NUM_RANKS},
         "pipeline": measure_pipeline(),
         "environment": _environment(),
     }
@@ -116,23 +123,29 @@ def make_step(step_id: int) -> SchedulerOutput:
 class AnsweringWorker:
     """A worker that has its answers at once."""
 
-    def __init__(self, config: EngineConfig, *, seat: Seat, **_: object) -> None:
-        self._seat = seat
+    def __init__(
+        self, config: EngineConfig, *, seat: Seat, wake: Callable[[], None], **_: object
+    ) -> None:
+        self._seat, self._wake = seat, wake
+        self._num_posts = 0
 
     def start(self) -> WorkerInfo:
+        layout = KVLayout(
+            num_blocks=1,
+            num_layers=1,
+            num_kv_heads=1,
+            block_size=1,
+            head_dim=1,
+            dtype="float32",
+            dtype_bytes=4,
+        )
         return WorkerInfo(
             rank=self._seat.engine_rank,
-            layout=KVLayout(
-                num_blocks=1,
-                num_layers=1,
-                num_kv_heads=1,
-                block_size=1,
-                head_dim=1,
-                dtype="float32",
-                dtype_bytes=4,
-            ),
+            layout=layout,
             layout_digest="",
             layout_fields={},
+            shape=layout.shape_of_one_rank(),
+            can_push=False,
             endpoint=None,
             max_model_len=1,
             architecture="none",
@@ -149,20 +162,41 @@ class AnsweringWorker:
     def finish_step(self) -> None:
         return
 
+    def post(self, metadata: ConnectorMetadata) -> None:
+        self._num_posts += 1
+        self._wake()
+
     def poll(self) -> ConnectorReport:
-        return ConnectorReport()
+        name = str(self._num_posts)
+        return ConnectorReport(
+            settled=[Settled(request_id=RequestId(name), end=LeaseEnd.READ, nonce=name)]
+        )
 
     def close(self, timeout_s: float) -> None:
         return
+
+
+class SleepingWorker(AnsweringWorker):
+    """A worker whose steps take long."""
+
+    def execute(self, step: SchedulerOutput) -> ModelRunnerOutput:
+        time.sleep(LONG_STEP_S)
+        return super().execute(step)
 
 
 class StageWorker(AnsweringWorker):
     """A pipeline stage: waits for the one before, is busy, lets the one after begin."""
 
     def __init__(
-        self, config: EngineConfig, *, seat: Seat, incarnation: Incarnation, **_: object
+        self,
+        config: EngineConfig,
+        *,
+        seat: Seat,
+        incarnation: Incarnation,
+        wake: Callable[[], None],
+        **_: object,
     ) -> None:
-        super().__init__(config, seat=seat)
+        super().__init__(config, seat=seat, wake=wake)
         self._stage = seat.mesh.index(Axis.PP)
         self._is_last = self._stage == seat.mesh.shape.pp - 1
         self._name = f"\0pdserve-bench-{incarnation}-"
@@ -195,8 +229,9 @@ def executor_step(num_ranks: int) -> Iterator[RoundTrip]:
             while executor.poll_report() is not None:
                 pass
             executor.submit(step)
-            return executor.collect()
+            return _collect(executor, poller)
 
+        poller = _poller(executor)
         yield round_trip
 
 
@@ -206,7 +241,7 @@ def zmq_step(num_ranks: int) -> Iterator[RoundTrip]:
     with _zmq(num_ranks, _serve_zmq_steps) as (steps, answers):
 
         def round_trip(step: SchedulerOutput) -> object:
-            frame = _ENCODE(RunStep(step))
+            frame = _ENCODE(RunStep(step, 0))
             for pushing in steps:
                 pushing.send(frame)
             return _DECODE_ANSWER(answers.recv())
@@ -223,7 +258,7 @@ def rings(num_ranks: int) -> Iterator[RoundTrip]:
     with _processes(_serve_ring, [hub.ends(rank, spin_s=SPIN_S) for rank in range(num_ranks)]):
 
         def round_trip(step: SchedulerOutput) -> object:
-            hub.broadcast(_ENCODE(RunStep(step)), on_full=lambda: None)
+            hub.broadcast(_ENCODE(RunStep(step, 0)), on_full=lambda: None)
             return waiter.wait(hub.receive)
 
         yield round_trip
@@ -238,7 +273,7 @@ def pipes(num_ranks: int) -> Iterator[RoundTrip]:
     with _processes(_serve_pipe, [(theirs, theirs is ends[0][1]) for _, theirs in ends]):
 
         def round_trip(step: SchedulerOutput) -> object:
-            frame = _ENCODE(RunStep(step))
+            frame = _ENCODE(RunStep(step, 0))
             for ours, _ in ends:
                 ours.send_bytes(frame)
             return ends[0][0].recv_bytes()
@@ -252,7 +287,7 @@ def zmqs(num_ranks: int) -> Iterator[RoundTrip]:
     with _zmq(num_ranks, _serve_zmq) as (steps, answers):
 
         def round_trip(step: SchedulerOutput) -> object:
-            frame = _ENCODE(RunStep(step))
+            frame = _ENCODE(RunStep(step, 0))
             for pushing in steps:
                 pushing.send(frame)
             return answers.recv()
@@ -315,6 +350,24 @@ def _zmq_rank(name: str, rank: int) -> tuple[Any, Any]:
     return steps, answers
 
 
+def _poller(executor: MultiprocessExecutor) -> select.poll:
+    poller = select.poll()
+    for fd in executor.wake_fds:
+        poller.register(fd, select.POLLIN)
+    return poller
+
+
+def _collect(executor: MultiprocessExecutor, poller: select.poll) -> ModelRunnerOutput:
+    """The next result; looks for it for as long as ranks look for steps, then sleeps."""
+    stop_s = time.perf_counter() + SPIN_S
+    while (result := executor.poll_result()) is None:
+        if time.perf_counter() < stop_s:
+            os.sched_yield()
+        else:
+            poller.poll()
+    return result
+
+
 def _answer(message: ToRank) -> bytes:
     assert isinstance(message, RunStep)
     return _ENCODE(StepDone(msgspec.structs.replace(_OUTPUT, step_id=message.step.step_id)))
@@ -359,15 +412,38 @@ def measure_codec() -> float:
     for step_id in range(1000):
         step = make_step(step_id)
         start = time.perf_counter()
-        _DECODE_ANSWER(_answer(_DECODE_STEP(_ENCODE(RunStep(step)))))
+        _DECODE_ANSWER(_answer(_DECODE_STEP(_ENCODE(RunStep(step, 0)))))
         took.append(time.perf_counter() - start)
     return round(statistics.median(took) * 1e6, 1)
+
+
+def measure_post(num_ranks: int, num_posts: int = 300) -> dict[str, float]:
+    """Microseconds from a post to the report of all ranks."""
+    took = []
+    with _executor("benchmarks.executor:SleepingWorker", tp=num_ranks) as executor:
+        poller = _poller(executor)
+        executor.submit(make_step(0))
+        time.sleep(0.05)
+        for _ in range(num_posts):
+            start = time.perf_counter()
+            executor.post(ConnectorMetadata(b"x" * 100))
+            while executor.poll_report() is None:
+                poller.poll()
+            took.append(time.perf_counter() - start)
+            time.sleep(0.001)
+        assert executor.poll_result() is None, "the step is over"
+    took.sort()
+    return {
+        "p50_us": round(statistics.median(took) * 1e6, 1),
+        "p99_us": round(took[int(len(took) * 0.99)] * 1e6, 1),
+    }
 
 
 def measure_pipeline(num_steps: int = 60) -> dict[str, Any]:
     """Utilisation of the stages by the number of micro-batches in flight."""
     found = {}
     with _executor("benchmarks.executor:StageWorker", pp=NUM_STAGES) as executor:
+        poller = _poller(executor)
         step_id = 0
         for num_in_flight in MICRO_BATCHES:
             busy_s, start, first, last = 0.0, time.perf_counter(), step_id, step_id + num_steps
@@ -375,7 +451,7 @@ def measure_pipeline(num_steps: int = 60) -> dict[str, Any]:
                 while step_id < last and step_id - collected < num_in_flight:
                     executor.submit(make_step(step_id))
                     step_id += 1
-                busy_s += executor.collect().forward_s
+                busy_s += _collect(executor, poller).forward_s
             # Every stage is busy for as long as the last one, whose time comes with the answers.
             found[str(num_in_flight)] = {
                 "utilisation": round(busy_s / (time.perf_counter() - start), 3),

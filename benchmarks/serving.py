@@ -19,19 +19,15 @@ import contextlib
 import json
 import os
 import random
-import re
-import signal
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import aiohttp
-
+from benchmarks.deployments import Sample, client, processes, stream, told, until_ready
 from benchmarks.engine import environment
 from benchmarks.shapes import SMOLLM2_135M, write_model
 
@@ -48,11 +44,6 @@ FIELD_NOTES = {
     "short": {"colocated": {"tok_per_s": 637}, "pd": {"tok_per_s": 440}},
     "burst": {"colocated": {"tok_per_s": 176}, "pd": {"tok_per_s": 145}},
 }
-_READY = re.compile(r"(?:ready url=|Listening on )(http://[^\s(]+)")
-_STORY = re.compile(
-    r"req .* ttft=(?P<ttft>[\d.]+)ms.*second token \+(?P<second>[\d.]+)ms = "
-    r".*?kv (?P<kv>[\d.]+) .*handover (?P<handover>[\d.]+) \+ first step (?P<step>[\d.]+)"
-)
 
 
 @dataclass
@@ -77,14 +68,6 @@ WORKLOADS = {
     "short": Workload(num_requests=48, num_in=32, num_out=256, concurrency=16),
     "burst": Workload(num_requests=32, num_in=1024, num_out=128, concurrency=32),
 }
-
-
-@dataclass
-class Sample:
-    """Times of one stream, in seconds."""
-
-    sent_s: float
-    token_s: list[float] = field(default_factory=list)
 
 
 def main() -> None:
@@ -134,51 +117,22 @@ async def _deployed(name: str, model: Path, directory: Path) -> AsyncIterator[tu
     flags = ["--load-format", "dummy", "--max-model-len", "2048", "--port", "0"]
     flags += ["--kv-cache-memory-bytes", "1GiB", "--no-enable-prefix-caching"]
     half = ["--num-threads", str(max(1, cores // 2))]
-    processes: list[subprocess.Popen[bytes]] = []
-
-    async def start(command: str, *arguments: str) -> tuple[str, Path]:
-        log = directory / f"{name}-{command}.log"
-        with log.open("wb") as out:
-            processes.append(
-                subprocess.Popen(
-                    [sys.executable, "-m", "pdserve", command, *arguments],
-                    stdout=out,
-                    stderr=subprocess.STDOUT,
-                    env={**os.environ, "PDSERVE_SECRET": "benchmark"},
-                    start_new_session=True,
-                )
-            )
-        while not (ready := _READY.search(log.read_text())):
-            if processes[-1].poll() is not None:
-                raise SystemExit(f"pdserve {command} ended:\n{log.read_text()}")
-            await asyncio.sleep(0.1)
-        return ready.group(1), log
-
-    try:
+    async with processes(directory) as started:
         if name == "serve":
-            chunks = ["--max-num-batched-tokens", "512"]
-            yield await start("serve", str(model), *flags, *chunks, "--num-threads", str(cores))
+            chunks = ["--max-num-batched-tokens", "512", "--num-threads", str(cores)]
+            yield await started.start(name, "serve", str(model), *flags, *chunks)
         else:
-            url, log = await start("proxy", "--port", "0")
+            url, log = await started.start(f"{name}-proxy", "proxy", "--port", "0")
             for role in ("prefill", "decode"):
-                await start(role, str(model), *flags, *half, "--proxy", url)
-            async with aiohttp.ClientSession() as session:
-                while (await session.get(f"{url}/readyz")).status != 200:
-                    await asyncio.sleep(0.1)
-                await asyncio.sleep(2.0)  # both engines are known and have met
+                arguments = [str(model), *flags, *half, "--proxy", url]
+                await started.start(f"{name}-{role}", role, *arguments)
+            await until_ready([url])
             yield url, log
-    finally:
-        for process in reversed(processes):
-            process.send_signal(signal.SIGTERM)
-        for process in processes:
-            process.wait(40)
 
 
 async def _play(url: str, load: Workload) -> tuple[list[Sample], float]:
     rng = random.Random(7)
-    timeout = aiohttp.ClientTimeout(total=None)
-    connector = aiohttp.TCPConnector(limit=0)
-    async with aiohttp.ClientSession(timeout=timeout, connector=connector) as session:
+    async with client() as session:
         places = asyncio.Semaphore(load.concurrency)
         start = time.perf_counter()
 
@@ -186,9 +140,9 @@ async def _play(url: str, load: Workload) -> tuple[list[Sample], float]:
             prompt = [300 + rng.randrange(40000) for _ in range(load.num_in)]
             if load.rate is not None:
                 await asyncio.sleep(max(0.0, at_s - (time.perf_counter() - start)))
-                return await _stream(session, url, prompt, load.num_out, index)
+                return await stream(session, url, prompt, load.num_out, seed=index)
             async with places:
-                return await _stream(session, url, prompt, load.num_out, index)
+                return await stream(session, url, prompt, load.num_out, seed=index)
 
         at_s, tasks = 0.0, []
         for index in range(load.num_requests):
@@ -197,30 +151,6 @@ async def _play(url: str, load: Workload) -> tuple[list[Sample], float]:
                 at_s += rng.expovariate(load.rate)
         samples = await asyncio.gather(*tasks)
         return samples, time.perf_counter() - start
-
-
-async def _stream(
-    session: aiohttp.ClientSession, url: str, prompt: list[int], num_out: int, seed: int
-) -> Sample:
-    body = {
-        "prompt": prompt,
-        "max_tokens": num_out,
-        "temperature": 0.0,
-        "ignore_eos": True,
-        "seed": seed,
-        "stream": True,
-    }
-    sample = Sample(time.perf_counter())
-    async with session.post(f"{url}/v1/completions", json=body) as answer:
-        answer.raise_for_status()
-        async for line in answer.content:
-            if line.startswith(b"data: {"):
-                if b'"error"' in line[:40]:
-                    raise SystemExit(f"the server says {line!r}")
-                sample.token_s.append(time.perf_counter())
-    if len(sample.token_s) != num_out:
-        raise SystemExit(f"{len(sample.token_s)} chunks for {num_out} tokens")
-    return sample
 
 
 def _summarise(samples: list[Sample], wall_s: float) -> dict[str, float]:
@@ -243,19 +173,16 @@ def _summarise(samples: list[Sample], wall_s: float) -> dict[str, float]:
 
 
 def _handover(log: str) -> dict[str, float]:
-    rows = [
-        {key: float(value) for key, value in match.groupdict().items()}
-        for match in _STORY.finditer(log)
-    ]
+    rows = [line for line in told(log).values() if line.second]
     if not rows:
         raise SystemExit("no request was handed over")
-    beside = sorted(row["second"] - row["kv"] - row["step"] for row in rows)
+    beside = sorted(row.second_ms - row.second["kv"] - row.second["first_step"] for row in rows)
     return {
         "handed_over": len(rows),
         "handover_without_wire_ms_p50": round(statistics.median(beside), 2),
         "handover_without_wire_ms_max": round(beside[-1], 2),
-        "kv_transfer_ms_p50": round(statistics.median(row["kv"] for row in rows), 2),
-        "first_step_ms_p50": round(statistics.median(row["step"] for row in rows), 2),
+        "kv_transfer_ms_p50": round(statistics.median(row.second["kv"] for row in rows), 2),
+        "first_step_ms_p50": round(statistics.median(row.second["first_step"] for row in rows), 2),
     }
 
 

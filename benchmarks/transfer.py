@@ -1,182 +1,137 @@
 """What a hand-over costs: the NIXL connector beside bare NIXL and memcpy, in one run.
 
-    python benchmarks/transfer.py [--tokens 4096] [--repeat 5] [--small 200]
+    python -m benchmarks.transfer [--tokens 4096 32768] [--repeat 7] [--streams 16]
 
-P is a child process, D is this one; both run the real connector halves over a pool of the
-shape of an 8B Llama's KV (32 layers, 8 KV heads of 128, bf16: 128 KiB per token). Prints
-one JSON object. Rates are GB/s of the best repetition, as memcpy's is; latencies are in ms.
-`hand_over` is from the instruction to load until the report says received; `small` is one
-block (`small_wire` is bare NIXL moving it); `scattered` loads neighbours into random blocks.
+D is this process, P a child of it (`benchmarks.kv_engines`). Prints one JSON object. Times are
+in ms, rates in GB/s. What is compared is interleaved, and compared round by round: ratios are the
+median of those of the rounds, so that a noisy neighbour disturbs both alike.
+
+- `pull`: from the instruction to load until D's report says received, all of it checked:
+  `hand_over` while P takes the digests of the same blocks, `known` where it has them (a shared
+  prefix), `scattered` with neighbours loaded into random blocks. memcpy is torch's, one thread,
+  from one half of D's pool to the other.
+- `digest_8k`: what digests of 8k tokens take in one thread, beside the least that their prefill
+  takes here: the products of one layer of an 8B, measured over 512 tokens, times all of them.
+- `streams`: so many streams of requests, one block each, each with a pause of `think_ms` in the
+  mean between two: the hand-over itself, `computing` while D's main thread multiplies matrices;
+  `alone` one after another, `wire` bare NIXL moving such a block.
+- `push`: what is left when P has computed the last layer, beside a pull of as many tokens.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
+import heapq
 import json
-import multiprocessing
 import os
 import platform
 import random
 import statistics
-import threading
 import time
-from dataclasses import dataclass, field
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
-from pdserve.config.schema import CacheConfig, EngineConfig, ModelConfig, TransferConfig
-from pdserve.connectors.base import ConnectorContext, KVLayout
+from benchmarks.engine import environment
+from benchmarks.kv_engines import (
+    NUM_LAYERS,
+    Pair,
+    decode_request,
+    draw_ticket,
+    pair,
+    pushed_request,
+    queued,
+)
+from pdserve.connectors.digests import digests_of
 from pdserve.connectors.nixl.agent import NixlAgent, TransferState
-from pdserve.connectors.nixl.protocol import Region
-from pdserve.connectors.registry import find
-from pdserve.wire.ids import BlockId, Incarnation, RequestId
-from pdserve.wire.step import KnownRequests, SchedulerOutput
-from pdserve.wire.transfer import KVHandoff, Received
+from pdserve.connectors.slicing import routes
+from pdserve.kernels.ops import PackedLinear
+from pdserve.wire.ids import BlockId
+from pdserve.wire.transfer import Received
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
-    from multiprocessing.connection import Connection
 
     import numpy.typing as npt
 
-STEP = SchedulerOutput(
-    step_id=0,
-    new_requests=[],
-    known_requests=KnownRequests(),
-    num_scheduled_tokens={},
-    gone_request_ids=[],
-)
+    from benchmarks.kv_engines import Request
+    from pdserve.wire.transfer import KVHandoff
+
+_BUSY = torch.ones(64, 512), torch.ones(512, 512)
+# Of an 8B Llama's layer: qkv, output, gate and up, down.
+_LAYER = ((4096, 6144), (4096, 4096), (4096, 28672), (14336, 4096))
+_LAYER_TOKENS = 512
 
 
-@dataclass
-class Request:
-    request_id: RequestId
-    prompt_token_ids: list[int]
-    output_token_ids: list[int] = field(default_factory=lambda: [1])
-    first_logprobs: None = None
-    cache_salt: str = ""
-    remote_decode: bool = False
-    handoff: KVHandoff | None = None
-
-
-class Engine:
-    """Both connector halves and a pool; no model."""
-
-    def __init__(self, engine_id: str, block_size: int, num_tokens: int) -> None:
-        self.layout = KVLayout(
-            num_blocks=num_tokens // block_size,
-            num_layers=32,
-            num_kv_heads=8,
-            block_size=block_size,
-            head_dim=128,
-            dtype="bfloat16",
-            dtype_bytes=2,
-        )
-        context = ConnectorContext(
-            config=EngineConfig(
-                model=ModelConfig(model="8B-like"),
-                cache=CacheConfig(block_size=block_size),
-                transfer=TransferConfig(kv_connector="nixl"),
-            ),
-            engine_id=engine_id,
-            incarnation=Incarnation(os.urandom(8).hex()),
-            layout=self.layout,
-            layout_digest=f"block {block_size}",
-            layout_fields={},
-        )
-        self.news = threading.Event()
-        self.kv = torch.zeros(
-            (self.layout.num_blocks, 32, 2, 8, block_size, 128), dtype=torch.bfloat16
-        )
-        factory = find("nixl")
-        self.worker = factory.worker(context, self.news.set)
-        self.worker.register_kv_caches(self.kv, self.layout)
-        self.scheduler = factory.scheduler(context, [self.worker.endpoint])
-
-    def step(self) -> list[Received]:
-        metadata = self.scheduler.build_connector_meta(STEP)
-        if metadata is not None:
-            self.worker.start_load_kv(metadata)
-        report = self.worker.get_finished()
-        self.scheduler.update_connector_output(report)
-        if report.failed:
-            raise SystemExit(f"a load failed: {report.failed}")
-        return report.received
-
-    def prefill(self, name: str, block_ids: Sequence[int]) -> KVHandoff:
-        prompt = list(range(len(block_ids) * self.layout.block_size))
-        request = Request(RequestId(name), prompt, remote_decode=True)
-        handoff = self.scheduler.request_finished(request, [BlockId(b) for b in block_ids])
-        assert handoff is not None
-        self.step()
-        return handoff
-
-    def region(self) -> Region:
-        return Region(
-            self.kv.data_ptr(), self.layout.block_bytes, self.layout.num_blocks, "DRAM", 0
-        )
-
-
-def prefill_process(pipe: Connection, block_size: int, num_tokens: int) -> None:
-    """P: does what it is asked, and drives its bare agent between questions."""
-    torch.set_num_threads(1)
-    engine = Engine("P", block_size, num_tokens)
-    bare = NixlAgent("bare-P-" + os.urandom(8).hex(), ["UCX"])
-    bare.register(engine.region())
-    pipe.send((bare.metadata(), engine.region()))
-    wiring = False
-    while True:
-        if wiring:
-            bare.progress()
-        if not pipe.poll(0.0005 if wiring else 0.02):
-            engine.step()
-            continue
-        match pipe.recv():
-            case ("prefill", name, block_ids):
-                pipe.send(engine.prefill(name, block_ids))
-            case ("wiring", value):
-                wiring = value
-            case "close":
-                break
-    engine.worker.close(5.0)
-    bare.close()
-
-
-def hand_over(
-    p: Connection,
-    d: Engine,
-    theirs: Sequence[int],
-    mine: Sequence[int],
-    busy: Callable[[], object] | None = None,
-) -> tuple[float, Received]:
+def hand_over(pair: Pair, handoff: KVHandoff, mine: Sequence[int]) -> tuple[float, Received]:
     """Seconds from the instruction to load until the engine can know that KV is here."""
-    name = os.urandom(8).hex()
-    p.send(("prefill", name, list(theirs)))
-    handoff: KVHandoff = p.recv()
-    num_tokens = len(mine) * d.layout.block_size
-    request = Request(RequestId(name), list(range(num_tokens)), [], handoff=handoff)
-    d.scheduler.request_queued(request)
-    d.step()
+    d = pair.d
+    request = queued(d, decode_request(handoff))
     time.sleep(0.002)
-    d.scheduler.update_state_after_alloc(request, [BlockId(b) for b in mine], num_tokens)
+    begin(pair, request, mine)
     d.news.clear()
-    started = time.perf_counter()
-    received = d.step()
+    started_s = time.perf_counter()
+    received = d.step().received
     while not received:
-        if busy is None:
-            d.news.wait(30.0)
-        else:
-            while not d.news.is_set():
-                busy()
+        d.news.wait(30.0)
         d.news.clear()
-        received = d.step()
-    return time.perf_counter() - started, received[0]
+        received = d.step().received
+    taken_s = time.perf_counter() - started_s
+    d.step()  # the lease is over
+    return taken_s, received[0]
 
 
-def percentiles(samples: list[float]) -> dict[str, float]:
+def begin(pair: Pair, request: Request, mine: Sequence[int]) -> None:
+    """Stage the load of a request."""
+    pair.d.scheduler.update_state_after_alloc(
+        request, [BlockId(b) for b in mine], len(request.prompt_token_ids)
+    )
+
+
+class BareReader:
+    """NIXL without us: one agent, one READ."""
+
+    def __init__(self, pair: Pair) -> None:
+        self._pair = pair
+        self._agent = NixlAgent("bare-D-" + os.urandom(8).hex(), ["UCX"])
+        self._agent.register(pair.d.region())
+        self._local = self._agent.prepare_local(pair.d.region())
+        self._name = self._agent.add_peer(pair.bare_metadata)
+        self._remote = self._agent.prepare_remote(self._name, pair.bare_region)
+        self.read(np.arange(1, dtype=np.int32))
+
+    def read(self, units: npt.NDArray[np.int32]) -> float:
+        """Seconds to read these blocks."""
+        self._pair.drive_bare(True)
+        started_s = time.perf_counter()
+        transfer, state = self._agent.read(self._local, units, self._remote, units)
+        while state is TransferState.IN_PROGRESS:
+            time.sleep(0.0003)
+            state = self._agent.poll(transfer)
+        taken_s = time.perf_counter() - started_s
+        self._agent.release(transfer)
+        self._pair.drive_bare(False)
+        return taken_s
+
+    def close(self) -> None:
+        """In the order NIXL needs."""
+        self._agent.unprepare(self._remote)
+        self._agent.remove_peer(self._name)
+        self._agent.close()
+
+
+def timed(work: Callable[[], object]) -> float:
+    """Seconds that it takes."""
+    started_s = time.perf_counter()
+    work()
+    return time.perf_counter() - started_s
+
+
+def percentiles(samples: Sequence[float]) -> dict[str, float]:
+    """Of seconds, in ms."""
     ordered = sorted(samples)
     return {
         "p50": round(statistics.median(ordered) * 1e3, 3),
@@ -184,117 +139,250 @@ def percentiles(samples: list[float]) -> dict[str, float]:
     }
 
 
-def measure(block_size: int, arguments: argparse.Namespace) -> dict[str, Any]:
-    context = multiprocessing.get_context("spawn")
-    pipe, theirs = context.Pipe()
-    child = context.Process(
-        target=prefill_process, args=(theirs, block_size, arguments.tokens), daemon=True
-    )
-    child.start()
-    d = Engine("D", block_size, arguments.tokens)
-    metadata, remote_region = pipe.recv()
-    num_bytes = d.layout.num_blocks * d.layout.block_bytes
-    everything = list(range(d.layout.num_blocks))
-    shuffled = random.Random(0).sample(everything, len(everything))
+def pull(block_size: int, num_tokens: int, repeat: int) -> dict[str, Any]:
+    """The rate of whole hand-overs."""
+    with pair(block_size, num_tokens) as engines:
+        d = engines.d
+        num_bytes = d.layout.num_blocks * d.layout.block_bytes
+        everything = list(range(d.layout.num_blocks))
+        shuffled = random.Random(0).sample(everything, len(everything))
+        units = np.array(everything, dtype=np.int32)
+        bare, half = BareReader(engines), d.layout.num_blocks // 2
 
-    bare = NixlAgent("bare-D-" + os.urandom(8).hex(), ["UCX"])
-    bare.register(d.region())
-    local = bare.prepare_local(d.region())
-    name = bare.add_peer(metadata)
-    remote = bare.prepare_remote(name, remote_region)
-    units = np.array(everything, dtype=np.int32)
+        def leased(mine: Sequence[int], *, is_known: bool) -> tuple[float, Received]:
+            (handoff,) = engines.prefill([everything], is_known=is_known)
+            return hand_over(engines, handoff, mine)
 
-    def bare_read(units: npt.NDArray[np.int32]) -> float:
-        started = time.perf_counter()
-        transfer, state = bare.read(local, units, remote, units)
-        while state is TransferState.IN_PROGRESS:
-            time.sleep(0.0003)
-            state = bare.poll(transfer)
-        bare.release(transfer)
-        return time.perf_counter() - started
+        leased(everything, is_known=False)  # the handshake and the first touch
+        rounds = [
+            (
+                2 * timed(lambda: d.kv[:half].copy_(d.kv[half : 2 * half])),
+                bare.read(units),
+                leased(everything, is_known=False),
+                leased(everything, is_known=True),
+                leased(shuffled, is_known=True),
+            )
+            for _ in range(repeat)
+        ]
+        bare.close()
 
-    pipe.send(("wiring", True))
-    bare_read(units)
-    pipe.send(("wiring", False))
-    hand_over(pipe, d, everything, everything)  # the handshake and the first touch
+    def gb_s(seconds: Sequence[float]) -> float:
+        return round(num_bytes / statistics.median(seconds) / 1e9, 2)
 
-    source = torch.ones_like(d.kv)
+    def of(part: Sequence[float], whole: Sequence[float]) -> float:
+        ratios = [theirs / ours for ours, theirs in zip(part, whole, strict=True)]
+        return round(statistics.median(ratios), 3)
 
-    def copy() -> float:
-        started = time.perf_counter()
-        d.kv.copy_(source)
-        return time.perf_counter() - started
-
-    # Interleaved, so that a noisy neighbour disturbs all alike.
-    rounds = [
-        (
-            copy(),
-            bare_read(units),
-            hand_over(pipe, d, everything, everything),
-            hand_over(pipe, d, everything, shuffled),
-        )
-        for _ in range(arguments.repeat)
-    ]
-    memcpy = num_bytes / min(r[0] for r in rounds) / 1e9
-    raw = num_bytes / min(r[1] for r in rounds) / 1e9
-    whole = num_bytes / min(r[2][0] for r in rounds) / 1e9
-    scattered = num_bytes / min(r[3][0] for r in rounds) / 1e9
-
-    a, b = torch.randn(64, 512), torch.randn(512, 512)
-    wire, idle, busy = [], [], []
-    for i in range(arguments.small):
-        block = [i % 4]
-        wire.append(bare_read(np.array(block, dtype=np.int32)))
-        idle.append(hand_over(pipe, d, block, block)[0])
-        busy.append(hand_over(pipe, d, block, block, lambda: a @ b)[0])
-
-    pipe.send("close")
-    d.worker.close(5.0)
-    bare.unprepare(remote)
-    bare.remove_peer(name)
-    bare.close()
-    child.join(20)
+    memcpy, raw = [r[0] for r in rounds], [r[1] for r in rounds]
+    ours, known = [r[2][0] for r in rounds], [r[3][0] for r in rounds]
+    scattered = [r[4][0] for r in rounds]
     return {
         "block_size": block_size,
-        "block_bytes": d.layout.block_bytes,
-        "tokens": arguments.tokens,
+        "tokens": num_tokens,
         "mib": num_bytes >> 20,
-        "memcpy_gb_s": round(memcpy, 2),
-        "nixl_gb_s": round(raw, 2),
-        "hand_over_gb_s": round(whole, 2),
-        "hand_over_scattered_gb_s": round(scattered, 2),
-        "hand_over_of_memcpy": round(whole / memcpy, 3),
-        "hand_over_of_nixl": round(whole / raw, 3),
+        "memcpy_gb_s": gb_s(memcpy),
+        "nixl_gb_s": gb_s(raw),
+        "hand_over_gb_s": gb_s(ours),
+        "known_gb_s": gb_s(known),
+        "scattered_gb_s": gb_s(scattered),
+        "hand_over_of_memcpy": of(ours, memcpy),
+        "known_of_memcpy": of(known, memcpy),
+        "scattered_of_memcpy": of(scattered, memcpy),
+        "hand_over_of_nixl": of(ours, raw),
         "descriptors_per_gb": round(rounds[0][2][1].num_descriptors / num_bytes * 1e9, 1),
-        "descriptors_per_gb_scattered": round(rounds[0][3][1].num_descriptors / num_bytes * 1e9, 1),
-        "small_wire_ms": percentiles(wire),
-        "small_ms": percentiles(idle),
-        "small_ms_while_main_thread_computes": percentiles(busy),
+        "scattered_descriptors_per_gb": round(rounds[0][4][1].num_descriptors / num_bytes * 1e9, 1),
+        "digest_ms": percentiles([r[2][1].digest_s for r in rounds])["p50"],
+    }
+
+
+def digest(block_size: int) -> dict[str, Any]:
+    """What digests of 8k tokens cost, beside their prefill."""
+    num_tokens = 8192
+    with pair(block_size, num_tokens) as engines:
+        d, shape = engines.d, engines.d.ref.shape
+        (route,) = routes(shape, shape)
+        table = [BlockId(b) for b in range(d.layout.num_blocks)]
+        seconds = min(
+            timed(
+                lambda: digests_of(
+                    d.kv, shape, shape, route, table, first_token=0, num_tokens=num_tokens
+                )
+            )
+            for _ in range(5)
+        )
+    layer_s = 0.0
+    for depth, width in _LAYER:
+        product = PackedLinear(torch.ones(width, depth, dtype=torch.bfloat16))
+        x = torch.ones(_LAYER_TOKENS, depth, dtype=torch.bfloat16)
+        layer_s += min(timed(lambda x=x, f=product: f(x)) for _ in range(3))  # type: ignore[misc]
+    prefill_s = layer_s * NUM_LAYERS * num_tokens / _LAYER_TOKENS
+    return {
+        "block_size": block_size,
+        "one_side_ms": round(seconds * 1e3, 1),
+        "gb_s": round(num_tokens * (128 << 10) / seconds / 1e9, 1),
+        "prefill_at_least_ms": round(prefill_s * 1e3),
+        "both_sides_of_prefill": round(2 * seconds / prefill_s, 5),
+    }
+
+
+def streams(block_size: int, num_streams: int, num_each: int, think_s: float) -> dict[str, Any]:
+    """Hand-overs of one block, of many streams."""
+    with pair(block_size, 4 * num_streams * block_size) as engines:
+        bare = BareReader(engines)
+        wire = [bare.read(np.array([i % 4], dtype=np.int32)) for i in range(200)]
+        bare.close()
+        (handoff,) = engines.prefill([[0]])
+        hand_over(engines, handoff, [0])
+        alone = []
+        for i in range(num_each):
+            (handoff,) = engines.prefill([[i % 4]], is_known=True)
+            alone.append(hand_over(engines, handoff, [i % 4])[0])
+        stream = functools.partial(_stream, engines, num_streams, num_each, think_s)
+        idle = stream(between=engines.d.news.wait)
+        busy = stream(between=lambda _: torch.mm(*_BUSY))
+    return {
+        "block_size": block_size,
+        "streams": num_streams,
+        "think_ms": think_s * 1e3,
+        "wire_ms": percentiles(wire),
+        "alone_ms": percentiles(alone),
+        "ms": percentiles(idle),
+        "computing_ms": percentiles(busy),
+    }
+
+
+def _stream(
+    engines: Pair,
+    num_streams: int,
+    num_each: int,
+    think_s: float,
+    *,
+    between: Callable[[float], object],
+) -> list[float]:
+    """Seconds of each hand-over.
+
+    Args:
+        think_s: Mean time between the end of a stream's hand-over and its next one.
+        between: What the main thread does while it waits, for so many seconds at most.
+    """
+    d, rng = engines.d, random.Random(1)
+    tables = [[i % num_streams] for i in range(num_streams * num_each)]
+    handoffs = engines.prefill(tables, is_known=True)
+    waiting = [queued(d, decode_request(handoff)) for handoff in reversed(handoffs)]
+    due = [(rng.expovariate(1 / think_s), stream) for stream in range(num_streams)]
+    heapq.heapify(due)
+    began: dict[str, tuple[float, int]] = {}
+    taken: list[float] = []
+    start_s = time.perf_counter()
+    while began or (waiting and due):
+        d.news.clear()
+        while waiting and due and due[0][0] <= time.perf_counter() - start_s:
+            _, stream = heapq.heappop(due)
+            request = waiting.pop()
+            began[request.request_id] = (time.perf_counter(), stream)
+            begin(engines, request, [stream])
+        received = d.step().received
+        now_s = time.perf_counter()
+        for each in received:
+            began_s, stream = began.pop(each.request_id)
+            taken.append(now_s - began_s)
+            heapq.heappush(due, (now_s - start_s + rng.expovariate(1 / think_s), stream))
+        if not received:
+            next_s = due[0][0] + start_s - now_s if due and waiting else 30.0
+            between(max(0.0, next_s))
+    d.step()
+    return taken
+
+
+def push(
+    block_size: int, num_tokens: int, chunk: int, layer_ms: float, repeat: int
+) -> dict[str, Any]:
+    """What a push leaves to do after the last layer."""
+    with pair(block_size, num_tokens) as engines:
+        d = engines.d
+        everything = list(range(d.layout.num_blocks))
+        pulls, left, facts = [], [], []
+        for _ in range(repeat):
+            (handoff,) = engines.prefill([everything])
+            pulls.append(hand_over(engines, handoff, everything)[0])
+            ticket = draw_ticket(engines)
+            request = queued(d, pushed_request(ticket, num_tokens))
+            begin(engines, request, everything)
+            d.step()
+            engines.begin_push(ticket, num_tokens, chunk=chunk, layer_s=layer_ms / 1e3)
+            received: list[Received] = []
+            while not received:
+                d.news.wait(30.0)
+                d.news.clear()
+                received = d.step().received
+            received_s = time.monotonic()
+            d.step()
+            left.append(received_s - engines.end_push())
+            facts.append(received[0])
+    # Layer by layer or whole is learned: what counts is what it does then.
+    settled = len(left) // 2
+    pull_s = statistics.median(pulls)
+    return {
+        "block_size": block_size,
+        "tokens": num_tokens,
+        "chunk": chunk,
+        "layer_ms": layer_ms,
+        "pull_ms": percentiles(pulls),
+        "left_ms": percentiles(left[settled:]),
+        "left_by_round_ms": [round(each * 1e3, 1) for each in left],
+        "digest_ms": percentiles([each.digest_s for each in facts[settled:]])["p50"],
+        "left_of_pull": round(statistics.median(left[settled:]) / pull_s, 3),
     }
 
 
 def main() -> None:
+    """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0] if __doc__ else None)
-    parser.add_argument("--tokens", type=int, default=4096, help="128 KiB each, in each process")
-    parser.add_argument("--repeat", type=int, default=5)
-    parser.add_argument("--small", type=int, default=200)
+    parser.add_argument(
+        "--tokens", type=int, nargs="+", default=[4096, 32768], help="128 KiB each, at P and at D"
+    )
+    parser.add_argument("--repeat", type=int, default=7)
+    parser.add_argument("--streams", type=int, default=16)
+    parser.add_argument("--each", type=int, default=50, help="hand-overs per stream")
+    parser.add_argument("--think-ms", type=float, default=200.0, help="between two of a stream")
+    parser.add_argument("--push-tokens", type=int, default=8192)
+    parser.add_argument("--chunk", type=int, default=512)
+    parser.add_argument("--layer-ms", type=float, default=2.0, help="of one chunk")
+    parser.add_argument(
+        "--only", nargs="+", choices=["pull", "digest_8k", "streams", "push"], default=None
+    )
     arguments = parser.parse_args()
     torch.set_num_threads(1)
+    block_size = 16
+    parts: dict[str, Callable[[], Any]] = {
+        "pull": lambda: [pull(block_size, n, arguments.repeat) for n in arguments.tokens],
+        "digest_8k": lambda: digest(block_size),
+        "streams": lambda: streams(
+            block_size, arguments.streams, arguments.each, arguments.think_ms / 1e3
+        ),
+        "push": lambda: push(
+            block_size,
+            arguments.push_tokens,
+            arguments.chunk,
+            arguments.layer_ms,
+            2 * arguments.repeat,
+        ),
+    }
     print(
         json.dumps(
             {
                 "benchmark": "transfer",
                 "environment": {
-                    "machine": platform.machine(),
+                    **environment(1),
                     "kernel": platform.release(),
-                    "cpus": len(os.sched_getaffinity(0)),
-                    "load_1m": os.getloadavg()[0],
-                    "python": platform.python_version(),
-                    "torch": torch.__version__,
                     "nixl": version("nixl"),
                     "ucx_tls": os.environ.get("UCX_TLS", "default"),
                 },
-                "results": [measure(block_size, arguments) for block_size in (16, 64)],
+                **{
+                    name: part()
+                    for name, part in parts.items()
+                    if name in (arguments.only or parts)
+                },
             },
             indent=2,
         )

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import psutil
+import pytest
 
 from pdserve.connectors.nixl.agent import NixlAgent, TransferState
 from pdserve.connectors.nixl.protocol import Region
@@ -22,6 +23,7 @@ _UNIT_BYTES = 4096
 _NUM_UNITS = 16
 
 
+@pytest.mark.timeout(90)
 def test_a_peer_that_never_answers_a_connect_holds_nobody_up() -> None:
     context = multiprocessing.get_context("spawn")
     here, there = context.Pipe()

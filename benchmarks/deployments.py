@@ -1,0 +1,192 @@
+"""Servers as processes, streams to them, and what their logs say of each request.
+
+For the benchmarks that ask over HTTP. Knows commands and log lines; knows no figure.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import aiohttp
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Iterable
+    from pathlib import Path
+
+_READY = re.compile(r"(?:ready url=|Listening on )(http://[^\s(]+)")
+_LINE = re.compile(r"\breq (?P<id>\S+) (?P<rest>\S+ in=.*)")
+_TTFT = re.compile(r"ttft=([\d.]+)ms = ([^|]*)")
+_SECOND = re.compile(r"second token \+([\d.]+)ms = ([^|]*)")
+_TERM = re.compile(r"(?P<name>[a-z][a-z ]*?) (?P<ms>[\d.]+)(?: \((?P<parts>[^)]*)\))?(?: \+ |\s*$)")
+_PART = re.compile(r"([a-z]+) ([\d.]+)")
+
+
+@dataclass
+class Sample:
+    """Times of one stream, in seconds."""
+
+    sent_s: float
+    token_s: list[float] = field(default_factory=list)
+
+    @property
+    def ttft_s(self) -> float:
+        """From the request to the first token."""
+        return self.token_s[0] - self.sent_s
+
+    @property
+    def second_s(self) -> float:
+        """From the first token to the second."""
+        return self.token_s[1] - self.token_s[0]
+
+
+@dataclass
+class Told:
+    """The line that a process wrote about one request, in milliseconds.
+
+    Attributes:
+        ttft_ms, second_ms: Up to the first token, and from there to the second.
+        first, second: Their terms, which add up to them; parts of a term as `term.part`.
+    """
+
+    ttft_ms: float = 0.0
+    second_ms: float = 0.0
+    first: dict[str, float] = field(default_factory=dict)
+    second: dict[str, float] = field(default_factory=dict)
+
+
+class Processes:
+    """Commands of pdserve that were started; each has a log in `directory`."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self._all: list[subprocess.Popen[bytes]] = []
+
+    async def start(self, name: str, command: str, *arguments: str) -> tuple[str, Path]:
+        """Start one; returns its URL, once it serves, and its log.
+
+        Raises:
+            SystemExit: It ended.
+        """
+        log = self._directory / f"{name}.log"
+        with log.open("wb") as out:
+            process = subprocess.Popen(
+                [sys.executable, "-m", "pdserve", command, *arguments],
+                stdout=out,
+                stderr=subprocess.STDOUT,
+                env={**os.environ, "PDSERVE_SECRET": "benchmark"},
+                start_new_session=True,
+            )
+        self._all.append(process)
+        while not (ready := _READY.search(log.read_text())):
+            if process.poll() is not None:
+                raise SystemExit(f"pdserve {command} ended:\n{log.read_text()}")
+            await asyncio.sleep(0.1)
+        return ready.group(1), log
+
+    def end(self) -> None:
+        """End all, the newest first."""
+        for process in reversed(self._all):
+            process.send_signal(signal.SIGTERM)
+        for process in self._all:
+            process.wait(40)
+
+
+@contextlib.asynccontextmanager
+async def processes(directory: Path) -> AsyncIterator[Processes]:
+    """Processes that end with the block."""
+    started = Processes(directory)
+    try:
+        yield started
+    finally:
+        started.end()
+
+
+async def until_ready(urls: Iterable[str]) -> None:
+    """Wait until these proxies know engines, and those have met."""
+    async with aiohttp.ClientSession() as session:
+        for url in urls:
+            while (await session.get(f"{url}/readyz")).status != 200:
+                await asyncio.sleep(0.1)
+    await asyncio.sleep(2.0)
+
+
+@contextlib.asynccontextmanager
+async def client() -> AsyncIterator[aiohttp.ClientSession]:
+    """Without limits of time or number."""
+    timeout, connector = aiohttp.ClientTimeout(total=None), aiohttp.TCPConnector(limit=0)
+    async with aiohttp.ClientSession(timeout=timeout, connector=connector) as session:
+        yield session
+
+
+async def stream(
+    session: aiohttp.ClientSession,
+    url: str,
+    prompt: list[int],
+    num_out: int,
+    *,
+    seed: int = 0,
+    request_id: str | None = None,
+    may_merge: bool = False,
+) -> Sample:
+    """Ask for `num_out` tokens, which come one at a time.
+
+    Args:
+        request_id: What logs call it.
+        may_merge: Tokens may come together: where half a character is one, or steps are so short
+            that a server has several at once.
+
+    Raises:
+        SystemExit: Another number came, or an error.
+    """
+    body = {
+        "prompt": prompt,
+        "max_tokens": num_out,
+        "temperature": 0.0,
+        "ignore_eos": True,
+        "seed": seed,
+        "stream": True,
+    }
+    headers = {} if request_id is None else {"X-Request-Id": request_id}
+    sample = Sample(time.perf_counter())
+    async with session.post(f"{url}/v1/completions", json=body, headers=headers) as answer:
+        answer.raise_for_status()
+        async for line in answer.content:
+            if line.startswith(b"data: {"):
+                if b'"error"' in line[:40]:
+                    raise SystemExit(f"the server says {line!r}")
+                sample.token_s.append(time.perf_counter())
+    if len(sample.token_s) != num_out and not (may_merge and len(sample.token_s) > 1):
+        raise SystemExit(f"{len(sample.token_s)} chunks for {num_out} tokens")
+    return sample
+
+
+def told(log: str) -> dict[str, Told]:
+    """What a proxy's or an engine's log says of each request, by id."""
+    found: dict[str, Told] = {}
+    for match in _LINE.finditer(log):
+        line = Told()
+        if ttft := _TTFT.search(match["rest"]):
+            line.ttft_ms, line.first = float(ttft[1]), _terms(ttft[2])
+        if second := _SECOND.search(match["rest"]):
+            line.second_ms, line.second = float(second[1]), _terms(second[2])
+        found[match["id"]] = line
+    return found
+
+
+def _terms(text: str) -> dict[str, float]:
+    terms = {}
+    for match in _TERM.finditer(text):
+        name = match["name"].replace(" ", "_")
+        terms[name] = float(match["ms"])
+        for part, ms in _PART.findall(match["parts"] or ""):
+            terms[f"{name}.{part}"] = float(ms)
+    return terms

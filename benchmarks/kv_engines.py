@@ -1,0 +1,327 @@
+"""Two engines without a model, for the benchmarks of the hand-over: P in a child process, D here.
+
+Both run the real connector halves, over pools of the shape of an 8B Llama's KV (32 layers, 8 KV
+heads of 128, bf16: 128 KiB per token). P does what it is asked over a pipe, and steps meanwhile.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import threading
+import time
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import torch
+
+from pdserve.config.schema import CacheConfig, EngineConfig, ModelConfig, Role, TransferConfig
+from pdserve.connectors.base import ConnectorContext, KVLayout
+from pdserve.connectors.nixl.agent import NixlAgent
+from pdserve.connectors.nixl.protocol import Region
+from pdserve.connectors.registry import find
+from pdserve.wire.ids import BlockId, EngineId, Incarnation, RequestId
+from pdserve.wire.request import OnLoadFailure
+from pdserve.wire.step import KnownRequests, SchedulerOutput
+from pdserve.wire.transfer import ConnectorReport, EngineRef, KVHandoff, PushTicket
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+    from multiprocessing.connection import Connection
+
+
+NUM_LAYERS = 32
+_NUM_KV_HEADS = 8
+_HEAD_DIM = 128
+# Leases of requests that wait for their turn outlive the whole run.
+_LEASE_S = 900.0
+
+
+@dataclass
+class Request:
+    """What the scheduler halves see of a request."""
+
+    request_id: RequestId
+    prompt_token_ids: list[int]
+    output_token_ids: list[int] = field(default_factory=lambda: [1])
+    first_logprobs: None = None
+    cache_salt: str = ""
+    remote_decode: bool = False
+    handoff: KVHandoff | None = None
+    ticket: PushTicket | None = None
+    on_load_failure: OnLoadFailure = OnLoadFailure.REPORT
+
+
+class Engine:
+    """Both connector halves and a pool; no model.
+
+    Attributes:
+        kv: Its pool.
+        news: Set when the worker half has something to report.
+    """
+
+    def __init__(self, role: Role, block_size: int, num_tokens: int) -> None:
+        engine_id = EngineId(role.value)
+        self.layout = KVLayout(
+            num_blocks=num_tokens // block_size,
+            num_layers=NUM_LAYERS,
+            num_kv_heads=_NUM_KV_HEADS,
+            block_size=block_size,
+            head_dim=_HEAD_DIM,
+            dtype="bfloat16",
+            dtype_bytes=2,
+        )
+        context = ConnectorContext(
+            config=EngineConfig(
+                model=ModelConfig(model="8B-like"),
+                role=role,
+                cache=CacheConfig(block_size=block_size),
+                transfer=TransferConfig(kv_connector="nixl", lease_s=_LEASE_S),
+            ),
+            engine_id=engine_id,
+            incarnation=Incarnation(os.urandom(8).hex()),
+            layout=self.layout,
+            layout_digest="8B-like",
+            layout_fields={},
+            shape=self.layout.shape_of_one_rank(),
+        )
+        self.news = threading.Event()
+        # Not zero: the kernel may back zeros by one page.
+        self.kv = torch.full(
+            (self.layout.num_blocks, NUM_LAYERS, 2, _NUM_KV_HEADS, block_size, _HEAD_DIM),
+            1.0 if role is Role.PREFILL else 2.0,
+            dtype=torch.bfloat16,
+        )
+        factory = find("nixl")
+        self.worker = factory.worker(context, self.news.set)
+        self.worker.register_kv_caches(self.kv, self.layout)
+        endpoint = self.worker.endpoint
+        assert endpoint is not None
+        self.scheduler = factory.scheduler(context, [endpoint])
+        self.ref = EngineRef(
+            engine_id=engine_id,
+            incarnation=context.incarnation,
+            endpoints=(endpoint,),
+            shape=context.shape,
+        )
+        self._num_generations = 1
+        self._num_leased = 0
+
+    def step(self) -> ConnectorReport:
+        """Carry both ways what does not wait for a model's step.
+
+        Raises:
+            SystemExit: Something has failed, or was done twice: there is nothing to measure.
+        """
+        metadata = self.scheduler.take_instructions()
+        if metadata is not None:
+            self.worker.post(metadata)
+        report = self.worker.get_finished()
+        self.scheduler.update_connector_output(report)
+        self._num_leased -= len(report.settled)
+        if report.failed or report.withdrawn or report.faults:
+            raise SystemExit(f"not as it should be: {report}")
+        return report
+
+    def prefill(self, block_ids: Sequence[int], *, is_known: bool) -> KVHandoff:
+        """Lease blocks out.
+
+        Args:
+            is_known: They are as they were: their digests need not be taken again.
+        """
+        if not is_known:
+            self._reuse_blocks()
+        num_tokens = len(block_ids) * self.layout.block_size
+        request = Request(_new_id(), list(range(num_tokens)), remote_decode=True)
+        handoff = self.scheduler.request_finished(
+            request, _blocks(block_ids), [self._num_generations] * len(block_ids)
+        )
+        assert handoff is not None
+        self._num_leased += 1
+        self.step()
+        return handoff
+
+    def push(self, ticket: PushTicket, num_tokens: int, chunk: int, layer_s: float) -> float:
+        """Compute a prompt in chunks, writing it to D; return when the last layer was through.
+
+        Args:
+            layer_s: What a layer of a chunk takes, of one core.
+        """
+        request = Request(_new_id(), list(range(num_tokens)), [], remote_decode=True, ticket=ticket)
+        self.scheduler.request_queued(request)
+        while self.scheduler.get_num_new_matched_tokens(request, 0) is None:
+            self.step()
+            time.sleep(0.0002)
+        self._reuse_blocks()
+        table = _blocks(range(num_tokens // self.layout.block_size))
+        generations = [self._num_generations] * len(table)
+        self.scheduler.update_state_after_alloc(request, table, 0, generations=generations)
+        ended_s = 0.0
+        for first in range(0, num_tokens, chunk):
+            metadata = self.scheduler.build_connector_meta(
+                SchedulerOutput(
+                    step_id=0,
+                    new_requests=[],
+                    known_requests=KnownRequests(
+                        request_ids=[request.request_id],
+                        new_block_ids=[[]],
+                        num_computed_tokens=[first],
+                    ),
+                    num_scheduled_tokens={request.request_id: min(chunk, num_tokens - first)},
+                    gone_request_ids=[],
+                )
+            )
+            assert metadata is not None
+            self.worker.start_load_kv(metadata)
+            for layer in range(NUM_LAYERS):
+                _compute(layer_s)
+                ended_s = time.monotonic()
+                self.worker.save_kv_layer(layer)
+            self.worker.wait_for_save()
+            self.step()
+        request.output_token_ids.append(1)
+        assert self.scheduler.request_finished(request, table, generations) is not None
+        self._num_leased += 1
+        self.step()
+        return ended_s
+
+    def _reuse_blocks(self) -> None:
+        """Hand all blocks out anew, once nobody has a lease on them."""
+        while self._num_leased:
+            self.step()
+            time.sleep(0.0005)
+        self._num_generations += 1
+        # Other KV, a little in each head of each block: what was there before must not pass.
+        self.kv[..., 0, 0] = self._num_generations % 128
+
+    def region(self) -> Region:
+        """Its pool, for a bare NIXL agent."""
+        return Region(
+            self.kv.data_ptr(), self.layout.block_bytes, self.layout.num_blocks, "DRAM", 0
+        )
+
+
+@dataclass
+class Pair:
+    """D, and P at the other end of a pipe.
+
+    Attributes:
+        bare_metadata, bare_region: Of a bare NIXL agent over P's pool.
+    """
+
+    d: Engine
+    p_ref: EngineRef
+    bare_metadata: bytes
+    bare_region: Region
+    _pipe: Connection
+
+    def prefill(
+        self, tables: Sequence[Sequence[int]], *, is_known: bool = False
+    ) -> list[KVHandoff]:
+        """Have P lease these blocks out."""
+        self._pipe.send(("prefill", [list(table) for table in tables], is_known))
+        handoffs: list[KVHandoff] = self._pipe.recv()
+        return handoffs
+
+    def begin_push(
+        self, ticket: PushTicket, num_tokens: int, *, chunk: int, layer_s: float
+    ) -> None:
+        """Have P compute a prompt and write it here; see `end_push`."""
+        self._pipe.send(("push", ticket, num_tokens, chunk, layer_s))
+
+    def end_push(self) -> float:
+        """When P's last layer was through (monotonic seconds, of this machine)."""
+        ended_s: float = self._pipe.recv()
+        return ended_s
+
+    def drive_bare(self, is_driven: bool) -> None:
+        """Have P drive its bare agent, or leave off."""
+        self._pipe.send(("drive", is_driven))
+
+
+@contextmanager
+def pair(block_size: int, num_tokens: int) -> Iterator[Pair]:
+    """Two engines whose pools have so many tokens each, until the end of the block."""
+    context = multiprocessing.get_context("spawn")
+    pipe, theirs = context.Pipe()
+    child = context.Process(
+        target=_prefill_process, args=(theirs, block_size, num_tokens), daemon=True
+    )
+    child.start()
+    d = Engine(Role.DECODE, block_size, num_tokens)
+    p_ref, metadata, region = pipe.recv()
+    try:
+        yield Pair(d, p_ref, metadata, region, pipe)
+    finally:
+        pipe.send(("close",))
+        d.worker.close(5.0)
+        child.join(20)
+
+
+def queued(engine: Engine, request: Request) -> Request:
+    """Have the engine take the request, so that it meets its peer."""
+    engine.scheduler.request_queued(request)
+    engine.step()
+    return request
+
+
+def decode_request(handoff: KVHandoff) -> Request:
+    """What comes to D behind a handoff."""
+    return Request(_new_id(), list(range(handoff.num_tokens)), [], handoff=handoff)
+
+
+def pushed_request(ticket: PushTicket, num_tokens: int) -> Request:
+    """What comes to D beside a push."""
+    return Request(_new_id(), list(range(num_tokens)), [], ticket=ticket)
+
+
+def draw_ticket(pair: Pair) -> PushTicket:
+    """A push from P to D."""
+    ticket = PushTicket(nonce=os.urandom(8).hex(), prefill=pair.p_ref, decode=pair.d.ref)
+    return ticket.signed(b"")
+
+
+def _prefill_process(pipe: Connection, block_size: int, num_tokens: int) -> None:
+    torch.set_num_threads(1)
+    engine = Engine(Role.PREFILL, block_size, num_tokens)
+    bare = NixlAgent("bare-P-" + os.urandom(8).hex(), ["UCX"])
+    bare.register(engine.region())
+    pipe.send((engine.ref, bare.metadata(), engine.region()))
+    is_driven = False
+    while True:
+        if is_driven:
+            bare.progress()
+        if not pipe.poll(0.0005 if is_driven else 0.02):
+            engine.step()
+            continue
+        match pipe.recv():
+            case ("prefill", tables, is_known):
+                pipe.send([engine.prefill(table, is_known=is_known) for table in tables])
+            case ("push", ticket, length, chunk, layer_s):
+                pipe.send(engine.push(ticket, length, chunk, layer_s))
+            case ("drive", value):
+                is_driven = value
+            case ("close",):
+                break
+    engine.worker.close(5.0)
+    bare.close()
+
+
+def _compute(seconds: float) -> None:
+    """Keep one core busy as a layer does: in products, without the interpreter lock."""
+    a, b = _OPERANDS
+    ends_s = time.monotonic() + seconds
+    while time.monotonic() < ends_s:
+        torch.mm(a, b)
+
+
+def _blocks(block_ids: Sequence[int]) -> list[BlockId]:
+    return [BlockId(block_id) for block_id in block_ids]
+
+
+def _new_id() -> RequestId:
+    return RequestId(os.urandom(8).hex())
+
+
+_OPERANDS = torch.ones(64, 512), torch.ones(512, 512)

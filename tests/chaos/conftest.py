@@ -1,0 +1,79 @@
+"""Stages for the failure table: one deployment per transport, whose KV either side moves.
+
+What is marked `short_form` runs in `make test`; all of it runs in `make chaos`.
+"""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+from tests.chaos.network import Network
+from tests.chaos.stage import Stage
+from tests.e2e.conftest import model_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+__all__ = ["model_of"]
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Leave to `make chaos` what is not in the short form for its transport and mode."""
+    for item in items:
+        if Path(__file__).parent not in item.path.parents:
+            continue
+        chosen = item.get_closest_marker("short_form")
+        if chosen is None or not any(_has_id(item, each) for each in chosen.args):
+            item.add_marker(pytest.mark.matrix)
+
+
+def _has_id(item: pytest.Item, parameters: str) -> bool:
+    return not parameters or f"[{parameters}" in item.name
+
+
+@pytest.fixture(scope="package", params=["shared memory", "TCP"])
+def transport(request: pytest.FixtureRequest) -> str:
+    """How KV travels."""
+    return str(request.param)
+
+
+@pytest.fixture(scope="package", params=["pull", "push"])
+def mode(request: pytest.FixtureRequest) -> str:
+    """Who moves it."""
+    return str(request.param)
+
+
+@pytest.fixture(scope="package")
+def stage_of_transport(
+    transport: str,
+    model_of: Callable[[str], Path],
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Iterator[Stage]:
+    """One deployment for all faults of a transport."""
+    with ExitStack() as stack:
+        network = stack.enter_context(Network()) if transport == "TCP" else None
+        stage = Stage(tmp_path_factory.mktemp("chaos"), model_of("llama"), network, "pull")
+        stack.callback(stage.deployment.end)
+        stage.start()
+        yield stage
+        stage.restore()
+
+
+@pytest.fixture
+def stage(stage_of_transport: Stage, mode: str) -> Stage:
+    """The deployment, whole and empty."""
+    stage_of_transport.restore()
+    stage_of_transport.set_mode(mode)
+    return stage_of_transport
+
+
+@pytest.fixture
+def slow_stage(stage: Stage) -> Stage:
+    """The same, over a link that can be so slow that a transfer takes more than a second."""
+    if stage.network is None:
+        pytest.skip("a copy through shared memory is over before a fault can fall into it")
+    return stage

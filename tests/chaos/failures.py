@@ -1,0 +1,275 @@
+"""The failure table as a document, from what its tests have measured.
+
+    PDSERVE_FAILURES_REPORT=report.jsonl make chaos
+    python -m tests.chaos.failures --where "..." report.jsonl > docs/failures.md
+
+A line that is measured again counts in place of the one before.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections import defaultdict
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+_COLUMNS = (
+    ("shared memory", "pull"),
+    ("shared memory", "push"),
+    ("TCP", "pull"),
+    ("TCP", "push"),
+)
+
+
+@dataclass(frozen=True)
+class Row:
+    """A row of the table.
+
+    Attributes:
+        name: As the tests write it into their reports.
+        client: What the client sees.
+        sides: What each side does.
+        tests: Names of the test functions.
+    """
+
+    name: str
+    client: str
+    sides: str
+    tests: tuple[str, ...]
+
+
+ROWS = (
+    Row(
+        "P dies before the transfer",
+        "nothing; TTFT grows",
+        "The proxy's leg fails; it takes another P, or, with none, has a D compute the prompt "
+        "within its budget for that (`local` on the ladder).",
+        ("test_p_dies_before_the_transfer",),
+    ),
+    Row(
+        "P dies in mid transfer",
+        "nothing; the second token is late",
+        "Pull: D's read fails as a value, is tried once more, and ends with `kv_transfer_failed`; "
+        "blocks are given back once no byte can land any more (a lane whose transfer does not "
+        "settle destroys its NIXL agent). Push: D's blocks stay P's to write until P is known to "
+        "be dead, or D's receiving agent was destroyed. The proxy goes down the ladder.",
+        (
+            "test_p_dies_in_mid_transfer",
+            "test_p_dies_amid_many_transfers",
+            "test_p_dies_with_a_transfer_open",
+        ),
+    ),
+    Row(
+        "P dies after the transfer",
+        "nothing",
+        "D has all it needs and goes on.",
+        ("test_p_dies_after_the_transfer",),
+    ),
+    Row(
+        "D dies before the first token",
+        "nothing; the second token is late",
+        "The proxy takes another D with the same handoff: P's lease is still there, so nothing is "
+        "prefilled twice. P notices the lost connection, stops writing, and the lease of what "
+        "nobody fetches expires.",
+        (
+            "test_d_dies_before_the_first_token",
+            "test_d_dies_amid_many_transfers",
+            "test_d_dies_with_a_transfer_open",
+        ),
+    ),
+    Row(
+        "D dies in mid stream",
+        "the stream goes on, with the same text",
+        "The proxy replays the prompt and the tokens it has passed on.",
+        ("test_d_dies_in_mid_stream",),
+    ),
+    Row(
+        "D never pulls",
+        "nothing",
+        "The lease expires, the blocks are freed, and `lease_ends` counts it as expired.",
+        ("test_d_never_pulls",),
+    ),
+    Row(
+        "lease expired, D reads late",
+        "nothing; TTFT grows",
+        "P's confirmation says that the lease had ended; D throws away what it read, and computes "
+        "it or says so.",
+        ("test_the_lease_expired_and_d_reads_late",),
+    ),
+    Row(
+        "a bit flips, a block is swapped",
+        "nothing; TTFT grows",
+        "The digests differ: counted as `digest`, logged as an error, the KV is thrown away.",
+        ("test_a_bit_flips_in_a_leased_block",),
+    ),
+    Row(
+        "client leaves, at any stage",
+        "-",
+        "The proxy cancels both legs and gives the handoff back; D ends its read, P its write, "
+        "and the blocks of either are free once what is on the wire has landed or was fenced.",
+        ("test_the_client_leaves_during_the",),
+    ),
+    Row(
+        "P and D cannot reach each other",
+        "nothing; the second token is late",
+        "D gives the load up after its time-out, and meets P again after a back-off; the proxy's "
+        "breaker of that pair opens, not the engines'; the ladder.",
+        ("test_p_and_d_cannot_reach_each_other", "test_a_silent_partition_in_mid_transfer"),
+    ),
+    Row(
+        "slow link",
+        "the second token is late",
+        "Nothing fails.",
+        ("test_a_slow_link_only_takes_time",),
+    ),
+    Row(
+        "P is stopped and goes on",
+        "nothing; the second token is late",
+        "For a second: everybody waits. For longer than the time-outs: as if P had died; when it "
+        "wakes its lease is over, and what it still wants to write is refused or goes to an agent "
+        "that is no more.",
+        ("test_p_is_stopped_in_mid_transfer_for_a",),
+    ),
+    Row(
+        "D is stopped and goes on",
+        "nothing; the second token is late",
+        "Its heartbeats end, so P's lease expires; D learns it from the confirmation.",
+        ("test_d_is_stopped_in_mid_transfer_for_longer_than_a_lease",),
+    ),
+    Row(
+        "malformed or unauthenticated frame on the side channel",
+        "-",
+        "The frame is refused and counted, its connection closed; all others go on.",
+        ("test_garbage_on_the_side_channel_disturbs_nobody",),
+    ),
+    Row(
+        "a forged handoff",
+        "an error, or the right tokens, computed",
+        "Refused by its signature; nothing of it is believed.",
+        ("test_a_handoff_that_is",),
+    ),
+    Row(
+        "a replayed handoff",
+        "an error, or the right tokens, computed",
+        "Its lease has ended with the first read: P says so.",
+        ("test_a_handoff_that_is",),
+    ),
+    Row(
+        "a forged push ticket",
+        "an error (409 from the engine)",
+        "Refused by its signature at either engine.",
+        ("test_a_push_ticket_is_refused_that_is",),
+    ),
+    Row(
+        "a replayed push ticket",
+        "an error",
+        "A nonce is good for one push: P tells D that it is over, D's request ends with "
+        "`kv_transfer_failed`, and no byte moves.",
+        ("test_a_push_ticket_that_is_replayed_moves_nothing_again",),
+    ),
+    Row(
+        "proxy dies",
+        "the connection is lost",
+        "Engines cancel what has no reader, leases expire; they register again with the next "
+        "proxy, which so knows its pools.",
+        ("test_the_proxy_dies_and_a_restart_knows_its_pools_again",),
+    ),
+    Row(
+        "engine gets SIGTERM",
+        "nothing",
+        "It is not ready any more, ends what it has within `--shutdown-timeout` and leaves; the "
+        "proxy sends others elsewhere.",
+        ("test_an_engine_gets_sigterm",),
+    ),
+    Row(
+        "no fault",
+        "-",
+        "For comparison: four requests at once.",
+        ("test_without_a_fault_kv_moves_in_the_mode_that_was_asked_for",),
+    ),
+)
+
+
+def document(results: list[dict[str, Any]], where: str) -> str:
+    """The whole document.
+
+    Args:
+        results: What `Stage.settle` wrote, oldest first.
+        where: The machine, the day, and what else ran on it.
+
+    Raises:
+        ValueError: Something was measured that is in no row.
+    """
+    found: dict[tuple[str, str], dict[tuple[str, str], dict[str, Any]]] = defaultdict(dict)
+    for result in results:
+        found[result["row"], result["phase"]][result["transport"], result["mode"]] = result
+    unknown = {row for row, _ in found} - {row.name for row in ROWS}
+    if unknown:
+        raise ValueError(f"in no row: {sorted(unknown)}")
+    lines = [*_HEAD, "", "| event | what the client sees | what each side does | tests |"]
+    lines.append("|---|---|---|---|")
+    for row in ROWS:
+        tests = ", ".join(f"`{test}`" for test in row.tests)
+        lines.append(f"| {row.name} | {row.client} | {row.sides} | {tests} |")
+    lines += ["", "## Measured", "", where, "", *_HOW_TO_READ, ""]
+    names = [f"{transport}, {mode}" for transport, mode in _COLUMNS]
+    lines += [f"| event | phase | {' | '.join(names)} |", "|---|---|" + "---|" * len(names)]
+    for row in ROWS:
+        for (name, phase), cells in found.items():
+            if name == row.name:
+                texts = " | ".join(_cell(cells.get(column)) for column in _COLUMNS)
+                lines.append(f"| {name} | {phase} | {texts} |")
+    return "\n".join(lines) + "\n"
+
+
+_HEAD = (
+    "# When something fails",
+    "",
+    "Every row is played on real processes by a test of `tests/chaos` (`make chaos`; the most",
+    "telling ones in `make test`), which asserts zero wrong tokens, zero blocks that are not free,",
+    "and a bound on the time until both is so. What fails inside one side (a rank, an engine core)",
+    "is in `tests/e2e/test_kill.py` and `tests/e2e/test_rank_kill.py`.",
+    "",
+    "P, D: prefill and decode engine. The ladder, per request and bounded: the same P again,",
+    "another D, another P, a D computes it within its budget (`--recompute-tokens-per-second`),",
+    "503 with `Retry-After`. Every rung is counted as `pdserve_kv_ladder_total` and told in the",
+    "log line of the request.",
+)
+
+_HOW_TO_READ = (
+    "One prefill and two decode engines, a tiny model (640 tokens are half a megabyte of KV);",
+    "lease 3 s, handshake 2 s, transfer time-out 5 s, quarantine 2 s. Over TCP the engines are in",
+    "network namespaces, and a transfer that a fault falls into is slowed down by a token bucket",
+    "(1.5 Mbit/s: 2.6 s; `netem` is not in every kernel). Each cell: seconds from the fault until",
+    "every request had ended (a dash: none was under way) / until every block was free. Wrong",
+    "tokens and lost blocks: 0 in every cell. A lone dash: not played there, or not measured.",
+)
+
+
+def _cell(result: dict[str, Any] | None) -> str:
+    if result is None:
+        return "-"
+    ended = f"{result['requests_ended_s']:.1f}" if result["ends"] else "-"
+    return f"{ended} / {result['blocks_free_s']:.1f}"
+
+
+def main() -> None:
+    """Entry point."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("reports", type=Path, nargs="+", help="files of JSON lines, oldest first")
+    parser.add_argument("--where", required=True, help="the machine, the day, the load")
+    arguments = parser.parse_args()
+    results = [
+        json.loads(line)
+        for report in arguments.reports
+        for line in report.read_text().splitlines()
+        if line.startswith("{")
+    ]
+    sys.stdout.write(document(results, arguments.where))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,66 @@
+"""A connector as another package adds one: NIXL's, over memory in which a bit can flip.
+
+The test writes the number of a block into the file that `FLIP_FILE` names; one bit of that block
+changes then, behind the engine's back, and the file is removed.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from pdserve.connectors.registry import find
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    import torch
+
+    from pdserve.connectors.base import (
+        ConnectorContext,
+        KVConnectorScheduler,
+        KVConnectorWorker,
+        KVLayout,
+    )
+    from pdserve.wire.transfer import Endpoint
+
+
+class FlippedFactory:
+    """NIXL, but for the bit."""
+
+    def scheduler(
+        self, context: ConnectorContext, endpoints: list[Endpoint]
+    ) -> KVConnectorScheduler:
+        """NIXL's."""
+        return find("nixl").scheduler(context, endpoints)
+
+    def worker(self, context: ConnectorContext, wake: Callable[[], None]) -> KVConnectorWorker:
+        """NIXL's, which tells where the memory is."""
+        worker = find("nixl").worker(context, wake)
+        register = worker.register_kv_caches
+
+        def register_and_watch(kv: torch.Tensor, layout: KVLayout) -> None:
+            register(kv, layout)
+            threading.Thread(target=_flip_when_told, args=(kv,), daemon=True).start()
+
+        worker.register_kv_caches = register_and_watch  # type: ignore[method-assign]
+        return worker
+
+
+def _flip_when_told(kv: torch.Tensor) -> None:
+    file = Path(os.environ["FLIP_FILE"])
+    import torch
+
+    blocks = kv.view(kv.shape[0], -1).view(torch.uint8)
+    while True:
+        if file.exists() and (text := file.read_text()):
+            with torch.inference_mode():
+                blocks[int(text), 77] ^= 0x10
+            file.unlink()
+        time.sleep(0.005)
+
+
+FACTORY = FlippedFactory()

@@ -1,0 +1,409 @@
+"""Where faults are played: a deployment, the streams that run through it, and what is counted.
+
+A fault has a row in the failure table (docs/failures.md), a phase of the transfer it falls into,
+and three answers: how many wrong tokens came out, how many blocks are not free afterwards, and how
+long it took until every request had ended and every block was free. `Stage.settle` asserts them
+and writes them down.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import itertools
+import json
+import os
+import signal
+import socket
+import threading
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
+from urllib.parse import urlsplit
+
+import httpx
+
+from tests.e2e.deployment import Deployment
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Sequence
+
+    from tests.chaos.network import Network
+
+LEASE_S = 3.0
+HANDSHAKE_S = 2.0
+TRANSFER_S = 5.0
+QUARANTINE_S = 2.0
+RECOVERY_S = 10.0
+"""A request goes on somewhere else after this, whatever it waited for."""
+FENCED_S = TRANSFER_S + QUARANTINE_S + LEASE_S
+"""Blocks that a lost peer might still write are free after this."""
+NUM_TOKENS = 24
+PROMPT_TOKENS = 640
+SLOW_KBIT_PER_S = 1500
+"""Half a megabyte, the KV of a prompt, takes about 2.6 s."""
+
+REPORT = os.environ.get("PDSERVE_FAILURES_REPORT")
+"""A file that every measured row is appended to, as a line of JSON."""
+
+
+class Outcome(Protocol):
+    """A request whose end `Stage.settle` waits for.
+
+    Attributes:
+        tokens: Token ids so far.
+        end: "finished", "left" or an error's code, once it is over.
+    """
+
+    tokens: list[int]
+    end: str | None
+    ended_s: float
+
+    def join(self, timeout_s: float) -> None:
+        """Wait for the end."""
+
+
+@dataclass
+class Stream:
+    """One streamed completion, read by a thread of its own. An `Outcome`.
+
+    Attributes:
+        tokens: Token ids so far.
+        end: "finished", "left" or an error's code, once it is over.
+    """
+
+    url: str
+    prompt: list[int]
+    num_tokens: int = NUM_TOKENS
+    tokens: list[int] = field(default_factory=list)
+    end: str | None = None
+    started_s: float = field(default_factory=time.monotonic)
+    ended_s: float = 0.0
+    _has_left: bool = False
+
+    def __post_init__(self) -> None:
+        where = urlsplit(self.url)
+        self._connection = http.client.HTTPConnection(where.netloc, timeout=60)
+        self._connection.connect()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def wait_tokens(self, num_tokens: int, timeout_s: float = 30.0) -> None:
+        """Wait until so many have come."""
+        wait_until(lambda: len(self.tokens) >= num_tokens or self.end is not None, timeout_s)
+        assert len(self.tokens) >= num_tokens, f"it ended with {self.end} after {self.tokens}"
+
+    def leave(self) -> None:
+        """Hang up at once."""
+        self._has_left = True
+        with contextlib.suppress(OSError):
+            self._connection.sock.shutdown(socket.SHUT_RDWR)
+
+    def join(self, timeout_s: float) -> None:
+        """Wait for the end."""
+        self._thread.join(timeout_s)
+        assert self.end is not None, f"a request hangs: {len(self.tokens)} tokens, no end"
+
+    def _run(self) -> None:
+        body = {
+            "prompt": self.prompt,
+            "max_tokens": self.num_tokens,
+            "temperature": 0.0,
+            "ignore_eos": True,
+            "return_token_ids": True,
+            "stream": True,
+        }
+        end = "cut off"
+        try:
+            headers = {"Content-Type": "application/json"}
+            self._connection.request("POST", "/v1/completions", json.dumps(body), headers)
+            answer = self._connection.getresponse()
+            if answer.status != 200:
+                end = str(json.loads(answer.read())["error"]["code"])
+                return
+            for line in answer:
+                if line.startswith(b"data: [DONE]"):
+                    return
+                if not line.startswith(b"data: "):
+                    continue
+                event = json.loads(line.removeprefix(b"data: "))
+                if "error" in event:
+                    end = str(event["error"]["code"])
+                    continue
+                for choice in event["choices"]:
+                    self.tokens += choice["token_ids"] or []
+                    if choice["finish_reason"] is not None:
+                        end = "finished"
+        except (OSError, http.client.HTTPException):
+            end = "connection lost"
+        finally:
+            self.ended_s = time.monotonic()
+            self.end = "left" if self._has_left and end != "finished" else end
+            self._connection.close()
+
+
+class Stage:
+    """A proxy, one prefill engine and two decode engines; faults one after the other.
+
+    Args:
+        network: None has all of them on loopback, where KV goes through shared memory.
+        mode: Who moves the KV, at first.
+    """
+
+    def __init__(self, directory: Path, model: Path, network: Network | None, mode: str) -> None:
+        self.network = network
+        self.mode = mode
+        self.deployment = Deployment(directory)
+        self._model = model
+        self._seeds = itertools.count(1)
+        self._stopped: set[str] = set()
+
+    @property
+    def transport(self) -> str:
+        """How KV travels."""
+        return "shared memory" if self.network is None else "TCP"
+
+    @property
+    def url(self) -> str:
+        """Of the proxy."""
+        return self.deployment.url("proxy")
+
+    def start(self) -> None:
+        """Start everything and wait until it serves."""
+        self.start_proxy()
+        self._start_engine("prefill")
+        self._start_engine("decode")
+        self._start_engine("decode1")
+        self.deployment.wait()
+        self.deployment.wait_routable(1, 2)
+
+    def start_proxy(self, port: int = 0) -> None:
+        """Start the proxy, where it was if `port` says so."""
+        host = "127.0.0.1" if self.network is None else self.network.proxy
+        self.deployment.start(
+            "proxy",
+            *("proxy", "--host", host, "--port", str(port), "--kv-mode", self.mode),
+            *("--health-check-interval-secs", "0.3", "--cb-timeout-duration-secs", "1"),
+        )
+        self.deployment.wait("proxy")
+
+    def set_mode(self, mode: str) -> None:
+        """Have the KV moved by the other side from now on: only the proxy starts again."""
+        if mode == self.mode:
+            return
+        self.mode = mode
+        process = self.deployment.processes["proxy"]
+        process.kill()
+        self.start_proxy(int(process.url.rsplit(":", 1)[1]))
+        self.deployment.wait_routable(1, 2)
+
+    def environment(self, name: str) -> dict[str, str]:
+        """What an engine's environment has beside this process's."""
+        return {} if self.network is None else {"UCX_TLS": "tcp", "UCX_NET_DEVICES": "eth0"}
+
+    def connector(self, name: str) -> str:
+        """Which connector an engine has."""
+        return "nixl"
+
+    def _start_engine(self, name: str, port: int = 0) -> None:
+        where = None
+        host = "127.0.0.1"
+        if self.network is not None:
+            side = self.network.prefill if name == "prefill" else self.network.decode
+            where, host = side.namespace, side.address
+        transfer = {
+            "kv-connector": self.connector(name),
+            "host": host,
+            "lease-s": LEASE_S,
+            "handshake-timeout-s": HANDSHAKE_S,
+            "transfer-timeout-s": TRANSFER_S,
+            "quarantine-s": QUARANTINE_S,
+        }
+        self.deployment.start(
+            name,
+            name.rstrip("1"),
+            *(str(self._model), "--dtype", "float32", "--num-threads", "1", "--max-num-seqs", "16"),
+            *("--host", host, "--port", str(port), "--proxy", self.url),
+            *("--num-gpu-blocks-override", "640", "--max-num-batched-tokens", "256"),
+            *(
+                word
+                for key, value in transfer.items()
+                for word in (f"--kv-transfer-config.{key}", str(value))
+            ),
+            env=self.environment(name),
+            namespace=where,
+        )
+
+    # ---- requests
+
+    def prompt(self, num_tokens: int = PROMPT_TOKENS) -> list[int]:
+        """Token ids that no request had before."""
+        seed = next(self._seeds)
+        return [3 + (7919 * seed + 31 * i * i + seed * i) % 311 for i in range(num_tokens)]
+
+    def stream(self, prompt: list[int], num_tokens: int = NUM_TOKENS) -> Stream:
+        """Begin a request through the proxy."""
+        return Stream(self.url, prompt, num_tokens)
+
+    def right_answer(self, prompt: list[int], num_tokens: int = NUM_TOKENS) -> list[int]:
+        """What one engine says alone, under a salt of its own: it shares no KV with others."""
+        body = {
+            "prompt": prompt,
+            "max_tokens": num_tokens,
+            "temperature": 0.0,
+            "ignore_eos": True,
+            "return_token_ids": True,
+            "cache_salt": "the right answer",
+        }
+        url = self.deployment.url("decode1")
+        answer = httpx.post(f"{url}/v1/completions", json=body, timeout=60, verify=False)
+        assert answer.status_code == 200, answer.text
+        tokens: list[int] = answer.json()["choices"][0]["token_ids"]
+        return tokens
+
+    def kv_bytes(self) -> float:
+        """KV that has come to the decode engines."""
+        return sum(
+            self.deployment.metric(name, "pdserve_kv_transfer_bytes_total")
+            for name in ("decode", "decode1")
+        )
+
+    def num_loads(self) -> float:
+        """Loads that arrived, in the mode of now."""
+        return sum(self._num_loads(name) for name in ("decode", "decode1"))
+
+    def num_failed_loads(self, name: str) -> float:
+        """Loads that did not arrive at a decode engine, for whatever reason."""
+        return sum(
+            value
+            for series, value in self.deployment.metrics(name).items()
+            if series.startswith("pdserve_kv_transfer_failures_total")
+        )
+
+    def is_receiving(self, name: str) -> bool:
+        """Whether a decode engine has blocks that are being filled."""
+        return bool(self.deployment.held_blocks(name).get("receiving"))
+
+    def wait_receiving(self, timeout_s: float = 10.0) -> str:
+        """Wait until a decode engine has blocks that are being filled; return which."""
+        deadline = time.monotonic() + timeout_s
+        while time.monotonic() < deadline:
+            for name in ("decode", "decode1"):
+                if self.is_receiving(name):
+                    return name
+            time.sleep(0.01)
+        raise AssertionError("no decode engine ever received")
+
+    # ---- faults
+
+    def kill(self, name: str) -> None:
+        """kill -9."""
+        self.deployment.processes[name].kill()
+
+    def stop(self, name: str) -> None:
+        """SIGSTOP to all of it."""
+        self._stopped.add(name)
+        for process in self.deployment.processes[name].family():
+            process.send_signal(signal.SIGSTOP)
+
+    def resume(self, name: str) -> None:
+        """SIGCONT to all of it."""
+        self._stopped.discard(name)
+        for process in self.deployment.processes[name].family():
+            process.send_signal(signal.SIGCONT)
+
+    def restore(self) -> None:
+        """Undo every fault, start what has died, and wait until all is well and empty."""
+        was_cut = self.network is not None and self.network.heal()
+        for name in sorted(self._stopped):
+            self.resume(name)
+        for name, process in list(self.deployment.processes.items()):
+            if process.popen.poll() is not None:  # it has died
+                port = int(process.url.rsplit(":", 1)[1])
+                if name == "proxy":
+                    self.start_proxy(port)
+                else:
+                    self._start_engine(name, port)
+        self.deployment.wait()
+        self.deployment.wait_routable(1, 2)
+        if was_cut:
+            self._wait_kv_moves()
+        self.deployment.wait_nothing_held("prefill", "decode", "decode1", timeout_s=30.0)
+
+    def _wait_kv_moves(self) -> None:
+        """Peers that could not be reached are left alone for a while, and breakers are open."""
+        names = {"decode", "decode1"}
+        before = {name: self._num_loads(name) for name in names}
+        deadline = time.monotonic() + 60.0
+        while names:
+            assert time.monotonic() < deadline, f"no KV moves to {names} any more"
+            for stream in [self.stream(self.prompt(64), 2) for _ in range(2)]:
+                stream.join(30.0)
+            names = {name for name in names if self._num_loads(name) == before[name]}
+
+    def _num_loads(self, name: str) -> float:
+        return self.deployment.metric(name, f'pdserve_kv_loads_total{{mode="{self.mode}"}}')
+
+    # ---- the three answers
+
+    def settle(
+        self,
+        row: str,
+        phase: str,
+        streams: Sequence[Outcome],
+        right: list[list[int]],
+        *,
+        since_s: float,
+        bound_s: float,
+        expect: set[str],
+        alive: Iterable[str] = ("prefill", "decode", "decode1"),
+    ) -> None:
+        """Wait for the end of everything; assert and print the three answers.
+
+        Args:
+            since_s: When the fault came.
+            bound_s: Seconds after which every request has ended and every block is free.
+            expect: How streams may end.
+            alive: The engines that can be asked.
+        """
+        for stream in streams:
+            stream.join(max(0.1, since_s + bound_s - time.monotonic()))
+        num_wrong = sum(
+            token != answer[index] if index < len(answer) else True
+            for stream, answer in zip(streams, right, strict=True)
+            for index, token in enumerate(stream.tokens)
+        )
+        assert num_wrong == 0, "wrong tokens"
+        for stream, answer in zip(streams, right, strict=True):
+            assert stream.end in expect, f"a stream ended as {stream.end!r}, not as {expect}"
+            assert stream.end != "finished" or stream.tokens == answer
+        requests_s = max((s.ended_s for s in streams), default=since_s) - since_s
+        left_s = since_s + bound_s - time.monotonic()
+        self.deployment.wait_nothing_held(*alive, timeout_s=max(0.1, left_s))
+        free_s = time.monotonic() - since_s
+        result = {
+            "row": row,
+            "phase": phase,
+            "transport": self.transport,
+            "mode": self.mode,
+            "wrong_tokens": num_wrong,
+            "blocks_not_free": 0,
+            "requests_ended_s": round(requests_s, 2),
+            "blocks_free_s": round(free_s, 2),
+            "bound_s": bound_s,
+            "ends": sorted({str(s.end) for s in streams}),
+            "test": os.environ.get("PYTEST_CURRENT_TEST", "").split(" ")[0],
+        }
+        print(f"\n{json.dumps(result)}")
+        if REPORT:
+            with Path(REPORT).open("a") as file:
+                file.write(json.dumps(result) + "\n")
+
+
+def wait_until(condition: Callable[[], object], timeout_s: float) -> None:
+    """Poll until `condition()` holds; a time-out is an assertion."""
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, f"not within {timeout_s} s"
+        time.sleep(0.005)
