@@ -88,6 +88,8 @@ class Quorum:
             ends = self._leases.add((lease.request_id, lease.nonce), bool(lease.nonce), rank, lease)
             if ends is not None:
                 settled.append(max(ends.values(), key=lambda each: _SEVERITY[each.end]))
+                # A push that was stopped before all ranks of D had registered on all of ours.
+                self._pushes.give_up(lease.nonce)
         loads: list[Received | Failed] = [*report.received, *report.failed]
         for load in loads:
             key = load.request_id, load.load_id

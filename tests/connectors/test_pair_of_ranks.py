@@ -80,5 +80,5 @@ def test_two_ranks_that_differ_in_time_and_luck_give_only_right_tokens_and_keep_
         RanksMachine, settings=settings(max_examples=150, stateful_step_count=40, deadline=None)
     )
     # A machine that never gets there would prove nothing.
-    wanted = ("received", "failed on one rank", "aborted on one rank", "expired")
+    wanted = ("pulled", "pushed", "failed on one rank", "aborted on one rank", "expired")
     assert all(RanksMachine.reached[name] for name in wanted), RanksMachine.reached

@@ -206,6 +206,15 @@ def test_a_push_begins_when_every_rank_has_its_registration() -> None:
     assert quorum.num_open == 0
 
 
+def test_a_registration_that_one_rank_never_had_is_forgotten_with_the_lease() -> None:
+    quorum = Quorum(2)
+    quorum.add(0, ConnectorReport(registered=[Registered(nonce="n")]))
+    for rank in range(2):
+        assert quorum.num_open > 0
+        quorum.add(rank, settled(LeaseEnd.ABORTED))
+    assert quorum.num_open == 0
+
+
 def test_a_push_is_withdrawn_once_and_with_the_first_rank() -> None:
     quorum = Quorum(3)
     registered = ConnectorReport(registered=[Registered(nonce="n")])
