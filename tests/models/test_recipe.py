@@ -38,7 +38,8 @@ NUM_TOKENS = SPLIT_FROM + 2  # so that the residual stream is split, unevenly
 
 
 def example(arch: Any, placement: Placement) -> Any:
-    (text,) = re.findall(r"```python\n(.*?)```", STRUCTURE.read_text(), re.DOTALL)
+    section = STRUCTURE.read_text().split("## Adding a model or a layer")[1].split("\n## ")[0]
+    (text,) = re.findall(r"```python\n(.*?)```", section, re.DOTALL)
     names: dict[str, Any] = {
         "ColumnParallel": ColumnParallel,
         "RowParallel": RowParallel,

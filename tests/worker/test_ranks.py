@@ -44,28 +44,29 @@ def ending(sampling: SamplingParams, max_tokens: int) -> SamplingParams:
 
 
 REQUESTS: Requests = {
-    "greedy": (prompt_of(60, 1), ending(GREEDY, 30)),
-    "short": (prompt_of(1, 2), ending(GREEDY, 9)),
-    "random": (prompt_of(33, 3), ending(params(temperature=0.9, seed=4), 25)),
+    "greedy": (prompt_of(60, 1), ending(GREEDY, 70)),
+    "short": (prompt_of(1, 2), ending(GREEDY, 90)),
+    "random": (prompt_of(33, 3), ending(params(temperature=0.9, seed=4), 60)),
     "nucleus": (
         prompt_of(12, 4),
-        ending(params(temperature=1.2, top_p=0.8, min_p=0.01, seed=5), 20),
+        ending(params(temperature=1.2, top_p=0.8, min_p=0.01, seed=5), 60),
     ),
-    "top k": (prompt_of(48, 5), ending(params(temperature=2.0, top_k=40, seed=7), 12)),
+    "top k": (prompt_of(48, 5), ending(params(temperature=2.0, top_k=40, seed=7), 70)),
     "penalised": (
         prompt_of(90, 6),
         ending(params(temperature=0.5, frequency_penalty=0.7, repetition_penalty=1.2), 25),
     ),
     "ruled": (
         prompt_of(20, 7),
-        ending(params(logit_bias={5: 4.0}, bad_words=[[9]], min_tokens=5), 15),
+        ending(params(logit_bias={5: 4.0}, bad_words=[[9]], min_tokens=5), 70),
     ),
     "described": (prompt_of(17, 8), ending(params(logprobs=3), 15)),
     "prompt described": (prompt_of(70, 9), ending(params(prompt_logprobs=2), 10)),
 }
 
 ROOMY = SchedulerConfig(max_num_seqs=16, max_num_batched_tokens=512)
-# Prompts take several steps, and the pool is too small for all requests at once.
+# Prompts take several steps, and the pool is too small for all requests at once: three of them
+# grow by several blocks, and head-room is kept for one.
 TIGHT = SchedulerConfig(max_num_seqs=6, max_num_batched_tokens=40)
 TIGHT_CACHE = CacheConfig(num_gpu_blocks_override=18)
 
