@@ -129,8 +129,9 @@ ROWS = (
         "P is stopped and goes on",
         "nothing; the second token is late",
         "For a second: everybody waits. For longer than the time-outs: as if P had died; when it "
-        "wakes its lease is over, and what it still wants to write is refused or goes to an agent "
-        "that is no more.",
+        "wakes its lease is over. What it still wants to write goes, over TCP, to an agent that is "
+        "no more; on D's own machine nothing but P's word or its end can stop it, so D's blocks are "
+        "kept until then.",
         ("test_p_is_stopped_in_mid_transfer_for_a",),
     ),
     Row(
@@ -214,6 +215,7 @@ def document(results: list[dict[str, Any]], where: str) -> str:
     for row in ROWS:
         tests = ", ".join(f"`{test}`" for test in row.tests)
         lines.append(f"| {row.name} | {row.client} | {row.sides} | {tests} |")
+    lines += ["", *_LIMITS]
     lines += ["", "## Measured", "", where, "", *_HOW_TO_READ, ""]
     names = [f"{transport}, {mode}" for transport, mode in _COLUMNS]
     lines += [f"| event | phase | {' | '.join(names)} |", "|---|---|" + "---|" * len(names)]
@@ -237,6 +239,15 @@ _HEAD = (
     "another D, another P, a D computes it within its budget (`--recompute-tokens-per-second`),",
     "503 with `Retry-After`. Every rung is counted as `pdserve_kv_ladder_total` and told in the",
     "log line of the request.",
+)
+
+_LIMITS = (
+    "## Limits",
+    "",
+    "A P on the machine of D that is stopped (SIGSTOP) in mid push holds D's blocks until it goes on or",
+    "dies: destroying D's NIXL agent does not stop a writer that copies between processes. Two pools can",
+    "be full of what waits for the other (leases at P, reservations at D): a push that has not begun is",
+    "given up after a lease's time in which P ran no step, and its request is served another way.",
 )
 
 _HOW_TO_READ = (
