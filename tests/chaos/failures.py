@@ -130,8 +130,8 @@ ROWS = (
         "nothing; the second token is late",
         "For a second: everybody waits. For longer than the time-outs: as if P had died; when it "
         "wakes its lease is over. What it still wants to write goes, over TCP, to an agent that is "
-        "no more; on D's own machine nothing but P's word or its end can stop it, so D's blocks are "
-        "kept until then.",
+        "no more; on D's own machine nothing but P's word or its end can stop it, so D's blocks "
+        "are kept until then.",
         ("test_p_is_stopped_in_mid_transfer_for_a",),
     ),
     Row(
@@ -244,10 +244,11 @@ _HEAD = (
 _LIMITS = (
     "## Limits",
     "",
-    "A P on the machine of D that is stopped (SIGSTOP) in mid push holds D's blocks until it goes on or",
-    "dies: destroying D's NIXL agent does not stop a writer that copies between processes. Two pools can",
-    "be full of what waits for the other (leases at P, reservations at D): a push that has not begun is",
-    "given up after a lease's time in which P ran no step, and its request is served another way.",
+    "A P on the machine of D that is stopped (SIGSTOP) in mid push holds D's blocks until it goes",
+    "on or dies: destroying D's NIXL agent does not stop a writer that copies between processes.",
+    "Two pools can be full of what waits for the other (leases at P, reservations at D): a push",
+    "that has not begun is given up after a lease's time in which P ran no step, and its request",
+    "is served another way.",
 )
 
 _HOW_TO_READ = (
