@@ -36,6 +36,8 @@ _NUM_KV_HEADS = 8
 _HEAD_DIM = 128
 # Leases of requests that wait for their turn outlive the whole run.
 _LEASE_S = 900.0
+# Far less than any model takes for a token here, and twice what its digest takes.
+_DIGEST_S_PER_TOKEN = 25e-6
 
 
 @dataclass
@@ -124,19 +126,29 @@ class Engine:
             raise SystemExit(f"not as it should be: {report}")
         return report
 
-    def prefill(self, block_ids: Sequence[int], *, is_known: bool) -> KVHandoff:
+    def prefill(self, block_ids: Sequence[int], *, is_known: bool, chunk: int = 0) -> KVHandoff:
         """Lease blocks out.
 
         Args:
             is_known: They are as they were: their digests need not be taken again.
+            chunk: If not 0, they are of a prompt that is computed in chunks of so many tokens:
+                digests are taken of each while the next one is computed, as they always are.
         """
         if not is_known:
             self._reuse_blocks()
         num_tokens = len(block_ids) * self.layout.block_size
         request = Request(_new_id(), list(range(num_tokens)), remote_decode=True)
-        handoff = self.scheduler.request_finished(
-            request, _blocks(block_ids), [self._num_generations] * len(block_ids)
-        )
+        table, generations = _blocks(block_ids), [self._num_generations] * len(block_ids)
+        for first in range(0, num_tokens - chunk, chunk) if chunk else ():
+            self.scheduler.chunk_planned(
+                request, table, first, first + chunk, generations=generations
+            )
+            metadata = self.scheduler.build_connector_meta(_step({}, []))
+            assert metadata is not None
+            self.worker.start_load_kv(metadata)
+            self.worker.wait_for_save()
+            time.sleep(_DIGEST_S_PER_TOKEN * chunk)
+        handoff = self.scheduler.request_finished(request, table, generations)
         assert handoff is not None
         self._num_leased += 1
         self.step()
@@ -160,17 +172,7 @@ class Engine:
         ended_s = 0.0
         for first in range(0, num_tokens, chunk):
             metadata = self.scheduler.build_connector_meta(
-                SchedulerOutput(
-                    step_id=0,
-                    new_requests=[],
-                    known_requests=KnownRequests(
-                        request_ids=[request.request_id],
-                        new_block_ids=[[]],
-                        num_computed_tokens=[first],
-                    ),
-                    num_scheduled_tokens={request.request_id: min(chunk, num_tokens - first)},
-                    gone_request_ids=[],
-                )
+                _step({request.request_id: min(chunk, num_tokens - first)}, [first])
             )
             assert metadata is not None
             self.worker.start_load_kv(metadata)
@@ -217,10 +219,10 @@ class Pair:
     _pipe: Connection
 
     def prefill(
-        self, tables: Sequence[Sequence[int]], *, is_known: bool = False
+        self, tables: Sequence[Sequence[int]], *, is_known: bool = False, chunk: int = 0
     ) -> list[KVHandoff]:
-        """Have P lease these blocks out."""
-        self._pipe.send(("prefill", [list(table) for table in tables], is_known))
+        """Have P lease these blocks out; see `Engine.prefill`."""
+        self._pipe.send(("prefill", [list(table) for table in tables], is_known, chunk))
         handoffs: list[KVHandoff] = self._pipe.recv()
         return handoffs
 
@@ -296,8 +298,10 @@ def _prefill_process(pipe: Connection, block_size: int, num_tokens: int) -> None
             engine.step()
             continue
         match pipe.recv():
-            case ("prefill", tables, is_known):
-                pipe.send([engine.prefill(table, is_known=is_known) for table in tables])
+            case ("prefill", tables, is_known, chunk):
+                pipe.send(
+                    [engine.prefill(table, is_known=is_known, chunk=chunk) for table in tables]
+                )
             case ("push", ticket, length, chunk, layer_s):
                 pipe.send(engine.push(ticket, length, chunk, layer_s))
             case ("drive", value):
@@ -314,6 +318,21 @@ def _compute(seconds: float) -> None:
     ends_s = time.monotonic() + seconds
     while time.monotonic() < ends_s:
         torch.mm(a, b)
+
+
+def _step(num_scheduled: dict[RequestId, int], num_computed: list[int]) -> SchedulerOutput:
+    """A step of requests that the workers know."""
+    return SchedulerOutput(
+        step_id=0,
+        new_requests=[],
+        known_requests=KnownRequests(
+            request_ids=list(num_scheduled),
+            new_block_ids=[[] for _ in num_scheduled],
+            num_computed_tokens=num_computed,
+        ),
+        num_scheduled_tokens=num_scheduled,
+        gone_request_ids=[],
+    )
 
 
 def _blocks(block_ids: Sequence[int]) -> list[BlockId]:

@@ -6,16 +6,20 @@ D is this process, P a child of it (`benchmarks.kv_engines`). Prints one JSON ob
 in ms, rates in GB/s. What is compared is interleaved, and compared round by round: ratios are the
 median of those of the rounds, so that a noisy neighbour disturbs both alike.
 
-- `pull`: from the instruction to load until D's report says received, all of it checked:
-  `hand_over` while P takes the digests of the same blocks, `known` where it has them (a shared
-  prefix), `scattered` with neighbours loaded into random blocks. memcpy is torch's, one thread,
-  from one half of D's pool to the other.
+- `pull`: from the instruction to load until D's report says received, all of it checked. P takes
+  digests of each chunk (`chunk` tokens) while it computes the next one, so when the lease begins
+  all are known but those of the last chunk: that is `hand_over`. Beside it `nothing_known`, where
+  P takes all of them while D reads the same blocks (a prompt of one chunk), `known` where it has
+  them all (a shared prefix), and `scattered`, the same with neighbours loaded into random blocks.
+  memcpy is torch's, one thread, from one half of D's pool to the other.
 - `digest_8k`: what digests of 8k tokens take in one thread, beside the least that their prefill
   takes here: the products of one layer of an 8B, measured over 512 tokens, times all of them.
 - `streams`: so many streams of requests, one block each, each with a pause of `think_ms` in the
   mean between two: the hand-over itself, `computing` while D's main thread multiplies matrices;
   `alone` one after another, `wire` bare NIXL moving such a block.
-- `push`: what is left when P has computed the last layer, beside a pull of as many tokens.
+- `push`: what is `left` when P has computed the last layer until D's report says received, all
+  of it checked, beside a pull of as many tokens: what the transfer would take after the prefill.
+  In the first rounds it is learned how the last chunk is best written; `left_ms` is of the others.
 """
 
 from __future__ import annotations
@@ -139,7 +143,7 @@ def percentiles(samples: Sequence[float]) -> dict[str, float]:
     }
 
 
-def pull(block_size: int, num_tokens: int, repeat: int) -> dict[str, Any]:
+def pull(block_size: int, num_tokens: int, chunk: int, repeat: int) -> dict[str, Any]:
     """The rate of whole hand-overs."""
     with pair(block_size, num_tokens) as engines:
         d = engines.d
@@ -149,8 +153,10 @@ def pull(block_size: int, num_tokens: int, repeat: int) -> dict[str, Any]:
         units = np.array(everything, dtype=np.int32)
         bare, half = BareReader(engines), d.layout.num_blocks // 2
 
-        def leased(mine: Sequence[int], *, is_known: bool) -> tuple[float, Received]:
-            (handoff,) = engines.prefill([everything], is_known=is_known)
+        def leased(
+            mine: Sequence[int], *, is_known: bool, chunk: int = 0
+        ) -> tuple[float, Received]:
+            (handoff,) = engines.prefill([everything], is_known=is_known, chunk=chunk)
             return hand_over(engines, handoff, mine)
 
         leased(everything, is_known=False)  # the handshake and the first touch
@@ -158,6 +164,7 @@ def pull(block_size: int, num_tokens: int, repeat: int) -> dict[str, Any]:
             (
                 2 * timed(lambda: d.kv[:half].copy_(d.kv[half : 2 * half])),
                 bare.read(units),
+                leased(everything, is_known=False, chunk=chunk),
                 leased(everything, is_known=False),
                 leased(everything, is_known=True),
                 leased(shuffled, is_known=True),
@@ -174,23 +181,26 @@ def pull(block_size: int, num_tokens: int, repeat: int) -> dict[str, Any]:
         return round(statistics.median(ratios), 3)
 
     memcpy, raw = [r[0] for r in rounds], [r[1] for r in rounds]
-    ours, known = [r[2][0] for r in rounds], [r[3][0] for r in rounds]
-    scattered = [r[4][0] for r in rounds]
+    ours, nothing = [r[2][0] for r in rounds], [r[3][0] for r in rounds]
+    known, scattered = [r[4][0] for r in rounds], [r[5][0] for r in rounds]
     return {
         "block_size": block_size,
         "tokens": num_tokens,
+        "chunk": chunk,
         "mib": num_bytes >> 20,
         "memcpy_gb_s": gb_s(memcpy),
         "nixl_gb_s": gb_s(raw),
         "hand_over_gb_s": gb_s(ours),
+        "nothing_known_gb_s": gb_s(nothing),
         "known_gb_s": gb_s(known),
         "scattered_gb_s": gb_s(scattered),
         "hand_over_of_memcpy": of(ours, memcpy),
+        "nothing_known_of_memcpy": of(nothing, memcpy),
         "known_of_memcpy": of(known, memcpy),
         "scattered_of_memcpy": of(scattered, memcpy),
         "hand_over_of_nixl": of(ours, raw),
         "descriptors_per_gb": round(rounds[0][2][1].num_descriptors / num_bytes * 1e9, 1),
-        "scattered_descriptors_per_gb": round(rounds[0][4][1].num_descriptors / num_bytes * 1e9, 1),
+        "scattered_descriptors_per_gb": round(rounds[0][5][1].num_descriptors / num_bytes * 1e9, 1),
         "digest_ms": percentiles([r[2][1].digest_s for r in rounds])["p50"],
     }
 
@@ -355,7 +365,9 @@ def main() -> None:
     torch.set_num_threads(1)
     block_size = 16
     parts: dict[str, Callable[[], Any]] = {
-        "pull": lambda: [pull(block_size, n, arguments.repeat) for n in arguments.tokens],
+        "pull": lambda: [
+            pull(block_size, n, arguments.chunk, arguments.repeat) for n in arguments.tokens
+        ],
         "digest_8k": lambda: digest(block_size),
         "streams": lambda: streams(
             block_size, arguments.streams, arguments.each, arguments.think_ms / 1e3

@@ -12,7 +12,8 @@ channel, leases and transfers. All of them get the same metadata; what they repo
 through a `Quorum`, so the scheduler half learns of a fact once, when every rank has seen it.
 
 Life of a request at P (`remote_decode`):
-    prefill runs as any other -> `request_finished` returns a signed handoff and the
+    prefill runs as any other; of each chunk but its last the worker half may take note
+    (`chunk_planned`) -> `request_finished` returns a signed handoff and the
     blocks stay leased -> D reads, or releases, or the lease ends -> the worker half
     reports `Settled` -> the scheduler frees the blocks.
 
@@ -261,6 +262,25 @@ class KVConnectorScheduler(abc.ABC):
         Args:
             generations: Of each block; required at P for a request with a ticket, whose table
                 has all blocks of its prompt.
+        """
+
+    def chunk_planned(
+        self,
+        request: RequestView,
+        block_ids: Sequence[BlockId],
+        start_token: int,
+        end_token: int,
+        *,
+        generations: Sequence[int],
+    ) -> None:
+        """The step that is being built computes a chunk of a `remote_decode` prompt, not its last.
+
+        Said before `build_connector_meta` of that step. The request may be preempted or gone
+        before the step has run; its blocks then have other generations once they are used again.
+
+        Args:
+            block_ids, generations: Its table so far, with the chunk's blocks.
+            start_token, end_token: What the step computes.
         """
 
     @abc.abstractmethod

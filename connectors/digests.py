@@ -10,6 +10,7 @@ It knows KV memory and shapes; not who compares what, nor when.
 
 from __future__ import annotations
 
+import itertools
 import threading
 from typing import TYPE_CHECKING
 
@@ -23,7 +24,7 @@ from pdserve.kernels.ops import kv_digests
 from pdserve.wire.transfer import BlockOrder
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
     import numpy.typing as npt
     from torch import Tensor
@@ -40,7 +41,10 @@ class BlockDigests:
     """P's side: the digests of one rank's blocks, taken once for each generation of a block.
 
     Thread-safe; neither the interpreter lock nor its own is held while memory is read. Keeps one
-    generation per block: `num_blocks x layers x heads x 8` bytes at most.
+    generation per block and layer: `num_blocks x layers x (heads x 8 + 12)` bytes.
+
+    A generation that is over is never asked for again (`kvcache.BlockPool`), so what was found in
+    a block that was handed out anew meanwhile, whatever that is, does no harm.
 
     Args:
         kv: This rank's KV memory, contiguous.
@@ -56,12 +60,11 @@ class BlockDigests:
         self._memory = _grid(kv, shape, self._shard)
         self._keys = _keys(shape, self._shard)
         self._lock = threading.Lock()
-        # Of which generation of a block, and of how many of its tokens, the digests are.
-        self._generations = np.full(shape.num_blocks, -1, dtype=np.int64)
-        self._num_tokens = np.zeros(shape.num_blocks, dtype=np.int32)
-        self._digests = np.zeros(
-            (shape.num_blocks, len(self._shard.layers), len(self._shard.heads)), dtype=np.uint64
-        )
+        # Of which generation of a block, and of how many of its tokens, a layer's digests are.
+        places = (shape.num_blocks, len(self._shard.layers))
+        self._generations = np.full(places, -1, dtype=np.int64)
+        self._num_tokens = np.zeros(places, dtype=np.int32)
+        self._digests = np.zeros((*places, len(self._shard.heads)), dtype=np.uint64)
 
     def take(
         self,
@@ -70,17 +73,21 @@ class BlockDigests:
         num_tokens: int,
         *,
         first_token: int = 0,
+        num_layers: int | None = None,
     ) -> None:
         """Compute what is not known of the blocks of the tokens `[first_token, num_tokens)`.
 
         Both tables are whole. The KV of these tokens, and of those before them in the first
-        block, is complete in memory, and the blocks are held by the caller until this returns.
-        For any thread; heavy.
+        block, is complete in memory, and stays there for as long as the blocks have these
+        generations. For any thread; heavy.
+
+        Args:
+            num_layers: So many of this rank's are complete; None = all.
 
         Raises:
             PeerError: The table is too short, or names a block that is not there.
         """
-        self._taken(block_ids, generations, num_tokens, first_token)
+        self._taken(block_ids, generations, num_tokens, first_token, num_layers)
 
     def of(
         self,
@@ -95,8 +102,8 @@ class BlockDigests:
 
         Of the route's layers and heads. The first one covers its block from `first_token` on, the
         last one the tokens before `num_tokens`: D may have computed what lies before `first_token`
-        itself, in other bits. What was not taken is computed now. The blocks are held as for
-        `take`.
+        itself, in other bits. What was not taken is computed now. The blocks are held by the
+        caller until this returns.
 
         Raises:
             PeerError: As `take`.
@@ -122,10 +129,11 @@ class BlockDigests:
         generations: Sequence[int],
         num_tokens: int,
         first_token: int,
+        num_layers: int | None = None,
     ) -> npt.NDArray[np.uint64]:
         """Digests `[blocks, layers, heads]` from the block of `first_token` on; kept if newest."""
         if first_token >= num_tokens:
-            return self._digests[:0]
+            return self._digests[:0, :num_layers]
         size = self._shape.block_size
         first_block = first_token // size
         blocks = block_table(self._shape, block_ids, num_tokens, "P")[first_block:]
@@ -135,30 +143,36 @@ class BlockDigests:
         counts = np.full(len(blocks), size, dtype=np.int32)
         counts[-1] = num_tokens - (first_block + len(blocks) - 1) * size
         with self._lock:
-            is_known = (self._generations[blocks] == wanted) & (self._num_tokens[blocks] == counts)
-            found = self._digests[blocks]
-        missing = np.flatnonzero(~is_known)
-        if not len(missing):
-            return found
-        spans = np.zeros((len(missing), 5), dtype=np.int64)
-        spans[:, 0] = np.arange(len(missing))
-        spans[:, 1] = blocks[missing]
-        spans[:, 3] = counts[missing]
-        found[missing] = self._sums(spans, num_rows=len(missing))
-        with self._lock:
-            is_newest = self._generations[blocks[missing]] <= wanted[missing]
-            newest = missing[is_newest]
-            self._generations[blocks[newest]] = wanted[newest]
-            self._num_tokens[blocks[newest]] = counts[newest]
-            self._digests[blocks[newest]] = found[newest]
+            is_known = (self._generations[blocks, :num_layers] == wanted[:, None]) & (
+                self._num_tokens[blocks, :num_layers] == counts[:, None]
+            )
+            found = self._digests[blocks, :num_layers]
+        for layers in _equal_columns(is_known):
+            missing = np.flatnonzero(~is_known[:, layers.start])
+            if not len(missing):
+                continue
+            spans = np.zeros((len(missing), 5), dtype=np.int64)
+            spans[:, 0] = np.arange(len(missing))
+            spans[:, 1] = blocks[missing]
+            spans[:, 3] = counts[missing]
+            found[missing, layers] = self._sums(spans, num_rows=len(missing), layers=layers)
+            with self._lock:
+                there = self._generations[blocks[missing], layers].max(1)
+                is_newest = there <= wanted[missing]
+                newest = missing[is_newest]
+                self._generations[blocks[newest], layers] = wanted[newest, None]
+                self._num_tokens[blocks[newest], layers] = counts[newest, None]
+                self._digests[blocks[newest], layers] = found[newest, layers]
         return found
 
-    def _sums(self, spans: npt.ArrayLike, *, num_rows: int) -> npt.NDArray[np.uint64]:
+    def _sums(
+        self, spans: npt.ArrayLike, *, num_rows: int, layers: slice = slice(None)
+    ) -> npt.NDArray[np.uint64]:
         """Read memory: digests `[num_rows, layers, heads]` of spans as `kv_digests` takes them."""
         constants = word_constants(self._shape.block_size, _words(self._shape))
         places = torch.from_numpy(np.asarray(spans, dtype=np.int64))
         return (
-            kv_digests(self._memory, places, constants, self._keys, num_rows)
+            kv_digests(self._memory[:, layers], places, constants, self._keys[layers], num_rows)
             .numpy()
             .view(np.uint64)
         )
@@ -261,6 +275,14 @@ def _grid(kv: Tensor, shape: KVShape, shard: Shard) -> Tensor:
     dims = (shape.num_blocks, len(shard.layers), shape.num_planes, *inner, vector_bytes)
     blocks = kv.view(-1).view(torch.uint8).view(dims)
     return blocks if is_hnd else blocks.transpose(3, 4)
+
+
+def _equal_columns(table: npt.NDArray[np.bool_]) -> Iterator[slice]:
+    """Cut the columns of `[rows, columns]` where one differs from the one before it."""
+    cuts = np.flatnonzero((table[:, 1:] != table[:, :-1]).any(0)) + 1
+    edges = [0, *cuts.tolist(), table.shape[1]]
+    for start, stop in itertools.pairwise(edges):
+        yield slice(start, stop)
 
 
 def _bytes_of(taken: npt.NDArray[np.uint64]) -> bytes:

@@ -84,12 +84,18 @@ class Quorum:
         received: list[Received] = []
         failed: list[Failed] = []
         failing: list[Failed] = []
+        registered = [
+            push
+            for push in report.registered
+            if push.nonce not in self._withdrawn
+            and self._pushes.add(push.nonce, True, rank, push) is not None
+        ]
         for lease in report.settled:
             ends = self._leases.add((lease.request_id, lease.nonce), bool(lease.nonce), rank, lease)
             if ends is not None:
                 settled.append(max(ends.values(), key=lambda each: _SEVERITY[each.end]))
                 # A push that was stopped before all ranks of D had registered on all of ours.
-                self._pushes.give_up(lease.nonce)
+                self._pushes.give_up(lease.nonce, is_over=True)
         loads: list[Received | Failed] = [*report.received, *report.failed]
         for load in loads:
             key = load.request_id, load.load_id
@@ -106,12 +112,6 @@ class Quorum:
                     received.append(whole)
                 case Failed() as whole:
                     failed.append(whole)
-        registered = [
-            push
-            for push in report.registered
-            if push.nonce not in self._withdrawn
-            and self._pushes.add(push.nonce, True, rank, push) is not None
-        ]
         withdrawn = [end for end in report.withdrawn if self._is_first(rank, end.nonce, faults)]
         for votes in (self._leases, self._loads, self._pushes):
             faults.update(votes.take_faults())
@@ -171,23 +171,31 @@ class _Votes(Generic[F]):
             return None
         del self._open[key]
         if is_unique:
-            self._over[key] = None
-            if len(self._over) > _MAX_REMEMBERED:
-                self._over.popitem(last=False)
+            self._remember(key)
         return vote
 
     def so_far(self, key: Hashable) -> Mapping[int, F]:
         """What was said in an open vote, by rank."""
         return self._open.get(key, {})
 
-    def give_up(self, key: Hashable) -> None:
-        """Forget an open vote: it will not be complete, and that is no fault."""
-        self._open.pop(key, None)
+    def give_up(self, key: Hashable, *, is_over: bool = False) -> None:
+        """Forget an open vote: it will not be complete, and that is no fault.
+
+        Args:
+            is_over: What comes for it later is a repetition, and opens none again.
+        """
+        if self._open.pop(key, None) is not None and is_over:
+            self._remember(key)
 
     def take_faults(self) -> Counter[str]:
         """What was counted since the last call."""
         faults, self._faults = self._faults, Counter()
         return faults
+
+    def _remember(self, key: Hashable) -> None:
+        self._over[key] = None
+        if len(self._over) > _MAX_REMEMBERED:
+            self._over.popitem(last=False)
 
 
 def _whole(parts: dict[int, Received | Failed]) -> Received | Failed:

@@ -49,6 +49,7 @@ from pdserve.proxy.errors import (
     error_headers,
 )
 from pdserve.proxy.flow import Flow
+from pdserve.proxy.heap import keep_flat
 from pdserve.proxy.legs import DEADLINE_HEADER, Services
 from pdserve.proxy.metrics import Metrics
 from pdserve.proxy.routing import Router
@@ -101,6 +102,7 @@ async def run_proxy(config: ProxyConfig, *, on_ready: Callable[[str], None]) -> 
         loop.add_signal_handler(number, receive, number)
     try:
         on_ready(await proxy.start())
+        keep_flat()
         await stopped.wait()
     finally:
         await proxy.stop(cut=insisted)

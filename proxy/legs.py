@@ -60,6 +60,9 @@ log = logging.getLogger(__name__)
 DEADLINE_HEADER = "X-Pdserve-Deadline"
 """Wall-clock seconds since the Unix epoch after which the answer is of no use."""
 KV_MODE_HEADER = "X-Pdserve-KV-Mode"
+TICKET_S = 120.0
+"""A ticket that comes to its prefill engine after this is not pushed, but pulled. It is sent as
+soon as it is drawn: what has to fit is how far the clocks of two machines may differ."""
 PUSH_PATIENCE_S = 5.0
 """How long a prefill engine is waited for whose receiver says that no KV came: it was told as
 well and hands over soon, unless the two cannot reach each other."""
@@ -448,7 +451,10 @@ class Legs:
 
     def _ticket(self, prefill: Backend, decode: Backend) -> PushTicket:
         ticket = PushTicket(
-            nonce=self._new_nonce(), prefill=_engine_ref(prefill), decode=_engine_ref(decode)
+            nonce=self._new_nonce(),
+            prefill=_engine_ref(prefill),
+            decode=_engine_ref(decode),
+            expires_s=self._story.clock.wall_s() + TICKET_S,
         )
         return ticket.signed(self._config.secret.encode())
 

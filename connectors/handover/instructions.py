@@ -158,13 +158,14 @@ class Instructions(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
 
 
 class Chunk(msgspec.Struct, frozen=True, array_like=True):
-    """What of a pushed request is complete in memory once this step has run.
+    """What of a request that is handed over is complete in memory once this step has run.
 
     Attributes:
+        nonce: The push's; empty if the KV will be pulled, under a nonce that is not drawn yet.
         block_ids: P's whole table so far.
-        start_token: Tokens that were complete before; they were announced already.
+        start_token: Tokens that were complete before; of a push they were announced already.
         end_token: Tokens that are complete after. Only whole blocks are worth writing before
-            the last chunk, whose end is `num_tokens`.
+            the last chunk, whose end is `num_tokens`. There is no last one of what is pulled.
         num_tokens: Of the prompt.
         num_step_tokens: Tokens that the step computes, of all requests.
     """
@@ -180,7 +181,7 @@ class Chunk(msgspec.Struct, frozen=True, array_like=True):
 
 
 class StepInstructions(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What goes with one step."""
+    """What goes with one step: what it computes of prompts that are handed over."""
 
     chunks: list[Chunk] = []
 

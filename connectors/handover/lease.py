@@ -22,10 +22,10 @@ reader or writer is any hashable name.
 from __future__ import annotations
 
 import enum
-from collections import OrderedDict
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, TypeVar
 
+from pdserve.connectors.bygone import LEASES_REMEMBERED, Bygone
 from pdserve.wire.transfer import LeaseEnd, Settled
 
 if TYPE_CHECKING:
@@ -34,8 +34,7 @@ if TYPE_CHECKING:
     from pdserve.wire.ids import BlockId, RequestId
 
 K = TypeVar("K")
-
-_MAX_REMEMBERED = 1 << 16
+V = TypeVar("V")
 
 
 class Verdict(enum.Enum):
@@ -64,6 +63,9 @@ class LeaseTable:
 
     Args:
         lease_s: A lease expires so many seconds after its grant or last heartbeat.
+        remembered_s: For so long it is known that a lease is over, or was released before it was
+            granted; `LEASES_REMEMBERED` leases if not given. Later its nonce is unknown, which
+            is not valid either. Counted from the last time that this table was told.
 
     Attributes:
         num_regrants: Grants of a nonce that was granted before; ignored.
@@ -72,14 +74,16 @@ class LeaseTable:
             settled, so this stays 0.
     """
 
-    def __init__(self, lease_s: float) -> None:
+    def __init__(self, lease_s: float, *, remembered_s: float | None = None) -> None:
         self._lease_s = lease_s
+        self._remembered_s = LEASES_REMEMBERED * lease_s if remembered_s is None else remembered_s
+        self._seen_s = float("-inf")
         self._leases: dict[str, _Lease] = {}
         self._by_block: dict[BlockId, set[str]] = {}
         self._by_request: dict[RequestId, set[str]] = {}
         self._writers: dict[RequestId, set[Hashable]] = {}
-        self._ended: OrderedDict[str, None] = OrderedDict()
-        self._released_early: OrderedDict[str, LeaseEnd] = OrderedDict()
+        self._ended: Bygone[None] = Bygone()
+        self._released_early: Bygone[LeaseEnd] = Bygone()
         self._settled: list[Settled] = []
         self._due_s = float("inf")
         self.num_regrants = 0
@@ -108,6 +112,7 @@ class LeaseTable:
         Args:
             block_ids, generations: What is leased, and how often each had been handed out.
         """
+        self._seen_s = now_s
         if nonce in self._leases or nonce in self._ended:
             self.num_regrants += 1
             return False
@@ -117,7 +122,7 @@ class LeaseTable:
         for block_id in lease.blocks:
             self._by_block.setdefault(block_id, set()).add(nonce)
         self._due_s = min(self._due_s, lease.expires_s)
-        early = self._released_early.pop(nonce, None)
+        early = self._released_early.pop(nonce)
         if early is not None:
             self._finish(nonce, lease, early)
         return True
@@ -177,9 +182,10 @@ class LeaseTable:
         It also follows if the nonce was never granted; then it never will be. A nonce that has
         settled is ignored.
         """
+        self._seen_s = now_s
         if nonce in self._ended:
             return
-        self._released_early.pop(nonce, None)
+        self._released_early.pop(nonce)
         lease = self._leases.get(nonce) or self._add(nonce, request_id, now_s)
         self._finish(nonce, lease, LeaseEnd.ABORTED)
 
@@ -194,18 +200,18 @@ class LeaseTable:
             return Verdict.LOST
         return Verdict.VALID
 
-    def release(self, nonce: str, end: LeaseEnd = LeaseEnd.RELEASED) -> None:
+    def release(self, nonce: str, now_s: float, end: LeaseEnd = LeaseEnd.RELEASED) -> None:
         """Nobody will read this lease. A release that overtakes its grant is remembered."""
+        self._seen_s = now_s
         lease = self._leases.get(nonce)
         if lease is not None:
             self._finish(nonce, lease, end)
         elif nonce not in self._ended:
-            self._released_early[nonce] = end
-            if len(self._released_early) > _MAX_REMEMBERED:
-                self._released_early.popitem(last=False)
+            self._remember(self._released_early, nonce, end)
 
     def expire(self, now_s: float) -> None:
         """End what is overdue and forget readers past their deadline. O(leases) when due."""
+        self._seen_s = now_s
         if now_s < self._due_s:
             return
         for nonce, lease in list(self._leases.items()):
@@ -254,10 +260,11 @@ class LeaseTable:
         for block_id in lease.blocks:
             _discard(self._by_block, block_id, nonce)
         _discard(self._by_request, lease.request_id, nonce)
-        self._ended[nonce] = None
-        if len(self._ended) > _MAX_REMEMBERED:
-            self._ended.popitem(last=False)
+        self._remember(self._ended, nonce, None)
         self._settled.append(Settled(request_id=lease.request_id, end=lease.end, nonce=nonce))
+
+    def _remember(self, book: Bygone[V], nonce: str, value: V) -> None:
+        book.add(nonce, value, now_s=self._seen_s, until_s=self._seen_s + self._remembered_s)
 
 
 def _discard(book: dict[K, set[str]], key: K, nonce: str) -> None:

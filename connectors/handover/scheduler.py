@@ -28,13 +28,13 @@ from __future__ import annotations
 
 import enum
 import itertools
-from collections import OrderedDict
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
 import msgspec
 
 from pdserve.connectors.base import KVConnectorScheduler, Match
+from pdserve.connectors.bygone import Bygone
 from pdserve.connectors.handover.checks import why_not_handoff, why_not_ticket
 from pdserve.connectors.handover.instructions import (
     Chunk,
@@ -60,6 +60,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from pdserve.connectors.base import ConnectorContext, RequestView
+    from pdserve.observe.clock import Clock
     from pdserve.wire.ids import BlockId
     from pdserve.wire.step import SchedulerOutput
     from pdserve.wire.transfer import (
@@ -68,11 +69,11 @@ if TYPE_CHECKING:
         Endpoint,
         EngineRef,
         Failed,
+        PushTicket,
         Received,
     )
 
 _NO_MATCH: Final = Match(0, is_async=False)
-_MAX_REMEMBERED: Final = 1 << 16
 # After these the lease may hold, and what went wrong need not go wrong again.
 _TRIED_AGAIN: Final = (LoadFailure.DIGEST, LoadFailure.TIMEOUT, LoadFailure.PEER_LOST)
 
@@ -119,11 +120,13 @@ class HandoverScheduler(KVConnectorScheduler):
         endpoints: Where this engine's worker halves listen, in rank order; they go into the
             handoffs.
         new_nonce: Returns a string never returned before; unguessable outside of tests.
+        clock: Its wall clock tells which tickets have expired.
 
     Attributes:
         num_unknown_reports: Reports about requests and nonces that have no entry; they are
             ignored.
         num_replayed_tickets: Requests at P whose ticket was seen before; they are pulled.
+        num_expired_tickets: Likewise, whose ticket came after its time.
     """
 
     def __init__(
@@ -132,6 +135,7 @@ class HandoverScheduler(KVConnectorScheduler):
         endpoints: Sequence[Endpoint],
         *,
         new_nonce: Callable[[], str],
+        clock: Clock,
     ) -> None:
         if len(endpoints) != context.num_ranks:
             raise InternalError(
@@ -141,18 +145,21 @@ class HandoverScheduler(KVConnectorScheduler):
         self._context = context
         self._endpoints = list(endpoints)
         self._new_nonce = new_nonce
+        self._clock = clock
         self._block_size = context.layout.block_size
         self._secret = check_secret(host=transfer.host, secret=transfer.secret)
         self._incoming: dict[RequestId, _Incoming] = {}
         self._pushes: dict[str, _Push] = {}
         self._push_of: dict[RequestId, _Push] = {}
-        self._tickets: OrderedDict[str, None] = OrderedDict()
+        self._tickets: Bygone[None] = Bygone()
         self._leased: dict[RequestId, str] = {}
         self._leased_by_nonce: dict[str, RequestId] = {}
         self._staged = Instructions()
+        self._chunks: list[Chunk] = []
         self._load_ids = itertools.count(1)
         self.num_unknown_reports = 0
         self.num_replayed_tickets = 0
+        self.num_expired_tickets = 0
 
     def check_handoff(self, request: RequestView) -> str | None:
         """See `KVConnectorScheduler`."""
@@ -180,7 +187,7 @@ class HandoverScheduler(KVConnectorScheduler):
         if handoff is not None:
             self._watch(request, handoff.nonce, handoff.owner, handoff.lease_s, handoff)
         elif ticket is not None and request.remote_decode:
-            self._expect(request, ticket.nonce, ticket.decode)
+            self._expect(request, ticket)
         elif ticket is not None:
             lease_s = self._context.config.transfer.lease_s
             self._watch(request, ticket.nonce, ticket.prefill, lease_s, None)
@@ -260,10 +267,35 @@ class HandoverScheduler(KVConnectorScheduler):
             )
             self._staged.loads.append(entry.load)
 
+    def chunk_planned(
+        self,
+        request: RequestView,
+        block_ids: Sequence[BlockId],
+        start_token: int,
+        end_token: int,
+        *,
+        generations: Sequence[int],
+    ) -> None:
+        """See `KVConnectorScheduler`. A live push has chunks of its own."""
+        push = self._push_of.get(request.request_id)
+        if push is None or push.stage is not _Stage.LIVE:
+            self._chunks.append(
+                Chunk(
+                    nonce="",
+                    request_id=request.request_id,
+                    block_ids=list(block_ids),
+                    generations=list(generations),
+                    start_token=start_token,
+                    end_token=end_token,
+                    num_tokens=len(request.prompt_token_ids),
+                    num_step_tokens=0,
+                )
+            )
+
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> ConnectorMetadata | None:
         """See `KVConnectorScheduler`. O(requests of the step) if any of them is pushed.
 
-        The first chunk of a request begins with token 0, whatever it found in the prefix cache:
+        The first chunk of a push begins with token 0, whatever it found in the prefix cache:
         D needs that, too.
         """
         scheduled = scheduler_output.num_scheduled_tokens
@@ -274,14 +306,14 @@ class HandoverScheduler(KVConnectorScheduler):
             and request_id in scheduled
             and push.num_told < push.num_tokens
         ]
-        if not pushes:
+        chunks, self._chunks = self._chunks, []
+        if not (pushes or chunks):
             return None
         known = scheduler_output.known_requests
         computed = dict(zip(known.request_ids, known.num_computed_tokens, strict=True))
         computed |= {
             new.request_id: new.num_computed_tokens for new in scheduler_output.new_requests
         }
-        chunks = []
         for push in pushes:
             request_id = push.request_id
             end_token = min(computed[request_id] + scheduled[request_id], push.num_tokens)
@@ -493,16 +525,18 @@ class HandoverScheduler(KVConnectorScheduler):
 
     # ---- at P ------------------------------------------------------------------------
 
-    def _expect(self, request: RequestView, nonce: str, decode: EngineRef) -> None:
+    def _expect(self, request: RequestView, ticket: PushTicket) -> None:
+        nonce, now_s = ticket.nonce, self._clock.wall_s()
+        if ticket.expires_s <= now_s:
+            self.num_expired_tickets += 1
+            return
         if nonce in self._tickets:
             self.num_replayed_tickets += 1
             return
-        self._tickets[nonce] = None
-        if len(self._tickets) > _MAX_REMEMBERED:
-            self._tickets.popitem(last=False)
+        self._tickets.add(nonce, None, now_s=now_s, until_s=ticket.expires_s)
         push = _Push(nonce, request.request_id, len(request.prompt_token_ids))
         self._pushes[nonce] = self._push_of[request.request_id] = push
-        self._staged.expects.append(Expect(nonce, request.request_id, decode))
+        self._staged.expects.append(Expect(nonce, request.request_id, ticket.decode))
 
     def _take_table(
         self, push: _Push, block_ids: Sequence[BlockId], generations: Sequence[int]

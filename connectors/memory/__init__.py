@@ -47,7 +47,7 @@ class MemoryFactory:
         self, context: ConnectorContext, endpoints: list[Endpoint]
     ) -> KVConnectorScheduler:
         """See `ConnectorFactory`."""
-        return HandoverScheduler(context, endpoints, new_nonce=self._new_nonce)
+        return HandoverScheduler(context, endpoints, new_nonce=self._new_nonce, clock=self._clock)
 
     def worker(self, context: ConnectorContext, wake: Callable[[], None]) -> KVConnectorWorker:
         """See `ConnectorFactory`."""

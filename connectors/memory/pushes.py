@@ -56,6 +56,7 @@ class _Push:
     nonce: str
     heard_s: float
     waits_since_s: float = float("inf")
+    incomplete_since_s: float = float("inf")
     request_id: RequestId | None = None
     decode: EngineRef | None = None
     registrations: dict[int, _Registration] = field(default_factory=dict)
@@ -115,18 +116,24 @@ class Pushes:
             if why is not None:
                 self._refuse(each, why)
                 del push.registrations[rank]
+        self._note_incomplete(push, now_s)
 
     def complete(self, chunks: Sequence[Chunk], now_s: float) -> None:
-        """A step has run: what it computed of these may be written."""
+        """A step has run: what it computed of these may be written, or its digests be taken."""
         for chunk in chunks:
             self.hand_out(chunk.block_ids, chunk.generations)
+            size = self._here.context.layout.block_size
+            if not chunk.nonce:  # it will be pulled
+                num_whole = chunk.end_token - chunk.end_token % size
+                self._here.digests.take(chunk.block_ids, chunk.generations, num_whole)
+                continue
             push = self._pushes.get(chunk.nonce)
             if push is None or push.ended is not None:
                 continue
             push.waits_since_s = float("inf")
             push.block_ids, push.generations = chunk.block_ids, chunk.generations
             push.num_tokens, push.complete_s = chunk.num_tokens, now_s
-            size, end = self._here.context.layout.block_size, chunk.end_token
+            end = chunk.end_token
             push.num_complete = end if end == chunk.num_tokens else end - end % size
             self._here.digests.take(chunk.block_ids, chunk.generations, push.num_complete)
             for each in push.registrations.values():
@@ -180,6 +187,7 @@ class Pushes:
             return
         push.heard_s = now_s
         push.registrations[route.dest_rank] = each
+        self._note_incomplete(push, now_s)
 
     def taken(self, nonce: str, dest_rank: int, *, is_valid: bool) -> None:
         """Whether what was written was found to be so; if not, write it once more."""
@@ -255,9 +263,19 @@ class Pushes:
             push.ended = "given up by the decode engine"
         elif push.heard_s + lease_s <= now_s:
             push.ended = f"nothing was heard from the decode engine for {lease_s} s"
+        elif push.incomplete_since_s + lease_s <= now_s:
+            # One of them has given up, perhaps, and another that was not told so waits on.
+            push.ended = f"only some of the decode engine's ranks have registered for {lease_s} s"
         elif max(push.waits_since_s, self.last_step_s) + lease_s <= now_s:
             # The pool may be full of what D would read, had it the blocks that wait for this.
             push.ended = f"the decode engine's blocks wait, and no step has run for {lease_s} s"
+
+    def _note_incomplete(self, push: _Push, now_s: float) -> None:
+        """Note since when some ranks of D have registered, and others have not."""
+        if push.decode is None or not push.registrations or self._is_registered(push):
+            push.incomplete_since_s = float("inf")
+        else:
+            push.incomplete_since_s = min(push.incomplete_since_s, now_s)
 
     def _is_registered(self, push: _Push) -> bool:
         return push.decode is not None and len(push.registrations) == len(

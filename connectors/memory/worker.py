@@ -141,7 +141,7 @@ class MemoryWorker(KVConnectorWorker):
                 self.pushes.stop(stop)
                 self.leases.stop(stop.nonce, stop.request_id, now_s)
             for end in todo.ends:
-                self.leases.release(end.nonce, end.end)
+                self.leases.release(end.nonce, now_s, end.end)
             self._beat(now_s)
         self.wake()
 
@@ -273,7 +273,7 @@ class MemoryWorker(KVConnectorWorker):
     def _release(self, nonce: str, where: EngineRef, end: LeaseEnd) -> None:
         self.unwatch(nonce)
         for owner in self._owners(where):
-            owner.leases.release(nonce, end)
+            owner.leases.release(nonce, self._clock.monotonic_s(), end)
             owner.wake()
 
     def _owners(self, ref: EngineRef) -> Iterator[MemoryWorker]:

@@ -34,7 +34,9 @@ class NixlFactory:
         self, context: ConnectorContext, endpoints: list[Endpoint]
     ) -> KVConnectorScheduler:
         """See `ConnectorFactory`."""
-        return HandoverScheduler(context, endpoints, new_nonce=secrets.token_urlsafe)
+        return HandoverScheduler(
+            context, endpoints, new_nonce=secrets.token_urlsafe, clock=SystemClock()
+        )
 
     def worker(self, context: ConnectorContext, wake: Callable[[], None]) -> KVConnectorWorker:
         """See `ConnectorFactory`."""

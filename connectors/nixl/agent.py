@@ -78,6 +78,7 @@ class NixlAgent:
 
     Raises:
         ConfigError: NIXL or one of the backends is not installed.
+        AgentError: NIXL cannot make it (now).
     """
 
     def __init__(self, name: str, backends: Sequence[str]) -> None:
@@ -95,7 +96,8 @@ class NixlAgent:
             for error in dir(nixl)
             if error.startswith("nixl") and error.endswith("Error")
         )
-        self._agent: Any = nixl.nixlAgent(name, config)
+        with _Typed(self._errors, "create_agent"):
+            self._agent: Any = nixl.nixlAgent(name, config)
         available = self._agent.getAvailPlugins()
         for backend in backends:
             if backend not in available:

@@ -51,6 +51,10 @@ class Dispatcher(Protocol):
         """Under the lock: the next job for a lane that has so many of each peer in flight."""
         ...
 
+    def can_post(self) -> bool:
+        """Under the lock: whether there is a lane that is not broken."""
+        ...
+
     def say_slow(self, job: Job) -> None:
         """`job` was posted and goes on by itself."""
 
@@ -105,7 +109,8 @@ class Lane:
 
     Attributes:
         is_idle: It sleeps until it is roused.
-        to_forget, to_warm_up, is_closing: What it was told; like `is_idle`, under the lock.
+        is_broken: NIXL made no agent for it when it was last asked to.
+        to_forget, to_warm_up, is_closing: What it was told; all of these are under the lock.
     """
 
     def __init__(
@@ -121,6 +126,7 @@ class Lane:
     ) -> None:
         self.thread = threading.Thread(target=self._main, name=f"kv-lane-{number}", daemon=True)
         self.is_idle = False
+        self.is_broken = False
         self.is_closing = False
         self.to_forget: list[Remote] = []
         self.to_warm_up: list[WarmUp] = []
@@ -132,6 +138,9 @@ class Lane:
         self._clock = clock
         self._quarantine_s = quarantine_s
         self._roused = threading.Condition(dispatcher.lock)
+        self._agent: NixlAgent | None = None
+        self._why_broken: AgentError | None = None
+        self._rests_until_s = 0.0
         self._posted: list[_Posted] = []
         self._local: dict[int, Prepared] = {}
         self._known: dict[Remote, _Known] = {}
@@ -147,18 +156,19 @@ class Lane:
     def _main(self) -> None:
         """Run, and let nobody wait for a lane that has died."""
         try:
-            self._agent = self._make_agent()
             try:
                 while self._turn():
                     pass
             finally:
-                self._agent.close()
+                if self._agent is not None:
+                    self._agent.close()
         except Exception as error:  # noqa: BLE001 - told to the engine by `Lanes.deliver`
             _log.exception("kv transfer lane died")
             self._dispatcher.say_death(error)
 
     def _turn(self) -> bool:
         """Take what there is to do, or wait for it; then do it. Returns whether to go on."""
+        self._make_agent_if_due()
         with self._dispatcher.lock:
             job = self._take()
             if job is None and not self._has_orders():
@@ -185,6 +195,8 @@ class Lane:
         return bool(self.is_closing or self.to_forget or self.to_warm_up)
 
     def _take(self) -> Job | None:
+        if self.is_broken and self._dispatcher.can_post():
+            return None
         now_s = self._clock.monotonic_s()
         num_in_flight: dict[Remote, int] = {}
         for posted in self._posted:
@@ -195,11 +207,46 @@ class Lane:
                 num_in_flight[remote] = num_in_flight.get(remote, 0) + 1
         return self._dispatcher.take(num_in_flight)
 
+    # ---- its agent -------------------------------------------------------------------------
+
+    def _make_agent_if_due(self) -> None:
+        """Make an agent if there is none, unless that has failed a moment ago."""
+        if self._agent is not None or self._clock.monotonic_s() < self._rests_until_s:
+            return
+        try:
+            self._agent = self._make_agent()
+        except AgentError as error:
+            self._why_broken = error
+            self._rests_until_s = self._clock.monotonic_s() + _REST_S
+            log_event(
+                _log,
+                "kv lane without an agent",
+                level=logging.ERROR,
+                lane=self._number,
+                reason=error,
+            )
+        with self._dispatcher.lock:
+            self.is_broken = self._agent is None
+
+    def _live_agent(self) -> NixlAgent:
+        """This lane's agent; there is one while anything is posted.
+
+        Raises:
+            AgentError: NIXL has made none.
+        """
+        if self._agent is None:
+            raise self._why_broken or AgentError("the lane has no agent")
+        return self._agent
+
     # ---- transfers -------------------------------------------------------------------------
 
     def _post(self, job: Job) -> None:
-        agent = self._agent
         job.posted_s = self._clock.monotonic_s()
+        self._make_agent_if_due()  # it may have slept for long
+        if self._agent is None:  # nothing is wrong with the peer
+            self._settle(job, str(self._why_broken))
+            return
+        agent = self._agent
         num_descriptors = count_runs(job.remote_units, job.local_units)
         try:
             self._check_bounds(job)
@@ -224,6 +271,10 @@ class Lane:
             self._dispatcher.say_slow(job)
 
     def _warm_up(self, warm_up: WarmUp) -> None:
+        self._make_agent_if_due()
+        if self._agent is None:
+            self._dispatcher.say_warm(warm_up, str(self._why_broken))
+            return
         num_bytes = min(_WARM_UP_BYTES, warm_up.source.num_bytes, self._scratch.num_bytes)
         try:
             known = self._learn(warm_up.remote)
@@ -243,7 +294,7 @@ class Lane:
             self._end(posted, "it was given up")
             return
         try:
-            if self._agent.poll(posted.transfer) is TransferState.IN_PROGRESS:
+            if self._live_agent().poll(posted.transfer) is TransferState.IN_PROGRESS:
                 return
         except AgentError as error:
             self._break(posted.what.remote, error)
@@ -254,7 +305,7 @@ class Lane:
     def _end(self, posted: _Posted, failure: str | None) -> None:
         """What was in flight is not any more."""
         self._posted.remove(posted)
-        self._agent.release(posted.transfer)
+        self._live_agent().release(posted.transfer)
         match posted.what:
             case Job():
                 self._settle(posted.what, failure, posted.num_descriptors)
@@ -303,7 +354,7 @@ class Lane:
     def _prepare_local(self, unit_bytes: int) -> Prepared:
         prepared = self._local.get(unit_bytes)
         if prepared is None:
-            prepared = self._agent.prepare_local(_in_units(self._pool, unit_bytes))
+            prepared = self._live_agent().prepare_local(_in_units(self._pool, unit_bytes))
             self._local[unit_bytes] = prepared
         return prepared
 
@@ -312,7 +363,8 @@ class Lane:
         prepared = known.pool.get(unit_bytes)
         if prepared is None:
             region = _in_units(remote.pool, unit_bytes)
-            prepared = known.pool[unit_bytes] = self._agent.prepare_remote(known.name, region)
+            prepared = self._live_agent().prepare_remote(known.name, region)
+            known.pool[unit_bytes] = prepared
         return prepared
 
     def _learn(self, remote: Remote) -> _Known:
@@ -330,7 +382,7 @@ class Lane:
                 self._unlearn(remote)
         known = self._known.get(remote)
         if known is None:
-            known = self._known[remote] = _Known(self._agent.add_peer(remote.metadata))
+            known = self._known[remote] = _Known(self._live_agent().add_peer(remote.metadata))
         return known
 
     def _break(self, remote: Remote, error: AgentError) -> None:
@@ -359,7 +411,7 @@ class Lane:
         known = self._known.pop(remote, None)
         if known is None:
             return
-        agent = self._agent
+        agent = self._live_agent()
         for forget in (
             *(functools.partial(agent.unprepare, region) for region in known.pool.values()),
             functools.partial(agent.remove_peer, known.name),
@@ -397,7 +449,8 @@ class Lane:
             num_in_flight=len(self._posted),
             reason=reason,
         )
-        self._agent.close()
+        self._live_agent().close()
+        self._agent = None
         posted, self._posted = self._posted, []
         self._local.clear()
         self._known.clear()
@@ -411,7 +464,6 @@ class Lane:
                     self._dispatcher.say_warm(each.what, reason)
                 case _:
                     assert_never(each.what)
-        self._agent = self._make_agent()
 
 
 def _in_units(pool: Region, unit_bytes: int) -> Region:

@@ -14,6 +14,9 @@ is polled on; if it does not settle, its lane takes no other jobs, and once it i
 (or has lasted for too long) the lane's agent is destroyed and made again. That is the one
 certain stop, and ends what else is in flight on that lane, too, as values.
 
+A lane for which NIXL makes no agent is broken: it leaves the jobs to others, or fails them as
+values if there is no other, and asks for an agent again when there is something to do.
+
 Jobs are cut by their owner, to about `PIECE_BYTES`. This module knows no blocks, no leases and
 no messages.
 """
@@ -155,10 +158,10 @@ class Lanes:
         self._num_jobs += 1
         with self._lock:
             self._queues.setdefault(job.remote, deque()).append(job)
-            for lane in self._lanes:
-                if lane.is_idle:
-                    lane.rouse()
-                    break
+            # A broken one may get an agent again, if no other has the time.
+            idle = [lane for lane in self._lanes if lane.is_idle]
+            if idle:
+                min(idle, key=lambda lane: lane.is_broken).rouse()
 
     def abandon(self, tag: Hashable) -> int:
         """Nobody wants the jobs of this tag any more.
@@ -237,6 +240,10 @@ class Lanes:
                 self._taken.add(job)
                 return job
         return None
+
+    def can_post(self) -> bool:
+        """Under the lock: whether there is a lane that is not broken."""
+        return not all(lane.is_broken for lane in self._lanes)
 
     def say_slow(self, job: Job) -> None:
         """`job` was posted and goes on by itself."""

@@ -23,7 +23,7 @@ of these two lives and no others; loads are named by D's `load_id`, which is nev
     Register         ------------>
                      <------------   Accept | Fail
                      <------------   Progress*     (D's patience begins anew with each)
-    [WRITE]
+    [WRITE]          <------------   Progress*     (so much is written: D may check it)
                      <------------   Pushed(handoff, digests)
     Taken            ------------>      (checked; False: write it all once more, or fail)
     Abort            ------------>
@@ -223,17 +223,23 @@ class Accept(msgspec.Struct, frozen=True, tag="accept"):
 
 
 class Progress(msgspec.Struct, frozen=True, tag="progress"):
-    """Said with each chunk, and every sixth of a lease while the request waits at P.
+    """Said with each chunk, as it settles, and every sixth of a lease while P has it.
 
     Attributes:
         num_tokens: Tokens that are written or being written.
         needs_agent: A write did not complete in its post: from here on its transport needs D's
             agent to make progress.
+        num_settled: Tokens that are written: nothing of them is in flight, nor will be, unless D
+            says that they are wrong. D may check them. An edge of P's blocks, or all.
+        layers_end: Of the tokens behind those, up to the last one, the layers before this one
+            (absolute) are written, too.
     """
 
     load_id: int
     num_tokens: int
     needs_agent: bool = False
+    num_settled: int = 0
+    layers_end: int = 0
 
 
 class Pushed(msgspec.Struct, frozen=True, tag="pushed"):

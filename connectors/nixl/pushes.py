@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from pdserve.connectors.handover.instructions import Chunk, Expect, Grant, Stop
     from pdserve.connectors.nixl.protocol import Hello, Register
     from pdserve.connectors.nixl.writing import Part
+    from pdserve.connectors.slicing import Shard
     from pdserve.wire.ids import BlockId
     from pdserve.wire.transfer import EngineRef, KVShape, LeaseEnd
 
@@ -55,10 +56,13 @@ class Push:
 
     Attributes:
         alive_s: When D last gave a sign of life.
+        incomplete_since_s: Since when some ranks of D have registered, and others have not; inf if
+            none has, or all have.
         waits_since_s: Since when D's blocks wait for the first chunk; inf while they do not.
         table: P's blocks and their generations, as far as a chunk or the grant has named them.
         announced: Tokens that are written or being written.
-        layers_end: Layers of the chunk behind them that are being written.
+        chunk_end, layers_end: The end of the chunk behind them, and how many layers of it are
+            written or being written.
         digested: Tokens whose digests are taken.
         num_digesting: Work on digests that has not ended; it reads from the blocks.
         computed_s: When the last chunk was complete.
@@ -72,9 +76,11 @@ class Push:
     expect: Expect | None = None
     parts: dict[tuple[str, str, int], Part] = field(default_factory=dict)
     is_registered: bool = False
+    incomplete_since_s: float = float("inf")
     waits_since_s: float = float("inf")
     table: tuple[list[BlockId], list[int]] = ((), ())  # type: ignore[assignment]
     announced: int = 0
+    chunk_end: int = 0
     layers_end: int = 0
     digested: int = 0
     num_digesting: int = 0
@@ -89,6 +95,25 @@ class Push:
     def is_reading(self) -> bool:
         """Whether something of it reads from P's blocks."""
         return self.num_digesting > 0 or any(part.num_jobs for part in self.parts.values())
+
+
+def written_of(push: Push, part: Part, mine: Shard) -> tuple[int, int]:
+    """What of a push is written to one rank of D, as `Progress` says it.
+
+    Args:
+        mine: What this rank of P has.
+
+    Returns:
+        Tokens of which everything is, and, of those behind them up to the prompt's last, the end
+        of the layers that are; 0 = none.
+    """
+    span = part.first_unsettled
+    if span is None:
+        is_last = push.chunk_end >= part.register.num_tokens
+        is_layerwise = is_last and push.layers_end > 0
+        return push.announced, mine.layers.start + push.layers_end if is_layerwise else 0
+    is_last = span.end_token >= part.register.num_tokens
+    return span.first_token, span.layers.start if is_last and span.layers is not None else 0
 
 
 def why_not_writable(source: KVShape, hello: Hello, message: Register) -> str | None:

@@ -20,9 +20,10 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections import Counter, OrderedDict, deque
+from collections import Counter, deque
 from typing import TYPE_CHECKING
 
+from pdserve.connectors.bygone import LEASES_REMEMBERED, Bygone
 from pdserve.connectors.nixl.destinations import Destinations
 from pdserve.connectors.nixl.protocol import Accept, Fail, Progress, Pushed
 from pdserve.connectors.nixl.pushes import (
@@ -31,6 +32,7 @@ from pdserve.connectors.nixl.pushes import (
     Push,
     why_not_expected,
     why_not_writable,
+    written_of,
 )
 from pdserve.connectors.nixl.writing import Part, PartState, Span
 from pdserve.connectors.slicing import route_between, routes_from, shard_of
@@ -56,7 +58,6 @@ _log = logging.getLogger(__name__)
 
 _PROGRESS_PER_LEASE = 6
 _MAX_PARKED = 4096
-_MAX_REMEMBERED = 1 << 16
 _NEVER = float("inf")
 
 
@@ -94,8 +95,7 @@ class Pushing:
         self._destinations = Destinations(lanes)
         self._pushes: dict[str, Push] = {}
         self._by_request: dict[str, str] = {}
-        self._over: OrderedDict[str, str] = OrderedDict()
-        self._waiting_steps: deque[ChunkStep] = deque()
+        self._over: Bygone[str] = Bygone()
         self.registered: list[Registered] = []
         self.withdrawn: list[Withdrawn] = []
         self.faults: Counter[str] = Counter()
@@ -107,19 +107,12 @@ class Pushing:
         """Pushes that are not over."""
         return len(self._pushes)
 
-    @property
-    def is_polling(self) -> bool:
-        """Whether `tick` waits for a device."""
-        return bool(self._waiting_steps)
-
     def due_s(self) -> float:
         """When `tick` has to be called next. O(pushes x ranks of D)."""
         return min((self._due_s(push) for push in self._pushes.values()), default=_NEVER)
 
     def tick(self) -> None:
         """Do what is due by the clock. O(pushes x ranks of D)."""
-        while self._waiting_steps and _is_ready(self._waiting_steps[0]):
-            self._apply_step(self._waiting_steps.popleft())
         now_s = self._now_s()
         for push in list(self._pushes.values()):
             if push.ending is not None:
@@ -135,8 +128,8 @@ class Pushing:
     def expect(self, expect: Expect) -> None:
         """A request waits for D; take up the registrations that came before."""
         nonce, now_s = expect.nonce, self._now_s()
-        if nonce in self._over:
-            self.withdrawn.append(Withdrawn(nonce=nonce, reason=self._over[nonce]))
+        if (over := self._over.get(nonce)) is not None:
+            self.withdrawn.append(Withdrawn(nonce=nonce, reason=over))
             return
         push = self._pushes.get(nonce)
         if push is None:
@@ -156,10 +149,32 @@ class Pushing:
 
     def on_step(self, step: ChunkStep) -> None:
         """Part of a chunk, or all of it, is complete in memory: write it."""
-        if self._waiting_steps or not _is_ready(step):
-            self._waiting_steps.append(step)
-        else:
-            self._apply_step(step)
+        chunk = step.chunk
+        push = self._pushes.get(chunk.nonce)
+        if push is None or push.ending is not None:
+            return
+        push.waits_since_s = _NEVER
+        if not push.is_registered or any(
+            part.register.num_tokens != chunk.num_tokens for part in push.parts.values()
+        ):
+            self.faults["push_unexpected"] += 1
+            self._end(push, f"{chunk.num_tokens} tokens are computed, D has registered others")
+            return
+        is_last = chunk.end_token >= chunk.num_tokens
+        end = chunk.num_tokens if is_last else self._block_edge(chunk.end_token)
+        push.table = (chunk.block_ids, chunk.generations)
+        if end > push.announced:
+            self._write_layers(push, end, step)
+        if not step.is_over:
+            return
+        if is_last:
+            push.computed_s, push.last_step = step.ended_s, step
+        if end > push.announced:
+            self._digest(push, push.announced, end)
+            push.announced, push.layers_end = end, 0
+        self._tell_progress(push)
+        for part in list(push.parts.values()):
+            self._say_if_pushed(push, part)
 
     def grant(self, grant: Grant) -> None:
         """The request is finished; under its push's nonce, D gets the handoff with the last byte.
@@ -198,8 +213,8 @@ class Pushing:
     def register(self, destination: Destination, message: Register) -> None:
         """D has blocks for it."""
         nonce = message.nonce
-        if nonce in self._over:
-            destination.send(Fail(message.load_id, f"the push is over: {self._over[nonce]}"))
+        if (over := self._over.get(nonce)) is not None:
+            destination.send(Fail(message.load_id, f"the push is over: {over}"))
             return
         push = self._pushes.get(nonce)
         known = None if push is None else push.parts.get(destination.life)
@@ -365,41 +380,15 @@ class Pushing:
         }
         if wanted <= accepted:
             push.is_registered = True
-            push.waits_since_s = self._now_s()
+            push.incomplete_since_s, push.waits_since_s = _NEVER, self._now_s()
             self.registered.append(Registered(nonce=push.nonce))
             # From now on its request may run, and what it computes be written until it is over:
             # a lease that ends before the first chunk has come here settles no earlier.
             self._leases.begin_write(push.expect.request_id, push)
+        elif push.parts:
+            push.incomplete_since_s = min(push.incomplete_since_s, self._now_s())
 
     # ---- writing -----------------------------------------------------------------------
-
-    def _apply_step(self, step: ChunkStep) -> None:
-        chunk = step.chunk
-        push = self._pushes.get(chunk.nonce)
-        if push is None or push.ending is not None:
-            return
-        push.waits_since_s = _NEVER
-        if not push.is_registered or any(
-            part.register.num_tokens != chunk.num_tokens for part in push.parts.values()
-        ):
-            self.faults["push_unexpected"] += 1
-            self._end(push, f"{chunk.num_tokens} tokens are computed, D has registered others")
-            return
-        is_last = chunk.end_token >= chunk.num_tokens
-        end = chunk.num_tokens if is_last else self._block_edge(chunk.end_token)
-        push.table = (chunk.block_ids, chunk.generations)
-        if end > push.announced:
-            self._write_layers(push, end, step)
-        if not step.is_over:
-            return
-        if is_last:
-            push.computed_s, push.last_step = step.ended_s, step
-        if end > push.announced:
-            self._digest(push, push.announced, end)
-            push.announced, push.layers_end = end, 0
-        self._tell_progress(push)
-        for part in list(push.parts.values()):
-            self._say_if_pushed(push, part)
 
     def _write_layers(self, push: Push, end: int, step: ChunkStep) -> None:
         """Write what the step has made complete: some layers, or all, of the chunk's tokens."""
@@ -411,10 +400,12 @@ class Pushing:
         layers = None if is_whole else range(start + push.layers_end, start + layers_end)
         if push.layers_end == 0 and not step.is_over:
             self._tell_progress(push, num_tokens=end)
-        push.layers_end = layers_end
+        push.chunk_end, push.layers_end = end, layers_end
         for part in list(push.parts.values()):
             part.add(Span(push.announced, end, layers))
             self._pump(push, part)
+        if not (step.is_over or push.num_digesting or push.ending):
+            self._digest(push, push.announced, end, num_layers=layers_end)
 
     def _pump(self, push: Push, part: Part) -> None:
         try:
@@ -432,7 +423,7 @@ class Pushing:
         """Have D's agent driven. One that is not needed would only take time from D's steps."""
         if not (part.needs_agent or part.is_through):
             part.needs_agent = True
-            part.destination.send(Progress(part.register.load_id, push.announced, needs_agent=True))
+            self._say_progress(push, part)
 
     def _on_settled(self, push: Push, part: Part, settled: Settled) -> None:
         if push.ending is not None:
@@ -446,19 +437,26 @@ class Pushing:
         if part.is_idle:
             self._observe(push)
             self._say_if_pushed(push, part)
+        if part.state is PartState.ACCEPTED and written_of(push, part, self._shard) > part.told:
+            self._say_progress(push, part)
 
-    def _digest(self, push: Push, first_token: int, end_token: int) -> None:
+    def _digest(
+        self, push: Push, first_token: int, end_token: int, *, num_layers: int | None = None
+    ) -> None:
         """Take the digests of what has become complete, off this thread."""
         block_ids, generations = push.table
         push.num_digesting += 1
 
         def work() -> Callable[[], None]:
-            self._digests.take(block_ids, generations, end_token, first_token=first_token)
+            self._digests.take(
+                block_ids, generations, end_token, first_token=first_token, num_layers=num_layers
+            )
             return done
 
         def done() -> None:
             push.num_digesting -= 1
-            push.digested = max(push.digested, end_token)
+            if num_layers is None:
+                push.digested = max(push.digested, end_token)
             if push.ending is not None:
                 self._settle(push)
                 return
@@ -557,7 +555,7 @@ class Pushing:
             self.withdrawn.append(Withdrawn(nonce=push.nonce, reason=push.ending))
             log_event(_log, "kv push withdrawn", nonce=push.nonce, reason=push.ending)
         if push.release is not None:
-            self._leases.release(push.nonce, push.release)
+            self._leases.release(push.nonce, now_s, push.release)
 
     # ---- the clock ---------------------------------------------------------------------
 
@@ -568,6 +566,9 @@ class Pushing:
             return f"no request came for it in {lease_s:.1f} s" if late else None
         if now_s >= push.alive_s + lease_s:
             return f"no sign of life from {push.expect.decode.engine_id} for {lease_s:.1f} s"
+        if now_s >= push.incomplete_since_s + lease_s:
+            # One of its ranks has given up, perhaps, and another that was not told so waits on.
+            return f"only some of D's ranks have registered for {lease_s:.1f} s"
         if now_s >= self._stuck_at_s(push):
             # Its pool may be full of what D would read, had it the blocks that wait for this.
             return f"D's blocks wait, and no step has run here for {lease_s:.1f} s"
@@ -580,8 +581,9 @@ class Pushing:
             return _NEVER
         since_s = push.since_s if push.expect is None else push.alive_s
         untils_s = (part.until_s for part in push.parts.values())
-        stuck_s = self._stuck_at_s(push)
-        return min(since_s + self._transfer.lease_s, stuck_s, push.next_progress_s, *untils_s)
+        lease_s, stuck_s = self._transfer.lease_s, self._stuck_at_s(push)
+        since_s = min(since_s, push.incomplete_since_s)
+        return min(since_s + lease_s, stuck_s, push.next_progress_s, *untils_s)
 
     def _stuck_at_s(self, push: Push) -> float:
         """When a push that has not begun is given up, for nothing goes on at this engine."""
@@ -589,10 +591,22 @@ class Pushing:
 
     def _tell_progress(self, push: Push, num_tokens: int = 0) -> None:
         push.next_progress_s = self._now_s() + self._progress_s
-        num_tokens = max(num_tokens, push.announced)
         for part in push.parts.values():
             if not part.is_through:
-                part.destination.send(Progress(part.register.load_id, num_tokens))
+                self._say_progress(push, part, num_tokens)
+
+    def _say_progress(self, push: Push, part: Part, num_tokens: int = 0) -> None:
+        """Tell D how far it is; `num_tokens` are about to be written."""
+        num_settled, layers_end = part.told = written_of(push, part, self._shard)
+        part.destination.send(
+            Progress(
+                load_id=part.register.load_id,
+                num_tokens=max(num_tokens, push.announced),
+                needs_agent=part.needs_agent,
+                num_settled=num_settled,
+                layers_end=layers_end,
+            )
+        )
 
     # ---- small answers -----------------------------------------------------------------
 
@@ -614,13 +628,9 @@ class Pushing:
         return num_tokens - num_tokens % self._shape.block_size
 
     def _remember(self, nonce: str, reason: str) -> None:
-        self._over[nonce] = reason
-        if len(self._over) > _MAX_REMEMBERED:
-            self._over.popitem(last=False)
+        now_s = self._now_s()
+        until_s = now_s + LEASES_REMEMBERED * self._transfer.lease_s
+        self._over.add(nonce, reason, now_s=now_s, until_s=until_s)
 
     def _now_s(self) -> float:
         return self._clock.monotonic_s()
-
-
-def _is_ready(step: ChunkStep) -> bool:
-    return step.is_ready is None or step.is_ready()

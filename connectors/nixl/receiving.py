@@ -10,6 +10,9 @@ There is one part for each rank of P that has KV for this rank. From SENT on the
 write; they are this engine's again when the part is GOOD or OVER. A reservation ends, in one
 report, when all its parts are.
 
+What P says to be written is checked while P goes on (`checking`), beside this thread; when P has
+said its digests (`Pushed`), only the rest is left. What is written once more is checked whole.
+
 A LOST part may still be written: by what is in flight, or by a P that only hung. What ends that
 for certain is the end of the agent that P writes to (`fence`), unless P writes to this memory
 behind the agent's back, as transports within one host do (`processes`). Such a P must answer or
@@ -27,7 +30,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
-from pdserve.connectors.digests import digests_of
+from pdserve.connectors.nixl.checking import Check
 from pdserve.connectors.nixl.processes import is_alive, writes_directly
 from pdserve.connectors.nixl.protocol import Abort, Register, Taken
 from pdserve.connectors.slicing import routes_to
@@ -44,6 +47,7 @@ if TYPE_CHECKING:
     from pdserve.connectors.base import ConnectorContext
     from pdserve.connectors.handover.instructions import Reserve
     from pdserve.connectors.nixl.background import Background
+    from pdserve.connectors.nixl.checking import Piece
     from pdserve.connectors.nixl.parties import PeerId
     from pdserve.connectors.nixl.protocol import Accept, Fail, Process, Progress, Pushed
     from pdserve.connectors.slicing import Route
@@ -95,14 +99,19 @@ class _Part:
 
     Attributes:
         alive_s: P's last sign of life.
+        check: The digests of what P has written.
+        is_taking: One of its pieces is being taken.
         needs_agent: P's transport does not write without this side's agent.
         asked_s: When P was last asked to end it.
         lost_s: Since when it is LOST.
+        digest_s: What of the check came after `pushed`.
     """
 
     route: Route
+    check: Check
     state: PartState = PartState.WAITING
     alive_s: float = 0.0
+    is_taking: bool = False
     needs_agent: bool = False
     was_rewritten: bool = False
     asked_s: float = _NEVER
@@ -216,7 +225,9 @@ class Receiving:
         except PeerError as error:
             self._give_up(reservation, LoadFailure.INCOMPATIBLE, str(error))
             return
-        reservation.parts = {route.source_rank: _Part(route) for route in routes}
+        reservation.parts = {
+            route.source_rank: _Part(route, self._new_check(reserve, route)) for route in routes
+        }
         self._line.meet(reserve.owner)
         for rank, part in list(reservation.parts.items()):
             self._register(reservation, rank, part)
@@ -258,9 +269,12 @@ class Receiving:
         part.needs_agent |= message.needs_agent
         if message.num_tokens > 0:
             reservation.began_s = min(reservation.began_s, part.alive_s)
+        if part.state in (PartState.SENT, PartState.ACCEPTED) and not part.was_rewritten:
+            part.check.settle(message.num_settled, message.layers_end)
+            self._go_on_checking(reservation, peer.rank, part)
 
     def on_pushed(self, peer: PeerId, message: Pushed) -> None:
-        """P has written everything; check it, beside this thread."""
+        """P has written everything; check what is left of it."""
         found = self._find(peer, message.load_id, PartState.SENT, PartState.ACCEPTED)
         if found is None:
             return
@@ -277,7 +291,8 @@ class Receiving:
             self._give_up(reservation, LoadFailure.LEASE_LOST, why)
             return
 
-        self._check(reservation, peer.rank, part, message.digests)
+        part.check.settle_all()
+        self._go_on_checking(reservation, peer.rank, part)
 
     def on_fail(self, peer: PeerId, message: Fail) -> None:
         """P writes nothing any more."""
@@ -319,34 +334,55 @@ class Receiving:
             part.state, part.alive_s = PartState.SENT, self._now_s()
             part.process = self._line.process_of(reserve.owner, rank)
 
-    def _check(self, reservation: _Reservation, rank: int, part: _Part, expected: bytes) -> None:
-        """Compare what is in the blocks with what P says, when all is there and not before."""
-        reserve = reservation.reserve
+    def _new_check(self, reserve: Reserve, route: Route) -> Check:
+        return Check(
+            self._kv,
+            reserve.owner.shape,
+            self._shape,
+            route,
+            reserve.local_block_ids,
+            first_token=reserve.first_token,
+            num_tokens=reserve.num_tokens,
+        )
+
+    def _go_on_checking(self, reservation: _Reservation, rank: int, part: _Part) -> None:
+        """Take the digests of what is written; when they are all, and P's are here, compare."""
+        is_wanted = part.state in (PartState.SENT, PartState.ACCEPTED, PartState.CHECKING)
+        if part.is_taking or not is_wanted or reservation.failure is not None:
+            return
+        check = part.check
+        piece = check.next_piece()
+        if piece is None:
+            if part.state is PartState.CHECKING and part.pushed is not None:
+                self._on_checked(reservation, rank, part, part.pushed)
+            return
 
         def work() -> Callable[[], None]:
             began_s = self._clock.monotonic_s()
-            is_equal = not part.route or expected == digests_of(
-                self._kv,
-                reserve.owner.shape,
-                self._shape,
-                part.route,
-                reserve.local_block_ids,
-                first_token=reserve.first_token,
-                num_tokens=reserve.num_tokens,
-            )
+            found = check.take(piece)
             digest_s = self._clock.monotonic_s() - began_s
-            return functools.partial(self._on_checked, reservation, rank, part, is_equal, digest_s)
+            return functools.partial(self._on_taken, reservation, rank, piece, found, digest_s)
 
+        part.is_taking = True
         self._background.submit(work)
 
-    def _on_checked(
-        self, reservation: _Reservation, rank: int, part: _Part, is_equal: bool, digest_s: float
+    def _on_taken(
+        self, reservation: _Reservation, rank: int, piece: Piece, found: bytes, digest_s: float
     ) -> None:
-        """The digests of what a rank of P has written were compared with its own."""
+        """Digests of some of what a rank of P has written are taken."""
+        part = reservation.parts[rank]
+        part.is_taking = False
+        part.check.add(piece, found)
+        if part.state is PartState.CHECKING:
+            part.digest_s += digest_s
+        self._go_on_checking(reservation, rank, part)
+
+    def _on_checked(
+        self, reservation: _Reservation, rank: int, part: _Part, pushed: Pushed
+    ) -> None:
+        """All digests of what a rank of P has written are taken: compare them with its own."""
         reserve = reservation.reserve
-        if part.state is not PartState.CHECKING:
-            return
-        part.digest_s += digest_s
+        is_equal = part.check.found == pushed.digests
         was_heard = self._line.send_to(reserve.owner, rank, Taken(reserve.load_id, is_equal))
         if is_equal:
             part.state = PartState.GOOD
@@ -371,7 +407,8 @@ class Receiving:
         if part.was_rewritten:
             # It is answered by `Fail`.
             self._give_up(reservation, LoadFailure.DIGEST, detail)
-        part.was_rewritten = True
+        # Nothing is settled before P has said so of what it writes now, and that it says last.
+        part.was_rewritten, part.check = True, self._new_check(reserve, part.route)
 
     def _give_up(self, reservation: _Reservation, reason: LoadFailure, detail: str) -> None:
         """End a reservation without KV, once no rank of P can be writing any more."""

@@ -5,8 +5,9 @@ the lease was still valid after its last byte, and what the bytes should be. For
 nothing itself; at most it drives its NIXL agent while a D's transport needs it
 (`needs_progress`). What Ds say of pushes goes to `pushing`.
 
-Digests are taken beside this thread, from the grant on; a `Done` that comes before they are
-waits for them. Whoever may be reading from a block, the digests too, holds off its lease's end.
+Digests are taken beside this thread, with the steps of a prompt (`steps`), and from the grant on
+those that are left; a `Done` that comes before they are waits for them. Whoever may be reading
+from a leased block, the digests too, holds off its lease's end.
 """
 
 from __future__ import annotations
@@ -42,6 +43,7 @@ from pdserve.connectors.nixl.protocol import (
     Welcome,
 )
 from pdserve.connectors.nixl.pushing import Pushing
+from pdserve.connectors.nixl.steps import Steps
 from pdserve.connectors.slicing import mismatch, route_between
 from pdserve.errors import PeerError
 from pdserve.observe.log import log_event
@@ -118,6 +120,7 @@ class Server:
 
     Attributes:
         pushing: What is written for Ds.
+        steps: Where it is said what steps have computed.
         faults: What peers sent that they should not have, by kind, since whoever reports
             it last emptied this.
     """
@@ -155,6 +158,12 @@ class Server:
             digests=digests,
             background=background,
             clock=clock,
+        )
+        self.steps = Steps(
+            on_pushed=self.pushing.on_step,
+            digests=digests,
+            background=background,
+            block_size=context.shape.block_size,
         )
 
     @property
@@ -198,7 +207,10 @@ class Server:
         )
 
     def grant(self, grant: Grant) -> None:
-        """Start a lease and take its digests; a repeated one is counted and ignored."""
+        """Start a lease and take what is not known of its digests.
+
+        A repeated one is counted and ignored.
+        """
         now_s, num_reused = self._clock.monotonic_s(), self._leases.num_reused
         is_first = self._leases.grant(
             grant.nonce,
@@ -228,7 +240,7 @@ class Server:
 
     def end(self, nonce: str, end: LeaseEnd) -> None:
         """End a lease from this side."""
-        self._leases.release(nonce, end)
+        self._leases.release(nonce, self._clock.monotonic_s(), end)
 
     def stop(self, stop: Stop) -> None:
         """Stop a push from this side; `Settled` follows."""
@@ -237,6 +249,7 @@ class Server:
     def tick(self) -> None:
         """Do what is due by the clock. O(clients + leases + parked + pushes)."""
         now_s = self._clock.monotonic_s()
+        self.steps.tick()
         self.pushing.tick()
         self._leases.expire(now_s)
         overdue = [entry for entry in self._parked if entry.until_s <= now_s]
@@ -292,7 +305,7 @@ class Server:
                 self._end_read(client, message.read_id, message.nonce)
             case Release():
                 if not self.pushing.released(message.nonce, message.end):
-                    self._leases.release(message.nonce, message.end)
+                    self._leases.release(message.nonce, now_s, message.end)
             case Register() | Taken() | Abort():
                 self._on_push(client, message)
             case Bye():

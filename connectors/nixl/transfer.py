@@ -178,7 +178,7 @@ class TransferThread:
         self._reactor.wake()
 
     def submit_step(self, step: ChunkStep) -> None:
-        """Say that KV of a pushed request is complete. Never blocks."""
+        """Say that KV of a chunk is complete. Never blocks."""
         self._steps.append(step)
         self._reactor.wake()
 
@@ -258,13 +258,13 @@ class TransferThread:
         """Wait for something, or for the next time to drive the target; then do all there is."""
         peers, server, lanes = self._peers, self._server, self._lanes
         is_driving = (
-            server.needs_progress or self._receiving.needs_progress or server.pushing.is_polling
+            server.needs_progress or self._receiving.needs_progress or server.steps.is_polling
         )
         was_ready = self._reactor.wait(0 if is_driving else self._timeout_s())
         while self._inbox:
             self._apply(Instructions.from_metadata(self._inbox.popleft()))
         while self._steps:
-            server.pushing.on_step(self._steps.popleft())
+            server.steps.add(self._steps.popleft())
         if is_driving:
             self._drive()
         moved = lanes.deliver() | self._background.deliver()
@@ -381,8 +381,12 @@ class TransferThread:
         role, rank = self._context.config.role.value, self._context.rank
         name = f"{role}-{socket.gethostname()}-{rank}-{part}{uuid.uuid4().hex}"
         agent = NixlAgent(name, self._context.config.transfer.backends)
-        for region in (self._pool_region, self._scratch_region):
-            agent.register(region)
+        try:
+            for region in (self._pool_region, self._scratch_region):
+                agent.register(region)
+        except AgentError:
+            agent.close()
+            raise
         return agent
 
     def _use_device(self) -> None:

@@ -92,7 +92,7 @@ class NixlWorker(KVConnectorWorker):
         self._started().submit(metadata)
 
     def start_load_kv(self, metadata: ConnectorMetadata) -> None:
-        """See `KVConnectorWorker`. Of this connector it is what the step computes for pushes."""
+        """See `KVConnectorWorker`: what the step computes of prompts that are handed over."""
         observations = self._started().observations
         while observations:
             seen = observations.popleft()

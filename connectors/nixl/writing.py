@@ -48,6 +48,14 @@ class Span:
     layers: range | None
 
 
+@dataclass(slots=True, eq=False)
+class _Begun:
+    """A span of which `num_jobs` have not settled."""
+
+    span: Span
+    num_jobs: int = 0
+
+
 class Part:
     """One rank of D. Compared by identity; it is the tag of its jobs.
 
@@ -58,6 +66,7 @@ class Part:
         needs_agent: D was told that its agent is needed.
         until_s: When D must have answered.
         num_bytes, num_descriptors: What was written.
+        told: What D knows to be written: tokens and layers, as in `Progress`.
     """
 
     def __init__(self, destination: Destination, register: Register, route: Route) -> None:
@@ -74,12 +83,21 @@ class Part:
         self.was_rewritten = False
         self.num_bytes = 0
         self.num_descriptors = 0
+        self.told = (0, 0)
         self._todo: deque[Span] = deque()
+        self._begun: list[_Begun] = []
 
     @property
     def is_through(self) -> bool:
         """Whether D needs nothing more of it: it has it, or was told that it failed."""
         return self.state in (PartState.TAKEN, PartState.OVER)
+
+    @property
+    def first_unsettled(self) -> Span | None:
+        """The first span that is not written yet; what was given before it is."""
+        if self._begun:
+            return self._begun[0].span
+        return self._todo[0] if self._todo else None
 
     @property
     def is_idle(self) -> bool:
@@ -129,9 +147,13 @@ class Part:
                     num_tokens=span.end_token,
                     layers=span.layers,
                 )
+                begun = _Begun(span)
                 for piece in units.parts(PIECE_BYTES):
+                    if not begun.num_jobs:
+                        self._begun.append(begun)
+                    begun.num_jobs += 1
                     self.num_jobs += 1
-                    told = functools.partial(self._on_settled, piece.num_bytes, on_settled)
+                    told = functools.partial(self._on_settled, begun, piece.num_bytes, on_settled)
                     lanes.submit(
                         Job(
                             tag=self,
@@ -152,12 +174,16 @@ class Part:
 
     def _on_settled(
         self,
+        begun: _Begun,
         num_bytes: int,
         on_settled: Callable[[Part, Settled], None],
         settled: Settled,
     ) -> None:
         self.num_jobs -= 1
+        begun.num_jobs -= 1
         if settled.failure is None:
+            if not begun.num_jobs:
+                self._begun.remove(begun)
             self.last_s = max(self.last_s, settled.moved_s)
             self.num_bytes += num_bytes
             self.num_descriptors += settled.num_descriptors

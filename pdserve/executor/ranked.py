@@ -12,6 +12,7 @@ and ends whoever is behind it, and notices when one has ended.
 from __future__ import annotations
 
 import logging
+import os
 import time
 from collections import deque
 from typing import TYPE_CHECKING, NoReturn, Protocol
@@ -21,7 +22,7 @@ import msgspec
 from pdserve.connectors.quorum import Quorum
 from pdserve.errors import ConfigError, InternalError
 from pdserve.executor.base import RankDiedError
-from pdserve.executor.channel import Waiter
+from pdserve.executor.channel import Waiter, make_doorbell
 from pdserve.executor.messages import (
     Close,
     FromRank,
@@ -110,6 +111,8 @@ class RankedExecutor:
         self._waiter = Waiter(spin_s=0.0)
         hub.wake_on(self._waiter)
         posts.wake_on(self._waiter)
+        self._again_fd = make_doorbell()
+        self._waiter.hear(self._again_fd)
         self._infos: dict[int, WorkerInfo] = {}
         self._listening: set[int] = set()
         self._num_posts = 0
@@ -159,7 +162,12 @@ class RankedExecutor:
         """See `Executor`."""
         self._refuse_if_broken()
         if not self._done:
+            num_reports = len(self._reports)
             self._look()
+            if len(self._reports) > num_reports:
+                # Who asks for results next may ask for reports no more before it sleeps, and
+                # what announced these has been consumed.
+                os.eventfd_write(self._again_fd, 1)
         return self._done.popleft() if self._done else None
 
     def poll_report(self) -> ConnectorReport | None:
@@ -178,6 +186,7 @@ class RankedExecutor:
         self._ranks.kill()
         self._ranks.close()
         self._waiter.close()
+        os.close(self._again_fd)
         self._hub.close()
         self._posts.close()
 

@@ -435,6 +435,8 @@ class Scheduler:
                 if request.times.load_ready_s is not None:
                     ready_s = request.times.load_ready_s
                     request.times.step_wait_s = self._inflight.step_wait_s(ready_s, now_s)
+            if request.remote_decode:
+                self._transfers.tell_of_chunk(request, num_tokens)
             request.num_computed_tokens += num_tokens
             after[request.request_id] = request.num_computed_tokens
             if request.num_computed_tokens == request.num_tokens:

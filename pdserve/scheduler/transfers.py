@@ -87,6 +87,16 @@ class Transfers:
         is_read = self._connector.request_aborted(request)
         self._roster.end(request, now_s, why, is_read=is_read)
 
+    def tell_of_chunk(self, request: Request, num_tokens: int) -> None:
+        """The step that is built computes so many tokens of it; a prompt's last are its lease's."""
+        start = request.num_computed_tokens
+        if request.holding is not None and start + num_tokens < len(request.prompt_token_ids):
+            blocks = request.holding.blocks
+            generations = self._kv.pool.generations_of(blocks)
+            self._connector.chunk_planned(
+                request, blocks, start, start + num_tokens, generations=generations
+            )
+
     def lease(self, request: Request, now_s: float) -> bool:
         """Finish a prefill by leasing its blocks out; False if the connector does not."""
         assert request.holding is not None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import enum
 import hashlib
 import hmac
+import math
 
 import msgspec
 
@@ -75,11 +76,14 @@ class PushTicket(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     Attributes:
         nonce: Unique for ever; becomes the nonce of the lease at P.
+        expires_s: Unix time from which P begins no push under it. Until then P remembers that it
+            has seen the ticket; without one for as long as it has room to.
     """
 
     nonce: str
     prefill: EngineRef
     decode: EngineRef
+    expires_s: float = math.inf
     signature: str = ""
 
     def signed(self, secret: bytes) -> PushTicket:

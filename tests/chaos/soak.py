@@ -6,7 +6,11 @@ Two prefill engines, two decode engines and a proxy serve a bounded load of stre
 which hang up. Every minute one prefill and one decode engine are killed and started again; the
 other two, and the proxy, live through all of it, and their resident memory is watched. Prints a
 line a minute, and at the end one JSON object: wrong tokens, requests without a final state, blocks
-not free, and the slope of each survivor's memory.
+not free, and the slope of each survivor's memory, in bytes for each request that ended, over the
+second half of the run: what is remembered up to a number or for a time has reached its size then.
+The last line is the verdict; the exit code is 0 if nothing speaks against it, else 1.
+
+An engine that is slow to come back is waited for and reported: a busy machine is no fault.
 """
 
 from __future__ import annotations
@@ -39,10 +43,14 @@ LEAVE_SHARE = 0.2
 KILL_EVERY_S = 60.0
 SAMPLE_EVERY_S = 5.0
 HANG_S = 90.0
-START_S = 300.0
-"""An engine that starts under this load, and others', takes what it takes."""
+START_S = 120.0
+"""An engine that starts under this load, and others', takes what it takes; longer is reported."""
 WARM_UP_S = 120.0
-"""Memory counts from here on: pools, caches and buffers have reached their size."""
+"""Memory counts from here on at the earliest: pools, caches and buffers have reached their size."""
+FLAT_BYTES_PER_REQUEST = 100.0
+"""Less is not told from the noise of resident memory: one MiB in ten thousand requests."""
+MIN_SAMPLES = 12
+"""A slope over fewer is none."""
 
 SURVIVORS = ("proxy", "prefill1", "decode1")
 VICTIMS = ("prefill", "decode")
@@ -58,7 +66,8 @@ class Soak:
     ends: Counter[str] = field(default_factory=Counter)
     num_wrong_tokens: int = 0
     num_kills: int = 0
-    rss: dict[str, list[tuple[float, float]]] = field(default_factory=dict)
+    late_starts: list[str] = field(default_factory=list)
+    rss: dict[str, list[tuple[float, int, float]]] = field(default_factory=dict)
 
     def prompt(self, index: int) -> list[int]:
         """One of a fixed set; some begin alike."""
@@ -80,26 +89,62 @@ class Soak:
         )
 
     def sample(self, at_s: float) -> None:
-        """Note the survivors' resident memory, in MiB."""
+        """Note the survivors' resident memory, in MiB, and how many requests have ended."""
         for name in SURVIVORS:
             total = sum(
                 process.memory_info().rss for process in self.deployment.processes[name].family()
             )
-            self.rss.setdefault(name, []).append((at_s, total / (1 << 20)))
+            each = (at_s, self.ends.total(), total / (1 << 20))
+            self.rss.setdefault(name, []).append(each)
 
-    def slopes(self) -> dict[str, dict[str, float]]:
-        """MiB at the beginning and the end, and MiB per minute between, by least squares."""
-        found = {}
-        for name, samples in self.rss.items():
-            settled = [s for s in samples if s[0] >= WARM_UP_S] or samples
-            at, mib = np.array(settled).T
-            slope = float(np.polyfit(at / 60.0, mib, 1)[0]) if len(at) > 1 else 0.0
-            found[name] = {
-                "first_mib": round(float(mib[0]), 1),
-                "last_mib": round(float(mib[-1]), 1),
-                "mib_per_minute": round(slope, 3),
-            }
-        return found
+    def slopes(self) -> dict[str, dict[str, float | bool | None]]:
+        """What `slope` says of each survivor."""
+        return {name: slope(samples) for name, samples in self.rss.items()}
+
+
+def slope(samples: list[tuple[float, int, float]]) -> dict[str, float | bool | None]:
+    """How memory grows over the second half of a run, by least squares.
+
+    Args:
+        samples: (seconds, requests so far, MiB), in order.
+
+    Returns:
+        `is_flat` is None, and there is no slope, if the run was too short to tell.
+    """
+    from_s = max(WARM_UP_S, samples[-1][0] / 2)
+    settled = np.array([sample for sample in samples if sample[0] >= from_s])
+    if len(settled) < MIN_SAMPLES or settled[0, 1] == settled[-1, 1]:
+        return {"from_s": round(from_s, 1), "is_flat": None}
+    at_s, requests, mib = settled.T
+    bytes_per_request = float(np.polyfit(requests, mib, 1)[0]) * (1 << 20)
+    return {
+        "from_s": round(from_s, 1),
+        "first_mib": round(float(mib[0]), 1),
+        "last_mib": round(float(mib[-1]), 1),
+        "requests": int(requests[-1] - requests[0]),
+        "mib_per_minute": round(float(np.polyfit(at_s / 60.0, mib, 1)[0]), 3),
+        "bytes_per_request": round(bytes_per_request, 1),
+        "is_flat": bytes_per_request <= FLAT_BYTES_PER_REQUEST,
+    }
+
+
+def objections(result: dict[str, Any]) -> list[str]:
+    """What speaks against a soak's result; nothing if it is good."""
+    found = [
+        f"{result[what]} {what.replace('_', ' ')}"
+        for what in ("wrong_tokens", "without_final_state", "blocks_not_free", "engines_lost")
+        if result[what]
+    ]
+    if not result["ends"].get("finished"):
+        found.append("no request has finished")
+    if not result["kv_bytes_to_survivor"]:
+        found.append("no KV has moved")
+    for name, each in result["rss"].items():
+        if each["is_flat"] is None:
+            found.append(f"{name}: too short a run for the slope of its memory")
+        elif not each["is_flat"]:
+            found.append(f"{name} grows by {each['bytes_per_request']} B per request")
+    return found
 
 
 async def one_request(soak: Soak, session: aiohttp.ClientSession, rng: random.Random) -> None:
@@ -179,16 +224,37 @@ async def faults(soak: Soak, started_s: float, until_s: float) -> None:
                 process.kill()
                 soak.num_kills += 1
                 soak.start_engine(name, port)
-            await asyncio.to_thread(soak.deployment.wait, *VICTIMS, timeout_s=START_S)
+            for name in VICTIMS:
+                await until_ready(soak, name, until_s + START_S)
             minutes = (time.monotonic() - started_s) / 60.0
             print(
                 f"{minutes:5.1f} min: {dict(soak.ends)}, {soak.num_wrong_tokens} wrong tokens, "
-                f"{ {n: round(v[-1][1], 1) for n, v in soak.rss.items()} } MiB",
+                f"{ {n: round(v[-1][2], 1) for n, v in soak.rss.items()} } MiB",
                 file=sys.stderr,
                 flush=True,
             )
         soak.sample(time.monotonic() - started_s)
         await asyncio.sleep(SAMPLE_EVERY_S)
+
+
+async def until_ready(soak: Soak, name: str, until_s: float) -> None:
+    """Wait for an engine that was started again; one that takes long is noted, not given up.
+
+    Raises:
+        AssertionError: It ended by itself, or is not ready at `until_s`.
+    """
+    process, began_s = soak.deployment.processes[name], time.monotonic()
+    while True:
+        try:
+            await asyncio.to_thread(soak.deployment.wait, name, timeout_s=START_S)
+            break
+        except AssertionError:
+            if process.popen.poll() is not None or time.monotonic() > until_s:
+                raise
+    took_s = time.monotonic() - began_s
+    if took_s > START_S:
+        load_1m = os.getloadavg()[0]
+        soak.late_starts.append(f"{name}: ready after {took_s:.0f} s, load {load_1m:.1f}")
 
 
 def still_held(deployment: Deployment, names: tuple[str, ...]) -> dict[str, int]:
@@ -243,6 +309,9 @@ async def run(minutes: float) -> dict[str, Any]:
             stats = {name: deployment.info(name)["stats"] for name in SURVIVORS[1:]}
             moved = sum(each["kv_bytes_received"] for each in stats.values())
             running = deployment.metric("proxy", "pdserve_requests_running")
+            lost = sum(
+                process.popen.poll() is not None for process in deployment.processes.values()
+            )
         finally:
             deployment.end()
     return {
@@ -261,6 +330,8 @@ async def run(minutes: float) -> dict[str, Any]:
         "without_final_state": soak.ends["hung"] + soak.ends["cut off"] + int(running),
         "blocks_not_free": sum(held.values()),
         "all_free_after_s": round(freed_s, 2),
+        "late_starts": soak.late_starts,
+        "engines_lost": lost,
         "kv_bytes_to_survivor": moved,
         "rss": soak.slopes(),
     }
@@ -272,10 +343,21 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=30.0)
     parser.add_argument("--report", type=Path, help="also write the JSON object here")
     arguments = parser.parse_args()
-    result = json.dumps(asyncio.run(run(arguments.minutes)), indent=2)
-    print(result)
+    result = asyncio.run(run(arguments.minutes))
+    against = result["objections"] = objections(result)
+    text = json.dumps(result, indent=2)
+    print(text)
     if arguments.report is not None:
-        arguments.report.write_text(result + "\n")
+        arguments.report.write_text(text + "\n")
+    for name, each in result["rss"].items():
+        if each["is_flat"] is not None:
+            verdict = "flat" if each["is_flat"] else "GROWS"
+            print(
+                f"{name}: {verdict}, {each['bytes_per_request']:+.1f} B per request over "
+                f"{each['requests']} requests ({each['first_mib']} to {each['last_mib']} MiB)"
+            )
+    print("soak: PASSED" if not against else f"soak: FAILED: {'; '.join(against)}")
+    sys.exit(1 if against else 0)
 
 
 if __name__ == "__main__":

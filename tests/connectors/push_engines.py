@@ -220,10 +220,11 @@ class PushEngine:
 
     # ---- what a scheduler half would stage ---------------------------------------------------
 
-    def post(self, **instructions: Any) -> None:
+    def post(self, *, only_rank: int | None = None, **instructions: Any) -> None:
         metadata = Instructions(**instructions).to_metadata()
-        for worker in self.workers:
-            worker.post(metadata)
+        for rank, worker in enumerate(self.workers):
+            if only_rank in (None, rank):
+                worker.post(metadata)
 
     def expect(self, nonce: str, decode: EngineRef) -> None:
         self.post(expects=[Expect(nonce, RequestId(f"p-{nonce}"), decode)])
@@ -240,8 +241,10 @@ class PushEngine:
         *,
         first: int = 0,
         load_id: int = 1,
+        only_rank: int | None = None,
     ) -> None:
         self.post(
+            only_rank=only_rank,
             watches=[Watch(nonce, owner, self.lease_s)],
             reserves=[
                 Reserve(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import pytest
@@ -16,7 +16,8 @@ from pdserve.connectors.digests import BlockDigests, digests_of, num_equal, num_
 from pdserve.connectors.slicing import pieces, routes, routes_to, shard_of
 from pdserve.errors import ConfigError, InternalError, PeerError
 from pdserve.kernels.reference.digest import kv_digests as reference
-from pdserve.wire.ids import BlockId
+from pdserve.kvcache.block_pool import BlockPool
+from pdserve.wire.ids import BlockHash, BlockId
 from pdserve.wire.transfer import BlockOrder, KVShape
 
 if TYPE_CHECKING:
@@ -368,3 +369,47 @@ def test_a_table_that_is_short_or_names_what_is_not_there_is_refused() -> None:
             )
     with pytest.raises(InternalError, match="generations"):
         pair.digests[0].take(P_TABLE, GENERATIONS[:2], NUM_TOKENS)
+
+
+def test_layers_that_are_taken_one_after_the_other_are_the_digests_of_all() -> None:
+    pair = Pair(BASE, BASE)
+    wanted = pair.expected()
+    again = BlockDigests(pair.p_memory[0], BASE, 0)
+    for num_layers in (1, 3, None):
+        again.take(P_TABLE, GENERATIONS, NUM_TOKENS, num_layers=num_layers)
+    pair.p_memory[0].zero_()
+    (route,) = routes(BASE, BASE)
+    assert [again.of(P_TABLE, GENERATIONS, NUM_TOKENS, route)] == wanted
+
+
+def test_what_was_read_while_a_block_was_handed_out_anew_is_never_believed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The request was preempted, or its client left, while its digests were still to be taken."""
+    memory = memory_of(BASE, seed=1)[0]
+    digests, (route,) = BlockDigests(memory, BASE, 0), routes(BASE, BASE)
+    pool = BlockPool(BASE.num_blocks)
+    ours = pool.take(3)
+    before = pool.generations_of(ours)
+    pool.publish(ours[0], BlockHash(b"a prefix"))
+    pool.release(ours)
+    read = digests._sums
+
+    def read_late(*args: Any, **kwargs: Any) -> Any:
+        """All but the first block have another owner, who has written a part of his KV."""
+        pool.hold(pool.find([BlockHash(b"a prefix")]))
+        theirs.extend(pool.take(BASE.num_blocks - 1))
+        memory[theirs, :5] += 1
+        return read(*args, **kwargs)
+
+    theirs: list[BlockId] = []
+    monkeypatch.setattr(digests, "_sums", read_late)
+    digests.take(ours, before, 3 * BASE.block_size)
+    monkeypatch.undo()
+    memory[theirs, 5:] += 1
+    # The prefix keeps its generation and its KV; whatever else is leased now is taken anew.
+    for table in ([ours[0], *theirs[:2]], theirs):
+        generations, num_tokens = pool.generations_of(table), len(table) * BASE.block_size
+        found = digests.of(table, generations, num_tokens, route)
+        fresh = BlockDigests(memory, BASE, 0)
+        assert found == fresh.of(table, generations, num_tokens, route)

@@ -19,6 +19,7 @@ from pdserve.connectors.handover.instructions import (
 )
 from pdserve.connectors.handover.scheduler import HandoverScheduler
 from pdserve.errors import ConfigError, InternalError
+from pdserve.observe.clock import ManualClock
 from pdserve.wire.ids import BlockId, EngineId, Incarnation, RequestId
 from pdserve.wire.outputs import TokenLogprobs
 from pdserve.wire.request import OnLoadFailure
@@ -51,6 +52,7 @@ def scheduler(
     digest: str = "d",
     num_ranks: int = 1,
     kv_shape: dict[str, Any] | None = None,
+    clock: ManualClock | None = None,
     **transfer: Any,
 ) -> HandoverScheduler:
     context = ConnectorContext(
@@ -68,7 +70,10 @@ def scheduler(
     )
     count = itertools.count()
     return HandoverScheduler(
-        context, ENDPOINTS[:num_ranks], new_nonce=lambda: f"nonce-{next(count)}"
+        context,
+        ENDPOINTS[:num_ranks],
+        new_nonce=lambda: f"nonce-{next(count)}",
+        clock=clock or ManualClock(),
     )
 
 
@@ -213,7 +218,7 @@ def test_engines_of_different_ranks_and_block_sizes_understand_each_other() -> N
 def test_a_scheduler_half_has_one_side_channel_per_rank() -> None:
     context = scheduler(num_ranks=3)._context
     with pytest.raises(InternalError, match="2 side channels for 3 ranks"):
-        HandoverScheduler(context, ENDPOINTS[:2], new_nonce=lambda: "n")
+        HandoverScheduler(context, ENDPOINTS[:2], new_nonce=lambda: "n", clock=ManualClock())
 
 
 def test_every_rank_is_told_where_all_ranks_of_the_owner_listen() -> None:
@@ -577,6 +582,30 @@ def registered(p: HandoverScheduler, nonce: str = "push") -> FakeRequest:
     return request
 
 
+def test_chunks_of_a_prompt_that_will_be_pulled_go_with_their_step_and_no_other() -> None:
+    p = scheduler("P")
+    request = FakeRequest(RequestId("p"), PROMPT, remote_decode=True)
+    p.request_queued(request)
+    p.chunk_planned(request, blocks(3, 4), 0, 20, generations=[7, 8])
+    (chunk,) = chunks(p, step(("p", 0, 20)))
+    assert (chunk.nonce, chunk.request_id) == ("", request.request_id)
+    assert (chunk.block_ids, chunk.generations) == (blocks(3, 4), [7, 8])
+    assert (chunk.start_token, chunk.end_token, chunk.num_tokens) == (0, 20, 40)
+    assert chunks(p, step(("p", 20, 20))) == []
+
+
+def test_a_live_push_has_each_chunk_once_and_one_that_was_withdrawn_is_as_if_pulled() -> None:
+    p = scheduler("P")
+    request = registered(p)
+    p.chunk_planned(request, blocks(3, 4, 5), 0, 20, generations=[7, 8, 9])
+    (chunk,) = chunks(p, step((request.request_id, 0, 20)))
+    assert chunk.nonce == "push"
+    withdraw(p)
+    p.chunk_planned(request, blocks(3, 4, 5), 20, 30, generations=[7, 8, 9])
+    (chunk,) = chunks(p, step((request.request_id, 20, 10)))
+    assert (chunk.nonce, chunk.end_token) == ("", 30)
+
+
 def withdraw(p: HandoverScheduler, nonce: str = "push") -> None:
     p.update_connector_output(ConnectorReport(withdrawn=[Withdrawn(nonce=nonce)]))
 
@@ -792,6 +821,34 @@ def test_a_replayed_ticket_is_pulled_under_a_nonce_of_its_own() -> None:
     assert handoff is not None
     assert handoff.nonce == "nonce-0"
     assert chunks(p, step(("again", 0, 40), is_new=True)) == []
+
+
+def test_an_expired_ticket_is_pulled_and_a_replay_before_that_is_known() -> None:
+    clock = ManualClock(1000.0)
+    p = scheduler(clock=clock)
+    planned = ticket(expires_s=1100.0)
+    p.request_queued(prefill_of(planned))
+    staged(p)
+    clock.advance(99.9)
+    p.request_queued(prefill_of(planned, "replayed in time"))
+    assert (p.num_replayed_tickets, p.num_expired_tickets) == (1, 0)
+    clock.advance(0.1)
+    # It is forgotten with this one, and expired.
+    p.request_queued(prefill_of(ticket("another", expires_s=1200.0), "another"))
+    assert [expect.nonce for expect in staged(p).expects] == ["another"]
+    late = prefill_of(planned, "late")
+    p.request_queued(late)
+    assert (p.num_replayed_tickets, p.num_expired_tickets) == (1, 1)
+    assert not p.has_staged()
+    assert p.get_num_new_matched_tokens(late, 0) == NOTHING
+
+
+def test_the_expiry_of_a_ticket_is_signed() -> None:
+    p = scheduler("P", secret="ours")
+    planned = ticket(secret="ours", expires_s=1100.0)
+    assert p.check_handoff(prefill_of(planned)) is None
+    longer = msgspec.structs.replace(planned, expires_s=9999.0)
+    assert "signature" in (p.check_handoff(prefill_of(longer)) or "")
 
 
 def test_d_reserves_for_a_push_before_p_has_begun() -> None:

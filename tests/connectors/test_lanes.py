@@ -350,6 +350,80 @@ def test_units_that_this_side_does_not_have_end_the_engine(world: World) -> None
     assert bench.lanes.close(5.0)
 
 
+class Maker:
+    """Makes agents, but none for the lanes in `broken`."""
+
+    def __init__(self, world: World, *broken: int) -> None:
+        self._world = world
+        self.broken = set(broken)
+        self.asked: list[int] = []
+
+    def __call__(self, lane: int) -> Agent:
+        self.asked.append(lane)
+        if lane in self.broken:
+            raise AgentError("no memory is left")
+        return Agent(self._world, lane)
+
+
+def test_without_an_agent_jobs_and_warm_ups_fail_as_values_until_there_is_one(
+    world: World,
+) -> None:
+    make = Maker(world, 0, 1)
+    bench = Bench(make)
+    peer = bench.meet("p")
+    warm: list[str | None] = []
+    bench.lanes.warm_up(peer, SCRATCH, tag="p", on_settled=warm.append)
+    for first in range(0, 80, 8):
+        bench.submit(peer, first)
+    bench.until(lambda: warm and len(bench.told) == 10)
+    assert warm == ["no memory is left"]
+    assert {settled.failure for settled in bench.told.values()} == {"no memory is left"}
+    assert len(make.asked) <= 4  # not for each job
+    make.broken.clear()
+
+    def is_served() -> bool:
+        bench.told.pop(100, None)
+        bench.submit(peer, 100)
+        bench.until(lambda: 100 in bench.told)
+        return bench.told[100].failure is None
+
+    bench.until(is_served)
+    assert bench.lanes.close(5.0)
+
+
+def test_a_lane_without_an_agent_leaves_the_jobs_to_the_other(world: World) -> None:
+    bench = Bench(Maker(world, 0))
+    peer = bench.meet("p")
+    for first in range(0, 400, 8):
+        bench.submit(peer, first)
+        bench.until(lambda n=first: n in bench.told)  # type: ignore[misc]
+    assert not [settled.failure for settled in bench.told.values() if settled.failure]
+    assert {lane for lane, _, _ in world.posted} == {1}
+    assert bench.lanes.close(5.0)
+
+
+def test_a_fence_after_which_no_agent_can_be_made_ends_nothing_else(world: World) -> None:
+    make = Maker(world)
+    bench = Bench(make, num_lanes=1)
+    peer = bench.meet("p")
+    world.stuck.add(0)
+    bench.submit(peer, 0, tag="load")
+    bench.until(lambda: bench.slow)
+    make.broken.add(0)
+    bench.lanes.abandon("load")
+    bench.until(lambda: 0 in bench.told)
+    bench.submit(peer, 8)
+    bench.until(lambda: 8 in bench.told)
+    assert bench.told[8].failure == "no memory is left"
+    assert world.closed == [0]
+    make.broken.clear()
+    time.sleep(0.25)  # it rests before it asks again
+    bench.submit(peer, 16)
+    bench.until(lambda: 16 in bench.told)
+    assert bench.told[16].failure is None
+    assert bench.lanes.close(5.0)
+
+
 def test_a_warm_up_is_told_once_for_all_lanes_and_can_be_given_up(
     bench: Bench, world: World
 ) -> None:

@@ -33,10 +33,10 @@ def test_a_confirmed_lease_goes_on_until_it_is_released_and_settles_once() -> No
     assert table.confirm("n", "d", 2.0) is Verdict.VALID
     assert table.confirm("n", "d", 2.5) is Verdict.VALID
     assert table.take_settled() == []
-    table.release("n", LeaseEnd.READ)
+    table.release("n", 2.0, LeaseEnd.READ)
     assert table.take_settled() == [Settled(request_id=R1, end=LeaseEnd.READ, nonce="n")]
     assert table.confirm("n", "d", 3.0) is Verdict.LOST
-    table.release("n")
+    table.release("n", 2.0)
     assert table.take_settled() == []
 
 
@@ -75,7 +75,7 @@ def test_a_read_that_ends_after_expiry_is_lost_even_before_anybody_noticed_the_e
 def test_a_release_waits_for_the_reader() -> None:
     table = table_with_a_lease()
     table.begin_read("n", "d", 1.0, until_s=10.0)
-    table.release("n")
+    table.release("n", 2.0)
     assert table.take_settled() == []
     table.end_read("n", "d")
     assert table.take_settled() == [Settled(request_id=R1, end=LeaseEnd.RELEASED, nonce="n")]
@@ -84,7 +84,7 @@ def test_a_release_waits_for_the_reader() -> None:
 def test_a_reader_that_hangs_holds_a_release_off_until_its_deadline_only() -> None:
     table = table_with_a_lease()
     table.begin_read("n", "d", 1.0, until_s=10.0)
-    table.release("n")
+    table.release("n", 2.0)
     table.expire(9.9)
     assert table.take_settled() == []
     assert table.due_s == 10.0
@@ -98,7 +98,7 @@ def test_several_readers_are_confirmed_while_the_lease_lives_and_hold_off_its_se
         table.begin_read("n", reader, 1.0, until_s=10.0)
     assert table.confirm("n", "d1", 2.0) is Verdict.VALID
     assert table.confirm("n", "d2", 2.0) is Verdict.VALID
-    table.release("n", LeaseEnd.READ)
+    table.release("n", 2.0, LeaseEnd.READ)
     assert table.take_settled() == []
     assert table.confirm("n", "d3", 2.0) is Verdict.LOST
     assert table.take_settled() == [Settled(request_id=R1, end=LeaseEnd.READ, nonce="n")]
@@ -120,7 +120,7 @@ def test_a_writer_holds_off_the_settling_however_long_it_takes() -> None:
 def test_a_writer_of_one_request_is_no_concern_of_another() -> None:
     table = table_with_a_lease()
     table.begin_write(RequestId("r2"), "chunk")
-    table.release("n")
+    table.release("n", 2.0)
     assert [settled.request_id for settled in table.take_settled()] == [R1]
 
 
@@ -163,14 +163,14 @@ def test_a_lease_that_has_ended_is_not_counted_as_reused() -> None:
     table = LeaseTable(LEASE_S)
     table.grant("n", R1, 0.0, block_ids=blocks(3), generations=[1])
     table.begin_read("n", "d", 1.0, until_s=10.0)
-    table.release("n")
+    table.release("n", 2.0)
     table.hand_out(blocks(3), [2])
     assert table.num_reused == 0
 
 
 def test_a_release_that_overtakes_its_grant_is_not_forgotten() -> None:
     table = LeaseTable(LEASE_S)
-    table.release("n")
+    table.release("n", 2.0)
     assert table.confirm("n", "d", 0.0) is Verdict.UNKNOWN
     table.grant("n", R1, 0.0)
     assert table.take_settled() == [Settled(request_id=R1, end=LeaseEnd.RELEASED, nonce="n")]
@@ -187,10 +187,33 @@ def test_a_nonce_is_granted_once_and_again_is_counted_and_changes_nothing() -> N
     assert len(table) == 0
 
 
+def test_a_lease_that_is_over_is_known_as_such_for_its_time_and_never_valid_after_it() -> None:
+    table = LeaseTable(LEASE_S, remembered_s=30.0)
+    table.grant("n", R1, 0.0)
+    table.release("n", 5.0)
+    table.grant("m", RequestId("r2"), 34.9)
+    table.release("m", 34.9)
+    assert table.confirm("n", "d", 34.9) is Verdict.LOST
+    table.grant("k", RequestId("r3"), 35.0)
+    table.release("k", 35.0)
+    assert table.confirm("n", "d", 35.0) is Verdict.UNKNOWN
+    assert table.confirm("m", "d", 35.0) is Verdict.LOST
+
+
+def test_a_release_that_no_grant_follows_is_forgotten_after_its_time() -> None:
+    table = LeaseTable(LEASE_S, remembered_s=30.0)
+    table.release("n", 5.0)
+    table.release("m", 35.0)
+    table.grant("n", R1, 35.0)
+    assert table.confirm("n", "d", 35.0) is Verdict.VALID
+    table.grant("m", RequestId("r2"), 35.0)
+    assert table.confirm("m", "d", 35.0) is Verdict.LOST
+
+
 def test_nothing_is_due_when_there_is_no_lease() -> None:
     table = table_with_a_lease()
     assert table.due_s == LEASE_S
-    table.release("n")
+    table.release("n", 2.0)
     table.expire(LEASE_S)
     assert table.due_s == math.inf
 
@@ -227,7 +250,7 @@ class LeaseMachine(RuleBasedStateMachine):
 
     @initialize()
     def start(self) -> None:
-        self.table = LeaseTable(LEASE_S)
+        self.table = LeaseTable(LEASE_S, remembered_s=math.inf)
         self.now_s = 0.0
         self.model: dict[str, Model] = {}
         self.early: dict[str, LeaseEnd] = {}
@@ -338,7 +361,7 @@ class LeaseMachine(RuleBasedStateMachine):
 
     @rule(nonce=NONCES, end=st.sampled_from([LeaseEnd.READ, LeaseEnd.RELEASED]))
     def release(self, nonce: str, end: LeaseEnd) -> None:
-        self.table.release(nonce, end)
+        self.table.release(nonce, self.now_s, end)
         lease = self.model.get(nonce)
         if lease is None:
             self.early[nonce] = end

@@ -9,6 +9,7 @@ import pytest
 
 from pdserve.connectors.conformance.engines import FIRST_TOKEN, SECRET, Engine, prompt_of
 from pdserve.connectors.conformance.values import make_shape
+from pdserve.connectors.handover.instructions import Instructions
 from pdserve.connectors.memory import MemoryFactory
 from pdserve.connectors.memory.copying import POLLS_ON_THE_WIRE
 from pdserve.observe.clock import ManualClock
@@ -318,6 +319,30 @@ def test_p_does_not_begin_before_every_rank_of_d_has_registered() -> None:
     second.worker.get_finished()
     world.p.step()
     assert [each.nonce for each in world.p.registered] == ["push"]
+
+
+def test_a_push_that_a_rank_of_d_never_registers_is_withdrawn_after_a_lease() -> None:
+    world = World((make_shape(), make_shape(tp=2)), OneAddress())
+    world.p.scheduler.request_queued(world.at_p)
+    world.d.scheduler.request_queued(world.at_d)
+    world.d.stage_load(world.at_d, world.d_blocks, num_computed=0)
+    metadata = world.d.scheduler.take_instructions()
+    assert metadata is not None
+    first, second = world.d.ranks
+    first.worker.post(metadata)
+    watches = Instructions.from_metadata(metadata).watches
+    second.worker.post(Instructions(watches=watches).to_metadata())
+    failed = list(first.worker.get_finished().failed)
+    for _ in range(3):  # both say that they wait
+        world.p.step()
+        assert not world.p.withdrawn
+        world.clock.advance(LEASE_S / 3)
+        failed += first.worker.get_finished().failed
+        second.worker.get_finished()
+    world.p.step()
+    assert [each.nonce for each in world.p.withdrawn] == ["push"]
+    failed += first.worker.get_finished().failed
+    assert [each.reason for each in failed] == [LoadFailure.WITHDRAWN]
 
 
 def test_only_the_d_of_the_ticket_may_register() -> None:

@@ -151,7 +151,7 @@ def has_digests(p: Engine, blocks: list[int]) -> bool:
     """Whether every rank of P has taken them."""
     workers: list[Any] = [rank.worker for rank in p.ranks]
     return all(
-        worker._thread._server._digests._generations[block] >= 0
+        (worker._thread._server._digests._generations[block] >= 0).all()
         for worker in workers
         for block in blocks
     )

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Self
 import pytest
 
 from pdserve.connectors.handover.instructions import End
-from pdserve.connectors.nixl import receiving
+from pdserve.connectors.nixl import checking
 from pdserve.wire.transfer import (
     Failed,
     KVMode,
@@ -302,6 +302,19 @@ def test_a_p_that_runs_no_step_gives_ds_blocks_back_after_a_lease(
     p.until_said(Withdrawn)
 
 
+def test_a_push_that_a_rank_of_d_never_registers_is_withdrawn_after_a_lease(
+    make: Callable[..., PushEngine],
+) -> None:
+    p, d = make("P", lease_s=0.6), make("D", shape_of(tp=2), lease_s=0.6)
+    p.expect("n", d.ref)
+    d.watch("n", p.ref)  # for as long as it takes, both ranks say that they wait
+    d.reserve("n", p.ref, D_BLOCKS, N, only_rank=1)
+    (withdrawn,) = p.until_said(Withdrawn, timeout_s=3.0)
+    assert "only some" in withdrawn.reason
+    (failed,) = d.until_said(Failed, 1)
+    assert failed.reason is LoadFailure.WITHDRAWN
+
+
 def test_another_d_is_refused(make: Callable[..., PushEngine]) -> None:
     p, d, other = make("P"), make("D"), make("D2")
     p.expect("n", d.ref)
@@ -366,29 +379,53 @@ def test_a_source_that_was_spoiled_after_its_digest_fails_the_push(
     assert not d.said(Received)
 
 
-def test_what_changes_after_it_was_written_is_written_again(
-    make: Callable[..., PushEngine],
+@pytest.mark.parametrize("bad", [1, 2], ids=["before its last chunk", "with its last chunk"])
+def test_bytes_that_changed_before_d_has_checked_them_are_written_again(
+    make: Callable[..., PushEngine], monkeypatch: pytest.MonkeyPatch, bad: int
 ) -> None:
     p, d = make("P"), make("D")
+    checked = spoil(monkeypatch, lambda number: number == bad and flip(d.kvs[0], D_BLOCKS[bad]))
     begin(p, d)
-    p.run("n", P_BLOCKS, 0, 64, N)
-    d.until(lambda: d.holds(D_BLOCKS, 1, 0, 64))
-    flip(d.kvs[0], D_BLOCKS[1])
-    p.run("n", P_BLOCKS, 64, N, N)
+    p.run("n", P_BLOCKS, 0, 32, N)
+    d.until(lambda: checked == [(0, 32)])
+    p.run("n", P_BLOCKS, 32, N, N)
+    d.until(lambda: checked == [(0, 32), (32, N)])
     p.grant("n", P_BLOCKS, N)
     d.until_said(Received)
     assert d.holds(D_BLOCKS, 1, 0, N)
+    assert d.faults["push_digest_mismatch"] == 1
+    assert checked[2:] == [(0, N)], "what is written once more is checked from its beginning"
 
 
-def spoil(monkeypatch: pytest.MonkeyPatch, before: Callable[[int], object]) -> None:
-    """Call `before` with 1, 2, ... before D takes digests."""
-    take, numbers = receiving.digests_of, itertools.count(1)
+def test_what_is_left_to_check_after_the_last_layer_is_that_layer(
+    make: Callable[..., PushEngine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    p, d = make("P", layerwise=True), make("D")
+    checked = spoil(monkeypatch, lambda number: None)
+    begin(p, d)
+    p.run("n", P_BLOCKS, 0, N, N, per_layer_s=0.1)
+    d.until(lambda: len(checked) == d.shape.num_layers)
+    p.grant("n", P_BLOCKS, N)
+    d.until_said(Received)
+    assert checked == [(0, N)] * d.shape.num_layers
+    assert d.holds(D_BLOCKS, 1, 0, N)
+
+
+def spoil(
+    monkeypatch: pytest.MonkeyPatch, before: Callable[[int], object]
+) -> list[tuple[int, int]]:
+    """Call `before` with 1, 2, ... before D takes digests; return of which tokens it did."""
+    take, numbers = checking.digests_of, itertools.count(1)
+    checked: list[tuple[int, int]] = []
 
     def spoiled(*args: Any, **kwargs: Any) -> bytes:
         before(next(numbers))
-        return take(*args, **kwargs)
+        found = take(*args, **kwargs)
+        checked.append((kwargs["first_token"], kwargs["num_tokens"]))
+        return found
 
-    monkeypatch.setattr(receiving, "digests_of", spoiled)
+    monkeypatch.setattr(checking, "digests_of", spoiled)
+    return checked
 
 
 def test_nobody_listens_fails_at_once(make: Callable[..., PushEngine]) -> None:

@@ -3,7 +3,8 @@
 Everything between the two is modelled: messages are in flight until they are delivered, in
 order, or lost with their connection, which each side notices in its own time; a posted WRITE
 lands, or fails, whenever it likes. What must hold however it comes: no byte lands in blocks that
-D has reported, none is read from blocks that P has let go of, and each of both ends once.
+D has reported, or in what it has taken digests of (unless it has said that they were wrong); none
+is read from blocks that P has let go of, and each of both ends once.
 """
 
 from __future__ import annotations
@@ -14,11 +15,14 @@ from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import pytest
 
 from pdserve.connectors.handover.instructions import Chunk, Expect, Grant, Reserve, Stop
 from pdserve.connectors.handover.lease import LeaseTable
+from pdserve.connectors.nixl import checking as checking_module
 from pdserve.connectors.nixl import receiving as receiving_module
+from pdserve.connectors.nixl import writing as writing_module
 from pdserve.connectors.nixl.destinations import Destination
 from pdserve.connectors.nixl.jobs import Job, Remote, Settled
 from pdserve.connectors.nixl.parties import PeerId
@@ -43,7 +47,9 @@ from pdserve.wire.transfer import EngineRef, Failed, KVHandoff, LeaseEnd, LoadFa
 from tests.connectors.push_engines import shape_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Hashable
+    from collections.abc import Callable, Hashable, Iterable, Sequence
+
+    from pdserve.connectors.slicing import Route
 
 LEASE_S = 6.0
 NUM_LIVES = 200
@@ -132,12 +138,28 @@ class Later:
             self.todo.popleft()()()
 
 
+def words(num_blocks: int, value: int) -> bytes:
+    """Digests: of bytes that came as they were, the number of layers in the sum."""
+    return np.full(num_blocks, value, dtype="<u8").tobytes()
+
+
 class Digests:
+    """P's."""
+
     def take(self, *_: Any, **__: Any) -> None:
         pass
 
     def of(self, *_: Any, **__: Any) -> bytes:
-        return b"g" * 3
+        return words(3, SHAPE.num_layers)
+
+
+def places_of(units: Iterable[int], unit_bytes: int) -> set[tuple[int, int, int]]:
+    """The (block, layer, token) whose bytes such units of a pool hold."""
+    vector_bytes = SHAPE.head_dim * SHAPE.dtype_bytes
+    bounds = [(u * unit_bytes // vector_bytes, (u + 1) * unit_bytes // vector_bytes) for u in units]
+    dims = (SHAPE.num_blocks, SHAPE.num_layers, SHAPE.num_planes, SHAPE.block_size)
+    places = (np.unravel_index(v, dims) for first, end in bounds for v in range(first, end))
+    return {(int(block), int(layer), int(token)) for block, layer, _, token in places}
 
 
 @dataclass
@@ -150,6 +172,7 @@ class Request:
     is_registered: bool = False
     is_withdrawn: bool = False
     num_steps: int = 0
+    is_in_step: bool = False
     is_granted: bool = False
     is_stopped: bool = False
     is_settled: bool = False
@@ -189,6 +212,8 @@ class World:
         self.num_loads = self.num_fences = 0
         self.nic.is_fence = not self.is_direct
         self.is_bad = False
+        self.checked: set[tuple[int, int, int]] = set()
+        self.num_early = 0
         transfer = SimpleNamespace(lease_s=LEASE_S, transfer_timeout_s=8.0, handshake_timeout_s=3.0)
         context: Any = SimpleNamespace(
             shape=SHAPE, rank=0, config=SimpleNamespace(transfer=transfer)
@@ -215,7 +240,8 @@ class World:
         self.is_up = False
         self.p_knows_loss = True
         self.destination: Destination | None = None
-        monkeypatch.setattr(receiving_module, "digests_of", self.digests_of)
+        monkeypatch.setattr(checking_module, "digests_of", self.digests_of)
+        monkeypatch.setattr(writing_module, "PIECE_BYTES", POOL.stride_bytes)
         monkeypatch.setattr(receiving_module, "writes_directly", lambda process: self.is_direct)
         monkeypatch.setattr(receiving_module, "is_alive", lambda process: True)
         self.connect()
@@ -226,6 +252,10 @@ class World:
         self.wants_to_meet = True
 
     def send_to(self, owner: EngineRef, rank: int, message: Any) -> bool:
+        if isinstance(message, Taken) and not message.valid:
+            request = next(r for r in self.requests.values() if r.load_id == message.load_id)
+            blocks = set(request.d_blocks)
+            self.checked = {place for place in self.checked if place[0] not in blocks}
         if self.is_up:
             self.to_p.append(message)
         return self.is_up
@@ -242,10 +272,26 @@ class World:
         self.nic.agent = b"agent %d" % self.num_fences
         self.lose_at_d()
 
-    def digests_of(self, *_: Any, first_token: int, num_tokens: int) -> bytes:
-        """One for each block."""
+    def digests_of(
+        self,
+        _kv: Any,
+        _source: Any,
+        _dest: Any,
+        route: Route,
+        block_ids: Sequence[int],
+        *,
+        first_token: int,
+        num_tokens: int,
+    ) -> bytes:
+        """One for each block. Of what is looked at here nothing may be under way."""
+        tokens = range(first_token, num_tokens)
+        self.checked |= {(block_ids[t // 16], lyr, t % 16) for t in tokens for lyr in route.layers}
+        self.num_early += len(tokens) < N or len(route.layers) < SHAPE.num_layers
+        for job in self.nic.waiting + self.nic.posted:
+            self.check_landing(job)
         is_bad, self.is_bad = self.is_bad, False
-        return (b"b" if is_bad else b"g") * (-(-num_tokens // 16) - first_token // 16)
+        num_blocks = -(-num_tokens // 16) - first_token // 16
+        return words(num_blocks, len(route.layers) + 100 * is_bad)
 
     # ---- the network -----------------------------------------------------------------------
 
@@ -306,7 +352,7 @@ class World:
                 self.pushing.abort(self.destination, message)
             case Release():
                 if not self.pushing.released(message.nonce, message.end):
-                    self.leases.release(message.nonce, message.end)
+                    self.leases.release(message.nonce, self.clock.now_s, message.end)
 
     def calm(self, times: int) -> None:
         """Messages travel, and what was posted stays where it is."""
@@ -392,6 +438,9 @@ class World:
         if self.nic.can_land(job):
             reported = [r.load_id for each in self.requests.values() for r in each.reports]
             assert load_id not in reported, "P writes to blocks that are D's again"
+            is_open = load_id in self.receiving._open
+            places = places_of(job.remote_units, job.unit_bytes)
+            assert not is_open or self.checked.isdisjoint(places), "P writes what D has checked"
 
     def deliver_nic(self) -> None:
         if self.nic.told:
@@ -428,11 +477,14 @@ class World:
         if not can or request.num_steps >= len(EDGES) - 1:
             return
         start, end = EDGES[request.num_steps : request.num_steps + 2]
-        request.num_steps += 1
         chunk = Chunk(nonce, request.request_id, request.p_blocks, [1] * 3, start, end, N, 20)
-        if layerwise:
+        if layerwise and not request.is_in_step:
+            request.is_in_step = True
             self.pushing.on_step(ChunkStep(chunk, 1, False, True, 0.0, 0.0))
-        self.pushing.on_step(ChunkStep(chunk, 0, True, layerwise, 1.0, self.clock.now_s))
+            return
+        is_layerwise, request.is_in_step = request.is_in_step, False
+        request.num_steps += 1
+        self.pushing.on_step(ChunkStep(chunk, 0, True, is_layerwise, 1.0, self.clock.now_s))
 
     def finish(self, nonce: str) -> None:
         request = self.requests[nonce]
@@ -584,6 +636,7 @@ def test_whatever_happens_nothing_is_written_or_read_too_late_and_all_ends_once(
     is_direct: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     outcomes: Counter[str] = Counter()
+    num_early = 0
     for seed in range(NUM_LIVES):
         world = World(seed, monkeypatch, is_direct=is_direct)
         try:
@@ -592,6 +645,7 @@ def test_whatever_happens_nothing_is_written_or_read_too_late_and_all_ends_once(
             world.let_all_end()
         except Exception as error:
             raise AssertionError(f"seed {seed}: {error}") from error
+        num_early += world.num_early
         for request in world.requests.values():
             outcomes.update(
                 report.reason.value if isinstance(report, Failed) else "received"
@@ -600,6 +654,7 @@ def test_whatever_happens_nothing_is_written_or_read_too_late_and_all_ends_once(
     # Not one of these ways may be missing from what was tried.
     ways = {"received", "peer_lost", "aborted", "withdrawn", "digest", "timeout"}
     assert ways <= set(outcomes), outcomes
+    assert num_early > NUM_LIVES / 4, "D has checked nothing before it was all there"
 
 
 def test_the_agent_of_d_is_driven_only_for_writes_that_go_on_after_their_post(monkeypatch):
@@ -623,6 +678,34 @@ def test_the_agent_of_d_is_driven_only_for_writes_that_go_on_after_their_post(mo
     assert world.receiving.needs_progress, "it was told for the whole push"
 
 
+def test_what_p_said_before_it_writes_once_more_is_not_believed_of_that(monkeypatch):
+    world = World(0, monkeypatch, is_direct=False)
+    nonce = NONCES[0]
+    world.begin(nonce)
+    for _ in EDGES[1:]:
+        world.run_step(nonce, layerwise=False)
+    world.finish(nonce)
+    world.let_time_pass(0.0, is_heard=True)
+    while not any(isinstance(message, Pushed) for message in world.to_d):
+        world.post()
+        world.land(None)
+        world.deliver_nic()
+        world.p_later.run()
+    world.clock.now_s += 1.0
+    world.pushing.tick()
+    assert isinstance(world.to_d[-1], Progress)
+    assert world.to_d[-1].num_settled == N
+    said, world.to_d = world.to_d.pop(), deque(m for m in world.to_d if isinstance(m, Pushed))
+    world.deliver_to_d()
+    world.digest_at_d(is_bad=True)
+    world.deliver_to_p()
+    assert world.nic.waiting, "it is written once more"
+    world.tell_d(said)
+    assert not world.d_later.todo
+    world.let_all_end()
+    assert [type(report) for report in world.requests[nonce].reports] == [Received]
+
+
 def test_a_push_holds_its_blocks_also_before_its_first_chunk_is_told(monkeypatch):
     """The engine has the last token before its worker tells of the step that gave it."""
     world = World(0, monkeypatch, is_direct=False)
@@ -632,7 +715,7 @@ def test_a_push_holds_its_blocks_also_before_its_first_chunk_is_told(monkeypatch
     assert request.is_registered
     request.num_steps = len(EDGES) - 1
     world.finish(nonce)
-    world.leases.release(nonce, LeaseEnd.RELEASED)
+    world.leases.release(nonce, world.clock.now_s, LeaseEnd.RELEASED)
     world.tick()
     assert not request.is_settled
     request.num_steps = 0

@@ -215,6 +215,27 @@ def test_a_registration_that_one_rank_never_had_is_forgotten_with_the_lease() ->
     assert quorum.num_open == 0
 
 
+def test_a_registration_comes_too_late_for_a_lease_that_is_over() -> None:
+    quorum = Quorum(2)
+    early = ConnectorReport(registered=[Registered(nonce="n")])
+    quorum.add(0, early)
+    quorum.add(0, settled(LeaseEnd.ABORTED))
+    both = ConnectorReport(settled=settled(LeaseEnd.ABORTED).settled, registered=early.registered)
+    assert "report_repeated" not in quorum.add(1, both).faults
+    assert quorum.add(0, early) == ConnectorReport(faults={"report_repeated": 1})
+    assert quorum.num_open == 0
+
+
+def test_a_stopped_push_that_never_had_all_ranks_is_not_opened_again() -> None:
+    quorum = Quorum(2)
+    early = ConnectorReport(registered=[Registered(nonce="n")])
+    quorum.add(0, early)
+    for rank in range(2):
+        quorum.add(rank, settled(LeaseEnd.ABORTED))
+    assert quorum.add(0, early) == ConnectorReport(faults={"report_repeated": 1})
+    assert quorum.num_open == 0
+
+
 def test_a_push_is_withdrawn_once_and_with_the_first_rank() -> None:
     quorum = Quorum(3)
     registered = ConnectorReport(registered=[Registered(nonce="n")])

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from pdserve.connectors.handover.instructions import Grant
+from pdserve.connectors.handover.instructions import Chunk, Grant, StepInstructions
 from pdserve.wire.ids import BlockId, RequestId
 from pdserve.wire.transfer import Failed, LeaseEnd, LoadFailure, Received, Settled
 from tests.connectors.push_engines import PushEngine
@@ -65,6 +65,65 @@ def test_a_read_that_ends_before_the_digests_are_taken_waits_for_them(
     assert not d.outcomes()
     may_go.set()
     d.until_said(Received)
+
+
+def compute_ahead(p: PushEngine, end: int, *, generation: int = 1) -> None:
+    """A step of a prompt that will be pulled, but not its last."""
+    blocks = [BlockId(block) for block in P_BLOCKS]
+    request_id = RequestId("p-n")
+    chunk = Chunk("", request_id, blocks, [generation] * 3, 0, end, N, end)
+    for worker in p.workers:
+        worker.start_load_kv(StepInstructions(chunks=[chunk]).to_metadata())
+        worker.wait_for_save()
+
+
+def test_at_the_grant_only_the_digests_of_the_last_chunk_are_left(
+    make: Callable[..., PushEngine],
+) -> None:
+    p, d = make("P"), make("D")
+    digests, taken = server_of(p)._digests, list[int]()
+    read = digests._sums
+
+    def counted(spans: Any, *, num_rows: int, **kwargs: Any) -> Any:
+        taken.append(num_rows)
+        return read(spans, num_rows=num_rows, **kwargs)
+
+    digests._sums = counted
+    p.write_kv(P_BLOCKS, 1, 0, N)
+    compute_ahead(p, 20)
+    p.until(lambda: taken == [1])
+    compute_ahead(p, 36)
+    p.until(lambda: taken == [1, 1])
+    lease(p, "n")
+    d.pull("n", p.ref, P_BLOCKS, D_BLOCKS, N, load_id=1)
+    d.until_said(Received)
+    assert taken == [1, 1, 1]
+    assert d.holds(D_BLOCKS, 1, 0, N)
+
+
+def test_a_digest_of_a_request_that_is_gone_is_not_taken_for_the_next_ones(
+    make: Callable[..., PushEngine],
+) -> None:
+    """It is taken so late that the blocks have another owner, who is half through."""
+    p, d = make("P"), make("D")
+    digests, may_go = server_of(p)._digests, threading.Event()
+    take = digests.take
+
+    def later(*args: Any, **kwargs: Any) -> None:
+        assert may_go.wait(10.0)
+        take(*args, **kwargs)
+
+    digests.take = later
+    p.write_kv(P_BLOCKS, 5, 0, N)
+    compute_ahead(p, 36)
+    p.write_kv(P_BLOCKS, 1, 0, 20)
+    may_go.set()
+    p.until(lambda: digests._generations[P_BLOCKS[0], 0] == 1)
+    lease(p, "n", generation=2)
+    d.pull("n", p.ref, P_BLOCKS, D_BLOCKS, N, load_id=1)
+    d.until_said(Received)
+    assert d.holds(D_BLOCKS, 1, 0, N)
+    assert not d.faults_now()["digest_mismatch"]
 
 
 def test_digests_that_never_come_refuse_the_read_in_time(make: Callable[..., PushEngine]) -> None:

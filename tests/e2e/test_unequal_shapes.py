@@ -32,7 +32,7 @@ LONG = [3 + (17 * i + 5 * 300) % 311 for i in range(300)]
 PROMPTS = [[3 + (17 * i + 5 * n) % 311 for i in range(n)] for n in (1, 17, 64, 129)]
 PROMPTS += [LONG, [*LONG[:200], *(5 + i % 300 for i in range(90))]]
 
-TWELVE_HEADS = {"num_attention_heads": 12, "num_key_value_heads": 12, "hidden_size": 96}
+TWELVE_HEADS = {"num_attention_heads": 12, "num_key_value_heads": 12, "hidden_size": 192}
 
 FAMILIES: dict[str, tuple[str, dict[str, Any], dict[str, tuple[str, ...]]]] = {
     "tp 1 to 4": (

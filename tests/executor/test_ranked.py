@@ -195,6 +195,24 @@ def test_a_post_reaches_every_rank_and_is_reported_while_a_step_runs(
 
 
 @pytest.mark.parametrize("make", TRANSPORTS)
+def test_a_report_that_was_seen_by_who_looked_for_results_wakes_the_core_again(
+    make: Callable[[EngineConfig, list[str]], RankedExecutor],
+) -> None:
+    with running(make, config(tp=2)) as executor:
+        executor.post(ConnectorMetadata(b"x"))
+        time.sleep(0.3)  # the report is there, and nothing comes after it
+        assert executor.poll_result() is None
+        began_s = time.monotonic()
+        sleep_until_woken(executor, began_s + 5.0)
+        report = executor.poll_report()
+        assert report is not None
+        assert names(report) == ["x"]
+        assert time.monotonic() - began_s < SOON_S
+        sleep_until_woken(executor, time.monotonic() + 0.05)  # asleep again, and not for ever
+        assert executor.poll_report() is None
+
+
+@pytest.mark.parametrize("make", TRANSPORTS)
 def test_a_step_runs_once_the_posts_before_it_were_taken(
     make: Callable[[EngineConfig, list[str]], RankedExecutor],
 ) -> None:

@@ -59,6 +59,7 @@ class ScriptedConnector(KVConnectorScheduler):
         num_retries: How many failed loads are tried again.
         aborted: Ids of requests that were aborted.
         tables: What blocks were held for, by request id, and their generations.
+        chunks: What it was told of chunks: request id, blocks, generations, first and end token.
         num_asked: Calls of `get_num_new_matched_tokens`.
         reports: What it was told.
     """
@@ -70,6 +71,7 @@ class ScriptedConnector(KVConnectorScheduler):
         self.num_retries = 0
         self.aborted: list[RequestId] = []
         self.tables: dict[RequestId, tuple[list[BlockId], list[int]]] = {}
+        self.chunks: list[tuple[RequestId, list[BlockId], list[int], int, int]] = []
         self.num_asked = 0
         self.reports: list[ConnectorReport] = []
         self._over: set[RequestId] = set()
@@ -103,6 +105,19 @@ class ScriptedConnector(KVConnectorScheduler):
     ) -> None:
         """See `KVConnectorScheduler`."""
         self.tables[request.request_id] = (list(block_ids), list(generations))
+
+    def chunk_planned(
+        self,
+        request: RequestView,
+        block_ids: Sequence[BlockId],
+        start_token: int,
+        end_token: int,
+        *,
+        generations: Sequence[int],
+    ) -> None:
+        """See `KVConnectorScheduler`."""
+        told = (list(block_ids), list(generations), start_token, end_token)
+        self.chunks.append((request.request_id, *told))
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> ConnectorMetadata | None:
         """See `KVConnectorScheduler`."""

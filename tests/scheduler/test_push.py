@@ -230,6 +230,22 @@ def register(engine: Engine) -> None:
     engine.report(registered=[registered()])
 
 
+def test_the_connector_is_told_of_each_chunk_but_the_last_of_what_will_be_leased() -> None:
+    engine = Engine(budget=8)
+    engine.scheduler.add(make_request("local", [3] * 20, 1))
+    engine.run()
+    engine.scheduler.add(make_request("p", PROMPT, remote_decode=True))
+    pool = engine.scheduler.kv.pool
+    for end in (8, 16, 24):
+        engine.step()
+        for request_id, blocks, generations, start, told_end in engine.connector.chunks:
+            assert (request_id, start, told_end) == ("p", end - 8, end)
+            assert len(blocks) == end // 8
+            assert generations == pool.generations_of(blocks)
+        assert len(engine.connector.chunks) == (end < len(PROMPT))
+        engine.connector.chunks.clear()
+
+
 def test_who_waits_for_a_peer_keeps_nobody_waiting_and_costs_nothing() -> None:
     engine = expecting()
     num_asked = engine.connector.num_asked

@@ -63,7 +63,7 @@ def test_the_simulation_catches(
         (defects.epoch_ignored, "test_a_handoff_of_an_earlier_life_is_never_loaded"),
         (
             defects.digest_check_off,
-            "test_a_block_that_changed_after_it_was_written_is_never_received",
+            "test_a_block_that_is_not_what_its_digest_was_taken_of_is_never_received",
         ),
         (defects.free_on_abort_during_a_write, "test_an_abort_at_p_is_settled_and_d_is_told"),
     ],

@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 
 import pytest
 
+from pdserve.connectors.faulty import FaultKind
 from pdserve.observe.clock import ManualClock
 from tests.sim import virtual_time
 from tests.sim.__main__ import Summary, simulate
 from tests.sim.seeds import FAILED_ONCE
 from tests.sim.world import run_seed
 
-NUM_LIVES = 700
+# Seeds that get to everything in few lives: the rarest situation comes up three times.
+FIRST_SEED, NUM_LIVES = 295, 600
 
 
 @pytest.fixture(scope="module")
 def summary() -> Summary:
-    return simulate(NUM_LIVES, seed=0, max_failing=1)
+    return simulate(NUM_LIVES, seed=FIRST_SEED, max_failing=1)
 
 
 def test_no_token_is_wrong_no_block_is_kept_and_every_request_ends(summary: Summary) -> None:
@@ -33,27 +36,32 @@ def test_the_simulation_gets_to_what_it_is_for(summary: Summary) -> None:
         "push received",
         "lease read",
         "lease released",
+        "lease expired",
+        "load failed: aborted",
         "load failed: digest",
         "load failed: peer_lost",
+        "load failed: timeout",
         "load failed: withdrawn",
         "deaths",
         "cuts",
     }
+    for role, stage in itertools.product(
+        ("prefill", "decode"), ("prefill", "transfer", "decode")
+    ):  # before, during and after the transfer
+        wanted.add(f"{role} died during {stage}")
     assert not wanted - reached
-    phases = {name for name in reached if "died during" in name}
-    assert {"prefill", "transfer", "decode"} <= {name.rpartition(" ")[2] for name in phases}
-    assert {"prefill", "decode"} <= {name.partition(" ")[0] for name in phases}
     assert summary.rungs["retry"]
     assert summary.rungs["recompute"]
     assert summary.rungs["report"]
-    kinds = {"corrupt", "drop", "delay", "duplicate", "replay", "repeat_report"}
-    assert not kinds - set(summary.faults)
+    assert not {kind.value for kind in FaultKind} - set(summary.faults)
     assert summary.outcomes["left"]
 
 
 @pytest.mark.parametrize("seed", sorted(FAILED_ONCE))
 def test_a_seed_that_failed_once_holds(seed: int) -> None:
-    assert not run_seed(seed).violations
+    result = run_seed(seed)
+    assert not result.violations
+    assert not [outcome for outcome in result.outcomes if "deadline" in outcome]
 
 
 def test_a_seed_says_all_there_is_to_know() -> None:

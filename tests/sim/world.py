@@ -329,6 +329,10 @@ class World:
             except AssertionError as error:
                 said = f"{engine.spec.name}: {error or traceback.format_exc(limit=2)}"
                 self.result.violations.append((Broken.BLOCKS_HELD, said))
+        for engine in self.engines.values():
+            if engine.quorum.num_open:
+                said = f"{engine.spec.name}: {engine.quorum.num_open} votes lack a rank"
+                self.result.violations.append((Broken.NO_END, said))
         left = self.proxy.num_background_tasks, self.proxy.admission.num_running
         if any(left):
             said = f"the proxy has {left[0]} tasks and {left[1]} requests left"

@@ -1,0 +1,87 @@
+"""What steps of P have made complete in memory: as soon as it is, whoever is waiting is told.
+
+A chunk of a push is written; of a prompt that will be pulled the digests are taken, so that they
+are known when its lease begins, but for those of its last chunk. That holds no block: one that
+has been handed out meanwhile is of another generation, and the digests of the one before are
+never asked for again.
+
+It knows neither leases nor sockets; whoever runs the loop calls `tick`.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from pdserve.connectors.digests import BlockDigests
+    from pdserve.connectors.handover.instructions import Chunk
+    from pdserve.connectors.nixl.background import Background
+    from pdserve.connectors.nixl.pushes import ChunkStep
+
+
+class Steps:
+    """Chunks of this rank, in the order of their steps.
+
+    Args:
+        on_pushed: Takes a chunk of a push.
+        digests: Of this rank's blocks.
+        background: Where they are taken.
+        block_size: P's tokens per block.
+    """
+
+    def __init__(
+        self,
+        *,
+        on_pushed: Callable[[ChunkStep], None],
+        digests: BlockDigests,
+        background: Background,
+        block_size: int,
+    ) -> None:
+        self._on_pushed = on_pushed
+        self._digests = digests
+        self._background = background
+        self._block_size = block_size
+        self._waiting: deque[ChunkStep] = deque()
+
+    @property
+    def is_polling(self) -> bool:
+        """Whether `tick` waits for a device."""
+        return bool(self._waiting)
+
+    def add(self, step: ChunkStep) -> None:
+        """Part of a chunk, or all of it, is complete once the device says so."""
+        self._waiting.append(step)
+        self.tick()
+
+    def tick(self) -> None:
+        """Pass on what is complete."""
+        while self._waiting and _is_ready(self._waiting[0]):
+            step = self._waiting.popleft()
+            if step.chunk.nonce:
+                self._on_pushed(step)
+            elif step.is_over:
+                self._take_digests(step.chunk)
+
+    def _take_digests(self, chunk: Chunk) -> None:
+        """Of its whole blocks; the last one may be written on."""
+        first_token = chunk.start_token - chunk.start_token % self._block_size
+        end_token = chunk.end_token - chunk.end_token % self._block_size
+
+        def work() -> Callable[[], None]:
+            self._digests.take(
+                chunk.block_ids, chunk.generations, end_token, first_token=first_token
+            )
+            return _nothing
+
+        self._background.submit(work)
+
+
+def _nothing() -> None:
+    """Nobody waits for these digests."""
+
+
+def _is_ready(step: ChunkStep) -> bool:
+    return step.is_ready is None or step.is_ready()
