@@ -36,6 +36,7 @@ Life of a request at D (`handoff`):
 from __future__ import annotations
 
 import abc
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Protocol
 
 import msgspec
@@ -43,7 +44,7 @@ import msgspec
 from pdserve.wire.transfer import KVShape
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     import torch
 
@@ -213,7 +214,13 @@ class ConnectorContext(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class KVConnectorScheduler(abc.ABC):
-    """The half beside the scheduler. One thread, no I/O, no clock of its own."""
+    """The half beside the scheduler. One thread, no I/O, no clock of its own.
+
+    Attributes:
+        faults: Count by name of what should stay rare, since the engine started.
+    """
+
+    faults: Mapping[str, int] = MappingProxyType({})
 
     @abc.abstractmethod
     def check_handoff(self, request: RequestView) -> str | None:
@@ -334,10 +341,6 @@ class KVConnectorScheduler(abc.ABC):
     @abc.abstractmethod
     def update_connector_output(self, report: ConnectorReport) -> None:
         """Learn what the workers saw, after the scheduler has."""
-
-    @abc.abstractmethod
-    def has_staged(self) -> bool:
-        """Whether `take_instructions` has something to say."""
 
 
 class KVConnectorWorker(abc.ABC):

@@ -68,10 +68,6 @@ class NullScheduler(KVConnectorScheduler):
     def update_connector_output(self, report: ConnectorReport) -> None:
         """See `KVConnectorScheduler`."""
 
-    def has_staged(self) -> bool:
-        """See `KVConnectorScheduler`."""
-        return False
-
 
 class NullWorker(KVConnectorWorker):
     """Touches nothing."""

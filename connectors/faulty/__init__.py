@@ -24,9 +24,10 @@ Whatever is dropped ends by somebody's deadline:
 
 A handoff that is replayed is none of these: it is carried by others than connectors.
 Instructions about one request keep their order: that is a property of the thread they go to and
-not of a network. Bytes are changed in P's memory while D's half is asked for news, and changed
-back, so P itself never sees them: that strikes connectors whose bytes move inside
-`get_finished`, in one process.
+not of a network. Bytes that D reads are changed in P's memory while D's half is asked for news,
+and changed back, so P itself never sees them; bytes that P writes are changed in D's memory before
+D's half looks at them. That strikes connectors whose bytes move inside `get_finished`, in one
+process.
 """
 
 from pdserve.connectors.faulty.factory import FaultyFactory

@@ -93,8 +93,9 @@ class FaultyWorker(KVConnectorWorker):
         self._num_polls = 0
         self._held: dict[str, deque[tuple[int, _Item]]] = {}
         self._nonces: dict[RequestId, str] = {}
-        self._loads: dict[int, Load] = {}
+        self._loads: dict[int, Load | Reserve] = {}
         self._tampered: dict[int, FaultKind] = {}
+        self._spoilt: dict[int, torch.Tensor] = {}
         self._lost: list[tuple[int, Failed]] = []
         self._late: list[tuple[int, str, Fact]] = []
         self._past_ends: deque[_Item] = deque(maxlen=_MAX_REMEMBERED)
@@ -242,7 +243,7 @@ class FaultyWorker(KVConnectorWorker):
         batch: dict[str, list[object]] = {}
         place = 0
         for item in items:
-            if isinstance(item.what, Load):
+            if isinstance(item.what, Load | Reserve):
                 self._begin(item.what)
             # A post is applied field by field: one that would overtake begins another post.
             if _FIELDS.index(item.field) < place:
@@ -260,10 +261,13 @@ class FaultyWorker(KVConnectorWorker):
 
     @contextmanager
     def _tampering(self) -> Iterator[None]:
-        """Change bytes that are about to be read, and change them back."""
+        """Change bytes that are about to be read, and change them back; spoil what is written."""
         changed: list[tuple[torch.Tensor, torch.Tensor]] = []
         for load in self._loads.values():
             if load.load_id not in self._tampered:
+                continue
+            if isinstance(load, Reserve):
+                self._spoil(load)
                 continue
             part = self._part_of(load)
             if part is None:
@@ -279,7 +283,26 @@ class FaultyWorker(KVConnectorWorker):
             for part, former in reversed(changed):
                 part.copy_(former)
 
-    def _begin(self, load: Load) -> None:
+    def _spoil(self, reserve: Reserve) -> None:
+        """Change what a P has written here since the last poll, in the first block's first layer.
+
+        Nothing that was looked at and found good is changed: it came whole.
+        """
+        endpoint, shape = self._inner.endpoint, self._context.shape
+        memory = None if endpoint is None else self._fabric.memory.get(endpoint)
+        if memory is None:
+            return
+        part = memory[reserve.local_block_ids[reserve.first_token // shape.block_size], 0]
+        if self._tampered[reserve.load_id] is FaultKind.TRUNCATE:
+            part.zero_()
+            return
+        found = part.view(torch.uint8)[..., 0]
+        spoilt = self._spoilt.get(reserve.load_id)
+        is_new = torch.ones_like(found, dtype=torch.bool) if spoilt is None else found != spoilt
+        found[is_new] ^= 0x41
+        self._spoilt[reserve.load_id] = found.clone()
+
+    def _begin(self, load: Load | Reserve) -> None:
         self._loads[load.load_id] = load
         for kind in (FaultKind.CORRUPT, FaultKind.TRUNCATE):
             if self._plan.strikes(kind):
@@ -314,6 +337,7 @@ class FaultyWorker(KVConnectorWorker):
             if isinstance(fact, Received | Failed):
                 self._loads.pop(fact.load_id, None)
                 self._tampered.pop(fact.load_id, None)
+                self._spoilt.pop(fact.load_id, None)
                 self._nonces.pop(fact.request_id, None)
             behind = [poll for poll, _, other in self._late if _key(other) == _key(fact)]
             if behind or plan.strikes(FaultKind.LATE_REPORT):

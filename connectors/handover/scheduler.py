@@ -28,6 +28,7 @@ from __future__ import annotations
 
 import enum
 import itertools
+from collections import Counter
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
@@ -123,10 +124,9 @@ class HandoverScheduler(KVConnectorScheduler):
         clock: Its wall clock tells which tickets have expired.
 
     Attributes:
-        num_unknown_reports: Reports about requests and nonces that have no entry; they are
-            ignored.
-        num_replayed_tickets: Requests at P whose ticket was seen before; they are pulled.
-        num_expired_tickets: Likewise, whose ticket came after its time.
+        faults: `report_unknown`, about a request or nonce that has no entry: it is ignored.
+            `ticket_replayed`, a request at P whose ticket was seen before: it is pulled.
+            `ticket_expired`, likewise, whose ticket came after its time.
     """
 
     def __init__(
@@ -157,9 +157,7 @@ class HandoverScheduler(KVConnectorScheduler):
         self._staged = Instructions()
         self._chunks: list[Chunk] = []
         self._load_ids = itertools.count(1)
-        self.num_unknown_reports = 0
-        self.num_replayed_tickets = 0
-        self.num_expired_tickets = 0
+        self.faults: Counter[str] = Counter()
 
     def check_handoff(self, request: RequestView) -> str | None:
         """See `KVConnectorScheduler`."""
@@ -447,14 +445,14 @@ class HandoverScheduler(KVConnectorScheduler):
         for registered in report.registered:
             push = self._pushes.get(registered.nonce)
             if push is None:
-                self.num_unknown_reports += registered.nonce not in self._tickets
+                self.faults["report_unknown"] += registered.nonce not in self._tickets
             elif push.stage is _Stage.EXPECTED:
                 push.stage, push.was_live = _Stage.LIVE, True
         for withdrawn in report.withdrawn:
             push = self._pushes.get(withdrawn.nonce)
             if push is None:
                 # A push that is over here may be pulled: its lease is for anybody.
-                self.num_unknown_reports += withdrawn.nonce not in self._tickets
+                self.faults["report_unknown"] += withdrawn.nonce not in self._tickets
             elif push.stage is not _Stage.STOPPED:
                 push.stage = _Stage.WITHDRAWN
         for failing in report.failing:
@@ -475,10 +473,6 @@ class HandoverScheduler(KVConnectorScheduler):
             entry = self._entry_of(failed)
             if entry is not None:
                 self._give_up(failed.request_id, entry)
-
-    def has_staged(self) -> bool:
-        """See `KVConnectorScheduler`."""
-        return bool(self._staged)
 
     # ---- at D ------------------------------------------------------------------------
 
@@ -504,7 +498,7 @@ class HandoverScheduler(KVConnectorScheduler):
                 return None
             if entry.load is None or report.load_id != entry.load.load_id:
                 entry = None
-        self.num_unknown_reports += entry is None
+        self.faults["report_unknown"] += entry is None
         return entry
 
     def _give_up(self, request_id: RequestId, entry: _Incoming) -> None:
@@ -528,10 +522,10 @@ class HandoverScheduler(KVConnectorScheduler):
     def _expect(self, request: RequestView, ticket: PushTicket) -> None:
         nonce, now_s = ticket.nonce, self._clock.wall_s()
         if ticket.expires_s <= now_s:
-            self.num_expired_tickets += 1
+            self.faults["ticket_expired"] += 1
             return
         if nonce in self._tickets:
-            self.num_replayed_tickets += 1
+            self.faults["ticket_replayed"] += 1
             return
         self._tickets.add(nonce, None, now_s=now_s, until_s=ticket.expires_s)
         push = _Push(nonce, request.request_id, len(request.prompt_token_ids))
@@ -569,7 +563,7 @@ class HandoverScheduler(KVConnectorScheduler):
             return
         nonce = nonce or self._leased.get(request_id, "")
         if self._leased.get(request_id) != nonce or not nonce:
-            self.num_unknown_reports += 1
+            self.faults["report_unknown"] += 1
             return
         del self._leased[request_id], self._leased_by_nonce[nonce]
 

@@ -117,6 +117,6 @@ class Hub(Protocol):
         ...
 
     @property
-    def target(self) -> tuple[bytes, Region]:
-        """Metadata of the agent that peers write to, and its memory."""
+    def target(self) -> tuple[bytes, Region] | None:
+        """Metadata of the agent that peers write to, and its memory; None while there is none."""
         ...

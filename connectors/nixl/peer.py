@@ -288,6 +288,11 @@ class Peer:
         self._become(PeerState.CONNECTING)
         self._is_called = False
         hub = self._hub
+        target = hub.target
+        if target is None:
+            self._give_up(LoadFailure.HANDSHAKE, "this engine has no NIXL agent now")
+            return
+        metadata, pool = target
         endpoint = self._owner.endpoints[self.id.rank]
         try:
             sock = start_connect(endpoint)
@@ -302,7 +307,6 @@ class Peer:
             peer=f"{self._owner.engine_id} at {endpoint.host}:{endpoint.port}",
         )
         hub.reactor.attach(self._connection, self._on_message, self._on_lost)
-        metadata, pool = hub.target
         self.send(
             Hello(
                 engine_id=EngineId(hub.context.engine_id),

@@ -45,7 +45,7 @@ class Peers:
     Args:
         kv: This rank's KV memory.
         target: Metadata of the agent that peers write to, and its memory; asked for at each
-            handshake.
+            handshake. None = there is no such agent now: nobody can be met.
 
     Attributes:
         loads: What is pulled.
@@ -61,7 +61,7 @@ class Peers:
         reactor: Reactor,
         clock: Clock,
         lanes: Lanes,
-        target: Callable[[], tuple[bytes, Region]],
+        target: Callable[[], tuple[bytes, Region] | None],
     ) -> None:
         self.context = context
         self.secret = secret
@@ -81,7 +81,7 @@ class Peers:
         self._peers: dict[PeerId, Peer] = {}
 
     @property
-    def target(self) -> tuple[bytes, Region]:
+    def target(self) -> tuple[bytes, Region] | None:
         """See `Hub`."""
         return self._target()
 

@@ -113,7 +113,8 @@ class Server:
     """All connected Ds and all leases.
 
     Args:
-        welcome: What a compatible D is told; asked for at each handshake.
+        welcome: What a compatible D is told; asked for at each handshake. None = there is no
+            agent to be read by now: it is turned away, and may come again.
         lanes: What pushes are written with.
         digests: Of this rank's blocks.
         background: Where they are taken.
@@ -132,7 +133,7 @@ class Server:
         secret: bytes,
         reactor: Reactor,
         clock: Clock,
-        welcome: Callable[[], Welcome],
+        welcome: Callable[[], Welcome | None],
         lanes: Lanes,
         digests: BlockDigests,
         background: Background,
@@ -345,9 +346,15 @@ class Server:
             )
             self._reactor.send(client.connection, refusal)
             return
+        welcome = self._welcome()
+        if welcome is None:
+            self._reactor.send(client.connection, Bye("it has no NIXL agent now"))
+            self._reactor.detach(client.connection)
+            self._forget(client)
+            return
         client.is_wiring = True
         client.destination = Destination(hello, lambda message: self._send(client, message))
-        self._reactor.send(client.connection, self._welcome())
+        self._reactor.send(client.connection, welcome)
 
     def _refusal(self, hello: Hello) -> Refuse | None:
         mine = self._context

@@ -1,11 +1,13 @@
 """The transfer thread: one per rank, off the step clock.
 
 It owns the side channel, the leases and the NIXL agent that peers reach this rank's memory by
-(the target), and is the only thread that touches them. What this side moves is posted by lanes,
-so this thread never waits inside NIXL. The worker's thread hands it instructions and takes
-facts, through two small locked boxes. While a peer's transport needs help it drives the target;
-else it sleeps in the kernel until a socket, a deadline, a lane or an instruction wakes it, and
-costs nothing.
+(the target), and is the only thread that touches them. Where NIXL cannot make that agent again it
+tries now and then; until it can, nobody is met, and what needs a peer fails with that reason.
+
+What this side moves is posted by lanes, so this thread never waits inside NIXL. The worker's
+thread hands it instructions and takes facts, through two small locked boxes. While a peer's
+transport needs help it drives the target; else it sleeps in the kernel until a socket, a deadline,
+a lane or an instruction wakes it, and costs nothing.
 """
 
 from __future__ import annotations
@@ -52,6 +54,8 @@ _log = logging.getLogger(__name__)
 _POLL_S = 0.0003
 _START_TIMEOUT_S = 60.0
 _HELPERS_CLOSE_S = 2.0
+_TARGET_AGAIN_S = 0.5
+_NEVER = float("inf")
 # A load takes the interpreter lock some eight times. A main thread that is busy in Python
 # gives it up only after the switch interval: at 5 ms, Python's own, a hand-over takes 43 ms.
 _SWITCH_INTERVAL_S = 0.0005
@@ -110,6 +114,8 @@ class TransferThread:
         self._stop_at_s: float | None = None
         self._death: BaseException | None = None
         self._is_closed = False
+        self._target: NixlAgent | None = None
+        self._target_due_s = _NEVER
         host, port = context.config.transfer.host, context.config.transfer.port
         self._listener = Listener(host, port + context.rank if port else 0)
         self._reactor = Reactor()
@@ -129,7 +135,7 @@ class TransferThread:
             reactor=self._reactor,
             clock=clock,
             lanes=self._lanes,
-            target=lambda: (self._target.metadata(), self._pool_region),
+            target=self._describe_target,
         )
         self._background = Background("kv-digests", self._reactor.wake)
         self._server = Server(
@@ -252,7 +258,7 @@ class TransferThread:
             for helpers in (self._lanes, self._background):
                 if not helpers.close(_HELPERS_CLOSE_S):
                     log_event(_log, "kv transfer helper left behind", level=logging.ERROR)
-            self._target.close()
+            self._end_target()
 
     def _turn(self) -> None:
         """Wait for something, or for the next time to drive the target; then do all there is."""
@@ -265,8 +271,10 @@ class TransferThread:
             self._apply(Instructions.from_metadata(self._inbox.popleft()))
         while self._steps:
             server.steps.add(self._steps.popleft())
-        if is_driving:
-            self._drive()
+        if self._clock.monotonic_s() >= self._target_due_s:
+            self._renew_target()
+        if is_driving and self._target is not None:
+            self._drive(self._target)
         moved = lanes.deliver() | self._background.deliver()
         server.tick()
         moved |= peers.tick()
@@ -275,10 +283,10 @@ class TransferThread:
         if is_driving and not (was_ready or moved):
             time.sleep(_POLL_S)
 
-    def _drive(self) -> None:
+    def _drive(self, target: NixlAgent) -> None:
         """Help what peers do here. That one of them has died is for its own end to report."""
         try:
-            self._target.progress()
+            target.progress()
         except AgentError as error:
             log_event(_log, "kv peer's transfer failed here", level=logging.WARNING, reason=error)
 
@@ -341,10 +349,15 @@ class TransferThread:
         self._wake()
 
     def _timeout_s(self) -> float | None:
-        due_s = min(self._peers.due_s(), self._server.due_s(), self._receiving.due_s())
+        due_s = min(
+            self._peers.due_s(),
+            self._server.due_s(),
+            self._receiving.due_s(),
+            self._target_due_s,
+        )
         if self._stop_at_s is not None:
             due_s = min(due_s, self._stop_at_s)
-        return None if due_s == float("inf") else max(0.0, due_s - self._clock.monotonic_s())
+        return None if due_s == _NEVER else max(0.0, due_s - self._clock.monotonic_s())
 
     def _is_over(self) -> bool:
         if self._stop_at_s is None:
@@ -358,7 +371,7 @@ class TransferThread:
         return is_idle or self._clock.monotonic_s() >= self._stop_at_s
 
     def _reset_target(self, reason: str) -> None:
-        """Destroy the agent that peers reach this memory by, and make another.
+        """Destroy the agent that peers reach this memory by, and make another, or do so later.
 
         On return, nothing that a peer posted to this side by way of the network moves any more.
         Peers hold metadata of the agent that is gone: all of them have to meet this rank again.
@@ -367,8 +380,23 @@ class TransferThread:
         self._server.faults["agent_reset"] += 1
         self._server.drop_all(reason)
         self._peers.drop_all(reason)
-        self._target.close()
-        self._target = self._make_target()
+        self._end_target()
+        self._renew_target()
+
+    def _end_target(self) -> None:
+        target, self._target = self._target, None
+        if target is not None:
+            target.close()
+
+    def _renew_target(self) -> None:
+        try:
+            self._target = self._make_target()
+        except AgentError as error:
+            self._server.faults["agent_not_made"] += 1
+            self._target_due_s = self._clock.monotonic_s() + _TARGET_AGAIN_S
+            log_event(_log, "kv target cannot be made", level=logging.ERROR, reason=error)
+        else:
+            self._target_due_s = _NEVER
 
     def _make_target(self) -> NixlAgent:
         return self._make_agent("")
@@ -394,10 +422,17 @@ class TransferThread:
         if self._kv.is_cuda:
             torch.cuda.set_device(self._kv.device)
 
-    def _make_welcome(self) -> Welcome:
+    def _describe_target(self) -> tuple[bytes, Region] | None:
+        return None if self._target is None else (self._target.metadata(), self._pool_region)
+
+    def _make_welcome(self) -> Welcome | None:
+        target = self._describe_target()
+        if target is None:
+            return None
+        metadata, pool = target
         return Welcome(
-            agent_metadata=self._target.metadata(),
-            pool=self._pool_region,
+            agent_metadata=metadata,
+            pool=pool,
             scratch=self._scratch_region,
             shape=self._context.shape,
             process=this_process(),

@@ -96,6 +96,7 @@ class Admitter:
             )
             if admission is None or admission.num_tokens == 0:
                 break
+            waiting.note_start(request)
             if is_load:
                 self._start_load(request, hit, match.num_tokens, num_to_hold, now_s)
                 continue

@@ -2,12 +2,28 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import enum
+from typing import TYPE_CHECKING, Final
 
 import msgspec
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
+
+MAX_OVERTAKEN: Final = 8
+"""So many requests with handoffs may start in the place of one push."""
+
+
+class Line(enum.Enum):
+    """What a waiting request waits for.
+
+    PUSHED: blocks here, so that another engine may begin to compute and write it. HANDED_OVER:
+    blocks here, to read what another engine has computed and keeps. OTHERS need this engine only.
+    """
+
+    PUSHED = "pushed"
+    HANDED_OVER = "handed over"
+    OTHERS = "others"
 
 
 class Candidate(msgspec.Struct, frozen=True):
@@ -120,6 +136,28 @@ def plan_running(
         if request.is_decode:
             decodes_left -= 1
     return RunningPlan(tokens, new_blocks, preempted, budget, is_short)
+
+
+def next_line(heads: Mapping[Line, tuple[int, int]], *, num_overtaken: int) -> Line | None:
+    """Whose first request is next.
+
+    The best rank, unless that is a push while a request of no worse priority has a handoff. An
+    engine whose blocks are full of KV that is to be read cannot begin a push: blocks reserved
+    for it here would only keep that KV from being read. As long as it does not fit, no further
+    push is given blocks, either.
+
+    Args:
+        heads: The rank (priority, place) of each line's first; smaller is better.
+        num_overtaken: Requests with handoffs that started in the place of the first push. So no
+            push waits for more than `MAX_OVERTAKEN` of them.
+    """
+    if not heads:
+        return None
+    best = min(heads, key=lambda line: heads[line])
+    handed_over = heads.get(Line.HANDED_OVER)
+    if best is not Line.PUSHED or handed_over is None or num_overtaken >= MAX_OVERTAKEN:
+        return best
+    return Line.HANDED_OVER if handed_over[0] <= heads[Line.PUSHED][0] else Line.PUSHED
 
 
 class Admission(msgspec.Struct, frozen=True):

@@ -7,6 +7,7 @@ import itertools
 from typing import TYPE_CHECKING
 
 from pdserve.config.schema import SchedulingPolicy
+from pdserve.scheduler.plan import Line, next_line
 
 if TYPE_CHECKING:
     from pdserve.scheduler.request import Request
@@ -20,13 +21,16 @@ class WaitingQueue:
     so it comes before everything that arrived after it. The priority policy orders by
     priority first. Push and pop are O(log n); removal is O(1), paid at a later pop.
 
+    In each order a request that has a handoff may take the place of one that is to be pushed
+    here: its KV lies ready and holds blocks that the other engine may lack for the push.
+
     A request may stand aside until its peer has done something: it still waits, but it is not
     in the line, so nobody waits behind it and nobody looks at it.
     """
 
     def __init__(self, policy: SchedulingPolicy) -> None:
         self._by_priority = policy is SchedulingPolicy.PRIORITY
-        self._heap: list[tuple[int, int, int, Request]] = []
+        self._heaps: dict[Line, list[tuple[int, int, int, Request]]] = {line: [] for line in Line}
         self._pushes = itertools.count()
         self._members: dict[RequestId, int] = {}
         self._aside: set[RequestId] = set()
@@ -42,18 +46,24 @@ class WaitingQueue:
     def push(self, request: Request) -> None:
         """Add a request."""
         push = next(self._pushes)
-        heapq.heappush(self._heap, (*self.rank(request), push, request))
+        heapq.heappush(self._heaps[_line_of(request)], (*self.rank(request), push, request))
         self._members[request.request_id] = push
 
     def peek(self) -> Request | None:
         """The request that comes next."""
-        while self._heap:
-            _, _, push, request = self._heap[0]
-            # What was removed and pushed again has an older entry as well, which is void.
-            if self._members.get(request.request_id) == push:
-                return request
-            heapq.heappop(self._heap)
-        return None
+        heads = self._heads()
+        pushed = heads.get(Line.PUSHED)
+        line = next_line(
+            {line: self.rank(head) for line, head in heads.items()},
+            num_overtaken=0 if pushed is None else pushed.num_overtaken,
+        )
+        return None if line is None else heads[line]
+
+    def note_start(self, request: Request) -> None:
+        """`request`, which came next, is about to start: it may have taken a push's place."""
+        pushed = self._head(Line.PUSHED)
+        if pushed is not None and self.rank(pushed) < self.rank(request):
+            pushed.num_overtaken += 1
 
     def remove(self, request: Request) -> None:
         """Take a request out, wherever it stands."""
@@ -62,7 +72,8 @@ class WaitingQueue:
             return
         del self._members[request.request_id]
         if not self._members:
-            self._heap.clear()
+            for heap in self._heaps.values():
+                heap.clear()
 
     def stand_aside(self, request: Request) -> None:
         """Take a request out of the line, until `come_back`."""
@@ -80,3 +91,24 @@ class WaitingQueue:
     def rank(self, request: Request) -> tuple[int, int]:
         """Smaller comes first; also decides who is preempted (the largest)."""
         return (request.wire.priority if self._by_priority else 0, request.order)
+
+    def _heads(self) -> dict[Line, Request]:
+        heads = {line: self._head(line) for line in Line}
+        return {line: head for line, head in heads.items() if head is not None}
+
+    def _head(self, line: Line) -> Request | None:
+        heap = self._heaps[line]
+        while heap:
+            _, _, push, request = heap[0]
+            # What was removed and pushed again has an older entry as well, which is void.
+            if self._members.get(request.request_id) == push:
+                return request
+            heapq.heappop(heap)
+        return None
+
+
+def _line_of(request: Request) -> Line:
+    if request.is_pushed_here and not request.output_token_ids:
+        return Line.PUSHED
+    has_handoff = request.handoff is not None and not request.remote_decode
+    return Line.HANDED_OVER if has_handoff else Line.OTHERS

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from pdserve.connectors.conformance import ConnectorConformance, Engine, make_shape, prompt_of
+from pdserve.connectors.conformance.engines import SECRET
 from pdserve.connectors.conformance.pull import PullConformance
 from pdserve.connectors.faulty import FaultKind, FaultyFactory, Plan
 from pdserve.connectors.memory import MemoryFactory
@@ -18,7 +19,7 @@ from pdserve.connectors.nixl import NixlFactory
 from pdserve.connectors.registry import find, names
 from pdserve.errors import ConfigError
 from pdserve.wire.step import KnownRequests, SchedulerOutput
-from pdserve.wire.transfer import LoadFailure
+from pdserve.wire.transfer import LoadFailure, PushTicket
 
 if TYPE_CHECKING:
     from pdserve.connectors.base import ConnectorFactory
@@ -136,6 +137,25 @@ class TestFaults:
         assert [each.reason for each in d.failed] == [LoadFailure.DIGEST]
         assert p.holds(source, 1, 0, 40)  # P's own are as they were
         assert self.plan.num_struck[kind] == 2
+
+    @pytest.mark.parametrize("kind", [FaultKind.CORRUPT, FaultKind.TRUNCATE])
+    def test_bytes_that_are_changed_while_they_are_pushed_are_never_received(
+        self, kind: FaultKind
+    ) -> None:
+        p, d = self.engines(kind, at_d=True)
+        source = [1, 2, 3]
+        ticket = PushTicket(nonce="push", prefill=p.ref, decode=d.ref).signed(SECRET.encode())
+        ours = p.take(p.new_request(PROMPT, remote_decode=True, ticket=ticket))
+        d.load(d.take(d.new_request(PROMPT, ticket=ticket)), [4, 5, 6])
+        p.until(lambda: not p.is_asked_to_wait(ours), others=[d])
+        p.start(ours, source)
+        p.compute(ours, source, 0, 40)
+        p.finish(ours, source)
+        d.until(lambda: d.failed or d.received, others=[p])
+        assert [each.reason for each in d.failed] == [LoadFailure.DIGEST]
+        assert "twice" in d.failed[0].detail  # it was written once more
+        assert p.holds(source, 1, 0, 40)  # P's own are as they were
+        assert self.plan.num_struck[kind] == 1
 
     def test_a_load_that_is_dropped_has_failed_after_some_polls(self) -> None:
         p, d = self.engines(FaultKind.DROP, at_d=True)

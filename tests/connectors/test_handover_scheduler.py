@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from typing import Any
 
 import msgspec
@@ -90,7 +91,7 @@ def handed_off(p: HandoverScheduler | None = None, prompt: list[int] = PROMPT) -
 
 def staged(half: HandoverScheduler) -> Instructions:
     metadata = half.take_instructions()
-    assert not half.has_staged()
+    assert half.take_instructions() is None
     return Instructions() if metadata is None else Instructions.from_metadata(metadata)
 
 
@@ -130,7 +131,7 @@ def test_a_request_that_is_not_for_another_engine_is_not_leased() -> None:
     p = scheduler()
     request = FakeRequest(RequestId("p"), PROMPT, output_token_ids=[7])
     assert p.request_finished(request, blocks(3, 4, 5), [1] * 3) is None
-    assert not p.has_staged()
+    assert p.take_instructions() is None
 
 
 @pytest.mark.parametrize(
@@ -307,7 +308,7 @@ def test_a_load_is_offered_once_whatever_came_of_it() -> None:
     assert d.get_num_new_matched_tokens(request, 0) == NOTHING
     staged(d)
     d.update_state_after_alloc(request, blocks(10, 11, 12), 0)
-    assert not d.has_staged()
+    assert d.take_instructions() is None
 
 
 @pytest.mark.parametrize(
@@ -342,13 +343,13 @@ def test_a_lease_is_released_by_its_nonce_until_it_has_settled() -> None:
     handoff = handed_off(p)
     staged(p)
     p.release_lease("no such nonce")
-    assert not p.has_staged()
+    assert p.take_instructions() is None
     p.release_lease(handoff.nonce)
     assert [(e.nonce, e.end) for e in staged(p).ends] == [(handoff.nonce, LeaseEnd.RELEASED)]
     settled = Settled(request_id=RequestId("p"), end=LeaseEnd.RELEASED)
     p.update_connector_output(ConnectorReport(settled=[settled]))
     p.release_lease(handoff.nonce)
-    assert not p.has_staged()
+    assert p.take_instructions() is None
 
 
 def test_an_abort_of_a_leased_request_ends_its_lease() -> None:
@@ -370,7 +371,7 @@ def test_unknown_reports_are_counted_and_ignored() -> None:
         failed=[Failed(request_id=stranger, reason=LoadFailure.TIMEOUT)],
     )
     d.update_connector_output(report)
-    assert d.num_unknown_reports == 3
+    assert d.faults["report_unknown"] == 3
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "::1"])
@@ -427,7 +428,7 @@ def test_a_load_is_tried_once_more_under_its_lease(reason: LoadFailure) -> None:
     assert not d.retry_load(failure(second, reason))
     d.update_connector_output(ConnectorReport(failed=[failure(second, reason)]))
     assert [(r.nonce, r.end) for r in staged(d).releases] == [("nonce-0", LeaseEnd.RELEASED)]
-    assert d.num_unknown_reports == 0
+    assert d.faults["report_unknown"] == 0
 
 
 @pytest.mark.parametrize(
@@ -449,7 +450,7 @@ def test_what_was_valid_of_a_load_is_not_read_again(
 def test_a_load_that_would_fail_again_is_not_tried_again(reason: LoadFailure) -> None:
     d = scheduler("D")
     assert not d.retry_load(failure(loading(d), reason))
-    assert not d.has_staged()
+    assert d.take_instructions() is None
 
 
 def test_a_load_that_was_aborted_or_is_unknown_is_not_tried_again() -> None:
@@ -462,7 +463,7 @@ def test_a_load_that_was_aborted_or_is_unknown_is_not_tried_again() -> None:
     d.request_aborted(request)
     staged(d)
     assert not d.retry_load(failure(load))
-    assert not d.has_staged()
+    assert d.take_instructions() is None
 
 
 def test_what_one_rank_has_given_up_the_others_stop_and_one_try_more_is_not_stopped() -> None:
@@ -470,7 +471,7 @@ def test_what_one_rank_has_given_up_the_others_stop_and_one_try_more_is_not_stop
     load = loading(d)
     stale = msgspec.structs.replace(failure(load), load_id=load.load_id + 1)
     d.update_connector_output(ConnectorReport(failing=[stale]))
-    assert not d.has_staged()
+    assert d.take_instructions() is None
     d.update_connector_output(ConnectorReport(failing=[failure(load)]))
     assert staged(d).aborts == [load.request_id]
     d.update_connector_output(ConnectorReport(failing=[failure(load)]))
@@ -484,8 +485,8 @@ def test_reports_of_another_load_of_the_request_change_nothing() -> None:
     load = loading(d)
     stale = msgspec.structs.replace(failure(load), load_id=load.load_id + 7)
     d.update_connector_output(ConnectorReport(failed=[stale]))
-    assert d.num_unknown_reports == 1
-    assert not d.has_staged()
+    assert d.faults["report_unknown"] == 1
+    assert d.take_instructions() is None
     assert d.retry_load(failure(load))
 
 
@@ -754,8 +755,8 @@ def test_a_live_push_is_leased_under_its_nonce_and_d_gets_the_handoff() -> None:
     settled = Settled(request_id=RequestId("p"), end=LeaseEnd.READ, nonce="push")
     p.update_connector_output(ConnectorReport(settled=[settled]))
     p.release_lease("push")
-    assert not p.has_staged()
-    assert p.num_unknown_reports == 0
+    assert p.take_instructions() is None
+    assert p.faults["report_unknown"] == 0
 
 
 def test_an_abort_during_a_push_holds_the_blocks_until_it_has_settled() -> None:
@@ -766,9 +767,9 @@ def test_an_abort_during_a_push_holds_the_blocks_until_it_has_settled() -> None:
     assert chunks(p, step(("p", 0, 16), is_new=True)) == []
     settled = Settled(request_id=RequestId("p"), end=LeaseEnd.ABORTED, nonce="push")
     p.update_connector_output(ConnectorReport(settled=[settled]))
-    assert p.num_unknown_reports == 0
+    assert p.faults["report_unknown"] == 0
     p.update_connector_output(ConnectorReport(settled=[settled]))
-    assert p.num_unknown_reports == 1
+    assert p.faults["report_unknown"] == 1
 
 
 def test_an_abort_before_d_has_registered_holds_nothing_and_stops_the_push() -> None:
@@ -782,7 +783,7 @@ def test_an_abort_before_d_has_registered_holds_nothing_and_stops_the_push() -> 
     withdraw(p)
     settled = Settled(request_id=RequestId("p"), end=LeaseEnd.ABORTED, nonce="push")
     p.update_connector_output(ConnectorReport(settled=[settled]))
-    assert p.num_unknown_reports == 0
+    assert p.faults["report_unknown"] == 0
 
 
 def test_an_abort_of_a_push_that_never_was_has_nothing_to_settle() -> None:
@@ -792,7 +793,7 @@ def test_an_abort_of_a_push_that_never_was_has_nothing_to_settle() -> None:
     withdraw(p)
     staged(p)
     assert not p.request_aborted(request)
-    assert not p.has_staged()
+    assert p.take_instructions() is None
 
 
 def test_a_settled_push_of_an_earlier_request_of_the_same_id_ends_no_lease() -> None:
@@ -813,8 +814,8 @@ def test_a_replayed_ticket_is_pulled_under_a_nonce_of_its_own() -> None:
     registered(p)
     again = prefill_of(ticket(), "again")
     p.request_queued(again)
-    assert not p.has_staged()
-    assert p.num_replayed_tickets == 1
+    assert p.take_instructions() is None
+    assert p.faults == Counter(ticket_replayed=1)
     assert p.get_num_new_matched_tokens(again, 0) == NOTHING
     again.output_token_ids = [7]
     handoff = p.request_finished(again, blocks(6, 7, 8), [1] * 3)
@@ -831,15 +832,15 @@ def test_an_expired_ticket_is_pulled_and_a_replay_before_that_is_known() -> None
     staged(p)
     clock.advance(99.9)
     p.request_queued(prefill_of(planned, "replayed in time"))
-    assert (p.num_replayed_tickets, p.num_expired_tickets) == (1, 0)
+    assert p.faults == Counter(ticket_replayed=1)
     clock.advance(0.1)
     # It is forgotten with this one, and expired.
     p.request_queued(prefill_of(ticket("another", expires_s=1200.0), "another"))
     assert [expect.nonce for expect in staged(p).expects] == ["another"]
     late = prefill_of(planned, "late")
     p.request_queued(late)
-    assert (p.num_replayed_tickets, p.num_expired_tickets) == (1, 1)
-    assert not p.has_staged()
+    assert p.faults == Counter(ticket_replayed=1, ticket_expired=1)
+    assert p.take_instructions() is None
     assert p.get_num_new_matched_tokens(late, 0) == NOTHING
 
 

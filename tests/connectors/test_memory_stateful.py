@@ -543,7 +543,7 @@ class PairMachine(RuleBasedStateMachine):
         assert self.d_free == set(range(self.shapes["D"].num_blocks))
         self.nothing_lands_in_a_free_block_of_d()
         self.nobody_reused_a_block_too_early()
-        assert self.p.scheduler.num_unknown_reports == 0
+        assert not self.p.scheduler.faults["report_unknown"]
         for rank in (*self.p.ranks, *self.d.ranks):
             worker = rank.worker
             assert not len(worker.pulls)

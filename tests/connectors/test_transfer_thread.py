@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 import sys
+import threading
 import time
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +17,7 @@ from hypothesis import strategies as st
 
 from pdserve.connectors.handover.instructions import Instructions
 from pdserve.connectors.nixl import NixlFactory, loads
+from pdserve.connectors.nixl.agent import AgentError, NixlAgent
 from pdserve.connectors.slicing import count_runs
 from pdserve.errors import ConfigError, InternalError
 from pdserve.wire.transfer import ConnectorMetadata, Endpoint, LeaseEnd, LoadFailure
@@ -178,3 +180,46 @@ def test_a_handoff_of_blocks_that_p_does_not_have_fails_as_a_value(
     assert "num_blocks=32" in d.failed[0].detail
     d.load(d.queue(PROMPT, p.prefill(PROMPT, [1, 2, 3]), "r2"), [4, 5, 6])
     d.until(lambda: d.received)
+
+
+def lose_target(engine: Engine) -> threading.Event:
+    """Have the agent that peers reach `engine` by end; it is made again once the event is set."""
+    thread, may_be_made = engine.worker._thread, threading.Event()  # type: ignore[attr-defined]
+    make_target, tick = thread._make_target, thread._server.tick
+
+    def make_or_fail() -> NixlAgent:
+        if not may_be_made.is_set():
+            raise AgentError("NIXL create_agent: nixlBackendError: no port is free")
+        agent: NixlAgent = make_target()
+        return agent
+
+    def tick_after_reset() -> None:  # on the transfer thread, once
+        thread._server.tick = tick
+        thread._reset_target("a test")
+
+    thread._make_target, thread._server.tick = make_or_fail, tick_after_reset
+    thread._reactor.wake()
+    engine.until(lambda: engine.faults["agent_not_made"])
+    return may_be_made
+
+
+@pytest.mark.parametrize("loser", ["P", "D"])
+def test_an_agent_that_cannot_be_made_again_fails_loads_until_it_can(
+    make: Callable[..., Engine], loser: str
+) -> None:
+    p, d = make("P"), make("D")
+    engines = {"P": p, "D": d}
+    may_be_made = lose_target(engines[loser])
+    d.load(d.queue(PROMPT, p.prefill(PROMPT, [1, 2, 3]), "meanwhile"), [4, 5, 6])
+    d.until(lambda: d.failed)
+    assert d.failed[0].reason is LoadFailure.HANDSHAKE
+    assert "no NIXL agent now" in d.failed[0].detail
+    may_be_made.set()
+    deadline_s = time.monotonic() + 10.0
+    while not d.received:
+        assert time.monotonic() < deadline_s, d.failed[-1]
+        num_over = len(d.failed)
+        d.load(d.queue(PROMPT, p.prefill(PROMPT, [1, 2, 3]), f"r{num_over}"), [4, 5, 6])
+        d.until(lambda: d.received or len(d.failed) > num_over)  # noqa: B023
+        time.sleep(0.05)
+    assert d.holds([4, 5, 6], [1, 2, 3])

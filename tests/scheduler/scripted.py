@@ -155,10 +155,6 @@ class ScriptedConnector(KVConnectorScheduler):
         """See `KVConnectorScheduler`."""
         self.reports.append(report)
 
-    def has_staged(self) -> bool:
-        """See `KVConnectorScheduler`."""
-        return False
-
 
 class Engine:
     """A scheduler, a scripted connector, and a worker that knows every right KV value."""

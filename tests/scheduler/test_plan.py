@@ -5,7 +5,14 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pdserve.scheduler.plan import Candidate, plan_admission, plan_running
+from pdserve.scheduler.plan import (
+    MAX_OVERTAKEN,
+    Candidate,
+    Line,
+    next_line,
+    plan_admission,
+    plan_running,
+)
 
 BLOCK = 4
 
@@ -158,3 +165,23 @@ def test_a_request_is_admitted_only_if_all_of_it_fits(
         assert num_tokens - computed > budget
     else:
         assert 0 < admission.num_tokens <= min(budget, num_tokens - computed)
+
+
+RANKS = st.tuples(st.integers(0, 2), st.integers(0, 9))
+
+
+@given(heads=st.dictionaries(st.sampled_from(Line), RANKS), num=st.integers(0, 2 * MAX_OVERTAKEN))
+def test_only_a_handoff_goes_before_the_best_rank_and_only_before_a_push(
+    heads: dict[Line, tuple[int, int]], num: int
+) -> None:
+    line = next_line(heads, num_overtaken=num)
+    if line is None:
+        assert not heads
+        return
+    best = min(heads.values())
+    if heads[line] == best:
+        return
+    assert line is Line.HANDED_OVER
+    assert heads[Line.PUSHED] == best
+    assert heads[line][0] == best[0], "a worse priority is never served first"
+    assert num < MAX_OVERTAKEN

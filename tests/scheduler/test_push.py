@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 
+from pdserve.config.schema import SchedulingPolicy
 from pdserve.connectors.memory.exchange import Exchange
 from pdserve.observe.clock import ManualClock
+from pdserve.scheduler.plan import MAX_OVERTAKEN
 from pdserve.wire.ids import RequestId
-from pdserve.wire.request import FinishReason, OnLoadFailure
+from pdserve.wire.request import FinishReason, GenerateRequest, OnLoadFailure
 from pdserve.wire.transfer import KVHandoff, KVMode, LeaseEnd, LoadFailure, PushTicket
 from tests.scheduler.scripted import (
     NONCE,
@@ -191,6 +194,65 @@ def test_reservations_leave_everybody_a_block_to_grow_into() -> None:
     engine.scheduler.abort([RequestId(f"d{index}") for index in range(4)])
     engine.report(failed=[failed(f"d{index}") for index in range(4)])
     engine.scheduler.assert_nothing_held()
+
+
+def handed_over(name: str) -> GenerateRequest:
+    """A request whose KV lies ready at P."""
+    handoff = make_handoff(f"of {name}", expected(1), num_tokens=len(PROMPT))
+    return make_request(name, PROMPT, handoff=handoff)
+
+
+def test_kv_that_lies_ready_is_read_before_a_push_may_begin() -> None:
+    engine = Engine(max_num_seqs=1)
+    engine.scheduler.add(make_request("pushed", PROMPT, ticket=make_ticket()))
+    engine.scheduler.add(handed_over("ready"))
+    engine.step()
+    assert list(engine.connector.tables) == ["ready"]
+
+
+def test_no_push_is_given_blocks_while_kv_that_lies_ready_lacks_them() -> None:
+    engine = Engine(num_blocks=6)
+    engine.scheduler.add(make_request("local", [3] * 12))
+    engine.step()
+    engine.scheduler.add(make_request("pushed", [3, 2], ticket=make_ticket()))
+    engine.scheduler.add(handed_over("ready"))
+    engine.step()
+    assert list(engine.connector.tables) == ["local"]
+    engine.scheduler.abort([RequestId("ready")])
+    engine.step()
+    assert list(engine.connector.tables) == ["local", "pushed"]
+
+
+def test_a_push_waits_for_so_many_others_and_no_more() -> None:
+    engine = Engine(max_num_seqs=1)
+    engine.scheduler.add(make_request("pushed", PROMPT, ticket=make_ticket()))
+    for number in range(MAX_OVERTAKEN + 1):
+        engine.scheduler.add(handed_over(f"r{number}"))
+    for _ in range(MAX_OVERTAKEN):
+        engine.step()
+        ready = list(engine.connector.tables)[-1]
+        assert ready != "pushed"
+        engine.scheduler.abort([ready])
+        engine.report(failed=[failed(ready, LoadFailure.ABORTED)])
+    engine.step()
+    assert list(engine.connector.tables)[-1] == "pushed"
+
+
+def test_a_push_of_better_priority_is_not_overtaken() -> None:
+    engine = Engine(max_num_seqs=1, policy=SchedulingPolicy.PRIORITY)
+    pushed = make_request("pushed", PROMPT, ticket=make_ticket())
+    engine.scheduler.add(msgspec.structs.replace(pushed, priority=1))
+    engine.scheduler.add(msgspec.structs.replace(handed_over("ready"), priority=2))
+    engine.step()
+    assert list(engine.connector.tables) == ["pushed"]
+
+
+def test_a_request_of_this_engine_alone_overtakes_nobody() -> None:
+    engine = Engine(max_num_seqs=1)
+    engine.scheduler.add(make_request("pushed", PROMPT, ticket=make_ticket()))
+    engine.scheduler.add(make_request("local", PROMPT))
+    engine.step()
+    assert list(engine.connector.tables) == ["pushed"]
 
 
 def test_a_reservation_has_a_seat() -> None:
@@ -423,3 +485,10 @@ def test_two_engines_of_which_one_writes_into_the_other_answer_as_one(num_stages
     assert stats.local_compute_tokens == 0
     prefill.scheduler.assert_nothing_held()
     decode.scheduler.assert_nothing_held()
+
+
+def test_what_either_half_of_the_connector_counts_is_in_the_stats() -> None:
+    engine = Engine()
+    engine.connector.faults = {"report_unknown": 2, "agent_reset": 1}
+    engine.report(faults={"agent_reset": 3})
+    assert engine.scheduler.stats().kv_faults == {"report_unknown": 2, "agent_reset": 4}

@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from pdserve.wire.ids import RequestId
     from pdserve.wire.request import EngineOutput, GenerateRequest
     from pdserve.wire.step import SchedulerOutput
+    from pdserve.wire.trace import ProcessTrace
     from pdserve.wire.transfer import KVShape
     from tests.sim.world import World
 
@@ -223,6 +224,9 @@ class SimEngine:
 
     async def reset_prefix_cache(self) -> None:
         self.scheduler.kv.pool.forget_all()
+
+    async def trace(self, seconds: float) -> list[ProcessTrace]:
+        return []
 
     async def close(self, *, timeout_s: float) -> None:
         self.die()

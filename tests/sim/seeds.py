@@ -7,6 +7,8 @@ run that was found, for as long as `scenario.draw` stays as it is.
 FAILED_ONCE = {
     62: "a handoff of earlier times in place of the one that was made",
     242: "a registration that is said again after its lease is over",
+    277: "pulls wait at D behind pushes that P has no blocks for, for seconds",
+    544: "likewise, until their deadlines",
     2016: "a pushed request is preempted and admitted again",
     2043: "one of two ranks of D gives its reservation up while the other waits on",
     2046: "a pushed request is preempted and admitted again",
