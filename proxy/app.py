@@ -33,14 +33,17 @@ from pdserve.errors import (
     PdserveError,
     UnauthorizedError,
     UnavailableError,
+    UpstreamError,
 )
 from pdserve.observe.clock import SystemClock
 from pdserve.observe.log import log_event
 from pdserve.observe.metrics import CONTENT_TYPE, measure_loop_lag
+from pdserve.observe.trace_query import trace_query
 from pdserve.proxy.admission import Admission
 from pdserve.proxy.backends import Backends, Deregistration, Health, Registration
 from pdserve.proxy.bodies import ClientBody
 from pdserve.proxy.client import AUTH_HEADER, EngineHttp, signature
+from pdserve.proxy.dashboard.handlers import Dashboard
 from pdserve.proxy.errors import (
     ClientGoneError,
     RefusedError,
@@ -50,10 +53,13 @@ from pdserve.proxy.errors import (
 )
 from pdserve.proxy.flow import Flow
 from pdserve.proxy.heap import keep_flat
+from pdserve.proxy.keys import CHALLENGE, is_for_people, is_known, needs_key
 from pdserve.proxy.legs import DEADLINE_HEADER, Services
 from pdserve.proxy.metrics import Metrics
+from pdserve.proxy.recent import NUM_KEPT, Recent
 from pdserve.proxy.routing import Router
 from pdserve.proxy.story import Story
+from pdserve.proxy.trace import Tracer
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Mapping
@@ -147,6 +153,17 @@ class Proxy:
             metrics=self.metrics,
             new_nonce=new_nonce,
         )
+        self.recent = Recent()
+        self._tracer = Tracer(self._http, self._clock, self.recent)
+        self.dashboard = Dashboard(
+            config,
+            self.backends,
+            self._http,
+            self._clock,
+            recent=self.recent,
+            exposition=self._exposition,
+            headers=self._engine_headers({}),
+        )
         self._refusals: dict[str, str] = {}
         self._live: dict[int, Story] = {}
         self._is_idle = asyncio.Event()
@@ -202,6 +219,7 @@ class Proxy:
             log_event(log, "requests cut off", level=logging.WARNING, num=len(self._live))
         if self._runner is not None:
             await self._runner.cleanup()
+        await self.dashboard.stop()
         await self.backends.stop()
         if self._lag_task is not None:
             self._lag_task.cancel()
@@ -223,6 +241,7 @@ class Proxy:
                 web.post("/v1/chat/completions", self._generate),
                 web.post("/tokenize", self._forward),
                 web.post("/detokenize", self._forward),
+                web.post("/reset_prefix_cache", self._reset_prefix_cache),
                 web.get("/v1/models", self._models),
                 web.get("/v1/models/{model:.+}", self._model),
                 web.get("/health", self._alive),
@@ -231,6 +250,8 @@ class Proxy:
                 web.get("/metrics", self._metrics_page),
                 web.get("/version", self._version),
                 web.get("/debug/requests", self._debug_requests),
+                web.get("/debug/trace", self._debug_trace),
+                *self.dashboard.routes(),
                 web.post("/pdserve/register", self._register),
                 web.delete("/pdserve/register", self._deregister),
             ]
@@ -246,11 +267,13 @@ class Proxy:
         request_id = given if _GOOD_ID.fullmatch(given) else uuid.uuid4().hex
         request[_REQUEST_ID_KEY] = request_id
         try:
-            if _needs_key(request.path):
+            if needs_key(request.path):
                 self._check_key(request)
             response = await handler(request)
         except PdserveError as error:
             response = _error_response(error)
+            if isinstance(error, UnauthorizedError) and is_for_people(request.path):
+                response.headers[hdrs.WWW_AUTHENTICATE] = CHALLENGE
         except web.HTTPException as error:
             response = _error_response(_from_http(request, error, self._config.max_body_bytes))
             if error.status == 405:
@@ -269,15 +292,8 @@ class Proxy:
         return response
 
     def _check_key(self, request: web.Request) -> None:
-        keys = self._config.api_keys
-        if not keys:
-            return
-        scheme, _, given = request.headers.get(hdrs.AUTHORIZATION, "").partition(" ")
-        # A header's bytes need not be UTF-8: aiohttp escapes those that are not.
-        token = given.strip().encode("utf-8", "surrogateescape")
-        offered = token if scheme.lower() == "bearer" else b""
-        # Every key is compared, so that the time taken tells nothing about any.
-        if not sum(hmac.compare_digest(offered, key.encode()) for key in keys):
+        given = request.headers.get(hdrs.AUTHORIZATION, "")
+        if not is_known(given, self._config.api_keys, request.path):
             raise UnauthorizedError("the API key is missing or wrong")
 
     def _engine_headers(self, client: Mapping[str, str]) -> dict[str, str]:
@@ -340,7 +356,7 @@ class Proxy:
             self.metrics.requests.labels(outcome).inc()
             if outcome == "ok":
                 self.metrics.observe(story)
-            log.info("%s", story.line(outcome))
+            log.info("%s", self.recent.add(story, outcome).line)
 
     async def _forward(self, request: web.Request) -> web.StreamResponse:
         """Ask any engine; a failing one is replaced by another."""
@@ -416,19 +432,53 @@ class Proxy:
         return _json({"status": "ready", "engines": engines})
 
     async def _metrics_page(self, request: web.Request) -> web.Response:
-        page = self.metrics.exposition(
+        return web.Response(body=self._exposition(), headers={hdrs.CONTENT_TYPE: CONTENT_TYPE})
+
+    def _exposition(self) -> bytes:
+        return self.metrics.exposition(
             backends=self.backends.count(),
             open_edges=self.backends.open_edges(),
             running=self.admission.num_running,
             waiting=self.admission.num_waiting,
+            stages=[story.stage for story in self._live.values()],
         )
-        return web.Response(body=page, headers={hdrs.CONTENT_TYPE: CONTENT_TYPE})
+
+    async def _reset_prefix_cache(self, request: web.Request) -> web.Response:
+        """Have every engine forget its cached prefixes, so that runs do not find each other's."""
+        engines = list(self.backends)
+        if not engines:
+            raise UnavailableError("this proxy knows no engine", retry_after_s=1.0)
+        headers = self._engine_headers(request.headers)
+        path = f"/reset_prefix_cache?{request.query_string}".removesuffix("?")
+        failures = await asyncio.gather(
+            *(self._http.post_empty(f"{engine.url}{path}", headers) for engine in engines)
+        )
+        if told := [failure for failure in failures if failure is not None]:
+            raise UpstreamError(f"not every engine forgot its prefixes: {'; '.join(told)}")
+        return web.Response()
 
     async def _version(self, request: web.Request) -> web.Response:
         return _json({"version": pdserve.__version__})
 
     async def _debug_requests(self, request: web.Request) -> web.Response:
-        return _json({"requests": [story.as_json() for story in self._live.values()]})
+        """What runs; and with `?finished=N` the newest N that ended, those after `&after=SEQ`."""
+        running = [story.as_json() for story in self._live.values()]
+        finished = self.recent.as_json(
+            _number_in(request, "finished", NUM_KEPT), after_seq=_number_in(request, "after")
+        )
+        return _json({"running": running, "finished": msgspec.Raw(finished)})
+
+    async def _debug_trace(self, request: web.Request) -> web.Response:
+        """The last `?seconds=N` of this proxy and of all engines."""
+        query = trace_query(request.query)
+        collection = await self._tracer.collect(
+            query.seconds,
+            engines=[backend.url for backend in self.backends],
+            running=self._live.values(),
+            headers=self._engine_headers(request.headers),
+        )
+        body = await asyncio.to_thread(query.encode, collection)
+        return web.Response(body=body, content_type="application/json")
 
     # --- registration
 
@@ -480,8 +530,16 @@ class Proxy:
             raise BadRequestError(f"the registration cannot be read: {error}") from None
 
 
-def _needs_key(path: str) -> bool:
-    return path.startswith(("/v1/", "/debug/")) or path in {"/tokenize", "/detokenize"}
+def _number_in(request: web.Request, name: str, largest: int | None = None) -> int:
+    """Return a number of the query; 0 without it, `largest` for more than that.
+
+    Raises:
+        BadRequestError: It is none, or below 0.
+    """
+    given = request.query.get(name, "0")
+    if not (given.isascii() and given.isdecimal() and len(given) <= 18):
+        raise BadRequestError(f"{name} is {given!r}: a whole number is needed", param=name)
+    return int(given) if largest is None else min(int(given), largest)
 
 
 def _json(value: object) -> web.Response:

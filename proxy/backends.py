@@ -557,6 +557,10 @@ class Backends:
             counts[backend.role.value, state] += 1
         return counts
 
+    def edges(self) -> list[tuple[str, str, KVMode, BreakerState]]:
+        """Return the breakers of pairs that have been used: (prefill, decode, mode, state)."""
+        return [(*pair, edge.state) for pair, edge in self._edges.items()]
+
     def open_edges(self) -> int:
         """Return the number of pairs with a breaker that is not closed."""
         pairs = {

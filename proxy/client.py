@@ -41,6 +41,7 @@ HANG_UP_TIMEOUT_S = 0.5
 DRAIN_TIMEOUT_S = 2.0
 RELEASE_TRIES = 4
 RELEASE_TIMEOUT_S = 2.0
+ORDER_TIMEOUT_S = 5.0
 
 AUTH_HEADER = "X-Pdserve-Auth"
 LOAD_FAILURES_HEADER = "X-Pdserve-Load-Failures"
@@ -150,6 +151,19 @@ class EngineHttp:
             raise WorkerError(message, reason="timeout") from error
         except _FAILURES as error:
             raise _failure(url, error) from error
+
+    async def post_empty(self, url: str, headers: Mapping[str, str]) -> str | None:
+        """POST nothing; return why it was not done, if it was not, in words."""
+        try:
+            async with asyncio.timeout(ORDER_TIMEOUT_S):
+                async with self._session.post(url, headers=headers) as response:
+                    if response.status == 200:
+                        return None
+                    return f"{url} answered {response.status} {await response.text()}".strip()
+        except TimeoutError:
+            return f"{url}: no answer within {ORDER_TIMEOUT_S:g} s"
+        except _FAILURES as error:
+            return str(_failure(url, error))
 
     def release(self, handoff: Handoff, *, after: Leg | None = None) -> None:
         """Give a handoff's leases back, in the background.

@@ -5,6 +5,7 @@ One registry per `Metrics`, so that two proxies in one process do not share coun
 
 from __future__ import annotations
 
+from collections import Counter as CountOf
 from typing import TYPE_CHECKING
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
@@ -20,7 +21,7 @@ from pdserve.proxy.story import SECOND_TERMS, TTFT_TERMS, Mode, Rung, Stage
 from pdserve.wire.transfer import KVMode
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterable, Mapping
 
     from pdserve.proxy.story import Story
 
@@ -136,6 +137,12 @@ class Metrics:
         self.waiting = Gauge(
             "pdserve_requests_waiting", "Requests in the admission queue.", registry=registry
         )
+        self.in_flight = Gauge(
+            "pdserve_requests_in_flight",
+            "Requests that have not ended, by where they are.",
+            ["stage"],
+            registry=registry,
+        )
         self.backends = Gauge(
             "pdserve_backends", "Engines, by role and state.", ["role", "state"], registry=registry
         )
@@ -158,6 +165,7 @@ class Metrics:
             self.decisions.labels(*decision)
         for where in Stage:
             self.disconnects.labels(where.value)
+            self.in_flight.labels(where.value)
         for leg in LEGS:
             self.retries.labels(leg)
             for reason in FAILURES:
@@ -188,8 +196,16 @@ class Metrics:
         open_edges: int,
         running: int,
         waiting: int,
+        stages: Iterable[Stage],
     ) -> bytes:
-        """Return all series in Prometheus' text format, with the gauges as given."""
+        """Return all series in Prometheus' text format, with the gauges as given.
+
+        Args:
+            stages: Where each request that has not ended is.
+        """
+        by_stage = CountOf(stages)
+        for where in Stage:
+            self.in_flight.labels(where.value).set(by_stage[where])
         for (role, state), number in backends.items():
             self.backends.labels(role, state).set(number)
         self.open_edges.set(open_edges)

@@ -88,6 +88,8 @@ class Story:
         prefill_stages, decode_stages: The engines' own accounts.
         kv_mode: Who moved the KV, as of the last attempt.
         rungs: Of the ladder, as they were taken.
+        prefill_url, decode_url: Who computes its prompt apart, and who the rest (or all of it),
+            as of the last attempt; empty where nobody was asked.
         events: What happened, for people: (seconds since arrival, text).
     """
 
@@ -112,6 +114,8 @@ class Story:
     rungs: list[Rung] = field(default_factory=list)
     num_prompt_tokens: int = 0
     num_output_tokens: int = 0
+    prefill_url: str = ""
+    decode_url: str = ""
     events: list[tuple[float, str]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -137,10 +141,17 @@ class Story:
         if self.first_token_s is None:
             self.leg_s = now
         self.stage = stage
+        if stage is Stage.PREFILL:
+            self.prefill_url = url
+        else:
+            self.decode_url = url
+        if stage is Stage.LOCAL and self.first_token_s is None:
+            self.prefill_url = ""
         self.tell(f"{stage.value} at {url}")
 
     def receiver_sent(self, url: str) -> None:
         """The leg that receives a push is on its way to an engine, beside the prefill leg."""
+        self.decode_url = url
         self.tell(f"receiving at {url}")
 
     def climbed(self, rung: Rung) -> None:

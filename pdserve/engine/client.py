@@ -8,6 +8,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Sequence
 
     from pdserve.wire.request import EngineInfo, EngineOutput, EngineStats, GenerateRequest
+    from pdserve.wire.trace import ProcessTrace
 
 
 class EngineClient(Protocol):
@@ -51,6 +52,14 @@ class EngineClient(Protocol):
 
     async def reset_prefix_cache(self) -> None:
         """Forget cached prefixes."""
+        ...
+
+    async def trace(self, seconds: float) -> list[ProcessTrace]:
+        """The last `seconds` of each engine core, as far as they are kept.
+
+        Raises:
+            EngineDeadError: A core has ended, or ends before it has answered.
+        """
         ...
 
     async def close(self, *, timeout_s: float) -> None:

@@ -84,6 +84,7 @@ class EngineCore:
                 connector=factory.scheduler(context, endpoints),
                 clock=clock,
                 num_stages=config.parallel.pipeline_parallel_size,
+                kv_bytes_per_token=sum(w.layout.block_bytes for w in workers) // layout.block_size,
             )
         except BaseException:
             self.executor.close(1.0)
@@ -129,6 +130,7 @@ class EngineCore:
             self.post()
             self._submit()
         self.post()
+        self.scheduler.sample_counters()
         return self.scheduler.drain_outputs(), has_news
 
     def post(self) -> None:

@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from pdserve.engine.zmq_client import ZmqEngineClient
     from pdserve.wire.request import EngineInfo, EngineOutput, GenerateRequest
     from pdserve.wire.step import ExpertBalance
+    from pdserve.wire.trace import ProcessTrace
 
 _HOST = "127.0.0.1"
 _WAITING_WEIGHT = 4
@@ -200,6 +201,11 @@ class DataParallelClient:
         """See `EngineClient`."""
         for core in self._cores:
             await core.reset_prefix_cache()
+
+    async def trace(self, seconds: float) -> list[ProcessTrace]:
+        """See `EngineClient`."""
+        traces = await asyncio.gather(*(core.trace(seconds) for core in self._cores))
+        return [trace for of_core in traces for trace in of_core]
 
     async def close(self, *, timeout_s: float) -> None:
         """See `EngineClient`. The coordinator goes last: cores leave together, through it."""

@@ -37,6 +37,8 @@ from pdserve.wire.transfer import Endpoint, KVHandoff, KVMode, KVShape, LeaseEnd
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Callable, Sequence
 
+    from pdserve.wire.trace import ProcessTrace
+
 _MULTIPLIER = 6364136223846793005
 _INCREMENT = 1442695040888963407
 _BYTES_PER_TOKEN = 1024
@@ -298,6 +300,12 @@ class FakeEngineClient:
     async def reset_prefix_cache(self) -> None:
         """See `EngineClient`."""
         self.num_prefix_cache_resets += 1
+
+    async def trace(self, seconds: float) -> list[ProcessTrace]:
+        """See `EngineClient`. It has no core, so nothing is recorded."""
+        if self._dead_reason is not None:
+            raise EngineDeadError(f"the engine has ended: {self._dead_reason}")
+        return []
 
     async def close(self, *, timeout_s: float) -> None:
         """See `EngineClient`."""

@@ -10,6 +10,7 @@ busy it is; if they share a world, it asks for waves, and leaves together with t
 
 from __future__ import annotations
 
+import itertools
 import logging
 import os
 import signal
@@ -34,6 +35,7 @@ from pdserve.wire.codec import (
     Abort,
     Add,
     Died,
+    DumpTrace,
     FromEngine,
     Outputs,
     Progress,
@@ -42,12 +44,16 @@ from pdserve.wire.codec import (
     ResetPrefixCache,
     Shutdown,
     ToEngine,
+    TracePiece,
     from_engine,
     id_in_unreadable,
     to_engine,
 )
+from pdserve.wire.trace import Part
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from pdserve.wire.request import EngineOutput
 
 _log = logging.getLogger(__name__)
@@ -70,6 +76,9 @@ class EngineProcess:
         self._outputs.connect(launch.outputs_address)
         self._decode = to_engine()
         self._encode = from_engine()
+        self._clock = SystemClock()
+        self._role = launch.config.role.value
+        self._pieces: list[Iterator[TracePiece]] = []
         self._shutdown_at_s: float | None = None
         self._num_taken = 0
         self._has_drained = False
@@ -82,7 +91,7 @@ class EngineProcess:
             self.core = EngineCore(
                 launch.config,
                 seat=launch.core,
-                clock=SystemClock(),
+                clock=self._clock,
                 progress=lambda text: self._publish(Progress(text)),
             )
         except ConfigError as error:
@@ -107,7 +116,9 @@ class EngineProcess:
         try:
             while not self._is_over():
                 is_waiting = self.core.scheduler.num_unfinished or self._shutdown_at_s is not None
-                is_time_up = not self._poller.poll(_UNFINISHED_POLL_MS if is_waiting else None)
+                patience_ms = _UNFINISHED_POLL_MS if is_waiting else None
+                has_event = self._poller.poll(0 if self._pieces else patience_ms)
+                is_time_up = not has_event and not self._pieces
                 has_input = self._drain_inputs()
                 if self._link is not None:
                     self._hear(self._link)
@@ -118,6 +129,8 @@ class EngineProcess:
                     self._ask(self._link)
                 if outputs or has_input or has_news:
                     self._publish_outputs(outputs)
+                if self._pieces:
+                    self._publish_piece()
             self._publish(Died("shut down"))
         except Exception as error:  # the top of the engine's loop: nothing may end it silently
             self._publish(Died(_story(error)))
@@ -191,10 +204,33 @@ class EngineProcess:
                 scheduler.release_lease(nonce)
             case ResetPrefixCache():
                 scheduler.kv.pool.forget_all()
+            case DumpTrace(number, seconds):
+                self._pieces.append(self._dump(number, seconds))
             case Shutdown(timeout_s):
                 self._shutdown_at_s = time.monotonic() + timeout_s
             case _:
                 assert_never(message)
+
+    def _dump(self, number: int, seconds: float) -> Iterator[TracePiece]:
+        """The last seconds, a piece at a time; what they hold is fixed when they are asked for."""
+        scheduler = self.core.scheduler
+        dump = scheduler.recorder.dump(
+            seconds,
+            clock=self._clock,
+            part=Part.CORE,
+            role=self._role,
+            engine_id=self.core.info.engine_id,
+            running=scheduler.trace_of_running(),
+        )
+        pieces = (TracePiece(number, events) for events in dump.pieces())
+        return itertools.chain(pieces, [TracePiece(number, b"", dump.process)])
+
+    def _publish_piece(self) -> None:
+        """Send the next piece of the dump that was asked for first."""
+        piece = next(self._pieces[0])
+        if piece.process is not None:
+            del self._pieces[0]
+        self._publish(piece)
 
     def _refuse(self, frame: bytes, error: msgspec.DecodeError) -> None:
         """One message that cannot be read is no reason to end everybody's requests."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import logging
 import os
 import secrets
@@ -29,12 +30,14 @@ from pdserve.errors import (
     OverloadedError,
     UnavailableError,
 )
+from pdserve.observe.trace import whole
 from pdserve.parallel.seat import CoreSeat
 from pdserve.wire.codec import (
     MAJOR,
     Abort,
     Add,
     Died,
+    DumpTrace,
     FromEngine,
     Outputs,
     Progress,
@@ -43,6 +46,7 @@ from pdserve.wire.codec import (
     ResetPrefixCache,
     Shutdown,
     ToEngine,
+    TracePiece,
     from_engine,
     to_engine,
 )
@@ -55,6 +59,7 @@ if TYPE_CHECKING:
     from pdserve.engine.coordinator import Addresses
     from pdserve.wire.ids import RequestId
     from pdserve.wire.request import EngineInfo, EngineOutput, EngineStats, GenerateRequest
+    from pdserve.wire.trace import ProcessTrace
 
 _KILL_AFTER_S = 8.0
 
@@ -115,6 +120,30 @@ async def launch_engine(
     )
 
 
+class _Dump:
+    """A dump of a core's trace on its way here.
+
+    Args:
+        trace: Is set when the last piece has come.
+    """
+
+    def __init__(self, trace: asyncio.Future[ProcessTrace]) -> None:
+        self.trace = trace
+        self._pieces: list[bytes] = []
+
+    def take(self, piece: TracePiece) -> None:
+        """One more piece."""
+        if piece.events:
+            self._pieces.append(piece.events)
+        if piece.process is not None and not self.trace.done():
+            self.trace.set_result(whole(piece.process, self._pieces))
+
+    def fail(self, reason: str) -> None:
+        """There will be no more pieces."""
+        if not self.trace.done():
+            self.trace.set_exception(EngineDeadError(reason))
+
+
 class ZmqEngineClient:
     """See `EngineClient`. Made by `launch_engine`; lives in one event loop."""
 
@@ -137,6 +166,8 @@ class ZmqEngineClient:
         self._encode = to_engine()
         self._decode = from_engine()
         self._queues: dict[RequestId, asyncio.Queue[EngineOutput | None]] = {}
+        self._dump_numbers = itertools.count(1)
+        self._dumps: dict[int, _Dump] = {}
         self._info: EngineInfo | None = None
         self._stats: EngineStats | None = None
         self._dead_reason: str | None = None
@@ -264,6 +295,18 @@ class ZmqEngineClient:
         """See `EngineClient`."""
         self._send(ResetPrefixCache())
 
+    async def trace(self, seconds: float) -> list[ProcessTrace]:
+        """See `EngineClient`."""
+        if self._dead_reason is not None or self._info is None:
+            raise EngineDeadError(self._dead_reason or "the engine is still loading")
+        number = next(self._dump_numbers)
+        dump = self._dumps[number] = _Dump(asyncio.get_running_loop().create_future())
+        try:
+            self._send(DumpTrace(number, seconds))
+            return [await dump.trace]
+        finally:
+            del self._dumps[number]
+
     def fail(self, reason: str) -> None:
         """End the engine at once; its requests end with `reason`."""
         self._is_closing = True
@@ -323,6 +366,10 @@ class ZmqEngineClient:
                 self._settled.set()
             case Died(reason, is_config):
                 self._die(reason, is_config=is_config)
+            case TracePiece(number):
+                dump = self._dumps.get(number)  # None: who asked for it has left
+                if dump is not None:
+                    dump.take(message)
             case _:
                 assert_never(message)
 
@@ -341,6 +388,8 @@ class ZmqEngineClient:
         self._settled.set()
         for queue in self._queues.values():
             queue.put_nowait(None)
+        for dump in self._dumps.values():
+            dump.fail(reason)
         if not self._is_closing:
             self._on_dead()
 

@@ -24,13 +24,22 @@ class Step:
 
     Attributes:
         num_computed_after: For each request in it, the tokens computed once it retires.
+        num_prefill_tokens, num_decode_tokens: Prompt tokens it computes, and all others.
         closing: Requests that wait for it to retire.
     """
 
     def __init__(
-        self, step_id: int, num_computed_after: dict[RequestId, int], submitted_s: float
+        self,
+        step_id: int,
+        num_computed_after: dict[RequestId, int],
+        submitted_s: float,
+        *,
+        num_prefill_tokens: int = 0,
+        num_decode_tokens: int = 0,
     ) -> None:
         self.step_id = step_id
+        self.num_prefill_tokens = num_prefill_tokens
+        self.num_decode_tokens = num_decode_tokens
         self.num_computed_after = num_computed_after
         self.submitted_s = submitted_s
         self.closing: list[Request] = []

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from pdserve.errors import InternalError
 from pdserve.wire.request import RequestStages
+from pdserve.wire.trace import EngineRequest, Span
 from pdserve.wire.transfer import KVMode
 
 if TYPE_CHECKING:
@@ -54,6 +55,10 @@ LEGAL_MOVES = frozenset(
 )
 
 
+_OVER = frozenset({State.LEASED, State.CLOSING, State.DONE})
+"""Its client gets nothing more from here."""
+
+
 class Wait(enum.Enum):
     """What a CLOSING request waits for before its blocks may be given back.
 
@@ -78,9 +83,12 @@ class Request:
         handoff: As in the wire request, or as a push brought it, until its KV is here or its
             load has failed; at P, what it was leased as.
         waits_for: While it is CLOSING.
+        num_overtaken: Requests with handoffs that started in its place, while it was to be
+            pushed here.
         num_budgeted: Prompt tokens that the recompute budget was charged for it, until it
             starts; None if it is none of that budget's requests.
         kv_mode: How its KV came from another engine, if it did.
+        source_id: What that engine called it; empty if its KV came from none.
         prompt_logprobs: Those behind the first prompt token, until the first output token takes
             them along.
     """
@@ -105,8 +113,10 @@ class Request:
         self.ticket = wire.ticket
         self.remote_decode = wire.remote_decode
         self.waits_for: set[Wait] = set()
+        self.num_overtaken = 0
         self.num_budgeted: int | None = None
         self.kv_mode: KVMode | None = None
+        self.source_id = "" if wire.handoff is None else wire.handoff.request_id
         self.first_logprobs: list[TokenLogprobs] | None = None
         self.prompt_logprobs: list[TokenLogprobs | None] = []
         self.num_cached_tokens = 0
@@ -167,6 +177,8 @@ class Request:
             raise InternalError(
                 f"illegal move {self.state.value} -> {state.value} ({why})\n{self.story()}"
             )
+        if self.times.over_s is None and state in _OVER:
+            self.times.over_s = now_s
         self.state = state
         self.note(now_s, f"{state.value}: {why}")
 
@@ -179,6 +191,33 @@ class Request:
         start_s = self.times.queued_s
         lines = [f"  +{(at - start_s) * 1e3:9.2f} ms  {event}" for at, event in self._story]
         return "\n".join([f"request {self.request_id}", *lines])
+
+    def traced(self, now_s: float) -> EngineRequest:
+        """Its time here, for a trace; what it is in at `now_s` ends there."""
+        nonce = "" if self.handoff is None else self.handoff.nonce
+        # A nonce ends a lease: it stays here.
+        notes = [(at_s, text.replace(nonce, "*") if nonce else text) for at_s, text in self._story]
+        facts: dict[str, int | float | str] = {
+            "prompt_tokens": len(self.prompt_token_ids),
+            "output_tokens": len(self.output_token_ids),
+            "cached_tokens": self.num_cached_tokens,
+            "external_tokens": self.num_external_tokens,
+            "preemptions": self.num_preemptions,
+        }
+        if self.kv_mode is not None:
+            facts["kv_mode"] = self.kv_mode.value
+            facts["kv_bytes"] = self.times.load_bytes
+            facts["kv_digest_ms"] = round(self.times.load_digest_s * 1e3, 3)
+        was_leased = self.remote_decode and self.handoff is not None
+        return EngineRequest(
+            at_s=now_s,
+            request_id=self.request_id,
+            source_id=self.source_id,
+            outcome=notes[-1][1] if self.state is State.DONE else "",
+            spans=self.times.spans(now_s, after="leased" if was_leased else "closing"),
+            notes=notes,
+            facts=facts,
+        )
 
 
 class Times:
@@ -199,16 +238,20 @@ class Times:
         self.first_step_at_s: float | None = None
         self.first_step_end_s: float | None = None
         self.step_wait_s = 0.0
+        self.over_s: float | None = None
+        self._spans: list[Span] = []
         self._waits_since_s = queued_s
         self._load_began_s = queued_s
         self._queue_s = 0.0
         self._peer_wait_s = 0.0
+        self._is_aside = False
 
     def start(self, now_s: float) -> None:
         """It leaves the queue: a step runs it, or its load begins."""
         if self.started_s is None:
             self.started_s = self._load_began_s = now_s
             self._queue_s += now_s - self._waits_since_s
+            self._spans.append(Span("queue", self._waits_since_s, now_s))
 
     def begin_load_again(self, now_s: float) -> None:
         """What was lost on the first attempt counts as waiting for the peer."""
@@ -217,13 +260,16 @@ class Times:
     def wait_for_peer(self, now_s: float) -> None:
         """It stands aside until its peer has done something."""
         self._queue_s += now_s - self._waits_since_s
+        self._spans.append(Span("queue", self._waits_since_s, now_s))
         self._waits_since_s = now_s
+        self._is_aside = True
 
     def queue_again(self, now_s: float) -> None:
         """It waited for a peer, or its load has failed, and stands in the queue from now on."""
         since_s = self._waits_since_s if self.started_s is None else self.started_s
         self._peer_wait_s += now_s - since_s
-        self._waits_since_s, self.started_s = now_s, None
+        self._spans.append(Span("kv_wait", since_s, now_s))
+        self._waits_since_s, self.started_s, self._is_aside = now_s, None, False
 
     def receive(self, received: Received, now_s: float) -> None:
         """Its KV is here since some time before `now_s`."""
@@ -265,3 +311,43 @@ class Times:
             kv_digest_s=self.load_digest_s,
             step_wait_s=self.step_wait_s,
         )
+
+    def spans(self, now_s: float, *, after: str) -> list[Span]:
+        """The same as stretches of time, in order and without a gap, until `now_s`.
+
+        What has no end yet is in its last stretch. Where a request was preempted, its wait for
+        another turn lies inside `prefill` or `decode`.
+
+        Args:
+            after: What the time is called in which it is over here and not forgotten.
+        """
+        end_s = now_s if self.over_s is None else self.over_s
+        spans = list(self._spans)
+        started, ready = self.started_s, self.load_ready_s
+        marks: list[tuple[str, float | None]]
+        if started is None:
+            marks = [("kv_wait" if self._is_aside else "queue", None)]
+            begin_s = self._waits_since_s
+        elif ready is not None:
+            begin_s = started
+            marks = [
+                ("kv_wait", ready - self.load_transfer_s),
+                ("kv_transfer", ready),
+                ("handover", self.first_step_at_s),
+                ("first_step", self.first_step_end_s),
+                ("decode", None),
+            ]
+        else:
+            begin_s = started
+            marks = [("prefill", self.first_token_s), ("decode", None)]
+            if self.first_step_at_s is None:
+                marks = [("kv_wait", None)]  # its KV is on its way
+        for name, mark_s in marks:
+            until_s = end_s if mark_s is None else min(mark_s, end_s)
+            spans.append(Span(name, begin_s, until_s))
+            begin_s = until_s
+            if mark_s is None:
+                break
+        if self.over_s is not None and now_s > self.over_s:
+            spans.append(Span(after, self.over_s, now_s))
+        return [span for span in spans if span.end_s > span.start_s]

@@ -16,6 +16,7 @@ from pdserve.scheduler.request import State, Wait
 
 if TYPE_CHECKING:
     from pdserve.config.schema import SchedulingPolicy
+    from pdserve.observe.trace import Recorder
     from pdserve.scheduler.inflight import InFlight
     from pdserve.scheduler.ladder import Ladder
     from pdserve.scheduler.request import Request
@@ -30,6 +31,7 @@ class Roster:
         steps: Is told who leaves the batch.
         inflight: Says whether a step may still write a request's blocks.
         ladder: Is told who leaves for good.
+        recorder: Is given the time of each that left.
 
     Attributes:
         requests: All of them, by id.
@@ -46,7 +48,9 @@ class Roster:
         steps: StepBuilder,
         inflight: InFlight,
         ladder: Ladder,
+        recorder: Recorder,
     ) -> None:
+        self._recorder = recorder
         self._steps = steps
         self._inflight = inflight
         self._ladder = ladder
@@ -166,6 +170,7 @@ class Roster:
         self.give_back(request)
         self._ladder.leave(request)
         self.move(request, State.DONE, now_s, why)
+        self._recorder.add(request.traced(now_s))
         del self.requests[request.request_id]
         ticket = request.ticket
         if ticket is not None and self._by_ticket.get(ticket.nonce) is request:

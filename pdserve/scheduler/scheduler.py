@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from pdserve.kvcache.manager import KVCacheManager
+from pdserve.observe.trace import Recorder
 from pdserve.scheduler.admission import Admitter
 from pdserve.scheduler.counts import Counts, Rung
 from pdserve.scheduler.deadlines import Deadlines
@@ -23,6 +24,7 @@ from pdserve.scheduler.ladder import Ladder
 from pdserve.scheduler.outbox import Outbox
 from pdserve.scheduler.plan import Candidate, plan_running
 from pdserve.scheduler.prefixes import Prefixes
+from pdserve.scheduler.recording import Recording
 from pdserve.scheduler.refusal import refusal_of
 from pdserve.scheduler.request import Request, State, Wait
 from pdserve.scheduler.roster import Roster
@@ -42,6 +44,7 @@ if TYPE_CHECKING:
     from pdserve.wire.outputs import TokenLogprobs
     from pdserve.wire.request import EngineOutput, GenerateRequest
     from pdserve.wire.step import ExpertBalance, ModelRunnerOutput, SchedulerOutput
+    from pdserve.wire.trace import EngineRequest
     from pdserve.wire.transfer import ConnectorMetadata, ConnectorReport
 
 
@@ -56,6 +59,10 @@ class Scheduler:
         num_stages: Pipeline stages of the engine. With several, only the last one learns what
             it samples: a request goes on when its token has come back, which the next step
             tells all of them, and the decoding requests are shared out over as many steps.
+        kv_bytes_per_token: To count, for traces, what is on its way here.
+
+    Attributes:
+        recorder: What traces are made from.
     """
 
     def __init__(
@@ -69,7 +76,9 @@ class Scheduler:
         connector: KVConnectorScheduler,
         clock: Clock,
         num_stages: int = 1,
+        kv_bytes_per_token: int = 0,
     ) -> None:
+        self.recorder = Recorder()
         self._config = config
         self._num_stages, self._is_pipelined = num_stages, num_stages > 1
         self._max_model_len = max_model_len
@@ -99,7 +108,18 @@ class Scheduler:
         self._counts = Counts()
         self._prefixes = Prefixes(self.kv)
         self._roster = Roster(
-            config.policy, steps=self._steps, inflight=self._inflight, ladder=self._ladder
+            config.policy,
+            steps=self._steps,
+            inflight=self._inflight,
+            ladder=self._ladder,
+            recorder=self.recorder,
+        )
+        self._recording = Recording(
+            self.recorder,
+            roster=self._roster,
+            kv=self.kv,
+            kv_bytes_per_token=kv_bytes_per_token,
+            is_pipelined=self._is_pipelined,
         )
         self._requests = self._roster.requests
         self._deadlines = Deadlines(self._requests)
@@ -231,6 +251,7 @@ class Scheduler:
         now_s = self._clock.monotonic_s()
         step = self._inflight.retire(result.step_id, now_s)
         self._counts.forward_s += result.forward_s
+        self._recording.step(step, result.forward_s, now_s)
         if result.experts is not None:
             self._experts = result.experts
         running = self._roster.running
@@ -253,6 +274,10 @@ class Scheduler:
     def apply_report(self, report: ConnectorReport) -> None:
         """Take what the workers' connector halves saw. Unknown ids are ignored."""
         self._transfers.apply_report(report, self._clock.monotonic_s())
+
+    def sample_counters(self) -> None:
+        """Record, for traces, how full everything is. To be called whenever that may change."""
+        self._recording.sample(self._clock.monotonic_s())
 
     def take_instructions(self) -> ConnectorMetadata | None:
         """What the workers' connector halves are to do now, whether or not a step runs.
@@ -308,7 +333,7 @@ class Scheduler:
             kv_bytes_received=counts.kv_bytes,
             kv_descriptors=counts.kv_descriptors,
             kv_load_failures=dict(counts.load_failures),
-            kv_faults=dict(counts.faults),
+            kv_faults=dict(counts.faults + Counter(self._connector.faults)),
             lease_ends=dict(counts.lease_ends),
             forward_s=counts.forward_s,
             experts=self._experts,
@@ -317,6 +342,11 @@ class Scheduler:
             recompute_tokens=counts.recompute_tokens,
             kv_seconds=counts.kv_seconds,
         )
+
+    def trace_of_running(self) -> list[EngineRequest]:
+        """The time of each request that is not forgotten yet, until now."""
+        now_s = self._clock.monotonic_s()
+        return [request.traced(now_s) for request in self._requests.values()]
 
     def assert_nothing_held(self) -> None:
         """Raise AssertionError, with the stories, if anything of any request is left."""
@@ -429,19 +459,31 @@ class Scheduler:
         batch = [(self._roster.running[request_id], num) for request_id, num in scheduled.items()]
         output = self._steps.build(batch, grown)
         after: dict[RequestId, int] = {}
+        num_prefill = 0
         for request, num_tokens in batch:
             if request.times.first_step_at_s is None:
                 request.times.first_step_at_s = now_s
                 if request.times.load_ready_s is not None:
                     ready_s = request.times.load_ready_s
                     request.times.step_wait_s = self._inflight.step_wait_s(ready_s, now_s)
+            num_left = len(request.prompt_token_ids) - request.num_computed_tokens
+            if num_left > 0:
+                num_prefill += min(num_left, num_tokens)
             if request.remote_decode:
                 self._transfers.tell_of_chunk(request, num_tokens)
             request.num_computed_tokens += num_tokens
             after[request.request_id] = request.num_computed_tokens
             if request.num_computed_tokens == request.num_tokens:
                 request.num_pending_tokens += 1
-        self._inflight.submit(Step(output.step_id, after, now_s))
+        self._inflight.submit(
+            Step(
+                output.step_id,
+                after,
+                now_s,
+                num_prefill_tokens=num_prefill,
+                num_decode_tokens=output.num_tokens - num_prefill,
+            )
+        )
         metadata = self._connector.build_connector_meta(output)
         if metadata is None:
             return output

@@ -187,6 +187,8 @@ class Transfers:
         assert request.holding is not None
         self._counts.arrived(received)
         request.kv_mode = received.mode
+        if pushed is not None:
+            request.source_id = pushed.request_id
         request.times.receive(received, now_s)
         request.handoff = None
         request.holding.become(Hold.REQUEST)

@@ -21,7 +21,7 @@ from pdserve.errors import ConfigError, EngineDeadError, UnauthorizedError
 from pdserve.observe.clock import SystemClock
 from pdserve.observe.log import log_event
 from pdserve.observe.metrics import measure_loop_lag
-from pdserve.server import chat, completions, hop, status
+from pdserve.server import chat, completions, debug, hop, status
 from pdserve.server.errors import error_middleware
 from pdserve.server.metrics import ServerMetrics
 from pdserve.server.registration import Registration
@@ -43,7 +43,7 @@ _log = logging.getLogger(__name__)
 _POLL_S = 0.1
 _CLOSE_TIMEOUT_S = 1.0
 """For the engine to end, and for streams to say so; requests had their time before."""
-_KEY_PATHS = ("/v1/", "/tokenize", "/detokenize")
+_KEY_PATHS = ("/v1/", "/debug/", "/tokenize", "/detokenize", "/reset_prefix_cache")
 _BACKLOG = 2048
 
 
@@ -94,10 +94,13 @@ def build_app(
             web.get("/readyz", status.readyz),
             web.get("/metrics", status.metrics),
             web.get("/version", status.version),
+            web.get("/debug/clock", debug.clock),
+            web.get("/debug/requests", debug.requests),
+            web.get("/debug/trace", debug.trace),
             web.post("/tokenize", status.tokenize),
             web.post("/detokenize", status.detokenize),
+            web.post("/reset_prefix_cache", status.reset_prefix_cache),
             web.post("/pdserve/release", hop.release),
-            web.post("/pdserve/reset_prefix_cache", hop.reset_prefix_cache),
             web.get("/pdserve/info", hop.info),
         ]
     )

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from aiohttp import web
 
 from pdserve.errors import BadRequestError
-from pdserve.server.intake import created_s, encode, make_job, wants_stages
+from pdserve.server.intake import created_s, encode_prompts, make_job, wants_stages
 from pdserve.server.logprobs import chat_logprobs, prompt_logprobs
 from pdserve.server.protocol import ChatRequest, parse_body
 from pdserve.server.reply import finish_name, hop_events, send_json
@@ -63,8 +63,8 @@ async def create_chat_completion(request: web.Request) -> web.StreamResponse:
         variables=body.chat_template_kwargs,
     )
     # The template writes the special tokens itself.
-    token_ids = await encode(
-        text.tokenizer, [prompt], add_special_tokens=bool(body.add_special_tokens)
+    token_ids = await encode_prompts(
+        request, [prompt], add_special_tokens=bool(body.add_special_tokens)
     )
     job = await make_job(
         request,

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from aiohttp import web
 
-from pdserve.server.intake import encode, make_job, wants_stages
+from pdserve.server.intake import encode_prompts, make_job, wants_stages
 from pdserve.server.logprobs import completion_logprobs, echoed_logprobs, joined, prompt_logprobs
 from pdserve.server.protocol import CompletionRequest, parse_body
 from pdserve.server.reply import finish_name, hop_events, send_json
@@ -28,9 +28,10 @@ async def create_completion(request: web.Request) -> web.StreamResponse:
     text, _ = service.require_ready()
     prompts = body.prompts()
     texts = [prompt for prompt in prompts if isinstance(prompt, str)]
-    token_ids = [prompt for prompt in prompts if not isinstance(prompt, str)] or await encode(
-        text.tokenizer, texts, add_special_tokens=body.add_special_tokens is not False
-    )
+    token_ids = [prompt for prompt in prompts if not isinstance(prompt, str)]
+    if texts:
+        special = body.add_special_tokens is not False
+        token_ids = await encode_prompts(request, texts, add_special_tokens=special)
     wanted = body.prompt_logprobs
     if wanted is None and body.echo:
         wanted = body.logprobs

@@ -1,4 +1,4 @@
-"""What proxies ask of an engine beside generation: leases, the prefix cache, its load."""
+"""What proxies ask of an engine beside generation: leases, its load."""
 
 from __future__ import annotations
 
@@ -28,13 +28,6 @@ async def release(request: web.Request) -> web.Response:
     """Give up a lease that nobody will read. Unknown nonces are ignored."""
     data = await _authentic_body(request)
     await request.app[SERVICE].client.release_lease(parse_body(data, ReleaseRequest).nonce)
-    return web.Response()
-
-
-async def reset_prefix_cache(request: web.Request) -> web.Response:
-    """Forget cached prefixes."""
-    await _authentic_body(request)
-    await request.app[SERVICE].client.reset_prefix_cache()
     return web.Response()
 
 

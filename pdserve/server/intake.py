@@ -14,6 +14,7 @@ from pdserve.server.job import plan
 from pdserve.server.sampling import output_limit, resolve_sampling
 from pdserve.server.service import REQUEST_ID, SERVICE, START_S
 from pdserve.wire.request import OnLoadFailure
+from pdserve.wire.trace import SliceEvent
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -41,6 +42,23 @@ async def encode(
     if sum(map(len, texts)) < _LONG_TEXT_CHARS:
         return encode_all()
     return await asyncio.to_thread(encode_all)
+
+
+async def encode_prompts(
+    request: web.Request, texts: Sequence[str], *, add_special_tokens: bool
+) -> list[list[int]]:
+    """Tokenize a request's prompts; how long that took is in the trace."""
+    service = request.app[SERVICE]
+    text, _ = service.require_ready()
+    start_s = service.clock.monotonic_s()
+    prompts = await encode(text.tokenizer, texts, add_special_tokens=add_special_tokens)
+    facts: dict[str, int | float | str] = {
+        "request": request[REQUEST_ID],
+        "tokens": sum(map(len, prompts)),
+    }
+    now_s = service.clock.monotonic_s()
+    service.recorder.add(SliceEvent(now_s, start_s, "tokenizer", "tokenize", facts))
+    return prompts
 
 
 async def decode(tokenizer: Tokenizer, token_ids: Sequence[int]) -> str:
@@ -136,6 +154,7 @@ async def make_job(
         deadline_s=_deadline_s(request),
         on_load_failure=ours.on_load_failure if ours is not None else OnLoadFailure.RECOMPUTE,
         is_fallback=ours is not None and ours.is_fallback,
+        path=request.path,
     )
 
 

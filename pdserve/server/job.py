@@ -30,9 +30,10 @@ from pdserve.errors import (
 from pdserve.observe.log import request_line
 from pdserve.server.handoff import DecodeHop, PrefillHop, PromptLogprobs, stage_fields
 from pdserve.server.merge import MergedOutputs
+from pdserve.server.recent import traced
 from pdserve.server.sampling import choice_seed
 from pdserve.text.output import OutputProcessor
-from pdserve.wire.ids import RequestId
+from pdserve.wire.ids import request_id_of
 from pdserve.wire.request import (
     ErrorCode,
     FinishReason,
@@ -131,6 +132,8 @@ class Job:
         created: Timestamp of the answer.
         seed: The user's, or the one that was drawn.
         choices: In the order of their indexes.
+        path: Of the endpoint that was asked.
+        gaps_s: Seconds between output tokens.
     """
 
     service: Service
@@ -141,16 +144,19 @@ class Job:
     prompts: list[list[int]]
     choices: list[Choice]
     start_s: float
+    path: str = ""
+    is_streamed: bool = False
     delivered: bool = False
+    gaps_s: list[float] = field(default_factory=list)
     _outputs: MergedOutputs | None = None
     _held: deque[tuple[int, EngineOutput]] = field(default_factory=deque)
     _error: Exception | None = None
-    _gaps_s: list[float] = field(default_factory=list)
 
     async def __aenter__(self) -> Self:
         requests = {c.index: c.request for c in self.choices if c.request is not None}
         self._outputs = MergedOutputs(self.service.client, requests)
         self.service.num_jobs += 1
+        self.service.jobs[id(self)] = self
         return self
 
     async def __aexit__(
@@ -160,6 +166,7 @@ class Job:
         trace: TracebackType | None,
     ) -> None:
         self.service.num_jobs -= 1
+        del self.service.jobs[id(self)]
         unread = await self._running.close()
         self._record(error)
         if self.delivered:
@@ -278,13 +285,19 @@ class Job:
             "completion_tokens": num_output,
         }
 
+    @property
+    def ttft_s(self) -> float | None:
+        """From its arrival to the first token computed here; None without one."""
+        end_s = self.leader().own_token_s
+        return None if end_s is None else end_s - self.start_s
+
     def stages(self) -> dict[str, float | int]:
         """Return where the time to the first own token went, by `RequestStages` field.
 
         `server_s` is what the engine does not account for: HTTP, tokens, the way to the
         engine and back. All seconds sum to `ttft_s`, but for itself and `PARTS_OF_STAGES`.
         """
-        choice = self._leader()
+        choice = self.leader()
         stages = choice.stages or RequestStages()
         fields = stage_fields(stages)
         end_s = choice.own_token_s or choice.last_token_s
@@ -304,10 +317,10 @@ class Job:
             **self.stages(),
             "load_failures": failures,
             "prompt_tokens": num_prompt,
-            "kv_mode": self._leader().kv_mode,
+            "kv_mode": self.leader().kv_mode,
         }
 
-    def _leader(self) -> Choice:
+    def leader(self) -> Choice:
         """The choice that stands for the job in timings: its first one here."""
         return next(choice for choice in self.choices if choice.request is not None)
 
@@ -325,7 +338,7 @@ class Job:
             self.service.metrics.first_token(now_s - self.start_s)
         else:
             gap_s = now_s - choice.last_token_s
-            self._gaps_s.append(gap_s)
+            self.gaps_s.append(gap_s)
             self.service.metrics.token_gap(gap_s)
         choice.last_token_s = now_s
         num_tokens = choice.processor.num_tokens + len(output.new_token_ids)
@@ -371,7 +384,7 @@ class Job:
         ttft_s = fields.pop("ttft_s")
         digest_s, step_wait_s = (fields.pop(name) for name in PARTS_OF_STAGES)
         seconds = {name.removesuffix("_s"): value for name, value in fields.items()}
-        timed = self._leader().own_token_s is not None
+        timed = self.leader().own_token_s is not None
         if timed:
             metrics.stages(seconds, loaded_kv=kv_bytes > 0, step_wait_s=step_wait_s)
         shown = {
@@ -382,22 +395,22 @@ class Job:
             "handover": seconds["handover"],
             "first_step": seconds["first_step"],
         }
-        _log.info(
-            "%s",
-            request_line(
-                self.request_id,
-                outcome,
-                num_prompt_tokens=sum(len(prompt) for prompt in self.prompts),
-                num_output_tokens=sum(choice.num_tokens for choice in self.choices),
-                ttft_s=ttft_s if timed else None,
-                stages={name: value for name, value in shown.items() if value},
-                kv_bytes=kv_bytes,
-                kv_transfer_s=seconds["kv_transfer"],
-                kv_digest_s=digest_s,
-                kv_mode=self._leader().kv_mode,
-                gaps_s=self._gaps_s,
-            ),
+        line = request_line(
+            self.request_id,
+            outcome,
+            num_prompt_tokens=sum(len(prompt) for prompt in self.prompts),
+            num_output_tokens=sum(choice.num_tokens for choice in self.choices),
+            ttft_s=ttft_s if timed else None,
+            stages={name: value for name, value in shown.items() if value},
+            kv_bytes=kv_bytes,
+            kv_transfer_s=seconds["kv_transfer"],
+            kv_digest_s=digest_s,
+            kv_mode=self.leader().kv_mode,
+            gaps_s=self.gaps_s,
         )
+        _log.info("%s", line)
+        self.service.recent.add(self, outcome, line)
+        self.service.recorder.add(traced(self, outcome))
 
 
 def plan(
@@ -416,6 +429,7 @@ def plan(
     deadline_s: float | None,
     on_load_failure: OnLoadFailure = OnLoadFailure.RECOMPUTE,
     is_fallback: bool = False,
+    path: str = "",
 ) -> Job:
     """Return the job for a request; nothing is submitted yet.
 
@@ -459,7 +473,7 @@ def plan(
                 choice.num_to_swallow = choice.num_from_handoff if hop.first_delivered else 0
                 choice.prompt_logprobs = hop.prompt_logprobs[index]
             choice.request = GenerateRequest(
-                request_id=RequestId(f"{request_id}-{index}-{uuid.uuid4().hex[:8]}"),
+                request_id=request_id_of(request_id, index, uuid.uuid4().hex[:8]),
                 prompt_token_ids=prompt,
                 sampling=_with_seed(params, seeded, handed_over=isinstance(hop, DecodeHop)),
                 arrival_s=arrival_s,
@@ -481,6 +495,8 @@ def plan(
         prompts=prompts,
         choices=choices,
         start_s=start_s,
+        path=path,
+        is_streamed=bool(fields.stream),
     )
 
 

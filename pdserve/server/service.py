@@ -10,11 +10,14 @@ from aiohttp import web
 
 from pdserve.errors import EngineDeadError, NotFoundError, UnavailableError
 from pdserve.observe.clock import SystemClock
+from pdserve.observe.trace import Recorder
+from pdserve.server.recent import Recent
 
 if TYPE_CHECKING:
     from pdserve.config.schema import EngineConfig, ServerConfig
     from pdserve.engine.client import EngineClient
     from pdserve.observe.clock import Clock
+    from pdserve.server.job import Job
     from pdserve.server.metrics import ServerMetrics
     from pdserve.text.load import Text
     from pdserve.wire.request import EngineInfo
@@ -32,6 +35,9 @@ class Service:
         created_s: Reported as the models' creation time.
         draining: Set on shutdown: what runs goes on, nothing more is taken.
         num_jobs: Requests for text that are being answered.
+        jobs: Those themselves.
+        recent: Those that have ended.
+        recorder: What traces are made from.
     """
 
     client: EngineClient
@@ -42,6 +48,9 @@ class Service:
     clock: Clock = field(default_factory=SystemClock)
     draining: bool = False
     num_jobs: int = 0
+    jobs: dict[int, Job] = field(default_factory=dict)
+    recent: Recent = field(default_factory=Recent)
+    recorder: Recorder = field(default_factory=Recorder)
     created_s: int = 0
 
     @property

@@ -76,6 +76,29 @@ def _model_object(service: Service, name: str) -> dict[str, Any]:
     }
 
 
+async def reset_prefix_cache(request: web.Request) -> web.Response:
+    """Forget every cached prefix; 200 with an empty body, as vLLM answers.
+
+    Requests that come after the answer find nothing that was computed before it. Requests that
+    run keep their blocks, and what they computed so far is not found by others; vLLM forgets
+    nothing at all while one runs, and answers 200 as well.
+
+    Raises:
+        BadRequestError: vLLM's `reset_running_requests` or `reset_external` is asked for.
+    """
+    for name in ("reset_running_requests", "reset_external"):
+        if request.query.get(name, "false").lower() not in ("false", "0"):
+            raise BadRequestError(
+                f"{name} is not supported: running requests are never preempted for this, and "
+                "there is no cache outside of the engine; leave it out",
+                param=name,
+            )
+    service = request.app[SERVICE]
+    service.require_ready()
+    await service.client.reset_prefix_cache()
+    return web.Response()
+
+
 async def tokenize(request: web.Request) -> web.Response:
     """The token ids of a prompt or of chat messages."""
     body = parse_body(await request.read(), TokenizeRequest)

@@ -12,9 +12,10 @@ import msgspec
 
 from pdserve.wire.ids import RequestId
 from pdserve.wire.request import EngineInfo, EngineOutput, EngineStats, GenerateRequest
+from pdserve.wire.trace import Process
 
 MAJOR = 2
-MINOR = 0
+MINOR = 1
 
 T = TypeVar("T")
 
@@ -47,7 +48,14 @@ class Shutdown(msgspec.Struct, frozen=True, tag="shutdown"):
     timeout_s: float
 
 
-ToEngine = Add | Abort | ReleaseLease | ResetPrefixCache | Shutdown
+class DumpTrace(msgspec.Struct, frozen=True, tag="dump_trace"):
+    """Send the last `seconds` as `TracePiece`s, under this number."""
+
+    dump: int
+    seconds: float
+
+
+ToEngine = Add | Abort | ReleaseLease | ResetPrefixCache | Shutdown | DumpTrace
 
 
 class Ready(msgspec.Struct, frozen=True, tag="ready"):
@@ -81,7 +89,20 @@ class Died(msgspec.Struct, frozen=True, tag="died"):
     is_config: bool = False
 
 
-FromEngine = Ready | Progress | Outputs | Died
+class TracePiece(msgspec.Struct, frozen=True, tag="trace_piece"):
+    """Part of a dump, between the outputs of steps, so that it holds up none of them.
+
+    Attributes:
+        events: Some of its events, as JSON without the brackets around all of them.
+        process: With the last piece: whose events they are.
+    """
+
+    dump: int
+    events: bytes
+    process: Process | None = None
+
+
+FromEngine = Ready | Progress | Outputs | Died | TracePiece
 
 
 class _Named(msgspec.Struct):

@@ -18,3 +18,16 @@ BlockId = NewType("BlockId", int)
 
 BlockHash = NewType("BlockHash", bytes)
 """Names the prefix that ends with a full block (see `wire.hashing`)."""
+
+
+def request_id_of(client_id: str, index: int, suffix: str) -> RequestId:
+    """The engine-level id of one choice of a client's request; `suffix` has no dash."""
+    return RequestId(f"{client_id}-{index}-{suffix}")
+
+
+def client_id_of(request_id: str) -> tuple[str, int | None]:
+    """The inverse: the client's id and the choice's index; None for an id made elsewhere."""
+    parts = request_id.rsplit("-", 2)
+    if len(parts) < 3 or not parts[1].isdecimal():
+        return request_id, None
+    return parts[0], int(parts[1])

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import argparse
 import resource
 import socket
 import subprocess
@@ -51,7 +52,7 @@ def test_version_is_printed() -> None:
 
 @by_command
 def test_every_flag_is_in_its_commands_help(command: Command) -> None:
-    text = pdserve(command.name, "--help").stdout
+    text = pdserve(*command.name.split(), "--help").stdout
     table = command.table()
     shown = [s.flag for s in table.settings if not s.hidden and s.flag != "model"]
     shown += [s.flag for s in table.shorthands if not s.hidden]
@@ -61,11 +62,12 @@ def test_every_flag_is_in_its_commands_help(command: Command) -> None:
 
 @by_command
 def test_every_flag_in_the_help_belongs_to_a_setting(command: Command) -> None:
-    parser = make_parser()
-    choices = parser._subparsers._group_actions[0].choices  # type: ignore[union-attr]
+    parser: argparse.ArgumentParser = make_parser()
+    for word in command.name.split():
+        parser = parser._subparsers._group_actions[0].choices[word]  # type: ignore[union-attr,index,call-overload]
     flags = {
         option.removeprefix("--")
-        for option in choices[command.name]._option_string_actions  # type: ignore[index,call-overload]
+        for option in parser._option_string_actions
         if option.startswith("--")
     }
     table = command.table()

@@ -58,9 +58,6 @@ class LoadingScheduler(NullScheduler):
         self.staged.append(f"abort {request.request_id}")
         return False
 
-    def has_staged(self) -> bool:
-        return bool(self.staged)
-
     def take_instructions(self) -> ConnectorMetadata | None:
         staged, self.staged = self.staged, []
         return ConnectorMetadata(",".join(staged).encode()) if staged else None

@@ -125,6 +125,28 @@ async def test_leaving_early_frees_the_blocks(tiny_model: Path) -> None:
         await until_idle(client)
 
 
+async def test_what_comes_after_a_reset_finds_nothing_cached_before_it(tiny_model: Path) -> None:
+    async with running(engine_config(tiny_model)) as client:
+
+        async def run(name: str) -> tuple[list[int], int]:
+            """The tokens, and how many of the prompt's were cached."""
+            before = client.stats.prefix_cache_hits if client.stats else 0
+            tokens = await tokens_of(client, request(name, PROMPTS[3], 4))
+            await until_idle(client)
+            assert client.stats is not None
+            return tokens, client.stats.prefix_cache_hits - before
+
+        first, num_cold = await run("cold")
+        second, num_warm = await run("warm")
+        async with aclosing(client.generate(request("other", PROMPTS[2], 900))) as outputs:
+            await anext(outputs)
+            await client.reset_prefix_cache()  # under way: what it computed is forgotten, too
+            await anext(outputs)
+        third, num_reset = await run("reset")
+    assert (num_cold, num_warm, num_reset) == (0, 288, 0)
+    assert first == second == third
+
+
 async def test_a_killed_core_ends_its_requests_with_an_error(tiny_model: Path) -> None:
     async with running(engine_config(tiny_model)) as client:
         with pytest.raises(EngineDeadError):

@@ -108,10 +108,14 @@ class ScriptedEngine:
         self.requests: Counter[str] = Counter()
         self.load = {"num_running": 0, "num_waiting": 0, "num_receiving": 0}
         self.token_delay_s = 0.0
+        self.resets: list[web.Request] = []
+        self.reset_status = 200
         self.finish_at_prefill = False
         self.stages: dict[str, Any] = {}
         self.seed_offset = 0
         self.hang_health: asyncio.Event | None = None
+        self.metrics_page: str | None = None
+        self.hang_metrics: asyncio.Event | None = None
         self.url = ""
         self._nonces = itertools.count()
         self._runner: web.AppRunner | None = None
@@ -124,8 +128,10 @@ class ScriptedEngine:
                 web.post("/v1/chat/completions", self._generate),
                 web.post("/pdserve/release", self._release),
                 web.post("/tokenize", self._tokenize),
+                web.post("/reset_prefix_cache", self._reset_prefix_cache),
                 web.get("/pdserve/info", self._info),
                 web.get("/readyz", self._readyz),
+                web.get("/metrics", self._metrics),
                 web.get("/v1/models", self._models),
             ]
         )
@@ -187,12 +193,24 @@ class ScriptedEngine:
             await self.hang_health.wait()
         return web.Response(status=200 if self.ready else 503)
 
+    async def _metrics(self, request: web.Request) -> web.Response:
+        self.requests["/metrics"] += 1
+        if self.hang_metrics is not None:
+            await self.hang_metrics.wait()
+        if self.metrics_page is None:
+            raise web.HTTPNotFound
+        return web.Response(text=self.metrics_page)
+
     async def _models(self, request: web.Request) -> web.Response:
         model = {"id": "tiny", "object": "model", "root": "/m/tiny", "max_model_len": 2048}
         return web.json_response({"object": "list", "data": [model]})
 
     async def _tokenize(self, request: web.Request) -> web.Response:
         return web.json_response({"tokens": [1, 2], "count": 2, "by": self.engine_id})
+
+    async def _reset_prefix_cache(self, request: web.Request) -> web.Response:
+        self.resets.append(request)
+        return web.Response(status=self.reset_status)
 
     async def _release(self, request: web.Request) -> web.Response:
         body = await request.read()

@@ -151,7 +151,7 @@ async def test_requests_in_flight_are_shown_with_their_story(make_stack):
     request = asyncio.create_task(stack.stream())
     await until(lambda: len(prefill.calls) == 1)
     async with stack.client.get(f"{stack.url}/debug/requests") as response:
-        (shown,) = (await response.json())["requests"]
+        (shown,) = (await response.json())["running"]
     assert shown["stage"] == "prefill"
     assert prefill.url in shown["story"][-1]["event"]
     prefill.gate.set()
@@ -428,3 +428,28 @@ async def test_a_request_that_does_not_end_is_cut_when_the_time_is_up(make_stack
         with pytest.raises(aiohttp.ClientError):
             await response.read()
     await until(lambda: engine.ended["cancelled"] == 1)
+
+
+async def test_finished_requests_are_shown_newest_first_on_demand(make_stack):
+    stack = await make_stack([ScriptedEngine("prefill")], [ScriptedEngine("decode")])
+    for _ in range(3):
+        await stack.stream()
+
+    async def shown(query):
+        async with stack.client.get(f"{stack.url}/debug/requests{query}") as response:
+            return response.status, await response.json()
+
+    assert await shown("") == (200, {"running": [], "finished": []})
+    status, found = await shown("?finished=2")
+    assert [entry["seq"] for entry in found["finished"]] == [3, 2]
+    newest = found["finished"][0]
+    assert newest["outcome"] == "ok"
+    assert newest["prefill"] == stack.engines[0].url
+    assert newest["decode"] == stack.engines[1].url
+    assert sum(newest["ttft_terms"].values()) == pytest.approx(newest["ttft_ms"], abs=0.01)
+    status, found = await shown("?finished=9&after=2")
+    assert [entry["seq"] for entry in found["finished"]] == [3]
+    for wrong in ("?finished=-1", "?finished=x", "?finished=1&after=", "?finished=1e3"):
+        status, found = await shown(wrong)
+        assert status == 400
+        assert found["error"]["param"] in {"finished", "after"}

@@ -39,7 +39,7 @@ async def assert_nothing_held(stack) -> None:
         timeout_s=1.0,  # what a client that leaves is promised
     )
     async with stack.client.get(f"{stack.url}/debug/requests") as response:
-        assert (await response.json())["requests"] == []
+        assert (await response.json())["running"] == []
 
 
 async def disconnects(stack, stage: str) -> float:

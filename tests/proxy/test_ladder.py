@@ -302,7 +302,7 @@ async def test_the_story_names_every_rung(make_stack):
     async with stack.post({"prompt": "hi", "stream": True}):
         await started.wait()
         async with stack.client.get(f"{stack.url}/debug/requests") as response:
-            (live,) = (await response.json())["requests"]
+            (live,) = (await response.json())["running"]
     told = [event["event"] for event in live["story"]]
     assert "ladder: other_decode" in told
     assert live["kv_mode"] == "pull"

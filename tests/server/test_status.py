@@ -144,6 +144,37 @@ async def test_the_version_is_the_packages(server):
     assert json.loads(body) == {"version": pdserve.__version__}
 
 
+async def test_the_prefix_cache_is_reset_and_the_answer_is_empty_as_vllms(server):
+    url = server.url + "/reset_prefix_cache?reset_external=false"
+    async with server.session.post(url) as response:
+        assert (response.status, await response.read()) == (200, b"")
+    assert server.engine.num_prefix_cache_resets == 1
+
+
+@pytest.mark.parametrize("name", ["reset_running_requests", "reset_external"])
+async def test_a_reset_that_is_not_supported_is_refused_by_name(server, name):
+    status, error = await server.refused(f"/reset_prefix_cache?{name}=true", {})
+    assert (status, error["param"]) == (400, name)
+    assert server.engine.num_prefix_cache_resets == 0
+
+
+async def test_nothing_is_reset_before_the_engine_is_ready(text):
+    engine = make_engine(text, ready=False)
+    async with serving(text, engine) as server:
+        assert (await server.refused("/reset_prefix_cache", {}))[0] == 503
+    assert engine.num_prefix_cache_resets == 0
+
+
+async def test_a_reset_wants_the_api_key(text):
+    async with serving(text, make_engine(text), api_keys=("k",)) as server:
+        assert (await server.refused("/reset_prefix_cache", {}))[0] == 401
+        assert server.engine.num_prefix_cache_resets == 0
+        headers = {"Authorization": "Bearer k"}
+        async with server.session.post(server.url + "/reset_prefix_cache", headers=headers) as got:
+            assert got.status == 200
+    assert server.engine.num_prefix_cache_resets == 1
+
+
 async def test_tokenize_and_detokenize_are_each_others_inverse(server):
     answer = await server.ok("/tokenize", {"prompt": "The dog 🙂", "return_token_strs": True})
     assert answer["count"] == len(answer["tokens"]) == len(answer["token_strs"])

@@ -51,6 +51,13 @@ class LedgerMachine(RuleBasedStateMachine):
     def end(self, holding: Holding) -> None:
         holding.end()
 
+    @rule()
+    def reset_prefix_cache(self) -> None:
+        """Whoever holds blocks goes on; nobody finds them any more."""
+        self.pool.forget_all()
+        assert self.pool.find(NAMES) == []
+        assert self.ledger.blocks_by_state()["cached"] == 0
+
     @invariant()
     def counts_are_those_of_the_holdings(self) -> None:
         self.ledger.check()

@@ -1,0 +1,72 @@
+"""Where the terms of a window lie in time: what one process timed, and another one accounted for.
+
+The slices of a window follow one another from its beginning to its end, so their sum is exact: what
+is none of its terms is its remainder, before, between and behind them.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from pdserve.wire.trace import Span, Window
+
+Slice = tuple[str, float, float]
+"""Name, begin and end."""
+
+
+def laid_out(window: Window, spans: Sequence[Span], *, uncertainty_s: float) -> list[Slice]:
+    """The window as slices.
+
+    Args:
+        spans: What the engine says of its stages, in order, by the window's clock. A term is where
+            the spans are that it stands for, as far as they are inside of the window: a push may
+            have moved its KV before the first token. Without any, terms have the seconds that the
+            window gives them, one behind the other.
+        uncertainty_s: How wrong the spans' clock may be. Who answered was asked after the window
+            began, and before it ended: spans that say otherwise are moved by so much at most.
+    """
+    names = {stage: term.name for term in window.terms for stage in term.stages}
+    known = [span for span in spans if span.name in names]
+    if not known:
+        return _in_a_row(window)
+    early_s = window.start_s - known[0].start_s
+    late_s = known[-1].end_s - window.end_s
+    shift_s = 0.0
+    if late_s > 0:
+        shift_s = -min(late_s, uncertainty_s)
+    elif early_s > 0:
+        shift_s = min(early_s, uncertainty_s, -late_s)
+    at_s = window.start_s
+    slices: list[Slice] = []
+    for span in known:
+        begin_s = min(max(at_s, span.start_s + shift_s), window.end_s)
+        end_s = min(max(begin_s, span.end_s + shift_s), window.end_s)
+        if end_s <= begin_s:
+            continue
+        if begin_s > at_s:
+            slices.append((window.name, at_s, begin_s))
+        name = names[span.name]
+        if slices and slices[-1][0] == name and slices[-1][2] == begin_s:
+            slices[-1] = (name, slices[-1][1], end_s)
+        else:
+            slices.append((name, begin_s, end_s))
+        at_s = end_s
+    if window.end_s > at_s:
+        slices.append((window.name, at_s, window.end_s))
+    return slices
+
+
+def _in_a_row(window: Window) -> list[Slice]:
+    at_s = window.start_s
+    slices: list[Slice] = []
+    for term in window.terms:
+        end_s = min(at_s + term.seconds, window.end_s)
+        if end_s > at_s:
+            slices.append((term.name, at_s, end_s))
+            at_s = end_s
+    if window.end_s > at_s:
+        slices.append((window.name, at_s, window.end_s))
+    return slices

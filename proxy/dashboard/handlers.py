@@ -1,0 +1,212 @@
+"""`/dashboard` and `/dashboard/data`.
+
+The figures are those of `/metrics`, the proxy's own and the engines', word for word: nothing is
+counted here. Beside them the answer says which engines there are, and which requests were slow.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import msgspec
+from aiohttp import hdrs, web
+
+import pdserve
+from pdserve.proxy.dashboard.page import PAGE, POLICY
+from pdserve.proxy.dashboard.series import series_in
+from pdserve.proxy.dashboard.watch import Watch
+from pdserve.proxy.recent import Finished
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from pdserve.config.schema import ProxyConfig
+    from pdserve.observe.clock import Clock
+    from pdserve.proxy.backends import Backend, Backends
+    from pdserve.proxy.client import EngineHttp
+    from pdserve.proxy.recent import Recent
+
+NUM_SLOWEST = 8
+SLOWEST_SINCE_S = 300.0
+
+_COMMON_HEADERS = {
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    hdrs.CACHE_CONTROL: "no-store",
+}
+
+
+class ProxyShown(msgspec.Struct, frozen=True, kw_only=True):
+    """The proxy itself; `series` are those of its `/metrics`."""
+
+    version: str
+    kv_mode: str
+    prefill_policy: str
+    decode_policy: str
+    max_concurrent_requests: int
+    queue_size: int
+    needs_key: bool
+    series: dict[str, float]
+
+
+class EngineShown(msgspec.Struct, frozen=True, kw_only=True):
+    """One engine.
+
+    Attributes:
+        health, reason: As of the last health check.
+        is_refused: Nobody listens there any more, seen since.
+        failure: Why its `/metrics` cannot be read now; empty if it can.
+        age_s: Since `series` were read; None if never.
+        in_flight: Exchanges of this proxy.
+        num_foreign: Requests that are not this proxy's.
+        series: Those of its `/metrics` that are shown.
+    """
+
+    url: str
+    role: str
+    health: str
+    reason: str
+    is_static: bool
+    is_refused: bool
+    failure: str
+    age_s: float | None
+    breaker: str
+    in_flight: int
+    num_foreign: int
+    engine_id: str
+    incarnation: str
+    model: str
+    dtype: str
+    num_blocks: int
+    block_size: int
+    can_push: bool
+    series: dict[str, float]
+
+
+class EdgeShown(msgspec.Struct, frozen=True, kw_only=True):
+    """The breaker of a pair of engines."""
+
+    prefill: str
+    decode: str
+    mode: str
+    state: str
+
+
+class Data(msgspec.Struct, frozen=True, kw_only=True):
+    """What the page draws, once a second.
+
+    Attributes:
+        at_s: Monotonic seconds; what rates are taken over.
+        wall_s: Unix time.
+        slowest: Requests of the last `slowest_since_s`, longest to their first token first.
+    """
+
+    at_s: float
+    wall_s: float
+    proxy: ProxyShown
+    engines: list[EngineShown]
+    edges: list[EdgeShown]
+    slowest: list[Finished]
+    slowest_since_s: float
+
+
+class Dashboard:
+    """Serves the page and what it asks for.
+
+    Args:
+        exposition: Returns what the proxy's `/metrics` would.
+        headers: For questions to engines.
+    """
+
+    def __init__(
+        self,
+        config: ProxyConfig,
+        backends: Backends,
+        http: EngineHttp,
+        clock: Clock,
+        *,
+        recent: Recent,
+        exposition: Callable[[], bytes],
+        headers: Mapping[str, str],
+    ) -> None:
+        self._config = config
+        self._backends = backends
+        self._clock = clock
+        self._recent = recent
+        self._exposition = exposition
+        self.watch = Watch(backends, http, clock, headers)
+
+    def routes(self) -> list[web.RouteDef]:
+        """Its paths; all of them are to be under the key."""
+        return [web.get("/dashboard", self._page), web.get("/dashboard/data", self._data)]
+
+    async def stop(self) -> None:
+        """End what runs in the background."""
+        await self.watch.stop()
+
+    async def _page(self, request: web.Request) -> web.Response:
+        return web.Response(
+            body=PAGE,
+            headers={
+                **_COMMON_HEADERS,
+                hdrs.CONTENT_TYPE: "text/html; charset=utf-8",
+                "Content-Security-Policy": POLICY,
+            },
+        )
+
+    async def _data(self, request: web.Request) -> web.Response:
+        await self.watch.look()
+        return web.Response(
+            body=msgspec.json.encode(self.data()),
+            headers={**_COMMON_HEADERS, hdrs.CONTENT_TYPE: "application/json"},
+        )
+
+    def data(self) -> Data:
+        """Return what is known now."""
+        now_s = self._clock.monotonic_s()
+        config = self._config
+        return Data(
+            at_s=round(now_s, 4),
+            wall_s=round(self._clock.wall_s(), 3),
+            proxy=ProxyShown(
+                version=pdserve.__version__,
+                kv_mode=config.kv_mode.value,
+                prefill_policy=config.prefill_policy,
+                decode_policy=config.decode_policy,
+                max_concurrent_requests=config.max_concurrent_requests,
+                queue_size=config.queue_size,
+                needs_key=bool(config.api_keys),
+                series=series_in(self._exposition().decode()),
+            ),
+            engines=[self._engine(backend, now_s) for backend in self._backends],
+            edges=[
+                EdgeShown(prefill=prefill, decode=decode, mode=mode.value, state=state.value)
+                for prefill, decode, mode, state in self._backends.edges()
+            ],
+            slowest=self._recent.slowest(NUM_SLOWEST, since_s=now_s - SLOWEST_SINCE_S),
+            slowest_since_s=SLOWEST_SINCE_S,
+        )
+
+    def _engine(self, backend: Backend, now_s: float) -> EngineShown:
+        reading, info = self.watch.reading(backend), backend.info
+        return EngineShown(
+            url=backend.url,
+            role=backend.role.value,
+            health=backend.health.value,
+            reason=backend.reason,
+            is_static=backend.is_static,
+            is_refused=reading.is_refused,
+            failure=reading.failure,
+            age_s=None if reading.at_s is None else round(now_s - reading.at_s, 3),
+            breaker=backend.breaker.state.value,
+            in_flight=backend.in_flight,
+            num_foreign=backend.num_foreign,
+            engine_id=info.engine_id if info is not None else "",
+            incarnation=info.incarnation if info is not None else "",
+            model=info.model if info is not None else "",
+            dtype=info.dtype if info is not None else "",
+            num_blocks=info.num_blocks if info is not None else 0,
+            block_size=info.block_size if info is not None else 0,
+            can_push=info.can_push if info is not None else False,
+            series=reading.series,
+        )

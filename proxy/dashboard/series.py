@@ -1,0 +1,55 @@
+"""Prometheus' text format, read: the one source of every figure that the dashboard shows.
+
+Knows the format of `/metrics` and which of an engine's series are shown; knows no engine.
+"""
+
+from __future__ import annotations
+
+import math
+
+SHOWN_OF_ENGINES = frozenset(
+    {
+        "vllm:num_requests_running",
+        "vllm:num_requests_waiting",
+        "pdserve_num_requests_receiving",
+        "vllm:prompt_tokens_total",
+        "vllm:generation_tokens_total",
+        "vllm:prefix_cache_queries_total",
+        "vllm:prefix_cache_hits_total",
+        "vllm:num_preemptions_total",
+        "pdserve_engine_steps_total",
+        "pdserve_kv_blocks",
+        "pdserve_kv_loads_total",
+        "pdserve_kv_transfer_bytes_total",
+        "pdserve_kv_transfer_failures_total",
+        "pdserve_kv_lease_expired_total",
+        "pdserve_recompute_tokens_total",
+    }
+)
+"""Names; an engine has several hundred series, of which its card draws these."""
+
+
+def series_in(text: str, names: frozenset[str] | None = None) -> dict[str, float]:
+    """Return the value of every series by its name with its labels, as they stand in `text`.
+
+    Left out are those that have no finite value, which JSON cannot carry, and when series were
+    made (`_created`).
+
+    Args:
+        names: Only series of these names, labels apart; all, if None.
+    """
+    found = {}
+    for line in text.splitlines():
+        if not line or line[0] == "#":
+            continue
+        series, _, value = line.rpartition(" ")
+        name = series.partition("{")[0]
+        if name.endswith("_created") or (names is not None and name not in names):
+            continue
+        try:
+            number = float(value)
+        except ValueError:
+            continue  # an engine of another make may say more than we read
+        if math.isfinite(number):
+            found[series] = number
+    return found

@@ -1,0 +1,129 @@
+"""Reads the engines' `/metrics` once a second while somebody looks at the dashboard.
+
+Nobody looks: nothing is asked, nothing is kept. Knows how to ask, and when it was answered; what
+the series mean is the page's business.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from pdserve.proxy.dashboard.series import SHOWN_OF_ENGINES, series_in
+from pdserve.proxy.errors import WorkerError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from pdserve.observe.clock import Clock
+    from pdserve.proxy.backends import Backend, Backends
+    from pdserve.proxy.client import EngineHttp
+
+log = logging.getLogger(__name__)
+
+INTERVAL_S = 1.0
+READ_TIMEOUT_S = 0.8
+WATCHED_S = 5.0
+"""How long after the last question somebody counts as looking."""
+_FIRST_ROUND_S = 1.0
+
+
+@dataclass(slots=True)
+class Reading:
+    """What an engine said last.
+
+    Attributes:
+        at_s: Monotonic; when it did. None before it ever has.
+        failure: Why the newest attempt failed; empty if it did not.
+        is_refused: Nobody listens there.
+    """
+
+    series: dict[str, float] = field(default_factory=dict)
+    at_s: float | None = None
+    failure: str = ""
+    is_refused: bool = False
+
+
+class Watch:
+    """Readings of all engines, as long as `look` is called.
+
+    Args:
+        headers: Sent with every question.
+    """
+
+    def __init__(
+        self, backends: Backends, http: EngineHttp, clock: Clock, headers: Mapping[str, str]
+    ) -> None:
+        self._backends = backends
+        self._http = http
+        self._clock = clock
+        self._headers = dict(headers)
+        self._readings: dict[str, Reading] = {}
+        self._looked_s = 0.0
+        self._task: asyncio.Task[None] | None = None
+        self._has_read = asyncio.Event()
+
+    @property
+    def is_on(self) -> bool:
+        """Whether engines are being asked."""
+        return self._task is not None
+
+    def reading(self, backend: Backend) -> Reading:
+        """Return what an engine said last."""
+        return self._readings.get(backend.url) or Reading()
+
+    async def look(self) -> None:
+        """Somebody looks: go on reading. The first look waits for the first answers."""
+        self._looked_s = self._clock.monotonic_s()
+        if self._task is None:
+            self._task = asyncio.create_task(self._run())
+        try:
+            async with asyncio.timeout(_FIRST_ROUND_S):
+                await self._has_read.wait()
+        except TimeoutError:
+            pass  # an engine hangs: what is known by now is shown
+
+    async def stop(self) -> None:
+        """End at once."""
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+
+    async def _run(self) -> None:
+        try:
+            while self._clock.monotonic_s() - self._looked_s < WATCHED_S:
+                begun_s = self._clock.monotonic_s()
+                await self._read_all()
+                self._has_read.set()
+                spent_s = self._clock.monotonic_s() - begun_s
+                await asyncio.sleep(max(0.0, INTERVAL_S - spent_s))
+        except Exception:
+            log.exception("the dashboard cannot read the engines")
+        finally:
+            self._task = None
+            self._has_read.clear()
+            self._readings.clear()
+
+    async def _read_all(self) -> None:
+        backends = list(self._backends)
+        for url in self._readings.keys() - {backend.url for backend in backends}:
+            del self._readings[url]
+        await asyncio.gather(*(self._read(backend) for backend in backends))
+
+    async def _read(self, backend: Backend) -> None:
+        reading = self._readings.setdefault(backend.url, Reading())
+        try:
+            status, body = await self._http.get_json(
+                f"{backend.url}/metrics", READ_TIMEOUT_S, self._headers
+            )
+        except WorkerError as error:
+            reading.failure, reading.is_refused = error.message, error.reason == "connect"
+            return
+        reading.is_refused = False
+        if status != 200:
+            reading.failure = f"{backend.url}/metrics answers {status}"
+            return
+        reading.series = series_in(body.decode(errors="replace"), SHOWN_OF_ENGINES)
+        reading.at_s, reading.failure = self._clock.monotonic_s(), ""

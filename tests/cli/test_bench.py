@@ -1,0 +1,142 @@
+"""`pdserve bench serve` as a user runs it: a process, a server, an exit code."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from pdserve.bench.files import load
+from tests.bench.scripted import ScriptedServer, scripted_server
+from tests.cli.process import ROOT, environment, pdserve
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[ScriptedServer]:
+    with scripted_server("--first-ms", "200", "--gap-ms", "4") as started:
+        yield started
+
+
+def bench(server: ScriptedServer, *arguments: str) -> subprocess.CompletedProcess[str]:
+    return pdserve(
+        *("bench", "serve", "--base-url", server.url, "--tokenizer", "boxed"),
+        *("--random-input-len", "32", "--random-output-len", "4", "--allow-invalid"),
+        *arguments,
+    )
+
+
+def test_a_run_prints_vllms_block_and_saves_what_it_saw(
+    server: ScriptedServer, tmp_path: Path
+) -> None:
+    done = bench(
+        server,
+        *("--num-prompts", "12", "--request-rate", "30", "--goodput", "ttft:5000"),
+        *("--save-result", "--save-detailed", "--result-dir", str(tmp_path)),
+        *("--result-filename", "r.json"),
+    )
+    assert done.returncode == 0, done.stderr
+    assert "Successful requests:                     12" in done.stdout
+    assert "Client: 1 process" in done.stdout
+    run, figures = load(tmp_path / "r.json")
+    assert figures["completed"] == len(run.outcomes) == 12
+    assert figures["total_input_tokens"] == 12 * 32
+    assert figures["total_output_tokens"] == 12 * 4
+    assert figures["request_rate"] == 30
+    assert figures["median_ttft_ms"] >= 200
+    assert figures["pdserve"]["goodput"]["good"] == 12
+    assert figures["pdserve"]["environment"]["cores"] > 0
+
+
+def test_a_file_name_is_made_of_what_was_run(server: ScriptedServer, tmp_path: Path) -> None:
+    done = bench(
+        server,
+        *("--num-prompts", "2", "--max-concurrency", "1", "--label", "our run"),
+        *("--save-result", "--result-dir", str(tmp_path)),
+    )
+    assert done.returncode == 0, done.stderr
+    [file] = tmp_path.iterdir()
+    assert file.name.startswith("our_run-infqps-concurrency1-scripted-20")
+    assert "run" not in json.loads(file.read_text())
+
+
+def test_failed_requests_end_in_exit_code_1_with_what_went_wrong(server: ScriptedServer) -> None:
+    done = bench(server, "--num-prompts", "2", "--request-timeout-secs", "0.05")
+    assert done.returncode == 1
+    assert "Failed requests:                         2" in done.stdout
+    assert "2 x no end within 0.05 s" in done.stdout
+
+
+def test_chat_is_asked_with_messages(server: ScriptedServer) -> None:
+    done = bench(server, "--num-prompts", "1", "--endpoint", "/v1/chat/completions")
+    assert done.returncode == 0, done.stderr
+    assert "messages" in list(server.bodies().values())[-1]
+
+
+def test_a_model_that_is_not_served_is_named_with_those_that_are(server: ScriptedServer) -> None:
+    done = bench(server, "--num-prompts", "1", "--model", "other")
+    assert done.returncode == 4
+    assert "no model 'other'; it has scripted" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--base-url", "http://x/v1"), "leave /v1 out"),
+        (("--endpoint", "/v1/embeddings"), "--endpoint is '/v1/embeddings'"),
+        (("--goodput", "speed:1"), "--goodput speed:1"),
+        (("--cancel-share", "2"), "--cancel-share is 2.0"),
+        (("--save-detailed",), "it needs --save-result"),
+        (("--extra-body", "[1]"), "--extra-body is '[1]'"),
+        (("--metric-percentiles", "0,x"), "--metric-percentiles"),
+        (("--ramp-up-strategy", "linear"), "--ramp-up-start-rps"),
+        (("--request-rate", "0"), "--request-rate is 0"),
+    ],
+)
+def test_a_setting_that_cannot_be_is_refused_before_anything_is_asked(
+    arguments: tuple[str, ...], message: str
+) -> None:
+    done = pdserve("bench", "serve", *arguments)
+    assert done.returncode == 3
+    assert message in done.stderr
+
+
+def test_bench_alone_prints_its_commands() -> None:
+    done = pdserve("bench")
+    assert done.returncode == 2
+    assert "serve" in done.stdout
+
+
+def test_an_interrupted_run_leaves_no_process(server: ScriptedServer) -> None:
+    process = subprocess.Popen(
+        [
+            *(sys.executable, "-m", "pdserve", "bench", "serve", "--base-url", server.url),
+            *("--tokenizer", "boxed", "--num-prompts", "500", "--request-rate", "1"),
+        ],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=ROOT,
+        env=environment(),
+    )
+    try:
+        assert process.stderr is not None
+        assert "done" in process.stderr.readline()  # the first word of progress
+        children = psutil.Process(process.pid).children()
+        assert len(children) == 1
+        process.send_signal(signal.SIGINT)
+        assert process.wait(20) == 130
+        deadline_s = time.monotonic() + 5
+        while any(child.is_running() for child in children) and time.monotonic() < deadline_s:
+            time.sleep(0.02)
+        assert not any(child.is_running() for child in children)
+    finally:
+        process.kill()
+        process.wait()
+        process.stderr.close()

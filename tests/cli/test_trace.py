@@ -1,0 +1,107 @@
+"""`pdserve trace` as users run it: what it prints, and how it fails."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import threading
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from typing import TYPE_CHECKING
+
+import msgspec
+import pytest
+
+from pdserve.wire.trace import Collection, Missing, Part
+from tests.cli.process import free_ports, pdserve
+from tests.observe.test_chrome_trace import UNTIL_S, decoded, front, prefilled, process
+from tests.observe.trace_checks import check
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+COLLECTION = Collection(
+    seconds=10.0,
+    until_s=UNTIL_S,
+    wall_s=5000.0,
+    processes=[
+        process(Part.PROXY, "", [front()]),
+        process(Part.CORE, "prefill", prefilled()),
+        process(Part.CORE, "decode", decoded(990.0 - 7.0), offset_s=7.0, num_dropped=3),
+    ],
+    missing=[Missing(who="http://127.0.0.1:1", reason="cannot connect")],
+)
+
+
+@contextmanager
+def answering(status: int, body: bytes) -> Iterator[str]:
+    """A server that gives one answer to those who have the key `k`."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            is_known = self.headers.get("Authorization") == "Bearer k"
+            error = {"error": {"message": "the API key is missing or wrong"}}
+            self.send_response(status if is_known else 401)
+            self.end_headers()
+            self.wfile.write(body if is_known else json.dumps(error).encode())
+
+        def log_message(self, format: str, *args: object) -> None:
+            pass
+
+    server = HTTPServer(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02})
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{server.server_address[1]}"
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()
+
+
+@pytest.mark.parametrize("name", ["t.json", "t.json.gz"])
+def test_the_file_is_a_trace_and_what_is_printed_says_what_it_holds(tmp_path, name):
+    path = tmp_path / name
+    with answering(200, msgspec.json.encode(COLLECTION)) as url:
+        done = pdserve("trace", "--url", url, "-o", str(path), "--api-key", "k")
+    assert done.returncode == 0, done.stderr
+    data = path.read_bytes()
+    checked = check(json.loads(gzip.decompress(data) if name.endswith("gz") else data))
+    assert len(checked.arrows) == 1
+    for told in (
+        "3 processes: proxy, prefill-1 engine, decode-1 engine",
+        "1 request, 3 steps, 1 handed over between engines",
+        "clocks aligned within 1.000 ms",
+        "3 events were dropped",
+        "missing: http://127.0.0.1:1: cannot connect",
+        "https://ui.perfetto.dev",
+    ):
+        assert told in done.stdout
+
+
+def test_nobody_at_the_url_is_told_with_what_to_give():
+    (port,) = free_ports(1)
+    done = pdserve("trace", "--url", f"http://127.0.0.1:{port}")
+    assert done.returncode == 4
+    assert "cannot be reached" in done.stderr
+    assert "--url" in done.stderr
+
+
+def test_a_wrong_key_is_told_with_the_flag_that_gives_another():
+    with answering(200, b"{}") as url:
+        done = pdserve("trace", "--url", url, "--api-key", "wrong")
+    assert done.returncode == 3
+    assert "--api-key" in done.stderr
+
+
+def test_an_answer_that_is_no_trace_is_told_as_that():
+    with answering(200, b"<html>") as url:
+        done = pdserve("trace", "--url", url, "--api-key", "k")
+    assert done.returncode == 4
+    assert "no trace of pdserve" in done.stderr
+
+
+def test_a_directory_that_is_not_there_is_told_before_anybody_is_asked(tmp_path):
+    done = pdserve("trace", "-o", str(tmp_path / "none" / "t.json"))
+    assert done.returncode == 3
+    assert "--output is" in done.stderr

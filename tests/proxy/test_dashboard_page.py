@@ -1,0 +1,246 @@
+"""The dashboard in a real browser, before scripted engines: what people see, and what they do."""
+
+from __future__ import annotations
+
+import aiohttp
+import pytest
+
+from pdserve.proxy.dashboard import watch
+from tests.browser import needs_browser, open_browser
+from tests.proxy.scripted import ScriptedEngine
+
+pytestmark = [pytest.mark.slow, needs_browser]
+
+STATE = """document.querySelector('.engine[data-url="%s"]')?.dataset.state"""
+VISIBLE = "document.getElementById('%s').getClientRects().length > 0"
+
+
+@pytest.fixture
+async def browser(tmp_path):
+    async with open_browser(tmp_path) as opened:
+        yield opened
+
+
+@pytest.fixture
+def engines():
+    return [ScriptedEngine("prefill")], [ScriptedEngine("decode")]
+
+
+async def test_without_engines_it_says_how_to_start_them(make_stack, browser):
+    stack = await make_stack()
+    page = await browser.open(f"{stack.url}/dashboard")
+    await page.wait_for(VISIBLE % "no-engines")
+    commands = await page.evaluate("document.getElementById('no-engines-commands').textContent")
+    assert f"pdserve prefill MODEL --proxy {stack.url}" in commands
+    assert f"pdserve decode MODEL --proxy {stack.url}" in commands
+
+
+async def test_without_requests_it_says_how_to_send_one(make_stack, browser, engines):
+    stack = await make_stack(*engines)
+    page = await browser.open(f"{stack.url}/dashboard")
+    await page.wait_for(VISIBLE % "curl")
+    command = await page.evaluate("document.getElementById('curl').textContent")
+    assert command.startswith(f"curl {stack.url}/v1/completions")
+    await stack.stream()
+    await page.wait_for("document.querySelectorAll('#slow > li').length == 1")
+    assert not await page.evaluate(VISIBLE % "curl")
+
+
+async def test_a_browser_gives_the_key_as_its_password(make_stack, browser, engines):
+    stack = await make_stack(*engines, api_keys=("open sesame",))
+    page = await browser.open()
+    await page.authenticate("anybody", "open sesame")
+    await page.goto(f"{stack.url}/dashboard")
+    await page.wait_for("document.getElementById('live-text').textContent == 'live'")
+    assert await page.evaluate("document.getElementById('curl').textContent.includes('Bearer')")
+    assert page.hosts() == {stack.url.removeprefix("http://")}
+
+
+async def test_what_clients_and_engines_say_stays_text(make_stack, browser, engines):
+    stack = await make_stack(*engines)
+    evil = "<img/src=x/onerror=window.hacked=1>"
+    async with stack.post(headers={"X-Request-Id": evil}) as response:
+        assert response.status == 200
+    page = await browser.open(f"{stack.url}/dashboard")
+    await page.wait_for("document.querySelectorAll('#slow > li').length == 1")
+    assert evil in await page.evaluate("document.getElementById('slow').textContent")
+    assert await page.evaluate("document.querySelectorAll('img').length") == 0
+    assert not page.errors
+
+
+async def test_the_policy_stops_scripts_that_are_not_its_own(make_stack, browser):
+    stack = await make_stack()
+    page = await browser.open(f"{stack.url}/dashboard")
+    await page.evaluate(
+        "(() => { const s = document.createElement('script'); s.textContent = 'window.ran = 1';"
+        " document.body.append(s); })()"
+    )
+    assert await page.evaluate("typeof window.ran") == "undefined"
+    with pytest.raises(AssertionError, match=r"Failed to fetch|violates"):
+        await page.evaluate("fetch('http://127.0.0.1:9/x')")
+
+
+@pytest.mark.parametrize("width", [390, 768, 1440])
+async def test_nothing_is_wider_than_the_window(make_stack, browser, engines, width):
+    stack = await make_stack(*engines)
+    async with stack.post(headers={"X-Request-Id": "r" * 128}) as response:
+        assert response.status == 200
+    page = await browser.open(f"{stack.url}/dashboard", width=width)
+    await page.wait_for("document.querySelectorAll('#slow > li').length == 1")
+    await page.evaluate("document.querySelector('#slow details').open = true")
+    assert await page.evaluate("document.documentElement.scrollWidth") == width
+    smallest = await page.evaluate(
+        "Math.min(...[...document.querySelectorAll('p, dt, dd, span, h2, h3, button, pre')]"
+        ".map((e) => parseFloat(getComputedStyle(e).fontSize)))"
+    )
+    assert smallest >= 11
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+async def test_text_can_be_read_against_what_is_behind_it(make_stack, browser, engines, scheme):
+    """Contrast of at least 4.5:1 (WCAG 2.2, 1.4.3) on everything that has text of its own."""
+    stack = await make_stack(*engines)
+    await stack.stream()
+    page = await browser.open(f"{stack.url}/dashboard", scheme=scheme)
+    await page.wait_for("document.querySelectorAll('#slow > li').length == 1")
+    poor = await page.evaluate("""(() => {
+      const rgb = (text) => (text.match(/[\\d.]+/g) ?? [0, 0, 0, 0]).map(Number)
+        .map((v, i) => text.startsWith("color(srgb") && i < 3 ? v * 255 : v);
+      const light = (c) => { const [r, g, b] = c.slice(0, 3).map((v) => { v /= 255;
+        return v <= 0.04045 ? v / 12.92 : ((v + 0.055) / 1.055) ** 2.4; });
+        return 0.2126 * r + 0.7152 * g + 0.0722 * b; };
+      const behind = (e) => { for (; e; e = e.parentElement) {
+        const c = rgb(getComputedStyle(e).backgroundColor); if ((c[3] ?? 1) > 0.9) return c; }
+        return [255, 255, 255]; };
+      return [...document.querySelectorAll("body *")].filter((e) => e.getClientRects().length &&
+        !(e instanceof SVGElement) && [...e.childNodes].some(
+          (n) => n.nodeType === 3 && n.data.trim())
+      ).map((e) => { const a = light(rgb(getComputedStyle(e).color)), b = light(behind(e));
+        return [(Math.max(a, b) + 0.05) / (Math.min(a, b) + 0.05), e.outerHTML.slice(0, 200)]; }
+      ).filter(([ratio]) => ratio < 4.5);
+    })()""")
+    assert poor == []
+
+
+async def test_all_controls_are_reached_and_used_by_keyboard(make_stack, browser, engines):
+    stack = await make_stack(*engines)
+    await stack.stream()
+    page = await browser.open(f"{stack.url}/dashboard")
+    await page.wait_for("document.querySelectorAll('#slow > li').length == 1")
+    reached = []
+    for _ in range(8):
+        await page.press("Tab")
+        reached.append(
+            await page.evaluate("document.activeElement.id || document.activeElement.tagName")
+        )
+        if reached[-1] == "span-minute":
+            await page.press("Enter")
+            assert (
+                await page.evaluate("document.activeElement.getAttribute('aria-pressed')") == "true"
+            )
+            assert (
+                await page.evaluate("getComputedStyle(document.activeElement).outlineStyle")
+                == "solid"
+            )
+        if reached[-1] == "SUMMARY":
+            await page.press("Enter")
+            await page.wait_for("document.querySelector('#slow details').open")
+    assert {"span-all", "span-minute", "SUMMARY"} <= set(reached)
+
+
+async def test_an_open_request_stays_open_while_figures_change(make_stack, browser, engines):
+    stack = await make_stack(*engines)
+    await stack.stream()
+    page = await browser.open(f"{stack.url}/dashboard")
+    await page.wait_for("document.querySelectorAll('#slow > li').length == 1")
+    await page.evaluate("document.querySelector('#slow summary').click()")
+    await stack.stream()
+    await page.wait_for("document.querySelectorAll('#slow > li').length == 2")
+    assert await page.evaluate("document.querySelectorAll('#slow details[open]').length") == 1
+    assert "req " in await page.evaluate(
+        "document.querySelector('#slow details[open] pre').textContent"
+    )
+
+
+async def test_an_engine_that_leaves_stays_in_sight_as_gone(make_stack, browser, engines):
+    prefill, decode = engines
+    stack = await make_stack(prefill, decode)
+    page = await browser.open(f"{stack.url}/dashboard")
+    url = decode[0].url
+    await page.wait_for(f"{STATE % url} == 'ready'")
+    backend = stack.proxy.backends.get(url)
+    stack.proxy.backends._forget(backend, "in this test")
+    await page.wait_for(f"{STATE % url} == 'gone'")
+    await page.wait_for("document.getElementById('events').textContent.includes('is gone')")
+
+
+async def test_breakers_and_the_ladder_are_told_as_events(make_stack, browser, engines):
+    stack = await make_stack(*engines, cb_timeout_s=60.0)
+    page = await browser.open(f"{stack.url}/dashboard")
+    await page.wait_for("document.querySelectorAll('.engine').length == 2")
+    backend = stack.proxy.backends.get(stack.engines[1].url)
+    for _ in range(3):
+        backend.breaker.fail()
+        stack.proxy.metrics.ladder.labels("other_decode").inc()
+    await page.wait_for("document.getElementById('events').children.length >= 2")
+    told = await page.evaluate("document.getElementById('events').textContent")
+    assert f"breaker of decode engine {backend.url.removeprefix('http://')}: open" in told
+    assert "ladder: took another decode engine, 3 requests" in told
+
+
+async def test_a_proxy_that_ends_is_said_so_and_one_that_comes_back_is_shown(
+    make_stack, browser, engines
+):
+    stack = await make_stack(*engines)
+    page = await browser.open(f"{stack.url}/dashboard")
+    await page.wait_for("document.querySelectorAll('.engine').length == 2")
+    port = int(stack.url.rpartition(":")[2])
+    await stack.proxy.stop()
+    await page.wait_for(VISIBLE % "alarm", timeout_s=8.0)
+    assert "last seen" in await page.evaluate("document.getElementById('live-text').textContent")
+    await make_stack(*engines, port=port)
+    await page.wait_for("document.getElementById('live-text').textContent == 'live'")
+    assert not await page.evaluate(VISIBLE % "alarm")
+
+
+async def test_a_long_look_takes_no_more_memory_than_a_short_one(make_stack, browser, engines):
+    stack = await make_stack(*engines)
+    page = await browser.open(f"{stack.url}/dashboard")
+    await page.wait_for("document.querySelectorAll('.engine').length == 2")
+    async with aiohttp.ClientSession() as client:
+        async with client.get(f"{stack.url}/dashboard/data") as response:
+            assert response.status == 200
+    kept = await page.evaluate("""(async () => {
+      const data = await (await fetch("/dashboard/data")).json();
+      for (let second = 1; second <= 1200; second++) {
+        data.at_s += 1; data.wall_s += 1;
+        data.engines[1].breaker = second % 2 ? "open" : "closed";
+        data.engines[0].url = `http://engine-${second % 50}`;
+        take(structuredClone(data));
+        if (second % 100 === 0) draw();
+      }
+      return [moments.length, eventList.length, document.getElementById("events").children.length,
+              ghosts.size, cards.size, document.querySelectorAll("*").length];
+    })()""")
+    assert kept[0] <= 63
+    assert kept[1] == kept[2] == 100
+    assert kept[3] <= 51
+    assert kept[4] <= 53
+    assert kept[5] < 6000
+
+
+async def test_a_hidden_page_asks_for_nothing(make_stack, browser, engines, monkeypatch):
+    monkeypatch.setattr(watch, "WATCHED_S", 1.0)
+    stack = await make_stack(*engines)
+    page = await browser.open(f"{stack.url}/dashboard")
+    await page.wait_for("document.querySelectorAll('.engine').length == 2")
+    await page.evaluate(
+        "Object.defineProperty(document, 'hidden', {get: () => window.isAway ?? true})"
+    )
+    asked = len(page.requests)
+    await page.wait_for("new Promise((done) => setTimeout(() => done(true), 3000))")
+    assert len(page.requests) <= asked + 1
+    assert not stack.proxy.dashboard.watch.is_on
+    await page.evaluate("window.isAway = false")
+    await page.wait_for("document.getElementById('live-text').textContent == 'live'")
+    assert not page.errors

@@ -1,0 +1,112 @@
+"""The ring of finished requests: what it tells, and how little it keeps."""
+
+from __future__ import annotations
+
+import tracemalloc
+
+import pytest
+
+from pdserve.observe.clock import ManualClock
+from pdserve.proxy.bodies import EngineStages
+from pdserve.proxy.recent import MAX_BYTES_EACH, MAX_EVENTS, NUM_KEPT, Recent
+from pdserve.proxy.story import Mode, Rung, Stage, Story
+from pdserve.wire.transfer import KVMode
+
+
+def ended(clock: ManualClock, request_id: str = "a", *, wait_s: float = 0.01) -> Story:
+    story = Story(request_id, "/v1/completions", clock)
+    story.mode, story.streamed, story.kv_mode = Mode.DISAGGREGATED, True, KVMode.PUSH
+    story.queued()
+    clock.advance(0.001)
+    story.admitted()
+    story.leg_sent(Stage.PREFILL, "http://p")
+    story.receiver_sent("http://d")
+    clock.advance(wait_s)
+    story.first_token()
+    story.prefill_stages = EngineStages(queue_s=0.001, prefill_s=wait_s / 2)
+    story.decode_stages = EngineStages(kv_mode="push", kv_bytes=99, first_step_s=0.001)
+    for gap_s in (0.002, 0.005, 0.006, 0.019):
+        clock.advance(gap_s)
+        story.chunk()
+    story.num_prompt_tokens, story.num_output_tokens = 7, 5
+    return story
+
+
+def test_a_finished_request_tells_what_its_log_line_tells() -> None:
+    clock, recent = ManualClock(), Recent()
+    story = ended(clock)
+    story.climbed(Rung.OTHER_DECODE)
+    finished = recent.add(story, "ok")
+    assert finished.line == story.line("ok")
+    assert finished.ttft_ms == pytest.approx(11)
+    assert sum(finished.ttft_terms.values()) == pytest.approx(finished.ttft_ms, abs=1e-3)
+    assert finished.second_token_ms == pytest.approx(2)
+    assert sum(finished.second_token_terms.values()) == pytest.approx(2, abs=1e-3)
+    assert (finished.itl_p50_ms, finished.itl_max_ms, finished.num_gaps) == (6.0, 19.0, 3)
+    assert (finished.kv_mode, finished.kv_bytes, finished.rungs) == ("push", 99, ["other_decode"])
+    assert (finished.prefill, finished.decode) == ("http://p", "http://d")
+    assert (finished.prompt_tokens, finished.output_tokens) == (7, 5)
+    assert finished.times_ms["first_token"] == pytest.approx(11)
+
+
+def test_the_newest_come_first_and_only_those_after_a_number_or_a_time() -> None:
+    clock, recent = ManualClock(), Recent(num_kept=3)
+    for name in "abcd":
+        recent.add(ended(clock, name), "ok")
+        end_s = clock.monotonic_s()
+        clock.advance(1)
+    assert [told.request_id for told in recent.since(0)] == ["d", "c", "b"]
+    assert [told.request_id for told in recent.since(end_s)] == ["d"]
+    assert recent.as_json(1).startswith(b'[{"seq":4,')
+    assert recent.as_json(9, after_seq=3).count(b'"seq"') == 1
+    assert recent.as_json(0) == b"[]"
+
+
+def test_the_slowest_are_those_with_the_longest_time_to_the_first_token() -> None:
+    clock, recent = ManualClock(), Recent()
+    for name, wait_s in (("a", 0.2), ("b", 0.1), ("c", 0.3), ("d", 0.01)):
+        recent.add(ended(clock, name, wait_s=wait_s), "ok")
+    found = recent.slowest(2, since_s=0)
+    assert [told.request_id for told in found] == ["c", "a"]
+
+
+def test_a_request_without_a_first_token_has_no_time_to_it() -> None:
+    clock, recent = ManualClock(), Recent()
+    story = Story("a", "/v1/completions", clock)
+    clock.advance(0.5)
+    finished = recent.add(story, "shed")
+    assert (finished.ttft_ms, finished.ttft_terms, finished.itl_p50_ms) == (None, {}, None)
+    assert finished.total_ms == 500
+
+
+def test_a_request_that_was_served_by_one_engine_names_no_other() -> None:
+    clock, recent = ManualClock(), Recent()
+    story = Story("a", "/v1/completions", clock)
+    story.leg_sent(Stage.PREFILL, "http://dead")
+    story.leg_sent(Stage.LOCAL, "http://d")
+    finished = recent.add(story, "ok")
+    assert (finished.prefill, finished.decode) == ("", "http://d")
+
+
+def test_an_entry_stays_small_whatever_happened_to_its_request() -> None:
+    clock, recent = ManualClock(), Recent()
+    story = ended(clock, '"' * 128)
+    for _ in range(100_000):
+        story.token_gaps_s.append(0.01)
+    for _ in range(1000):
+        story.climbed(Rung.LOCAL)
+        story.tell("\x00" * 10_000)
+    recent.add(story, "error")
+    assert len(recent.as_json(1)) < MAX_BYTES_EACH
+    assert len(recent.since(0)[0].story) == MAX_EVENTS
+
+
+def test_a_full_ring_takes_less_than_two_kilobytes_for_each() -> None:
+    clock, recent = ManualClock(), Recent()
+    tracemalloc.start()
+    for number in range(NUM_KEPT + 100):
+        recent.add(ended(clock, f"{number:032x}"), "ok")
+    kept_bytes, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert len(recent) == NUM_KEPT
+    assert kept_bytes / NUM_KEPT < 2048

@@ -1,0 +1,60 @@
+"""The browser that tests drive tells the truth: about errors, requests and refusals."""
+
+from __future__ import annotations
+
+import asyncio
+
+import psutil
+import pytest
+from aiohttp import web
+
+from tests.browser import BrowserError, needs_browser, open_browser
+
+pytestmark = [needs_browser, pytest.mark.slow]
+
+
+async def test_a_page_is_driven_and_what_it_does_is_known(tmp_path):
+    async def page_of(request):
+        if request.headers.get("Authorization") != "Basic dTpw":
+            return web.Response(status=401, headers={"WWW-Authenticate": 'Basic realm="x"'})
+        return web.Response(
+            content_type="text/html",
+            text="<meta name=viewport content='width=device-width'><title>t</title>"
+            "<button onclick='n=1'>b</button><script>"
+            "n=0; console.error('odd', 3); fetch('http://192.0.2.1/x').catch(() => 0);"
+            "setTimeout(() => { throw new Error('thrown') })</script>",
+        )
+
+    app = web.Application()
+    app.add_routes([web.get("/", page_of)])
+    runner = web.AppRunner(app, shutdown_timeout=0.1)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    port = runner.addresses[0][1]
+    try:
+        async with open_browser(tmp_path) as browser:
+            page = await browser.open(width=390)
+            await page.authenticate("u", "p")
+            await page.goto(f"http://127.0.0.1:{port}/")
+            assert await page.evaluate("document.title") == "t"
+            assert await page.evaluate("innerWidth") == 390
+            assert await page.evaluate("Promise.resolve(7)") == 7
+            await page.press("Tab")
+            await page.press("Enter")
+            await page.wait_for("n == 1")
+            with pytest.raises(BrowserError, match="nope"):
+                await page.evaluate("nope()")
+            with pytest.raises(BrowserError, match="not within"):
+                await page.wait_for("false", timeout_s=0.2)
+            assert page.hosts() == {f"127.0.0.1:{port}", "192.0.2.1"}
+            async with asyncio.timeout(5):
+                while len(page.errors) < 2:
+                    await asyncio.sleep(0.02)
+            assert "odd 3" in page.errors
+            assert any("thrown" in error for error in page.errors)
+            await page.screenshot(tmp_path / "page.png")
+            assert (tmp_path / "page.png").read_bytes().startswith(b"\x89PNG")
+            pid = browser.pid
+        assert not psutil.pid_exists(pid)
+    finally:
+        await runner.cleanup()
