@@ -12,6 +12,7 @@ setting or a model that cannot be used; 4 a peer that was unreachable at start; 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import functools
 import importlib
 import os
@@ -19,7 +20,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import Final, TypeAlias
 
 import pdserve
 from pdserve.commands.exit_codes import (
@@ -43,7 +44,18 @@ from pdserve.config.load import (
     unknown_variables,
 )
 from pdserve.config.schema import Role
-from pdserve.config.settings import SHORT, doctor_table, engine_table, proxy_table, up_table
+from pdserve.config.settings import (
+    SHORT,
+    bench_compare_table,
+    bench_plot_table,
+    bench_serve_table,
+    doctor_table,
+    engine_table,
+    proxy_table,
+    trace_table,
+    up_table,
+)
+from pdserve.config.sweep import sweep_table
 from pdserve.errors import ConfigError, PdserveError, PeerError
 
 MODEL_HELP: Final = (
@@ -57,9 +69,10 @@ class Command:
     """One command of the command line.
 
     Attributes:
+        name: As it is typed; of two words for a command of a family (`FAMILIES`).
         target: `module:function`, called with the table and the resolved settings; returns
             the exit code.
-        positional: MODEL as the usage shows it, if there is one.
+        positional: MODEL or FILE... as the usage shows it, if there is one.
     """
 
     name: str
@@ -72,7 +85,17 @@ class Command:
     @property
     def takes_model(self) -> bool:
         """Whether the command needs a model."""
-        return bool(self.positional)
+        return "MODEL" in self.positional
+
+    @property
+    def family(self) -> str:
+        """The first of two words; empty if the name is one."""
+        return self.name.rpartition(" ")[0]
+
+    @property
+    def last_word(self) -> str:
+        """What is typed last."""
+        return self.name.rpartition(" ")[2]
 
 
 COMMANDS: Final = (
@@ -114,6 +137,14 @@ COMMANDS: Final = (
         positional="",
     ),
     Command(
+        "trace",
+        "write the last seconds of a running deployment as a timeline for Perfetto",
+        trace_table,
+        "pdserve.commands.trace:run",
+        "pdserve trace --url http://127.0.0.1:8000 --seconds 10 -o trace.json.gz",
+        positional="",
+    ),
+    Command(
         "doctor",
         "check this machine, and whether running engines fit together",
         doctor_table,
@@ -121,7 +152,41 @@ COMMANDS: Final = (
         "pdserve doctor --peer http://127.0.0.1:8100 http://127.0.0.1:8200",
         positional="",
     ),
+    Command(
+        "bench serve",
+        "send requests to an endpoint and measure what users feel",
+        bench_serve_table,
+        "pdserve.commands.bench:run_serve",
+        "pdserve bench serve --base-url http://127.0.0.1:8000 --num-prompts 100 --request-rate 4",
+        positional="",
+    ),
+    Command(
+        "bench compare",
+        "start colocated and disaggregated deployments on the same cores and compare them",
+        bench_compare_table,
+        "pdserve.commands.bench_compare:run_compare",
+        "pdserve bench compare boxed --dataset-name pd-interference --report compare.html",
+    ),
+    Command(
+        "bench plot",
+        "draw the report of saved runs",
+        bench_plot_table,
+        "pdserve.commands.bench_plot:run_plot",
+        "pdserve bench plot run.json --output run.html",
+        positional="FILE... ",
+    ),
+    Command(
+        "bench sweep",
+        "measure an endpoint at several loads and find the highest that keeps objectives",
+        sweep_table,
+        "pdserve.commands.bench_sweep:run_sweep",
+        "pdserve bench sweep --slo ttft:500 itl:50 --random-input-len 512 --num-prompts 60",
+        positional="",
+    ),
 )
+
+FAMILIES: Final = {"bench": "measure deployments"}
+"""First words of commands of two words, and what the commands are for."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -134,6 +199,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     if name is None:
         parser.print_help()
         return EXIT_USAGE
+    if name in FAMILIES:
+        word = given.pop("subcommand", None)
+        if word is None:
+            with contextlib.suppress(SystemExit):
+                parser.parse_args([name, "--help"])
+            return EXIT_USAGE
+        name = f"{name} {word}"
     command = next(command for command in COMMANDS if command.name == name)
     try:
         table = command.table()
@@ -193,9 +265,12 @@ def make_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"pdserve {pdserve.__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", parser_class=_Parser)
+    families = {"": commands}
     for command in COMMANDS:
-        child = commands.add_parser(
-            command.name,
+        if command.family not in families:
+            families[command.family] = _add_family(commands, command.family)
+        child = families[command.family].add_parser(
+            command.last_word,
             usage=f"pdserve {command.name} {command.positional}[flags]",
             help=command.summary,
             description=command.summary[0].upper() + command.summary[1:] + ".",
@@ -205,6 +280,19 @@ def make_parser() -> argparse.ArgumentParser:
         )
         _add_settings(child, command)
     return parser
+
+
+def _add_family(commands: _Commands, name: str) -> _Commands:
+    """Add the first word of commands of two words."""
+    summary = FAMILIES[name]
+    parser = commands.add_parser(
+        name,
+        help=summary,
+        description=f"{summary[0].upper()}{summary[1:]}.",
+        epilog=f"Each has its flags: pdserve {name} COMMAND --help",
+        allow_abbrev=False,
+    )
+    return parser.add_subparsers(dest="subcommand", metavar="COMMAND", parser_class=_Parser)
 
 
 class _Parser(argparse.ArgumentParser):
@@ -224,10 +312,16 @@ class _Parser(argparse.ArgumentParser):
         return known, unknown
 
 
+_Commands: TypeAlias = "argparse._SubParsersAction[_Parser]"
+
+
 def _add_settings(parser: argparse.ArgumentParser, command: Command) -> None:
     table = command.table()
     model = next((setting for setting in table.settings if setting.flag == "model"), None)
-    if model is not None:
+    files = next((setting for setting in table.settings if setting.flag == "files"), None)
+    if files is not None:
+        parser.add_argument("files", nargs="*", metavar=files.metavar, help=_text(files.help))
+    if model is not None and command.positional:
         parser.add_argument(
             "model",
             nargs="?",
@@ -250,12 +344,17 @@ def _add_settings(parser: argparse.ArgumentParser, command: Command) -> None:
                 help=argparse.SUPPRESS if item.hidden else _text(item.help),
             )
         else:
-            _add_setting(group, item, table.default(item))
+            hidden = item.hidden or (item.flag == "model" and bool(command.positional))
+            if item is files:
+                continue
+            _add_setting(group, item, table.default(item), hidden=hidden)
 
 
-def _add_setting(group: argparse._ArgumentGroup, setting: Setting, default: object) -> None:
+def _add_setting(
+    group: argparse._ArgumentGroup, setting: Setting, default: object, *, hidden: bool
+) -> None:
     name, kind = f"--{setting.flag}", setting.kind
-    if setting.hidden or setting.flag == "model":
+    if hidden:
         text = argparse.SUPPRESS
     else:
         text = _text(f"{setting.help}{_shown(setting, default)}")

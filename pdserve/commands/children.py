@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import os
 import signal
 import sys
@@ -29,14 +30,14 @@ _LONGEST_LINE_BYTES: Final = 1 << 20
 
 
 class ChildFailedError(Exception):
-    """A child cannot be started; what it said is on stderr already.
+    """A child cannot be started, or may not be started again; what it said was told already.
 
     Attributes:
         code: Its exit code.
     """
 
-    def __init__(self, name: str, code: int) -> None:
-        super().__init__(f"{name} ended with exit code {code} before it was ready")
+    def __init__(self, name: str, code: int, when: str = "before it was ready") -> None:
+        super().__init__(f"{name} ended with exit code {code} {when}")
         self.code = code
 
 
@@ -48,11 +49,13 @@ class ChildSpec:
         name: Stands before its log lines.
         arguments: Of `pdserve`.
         environ: Its whole environment.
+        cores: Where it and what it starts may run; empty leaves that as it is.
     """
 
     name: str
     arguments: Sequence[str]
     environ: Mapping[str, str]
+    cores: tuple[int, ...] = ()
 
 
 class Child:
@@ -61,12 +64,19 @@ class Child:
     Args:
         on_line: Told every log line.
         say: Told what the supervisor itself has to say about it.
+        may_restart: Whether it is started again when it ends; else `run` raises.
     """
 
     def __init__(
-        self, spec: ChildSpec, *, on_line: Callable[[str], None], say: Callable[[str], None]
+        self,
+        spec: ChildSpec,
+        *,
+        on_line: Callable[[str], None],
+        say: Callable[[str], None],
+        may_restart: bool = True,
     ) -> None:
         self.spec = spec
+        self._may_restart = may_restart
         self.was_ready = False
         self._on_line = on_line
         self._say = say
@@ -91,6 +101,9 @@ class Child:
             code = await self._live()
             if self._stopping.is_set():
                 return
+            if not self._may_restart:
+                when = "while it was needed" if self.was_ready else "before it was ready"
+                raise ChildFailedError(self.spec.name, code, when)
             starts = 1 if time.monotonic() - started_s > _STEADY_S else starts + 1
             is_usage = code in (EXIT_USAGE, EXIT_CONFIG)
             if not self.was_ready and (is_usage or starts >= _MAX_STARTS):
@@ -115,6 +128,8 @@ class Child:
             limit=_LONGEST_LINE_BYTES,
             env={**self.spec.environ, SUPERVISOR_VARIABLE: str(os.getpid())},
             start_new_session=True,
+            # Set before it can have threads, which would keep the cores they began on.
+            preexec_fn=functools.partial(_stay_on, self.spec.cores) if self.spec.cores else None,
         )
         self._process = process
         assert process.stderr is not None
@@ -167,3 +182,7 @@ class Child:
     def _kill_group(pid: int) -> None:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(pid, signal.SIGKILL)
+
+
+def _stay_on(cores: tuple[int, ...]) -> None:
+    os.sched_setaffinity(0, cores)

@@ -12,9 +12,13 @@ from typing import Final
 
 import msgspec
 
+from pdserve.config.bench import RESULT_SETTINGS, TARGET_SETTINGS, TRAFFIC_SETTINGS
 from pdserve.config.boxed import BOXED
+from pdserve.config.compare import COMPARE_SETTINGS, PLOT_SETTINGS
+from pdserve.config.datasets import DATASET_SETTINGS, DATASET_SHORTHANDS, DatasetName
 from pdserve.config.load import Shorthand, Table, canonical, declare, parse_object
 from pdserve.config.schema import EngineConfig, ProxyConfig, Role, ServerConfig
+from pdserve.config.trace import TRACE_SETTINGS
 from pdserve.errors import ConfigError
 
 
@@ -347,6 +351,7 @@ SHORT: Final = {
     "tensor-parallel-size": "-tp",
     "pipeline-parallel-size": "-pp",
     "data-parallel-size": "-dp",
+    "output": "-o",
 }
 """Flags that have a short name too, on the command line only."""
 
@@ -383,6 +388,42 @@ def up_table() -> Table:
     )
 
 
+def trace_table() -> Table:
+    """The settings of `pdserve trace`."""
+    return Table(TRACE_SETTINGS)
+
+
 def doctor_table() -> Table:
     """The settings of `pdserve doctor`."""
     return Table(_DOCTOR)
+
+
+def bench_serve_table() -> Table:
+    """The settings of `pdserve bench serve`."""
+    return Table(
+        (*TARGET_SETTINGS, *DATASET_SETTINGS, *TRAFFIC_SETTINGS, *RESULT_SETTINGS),
+        DATASET_SHORTHANDS,
+    )
+
+
+def bench_compare_table() -> Table:
+    """The settings of `pdserve bench compare`: its own, and those of a run that it needs.
+
+    Every side generates as many tokens, else they would not have the same work.
+    """
+    result = tuple(s for s in RESULT_SETTINGS if s.flag in ("goodput", "progress", "allow-invalid"))
+    return Table(
+        (*COMPARE_SETTINGS, *DATASET_SETTINGS, *TRAFFIC_SETTINGS, *result),
+        DATASET_SHORTHANDS,
+        {"num-warmups": 8, "ignore-eos": True, "dataset-name": DatasetName.PD_INTERFERENCE},
+    )
+
+
+def bench_plot_table() -> Table:
+    """The settings of `pdserve bench plot`; its files stand behind it without a flag."""
+    return Table(
+        tuple(
+            dataclasses.replace(setting, hidden=True) if setting.flag == "files" else setting
+            for setting in PLOT_SETTINGS
+        )
+    )

@@ -5,12 +5,15 @@ from collections.abc import Iterator
 import msgspec
 import pytest
 
+from pdserve.config.bench import ResultConfig, TargetConfig, TrafficConfig
+from pdserve.config.datasets import DatasetConfig
 from pdserve.config.load import Table, build, parse, resolve
 from pdserve.config.schema import EngineConfig, ProxyConfig, Role, ServerConfig
 from pdserve.config.settings import (
     DoctorConfig,
     LogConfig,
     UpConfig,
+    bench_serve_table,
     doctor_table,
     engine_table,
     proxy_table,
@@ -26,6 +29,10 @@ ROOTS: list[tuple[str, type[msgspec.Struct], Table]] = [
     ("proxy", ProxyConfig, proxy_table()),
     ("up", UpConfig, up_table()),
     ("doctor", DoctorConfig, doctor_table()),
+    ("target", TargetConfig, bench_serve_table()),
+    ("traffic", TrafficConfig, bench_serve_table()),
+    ("dataset", DatasetConfig, bench_serve_table()),
+    ("result", ResultConfig, bench_serve_table()),
 ]
 
 

@@ -1,0 +1,33 @@
+"""Has an endpoint forget the prefixes it has computed, so that a run does not find another's."""
+
+from __future__ import annotations
+
+from typing import Final
+
+import aiohttp
+
+from pdserve.bench.target import Target
+
+_TIMEOUT_S: Final = 30.0
+_PATH: Final = "/reset_prefix_cache"
+
+
+async def reset_prefix_caches(target: Target) -> str | None:
+    """Ask for it; return None if it was done, else why not, in words.
+
+    pdserve's engines and its proxy do it, and vLLM where VLLM_SERVER_DEV_MODE=1 is set.
+    """
+    url = target.base_url.rstrip("/") + _PATH
+    timeout = aiohttp.ClientTimeout(total=_TIMEOUT_S)
+    try:
+        async with (
+            aiohttp.ClientSession(timeout=timeout) as session,
+            session.post(url, headers=target.headers) as response,
+        ):
+            if response.status == 200:
+                return None
+            if response.status in {404, 405}:
+                return f"{url} is not there: {response.status}"
+            return f"{url} answered {response.status}: {(await response.text())[:300].strip()}"
+    except (aiohttp.ClientError, TimeoutError) as error:
+        return f"{url} does not answer: {error or type(error).__name__}"

@@ -1,0 +1,223 @@
+"""What a comparison has measured: deployments, runs, single-engine rates; and its file.
+
+The file keeps every run with its outcomes, so that tables and pictures can be made again of
+it (`pdserve bench plot`). Knows no process and no picture.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Final
+
+import msgspec
+
+from pdserve.bench.goodput import Slo
+from pdserve.bench.records import Outcome, Run
+from pdserve.errors import ConfigError
+
+FORMAT: Final = "pdserve-comparison-1"
+_TICKS_PER_S: Final = 100_000
+
+
+class Deployment(msgspec.Struct, frozen=True, kw_only=True):
+    """One side of the comparison.
+
+    Attributes:
+        label: In tables and legends; unique.
+        words: What it is.
+        is_disaggregated: Prefill and decode run on different engines.
+        is_peer: It ran already, on resources that nobody here has counted.
+        num_cores: That its engines share; 0 of a peer.
+        num_prefill, num_decode: Engines of a P/D deployment.
+        commands: That start it, as a person would write them.
+        ready_s: Seconds from its first process to ready, at each start.
+    """
+
+    label: str
+    words: str
+    is_disaggregated: bool = False
+    is_peer: bool = False
+    num_cores: int = 0
+    num_prefill: int = 0
+    num_decode: int = 0
+    commands: tuple[str, ...] = ()
+    ready_s: list[float] = []
+
+
+class Measured(msgspec.Struct, frozen=True, kw_only=True):
+    """One run of one deployment.
+
+    Attributes:
+        rate: Requests per second; None if the data set says when requests are due.
+        repeat: 0, 1, ...; runs of one repeat are near one another in time.
+    """
+
+    deployment: str
+    rate: float | None
+    repeat: int
+    run: Run
+
+
+class EngineRates(msgspec.Struct, frozen=True, kw_only=True):
+    """What one engine alone does on its share of the cores, with the comparison's requests.
+
+    Attributes:
+        num_cores: Of that engine.
+        ctx_rate: Prompts per second, when it does nothing else.
+        gen_rate: Answers per second, when all prompts are in its cache.
+        out_tok_s: Output tokens per second of the same run.
+    """
+
+    num_cores: int
+    ctx_rate: float
+    gen_rate: float
+    out_tok_s: float
+
+
+class Comparison(msgspec.Struct, kw_only=True):
+    """All that a report says is derived from this.
+
+    Attributes:
+        format: Of the file.
+        title: One line: model and data set.
+        model: As it was written.
+        baseline: Label of the deployment that ratios refer to.
+        deployments: In the order of the table.
+        measured: In the order of time.
+        rates: Of one engine; None if they were not measured.
+        slos: Goodput counts requests that keep all of them.
+        command: That repeats the comparison.
+        environment: Hardware, software and date, by name.
+        notes: Sentences about what happened while it ran.
+    """
+
+    format: str = FORMAT
+    title: str
+    model: str
+    baseline: str
+    deployments: list[Deployment]
+    measured: list[Measured]
+    rates: EngineRates | None = None
+    slos: list[Slo] = []
+    command: str = ""
+    environment: dict[str, str] = {}
+    notes: list[str] = []
+
+    def deployment(self, label: str) -> Deployment:
+        """The one called `label`."""
+        return next(each for each in self.deployments if each.label == label)
+
+    def runs(self, label: str, rate: float | None) -> list[Run]:
+        """Runs of a deployment at a rate, by repeat."""
+        found = [m for m in self.measured if m.deployment == label and m.rate == rate]
+        return [each.run for each in sorted(found, key=lambda each: each.repeat)]
+
+    @property
+    def request_rates(self) -> list[float | None]:
+        """The rates that were measured, lowest first."""
+        rates = dict.fromkeys(each.rate for each in self.measured)
+        return sorted(rates, key=lambda rate: -1.0 if rate is None else rate)
+
+
+def compact(run: Run) -> Run:
+    """The same run with times rounded to 10 us and without generated text, to be kept in a file."""
+    return msgspec.structs.replace(run, outcomes=[_compact(each) for each in run.outcomes])
+
+
+def _compact(outcome: Outcome) -> Outcome:
+    return msgspec.structs.replace(
+        outcome,
+        scheduled_s=round(outcome.scheduled_s, 5),
+        sent_s=round(outcome.sent_s, 5),
+        end_s=round(outcome.end_s, 5),
+        chunk_s=[round(at, 5) for at in outcome.chunk_s],
+        text="",
+        stages={name: round(ms, 3) for name, ms in outcome.stages.items()},
+        second_stages={name: round(ms, 3) for name, ms in outcome.second_stages.items()},
+    )
+
+
+def save(comparison: Comparison, path: Path) -> None:
+    """Write a comparison as JSON.
+
+    Instead of `chunk_s` a request has `chunk_ticks`: the first chunk's time and then the gaps,
+    in units of 10 us; `chunk_tokens` is left out where every chunk has one. That makes the file a
+    third as large.
+
+    Args:
+        comparison: Of runs that went through `compact`.
+        path: Its directory is made if it is missing; an existing file is replaced.
+
+    Raises:
+        ConfigError: The file cannot be written.
+    """
+    content = msgspec.to_builtins(comparison)
+    for each in content["measured"]:
+        for outcome in each["run"]["outcomes"]:
+            at = [round(at_s * _TICKS_PER_S) for at_s in outcome.pop("chunk_s", ())]
+            if set(outcome.get("chunk_tokens", ())) == {1}:
+                del outcome["chunk_tokens"]
+            outcome["chunk_ticks"] = [*at[:1], *(b - a for a, b in itertools.pairwise(at))]
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(msgspec.json.encode(content) + b"\n")
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be written: {error.strerror}") from error
+
+
+def is_comparison(content: bytes) -> bool:
+    """Whether a file's content is what `save` writes."""
+    return f'"format":"{FORMAT}"'.encode() in content[:200].replace(b" ", b"")
+
+
+def load(path: Path) -> Comparison:
+    """Read what `save` wrote.
+
+    Raises:
+        ConfigError: The file cannot be read or is no comparison.
+    """
+    try:
+        content = msgspec.json.decode(path.read_bytes())
+        for each in content["measured"]:
+            for outcome in each["run"]["outcomes"]:
+                ticks = itertools.accumulate(outcome.pop("chunk_ticks"))
+                outcome["chunk_s"] = [tick / _TICKS_PER_S for tick in ticks]
+                outcome.setdefault("chunk_tokens", [1] * len(outcome["chunk_s"]))
+        return msgspec.convert(content, type=Comparison)
+    except OSError as error:
+        raise ConfigError(f"{path}: {error.strerror}") from error
+    except (msgspec.DecodeError, KeyError, TypeError) as error:  # ValidationError is a DecodeError
+        raise ConfigError(f"{path} is no comparison: {error}") from error
+
+
+def of_runs(runs: Sequence[Run], slos: Sequence[Slo]) -> Comparison:
+    """A comparison of runs that were made one by one; equal labels are repeats.
+
+    The first run's label is the baseline. Runs tell no topology, so nothing is said of cores.
+    """
+    labels = list(dict.fromkeys(run.label for run in runs))
+    measured = []
+    for label in labels:
+        measured += [
+            Measured(deployment=label, rate=None, repeat=index, run=run)
+            for index, run in enumerate(each for each in runs if each.label == label)
+        ]
+    return Comparison(
+        title=", ".join(dict.fromkeys(f"{run.model}: {run.dataset}" for run in runs)),
+        model=runs[0].model,
+        baseline=labels[0],
+        deployments=[
+            Deployment(
+                label=label,
+                words=", ".join(
+                    dict.fromkeys(f"{r.base_url}, {r.arrivals}" for r in runs if r.label == label)
+                ),
+                is_peer=True,
+            )
+            for label in labels
+        ],
+        measured=measured,
+        slos=list(slos),
+    )

@@ -1,0 +1,263 @@
+"""The table of a comparison: figures of each deployment over its repeats, and ratios.
+
+A figure is computed for every run by itself; the table shows the median over the repeats, and
+the least and greatest of them say how much it can be trusted. Percentiles are numpy's (linear
+between neighbours), as vLLM's. Knows no text and no picture.
+"""
+
+from __future__ import annotations
+
+import enum
+import itertools
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+
+from pdserve.bench.compare.result import Comparison
+from pdserve.bench.goodput import Slo, is_within
+from pdserve.bench.records import Outcome, Run
+
+STEADY: Final = "steady"
+"""Group of `pd-interference` whose gaps between tokens are what disaggregation is for."""
+
+
+class Figure(enum.Enum):
+    """A column of the table: name, unit, and whether less is better."""
+
+    TTFT_P50 = ("TTFT p50", "ms", True)
+    TTFT_P99 = ("TTFT p99", "ms", True)
+    ITL_P50 = ("ITL p50", "ms", True)
+    ITL_P99 = ("ITL p99", "ms", True)
+    ITL_MAX = ("ITL max", "ms", True)
+    TPOT_P50 = ("TPOT p50", "ms", True)
+    THROUGHPUT = ("output", "tok/s", False)
+    GOODPUT = ("goodput", "req/s", False)
+
+    @property
+    def title(self) -> str:
+        """Its name."""
+        return self.value[0]
+
+    @property
+    def unit(self) -> str:
+        """Of its values."""
+        return self.value[1]
+
+    @property
+    def less_is_better(self) -> bool:
+        """Times; not rates."""
+        return self.value[2]
+
+
+@dataclass(frozen=True, slots=True)
+class Value:
+    """A figure over repeats.
+
+    Attributes:
+        median: What the table shows.
+        low, high: Over the repeats.
+    """
+
+    median: float
+    low: float
+    high: float
+
+    @property
+    def noise(self) -> float:
+        """From least to greatest, as a share of the median."""
+        return (self.high - self.low) / self.median if self.median else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Ratio:
+    """How many times better a deployment is than the baseline; below 1 it is worse.
+
+    Attributes:
+        median: Of the two medians.
+        low, high: Over the repeats, each against the baseline's of the same repeat.
+    """
+
+    median: float
+    low: float
+    high: float
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One deployment at one rate.
+
+    Attributes:
+        values: A figure is missing where no request had it.
+        ratios: Against the baseline; empty for the baseline itself.
+        num_requests, num_failed: Over all repeats.
+        is_valid: The client kept up in every run.
+    """
+
+    label: str
+    rate: float | None
+    values: Mapping[Figure, Value]
+    ratios: Mapping[Figure, Ratio]
+    num_requests: int
+    num_failed: int
+    is_valid: bool
+
+
+def rows(comparison: Comparison, rate: float | None) -> list[Row]:
+    """The table at one rate, in the order of the deployments."""
+    by_label = {
+        each.label: [figures_of(run, comparison.slos) for run in comparison.runs(each.label, rate)]
+        for each in comparison.deployments
+    }
+    base = by_label.get(comparison.baseline, [])
+    found = []
+    for label, repeats in by_label.items():
+        if not repeats:
+            continue
+        runs = comparison.runs(label, rate)
+        values = {figure: _value([r[figure] for r in repeats if figure in r]) for figure in Figure}
+        found.append(
+            Row(
+                label=label,
+                rate=rate,
+                values={figure: value for figure, value in values.items() if value is not None},
+                ratios={} if label == comparison.baseline else _ratios(repeats, base),
+                num_requests=sum(len(run.outcomes) for run in runs),
+                num_failed=sum(_has_failed(one) for run in runs for one in run.outcomes),
+                is_valid=all(run.health.valid for run in runs),
+            )
+        )
+    return found
+
+
+def _value(values: Sequence[float]) -> Value | None:
+    if not values:
+        return None
+    return Value(statistics.median(values), min(values), max(values))
+
+
+def _ratios(
+    repeats: Sequence[Mapping[Figure, float]], base: Sequence[Mapping[Figure, float]]
+) -> dict[Figure, Ratio]:
+    found = {}
+    for figure in Figure:
+        ours = _value([r[figure] for r in repeats if figure in r])
+        theirs = _value([r[figure] for r in base if figure in r])
+        if ours is None or theirs is None:
+            continue
+        pairs = [
+            better(figure, mine[figure], other[figure])
+            for mine, other in zip(repeats, base, strict=False)
+            if figure in mine and figure in other
+        ]
+        known = [ratio for ratio in pairs if ratio is not None]
+        median = better(figure, ours.median, theirs.median)
+        if known and median is not None:
+            found[figure] = Ratio(median, min(known), max(known))
+    return found
+
+
+def better(figure: Figure, value: float, base: float) -> float | None:
+    """How many times better `value` is than `base`; None if one of them is 0."""
+    if value <= 0 or base <= 0:
+        return None
+    return base / value if figure.less_is_better else value / base
+
+
+def figures_of(run: Run, slos: Sequence[Slo]) -> dict[Figure, float]:
+    """The figures of one run.
+
+    TTFT and rates are of all requests; ITL and TPOT of the steady group where there is one.
+    """
+    good = [one for one in run.outcomes if one.is_good]
+    figures: dict[Figure, float] = {}
+    if not good:
+        return figures
+    ttft = [one.ttft_s * 1e3 for one in good]
+    gaps = [gap * 1e3 for one in steady(run) for gap in one.itl_s]
+    tpot = [one.tpot_s * 1e3 for one in steady(run) if one.tpot_s is not None]
+    figures[Figure.TTFT_P50], figures[Figure.TTFT_P99] = percentiles(ttft, 50, 99)
+    if gaps:
+        figures[Figure.ITL_P50], figures[Figure.ITL_P99] = percentiles(gaps, 50, 99)
+        figures[Figure.ITL_MAX] = max(gaps)
+    if tpot:
+        figures[Figure.TPOT_P50] = percentiles(tpot, 50)[0]
+    if run.duration_s > 0:
+        tokens = sum(one.num_output_tokens for one in good)
+        figures[Figure.THROUGHPUT] = tokens / run.duration_s
+        if slos:
+            num_kept = sum(is_within(one, slos) for one in good)
+            figures[Figure.GOODPUT] = num_kept / run.duration_s
+    return figures
+
+
+def percentiles(values: Sequence[float], *percents: float) -> list[float]:
+    """Percentiles of values, in the values' unit."""
+    return [float(value) for value in np.percentile(np.asarray(values), percents)]
+
+
+def steady(run: Run) -> list[Outcome]:
+    """Answered requests of the steady group; without one, all of them."""
+    good = [one for one in run.outcomes if one.is_good]
+    return [one for one in good if one.group == STEADY] or good
+
+
+def others(run: Run) -> list[Outcome]:
+    """Requests of the other groups, if there is a steady one: whose prompts interfere."""
+    if not has_steady(run):
+        return []
+    return [one for one in run.outcomes if one.group != STEADY and one.is_good]
+
+
+def has_steady(run: Run) -> bool:
+    """Whether the run's data set marks steady decoders."""
+    return any(one.group == STEADY for one in run.outcomes)
+
+
+def typical(runs: Sequence[Run]) -> Run:
+    """The run that pictures of single requests show: the one with the median ITL p99."""
+
+    def height(run: Run) -> float:
+        return figures_of(run, ()).get(Figure.ITL_P99, 0.0)
+
+    return sorted(runs, key=height)[(len(runs) - 1) // 2]
+
+
+def _has_failed(outcome: Outcome) -> bool:
+    return not outcome.is_good and not outcome.is_cancelled
+
+
+_PREFILL: Final = "prefill"
+"""The stage in which the prompt is computed, by a pdserve server's account."""
+
+
+def prefill_of(one: Outcome) -> tuple[float, float]:
+    """When a request's prompt was computed, in seconds of the run.
+
+    By the server's account; without one from when it was sent to its first token, in which the
+    queue is, too.
+    """
+    if _PREFILL not in one.stages:
+        return one.sent_s, one.chunk_s[0]
+    at = one.sent_s
+    for name, ms in one.stages.items():
+        if name == _PREFILL:
+            return at, at + ms / 1e3
+        at += ms / 1e3
+    raise AssertionError("the stage is there")
+
+
+def beside_prefills(run: Run) -> tuple[int, int]:
+    """How many gaps of steady decoders overlap an interfering prompt's prefill; of how many."""
+    spans = np.array(sorted(prefill_of(one) for one in others(run))).reshape(-1, 2)
+    gaps = np.array(
+        [pair for one in steady(run) for pair in itertools.pairwise(one.chunk_s)]
+    ).reshape(-1, 2)
+    if not len(spans):
+        return 0, len(gaps)
+    # A gap overlaps a span if more spans have begun before its end than had ended by its start.
+    begun = np.searchsorted(spans[:, 0], gaps[:, 1], side="left")
+    ended = np.searchsorted(np.sort(spans[:, 1]), gaps[:, 0], side="right")
+    return int(np.count_nonzero(begun > ended)), len(gaps)

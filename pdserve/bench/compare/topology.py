@@ -1,0 +1,259 @@
+"""What a comparison starts: deployments on the same cores or devices, and how they share them.
+
+Pure: from words like `2:1` and a list of cores to engines with their places. Knows no
+process, no port and no flag of an engine but those that make a deployment what it is.
+
+Every deployment gets the same cores, all of them. What needs no core of its own (proxy, client)
+runs on any of them, beside the engines, in every deployment alike.
+"""
+
+from __future__ import annotations
+
+import enum
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from pdserve.config.schema import Role
+from pdserve.errors import ConfigError
+
+
+class Kind(enum.Enum):
+    """How a deployment divides the work.
+
+    COLOCATED: one engine with everything, prompts in chunks. REPLICAS: several such engines
+    behind the proxy, as many as the largest P/D deployment has engines. UNCHUNKED: one engine,
+    each prompt in one step. REPLICAS_UNCHUNKED: several of these.
+    """
+
+    COLOCATED = "colocated"
+    REPLICAS = "replicas"
+    UNCHUNKED = "colocated-unchunked"
+    REPLICAS_UNCHUNKED = "replicas-unchunked"
+    DISAGGREGATED = "pd"
+    PEER = "peer"
+
+
+STARTED: Final = (
+    Kind.COLOCATED,
+    Kind.REPLICAS,
+    Kind.UNCHUNKED,
+    Kind.REPLICAS_UNCHUNKED,
+    Kind.DISAGGREGATED,
+)
+"""Kinds that a user may ask for by name."""
+
+_PAIR: Final = re.compile(r"([1-9][0-9]*):([1-9][0-9]*)")
+
+
+@dataclass(frozen=True, slots=True)
+class EnginePlace:
+    """One engine of a deployment.
+
+    Attributes:
+        name: Unique in the deployment.
+        cores: Where it may run, and how many threads it has; of a deployment on devices:
+            the devices it sees.
+    """
+
+    name: str
+    role: Role
+    cores: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Topology:
+    """One deployment of a comparison.
+
+    Attributes:
+        label: What the table calls it.
+        engines: None of a peer, which runs already.
+        chunk_tokens: Token budget of a step of its colocated engines; None leaves the default.
+        url: Of a peer.
+    """
+
+    label: str
+    kind: Kind
+    engines: tuple[EnginePlace, ...] = ()
+    chunk_tokens: int | None = None
+    url: str = ""
+
+    @property
+    def has_proxy(self) -> bool:
+        """Whether requests go through a proxy; one engine alone is asked directly."""
+        return len(self.engines) > 1
+
+    @property
+    def is_chunked(self) -> bool:
+        """Whether its engines spread a prompt over steps."""
+        return self.kind not in (Kind.UNCHUNKED, Kind.REPLICAS_UNCHUNKED)
+
+    @property
+    def words(self) -> str:
+        """What it is, for people."""
+        num = len(self.engines)
+        match self.kind:
+            case Kind.PEER:
+                return f"running already at {self.url}"
+            case Kind.DISAGGREGATED:
+                prefills = sum(engine.role is Role.PREFILL for engine in self.engines)
+                return (
+                    f"{prefills} prefill and {num - prefills} decode "
+                    f"{'engine' if num - prefills == 1 else 'engines'} behind the proxy"
+                )
+            case _:
+                chunks = (
+                    f"prompts in chunks of {self.chunk_tokens} tokens at most"
+                    if self.chunk_tokens is not None and self.is_chunked
+                    else "prompts in chunks"
+                    if self.is_chunked
+                    else "each prompt whole, in one step"
+                )
+                many = "one engine" if num == 1 else f"{num} engines behind the proxy"
+                return f"{many} for prefill and decode; {chunks}"
+
+
+def pairs(words: Sequence[str]) -> list[tuple[int, int]]:
+    """Read `--pd`: prefill and decode engines of each P/D deployment.
+
+    Raises:
+        ConfigError: A word is not two numbers from 1 up with a colon between them.
+    """
+    found = []
+    for word in words:
+        match = _PAIR.fullmatch(word)
+        if match is None:
+            raise ConfigError(
+                f"--pd {word}: write prefill engines, a colon, decode engines, as 1:1 or 2:1",
+                param="pd",
+            )
+        found.append((int(match[1]), int(match[2])))
+    return found
+
+
+def share(units: Sequence[int], num: int, *, what: str = "cores") -> list[tuple[int, ...]]:
+    """Divide units among `num` engines, in order, as evenly as can be; the first get more.
+
+    Raises:
+        ConfigError: There are fewer units than engines.
+    """
+    if num > len(units):
+        raise ConfigError(
+            f"{num} engines need {num} {what}, and there are {len(units)}: "
+            "compare a smaller --pd, or let more be used",
+            param="pd",
+        )
+    each, more = divmod(len(units), num)
+    shares, at = [], 0
+    for index in range(num):
+        size = each + (index < more)
+        shares.append(tuple(units[at : at + size]))
+        at += size
+    return shares
+
+
+def plan(
+    kinds: Sequence[Kind],
+    ratios: Sequence[tuple[int, int]],
+    units: Sequence[int],
+    *,
+    chunk_tokens: Sequence[int] = (),
+    what: str = "cores",
+) -> list[Topology]:
+    """Decide which deployments are compared; the first colocated one is the baseline.
+
+    Args:
+        kinds: Without peers.
+        ratios: Prefill and decode engines of each P/D deployment.
+        units: Cores (or devices), all of which every deployment uses.
+        chunk_tokens: Token budgets that the chunked colocated kinds are started with, one
+            deployment each; empty leaves the engine's default.
+        what: Cores or devices, for messages.
+
+    Raises:
+        ConfigError: Engines outnumber cores, or a deployment stands there twice.
+    """
+    num_replicas = max((p + d for p, d in ratios), default=2)
+    found: list[Topology] = []
+    for kind in kinds:
+        if kind is Kind.DISAGGREGATED:
+            found += [_disaggregated(p, d, units, what) for p, d in ratios]
+            continue
+        is_chunked = kind in (Kind.COLOCATED, Kind.REPLICAS)
+        budgets: Sequence[int | None] = (chunk_tokens or (None,)) if is_chunked else (None,)
+        num = num_replicas if kind in (Kind.REPLICAS, Kind.REPLICAS_UNCHUNKED) else 1
+        for budget in budgets:
+            found.append(_colocated(kind, num, budget, units, what, len(budgets) > 1))
+    labels = [topology.label for topology in found]
+    if len(set(labels)) < len(labels):
+        twice = next(label for label in labels if labels.count(label) > 1)
+        raise ConfigError(f"the deployment {twice} stands there twice", param="topologies")
+    return found
+
+
+def _colocated(
+    kind: Kind, num: int, budget: int | None, units: Sequence[int], what: str, is_named: bool
+) -> Topology:
+    shares = share(units, num, what=what)
+    words = {
+        Kind.REPLICAS: f"{num} replicas",
+        Kind.REPLICAS_UNCHUNKED: f"{num} replicas, unchunked",
+    }
+    label = words.get(kind, "colocated" if kind is Kind.COLOCATED else "colocated, unchunked")
+    if is_named:
+        label += f", chunks of {budget}"
+    engines = tuple(
+        EnginePlace("engine" if num == 1 else f"engine{index}", Role.BOTH, cores)
+        for index, cores in enumerate(shares)
+    )
+    return Topology(label, kind, engines, budget)
+
+
+def _disaggregated(prefills: int, decodes: int, units: Sequence[int], what: str) -> Topology:
+    shares = iter(share(units, prefills + decodes, what=what))
+    return Topology(
+        f"P/D {prefills}:{decodes}",
+        Kind.DISAGGREGATED,
+        (
+            *_engines(Role.PREFILL, prefills, shares),
+            *_engines(Role.DECODE, decodes, shares),
+        ),
+    )
+
+
+def _engines(role: Role, num: int, shares: Iterator[tuple[int, ...]]) -> Iterator[EnginePlace]:
+    for index in range(num):
+        name = role.value if num == 1 else f"{role.value}{index}"
+        yield EnginePlace(name, role, next(shares))
+
+
+def peers(words: Sequence[str]) -> list[Topology]:
+    """Read `--peer`: running endpoints, each a URL with or without `label=` before it.
+
+    Raises:
+        ConfigError: A word has no URL, or a label stands there twice.
+    """
+    found: list[Topology] = []
+    for word in words:
+        name, _, url = word.rpartition("=") if "=" in word.split("://")[0] else ("", "", word)
+        url = url.rstrip("/").removesuffix("/v1")
+        if not url.startswith(("http://", "https://")):
+            raise ConfigError(
+                f"--peer {word}: write a URL, or a label and a URL, as vllm=http://127.0.0.1:8000",
+                param="peer",
+            )
+        label = name or url.partition("://")[2]
+        if any(label == other.label for other in found):
+            raise ConfigError(f"--peer {word}: the label {label} stands there twice", param="peer")
+        found.append(Topology(label, Kind.PEER, url=url))
+    return found
+
+
+def baseline(topologies: Sequence[Topology]) -> str:
+    """The label of what the others are compared with: the first colocated one with chunks."""
+    for kind in (Kind.COLOCATED, Kind.REPLICAS):
+        for topology in topologies:
+            if topology.kind is kind:
+                return topology.label
+    return topologies[0].label

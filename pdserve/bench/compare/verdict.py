@@ -1,0 +1,351 @@
+"""What the figures say, in sentences; and what they cannot say.
+
+Every sentence is made of figures in the comparison, and claims no more than they hold: a
+difference within the spread of the repeats is called one. Knows no picture.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from pdserve.bench.compare import bound
+from pdserve.bench.compare.result import Comparison, Deployment
+from pdserve.bench.compare.summary import (
+    Figure,
+    Ratio,
+    Row,
+    beside_prefills,
+    has_steady,
+    rows,
+)
+from pdserve.bench.records import Run
+from pdserve.bench.report.scale import number
+
+GOAL = 5.0
+"""How many times better ITL p99 under bursts of prompts shall be, after the design."""
+
+_BEHIND = 0.25
+"""A run that lasts so much longer than its schedule is said to have fallen behind."""
+_SEEN_BY_P99 = 0.02
+LOAD = "load average before"
+"""In the environment: of the last minute before the first deployment was started."""
+_BUSY_SHARE = 0.5
+
+_SAME = 0.03
+"""A difference of so little is called none even where the repeats happen to agree."""
+
+
+@dataclass(frozen=True, slots=True)
+class Headline:
+    """The figure that disaggregation is for.
+
+    Attributes:
+        label: The P/D deployment with the best one.
+        text: One sentence.
+        ratio: Against the baseline.
+        has_goal: The design has a goal for it: there are steady decoders.
+        num_runs: Runs of each deployment.
+        strictest: Against the best of all colocated ones; None if there is just one.
+    """
+
+    label: str
+    text: str
+    ratio: Ratio
+    has_goal: bool
+    num_runs: int
+    strictest: float | None
+    strictest_label: str = ""
+
+
+def headline(comparison: Comparison, rate: float | None) -> Headline | None:
+    """The ratio of ITL p99; None without a P/D deployment and a baseline that have one."""
+    table = rows(comparison, rate)
+    candidates = [
+        row
+        for row in table
+        if comparison.deployment(row.label).is_disaggregated and Figure.ITL_P99 in row.ratios
+    ]
+    base = next((row for row in table if row.label == comparison.baseline), None)
+    if not candidates or base is None:
+        return None
+    best = min(candidates, key=lambda row: row.values[Figure.ITL_P99].median)
+    ratio, ours = best.ratios[Figure.ITL_P99], best.values[Figure.ITL_P99].median
+    theirs = base.values[Figure.ITL_P99].median
+    has_goal = _is_interference(comparison, rate)
+    who = "of the steady decoders" if has_goal else "of all requests"
+    text = (
+        f"ITL p99 {who}: {number(ours)} ms with {best.label}, {number(theirs)} ms with "
+        f"{base.label}: {_times(ratio.median)}"
+    )
+    if not (best.is_valid and base.is_valid):
+        text += " (not valid: the client could not keep up)"
+    others = [
+        row
+        for row in table
+        if not comparison.deployment(row.label).is_disaggregated
+        and not comparison.deployment(row.label).is_peer
+        and Figure.ITL_P99 in row.values
+    ]
+    strictest, strictest_label = None, ""
+    if len(others) > 1:
+        rival = min(others, key=lambda row: row.values[Figure.ITL_P99].median)
+        strictest = rival.values[Figure.ITL_P99].median / ours
+        strictest_label = rival.label
+    return Headline(
+        best.label,
+        text,
+        ratio,
+        has_goal,
+        len(comparison.runs(best.label, rate)),
+        strictest,
+        strictest_label,
+    )
+
+
+def _is_interference(comparison: Comparison, rate: float | None) -> bool:
+    return any(
+        has_steady(run)
+        for each in comparison.deployments
+        for run in comparison.runs(each.label, rate)
+    )
+
+
+def sentences(comparison: Comparison, rate: float | None) -> list[str]:
+    """What the table says about each deployment against the baseline, at one rate."""
+    found = []
+    for row in rows(comparison, rate):
+        if not row.ratios:
+            continue
+        better, worse, same = [], [], []
+        for figure, ratio in row.ratios.items():
+            if figure is Figure.ITL_MAX:
+                continue
+            text = f"{figure.title} {number(max(ratio.median, 1 / ratio.median))} times"
+            if is_within_noise(ratio):
+                same.append(figure.title)
+            elif ratio.median > 1:
+                better.append(text)
+            else:
+                worse.append(text)
+        parts = [
+            f"{word} by {', '.join(texts)}"
+            for word, texts in (("better", better), ("worse", worse))
+            if texts
+        ]
+        if same:
+            parts.append(f"no clear difference: {', '.join(same)}")
+        found.append(f"{row.label} against {comparison.baseline}: {'; '.join(parts)}.")
+    return found
+
+
+def is_within_noise(ratio: Ratio) -> bool:
+    """Whether the repeats do not agree on which side is better, or hardly differ."""
+    return ratio.low <= 1.0 <= ratio.high or abs(ratio.median - 1.0) < _SAME
+
+
+def _times(ratio: float) -> str:
+    if ratio >= 1:
+        return f"{number(ratio)} times better"
+    return f"{number(1 / ratio)} times worse"
+
+
+def caveats(comparison: Comparison) -> list[str]:
+    """What has to be known before the figures are believed."""
+    found = list(comparison.notes)
+    ours = [each for each in comparison.deployments if not each.is_peer]
+    found += _repeats(comparison)
+    for rate in comparison.request_rates:
+        found += _client(comparison, rows(comparison, rate), rate)
+        found += _schedule(comparison, rate)
+    if ours:
+        found += _others_work(comparison)
+        found += _sharing(comparison, ours)
+    peers = [each.label for each in comparison.deployments if each.is_peer]
+    if peers and ours:
+        found.append(
+            f"{', '.join(peers)} ran already: this program does not know on which resources, nor "
+            "whether its caches were empty."
+        )
+    return found
+
+
+def _repeats(comparison: Comparison) -> list[str]:
+    num = max((each.repeat for each in comparison.measured), default=0) + 1
+    if num == 1:
+        return [
+            (
+                "Each deployment was measured once: the spread between runs is not known, and no "
+                "small difference means anything. --num-runs 3 measures it."
+            )
+        ]
+    noises = [
+        (row.values[Figure.ITL_P99].noise, row.label)
+        for rate in comparison.request_rates
+        for row in rows(comparison, rate)
+        if Figure.ITL_P99 in row.values
+    ]
+    if not noises:
+        return []
+    share, label = max(noises)
+    return [
+        (
+            f"Figures are medians over {num} runs, each in newly started processes; the runs of "
+            "the deployments alternate. Between the runs ITL p99 spreads by up to "
+            f"{share * 100:.0f} % of "
+            f"its median ({label}); small print in the table has the least and the greatest."
+        )
+    ]
+
+
+def _client(comparison: Comparison, table: Sequence[Row], rate: float | None) -> list[str]:
+    found = []
+    at = "" if rate is None else f" at {rate:g} requests/s"
+    for row in table:
+        reasons = dict.fromkeys(
+            reason for run in comparison.runs(row.label, rate) for reason in run.health.why_not
+        )
+        if not row.is_valid:
+            found.append(
+                f"{row.label}{at}: not valid, the client could not keep up: {' '.join(reasons)}"
+            )
+        if row.num_failed:
+            found.append(
+                f"{row.label}{at}: {row.num_failed} of {row.num_requests} requests failed; "
+                "the figures are of the others."
+            )
+    return found
+
+
+def _schedule(comparison: Comparison, rate: float | None) -> list[str]:
+    """Whether the schedule fits: neither too much for a deployment, nor too little to see."""
+    found = []
+    at = "" if rate is None else f" at {rate:g} requests/s"
+    for each in comparison.deployments:
+        runs = [run for run in comparison.runs(each.label, rate) if run.outcomes]
+        late = [(run.duration_s, max(one.scheduled_s for one in run.outcomes)) for run in runs]
+        behind = [(end, due) for end, due in late if end - due > max(2.0, _BEHIND * due)]
+        if behind:
+            end, due = max(behind)
+            found.append(
+                f"{each.label}{at} fell behind: the last request was due after {number(due)} s, "
+                f"the last answer ended after {number(end)} s. Its TTFT says how long the queue "
+                "had become, and would be longer in a longer run."
+            )
+        if each.label == comparison.baseline:
+            found += _interference(each.label, runs, at)
+    return found
+
+
+def _interference(label: str, runs: Sequence[Run], at: str) -> list[str]:
+    """Whether the baseline's steady decoders met prompts at all."""
+    met = total = 0
+    for run in runs:
+        if has_steady(run):
+            hits, num = beside_prefills(run)
+            met, total = met + hits, total + num
+    if not total or met / total >= _SEEN_BY_P99:
+        return []
+    return [
+        (
+            f"{label}{at}: {number(met / total * 100)} % of the steady decoders' gaps lay beside "
+            "the prefill of another prompt. A p99 does not see what fewer than 1 % of them meet; "
+            "look at the tail, or ask for longer steady answers or more bursts."
+        )
+    ]
+
+
+def _others_work(comparison: Comparison) -> list[str]:
+    """Whether the machine was busy before anything was started here."""
+    load = float(comparison.environment.get(LOAD, "0"))
+    cores = max(each.num_cores for each in comparison.deployments)
+    if load <= cores * _BUSY_SHARE:
+        return []
+    return [
+        (
+            f"The machine was busy with other work: a load average of {number(load)} on {cores} "
+            "cores before the start. Absolute figures are worse than on a quiet machine, and what "
+            "other programs did may have met one deployment more than another."
+        )
+    ]
+
+
+def _sharing(comparison: Comparison, ours: Sequence[Deployment]) -> list[str]:
+    cores = max(each.num_cores for each in ours)
+    if comparison.environment.get("device") == "cuda":
+        return [
+            (
+                f"Every deployment had the same {cores} GPUs; the client, the proxy and the API "
+                "servers shared the host's cores with them."
+            )
+        ]
+    found = [
+        (
+            f"Every deployment had the same {cores} CPU cores. The client, the proxy and the API "
+            "servers ran on these cores too, so each token that is read or relayed takes time from "
+            "an engine; on a machine of its own for each engine that part would be gone."
+        ),
+        (
+            "The cores share one memory bus and one last-level cache: a prefill on one core slows "
+            "the decode steps on another, which separate machines or GPUs would not. The other way "
+            "round, KV travels through shared memory here and through a network there. The ratios "
+            "are of this machine; of GPUs they prove only the mechanism."
+        ),
+    ]
+    if comparison.rates is not None:
+        found += _bound_words(comparison)
+    return found
+
+
+def _bound_words(comparison: Comparison) -> list[str]:
+    rates = comparison.rates
+    assert rates is not None
+    cores = max((each.num_cores for each in comparison.deployments), default=0)
+    top = bound.per_core(rates)
+    text = (
+        f"Rate-matched bound: one engine on {rates.num_cores} core"
+        f"{'' if rates.num_cores == 1 else 's'} prefills {number(rates.ctx_rate)} of these "
+        f"prompts/s, or, with prompts cached, generates {number(rates.gen_rate)} of these "
+        f"answers/s ({number(rates.out_tok_s)} tok/s). "
+        f"{number(rates.out_tok_s)} / ({rates.num_cores} × {number(rates.gen_rate)} / "
+        f"{number(rates.ctx_rate)} + {rates.num_cores}) = {number(top)} tok/s per core, "
+        f"{number(top * cores)} tok/s on {cores}, would need {number(bound.best_share(rates))} "
+        "prefill engines per decode engine."
+    )
+    return [
+        text,
+        *(
+            _reach_words(each.label, bound.of_pair(rates, each.num_prefill, each.num_decode))
+            for each in comparison.deployments
+            if each.is_disaggregated
+        ),
+    ]
+
+
+def _reach_words(label: str, reach: float) -> str:
+    return (
+        f"{label} has whole engines and can reach {number(reach)} tok/s with these requests at "
+        "most; below that the schedule sets the throughput in the table."
+    )
+
+
+def goal_words(found: Headline) -> str:
+    """Whether the goal was reached, if there is one."""
+    if not found.has_goal:
+        return ""
+    if found.num_runs == 1 and found.ratio.median >= GOAL:
+        return f"; the goal of {GOAL:g} was reached in the one run"
+    if found.ratio.low >= GOAL:
+        return f"; the goal of {GOAL:g} was reached in every run"
+    if found.ratio.median >= GOAL:
+        return f"; the goal of {GOAL:g} was reached, but not in every run"
+    return f"; the goal of {GOAL:g} was missed"
+
+
+def strictest_words(found: Headline) -> str:
+    """The same ratio against the best colocated deployment, whichever that is."""
+    assert found.strictest is not None
+    return (
+        f"Against the colocated deployment with the best ITL p99 ({found.strictest_label}) it is "
+        f"{_times(found.strictest)}."
+    )

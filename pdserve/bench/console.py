@@ -1,0 +1,158 @@
+"""A run's figures as text: the block of `vllm bench serve`, line by line, then what is ours."""
+
+from __future__ import annotations
+
+import math
+import textwrap
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+from pdserve.bench.figures import METRICS, percentile_word
+
+_WIDTH: Final = 50
+_HEADINGS: Final = {
+    "ttft": "Time to First Token",
+    "tpot": "Time per Output Token (excl. 1st token)",
+    "itl": "Inter-token Latency",
+    "e2el": "End-to-end Latency",
+}
+
+
+def block(
+    figures: Mapping[str, Any],
+    *,
+    request_rate: float = math.inf,
+    max_concurrency: int | None = None,
+    metrics: Sequence[str] = ("ttft", "tpot", "itl"),
+    percentiles: Sequence[float] = (99.0,),
+) -> str:
+    """Return the block that `vllm bench serve` prints.
+
+    Args:
+        figures: Of `figures.figures`.
+        request_rate, max_concurrency: As they were asked for.
+        metrics: Which latencies are shown: keys of `METRICS`.
+        percentiles: Which of theirs; `figures` must have them.
+    """
+    lines = [" Serving Benchmark Result ".center(_WIDTH, "=")]
+    lines.append(_count("Successful requests:", figures["completed"]))
+    lines.append(_count("Failed requests:", figures["failed"]))
+    if max_concurrency is not None:
+        lines.append(_count("Maximum request concurrency:", max_concurrency))
+    if not math.isinf(request_rate):
+        lines.append(_number("Request rate configured (RPS):", request_rate))
+    lines.append(_number("Benchmark duration (s):", figures["duration"]))
+    lines.append(_count("Total input tokens:", figures["total_input_tokens"]))
+    lines.append(_count("Total generated tokens:", figures["total_output_tokens"]))
+    lines.append(_number("Request throughput (req/s):", figures["request_throughput"]))
+    if figures["request_goodput"] is not None:
+        lines.append(_number("Request goodput (req/s):", figures["request_goodput"]))
+    for label, key in (
+        ("Output token throughput (tok/s):", "output_throughput"),
+        ("Peak output token throughput (tok/s):", "max_output_tokens_per_s"),
+        ("Peak concurrent requests:", "max_concurrent_requests"),
+        ("Total token throughput (tok/s):", "total_token_throughput"),
+    ):
+        lines.append(_number(label, figures[key]))
+    for name in METRICS:
+        if name in metrics:
+            lines.append(_HEADINGS[name].center(_WIDTH, "-"))
+            lines += _latency_lines(figures, name, percentiles)
+    lines.append("=" * _WIDTH)
+    return "\n".join(lines)
+
+
+def further(figures: Mapping[str, Any]) -> str:
+    """Return what vLLM's block has no lines for: groups, stages, errors, the client's health."""
+    own = figures["pdserve"]
+    parts = [_groups(own["groups"]), _stages(own["stages"]), _errors(own["errors"])]
+    if own["cancelled"]:
+        parts.append(f"{own['cancelled']} requests were given up on purpose (--cancel-share)")
+    parts.append(_client(own))
+    return "\n".join(part for part in parts if part)
+
+
+def verdict(figures: Mapping[str, Any], width: int = 100) -> str:
+    """Return whether the figures may be believed, in words that cannot be overlooked."""
+    own = figures["pdserve"]
+    lines: list[str] = []
+    for note in own["notes"]:
+        lines += textwrap.wrap(f"Note: {note}", width)
+    if not own["valid"]:
+        lines.append(" NOT VALID: DO NOT USE THESE FIGURES ".center(width, "!"))
+        for sentence in own["why_not"]:
+            lines += textwrap.wrap(sentence, width)
+        lines.append("!" * width)
+    return "\n".join(lines)
+
+
+def _count(label: str, value: int) -> str:
+    return f"{label:<40} {value:<10}"
+
+
+def _number(label: str, value: float) -> str:
+    return f"{label:<40} {value:<10.2f}"
+
+
+def _latency_lines(
+    figures: Mapping[str, Any], name: str, percentiles: Sequence[float]
+) -> list[str]:
+    title = METRICS[name]
+    rows = [("Mean", f"mean_{name}_ms"), ("Median", f"median_{name}_ms")]
+    for percent in percentiles:
+        word = percentile_word(percent)
+        rows.append((word.upper(), f"{word}_{name}_ms"))
+    return [_number(f"{word} {title} (ms):", figures[key]) for word, key in rows]
+
+
+def _groups(groups: Mapping[str, Mapping[str, Any]]) -> str:
+    if not groups:
+        return ""
+    width = max(len("group"), *(len(name or "-") for name in groups))
+    columns = [("median_ttft_ms", "TTFT p50"), ("p99_ttft_ms", "TTFT p99")]
+    columns += [("median_itl_ms", "ITL p50"), ("p99_itl_ms", "ITL p99")]
+    head = "".join(f"{title:>10}" for _, title in columns)
+    lines = [f"{'group':<{width}}{'done':>6}{'failed':>8}{head}  (ms)"]
+    for name, each in groups.items():
+        cells = "".join(f"{each[key]:>10.2f}" for key, _ in columns)
+        lines.append(f"{name or '-':<{width}}{each['completed']:>6}{each['failed']:>8}{cells}")
+    return "\n".join(lines)
+
+
+def _stages(stages: Mapping[str, Any] | None) -> str:
+    if stages is None:
+        return ""
+    lines = [
+        f"Where the time went, as the server tells of {stages['told']} requests (p50|p99, ms):"
+    ]
+    for title, key in (("first token", "first_token"), ("second token", "second_token")):
+        if stages[key]:
+            terms = " + ".join(
+                f"{name.replace('_', ' ')} {each['p50_ms']:.1f}|{each['p99_ms']:.1f}"
+                for name, each in stages[key].items()
+            )
+            lines += textwrap.wrap(
+                f"  {title}: {terms}", 100, subsequent_indent="    ", break_on_hyphens=False
+            )
+    outside = stages["outside_server"]
+    lines.append(f"  between client and server: {outside['p50_ms']:.2f}|{outside['p99_ms']:.2f}")
+    return "\n".join(lines)
+
+
+def _errors(errors: Mapping[str, int]) -> str:
+    return "\n".join(
+        ["Errors:", *(f"  {count} x {message}" for message, count in errors.items())]
+        if errors
+        else []
+    )
+
+
+def _client(own: Mapping[str, Any]) -> str:
+    client = own["client"]
+    number = client["processes"]
+    return (
+        f"Client: {number} process{'es' if number > 1 else ''}, sent late by "
+        f"{client['send_lag_p50_ms']:.2f} ms (p50), {client['send_lag_p99_ms']:.2f} ms (p99); "
+        f"timers late by {client['loop_lag_p99_ms']:.2f} ms (p99); "
+        f"{client['cpu_share']:.0%} of a core at {client['priority']} priority"
+    )

@@ -1,0 +1,1 @@
+"""What a benchmark asks: each module makes one data set's requests, pure and seeded."""

@@ -1,0 +1,128 @@
+"""A JSONL file of one's own: vLLM's `custom`, and a little more.
+
+Each line is an object with one of
+- `"prompt"`: text, or an array of token ids (completions only), or
+- `"messages"`: chat messages (chat only), each with `"role"` and `"content"` as text;
+and, if it likes, one of `"output_tokens"` (vLLM's name) or `"max_tokens"`. Without either, 256 are
+asked for; `--custom-output-len` stands above all of them. Other fields are not looked at.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Final
+
+from pdserve.bench.datasets.plan import Plan
+from pdserve.bench.datasets.prompts import PromptMaker
+from pdserve.bench.datasets.reading import Entry, json_lines
+from pdserve.bench.datasets.sampling import fill, sample
+from pdserve.bench.records import Message, Planned, Prompt
+from pdserve.bench.target import Endpoint
+from pdserve.config.datasets import DatasetConfig
+
+DEFAULT_OUTPUT_TOKENS: Final = 256
+_OUTPUT_FIELDS: Final = ("output_tokens", "max_tokens")
+
+_Asked = tuple[Prompt, int | None, int]
+
+
+def make(config: DatasetConfig, prompts: PromptMaker) -> Plan:
+    """Make the plan.
+
+    Raises:
+        ConfigError: A line is not as described, or does not fit the endpoint.
+    """
+    path = Path(config.path)
+
+    def accept(entry: Entry) -> _Asked | str:
+        prompt = _prompt(entry, prompts)
+        num_output = config.custom.output_len or _num_output(entry)
+        num_prompt = prompts.count(prompt)
+        if num_prompt is not None and not prompts.fits(num_prompt, num_output):
+            return f"over the model's {prompts.max_model_len} tokens"
+        return prompt, num_prompt, num_output
+
+    found = sample(
+        lambda: json_lines(path),
+        config.num_prompts,
+        accept=accept,
+        seed=config.seed,
+        shuffle=not config.disable_shuffle,
+    )
+    taken, notes = found.taken, found.notes
+    num_uncounted = sum(num_prompt is None for _, num_prompt, _ in taken)
+    if num_uncounted and prompts.max_model_len is not None:
+        notes.append(
+            f"{num_uncounted} prompts were not counted, so the model's {prompts.max_model_len} "
+            "tokens may be exceeded: --tokenizer DIR with the model's tokenizer counts them"
+        )
+    if not config.no_oversample:
+        taken, more = fill(taken, config.num_prompts, seed=config.seed)
+        notes += more
+    requests = [
+        Planned(index=index, prompt=prompt, max_tokens=num_output, num_prompt_tokens=num_prompt)
+        for index, (prompt, num_prompt, num_output) in enumerate(taken)
+    ]
+    out = config.custom.output_len
+    words = f"custom {path.name}" + ("" if out is None else f" out={out}")
+    return Plan(requests=requests, description=words, notes=notes)
+
+
+def _num_output(entry: Entry) -> int:
+    given = [name for name in _OUTPUT_FIELDS if entry.fields.get(name) is not None]
+    if len(given) > 1:
+        entry.refuse(f"the fields {given[0]!r} and {given[1]!r} say the same", "leave one out")
+    return entry.integer(given[0]) if given else DEFAULT_OUTPUT_TOKENS
+
+
+def _prompt(entry: Entry, prompts: PromptMaker) -> Prompt:
+    fields = entry.fields
+    if ("prompt" in fields) == ("messages" in fields):
+        entry.refuse(
+            "one of the fields 'prompt' and 'messages' is needed",
+            'write {"prompt": "..."}, or {"messages": [{"role": "user", "content": "..."}]}',
+        )
+    if "messages" in fields:
+        if prompts.endpoint is not Endpoint.CHAT:
+            entry.refuse("the field 'messages' is for chat", "use --endpoint chat")
+        return _messages(entry)
+    prompt = fields["prompt"]
+    if isinstance(prompt, str):
+        if not prompt:
+            entry.refuse("the field 'prompt' is empty", "write what is to be asked")
+        return prompts.for_text(prompt)
+    if (
+        isinstance(prompt, list)
+        and prompt
+        and all(type(token_id) is int and token_id >= 0 for token_id in prompt)
+    ):
+        if prompts.endpoint is not Endpoint.COMPLETIONS:
+            entry.refuse(
+                "the field 'prompt' has token ids, which chat does not take",
+                "use --endpoint completions",
+            )
+        return prompt
+    return entry.refuse(
+        "the field 'prompt' is neither text nor an array of token ids",
+        'write {"prompt": "..."} or {"prompt": [1, 2, 3]}',
+    )
+
+
+def _messages(entry: Entry) -> list[Message]:
+    messages = entry.fields["messages"]
+    if not isinstance(messages, list) or not messages:
+        entry.refuse(
+            "the field 'messages' is no array of messages",
+            'write {"messages": [{"role": "user", "content": "..."}]}',
+        )
+    result = []
+    for place, message in enumerate(messages):
+        if not isinstance(message, dict) or not all(
+            isinstance(message.get(name), str) for name in ("role", "content")
+        ):
+            entry.refuse(
+                f"the field 'messages[{place}]' has no 'role' or no 'content' that is text",
+                'a message is {"role": "user", "content": "..."}',
+            )
+        result.append({"role": message["role"], "content": message["content"]})
+    return result

@@ -1,0 +1,22 @@
+"""What a data set hands over: requests, and words about them."""
+
+from __future__ import annotations
+
+import msgspec
+
+from pdserve.bench.records import Planned
+
+
+class Plan(msgspec.Struct, frozen=True, kw_only=True):
+    """The requests of a run before arrivals are drawn.
+
+    Attributes:
+        requests: By `index`. Those of a data set with times of its own have `at_s`.
+        description: The data set and its parameters in words, for `Run.dataset`.
+        notes: Sentences that whoever reads the figures must know: what was left out and how
+            much, what was asked twice.
+    """
+
+    requests: list[Planned]
+    description: str
+    notes: list[str] = []

@@ -1,0 +1,229 @@
+"""Reads files of data sets, piece by piece: they may be larger than the memory.
+
+Knows JSON and lines, and how to say which of them is wrong. Does not know what the entries mean.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Final, NoReturn, TextIO
+
+import msgspec
+
+from pdserve.errors import ConfigError
+
+_CHUNK_CHARS: Final = 1 << 20
+_MAX_ENTRY_CHARS: Final = 64 << 20
+_BLANK: Final = re.compile(r"[ \t\r\n]*")
+_LFS_POINTER: Final = "version https://git-lfs"
+
+
+class Entry(msgspec.Struct, frozen=True):
+    """One object of a file.
+
+    Attributes:
+        line: Where it begins, from 1.
+    """
+
+    path: Path
+    line: int
+    fields: dict[str, Any]
+
+    def refuse(self, what: str, remedy: str) -> NoReturn:
+        """Say what is wrong with it, and where.
+
+        Raises:
+            ConfigError: Always.
+        """
+        raise ConfigError(f"{self.path}, line {self.line}: {what}; {remedy}", param="dataset-path")
+
+    def integer(self, name: str, *, least: int = 1) -> int:
+        """A whole number that must be there.
+
+        Raises:
+            ConfigError: It is not, or is below `least`.
+        """
+        value = self.fields.get(name)
+        if isinstance(value, bool) or not isinstance(value, int):
+            found = "is missing" if name not in self.fields else f"is {_short(value)}"
+            self.refuse(f"the field {name!r} {found}", f"it must be a whole number from {least} on")
+        if value < least:
+            self.refuse(f"the field {name!r} is {value}", f"it must be at least {least}")
+        return int(value)
+
+
+def json_lines(path: Path) -> Iterator[Entry]:
+    """The objects of a JSONL file, one line each; empty lines are skipped.
+
+    Raises:
+        ConfigError: The file cannot be read, or a line is no JSON object.
+    """
+    decoder = msgspec.json.Decoder()
+    with _open(path) as file:
+        for number, line in enumerate(_lines(path, file), start=1):
+            if not line.strip():
+                continue
+            try:
+                value = decoder.decode(line)
+            except msgspec.DecodeError as error:
+                raise ConfigError(
+                    f"{path}, line {number}: this is not JSON ({error}); each line of a JSONL "
+                    "file is one object"
+                    + (
+                        ", and this one is an array over several lines: is it ShareGPT's format?"
+                        if number == 1 and line.lstrip().startswith("[")
+                        else ""
+                    ),
+                    param="dataset-path",
+                ) from None
+            if not isinstance(value, dict):
+                raise ConfigError(
+                    f"{path}, line {number}: a JSON object is needed, as "
+                    f'{{"prompt": "..."}}, not {_short(value)}',
+                    param="dataset-path",
+                )
+            yield Entry(path, number, value)
+
+
+def json_array(path: Path) -> Iterator[Entry]:
+    """The objects of a file that is one JSON array. Holds one of them at a time.
+
+    Raises:
+        ConfigError: The file cannot be read, is no array, or an entry is no JSON object.
+    """
+    decoder = json.JSONDecoder()
+    with _open(path) as file:
+        text = _Text(path, file)
+        if text.peek() != "[":
+            text.refuse("the file is not a JSON array", "ShareGPT's format is [{...}, {...}]")
+        text.skip(1)
+        if text.peek() == "]":
+            return
+        while True:
+            text.peek()
+            line = text.line
+            value = text.decode(decoder)
+            if not isinstance(value, dict):
+                raise ConfigError(
+                    f"{path}, line {line}: an entry of the array is {_short(value)}; each must be "
+                    "a JSON object",
+                    param="dataset-path",
+                )
+            yield Entry(path, line, value)
+            match text.peek():
+                case ",":
+                    text.skip(1)
+                case "]":
+                    return
+                case "":
+                    text.refuse("the file ends inside its array", "it was cut off: fetch it again")
+                case other:
+                    text.refuse(f"{other!r} stands between two entries", "a comma is needed")
+
+
+class _Text:
+    """The part of a file that is in memory, and the place in it."""
+
+    def __init__(self, path: Path, file: TextIO) -> None:
+        self._path = path
+        self._file = file
+        self._buffer = ""
+        self._at = 0
+        self.line = 1
+
+    def refuse(self, what: str, remedy: str) -> NoReturn:
+        raise ConfigError(f"{self._path}, line {self.line}: {what}; {remedy}", param="dataset-path")
+
+    def skip(self, num: int) -> None:
+        self.line += self._buffer.count("\n", self._at, self._at + num)
+        self._at += num
+
+    def peek(self) -> str:
+        """Skip white space; return the next character, or nothing at the file's end."""
+        while True:
+            match = _BLANK.match(self._buffer, self._at)
+            assert match is not None
+            self.skip(match.end() - self._at)
+            if self._at < len(self._buffer):
+                return self._buffer[self._at]
+            if not self._read():
+                return ""
+
+    def decode(self, decoder: json.JSONDecoder) -> Any:
+        while True:
+            try:
+                value, end = decoder.raw_decode(self._buffer, self._at)
+            except json.JSONDecodeError as error:
+                # Cut off by the buffer's end, or wrong: more of the file decides.
+                num_held = len(self._buffer) - self._at
+                if num_held > _MAX_ENTRY_CHARS or not self._read(max(_CHUNK_CHARS, num_held)):
+                    self.skip(error.pos - self._at)
+                    self.refuse(
+                        f"this is not JSON ({error.msg})", "mend the file, or fetch it again"
+                    )
+                continue
+            self.skip(end - self._at)
+            return value
+
+    def _read(self, num_chars: int = _CHUNK_CHARS) -> bool:
+        more = _read(self._path, self._file, num_chars)
+        self._buffer = self._buffer[self._at :] + more
+        self._at = 0
+        return bool(more)
+
+
+@contextmanager
+def _open(path: Path) -> Iterator[TextIO]:
+    try:
+        file = path.open(encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(
+            f"--dataset-path {path} cannot be read: {error.strerror}", param="dataset-path"
+        ) from error
+    with file:
+        if _read(path, file, len(_LFS_POINTER)) == _LFS_POINTER:
+            raise ConfigError(
+                f"--dataset-path {path} is a Git LFS pointer, not the file: run `git lfs pull`",
+                param="dataset-path",
+            )
+        file.seek(0)
+        yield file
+
+
+def _lines(path: Path, file: TextIO) -> Iterator[str]:
+    try:
+        yield from file
+    except UnicodeDecodeError as error:
+        raise _not_utf8(path, error) from None
+    except OSError as error:
+        raise ConfigError(
+            f"--dataset-path {path} cannot be read: {error.strerror}", param="dataset-path"
+        ) from error
+
+
+def _read(path: Path, file: TextIO, num_chars: int) -> str:
+    try:
+        return file.read(num_chars)
+    except UnicodeDecodeError as error:
+        raise _not_utf8(path, error) from None
+    except OSError as error:
+        raise ConfigError(
+            f"--dataset-path {path} cannot be read: {error.strerror}", param="dataset-path"
+        ) from error
+
+
+def _not_utf8(path: Path, error: UnicodeDecodeError) -> ConfigError:
+    return ConfigError(
+        f"--dataset-path {path} is not UTF-8 ({error.reason}): write it anew in UTF-8, and "
+        "uncompressed",
+        param="dataset-path",
+    )
+
+
+def _short(value: object) -> str:
+    text = json.dumps(value, ensure_ascii=False)
+    return text if len(text) <= 60 else f"{text[:57]}..."

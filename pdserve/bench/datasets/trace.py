@@ -1,0 +1,121 @@
+"""A timed trace in Mooncake's format, played as it was, faster, or in part.
+
+Each line is `{"timestamp": 2748, "input_length": 955, "output_length": 52, "hash_ids": [46, 47]}`:
+milliseconds, tokens, tokens, and an id for each 512 tokens of the prompt. The prompts themselves
+are not in it. Equal ids give equal tokens, so what prefix caching found in the traced system, it
+can find here; tokens behind the last whole id are the request's own. Lines are in order of time.
+
+(Mooncake: Trading More Storage for Less Computation, FAST '25; the traces are in the project's
+repository.)
+"""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Final
+
+from pdserve.bench.datasets.plan import Plan
+from pdserve.bench.datasets.prompts import PromptMaker, Segment
+from pdserve.bench.datasets.reading import Entry, json_lines
+from pdserve.bench.records import Planned
+from pdserve.config.datasets import DatasetConfig, TraceConfig
+
+_FORM: Final = (
+    'a line is {"timestamp": 0, "input_length": 600, "output_length": 50, "hash_ids": [1, 2]}'
+)
+
+
+def make(config: DatasetConfig, prompts: PromptMaker) -> Plan:
+    """Make the plan.
+
+    Raises:
+        ConfigError: The file is not in this format.
+    """
+    own = config.trace
+    path = Path(config.path)
+    requests: list[Planned] = []
+    num_too_long = 0
+    first_ms: float | None = None
+    before_ms = -math.inf
+    notes = []
+    for entry in json_lines(path):
+        at_ms = _timestamp(entry, before_ms)
+        before_ms = at_ms
+        first_ms = at_ms if first_ms is None else first_ms
+        at_s = (at_ms - first_ms) / 1000 - own.start_s
+        segments = _segments(entry, own)
+        num_output = max(1, round(entry.integer("output_length") * own.length_scale))
+        if at_s < 0:
+            continue
+        if own.duration_s is not None and at_s >= own.duration_s:
+            break
+        num_prompt = sum(each.num_tokens for each in segments)
+        if not prompts.fits(num_prompt, num_output):
+            num_too_long += 1
+            continue
+        if len(requests) == config.num_prompts:
+            notes.append(
+                f"the trace goes on: its first {config.num_prompts} requests were played "
+                "(--num-prompts)"
+            )
+            break
+        requests.append(
+            Planned(
+                index=len(requests),
+                prompt=prompts.make(segments, may_cut_all=True),
+                max_tokens=num_output,
+                num_prompt_tokens=num_prompt,
+                at_s=at_s / own.speedup,
+            )
+        )
+    if num_too_long:
+        notes.append(
+            f"{num_too_long} of {num_too_long + len(requests)} requests of the trace were left "
+            f"out: over the model's {prompts.max_model_len} tokens (--trace-length-scale makes "
+            "them shorter)"
+        )
+    words = f"trace {path.name} speedup={own.speedup:g}"
+    if own.start_s or own.duration_s is not None:
+        end = "" if own.duration_s is None else f"{own.start_s + own.duration_s:g}"
+        words += f" window={own.start_s:g}..{end} s"
+    if own.length_scale != 1:
+        words += f" length_scale={own.length_scale:g}"
+    return Plan(requests=requests, description=words, notes=notes)
+
+
+def _timestamp(entry: Entry, before_ms: float) -> float:
+    value = entry.fields.get("timestamp")
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        found = "is missing" if value is None else "is no number"
+        entry.refuse(f"the field 'timestamp' {found}", f"{_FORM}, in milliseconds")
+    if value < before_ms:
+        entry.refuse(
+            f"the field 'timestamp' is {value:g}, before the line above ({before_ms:g})",
+            "sort the file by time",
+        )
+    return float(value)
+
+
+def _segments(entry: Entry, own: TraceConfig) -> list[Segment]:
+    """One segment per hash id, and one for what is behind them."""
+    num_input = entry.integer("input_length")
+    hash_ids = entry.fields.get("hash_ids")
+    if not isinstance(hash_ids, list) or not all(type(each) is int for each in hash_ids):
+        found = "is missing" if hash_ids is None else "is no array of whole numbers"
+        entry.refuse(f"the field 'hash_ids' {found}", _FORM)
+    num_whole, num_behind = divmod(num_input, own.block_size)
+    if len(hash_ids) not in {num_whole, num_whole + (num_behind > 0)}:
+        entry.refuse(
+            f"the field 'hash_ids' has {len(hash_ids)} ids for {num_input} tokens",
+            f"with {own.block_size} tokens each there are {num_whole + (num_behind > 0)}: "
+            "--trace-block-size says how many tokens are behind an id",
+        )
+    block = max(1, round(own.block_size * own.length_scale))
+    num_left = max(1, round(num_input * own.length_scale))
+    segments = []
+    for hash_id in hash_ids:
+        num = min(block, num_left)
+        segments.append(Segment(f"block/{hash_id}", num))
+        num_left -= num
+    return [*segments, Segment(f"line/{entry.line}", num_left)]

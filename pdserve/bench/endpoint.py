@@ -1,0 +1,134 @@
+"""Whether an endpoint answers, and to which model: asked before anything is measured."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Final, TypeVar
+
+import aiohttp
+import msgspec
+
+from pdserve.bench.answer import Answer, error_of
+from pdserve.bench.bodies import Asking, adapt
+from pdserve.bench.records import Planned, Prompt
+from pdserve.bench.target import Target
+from pdserve.errors import PeerError
+
+AnswerT = TypeVar("AnswerT")
+
+_AGAIN_S: Final = 0.2
+_FINAL_STATUSES: Final = (400, 401, 403, 404, 405, 413, 422)
+"""Answers that waiting does not change."""
+
+
+class _NotYetError(Exception):
+    """It does not answer, which may change."""
+
+
+class Served(msgspec.Struct, frozen=True):
+    """A model that an endpoint serves, as `/v1/models` has it.
+
+    Attributes:
+        model: Its name.
+        root: Its directory on the server's machine; empty if the endpoint does not say.
+        max_model_len: Tokens of prompt and output together; None if it does not say.
+    """
+
+    model: str
+    root: str = ""
+    max_model_len: int | None = None
+
+
+class _Model(msgspec.Struct):
+    id: str
+    root: str | None = None
+    max_model_len: int | None = None
+
+
+class _Models(msgspec.Struct):
+    data: list[_Model]
+
+
+async def ask_served(target: Target, timeout_s: float = 0.0) -> Served:
+    """Return the model that requests to `target` are for: the one it names, else the first.
+
+    Raises:
+        PeerError: The endpoint does not answer within `timeout_s`, or names no such model.
+    """
+    url = f"{target.base_url.rstrip('/')}/v1/models"
+
+    async def ask() -> Served:
+        async with session.get(url, headers=target.headers) as response:
+            body = await response.read()
+            if response.status == 404 and target.model:  # it has no such page
+                return Served(target.model)
+            if response.status != 200:
+                raise _refusal(response.status, body, url)
+        try:
+            models = msgspec.json.decode(body, type=_Models).data
+        except msgspec.DecodeError:
+            models = []
+        for each in models:
+            if target.model in ("", each.id):
+                return Served(each.id, each.root or "", each.max_model_len)
+        if target.model:
+            known = ", ".join(each.id for each in models) or "none"
+            raise PeerError(f"{url} has no model {target.model!r}; it has {known}")
+        raise PeerError(f"{url} names no model: give one with --model")
+
+    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=30.0)) as session:
+        return await _patiently(ask, url, timeout_s)
+
+
+async def until_answers(
+    session: aiohttp.ClientSession, asking: Asking, plan: Sequence[Planned], timeout_s: float
+) -> None:
+    """Return once the endpoint has answered a request of one token and no prompt of the plan.
+
+    Raises:
+        PeerError: It refuses the request, or does not answer within `timeout_s`.
+    """
+    target = asking.target
+    sample = plan[0].prompt
+    prompt: Prompt = "Hello"
+    if not isinstance(sample, str) and sample and isinstance(sample[0], int):
+        prompt = [sample[0]]
+    body = asking.body(adapt(prompt, target.endpoint), 1)
+    headers = {**target.headers, "Content-Type": "application/json"}
+
+    async def ask() -> None:
+        async with session.post(target.url, data=body, headers=headers) as response:
+            content = await response.read()
+            if response.status != 200:
+                raise _refusal(response.status, content, target.url)
+            kind = response.content_type
+        if kind != "text/event-stream":
+            raise PeerError(f"{target.url} does not stream: it answers with {kind}")
+        answer = Answer()
+        answer.feed(content, time.monotonic())
+        if answer.error:
+            raise PeerError(f"{target.url} answers with an error: {answer.error}")
+
+    await _patiently(ask, target.url, timeout_s)
+
+
+async def _patiently(ask: Callable[[], Awaitable[AnswerT]], url: str, timeout_s: float) -> AnswerT:
+    """Ask until there is an answer, at least once."""
+    end_s = time.monotonic() + timeout_s
+    while True:
+        try:
+            return await ask()
+        except (aiohttp.ClientError, TimeoutError, _NotYetError) as error:
+            why = str(error) or type(error).__name__
+        if time.monotonic() + _AGAIN_S > end_s:
+            hint = "" if timeout_s else "; --ready-check-timeout-sec waits for it"
+            raise PeerError(f"{url} does not answer: {why}{hint}")
+        await asyncio.sleep(_AGAIN_S)
+
+
+def _refusal(status: int, body: bytes, url: str) -> Exception:
+    if status in _FINAL_STATUSES:
+        return PeerError(f"{url}: {error_of(status, body)}")
+    return _NotYetError(error_of(status, body))

@@ -1,0 +1,61 @@
+"""A saved run: its figures as vLLM's JSON has them, and under `run` all that was seen.
+
+One file, one JSON object. The figures stand at its top level, so that scripts made for
+`vllm bench serve --save-result` read it; `run` is absent from a file that was saved without
+details.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from pdserve.bench.records import Run
+from pdserve.errors import ConfigError
+
+_RUN_KEY = "run"
+
+
+def save(run: Run | None, figures: Mapping[str, Any], path: Path) -> None:
+    """Write a run and its figures.
+
+    Args:
+        run: None leaves out the details; `load` then refuses the file.
+        figures: Of `figures.figures`.
+        path: Its directory is made if it is missing; an existing file is replaced.
+
+    Raises:
+        ConfigError: The file cannot be written.
+    """
+    content = dict(figures) if run is None else {**figures, _RUN_KEY: msgspec.to_builtins(run)}
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(msgspec.json.format(msgspec.json.encode(content), indent=1) + b"\n")
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be written: {error.strerror}") from error
+
+
+def load(path: Path) -> tuple[Run, dict[str, Any]]:
+    """Read what `save` wrote: the run and its figures.
+
+    Raises:
+        ConfigError: The file is missing, is no saved run, or was saved without details.
+    """
+    try:
+        content = msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
+    except OSError as error:
+        raise ConfigError(f"{path}: {error.strerror}") from error
+    except msgspec.DecodeError as error:
+        raise ConfigError(f"{path} is no saved run: {error}") from error
+    if _RUN_KEY not in content:
+        raise ConfigError(
+            f"{path} has no single requests in it: save the run with --save-detailed as well"
+        )
+    try:
+        run = msgspec.convert(content.pop(_RUN_KEY), type=Run)
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"{path} is no saved run: {error}") from error
+    return run, content

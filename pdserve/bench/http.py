@@ -1,0 +1,327 @@
+"""HTTP/1.1 for measuring: says when bytes came, which a general client does not.
+
+Every read is stamped before anything is parsed, and is handed on in the same call: no task has
+to wake up in between, and what a chunk costs the client is a fraction of what a general client
+takes. On a machine that the servers share, that time would be theirs.
+
+Connections are kept for further requests. Only what an OpenAI-compatible server answers is
+understood: content length, chunks, or until the end of the connection (RFC 9112, section 6.3);
+no redirects, no compression. Knows no events and no JSON.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import enum
+import ssl
+import time
+from collections.abc import Callable, Mapping
+from typing import Final
+from urllib.parse import urlsplit
+
+from pdserve.errors import ConfigError
+
+_MAX_HEAD_BYTES: Final = 64 << 10
+
+
+class HttpError(Exception):
+    """The exchange broke: no connection, not HTTP, or an end before the end."""
+
+
+class Door:
+    """Where requests of a client go.
+
+    Raises:
+        ConfigError: The URL is none of http or https.
+    """
+
+    def __init__(self, url: str) -> None:
+        parts = urlsplit(url)
+        try:
+            port = parts.port
+        except ValueError:
+            port = -1
+        if parts.scheme not in ("http", "https") or not parts.hostname or port == -1:
+            raise ConfigError(
+                f"--base-url: {url!r} is no URL; write it as http://127.0.0.1:8000",
+                param="base-url",
+            )
+        self.host = parts.hostname
+        self.port = port or (443 if parts.scheme == "https" else 80)
+        self.path = (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
+        self.host_header = parts.netloc.rpartition("@")[2]
+        self.tls = ssl.create_default_context() if parts.scheme == "https" else None
+
+
+class _Part(enum.Enum):
+    IDLE = enum.auto()
+    HEAD = enum.auto()
+    LENGTH = enum.auto()
+    UNTIL_CLOSE = enum.auto()
+    CHUNK_SIZE = enum.auto()
+    CHUNK = enum.auto()
+    CHUNK_END = enum.auto()
+    TRAILER = enum.auto()
+
+
+class Reply:
+    """One answer while it comes.
+
+    Attributes:
+        status: 0 until its head has come.
+        headers: By lower-case name.
+        done: Set with its end, or with the `HttpError` that it ended in.
+    """
+
+    def __init__(self, done: asyncio.Future[None]) -> None:
+        self.status = 0
+        self.headers: dict[str, str] = {}
+        self.done = done
+
+    def on_head(self) -> None:
+        """Its status and headers are known."""
+
+    def on_body(self, data: bytes, at_s: float) -> None:
+        """Bytes of its body had come by `at_s` (`time.monotonic`)."""
+
+
+class _Connection(asyncio.Protocol):
+    """One connection, one exchange at a time."""
+
+    def __init__(self) -> None:
+        self.is_usable = True
+        self.was_used = False
+        self._transport: asyncio.Transport | None = None
+        self._part = _Part.IDLE
+        self._buffer = bytearray()
+        self._left = 0
+        self._reply: Reply | None = None
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        self._transport = transport
+
+    def send(self, request: bytes, reply: Reply) -> None:
+        """Write a request; `reply` hears of its answer."""
+        assert self._transport is not None
+        assert self._part is _Part.IDLE
+        self._reply, self._part = reply, _Part.HEAD
+        self._transport.write(request)
+
+    def close(self) -> None:
+        """Hang up at once."""
+        self.is_usable = False
+        if self._transport is not None:
+            self._transport.abort()
+
+    def data_received(self, data: bytes) -> None:
+        at_s = time.monotonic()
+        if self._part is _Part.IDLE:  # nobody asked
+            self.close()
+            return
+        try:
+            self._take(data, at_s)
+        except HttpError as error:
+            self._fail(str(error))
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self.is_usable = False
+        if self._part is _Part.UNTIL_CLOSE and exc is None:
+            self._finish()
+        elif self._part is _Part.HEAD:
+            self._fail("the server closed the connection before it answered")
+        elif self._part is not _Part.IDLE:
+            self._fail("the connection broke off within the answer")
+
+    def _fail(self, message: str) -> None:
+        reply, self._reply, self._part = self._reply, None, _Part.IDLE
+        self.close()
+        if reply is not None and not reply.done.done():
+            reply.done.set_exception(HttpError(message))
+
+    def _finish(self) -> None:
+        reply, self._reply, self._part = self._reply, None, _Part.IDLE
+        if self._buffer:  # more than was announced
+            self.close()
+        if reply is not None and not reply.done.done():
+            reply.done.set_result(None)
+
+    def _take(self, data: bytes, at_s: float) -> None:
+        self._buffer += data
+        while self._reply is not None:
+            match self._part:
+                case _Part.HEAD:
+                    if not self._take_head(self._reply):
+                        return
+                case _Part.UNTIL_CLOSE:
+                    self._give(len(self._buffer), at_s)
+                    return
+                case _Part.LENGTH | _Part.CHUNK:
+                    size = min(self._left, len(self._buffer))
+                    if size:
+                        self._left -= size
+                        self._give(size, at_s)
+                    if self._left:
+                        return
+                    if self._part is _Part.LENGTH:
+                        self._finish()
+                    else:
+                        self._part = _Part.CHUNK_END
+                case _Part.CHUNK_SIZE:
+                    line = self._line()
+                    if line is None:
+                        return
+                    try:
+                        self._left = int(line.partition(b";")[0], 16)
+                    except ValueError:
+                        raise HttpError(f"no chunk begins with {bytes(line[:40])!r}") from None
+                    self._part = _Part.CHUNK if self._left else _Part.TRAILER
+                case _Part.CHUNK_END:
+                    line = self._line()
+                    if line is None:
+                        return
+                    if line:
+                        raise HttpError("a chunk is longer than it says")
+                    self._part = _Part.CHUNK_SIZE
+                case _Part.TRAILER:
+                    line = self._line()
+                    if line is None:
+                        return
+                    if not line:
+                        self._finish()
+                case _Part.IDLE:
+                    return
+
+    def _give(self, size: int, at_s: float) -> None:
+        assert self._reply is not None
+        data = bytes(self._buffer[:size])
+        del self._buffer[:size]
+        if data:
+            self._reply.on_body(data, at_s)
+
+    def _line(self) -> bytes | None:
+        end = self._buffer.find(b"\n")
+        if end < 0:
+            if len(self._buffer) > _MAX_HEAD_BYTES:
+                raise HttpError("a line of the answer does not end")
+            return None
+        line = bytes(self._buffer[:end]).removesuffix(b"\r")
+        del self._buffer[: end + 1]
+        return line
+
+    def _take_head(self, reply: Reply) -> bool:
+        """Read the head if it is complete; returns whether it was."""
+        end = self._buffer.find(b"\r\n\r\n")
+        if end < 0:
+            if len(self._buffer) > _MAX_HEAD_BYTES:
+                raise HttpError("the answer's head does not end")
+            return False
+        status_line, *lines = bytes(self._buffer[:end]).decode("latin-1").split("\r\n")
+        del self._buffer[: end + 4]
+        version, _, rest = status_line.partition(" ")
+        if not version.startswith("HTTP/1.") or not rest[:3].isdecimal():
+            raise HttpError(f"the answer is not HTTP/1.1: {status_line[:80]!r}")
+        status = int(rest[:3])
+        if 100 <= status < 200:  # an interim answer; the true one follows
+            return True
+        reply.status = status
+        for line in lines:
+            name, _, value = line.partition(":")
+            reply.headers[name.strip().lower()] = value.strip()
+        connection = reply.headers.get("connection", "").lower()
+        if connection == "close" or (version == "HTTP/1.0" and connection != "keep-alive"):
+            self.is_usable = False
+        if reply.headers.get("content-encoding", "identity").lower() != "identity":
+            raise HttpError("the answer is compressed, which was not asked for")
+        if reply.headers.get("transfer-encoding", "").lower().endswith("chunked"):
+            self._part = _Part.CHUNK_SIZE
+        elif (length := reply.headers.get("content-length")) is not None:
+            if not length.isdecimal():
+                raise HttpError(f"the answer's length is {length!r}")
+            self._part, self._left = _Part.LENGTH, int(length)
+        elif status in (204, 304):
+            self._part, self._left = _Part.LENGTH, 0
+        else:
+            self._part, self.is_usable = _Part.UNTIL_CLOSE, False
+        reply.on_head()
+        return True
+
+
+class Connections:
+    """The connections of one client to one server."""
+
+    def __init__(self, door: Door, headers: Mapping[str, str]) -> None:
+        self._door = door
+        fixed = {
+            "Host": door.host_header,
+            "Accept": "text/event-stream, application/json",
+            "Accept-Encoding": "identity",
+            "User-Agent": "pdserve-bench",
+            **headers,
+        }
+        for name, value in fixed.items():
+            if any(sign in name + value for sign in "\r\n"):
+                raise ConfigError(f"the header {name} has a line break in it", param="header")
+        self._fixed = "".join(f"{name}: {value}\r\n" for name, value in fixed.items())
+        self._idle: list[_Connection] = []
+
+    def encode(self, body: bytes, request_id: str) -> bytes:
+        """Return the bytes of a POST."""
+        head = (
+            f"POST {self._door.path} HTTP/1.1\r\n{self._fixed}X-Request-Id: {request_id}\r\n"
+            f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+        )
+        return head.encode("latin-1") + body
+
+    async def exchange(self, request: bytes, make_reply: Callable[[], Reply]) -> Reply:
+        """Send a request and wait for the end of its answer.
+
+        A kept connection that turns out to be closed is replaced once. Cancelling hangs up.
+
+        Raises:
+            HttpError: No connection, no HTTP, or the answer broke off.
+        """
+        while True:
+            connection = self._take_idle() or await self._connect()
+            is_kept = connection.was_used
+            connection.was_used = True
+            reply = make_reply()
+            try:
+                connection.send(request, reply)
+                await reply.done
+            except HttpError:
+                connection.close()
+                if is_kept and not reply.status:
+                    continue
+                raise
+            except BaseException:
+                connection.close()
+                raise
+            if connection.is_usable:
+                self._idle.append(connection)
+            else:
+                connection.close()
+            return reply
+
+    def close(self) -> None:
+        """Close all that are idle."""
+        for connection in self._idle:
+            connection.close()
+        self._idle.clear()
+
+    def _take_idle(self) -> _Connection | None:
+        while self._idle:
+            connection = self._idle.pop()
+            if connection.is_usable:
+                return connection
+        return None
+
+    async def _connect(self) -> _Connection:
+        door = self._door
+        try:
+            _, connection = await asyncio.get_running_loop().create_connection(
+                _Connection, door.host, door.port, ssl=door.tls
+            )
+        except OSError as error:
+            raise HttpError(f"no connection to {door.host}:{door.port}: {error}") from error
+        return connection

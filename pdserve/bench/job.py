@@ -1,0 +1,104 @@
+"""What the benchmark's process and its client processes say to each other: frames of msgpack.
+
+A frame is its length in four bytes, big endian, and one struct. Knows no process.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterable
+from typing import Any, Final
+
+import msgspec
+
+from pdserve.bench.bodies import Asking
+from pdserve.bench.client import Sending
+from pdserve.bench.priority import Priority
+from pdserve.bench.records import Outcome, Planned
+
+_LENGTH: Final = struct.Struct(">I")
+
+
+class Sent(Planned, frozen=True, kw_only=True, omit_defaults=True):
+    """A planned request on its way; a reader cannot tell the forms of a prompt by their type."""
+
+    prompt: Any
+
+
+def to_send(plan: Iterable[Planned]) -> list[Sent]:
+    """Return a plan in the form that travels."""
+    return [Sent(**msgspec.structs.asdict(each)) for each in plan]
+
+
+class Job(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """One process's share; the first thing it is told."""
+
+    asking: Asking
+    sending: Sending
+    plan: list[Sent]
+    warmups: list[Sent]
+
+
+class Begin(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """When the run starts (`time.monotonic`, which all processes of a machine share)."""
+
+    start_s: float
+
+
+class Ready(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """The client has warmed up.
+
+    Attributes:
+        warmup_errors: What went wrong in it.
+    """
+
+    warmup_errors: list[str]
+
+
+class News(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """What has ended since the last news."""
+
+    outcomes: list[Outcome]
+    num_in_flight: int
+
+
+class Ended(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """All is over.
+
+    Attributes:
+        loop_lags_s: How late this process's own timer was, each time.
+        cpu_share: Of one core, over the run.
+        priority: How this process was scheduled.
+    """
+
+    loop_lags_s: list[float]
+    cpu_share: float
+    priority: Priority
+
+
+class Broken(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """The client cannot do its job; a `ConfigError` in words."""
+
+    message: str
+    param: str | None
+
+
+Told = Job | Begin
+Says = Ready | News | Ended | Broken
+
+_encoder: Final = msgspec.msgpack.Encoder()
+decode_told: Final = msgspec.msgpack.Decoder(Told).decode
+decode_says: Final = msgspec.msgpack.Decoder(Says).decode
+
+LENGTH_BYTES: Final = _LENGTH.size
+
+
+def frame(message: Told | Says) -> bytes:
+    """Return a message with its length before it."""
+    body = _encoder.encode(message)
+    return _LENGTH.pack(len(body)) + body
+
+
+def length(head: bytes) -> int:
+    """Return the length that stands before a frame, in bytes."""
+    return int(_LENGTH.unpack(head)[0])

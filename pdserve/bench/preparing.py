@@ -1,0 +1,137 @@
+"""From settings to what a run needs: the target, the law of arrivals, the plan.
+
+What `bench serve` does once, a sweep and a comparison do for many rates and endpoints.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from pdserve.bench.arrivals import Arrivals, cancel_some, schedule
+from pdserve.bench.datasets.plan import Plan
+from pdserve.bench.datasets.prompts import PromptMaker
+from pdserve.bench.datasets.registry import make_plan
+from pdserve.bench.endpoint import Served
+from pdserve.bench.records import Planned
+from pdserve.bench.runner import Options
+from pdserve.bench.target import Endpoint, Target
+from pdserve.config.bench import TargetConfig, TrafficConfig
+from pdserve.config.boxed import BOXED, boxed_model_dir
+from pdserve.config.datasets import DatasetConfig
+from pdserve.errors import ConfigError
+from pdserve.text.tokenizer import Tokenizer
+
+_TOKENIZER_FILE = "tokenizer.json"
+
+
+def target_of(config: TargetConfig, environ: Mapping[str, str]) -> Target:
+    """Return whom the settings mean."""
+    is_chat = config.path.endswith("/chat/completions")
+    keys = config.api_keys or (environ.get("OPENAI_API_KEY", ""),)
+    return Target(
+        base_url=config.url,
+        model=config.model,
+        endpoint=Endpoint.CHAT if is_chat else Endpoint.COMPLETIONS,
+        api_key=keys[0],
+        label=config.label,
+        path=config.path,
+    )
+
+
+def arrivals_of(config: TrafficConfig) -> Arrivals:
+    """Return the law of arrivals that the settings mean.
+
+    Raises:
+        ConfigError: There is no such law.
+    """
+    return Arrivals(
+        rate=config.request_rate,
+        burstiness=config.burstiness,
+        ramp=config.ramp_up_strategy,
+        ramp_start_rps=config.ramp_up_start_rps,
+        ramp_end_rps=config.ramp_up_end_rps,
+    )
+
+
+def options_of(config: TrafficConfig, *, keep_text: bool = False) -> Options:
+    """Return how the settings want a plan carried out."""
+    return Options(
+        max_concurrency=config.max_concurrency,
+        num_processes=config.num_client_processes or 0,
+        num_warmups=config.num_warmups,
+        request_timeout_s=config.request_timeout_s,
+        ready_timeout_s=config.ready_check_timeout_s,
+        ignore_eos=config.ignore_eos,
+        temperature=config.temperature,
+        extra_body=config.extra_fields,
+        keep_text=keep_text,
+    )
+
+
+def tokenizer_of(given: str, served: Served) -> Tokenizer | None:
+    """Return the tokenizer of a served model, if it is on this machine.
+
+    Args:
+        given: A directory, or `boxed`; empty takes what the endpoint says.
+        served: What the endpoint says; only a directory of this machine helps.
+
+    Raises:
+        ConfigError: `given` is neither, or its files cannot be used.
+    """
+    if given:
+        directory = boxed_model_dir() if given == BOXED else Path(given).expanduser()
+        if not (directory / _TOKENIZER_FILE).is_file():
+            raise ConfigError(
+                f"--tokenizer {given}: {directory} has no {_TOKENIZER_FILE}; give the directory of "
+                f"the model's tokenizer, or {BOXED} for the model that comes with pdserve",
+                param="tokenizer",
+            )
+        return Tokenizer.from_directory(directory)
+    for name in (served.root, served.model):
+        if name == BOXED:
+            return Tokenizer.from_directory(boxed_model_dir())
+        if name and Path(name).is_absolute() and (Path(name) / _TOKENIZER_FILE).is_file():
+            return Tokenizer.from_directory(Path(name))
+    return None
+
+
+def plan_of(
+    dataset: DatasetConfig,
+    arrivals: Arrivals,
+    target: Target,
+    served: Served,
+    *,
+    tokenizer: str = "",
+    cancel_share: float = 0.0,
+) -> tuple[Plan, list[Planned]]:
+    """Return a data set's plan, and its requests with due times and hang-ups.
+
+    Raises:
+        ConfigError: The data set does not fit the model or the endpoint, or its times and the
+            arrivals contradict each other.
+    """
+    if dataset.name.has_own_times and arrivals != Arrivals():
+        raise ConfigError(
+            f"--dataset-name {dataset.name.value} says itself when requests are due: leave out "
+            "--request-rate, --burstiness and --ramp-up-strategy",
+            param="request-rate",
+        )
+    prompts = PromptMaker(
+        tokenizer_of(tokenizer, served),
+        endpoint=target.endpoint,
+        max_model_len=served.max_model_len,
+    )
+    plan = make_plan(dataset, prompts)
+    scheduled = schedule(plan.requests, arrivals, dataset.seed)
+    return plan, cancel_some(scheduled, cancel_share, dataset.seed)
+
+
+def arrivals_in_words(dataset: DatasetConfig, traffic: TrafficConfig) -> str:
+    """Return arrivals as results have them."""
+    words = "the data set's own" if dataset.name.has_own_times else str(arrivals_of(traffic))
+    if traffic.max_concurrency is not None:
+        words += f" concurrency={traffic.max_concurrency}"
+    if traffic.cancel_share:
+        words += f" cancelled={traffic.cancel_share:g}"
+    return words

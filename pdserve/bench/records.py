@@ -1,0 +1,175 @@
+"""What a benchmark plans, and what came of it: the values that all its parts share.
+
+A data set makes `Planned` requests, arrivals say when each is due, the client sends them and
+writes an `Outcome` for each; figures, tables and pictures are made of a `Run`. All times inside
+a run are seconds since its start. Knows no endpoint, no clock and no figure.
+"""
+
+from __future__ import annotations
+
+import itertools
+
+import msgspec
+
+Message = dict[str, str]
+Prompt = str | list[int] | list[Message]
+
+
+class Planned(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """One request, before it is sent.
+
+    Attributes:
+        index: Its place in the run; unique.
+        prompt: Text, token ids, or chat messages.
+        max_tokens: Tokens that are asked for.
+        num_prompt_tokens: If the data set knows.
+        at_s: When it is due; None before arrivals were drawn. With `after`: never before this.
+        group: What the data set calls its kind ("steady" and "burst" of `pd-interference`);
+            figures are made for each group, too.
+        after: The request whose prompt and answer stand before this prompt (a turn of a
+            conversation); it is due `delay_s` after that one's end.
+        delay_s: The user's pause between two turns.
+        cancel_after_s: When the client hangs up, counted from when it was sent.
+        cancel_after_tokens: After how many chunks with tokens it does; 0 while it waits for
+            the first one.
+    """
+
+    index: int
+    prompt: Prompt
+    max_tokens: int
+    num_prompt_tokens: int | None = None
+    at_s: float | None = None
+    group: str = ""
+    after: int | None = None
+    delay_s: float = 0.0
+    cancel_after_s: float | None = None
+    cancel_after_tokens: int | None = None
+
+
+class Outcome(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """What became of one request, as its client saw it.
+
+    Attributes:
+        request_id: Sent as `X-Request-Id`.
+        scheduled_s: When it was due: by the schedule, by the end of the turn before it, and by a
+            free place where places are limited, whichever came last. The difference to `sent_s`
+            is the client's own lag.
+        sent_s: When the request was about to be written.
+        chunk_s: When each chunk with at least one token had come, in order.
+        chunk_tokens: Tokens of each such chunk, as far as the server says; else 1.
+        end_s: When the answer had ended, or the error had come.
+        num_prompt_tokens, num_output_tokens: By the server's own count (`usage`), else by the
+            data set's and the chunks'.
+        status: HTTP status; 0 if none came.
+        error: Why it failed; empty if it did not.
+        is_cancelled: The client hung up on purpose; such a request is no failure.
+        finish_reason: As the server said.
+        text: What was generated, if the run keeps it.
+        stages: Milliseconds by term of its way to the first token, by the server's own account,
+            in order of time; they add up to its TTFT. Empty where the server tells none.
+        second_stages: The same from the first to the second token.
+        kv_mode: How its KV travelled ("push", "pull"), if it did and the server tells.
+    """
+
+    index: int
+    request_id: str
+    group: str = ""
+    scheduled_s: float = 0.0
+    sent_s: float = 0.0
+    chunk_s: list[float] = []
+    chunk_tokens: list[int] = []
+    end_s: float = 0.0
+    num_prompt_tokens: int = 0
+    num_output_tokens: int = 0
+    status: int = 0
+    error: str = ""
+    is_cancelled: bool = False
+    finish_reason: str = ""
+    text: str = ""
+    stages: dict[str, float] = {}
+    second_stages: dict[str, float] = {}
+    kv_mode: str = ""
+
+    @property
+    def is_good(self) -> bool:
+        """It was answered to its end, with at least one token."""
+        return not self.error and not self.is_cancelled and bool(self.chunk_s)
+
+    @property
+    def ttft_s(self) -> float:
+        """From when it was sent to the first chunk with a token.
+
+        Raises:
+            IndexError: No token came.
+        """
+        return self.chunk_s[0] - self.sent_s
+
+    @property
+    def e2el_s(self) -> float:
+        """From when it was sent to the last chunk with a token."""
+        return self.chunk_s[-1] - self.sent_s
+
+    @property
+    def itl_s(self) -> list[float]:
+        """Gaps between chunks."""
+        return [after - before for before, after in itertools.pairwise(self.chunk_s)]
+
+    @property
+    def tpot_s(self) -> float | None:
+        """(E2EL - TTFT) / (output tokens - 1); None below two tokens."""
+        if self.num_output_tokens < 2:
+            return None
+        return (self.e2el_s - self.ttft_s) / (self.num_output_tokens - 1)
+
+
+class ClientHealth(msgspec.Struct, kw_only=True):
+    """Whether the client itself could keep up.
+
+    Attributes:
+        num_processes: Client processes.
+        send_lag_p50_s, send_lag_p99_s: Between when requests were due and when they were sent.
+        loop_lag_p99_s: How late the client's own timers were.
+        cpu_share: Of one core, the busiest client process.
+        priority: How the client processes were scheduled: "real-time", "raised" or "usual".
+        valid: Whether the figures may be believed.
+        why_not: Sentences; empty if `valid`.
+        notes: Sentences on what the figures can still be believed to, though the run is valid.
+    """
+
+    num_processes: int = 1
+    send_lag_p50_s: float = 0.0
+    send_lag_p99_s: float = 0.0
+    loop_lag_p99_s: float = 0.0
+    cpu_share: float = 0.0
+    priority: str = "usual"
+    valid: bool = True
+    why_not: list[str] = []
+    notes: list[str] = []
+
+
+class Run(msgspec.Struct, kw_only=True):
+    """One run of one plan against one endpoint.
+
+    Attributes:
+        label: What tables call it.
+        base_url, model: What was asked.
+        dataset, arrivals: In words, with their parameters, as `random in=512 out=64`,
+            `poisson rate=4`.
+        seed: Of data set and arrivals.
+        started_wall_s: Unix time of its start.
+        duration_s: To the last answer's end.
+        outcomes: By `index`.
+        engines: Of a deployment that tells: what `/pdserve/v1/info` or the proxy says.
+    """
+
+    label: str
+    base_url: str
+    model: str
+    dataset: str
+    arrivals: str
+    seed: int
+    started_wall_s: float
+    duration_s: float
+    outcomes: list[Outcome]
+    health: ClientHealth
+    engines: list[dict[str, str]] = []

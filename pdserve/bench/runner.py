@@ -1,0 +1,426 @@
+"""Runs a plan against an endpoint: starts the client processes, collects what came of it.
+
+The clients (`client`, in processes of their own) do what is timed; this module splits the plan
+among them, begins all of them at one moment, and asks a pdserve deployment where each request's
+time went. Knows no data set and no figure.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import math
+import os
+import sys
+import time
+import uuid
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from typing import Final
+
+import aiohttp
+import msgspec
+
+from pdserve.bench.bodies import Asking, adapt, unlike
+from pdserve.bench.client import Sending
+from pdserve.bench.endpoint import ask_served, until_answers
+from pdserve.bench.histogram import Histogram
+from pdserve.bench.job import (
+    LENGTH_BYTES,
+    Begin,
+    Broken,
+    Ended,
+    Job,
+    News,
+    Ready,
+    Says,
+    Told,
+    decode_says,
+    frame,
+    length,
+    to_send,
+)
+from pdserve.bench.records import Outcome, Planned, Run
+from pdserve.bench.stages import FETCH_EVERY, Stages
+from pdserve.bench.target import Target
+from pdserve.bench.validity import judge
+from pdserve.errors import ConfigError, PeerError
+
+_BEGIN_IN_S: Final = 0.05
+_PROGRESS_EVERY_S: Final = 0.2
+_RATE_OF_A_PROCESS: Final = 400.0
+"""Requests per second that one client process is given by itself."""
+_PLACES_OF_A_PROCESS: Final = 512
+_ASKING_AGAIN_S: Final = 0.05
+_NUM_ASKED_AGAIN: Final = 10
+
+
+class Options(msgspec.Struct, frozen=True, kw_only=True):
+    """How a plan is carried out.
+
+    Attributes:
+        max_concurrency: Requests in flight at most; None sets no limit. A request that is due
+            waits for a place, and counts as scheduled when it gets one.
+        num_processes: Client processes; 0 chooses by how many requests are due per second.
+        num_warmups: Requests that are sent before the run and not counted. They are the plan's
+            first ones, read backwards: no prefix cache knows a prompt of the run from them.
+        request_timeout_s: For one request, from when it is sent.
+        ready_timeout_s: How long the endpoint may take until it answers a request of one
+            token; 0 asks once.
+        ignore_eos: Ask for exactly `max_tokens` tokens (vLLM's and our `ignore_eos`).
+        temperature: None leaves it to the server.
+        extra_body: Further fields of every request.
+        keep_text: Keep what was generated in the outcomes.
+        with_stages: Ask a pdserve deployment for the stages of each request.
+    """
+
+    max_concurrency: int | None = None
+    num_processes: int = 0
+    num_warmups: int = 0
+    request_timeout_s: float = 1800.0
+    ready_timeout_s: float = 0.0
+    ignore_eos: bool = False
+    temperature: float | None = 0.0
+    extra_body: dict[str, object] = {}
+    keep_text: bool = False
+    with_stages: bool = True
+
+
+class Progress(msgspec.Struct, frozen=True, kw_only=True):
+    """How far a run is.
+
+    Attributes:
+        elapsed_s: Since its start.
+        total, done, in_flight, failed: Requests; `done` includes failed and cancelled ones.
+        num_output_tokens: Of all requests that have ended.
+        last_due_s: When the last request with a due time is due.
+        ttft_p50_s, itl_p99_s: Over the requests that have ended; None before there is any.
+    """
+
+    elapsed_s: float
+    total: int
+    done: int
+    in_flight: int
+    failed: int
+    num_output_tokens: int
+    last_due_s: float
+    ttft_p50_s: float | None
+    itl_p99_s: float | None
+
+
+_AS_USUAL: Final = Options()
+
+
+async def run_plan(
+    plan: Sequence[Planned],
+    target: Target,
+    options: Options = _AS_USUAL,
+    *,
+    dataset: str = "",
+    arrivals: str = "",
+    seed: int = 0,
+    on_progress: Callable[[Progress], None] | None = None,
+    environ: Mapping[str, str] | None = None,
+) -> Run:
+    """Send every request of `plan` when it is due, and return what became of each.
+
+    Args:
+        plan: Every request has `at_s` or `after` (`arrivals.schedule` sees to it).
+        target: Whom to ask.
+        options: How.
+        dataset, arrivals, seed: Written into the run as they are.
+        on_progress: Called about five times a second, in the caller's loop.
+        environ: Of the client processes; None gives them this process's.
+
+    Raises:
+        ConfigError: The plan does not fit the endpoint (token ids for chat), or has no due time.
+        PeerError: The endpoint does not answer, or refuses the model or the key.
+    """
+    _check(plan, target)
+    timeout = aiohttp.ClientTimeout(total=30.0)
+    async with aiohttp.ClientSession(timeout=timeout) as session:
+        if not target.model:
+            served = await ask_served(target, options.ready_timeout_s)
+            target = msgspec.structs.replace(target, model=served.model)
+        asking = Asking(
+            target=target,
+            ignore_eos=options.ignore_eos,
+            temperature=options.temperature,
+            extra_body=options.extra_body,
+        )
+        await until_answers(session, asking, plan, options.ready_timeout_s)
+        stages = Stages(session, target.base_url, target.headers)
+        if options.with_stages:
+            await stages.begin()
+        course = _Course(plan, on_progress)
+        jobs = _share_out(plan, asking, options)
+        async with _processes(len(jobs), environ) as clients:
+            ended = await _carry_out(clients, jobs, course, stages)
+        for _ in range(_NUM_ASKED_AGAIN if stages.is_told else 0):
+            await stages.fetch()
+            if not stages.lacks(course.outcomes):
+                break
+            await asyncio.sleep(_ASKING_AGAIN_S)
+        stages.fill_in(course.outcomes)
+        engines = await stages.engines()
+    outcomes = sorted(course.outcomes, key=lambda outcome: outcome.index)
+    lags = [lag for each in ended for lag in each.loop_lags_s]
+    return Run(
+        label=target.label or target.base_url,
+        base_url=target.base_url,
+        model=target.model,
+        dataset=dataset,
+        arrivals=arrivals,
+        seed=seed,
+        started_wall_s=course.started_wall_s,
+        duration_s=max((each.end_s for each in outcomes), default=0.0),
+        outcomes=outcomes,
+        health=judge(
+            outcomes,
+            lags,
+            [each.cpu_share for each in ended],
+            priority=ended[0].priority,
+        ),
+        engines=engines,
+    )
+
+
+def _check(plan: Sequence[Planned], target: Target) -> None:
+    if not plan:
+        raise ConfigError("the plan is empty: there is nothing to send", param="num-prompts")
+    indexes = {each.index for each in plan}
+    if len(indexes) < len(plan):
+        raise ConfigError("two requests of the plan have the same index")
+    for each in plan:
+        if each.at_s is None and each.after is None:
+            raise ConfigError(f"request {each.index} has no due time: schedule the plan first")
+        if each.after is not None and each.after not in indexes:
+            raise ConfigError(f"request {each.index} follows {each.after}, which is not planned")
+        adapt(each.prompt, target.endpoint)
+
+
+class _Course:
+    """What is known of a run while it goes on."""
+
+    def __init__(
+        self, plan: Sequence[Planned], on_progress: Callable[[Progress], None] | None
+    ) -> None:
+        self.outcomes: list[Outcome] = []
+        self.started_wall_s = 0.0
+        self._total = len(plan)
+        self._last_due_s = max((each.at_s or 0.0 for each in plan), default=0.0)
+        self._on_progress = on_progress
+        self._start_s = 0.0
+        self._in_flight: dict[int, int] = {}
+        self._failed = 0
+        self._tokens = 0
+        self._ttft = Histogram()
+        self._itl = Histogram()
+
+    def begin(self, start_s: float) -> None:
+        self._start_s = start_s
+        self.started_wall_s = time.time() + (start_s - time.monotonic())
+
+    def take(self, process: int, news: News) -> None:
+        self._in_flight[process] = news.num_in_flight
+        for outcome in news.outcomes:
+            self.outcomes.append(outcome)
+            self._failed += bool(outcome.error)
+            self._tokens += outcome.num_output_tokens
+            if self._on_progress is not None and outcome.is_good:
+                self._ttft.add(outcome.ttft_s)
+                for gap_s in outcome.itl_s:
+                    self._itl.add(gap_s)
+
+    def tell(self) -> None:
+        if self._on_progress is None:
+            return
+        self._on_progress(
+            Progress(
+                elapsed_s=max(0.0, time.monotonic() - self._start_s),
+                total=self._total,
+                done=len(self.outcomes),
+                in_flight=sum(self._in_flight.values()),
+                failed=self._failed,
+                num_output_tokens=self._tokens,
+                last_due_s=self._last_due_s,
+                ttft_p50_s=self._ttft.percentile(50),
+                itl_p99_s=self._itl.percentile(99),
+            )
+        )
+
+
+def _share_out(plan: Sequence[Planned], asking: Asking, options: Options) -> list[Job]:
+    """Deal the plan out, in turn by due time; a conversation stays together."""
+    number = options.num_processes or _num_processes(plan, options.max_concurrency)
+    number = min(number, options.max_concurrency or number, len(plan))
+    shares: list[list[Planned]] = [[] for _ in range(number)]
+    owner: dict[int, int] = {}
+    turn = 0
+    by_index = {each.index: each for each in plan}
+
+    def place(each: Planned) -> int:
+        nonlocal turn
+        chain = [each]
+        while chain[-1].index not in owner and (after := chain[-1].after) is not None:
+            chain.append(by_index[after])
+            if len(chain) > len(plan):
+                raise ConfigError(f"request {each.index} follows itself")
+        if chain[-1].index in owner:
+            process = owner[chain[-1].index]
+        else:
+            process, turn = turn % number, turn + 1
+        owner.update((link.index, process) for link in chain)
+        return process
+
+    for each in sorted(plan, key=lambda planned: (planned.at_s or 0.0, planned.index)):
+        shares[place(each)].append(each)
+    run_id = uuid.uuid4().hex[:8]
+    warmups = _warmups(plan, options.num_warmups)
+    return [
+        Job(
+            asking=asking,
+            sending=Sending(
+                max_concurrency=_part(options.max_concurrency, number, process),
+                request_timeout_s=options.request_timeout_s,
+                keep_text=options.keep_text,
+                id_prefix=f"bench-{run_id}-",
+            ),
+            plan=to_send(share),
+            warmups=to_send(warmups[process::number]),
+        )
+        for process, share in enumerate(shares)
+    ]
+
+
+def _part(whole: int | None, number: int, which: int) -> int | None:
+    return None if whole is None else whole // number + (which < whole % number)
+
+
+def _num_processes(plan: Sequence[Planned], max_concurrency: int | None) -> int:
+    """How many client processes a plan needs; at most one for each core."""
+    last_s = max(each.at_s or 0.0 for each in plan)
+    in_flight = max_concurrency or len(plan)
+    if last_s > 0:
+        needed = len(plan) / last_s / _RATE_OF_A_PROCESS
+    else:
+        needed = in_flight / _PLACES_OF_A_PROCESS
+    return max(1, min(math.ceil(needed), os.cpu_count() or 1))
+
+
+def _warmups(plan: Sequence[Planned], number: int) -> list[Planned]:
+    openings = [each for each in plan if each.after is None]
+    return [
+        Planned(
+            index=place,
+            prompt=unlike(openings[place % len(openings)].prompt),
+            max_tokens=openings[place % len(openings)].max_tokens,
+            at_s=0.0,
+        )
+        for place in range(number)
+    ]
+
+
+class _Process:
+    """One client process and its two pipes."""
+
+    def __init__(self, process: asyncio.subprocess.Process) -> None:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        self.process = process
+        self._in, self._out = process.stdin, process.stdout
+
+    async def tell(self, message: Told) -> None:
+        """Send a message; that the client has ended is told by `hear`."""
+        self._in.write(frame(message))
+        with contextlib.suppress(ConnectionError):
+            await self._in.drain()
+
+    async def hear(self) -> Says:
+        """Wait for a message.
+
+        Raises:
+            ConfigError: The client cannot do its job.
+            RuntimeError: It ended.
+        """
+        try:
+            head = await self._out.readexactly(LENGTH_BYTES)
+            message: Says = decode_says(await self._out.readexactly(length(head)))
+        except asyncio.IncompleteReadError:
+            code = await self.process.wait()
+            raise RuntimeError(f"a client process ended with exit code {code}") from None
+        if isinstance(message, Broken):
+            raise ConfigError(message.message, param=message.param)
+        return message
+
+
+@contextlib.asynccontextmanager
+async def _processes(
+    number: int, environ: Mapping[str, str] | None
+) -> AsyncIterator[list[_Process]]:
+    """Client processes, which end with the block."""
+    started: list[_Process] = []
+    try:
+        for _ in range(number):
+            process = await asyncio.create_subprocess_exec(
+                sys.executable,
+                "-m",
+                "pdserve.bench.client_process",
+                str(os.getpid()),
+                stdin=asyncio.subprocess.PIPE,
+                stdout=asyncio.subprocess.PIPE,
+                env=dict(environ) if environ is not None else None,
+                start_new_session=True,  # Ctrl-C is for the one that started them
+            )
+            started.append(_Process(process))
+        yield started
+    finally:
+        for each in started:
+            with contextlib.suppress(ProcessLookupError):
+                each.process.kill()
+        for each in started:
+            await each.process.wait()
+
+
+async def _carry_out(
+    clients: Sequence[_Process], jobs: Sequence[Job], course: _Course, stages: Stages
+) -> list[Ended]:
+    """Give each client its job, begin all at one moment, and collect until all have ended."""
+    for client, job in zip(clients, jobs, strict=True):
+        await client.tell(job)
+    for client in clients:
+        ready = await client.hear()
+        assert isinstance(ready, Ready)
+        if ready.warmup_errors:
+            raise PeerError(f"a warm-up request failed: {ready.warmup_errors[0]}")
+    start_s = time.monotonic() + _BEGIN_IN_S
+    course.begin(start_s)
+    for client in clients:
+        await client.tell(Begin(start_s=start_s))
+
+    async def listen(which: int) -> Ended:
+        while True:
+            message = await clients[which].hear()
+            if isinstance(message, Ended):
+                return message
+            assert isinstance(message, News)
+            course.take(which, message)
+
+    async def look() -> None:
+        fetched = 0
+        while True:
+            await asyncio.sleep(_PROGRESS_EVERY_S)
+            course.tell()
+            if len(course.outcomes) - fetched >= FETCH_EVERY:
+                fetched = len(course.outcomes)
+                await stages.fetch()
+
+    looking = asyncio.create_task(look())
+    try:
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(listen(which)) for which in range(len(clients))]
+    except BaseExceptionGroup as error:
+        raise error.exceptions[0] from None
+    finally:
+        looking.cancel()
+    course.tell()
+    return [task.result() for task in tasks]

@@ -1,0 +1,104 @@
+"""Asks a pdserve deployment where each request's time went, while the run goes on.
+
+A pdserve proxy and a pdserve engine keep the requests that ended last (`/debug/requests`); what
+they say of ours goes into the outcomes. Any other server is left alone after one question.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+import aiohttp
+import msgspec
+
+from pdserve.bench.records import Outcome
+
+FETCH_EVERY: Final = 1024
+"""Requests that may end before the server is asked again; it keeps 4096."""
+_NUM_KEPT: Final = 4096
+
+
+class Finished(msgspec.Struct, kw_only=True):
+    """What a server says of one finished request; only what is used here."""
+
+    request_id: str
+    seq: int = 0
+    ttft_terms: dict[str, float] | None = None
+    second_token_terms: dict[str, float] | None = None
+    kv_mode: str | None = None
+    prefill: str | None = None
+    decode: str | None = None
+
+
+class _Page(msgspec.Struct, kw_only=True):
+    finished: list[Finished]
+
+
+class Stages:
+    """What one server has told so far.
+
+    Attributes:
+        is_told: Whether it tells at all; known after `begin`.
+        by_id: By request id.
+    """
+
+    def __init__(
+        self, session: aiohttp.ClientSession, base_url: str, headers: Mapping[str, str]
+    ) -> None:
+        self._session = session
+        self._url = f"{base_url.rstrip('/')}/debug/requests"
+        self._headers = dict(headers)
+        self._seq = 0
+        self.is_told = False
+        self.by_id: dict[str, Finished] = {}
+
+    async def begin(self) -> None:
+        """Find out whether it tells, and where to begin."""
+        page = await self._ask(1)
+        self.is_told = page is not None
+        if page is not None and page.finished:
+            self._seq = max(each.seq for each in page.finished)
+
+    async def fetch(self) -> None:
+        """Take what has ended since the last time."""
+        if not self.is_told:
+            return
+        page = await self._ask(_NUM_KEPT)
+        for each in page.finished if page is not None else ():
+            self.by_id[each.request_id] = each
+            self._seq = max(self._seq, each.seq)
+
+    def lacks(self, outcomes: Sequence[Outcome]) -> bool:
+        """Whether an answered request is not told of yet."""
+        return any(each.is_good and each.request_id not in self.by_id for each in outcomes)
+
+    def fill_in(self, outcomes: Sequence[Outcome]) -> None:
+        """Put what was told into the outcomes."""
+        for outcome in outcomes:
+            told = self.by_id.get(outcome.request_id)
+            if told is not None:
+                outcome.stages = told.ttft_terms or {}
+                outcome.second_stages = told.second_token_terms or {}
+                outcome.kv_mode = told.kv_mode or ""
+
+    async def engines(self) -> list[dict[str, str]]:
+        """Return what the deployment consists of, as far as it says: engines that served."""
+        seen: dict[tuple[str, str], None] = {}
+        for told in self.by_id.values():
+            for role, url in (("prefill", told.prefill), ("decode", told.decode)):
+                if url:
+                    seen[role, url] = None
+        return [{"role": role, "url": url} for role, url in sorted(seen)]
+
+    async def _ask(self, number: int) -> _Page | None:
+        parameters: dict[str, Any] = {"finished": number, "after": self._seq}
+        try:
+            async with self._session.get(
+                self._url, params=parameters, headers=self._headers
+            ) as response:
+                if response.status != 200:
+                    return None
+                return msgspec.json.decode(await response.read(), type=_Page)
+        except (aiohttp.ClientError, TimeoutError, msgspec.DecodeError):
+            return None

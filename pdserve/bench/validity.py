@@ -1,0 +1,91 @@
+"""Whether the client itself could keep up, in figures and in plain words.
+
+A benchmark that runs out of client measures itself. Three things tell: requests that were sent
+late, timers that went off late (the times of chunks are late by as much), and a client process
+that had no time left.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from typing import Final
+
+import numpy as np
+
+from pdserve.bench.priority import Priority
+from pdserve.bench.records import ClientHealth, Outcome
+
+MAX_LAG_SHARE: Final = 0.05
+"""Of the median TTFT: how late 99 of 100 requests may be sent, and how late timers may be."""
+MAX_CPU_SHARE: Final = 0.9
+_NOTED_ITL_SHARE: Final = 0.2
+
+
+def judge(
+    outcomes: Sequence[Outcome],
+    loop_lags_s: Sequence[float],
+    cpu_shares: Sequence[float],
+    *,
+    priority: Priority = Priority.USUAL,
+) -> ClientHealth:
+    """Judge a run's client.
+
+    Args:
+        outcomes: Of all client processes.
+        loop_lags_s: How late timers were, of all of them.
+        cpu_shares: Of one core, by process.
+        priority: How they were scheduled.
+    """
+    sent = [max(0.0, each.sent_s - each.scheduled_s) for each in outcomes if each.status]
+    good = [each for each in outcomes if each.is_good]
+    lag_p50, lag_p99 = _percentile(sent, 50), _percentile(sent, 99)
+    loop_p99 = _percentile(loop_lags_s, 99)
+    share = max(cpu_shares, default=0.0)
+    why_not: list[str] = []
+    notes: list[str] = []
+    if good:
+        ttft_s = statistics.median(each.ttft_s for each in good)
+        limit_s = MAX_LAG_SHARE * ttft_s
+        if lag_p99 > limit_s:
+            why_not.append(
+                f"The client was late: 1 of 100 requests was sent {_ms(lag_p99)} or more after it "
+                f"was due, which is over {MAX_LAG_SHARE:.0%} of the median TTFT ({_ms(ttft_s)})."
+            )
+        if loop_p99 > limit_s:
+            why_not.append(
+                f"The client noted times late: its timers were {_ms(loop_p99)} late or more 1 "
+                f"time of 100, which is over {MAX_LAG_SHARE:.0%} of the median TTFT "
+                f"({_ms(ttft_s)})."
+            )
+        gaps = [gap for each in good for gap in each.itl_s]
+        itl_s = _percentile(gaps, 99)
+        if gaps and loop_p99 > _NOTED_ITL_SHARE * itl_s:
+            notes.append(
+                f"The client's timers were {_ms(loop_p99)} late or more 1 time of 100: gaps "
+                f"between tokens (p99 {_ms(itl_s)}) may be off by as much."
+            )
+    if share > MAX_CPU_SHARE:
+        why_not.append(
+            f"A client process used {share:.0%} of a core: it had no time left. Use more of them "
+            "(--num-client-processes)."
+        )
+    return ClientHealth(
+        num_processes=max(1, len(cpu_shares)),
+        send_lag_p50_s=lag_p50,
+        send_lag_p99_s=lag_p99,
+        loop_lag_p99_s=loop_p99,
+        cpu_share=share,
+        priority=priority.value,
+        valid=not why_not,
+        why_not=why_not,
+        notes=notes,
+    )
+
+
+def _percentile(values: Sequence[float], percent: float) -> float:
+    return float(np.percentile(values, percent)) if len(values) else 0.0
+
+
+def _ms(seconds: float) -> str:
+    return f"{seconds * 1e3:.2f} ms"

@@ -1,0 +1,146 @@
+"""`pdserve bench serve`: send a data set to an endpoint, and print what users would feel.
+
+Exit code 0 if every request was answered and the client kept up; 1 if one failed, or if the
+client itself was too slow for its figures to be believed (unless `--allow-invalid`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import os
+import re
+import shutil
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from pdserve.bench import environment
+from pdserve.bench.console import block, further, verdict
+from pdserve.bench.endpoint import ask_served
+from pdserve.bench.figures import details, figures
+from pdserve.bench.files import save
+from pdserve.bench.goodput import Slo, parse_goodput
+from pdserve.bench.preparing import (
+    arrivals_in_words,
+    arrivals_of,
+    options_of,
+    plan_of,
+    target_of,
+)
+from pdserve.bench.progress import ProgressLine
+from pdserve.bench.records import Planned, Run
+from pdserve.bench.runner import run_plan
+from pdserve.bench.target import Target
+from pdserve.commands.announce import given_lines, title
+from pdserve.commands.exit_codes import EXIT_DONE, EXIT_FAILED
+from pdserve.config.bench import ResultConfig, TargetConfig, TrafficConfig
+from pdserve.config.datasets import DatasetConfig
+from pdserve.config.load import Resolved, Table, build
+
+
+def run_serve(table: Table, resolved: Mapping[str, Resolved]) -> int:
+    """Run `pdserve bench serve`."""
+    target_config = build("target", TargetConfig, table, resolved)
+    traffic = build("traffic", TrafficConfig, table, resolved)
+    dataset = build("dataset", DatasetConfig, table, resolved)
+    result = build("result", ResultConfig, table, resolved)
+    slos = parse_goodput(result.goodput)
+    arrivals_of(traffic)  # before anything is asked
+    print("\n".join([title("bench serve"), *given_lines(resolved)]), flush=True)
+    target = target_of(target_config, os.environ)
+    line = ProgressLine(sys.stderr, width=shutil.get_terminal_size((100, 24)).columns)
+
+    async def work() -> tuple[Run, list[Planned], list[str]]:
+        served = await ask_served(target, traffic.ready_check_timeout_s)
+        plan, requests = plan_of(
+            dataset,
+            arrivals_of(traffic),
+            target,
+            served,
+            tokenizer=target_config.tokenizer,
+            cancel_share=traffic.cancel_share,
+        )
+        words = arrivals_in_words(dataset, traffic)
+        print(f"{served.model} at {target.url}: {plan.description}; {words}", flush=True)
+        run = await run_plan(
+            requests,
+            msgspec.structs.replace(target, model=served.model),
+            options_of(traffic, keep_text=result.save_detailed),
+            dataset=plan.description,
+            arrivals=words,
+            seed=dataset.seed,
+            on_progress=line if result.progress else None,
+        )
+        return run, requests, plan.notes
+
+    try:
+        run, requests, notes = asyncio.run(work())
+    finally:
+        line.end()
+    found = figures_of(run, slos, result, traffic, target)
+    found["pdserve"]["notes"] = [*notes, *found["pdserve"]["notes"], *_short(run, requests)]
+    print(
+        block(
+            found,
+            request_rate=traffic.request_rate,
+            max_concurrency=traffic.max_concurrency,
+            metrics=result.metrics,
+            percentiles=result.percentiles,
+        )
+    )
+    for text in (further(found), verdict(found)):
+        if text:
+            print(text)
+    if result.save_result:
+        path = Path(result.result_dir) / (result.result_filename or _filename(found, target_config))
+        detailed = {**found, **details(run)} if result.save_detailed else found
+        save(run if result.save_detailed else None, detailed, path)
+        print(f"Saved: {path}")
+    if found["failed"] or not (run.health.valid or result.allow_invalid):
+        return EXIT_FAILED
+    return EXIT_DONE
+
+
+def figures_of(
+    run: Run, slos: Sequence[Slo], result: ResultConfig, traffic: TrafficConfig, target: Target
+) -> dict[str, Any]:
+    """Return a run's figures with what was asked for, as `vllm bench serve` saves them."""
+    found = figures(run, slos, percentiles=result.percentiles, environment=environment.describe())
+    rate = traffic.request_rate
+    return {
+        "endpoint_type": "openai-chat" if target.endpoint.value == "chat" else "openai",
+        "backend": "openai-chat" if target.endpoint.value == "chat" else "openai",
+        "tokenizer_id": run.model,
+        "request_rate": "inf" if math.isinf(rate) else rate,
+        "burstiness": "inf" if math.isinf(traffic.burstiness) else traffic.burstiness,
+        "max_concurrency": traffic.max_concurrency,
+        **found,
+    }
+
+
+def _short(run: Run, requests: Sequence[Planned]) -> list[str]:
+    """Say if answers were shorter than asked for: figures of other runs have other lengths."""
+    asked = {each.index: each.max_tokens for each in requests}
+    good = [each for each in run.outcomes if each.is_good]
+    short = sum(each.num_output_tokens < asked[each.index] for each in good)
+    if not short:
+        return []
+    sentence = (
+        f"{short} of {len(good)} answers ended before the tokens that were asked for; "
+        "--ignore-eos makes all of them as long."
+    )
+    return [sentence]
+
+
+def _filename(found: Mapping[str, Any], target: TargetConfig) -> str:
+    """As vLLM's: label, rate, concurrency, model and date."""
+    label = target.label or "pdserve"
+    concurrency = found["max_concurrency"]
+    places = f"-concurrency{concurrency}" if concurrency is not None else ""
+    model = Path(found["model_id"]).name
+    name = f"{label}-{found['request_rate']}qps{places}-{model}-{found['date']}.json"
+    return re.sub(r"[^\w.+=-]", "_", name)

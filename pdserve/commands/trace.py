@@ -1,0 +1,138 @@
+"""`pdserve trace`: the last seconds of a running deployment, as one file for a trace viewer.
+
+Asks a proxy, which asks all its engines; or one engine's server. The work is done here: what comes
+over the wire is what the processes recorded.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import urllib.error
+import urllib.parse
+import urllib.request
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from pdserve.commands.exit_codes import EXIT_DONE
+from pdserve.config.load import build
+from pdserve.config.trace import TraceConfig
+from pdserve.errors import ConfigError, PeerError
+from pdserve.observe.chrome_trace import ChromeTrace
+from pdserve.wire.trace import Collection
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from pdserve.config.load import Resolved, Table
+    from pdserve.observe.chrome_trace import Summary
+
+_TIMEOUT_S = 60.0
+_SLACK_S = 0.5
+"""Between the first and the last process that was asked."""
+
+
+def run(table: Table, resolved: Mapping[str, Resolved]) -> int:
+    """Run `pdserve trace`."""
+    config = build("trace", TraceConfig, table, resolved)
+    path = Path(config.output)
+    if not path.parent.is_dir():
+        raise ConfigError(
+            f"--output is {config.output!r}: there is no directory {str(path.parent)!r}",
+            param="output",
+        )
+    trace = ChromeTrace(fetch(config))
+    num_bytes = _write(trace, path)
+    print("\n".join(told(trace.summary, path, num_bytes)))
+    return EXIT_DONE
+
+
+def fetch(config: TraceConfig) -> Collection:
+    """Ask the proxy or the engine.
+
+    Raises:
+        PeerError: It cannot be reached, or it does not answer like one.
+        ConfigError: It wants another key.
+    """
+    url = f"{config.url.rstrip('/')}/debug/trace?seconds={config.seconds!r}"
+    request = urllib.request.Request(url)
+    if config.api_keys:
+        request.add_header("Authorization", f"Bearer {config.api_keys[0]}")
+    try:
+        opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+        with opener.open(request, timeout=_TIMEOUT_S) as response:
+            body = response.read()
+    except urllib.error.HTTPError as error:
+        message = _message(error.read()) or f"status {error.code}"
+        if error.code == 401:
+            raise ConfigError(
+                f"{config.url} wants an API key: {message}; give it with --api-key, or as "
+                "PDSERVE_API_KEY",
+                param="api-key",
+            ) from error
+        raise PeerError(f"{url}: {message}") from error
+    except (urllib.error.URLError, OSError) as error:
+        reason = getattr(error, "reason", error)
+        raise PeerError(
+            f"{config.url} cannot be reached: {reason}; give the proxy's or an engine's base URL "
+            "with --url"
+        ) from error
+    try:
+        return msgspec.json.decode(body, type=Collection)
+    except msgspec.MsgspecError as error:
+        raise PeerError(f"{url}: the answer is no trace of pdserve: {error}") from error
+
+
+def told(summary: Summary, path: Path, num_bytes: int) -> list[str]:
+    """What the trace holds, and how to look at it, in lines."""
+    plural = "" if summary.num_requests == 1 else "s"
+    unfinished = f" ({summary.num_unfinished} still running)" if summary.num_unfinished else ""
+    lines = [
+        f"{len(summary.processes)} processes: {', '.join(summary.processes)}",
+        (
+            f"{summary.num_requests} request{plural}{unfinished}, {summary.num_steps} steps, "
+            f"{summary.num_arrows} handed over between engines"
+        ),
+        (
+            f"clocks aligned within {summary.uncertainty_s * 1e3:.3f} ms:"
+            if summary.uncertainty_s
+            else "clocks: all processes have the same one"
+        ),
+        *(f"  {clock}" for clock in summary.clocks),
+    ]
+    if summary.complete_s < summary.seconds - _SLACK_S or summary.num_dropped:
+        lines.append(
+            f"complete for the last {summary.complete_s:.1f} s of {summary.seconds:g}; "
+            f"{summary.num_dropped} events were dropped since the processes began"
+        )
+    lines += [f"missing: {each}" for each in summary.missing]
+    size = f"{num_bytes / 1e6:.1f} MB" if num_bytes >= 1e5 else f"{num_bytes / 1e3:.1f} kB"
+    lines.append(f"{path} ({size}): open it at https://ui.perfetto.dev, or at chrome://tracing")
+    return lines
+
+
+def _write(trace: ChromeTrace, path: Path) -> int:
+    try:
+        if path.suffix == ".gz":
+            # No time and no name inside: equal traces are equal files.
+            with path.open("wb") as raw, gzip.GzipFile("", "wb", 6, raw, mtime=0) as file:
+                file.writelines(trace.pieces())
+        else:
+            with path.open("wb") as file:
+                file.writelines(trace.pieces())
+    except OSError as error:
+        raise ConfigError(
+            f"--output is {str(path)!r}: it cannot be written: {error.strerror or error}",
+            param="output",
+        ) from error
+    return path.stat().st_size
+
+
+def _message(body: bytes) -> str:
+    """What an error object says; empty if it is none."""
+    try:
+        return str(json.loads(body)["error"]["message"])
+    except (ValueError, KeyError, TypeError):
+        return ""

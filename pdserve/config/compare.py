@@ -1,0 +1,191 @@
+"""What `pdserve bench compare` and `bench plot` may be told: frozen structs, and their flags.
+
+Data set, traffic and objectives are those of `bench serve`. Knows no deployment.
+"""
+
+from __future__ import annotations
+
+import math
+import shlex
+from typing import Final
+
+import msgspec
+
+from pdserve.config.boxed import BOXED
+from pdserve.config.load import declare
+from pdserve.errors import ConfigError
+
+
+class CompareConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """Which deployments are compared, and how.
+
+    Attributes:
+        model: What all of them serve.
+        topologies: Kinds of deployments, by name.
+        pd: Prefill and decode engines of each P/D deployment, as `2:1`.
+        chunk_tokens: Token budgets of a step; each chunked colocated kind is started with each
+            of them. Empty leaves the engine's default.
+        cores: That every deployment shares; empty takes all this process may use.
+        gpus: Devices that every deployment shares instead of cores.
+        pin: Every engine runs on its own cores only.
+        peer: Running endpoints of other systems, with or without `label=`.
+        api_key: Sent to peers.
+        endpoint: completions or chat.
+        num_runs: Runs of each deployment at each rate.
+        request_rates: Requests per second; empty takes `--request-rate`.
+        bound: Measure one engine alone, for the rate-matched bound.
+        engine_args: Further words for every engine; the other four for some processes.
+        report: The page; empty writes none.
+        result: The JSON; empty puts it beside the report.
+        start_timeout_s: For one deployment to be ready.
+        pause_s: Between two runs.
+    """
+
+    model: str = ""
+    topologies: tuple[str, ...] = ("colocated", "replicas", "colocated-unchunked", "pd")
+    pd: tuple[str, ...] = ("1:1",)
+    chunk_tokens: tuple[int, ...] = ()
+    cores: tuple[int, ...] = ()
+    gpus: tuple[int, ...] = ()
+    pin: bool = True
+    peer: tuple[str, ...] = ()
+    api_key: str = ""
+    endpoint: str = "completions"
+    num_runs: int = 3
+    request_rates: tuple[str, ...] = ()
+    bound: bool = True
+    engine_args: str = ""
+    colocated_args: str = ""
+    prefill_args: str = ""
+    decode_args: str = ""
+    proxy_args: str = ""
+    report: str = "pdserve-compare.html"
+    result: str = ""
+    start_timeout_s: float = 600.0
+    pause_s: float = 0.5
+
+    @property
+    def rates(self) -> tuple[float, ...]:
+        """`request_rates` as numbers."""
+        return tuple(float(word) for word in _split(self.request_rates))
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        """`topologies`, one by one."""
+        return _split(self.topologies)
+
+    def __post_init__(self) -> None:
+        for flag, number in (("num-runs", self.num_runs), ("start-timeout", self.start_timeout_s)):
+            _require(number > 0, flag, number, "it must be positive")
+        _require(self.pause_s >= 0, "pause", self.pause_s, "it must not be negative")
+        for budget in self.chunk_tokens:
+            _require(budget > 0, "chunk-tokens", budget, "it must be positive")
+        try:
+            are_rates = all(0 < rate < math.inf for rate in self.rates)
+        except ValueError:
+            are_rates = False
+        _require(
+            are_rates,
+            "request-rates",
+            " ".join(self.request_rates),
+            "write requests per second, as 1 2 4 8",
+        )
+        _require(
+            not (self.cores and self.gpus),
+            "gpus",
+            self.gpus,
+            "deployments share --cores or --gpus, not both",
+        )
+        _require(
+            self.endpoint in ("completions", "chat"),
+            "endpoint",
+            self.endpoint,
+            "use completions or chat",
+        )
+        for flag, units in (("cores", self.cores), ("gpus", self.gpus)):
+            _require(len(set(units)) == len(units), flag, units, "name each of them once")
+        for flag, words in (
+            ("engine-args", self.engine_args),
+            ("colocated-args", self.colocated_args),
+            ("prefill-args", self.prefill_args),
+            ("decode-args", self.decode_args),
+            ("proxy-args", self.proxy_args),
+        ):
+            try:
+                shlex.split(words)
+            except ValueError as error:
+                _require(False, flag, words, f"it is not a line of words ({error})")
+
+
+class PlotConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """What is drawn.
+
+    Attributes:
+        files: Saved runs, or comparisons.
+        output: The page.
+    """
+
+    files: tuple[str, ...] = ()
+    output: str = "pdserve-plot.html"
+
+
+def _require(condition: bool, flag: str, value: object, remedy: str) -> None:
+    if not condition:
+        raise ConfigError(f"--{flag} is {value!r}: {remedy}", param=flag)
+
+
+def _split(given: tuple[str, ...]) -> tuple[str, ...]:
+    """Words that may also stand together, between commas."""
+    return tuple(word.strip() for each in given for word in each.split(",") if word.strip())
+
+
+# fmt: off
+COMPARE_SETTINGS: Final = (
+    *declare(
+        "compare",
+        CompareConfig,
+        "deployments",
+        (
+            ("model", "model", "MODEL", f"what all deployments serve; a directory in Hugging Face format, or {BOXED}"),
+            ("topologies", "topologies", "KIND", "what is compared: colocated, replicas, colocated-unchunked, replicas-unchunked, pd"),
+            ("pd", "pd", "P:D", "prefill and decode engines of each P/D deployment, as 1:1 2:1"),
+            ("chunk-tokens", "chunk_tokens", "N", "step budgets of colocated engines with chunks, one deployment each; empty is the engine's default"),
+            ("cores", "cores", "N", "cores that every deployment shares, as 0,1; empty is all there are"),
+            ("gpus", "gpus", "N", "GPUs that every deployment shares, as 0,1; an engine with several gets --tensor-parallel-size"),
+            ("pin", "pin", "", "keep each engine on its own cores"),
+            ("peer", "peer", "URL", "running endpoints of other systems, as http://host:8000 or label=http://host:8000"),
+            ("api-key", "api_key", "KEY", "sent to the peers"),
+            ("engine-args", "engine_args", "WORDS", "for every engine, as one word: --engine-args='--load-format dummy'"),
+            ("colocated-args", "colocated_args", "WORDS", "for colocated engines only"),
+            ("prefill-args", "prefill_args", "WORDS", "for prefill engines only"),
+            ("decode-args", "decode_args", "WORDS", "for decode engines only"),
+            ("proxy-args", "proxy_args", "WORDS", "for proxies"),
+            ("start-timeout", "start_timeout_s", "SECONDS", "for a deployment to be ready"),
+        ),
+    ),
+    *declare(
+        "compare",
+        CompareConfig,
+        "comparison",
+        (
+            ("num-runs", "num_runs", "N", "runs of each deployment, in turn with the others"),
+            ("request-rates", "request_rates", "RPS", "compare at each of these rates, as 1 2 4; empty is --request-rate"),
+            ("endpoint", "endpoint", "completions|chat", "which of the API's doors requests go through"),
+            ("bound", "bound", "", "measure one engine alone, for the rate-matched bound"),
+            ("pause", "pause_s", "SECONDS", "between two runs"),
+            ("report", "report", "FILE", "the page with table and pictures; empty writes none"),
+            ("result", "result", "FILE", "the JSON with every run; empty is beside the report"),
+        ),
+    ),
+)
+
+PLOT_SETTINGS: Final = declare(
+    "plot",
+    PlotConfig,
+    "plot",
+    (
+        ("files", "files", "FILE", "saved runs (bench serve --save-result --save-detailed) or comparisons"),
+        ("output", "output", "FILE", "the page"),
+    ),
+)
+# fmt: on

@@ -1,0 +1,372 @@
+"""What a benchmark's data set may be told: one frozen struct per data set, and their flags.
+
+Names are vLLM's (`vllm bench serve`) wherever it has one. Knows no tokens and reads no file.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Mapping
+from typing import Final
+
+import msgspec
+
+from pdserve.config.load import Shorthand, declare
+from pdserve.errors import ConfigError
+
+
+def _positive(flag: str, number: float) -> None:
+    if not number > 0:
+        raise ConfigError(f"--{flag} is {number:g}: it must be positive", param=flag)
+
+
+def _not_negative(flag: str, number: float) -> None:
+    if not number >= 0:
+        raise ConfigError(f"--{flag} is {number:g}: it must not be negative", param=flag)
+
+
+class DatasetName(enum.Enum):
+    """The data sets there are."""
+
+    RANDOM = "random"
+    SHAREGPT = "sharegpt"
+    CUSTOM = "custom"
+    PREFIX_REPETITION = "prefix_repetition"
+    TRACE = "trace"
+    MULTI_TURN = "multi-turn"
+    PD_INTERFERENCE = "pd-interference"
+
+    @property
+    def reads_a_file(self) -> bool:
+        """Whether it needs `--dataset-path`."""
+        return self in (DatasetName.SHAREGPT, DatasetName.CUSTOM, DatasetName.TRACE)
+
+    @property
+    def has_own_times(self) -> bool:
+        """Whether it says itself when each request is due, so that no arrivals are drawn."""
+        return self in (DatasetName.TRACE, DatasetName.PD_INTERFERENCE)
+
+
+class RandomConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """Prompts of random tokens, of exact lengths.
+
+    Attributes:
+        input_len: Tokens of a prompt behind the common prefix.
+        range_ratio: Lengths of prompts and outputs are drawn from [n (1 - r), n (1 + r)].
+        prefix_len: Tokens that all prompts begin with.
+    """
+
+    input_len: int = 1024
+    output_len: int = 128
+    range_ratio: float = 0.0
+    prefix_len: int = 0
+
+    def __post_init__(self) -> None:
+        _positive("random-input-len", self.input_len)
+        _positive("random-output-len", self.output_len)
+        _not_negative("random-prefix-len", self.prefix_len)
+        if not 0 <= self.range_ratio < 1:
+            raise ConfigError(
+                f"--random-range-ratio is {self.range_ratio:g}: it must be at least 0 and below 1",
+                param="random-range-ratio",
+            )
+
+
+class ShareGptConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """Conversations in ShareGPT's format: the first turn asks.
+
+    Attributes:
+        output_len: Tokens to ask for; None asks for as many as the second turn has.
+    """
+
+    output_len: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.output_len is not None:
+            _positive("sharegpt-output-len", self.output_len)
+
+
+class CustomConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """A JSONL file of one's own.
+
+    Attributes:
+        output_len: Tokens to ask for, whatever the file says; None takes the file's own
+            number, or 256 where it has none.
+    """
+
+    output_len: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.output_len is not None:
+            _positive("custom-output-len", self.output_len)
+
+
+class PrefixRepetitionConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """Prompts that share a few prefixes."""
+
+    prefix_len: int = 256
+    suffix_len: int = 256
+    num_prefixes: int = 10
+    output_len: int = 128
+
+    def __post_init__(self) -> None:
+        for name, number in (
+            ("prefix-len", self.prefix_len),
+            ("suffix-len", self.suffix_len),
+            ("num-prefixes", self.num_prefixes),
+            ("output-len", self.output_len),
+        ):
+            _positive(f"prefix-repetition-{name}", number)
+
+
+class TraceConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """A timed trace in Mooncake's format.
+
+    Attributes:
+        speedup: Its times are divided by this.
+        start_s, duration_s: The part that is played, in seconds of the trace's own time from
+            its first timestamp; None plays it to its end.
+        length_scale: Lengths of prompts and outputs, and the tokens behind one hash id, are
+            multiplied by this, so that what is shared stays shared.
+        block_size: Tokens behind one hash id in the file.
+    """
+
+    speedup: float = 1.0
+    start_s: float = 0.0
+    duration_s: float | None = None
+    length_scale: float = 1.0
+    block_size: int = 512
+
+    def __post_init__(self) -> None:
+        _positive("trace-speedup", self.speedup)
+        _not_negative("trace-start", self.start_s)
+        if self.duration_s is not None:
+            _positive("trace-duration", self.duration_s)
+        _positive("trace-length-scale", self.length_scale)
+        _positive("trace-block-size", self.block_size)
+
+
+class MultiTurnConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """Conversations: each turn's prompt stands behind all that was said before.
+
+    Attributes:
+        num_turns: Of each conversation; `num_prompts` counts turns, not conversations.
+        input_len: Tokens of the first prompt.
+        turn_input_len: Tokens that each further turn adds.
+        think_time_s: Mean of the pause before a further turn, drawn from an exponential
+            distribution; 0 asks at once.
+    """
+
+    num_turns: int = 4
+    input_len: int = 512
+    turn_input_len: int = 64
+    output_len: int = 64
+    think_time_s: float = 1.0
+
+    def __post_init__(self) -> None:
+        for name, number in (
+            ("num-turns", self.num_turns),
+            ("input-len", self.input_len),
+            ("turn-input-len", self.turn_input_len),
+            ("output-len", self.output_len),
+        ):
+            _positive(f"multi-turn-{name}", number)
+        _not_negative("multi-turn-think-time", self.think_time_s)
+
+
+class InterferenceConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """Steady short decoders, and bursts of long prompts between them.
+
+    Attributes:
+        steady_streams: Users that ask for short answers at a steady pace.
+        steady_period_s: Each of them asks anew so often, whether or not it has its answer.
+        burst_size: Long prompts that come at the same moment.
+        burst_period_s: Between two bursts; the first comes after one period.
+        duration_s: How long requests are sent.
+    """
+
+    steady_streams: int = 4
+    steady_input_len: int = 32
+    steady_output_len: int = 64
+    steady_period_s: float = 2.0
+    burst_size: int = 1
+    burst_input_len: int = 512
+    burst_output_len: int = 8
+    burst_period_s: float = 0.55
+    duration_s: float = 30.0
+
+    def __post_init__(self) -> None:
+        for name, number in (
+            ("steady-streams", self.steady_streams),
+            ("steady-input-len", self.steady_input_len),
+            ("steady-output-len", self.steady_output_len),
+            ("steady-period", self.steady_period_s),
+            ("burst-input-len", self.burst_input_len),
+            ("burst-output-len", self.burst_output_len),
+            ("burst-period", self.burst_period_s),
+            ("duration", self.duration_s),
+        ):
+            _positive(f"interference-{name}", number)
+        _not_negative("interference-burst-size", self.burst_size)
+
+
+class DatasetConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """What is asked. The same config makes the same plan, token by token.
+
+    Attributes:
+        name: Which data set.
+        num_prompts: Requests; `pd-interference` counts by time instead, and a trace plays
+            as many of its own at most.
+        seed: Of everything that is drawn.
+        path: The file, for data sets that read one.
+        disable_shuffle: Take a file's entries in its own order.
+        no_oversample: Ask less rather than the same again, if a file has too few.
+    """
+
+    name: DatasetName = DatasetName.RANDOM
+    num_prompts: int = 1000
+    seed: int = 0
+    path: str = ""
+    disable_shuffle: bool = False
+    no_oversample: bool = False
+    random: RandomConfig = RandomConfig()
+    sharegpt: ShareGptConfig = ShareGptConfig()
+    custom: CustomConfig = CustomConfig()
+    prefix_repetition: PrefixRepetitionConfig = PrefixRepetitionConfig()
+    trace: TraceConfig = TraceConfig()
+    multi_turn: MultiTurnConfig = MultiTurnConfig()
+    interference: InterferenceConfig = InterferenceConfig()
+
+    def __post_init__(self) -> None:
+        _positive("num-prompts", self.num_prompts)
+        if self.name.reads_a_file and not self.path:
+            raise ConfigError(
+                f"--dataset-name {self.name.value} reads a file: give it as --dataset-path FILE",
+                param="dataset-path",
+            )
+        if self.path and not self.name.reads_a_file:
+            raise ConfigError(
+                f"--dataset-path is {self.path!r}, but --dataset-name {self.name.value} reads no "
+                "file: choose sharegpt, custom or trace, or leave the path out",
+                param="dataset-path",
+            )
+
+
+# fmt: off
+DATASET_SETTINGS: Final = (
+    *declare(
+        "dataset",
+        DatasetConfig,
+        "data set",
+        (
+            ("dataset-name", "name", "NAME", "random, sharegpt, custom, prefix_repetition, trace, multi-turn or pd-interference"),
+            ("dataset-path", "path", "FILE", "of sharegpt (JSON), custom (JSONL) and trace (Mooncake's JSONL)"),
+            ("num-prompts", "num_prompts", "N", "requests; pd-interference counts by time instead"),
+            ("seed", "seed", "N", "of prompts, lengths and arrivals: the same seed asks the same"),
+            ("disable-shuffle", "disable_shuffle", "", "take a file's entries in its own order"),
+            ("no-oversample", "no_oversample", "", "ask less rather than the same again, if a file has too few entries"),
+        ),
+    ),
+    *declare(
+        "dataset",
+        DatasetConfig,
+        "data set: random",
+        (
+            ("random-input-len", "random.input_len", "N", "tokens of each prompt behind the common prefix"),
+            ("random-output-len", "random.output_len", "N", "tokens to ask for"),
+            ("random-range-ratio", "random.range_ratio", "R", "lengths are drawn from n(1-R) to n(1+R)"),
+            ("random-prefix-len", "random.prefix_len", "N", "tokens that all prompts begin with"),
+        ),
+    ),
+    *declare(
+        "dataset",
+        DatasetConfig,
+        "data set: files",
+        (
+            ("sharegpt-output-len", "sharegpt.output_len", "N", "tokens to ask for; auto is as many as the file's answer has"),
+            ("custom-output-len", "custom.output_len", "N", "tokens to ask for; auto is the file's own number, or 256"),
+        ),
+    ),
+    *declare(
+        "dataset",
+        DatasetConfig,
+        "data set: prefix_repetition",
+        (
+            ("prefix-repetition-prefix-len", "prefix_repetition.prefix_len", "N", "tokens of each shared prefix"),
+            ("prefix-repetition-suffix-len", "prefix_repetition.suffix_len", "N", "tokens of each prompt behind it"),
+            ("prefix-repetition-num-prefixes", "prefix_repetition.num_prefixes", "N", "different prefixes"),
+            ("prefix-repetition-output-len", "prefix_repetition.output_len", "N", "tokens to ask for"),
+        ),
+    ),
+    *declare(
+        "dataset",
+        DatasetConfig,
+        "data set: trace",
+        (
+            ("trace-speedup", "trace.speedup", "X", "play it so many times as fast"),
+            ("trace-start", "trace.start_s", "SECONDS", "where to begin, in the trace's own time"),
+            ("trace-duration", "trace.duration_s", "SECONDS", "how much to play, in the trace's own time; auto is all of it"),
+            ("trace-length-scale", "trace.length_scale", "X", "prompts and outputs so many times as long; what they share stays shared"),
+            ("trace-block-size", "trace.block_size", "N", "tokens behind one hash id in the file"),
+        ),
+    ),
+    *declare(
+        "dataset",
+        DatasetConfig,
+        "data set: multi-turn",
+        (
+            ("multi-turn-num-turns", "multi_turn.num_turns", "N", "turns of each conversation; --num-prompts counts turns"),
+            ("multi-turn-input-len", "multi_turn.input_len", "N", "tokens of the first prompt"),
+            ("multi-turn-turn-input-len", "multi_turn.turn_input_len", "N", "tokens that each further turn adds"),
+            ("multi-turn-output-len", "multi_turn.output_len", "N", "tokens to ask for"),
+            ("multi-turn-think-time", "multi_turn.think_time_s", "SECONDS", "mean pause before a further turn"),
+        ),
+    ),
+    *declare(
+        "dataset",
+        DatasetConfig,
+        "data set: pd-interference",
+        (
+            ("interference-steady-streams", "interference.steady_streams", "N", "users that ask for short answers at a steady pace"),
+            ("interference-steady-input-len", "interference.steady_input_len", "N", "tokens of their prompts"),
+            ("interference-steady-output-len", "interference.steady_output_len", "N", "tokens of their answers"),
+            ("interference-steady-period", "interference.steady_period_s", "SECONDS", "each of them asks anew so often"),
+            ("interference-burst-size", "interference.burst_size", "N", "long prompts that come at once; 0 for none, to compare with"),
+            ("interference-burst-input-len", "interference.burst_input_len", "N", "tokens of a long prompt"),
+            ("interference-burst-output-len", "interference.burst_output_len", "N", "tokens of its answer"),
+            ("interference-burst-period", "interference.burst_period_s", "SECONDS", "between two bursts"),
+            ("interference-duration", "interference.duration_s", "SECONDS", "how long requests are sent"),
+        ),
+    ),
+)
+# fmt: on
+"""All settings of a `DatasetConfig` whose root is called `dataset`."""
+
+_INTERFERENCE_SIZES: Final[Mapping[str, Mapping[str, object]]] = {
+    "135m": {},
+    "boxed": {
+        "interference-steady-output-len": 512,
+        "interference-burst-input-len": 256,
+        "interference-burst-period": 0.11,
+    },
+}
+
+
+def _interference_for(raw: object) -> Mapping[str, object]:
+    sizes = _INTERFERENCE_SIZES.get(str(raw).lower())
+    if sizes is None:
+        raise ValueError(f"{raw!r} is not known: use {' or '.join(_INTERFERENCE_SIZES)}")
+    return sizes
+
+
+DATASET_SHORTHANDS: Final = (
+    Shorthand(
+        "interference-for",
+        _interference_for,
+        "sizes of pd-interference that suit a model's speed on two cores: 135m (the defaults), or "
+        "boxed, which is ten times as fast",
+        "boxed|135m",
+        "data set: pd-interference",
+    ),
+)
+"""Flags that stand for several of `DATASET_SETTINGS`."""
