@@ -19,9 +19,9 @@ help: ## This list
 up: $(VENV)/.installed ## Install, start P + D + proxy, send one request, serve until Ctrl-C
 	@trap : INT; $(BIN)/pdserve up $(ARGS) || test $$? -eq 130
 
-test: $(VENV)/.installed-dev ## Everything that needs no GPU: quick tests side by side, then whole processes one by one
-	@$(BIN)/python -m pytest -q -n 2 -m "not gpu and not matrix and not e2e and not chaos and not slow" $(ARGS)
-	@$(BIN)/python -m pytest -m "(e2e or chaos or slow) and not gpu and not matrix" $(ARGS)
+test: $(VENV)/.installed-dev ## Everything that needs no GPU: two tests side by side, then whole deployments one by one
+	@$(BIN)/python -m pytest -q -n 2 -m "not gpu and not matrix and not e2e and not chaos" $(ARGS)
+	@$(BIN)/python -m pytest -m "(e2e or chaos) and not gpu and not matrix" $(ARGS)
 
 matrix: $(VENV)/.installed-dev ## Every model family in every parallel shape, and every pair of shapes (about 25 minutes)
 	@$(BIN)/python -m pytest -m "not gpu" tests/e2e/test_parallel_equality.py tests/e2e/test_unequal_shapes.py $(ARGS)
