@@ -56,10 +56,11 @@ from pdserve.proxy.heap import keep_flat
 from pdserve.proxy.keys import CHALLENGE, is_for_people, is_known, needs_key
 from pdserve.proxy.legs import DEADLINE_HEADER, Services
 from pdserve.proxy.metrics import Metrics
-from pdserve.proxy.recent import NUM_KEPT, Recent
+from pdserve.proxy.recent import Recent
 from pdserve.proxy.routing import Router
 from pdserve.proxy.story import Story
 from pdserve.proxy.trace import Tracer
+from pdserve.wire.finished import NUM_KEPT
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Mapping

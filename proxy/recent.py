@@ -14,76 +14,18 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 
+from pdserve.wire.finished import NUM_KEPT, Finished, Told
+
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from pdserve.proxy.story import Story
 
-NUM_KEPT = 4096
 MAX_EVENTS = 48
 MAX_EVENT_CHARS = 200
 MAX_LINE_CHARS = 2000
 MAX_BYTES_EACH = 64 << 10
 """Above what the limits before add up to, with every character escaped."""
-
-
-class Told(msgspec.Struct, frozen=True, kw_only=True):
-    """One event of a finished request's story, `at_ms` after its arrival."""
-
-    at_ms: float
-    event: str
-
-
-class Finished(msgspec.Struct, frozen=True, kw_only=True):
-    """One finished request. Its fields are the keys of its JSON; ms are milliseconds.
-
-    Attributes:
-        seq: Counts the finished requests of this proxy's life, from 1.
-        outcome: One of `OUTCOMES` of `metrics`.
-        mode: Whether the prompt and the rest were computed apart ("disaggregated") or on one
-            engine ("local").
-        arrived_wall_s: Unix time of its arrival; `arrived_s` is the same in monotonic seconds.
-        total_ms: From its arrival to its end.
-        ttft_ms, ttft_terms: Time to the first token, and its parts, which add up to it; None
-            and empty if none came. Where the answer came in one piece (`streamed` is false):
-            until the first token had come to the proxy.
-        second_token_ms, second_token_terms: From the first to the second token, likewise.
-        itl_p50_ms, itl_max_ms, num_gaps: Of the gaps between chunks from the decode engine on.
-        kv_mode, kv_bytes: Who moved the KV, if anyone did, and how much.
-        prefill, decode: Base URLs of the engines of the last attempt; where `prefill` is
-            empty, `decode` did everything.
-        times_ms: When it was queued, admitted, first sent to an engine, sent to the engine that
-            gave the first token, and when the first and second token were written; since
-            arrival. Steps that it did not come to are left out.
-        line: Its line of the log.
-    """
-
-    seq: int
-    request_id: str
-    outcome: str
-    path: str
-    mode: str
-    streamed: bool
-    arrived_wall_s: float
-    arrived_s: float
-    total_ms: float
-    ttft_ms: float | None
-    ttft_terms: dict[str, float]
-    second_token_ms: float | None
-    second_token_terms: dict[str, float]
-    itl_p50_ms: float | None
-    itl_max_ms: float | None
-    num_gaps: int
-    kv_mode: str | None
-    kv_bytes: int
-    rungs: list[str]
-    prompt_tokens: int
-    output_tokens: int
-    prefill: str
-    decode: str
-    times_ms: dict[str, float]
-    line: str
-    story: list[Told]
 
 
 class _Kept(NamedTuple):

@@ -15,8 +15,9 @@ import msgspec
 
 from pdserve.observe.trace import CLOCK_ID, Dump, whole
 from pdserve.proxy.errors import WorkerError
-from pdserve.proxy.recent import Finished, Recent
+from pdserve.proxy.recent import Recent
 from pdserve.proxy.story import Mode
+from pdserve.wire.finished import Finished
 from pdserve.wire.trace import (
     Alignment,
     ClockReading,

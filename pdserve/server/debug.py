@@ -14,8 +14,9 @@ from aiohttp import web
 from pdserve.errors import BadRequestError, EngineDeadError
 from pdserve.observe.trace import reading, whole
 from pdserve.observe.trace_query import trace_query
-from pdserve.server.recent import NUM_KEPT, running, traced
+from pdserve.server.recent import running, traced
 from pdserve.server.service import SERVICE
+from pdserve.wire.finished import NUM_KEPT
 from pdserve.wire.trace import Alignment, Collected, Collection, Missing, Part
 
 if TYPE_CHECKING:

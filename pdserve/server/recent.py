@@ -14,70 +14,14 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from pdserve.wire.finished import NUM_KEPT, Finished
 from pdserve.wire.trace import FrontRequest, Term, Window
 
 if TYPE_CHECKING:
     from pdserve.server.job import Job
 
-NUM_KEPT = 4096
 ENGINE_STAGES = ("queue", "prefill", "kv_wait", "kv_transfer", "handover", "first_step")
 """The engine core's terms of the time to the first token, in order."""
-
-
-class Told(msgspec.Struct, frozen=True, kw_only=True):
-    """One event of a request's story, `at_ms` after its arrival."""
-
-    at_ms: float
-    event: str
-
-
-class Finished(msgspec.Struct, frozen=True, kw_only=True):
-    """One finished request. Its fields are the keys of its JSON; ms are milliseconds.
-
-    Attributes:
-        seq: Counts the finished requests of this server's life, from 1.
-        outcome: "ok", "handed_over", "client_left" or an error's code.
-        mode: Always "local": this is one engine.
-        arrived_wall_s: Unix time of its arrival; `arrived_s` is the same in monotonic seconds.
-        total_ms: From its arrival to its end.
-        ttft_ms, ttft_terms: Time to the first token computed here, and its parts, which add up
-            to it; None and empty if none came.
-        second_token_ms, second_token_terms: None and empty: no other engine follows.
-        itl_p50_ms, itl_max_ms, num_gaps: Of the gaps between output tokens.
-        kv_mode, kv_bytes: How KV came from another engine, if it did, and how much.
-        rungs: Empty: the ladder is a proxy's.
-        prefill, decode: Empty: this server is the engine.
-        times_ms: When the first token was there, since arrival.
-        line: Its line of the log.
-        story: Empty: the engine core's is in its trace.
-    """
-
-    seq: int
-    request_id: str
-    outcome: str
-    path: str
-    mode: str
-    streamed: bool
-    arrived_wall_s: float
-    arrived_s: float
-    total_ms: float
-    ttft_ms: float | None
-    ttft_terms: dict[str, float]
-    second_token_ms: float | None
-    second_token_terms: dict[str, float]
-    itl_p50_ms: float | None
-    itl_max_ms: float | None
-    num_gaps: int
-    kv_mode: str | None
-    kv_bytes: int
-    rungs: list[str]
-    prompt_tokens: int
-    output_tokens: int
-    prefill: str
-    decode: str
-    times_ms: dict[str, float]
-    line: str
-    story: list[Told]
 
 
 class Recent:

@@ -15,7 +15,7 @@ import pdserve
 from pdserve.proxy.dashboard.page import PAGE, POLICY
 from pdserve.proxy.dashboard.series import series_in
 from pdserve.proxy.dashboard.watch import Watch
-from pdserve.proxy.recent import Finished
+from pdserve.wire.finished import Finished
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
