@@ -115,7 +115,7 @@ def stop_rank_in_mid_read(p: Engine, d: Engine, *, rank: int) -> str:
     raise AssertionError("every read was over before the rank could be stopped")
 
 
-def test_a_handoff_with_swapped_endpoints_is_refused_by_both_ranks(
+def test_a_handoff_with_swapped_endpoints_is_refused_and_nothing_is_written(
     make: Callable[..., Engine],
 ) -> None:
     p, d = make("P"), make("D")
@@ -125,8 +125,12 @@ def test_a_handoff_with_swapped_endpoints_is_refused_by_both_ranks(
     d.load(d.queue(PROMPT, swapped, "swapped"), [4, 5, 6])
     d.until(lambda: d.failed)
     assert [f.reason for f in d.failed] == [LoadFailure.INCOMPATIBLE]
-    assert "rank 0 of D wants rank 0 of P, this is its rank 1" in d.failed[0].detail
-    assert "rank 1 of D wants rank 1 of P, this is its rank 0" in d.failed[0].detail
+    # Whichever rank hears first fails the load; the other may be called off before its answer.
+    refusals = (
+        "rank 0 of D wants rank 0 of P, this is its rank 1",
+        "rank 1 of D wants rank 1 of P, this is its rank 0",
+    )
+    assert any(refusal in d.failed[0].detail for refusal in refusals)
     assert d.holds(range(32), range(32), seed=9)  # nothing was written
     d.load(d.queue(PROMPT, handoff, "right"), [4, 5, 6])
     d.until(lambda: d.received)
