@@ -10,14 +10,22 @@
 // or partition without any that it may see changes nothing, bit for bit. So rows can be blocked,
 // tiles skipped and partitions spread over threads (FlashDecoding) as speed asks.
 //
+// bf16 is multiplied by tile registers where the process has them (amx.h) and the dimensions are
+// multiples of 32: of the whole call, so that a row never meets both kinds of product.
+//
 // Keys are packed per tile as [Dh][kTile] and values as strips of [kTile][64], in the interleaved
 // order of product.h, and serve all rows of a block: the queries of several tokens, times the heads
 // that share a KV head.
 
 #include <algorithm>
 #include <atomic>
+#include <optional>
+#include <type_traits>
 #include <vector>
 
+#include "attention_state.h"
+#include "attention_tiles.h"
+#include "attention_vectors.h"
 #include "kernels.h"
 #include "pool.h"
 #include "product.h"
@@ -25,57 +33,10 @@
 namespace pd {
 namespace {
 
-constexpr int kTile = 64;
-constexpr int kVectors = kTile / kLanes;
-constexpr int kPartition = 512;
 constexpr int kMaxHeadDim = 1024;
-
-#ifdef PD_AVX512
-constexpr int kMaxRows = 6;  // with 4 vectors each: 24 accumulators of 32 registers
-#else
-constexpr int kMaxRows = 1;
-#endif
 
 // Rows that share a packed tile. More of them dilute the packing, fewer spread better.
 constexpr int64_t kManyRows = 96, kFewRows = 24;
-
-// Consecutive query tokens of one request.
-struct Block {
-    int32_t request;
-    int32_t first_token;     // in q
-    int32_t num_tokens;
-    int32_t first_position;  // in the request's context
-
-    int64_t end_position() const { return first_position + num_tokens; }
-    int64_t low_position(int64_t window) const {
-        return window == 0 ? 0 : std::max<int64_t>(0, first_position - window + 1);
-    }
-    int64_t first_partition(int64_t window) const { return low_position(window) / kPartition; }
-    int64_t num_partitions(int64_t window) const {
-        return (end_position() - 1) / kPartition - first_partition(window) + 1;
-    }
-};
-
-// Running softmax of some rows.
-struct State {
-    float* sum;  // [rows][16]: sums of weights, by lane
-    float* out;  // [rows][Dv]: weighted sums of values
-    float* top;  // [rows]: largest score, to which weights and values are relative
-
-    static int64_t size(int64_t rows, int64_t value_dim) {
-        return (rows * (kLanes + value_dim + 1) + kLanes - 1) / kLanes * kLanes;
-    }
-    static State at(float* memory, int64_t rows, int64_t value_dim) {
-        return {memory, memory + rows * kLanes, memory + rows * (kLanes + value_dim)};
-    }
-    void clear(int64_t rows) const {
-        std::fill(sum, top, 0.0f);
-        std::fill(top, top + rows, kMinusInf);
-    }
-};
-
-// exp2(top - m) for rows whose maximum becomes m; rows that have seen nothing yet count nothing.
-inline F16 rescale(F16 top, F16 m) { return exp2_of(top - m); }
 
 #ifdef PD_AVX512
 // Transposes 16 rows of 16 words and stores the first num_words of the result, stride words apart.
@@ -176,168 +137,6 @@ class Ahead {
     int num_ranges_ = 0, next_ = 0;
 };
 
-// What packed tiles do to the states of rows; the same for all types with one packed form.
-template <class Unit>
-class RowMath {
-   public:
-    static constexpr int kDepth = Format<Unit>::kDepth;
-
-    explicit RowMath(const PdPagedAttention& p)
-        : p_(p), group_(p.num_heads / p.num_kv_heads), log2_scale_(p.scale * kLog2E) {}
-
-    // Adds one tile to all rows of a block, in bands of nearly equal height of at most kMaxRows.
-    void take_bands(const Block& block, int64_t start, const Unit* queries, const Unit* keys,
-                    const Unit* values, State state) const {
-        const int64_t group = group_, rows = block.num_tokens * group;
-        const int64_t bands = (rows + kMaxRows - 1) / kMaxRows;
-        for (int64_t band = 0; band < bands; band++) {
-            const int64_t row = rows * band / bands;
-            const int64_t height = rows * (band + 1) / bands - row;
-            const int64_t low = low_of(block.first_position + row / group);
-            const int64_t high = block.first_position + (row + height - 1) / group;
-            if (high < start || low >= start + kTile) continue;
-            const int vectors =
-                static_cast<int>(std::min<int64_t>(kVectors, (high - start) / kLanes + 1));
-            const State at = {state.sum + row * kLanes, state.out + row * p_.value_dim,
-                              state.top + row};
-            take_tile_of_height(static_cast<int>(height), vectors, block, row, start,
-                                queries + row * p_.head_dim, keys, values, at);
-        }
-    }
-
-   private:
-    // First position that the query at `position` sees.
-    int64_t low_of(int64_t position) const {
-        return p_.window == 0 ? 0 : std::max<int64_t>(0, position - p_.window + 1);
-    }
-
-    // Adds one tile to the states of kRows rows.
-    template <int kRows, int kUsed>
-    void take_tile(const Block& block, int64_t row, int64_t start, const Unit* queries,
-                   const Unit* keys, const Unit* values, State state) const {
-        const int64_t head_dim = p_.head_dim, group = group_;
-        F16 score[kRows][kUsed];
-#pragma GCC unroll 6
-        for (int r = 0; r < kRows; r++) {
-#pragma GCC unroll 4
-            for (int v = 0; v < kUsed; v++) score[r][v] = zero();
-        }
-        for (int64_t k = 0; k < head_dim; k += kDepth) {
-#pragma GCC unroll 6
-            for (int r = 0; r < kRows; r++) {
-#pragma GCC unroll 4
-                for (int v = 0; v < kUsed; v++) {
-                    score[r][v] = Format<Unit>::step(
-                        score[r][v], keys + k * kTile + v * kLanes * kDepth,
-                        queries + r * head_dim + k);
-                }
-            }
-        }
-
-        alignas(64) Unit weights[kRows][kTile];
-        float before[kLanes] = {}, after[kLanes] = {};
-        for (int r = 0; r < kRows; r++) {
-            const int64_t position = block.first_position + (row + r) / group;
-            const int64_t low = low_of(position) - start, high = position - start;
-            F16 top = splat(kMinusInf);
-            for (int v = 0; v < kUsed; v++) {
-                score[r][v] = score[r][v] * splat(log2_scale_);
-                if (low > v * kLanes || high < (v + 1) * kLanes - 1) {
-                    score[r][v] = keep_lanes(score[r][v], clamp(low - v * kLanes),
-                                             clamp(high - v * kLanes));
-                }
-                top = max(top, score[r][v]);
-            }
-            const float m = std::max(state.top[r], max_lanes(top));
-            before[r] = state.top[r];
-            after[r] = m == kMinusInf ? 0.0f : m;
-            state.top[r] = m;
-        }
-        float shrink[kLanes];
-        store(shrink, rescale(load(before), load(after)));
-        for (int r = 0; r < kRows; r++) {
-            F16 weight[kVectors] = {zero(), zero(), zero(), zero()};
-            for (int v = 0; v < kUsed; v++) {
-                weight[v] = exp2_of(score[r][v] - splat(after[r]));
-                store(weights[r] + v * kLanes, weight[v]);
-            }
-            const F16 added = (weight[0] + weight[1]) + (weight[2] + weight[3]);
-            float* sum = state.sum + r * kLanes;
-            store(sum, fma(load(sum), splat(shrink[r]), added));
-        }
-        int64_t d = 0;
-        for (; d + 4 * kLanes <= p_.value_dim; d += 4 * kLanes) {
-            take_values<kRows, kUsed, 4>(weights, shrink, values + d * kTile, state.out + d);
-        }
-        for (; d < p_.value_dim; d += kLanes) {
-            take_values<kRows, kUsed, 1>(weights, shrink, values + d * kTile, state.out + d);
-        }
-    }
-
-    // out = out * shrink + weights * values, for kRows rows and kCols vectors of dimensions.
-    template <int kRows, int kUsed, int kCols>
-    void take_values(const Unit (&weights)[kRows][kTile], const float* shrink, const Unit* values,
-                     float* out) const {
-        const int64_t value_dim = p_.value_dim;
-        F16 sum[kRows][kCols];
-#pragma GCC unroll 6
-        for (int r = 0; r < kRows; r++) {
-#pragma GCC unroll 4
-            for (int c = 0; c < kCols; c++) {
-                sum[r][c] = load(out + r * value_dim + c * kLanes) * splat(shrink[r]);
-            }
-        }
-        for (int i = 0; i < kUsed * kLanes; i += kDepth) {
-#pragma GCC unroll 6
-            for (int r = 0; r < kRows; r++) {
-#pragma GCC unroll 4
-                for (int c = 0; c < kCols; c++) {
-                    sum[r][c] = Format<Unit>::step(
-                        sum[r][c], values + (i * kCols + c * kDepth) * kLanes, weights[r] + i);
-                }
-            }
-        }
-#pragma GCC unroll 6
-        for (int r = 0; r < kRows; r++) {
-#pragma GCC unroll 4
-            for (int c = 0; c < kCols; c++) store(out + r * value_dim + c * kLanes, sum[r][c]);
-        }
-    }
-
-    static int clamp(int64_t lane) {
-        return static_cast<int>(std::min<int64_t>(std::max<int64_t>(lane, -1), kLanes));
-    }
-
-    template <int kRows, class... Args>
-    void take_tile_of_width(int vectors, const Args&... args) const {
-        switch (vectors) {
-            case 1: return take_tile<kRows, 1>(args...);
-            case 2: return take_tile<kRows, 2>(args...);
-            case 3: return take_tile<kRows, 3>(args...);
-            default: return take_tile<kRows, 4>(args...);
-        }
-    }
-
-    template <class... Args>
-    void take_tile_of_height(int height, int vectors, const Args&... args) const {
-        static_assert(kMaxRows == 6 || kMaxRows == 1);
-        if constexpr (kMaxRows == 6) {
-            switch (height) {
-                case 2: return take_tile_of_width<2>(vectors, args...);
-                case 3: return take_tile_of_width<3>(vectors, args...);
-                case 4: return take_tile_of_width<4>(vectors, args...);
-                case 5: return take_tile_of_width<5>(vectors, args...);
-                case 6: return take_tile_of_width<6>(vectors, args...);
-            }
-        }
-        take_tile_of_width<1>(vectors, args...);
-    }
-
-    const PdPagedAttention& p_;
-    const int64_t group_;     // query heads per KV head
-    const float log2_scale_;  // scores are kept in powers of two
-};
-
 template <class T>
 class Attention {
    public:
@@ -345,7 +144,17 @@ class Attention {
     static constexpr int kDepth = Format<Unit>::kDepth;
 
     Attention(const PdPagedAttention& p, std::atomic<int32_t>& status)
-        : p_(p), status_(status), group_(p.num_heads / p.num_kv_heads), math_(p) {}
+        : p_(p), status_(status), group_(p.num_heads / p.num_kv_heads), math_(p) {
+#ifdef PD_AMX
+        by_tiles_ = TileMath::can_take(p);
+#endif
+    }
+
+    // Rows of the states that a block's rows need.
+    int64_t num_kept(int64_t rows) const {
+        if (!by_tiles_ || rows <= kTileRows) return rows;
+        return (rows + kTileRows - 1) / kTileRows * kTileRows;
+    }
 
     // Attends the rows of a block under KV heads [first_head, end_head) to one partition, and
     // overwrites `states`, one per head. Heads are taken in turn for each tile: theirs lie side by
@@ -353,7 +162,7 @@ class Attention {
     void attend(const Block& block, int64_t first_head, int64_t end_head, int64_t partition,
                 const State* states, const Block* next) const {
         const int64_t head_dim = p_.head_dim;
-        const int64_t rows = block.num_tokens * group_;
+        const int64_t rows = num_kept(block.num_tokens * group_);
         auto* queries = static_cast<Unit*>(
             scratch(Scratch::kInput, (end_head - first_head) * rows * head_dim * kUnitBytes));
         for (int64_t head = first_head; head < end_head; head++) {
@@ -363,6 +172,10 @@ class Attention {
         auto* keys = static_cast<Unit*>(
             scratch(Scratch::kTile, kTile * (head_dim + p_.value_dim) * kUnitBytes));
         Unit* values = keys + kTile * head_dim;
+#ifdef PD_AMX
+        std::optional<Tiles> tiles;
+        if (by_tiles_) tiles.emplace(static_cast<int>(std::min<int64_t>(rows, kTileRows)));
+#endif
 
         const int64_t low = block.low_position(p_.window) / kTile * kTile;
         const int64_t last = std::min(block.end_position(), (partition + 1) * kPartition);
@@ -383,7 +196,16 @@ class Attention {
                 pack_keys(tile, count, keys, ahead);
                 pack_values(tile, count, values, ahead);
                 const Unit* own = queries + (head - first_head) * rows * head_dim;
-                math_.take_bands(block, start, own, keys, values, states[head - first_head]);
+                const State& state = states[head - first_head];
+#ifdef PD_AMX
+                if constexpr (std::is_same_v<T, Bf16>) {
+                    if (tiles) {
+                        TileMath(p_).take_bands(*tiles, block, start, own, keys, values, state);
+                        continue;
+                    }
+                }
+#endif
+                math_.take_bands(block, start, own, keys, values, state);
             }
         }
     }
@@ -445,7 +267,7 @@ class Attention {
                kv_head * p_.block_size * p_.head_dim;
     }
 
-    // Positions from `count` up to the next multiple of 16 get zeros: the cache may hold anything
+    // Positions from `count` on get zeros, as far as they are read: the cache may hold anything
     // there, even NaN, and a weight of 0 would not silence that.
     void find_rows(int64_t request, int64_t kv_head, int64_t start, int64_t count,
                    TileRows<T>& tile) const {
@@ -502,15 +324,19 @@ class Attention {
         else return load(from, n);
     }
 
-    // To [kTile / kDepth][64][kDepth] for each 64 dimensions, then likewise for each 16 of the rest:
-    // what is read together lies together, however many dimensions there are.
+    // To [kTile / kDepth][64][kDepth] for each 64 dimensions, then likewise for each 16 of the rest
+    // (for tiles, all 32 of it): what is read together lies together, however many there are.
     void pack_values(const TileRows<T>& tile, int64_t count, Unit* to, Ahead& ahead) const {
-        const int64_t padded = (count + kLanes - 1) / kLanes * kLanes;
+        const int64_t padded = by_tiles_ ? kTile : (count + kLanes - 1) / kLanes * kLanes;
         for (int64_t i = 0; i < padded; i += kDepth) {
             ahead.ask(p_.value_dim / kLanes);
             int64_t d = 0;
             for (; d + 4 * kLanes <= p_.value_dim; d += 4 * kLanes) {
                 pack_pair(tile, i, d, 4 * kLanes, to + d * kTile + i * 4 * kLanes);
+            }
+            if (by_tiles_ && d < p_.value_dim) {
+                pack_pair(tile, i, d, 2 * kLanes, to + d * kTile + i * 2 * kLanes);
+                d += 2 * kLanes;
             }
             for (; d < p_.value_dim; d += kLanes) {
                 pack_pair(tile, i, d, kLanes, to + d * kTile + i * kLanes);
@@ -533,6 +359,7 @@ class Attention {
     std::atomic<int32_t>& status_;
     const int64_t group_;  // query heads per KV head
     const RowMath<Unit> math_;
+    bool by_tiles_ = false;
 };
 
 bool valid(const PdPagedAttention& p) {
@@ -590,12 +417,12 @@ int32_t run(const PdPagedAttention& p) {
         max_rows = std::max(max_rows, blocks[i].num_tokens * group);
         work += blocks[i].end_position() - blocks[i].low_position(p.window);
     }
-    const int64_t state_size = State::size(max_rows, value_dim);
+    const int64_t state_size = State::size(attention.num_kept(max_rows), value_dim);
     // About a microsecond's worth of positions is not worth a second thread.
     if (work * heads < 128) num_threads = 1;
 
     const auto state_at = [&](float* memory, int64_t i) {
-        return State::at(memory, blocks[i].num_tokens * group, value_dim);
+        return State::at(memory, attention.num_kept(blocks[i].num_tokens * group), value_dim);
     };
     if (num_threads == 1 || num_blocks * heads >= 2 * num_threads || max_parts == 1) {
         // All heads of a block in one go reads memory in longer runs; a few rows need little else.

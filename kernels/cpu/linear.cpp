@@ -1,24 +1,23 @@
-// y = x W^T + b, with W packed once.
-//
-// Packed layout: groups of 32 columns (rows of W), each group holding for k = 0, 1, ... the 32
-// weights of step k side by side, so a group is read as one stream. A step is one k, or with
-// dpbf16 a pair of them: [N / 32][K][32] or [N / 32][K / 2][32][2], padded with zeros.
+// y = x W^T + b, with W packed once (packed.h).
 //
 // Batch invariance: an element of y is one fp32 accumulator that starts at zero and takes the steps
-// in order, whatever the tile it is computed in. Tiles differ in height (rows of x) only.
+// in order, whatever it is computed beside: lanes of vectors, or tiles (amx.h), whose own order
+// within a step is fixed too. Vectors and tiles differ in that order, so a process keeps to one of
+// the two for all products of bf16: tiles, where the CPU and the operating system have them. One or
+// two rows are then multiplied by vectors that do what tiles do, bit for bit.
 
 #include <algorithm>
 #include <type_traits>
 #include <utility>
 
+#include "amx.h"
 #include "kernels.h"
+#include "packed.h"
 #include "pool.h"
 #include "product.h"
 
 namespace pd {
 namespace {
-
-constexpr int kCols = 32;  // per group
 
 #ifdef PD_AVX512
 // 24 accumulators, 2 weights and 1 activation of 32 registers.
@@ -31,58 +30,251 @@ constexpr int kMaxRows = 3;
 // faster.
 constexpr int kAhead = 4096;
 
-template <class T>
-int64_t num_steps(int64_t depth) {
-    return (depth + Format<T>::kDepth - 1) / Format<T>::kDepth;
+// Some rows of x times one group of columns.
+template <class T, class Out>
+struct Product {
+    const typename Format<T>::Input* x;
+    int64_t x_stride, rows;
+    const T* w;
+    int64_t depth;  // padded
+    const float* bias;
+    int cols;  // of the group that there are
+    Out* y;
+    int64_t y_stride;
+};
+
+// The sums of a row and 16 columns to y.
+template <class T, class Out>
+void finish(const Product<T, Out>& p, int64_t row, int half, F16 value) {
+    const int count = std::min(p.cols - half * kLanes, kLanes);
+    if (count > 0) {
+        if (p.bias != nullptr) value = value + load(p.bias + half * kLanes, count);
+        store(p.y + row * p.y_stride + half * kLanes, value, count);
+    }
 }
 
-template <class T>
-int64_t group_size(int64_t depth) {
-    return num_steps<T>(depth) * Format<T>::kDepth * kCols;
+template <class T, class Out>
+void finish_row(const Product<T, Out>& p, int64_t row, const float* sums) {
+    for (int half = 0; half < 2; half++) finish(p, row, half, load(sums + half * kLanes));
 }
 
-// One tile: kRows rows of x times one group of columns.
+// kRows of the product's rows, by vectors.
 template <class T, class Out, int kRows>
-void tile(const typename Format<T>::Input* x, int64_t x_stride, const T* w, int64_t steps,
-          const float* bias, Out* y, int64_t y_stride, int cols) {
+void multiply_band(const Product<T, Out>& p, int64_t row) {
     constexpr int kDepth = Format<T>::kDepth;
     constexpr int kStepBytes = kDepth * kCols * sizeof(T);
+    const auto* x = p.x + row * p.x_stride;
+    const T* w = p.w;
     F16 sum[kRows][2];
 #pragma GCC unroll 12
     for (int r = 0; r < kRows; r++) sum[r][0] = sum[r][1] = zero();
-    for (int64_t s = 0; s < steps; s++) {
+    for (int64_t k = 0; k < p.depth; k += kDepth) {
         for (int line = 0; line < kStepBytes; line += 64) {
             prefetch(reinterpret_cast<const char*>(w) + kAhead + line);
         }
 #pragma GCC unroll 12
         for (int r = 0; r < kRows; r++) {
-            const auto* at = x + r * x_stride + s * kDepth;
+            const auto* at = x + r * p.x_stride + k;
             sum[r][0] = Format<T>::step(sum[r][0], w, at);
             sum[r][1] = Format<T>::step(sum[r][1], w + kDepth * kLanes, at);
         }
         w += kDepth * kCols;
     }
-    for (int half = 0; half < 2; half++) {
-        const int count = std::min(cols - half * kLanes, kLanes);
-        if (count <= 0) break;
-        const F16 offset = bias == nullptr ? zero() : load(bias + half * kLanes, count);
-        for (int r = 0; r < kRows; r++) {
-            const F16 value = bias == nullptr ? sum[r][half] : sum[r][half] + offset;
-            store(y + r * y_stride + half * kLanes, value, count);
-        }
+    for (int r = 0; r < kRows; r++) {
+        for (int half = 0; half < 2; half++) finish(p, row + r, half, sum[r][half]);
     }
 }
 
 template <class T, class Out>
-using Tile = void (*)(const typename Format<T>::Input*, int64_t, const T*, int64_t, const float*,
-                      Out*, int64_t, int);
+using Band = void (*)(const Product<T, Out>&, int64_t);
 
 template <class T, class Out, int... kHeights>
-constexpr auto tiles_of(std::integer_sequence<int, kHeights...>) {
+constexpr auto bands_of(std::integer_sequence<int, kHeights...>) {
     struct Table {
-        Tile<T, Out> of_height[sizeof...(kHeights) + 1];
+        Band<T, Out> of_height[sizeof...(kHeights) + 1];
     };
-    return Table{{nullptr, tile<T, Out, kHeights + 1>...}};
+    return Table{{nullptr, multiply_band<T, Out, kHeights + 1>...}};
+}
+
+// Rows are cut into bands of nearly equal height.
+template <class T, class Out>
+void multiply_by_vectors(const Product<T, Out>& p) {
+    static constexpr auto kBands = bands_of<T, Out>(std::make_integer_sequence<int, kMaxRows>{});
+    const int64_t num_bands = (p.rows + kMaxRows - 1) / kMaxRows;
+    for (int64_t band = 0; band < num_bands; band++) {
+        const int64_t row = p.rows * band / num_bands;
+        kBands.of_height[p.rows * (band + 1) / num_bands - row](p, row);
+    }
+}
+
+#ifdef PD_AMX
+
+// Steps of weights that stay in L1 (18 KB) while all rows of x pass by.
+constexpr int64_t kSliceSteps = 9;
+constexpr int64_t kRunSize = kTileRows * kCols;
+
+// Tiles ask for 2 KB at a time, vectors for 128 bytes.
+constexpr int kFarAhead = 4 * kAhead;
+
+// Rows for which vectors that do what tiles do are as fast as memory. Tiles take a little to start.
+constexpr int kVectorRows = 2;
+
+template <class Out>
+void multiply_like_tiles(const Product<Bf16, Out>& p) {
+    alignas(64) float sums[kVectorRows * kCols];
+    (p.rows == 1 ? add_like_tiles<1, kAhead> : add_like_tiles<kVectorRows, kAhead>)(
+        p.x, p.x_stride, p.w, p.depth / kTileDepth, sums);
+    for (int64_t r = 0; r < p.rows; r++) finish_row(p, r, sums + r * kCols);
+}
+
+// A tile's height of rows, or fewer. Sums are finished while the products of the next group run:
+// to wait for them each time would leave the memory idle for a twentieth of a decode step.
+template <class Out>
+class FewRows {
+   public:
+    explicit FewRows(const Tiles& tiles)
+        : tiles_(tiles),
+          sums_(static_cast<float*>(scratch(Scratch::kSums, 2 * kRunSize * sizeof(float)))) {}
+
+    void multiply(const Product<Bf16, Out>& p) {
+        float* sums = sums_ + (count_ % 2) * kRunSize;
+        const int64_t steps = p.depth / kTileDepth;
+        tiles_.multiply<1, kFarAhead>({{p.x, nullptr},
+                                       p.x_stride,
+                                       p.w,
+                                       2 * kCols,
+                                       steps,
+                                       {sums, nullptr},
+                                       kCols,
+                                       false});
+        finish();
+        last_ = p;
+        count_++;
+    }
+
+    void finish() const {
+        if (count_ == 0) return;
+        const float* sums = sums_ + ((count_ - 1) % 2) * kRunSize;
+        for (int64_t r = 0; r < last_.rows; r++) finish_row(last_, r, sums + r * kCols);
+    }
+
+   private:
+    const Tiles& tiles_;
+    float* sums_;
+    Product<Bf16, Out> last_ = {};
+    int64_t count_ = 0;
+};
+
+// Sums lie in memory between slices. Rows are cut into runs of a tile's height; the last one
+// overlaps its neighbour instead of having another height: a row that is in both is computed twice,
+// with equal results.
+template <class Out>
+void multiply_many_rows(const Product<Bf16, Out>& p, const Tiles& tiles) {
+    const int64_t num_runs = (p.rows + kTileRows - 1) / kTileRows;
+    const int64_t steps = p.depth / kTileDepth;
+    const int64_t num_slices =
+        num_runs <= 2 ? 1 : std::max<int64_t>(1, (steps + kSliceSteps - 1) / kSliceSteps);
+    auto* sums = static_cast<float*>(
+        scratch(Scratch::kSums, num_runs * kRunSize * static_cast<int64_t>(sizeof(float))));
+    const auto row_of = [&](int64_t run) { return std::min(run * kTileRows, p.rows - kTileRows); };
+    for (int64_t slice = 0; slice < num_slices; slice++) {
+        const int64_t first = steps * slice / num_slices;
+        const int64_t last = steps * (slice + 1) / num_slices;
+        for (int64_t run = 0; run < num_runs; run += 2) {
+            const int64_t next = std::min(run + 1, num_runs - 1);
+            const Bf16* x = p.x + first * kTileDepth;
+            const TileProduct part = {
+                {x + row_of(run) * p.x_stride, x + row_of(next) * p.x_stride},
+                p.x_stride,
+                p.w + first * kTileDepth * kCols,
+                2 * kCols,
+                last - first,
+                {sums + run * kRunSize, sums + next * kRunSize},
+                kCols,
+                slice > 0};
+            // Only the first rows find the weights anywhere but in L1.
+            if (run == 0) {
+                tiles.multiply<2, kAhead>(part);
+            } else if (next > run) {
+                tiles.multiply<2, 0>(part);
+            } else {
+                tiles.multiply<1, 0>(part);
+            }
+            if (last < steps) continue;
+            for (int64_t done = run; done <= next; done++) {
+                for (int64_t r = 0; r < kTileRows; r++) {
+                    finish_row(p, row_of(done) + r, sums + done * kRunSize + r * kCols);
+                }
+            }
+        }
+    }
+}
+
+#endif
+
+// How the rows of x and the groups of columns become pieces of work.
+struct Cut {
+    int64_t num_groups, num_panels, rows;
+    bool by_panel;  // take all groups for a panel of rows, else all panels for a group
+
+    int64_t size() const { return num_groups * num_panels; }
+    int64_t group(int64_t item) const { return by_panel ? item % num_groups : item / num_panels; }
+    int64_t panel(int64_t item) const { return by_panel ? item / num_groups : item % num_panels; }
+    // First row of a panel; panels start where tiles do.
+    int64_t start(int64_t panel) const {
+        if (panel == num_panels) return rows;
+        return by_panel ? rows * panel / num_panels / kTileRows * kTileRows
+                        : rows * panel / num_panels;
+    }
+};
+
+// Bytes of x that stay in L2 while the weights pass by, and rows that their sums fit beside them.
+constexpr int64_t kPanelBytes = 768 << 10, kPanelRows = 512;
+// Fewer rows do not use a group of weights often enough to bring it from L2.
+constexpr int64_t kFewRows = 64;
+
+// Enough pieces to keep the threads level, each large enough to use its group of weights often.
+template <class T>
+Cut cut(int64_t rows, int64_t depth, int64_t num_groups, int num_threads) {
+    if (!std::is_same_v<T, Bf16> || !have_tiles()) {
+        const int64_t num_bands = (rows + kMaxRows - 1) / kMaxRows;
+        return {num_groups, std::max<int64_t>(1, num_bands / 10), rows, false};
+    }
+    const int64_t row_bytes = std::max<int64_t>(depth * int64_t{sizeof(T)}, 1);
+    const int64_t at_once = std::min(kPanelRows, std::max(kFewRows, kPanelBytes / row_bytes));
+    int64_t num_panels = (rows + at_once - 1) / at_once;
+    while (num_threads > 1 && num_groups * num_panels < 4 * num_threads &&
+           rows / num_panels >= 2 * kFewRows) {
+        num_panels *= 2;
+    }
+    return {num_groups, num_panels, rows, true};
+}
+
+// Calls of(item) for the product of each piece of work in [begin, end), and computes it.
+template <class T, class Out, class Of>
+void multiply_items(int64_t begin, int64_t end, Of&& of) {
+#ifdef PD_AMX
+    if constexpr (std::is_same_v<T, Bf16>) {
+        if (have_tiles()) {
+            // Either all panels have more rows than a tile, or there is one panel.
+            const int64_t rows = of(begin).rows;
+            if (rows <= kVectorRows) {
+                for (; begin < end; begin++) multiply_like_tiles<Out>(of(begin));
+                return;
+            }
+            const Tiles tiles(static_cast<int>(std::min<int64_t>(rows, kTileRows)));
+            if (rows > kTileRows) {
+                for (; begin < end; begin++) multiply_many_rows<Out>(of(begin), tiles);
+            } else {
+                FewRows<Out> few(tiles);
+                for (; begin < end; begin++) few.multiply(of(begin));
+                few.finish();
+            }
+            return;
+        }
+    }
+#endif
+    for (; begin < end; begin++) multiply_by_vectors<T, Out>(of(begin));
 }
 
 // One row as the kernels read it, zero padded to `stride` elements.
@@ -99,15 +291,15 @@ void widen_row(const T* from, int64_t depth, int64_t stride, typename Format<T>:
     std::fill(to + depth, to + stride, Input{});
 }
 
-// x as the kernels read it: [rows][stride], zero padded to whole steps.
+// x as the kernels read it: [rows][stride], zero padded as the weights are.
 template <class T>
 std::pair<const typename Format<T>::Input*, int64_t> prepare(const T* x, int64_t rows,
                                                              int64_t depth) {
     using Input = typename Format<T>::Input;
+    const int64_t stride = padded_depth<T>(depth);
     if constexpr (std::is_same_v<T, Input>) {
-        if (depth % Format<T>::kDepth == 0) return {x, depth};
+        if (depth == stride) return {x, depth};
     }
-    const int64_t stride = num_steps<T>(depth) * Format<T>::kDepth;
     auto* copy = static_cast<Input*>(scratch(Scratch::kInput, rows * stride * sizeof(Input)));
     for (int64_t r = 0; r < rows; r++) {
         widen_row(x + r * depth, depth, stride, copy + r * stride);
@@ -117,34 +309,25 @@ std::pair<const typename Format<T>::Input*, int64_t> prepare(const T* x, int64_t
 
 template <class T, class Out>
 void multiply(const PdLinear& p, Out* y) {
-    static constexpr auto kTiles = tiles_of<T, Out>(std::make_integer_sequence<int, kMaxRows>{});
     const auto [x, x_stride] = prepare(static_cast<const T*>(p.x), p.rows, p.depth);
-    const int64_t steps = num_steps<T>(p.depth);
-    const int64_t num_groups = (p.num_cols + kCols - 1) / kCols;
-    const T* packed = static_cast<const T*>(p.weight);
-
-    // Rows are cut into bands of nearly equal height, and bands into pieces: enough of them to keep
-    // the threads level, each large enough to use its group of weights (in L2) many times.
-    const int64_t num_bands = (p.rows + kMaxRows - 1) / kMaxRows;
-    const int64_t num_pieces = std::max<int64_t>(1, num_bands / 10);
-    const auto band_start = [&](int64_t band) { return p.rows * band / num_bands; };
-    const auto run = [&, x = x, x_stride = x_stride](int64_t begin, int64_t end) {
-        for (int64_t item = begin; item < end; item++) {
-            const int64_t group = item / num_pieces, piece = item % num_pieces;
-            const int64_t col = group * kCols;
-            const T* w = packed + group * group_size<T>(p.depth);
-            const float* bias = p.bias == nullptr ? nullptr : p.bias + col;
-            const int cols = static_cast<int>(std::min<int64_t>(kCols, p.num_cols - col));
-            const int64_t last = num_bands * (piece + 1) / num_pieces;
-            for (int64_t band = num_bands * piece / num_pieces; band < last; band++) {
-                const int64_t row = band_start(band);
-                kTiles.of_height[band_start(band + 1) - row](
-                    x + row * x_stride, x_stride, w, steps, bias, y + row * p.num_cols + col,
-                    p.num_cols, cols);
-            }
-        }
+    const int64_t depth = padded_depth<T>(p.depth);
+    const Cut pieces = cut<T>(p.rows, depth, (p.num_cols + kCols - 1) / kCols, p.num_threads);
+    const auto product_of = [&, x = x, x_stride = x_stride](int64_t item) {
+        const int64_t group = pieces.group(item), panel = pieces.panel(item);
+        const int64_t col = group * kCols, row = pieces.start(panel);
+        return Product<T, Out>{x + row * x_stride,
+                               x_stride,
+                               pieces.start(panel + 1) - row,
+                               static_cast<const T*>(p.weight) + group * group_size<T>(p.depth),
+                               depth,
+                               p.bias == nullptr ? nullptr : p.bias + col,
+                               static_cast<int>(std::min<int64_t>(kCols, p.num_cols - col)),
+                               y + row * p.num_cols + col,
+                               p.num_cols};
     };
-    parallel_for(num_groups * num_pieces, 1, true, p.num_threads, run);
+    parallel_for(pieces.size(), 1, true, p.num_threads, [&](int64_t begin, int64_t end) {
+        multiply_items<T, Out>(begin, end, product_of);
+    });
 }
 
 // Rows of x that are widened at a time, where the kernels do not read it as it lies.
@@ -153,10 +336,8 @@ constexpr int64_t kWidenedRows = 512;
 template <class T>
 void multiply_heads(const PdHeadLinear& p) {
     using Input = typename Format<T>::Input;
-    constexpr int kDepth = Format<T>::kDepth;
-    static constexpr auto kTiles = tiles_of<T, T>(std::make_integer_sequence<int, kMaxRows>{});
-    const bool as_it_lies = std::is_same_v<T, Input> && p.depth % kDepth == 0;
-    const int64_t steps = num_steps<T>(p.depth), padded = steps * kDepth;
+    const int64_t depth = padded_depth<T>(p.depth);
+    const bool as_it_lies = std::is_same_v<T, Input> && p.depth == depth;
     const int64_t num_groups = (p.num_cols + kCols - 1) / kCols;
     const int64_t head_size = num_groups * group_size<T>(p.depth);
     const int64_t rows_at_once = as_it_lies ? p.rows : kWidenedRows;
@@ -167,121 +348,44 @@ void multiply_heads(const PdHeadLinear& p) {
         int64_t x_stride = p.x_stride, x_head_stride = p.x_head_stride;
         if constexpr (std::is_same_v<T, Input>) x = from;
         if (!as_it_lies) {
-            x_stride = padded, x_head_stride = rows * padded;
+            x_stride = depth, x_head_stride = rows * depth;
             auto* copy = static_cast<Input*>(
                 scratch(Scratch::kInput, p.num_heads * x_head_stride * sizeof(Input)));
             for (int64_t h = 0; h < p.num_heads; h++) {
                 for (int64_t r = 0; r < rows; r++) {
-                    widen_row(from + r * p.x_stride + h * p.x_head_stride, p.depth, padded,
+                    widen_row(from + r * p.x_stride + h * p.x_head_stride, p.depth, depth,
                               copy + h * x_head_stride + r * x_stride);
                 }
             }
             x = copy;
         }
         T* y = static_cast<T*>(p.y) + first * p.y_stride;
-        const int64_t num_bands = (rows + kMaxRows - 1) / kMaxRows;
-        const auto band_start = [&](int64_t band) { return rows * band / num_bands; };
-        const auto run = [&](int64_t begin, int64_t end) {
-            for (int64_t item = begin; item < end; item++) {
-                const int64_t head = item / num_groups, group = item % num_groups;
-                const int64_t col = group * kCols;
-                const T* w = static_cast<const T*>(p.weight) + head * head_size +
-                             group * group_size<T>(p.depth);
-                const int cols = static_cast<int>(std::min<int64_t>(kCols, p.num_cols - col));
-                for (int64_t band = 0; band < num_bands; band++) {
-                    const int64_t row = band_start(band);
-                    kTiles.of_height[band_start(band + 1) - row](
-                        x + row * x_stride + head * x_head_stride, x_stride, w, steps, nullptr,
-                        y + row * p.y_stride + head * p.y_head_stride + col, p.y_stride, cols);
-                }
-            }
+        const Cut pieces = cut<T>(rows, depth, p.num_heads * num_groups, p.num_threads);
+        const auto product_of = [&](int64_t item) {
+            const int64_t head = pieces.group(item) / num_groups;
+            const int64_t group = pieces.group(item) % num_groups, panel = pieces.panel(item);
+            const int64_t col = group * kCols, row = pieces.start(panel);
+            return Product<T, T>{
+                x + row * x_stride + head * x_head_stride,
+                x_stride,
+                pieces.start(panel + 1) - row,
+                static_cast<const T*>(p.weight) + head * head_size + group * group_size<T>(p.depth),
+                depth,
+                nullptr,
+                static_cast<int>(std::min<int64_t>(kCols, p.num_cols - col)),
+                y + row * p.y_stride + head * p.y_head_stride + col,
+                p.y_stride};
         };
-        parallel_for(p.num_heads * num_groups, 1, true, p.num_threads, run);
+        parallel_for(pieces.size(), 1, true, p.num_threads, [&](int64_t begin, int64_t end) {
+            multiply_items<T, T>(begin, end, product_of);
+        });
     }
-}
-
-// Where element (col, k) of the weight lies in the packed one.
-template <class T>
-int64_t packed_index(int64_t col, int64_t k, int64_t depth) {
-    constexpr int kDepth = Format<T>::kDepth;
-    return col / kCols * group_size<T>(depth) +
-           (k / kDepth * kCols + col % kCols) * kDepth + k % kDepth;
-}
-
-template <class T>
-void pack(const PdPack& p) {
-    const T* from = static_cast<const T*>(p.weight);
-    T* to = static_cast<T*>(p.packed);
-    const int64_t end_col = p.first_col + p.num_cols, first_group = p.first_col / kCols;
-    const int64_t num_groups = (end_col + kCols - 1) / kCols - first_group;
-    parallel_for(num_groups, 1, true, p.num_threads, [&](int64_t begin, int64_t end) {
-        const int64_t last = std::min((first_group + end) * kCols, end_col);
-        for (int64_t col = std::max((first_group + begin) * kCols, p.first_col); col < last; col++) {
-            const T* row = from + (col - p.first_col) * p.stride;
-            for (int64_t k = 0; k < p.depth; k++) to[packed_index<T>(col, k, p.depth)] = row[k];
-        }
-    });
-}
-
-template <class T>
-void unpack_row(const T* from, int64_t col, int64_t depth, T* to) {
-    for (int64_t k = 0; k < depth; k++) to[k] = from[packed_index<T>(col, k, depth)];
-}
-
-template <class T>
-void unpack(const PdPack& p) {
-    T* to = static_cast<T*>(p.weight);
-    for (int64_t i = 0; i < p.num_cols; i++) {
-        unpack_row(static_cast<const T*>(p.packed), p.first_col + i, p.depth, to + i * p.stride);
-    }
-}
-
-template <class T>
-void take_rows(const PdTakeRows& p) {
-    constexpr int64_t kChunk = 16;
-    T* to = static_cast<T*>(p.y);
-    const int num_threads = p.rows <= kChunk ? 1 : p.num_threads;
-    parallel_for(p.rows, kChunk, false, num_threads, [&](int64_t begin, int64_t end) {
-        for (int64_t i = begin; i < end; i++) {
-            const int64_t col = p.ids[i] - p.first_id;
-            if (col >= 0 && col < p.num_cols) {
-                unpack_row(static_cast<const T*>(p.packed), col, p.depth, to + i * p.depth);
-            } else {
-                std::fill(to + i * p.depth, to + (i + 1) * p.depth, T{});
-            }
-        }
-    });
 }
 
 }  // namespace
 }  // namespace pd
 
 extern "C" {
-
-// Bytes of a packed weight, which wants 64-byte alignment.
-int64_t pd_packed_bytes(int64_t num_cols, int64_t depth, PdType type) {
-    const int64_t num_groups = (num_cols + pd::kCols - 1) / pd::kCols;
-    return pd::with_type(type, [&](auto kind) {
-        using T = decltype(kind);
-        return static_cast<int64_t>(num_groups * pd::group_size<T>(depth) * sizeof(T));
-    });
-}
-
-void pd_pack(const PdPack* p) {
-    pd::with_type(p->type, [&](auto kind) { pd::pack<decltype(kind)>(*p); });
-}
-
-void pd_unpack(const PdPack* p) {
-    pd::with_type(p->type, [&](auto kind) { pd::unpack<decltype(kind)>(*p); });
-}
-
-int32_t pd_take_rows(const PdTakeRows* p) {
-    for (int64_t i = 0; i < p->rows; i++) {
-        if (p->ids[i] < 0 || p->ids[i] >= p->num_ids) return kBadId;
-    }
-    pd::with_type(p->type, [&](auto kind) { pd::take_rows<decltype(kind)>(*p); });
-    return kOk;
-}
 
 void pd_linear(const PdLinear* p) {
     if (p->rows == 0) return;
@@ -294,6 +398,7 @@ void pd_linear(const PdLinear* p) {
         }
     });
 }
+
 void pd_head_linear(const PdHeadLinear* p) {
     if (p->rows == 0) return;
     pd::with_type(p->type, [&](auto kind) { pd::multiply_heads<decltype(kind)>(*p); });

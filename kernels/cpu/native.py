@@ -110,6 +110,7 @@ class NativeKernels:
         self._packed_bytes = library.pd_packed_bytes
         self._packed_bytes.argtypes = (ctypes.c_int64, ctypes.c_int64, ctypes.c_int32)
         self._packed_bytes.restype = ctypes.c_int64
+        self._has_tiles = library.pd_has_tiles
         # No argtypes: these take bytes, and a conversion per call is what that avoids.
         self._linear = library.pd_linear
         self._pack = library.pd_pack
@@ -126,6 +127,10 @@ class NativeKernels:
         self._route = library.pd_route
         self._experts = library.pd_experts
         self._digest = library.pd_digest
+
+    def has_tiles(self) -> bool:
+        """Return whether this process computes products of bf16 on the CPU's matrix unit (AMX)."""
+        return bool(self._has_tiles())
 
     def packed_memory(self, num_cols: int, depth: int, dtype: torch.dtype) -> Tensor:
         """Return a packed weight ``[num_cols, depth]`` of zeros, an opaque tensor of bytes."""

@@ -2,16 +2,18 @@
 
 #pragma once
 
+#include "amx.h"
 #include "simd.h"
 
 namespace pd {
 
 // `Input` is the type of the other operand. A step adds kDepth products to each of 16 sums:
-// w holds [16][kDepth] values of T, and x the kDepth values that all 16 are multiplied by.
+// w holds [16][kDepth] values of T, and x the kDepth values that all 16 are multiplied by. Packed
+// operands have a multiple of kPadding k's.
 template <class T>
 struct Format {
     using Input = float;
-    static constexpr int kDepth = 1;
+    static constexpr int kDepth = 1, kPadding = 1;
     static F16 step(F16 sum, const T* w, const float* x) { return fma(splat(*x), load(w), sum); }
 };
 
@@ -20,6 +22,11 @@ template <>
 struct Format<Bf16> {
     using Input = Bf16;
     static constexpr int kDepth = 2;
+#ifdef PD_AMX
+    static constexpr int kPadding = kTileDepth;
+#else
+    static constexpr int kPadding = kDepth;
+#endif
     static F16 step(F16 sum, const Bf16* w, const Bf16* x) {
         int32_t pair;
         std::memcpy(&pair, x, sizeof pair);

@@ -164,8 +164,10 @@ def compiler() -> Finding:
     """Can the C++ kernels be built?"""
     try:
         from pdserve.kernels.cpu import build as kernels
+        from pdserve.kernels.cpu import native
 
         path = kernels.library()
+        loaded = native.kernels()
     except ImportError as error:
         return Finding("kernels", Verdict.FAIL, f"cannot be imported: {error}")
     except kernels.BuildError as error:
@@ -175,7 +177,8 @@ def compiler() -> Finding:
             str(error).splitlines()[0],
             "models on the CPU run many times slower without: apt-get install g++",
         )
-    return Finding("kernels", Verdict.OK, f"C++ kernels for this CPU: {path}")
+    unit = ", bf16 on AMX tiles" if loaded is not None and loaded.has_tiles() else ""
+    return Finding("kernels", Verdict.OK, f"C++ kernels for this CPU{unit}: {path}")
 
 
 def shared_memory(folder: Path) -> Finding:

@@ -116,21 +116,21 @@ def test_the_cpu_says_what_it_lacks(flags: set[str], words: str) -> None:
 
 @pytest.mark.slow
 def test_the_probe_moves_bytes_between_two_processes() -> None:
-    rates = measure(timeout_s=45)
+    rates = measure(timeout_s=200)
     assert 0 < rates.transfer < 4 * rates.memcpy
 
 
 @pytest.mark.slow
 def test_the_probe_says_why_it_cannot() -> None:
     with pytest.raises(ProbeError, match="no_such_backend"):
-        measure(backends=["no_such_backend"], timeout_s=45)
+        measure(backends=["no_such_backend"], timeout_s=200)
 
 
 @pytest.mark.slow
 def test_json_holds_every_check_and_an_unreachable_peer_is_code_4() -> None:
     (port,) = free_ports(1)
     url = f"http://127.0.0.1:{port}"
-    done = pdserve("doctor", "--json", "--peer", url, timeout_s=55)
+    done = pdserve("doctor", "--json", "--peer", url, timeout_s=200)
     checks = {check["check"]: check for check in json.loads(done.stdout)["checks"]}
     assert {"versions", "cpu", "devices", "kernels", "shared memory", "transfer"} <= set(checks)
     assert checks["peer"]["verdict"] == "fail"

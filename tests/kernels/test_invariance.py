@@ -17,8 +17,7 @@ from torch import Tensor
 
 from pdserve.kernels import cases
 from pdserve.kernels.cases import attention_inputs, kv_cache, latent_inputs, rope_table
-from pdserve.kernels.cpu import build
-from pdserve.kernels.cpu.native import NativeKernels, kernels
+from pdserve.kernels.cpu.native import kernels
 from pdserve.kernels.linear import PackedLinear
 from pdserve.kernels.ops import (
     PackedExperts,
@@ -33,6 +32,7 @@ from pdserve.kernels.ops import (
     route,
     silu_and_mul,
 )
+from tests.kernels.builds import NEEDS, kernels_for
 
 pytestmark = pytest.mark.skipif(kernels() is None, reason="no compiler for the native kernels")
 
@@ -59,7 +59,7 @@ def any_threads(request: pytest.FixtureRequest) -> Iterator[None]:
 
 @dtypes
 @pytest.mark.usefixtures("any_threads")
-@pytest.mark.parametrize("rows", [2, 5, 12, 13, 17, 64, 300, 512])
+@pytest.mark.parametrize("rows", [2, 3, 5, 12, 13, 16, 17, 33, 64, 300, 512])
 def test_linear_row_is_the_same_in_any_batch(dtype: torch.dtype, rows: int) -> None:
     x = torch.randn(512, 353, generator=_seeded()).to(dtype)
     layer = PackedLinear(torch.randn(200, 353, generator=_seeded()).to(dtype))
@@ -311,8 +311,10 @@ def test_latent_attention_is_the_same_in_any_company_and_for_any_heads(dtype: to
             assert torch.equal(together[first : first + count, heads], alone)
 
 
-def test_the_build_without_avx512_is_invariant_too() -> None:
-    generic = NativeKernels(build.library("-march=x86-64-v3"))
+@pytest.mark.timeout(300)  # it may wait for a compiler
+@pytest.mark.parametrize("target", NEEDS)
+def test_builds_for_lesser_cpus_are_invariant_too(target: str) -> None:
+    generic = kernels_for(target)
     x = torch.randn(17, 131, generator=_seeded()).bfloat16()
     weight = torch.randn(70, 131, generator=_seeded()).bfloat16()
     inputs = attention_inputs([150], [150], (2, 1), 32, dtype=torch.bfloat16, device=CPU)

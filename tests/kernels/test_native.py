@@ -17,6 +17,8 @@ from pdserve.kernels.cpu import build, native
 from pdserve.kernels.linear import PackedLinear
 from pdserve.kernels.ops import OPS, paged_attention, rms_norm, rope_and_cache
 
+pytestmark = pytest.mark.slow
+
 CPU = torch.device("cpu")
 needs_native = pytest.mark.skipif(native.kernels() is None, reason="no compiler")
 

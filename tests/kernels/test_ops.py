@@ -8,9 +8,12 @@ import pytest
 import torch
 
 from pdserve.kernels.cases import Case
-from pdserve.kernels.cpu import build
 from pdserve.kernels.cpu.native import NativeKernels
 from pdserve.kernels.ops import OPS, Op
+from tests.kernels.builds import NEEDS, kernels_for
+
+# The first test of each build waits for a compiler.
+pytestmark = pytest.mark.timeout(300)
 
 CPU = torch.device("cpu")
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -22,13 +25,10 @@ ROWS = [
 ]
 
 
-@pytest.fixture(scope="session", params=[build.NATIVE, "-march=x86-64-v3"])
+@pytest.fixture(scope="session", params=NEEDS)
 def kernels(request: pytest.FixtureRequest) -> NativeKernels:
-    """The kernels built for this CPU, and those without AVX-512."""
-    try:
-        return NativeKernels(build.library(request.param))
-    except build.BuildError as error:
-        pytest.skip(str(error))
+    """The kernels built for this CPU, and those without its best instructions."""
+    return kernels_for(request.param)
 
 
 @pytest.mark.parametrize(("op", "case", "dtype"), ROWS)

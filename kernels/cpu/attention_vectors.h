@@ -1,0 +1,178 @@
+// Attention's products and softmax by vectors.
+
+#pragma once
+
+#include "attention_state.h"
+#include "product.h"
+
+namespace pd {
+
+#ifdef PD_AVX512
+constexpr int kMaxRows = 6;  // with 4 vectors each: 24 accumulators of 32 registers
+#else
+constexpr int kMaxRows = 1;
+#endif
+
+// What packed tiles do to the states of rows; the same for all types with one packed form.
+template <class Unit>
+class RowMath {
+   public:
+    static constexpr int kDepth = Format<Unit>::kDepth;
+
+    explicit RowMath(const PdPagedAttention& p)
+        : p_(p), group_(p.num_heads / p.num_kv_heads), log2_scale_(p.scale * kLog2E) {}
+
+    // Adds one tile to all rows of a block, in bands of nearly equal height of at most kMaxRows.
+    void take_bands(const Block& block, int64_t start, const Unit* queries, const Unit* keys,
+                    const Unit* values, State state) const {
+        const int64_t group = group_, rows = block.num_tokens * group;
+        const int64_t bands = (rows + kMaxRows - 1) / kMaxRows;
+        for (int64_t band = 0; band < bands; band++) {
+            const int64_t row = rows * band / bands;
+            const int64_t height = rows * (band + 1) / bands - row;
+            const int64_t low = low_of(block.first_position + row / group);
+            const int64_t high = block.first_position + (row + height - 1) / group;
+            if (high < start || low >= start + kTile) continue;
+            const int vectors =
+                static_cast<int>(std::min<int64_t>(kVectors, (high - start) / kLanes + 1));
+            const State at = {state.sum + row * kLanes, state.out + row * p_.value_dim,
+                              state.top + row};
+            take_tile_of_height(static_cast<int>(height), vectors, block, row, start,
+                                queries + row * p_.head_dim, keys, values, at);
+        }
+    }
+
+   private:
+    // First position that the query at `position` sees.
+    int64_t low_of(int64_t position) const {
+        return p_.window == 0 ? 0 : std::max<int64_t>(0, position - p_.window + 1);
+    }
+
+    // Adds one tile to the states of kRows rows.
+    template <int kRows, int kUsed>
+    void take_tile(const Block& block, int64_t row, int64_t start, const Unit* queries,
+                   const Unit* keys, const Unit* values, State state) const {
+        const int64_t head_dim = p_.head_dim, group = group_;
+        F16 score[kRows][kUsed];
+#pragma GCC unroll 6
+        for (int r = 0; r < kRows; r++) {
+#pragma GCC unroll 4
+            for (int v = 0; v < kUsed; v++) score[r][v] = zero();
+        }
+        for (int64_t k = 0; k < head_dim; k += kDepth) {
+#pragma GCC unroll 6
+            for (int r = 0; r < kRows; r++) {
+#pragma GCC unroll 4
+                for (int v = 0; v < kUsed; v++) {
+                    score[r][v] = Format<Unit>::step(
+                        score[r][v], keys + k * kTile + v * kLanes * kDepth,
+                        queries + r * head_dim + k);
+                }
+            }
+        }
+
+        alignas(64) Unit weights[kRows][kTile];
+        float before[kLanes] = {}, after[kLanes] = {};
+        for (int r = 0; r < kRows; r++) {
+            const int64_t position = block.first_position + (row + r) / group;
+            const int64_t low = low_of(position) - start, high = position - start;
+            F16 top = splat(kMinusInf);
+            for (int v = 0; v < kUsed; v++) {
+                score[r][v] = score[r][v] * splat(log2_scale_);
+                if (low > v * kLanes || high < (v + 1) * kLanes - 1) {
+                    score[r][v] = keep_lanes(score[r][v], clamp(low - v * kLanes),
+                                             clamp(high - v * kLanes));
+                }
+                top = max(top, score[r][v]);
+            }
+            const float m = std::max(state.top[r], max_lanes(top));
+            before[r] = state.top[r];
+            after[r] = m == kMinusInf ? 0.0f : m;
+            state.top[r] = m;
+        }
+        float shrink[kLanes];
+        store(shrink, rescale(load(before), load(after)));
+        for (int r = 0; r < kRows; r++) {
+            F16 weight[kVectors] = {zero(), zero(), zero(), zero()};
+            for (int v = 0; v < kUsed; v++) {
+                weight[v] = exp2_of(score[r][v] - splat(after[r]));
+                store(weights[r] + v * kLanes, weight[v]);
+            }
+            const F16 added = (weight[0] + weight[1]) + (weight[2] + weight[3]);
+            float* sum = state.sum + r * kLanes;
+            store(sum, fma(load(sum), splat(shrink[r]), added));
+        }
+        int64_t d = 0;
+        for (; d + 4 * kLanes <= p_.value_dim; d += 4 * kLanes) {
+            take_values<kRows, kUsed, 4>(weights, shrink, values + d * kTile, state.out + d);
+        }
+        for (; d < p_.value_dim; d += kLanes) {
+            take_values<kRows, kUsed, 1>(weights, shrink, values + d * kTile, state.out + d);
+        }
+    }
+
+    // out = out * shrink + weights * values, for kRows rows and kCols vectors of dimensions.
+    template <int kRows, int kUsed, int kCols>
+    void take_values(const Unit (&weights)[kRows][kTile], const float* shrink, const Unit* values,
+                     float* out) const {
+        const int64_t value_dim = p_.value_dim;
+        F16 sum[kRows][kCols];
+#pragma GCC unroll 6
+        for (int r = 0; r < kRows; r++) {
+#pragma GCC unroll 4
+            for (int c = 0; c < kCols; c++) {
+                sum[r][c] = load(out + r * value_dim + c * kLanes) * splat(shrink[r]);
+            }
+        }
+        for (int i = 0; i < kUsed * kLanes; i += kDepth) {
+#pragma GCC unroll 6
+            for (int r = 0; r < kRows; r++) {
+#pragma GCC unroll 4
+                for (int c = 0; c < kCols; c++) {
+                    sum[r][c] = Format<Unit>::step(
+                        sum[r][c], values + (i * kCols + c * kDepth) * kLanes, weights[r] + i);
+                }
+            }
+        }
+#pragma GCC unroll 6
+        for (int r = 0; r < kRows; r++) {
+#pragma GCC unroll 4
+            for (int c = 0; c < kCols; c++) store(out + r * value_dim + c * kLanes, sum[r][c]);
+        }
+    }
+
+    static int clamp(int64_t lane) {
+        return static_cast<int>(std::min<int64_t>(std::max<int64_t>(lane, -1), kLanes));
+    }
+
+    template <int kRows, class... Args>
+    void take_tile_of_width(int vectors, const Args&... args) const {
+        switch (vectors) {
+            case 1: return take_tile<kRows, 1>(args...);
+            case 2: return take_tile<kRows, 2>(args...);
+            case 3: return take_tile<kRows, 3>(args...);
+            default: return take_tile<kRows, 4>(args...);
+        }
+    }
+
+    template <class... Args>
+    void take_tile_of_height(int height, int vectors, const Args&... args) const {
+        static_assert(kMaxRows == 6 || kMaxRows == 1);
+        if constexpr (kMaxRows == 6) {
+            switch (height) {
+                case 2: return take_tile_of_width<2>(vectors, args...);
+                case 3: return take_tile_of_width<3>(vectors, args...);
+                case 4: return take_tile_of_width<4>(vectors, args...);
+                case 5: return take_tile_of_width<5>(vectors, args...);
+                case 6: return take_tile_of_width<6>(vectors, args...);
+            }
+        }
+        take_tile_of_width<1>(vectors, args...);
+    }
+
+    const PdPagedAttention& p_;
+    const int64_t group_;     // query heads per KV head
+    const float log2_scale_;  // scores are kept in powers of two
+};
+
+}  // namespace pd

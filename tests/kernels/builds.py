@@ -1,0 +1,28 @@
+"""The kernels as built for this CPU, and for lesser ones that it can stand in for."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from pdserve.kernels.cpu import build
+from pdserve.kernels.cpu.native import NativeKernels
+
+NEEDS = {
+    build.NATIVE: "",
+    "-march=cooperlake": "avx512_bf16",  # pairs of bf16 in AVX-512, but no tiles
+    "-march=x86-64-v3": "avx2",
+}
+"""The targets, and the feature in /proc/cpuinfo that tells whether their code runs here."""
+
+
+def kernels_for(target: str) -> NativeKernels:
+    """Return the kernels built for `target`, or skip the test."""
+    info = Path("/proc/cpuinfo")
+    if NEEDS[target] and NEEDS[target] not in (info.read_text() if info.exists() else ""):
+        pytest.skip(f"this CPU has no {NEEDS[target]}")
+    try:
+        return NativeKernels(build.library(target))
+    except build.BuildError as error:
+        pytest.skip(str(error))
