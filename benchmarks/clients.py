@@ -8,7 +8,9 @@ Prints one JSON object of three parts:
   TTFT is above what the server itself took. Goal: 2 %, or a run that says it is not valid.
 - `aiperf`: the same prompts, one at a time, sent to one deployment (prefill, decode, proxy; the
   boxed model) by us and by NVIDIA's aiperf in turns. Goal: medians within 5 % or 1 ms, equal
-  token counts. aiperf runs in an environment of its own, which is made for it in a temporary
+  token counts. `above_server_ms` is by how much each client's TTFTs are above what the proxy itself
+  took for the same requests, which leaves out that the machine is faster in one turn than in
+  another. aiperf runs in an environment of its own, which is made for it in a temporary
   directory unless `--aiperf` names its program.
 
     python -m benchmarks.clients [--parts known,overhead,aiperf] [--aiperf PATH]
@@ -201,7 +203,9 @@ def _ms(seconds: float) -> float:
 
 # --- beside another client
 
-NUM_PROMPTS, NUM_WORDS, NUM_OUT = 40, 120, 48
+NUM_PROMPTS, NUM_WORDS, NUM_OUT = 40, 500, 48
+NUM_WARMUPS = 4
+"""Requests that each client sends before those that count."""
 _TOKENIZER = "pdserve/boxed"
 
 
@@ -244,6 +248,7 @@ async def _beside_aiperf(args: argparse.Namespace, directory: Path) -> dict[str,
         "version": AIPERF,
         **summaries,
         "difference_ms": differences,
+        "above_server_ms": {name: _above_server(each) for name, each in pooled.items()},
         "rounds": [{name: _summary(each) for name, each in pair.items()} for pair in rounds],
         "token_counts_equal": are_equal,
         "holds": is_close and are_equal,
@@ -275,7 +280,7 @@ async def _ours(url: str, prompts: Sequence[str]) -> dict[str, Any]:
         Planned(index=place, prompt=prompt, max_tokens=NUM_OUT, at_s=0.0)
         for place, prompt in enumerate(prompts)
     ]
-    options = Options(max_concurrency=1, num_processes=1, ignore_eos=True, num_warmups=4)
+    options = Options(max_concurrency=1, num_processes=1, ignore_eos=True, num_warmups=NUM_WARMUPS)
     run = await run_plan(plan, Target(base_url=url), options)
     failed = [each.error for each in run.outcomes if not each.is_good]
     if failed:
@@ -306,6 +311,7 @@ def _theirs(program: str, url: str, prompts: Sequence[str], place: Path) -> dict
         "extra-inputs": json.dumps(extra),
         "concurrency": "1",
         "request-count": str(len(prompts)),
+        "warmup-request-count": str(NUM_WARMUPS),
         "artifact-dir": str(place / "artifacts"),
         "max-workers": "1",
         "record-processors": "1",
@@ -327,7 +333,10 @@ def _theirs(program: str, url: str, prompts: Sequence[str], place: Path) -> dict
     records = place / "artifacts" / "profile_export.jsonl"
     if code or not records.is_file():
         raise SystemExit(f"aiperf ended with {code}:\n{log.read_text(errors='replace')[-4000:]}")
-    rows = [json.loads(line)["metrics"] for line in records.read_text().splitlines()]
+    found = [json.loads(line) for line in records.read_text().splitlines()]
+    found = [each for each in found if each["metadata"]["benchmark_phase"] == "profiling"]
+    found.sort(key=lambda each: each["metadata"]["request_start_ns"])
+    rows = [each["metrics"] for each in found]
     return {
         "ttft_ms": [row["time_to_first_token"]["value"] for row in rows],
         "itl_ms": [gap for row in rows for gap in row["inter_chunk_latency"]["value"]],
@@ -355,7 +364,17 @@ def _told(url: str, number: int) -> dict[str, list[float]]:
     """What the proxy itself took to the first token of the last requests."""
     with urllib.request.urlopen(f"{url}/debug/requests?finished={number}") as answer:
         content: dict[str, Any] = json.load(answer)
-    return {"server_ttft_ms": [each["ttft_ms"] for each in content["finished"]]}
+    # Newest first, and one at a time: turned round, they are in the clients' order.
+    return {"server_ttft_ms": [each["ttft_ms"] for each in content["finished"]][::-1]}
+
+
+def _above_server(found: dict[str, Any]) -> dict[str, float]:
+    """By how much a client's TTFTs are above the proxy's own, request by request."""
+    above = np.asarray(found["ttft_ms"]) - np.asarray(found["server_ttft_ms"])
+    return {
+        "p50": round(float(np.median(above)), 4),
+        "p99": round(float(np.percentile(above, 99)), 4),
+    }
 
 
 def _summary(found: dict[str, Any]) -> dict[str, float]:

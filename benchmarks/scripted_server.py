@@ -105,6 +105,8 @@ class Connection(asyncio.Protocol):
         method, path, _ = first.split(" ")
         if method != "POST":
             self._get(path)
+        elif not path.endswith("completions"):
+            self._reply(404, {"error": {"message": "no"}})
         else:
             answer = self._answer(path, headers, rest[:length], arrived_s)
             self._task = asyncio.get_running_loop().create_task(answer)

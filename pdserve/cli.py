@@ -358,7 +358,9 @@ def _add_setting(
         text = argparse.SUPPRESS
     else:
         text = _text(f"{setting.help}{_shown(setting, default)}")
-    if kind is bool:
+    if kind is bool and setting.flag.startswith("no-"):  # vLLM's name; nobody denies it twice
+        group.add_argument(name, dest=setting.flag, action="store_true", help=text)
+    elif kind is bool:
         group.add_argument(
             name, dest=setting.flag, action=argparse.BooleanOptionalAction, help=text
         )

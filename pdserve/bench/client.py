@@ -3,7 +3,8 @@
 Due times are absolute: a client that is late sends at once, and shifts nothing. A request waits
 for its due time, for the end of the one it follows, and for a place if places are limited;
 `Outcome.scheduled_s` is when the last of these was over, so what lies between it and `sent_s` is
-the client's own doing. Knows no other client, no data set and no figure.
+the client's own doing. A connection is there before the request that needs it is due. Knows no
+other client, no data set and no figure.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import asyncio
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from typing import Final
 
 import msgspec
 
@@ -20,8 +22,11 @@ from pdserve.bench.bodies import Asking, adapt, follow, needs_ids
 from pdserve.bench.http import Connections, Door, HttpError, Reply
 from pdserve.bench.records import Outcome, Planned, Prompt
 
-_CANCEL_BEFORE_FIRST_S = 0.002
+_CANCEL_BEFORE_FIRST_S: Final = 0.002
 """A request that is given up while it waits for its first token has been sent that long before."""
+_AHEAD_S: Final = 0.25
+"""A connection is made so long before the request that needs it is due."""
+_CONNECT_TIMEOUT_S: Final = 10.0
 
 
 class Sending(msgspec.Struct, frozen=True, kw_only=True):
@@ -61,9 +66,18 @@ class Client:
         self._due: deque[tuple[Planned, Prompt, float]] = deque()
         self._free = sending.max_concurrency
         self._left = 0
+        self._soon = 0
         self._tasks: set[asyncio.Task[None]] = set()
         self._over = asyncio.Event()
         self.num_in_flight = 0
+
+    async def connect(self, plan: Sequence[Planned]) -> None:
+        """Make the connections that `plan` needs as soon as it begins."""
+        openings = (each for each in plan if each.after is None)
+        self._connections.want(
+            self._places(sum((each.at_s or 0.0) < _AHEAD_S for each in openings))
+        )
+        await self._connections.settle(_CONNECT_TIMEOUT_S)
 
     async def run(self, plan: Sequence[Planned], start_s: float) -> None:
         """Send all of `plan`; returns when the last answer has ended.
@@ -75,23 +89,19 @@ class Client:
         Raises:
             ConfigError: A prompt does not fit the endpoint.
         """
-        loop = asyncio.get_running_loop()
         self._start_s = start_s
         self._left = len(plan)
+        self._soon = 0
         self._followers.clear()
         self._over.clear()
         if not plan:
             return
-        # The loop's clock is `time.monotonic` by its contract with the selectors; by how much
-        # the two are apart is measured all the same.
-        shift_s = loop.time() - time.monotonic()
         for planned in plan:
             if planned.after is not None:
                 self._followers.setdefault(planned.after, []).append(planned)
                 continue
             prompt = adapt(planned.prompt, self._asking.target.endpoint)
-            due_s = planned.at_s or 0.0
-            loop.call_at(start_s + due_s + shift_s, self._become_due, planned, prompt, due_s)
+            self._schedule(planned, prompt, planned.at_s or 0.0)
         try:
             await self._over.wait()
         finally:
@@ -106,7 +116,24 @@ class Client:
     def _now_s(self) -> float:
         return time.monotonic() - self._start_s
 
+    def _schedule(self, planned: Planned, prompt: Prompt, due_s: float) -> None:
+        loop = asyncio.get_running_loop()
+        # The loop's clock is `time.monotonic` by its contract with the selectors; by how much
+        # the two are apart is measured all the same.
+        at_s = self._start_s + due_s + loop.time() - time.monotonic()
+        loop.call_at(at_s - _AHEAD_S, self._come_near)
+        loop.call_at(at_s, self._become_due, planned, prompt, due_s)
+
+    def _come_near(self) -> None:
+        """One request more is due soon."""
+        self._soon += 1
+        self._connections.want(self._places(self._soon))
+
+    def _places(self, number: int) -> int:
+        return number if self._free is None else min(number, self._free)
+
     def _become_due(self, planned: Planned, prompt: Prompt, due_s: float) -> None:
+        self._soon -= 1
         if self._free is None:
             self._begin(planned, prompt, due_s)
             return
@@ -160,9 +187,7 @@ class Client:
         if why:
             self._give_up(planned, due_s, why)
             return
-        loop = asyncio.get_running_loop()
-        shift_s = loop.time() - time.monotonic()
-        loop.call_at(self._start_s + due_s + shift_s, self._become_due, planned, prompt, due_s)
+        self._schedule(planned, prompt, due_s)
 
     def _give_up(self, planned: Planned, due_s: float, why: str) -> None:
         """Note that a turn, and those that follow it, cannot be sent."""
@@ -203,11 +228,11 @@ class Client:
         hang_up_s = planned.cancel_after_s
         if planned.cancel_after_tokens == 0:
             hang_up_s = _CANCEL_BEFORE_FIRST_S
-        outcome.sent_s = self._now_s()
         timer = None
         if hang_up_s is not None:
             timer = asyncio.get_running_loop().call_later(hang_up_s, life.hang_up)
         limit_s = self._sending.request_timeout_s
+        outcome.sent_s = self._now_s()
         try:
             async with asyncio.timeout(limit_s):
                 await self._connections.exchange(request, life.make_reply)

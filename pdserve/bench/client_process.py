@@ -58,11 +58,15 @@ async def _work(job: Job, priority: Priority) -> None:
     def say(message: Says) -> None:
         transport.write(frame(message))
 
+    ended: list[Outcome] = []
     try:
-        say(Ready(warmup_errors=await _warm_up(job)))
+        client = Client(job.asking, job.sending, on_outcome=ended.append)
+        warmup_errors = await _warm_up(job)
+        await client.connect(job.plan)
+        say(Ready(warmup_errors=warmup_errors))
         begin = decode_told(await loop.run_in_executor(None, _read_frame))
         assert isinstance(begin, Begin)
-        await _run(job, begin.start_s, priority, say)
+        await _run(job, client, ended, begin.start_s, priority, say)
     except ConfigError as error:
         say(Broken(message=error.message, param=error.param))
     transport.close()
@@ -98,10 +102,16 @@ async def _warm_up(job: Job) -> list[str]:
     return errors
 
 
-async def _run(job: Job, start_s: float, priority: Priority, say: Callable[[Says], None]) -> None:
-    ended: list[Outcome] = []
+async def _run(
+    job: Job,
+    client: Client,
+    ended: list[Outcome],
+    start_s: float,
+    priority: Priority,
+    say: Callable[[Says], None],
+) -> None:
+    """Carry out the plan; `ended` is where `client` puts what is over."""
     lags: list[float] = []
-    client = Client(job.asking, job.sending, on_outcome=ended.append)
 
     def news() -> None:
         say(News(outcomes=list(ended), num_in_flight=client.num_in_flight))

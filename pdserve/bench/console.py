@@ -68,6 +68,11 @@ def further(figures: Mapping[str, Any]) -> str:
     parts = [_groups(own["groups"]), _stages(own["stages"]), _errors(own["errors"])]
     if own["cancelled"]:
         parts.append(f"{own['cancelled']} requests were given up on purpose (--cancel-share)")
+    if own["max_in_flight"] != figures["max_concurrent_requests"]:
+        parts.append(
+            f"At most {own['max_in_flight']} requests were in flight at one moment (the peak above "
+            "counts all of one second, as vLLM's does)"
+        )
     parts.append(_client(own))
     return "\n".join(part for part in parts if part)
 

@@ -7,6 +7,7 @@ second of the whole run, from its start to the last answer's end. Knows no conso
 
 from __future__ import annotations
 
+import itertools
 import math
 import time
 from collections import Counter
@@ -79,6 +80,7 @@ def figures(
         "why_not": run.health.why_not,
         "notes": run.health.notes,
         "cancelled": sum(each.is_cancelled for each in run.outcomes),
+        "max_in_flight": _max_in_flight(run.outcomes),
         "goodput": {
             "slos": [str(slo) for slo in goodput],
             "good": within,
@@ -197,6 +199,14 @@ def _spread(ms: Sequence[float]) -> dict[str, float]:
         "p50_ms": float(np.percentile(ms, 50)),
         "p99_ms": float(np.percentile(ms, 99)),
     }
+
+
+def _max_in_flight(outcomes: Sequence[Outcome]) -> int:
+    """The most requests at one moment: what `max_concurrent_requests`, by the second, is not."""
+    sent = [each for each in outcomes if each.status]
+    # An end and a beginning at one moment do not overlap.
+    edges = sorted([(each.sent_s, 1) for each in sent] + [(each.end_s, -1) for each in sent])
+    return max(itertools.accumulate(step for _, step in edges), default=0)
 
 
 def _peaks(good: Sequence[Outcome]) -> tuple[float, int]:

@@ -4,14 +4,16 @@ Every read is stamped before anything is parsed, and is handed on in the same ca
 to wake up in between, and what a chunk costs the client is a fraction of what a general client
 takes. On a machine that the servers share, that time would be theirs.
 
-Connections are kept for further requests. Only what an OpenAI-compatible server answers is
-understood: content length, chunks, or until the end of the connection (RFC 9112, section 6.3);
-no redirects, no compression. Knows no events and no JSON.
+Connections are made before they are needed and kept for further requests: setting one up takes
+longer than all else that a client does, and none of it is the server's answer. Only what an
+OpenAI-compatible server answers is understood: content length, chunks, or until the end of the
+connection (RFC 9112, section 6.3); no redirects, no compression. Knows no events and no JSON.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import enum
 import ssl
 import time
@@ -22,6 +24,9 @@ from urllib.parse import urlsplit
 from pdserve.errors import ConfigError
 
 _MAX_HEAD_BYTES: Final = 64 << 10
+_STALE_S: Final = 0.5
+"""A request whose idle connection was being closed hears of it within a round trip; a server
+that hangs up later than this had taken the request."""
 
 
 class HttpError(Exception):
@@ -88,9 +93,9 @@ class Reply:
 class _Connection(asyncio.Protocol):
     """One connection, one exchange at a time."""
 
-    def __init__(self) -> None:
+    def __init__(self, on_lost: Callable[[_Connection], None]) -> None:
         self.is_usable = True
-        self.was_used = False
+        self._on_lost = on_lost
         self._transport: asyncio.Transport | None = None
         self._part = _Part.IDLE
         self._buffer = bytearray()
@@ -126,6 +131,7 @@ class _Connection(asyncio.Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self.is_usable = False
+        self._on_lost(self)
         if self._part is _Part.UNTIL_CLOSE and exc is None:
             self._finish()
         elif self._part is _Part.HEAD:
@@ -263,7 +269,8 @@ class Connections:
             if any(sign in name + value for sign in "\r\n"):
                 raise ConfigError(f"the header {name} has a line break in it", param="header")
         self._fixed = "".join(f"{name}: {value}\r\n" for name, value in fixed.items())
-        self._idle: list[_Connection] = []
+        self._idle: dict[_Connection, None] = {}  # the one used last is the last
+        self._coming: set[asyncio.Task[None]] = set()
 
     def encode(self, body: bytes, request_id: str) -> bytes:
         """Return the bytes of a POST."""
@@ -273,54 +280,79 @@ class Connections:
         )
         return head.encode("latin-1") + body
 
+    def want(self, number: int) -> None:
+        """Begin to make what is missing to so many idle connections.
+
+        One that cannot be made is no error here: the request that needs it tries again.
+        """
+        for _ in range(number - len(self._idle) - len(self._coming)):
+            task = asyncio.get_running_loop().create_task(self._make_idle())
+            self._coming.add(task)
+            task.add_done_callback(self._coming.discard)
+
+    async def settle(self, timeout_s: float) -> None:
+        """Wait until all wanted connections are there or have failed, at most `timeout_s`."""
+        if self._coming:
+            await asyncio.wait(self._coming, timeout=timeout_s)
+
     async def exchange(self, request: bytes, make_reply: Callable[[], Reply]) -> Reply:
         """Send a request and wait for the end of its answer.
 
-        A kept connection that turns out to be closed is replaced once. Cancelling hangs up.
+        An idle connection that turns out to be closed is replaced. Cancelling hangs up.
 
         Raises:
             HttpError: No connection, no HTTP, or the answer broke off.
         """
         while True:
-            connection = self._take_idle() or await self._connect()
-            is_kept = connection.was_used
-            connection.was_used = True
+            idle = self._take_idle()
+            connection = idle or await self._connect()
             reply = make_reply()
+            sent_s = time.monotonic()
             try:
                 connection.send(request, reply)
                 await reply.done
             except HttpError:
                 connection.close()
-                if is_kept and not reply.status:
+                was_closed = not reply.status and time.monotonic() - sent_s < _STALE_S
+                if idle is not None and was_closed:
                     continue
                 raise
             except BaseException:
                 connection.close()
                 raise
             if connection.is_usable:
-                self._idle.append(connection)
+                self._idle[connection] = None
             else:
                 connection.close()
             return reply
 
     def close(self) -> None:
-        """Close all that are idle."""
-        for connection in self._idle:
+        """Close all that are idle or still being made."""
+        for task in self._coming:
+            task.cancel()
+        for connection in list(self._idle):
             connection.close()
         self._idle.clear()
 
     def _take_idle(self) -> _Connection | None:
         while self._idle:
-            connection = self._idle.pop()
+            connection, _ = self._idle.popitem()
             if connection.is_usable:
                 return connection
         return None
+
+    def _forget(self, connection: _Connection) -> None:
+        self._idle.pop(connection, None)
+
+    async def _make_idle(self) -> None:
+        with contextlib.suppress(HttpError):
+            self._idle[await self._connect()] = None
 
     async def _connect(self) -> _Connection:
         door = self._door
         try:
             _, connection = await asyncio.get_running_loop().create_connection(
-                _Connection, door.host, door.port, ssl=door.tls
+                lambda: _Connection(self._forget), door.host, door.port, ssl=door.tls
             )
         except OSError as error:
             raise HttpError(f"no connection to {door.host}:{door.port}: {error}") from error

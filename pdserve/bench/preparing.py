@@ -36,6 +36,7 @@ def target_of(config: TargetConfig, environ: Mapping[str, str]) -> Target:
         api_key=keys[0],
         label=config.label,
         path=config.path,
+        further_headers=config.headers,
     )
 
 
@@ -96,6 +97,24 @@ def tokenizer_of(given: str, served: Served) -> Tokenizer | None:
     return None
 
 
+def prompts_of(target: Target, served: Served, *, tokenizer: str = "") -> PromptMaker:
+    """Return who writes prompts for an endpoint.
+
+    Args:
+        target: Whom they are for.
+        served: What it serves.
+        tokenizer: As `tokenizer_of` takes it.
+
+    Raises:
+        ConfigError: `tokenizer` cannot be used.
+    """
+    return PromptMaker(
+        tokenizer_of(tokenizer, served),
+        endpoint=target.endpoint,
+        max_model_len=served.max_model_len,
+    )
+
+
 def plan_of(
     dataset: DatasetConfig,
     arrivals: Arrivals,
@@ -117,12 +136,7 @@ def plan_of(
             "--request-rate, --burstiness and --ramp-up-strategy",
             param="request-rate",
         )
-    prompts = PromptMaker(
-        tokenizer_of(tokenizer, served),
-        endpoint=target.endpoint,
-        max_model_len=served.max_model_len,
-    )
-    plan = make_plan(dataset, prompts)
+    plan = make_plan(dataset, prompts_of(target, served, tokenizer=tokenizer))
     scheduled = schedule(plan.requests, arrivals, dataset.seed)
     return plan, cancel_some(scheduled, cancel_share, dataset.seed)
 

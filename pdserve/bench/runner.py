@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import math
 import os
+import signal
 import sys
 import time
 import uuid
@@ -52,6 +53,7 @@ _RATE_OF_A_PROCESS: Final = 400.0
 _PLACES_OF_A_PROCESS: Final = 512
 _ASKING_AGAIN_S: Final = 0.05
 _NUM_ASKED_AGAIN: Final = 10
+_END_TIMEOUT_S: Final = 5.0
 
 
 class Options(msgspec.Struct, frozen=True, kw_only=True):
@@ -357,7 +359,7 @@ class _Process:
 async def _processes(
     number: int, environ: Mapping[str, str] | None
 ) -> AsyncIterator[list[_Process]]:
-    """Client processes, which end with the block."""
+    """Client processes; those that have not ended by themselves soon after the block are killed."""
     started: list[_Process] = []
     try:
         for _ in range(number):
@@ -373,12 +375,22 @@ async def _processes(
             )
             started.append(_Process(process))
         yield started
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_END_TIMEOUT_S):
+                await _all_ended(started)
     finally:
         for each in started:
-            with contextlib.suppress(ProcessLookupError):
-                each.process.kill()
-        for each in started:
-            await each.process.wait()
+            if each.process.returncode is None:
+                # Not its `kill`, which first looks whether it has ended, and so takes the exit
+                # status that asyncio is waiting for.
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(each.process.pid, signal.SIGKILL)
+        await _all_ended(started)
+
+
+async def _all_ended(clients: Sequence[_Process]) -> None:
+    for each in clients:
+        await each.process.wait()
 
 
 async def _carry_out(

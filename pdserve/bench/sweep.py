@@ -255,7 +255,7 @@ def _needed(share: float) -> float:
 
 # ---- words -----------------------------------------------------------------------------
 
-_COLUMNS: Final = (
+COLUMNS: Final = (
     ("req/s", "request_throughput", ".2f"),
     ("out tok/s", "output_throughput", ".0f"),
     ("TTFT p50", "median_ttft_ms", ".1f"),
@@ -267,7 +267,7 @@ _COLUMNS: Final = (
 
 def heading(sweep: Sweep) -> str:
     """The table's first line; times are in milliseconds."""
-    names = [sweep.axis, "run", "done", "failed", *(name for name, _, _ in _COLUMNS)]
+    names = [sweep.axis, "run", "done", "failed", *(name for name, _, _ in COLUMNS)]
     return _line([*names, "kept" if sweep.slo else ""])
 
 
@@ -317,14 +317,14 @@ def _medians(runs: Sequence[Figures]) -> list[str]:
     """Over the runs that have answers: where none was answered there is no latency."""
     answered = [run for run in runs if run["completed"]]
     if not answered:
-        return ["-"] * len(_COLUMNS)
+        return ["-"] * len(COLUMNS)
     return [
-        format(statistics.median(run[key] for run in answered), form) for _, key, form in _COLUMNS
+        format(statistics.median(run[key] for run in answered), form) for _, key, form in COLUMNS
     ]
 
 
 def _line(cells: Sequence[str]) -> str:
-    widths = (11, 7, 6, 6, *([10] * len(_COLUMNS)), 7)
+    widths = (11, 7, 6, 6, *([10] * len(COLUMNS)), 7)
     return " ".join(cell.rjust(width) for cell, width in zip(cells, widths, strict=True)).rstrip()
 
 
@@ -354,6 +354,18 @@ def save(sweep: Sweep, path: Path) -> None:
         path.write_bytes(msgspec.json.format(msgspec.json.encode(sweep), indent=1) + b"\n")
     except OSError as error:
         raise ConfigError(f"{path} cannot be written: {error.strerror}") from error
+
+
+def is_sweep(content: bytes) -> bool:
+    """Whether a file's content is what `save` writes."""
+    try:
+        return bool(msgspec.json.decode(content, type=_AnyFile).kind == KIND)
+    except msgspec.MsgspecError:
+        return False
+
+
+class _AnyFile(msgspec.Struct):
+    kind: Any = None
 
 
 def load(path: Path) -> Sweep:

@@ -28,6 +28,7 @@ class Target(msgspec.Struct, frozen=True, kw_only=True):
         api_key: Sent as a bearer token; empty sends none.
         label: What tables call it; empty takes the base URL.
         path: Instead of the endpoint's own path; empty keeps that.
+        further_headers: Of every request, beside the key.
     """
 
     base_url: str
@@ -36,6 +37,7 @@ class Target(msgspec.Struct, frozen=True, kw_only=True):
     api_key: str = ""
     label: str = ""
     path: str = ""
+    further_headers: dict[str, str] = {}
 
     @property
     def url(self) -> str:
@@ -45,4 +47,5 @@ class Target(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def headers(self) -> dict[str, str]:
         """What every request says about its sender."""
-        return {"Authorization": f"Bearer {self.api_key}"} if self.api_key else {}
+        key = {"Authorization": f"Bearer {self.api_key}"} if self.api_key else {}
+        return key | self.further_headers

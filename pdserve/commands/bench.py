@@ -18,7 +18,7 @@ from typing import Any
 
 import msgspec
 
-from pdserve.bench import environment
+from pdserve.bench import calibration, environment
 from pdserve.bench.console import block, further, verdict
 from pdserve.bench.endpoint import ask_served
 from pdserve.bench.figures import details, figures
@@ -29,6 +29,7 @@ from pdserve.bench.preparing import (
     arrivals_of,
     options_of,
     plan_of,
+    prompts_of,
     target_of,
 )
 from pdserve.bench.progress import ProgressLine
@@ -56,8 +57,20 @@ def run_serve(table: Table, resolved: Mapping[str, Resolved]) -> int:
 
     async def work() -> tuple[Run, list[Planned], list[str]]:
         served = await ask_served(target, traffic.ready_check_timeout_s)
+        own, measured = dataset, []
+        if calibration.is_needed(dataset):
+            found = await calibration.calibrate(
+                dataset,
+                prompts_of(target, served, tokenizer=target_config.tokenizer),
+                msgspec.structs.replace(target, model=served.model),
+                options_of(traffic),
+            )
+            own, flags = found.dataset, " ".join(found.flags)
+            print(f"Pace, measured: {found.words}\n  {flags}", flush=True)
+            measured = [f"The pace was measured before the run: {found.words}; {flags}"]
+            measured += found.notes
         plan, requests = plan_of(
-            dataset,
+            own,
             arrivals_of(traffic),
             target,
             served,
@@ -75,7 +88,7 @@ def run_serve(table: Table, resolved: Mapping[str, Resolved]) -> int:
             seed=dataset.seed,
             on_progress=line if result.progress else None,
         )
-        return run, requests, plan.notes
+        return run, requests, [*measured, *plan.notes]
 
     try:
         run, requests, notes = asyncio.run(work())
@@ -111,7 +124,7 @@ def figures_of(
     """Return a run's figures with what was asked for, as `vllm bench serve` saves them."""
     found = figures(run, slos, percentiles=result.percentiles, environment=environment.describe())
     rate = traffic.request_rate
-    return {
+    own = {
         "endpoint_type": "openai-chat" if target.endpoint.value == "chat" else "openai",
         "backend": "openai-chat" if target.endpoint.value == "chat" else "openai",
         "tokenizer_id": run.model,
@@ -120,6 +133,11 @@ def figures_of(
         "max_concurrency": traffic.max_concurrency,
         **found,
     }
+    taken = [name for name in result.further_entries if name in own]
+    if taken:
+        sentence = f"--metadata {', '.join(taken)}: the result has a value of its own by that name."
+        found["pdserve"]["notes"] = [*found["pdserve"]["notes"], sentence]
+    return {**result.further_entries, **own}
 
 
 def _short(run: Run, requests: Sequence[Planned]) -> list[str]:

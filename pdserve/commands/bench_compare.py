@@ -13,19 +13,21 @@ import importlib.metadata
 import math
 import os
 import shlex
-import shutil
+import subprocess
 import sys
+import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 from pathlib import Path
 from typing import Final
 
 import msgspec
 
-from pdserve.bench import environment
+from pdserve.bench import calibration, environment
 from pdserve.bench.arrivals import Arrivals
-from pdserve.bench.caches import reset_prefix_caches
 from pdserve.bench.compare import console, verdict
 from pdserve.bench.compare.result import (
+    CLIENT,
+    OTHERS,
     Comparison,
     Deployment,
     EngineRates,
@@ -36,7 +38,6 @@ from pdserve.bench.compare.result import (
 from pdserve.bench.compare.summary import Figure, figures_of
 from pdserve.bench.compare.topology import (
     STARTED,
-    EnginePlace,
     Kind,
     Topology,
     baseline,
@@ -47,15 +48,22 @@ from pdserve.bench.compare.topology import (
 from pdserve.bench.datasets.plan import Plan
 from pdserve.bench.endpoint import Served, ask_served
 from pdserve.bench.goodput import Slo, parse_goodput
-from pdserve.bench.preparing import arrivals_in_words, arrivals_of, options_of, plan_of
-from pdserve.bench.progress import ProgressLine
-from pdserve.bench.records import Planned, Run
+from pdserve.bench.preparing import (
+    arrivals_in_words,
+    arrivals_of,
+    options_of,
+    plan_of,
+    prompts_of,
+)
+from pdserve.bench.records import Planned
 from pdserve.bench.report.page import chosen_rate, render
 from pdserve.bench.report.scale import number
-from pdserve.bench.runner import Options, run_plan
-from pdserve.bench.target import Endpoint, Target
+from pdserve.bench.target import Target
 from pdserve.commands.announce import given_lines, title
+from pdserve.commands.bench_alone import measure_rates, one_engine, why_no_bound
+from pdserve.commands.bench_cpu import ALL, cores_used, cpu_seconds
 from pdserve.commands.bench_deployments import Running, Starter, commands_of
+from pdserve.commands.bench_playing import Player
 from pdserve.commands.exit_codes import EXIT_DONE, EXIT_FAILED
 from pdserve.commands.model_directory import model_directory
 from pdserve.commands.running import run_until_signalled
@@ -64,14 +72,9 @@ from pdserve.config.compare import CompareConfig
 from pdserve.config.datasets import DatasetConfig
 from pdserve.config.load import Resolved, Table, build, nearest
 from pdserve.config.schema import Role
-from pdserve.errors import ConfigError, PeerError
+from pdserve.errors import ConfigError
 
-_NUM_BOUND_REQUESTS: Final = 48
-_MAX_BOUND_TOKENS: Final = 24_000
-"""Prompts of so many tokens fit the cache of the engine that is measured alone."""
-_BOUND_CONCURRENCY: Final = 16
-_RESET_TRIES: Final = 20
-_RESET_AGAIN_S: Final = 0.1
+_LOOK_FOR_GPUS: Final = "import torch; print(torch.cuda.device_count(), torch.__version__)"
 
 
 def run_compare(table: Table, resolved: Mapping[str, Resolved]) -> int:
@@ -86,7 +89,14 @@ def run_compare(table: Table, resolved: Mapping[str, Resolved]) -> int:
     dataset = build("dataset", DatasetConfig, table, resolved)
     result = build("result", ResultConfig, table, resolved)
     slos = parse_goodput(result.goodput)
-    arrivals_of(traffic)
+    law = arrivals_of(traffic)
+    if dataset.name.has_own_times and (config.rates or law != Arrivals()):
+        raise ConfigError(
+            f"--dataset-name {dataset.name.value} says itself when requests are due: leave out "
+            "--request-rates, --request-rate, --burstiness and --ramp-up-strategy, or take another "
+            "data set, as --dataset-name random",
+            param="request-rates",
+        )
     topologies = _topologies(config)
     report, data = _paths(config)
     say("\n".join([title("bench compare"), *given_lines(resolved)]))
@@ -134,11 +144,47 @@ def _topologies(config: CompareConfig) -> list[Topology]:
     units = config.gpus or config.cores or tuple(sorted(own))
     what = "GPUs" if config.gpus else "cores"
     ratios = pairs(tuple(w for word in config.pd for w in word.split(",") if w))
-    found = plan(kinds, ratios, units, chunk_tokens=config.chunk_tokens, what=what)
+    if config.gpus and kinds:
+        _require_gpus(config.gpus)
+    found = plan(
+        kinds,
+        ratios,
+        units,
+        chunk_tokens=config.budgets,
+        what=what,
+        may_share=not config.gpus,
+    )
     found += peers(config.peer)
     if not found:
         raise ConfigError("nothing is compared: give --topologies or --peer", param="topologies")
     return found
+
+
+def _require_gpus(gpus: Sequence[int]) -> None:
+    """Refuse GPUs that engines would not see.
+
+    A process of its own looks, as an engine would: CUDA cannot be asked again for other devices.
+
+    Raises:
+        ConfigError: Some of them are not there.
+    """
+    words = ",".join(map(str, gpus))
+    done = subprocess.run(
+        [sys.executable, "-c", _LOOK_FOR_GPUS],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "CUDA_VISIBLE_DEVICES": words},
+        check=False,
+    )
+    num, _, version = done.stdout.strip().partition(" ")
+    if done.returncode != 0 or not num.isdigit():
+        version, num = "which cannot be imported", "0"
+    if int(num) < len(gpus):
+        raise ConfigError(
+            f"--gpus {words}: torch {version} finds {num} of these {len(gpus)} GPUs on this "
+            "machine: name those that pdserve doctor shows, or compare on cores with --cores",
+            param="gpus",
+        )
 
 
 def _paths(config: CompareConfig) -> tuple[Path | None, Path | None]:
@@ -173,13 +219,13 @@ class _Session:
         self._dataset = dataset
         self._topologies = topologies
         self._slos = slos
-        self._shows_progress = shows_progress
         self._model = str(model_directory(config.model))
         self._starter = Starter(config, self._model, say)
-        self._endpoint = Endpoint(config.endpoint)
+        self._player = Player(config, seed=dataset.seed, shows_progress=shows_progress)
         self._plans: dict[float | None, tuple[Plan, list[Planned]]] = {}
         self._ready_s: dict[str, list[float]] = {}
-        self._notes: dict[str, None] = {}
+        self._flags: tuple[str, ...] = ()
+        self._pace = ""
 
     def kill(self) -> None:
         """End every process at once."""
@@ -188,6 +234,10 @@ class _Session:
     async def run(self) -> Comparison:
         """Measure everything."""
         about = _environment(self._config)
+        self._player.note(*map(_crowd_words, (t for t in self._topologies if t.crowded)))
+        rates = await self._prepare()
+        if self._pace:
+            about["pace of the requests"] = self._pace
         measured: list[Measured] = []
         total = self._config.num_runs * len(self._topologies)
         for repeat in range(self._config.num_runs):
@@ -200,7 +250,6 @@ class _Session:
                     for rate in self._rates:
                         measured.append(await self._measure(topology, running, rate, repeat))
                         await asyncio.sleep(self._config.pause_s)
-        rates = await self._measure_bound() if self._config.bound else None
         return Comparison(
             title=f"{_name(self._config.model)}, {self._dataset.name.value}: "
             + ("colocated against disaggregated" if self._has_both else "deployments compared"),
@@ -210,9 +259,9 @@ class _Session:
             measured=measured,
             rates=rates,
             slos=list(self._slos),
-            command=shlex.join(["pdserve", *sys.argv[1:]]),
+            command=shlex.join(["pdserve", *sys.argv[1:], *self._flags]),
             environment=about,
-            notes=list(self._notes),
+            notes=list(self._player.notes),
         )
 
     @property
@@ -240,16 +289,6 @@ class _Session:
             yield running
         say("    ended")
 
-    def _target(self, topology: Topology, running: Running) -> Target:
-        is_peer = topology.kind is Kind.PEER
-        return Target(
-            base_url=running.url,
-            model="" if is_peer else self._config.model,
-            endpoint=self._endpoint,
-            api_key=self._config.api_key if is_peer else "",
-            label=topology.label,
-        )
-
     def _plan(self, rate: float | None, target: Target, served: Served) -> list[Planned]:
         """The requests at a rate: made once, the same for every deployment and run."""
         if rate not in self._plans:
@@ -261,7 +300,7 @@ class _Session:
                 tokenizer=self._model,
                 cancel_share=self._traffic.cancel_share,
             )
-            self._notes.update(dict.fromkeys(self._plans[rate][0].notes))
+            self._player.note(*self._plans[rate][0].notes)
         return self._plans[rate][1]
 
     def _arrivals(self, rate: float | None) -> Arrivals:
@@ -271,20 +310,35 @@ class _Session:
     async def _measure(
         self, topology: Topology, running: Running, rate: float | None, repeat: int
     ) -> Measured:
-        target = self._target(topology, running)
+        target = self._player.target(topology, running)
         served = await ask_served(target, self._traffic.ready_check_timeout_s)
         target = msgspec.structs.replace(target, model=served.model)
         requests = self._plan(rate, target, served)
-        await self._reset(topology, target)
+        await self._player.reset(topology, target)
         words = (
             str(self._arrivals(rate))
             if rate is not None
             else arrivals_in_words(self._dataset, self._traffic)
         )
         description = self._plans[rate][0].description
-        run = await self._play(
-            running, requests, target, options_of(self._traffic), description, words
+        cores = {core for engine in topology.engines for core in engine.cores}
+        since_s, before = time.monotonic(), cpu_seconds(running.processes, cores)
+        run = await self._player.play(
+            running,
+            requests,
+            target,
+            options_of(self._traffic),
+            dataset=description,
+            arrivals=words,
         )
+        elapsed_s = time.monotonic() - since_s
+        used = cores_used(before, cpu_seconds(running.processes, cores), elapsed_s)
+        if used:
+            # The client tells the share of its run; the other figures are of all that elapsed.
+            share = run.health.cpu_share * run.health.num_processes
+            used[CLIENT] = round(share * min(1.0, run.duration_s / elapsed_s), 3)
+            ours = sum(used.values()) - used[ALL]
+            used[OTHERS] = round(max(0.0, used.pop(ALL) - ours), 3)
         found = figures_of(run, self._slos)
         at = "" if rate is None else f"{rate:g} requests/s: "
         say(
@@ -295,101 +349,65 @@ class _Session:
                 if figure in found
             )
         )
-        return Measured(deployment=topology.label, rate=rate, repeat=repeat, run=compact(run))
-
-    async def _play(
-        self,
-        running: Running,
-        requests: Sequence[Planned],
-        target: Target,
-        options: Options,
-        dataset: str,
-        arrivals: str,
-    ) -> Run:
-        line = ProgressLine(sys.stderr, width=shutil.get_terminal_size((100, 24)).columns)
-        try:
-            return await running.while_alive(
-                run_plan(
-                    requests,
-                    target,
-                    options,
-                    dataset=dataset,
-                    arrivals=arrivals,
-                    seed=self._dataset.seed,
-                    on_progress=line if self._shows_progress else None,
-                )
-            )
-        finally:
-            line.end()
-
-    async def _reset(self, topology: Topology, target: Target) -> None:
-        """Empty the prefix caches; what a peer cannot do is said in the report.
-
-        Raises:
-            PeerError: A deployment of ours does not do it.
-        """
-        for _ in range(_RESET_TRIES):
-            reason = await reset_prefix_caches(target)
-            if reason is None:
-                return
-            if topology.kind is Kind.PEER:
-                break
-            await asyncio.sleep(_RESET_AGAIN_S)
-        if topology.kind is not Kind.PEER:
-            raise PeerError(f"{topology.label} did not forget its prefixes: {reason}")
-        note = f"{topology.label} kept its cached prefixes between runs ({reason})."
-        self._notes[note] = None
-
-    # --- one engine alone
-
-    async def _measure_bound(self) -> EngineRates | None:
-        """Prompts per second and tokens per second of one engine of a P/D deployment.
-
-        None if there is none, or if its engines have different numbers of cores.
-        """
-        places = [
-            engine
-            for topology in self._topologies
-            if topology.kind is Kind.DISAGGREGATED
-            for engine in topology.engines
-        ]
-        if not places:
-            return None
-        if len({len(place.cores) for place in places}) > 1:
-            self._notes[
-                "The rate-matched bound was not measured: engines have different numbers of cores."
-            ] = None
-            return None
-        cores = places[0].cores
-        alone = Topology("one engine", Kind.REPLICAS, (EnginePlace("engine", Role.BOTH, cores),))
-        _, requests = self._plans[self._rates[0]]
-        sample = _sample(requests)
-        say("one engine alone, for the rate-matched bound")
-        async with self._reachable(alone) as running:
-            target = self._target(alone, running)
-            quick = msgspec.structs.replace(
-                options_of(self._traffic),
-                max_concurrency=_BOUND_CONCURRENCY,
-                with_stages=False,
-                ignore_eos=True,
-            )
-            await self._reset(alone, target)
-            asked = [msgspec.structs.replace(each, max_tokens=1) for each in sample]
-            ctx = await self._play(running, asked, target, quick, "", "")
-            gen = await self._play(
-                running, sample, target, msgspec.structs.replace(quick, num_warmups=0), "", ""
-            )
-        good = [each for each in gen.outcomes if each.is_good]
-        if len(good) < len(sample) or not all(each.is_good for each in ctx.outcomes):
-            self._notes["The rate-matched bound was not measured: requests failed."] = None
-            return None
-        tokens = sum(each.num_output_tokens for each in good)
-        return EngineRates(
-            num_cores=len(cores),
-            ctx_rate=len(ctx.outcomes) / ctx.duration_s,
-            gen_rate=len(good) / gen.duration_s,
-            out_tok_s=tokens / gen.duration_s,
+        return Measured(
+            deployment=topology.label,
+            rate=rate,
+            repeat=repeat,
+            run=compact(run),
+            cores_used=used,
         )
+
+    # --- before the first deployment
+
+    async def _prepare(self) -> EngineRates | None:
+        """Measure one engine alone: the pace, if it is left open, and the bound's rates.
+
+        Where everything runs already the first peer is asked for the pace.
+        """
+        must_pace = calibration.is_needed(self._dataset)
+        why_not = why_no_bound(self._topologies) if self._config.bound else ""
+        if why_not:
+            self._player.note(why_not)
+        has_bound = why_not is None
+        if not (must_pace or has_bound):
+            return None
+        alone = one_engine(self._topologies) or self._topologies[0]
+        purposes = [
+            *(["the pace of the requests"] if must_pace else []),
+            *(["the rate-matched bound"] if has_bound else []),
+        ]
+        say(f"{alone.label} alone, for {' and '.join(purposes)}")
+        async with self._reachable(alone) as running:
+            target = self._player.target(alone, running)
+            served = await ask_served(target, self._traffic.ready_check_timeout_s)
+            target = msgspec.structs.replace(target, model=served.model)
+            if must_pace:
+                await self._set_pace(alone, running, target, served)
+            if not has_bound:
+                return None
+            return await measure_rates(
+                self._player,
+                alone,
+                running,
+                target,
+                options_of(self._traffic),
+                self._plan(self._rates[0], target, served),
+            )
+
+    async def _set_pace(
+        self, alone: Topology, running: Running, target: Target, served: Served
+    ) -> None:
+        prompts = prompts_of(target, served, tokenizer=self._model)
+        found = await running.while_alive(
+            calibration.calibrate(self._dataset, prompts, target, options_of(self._traffic))
+        )
+        self._dataset, self._flags = found.dataset, found.flags
+        what = "GPUs" if self._config.gpus else "cores"
+        units = ",".join(str(core) for engine in alone.engines for core in engine.cores)
+        where = f"one engine ({what} {units})" if alone.engines else target.base_url
+        self._pace = f"measured on {where}: {found.words}"
+        say(f"    pace {self._pace}")
+        say(f"    {' '.join(found.flags)}")
 
     def _deployment(self, topology: Topology) -> Deployment:
         roles = [engine.role for engine in topology.engines]
@@ -402,23 +420,23 @@ class _Session:
             num_cores=len({core for engine in topology.engines for core in engine.cores}),
             num_prefill=roles.count(Role.PREFILL),
             num_decode=roles.count(Role.DECODE),
+            is_crowded=bool(topology.crowded),
             commands=() if is_peer else commands_of(topology, self._config),
             ready_s=self._ready_s.get(topology.label, []),
         )
 
 
-def _sample(requests: Sequence[Planned]) -> list[Planned]:
-    """Some requests in the plan's proportions, all due at once; none follows another."""
-    able = [each for each in requests if each.after is None]
-    step = max(1, math.ceil(len(able) / _NUM_BOUND_REQUESTS))
-    chosen: list[Planned] = []
-    tokens = 0
-    for each in able[::step]:
-        tokens += (each.num_prompt_tokens or 0) + each.max_tokens
-        if chosen and tokens > _MAX_BOUND_TOKENS:
-            break
-        chosen.append(msgspec.structs.replace(each, at_s=0.0, cancel_after_tokens=None))
-    return chosen
+def _crowd_words(topology: Topology) -> str:
+    """What a deployment with more engines than cores can show, and what not."""
+    cores = {core for engine in topology.engines for core in engine.cores}
+    places = "; ".join(
+        f"{', '.join(names)} share core {core}" for core, names in topology.crowded.items()
+    )
+    return (
+        f"{topology.label} has {len(topology.engines)} engines on {len(cores)} "
+        f"core{'' if len(cores) == 1 else 's'}: {places}. That shows how it works, not how fast it "
+        "is: engines on one core take it from one another."
+    )
 
 
 def _layout(topology: Topology, config: CompareConfig) -> str:

@@ -58,11 +58,13 @@ class Running:
     Attributes:
         url: Where clients send requests.
         ready_s: From its first process to ready.
+        processes: Roles by pid; None is the proxy's.
     """
 
     url: str
     ready_s: float
     lives: Sequence[asyncio.Task[None]] = field(default=(), repr=False)
+    processes: Mapping[int, Role | None] = field(default_factory=dict)
 
     async def while_alive(self, work: Coroutine[Any, Any, T]) -> T:
         """Do `work`, unless a process of the deployment ends.
@@ -267,6 +269,11 @@ class Starter:
         async with asyncio.timeout(self._config.start_timeout_s):
             await running.while_alive(all_ready())
         running.ready_s = time.monotonic() - since_s
+        running.processes = {
+            child.pid: member.role
+            for member, child in zip(members, children, strict=True)
+            if child.pid is not None
+        }
         return running
 
     async def _stop(

@@ -1,7 +1,8 @@
-"""`pdserve bench plot FILE...`: the report of runs that were made before.
+"""`pdserve bench plot FILE...`: the page of what was measured before.
 
-Takes what `bench serve --save-result --save-detailed` and `bench compare` saved. Several runs
-with the same label are repeats; the first file's label is what the others are compared with.
+Takes what `bench serve --save-result --save-detailed`, `bench sweep` and `bench compare` saved:
+runs together, sweeps together, or one comparison. Several runs with the same label are repeats;
+the first file's label is what the others are compared with.
 """
 
 from __future__ import annotations
@@ -12,6 +13,9 @@ from pathlib import Path
 from pdserve.bench import files
 from pdserve.bench.compare.result import Comparison, is_comparison, load, of_runs
 from pdserve.bench.report.page import render
+from pdserve.bench.report.sweep_page import render_sweeps
+from pdserve.bench.sweep import is_sweep
+from pdserve.bench.sweep import load as load_sweep
 from pdserve.commands.announce import title
 from pdserve.commands.exit_codes import EXIT_DONE
 from pdserve.config.compare import PlotConfig
@@ -29,10 +33,10 @@ def run_plot(table: Table, resolved: Mapping[str, Resolved]) -> int:
     if not config.files:
         raise ConfigError(
             "FILE is missing: pdserve bench plot FILE..., where each FILE was saved by bench serve "
-            "(--save-result --save-detailed) or by bench compare",
+            "(--save-result --save-detailed), bench sweep or bench compare",
             param="files",
         )
-    page = render(read([Path(name) for name in config.files]))
+    page = drawn([Path(name) for name in config.files])
     try:
         Path(config.output).write_text(page, encoding="utf-8")
     except OSError as error:
@@ -43,8 +47,27 @@ def run_plot(table: Table, resolved: Mapping[str, Resolved]) -> int:
     return EXIT_DONE
 
 
+def drawn(paths: Sequence[Path]) -> str:
+    """Return the page of saved files.
+
+    Raises:
+        ConfigError: A file cannot be read, files of different kinds stand side by side, or no
+            request in them was answered.
+    """
+    sweeps = [path for path in paths if path.is_file() and is_sweep(path.read_bytes())]
+    if not sweeps:
+        return render(read(paths))
+    others = [path for path in paths if path not in sweeps]
+    if others:
+        raise ConfigError(
+            f"{sweeps[0]} is a sweep and {others[0]} is none: draw sweeps by themselves",
+            param="files",
+        )
+    return render_sweeps([load_sweep(path) for path in sweeps])
+
+
 def read(paths: Sequence[Path]) -> Comparison:
-    """Make one comparison of saved files.
+    """Make one comparison of saved runs, or read one.
 
     Raises:
         ConfigError: A file cannot be read, a comparison stands beside other files, or no

@@ -29,26 +29,44 @@ def _require(condition: bool, flag: str, value: object, remedy: str) -> None:
         raise ConfigError(f"--{flag} is {value!r}: {remedy}", param=flag)
 
 
+class Backend(enum.Enum):
+    """vLLM's names for the API's two doors."""
+
+    OPENAI = "openai"
+    VLLM = "vllm"
+    OPENAI_CHAT = "openai-chat"
+
+    @property
+    def path(self) -> str:
+        """Where its requests go."""
+        return "/v1/chat/completions" if self is Backend.OPENAI_CHAT else "/v1/completions"
+
+
 class TargetConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Whom to ask.
 
     Attributes:
         base_url: Without the API's path; empty takes `host` and `port`.
+        backend: Which API is asked; all but openai-chat are the same.
         endpoint: Path of the API; one that ends in `chat/completions` is asked with messages.
+            Empty takes the backend's.
         model: What requests name; empty takes the first of `/v1/models`.
         tokenizer: Directory of the model's tokenizer, or `boxed`; empty takes the directory that
             `/v1/models` names, if it is on this machine.
         api_keys: The first is sent; none takes OPENAI_API_KEY from the environment.
+        header: Further headers of every request, as `NAME=VALUE`.
         label: What tables call it; empty takes the base URL.
     """
 
     base_url: str = ""
     host: str = "127.0.0.1"
     port: int = 8000
-    endpoint: str = "/v1/completions"
+    backend: Backend | None = None
+    endpoint: str = ""
     model: str = ""
     tokenizer: str = ""
     api_keys: tuple[str, ...] = ()
+    header: tuple[str, ...] = ()
     label: str = ""
 
     @property
@@ -59,9 +77,16 @@ class TargetConfig(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def path(self) -> str:
         """The endpoint's path; its short names are written out."""
-        return {"chat": "/v1/chat/completions", "completions": "/v1/completions"}.get(
-            self.endpoint, self.endpoint
-        )
+        return {
+            "chat": Backend.OPENAI_CHAT.path,
+            "completions": Backend.OPENAI.path,
+            "": (self.backend or Backend.OPENAI).path,
+        }.get(self.endpoint, self.endpoint)
+
+    @property
+    def headers(self) -> dict[str, str]:
+        """What `header` says."""
+        return _named(self.header)
 
     def __post_init__(self) -> None:
         _require(
@@ -83,6 +108,16 @@ class TargetConfig(msgspec.Struct, frozen=True, kw_only=True):
             self.endpoint,
             "use completions, chat, or a path that ends in /completions or /chat/completions",
         )
+        is_chat = self.path.endswith("/chat/completions")
+        _require(
+            self.backend is None or is_chat == (self.backend is Backend.OPENAI_CHAT),
+            "endpoint",
+            self.endpoint,
+            f"--backend {self.backend and self.backend.value} asks another API; leave one of "
+            "them out",
+        )
+        for each in self.header:
+            _require(_is_named(each), "header", each, "write it as NAME=VALUE")
 
 
 class TrafficConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -175,6 +210,7 @@ class ResultConfig(msgspec.Struct, frozen=True, kw_only=True):
         metric_percentiles: Which percentiles of them.
         save_detailed: Save each request, too (`pdserve bench plot` draws from it).
         result_filename: Empty makes one of label, rate, model and date.
+        metadata: Further entries of the saved result, as `NAME=VALUE`.
         allow_invalid: End with 0 although the client could not keep up.
     """
 
@@ -185,8 +221,14 @@ class ResultConfig(msgspec.Struct, frozen=True, kw_only=True):
     save_detailed: bool = False
     result_dir: str = "."
     result_filename: str = ""
+    metadata: tuple[str, ...] = ()
     progress: bool = True
     allow_invalid: bool = False
+
+    @property
+    def further_entries(self) -> dict[str, str]:
+        """What `metadata` says."""
+        return _named(self.metadata)
 
     @property
     def metrics(self) -> tuple[str, ...]:
@@ -219,6 +261,19 @@ class ResultConfig(msgspec.Struct, frozen=True, kw_only=True):
             self.save_detailed,
             "it needs --save-result",
         )
+        for each in self.metadata:
+            _require(_is_named(each), "metadata", each, "write it as NAME=VALUE")
+
+
+def _is_named(text: str) -> bool:
+    name, sign, _ = text.partition("=")
+    return bool(sign and name.strip())
+
+
+def _named(given: Iterable[str]) -> dict[str, str]:
+    """Values by name; of equal names the last counts."""
+    parts = (each.partition("=") for each in given)
+    return {name.strip(): value.strip() for name, _, value in parts}
 
 
 def _words(given: Iterable[str]) -> tuple[str, ...]:
@@ -235,10 +290,12 @@ TARGET_SETTINGS: Final = declare(
         ("base-url", "base_url", "URL", "of the server, without the API's path; empty is http://host:port"),
         ("host", "host", "ADDRESS", "of the server"),
         ("port", "port", "PORT", "of the server"),
-        ("endpoint", "endpoint", "PATH", "/v1/completions or /v1/chat/completions; also: completions, chat"),
+        ("backend", "backend", "openai|vllm|openai-chat", "vLLM's names of the API: openai-chat asks with messages, the others with prompts; auto goes by --endpoint"),
+        ("endpoint", "endpoint", "PATH", "/v1/completions or /v1/chat/completions; also: completions, chat; empty goes by --backend, or is /v1/completions"),
         ("model", "model", "NAME", "what requests name; empty takes the first that /v1/models has"),
         ("tokenizer", "tokenizer", "DIR", "of the model's tokenizer, or boxed; empty is what /v1/models names, if it is here"),
         ("api-key", "api_keys", "KEY", "sent as a bearer token (rather as PDSERVE_API_KEY or OPENAI_API_KEY)"),
+        ("header", "header", "NAME=VALUE", "further headers of every request"),
         ("label", "label", "TEXT", "what tables call this run; empty is the base URL"),
     ),
 )
@@ -277,6 +334,7 @@ RESULT_SETTINGS: Final = declare(
         ("save-detailed", "save_detailed", "", "with every request and token in it; pdserve bench plot needs it"),
         ("result-dir", "result_dir", "DIR", "where"),
         ("result-filename", "result_filename", "FILE", "how it is called; empty is LABEL-RATEqps-MODEL-DATE.json"),
+        ("metadata", "metadata", "NAME=VALUE", "further entries of the saved JSON, as of a version or a machine"),
         ("progress", "progress", "", "say on stderr how far it is"),
         ("allow-invalid", "allow_invalid", "", "exit with 0 although the client itself was too slow"),
     ),

@@ -15,6 +15,13 @@ from pdserve.config.boxed import BOXED
 from pdserve.config.load import declare
 from pdserve.errors import ConfigError
 
+CHUNK_TOKENS: Final = 512
+"""Of a colocated engine on cores: the budget that vLLM's chunked prefill came with, for the sake of
+ITL. With the engines' default of 2048 most prompts would be one chunk, and the baseline no better
+than without chunks."""
+
+_BUDGET: Final = "--max-num-batched-tokens"
+
 
 class CompareConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Which deployments are compared, and how.
@@ -24,7 +31,8 @@ class CompareConfig(msgspec.Struct, frozen=True, kw_only=True):
         topologies: Kinds of deployments, by name.
         pd: Prefill and decode engines of each P/D deployment, as `2:1`.
         chunk_tokens: Token budgets of a step; each chunked colocated kind is started with each
-            of them. Empty leaves the engine's default.
+            of them. Empty takes `CHUNK_TOKENS` on cores, and on GPUs, or where the engines' own
+            words have a budget, leaves that.
         cores: That every deployment shares; empty takes all this process may use.
         gpus: Devices that every deployment shares instead of cores.
         pin: Every engine runs on its own cores only.
@@ -68,6 +76,13 @@ class CompareConfig(msgspec.Struct, frozen=True, kw_only=True):
     def rates(self) -> tuple[float, ...]:
         """`request_rates` as numbers."""
         return tuple(float(word) for word in _split(self.request_rates))
+
+    @property
+    def budgets(self) -> tuple[int, ...]:
+        """`chunk_tokens`, or what stands in for it; empty leaves the engine's own."""
+        words = shlex.split(f"{self.engine_args} {self.colocated_args}")
+        has_own = any(word.partition("=")[0].replace("_", "-") == _BUDGET for word in words)
+        return self.chunk_tokens or (() if self.gpus or has_own else (CHUNK_TOKENS,))
 
     @property
     def kinds(self) -> tuple[str, ...]:
@@ -121,7 +136,7 @@ class PlotConfig(msgspec.Struct, frozen=True, kw_only=True):
     """What is drawn.
 
     Attributes:
-        files: Saved runs, or comparisons.
+        files: Saved runs, sweeps, or a comparison.
         output: The page.
     """
 
@@ -149,7 +164,7 @@ COMPARE_SETTINGS: Final = (
             ("model", "model", "MODEL", f"what all deployments serve; a directory in Hugging Face format, or {BOXED}"),
             ("topologies", "topologies", "KIND", "what is compared: colocated, replicas, colocated-unchunked, replicas-unchunked, pd"),
             ("pd", "pd", "P:D", "prefill and decode engines of each P/D deployment, as 1:1 2:1"),
-            ("chunk-tokens", "chunk_tokens", "N", "step budgets of colocated engines with chunks, one deployment each; empty is the engine's default"),
+            ("chunk-tokens", "chunk_tokens", "N", "step budgets of colocated engines with chunks, one deployment each; empty is 512 on cores, and on GPUs the engine's default"),
             ("cores", "cores", "N", "cores that every deployment shares, as 0,1; empty is all there are"),
             ("gpus", "gpus", "N", "GPUs that every deployment shares, as 0,1; an engine with several gets --tensor-parallel-size"),
             ("pin", "pin", "", "keep each engine on its own cores"),
@@ -184,7 +199,7 @@ PLOT_SETTINGS: Final = declare(
     PlotConfig,
     "plot",
     (
-        ("files", "files", "FILE", "saved runs (bench serve --save-result --save-detailed) or comparisons"),
+        ("files", "files", "FILE", "saved runs (bench serve --save-result --save-detailed), sweeps, or a comparison"),
         ("output", "output", "FILE", "the page"),
     ),
 )

@@ -6,12 +6,11 @@ Names are vLLM's (`vllm bench serve`) wherever it has one. Knows no tokens and r
 from __future__ import annotations
 
 import enum
-from collections.abc import Mapping
 from typing import Final
 
 import msgspec
 
-from pdserve.config.load import Shorthand, declare
+from pdserve.config.load import declare
 from pdserve.errors import ConfigError
 
 
@@ -174,8 +173,24 @@ class MultiTurnConfig(msgspec.Struct, frozen=True, kw_only=True):
         _not_negative("multi-turn-think-time", self.think_time_s)
 
 
+class Pace(msgspec.Struct, frozen=True, kw_only=True):
+    """What of `pd-interference` depends on how fast the model is.
+
+    Attributes:
+        steady_output_len: Tokens of a steady answer.
+        steady_period_s: Each steady user asks anew so often.
+        burst_period_s: Between two bursts.
+    """
+
+    steady_output_len: int
+    steady_period_s: float
+    burst_period_s: float
+
+
 class InterferenceConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Steady short decoders, and bursts of long prompts between them.
+
+    What is None is measured before the run, so that the load suits the model and the machine.
 
     Attributes:
         steady_streams: Users that ask for short answers at a steady pace.
@@ -187,13 +202,28 @@ class InterferenceConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     steady_streams: int = 4
     steady_input_len: int = 32
-    steady_output_len: int = 64
-    steady_period_s: float = 2.0
+    steady_output_len: int | None = None
+    steady_period_s: float | None = None
     burst_size: int = 1
-    burst_input_len: int = 512
+    burst_input_len: int = 1024
     burst_output_len: int = 8
-    burst_period_s: float = 0.55
-    duration_s: float = 30.0
+    burst_period_s: float | None = None
+    duration_s: float = 20.0
+
+    @property
+    def pace(self) -> Pace | None:
+        """What depends on the model's speed; None if some of it has to be measured."""
+        if (
+            self.steady_output_len is None
+            or self.steady_period_s is None
+            or self.burst_period_s is None
+        ):
+            return None
+        return Pace(
+            steady_output_len=self.steady_output_len,
+            steady_period_s=self.steady_period_s,
+            burst_period_s=self.burst_period_s,
+        )
 
     def __post_init__(self) -> None:
         for name, number in (
@@ -206,7 +236,8 @@ class InterferenceConfig(msgspec.Struct, frozen=True, kw_only=True):
             ("burst-period", self.burst_period_s),
             ("duration", self.duration_s),
         ):
-            _positive(f"interference-{name}", number)
+            if number is not None:
+                _positive(f"interference-{name}", number)
         _not_negative("interference-burst-size", self.burst_size)
 
 
@@ -329,44 +360,15 @@ DATASET_SETTINGS: Final = (
         (
             ("interference-steady-streams", "interference.steady_streams", "N", "users that ask for short answers at a steady pace"),
             ("interference-steady-input-len", "interference.steady_input_len", "N", "tokens of their prompts"),
-            ("interference-steady-output-len", "interference.steady_output_len", "N", "tokens of their answers"),
-            ("interference-steady-period", "interference.steady_period_s", "SECONDS", "each of them asks anew so often"),
+            ("interference-steady-output-len", "interference.steady_output_len", "N", "tokens of their answers; auto is about a second, as measured before the run"),
+            ("interference-steady-period", "interference.steady_period_s", "SECONDS", "each of them asks anew so often; auto is measured: an answer and a quarter"),
             ("interference-burst-size", "interference.burst_size", "N", "long prompts that come at once; 0 for none, to compare with"),
             ("interference-burst-input-len", "interference.burst_input_len", "N", "tokens of a long prompt"),
             ("interference-burst-output-len", "interference.burst_output_len", "N", "tokens of its answer"),
-            ("interference-burst-period", "interference.burst_period_s", "SECONDS", "between two bursts"),
+            ("interference-burst-period", "interference.burst_period_s", "SECONDS", "between two bursts; auto is measured: one prefill engine is busy half the time"),
             ("interference-duration", "interference.duration_s", "SECONDS", "how long requests are sent"),
         ),
     ),
 )
 # fmt: on
 """All settings of a `DatasetConfig` whose root is called `dataset`."""
-
-_INTERFERENCE_SIZES: Final[Mapping[str, Mapping[str, object]]] = {
-    "135m": {},
-    "boxed": {
-        "interference-steady-output-len": 512,
-        "interference-burst-input-len": 256,
-        "interference-burst-period": 0.11,
-    },
-}
-
-
-def _interference_for(raw: object) -> Mapping[str, object]:
-    sizes = _INTERFERENCE_SIZES.get(str(raw).lower())
-    if sizes is None:
-        raise ValueError(f"{raw!r} is not known: use {' or '.join(_INTERFERENCE_SIZES)}")
-    return sizes
-
-
-DATASET_SHORTHANDS: Final = (
-    Shorthand(
-        "interference-for",
-        _interference_for,
-        "sizes of pd-interference that suit a model's speed on two cores: 135m (the defaults), or "
-        "boxed, which is ten times as fast",
-        "boxed|135m",
-        "data set: pd-interference",
-    ),
-)
-"""Flags that stand for several of `DATASET_SETTINGS`."""

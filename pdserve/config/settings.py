@@ -15,7 +15,7 @@ import msgspec
 from pdserve.config.bench import RESULT_SETTINGS, TARGET_SETTINGS, TRAFFIC_SETTINGS
 from pdserve.config.boxed import BOXED
 from pdserve.config.compare import COMPARE_SETTINGS, PLOT_SETTINGS
-from pdserve.config.datasets import DATASET_SETTINGS, DATASET_SHORTHANDS, DatasetName
+from pdserve.config.datasets import DATASET_SETTINGS, DatasetName
 from pdserve.config.load import Shorthand, Table, canonical, declare, parse_object
 from pdserve.config.schema import EngineConfig, ProxyConfig, Role, ServerConfig
 from pdserve.config.trace import TRACE_SETTINGS
@@ -400,10 +400,7 @@ def doctor_table() -> Table:
 
 def bench_serve_table() -> Table:
     """The settings of `pdserve bench serve`."""
-    return Table(
-        (*TARGET_SETTINGS, *DATASET_SETTINGS, *TRAFFIC_SETTINGS, *RESULT_SETTINGS),
-        DATASET_SHORTHANDS,
-    )
+    return Table((*TARGET_SETTINGS, *DATASET_SETTINGS, *TRAFFIC_SETTINGS, *RESULT_SETTINGS))
 
 
 def bench_compare_table() -> Table:
@@ -414,8 +411,11 @@ def bench_compare_table() -> Table:
     result = tuple(s for s in RESULT_SETTINGS if s.flag in ("goodput", "progress", "allow-invalid"))
     return Table(
         (*COMPARE_SETTINGS, *DATASET_SETTINGS, *TRAFFIC_SETTINGS, *result),
-        DATASET_SHORTHANDS,
-        {"num-warmups": 8, "ignore-eos": True, "dataset-name": DatasetName.PD_INTERFERENCE},
+        defaults={
+            "num-warmups": 8,
+            "ignore-eos": True,
+            "dataset-name": DatasetName.PD_INTERFERENCE,
+        },
     )
 
 

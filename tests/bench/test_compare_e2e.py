@@ -10,17 +10,24 @@ import sys
 import time
 import urllib.error
 import urllib.request
+from pathlib import Path
 
+import msgspec
 import psutil
 import pytest
 
 from pdserve.bench.compare.result import load
 from pdserve.bench.compare.summary import Figure, rows
-from pdserve.bench.compare.topology import Kind, plan
+from pdserve.bench.compare.topology import Kind, peers, plan
 from pdserve.bench.report.scale import number
+from pdserve.commands.bench_alone import one_engine, sample_of
+from pdserve.commands.bench_cpu import cores_used, cpu_seconds
 from pdserve.commands.bench_deployments import commands_of, members_of
+from pdserve.commands.exit_codes import EXIT_CONFIG
 from pdserve.config.compare import CompareConfig
+from pdserve.config.schema import Role
 from pdserve.errors import ConfigError
+from tests.bench.scripted import request, scripted_server
 
 SMALL = ["--engine-args=--kv-cache-memory-bytes 64MiB", "--no-progress", "--num-runs", "1"]
 
@@ -39,18 +46,18 @@ def is_served(url: str) -> bool:
 
 @pytest.mark.e2e
 @pytest.mark.slow
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(400)
 def test_a_small_comparison_gives_table_report_and_file_and_leaves_nothing(tmp_path):
     report = tmp_path / "c.html"
     done = subprocess.run(
         command(
             *("--topologies", "colocated", "pd", "--cores", "0", "1", "--report", str(report)),
-            *("--interference-duration", "2.5", "--interference-burst-input-len", "256"),
+            *("--interference-duration", "2", "--interference-burst-input-len", "256"),
             *("--goodput", "ttft:5000", "--allow-invalid"),
         ),
         capture_output=True,
         text=True,
-        timeout=110,
+        timeout=360,
         check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr
@@ -61,7 +68,13 @@ def test_a_small_comparison_gives_table_report_and_file_and_leaves_nothing(tmp_p
     assert [o.scheduled_s for o in colocated.outcomes] == [o.scheduled_s for o in pd.outcomes]
     assert all(o.kv_mode for o in pd.outcomes)
     assert not any(o.kv_mode for o in colocated.outcomes)
+    assert set(found.measured[1].cores_used) == {
+        *("engines", "API servers", "proxy", "client", "other programs and the kernel")
+    }
+    assert "Cores in use on average: colocated " in done.stdout
     assert found.rates is not None
+    assert "for the pace of the requests and the rate-matched bound" in done.stdout
+    assert re.search(r" --interference-burst-period [\d.]+$", found.command)
     table = rows(found, None)
     page = report.read_text()
     for row in table:
@@ -72,12 +85,112 @@ def test_a_small_comparison_gives_table_report_and_file_and_leaves_nothing(tmp_p
     assert not any(is_served(run.base_url) for run in (colocated, pd))
 
 
+def run(*words: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        command(*words), capture_output=True, text=True, timeout=360, check=False, cwd=cwd
+    )
+
+
+RANDOM = ("--dataset-name", "random", "--random-input-len", "24", "--random-output-len", "6")
+
+
 @pytest.mark.e2e
 @pytest.mark.slow
-@pytest.mark.timeout(90)
+@pytest.mark.timeout(400)
+def test_more_engines_than_cores_share_them_and_the_report_says_so(tmp_path):
+    done = run(
+        *("--topologies", "pd", "--pd", "2:1", "--cores", "0", "1", *RANDOM, "--no-bound"),
+        *("--num-prompts", "6", "--allow-invalid"),
+        cwd=tmp_path,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = load(tmp_path / "pdserve-compare.json")
+    (pd,) = found.deployments
+    assert (pd.num_prefill, pd.num_decode, pd.num_cores) == (2, 1, 2)
+    assert all(o.is_good and o.kv_mode for o in found.measured[0].run.outcomes)
+    words = "P/D 2:1 has 3 engines on 2 cores: prefill0, prefill1 share core 0"
+    assert words in done.stdout
+    assert words in (tmp_path / "pdserve-compare.html").read_text()
+
+
+@pytest.mark.e2e
+@pytest.mark.timeout(400)
+def test_peers_are_compared_at_each_rate(tmp_path):
+    with (
+        scripted_server("--first-ms", "2", "--gap-ms", "1") as quick,
+        scripted_server("--first-ms", "120", "--gap-ms", "1") as slow,
+    ):
+        done = run(
+            *("--topologies", "", "--peer", f"quick={quick.url}", f"slow={slow.url}/v1"),
+            *(*RANDOM, "--num-prompts", "8", "--request-rates", "40", "20", "--allow-invalid"),
+            cwd=tmp_path,
+        )
+        assert len(quick.times()) == len(slow.times())
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = load(tmp_path / "pdserve-compare.json")
+    assert found.request_rates == [20.0, 40.0]
+    assert [(m.deployment, m.rate) for m in found.measured] == [
+        *(("quick", 40.0), ("quick", 20.0), ("slow", 40.0), ("slow", 20.0))
+    ]
+    assert found.baseline == "quick"
+    for rate in found.request_rates:
+        assert f"{rate:g} requests/s" in done.stdout
+        quick_row, slow_row = rows(found, rate)
+        assert slow_row.values[Figure.TTFT_P50].median >= 118
+        assert quick_row.values[Figure.TTFT_P50].median < slow_row.values[Figure.TTFT_P50].median
+    assert "quick kept its cached prefixes between runs" in done.stdout
+
+
+@pytest.mark.e2e
+@pytest.mark.timeout(400)
+def test_the_first_peer_sets_the_pace_where_everything_runs_already(tmp_path):
+    with scripted_server("--first-ms", "20", "--gap-ms", "4") as server:
+        done = run(
+            *("--topologies", "", "--peer", server.url, "--interference-duration", "0.8"),
+            *("--interference-steady-output-len", "8", "--allow-invalid"),
+            cwd=tmp_path,
+        )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert f"pace measured on {server.url}" in done.stdout
+    found = load(tmp_path / "pdserve-compare.json")
+    assert found.environment["pace of the requests"].startswith(f"measured on {server.url}")
+    assert found.rates is None
+
+
+@pytest.mark.e2e
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        pytest.param(
+            ("--gpus", "97", "98"),
+            "--gpus 97,98: .* finds 0 of these 2 GPUs",
+            id="GPUs that are not there",
+        ),
+        pytest.param(
+            ("--request-rates", "1", "2"),
+            "pd-interference says itself when requests are due: leave out --request-rates",
+            id="rates for a data set with times of its own",
+        ),
+    ],
+)
+def test_what_cannot_be_is_refused_before_anything_starts(tmp_path, words, told):
+    done = run(*words, cwd=tmp_path)
+    assert done.returncode == EXIT_CONFIG
+    assert re.search(told, done.stderr)
+    assert "starting" not in done.stdout
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.e2e
+@pytest.mark.slow
+@pytest.mark.timeout(400)
 def test_ctrl_c_ends_every_process_and_says_130(tmp_path):
     with subprocess.Popen(
-        command("--topologies", "pd", "--report", str(tmp_path / "c.html")),
+        command(
+            *("--topologies", "pd", "--report", str(tmp_path / "c.html"), "--no-bound"),
+            *("--dataset-name", "random", "--request-rate", "1"),
+        ),
         stdout=subprocess.PIPE,
         text=True,
     ) as process:
@@ -90,22 +203,22 @@ def test_ctrl_c_ends_every_process_and_says_130(tmp_path):
         assert len(children) >= 5  # two API servers, two engine cores, the proxy
         process.send_signal(signal.SIGINT)
         process.stdout.read()
-        assert process.wait(60) == 130
-    _, alive = psutil.wait_procs(children, timeout=5)
+        assert process.wait(120) == 130
+    _, alive = psutil.wait_procs(children, timeout=30)
     assert not alive
     assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.e2e
-@pytest.mark.timeout(60)
+@pytest.mark.timeout(400)
 def test_a_deployment_that_cannot_start_shows_and_keeps_its_logs(tmp_path):
     done = subprocess.run(
-        command("--topologies", "colocated", "--colocated-args=--max-model-len 1"),
+        command("--topologies", "colocated", "--colocated-args=--max-model-len 1", *RANDOM),
         capture_output=True,
         text=True,
         env={**os.environ, "TMPDIR": str(tmp_path)},
         cwd=tmp_path,
-        timeout=50,
+        timeout=360,
         check=False,
     )
     assert done.returncode == 1
@@ -179,6 +292,81 @@ class TestProcesses:
         assert prefill.startswith("taskset -c 0 pdserve prefill boxed ")
         assert decode.startswith("taskset -c 1 pdserve decode boxed ")
         assert proxy.startswith("pdserve proxy ")
+
+
+class TestCoresInUse:
+    def test_a_server_and_what_it_started_are_told_apart(self):
+        burn = (
+            "import time\nend = time.process_time() + {}\nwhile time.process_time() < end: pass\n"
+        )
+        child = f"{burn.format(0.6)}print(flush=True); input()"
+        parent = (
+            "import subprocess, sys; "
+            f"c = subprocess.Popen([sys.executable, '-c', {child!r}], stdin=subprocess.PIPE); "
+            "input(); c.kill()"
+        )
+        with subprocess.Popen(
+            [sys.executable, "-c", parent], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+        ) as process:
+            assert process.stdout is not None
+            process.stdout.readline()  # the child has done its work
+            found = cpu_seconds({process.pid: Role.DECODE}, os.sched_getaffinity(0))
+            process.communicate(b"\n")
+        assert found["engines"] >= 0.55
+        assert found["API servers"] < found["engines"]
+        assert found["all"] >= found["engines"]
+
+    def test_a_peer_has_no_processes_of_ours(self):
+        assert cpu_seconds({}, [0]) == {}
+
+    def test_what_was_used_before_the_run_does_not_count(self):
+        assert cores_used({"engines": 4.0}, {"engines": 7.0, "proxy": 0.5}, 2.0) == {
+            "engines": 1.5,
+            "proxy": 0.25,
+        }
+
+
+class TestOneEngineAlone:
+    def test_it_has_the_cores_of_the_smallest_engine_of_a_pd_deployment(self):
+        kinds = [Kind.COLOCATED, Kind.DISAGGREGATED]
+        alone = one_engine(plan(kinds, [(1, 1)], [3, 4, 5]))
+        assert alone is not None
+        assert alone.engines[0].cores == (5,)
+
+    def test_there_is_none_where_everything_runs_already(self):
+        assert one_engine(peers(["http://a:1"])) is None
+
+    @pytest.mark.parametrize("num", [12, 144, 288])
+    def test_the_sample_has_the_plans_proportions(self, num):
+        kinds = ("steady", "burst", "burst")  # every third alone would be of one kind
+        requests = [request(i, [1] * 10, group=kinds[i % 3], at_s=0.1 * i) for i in range(num)]
+        sample = sample_of(requests)
+        steady = sum(each.group == "steady" for each in sample)
+        assert len(sample) <= 48
+        assert steady / len(sample) == pytest.approx(1 / 3, abs=0.05)
+        assert {each.at_s for each in sample} == {0.0}
+
+    def test_long_prompts_make_a_smaller_sample(self):
+        whole = request(0, [1] * 10, num_prompt_tokens=4000)
+        requests = [msgspec.structs.replace(whole, index=i) for i in range(100)]
+        assert 5 <= len(sample_of(requests)) <= 6
+
+
+class TestChunks:
+    def test_the_baseline_has_chunks_that_cut_prompts(self):
+        assert CompareConfig().budgets == (512,)
+
+    @pytest.mark.parametrize(
+        "config",
+        [
+            CompareConfig(engine_args="--max-num-batched-tokens 128"),
+            CompareConfig(colocated_args="--max_num_batched_tokens=128"),
+            CompareConfig(gpus=(0, 1)),
+        ],
+    )
+    def test_the_engines_own_budget_stays_where_one_was_given_or_gpus_are_used(self, config):
+        assert config.budgets == ()
+        assert msgspec.structs.replace(config, chunk_tokens=(64,)).budgets == (64,)
 
 
 @pytest.mark.parametrize(

@@ -9,8 +9,15 @@ import numpy as np
 import pytest
 
 from pdserve.bench.compare import bound, console, verdict
-from pdserve.bench.compare.result import EngineRates, compact, load, save
-from pdserve.bench.compare.summary import Figure, beside_prefills, better, figures_of, rows
+from pdserve.bench.compare.result import OTHERS, EngineRates, compact, load, save
+from pdserve.bench.compare.summary import (
+    Figure,
+    beside_prefills,
+    better,
+    fell_behind,
+    figures_of,
+    rows,
+)
 from pdserve.bench.compare.topology import Kind, baseline, pairs, peers, plan, share
 from pdserve.bench.figures import figures
 from pdserve.config.schema import Role
@@ -164,6 +171,41 @@ class TestWords:
         made.runs("2 replicas", None)[0].duration_s = 60.0
         assert any("2 replicas fell behind" in line for line in verdict.caveats(made))
 
+    def test_who_fell_behind_is_marked_in_the_table(self, made):
+        assert "fell behind" not in console.tables(made)
+        made.runs("2 replicas", None)[0].duration_s = 60.0
+        assert "fell behind" in console.tables(made)
+
+    def test_a_long_answer_to_the_last_request_is_not_falling_behind(self, made):
+        run = made.runs("2 replicas", None)[0]
+        due_s = max(one.scheduled_s for one in run.outcomes)
+        assert not fell_behind(run)
+        run.duration_s = due_s + 20.0
+        assert fell_behind(run)
+        for one in run.outcomes:
+            one.chunk_s = [*one.chunk_s, one.sent_s + 20.0]
+        assert not fell_behind(run)
+
+    def test_cores_that_were_full_or_used_by_others_are_told(self, made):
+        made.environment.pop("device", None)
+
+        def told(**used: float) -> str:
+            for index, each in enumerate(made.measured):
+                made.measured[index] = msgspec.structs.replace(each, cores_used=used)
+            return " ".join(verdict.caveats(made))
+
+        quiet = told(engines=1.0, proxy=0.25)
+        assert "colocated 1.25 (engines 1.00, proxy 0.25)" in quiet
+        assert "cores were full" not in quiet
+        assert "Other programs" not in quiet
+        assert "The 2 cores were full with" in told(engines=1.5, proxy=0.4)
+        disturbed = told(engines=1.0, **{OTHERS: 0.4})
+        assert "Other programs used these cores meanwhile (colocated 0.40" in disturbed
+
+    def test_small_differences_of_one_run_are_none(self):
+        assert verdict.is_within_noise(verdict.Ratio(1.08, 1.08, 1.08))
+        assert not verdict.is_within_noise(verdict.Ratio(1.08, 1.06, 1.09))
+
     def test_a_machine_that_was_busy_before_is_said_to_have_been(self, made):
         made.environment["load average before"] = "0.40"
         assert not any("busy with other work" in line for line in verdict.caveats(made))
@@ -219,6 +261,30 @@ class TestTopologies:
         assert [t.chunk_tokens for t in found] == [512, 128, None]
         assert [t.is_chunked for t in found] == [True, True, False]
         assert len({t.label for t in found}) == 3
+
+    def test_engines_that_outnumber_the_cores_share_them_role_by_role(self):
+        def cores(ratio: tuple[int, int], num: int) -> list[tuple[int, ...]]:
+            (found,) = plan([Kind.DISAGGREGATED], [ratio], range(num), may_share=True)
+            return [engine.cores for engine in found.engines]
+
+        assert cores((2, 1), 2) == [(0,), (0,), (1,)]
+        assert cores((1, 2), 2) == [(0,), (1,), (1,)]
+        assert cores((3, 3), 4) == [(0,), (1,), (0,), (2,), (3,), (2,)]
+        assert cores((1, 1), 1) == [(0,), (0,)]
+
+    def test_a_crowded_deployment_says_which_engines_share_a_core(self):
+        (crowded,) = plan([Kind.DISAGGREGATED], [(2, 1)], [4, 5], may_share=True)
+        assert crowded.crowded == {4: ["prefill0", "prefill1"]}
+        (roomy,) = plan([Kind.DISAGGREGATED], [(1, 1)], [4, 5], may_share=True)
+        assert not roomy.crowded
+
+    def test_there_are_no_more_replicas_than_cores(self):
+        (found,) = plan([Kind.REPLICAS], [(2, 1)], range(2), may_share=True)
+        assert (found.label, [e.cores for e in found.engines]) == ("2 replicas", [(0,), (1,)])
+
+    def test_more_engines_than_gpus_are_refused_with_what_helps(self):
+        with pytest.raises(ConfigError, match=r"3 engines need 3 GPUs.* \(--gpus\)"):
+            plan([Kind.DISAGGREGATED], [(2, 1)], range(2), what="GPUs")
 
     def test_more_engines_than_cores_are_refused(self):
         with pytest.raises(ConfigError, match="3 engines need 3 cores, and there are 2"):

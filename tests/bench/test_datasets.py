@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from typing import Any
 
 import msgspec
 import pytest
@@ -22,9 +23,7 @@ from pdserve.config.datasets import (
     RandomConfig,
     TraceConfig,
 )
-from pdserve.config.load import build, resolve
-from pdserve.config.settings import bench_serve_table
-from pdserve.errors import ConfigError
+from pdserve.errors import ConfigError, InternalError
 from pdserve.text.tokenizer import Tokenizer
 
 MADE_UP = [
@@ -50,6 +49,12 @@ def chat(tokenizer) -> PromptMaker:
     return PromptMaker(tokenizer, endpoint=Endpoint.CHAT, max_model_len=4096)
 
 
+def interference(**fields: Any) -> InterferenceConfig:
+    """Its pace is known."""
+    pace = {"steady_output_len": 64, "steady_period_s": 2.0, "burst_period_s": 0.55}
+    return InterferenceConfig(**{**pace, **fields})
+
+
 def small(name: DatasetName, *, seed: int = 0, num_prompts: int = 12) -> DatasetConfig:
     return DatasetConfig(
         name=name,
@@ -60,7 +65,7 @@ def small(name: DatasetName, *, seed: int = 0, num_prompts: int = 12) -> Dataset
             prefix_len=32, suffix_len=30, num_prefixes=3, output_len=4
         ),
         multi_turn=MultiTurnConfig(num_turns=3, input_len=40, turn_input_len=10, output_len=5),
-        interference=InterferenceConfig(duration_s=4, burst_input_len=100),
+        interference=interference(duration_s=4, burst_input_len=100),
     )
 
 
@@ -198,9 +203,7 @@ def test_pauses_have_the_mean_that_was_asked_for(ids):
 def test_steady_users_ask_at_their_period_and_evenly_shifted(ids):
     config = DatasetConfig(
         name=DatasetName.PD_INTERFERENCE,
-        interference=InterferenceConfig(
-            steady_streams=4, steady_period_s=2.0, duration_s=6.0, burst_size=0
-        ),
+        interference=interference(steady_streams=4, duration_s=6.0, burst_size=0),
     )
     requests = make_plan(config, ids).requests
     assert [each.at_s for each in requests] == [place * 0.5 for place in range(12)]
@@ -210,7 +213,7 @@ def test_steady_users_ask_at_their_period_and_evenly_shifted(ids):
 def test_bursts_come_at_one_moment_from_one_period_on(ids):
     config = DatasetConfig(
         name=DatasetName.PD_INTERFERENCE,
-        interference=InterferenceConfig(burst_size=3, burst_period_s=1.5, duration_s=5.0),
+        interference=interference(burst_size=3, burst_period_s=1.5, duration_s=5.0),
     )
     requests = make_plan(config, ids).requests
     bursts = [each for each in requests if each.group == "burst"]
@@ -219,10 +222,31 @@ def test_bursts_come_at_one_moment_from_one_period_on(ids):
     assert [each.at_s for each in requests] == sorted(each.at_s for each in requests)
 
 
-def test_the_default_interference_fits_a_context_of_1024(tokenizer):
-    prompts = PromptMaker(tokenizer, endpoint=Endpoint.COMPLETIONS, max_model_len=1024)
-    requests = make_plan(DatasetConfig(name=DatasetName.PD_INTERFERENCE), prompts).requests
-    assert Counter(each.group for each in requests) == {"steady": 60, "burst": 54}
+def test_the_default_interference_fits_a_context_of_2048(tokenizer):
+    prompts = PromptMaker(tokenizer, endpoint=Endpoint.COMPLETIONS, max_model_len=2048)
+    config = DatasetConfig(
+        name=DatasetName.PD_INTERFERENCE, interference=interference(steady_output_len=512)
+    )
+    requests = make_plan(config, prompts).requests
+    assert Counter(each.group for each in requests) == {"steady": 40, "burst": 36}
+
+
+def test_few_bursts_are_said_to_be_few(ids):
+    def notes(period_s: float) -> list[str]:
+        own = interference(burst_period_s=period_s, duration_s=20.0)
+        return make_plan(
+            DatasetConfig(name=DatasetName.PD_INTERFERENCE, interference=own), ids
+        ).notes
+
+    (sentence,) = notes(4.5)
+    assert "Only 4 bursts came in 20 s" in sentence
+    assert "--interference-duration 32" in sentence
+    assert not notes(3.0)
+
+
+def test_a_pace_that_nobody_measured_makes_no_plan(ids):
+    with pytest.raises(InternalError, match="before its pace was measured"):
+        make_plan(DatasetConfig(name=DatasetName.PD_INTERFERENCE), ids)
 
 
 @pytest.mark.parametrize(
@@ -244,20 +268,6 @@ def test_impossible_settings_name_their_flag(make, flag):
     with pytest.raises(ConfigError, match=f"--{flag}") as refusal:
         make()
     assert refusal.value.param == flag
-
-
-def test_sizes_for_a_faster_model_are_one_flag_and_a_flag_of_its_own_wins():
-    table = bench_serve_table()
-    given = {
-        "dataset-name": "pd-interference",
-        "interference-for": "boxed",
-        "interference-burst-period": "0.2",
-    }
-    resolved = resolve(table, command_line=given, environ={})
-    own = build("dataset", DatasetConfig, table, resolved).interference
-    assert (own.steady_output_len, own.burst_input_len, own.burst_period_s) == (512, 256, 0.2)
-    with pytest.raises(ConfigError, match="--interference-for: 'gpt' is not known: use 135m or"):
-        resolve(table, command_line={"interference-for": "gpt"}, environ={})
 
 
 def test_every_field_of_the_config_has_a_flag():

@@ -95,6 +95,15 @@ def test_peaks_are_of_one_second() -> None:
     assert found["max_concurrent_requests"] == 3
 
 
+def test_requests_at_one_moment_are_told_where_those_of_one_second_are_more() -> None:
+    after_one_another = [outcome(n, n * 0.2, [n * 0.2 + 0.1, n * 0.2 + 0.2]) for n in range(4)]
+    found = figures(make_run(*after_one_another, outcome(4, 0.1, [0.3])))
+    assert found["max_concurrent_requests"] == 5
+    assert found["pdserve"]["max_in_flight"] == 2
+    assert "At most 2 requests were in flight at one moment" in further(found)
+    assert "in flight" not in further(figures(make_run(FIRST)))
+
+
 def test_groups_have_figures_of_their_own() -> None:
     steady = outcome(0, 0.0, [0.1, 0.2], group="steady")
     burst = outcome(1, 0.0, [0.5, 0.9], group="burst")

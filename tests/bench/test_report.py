@@ -11,9 +11,9 @@ import pytest
 
 from pdserve.bench import files
 from pdserve.bench.compare.result import save
-from pdserve.bench.compare.summary import Figure, figures_of, rows
+from pdserve.bench.compare.summary import Figure, figures_of, prefill_of, rows
 from pdserve.bench.figures import figures
-from pdserve.bench.report import charts, pictures
+from pdserve.bench.report import charts, distributions, over_rate, over_time, stages
 from pdserve.bench.report.charts import Axis, Frame, Marks, Series
 from pdserve.bench.report.page import chosen_rate, render
 from pdserve.bench.report.scale import linear, linear_ticks, logarithmic, number, tick_label
@@ -130,7 +130,7 @@ class TestPage:
 class TestPictures:
     def test_each_gap_is_a_dot_and_each_burst_is_shaded(self, made):
         run = made.runs("colocated", 4.0)[0]
-        picture = pictures.itl_over_time(made, 4.0)
+        picture = over_time.itl_over_time(made, 4.0)
         drawing = ET.fromstring(picture.drawings[0])
         places = [e.get("d") for e in drawing.iter() if (e.get("class") or "").startswith("dots")]
         gaps = sum(len(o.chunk_s) - 1 for o in run.outcomes if o.group == "steady")
@@ -143,20 +143,20 @@ class TestPictures:
         for each in made.measured:
             for one in each.run.outcomes:
                 one.chunk_s[2:4] = [one.chunk_s[1]] * 2
-        drawing = ET.fromstring(pictures.itl_over_time(made, None).drawings[0])
+        drawing = ET.fromstring(over_time.itl_over_time(made, None).drawings[0])
         ticks = [e.text for e in drawing.iter() if e.get("text-anchor") == "end"]
         assert {"5", "50"} <= set(ticks)
 
     def test_a_prefill_begins_where_the_servers_account_says(self, made):
         one = next(o for o in made.runs("colocated", 4.0)[0].outcomes if o.group == "burst")
-        start, end = pictures.prefill_of(one)
+        start, end = prefill_of(one)
         before = (one.stages["proxy"] + one.stages["queue"]) / 1e3
         assert start == pytest.approx(one.sent_s + before)
         assert end - start == pytest.approx(one.stages["prefill"] / 1e3)
 
     def test_stages_add_up_to_the_ttft_that_the_client_saw(self, made):
         good = [o for run in made.runs("P/D 1:1", 4.0) for o in run.outcomes if o.group == "burst"]
-        drawing = ET.fromstring(pictures.stages(made, 4.0).drawings[0])
+        drawing = ET.fromstring(stages.stages(made, 4.0).drawings[0])
         tips = [e.text for e in drawing.iter() if e.tag.endswith("title")]
         told = [float(t.split()[-2]) for t in tips if t.startswith("P/D 1:1, burst:")]
         assert sum(told) == pytest.approx(np.mean([o.ttft_s * 1e3 for o in good]), rel=0.01)
@@ -164,30 +164,30 @@ class TestPictures:
         assert shown[:4] == ["proxy", "queue", "prefill", "relay"]
 
     def test_latency_over_rate_has_the_slo_where_there_is_one(self, made):
-        drawn = {p.anchor: p.drawings[0] for p in pictures.latency_over_rate(made)}
+        drawn = {p.anchor: p.drawings[0] for p in over_rate.latency_over_rate(made)}
         assert "SLO 200 ms" in drawn["rate-ttft-p99"]
         assert "SLO 20 ms" in drawn["rate-tpot-p50"]
         assert "SLO" not in drawn["rate-itl-p99"]
 
     def test_one_rate_has_no_picture_over_rates(self):
-        assert pictures.latency_over_rate(synthetic.comparison(num_runs=1)) == []
+        assert over_rate.latency_over_rate(synthetic.comparison(num_runs=1)) == []
 
     def test_without_stages_the_picture_says_only_what_the_client_saw(self):
         made = synthetic.comparison(num_runs=1)
         for each in made.measured:
             for one in each.run.outcomes:
                 one.stages, one.second_stages = {}, {}
-        assert len(pictures.stages(made, None).drawings) == 1
-        assert pictures.WAIT in pictures.stages(made, None).drawings[0]
+        assert len(stages.stages(made, None).drawings) == 1
+        assert stages.WAIT in stages.stages(made, None).drawings[0]
 
     def test_a_cdf_ends_at_one_with_the_greatest_value(self):
-        points = pictures._cdf([1.0, 2.0, 3.0, 10.0])
+        points = distributions._cdf([1.0, 2.0, 3.0, 10.0])
         assert points[-1] == (10.0, 1.0)
         assert points[0] == (1.0, 0.25)
 
     def test_a_tail_says_which_share_is_longer(self):
         values = sorted(float(i) for i in range(1, 1001))
-        tail = {round(share, 4): value for value, share in pictures._tail(values)}
+        tail = {round(share, 4): value for value, share in distributions._tail(values)}
         assert tail[0.001] == 1000.0
         assert all(sum(v >= value for v in values) / 1000 == s for s, value in tail.items())
 

@@ -18,7 +18,7 @@ def environment(**variables: str) -> dict[str, str]:
 
 
 def pdserve(
-    *arguments: str, variables: Mapping[str, str] | None = None, timeout_s: float = 30.0
+    *arguments: str, variables: Mapping[str, str] | None = None, timeout_s: float = 120.0
 ) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-m", "pdserve", *arguments],

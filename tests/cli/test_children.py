@@ -15,6 +15,8 @@ import pytest
 from pdserve.commands.children import Child, ChildFailedError, ChildSpec
 from tests.cli.process import ROOT, environment, free_ports
 
+pytestmark = pytest.mark.slow
+
 
 class Watched:
     """A child that is a proxy (the lightest of our processes), and what was heard of it."""
@@ -32,7 +34,7 @@ class Watched:
         try:
             yield life
         finally:
-            await self.child.stop(5)
+            await self.child.stop(30)
             life.cancel()
             await asyncio.gather(life, return_exceptions=True)
 
@@ -73,8 +75,8 @@ async def test_a_stopped_child_is_gone_and_stays_gone() -> None:
         await watched.listening()
         pid = watched.child.pid
         assert pid is not None
-        await watched.child.stop(5)
-        await asyncio.wait_for(life, 5)
+        await watched.child.stop(30)
+        await asyncio.wait_for(life, 30)
     assert not psutil.pid_exists(pid)
     assert watched.child.pid is None
 
@@ -103,7 +105,7 @@ def test_children_end_with_a_supervisor_that_is_killed() -> None:
     supervisor = subprocess.Popen([sys.executable, "-c", script], cwd=ROOT, env=environment())
     try:
         family = psutil.Process(supervisor.pid)
-        deadline_s = time.monotonic() + 20
+        deadline_s = time.monotonic() + 120
         while not any(c.laddr.port == port for p in family.children() for c in p.net_connections()):
             assert time.monotonic() < deadline_s
             time.sleep(0.05)
@@ -111,5 +113,5 @@ def test_children_end_with_a_supervisor_that_is_killed() -> None:
     finally:
         supervisor.kill()
         supervisor.wait()
-    _, alive = psutil.wait_procs(children, timeout=10)
+    _, alive = psutil.wait_procs(children, timeout=30)
     assert alive == []

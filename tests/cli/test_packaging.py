@@ -12,6 +12,8 @@ import pytest
 
 from tests.cli.process import ROOT
 
+pytestmark = pytest.mark.slow
+
 OURS = {"pdserve", "tests", "benchmarks"}
 CODE = ("pdserve", "connectors", "proxy", "kernels")
 TOOLS = ("tests", "benchmarks", "pdserve/models/boxed_train.py")

@@ -84,7 +84,7 @@ def test_a_proxy_says_what_it_lacks_and_ends_when_told(number: signal.Signals, c
         )
         assert f"pdserve prefill MODEL --port 8100 --proxy http://127.0.0.1:{port}" in said
         proxy.send_signal(number)
-        assert proxy.wait(10) == code
+        assert proxy.wait(60) == code
 
 
 @pytest.mark.e2e
@@ -103,8 +103,8 @@ def test_an_engine_serves_under_the_name_it_was_given_until_interrupted(
             info = json.load(response)
         assert (info["models"], info["engine"]["role"]) == ([str(model)], role)
         engine.send_signal(signal.SIGINT)
-        assert engine.wait(20) == 130
-        assert psutil.wait_procs(core, timeout=5)[1] == []
+        assert engine.wait(60) == 130
+        assert psutil.wait_procs(core, timeout=30)[1] == []
 
 
 @pytest.mark.e2e

@@ -19,7 +19,7 @@ from tests.cli.process import ROOT, environment, free_ports
 from tests.tiny_models import write_tiny_model
 
 SMALL = ("--kv-cache-memory-bytes", "16MiB")
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(400)]
 
 
 @pytest.fixture(scope="module")
@@ -58,7 +58,7 @@ class Up:
     def err(self) -> str:
         return self._err.read_text()
 
-    def wait_for(self, text: str, timeout_s: float = 90) -> None:
+    def wait_for(self, text: str, timeout_s: float = 150) -> None:
         deadline_s = time.monotonic() + timeout_s
         while text not in self.out:
             assert self.process.poll() is None, self.err
@@ -74,7 +74,7 @@ class Up:
 
     def end(self) -> int:
         code = self.process.wait(60)
-        _, alive = psutil.wait_procs(list(self.family.values()), timeout=10)
+        _, alive = psutil.wait_procs(list(self.family.values()), timeout=30)
         assert alive == []
         return code
 

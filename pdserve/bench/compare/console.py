@@ -32,6 +32,8 @@ def _table(comparison: Comparison, table: Sequence[Row]) -> str:
             marks.append("baseline")
         if row.num_failed:
             marks.append(f"{row.num_failed} of {row.num_requests} failed")
+        if row.is_behind:
+            marks.append("fell behind")
         if not row.is_valid:
             marks.append("not valid")
         lines.append([row.label, *(number(value.median if value else None) for value in values)])

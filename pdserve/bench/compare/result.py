@@ -21,6 +21,11 @@ FORMAT: Final = "pdserve-comparison-1"
 _TICKS_PER_S: Final = 100_000
 
 
+CLIENT: Final = "client"
+OTHERS: Final = "other programs and the kernel"
+"""In `Measured.cores_used`, beside the deployment's own parts."""
+
+
 class Deployment(msgspec.Struct, frozen=True, kw_only=True):
     """One side of the comparison.
 
@@ -31,6 +36,7 @@ class Deployment(msgspec.Struct, frozen=True, kw_only=True):
         is_peer: It ran already, on resources that nobody here has counted.
         num_cores: That its engines share; 0 of a peer.
         num_prefill, num_decode: Engines of a P/D deployment.
+        is_crowded: Some of its engines share a core.
         commands: That start it, as a person would write them.
         ready_s: Seconds from its first process to ready, at each start.
     """
@@ -42,6 +48,7 @@ class Deployment(msgspec.Struct, frozen=True, kw_only=True):
     num_cores: int = 0
     num_prefill: int = 0
     num_decode: int = 0
+    is_crowded: bool = False
     commands: tuple[str, ...] = ()
     ready_s: list[float] = []
 
@@ -52,12 +59,14 @@ class Measured(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         rate: Requests per second; None if the data set says when requests are due.
         repeat: 0, 1, ...; runs of one repeat are near one another in time.
+        cores_used: On average, by what they were used for; empty of a peer.
     """
 
     deployment: str
     rate: float | None
     repeat: int
     run: Run
+    cores_used: dict[str, float] = {}
 
 
 class EngineRates(msgspec.Struct, frozen=True, kw_only=True):

@@ -20,6 +20,10 @@ from pdserve.bench.compare.result import Comparison
 from pdserve.bench.goodput import Slo, is_within
 from pdserve.bench.records import Outcome, Run
 
+_BEHIND: Final = 0.25
+"""Of a schedule's length: who owes answers for longer after its end fell behind."""
+_LEAST_BEHIND_S: Final = 2.0
+
 STEADY: Final = "steady"
 """Group of `pd-interference` whose gaps between tokens are what disaggregation is for."""
 
@@ -94,6 +98,7 @@ class Row:
         ratios: Against the baseline; empty for the baseline itself.
         num_requests, num_failed: Over all repeats.
         is_valid: The client kept up in every run.
+        is_behind: In some run the deployment did not keep up with the schedule.
     """
 
     label: str
@@ -103,6 +108,7 @@ class Row:
     num_requests: int
     num_failed: int
     is_valid: bool
+    is_behind: bool
 
 
 def rows(comparison: Comparison, rate: float | None) -> list[Row]:
@@ -127,6 +133,7 @@ def rows(comparison: Comparison, rate: float | None) -> list[Row]:
                 num_requests=sum(len(run.outcomes) for run in runs),
                 num_failed=sum(_has_failed(one) for run in runs for one in run.outcomes),
                 is_valid=all(run.health.valid for run in runs),
+                is_behind=any(fell_behind(run) for run in runs),
             )
         )
     return found
@@ -214,6 +221,21 @@ def others(run: Run) -> list[Outcome]:
 def has_steady(run: Run) -> bool:
     """Whether the run's data set marks steady decoders."""
     return any(one.group == STEADY for one in run.outcomes)
+
+
+def fell_behind(run: Run) -> bool:
+    """Whether answers were still owed long after the last request was due.
+
+    Long is a quarter of the schedule, and what a request of the slowest group takes at best.
+    """
+    good = [one for one in run.outcomes if one.is_good]
+    if not good:
+        return False
+    due_s = max(one.scheduled_s for one in run.outcomes)
+    best_s: dict[str, float] = {}
+    for one in good:
+        best_s[one.group] = min(best_s.get(one.group, one.e2el_s), one.e2el_s)
+    return run.duration_s - due_s > max(_LEAST_BEHIND_S, _BEHIND * due_s) + max(best_s.values())
 
 
 def typical(runs: Sequence[Run]) -> Run:

@@ -4,7 +4,9 @@ Pure: from words like `2:1` and a list of cores to engines with their places. Kn
 process, no port and no flag of an engine but those that make a deployment what it is.
 
 Every deployment gets the same cores, all of them. What needs no core of its own (proxy, client)
-runs on any of them, beside the engines, in every deployment alike.
+runs on any of them, beside the engines, in every deployment alike. Where a P/D deployment has more
+engines than there are cores, those of one role share a core (`Topology.crowded`); prefill and
+decode share one only if there is no other.
 """
 
 from __future__ import annotations
@@ -85,6 +87,15 @@ class Topology:
         return len(self.engines) > 1
 
     @property
+    def crowded(self) -> dict[int, list[str]]:
+        """Cores that several engines run on, and which."""
+        tenants: dict[int, list[str]] = {}
+        for engine in self.engines:
+            for core in engine.cores:
+                tenants.setdefault(core, []).append(engine.name)
+        return {core: names for core, names in tenants.items() if len(names) > 1}
+
+    @property
     def is_chunked(self) -> bool:
         """Whether its engines spread a prompt over steps."""
         return self.kind not in (Kind.UNCHUNKED, Kind.REPLICAS_UNCHUNKED)
@@ -141,7 +152,8 @@ def share(units: Sequence[int], num: int, *, what: str = "cores") -> list[tuple[
     if num > len(units):
         raise ConfigError(
             f"{num} engines need {num} {what}, and there are {len(units)}: "
-            "compare a smaller --pd, or let more be used",
+            f"let more be used (--{what.lower()}), compare a smaller --pd, or leave replicas out "
+            "of --topologies",
             param="pd",
         )
     each, more = divmod(len(units), num)
@@ -160,6 +172,7 @@ def plan(
     *,
     chunk_tokens: Sequence[int] = (),
     what: str = "cores",
+    may_share: bool = False,
 ) -> list[Topology]:
     """Decide which deployments are compared; the first colocated one is the baseline.
 
@@ -170,15 +183,20 @@ def plan(
         chunk_tokens: Token budgets that the chunked colocated kinds are started with, one
             deployment each; empty leaves the engine's default.
         what: Cores or devices, for messages.
+        may_share: Engines of a P/D deployment that outnumber the units share them; there are
+            never more replicas than units.
 
     Raises:
-        ConfigError: Engines outnumber cores, or a deployment stands there twice.
+        ConfigError: Engines outnumber units and may not share them, or a deployment stands
+            there twice.
     """
     num_replicas = max((p + d for p, d in ratios), default=2)
+    if may_share:
+        num_replicas = min(num_replicas, max(len(units), 2))
     found: list[Topology] = []
     for kind in kinds:
         if kind is Kind.DISAGGREGATED:
-            found += [_disaggregated(p, d, units, what) for p, d in ratios]
+            found += [_disaggregated(p, d, units, what, may_share) for p, d in ratios]
             continue
         is_chunked = kind in (Kind.COLOCATED, Kind.REPLICAS)
         budgets: Sequence[int | None] = (chunk_tokens or (None,)) if is_chunked else (None,)
@@ -210,8 +228,13 @@ def _colocated(
     return Topology(label, kind, engines, budget)
 
 
-def _disaggregated(prefills: int, decodes: int, units: Sequence[int], what: str) -> Topology:
-    shares = iter(share(units, prefills + decodes, what=what))
+def _disaggregated(
+    prefills: int, decodes: int, units: Sequence[int], what: str, may_share: bool
+) -> Topology:
+    if may_share and prefills + decodes > len(units):
+        shares = iter(_crowd(units, prefills, decodes))
+    else:
+        shares = iter(share(units, prefills + decodes, what=what))
     return Topology(
         f"P/D {prefills}:{decodes}",
         Kind.DISAGGREGATED,
@@ -220,6 +243,16 @@ def _disaggregated(prefills: int, decodes: int, units: Sequence[int], what: str)
             *_engines(Role.DECODE, decodes, shares),
         ),
     )
+
+
+def _crowd(units: Sequence[int], prefills: int, decodes: int) -> list[tuple[int, ...]]:
+    """One unit for each engine, where there are fewer units; roles are kept apart, if they can."""
+    if len(units) == 1:
+        return [(units[0],)] * (prefills + decodes)
+    num = round(len(units) * prefills / (prefills + decodes))
+    num = min(max(num, 1), len(units) - 1)
+    sides = ((units[:num], prefills), (units[num:], decodes))
+    return [(side[index % len(side)],) for side, count in sides for index in range(count)]
 
 
 def _engines(role: Role, num: int, shares: Iterator[tuple[int, ...]]) -> Iterator[EnginePlace]:

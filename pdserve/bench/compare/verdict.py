@@ -10,13 +10,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from pdserve.bench.compare import bound
-from pdserve.bench.compare.result import Comparison, Deployment
+from pdserve.bench.compare.result import OTHERS, Comparison, Deployment
 from pdserve.bench.compare.summary import (
     Figure,
     Ratio,
     Row,
     beside_prefills,
+    fell_behind,
     has_steady,
+    others,
     rows,
 )
 from pdserve.bench.records import Run
@@ -25,15 +27,18 @@ from pdserve.bench.report.scale import number
 GOAL = 5.0
 """How many times better ITL p99 under bursts of prompts shall be, after the design."""
 
-_BEHIND = 0.25
-"""A run that lasts so much longer than its schedule is said to have fallen behind."""
 _SEEN_BY_P99 = 0.02
 LOAD = "load average before"
 """In the environment: of the last minute before the first deployment was started."""
 _BUSY_SHARE = 0.5
+_DISTURBING = 0.2
+"""Cores that others use; the kernel's own work for a deployment is a tenth of one."""
+_FULL_SHARE = 0.85
+"""Of the cores: so much in use on average is all of them at the times that matter."""
 
 _SAME = 0.03
 """A difference of so little is called none even where the repeats happen to agree."""
+_SAME_IN_ONE_RUN = 0.1
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,8 +145,12 @@ def sentences(comparison: Comparison, rate: float | None) -> list[str]:
 
 
 def is_within_noise(ratio: Ratio) -> bool:
-    """Whether the repeats do not agree on which side is better, or hardly differ."""
-    return ratio.low <= 1.0 <= ratio.high or abs(ratio.median - 1.0) < _SAME
+    """Whether the repeats do not agree on which side is better, or hardly differ.
+
+    One run (its least ratio is its greatest) says nothing of how far repeats would lie apart.
+    """
+    least = _SAME if ratio.low < ratio.high else _SAME_IN_ONE_RUN
+    return ratio.low <= 1.0 <= ratio.high or abs(ratio.median - 1.0) < least
 
 
 def _times(ratio: float) -> str:
@@ -223,8 +232,11 @@ def _schedule(comparison: Comparison, rate: float | None) -> list[str]:
     at = "" if rate is None else f" at {rate:g} requests/s"
     for each in comparison.deployments:
         runs = [run for run in comparison.runs(each.label, rate) if run.outcomes]
-        late = [(run.duration_s, max(one.scheduled_s for one in run.outcomes)) for run in runs]
-        behind = [(end, due) for end, due in late if end - due > max(2.0, _BEHIND * due)]
+        behind = [
+            (run.duration_s, max(one.scheduled_s for one in run.outcomes))
+            for run in runs
+            if fell_behind(run)
+        ]
         if behind:
             end, due = max(behind)
             found.append(
@@ -232,16 +244,16 @@ def _schedule(comparison: Comparison, rate: float | None) -> list[str]:
                 f"the last answer ended after {number(end)} s. Its TTFT says how long the queue "
                 "had become, and would be longer in a longer run."
             )
-        if each.label == comparison.baseline:
+        if each.label == comparison.baseline or not (each.is_disaggregated or each.is_peer):
             found += _interference(each.label, runs, at)
     return found
 
 
 def _interference(label: str, runs: Sequence[Run], at: str) -> list[str]:
-    """Whether the baseline's steady decoders met prompts at all."""
+    """Whether a colocated deployment's steady decoders met prompts often enough."""
     met = total = 0
     for run in runs:
-        if has_steady(run):
+        if has_steady(run) and others(run):
             hits, num = beside_prefills(run)
             met, total = met + hits, total + num
     if not total or met / total >= _SEEN_BY_P99:
@@ -249,8 +261,9 @@ def _interference(label: str, runs: Sequence[Run], at: str) -> list[str]:
     return [
         (
             f"{label}{at}: {number(met / total * 100)} % of the steady decoders' gaps lay beside "
-            "the prefill of another prompt. A p99 does not see what fewer than 1 % of them meet; "
-            "look at the tail, or ask for longer steady answers or more bursts."
+            "the prefill of another prompt. A p99 does not see what fewer than 1 % of them meet, "
+            "and sees little more of what hardly more do: look at ITL max and at the picture of "
+            "the tail, or lower --interference-burst-input-len, so that bursts come more often."
         )
     ]
 
@@ -285,6 +298,7 @@ def _sharing(comparison: Comparison, ours: Sequence[Deployment]) -> list[str]:
             "servers ran on these cores too, so each token that is read or relayed takes time from "
             "an engine; on a machine of its own for each engine that part would be gone."
         ),
+        *_cores_used(comparison, cores),
         (
             "The cores share one memory bus and one last-level cache: a prefill on one core slows "
             "the decode steps on another, which separate machines or GPUs would not. The other way "
@@ -294,6 +308,43 @@ def _sharing(comparison: Comparison, ours: Sequence[Deployment]) -> list[str]:
     ]
     if comparison.rates is not None:
         found += _bound_words(comparison)
+    return found
+
+
+def _cores_used(comparison: Comparison, cores: int) -> list[str]:
+    """Who used the cores, and who had none to spare."""
+    words, full, disturbed = [], [], []
+    for each in comparison.deployments:
+        used = [m.cores_used for m in comparison.measured if m.deployment == each.label]
+        used = [one for one in used if one]
+        if not used:
+            continue
+        parts = {
+            part: sum(one.get(part, 0.0) for one in used) / len(used)
+            for part in dict.fromkeys(part for one in used for part in one)
+        }
+        foreign = parts.get(OTHERS, 0.0)
+        if foreign >= _DISTURBING:
+            disturbed.append(f"{each.label} {foreign:.2f}")
+        total = sum(parts.values())
+        inner = ", ".join(f"{part} {share:.2f}" for part, share in parts.items())
+        words.append(f"{each.label} {total:.2f} ({inner})")
+        if total >= _FULL_SHARE * cores:
+            full.append(each.label)
+    if not words:
+        return []
+    found = [f"Cores in use on average: {'; '.join(words)}."]
+    if disturbed:
+        found.append(
+            f"Other programs used these cores meanwhile ({'; '.join(disturbed)} cores): the "
+            "deployments had less than the rest of this page says, and not all of them equally."
+        )
+    if full:
+        found.append(
+            f"The {cores} cores were full with {'; '.join(full)}: tokens wait for a core wherever "
+            "an engine, an API server, the proxy or the client meet on one, and their gaps have "
+            "that in them, too. A slower model, or fewer requests at once, would leave room."
+        )
     return found
 
 
@@ -317,7 +368,7 @@ def _bound_words(comparison: Comparison) -> list[str]:
         *(
             _reach_words(each.label, bound.of_pair(rates, each.num_prefill, each.num_decode))
             for each in comparison.deployments
-            if each.is_disaggregated
+            if each.is_disaggregated and not each.is_crowded
         ),
     ]
 

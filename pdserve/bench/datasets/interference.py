@@ -10,41 +10,47 @@ Every request has its own due time, whatever the answers do: each configuration 
 gets the same schedule, and one that falls behind is not spared. Each user's first request is
 shifted by a share of the period, so that the steady load is even.
 
-A p99 shows bursts only if they meet more than 1 % of the gaps. With s steps per burst, a gap of
-g between tokens and p between bursts, it meets about s g / p of them, however many users there
-are: bursts must come at least every 100 s g. So the sizes go with the model's speed:
-
-- The defaults are for a model of about 135M parameters on two cores (g is 10 to 15 ms, 512 tokens
-  take 115 ms on both cores and 220 ms on one): 4 users x 32 tokens in, 64 out, every 2 s, and a
-  prompt of 512 tokens every 0.55 s, which is no multiple of the users' pace, so that bursts meet
-  answers at every point. One core of prefill is busy for 40 % of the time.
-- The boxed model is ten times as fast: with `--interference-for boxed` users ask for 512 tokens,
-  and a prompt of 256 comes every 0.11 s.
-
-All of it is within a context of 1024.
+The pace has to suit the model and the machine: with bursts too often the prefill engine falls
+behind, and its TTFT says only how long the run was; with bursts too seldom a p99 does not see
+them. If bursts keep one engine busy for a share u of the time, a gap between tokens is g and a
+prefill step (a chunk, or a whole prompt) takes t, bursts meet about u g / t of the gaps, however
+many users there are, and a p99 sees them if that is more than 1 %. So `calibration` measures g
+and t and sets u to a half. What it finds can be given as numbers, and is then taken as it is.
 """
 
 from __future__ import annotations
 
+from typing import Final
+
 from pdserve.bench.datasets.plan import Plan
 from pdserve.bench.datasets.prompts import PromptMaker, Segment
 from pdserve.bench.records import Planned
-from pdserve.config.datasets import DatasetConfig, InterferenceConfig
+from pdserve.config.datasets import DatasetConfig, InterferenceConfig, Pace
+from pdserve.errors import InternalError
 
-STEADY = "steady"
-BURST = "burst"
+STEADY: Final = "steady"
+BURST: Final = "burst"
+
+_ENOUGH_BURSTS: Final = 6
 
 
 def make(config: DatasetConfig, prompts: PromptMaker) -> Plan:
     """Make the plan.
 
+    Args:
+        config: Its pace is known.
+        prompts: Writes the prompts.
+
     Raises:
         ConfigError: A prompt and its output exceed the model's context.
     """
     own = config.interference
+    pace = own.pace
+    if pace is None:
+        raise InternalError("pd-interference was planned before its pace was measured")
     prompts.require_room(
         own.steady_input_len,
-        own.steady_output_len,
+        pace.steady_output_len,
         "--interference-steady-input-len or --interference-steady-output-len",
     )
     if own.burst_size:
@@ -53,11 +59,12 @@ def make(config: DatasetConfig, prompts: PromptMaker) -> Plan:
             own.burst_output_len,
             "--interference-burst-input-len or --interference-burst-output-len",
         )
-    due = [(at_s, STEADY, key) for at_s, key in _steady(own)]
-    due += [(at_s, BURST, key) for at_s, key in _bursts(own)]
+    due = [(at_s, STEADY, key) for at_s, key in _steady(own, pace)]
+    bursts = _bursts(own, pace)
+    due += [(at_s, BURST, key) for at_s, key in bursts]
     due.sort()
     lengths = {
-        STEADY: (own.steady_input_len, own.steady_output_len),
+        STEADY: (own.steady_input_len, pace.steady_output_len),
         BURST: (own.burst_input_len, own.burst_output_len),
     }
     requests = [
@@ -75,19 +82,35 @@ def make(config: DatasetConfig, prompts: PromptMaker) -> Plan:
         requests=requests,
         description=(
             f"pd-interference steady={own.steady_streams}x{own.steady_input_len}/"
-            f"{own.steady_output_len} every {own.steady_period_s:g} s "
+            f"{pace.steady_output_len} every {pace.steady_period_s:g} s "
             f"burst={own.burst_size}x{own.burst_input_len}/{own.burst_output_len} every "
-            f"{own.burst_period_s:g} s for {own.duration_s:g} s"
+            f"{pace.burst_period_s:g} s for {own.duration_s:g} s"
         ),
+        notes=_notes(own, pace, len(bursts)),
     )
 
 
-def _steady(own: InterferenceConfig) -> list[tuple[float, str]]:
+def _notes(own: InterferenceConfig, pace: Pace, num_burst_requests: int) -> list[str]:
+    if not own.burst_size:
+        return []
+    num = num_burst_requests // own.burst_size
+    if num >= _ENOUGH_BURSTS:
+        return []
+    sentence = (
+        f"Only {num} burst{'' if num == 1 else 's'} came in {own.duration_s:g} s, one every "
+        f"{pace.burst_period_s:g} s: percentiles under bursts are those of a few prompts; "
+        f"--interference-duration {_ENOUGH_BURSTS * pace.burst_period_s * 1.2:.0f} gives more, and "
+        "so does a smaller --interference-burst-input-len."
+    )
+    return [sentence]
+
+
+def _steady(own: InterferenceConfig, pace: Pace) -> list[tuple[float, str]]:
     due = []
     for stream in range(own.steady_streams):
         turn = 0
         while True:
-            at_s = (turn + stream / own.steady_streams) * own.steady_period_s
+            at_s = (turn + stream / own.steady_streams) * pace.steady_period_s
             if at_s >= own.duration_s:
                 break
             due.append((at_s, f"steady/{stream}/{turn}"))
@@ -95,12 +118,12 @@ def _steady(own: InterferenceConfig) -> list[tuple[float, str]]:
     return due
 
 
-def _bursts(own: InterferenceConfig) -> list[tuple[float, str]]:
+def _bursts(own: InterferenceConfig, pace: Pace) -> list[tuple[float, str]]:
     due = []
     burst = 1
-    while burst * own.burst_period_s < own.duration_s:
+    while burst * pace.burst_period_s < own.duration_s:
         due += [
-            (burst * own.burst_period_s, f"burst/{burst}/{place}")
+            (burst * pace.burst_period_s, f"burst/{burst}/{place}")
             for place in range(own.burst_size)
         ]
         burst += 1

@@ -55,6 +55,7 @@ class Series:
         colour: Index of its colour.
         tips: What each point's tooltip says; empty says its values.
         bars: For each point the lowest and highest of what it stands for; may be empty.
+        hollow: Indexes of points that are drawn hollow: their values are doubtful.
         is_dashed: Its line.
     """
 
@@ -64,6 +65,7 @@ class Series:
     marks: Marks = Marks.LINE
     tips: Sequence[str] = ()
     bars: Sequence[Point] = ()
+    hollow: Sequence[int] = ()
     is_dashed: bool = False
 
 
@@ -82,6 +84,15 @@ class Rule:
 
     value: float
     text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Post:
+    """A line up the picture at a value of the x axis, in a series' colour."""
+
+    value: float
+    text: str
+    colour: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,8 +139,9 @@ def xy(
     *,
     spans: Sequence[Span] = (),
     rules: Sequence[Rule] = (),
+    posts: Sequence[Post] = (),
 ) -> str:
-    """Series over two axes; spans lie behind them, rules across them."""
+    """Series over two axes; spans lie behind them, rules across and posts up the picture."""
     entries = [Entry(one.name, f"c{one.colour}") for one in series] if frame.has_legend else []
     keys, top = legend(entries, frame.width)
     right, bottom = frame.width - _RIGHT, frame.height - _BOTTOM
@@ -153,6 +165,7 @@ def xy(
                 )
             )
     parts += _grid(frame, x, y, (top, bottom, right))
+    parts += [_post(post, x(post.value), (top, bottom)) for post in posts]
     for one in series:
         parts += _series(one, x, y)
     for rule in rules:
@@ -164,6 +177,19 @@ def xy(
         above = y(rule.value) - 5 if y(rule.value) - top > 16 else y(rule.value) + 14
         parts.append(svg.label(rule.text, right - 4, above, class_="rule", anchor="end"))
     return svg.picture(frame.title, frame.description, frame.width, frame.height, parts)
+
+
+def _post(post: Post, at: float, ends: tuple[float, float]) -> str:
+    top, bottom = ends
+    return svg.element(
+        "line",
+        svg.tooltip(post.text),
+        class_=f"post c{post.colour}",
+        x1=at,
+        x2=at,
+        y1=top,
+        y2=bottom,
+    )
 
 
 def _series(one: Series, x: Scale, y: Scale) -> list[str]:
@@ -185,7 +211,14 @@ def _series(one: Series, x: Scale, y: Scale) -> list[str]:
         vx, vy = one.points[index]
         tip = one.tips[index] if one.tips else f"{one.name}: {number(vx)}, {number(vy)}"
         parts.append(
-            svg.element("circle", svg.tooltip(tip), class_=f"dot {colour}", cx=px, cy=py, r=4.0)
+            svg.element(
+                "circle",
+                svg.tooltip(tip),
+                class_=f"hollow {colour}" if index in one.hollow else f"dot {colour}",
+                cx=px,
+                cy=py,
+                r=4.0,
+            )
         )
     return parts
 

@@ -6,43 +6,38 @@ endpoint; takes all figures from a `Comparison`.
 
 from __future__ import annotations
 
-import html
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 from pdserve.bench.compare import verdict
 from pdserve.bench.compare.result import Comparison
 from pdserve.bench.compare.summary import Figure, Ratio, Row, Value, has_steady, rows
-from pdserve.bench.report.pictures import Picture, colours, pictures
+from pdserve.bench.report.document import bullets, document, figure, text, two_columns
+from pdserve.bench.report.picture import colours
+from pdserve.bench.report.pictures import pictures
 from pdserve.bench.report.scale import number
-from pdserve.bench.report.style import stylesheet
 
 
 def render(comparison: Comparison) -> str:
     """Return the whole page."""
     rate = chosen_rate(comparison)
     parts = [
-        f"<h1>{_text(comparison.title)}</h1>",
-        f'<p class="soft">{_text(_subtitle(comparison))}</p>',
+        f"<h1>{text(comparison.title)}</h1>",
+        f'<p class="soft">{text(_subtitle(comparison))}</p>',
         _facts(comparison, rate),
         *_tables(comparison),
         "<h2>What the figures say</h2>",
-        _list(_said(comparison, rate)),
+        bullets(_said(comparison, rate)),
         "<h2>What they cannot say</h2>",
-        _list(verdict.caveats(comparison)),
+        bullets(verdict.caveats(comparison)),
         "<h2>Pictures</h2>",
-        f'<div class="grid2">{"".join(map(_figure, pictures(comparison, rate)))}</div>',
+        f'<div class="grid2">{"".join(map(figure, pictures(comparison, rate)))}</div>',
         "<h2>Deployments</h2>",
         _deployments(comparison),
         "<h2>To repeat it</h2>",
-        f"<pre>{_text(comparison.command)}</pre>" if comparison.command else "",
-        _environment(comparison),
+        f"<pre>{text(comparison.command)}</pre>" if comparison.command else "",
+        two_columns(comparison.environment),
     ]
-    return (
-        '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">'
-        '<meta name="viewport" content="width=device-width,initial-scale=1">'
-        f"<title>{_text(comparison.title)}</title><style>{stylesheet()}</style></head>"
-        f"<body><main>{''.join(parts)}</main></body></html>\n"
-    )
+    return document(comparison.title, parts)
 
 
 def chosen_rate(comparison: Comparison) -> float | None:
@@ -89,10 +84,10 @@ def _card(row: Row, figure: Figure, base: Row, ratio: Ratio) -> str:
         tone, word = " bad", "worse"
     times = max(ratio.median, 1 / ratio.median)
     return (
-        f'<div class="fact{tone}"><span>{_text(figure.title)}, {_text(row.label)}</span>'
+        f'<div class="fact{tone}"><span>{text(figure.title)}, {text(row.label)}</span>'
         f"<b>{number(times)} × <i>{word}</i></b>"
         f"<span>{number(row.values[figure].median)} {figure.unit}</span>"
-        f"<span>{_text(base.label)}: {number(base.values[figure].median)} {figure.unit}</span>"
+        f"<span>{text(base.label)}: {number(base.values[figure].median)} {figure.unit}</span>"
         "</div>"
     )
 
@@ -118,8 +113,8 @@ def _tables(comparison: Comparison) -> list[str]:
     rates = comparison.request_rates
     for rate in rates:
         title = "Table" if len(rates) == 1 else f"Table: {rate:g} requests/s"
-        parts += [f"<h2>{_text(title)}</h2>", _table(comparison, rows(comparison, rate))]
-    parts.append(f'<p class="soft">{_text(_legend(comparison))}</p>')
+        parts += [f"<h2>{text(title)}</h2>", _table(comparison, rows(comparison, rate))]
+    parts.append(f'<p class="soft">{text(_legend(comparison))}</p>')
     return parts
 
 
@@ -140,7 +135,7 @@ def _legend(comparison: Comparison) -> str:
 def _table(comparison: Comparison, table: Sequence[Row]) -> str:
     figures = [figure for figure in Figure if any(figure in row.values for row in table)]
     head = "".join(
-        f"<th>{_text(figure.title)}<small>{_text(figure.unit)}</small></th>" for figure in figures
+        f"<th>{text(figure.title)}<small>{text(figure.unit)}</small></th>" for figure in figures
     )
     chosen = colours(comparison)
     body = []
@@ -148,14 +143,16 @@ def _table(comparison: Comparison, table: Sequence[Row]) -> str:
         notes = [f"{row.num_requests} requests"]
         if row.num_failed:
             notes.append(f"{row.num_failed} failed")
+        if row.is_behind:
+            notes.append("fell behind the schedule")
         if not row.is_valid:
             notes.append("client late: not valid")
         if row.label == comparison.baseline:
             notes.append("baseline")
-        tone = "bad" if row.num_failed or not row.is_valid else ""
+        tone = "bad" if row.num_failed or row.is_behind or not row.is_valid else ""
         name = (
-            f'<th><i class="swatch c{chosen[row.label]}"></i>{_text(row.label)}'
-            f'<small class="{tone}">{_text(", ".join(notes))}</small></th>'
+            f'<th><i class="swatch c{chosen[row.label]}"></i>{text(row.label)}'
+            f'<small class="{tone}">{text(", ".join(notes))}</small></th>'
         )
         cells = "".join(_cell(row.values.get(f), row.ratios.get(f)) for f in figures)
         body.append(f"<tr>{name}{cells}</tr>")
@@ -182,42 +179,9 @@ def _deployments(comparison: Comparison) -> str:
     body = []
     for each in comparison.deployments:
         ready = f"ready after {number(max(each.ready_s))} s at most" if each.ready_s else ""
-        commands = f"<pre>{_text(chr(10).join(each.commands))}</pre>" if each.commands else ""
+        commands = f"<pre>{text(chr(10).join(each.commands))}</pre>" if each.commands else ""
         body.append(
-            f"<h3>{_text(each.label)}</h3><p class='soft'>{_text(each.words)}"
+            f"<h3>{text(each.label)}</h3><p class='soft'>{text(each.words)}"
             f"{'; ' if ready else ''}{ready}</p>{commands}"
         )
     return "".join(body)
-
-
-def _environment(comparison: Comparison) -> str:
-    lines = "".join(
-        f"<tr><th>{_text(name)}</th><td>{_text(value)}</td></tr>"
-        for name, value in comparison.environment.items()
-    )
-    return f'<div class="scroll"><table class="plain"><tbody>{lines}</tbody></table></div>'
-
-
-# --- small parts
-
-
-def _figure(picture: Picture) -> str:
-    names = picture.names or [""] * len(picture.drawings)
-    inner = "".join(
-        (f'<p class="panel">{_text(name)}</p>' if name else "") + drawing
-        for name, drawing in zip(names, picture.drawings, strict=True)
-    )
-    wide = ' class="wide"' if picture.is_wide else ""
-    return (
-        f'<figure id="{picture.anchor}"{wide}><h3>{_text(picture.title)}</h3>'
-        f"<figcaption>{_text(picture.caption)}</figcaption>{inner}</figure>"
-    )
-
-
-def _list(sentences: Iterable[str]) -> str:
-    items = "".join(f"<li>{_text(sentence)}</li>" for sentence in sentences)
-    return f"<ul>{items}</ul>"
-
-
-def _text(text: str) -> str:
-    return html.escape(text)

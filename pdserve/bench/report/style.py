@@ -81,7 +81,7 @@ th:first-child,td:first-child{text-align:left;position:sticky;left:0;background:
 thead th:first-child{background:var(--card)}
 tbody th{font-weight:600}
 td small,th small{display:block;color:var(--soft);font-weight:400;font-size:11.5px;line-height:1.4}
-td small.good{color:var(--good)}td small.bad{color:var(--bad)}
+small.good{color:var(--good)!important}small.bad{color:var(--bad)!important}
 i.swatch{display:inline-block;width:11px;height:11px;border-radius:3px;margin-right:8px}
 .plain td,.plain th{white-space:normal;text-align:left}
 .grid2{display:grid;grid-template-columns:repeat(auto-fit,minmax(min(100%,480px),1fr));gap:18px}
@@ -103,6 +103,8 @@ svg .dashed{stroke-dasharray:6 4}
 svg .dots{fill:none;stroke-width:2.6;stroke-linecap:round;stroke-opacity:.5}
 svg .dot{stroke:var(--card);stroke-width:1.2}
 svg .bar{stroke-width:1.6}
+svg .post{stroke-width:6;stroke-opacity:.28}
+svg .hollow{fill:var(--card);stroke-width:2}
 svg .span{fill:var(--span);fill-opacity:.13}
 svg .piece,svg .key{fill:#94a3b8}
 svg .piece:hover,svg g:hover>.piece{filter:brightness(1.15)}

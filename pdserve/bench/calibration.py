@@ -1,0 +1,280 @@
+"""Measures how fast an endpoint is, and sets the pace of `pd-interference` by it.
+
+What users leave open (`auto`) follows from three times of the endpoint: how long a burst's prompt
+and a steady user's prompt take to their first token when they are alone, and the gap between
+tokens when all steady users are answered at once. Bursts then keep one prefill engine half busy,
+and each steady user is being answered four fifths of the time.
+
+The endpoint should be one engine as a P/D deployment has it, or be such a deployment. Prompts are
+others than those of the run: no prefix cache knows one of it afterwards. Knows no deployment.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from typing import Final
+
+import msgspec
+
+from pdserve.bench.datasets.interference import BURST, STEADY
+from pdserve.bench.datasets.prompts import PromptMaker, Segment
+from pdserve.bench.records import Outcome, Planned
+from pdserve.bench.runner import Options, run_plan
+from pdserve.bench.target import Target
+from pdserve.config.datasets import DatasetConfig, DatasetName, InterferenceConfig
+from pdserve.errors import PeerError
+
+_NUM_ALONE: Final = 3
+_NUM_TOKENS: Final = 64
+"""Of each answer whose gaps are measured."""
+_NUM_ROUNDS: Final = 2
+
+_ANSWER_S: Final = 1.0
+_OUTPUT_LEN: Final = (64, 512)
+"""Least and most tokens of a steady answer: it shall last for some steps, and end."""
+_ANSWERED_SHARE: Final = 0.8
+_PREFILL_LOAD: Final = 0.5
+_LEAST_BURST_LOAD: Final = 0.1
+_SEEN_BY_P99: Final = 0.01
+_APART: Final = (0.118, 0.21, 0.29, 0.382, 0.618, 0.71, 0.79, 0.882)
+"""Fractions that are far from 0, halves, thirds and quarters."""
+
+
+class Speed(msgspec.Struct, frozen=True, kw_only=True):
+    """How fast an endpoint is, in seconds.
+
+    Attributes:
+        burst_ttft_s, steady_ttft_s: From a prompt of the group to its first token, alone.
+        itl_s: Between tokens, with all steady users answered at once.
+    """
+
+    burst_ttft_s: float
+    steady_ttft_s: float
+    itl_s: float
+
+
+class Calibrated(msgspec.Struct, frozen=True, kw_only=True):
+    """A data set whose pace is known.
+
+    Attributes:
+        dataset: With numbers for all that was left open.
+        words: What was measured.
+        flags: That make the same data set again, without measuring.
+        notes: What has to be known before the figures are believed.
+    """
+
+    dataset: DatasetConfig
+    words: str
+    flags: tuple[str, ...]
+    notes: tuple[str, ...] = ()
+
+
+def is_needed(dataset: DatasetConfig) -> bool:
+    """Whether the data set's pace is left open."""
+    return dataset.name is DatasetName.PD_INTERFERENCE and dataset.interference.pace is None
+
+
+async def calibrate(
+    dataset: DatasetConfig,
+    prompts: PromptMaker,
+    target: Target,
+    options: Options,
+) -> Calibrated:
+    """Measure the endpoint, and fill in what is left open.
+
+    Args:
+        dataset: `is_needed` says so of it.
+        prompts: Writes prompts for this endpoint.
+        target: Whom to ask; it names a model.
+        options: Of the run that follows; how many requests are in flight is chosen here.
+
+    Raises:
+        ConfigError: A prompt and its output exceed the model's context.
+        PeerError: The endpoint does not answer, or a request failed.
+    """
+    speed = await _measure(dataset, prompts.with_seed(dataset.seed), target, options)
+    paced = pace_by(dataset, speed, max_model_len=prompts.max_model_len)
+    own = paced.interference
+    return Calibrated(
+        dataset=paced,
+        words=(
+            f"a prompt of {own.burst_input_len} tokens takes {speed.burst_ttft_s * 1e3:.1f} ms, "
+            f"one of {own.steady_input_len} {speed.steady_ttft_s * 1e3:.1f} ms, a token of "
+            f"{own.steady_streams} answers at once {speed.itl_s * 1e3:.2f} ms"
+        ),
+        flags=flags_of(own),
+        notes=_notes(own, speed),
+    )
+
+
+def pace_by(dataset: DatasetConfig, speed: Speed, *, max_model_len: int | None) -> DatasetConfig:
+    """The data set with numbers for what was left open; numbers that were given stay.
+
+    Args:
+        dataset: Of `pd-interference`.
+        speed: Of one engine.
+        max_model_len: Tokens of prompt and output together; None if nobody knows.
+    """
+    own = dataset.interference
+    num = own.steady_output_len
+    if num is None:
+        least, most = _OUTPUT_LEN
+        num = min(max(round(_ANSWER_S / speed.itl_s), least), most)
+        if max_model_len is not None:
+            num = max(1, min(num, max_model_len - own.steady_input_len))
+    period_s = own.steady_period_s
+    if period_s is None:
+        period_s = _rounded(num * speed.itl_s / _ANSWERED_SHARE)
+    burst_period_s = own.burst_period_s
+    if burst_period_s is None:
+        steady_load = own.steady_streams * speed.steady_ttft_s / period_s
+        load = max(_PREFILL_LOAD - steady_load, _LEAST_BURST_LOAD)
+        burst_period_s = _rounded(
+            _apart(
+                max(1, own.burst_size) * speed.burst_ttft_s / load, period_s / own.steady_streams
+            )
+        )
+    return msgspec.structs.replace(
+        dataset,
+        interference=msgspec.structs.replace(
+            own,
+            steady_output_len=num,
+            steady_period_s=period_s,
+            burst_period_s=burst_period_s,
+        ),
+    )
+
+
+def flags_of(own: InterferenceConfig) -> tuple[str, ...]:
+    """The words that make the same pace again."""
+    pace = own.pace
+    assert pace is not None
+    return (
+        *("--interference-steady-output-len", str(pace.steady_output_len)),
+        *("--interference-steady-period", f"{pace.steady_period_s:g}"),
+        *("--interference-burst-period", f"{pace.burst_period_s:g}"),
+    )
+
+
+def _rounded(value_s: float) -> float:
+    """To four digits, so that a flag says it exactly."""
+    return float(f"{value_s:.4g}")
+
+
+def _apart(burst_s: float, slot_s: float) -> float:
+    """A period near `burst_s` whose bursts come at ever other moments between two steady requests.
+
+    Where one period is nearly a multiple of the other (or twice, thrice it), bursts would always
+    meet the steady answers at the same places. So the longer one is moved to the nearest of
+    `_APART` shorter ones more than a whole number: by an eighth of the shorter one at most.
+    """
+    long_s, short_s = max(burst_s, slot_s), min(burst_s, slot_s)
+    whole = int(long_s / short_s)
+    choices = [num + part for num in range(max(1, whole - 1), whole + 2) for part in _APART]
+    quotient = min(choices, key=lambda choice: abs(choice - long_s / short_s))
+    return slot_s * quotient if burst_s >= slot_s else slot_s / quotient
+
+
+def _notes(own: InterferenceConfig, speed: Speed) -> tuple[str, ...]:
+    pace = own.pace
+    assert pace is not None
+    share = own.burst_size * speed.itl_s / pace.burst_period_s
+    if not own.burst_size or share >= _SEEN_BY_P99:
+        return ()
+    sentence = (
+        f"Where a prompt is computed in one step, bursts meet about {share * 100:.2g} % of the "
+        "steady users' gaps, and a p99 does not see what fewer than 1 % of them meet: lower "
+        f"--interference-burst-input-len (it is {own.burst_input_len})."
+    )
+    return (sentence,)
+
+
+async def _measure(
+    dataset: DatasetConfig, prompts: PromptMaker, target: Target, options: Options
+) -> Speed:
+    own = dataset.interference
+    num_tokens = own.steady_output_len or _NUM_TOKENS
+    if prompts.max_model_len is not None:
+        num_tokens = min(num_tokens, max(2, prompts.max_model_len - own.steady_input_len))
+    for prompt_len, output_len, whose in (
+        (own.burst_input_len, own.burst_output_len, BURST),
+        (own.steady_input_len, num_tokens, STEADY),
+    ):
+        prompts.require_room(prompt_len, output_len, f"--interference-{whose}-input-len")
+    lengths = {BURST: own.burst_input_len, STEADY: own.steady_input_len}
+
+    def request(index: int, group: str, max_tokens: int, key: str) -> Planned:
+        return Planned(
+            index=index,
+            prompt=prompts.make([Segment(f"calibration/{key}/{index}", lengths[group])]),
+            max_tokens=max_tokens,
+            num_prompt_tokens=lengths[group],
+            at_s=0.0,
+            group=group,
+        )
+
+    groups = [BURST, STEADY] * (1 + _NUM_ALONE)
+    alone = [
+        request(index, group, own.burst_output_len, "alone") for index, group in enumerate(groups)
+    ]
+    together = [
+        request(index, STEADY, num_tokens, "together")
+        for index in range(_NUM_ROUNDS * own.steady_streams)
+    ]
+    apart = await _play(alone, target, options, 1)
+    counted = apart[2:]  # The first of each group warm up what is warmed once.
+    beside = await _play(together, target, options, own.steady_streams)
+    itl_s = usual_gap_s(beside)
+    if not itl_s:
+        raise PeerError(
+            f"{target.base_url} wrote no answer of two tokens or more one after the other, so the "
+            f"pace of pd-interference cannot be measured: {_REMEDY}"
+        )
+    return Speed(
+        burst_ttft_s=statistics.median(one.ttft_s for one in counted if one.group == BURST),
+        steady_ttft_s=statistics.median(one.ttft_s for one in counted if one.group == STEADY),
+        itl_s=itl_s,
+    )
+
+
+def usual_gap_s(answers: Sequence[Outcome]) -> float:
+    """Seconds from chunk to chunk, the median answer's mean; 0 if no time passes between chunks.
+
+    Not the median gap: where the client is busy it reads several tokens at once, at one moment.
+    """
+    return statistics.median(
+        [statistics.fmean(answer.itl_s) for answer in answers if answer.itl_s] or [0.0]
+    )
+
+
+_REMEDY: Final = (
+    "give --interference-steady-output-len, --interference-steady-period and "
+    "--interference-burst-period as numbers"
+)
+
+
+async def _play(
+    requests: Sequence[Planned], target: Target, options: Options, num_at_once: int
+) -> list[Outcome]:
+    """What became of the requests, `num_at_once` of them in flight.
+
+    Raises:
+        PeerError: One failed.
+    """
+    own = msgspec.structs.replace(
+        options,
+        max_concurrency=num_at_once,
+        num_processes=1,
+        num_warmups=0,
+        keep_text=False,
+        with_stages=False,
+    )
+    run = await run_plan(requests, target, own)
+    for one in run.outcomes:
+        if not one.is_good:
+            raise PeerError(
+                f"a request that measures the pace of pd-interference failed at {target.base_url}: "
+                f"{one.error or 'no token came'}; {_REMEDY}"
+            )
+    return run.outcomes

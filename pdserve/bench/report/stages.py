@@ -1,0 +1,87 @@
+"""Where the time of a request goes, by the servers' own account.
+
+Knows what the figures mean; knows no page.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from typing import Final
+
+from pdserve.bench.compare.result import Comparison
+from pdserve.bench.records import Outcome
+from pdserve.bench.report import charts
+from pdserve.bench.report.picture import Picture, answered, at_rate
+from pdserve.bench.report.scale import number
+
+WAIT: Final = "until first token"
+"""Stage of a request whose server gives no account."""
+_UNTOLD: Final = "client and network"
+
+
+def stages(comparison: Comparison, rate: float | None) -> Picture | None:
+    """Mean milliseconds of each stage up to the first, and from there to the second token."""
+    first, second = [], []
+    good = {
+        each.label: [one for run in comparison.runs(each.label, rate) for one in answered(run)]
+        for each in comparison.deployments
+    }
+    groups = list(dict.fromkeys(one.group for those in good.values() for one in those))
+    for group in sorted(groups, reverse=True):  # steady before burst
+        for label, outcomes in good.items():
+            those = [one for one in outcomes if one.group == group]
+            if not those:
+                continue
+            name = f"{label}, {group}" if len(groups) > 1 else label
+            first.append(_mean_bar(name, those))
+            told = [one for one in those if one.second_stages]
+            if told:
+                second.append(_bar(name, [one.second_stages for one in told]))
+    if not first:
+        return None
+    drawings = [
+        charts.stacked_bars(
+            "Stages up to the first token", "Mean of all requests.", first, unit="ms"
+        )
+    ]
+    names = ["up to the first token (TTFT)"]
+    if second:
+        drawings.append(
+            charts.stacked_bars(
+                "Stages from the first to the second token",
+                "Mean of all requests.",
+                second,
+                unit="ms",
+            )
+        )
+        names.append("from the first to the second token")
+    return Picture(
+        "stages",
+        "Where the time goes",
+        "Mean of each stage by the servers' own account; what lies between their account and what "
+        f"the client saw is called “{_UNTOLD}”. All runs{at_rate(rate)}.",
+        drawings,
+        names,
+        is_wide=True,
+    )
+
+
+def _mean_bar(name: str, those: Sequence[Outcome]) -> charts.Bar:
+    """Stages up to the first token; they add up to the mean TTFT that the client saw."""
+    mean_ms = statistics.fmean(one.ttft_s * 1e3 for one in those)
+    if not all(one.stages for one in those):
+        return charts.Bar(name, [(WAIT, mean_ms)], f"{number(mean_ms)} ms")
+    bar = _bar(name, [one.stages for one in those])
+    told = sum(value for _, value in bar.pieces)
+    pieces = [*bar.pieces, (_UNTOLD, max(0.0, mean_ms - told))]
+    return charts.Bar(name, pieces, f"{number(mean_ms)} ms")
+
+
+def _bar(name: str, accounts: Sequence[dict[str, float]]) -> charts.Bar:
+    names = list(dict.fromkeys(stage for account in accounts for stage in account))
+    pieces = [
+        (stage, sum(account.get(stage, 0.0) for account in accounts) / len(accounts))
+        for stage in names
+    ]
+    return charts.Bar(name, pieces, f"{number(sum(ms for _, ms in pieces))} ms")

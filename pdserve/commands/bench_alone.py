@@ -1,0 +1,111 @@
+"""One engine alone, as a P/D deployment has it: its rates, for the rate-matched bound.
+
+It is started before the deployments, so that the pace of `pd-interference` can be measured on it,
+too. Knows no figure of the comparison.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Final
+
+import msgspec
+
+from pdserve.bench.compare.result import EngineRates
+from pdserve.bench.compare.topology import EnginePlace, Kind, Topology
+from pdserve.bench.records import Planned
+from pdserve.bench.runner import Options
+from pdserve.bench.target import Target
+from pdserve.commands.bench_deployments import Running
+from pdserve.commands.bench_playing import Player
+from pdserve.config.schema import Role
+
+_NUM_REQUESTS: Final = 48
+_MAX_TOKENS: Final = 24_000
+"""Prompts of so many tokens fit the cache of the engine that is measured alone."""
+_CONCURRENCY: Final = 16
+
+
+def one_engine(topologies: Sequence[Topology]) -> Topology | None:
+    """An engine on the cores that the smallest one has, of a P/D deployment if there is one.
+
+    None if everything runs already.
+    """
+    engines = [
+        engine
+        for topology in topologies
+        if topology.kind is Kind.DISAGGREGATED
+        for engine in topology.engines
+    ] or [engine for topology in topologies for engine in topology.engines]
+    if not engines:
+        return None
+    cores = min((engine.cores for engine in engines), key=len)
+    return Topology("one engine", Kind.REPLICAS, (EnginePlace("engine", Role.BOTH, cores),))
+
+
+def why_no_bound(topologies: Sequence[Topology]) -> str | None:
+    """Why the rate-matched bound says nothing here; empty if there is no P/D to say it of."""
+    engines = [
+        engine
+        for topology in topologies
+        if topology.kind is Kind.DISAGGREGATED
+        for engine in topology.engines
+    ]
+    if not engines:
+        return ""
+    if len({len(engine.cores) for engine in engines}) > 1:
+        return "The rate-matched bound was not measured: engines have different numbers of cores."
+    return None
+
+
+async def measure_rates(
+    player: Player,
+    alone: Topology,
+    running: Running,
+    target: Target,
+    options: Options,
+    requests: Sequence[Planned],
+) -> EngineRates | None:
+    """Prompts per second and tokens per second of one engine; None if requests failed.
+
+    Args:
+        player: Asks, and takes the note if it comes to nothing.
+        alone: The engine, which is `running`.
+        target: Where it is, and its model.
+        options: Of the comparison's runs.
+        requests: Of the comparison; a sample of them is sent, as fast as it goes.
+    """
+    sample = sample_of(requests)
+    quick = msgspec.structs.replace(
+        options, max_concurrency=_CONCURRENCY, with_stages=False, ignore_eos=True
+    )
+    await player.reset(alone, target)
+    asked = [msgspec.structs.replace(each, max_tokens=1) for each in sample]
+    ctx = await player.play(running, asked, target, quick)
+    again = msgspec.structs.replace(quick, num_warmups=0)
+    gen = await player.play(running, sample, target, again)
+    good = [each for each in gen.outcomes if each.is_good]
+    if len(good) < len(sample) or not all(each.is_good for each in ctx.outcomes):
+        player.note("The rate-matched bound was not measured: requests failed.")
+        return None
+    tokens = sum(each.num_output_tokens for each in good)
+    return EngineRates(
+        num_cores=len(alone.engines[0].cores),
+        ctx_rate=len(ctx.outcomes) / ctx.duration_s,
+        gen_rate=len(good) / gen.duration_s,
+        out_tok_s=tokens / gen.duration_s,
+    )
+
+
+def sample_of(requests: Sequence[Planned]) -> list[Planned]:
+    """Some requests in the plan's proportions, all due at once; none follows another."""
+    able = [each for each in requests if each.after is None]
+    tokens = sum((each.num_prompt_tokens or 0) + each.max_tokens for each in able)
+    step = max(1, math.ceil(len(able) / _NUM_REQUESTS), math.ceil(tokens / _MAX_TOKENS))
+    # Group by group: every n-th of a plan that repeats itself could be of one group only.
+    chosen = sorted(able, key=lambda each: (each.group, each.index))[step // 2 :: step]
+    return [
+        msgspec.structs.replace(each, at_s=0.0, cancel_after_tokens=None)
+        for each in sorted(chosen, key=lambda each: each.index)
+    ]

@@ -1,0 +1,109 @@
+"""How a comparison asks a deployment: whom, with empty caches, for as long as it lives.
+
+Knows no topology but what it is called, and no figure.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+import sys
+from collections.abc import Sequence
+from typing import Final
+
+from pdserve.bench.caches import reset_prefix_caches
+from pdserve.bench.compare.topology import Kind, Topology
+from pdserve.bench.progress import ProgressLine
+from pdserve.bench.records import Planned, Run
+from pdserve.bench.runner import Options, run_plan
+from pdserve.bench.target import Endpoint, Target
+from pdserve.commands.bench_deployments import Running
+from pdserve.config.compare import CompareConfig
+from pdserve.errors import PeerError
+
+_RESET_TRIES: Final = 20
+_RESET_AGAIN_S: Final = 0.1
+
+
+class Player:
+    """Plays requests to the deployments of one comparison.
+
+    Args:
+        config: The model's name, and what peers are sent.
+        seed: Written into runs.
+        shows_progress: A line on stderr while a run goes on.
+
+    Attributes:
+        notes: Sentences about what happened, in order, each once.
+    """
+
+    def __init__(self, config: CompareConfig, *, seed: int, shows_progress: bool) -> None:
+        self._config = config
+        self._endpoint = Endpoint(config.endpoint)
+        self._seed = seed
+        self._shows_progress = shows_progress
+        self.notes: dict[str, None] = {}
+
+    def note(self, *sentences: str) -> None:
+        """Have the report say something."""
+        self.notes.update(dict.fromkeys(sentences))
+
+    def target(self, topology: Topology, running: Running) -> Target:
+        """Whom requests to a deployment go to; a peer's model is its own to name."""
+        is_peer = topology.kind is Kind.PEER
+        return Target(
+            base_url=running.url,
+            model="" if is_peer else self._config.model,
+            endpoint=self._endpoint,
+            api_key=self._config.api_key if is_peer else "",
+            label=topology.label,
+        )
+
+    async def play(
+        self,
+        running: Running,
+        requests: Sequence[Planned],
+        target: Target,
+        options: Options,
+        *,
+        dataset: str = "",
+        arrivals: str = "",
+    ) -> Run:
+        """Carry out a plan while the deployment lives.
+
+        Raises:
+            ChildFailedError: A process of it ended.
+            PdserveError: What `run_plan` raises.
+        """
+        line = ProgressLine(sys.stderr, width=shutil.get_terminal_size((100, 24)).columns)
+        try:
+            return await running.while_alive(
+                run_plan(
+                    requests,
+                    target,
+                    options,
+                    dataset=dataset,
+                    arrivals=arrivals,
+                    seed=self._seed,
+                    on_progress=line if self._shows_progress else None,
+                )
+            )
+        finally:
+            line.end()
+
+    async def reset(self, topology: Topology, target: Target) -> None:
+        """Empty the prefix caches; what a peer cannot do is noted.
+
+        Raises:
+            PeerError: A deployment of ours does not do it.
+        """
+        for _ in range(_RESET_TRIES):
+            reason = await reset_prefix_caches(target)
+            if reason is None:
+                return
+            if topology.kind is Kind.PEER:
+                break
+            await asyncio.sleep(_RESET_AGAIN_S)
+        if topology.kind is not Kind.PEER:
+            raise PeerError(f"{topology.label} did not forget its prefixes: {reason}")
+        self.note(f"{topology.label} kept its cached prefixes between runs ({reason}).")
