@@ -3,6 +3,8 @@
 Prints one JSON object. `event` is the making and keeping of one step's event; `step` is all that
 an engine core does for traces in one step (the step's event, its prompt tokens counted apart, the
 look at the counters), by the scheduler's own code over a batch of that many decoding requests;
+`rank_step` is what a rank does in one where there are several, and `told` what the core does for
+each slice that it is told of;
 `dump` is what a full ring costs the loop that is asked for it, at a time and in all.
 
     python -m benchmarks.trace [--rounds N]
@@ -19,14 +21,16 @@ from typing import Any
 from pdserve.config.schema import CacheConfig, SchedulerConfig
 from pdserve.connectors.null import NullScheduler
 from pdserve.observe.clock import SystemClock
-from pdserve.observe.trace import MAX_EVENTS, Recorder
+from pdserve.observe.trace import CLOCK_ID, MAX_EVENTS, Recorder
 from pdserve.scheduler.inflight import Step
 from pdserve.scheduler.scheduler import Scheduler
 from pdserve.wire.ids import RequestId
 from pdserve.wire.request import GenerateRequest
 from pdserve.wire.sampling import SamplingParams
-from pdserve.wire.step import ModelRunnerOutput
-from pdserve.wire.trace import Part, StepEvent
+from pdserve.wire.step import KnownRequests, ModelRunnerOutput, SchedulerOutput
+from pdserve.wire.trace import Part, RankSlice, StepEvent
+from pdserve.wire.transfer import ConnectorReport
+from pdserve.worker.step_slices import MAX_SLICES, StepSlices
 
 
 def main() -> None:
@@ -42,6 +46,8 @@ def main() -> None:
             for batch in (1, 32, 256)
         },
         "goal_us": 5.0,
+        "rank_step_us": round(min(_rank_step_us() for _ in range(args.rounds)), 2),
+        "told_us": round(min(_told_us() for _ in range(args.rounds)), 2),
         "dump": _dump(),
     }
     print(json.dumps(result, indent=1))
@@ -63,25 +69,54 @@ def _step_us(batch: int, number: int = 2000) -> float:
     running = list(scheduler._roster.running.values())
     after = {request.request_id: request.num_computed_tokens for request in running}
 
+    # Both loops read what `Scheduler._build_step` has to read of each request anyway.
     def traced() -> None:
         num_prefill = 0
         for request in running:
-            num_left = len(request.prompt_token_ids) - request.num_computed_tokens
-            if num_left > 0:
-                num_prefill += min(num_left, 1)
+            num_computed = request.num_computed_tokens
+            num_prompt = len(request.prompt_token_ids)
+            if num_computed < num_prompt:
+                num_prefill += min(num_prompt - num_computed, 1)
+            if num_computed == num_prompt:
+                pass
         now_s = clock.monotonic_s()
         step = Step(1, after, now_s, num_prefill_tokens=num_prefill, num_decode_tokens=batch)
         recording.step(step, 0.004, now_s)
         recording._sampled_s = float("-inf")  # as if every step were 10 ms
+        recording._last_sample = None  # and something had changed
         scheduler.sample_counters()
 
     def bare() -> None:
-        for _ in running:
-            pass
+        for request in running:
+            num_computed = request.num_computed_tokens
+            num_prompt = len(request.prompt_token_ids)
+            if num_computed == num_prompt:
+                pass
         Step(1, after, clock.monotonic_s())
 
-    cost = timeit.timeit(traced, number=number) - timeit.timeit(bare, number=number)
+    with_s, without_s = (min(timeit.repeat(each, number=number)) for each in (traced, bare))
+    return (with_s - without_s) / number * 1e6
+
+
+def _rank_step_us(number: int = MAX_SLICES // 2) -> float:
+    slices = StepSlices(0, wake=lambda: None)
+    step = SchedulerOutput(
+        step_id=7,
+        new_requests=[],
+        known_requests=KnownRequests(),
+        num_scheduled_tokens={RequestId(f"r-{index}"): 1 for index in range(32)},
+        gone_request_ids=[],
+    )
+    cost = timeit.timeit(lambda: slices.add(step, 1e6, 1e6, 1e6), number=number)
     return cost / number * 1e6
+
+
+def _told_us(number: int = 200, num_slices: int = 100) -> float:
+    did = RankSlice(1e6, 1e6, "rank 0", "forward", {"step": 7, "batch_size": 32})
+    report = ConnectorReport(slices=[did] * num_slices, clock_id=CLOCK_ID)
+    recording = _running(1)._recording
+    cost = timeit.timeit(lambda: recording.ranks(report, 1e6), number=number)
+    return cost / number / num_slices * 1e6
 
 
 def _running(batch: int) -> Scheduler:

@@ -9,8 +9,9 @@ with a measured remainder, so that its terms add up to what the client saw:
     | itl p50 6.1 max 9.8
 
 A push has no KV left to move when the first token comes but the last of it: what was moved before
-is no part of the second token's wait. At its end the line says how the KV came (`kv by push`)
-and, if something failed, which rungs of the ladder were taken (`ladder other_decode,local`).
+is no part of the second token's wait (`kv 1.0 (of 6.3, ...)` took 6.3 from P's last computed chunk
+on). At its end the line says how the KV came (`kv by push`) and, if something failed, which rungs
+of the ladder were taken (`ladder other_decode,local`).
 
 `proxy` is this process before it asks an engine, the wait for a place apart (`admission`);
 `retry` went to engines that failed; `queue` and `prefill` are the engine's own account, and so is
@@ -209,10 +210,16 @@ class Story:
         if self.second_token_s is None or self.first_token_s is None or stages is None:
             return {}
         wait = self.second_token_s - self.first_token_s
-        is_push = stages.kv_mode == KVMode.PUSH.value
+        if stages.kv_mode == KVMode.PUSH.value:
+            # It began before the first token came. What of it can lie behind that is what the
+            # stages after it leave of the wait.
+            after = stages.handover_s + stages.prefill_s + stages.first_step_s
+            queue, kv = 0.0, min(stages.kv_transfer_s, max(0.0, wait - after))
+        else:
+            queue, kv = stages.queue_s, stages.kv_wait_s + stages.kv_transfer_s
         told = {
-            "decode_queue": 0.0 if is_push else stages.queue_s,
-            "kv": stages.kv_transfer_s + (0.0 if is_push else stages.kv_wait_s),
+            "decode_queue": queue,
+            "kv": kv,
             "recompute": stages.prefill_s,
             "first_step": stages.first_step_s,
         }
@@ -222,13 +229,16 @@ class Story:
             left -= told[name]
         return {name: told.get(name, left) for name in SECOND_TERMS}
 
-    def _parts_of_terms(self) -> dict[str, str]:
+    def _parts_of(self, terms: dict[str, float]) -> dict[str, str]:
         """What stands behind terms of the second token's wait, in brackets."""
         stages = self.decode_stages
         if stages is None or not stages.kv_bytes:
             return {}
         kv = moved(stages.kv_bytes, stages.kv_transfer_s, digest_s=stages.kv_digest_s)
-        if stages.kv_mode != KVMode.PUSH.value and stages.kv_wait_s >= 5e-5:
+        if stages.kv_mode == KVMode.PUSH.value:
+            if stages.kv_transfer_s - terms["kv"] >= 5e-5:
+                kv = f"of {stages.kv_transfer_s * 1e3:.1f}, {kv}"
+        elif stages.kv_wait_s >= 5e-5:
             kv = f"wait {stages.kv_wait_s * 1e3:.1f}, {kv}"
         step = f" (step {stages.step_wait_s * 1e3:.1f})" if stages.step_wait_s >= 5e-5 else ""
         return {"kv": f" ({kv})", "handover": step}
@@ -245,7 +255,7 @@ class Story:
             parts[0] += f" {name}={_sum(terms, 'relay', always=('proxy', 'relay'))}"
         if terms := self.second_token_terms():
             always = ("kv", "handover", "first_step")
-            total = _sum(terms, "handover", always=always, after=self._parts_of_terms())
+            total = _sum(terms, "handover", always=always, after=self._parts_of(terms))
             parts.append(f"second token +{total}")
         if self.token_gaps_s:
             gaps = sorted(self.token_gaps_s)

@@ -212,8 +212,10 @@ def front_request(finished: Finished, *, is_over: bool) -> FrontRequest:
         "decode_engine": finished.decode,
         "kv_mode": finished.kv_mode or "none",
         "kv_bytes": finished.kv_bytes,
-        "ladder": ",".join(finished.rungs),
+        "ladder": ",".join(finished.rungs) or "none",
     }
+    if is_over:
+        facts["line"] = finished.line
     measured = {
         "second_token_ms": finished.second_token_ms,
         "itl_p50_ms": finished.itl_p50_ms,

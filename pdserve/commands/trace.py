@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from pdserve.config.load import Resolved, Table
-    from pdserve.observe.chrome_trace import Summary
+    from pdserve.observe.trace_summary import Summary
 
 _TIMEOUT_S = 60.0
 _SLACK_S = 0.5

@@ -144,6 +144,8 @@ class EngineCore:
         has_news = False
         while (report := self.executor.poll_report()) is not None:
             self.scheduler.apply_report(report)
+            if not report:  # slices alone: nothing has changed
+                continue
             if self.waves is not None:
                 self.waves.news()
             has_news = True

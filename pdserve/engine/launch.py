@@ -9,7 +9,7 @@ import msgspec
 from pdserve.config.schema import EngineConfig
 from pdserve.engine.coordinator import Addresses
 from pdserve.errors import ConfigError
-from pdserve.models.arch import read_arch
+from pdserve.models.reading import read_arch
 from pdserve.parallel.seat import CoreSeat
 
 

@@ -60,6 +60,9 @@ _log = logging.getLogger(__name__)
 
 _UNFINISHED_POLL_MS = 100
 _CLOSE_TIMEOUT_S = 5.0
+_SLICES_S = 0.03
+"""What ranks are given to say what they did, when a trace is asked for."""
+_ASKED_POLL_MS = 5
 
 
 class EngineProcess:
@@ -78,6 +81,7 @@ class EngineProcess:
         self._encode = from_engine()
         self._clock = SystemClock()
         self._role = launch.config.role.value
+        self._asked: list[tuple[float, DumpTrace]] = []
         self._pieces: list[Iterator[TracePiece]] = []
         self._shutdown_at_s: float | None = None
         self._num_taken = 0
@@ -117,8 +121,10 @@ class EngineProcess:
             while not self._is_over():
                 is_waiting = self.core.scheduler.num_unfinished or self._shutdown_at_s is not None
                 patience_ms = _UNFINISHED_POLL_MS if is_waiting else None
+                if self._asked:
+                    patience_ms = _ASKED_POLL_MS
                 has_event = self._poller.poll(0 if self._pieces else patience_ms)
-                is_time_up = not has_event and not self._pieces
+                is_time_up = not (has_event or self._pieces or self._asked)
                 has_input = self._drain_inputs()
                 if self._link is not None:
                     self._hear(self._link)
@@ -129,6 +135,7 @@ class EngineProcess:
                     self._ask(self._link)
                 if outputs or has_input or has_news:
                     self._publish_outputs(outputs)
+                self._begin_dumps()
                 if self._pieces:
                     self._publish_piece()
             self._publish(Died("shut down"))
@@ -204,12 +211,19 @@ class EngineProcess:
                 scheduler.release_lease(nonce)
             case ResetPrefixCache():
                 scheduler.kv.pool.forget_all()
-            case DumpTrace(number, seconds):
-                self._pieces.append(self._dump(number, seconds))
+            case DumpTrace():
+                wait_s = _SLICES_S if self.core.executor.ask_for_slices() else 0.0
+                self._asked.append((self._clock.monotonic_s() + wait_s, message))
             case Shutdown(timeout_s):
                 self._shutdown_at_s = time.monotonic() + timeout_s
             case _:
                 assert_never(message)
+
+    def _begin_dumps(self) -> None:
+        """Those that were asked for, once the ranks have had their time to say something."""
+        while self._asked and self._asked[0][0] <= self._clock.monotonic_s():
+            _, asked = self._asked.pop(0)
+            self._pieces.append(self._dump(asked.dump, asked.seconds))
 
     def _dump(self, number: int, seconds: float) -> Iterator[TracePiece]:
         """The last seconds, a piece at a time; what they hold is fixed when they are asked for."""

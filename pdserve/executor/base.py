@@ -61,6 +61,17 @@ class Executor(Protocol):
         """
         ...
 
+    def ask_for_slices(self) -> bool:
+        """Have the ranks report what they did, for a trace, in a moment.
+
+        Returns:
+            Whether they have anything to say: one rank alone has not.
+
+        Raises:
+            RankDiedError: A rank ended; nothing more will come.
+        """
+        ...
+
     def poll_result(self) -> ModelRunnerOutput | None:
         """The oldest submitted step, if it has come back. Never blocks.
 

@@ -104,6 +104,10 @@ class InlineExecutor:
         self._refuse_if_broken()
         self._worker.post(metadata)
 
+    def ask_for_slices(self) -> bool:
+        """See `Executor`: what its rank does are the core's own steps."""
+        return False
+
     def poll_result(self) -> ModelRunnerOutput | None:
         """See `Executor`."""
         self._answered.silence()

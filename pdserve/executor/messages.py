@@ -59,9 +59,16 @@ ToRank = RunStep | Close
 
 
 class Post(msgspec.Struct, frozen=True, tag="post"):
-    """Instructions for the rank's connector; alone on their link."""
+    """Instructions for the rank's connector."""
 
     metadata: ConnectorMetadata
+
+
+class Tell(msgspec.Struct, frozen=True, tag="tell"):
+    """Say now what was done, for a trace."""
+
+
+ToDesk = Post | Tell
 
 
 class Started(msgspec.Struct, frozen=True, tag="started"):

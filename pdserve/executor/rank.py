@@ -33,6 +33,8 @@ from pdserve.executor.messages import (
     RunStep,
     Started,
     StepDone,
+    Tell,
+    ToDesk,
     ToRank,
 )
 from pdserve.executor.rings import RingEnds, RingLink
@@ -53,7 +55,7 @@ _ENCODE = msgspec.msgpack.Encoder().encode
 # Made here and not in the threads that use them: when two threads of a process learn the same
 # type at once, msgspec 0.22 crashes.
 _DECODE = msgspec.msgpack.Decoder(ToRank).decode
-_DECODE_POST = msgspec.msgpack.Decoder(Post).decode
+_DECODE_POST = msgspec.msgpack.Decoder(ToDesk).decode
 
 
 class StepRunner(Protocol):
@@ -79,7 +81,7 @@ class StepRunner(Protocol):
         ...
 
     def poll(self) -> ConnectorReport:
-        """What its connector saw since the last call, also while a step runs."""
+        """What its connector saw, and it did, since the last call, also while a step runs."""
         ...
 
     def close(self, timeout_s: float) -> None:
@@ -220,15 +222,19 @@ class PostDesk:
         self._link.send(_ENCODE(Listening()))
         while not self._is_closing:
             frame = self._link.recv()
-            if frame is None:
-                report = self._worker.poll()
-                if report:
-                    self._link.send(_ENCODE(News(report)))
-                continue
-            self._worker.post(_DECODE_POST(frame).metadata)
-            with self._changed:
-                self._num_taken += 1
-                self._changed.notify()
+            message: ToDesk = Tell() if frame is None else _DECODE_POST(frame)
+            match message:
+                case Tell():
+                    report = self._worker.poll()
+                    if report or report.slices:
+                        self._link.send(_ENCODE(News(report)))
+                case Post(metadata):
+                    self._worker.post(metadata)
+                    with self._changed:
+                        self._num_taken += 1
+                        self._changed.notify()
+                case _:
+                    assert_never(message)
 
 
 def _make_worker(

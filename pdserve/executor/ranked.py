@@ -34,6 +34,7 @@ from pdserve.executor.messages import (
     RunStep,
     Started,
     StepDone,
+    Tell,
 )
 from pdserve.executor.progress import StartProgress
 from pdserve.observe.clock import SystemClock
@@ -158,6 +159,12 @@ class RankedExecutor:
         self._num_posts += 1
         self._posts.broadcast(self._encode(Post(metadata)), on_full=self._on_full)
 
+    def ask_for_slices(self) -> bool:
+        """See `Executor`."""
+        self._refuse_if_broken()
+        self._posts.broadcast(self._encode(Tell()), on_full=self._on_full)
+        return True
+
     def poll_result(self) -> ModelRunnerOutput | None:
         """See `Executor`."""
         self._refuse_if_broken()
@@ -263,7 +270,7 @@ class RankedExecutor:
 
     def _note(self, rank: int, report: ConnectorReport) -> None:
         complete = self._quorum.add(rank, report)
-        if complete:
+        if complete or complete.slices:
             self._reports.append(complete)
 
     def _check(self) -> None:

@@ -12,14 +12,15 @@ Source: "Trace Event Format", https://docs.google.com/document/d/1CvAClvFfyA5R-P
 
 from __future__ import annotations
 
-import heapq
 from bisect import bisect_right
 from collections import defaultdict
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, assert_never
 
 import msgspec
 
+from pdserve.observe.trace_summary import Summary, clock_in_words
+from pdserve.observe.trace_tracks import by_number, lanes_of, requests_in_front
 from pdserve.observe.windows import laid_out
 from pdserve.wire.ids import client_id_of
 from pdserve.wire.trace import (
@@ -42,37 +43,6 @@ _ROLES: Final = {"": 0, "prefill": 1, "decode": 2, "both": 3}
 _REQUESTS: Final = "request"
 _EVENTS_PER_PIECE: Final = 2048
 _NS_PER_S: Final = 1_000_000_000
-
-
-@dataclass
-class Summary:
-    """What a trace holds.
-
-    Attributes:
-        processes: Their names, in order.
-        num_requests: Of those who answer clients: the proxy, or without one the servers.
-        num_unfinished: Those of them that still ran.
-        num_steps: Of all engine cores.
-        num_arrows: Requests whose way from one engine to the other is drawn.
-        num_dropped: Events that were lost, ever.
-        seconds: That were asked for.
-        complete_s: The last seconds of which nothing is missing.
-        uncertainty_s: The worst of the alignments.
-        clocks: Per process, in words.
-        missing: Who gave nothing, and why.
-    """
-
-    processes: list[str] = field(default_factory=list)
-    num_requests: int = 0
-    num_unfinished: int = 0
-    num_steps: int = 0
-    num_arrows: int = 0
-    num_dropped: int = 0
-    seconds: float = 0.0
-    complete_s: float = 0.0
-    uncertainty_s: float = 0.0
-    clocks: list[str] = field(default_factory=list)
-    missing: list[str] = field(default_factory=list)
 
 
 class ChromeTrace:
@@ -153,7 +123,7 @@ class ChromeTrace:
             summary.processes.append(each.name)
             summary.num_dropped += each.process.num_dropped
             summary.uncertainty_s = max(summary.uncertainty_s, each.alignment.uncertainty_s)
-            summary.clocks.append(_clock_in_words(each.name, each.alignment))
+            summary.clocks.append(clock_in_words(each.name, each.alignment))
             since_s = max(since_s, each.process.since_s + each.alignment.offset_s)
             if each.process.part is front:
                 requests = [e for e in each.of_events if isinstance(e, FrontRequest)]
@@ -267,9 +237,13 @@ class _Tracks:
                     events += self._counters(event)
                 case _:
                     assert_never(event)
+        if self.process.part is Part.PROXY:
+            front = [event for event in self.of_events if isinstance(event, FrontRequest)]
+            for counted in requests_in_front(front):
+                events += self._counters(counted)
         events += self._draw_steps()
         events += self._draw_transfers()
-        for track, of_track in slices.items():
+        for track, of_track in sorted(slices.items(), key=lambda each: by_number(each[0])):
             events += self._draw_slices(track, of_track)
         return [*self._names(), *events]
 
@@ -338,7 +312,7 @@ class _Tracks:
 
     def _draw_steps(self) -> Iterator[dict[str, Any]]:
         intervals = [(step.start_s, step.at_s) for step in self._steps]
-        for step, lane in zip(self._steps, _lanes(intervals), strict=True):
+        for step, lane in zip(self._steps, lanes_of(intervals), strict=True):
             tid = self._tid("steps", 1, lane)
             self._step_tids[step.step_id] = tid
             yield self._slice(
@@ -366,7 +340,7 @@ class _Tracks:
             if span.name == "kv_transfer"
         ]
         found.sort(key=lambda each: each[1].start_s)
-        lanes = _lanes([(span.start_s, span.end_s) for _, span in found])
+        lanes = lanes_of([(span.start_s, span.end_s) for _, span in found])
         for (request, span), lane in zip(found, lanes, strict=True):
             tid = self._tid("KV transfers", 101, lane)
             request.transfer = (tid, span.start_s, span.end_s)
@@ -376,6 +350,8 @@ class _Tracks:
                 "request": request.event.request_id,
                 "from": request.event.source_id,
             }
+            if "external_tokens" in facts:
+                args["tokens"] = facts["external_tokens"]
             args |= {name: facts[name] for name in facts if name.startswith("kv_")}
             args["wait_ms"] = 0.0 if wait is None else round((wait.end_s - wait.start_s) * 1e3, 3)
             name = f"KV {facts.get('kv_mode', '')}".rstrip()
@@ -384,10 +360,14 @@ class _Tracks:
     def _draw_slices(self, track: str, slices: list[SliceEvent]) -> Iterator[dict[str, Any]]:
         slices = sorted(slices, key=lambda each: each.start_s)
         first_tid = 201 + 100 * len({tid // 100 for tid in self._tids if tid > 200})
-        lanes = _lanes([(each.start_s, each.at_s) for each in slices])
-        for each, lane in zip(slices, lanes, strict=True):
+        intervals = [
+            (each.start_s, each.at_s if each.ended_s is None else each.ended_s) for each in slices
+        ]
+        for each, (start_s, end_s), lane in zip(
+            slices, intervals, lanes_of(intervals), strict=True
+        ):
             tid = self._tid(track, first_tid, lane)
-            yield self._slice(tid, each.name, track, each.start_s, each.at_s, dict(each.facts))
+            yield self._slice(tid, each.name, track, start_s, end_s, dict(each.facts))
 
     def _slice(
         self, tid: int, name: str, cat: str, start_s: float, end_s: float, args: dict[str, Any]
@@ -515,24 +495,6 @@ def _start_of(event: Event) -> float:
             assert_never(event)
 
 
-def _lanes(intervals: Sequence[tuple[float, float]]) -> list[int]:
-    """For intervals in the order of their beginnings, the lowest lane that is free."""
-    lanes: list[int] = []
-    free: list[int] = []
-    busy: list[tuple[float, int]] = []
-    num_lanes = 0
-    for start_s, end_s in intervals:
-        while busy and busy[0][0] <= start_s:
-            heapq.heappush(free, heapq.heappop(busy)[1])
-        if free:
-            lane = heapq.heappop(free)
-        else:
-            lane, num_lanes = num_lanes, num_lanes + 1
-        heapq.heappush(busy, (end_s, lane))
-        lanes.append(lane)
-    return lanes
-
-
 def _step_name(step: StepEvent) -> str:
     if not step.num_prefill_tokens:
         return "decode"
@@ -542,13 +504,3 @@ def _step_name(step: StepEvent) -> str:
 def _us(seconds: float) -> float:
     """Microseconds, to the nanosecond."""
     return round(seconds * _NS_PER_S) / 1000
-
-
-def _clock_in_words(name: str, alignment: Alignment) -> str:
-    measured, trip = alignment.measured_offset_s, alignment.round_trip_s
-    if measured is None or trip is None:
-        return f"{name}: the collector's own clock"
-    within = f"{trip / 2 * 1e3:.3f} ms"
-    if alignment.uncertainty_s == 0:
-        return f"{name}: the same clock (measured {measured * 1e3:+.3f} ms, within {within})"
-    return f"{name}: {alignment.offset_s:+.6f} s, within {within}"

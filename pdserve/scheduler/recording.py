@@ -8,13 +8,17 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from pdserve.wire.trace import CountersEvent, StepEvent
+from pdserve.observe.trace import CLOCK_ID
+from pdserve.wire.trace import CountersEvent, SliceEvent, StepEvent
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from pdserve.kvcache.manager import KVCacheManager
     from pdserve.observe.trace import Recorder
     from pdserve.scheduler.inflight import Step
     from pdserve.scheduler.roster import Roster
+    from pdserve.wire.transfer import ConnectorReport
 
 SAMPLE_INTERVAL_S = 0.01
 """Between two looks at the counters while there are requests."""
@@ -43,7 +47,7 @@ class Recording:
         self._kv_bytes_per_token = kv_bytes_per_token
         self._is_pipelined = is_pipelined
         self._last_retired_s = self._sampled_s = float("-inf")
-        self._last_sample: tuple[int | float, ...] = ()
+        self._last_sample: tuple[dict[str, int], dict[str, int], int] | None = None
 
     def step(self, step: Step, forward_s: float, now_s: float) -> None:
         """A step has come back; one without tokens leaves no trace.
@@ -66,6 +70,13 @@ class Recording:
             )
         self._last_retired_s = now_s
 
+    def ranks(self, report: ConnectorReport, now_s: float) -> None:
+        """What threads of ranks did; those by another machine's clock say nothing here."""
+        if report.clock_id == CLOCK_ID:
+            for each in report.slices:
+                start_s, end_s, track = each.start_s, each.end_s, each.track
+                self._recorder.add(SliceEvent(now_s, start_s, track, each.name, each.facts, end_s))
+
     def sample(self, now_s: float) -> None:
         """Record the counters if they have changed: every so often, and when all is quiet."""
         roster = self._roster
@@ -78,27 +89,19 @@ class Recording:
             num_tokens = sum(request.num_external_tokens for request in receiving.values())
             num_bytes = num_tokens * self._kv_bytes_per_token
         blocks = self._ledger.blocks_by_state()
-        num_waiting, num_running = len(roster.waiting), len(roster.running)
-        num_leased = len(roster.leased)
-        sample = (
-            num_waiting,
-            len(receiving),
-            num_running,
-            num_leased,
-            num_bytes,
-            *blocks.values(),
-        )
+        requests = {
+            "waiting": len(roster.waiting),
+            "receiving": len(receiving),
+            "running": len(roster.running),
+            "leased": len(roster.leased),
+        }
+        sample = (requests, blocks, num_bytes)
         if sample == self._last_sample:
             return
         self._last_sample = sample
-        counters: dict[str, dict[str, float]] = {
-            "requests": {
-                "waiting": num_waiting,
-                "receiving": len(receiving),
-                "running": num_running,
-                "leased": num_leased,
-            },
-            "KV blocks": {**blocks},
-            "KV bytes in flight": {"bytes": num_bytes},
+        counters: dict[str, Mapping[str, float]] = {
+            "requests": requests,
+            "KV blocks": blocks,
+            "KV in flight": {"bytes": num_bytes},
         }
         self._recorder.add(CountersEvent(now_s, counters))

@@ -40,6 +40,33 @@ FINISHED_REASONS = ("stop", "length", "abort", "error", "handoff")
 DISCONNECT_STAGES = ("queue", "decode")
 LADDER_RUNGS = ("retry", "recompute", "report", "shed")
 BLOCK_STATES = ("free", "cached", "held", "leased", "receiving", "quarantined")
+KV_FAULTS = (
+    "agent_not_made",
+    "agent_reset",
+    "block_reused",
+    "digest_mismatch",
+    "frame_magic",
+    "frame_malformed",
+    "frame_oversize",
+    "frame_slow",
+    "frame_unauthentic",
+    "frame_unexpected",
+    "grant_repeated",
+    "push_digest_mismatch",
+    "push_fenced",
+    "push_refused",
+    "push_repeated",
+    "push_unexpected",
+    "push_write_failed",
+    "report_incomplete",
+    "report_of_unknown_rank",
+    "report_repeated",
+    "report_unknown",
+    "reserve_repeated",
+    "ticket_expired",
+    "ticket_replayed",
+)
+"""Those of the connectors between processes; a connector of another package may have its own."""
 
 
 class ServerMetrics:
@@ -278,11 +305,12 @@ class _EngineCollector(Collector):
         yield self._counter(
             "pdserve_kv_digest_seconds", "Seconds spent on digests of KV.", spent.get("digest", 0.0)
         )
+        faults = stats.kv_faults if stats is not None else {}
         yield self._counters(
             "pdserve_kv_transfer_faults",
             "What should stay rare between engines: refused frames, agent resets.",
             "fault",
-            dict(stats.kv_faults) if stats is not None else {},
+            {**dict.fromkeys(KV_FAULTS, 0), **faults},
         )
         yield from self._expert_families(stats.experts if stats is not None else None)
         ends = stats.lease_ends if stats is not None else {}

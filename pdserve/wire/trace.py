@@ -8,6 +8,7 @@ over: a slice at its end, a request when it has left. Knows no viewer's format.
 from __future__ import annotations
 
 import enum
+from collections.abc import Mapping
 
 import msgspec
 
@@ -128,10 +129,26 @@ class FrontRequest(msgspec.Struct, frozen=True, array_like=True, gc=False, tag="
 
 
 class SliceEvent(msgspec.Struct, frozen=True, array_like=True, gc=False, tag="slice"):
-    """Something a process did, on a track of its own; slices of a track may overlap."""
+    """Something a process did, on a track of its own; slices of a track may overlap.
+
+    Attributes:
+        at_s: It was over, or it was told of, being over.
+        ended_s: It was over; None: at `at_s`.
+    """
 
     at_s: float
     start_s: float
+    track: str
+    name: str
+    facts: dict[str, int | float | str]
+    ended_s: float | None = None
+
+
+class RankSlice(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """Something a rank did, by its own monotonic clock, on its way to its engine core."""
+
+    start_s: float
+    end_s: float
     track: str
     name: str
     facts: dict[str, int | float | str]
@@ -141,7 +158,7 @@ class CountersEvent(msgspec.Struct, frozen=True, array_like=True, gc=False, tag=
     """Values by name, by counter, from then on until the next such event."""
 
     at_s: float
-    counters: dict[str, dict[str, float]]
+    counters: dict[str, Mapping[str, float]]
 
 
 Event = StepEvent | EngineRequest | FrontRequest | SliceEvent | CountersEvent

@@ -119,6 +119,7 @@ class ModelRunner:
             )
             self._sampler = SpreadSampler(self._vocabulary, num_rows, self._vocab_size, device)
         self._num_prompt_logprobs: dict[RequestId, int] = {}
+        self.began_s = 0.0
 
     def execute(self, step: SchedulerOutput) -> ModelRunnerOutput:
         """Run one step; when it returns, the device has finished it.
@@ -139,6 +140,7 @@ class ModelRunner:
             is_wave_over = self._begin(step)
             hidden_before = self._receive(step) if self._receives else None
             started_s = time.perf_counter()
+            self.began_s = time.monotonic()
             hidden = self._model.forward(
                 prepared.inputs, self._kv_layers, self._hooks, hidden_before
             )

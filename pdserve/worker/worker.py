@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import time
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -24,11 +25,13 @@ from pdserve.connectors.base import ConnectorContext, KVConnectorWorker
 from pdserve.errors import ConfigError, InternalError
 from pdserve.kernels.cpu import build, native
 from pdserve.models.registry import load_model
+from pdserve.observe.trace import CLOCK_ID
 from pdserve.parallel.group import World, join
 from pdserve.wire.transfer import KVShape
 from pdserve.worker import kv_memory
 from pdserve.worker.info import WorkerInfo
 from pdserve.worker.model_runner import ModelRunner
+from pdserve.worker.step_slices import StepSlices
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -70,6 +73,7 @@ class Worker:
         self._progress = progress
         self._runner: ModelRunner | None = None
         self._connector: KVConnectorWorker | None = None
+        self._slices: StepSlices | None = None
         self._world: World | None = None
 
     def start(self) -> WorkerInfo:
@@ -87,6 +91,8 @@ class Worker:
                 self._progress("compiling the CPU kernels, once per machine (about 10 s)")
             native.available()
         world = self._world = self._join(device)
+        if world.pp.size * world.tp.size > 1:
+            self._slices = StepSlices(seat.engine_rank, wake=self._wake)
         loaded = load_model(config, device, world, self._progress)
         layout = self._plan(loaded, device, world)
         mib = layout.num_blocks * layout.block_bytes / (1 << 20)
@@ -181,11 +187,14 @@ class Worker:
             InternalError: The step is not legal, or its logits are not finite.
         """
         runner, connector = self._started()
+        began_s = time.monotonic()
         if step.connector_metadata is not None:
             connector.start_load_kv(step.connector_metadata)
         output = runner.execute(step)
         if step.num_scheduled_tokens:
             connector.wait_for_save()
+            if self._slices is not None:
+                self._slices.add(step, began_s, runner.began_s, time.monotonic())
         return output
 
     def finish_step(self) -> None:
@@ -202,9 +211,13 @@ class Worker:
         connector.post(metadata)
 
     def poll(self) -> ConnectorReport:
-        """What the connector saw since the last report."""
+        """What the connector saw, and among others this rank did, since the last report."""
         _, connector = self._started()
-        return connector.get_finished()
+        report = connector.get_finished()
+        if self._slices is None:
+            return report
+        slices = report.slices + self._slices.take()
+        return msgspec.structs.replace(report, slices=slices, clock_id=CLOCK_ID)
 
     def close(self, timeout_s: float) -> None:
         """End transfers within `timeout_s` and let go of everything. May be called twice."""

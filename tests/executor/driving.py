@@ -21,7 +21,7 @@ def collect(executor: Executor, timeout_s: float = 40.0) -> ModelRunnerOutput:
     return result
 
 
-def wait_report(executor: Executor, timeout_s: float = 5.0) -> ConnectorReport:
+def wait_report(executor: Executor, timeout_s: float = 30.0) -> ConnectorReport:
     """The next report."""
     deadline = time.monotonic() + timeout_s
     while (report := executor.poll_report()) is None:

@@ -8,7 +8,8 @@ What it does is written where a model's name and a step's gone requests would be
     "kill 1"        ... rank 1 is killed by SIGKILL
     "exit 1"        ... rank 1 ends with code 7 and says nothing
     "sleep 1 0.2"   ... rank 1 sleeps
-    "finish 1 0.2"  in a step, rank 1 sleeps once the step is answered
+    "until 1 path"  ... rank 1 waits until there is a file of that name
+    "finish 1 path" in a step, rank 1 waits for that file once the step is answered
     "report 0 x"    in a step, rank 0's connector reports that request x has settled
     "later 0 x"     the same, a moment later
     "digest"        in a step, every rank reports a request named after all it was sent so far
@@ -83,7 +84,7 @@ class ScriptedWorker:
         self._last_step: int | None = None
         self._reported: list[str] = []
         self._posted: list[str] = []
-        self._to_finish_s = 0.0
+        self._to_finish = ""
         self._at_close: set[str] = set()
 
     def start(self) -> WorkerInfo:
@@ -119,9 +120,9 @@ class ScriptedWorker:
         )
 
     def finish_step(self) -> None:
-        to_finish_s, self._to_finish_s = self._to_finish_s, 0.0
-        if to_finish_s:
-            time.sleep(to_finish_s)
+        to_finish, self._to_finish = self._to_finish, ""
+        if to_finish:
+            _wait_for(to_finish)
 
     def post(self, metadata: ConnectorMetadata) -> None:
         line = metadata.payload.decode()
@@ -173,7 +174,9 @@ class ScriptedWorker:
             case "sleep":
                 time.sleep(float(rest[1]))
             case "finish":
-                self._to_finish_s = float(rest[1])
+                self._to_finish = rest[1]
+            case "until":
+                _wait_for(rest[1])
             case "report":
                 self._report(rest[1])
             case "later":
@@ -194,3 +197,8 @@ class ScriptedWorker:
     def _report(self, name: str) -> None:
         self._reported.append(name)
         self._wake()
+
+
+def _wait_for(path: str) -> None:
+    while not os.path.exists(path):
+        time.sleep(0.002)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
@@ -82,16 +83,16 @@ def test_what_is_reported_twice_counts_once(make: Callable[..., InlineExecutor])
     assert names(report) == ["y"]
 
 
-def test_a_post_is_reported_while_a_step_runs(make: Callable[..., InlineExecutor]) -> None:
+def test_a_post_is_reported_while_a_step_runs(
+    make: Callable[..., InlineExecutor], tmp_path: Path
+) -> None:
     executor = make()
     executor.start()
-    executor.submit(step("sleep 0 0.5"))
-    time.sleep(0.02)
-    began_s = time.monotonic()
+    executor.submit(step(f"until 0 {tmp_path}/end"))
     executor.post(ConnectorMetadata(b"x"))
     assert names(wait_report(executor)) == ["x"]
-    assert time.monotonic() - began_s < 0.2
     assert executor.poll_result() is None, "the step is still under way"
+    (tmp_path / "end").touch()
     collect(executor)
 
 
@@ -147,7 +148,7 @@ def test_a_step_that_fails_wakes_the_core_and_is_raised_there_and_for_ever(
     executor = make()
     executor.start()
     executor.submit(step(script))
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + 30
     sleep_until_woken(executor, deadline)
     assert time.monotonic() < deadline
     for call in (
@@ -172,7 +173,7 @@ def test_what_fails_behind_an_answer_is_raised_after_it(
     executor.submit(step())
     assert collect(executor).step_id == 0
     with pytest.raises(RuntimeError, match="experts are lost"):
-        collect(executor, timeout_s=5.0)
+        collect(executor)
 
 
 def test_a_post_that_fails_is_raised_at_once(make: Callable[..., InlineExecutor]) -> None:
@@ -195,23 +196,23 @@ def test_closing_waits_for_the_step_that_runs_and_closes_the_worker_behind_it(
     executor = make()
     executor.start()
     executor.submit(step("sleep 0 0.1"))
-    executor.close(1.0)
-    executor.close(1.0)
+    executor.close(40.0)
+    executor.close(40.0)
     assert len(closed) == 1
-    assert 0.5 < closed[0] < 1.0, "what is left of the time"
+    assert 0.0 < closed[0] < 40.0, "what is left of the time"
 
 
 def test_closing_leaves_a_step_behind_that_does_not_end(
-    make: Callable[..., InlineExecutor], monkeypatch: pytest.MonkeyPatch
+    make: Callable[..., InlineExecutor], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(inline, "_EXIT_S", 0.1)
     executor = make()
     executor.start()
-    executor.submit(step("sleep 0 0.6"))
-    began_s = time.monotonic()
+    executor.submit(step(f"until 0 {tmp_path}/end"))
     executor.close(0.1)
-    assert time.monotonic() - began_s < 0.5
-    executor._thread.join(5.0)
+    assert executor._thread.is_alive()
+    (tmp_path / "end").touch()
+    executor._thread.join(30.0)
 
 
 def test_closing_before_the_start_leaves_nothing(make: Callable[..., InlineExecutor]) -> None:

@@ -16,6 +16,7 @@ import pytest
 
 from pdserve.config.schema import EngineConfig, ModelConfig, ParallelConfig
 from pdserve.errors import ConfigError, InternalError
+from pdserve.executor import ranked
 from pdserve.executor.base import RankDiedError
 from pdserve.executor.messages import Launch
 from pdserve.executor.multiprocess import MultiprocessExecutor, RankProcesses
@@ -32,8 +33,11 @@ from tests.executor.driving import collect, names, sleep_until_woken, wait_repor
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).resolve().parents[2]
-SOON_S = 1.0
+# A hang is the other way to fail: nothing else here takes as long.
+SOON_S = 15.0
 
 
 @pytest.fixture(autouse=True)
@@ -44,10 +48,10 @@ def _ranks_find_the_script(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(autouse=True)
 def _nothing_is_left_behind() -> Iterator[None]:
     fds, segments = _open_fds(), set(os.listdir("/dev/shm"))
-    others = psutil.Process().children(recursive=True)  # of other tests
+    others = set(psutil.Process().children(recursive=True))  # of other tests
     yield
-    assert _open_fds() == fds
-    assert psutil.Process().children(recursive=True) == others
+    assert _open_fds() <= fds
+    assert set(psutil.Process().children(recursive=True)) <= others
     assert not [name for name in set(os.listdir("/dev/shm")) - segments if "pdserve" in name]
 
 
@@ -181,16 +185,14 @@ def test_a_fact_is_reported_once_when_the_last_rank_has_it(
 
 @pytest.mark.parametrize("make", TRANSPORTS)
 def test_a_post_reaches_every_rank_and_is_reported_while_a_step_runs(
-    make: Callable[[EngineConfig, list[str]], RankedExecutor],
+    make: Callable[[EngineConfig, list[str]], RankedExecutor], tmp_path: Path
 ) -> None:
     with running(make, config(tp=2)) as executor:
-        executor.submit(step(0, "sleep 0 0.6", "sleep 1 0.6"))
-        time.sleep(0.05)
-        began_s = time.monotonic()
+        executor.submit(step(0, f"until 0 {tmp_path}/end", f"until 1 {tmp_path}/end"))
         executor.post(ConnectorMetadata(b"x"))
         assert names(wait_report(executor)) == ["x"]
-        assert time.monotonic() - began_s < 0.3
         assert executor.poll_result() is None, "the step is still under way"
+        (tmp_path / "end").touch()
         collect(executor)
 
 
@@ -203,7 +205,7 @@ def test_a_report_that_was_seen_by_who_looked_for_results_wakes_the_core_again(
         time.sleep(0.3)  # the report is there, and nothing comes after it
         assert executor.poll_result() is None
         began_s = time.monotonic()
-        sleep_until_woken(executor, began_s + 5.0)
+        sleep_until_woken(executor, began_s + 2.0 * SOON_S)
         report = executor.poll_report()
         assert report is not None
         assert names(report) == ["x"]
@@ -223,18 +225,18 @@ def test_a_step_runs_once_the_posts_before_it_were_taken(
         collect(executor)
 
 
-def test_posts_that_outgrow_their_ring_pass_by_a_step() -> None:
+def test_posts_that_outgrow_their_ring_pass_by_a_step(tmp_path: Path) -> None:
     with running(over_rings, config(tp=2)) as executor:
-        executor.submit(step(0, "sleep 0 1", "sleep 1 1"))
-        began_s = time.monotonic()
+        executor.submit(step(0, f"until 0 {tmp_path}/end", f"until 1 {tmp_path}/end"))
         sizes = (1, 1 << 20, 3, 3 << 20)
         for size in sizes:
             executor.post(ConnectorMetadata(b"x" * size))
         reported: list[str] = []
         while len(reported) < len(sizes):
             reported += names(wait_report(executor))
-        assert time.monotonic() - began_s < 0.8
+        assert executor.poll_result() is None, "the step is still under way"
         assert [len(name) for name in reported] == list(sizes)
+        (tmp_path / "end").touch()
         collect(executor)
 
 
@@ -261,15 +263,15 @@ def test_a_rank_that_ends_over_a_post_raises_at_once_with_its_story_while_a_step
             executor.post(ConnectorMetadata(b"x"))
 
 
-def test_an_answer_does_not_wait_for_what_its_rank_does_after_it() -> None:
+def test_an_answer_does_not_wait_for_what_its_rank_does_after_it(tmp_path: Path) -> None:
     with running(over_rings, config(tp=2)) as executor:
-        waited_s = []
-        for step_id, script in enumerate((["finish 1 0.4", "finish 0 0.4"], [])):
-            began_s = time.monotonic()
-            executor.submit(step(step_id, *script))
-            collect(executor)
-            waited_s.append(time.monotonic() - began_s)
-        assert waited_s[0] < 0.3 < waited_s[1]
+        executor.submit(step(0, f"finish 0 {tmp_path}/end", f"finish 1 {tmp_path}/end"))
+        collect(executor)
+        executor.submit(step(1))
+        with pytest.raises(AssertionError, match="no result came"):
+            collect(executor, timeout_s=0.1)
+        (tmp_path / "end").touch()
+        collect(executor)
 
 
 def test_ranks_start_side_by_side_and_say_things_once() -> None:
@@ -311,7 +313,8 @@ def test_what_a_rank_said_last_is_part_of_the_story_of_its_start() -> None:
             executor.start()
 
 
-def test_equal_errors_of_all_ranks_are_told_once() -> None:
+def test_equal_errors_of_all_ranks_are_told_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ranked, "_ECHO_S", SOON_S)
     with running(over_rings, config(tp=2)) as executor:
         executor.submit(step(0, "raise 0", "raise 1"))
         with pytest.raises(RankDiedError) as caught:
@@ -372,7 +375,10 @@ def test_a_rank_killed_while_the_core_waits_for_room_raises() -> None:
             executor.submit(step(1, payload=bytes(9 << 20)))
 
 
-def test_the_first_cause_is_told_before_its_echo_on_another_rank() -> None:
+def test_the_first_cause_is_told_before_its_echo_on_another_rank(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(ranked, "_ECHO_S", SOON_S)
     with running(over_rings, config(tp=2)) as executor:
         # Rank 0 says that something went wrong; a moment later rank 1 turns out to be dead.
         executor.submit(step(0, "raise 0", "sleep 1 0.03", "kill 1"))
@@ -404,7 +410,7 @@ def test_closing_kills_a_rank_that_hangs() -> None:
         collect(executor)
         start = time.monotonic()
         executor.close(0.1)
-        assert time.monotonic() - start < 0.1 + 2.0
+        assert time.monotonic() - start < SOON_S
         assert _are_gone(executor)
 
 
@@ -413,8 +419,8 @@ def test_closing_hears_out_a_rank_that_says_more_than_there_is_room_for() -> Non
         executor.submit(step(0, "chatter 1"))
         collect(executor)
         start = time.monotonic()
-        executor.close(10.0)
-        assert time.monotonic() - start < 5.0
+        executor.close(40.0)
+        assert time.monotonic() - start < 30.0
 
 
 def test_closing_kills_a_rank_that_never_comes_back_from_a_step() -> None:
@@ -475,7 +481,7 @@ def test_ranks_end_with_the_process_that_started_them() -> None:
     )
     pids = [int(word) for word in done.stdout.split()]
     assert len(pids) == 2
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + 30
     while any(_runs(pid) for pid in pids):
         assert time.monotonic() < deadline
         time.sleep(0.01)

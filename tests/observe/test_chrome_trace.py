@@ -253,3 +253,58 @@ def test_any_spans_make_a_valid_trace(data):
         process(Part.CORE, "prefill", prefill),
         process(Part.CORE, "decode", decode),
     )
+
+
+def test_a_slice_that_is_told_of_later_ends_where_it_ended():
+    told = SliceEvent(993.0, 990.0, "KV lanes", "read", {}, 990.5)
+    _, checked = chrome(process(Part.CORE, "decode", [told]))
+    (drawn,) = checked.slices
+    assert drawn["dur"] == pytest.approx(0.5e6)
+
+
+def test_tracks_of_ranks_are_in_the_order_of_their_numbers():
+    tracks = ["rank 10", "rank 2 KV lanes", "KV lanes", "rank 2"]
+    told = [SliceEvent(991.0, 990.0, track, "forward", {}) for track in tracks]
+    _, checked = chrome(process(Part.CORE, "decode", told))
+    names = [name for _, name in sorted(checked.threads.items())]
+    assert names == ["KV lanes", "rank 2", "rank 2 KV lanes", "rank 10"]
+
+
+def test_processes_are_sorted_proxy_first_then_prefill_then_decode_each_with_its_server():
+    trace, _ = chrome(
+        process(Part.CORE, "decode", []),
+        process(Part.SERVER, "decode", []),
+        process(Part.CORE, "prefill", []),
+        process(Part.SERVER, "prefill", []),
+        process(Part.PROXY, "", []),
+    )
+    names = {e["pid"]: e["args"]["name"] for e in trace.events if e["name"] == "process_name"}
+    order = sorted(
+        (e["args"]["sort_index"], names[e["pid"]])
+        for e in trace.events
+        if e["name"] == "process_sort_index"
+    )
+    assert [name for _, name in order] == [
+        "proxy",
+        "prefill-1 server",
+        "prefill-1 engine",
+        "decode-1 server",
+        "decode-1 engine",
+    ]
+
+
+def test_the_proxy_counts_its_requests_before_and_after_their_first_token():
+    requests = [front(990.0), front(990.5), front(992.0, outcome="")]  # the last one still runs
+    _, checked = chrome(process(Part.PROXY, "", requests))
+    counted = [(e["ts"], *e["args"].values()) for e in checked.counters[1, "requests"]]
+    seconds = [(round(ts / 1e6, 3), waiting, after) for ts, waiting, after in counted]
+    assert seconds == [
+        (0.0, 1, 0),
+        (0.5, 2, 0),
+        (1.0, 1, 1),
+        (1.5, 0, 2),
+        (2.0, 1, 2),
+        (3.0, 0, 3),
+        (4.0, 0, 2),
+        (4.5, 0, 1),
+    ]

@@ -112,6 +112,16 @@ async def test_perfetto_reads_a_trace_without_an_error_and_every_slice_has_its_e
             "join slice i on i.id = flow.slice_in order by o.ts",
         )
         assert arrows == [["prefill", "KV pull"], ["KV pull", "decode"]]
+        # Perfetto sorts processes by `process_sort_index` since version 53, and shows their number
+        # behind their name in any.
+        order = await rows(
+            page,
+            "select pid, name, extract_arg(arg_set_id, 'process_sort_index_hint') from process "
+            "where name is not null order by pid",
+        )
+        names = ["proxy", "prefill-1 server", "prefill-1 engine", "decode-1 engine"]
+        assert [name for _, name, _ in order] == names
+        assert all(hint in (None, pid) for pid, _, hint in order)
         stages = await rows(
             page,
             "select s.name, s.dur from slice s join slice r on s.parent_id = r.id "
@@ -125,4 +135,9 @@ async def test_perfetto_reads_a_trace_without_an_error_and_every_slice_has_its_e
         counters = await rows(
             page, "select distinct t.name from counter c join track t on c.track_id = t.id"
         )
-        assert {name for (name,) in counters} == {"KV blocks free", "KV blocks held"}
+        assert {name for (name,) in counters} == {
+            "KV blocks free",
+            "KV blocks held",
+            "requests until the first token",
+            "requests after it",
+        }

@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 
     from pdserve.worker.info import WorkerInfo
 
+pytestmark = pytest.mark.slow
+
 TP2_PP2 = MeshShape(tp=2, pp=2)
 
 

@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 
     from pdserve.wire.outputs import TokenLogprobs
 
+pytestmark = pytest.mark.slow
+
 VOCAB = TINY["vocab_size"]
 TP2 = MeshShape(tp=2)
 PP2 = MeshShape(pp=2)

@@ -261,7 +261,7 @@ def test_a_pool_too_small_for_one_request_says_what_to_change(
 def test_a_devices_offer_is_taken_within_its_limit(
     make_driver: Callable[..., Driver], offer: Offer, num_blocks: int | None
 ) -> None:
-    from pdserve.models.arch import parse_arch
+    from pdserve.models.reading import parse_arch
     from tests.worker.driver import TINY
 
     def plan() -> int:
