@@ -33,7 +33,7 @@ from pdserve.kernels.ops import (
 )
 
 CPU = torch.device("cpu")
-ROWS = (1, 4, 16, 64, 512)
+ROWS = (1, 4, 16, 32, 128, 512)
 CONTEXT = 512
 
 # A layer of SmolLM-135M.
@@ -214,6 +214,7 @@ def run(seconds_each: float, thread_counts: list[int], dtypes: list[str]) -> dic
     """Measure everything and return what is to be printed."""
     results = []
     rates = {}
+    found = native.kernels()
     for threads in thread_counts:
         torch.set_num_threads(threads)
         rates[threads] = memory_gb_per_s(seconds_each)
@@ -244,6 +245,7 @@ def run(seconds_each: float, thread_counts: list[int], dtypes: list[str]) -> dic
             "cores": torch.get_num_threads(),
             "torch": torch.__version__,
             "native_kernels": native.available() or "yes",
+            "bf16_on_amx_tiles": found is not None and found.has_tiles(),
         },
         "memory_gb_per_s": {threads: round(rate, 1) for threads, rate in rates.items()},
         "results": results,

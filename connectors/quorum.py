@@ -123,6 +123,8 @@ class Quorum:
             registered=registered,
             withdrawn=withdrawn,
             failing=failing,
+            slices=report.slices,
+            clock_id=report.clock_id,
         )
 
     def _is_first(self, rank: int, nonce: str, faults: Counter[str]) -> bool:

@@ -2,12 +2,9 @@
 
 Engines come from the command line, where they stay for good, or register themselves and stay
 while they renew their lease. Each is asked for its health and its load at an interval; each
-has a circuit breaker, and so has each pair of a prefill and a decode engine, because two
-healthy engines may still not reach each other: one for pulls and one for pushes, which need not
-fail together. Knows nothing of requests but their number.
-
-    UNKNOWN -> READY <-> NOT_READY <-> UNREACHABLE        (by health checks)
-    breaker: CLOSED -> OPEN -(timeout)-> HALF_OPEN -> CLOSED or OPEN   (by requests)
+has a circuit breaker (`breaker`), and so has each pair of a prefill and a decode engine, because
+two healthy engines may still not reach each other: one for pulls and one for pushes, which need
+not fail together. Knows nothing of requests but their number.
 
 Costs: one task and two small GETs per engine and interval; a choice is O(prefill engines x
 decode engines) at worst, O(engines) as soon as one compatible pair is found early.
@@ -16,16 +13,16 @@ decode engines) at worst, O(engines) as soon as one compatible pair is found ear
 from __future__ import annotations
 
 import asyncio
-import enum
 import logging
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import msgspec
 
 from pdserve.config.schema import Role
 from pdserve.errors import BadRequestError, HandshakeError
+from pdserve.proxy.backend import Backend, EngineReport, Health, Use
+from pdserve.proxy.breaker import Breaker, BreakerState
 from pdserve.proxy.errors import WorkerError
 from pdserve.proxy.policies import BackendView
 from pdserve.wire.request import EngineInfo
@@ -36,6 +33,7 @@ if TYPE_CHECKING:
 
     from pdserve.config.schema import ProxyConfig
     from pdserve.observe.clock import Clock
+    from pdserve.proxy.backend import Registration
     from pdserve.proxy.client import EngineHttp, Leg
 
 log = logging.getLogger(__name__)
@@ -45,173 +43,6 @@ _NOT_READY_INTERVAL_S = 0.2
 OUTAGE_MEMORY_S = 600.0
 """How long a deployment whose last prefill engine vanished counts as one that has an outage; after
 that it is one without prefill engines."""
-
-
-class Health(enum.Enum):
-    """What the last check saw."""
-
-    UNKNOWN = "unknown"
-    READY = "ready"
-    NOT_READY = "not_ready"
-    UNREACHABLE = "unreachable"
-
-
-class BreakerState(enum.Enum):
-    """See the module's drawing."""
-
-    CLOSED = "closed"
-    OPEN = "open"
-    HALF_OPEN = "half_open"
-
-
-class Breaker:
-    """Stops sending to what fails: `threshold` failures in a row open it for `timeout_s`.
-
-    After that one request at a time may try; its success closes the breaker.
-    """
-
-    def __init__(self, clock: Clock, threshold: int, timeout_s: float) -> None:
-        self._clock = clock
-        self._threshold = threshold
-        self._timeout_s = timeout_s
-        self._failures = 0
-        self._opened_s: float | None = None
-        self._trying = False
-
-    @property
-    def state(self) -> BreakerState:
-        """The state as of now."""
-        if self._opened_s is None:
-            return BreakerState.CLOSED
-        if self._clock.monotonic_s() - self._opened_s < self._timeout_s:
-            return BreakerState.OPEN
-        return BreakerState.HALF_OPEN
-
-    @property
-    def allows(self) -> bool:
-        """Whether a request may go through now."""
-        match self.state:
-            case BreakerState.CLOSED:
-                return True
-            case BreakerState.OPEN:
-                return False
-            case BreakerState.HALF_OPEN:
-                return not self._trying
-
-    def begin(self) -> None:
-        """A request goes through."""
-        self._trying = self.state is BreakerState.HALF_OPEN
-
-    def leave(self) -> None:
-        """A request ended without saying anything about the engine."""
-        self._trying = False
-
-    def succeed(self) -> None:
-        """A request went well."""
-        self._failures, self._opened_s, self._trying = 0, None, False
-
-    def fail(self) -> None:
-        """A request failed, and the engine is to blame."""
-        self._failures += 1
-        self._trying = False
-        if self._failures >= self._threshold:
-            self._opened_s = self._clock.monotonic_s()
-
-
-class EngineLoad(msgspec.Struct, frozen=True):
-    """The part of an engine's statistics that routing uses."""
-
-    num_running: int = 0
-    num_waiting: int = 0
-    num_receiving: int = 0
-    num_blocks: int = 0
-    blocks: dict[str, int] = {}
-
-    @property
-    def kv_usage(self) -> float:
-        """Share of the KV blocks that are held, leased or receiving."""
-        free = self.blocks.get("free", 0) + self.blocks.get("cached", 0)
-        return 1 - free / self.num_blocks if self.num_blocks else 0.0
-
-
-class EngineReport(msgspec.Struct, frozen=True):
-    """The answer to `GET /pdserve/info`."""
-
-    engine: EngineInfo | None = None
-    stats: EngineLoad | None = None
-
-
-class Registration(msgspec.Struct, frozen=True):
-    """What an engine sends to `POST /pdserve/register`, at least once per lease."""
-
-    url: str
-    role: Role
-    engine: EngineInfo
-    lease_s: float
-
-
-class Deregistration(msgspec.Struct, frozen=True):
-    """What an engine sends to `DELETE /pdserve/register`."""
-
-    url: str
-
-
-@dataclass(eq=False, slots=True)
-class Backend:
-    """One engine.
-
-    Attributes:
-        url: Base URL, without a slash at the end; names the engine.
-        is_static: Given on the command line: stays without a lease.
-        lease_end_s: Monotonic; when a registered engine is forgotten.
-        num_foreign: Requests there that are not this proxy's, as of `load_s`.
-        models: Entries of its `/v1/models`.
-        legs: Exchanges in flight.
-    """
-
-    url: str
-    role: Role
-    is_static: bool
-    breaker: Breaker
-    info: EngineInfo | None = None
-    health: Health = Health.UNKNOWN
-    reason: str = "not checked yet"
-    lease_end_s: float = float("inf")
-    in_flight: int = 0
-    num_foreign: int = 0
-    kv_usage: float = 0.0
-    load_s: float = float("-inf")
-    num_late_checks: int = 0
-    models: list[dict[str, Any]] = field(default_factory=list)
-    legs: set[Leg] = field(default_factory=set)
-    watcher: asyncio.Task[None] | None = None
-
-    @property
-    def available(self) -> bool:
-        """Whether a request may be sent there now."""
-        return self.health is Health.READY and self.breaker.allows
-
-    def prefills(self) -> bool:
-        """Whether its role includes prefill for others."""
-        return self.role is not Role.DECODE
-
-    def decodes(self) -> bool:
-        """Whether its role includes decode for others."""
-        return self.role is not Role.PREFILL
-
-
-class Use:
-    """A request's hold on an engine while a leg runs there."""
-
-    def __init__(self, backend: Backend) -> None:
-        self._backend = backend
-        self._is_ok = False
-
-    def ok(self) -> None:
-        """The engine answers as it should; said once per leg, when it begins to."""
-        if not self._is_ok:
-            self._is_ok = True
-            self._backend.breaker.succeed()
 
 
 class Backends:

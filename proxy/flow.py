@@ -43,7 +43,7 @@ from aiohttp import web
 
 from pdserve.errors import DeadlineError, PdserveError, UnavailableError
 from pdserve.observe.log import log_event
-from pdserve.proxy.backends import Health
+from pdserve.proxy.backend import Health
 from pdserve.proxy.delivery import Delivery
 from pdserve.proxy.errors import (
     BudgetSpentError,
@@ -62,7 +62,7 @@ from pdserve.wire.transfer import LoadFailure
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping
 
-    from pdserve.proxy.backends import Backend
+    from pdserve.proxy.backend import Backend
     from pdserve.proxy.bodies import ClientBody
     from pdserve.proxy.legs import Services
     from pdserve.proxy.story import Story

@@ -1,4 +1,4 @@
-"""Which paths are under the deployment's API key, and whether a header brings it.
+"""Which paths are under the deployment's API key, whether a header brings it, what engines get.
 
 Programs send `Authorization: Bearer KEY`. Pages that people open take it as the password of a
 Basic dialog, too, which a browser shows by itself.
@@ -11,8 +11,10 @@ import binascii
 import hmac
 from typing import TYPE_CHECKING
 
+from aiohttp import hdrs
+
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
 CHALLENGE = 'Basic realm="pdserve", charset="UTF-8"'
 
@@ -45,6 +47,16 @@ def is_known(authorization: str, keys: Sequence[str], path: str) -> bool:
             offered = b""
     # Every key is compared, so that the time taken tells nothing about any.
     return bool(sum(hmac.compare_digest(offered, key.encode()) for key in keys))
+
+
+def engine_headers(keys: Sequence[str], client: Mapping[str, str]) -> dict[str, str]:
+    """Return the header that engines want: with the first of `keys`, or the client's own key."""
+    if keys:
+        return {hdrs.AUTHORIZATION: f"Bearer {keys[0]}"}
+    # One that is not ASCII is no key, and could not be sent on.
+    if client.get(hdrs.AUTHORIZATION, "\x80").isascii():
+        return {hdrs.AUTHORIZATION: client[hdrs.AUTHORIZATION]}
+    return {}
 
 
 def _password(token: bytes) -> bytes:

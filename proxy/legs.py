@@ -45,8 +45,10 @@ if TYPE_CHECKING:
 
     from pdserve.config.schema import ProxyConfig
     from pdserve.proxy.admission import Admission
-    from pdserve.proxy.backends import Backend, Backends, Breaker, Use
+    from pdserve.proxy.backend import Backend, Use
+    from pdserve.proxy.backends import Backends
     from pdserve.proxy.bodies import ClientBody, EngineStages
+    from pdserve.proxy.breaker import Breaker
     from pdserve.proxy.client import EngineHttp, Leg
     from pdserve.proxy.delivery import Delivery
     from pdserve.proxy.metrics import Metrics

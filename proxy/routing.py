@@ -18,7 +18,8 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Sequence
 
     from pdserve.config.schema import ProxyConfig
-    from pdserve.proxy.backends import Backend, Backends
+    from pdserve.proxy.backend import Backend
+    from pdserve.proxy.backends import Backends
     from pdserve.proxy.policies import Policy
 
 RETRY_AFTER_S = 1.0

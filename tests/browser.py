@@ -31,8 +31,8 @@ import pytest
 
 from pdserve.lifeline import end_with_parent
 
-START_TIMEOUT_S = 30.0
-CALL_TIMEOUT_S = 20.0
+START_TIMEOUT_S = 60.0
+CALL_TIMEOUT_S = 40.0
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 IS_CI = os.environ.get("CI", "").lower() in {"1", "true"}
 

@@ -55,7 +55,7 @@ def run_ranks(
     shape: MeshShape,
     fn: Callable[..., Any],
     *args: Any,
-    timeout_s: float = 50.0,
+    timeout_s: float = 200.0,
     may_die: Collection[int] = (),
     use_shared_memory: bool = True,
 ) -> list[Any]:
@@ -153,13 +153,13 @@ def _collect(
                 if not isinstance(replies[rank], _Ok) and rank not in may_die and not has_failed:
                     has_failed = True
                     # The others may be about to say the same in their own words.
-                    deadline = min(deadline, time.monotonic() + 0.2)
+                    deadline = min(deadline, time.monotonic() + 1.0)
         late = [key.data for key in selector.get_map().values()]
     if late and not has_failed:
         for rank in late:
             replies[rank] = _TooLate(timeout_s)
             os.kill(pids[rank], signal.SIGUSR1)  # faulthandler writes where it is
-        time.sleep(0.3)
+        time.sleep(1.0)
     return replies
 
 

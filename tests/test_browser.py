@@ -47,7 +47,7 @@ async def test_a_page_is_driven_and_what_it_does_is_known(tmp_path):
             with pytest.raises(BrowserError, match="not within"):
                 await page.wait_for("false", timeout_s=0.2)
             assert page.hosts() == {f"127.0.0.1:{port}", "192.0.2.1"}
-            async with asyncio.timeout(5):
+            async with asyncio.timeout(20):
                 while len(page.errors) < 2:
                     await asyncio.sleep(0.02)
             assert "odd 3" in page.errors

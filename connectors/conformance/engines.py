@@ -391,7 +391,7 @@ class Engine:
     def until(
         self,
         condition: Callable[[], object],
-        timeout_s: float = 10.0,
+        timeout_s: float = 30.0,
         *,
         others: Sequence[Engine] = (),
     ) -> None:

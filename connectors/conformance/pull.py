@@ -43,7 +43,7 @@ class PullConformance(Bench):
         d.load(d.queue(PROMPT, p.prefill(PROMPT, self.p_blocks(0))), self.d_blocks(0))
         # D's worker halves read and confirm; its scheduler half does not hear of it.
         waiting = set(range(len(d.ranks)))
-        deadline_s = time.monotonic() + 10.0
+        deadline_s = time.monotonic() + 30.0
         reports: list[tuple[int, ConnectorReport]] = []
         while waiting:
             assert time.monotonic() < deadline_s
@@ -94,9 +94,9 @@ class PullConformance(Bench):
         assert len(p.settled) == 1
 
     def test_heartbeats_keep_a_lease_alive_while_its_request_waits(self) -> None:
-        p, d = self.new("P", lease_s=0.5), self.new("D")
+        p, d = self.new("P", lease_s=1.0), self.new("D")
         request = d.queue(PROMPT, p.prefill(PROMPT, self.p_blocks(0)))
-        for _ in range(16):
+        for _ in range(28):
             d.news.wait(0.05)
             d.step()
             p.step()
@@ -123,7 +123,7 @@ class PullConformance(Bench):
         assert instructions is not None  # no step has to be built for it
         for rank in p.ranks:
             rank.worker.post(instructions)
-        p.until(lambda: p.settled, timeout_s=1.0)
+        p.until(lambda: p.settled)
         assert [each.end for each in p.settled] == [LeaseEnd.RELEASED]
 
     def test_an_abort_before_the_load_releases_the_lease_at_its_owner(self) -> None:
@@ -131,7 +131,7 @@ class PullConformance(Bench):
         request = d.queue(PROMPT, p.prefill(PROMPT, self.p_blocks(0)))
         assert not d.abort(request)
         d.step()
-        p.until(lambda: p.settled, timeout_s=2.0, others=[d])
+        p.until(lambda: p.settled, others=[d])
         assert [each.end for each in p.settled] == [LeaseEnd.RELEASED]
         assert not d.received
         assert not d.failed
@@ -141,7 +141,7 @@ class PullConformance(Bench):
         request = d.queue(PROMPT, p.prefill(PROMPT, self.p_blocks(0)))
         d.scheduler.update_state_after_alloc(request, self.ids(self.d_blocks(0)), 0)
         d.step()
-        p.until(lambda: p.settled, timeout_s=2.0, others=[d])
+        p.until(lambda: p.settled, others=[d])
         assert [each.end for each in p.settled] == [LeaseEnd.RELEASED]
 
     def test_an_abort_during_the_load_is_settled_by_exactly_one_report(self) -> None:
@@ -151,7 +151,7 @@ class PullConformance(Bench):
         d.abort(request)
         d.step()
         d.until(lambda: d.failed or d.received, others=[p])
-        p.until(lambda: p.settled, timeout_s=2.0, others=[d])
+        p.until(lambda: p.settled, others=[d])
         d.step()
         assert len(d.failed) + len(d.received) == 1
         assert {each.reason for each in d.failed} <= {LoadFailure.ABORTED}
@@ -164,7 +164,7 @@ class PullConformance(Bench):
         handoff = p.prefill(PROMPT, self.p_blocks(0))
         stale = signed_with(handoff, incarnation=Incarnation("an earlier life"))
         d.load(d.queue(PROMPT, stale), self.d_blocks(0))
-        d.until(lambda: d.failed, others=[p])
+        d.until(lambda: d.failed or d.received, others=[p])
         assert {each.reason for each in d.failed} == {LoadFailure.LEASE_LOST}
         assert "an earlier life" in d.failed[0].detail
         assert not d.received
@@ -240,14 +240,14 @@ class PullConformance(Bench):
         handoff = p.prefill(PROMPT, self.p_blocks(0))
         p.close()
         d.load(d.queue(PROMPT, handoff), self.d_blocks(0))
-        d.until(lambda: d.failed, timeout_s=3.0)
+        d.until(lambda: d.failed)
         assert {each.reason for each in d.failed} == {LoadFailure.PEER_LOST}
 
     def test_a_p_whose_ds_are_gone_gets_its_blocks_back_by_the_leases_end(self) -> None:
         p, d = self.new("P", lease_s=0.3), self.new("D")
         d.queue(PROMPT, p.prefill(PROMPT, self.p_blocks(0)))
         d.close()
-        p.until(lambda: p.settled, timeout_s=3.0)
+        p.until(lambda: p.settled)
         assert [each.end for each in p.settled] == [LeaseEnd.EXPIRED]
 
     def test_two_ds_read_from_one_p_at_the_same_time(self) -> None:

@@ -11,10 +11,14 @@ import threading
 from collections import deque
 from typing import TYPE_CHECKING
 
+from pdserve.connectors.nixl.jobs import MAX_SLICES
 from pdserve.errors import InternalError
+from pdserve.wire.trace import RankSlice
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+    from pdserve.observe.clock import Clock
 
 
 class Background:
@@ -23,22 +27,29 @@ class Background:
     Args:
         name: The thread's, for debuggers.
         wake: Called from it when `deliver` has something to say.
+
+    Attributes:
+        slices: What it did last, for traces; whoever reports it takes it out, from any thread.
     """
 
-    def __init__(self, name: str, wake: Callable[[], None]) -> None:
+    def __init__(self, name: str, wake: Callable[[], None], clock: Clock) -> None:
         self._name = name
         self._wake = wake
-        self._todo: queue.SimpleQueue[Callable[[], Callable[[], None]] | None] = queue.SimpleQueue()
+        self._clock = clock
+        self.slices: deque[RankSlice] = deque(maxlen=MAX_SLICES)
+        self._todo: queue.SimpleQueue[tuple[Callable[[], Callable[[], None]], str] | None] = (
+            queue.SimpleQueue()
+        )
         self._done: deque[Callable[[], None]] = deque()
         self._thread: threading.Thread | None = None
         self._death: BaseException | None = None
 
-    def submit(self, work: Callable[[], Callable[[], None]]) -> None:
-        """Do `work` in the thread, and in a later `deliver` what it returns."""
+    def submit(self, work: Callable[[], Callable[[], None]], request_id: str) -> None:
+        """Do `work` for a request in the thread, and in a later `deliver` what it returns."""
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
             self._thread.start()
-        self._todo.put(work)
+        self._todo.put((work, request_id))
 
     def deliver(self) -> bool:
         """Call what finished work returned; return whether there was any.
@@ -69,8 +80,19 @@ class Background:
 
     def _run(self) -> None:
         try:
-            while (work := self._todo.get()) is not None:
+            while (todo := self._todo.get()) is not None:
+                work, request_id = todo
+                began_s = self._clock.monotonic_s()
                 self._done.append(work())
+                self.slices.append(
+                    RankSlice(
+                        began_s,
+                        self._clock.monotonic_s(),
+                        "KV digests",
+                        "digest",
+                        {"request": request_id},
+                    )
+                )
                 self._wake()
         except Exception as error:  # noqa: BLE001 - told to the transfer thread by `deliver`
             self._death = error

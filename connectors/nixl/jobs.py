@@ -6,8 +6,10 @@ import enum
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from pdserve.wire.trace import RankSlice
+
 if TYPE_CHECKING:
-    from collections.abc import Callable, Hashable
+    from collections.abc import Callable, Hashable, Iterator
 
     import numpy as np
     import numpy.typing as npt
@@ -19,6 +21,9 @@ if TYPE_CHECKING:
 PIECE_BYTES = 8 << 20
 
 _NEVER = float("inf")
+
+MAX_SLICES = 4096
+"""Kept for the next report by each kind of thread: some seconds of pieces, about 1 MB."""
 
 
 class Direction(enum.Enum):
@@ -73,6 +78,7 @@ class Job:
             raise.
         on_slow: Called at most once, like `on_settled`, if the post did not complete at once:
             the peer's agent may have to be driven.
+        request_id: Whose it is, for traces.
         posted_s: Written by the lane; inf before. Anybody may read it.
     """
 
@@ -85,6 +91,7 @@ class Job:
     on_settled: Callable[[Settled], None]
     then: Callable[[], object] | None = None
     on_slow: Callable[[], None] | None = None
+    request_id: str = ""
     posted_s: float = field(default=_NEVER, init=False)
     abandoned_s: float = field(default=_NEVER, init=False)
 
@@ -92,6 +99,22 @@ class Job:
     def num_bytes(self) -> int:
         """Bytes it moves."""
         return len(self.local_units) * self.unit_bytes
+
+
+def slices_of(job: Job, settled: Settled) -> Iterator[RankSlice]:
+    """What a lane did for a job, for traces: it moved bytes, and worked on them."""
+    facts: dict[str, int | float | str] = {
+        "request": job.request_id,
+        "bytes": job.num_bytes,
+        "descriptors": settled.num_descriptors,
+    }
+    if settled.failure is not None:
+        facts["failure"] = settled.failure
+    yield RankSlice(settled.posted_s, settled.moved_s, "KV lanes", job.direction.value, facts)
+    if settled.settled_s > settled.moved_s:
+        yield RankSlice(
+            settled.moved_s, settled.settled_s, "KV lanes", "digest", {"request": job.request_id}
+        )
 
 
 @dataclass(slots=True, eq=False)

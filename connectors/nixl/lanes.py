@@ -29,12 +29,14 @@ from collections import deque
 from typing import TYPE_CHECKING
 
 from pdserve.connectors.nixl.jobs import (
+    MAX_SLICES,
     PIECE_BYTES,
     Direction,
     Job,
     Remote,
     Settled,
     WarmUp,
+    slices_of,
 )
 from pdserve.connectors.nixl.lane import Lane
 from pdserve.errors import InternalError
@@ -45,6 +47,7 @@ if TYPE_CHECKING:
     from pdserve.connectors.nixl.agent import NixlAgent
     from pdserve.connectors.nixl.protocol import Region
     from pdserve.observe.clock import Clock
+    from pdserve.wire.trace import RankSlice
 
 __all__ = ["PIECE_BYTES", "Direction", "Job", "Lanes", "Remote", "Settled"]
 
@@ -65,6 +68,9 @@ class Lanes:
         wake: Called from a lane when `deliver` has something to say.
         quarantine_s: How long an abandoned job may stay in flight beside others of its lane
             before the lane's agent is destroyed. One that is alone has half a second.
+
+    Attributes:
+        slices: What the lanes did last; whoever reports it takes it out, from any thread.
     """
 
     def __init__(
@@ -80,6 +86,7 @@ class Lanes:
     ) -> None:
         self._clock = clock
         self._wake = wake
+        self.slices: deque[RankSlice] = deque(maxlen=MAX_SLICES)
         self._num_jobs = 0
         self._lock = threading.Lock()
         self._events: list[Callable[[], None]] = []
@@ -252,6 +259,7 @@ class Lanes:
 
     def say_settled(self, job: Job, settled: Settled) -> None:
         """`job` is over."""
+        self.slices.extend(slices_of(job, settled))
 
         def tell() -> None:
             self._num_jobs -= 1

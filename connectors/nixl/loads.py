@@ -389,6 +389,7 @@ class _Part:
                     num_tokens=end,
                 ),
                 on_slow=self._on_slow,
+                request_id=load.request_id,
             )
 
     def _on_slow(self) -> None:

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
         Accept,
         Confirm,
         Fail,
+        Process,
         Progress,
         Pushed,
         Region,
@@ -120,3 +121,19 @@ class Hub(Protocol):
     def target(self) -> tuple[bytes, Region] | None:
         """Metadata of the agent that peers write to, and its memory; None while there is none."""
         ...
+
+
+class Line(Protocol):
+    """How the ranks of Ps are reached."""
+
+    def meet(self, owner: EngineRef) -> None:
+        """Connect to all of its ranks that this one has to do with, if that is not done."""
+
+    def send_to(self, owner: EngineRef, rank: int, message: msgspec.Struct) -> bool:
+        """Say something to a rank that is met and ready; whether it was."""
+
+    def trouble(self, owner: EngineRef, rank: int) -> tuple[LoadFailure, str] | None:
+        """Why it is not even tried to be met now."""
+
+    def process_of(self, owner: EngineRef, rank: int) -> Process | None:
+        """Who it is on its host; None before it was met."""

@@ -11,11 +11,12 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from pdserve.connectors.handover.instructions import Chunk, Expect, Grant, Stop
+    from pdserve.connectors.nixl.destinations import Destination
     from pdserve.connectors.nixl.protocol import Hello, Register
     from pdserve.connectors.nixl.writing import Part
     from pdserve.connectors.slicing import Shard
     from pdserve.wire.ids import BlockId
-    from pdserve.wire.transfer import EngineRef, KVShape, LeaseEnd
+    from pdserve.wire.transfer import KVShape, LeaseEnd
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,8 +133,25 @@ def why_not_writable(source: KVShape, hello: Hello, message: Register) -> str | 
     return None
 
 
-def why_not_expected(decode: EngineRef, hello: Hello) -> str | None:
-    """Why a rank of a D is not of the one that the push is for; None = it is."""
+def why_not_of(push: Push, destination: Destination, message: Register) -> str | None:
+    """Why what a rank of D has registered is no part of this push; None = it is."""
+    if push.ending is not None:
+        return f"the push is over: {push.ending}"
+    if destination.life in push.parts:
+        return "this rank has registered other blocks for it"
+    why = why_not_expected(push, destination.hello)
+    if why is not None:
+        return why
+    if any(p.register.num_tokens != message.num_tokens for p in push.parts.values()):
+        return f"{message.num_tokens} tokens are not what another rank said"
+    return None
+
+
+def why_not_expected(push: Push, hello: Hello) -> str | None:
+    """Why a rank is not of the D that a push is for; None = it is, or nobody knows yet."""
+    if push.expect is None:
+        return None
+    decode = push.expect.decode
     if (decode.engine_id, decode.incarnation) != (hello.engine_id, hello.incarnation):
         return (
             f"the push is for {decode.engine_id} incarnation {decode.incarnation}, not for "

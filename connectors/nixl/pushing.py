@@ -12,36 +12,33 @@ A push that is ENDING writes nothing more. Once what was in flight has settled, 
 is not through hears `Fail`, after which its blocks are its own again; then the engine hears
 `Withdrawn`, or `Settled` if it was the one to stop it. Each push ends so exactly once.
 
-D is waited for as long as it says that it waits: by heartbeats, which name the nonce. It knows
-neither sockets nor NIXL; whoever runs the loop calls `tick`.
+D is waited for as long as it says that it waits: by heartbeats, which name the nonce. What is
+written, and when, is `chunks`'s. It knows neither sockets nor NIXL; whoever runs the loop calls
+`tick`.
 """
 
 from __future__ import annotations
 
 import functools
 import logging
-from collections import Counter, deque
+from collections import Counter
 from typing import TYPE_CHECKING
 
 from pdserve.connectors.bygone import LEASES_REMEMBERED, Bygone
+from pdserve.connectors.nixl.chunks import ChunkWriter
 from pdserve.connectors.nixl.destinations import Destinations
-from pdserve.connectors.nixl.protocol import Accept, Fail, Progress, Pushed
-from pdserve.connectors.nixl.pushes import (
-    ChunkStep,
-    Observation,
-    Push,
-    why_not_expected,
-    why_not_writable,
-    written_of,
-)
-from pdserve.connectors.nixl.writing import Part, PartState, Span
-from pdserve.connectors.slicing import route_between, routes_from, shard_of
+from pdserve.connectors.nixl.overdue import due_s, why_overdue
+from pdserve.connectors.nixl.protocol import Accept, Fail
+from pdserve.connectors.nixl.pushes import Push, why_not_expected, why_not_of, why_not_writable
+from pdserve.connectors.nixl.writing import Part, PartState
+from pdserve.connectors.slicing import route_between, routes_from
 from pdserve.errors import PeerError
 from pdserve.observe.log import log_event
 from pdserve.wire.transfer import LeaseEnd, Registered, Withdrawn
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections import deque
+    from collections.abc import Iterable
 
     from pdserve.connectors.base import ConnectorContext
     from pdserve.connectors.digests import BlockDigests
@@ -49,14 +46,13 @@ if TYPE_CHECKING:
     from pdserve.connectors.handover.lease import LeaseTable
     from pdserve.connectors.nixl.background import Background
     from pdserve.connectors.nixl.destinations import Destination
-    from pdserve.connectors.nixl.jobs import Settled
     from pdserve.connectors.nixl.lanes import Lanes
     from pdserve.connectors.nixl.protocol import Abort, Register, Taken
+    from pdserve.connectors.nixl.pushes import ChunkStep, Observation
     from pdserve.observe.clock import Clock
 
 _log = logging.getLogger(__name__)
 
-_PROGRESS_PER_LEASE = 6
 _MAX_PARKED = 4096
 _NEVER = float("inf")
 
@@ -70,7 +66,6 @@ class Pushing:
     Attributes:
         registered, withdrawn: Facts for the next report; the owner of the loop empties them.
         faults: What should stay rare, by name, since whoever reports it last emptied this.
-        observations: What steps have cost; the thread that runs steps empties it.
         last_step_s: When this rank last ran a step; the thread that runs steps writes it.
     """
 
@@ -85,12 +80,9 @@ class Pushing:
         clock: Clock,
     ) -> None:
         self._shape, self._rank = context.shape, context.rank
-        self._shard = shard_of(context.shape, context.rank)
         self._transfer = context.config.transfer
         self._leases = leases
         self._lanes = lanes
-        self._digests = digests
-        self._background = background
         self._clock = clock
         self._destinations = Destinations(lanes)
         self._pushes: dict[str, Push] = {}
@@ -99,8 +91,22 @@ class Pushing:
         self.registered: list[Registered] = []
         self.withdrawn: list[Withdrawn] = []
         self.faults: Counter[str] = Counter()
-        self.observations: deque[Observation] = deque(maxlen=256)
         self.last_step_s = clock.monotonic_s()
+        self._chunks = ChunkWriter(
+            context,
+            lanes=lanes,
+            digests=digests,
+            background=background,
+            clock=clock,
+            faults=self.faults,
+            end=self._end,
+            settle=self._settle,
+        )
+
+    @property
+    def observations(self) -> deque[Observation]:
+        """What steps have cost; the thread that runs steps empties it."""
+        return self._chunks.observations
 
     @property
     def num_live(self) -> int:
@@ -109,7 +115,14 @@ class Pushing:
 
     def due_s(self) -> float:
         """When `tick` has to be called next. O(pushes x ranks of D)."""
-        return min((self._due_s(push) for push in self._pushes.values()), default=_NEVER)
+        lease_s, last_step_s = self._transfer.lease_s, self.last_step_s
+        return min(
+            (
+                due_s(push, lease_s=lease_s, last_step_s=last_step_s)
+                for push in self._pushes.values()
+            ),
+            default=_NEVER,
+        )
 
     def tick(self) -> None:
         """Do what is due by the clock. O(pushes x ranks of D)."""
@@ -117,11 +130,11 @@ class Pushing:
         for push in list(self._pushes.values()):
             if push.ending is not None:
                 continue
-            why = self._why_overdue(push, now_s)
+            why = why_overdue(push, now_s, transfer=self._transfer, last_step_s=self.last_step_s)
             if why is not None:
                 self._end(push, why)
             elif now_s >= push.next_progress_s:
-                self._tell_progress(push)
+                self._chunks.tell_progress(push)
 
     # ---- what this engine wants --------------------------------------------------------
 
@@ -140,7 +153,7 @@ class Pushing:
         push.expect, push.alive_s = expect, now_s
         self._by_request[expect.request_id] = nonce
         for part in list(push.parts.values()):
-            why = self._why_not_expected(push, part.destination)
+            why = why_not_expected(push, part.destination.hello)
             if why is not None:
                 del push.parts[part.destination.life]
                 self._destinations.let_go(part.destination, part)
@@ -160,21 +173,7 @@ class Pushing:
             self.faults["push_unexpected"] += 1
             self._end(push, f"{chunk.num_tokens} tokens are computed, D has registered others")
             return
-        is_last = chunk.end_token >= chunk.num_tokens
-        end = chunk.num_tokens if is_last else self._block_edge(chunk.end_token)
-        push.table = (chunk.block_ids, chunk.generations)
-        if end > push.announced:
-            self._write_layers(push, end, step)
-        if not step.is_over:
-            return
-        if is_last:
-            push.computed_s, push.last_step = step.ended_s, step
-        if end > push.announced:
-            self._digest(push, push.announced, end)
-            push.announced, push.layers_end = end, 0
-        self._tell_progress(push)
-        for part in list(push.parts.values()):
-            self._say_if_pushed(push, part)
+        self._chunks.write(push, step)
 
     def grant(self, grant: Grant) -> None:
         """The request is finished; under its push's nonce, D gets the handoff with the last byte.
@@ -190,8 +189,7 @@ class Pushing:
             return
         push.grant = grant
         push.table = (grant.block_ids, grant.generations)
-        for part in list(push.parts.values()):
-            self._say_if_pushed(push, part)
+        self._chunks.say_if_pushed(push)
 
     def stop(self, stop: Stop) -> None:
         """Write nothing more; `Settled` follows when nothing reads from the blocks."""
@@ -222,7 +220,7 @@ class Pushing:
             self.faults["push_repeated"] += 1
             return
         try:
-            why = self._why_not(push, destination, message)
+            why = self._why_refused(push, destination, message)
             if why is not None:
                 raise PeerError(why)
             route = route_between(
@@ -270,10 +268,7 @@ class Pushing:
         if part.was_rewritten:
             self._end(push, "D's digests differ from P's, also after it was written again")
             return
-        part.was_rewritten = True
-        part.state, part.until_s = PartState.ACCEPTED, _NEVER
-        part.add(Span(part.register.first_token, part.register.num_tokens, None))
-        self._pump(push, part)
+        self._chunks.rewrite(push, part)
 
     def abort(self, destination: Destination, message: Abort) -> None:
         """D does not want it any more. It hears `Fail` when nothing is in flight."""
@@ -289,7 +284,7 @@ class Pushing:
         now_s = self._now_s()
         for nonce in nonces:
             push = self._pushes.get(nonce)
-            if push is not None and self._why_not_expected(push, destination) is None:
+            if push is not None and why_not_expected(push, destination.hello) is None:
                 push.alive_s = now_s
 
     def released(self, nonce: str, end: LeaseEnd) -> bool:
@@ -327,31 +322,16 @@ class Pushing:
 
     def _open(self, nonce: str) -> Push:
         now_s = self._now_s()
-        push = self._pushes[nonce] = Push(nonce, now_s, now_s, now_s + self._progress_s)
+        push = self._pushes[nonce] = Push(nonce, now_s, now_s, now_s + self._chunks.progress_s)
         return push
 
-    def _why_not(
+    def _why_refused(
         self, push: Push | None, destination: Destination, message: Register
     ) -> str | None:
-        """Why a registration is refused."""
         if push is None and sum(p.expect is None for p in self._pushes.values()) >= _MAX_PARKED:
             return f"{_MAX_PARKED} registrations wait for their requests already"
-        if push is not None:
-            if push.ending is not None:
-                return f"the push is over: {push.ending}"
-            if destination.life in push.parts:
-                return "this rank has registered other blocks for it"
-            why = self._why_not_expected(push, destination)
-            if why is not None:
-                return why
-            if any(p.register.num_tokens != message.num_tokens for p in push.parts.values()):
-                return f"{message.num_tokens} tokens are not what another rank said"
-        return why_not_writable(self._shape, destination.hello, message)
-
-    def _why_not_expected(self, push: Push, destination: Destination) -> str | None:
-        if push.expect is None:
-            return None
-        return why_not_expected(push.expect.decode, destination.hello)
+        why = None if push is None else why_not_of(push, destination, message)
+        return why or why_not_writable(self._shape, destination.hello, message)
 
     def _on_ready(self, push: Push, part: Part, failure: str | None) -> None:
         """The lanes have wired up to a rank of D, or cannot."""
@@ -387,131 +367,6 @@ class Pushing:
             self._leases.begin_write(push.expect.request_id, push)
         elif push.parts:
             push.incomplete_since_s = min(push.incomplete_since_s, self._now_s())
-
-    # ---- writing -----------------------------------------------------------------------
-
-    def _write_layers(self, push: Push, end: int, step: ChunkStep) -> None:
-        """Write what the step has made complete: some layers, or all, of the chunk's tokens."""
-        num_layers, start = len(self._shard.layers), self._shard.layers.start
-        layers_end = num_layers if step.is_over else min(step.layers_end, num_layers)
-        if layers_end <= push.layers_end:
-            return
-        is_whole = step.is_over and push.layers_end == 0
-        layers = None if is_whole else range(start + push.layers_end, start + layers_end)
-        if push.layers_end == 0 and not step.is_over:
-            self._tell_progress(push, num_tokens=end)
-        push.chunk_end, push.layers_end = end, layers_end
-        for part in list(push.parts.values()):
-            part.add(Span(push.announced, end, layers))
-            self._pump(push, part)
-        if not (step.is_over or push.num_digesting or push.ending):
-            self._digest(push, push.announced, end, num_layers=layers_end)
-
-    def _pump(self, push: Push, part: Part) -> None:
-        try:
-            part.pump(
-                self._shape,
-                push.table[0],
-                self._lanes,
-                functools.partial(self._on_settled, push),
-                functools.partial(self._on_slow, push),
-            )
-        except PeerError as error:
-            self._end(push, str(error))
-
-    def _on_slow(self, push: Push, part: Part) -> None:
-        """Have D's agent driven. One that is not needed would only take time from D's steps."""
-        if not (part.needs_agent or part.is_through):
-            part.needs_agent = True
-            self._say_progress(push, part)
-
-    def _on_settled(self, push: Push, part: Part, settled: Settled) -> None:
-        if push.ending is not None:
-            self._settle(push)
-            return
-        if settled.failure is not None:
-            self.faults["push_write_failed"] += 1
-            self._end(push, f"a write to {part.destination.hello.engine_id}: {settled.failure}")
-            return
-        self._pump(push, part)
-        if part.is_idle:
-            self._observe(push)
-            self._say_if_pushed(push, part)
-        if part.state is PartState.ACCEPTED and written_of(push, part, self._shard) > part.told:
-            self._say_progress(push, part)
-
-    def _digest(
-        self, push: Push, first_token: int, end_token: int, *, num_layers: int | None = None
-    ) -> None:
-        """Take the digests of what has become complete, off this thread."""
-        block_ids, generations = push.table
-        push.num_digesting += 1
-
-        def work() -> Callable[[], None]:
-            self._digests.take(
-                block_ids, generations, end_token, first_token=first_token, num_layers=num_layers
-            )
-            return done
-
-        def done() -> None:
-            push.num_digesting -= 1
-            if num_layers is None:
-                push.digested = max(push.digested, end_token)
-            if push.ending is not None:
-                self._settle(push)
-                return
-            for part in list(push.parts.values()):
-                self._say_if_pushed(push, part)
-
-        self._background.submit(work)
-
-    def _observe(self, push: Push) -> None:
-        """Learn from the last chunk, once it is written everywhere."""
-        step, parts = push.last_step, push.parts.values()
-        if step is None or not all(part.is_idle for part in parts):
-            return
-        push.last_step = None
-        self.observations.append(
-            Observation(
-                step.chunk.num_step_tokens,
-                step.layerwise,
-                step.step_s,
-                max(0.0, max(part.last_s for part in parts) - step.ended_s),
-            )
-        )
-
-    def _say_if_pushed(self, push: Push, part: Part) -> None:
-        """Give D the handoff, once there is one and every byte is written."""
-        grant, register = push.grant, part.register
-        if (
-            grant is None
-            or grant.handoff is None
-            or push.ending is not None
-            or part.state is not PartState.ACCEPTED
-            or not part.is_idle
-            or min(push.announced, push.digested) < grant.num_tokens
-        ):
-            return
-        if grant.num_tokens != register.num_tokens:
-            self._end(push, f"{grant.num_tokens} tokens, D has registered {register.num_tokens}")
-            return
-        digests = b""
-        if part.route:
-            digests = self._digests.of(
-                *push.table, grant.num_tokens, part.route, first_token=register.first_token
-            )
-        part.state = PartState.PUSHED
-        part.until_s = self._now_s() + self._transfer.transfer_timeout_s
-        part.destination.send(
-            Pushed(
-                load_id=register.load_id,
-                handoff=grant.handoff,
-                digests=digests,
-                exposed_s=self._now_s() - push.computed_s,
-                num_bytes=part.num_bytes,
-                num_descriptors=part.num_descriptors,
-            )
-        )
 
     # ---- ending ------------------------------------------------------------------------
 
@@ -557,62 +412,7 @@ class Pushing:
         if push.release is not None:
             self._leases.release(push.nonce, now_s, push.release)
 
-    # ---- the clock ---------------------------------------------------------------------
-
-    def _why_overdue(self, push: Push, now_s: float) -> str | None:
-        lease_s = self._transfer.lease_s
-        if push.expect is None:
-            late = now_s >= push.since_s + lease_s
-            return f"no request came for it in {lease_s:.1f} s" if late else None
-        if now_s >= push.alive_s + lease_s:
-            return f"no sign of life from {push.expect.decode.engine_id} for {lease_s:.1f} s"
-        if now_s >= push.incomplete_since_s + lease_s:
-            # One of its ranks has given up, perhaps, and another that was not told so waits on.
-            return f"only some of D's ranks have registered for {lease_s:.1f} s"
-        if now_s >= self._stuck_at_s(push):
-            # Its pool may be full of what D would read, had it the blocks that wait for this.
-            return f"D's blocks wait, and no step has run here for {lease_s:.1f} s"
-        if any(now_s >= part.until_s for part in push.parts.values()):
-            return f"D did not say in {self._transfer.transfer_timeout_s:.1f} s if it has it all"
-        return None
-
-    def _due_s(self, push: Push) -> float:
-        if push.ending is not None:
-            return _NEVER
-        since_s = push.since_s if push.expect is None else push.alive_s
-        untils_s = (part.until_s for part in push.parts.values())
-        lease_s, stuck_s = self._transfer.lease_s, self._stuck_at_s(push)
-        since_s = min(since_s, push.incomplete_since_s)
-        return min(since_s + lease_s, stuck_s, push.next_progress_s, *untils_s)
-
-    def _stuck_at_s(self, push: Push) -> float:
-        """When a push that has not begun is given up, for nothing goes on at this engine."""
-        return max(push.waits_since_s, self.last_step_s) + self._transfer.lease_s
-
-    def _tell_progress(self, push: Push, num_tokens: int = 0) -> None:
-        push.next_progress_s = self._now_s() + self._progress_s
-        for part in push.parts.values():
-            if not part.is_through:
-                self._say_progress(push, part, num_tokens)
-
-    def _say_progress(self, push: Push, part: Part, num_tokens: int = 0) -> None:
-        """Tell D how far it is; `num_tokens` are about to be written."""
-        num_settled, layers_end = part.told = written_of(push, part, self._shard)
-        part.destination.send(
-            Progress(
-                load_id=part.register.load_id,
-                num_tokens=max(num_tokens, push.announced),
-                needs_agent=part.needs_agent,
-                num_settled=num_settled,
-                layers_end=layers_end,
-            )
-        )
-
     # ---- small answers -----------------------------------------------------------------
-
-    @property
-    def _progress_s(self) -> float:
-        return self._transfer.lease_s / _PROGRESS_PER_LEASE
 
     def _find(
         self, destination: Destination, load_id: int
@@ -623,9 +423,6 @@ class Pushing:
             if part is not None and part.register.load_id == load_id:
                 return push, part
         return None, None
-
-    def _block_edge(self, num_tokens: int) -> int:
-        return num_tokens - num_tokens % self._shape.block_size
 
     def _remember(self, nonce: str, reason: str) -> None:
         now_s = self._now_s()

@@ -23,118 +23,44 @@ It knows no sockets and no threads; whoever runs the loop calls `tick`.
 
 from __future__ import annotations
 
-import enum
 import functools
 import logging
 from collections import Counter
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from pdserve.connectors.nixl.checking import Check
-from pdserve.connectors.nixl.processes import is_alive, writes_directly
 from pdserve.connectors.nixl.protocol import Abort, Register, Taken
+from pdserve.connectors.nixl.reservations import (
+    EXPOSED,
+    Part,
+    PartState,
+    Reservation,
+    Reservations,
+)
 from pdserve.connectors.slicing import routes_to
 from pdserve.errors import PeerError
 from pdserve.observe.log import log_event
-from pdserve.wire.transfer import Failed, KVMode, LoadFailure, Received
+from pdserve.wire.transfer import Failed, LoadFailure
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    import msgspec
     import torch
 
     from pdserve.connectors.base import ConnectorContext
     from pdserve.connectors.handover.instructions import Reserve
     from pdserve.connectors.nixl.background import Background
     from pdserve.connectors.nixl.checking import Piece
-    from pdserve.connectors.nixl.parties import PeerId
-    from pdserve.connectors.nixl.protocol import Accept, Fail, Process, Progress, Pushed
+    from pdserve.connectors.nixl.parties import Line, PeerId
+    from pdserve.connectors.nixl.protocol import Accept, Fail, Progress, Pushed
     from pdserve.connectors.slicing import Route
     from pdserve.observe.clock import Clock
     from pdserve.wire.ids import RequestId
-    from pdserve.wire.transfer import EngineRef, KVHandoff
+    from pdserve.wire.transfer import Received
 
 _log = logging.getLogger(__name__)
 
-_ASK_AGAIN_S = 0.2
 _NEVER = float("inf")
-
-
-class Line(Protocol):
-    """How the ranks of Ps are reached."""
-
-    def meet(self, owner: EngineRef) -> None:
-        """Connect to all of its ranks that this one has to do with, if that is not done."""
-
-    def send_to(self, owner: EngineRef, rank: int, message: msgspec.Struct) -> bool:
-        """Say something to a rank that is met and ready; whether it was."""
-
-    def trouble(self, owner: EngineRef, rank: int) -> tuple[LoadFailure, str] | None:
-        """Why it is not even tried to be met now."""
-
-    def process_of(self, owner: EngineRef, rank: int) -> Process | None:
-        """Who it is on its host; None before it was met."""
-
-
-class PartState(enum.Enum):
-    """See the module's docstring."""
-
-    WAITING = "waiting"
-    SENT = "sent"
-    ACCEPTED = "accepted"
-    CHECKING = "checking"
-    GOOD = "good"
-    OVER = "over"
-    LOST = "lost"
-
-
-# Where P may be writing.
-_EXPOSED = (PartState.SENT, PartState.ACCEPTED, PartState.LOST)
-
-
-@dataclass(slots=True, eq=False)
-class _Part:
-    """What one rank of P writes.
-
-    Attributes:
-        alive_s: P's last sign of life.
-        check: The digests of what P has written.
-        is_taking: One of its pieces is being taken.
-        needs_agent: P's transport does not write without this side's agent.
-        asked_s: When P was last asked to end it.
-        lost_s: Since when it is LOST.
-        digest_s: What of the check came after `pushed`.
-    """
-
-    route: Route
-    check: Check
-    state: PartState = PartState.WAITING
-    alive_s: float = 0.0
-    is_taking: bool = False
-    needs_agent: bool = False
-    was_rewritten: bool = False
-    asked_s: float = _NEVER
-    lost_s: float = _NEVER
-    process: Process | None = None
-    pushed: Pushed | None = None
-    pushed_s: float = 0.0
-    digest_s: float = 0.0
-
-    @property
-    def is_stopped_by_fence(self) -> bool:
-        """Whether nothing is written any more once the agent that P writes to is gone."""
-        process = self.process
-        return process is None or not writes_directly(process) or not is_alive(process)
-
-
-@dataclass(slots=True, eq=False)
-class _Reservation:
-    reserve: Reserve
-    since_s: float
-    parts: dict[int, _Part] = field(default_factory=dict)
-    began_s: float = _NEVER
-    failure: tuple[LoadFailure, str] | None = None
 
 
 class Receiving:
@@ -173,7 +99,7 @@ class Receiving:
         self._background = background
         self._clock = clock
         self._quarantine_s = quarantine_s
-        self._open: dict[int, _Reservation] = {}
+        self._open = Reservations()
         self.received: list[Received] = []
         self.failed: list[Failed] = []
         self.faults: Counter[str] = Counter()
@@ -196,7 +122,7 @@ class Receiving:
         """When `tick` has to be called next. O(reservations x ranks of P)."""
         return min(
             (
-                self._due_s(reservation, part)
+                reservation.due_s(part, self._transfer)
                 for reservation in self._open.values()
                 for part in reservation.parts.values()
             ),
@@ -208,7 +134,7 @@ class Receiving:
         now_s = self._now_s()
         for reservation in list(self._open.values()):
             for rank, part in list(reservation.parts.items()):
-                if self._due_s(reservation, part) <= now_s:
+                if reservation.due_s(part, self._transfer) <= now_s:
                     self._on_due(reservation, rank, part, now_s)
         self._fence_if_due(now_s)
 
@@ -219,14 +145,14 @@ class Receiving:
         if reserve.load_id in self._open:
             self.faults["reserve_repeated"] += 1
             return
-        reservation = self._open[reserve.load_id] = _Reservation(reserve, self._now_s())
+        reservation = self._open[reserve.load_id] = Reservation(reserve, self._now_s())
         try:
             routes = routes_to(reserve.owner.shape, self._shape, self._rank)
         except PeerError as error:
             self._give_up(reservation, LoadFailure.INCOMPATIBLE, str(error))
             return
         reservation.parts = {
-            route.source_rank: _Part(route, self._new_check(reserve, route)) for route in routes
+            route.source_rank: Part(route, self._new_check(reserve, route)) for route in routes
         }
         self._line.meet(reserve.owner)
         for rank, part in list(reservation.parts.items()):
@@ -247,7 +173,7 @@ class Receiving:
 
     def on_ready(self, peer: PeerId) -> None:
         """A rank of P is connected: register what waits for it, ask after what was lost."""
-        for reservation, part in self._of(peer):
+        for reservation, part in self._open.of(peer):
             if part.state is PartState.WAITING:
                 self._register(reservation, peer.rank, part)
             elif part.state is PartState.LOST:
@@ -279,14 +205,13 @@ class Receiving:
         if found is None:
             return
         reservation, part = found
-        reserve = reservation.reserve
         part.pushed, part.pushed_s = message, self._now_s()
         part.state = PartState.CHECKING
         if reservation.failure is not None:
             part.state = PartState.OVER  # it was asked to end, and nothing is in flight
             self._finish_if_over(reservation)
             return
-        why = _why_wrong(reserve, message.handoff)
+        why = reservation.why_wrong(message.handoff)
         if why is not None:
             self._give_up(reservation, LoadFailure.LEASE_LOST, why)
             return
@@ -296,7 +221,7 @@ class Receiving:
 
     def on_fail(self, peer: PeerId, message: Fail) -> None:
         """P writes nothing any more."""
-        found = self._find(peer, message.load_id, *_EXPOSED, PartState.CHECKING)
+        found = self._find(peer, message.load_id, *EXPOSED, PartState.CHECKING)
         if found is None:
             return
         reservation, part = found
@@ -306,7 +231,7 @@ class Receiving:
     def on_lost(self, peer: PeerId, reason: LoadFailure, detail: str) -> None:
         """A rank of P cannot be reached. What it has written and said so is good all the same."""
         now_s = self._now_s()
-        for reservation, part in self._of(peer):
+        for reservation, part in self._open.of(peer):
             match part.state:
                 case PartState.WAITING:
                     if not self._is_fencing:
@@ -320,7 +245,7 @@ class Receiving:
 
     # ---- parts -------------------------------------------------------------------------
 
-    def _register(self, reservation: _Reservation, rank: int, part: _Part) -> None:
+    def _register(self, reservation: Reservation, rank: int, part: Part) -> None:
         reserve = reservation.reserve
         message = Register(
             reserve.nonce,
@@ -345,7 +270,7 @@ class Receiving:
             num_tokens=reserve.num_tokens,
         )
 
-    def _go_on_checking(self, reservation: _Reservation, rank: int, part: _Part) -> None:
+    def _go_on_checking(self, reservation: Reservation, rank: int, part: Part) -> None:
         """Take the digests of what is written; when they are all, and P's are here, compare."""
         is_wanted = part.state in (PartState.SENT, PartState.ACCEPTED, PartState.CHECKING)
         if part.is_taking or not is_wanted or reservation.failure is not None:
@@ -364,10 +289,10 @@ class Receiving:
             return functools.partial(self._on_taken, reservation, rank, piece, found, digest_s)
 
         part.is_taking = True
-        self._background.submit(work)
+        self._background.submit(work, reservation.reserve.request_id)
 
     def _on_taken(
-        self, reservation: _Reservation, rank: int, piece: Piece, found: bytes, digest_s: float
+        self, reservation: Reservation, rank: int, piece: Piece, found: bytes, digest_s: float
     ) -> None:
         """Digests of some of what a rank of P has written are taken."""
         part = reservation.parts[rank]
@@ -377,9 +302,7 @@ class Receiving:
             part.digest_s += digest_s
         self._go_on_checking(reservation, rank, part)
 
-    def _on_checked(
-        self, reservation: _Reservation, rank: int, part: _Part, pushed: Pushed
-    ) -> None:
+    def _on_checked(self, reservation: Reservation, rank: int, part: Part, pushed: Pushed) -> None:
         """All digests of what a rank of P has written are taken: compare them with its own."""
         reserve = reservation.reserve
         is_equal = part.check.found == pushed.digests
@@ -410,7 +333,7 @@ class Receiving:
         # Nothing is settled before P has said so of what it writes now, and that it says last.
         part.was_rewritten, part.check = True, self._new_check(reserve, part.route)
 
-    def _give_up(self, reservation: _Reservation, reason: LoadFailure, detail: str) -> None:
+    def _give_up(self, reservation: Reservation, reason: LoadFailure, detail: str) -> None:
         """End a reservation without KV, once no rank of P can be writing any more."""
         if reservation.failure is None:
             reservation.failure = (reason, detail)
@@ -427,7 +350,7 @@ class Receiving:
                         pass
         self._finish_if_over(reservation)
 
-    def _ask_to_end(self, reservation: _Reservation, rank: int, part: _Part) -> None:
+    def _ask_to_end(self, reservation: Reservation, rank: int, part: Part) -> None:
         """Have P say that it writes nothing any more."""
         reserve = reservation.reserve
         part.asked_s = self._now_s()
@@ -435,7 +358,7 @@ class Receiving:
         if not was_heard and part.state in (PartState.SENT, PartState.ACCEPTED):
             part.state, part.lost_s = PartState.LOST, part.asked_s
 
-    def _finish_if_over(self, reservation: _Reservation) -> None:
+    def _finish_if_over(self, reservation: Reservation) -> None:
         reserve, parts = reservation.reserve, list(reservation.parts.values())
         if reserve.load_id not in self._open:
             return
@@ -446,32 +369,13 @@ class Receiving:
             return
         if not all(part.state is PartState.GOOD for part in parts):
             return
-        pushed = [part.pushed for part in parts if part.pushed is not None]
-        if any(each.handoff != pushed[0].handoff for each in pushed):
+        if not reservation.is_agreed:
             self._give_up(
                 reservation, LoadFailure.DIGEST, "P's ranks give different handoffs for it"
             )
             return
         del self._open[reserve.load_id]
-        now_s = self._now_s()
-        began_s = min(reservation.began_s, *(part.pushed_s for part in parts))
-        self.received.append(
-            Received(
-                request_id=reserve.request_id,
-                num_bytes=sum(each.num_bytes for each in pushed),
-                num_descriptors=sum(each.num_descriptors for each in pushed),
-                wait_s=began_s - reservation.since_s,
-                transfer_s=max(
-                    each.exposed_s + now_s - part.pushed_s
-                    for part, each in zip(parts, pushed, strict=True)
-                ),
-                load_id=reserve.load_id,
-                mode=KVMode.PUSH,
-                handoff=pushed[0].handoff,
-                digest_s=max(part.digest_s for part in parts),
-                elapsed_s=now_s - reservation.since_s,
-            )
-        )
+        self.received.append(reservation.received(self._now_s()))
 
     def _report_failed(self, reserve: Reserve, reason: LoadFailure, detail: str) -> None:
         self.failed.append(
@@ -493,21 +397,7 @@ class Receiving:
 
     # ---- the clock ---------------------------------------------------------------------
 
-    def _due_s(self, reservation: _Reservation, part: _Part) -> float:
-        """When something has to be done about a part."""
-        match part.state:
-            case PartState.WAITING:
-                return reservation.since_s + self._transfer.handshake_timeout_s
-            case PartState.SENT | PartState.ACCEPTED:
-                if reservation.failure is not None:
-                    return part.asked_s + self._transfer.transfer_timeout_s
-                return part.alive_s + self._transfer.lease_s
-            case PartState.LOST:
-                return part.asked_s + _ASK_AGAIN_S
-            case _:
-                return _NEVER
-
-    def _on_due(self, reservation: _Reservation, rank: int, part: _Part, now_s: float) -> None:
+    def _on_due(self, reservation: Reservation, rank: int, part: Part, now_s: float) -> None:
         owner = reservation.reserve.owner
         match part.state:
             case PartState.WAITING:
@@ -535,11 +425,11 @@ class Receiving:
 
     def _fence_if_due(self, now_s: float) -> None:
         """Destroy the agent for the sake of LOST parts, once that costs nobody else anything."""
-        lost = [part for _, part in self._parts(PartState.LOST) if part.is_stopped_by_fence]
+        lost = [part for _, part in self._open.parts(PartState.LOST) if part.is_stopped_by_fence]
         if not lost:
             return
         is_alone = self._is_alone() and all(
-            reservation.failure is not None for reservation, _ in self._parts(*_EXPOSED)
+            reservation.failure is not None for reservation, _ in self._open.parts(*EXPOSED)
         )
         if is_alone or now_s >= min(part.lost_s for part in lost) + self._quarantine_s:
             self._stop_all()
@@ -554,33 +444,18 @@ class Receiving:
         finally:
             self._is_fencing = False
         now_s = self._now_s()
-        for reservation, part in self._parts(*_EXPOSED):
+        for reservation, part in self._open.parts(*EXPOSED):
             part.lost_s, part.asked_s = min(part.lost_s, now_s), now_s
             part.state = PartState.OVER if part.is_stopped_by_fence else PartState.LOST
             self._give_up(reservation, LoadFailure.PEER_LOST, reason)
-        for reservation, _ in self._parts(PartState.WAITING):
+        for reservation, _ in self._open.parts(PartState.WAITING):
             self._line.meet(reservation.reserve.owner)
 
     # ---- small answers -----------------------------------------------------------------
 
-    def _parts(self, *states: PartState) -> list[tuple[_Reservation, _Part]]:
-        return [
-            (reservation, part)
-            for reservation in self._open.values()
-            for part in reservation.parts.values()
-            if part.state in states
-        ]
-
-    def _of(self, peer: PeerId) -> list[tuple[_Reservation, _Part]]:
-        return [
-            (reservation, reservation.parts[peer.rank])
-            for reservation in self._open.values()
-            if reservation.reserve.owner == peer.owner and peer.rank in reservation.parts
-        ]
-
     def _find(
         self, peer: PeerId, load_id: int, *states: PartState
-    ) -> tuple[_Reservation, _Part] | None:
+    ) -> tuple[Reservation, Part] | None:
         """The part that a message is of, if it is in one of these states; else it is counted."""
         reservation = self._open.get(load_id)
         part = None if reservation is None else reservation.parts.get(peer.rank)
@@ -597,16 +472,3 @@ class Receiving:
 
     def _now_s(self) -> float:
         return self._clock.monotonic_s()
-
-
-def _why_wrong(reserve: Reserve, handoff: KVHandoff) -> str | None:
-    """Why a handoff cannot be the one of this push."""
-    for what, theirs, ours in (
-        ("nonce", handoff.nonce, reserve.nonce),
-        ("engine", handoff.engine_id, reserve.owner.engine_id),
-        ("incarnation", handoff.incarnation, reserve.owner.incarnation),
-        ("number of tokens", handoff.num_tokens, reserve.num_tokens),
-    ):
-        if theirs != ours:
-            return f"the handoff's {what} is {theirs}, not {ours}"
-    return None

@@ -404,7 +404,7 @@ class Server:
             self._look_at_parked(grant.nonce)
             self._leases.end_read(grant.nonce, granted)
 
-        self._background.submit(work)
+        self._background.submit(work, grant.request_id)
 
     def _look_at_parked(self, nonce: str) -> None:
         parked, self._parked = self._parked, []

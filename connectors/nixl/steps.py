@@ -76,7 +76,7 @@ class Steps:
             )
             return _nothing
 
-        self._background.submit(work)
+        self._background.submit(work, chunk.request_id)
 
 
 def _nothing() -> None:

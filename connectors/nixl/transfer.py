@@ -21,6 +21,7 @@ import uuid
 from collections import Counter, deque
 from typing import TYPE_CHECKING
 
+import msgspec
 import torch
 
 from pdserve.connectors.digests import BlockDigests, digests_of
@@ -38,6 +39,7 @@ from pdserve.connectors.nixl.serving import Server
 from pdserve.connectors.slicing import routes_to
 from pdserve.errors import InternalError
 from pdserve.observe.log import log_event
+from pdserve.observe.trace import CLOCK_ID
 from pdserve.wire.ids import BlockId
 from pdserve.wire.transfer import ConnectorReport
 
@@ -47,6 +49,7 @@ if TYPE_CHECKING:
     from pdserve.connectors.base import ConnectorContext, KVLayout
     from pdserve.connectors.nixl.pushes import ChunkStep, Observation
     from pdserve.observe.clock import Clock
+    from pdserve.wire.trace import RankSlice
     from pdserve.wire.transfer import ConnectorMetadata, Endpoint
 
 _log = logging.getLogger(__name__)
@@ -137,7 +140,7 @@ class TransferThread:
             lanes=self._lanes,
             target=self._describe_target,
         )
-        self._background = Background("kv-digests", self._reactor.wake)
+        self._background = Background("kv-digests", self._reactor.wake, clock)
         self._server = Server(
             context,
             secret=secret,
@@ -345,8 +348,20 @@ class TransferThread:
                 faults=dict(Counter(report.faults) + faults),
                 registered=report.registered + news.registered,
                 withdrawn=report.withdrawn + news.withdrawn,
+                slices=report.slices + self._take_slices(),
+                clock_id=CLOCK_ID,
             )
         self._wake()
+
+    def _take_slices(self) -> list[RankSlice]:
+        """What the helpers did since they were asked last, each on a track of this rank."""
+        rank = f"rank {self._context.rank} " if self._context.num_ranks > 1 else ""
+        helpers = (self._lanes.slices, self._background.slices)
+        # By number: a helper may add more meanwhile.
+        taken = [slices.popleft() for slices in helpers for _ in range(len(slices))]
+        if rank:
+            return [msgspec.structs.replace(each, track=rank + each.track) for each in taken]
+        return taken
 
     def _timeout_s(self) -> float | None:
         due_s = min(

@@ -164,6 +164,7 @@ class Part:
                             remote_units=piece.dest_units,
                             on_settled=told,
                             on_slow=functools.partial(on_slow, self),
+                            request_id=register.request_id,
                         )
                     )
 

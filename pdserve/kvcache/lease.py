@@ -34,6 +34,11 @@ class Hold(enum.Enum):
     QUARANTINED = "quarantined"
 
 
+# Asked for every few milliseconds: the value of an enum's member is a property.
+_HELD, _LEASED = Hold.REQUEST.value, Hold.LEASED.value
+_RECEIVING, _QUARANTINED = Hold.RECEIVING.value, Hold.QUARANTINED.value
+
+
 class Holding:
     """A request's block table, and the right to it. Append-only until it ends.
 
@@ -136,13 +141,14 @@ class Ledger:
         num_quarantined, num_receiving = len(self._quarantines), self._num_receiving
         num_leased = len(self._leases) - self._num_leased_and_quarantined
         num_others = num_leased + num_quarantined + num_receiving
+        num_free, num_cached = pool.num_free, pool.num_free_cached
         return {
-            "free": pool.num_free - pool.num_free_cached,
-            "cached": pool.num_free_cached,
-            Hold.REQUEST.value: pool.num_blocks - pool.num_free - num_others,
-            Hold.LEASED.value: num_leased,
-            Hold.RECEIVING.value: num_receiving,
-            Hold.QUARANTINED.value: num_quarantined,
+            "free": num_free - num_cached,
+            "cached": num_cached,
+            _HELD: pool.num_blocks - num_free - num_others,
+            _LEASED: num_leased,
+            _RECEIVING: num_receiving,
+            _QUARANTINED: num_quarantined,
         }
 
     def check(self) -> None:

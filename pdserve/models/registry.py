@@ -13,9 +13,10 @@ from typing import TYPE_CHECKING, Protocol, cast
 import torch
 
 from pdserve.errors import ConfigError
-from pdserve.models.arch import ModelArch, read_arch
+from pdserve.models.arch import ModelArch
 from pdserve.models.layers.linear import kv_heads_of
 from pdserve.models.layers.parameter import Placement
+from pdserve.models.reading import read_arch
 from pdserve.models.weights import Checkpoint, DummyWeights, WeightSource, load_weights
 from pdserve.parallel import dispatch
 from pdserve.parallel.mesh import split_layers

@@ -273,7 +273,10 @@ class Scheduler:
 
     def apply_report(self, report: ConnectorReport) -> None:
         """Take what the workers' connector halves saw. Unknown ids are ignored."""
-        self._transfers.apply_report(report, self._clock.monotonic_s())
+        now_s = self._clock.monotonic_s()
+        self._transfers.apply_report(report, now_s)
+        if report.slices:
+            self._recording.ranks(report, now_s)
 
     def sample_counters(self) -> None:
         """Record, for traces, how full everything is. To be called whenever that may change."""
@@ -461,19 +464,22 @@ class Scheduler:
         after: dict[RequestId, int] = {}
         num_prefill = 0
         for request, num_tokens in batch:
-            if request.times.first_step_at_s is None:
-                request.times.first_step_at_s = now_s
-                if request.times.load_ready_s is not None:
-                    ready_s = request.times.load_ready_s
-                    request.times.step_wait_s = self._inflight.step_wait_s(ready_s, now_s)
-            num_left = len(request.prompt_token_ids) - request.num_computed_tokens
-            if num_left > 0:
-                num_prefill += min(num_left, num_tokens)
+            times = request.times
+            if times.first_step_at_s is None:
+                times.first_step_at_s = now_s
+                if times.load_ready_s is not None:
+                    times.step_wait_s = self._inflight.step_wait_s(times.load_ready_s, now_s)
+            num_computed = request.num_computed_tokens
+            num_prompt = len(request.prompt_token_ids)
+            if num_computed < num_prompt:
+                num_prefill += min(num_prompt - num_computed, num_tokens)
             if request.remote_decode:
                 self._transfers.tell_of_chunk(request, num_tokens)
-            request.num_computed_tokens += num_tokens
-            after[request.request_id] = request.num_computed_tokens
-            if request.num_computed_tokens == request.num_tokens:
+            num_computed += num_tokens
+            request.num_computed_tokens = after[request.request_id] = num_computed
+            # `request.num_tokens`, spelled out: this runs for each request in each step.
+            num_output = len(request.output_token_ids) + request.num_pending_tokens
+            if num_computed == num_prompt + num_output:
                 request.num_pending_tokens += 1
         self._inflight.submit(
             Step(

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from pdserve.wire.ids import BlockHash
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Sequence
 
 
 def root_hash(salt: str) -> BlockHash:
@@ -20,14 +20,6 @@ def root_hash(salt: str) -> BlockHash:
 def block_hash(parent: BlockHash, token_ids: Sequence[int]) -> BlockHash:
     """SHA-256 over the parent's hash and the block's token ids (uint32, host order)."""
     return BlockHash(hashlib.sha256(parent + array.array("I", token_ids).tobytes()).digest())
-
-
-def block_hashes(token_ids: Sequence[int], block_size: int, salt: str) -> Iterator[BlockHash]:
-    """Hashes of the full blocks of `token_ids`, in order. O(len(token_ids))."""
-    parent = root_hash(salt)
-    for start in range(0, len(token_ids) - block_size + 1, block_size):
-        parent = block_hash(parent, token_ids[start : start + block_size])
-        yield parent
 
 
 def prompt_digest(token_ids: Sequence[int], salt: str) -> str:

@@ -11,6 +11,7 @@ import msgspec
 
 from pdserve.wire.ids import BlockId, EngineId, Incarnation, RequestId
 from pdserve.wire.outputs import TokenLogprobs
+from pdserve.wire.trace import RankSlice
 
 
 class Endpoint(msgspec.Struct, frozen=True, kw_only=True):
@@ -286,6 +287,8 @@ class ConnectorReport(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
         faults: Count by name of what should stay rare: refused frames, agent resets.
         failing: Loads that have failed on a rank while others have not reported theirs; by the
             quorum, once each. They are in `failed` when all ranks have.
+        slices: What its threads did, for traces; they come along with news, and are none.
+        clock_id: Whose monotonic clock those are by (see `wire.trace.Process`).
     """
 
     settled: list[Settled] = []
@@ -295,6 +298,8 @@ class ConnectorReport(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
     registered: list[Registered] = []
     withdrawn: list[Withdrawn] = []
     failing: list[Failed] = []
+    slices: list[RankSlice] = []
+    clock_id: str = ""
 
     def __bool__(self) -> bool:
         return bool(

@@ -22,7 +22,8 @@ if TYPE_CHECKING:
 
     from pdserve.config.schema import ProxyConfig
     from pdserve.observe.clock import Clock
-    from pdserve.proxy.backends import Backend, Backends
+    from pdserve.proxy.backend import Backend
+    from pdserve.proxy.backends import Backends
     from pdserve.proxy.client import EngineHttp
     from pdserve.proxy.recent import Recent
 

@@ -18,7 +18,8 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from pdserve.observe.clock import Clock
-    from pdserve.proxy.backends import Backend, Backends
+    from pdserve.proxy.backend import Backend
+    from pdserve.proxy.backends import Backends
     from pdserve.proxy.client import EngineHttp
 
 log = logging.getLogger(__name__)

@@ -44,6 +44,10 @@ PROMPT_TOKENS = 640
 SLOW_KBIT_PER_S = 1500
 """Half a megabyte, the KV of a prompt, takes about 2.6 s."""
 
+SLACK_S = 0.0 if os.environ.get("HYPOTHESIS_PROFILE") == "nightly" else 60.0
+"""`make chaos` holds every bound. `make test` runs on machines of any speed, beside anything: it
+fails what hangs, and says what took longer."""
+
 REPORT = os.environ.get("PDSERVE_FAILURES_REPORT")
 """A file that every measured row is appended to, as a line of JSON."""
 
@@ -285,7 +289,7 @@ class Stage:
         """Whether a decode engine has blocks that are being filled."""
         return bool(self.deployment.held_blocks(name).get("receiving"))
 
-    def wait_receiving(self, timeout_s: float = 10.0) -> str:
+    def wait_receiving(self, timeout_s: float = 60.0) -> str:
         """Wait until a decode engine has blocks that are being filled; return which."""
         deadline = time.monotonic() + timeout_s
         while time.monotonic() < deadline:
@@ -339,7 +343,7 @@ class Stage:
         while names:
             assert time.monotonic() < deadline, f"no KV moves to {names} any more"
             for stream in [self.stream(self.prompt(64), 2) for _ in range(2)]:
-                stream.join(30.0)
+                stream.join(60.0)
             names = {name for name in names if self._num_loads(name) == before[name]}
 
     def _num_loads(self, name: str) -> float:
@@ -363,12 +367,14 @@ class Stage:
 
         Args:
             since_s: When the fault came.
-            bound_s: Seconds after which every request has ended and every block is free.
+            bound_s: Seconds after which every request has ended and every block is free; held
+                to within `SLACK_S`.
             expect: How streams may end.
             alive: The engines that can be asked.
         """
+        until_s = since_s + bound_s + SLACK_S
         for stream in streams:
-            stream.join(max(0.1, since_s + bound_s - time.monotonic()))
+            stream.join(max(0.1, until_s - time.monotonic()))
         num_wrong = sum(
             token != answer[index] if index < len(answer) else True
             for stream, answer in zip(streams, right, strict=True)
@@ -379,7 +385,7 @@ class Stage:
             assert stream.end in expect, f"a stream ended as {stream.end!r}, not as {expect}"
             assert stream.end != "finished" or stream.tokens == answer
         requests_s = max((s.ended_s for s in streams), default=since_s) - since_s
-        left_s = since_s + bound_s - time.monotonic()
+        left_s = until_s - time.monotonic()
         self.deployment.wait_nothing_held(*alive, timeout_s=max(0.1, left_s))
         free_s = time.monotonic() - since_s
         result = {

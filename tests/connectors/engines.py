@@ -13,7 +13,7 @@ import signal
 import threading
 import time
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -21,6 +21,7 @@ import torch
 
 from pdserve.config.schema import CacheConfig, EngineConfig, ModelConfig, TransferConfig
 from pdserve.connectors.base import ConnectorContext, KVLayout
+from pdserve.connectors.conformance.engines import KitRequest
 from pdserve.connectors.quorum import Quorum
 from pdserve.connectors.registry import find
 from pdserve.wire.ids import BlockId, Incarnation, RequestId
@@ -31,7 +32,6 @@ from pdserve.wire.transfer import (
     Endpoint,
     Failed,
     KVHandoff,
-    PushTicket,
     Received,
     Settled,
 )
@@ -40,22 +40,15 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from multiprocessing.connection import Connection
 
+    from torch import Tensor
+
     from pdserve.connectors.base import ConnectorFactory, KVConnectorWorker
-    from pdserve.wire.outputs import TokenLogprobs
 
 
 @dataclass
-class FakeRequest:
-    """What a connector sees of a request."""
+class FakeRequest(KitRequest):
+    """A request that is computed here if its KV does not come."""
 
-    request_id: RequestId
-    prompt_token_ids: list[int]
-    output_token_ids: list[int] = field(default_factory=list)
-    first_logprobs: list[TokenLogprobs] | None = None
-    cache_salt: str = ""
-    remote_decode: bool = False
-    handoff: KVHandoff | None = None
-    ticket: PushTicket | None = None
     on_load_failure: OnLoadFailure = OnLoadFailure.RECOMPUTE
 
 
@@ -195,7 +188,7 @@ class Engine:
             shape=shape,
             kv_connector=name,
             num_ranks=num_ranks,
-            **transfer,
+            **{"handshake_timeout_s": 30.0, **transfer},
         )
         self.ranks = [
             make_rank(msgspec.structs.replace(self.context, rank=rank)) for rank in range(num_ranks)
@@ -305,7 +298,7 @@ class Engine:
             for rank in self.ranks:
                 rank.post(metadata)
 
-    def until(self, condition: Callable[[], object], timeout_s: float = 10.0) -> None:
+    def until(self, condition: Callable[[], object], timeout_s: float = 30.0) -> None:
         """Step whenever there is news, until `condition` holds."""
         deadline = time.monotonic() + timeout_s
         while not condition():
@@ -324,10 +317,6 @@ class Engine:
 def signed_with(handoff: KVHandoff, secret: str = "", **changes: Any) -> KVHandoff:
     """The handoff with other contents, signed."""
     return msgspec.structs.replace(handoff, **changes).signed(secret.encode())
-
-
-def prompt_of(num_tokens: int) -> list[int]:
-    return list(range(100, 100 + num_tokens))
 
 
 # ---- engines and ranks in other processes -----------------------------------------------------
@@ -368,6 +357,14 @@ def _answer(pipe: Connection, target: Any, idle: Callable[[], object]) -> None:
             return
 
 
+def until_still(kv: Tensor) -> None:
+    """Wait until nothing lands in that KV any more."""
+    seen: list[Tensor] = []
+    while len(seen) < 3 or not torch.equal(seen[-3], seen[-1]):
+        seen.append(kv[..., -1].clone())
+        time.sleep(0.02)
+
+
 class _Child:
     """A process that answers calls; the first thing it says is kept in `greeting`."""
 
@@ -384,7 +381,7 @@ class _Child:
 
     def call(self, name: str, *args: Any, **kwargs: Any) -> Any:
         self._pipe.send((name, args, kwargs))
-        assert self._pipe.poll(20.0)
+        assert self._pipe.poll(40.0)
         return self._pipe.recv()
 
     def close(self) -> None:
@@ -403,8 +400,10 @@ class _Child:
 class RemoteEngine(_Child):
     """An `Engine` in a child process, which steps on its own every few milliseconds."""
 
-    def __init__(self, environment: dict[str, str] | None = None, **arguments: Any) -> None:
-        super().__init__(_serve, environment or {}, arguments)
+    def __init__(
+        self, engine_id: str, *, environment: dict[str, str] | None = None, **arguments: Any
+    ) -> None:
+        super().__init__(_serve, environment or {}, {"engine_id": engine_id, **arguments})
         self.endpoint, self.incarnation = self.greeting
 
     def prefill(self, prompt: list[int], block_ids: Sequence[int], *, seed: int = 1) -> KVHandoff:

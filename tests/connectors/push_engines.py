@@ -1,13 +1,12 @@
 """Engines without a model or a scheduler, of any shape, that push to one another over NIXL.
 
 What a scheduler half would stage is posted by hand, so that each side can do any of it at any
-time. KV is a function of (seed, layer, plane, head, token), so a byte that is missing, stale or
+time. KV says who wrote it, as in the conformance kit, so a byte that is missing, stale or
 misplaced, on whatever rank, cannot pass for the right one.
 """
 
 from __future__ import annotations
 
-import itertools
 import os
 import threading
 import time
@@ -17,7 +16,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from pdserve.config.schema import CacheConfig, EngineConfig, ModelConfig, TransferConfig
-from pdserve.connectors.base import ConnectorContext, KVLayout
+from pdserve.connectors.base import ConnectorContext
+from pdserve.connectors.conformance.values import Share, by_token, make_shape, write_tokens
 from pdserve.connectors.handover.instructions import (
     Chunk,
     Expect,
@@ -30,9 +30,7 @@ from pdserve.connectors.handover.instructions import (
     Stop,
     Watch,
 )
-from pdserve.connectors.nixl import NixlFactory
 from pdserve.connectors.nixl.worker import NixlWorker
-from pdserve.connectors.slicing import shard_of
 from pdserve.observe.clock import SystemClock
 from pdserve.wire.ids import BlockId, EngineId, Incarnation, RequestId
 from pdserve.wire.transfer import (
@@ -50,39 +48,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from multiprocessing.connection import Connection
 
-__all__ = ["NixlFactory", "PushEngine", "RemotePushEngine", "kv_of", "shape_of"]
-
-
-def shape_of(
-    *,
-    tp: int = 1,
-    pp: int = 1,
-    block_size: int = 16,
-    num_layers: int = 4,
-    num_kv_heads: int = 4,
-    num_planes: int = 2,
-    head_dim: int = 8,
-    num_blocks: int = 32,
-) -> KVShape:
-    edges = [round(stage * num_layers / pp) for stage in range(pp + 1)]
-    return KVShape(
-        num_blocks=num_blocks,
-        num_layers=num_layers,
-        num_planes=num_planes,
-        num_kv_heads=num_kv_heads,
-        head_dim=head_dim,
-        dtype_bytes=4,
-        block_size=block_size,
-        tp_size=tp,
-        stages=tuple(itertools.pairwise(edges)),
-    )
-
-
-def kv_of(shape: KVShape, seed: int, num_tokens: int) -> torch.Tensor:
-    """`[layers, planes, heads, tokens, head_dim]` of the whole model."""
-    generator = torch.Generator().manual_seed(seed)
-    size = (shape.num_layers, shape.num_planes, shape.num_kv_heads, num_tokens, shape.head_dim)
-    return torch.randn(size, generator=generator)
+_DTYPE = "float32"
 
 
 class FixedChoice:
@@ -118,11 +84,12 @@ class PushEngine:
         lease_s: float = 6.0,
         **transfer: Any,
     ) -> None:
-        self.shape = shape = shape or shape_of()
+        self.shape = shape = shape or make_shape()
         self.lease_s = lease_s
         self.news = threading.Event()
         self.workers: list[NixlWorker] = []
         self.kvs: list[torch.Tensor] = []
+        self.shares: list[Share] = []
         self.facts: list[tuple[int, Any]] = []
         self.faults: Counter[str] = Counter()
         self.choice = FixedChoice(layerwise)
@@ -130,20 +97,13 @@ class PushEngine:
         config = EngineConfig(
             model=ModelConfig(model="m"),
             cache=CacheConfig(block_size=shape.block_size),
-            transfer=TransferConfig(kv_connector="nixl", lease_s=lease_s, **transfer),
+            transfer=TransferConfig(
+                **{"handshake_timeout_s": 30.0, **transfer}, kv_connector="nixl", lease_s=lease_s
+            ),
         )
         for rank in range(shape.num_ranks):
-            shard = shard_of(shape, rank)
-            layout = KVLayout(
-                num_blocks=shape.num_blocks,
-                num_layers=len(shard.layers),
-                num_kv_heads=len(shard.heads),
-                block_size=shape.block_size,
-                head_dim=shape.head_dim,
-                dtype="float32",
-                dtype_bytes=4,
-                num_planes=shape.num_planes,
-            )
+            share = Share(shape, rank)
+            layout = share.layout(_DTYPE)
             context = ConnectorContext(
                 config=config,
                 engine_id=EngineId(engine_id),
@@ -161,15 +121,16 @@ class PushEngine:
             worker._choice = self.choice  # type: ignore[assignment]
             kv = torch.zeros(
                 shape.num_blocks,
-                len(shard.layers),
+                len(share.layers),
                 shape.num_planes,
-                len(shard.heads),
+                len(share.heads),
                 shape.block_size,
                 shape.head_dim,
             )
             worker.register_kv_caches(kv, layout)
             self.workers.append(worker)
             self.kvs.append(kv)
+            self.shares.append(share)
         endpoints: list[Endpoint] = [w.endpoint for w in self.workers if w.endpoint is not None]
         self.ref = EngineRef(
             engine_id=EngineId(engine_id),
@@ -178,34 +139,33 @@ class PushEngine:
             shape=shape,
         )
 
+    @property
+    def server(self) -> Any:
+        """The serving side of the first rank's transfer thread."""
+        thread = self.workers[0]._thread
+        assert thread is not None
+        return thread._server
+
     # ---- KV ------------------------------------------------------------------------------
 
     def write_kv(
         self, blocks: Sequence[int], seed: int, first: int, end: int, layer: int | None = None
     ) -> None:
         """Have the tokens `[first, end)` computed, of all layers or of one of each rank's."""
-        whole = kv_of(self.shape, seed, 4096)[:, :, :, first:end]
-        for rank, kv in enumerate(self.kvs):
-            shard = shard_of(self.shape, rank)
-            mine = whole[shard.layers.start : shard.layers.stop]
-            mine = mine[:, :, shard.heads.start : shard.heads.stop]
-            for token in range(first, end):
-                block, offset = divmod(token, self.shape.block_size)
-                layers = slice(None) if layer is None else slice(layer, layer + 1)
-                kv[blocks[block], layers, :, :, offset] = mine[layers, :, :, token - first]
+        layers = slice(None) if layer is None else slice(layer, layer + 1)
+        for share, kv in zip(self.shares, self.kvs, strict=True):
+            values = share.values(seed, range(first, end), _DTYPE)
+            write_tokens(kv[:, layers], blocks, self.shape, first, values[:, layers])
 
     def holds(self, blocks: Sequence[int], seed: int, first: int, end: int) -> bool:
         """Whether every rank has these tokens, byte for byte."""
-        whole = kv_of(self.shape, seed, 4096)
-        for rank, kv in enumerate(self.kvs):
-            shard = shard_of(self.shape, rank)
-            for token in range(first, end):
-                block, offset = divmod(token, self.shape.block_size)
-                expected = whole[shard.layers.start : shard.layers.stop, :, :, token]
-                expected = expected[:, :, shard.heads.start : shard.heads.stop]
-                if not torch.equal(kv[blocks[block], :, :, :, offset], expected):
-                    return False
-        return True
+        return all(
+            torch.equal(
+                by_token(kv, blocks, self.shape)[first:end],
+                share.values(seed, range(first, end), _DTYPE),
+            )
+            for share, kv in zip(self.shares, self.kvs, strict=True)
+        )
 
     def untouched(self, blocks: Sequence[int]) -> bool:
         """Whether these blocks are zero, as they were made, on every rank."""
@@ -380,7 +340,7 @@ class PushEngine:
         self.step()
         return self.faults
 
-    def until(self, condition: Callable[[], object], timeout_s: float = 10.0) -> None:
+    def until(self, condition: Callable[[], object], timeout_s: float = 30.0) -> None:
         deadline = time.monotonic() + timeout_s
         while not condition():
             assert time.monotonic() < deadline, f"not in {timeout_s} s: {self.facts} {self.faults}"
@@ -388,7 +348,7 @@ class PushEngine:
             self.news.clear()
             self.step()
 
-    def until_said(self, kind: type, count: int = 0, timeout_s: float = 10.0) -> list[Any]:
+    def until_said(self, kind: type, count: int = 0, timeout_s: float = 30.0) -> list[Any]:
         """Wait until each rank has said a fact of this kind (or so many were said)."""
         count = count or len(self.workers)
         self.until(lambda: len(self.said(kind)) >= count, timeout_s)
@@ -414,15 +374,17 @@ def _serve_push(pipe: Connection, environment: dict[str, str], arguments: dict[s
 class RemotePushEngine(_Child):
     """A `PushEngine` in a child process; its methods through `call`."""
 
-    def __init__(self, environment: dict[str, str] | None = None, **arguments: Any) -> None:
-        super().__init__(_serve_push, environment or {}, arguments)
+    def __init__(
+        self, engine_id: str, *, environment: dict[str, str] | None = None, **arguments: Any
+    ) -> None:
+        super().__init__(_serve_push, environment or {}, {"engine_id": engine_id, **arguments})
         self.ref: EngineRef = self.greeting
 
     def kill(self) -> None:
         self.process.kill()
         self.process.join()
 
-    def until_said(self, kind: type, count: int = 1, timeout_s: float = 10.0) -> list[Any]:
+    def until_said(self, kind: type, count: int = 1, timeout_s: float = 30.0) -> list[Any]:
         deadline = time.monotonic() + timeout_s
         while len(facts := self.call("said", kind)) < count:
             assert time.monotonic() < deadline, self.call("faults_now")

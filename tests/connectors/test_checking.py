@@ -7,11 +7,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pdserve.connectors.conformance.values import make_shape
 from pdserve.connectors.digests import BlockDigests, digests_of
 from pdserve.connectors.nixl.checking import Check
 from pdserve.connectors.slicing import pieces, routes
 from pdserve.wire.ids import BlockId
-from tests.connectors.push_engines import shape_of
 
 N = 45
 P_TABLE = [BlockId(block) for block in (7, 2, 3, 9, 1, 4, 10, 11, 12, 15, 14, 13)]
@@ -19,7 +19,7 @@ D_TABLE = [BlockId(block) for block in (5, 6, 0, 8, 10, 11, 1, 2, 3, 4, 14, 13)]
 
 
 def shape(block_size: int, tp: int, pp: int):
-    made = shape_of(tp=tp, pp=pp, block_size=block_size, num_blocks=16)
+    made = make_shape(tp=tp, pp=pp, block_size=block_size, num_blocks=16)
     return msgspec.structs.replace(made, head_dim=2)
 
 
@@ -62,7 +62,7 @@ def test_pieces_add_up_to_the_digests_of_p(p, d, data) -> None:
 
 
 def new_check(*, first_token: int = 0) -> Check:
-    source, dest = shape_of(block_size=16), shape_of(block_size=8)
+    source, dest = make_shape(block_size=16), make_shape(block_size=8)
     (route,) = routes(source, dest)
     kv = torch.ones(32, 4, 2, 4, 8, 8)
     return Check(kv, source, dest, route, D_TABLE, first_token=first_token, num_tokens=N)

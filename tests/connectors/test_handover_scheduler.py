@@ -11,6 +11,7 @@ import pytest
 
 from pdserve.config.schema import EngineConfig, ModelConfig, TransferConfig
 from pdserve.connectors.base import ConnectorContext, KVLayout, Match
+from pdserve.connectors.conformance.engines import prompt_of
 from pdserve.connectors.handover.instructions import (
     Chunk,
     Instructions,
@@ -40,7 +41,7 @@ from pdserve.wire.transfer import (
     Settled,
     Withdrawn,
 )
-from tests.connectors.engines import FakeRequest, layout, prompt_of, signed_with
+from tests.connectors.engines import FakeRequest, layout, signed_with
 
 PROMPT = prompt_of(40)
 NOTHING = Match(0, is_async=False)

@@ -161,7 +161,7 @@ class Bench:
         self.lanes.submit(job)
         return job
 
-    def until(self, condition: Callable[[], object], timeout_s: float = 5.0) -> None:
+    def until(self, condition: Callable[[], object], timeout_s: float = 30.0) -> None:
         ends_s = time.monotonic() + timeout_s
         while not condition():
             assert time.monotonic() < ends_s, f"{self.told} {self.slow}"
@@ -192,6 +192,25 @@ def test_jobs_settle_with_what_was_done_to_their_bytes(bench: Bench) -> None:
     assert settled.posted_s <= settled.moved_s <= settled.settled_s
     assert job.posted_s == settled.posted_s
     assert bench.lanes.num_jobs == 0
+
+
+def test_a_job_leaves_slices_of_its_move_and_of_what_was_done_to_its_bytes(bench: Bench) -> None:
+    bench.submit(bench.meet("p"), 8, then=lambda: time.sleep(0.002))
+    bench.until(lambda: bench.told)
+    settled = bench.told[8]
+    assert [(each.name, each.start_s, each.end_s) for each in bench.lanes.slices] == [
+        ("read", settled.posted_s, settled.moved_s),
+        ("digest", settled.moved_s, settled.settled_s),
+    ]
+    assert bench.lanes.slices[0].facts["bytes"] == 4 * UNIT_BYTES
+
+
+def test_a_job_that_fails_leaves_a_slice_that_says_so(world: World, bench: Bench) -> None:
+    world.broken.add("p")
+    bench.submit(bench.meet("p"), 8)
+    bench.until(lambda: bench.told)
+    (failed,) = bench.lanes.slices
+    assert failed.facts["failure"] == "p is gone"
 
 
 def test_all_lanes_work_on_the_jobs_of_one_peer(bench: Bench, world: World) -> None:
@@ -457,7 +476,7 @@ def test_a_peer_that_was_forgotten_can_be_met_again(bench: Bench, world: World) 
 def test_lanes_that_nobody_needs_are_no_threads() -> None:
     before = threading.active_count()
     bench = Bench(lambda lane: pytest.fail("no agent"))
-    assert threading.active_count() == before
+    assert threading.active_count() <= before  # those of other tests may end
     assert bench.lanes.close(1.0)
 
 
@@ -494,7 +513,7 @@ def test_bytes_move_both_ways_in_units_of_several_sizes(
     peer = bench.lanes.meet(target.metadata(), region(theirs, 4096))
 
     def until(condition: Callable[[], object]) -> None:
-        ends_s = time.monotonic() + 10.0
+        ends_s = time.monotonic() + 30.0
         while not condition():
             assert time.monotonic() < ends_s
             target.progress()

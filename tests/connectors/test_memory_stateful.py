@@ -13,7 +13,6 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, ClassVar
 
-from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
     RuleBasedStateMachine,
@@ -21,7 +20,6 @@ from hypothesis.stateful import (
     invariant,
     precondition,
     rule,
-    run_state_machine_as_test,
 )
 
 from pdserve.connectors.conformance.engines import FIRST_TOKEN, SECRET, Engine, prompt_of
@@ -41,6 +39,7 @@ from pdserve.wire.transfer import (
     LoadFailure,
     PushTicket,
 )
+from tests.stateful.reaching import run_until_reached
 
 if TYPE_CHECKING:
     from pdserve.connectors.conformance.engines import KitRequest
@@ -585,10 +584,4 @@ WANTED = (
 
 
 def test_a_pair_of_any_shapes_gives_right_kv_or_none_and_keeps_no_block() -> None:
-    PairMachine.reached.clear()
-    run_state_machine_as_test(
-        PairMachine, settings=settings(max_examples=30, stateful_step_count=50, deadline=None)
-    )
-    # A machine that never gets there would prove nothing.
-    missing = [name for name in WANTED if not PairMachine.reached[name]]
-    assert not missing, (missing, sorted(PairMachine.reached.items()))
+    run_until_reached(PairMachine, WANTED, max_examples=30, stateful_step_count=50)

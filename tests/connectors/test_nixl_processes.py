@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import signal
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import pytest
 
 from pdserve.connectors.base import KVLayout
+from pdserve.connectors.conformance.engines import prompt_of
 from pdserve.connectors.nixl import NixlFactory
 from pdserve.wire.transfer import LeaseEnd, LoadFailure
-from tests.connectors.engines import Engine, FakeRequest, RemoteEngine, prompt_of
+from tests.connectors.engines import Engine, FakeRequest, RemoteEngine, until_still
+from tests.connectors.making import making
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
+
+pytestmark = pytest.mark.slow
 
 PROMPT = prompt_of(40)
 # 8 MiB per block: a READ over TCP, at about 1 GB/s, takes long enough to be interrupted.
@@ -36,34 +41,18 @@ TCP = {"UCX_TLS": "tcp"}
 @pytest.fixture
 def remote() -> Iterator[Callable[..., RemoteEngine]]:
     """Makes engines in child processes, and ends them."""
-    children: list[RemoteEngine] = []
-
-    def make(engine_id: str, **arguments: Any) -> RemoteEngine:
-        child = RemoteEngine(engine_id=engine_id, **arguments)
-        children.append(child)
-        return child
-
-    yield make
-    for child in children:
-        child.close()
+    with making(RemoteEngine) as make:
+        yield make
 
 
 @pytest.fixture
 def local() -> Iterator[Callable[..., Engine]]:
     """Makes engines here, and closes them."""
-    engines: list[Engine] = []
-
-    def make(engine_id: str, **arguments: Any) -> Engine:
-        engine = Engine(NixlFactory(), engine_id, **arguments)
-        engines.append(engine)
-        return engine
-
-    yield make
-    for engine in engines:
-        engine.close()
+    with making(functools.partial(Engine, NixlFactory())) as make:
+        yield make
 
 
-def until(condition: Callable[[], object], timeout_s: float = 5.0) -> None:
+def until(condition: Callable[[], object], timeout_s: float = 30.0) -> None:
     deadline = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < deadline
@@ -78,7 +67,7 @@ def stop_in_mid_read(p: RemoteEngine, d: Engine) -> FakeRequest:
         d.load(request, range(12))
         until(lambda: d.kv[:, 0, 0, 0, 0, 0].any())
         os.kill(p.process.pid or 0, signal.SIGSTOP)
-        time.sleep(0.02)  # what is in the sockets lands
+        until_still(d.kv)  # what is in the sockets lands
         if not d.kv[:, -1, -1, -1, -1, -1].all():
             return request
         os.kill(p.process.pid or 0, signal.SIGCONT)
@@ -86,7 +75,6 @@ def stop_in_mid_read(p: RemoteEngine, d: Engine) -> FakeRequest:
     raise AssertionError("every read was over before P could be stopped")
 
 
-@pytest.mark.slow
 def test_kv_crosses_processes_and_a_killed_and_restarted_p_is_used_again_at_once(
     remote: Callable[..., RemoteEngine], local: Callable[..., Engine]
 ) -> None:
@@ -101,12 +89,12 @@ def test_kv_crosses_processes_and_a_killed_and_restarted_p_is_used_again_at_once
     p.process.kill()
     p.process.join()
     d.load(request, [4, 5, 6])
-    d.until(lambda: d.failed, timeout_s=2.0)
+    d.until(lambda: d.failed)
     assert [f.reason for f in d.failed] == [LoadFailure.PEER_LOST]
 
     restarted = remote("P")
     d.load(d.queue(PROMPT, restarted.prefill(PROMPT, [8, 9, 10], seed=2), "r3"), [1, 2, 3])
-    d.until(lambda: len(d.received) == 2, timeout_s=2.0)
+    d.until(lambda: len(d.received) == 2)
     assert d.holds([1, 2, 3], [8, 9, 10], seed=2)
 
 
@@ -119,7 +107,7 @@ def test_p_killed_in_mid_read_fails_the_load_within_a_bound(
     p, d = remote("P", environment=TCP, shape=BIG), local("D", shape=BIG)
     request = stop_in_mid_read(p, d)
     p.process.kill()
-    d.until(lambda: d.failed, timeout_s=8.0)
+    d.until(lambda: d.failed)
     assert [(f.request_id, f.reason) for f in d.failed] == [
         (request.request_id, LoadFailure.PEER_LOST)
     ]
@@ -155,11 +143,11 @@ def test_a_hung_p_is_fenced_by_a_new_agent_and_other_peers_serve_on(
 ) -> None:
     monkeypatch.setenv("UCX_TLS", "tcp")
     p = remote("P", environment=TCP, shape=BIG)
-    d = local("D", shape=BIG, quarantine_s=0.5, transfer_timeout_s=0.5)
+    d = local("D", shape=BIG, quarantine_s=0.7, transfer_timeout_s=2.0)
     stop_in_mid_read(p, d)
     try:
         stopped_s = time.monotonic()
-        d.until(lambda: d.failed, timeout_s=5.0)
+        d.until(lambda: d.failed)
         assert [f.reason for f in d.failed] == [LoadFailure.TIMEOUT]
         assert time.monotonic() - stopped_s >= 0.7  # not reported before it was fenced
         assert d.faults["agent_reset"] in (1, 2)  # of the lanes that were reading from it
@@ -172,7 +160,7 @@ def test_a_hung_p_is_fenced_by_a_new_agent_and_other_peers_serve_on(
     other = local("P2", shape=BIG)
     d.received.clear()
     d.load(d.queue(PROMPT, other.prefill(PROMPT, [1, 2, 3], seed=3), "again"), [4, 5, 6])
-    d.until(lambda: d.received, timeout_s=5.0)
+    d.until(lambda: d.received)
     assert d.holds([4, 5, 6], [1, 2, 3], seed=3)
 
 
@@ -186,10 +174,10 @@ def test_a_load_through_tcp_arrives_and_p_is_idle_again_afterwards(
     prompt = prompt_of(16 * 4)
     handoff = p.prefill(prompt, [3, 1, 2, 5])
     d.call("load", d.call("queue", prompt, handoff, "r"), [4, 5, 6, 7])
-    p.until(lambda: p.settled, timeout_s=10.0)
+    p.until(lambda: p.settled)
     assert [s.end for s in p.settled] == [LeaseEnd.READ]
     assert d.call("holds", [4, 5, 6, 7], [3, 1, 2, 5])
-    assert thread_cpu_share(p, 1.0) < 0.01
+    assert thread_cpu_share(p, 1.0) < 0.03
 
 
 def test_d_killed_before_it_confirmed_leaves_the_lease_to_another_d(
@@ -224,7 +212,7 @@ def test_d_killed_in_mid_read_harms_neither_p_nor_another_d(
     second.until(lambda: second.received)
     assert second.holds([4, 5, 6], [1, 2, 3], seed=3)
     p.scheduler.release_lease(handoff.nonce)
-    p.until(lambda: len(p.settled) == 2, timeout_s=5.0)
+    p.until(lambda: len(p.settled) == 2)
 
 
 def thread_cpu_share(engine: Engine, for_s: float) -> float:
@@ -245,4 +233,4 @@ def test_an_idle_connected_pair_uses_no_cpu(local: Callable[..., Engine]) -> Non
     d.load(d.queue(PROMPT, p.prefill(PROMPT, [7, 2, 3]), "r"), [4, 5, 6])
     d.until(lambda: d.received)
     d.queue(PROMPT, p.prefill(PROMPT, [8, 9, 10]), "waits")  # its heartbeats go on
-    assert thread_cpu_share(p, 2.0) < 0.01
+    assert thread_cpu_share(p, 2.0) < 0.03

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 from typing import TYPE_CHECKING, Any
 
@@ -13,11 +14,14 @@ from pdserve.connectors.conformance.values import make_shape
 from pdserve.connectors.handover.instructions import End, Instructions
 from pdserve.connectors.nixl import NixlFactory, loads
 from pdserve.wire.transfer import BlockOrder, LeaseEnd, LoadFailure
+from tests.connectors.making import making
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from pdserve.wire.transfer import KVShape
+
+pytestmark = pytest.mark.slow
 
 BLOCK = 16
 NUM_TOKENS = 3 * BLOCK + 5
@@ -28,16 +32,8 @@ SOURCE, TARGET = [7, 2, 3, 9], [4, 5, 6, 20]
 @pytest.fixture
 def make() -> Iterator[Callable[..., Engine]]:
     """Makes engines here, and closes them."""
-    engines: list[Engine] = []
-
-    def make(engine_id: str, **arguments: Any) -> Engine:
-        engine = Engine(NixlFactory(), engine_id, **arguments)
-        engines.append(engine)
-        return engine
-
-    yield make
-    for engine in engines:
-        engine.close()
+    with making(functools.partial(Engine, NixlFactory())) as make:
+        yield make
 
 
 def table(shape: KVShape, num_tokens: int) -> list[int]:

@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections import Counter
 from typing import TYPE_CHECKING, ClassVar
 
-from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import rule, run_state_machine_as_test
+from hypothesis.stateful import rule
 
 from pdserve.connectors.memory.exchange import Exchange
+from tests.stateful.reaching import run_until_reached
 from tests.stateful.test_pair import PairMachine
 from tests.stateful.toy_engine import ToyEngine
 
@@ -75,10 +75,5 @@ class RanksMachine(PairMachine):
 
 
 def test_two_ranks_that_differ_in_time_and_luck_give_only_right_tokens_and_keep_no_block() -> None:
-    RanksMachine.reached.clear()
-    run_state_machine_as_test(
-        RanksMachine, settings=settings(max_examples=150, stateful_step_count=40, deadline=None)
-    )
-    # A machine that never gets there would prove nothing.
     wanted = ("pulled", "pushed", "failed on one rank", "aborted on one rank", "expired")
-    assert all(RanksMachine.reached[name] for name in wanted), RanksMachine.reached
+    run_until_reached(RanksMachine, wanted, max_examples=150)

@@ -115,7 +115,7 @@ class Pair:
         scratch = Region(0, 4096, 1, "DRAM", 0)
         self.lanes, self.background = (
             self.make_lanes(pool, scratch),
-            Background("digests", self.wake),
+            Background("digests", self.wake, self.clock),
         )
         route = routes_to(p.shape, p.shape, 0)[0]  # has the kernel compiled
         digests_of(self.kv, p.shape, p.shape, route, [BlockId(0)], first_token=0, num_tokens=1)
@@ -185,7 +185,7 @@ class Pair:
         )
         return request_id
 
-    def until(self, condition: Callable[[], object], *, timeout_s: float = 5.0) -> None:
+    def until(self, condition: Callable[[], object], *, timeout_s: float = 30.0) -> None:
         """Let both sides go on, without any time passing on their clock."""
         ends_s = time.monotonic() + timeout_s
         while not condition():
@@ -272,8 +272,9 @@ def test_a_peer_that_is_mute_is_out_of_reach_after_the_handshake_timeout(pair: P
         away = pair.away("mute", where)
         pair.load(away)
         pair.until(lambda: pair.peers.due_s() > pair.clock.now_s)
-        pair.clock.advance(5.0)
-        pair.until(lambda: pair.failed)
+        assert not pair.failed
+        # Whether it is connected by now is not for us to say, and the timeout begins with that.
+        pair.until(lambda: pair.failed or pair.clock.advance(5.0))
         pair.load(away)
         pair.until(lambda: len(pair.failed) == 2)
     assert pair.reasons == [LoadFailure.HANDSHAKE] * 2

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 import pytest
 
+from pdserve.connectors.conformance.values import make_shape
 from pdserve.connectors.handover.instructions import End
 from pdserve.connectors.nixl import checking
 from pdserve.wire.transfer import (
@@ -20,12 +21,14 @@ from pdserve.wire.transfer import (
     Settled,
     Withdrawn,
 )
-from tests.connectors.push_engines import PushEngine, shape_of
+from tests.connectors.making import making
+from tests.connectors.push_engines import PushEngine
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from pdserve.wire.transfer import KVShape
+pytestmark = pytest.mark.slow
+
 
 N = 90  # tokens: no multiple of a block
 P_BLOCKS = (7, 2, 3, 11, 12, 9)
@@ -35,16 +38,8 @@ D_BLOCKS = (4, 5, 6, 20, 1, 15)
 @pytest.fixture
 def make() -> Iterator[Callable[..., PushEngine]]:
     """Makes engines, and closes them."""
-    engines: list[PushEngine] = []
-
-    def make(engine_id: str, shape: KVShape | None = None, **fields: Any) -> PushEngine:
-        engine = PushEngine(engine_id, shape, **fields)
-        engines.append(engine)
-        return engine
-
-    yield make
-    for engine in engines:
-        engine.close()
+    with making(PushEngine) as make:
+        yield make
 
 
 def begin(
@@ -91,8 +86,8 @@ SHAPES = {
 def test_what_p_computes_is_byte_for_byte_at_every_rank_of_d(
     make: Callable[..., PushEngine], shapes: tuple[dict[str, int], dict[str, int]], layerwise: bool
 ) -> None:
-    p = make("P", shape_of(**shapes[0]), layerwise=layerwise)
-    d = make("D", shape_of(**shapes[1]))
+    p = make("P", make_shape(**shapes[0]), layerwise=layerwise)
+    d = make("D", make_shape(**shapes[1]))
     begin(p, d)
     finish(p, edges=(0, 20, 64, N))
     received = d.until_said(Received)
@@ -195,7 +190,7 @@ def test_blocks_that_are_written_from_are_not_settled_by_any_end_of_their_lease(
 def test_a_stop_settles_once_and_only_when_nothing_is_in_flight(
     make: Callable[..., PushEngine],
 ) -> None:
-    p, d = make("P", shape_of(tp=2)), make("D")
+    p, d = make("P", make_shape(tp=2)), make("D")
     begin(p, d)
     with Held(p):
         p.run("n", P_BLOCKS, 0, 64, N)
@@ -236,7 +231,7 @@ def test_a_grant_under_another_nonce_ends_the_push(make: Callable[..., PushEngin
 
 
 def test_a_registration_may_come_before_its_request(make: Callable[..., PushEngine]) -> None:
-    p, d = make("P", lease_s=1.5), make("D", lease_s=1.5)
+    p, d = make("P", lease_s=4.0), make("D", lease_s=4.0)
     d.reserve("n", p.ref, D_BLOCKS, N)
     stay(d, lambda: not d.outcomes(), for_s=1.0)
     p.expect("n", d.ref)
@@ -251,7 +246,7 @@ def test_a_registration_without_a_request_fails_after_a_lease(
 ) -> None:
     p, d = make("P", lease_s=0.5), make("D", lease_s=0.5)
     d.reserve("n", p.ref, D_BLOCKS, N)
-    (failed,) = d.until_said(Failed, timeout_s=3.0)
+    (failed,) = d.until_said(Failed)
     assert failed.reason is LoadFailure.WITHDRAWN
     assert "no request" in failed.detail
     p.expect("n", d.ref)
@@ -260,13 +255,13 @@ def test_a_registration_without_a_request_fails_after_a_lease(
 
 
 def test_p_waits_for_d_as_long_as_d_says_that_it_waits(make: Callable[..., PushEngine]) -> None:
-    p, d = make("P", lease_s=0.6), make("D", lease_s=0.6)
+    p, d = make("P", lease_s=1.2), make("D", lease_s=1.2)
     d.watch("n", p.ref)
     p.expect("n", d.ref)
     p.expect("silent", d.ref)
-    (withdrawn,) = p.until_said(Withdrawn, timeout_s=3.0)
+    (withdrawn,) = p.until_said(Withdrawn)
     assert withdrawn.nonce == "silent"
-    stay(p, lambda: len(p.said(Withdrawn)) == 1, for_s=1.5)
+    stay(p, lambda: len(p.said(Withdrawn)) == 1, for_s=2.5)
     d.release("n", p.ref, LeaseEnd.RELEASED)
     assert len(p.until_said(Withdrawn, 2)) == 2
 
@@ -292,7 +287,7 @@ def test_d_waits_for_a_p_that_runs_other_requests_as_long_as_its_own_does(
 def test_a_p_that_runs_no_step_gives_ds_blocks_back_after_a_lease(
     make: Callable[..., PushEngine],
 ) -> None:
-    p, d = make("P", lease_s=0.6), make("D", lease_s=0.6)
+    p, d = make("P", lease_s=1.2), make("D", lease_s=1.2)
     p.expect("n", d.ref)
     d.reserve("n", p.ref, D_BLOCKS, N)
     p.until_said(Registered)
@@ -305,11 +300,11 @@ def test_a_p_that_runs_no_step_gives_ds_blocks_back_after_a_lease(
 def test_a_push_that_a_rank_of_d_never_registers_is_withdrawn_after_a_lease(
     make: Callable[..., PushEngine],
 ) -> None:
-    p, d = make("P", lease_s=0.6), make("D", shape_of(tp=2), lease_s=0.6)
+    p, d = make("P", lease_s=1.2), make("D", make_shape(tp=2), lease_s=1.2)
     p.expect("n", d.ref)
     d.watch("n", p.ref)  # for as long as it takes, both ranks say that they wait
     d.reserve("n", p.ref, D_BLOCKS, N, only_rank=1)
-    (withdrawn,) = p.until_said(Withdrawn, timeout_s=3.0)
+    (withdrawn,) = p.until_said(Withdrawn)
     assert "only some" in withdrawn.reason
     (failed,) = d.until_said(Failed, 1)
     assert failed.reason is LoadFailure.WITHDRAWN
@@ -366,6 +361,8 @@ def test_a_source_that_was_spoiled_after_its_digest_fails_the_push(
     p, d = make("P"), make("D")
 
     def both(number: int) -> None:
+        while p.server.pushing._pushes["n"].digested < N:
+            time.sleep(0.001)  # P may be later with its digests than D
         flip(p.kvs[0], P_BLOCKS[2])
         flip(d.kvs[0], D_BLOCKS[2])
 
@@ -432,7 +429,7 @@ def test_nobody_listens_fails_at_once(make: Callable[..., PushEngine]) -> None:
     p, d = make("P"), make("D")
     p.close()
     d.reserve("n", p.ref, D_BLOCKS, N)
-    (failed,) = d.until_said(Failed, timeout_s=2.0)
+    (failed,) = d.until_said(Failed)
     assert failed.reason is LoadFailure.PEER_LOST
 
 
@@ -441,7 +438,7 @@ def test_a_p_that_closes_fails_what_it_had_accepted(make: Callable[..., PushEngi
     begin(p, d)
     p.run("n", P_BLOCKS, 0, 64, N)
     p.close()
-    (failed,) = d.until_said(Failed, timeout_s=5.0)
+    (failed,) = d.until_said(Failed)
     assert failed.reason is LoadFailure.WITHDRAWN
 
 

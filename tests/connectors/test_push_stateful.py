@@ -18,10 +18,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 
+from pdserve.connectors.conformance.values import make_shape
 from pdserve.connectors.handover.instructions import Chunk, Expect, Grant, Reserve, Stop
 from pdserve.connectors.handover.lease import LeaseTable
 from pdserve.connectors.nixl import checking as checking_module
-from pdserve.connectors.nixl import receiving as receiving_module
+from pdserve.connectors.nixl import reservations as reservations_module
 from pdserve.connectors.nixl import writing as writing_module
 from pdserve.connectors.nixl.destinations import Destination
 from pdserve.connectors.nixl.jobs import Job, Remote, Settled
@@ -44,7 +45,6 @@ from pdserve.connectors.nixl.pushing import Pushing
 from pdserve.connectors.nixl.receiving import Receiving
 from pdserve.wire.ids import BlockId, EngineId, Incarnation, RequestId
 from pdserve.wire.transfer import EngineRef, Failed, KVHandoff, LeaseEnd, LoadFailure, Received
-from tests.connectors.push_engines import shape_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Iterable, Sequence
@@ -53,7 +53,7 @@ if TYPE_CHECKING:
 
 LEASE_S = 6.0
 NUM_LIVES = 200
-SHAPE = shape_of(num_layers=2, num_kv_heads=1, num_blocks=64)
+SHAPE = make_shape(num_layers=2, num_kv_heads=1, num_blocks=64)
 N = 40
 EDGES = (0, 20, N)
 POOL = Region(address=0, stride_bytes=2 * 2 * 16 * 8 * 4, num_units=64, memory="DRAM", device=0)
@@ -130,7 +130,7 @@ class Later:
     def __init__(self) -> None:
         self.todo: deque[Callable[[], Callable[[], None]]] = deque()
 
-    def submit(self, work: Callable[[], Callable[[], None]]) -> None:
+    def submit(self, work: Callable[[], Callable[[], None]], request_id: str) -> None:
         self.todo.append(work)
 
     def run(self) -> None:
@@ -242,8 +242,8 @@ class World:
         self.destination: Destination | None = None
         monkeypatch.setattr(checking_module, "digests_of", self.digests_of)
         monkeypatch.setattr(writing_module, "PIECE_BYTES", POOL.stride_bytes)
-        monkeypatch.setattr(receiving_module, "writes_directly", lambda process: self.is_direct)
-        monkeypatch.setattr(receiving_module, "is_alive", lambda process: True)
+        monkeypatch.setattr(reservations_module, "writes_directly", lambda process: self.is_direct)
+        monkeypatch.setattr(reservations_module, "is_alive", lambda process: True)
         self.connect()
 
     # ---- D's line --------------------------------------------------------------------------

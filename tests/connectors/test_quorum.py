@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from pdserve.connectors import quorum as quorum_module
 from pdserve.connectors.quorum import Quorum
 from pdserve.wire.ids import EngineId, Incarnation, RequestId
+from pdserve.wire.trace import RankSlice
 from pdserve.wire.transfer import (
     ConnectorReport,
     Failed,
@@ -354,3 +355,13 @@ def test_each_fact_comes_out_once_with_its_last_rank_however_reports_are_mixed_a
         )
     assert quorum.num_open == 0
     assert faults["report_repeated"] == len(said) - sum(len(votes) for votes in voted.values())
+
+
+def test_what_a_rank_did_is_passed_on_at_once_beside_facts_that_wait():
+    did = RankSlice(1.0, 2.0, "rank 0", "forward", {})
+    quorum = Quorum(2)
+    report = msgspec.structs.replace(received(), slices=[did], clock_id="c")
+    told = quorum.add(0, report)
+    assert (told.received, told.slices, told.clock_id) == ([], [did], "c")
+    alone = ConnectorReport(slices=[did], clock_id="c")
+    assert quorum.add(1, alone) == alone

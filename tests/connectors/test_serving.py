@@ -10,6 +10,7 @@ import pytest
 from pdserve.connectors.handover.instructions import Chunk, Grant, StepInstructions
 from pdserve.wire.ids import BlockId, RequestId
 from pdserve.wire.transfer import Failed, LeaseEnd, LoadFailure, Received, Settled
+from tests.connectors.making import making
 from tests.connectors.push_engines import PushEngine
 
 if TYPE_CHECKING:
@@ -23,16 +24,8 @@ D_BLOCKS = (4, 5, 6)
 @pytest.fixture
 def make() -> Iterator[Callable[..., PushEngine]]:
     """Makes engines, and closes them."""
-    engines: list[PushEngine] = []
-
-    def make(engine_id: str, **fields: Any) -> PushEngine:
-        engine = PushEngine(engine_id, **fields)
-        engines.append(engine)
-        return engine
-
-    yield make
-    for engine in engines:
-        engine.close()
+    with making(PushEngine) as make:
+        yield make
 
 
 def lease(p: PushEngine, nonce: str, *, generation: int = 1) -> None:
@@ -41,17 +34,11 @@ def lease(p: PushEngine, nonce: str, *, generation: int = 1) -> None:
     p.post(grants=[Grant(nonce, RequestId(f"p-{nonce}"), blocks, [generation] * 3, N)])
 
 
-def server_of(p: PushEngine) -> Any:
-    thread = p.workers[0]._thread
-    assert thread is not None
-    return thread._server
-
-
 def test_a_read_that_ends_before_the_digests_are_taken_waits_for_them(
     make: Callable[..., PushEngine],
 ) -> None:
     p, d = make("P"), make("D")
-    digests, may_go = server_of(p)._digests, threading.Event()
+    digests, may_go = p.server._digests, threading.Event()
     take = digests.take
 
     def later(*args: Any, **kwargs: Any) -> None:
@@ -81,7 +68,7 @@ def test_at_the_grant_only_the_digests_of_the_last_chunk_are_left(
     make: Callable[..., PushEngine],
 ) -> None:
     p, d = make("P"), make("D")
-    digests, taken = server_of(p)._digests, list[int]()
+    digests, taken = p.server._digests, list[int]()
     read = digests._sums
 
     def counted(spans: Any, *, num_rows: int, **kwargs: Any) -> Any:
@@ -106,7 +93,7 @@ def test_a_digest_of_a_request_that_is_gone_is_not_taken_for_the_next_ones(
 ) -> None:
     """It is taken so late that the blocks have another owner, who is half through."""
     p, d = make("P"), make("D")
-    digests, may_go = server_of(p)._digests, threading.Event()
+    digests, may_go = p.server._digests, threading.Event()
     take = digests.take
 
     def later(*args: Any, **kwargs: Any) -> None:
@@ -129,10 +116,10 @@ def test_a_digest_of_a_request_that_is_gone_is_not_taken_for_the_next_ones(
 def test_digests_that_never_come_refuse_the_read_in_time(make: Callable[..., PushEngine]) -> None:
     p, d = make("P", transfer_timeout_s=0.5), make("D")
     may_go = threading.Event()
-    server_of(p)._digests.take = lambda *_, **__: may_go.wait(10.0)
+    p.server._digests.take = lambda *_, **__: may_go.wait(10.0)
     lease(p, "n")
     d.pull("n", p.ref, P_BLOCKS, D_BLOCKS, N, load_id=1)
-    (failed,) = d.until_said(Failed, timeout_s=3.0)
+    (failed,) = d.until_said(Failed)
     may_go.set()
     assert failed.reason is LoadFailure.LEASE_LOST
 

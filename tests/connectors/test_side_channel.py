@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import msgspec
 import pytest
 
+from pdserve.connectors.conformance.engines import prompt_of
 from pdserve.connectors.nixl import NixlFactory
 from pdserve.connectors.nixl.channel import Listener
 from pdserve.connectors.nixl.frames import MAX_PAYLOAD_BYTES, FrameSession
@@ -24,10 +25,12 @@ from pdserve.connectors.nixl.protocol import (
 from pdserve.errors import ConfigError
 from pdserve.wire.ids import EngineId, Incarnation
 from pdserve.wire.transfer import Endpoint, LoadFailure
-from tests.connectors.engines import Engine, prompt_of, signed_with
+from tests.connectors.engines import Engine, signed_with
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+
+pytestmark = pytest.mark.slow
 
 PROMPT = prompt_of(40)
 SECRET = "deployment"
@@ -35,14 +38,14 @@ SECRET = "deployment"
 
 @pytest.fixture
 def p() -> Iterator[Engine]:
-    engine = Engine(NixlFactory(), "P", secret=SECRET, handshake_timeout_s=0.3)
+    engine = Engine(NixlFactory(), "P", secret=SECRET, handshake_timeout_s=1.0)
     yield engine
     engine.close()
 
 
 @pytest.fixture
 def d() -> Iterator[Engine]:
-    engine = Engine(NixlFactory(), "D", secret=SECRET, handshake_timeout_s=1.0)
+    engine = Engine(NixlFactory(), "D", secret=SECRET, handshake_timeout_s=2.0)
     yield engine
     engine.close()
 
@@ -97,7 +100,7 @@ def hello(engine: Engine) -> Hello:
 
 def counted(engine: Engine, fault: str, times: int) -> bool:
     """Whether the fault is counted so many times; the counting may trail the hanging up."""
-    deadline = time.monotonic() + 2.0
+    deadline = time.monotonic() + 20.0
     while time.monotonic() < deadline:
         engine.step()
         if engine.faults[f"frame_{fault}"] == times:
@@ -215,7 +218,7 @@ def test_a_peer_that_accepts_and_says_nothing_costs_the_handshake_timeout_and_no
         d.load(d.queue(PROMPT, handoff, "r1"), [4, 5, 6])
         d.until(lambda: d.failed)
         assert [f.reason for f in d.failed] == [LoadFailure.HANDSHAKE]
-        assert time.monotonic() - started < 2.0
+        assert time.monotonic() - started < 10.0
     assert still_serves(p, d)
 
 
@@ -241,7 +244,7 @@ def test_a_read_that_ends_before_its_grant_is_known_is_confirmed_by_it(
     assert not d.received
     assert not d.failed
     p.step()
-    d.until(lambda: d.received, timeout_s=1.0)
+    d.until(lambda: d.received)
 
 
 def test_a_release_that_overtakes_its_grant_frees_the_blocks_at_once(p: Engine, d: Engine) -> None:
@@ -250,7 +253,7 @@ def test_a_release_that_overtakes_its_grant_frees_the_blocks_at_once(p: Engine, 
     d.step()
     time.sleep(0.3)
     p.step()
-    p.until(lambda: p.settled, timeout_s=1.0)
+    p.until(lambda: p.settled)
 
 
 def test_a_wildcard_cannot_be_announced_and_a_taken_port_is_named() -> None:

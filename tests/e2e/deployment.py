@@ -23,7 +23,7 @@ import psutil
 
 # Of a dozen ranks on two busy cores; a quiet machine takes a few seconds.
 READY_TIMEOUT_S = 180.0
-END_TIMEOUT_S = 30.0
+END_TIMEOUT_S = 60.0
 _READY = re.compile(r"(?:ready url=|Listening on )(http://[^\s(]+)")
 
 
@@ -183,7 +183,7 @@ class Deployment:
             except subprocess.TimeoutExpired:
                 late.append(process)
                 process.kill()
-        _, alive = psutil.wait_procs(family, timeout=3)
+        _, alive = psutil.wait_procs(family, timeout=30)
         for child in alive:
             child.kill()
         assert not late, f"did not end: {[p.name for p in late]}\n{late[0].log}"
@@ -192,4 +192,4 @@ class Deployment:
 
 def _get(url: str) -> httpx.Response:
     """Ask; without certificates, whose loading takes longer than all the rest."""
-    return httpx.get(url, timeout=10, verify=False)
+    return httpx.get(url, timeout=30, verify=False)

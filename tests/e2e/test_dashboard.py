@@ -13,7 +13,7 @@ from pdserve.proxy.story import SECOND_TERMS, TTFT_TERMS
 from tests.browser import needs_browser, open_browser
 from tests.e2e.conftest import pd_deployment
 
-pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(120), needs_browser]
+pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(400), needs_browser]
 
 FIGURES = """[...document.querySelectorAll("[data-metric]")].map(
   (e) => [e.dataset.of, e.dataset.metric, Number(e.dataset.value), e.textContent])"""
@@ -88,7 +88,7 @@ async def test_every_figure_equals_metrics_and_what_was_killed_is_seen(deploymen
         await generate(proxy, 24)
 
         # Quiet now: the page catches up within a second or two.
-        for _ in range(40):
+        for _ in range(160):
             shown = await page.evaluate(FIGURES)
             told = {"proxy": deployment.metrics("proxy")}
             for name in engines:
@@ -138,14 +138,13 @@ async def test_every_figure_equals_metrics_and_what_was_killed_is_seen(deploymen
         await page.wait_for(
             f"""document.querySelector('[data-url="{deployment.url("decode1")}"]')
                 .dataset.state == 'dead'""",
-            timeout_s=15.0,  # it takes two seconds, and more where cores are few
         )
         await page.wait_for("document.getElementById('events').textContent.includes('died')")
         await generate(proxy, 4)
         await page.wait_for("document.getElementById('k-total').dataset.value == '28'")
 
         deployment.processes["proxy"].kill()
-        await page.wait_for("document.body.classList.contains('stale')", timeout_s=15.0)
+        await page.wait_for("document.body.classList.contains('stale')")
         alarm = await page.evaluate("document.getElementById('alarm').textContent")
         assert "does not answer" in alarm
         assert re.search(r"last seen at \d\d:\d\d:\d\d", alarm)

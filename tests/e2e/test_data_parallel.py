@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from tests.e2e.deployment import Deployment
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(400)]
 
 PROMPTS = [[3 + (17 * i + 5 * n) % 311 for i in range(n)] for n in (1, 17, 64, 150, 300, 40)]
 NUM_TOKENS = 40
@@ -42,7 +42,7 @@ def test_cores_of_p_hand_over_to_cores_of_d_until_one_is_killed(
         for name in ("prefill", "decode"):
             engine = deployment.info(name)["engine"]
             assert len(engine["endpoints"]) == 2, "every core has a side channel of its own"
-        deployment.wait_nothing_held("prefill", "decode", timeout_s=3.0)
+        deployment.wait_nothing_held("prefill", "decode", timeout_s=20.0)
 
         with ThreadPoolExecutor(8) as pool:
             streams = [
@@ -56,11 +56,11 @@ def test_cores_of_p_hand_over_to_cores_of_d_until_one_is_killed(
             os.kill(cores[1].pid, signal.SIGKILL)
             began_s = time.monotonic()
             for stream in streams:
-                stream.result(timeout=30)
-            assert time.monotonic() - began_s < 5
-        assert deployment.processes["decode"].popen.wait(10) != 0
+                stream.result(timeout=60)
+            assert time.monotonic() - began_s < 30
+        assert deployment.processes["decode"].popen.wait(30) != 0
         assert "engine core 1" in deployment.processes["decode"].log
-        _, alive = psutil.wait_procs(family, 5)
+        _, alive = psutil.wait_procs(family, 30)
         assert not alive
 
 
@@ -73,7 +73,7 @@ def _complete_until_refused(url: str, prompt: list[int]) -> None:
 
 def _wait_until_both_run(deployment: Deployment) -> None:
     series = [f'pdserve_core_requests{{engine="{core}",state="running"}}' for core in (0, 1)]
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 90
     while time.monotonic() < deadline:
         found = deployment.metrics("decode")
         if all(found[name] >= 2 for name in series):

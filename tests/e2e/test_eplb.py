@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(400)]
 
 NUM_STREAMS = 8
 NUM_TOKENS = 12
@@ -79,7 +79,7 @@ def test_a_skewed_load_is_balanced_while_it_is_served_and_every_token_is_right(
                 found = deployment.metrics("serve")
                 windows[found["pdserve_expert_rebalancings_total"]] = _ratio(found)
         longest_s = deployment.info("serve")["stats"]["experts"]["longest_s"]
-        deployment.wait_nothing_held("serve", timeout_s=3.0)
+        deployment.wait_nothing_held("serve", timeout_s=20.0)
     finally:
         deployment.end()
     load.check(skewed)
@@ -108,7 +108,7 @@ def test_so_is_every_token_where_both_engines_of_a_pair_balance(
             found = deployment.metrics(name)
             assert found["pdserve_expert_rebalancings_total"] > 0
             assert found["pdserve_expert_moves_total"] > 0
-        deployment.wait_nothing_held("prefill", "decode", timeout_s=3.0)
+        deployment.wait_nothing_held("prefill", "decode", timeout_s=20.0)
     load.check(skewed)
 
 

@@ -27,7 +27,7 @@ from tests.tiny_models import write_tiny_model
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(400)]
 
 GOLDEN = Path(__file__).parent / "golden"
 RECORD = os.environ.get("PDSERVE_RECORD_GOLDEN") == "1"

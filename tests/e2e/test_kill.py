@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from tests.e2e.deployment import Deployment
 
-pytestmark = [pytest.mark.e2e, pytest.mark.chaos, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.e2e, pytest.mark.chaos, pytest.mark.timeout(400)]
 
 PROMPTS = [[3 + (29 * i + 7 * n) % 311 for i in range(20 + 17 * n)] for n in range(20)]
 NUM_TOKENS = 200
@@ -114,14 +114,14 @@ def test_killing_the_prefill_engine_loses_no_stream_and_it_is_used_again(
         # D goes on serving, alone.
         alone = complete(deployment.url("proxy"), PROMPTS[5], max_tokens=20)
         assert alone == complete(deployment.url("serve"), PROMPTS[5], max_tokens=20)
-        deployment.wait_nothing_held("decode", timeout_s=5.0)
+        deployment.wait_nothing_held("decode", timeout_s=20.0)
 
         restart(deployment, "prefill", "prefill", model)
         before = deployment.metric("decode", "pdserve_kv_transfer_bytes_total")
         again = complete(deployment.url("proxy"), [7, *PROMPTS[9]], max_tokens=20)
         assert again == complete(deployment.url("serve"), [7, *PROMPTS[9]], max_tokens=20)
         assert deployment.metric("decode", "pdserve_kv_transfer_bytes_total") > before
-        deployment.wait_nothing_held("prefill", "decode", timeout_s=5.0)
+        deployment.wait_nothing_held("prefill", "decode", timeout_s=20.0)
 
 
 def test_killing_the_decode_engine_leaves_no_lease_and_it_is_used_again(
@@ -133,10 +133,10 @@ def test_killing_the_decode_engine_leaves_no_lease_and_it_is_used_again(
         ends = kill_amid_requests(deployment, "decode")
         print(f"\nD killed: {ends}")
         # What the dead engine had not read is given back, at the latest when its lease ends.
-        deployment.wait_nothing_held("prefill", timeout_s=LEASE_S + 3.0)
+        deployment.wait_nothing_held("prefill", timeout_s=LEASE_S + 20.0)
 
         restart(deployment, "decode", "decode", model)
         again = complete(deployment.url("proxy"), PROMPTS[9], max_tokens=20)
         assert again == complete(deployment.url("serve"), PROMPTS[9], max_tokens=20)
         assert deployment.metric("decode", "pdserve_kv_transfer_bytes_total") > 0
-        deployment.wait_nothing_held("prefill", "decode", timeout_s=5.0)
+        deployment.wait_nothing_held("prefill", "decode", timeout_s=20.0)

@@ -13,7 +13,7 @@ import yaml
 from tests.cli.process import ROOT
 from tests.e2e.conftest import pd_deployment
 
-pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(400)]
 
 RULES = ROOT / "configs" / "prometheus" / "rules.yml"
 SCRAPES = ROOT / "configs" / "prometheus" / "prometheus.yml"
@@ -62,6 +62,7 @@ MUST_HAVE = {
         "pdserve_kv_transfer_bytes_total",
         "pdserve_kv_transfer_descriptors_total",
         "pdserve_kv_transfer_failures_total{reason}",
+        "pdserve_kv_transfer_faults_total{fault}",
         "pdserve_kv_lease_expired_total",
         "pdserve_client_disconnects_total{stage}",
         "pdserve_event_loop_lag_seconds_count",

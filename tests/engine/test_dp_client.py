@@ -32,6 +32,8 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator
     from pathlib import Path
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.mark.parametrize(
     ("counts", "answering", "chosen"),
@@ -105,13 +107,12 @@ async def launched(config: EngineConfig) -> AsyncIterator[DataParallelClient]:
                 process = psutil.Process(pid)
                 family |= {process, *process.children(recursive=True)}
         await client.close(timeout_s=0.5)
-        _, alive = await asyncio.to_thread(psutil.wait_procs, family, 5)
+        _, alive = await asyncio.to_thread(psutil.wait_procs, family, 30)
         for process in alive:
             process.kill()
         assert not alive, f"left: {alive}"
 
 
-@pytest.mark.slow
 async def test_two_cores_share_the_requests_and_write_the_same_tokens(tiny_model: Path) -> None:
     prompts = [*PROMPTS, *PROMPTS]
     expected = greedy_by_transformers(tiny_model, PROMPTS, 24) * 2
@@ -140,7 +141,7 @@ async def test_two_cores_share_the_requests_and_write_the_same_tokens(tiny_model
             async for _ in outputs:
                 break
         assert len(await long) == 600
-        for _ in range(500):
+        for _ in range(3000):
             if client.stats.blocks["held"] == 0 and client.stats.num_running == 0:
                 break
             await asyncio.sleep(0.01)
@@ -151,7 +152,6 @@ async def test_two_cores_share_the_requests_and_write_the_same_tokens(tiny_model
         assert len(await last) == 60, "a shutdown lets what runs finish"
 
 
-@pytest.mark.slow
 async def test_a_killed_core_ends_every_request_at_once(tiny_model: Path) -> None:
     async with launched(dp_config(tiny_model)) as client:
         await client.wait_ready()
@@ -164,14 +164,13 @@ async def test_a_killed_core_ends_every_request_at_once(tiny_model: Path) -> Non
         os.kill(client.pids[1], signal.SIGKILL)
         began_s = time.monotonic()
         ends = await asyncio.gather(*running, return_exceptions=True)
-        assert time.monotonic() - began_s < 5
+        assert time.monotonic() - began_s < 30
         assert [type(end) for end in ends] == [EngineDeadError] * 4
         assert all("engine core 1: the engine core ended with code -9" in str(end) for end in ends)
         with pytest.raises(EngineDeadError):
             await tokens_of(client, request("late", [5], 1))
 
 
-@pytest.mark.slow
 async def test_a_killed_coordinator_ends_the_engine(tiny_model: Path) -> None:
     async with launched(dp_config(tiny_model)) as client:
         await client.wait_ready()
@@ -180,7 +179,6 @@ async def test_a_killed_coordinator_ends_the_engine(tiny_model: Path) -> None:
                 os.kill(client.coordinator_pid, signal.SIGKILL)
 
 
-@pytest.mark.slow
 async def test_a_setting_no_core_can_use_is_reported_once(tiny_model: Path) -> None:
     config = dp_config(tiny_model)
     small = msgspec.structs.replace(config, cache=CacheConfig(num_gpu_blocks_override=1))

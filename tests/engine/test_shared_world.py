@@ -57,7 +57,7 @@ async def test_cores_with_unequal_work_write_the_tokens_of_one(tiny_moe: Path) -
         steps = _steps(client)
         await asyncio.sleep(1.0)
         assert _steps(client) == steps, "a wave goes on without work"
-        assert sum(sum(process.cpu_times()[:2]) for process in family) - busy_s <= 0.1
+        assert sum(sum(process.cpu_times()[:2]) for process in family) - busy_s <= 0.2
 
         last = asyncio.create_task(tokens_of(client, request("last", PROMPTS[1], 60)))
         await asyncio.sleep(0)
@@ -86,7 +86,7 @@ async def test_a_killed_core_or_rank_ends_the_requests_of_both(
         os.kill(victim, signal.SIGKILL)
         began_s = time.monotonic()
         ends = await asyncio.gather(*running, return_exceptions=True)
-        assert time.monotonic() - began_s < 5
+        assert time.monotonic() - began_s < 30
         assert [type(end) for end in ends] == [EngineDeadError] * 4
         assert all("engine core 1" in str(end) for end in ends), str(ends[0])
         assert "Traceback" not in str(ends[0]), "the other core's end is but its echo"
@@ -102,9 +102,9 @@ def _steps(client: DataParallelClient) -> list[int]:
 
 async def _until_at_rest(client: DataParallelClient) -> None:
     """Wait until no core steps any more."""
-    for _ in range(500):
+    for _ in range(100):
         steps = _steps(client)
-        await asyncio.sleep(0.05)
+        await asyncio.sleep(0.5)
         if _steps(client) == steps:
             return
     raise AssertionError(f"the waves do not end: {_steps(client)}")

@@ -11,17 +11,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from pdserve.errors import ConfigError
-from pdserve.models.arch import (
-    KNOWN,
-    GroupScore,
-    MlaArch,
-    ModelArch,
-    MoeArch,
-    RopeKind,
-    Scoring,
-    parse_arch,
-    read_arch,
-)
+from pdserve.models.arch import GroupScore, MlaArch, ModelArch, MoeArch, RopeKind, Scoring
+from pdserve.models.reading import KNOWN, parse_arch, read_arch
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -351,7 +342,7 @@ def test_a_config_that_is_no_json_object_is_refused(tmp_path: Path, text: str) -
 def test_a_server_can_read_an_architecture_without_torch(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(LLAMA))
     code = (
-        "import sys, pathlib; from pdserve.models.arch import read_arch; "
+        "import sys, pathlib; from pdserve.models.reading import read_arch; "
         f"read_arch(pathlib.Path({str(tmp_path)!r})); sys.exit('torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

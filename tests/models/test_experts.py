@@ -11,10 +11,10 @@ import torch
 from pdserve.config.schema import ParallelConfig
 from pdserve.errors import ConfigError
 from pdserve.kernels.ops import PackedExperts
-from pdserve.models.arch import read_arch
 from pdserve.models.decoder import StepInputs
 from pdserve.models.layers.moe import MoE, RoutedExperts
 from pdserve.models.layers.parameter import Placement
+from pdserve.models.reading import read_arch
 from pdserve.parallel.dispatch import Routing, SlicedExperts
 from pdserve.parallel.group import World
 from pdserve.parallel.mesh import MeshShape
@@ -29,6 +29,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from pdserve.parallel.dispatch import LocalExperts
+
+pytestmark = pytest.mark.slow
 
 NUM_STEPS = 16
 GENERATOR = torch.Generator().manual_seed(5)

@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 
     from pdserve.parallel.group import World
 
+pytestmark = pytest.mark.slow
+
 NUM_STEPS = 16
 GENERATOR = torch.Generator().manual_seed(5)
 # Together more than the 128 rows of one native call, and no multiple of the ranks.

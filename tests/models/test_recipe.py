@@ -11,12 +11,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from pdserve.models.arch import parse_arch
 from pdserve.models.decoder import StepInputs
 from pdserve.models.layers.linear import ColumnParallel, RowParallel
 from pdserve.models.layers.norm import RMSNorm
 from pdserve.models.layers.parameter import Placement
 from pdserve.models.layers.stream import SPLIT_FROM
+from pdserve.models.reading import parse_arch
 from pdserve.models.weights import DummyWeights, load_weights
 from pdserve.parallel.mesh import MeshShape
 from tests.ranks import run_ranks

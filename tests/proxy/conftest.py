@@ -41,6 +41,16 @@ class Stack:
             assert response.status == 200, await response.text()
             return await response.read()
 
+    async def until_stages(self, *stages: str) -> None:
+        """Wait until just so many requests run, at these stages."""
+        async with asyncio.timeout(30.0):
+            while True:
+                async with self.client.get(f"{self.url}/debug/requests") as response:
+                    running = (await response.json())["running"]
+                if sorted(each["stage"] for each in running) == sorted(stages):
+                    return
+                await asyncio.sleep(0.005)
+
     async def metrics(self) -> dict[str, float]:
         async with self.client.get(f"{self.url}/metrics") as response:
             lines = (await response.text()).splitlines()
@@ -73,7 +83,7 @@ async def make_stack() -> AsyncIterator[MakeStack]:
                     "prefill": tuple(engine.url for engine in prefill or []),
                     "decode": tuple(engine.url for engine in decode or []),
                     "health_check_interval_s": 0.05,
-                    "health_check_timeout_s": 1.0,
+                    "health_check_timeout_s": 10.0,
                     "shutdown_timeout_s": 1.0,
                     **settings,
                 }
@@ -90,7 +100,7 @@ async def make_stack() -> AsyncIterator[MakeStack]:
         yield make
 
 
-async def until(condition: Callable[[], bool], timeout_s: float = 10.0) -> None:
+async def until(condition: Callable[[], bool], timeout_s: float = 30.0) -> None:
     """Wait for something that must become true."""
     async with asyncio.timeout(timeout_s):
         while not condition():

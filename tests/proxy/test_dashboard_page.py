@@ -7,6 +7,7 @@ import pytest
 
 from pdserve.proxy.dashboard import watch
 from tests.browser import needs_browser, open_browser
+from tests.proxy.conftest import until
 from tests.proxy.scripted import ScriptedEngine
 
 pytestmark = [pytest.mark.slow, needs_browser]
@@ -196,7 +197,7 @@ async def test_a_proxy_that_ends_is_said_so_and_one_that_comes_back_is_shown(
     await page.wait_for("document.querySelectorAll('.engine').length == 2")
     port = int(stack.url.rpartition(":")[2])
     await stack.proxy.stop()
-    await page.wait_for(VISIBLE % "alarm", timeout_s=8.0)
+    await page.wait_for(VISIBLE % "alarm")
     assert "last seen" in await page.evaluate("document.getElementById('live-text').textContent")
     await make_stack(*engines, port=port)
     await page.wait_for("document.getElementById('live-text').textContent == 'live'")
@@ -240,7 +241,7 @@ async def test_a_hidden_page_asks_for_nothing(make_stack, browser, engines, monk
     asked = len(page.requests)
     await page.wait_for("new Promise((done) => setTimeout(() => done(true), 3000))")
     assert len(page.requests) <= asked + 1
-    assert not stack.proxy.dashboard.watch.is_on
+    await until(lambda: not stack.proxy.dashboard.watch.is_on)
     await page.evaluate("window.isAway = false")
     await page.wait_for("document.getElementById('live-text').textContent == 'live'")
     assert not page.errors

@@ -497,7 +497,7 @@ async def test_a_client_that_leaves_before_the_first_token_ends_both_legs(make_s
     request = asyncio.create_task(ask(stack, stream=stream))
     await until(lambda: len(prefill.calls) == len(decode.calls) == 1)
     await leave(request)
-    await until(lambda: prefill.ended["cancelled"] == decode.ended["cancelled"] == 1, 1.0)
+    await until(lambda: prefill.ended["cancelled"] == decode.ended["cancelled"] == 1)
     assert await disconnects(stack, "prefill") == 1
     await assert_nothing_held(stack)
 
@@ -511,10 +511,10 @@ async def test_a_client_that_leaves_after_the_handoff_ends_the_receiver_and_the_
     stack = await make_stack([prefill], [decode])
     request = asyncio.create_task(ask(stack, stream=stream))
     await until(lambda: len(prefill.leased) == 1 and len(decode.calls) == 1)
-    await asyncio.sleep(0.05)
+    await stack.until_stages("transfer")
     await leave(request)
-    await until(lambda: decode.ended["cancelled"] == 1, 1.0)
-    await until(lambda: prefill.released == [prefill.calls[0].ticket.nonce], 1.0)
+    await until(lambda: decode.ended["cancelled"] == 1)
+    await until(lambda: prefill.released == [prefill.calls[0].ticket.nonce])
     assert await disconnects(stack, "transfer") == 1
     await assert_nothing_held(stack)
 

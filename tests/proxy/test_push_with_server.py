@@ -23,6 +23,8 @@ from tests.proxy.test_with_server import (
 )
 from tests.server.conftest import until
 
+pytestmark = pytest.mark.slow
+
 __all__ = ["text"]
 
 PUSH = {"can_push": True}

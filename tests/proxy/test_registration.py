@@ -11,7 +11,8 @@ import pytest
 
 from pdserve.config.schema import Role
 from pdserve.observe.clock import SystemClock
-from pdserve.proxy.backends import Backend, Breaker
+from pdserve.proxy.backend import Backend
+from pdserve.proxy.breaker import Breaker
 from tests.proxy.conftest import until
 from tests.proxy.scripted import ScriptedEngine, text_in, text_of
 
@@ -61,7 +62,7 @@ async def test_engines_that_register_serve_requests(make_stack):
 async def test_an_engine_that_does_not_renew_is_forgotten(make_stack):
     stack = await make_stack()
     engine = await ScriptedEngine("decode").start()
-    await register(stack, engine, lease_s=0.15)
+    await register(stack, engine)
     await until(lambda: is_ready(stack, engine))
     await register(stack, engine, lease_s=0.15)
     await until(lambda: stack.proxy.backends.get(engine.url) is None)
@@ -76,10 +77,12 @@ async def test_prefill_engines_that_vanish_are_an_outage_and_those_that_leave_ar
     decode = ScriptedEngine("decode")
     stack = await make_stack([], [decode])
     prefill = await ScriptedEngine("prefill").start()
-    await register(stack, prefill, lease_s=0.15)
+    await register(stack, prefill)
     await until(lambda: is_ready(stack, prefill))
     if takes_leave:
         await send(stack, "DELETE", {"url": prefill.url})
+    else:
+        await register(stack, prefill, lease_s=0.15)
     await until(lambda: stack.proxy.backends.get(prefill.url) is None)
     assert text_in(await stack.stream()) == text_of(3, 4)
     assert ("is_fallback" in decode.calls[0].params["pdserve"]) is not takes_leave

@@ -53,6 +53,8 @@ def printed_sum(line: str, start: str) -> tuple[float, float]:
 
 stages = st.builds(
     EngineStages,
+    handover_s=seconds,
+    kv_mode=st.sampled_from(["", "pull", "push"]),
     queue_s=seconds,
     prefill_s=seconds,
     kv_wait_s=seconds,
@@ -109,6 +111,31 @@ def test_the_line_says_what_of_the_terms_was_waiting_for_the_peer_and_for_a_runn
         "second token +12.1ms = kv 7.4 (wait 1.1, 8.4 MB, 1.3 GB/s, digest 0.4)"
         " + handover 1.1 (step 0.5) + first step 3.6" in story.line("ok")
     )
+
+
+@pytest.mark.parametrize(
+    ("handover_s", "told_kv"),
+    [
+        (0.0100, "kv 0.0 (of 6.3, "),  # it was all here before the first token
+        (0.0075, "kv 1.0 (of 6.3, "),  # the last of it came 1 ms behind
+        (0.0010, "kv 6.3 ("),  # all of it may have
+    ],
+)
+def test_of_a_push_only_what_comes_behind_the_first_token_delays_the_second(handover_s, told_kv):
+    decode = EngineStages(
+        queue_s=0.002,
+        kv_wait_s=0.03,
+        kv_transfer_s=0.0063,
+        handover_s=handover_s,
+        first_step_s=0.0036,
+        kv_bytes=8_400_000,
+        kv_mode="push",
+    )
+    story = told(ManualClock(0.0), [0, 0, 0, 0, 0.0121, 0], None, decode)
+    assert f"second token +12.1ms = {told_kv}" in story.line("ok")
+    terms = story.second_token_terms()
+    assert terms["first_step"] == 0.0036
+    assert sum(terms.values()) == pytest.approx(0.0121)
 
 
 def test_what_the_decode_engine_computed_again_has_a_term_of_its_own():

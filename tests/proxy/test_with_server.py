@@ -19,6 +19,8 @@ from tests.proxy.scripted import events_of
 from tests.server.conftest import Server, make_engine, serving, until
 from tests.text.tiny import write_model_files
 
+pytestmark = pytest.mark.slow
+
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 BODIES = {
     COMPLETIONS: {"prompt": "The quick", "max_tokens": 12, "logprobs": 1, "seed": 5},

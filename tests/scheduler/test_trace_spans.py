@@ -7,9 +7,10 @@ from collections import defaultdict
 
 import pytest
 
+from pdserve.observe.trace import CLOCK_ID
 from pdserve.wire.request import RequestStages
-from pdserve.wire.trace import CountersEvent, EngineRequest, StepEvent
-from pdserve.wire.transfer import KVMode
+from pdserve.wire.trace import CountersEvent, EngineRequest, RankSlice, SliceEvent, StepEvent
+from pdserve.wire.transfer import ConnectorReport, KVMode
 from tests.scheduler.scripted import (
     NONCE,
     Engine,
@@ -163,3 +164,21 @@ def test_counters_are_recorded_when_they_change_and_not_too_often():
     engine.clock.advance(0.02)
     engine.scheduler.sample_counters()
     assert samples()[-1].counters["KV blocks"]["held"] > 0
+
+
+def test_what_ranks_did_is_recorded_when_it_is_told_of():
+    engine = Engine()
+    engine.clock.advance(5.0)
+    did = RankSlice(1.0, 2.0, "KV lanes", "read", {"bytes": 9})
+    engine.scheduler.apply_report(ConnectorReport(slices=[did], clock_id=CLOCK_ID))
+    now_s = engine.clock.monotonic_s()
+    assert engine.scheduler.recorder.since(0.0) == [
+        SliceEvent(now_s, 1.0, "KV lanes", "read", {"bytes": 9}, 2.0)
+    ]
+
+
+def test_what_a_rank_did_by_another_machines_clock_is_left_out():
+    engine = Engine()
+    did = RankSlice(1.0, 2.0, "KV lanes", "read", {})
+    engine.scheduler.apply_report(ConnectorReport(slices=[did], clock_id="of another boot"))
+    assert engine.scheduler.recorder.since(0.0) == []

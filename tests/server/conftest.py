@@ -158,7 +158,7 @@ def events(stream: bytes) -> list[Any]:
 
 
 async def until(condition: Callable[[], bool]) -> None:
-    """Wait for a condition that must come true within two seconds."""
-    async with asyncio.timeout(2.0):
+    """Wait for a condition that must come true."""
+    async with asyncio.timeout(30.0):
         while not condition():
             await asyncio.sleep(0.005)

@@ -23,6 +23,8 @@ from pdserve.server.hop import signature
 from pdserve.server.registration import Registration
 from tests.server.conftest import events, make_engine, until
 
+pytestmark = pytest.mark.slow
+
 
 class Running:
     """`run_server` in a task of its own."""
@@ -59,7 +61,7 @@ async def get(url: str) -> int | None:
 
 
 async def eventually(url: str, status: int | None) -> None:
-    async with asyncio.timeout(2.0):
+    async with asyncio.timeout(30.0):
         while await get(url) != status:
             await asyncio.sleep(0.01)
 
@@ -98,7 +100,7 @@ async def stream(url: str, **body: Any) -> bytes:
 
 
 async def test_what_runs_at_sigterm_may_finish_and_nothing_more_is_taken(text, model_dir):
-    running = Running(model_dir, make_engine(text, step_s=0.02))
+    running = Running(model_dir, make_engine(text, step_s=0.1))
     await running.until_ready()
     client = asyncio.create_task(stream(running.url, max_tokens=15))
     await until(lambda: bool(running.engine.running))
@@ -129,7 +131,7 @@ async def test_a_second_signal_does_not_wait(text, model_dir):
     terminate()
     await eventually(running.url + "/readyz", 503)
     terminate()
-    async with asyncio.timeout(3.0):
+    async with asyncio.timeout(30.0):
         await running.task
     assert "error" in events(await client)[-1]
 
@@ -147,7 +149,7 @@ async def test_the_engine_gets_what_is_left_of_the_time_to_settle_its_leases(tex
     await running.until_ready()
     terminate()
     await running.task
-    assert given == [pytest.approx(20.0, abs=2.0)]
+    assert given == [pytest.approx(20.0, abs=10.0)]
 
 
 async def test_an_engine_that_dies_ends_the_server_with_its_reason(text, model_dir):
@@ -234,7 +236,7 @@ async def test_an_engine_registers_renews_and_leaves(text):
 async def test_an_engine_leaves_its_proxies_before_it_refuses(text, model_dir):
     proxy = Proxy()
     async with proxy.listening() as url:
-        running = Running(model_dir, make_engine(text, step_s=0.05), proxy_urls=(url,))
+        running = Running(model_dir, make_engine(text, step_s=0.2), proxy_urls=(url,))
         await running.until_ready()
         client = asyncio.create_task(stream(running.url, max_tokens=8))
         await until(lambda: bool(running.engine.running))

@@ -9,8 +9,10 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 import pdserve
-from pdserve.server.metrics import ServerMetrics
+from pdserve.connectors.nixl.frames import Fault
+from pdserve.server.metrics import KV_FAULTS, ServerMetrics
 from pdserve.wire.transfer import LoadFailure
+from tests.cli.process import ROOT
 from tests.server.conftest import make_engine, scripted, serving
 
 FROM_THE_START = {
@@ -225,8 +227,20 @@ async def test_every_series_is_there_from_the_start(text):
     )
     for failure in LoadFailure:
         assert named(samples, "pdserve_kv_transfer_failures_total", reason=failure.value) == 0
+    for fault in KV_FAULTS:
+        assert named(samples, "pdserve_kv_transfer_faults_total", fault=fault) == 0
     for state in ("free", "cached", "held", "leased", "receiving"):
         assert named(samples, "pdserve_kv_blocks", state=state) == 0
+
+
+def test_every_fault_that_is_counted_between_processes_has_a_series():
+    counted = {f"frame_{fault.value}" for fault in Fault}
+    literal = re.compile(r"""faults(?:\[|=\{)"(\w+)\"""")
+    for folder in ("connectors", "pdserve/scheduler", "pdserve/engine", "pdserve/executor"):
+        for path in (ROOT / folder).rglob("*.py"):
+            if not {"memory", "faulty", "conformance"}.intersection(path.parts):
+                counted.update(literal.findall(path.read_text()))
+    assert counted == set(KV_FAULTS)
 
 
 async def test_a_request_is_counted_once_everywhere(text):

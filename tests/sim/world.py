@@ -217,7 +217,7 @@ class World:
     def _note_death(self, engine: SimEngine) -> None:
         reached = self.result.reached
         reached["deaths"] += 1
-        stages = {story.stage.value for story in self.proxy._live.values()}
+        stages = {story.stage.value for story in self.proxy.live.stories}
         for stage in stages or {"idle"}:
             reached[f"{engine.spec.role.value} died during {stage}"] += 1
 

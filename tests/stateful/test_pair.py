@@ -11,14 +11,12 @@ from collections import Counter
 from typing import TYPE_CHECKING, ClassVar
 
 import pytest
-from hypothesis import seed, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
     RuleBasedStateMachine,
     invariant,
     precondition,
     rule,
-    run_state_machine_as_test,
 )
 
 from pdserve.connectors.memory.exchange import Exchange
@@ -26,6 +24,7 @@ from pdserve.observe.clock import ManualClock
 from pdserve.wire.ids import RequestId
 from pdserve.wire.request import EngineOutput, FinishReason, GenerateRequest
 from pdserve.wire.transfer import PushTicket
+from tests.stateful.reaching import run_until_reached
 from tests.stateful.toy import expected_output, sampling
 from tests.stateful.toy_engine import ToyEngine
 
@@ -313,7 +312,6 @@ SITUATIONS = (
     "expired",
     "late",
 )
-MAX_ROUNDS = 10
 
 
 @pytest.mark.parametrize(
@@ -323,14 +321,4 @@ MAX_ROUNDS = 10
 def test_a_pair_of_engines_gives_only_right_tokens_and_keeps_no_block(
     machine: type[PairMachine], max_examples: int, wanted: tuple[str, ...]
 ) -> None:
-    machine.reached.clear()
-    for number in range(MAX_ROUNDS):
-        # Each of another seed: under a profile that derandomizes, they would be the same.
-        run_state_machine_as_test(
-            seed(number)(machine) if number else machine,
-            settings=settings(max_examples=max_examples, stateful_step_count=40, deadline=None),
-        )
-        # A machine that never gets there would prove nothing.
-        if all(machine.reached[name] for name in wanted):
-            return
-    raise AssertionError(f"never reached: {[n for n in wanted if not machine.reached[n]]}")
+    run_until_reached(machine, wanted, max_examples=max_examples)

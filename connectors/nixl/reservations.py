@@ -1,0 +1,171 @@
+"""What D knows of a reservation, and of the part that each rank of P has in it.
+
+Values, and what follows from them; `receiving` acts on them.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from pdserve.connectors.nixl.processes import is_alive, writes_directly
+from pdserve.wire.transfer import KVMode, Received
+
+if TYPE_CHECKING:
+    from pdserve.config.schema import TransferConfig
+    from pdserve.connectors.handover.instructions import Reserve
+    from pdserve.connectors.nixl.checking import Check
+    from pdserve.connectors.nixl.parties import PeerId
+    from pdserve.connectors.nixl.protocol import Process, Pushed
+    from pdserve.connectors.slicing import Route
+    from pdserve.wire.transfer import KVHandoff, LoadFailure
+
+_ASK_AGAIN_S = 0.2
+_NEVER = float("inf")
+
+
+class PartState(enum.Enum):
+    """See the docstring of `receiving`."""
+
+    WAITING = "waiting"
+    SENT = "sent"
+    ACCEPTED = "accepted"
+    CHECKING = "checking"
+    GOOD = "good"
+    OVER = "over"
+    LOST = "lost"
+
+
+EXPOSED = (PartState.SENT, PartState.ACCEPTED, PartState.LOST)
+"""Where P may be writing."""
+
+
+@dataclass(slots=True, eq=False)
+class Part:
+    """What one rank of P writes.
+
+    Attributes:
+        alive_s: P's last sign of life.
+        check: The digests of what P has written.
+        is_taking: One of its pieces is being taken.
+        needs_agent: P's transport does not write without this side's agent.
+        asked_s: When P was last asked to end it.
+        lost_s: Since when it is LOST.
+        digest_s: What of the check came after `pushed`.
+    """
+
+    route: Route
+    check: Check
+    state: PartState = PartState.WAITING
+    alive_s: float = 0.0
+    is_taking: bool = False
+    needs_agent: bool = False
+    was_rewritten: bool = False
+    asked_s: float = _NEVER
+    lost_s: float = _NEVER
+    process: Process | None = None
+    pushed: Pushed | None = None
+    pushed_s: float = 0.0
+    digest_s: float = 0.0
+
+    @property
+    def is_stopped_by_fence(self) -> bool:
+        """Whether nothing is written any more once the agent that P writes to is gone."""
+        process = self.process
+        return process is None or not writes_directly(process) or not is_alive(process)
+
+
+@dataclass(slots=True, eq=False)
+class Reservation:
+    """Blocks that one P writes into.
+
+    Attributes:
+        parts: What each rank of P writes, by rank.
+        began_s: When P was first known to write; inf before.
+        failure: Why it ends without KV.
+    """
+
+    reserve: Reserve
+    since_s: float
+    parts: dict[int, Part] = field(default_factory=dict)
+    began_s: float = _NEVER
+    failure: tuple[LoadFailure, str] | None = None
+
+    @property
+    def is_agreed(self) -> bool:
+        """Whether all ranks of P that have written everything give the same handoff."""
+        pushed = self._pushed
+        return all(each.handoff == pushed[0].handoff for each in pushed)
+
+    def due_s(self, part: Part, transfer: TransferConfig) -> float:
+        """When something has to be done about a part (monotonic seconds); inf = never."""
+        match part.state:
+            case PartState.WAITING:
+                return self.since_s + transfer.handshake_timeout_s
+            case PartState.SENT | PartState.ACCEPTED:
+                if self.failure is not None:
+                    return part.asked_s + transfer.transfer_timeout_s
+                return part.alive_s + transfer.lease_s
+            case PartState.LOST:
+                return part.asked_s + _ASK_AGAIN_S
+            case _:
+                return _NEVER
+
+    def why_wrong(self, handoff: KVHandoff) -> str | None:
+        """Why a handoff cannot be the one of this push; None = it can."""
+        reserve = self.reserve
+        for what, theirs, ours in (
+            ("nonce", handoff.nonce, reserve.nonce),
+            ("engine", handoff.engine_id, reserve.owner.engine_id),
+            ("incarnation", handoff.incarnation, reserve.owner.incarnation),
+            ("number of tokens", handoff.num_tokens, reserve.num_tokens),
+        ):
+            if theirs != ours:
+                return f"the handoff's {what} is {theirs}, not {ours}"
+        return None
+
+    def received(self, now_s: float) -> Received:
+        """What is reported of one whose parts are all GOOD."""
+        reserve, parts, pushed = self.reserve, self.parts.values(), self._pushed
+        began_s = min(self.began_s, *(part.pushed_s for part in parts))
+        return Received(
+            request_id=reserve.request_id,
+            num_bytes=sum(each.num_bytes for each in pushed),
+            num_descriptors=sum(each.num_descriptors for each in pushed),
+            wait_s=began_s - self.since_s,
+            transfer_s=max(
+                each.exposed_s + now_s - part.pushed_s
+                for part, each in zip(parts, pushed, strict=True)
+            ),
+            load_id=reserve.load_id,
+            mode=KVMode.PUSH,
+            handoff=pushed[0].handoff,
+            digest_s=max(part.digest_s for part in parts),
+            elapsed_s=now_s - self.since_s,
+        )
+
+    @property
+    def _pushed(self) -> list[Pushed]:
+        return [part.pushed for part in self.parts.values() if part.pushed is not None]
+
+
+class Reservations(dict[int, Reservation]):
+    """Those that are not reported, by the id of their load."""
+
+    def parts(self, *states: PartState) -> list[tuple[Reservation, Part]]:
+        """All parts that are in one of these states."""
+        return [
+            (reservation, part)
+            for reservation in self.values()
+            for part in reservation.parts.values()
+            if part.state in states
+        ]
+
+    def of(self, peer: PeerId) -> list[tuple[Reservation, Part]]:
+        """All parts of a rank of P."""
+        return [
+            (reservation, reservation.parts[peer.rank])
+            for reservation in self.values()
+            if reservation.reserve.owner == peer.owner and peer.rank in reservation.parts
+        ]

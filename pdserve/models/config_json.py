@@ -1,0 +1,108 @@
+"""A Hugging Face `config.json`: the file, and typed access to its fields.
+
+Every error names the field, its value and the remedy. Knows no architecture.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+from pdserve.errors import ConfigError
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+def read_config(directory: Path) -> dict[str, Any]:
+    """Return the JSON object in `directory/config.json`.
+
+    Raises:
+        ConfigError: It is missing or is not a JSON object.
+    """
+    if not directory.is_dir():
+        raise ConfigError(
+            f"model {str(directory)!r} is not a directory: give the path of a model in "
+            "Hugging Face format (config.json, *.safetensors, tokenizer.json)",
+            param="model",
+        )
+    path = directory / "config.json"
+    try:
+        config = json.loads(path.read_bytes())
+    except FileNotFoundError:
+        raise ConfigError(
+            f"model {str(directory)!r} has no config.json: it is not in Hugging Face format",
+            param="model",
+        ) from None
+    except ValueError as error:
+        raise ConfigError(f"{path} is not JSON: {error}", param="model") from None
+    if not isinstance(config, dict):
+        raise ConfigError(f"{path} is not a JSON object", param="model")
+    return config
+
+
+class Fields:
+    """Typed access to a configuration; what cannot be is a `ConfigError` that names the field."""
+
+    def __init__(self, architecture: str, config: dict[str, Any], path: str = "") -> None:
+        self.architecture = architecture
+        self._config = config
+        self._path = path
+
+    def number(self, name: str, default: float | None = None) -> float:
+        """A number; required without a default."""
+        value = self._config.get(name)
+        if value is None:
+            value = default
+        if isinstance(value, bool) or not isinstance(value, (int, float)):
+            raise self.error(name, value, "a number is needed")
+        return float(value)
+
+    def count(self, name: str, default: int | None = None) -> int:
+        """A positive integer."""
+        value = self.number(name, default)
+        if value != int(value) or value <= 0:
+            raise self.error(name, value, "a positive integer is needed")
+        return int(value)
+
+    def flag(self, name: str, *, default: bool) -> bool:
+        """True or false."""
+        value = self._config.get(name)
+        value = default if value is None else value
+        if not isinstance(value, bool):
+            raise self.error(name, value, "true or false is needed")
+        return value
+
+    def get(self, name: str) -> Any:
+        """The value as it stands there; None if it does not."""
+        return self._config.get(name)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._config
+
+    def names(self) -> set[str]:
+        """All fields that are there."""
+        return set(self._config)
+
+    def section(self, name: str) -> Fields | None:
+        """The fields of an object; None if it is absent."""
+        value = self._config.get(name)
+        if value is None:
+            return None
+        if not isinstance(value, dict):
+            raise self.error(name, value, "an object is needed")
+        return Fields(self.architecture, value, f"{self._path}{name}.")
+
+    def only(self, name: str, *allowed: object) -> None:
+        """Refuse a feature that is not built. Absent is always allowed."""
+        value = self._config.get(name)
+        if value is not None and value not in allowed:
+            remedy = f"only {' or '.join(repr(a) for a in allowed)} is supported"
+            raise self.error(name, value, remedy if allowed else "this is not supported")
+
+    def error(self, name: str, value: object, remedy: str) -> ConfigError:
+        """What to raise for a value that cannot be."""
+        return ConfigError(
+            f"config.json ({self.architecture}): {self._path}{name} is {value!r}: {remedy}",
+            param="model",
+        )

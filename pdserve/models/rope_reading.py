@@ -1,0 +1,104 @@
+"""Rotary embedding as a `config.json` describes it, in transformers' two ways."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+from pdserve.models.arch import RopeArch, RopeKind
+
+if TYPE_CHECKING:
+    from pdserve.models.config_json import Fields
+
+_ROPE_FIELDS = {
+    "rope_type",
+    "type",
+    "rope_theta",
+    "partial_rotary_factor",
+    "factor",
+    "original_max_position_embeddings",
+    "low_freq_factor",
+    "high_freq_factor",
+    "beta_fast",
+    "beta_slow",
+    "mscale",
+    "mscale_all_dim",
+    "attention_factor",
+    "truncate",
+}
+
+
+def rope_section(fields: Fields) -> Fields | None:
+    """Where transformers 5 or 4 says how rotary embedding is scaled; None = nowhere."""
+    return fields.section("rope_parameters") or fields.section("rope_scaling")
+
+
+def read_rope(fields: Fields, max_positions: int, default_theta: float) -> RopeArch:
+    """Read `rope_parameters` (transformers 5) or `rope_theta` and `rope_scaling` (4).
+
+    Args:
+        max_positions: The model's context, tokens.
+
+    Raises:
+        ConfigError: A kind or a field is not built.
+    """
+    scaling = rope_section(fields)
+    theta = fields.number("rope_theta", default_theta)
+    if scaling is None:
+        return RopeArch(theta=theta)
+    for name in scaling.names() - _ROPE_FIELDS:
+        raise scaling.error(name, scaling.get(name), "this is not supported")
+    theta = scaling.number("rope_theta", theta)
+    scaling.only("partial_rotary_factor", 1, 1.0)
+    label = scaling.get("rope_type") or scaling.get("type") or "default"
+    try:
+        kind = RopeKind(label)
+    except ValueError:
+        known = ", ".join(kind.value for kind in RopeKind)
+        raise scaling.error("rope_type", label, f"supported are {known}") from None
+    outer_original = fields.get("original_max_position_embeddings")
+    match kind:
+        case RopeKind.DEFAULT:
+            return RopeArch(theta=theta)
+        case RopeKind.LINEAR:
+            return RopeArch(theta=theta, kind=kind, factor=scaling.number("factor"))
+        case RopeKind.LLAMA3:
+            return RopeArch(
+                theta=theta,
+                kind=kind,
+                factor=scaling.number("factor"),
+                low_freq_factor=scaling.number("low_freq_factor"),
+                high_freq_factor=scaling.number("high_freq_factor"),
+                original_max_positions=outer_original
+                or scaling.count("original_max_position_embeddings", max_positions),
+            )
+        case RopeKind.YARN:
+            original = outer_original or scaling.count(
+                "original_max_position_embeddings", max_positions
+            )
+            factor = scaling.number("factor", max_positions / original)
+            return RopeArch(
+                theta=theta,
+                kind=kind,
+                factor=factor,
+                original_max_positions=original,
+                beta_fast=scaling.get("beta_fast") or 32.0,
+                beta_slow=scaling.get("beta_slow") or 1.0,
+                attention_factor=_yarn_attention_factor(scaling, factor),
+                truncate=scaling.flag("truncate", default=True),
+            )
+
+
+def _yarn_attention_factor(scaling: Fields, factor: float) -> float:
+    """Peng et al. 2023, equation 22, and DeepSeek's generalisation by two mscales."""
+    if scaling.get("attention_factor") is not None:
+        return scaling.number("attention_factor")
+    mscale, mscale_all_dim = scaling.get("mscale"), scaling.get("mscale_all_dim")
+    if mscale and mscale_all_dim:
+        return mscale_of(factor, mscale) / mscale_of(factor, mscale_all_dim)
+    return mscale_of(factor, 1.0)
+
+
+def mscale_of(factor: float, mscale: float) -> float:
+    """By how much attention is sharpened over `factor` times the context (YaRN)."""
+    return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0

@@ -1,0 +1,128 @@
+"""One engine: what the proxy knows of it, and what it says of itself.
+
+    UNKNOWN -> READY <-> NOT_READY <-> UNREACHABLE        (by health checks)
+
+Values; which engines there are is `backends`'s.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from pdserve.config.schema import Role
+from pdserve.wire.request import EngineInfo
+
+if TYPE_CHECKING:
+    import asyncio
+
+    from pdserve.proxy.breaker import Breaker
+    from pdserve.proxy.client import Leg
+
+
+class Health(enum.Enum):
+    """What the last check saw."""
+
+    UNKNOWN = "unknown"
+    READY = "ready"
+    NOT_READY = "not_ready"
+    UNREACHABLE = "unreachable"
+
+
+class EngineLoad(msgspec.Struct, frozen=True):
+    """The part of an engine's statistics that routing uses."""
+
+    num_running: int = 0
+    num_waiting: int = 0
+    num_receiving: int = 0
+    num_blocks: int = 0
+    blocks: dict[str, int] = {}
+
+    @property
+    def kv_usage(self) -> float:
+        """Share of the KV blocks that are held, leased or receiving."""
+        free = self.blocks.get("free", 0) + self.blocks.get("cached", 0)
+        return 1 - free / self.num_blocks if self.num_blocks else 0.0
+
+
+class EngineReport(msgspec.Struct, frozen=True):
+    """The answer to `GET /pdserve/info`."""
+
+    engine: EngineInfo | None = None
+    stats: EngineLoad | None = None
+
+
+class Registration(msgspec.Struct, frozen=True):
+    """What an engine sends to `POST /pdserve/register`, at least once per lease."""
+
+    url: str
+    role: Role
+    engine: EngineInfo
+    lease_s: float
+
+
+class Deregistration(msgspec.Struct, frozen=True):
+    """What an engine sends to `DELETE /pdserve/register`."""
+
+    url: str
+
+
+@dataclass(eq=False, slots=True)
+class Backend:
+    """One engine.
+
+    Attributes:
+        url: Base URL, without a slash at the end; names the engine.
+        is_static: Given on the command line: stays without a lease.
+        lease_end_s: Monotonic; when a registered engine is forgotten.
+        num_foreign: Requests there that are not this proxy's, as of `load_s`.
+        models: Entries of its `/v1/models`.
+        legs: Exchanges in flight.
+    """
+
+    url: str
+    role: Role
+    is_static: bool
+    breaker: Breaker
+    info: EngineInfo | None = None
+    health: Health = Health.UNKNOWN
+    reason: str = "not checked yet"
+    lease_end_s: float = float("inf")
+    in_flight: int = 0
+    num_foreign: int = 0
+    kv_usage: float = 0.0
+    load_s: float = float("-inf")
+    num_late_checks: int = 0
+    models: list[dict[str, Any]] = field(default_factory=list)
+    legs: set[Leg] = field(default_factory=set)
+    watcher: asyncio.Task[None] | None = None
+
+    @property
+    def available(self) -> bool:
+        """Whether a request may be sent there now."""
+        return self.health is Health.READY and self.breaker.allows
+
+    def prefills(self) -> bool:
+        """Whether its role includes prefill for others."""
+        return self.role is not Role.DECODE
+
+    def decodes(self) -> bool:
+        """Whether its role includes decode for others."""
+        return self.role is not Role.PREFILL
+
+
+class Use:
+    """A request's hold on an engine while a leg runs there."""
+
+    def __init__(self, backend: Backend) -> None:
+        self._backend = backend
+        self._is_ok = False
+
+    def ok(self) -> None:
+        """The engine answers as it should; said once per leg, when it begins to."""
+        if not self._is_ok:
+            self._is_ok = True
+            self._backend.breaker.succeed()

@@ -1,0 +1,156 @@
+"""The paths that engines answer: generation, and the tokens of a text.
+
+Reads a request and accounts for how it ended. How it is served is `flow`'s.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from typing import TYPE_CHECKING
+
+from aiohttp import hdrs, web
+
+from pdserve.errors import InternalError, PdserveError
+from pdserve.proxy.bodies import ClientBody
+from pdserve.proxy.boundary import REQUEST_ID, REQUEST_ID_KEY
+from pdserve.proxy.errors import ClientGoneError, RefusedError, WorkerError
+from pdserve.proxy.flow import Flow
+from pdserve.proxy.keys import engine_headers
+from pdserve.proxy.legs import DEADLINE_HEADER
+from pdserve.proxy.live import shutting_down
+from pdserve.proxy.story import Story
+
+if TYPE_CHECKING:
+    import random
+
+    from pdserve.observe.clock import Clock
+    from pdserve.proxy.backend import Backend
+    from pdserve.proxy.legs import Services
+    from pdserve.proxy.live import Live
+    from pdserve.proxy.recent import Recent
+
+log = logging.getLogger(__name__)
+
+
+class Generation:
+    """Serves requests, one coroutine each.
+
+    Args:
+        rng: Draws the seeds of requests that bring none.
+        live: Holds each request while it runs; `recent` has it afterwards.
+    """
+
+    def __init__(
+        self,
+        services: Services,
+        clock: Clock,
+        rng: random.Random,
+        *,
+        live: Live,
+        recent: Recent,
+    ) -> None:
+        self._services = services
+        self._config = services.config
+        self._metrics = services.metrics
+        self._clock = clock
+        self._rng = rng
+        self._live = live
+        self._recent = recent
+
+    def routes(self) -> list[web.RouteDef]:
+        """Its paths."""
+        return [
+            web.post("/v1/completions", self._generate),
+            web.post("/v1/chat/completions", self._generate),
+            web.post("/tokenize", self._forward),
+            web.post("/detokenize", self._forward),
+        ]
+
+    async def _generate(self, request: web.Request) -> web.StreamResponse:
+        story = Story(request[REQUEST_ID_KEY], request.path, self._clock)
+        deadline_s = self._clock.wall_s() + self._config.request_timeout_s
+        with self._live.hold(story):
+            return await self._told(request, story, deadline_s)
+
+    async def _told(
+        self, request: web.Request, story: Story, deadline_s: float
+    ) -> web.StreamResponse:
+        """Serve a request; count how it ended, and write its line."""
+        outcome = "error"
+        try:
+            if self._live.is_closed:
+                outcome = "shed"
+                raise shutting_down()
+            try:
+                body = ClientBody(
+                    await request.read(),
+                    created=int(self._clock.wall_s()),
+                    fallback_seed=self._rng.getrandbits(48),
+                )
+            except (PdserveError, web.HTTPException, web.RequestPayloadError):
+                outcome = "client_error"
+                raise
+            story.streamed = body.stream
+            flow = Flow(
+                self._services,
+                request,
+                body,
+                story,
+                headers={
+                    **engine_headers(self._config.api_keys, request.headers),
+                    hdrs.CONTENT_TYPE: "application/json",
+                    REQUEST_ID: story.request_id,
+                    "X-Pdserve-Stages": "1",
+                    DEADLINE_HEADER: f"{deadline_s:.3f}",
+                },
+                reply_headers={REQUEST_ID: story.request_id},
+            )
+            response = await flow.run()
+            outcome = flow.outcome
+            return response
+        except (ClientGoneError, asyncio.CancelledError):
+            outcome = "disconnected"
+            self._metrics.disconnects.labels(story.stage.value).inc()
+            raise
+        finally:
+            self._metrics.requests.labels(outcome).inc()
+            if outcome == "ok":
+                self._metrics.observe(story)
+            log.info("%s", self._recent.add(story, outcome).line)
+
+    async def _forward(self, request: web.Request) -> web.StreamResponse:
+        """Ask any engine; a failing one is replaced by another."""
+        body = await request.read()
+        headers = {
+            **engine_headers(self._config.api_keys, request.headers),
+            hdrs.CONTENT_TYPE: "application/json",
+            REQUEST_ID: request[REQUEST_ID_KEY],
+        }
+        services = self._services
+        failed: set[Backend] = set()
+        for attempt in range(self._config.retry_max_retries + 1):
+            engine = services.router.any_engine(failed)
+            leg = services.http.leg(f"{engine.url}{request.path}", body, headers)
+            try:
+                with services.backends.use(engine, leg) as use:
+                    content_type = await leg.open()
+                    answer = await leg.read()
+                    use.ok()
+                return web.Response(body=answer, content_type=content_type)
+            except RefusedError as refusal:
+                refused = web.Response(
+                    status=refusal.status, body=refusal.body, content_type="application/json"
+                )
+                if refusal.retry_after is not None:
+                    refused.headers[hdrs.RETRY_AFTER] = refusal.retry_after
+                return refused
+            except WorkerError as failure:
+                self._metrics.leg_failures.labels("forward", failure.reason).inc()
+                if attempt == self._config.retry_max_retries:
+                    raise
+                failed.add(engine)
+                self._metrics.retries.labels("forward").inc()
+            finally:
+                leg.close()
+        raise InternalError("the last attempt returns or raises")

@@ -1,0 +1,93 @@
+"""The paths by which engines register, renew that, and leave.
+
+Knows who may: whoever has the deployment's secret. Which engines there are is `backends`'s.
+"""
+
+from __future__ import annotations
+
+import hmac
+import logging
+from typing import TYPE_CHECKING, TypeVar
+
+import msgspec
+from aiohttp import web
+
+from pdserve.errors import BadRequestError, HandshakeError, UnauthorizedError
+from pdserve.observe.log import log_event
+from pdserve.proxy.answers import error_answer, json_answer
+from pdserve.proxy.backend import Deregistration, Registration
+from pdserve.proxy.client import AUTH_HEADER, signature
+
+if TYPE_CHECKING:
+    from pdserve.config.schema import ProxyConfig
+    from pdserve.proxy.backends import Backends
+
+Message = TypeVar("Message")
+
+log = logging.getLogger(__name__)
+
+_MAX_REFUSALS = 1000
+"""Refused engines that are remembered: their number is up to whoever sends registrations."""
+
+
+class Registrations:
+    """Takes what engines say of themselves."""
+
+    def __init__(self, config: ProxyConfig, backends: Backends) -> None:
+        self._config = config
+        self._backends = backends
+        self._refusals: dict[str, str] = {}
+
+    def routes(self) -> list[web.RouteDef]:
+        """Its paths."""
+        return [
+            web.post("/pdserve/register", self._register),
+            web.delete("/pdserve/register", self._deregister),
+        ]
+
+    async def _register(self, request: web.Request) -> web.Response:
+        registration = await self._signed(request, Registration)
+        try:
+            self._backends.register(registration)
+        except HandshakeError as error:
+            # The engine goes on asking: once is enough.
+            if self._refusals.get(registration.url) != error.message:
+                if len(self._refusals) >= _MAX_REFUSALS:
+                    self._refusals.clear()
+                self._refusals[registration.url] = error.message
+                log_event(
+                    log,
+                    "registration refused",
+                    level=logging.ERROR,
+                    engine=registration.url,
+                    reason=error.message,
+                )
+            return error_answer(error, status=409)
+        self._refusals.pop(registration.url, None)
+        return json_answer({"lease_s": registration.lease_s})
+
+    async def _deregister(self, request: web.Request) -> web.Response:
+        self._backends.deregister((await self._signed(request, Deregistration)).url)
+        return json_answer({})
+
+    async def _signed(self, request: web.Request, type_: type[Message]) -> Message:
+        """Read a message that only the deployment's own parts may send.
+
+        Raises:
+            UnauthorizedError: Its signature is not made with the deployment's secret.
+            BadRequestError: It is not such a message.
+        """
+        body = await request.read()
+        if self._config.secret:
+            offered = request.headers.get(AUTH_HEADER, "").encode("utf-8", "surrogateescape")
+            expected = signature(self._config.secret, body).encode()
+            if not hmac.compare_digest(offered, expected):
+                raise UnauthorizedError(
+                    f"{AUTH_HEADER} does not fit: engine and proxy need the same secret, given to "
+                    "both as PDSERVE_SECRET",
+                    code="invalid_signature",
+                )
+        try:
+            return msgspec.json.decode(body, type=type_)
+        except msgspec.MsgspecError as error:
+            raise BadRequestError(f"the registration cannot be read: {error}") from None

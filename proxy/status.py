@@ -1,0 +1,111 @@
+"""Health, models, version, metrics, and the order to forget cached prefixes.
+
+Says of the engines what the proxy knows anyway; only that order asks them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING, Any
+
+from aiohttp import hdrs, web
+
+import pdserve
+from pdserve.config.schema import Role
+from pdserve.errors import NotFoundError, UnavailableError, UpstreamError
+from pdserve.observe.metrics import CONTENT_TYPE
+from pdserve.proxy.answers import json_answer
+from pdserve.proxy.backend import Health
+from pdserve.proxy.keys import engine_headers
+from pdserve.proxy.live import shutting_down
+
+if TYPE_CHECKING:
+    from pdserve.proxy.legs import Services
+    from pdserve.proxy.live import Live
+
+
+class Status:
+    """What a proxy says of itself and of its engines as a whole."""
+
+    def __init__(self, services: Services, live: Live) -> None:
+        self._services = services
+        self._live = live
+
+    def routes(self) -> list[web.RouteDef]:
+        """Its paths."""
+        return [
+            web.get("/v1/models", self._models),
+            web.get("/v1/models/{model:.+}", self._model),
+            web.get("/health", self._alive),
+            web.get("/livez", self._alive),
+            web.get("/readyz", self._readyz),
+            web.get("/metrics", self._metrics),
+            web.get("/version", self._version),
+            web.post("/reset_prefix_cache", self._reset_prefix_cache),
+        ]
+
+    def exposition(self) -> bytes:
+        """Return what `/metrics` says now."""
+        backends, admission = self._services.backends, self._services.admission
+        return self._services.metrics.exposition(
+            backends=backends.count(),
+            open_edges=backends.open_edges(),
+            running=admission.num_running,
+            waiting=admission.num_waiting,
+            stages=[story.stage for story in self._live.stories],
+        )
+
+    def _known_models(self) -> list[dict[str, Any]]:
+        """The engines' models, each once; the shortest context of those that serve it."""
+        merged: dict[str, dict[str, Any]] = {}
+        for backend in self._services.backends:
+            for model in backend.models:
+                known = merged.setdefault(model["id"], dict(model))
+                lengths = [known.get("max_model_len"), model.get("max_model_len")]
+                known["max_model_len"] = min((n for n in lengths if n is not None), default=None)
+        return list(merged.values())
+
+    async def _models(self, request: web.Request) -> web.Response:
+        return json_answer({"object": "list", "data": self._known_models()})
+
+    async def _model(self, request: web.Request) -> web.Response:
+        name = request.match_info["model"]
+        for model in self._known_models():
+            if model["id"] == name:
+                return json_answer(model)
+        raise NotFoundError(
+            f"the model {name!r} does not exist", param="model", code="model_not_found"
+        )
+
+    async def _alive(self, request: web.Request) -> web.Response:
+        return web.Response()
+
+    async def _readyz(self, request: web.Request) -> web.Response:
+        if self._live.is_closed:
+            raise shutting_down()
+        if (reason := self._services.router.readiness()) is not None:
+            raise UnavailableError(reason, retry_after_s=1.0)
+        counts = self._services.backends.count()
+        engines = {role.value: counts[role.value, Health.READY.value] for role in Role}
+        return json_answer({"status": "ready", "engines": engines})
+
+    async def _metrics(self, request: web.Request) -> web.Response:
+        return web.Response(body=self.exposition(), headers={hdrs.CONTENT_TYPE: CONTENT_TYPE})
+
+    async def _version(self, request: web.Request) -> web.Response:
+        return json_answer({"version": pdserve.__version__})
+
+    async def _reset_prefix_cache(self, request: web.Request) -> web.Response:
+        """Have every engine forget its cached prefixes, so that runs do not find each other's."""
+        engines = list(self._services.backends)
+        if not engines:
+            raise UnavailableError("this proxy knows no engine", retry_after_s=1.0)
+        headers = engine_headers(self._services.config.api_keys, request.headers)
+        path = f"/reset_prefix_cache?{request.query_string}".removesuffix("?")
+        http = self._services.http
+        failures = await asyncio.gather(
+            *(http.post_empty(f"{engine.url}{path}", headers) for engine in engines)
+        )
+        if told := [failure for failure in failures if failure is not None]:
+            raise UpstreamError(f"not every engine forgot its prefixes: {'; '.join(told)}")
+        return web.Response()

@@ -1,0 +1,45 @@
+"""State machines that must have met every situation that they are there for."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import Protocol, cast
+
+from hypothesis import seed, settings
+from hypothesis.stateful import RuleBasedStateMachine, run_state_machine_as_test
+
+MAX_ROUNDS = 10
+
+
+class _Counting(Protocol):
+    reached: Counter[str]
+
+
+def run_until_reached(
+    machine: type[RuleBasedStateMachine],
+    wanted: Sequence[str],
+    *,
+    max_examples: int,
+    stateful_step_count: int = 40,
+) -> None:
+    """Run a machine, round after round, until its ``reached`` has counted every wanted name.
+
+    A machine that never gets there would prove nothing.
+
+    Raises:
+        AssertionError: An example failed, or some name was not reached in `MAX_ROUNDS`.
+    """
+    reached = cast("_Counting", machine).reached
+    reached.clear()
+    options = settings(
+        max_examples=max_examples, stateful_step_count=stateful_step_count, deadline=None
+    )
+    for number in range(MAX_ROUNDS):
+        # Each of another seed: under a profile that derandomizes, they would be the same.
+        chosen = seed(number)(machine) if number else machine
+        run_state_machine_as_test(chosen, settings=options)
+        if all(reached[name] for name in wanted):
+            return
+    missing = [name for name in wanted if not reached[name]]
+    raise AssertionError(f"never reached: {missing}; reached: {sorted(reached.items())}")
