@@ -296,7 +296,7 @@ class Legs:
                 handoff = handoff_in(answer, backend.url)
                 if handoff is None:
                     return self._json(answer)
-                self._story.first_token()
+                self._story.first_token(self._now_s())
                 self._note_handoff(handoff)
                 return Prefilled(backend, handoff, life, answer)
             async for events in leg.batches():
@@ -431,8 +431,9 @@ class Legs:
             if data:
                 use.ok()
                 self._story.stage = stage
+                sent_s = self._now_s()
                 if await self._delivery.send(data) and relay.num_events > num_events:
-                    self._story.chunk()
+                    self._story.chunk(sent_s)
                 self._story.num_output_tokens += relay.num_events - num_events
                 num_events = relay.num_events
             if relay.done:
@@ -470,8 +471,9 @@ class Legs:
         """Send the prefill engine's events on."""
         data = b"".join([event.raw for event in events])
         num_tokens = sum(not event.is_done for event in events)
+        sent_s = self._now_s()
         if await self._delivery.send(data) and self._story.first_token_s is None:
-            self._story.first_token()
+            self._story.first_token(sent_s)
             self._story.num_output_tokens += num_tokens
         if events[-1].is_done:
             self._count_tokens(usage_at_end(data))
@@ -517,6 +519,9 @@ class Legs:
             request=self._story.request_id,
         )
 
+    def _now_s(self) -> float:
+        return self._story.clock.monotonic_s()
+
     def _count_tokens(self, usage: tuple[int, int] | None) -> None:
         if usage is not None:
             self._story.num_prompt_tokens, self._story.num_output_tokens = usage
@@ -524,7 +529,7 @@ class Legs:
     def _json(self, body: bytes) -> web.Response:
         """The whole answer in one piece."""
         if self._story.first_token_s is None:
-            self._story.first_token()
+            self._story.first_token(self._now_s())
         body = without_internals(body)
         self._count_tokens(usage_in(body))
         return web.Response(

@@ -160,21 +160,24 @@ class Story:
         self.rungs.append(rung)
         self.tell(f"ladder: {rung.value}")
 
-    def first_token(self) -> None:
-        """The client has its first token."""
-        self.first_token_s = self.last_chunk_s = self.clock.monotonic_s()
+    def first_token(self, sent_s: float) -> None:
+        """The client gets its first token.
 
-    def chunk(self) -> None:
-        """The client has a further chunk of tokens."""
-        now = self.clock.monotonic_s()
+        Args:
+            sent_s: Just before it was written, by `clock`: no client can have had it earlier.
+        """
+        self.first_token_s = self.last_chunk_s = sent_s
+
+    def chunk(self, sent_s: float) -> None:
+        """The client gets a further chunk of tokens; the argument is that of `first_token`."""
         if self.first_token_s is None:
-            self.first_token_s = self.last_chunk_s = now
+            self.first_token(sent_s)
             return
         if self.second_token_s is None and self.mode is Mode.DISAGGREGATED:
-            self.second_token_s = now
+            self.second_token_s = sent_s
         else:
-            self.token_gaps_s.append(now - self.last_chunk_s)
-        self.last_chunk_s = now
+            self.token_gaps_s.append(sent_s - self.last_chunk_s)
+        self.last_chunk_s = sent_s
 
     def ttft_terms(self) -> dict[str, float]:
         """Seconds by `TTFT_TERMS`; they add up to the time to first token.

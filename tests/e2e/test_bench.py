@@ -39,6 +39,9 @@ LOAD = (
     "--allow-invalid",  # the machine may be busy: whether the client kept up is another test's
 )
 
+# To what a server's times are told.
+ROUNDED_MS = 0.001
+
 # What vllm bench serve writes with --save-result --save-detailed, of version 0.11.
 VLLM_KEYS = {
     *("date", "endpoint_type", "backend", "label", "model_id", "tokenizer_id", "num_prompts"),
@@ -146,11 +149,9 @@ def test_the_stages_of_every_request_add_up_to_the_servers_ttft(seen: Seen) -> N
         assert sum(outcome.stages.values()) == pytest.approx(told["ttft_ms"], abs=0.1)
 
 
-def test_a_client_waits_longer_than_the_server_says(seen: Seen) -> None:
-    """Of single requests it may be the other way round: a server looks at the clock when its write
-    has returned, and on a busy machine the client may have read by then."""
+def test_every_client_waits_longer_than_the_server_says(seen: Seen) -> None:
     outside_ms = [outcome.ttft_s * 1e3 - told["ttft_ms"] for outcome, told in seen.pairs()]
-    assert statistics.median(outside_ms) > 0
+    assert min(outside_ms) > -ROUNDED_MS
     spread = seen.saved["pdserve"]["stages"]["outside_server"]
     assert spread["p50_ms"] == pytest.approx(statistics.median(outside_ms), abs=0.1)
 

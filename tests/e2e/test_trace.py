@@ -24,6 +24,7 @@ pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
 SUM_TOLERANCE_US = 100.0
 TTFT_TOLERANCE_MS = 25.0
+ROUNDED_MS = 0.001  # to what the times are told
 """Of the client's own time where it was least: on a busy machine it waits for its turn."""
 
 
@@ -76,7 +77,7 @@ def assert_ttft_is_the_sum(
         for name in ("admission", "reserve", "prefill"):
             assert abs(row.stages_us.get(name, 0.0) - terms_us[name]) <= SUM_TOLERANCE_US
         own_ms.append(ttft_s[request_id] * 1e3 - row.args["ttft_ms"])
-    assert 0.0 <= min(own_ms) <= TTFT_TOLERANCE_MS
+    assert -ROUNDED_MS <= min(own_ms) <= TTFT_TOLERANCE_MS
 
 
 def assert_the_trace_of_a_deployment(deployment: Deployment, tmp_path: Path, mode: str) -> None:

@@ -78,7 +78,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any], dict[str, tuple[str, ...]]]] = {
         },
     ),
 }  # fmt: skip
-COVERING = {"replicated heads", "block sizes", "latent", "both"}
+COVERING = {"latent", "both"}
 
 
 class Pair:

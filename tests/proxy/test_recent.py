@@ -23,12 +23,12 @@ def ended(clock: ManualClock, request_id: str = "a", *, wait_s: float = 0.01) ->
     story.leg_sent(Stage.PREFILL, "http://p")
     story.receiver_sent("http://d")
     clock.advance(wait_s)
-    story.first_token()
+    story.first_token(clock.monotonic_s())
     story.prefill_stages = EngineStages(queue_s=0.001, prefill_s=wait_s / 2)
     story.decode_stages = EngineStages(kv_mode="push", kv_bytes=99, first_step_s=0.001)
     for gap_s in (0.002, 0.005, 0.006, 0.019):
         clock.advance(gap_s)
-        story.chunk()
+        story.chunk(clock.monotonic_s())
     story.num_prompt_tokens, story.num_output_tokens = 7, 5
     return story
 

@@ -31,12 +31,12 @@ def told(
     clock.advance(waits[2])
     story.leg_sent(Stage.PREFILL, "http://q")
     clock.advance(waits[3])
-    story.first_token()
+    story.first_token(clock.monotonic_s())
     story.prefill_stages, story.decode_stages = prefill, decode
     clock.advance(waits[4])
-    story.chunk()
+    story.chunk(clock.monotonic_s())
     clock.advance(waits[5])
-    story.chunk()
+    story.chunk(clock.monotonic_s())
     return story
 
 
