@@ -151,6 +151,8 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
         max_num_seqs: Requests in one step at most.
         max_num_batched_tokens: Token budget of one step.
         enable_chunked_prefill: Whether a prompt may be spread over steps.
+        long_prefill_token_threshold: Tokens of one prompt in a step, at most, so that shorter
+            prompts share the step with it instead of waiting for its end; 0 sets no limit.
         max_waiting: Requests that may wait before new ones are refused with 429.
         recompute_tokens_per_s: Prompt tokens per second that may be computed here because a
             prefill engine, or the transfer from it, failed; 0 allows none.
@@ -159,6 +161,7 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
     max_num_seqs: int = 128
     max_num_batched_tokens: int = 2048
     enable_chunked_prefill: bool = True
+    long_prefill_token_threshold: int = 0
     policy: SchedulingPolicy = SchedulingPolicy.FCFS
     max_waiting: int = 4096
     recompute_tokens_per_s: int = 8192
@@ -177,6 +180,13 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
             "max-num-batched-tokens",
             self.max_num_batched_tokens,
             "it must be positive",
+        )
+        _require_not_negative("long-prefill-token-threshold", self.long_prefill_token_threshold)
+        _require(
+            self.long_prefill_token_threshold == 0 or self.enable_chunked_prefill,
+            "long-prefill-token-threshold",
+            self.long_prefill_token_threshold,
+            "it spreads a prompt over steps: leave --enable-chunked-prefill on, or give 0",
         )
 
 

@@ -148,6 +148,7 @@ _ENGINE: Final = (
             ("max-num-seqs", "scheduler.max_num_seqs", "N", "requests in one step at most"),
             ("max-num-batched-tokens", "scheduler.max_num_batched_tokens", "N", "token budget of one step"),
             ("enable-chunked-prefill", "scheduler.enable_chunked_prefill", "", "spread a prompt over steps"),
+            ("long-prefill-token-threshold", "scheduler.long_prefill_token_threshold", "N", "tokens of one prompt in a step at most, so that shorter ones share it; 0 is no limit"),
             ("scheduling-policy", "scheduler.policy", "fcfs|priority", "which waiting request comes first"),
             ("max-waiting", "scheduler.max_waiting", "N", "requests that may wait before new ones get 429"),
             ("recompute-tokens-per-second", "scheduler.recompute_tokens_per_s", "N", "prompt tokens computed here per second after failed transfers; 0 allows none"),

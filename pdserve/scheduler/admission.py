@@ -93,6 +93,7 @@ class Admitter:
                 num_reserved_blocks=self._num_reserved_blocks(),
                 block_size=self._kv.block_size,
                 may_split=self._config.enable_chunked_prefill,
+                max_of_one=0 if is_load else self._config.long_prefill_token_threshold,
             )
             if admission is None or admission.num_tokens == 0:
                 break

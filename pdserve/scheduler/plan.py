@@ -73,6 +73,7 @@ def plan_running(
     may_split: bool,
     freed_by: Callable[[int], int] | None,
     max_decodes: int | None = None,
+    max_of_one: int = 0,
 ) -> RunningPlan:
     """Divide the token budget over the running requests, preempting where blocks lack.
 
@@ -86,6 +87,7 @@ def plan_running(
             and a request that lacks blocks sits the step out.
         max_decodes: Decoding requests in the step, at most: the others are left for the steps
             that follow while this one is in flight. None sets no limit.
+        max_of_one: Tokens of one request, at most; 0 sets no limit. Only with `may_split`.
 
     Returns:
         A plan that fits the budget and the free blocks. O(candidates) without
@@ -106,7 +108,7 @@ def plan_running(
             continue
         if request.num_wanted > budget and not may_split:
             continue
-        num = min(request.num_wanted, budget)
+        num = min(request.num_wanted, budget, max_of_one or budget)
         need = max(0, -(-(request.num_computed + num) // block_size) - request.num_blocks)
         while need > free and freed_by is not None:
             victims = [
@@ -181,6 +183,7 @@ def plan_admission(
     num_reserved_blocks: int,
     block_size: int,
     may_split: bool,
+    max_of_one: int = 0,
 ) -> Admission | None:
     """Whether a waiting request may start now.
 
@@ -197,6 +200,7 @@ def plan_admission(
         num_reserved_blocks: Blocks kept for the growth of running requests.
         block_size: Tokens per block.
         may_split: Whether it may start with a part of what it wants.
+        max_of_one: Tokens of it in this step, at most; 0 sets no limit. Only with `may_split`.
     """
     need = -(-num_tokens // block_size) - num_hit_blocks + num_hit_free
     if need + num_reserved_blocks > num_free_blocks:
@@ -204,4 +208,4 @@ def plan_admission(
     wanted = num_tokens - num_computed
     if wanted > token_budget and not may_split:
         return None
-    return Admission(min(wanted, token_budget))
+    return Admission(min(wanted, token_budget, max_of_one or token_budget))

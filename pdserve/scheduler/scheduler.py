@@ -404,6 +404,7 @@ class Scheduler:
             may_split=self._config.enable_chunked_prefill,
             freed_by=None if self._inflight.is_computing else freed_by,
             max_decodes=self._max_decodes(batch),
+            max_of_one=self._config.long_prefill_token_threshold,
         )
         for index in plan.preempted:
             self._preempt(batch[index], now_s)

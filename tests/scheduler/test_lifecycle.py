@@ -314,6 +314,25 @@ def test_a_prompt_longer_than_the_budget_runs_where_prompts_may_not_be_split() -
     assert scheduler.is_idle
 
 
+def test_a_short_prompt_shares_steps_with_a_long_one_that_may_have_only_so_much_of_each() -> None:
+    scheduler, worker = small_scheduler(
+        16, max_num_batched_tokens=24, long_prefill_token_threshold=8
+    )
+    scheduler.add(make_request("long", 2, prompt=[1] * 20))
+    step = scheduler.schedule()
+    assert step is not None
+    assert step.num_scheduled_tokens == {"long": 8}
+    scheduler.update(worker.execute(step))
+    scheduler.add(make_request("short", 2, prompt=[2] * 6))
+    shares = []
+    while not scheduler.is_idle:
+        step = scheduler.schedule()
+        assert step is not None
+        shares.append(dict(step.num_scheduled_tokens))
+        scheduler.update(worker.execute(step))
+    assert shares == [{"long": 8, "short": 6}, {"long": 4, "short": 1}, {"long": 1}]
+
+
 def test_nobody_starts_with_blocks_that_a_running_request_lacks() -> None:
     scheduler, _ = small_scheduler(11, max_num_batched_tokens=40)
     scheduler.add(make_request("first", 8, prompt=[2] * 33))

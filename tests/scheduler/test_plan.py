@@ -91,6 +91,30 @@ def test_with_blocks_to_spare_the_first_request_always_advances(
 
 @given(
     batch=candidates(),
+    budget=st.integers(1, 24),
+    free=st.integers(0, 8),
+    max_of_one=st.integers(1, 24),
+)
+def test_no_request_gets_more_of_a_step_than_one_may_have_and_what_is_left_goes_to_others(
+    batch: list[Candidate], budget: int, free: int, max_of_one: int
+) -> None:
+    plan = plan_running(
+        batch,
+        token_budget=budget,
+        num_free_blocks=free,
+        block_size=BLOCK,
+        may_split=True,
+        freed_by=None,
+        max_of_one=max_of_one,
+    )
+    assert all(num_tokens <= max_of_one for num_tokens in plan.num_tokens.values())
+    assert sum(plan.num_tokens.values()) + plan.budget_left == budget
+    idle = {i for i, c in enumerate(batch) if c.num_wanted} - plan.num_tokens.keys()
+    assert not idle or not plan.budget_left or plan.is_short_of_blocks
+
+
+@given(
+    batch=candidates(),
     max_decodes=st.integers(1, 4),
     free=st.integers(0, 8),
     may_preempt=st.booleans(),
@@ -140,10 +164,18 @@ def test_a_preempted_request_leaves_its_place_among_the_decoding_ones() -> None:
     free=st.integers(0, 30),
     reserved=st.integers(0, 3),
     may_split=st.booleans(),
+    max_of_one=st.integers(0, 50),
 )
 def test_a_request_is_admitted_only_if_all_of_it_fits(
-    num_tokens: int, computed: int, budget: int, free: int, reserved: int, may_split: bool
+    num_tokens: int,
+    computed: int,
+    budget: int,
+    free: int,
+    reserved: int,
+    may_split: bool,
+    max_of_one: int,
 ) -> None:
+    max_of_one *= may_split
     computed = min(computed, num_tokens - 1) // BLOCK * BLOCK
     hit = computed // BLOCK
     admission = plan_admission(
@@ -156,6 +188,7 @@ def test_a_request_is_admitted_only_if_all_of_it_fits(
         num_reserved_blocks=reserved,
         block_size=BLOCK,
         may_split=may_split,
+        max_of_one=max_of_one,
     )
     fits = -(-num_tokens // BLOCK) + reserved <= free
     if not fits:
@@ -164,7 +197,8 @@ def test_a_request_is_admitted_only_if_all_of_it_fits(
         assert not may_split
         assert num_tokens - computed > budget
     else:
-        assert 0 < admission.num_tokens <= min(budget, num_tokens - computed)
+        most = min(budget, max_of_one or budget)
+        assert admission.num_tokens == min(most, num_tokens - computed)
 
 
 RANKS = st.tuples(st.integers(0, 2), st.integers(0, 9))
