@@ -6,12 +6,13 @@ Prints one JSON object of three parts:
   are from the server's own times, token by token. Goal: 1 ms.
 - `overhead`: at 200 requests/s against the same server with fixed delays: by how much the median
   TTFT is above what the server itself took. Goal: 2 %, or a run that says it is not valid.
-- `aiperf`: the same prompts, one at a time, sent to one deployment (prefill, decode, proxy; the
-  boxed model) by us and by NVIDIA's aiperf in turns. Goal: medians within 5 % or 1 ms, equal
-  token counts. `above_server_ms` is by how much each client's TTFTs are above what the proxy itself
-  took for the same requests, which leaves out that the machine is faster in one turn than in
-  another. aiperf runs in an environment of its own, which is made for it in a temporary
-  directory unless `--aiperf` names its program.
+- `aiperf`: the same prompts, one at a time, sent to one deployment (prefill, decode, proxy; the 135M
+  shape, whose prefill is long beside what a client adds) by us and by NVIDIA's aiperf in turns.
+  Goal: medians within 5 % or 1 ms, equal token counts. `above_server_ms` is by how much each
+  client's TTFTs are above what the proxy itself took for the same requests, which leaves out that
+  the machine is faster in one turn than in another (aiperf's own processes slow it). aiperf runs in
+  an environment of its own, which is made for it in a temporary directory unless `--aiperf` names
+  its program.
 
     python -m benchmarks.clients [--parts known,overhead,aiperf] [--aiperf PATH]
 """
@@ -37,6 +38,7 @@ import numpy as np
 
 from benchmarks.deployments import processes, until_ready
 from benchmarks.scripted_server import Script
+from benchmarks.shapes import SMOLLM2_135M, write_model
 from pdserve.bench import environment
 from pdserve.bench.arrivals import Arrivals, schedule
 from pdserve.bench.records import Planned, Run
@@ -203,24 +205,25 @@ def _ms(seconds: float) -> float:
 
 # --- beside another client
 
-NUM_PROMPTS, NUM_WORDS, NUM_OUT = 40, 500, 48
+NUM_PROMPTS, NUM_WORDS, NUM_OUT = 24, 100, 24
 NUM_WARMUPS = 4
 """Requests that each client sends before those that count."""
-_TOKENIZER = "pdserve/boxed"
+_TOKENIZER = "pdserve/smollm2-135m"
 
 
 async def _beside_aiperf(args: argparse.Namespace, directory: Path) -> dict[str, Any]:
     program = args.aiperf or await asyncio.to_thread(_install, directory)
     words = (boxed_model_dir() / "corpus.txt").read_text(encoding="utf-8").split()
+    model = write_model(directory / "model", SMOLLM2_135M)
     rounds: list[dict[str, Any]] = []
-    async with _deployed(directory) as url:
+    async with _deployed(model, directory) as url:
         for number in range(args.rounds):
             begins = range(number * NUM_PROMPTS, (number + 1) * NUM_PROMPTS)
             prompts = [" ".join(words[begin * 7 : begin * 7 + NUM_WORDS]) for begin in begins]
             ours = await _ours(url, prompts)
             ours |= await asyncio.to_thread(_told, url, NUM_PROMPTS)
             theirs = await asyncio.to_thread(
-                _theirs, program, url, prompts, directory / f"aiperf-{number}"
+                _theirs, program, url, model, prompts, directory / f"aiperf-{number}"
             )
             theirs |= await asyncio.to_thread(_told, url, NUM_PROMPTS)
             rounds.append({"ours": ours, "aiperf": theirs})
@@ -242,7 +245,8 @@ async def _beside_aiperf(args: argparse.Namespace, directory: Path) -> dict[str,
     counts = ("input_tokens", "output_tokens")
     are_equal = all(summaries["ours"][key] == summaries["aiperf"][key] for key in counts)
     return {
-        "deployment": "prefill, decode, proxy; boxed model; no prefix caching; one thread each",
+        "deployment": "prefill, decode, proxy; 135M shape, random weights; no prefix caching; "
+        "one thread each",
         "load": f"{NUM_PROMPTS} prompts of {NUM_WORDS} words a round, {NUM_OUT} tokens each, one "
         f"request at a time; {args.rounds} rounds, we and aiperf in turns",
         "version": AIPERF,
@@ -264,9 +268,10 @@ def _install(directory: Path) -> str:
 
 
 @contextlib.asynccontextmanager
-async def _deployed(directory: Path) -> Any:
-    flags = [str(boxed_model_dir()), "--port", "0", "--num-threads", "1"]
-    flags += ["--kv-cache-memory-bytes", "256MiB", "--no-enable-prefix-caching"]
+async def _deployed(model: Path, directory: Path) -> Any:
+    flags = [str(model), "--load-format", "dummy", "--max-model-len", "2048", "--port", "0"]
+    flags += ["--num-threads", "1", "--kv-cache-memory-bytes", "256MiB"]
+    flags += ["--no-enable-prefix-caching"]
     async with processes(directory) as started:
         url, _ = await started.start("proxy", "proxy", "--port", "0")
         for role in ("prefill", "decode"):
@@ -294,14 +299,16 @@ async def _ours(url: str, prompts: Sequence[str]) -> dict[str, Any]:
     }
 
 
-def _theirs(program: str, url: str, prompts: Sequence[str], place: Path) -> dict[str, Any]:
+def _theirs(
+    program: str, url: str, model: Path, prompts: Sequence[str], place: Path
+) -> dict[str, Any]:
     place.mkdir()
     prompts_file = place / "prompts.jsonl"
     lines = [json.dumps({"text": prompt}) + "\n" for prompt in prompts]
     prompts_file.write_text("".join(lines), encoding="utf-8")
     extra = {"ignore_eos": True, "temperature": 0, "max_tokens": NUM_OUT}
     arguments = {
-        "model": str(boxed_model_dir()),
+        "model": str(model),
         "tokenizer": _TOKENIZER,
         "url": url,
         "endpoint-type": "completions",
@@ -325,7 +332,7 @@ def _theirs(program: str, url: str, prompts: Sequence[str], place: Path) -> dict
             command,
             stdout=out,
             stderr=subprocess.STDOUT,
-            env={**os.environ, "HF_HUB_OFFLINE": "1", "HF_HOME": str(_hub(place))},
+            env={**os.environ, "HF_HUB_OFFLINE": "1", "HF_HOME": str(_hub(model, place))},
             cwd=place,
             timeout=240,
             check=False,
@@ -346,8 +353,8 @@ def _theirs(program: str, url: str, prompts: Sequence[str], place: Path) -> dict
     }
 
 
-def _hub(place: Path) -> Path:
-    """A cache of the hub with the boxed model's tokenizer: offline, aiperf reads no directory."""
+def _hub(model: Path, place: Path) -> Path:
+    """A cache of the hub with the model's tokenizer: offline, aiperf reads no directory."""
     home = place / "hf"
     cached = home / "hub" / f"models--{_TOKENIZER.replace('/', '--')}"
     commit = "0" * 40
@@ -356,7 +363,7 @@ def _hub(place: Path) -> Path:
     snapshot = cached / "snapshots" / commit
     snapshot.mkdir(parents=True)
     for name in ("tokenizer.json", "tokenizer_config.json", "config.json"):
-        shutil.copy(boxed_model_dir() / name, snapshot)
+        shutil.copy(model / name, snapshot)
     return home
 
 
