@@ -6,9 +6,9 @@ Prints one JSON object of three parts:
   are from the server's own times, token by token. Goal: 1 ms.
 - `overhead`: at 200 requests/s against the same server with fixed delays: by how much the median
   TTFT is above what the server itself took. Goal: 2 %, or a run that says it is not valid.
-- `aiperf`: the same prompts, one at a time, sent to one deployment (prefill, decode, proxy; the 135M
-  shape, whose prefill is long beside what a client adds) by us and by NVIDIA's aiperf in turns.
-  Goal: medians within 5 % or 1 ms, equal token counts. `above_server_ms` is by how much each
+- `aiperf`: the same prompts, one at a time, sent to one deployment (prefill, decode, proxy; the
+  135M shape, whose prefill is long beside what a client adds) by us and by NVIDIA's aiperf in
+  turns. Goal: medians within 5 % or 1 ms, equal token counts. `above_server_ms` is by how much each
   client's TTFTs are above what the proxy itself took for the same requests, which leaves out that
   the machine is faster in one turn than in another (aiperf's own processes slow it). aiperf runs in
   an environment of its own, which is made for it in a temporary directory unless `--aiperf` names
