@@ -8,11 +8,11 @@ Prints one JSON object of three parts:
   TTFT is above what the server itself took. Goal: 2 %, or a run that says it is not valid.
 - `aiperf`: the same prompts, one at a time, sent to one deployment (prefill, decode, proxy; the
   135M shape, whose prefill is long beside what a client adds) by us and by NVIDIA's aiperf in
-  turns. Goal: medians within 5 % or 1 ms, equal token counts. `above_server_ms` is by how much each
-  client's TTFTs are above what the proxy itself took for the same requests, which leaves out that
-  the machine is faster in one turn than in another (aiperf's own processes slow it). aiperf runs in
-  an environment of its own, which is made for it in a temporary directory unless `--aiperf` names
-  its program.
+  turns. Goal: medians within 5 % or 1 ms, equal token counts. The deployment has half of the cores
+  and the clients have the others, so that neither client's own work slows what it measures.
+  `above_server_ms` is by how much each client's TTFTs are above what the proxy itself took for the
+  same requests. aiperf runs in an environment of its own, which is made for it in a temporary
+  directory unless `--aiperf` names its program.
 
     python -m benchmarks.clients [--parts known,overhead,aiperf] [--aiperf PATH]
 """
@@ -246,7 +246,7 @@ async def _beside_aiperf(args: argparse.Namespace, directory: Path) -> dict[str,
     are_equal = all(summaries["ours"][key] == summaries["aiperf"][key] for key in counts)
     return {
         "deployment": "prefill, decode, proxy; 135M shape, random weights; no prefix caching; "
-        "one thread each",
+        "one thread each, all on half of the cores",
         "load": f"{NUM_PROMPTS} prompts of {NUM_WORDS} words a round, {NUM_OUT} tokens each, one "
         f"request at a time; {args.rounds} rounds, we and aiperf in turns",
         "version": AIPERF,
@@ -272,12 +272,21 @@ async def _deployed(model: Path, directory: Path) -> Any:
     flags = [str(model), "--load-format", "dummy", "--max-model-len", "2048", "--port", "0"]
     flags += ["--num-threads", "1", "--kv-cache-memory-bytes", "256MiB"]
     flags += ["--no-enable-prefix-caching"]
+    cores = sorted(os.sched_getaffinity(0))
+    middle = len(cores) // 2
+    if not middle:
+        raise SystemExit("the part aiperf needs two cores: one for the clients alone")
     async with processes(directory) as started:
+        os.sched_setaffinity(0, cores[:middle])  # of this thread, and of what it starts
         url, _ = await started.start("proxy", "proxy", "--port", "0")
         for role in ("prefill", "decode"):
             await started.start(role, role, *flags, "--proxy", url)
         await until_ready([url])
-        yield url
+        os.sched_setaffinity(0, cores[middle:])
+        try:
+            yield url
+        finally:
+            os.sched_setaffinity(0, cores)
 
 
 async def _ours(url: str, prompts: Sequence[str]) -> dict[str, Any]:
@@ -290,12 +299,14 @@ async def _ours(url: str, prompts: Sequence[str]) -> dict[str, Any]:
     failed = [each.error for each in run.outcomes if not each.is_good]
     if failed:
         raise SystemExit(f"our client: {failed[0]}")
+    # As they were sent: one at a time, all due at once, the plan's order is not theirs.
+    outcomes = sorted(run.outcomes, key=lambda each: each.sent_s)
     return {
-        "ttft_ms": [each.ttft_s * 1e3 for each in run.outcomes],
-        "itl_ms": [gap_s * 1e3 for each in run.outcomes for gap_s in each.itl_s],
-        "tpot_ms": [(each.tpot_s or 0.0) * 1e3 for each in run.outcomes],
-        "input_tokens": [each.num_prompt_tokens for each in run.outcomes],
-        "output_tokens": [each.num_output_tokens for each in run.outcomes],
+        "ttft_ms": [each.ttft_s * 1e3 for each in outcomes],
+        "itl_ms": [gap_s * 1e3 for each in outcomes for gap_s in each.itl_s],
+        "tpot_ms": [(each.tpot_s or 0.0) * 1e3 for each in outcomes],
+        "input_tokens": [each.num_prompt_tokens for each in outcomes],
+        "output_tokens": [each.num_output_tokens for each in outcomes],
     }
 
 
