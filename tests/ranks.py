@@ -159,7 +159,7 @@ def _collect(
         for rank in late:
             replies[rank] = _TooLate(timeout_s)
             os.kill(pids[rank], signal.SIGUSR1)  # faulthandler writes where it is
-        time.sleep(1.0)
+        time.sleep(1.0)  # for the stacks: the caller kills what has not ended
     return replies
 
 

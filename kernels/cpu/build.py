@@ -28,6 +28,10 @@ class BuildError(Exception):
     """There is no compiler, or it failed; the message says which, and what it wrote."""
 
 
+class NoCompilerError(BuildError):
+    """There is no compiler."""
+
+
 def library(target: str = NATIVE, cache_dir: Path | None = None) -> Path:
     """Return the shared library, compiling it if the cache has none.
 
@@ -44,7 +48,7 @@ def library(target: str = NATIVE, cache_dir: Path | None = None) -> Path:
         return path
     compiler = _compiler()
     if compiler is None:
-        raise BuildError("no C++ compiler: set CXX, or install g++")
+        raise NoCompilerError("no C++ compiler: set CXX, or install g++")
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with _locked(path.with_suffix(".lock")):

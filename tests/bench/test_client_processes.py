@@ -26,7 +26,7 @@ async def test_nobody_but_asyncio_takes_a_clients_exit_status(
     def late(pid: int, options: int) -> Any:
         if not options & os.WNOHANG:
             os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
-            time.sleep(1.0)
+            time.sleep(1.0)  # asyncio's watcher comes last
         return taken(pid, options)
 
     monkeypatch.setattr(os, "waitpid", late)

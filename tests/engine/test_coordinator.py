@@ -173,7 +173,7 @@ def test_an_idle_coordinator_uses_no_processor_time() -> None:
             pass
         process = psutil.Process(rig.process.pid)
         before = sum(process.cpu_times()[:2])
-        time.sleep(1.0)
+        time.sleep(1.0)  # in which it has nothing to do
         assert sum(process.cpu_times()[:2]) - before <= 0.05
 
 

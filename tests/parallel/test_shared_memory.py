@@ -209,7 +209,7 @@ def test_what_a_rank_said_before_it_died_still_counts() -> None:
 def _wait_asleep(world: World) -> float:
     world.all.barrier()
     if world.all.index == 1:
-        time.sleep(1.0)
+        time.sleep(1.0)  # the other ranks wait for this one, and measure what that costs
     before = time.process_time()
     world.all.all_reduce(torch.ones(3))
     return time.process_time() - before

@@ -190,11 +190,6 @@ class PromptMaker:
 
     # ---- prompts that are given -------------------------------------------------------
 
-    @property
-    def counts_text(self) -> bool:
-        """Whether `count` knows."""
-        return self._vocabulary is not None
-
     def for_text(self, text: str) -> Prompt:
         """A prompt of this text."""
         if self.endpoint is Endpoint.CHAT:

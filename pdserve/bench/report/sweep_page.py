@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Sequence
+from operator import itemgetter
 from typing import Final
 
 from pdserve.bench.report.document import bullets, document, figure, text, two_columns
@@ -147,7 +148,7 @@ def _row(sweep: Sweep, point: Point) -> str:
     cells = [str(len(point.runs)), str(sum(run["completed"] for run in point.runs))]
     cells.append(f'{failed}<small class="bad">failed</small>' if failed else "0")
     for _, key, _ in COLUMNS:
-        values = values_of(point, lambda run, key=key: float(run[key]))  # type: ignore[misc]
+        values = values_of(point, itemgetter(key))
         if not values:
             cells.append("–")
             continue
