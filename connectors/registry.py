@@ -37,6 +37,6 @@ def find(name: str) -> ConnectorFactory:
         if entry.name == name:
             return cast(ConnectorFactory, entry.load())
     raise ConfigError(
-        f"kv_connector {name!r} is not known: use one of {', '.join(names())}",
-        param="kv-transfer-config.kv_connector",
+        f"--kv-transfer-config.kv-connector is {name!r}: use one of {', '.join(names())}",
+        param="kv-transfer-config.kv-connector",
     )

@@ -37,6 +37,9 @@ if TYPE_CHECKING:
     from pdserve.wire.transfer import KVShape
 
 _MAX_UNITS = np.iinfo(np.int32).max
+# Of a peer: work is done for each of its ranks, and constants are kept for each of its tokens.
+_MAX_RANKS = 1 << 12
+_MAX_BLOCK_TOKENS = 1 << 12
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,6 +118,17 @@ def shard_of(shape: KVShape, rank: int) -> Shard:
         raise PeerError(f"rank {rank} of an engine of {shape.num_ranks} ranks")
     stage, tp_rank = divmod(rank, shape.tp_size)
     return Shard(_stages(shape)[stage], _heads(shape, tp_rank))
+
+
+def block_bytes(shape: KVShape, rank: int) -> int:
+    """Bytes of one block of `rank`, all of its layers.
+
+    Raises:
+        PeerError: There is no such rank.
+    """
+    shard = shard_of(shape, rank)
+    num_vectors = len(shard.layers) * shape.num_planes * len(shard.heads) * shape.block_size
+    return num_vectors * shape.head_dim * shape.dtype_bytes
 
 
 def mismatch(source: KVShape, dest: KVShape) -> str | None:
@@ -437,6 +451,11 @@ def _why_invalid(shape: KVShape) -> str | None:
     )
     if min(numbers) < 1:
         return f"a size below 1 in {shape}"
+    if shape.num_ranks > _MAX_RANKS or shape.block_size > _MAX_BLOCK_TOKENS:
+        return (
+            f"{shape.num_ranks} ranks with blocks of {shape.block_size} tokens; there can be "
+            f"{_MAX_RANKS}, with {_MAX_BLOCK_TOKENS}"
+        )
     if shape.num_kv_heads % shape.tp_size and shape.tp_size % shape.num_kv_heads:
         return f"{shape.num_kv_heads} KV heads are not shared out over {shape.tp_size} ranks"
     ends = [0]

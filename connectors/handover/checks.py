@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from pdserve.connectors.base import ConnectorContext
     from pdserve.wire.transfer import Endpoint, EngineRef, KVHandoff, KVShape, PushTicket
 
-_MAX_RANKS: Final = 1 << 12
 _SAME_IN_ALL_SHAPES: Final = (
     "num_layers",
     "num_planes",
@@ -114,7 +113,7 @@ def _why_not_peer(
     why = mismatch(shape, mine.shape)
     if why is not None:
         return f"{peer} cannot have its shape: {why}"
-    if not len(endpoints) == shape.num_ranks <= _MAX_RANKS:
+    if len(endpoints) != shape.num_ranks:
         return f"number of ranks is {shape.num_ranks} at {peer}, with {len(endpoints)} endpoints"
     return None
 

@@ -147,6 +147,15 @@ class Instructions(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     def __bool__(self) -> bool:
         return any(getattr(self, field) for field in self.__struct_fields__)
 
+    def drain(self) -> ConnectorMetadata | None:
+        """Encode what was staged here, and forget it; None if that is nothing."""
+        if not self:
+            return None
+        metadata = self.to_metadata()
+        for field in self.__struct_fields__:
+            getattr(self, field).clear()
+        return metadata
+
     def to_metadata(self) -> ConnectorMetadata:
         """Encode."""
         return ConnectorMetadata(msgspec.msgpack.encode(self))

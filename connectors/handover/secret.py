@@ -15,8 +15,8 @@ def check_secret(*, host: str, secret: str) -> bytes:
     """
     if not secret and host not in _LOOPBACK:
         raise ConfigError(
-            f"--kv-transfer-config.secret is empty and host is {host!r}: set a secret, "
-            "the same on every engine, or use a loopback host",
-            param="kv-transfer-config.secret",
+            f"--secret is empty and --kv-transfer-config.host is {host!r}: give every engine and "
+            "proxy the same PDSERVE_SECRET, or use a loopback host",
+            param="secret",
         )
     return secret.encode()

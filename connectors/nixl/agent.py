@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from pdserve.connectors.nixl.parting import part_gently
 from pdserve.connectors.nixl.protocol import Region
 from pdserve.errors import ConfigError, PeerError
 
@@ -216,14 +217,24 @@ class NixlAgent:
         with _Typed(self._errors, "get_new_notifs"):
             self._agent.getNotifs({}, self._backends)
 
-    def close(self) -> None:
-        """Destroy the agent: nothing it posted moves afterwards."""
+    def close(self, *, is_reading: bool = False) -> None:
+        """Destroy the agent: nothing it posted moves afterwards.
+
+        Args:
+            is_reading: A READ is in flight; its peer is to survive this (see `parting`).
+        """
         for descriptors in self._registered:
             try:
                 self._agent.deregisterMem(descriptors, self._backends)
             except self._errors:
                 continue  # destroying the agent does it
         self._registered.clear()
+        if is_reading:
+            part_gently(self._destroy)
+        else:
+            self._destroy()
+
+    def _destroy(self) -> None:
         self._agent = None
 
     def _create_backend(self, backend: str) -> int:

@@ -16,7 +16,7 @@ from typing import Generic, TypeVar
 
 import msgspec
 
-from pdserve.connectors.nixl.frames import Fault, FrameError, FrameSession
+from pdserve.connectors.nixl.frames import MAX_PAYLOAD_BYTES, Fault, FrameError, FrameSession
 from pdserve.errors import ConfigError, PeerError
 from pdserve.wire.transfer import Endpoint
 
@@ -34,6 +34,9 @@ _OPTIONS = (
 )
 
 R = TypeVar("R")
+
+# msgspec says the last two of text that is no UTF-8, and of lists in lists without end.
+_UNDECODABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
 
 
 class ClosedError(PeerError):
@@ -95,9 +98,14 @@ class Connection(Generic[R]):
         """Send now as much as fits, the rest in `on_writable`.
 
         It never raises: a connection that breaks here becomes readable, and `on_readable`
-        says why.
+        says why. A message that fits no frame breaks it, too.
         """
-        self._session.send(msgspec.msgpack.encode(message))
+        payload = msgspec.msgpack.encode(message)
+        if len(payload) > MAX_PAYLOAD_BYTES:
+            what = f"{type(message).__name__} of {len(payload)} bytes, at most {MAX_PAYLOAD_BYTES}"
+            self._break(FrameError(Fault.OVERSIZE, f"{self.peer}: {what}"))
+            return
+        self._session.send(payload)
         self._flush()
 
     def on_writable(self) -> None:
@@ -131,7 +139,7 @@ class Connection(Generic[R]):
         self._flush()
         try:
             return [self._decoder.decode(payload) for payload in payloads]
-        except msgspec.MsgspecError as error:
+        except _UNDECODABLE as error:
             raise FrameError(Fault.MALFORMED, f"{self.peer}: {error}") from error
 
     def close(self) -> None:

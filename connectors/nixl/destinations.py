@@ -95,11 +95,13 @@ class Destinations:
             self._warm_up(memory)
         return memory.remote
 
-    def let_go(self, destination: Destination, user: Hashable) -> None:
-        """`user` writes nothing more, and nothing of it is in flight."""
-        metadata = destination.hello.agent_metadata
-        memory = self._memories.get(metadata)
-        if memory is None or user not in memory.users:
+    def let_go(self, user: Hashable) -> None:
+        """`user` writes nothing more, and nothing of it is in flight. O(memories).
+
+        Its D may have another agent, and so another memory, by now.
+        """
+        memory = next((each for each in self._memories.values() if user in each.users), None)
+        if memory is None:
             return
         memory.users.discard(user)
         memory.waiting.pop(user, None)

@@ -449,7 +449,12 @@ class Lane:
             num_in_flight=len(self._posted),
             reason=reason,
         )
-        self._live_agent().close()
+        # What is no job is a warm-up, and so a READ.
+        is_reading = any(
+            not isinstance(posted.what, Job) or posted.what.direction is Direction.READ
+            for posted in self._posted
+        )
+        self._live_agent().close(is_reading=is_reading)
         self._agent = None
         posted, self._posted = self._posted, []
         self._local.clear()

@@ -32,17 +32,24 @@ def why_overdue(
     if now_s >= _stuck_at_s(push, lease_s, last_step_s):
         # Its pool may be full of what D would read, had it the blocks that wait for this.
         return f"D's blocks wait, and no step has run here for {lease_s:.1f} s"
+    timeout_s = transfer.transfer_timeout_s
+    if any(now_s >= part.posted_since_s + timeout_s for part in push.parts.values()):
+        return f"a write to {push.expect.decode.engine_id} has not ended in {timeout_s:.1f} s"
     if any(now_s >= part.until_s for part in push.parts.values()):
-        return f"D did not say in {transfer.transfer_timeout_s:.1f} s if it has it all"
+        return f"D did not say in {timeout_s:.1f} s if it has it all"
     return None
 
 
-def due_s(push: Push, *, lease_s: float, last_step_s: float) -> float:
+def due_s(push: Push, *, transfer: TransferConfig, last_step_s: float) -> float:
     """When something has to be done about a push by the clock; inf = never."""
     if push.ending is not None:
         return _NEVER
+    lease_s = transfer.lease_s
     since_s = push.since_s if push.expect is None else push.alive_s
-    untils_s = (part.until_s for part in push.parts.values())
+    untils_s = (
+        min(part.until_s, part.posted_since_s + transfer.transfer_timeout_s)
+        for part in push.parts.values()
+    )
     stuck_s = _stuck_at_s(push, lease_s, last_step_s)
     since_s = min(since_s, push.incomplete_since_s)
     return min(since_s + lease_s, stuck_s, push.next_progress_s, *untils_s)

@@ -23,6 +23,7 @@ from pdserve.connectors.nixl.channel import (
     start_connect,
 )
 from pdserve.connectors.nixl.frames import Fault, FrameError
+from pdserve.connectors.nixl.heartbeats import Heartbeats
 from pdserve.connectors.nixl.protocol import (
     Accept,
     Bye,
@@ -39,7 +40,6 @@ from pdserve.connectors.nixl.protocol import (
     ToClient,
     Welcome,
 )
-from pdserve.connectors.slicing import shard_of
 from pdserve.observe.log import log_event
 from pdserve.wire.ids import EngineId
 from pdserve.wire.transfer import LeaseEnd, LoadFailure
@@ -55,8 +55,6 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
-HEARTBEATS_PER_LEASE = 6
-_NONCES_PER_HEARTBEAT = 4096  # a frame has at most 1 MiB
 _BACKOFF_MIN_S, _BACKOFF_MAX_S = 1.0, 60.0
 _NEVER = float("inf")
 
@@ -97,8 +95,7 @@ class Peer:
         self._not_before_s = 0.0
         self._trouble = (LoadFailure.PEER_LOST, "")
         self._refusal: tuple[LoadFailure, str] | None = None
-        self._watches: dict[str, Watch] = {}
-        self._next_beat_s = _NEVER
+        self._heartbeats = Heartbeats()
         self._releases: list[Release] = []
 
     # ---- questions -------------------------------------------------------------------
@@ -146,7 +143,7 @@ class Peer:
 
     @property
     def _is_wanted(self) -> bool:
-        return bool(self._is_called or self._watches or self._releases or self.visitors)
+        return bool(self._is_called or self._heartbeats or self._releases or self.visitors)
 
     @property
     def _is_met(self) -> bool:
@@ -164,9 +161,9 @@ class Peer:
                     return -_NEVER  # they are carried on or turned away at once
                 return self._not_before_s if self._is_wanted else _NEVER
             case PeerState.CONNECTING | PeerState.WIRING:
-                return min(self._handshake_ends_s, self._next_beat_s)
+                return min(self._handshake_ends_s, self._heartbeats.due_s)
             case PeerState.READY:
-                return self._next_beat_s
+                return self._heartbeats.due_s
             case PeerState.DRAINING:
                 return _NEVER if self._has_unsettled else -_NEVER
             case PeerState.REFUSED:
@@ -188,16 +185,13 @@ class Peer:
         """Keep a lease alive."""
         if self._state is PeerState.REFUSED:
             return
-        self._watches[watch.nonce] = watch
+        self._heartbeats.add(watch, self._now_s())
         if self._is_met:
             self.send(Heartbeat([watch.nonce]))
-        beat_s = self._now_s() + watch.lease_s / HEARTBEATS_PER_LEASE
-        self._next_beat_s = min(self._next_beat_s, beat_s)
 
     def unwatch(self, nonce: str) -> None:
         """Let a lease live on without heartbeats from here; unknown nonces are ignored."""
-        if self._watches.pop(nonce, None) is not None and not self._watches:
-            self._next_beat_s = _NEVER
+        self._heartbeats.remove(nonce)
 
     def release(self, nonce: str, end: LeaseEnd) -> None:
         """Give a lease back: now, or after a handshake; else the lease ends by itself."""
@@ -276,10 +270,10 @@ class Peer:
                 self._turn_away(*self._refusal)
             case _:
                 assert_never(self._state)
-        if now_s >= self._next_beat_s:
+        if now_s >= self._heartbeats.due_s:
             if self._is_met:
                 self._send_heartbeats()
-            self._plan_beat()
+            self._heartbeats.plan(now_s)
         return moved
 
     # ---- connecting --------------------------------------------------------------------
@@ -329,7 +323,8 @@ class Peer:
                 if self._state is PeerState.CONNECTING:
                     self._wire(message)
             case Refuse():
-                self._on_refused(message)
+                if self._state is PeerState.CONNECTING:
+                    self._on_refused(message)
             case Confirm():
                 visitor = self.visitors.get(message.read_id)
                 if visitor is not None:
@@ -380,16 +375,8 @@ class Peer:
             return (
                 f"the handoff says that {self.id} has the shape {expected}, it has {welcome.shape}"
             )
-        shard = shard_of(expected, self.id.rank)
-        vectors = len(shard.layers) * expected.num_planes * len(shard.heads) * expected.block_size
-        block_bytes = vectors * expected.head_dim * expected.dtype_bytes
-        found = (welcome.pool.num_units, welcome.pool.stride_bytes)
-        if found != (expected.num_blocks, block_bytes):
-            return (
-                f"{self.id} should have {expected.num_blocks} blocks of {block_bytes} bytes, "
-                f"it has {found[0]} of {found[1]}"
-            )
-        return None
+        why = welcome.pool.why_not_blocks_of(expected, self.id.rank)
+        return None if why is None else f"{self.id} {why}"
 
     def _on_warm(self, failure: str | None) -> None:
         """The warm-up has ended on every lane."""
@@ -406,7 +393,7 @@ class Peer:
         releases, self._releases = self._releases, []
         for release in releases:
             self.send(release)
-        self._plan_beat()
+        self._heartbeats.plan(self._now_s())
         log_event(
             _log,
             "kv peer ready",
@@ -430,11 +417,8 @@ class Peer:
                 assert_never(refuse.reason)
         self._refusal = (reason, refuse.detail)
         self.say_bye("refused")
-        self._stop_warming_up()
-        self._forget_remote()
-        self._watches.clear()
+        self._heartbeats.clear()
         self._releases.clear()
-        self._plan_beat()
         self._become(PeerState.REFUSED)
         self._turn_away(reason, refuse.detail)
         self._tell_receiver(reason, refuse.detail)
@@ -511,13 +495,8 @@ class Peer:
     # ---- small moves -------------------------------------------------------------------
 
     def _send_heartbeats(self) -> None:
-        nonces = list(self._watches)
-        for start in range(0, len(nonces), _NONCES_PER_HEARTBEAT):
-            self.send(Heartbeat(nonces[start : start + _NONCES_PER_HEARTBEAT]))
-
-    def _plan_beat(self) -> None:
-        lease_s = min((watch.lease_s for watch in self._watches.values()), default=_NEVER)
-        self._next_beat_s = self._now_s() + lease_s / HEARTBEATS_PER_LEASE
+        for message in self._heartbeats.messages():
+            self.send(message)
 
     def _become(self, state: PeerState, *, keep_clock: bool = False) -> None:
         self._state = state

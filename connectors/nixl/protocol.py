@@ -38,11 +38,16 @@ cannot be asked any more, once D's own agent has been destroyed, and, where P wr
 from __future__ import annotations
 
 import enum
+from typing import Annotated
 
 import msgspec
 
+from pdserve.connectors.slicing import block_bytes
 from pdserve.wire.ids import BlockId, EngineId, Incarnation, RequestId
 from pdserve.wire.transfer import KVHandoff, KVShape, LeaseEnd
+
+NotNegative = Annotated[int, msgspec.Meta(ge=0)]
+"""What comes over the wire is refused by the decoder if it is below."""
 
 
 class Region(msgspec.Struct, frozen=True, array_like=True):
@@ -56,16 +61,26 @@ class Region(msgspec.Struct, frozen=True, array_like=True):
         device: Device index; 0 for DRAM.
     """
 
-    address: int
-    stride_bytes: int
-    num_units: int
+    address: NotNegative
+    stride_bytes: Annotated[int, msgspec.Meta(ge=1)]
+    num_units: Annotated[int, msgspec.Meta(ge=1)]
     memory: str
-    device: int
+    device: NotNegative
 
     @property
     def num_bytes(self) -> int:
         """Its whole size."""
         return self.stride_bytes * self.num_units
+
+    def why_not_blocks_of(self, shape: KVShape, rank: int) -> str | None:
+        """Why this cannot be all blocks of that rank of an engine of that shape; None = it can."""
+        wanted = (shape.num_blocks, block_bytes(shape, rank))
+        found = (self.num_units, self.stride_bytes)
+        if found == wanted:
+            return None
+        return (
+            f"should have {wanted[0]} blocks of {wanted[1]} bytes, it has {found[0]} of {found[1]}"
+        )
 
 
 class Hello(msgspec.Struct, frozen=True, kw_only=True, tag="hello"):

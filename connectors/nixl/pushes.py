@@ -119,7 +119,7 @@ def written_of(push: Push, part: Part, mine: Shard) -> tuple[int, int]:
 
 def why_not_writable(source: KVShape, hello: Hello, message: Register) -> str | None:
     """Why what a rank of D has registered cannot be written; None = it can, as far as is known."""
-    shape, pool = hello.shape, hello.pool
+    shape = hello.shape
     num_blocks = -(-message.num_tokens // shape.block_size)
     if message.num_tokens < 1 or len(message.block_ids) < num_blocks:
         return f"{message.num_tokens} tokens in {len(message.block_ids)} blocks"
@@ -128,9 +128,8 @@ def why_not_writable(source: KVShape, hello: Hello, message: Register) -> str | 
     step = token_step(source, shape)
     if not 0 <= message.first_token <= message.num_tokens or message.first_token % step:
         return f"it begins at token {message.first_token} of {message.num_tokens}"
-    if pool.stride_bytes * shape.num_blocks > pool.num_bytes:
-        return f"its pool of {pool.num_bytes} bytes is too small for its blocks"
-    return None
+    why = hello.pool.why_not_blocks_of(shape, hello.rank)
+    return None if why is None else f"{hello.engine_id} {why}"
 
 
 def why_not_of(push: Push, destination: Destination, message: Register) -> str | None:

@@ -115,10 +115,10 @@ class Pushing:
 
     def due_s(self) -> float:
         """When `tick` has to be called next. O(pushes x ranks of D)."""
-        lease_s, last_step_s = self._transfer.lease_s, self.last_step_s
+        transfer, last_step_s = self._transfer, self.last_step_s
         return min(
             (
-                due_s(push, lease_s=lease_s, last_step_s=last_step_s)
+                due_s(push, transfer=transfer, last_step_s=last_step_s)
                 for push in self._pushes.values()
             ),
             default=_NEVER,
@@ -156,7 +156,7 @@ class Pushing:
             why = why_not_expected(push, part.destination.hello)
             if why is not None:
                 del push.parts[part.destination.life]
-                self._destinations.let_go(part.destination, part)
+                self._destinations.let_go(part)
                 part.destination.send(Fail(part.register.load_id, why))
         self._advance(push)
 
@@ -389,7 +389,7 @@ class Pushing:
 
     def _close(self, part: Part, state: PartState) -> None:
         part.state = state
-        self._destinations.let_go(part.destination, part)
+        self._destinations.let_go(part)
 
     def _finish_if_over(self, push: Push) -> None:
         """Forget a push that has nothing left to do, and say how it ended if it ended badly."""

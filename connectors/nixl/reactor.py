@@ -27,6 +27,8 @@ _log = logging.getLogger(__name__)
 
 # A listener that cannot accept stays ready: it is looked at again after so long.
 _REST_S = 0.1
+# epoll takes some 24 days at most; a lease may be longer.
+_LONGEST_S = 3600.0
 
 
 class Reactor:
@@ -109,7 +111,9 @@ class Reactor:
             connection.close()
 
     def wait(self, timeout_s: float | None) -> bool:
-        """Wait for readiness, a wake-up or the time-out (None waits for ever), call back.
+        """Wait for readiness, a wake-up or the time-out (None: for ever), call back.
+
+        It may come back without any of them, after an hour.
 
         Returns:
             Whether anything was ready.
@@ -117,7 +121,7 @@ class Reactor:
         resting, self._resting = self._resting, []
         if resting:
             timeout_s = _REST_S if timeout_s is None else min(timeout_s, _REST_S)
-        ready = self._selector.select(timeout_s)
+        ready = self._selector.select(None if timeout_s is None else min(timeout_s, _LONGEST_S))
         for listener, on_ready in resting:
             self._selector.register(listener, selectors.EVENT_READ, on_ready)
         for key, mask in ready:

@@ -236,6 +236,7 @@ class Server:
         self._granted[grant.nonce] = granted = _Granted(grant)
         # The digests hold the blocks, as a reader does that never hangs.
         self._leases.begin_read(grant.nonce, granted, now_s, until_s=float("inf"))
+        self._take_up_reads(grant.nonce)
         self._take_digests(granted)
         self._look_at_parked(grant.nonce)
 
@@ -290,12 +291,7 @@ class Server:
                     self.pushing.heard(client.destination, message.nonces)
             case Begin():
                 client.reads[message.read_id] = message.nonce
-                self._leases.begin_read(
-                    message.nonce,
-                    (client, message.read_id),
-                    now_s,
-                    until_s=now_s + self._transfer.transfer_timeout_s,
-                )
+                self._begin_read(client, message.read_id, message.nonce)
             case Assist():
                 if message.read_id in client.reads:
                     client.assisting[message.read_id] = now_s + self._transfer.transfer_timeout_s
@@ -459,6 +455,18 @@ class Server:
 
     def _end_assist(self, client: _Client, read_id: int) -> None:
         client.assisting.pop(read_id, None)
+
+    def _begin_read(self, client: _Client, read_id: int, nonce: str) -> None:
+        now_s = self._clock.monotonic_s()
+        until_s = now_s + self._transfer.transfer_timeout_s
+        self._leases.begin_read(nonce, (client, read_id), now_s, until_s=until_s)
+
+    def _take_up_reads(self, nonce: str) -> None:
+        """Those that began before the grant, which travels apart, hold the blocks, too."""
+        for client in self._clients:
+            for read_id, read in client.reads.items():
+                if read == nonce:
+                    self._begin_read(client, read_id, nonce)
 
     def _end_read(self, client: _Client, read_id: int, nonce: str) -> None:
         client.reads.pop(read_id, None)

@@ -86,6 +86,8 @@ class Part:
         self.told = (0, 0)
         self._todo: deque[Span] = deque()
         self._begun: list[_Begun] = []
+        self._jobs: dict[int, Job] = {}
+        self._num_submitted = 0
 
     @property
     def is_through(self) -> bool:
@@ -103,6 +105,11 @@ class Part:
     def is_idle(self) -> bool:
         """Whether all that it was given is written."""
         return not (self._todo or self.num_jobs)
+
+    @property
+    def posted_since_s(self) -> float:
+        """When the oldest write was posted that has not ended; inf if there is none."""
+        return min((job.posted_s for job in self._jobs.values()), default=float("inf"))
 
     def add(self, span: Span) -> None:
         """Write this after what it was given before."""
@@ -153,20 +160,20 @@ class Part:
                         self._begun.append(begun)
                     begun.num_jobs += 1
                     self.num_jobs += 1
-                    told = functools.partial(self._on_settled, begun, piece.num_bytes, on_settled)
-                    lanes.submit(
-                        Job(
-                            tag=self,
-                            direction=Direction.WRITE,
-                            remote=self.remote,
-                            unit_bytes=piece.unit_bytes,
-                            local_units=piece.source_units,
-                            remote_units=piece.dest_units,
-                            on_settled=told,
-                            on_slow=functools.partial(on_slow, self),
-                            request_id=register.request_id,
-                        )
+                    self._num_submitted += 1
+                    number = self._num_submitted
+                    job = self._jobs[number] = Job(
+                        tag=self,
+                        direction=Direction.WRITE,
+                        remote=self.remote,
+                        unit_bytes=piece.unit_bytes,
+                        local_units=piece.source_units,
+                        remote_units=piece.dest_units,
+                        on_settled=functools.partial(self._on_settled, begun, number, on_settled),
+                        on_slow=functools.partial(on_slow, self),
+                        request_id=register.request_id,
                     )
+                    lanes.submit(job)
 
     def stop(self, lanes: Lanes) -> None:
         """Write nothing more; `num_jobs` are still to settle."""
@@ -176,16 +183,17 @@ class Part:
     def _on_settled(
         self,
         begun: _Begun,
-        num_bytes: int,
+        number: int,
         on_settled: Callable[[Part, Settled], None],
         settled: Settled,
     ) -> None:
+        job = self._jobs.pop(number)
         self.num_jobs -= 1
         begun.num_jobs -= 1
         if settled.failure is None:
             if not begun.num_jobs:
                 self._begun.remove(begun)
             self.last_s = max(self.last_s, settled.moved_s)
-            self.num_bytes += num_bytes
+            self.num_bytes += job.num_bytes
             self.num_descriptors += settled.num_descriptors
         on_settled(self, settled)

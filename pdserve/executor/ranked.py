@@ -169,11 +169,10 @@ class RankedExecutor:
         """See `Executor`."""
         self._refuse_if_broken()
         if not self._done:
-            num_reports = len(self._reports)
             self._look()
-            if len(self._reports) > num_reports:
-                # Who asks for results next may ask for reports no more before it sleeps, and
-                # what announced these has been consumed.
+            if self._reports:
+                # Taken just now, or while a frame waited for room: who asks for results next may
+                # ask for reports no more before it sleeps, and what announced them is consumed.
                 os.eventfd_write(self._again_fd, 1)
         return self._done.popleft() if self._done else None
 

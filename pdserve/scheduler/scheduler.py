@@ -2,9 +2,9 @@
 
 No clock of its own, no I/O, no tensors: a deterministic state machine. Per step it is
 called `schedule` -> (the workers run) -> `update`, with `apply_report` whenever a
-connector has news. Here is the batch: who is in a step, and what comes of it. Where each
-request stands is the roster's, who starts is decided by admission, and what becomes of KV
-that travels by transfers.
+connector has news. Here is the step: what it is made of, and what comes of it. Where each
+request stands is the roster's, who of the batch is in a step is decided by batching, who starts
+by admission, and what becomes of KV that travels by transfers.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ import msgspec
 from pdserve.kvcache.manager import KVCacheManager
 from pdserve.observe.trace import Recorder
 from pdserve.scheduler.admission import Admitter
+from pdserve.scheduler.batching import Batcher
 from pdserve.scheduler.counts import Counts, Rung
 from pdserve.scheduler.deadlines import Deadlines
 from pdserve.scheduler.inflight import InFlight, Step
 from pdserve.scheduler.ladder import Ladder
 from pdserve.scheduler.outbox import Outbox
-from pdserve.scheduler.plan import Candidate, plan_running
 from pdserve.scheduler.prefixes import Prefixes
 from pdserve.scheduler.recording import Recording
 from pdserve.scheduler.refusal import refusal_of
@@ -79,14 +79,9 @@ class Scheduler:
         kv_bytes_per_token: int = 0,
     ) -> None:
         self.recorder = Recorder()
-        self._config = config
-        self._num_stages, self._is_pipelined = num_stages, num_stages > 1
+        is_pipelined = num_stages > 1
         self._max_model_len = max_model_len
         self._vocab_size = vocab_size
-        # A prompt that may not be spread over steps must fit into one.
-        self._token_budget = max(
-            config.max_num_batched_tokens, 0 if config.enable_chunked_prefill else max_model_len
-        )
         self._connector = connector
         self._clock = clock
         self.kv = KVCacheManager(
@@ -101,7 +96,7 @@ class Scheduler:
         )
         self._may_admit = True
         self._inflight = InFlight()
-        self._steps = StepBuilder(is_pipelined=self._is_pipelined)
+        self._steps = StepBuilder(is_pipelined=is_pipelined)
         self._outbox = Outbox()
         self._num_arrivals = 0
         self._experts: ExpertBalance | None = None
@@ -119,10 +114,20 @@ class Scheduler:
             roster=self._roster,
             kv=self.kv,
             kv_bytes_per_token=kv_bytes_per_token,
-            is_pipelined=self._is_pipelined,
+            is_pipelined=is_pipelined,
         )
         self._requests = self._roster.requests
         self._deadlines = Deadlines(self._requests)
+        self._batcher = Batcher(
+            config,
+            max_model_len=max_model_len,
+            num_stages=num_stages,
+            kv=self.kv,
+            roster=self._roster,
+            inflight=self._inflight,
+            connector=connector,
+            counts=self._counts,
+        )
         self._admitter = Admitter(
             config,
             kv=self.kv,
@@ -224,7 +229,7 @@ class Scheduler:
         self._end_late()
         scheduled: dict[RequestId, int] = {}
         grown: dict[RequestId, list[BlockId]] = {}
-        budget = self._schedule_running(now_s, scheduled, grown)
+        budget = self._batcher.fill(now_s, scheduled, grown)
         self._may_admit = budget is not None
         if budget is not None:
             scheduled.update(self._admitter.admit(now_s, budget))
@@ -376,83 +381,7 @@ class Scheduler:
             capacity = len(request.holding.blocks) * self.kv.block_size
             assert request.num_computed_tokens <= capacity, request.story()
 
-    # ---- planning and applying -------------------------------------------------------
-
-    def _schedule_running(
-        self,
-        now_s: float,
-        scheduled: dict[RequestId, int],
-        grown: dict[RequestId, list[BlockId]],
-    ) -> int | None:
-        """Fill the step with running requests.
-
-        Returns the budget left; None if it must stay unspent, because a running request
-        lacks blocks, or a preemption just made room for one: neither may be given away.
-        """
-        batch = list(self._roster.running.values())
-        candidates = [self._candidate(request) for request in batch]
-
-        def freed_by(index: int) -> int:
-            holding = batch[index].holding
-            return 0 if holding is None else self.kv.pool.num_exclusive_among(holding.blocks)
-
-        plan = plan_running(
-            candidates,
-            token_budget=self._token_budget,
-            num_free_blocks=self.kv.pool.num_free,
-            block_size=self.kv.block_size,
-            may_split=self._config.enable_chunked_prefill,
-            freed_by=None if self._inflight.is_computing else freed_by,
-            max_decodes=self._max_decodes(batch),
-            max_of_one=self._config.long_prefill_token_threshold,
-        )
-        for index in plan.preempted:
-            self._preempt(batch[index], now_s)
-        for index, num_tokens in plan.num_tokens.items():
-            request = batch[index]
-            assert request.holding is not None
-            num_blocks = plan.num_new_blocks[index]
-            if num_blocks:
-                grown[request.request_id] = request.holding.grow(num_blocks)
-            scheduled[request.request_id] = num_tokens
-            if self._is_pipelined:
-                # Who was not in this step comes first in the next.
-                running = self._roster.running
-                running[request.request_id] = running.pop(request.request_id)
-        return None if plan.preempted or plan.is_short_of_blocks else plan.budget_left
-
-    def _candidate(self, request: Request) -> Candidate:
-        num_computed = request.num_computed_tokens
-        holding = request.holding
-        is_pipelined = self._is_pipelined
-        sits_out = request.num_pending_tokens > 0 and (is_pipelined or self._is_complete(request))
-        return Candidate(
-            0 if sits_out else request.num_tokens - num_computed,
-            num_computed,
-            0 if holding is None else len(holding.blocks),
-            self._roster.waiting.rank(request),
-            is_pipelined and request.is_decoding,
-            request.is_pushed_away and self._connector.holds_blocks(request),
-        )
-
-    def _is_complete(self, request: Request) -> bool:
-        """Whether nothing more is computed for it, although its last tokens may be pending."""
-        return request.num_tokens >= self._max_model_len or request.is_output_complete
-
-    def _max_decodes(self, batch: list[Request]) -> int | None:
-        """The share of the decoding requests that each stage has while all of them work."""
-        if not self._is_pipelined:
-            return None
-        num_decoding = sum(r.is_decoding and not self._is_complete(r) for r in batch)
-        return -(-num_decoding // self._num_stages)
-
-    def _preempt(self, request: Request, now_s: float) -> None:
-        self._counts.preemptions += 1
-        request.num_preemptions += 1
-        self._roster.give_back(request)
-        request.num_computed_tokens = 0
-        request.prompt_logprobs = []
-        self._roster.move(request, State.WAITING, now_s, "preempted")
+    # ---- building a step -------------------------------------------------------------
 
     def _build_step(
         self,

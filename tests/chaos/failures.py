@@ -249,6 +249,10 @@ _LIMITS = (
     "Two pools can be full of what waits for the other (leases at P, reservations at D): a push",
     "that has not begun is given up after a lease's time in which P ran no step, and its request",
     "is served another way.",
+    "",
+    "Over TCP, a D that is killed while a P that it reads from is stopped takes that P along: UCX",
+    "aborts who goes on and finds a reset amid answering a READ. A D that lives on and gives the",
+    "read up ends its connections so that this does not happen.",
 )
 
 _HOW_TO_READ = (

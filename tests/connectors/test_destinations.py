@@ -78,7 +78,7 @@ def test_only_the_first_push_over_a_connection_waits_for_the_wiring_up(bench):
     d = connection()
     bench.use(d, "first")
     bench.lanes.settle()
-    bench.all.let_go(d, "first")
+    bench.all.let_go("first")
     bench.use(d, "second")
     assert bench.told == [("first", None), ("second", None)]
     assert bench.lanes.num_warm_ups == 1
@@ -89,7 +89,7 @@ def test_the_memory_is_forgotten_with_the_last_connection_if_nothing_is_written(
     first, second = connection(), connection()
     for d in (first, second):
         bench.use(d, "push")
-        bench.all.let_go(d, "push")
+        bench.all.let_go("push")
     bench.lanes.settle()
     bench.all.lost(first)
     assert not bench.lanes.forgotten
@@ -103,14 +103,14 @@ def test_what_is_written_to_outlives_its_connection(bench):
     bench.lanes.settle()
     bench.all.lost(d)
     assert not bench.lanes.forgotten
-    bench.all.let_go(d, "push")
+    bench.all.let_go("push")
     assert bench.lanes.forgotten == [b"agent"]
 
 
 def test_a_wiring_up_that_nobody_waits_for_is_given_up_and_then_forgotten(bench):
     d = connection()
     bench.use(d, "push")
-    bench.all.let_go(d, "push")
+    bench.all.let_go("push")
     assert not bench.lanes.abandoned
     bench.all.lost(d)
     assert bench.lanes.abandoned
@@ -123,7 +123,7 @@ def test_a_push_that_ends_because_the_wiring_up_failed_lets_go_of_a_lost_connect
     d = connection()
 
     def let_go(failure: str | None) -> None:
-        bench.all.let_go(d, "push")
+        bench.all.let_go("push")
 
     bench.all.use(d, "push", let_go)
     bench.all.lost(d)

@@ -40,6 +40,7 @@ class World:
         gate: Posts wait for it.
         posted: (lane, peer, first local unit) in order.
         closed: Lanes whose agent was destroyed, in order.
+        parted: Those of them that were said to be reading.
     """
 
     def __init__(self) -> None:
@@ -49,6 +50,7 @@ class World:
         self.gate.set()
         self.posted: list[tuple[int, str, int]] = []
         self.closed: list[int] = []
+        self.parted: list[int] = []
         self.added: list[tuple[int, str]] = []
         self.is_slow = False
 
@@ -114,9 +116,11 @@ class Agent:
     def release(self, transfer: Transfer) -> None:
         return None
 
-    def close(self) -> None:
+    def close(self, *, is_reading: bool = False) -> None:
         self._is_closed = True
         self._world.closed.append(self._lane)
+        if is_reading:
+            self._world.parted.append(self._lane)
 
 
 class Bench:
@@ -145,11 +149,12 @@ class Bench:
         tag: object = None,
         num_units: int = 4,
         then: Callable[[], object] | None = None,
+        direction: Direction = Direction.READ,
     ) -> Job:
         units = np.arange(first, first + num_units, dtype=np.int32)
         job = Job(
             tag=tag,
-            direction=Direction.READ,
+            direction=direction,
             remote=remote,
             unit_bytes=UNIT_BYTES,
             local_units=units,
@@ -278,6 +283,18 @@ def test_an_abandoned_job_that_is_stuck_is_told_only_once_its_agent_is_gone(
     assert bench.told[0].failure is not None
     assert "its NIXL agent was destroyed" in bench.told[0].failure
     assert bench.lanes.take_num_resets() == 1
+
+
+@pytest.mark.parametrize("direction", Direction)
+def test_an_agent_that_is_destroyed_amid_a_read_parts_gently_with_its_peer(
+    bench: Bench, world: World, direction: Direction
+) -> None:
+    world.stuck.add(0)
+    bench.submit(bench.meet("p"), 0, tag="load", direction=direction)
+    bench.until(lambda: bench.slow)
+    bench.lanes.abandon("load")
+    bench.until(lambda: bench.told)
+    assert world.parted == (world.closed if direction is Direction.READ else [])
 
 
 def test_a_fenced_lane_serves_on_with_a_new_agent_and_the_other_one_all_the_time(

@@ -164,6 +164,31 @@ def test_a_hung_p_is_fenced_by_a_new_agent_and_other_peers_serve_on(
     assert d.holds([4, 5, 6], [1, 2, 3], seed=3)
 
 
+def test_a_p_that_slept_while_its_reader_gave_up_serves_on(
+    remote: Callable[..., RemoteEngine],
+    local: Callable[..., Engine],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("UCX_TLS", "tcp")
+    p = remote("P", environment=TCP)
+    d = local("D", quarantine_s=0.5, transfer_timeout_s=1.0)
+    d.load(d.queue(PROMPT, p.prefill(PROMPT, [1, 2, 3]), "connects"), [1, 2, 3])
+    d.until(lambda: d.received)
+    prompt = prompt_of(16 * 24)
+    # Against one another no two blocks can be read as one: P has many questions to answer.
+    request = d.queue(prompt, p.prefill(prompt, range(24)), "gives up")
+    os.kill(p.process.pid or 0, signal.SIGSTOP)
+    try:
+        d.load(request, range(23, -1, -1))
+        d.until(lambda: d.failed)
+        assert d.faults["agent_reset"]
+    finally:
+        os.kill(p.process.pid or 0, signal.SIGCONT)
+    d.load(d.queue(PROMPT, p.prefill(PROMPT, [7, 2, 3], seed=3), "again"), [4, 5, 6])
+    d.until(lambda: len(d.received) == 2)
+    assert d.holds([4, 5, 6], [7, 2, 3], seed=3)
+
+
 def test_a_load_through_tcp_arrives_and_p_is_idle_again_afterwards(
     remote: Callable[..., RemoteEngine],
     local: Callable[..., Engine],

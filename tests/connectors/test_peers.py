@@ -21,7 +21,7 @@ from pdserve.connectors.nixl.channel import Listener
 from pdserve.connectors.nixl.lanes import Lanes
 from pdserve.connectors.nixl.peers import Peers
 from pdserve.connectors.nixl.processes import this_process
-from pdserve.connectors.nixl.protocol import Region, Welcome
+from pdserve.connectors.nixl.protocol import Refuse, RefuseReason, Region, Welcome
 from pdserve.connectors.nixl.reactor import Reactor
 from pdserve.connectors.nixl.serving import Server
 from pdserve.connectors.slicing import routes_to
@@ -278,6 +278,22 @@ def test_a_peer_that_is_mute_is_out_of_reach_after_the_handshake_timeout(pair: P
         pair.load(away)
         pair.until(lambda: len(pair.failed) == 2)
     assert pair.reasons == [LoadFailure.HANDSHAKE] * 2
+
+
+def test_a_peer_that_refuses_after_its_welcome_is_not_forgotten_under_a_read(pair: Pair) -> None:
+    pair.agent.outcome = TransferState.IN_PROGRESS
+    pair.load()
+    pair.until(lambda: pair.agent.num_posted)
+    (client,) = pair.server._clients
+    pair.reactor.send(client.connection, Refuse(RefuseReason.STALE, "after all"))
+    pair.server.drop_all("closing")
+    time.sleep(0.05)
+    for _ in range(10):
+        pair.turn(0.01)
+    time.sleep(0.05)
+    assert pair.agent.known == {"agent-of-P"}
+    pair.agent.outcome = TransferState.DONE
+    pair.until(lambda: pair.failed)
 
 
 def test_the_back_off_ends_at_its_maximum_however_often_a_peer_is_tried(pair: Pair) -> None:

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -80,6 +81,7 @@ class Nic:
         self.told: deque[Callable[[], None]] = deque()
         self.untold: Counter[Hashable] = Counter()
         self.agent = b"agent 0"
+        self.known: set[bytes] = set()
         self.is_fence = True
 
     def can_land(self, job: Job) -> bool:
@@ -87,10 +89,12 @@ class Nic:
         return job.remote.metadata == self.agent or not self.is_fence
 
     def meet(self, metadata: bytes, pool: Region) -> Remote:
+        self.known.add(metadata)
         return Remote(metadata, pool)
 
     def forget(self, remote: Remote) -> None:
         assert not any(job.remote is remote for job in self.posted + self.waiting)
+        self.known.remove(remote.metadata)
 
     def warm_up(
         self, remote: Remote, source: Region, *, tag: Hashable, on_settled: Callable[[Any], None]
@@ -624,6 +628,7 @@ class World:
         assert not self.pushing.num_live
         assert not self.receiving.num_open
         assert not self.leases._writers
+        assert self.nic.known <= {self.nic.agent}, "P knows agents that are gone"
         for request in self.requests.values():
             assert len(request.reports) == bool(request.load_id)
             assert request.is_settled or not request.is_stopped
@@ -725,3 +730,51 @@ def test_a_push_holds_its_blocks_also_before_its_first_chunk_is_told(monkeypatch
     world.let_all_end()
     assert request.is_settled
     assert [type(report) for report in request.reports] == [Received]
+
+
+def test_p_forgets_the_memory_it_wrote_to_also_if_it_was_told_to_end_over_another_connection(
+    monkeypatch,
+):
+    """D's agent was made again for the sake of another P, while a write of this one was stuck."""
+    world = World(0, monkeypatch, is_direct=True)
+    world.begin(NONCES[0])
+    world.run_step(NONCES[0], layerwise=False)
+    world.post()
+    world.fence("another P was lost")
+    world.p_notices()
+    world.reconnect()
+    world.calm(3)
+    assert isinstance(world.seen_by_p[-1], Abort)
+    world.let_all_end()
+    assert not world.nic.known
+
+
+@pytest.mark.parametrize("change", [{"num_units": 1 << 40}, {"stride_bytes": 4}], ids=str)
+def test_blocks_in_a_pool_of_another_size_are_refused(monkeypatch, change):
+    world = World(0, monkeypatch, is_direct=False)
+    assert world.destination is not None
+    hello = world.destination.hello
+    world.destination.hello = msgspec.structs.replace(
+        hello, pool=msgspec.structs.replace(hello.pool, **change)
+    )
+    world.begin(NONCES[0])
+    world.take_reports()
+    (report,) = world.requests[NONCES[0]].reports
+    assert f"it has {1 << 40}" in report.detail or "of 4" in report.detail
+
+
+def test_a_write_that_never_ends_ends_its_push_though_both_sides_are_alive(monkeypatch):
+    world = World(0, monkeypatch, is_direct=False)
+    nonce = NONCES[0]
+    world.begin(nonce)
+    world.run_step(nonce, layerwise=False)
+    world.post()
+    assert world.nic.posted
+    world.nic.posted[0].posted_s = world.clock.now_s
+    for _ in range(8):
+        assert not world.pushing._pushes[nonce].ending
+        world.let_time_pass(1.0, is_heard=True)
+        world.calm(3)
+    assert world.pushing._pushes[nonce].ending
+    world.let_all_end()
+    assert [report.reason for report in world.requests[nonce].reports] == [LoadFailure.WITHDRAWN]

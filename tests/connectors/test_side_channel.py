@@ -16,7 +16,10 @@ from pdserve.connectors.nixl import NixlFactory
 from pdserve.connectors.nixl.channel import Listener
 from pdserve.connectors.nixl.frames import MAX_PAYLOAD_BYTES, FrameSession
 from pdserve.connectors.nixl.protocol import (
+    Abort,
+    Begin,
     Done,
+    EndRead,
     Heartbeat,
     Hello,
     Region,
@@ -67,6 +70,12 @@ class Caller:
         frame = self.session.take_unsent()
         self.sock.sendall(frame)
         return frame
+
+    def hear(self) -> bytes:
+        """The next thing that is said."""
+        while not (heard := self.session.receive(self.sock.recv(65536))):
+            pass
+        return heard[0]
 
     def is_hung_up_on(self) -> bool:
         """Whether the other side closes; what it says before does not matter."""
@@ -168,7 +177,14 @@ def test_a_replayed_release_is_refused_and_the_lease_lives(p: Engine, d: Engine)
         (msgspec.msgpack.encode({"type": "no such message"}), "malformed"),
         (msgspec.msgpack.encode({"type": "heartbeat", "nonces": 5}), "malformed"),
         (msgspec.msgpack.encode(Done("n", 1, 0)), "unexpected"),
+        (msgspec.msgpack.encode(Release("value")).replace(b"value", b"\xff" * 5), "malformed"),
+        (
+            msgspec.msgpack.encode({"type": "release", "nonce": "n", "more": 0})[:-1]
+            + b"\x91" * 100_000,
+            "malformed",
+        ),
     ],
+    ids=["no msgpack", "no such message", "another type", "before hello", "no text", "too deep"],
 )
 def test_an_authentic_frame_without_sense_is_refused_counted_and_survived(
     p: Engine, d: Engine, payload: bytes, fault: str
@@ -186,6 +202,37 @@ def test_a_second_hello_is_refused(p: Engine) -> None:
     caller.say(hello(p))
     assert caller.is_hung_up_on()
     assert counted(p, "unexpected", 1)
+
+
+def test_a_hello_whose_refusal_fits_no_frame_is_refused_counted_and_survived(
+    p: Engine, d: Engine
+) -> None:
+    caller = Caller(p.endpoint).meet()
+    fields = {f"field {number}": "" for number in range(40_000)}
+    caller.say(msgspec.structs.replace(hello(p), layout_digest="another", layout_fields=fields))
+    assert caller.is_hung_up_on()
+    assert counted(p, "oversize", 1)
+    assert still_serves(p, d)
+
+
+def test_a_hello_of_more_ranks_than_can_be_is_refused_at_once(p: Engine, d: Engine) -> None:
+    caller = Caller(p.endpoint).meet()
+    shape = msgspec.structs.replace(p.context.shape, tp_size=1 << 40)
+    caller.say(msgspec.structs.replace(hello(p), shape=shape))
+    assert still_serves(p, d)
+    caller.sock.close()
+
+
+@pytest.mark.parametrize("field", ["address", "device"])
+def test_memory_that_cannot_be_is_refused_counted_and_survived(
+    p: Engine, d: Engine, field: str
+) -> None:
+    caller = Caller(p.endpoint).meet()
+    pool = msgspec.structs.replace(hello(p).pool, **{field: -1})
+    caller.say(msgspec.structs.replace(hello(p), pool=pool))
+    assert caller.is_hung_up_on()
+    assert counted(p, "malformed", 1)
+    assert still_serves(p, d)
 
 
 def test_callers_that_say_nothing_are_hung_up_on_and_do_not_crowd_others_out(
@@ -245,6 +292,25 @@ def test_a_read_that_ends_before_its_grant_is_known_is_confirmed_by_it(
     assert not d.failed
     p.step()
     d.until(lambda: d.received)
+
+
+def test_a_read_that_begins_before_its_grant_is_known_holds_the_blocks(p: Engine) -> None:
+    handoff = p.prefill(PROMPT, [1, 2, 3], step=False)
+    caller = Caller(p.endpoint).meet()
+    caller.say(hello(p))
+    caller.hear()
+    caller.say(Begin(handoff.nonce, 1))
+    caller.say(Abort(99))
+    caller.hear()  # what was said before has been heard
+    p.step()
+    p.scheduler.release_lease(handoff.nonce)
+    p.step()
+    time.sleep(0.2)
+    p.step()
+    assert not p.settled
+    caller.say(EndRead(handoff.nonce, 1))
+    p.until(lambda: p.settled)
+    caller.sock.close()
 
 
 def test_a_release_that_overtakes_its_grant_frees_the_blocks_at_once(p: Engine, d: Engine) -> None:

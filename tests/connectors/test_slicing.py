@@ -344,6 +344,8 @@ def test_the_heads_of_a_rank_are_those_that_the_engine_gives_it(
         ({"stages": ((0, 16), (17, 32))}, "leave layers out"),
         ({"tp_size": 3}, "shared out"),
         ({"tp_size": 0}, "below 1"),
+        ({"tp_size": 1 << 40}, "there can be"),
+        ({"block_size": 1 << 40}, "there can be"),
     ],
 )
 def test_shapes_of_other_kv_and_shapes_that_cannot_be_are_refused(

@@ -214,6 +214,20 @@ def test_a_report_that_was_seen_by_who_looked_for_results_wakes_the_core_again(
         assert executor.poll_report() is None
 
 
+def test_a_report_that_was_seen_while_the_core_waited_for_room_wakes_it_again() -> None:
+    with running(over_rings, config(tp=2)) as executor:
+        executor.post(ConnectorMetadata(b"x"))
+        time.sleep(0.3)  # the report is there, and nothing comes after it
+        executor.post(ConnectorMetadata(b"sleep 0 0 " + b"-" * (1 << 20)))
+        assert executor.poll_result() is None
+        began_s = time.monotonic()
+        sleep_until_woken(executor, began_s + 2.0 * SOON_S)
+        report = executor.poll_report()
+        assert report is not None
+        assert names(report) == ["x"]
+        assert time.monotonic() - began_s < SOON_S
+
+
 @pytest.mark.parametrize("make", TRANSPORTS)
 def test_a_step_runs_once_the_posts_before_it_were_taken(
     make: Callable[[EngineConfig, list[str]], RankedExecutor],

@@ -28,6 +28,7 @@ from tests.stateful.toy import VOCAB, ToyWorker, expected_output, sampling
 
 if TYPE_CHECKING:
     from pdserve.engine.coordinator import ToCores
+    from pdserve.wire.request import EngineOutput
     from pdserve.wire.step import ModelRunnerOutput, SchedulerOutput, WaveStep
     from pdserve.wire.transfer import ConnectorMetadata, ConnectorReport
 
@@ -156,7 +157,8 @@ class Core:
         if self.has_input or not self.is_active:
             self.waves.news()
         self.has_input = False
-        outputs, self.is_active = self.engine.step()
+        outputs: list[EngineOutput] = []
+        self.is_active = self.engine.step(outputs.extend)
         wave = self.waves.wish()
         if wave is not None:
             self.wishes.append(Wish(self.index, wave))

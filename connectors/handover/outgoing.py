@@ -1,0 +1,285 @@
+"""P's share of the scheduler half: pushes to other engines, and leases.
+
+Stages what the worker halves shall do about them, and takes what became of it. It makes no
+handoffs, and knows neither tensors nor sockets; time is asked for when a ticket comes.
+
+A push's entry, by its nonce:
+
+    (none) --queued--> EXPECTED --registered--> LIVE --finished--> (none), leased under the nonce
+                          |                      |`--aborted--> STOPPED --settled--> (none)
+                          |                      `--withdrawn--> WITHDRAWN --finished--> (none),
+                          |                                         |       leased under another
+                          |                                         `--aborted--> STOPPED
+                          |--withdrawn--> WITHDRAWN
+                          `--aborted--> STOPPED
+
+A withdrawn push that was never live has nothing to settle: it is forgotten when it is aborted.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from pdserve.connectors.bygone import Bygone
+from pdserve.connectors.handover.instructions import Chunk, End, Expect, Stop
+from pdserve.errors import InternalError
+from pdserve.wire.transfer import LeaseEnd
+
+if TYPE_CHECKING:
+    from collections import Counter
+    from collections.abc import Sequence
+
+    from pdserve.connectors.base import RequestView
+    from pdserve.connectors.handover.instructions import Instructions
+    from pdserve.observe.clock import Clock
+    from pdserve.wire.ids import BlockId, RequestId
+    from pdserve.wire.step import SchedulerOutput
+    from pdserve.wire.transfer import PushTicket, Registered, Settled, Withdrawn
+
+
+class _Stage(enum.Enum):
+    EXPECTED = enum.auto()
+    LIVE = enum.auto()
+    WITHDRAWN = enum.auto()
+    STOPPED = enum.auto()
+
+
+@dataclass(slots=True)
+class _Push:
+    """`num_told` tokens of the prompt were announced to the workers."""
+
+    nonce: str
+    request_id: RequestId
+    num_tokens: int
+    stage: _Stage = _Stage.EXPECTED
+    was_live: bool = False
+    block_ids: list[BlockId] = field(default_factory=list)
+    generations: list[int] = field(default_factory=list)
+    num_told: int = 0
+
+
+class Outgoing:
+    """Every request of this engine whose KV another one is to have.
+
+    Args:
+        block_size: Of this engine.
+        staged: Where instructions go.
+        faults: Where `report_unknown`, `ticket_replayed` and `ticket_expired` are counted.
+        clock: Its wall clock tells which tickets have expired.
+    """
+
+    def __init__(
+        self, block_size: int, *, staged: Instructions, faults: Counter[str], clock: Clock
+    ) -> None:
+        self._block_size = block_size
+        self._staged = staged
+        self._faults = faults
+        self._clock = clock
+        self._pushes: dict[str, _Push] = {}
+        self._push_of: dict[RequestId, _Push] = {}
+        self._tickets: Bygone[None] = Bygone()
+        self._leased: dict[RequestId, str] = {}
+        self._leased_by_nonce: dict[str, RequestId] = {}
+        self._chunks: list[Chunk] = []
+
+    def __len__(self) -> int:
+        """Pushes that are not over, and leases that have not settled."""
+        return len(self._pushes) + len(self._leased)
+
+    # ---- what the scheduler asks and says ----------------------------------------------
+
+    def expect(self, request: RequestView, ticket: PushTicket) -> None:
+        """A request is queued: let D's registration be known.
+
+        One whose ticket has expired, or was seen before, is no push: it will be pulled.
+        """
+        nonce, now_s = ticket.nonce, self._clock.wall_s()
+        if ticket.expires_s <= now_s:
+            self._faults["ticket_expired"] += 1
+            return
+        if nonce in self._tickets:
+            self._faults["ticket_replayed"] += 1
+            return
+        self._tickets.add(nonce, None, now_s=now_s, until_s=ticket.expires_s)
+        push = _Push(nonce, request.request_id, len(request.prompt_token_ids))
+        self._pushes[nonce] = self._push_of[request.request_id] = push
+        self._staged.expects.append(Expect(nonce, request.request_id, ticket.decode))
+
+    def is_expected(self, request: RequestView) -> bool:
+        """Whether D has neither registered its blocks for this request nor said it will not."""
+        push = self._push_of.get(request.request_id)
+        return push is not None and push.stage is _Stage.EXPECTED
+
+    def holds_blocks(self, request: RequestView) -> bool:
+        """Whether D may be written from the request's blocks."""
+        push = self._push_of.get(request.request_id)
+        return push is not None and push.was_live
+
+    def begin(
+        self, request: RequestView, block_ids: Sequence[BlockId], generations: Sequence[int]
+    ) -> None:
+        """`block_ids` are held for the request.
+
+        Raises:
+            InternalError: It is to be pushed, and they are not those of its whole prompt.
+        """
+        push = self._push_of.get(request.request_id)
+        if push is None or push.stage is not _Stage.LIVE:
+            return
+        num_blocks = -(-push.num_tokens // self._block_size)
+        if not len(generations) == len(block_ids) >= num_blocks:
+            raise InternalError(
+                f"request {push.request_id} is pushed: its {push.num_tokens} tokens need "
+                f"{num_blocks} blocks with their generations at once, not {len(block_ids)} with "
+                f"{len(generations)}"
+            )
+        push.block_ids = list(block_ids[:num_blocks])
+        push.generations = list(generations[:num_blocks])
+
+    def plan_chunk(
+        self,
+        request: RequestView,
+        block_ids: Sequence[BlockId],
+        start_token: int,
+        end_token: int,
+        generations: Sequence[int],
+    ) -> None:
+        """A chunk of a prompt, not its last, is computed. A live push has chunks of its own."""
+        push = self._push_of.get(request.request_id)
+        if push is None or push.stage is not _Stage.LIVE:
+            self._chunks.append(
+                Chunk(
+                    nonce="",
+                    request_id=request.request_id,
+                    block_ids=list(block_ids),
+                    generations=list(generations),
+                    start_token=start_token,
+                    end_token=end_token,
+                    num_tokens=len(request.prompt_token_ids),
+                    num_step_tokens=0,
+                )
+            )
+
+    def take_chunks(self, scheduler_output: SchedulerOutput) -> list[Chunk]:
+        """What this step computes. O(requests of the step) if any of them is pushed.
+
+        The first chunk of a push begins with token 0, whatever it found in the prefix cache:
+        D needs that, too.
+        """
+        scheduled = scheduler_output.num_scheduled_tokens
+        pushes = [
+            push
+            for request_id, push in self._push_of.items()
+            if push.stage is _Stage.LIVE
+            and request_id in scheduled
+            and push.num_told < push.num_tokens
+        ]
+        chunks, self._chunks = self._chunks, []
+        if not pushes:
+            return chunks
+        known = scheduler_output.known_requests
+        computed = dict(zip(known.request_ids, known.num_computed_tokens, strict=True))
+        computed |= {
+            new.request_id: new.num_computed_tokens for new in scheduler_output.new_requests
+        }
+        for push in pushes:
+            request_id = push.request_id
+            end_token = min(computed[request_id] + scheduled[request_id], push.num_tokens)
+            chunks.append(
+                Chunk(
+                    push.nonce,
+                    request_id,
+                    push.block_ids,
+                    push.generations,
+                    push.num_told,
+                    end_token,
+                    push.num_tokens,
+                    scheduler_output.num_tokens,
+                )
+            )
+            push.num_told = end_token
+        return chunks
+
+    def finish(self, request_id: RequestId) -> str | None:
+        """The request has its first token; return the nonce of its push, if that is live.
+
+        A push that was withdrawn does not give the lease its nonce, because its D may have
+        released that already.
+        """
+        push = self._push_of.get(request_id)
+        if push is None:
+            return None
+        self._forget(push)
+        return push.nonce if push.stage is _Stage.LIVE else None
+
+    def lease(self, request_id: RequestId, nonce: str) -> None:
+        """The request's blocks are leased as `nonce` until that has settled."""
+        self._leased[request_id] = nonce
+        self._leased_by_nonce[nonce] = request_id
+
+    def release(self, nonce: str) -> None:
+        """Nobody will read this lease. Unknown nonces are ignored."""
+        if nonce in self._leased_by_nonce:
+            self._staged.ends.append(End(nonce, LeaseEnd.RELEASED))
+
+    def abort(self, request_id: RequestId) -> bool:
+        """The request is gone: end its lease, stop its push.
+
+        Returns:
+            Whether its blocks may be in use until that has settled.
+        """
+        nonce = self._leased.get(request_id)
+        if nonce is not None:
+            self._staged.ends.append(End(nonce, LeaseEnd.ABORTED))
+        push = self._push_of.get(request_id)
+        return self._stop(push) if push is not None else nonce is not None
+
+    # ---- what the workers say ------------------------------------------------------------
+
+    def settled(self, settled: Settled) -> None:
+        """A lease, or a push that was stopped, is over."""
+        nonce = settled.nonce
+        stopped = self._pushes.get(nonce)
+        if stopped is not None:
+            self._forget(stopped)
+            return
+        nonce = nonce or self._leased.get(settled.request_id, "")
+        if self._leased.get(settled.request_id) != nonce or not nonce:
+            self._faults["report_unknown"] += 1
+            return
+        del self._leased[settled.request_id], self._leased_by_nonce[nonce]
+
+    def registered(self, registered: Registered) -> None:
+        """D has reserved blocks."""
+        push = self._pushes.get(registered.nonce)
+        if push is None:
+            self._faults["report_unknown"] += registered.nonce not in self._tickets
+        elif push.stage is _Stage.EXPECTED:
+            push.stage, push.was_live = _Stage.LIVE, True
+
+    def withdrawn(self, withdrawn: Withdrawn) -> None:
+        """There will be no push, or no more of it."""
+        push = self._pushes.get(withdrawn.nonce)
+        if push is None:
+            # A push that is over here may be pulled: its lease is for anybody.
+            self._faults["report_unknown"] += withdrawn.nonce not in self._tickets
+        elif push.stage is not _Stage.STOPPED:
+            push.stage = _Stage.WITHDRAWN
+
+    def _stop(self, push: _Push) -> bool:
+        """Stop a push; return whether its blocks may be in use until it has settled."""
+        if push.stage is _Stage.WITHDRAWN and not push.was_live:
+            self._forget(push)
+            return False
+        if push.stage is not _Stage.STOPPED:
+            push.stage = _Stage.STOPPED
+            del self._push_of[push.request_id]
+            self._staged.stops.append(Stop(push.nonce, push.request_id, "aborted at its owner"))
+        return push.was_live
+
+    def _forget(self, push: _Push) -> None:
+        del self._pushes[push.nonce]
+        if self._push_of.get(push.request_id) is push:
+            del self._push_of[push.request_id]

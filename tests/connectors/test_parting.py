@@ -1,0 +1,99 @@
+"""How connections end whose owner is destroyed: behind what was sent, and never with a reset."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import time
+from typing import TYPE_CHECKING
+
+import pytest
+
+from pdserve.connectors.nixl.parting import part_gently
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+
+@contextlib.contextmanager
+def connection() -> Iterator[tuple[socket.socket, socket.socket]]:
+    """Both ends of a TCP connection."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        here = socket.create_connection(listener.getsockname())
+        there, _ = listener.accept()
+    there.settimeout(10.0)
+    here.settimeout(10.0)
+    with here, there:
+        yield here, there
+
+
+def num_holders(inode: int) -> int:
+    """Descriptors of this process for a socket."""
+    held = 0
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):  # the one that lists them
+            held += os.fstat(int(name)).st_ino == inode
+    return held
+
+
+def inode_of(end: socket.socket) -> int:
+    return os.fstat(end.fileno()).st_ino
+
+
+def until(condition: Callable[[], object]) -> None:
+    deadline = time.monotonic() + 10.0
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
+def test_a_peer_finds_the_end_behind_all_questions_though_its_answers_were_not_read() -> None:
+    with connection() as (here, there):
+        there.sendall(b"an answer that nobody has read")
+        here.sendall(b"a question")
+        part_gently(here.close, quiet_s=0.01)
+        for _ in range(64):
+            there.sendall(bytes(1 << 16))  # more than the sockets hold
+        assert there.recv(100) == b"a question"
+        assert there.recv(100) == b""
+
+
+def test_a_peer_that_sleeps_finds_no_end_before_it_has_woken_and_answered() -> None:
+    with connection() as (here, there):
+        there.sendall(b"an answer from before")
+        part_gently(here.close, quiet_s=0.2)
+        there.settimeout(0.8)
+        with pytest.raises(TimeoutError):
+            there.recv(100)
+        there.settimeout(10.0)
+        there.sendall(b"the last one")
+        assert there.recv(100) == b""
+
+
+def test_nothing_is_left_once_the_peer_has_closed_its_side() -> None:
+    with connection() as (here, there):
+        inode = inode_of(here)
+        part_gently(here.close)
+        assert num_holders(inode) == 1
+        there.close()
+        until(lambda: num_holders(inode) == 0)
+
+
+def test_connections_of_others_are_left_alone() -> None:
+    with connection() as (here, there), connection() as (mine, theirs):
+        part_gently(here.close)
+        assert num_holders(inode_of(mine)) == 1
+        mine.sendall(b"on and on")
+        assert theirs.recv(100) == b"on and on"
+        there.close()
+
+
+def test_what_cannot_be_destroyed_leaves_no_copies_behind() -> None:
+    def fail() -> None:
+        raise OSError("no")
+
+    with connection() as (here, _):
+        with pytest.raises(OSError, match="no"):
+            part_gently(fail)
+        assert num_holders(inode_of(here)) == 1
