@@ -30,12 +30,12 @@ from pdserve.proxy.debug import Debug
 from pdserve.proxy.generation import Generation
 from pdserve.proxy.heap import keep_flat
 from pdserve.proxy.keys import engine_headers
-from pdserve.proxy.legs import Services
 from pdserve.proxy.live import Live
 from pdserve.proxy.metrics import Metrics
 from pdserve.proxy.recent import Recent
 from pdserve.proxy.registration import Registrations
 from pdserve.proxy.routing import Router
+from pdserve.proxy.services import Services
 from pdserve.proxy.status import Status
 
 if TYPE_CHECKING:

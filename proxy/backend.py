@@ -17,8 +17,6 @@ from pdserve.config.schema import Role
 from pdserve.wire.request import EngineInfo
 
 if TYPE_CHECKING:
-    import asyncio
-
     from pdserve.proxy.breaker import Breaker
     from pdserve.proxy.client import Leg
 
@@ -81,6 +79,7 @@ class Backend:
         num_foreign: Requests there that are not this proxy's, as of `load_s`.
         models: Entries of its `/v1/models`.
         legs: Exchanges in flight.
+        is_watched: Its health is being checked.
     """
 
     url: str
@@ -98,7 +97,7 @@ class Backend:
     num_late_checks: int = 0
     models: list[dict[str, Any]] = field(default_factory=list)
     legs: set[Leg] = field(default_factory=set)
-    watcher: asyncio.Task[None] | None = None
+    is_watched: bool = False
 
     @property
     def available(self) -> bool:

@@ -65,6 +65,7 @@ class Backends:
         self._headers = dict(headers or {})
         self._backends: dict[str, Backend] = {}
         self._edges: dict[tuple[str, str, KVMode], Breaker] = {}
+        self._watchers: set[asyncio.Task[None]] = set()
         self._prefill_lost_s = float("-inf")
         for url in config.prefill:
             self._add(_bare(url), Role.PREFILL, is_static=True)
@@ -98,7 +99,7 @@ class Backends:
 
     async def stop(self) -> None:
         """End the background checks."""
-        watchers = [backend.watcher for backend in self if backend.watcher is not None]
+        watchers = list(self._watchers)
         for watcher in watchers:
             watcher.cancel()
         await asyncio.gather(*watchers, return_exceptions=True)
@@ -112,8 +113,6 @@ class Backends:
         log.info("engine gone: url=%s role=%s (%s)", backend.url, backend.role.value, why)
         del self._backends[backend.url]
         self._forget_edges(backend.url)
-        if backend.watcher is not None:
-            backend.watcher.cancel()
 
     def _forget_edges(self, url: str) -> None:
         for edge in [edge for edge in self._edges if url in edge]:
@@ -164,7 +163,7 @@ class Backends:
         self._learn(backend, engine)
         if not backend.is_static:
             backend.lease_end_s = self._clock.monotonic_s() + registration.lease_s
-        if backend.watcher is None:
+        if not backend.is_watched:
             self._watch(backend, delay_s=0.0)
 
     def deregister(self, url: str) -> None:
@@ -178,7 +177,12 @@ class Backends:
             self._forget(backend, "it took its leave")
 
     def _refuse_other_layout(self, url: str, registration: Registration) -> None:
-        mismatch = next(self._mismatches(url, registration.role, registration.engine), None)
+        engine, known = registration.engine, self.get(url)
+        if known is not None and known.info is not None:
+            known_as = (known.info.incarnation, known.info.layout_digest)
+            if known_as == (engine.incarnation, engine.layout_digest):
+                return  # it was here first: it is another one that does not fit
+        mismatch = next(self._mismatches(url, registration.role, engine), None)
         if mismatch is not None:
             raise HandshakeError(mismatch)
 
@@ -212,16 +216,22 @@ class Backends:
     # --- health
 
     def _watch(self, backend: Backend, *, delay_s: float) -> None:
-        backend.watcher = asyncio.create_task(self._watch_loop(backend, delay_s))
+        backend.is_watched = True
+        watcher = asyncio.create_task(self._watch_loop(backend, delay_s))
+        self._watchers.add(watcher)
+        watcher.add_done_callback(self._watchers.discard)
 
     async def _watch_loop(self, backend: Backend, delay_s: float) -> None:
+        """Check an engine for as long as it is known, or anything still runs there."""
         while True:
             await asyncio.sleep(delay_s)
-            if self._clock.monotonic_s() > backend.lease_end_s:
-                backend.watcher = None
+            is_known = self.get(backend.url) is backend
+            if is_known and self._clock.monotonic_s() > backend.lease_end_s:
                 self._forget(backend, "its lease ran out")
+                is_known = False
                 if backend.role is Role.PREFILL:
                     self._prefill_lost_s = self._clock.monotonic_s()
+            if not is_known and not backend.legs:
                 return
             try:
                 await self.check(backend)
@@ -277,7 +287,7 @@ class Backends:
         if status == 200:
             try:
                 report = msgspec.json.decode(body, type=EngineReport)
-            except msgspec.MsgspecError as error:
+            except (msgspec.MsgspecError, ValueError, RecursionError) as error:
                 message = f"{backend.url}/pdserve/info cannot be read: {error}"
                 raise WorkerError(message, reason="garbled") from error
             if report.engine is not None:
@@ -296,8 +306,9 @@ class Backends:
         if status != 200:
             return
         try:
-            backend.models = msgspec.json.decode(body)["data"]
-        except (msgspec.MsgspecError, KeyError, TypeError) as error:
+            models = msgspec.json.decode(body)["data"]
+            backend.models = [model for model in models if isinstance(model["id"], str)]
+        except (msgspec.MsgspecError, ValueError, KeyError, TypeError) as error:
             message = f"{backend.url}/v1/models cannot be read: {error!r}"
             raise WorkerError(message, reason="garbled") from error
 

@@ -8,7 +8,7 @@ Knows the fields of the engine hop; knows no engine.
 from __future__ import annotations
 
 import base64
-import binascii
+import re
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +22,10 @@ from pdserve.wire.transfer import KVHandoff, PushTicket
 
 _OUTPUT_LIMITS = ("max_tokens", "max_completion_tokens")
 _PROMPT_SCORES = ("prompt_logprobs", "echo", "logprobs")
+_MAY_BE_SEVERAL = re.compile(rb"\[\s*[\"\[]")
+"""How a `prompt` begins that is a list of texts or of lists."""
+_UNREADABLE = (msgspec.MsgspecError, ValueError, RecursionError)
+"""What JSON that is not to be trusted raises when it is read: ValueError is for its UTF-8."""
 _PARAMS = "kv_transfer_params"
 _HANDOFF = "pdserve_handoff"
 _STAGES = "pdserve_stages"
@@ -86,15 +90,16 @@ class ClientBody:
         try:
             self._fields: Fields = msgspec.json.decode(raw, type=Fields)
             stream, seed = (_value(self._fields.get(name)) for name in ("stream", "seed"))
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            self.stream = stream is True
+            self._is_pushable = self._looks_pushable()
+        except RecursionError:
+            raise BadRequestError("the body is nested too deeply", code="invalid_json") from None
+        except _UNREADABLE as error:
             raise BadRequestError(
                 f"the body is not a JSON object: {error}", code="invalid_json"
             ) from None
-        except RecursionError:
-            raise BadRequestError("the body is nested too deeply", code="invalid_json") from None
         self.num_bytes = len(raw)
         self.created = created
-        self.stream = stream is True
         self.seed = seed if isinstance(seed, int) else fallback_seed
 
     def can_be_pushed(self) -> bool:
@@ -104,6 +109,9 @@ class ClientBody:
         answer with the prompt's log-probabilities, which travel with a handoff only, and a
         request for one token, which never gets to a decode engine.
         """
+        return self._is_pushable
+
+    def _looks_pushable(self) -> bool:
         if _value(self._fields.get("n")) not in (None, 1) or self._num_prompts() != 1:
             return False
         if any(_value(self._fields.get(name)) in (0, 1) for name in _OUTPUT_LIMITS):
@@ -113,10 +121,10 @@ class ClientBody:
         return self.stream or not wants_scores
 
     def _num_prompts(self) -> int:
-        raw = bytes(self._fields.get("prompt", b"")).replace(b" ", b"", 1)
-        if not raw.startswith((b'["', b"[[")):
+        raw = self._fields.get("prompt")
+        if raw is None or _MAY_BE_SEVERAL.match(raw) is None:
             return 1  # one text, one list of tokens, or a chat
-        return len(msgspec.json.decode(self._fields["prompt"], type=list[msgspec.Raw]))
+        return len(msgspec.json.decode(raw, type=list[msgspec.Raw]))
 
     def for_prefill(self, ticket: PushTicket | None = None) -> bytes:
         """The body for a prefill engine: sample one token, then lease the KV out.
@@ -187,7 +195,7 @@ def handoff_in(data: bytes, prefill_url: str) -> Handoff | None:
         if params is None:
             return None
         leases = [_lease(text) for text in params["pdserve"]["handoffs"] if text is not None]
-    except (msgspec.MsgspecError, binascii.Error, KeyError, TypeError) as error:
+    except (*_UNREADABLE, KeyError, TypeError) as error:
         message = f"{prefill_url} sent a handoff that cannot be read: {error!r}"
         raise WorkerError(message, reason="garbled") from error
     prompts = {lease.prompt_digest: lease.num_tokens for lease in leases}
@@ -201,7 +209,7 @@ def stages_in(data: bytes) -> EngineStages | None:
     try:
         fields = msgspec.json.decode(data, type=Fields)
         return msgspec.json.decode(fields[_STAGES], type=EngineStages)
-    except (msgspec.MsgspecError, KeyError):
+    except (*_UNREADABLE, KeyError):
         return None  # measurements only: never worth a request
 
 
@@ -219,7 +227,7 @@ def usage_in(data: bytes) -> tuple[int, int] | None:
         return None
     try:
         usage = msgspec.json.decode(data, type=_WithUsage).usage
-    except msgspec.MsgspecError:
+    except _UNREADABLE:
         return None
     return None if usage is None else (usage.prompt_tokens, usage.completion_tokens)
 
@@ -232,7 +240,7 @@ def without_internals(data: bytes) -> bytes:
     """
     try:
         fields = msgspec.json.decode(data, type=Fields)
-    except msgspec.DecodeError as error:
+    except _UNREADABLE as error:
         message = f"an engine's answer is not a JSON object: {error}"
         raise WorkerError(message, reason="garbled") from error
     hidden = [name for name in fields if name == _PARAMS or name.startswith("pdserve_")]
@@ -260,7 +268,7 @@ def merged(prefilled: bytes, decoded: bytes) -> bytes:
         answer = msgspec.json.decode(decoded)
         choices = ended | {choice["index"]: choice for choice in answer["choices"]}
         answer["choices"] = [choices[index] for index in sorted(choices)]
-    except (msgspec.DecodeError, KeyError, TypeError) as error:
+    except (*_UNREADABLE, AttributeError, KeyError, TypeError) as error:
         message = f"two engines' answers cannot be joined: {error!r}"
         raise WorkerError(message, reason="garbled") from error
     return msgspec.json.encode(answer)

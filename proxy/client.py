@@ -8,6 +8,7 @@ handoffs, so that a lease granted in the very moment the client left is given ba
 from __future__ import annotations
 
 import asyncio
+import errno
 import hashlib
 import hmac
 import logging
@@ -21,7 +22,8 @@ import msgspec
 from pdserve.errors import DeadlineError
 from pdserve.proxy.bodies import Handoff, handoff_in
 from pdserve.proxy.errors import RefusedError, WorkerError, failure_in
-from pdserve.proxy.relay import SseParser
+from pdserve.proxy.reading import SharedReader
+from pdserve.proxy.relay import MAX_EVENT_BYTES, SseParser
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping
@@ -44,9 +46,17 @@ RELEASE_TIMEOUT_S = 2.0
 ORDER_TIMEOUT_S = 5.0
 
 AUTH_HEADER = "X-Pdserve-Auth"
+DEADLINE_HEADER = "X-Pdserve-Deadline"
+"""Wall-clock seconds since the Unix epoch after which the answer is of no use."""
 LOAD_FAILURES_HEADER = "X-Pdserve-Load-Failures"
 
-_FAILURES = (aiohttp.ClientError, ConnectionError, TimeoutError)
+_FAILURES = (aiohttp.ClientError, ConnectionError, TimeoutError, UnicodeError)
+"""UnicodeError is for a host name that cannot be one, such as `a..b`."""
+_NOT_CONNECTED = (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError, UnicodeError)
+_OUT_OF_REACH = frozenset(
+    {errno.EHOSTUNREACH, errno.EHOSTDOWN, errno.ENETUNREACH, errno.ENETDOWN, errno.ETIMEDOUT}
+)
+"""Nobody has refused the connection: what is open already may hang, and would never say so."""
 
 
 def signature(secret: str, body: bytes) -> str:
@@ -87,13 +97,19 @@ _sending: ContextVar[Leg | None] = ContextVar("_sending", default=None)
 
 
 class _Connector(aiohttp.TCPConnector):
-    """Tells each leg which connection carries it, before the answer begins."""
+    """Tells each leg which connection carries it, before the answer begins.
+
+    Its connections are read into one buffer.
+    """
 
     async def connect(
         self, req: aiohttp.ClientRequest, traces: list[Trace], timeout: aiohttp.ClientTimeout
     ) -> Connection:
         """See the base class."""
         connection = await super().connect(req, traces, timeout)
+        protocol, transport = connection.protocol, connection.transport
+        if protocol is not None and transport is not None:
+            SharedReader.put_before(protocol, transport)
         if (leg := _sending.get()) is not None:
             leg.transport = connection.transport
         return connection
@@ -150,6 +166,9 @@ class EngineHttp:
             message = f"{url}: no answer within {timeout_s:g} s"
             raise WorkerError(message, reason="timeout") from error
         except _FAILURES as error:
+            if isinstance(error, aiohttp.ClientOSError) and error.errno in _OUT_OF_REACH:
+                message = f"{url} cannot be reached: {error}"
+                raise WorkerError(message, reason="timeout") from error
             raise _failure(url, error) from error
 
     async def post_empty(self, url: str, headers: Mapping[str, str]) -> str | None:
@@ -261,7 +280,8 @@ class Leg:
             response = await asyncio.shield(self._post)
             self._response = response
         except asyncio.CancelledError:
-            if self._is_lost:
+            task = asyncio.current_task()
+            if self._is_lost and task is not None and not task.cancelling():
                 raise self._lost() from None
             raise
         except _FAILURES as error:
@@ -280,10 +300,12 @@ class Leg:
         """Return the whole answer; may be called again after it was cancelled.
 
         Raises:
-            WorkerError: The connection was lost.
+            WorkerError: The connection was lost, or it is longer than any answer is.
         """
         async for chunk in self.chunks():
             self._body += chunk
+            if len(self._body) > MAX_EVENT_BYTES:
+                raise WorkerError(f"{self.url} sent an answer without end", reason="garbled")
         return bytes(self._body)
 
     async def chunks(self) -> AsyncIterator[bytes]:
@@ -330,6 +352,7 @@ class Leg:
     def drain(self, on_event: Callable[[Event], None] | None = None) -> None:
         """Read the rest in the background, so that the connection can be used again."""
         if self._response is not None and self._response.content.at_eof():
+            self.ended.set()
             return
         self._http.background.start(self._drain(on_event))
 
@@ -407,7 +430,7 @@ def _close_late(post: asyncio.Task[aiohttp.ClientResponse]) -> None:
 
 
 def _failure(url: str, error: BaseException) -> WorkerError:
-    if isinstance(error, aiohttp.ClientConnectorError | aiohttp.ConnectionTimeoutError):
+    if isinstance(error, _NOT_CONNECTED):
         message = f"cannot connect to {url}: {error}"
         return WorkerError(message, reason="connect", was_taken=False)
     return WorkerError(f"{url} hung up: {error or type(error).__name__}", reason="dropped")

@@ -20,9 +20,9 @@ from pdserve.wire.finished import NUM_KEPT
 
 if TYPE_CHECKING:
     from pdserve.observe.clock import Clock
-    from pdserve.proxy.legs import Services
     from pdserve.proxy.live import Live
     from pdserve.proxy.recent import Recent
+    from pdserve.proxy.services import Services
 
 
 class Debug:

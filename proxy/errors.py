@@ -129,7 +129,7 @@ def openai_shaped(status: int, body: bytes) -> bytes:
     """Return `body` untouched if it is an OpenAI error object, else wrapped into one."""
     try:
         parsed = msgspec.json.decode(body, type=dict[str, msgspec.Raw])
-    except msgspec.DecodeError:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         parsed = {}
     if bytes(parsed.get("error", b"")).lstrip().startswith(b"{"):
         return body

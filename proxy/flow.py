@@ -49,11 +49,11 @@ from pdserve.proxy.errors import (
     BudgetSpentError,
     KvFailedError,
     RefusedError,
-    WorkerError,
     error_body,
     error_headers,
 )
 from pdserve.proxy.legs import LegFailure, Legs, Prefilled
+from pdserve.proxy.push import Push
 from pdserve.proxy.replay import DivergedError
 from pdserve.proxy.routing import Disaggregate, RunLocally
 from pdserve.proxy.story import Mode, Rung, Stage
@@ -64,7 +64,7 @@ if TYPE_CHECKING:
 
     from pdserve.proxy.backend import Backend
     from pdserve.proxy.bodies import ClientBody
-    from pdserve.proxy.legs import Services
+    from pdserve.proxy.services import Services
     from pdserve.proxy.story import Story
 
 log = logging.getLogger(__name__)
@@ -78,6 +78,7 @@ class Flow:
     """Serves one request.
 
     Args:
+        until_s: When it is to be over, by the event loop's clock.
         headers: For the engines.
         reply_headers: For the client.
     """
@@ -89,6 +90,7 @@ class Flow:
         body: ClientBody,
         story: Story,
         *,
+        until_s: float,
         headers: Mapping[str, str],
         reply_headers: Mapping[str, str],
     ) -> None:
@@ -98,6 +100,7 @@ class Flow:
         self._admission = services.admission
         self._metrics = services.metrics
         self._num_bytes = body.num_bytes
+        self._until_s = until_s
         self._story = story
         self._reply_headers = reply_headers
         self._delivery = Delivery(request, reply_headers)
@@ -110,6 +113,7 @@ class Flow:
             headers=headers,
             reply_headers=reply_headers,
         )
+        self._push = Push(services, self._legs, story)
         self._may_push = body.can_be_pushed()
         self._failed: set[Backend] = set()
         self._retries_left = services.config.retry_max_retries
@@ -123,7 +127,7 @@ class Flow:
         """
         try:
             self._story.queued()
-            async with asyncio.timeout(self._config.request_timeout_s), self._admission.place():
+            async with asyncio.timeout_at(self._until_s), self._admission.place():
                 self._story.admitted()
                 response = await self._serve()
                 self.outcome = "ok"
@@ -180,7 +184,7 @@ class Flow:
         """
         while True:
             if plan.decode is not None:
-                outcome = await self._legs.push(plan.prefill, plan.decode)
+                outcome = await self._push.run(plan.prefill, plan.decode)
             else:
                 outcome = await self._legs.prefill(plan.prefill)
             if not isinstance(outcome, LegFailure):
@@ -310,10 +314,6 @@ class Flow:
             self._story.mode = Mode.LOCAL
         while True:
             is_replay = self._delivery.has_begun
-            if not self._delivery.can_begin_again:
-                raise WorkerError(
-                    "the engine was lost in mid stream", reason="lost", code="engine_dead"
-                )
             self._delivery.begin_again()
             engine = engine or self._router.local_engine(self._num_bytes, self._failed)
             outcome = await self._legs.local(engine, is_fallback=is_fallback and engine.decodes())

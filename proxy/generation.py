@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING
 
 from aiohttp import hdrs, web
 
-from pdserve.errors import InternalError, PdserveError
+from pdserve.errors import DeadlineError, InternalError, PdserveError
 from pdserve.proxy.bodies import ClientBody
 from pdserve.proxy.boundary import REQUEST_ID, REQUEST_ID_KEY
+from pdserve.proxy.client import DEADLINE_HEADER
 from pdserve.proxy.errors import ClientGoneError, RefusedError, WorkerError
 from pdserve.proxy.flow import Flow
 from pdserve.proxy.keys import engine_headers
-from pdserve.proxy.legs import DEADLINE_HEADER
 from pdserve.proxy.live import shutting_down
 from pdserve.proxy.story import Story
 
@@ -26,9 +26,9 @@ if TYPE_CHECKING:
 
     from pdserve.observe.clock import Clock
     from pdserve.proxy.backend import Backend
-    from pdserve.proxy.legs import Services
     from pdserve.proxy.live import Live
     from pdserve.proxy.recent import Recent
+    from pdserve.proxy.services import Services
 
 log = logging.getLogger(__name__)
 
@@ -69,14 +69,20 @@ class Generation:
 
     async def _generate(self, request: web.Request) -> web.StreamResponse:
         story = Story(request[REQUEST_ID_KEY], request.path, self._clock)
-        deadline_s = self._clock.wall_s() + self._config.request_timeout_s
+        limit_s = self._config.request_timeout_s
+        until_s = asyncio.get_running_loop().time() + limit_s
+        deadline_s = self._clock.wall_s() + limit_s
         with self._live.hold(story):
-            return await self._told(request, story, deadline_s)
+            return await self._told(request, story, until_s=until_s, deadline_s=deadline_s)
 
     async def _told(
-        self, request: web.Request, story: Story, deadline_s: float
+        self, request: web.Request, story: Story, *, until_s: float, deadline_s: float
     ) -> web.StreamResponse:
-        """Serve a request; count how it ended, and write its line."""
+        """Serve a request; count how it ended, and write its line.
+
+        Args:
+            until_s, deadline_s: When it is to be over, by the event loop's clock and by the wall's.
+        """
         outcome = "error"
         try:
             if self._live.is_closed:
@@ -84,7 +90,7 @@ class Generation:
                 raise shutting_down()
             try:
                 body = ClientBody(
-                    await request.read(),
+                    await self._body_of(request, until_s),
                     created=int(self._clock.wall_s()),
                     fallback_seed=self._rng.getrandbits(48),
                 )
@@ -97,6 +103,7 @@ class Generation:
                 request,
                 body,
                 story,
+                until_s=until_s,
                 headers={
                     **engine_headers(self._config.api_keys, request.headers),
                     hdrs.CONTENT_TYPE: "application/json",
@@ -119,9 +126,32 @@ class Generation:
                 self._metrics.observe(story)
             log.info("%s", self._recent.add(story, outcome).line)
 
+    async def _body_of(self, request: web.Request, until_s: float) -> bytes:
+        """Read a body, which may come as slowly as its client likes.
+
+        Raises:
+            DeadlineError: It has not come by then.
+        """
+        try:
+            async with asyncio.timeout_at(until_s):
+                return await request.read()
+        except TimeoutError:
+            limit_s = self._config.request_timeout_s
+            raise DeadlineError(f"the body had not arrived within {limit_s:g} s") from None
+
     async def _forward(self, request: web.Request) -> web.StreamResponse:
+        """Ask any engine, within the time that a request may take."""
+        limit_s = self._config.request_timeout_s
+        until_s = asyncio.get_running_loop().time() + limit_s
+        body = await self._body_of(request, until_s)
+        try:
+            async with asyncio.timeout_at(until_s):
+                return await self._answer_of_any(request, body)
+        except TimeoutError:
+            raise DeadlineError(f"no engine answered within {limit_s:g} s") from None
+
+    async def _answer_of_any(self, request: web.Request, body: bytes) -> web.StreamResponse:
         """Ask any engine; a failing one is replaced by another."""
-        body = await request.read()
         headers = {
             **engine_headers(self._config.api_keys, request.headers),
             hdrs.CONTENT_TYPE: "application/json",

@@ -1,15 +1,11 @@
-"""The legs of one request: one exchange with one engine, or two at once for a push.
+"""The legs of one request: one exchange with one engine.
 
     pull    prefill -> (handoff) -> decode
-    push    prefill and receiving at once; the handoff passes between them here
+    push    prefill and receiving at once: see `push`
     local   one engine does everything
 
 A leg that fails is a value (`LegFailure`): what is done about it is `flow`'s. Whatever ends the
 request itself (its client left, its own fault, its deadline) is an exception.
-
-The order of what a client gets in a push does not depend on which engine is faster: nothing of the
-receiving leg is passed on before the prefill leg has delivered the first token and given its
-handoff. Until then what comes from the decode engine stays in its connection.
 
 Who holds what: a `Prefilled` is its receiver's to give back. A handoff on its way when a leg
 is left is given back here.
@@ -19,7 +15,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from aiohttp import web
@@ -38,56 +34,25 @@ from pdserve.proxy.delivery import SSE
 from pdserve.proxy.errors import KvFailedError, RefusedError, WorkerError, failure_in_stream
 from pdserve.proxy.relay import Relay
 from pdserve.proxy.story import Mode, Stage
-from pdserve.wire.transfer import EngineRef, KVMode, PushTicket
+from pdserve.wire.transfer import KVMode
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Mapping
 
-    from pdserve.config.schema import ProxyConfig
-    from pdserve.proxy.admission import Admission
     from pdserve.proxy.backend import Backend, Use
-    from pdserve.proxy.backends import Backends
     from pdserve.proxy.bodies import ClientBody, EngineStages
     from pdserve.proxy.breaker import Breaker
-    from pdserve.proxy.client import EngineHttp, Leg
+    from pdserve.proxy.client import Leg
     from pdserve.proxy.delivery import Delivery
-    from pdserve.proxy.metrics import Metrics
     from pdserve.proxy.relay import Event
-    from pdserve.proxy.routing import Router
+    from pdserve.proxy.services import Services
     from pdserve.proxy.story import Story
     from pdserve.wire.ids import Incarnation
+    from pdserve.wire.transfer import PushTicket
 
 log = logging.getLogger(__name__)
 
-DEADLINE_HEADER = "X-Pdserve-Deadline"
-"""Wall-clock seconds since the Unix epoch after which the answer is of no use."""
 KV_MODE_HEADER = "X-Pdserve-KV-Mode"
-TICKET_S = 120.0
-"""A ticket that comes to its prefill engine after this is not pushed, but pulled. It is sent as
-soon as it is drawn: what has to fit is how far the clocks of two machines may differ."""
-PUSH_PATIENCE_S = 5.0
-"""How long a prefill engine is waited for whose receiver says that no KV came: it was told as
-well and hands over soon, unless the two cannot reach each other."""
-LOST_RECEIVER_PATIENCE_S = 1.0
-"""The same if the receiver is lost: the prefill engine may be half way, or wait for that one in
-vain until its own clock ends it. What it has computed by then is in its prefix cache."""
-
-
-@dataclass(frozen=True, slots=True)
-class Services:
-    """What every request shares.
-
-    Attributes:
-        new_nonce: Returns a string never returned before; unguessable outside of tests.
-    """
-
-    config: ProxyConfig
-    http: EngineHttp
-    backends: Backends
-    router: Router
-    admission: Admission
-    metrics: Metrics
-    new_nonce: Callable[[], str]
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,11 +110,9 @@ class Legs:
         headers: Mapping[str, str],
         reply_headers: Mapping[str, str],
     ) -> None:
-        self._config = services.config
         self._http = services.http
         self._backends = services.backends
         self._metrics = services.metrics
-        self._new_nonce = services.new_nonce
         self._body = body
         self._story = story
         self._delivery = delivery
@@ -162,48 +125,8 @@ class Legs:
 
     async def prefill(self, backend: Backend) -> Prefilled | web.StreamResponse | LegFailure:
         """Prefill for a pull. Returns the answer itself if the request ends there."""
-        self._begin(KVMode.PULL)
-        return await self._prefill_on(backend, None)
-
-    async def push(
-        self, prefill: Backend, decode: Backend
-    ) -> Prefilled | web.StreamResponse | LegFailure:
-        """Let one engine prefill into the other's blocks, and pass on what both say.
-
-        Returns:
-            The answer; or a handoff to go on from, with how its receiver failed; or the failure
-            of either leg, with nothing in hand.
-        """
-        self._begin(KVMode.PUSH)
-        ticket = self._ticket(prefill, decode)
-        edge = self._backends.edge(prefill, decode, KVMode.PUSH)
-        edge.begin()
-        gate: asyncio.Future[Prefilled] = asyncio.get_running_loop().create_future()
-        receiving = asyncio.create_task(self._receive_on(decode, ticket, edge, gate))
-        prefilling = asyncio.create_task(self._prefill_on(prefill, ticket))
-        left: list[asyncio.Task[Prefilled | web.StreamResponse | LegFailure]]
-        left = [prefilling, receiving]
-        try:
-            await asyncio.wait(left, return_when=asyncio.FIRST_COMPLETED)
-            if not prefilling.done():
-                lost = receiving.result()
-                assert isinstance(lost, LegFailure)  # it cannot end well without the gate
-                await asyncio.wait({prefilling}, timeout=_patience_s(lost))
-                if not prefilling.done():
-                    self._blame(edge, prefill, decode, lost)
-                    return lost
-            left.remove(prefilling)
-            outcome = prefilling.result()
-            if isinstance(outcome, LegFailure):  # it may have refused the ticket
-                self._blame(edge, prefill, decode, outcome)
-            if not isinstance(outcome, Prefilled):
-                return outcome
-            return await self._go_on(edge, outcome, receiving, gate)
-        finally:
-            edge.leave()
-            for task in left:
-                task.cancel()
-                self._http.background.start(self._reap(task))
+        self.begin(KVMode.PULL)
+        return await self.prefill_on(backend, None)
 
     async def decode(
         self, backend: Backend, prefilled: Prefilled
@@ -223,7 +146,7 @@ class Legs:
                 return await self._decoded(leg, use, backend, edge, gate)
         except (WorkerError, RefusedError) as error:
             failure = LegFailure("decode", backend, error)
-            self._blame(edge, prefilled.backend, backend, failure)
+            self.blame(edge, prefilled.backend, backend, failure)
             return failure
         finally:
             edge.leave()
@@ -241,11 +164,11 @@ class Legs:
         try:
             with self._backends.use(backend, leg) as use:
                 try:
-                    if await leg.open() != SSE:
+                    if not await self._opens_stream(leg):
                         answer = await leg.read()
-                        use.ok()
                         stages = stages_in(answer)
                         response: web.StreamResponse = self._json(answer)
+                        use.ok()
                     else:
                         stages = await self._pass_on(leg, use, backend, Stage.LOCAL)
                         response = await self._delivery.end()
@@ -266,9 +189,14 @@ class Legs:
 
     # --- prefill
 
-    async def _prefill_on(
+    async def prefill_on(
         self, backend: Backend, ticket: PushTicket | None
     ) -> Prefilled | web.StreamResponse | LegFailure:
+        """Prefill, for a push if there is a ticket; the answer itself if the request ends there.
+
+        Raises:
+            WorkerError: The client has more of a former attempt than is remembered.
+        """
         if self._delivery.has_begun:
             self._delivery.begin_again()
         leg = self._send(
@@ -289,13 +217,15 @@ class Legs:
         handoff: Handoff | None = None
         life = backend.info.incarnation if backend.info is not None else None
         try:
-            if await leg.open() != SSE:
+            if not await self._opens_stream(leg):
                 answer = await leg.read()
-                use.ok()
                 self._story.prefill_stages = stages_in(answer)
                 handoff = handoff_in(answer, backend.url)
                 if handoff is None:
-                    return self._json(answer)
+                    response = self._json(answer)
+                    use.ok()
+                    return response
+                use.ok()
                 self._story.first_token(self._now_s())
                 self._note_handoff(handoff)
                 return Prefilled(backend, handoff, life, answer)
@@ -342,10 +272,11 @@ class Legs:
     ) -> web.StreamResponse:
         """What a decode engine says. Nothing is passed on before `gate` has the handoff."""
         try:
-            if await leg.open() != SSE:
+            if not await self._opens_stream(leg):
                 answer = await leg.read()
+                response = self._joined(edge, backend, await gate, answer)
                 use.ok()
-                return self._joined(edge, backend, await gate, answer)
+                return response
             return await self._streamed(leg, use, backend, edge, await gate)
         except WorkerError:
             leg.close()
@@ -354,7 +285,7 @@ class Legs:
             leg.hang_up()
             raise
 
-    async def _receive_on(
+    async def receive_on(
         self,
         backend: Backend,
         ticket: PushTicket,
@@ -369,33 +300,6 @@ class Legs:
                 return await self._decoded(leg, use, backend, edge, gate)
         except (WorkerError, RefusedError) as error:
             return LegFailure("decode", backend, error)
-
-    async def _go_on(
-        self,
-        edge: Breaker,
-        prefilled: Prefilled,
-        receiving: asyncio.Task[web.StreamResponse | LegFailure],
-        gate: asyncio.Future[Prefilled],
-    ) -> web.StreamResponse | Prefilled:
-        """The prefill leg of a push has handed over: let the other leg through."""
-        if self._story.stage is Stage.PREFILL:
-            self._story.stage = Stage.TRANSFER
-        gate.set_result(prefilled)
-        try:
-            result = await receiving
-        except BaseException:
-            self.give_back(prefilled.handoff)
-            raise
-        if not isinstance(result, LegFailure):
-            return result
-        self._blame(edge, prefilled.backend, result.backend, result)
-        return replace(prefilled, lost=result)
-
-    async def _reap(self, task: asyncio.Task[Prefilled | web.StreamResponse | LegFailure]) -> None:
-        """Wait for a leg that was left; a handoff that it ended with is nobody's."""
-        (result,) = await asyncio.gather(task, return_exceptions=True)
-        if isinstance(result, Prefilled):
-            self.give_back(result.handoff)
 
     def _joined(
         self, edge: Breaker, backend: Backend, prefilled: Prefilled, answer: bytes
@@ -432,9 +336,11 @@ class Legs:
                 use.ok()
                 self._story.stage = stage
                 sent_s = self._now_s()
+                num_known = self._delivery.num_swallowed
                 if await self._delivery.send(data) and relay.num_events > num_events:
                     self._story.chunk(sent_s)
-                self._story.num_output_tokens += relay.num_events - num_events
+                num_known = self._delivery.num_swallowed - num_known
+                self._story.num_output_tokens += relay.num_events - num_events - num_known
                 num_events = relay.num_events
             if relay.done:
                 leg.drain()
@@ -447,25 +353,31 @@ class Legs:
 
     # --- parts of the legs
 
-    def _begin(self, mode: KVMode) -> None:
+    def begin(self, mode: KVMode) -> None:
+        """A hand-over begins; `mode` says who is to move the KV."""
         self._metrics.kv_mode.labels(mode.value).inc()
         self._story.kv_mode = mode
         self._story.tell(f"kv by {mode.value}")
-
-    def _ticket(self, prefill: Backend, decode: Backend) -> PushTicket:
-        ticket = PushTicket(
-            nonce=self._new_nonce(),
-            prefill=_engine_ref(prefill),
-            decode=_engine_ref(decode),
-            expires_s=self._story.clock.wall_s() + TICKET_S,
-        )
-        return ticket.signed(self._config.secret.encode())
 
     def _send(self, backend: Backend, body: bytes, mode: KVMode | None) -> Leg:
         headers = dict(self._headers)
         if mode is not None:
             headers[KV_MODE_HEADER] = mode.value
         return self._http.leg(f"{backend.url}{self._path}", body, headers)
+
+    async def _opens_stream(self, leg: Leg) -> bool:
+        """Wait for a leg's answer to begin; tell whether it is a stream.
+
+        Raises:
+            WorkerError: The engine failed, or what it sends is not what its client asked for.
+            RefusedError, DeadlineError: See `Leg.open`.
+        """
+        content_type = await leg.open()
+        if (content_type == SSE) is not self._body.stream:
+            asked = SSE if self._body.stream else "application/json"
+            message = f"{leg.url} answers with {content_type}, where {asked} was asked for"
+            raise WorkerError(message, reason="garbled")
+        return self._body.stream
 
     async def _deliver_first(self, events: list[Event]) -> None:
         """Send the prefill engine's events on."""
@@ -498,7 +410,7 @@ class Legs:
         elif stages.kv_bytes:
             edge.succeed()
 
-    def _blame(self, edge: Breaker, prefill: Backend, decode: Backend, failure: LegFailure) -> None:
+    def blame(self, edge: Breaker, prefill: Backend, decode: Backend, failure: LegFailure) -> None:
         """If the KV did not get there, that is the pair's, not the engines'."""
         if isinstance(failure.error, KvFailedError):
             reasons = failure.error.load_failures or (failure.error.reason,)
@@ -536,26 +448,3 @@ class Legs:
             body=body,
             headers={**self._reply_headers, "Content-Type": "application/json"},
         )
-
-
-def _patience_s(lost: LegFailure) -> float:
-    """How long a prefill engine may still hand over after its receiver failed like this."""
-    match lost.error:
-        case WorkerError(was_taken=False) | RefusedError():
-            return 0.0
-        case KvFailedError():
-            return PUSH_PATIENCE_S
-        case _:
-            return LOST_RECEIVER_PATIENCE_S
-
-
-def _engine_ref(backend: Backend) -> EngineRef:
-    info = backend.info
-    assert info is not None  # `Backends.can_push` asks for both
-    assert info.kv_shape is not None
-    return EngineRef(
-        engine_id=info.engine_id,
-        incarnation=info.incarnation,
-        endpoints=tuple(info.endpoints),
-        shape=info.kv_shape,
-    )

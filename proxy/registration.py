@@ -6,6 +6,7 @@ Knows who may: whoever has the deployment's secret. Which engines there are is `
 from __future__ import annotations
 
 import hmac
+import ipaddress
 import logging
 from typing import TYPE_CHECKING, TypeVar
 
@@ -74,10 +75,17 @@ class Registrations:
         """Read a message that only the deployment's own parts may send.
 
         Raises:
-            UnauthorizedError: Its signature is not made with the deployment's secret.
+            UnauthorizedError: Its signature is not made with the deployment's secret; or there is
+                none, and it comes from another host.
             BadRequestError: It is not such a message.
         """
         body = await request.read()
+        if not self._config.secret and not _is_this_host(request.remote):
+            raise UnauthorizedError(
+                f"{request.remote} may not register: without a secret only engines of this host "
+                "may; give the proxy and every engine the same one as PDSERVE_SECRET",
+                code="secret_required",
+            )
         if self._config.secret:
             offered = request.headers.get(AUTH_HEADER, "").encode("utf-8", "surrogateescape")
             expected = signature(self._config.secret, body).encode()
@@ -91,3 +99,10 @@ class Registrations:
             return msgspec.json.decode(body, type=type_)
         except msgspec.MsgspecError as error:
             raise BadRequestError(f"the registration cannot be read: {error}") from None
+
+
+def _is_this_host(remote: str | None) -> bool:
+    try:
+        return remote is not None and ipaddress.ip_address(remote.split("%")[0]).is_loopback
+    except ValueError:
+        return False

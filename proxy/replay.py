@@ -7,7 +7,8 @@ stream that does not repeat itself raises `DivergedError`, and wrong text is nev
 
 Engines may cut the same text into other chunks, so text is compared by choice, not by event:
 strings and lists (log-probabilities, token ids) are consumed as prefixes, wherever they stand
-in a choice. Knows the shape of a chunk; knows no engine.
+in a choice. Which tokens stand there must be the same; how likely they were is measured, and
+no two engines measure the same to the last digit. Knows the shape of a chunk; knows no engine.
 """
 
 from __future__ import annotations
@@ -26,6 +27,8 @@ if TYPE_CHECKING:
     from pdserve.proxy.relay import Event
 
 _TEXTS = frozenset({"text", "content", "reasoning_content"})
+_ALTERNATIVES = "top_logprobs"
+"""The likeliest tokens, in the order of their measured likelihood."""
 
 Path = tuple[str, ...]
 
@@ -85,8 +88,7 @@ class Replay:
         if event.is_done:
             self._expect_nothing_left()
             return event.raw
-        chunk = _chunk_of(event)
-        choices = chunk.get("choices")
+        chunk, choices = _chunk_of(event)
         if not choices:
             return b"" if self._has_usage and chunk.get("usage") else event.raw
         kept = []
@@ -105,8 +107,7 @@ class Replay:
     def _note(self, event: Event) -> None:
         if event.is_done:
             return
-        chunk = _chunk_of(event)
-        choices = chunk.get("choices")
+        chunk, choices = _chunk_of(event)
         if not choices:
             self._has_usage = self._has_usage or bool(chunk.get("usage"))
             return
@@ -138,14 +139,16 @@ class Replay:
             raise DivergedError("the repeated stream ends before the point it had reached")
 
 
-def _chunk_of(event: Event) -> dict[str, Any]:
+def _chunk_of(event: Event) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """Return an event's object, and the choices in it."""
     try:
         chunk = msgspec.json.decode(event.data)
-    except msgspec.DecodeError:
-        chunk = None
-    if not isinstance(chunk, dict):
-        raise DivergedError("a repeated stream cannot be read")
-    return chunk
+        choices = chunk.get("choices") or []
+        if all(isinstance(choice["index"], int) for choice in choices):
+            return chunk, choices
+    except (msgspec.DecodeError, ValueError, RecursionError, AttributeError, KeyError, TypeError):
+        pass  # said below
+    raise DivergedError("a repeated stream cannot be read")
 
 
 def _collect(value: dict[str, Any], path: Path, state: _Choice) -> None:
@@ -187,7 +190,22 @@ def _strip_run(part: Any, path: Path, state: _Choice) -> Any:
     if not delivered:
         return part
     length = min(len(part), len(delivered))
-    if part[:length] != delivered[:length]:
+    if path[-1] != _ALTERNATIVES and not _is_same(part[:length], delivered[:length]):
         raise DivergedError("the repeated stream differs from what was begun")
     state.runs[path] = delivered[length:]
     return part[length:]
+
+
+def _is_same(ours: Any, theirs: Any) -> bool:
+    """Whether two values name the same tokens; a likelihood is like any other."""
+    match ours, theirs:
+        case float(), float():
+            return True
+        case dict(), dict():
+            return ours.keys() == theirs.keys() and all(
+                key == _ALTERNATIVES or _is_same(ours[key], theirs[key]) for key in ours
+            )
+        case list(), list():
+            return len(ours) == len(theirs) and all(map(_is_same, ours, theirs))
+        case _:
+            return bool(ours == theirs)

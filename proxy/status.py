@@ -20,8 +20,8 @@ from pdserve.proxy.keys import engine_headers
 from pdserve.proxy.live import shutting_down
 
 if TYPE_CHECKING:
-    from pdserve.proxy.legs import Services
     from pdserve.proxy.live import Live
+    from pdserve.proxy.services import Services
 
 
 class Status:

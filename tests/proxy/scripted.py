@@ -116,6 +116,9 @@ class ScriptedEngine:
         self.hang_health: asyncio.Event | None = None
         self.metrics_page: str | None = None
         self.hang_metrics: asyncio.Event | None = None
+        self.models: Any = [
+            {"id": "tiny", "object": "model", "root": "/m/tiny", "max_model_len": 2048}
+        ]
         self.url = ""
         self._nonces = itertools.count()
         self._runner: web.AppRunner | None = None
@@ -128,6 +131,7 @@ class ScriptedEngine:
                 web.post("/v1/chat/completions", self._generate),
                 web.post("/pdserve/release", self._release),
                 web.post("/tokenize", self._tokenize),
+                web.post("/detokenize", self._detokenize),
                 web.post("/reset_prefix_cache", self._reset_prefix_cache),
                 web.get("/pdserve/info", self._info),
                 web.get("/readyz", self._readyz),
@@ -202,11 +206,14 @@ class ScriptedEngine:
         return web.Response(text=self.metrics_page)
 
     async def _models(self, request: web.Request) -> web.Response:
-        model = {"id": "tiny", "object": "model", "root": "/m/tiny", "max_model_len": 2048}
-        return web.json_response({"object": "list", "data": [model]})
+        return web.json_response({"object": "list", "data": self.models})
 
     async def _tokenize(self, request: web.Request) -> web.Response:
         return web.json_response({"tokens": [1, 2], "count": 2, "by": self.engine_id})
+
+    async def _detokenize(self, request: web.Request) -> web.Response:
+        await asyncio.Event().wait()
+        raise web.HTTPNotFound
 
     async def _reset_prefix_cache(self, request: web.Request) -> web.Response:
         self.resets.append(request)

@@ -11,10 +11,18 @@ from aiohttp import web
 from pdserve.config.schema import KVTransfer
 from pdserve.proxy.story import Rung
 from tests.proxy.conftest import until
+from tests.proxy.hooks import (
+    answers,
+    ask,
+    decodes,
+    drops,
+    error,
+    kv_failed,
+    legs,
+    prefills,
+)
 from tests.proxy.scripted import ScriptedEngine, events_of, text_in, text_of, word
 from tests.proxy.test_disconnect import assert_nothing_held
-from tests.proxy.test_flow import answers, decodes, drops, legs, prefills
-from tests.proxy.test_push import ask, error, kv_failed
 
 
 def budget_spent(leg: str = "local", retry_after: str = "7"):

@@ -5,16 +5,16 @@ from __future__ import annotations
 import asyncio
 import random
 
-import msgspec
 import pytest
 from aiohttp import web
 
 from pdserve.config.schema import KVTransfer
 from pdserve.proxy import legs as proxy_legs
+from pdserve.proxy import push as proxy_push
 from tests.proxy.conftest import until
+from tests.proxy.hooks import answers, ask, drops, error, first_chunk, hangs, kv_failed, legs
 from tests.proxy.scripted import ScriptedEngine, events_of, pushed, sse, text_in, text_of, word
 from tests.proxy.test_disconnect import assert_nothing_held, disconnects, leave
-from tests.proxy.test_flow import answers, drops, first_chunk, legs
 
 SECRET = "s3cret"
 
@@ -25,45 +25,6 @@ def prefills(number: int = 1) -> list[ScriptedEngine]:
 
 def decodes(number: int = 1) -> list[ScriptedEngine]:
     return [ScriptedEngine("decode", engine_id=f"d{i}", can_push=True) for i in range(number)]
-
-
-def error(code: str, message: str = "no") -> bytes:
-    return msgspec.json.encode({"error": {"message": message, "type": "x", "code": code}})
-
-
-def kv_failed(times: int = 10**9, leg: str | None = None, reasons: str = ""):
-    """A hook that answers as an engine does whose KV did not arrive."""
-    left = times
-
-    async def hook(call, request):
-        nonlocal left
-        if left == 0 or (leg is not None and call.leg != leg):
-            return None
-        left -= 1
-        headers = {"X-Pdserve-Load-Failures": reasons} if reasons else {}
-        return web.Response(
-            status=503,
-            body=error("kv_transfer_failed"),
-            content_type="application/json",
-            headers=headers,
-        )
-
-    return hook
-
-
-def hangs(leg: str | None = None):
-    async def hook(call, request):
-        if leg is None or call.leg == leg:
-            await asyncio.Event().wait()
-
-    return hook
-
-
-async def ask(stack, *, stream: bool, **more) -> str:
-    async with stack.post({"prompt": "hi", "seed": 3, "stream": stream, **more}) as response:
-        body = await response.read()
-        assert response.status == 200, body
-    return text_in(body) if stream else msgspec.json.decode(body)["choices"][0]["text"]
 
 
 # --- when all is well
@@ -337,7 +298,7 @@ async def test_a_receiver_that_dies_early_does_not_cost_what_is_prefilled(make_s
 async def test_a_prefill_engine_that_waits_in_vain_is_left_in_time(
     make_stack, stream, hook, patience, monkeypatch
 ):
-    monkeypatch.setattr(proxy_legs, patience, 0.1)
+    monkeypatch.setattr(proxy_push, patience, 0.1)
     (prefill,), (bad, good) = prefills(), decodes(2)
     bad.hook = hook
     waited = True
@@ -564,7 +525,7 @@ async def test_a_handoff_that_comes_in_the_moment_of_the_leaving_is_given_back(
     (prefill,), (decode,) = prefills(), decodes()
     decode.hook = hangs()
     serving: list[asyncio.Task] = []
-    push, prefill_on = proxy_legs.Legs.push, proxy_legs.Legs._prefill_on
+    push, prefill_on = proxy_push.Push.run, proxy_legs.Legs.prefill_on
 
     async def watched(self, *pair):
         serving.append(asyncio.current_task())
@@ -575,8 +536,8 @@ async def test_a_handoff_that_comes_in_the_moment_of_the_leaving_is_given_back(
         serving[0].cancel()
         return prefilled
 
-    monkeypatch.setattr(proxy_legs.Legs, "push", watched)
-    monkeypatch.setattr(proxy_legs.Legs, "_prefill_on", leaves_with_it)
+    monkeypatch.setattr(proxy_push.Push, "run", watched)
+    monkeypatch.setattr(proxy_legs.Legs, "prefill_on", leaves_with_it)
     stack = await make_stack([prefill], [decode])
     request = asyncio.create_task(stack.stream())
     await until(lambda: len(prefill.released) == 1)

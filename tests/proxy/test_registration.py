@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import hmac
 import logging
 
+import aiohttp
+import aiohttp.web
 import msgspec
 import pytest
 
 from pdserve.config.schema import Role
 from pdserve.observe.clock import SystemClock
-from pdserve.proxy.backend import Backend
+from pdserve.proxy import client as proxy_client
+from pdserve.proxy.backend import Backend, Health
 from pdserve.proxy.breaker import Breaker
 from tests.proxy.conftest import until
 from tests.proxy.scripted import ScriptedEngine, text_in, text_of
@@ -40,6 +44,19 @@ async def send(stack, method: str, body: dict, secret: str = ""):
 async def register(stack, engine: ScriptedEngine, lease_s: float = 30.0, secret: str = ""):
     body = {"url": engine.url, "role": engine.role, "engine": engine.info(), "lease_s": lease_s}
     return await send(stack, "POST", body, secret)
+
+
+def cut_off(engine: ScriptedEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody can connect to it any more; what is connected hears nothing of that."""
+    connect = proxy_client._Connector.connect
+
+    async def connect_to_others(self, req, traces, timeout):
+        if str(req.url).startswith(engine.url):
+            gone = OSError(errno.EHOSTUNREACH, "No route to host")
+            raise aiohttp.ClientConnectorError(req.connection_key, gone)
+        return await connect(self, req, traces, timeout)
+
+    monkeypatch.setattr(proxy_client._Connector, "connect", connect_to_others)
 
 
 def is_ready(stack, engine: ScriptedEngine) -> bool:
@@ -176,6 +193,21 @@ async def test_engines_of_one_role_need_not_have_one_layout(make_stack):
     await engine.stop()
 
 
+@pytest.mark.parametrize("remote", ["192.0.2.7", "fe80::1%eth0", "2001:db8::1"])
+async def test_without_a_secret_no_engine_of_another_host_may_register(
+    make_stack, monkeypatch, remote
+):
+    stack = await make_stack()
+    engine = await ScriptedEngine("decode").start()
+    monkeypatch.setattr(aiohttp.web.BaseRequest, "remote", remote)
+    status, body = await register(stack, engine)
+    assert (status, body["error"]["code"]) == (401, "secret_required")
+    assert stack.proxy.backends.get(engine.url) is None
+    monkeypatch.setattr(aiohttp.web.BaseRequest, "remote", "::1")
+    assert (await register(stack, engine))[0] == 200
+    await engine.stop()
+
+
 async def test_a_registration_must_be_signed_with_the_deployments_secret(make_stack):
     stack = await make_stack(secret="right")
     engine = await ScriptedEngine("decode").start()
@@ -262,3 +294,70 @@ async def test_load_from_others_is_told_apart_from_ours(make_stack):
         assert backend.in_flight == 1
         engine.gate.set()
         await response.read()
+
+
+@pytest.mark.parametrize("takes_leave", [True, False])
+async def test_a_stream_at_an_engine_that_is_gone_and_hangs_goes_on_elsewhere(
+    make_stack, takes_leave, monkeypatch
+):
+    """What runs at an engine that left may end there, but only as long as it answers at all."""
+    stack = await make_stack(cb_failure_threshold=2)
+    stuck = await ScriptedEngine("decode").start()
+    await register(stack, stuck)
+    await until(lambda: is_ready(stack, stuck))
+    stuck.gate.clear()
+    request = asyncio.create_task(stack.stream())
+    await until(lambda: len(stuck.calls) == 1)
+    good = await ScriptedEngine("decode").start()
+    await register(stack, good)
+    await until(lambda: is_ready(stack, good))
+    if takes_leave:
+        await send(stack, "DELETE", {"url": stuck.url})
+    else:
+        await register(stack, stuck, lease_s=0.05)
+    await until(lambda: stack.proxy.backends.get(stuck.url) is None)
+    assert not request.done()
+    cut_off(stuck, monkeypatch)
+    assert text_in(await asyncio.wait_for(request, 30)) == text_of(3, 4)
+    assert len(good.calls) == 1
+    for engine in (stuck, good):
+        await engine.stop()
+
+
+async def test_a_stream_at_a_host_that_cannot_be_reached_any_more_goes_on_elsewhere(
+    make_stack, monkeypatch
+):
+    """A connection that is open says nothing then, for as long as nobody asks."""
+    stuck, good = ScriptedEngine("decode"), ScriptedEngine("decode")
+    stuck.gate.clear()
+    stack = await make_stack([], [stuck, good], decode_policy="round_robin", cb_failure_threshold=2)
+    request = asyncio.create_task(stack.stream())
+    await until(lambda: len(stuck.calls) == 1)
+    cut_off(stuck, monkeypatch)
+    assert text_in(await asyncio.wait_for(request, 30)) == text_of(3, 4)
+    assert len(good.calls) == 1
+
+
+async def test_an_engine_whose_name_can_be_no_hosts_is_unreachable(make_stack):
+    stack = await make_stack([], decodes := [ScriptedEngine("decode")])
+    info = decodes[0].info()
+    body = {"url": "http://a..b:1", "role": "decode", "engine": info, "lease_s": 30.0}
+    assert (await send(stack, "POST", body))[0] == 200
+    odd = stack.proxy.backends.get("http://a..b:1")
+    await until(lambda: odd.health is Health.UNREACHABLE)
+    assert text_in(await stack.stream()) == text_of(3, 4)
+
+
+async def test_an_engine_may_stay_when_another_one_comes_that_does_not_fit(make_stack):
+    """Such as one of the command line that was started again with another model."""
+    fits, other = ScriptedEngine("decode"), ScriptedEngine("decode")
+    stack = await make_stack([], [fits, other])
+    prefill = await ScriptedEngine("prefill").start()
+    assert (await register(stack, prefill))[0] == 200
+    other.digest, other.incarnation = "d2", "life-2"
+    known = stack.proxy.backends.get(other.url)
+    await until(lambda: known.info.incarnation == "life-2")
+    assert (await register(stack, prefill))[0] == 200
+    prefill.incarnation = "life-2"
+    assert (await register(stack, prefill))[0] == 409
+    await prefill.stop()

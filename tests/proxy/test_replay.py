@@ -117,6 +117,33 @@ def test_other_log_probabilities_are_another_stream_even_with_the_same_text():
         run(Replay([event(first)]), event(other))
 
 
+@pytest.mark.parametrize("chat_form", [True, False])
+def test_the_same_tokens_measured_a_little_otherwise_are_the_same_stream(chat_form):
+    """No two engines sum in one order, so that the last digits of a likelihood may differ."""
+
+    def measured(tokens: str, noise: float) -> bytes:
+        def row(token: str) -> dict[str, Any]:
+            top = {token: -0.5 + noise, ("y" if noise else "z"): -0.5}
+            return {"token": token, "logprob": -0.5 + noise, "top_logprobs": [top]}
+
+        rows = [row(token) for token in tokens]
+        columns = {
+            "tokens": list(tokens),
+            "token_logprobs": [None, *(one["logprob"] for one in rows[1:])],
+            "top_logprobs": [one["top_logprobs"][0] for one in rows],
+        }
+        choice = {"index": 0, "text": tokens, "finish_reason": None}
+        return event({**choice, "logprobs": {"content": rows} if chat_form else columns})
+
+    replay = Replay([measured("ab", 0.0)])
+    rest = run(replay, measured("abc", 1e-6))
+    (choice,) = msgspec.json.decode(rest.removeprefix(b"data: "))["choices"]
+    assert choice["text"] == "c"
+    assert {len(column) for column in choice["logprobs"].values()} == {1}
+    with pytest.raises(DivergedError):
+        run(Replay([measured("ab", 0.0)]), measured("ac", 0.0))
+
+
 def test_a_usage_chunk_is_sent_once():
     usage = event(usage={"prompt_tokens": 1})
     former = [event(chat(0, "a", role=True, finish="stop")), usage]

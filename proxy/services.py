@@ -1,0 +1,33 @@
+"""What all requests of one proxy share, as one value. Knows none of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from pdserve.config.schema import ProxyConfig
+    from pdserve.proxy.admission import Admission
+    from pdserve.proxy.backends import Backends
+    from pdserve.proxy.client import EngineHttp
+    from pdserve.proxy.metrics import Metrics
+    from pdserve.proxy.routing import Router
+
+
+@dataclass(frozen=True, slots=True)
+class Services:
+    """What every request shares.
+
+    Attributes:
+        new_nonce: Returns a string never returned before; unguessable outside of tests.
+    """
+
+    config: ProxyConfig
+    http: EngineHttp
+    backends: Backends
+    router: Router
+    admission: Admission
+    metrics: Metrics
+    new_nonce: Callable[[], str]

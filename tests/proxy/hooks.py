@@ -1,0 +1,107 @@
+"""What scripted engines do other than they should, and how they are asked.
+
+A hook is what an engine calls first for every generation (`ScriptedEngine.hook`): it answers,
+hangs, cuts the connection, or returns None and lets the script go on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+
+import msgspec
+from aiohttp import web
+
+from tests.proxy.scripted import ScriptedEngine, sse, text_in, word
+
+DONE = b"data: [DONE]\n\n"
+REFUSAL = b'{"error": {"message": "max_tokens  is -1", "type": "invalid_request_error"}}'
+
+
+def prefills(number: int = 1) -> list[ScriptedEngine]:
+    return [ScriptedEngine("prefill", engine_id=f"p{i}") for i in range(number)]
+
+
+def decodes(number: int = 1) -> list[ScriptedEngine]:
+    return [ScriptedEngine("decode", engine_id=f"d{i}") for i in range(number)]
+
+
+def legs(engines: list[ScriptedEngine]) -> list[str]:
+    return [call.leg for engine in engines for call in engine.calls]
+
+
+def answers(status: int, body: bytes, times: int = 10**9, leg: str | None = None):
+    """A hook that answers the first `times` calls (of a leg) by itself."""
+    left = times
+
+    async def hook(call, request):
+        nonlocal left
+        if left == 0 or (leg is not None and call.leg != leg):
+            return None
+        left -= 1
+        return web.Response(status=status, body=body, content_type="application/json")
+
+    return hook
+
+
+def drops(times: int = 10**9, *, after: bytes = b"", leg: str | None = None):
+    """A hook that sends `after` as the start of a stream and then cuts the connection."""
+    left = times
+
+    async def hook(call, request):
+        nonlocal left
+        if left == 0 or (leg is not None and call.leg != leg):
+            return None
+        left -= 1
+        if after:
+            response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+            await response.prepare(request)
+            await response.write(after)
+            await asyncio.sleep(0.01)
+        request.transport.abort()
+        return web.Response()
+
+    return hook
+
+
+def first_chunk(seed: int = 3) -> bytes:
+    choice = {"index": 0, "text": word(seed, 0), "logprobs": None, "finish_reason": None}
+    return sse({"id": "x", "choices": [choice]})
+
+
+def error(code: str, message: str = "no") -> bytes:
+    return msgspec.json.encode({"error": {"message": message, "type": "x", "code": code}})
+
+
+def kv_failed(times: int = 10**9, leg: str | None = None, reasons: str = ""):
+    """A hook that answers as an engine does whose KV did not arrive."""
+    left = times
+
+    async def hook(call, request):
+        nonlocal left
+        if left == 0 or (leg is not None and call.leg != leg):
+            return None
+        left -= 1
+        headers = {"X-Pdserve-Load-Failures": reasons} if reasons else {}
+        return web.Response(
+            status=503,
+            body=error("kv_transfer_failed"),
+            content_type="application/json",
+            headers=headers,
+        )
+
+    return hook
+
+
+def hangs(leg: str | None = None):
+    async def hook(call, request):
+        if leg is None or call.leg == leg:
+            await asyncio.Event().wait()
+
+    return hook
+
+
+async def ask(stack, *, stream: bool, **more) -> str:
+    async with stack.post({"prompt": "hi", "seed": 3, "stream": stream, **more}) as response:
+        body = await response.read()
+        assert response.status == 200, body
+    return text_in(body) if stream else msgspec.json.decode(body)["choices"][0]["text"]

@@ -1,0 +1,337 @@
+"""Engines that fail, before the first byte and in the middle of a stream, and who takes over."""
+
+from __future__ import annotations
+
+import asyncio
+
+import msgspec
+import pytest
+from aiohttp import web
+
+from pdserve.observe.clock import SystemClock
+from tests.proxy.conftest import until
+from tests.proxy.hooks import (
+    DONE,
+    REFUSAL,
+    answers,
+    decodes,
+    drops,
+    first_chunk,
+    legs,
+    prefills,
+)
+from tests.proxy.scripted import events_of, sse, text_in, text_of, word
+
+# --- the prefill engine fails
+
+
+@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize("hook", [answers(500, b"boom"), drops()], ids=["500", "dropped"])
+async def test_another_prefill_engine_takes_over_before_the_first_byte(make_stack, hook, stream):
+    bad, good = prefills(2)
+    bad.hook = hook
+    stack = await make_stack([bad, good], decodes(), prefill_policy="round_robin")
+    async with stack.post({"prompt": "hi", "seed": 3, "stream": stream}) as response:
+        assert response.status == 200
+        body = await response.read()
+    text = text_in(body) if stream else msgspec.json.decode(body)["choices"][0]["text"]
+    assert text == text_of(3, 4)
+    assert [len(bad.calls), len(good.calls)] == [1, 1]
+
+
+async def test_an_engine_that_is_gone_is_passed_over(make_stack):
+    gone, good = prefills(2)
+    stack = await make_stack([gone, good], decodes(), health_check_interval_s=60.0)
+    await gone.stop()
+    for _ in range(3):
+        assert text_in(await stack.stream()) == text_of(3, 4)
+    metrics = await stack.metrics()
+    failures = [
+        metrics[f'pdserve_leg_failures_total{{leg="prefill",reason="{reason}"}}']
+        for reason in ("connect", "dropped")
+    ]
+    assert sum(failures) >= 1
+    assert metrics['pdserve_retries_total{leg="prefill"}'] >= 1
+
+
+async def test_a_first_token_without_a_handoff_is_not_sent_twice(make_stack):
+    bad, good = prefills(2)
+    bad.hook = drops(after=first_chunk())
+    stack = await make_stack([bad, good], decodes(), prefill_policy="round_robin")
+    stream = await stack.stream()
+    assert text_in(stream) == text_of(3, 4)
+    assert [len(bad.calls), len(good.calls)] == [1, 1]
+
+
+async def test_a_first_token_that_does_not_repeat_ends_the_stream_with_an_error(make_stack):
+    bad, other = prefills(2)
+    bad.hook = drops(after=first_chunk())
+    other.seed_offset = 1
+    stack = await make_stack([bad, other], decodes(), prefill_policy="round_robin")
+    events = events_of(await stack.stream())
+    assert len(events) == 2
+    assert events[1]["error"]["code"] == "replay_diverged"
+    await until(lambda: not other.leased)
+
+
+async def test_the_only_prefill_engine_failing_leaves_the_work_to_decode(make_stack):
+    (bad,) = prefills()
+    bad.hook = drops(after=first_chunk())
+    (decode,) = decodes()
+    stack = await make_stack([bad], [decode], retry_max_retries=1)
+    assert text_in(await stack.stream()) == text_of(3, 4)
+    assert legs([bad]) == ["prefill", "prefill"]
+    assert legs([decode]) == ["local"]
+    metrics = await stack.metrics()
+    key = 'pdserve_disagg_decisions_total{decision="local",reason="prefill_failed"}'
+    assert metrics[key] == 1
+
+
+async def test_an_error_event_of_the_prefill_engine_is_a_failure_like_any(make_stack):
+    bad, good = prefills(2)
+    stream = sse({"error": {"message": "engine died", "type": "server_error"}}) + DONE
+    bad.hook = drops(after=stream)
+    stack = await make_stack([bad, good], decodes(), prefill_policy="round_robin")
+    assert text_in(await stack.stream()) == text_of(3, 4)
+
+
+async def test_an_answer_without_an_end_leaves_its_connection_fit_for_the_next(make_stack):
+    (prefill,) = prefills()
+    broken = True
+
+    async def endless(call, request):
+        nonlocal broken
+        if broken:
+            broken = False
+            return web.Response(body=first_chunk(), content_type="text/event-stream")
+        return None
+
+    prefill.hook = endless
+    stack = await make_stack([prefill], decodes())
+    assert text_in(await stack.stream()) == text_of(3, 4)
+    assert legs([prefill]) == ["prefill", "prefill"]
+    metrics = await stack.metrics()
+    failures = [v for k, v in metrics.items() if k.startswith("pdserve_leg_failures_total")]
+    assert sum(failures) == 1
+
+
+async def test_a_handoff_that_cannot_be_read_is_a_failure_of_its_engine(make_stack):
+    bad, good = prefills(2)
+    stream = first_chunk() + sse({"pdserve_handoff": {"pdserve": {"handoffs": ["!"]}}}) + DONE
+    bad.hook = drops(after=stream)
+    stack = await make_stack([bad, good], decodes(), prefill_policy="round_robin")
+    assert text_in(await stack.stream()) == text_of(3, 4)
+    metrics = await stack.metrics()
+    assert metrics['pdserve_leg_failures_total{leg="prefill",reason="garbled"}'] == 1
+
+
+# --- the decode engine fails
+
+
+@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize("hook", [answers(503, b"boom"), drops()], ids=["503", "dropped"])
+async def test_another_decode_engine_takes_the_same_handoff(make_stack, hook, stream):
+    (prefill,) = prefills()
+    bad, good = decodes(2)
+    bad.hook = hook
+    stack = await make_stack([prefill], [bad, good], decode_policy="round_robin")
+    async with stack.post({"prompt": "hi", "seed": 3, "stream": stream}) as response:
+        body = await response.read()
+    text = text_in(body) if stream else msgspec.json.decode(body)["choices"][0]["text"]
+    assert text == text_of(3, 4)
+    assert [len(engine.calls) for engine in (prefill, bad, good)] == [1, 1, 1]
+    assert prefill.released == []
+    assert len(prefill.read) == 1
+
+
+async def test_when_no_decode_engine_takes_the_handoff_it_is_released_and_all_is_redone(
+    make_stack,
+):
+    (prefill,), (decode,) = prefills(), decodes()
+    decode.hook = answers(500, b"no", leg="decode")
+    stack = await make_stack([prefill], [decode], retry_max_retries=1, cb_failure_threshold=10)
+    assert text_in(await stack.stream()) == text_of(3, 4)
+    assert legs([prefill, decode]) == ["prefill", "local", "decode", "decode"]
+    assert len(prefill.released) == 1
+    await until(lambda: not prefill.leased)
+    metrics = await stack.metrics()
+    key = 'pdserve_disagg_decisions_total{decision="local",reason="decode_failed"}'
+    assert metrics[key] == 1
+    assert metrics['pdserve_replays_total{result="resumed"}'] == 1
+
+
+async def test_when_nothing_helps_the_stream_ends_with_an_error_and_the_end_mark(make_stack):
+    (prefill,), (decode,) = prefills(), decodes()
+    decode.hook = drops()
+    prefill.hook = drops(leg="local")
+    stack = await make_stack([prefill], [decode], retry_max_retries=1, cb_failure_threshold=10)
+    first, last = events_of(await stack.stream())
+    assert first["choices"][0]["text"] == word(3, 0)
+    assert last["error"]["code"] == "bad_gateway"
+    await until(lambda: not prefill.leased)
+
+
+async def test_a_request_that_breaks_every_engine_breaks_few(make_stack):
+    engines = [*prefills(5), *decodes(5)]
+    for engine in engines:
+        engine.hook = answers(500, b"boom")
+    stack = await make_stack(engines[:5], engines[5:], retry_max_retries=2)
+    async with stack.post() as response:
+        assert response.status == 502
+    assert legs(engines) == ["prefill", "prefill", "prefill", "local"]
+
+
+async def test_when_nothing_helps_before_the_first_byte_the_status_says_so(make_stack):
+    (prefill,), (decode,) = prefills(), decodes()
+    prefill.hook = decode.hook = answers(500, b"boom")
+    stack = await make_stack([prefill], [decode], retry_max_retries=1, cb_failure_threshold=9)
+    async with stack.post({"prompt": "hi", "stream": True}) as response:
+        assert response.status == 502
+        assert (await response.json())["error"]["code"] == "bad_gateway"
+
+
+@pytest.mark.parametrize("others", [0, 1])
+async def test_a_stream_broken_in_the_middle_goes_on_with_the_same_text(make_stack, others):
+    (prefill,) = prefills()
+    bad, *rest = decodes(1 + others)
+    second = {"index": 0, "text": word(3, 1) + word(3, 2), "logprobs": None, "finish_reason": None}
+    bad.hook = drops(1, after=sse({"choices": [second]}), leg="decode")
+    stack = await make_stack([prefill], [bad, *rest], decode_policy="round_robin")
+    stream = await stack.stream({"max_tokens": 8})
+    assert text_in(stream) == text_of(3, 8)
+    assert "local" in legs([prefill, bad, *rest])
+    await until(lambda: not prefill.leased)
+    metrics = await stack.metrics()
+    key = 'pdserve_disagg_decisions_total{decision="local",reason="stream_lost"}'
+    assert metrics[key] == 1
+
+
+async def test_half_an_event_of_a_broken_stream_never_reaches_the_client(make_stack):
+    (prefill,), (decode,) = prefills(), decodes()
+    decode.hook = drops(after=b'data: {"choices":[{"index":0,"te', leg="decode")
+    stack = await make_stack([prefill], [decode], cb_failure_threshold=10)
+    assert text_in(await stack.stream()) == text_of(3, 4)
+
+
+async def test_an_error_that_blames_the_request_ends_the_stream(make_stack):
+    (prefill,), (decode,) = prefills(), decodes()
+    blame = {"error": {"message": "too long", "type": "invalid_request_error"}}
+    decode.hook = drops(after=sse(blame) + DONE)
+    stack = await make_stack([prefill], [decode])
+    events = events_of(await stack.stream())
+    assert events[-1] == blame
+    assert len(decode.calls) == 1
+    await until(lambda: not prefill.leased)
+
+
+async def test_decode_engines_without_room_are_asked_once_each(make_stack):
+    (prefill,), busy = prefills(), decodes(2)
+    for engine in busy:
+        engine.hook = answers(429, b'{"error":{"message":"full"}}')
+    stack = await make_stack([prefill], busy)
+    async with stack.post() as response:
+        assert response.status == 429
+    assert legs(busy) == ["decode", "decode"]
+    await until(lambda: not prefill.leased)
+
+
+async def test_a_4xx_of_the_decode_engine_ends_the_stream_and_frees_the_lease(make_stack):
+    (prefill,), (decode,) = prefills(), decodes()
+    decode.hook = answers(400, REFUSAL)
+    stack = await make_stack([prefill], [decode])
+    events = events_of(await stack.stream())
+    assert events[-1] == msgspec.json.decode(REFUSAL)
+    await until(lambda: not prefill.leased)
+
+
+# --- breakers and lost engines
+
+
+async def test_a_failing_engine_is_left_alone_until_it_has_recovered(make_stack, monkeypatch):
+    bad, good = prefills(2)
+    bad.hook = answers(500, b"boom", times=2)
+    stack = await make_stack(
+        [bad, good],
+        decodes(),
+        prefill_policy="round_robin",
+        cb_failure_threshold=2,
+        cb_timeout_s=600,
+    )
+    for _ in range(8):
+        assert text_in(await stack.stream()) == text_of(3, 4)
+    assert len(bad.calls) == 2
+    assert (await stack.metrics())['pdserve_backends{role="prefill",state="breaker_open"}'] == 1
+    later = SystemClock().monotonic_s() + 600.0
+    monkeypatch.setattr(SystemClock, "monotonic_s", lambda clock: later)
+    for _ in range(4):
+        await stack.stream()
+    assert len(bad.calls) == 4
+
+
+async def test_a_decode_engine_that_dies_does_not_open_the_breaker_of_prefill(make_stack):
+    (prefill,), (bad, good) = prefills(), decodes(2)
+    bad.hook = drops()
+    stack = await make_stack(
+        [prefill], [bad, good], decode_policy="round_robin", cb_failure_threshold=1
+    )
+    for _ in range(4):
+        assert text_in(await stack.stream()) == text_of(3, 4)
+    assert len(prefill.calls) == 4
+
+
+async def test_requests_at_an_engine_that_hangs_go_on_elsewhere(make_stack):
+    stuck, good = prefills(2)
+    never = asyncio.Event()
+
+    async def hang(call, request):
+        await never.wait()
+
+    stuck.hook = hang
+    stack = await make_stack(
+        [stuck, good],
+        decodes(),
+        prefill_policy="round_robin",
+        health_check_timeout_s=0.5,
+        cb_failure_threshold=2,
+    )
+    request = asyncio.create_task(stack.stream())
+    await until(lambda: len(stuck.calls) == 1)
+    stuck.hang_health = never
+    assert text_in(await asyncio.wait_for(request, 30)) == text_of(3, 4)
+
+
+async def test_a_stream_whose_engine_hangs_goes_on_elsewhere(make_stack):
+    (prefill,), (stuck, good) = prefills(), decodes(2)
+    stuck.gate.clear()
+    stack = await make_stack(
+        [prefill],
+        [stuck, good],
+        decode_policy="round_robin",
+        health_check_timeout_s=0.5,
+        cb_failure_threshold=2,
+    )
+    request = asyncio.create_task(stack.stream({"max_tokens": 8}))
+    await until(lambda: len(stuck.calls) == 1)
+    stuck.hang_health = asyncio.Event()
+    assert text_in(await asyncio.wait_for(request, 30)) == text_of(3, 8)
+    assert legs([good]) == ["local"]
+
+
+async def test_a_stream_too_long_to_be_remembered_ends_with_an_error(make_stack):
+    (decode,) = decodes()
+    big = {"index": 0, "text": "x" * 600_000, "finish_reason": None}
+    decode.hook = drops(after=sse({"choices": [big]}))
+    stack = await make_stack([], [decode])
+    first, last = events_of(await stack.stream())
+    assert first["choices"] == [big]
+    assert last["error"]["code"] == "engine_dead"
+    assert len(decode.calls) == 1
+
+
+async def test_a_long_error_body_arrives_whole(make_stack):
+    (prefill,) = prefills()
+    body = msgspec.json.encode({"error": {"message": "m" * 300_000, "type": "t"}})
+    prefill.hook = answers(400, body)
+    stack = await make_stack([prefill], decodes())
+    async with stack.post() as response:
+        assert await response.read() == body
