@@ -291,12 +291,20 @@ def parse_object(raw: object) -> Mapping[str, object]:
     """
     if isinstance(raw, str):
         try:
-            raw = json.loads(raw)
+            raw = json.loads(raw, object_pairs_hook=_no_key_twice)
         except json.JSONDecodeError as error:
             raise ValueError(f"{raw!r} is not JSON: {error}") from None
     if not isinstance(raw, Mapping):
         raise ValueError(f'{raw!r} is not an object, as {{"name": value}}')
-    return {str(key): value for key, value in raw.items()}
+    return _no_key_twice([(str(key), value) for key, value in raw.items()])
+
+
+def _no_key_twice(pairs: Sequence[tuple[str, object]]) -> dict[str, object]:
+    names = [canonical(name) for name, _ in pairs]
+    for (name, _), spelled in zip(pairs, names, strict=True):
+        if names.count(spelled) > 1:
+            raise ValueError(f"the key {name!r} stands there twice")
+    return dict(pairs)
 
 
 def read_yaml(path: Path) -> dict[str, object]:
@@ -319,7 +327,8 @@ def read_yaml(path: Path) -> dict[str, object]:
             return mapping
 
     try:
-        content = yaml.load(path.read_text(encoding="utf-8"), Loader)  # a SafeLoader
+        with path.open(encoding="utf-8") as file:  # errors name an open file
+            content = yaml.load(file, Loader)  # a SafeLoader
     except OSError as error:
         raise ConfigError(f"--config {path}: {error.strerror}", param="config") from error
     except (yaml.YAMLError, UnicodeDecodeError) as error:

@@ -61,6 +61,12 @@ def _require_not_negative(flag: str, value: float) -> None:
     _require(value >= 0, flag, value, "it must not be negative")
 
 
+def _require_api_keys(keys: tuple[str, ...]) -> None:
+    """An empty key, of a variable that was not set, is one that every client could send."""
+    for key in keys:
+        _require(bool(key.strip()), "api-key", key, "give a key, or leave the flag out")
+
+
 _POSITIVE = "it must be positive"
 
 
@@ -107,6 +113,15 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
             self.max_model_len,
             "it must be at least 2",
         )
+        _require(
+            self.generation_config in ("auto", "none", "vllm"),
+            "generation-config",
+            self.generation_config,
+            "use auto or none",
+        )
+        for name in self.served_model_name:
+            _require(bool(name.strip()), "served-model-name", name, "a name must not be empty")
+        _require(-(2**63) <= self.seed < 2**63, "seed", self.seed, "it must be of 64 bits")
 
 
 class CacheConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -142,6 +157,8 @@ class CacheConfig(msgspec.Struct, frozen=True, kw_only=True):
         _require(
             blocks is None or blocks > 0, "num-gpu-blocks-override", blocks, "it must be positive"
         )
+        size = self.kv_cache_memory_bytes
+        _require(size is None or size > 0, "kv-cache-memory-bytes", size, _POSITIVE)
 
 
 class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -168,6 +185,7 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         _require_not_negative("recompute-tokens-per-second", self.recompute_tokens_per_s)
+        _require_not_negative("max-waiting", self.max_waiting)
         _require(self.max_num_seqs > 0, "max-num-seqs", self.max_num_seqs, "it must be positive")
         _require(
             self.max_num_batched_tokens >= self.max_num_seqs or self.enable_chunked_prefill,
@@ -414,6 +432,7 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
             _require_url(url, "proxy")
         if self.advertise_url:
             _require_url(self.advertise_url, "advertise-url")
+        _require_api_keys(self.api_keys)
         _require_not_negative("shutdown-timeout", self.shutdown_timeout_s)
         _require(self.max_body_bytes > 0, "max-body-bytes", self.max_body_bytes, _POSITIVE)
 
@@ -457,6 +476,7 @@ class ProxyConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         _require_port(self.port)
+        _require_api_keys(self.api_keys)
         for flag, urls in (("prefill", self.prefill), ("decode", self.decode)):
             for url in urls:
                 _require_url(url, flag)

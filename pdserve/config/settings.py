@@ -65,6 +65,11 @@ class UpConfig(msgspec.Struct, frozen=True, kw_only=True):
         ):
             if count <= 0:
                 raise ConfigError(f"--{flag} is {count}: it must be positive", param=flag)
+        if not self.start_timeout_s > 0:
+            raise ConfigError(
+                f"--start-timeout is {self.start_timeout_s}: it must be positive",
+                param="start-timeout",
+            )
 
 
 class DoctorConfig(msgspec.Struct, frozen=True, kw_only=True):

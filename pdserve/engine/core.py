@@ -109,13 +109,16 @@ class EngineCore:
             kv_shape=first.shape,
         )
 
-    def step(self) -> tuple[list[EngineOutput], bool]:
+    def step(self, publish: Callable[[list[EngineOutput]], None]) -> bool:
         """Do all that can be done now; there is more when a `wake_fds` of the executor says so.
 
         To be called after requests came or went, too. Never waits.
 
+        Args:
+            publish: Given outputs, as soon as there are some.
+
         Returns:
-            Outputs, and whether there was news of the ranks.
+            Whether there was news of the ranks.
         """
         has_news = self._take_reports()
         self.post()
@@ -125,19 +128,27 @@ class EngineCore:
             self.scheduler.update(result)
             if self.waves is not None:
                 self.waves.collected(result)
-            # A handoff's lease is granted before it is told. In a wave every step that comes
-            # back makes room for exactly one.
+            # A handoff's lease is granted before it is told, and tokens do not wait for the
+            # next step to be planned. In a wave every step that comes back makes room for
+            # exactly one.
             self.post()
+            self._drain(publish)
             self._submit()
         self.post()
         self.scheduler.sample_counters()
-        return self.scheduler.drain_outputs(), has_news
+        self._drain(publish)
+        return has_news
 
     def post(self) -> None:
         """Send the ranks' connectors what the scheduler has for them."""
         instructions = self.scheduler.take_instructions()
         if instructions is not None:
             self.executor.post(instructions)
+
+    def _drain(self, publish: Callable[[list[EngineOutput]], None]) -> None:
+        outputs = self.scheduler.drain_outputs()
+        if outputs:
+            publish(outputs)
 
     def _take_reports(self) -> bool:
         """Take what connectors have reported; whether that was anything."""

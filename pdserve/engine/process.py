@@ -63,6 +63,9 @@ _CLOSE_TIMEOUT_S = 5.0
 _SLICES_S = 0.03
 """What ranks are given to say what they did, when a trace is asked for."""
 _ASKED_POLL_MS = 5
+_STATS_MS = 10
+"""How long a snapshot may wait for outputs to go with. One that goes alone wakes the server, and
+keeps the interpreter from the step that was just submitted."""
 
 
 class EngineProcess:
@@ -85,6 +88,7 @@ class EngineProcess:
         self._pieces: list[Iterator[TracePiece]] = []
         self._shutdown_at_s: float | None = None
         self._num_taken = 0
+        self._stats_due_s: float | None = None
         self._has_drained = False
         self._may_end = launch.core.num_cores == 1
         self._link: CoordinatorLink | None = None
@@ -114,6 +118,8 @@ class EngineProcess:
             self._poller.register(self._link.socket, zmq.POLLIN)
         self._publish(Ready(self.core.info))
         self._publish_outputs([])
+        if self._link is not None:
+            self._tell(self._link)
 
     def run(self) -> None:
         """Serve until shut down. A failure is published before the process ends."""
@@ -121,20 +127,23 @@ class EngineProcess:
             while not self._is_over():
                 is_waiting = self.core.scheduler.num_unfinished or self._shutdown_at_s is not None
                 patience_ms = _UNFINISHED_POLL_MS if is_waiting else None
+                if self._stats_due_s is not None:
+                    patience_ms = _STATS_MS
                 if self._asked:
                     patience_ms = _ASKED_POLL_MS
                 has_event = self._poller.poll(0 if self._pieces else patience_ms)
-                is_time_up = not (has_event or self._pieces or self._asked)
+                is_soon = self._pieces or self._asked or self._stats_due_s is not None
+                is_time_up = not (has_event or is_soon)
                 has_input = self._drain_inputs()
                 if self._link is not None:
                     self._hear(self._link)
                 if self.core.waves is not None and (has_input or is_time_up):
                     self.core.waves.news()
-                outputs, has_news = self.core.step()
+                has_news = self.core.step(self._publish_outputs)
+                self._publish_late_stats(has_changed=has_input or has_news)
                 if self._link is not None:
                     self._ask(self._link)
-                if outputs or has_input or has_news:
-                    self._publish_outputs(outputs)
+                    self._tell(self._link)
                 self._begin_dumps()
                 if self._pieces:
                     self._publish_piece()
@@ -160,6 +169,8 @@ class EngineProcess:
             scheduler.abort_all("the engine is shutting down")
             self.core.post()
             self._publish_outputs(scheduler.drain_outputs())
+            if self._link is not None:
+                self._tell(self._link)
             if not self._may_end and self._link is not None:
                 self._link.drained()
         return self._may_end and (waves is None or waves.is_at_rest)
@@ -175,6 +186,10 @@ class EngineProcess:
                     self._may_end = True
                 case _:
                     assert_never(order)
+
+    def _tell(self, link: CoordinatorLink) -> None:
+        """Say how busy this core is: after it has planned, when none waits who need not."""
+        link.tell(self.core.scheduler.stats(), self._num_taken)
 
     def _ask(self, link: CoordinatorLink) -> None:
         """Ask for a wave where one is needed."""
@@ -256,10 +271,16 @@ class EngineProcess:
             self.core.scheduler.refuse(request_id, f"the request cannot be read: {error}")
 
     def _publish_outputs(self, outputs: list[EngineOutput]) -> None:
-        stats = self.core.scheduler.stats()
-        if self._link is not None:
-            self._link.tell(stats, self._num_taken)
-        self._publish(Outputs(outputs, stats))
+        self._stats_due_s = None
+        self._publish(Outputs(outputs, self.core.scheduler.stats()))
+
+    def _publish_late_stats(self, *, has_changed: bool) -> None:
+        """Send a snapshot alone if nothing came that it could have gone with."""
+        now_s = time.monotonic()
+        if self._stats_due_s is not None and now_s >= self._stats_due_s:
+            self._publish_outputs([])
+        elif self._stats_due_s is None and has_changed:
+            self._stats_due_s = now_s + _STATS_MS / 1e3
 
     def _publish(self, message: FromEngine) -> None:
         self._outputs.send(self._encode.encode(message))

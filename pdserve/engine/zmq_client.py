@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING, assert_never
 
 import msgspec
 import zmq
-import zmq.asyncio
 
 from pdserve.engine.launch import EngineLaunch
 from pdserve.engine.local_socket import bind_local
@@ -82,9 +81,8 @@ async def launch_engine(
     """
     core = core or CoreSeat()
     name = secrets.token_hex(12)
-    context = zmq.asyncio.Context()
-    inputs: zmq.Socket[bytes] = zmq.Context.shadow(context).socket(zmq.PUSH)
-    outputs = context.socket(zmq.PULL)
+    context = zmq.Context()
+    inputs, outputs = context.socket(zmq.PUSH), context.socket(zmq.PULL)
     addresses = (f"ipc://@pdserve-{name}-in", f"ipc://@pdserve-{name}-out")
     for socket, address in zip((inputs, outputs), addresses, strict=True):
         socket.set_hwm(0)
@@ -152,9 +150,9 @@ class ZmqEngineClient:
         config: EngineConfig,
         *,
         process: subprocess.Popen[bytes],
-        context: zmq.asyncio.Context,
+        context: zmq.Context[zmq.Socket[bytes]],
         inputs: zmq.Socket[bytes],
-        outputs: zmq.asyncio.Socket,
+        outputs: zmq.Socket[bytes],
         progress: Callable[[str], None],
         on_dead: Callable[[], None] = lambda: None,
     ) -> None:
@@ -177,8 +175,10 @@ class ZmqEngineClient:
         self._settled = asyncio.Event()
         self._exited = asyncio.Event()
         self._pid_fd = os.pidfd_open(process.pid)
-        asyncio.get_running_loop().add_reader(self._pid_fd, self._on_exit)
-        self._reader = asyncio.create_task(self._read(), name="engine-outputs")
+        self._loop = asyncio.get_running_loop()
+        self._loop.add_reader(self._pid_fd, self._on_exit)
+        # A socket of zmq.asyncio takes three rounds of the loop and a task for each message.
+        self._loop.add_reader(outputs, self._read)
 
     @property
     def info(self) -> EngineInfo | None:
@@ -325,9 +325,8 @@ class ZmqEngineClient:
             except TimeoutError:
                 self._process.send_signal(signal.SIGKILL)
         await self._exited.wait()
-        self._reader.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await self._reader
+        if not self._outputs.closed:
+            self._loop.remove_reader(self._outputs)
         self._inputs.close()
         self._outputs.close()
         self._context.term()
@@ -343,11 +342,19 @@ class ZmqEngineClient:
         with contextlib.suppress(zmq.Again):
             self._inputs.send(self._encode.encode(message), zmq.NOBLOCK)
 
-    async def _read(self) -> None:
+    def _read(self) -> None:
+        """Take every message that is there.
+
+        ZMQ says once that there is something, and again only after it has said that there is
+        nothing (zmq_getsockopt(3), ZMQ_FD).
+        """
         try:
             while True:
-                self._take(self._decode.decode(await self._outputs.recv()))
-        except Exception as error:  # noqa: BLE001 - the top of a task: who waits must be told
+                self._take(self._decode.decode(self._outputs.recv(zmq.NOBLOCK)))
+        except zmq.Again:
+            pass
+        except Exception as error:  # noqa: BLE001 - the top of a callback: who waits must be told
+            self._loop.remove_reader(self._outputs)
             self._die(f"the engine core's messages cannot be read: {error!r}", is_config=False)
             self._process.kill()
 
@@ -397,8 +404,9 @@ class ZmqEngineClient:
         asyncio.get_running_loop().remove_reader(self._pid_fd)
         os.close(self._pid_fd)
         code = self._process.wait()
-        # Its last words may still be on the way through the socket.
-        asyncio.get_running_loop().call_later(0.2, self._on_silence, code)
+        # Its last words may still be on the way through the socket, if anybody waits for them.
+        is_awaited = code or not self._is_closing or self._queues or self._dumps
+        asyncio.get_running_loop().call_later(0.2 if is_awaited else 0.0, self._on_silence, code)
 
     def _on_silence(self, code: int) -> None:
         self._die(f"the engine core ended with code {code}", is_config=False)

@@ -32,6 +32,23 @@ def configure_logging(stream: TextIO, *, level: int = logging.INFO) -> None:
     logger.handlers[:] = [handler]
     logger.setLevel(level)
     logger.propagate = False
+    http = logging.getLogger("aiohttp.server")
+    http.handlers[:] = [handler]
+    http.filters[:] = [_one_line_for_what_is_no_request]
+    http.propagate = False
+
+
+def _one_line_for_what_is_no_request(record: logging.LogRecord) -> bool:
+    """Bytes that are not HTTP were answered with a 400: they are nobody's fault here.
+
+    Anybody can send them, so they get one line and no traceback.
+    """
+    error = record.exc_info[1] if record.exc_info else None
+    if type(error).__module__ == "aiohttp.http_exceptions":
+        record.levelno, record.levelname = logging.INFO, "INFO"
+        record.msg, record.args = "refused what is no HTTP request (%s)", (type(error).__name__,)
+        record.exc_info = record.exc_text = None
+    return True
 
 
 def request_line(

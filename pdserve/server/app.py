@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
+import gc
 import hmac
 import logging
 import signal
@@ -142,6 +143,10 @@ async def run_server(
             url = await _bind(runner, server_config)
             await _until_ready(service, stop)
             if stop.first is None and client.info is not None:
+                # What is there by now stays. To look through it for garbage takes 10 ms, in which
+                # every stream waits.
+                gc.collect()
+                gc.freeze()
                 registration = Registration(
                     server_config.proxy_urls,
                     url=server_config.advertise_url or url,
@@ -234,7 +239,7 @@ async def _until_ready(service: Service, stop: _StopSignals) -> None:
     """Wait for the text side and the engine, or for a reason not to."""
     service.text = await asyncio.to_thread(load_text, service.engine_config.model)
     while service.client.info is None and service.client.dead_reason is None and stop.first is None:
-        await _wait(stop.asked, _POLL_S)
+        await _wait(stop.asked, _POLL_S / 5)
 
 
 async def _until_stopped(service: Service, stop: _StopSignals) -> None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
+import functools
 from typing import TYPE_CHECKING, Any
 
 from aiohttp import web
 
 from pdserve.errors import BadRequestError
-from pdserve.server.intake import created_s, encode_prompts, make_job, wants_stages
+from pdserve.server.intake import LONG_TEXT_CHARS, created_s, encode_prompts, make_job, wants_stages
 from pdserve.server.logprobs import chat_logprobs, prompt_logprobs
 from pdserve.server.protocol import ChatRequest, parse_body
 from pdserve.server.reply import finish_name, hop_events, send_json
@@ -22,15 +24,19 @@ if TYPE_CHECKING:
     from pdserve.text.tokenizer import Tokenizer
 
 
-def render_chat(
+async def render_chat(
     text: Text,
     messages: Sequence[Mapping[str, Any]],
     *,
+    num_bytes: int,
     now_s: float,
     add_generation_prompt: bool,
     variables: Mapping[str, Any] | None,
 ) -> str:
-    """Return the prompt for `messages`.
+    """Return the prompt for `messages`, without holding up the event loop.
+
+    Args:
+        num_bytes: How large the body is that they came in.
 
     Raises:
         BadRequestError: The model has no chat template, or it refuses the messages.
@@ -41,36 +47,42 @@ def render_chat(
             "--chat-template FILE",
             param="messages",
         )
-    return text.chat_template.render(
+    render = functools.partial(
+        text.chat_template.render,
         messages,
         now_s=now_s,
         add_generation_prompt=add_generation_prompt,
         variables=variables,
     )
+    return render() if num_bytes < LONG_TEXT_CHARS else await asyncio.to_thread(render)
 
 
 async def create_chat_completion(request: web.Request) -> web.StreamResponse:
     """Answer a chat request, as one JSON object or as a stream."""
-    body = parse_body(await request.read(), ChatRequest)
+    data = await request.read()
+    body = parse_body(data, ChatRequest)
     service = request.app[SERVICE]
     service.resolve_model(body.model)
     text, _ = service.require_ready()
-    prompt = render_chat(
+    prompt = await render_chat(
         text,
         body.messages,
+        num_bytes=len(data),
         now_s=created_s(request, body),
         add_generation_prompt=body.add_generation_prompt is not False,
         variables=body.chat_template_kwargs,
     )
     # The template writes the special tokens itself.
     token_ids = await encode_prompts(
-        request, [prompt], add_special_tokens=bool(body.add_special_tokens)
+        request, [prompt], add_special_tokens=bool(body.add_special_tokens), field="messages"
     )
     job = await make_job(
         request,
         body,
         token_ids,
+        prompt_field="messages",
         max_tokens=body.max_completion_tokens or body.max_tokens,
+        max_tokens_field="max_completion_tokens" if body.max_completion_tokens else "max_tokens",
         default_max_tokens=None,
         logprobs=(body.top_logprobs or 0) if body.logprobs else None,
         prompt_logprobs=body.prompt_logprobs,
@@ -97,10 +109,10 @@ async def _stream(
             if body.continuous_usage:
                 chunk["usage"] = job.usage(delta.index)
             await stream.send(chunk)
+        last = hop_events(job, with_stages=wants_stages(request))
         if body.include_usage and not any(job.handoffs):
-            await stream.send(form.envelope([], "chat.completion.chunk") | {"usage": job.usage()})
-        for event in hop_events(job, with_stages=wants_stages(request)):
-            await stream.send(event)
+            last.insert(0, form.envelope([], "chat.completion.chunk") | {"usage": job.usage()})
+        await stream.end(last)
         job.delivered = True
     return stream.response
 

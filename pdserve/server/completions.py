@@ -31,7 +31,7 @@ async def create_completion(request: web.Request) -> web.StreamResponse:
     token_ids = [prompt for prompt in prompts if not isinstance(prompt, str)]
     if texts:
         special = body.add_special_tokens is not False
-        token_ids = await encode_prompts(request, texts, add_special_tokens=special)
+        token_ids = await encode_prompts(request, texts, add_special_tokens=special, field="prompt")
     wanted = body.prompt_logprobs
     if wanted is None and body.echo:
         wanted = body.logprobs
@@ -39,6 +39,7 @@ async def create_completion(request: web.Request) -> web.StreamResponse:
         request,
         body,
         token_ids,
+        prompt_field="prompt",
         max_tokens=body.max_tokens,
         default_max_tokens=DEFAULT_MAX_TOKENS,
         logprobs=body.logprobs,
@@ -67,10 +68,10 @@ async def _stream(
             if body.continuous_usage:
                 chunk["usage"] = form.usage(delta.index)
             await stream.send(chunk)
+        last = hop_events(job, with_stages=wants_stages(request))
         if body.include_usage and not any(job.handoffs):
-            await stream.send(form.envelope([]) | {"usage": form.usage()})
-        for event in hop_events(job, with_stages=wants_stages(request)):
-            await stream.send(event)
+            last.insert(0, form.envelope([]) | {"usage": form.usage()})
+        await stream.end(last)
         job.delivered = True
     return stream.response
 

@@ -28,10 +28,18 @@ LOAD_FAILURES_HEADER = "X-Pdserve-Load-Failures"
 
 
 class MethodNotAllowedError(NotFoundError):
-    """The path exists, but not for this method."""
+    """The path exists, but not for this method.
+
+    Args:
+        allowed: The methods it exists for, as the Allow header lists them (RFC 9110, 15.5.6).
+    """
 
     status = 405
     code = "method_not_allowed"
+
+    def __init__(self, message: str, *, allowed: str) -> None:
+        super().__init__(message)
+        self.allowed = allowed
 
 
 def error_object(error: PdserveError) -> dict[str, Any]:
@@ -56,6 +64,8 @@ def error_response(error: PdserveError) -> web.Response:
         headers["Retry-After"] = str(max(1, math.ceil(error.retry_after_s)))
     if isinstance(error, KvTransferError) and error.load_failures:
         headers[LOAD_FAILURES_HEADER] = ",".join(error.load_failures)
+    if isinstance(error, MethodNotAllowedError):
+        headers["Allow"] = error.allowed
     return web.Response(
         status=error.status,
         body=msgspec.json.encode(error_object(error)),
@@ -70,7 +80,8 @@ def from_http_exception(error: web.HTTPException, request: web.Request) -> Pdser
         case web.HTTPMethodNotAllowed():
             allowed = ", ".join(sorted(error.allowed_methods))
             return MethodNotAllowedError(
-                f"{request.method} is not allowed for {request.path}; use {allowed}"
+                f"{request.method} is not allowed for {request.path}; use {allowed}",
+                allowed=allowed,
             )
         case web.HTTPRequestEntityTooLarge():
             return BodyTooLargeError(

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import secrets
 from typing import TYPE_CHECKING
 
 import msgspec
 
-from pdserve.errors import BadRequestError
-from pdserve.server.handoff import PrefillHop, parse_hop
-from pdserve.server.job import plan
-from pdserve.server.sampling import output_limit, resolve_sampling
+from pdserve.config.schema import SchedulingPolicy
+from pdserve.errors import BadRequestError, ContextLengthError
+from pdserve.server.handoff import DecodeHop, PrefillHop, parse_hop
+from pdserve.server.planning import plan
+from pdserve.server.sampling import output_limit, resolve_sampling, spellings_of
 from pdserve.server.service import REQUEST_ID, SERVICE, START_S
 from pdserve.wire.request import OnLoadFailure
 from pdserve.wire.trace import SliceEvent
@@ -27,7 +29,8 @@ if TYPE_CHECKING:
 
 DEADLINE_HEADER = "X-Pdserve-Deadline"
 STAGES_HEADER = "X-Pdserve-Stages"
-_LONG_TEXT_CHARS = 1 << 14
+LONG_TEXT_CHARS = 1 << 14
+"""What takes some milliseconds and belongs into a thread."""
 _SEED_BITS = 63
 
 
@@ -39,17 +42,34 @@ async def encode(
     def encode_all() -> list[list[int]]:
         return [tokenizer.encode(text, add_special_tokens=add_special_tokens) for text in texts]
 
-    if sum(map(len, texts)) < _LONG_TEXT_CHARS:
+    if sum(map(len, texts)) < LONG_TEXT_CHARS:
         return encode_all()
     return await asyncio.to_thread(encode_all)
 
 
 async def encode_prompts(
-    request: web.Request, texts: Sequence[str], *, add_special_tokens: bool
+    request: web.Request, texts: Sequence[str], *, add_special_tokens: bool, field: str
 ) -> list[list[int]]:
-    """Tokenize a request's prompts; how long that took is in the trace."""
+    """Tokenize a request's prompts; how long that took is in the trace.
+
+    Args:
+        field: Where they stand in the body.
+
+    Raises:
+        ContextLengthError: One of them is longer than any that has room; that is said before
+            it is tokenized, which may take minutes.
+    """
     service = request.app[SERVICE]
-    text, _ = service.require_ready()
+    text, info = service.require_ready()
+    widest = text.tokenizer.max_chars_per_token
+    for prompt in texts:
+        if widest is not None and len(prompt) > widest * info.max_model_len:
+            num_tokens = -(-len(prompt) // widest)
+            raise ContextLengthError(
+                f"This model's maximum context length is {info.max_model_len} tokens, but the "
+                f"request has {num_tokens} tokens of prompt or more; shorten the prompt.",
+                param=field,
+            )
     start_s = service.clock.monotonic_s()
     prompts = await encode(text.tokenizer, texts, add_special_tokens=add_special_tokens)
     facts: dict[str, int | float | str] = {
@@ -63,7 +83,7 @@ async def encode_prompts(
 
 async def decode(tokenizer: Tokenizer, token_ids: Sequence[int]) -> str:
     """The inverse, special tokens included; long lists in a thread."""
-    if len(token_ids) < _LONG_TEXT_CHARS:
+    if len(token_ids) < LONG_TEXT_CHARS:
         return tokenizer.decode(token_ids, skip_special_tokens=False)
     return await asyncio.to_thread(tokenizer.decode, token_ids, skip_special_tokens=False)
 
@@ -86,7 +106,9 @@ async def make_job(
     fields: SamplingFields,
     prompts: list[list[int]],
     *,
+    prompt_field: str,
     max_tokens: int | None,
+    max_tokens_field: str = "max_tokens",
     default_max_tokens: int | None,
     logprobs: int | None,
     prompt_logprobs: int | None,
@@ -95,7 +117,9 @@ async def make_job(
 
     Args:
         prompts: Token ids.
+        prompt_field: Where they stand in the body.
         max_tokens: What the user asked for.
+        max_tokens_field: Where he did.
         default_max_tokens: What the endpoint gives where he did not; None is all there is.
 
     Raises:
@@ -115,9 +139,12 @@ async def make_job(
     if drawn is None:
         drawn = secrets.randbits(_SEED_BITS)
     seed = fields.seed if fields.seed is not None else drawn
-    sampling = []
+    is_fallback = ours is not None and ours.is_fallback
+    if not (isinstance(hop, DecodeHop) or is_fallback):  # what goes on here began elsewhere
+        _check_priority(fields.priority, service.engine_config.scheduler.policy)
+    limits = []
     for prompt in prompts:
-        _check_prompt(prompt, text.vocab_size)
+        _check_prompt(prompt, text.vocab_size, prompt_field)
         asked = max_tokens
         if isinstance(hop, PrefillHop) and not hop.final_length:
             asked = min(asked or 0, max(1, info.max_model_len - len(prompt)))
@@ -128,17 +155,28 @@ async def make_job(
             num_prompt_tokens=len(prompt),
             max_model_len=info.max_model_len,
             model_limit=text.defaults.max_new_tokens,
+            prompt_field=prompt_field,
+            max_tokens_field=max_tokens_field,
         )
-        sampling.append(
-            resolve_sampling(
-                fields,
-                text,
-                max_tokens=max(1, limit),
-                seed=seed,
-                logprobs=logprobs,
-                prompt_logprobs=prompt_logprobs,
-            )
+        limits.append(max(1, limit))
+    bad_words = await encode(
+        text.tokenizer, spellings_of(fields.bad_words or ()), add_special_tokens=False
+    )
+    resolved = resolve_sampling(
+        fields,
+        text,
+        max_tokens=max(limits),
+        seed=seed,
+        bad_words=bad_words,
+        logprobs=logprobs,
+        prompt_logprobs=prompt_logprobs,
+    )
+    sampling = [
+        msgspec.structs.replace(
+            resolved, max_tokens=limit, min_tokens=min(resolved.min_tokens, limit)
         )
+        for limit in limits
+    ]
     return plan(
         service,
         text,
@@ -153,19 +191,28 @@ async def make_job(
         hop=hop,
         deadline_s=_deadline_s(request),
         on_load_failure=ours.on_load_failure if ours is not None else OnLoadFailure.RECOMPUTE,
-        is_fallback=ours is not None and ours.is_fallback,
+        is_fallback=is_fallback,
         path=request.path,
     )
 
 
-def _check_prompt(prompt: list[int], vocab_size: int) -> None:
+def _check_prompt(prompt: list[int], vocab_size: int, field: str) -> None:
     if not prompt:
-        raise BadRequestError("prompt is empty", param="prompt")
+        raise BadRequestError(f"{field}: the prompt is empty", param=field)
     if not 0 <= min(prompt) <= max(prompt) < vocab_size:
         wrong = next(token_id for token_id in prompt if not 0 <= token_id < vocab_size)
         raise BadRequestError(
-            f"prompt has token id {wrong}: the vocabulary has ids 0 to {vocab_size - 1}",
-            param="prompt",
+            f"{field} has token id {wrong}: the vocabulary has ids 0 to {vocab_size - 1}",
+            param=field,
+        )
+
+
+def _check_priority(priority: int | None, policy: SchedulingPolicy) -> None:
+    if priority and policy is not SchedulingPolicy.PRIORITY:
+        raise BadRequestError(
+            f"priority is {priority}: this engine takes requests in the order of their arrival; "
+            "leave it out, or start the engine with --scheduling-policy priority",
+            param="priority",
         )
 
 
@@ -175,8 +222,11 @@ def _deadline_s(request: web.Request) -> float | None:
     if given is None:
         return None
     try:
-        return float(given)
-    except ValueError as error:
+        deadline_s = float(given)
+    except ValueError:
+        deadline_s = math.nan
+    if math.isnan(deadline_s):  # which has no place in the order of deadlines
         raise BadRequestError(
             f"{DEADLINE_HEADER} is {given!r}: it must be seconds since the Unix epoch"
-        ) from error
+        )
+    return deadline_s

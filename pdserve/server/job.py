@@ -1,6 +1,6 @@
 """One HTTP request for text: its choices, from engine requests to pieces of text.
 
-The life of a job: `plan` builds one engine request per choice; entering the job submits
+The life of a job: `planning` builds one engine request per choice; entering the job submits
 them; `start` waits for the engine's first word (until then another status than 200 is
 possible); `deltas` yields what each choice gained; leaving the job aborts what still runs,
 gives back KV leases that nobody was told of, counts, and logs one line. Cancel-safe at
@@ -10,12 +10,9 @@ every await. Knows the engine hop; does not know what JSON the text goes into.
 from __future__ import annotations
 
 import logging
-import uuid
 from collections import deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
-
-import msgspec
 
 from pdserve.errors import (
     BadRequestError,
@@ -28,32 +25,25 @@ from pdserve.errors import (
     UnavailableError,
 )
 from pdserve.observe.log import request_line
-from pdserve.server.handoff import DecodeHop, PrefillHop, PromptLogprobs, stage_fields
+from pdserve.server.handoff import stage_fields
 from pdserve.server.merge import MergedOutputs
 from pdserve.server.recent import traced
-from pdserve.server.sampling import choice_seed
-from pdserve.text.output import OutputProcessor
-from pdserve.wire.ids import request_id_of
 from pdserve.wire.request import (
     ErrorCode,
     FinishReason,
-    GenerateRequest,
-    OnLoadFailure,
     RequestStages,
 )
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, Sequence
+    from collections.abc import AsyncGenerator
     from types import TracebackType
     from typing import Self
 
-    from pdserve.server.handoff import Hop
-    from pdserve.server.protocol import SamplingFields
+    from pdserve.server.handoff import PromptLogprobs
     from pdserve.server.service import Service
-    from pdserve.text.load import Text
+    from pdserve.text.output import OutputProcessor
     from pdserve.wire.outputs import TokenLogprobs
-    from pdserve.wire.request import EngineOutput
-    from pdserve.wire.sampling import SamplingParams
+    from pdserve.wire.request import EngineOutput, GenerateRequest
     from pdserve.wire.transfer import KVHandoff
 
 _log = logging.getLogger(__name__)
@@ -413,112 +403,22 @@ class Job:
         self.service.recorder.add(traced(self, outcome))
 
 
-def plan(
-    service: Service,
-    text: Text,
-    fields: SamplingFields,
-    *,
-    request_id: str,
-    model: str,
-    prompts: list[list[int]],
-    sampling: Sequence[SamplingParams],
-    seed: int,
-    created: int,
-    start_s: float,
-    hop: Hop | None,
-    deadline_s: float | None,
-    on_load_failure: OnLoadFailure = OnLoadFailure.RECOMPUTE,
-    is_fallback: bool = False,
-    path: str = "",
-) -> Job:
-    """Return the job for a request; nothing is submitted yet.
-
-    Args:
-        prompts: Token ids; prompt p has the choices p * n to p * n + n - 1.
-        sampling: One per prompt; each choice gets its own seed.
-        seed: The user's, or the one drawn for this request.
-        deadline_s: Wall-clock seconds after which the answer is of no use.
-        on_load_failure, is_fallback: See `GenerateRequest`.
-    """
-    num_choices = fields.num_choices
-    arrival_s = service.clock.wall_s()
-    choices: list[Choice] = []
-    for prompt_index, prompt in enumerate(prompts):
-        for position in range(num_choices):
-            index = len(choices)
-            params = sampling[prompt_index]
-            # With a seed of his own a user gets the same choices for a prompt, whatever
-            # else is in the request; without one, equal prompts differ.
-            seeded = choice_seed(seed, position if fields.seed is not None else index)
-            handoff: KVHandoff | None = None
-            choice = Choice(
-                index=index,
-                prompt_index=prompt_index,
-                request=None,
-                processor=OutputProcessor(
-                    text.tokenizer,
-                    stop=fields.stops,
-                    include_stop_str_in_output=bool(fields.include_stop_str_in_output),
-                    skip_special_tokens=fields.skip_special_tokens is not False,
-                    min_tokens=params.min_tokens,
-                ),
-            )
-            choices.append(choice)
-            if isinstance(hop, DecodeHop):
-                handoff = hop.handoffs[index]
-                if handoff is None and hop.ticket is None:
-                    continue
-                # A push brings one first token, with the last byte of its KV.
-                choice.num_from_handoff = len(handoff.first_token_ids) if handoff else 1
-                choice.num_to_swallow = choice.num_from_handoff if hop.first_delivered else 0
-                choice.prompt_logprobs = hop.prompt_logprobs[index]
-            choice.request = GenerateRequest(
-                request_id=request_id_of(request_id, index, uuid.uuid4().hex[:8]),
-                prompt_token_ids=prompt,
-                sampling=_with_seed(params, seeded, handed_over=isinstance(hop, DecodeHop)),
-                arrival_s=arrival_s,
-                deadline_s=deadline_s,
-                priority=fields.priority or 0,
-                cache_salt=fields.cache_salt or "",
-                remote_decode=isinstance(hop, PrefillHop),
-                handoff=handoff,
-                ticket=hop.ticket if hop is not None else None,
-                on_load_failure=on_load_failure,
-                is_fallback=is_fallback,
-            )
-    return Job(
-        service=service,
-        request_id=request_id,
-        model=model,
-        created=created,
-        seed=seed,
-        prompts=prompts,
-        choices=choices,
-        start_s=start_s,
-        path=path,
-        is_streamed=bool(fields.stream),
-    )
-
-
-def _with_seed(params: SamplingParams, seed: int, *, handed_over: bool) -> SamplingParams:
-    """A choice's own parameters; prompt logprobs come from the engine that has prefilled."""
-    if handed_over:
-        return msgspec.structs.replace(params, seed=seed, prompt_logprobs=None)
-    return msgspec.structs.replace(params, seed=seed)
-
-
 def _raise_if_failed(output: EngineOutput, request: GenerateRequest | None, now_s: float) -> None:
     """An engine reports failures of a single request as outputs."""
     match output.finish_reason:
         case FinishReason.ERROR:
             raise _failure(output)
-        case FinishReason.ABORT if request is not None and (request.deadline_s or now_s) < now_s:
+        case FinishReason.ABORT if _is_late(request, now_s):
             raise DeadlineError("the request's deadline passed before it was complete")
         case FinishReason.ABORT:
             raise UnavailableError(
                 output.error or "the engine gave the request up; it is shutting down",
                 retry_after_s=1.0,
             )
+
+
+def _is_late(request: GenerateRequest | None, now_s: float) -> bool:
+    return request is not None and request.deadline_s is not None and request.deadline_s < now_s
 
 
 def _failure(output: EngineOutput) -> PdserveError:

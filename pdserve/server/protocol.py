@@ -8,7 +8,7 @@ unknown fields are ignored. Knows no tokenizer and no model.
 from __future__ import annotations
 
 import re
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, TypeVar, cast
 
 import msgspec
 
@@ -18,6 +18,8 @@ from pdserve.server.handoff import KVTransferParams
 MAX_LOGPROBS = 20
 MAX_CHOICES = 1024
 MAX_STOPS = 64
+MAX_BAD_WORDS = 1024
+"""The engine looks at each of them for each token."""
 MAX_TEMPERATURE = 1000.0
 MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY = 0.01, 100.0
 """Beyond these, logits are no longer finite in single precision."""
@@ -76,7 +78,14 @@ class SamplingFields(msgspec.Struct, frozen=True, kw_only=True):
     guided_grammar: Any = None
     response_format: Any = None
     logits_processors: Any = None
+    logprob_token_ids: Any = None
+    repetition_detection: Any = None
+    return_tokens_as_token_ids: Any = None
     spaces_between_special_tokens: Any = None
+    stream_interval: Any = None
+    thinking_token_budget: Any = None
+    vllm_xargs: Any = None
+    watermarking: Any = None
 
     unsupported: ClassVar[dict[str, tuple[object, ...]]] = {
         "use_beam_search": (False,),
@@ -89,7 +98,14 @@ class SamplingFields(msgspec.Struct, frozen=True, kw_only=True):
         "guided_grammar": (),
         "response_format": ({"type": "text"},),
         "logits_processors": ([],),
+        "logprob_token_ids": (),
+        "repetition_detection": (),
+        "return_tokens_as_token_ids": (False,),
         "spaces_between_special_tokens": (True,),
+        "stream_interval": (1,),
+        "thinking_token_budget": (-1,),
+        "vllm_xargs": ({},),
+        "watermarking": (False,),
     }
 
     @property
@@ -154,15 +170,14 @@ class CompletionRequest(SamplingFields, frozen=True, kw_only=True):
                 return [text]
             case [] | [[]]:
                 raise BadRequestError("prompt is empty", param="prompt")
-            case [*items]:
-                texts = [item for item in items if isinstance(item, str)]
-                token_ids = [item for item in items if isinstance(item, int)]
-                lists = [item for item in items if isinstance(item, list)]
-                for found in (texts, lists):
-                    if len(found) == len(items):
-                        return found
-                if len(token_ids) == len(items):
-                    return [token_ids]
+            case items:
+                kinds = set(map(type, items))
+                if kinds == {int}:
+                    return [cast("list[int]", items)]
+                if kinds == {list}:
+                    return cast("list[list[int]]", items)
+                if kinds == {str}:
+                    return cast("list[str]", items)
         raise BadRequestError(
             "prompt must be a string, a list of strings, a list of token ids or a list of "
             "lists of token ids, not a mixture",
@@ -192,7 +207,10 @@ class ChatRequest(SamplingFields, frozen=True, kw_only=True):
     documents: Any = None
     chat_template: Any = None
     continue_final_message: Any = None
+    include_reasoning: Any = None
+    return_prompt_text: Any = None
     echo: Any = None
+    verbosity: Any = None
 
     unsupported: ClassVar[dict[str, tuple[object, ...]]] = SamplingFields.unsupported | {
         "tools": ([],),
@@ -207,7 +225,10 @@ class ChatRequest(SamplingFields, frozen=True, kw_only=True):
         "documents": ([],),
         "chat_template": (),
         "continue_final_message": (False,),
+        "include_reasoning": (True,),
+        "return_prompt_text": (False,),
         "echo": (False,),
+        "verbosity": ("medium",),
     }
 
 
@@ -323,6 +344,11 @@ def _check_ranges(body: SamplingFields) -> None:
         raise BadRequestError("stop must not contain an empty string", param="stop")
     if len(body.stops) > MAX_STOPS:
         raise BadRequestError(f"stop has more than {MAX_STOPS} strings", param="stop")
+    if len(body.bad_words or ()) > MAX_BAD_WORDS:
+        raise BadRequestError(
+            f"bad_words has more than {MAX_BAD_WORDS} words: use logit_bias for words of one token",
+            param="bad_words",
+        )
     if body.bad_words is not None and not all(word.strip() for word in body.bad_words):
         raise BadRequestError("bad_words must not contain an empty word", param="bad_words")
     if body.allowed_token_ids == []:

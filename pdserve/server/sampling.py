@@ -12,11 +12,10 @@ from pdserve.errors import BadRequestError, ContextLengthError
 from pdserve.wire.sampling import SamplingParams
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
 
     from pdserve.server.protocol import SamplingFields
     from pdserve.text.load import Text
-    from pdserve.text.tokenizer import Tokenizer
 
 T = TypeVar("T")
 
@@ -41,6 +40,8 @@ def output_limit(
     num_prompt_tokens: int,
     max_model_len: int,
     model_limit: int | None,
+    prompt_field: str,
+    max_tokens_field: str,
 ) -> int:
     """Return how many tokens a request may get.
 
@@ -48,6 +49,7 @@ def output_limit(
         asked: The user's limit, under whichever name the endpoint has for it.
         default: The endpoint's own where the user gave none; None is the rest of the context.
         model_limit: `max_new_tokens` of the model's generation config.
+        prompt_field, max_tokens_field: What the endpoint calls the two.
 
     Raises:
         ContextLengthError: The prompt leaves no room, or not as much as was asked for.
@@ -59,14 +61,14 @@ def output_limit(
             f"This model's maximum context length is {max_model_len} tokens, but the request "
             f"has {num_prompt_tokens} tokens of prompt{wanted}; "
             "shorten the prompt or ask for fewer tokens.",
-            param="prompt" if room < 1 else "max_tokens",
+            param=prompt_field if room < 1 else max_tokens_field,
         )
     limit = asked if asked is not None else min(room, default or room)
     if model_limit is not None:
         limit = min(limit, model_limit)
     if fields.min_tokens is not None and fields.min_tokens > max(limit, 1):
         raise BadRequestError(
-            f"min_tokens is {fields.min_tokens}: it must be at most max_tokens ({limit})",
+            f"min_tokens is {fields.min_tokens}: it must be at most {max_tokens_field} ({limit})",
             param="min_tokens",
         )
     return limit
@@ -78,10 +80,14 @@ def resolve_sampling(
     *,
     max_tokens: int,
     seed: int,
+    bad_words: Iterable[Sequence[int]],
     logprobs: int | None,
     prompt_logprobs: int | None,
 ) -> SamplingParams:
     """Return what an engine needs to sample one choice.
+
+    Args:
+        bad_words: Token ids of `spellings_of` the field.
 
     Raises:
         BadRequestError: A token id is outside the vocabulary.
@@ -92,6 +98,7 @@ def resolve_sampling(
     _check_ids("allowed_token_ids", fields.allowed_token_ids or [], text.vocab_size)
     _check_ids("logit_bias", list(fields.logit_bias or {}), text.vocab_size)
     allowed = fields.allowed_token_ids
+    words = dict.fromkeys(tuple(word) for word in bad_words if word)
     return SamplingParams(
         max_tokens=max_tokens,
         seed=seed,
@@ -104,24 +111,22 @@ def resolve_sampling(
         frequency_penalty=_given(fields.frequency_penalty, 0.0),
         repetition_penalty=_given(fields.repetition_penalty, defaults.repetition_penalty),
         eos_token_ids=defaults.eos_token_ids,
-        stop_token_ids=tuple(fields.stop_token_ids or ()),
+        stop_token_ids=tuple(dict.fromkeys(fields.stop_token_ids or ())),
         ignore_eos=bool(fields.ignore_eos),
         logit_bias={
             token_id: max(-_MAX_LOGIT_BIAS, min(_MAX_LOGIT_BIAS, bias))
             for token_id, bias in (fields.logit_bias or {}).items()
         },
-        allowed_token_ids=None if allowed is None else tuple(allowed),
-        bad_words=bad_word_ids(fields.bad_words or [], text.tokenizer),
+        allowed_token_ids=None if allowed is None else tuple(dict.fromkeys(allowed)),
+        bad_words=tuple(words),
         logprobs=logprobs,
         prompt_logprobs=prompt_logprobs,
     )
 
 
-def bad_word_ids(words: Sequence[str], tokenizer: Tokenizer) -> tuple[tuple[int, ...], ...]:
-    """Return the token sequences of `words`: each as it begins a text, and after a space."""
-    spellings = (spelling for word in words for spelling in (word.lstrip(), " " + word.lstrip()))
-    sequences = (tuple(tokenizer.encode(text, add_special_tokens=False)) for text in spellings)
-    return tuple(dict.fromkeys(sequence for sequence in sequences if sequence))
+def spellings_of(words: Iterable[str]) -> list[str]:
+    """Return how `words` may stand in a text: each as it begins one, and after a space."""
+    return [spelling for word in words for spelling in (word.lstrip(), " " + word.lstrip())]
 
 
 def _given(value: T | None, default: T) -> T:

@@ -101,7 +101,8 @@ async def reset_prefix_cache(request: web.Request) -> web.Response:
 
 async def tokenize(request: web.Request) -> web.Response:
     """The token ids of a prompt or of chat messages."""
-    body = parse_body(await request.read(), TokenizeRequest)
+    data = await request.read()
+    body = parse_body(data, TokenizeRequest)
     service = request.app[SERVICE]
     service.resolve_model(body.model)
     text, info = service.require_ready()
@@ -110,9 +111,10 @@ async def tokenize(request: web.Request) -> web.Response:
     prompt, special = body.prompt, body.add_special_tokens is not False
     if body.messages is not None:
         special = bool(body.add_special_tokens)
-        prompt = render_chat(
+        prompt = await render_chat(
             text,
             body.messages,
+            num_bytes=len(data),
             now_s=service.clock.wall_s(),
             add_generation_prompt=body.add_generation_prompt is not False,
             variables=body.chat_template_kwargs,

@@ -119,6 +119,7 @@ class ChatTemplate:
             ArithmeticError,
             AttributeError,
             LookupError,
+            OSError,  # a date that the C library cannot have
             RecursionError,
             TypeError,
             ValueError,

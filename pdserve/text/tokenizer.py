@@ -15,12 +15,15 @@ import tokenizers
 from pdserve.errors import BadRequestError, ConfigError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
     from pathlib import Path
 
 _LFS_POINTER = b"version https://git-lfs"
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 _WORD_START = "\N{LOWER ONE EIGHTH BLOCK}"
+_LONG_TEXT_CHARS = _LONG_IDS = 1 << 12
+_MAX_COMPOSED = 4
+"""So many characters NFC makes one of, at most (Unicode 15: U+1F82 is one of those)."""
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -53,6 +56,10 @@ class Tokenizer:
         backend: The parsed `tokenizer.json`.
         config: The parsed `tokenizer_config.json`, merged over `special_tokens_map.json`.
         chat_template: The model's own Jinja source, if it has one.
+
+    Attributes:
+        max_chars_per_token: A text of so many characters, and one more, has two tokens at least;
+            None where tokens may swallow any length of text.
     """
 
     def __init__(
@@ -77,9 +84,12 @@ class Tokenizer:
             for token_id, token in backend.get_added_tokens_decoder().items()
             if token.special
         )
-        self.vocab_size = 1 + max(backend.get_vocab(with_added_tokens=True).values(), default=-1)
-        decoder = _decoder_types(json.loads(backend.to_str())["decoder"])
+        vocabulary: dict[str, int] = backend.get_vocab(with_added_tokens=True)
+        self.vocab_size = 1 + max(vocabulary.values(), default=-1)
+        described = json.loads(backend.to_str())
+        decoder = _part_types(described["decoder"], "decoders")
         self.is_byte_level = decoder == ["ByteLevel"]
+        self.max_chars_per_token = _max_chars_per_token(described, vocabulary)
         self._has_byte_tokens = "ByteFallback" in decoder
         self._has_word_starts = "Metaspace" in decoder or "Replace" in decoder
         self._bytes: dict[int, bytes] = {}
@@ -106,18 +116,33 @@ class Tokenizer:
         return cls(backend, config, _find_chat_template(directory, config))
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Return the ids of `text`. O(len(text)); releases the GIL while it works."""
+        """Return the ids of `text`. O(len(text)); releases the GIL while it works on a long one."""
         try:
-            ids: list[int] = self._backend.encode(text, add_special_tokens=add_special_tokens).ids
-        except UnicodeEncodeError as error:
+            if len(text) < _LONG_TEXT_CHARS:
+                found = self._backend.encode(text, add_special_tokens=add_special_tokens)
+            else:  # of the two only this one releases the GIL
+                [found] = self._backend.encode_batch_fast(
+                    [text], add_special_tokens=add_special_tokens
+                )
+        except (TypeError, UnicodeEncodeError) as error:  # which of them depends on the release
             raise BadRequestError(
                 "the text holds a lone surrogate, which is not Unicode text", param="prompt"
             ) from error
+        ids: list[int] = found.ids
         return ids
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        """Return the text of `token_ids`; ids outside the vocabulary have none."""
-        text: str = self._backend.decode(token_ids, skip_special_tokens=skip_special_tokens)
+        """Return the text of `token_ids`; ids outside the vocabulary have none.
+
+        Releases the GIL while it works on many.
+        """
+        text: str
+        if len(token_ids) < _LONG_IDS:
+            text = self._backend.decode(token_ids, skip_special_tokens=skip_special_tokens)
+        else:
+            [text] = self._backend.decode_batch(
+                [token_ids], skip_special_tokens=skip_special_tokens
+            )
         return text
 
     def token(self, token_id: int) -> str | None:
@@ -173,13 +198,42 @@ def _token_content(value: object) -> str | None:
     return value if isinstance(value, str) else None
 
 
-def _decoder_types(decoder: dict[str, Any] | None) -> list[str]:
-    """Names of a decoder's parts, in order."""
-    if decoder is None:
+def _part_types(part: dict[str, Any] | None, parts_name: str) -> list[str]:
+    """Names of the parts of a decoder, normalizer or pre-tokenizer, in order.
+
+    Args:
+        parts_name: What a sequence calls its parts.
+    """
+    if part is None:
         return []
-    if decoder["type"] == "Sequence":
-        return [name for part in decoder["decoders"] for name in _decoder_types(part)]
-    return [decoder["type"]]
+    if part["type"] == "Sequence":
+        return [name for inner in part[parts_name] for name in _part_types(inner, parts_name)]
+    return [part["type"]]
+
+
+def _max_chars_per_token(described: dict[str, Any], vocabulary: Mapping[str, int]) -> int | None:
+    """See `Tokenizer.max_chars_per_token`.
+
+    Known where no character is lost on the way to the tokens: each byte is one, nothing is
+    removed between them, and none strips the spaces beside it.
+
+    Args:
+        described: The parsed `tokenizer.json`.
+    """
+    pre_tokenizer, normalizer = described["pre_tokenizer"], described["normalizer"]
+    between = _part_types(pre_tokenizer, "pretokenizers")
+    if (
+        described["model"].get("type") != "BPE"
+        or "ByteLevel" not in between
+        or not set(between) <= {"ByteLevel", "Digits", "Split"}
+        or "Removed" in json.dumps(pre_tokenizer)
+        or not set(_part_types(normalizer, "normalizers")) <= {"NFC"}
+        or not vocabulary.keys() >= _BYTE_OF_CHAR.keys()
+        or any(token["lstrip"] or token["rstrip"] for token in described["added_tokens"])
+    ):
+        return None
+    longest = max(map(len, vocabulary))
+    return longest if normalizer is None else longest * _MAX_COMPOSED
 
 
 def _find_chat_template(directory: Path, config: dict[str, Any]) -> str | None:

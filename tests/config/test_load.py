@@ -223,6 +223,14 @@ def test_a_key_given_twice_is_refused(tmp_path: Path, text: str) -> None:
         resolve(TABLE, command_line={}, file=_file(tmp_path, text), environ={})
 
 
+@pytest.mark.parametrize(
+    "raw", ['{"depth": 1, "depth": 2}', '{"a_b": 1, "a-b": 2}', {"a_b": 1, "a-b": 2}]
+)
+def test_a_key_given_twice_in_an_object_is_refused(raw: object) -> None:
+    with pytest.raises(ConfigError, match=r"--inner: the key .* stands there twice"):
+        resolve(TABLE, command_line={"inner": raw}, environ={})
+
+
 @pytest.mark.parametrize("text", ["- a\n- b", "just words", "size: [", "\x00"])
 def test_a_file_that_is_no_mapping_is_refused(tmp_path: Path, text: str) -> None:
     with pytest.raises(ConfigError, match=r"engine\.yaml"):

@@ -102,12 +102,35 @@ def test_one_policy_sets_both_and_either_may_differ() -> None:
 
 @pytest.mark.parametrize(
     ("flag", "value"),
-    [("port", 70000), ("port", -1), ("proxy", "127.0.0.1:8000"), ("shutdown-timeout", -1)],
+    [
+        ("port", 70000),
+        ("port", -1),
+        ("proxy", ("127.0.0.1:8000",)),
+        ("shutdown-timeout", -1),
+        ("shutdown-timeout", "nan"),
+        ("api-key", ("right", "")),
+    ],
 )
 def test_a_server_setting_that_cannot_be_names_its_flag(flag: str, value: object) -> None:
-    given = {flag: (value,) if flag == "proxy" else value}
+    given = {flag: value}
     with pytest.raises(ConfigError, match=f"--{flag} is"):
         build("server", ServerConfig, ENGINE, resolve(ENGINE, command_line=given, environ={}))
+
+
+@pytest.mark.parametrize(
+    ("flag", "value"),
+    [
+        ("generation-config", "mine.json"),
+        ("kv-cache-memory-bytes", 0),
+        ("max-waiting", -1),
+        ("seed", 2**63),
+        ("served-model-name", ("",)),
+    ],
+)
+def test_an_engine_setting_that_cannot_be_names_its_flag(flag: str, value: object) -> None:
+    given = {"model": "M", flag: value}
+    with pytest.raises(ConfigError, match=f"--{flag} is"):
+        build("engine", EngineConfig, ENGINE, resolve(ENGINE, command_line=given, environ={}))
 
 
 @pytest.mark.parametrize(
@@ -119,6 +142,7 @@ def test_a_server_setting_that_cannot_be_names_its_flag(flag: str, value: object
         ("max-concurrent-requests", 0),
         ("request-timeout-secs", 0),
         ("queue-size", -1),
+        ("api-key", (" ",)),
     ],
 )
 def test_a_proxy_setting_that_cannot_be_names_its_flag(flag: str, value: object) -> None:

@@ -15,7 +15,7 @@ from pdserve.engine.core import EngineCore
 from pdserve.observe.clock import ManualClock
 from pdserve.parallel.seat import CoreSeat
 from pdserve.wire.ids import RequestId
-from pdserve.wire.request import GenerateRequest
+from pdserve.wire.request import EngineOutput, GenerateRequest
 from pdserve.wire.sampling import SamplingParams
 from pdserve.wire.step import ModelRunnerOutput
 from pdserve.wire.transfer import ConnectorMetadata, ConnectorReport, Received
@@ -178,7 +178,8 @@ class Played:
 
     def turn(self) -> list[str]:
         """Once around; what the ranks were told in it."""
-        outputs, _ = self.core.step()
+        outputs: list[EngineOutput] = []
+        self.core.step(outputs.extend)
         self.out += [output.request_id for output in outputs if output.new_token_ids]
         said, self.ranks.said = self.ranks.said, []
         return said
@@ -211,7 +212,16 @@ def test_a_turn_waits_for_nothing(played: Played) -> None:
     played.add("a")
     assert played.turn() == ["step a"]
     assert played.turn() == []
-    assert played.core.step() == ([], False)
+    outputs: list[EngineOutput] = []
+    assert (played.core.step(outputs.extend), outputs) == (False, [])
+
+
+def test_tokens_are_out_before_the_next_step_is_planned(played: Played) -> None:
+    played.add("a")
+    played.turn()
+    played.ranks.finish()
+    played.core.step(lambda outputs: played.ranks.said.append(f"{len(outputs)} out"))
+    assert played.ranks.said == ["1 out", "step a"]
 
 
 def test_the_next_step_is_submitted_in_the_turn_that_takes_a_result(played: Played) -> None:

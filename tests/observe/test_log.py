@@ -1,9 +1,11 @@
 from __future__ import annotations
 
+import asyncio
 import io
 import logging
 
 import pytest
+from aiohttp import web
 
 from pdserve.observe.log import configure_logging, log_event, request_line
 
@@ -11,11 +13,12 @@ from pdserve.observe.log import configure_logging, log_event, request_line
 @pytest.fixture
 def stream():
     stream = io.StringIO()
-    logger = logging.getLogger("pdserve")
-    before = logger.handlers[:], logger.level, logger.propagate
+    loggers = [logging.getLogger(name) for name in ("pdserve", "aiohttp.server")]
+    before = [(each.handlers[:], each.filters[:], each.level, each.propagate) for each in loggers]
     configure_logging(stream)
     yield stream
-    logger.handlers[:], logger.level, logger.propagate = before
+    for each, values in zip(loggers, before, strict=True):
+        each.handlers[:], each.filters[:], each.level, each.propagate = values
 
 
 def test_an_event_is_fixed_text_and_fields(stream: io.StringIO):
@@ -29,6 +32,29 @@ def test_an_event_is_fixed_text_and_fields(stream: io.StringIO):
 def test_a_level_that_is_off_is_not_logged(stream: io.StringIO):
     log_event(logging.getLogger("pdserve.x"), "detail", level=logging.DEBUG)
     assert stream.getvalue() == ""
+
+
+async def test_what_is_no_http_is_one_line_and_no_traceback(stream: io.StringIO):
+    runner = web.AppRunner(web.Application())
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    try:
+        reader, writer = await asyncio.open_connection(*runner.addresses[0])
+        writer.write(b"GET / HTTP/1.1\r\nContent-Length: -5\r\n\r\n")
+        assert b" 400 " in await reader.readline()
+        writer.close()
+    finally:
+        await runner.cleanup()
+    [line] = stream.getvalue().splitlines()
+    assert line.endswith("I aiohttp.server refused what is no HTTP request (BadHttpMessage)")
+
+
+def test_what_a_handler_raises_keeps_its_traceback(stream: io.StringIO):
+    try:
+        raise RuntimeError("a fault of ours")
+    except RuntimeError:
+        logging.getLogger("aiohttp.server").exception("Error handling request")
+    assert "Traceback" in stream.getvalue()
 
 
 def test_a_requests_line_is_its_time_to_first_token_taken_apart():

@@ -10,7 +10,14 @@ import pytest
 from aiohttp import web
 from blockbuster import blockbuster_ctx
 
-from pdserve.config.schema import EngineConfig, ModelConfig, ServerConfig, TransferConfig
+from pdserve.config.schema import (
+    EngineConfig,
+    ModelConfig,
+    SchedulerConfig,
+    SchedulingPolicy,
+    ServerConfig,
+    TransferConfig,
+)
 from pdserve.engine.fake import FakeEngineClient
 from pdserve.observe.clock import ManualClock, SystemClock
 from pdserve.server.app import build_app
@@ -97,6 +104,7 @@ async def serving(
     secret: str = "",
     model: str = "tiny",
     served_model_name: tuple[str, ...] = (),
+    policy: SchedulingPolicy = SchedulingPolicy.FCFS,
     **server: Any,
 ) -> AsyncIterator[Server]:
     """Serve a fake engine on a free port."""
@@ -105,6 +113,7 @@ async def serving(
         text,
         engine_config=EngineConfig(
             model=ModelConfig(model=model, served_model_name=served_model_name),
+            scheduler=SchedulerConfig(policy=policy),
             transfer=TransferConfig(secret=secret),
         ),
         server_config=ServerConfig(**server),

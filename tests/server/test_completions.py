@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import pytest
 
+from pdserve.config.schema import SchedulingPolicy
 from pdserve.server.logprobs import echoed_logprobs
 from tests.server.conftest import EOS, events, make_engine, scripted, serving
 from tests.text.tiny import make_tokenizer
@@ -212,7 +213,7 @@ async def test_usage_comes_in_a_stream_only_when_asked_for(server):
     assert [chunk["usage"]["completion_tokens"] for chunk in chunks] == [1, 2, 3]
 
 
-async def test_every_sampling_field_reaches_the_engine(server):
+async def test_every_sampling_field_reaches_the_engine(text):
     body = {
         "prompt": "The",
         "max_tokens": 9,
@@ -235,8 +236,10 @@ async def test_every_sampling_field_reaches_the_engine(server):
         "priority": -1,
         "cache_salt": "mine",
     }
-    await server.ok(PATH, body)
-    [request] = server.engine.requests
+    engine = make_engine(text)
+    async with serving(text, engine, policy=SchedulingPolicy.PRIORITY) as server:
+        await server.ok(PATH, body)
+    [request] = engine.requests
     sampling = request.sampling
     assert (request.priority, request.cache_salt) == (-1, "mine")
     assert (sampling.max_tokens, sampling.min_tokens, sampling.seed) == (9, 2, 42)

@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from pdserve.text.tokenizer import Tokenizer
 from pdserve.wire.request import EngineOutput, FinishReason
 from tests.server.conftest import events, make_engine, serving
 
@@ -47,6 +48,8 @@ MESSAGES = {"messages": [{"role": "user", "content": "hi"}]}
         ("allowed_token_ids", []),
         ("allowed_token_ids", [-1]),
         ("bad_words", [" "]),
+        ("bad_words", ["a"] * 1025),
+        ("priority", 1),
         ("cache_salt", ""),
         ("stream_options", {"include_usage": True}),
         ("prompt", []),
@@ -64,6 +67,9 @@ MESSAGES = {"messages": [{"role": "user", "content": "hi"}]}
         ("structured_outputs", {"regex": "a"}),
         ("truncate_prompt_tokens", 4),
         ("use_beam_search", True),
+        ("return_tokens_as_token_ids", True),
+        ("logprob_token_ids", [60]),
+        ("thinking_token_budget", 8),
         ("kv_transfer_params", 3),
     ],
 )
@@ -94,6 +100,8 @@ async def test_a_wrong_completion_field_is_named(server, field, value):
         ("reasoning_effort", "high"),
         ("chat_template", "{{ 1 }}"),
         ("continue_final_message", True),
+        ("include_reasoning", False),
+        ("verbosity", "low"),
     ],
 )
 async def test_a_wrong_chat_field_is_named(server, field, value):
@@ -140,6 +148,29 @@ async def test_a_lone_surrogate_is_a_400(server):
         assert response.status == 400, await response.text()
 
 
+@pytest.mark.parametrize(
+    ("path", "body", "field"),
+    [
+        (COMPLETIONS, {"prompt": "a" * 10_000}, "prompt"),
+        (CHAT, {"messages": [{"role": "user", "content": "a" * 10_000}]}, "messages"),
+    ],
+)
+async def test_a_text_that_cannot_fit_is_refused_before_it_is_tokenized(
+    text, monkeypatch, path, body, field
+):
+    monkeypatch.setattr(Tokenizer, "encode", None)
+    async with serving(text, make_engine(text, max_model_len=64)) as server:
+        status, error = await server.refused(path, body)
+    assert (status, error["code"]) == (400, "context_length_exceeded")
+    assert error["param"] == field
+
+
+@pytest.mark.parametrize("field", ["max_tokens", "max_completion_tokens"])
+async def test_too_many_tokens_are_named_as_they_were_asked_for(server, field):
+    status, error = await server.refused(CHAT, MESSAGES | {field: 10**6})
+    assert (status, error["param"]) == (400, field)
+
+
 @pytest.mark.parametrize("body", [{"prompt": [60] * 64}, {"prompt": [60] * 60, "max_tokens": 5}])
 async def test_too_long_a_request_names_the_models_context(text, body):
     async with serving(text, make_engine(text, max_model_len=64)) as server:
@@ -159,17 +190,20 @@ async def test_an_unknown_model_is_a_404_that_names_the_known(server, path, body
 
 
 @pytest.mark.parametrize(
-    ("method", "path", "status", "code"),
+    ("method", "path", "status", "code", "allowed"),
     [
-        ("GET", "/", 404, "not_found"),
-        ("POST", "/chat/completions", 404, "not_found"),
-        ("GET", "/v1/completions", 405, "method_not_allowed"),
-        ("POST", "/v1/models", 405, "method_not_allowed"),
+        ("GET", "/", 404, "not_found", None),
+        ("POST", "/chat/completions", 404, "not_found", None),
+        ("GET", "/v1/completions", 405, "method_not_allowed", "POST"),
+        ("POST", "/v1/models", 405, "method_not_allowed", "GET, HEAD"),
     ],
 )
-async def test_other_paths_and_methods_are_openai_shaped(server, method, path, status, code):
+async def test_other_paths_and_methods_are_openai_shaped(
+    server, method, path, status, code, allowed
+):
     async with server.session.request(method, server.url + path) as response:
         assert response.status == status
+        assert response.headers.get("Allow") == allowed
         assert (await response.json())["error"]["code"] == code
         assert response.headers["X-Request-Id"]
 
@@ -268,8 +302,9 @@ async def test_a_bug_in_mid_stream_ends_it_with_an_error_event(text, caplog):
     assert 'client_disconnects_total{stage="decode"} 0.0' in metrics
 
 
-async def test_a_deadline_that_is_no_number_is_a_400(server):
-    status, error = await server.refused(COMPLETIONS, PROMPT, X_Pdserve_Deadline="soon")
+@pytest.mark.parametrize("deadline", ["soon", "nan"])
+async def test_a_deadline_that_is_no_number_is_a_400(server, deadline):
+    status, error = await server.refused(COMPLETIONS, PROMPT, X_Pdserve_Deadline=deadline)
     assert status == 400
     assert "X-Pdserve-Deadline" in error["message"]
 
@@ -299,6 +334,7 @@ async def test_an_unusable_request_id_is_replaced(server, given):
         (FinishReason.ERROR, None, 500, "internal_error"),
         (FinishReason.ABORT, None, 503, "unavailable"),
         (FinishReason.ABORT, "1.0", 504, "deadline_exceeded"),
+        (FinishReason.ABORT, "0", 504, "deadline_exceeded"),
     ],
 )
 async def test_what_the_engine_gives_up_is_an_error(text, reason, deadline, status, code):

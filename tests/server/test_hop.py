@@ -12,7 +12,7 @@ from pdserve.engine.fake import FakeFabric
 from pdserve.server.app import build_app
 from pdserve.server.handoff import PrefillHop
 from pdserve.server.hop import signature
-from pdserve.server.job import plan
+from pdserve.server.planning import plan
 from pdserve.server.protocol import CompletionRequest
 from pdserve.server.service import SERVICE
 from pdserve.wire.request import FinishReason

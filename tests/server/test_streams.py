@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from asyncio import selector_events
 from pathlib import Path
 
 import pytest
@@ -49,6 +50,35 @@ async def record(text, clock, name: str) -> bytes:
 async def test_a_stream_is_what_was_recorded(text, clock, name):
     recorded = await asyncio.to_thread((GOLDEN / f"{name}.txt").read_bytes)
     assert await record(text, clock, name) == recorded
+
+
+@pytest.fixture
+def packets(monkeypatch) -> list[bytes]:
+    """What any transport was given to send, in order."""
+    sent: list[bytes] = []
+    write = selector_events._SelectorSocketTransport.write
+
+    def spy(transport, data):
+        sent.append(bytes(data))
+        write(transport, data)
+
+    monkeypatch.setattr(selector_events._SelectorSocketTransport, "write", spy)
+    return sent
+
+
+@pytest.mark.parametrize("name", ["completions", "chat"])
+async def test_the_headers_leave_with_the_first_event(text, clock, packets, name):
+    await record(text, clock, name)
+    (first,) = [packet for packet in packets if packet.startswith(b"HTTP/1.1 200")]
+    assert first.count(b"data: ") == 1
+
+
+@pytest.mark.parametrize("name", ["completions_usage_logprobs", "chat_stop"])
+async def test_all_that_follows_the_last_token_leaves_at_once(text, clock, packets, name):
+    recorded = await record(text, clock, name)
+    events_at_the_end = recorded.split(b"\n\n")[-3:-1]
+    assert [event in packets[-1] for event in events_at_the_end] == [True, True]
+    assert packets[-1].endswith(b"\r\n0\r\n\r\n")
 
 
 @pytest.mark.parametrize("n", [1, 3])

@@ -145,11 +145,22 @@ def test_messages_that_cannot_be_rendered_name_the_field(message: dict, words: s
 
 
 @pytest.mark.parametrize(
-    "source", ["{{ messages[0].nothing.more }}", "{{ 1 / 0 }}", "{{ ''.__class__.__mro__ }}"]
+    "source",
+    [
+        "{{ messages[0].nothing.more }}",
+        "{{ 1 / 0 }}",
+        "{{ ''.__class__.__mro__ }}",
+    ],
 )
 def test_a_template_that_fails_is_a_bad_request_and_not_a_crash(source: str):
     with pytest.raises(BadRequestError):
         render(source, {"role": "user", "content": "x"})
+
+
+def test_a_date_that_no_calendar_has_is_a_bad_request_and_not_a_crash():
+    template = ChatTemplate("{{ strftime_now('%Y') }}", {})
+    with pytest.raises(BadRequestError):
+        template.render([{"role": "user", "content": "x"}], now_s=1e18)
 
 
 def test_a_template_that_is_not_jinja_is_a_config_error(model_dir: Path):
