@@ -329,7 +329,10 @@ def _add_settings(parser: argparse.ArgumentParser, command: Command) -> None:
             help=_text(f"{MODEL_HELP}{_shown(model, table.default(model))}"),
         )
     parser.add_argument(
-        "--config", metavar="FILE", help="YAML with the long flag names as keys; flags win over it"
+        "--config",
+        metavar="FILE",
+        help="YAML with the long flag names as keys; flags win over it, and it wins over the "
+        "environment, where a flag is called as PDSERVE_LOG_LEVEL",
     )
     groups: dict[str, argparse._ArgumentGroup] = {}
     items: list[Setting | Shorthand] = [*table.shorthands, *table.settings]

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
+from typing import TYPE_CHECKING, Any
 
 import hypothesis
+import pytest
+
+if TYPE_CHECKING:
+    from collections.abc import Generator
 
 # dev: quick; ci: the same examples at every run, so that red means a change; nightly: a search.
 hypothesis.settings.register_profile("dev", max_examples=50, deadline=None)
@@ -18,3 +24,14 @@ hypothesis.settings.load_profile(
 # What a shell starts in its background ignores Ctrl-C, and so would every process that tests start.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, Any, Any]:
+    """Collect tests, but no garbage: nothing that is imported here is ever any."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()

@@ -72,6 +72,7 @@ def _from_hub(name: str) -> Path:
         reason = str(error).strip().splitlines()[0]
         raise ConfigError(
             f"MODEL {name}: there is no such directory here, and the hub does not give a model of "
-            f"that name ({type(error).__name__}: {reason})",
+            f"that name ({type(error).__name__}: {reason}); give a directory in Hugging Face "
+            f"format, or the word {BOXED} for the model that comes with pdserve",
             param="model",
         ) from error

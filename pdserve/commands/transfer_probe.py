@@ -68,7 +68,7 @@ def measure(*, backends: Sequence[str] = ("UCX",), timeout_s: float = 30.0) -> R
                     raise ProbeError(f"nothing arrived within {timeout_s:g} s") from None
                 if reader.returncode:
                     raise ProbeError(_last_line(errors))
-                return msgspec.json.decode(output, type=Rates)
+                return msgspec.json.decode(output.strip().rpartition(b"\n")[2], type=Rates)
         finally:
             timer.cancel()
             source.kill()
@@ -86,10 +86,10 @@ def _start(part: str, backends: Sequence[str]) -> subprocess.Popen[bytes]:
 def _line_of(process: subprocess.Popen[bytes]) -> bytes:
     assert process.stdout is not None
     assert process.stderr is not None
-    line = process.stdout.readline()
-    if not line:
-        raise ProbeError(_last_line(process.stderr.read()))
-    return line
+    for line in process.stdout:
+        if line.startswith(b"{"):  # UCX logs there too, if its variables say so
+            return line
+    raise ProbeError(_last_line(process.stderr.read()))
 
 
 def _last_line(text: bytes) -> str:

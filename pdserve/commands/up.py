@@ -427,7 +427,8 @@ Ask it something from another terminal:
     -H 'Content-Type: application/json' -d {shlex.quote(body)}
 Compare with one engine that does both:
   {program()} serve {shlex.quote(self._model)} --port {self._config.port + 1}
-See what it counts:
+See it at work, and what it counts:
+  {url}/dashboard
   curl {url}/metrics
 """
 

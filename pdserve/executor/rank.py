@@ -39,6 +39,7 @@ from pdserve.executor.messages import (
 )
 from pdserve.executor.rings import RingEnds, RingLink
 from pdserve.executor.zmq_links import ZmqEnds, ZmqLink
+from pdserve.imports import large_imports
 from pdserve.lifeline import end_with_parent
 from pdserve.observe.log import configure_logging
 
@@ -241,7 +242,8 @@ def _make_worker(
     launch: Launch, wake: Callable[[], None], progress: Callable[[str], None]
 ) -> StepRunner:
     module, _, name = launch.worker.partition(":")
-    make = getattr(importlib.import_module(module), name)
+    with large_imports():
+        make = getattr(importlib.import_module(module), name)
     worker: StepRunner = make(
         launch.config,
         seat=launch.seat,

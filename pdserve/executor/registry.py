@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from pdserve.errors import ConfigError
+from pdserve.imports import large_imports
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -33,7 +34,8 @@ def make_executor(
     """
     # Each backend loads what it needs: a core without a worker in it loads no torch.
     if config.parallel.executor_backend == "inline":
-        from pdserve.executor.inline import InlineExecutor
+        with large_imports():
+            from pdserve.executor.inline import InlineExecutor
 
         return InlineExecutor(
             config, core=core, engine_id=engine_id, incarnation=incarnation, progress=progress

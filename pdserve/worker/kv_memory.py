@@ -127,11 +127,14 @@ def require_one_request(scarcest: Supply, cache: CacheConfig, *, max_model_len: 
         giver = "--kv-cache-memory-bytes"
     else:
         giver = "the memory that is free"
+    remedy = "give more with --kv-cache-memory-bytes"
+    if scarcest.num_blocks:
+        fitting = scarcest.num_blocks * cache.block_size
+        remedy = f"set --max-model-len to at most {fitting}, or {remedy}"
     raise ConfigError(
         f"one request of {max_model_len} tokens needs {per_request} KV blocks "
         f"({per_request * scarcest.block_bytes / (1 << 20):.0f} MiB), and {giver} gives "
-        f"{scarcest.num_blocks}: set --max-model-len to at most "
-        f"{scarcest.num_blocks * cache.block_size}, or give more with --kv-cache-memory-bytes",
+        f"{scarcest.num_blocks}: {remedy}",
         param="max-model-len",
     )
 

@@ -45,6 +45,7 @@ def is_served(url: str) -> bool:
 
 
 @pytest.mark.e2e
+@pytest.mark.alone
 @pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_a_small_comparison_gives_table_report_and_file_and_leaves_nothing(tmp_path):
@@ -95,6 +96,7 @@ RANDOM = ("--dataset-name", "random", "--random-input-len", "24", "--random-outp
 
 
 @pytest.mark.e2e
+@pytest.mark.alone
 @pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_more_engines_than_cores_share_them_and_the_report_says_so(tmp_path):
@@ -114,6 +116,7 @@ def test_more_engines_than_cores_share_them_and_the_report_says_so(tmp_path):
 
 
 @pytest.mark.e2e
+@pytest.mark.alone
 @pytest.mark.timeout(400)
 def test_peers_are_compared_at_each_rate(tmp_path):
     with (
@@ -142,6 +145,7 @@ def test_peers_are_compared_at_each_rate(tmp_path):
 
 
 @pytest.mark.e2e
+@pytest.mark.alone
 @pytest.mark.timeout(400)
 def test_the_first_peer_sets_the_pace_where_everything_runs_already(tmp_path):
     with scripted_server("--first-ms", "20", "--gap-ms", "4") as server:
@@ -158,6 +162,7 @@ def test_the_first_peer_sets_the_pace_where_everything_runs_already(tmp_path):
 
 
 @pytest.mark.e2e
+@pytest.mark.alone
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize(
     ("words", "told"),
@@ -183,6 +188,7 @@ def test_what_cannot_be_is_refused_before_anything_starts(tmp_path, words, told)
 
 
 @pytest.mark.e2e
+@pytest.mark.alone
 @pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_ctrl_c_ends_every_process_and_says_130(tmp_path):
@@ -210,6 +216,7 @@ def test_ctrl_c_ends_every_process_and_says_130(tmp_path):
 
 
 @pytest.mark.e2e
+@pytest.mark.alone
 @pytest.mark.timeout(400)
 def test_a_deployment_that_cannot_start_shows_and_keeps_its_logs(tmp_path):
     done = subprocess.run(

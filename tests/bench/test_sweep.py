@@ -433,6 +433,7 @@ async def run_cli(*arguments: str) -> tuple[int, str]:
 
 
 @pytest.mark.e2e
+@pytest.mark.alone
 @pytest.mark.slow
 @pytest.mark.timeout(240)
 async def test_the_capacity_of_a_queue_is_found(tmp_path):
@@ -454,6 +455,7 @@ async def test_the_capacity_of_a_queue_is_found(tmp_path):
 
 
 @pytest.mark.e2e
+@pytest.mark.alone
 @pytest.mark.slow
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize("can_reset", [True, False])

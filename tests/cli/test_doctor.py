@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 
-from pdserve.commands import doctor
+from pdserve.commands import doctor, transfer_probe
 from pdserve.commands.doctor import Finding, Verdict
-from pdserve.commands.transfer_probe import ProbeError, measure
+from pdserve.commands.transfer_probe import ProbeError, Rates, measure
 from tests.cli.process import free_ports, pdserve
 
-LAYOUT = {"model": "/models/tiny", "dtype": "float32", "block_size": "16"}
+LAYOUT = {"model": "/models/tiny", "dtype": "float32", "num_kv_heads": "2"}
 
 
 def engine(role: str, **layout: str) -> dict[str, Any]:
@@ -41,10 +41,10 @@ def test_engines_of_one_layout_fit_together() -> None:
 
 
 def test_engines_that_differ_are_named_with_both_values() -> None:
-    *_, finding = peers(p=engine("prefill"), d=engine("decode", block_size="32", dtype="bfloat16"))
+    *_, finding = peers(p=engine("prefill"), d=engine("decode", num_kv_heads="4", dtype="bfloat16"))
     assert finding.verdict is Verdict.FAIL
-    assert finding.text == "p and d differ: block_size 16 and 32, dtype float32 and bfloat16"
-    assert "--block-size" in finding.remedy
+    assert finding.text == "p and d differ: dtype float32 and bfloat16, num_kv_heads 2 and 4"
+    assert "--dtype" in finding.remedy
 
 
 def test_two_engines_of_one_role_lack_the_other() -> None:
@@ -112,6 +112,23 @@ def test_a_restricted_ptrace_is_a_warning(
 )
 def test_the_cpu_says_what_it_lacks(flags: set[str], words: str) -> None:
     assert words in doctor.processor(frozenset(flags)).text
+
+
+@pytest.mark.parametrize(("failures", "verdict"), [(1, Verdict.OK), (2, Verdict.FAIL)])
+def test_a_transfer_that_breaks_off_is_tried_once_more(
+    failures: int, verdict: Verdict, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    outcomes: list[ProbeError | Rates] = [ProbeError("broken off")] * failures
+    outcomes.append(Rates(transfer=2e9, memcpy=4e9))
+
+    def measure_in_turn() -> Rates:
+        outcome = outcomes.pop(0)
+        if isinstance(outcome, ProbeError):
+            raise outcome
+        return outcome
+
+    monkeypatch.setattr(transfer_probe, "measure", measure_in_turn)
+    assert doctor.transfer().verdict is verdict
 
 
 @pytest.mark.slow

@@ -45,7 +45,9 @@ def pd_deployment(
 ) -> Iterator[Deployment]:
     """A proxy, prefill and decode engines that register with it, and maybe a colocated one."""
     deployment = Deployment(directory)
-    common = [str(model), "--port", "0", "--num-threads", "1", *flags]
+    # Each page of the default, a gigabyte, would be touched at every start.
+    small = ["--kv-cache-memory-bytes", "256MiB"]
+    common = [str(model), "--port", "0", "--num-threads", "1", *small, *flags]
     try:
         if with_serve:
             deployment.start("serve", "serve", *common)

@@ -58,7 +58,13 @@ def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 
 def post(url: str, path: str, body: dict[str, Any]) -> httpx.Response:
-    answer = httpx.post(f"{url}{path}", json=body, headers={"X-Request-Id": REQUEST_ID}, timeout=60)
+    answer = httpx.post(
+        f"{url}{path}",
+        json=body,
+        headers={"X-Request-Id": REQUEST_ID},
+        timeout=60,
+        verify=False,
+    )
     assert answer.status_code == 200, answer.text
     return answer
 

@@ -248,6 +248,13 @@ def test_a_pool_too_small_for_one_request_says_what_to_change(
         make_driver(cache=cache)
 
 
+def test_a_pool_without_a_block_asks_for_more_memory_and_not_for_no_tokens(
+    make_driver: Callable[..., Driver],
+) -> None:
+    with pytest.raises(ConfigError, match="gives 0: give more with --kv-cache-memory-bytes"):
+        make_driver(cache=CacheConfig(kv_cache_memory_bytes=1))
+
+
 @pytest.mark.parametrize(
     ("offer", "num_blocks"),
     [

@@ -1,0 +1,25 @@
+from __future__ import annotations
+
+import subprocess
+import sys
+
+# In a process of its own: here torch has been imported already.
+SCRIPT = """
+import gc
+from pdserve.imports import large_imports
+collections = []
+gc.callbacks.append(lambda phase, info: collections.append(phase))
+with large_imports():
+    large = [[] for _ in range(100_000)]
+    during = len(collections)
+frozen = gc.get_freeze_count()
+rest = [[] for _ in range(10_000)]
+print(during, frozen > 100_000, len(collections) > 0)
+"""
+
+
+def test_nothing_large_is_searched_for_garbage_while_it_is_imported_nor_afterwards() -> None:
+    said = subprocess.run(
+        [sys.executable, "-c", SCRIPT], capture_output=True, text=True, timeout=60, check=True
+    )
+    assert said.stdout.split() == ["0", "True", "True"]
