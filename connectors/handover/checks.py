@@ -79,6 +79,8 @@ def why_not_handoff(
     # Without a secret anybody on this machine can sign, and block ids become addresses.
     if not all(0 <= block_id < handoff.shape.num_blocks for block_id in handoff.block_ids):
         return f"it names blocks that {owner} cannot have: it has {handoff.shape.num_blocks}"
+    if not handoff.lease_s > 0:
+        return f"its lease at {owner} lasts {handoff.lease_s} s, which must be above 0"
     return None
 
 

@@ -253,6 +253,10 @@ _LIMITS = (
     "Over TCP, a D that is killed while a P that it reads from is stopped takes that P along: UCX",
     "aborts who goes on and finds a reset amid answering a READ. A D that lives on and gives the",
     "read up ends its connections so that this does not happen.",
+    "",
+    "Engines of the role `both` that prefill for one another, beside decode engines and with no",
+    "prefill engine, can wait for one another: each holds blocks that a request of the other is to",
+    "read. Only deadlines end that. Give such a deployment a prefill engine.",
 )
 
 _HOW_TO_READ = (

@@ -128,6 +128,14 @@ def test_a_signed_handoff_of_impossible_blocks_is_refused(block_id: int) -> None
     assert "blocks" in refusal
 
 
+@pytest.mark.parametrize("lease_s", [0.0, -1.0, float("nan")])
+def test_a_signed_handoff_whose_lease_is_over_before_it_begins_is_refused(lease_s: float) -> None:
+    handoff = signed_with(handed_off(), lease_s=lease_s)
+    refusal = scheduler("D").check_handoff(FakeRequest(RequestId("d"), PROMPT, handoff=handoff))
+    assert refusal is not None
+    assert "its lease at P lasts" in refusal
+
+
 def test_a_request_that_is_not_for_another_engine_is_not_leased() -> None:
     p = scheduler()
     request = FakeRequest(RequestId("p"), PROMPT, output_token_ids=[7])
