@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
+import os
 import sys
 import time
 from collections import Counter
@@ -27,6 +29,7 @@ class Summary:
         self.rungs: Counter[str] = Counter()
         self.broken: Counter[Broken] = Counter()
         self.failing: dict[int, list[tuple[Broken, str]]] = {}
+        self._digests = hashlib.blake2b(digest_size=8)
 
     def add(self, result: Result) -> None:
         """Add one."""
@@ -34,6 +37,7 @@ class Summary:
         self.lives += result.lives
         self.kv_bytes += result.kv_bytes
         self.virtual_s += result.virtual_s
+        self._digests.update(result.digest.encode())
         for name in ("outcomes", "reached", "faults", "rungs"):
             getattr(self, name).update(getattr(result, name))
         if result.violations:
@@ -57,6 +61,7 @@ class Summary:
             "kv_moved_bytes": self.kv_bytes,
             "zeros": {kind.value: self.broken[kind] for kind in Broken},
             "failing_seeds": sorted(self.failing),
+            "digest": self._digests.hexdigest(),
         }
 
 
@@ -79,6 +84,13 @@ def simulate(
     return summary
 
 
+def fix_hashes() -> None:
+    """Start over with the hash seed fixed, if it is not: sets of strings are ordered by it."""
+    if sys.flags.hash_randomization:
+        argv = [sys.executable, *sys.orig_argv[1:]]
+        os.execve(sys.executable, argv, {**os.environ, "PYTHONHASHSEED": "0"})
+
+
 def main() -> int:
     """Print what came of it; 1 if anything broke."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -97,4 +109,5 @@ def main() -> int:
 
 
 if __name__ == "__main__":
+    fix_hashes()
     sys.exit(main())

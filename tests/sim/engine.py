@@ -31,7 +31,7 @@ from pdserve.connectors.quorum import Quorum
 from pdserve.errors import EngineDeadError
 from pdserve.scheduler.scheduler import Scheduler
 from pdserve.server.app import build_app
-from pdserve.wire.ids import EngineId, Incarnation
+from pdserve.wire.ids import EngineId, Incarnation, client_id_of
 from pdserve.wire.request import EngineInfo, EngineStats
 from tests.sim.net import Host
 from tests.sim.text import TEXT
@@ -318,6 +318,12 @@ class SimEngine:
             self._steps.append((step, start_s + self.speed * self.world.step_s(step.num_tokens)))
 
     def _execute(self, step: SchedulerOutput) -> Any:
+        self.world.happened(
+            self.spec.name,
+            [(client_id_of(name), n) for name, n in step.num_scheduled_tokens.items()],
+            [new.block_ids for new in step.new_requests],
+            step.known_requests.new_block_ids,
+        )
         with self.world.exchange.asked_by(self.spec.name):
             if step.connector_metadata is not None:
                 for half in self.halves:

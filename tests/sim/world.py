@@ -9,13 +9,15 @@ from __future__ import annotations
 
 import asyncio
 import enum
+import hashlib
+import itertools
 import json
 import logging
 import random
 import traceback
 from collections import Counter
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 
@@ -38,6 +40,8 @@ if TYPE_CHECKING:
     from tests.sim.engine import EngineSpec
     from tests.sim.scenario import Cut, Death, LifeSpec, Slowness
 
+T = TypeVar("T")
+
 PROXY = "http://proxy:80"
 REQUEST_TIMEOUT_S = 20.0
 _REUSE_FAULTS = {"lease_block_reused", "block_reused_under_write", "block_reused_under_load"}
@@ -57,9 +61,14 @@ class Broken(enum.Enum):
 
 @dataclass
 class Result:
-    """What came of a run."""
+    """What came of a run.
+
+    Attributes:
+        digest: Over every step of an engine and every answer, in their order, with their times.
+    """
 
     seed: int
+    digest: str = ""
     lives: int = 0
     violations: list[tuple[Broken, str]] = field(default_factory=list)
     outcomes: Counter[str] = field(default_factory=Counter)
@@ -68,6 +77,19 @@ class Result:
     rungs: Counter[str] = field(default_factory=Counter)
     kv_bytes: int = 0
     virtual_s: float = 0.0
+
+
+class _InOrder(dict[T, None]):
+    """A set that is gone through in the order in which things came into it.
+
+    A set of objects is gone through by their addresses, which differ from process to process.
+    """
+
+    def add(self, item: T) -> None:
+        self[item] = None
+
+    def discard(self, item: T) -> None:
+        self.pop(item, None)
 
 
 class World:
@@ -88,6 +110,8 @@ class World:
         self._handoffs: dict[str, KVHandoff] = {}
         self._rng = random.Random(scenario.seed ^ 0x5EED)
         self._log = _Errors(self)
+        self._happened = hashlib.blake2b(digest_size=8)
+        nonces = itertools.count()
         config = ProxyConfig(
             prefill=tuple(e.url for e in scenario.engines if e.role is Role.PREFILL),
             decode=tuple(e.url for e in scenario.engines if e.role is Role.DECODE),
@@ -98,7 +122,14 @@ class World:
             health_check_timeout_s=0.5,
             cb_timeout_s=0.5,
         )
-        self.proxy = Proxy(config, clock=self.clock, rng=random.Random(scenario.seed))
+        self.proxy = Proxy(
+            config,
+            clock=self.clock,
+            rng=random.Random(scenario.seed),
+            new_nonce=lambda: f"proxy-{next(nonces)}",
+        )
+        for backend in self.proxy.backends:
+            backend.legs = _InOrder()  # type: ignore[assignment]
 
     # --- what engines ask
 
@@ -117,6 +148,10 @@ class World:
         kind = Broken.WRONG_TOKEN if isinstance(error, WrongKVError) else Broken.CRASH
         said = "".join(traceback.format_exception(error)[-6:])
         self.result.violations.append((kind, said))
+
+    def happened(self, *what: object) -> None:
+        """Take an event into the digest; the same in every process."""
+        self._happened.update(repr((self.clock.monotonic_s(), *what)).encode())
 
     def note(self, report: ConnectorReport) -> None:
         """Take note of what came of transfers."""
@@ -154,6 +189,7 @@ class World:
                 virtual_time.run(self.clock, self._main())
             except virtual_time.StuckError as error:
                 self.result.violations.append((Broken.NO_END, str(error)))
+        self.result.digest = self._happened.hexdigest()
         return self.result
 
     async def _main(self) -> None:
@@ -247,6 +283,7 @@ class World:
             outcome = "none"
             self._broke(Broken.NO_END, life, f"nothing within {PATIENCE_S} s")
         self.result.outcomes[outcome] += 1
+        self.happened(life.number, outcome)
 
     async def _ask(self, life: LifeSpec) -> str:
         body = {
