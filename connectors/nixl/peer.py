@@ -87,6 +87,7 @@ class Peer:
         self._since_s = hub.clock.monotonic_s()
         self._connection: Connection[ToClient] | None = None
         self._remote: Remote | None = None
+        self._is_remote_kept = False
         self._is_warming_up = False
         self._warm_up_began_s = 0.0
         self._is_called = False
@@ -107,7 +108,7 @@ class Peer:
 
     @property
     def remote(self) -> Remote:
-        """Its memory, while it is READY."""
+        """Its memory, while it is WIRING or READY."""
         assert self._remote is not None
         return self._remote
 
@@ -223,8 +224,13 @@ class Peer:
         return True
 
     def drop(self, reason: str) -> None:
-        """Close the connection on purpose; it is made again if somebody wants it."""
+        """Close the connection on purpose; it is made again if somebody wants it.
+
+        Who is READY is met again at once, and its agent, with which nothing is wrong, stays known:
+        UCX keeps a connection to one that was forgotten until a process ends.
+        """
         if self._state in (PeerState.CONNECTING, PeerState.WIRING, PeerState.READY):
+            self._is_called = self._is_remote_kept = self._state is PeerState.READY
             self.say_bye(reason)
             self._end_connection(LoadFailure.PEER_LOST, reason)
 
@@ -261,7 +267,8 @@ class Peer:
                 pass
             case PeerState.DRAINING:
                 if not self._has_unsettled:
-                    self._forget_remote()
+                    if not self._is_remote_kept:
+                        self._forget_remote()
                     self._become(PeerState.IDLE)
                     moved = True
             case PeerState.REFUSED:
@@ -363,11 +370,14 @@ class Peer:
             return
         lanes = self._hub.lanes
         self._process = welcome.process
-        self._remote = lanes.meet(welcome.agent_metadata, welcome.pool)
+        kept = self._remote
+        if kept is None or (kept.metadata, kept.pool) != (welcome.agent_metadata, welcome.pool):
+            self._forget_remote()
+            self._remote = lanes.meet(welcome.agent_metadata, welcome.pool)
         self._become(PeerState.WIRING, keep_clock=True)
         self._is_warming_up = True
         self._warm_up_began_s = self._now_s()
-        lanes.warm_up(self._remote, welcome.scratch, tag=self, on_settled=self._on_warm)
+        lanes.warm_up(self.remote, welcome.scratch, tag=self, on_settled=self._on_warm)
 
     def _why_incompatible(self, welcome: Welcome) -> str | None:
         expected = self._owner.shape
@@ -417,6 +427,7 @@ class Peer:
                 assert_never(refuse.reason)
         self._refusal = (reason, refuse.detail)
         self.say_bye("refused")
+        self._forget_remote()
         self._heartbeats.clear()
         self._releases.clear()
         self._become(PeerState.REFUSED)
@@ -426,6 +437,7 @@ class Peer:
     def _on_lost(self, error: PeerError) -> None:
         """The connection is gone; one that served is tried again at once, others later."""
         self._connection = None
+        self._is_remote_kept = False
         if self._state is not PeerState.READY:
             is_unreachable = isinstance(error, UnreachableError)
             reason = LoadFailure.PEER_LOST if is_unreachable else LoadFailure.HANDSHAKE
@@ -463,6 +475,7 @@ class Peer:
         )
         self.say_bye("no handshake")
         self._stop_warming_up()
+        self._is_remote_kept = False
         self._back_off(reason, detail)
         self._releases.clear()
         self._become(PeerState.DRAINING)

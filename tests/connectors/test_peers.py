@@ -15,9 +15,10 @@ import torch
 
 from pdserve.connectors.digests import BlockDigests, digests_of
 from pdserve.connectors.handover.instructions import Grant, Load, Watch
+from pdserve.connectors.nixl import peer
 from pdserve.connectors.nixl.agent import AgentError, Prepared, Transfer, TransferState
 from pdserve.connectors.nixl.background import Background
-from pdserve.connectors.nixl.channel import Listener
+from pdserve.connectors.nixl.channel import Listener, UnreachableError
 from pdserve.connectors.nixl.lanes import Lanes
 from pdserve.connectors.nixl.peers import Peers
 from pdserve.connectors.nixl.processes import this_process
@@ -46,6 +47,7 @@ class ScriptedAgent:
     def __init__(self) -> None:
         self.outcome: TransferState | AgentError = TransferState.DONE
         self.known: set[str] = set()
+        self.met: list[str] = []
         self.refuses_to_prepare = False
         self.refuses_to_unprepare = False
         self.num_posted = 0
@@ -57,6 +59,7 @@ class ScriptedAgent:
         if metadata.decode() in self.known:
             raise AgentError("NIXL add_remote_agent: nixlNotAllowedError")
         self.known.add(metadata.decode())
+        self.met.append(metadata.decode())
         return metadata.decode()
 
     def prepare_remote(self, peer: str, region: Region) -> Prepared:
@@ -106,6 +109,7 @@ class Pair:
         self.reactor = Reactor()
         self.agent = ScriptedAgent()
         self.listener = Listener("127.0.0.1", 0)
+        self.metadata = b"agent-of-P"
         p, d = context("P"), context("D")
         self.kv = torch.zeros(
             *(SHAPE.num_blocks, SHAPE.num_layers, SHAPE.num_planes, SHAPE.num_kv_heads),
@@ -125,7 +129,7 @@ class Pair:
             reactor=self.reactor,
             clock=self.clock,
             welcome=lambda: Welcome(
-                agent_metadata=b"agent-of-P",
+                agent_metadata=self.metadata,
                 pool=pool,
                 scratch=scratch,
                 shape=p.shape,
@@ -294,6 +298,42 @@ def test_a_peer_that_refuses_after_its_welcome_is_not_forgotten_under_a_read(pai
     assert pair.agent.known == {"agent-of-P"}
     pair.agent.outcome = TransferState.DONE
     pair.until(lambda: pair.failed)
+
+
+def test_a_peer_that_was_dropped_on_purpose_is_met_again_by_the_same_agent(pair: Pair) -> None:
+    for number in range(3):
+        pair.load()
+        pair.until(lambda number=number: len(pair.received) == number + 1)
+        pair.peers.drop_all("this side has another agent")
+    assert pair.agent.met == ["agent-of-P"]
+
+
+def test_an_agent_that_was_renewed_meanwhile_takes_the_place_of_the_one_that_was_kept(
+    pair: Pair,
+) -> None:
+    pair.load()
+    pair.until(lambda: pair.received)
+    pair.peers.drop_all("this side has another agent")
+    pair.metadata = b"next-agent-of-P"
+    pair.load()
+    pair.until(lambda: len(pair.received) == 2)
+    assert pair.agent.met == ["agent-of-P", "next-agent-of-P"]
+    assert pair.agent.known == {"next-agent-of-P"}
+
+
+def test_a_kept_agent_is_forgotten_when_its_peer_cannot_be_met_again(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pair.load()
+    pair.until(lambda: pair.received)
+    pair.peers.drop_all("this side has another agent")
+
+    def refused(endpoint: Endpoint) -> socket.socket:
+        raise UnreachableError(f"{endpoint}: Connection refused")
+
+    monkeypatch.setattr(peer, "start_connect", refused)
+    pair.load()
+    pair.until(lambda: pair.failed and not pair.agent.known)
 
 
 def test_the_back_off_ends_at_its_maximum_however_often_a_peer_is_tried(pair: Pair) -> None:
