@@ -52,6 +52,15 @@ def local() -> Iterator[Callable[..., Engine]]:
         yield make
 
 
+def is_stopped(pid: int) -> bool:
+    """Whether none of its threads runs any more: a signal takes its time on a busy machine."""
+    states = [
+        stat.read_text().rpartition(")")[2].split()[0]
+        for stat in Path(f"/proc/{pid}/task").glob("*/stat")
+    ]
+    return set(states) == {"T"}
+
+
 def until(condition: Callable[[], object], timeout_s: float = 30.0) -> None:
     deadline = time.monotonic() + timeout_s
     while not condition():
@@ -178,6 +187,7 @@ def test_a_p_that_slept_while_its_reader_gave_up_serves_on(
     # Against one another no two blocks can be read as one: P has many questions to answer.
     request = d.queue(prompt, p.prefill(prompt, range(24)), "gives up")
     os.kill(p.process.pid or 0, signal.SIGSTOP)
+    until(lambda: is_stopped(p.process.pid or 0))
     try:
         d.load(request, range(23, -1, -1))
         d.until(lambda: d.failed)
