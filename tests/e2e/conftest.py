@@ -47,7 +47,9 @@ def pd_deployment(
     deployment = Deployment(directory)
     # Each page of the default, a gigabyte, would be touched at every start.
     small = ["--kv-cache-memory-bytes", "256MiB"]
-    common = [str(model), "--port", "0", "--num-threads", "1", *small, *flags]
+    # A dozen ranks beside other work take seconds to wire up; D would give up and compute itself.
+    patient = ["--kv-transfer-config.handshake-timeout-s", "30"]
+    common = [str(model), "--port", "0", "--num-threads", "1", *small, *patient, *flags]
     try:
         if with_serve:
             deployment.start("serve", "serve", *common)

@@ -173,6 +173,8 @@ def test_engines_of_unequal_shapes_hand_over_to_one_another(
                 name,
                 *("serve", str(model), "--port", "0", "--num-threads", "1", "--dtype", "float32"),
                 *("--kv-cache-memory-bytes", "16MiB", "--kv-transfer-config.kv-connector", "nixl"),
+                # Ranks of nine engines wire up to one another here, on two cores.
+                *("--kv-transfer-config.handshake-timeout-s", "30"),
                 *("--max-num-batched-tokens", "128", *flags),
             )
         deployment.wait()
