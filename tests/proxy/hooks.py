@@ -29,15 +29,29 @@ def legs(engines: list[ScriptedEngine]) -> list[str]:
     return [call.leg for engine in engines for call in engine.calls]
 
 
+def at_first(times: int, leg: str | None):
+    """Let a hook have the first `times` calls (of a leg), and the script the others."""
+
+    def limited(hook):
+        left = times
+
+        async def counted(call, request):
+            nonlocal left
+            if left == 0 or (leg is not None and call.leg != leg):
+                return None
+            left -= 1
+            return await hook(call, request)
+
+        return counted
+
+    return limited
+
+
 def answers(status: int, body: bytes, times: int = 10**9, leg: str | None = None):
     """A hook that answers the first `times` calls (of a leg) by itself."""
-    left = times
 
+    @at_first(times, leg)
     async def hook(call, request):
-        nonlocal left
-        if left == 0 or (leg is not None and call.leg != leg):
-            return None
-        left -= 1
         return web.Response(status=status, body=body, content_type="application/json")
 
     return hook
@@ -45,13 +59,9 @@ def answers(status: int, body: bytes, times: int = 10**9, leg: str | None = None
 
 def drops(times: int = 10**9, *, after: bytes = b"", leg: str | None = None):
     """A hook that sends `after` as the start of a stream and then cuts the connection."""
-    left = times
 
+    @at_first(times, leg)
     async def hook(call, request):
-        nonlocal left
-        if left == 0 or (leg is not None and call.leg != leg):
-            return None
-        left -= 1
         if after:
             response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
             await response.prepare(request)
@@ -74,13 +84,9 @@ def error(code: str, message: str = "no") -> bytes:
 
 def kv_failed(times: int = 10**9, leg: str | None = None, reasons: str = ""):
     """A hook that answers as an engine does whose KV did not arrive."""
-    left = times
 
+    @at_first(times, leg)
     async def hook(call, request):
-        nonlocal left
-        if left == 0 or (leg is not None and call.leg != leg):
-            return None
-        left -= 1
         headers = {"X-Pdserve-Load-Failures": reasons} if reasons else {}
         return web.Response(
             status=503,
