@@ -24,6 +24,8 @@ namespace pd {
 // Rows of a tile, and k's that one instruction adds.
 constexpr int kTileRows = 16;
 constexpr int kTileDepth = 32;
+// Cache lines of weights in a step: two runs of 16 columns.
+constexpr int kStepLines = 2 * kTileRows;
 
 #ifdef PD_AMX
 
@@ -41,6 +43,9 @@ struct TileProduct {
     float* sums[2];     // [rows][32] of both runs
     int64_t sums_stride;
     bool add;  // to what sums holds; else it need not hold anything
+    // What will be wanted soon: so many lines of it are brought to L2 in each step.
+    const char* coming = nullptr;
+    int64_t lines = 0;
 };
 
 // This thread's tile registers, for as long as the object lives. One at a time.
@@ -79,6 +84,7 @@ class Tiles {
             if constexpr (kRuns == 2) clear<2>(), clear<3>();
         }
         const Bf16 *x0 = p.x[0], *x1 = p.x[1], *w = p.w;
+        const char* coming = p.coming;
         for (int64_t step = 0; step < p.steps; step++) {
             load<kWeights>(w, w_stride);
             load<kInputs>(x0, x_stride);
@@ -86,8 +92,10 @@ class Tiles {
             load<kWeights + 1>(w + 2 * kLanes, w_stride);
             if constexpr (kAhead > 0) {
                 const char* at = reinterpret_cast<const char*>(w) + kAhead;
-                for (int line = 0; line < 2 * kTileRows; line++) prefetch(at + line * 64);
+                for (int line = 0; line < kStepLines; line++) prefetch(at + line * 64);
             }
+            for (int64_t line = 0; line < p.lines; line++) prefetch_to_l2(coming + line * 64);
+            coming += p.lines * 64;
             add<1, kInputs, kWeights + 1>();
             if constexpr (kRuns == 2) {
                 load<kInputs + 1>(x1, x_stride);
