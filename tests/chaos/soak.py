@@ -37,6 +37,9 @@ from tests.e2e.deployment import Deployment
 from tests.tiny_models import write_tiny_model
 
 CONCURRENCY = 8
+REQUESTS_PER_S = 30.0
+"""At most; a busy machine of two cores does as much. What is in flight, and with it what memory is
+needed at once, would otherwise follow whatever else the machine does."""
 NUM_PROMPTS = 48
 MAX_TOKENS = 60
 LEAVE_SHARE = 0.2
@@ -203,12 +206,15 @@ async def one_request(soak: Soak, session: aiohttp.ClientSession, rng: random.Ra
 
 
 async def load(soak: Soak, until_s: float, seed: int) -> None:
-    """One request after the other."""
+    """One request after the other, this client's share of the pace at most."""
     rng = random.Random(seed)
+    period_s = CONCURRENCY / REQUESTS_PER_S
     connector = aiohttp.TCPConnector(limit=0, force_close=True)
     async with aiohttp.ClientSession(connector=connector) as session:
-        while time.monotonic() < until_s:
+        await asyncio.sleep(rng.random() * period_s)
+        while (began_s := time.monotonic()) < until_s:
             await one_request(soak, session, rng)
+            await asyncio.sleep(max(0.0, began_s + period_s - time.monotonic()))
 
 
 async def faults(soak: Soak, started_s: float, until_s: float) -> None:
