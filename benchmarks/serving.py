@@ -84,6 +84,8 @@ def main() -> None:
     parser.add_argument("--workloads", default=",".join(WORKLOADS))
     parser.add_argument("--vllm", help="the `vllm` command to compare with")
     args = parser.parse_args()
+    if unknown := set(args.deployments.split(",")) - {"serve", "pd"}:
+        parser.error(f"--deployments: {', '.join(sorted(unknown))}: want serve, pd or both")
     with tempfile.TemporaryDirectory(prefix="pdserve-bench-") as directory:
         model = write_model(Path(directory) / "m", SMOLLM2_135M)
         result = asyncio.run(_run(args, model, Path(directory)))
