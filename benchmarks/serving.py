@@ -22,6 +22,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import functools
 import json
 import os
 import random
@@ -98,12 +99,14 @@ async def _run(args: argparse.Namespace, model: Path, directory: Path) -> dict[s
     if args.vllm:
         deployments = ["vllm", *deployments, "vllm again"]
     for deployment in deployments:
+        may_merge = deployment.startswith("vllm")
         async with _deployed(deployment, model, directory, args.vllm) as (url, log):
-            await _play(url, Workload(num_requests=4, num_in=64, num_out=8, concurrency=2))
+            warm_up = Workload(num_requests=4, num_in=64, num_out=8, concurrency=2)
+            await _play(url, warm_up, may_merge=may_merge)
             for name in args.workloads.split(","):
                 print(f"{deployment}: {name}", file=sys.stderr)
                 since = log.stat().st_size
-                samples, wall_s = await _play(url, WORKLOADS[name])
+                samples, wall_s = await _play(url, WORKLOADS[name], may_merge=may_merge)
                 await asyncio.sleep(0.3)
                 figures = _summarise(samples, wall_s, WORKLOADS[name].num_out)
                 if deployment == "pd":
@@ -173,19 +176,20 @@ async def _deployed(
             yield url, log
 
 
-async def _play(url: str, load: Workload) -> tuple[list[Sample], float]:
+async def _play(url: str, load: Workload, *, may_merge: bool) -> tuple[list[Sample], float]:
     rng = random.Random(7)
     async with client() as session:
         places = asyncio.Semaphore(load.concurrency)
+        ask = functools.partial(stream, session, url, num_out=load.num_out, may_merge=may_merge)
         start = time.perf_counter()
 
         async def one(index: int, at_s: float) -> Sample:
             prompt = [300 + rng.randrange(40000) for _ in range(load.num_in)]
             if load.rate is not None:
                 await asyncio.sleep(max(0.0, at_s - (time.perf_counter() - start)))
-                return await stream(session, url, prompt, load.num_out, seed=index, may_merge=True)
+                return await ask(prompt, seed=index)
             async with places:
-                return await stream(session, url, prompt, load.num_out, seed=index, may_merge=True)
+                return await ask(prompt, seed=index)
 
         at_s, tasks = 0.0, []
         for index in range(load.num_requests):
