@@ -41,6 +41,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import msgspec
 
+from pdserve.wire.seal import PROTOCOL
 from pdserve.wire.transfer import KVShape
 
 if TYPE_CHECKING:
@@ -119,7 +120,7 @@ class KVLayout(msgspec.Struct, frozen=True, kw_only=True):
     def fields(self, *, model: str, weights: str) -> dict[str, str]:
         """What two engines must agree on to exchange KV, by name, for messages."""
         return {
-            "schema": "1",
+            "protocol": str(PROTOCOL),
             "model": model,
             "weights": weights,
             "dtype": self.dtype,

@@ -1,6 +1,6 @@
 """Authenticated frames for the side channel, as a pure state machine over bytes.
 
-Each side opens with a preamble: a magic that names the version, and a fresh nonce. Every
+Each side opens with a preamble: a magic that names the protocol, and a fresh nonce. Every
 frame after it is
 
     length (4 bytes, big endian) | HMAC-SHA256 (32 bytes) | payload
@@ -20,10 +20,12 @@ import hmac
 import struct
 
 from pdserve.errors import PeerError
+from pdserve.wire.seal import PROTOCOL, Purpose, key_for
 
 MAX_PAYLOAD_BYTES = 1 << 20
 
-_MAGIC = b"pdserve\x01"
+_NAME = b"pdserve"
+_MAGIC = _NAME + bytes([PROTOCOL])
 _NONCE_BYTES = 32
 _MAC_BYTES = hashlib.sha256().digest_size
 _HEADER_BYTES = 4 + _MAC_BYTES
@@ -127,8 +129,13 @@ class FrameSession:
 
     def _check_magic(self) -> None:
         seen = bytes(self._buffer[: len(_MAGIC)])
-        if seen != _MAGIC[: len(seen)]:
-            raise FrameError(Fault.MAGIC, f"the connection opens with {seen!r}, not {_MAGIC!r}")
+        if seen == _MAGIC[: len(seen)]:
+            return
+        if seen[:-1] == _NAME:
+            raise FrameError(
+                Fault.MAGIC, f"the peer speaks protocol {seen[-1]} and this engine {PROTOCOL}"
+            )
+        raise FrameError(Fault.MAGIC, f"the connection opens with {seen!r}, not {_MAGIC!r}")
 
     def _establish(self, peer_nonce: bytes) -> None:
         client, server = (self._nonce, peer_nonce) if self._is_client else (peer_nonce, self._nonce)
@@ -148,7 +155,8 @@ class FrameSession:
 
 
 def _key(secret: bytes, label: bytes, client_nonce: bytes, server_nonce: bytes) -> bytes:
-    return hmac.digest(secret, label + client_nonce + server_nonce, "sha256")
+    key = key_for(secret, Purpose.SIDE_CHANNEL)
+    return hmac.digest(key, label + client_nonce + server_nonce, "sha256")
 
 
 def _mac(key: bytes, sequence: int, payload: bytes) -> bytes:

@@ -20,6 +20,7 @@ from pdserve.executor.registry import make_executor
 from pdserve.scheduler.scheduler import Scheduler
 from pdserve.wire.ids import EngineId, Incarnation
 from pdserve.wire.request import EngineInfo
+from pdserve.wire.seal import PROTOCOL
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -107,6 +108,7 @@ class EngineCore:
             layout=first.layout_fields,
             can_push=first.can_push,
             kv_shape=first.shape,
+            protocol=PROTOCOL,
         )
 
     def step(self, publish: Callable[[list[EngineOutput]], None]) -> bool:

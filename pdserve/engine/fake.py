@@ -32,6 +32,7 @@ from pdserve.wire.request import (
     OnLoadFailure,
     RequestStages,
 )
+from pdserve.wire.seal import PROTOCOL
 from pdserve.wire.transfer import Endpoint, KVHandoff, KVMode, KVShape, LeaseEnd, LoadFailure
 
 if TYPE_CHECKING:
@@ -174,6 +175,7 @@ class FakeEngineClient:
             layout={"fake": layout_digest},
             kv_shape=_shape(block_size, num_ranks),
             can_push=can_push,
+            protocol=PROTOCOL,
         )
         self._failing_loads = failing_loads
         self._max_recompute_tokens = max_recompute_tokens

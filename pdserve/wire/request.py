@@ -212,6 +212,7 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
         layout: What the digest was taken over, for messages that name both values.
         can_push: Its connector can write into a peer's blocks, and have its own written.
         kv_shape: How its KV is shared out over its ranks.
+        protocol: `wire.seal.PROTOCOL` of its version; the first one did not say.
     """
 
     engine_id: EngineId
@@ -228,3 +229,4 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     layout: dict[str, str]
     can_push: bool = False
     kv_shape: KVShape | None = None
+    protocol: int = 1

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import msgspec
 import pytest
 
+from pdserve.wire.seal import PROTOCOL
 from tests.chaos.driving import (
     Call,
     ends_of_leases,
@@ -221,7 +222,7 @@ def test_garbage_on_the_side_channel_disturbs_nobody(stage: Stage) -> None:
     before = num_faults(stage)
     since = time.monotonic()
     streams: list[Stream] = [stage.stream(prompt) for prompt in prompts]
-    magic = b"pdserve\x01"
+    magic = b"pdserve" + bytes([PROTOCOL])
     for data in (
         b"GET / HTTP/1.1\r\n\r\n",
         os.urandom(4096),

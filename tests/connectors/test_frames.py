@@ -9,8 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pdserve.connectors.nixl.frames import MAX_PAYLOAD_BYTES, Fault, FrameError, FrameSession
+from pdserve.wire.seal import PROTOCOL
 
 PREAMBLE_BYTES = 40
+MAGIC = b"pdserve" + bytes([PROTOCOL])
 
 
 def pair(
@@ -40,7 +42,7 @@ def test_payloads_arrive_whole_and_in_order_however_the_stream_is_cut(
     assert len(client.take_unsent()) == PREAMBLE_BYTES
     client.receive(server.take_unsent())
     stream, received = client.take_unsent(), []
-    server.receive(b"pdserve\x01" + b"c" * 32)
+    server.receive(MAGIC + b"c" * 32)
     for cut in [*cuts, len(stream)]:
         received += server.receive(stream[:cut])
         stream = stream[cut:]
@@ -69,8 +71,14 @@ def test_one_changed_byte_is_noticed(data: st.DataObject) -> None:
 @given(garbage=st.binary(min_size=8, max_size=200))
 def test_garbage_is_refused_at_the_magic(garbage: bytes) -> None:
     server = FrameSession(b"s", is_client=False, nonce=b"s" * 32)
-    if not garbage.startswith(b"pdserve\x01"):
+    if not garbage.startswith(MAGIC):
         assert fault_of(server, garbage) is Fault.MAGIC
+
+
+def test_a_peer_of_another_protocol_is_told_which_the_two_speak() -> None:
+    server = FrameSession(b"s", is_client=False, nonce=b"s" * 32)
+    with pytest.raises(FrameError, match=f"speaks protocol 1 and this engine {PROTOCOL}"):
+        server.receive(b"pdserve\x01" + b"c" * 32)
 
 
 def test_a_replayed_frame_is_refused() -> None:

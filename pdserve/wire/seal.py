@@ -1,0 +1,128 @@
+"""Keys derived from the deployment's secret, and values that travel under a MAC.
+
+Each purpose has a key of its own, so that what was made for one is worth nothing for another.
+What is authenticated are the bytes that travel, never a value that was decoded and encoded again:
+a peer whose struct has one more field is still believed. Knows no transport, and nothing of what
+a value means.
+
+A sealed value is text, the base64 (RFC 4648, section 4) of
+
+    protocol (1 byte) | HMAC-SHA256 (32 bytes, RFC 2104) of protocol and payload | payload (msgpack)
+"""
+
+from __future__ import annotations
+
+import base64
+import enum
+import hashlib
+import hmac
+from typing import Final, Generic, TypeVar
+
+import msgspec
+
+from pdserve.errors import BadRequestError, HandoffRefusedError
+
+PROTOCOL: Final = 2
+"""Version of what engines and proxies say to one another. It is raised by a change that a peer
+cannot read; a field more, with a default, is none. Engines of different ones exchange no KV."""
+
+_MAC_BYTES: Final = hashlib.sha256().digest_size
+_HEADER_BYTES: Final = 1 + _MAC_BYTES
+_FIRST_OF_A_MAP: Final = 0x80
+"""Protocol 1 sent the bare msgpack map, with its signature inside."""
+
+UNREADABLE: Final = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
+"""What msgspec raises on bytes of others. The last two: text that is no UTF-8, endless nesting."""
+
+T = TypeVar("T")
+
+
+class Purpose(enum.Enum):
+    """What a key is for."""
+
+    HANDOFF = "handoff"
+    TICKET = "ticket"
+    SIDE_CHANNEL = "side channel"
+    CONTROL = "control"
+
+
+def key_for(secret: str | bytes, purpose: Purpose) -> bytes:
+    """Return the 32 bytes that the deployment's secret gives for one purpose.
+
+    HKDF-Expand (RFC 5869) of one block; a deployment without a secret has keys, too, which
+    anybody can derive.
+    """
+    key = secret.encode() if isinstance(secret, str) else secret
+    return hmac.digest(key, b"pdserve " + purpose.value.encode() + b"\x01", "sha256")
+
+
+class Seal(Generic[T]):
+    """Seals and opens values of one type for one purpose.
+
+    Args:
+        what: The value's name in errors.
+    """
+
+    def __init__(self, type_: type[T], purpose: Purpose, *, what: str) -> None:
+        self._purpose = purpose
+        self._what = what
+        self._decoder = msgspec.msgpack.Decoder(type_)
+
+    def seal(self, value: T, secret: str | bytes) -> str:
+        """Return `value` as text that `open` takes where the secret is the same."""
+        signed = bytes([PROTOCOL]) + msgspec.msgpack.encode(value)
+        mac = self._mac(signed, secret)
+        return base64.b64encode(signed[:1] + mac + signed[1:]).decode("ascii")
+
+    def open(self, text: str, secret: str | bytes) -> T:
+        """Return the value in `text`.
+
+        Raises:
+            BadRequestError: It is no sealed value at all.
+            HandoffRefusedError: It is of another protocol, was sealed with another secret, or
+                was edited.
+        """
+        data = self._bytes(text)
+        if data[0] != PROTOCOL:
+            theirs = 1 if data[0] >= _FIRST_OF_A_MAP else data[0]
+            raise HandoffRefusedError(
+                f"the {self._what} is of protocol {theirs} and this engine speaks protocol "
+                f"{PROTOCOL}: engines and proxies that share requests must be of versions that "
+                "speak the same"
+            )
+        mac = data[1:_HEADER_BYTES]
+        if not hmac.compare_digest(mac, self._mac(data[:1] + data[_HEADER_BYTES:], secret)):
+            raise HandoffRefusedError(
+                f"the {self._what}'s signature is not this deployment's: engines and proxies need "
+                "the same secret, given to each as PDSERVE_SECRET"
+            )
+        return self._decode(data[_HEADER_BYTES:])
+
+    def peek(self, text: str) -> T:
+        """Return the value in `text`, unverified, for who carries it; of any protocol.
+
+        Raises:
+            BadRequestError: It is no such value.
+        """
+        data = self._bytes(text)
+        return self._decode(data if data[0] >= _FIRST_OF_A_MAP else data[_HEADER_BYTES:])
+
+    def _bytes(self, text: str) -> bytes:
+        try:
+            data = base64.b64decode(text, validate=True)
+        except ValueError as error:
+            raise BadRequestError(f"the {self._what} is not base64: {error}") from error
+        if len(data) <= _HEADER_BYTES:
+            raise BadRequestError(
+                f"the {self._what} has {len(data)} bytes: at least {_HEADER_BYTES + 1} are needed"
+            )
+        return data
+
+    def _decode(self, payload: bytes) -> T:
+        try:
+            return self._decoder.decode(payload)
+        except UNREADABLE as error:
+            raise BadRequestError(f"the {self._what} cannot be read: {error}") from error
+
+    def _mac(self, signed: bytes, secret: str | bytes) -> bytes:
+        return hmac.digest(key_for(secret, self._purpose), signed, "sha256")
