@@ -94,15 +94,15 @@ def write_tiny_model(directory: Path, family: str = "llama", **fields: Any) -> P
         if name.endswith("e_score_correction_bias"):
             torch.nn.init.normal_(buffer, std=0.2)
     model.save_pretrained(directory)
-    _write_tokenizer(directory)
+    _write_tokenizer(directory, config.vocab_size)
     return directory
 
 
-def _write_tokenizer(directory: Path) -> None:
+def _write_tokenizer(directory: Path, vocab_size: int) -> None:
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
     words = ["<unk>", "<s>", "</s>", *sorted(pre_tokenizers.ByteLevel.alphabet())]
-    words += [f"Ġw{index}" for index in range(len(words), VOCAB_SIZE)]
+    words += [f"Ġw{index}" for index in range(len(words), vocab_size)]
     tokenizer = Tokenizer(
         models.BPE(vocab={word: i for i, word in enumerate(words)}, merges=[], unk_token="<unk>")
     )

@@ -1,14 +1,18 @@
-"""Half an hour of load in which engines die: what is left behind, and what grows.
+"""Half an hour of load in which engines die or stop: what is left behind, and what grows.
 
     python -m tests.chaos.soak [--minutes 30] [--report FILE]
 
 Two prefill engines, two decode engines and a proxy serve a bounded load of streams, a fifth of
-which hang up. Every minute one prefill and one decode engine are killed and started again; the
-other two, and the proxy, live through all of it, and their resident memory is watched. Prints a
-line a minute, and at the end one JSON object: wrong tokens, requests without a final state, blocks
-not free, and the slope of each survivor's memory, in bytes for each request that ended, over the
-second half of the run: what is remembered up to a number or for a time has reached its size then.
-The last line is the verdict; the exit code is 0 if nothing speaks against it, else 1.
+which hang up. Every minute one prefill and one decode engine are killed and started again, and
+one process (the proxy, a server, a core or a rank, in turn) is stopped for a while; the other
+two engines, and the proxy, live through all of it, and their resident memory and file descriptors
+are watched. Every second minute there are hostile clients beside the load (`tests.chaos.hostile`);
+the gaps between tokens that the others see then are compared with those of the minutes between.
+
+Prints a line a minute, and at the end one JSON object: wrong tokens, requests without a final
+state, blocks not free, and the slope of each survivor's memory, in bytes for each request that
+ended, over the second half of the run: what is remembered up to a number or for a time has reached
+its size then. The last line is the verdict; the exit code is 0 if nothing speaks against it.
 
 An engine that is slow to come back is waited for and reported: a busy machine is no fault.
 """
@@ -17,10 +21,12 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import json
 import os
 import platform
 import random
+import signal
 import sys
 import tempfile
 import time
@@ -31,19 +37,33 @@ from typing import Any
 
 import aiohttp
 import numpy as np
+import psutil
 
+from tests.chaos.hostile import HostileClients
 from tests.chaos.stage import LEASE_S, QUARANTINE_S
 from tests.e2e.deployment import Deployment
 from tests.tiny_models import write_tiny_model
 
 CONCURRENCY = 8
-REQUESTS_PER_S = 30.0
-"""At most; a busy machine of two cores does as much. What is in flight, and with it what memory is
-needed at once, would otherwise follow whatever else the machine does."""
+REQUESTS_PER_S = 15.0
+"""At most; half of what two cores do. What is in flight, and with it what memory is needed at once,
+would otherwise follow whatever else the machine does, and every hostile client would be felt."""
 NUM_PROMPTS = 48
 MAX_TOKENS = 60
 LEAVE_SHARE = 0.2
-KILL_EVERY_S = 60.0
+VOCAB_SIZE = 8192
+PHASE_S = 60.0
+"""Without hostile clients, then with them, in turn; each with the same faults."""
+SETTLE_S = 5.0
+"""A phase's first seconds are neither's."""
+KILL_AT_S = 8.0
+STOP_AT_S = 30.0
+STOPPED_S = 12.0
+PROXY_STOPPED_S = 3.0
+"""Nobody can serve a client whose proxy stands still."""
+MAX_ITL_RATIO = 2.0
+MAX_NEW_DESCRIPTORS = 40
+"""At most in the run's last quarter over its third: peers are met and lost again."""
 SAMPLE_EVERY_S = 5.0
 HANG_S = 90.0
 START_S = 120.0
@@ -57,6 +77,15 @@ MIN_SAMPLES = 12
 
 SURVIVORS = ("proxy", "prefill1", "decode1")
 VICTIMS = ("prefill", "decode")
+STOPS = (
+    ("decode", "pdserve.engine.process"),
+    ("prefill", "pdserve.executor.rank"),
+    ("decode", "pdserve"),
+    ("proxy", "pdserve"),
+    ("prefill", "pdserve.engine.process"),
+    ("prefill", "pdserve"),
+)
+"""Which process is stopped: of whom, and the module it runs."""
 
 
 @dataclass
@@ -69,8 +98,13 @@ class Soak:
     ends: Counter[str] = field(default_factory=Counter)
     num_wrong_tokens: int = 0
     num_kills: int = 0
+    num_stops: int = 0
+    given_up: list[str] = field(default_factory=list)
     late_starts: list[str] = field(default_factory=list)
     rss: dict[str, list[tuple[float, int, float]]] = field(default_factory=dict)
+    descriptors: dict[str, list[int]] = field(default_factory=dict)
+    itl_s: dict[str, list[float]] = field(default_factory=lambda: {"plain": [], "hostile": []})
+    started_s: float = 0.0
 
     def prompt(self, index: int) -> list[int]:
         """One of a fixed set; some begin alike."""
@@ -87,18 +121,46 @@ class Soak:
             *(str(self.model), "--dtype", "float32", "--num-threads", "1", "--port", str(port)),
             *("--proxy", self.deployment.url("proxy"), "--max-num-seqs", "16"),
             *("--num-gpu-blocks-override", "512"),
+            *(("-tp", "2") if name == "prefill" else ()),
             *("--kv-transfer-config.lease-s", str(LEASE_S)),
             *("--kv-transfer-config.quarantine-s", str(QUARANTINE_S)),
         )
 
+    def phase(self, at_s: float) -> str | None:
+        """Whether hostile clients are there; None amid a change."""
+        into_s = (at_s - self.started_s) % (2 * PHASE_S)
+        if into_s % PHASE_S < SETTLE_S:
+            return None
+        return "plain" if into_s < PHASE_S else "hostile"
+
+    def is_hostile(self) -> bool:
+        """Whether hostile clients are at work."""
+        return (time.monotonic() - self.started_s) % (2 * PHASE_S) >= PHASE_S
+
     def sample(self, at_s: float) -> None:
-        """Note the survivors' resident memory, in MiB, and how many requests have ended."""
+        """Note the survivors' resident memory, in MiB, descriptors, and requests that ended."""
         for name in SURVIVORS:
-            total = sum(
-                process.memory_info().rss for process in self.deployment.processes[name].family()
-            )
+            family = self.deployment.processes[name].family()
+            total = sum(process.memory_info().rss for process in family)
             each = (at_s, self.ends.total(), total / (1 << 20))
             self.rss.setdefault(name, []).append(each)
+            self.descriptors.setdefault(name, []).append(sum(p.num_fds() for p in family))
+
+    def gaps(self) -> dict[str, Any]:
+        """Gaps between tokens with and without hostile clients, in ms, and their ratio."""
+        found: dict[str, Any] = {
+            phase: {
+                "gaps": len(each),
+                "p50_ms": round(1e3 * float(np.percentile(each, 50)), 2),
+                "p99_ms": round(1e3 * float(np.percentile(each, 99)), 2),
+            }
+            for phase, each in self.itl_s.items()
+            if each
+        }
+        if len(found) == len(self.itl_s):
+            ratio = found["hostile"]["p99_ms"] / found["plain"]["p99_ms"]
+            found["p99_ratio"] = round(ratio, 2)
+        return found
 
     def slopes(self) -> dict[str, dict[str, float | bool | None]]:
         """What `slope` says of each survivor."""
@@ -147,6 +209,15 @@ def objections(result: dict[str, Any]) -> list[str]:
             found.append(f"{name}: too short a run for the slope of its memory")
         elif not each["is_flat"]:
             found.append(f"{name} grows by {each['bytes_per_request']} B per request")
+    for name, counts in result["descriptors"].items():
+        more = counts["last_quarter"] - counts["third_quarter"]
+        if more > MAX_NEW_DESCRIPTORS:
+            found.append(f"{name} has {more} descriptors more")
+    ratio = result["itl"].get("p99_ratio")
+    if ratio is None:
+        found.append("too short a run to compare with and without hostile clients")
+    elif ratio > MAX_ITL_RATIO:
+        found.append(f"hostile clients make others' ITL p99 {ratio} times as long")
     return found
 
 
@@ -168,7 +239,7 @@ async def one_request(soak: Soak, session: aiohttp.ClientSession, rng: random.Ra
     tokens: list[int] = []
 
     async def read() -> str:
-        end = "cut off"
+        end, last_s = "cut off", 0.0
         async with session.post(
             f"{soak.deployment.url('proxy')}/v1/completions", json=body
         ) as answer:
@@ -184,6 +255,11 @@ async def one_request(soak: Soak, session: aiohttp.ClientSession, rng: random.Ra
                     end = str(event["error"]["code"])
                     continue
                 for choice in event["choices"]:
+                    now_s, before_s = time.monotonic(), last_s
+                    phase = soak.phase(now_s)
+                    if before_s and phase is not None and soak.phase(before_s) == phase:
+                        soak.itl_s[phase].append(now_s - before_s)
+                    last_s = now_s
                     tokens.extend(choice["token_ids"] or [])
                     if choice["finish_reason"] is not None:
                         end = "finished"
@@ -217,30 +293,62 @@ async def load(soak: Soak, until_s: float, seed: int) -> None:
             await asyncio.sleep(max(0.0, began_s + period_s - time.monotonic()))
 
 
-async def faults(soak: Soak, started_s: float, until_s: float) -> None:
-    """Kill and restart, once a minute; sample memory in between."""
-    next_kill_s = started_s + KILL_EVERY_S / 2
-    while time.monotonic() < until_s - KILL_EVERY_S / 4:
-        now_s = time.monotonic()
-        if now_s >= next_kill_s:
-            next_kill_s += KILL_EVERY_S
-            for name in VICTIMS:
-                process = soak.deployment.processes[name]
-                port = int(process.url.rsplit(":", 1)[1])
-                process.kill()
-                soak.num_kills += 1
-                soak.start_engine(name, port)
-            for name in VICTIMS:
-                await until_ready(soak, name, until_s + START_S)
-            minutes = (time.monotonic() - started_s) / 60.0
-            print(
-                f"{minutes:5.1f} min: {dict(soak.ends)}, {soak.num_wrong_tokens} wrong tokens, "
-                f"{ {n: round(v[-1][2], 1) for n, v in soak.rss.items()} } MiB",
-                file=sys.stderr,
-                flush=True,
-            )
-        soak.sample(time.monotonic() - started_s)
+async def faults(soak: Soak, until_s: float) -> None:
+    """Kill and restart, stop and wake, once a phase each; sample memory in between."""
+    kill_s, stop_s = soak.started_s + KILL_AT_S, soak.started_s + STOP_AT_S
+    while (now_s := time.monotonic()) < until_s - PHASE_S / 4:
+        if now_s >= kill_s:
+            kill_s += PHASE_S
+            await kill(soak, until_s)
+        if now_s >= stop_s:
+            stop_s += PHASE_S
+            # The same twice: once beside hostile clients, and once without.
+            owner, module = STOPS[soak.num_stops // 2 % len(STOPS)]
+            await stop(soak, owner, module, until_s)
+        # What hostile clients make it hold for a moment is no growth.
+        if soak.phase(time.monotonic()) == "plain":
+            soak.sample(time.monotonic() - soak.started_s)
         await asyncio.sleep(SAMPLE_EVERY_S)
+
+
+async def kill(soak: Soak, until_s: float) -> None:
+    """Kill the victims, start them again where they were, and say how things stand."""
+    for name in VICTIMS:
+        soak.deployment.processes[name].kill()
+        soak.num_kills += 1
+        restart(soak, name)
+    for name in VICTIMS:
+        await until_ready(soak, name, until_s + START_S)
+    minutes = (time.monotonic() - soak.started_s) / 60.0
+    memory = {n: round(v[-1][2], 1) for n, v in soak.rss.items()}
+    print(
+        f"{minutes:5.1f} min: {dict(soak.ends)}, {soak.num_wrong_tokens} wrong tokens, "
+        f"{memory} MiB",
+        file=sys.stderr,
+        flush=True,
+    )
+
+
+async def stop(soak: Soak, owner: str, module: str, until_s: float) -> None:
+    """Stop one process for a while; an engine that ended over it is started again."""
+    engine = soak.deployment.processes[owner]
+    process = next(p for p in engine.family() if module in p.cmdline())
+    soak.num_stops += 1
+    process.send_signal(signal.SIGSTOP)
+    await asyncio.sleep(PROXY_STOPPED_S if owner == "proxy" else STOPPED_S)
+    # Its parent may have ended it.
+    with contextlib.suppress(psutil.NoSuchProcess):
+        process.send_signal(signal.SIGCONT)
+    await asyncio.sleep(1.0)
+    if engine.popen.poll() is not None:
+        soak.given_up.append(f"{owner}: {module}")
+        restart(soak, owner)
+        await until_ready(soak, owner, until_s + START_S)
+
+
+def restart(soak: Soak, name: str) -> None:
+    """Start an engine again on its port."""
+    soak.start_engine(name, int(soak.deployment.processes[name].url.rsplit(":", 1)[1]))
 
 
 async def until_ready(soak: Soak, name: str, until_s: float) -> None:
@@ -279,7 +387,9 @@ async def run(minutes: float) -> dict[str, Any]:
     """Play it, and say what was seen."""
     with tempfile.TemporaryDirectory(prefix="pdserve-soak-") as folder:
         directory = Path(folder)
-        model = write_tiny_model(directory / "model", "llama", tie_word_embeddings=True)
+        model = write_tiny_model(
+            directory / "model", "llama", tie_word_embeddings=True, vocab_size=VOCAB_SIZE
+        )
         soak = Soak(Deployment(directory), model)
         deployment = soak.deployment
         try:
@@ -302,10 +412,12 @@ async def run(minutes: float) -> dict[str, Any]:
                     url = f"{deployment.url('decode1')}/v1/completions"
                     async with session.post(url, json=body) as answer:
                         soak.answers[index] = (await answer.json())["choices"][0]["token_ids"]
-            started_s = time.monotonic()
-            until_s = started_s + 60.0 * minutes
+            soak.started_s = time.monotonic()
+            until_s = soak.started_s + 60.0 * minutes
+            hostile = HostileClients(deployment.url("proxy"), VOCAB_SIZE)
             await asyncio.gather(
-                faults(soak, started_s, until_s),
+                faults(soak, until_s),
+                hostile.run(soak.is_hostile, lambda: time.monotonic() > until_s),
                 *(load(soak, until_s, seed) for seed in range(CONCURRENCY)),
             )
             everybody = (*VICTIMS, *SURVIVORS[1:])
@@ -331,7 +443,10 @@ async def run(minutes: float) -> dict[str, Any]:
         "minutes": minutes,
         "requests": soak.ends.total(),
         "ends": dict(soak.ends),
+        "hostile": dict(sorted(hostile.answers.items())),
         "kills": soak.num_kills,
+        "stops": soak.num_stops,
+        "given_up": soak.given_up,
         "wrong_tokens": soak.num_wrong_tokens,
         "without_final_state": soak.ends["hung"] + soak.ends["cut off"] + int(running),
         "blocks_not_free": sum(held.values()),
@@ -339,6 +454,14 @@ async def run(minutes: float) -> dict[str, Any]:
         "late_starts": soak.late_starts,
         "engines_lost": lost,
         "kv_bytes_to_survivor": moved,
+        "itl": soak.gaps(),
+        "descriptors": {
+            name: {
+                "third_quarter": max(counts[len(counts) // 2 : -len(counts) // 4]),
+                "last_quarter": max(counts[-len(counts) // 4 :]),
+            }
+            for name, counts in soak.descriptors.items()
+        },
         "rss": soak.slopes(),
     }
 

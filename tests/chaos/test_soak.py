@@ -34,6 +34,8 @@ def result(**changes: object) -> dict[str, object]:
         "ends": {"finished": 100},
         "kv_bytes_to_survivor": 1,
         "rss": {"proxy": slope(grown(0.0))},
+        "descriptors": {"proxy": {"third_quarter": 50, "last_quarter": 52}},
+        "itl": {"p99_ratio": 1.5},
         **changes,
     }
 
@@ -70,3 +72,14 @@ def test_memory_that_grows_speaks_against_a_soak_and_so_does_too_short_a_run() -
     assert growth.startswith("prefill1 grows by ")
     (unknown,) = objections(result(rss={"proxy": slope(grown(0.0, num=3))}))
     assert "too short" in unknown
+
+
+def test_others_gaps_between_tokens_and_descriptors_speak_against_a_soak() -> None:
+    (slow,) = objections(result(itl={"p99_ratio": 2.1}))
+    assert "2.1 times" in slow
+    (unknown,) = objections(result(itl={}))
+    assert "too short" in unknown
+    (leak,) = objections(
+        result(descriptors={"decode1": {"third_quarter": 50, "last_quarter": 120}})
+    )
+    assert leak == "decode1 has 70 descriptors more"
