@@ -22,6 +22,7 @@ from pdserve.observe.clock import SystemClock
 from pdserve.observe.log import log_event
 from pdserve.observe.metrics import measure_loop_lag
 from pdserve.proxy.admission import Admission
+from pdserve.proxy.attempts import Attempts
 from pdserve.proxy.backends import Backends
 from pdserve.proxy.boundary import Boundary
 from pdserve.proxy.client import EngineHttp
@@ -114,6 +115,7 @@ class Proxy:
             config=config,
             http=self._http,
             backends=self.backends,
+            attempts=Attempts(self.backends, self.metrics),
             router=Router(config, self.backends),
             admission=self.admission,
             metrics=self.metrics,

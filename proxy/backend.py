@@ -111,17 +111,3 @@ class Backend:
     def decodes(self) -> bool:
         """Whether its role includes decode for others."""
         return self.role is not Role.PREFILL
-
-
-class Use:
-    """A request's hold on an engine while a leg runs there."""
-
-    def __init__(self, backend: Backend) -> None:
-        self._backend = backend
-        self._is_ok = False
-
-    def ok(self) -> None:
-        """The engine answers as it should; said once per leg, when it begins to."""
-        if not self._is_ok:
-            self._is_ok = True
-            self._backend.breaker.succeed()

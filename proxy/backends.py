@@ -14,14 +14,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import msgspec
 
 from pdserve.config.schema import Role
 from pdserve.errors import BadRequestError, HandshakeError
-from pdserve.proxy.backend import Backend, EngineReport, Health, Use
+from pdserve.proxy.backend import Backend, EngineReport, Health
 from pdserve.proxy.breaker import Breaker, BreakerState
 from pdserve.proxy.errors import WorkerError
 from pdserve.proxy.policies import BackendView
@@ -34,7 +33,7 @@ if TYPE_CHECKING:
     from pdserve.config.schema import ProxyConfig
     from pdserve.observe.clock import Clock
     from pdserve.proxy.backend import Registration
-    from pdserve.proxy.client import EngineHttp, Leg
+    from pdserve.proxy.client import EngineHttp
 
 log = logging.getLogger(__name__)
 
@@ -318,25 +317,6 @@ class Backends:
     def _lose_legs(self, backend: Backend) -> None:
         for leg in list(backend.legs):
             leg.lose()
-
-    # --- use
-
-    @contextmanager
-    def use(self, backend: Backend, leg: Leg) -> Iterator[Use]:
-        """Count a leg towards its engine's load and, by how the block ends, its breaker."""
-        backend.in_flight += 1
-        backend.legs.add(leg)
-        backend.breaker.begin()
-        try:
-            yield Use(backend)
-        except WorkerError as failure:
-            if failure.blames_engine:
-                backend.breaker.fail()
-            raise
-        finally:
-            backend.breaker.leave()
-            backend.legs.discard(leg)
-            backend.in_flight -= 1
 
     def view(self, backend: Backend) -> BackendView:
         """Return what a policy may know of an engine."""

@@ -111,7 +111,7 @@ class _Connector(aiohttp.TCPConnector):
         if protocol is not None and transport is not None:
             SharedReader.put_before(protocol, transport)
         if (leg := _sending.get()) is not None:
-            leg.transport = connection.transport
+            leg.connection = connection
         return connection
 
 
@@ -237,7 +237,7 @@ class Leg:
 
     Attributes:
         url: The engine's path this leg was sent to.
-        transport: What carries it; None until connected.
+        connection: What carries it, as long as it has a protocol; None until connected.
         ended: The engine has ended its side, or is not waited for any more.
     """
 
@@ -255,7 +255,7 @@ class Leg:
         self._response: aiohttp.ClientResponse | None = None
         self._is_lost = False
         self._body = bytearray()
-        self.transport: asyncio.Transport | None = None
+        self.connection: Connection | None = None
         self.ended = asyncio.Event()
         # A task of its own, because cancelling the post itself would close the connection
         # on whatever the engine has already sent.
@@ -398,13 +398,19 @@ class Leg:
             self.close()
 
     def _close_our_side(self) -> bool:
-        """Tell whether anything may still come."""
-        if self.transport is None or not self.transport.can_write_eof():
+        """Tell whether anything may still come, or has come unread."""
+        if self.connection is None:
             return False
-        # Once the answer is complete, its connection may carry another request.
-        is_ours = self._response is None or self._response.connection is not None
-        if is_ours and not self.transport.is_closing():
-            self.transport.write_eof()
+        protocol = self.connection.protocol
+        if protocol is None:  # the answer is complete: another request may have the connection
+            return True
+        transport = protocol.transport
+        if transport is None or not transport.can_write_eof():
+            return False
+        if not transport.is_closing():
+            # Whatever the engine still answers, nobody can send anything over this again.
+            protocol.force_close()
+            transport.write_eof()
         return True
 
     async def _discard_all(self) -> None:

@@ -36,13 +36,11 @@ leg has ended well. On every other way out, cancellation included, it is given b
 from __future__ import annotations
 
 import asyncio
-import logging
 from typing import TYPE_CHECKING
 
 from aiohttp import web
 
 from pdserve.errors import DeadlineError, PdserveError, UnavailableError
-from pdserve.observe.log import log_event
 from pdserve.proxy.backend import Health
 from pdserve.proxy.delivery import Delivery
 from pdserve.proxy.errors import (
@@ -66,8 +64,6 @@ if TYPE_CHECKING:
     from pdserve.proxy.bodies import ClientBody
     from pdserve.proxy.services import Services
     from pdserve.proxy.story import Story
-
-log = logging.getLogger(__name__)
 
 BACKOFF_S = 0.01
 MAX_BACKOFF_S = 0.5
@@ -340,22 +336,11 @@ class Flow:
             reason = "429"
         else:
             reason = error.reason
-            self._metrics.leg_failures.labels(leg, reason).inc()
         if _is_kv(failure):
             self._may_push = False
         else:
             self._failed.add(backend)
         self._story.tell(f"{leg} at {backend.url} failed: {reason}")
-        log_event(
-            log,
-            "leg failed",
-            level=logging.WARNING,
-            leg=leg,
-            engine=backend.url,
-            reason=reason,
-            request=self._story.request_id,
-            error=str(error),
-        )
         if isinstance(error, BudgetSpentError):
             return True  # it did nothing: each engine is asked once, whatever is left of retries
         self._retries_left -= 1

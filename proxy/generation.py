@@ -163,10 +163,12 @@ class Generation:
             engine = services.router.any_engine(failed)
             leg = services.http.leg(f"{engine.url}{request.path}", body, headers)
             try:
-                with services.backends.use(engine, leg) as use:
+                with services.attempts.exchange(
+                    engine, leg, kind="forward", request_id=request[REQUEST_ID_KEY]
+                ) as exchange:
                     content_type = await leg.open()
                     answer = await leg.read()
-                    use.ok()
+                    exchange.ok()
                 return web.Response(body=answer, content_type=content_type)
             except RefusedError as refusal:
                 refused = web.Response(
@@ -175,8 +177,7 @@ class Generation:
                 if refusal.retry_after is not None:
                     refused.headers[hdrs.RETRY_AFTER] = refusal.retry_after
                 return refused
-            except WorkerError as failure:
-                self._metrics.leg_failures.labels("forward", failure.reason).inc()
+            except WorkerError:
                 if attempt == self._config.retry_max_retries:
                     raise
                 failed.add(engine)

@@ -14,13 +14,11 @@ is left is given back here.
 from __future__ import annotations
 
 import asyncio
-import logging
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from aiohttp import web
 
-from pdserve.observe.log import log_event
 from pdserve.proxy.bodies import (
     Handoff,
     handoff_in,
@@ -38,10 +36,11 @@ from pdserve.wire.transfer import KVMode
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
+    from contextlib import AbstractContextManager
 
-    from pdserve.proxy.backend import Backend, Use
+    from pdserve.proxy.attempts import Exchange, HandOver
+    from pdserve.proxy.backend import Backend
     from pdserve.proxy.bodies import ClientBody, EngineStages
-    from pdserve.proxy.breaker import Breaker
     from pdserve.proxy.client import Leg
     from pdserve.proxy.delivery import Delivery
     from pdserve.proxy.relay import Event
@@ -49,8 +48,6 @@ if TYPE_CHECKING:
     from pdserve.proxy.story import Story
     from pdserve.wire.ids import Incarnation
     from pdserve.wire.transfer import PushTicket
-
-log = logging.getLogger(__name__)
 
 KV_MODE_HEADER = "X-Pdserve-KV-Mode"
 
@@ -71,6 +68,11 @@ class LegFailure:
     def is_busy(self) -> bool:
         """Whether the engine has no room: no failure, but another may have some."""
         return isinstance(self.error, RefusedError) and self.error.status == 429
+
+    def blame(self, hand_over: HandOver) -> None:
+        """If the KV did not get there, that is the pair's fault, not an engine's."""
+        if isinstance(self.error, KvFailedError):
+            hand_over.failed(self.error, kind=self.leg)
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +113,7 @@ class Legs:
         reply_headers: Mapping[str, str],
     ) -> None:
         self._http = services.http
-        self._backends = services.backends
+        self._attempts = services.attempts
         self._metrics = services.metrics
         self._body = body
         self._story = story
@@ -135,21 +137,18 @@ class Legs:
         handoff = prefilled.handoff
         self._story.kv_mode = KVMode.PULL
         body = self._body.for_decode(handoff, first_delivered=prefilled.answer is None)
-        edge = self._backends.edge(prefilled.backend, backend)
-        edge.begin()
         leg = self._reader = self._send(backend, body, KVMode.PULL)
         self._story.leg_sent(Stage.TRANSFER, backend.url)
         gate: asyncio.Future[Prefilled] = asyncio.get_running_loop().create_future()
         gate.set_result(prefilled)
-        try:
-            with self._backends.use(backend, leg) as use:
-                return await self._decoded(leg, use, backend, edge, gate)
-        except (WorkerError, RefusedError) as error:
-            failure = LegFailure("decode", backend, error)
-            self.blame(edge, prefilled.backend, backend, failure)
-            return failure
-        finally:
-            edge.leave()
+        with self.hand_over(prefilled.backend, backend, KVMode.PULL) as hand_over:
+            try:
+                with self._exchange("decode", backend, leg) as exchange:
+                    return await self._decoded(leg, exchange, backend, hand_over, gate)
+            except (WorkerError, RefusedError) as error:
+                failure = LegFailure("decode", backend, error)
+                failure.blame(hand_over)
+                return failure
 
     async def local(
         self, backend: Backend, *, is_fallback: bool
@@ -162,15 +161,15 @@ class Legs:
         leg = self._send(backend, self._body.for_local(is_fallback=is_fallback), None)
         self._story.leg_sent(Stage.LOCAL, backend.url)
         try:
-            with self._backends.use(backend, leg) as use:
+            with self._exchange("local", backend, leg) as exchange:
                 try:
                     if not await self._opens_stream(leg):
                         answer = await leg.read()
                         stages = stages_in(answer)
                         response: web.StreamResponse = self._json(answer)
-                        use.ok()
+                        exchange.ok()
                     else:
-                        stages = await self._pass_on(leg, use, backend, Stage.LOCAL)
+                        stages = await self._pass_on(leg, exchange, backend, Stage.LOCAL)
                         response = await self._delivery.end()
                 except BaseException:
                     leg.close()
@@ -206,13 +205,13 @@ class Legs:
         )
         self._story.leg_sent(Stage.PREFILL, backend.url)
         try:
-            with self._backends.use(backend, leg) as use:
-                return await self._prefilled(leg, use, backend)
+            with self._exchange("prefill", backend, leg) as exchange:
+                return await self._prefilled(leg, exchange, backend)
         except (WorkerError, RefusedError) as error:
             return LegFailure("prefill", backend, error)
 
     async def _prefilled(
-        self, leg: Leg, use: Use, backend: Backend
+        self, leg: Leg, exchange: Exchange, backend: Backend
     ) -> Prefilled | web.StreamResponse:
         handoff: Handoff | None = None
         life = backend.info.incarnation if backend.info is not None else None
@@ -223,14 +222,14 @@ class Legs:
                 handoff = handoff_in(answer, backend.url)
                 if handoff is None:
                     response = self._json(answer)
-                    use.ok()
+                    exchange.ok()
                     return response
-                use.ok()
+                exchange.ok()
                 self._story.first_token(self._now_s())
                 self._note_handoff(handoff)
                 return Prefilled(backend, handoff, life, answer)
             async for events in leg.batches():
-                use.ok()
+                exchange.ok()
                 visible = []
                 for event in events:
                     if event.is_internal:
@@ -265,19 +264,20 @@ class Legs:
     async def _decoded(
         self,
         leg: Leg,
-        use: Use,
+        exchange: Exchange,
         backend: Backend,
-        edge: Breaker,
+        hand_over: HandOver,
         gate: asyncio.Future[Prefilled],
     ) -> web.StreamResponse:
         """What a decode engine says. Nothing is passed on before `gate` has the handoff."""
         try:
             if not await self._opens_stream(leg):
                 answer = await leg.read()
-                response = self._joined(edge, backend, await gate, answer)
-                use.ok()
+                response = self._joined(hand_over, await gate, answer)
+                exchange.ok()
                 return response
-            return await self._streamed(leg, use, backend, edge, await gate)
+            await gate
+            return await self._streamed(leg, exchange, backend, hand_over)
         except WorkerError:
             leg.close()
             raise
@@ -289,38 +289,40 @@ class Legs:
         self,
         backend: Backend,
         ticket: PushTicket,
-        edge: Breaker,
+        hand_over: HandOver,
         gate: asyncio.Future[Prefilled],
     ) -> web.StreamResponse | LegFailure:
         """The decode side of a push."""
         leg = self._reader = self._send(backend, self._body.for_receiving(ticket), KVMode.PUSH)
         self._story.receiver_sent(backend.url)
         try:
-            with self._backends.use(backend, leg) as use:
-                return await self._decoded(leg, use, backend, edge, gate)
+            with self._exchange("decode", backend, leg) as exchange:
+                return await self._decoded(leg, exchange, backend, hand_over, gate)
         except (WorkerError, RefusedError) as error:
             return LegFailure("decode", backend, error)
 
-    def _joined(
-        self, edge: Breaker, backend: Backend, prefilled: Prefilled, answer: bytes
-    ) -> web.Response:
+    def _joined(self, hand_over: HandOver, prefilled: Prefilled, answer: bytes) -> web.Response:
         """Both engines' JSON as one answer."""
         stages = stages_in(answer)
         whole = merged(prefilled.answer, answer) if prefilled.answer else answer
         response = self._json(whole)
-        self._note_decode_stages(edge, prefilled.backend, backend, stages)
+        self._note_decode_stages(hand_over, stages)
         return response
 
     async def _streamed(
-        self, leg: Leg, use: Use, backend: Backend, edge: Breaker, prefilled: Prefilled
+        self,
+        leg: Leg,
+        exchange: Exchange,
+        backend: Backend,
+        hand_over: HandOver,
     ) -> web.StreamResponse:
-        stages = await self._pass_on(leg, use, backend, Stage.DECODE)
+        stages = await self._pass_on(leg, exchange, backend, Stage.DECODE)
         response = await self._delivery.end()
-        self._note_decode_stages(edge, prefilled.backend, backend, stages)
+        self._note_decode_stages(hand_over, stages)
         return response
 
     async def _pass_on(
-        self, leg: Leg, use: Use, backend: Backend, stage: Stage
+        self, leg: Leg, exchange: Exchange, backend: Backend, stage: Stage
     ) -> EngineStages | None:
         """Relay a stream to its end mark; return the engine's account of it.
 
@@ -333,7 +335,7 @@ class Legs:
         async for chunk in leg.chunks():
             data = relay.feed(chunk)
             if data:
-                use.ok()
+                exchange.ok()
                 self._story.stage = stage
                 sent_s = self._now_s()
                 num_known = self._delivery.num_swallowed
@@ -352,6 +354,17 @@ class Legs:
         raise WorkerError(f"{backend.url} broke off its stream", reason="dropped")
 
     # --- parts of the legs
+
+    def hand_over(
+        self, prefill: Backend, decode: Backend, mode: KVMode
+    ) -> AbstractContextManager[HandOver]:
+        """KV goes from one engine to another while the block runs."""
+        request_id = self._story.request_id
+        return self._attempts.hand_over(prefill, decode, mode, request_id=request_id)
+
+    def _exchange(self, kind: str, backend: Backend, leg: Leg) -> AbstractContextManager[Exchange]:
+        request_id = self._story.request_id
+        return self._attempts.exchange(backend, leg, kind=kind, request_id=request_id)
 
     def begin(self, mode: KVMode) -> None:
         """A hand-over begins; `mode` says who is to move the KV."""
@@ -398,38 +411,15 @@ class Legs:
         if (stages := stages_in(event.data)) is not None:
             self._story.prefill_stages = stages
 
-    def _note_decode_stages(
-        self, edge: Breaker, prefill: Backend, decode: Backend, stages: EngineStages | None
-    ) -> None:
+    def _note_decode_stages(self, hand_over: HandOver, stages: EngineStages | None) -> None:
         """Learn from the decode engine's account whether the KV came over this pair."""
         self._story.decode_stages = stages
         if stages is None:
             return
         if stages.load_failures:
-            self._kv_failed(edge, prefill, decode, stages.load_failures)
+            hand_over.lost(stages.load_failures)
         elif stages.kv_bytes:
-            edge.succeed()
-
-    def blame(self, edge: Breaker, prefill: Backend, decode: Backend, failure: LegFailure) -> None:
-        """If the KV did not get there, that is the pair's, not the engines'."""
-        if isinstance(failure.error, KvFailedError):
-            reasons = failure.error.load_failures or (failure.error.reason,)
-            self._kv_failed(edge, prefill, decode, reasons)
-
-    def _kv_failed(
-        self, edge: Breaker, prefill: Backend, decode: Backend, reasons: tuple[str, ...]
-    ) -> None:
-        edge.fail()
-        self._metrics.kv_load_failures.inc(len(reasons))
-        log_event(
-            log,
-            "kv load failed",
-            level=logging.WARNING,
-            prefill=prefill.url,
-            decode=decode.url,
-            reasons=",".join(reasons),
-            request=self._story.request_id,
-        )
+            hand_over.arrived()
 
     def _now_s(self) -> float:
         return self._story.clock.monotonic_s()

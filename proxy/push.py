@@ -24,8 +24,8 @@ from pdserve.wire.transfer import EngineRef, KVMode, PushTicket
 if TYPE_CHECKING:
     from aiohttp import web
 
+    from pdserve.proxy.attempts import HandOver
     from pdserve.proxy.backend import Backend
-    from pdserve.proxy.breaker import Breaker
     from pdserve.proxy.legs import Legs
     from pdserve.proxy.services import Services
     from pdserve.proxy.story import Story
@@ -51,7 +51,6 @@ class Push:
     def __init__(self, services: Services, legs: Legs, story: Story) -> None:
         self._secret = services.config.secret
         self._background = services.http.background
-        self._backends = services.backends
         self._new_nonce = services.new_nonce
         self._legs = legs
         self._story = story
@@ -67,10 +66,14 @@ class Push:
         """
         self._legs.begin(KVMode.PUSH)
         ticket = self._ticket(prefill, decode)
-        edge = self._backends.edge(prefill, decode, KVMode.PUSH)
-        edge.begin()
+        with self._legs.hand_over(prefill, decode, KVMode.PUSH) as hand_over:
+            return await self._run(prefill, decode, ticket, hand_over)
+
+    async def _run(
+        self, prefill: Backend, decode: Backend, ticket: PushTicket, hand_over: HandOver
+    ) -> Prefilled | web.StreamResponse | LegFailure:
         gate: asyncio.Future[Prefilled] = asyncio.get_running_loop().create_future()
-        receiving = asyncio.create_task(self._legs.receive_on(decode, ticket, edge, gate))
+        receiving = asyncio.create_task(self._legs.receive_on(decode, ticket, hand_over, gate))
         prefilling = asyncio.create_task(self._legs.prefill_on(prefill, ticket))
         left: list[asyncio.Task[Prefilled | web.StreamResponse | LegFailure]]
         left = [prefilling, receiving]
@@ -81,24 +84,23 @@ class Push:
                 assert isinstance(lost, LegFailure)  # it cannot end well without the gate
                 await asyncio.wait({prefilling}, timeout=_patience_s(lost))
                 if not prefilling.done():
-                    self._legs.blame(edge, prefill, decode, lost)
+                    lost.blame(hand_over)
                     return lost
             left.remove(prefilling)
             outcome = prefilling.result()
             if isinstance(outcome, LegFailure):  # it may have refused the ticket
-                self._legs.blame(edge, prefill, decode, outcome)
+                outcome.blame(hand_over)
             if not isinstance(outcome, Prefilled):
                 return outcome
-            return await self._go_on(edge, outcome, receiving, gate)
+            return await self._go_on(hand_over, outcome, receiving, gate)
         finally:
-            edge.leave()
             for task in left:
                 task.cancel()
                 self._background.start(self._reap(task))
 
     async def _go_on(
         self,
-        edge: Breaker,
+        hand_over: HandOver,
         prefilled: Prefilled,
         receiving: asyncio.Task[web.StreamResponse | LegFailure],
         gate: asyncio.Future[Prefilled],
@@ -114,7 +116,7 @@ class Push:
             raise
         if not isinstance(result, LegFailure):
             return result
-        self._legs.blame(edge, prefilled.backend, result.backend, result)
+        result.blame(hand_over)
         return replace(prefilled, lost=result)
 
     async def _reap(self, task: asyncio.Task[Prefilled | web.StreamResponse | LegFailure]) -> None:

@@ -10,6 +10,7 @@ if TYPE_CHECKING:
 
     from pdserve.config.schema import ProxyConfig
     from pdserve.proxy.admission import Admission
+    from pdserve.proxy.attempts import Attempts
     from pdserve.proxy.backends import Backends
     from pdserve.proxy.client import EngineHttp
     from pdserve.proxy.metrics import Metrics
@@ -27,6 +28,7 @@ class Services:
     config: ProxyConfig
     http: EngineHttp
     backends: Backends
+    attempts: Attempts
     router: Router
     admission: Admission
     metrics: Metrics
