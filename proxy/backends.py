@@ -38,7 +38,8 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 MAX_LEASE_S = 3600.0
-_NOT_READY_INTERVAL_S = 0.2
+_SOON_S = 0.2
+_STOPPED_S = 1.0
 OUTAGE_MEMORY_S = 600.0
 """How long a deployment whose last prefill engine vanished counts as one that has an outage; after
 that it is one without prefill engines."""
@@ -223,7 +224,12 @@ class Backends:
     async def _watch_loop(self, backend: Backend, delay_s: float) -> None:
         """Check an engine for as long as it is known, or anything still runs there."""
         while True:
+            wakes_s = self._clock.monotonic_s() + delay_s
             await asyncio.sleep(delay_s)
+            # A proxy that was stopped has heard nobody meanwhile: no engine's lease ran then.
+            overslept_s = self._clock.monotonic_s() - wakes_s
+            if overslept_s > _STOPPED_S:
+                backend.lease_end_s += overslept_s
             is_known = self.get(backend.url) is backend
             if is_known and self._clock.monotonic_s() > backend.lease_end_s:
                 self._forget(backend, "its lease ran out")
@@ -239,10 +245,10 @@ class Backends:
             delay_s = self._interval_s(backend)
 
     def _interval_s(self, backend: Backend) -> float:
-        """Return the time to the next check; one that is not ready yet is wanted soon."""
+        """Return the time to the next check; one that is not ready, or was late, is wanted soon."""
         interval_s = self._config.health_check_interval_s
-        is_ready = backend.health is Health.READY
-        return interval_s if is_ready else min(interval_s, _NOT_READY_INTERVAL_S)
+        is_well = backend.health is Health.READY and not backend.num_late_checks
+        return interval_s if is_well else min(interval_s, _SOON_S)
 
     async def check(self, backend: Backend) -> None:
         """Ask an engine how it is."""

@@ -385,6 +385,27 @@ class TransferConfig(msgspec.Struct, frozen=True, kw_only=True):
         _require(self.lanes >= 1, "kv-transfer-config.lanes", self.lanes, "it must be at least 1")
 
 
+class LivenessConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """When a part of an engine that does not go on is given up. The engine ends with it.
+
+    Attributes:
+        heartbeat_timeout_s: For an engine core or a rank that is stopped (SIGSTOP), or a core
+            that does nothing at all and answers nothing.
+        step_timeout_s: For a step that does not come back, and a core that is busy and answers
+            nothing. As long as ranks wait for one another in a collective.
+    """
+
+    heartbeat_timeout_s: float = 5.0
+    step_timeout_s: float = 600.0
+
+    def __post_init__(self) -> None:
+        for flag, seconds in (
+            ("heartbeat-timeout", self.heartbeat_timeout_s),
+            ("step-timeout", self.step_timeout_s),
+        ):
+            _require(seconds > 0, flag, seconds, _POSITIVE)
+
+
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Everything an engine core and its workers need.
 
@@ -401,6 +422,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     scheduler: SchedulerConfig = SchedulerConfig()
     parallel: ParallelConfig = ParallelConfig()
     transfer: TransferConfig = TransferConfig()
+    liveness: LivenessConfig = LivenessConfig()
 
     def __post_init__(self) -> None:
         _require(

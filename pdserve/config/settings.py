@@ -110,6 +110,8 @@ _ENGINE: Final = (
         (
             ("device", "device", "auto|cpu|cuda", "where the model runs"),
             ("engine-id", "engine_id", "NAME", "stable name; empty derives one from role, host and port"),
+            ("heartbeat-timeout", "liveness.heartbeat_timeout_s", "SECONDS", "an engine core or rank that is stopped, or a core that sleeps and does not answer, is given up"),
+            ("step-timeout", "liveness.step_timeout_s", "SECONDS", "a step that does not come back, or a busy core that does not answer, is given up"),
         ),
     ),
     *declare(

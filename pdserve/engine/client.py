@@ -34,6 +34,11 @@ class EngineClient(Protocol):
         """Why the engine has ended, once it has."""
         ...
 
+    @property
+    def stall_reason(self) -> str | None:
+        """Why the engine should get no requests now, although it has not ended."""
+        ...
+
     def generate(self, request: GenerateRequest) -> AsyncGenerator[EngineOutput, None]:
         """Submit a request and yield its outputs; the last has a `finish_reason`.
 

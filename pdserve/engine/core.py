@@ -16,6 +16,7 @@ from pdserve.connectors.base import ConnectorContext
 from pdserve.connectors.registry import find
 from pdserve.engine.waves import Phase, Waves
 from pdserve.errors import ConfigError
+from pdserve.executor.base import RankDiedError
 from pdserve.executor.registry import make_executor
 from pdserve.scheduler.scheduler import Scheduler
 from pdserve.wire.ids import EngineId, Incarnation
@@ -30,6 +31,11 @@ if TYPE_CHECKING:
     from pdserve.parallel.seat import CoreSeat
     from pdserve.wire.request import EngineOutput
     from pdserve.worker.info import WorkerInfo
+
+
+_LONGEST_GAP_S = 2.0
+"""Between two looks at the step in flight: the loop turns once a second at least. What is more
+was spent stopped, and is not the step's."""
 
 
 class EngineCore:
@@ -92,6 +98,10 @@ class EngineCore:
             raise
         self.waves = Waves(self.scheduler) if seat.num_cores > 1 else None
         self._plan = self.scheduler.schedule if self.waves is None else self.waves.schedule
+        self._clock = clock
+        self._step_timeout_s = config.liveness.step_timeout_s
+        self._step_age_s = 0.0
+        self._looked_s = clock.monotonic_s()
         names = config.model.served_model_name
         self.info = EngineInfo(
             engine_id=engine_id,
@@ -121,12 +131,17 @@ class EngineCore:
 
         Returns:
             Whether there was news of the ranks.
+
+        Raises:
+            RankDiedError: A rank ended, or does not bring a step to its end.
         """
+        self._look_at_step()
         has_news = self._take_reports()
         self.post()
         self._submit()
         while (result := self.executor.poll_result()) is not None:
             has_news = True
+            self._step_age_s = 0.0
             self.scheduler.update(result)
             if self.waves is not None:
                 self.waves.collected(result)
@@ -140,6 +155,20 @@ class EngineCore:
         self.scheduler.sample_counters()
         self._drain(publish)
         return has_news
+
+    def _look_at_step(self) -> None:
+        """Count how long the step that is next to come back has been under way."""
+        now_s = self._clock.monotonic_s()
+        if self.scheduler.num_in_flight:
+            self._step_age_s += min(now_s - self._looked_s, _LONGEST_GAP_S)
+        else:
+            self._step_age_s = 0.0
+        self._looked_s = now_s
+        if self._step_age_s > self._step_timeout_s:
+            raise RankDiedError(
+                f"a step has not come back for {self._step_timeout_s:g} s (--step-timeout; raise "
+                "it if steps may take so long, or lower --max-num-batched-tokens)"
+            )
 
     def post(self) -> None:
         """Send the ranks' connectors what the scheduler has for them."""

@@ -30,6 +30,7 @@ from pdserve.engine.coordinator import Addresses, CoordinatorLaunch, Counts
 from pdserve.engine.launch import shares_experts
 from pdserve.engine.zmq_client import launch_engine
 from pdserve.errors import ConfigError, EngineDeadError, InternalError, UnavailableError
+from pdserve.observe.liveness import NUM_LOOKS, ProcessWatch
 from pdserve.parallel.rendezvous import listen
 from pdserve.parallel.seat import CoreSeat
 from pdserve.wire.ids import EngineId, Incarnation
@@ -97,7 +98,10 @@ class DataParallelClient:
         """Start the processes. Once."""
         num_cores = len(self._counts)
         self._coordinator = coordinator = _CoordinatorProcess(
-            num_cores, on_counts=self._learn, on_exit=self._on_coordinator_exit
+            num_cores,
+            look_s=self._config.liveness.heartbeat_timeout_s / NUM_LOOKS,
+            on_counts=self._learn,
+            on_end=self._end,
         )
         listener, rendezvous = listen(_HOST) if is_shared else (None, None)
         try:
@@ -148,6 +152,16 @@ class DataParallelClient:
     def dead_reason(self) -> str | None:
         """See `EngineClient`."""
         return self._dead_reason
+
+    @property
+    def stall_reason(self) -> str | None:
+        """See `EngineClient`."""
+        reasons = (
+            f"engine core {index}: {core.stall_reason}"
+            for index, core in enumerate(self._cores)
+            if core.stall_reason is not None
+        )
+        return next(reasons, None)
 
     @property
     def pids(self) -> list[int]:
@@ -238,9 +252,6 @@ class DataParallelClient:
         ]
         self._end("; ".join(stories))
 
-    def _on_coordinator_exit(self, code: int) -> None:
-        self._end(f"the coordinator ended with code {code}")
-
     def _end(self, reason: str) -> None:
         """End all cores at once, but for those that have said why they end and clean up."""
         if self._dead_reason is None:
@@ -255,19 +266,21 @@ class _CoordinatorProcess:
     """The coordinator, as its server sees it.
 
     Args:
+        look_s: Between two looks at it.
         on_counts: Told the cores' newest counts.
-        on_exit: Told the exit code, if it ends before `close`.
+        on_end: Told why, if it ends before `close`.
     """
 
     def __init__(
         self,
         num_cores: int,
         *,
+        look_s: float,
         on_counts: Callable[[list[Counts]], None],
-        on_exit: Callable[[int], None],
+        on_end: Callable[[str], None],
     ) -> None:
         self.addresses = Addresses.abstract(f"pdserve-{secrets.token_hex(12)}")
-        self._on_counts, self._on_exit = on_counts, on_exit
+        self._on_counts, self._on_end = on_counts, on_end
         launch = CoordinatorLaunch(
             parent_pid=os.getpid(), num_cores=num_cores, addresses=self.addresses
         )
@@ -287,7 +300,10 @@ class _CoordinatorProcess:
         self._socket.linger = 0
         self._socket.connect(self.addresses.counts)
         self._socket.subscribe(b"")
-        self._reader = asyncio.create_task(self._read(), name="coordinator-counts")
+        self._tasks = [
+            asyncio.create_task(self._read(), name="coordinator-counts"),
+            asyncio.create_task(self._watch(look_s), name="coordinator-watch"),
+        ]
 
     @property
     def pid(self) -> int:
@@ -299,9 +315,9 @@ class _CoordinatorProcess:
         self._is_closing = True
         self._process.kill()
         await self._exited.wait()
-        self._reader.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await self._reader
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
         self._socket.close()
         self._context.term()
 
@@ -310,13 +326,22 @@ class _CoordinatorProcess:
         while True:
             self._on_counts(decoder.decode(await self._socket.recv()))
 
+    async def _watch(self, look_s: float) -> None:
+        """End it if it is stopped for long: no wave would begin any more."""
+        watch = ProcessWatch(self._process.pid)
+        while watch.num_stopped < NUM_LOOKS:
+            watch.look()
+            await asyncio.sleep(look_s)
+        self._on_end("the coordinator was stopped for longer than --heartbeat-timeout")
+        self._process.kill()
+
     def _on_pid_fd(self) -> None:
         asyncio.get_running_loop().remove_reader(self._pid_fd)
         os.close(self._pid_fd)
         code = self._process.wait()
         self._exited.set()
         if not self._is_closing:
-            self._on_exit(code)
+            self._on_end(f"the coordinator ended with code {code}")
 
 
 class Load(msgspec.Struct, frozen=True, kw_only=True):

@@ -186,6 +186,7 @@ class FakeEngineClient:
         self._closing = False
         self._died = asyncio.Event()
         self._dead_reason: str | None = None
+        self.stall_reason: str | None = None
         self._leases: dict[str, KVHandoff] = fabric.leases if fabric is not None else {}
         self._own_leases: set[str] = set()
         self._num_out = 0

@@ -38,6 +38,8 @@ from pdserve.wire.codec import (
     DumpTrace,
     FromEngine,
     Outputs,
+    Ping,
+    Pong,
     Progress,
     Ready,
     ReleaseLease,
@@ -199,20 +201,21 @@ class EngineProcess:
             link.wish(wave)
 
     def _drain_inputs(self) -> bool:
-        """Take every message that is there, and say whether there was one."""
+        """Take every message that is there; whether one had anything to say to the scheduler."""
         has_input = False
         while True:
             try:
                 frame = self._inputs.recv(zmq.NOBLOCK)
             except zmq.Again:
                 return has_input
-            has_input = True
             try:
                 message = self._decode.decode(frame)
             except msgspec.DecodeError as error:
                 self._refuse(frame, error)
+                has_input = True
             else:
                 self._take(message)
+                has_input |= not isinstance(message, Ping)
 
     def _take(self, message: ToEngine) -> None:
         scheduler = self.core.scheduler
@@ -229,6 +232,8 @@ class EngineProcess:
             case DumpTrace():
                 wait_s = _SLICES_S if self.core.executor.ask_for_slices() else 0.0
                 self._asked.append((self._clock.monotonic_s() + wait_s, message))
+            case Ping(number):
+                self._publish(Pong(number))
             case Shutdown(timeout_s):
                 self._shutdown_at_s = time.monotonic() + timeout_s
             case _:

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, assert_never
 import msgspec
 import zmq
 
+from pdserve.engine.heartbeat import Heartbeat
 from pdserve.engine.launch import EngineLaunch
 from pdserve.engine.local_socket import bind_local
 from pdserve.errors import (
@@ -29,6 +30,7 @@ from pdserve.errors import (
     OverloadedError,
     UnavailableError,
 )
+from pdserve.observe.liveness import ProcessWatch
 from pdserve.observe.trace import whole
 from pdserve.parallel.seat import CoreSeat
 from pdserve.wire.codec import (
@@ -39,6 +41,8 @@ from pdserve.wire.codec import (
     DumpTrace,
     FromEngine,
     Outputs,
+    Ping,
+    Pong,
     Progress,
     Ready,
     ReleaseLease,
@@ -60,7 +64,11 @@ if TYPE_CHECKING:
     from pdserve.wire.request import EngineInfo, EngineOutput, EngineStats, GenerateRequest
     from pdserve.wire.trace import ProcessTrace
 
+_log = logging.getLogger(__name__)
+
 _KILL_AFTER_S = 8.0
+_LEAVE_AFTER_S = 10.0
+"""A process that was killed ends at once, unless it is stuck inside the kernel."""
 
 
 async def launch_engine(
@@ -174,11 +182,13 @@ class ZmqEngineClient:
         self._is_closing = False
         self._settled = asyncio.Event()
         self._exited = asyncio.Event()
+        self._heartbeat = Heartbeat(ProcessWatch(process.pid), config.liveness)
         self._pid_fd = os.pidfd_open(process.pid)
         self._loop = asyncio.get_running_loop()
         self._loop.add_reader(self._pid_fd, self._on_exit)
         # A socket of zmq.asyncio takes three rounds of the loop and a task for each message.
         self._loop.add_reader(outputs, self._read)
+        self._watcher = asyncio.create_task(self._watch(), name="heartbeats")
 
     @property
     def info(self) -> EngineInfo | None:
@@ -194,6 +204,11 @@ class ZmqEngineClient:
     def dead_reason(self) -> str | None:
         """See `EngineClient`."""
         return self._dead_reason
+
+    @property
+    def stall_reason(self) -> str | None:
+        """See `EngineClient`."""
+        return self._heartbeat.stall_reason
 
     @property
     def core_stats(self) -> list[EngineStats | None]:
@@ -324,12 +339,29 @@ class ZmqEngineClient:
                 await asyncio.wait_for(self._exited.wait(), timeout_s + _KILL_AFTER_S)
             except TimeoutError:
                 self._process.send_signal(signal.SIGKILL)
-        await self._exited.wait()
+        try:
+            await asyncio.wait_for(self._exited.wait(), _LEAVE_AFTER_S)
+        except TimeoutError:
+            _log.error("engine core %d cannot be killed: left behind", self._process.pid)
+        self._watcher.cancel()
         if not self._outputs.closed:
             self._loop.remove_reader(self._outputs)
         self._inputs.close()
         self._outputs.close()
         self._context.term()
+
+    async def _watch(self) -> None:
+        """See that the core goes on, until it ends; give it up if it does not."""
+        heartbeat = self._heartbeat
+        while not self._is_closing and not self._exited.is_set():
+            reason = heartbeat.look()
+            if reason is not None:
+                self._die(reason, is_config=False)
+                self._process.kill()
+                return
+            if (number := heartbeat.next()) is not None:
+                self._send(Ping(number))
+            await asyncio.sleep(heartbeat.look_s)
 
     def _send(self, message: ToEngine) -> None:
         """Send without waiting: the caller may be a cancelled task.
@@ -370,9 +402,12 @@ class ZmqEngineClient:
                 if major != MAJOR:
                     raise InternalError(f"it speaks version {major}, the server {MAJOR}")
                 self._info = info
+                self._heartbeat.expect()
                 self._settled.set()
             case Died(reason, is_config):
                 self._die(reason, is_config=is_config)
+            case Pong(number):
+                self._heartbeat.answered(number)
             case TracePiece(number):
                 dump = self._dumps.get(number)  # None: who asked for it has left
                 if dump is not None:

@@ -20,6 +20,7 @@ from pdserve.executor.channel import SPIN_S
 from pdserve.executor.messages import WORKER, Launch
 from pdserve.executor.ranked import RankedExecutor
 from pdserve.executor.rings import RingEnds, RingHub
+from pdserve.observe.liveness import NUM_LOOKS, ProcessWatch
 from pdserve.parallel.rendezvous import listen
 from pdserve.parallel.seat import seats
 
@@ -90,6 +91,7 @@ class MultiprocessExecutor(RankedExecutor):
             num_ranks=num_ranks,
             output_rank=next(seat.engine_rank for seat in places if seat.is_output),
             max_in_flight=max(2, parallel.pipeline_parallel_size),
+            look_s=config.liveness.heartbeat_timeout_s / NUM_LOOKS,
             progress=progress,
         )
 
@@ -112,6 +114,7 @@ class RankProcesses:
         self._listener = listener
         self._processes: list[subprocess.Popen[bytes]] = []
         self._pid_fds: list[int] = []
+        self._watches: list[ProcessWatch] = []
 
     @property
     def pids(self) -> list[int]:
@@ -128,6 +131,7 @@ class RankProcesses:
             )
             self._processes.append(process)
             self._pid_fds.append(os.pidfd_open(process.pid))
+            self._watches.append(ProcessWatch(process.pid))
         self._close_listener()
         # Interpreters start side by side, and only then are they told what to be.
         for process, launch in zip(self._processes, self._launches, strict=True):
@@ -148,6 +152,16 @@ class RankProcesses:
             rank: _how(process)
             for rank, process in enumerate(self._processes)
             if process.poll() is not None
+        }
+
+    def look(self) -> dict[int, str]:
+        """See `Ranks`. One that is asleep may wait for steps, or for another rank."""
+        for watch in self._watches:
+            watch.look()
+        return {
+            rank: f"pid {self._processes[rank].pid} was stopped for longer than --heartbeat-timeout"
+            for rank, watch in enumerate(self._watches)
+            if watch.num_stopped >= NUM_LOOKS
         }
 
     def kill(self) -> None:

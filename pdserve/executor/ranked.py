@@ -71,6 +71,10 @@ class Ranks(Protocol):
         """Ranks that have ended, and how ("pid 12 was killed by SIGKILL"). Never blocks."""
         ...
 
+    def look(self) -> dict[int, str]:
+        """Look once, and return ranks to be given up, and why ("pid 12 was stopped for 5 s")."""
+        ...
+
     def kill(self) -> None:
         """End at once what has not ended, and wait for it. May be called at any time."""
         ...
@@ -88,6 +92,7 @@ class RankedExecutor:
         posts: For posts and news.
         output_rank: The rank that answers steps.
         max_in_flight: See `Executor`.
+        look_s: Between two looks at the ranks.
         progress: Told, in words, how the start goes on.
     """
 
@@ -100,12 +105,17 @@ class RankedExecutor:
         num_ranks: int,
         output_rank: int,
         max_in_flight: int,
+        look_s: float,
         progress: Callable[[str], None],
     ) -> None:
         self.max_in_flight = max_in_flight
         self._hub, self._posts, self._ranks = hub, posts, ranks
         self._num_ranks, self._output_rank = num_ranks, output_rank
-        self._progress = StartProgress(num_ranks, clock=SystemClock(), tell=progress)
+        self._clock = SystemClock()
+        self._progress = StartProgress(num_ranks, clock=self._clock, tell=progress)
+        self._look_s = look_s
+        self._next_look_s = self._clock.monotonic_s() + look_s
+        self._given_up: dict[int, str] = {}
         self._quorum = Quorum(num_ranks)
         self._encode = msgspec.msgpack.Encoder().encode
         self._decode = msgspec.msgpack.Decoder(FromRank).decode
@@ -230,7 +240,7 @@ class RankedExecutor:
         """Take what is there, and raise if a rank has ended. Never blocks."""
         may_have_ended = self._waiter.poll()
         self._drain()
-        if may_have_ended:
+        if may_have_ended or self._is_look_due():
             self._check()
 
     def _drain(self) -> None:
@@ -273,9 +283,15 @@ class RankedExecutor:
             self._reports.append(complete)
 
     def _check(self) -> None:
-        """Raise if a rank has failed, ended or is out of reach."""
-        if self._failed or self._ranks.ended() or self._lost():
+        """Raise if a rank has failed, ended, is out of reach or does not go on."""
+        if self._is_look_due():
+            self._next_look_s = self._clock.monotonic_s() + self._look_s
+            self._given_up = self._ranks.look()
+        if self._failed or self._ranks.ended() or self._lost() or self._given_up:
             self._end()
+
+    def _is_look_due(self) -> bool:
+        return self._clock.monotonic_s() >= self._next_look_s
 
     def _lost(self) -> dict[int, str]:
         return {**self._posts.lost(), **self._hub.lost()}
@@ -293,7 +309,8 @@ class RankedExecutor:
             while (found := self._next()) is not None:
                 self._note_last_words(*found)
             is_known = (
-                any(rank not in self._failed for rank in heard_out)
+                bool(self._given_up)
+                or any(rank not in self._failed for rank in heard_out)
                 or any(failed.is_config for failed in self._failed.values())
                 or len(self._failed) == self._num_ranks
             )
@@ -326,6 +343,7 @@ class RankedExecutor:
             for rank, how in lost.items()
             if rank not in ended and rank not in self._failed
         ]
+        causes += [f"rank {rank} ({how})" for rank, how in self._given_up.items()]
         ranks_of: dict[str, list[int]] = {}
         for rank, failed in self._failed.items():
             reason = failed.reason.strip()

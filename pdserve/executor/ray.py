@@ -29,6 +29,7 @@ from pdserve.executor.channel import Bell
 from pdserve.executor.messages import WORKER, Launch
 from pdserve.executor.ranked import RankedExecutor
 from pdserve.executor.zmq_links import ZmqHub
+from pdserve.observe.liveness import NUM_LOOKS
 from pdserve.observe.log import configure_logging
 from pdserve.parallel.rendezvous import Rendezvous, listen
 from pdserve.parallel.seat import Seat, seats
@@ -162,6 +163,7 @@ class RayExecutor(RankedExecutor):
             num_ranks=num_ranks,
             output_rank=next(seat.engine_rank for seat in seats_of_ranks if seat.is_output),
             max_in_flight=max(2, config.parallel.pipeline_parallel_size),
+            look_s=config.liveness.heartbeat_timeout_s / NUM_LOOKS,
             progress=progress,
         )
 
@@ -276,6 +278,10 @@ class RayRanks:
     def ended(self) -> dict[int, str]:
         """See `Ranks`."""
         return dict(self._ended)
+
+    def look(self) -> dict[int, str]:
+        """See `Ranks`. One that is stopped answers its links no more: they are lost."""
+        return {}
 
     def kill(self) -> None:
         """See `Ranks`."""

@@ -7,7 +7,7 @@ of anybody else never gets here.
 
 A connection that ends is not made again, because a step or an answer may have been lost with
 it: the rank counts as lost at the core, and the rank ends. That takes a millisecond when a
-process dies, and `_SILENCE_MS` when a machine or the network does.
+process dies, and `_SILENCE_MS` when it is stopped, or a machine or the network dies.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from pdserve.executor.channel import Bell, ChannelClosedError, Waiter
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-_HEARTBEAT_MS = 2_000
-_SILENCE_MS = 10_000
+_HEARTBEAT_MS = 1_000
+_SILENCE_MS = 5_000
 _CONNECT_TIMEOUT_S = 30.0
 _LINGER_MS = 1_000
 _LOST = "lost its connection"

@@ -64,6 +64,8 @@ class Service:
         """Why no request can be taken now, if none can."""
         if self.client.dead_reason is not None:
             return f"the engine has ended: {self.client.dead_reason}"
+        if self.client.stall_reason is not None:
+            return self.client.stall_reason
         if self.draining:
             return "the server is shutting down"
         if self.client.info is None or self.text is None:

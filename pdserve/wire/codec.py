@@ -15,7 +15,7 @@ from pdserve.wire.request import EngineInfo, EngineOutput, EngineStats, Generate
 from pdserve.wire.trace import Process
 
 MAJOR = 2
-MINOR = 1
+MINOR = 2
 
 T = TypeVar("T")
 
@@ -55,7 +55,13 @@ class DumpTrace(msgspec.Struct, frozen=True, tag="dump_trace"):
     seconds: float
 
 
-ToEngine = Add | Abort | ReleaseLease | ResetPrefixCache | Shutdown | DumpTrace
+class Ping(msgspec.Struct, frozen=True, tag="ping"):
+    """Answer with a `Pong` of the same number: asked at an interval, answered by the loop."""
+
+    number: int
+
+
+ToEngine = Add | Abort | ReleaseLease | ResetPrefixCache | Shutdown | DumpTrace | Ping
 
 
 class Ready(msgspec.Struct, frozen=True, tag="ready"):
@@ -102,7 +108,13 @@ class TracePiece(msgspec.Struct, frozen=True, tag="trace_piece"):
     process: Process | None = None
 
 
-FromEngine = Ready | Progress | Outputs | Died | TracePiece
+class Pong(msgspec.Struct, frozen=True, tag="pong"):
+    """The core's loop goes on."""
+
+    number: int
+
+
+FromEngine = Ready | Progress | Outputs | Died | TracePiece | Pong
 
 
 class _Named(msgspec.Struct):

@@ -12,6 +12,7 @@ from pdserve.connectors.base import KVLayout, Match
 from pdserve.connectors.null import NullScheduler
 from pdserve.engine import core as core_module
 from pdserve.engine.core import EngineCore
+from pdserve.executor.base import RankDiedError
 from pdserve.observe.clock import ManualClock
 from pdserve.parallel.seat import CoreSeat
 from pdserve.wire.ids import RequestId
@@ -154,6 +155,7 @@ class Played:
         self.ranks = PlayedExecutor(max_in_flight)
         monkeypatch.setattr(core_module, "make_executor", lambda *_args, **_named: self.ranks)
         monkeypatch.setattr(core_module, "find", lambda _name: Loading())
+        self.clock = ManualClock()
         self.core = EngineCore(
             EngineConfig(
                 model=ModelConfig(model="played"),
@@ -161,7 +163,7 @@ class Played:
                 scheduler=SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=128),
             ),
             seat=CoreSeat(),
-            clock=ManualClock(),
+            clock=self.clock,
             progress=lambda text: None,
         )
         self.out: list[str] = []
@@ -249,6 +251,37 @@ def test_a_request_is_in_a_step_at_once_where_there_is_room_beside_the_one_that_
     assert played.turn() == ["step a"]
     played.add("b")
     assert played.turn() == ["step b"]
+
+
+def test_a_step_that_does_not_come_back_ends_the_engine(played: Played) -> None:
+    played.add("a")
+    played.turn()
+    for _ in range(600):
+        played.clock.advance(1.0)
+        assert played.turn() == []
+    played.clock.advance(1.0)
+    with pytest.raises(RankDiedError, match=r"600 s .*--step-timeout"):
+        played.turn()
+
+
+def test_steps_that_come_back_may_go_on_for_ever(played: Played) -> None:
+    played.add("a", max_tokens=50)
+    played.turn()
+    for _ in range(40):
+        for _ in range(20):
+            played.clock.advance(1.0)
+            played.turn()
+        played.ranks.finish()
+        assert played.turn() == ["step a"]
+
+
+def test_a_core_that_was_stopped_itself_does_not_blame_the_step_in_flight(played: Played) -> None:
+    played.add("a")
+    played.turn()
+    played.clock.advance(3600.0)
+    assert played.turn() == []
+    played.ranks.finish()
+    assert played.turn() == ["step a"]
 
 
 def test_a_load_begins_while_a_step_runs_and_joins_the_very_next(played: Played) -> None:

@@ -25,12 +25,14 @@ from pdserve.engine.dp_client import DataParallelClient, Load, launch, least_bus
 from pdserve.errors import ConfigError, EngineDeadError, InternalError
 from pdserve.wire.step import ExpertBalance
 from tests.engine.test_coordinator import stats
-from tests.engine.test_zmq_client import PROMPTS, request, tokens_of
+from tests.engine.test_zmq_client import PROMPTS, impatient, request, tokens_of
 from tests.tiny_models import greedy_by_transformers
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
+    from collections.abc import AsyncGenerator, AsyncIterator
     from pathlib import Path
+
+    from pdserve.wire.request import EngineOutput
 
 pytestmark = pytest.mark.slow
 
@@ -178,6 +180,31 @@ async def test_a_killed_coordinator_ends_the_engine(tiny_model: Path) -> None:
             async for _ in client.generate(request("r", PROMPTS[2], 900)):
                 with suppress(ProcessLookupError):  # it is dead, and tokens are still on the way
                     os.kill(client.coordinator_pid, signal.SIGKILL)
+
+
+async def test_a_core_that_is_stopped_ends_the_engine_and_all_requests(tiny_model: Path) -> None:
+    async with launched(impatient(dp_config(tiny_model))) as client:
+        await client.wait_ready()
+        os.kill(client.pids[1], signal.SIGSTOP)
+        outputs = [client.generate(request(f"r{i}", PROMPTS[2], 900)) for i in range(2)]
+        with pytest.raises(EngineDeadError, match="core 1: the engine core was stopped"):
+            async with aclosing(outputs[0]), aclosing(outputs[1]):
+                await asyncio.gather(*(_read(each) for each in outputs))
+
+
+async def test_a_stopped_coordinator_ends_the_engine(tiny_model: Path) -> None:
+    async with launched(impatient(dp_config(tiny_model))) as client:
+        await client.wait_ready()
+        os.kill(client.coordinator_pid, signal.SIGSTOP)
+        async with asyncio.timeout(40):
+            while client.dead_reason is None:
+                await asyncio.sleep(0.02)
+        assert "the coordinator was stopped" in client.dead_reason
+
+
+async def _read(outputs: AsyncGenerator[EngineOutput, None]) -> None:
+    async for _ in outputs:
+        pass
 
 
 async def test_a_setting_no_core_can_use_is_reported_once(tiny_model: Path) -> None:

@@ -16,6 +16,7 @@ import pytest
 from pdserve.config.schema import (
     CacheConfig,
     EngineConfig,
+    LivenessConfig,
     ModelConfig,
     ParallelConfig,
     SchedulerConfig,
@@ -46,6 +47,11 @@ def engine_config(model: Path, *, backend: str = "inline", blocks: int = 200) ->
         scheduler=SchedulerConfig(max_num_batched_tokens=128),
         parallel=ParallelConfig(distributed_executor_backend=backend, num_threads=1),
     )
+
+
+def impatient(config: EngineConfig) -> EngineConfig:
+    """The same, with what is stopped given up after a second."""
+    return msgspec.structs.replace(config, liveness=LivenessConfig(heartbeat_timeout_s=1.0))
 
 
 @asynccontextmanager
@@ -155,6 +161,55 @@ async def test_a_killed_core_ends_its_requests_with_an_error(tiny_model: Path) -
                 os.kill(client.pid, signal.SIGKILL)
         with pytest.raises(EngineDeadError):
             await tokens_of(client, request("again", [5], 1))
+
+
+@pytest.mark.parametrize("backend", ["inline", "multiprocess"])
+async def test_a_stopped_core_is_not_ready_at_once_and_ends_its_requests_soon(
+    tiny_model: Path, backend: str
+) -> None:
+    async with running(impatient(engine_config(tiny_model, backend=backend))) as client:
+        outputs = client.generate(request("r", PROMPTS[2], 900))
+        await anext(outputs)
+        os.kill(client.pid, signal.SIGSTOP)
+        while client.stall_reason is None:
+            assert client.dead_reason is None
+            await asyncio.sleep(0.01)
+        with pytest.raises(EngineDeadError, match=r"stopped for 1 s \(--heartbeat-timeout\)"):
+            async for _ in outputs:
+                pass
+        assert await asyncio.wait_for(client.wait_dead(), 40) == client.dead_reason
+        assert not Path(f"/proc/{client.pid}").exists()
+
+
+async def test_a_stopped_rank_ends_the_engine_with_its_reason(tiny_model: Path) -> None:
+    async with running(impatient(engine_config(tiny_model, backend="multiprocess"))) as client:
+        (rank,) = await asyncio.to_thread(_children_of, client.pid)
+        outputs = client.generate(request("r", PROMPTS[2], 900))
+        await anext(outputs)
+        os.kill(rank, signal.SIGSTOP)
+        with pytest.raises(EngineDeadError, match=r"rank 0 .*stopped .*--heartbeat-timeout"):
+            async for _ in outputs:
+                pass
+
+
+async def test_a_rank_stopped_while_nothing_runs_ends_the_engine(tiny_model: Path) -> None:
+    async with running(impatient(engine_config(tiny_model, backend="multiprocess"))) as client:
+        (rank,) = await asyncio.to_thread(_children_of, client.pid)
+        os.kill(rank, signal.SIGSTOP)
+        assert "stopped" in await asyncio.wait_for(client.wait_dead(), 40)
+
+
+async def test_a_core_stopped_for_a_moment_goes_on(tiny_model: Path) -> None:
+    (expected,) = greedy_by_transformers(tiny_model, PROMPTS[2:3], 200)
+    async with running(impatient(engine_config(tiny_model))) as client:
+        tokens: list[int] = []
+        async for output in client.generate(request("r", PROMPTS[2], 200)):
+            if not tokens:
+                os.kill(client.pid, signal.SIGSTOP)
+                asyncio.get_running_loop().call_later(0.5, os.kill, client.pid, signal.SIGCONT)
+            tokens += output.new_token_ids
+        assert tokens == expected
+        assert client.dead_reason is None
 
 
 async def test_a_killed_rank_ends_the_engine_with_its_reason(tiny_model: Path) -> None:

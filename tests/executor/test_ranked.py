@@ -11,10 +11,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import msgspec
 import psutil
 import pytest
 
-from pdserve.config.schema import EngineConfig, ModelConfig, ParallelConfig
+from pdserve.config.schema import EngineConfig, LivenessConfig, ModelConfig, ParallelConfig
 from pdserve.errors import ConfigError, InternalError
 from pdserve.executor import ranked
 from pdserve.executor.base import RankDiedError
@@ -22,6 +23,7 @@ from pdserve.executor.messages import Launch
 from pdserve.executor.multiprocess import MultiprocessExecutor, RankProcesses
 from pdserve.executor.ranked import RankedExecutor
 from pdserve.executor.zmq_links import ZmqHub
+from pdserve.observe.liveness import NUM_LOOKS
 from pdserve.parallel.rendezvous import listen
 from pdserve.parallel.seat import CoreSeat, seats
 from pdserve.wire.ids import EngineId, Incarnation, RequestId
@@ -102,6 +104,7 @@ def over_zmq(config: EngineConfig, lines: list[str]) -> RankedExecutor:
         num_ranks=num_ranks,
         output_rank=next(seat.engine_rank for seat in places if seat.is_output),
         max_in_flight=2,
+        look_s=config.liveness.heartbeat_timeout_s / NUM_LOOKS,
         progress=lines.append,
     )
 
@@ -377,6 +380,40 @@ def test_a_rank_killed_while_idle_wakes_the_core_and_raises() -> None:
             executor.poll_report()
         assert time.monotonic() - start < SOON_S
         assert _are_gone(executor)
+
+
+@pytest.mark.chaos
+@pytest.mark.parametrize("payload", [b"", bytes(9 << 20)], ids=["in mid step", "short of room"])
+def test_a_rank_that_is_stopped_is_given_up_and_takes_the_others_along(payload: bytes) -> None:
+    impatient = msgspec.structs.replace(
+        config(tp=2), liveness=LivenessConfig(heartbeat_timeout_s=0.5)
+    )
+    with running(over_rings, impatient) as executor:
+        assert isinstance(executor, MultiprocessExecutor)
+        os.kill(executor.pids[1], signal.SIGSTOP)
+        executor.submit(step(0, "sleep 0 30"))
+        start = time.monotonic()
+        story = r"^rank 1 \(pid \d+ was stopped .*--heartbeat-timeout\)"
+        with pytest.raises(RankDiedError, match=story):
+            if payload:
+                executor.submit(step(1, payload=payload))
+            while True:
+                executor.poll_result()
+                time.sleep(0.02)
+        assert time.monotonic() - start < SOON_S
+        assert _are_gone(executor)
+
+
+@pytest.mark.chaos
+def test_a_rank_elsewhere_that_is_stopped_is_lost() -> None:
+    with running(over_zmq, config(tp=2)) as executor:
+        ranks = executor._ranks
+        assert isinstance(ranks, RankProcesses)
+        os.kill(ranks.pids[1], signal.SIGSTOP)
+        executor._next_look_s = float("inf")  # nobody looks at processes of another machine
+        executor.submit(step(0, "sleep 0 30"))
+        with pytest.raises(RankDiedError, match="rank 1 lost its connection"):
+            collect(executor)
 
 
 @pytest.mark.chaos

@@ -301,3 +301,14 @@ async def test_several_choices_are_one_line(text, caplog, body):
     async with serving(text, scripted(text, "a dog")) as server:
         await server.ok("/v1/completions", body)
     assert len([r for r in caplog.records if r.name == "pdserve.server.job"]) == 1
+
+
+async def test_a_stalled_engine_is_not_ready_and_says_why_until_it_goes_on(text) -> None:
+    engine = make_engine(text)
+    async with serving(text, engine) as server:
+        engine.stall_reason = "the engine core is stopped, for 2 s"
+        assert await server.get("/readyz") == (503, "the engine core is stopped, for 2 s\n")
+        assert (await server.get("/health"))[0] == 503
+        assert (await server.get("/livez"))[0] == 200
+        engine.stall_reason = None
+        assert (await server.get("/readyz"))[0] == 200

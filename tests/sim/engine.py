@@ -88,6 +88,7 @@ class SimEngine:
         self.spec = spec
         self.speed = 1.0
         self.dead_reason: str | None = None
+        self.stall_reason: str | None = None
         self.is_over = False
         self.news = asyncio.Event()
         self.config = EngineConfig(

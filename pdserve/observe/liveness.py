@@ -1,0 +1,88 @@
+"""Tells a process that is stopped, or asleep while it owes an answer, from one that is busy.
+
+A late answer alone proves nothing: a long step on a slow machine, or a machine with more to do
+than it can, is late as well. So the kernel is asked (proc(5), `/proc/PID/stat`):
+
+    stopped    state T or t: it does nothing until it is told to go on
+    busy       it is on a CPU, waits for one (state R), or has used some since the last look
+    asleep     neither; a mistake only if it owes an answer
+
+What is counted are looks in a row, not seconds: whoever was stopped itself, or had no CPU for a
+while, finds on waking that it has looked once, and blames nobody.
+"""
+
+from __future__ import annotations
+
+import enum
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+NUM_LOOKS = 5
+"""Looks per time-out: the verdict comes within one more of them."""
+
+
+class Activity(enum.Enum):
+    """What a process did since the last look."""
+
+    BUSY = "busy"
+    ASLEEP = "asleep"
+    STOPPED = "stopped"
+
+
+class ProcessState(NamedTuple):
+    """A process at one moment.
+
+    Attributes:
+        letter: R, S, D, T, ... as in proc(5); of the first thread.
+        cpu_ticks: CPU time that all its threads ever used, in clock ticks.
+    """
+
+    letter: str
+    cpu_ticks: int
+
+
+def read_state(pid: int) -> ProcessState | None:
+    """Ask the kernel; None: there is no such process, or no /proc."""
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return None
+    fields = text[text.rindex(")") + 2 :].split()  # its name may hold anything
+    return ProcessState(fields[0], int(fields[11]) + int(fields[12]))
+
+
+class ProcessWatch:
+    """Looks at one process at an interval that its caller keeps.
+
+    Attributes:
+        num_stopped: The last looks, in a row, that found it stopped.
+        num_idle: Those that found it stopped or asleep.
+    """
+
+    def __init__(
+        self, pid: int, *, read: Callable[[int], ProcessState | None] = read_state
+    ) -> None:
+        self._pid = pid
+        self._read = read
+        self._cpu_ticks: int | None = None
+        self.num_stopped = 0
+        self.num_idle = 0
+
+    def look(self) -> Activity:
+        """Look once. A process that cannot be seen counts as busy: its end is told otherwise."""
+        state = self._read(self._pid)
+        activity = Activity.BUSY if state is None else self._judge(state)
+        self.num_stopped = self.num_stopped + 1 if activity is Activity.STOPPED else 0
+        self.num_idle = 0 if activity is Activity.BUSY else self.num_idle + 1
+        return activity
+
+    def _judge(self, state: ProcessState) -> Activity:
+        before, self._cpu_ticks = self._cpu_ticks, state.cpu_ticks
+        if state.letter in "Tt":
+            return Activity.STOPPED
+        if state.letter == "R" or before is None or state.cpu_ticks > before:
+            return Activity.BUSY
+        return Activity.ASLEEP

@@ -1,0 +1,110 @@
+"""What is stopped says nothing: engines that do not answer, and a proxy that slept."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING
+
+import msgspec
+import pytest
+
+from pdserve.config.schema import ProxyConfig, Role
+from pdserve.observe.clock import ManualClock
+from pdserve.proxy.backend import Health, Registration
+from pdserve.proxy.backends import Backends
+from pdserve.proxy.errors import WorkerError
+from pdserve.wire.request import EngineInfo
+from tests.proxy.scripted import ScriptedEngine
+from tests.sim import virtual_time
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+URL = "http://10.0.0.1:8000"
+
+
+class Network:
+    """See `EngineHttp`: an engine that answers at once, or never."""
+
+    def __init__(self) -> None:
+        self.is_stopped = False
+
+    async def get_json(
+        self, url: str, timeout_s: float, headers: Mapping[str, str]
+    ) -> tuple[int, bytes]:
+        if self.is_stopped:
+            await asyncio.sleep(timeout_s)
+            raise WorkerError(f"{url}: no answer", reason="timeout")
+        return 200, b'{"data": [{"id": "m"}]}'
+
+
+class Leg:
+    """See `Leg`: notes when it was lost."""
+
+    def __init__(self, clock: ManualClock) -> None:
+        self._clock = clock
+        self.lost_s: float | None = None
+
+    def lose(self) -> None:
+        if self.lost_s is None:
+            self.lost_s = self._clock.monotonic_s()
+
+
+@pytest.mark.parametrize("after_check_s", [0.0, 0.01, 0.5, 0.99])
+def test_by_default_the_legs_of_an_engine_that_is_stopped_are_lost_within_eight_seconds(
+    after_check_s: float,
+) -> None:
+    clock, network = ManualClock(), Network()
+
+    async def main() -> float:
+        backends = Backends(ProxyConfig(decode=(URL,)), network, clock)
+        await backends.start()
+        backend = backends.get(URL)
+        backend.legs.add(leg := Leg(clock))
+        await asyncio.sleep(10.0 + after_check_s)
+        network.is_stopped, stopped_s = True, clock.monotonic_s()
+        await asyncio.sleep(30.0)
+        assert backend.health is Health.UNREACHABLE
+        await backends.stop()
+        return leg.lost_s - stopped_s
+
+    assert 4.0 < virtual_time.run(clock, main()) < 8.0
+
+
+def test_an_engine_that_answers_late_twice_keeps_its_legs() -> None:
+    clock, network = ManualClock(), Network()
+
+    async def main() -> None:
+        backends = Backends(ProxyConfig(decode=(URL,)), network, clock)
+        await backends.start()
+        backend = backends.get(URL)
+        backend.legs.add(leg := Leg(clock))
+        for _ in range(5):
+            network.is_stopped = True
+            await asyncio.sleep(4.0)
+            network.is_stopped = False
+            await asyncio.sleep(5.0)
+        assert (leg.lost_s, backend.health) == (None, Health.READY)
+        await backends.stop()
+
+    virtual_time.run(clock, main())
+
+
+def test_a_proxy_that_was_stopped_still_knows_the_engines_that_registered() -> None:
+    clock = ManualClock()
+    info = msgspec.convert(ScriptedEngine("decode").info(), EngineInfo)
+
+    async def main() -> None:
+        backends = Backends(ProxyConfig(), Network(), clock)
+        await backends.start()
+        registration = Registration(url=URL, role=Role.DECODE, engine=info, lease_s=9.0)
+        backends.register(registration)
+        await asyncio.sleep(3.0)
+        clock.advance(600.0)  # nothing ran here meanwhile
+        await asyncio.sleep(4.0)
+        assert backends.get(URL).available
+        await asyncio.sleep(4.0)
+        assert backends.get(URL) is None, "it has not renewed its lease since"
+        await backends.stop()
+
+    virtual_time.run(clock, main())
