@@ -19,6 +19,8 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
+from pdserve.config.user_cache import user_cache
+
 SOURCE_DIR = Path(__file__).resolve().parent
 NATIVE = "-march=native"
 _FLAGS = ("-O3", "-std=c++17", "-fPIC", "-pthread", "-ffp-contract=fast", "-fvisibility=default")
@@ -42,7 +44,9 @@ def library(target: str = NATIVE, cache_dir: Path | None = None) -> Path:
     Raises:
         BuildError: No compiler was found, or compiling failed.
     """
-    folder = _default_cache_dir() if cache_dir is None else cache_dir
+    folder = user_cache() if cache_dir is None else cache_dir
+    if folder is None:
+        raise BuildError("no home folder for the built kernels: set XDG_CACHE_HOME")
     path = folder / f"kernels-{_fingerprint(target)}.so"
     if path.exists():
         return path
@@ -61,23 +65,13 @@ def library(target: str = NATIVE, cache_dir: Path | None = None) -> Path:
 
 def is_built() -> bool:
     """Whether `library` will find its result in the cache, and not take seconds."""
-    try:
-        return (_default_cache_dir() / f"kernels-{_fingerprint(NATIVE)}.so").exists()
-    except BuildError:
-        return False
+    folder = user_cache()
+    return folder is not None and (folder / f"kernels-{_fingerprint(NATIVE)}.so").exists()
 
 
 def _compiler() -> str | None:
     names = [os.environ.get("CXX", ""), "g++", "c++"]
     return next((found for name in names if name and (found := shutil.which(name))), None)
-
-
-def _default_cache_dir() -> Path:
-    cache = os.environ.get("XDG_CACHE_HOME")
-    try:
-        return (Path(cache) if cache else Path.home() / ".cache") / "pdserve"
-    except RuntimeError as error:  # a container whose user has no entry in passwd
-        raise BuildError("no home folder for the built kernels: set XDG_CACHE_HOME") from error
 
 
 def _fingerprint(target: str) -> str:

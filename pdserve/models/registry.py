@@ -150,19 +150,23 @@ def load_model(
     module = importlib.import_module(_MODELS[arch.architecture])
     construct = cast("Callable[..., CausalLM]", getattr(module, arch.architecture))
     model = construct(arch, placement, max_positions=max_model_len, layers=layers)
-    load_weights(
-        model.slots(),
-        source,
-        tied_head=arch.tie_embeddings,
-        unused=tuple(f"model.layers.{arch.num_layers + i}." for i in range(arch.num_extra_layers)),
-        progress=progress,
-    )
+    with source.digesting(world) as digest:
+        load_weights(
+            model.slots(),
+            source,
+            tied_head=arch.tie_embeddings,
+            unused=tuple(
+                f"model.layers.{arch.num_layers + i}." for i in range(arch.num_extra_layers)
+            ),
+            progress=progress,
+        )
+        weights_digest = digest()
     return LoadedModel(
         model,
         arch,
         dtype,
         max_model_len,
-        source.digest,
+        weights_digest,
         layers=layers,
         num_kv_heads=len(kv_heads_of(arch.num_kv_heads, placement)),
         vocab=model.vocab,

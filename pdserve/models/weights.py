@@ -13,6 +13,7 @@ import hashlib
 import json
 import math
 import struct
+from contextlib import closing, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
@@ -21,14 +22,18 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from pdserve.errors import ConfigError
+from pdserve.models.file_digest import DigestCache, FileDigest
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
+    from contextlib import AbstractContextManager
 
     from torch import Tensor
 
+    from pdserve.parallel.group import World
+
 _LFS_MAGIC = b"version https://git-lfs"
-_EDGE_BYTES = 64 << 10
+_MAX_DIGEST_THREADS = 4
 _MAX_HEADER_BYTES = 100 << 20
 _DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _SAME_DTYPE = {dtype: name for name, dtype in _DTYPES.items()}
@@ -67,11 +72,18 @@ class Slot:
 
 
 class WeightSource(Protocol):
-    """Named tensors, and a short name for all of them together."""
+    """Named tensors, and a digest of all of them together."""
 
-    @property
-    def digest(self) -> str:
-        """Equal digests mean equal weights."""
+    def digesting(self, world: World) -> AbstractContextManager[Callable[[], str]]:
+        """Work out a digest while the caller loads; what is returned waits for it.
+
+        Equal digests mean equal weights, and every rank of an engine has the same one. All its
+        ranks enter, and ask, at the same time.
+
+        Raises:
+            ConfigError: Also by the call: a file cannot be read, or changes meanwhile, or is not
+                the same for all ranks.
+        """
         ...
 
     @property
@@ -144,13 +156,17 @@ class Checkpoint:
         if not any(shard.tensors for shard in self._shards):
             raise ConfigError(f"the safetensors of {str(directory)!r} are empty", param="model")
 
-    @property
-    def digest(self) -> str:
-        """Over every file's name, size, header, and first and last 64 KiB of data."""
-        total = hashlib.sha256()
-        for shard in self._shards:
-            total.update(shard.fingerprint())
-        return total.hexdigest()[:32]
+    @contextmanager
+    def digesting(self, world: World) -> Iterator[Callable[[], str]]:
+        """See `WeightSource`: over every byte of every file, and the files' names."""
+        files = FileDigest(
+            [shard.path for shard in self._shards],
+            cache=DigestCache.of_user(),
+            world=world,
+            num_threads=min(_MAX_DIGEST_THREADS, torch.get_num_threads()),
+        )
+        with closing(files):
+            yield files.result
 
     @property
     def dtype(self) -> torch.dtype:
@@ -229,7 +245,7 @@ class _Shard:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._size = path.stat().st_size
+        size = path.stat().st_size
         with path.open("rb") as file:
             start = file.read(64)
             if start.startswith(_LFS_MAGIC):
@@ -239,36 +255,26 @@ class _Shard:
                     param="model",
                 )
             length = struct.unpack("<Q", start[:8])[0] if len(start) >= 8 else 0
-            if not 0 < length <= min(_MAX_HEADER_BYTES, self._size - 8):
+            if not 0 < length <= min(_MAX_HEADER_BYTES, size - 8):
                 raise self._broken("it has no safetensors header")
             file.seek(8)
-            self._header = file.read(length)
+            header = file.read(length)
         self.tensors: dict[str, _Stored] = {}
         end = 0
         try:
-            for name, entry in json.loads(self._header).items():
+            for name, entry in json.loads(header).items():
                 if name != "__metadata__":
                     self.tensors[name] = _Stored(entry["dtype"], tuple(entry["shape"]))
                     end = max(end, entry["data_offsets"][1])
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise self._broken(f"its header is not readable ({error})") from None
-        if 8 + length + end > self._size:
+        if 8 + length + end > size:
             raise self._broken(
-                f"it has {self._size} of {8 + length + end} bytes; the download was cut short"
+                f"it has {size} of {8 + length + end} bytes; the download was cut short"
             )
 
     def _broken(self, why: str) -> ConfigError:
         return ConfigError(f"{self.path} is not usable: {why}", param="model")
-
-    def fingerprint(self) -> bytes:
-        digest = hashlib.sha256(f"{self.path.name}\0{self._size}\0".encode())
-        digest.update(self._header)
-        with self.path.open("rb") as file:
-            file.seek(8 + len(self._header))
-            digest.update(file.read(_EDGE_BYTES))
-            file.seek(max(0, self._size - _EDGE_BYTES))
-            digest.update(file.read(_EDGE_BYTES))
-        return digest.digest()
 
     def read(self, slots: Mapping[str, Slot]) -> Iterator[tuple[str, Tensor]]:
         """Yield this rank's regions, as views of the mapped file, which is unmapped at the end."""
@@ -336,11 +342,11 @@ class DummyWeights:
         self._dtype = dtype
         self._identity = identity
 
-    @property
-    def digest(self) -> str:
-        """Over shape, seed, deviation and dtype."""
+    def digesting(self, world: World) -> AbstractContextManager[Callable[[], str]]:
+        """See `WeightSource`: over shape, seed, deviation and dtype."""
         text = f"dummy\0{self._identity}\0{self._seed}\0{self._std}\0{_SAME_DTYPE[self._dtype]}"
-        return hashlib.sha256(text.encode()).hexdigest()[:32]
+        digest = hashlib.sha256(text.encode()).hexdigest()[:32]
+        return nullcontext(lambda: digest)
 
     @property
     def dtype(self) -> torch.dtype:

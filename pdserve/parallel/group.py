@@ -191,6 +191,21 @@ class World:
         """Every rank."""
         return self.groups[Axis.WORLD]
 
+    @property
+    def engine_rank(self) -> int:
+        """This rank's number among those of its engine: stage by stage, TP fastest."""
+        return self.pp.index * self.tp.size + self.tp.index
+
+    def gather_engine_ints(self, values: Sequence[int]) -> list[list[int]]:
+        """Values of every rank of this engine (equally many), by its number there."""
+        stage = [value for row in self.tp.gather_ints(values) for value in row]
+        size = len(values)
+        return [
+            row[start : start + size]
+            for row in self.pp.gather_ints(stage)
+            for start in range(0, size * self.tp.size, size)
+        ]
+
     def close(self) -> None:
         """Leave the world. Other ranks need not take part."""
         for group in self.groups.values():

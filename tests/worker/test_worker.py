@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import mmap
+import shutil
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
+from pdserve.commands import doctor
 from pdserve.config.schema import (
     CacheConfig,
     EngineConfig,
@@ -23,6 +26,7 @@ from pdserve.wire.step import KnownRequests, ModelRunnerOutput, SchedulerOutput
 from pdserve.wire.transfer import ConnectorMetadata, ConnectorReport, Endpoint, LeaseEnd, Settled
 from pdserve.worker.kv_memory import Offer, layout_of_block, require_one_request, supply
 from pdserve.worker.worker import Worker
+from tests.tiny_models import write_tiny_model
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -204,6 +208,35 @@ def test_the_context_carries_the_digest_of_what_peers_must_share(
     assert len(digests) == 4
     other_sizes = make_driver(cache=CacheConfig(num_gpu_blocks_override=64, block_size=32)).info
     assert other_sizes.layout_digest == same.layout_digest
+
+
+def test_doctor_tells_checkpoints_apart_that_differ_in_a_middle_tensor(tmp_path: Path) -> None:
+    def peer(directory: Path) -> doctor.Peer:
+        worker = Worker(
+            EngineConfig(
+                model=ModelConfig(model=str(directory)),
+                device="cpu",
+                cache=CacheConfig(num_gpu_blocks_override=128),
+            ),
+            seat=Seat(),
+            incarnation=Incarnation("life"),
+            engine_id=EngineId("engine"),
+            wake=lambda: None,
+            progress=lambda _: None,
+        )
+        info = worker.start()
+        worker.close(1.0)
+        return doctor.Peer(directory.name, "both", info.layout_digest, info.layout_fields)
+
+    p = write_tiny_model(tmp_path / "p")
+    d = shutil.copytree(p, tmp_path / "d")
+    assert doctor.compatible(peer(p), peer(d)).verdict is doctor.Verdict.OK
+    tensors = load_file(d / "model.safetensors")
+    tensors["model.layers.1.mlp.down_proj.weight"] *= 2
+    save_file(tensors, d / "model.safetensors", metadata={"format": "pt"})
+    finding = doctor.compatible(peer(p), peer(d))
+    assert finding.verdict is doctor.Verdict.FAIL
+    assert finding.text.startswith("p and d differ: weights ")
 
 
 def test_cuda_that_is_not_there_is_a_configuration_error(tmp_path: Path) -> None:

@@ -1,0 +1,18 @@
+"""Where pdserve keeps what it can make again: kernels it compiled, digests of files it read."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+
+def user_cache() -> Path | None:
+    """Return ``pdserve`` in ``$XDG_CACHE_HOME`` or in ``~/.cache``; it need not exist.
+
+    None: there is neither, as in a container whose user has no entry in passwd.
+    """
+    cache = os.environ.get("XDG_CACHE_HOME")
+    try:
+        return (Path(cache) if cache else Path.home() / ".cache") / "pdserve"
+    except RuntimeError:
+        return None
