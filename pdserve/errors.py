@@ -10,6 +10,7 @@ mistake* is an `InternalError`: it ends the engine, with the request's story.
     |  |- ContextLengthError  400   prompt + output exceed the model's context
     |- UnauthorizedError      401
     |- NotFoundError          404   unknown path or model
+    |- RequestTimeoutError    408   headers or a body did not come in time
     |- BodyTooLargeError      413
     |- OverloadedError        429   queue is full; Retry-After
     |- UnavailableError       503   no ready engine for the role; Retry-After
@@ -87,6 +88,14 @@ class NotFoundError(PdserveError):
     status = 404
     type = "invalid_request_error"
     code = "not_found"
+
+
+class RequestTimeoutError(PdserveError):
+    """The headers or the body of a request did not come in time."""
+
+    status = 408
+    type = "timeout_error"
+    code = "request_timeout"
 
 
 class BodyTooLargeError(PdserveError):

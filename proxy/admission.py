@@ -57,15 +57,23 @@ class Admission:
         finally:
             self._release()
 
-    async def _acquire(self) -> None:
-        if self._num_running < self._max_concurrent:
-            self._num_running += 1
-            return
-        if len(self._waiters) >= self._queue_size:
+    def require_room(self) -> None:
+        """Check that one more request may run or wait.
+
+        Raises:
+            OverloadedError: It would be refused now.
+        """
+        if self._num_running >= self._max_concurrent and len(self._waiters) >= self._queue_size:
             raise OverloadedError(
                 f"{self._num_running} requests run and {len(self._waiters)} wait: try again later",
                 retry_after_s=RETRY_AFTER_S,
             )
+
+    async def _acquire(self) -> None:
+        if self._num_running < self._max_concurrent:
+            self._num_running += 1
+            return
+        self.require_room()
         waiter = asyncio.get_running_loop().create_future()
         self._waiters.append(waiter)
         try:

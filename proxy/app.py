@@ -18,6 +18,8 @@ from typing import TYPE_CHECKING
 from aiohttp import web
 
 from pdserve.errors import ConfigError
+from pdserve.http.bodies import Bodies
+from pdserve.http.connection import Listener
 from pdserve.observe.clock import SystemClock
 from pdserve.observe.log import log_event
 from pdserve.observe.metrics import measure_loop_lag
@@ -47,8 +49,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-BACKLOG = 2048
-"""Connections that may wait to be accepted: a burst of streams arrives at once."""
 _RELEASE_TIMEOUT_S = 5.0
 
 
@@ -111,6 +111,7 @@ class Proxy:
         self.admission = Admission(
             config.max_concurrent_requests, config.queue_size, config.queue_timeout_s
         )
+        self.bodies = Bodies(config.limits)
         services = Services(
             config=config,
             http=self._http,
@@ -118,6 +119,7 @@ class Proxy:
             attempts=Attempts(self.backends, self.metrics),
             router=Router(config, self.backends),
             admission=self.admission,
+            bodies=self.bodies,
             metrics=self.metrics,
             new_nonce=new_nonce,
         )
@@ -144,7 +146,7 @@ class Proxy:
             status,
             Debug(services, self._clock, self.live, self.recent),
             self.dashboard,
-            Registrations(config, self.backends),
+            Registrations(config, self.backends, self.bodies),
         )
         self._runner: web.AppRunner | None = None
         self._lag_task: asyncio.Task[None] | None = None
@@ -164,7 +166,8 @@ class Proxy:
         await runner.setup()
         host, port = self._config.host, self._config.port
         try:
-            await web.TCPSite(runner, host, port, backlog=BACKLOG).start()
+            timeout_s = self._config.limits.header_timeout_s
+            await Listener(runner, host, port, header_timeout_s=timeout_s).start()
         except OSError as error:
             await self.stop()
             raise _bind_error(host, port, error) from error
@@ -207,10 +210,7 @@ class Proxy:
         return len(self._http.background)
 
     def _app(self) -> web.Application:
-        app = web.Application(
-            client_max_size=self._config.max_body_bytes,
-            middlewares=[Boundary(self._config).middleware],
-        )
+        app = web.Application(middlewares=[Boundary(self._config, self.bodies).middleware])
         for part in self._parts:
             app.add_routes(part.routes())
         return app

@@ -12,14 +12,8 @@ from typing import TYPE_CHECKING
 
 from aiohttp import hdrs, web
 
-from pdserve.errors import (
-    BadRequestError,
-    BodyTooLargeError,
-    NotFoundError,
-    PdserveError,
-    UnauthorizedError,
-)
-from pdserve.proxy.answers import error_answer
+from pdserve.errors import PdserveError, UnauthorizedError
+from pdserve.http.answers import error_answer, refusal_of
 from pdserve.proxy.errors import ClientGoneError
 from pdserve.proxy.keys import CHALLENGE, is_for_people, is_known, needs_key
 
@@ -27,6 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
 
     from pdserve.config.schema import ProxyConfig
+    from pdserve.http.bodies import Bodies
 
     Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -39,10 +34,15 @@ _GOOD_ID = re.compile(r"[\x21-\x7e]{1,128}")
 
 
 class Boundary:
-    """The one middleware of a proxy."""
+    """The one middleware of a proxy.
 
-    def __init__(self, config: ProxyConfig) -> None:
+    Args:
+        bodies: Freed of a request's body when it is over.
+    """
+
+    def __init__(self, config: ProxyConfig, bodies: Bodies) -> None:
         self._config = config
+        self._bodies = bodies
 
     @web.middleware
     async def middleware(self, request: web.Request, handler: Handler) -> web.StreamResponse:
@@ -59,18 +59,14 @@ class Boundary:
             if isinstance(error, UnauthorizedError) and is_for_people(request.path):
                 response.headers[hdrs.WWW_AUTHENTICATE] = CHALLENGE
         except web.HTTPException as error:
-            response = error_answer(_from_http(request, error, self._config.max_body_bytes))
-            if error.status == 405:
-                response.set_status(405)
-                response.headers[hdrs.ALLOW] = error.headers.get(hdrs.ALLOW, "")
-        except web.RequestPayloadError:
-            unreadable = BadRequestError("the body is not in its encoding, or was cut off")
-            response = error_answer(unreadable)
+            response = error_answer(refusal_of(error, request))
         except ClientGoneError:
             response = web.Response(status=499)  # written to nobody
         except Exception:
             log.exception("request failed: request=%s path=%s", request_id, request.path)
             response = error_answer(PdserveError("the proxy failed; its log says why"))
+        finally:
+            self._bodies.free(request)
         if not response.prepared:
             response.headers[REQUEST_ID] = request_id
         return response
@@ -79,21 +75,3 @@ class Boundary:
         given = request.headers.get(hdrs.AUTHORIZATION, "")
         if not is_known(given, self._config.api_keys, request.path):
             raise UnauthorizedError("the API key is missing or wrong")
-
-
-def _from_http(request: web.Request, error: web.HTTPException, max_bytes: int) -> PdserveError:
-    """Say in OpenAI's shape what aiohttp found wrong with a request."""
-    match error.status:
-        case 404:
-            return NotFoundError(
-                f"there is no {request.path} here; the OpenAI API is under /v1, "
-                "for example /v1/chat/completions"
-            )
-        case 405:
-            return BadRequestError(
-                f"{request.path} does not take {request.method}", code="method_not_allowed"
-            )
-        case 413:
-            return BodyTooLargeError(f"the body is larger than {max_bytes} bytes")
-        case _:
-            return BadRequestError(error.reason)

@@ -12,8 +12,8 @@ import msgspec
 from aiohttp import web
 
 from pdserve.errors import BadRequestError
+from pdserve.http.answers import json_answer
 from pdserve.observe.trace_query import trace_query
-from pdserve.proxy.answers import json_answer
 from pdserve.proxy.keys import engine_headers
 from pdserve.proxy.trace import Tracer
 from pdserve.wire.finished import NUM_KEPT

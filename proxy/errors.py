@@ -14,7 +14,6 @@ Knows HTTP bodies and server-sent events; knows nothing of routing or of retries
 
 from __future__ import annotations
 
-import math
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -106,18 +105,6 @@ class RefusedError(Exception):
 
 class ClientGoneError(Exception):
     """The client has closed its connection."""
-
-
-def error_body(error: PdserveError) -> bytes:
-    """Return `{"error": {...}}` as JSON."""
-    return _error_json(error.message, error.type, error.param, error.error_code)
-
-
-def error_headers(error: PdserveError) -> dict[str, str]:
-    """Return the headers that go with an error: Retry-After in whole seconds, at least 1."""
-    if error.retry_after_s is None:
-        return {}
-    return {"Retry-After": str(max(1, math.ceil(error.retry_after_s)))}
 
 
 def error_event(body: bytes) -> bytes:

@@ -41,15 +41,10 @@ from typing import TYPE_CHECKING
 from aiohttp import web
 
 from pdserve.errors import DeadlineError, PdserveError, UnavailableError
+from pdserve.http.answers import error_body, error_headers
 from pdserve.proxy.backend import Health
 from pdserve.proxy.delivery import Delivery
-from pdserve.proxy.errors import (
-    BudgetSpentError,
-    KvFailedError,
-    RefusedError,
-    error_body,
-    error_headers,
-)
+from pdserve.proxy.errors import BudgetSpentError, KvFailedError, RefusedError
 from pdserve.proxy.legs import LegFailure, Legs, Prefilled
 from pdserve.proxy.push import Push
 from pdserve.proxy.replay import DivergedError

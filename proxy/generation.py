@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from aiohttp import hdrs, web
 
-from pdserve.errors import DeadlineError, InternalError, PdserveError
+from pdserve.errors import DeadlineError, InternalError, OverloadedError, PdserveError
 from pdserve.proxy.bodies import ClientBody
 from pdserve.proxy.boundary import REQUEST_ID, REQUEST_ID_KEY
 from pdserve.proxy.client import DEADLINE_HEADER
@@ -89,13 +89,14 @@ class Generation:
                 outcome = "shed"
                 raise shutting_down()
             try:
+                self._services.admission.require_room()
                 body = ClientBody(
                     await self._body_of(request, until_s),
                     created=int(self._clock.wall_s()),
                     fallback_seed=self._rng.getrandbits(48),
                 )
-            except (PdserveError, web.HTTPException, web.RequestPayloadError):
-                outcome = "client_error"
+            except PdserveError as error:
+                outcome = "shed" if isinstance(error, OverloadedError) else "client_error"
                 raise
             story.streamed = body.stream
             flow = Flow(
@@ -127,14 +128,15 @@ class Generation:
             log.info("%s", self._recent.add(story, outcome).line)
 
     async def _body_of(self, request: web.Request, until_s: float) -> bytes:
-        """Read a body, which may come as slowly as its client likes.
+        """Read a body.
 
         Raises:
             DeadlineError: It has not come by then.
+            PdserveError: It is not to be had: see `Bodies.read`.
         """
         try:
             async with asyncio.timeout_at(until_s):
-                return await request.read()
+                return await self._services.bodies.read(request)
         except TimeoutError:
             limit_s = self._config.request_timeout_s
             raise DeadlineError(f"the body had not arrived within {limit_s:g} s") from None

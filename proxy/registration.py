@@ -14,13 +14,14 @@ import msgspec
 from aiohttp import web
 
 from pdserve.errors import BadRequestError, HandshakeError, UnauthorizedError
+from pdserve.http.answers import error_answer, json_answer
 from pdserve.observe.log import log_event
-from pdserve.proxy.answers import error_answer, json_answer
 from pdserve.proxy.backend import Deregistration, Registration
 from pdserve.proxy.client import AUTH_HEADER, signature
 
 if TYPE_CHECKING:
     from pdserve.config.schema import ProxyConfig
+    from pdserve.http.bodies import Bodies
     from pdserve.proxy.backends import Backends
 
 Message = TypeVar("Message")
@@ -34,8 +35,9 @@ _MAX_REFUSALS = 1000
 class Registrations:
     """Takes what engines say of themselves."""
 
-    def __init__(self, config: ProxyConfig, backends: Backends) -> None:
+    def __init__(self, config: ProxyConfig, backends: Backends, bodies: Bodies) -> None:
         self._config = config
+        self._bodies = bodies
         self._backends = backends
         self._refusals: dict[str, str] = {}
 
@@ -79,7 +81,7 @@ class Registrations:
                 none, and it comes from another host.
             BadRequestError: It is not such a message.
         """
-        body = await request.read()
+        body = await self._bodies.read(request)
         if not self._config.secret and not _is_this_host(request.remote):
             raise UnauthorizedError(
                 f"{request.remote} may not register: without a secret only engines of this host "

@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from pdserve.config.schema import ProxyConfig
+    from pdserve.http.bodies import Bodies
     from pdserve.proxy.admission import Admission
     from pdserve.proxy.attempts import Attempts
     from pdserve.proxy.backends import Backends
@@ -31,5 +32,6 @@ class Services:
     attempts: Attempts
     router: Router
     admission: Admission
+    bodies: Bodies
     metrics: Metrics
     new_nonce: Callable[[], str]

@@ -13,8 +13,8 @@ from aiohttp import hdrs, web
 import pdserve
 from pdserve.config.schema import Role
 from pdserve.errors import NotFoundError, UnavailableError, UpstreamError
+from pdserve.http.answers import json_answer
 from pdserve.observe.metrics import CONTENT_TYPE
-from pdserve.proxy.answers import json_answer
 from pdserve.proxy.backend import Health
 from pdserve.proxy.keys import engine_headers
 from pdserve.proxy.live import shutting_down

@@ -430,6 +430,46 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
         )
 
 
+class HttpLimits(msgspec.Struct, frozen=True, kw_only=True):
+    """What a client may take of an HTTP server: bytes and time.
+
+    Attributes:
+        max_body_bytes: Of one request.
+        body_memory_bytes: For the bodies of all requests that run, with the copies that are made
+            of them; None is 256 MiB, or eight of the largest bodies if that is more.
+        header_timeout_s: From the first byte of a request's headers to their last, and from a
+            new connection to its first request.
+        body_timeout_s: How long a body may go without progress.
+    """
+
+    max_body_bytes: int = 16 << 20
+    body_memory_bytes: int | None = None
+    header_timeout_s: float = 30.0
+    body_timeout_s: float = 30.0
+
+    @property
+    def body_memory(self) -> int:
+        """Bytes for all bodies together."""
+        if self.body_memory_bytes is not None:
+            return self.body_memory_bytes
+        return max(256 << 20, 8 * self.max_body_bytes)
+
+    def __post_init__(self) -> None:
+        for flag, number in (
+            ("max-body-bytes", self.max_body_bytes),
+            ("header-timeout", self.header_timeout_s),
+            ("body-timeout", self.body_timeout_s),
+        ):
+            _require(number > 0, flag, number, _POSITIVE)
+        _require(
+            self.body_memory >= 6 * self.max_body_bytes,
+            "body-memory-bytes",
+            self.body_memory,
+            "it must be at least six times --max-body-bytes: a body is held with two copies, and "
+            "leaves as much room for others",
+        )
+
+
 class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
     """The HTTP side of one engine.
 
@@ -438,6 +478,7 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
         proxy_urls: Proxies to register with, and to leave on shutdown.
         advertise_url: What to register as; empty means http://host:port.
         shutdown_timeout_s: How long running requests may go on after SIGTERM.
+        limits: What its clients may take.
     """
 
     host: str = "127.0.0.1"
@@ -446,7 +487,7 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
     proxy_urls: tuple[str, ...] = ()
     advertise_url: str = ""
     shutdown_timeout_s: float = 30.0
-    max_body_bytes: int = 64 << 20
+    limits: HttpLimits = HttpLimits()
 
     def __post_init__(self) -> None:
         _require_port(self.port)
@@ -456,7 +497,6 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
             _require_url(self.advertise_url, "advertise-url")
         _require_api_keys(self.api_keys)
         _require_not_negative("shutdown-timeout", self.shutdown_timeout_s)
-        _require(self.max_body_bytes > 0, "max-body-bytes", self.max_body_bytes, _POSITIVE)
 
 
 class ProxyConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -473,6 +513,7 @@ class ProxyConfig(msgspec.Struct, frozen=True, kw_only=True):
         cb_failure_threshold: Failures in a row that open an engine's breaker.
         cb_timeout_s: How long it stays open before one request may try again.
         secret: The deployment's secret; engines that register must know it.
+        limits: What its clients may take.
     """
 
     host: str = "127.0.0.1"
@@ -494,7 +535,7 @@ class ProxyConfig(msgspec.Struct, frozen=True, kw_only=True):
     health_check_interval_s: float = 1.0
     health_check_timeout_s: float = 2.0
     shutdown_timeout_s: float = 30.0
-    max_body_bytes: int = 64 << 20
+    limits: HttpLimits = HttpLimits()
 
     def __post_init__(self) -> None:
         _require_port(self.port)
@@ -509,7 +550,6 @@ class ProxyConfig(msgspec.Struct, frozen=True, kw_only=True):
             ("cb-failure-threshold", self.cb_failure_threshold),
             ("health-check-interval-secs", self.health_check_interval_s),
             ("health-check-timeout-secs", self.health_check_timeout_s),
-            ("max-body-bytes", self.max_body_bytes),
         ):
             _require(number > 0, flag, number, _POSITIVE)
         for flag, number in (

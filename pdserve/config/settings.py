@@ -191,7 +191,10 @@ _SERVER: Final = declare(
         ("proxy", "proxy_urls", "URL", "proxies to register with"),
         ("advertise-url", "advertise_url", "URL", "what to register as; empty is http://host:port"),
         ("shutdown-timeout", "shutdown_timeout_s", "SECONDS", "how long running requests may go on after SIGTERM or Ctrl-C"),
-        ("max-body-bytes", "max_body_bytes", "BYTES", "larger request bodies get 413"),
+        ("max-body-bytes", "limits.max_body_bytes", "BYTES", "larger request bodies get 413"),
+        ("body-memory-bytes", "limits.body_memory_bytes", "BYTES", "memory for the bodies of all requests; what does not fit gets 429; auto is 256 MiB, or 8 x the largest body"),
+        ("header-timeout", "limits.header_timeout_s", "SECONDS", "for the headers of a request to arrive"),
+        ("body-timeout", "limits.body_timeout_s", "SECONDS", "how long a request body may go without progress"),
     ),
 )
 
@@ -241,7 +244,10 @@ _PROXY: Final = (
             ("port", "port", "PORT", "0 takes a free one"),
             ("api-key", "api_keys", "KEY", "keys that clients must send one of (rather as PDSERVE_API_KEY)"),
             ("shutdown-timeout", "shutdown_timeout_s", "SECONDS", "how long running requests may go on after SIGTERM or Ctrl-C"),
-            ("max-body-bytes", "max_body_bytes", "BYTES", "larger request bodies get 413"),
+            ("max-body-bytes", "limits.max_body_bytes", "BYTES", "larger request bodies get 413"),
+            ("body-memory-bytes", "limits.body_memory_bytes", "BYTES", "memory for the bodies of all requests; what does not fit gets 429; auto is 256 MiB, or 8 x the largest body"),
+            ("header-timeout", "limits.header_timeout_s", "SECONDS", "for the headers of a request to arrive"),
+            ("body-timeout", "limits.body_timeout_s", "SECONDS", "how long a request body may go without progress"),
         ),
     ),
 )

@@ -19,6 +19,8 @@ from typing import TYPE_CHECKING
 from aiohttp import web
 
 from pdserve.errors import ConfigError, EngineDeadError, UnauthorizedError
+from pdserve.http.bodies import Bodies
+from pdserve.http.connection import Listener
 from pdserve.observe.clock import SystemClock
 from pdserve.observe.log import log_event
 from pdserve.observe.metrics import measure_loop_lag
@@ -45,7 +47,6 @@ _POLL_S = 0.1
 _CLOSE_TIMEOUT_S = 1.0
 """For the engine to end, and for streams to say so; requests had their time before."""
 _KEY_PATHS = ("/v1/", "/debug/", "/tokenize", "/detokenize", "/reset_prefix_cache")
-_BACKLOG = 2048
 
 
 def build_app(
@@ -66,7 +67,6 @@ def build_app(
     """
     clock = clock or SystemClock()
     app = web.Application(
-        client_max_size=server_config.max_body_bytes,
         middlewares=[_identify, error_middleware, _authenticate],
     )
     names = engine_config.model.served_model_name or (engine_config.model.model,)
@@ -78,6 +78,7 @@ def build_app(
             names[0], lambda: client.stats, lambda: client.core_stats, lambda: client.info
         ),
         text=text,
+        bodies=Bodies(server_config.limits),
         clock=clock,
         created_s=int(clock.wall_s()),
     )
@@ -218,7 +219,8 @@ async def _bind(runner: web.AppRunner, config: ServerConfig) -> str:
             "this engine with --advertise-url",
             param="advertise-url",
         )
-    site = web.TCPSite(runner, config.host, config.port, backlog=_BACKLOG)
+    timeout_s = config.limits.header_timeout_s
+    site = Listener(runner, config.host, config.port, header_timeout_s=timeout_s)
     try:
         await site.start()
     except OSError as error:

@@ -13,7 +13,7 @@ from pdserve.server.intake import LONG_TEXT_CHARS, created_s, encode_prompts, ma
 from pdserve.server.logprobs import chat_logprobs, prompt_logprobs
 from pdserve.server.protocol import ChatRequest, parse_body
 from pdserve.server.reply import finish_name, hop_events, send_json
-from pdserve.server.service import SERVICE
+from pdserve.server.service import SERVICE, read_body
 from pdserve.server.sse import EventStream
 
 if TYPE_CHECKING:
@@ -59,15 +59,16 @@ async def render_chat(
 
 async def create_chat_completion(request: web.Request) -> web.StreamResponse:
     """Answer a chat request, as one JSON object or as a stream."""
-    data = await request.read()
-    body = parse_body(data, ChatRequest)
+    data = await read_body(request)
+    body, num_bytes = parse_body(data, ChatRequest), len(data)
+    del data  # the answer may take minutes
     service = request.app[SERVICE]
     service.resolve_model(body.model)
     text, _ = service.require_ready()
     prompt = await render_chat(
         text,
         body.messages,
-        num_bytes=len(data),
+        num_bytes=num_bytes,
         now_s=created_s(request, body),
         add_generation_prompt=body.add_generation_prompt is not False,
         variables=body.chat_template_kwargs,

@@ -10,7 +10,7 @@ from pdserve.server.intake import encode_prompts, make_job, wants_stages
 from pdserve.server.logprobs import completion_logprobs, echoed_logprobs, joined, prompt_logprobs
 from pdserve.server.protocol import CompletionRequest, parse_body
 from pdserve.server.reply import finish_name, hop_events, send_json
-from pdserve.server.service import SERVICE
+from pdserve.server.service import SERVICE, read_body
 from pdserve.server.sse import EventStream
 
 if TYPE_CHECKING:
@@ -22,7 +22,7 @@ DEFAULT_MAX_TOKENS = 16
 
 async def create_completion(request: web.Request) -> web.StreamResponse:
     """Answer a completions request, as one JSON object or as a stream."""
-    body = parse_body(await request.read(), CompletionRequest)
+    body = parse_body(await read_body(request), CompletionRequest)
     service = request.app[SERVICE]
     service.resolve_model(body.model)
     text, _ = service.require_ready()

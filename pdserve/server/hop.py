@@ -11,7 +11,7 @@ from aiohttp import web
 
 from pdserve.errors import UnauthorizedError
 from pdserve.server.protocol import ReleaseRequest, parse_body
-from pdserve.server.service import SERVICE
+from pdserve.server.service import SERVICE, read_body
 
 if TYPE_CHECKING:
     from pdserve.server.service import Service
@@ -49,7 +49,7 @@ async def info(request: web.Request) -> web.Response:
 
 
 async def _authentic_body(request: web.Request) -> bytes:
-    data = await request.read()
+    data = await read_body(request)
     secret = _secret(request.app[SERVICE])
     given = request.headers.get(AUTH_HEADER, "").encode("utf-8", "surrogateescape")
     if secret and not hmac.compare_digest(given, signature(secret, data).encode()):

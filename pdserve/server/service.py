@@ -16,6 +16,7 @@ from pdserve.server.recent import Recent
 if TYPE_CHECKING:
     from pdserve.config.schema import EngineConfig, ServerConfig
     from pdserve.engine.client import EngineClient
+    from pdserve.http.bodies import Bodies
     from pdserve.observe.clock import Clock
     from pdserve.server.job import Job
     from pdserve.server.metrics import ServerMetrics
@@ -38,12 +39,14 @@ class Service:
         jobs: Those themselves.
         recent: Those that have ended.
         recorder: What traces are made from.
+        bodies: Reads the bodies of requests.
     """
 
     client: EngineClient
     engine_config: EngineConfig
     server_config: ServerConfig
     metrics: ServerMetrics
+    bodies: Bodies
     text: Text | None = None
     clock: Clock = field(default_factory=SystemClock)
     draining: bool = False
@@ -108,6 +111,11 @@ SERVICE = web.AppKey("service", Service)
 REQUEST_ID = web.RequestKey("request_id", str)
 START_S = web.RequestKey("start_s", float)
 """When the request came, by the service's monotonic clock."""
+
+
+async def read_body(request: web.Request) -> bytes:
+    """Return a request's body; see `Bodies.read`."""
+    return await request.app[SERVICE].bodies.read(request)
 
 
 def request_id_of(request: web.Request) -> str:

@@ -15,7 +15,8 @@ import msgspec
 from aiohttp import web
 
 from pdserve.errors import PdserveError
-from pdserve.server.errors import error_object, log_internal_error
+from pdserve.http.answers import error_object
+from pdserve.server.errors import log_internal_error
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

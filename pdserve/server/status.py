@@ -13,7 +13,7 @@ from pdserve.observe.metrics import CONTENT_TYPE
 from pdserve.server.chat import render_chat
 from pdserve.server.intake import decode, encode
 from pdserve.server.protocol import DetokenizeRequest, TokenizeRequest, parse_body
-from pdserve.server.service import SERVICE
+from pdserve.server.service import SERVICE, read_body
 
 if TYPE_CHECKING:
     from pdserve.server.service import Service
@@ -101,7 +101,7 @@ async def reset_prefix_cache(request: web.Request) -> web.Response:
 
 async def tokenize(request: web.Request) -> web.Response:
     """The token ids of a prompt or of chat messages."""
-    data = await request.read()
+    data = await read_body(request)
     body = parse_body(data, TokenizeRequest)
     service = request.app[SERVICE]
     service.resolve_model(body.model)
@@ -135,7 +135,7 @@ async def tokenize(request: web.Request) -> web.Response:
 
 async def detokenize(request: web.Request) -> web.Response:
     """The text of token ids, special tokens included."""
-    body = parse_body(await request.read(), DetokenizeRequest)
+    body = parse_body(await read_body(request), DetokenizeRequest)
     service = request.app[SERVICE]
     service.resolve_model(body.model)
     text, _ = service.require_ready()

@@ -13,7 +13,7 @@ import pytest
 from aiohttp import web
 
 import pdserve
-from pdserve.config.schema import ProxyConfig
+from pdserve.config.schema import HttpLimits, ProxyConfig
 from pdserve.errors import ConfigError
 from pdserve.proxy.app import Proxy, run_proxy
 from pdserve.proxy.story import SECOND_TERMS, TTFT_TERMS, Mode, Stage
@@ -123,7 +123,7 @@ async def test_a_key_that_is_not_utf8_is_no_key(make_stack, keys):
 
 
 async def test_a_body_that_is_too_large_is_a_413(make_stack):
-    stack = await make_stack([], [ScriptedEngine("decode")], max_body_bytes=100)
+    stack = await make_stack([], [ScriptedEngine("decode")], limits=HttpLimits(max_body_bytes=100))
     async with stack.post({"prompt": "x" * 200}) as response:
         assert response.status == 413
         assert (await error_of(response))["code"] == "request_too_large"

@@ -19,8 +19,10 @@ from pdserve.config.schema import (
     TransferConfig,
 )
 from pdserve.engine.fake import FakeEngineClient
+from pdserve.http.connection import Listener
 from pdserve.observe.clock import ManualClock, SystemClock
 from pdserve.server.app import build_app
+from pdserve.server.service import SERVICE
 from pdserve.text.load import load_text
 from tests.text.tiny import SPECIAL, write_model_files
 
@@ -121,8 +123,8 @@ async def serving(
     )
     runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.1)
     await runner.setup()
-    site = web.TCPSite(runner, "127.0.0.1", 0)
-    await site.start()
+    timeout_s = app[SERVICE].server_config.limits.header_timeout_s
+    await Listener(runner, "127.0.0.1", 0, header_timeout_s=timeout_s).start()
     host, port = runner.addresses[0]
     try:
         async with aiohttp.ClientSession() as session:

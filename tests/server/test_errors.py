@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from pdserve.config.schema import HttpLimits
 from pdserve.text.tokenizer import Tokenizer
 from pdserve.wire.request import EngineOutput, FinishReason
 from tests.server.conftest import events, make_engine, serving
@@ -209,7 +210,7 @@ async def test_other_paths_and_methods_are_openai_shaped(
 
 
 async def test_too_large_a_body_is_a_413(text):
-    async with serving(text, make_engine(text), max_body_bytes=1000) as server:
+    async with serving(text, make_engine(text), limits=HttpLimits(max_body_bytes=1000)) as server:
         status, error = await server.refused(COMPLETIONS, {"prompt": "x" * 2000})
     assert (status, error["code"]) == (413, "request_too_large")
 

@@ -1,0 +1,1 @@
+"""HTTP as the proxy and the engines' servers serve it."""

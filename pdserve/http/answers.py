@@ -1,0 +1,102 @@
+"""Values and errors as HTTP answers: one shape of an error, whoever found it.
+
+Knows OpenAI's error object; knows nothing of who asked, nor of what.
+"""
+
+from __future__ import annotations
+
+import math
+
+import msgspec
+from aiohttp import hdrs, web
+
+from pdserve.errors import BadRequestError, BodyTooLargeError, NotFoundError, PdserveError
+
+
+class MethodNotAllowedError(NotFoundError):
+    """The path exists, but not for this method.
+
+    Args:
+        allowed: The methods it exists for, as the Allow header lists them (RFC 9110, 15.5.6).
+    """
+
+    status = 405
+    code = "method_not_allowed"
+
+    def __init__(self, message: str, *, allowed: str) -> None:
+        super().__init__(message)
+        self.allowed = allowed
+
+
+class ExpectationError(BadRequestError):
+    """The Expect header asks for something that is not done here."""
+
+    status = 417
+    code = "expectation_failed"
+
+
+def json_answer(value: object) -> web.Response:
+    """Return `value` as JSON."""
+    return web.Response(body=msgspec.json.encode(value), content_type="application/json")
+
+
+def error_answer(error: PdserveError, *, status: int | None = None) -> web.Response:
+    """Return an error in OpenAI's shape, under its own status unless another is given."""
+    return web.Response(
+        status=status or error.status,
+        body=error_body(error),
+        headers=error_headers(error),
+        content_type="application/json",
+    )
+
+
+def error_body(error: PdserveError) -> bytes:
+    """Return `{"error": {...}}` as JSON."""
+    return msgspec.json.encode(error_object(error))
+
+
+def error_object(error: PdserveError) -> dict[str, dict[str, str | None]]:
+    """Return an error as the API shows it."""
+    return {
+        "error": {
+            "message": error.message,
+            "type": error.type,
+            "param": error.param,
+            "code": error.error_code,
+        }
+    }
+
+
+def error_headers(error: PdserveError) -> dict[str, str]:
+    """Return the headers that go with an error: Retry-After in whole seconds, at least 1."""
+    headers: dict[str, str] = {}
+    if error.retry_after_s is not None:
+        headers[hdrs.RETRY_AFTER] = str(max(1, math.ceil(error.retry_after_s)))
+    if isinstance(error, MethodNotAllowedError):
+        headers[hdrs.ALLOW] = error.allowed
+    return headers
+
+
+def refusal_of(error: web.HTTPException, request: web.BaseRequest) -> PdserveError:
+    """Say in our terms what aiohttp found wrong with a request."""
+    match error:
+        case web.HTTPMethodNotAllowed():
+            allowed = ", ".join(sorted(error.allowed_methods))
+            return MethodNotAllowedError(
+                f"{request.method} is not allowed for {request.path}; use {allowed}",
+                allowed=allowed,
+            )
+        case web.HTTPRequestEntityTooLarge():
+            return BodyTooLargeError("the request body is larger than this server accepts")
+        case web.HTTPNotFound():
+            return NotFoundError(
+                f"there is no {request.path} here; the OpenAI API is under /v1, "
+                "for example /v1/chat/completions"
+            )
+        case web.HTTPExpectationFailed():
+            return ExpectationError(
+                f"Expect is {request.headers.get(hdrs.EXPECT)!r}: only 100-continue is possible",
+                param="Expect",
+            )
+        case _:
+            return BadRequestError(error.reason)

@@ -1,0 +1,107 @@
+"""Reads request bodies: how large one may be, how slow, and how much memory all take together.
+
+A body is paid for before it is read, by its declared length or as it grows, and is paid back when
+its request is over. One that does not fit is refused at once: nobody waits, so that nobody can be
+kept waiting. It must leave as much room as it takes itself, so that large bodies never shut out
+small ones.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING
+
+from aiohttp import web
+
+from pdserve.errors import (
+    BadRequestError,
+    BodyTooLargeError,
+    OverloadedError,
+    RequestTimeoutError,
+)
+
+if TYPE_CHECKING:
+    from pdserve.config.schema import HttpLimits
+
+COPIES = 3
+"""What a body takes of memory, in its own size: what came, and what is made of it for each of two
+engines; or while it is read its pieces and their sum; or at an engine what is parsed from it."""
+MIN_BYTES_PER_S = 500
+"""A body that comes more slowly than that, over a whole time-out, is given up."""
+_RETRY_AFTER_S = 1.0
+_HELD: web.RequestKey[int] = web.RequestKey("held_bytes", int)
+
+
+class Bodies:
+    """The bodies of all requests of one server.
+
+    Attributes:
+        num_held_bytes: Memory that they take, copies included.
+    """
+
+    def __init__(self, limits: HttpLimits) -> None:
+        self._limits = limits
+        self.num_held_bytes = 0
+
+    async def read(self, request: web.Request) -> bytes:
+        """Return a request's body, whose memory is counted until `free`.
+
+        aiohttp would keep it with the request, and that with its connection until the next one.
+
+        Raises:
+            BodyTooLargeError: It is, or says that it will be, larger than bodies may be.
+            OverloadedError: There is no memory for it now.
+            RequestTimeoutError: It does not get on.
+            BadRequestError: It is not in its encoding, or was cut off.
+        """
+        self._hold(request, request.content_length or 0)
+        pieces: list[bytes] = []
+        num_bytes = num_noted = 0
+        timeout_s = self._limits.body_timeout_s
+        loop = asyncio.get_running_loop()
+        try:
+            async with asyncio.timeout(timeout_s) as patience:
+                while piece := await request.content.readany():
+                    pieces.append(piece)
+                    num_bytes += len(piece)
+                    self._hold(request, num_bytes)
+                    if num_bytes - num_noted >= MIN_BYTES_PER_S * timeout_s:
+                        num_noted = num_bytes
+                        patience.reschedule(loop.time() + timeout_s)
+        except TimeoutError:
+            raise RequestTimeoutError(
+                f"the body has not come: {num_bytes} bytes are here, and for {timeout_s:g} s "
+                f"there were fewer than {MIN_BYTES_PER_S} per second"
+            ) from None
+        except web.RequestPayloadError:
+            raise BadRequestError("the body is not in its encoding, or was cut off") from None
+        return pieces[0] if len(pieces) == 1 else b"".join(pieces)
+
+    def free(self, request: web.Request) -> None:
+        """A request is over."""
+        self.num_held_bytes -= request.get(_HELD, 0)
+        request[_HELD] = 0
+
+    def _hold(self, request: web.Request, num_bytes: int) -> None:
+        """Count a body as at least so long.
+
+        Raises:
+            BodyTooLargeError: None may be.
+            OverloadedError: There is no memory for it; nothing has changed.
+        """
+        if num_bytes > self._limits.max_body_bytes:
+            raise BodyTooLargeError(
+                f"the request body has {num_bytes} bytes or more; at most "
+                f"{self._limits.max_body_bytes} are accepted (--max-body-bytes)"
+            )
+        more = COPIES * num_bytes - request.get(_HELD, 0)
+        if more <= 0:
+            return
+        if self.num_held_bytes + more + COPIES * num_bytes > self._limits.body_memory:
+            raise OverloadedError(
+                f"there is no room for a body of {num_bytes} bytes beside those of the requests "
+                "that run: try again later",
+                retry_after_s=_RETRY_AFTER_S,
+            )
+        self.num_held_bytes += more
+        request[_HELD] = request.get(_HELD, 0) + more

@@ -1,0 +1,136 @@
+"""Slow, oversized and malformed requests, at a proxy and at an engine's server alike."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from tests.http.conftest import connected
+
+HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+GOOD = b'{"prompt": "The", "max_tokens": 1}'
+
+
+async def test_headers_that_never_end_are_given_up_with_a_408(serve):
+    async with connected(await serve(header_timeout_s=0.2)) as wire:
+        wire.send(HEAD)
+        status, error = await wire.refusal()
+        assert (status, error["code"]) == (408, "request_timeout")
+        assert await wire.is_closed()
+
+
+async def test_headers_that_drip_are_given_up_as_well(serve):
+    async with connected(await serve(header_timeout_s=0.3)) as wire:
+
+        async def drip() -> None:
+            for byte in HEAD * 100:
+                wire.send(bytes([byte]))
+                await asyncio.sleep(0.02)
+
+        dripping = asyncio.create_task(drip())
+        status, _ = await wire.refusal()
+        assert status == 408
+        dripping.cancel()
+
+
+async def test_a_connection_that_says_nothing_is_closed(serve):
+    async with connected(await serve(header_timeout_s=0.1)) as wire:
+        assert await wire.is_closed()
+
+
+async def test_headers_of_a_second_request_have_the_same_deadline(serve):
+    async with connected(await serve(header_timeout_s=0.2)) as wire:
+        wire.send(b"GET /livez HTTP/1.1\r\nHost: x\r\n\r\n")
+        assert (await wire.answer())[0] == 200
+        wire.send(HEAD)
+        assert (await wire.refusal())[0] == 408
+        assert await wire.is_closed()
+
+
+async def test_a_connection_between_two_requests_stays_open(serve):
+    async with connected(await serve(header_timeout_s=0.1)) as wire:
+        for _ in range(2):
+            wire.send(b"GET /livez HTTP/1.1\r\nHost: x\r\n\r\n")
+            assert (await wire.answer())[0] == 200
+            await asyncio.sleep(0.3)  # what must not happen would have happened by then
+
+
+@pytest.mark.parametrize("path", [b"/v1/completions", b"/tokenize"])
+async def test_a_body_without_progress_is_given_up_with_a_408(serve, path):
+    async with connected(await serve(body_timeout_s=0.2)) as wire:
+        wire.send(HEAD.replace(b"/v1/completions", path) + b"Content-Length: 100\r\n\r\n{")
+        status, error = await wire.refusal()
+        assert (status, error["code"]) == (408, "request_timeout")
+
+
+async def test_a_body_that_drips_is_given_up_and_one_that_gets_on_is_not(serve):
+    url = await serve(body_timeout_s=0.4)  # 200 bytes are due in that time
+    padded = b'{"max_tokens": 1,' + b" " * 1000 + GOOD[1:]
+
+    async def send(num_bytes: int) -> int:
+        async with connected(url) as wire:
+            wire.send(HEAD + f"Content-Length: {len(padded)}\r\n\r\n".encode())
+            answered = asyncio.create_task(wire.answer())
+            for begin in range(0, len(padded), num_bytes):
+                wire.send(padded[begin : begin + num_bytes])
+                await asyncio.sleep(0.1)
+                if answered.done():
+                    break
+            return (await answered)[0]
+
+    assert await asyncio.gather(send(1), send(200)) == [408, 200]
+
+
+async def test_a_length_over_the_limit_is_refused_before_the_body_comes(serve):
+    async with connected(await serve(max_body_bytes=1000)) as wire:
+        wire.send(HEAD + b"Content-Length: 1001\r\n\r\n")
+        status, error = await wire.refusal()
+        assert (status, error["code"]) == (413, "request_too_large")
+        assert "1000" in error["message"]
+
+
+async def test_a_body_in_chunks_ends_at_the_limit(serve):
+    async with connected(await serve(max_body_bytes=1000)) as wire:
+        wire.send(HEAD + b"Transfer-Encoding: chunked\r\n\r\n3e9\r\n" + b"x" * 1001)
+        assert (await wire.refusal())[0] == 413
+
+
+@pytest.mark.parametrize(
+    "request_bytes",
+    [
+        b"garbage\r\n\r\n",
+        b"POST /v1/completions HTTP/9.9\r\n\r\n",
+        HEAD.replace(b"application/json", b"application/\0json") + b"Content-Length: 2\r\n\r\n{}",
+        HEAD + b"Content-Length: 1\r\nContent-Length: 2\r\n\r\n{}",
+        HEAD + b"Content-Length: -1\r\n\r\n",
+        HEAD + b"X: " + b"y" * 10000 + b"\r\n\r\n",
+        HEAD + b"Transfer-Encoding: chunked\r\n\r\nZZZ\r\n{}\r\n",
+        HEAD + b"Transfer-Encoding: chunked\r\n\r\n2\r\n{}\r\n-5\r\n",
+        HEAD + b"Content-Encoding: gzip\r\nContent-Length: 2\r\n\r\n{}",
+    ],
+)
+async def test_what_is_no_http_is_a_400_in_openais_shape(serve, request_bytes):
+    async with connected(await serve()) as wire:
+        wire.send(request_bytes)
+        status, error = await wire.refusal()
+        assert (status, error["type"]) == (400, "invalid_request_error")
+        assert "Traceback" not in error["message"]
+
+
+@pytest.mark.parametrize("path", [b"/v1/completions", b"/nowhere"])
+async def test_an_unknown_expectation_is_a_417_in_openais_shape(serve, path):
+    async with connected(await serve()) as wire:
+        head = HEAD.replace(b"/v1/completions", path)
+        wire.send(head + b"Expect: miracles\r\nContent-Length: 2\r\n\r\n{}")
+        status, error = await wire.refusal()
+        assert (status, error["code"]) == (417, "expectation_failed")
+        assert "miracles" in error["message"]
+
+
+async def test_a_client_that_expects_to_be_told_to_go_on_is(serve):
+    async with connected(await serve()) as wire:
+        wire.send(HEAD + f"Expect: 100-continue\r\nContent-Length: {len(GOOD)}\r\n\r\n".encode())
+        assert (await wire.answer())[0] == 100
+        wire.send(GOOD)
+        assert (await wire.answer())[0] == 200
