@@ -13,7 +13,7 @@ through a `Quorum`, so the scheduler half learns of a fact once, when every rank
 
 Life of a request at P (`remote_decode`):
     prefill runs as any other; of each chunk but its last the worker half may take note
-    (`chunk_planned`) -> `request_finished` returns a signed handoff and the
+    (`chunk_planned`) -> `request_finished` returns a handoff and the
     blocks stay leased -> D reads, or releases, or the lease ends -> the worker half
     reports `Settled` -> the scheduler frees the blocks.
 
@@ -162,6 +162,11 @@ class RequestView(Protocol):
         ...
 
     @property
+    def arrival_s(self) -> float:
+        """When this engine's server took it, in monotonic seconds."""
+        ...
+
+    @property
     def first_logprobs(self) -> list[TokenLogprobs] | None:
         """The first token's logprobs, if the request asked for any."""
         ...
@@ -227,10 +232,10 @@ class KVConnectorScheduler(abc.ABC):
     def check_handoff(self, request: RequestView) -> str | None:
         """Why the request's handoff, or its ticket, cannot be trusted or used here; None = it can.
 
-        Asked before anything of the handoff (its first token too) is believed: signature,
-        layout digest (the answer names both values), prompt digest. A ticket must be signed,
-        and name this engine's life. With a ticket and a handoff (what a push brought, in
-        `Received`) the two must belong together.
+        Asked before anything of the handoff (its first token too) is believed: the range of each
+        number, layout digest (the answer names both values), prompt digest. A ticket must name
+        this engine's life. That both are this deployment's was checked where they came in. With
+        a ticket and a handoff (what a push brought, in `Received`) the two must belong together.
         """
 
     @abc.abstractmethod

@@ -7,7 +7,6 @@ Knows the fields of the engine hop; knows no engine.
 
 from __future__ import annotations
 
-import base64
 import re
 from dataclasses import dataclass
 from typing import Any
@@ -18,7 +17,7 @@ from pdserve.errors import BadRequestError
 from pdserve.proxy.errors import WorkerError
 from pdserve.proxy.relay import SseParser
 from pdserve.wire.request import OnLoadFailure, RequestStages
-from pdserve.wire.transfer import KVHandoff, PushTicket
+from pdserve.wire.transfer import HANDOFFS
 
 _OUTPUT_LIMITS = ("max_tokens", "max_completion_tokens")
 _PROMPT_SCORES = ("prompt_logprobs", "echo", "logprobs")
@@ -126,15 +125,15 @@ class ClientBody:
             return 1  # one text, one list of tokens, or a chat
         return len(msgspec.json.decode(raw, type=list[msgspec.Raw]))
 
-    def for_prefill(self, ticket: PushTicket | None = None) -> bytes:
+    def for_prefill(self, ticket: str | None = None) -> bytes:
         """The body for a prefill engine: sample one token, then lease the KV out.
 
         Args:
-            ticket: Write the KV into another engine's blocks as well.
+            ticket: Sealed; write the KV into another engine's blocks as well.
         """
         ours: dict[str, Any] = {"final_length": True, "created": self.created, "seed": self.seed}
         if ticket is not None:
-            ours["ticket"] = _encoded(ticket)
+            ours["ticket"] = ticket
         return self._encode({_PARAMS: {"do_remote_decode": True, "pdserve": ours}})
 
     def for_decode(self, handoff: Handoff, *, first_delivered: bool) -> bytes:
@@ -148,7 +147,7 @@ class ClientBody:
         }
         return self._encode({_PARAMS: {**handoff.params, "pdserve": ours}})
 
-    def for_receiving(self, ticket: PushTicket) -> bytes:
+    def for_receiving(self, ticket: str) -> bytes:
         """The body for a decode engine that goes on from what another one writes to it.
 
         Of a stream it leaves out the first token, which comes from the other one.
@@ -156,7 +155,7 @@ class ClientBody:
         ours = {
             "created": self.created,
             "seed": self.seed,
-            "ticket": _encoded(ticket),
+            "ticket": ticket,
             "first_delivered": self.stream,
             "on_load_failure": OnLoadFailure.REPORT.value,
         }
@@ -194,8 +193,8 @@ def handoff_in(data: bytes, prefill_url: str) -> Handoff | None:
         params = _value(raw)
         if params is None:
             return None
-        leases = [_lease(text) for text in params["pdserve"]["handoffs"] if text is not None]
-    except (*_UNREADABLE, KeyError, TypeError) as error:
+        leases = [HANDOFFS.peek(text) for text in params["pdserve"]["handoffs"] if text is not None]
+    except (BadRequestError, *_UNREADABLE, KeyError, TypeError) as error:
         message = f"{prefill_url} sent a handoff that cannot be read: {error!r}"
         raise WorkerError(message, reason="garbled") from error
     prompts = {lease.prompt_digest: lease.num_tokens for lease in leases}
@@ -276,17 +275,6 @@ def merged(prefilled: bytes, decoded: bytes) -> bytes:
 
 def _has_ended(choice: dict[str, Any]) -> bool:
     return choice.get("finish_reason") is not None
-
-
-_LEASE: msgspec.msgpack.Decoder[KVHandoff] = msgspec.msgpack.Decoder(KVHandoff)
-
-
-def _lease(text: str) -> KVHandoff:
-    return _LEASE.decode(base64.b64decode(text))
-
-
-def _encoded(ticket: PushTicket) -> str:
-    return base64.b64encode(msgspec.msgpack.encode(ticket)).decode("ascii")
 
 
 def _value(raw: msgspec.Raw | None) -> Any:

@@ -46,8 +46,8 @@ RELEASE_TIMEOUT_S = 2.0
 ORDER_TIMEOUT_S = 5.0
 
 AUTH_HEADER = "X-Pdserve-Auth"
-DEADLINE_HEADER = "X-Pdserve-Deadline"
-"""Wall-clock seconds since the Unix epoch after which the answer is of no use."""
+TIME_LEFT_HEADER = "X-Pdserve-Time-Left"
+"""Seconds from its arrival at the engine after which the answer is of no use."""
 LOAD_FAILURES_HEADER = "X-Pdserve-Load-Failures"
 
 _FAILURES = (aiohttp.ClientError, ConnectionError, TimeoutError, UnicodeError)

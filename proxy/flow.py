@@ -101,6 +101,7 @@ class Flow:
             story,
             self._delivery,
             path=request.path,
+            until_s=until_s,
             headers=headers,
             reply_headers=reply_headers,
         )

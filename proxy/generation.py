@@ -14,7 +14,6 @@ from aiohttp import hdrs, web
 from pdserve.errors import DeadlineError, InternalError, OverloadedError, PdserveError
 from pdserve.proxy.bodies import ClientBody
 from pdserve.proxy.boundary import REQUEST_ID, REQUEST_ID_KEY
-from pdserve.proxy.client import DEADLINE_HEADER
 from pdserve.proxy.errors import ClientGoneError, RefusedError, WorkerError
 from pdserve.proxy.flow import Flow
 from pdserve.proxy.keys import engine_headers
@@ -71,17 +70,16 @@ class Generation:
         story = Story(request[REQUEST_ID_KEY], request.path, self._clock)
         limit_s = self._config.request_timeout_s
         until_s = asyncio.get_running_loop().time() + limit_s
-        deadline_s = self._clock.wall_s() + limit_s
         with self._live.hold(story):
-            return await self._told(request, story, until_s=until_s, deadline_s=deadline_s)
+            return await self._told(request, story, until_s=until_s)
 
     async def _told(
-        self, request: web.Request, story: Story, *, until_s: float, deadline_s: float
+        self, request: web.Request, story: Story, *, until_s: float
     ) -> web.StreamResponse:
         """Serve a request; count how it ended, and write its line.
 
         Args:
-            until_s, deadline_s: When it is to be over, by the event loop's clock and by the wall's.
+            until_s: When it is to be over, by the event loop's clock.
         """
         outcome = "error"
         try:
@@ -110,7 +108,6 @@ class Generation:
                     hdrs.CONTENT_TYPE: "application/json",
                     REQUEST_ID: story.request_id,
                     "X-Pdserve-Stages": "1",
-                    DEADLINE_HEADER: f"{deadline_s:.3f}",
                 },
                 reply_headers={REQUEST_ID: story.request_id},
             )

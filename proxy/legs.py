@@ -28,6 +28,7 @@ from pdserve.proxy.bodies import (
     usage_in,
     without_internals,
 )
+from pdserve.proxy.client import TIME_LEFT_HEADER
 from pdserve.proxy.delivery import SSE
 from pdserve.proxy.errors import KvFailedError, RefusedError, WorkerError, failure_in_stream
 from pdserve.proxy.relay import Relay
@@ -47,7 +48,6 @@ if TYPE_CHECKING:
     from pdserve.proxy.services import Services
     from pdserve.proxy.story import Story
     from pdserve.wire.ids import Incarnation
-    from pdserve.wire.transfer import PushTicket
 
 KV_MODE_HEADER = "X-Pdserve-KV-Mode"
 
@@ -97,6 +97,7 @@ class Legs:
 
     Args:
         path: The endpoint, the same at the engines.
+        until_s: When the request is to be over, by the event loop's clock.
         headers: For the engines.
         reply_headers: For the client.
     """
@@ -109,6 +110,7 @@ class Legs:
         delivery: Delivery,
         *,
         path: str,
+        until_s: float,
         headers: Mapping[str, str],
         reply_headers: Mapping[str, str],
     ) -> None:
@@ -119,6 +121,7 @@ class Legs:
         self._story = story
         self._delivery = delivery
         self._path = path
+        self._until_s = until_s
         self._headers = headers
         self._reply_headers = reply_headers
         self._reader: Leg | None = None  # the newest leg that reads from a prefill engine
@@ -189,7 +192,7 @@ class Legs:
     # --- prefill
 
     async def prefill_on(
-        self, backend: Backend, ticket: PushTicket | None
+        self, backend: Backend, ticket: str | None
     ) -> Prefilled | web.StreamResponse | LegFailure:
         """Prefill, for a push if there is a ticket; the answer itself if the request ends there.
 
@@ -288,7 +291,7 @@ class Legs:
     async def receive_on(
         self,
         backend: Backend,
-        ticket: PushTicket,
+        ticket: str,
         hand_over: HandOver,
         gate: asyncio.Future[Prefilled],
     ) -> web.StreamResponse | LegFailure:
@@ -373,7 +376,8 @@ class Legs:
         self._story.tell(f"kv by {mode.value}")
 
     def _send(self, backend: Backend, body: bytes, mode: KVMode | None) -> Leg:
-        headers = dict(self._headers)
+        left_s = self._until_s - asyncio.get_running_loop().time()
+        headers = {**self._headers, TIME_LEFT_HEADER: f"{left_s:.3f}"}
         if mode is not None:
             headers[KV_MODE_HEADER] = mode.value
         return self._http.leg(f"{backend.url}{self._path}", body, headers)

@@ -1,6 +1,6 @@
 """A push: the prefill leg and the receiving leg of one request, both at once.
 
-Both engines get one signed ticket, and the KV is written while it is computed; the handoff passes
+Both engines get one sealed ticket, and the KV is written while it is computed; the handoff passes
 between the two legs here. The order of what a client gets does not depend on which engine is
 faster: nothing of the receiving leg is passed on before the prefill leg has delivered the first
 token and given its handoff. Until then what comes from the decode engine stays in its connection.
@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 from pdserve.proxy.errors import KvFailedError, RefusedError, WorkerError
 from pdserve.proxy.legs import LegFailure, Prefilled
 from pdserve.proxy.story import Stage
-from pdserve.wire.transfer import EngineRef, KVMode, PushTicket
+from pdserve.wire.transfer import TICKETS, EngineRef, KVMode, PushTicket
 
 if TYPE_CHECKING:
     from aiohttp import web
@@ -30,9 +30,6 @@ if TYPE_CHECKING:
     from pdserve.proxy.services import Services
     from pdserve.proxy.story import Story
 
-TICKET_S = 120.0
-"""A ticket that comes to its prefill engine after this is not pushed, but pulled. It is sent as
-soon as it is drawn: what has to fit is how far the clocks of two machines may differ."""
 PUSH_PATIENCE_S = 5.0
 """How long a prefill engine is waited for whose receiver says that no KV came: it was told as
 well and hands over soon, unless the two cannot reach each other."""
@@ -70,7 +67,7 @@ class Push:
             return await self._run(prefill, decode, ticket, hand_over)
 
     async def _run(
-        self, prefill: Backend, decode: Backend, ticket: PushTicket, hand_over: HandOver
+        self, prefill: Backend, decode: Backend, ticket: str, hand_over: HandOver
     ) -> Prefilled | web.StreamResponse | LegFailure:
         gate: asyncio.Future[Prefilled] = asyncio.get_running_loop().create_future()
         receiving = asyncio.create_task(self._legs.receive_on(decode, ticket, hand_over, gate))
@@ -125,14 +122,11 @@ class Push:
         if isinstance(result, Prefilled):
             self._legs.give_back(result.handoff)
 
-    def _ticket(self, prefill: Backend, decode: Backend) -> PushTicket:
+    def _ticket(self, prefill: Backend, decode: Backend) -> str:
         ticket = PushTicket(
-            nonce=self._new_nonce(),
-            prefill=_engine_ref(prefill),
-            decode=_engine_ref(decode),
-            expires_s=self._story.clock.wall_s() + TICKET_S,
+            nonce=self._new_nonce(), prefill=_engine_ref(prefill), decode=_engine_ref(decode)
         )
-        return ticket.signed(self._secret.encode())
+        return TICKETS.seal(ticket, self._secret)
 
 
 def _patience_s(lost: LegFailure) -> float:

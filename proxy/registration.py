@@ -6,13 +6,13 @@ Knows who may: whoever has the deployment's secret. Which engines there are is `
 from __future__ import annotations
 
 import hmac
-import ipaddress
 import logging
 from typing import TYPE_CHECKING, TypeVar
 
 import msgspec
 from aiohttp import web
 
+from pdserve.config.schema import is_loopback
 from pdserve.errors import BadRequestError, HandshakeError, UnauthorizedError
 from pdserve.http.answers import error_answer, json_answer
 from pdserve.observe.log import log_event
@@ -82,7 +82,7 @@ class Registrations:
             BadRequestError: It is not such a message.
         """
         body = await self._bodies.read(request)
-        if not self._config.secret and not _is_this_host(request.remote):
+        if not self._config.secret and not is_loopback(request.remote or ""):
             raise UnauthorizedError(
                 f"{request.remote} may not register: without a secret only engines of this host "
                 "may; give the proxy and every engine the same one as PDSERVE_SECRET",
@@ -101,10 +101,3 @@ class Registrations:
             return msgspec.json.decode(body, type=type_)
         except msgspec.MsgspecError as error:
             raise BadRequestError(f"the registration cannot be read: {error}") from None
-
-
-def _is_this_host(remote: str | None) -> bool:
-    try:
-        return remote is not None and ipaddress.ip_address(remote.split("%")[0]).is_loopback
-    except ValueError:
-        return False

@@ -12,7 +12,7 @@ the `Capabilities` of the worker half; the shapes of the two engines by class at
 The product does not import it.
 """
 
-from pdserve.connectors.conformance.engines import Engine, KitRequest, prompt_of, signed_with
+from pdserve.connectors.conformance.engines import Engine, KitRequest, prompt_of
 from pdserve.connectors.conformance.kit import ConnectorConformance
 from pdserve.connectors.conformance.values import make_shape
 
@@ -22,5 +22,4 @@ __all__ = [
     "KitRequest",
     "make_shape",
     "prompt_of",
-    "signed_with",
 ]

@@ -10,16 +10,16 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import msgspec
 import torch
 
-from pdserve.connectors.conformance.engines import SECRET, Engine
+from pdserve.connectors.conformance.engines import Engine
 from pdserve.connectors.conformance.values import make_shape
 from pdserve.wire.ids import BlockId
 from pdserve.wire.transfer import PushTicket
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Sequence
 
     from pdserve.connectors.base import ConnectorFactory
-    from pdserve.wire.transfer import KVHandoff, KVShape
+    from pdserve.wire.transfer import KVShape
 
 _ROOM_TOKENS = 64
 
@@ -82,7 +82,7 @@ class Bench:
         """A ticket for a push from one to the other, as a proxy draws it."""
         self._num_tickets += 1
         ticket = PushTicket(nonce=f"ticket {self._num_tickets}", prefill=p.ref, decode=d.ref)
-        return msgspec.structs.replace(ticket, **changes).signed(SECRET.encode())
+        return msgspec.structs.replace(ticket, **changes)
 
     # --- where prompts lie
 
@@ -115,26 +115,6 @@ class Bench:
     def same(ours: Sequence[torch.Tensor], theirs: Sequence[torch.Tensor]) -> bool:
         """Whether two snapshots are equal."""
         return all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
-
-    @staticmethod
-    def forgeries(handoff: KVHandoff) -> Iterator[KVHandoff]:
-        """Yield the handoff edited in each of its fields, and without its signature."""
-        for name, value in (
-            ("engine_id", "another"),
-            ("incarnation", "another"),
-            ("nonce", "another"),
-            ("block_ids", [*handoff.block_ids[:-1], handoff.block_ids[-1] + 1]),
-            ("generations", [generation + 1 for generation in handoff.generations]),
-            ("num_tokens", handoff.num_tokens - 1),
-            ("layout_digest", "another"),
-            ("lease_s", handoff.lease_s + 1),
-            ("prompt_digest", "another"),
-            ("first_token_ids", [8]),
-            ("endpoints", []),
-            ("signature", ""),
-            ("signature", "0" * 64),
-        ):
-            yield msgspec.structs.replace(handoff, **{name: value})
 
     @staticmethod
     def until_woken(engine: Engine, condition: Callable[[], object]) -> None:

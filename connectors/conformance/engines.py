@@ -7,6 +7,7 @@ through a `Quorum`. Blocks are named by the test, and what is in them says who w
 
 from __future__ import annotations
 
+import math
 import os
 import threading
 import time
@@ -58,6 +59,7 @@ class KitRequest:
     output_token_ids: list[int] = field(default_factory=list)
     first_logprobs: list[TokenLogprobs] | None = None
     cache_salt: str = ""
+    arrival_s: float = math.inf
     remote_decode: bool = False
     handoff: KVHandoff | None = None
     ticket: PushTicket | None = None
@@ -67,11 +69,6 @@ class KitRequest:
 def prompt_of(num_tokens: int) -> list[int]:
     """Return a prompt of so many tokens."""
     return list(range(100, 100 + num_tokens))
-
-
-def signed_with(handoff: KVHandoff, **changes: Any) -> KVHandoff:
-    """Return the handoff with other contents, signed with the kit's secret."""
-    return msgspec.structs.replace(handoff, **changes).signed(SECRET.encode())
 
 
 class Rank:

@@ -6,8 +6,10 @@ import time
 from functools import partial
 from typing import TYPE_CHECKING
 
+import msgspec
+
 from pdserve.connectors.conformance.bench import Bench
-from pdserve.connectors.conformance.engines import prompt_of, signed_with
+from pdserve.connectors.conformance.engines import prompt_of
 from pdserve.wire.ids import Incarnation
 from pdserve.wire.transfer import ConnectorReport, LeaseEnd, LoadFailure
 
@@ -162,7 +164,7 @@ class PullConformance(Bench):
     def test_a_handoff_of_an_earlier_life_is_never_loaded(self) -> None:
         p, d = self.pair()
         handoff = p.prefill(PROMPT, self.p_blocks(0))
-        stale = signed_with(handoff, incarnation=Incarnation("an earlier life"))
+        stale = msgspec.structs.replace(handoff, incarnation=Incarnation("an earlier life"))
         d.load(d.queue(PROMPT, stale), self.d_blocks(0))
         d.until(lambda: d.failed or d.received, others=[p])
         assert {each.reason for each in d.failed} == {LoadFailure.LEASE_LOST}
@@ -172,7 +174,7 @@ class PullConformance(Bench):
     def test_giving_back_a_handoff_of_an_earlier_life_ends_no_lease_of_this_one(self) -> None:
         p, d = self.pair()
         handoff = p.prefill(PROMPT, self.p_blocks(0))
-        stale = signed_with(handoff, incarnation=Incarnation("an earlier life"))
+        stale = msgspec.structs.replace(handoff, incarnation=Incarnation("an earlier life"))
         d.abort(d.queue(PROMPT, stale))
         d.step()
         d.load(d.queue(PROMPT, handoff), self.d_blocks(0))
@@ -183,7 +185,7 @@ class PullConformance(Bench):
     def test_a_nonce_that_was_never_granted_is_never_loaded(self) -> None:
         p, d = self.pair()
         handoff = p.prefill(PROMPT, self.p_blocks(0))
-        unknown = signed_with(handoff, nonce="never granted")
+        unknown = msgspec.structs.replace(handoff, nonce="never granted")
         d.load(d.queue(PROMPT, unknown), self.d_blocks(0))
         d.until(lambda: d.failed, others=[p])
         assert {each.reason for each in d.failed} == {LoadFailure.LEASE_LOST}
@@ -203,16 +205,6 @@ class PullConformance(Bench):
         assert len(d.received) == 1
         assert len(p.settled) == 1
 
-    def test_an_edited_or_unsigned_handoff_is_refused(self) -> None:
-        p, d = self.pair()
-        handoff = p.prefill(PROMPT, self.p_blocks(0))
-        for forged in self.forgeries(handoff):
-            request = d.new_request(PROMPT, handoff=forged)
-            refusal = d.scheduler.check_handoff(request)
-            assert refusal is not None
-            assert "signature" in refusal
-        assert d.scheduler.check_handoff(d.new_request(PROMPT, handoff=handoff)) is None
-
     def test_a_handoff_of_another_prompt_is_refused(self) -> None:
         p, d = self.pair()
         handoff = p.prefill(PROMPT, self.p_blocks(0))
@@ -227,7 +219,7 @@ class PullConformance(Bench):
         handoff = p.prefill(PROMPT, self.p_blocks(0))
         refusal = d.scheduler.check_handoff(d.new_request(PROMPT, handoff=handoff))
         assert refusal is not None
-        lying = signed_with(handoff, layout_digest=d.context.layout_digest)
+        lying = msgspec.structs.replace(handoff, layout_digest=d.context.layout_digest)
         d.load(d.queue(PROMPT, lying), self.d_blocks(0))
         d.until(lambda: d.failed, others=[p])
         assert {each.reason for each in d.failed} == {LoadFailure.INCOMPATIBLE}

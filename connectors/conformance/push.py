@@ -228,21 +228,6 @@ class PushConformance(Bench):
         assert len(d.received) == 1
         assert len(p.settled) == 1
 
-    def test_a_forged_ticket_is_refused_on_both_sides(self) -> None:
-        self.needs_push()
-        p, d = self.pair()
-        ticket = self.ticket(p, d)
-        for changes in (
-            {"nonce": "another"},
-            {"signature": ""},
-            {"prefill": msgspec.structs.replace(p.ref, endpoints=())},
-            {"decode": msgspec.structs.replace(d.ref, incarnation=Incarnation("another"))},
-        ):
-            forged = msgspec.structs.replace(ticket, **changes)
-            for engine, is_prefill in ((p, True), (d, False)):
-                request = engine.new_request(PROMPT, remote_decode=is_prefill, ticket=forged)
-                assert engine.scheduler.check_handoff(request) is not None, changes
-
     def test_a_ticket_for_another_life_is_refused(self) -> None:
         self.needs_push()
         p, d = self.pair()

@@ -9,10 +9,12 @@ why.
 
 from __future__ import annotations
 
+import ipaddress
 from typing import TYPE_CHECKING, Final
 
 from pdserve.connectors.slicing import mismatch
 from pdserve.wire.hashing import prompt_digest
+from pdserve.wire.transfer import MAX_LEASE_S, MAX_TICKET_S, MIN_LEASE_S
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -20,6 +22,7 @@ if TYPE_CHECKING:
     from pdserve.connectors.base import ConnectorContext
     from pdserve.wire.transfer import Endpoint, EngineRef, KVHandoff, KVShape, PushTicket
 
+_MAX_NAME_CHARS: Final = 512
 _SAME_IN_ALL_SHAPES: Final = (
     "num_layers",
     "num_planes",
@@ -33,7 +36,6 @@ def why_not_handoff(
     handoff: KVHandoff,
     mine: ConnectorContext,
     *,
-    secret: bytes,
     prompt_token_ids: Sequence[int],
     cache_salt: str,
     ticket: PushTicket | None = None,
@@ -44,8 +46,6 @@ def why_not_handoff(
         ticket: Of the push that the handoff came with, if it did.
     """
     owner = handoff.engine_id
-    if not handoff.is_authentic(secret):
-        return _not_authentic(f"it says it is from {owner}")
     if ticket is not None:
         theirs = (handoff.nonce, owner, handoff.incarnation)
         planned = (ticket.nonce, ticket.prefill.engine_id, ticket.prefill.incarnation)
@@ -76,27 +76,32 @@ def why_not_handoff(
                 f"{what} is {len(listed)} at {owner} and {num_tokens} tokens in its blocks of "
                 f"{handoff.shape.block_size} are {num_blocks}"
             )
-    # Without a secret anybody on this machine can sign, and block ids become addresses.
     if not all(0 <= block_id < handoff.shape.num_blocks for block_id in handoff.block_ids):
         return f"it names blocks that {owner} cannot have: it has {handoff.shape.num_blocks}"
-    if not handoff.lease_s > 0:
-        return f"its lease at {owner} lasts {handoff.lease_s} s, which must be above 0"
-    return None
+    if not all(0 <= generation < 1 << 63 for generation in handoff.generations):
+        return f"it names generations of blocks that {owner} cannot have"
+    if not MIN_LEASE_S <= handoff.lease_s <= MAX_LEASE_S:
+        return (
+            f"its lease at {owner} lasts {handoff.lease_s} s, which must be from {MIN_LEASE_S} to "
+            f"{MAX_LEASE_S:g}"
+        )
+    return _why_not_name("nonce", handoff.nonce)
 
 
-def why_not_ticket(
-    ticket: PushTicket, mine: ConnectorContext, *, secret: bytes, is_prefill: bool
-) -> str | None:
+def why_not_ticket(ticket: PushTicket, mine: ConnectorContext, *, is_prefill: bool) -> str | None:
     """Why this engine cannot be the end of `ticket` that it is to be; None = it can."""
     here, peer = (ticket.prefill, ticket.decode) if is_prefill else (ticket.decode, ticket.prefill)
-    if not ticket.is_authentic(secret):
-        return _not_authentic(f"it says it is for {here.engine_id}")
     if (here.engine_id, here.incarnation) != (mine.engine_id, mine.incarnation):
         return (
             f"it is for {'prefill' if is_prefill else 'decode'} at {_life(here)}, and this is "
             f"{mine.engine_id} incarnation {mine.incarnation}"
         )
-    return _why_not_peer(peer.engine_id, peer.shape, peer.endpoints, mine)
+    why = _why_not_peer(peer.engine_id, peer.shape, peer.endpoints, mine)
+    if why is not None:
+        return why
+    if not 0 < ticket.valid_s <= MAX_TICKET_S:
+        return f"it is valid for {ticket.valid_s} s: it must be above 0, at most {MAX_TICKET_S:g}"
+    return _why_not_name("nonce", ticket.nonce)
 
 
 def _why_not_peer(
@@ -117,6 +122,35 @@ def _why_not_peer(
         return f"{peer} cannot have its shape: {why}"
     if len(endpoints) != shape.num_ranks:
         return f"number of ranks is {shape.num_ranks} at {peer}, with {len(endpoints)} endpoints"
+    for endpoint in endpoints:
+        why = _why_not_endpoint(endpoint, has_secret=bool(mine.config.transfer.secret))
+        if why is not None:
+            return f"{peer} cannot listen on {endpoint.host}:{endpoint.port}: {why}"
+    return _why_not_name("engine id", peer)
+
+
+def _why_not_endpoint(endpoint: Endpoint, *, has_secret: bool) -> str | None:
+    """Why no engine can be there; connecting to it would serve whoever wrote it.
+
+    A host that is no address belongs to a connector that opens no sockets.
+    """
+    if not 0 < endpoint.port < 1 << 16:
+        return "there is no such port"
+    try:
+        address = ipaddress.ip_address(endpoint.host)
+    except ValueError:
+        return _why_not_name("host", endpoint.host)
+    if address.is_unspecified or address.is_multicast:
+        return "it is the address of no host"
+    if not (has_secret or address.is_loopback):
+        return "without a secret only engines of this host are met; set PDSERVE_SECRET"
+    return None
+
+
+def _why_not_name(what: str, name: str) -> str | None:
+    """Names are remembered, and sent in every message about what they name."""
+    if not 0 < len(name) <= _MAX_NAME_CHARS:
+        return f"its {what} has {len(name)} characters: it must have 1 to {_MAX_NAME_CHARS}"
     return None
 
 
@@ -127,13 +161,6 @@ def _first_difference(
         if theirs != ours:
             return f"{what} is {theirs} at {peer} and {ours} at {mine.engine_id}"
     return None
-
-
-def _not_authentic(claim: str) -> str:
-    return (
-        "its signature is not this deployment's: engines need the same secret, given to "
-        f"each as PDSERVE_SECRET ({claim})"
-    )
 
 
 def _life(ref: EngineRef) -> str:

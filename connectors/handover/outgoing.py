@@ -13,7 +13,8 @@ A push's entry, by its nonce:
                           |--withdrawn--> WITHDRAWN
                           `--aborted--> STOPPED
 
-A withdrawn push that was never live has nothing to settle: it is forgotten when it is aborted.
+One whose ticket comes too late is STOPPED at once. A withdrawn push that was never live has
+nothing to settle: it is forgotten when it is aborted.
 """
 
 from __future__ import annotations
@@ -67,7 +68,7 @@ class Outgoing:
         block_size: Of this engine.
         staged: Where instructions go.
         faults: Where `report_unknown`, `ticket_replayed` and `ticket_expired` are counted.
-        clock: Its wall clock tells which tickets have expired.
+        clock: Tells which tickets have expired.
     """
 
     def __init__(
@@ -93,18 +94,22 @@ class Outgoing:
     def expect(self, request: RequestView, ticket: PushTicket) -> None:
         """A request is queued: let D's registration be known.
 
-        One whose ticket has expired, or was seen before, is no push: it will be pulled.
+        One whose ticket has expired, or was seen before, is no push: it will be pulled. D is
+        told so at once.
         """
-        nonce, now_s = ticket.nonce, self._clock.wall_s()
-        if ticket.expires_s <= now_s:
-            self._faults["ticket_expired"] += 1
-            return
+        nonce, now_s = ticket.nonce, self._clock.monotonic_s()
+        expires_s = request.arrival_s + ticket.valid_s
         if nonce in self._tickets:
             self._faults["ticket_replayed"] += 1
             return
-        self._tickets.add(nonce, None, now_s=now_s, until_s=ticket.expires_s)
+        self._tickets.add(nonce, None, now_s=now_s, until_s=expires_s)
         push = _Push(nonce, request.request_id, len(request.prompt_token_ids))
-        self._pushes[nonce] = self._push_of[request.request_id] = push
+        self._pushes[nonce] = push
+        if expires_s <= now_s:
+            self._faults["ticket_expired"] += 1
+            self._end(push, "its ticket has expired")
+            return
+        self._push_of[request.request_id] = push
         self._staged.expects.append(Expect(nonce, request.request_id, ticket.decode))
 
     def is_expected(self, request: RequestView) -> bool:
@@ -274,10 +279,13 @@ class Outgoing:
             self._forget(push)
             return False
         if push.stage is not _Stage.STOPPED:
-            push.stage = _Stage.STOPPED
             del self._push_of[push.request_id]
-            self._staged.stops.append(Stop(push.nonce, push.request_id, "aborted at its owner"))
+            self._end(push, "aborted at its owner")
         return push.was_live
+
+    def _end(self, push: _Push, why: str) -> None:
+        push.stage = _Stage.STOPPED
+        self._staged.stops.append(Stop(push.nonce, push.request_id, why))
 
     def _forget(self, push: _Push) -> None:
         del self._pushes[push.nonce]

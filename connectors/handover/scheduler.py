@@ -15,7 +15,6 @@ from pdserve.connectors.handover.checks import why_not_handoff, why_not_ticket
 from pdserve.connectors.handover.incoming import Incoming
 from pdserve.connectors.handover.instructions import Grant, Instructions, StepInstructions
 from pdserve.connectors.handover.outgoing import Outgoing
-from pdserve.connectors.handover.secret import check_secret
 from pdserve.errors import InternalError
 from pdserve.wire.hashing import prompt_digest
 from pdserve.wire.ids import EngineId
@@ -43,7 +42,7 @@ class HandoverScheduler(KVConnectorScheduler):
         endpoints: Where this engine's worker halves listen, in rank order; they go into the
             handoffs.
         new_nonce: Returns a string never returned before; unguessable outside of tests.
-        clock: Its wall clock tells which tickets have expired.
+        clock: Tells which tickets have expired.
 
     Attributes:
         faults: `report_unknown`, about a request or nonce that has no entry: it is ignored.
@@ -63,11 +62,9 @@ class HandoverScheduler(KVConnectorScheduler):
             raise InternalError(
                 f"{len(endpoints)} side channels for {context.num_ranks} ranks: each rank has one"
             )
-        transfer = context.config.transfer
         self._context = context
         self._endpoints = list(endpoints)
         self._new_nonce = new_nonce
-        self._secret = check_secret(host=transfer.host, secret=transfer.secret)
         self._block_size = block_size = context.layout.block_size
         self.faults: Counter[str] = Counter()
         self._staged = Instructions()
@@ -78,9 +75,7 @@ class HandoverScheduler(KVConnectorScheduler):
         """See `KVConnectorScheduler`."""
         handoff, ticket = request.handoff, request.ticket
         if ticket is not None:
-            why = why_not_ticket(
-                ticket, self._context, secret=self._secret, is_prefill=request.remote_decode
-            )
+            why = why_not_ticket(ticket, self._context, is_prefill=request.remote_decode)
             if why is not None:
                 return f"ticket: {why}"
         if handoff is None:
@@ -88,7 +83,6 @@ class HandoverScheduler(KVConnectorScheduler):
         return why_not_handoff(
             handoff,
             self._context,
-            secret=self._secret,
             prompt_token_ids=request.prompt_token_ids,
             cache_salt=request.cache_salt,
             ticket=ticket,
@@ -184,7 +178,7 @@ class HandoverScheduler(KVConnectorScheduler):
             prompt_digest=prompt_digest(request.prompt_token_ids, request.cache_salt),
             first_token_ids=list(request.output_token_ids),
             first_logprobs=request.first_logprobs,
-        ).signed(self._secret)
+        )
         self._staged.grants.append(
             Grant(
                 nonce,

@@ -8,7 +8,6 @@ import torch
 
 from pdserve.connectors.base import Capabilities, KVConnectorWorker
 from pdserve.connectors.handover.instructions import StepInstructions
-from pdserve.connectors.handover.secret import check_secret
 from pdserve.connectors.nixl.layerwise import LayerwiseChoice
 from pdserve.connectors.nixl.pushes import ChunkStep
 from pdserve.connectors.nixl.transfer import TransferThread
@@ -34,9 +33,6 @@ class NixlWorker(KVConnectorWorker):
 
     Args:
         quarantine_s: See `TransferThread`.
-
-    Raises:
-        ConfigError: The secret is empty although the host is not a loopback one.
     """
 
     capabilities = Capabilities(layerwise=True, push=True)
@@ -50,7 +46,7 @@ class NixlWorker(KVConnectorWorker):
         quarantine_s: float,
     ) -> None:
         transfer = context.config.transfer
-        self._secret = check_secret(host=transfer.host, secret=transfer.secret)
+        self._secret = transfer.secret.encode()
         self._context = context
         self._wake = wake
         self._clock = clock

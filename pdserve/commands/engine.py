@@ -42,6 +42,7 @@ def run_serve(table: Table, resolved: Mapping[str, Resolved]) -> int:
 def _run(role: Role, table: Table, resolved: Mapping[str, Resolved]) -> int:
     engine = engine_config(role, table, resolved)
     server = build("server", ServerConfig, table, resolved)
+    engine.transfer.require_secret("host", server.host)
     if server.port:
         require_free(server.host, server.port, flag="port")
     print(settings_text(_COMMAND[role], resolved), flush=True)

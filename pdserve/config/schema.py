@@ -8,10 +8,12 @@ value came from (`load` does).
 from __future__ import annotations
 
 import enum
+import ipaddress
 
 import msgspec
 
 from pdserve.errors import ConfigError
+from pdserve.wire.transfer import MAX_LEASE_S, MIN_LEASE_S
 
 
 class Role(enum.Enum):
@@ -68,6 +70,16 @@ def _require_api_keys(keys: tuple[str, ...]) -> None:
 
 
 _POSITIVE = "it must be positive"
+
+
+def is_loopback(host: str) -> bool:
+    """Whether an address, or the name localhost, is reached from this host alone."""
+    try:
+        return (
+            host == "localhost" or ipaddress.ip_address(host.split("%", maxsplit=1)[0]).is_loopback
+        )
+    except ValueError:
+        return False
 
 
 class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -376,13 +388,33 @@ class TransferConfig(msgspec.Struct, frozen=True, kw_only=True):
     def __post_init__(self) -> None:
         _require_port(self.port, "kv-transfer-config.port")
         for flag, value in (
-            ("lease_s", self.lease_s),
             ("handshake_timeout_s", self.handshake_timeout_s),
             ("transfer_timeout_s", self.transfer_timeout_s),
             ("quarantine_s", self.quarantine_s),
         ):
             _require(value > 0, f"kv-transfer-config.{flag}", value, "it must be above 0 seconds")
+        _require(
+            MIN_LEASE_S <= self.lease_s <= MAX_LEASE_S,
+            "kv-transfer-config.lease_s",
+            self.lease_s,
+            f"it must be from {MIN_LEASE_S} to {MAX_LEASE_S:g} seconds",
+        )
+        self.require_secret("kv-transfer-config.host", self.host)
         _require(self.lanes >= 1, "kv-transfer-config.lanes", self.lanes, "it must be at least 1")
+
+    def require_secret(self, flag: str, host: str) -> None:
+        """Refuse to be reached from elsewhere by whoever can write a handoff.
+
+        Raises:
+            ConfigError: KV is handed over, there is no secret, and `host` is no loopback one.
+        """
+        _require(
+            bool(self.secret) or self.kv_connector == "null" or is_loopback(host),
+            flag,
+            host,
+            "and there is no secret: give every engine and proxy the same one as PDSERVE_SECRET, "
+            "or use a loopback host",
+        )
 
 
 class LivenessConfig(msgspec.Struct, frozen=True, kw_only=True):

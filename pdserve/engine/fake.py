@@ -140,7 +140,6 @@ class FakeEngineClient:
         max_model_len: int = 2048,
         block_size: int = 16,
         lease_s: float = 30.0,
-        secret: bytes = b"",
         layout_digest: str = "fake-layout",
         num_ranks: int = 1,
         ready: bool = True,
@@ -159,7 +158,6 @@ class FakeEngineClient:
         self._fabric = fabric
         self._block_size = block_size
         self._lease_s = lease_s
-        self._secret = secret
         self._info = EngineInfo(
             engine_id=EngineId(engine_id),
             incarnation=Incarnation(uuid.uuid4().hex),
@@ -410,8 +408,6 @@ class FakeEngineClient:
         mine = ticket.prefill if request.remote_decode else ticket.decode
         if push is None or not self._info.can_push:
             return "this engine takes no tickets"
-        if not ticket.is_authentic(self._secret):
-            return "the ticket's signature is not this deployment's"
         if (mine.engine_id, mine.incarnation) != (self._info.engine_id, self._info.incarnation):
             return "the ticket is for another engine, or for another life of this one"
         return None
@@ -467,10 +463,8 @@ class FakeEngineClient:
             len(mine.endpoints),
         ):
             return None, self._failed(LoadFailure.INCOMPATIBLE)
-        if (
-            not handoff.is_authentic(self._secret)
-            or handoff.prompt_digest != prompt_digest(request.prompt_token_ids, request.cache_salt)
-            or (self._fabric is not None and self._fabric.end(handoff.nonce) is None)
+        if handoff.prompt_digest != prompt_digest(request.prompt_token_ids, request.cache_salt) or (
+            self._fabric is not None and self._fabric.end(handoff.nonce) is None
         ):
             return None, self._failed(LoadFailure.LEASE_LOST)
         self._loads[(KVMode.PULL if push is None else KVMode.PUSH).value] += 1
@@ -512,7 +506,7 @@ class FakeEngineClient:
             prompt_digest=prompt_digest(request.prompt_token_ids, request.cache_salt),
             first_token_ids=[token_id],
             first_logprobs=_logprobs(token_id, request.sampling.logprobs, self._vocab_size),
-        ).signed(self._secret)
+        )
         self._leases[nonce] = handoff
         self._own_leases.add(nonce)
         return handoff

@@ -7,7 +7,7 @@ from typing import Protocol
 
 
 class Clock(Protocol):
-    """A monotonic clock for durations and a wall clock for deadlines that travel."""
+    """A monotonic clock for all that is decided, and a wall clock for what people read."""
 
     def monotonic_s(self) -> float:
         """Seconds since an arbitrary start; never goes back."""
@@ -31,10 +31,15 @@ class SystemClock:
 
 
 class ManualClock:
-    """A clock that moves only when told to."""
+    """A clock that moves only when told to.
 
-    def __init__(self, start_s: float = 1000.0) -> None:
+    Args:
+        ahead_s: By how much its wall clock is ahead of its monotonic one.
+    """
+
+    def __init__(self, start_s: float = 1000.0, *, ahead_s: float = 0.0) -> None:
         self.now_s = start_s
+        self._ahead_s = ahead_s
 
     def monotonic_s(self) -> float:
         """See `Clock`."""
@@ -42,7 +47,7 @@ class ManualClock:
 
     def wall_s(self) -> float:
         """See `Clock`."""
-        return self.now_s
+        return self.now_s + self._ahead_s
 
     def advance(self, seconds: float) -> None:
         """Let `seconds` pass."""

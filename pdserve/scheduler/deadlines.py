@@ -1,4 +1,4 @@
-"""Which requests are too late to be of use, wherever they stand. Pure; wall-clock seconds."""
+"""Which requests are too late to be of use, wherever they stand. Pure; monotonic seconds."""
 
 from __future__ import annotations
 

@@ -128,6 +128,11 @@ class Request:
         self.note(now_s, f"queued prompt={len(wire.prompt_token_ids)}")
 
     @property
+    def arrival_s(self) -> float:
+        """When the server took it, in monotonic seconds."""
+        return self.wire.arrival_s
+
+    @property
     def cache_salt(self) -> str:
         """What its cached prefixes are shared within."""
         return self.wire.cache_salt

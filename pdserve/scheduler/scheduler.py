@@ -469,7 +469,7 @@ class Scheduler:
 
     def _end_late(self) -> None:
         """Nobody waits for what is late any more, wherever it stands."""
-        for request in self._deadlines.take_late(self._clock.wall_s()):
+        for request in self._deadlines.take_late(self._clock.monotonic_s()):
             state = {State.RECEIVING: "its KV was on its way", State.RUNNING: "it ran"}
             during = state.get(request.state, "it waited")
             self._give_up(request, f"the deadline passed while {during}")

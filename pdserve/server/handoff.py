@@ -1,14 +1,13 @@
 """The engine hop: `kv_transfer_params` in and out.
 
 Keys are vLLM's, so that a proxy written for vLLM can drive our engines; what only our own
-proxy understands is under `pdserve`. A handoff is carried as base64 of msgpack and is
-signed, so nothing on the way can edit it. Knows no engine and no HTTP.
+proxy understands is under `pdserve`. A handoff and a ticket are carried sealed, so nothing on the
+way can edit them; what has left here open is believed. Knows no engine and no HTTP.
 """
 
 from __future__ import annotations
 
 import base64
-import binascii
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -17,12 +16,15 @@ import msgspec
 from pdserve.errors import BadRequestError
 from pdserve.wire.outputs import TokenLogprobs
 from pdserve.wire.request import OnLoadFailure
-from pdserve.wire.transfer import KVHandoff, PushTicket
+from pdserve.wire.seal import UNREADABLE
+from pdserve.wire.transfer import HANDOFFS, TICKETS
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from pdserve.wire.request import RequestStages
+    from pdserve.wire.seal import Seal
+    from pdserve.wire.transfer import KVHandoff, PushTicket
 
 PromptLogprobs = list[TokenLogprobs | None]
 
@@ -99,12 +101,17 @@ class DecodeHop:
 Hop = PrefillHop | DecodeHop
 
 
-def parse_hop(params: KVTransferParams | None, *, num_choices: int) -> Hop | None:
+def parse_hop(params: KVTransferParams | None, *, num_choices: int, secret: str) -> Hop | None:
     """Return this engine's part in a disaggregated request; None if there is none.
+
+    Args:
+        secret: The deployment's, which handoffs and tickets were sealed with.
 
     Raises:
         BadRequestError: The parameters contradict each other, are malformed, or come from
             an engine that is not ours.
+        HandoffRefusedError: A handoff or a ticket is of another protocol or another deployment,
+            or was edited.
     """
     if params is None or not (params.do_remote_decode or params.do_remote_prefill):
         return None
@@ -113,7 +120,7 @@ def parse_hop(params: KVTransferParams | None, *, num_choices: int) -> Hop | Non
         raise BadRequestError(
             f"{_FIELD}: do_remote_decode and do_remote_prefill exclude each other", param=_FIELD
         )
-    ticket = _decode(ours.ticket, _TICKET)
+    ticket = None if ours.ticket is None else _opened(ours.ticket, TICKETS, secret)
     if ticket is not None and num_choices != 1:
         raise BadRequestError(
             f"{_FIELD}: pdserve.ticket is of one choice, and {num_choices} are asked for",
@@ -156,8 +163,10 @@ def parse_hop(params: KVTransferParams | None, *, num_choices: int) -> Hop | Non
             param=_FIELD,
         )
     return DecodeHop(
-        handoffs=[_decode(text, _HANDOFF) for text in ours.handoffs],
-        prompt_logprobs=[_decode(text, _PROMPT_LOGPROBS) for text in known],
+        handoffs=[
+            None if text is None else _opened(text, HANDOFFS, secret) for text in ours.handoffs
+        ],
+        prompt_logprobs=[None if text is None else _decoded(text) for text in known],
         first_delivered=ours.first_delivered,
     )
 
@@ -169,6 +178,7 @@ def response_params(
     *,
     created: int,
     seed: int,
+    secret: str,
 ) -> dict[str, Any]:
     """Return the `kv_transfer_params` that a decode engine takes; one entry per choice.
 
@@ -178,7 +188,9 @@ def response_params(
     first = next(handoff for handoff in handoffs if handoff is not None)
     address = first.endpoints[0] if first.endpoints else None
     ours: dict[str, Any] = {
-        "handoffs": [_encode(handoff) for handoff in handoffs],
+        "handoffs": [
+            None if handoff is None else HANDOFFS.seal(handoff, secret) for handoff in handoffs
+        ],
         "created": created,
         "seed": seed,
         "stages": [None if stage is None else stage_fields(stage) for stage in stages],
@@ -203,8 +215,6 @@ def stage_fields(stages: RequestStages) -> dict[str, float | int]:
     return {name: getattr(stages, name) for name in stages.__struct_fields__}
 
 
-_HANDOFF: msgspec.msgpack.Decoder[KVHandoff] = msgspec.msgpack.Decoder(KVHandoff)
-_TICKET: msgspec.msgpack.Decoder[PushTicket] = msgspec.msgpack.Decoder(PushTicket)
 _PROMPT_LOGPROBS: msgspec.msgpack.Decoder[PromptLogprobs] = msgspec.msgpack.Decoder(PromptLogprobs)
 
 
@@ -217,12 +227,19 @@ def _encode(value: object) -> str | None:
     return base64.b64encode(msgspec.msgpack.encode(value)).decode("ascii")
 
 
-def _decode(text: str | None, decoder: msgspec.msgpack.Decoder[T]) -> T | None:
-    if text is None:
-        return None
+def _opened(text: str, seal: Seal[T], secret: str) -> T:
     try:
-        return decoder.decode(base64.b64decode(text, validate=True))
-    except (binascii.Error, ValueError, msgspec.DecodeError, RecursionError) as error:
-        raise BadRequestError(
-            f"{_FIELD}: an entry of pdserve is malformed: {error}", param=_FIELD
-        ) from error
+        return seal.open(text, secret)
+    except BadRequestError as error:
+        raise _malformed(error) from error
+
+
+def _decoded(text: str) -> PromptLogprobs:
+    try:
+        return _PROMPT_LOGPROBS.decode(base64.b64decode(text, validate=True))
+    except (ValueError, *UNREADABLE) as error:
+        raise _malformed(error) from error
+
+
+def _malformed(error: Exception) -> BadRequestError:
+    return BadRequestError(f"{_FIELD}: an entry of pdserve is malformed: {error}", param=_FIELD)

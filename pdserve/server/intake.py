@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from pdserve.config.schema import SchedulingPolicy
-from pdserve.errors import BadRequestError, ContextLengthError
+from pdserve.config.schema import SchedulingPolicy, is_loopback
+from pdserve.errors import BadRequestError, ContextLengthError, HandoffRefusedError
 from pdserve.server.handoff import DecodeHop, PrefillHop, parse_hop
 from pdserve.server.planning import plan
 from pdserve.server.sampling import output_limit, resolve_sampling, spellings_of
@@ -27,7 +27,8 @@ if TYPE_CHECKING:
     from pdserve.server.protocol import SamplingFields
     from pdserve.text.tokenizer import Tokenizer
 
-DEADLINE_HEADER = "X-Pdserve-Deadline"
+TIME_LEFT_HEADER = "X-Pdserve-Time-Left"
+"""Seconds from the request's arrival after which the answer is of no use."""
 STAGES_HEADER = "X-Pdserve-Stages"
 LONG_TEXT_CHARS = 1 << 14
 """What takes some milliseconds and belongs into a thread."""
@@ -128,7 +129,17 @@ async def make_job(
     service = request.app[SERVICE]
     text, info = service.require_ready()
     params = fields.kv_transfer_params
-    hop = parse_hop(params, num_choices=fields.num_choices * len(prompts))
+    secret = service.engine_config.transfer.secret
+    hop = parse_hop(
+        params,
+        num_choices=fields.num_choices * len(prompts),
+        secret=secret,
+    )
+    if hop is not None and not (secret or is_loopback(request.remote or "")):
+        raise HandoffRefusedError(
+            f"kv_transfer_params came from {request.remote}: without a secret only this host may "
+            "send them; give every engine and proxy the same one as PDSERVE_SECRET"
+        )
     ours = params.pdserve if params is not None else None
     if isinstance(hop, PrefillHop) and not hop.final_length:
         # A proxy written for vLLM asks for one token and keeps the user's limit for D. With
@@ -217,16 +228,14 @@ def _check_priority(priority: int | None, policy: SchedulingPolicy) -> None:
 
 
 def _deadline_s(request: web.Request) -> float | None:
-    """A proxy passes the client's deadline on, as seconds since the Unix epoch."""
-    given = request.headers.get(DEADLINE_HEADER)
+    """A proxy passes on how long its client will wait; two hosts' clocks are never compared."""
+    given = request.headers.get(TIME_LEFT_HEADER)
     if given is None:
         return None
     try:
-        deadline_s = float(given)
+        left_s = float(given)
     except ValueError:
-        deadline_s = math.nan
-    if math.isnan(deadline_s):  # which has no place in the order of deadlines
-        raise BadRequestError(
-            f"{DEADLINE_HEADER} is {given!r}: it must be seconds since the Unix epoch"
-        )
-    return deadline_s
+        left_s = math.nan
+    if math.isnan(left_s):  # which has no place in the order of deadlines
+        raise BadRequestError(f"{TIME_LEFT_HEADER} is {given!r}: it must be a number of seconds")
+    return request[START_S] + left_s

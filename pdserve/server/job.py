@@ -206,7 +206,9 @@ class Job:
         try:
             index, output = await self._running.next()
             if output.finish_reason is not None:
-                _raise_if_failed(output, self.choices[index].request, self.service.clock.wall_s())
+                _raise_if_failed(
+                    output, self.choices[index].request, self.service.clock.monotonic_s()
+                )
         except Exception as error:
             self._error = error
             raise

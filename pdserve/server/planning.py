@@ -52,11 +52,10 @@ def plan(
         prompts: Token ids; prompt p has the choices p * n to p * n + n - 1.
         sampling: One per prompt; each choice gets its own seed.
         seed: The user's, or the one drawn for this request.
-        deadline_s: Wall-clock seconds after which the answer is of no use.
+        deadline_s: Monotonic seconds from when on the answer is of no use.
         on_load_failure, is_fallback: See `GenerateRequest`.
     """
     num_choices = fields.num_choices
-    arrival_s = service.clock.wall_s()
     choices: list[Choice] = []
     for prompt_index, prompt in enumerate(prompts):
         for position in range(num_choices):
@@ -91,7 +90,7 @@ def plan(
                 request_id=request_id_of(request_id, index, uuid.uuid4().hex[:8]),
                 prompt_token_ids=prompt,
                 sampling=_with_seed(params, seeded, handed_over=isinstance(hop, DecodeHop)),
-                arrival_s=arrival_s,
+                arrival_s=start_s,
                 deadline_s=deadline_s,
                 priority=fields.priority or 0,
                 cache_salt=fields.cache_salt or "",

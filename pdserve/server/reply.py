@@ -30,6 +30,7 @@ def transfer_params(job: Job) -> dict[str, Any] | None:
         [choice.stages for choice in job.choices],
         created=job.created,
         seed=job.seed,
+        secret=job.service.engine_config.transfer.secret,
     )
 
 

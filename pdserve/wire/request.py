@@ -29,8 +29,8 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
 
     Attributes:
         prompt_token_ids: At least one id, each below the vocabulary's size.
-        arrival_s: Wall-clock seconds when the server took the request.
-        deadline_s: Wall-clock seconds after which the answer is of no use, or None.
+        arrival_s: When the server took the request, in seconds of this host's monotonic clock.
+        deadline_s: From when on the answer is of no use, by the same clock; or None.
         priority: Lower runs first under the priority policy.
         cache_salt: Requests share cached prefixes only with requests of the same salt.
         remote_decode: Prefill only: stop after the first token and lease the KV out.

@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 import enum
-import hashlib
-import hmac
-import math
+from typing import Final
 
 import msgspec
 
 from pdserve.wire.ids import BlockId, EngineId, Incarnation, RequestId
 from pdserve.wire.outputs import TokenLogprobs
+from pdserve.wire.seal import Purpose, Seal
 from pdserve.wire.trace import RankSlice
+
+TICKET_S: Final = 120.0
+"""A ticket is sent as soon as it is drawn: what has to fit is how long an engine may be stuck."""
+MAX_TICKET_S: Final = 3600.0
+"""Longer than that, P would have to remember every ticket that it has seen."""
+MIN_LEASE_S: Final = 0.01
+MAX_LEASE_S: Final = 3600.0
+"""Heartbeats follow from a lease's length, so a shorter one would be work without end."""
 
 
 class Endpoint(msgspec.Struct, frozen=True, kw_only=True):
@@ -72,39 +79,25 @@ class PushTicket(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """A transfer that is planned before its KV exists: `prefill` will write into `decode`.
 
     The proxy draws it and sends it to both at once. D reserves slots and blocks and registers
-    them at P under `nonce`; P does not start before that, and writes as it computes. Signed
+    them at P under `nonce`; P does not start before that, and writes as it computes. Sealed
     like a handoff, because block ids that a peer may write follow from it.
 
     Attributes:
         nonce: Unique for ever; becomes the nonce of the lease at P.
-        expires_s: Unix time from which P begins no push under it. Until then P remembers that it
-            has seen the ticket; without one for as long as it has room to.
+        valid_s: Seconds from its arrival at P after which no push begins under it. Until then P
+            remembers that it has seen the ticket.
     """
 
     nonce: str
     prefill: EngineRef
     decode: EngineRef
-    expires_s: float = math.inf
-    signature: str = ""
-
-    def signed(self, secret: bytes) -> PushTicket:
-        """Return a copy that carries the deployment's HMAC-SHA256 (RFC 2104)."""
-        return msgspec.structs.replace(self, signature=self._mac(secret))
-
-    def is_authentic(self, secret: bytes) -> bool:
-        """Whether this ticket was signed with `secret` and not edited since."""
-        return hmac.compare_digest(self.signature, self._mac(secret))
-
-    def _mac(self, secret: bytes) -> str:
-        unsigned = msgspec.structs.replace(self, signature="")
-        return hmac.new(secret, msgspec.msgpack.encode(unsigned), hashlib.sha256).hexdigest()
+    valid_s: float = TICKET_S
 
 
 class KVHandoff(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """A leased, finished prefill: everything D needs to go on where P stopped.
 
-    Signed, because a handoff travels through the proxy: whoever carries it can neither
-    forge nor edit it. `signature` covers every other field.
+    It travels through the proxy, sealed: whoever carries it can neither forge nor edit it.
 
     Attributes:
         engine_id: P's stable name.
@@ -140,7 +133,6 @@ class KVHandoff(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     first_token_ids: list[int] = []
     first_logprobs: list[TokenLogprobs] | None = None
     generations: list[int] = []
-    signature: str = ""
 
     @property
     def owner(self) -> EngineRef:
@@ -152,17 +144,9 @@ class KVHandoff(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
             shape=self.shape,
         )
 
-    def signed(self, secret: bytes) -> KVHandoff:
-        """Return a copy that carries the deployment's HMAC-SHA256 (RFC 2104)."""
-        return msgspec.structs.replace(self, signature=self._mac(secret))
 
-    def is_authentic(self, secret: bytes) -> bool:
-        """Whether this handoff was signed with `secret` and not edited since."""
-        return hmac.compare_digest(self.signature, self._mac(secret))
-
-    def _mac(self, secret: bytes) -> str:
-        unsigned = msgspec.structs.replace(self, signature="")
-        return hmac.new(secret, msgspec.msgpack.encode(unsigned), hashlib.sha256).hexdigest()
+HANDOFFS: Final = Seal(KVHandoff, Purpose.HANDOFF, what="handoff")
+TICKETS: Final = Seal(PushTicket, Purpose.TICKET, what="ticket")
 
 
 class KVMode(enum.Enum):

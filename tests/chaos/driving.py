@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import secrets
 import threading
 import time
@@ -11,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import httpx
 import msgspec
 
-from pdserve.wire.transfer import EngineRef, PushTicket
+from pdserve.wire.transfer import TICKETS, EngineRef, PushTicket
 
 if TYPE_CHECKING:
     from tests.chaos.stage import Stage
@@ -93,21 +92,21 @@ def read_late(
     return None, failures + 1
 
 
-def remote_decode(ticket: PushTicket | None = None) -> dict[str, Any]:
+def remote_decode(ticket: str | None = None) -> dict[str, Any]:
     """What P is told: prefill, and lease the KV out or write it to whom the ticket names."""
     ours: dict[str, Any] = {"final_length": True}
     if ticket is not None:
-        ours["ticket"] = _encoded(ticket)
+        ours["ticket"] = ticket
     return {"do_remote_decode": True, "pdserve": ours}
 
 
-def remote_prefill(ticket: PushTicket) -> dict[str, Any]:
+def remote_prefill(ticket: str) -> dict[str, Any]:
     """What D is told of a push. A load that fails ends the request."""
-    ours = {"ticket": _encoded(ticket), "on_load_failure": "report"}
+    ours = {"ticket": ticket, "on_load_failure": "report"}
     return {"do_remote_prefill": True, "pdserve": ours}
 
 
-def ticket_for(stage: Stage, *, secret: str | None = None) -> PushTicket:
+def ticket_for(stage: Stage, *, secret: str | None = None) -> str:
     """Draw a ticket from P to D, as the proxy does.
 
     Args:
@@ -118,7 +117,7 @@ def ticket_for(stage: Stage, *, secret: str | None = None) -> PushTicket:
         prefill=_engine(stage, "prefill"),
         decode=_engine(stage, "decode"),
     )
-    return ticket.signed((secret or stage.deployment.secret).encode())
+    return TICKETS.seal(ticket, secret or stage.deployment.secret)
 
 
 def ends_of_leases(stage: Stage, end: str) -> float:
@@ -130,7 +129,3 @@ def _engine(stage: Stage, name: str) -> EngineRef:
     info = stage.deployment.info(name)["engine"]
     fields = {key: info[key] for key in ("engine_id", "incarnation", "endpoints")}
     return msgspec.convert(fields | {"shape": info["kv_shape"]}, EngineRef)
-
-
-def _encoded(ticket: PushTicket) -> str:
-    return base64.b64encode(msgspec.msgpack.encode(ticket)).decode("ascii")

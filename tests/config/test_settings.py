@@ -8,7 +8,7 @@ import pytest
 from pdserve.config.bench import ResultConfig, TargetConfig, TrafficConfig
 from pdserve.config.datasets import DatasetConfig
 from pdserve.config.load import Table, build, parse, resolve
-from pdserve.config.schema import EngineConfig, ProxyConfig, Role, ServerConfig
+from pdserve.config.schema import EngineConfig, ProxyConfig, Role, ServerConfig, TransferConfig
 from pdserve.config.settings import (
     DoctorConfig,
     LogConfig,
@@ -192,3 +192,25 @@ def test_one_rank_is_inline_and_several_are_processes() -> None:
         values = resolve(ENGINE, command_line=given, environ={})
         parallel = build("engine", EngineConfig, ENGINE, values).parallel
         assert parallel.executor_backend == backend
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "127.8.8.8", "localhost", "::1"])
+def test_a_loopback_host_needs_no_secret(host: str) -> None:
+    TransferConfig(kv_connector="nixl", host=host).require_secret("host", host)
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "10.0.0.2", "::", "node7", ""])
+def test_whoever_is_reached_from_elsewhere_and_hands_kv_over_needs_a_secret(host: str) -> None:
+    with pytest.raises(ConfigError, match=f"--kv-transfer-config.host is '{host}': and there"):
+        TransferConfig(kv_connector="nixl", host=host)
+    local = TransferConfig(kv_connector="nixl")
+    with pytest.raises(ConfigError, match=f"--host is '{host}': and there is no secret"):
+        local.require_secret("host", host)
+    TransferConfig(kv_connector="nixl", host=host, secret="s").require_secret("host", host)
+    TransferConfig(kv_connector="null", host=host).require_secret("host", host)
+
+
+@pytest.mark.parametrize("lease_s", [0.0, 1e-9, float("nan"), float("inf"), 1e6])
+def test_a_lease_that_no_peer_would_believe_is_refused(lease_s: float) -> None:
+    with pytest.raises(ConfigError, match=r"--kv-transfer-config\.lease_s is"):
+        TransferConfig(lease_s=lease_s)

@@ -314,11 +314,6 @@ class Engine:
             rank.close()
 
 
-def signed_with(handoff: KVHandoff, secret: str = "", **changes: Any) -> KVHandoff:
-    """The handoff with other contents, signed."""
-    return msgspec.structs.replace(handoff, **changes).signed(secret.encode())
-
-
 # ---- engines and ranks in other processes -----------------------------------------------------
 
 

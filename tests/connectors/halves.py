@@ -118,13 +118,17 @@ def end_of(engine_id: str) -> EngineRef:
     )
 
 
-def ticket(nonce: str = "push", secret: str = "", **changes: Any) -> PushTicket:
+def ticket(nonce: str = "push", **changes: Any) -> PushTicket:
     fields = {"prefill": end_of("P"), "decode": end_of("D"), **changes}
-    return PushTicket(nonce=nonce, **fields).signed(secret.encode())
+    return PushTicket(nonce=nonce, **fields)
 
 
-def prefill_of(planned: PushTicket, request_id: str = "p") -> FakeRequest:
-    return FakeRequest(RequestId(request_id), PROMPT, remote_decode=True, ticket=planned)
+def prefill_of(
+    planned: PushTicket, request_id: str = "p", *, arrival_s: float = 1000.0
+) -> FakeRequest:
+    return FakeRequest(
+        RequestId(request_id), PROMPT, arrival_s=arrival_s, remote_decode=True, ticket=planned
+    )
 
 
 def decode_of(planned: PushTicket) -> FakeRequest:

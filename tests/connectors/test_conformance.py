@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 import pytest
 
 from pdserve.connectors.conformance import ConnectorConformance, Engine, make_shape, prompt_of
-from pdserve.connectors.conformance.engines import SECRET
 from pdserve.connectors.conformance.pull import PullConformance
 from pdserve.connectors.faulty import FaultKind, FaultyFactory, Plan
 from pdserve.connectors.memory import MemoryFactory
@@ -165,7 +164,7 @@ class TestFaults:
     ) -> None:
         p, d = self.engines(kind, at_d=True)
         source = [1, 2, 3]
-        ticket = PushTicket(nonce="push", prefill=p.ref, decode=d.ref).signed(SECRET.encode())
+        ticket = PushTicket(nonce="push", prefill=p.ref, decode=d.ref)
         ours = p.take(p.new_request(PROMPT, remote_decode=True, ticket=ticket))
         d.load(d.take(d.new_request(PROMPT, ticket=ticket)), [4, 5, 6])
         p.until(lambda: not p.is_asked_to_wait(ours), others=[d])

@@ -13,7 +13,14 @@ from pdserve.observe.clock import ManualClock
 from pdserve.wire.ids import RequestId
 from pdserve.wire.sampling import SamplingParams
 from pdserve.wire.step import KnownRequests, NewRequest, SchedulerOutput
-from pdserve.wire.transfer import ConnectorReport, LeaseEnd, Registered, Settled, Withdrawn
+from pdserve.wire.transfer import (
+    TICKET_S,
+    ConnectorReport,
+    LeaseEnd,
+    Registered,
+    Settled,
+    Withdrawn,
+)
 from tests.connectors.engines import FakeRequest
 from tests.connectors.halves import (
     NOTHING,
@@ -260,21 +267,37 @@ def test_a_replayed_ticket_is_pulled_under_a_nonce_of_its_own() -> None:
     assert chunks(p, step(("again", 0, 40), is_new=True)) == []
 
 
-def test_an_expired_ticket_is_pulled_and_a_replay_before_that_is_known() -> None:
+@pytest.mark.parametrize("ahead_s", [-300.0, 0.0, 300.0])
+def test_a_ticket_is_pushed_however_far_the_clocks_of_two_hosts_differ(ahead_s: float) -> None:
+    p = scheduler(clock=ManualClock(1000.0, ahead_s=ahead_s))
+    p.request_queued(prefill_of(ticket()))
+    assert [expect.nonce for expect in staged(p).expects] == ["push"]
+    assert not p.faults
+
+
+def test_a_ticket_that_comes_too_late_is_pulled_and_d_is_told_at_once() -> None:
     clock = ManualClock(1000.0)
     p = scheduler(clock=clock)
-    planned = ticket(expires_s=1100.0)
-    p.request_queued(prefill_of(planned))
-    staged(p)
-    clock.advance(99.9)
-    p.request_queued(prefill_of(planned, "replayed in time"))
-    assert p.faults == Counter(ticket_replayed=1)
-    clock.advance(0.1)
-    # It is forgotten with this one, and expired.
-    p.request_queued(prefill_of(ticket("another", expires_s=1200.0), "another"))
-    assert [expect.nonce for expect in staged(p).expects] == ["another"]
-    late = prefill_of(planned, "late")
+    clock.advance(TICKET_S)
+    late = prefill_of(ticket(), "late", arrival_s=1000.0)
     p.request_queued(late)
-    assert p.faults == Counter(ticket_replayed=1, ticket_expired=1)
-    assert p.take_instructions() is None
+    assert p.faults == Counter(ticket_expired=1)
+    (stop,) = staged(p).stops
+    assert (stop.nonce, stop.reason) == ("push", "its ticket has expired")
     assert p.get_num_new_matched_tokens(late, 0) == NOTHING
+    assert not p.holds_blocks(late)
+    aborted = Settled(request_id=late.request_id, end=LeaseEnd.ABORTED, nonce="push")
+    p.update_connector_output(ConnectorReport(settled=[aborted]))
+    assert p.faults == Counter(ticket_expired=1)
+    assert not len(p._outgoing)
+
+
+def test_a_ticket_is_of_one_push_for_as_long_as_it_is_valid() -> None:
+    clock = ManualClock(1000.0)
+    p = scheduler(clock=clock)
+    planned = ticket(valid_s=100.0)
+    p.request_queued(prefill_of(planned))
+    clock.advance(99.9)
+    p.request_queued(prefill_of(planned, "again", arrival_s=1099.9))
+    assert p.faults == Counter(ticket_replayed=1)
+    assert [expect.request_id for expect in staged(p).expects] == ["p"]

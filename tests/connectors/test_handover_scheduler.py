@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from pdserve.connectors.handover.scheduler import HandoverScheduler
-from pdserve.errors import ConfigError, InternalError
+from pdserve.errors import InternalError
 from pdserve.observe.clock import ManualClock
 from pdserve.wire.ids import Incarnation, RequestId
 from pdserve.wire.outputs import TokenLogprobs
@@ -21,7 +21,7 @@ from pdserve.wire.transfer import (
     Received,
     Settled,
 )
-from tests.connectors.engines import FakeRequest, layout, signed_with
+from tests.connectors.engines import FakeRequest, layout
 from tests.connectors.halves import (
     ENDPOINTS,
     PROMPT,
@@ -48,7 +48,6 @@ def test_a_handoff_names_the_prompts_blocks_and_carries_the_first_token() -> Non
     assert handoff.block_ids == [3, 4, 5]  # 40 tokens fill 2.5 blocks of 16
     assert (handoff.num_tokens, handoff.first_token_ids) == (40, [7])
     assert handoff.first_logprobs == logprobs
-    assert handoff.is_authentic(b"")
     grants = staged(p).grants
     assert [(g.nonce, g.request_id, g.block_ids) for g in grants] == [
         (handoff.nonce, "p", [3, 4, 5])
@@ -56,19 +55,60 @@ def test_a_handoff_names_the_prompts_blocks_and_carries_the_first_token() -> Non
 
 
 @pytest.mark.parametrize("block_id", [-1, 1 << 40])
-def test_a_signed_handoff_of_impossible_blocks_is_refused(block_id: int) -> None:
-    handoff = signed_with(handed_off(), block_ids=blocks(3, block_id, 5))
+def test_a_handoff_of_impossible_blocks_is_refused(block_id: int) -> None:
+    handoff = msgspec.structs.replace(handed_off(), block_ids=blocks(3, block_id, 5))
     refusal = scheduler("D").check_handoff(FakeRequest(RequestId("d"), PROMPT, handoff=handoff))
     assert refusal is not None
     assert "blocks" in refusal
 
 
-@pytest.mark.parametrize("lease_s", [0.0, -1.0, float("nan")])
-def test_a_signed_handoff_whose_lease_is_over_before_it_begins_is_refused(lease_s: float) -> None:
-    handoff = signed_with(handed_off(), lease_s=lease_s)
+@pytest.mark.parametrize("lease_s", [0.0, -1.0, 1e-9, 1e9, float("inf"), float("nan")])
+def test_a_handoff_whose_lease_nobody_could_keep_alive_is_refused(lease_s: float) -> None:
+    handoff = msgspec.structs.replace(handed_off(), lease_s=lease_s)
     refusal = scheduler("D").check_handoff(FakeRequest(RequestId("d"), PROMPT, handoff=handoff))
     assert refusal is not None
     assert "its lease at P lasts" in refusal
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "why"),
+    [
+        (Endpoint(host="127.0.0.1", port=0), "no such port"),
+        (Endpoint(host="127.0.0.1", port=1 << 16), "no such port"),
+        (Endpoint(host="127.0.0.1", port=-1), "no such port"),
+        (Endpoint(host="0.0.0.0", port=1), "of no host"),
+        (Endpoint(host="224.0.0.1", port=1), "of no host"),
+        (Endpoint(host="169.254.169.254", port=80), "PDSERVE_SECRET"),
+        (Endpoint(host="10.0.0.1", port=80), "PDSERVE_SECRET"),
+        (Endpoint(host="x" * 600, port=80), "600 characters"),
+    ],
+    ids=str,
+)
+def test_nobody_is_made_to_connect_to_where_no_engine_can_be(endpoint: Endpoint, why: str) -> None:
+    d, p = scheduler("D"), scheduler("P")
+    elsewhere = msgspec.structs.replace(handed_off(), endpoints=[endpoint])
+    at_d = d.check_handoff(FakeRequest(RequestId("d"), PROMPT, handoff=elsewhere))
+    planned = ticket(decode=msgspec.structs.replace(end_of("D"), endpoints=(endpoint,)))
+    for refusal in (at_d, p.check_handoff(prefill_of(planned))):
+        assert refusal is not None
+        assert why in refusal
+
+
+def test_with_a_secret_engines_of_other_hosts_are_met() -> None:
+    d = scheduler("D", secret="s3cret")
+    handoff = msgspec.structs.replace(handed_off(), endpoints=[Endpoint(host="10.0.0.1", port=9)])
+    assert d.check_handoff(FakeRequest(RequestId("d"), PROMPT, handoff=handoff)) is None
+
+
+@pytest.mark.parametrize("valid_s", [0.0, -1.0, 1e9, float("inf"), float("nan")])
+def test_a_ticket_is_valid_for_some_time_and_not_for_ever(valid_s: float) -> None:
+    for half, request in (
+        (scheduler("P"), prefill_of(ticket(valid_s=valid_s))),
+        (scheduler("D"), decode_of(ticket(valid_s=valid_s))),
+    ):
+        refusal = half.check_handoff(request)
+        assert refusal is not None
+        assert "it is valid for" in refusal
 
 
 def test_a_request_that_is_not_for_another_engine_is_not_leased() -> None:
@@ -76,22 +116,6 @@ def test_a_request_that_is_not_for_another_engine_is_not_leased() -> None:
     request = FakeRequest(RequestId("p"), PROMPT, output_token_ids=[7])
     assert p.request_finished(request, blocks(3, 4, 5), [1] * 3) is None
     assert p.take_instructions() is None
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"signature": "0" * 64}, "signature"),
-        ({"num_tokens": 41}, "signature"),
-        ({"block_ids": blocks(9, 9, 9)}, "signature"),
-        ({"endpoints": [Endpoint(host="10.0.0.1", port=1)]}, "signature"),
-    ],
-)
-def test_an_edited_handoff_is_refused(change: dict[str, Any], message: str) -> None:
-    handoff = msgspec.structs.replace(handed_off(), **change)
-    refusal = scheduler("D").check_handoff(FakeRequest(RequestId("d"), PROMPT, handoff=handoff))
-    assert refusal is not None
-    assert message in refusal
 
 
 @pytest.mark.parametrize(
@@ -108,7 +132,7 @@ def test_an_edited_handoff_is_refused(change: dict[str, Any], message: str) -> N
 def test_a_handoff_that_does_not_fit_is_refused_with_both_values(
     change: dict[str, Any], both_values: tuple[str, str]
 ) -> None:
-    handoff = signed_with(handed_off(), **change)
+    handoff = msgspec.structs.replace(handed_off(), **change)
     refusal = scheduler("D").check_handoff(FakeRequest(RequestId("d"), PROMPT, handoff=handoff))
     assert refusal is not None
     for value in both_values:
@@ -121,7 +145,7 @@ def test_a_handoff_that_does_not_fit_is_refused_with_both_values(
 def test_kv_of_another_kind_is_refused_with_both_values(field: str) -> None:
     mine = getattr(layout().shape_of_one_rank(), field)
     shape = msgspec.structs.replace(layout().shape_of_one_rank(), **{field: mine + 1})
-    handoff = signed_with(handed_off(), shape=shape)
+    handoff = msgspec.structs.replace(handed_off(), shape=shape)
     refusal = scheduler("D").check_handoff(FakeRequest(RequestId("d"), PROMPT, handoff=handoff))
     assert refusal == f"{field.replace('_', ' ')} is {mine + 1} at P and {mine} at D"
 
@@ -136,9 +160,9 @@ def test_kv_of_another_kind_is_refused_with_both_values(field: str) -> None:
         {"stages": ((0, 1), (2, 2))},
     ],
 )
-def test_a_signed_handoff_of_an_impossible_shape_is_refused(shape: dict[str, Any]) -> None:
+def test_a_handoff_of_an_impossible_shape_is_refused(shape: dict[str, Any]) -> None:
     good = handed_off()
-    handoff = signed_with(good, shape=msgspec.structs.replace(good.shape, **shape))
+    handoff = msgspec.structs.replace(good, shape=msgspec.structs.replace(good.shape, **shape))
     refusal = scheduler("D").check_handoff(FakeRequest(RequestId("d"), PROMPT, handoff=handoff))
     assert refusal is not None
     assert "P cannot have its shape" in refusal
@@ -179,12 +203,6 @@ def test_every_rank_is_told_where_all_ranks_of_the_owner_listen() -> None:
     assert [load.owner.endpoints for load in todo.loads] == [tuple(ENDPOINTS)]
 
 
-def test_a_handoff_of_another_deployment_is_refused() -> None:
-    handoff = handed_off(scheduler(secret="theirs"))
-    d = scheduler("D", secret="ours")
-    assert d.check_handoff(FakeRequest(RequestId("d"), PROMPT, handoff=handoff)) is not None
-
-
 def test_a_handoff_never_goes_with_another_prompt_or_salt() -> None:
     d, handoff = scheduler("D"), handed_off()
     other = [*PROMPT[:-1], 5]
@@ -205,17 +223,6 @@ def test_unknown_reports_are_counted_and_ignored() -> None:
     )
     d.update_connector_output(report)
     assert d.faults["report_unknown"] == 3
-
-
-@pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "::1"])
-def test_an_empty_secret_is_legal_on_loopback(host: str) -> None:
-    scheduler(host=host)
-
-
-def test_an_empty_secret_elsewhere_is_a_configuration_error() -> None:
-    with pytest.raises(ConfigError, match="secret is empty"):
-        scheduler(host="10.0.0.1")
-    scheduler(host="10.0.0.1", secret="s")
 
 
 # ---- tickets of pushes ---------------------------------------------------------------------------
@@ -256,19 +263,6 @@ def test_a_ticket_that_is_not_for_this_engine_is_refused_with_both_values(
     assert all(word in refusal for word in words), refusal
 
 
-def test_a_forged_ticket_is_refused_and_a_good_one_is_not() -> None:
-    for half, request in (
-        (scheduler("P"), prefill_of(ticket())),
-        (scheduler("D"), decode_of(ticket())),
-    ):
-        assert half.check_handoff(request) is None
-        assert request.ticket is not None
-        request.ticket = msgspec.structs.replace(request.ticket, nonce="another")
-        refusal = half.check_handoff(request)
-        assert refusal is not None
-        assert "signature" in refusal
-
-
 def test_what_a_push_brings_must_belong_to_its_ticket() -> None:
     d, p = scheduler("D"), scheduler()
     request = registered(p)
@@ -282,11 +276,3 @@ def test_what_a_push_brings_must_belong_to_its_ticket() -> None:
     assert refusal is not None
     assert "'nonce-0'" in refusal
     assert "'push'" in refusal
-
-
-def test_the_expiry_of_a_ticket_is_signed() -> None:
-    p = scheduler("P", secret="ours")
-    planned = ticket(secret="ours", expires_s=1100.0)
-    assert p.check_handoff(prefill_of(planned)) is None
-    longer = msgspec.structs.replace(planned, expires_s=9999.0)
-    assert "signature" in (p.check_handoff(prefill_of(longer)) or "")

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from pdserve.connectors.conformance.engines import FIRST_TOKEN, SECRET, Engine, prompt_of
+from pdserve.connectors.conformance.engines import FIRST_TOKEN, Engine, prompt_of
 from pdserve.connectors.conformance.values import make_shape
 from pdserve.connectors.handover.instructions import Instructions
 from pdserve.connectors.memory import MemoryFactory
@@ -44,9 +44,7 @@ class World:
         self.exchange, self.clock = exchange, ManualClock()
         self.p = self.engine("P", shapes[0])
         self.d = self.engine("D", shapes[1])
-        self.ticket = PushTicket(
-            nonce="push", prefill=ref_of(self.p), decode=ref_of(self.d)
-        ).signed(SECRET.encode())
+        self.ticket = PushTicket(nonce="push", prefill=ref_of(self.p), decode=ref_of(self.d))
         self.at_p = self.p.new_request(PROMPT, ticket=self.ticket, remote_decode=True)
         self.at_d = self.d.new_request(PROMPT, ticket=self.ticket)
         self.p_blocks = list(range(-(-len(PROMPT) // shapes[0].block_size)))

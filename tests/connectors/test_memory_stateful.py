@@ -22,7 +22,7 @@ from hypothesis.stateful import (
     rule,
 )
 
-from pdserve.connectors.conformance.engines import FIRST_TOKEN, SECRET, Engine, prompt_of
+from pdserve.connectors.conformance.engines import FIRST_TOKEN, Engine, prompt_of
 from pdserve.connectors.conformance.values import make_shape
 from pdserve.connectors.memory import MemoryFactory
 from pdserve.connectors.memory.exchange import Exchange
@@ -293,7 +293,7 @@ class PairMachine(RuleBasedStateMachine):
         self.count += 1
         ticket = PushTicket(
             nonce=f"push {self.count}", prefill=ref_of(self.p), decode=ref_of(self.d)
-        ).signed(SECRET.encode())
+        )
         push = self.add_push(ticket, prompt_of(num_tokens), comes_to_d)
         if is_eager and push.at_d is not None:
             if self.reserve(push.at_d, hit, push.seed, push.life, push) is not None:

@@ -9,6 +9,7 @@ import socket
 import time
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 import pytest
 
 from pdserve.connectors.base import KVLayout
@@ -17,7 +18,7 @@ from pdserve.connectors.handover.instructions import End, Instructions
 from pdserve.connectors.nixl import NixlFactory, transfer
 from pdserve.connectors.nixl.agent import NixlAgent
 from pdserve.wire.transfer import LeaseEnd, LoadFailure
-from tests.connectors.engines import Engine, RemoteRank, layout, signed_with, until_still
+from tests.connectors.engines import Engine, RemoteRank, layout, until_still
 from tests.connectors.making import making
 
 if TYPE_CHECKING:
@@ -120,7 +121,7 @@ def test_a_handoff_with_swapped_endpoints_is_refused_and_nothing_is_written(
 ) -> None:
     p, d = make("P"), make("D")
     handoff = p.prefill(PROMPT, [1, 2, 3])
-    swapped = signed_with(handoff, endpoints=handoff.endpoints[::-1])
+    swapped = msgspec.structs.replace(handoff, endpoints=handoff.endpoints[::-1])
     d.fill(range(32), seed=9)
     d.load(d.queue(PROMPT, swapped, "swapped"), [4, 5, 6])
     d.until(lambda: d.failed)

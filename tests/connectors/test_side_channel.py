@@ -28,7 +28,7 @@ from pdserve.connectors.nixl.protocol import (
 from pdserve.errors import ConfigError
 from pdserve.wire.ids import EngineId, Incarnation
 from pdserve.wire.transfer import Endpoint, LoadFailure
-from tests.connectors.engines import Engine, signed_with
+from tests.connectors.engines import Engine
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -247,7 +247,7 @@ def test_callers_that_say_nothing_are_hung_up_on_and_do_not_crowd_others_out(
 def test_engines_with_different_secrets_refuse_one_another_and_say_so(p: Engine) -> None:
     d = Engine(NixlFactory(), "D", secret="another", handshake_timeout_s=0.5)
     try:
-        handoff = signed_with(p.prefill(PROMPT, [1, 2, 3]), "another")
+        handoff = p.prefill(PROMPT, [1, 2, 3])
         d.load(d.queue(PROMPT, handoff, "r"), [4, 5, 6])
         d.until(lambda: d.failed)
         assert [f.reason for f in d.failed] == [LoadFailure.HANDSHAKE]
@@ -260,7 +260,7 @@ def test_a_peer_that_accepts_and_says_nothing_costs_the_handshake_timeout_and_no
 ) -> None:
     with socket.create_server(("127.0.0.1", 0)) as mute:
         elsewhere = Endpoint(host="127.0.0.1", port=mute.getsockname()[1])
-        handoff = signed_with(p.prefill(PROMPT, [1, 2, 3]), SECRET, endpoints=[elsewhere])
+        handoff = msgspec.structs.replace(p.prefill(PROMPT, [1, 2, 3]), endpoints=[elsewhere])
         started = time.monotonic()
         d.load(d.queue(PROMPT, handoff, "r1"), [4, 5, 6])
         d.until(lambda: d.failed)
@@ -273,7 +273,7 @@ def test_a_read_that_is_never_confirmed_times_out(p: Engine) -> None:
     d = Engine(NixlFactory(), "D", secret=SECRET, transfer_timeout_s=0.3)
     try:
         # P has no such lease, and waits for its grant longer than D waits for P.
-        handoff = signed_with(p.prefill(PROMPT, [1, 2, 3]), SECRET, nonce="not granted")
+        handoff = msgspec.structs.replace(p.prefill(PROMPT, [1, 2, 3]), nonce="not granted")
         d.load(d.queue(PROMPT, handoff, "r"), [4, 5, 6])
         d.until(lambda: d.failed)
         assert [f.reason for f in d.failed] == [LoadFailure.TIMEOUT]

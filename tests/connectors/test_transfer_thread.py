@@ -23,7 +23,7 @@ from pdserve.connectors.nixl.agent import AgentError, NixlAgent
 from pdserve.connectors.slicing import count_runs
 from pdserve.errors import ConfigError, InternalError
 from pdserve.wire.transfer import ConnectorMetadata, Endpoint, LeaseEnd, LoadFailure
-from tests.connectors.engines import Engine, layout, signed_with
+from tests.connectors.engines import Engine, layout
 from tests.connectors.making import making
 
 if TYPE_CHECKING:
@@ -93,7 +93,9 @@ def test_a_mute_peer_delays_nobody_elses_heartbeats(make: Callable[..., Engine])
     waits = d.queue(PROMPT, p.prefill(PROMPT, [1, 2, 3]), "waits")
     with socket.create_server(("127.0.0.1", 0)) as mute:
         elsewhere = Endpoint(host="127.0.0.1", port=mute.getsockname()[1])
-        other = signed_with(p.prefill(PROMPT, [4, 5, 6]), endpoints=[elsewhere], engine_id="mute")
+        other = msgspec.structs.replace(
+            p.prefill(PROMPT, [4, 5, 6]), endpoints=[elsewhere], engine_id="mute"
+        )
         d.load(d.queue(PROMPT, other, "stuck"), [7, 8, 9])
         d.until(lambda: d.failed)
     d.load(waits, [4, 5, 6])  # after three times its lease
@@ -130,7 +132,11 @@ def test_close_with_a_load_in_flight_ends_in_time(make: Callable[..., Engine]) -
     with socket.create_server(("127.0.0.1", 0)) as mute:
         elsewhere = Endpoint(host="127.0.0.1", port=mute.getsockname()[1])
         d.load(
-            d.queue(PROMPT, signed_with(p.prefill(PROMPT, [1, 2, 3]), endpoints=[elsewhere]), "r"),
+            d.queue(
+                PROMPT,
+                msgspec.structs.replace(p.prefill(PROMPT, [1, 2, 3]), endpoints=[elsewhere]),
+                "r",
+            ),
             [4, 5, 6],
         )
         started_s = time.monotonic()
@@ -169,7 +175,7 @@ def test_a_handoff_of_blocks_that_p_does_not_have_fails_as_a_value(
     p, d = make("P"), make("D")
     handoff = p.prefill(PROMPT, [1, 2, 3])
     larger = msgspec.structs.replace(handoff.shape, num_blocks=33)
-    beyond = signed_with(handoff, block_ids=[1, 2, 32], shape=larger)
+    beyond = msgspec.structs.replace(handoff, block_ids=[1, 2, 32], shape=larger)
     d.load(d.queue(PROMPT, beyond, "r"), [4, 5, 6])
     d.until(lambda: d.failed)
     assert [f.reason for f in d.failed] == [LoadFailure.INCOMPATIBLE]

@@ -6,7 +6,6 @@ are driven as a proxy drives them, without one, so that every pair is played.
 
 from __future__ import annotations
 
-import base64
 import itertools
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
@@ -16,7 +15,7 @@ import msgspec
 import pytest
 
 from pdserve.wire.request import EngineInfo
-from pdserve.wire.transfer import EngineRef, PushTicket
+from pdserve.wire.transfer import TICKETS, EngineRef, PushTicket
 from tests.e2e.deployment import Deployment
 from tests.tiny_models import greedy_by_transformers, write_tiny_model
 
@@ -123,8 +122,8 @@ class Pair:
             nonce=f"{salt} {len(prompt)}",
             prefill=self._ref(self._prefill),
             decode=self._ref(self._decode),
-        ).signed(self._deployment.secret.encode())
-        text = base64.b64encode(msgspec.msgpack.encode(ticket)).decode()
+        )
+        text = TICKETS.seal(ticket, self._deployment.secret)
         to_p = {"do_remote_decode": True, "pdserve": {"final_length": True, "ticket": text}}
         to_d = {"do_remote_prefill": True, "pdserve": {"ticket": text}}
         with ThreadPoolExecutor(2) as pool:

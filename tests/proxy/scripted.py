@@ -7,7 +7,6 @@ replay on another engine can be checked against the whole text.
 from __future__ import annotations
 
 import asyncio
-import base64
 import dataclasses
 import hmac
 import itertools
@@ -19,7 +18,7 @@ import msgspec
 from aiohttp import web
 
 from pdserve.wire.ids import EngineId, Incarnation, RequestId
-from pdserve.wire.transfer import Endpoint, KVHandoff, KVShape, PushTicket
+from pdserve.wire.transfer import HANDOFFS, TICKETS, Endpoint, KVHandoff, KVShape, PushTicket
 
 WORDS = ("alpha", "beta", "gamma", "delta", "epsilon", "zeta", "eta", "theta")
 PROMPT_TOKENS = 7
@@ -58,11 +57,7 @@ class Call:
     @property
     def ticket(self) -> PushTicket | None:
         text = ((self.params or {}).get("pdserve") or {}).get("ticket")
-        return (
-            None
-            if text is None
-            else msgspec.msgpack.decode(base64.b64decode(text), type=PushTicket)
-        )
+        return None if text is None else TICKETS.peek(text)
 
 
 class ScriptedEngine:
@@ -283,7 +278,7 @@ class ScriptedEngine:
             "do_remote_decode": False,
             "remote_engine_id": self.engine_id,
             "pdserve": {
-                "handoffs": [base64.b64encode(msgspec.msgpack.encode(lease)).decode()],
+                "handoffs": [HANDOFFS.seal(lease, "s3cret")],
                 "created": ours.get("created"),
                 "seed": ours.get("seed"),
             },
@@ -370,7 +365,7 @@ class ScriptedEngine:
             return
         for text in call.params["pdserve"]["handoffs"]:
             if text is not None:
-                lease = msgspec.msgpack.decode(base64.b64decode(text), type=KVHandoff)
+                lease = HANDOFFS.peek(text)
                 LEASES[lease.nonce].leased.discard(lease.nonce)
                 LEASES[lease.nonce].read.append(lease.nonce)
 

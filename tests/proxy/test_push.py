@@ -11,6 +11,7 @@ from aiohttp import web
 from pdserve.config.schema import KVTransfer
 from pdserve.proxy import legs as proxy_legs
 from pdserve.proxy import push as proxy_push
+from pdserve.wire.transfer import TICKETS
 from tests.proxy.conftest import until
 from tests.proxy.hooks import answers, ask, drops, error, first_chunk, hangs, kv_failed, legs
 from tests.proxy.scripted import ScriptedEngine, events_of, pushed, sse, text_in, text_of, word
@@ -43,7 +44,8 @@ async def test_both_engines_get_the_request_at_once_with_one_signed_ticket(
     (at_p,), (at_d,) = prefill.calls, decode.calls
     ticket = at_p.ticket
     assert ticket == at_d.ticket
-    assert ticket.is_authentic(SECRET.encode())
+    assert at_p.params["pdserve"]["ticket"] == at_d.params["pdserve"]["ticket"]
+    assert TICKETS.open(at_p.params["pdserve"]["ticket"], SECRET) == ticket
     assert (ticket.prefill.engine_id, ticket.decode.engine_id) == ("p0", "d0")
     assert ticket.decode.incarnation == decode.incarnation
     assert at_d.params["pdserve"]["first_delivered"] is stream

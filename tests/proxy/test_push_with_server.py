@@ -85,17 +85,19 @@ async def test_the_text_does_not_depend_on_which_engine_is_slow(text, stream, sl
 
 
 @pytest.mark.parametrize("stream", [True, False])
-async def test_tickets_are_signed_with_the_deployments_secret(text, stream):
-    keyed = {**PUSH, "secret": b"s3cret"}
+async def test_tickets_are_sealed_with_the_deployments_secret(text, stream):
     body = BODIES[COMPLETIONS] | {"stream": stream}
-    async with deployed(text, prefill=[keyed], decode=[keyed], secret="s3cret") as both:
+    async with deployed(
+        text, prefill=[PUSH], decode=[PUSH], engine_secret="s3cret", secret="s3cret"
+    ) as both:
         await assert_same(both, body)
         assert pushes(both) == [0, 1]
 
 
 async def test_a_proxy_with_another_secret_still_serves_by_pull(text):
-    keyed = {**PUSH, "secret": b"s3cret"}
-    async with deployed(text, prefill=[keyed], decode=[keyed], secret="other") as both:
+    async with deployed(
+        text, prefill=[PUSH], decode=[PUSH], engine_secret="s3cret", secret="other"
+    ) as both:
         for _ in range(4):
             await assert_same(both, BODIES[COMPLETIONS] | {"stream": True})
         assert pushes(both) == [0, 0]

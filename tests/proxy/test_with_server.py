@@ -62,7 +62,9 @@ def text(tmp_path_factory):
 
 
 @contextlib.asynccontextmanager
-async def deployed(text, *, prefill: list[dict], decode: list[dict], **settings: Any):
+async def deployed(
+    text, *, prefill: list[dict], decode: list[dict], engine_secret: str = "", **settings: Any
+):
     """A proxy over servers over fakes; ends with nothing leased and nothing running."""
     fabric = FakeFabric()
     async with contextlib.AsyncExitStack() as stack:
@@ -71,7 +73,9 @@ async def deployed(text, *, prefill: list[dict], decode: list[dict], **settings:
             for i, parameters in enumerate(group):
                 name = f"{role}{i}"
                 engine = make_engine(text, fabric=fabric, role=role, engine_id=name, **parameters)
-                server = await stack.enter_async_context(serving(text, engine))
+                server = await stack.enter_async_context(
+                    serving(text, engine, secret=engine_secret)
+                )
                 servers.append(server)
                 urls[role].append(server.url)
         proxy = Proxy(

@@ -278,7 +278,7 @@ def make_request(
         request_id=RequestId(request_id),
         prompt_token_ids=list(prompt),
         sampling=msgspec.structs.replace(sampling(max_tokens), **fields),
-        arrival_s=0.0,
+        arrival_s=1000.0,
         remote_decode=remote_decode,
         ticket=ticket,
         handoff=handoff,

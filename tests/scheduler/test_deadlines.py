@@ -13,7 +13,7 @@ PROMPT = [1, 2] * 12
 
 def test_who_waits_behind_others_ends_when_it_is_late() -> None:
     engine = Engine(max_num_seqs=1)
-    deadline_s = engine.clock.wall_s() + 1.0
+    deadline_s = engine.clock.monotonic_s() + 1.0
     engine.scheduler.add(make_request("first", PROMPT, 20))
     engine.scheduler.add(make_request("second", PROMPT))
     engine.scheduler.add(make_request("third", PROMPT, deadline_s=deadline_s))
@@ -29,7 +29,7 @@ def test_who_waits_behind_others_ends_when_it_is_late() -> None:
 
 def test_who_runs_ends_when_it_is_late() -> None:
     engine = Engine()
-    deadline_s = engine.clock.wall_s() + 1.0
+    deadline_s = engine.clock.monotonic_s() + 1.0
     engine.scheduler.add(make_request("r", PROMPT, 20, deadline_s=deadline_s))
     for _ in range(4):
         engine.step()
@@ -45,7 +45,7 @@ def test_who_runs_ends_when_it_is_late() -> None:
 
 def test_whose_kv_is_on_its_way_ends_when_it_is_late_and_keeps_its_blocks() -> None:
     engine = Engine()
-    deadline_s = engine.clock.wall_s() + 1.0
+    deadline_s = engine.clock.monotonic_s() + 1.0
     handoff = make_handoff("lease", [1], num_tokens=len(PROMPT))
     engine.scheduler.add(make_request("d", PROMPT, handoff=handoff, deadline_s=deadline_s))
     engine.step()
@@ -61,7 +61,7 @@ def test_whose_kv_is_on_its_way_ends_when_it_is_late_and_keeps_its_blocks() -> N
 
 def test_a_lease_has_no_deadline_but_its_own() -> None:
     engine = Engine()
-    deadline_s = engine.clock.wall_s() + 1.0
+    deadline_s = engine.clock.monotonic_s() + 1.0
     engine.scheduler.add(make_request("p", PROMPT, remote_decode=True, deadline_s=deadline_s))
     engine.run()
     engine.clock.advance(2.0)

@@ -141,7 +141,7 @@ def test_a_handoff_with_its_last_token_already_out_needs_no_kv() -> None:
 
 def test_work_that_is_already_late_is_not_started() -> None:
     pair = Pair()
-    late = make_request("r", 8, deadline_s=pair.clock.wall_s() - 1)
+    late = make_request("r", 8, deadline_s=pair.clock.monotonic_s() - 1)
     pair.decode.scheduler.add(late)
     (output,) = pair.decode.settle()
     assert output.finish_reason is FinishReason.ABORT

@@ -430,7 +430,7 @@ def test_a_push_that_is_withdrawn_before_it_begins_is_leased_for_a_pull() -> Non
 
 def test_a_request_that_is_late_while_it_waits_for_a_peer_ends() -> None:
     engine = Engine()
-    deadline_s = engine.clock.wall_s() + 1.0
+    deadline_s = engine.clock.monotonic_s() + 1.0
     engine.scheduler.add(
         make_request("p", PROMPT, remote_decode=True, ticket=make_ticket(), deadline_s=deadline_s)
     )
@@ -470,7 +470,7 @@ def test_two_engines_of_which_one_writes_into_the_other_answer_as_one(num_stages
     prefill, decode = (
         ToyEngine(name, exchange, clock, num_stages=num_stages) for name in ("p", "d")
     )
-    ticket = PushTicket(nonce=NONCE, prefill=prefill.ref, decode=decode.ref).signed(b"")
+    ticket = PushTicket(nonce=NONCE, prefill=prefill.ref, decode=decode.ref)
     decode.scheduler.add(make_request("d", PROMPT, ticket=ticket))
     prefill.scheduler.add(make_request("p", PROMPT, remote_decode=True, ticket=ticket))
     told, tokens = [], []

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import base64
 import logging
 from typing import Any
 
@@ -21,14 +20,10 @@ from pdserve.wire.request import (
     OnLoadFailure,
     RequestStages,
 )
-from pdserve.wire.transfer import EngineRef, PushTicket
+from pdserve.wire.transfer import TICKETS, EngineRef, PushTicket
 from tests.server.conftest import events, make_engine, serving
 from tests.server.test_hop import COMPLETIONS, pair
 from tests.server.test_status import named, scrape
-
-
-def encoded(value: Any) -> str:
-    return base64.b64encode(msgspec.msgpack.encode(value)).decode()
 
 
 def ref(engine) -> EngineRef:
@@ -41,17 +36,17 @@ def ref(engine) -> EngineRef:
     )
 
 
-def ticket_of(prefill, decode, nonce: str = "n1", secret: bytes = b"") -> PushTicket:
-    return PushTicket(nonce=nonce, prefill=ref(prefill), decode=ref(decode)).signed(secret)
+def ticket_of(prefill, decode, nonce: str = "n1") -> PushTicket:
+    return PushTicket(nonce=nonce, prefill=ref(prefill), decode=ref(decode))
 
 
-def at_p(push: PushTicket, **ours: Any) -> dict[str, Any]:
-    pinned = {"final_length": True, "created": 1, "seed": 5, "ticket": encoded(push)}
+def at_p(push: PushTicket, secret: str = "", **ours: Any) -> dict[str, Any]:
+    pinned = {"final_length": True, "created": 1, "seed": 5, "ticket": TICKETS.seal(push, secret)}
     return {"kv_transfer_params": {"do_remote_decode": True, "pdserve": pinned | ours}}
 
 
-def at_d(push: PushTicket, **ours: Any) -> dict[str, Any]:
-    pinned = {"created": 1, "seed": 5, "ticket": encoded(push)}
+def at_d(push: PushTicket, secret: str = "", **ours: Any) -> dict[str, Any]:
+    pinned = {"created": 1, "seed": 5, "ticket": TICKETS.seal(push, secret)}
     return {"kv_transfer_params": {"do_remote_prefill": True, "pdserve": pinned | ours}}
 
 
@@ -82,7 +77,7 @@ async def test_the_receiver_goes_on_from_a_first_token_that_comes_with_the_kv(
     assert (stats.kv_loads, stats.external_kv_tokens) == ({"push": 1, "pull": 0}, 2)
 
 
-async def test_the_ticket_reaches_both_engines_as_it_was_signed(text):
+async def test_the_ticket_reaches_both_engines_as_it_was_sealed(text):
     async with pair(text, can_push=True) as both:
         ticket = ticket_of(both.prefill.engine, both.decode.engine)
         body = {"prompt": "The", "max_tokens": 2}
@@ -138,11 +133,14 @@ async def test_a_receiver_that_is_left_says_why_its_kv_did_not_come(text):
 
 
 async def test_a_ticket_that_an_engine_cannot_trust_is_a_409(text):
-    async with pair(text, can_push=True, secret=b"right") as both:
-        ticket = ticket_of(both.prefill.engine, both.decode.engine, secret=b"wrong")
+    async with pair(text, can_push=True) as both:
+        ticket = ticket_of(both.prefill.engine, both.decode.engine)
         for server, where in ((both.prefill, at_p), (both.decode, at_d)):
-            status, error = await server.refused(COMPLETIONS, {"prompt": "x"} | where(ticket))
+            body = {"prompt": "x"} | where(ticket, "another secret")
+            status, error = await server.refused(COMPLETIONS, body)
             assert (status, error["code"]) == (409, "handoff_refused")
+            assert "PDSERVE_SECRET" in error["message"]
+            assert not server.engine.requests
 
 
 # --- loads that fail

@@ -122,7 +122,7 @@ class PairMachine(RuleBasedStateMachine):
         if is_pushed:
             ticket = PushTicket(
                 nonce=f"push-{life.prefill_id}", prefill=self.prefill.ref, decode=self.decode.ref
-            ).signed(b"")
+            )
             life.pushed = self._start_decode(life, ticket=ticket)
         self.prefill.scheduler.add(
             GenerateRequest(
