@@ -1,4 +1,4 @@
-"""The client's side of a stream: begun with the first byte, remembered so that it can be resumed.
+"""The client's side of a stream: begun with the first byte, and noted so that it can be resumed.
 
 Knows the client's connection and what went over it; knows no engine.
 """
@@ -10,16 +10,14 @@ from typing import TYPE_CHECKING
 
 from aiohttp import web
 
-from pdserve.proxy.errors import ClientGoneError, WorkerError, error_event
+from pdserve.proxy.errors import ClientGoneError, error_event
 from pdserve.proxy.relay import SseParser
-from pdserve.proxy.replay import Replay
+from pdserve.proxy.replay import Replay, Transcript
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
 SSE = "text/event-stream"
-RESUMABLE_BYTES = 512 << 10
-"""What is remembered of a stream so that it can be begun again; about 2000 tokens."""
 LAST_WORDS_S = 2.0
 """How long a client may take to read why its stream ends; it may read nothing at all."""
 
@@ -45,8 +43,7 @@ class Delivery:
         self._request = request
         self._headers = headers
         self._response: web.StreamResponse | None = None
-        self._sent: list[bytes] = []
-        self._sent_bytes = 0
+        self._transcript = Transcript()
         self._replay: Replay | None = None
         self.num_swallowed = 0
 
@@ -59,18 +56,9 @@ class Delivery:
         """From here on the stream repeats itself: swallow what the client already has.
 
         Raises:
-            WorkerError: That is more than was remembered.
+            DivergedError: What it has cannot be compared with anything.
         """
-        if not self._is_remembered:
-            raise WorkerError(
-                "the engine was lost in mid stream", reason="lost", code="engine_dead"
-            )
-        if self._sent:
-            self._replay = Replay(self._sent)
-
-    @property
-    def _is_remembered(self) -> bool:
-        return self._sent_bytes <= RESUMABLE_BYTES
+        self._replay = Replay(self._transcript) if self.has_begun else None
 
     async def send(self, data: bytes) -> bool:
         """Send whole events; tell whether any of it was left to send.
@@ -87,14 +75,11 @@ class Delivery:
             if self._response is None:
                 await self._begin()
             assert self._response is not None
+            # Noted first: whoever is cancelled while the client is slow to read has sent it.
+            self._transcript.add(data)
             await self._response.write(data)
         except ConnectionResetError:
             raise ClientGoneError from None
-        self._sent_bytes += len(data)
-        if self._is_remembered:
-            self._sent.append(data)
-        else:
-            self._sent.clear()
         return True
 
     async def end(self) -> web.StreamResponse:

@@ -197,7 +197,7 @@ class Legs:
         """Prefill, for a push if there is a ticket; the answer itself if the request ends there.
 
         Raises:
-            WorkerError: The client has more of a former attempt than is remembered.
+            DivergedError: What the client has of a former attempt cannot be compared.
         """
         if self._delivery.has_begun:
             self._delivery.begin_again()

@@ -181,8 +181,8 @@ class Metrics:
         """Add a request's measurements."""
         for stage, seconds in story.second_token_terms().items():
             self.stage_duration.labels(stage).observe(seconds)
-        for gap_s in story.token_gaps_s:
-            self.inter_token.observe(gap_s)
+        for gap_s, number in story.token_gaps:
+            self.inter_token.observe(gap_s, number)
         terms = story.ttft_terms()
         if story.streamed and terms:
             self.ttft.labels(story.mode.value).observe(sum(terms.values()))

@@ -92,7 +92,7 @@ class Recent:
 
 def _finished(story: Story, outcome: str, seq: int, now_s: float) -> Finished:
     first, second = _ms(story.ttft_terms()), _ms(story.second_token_terms())
-    gaps = sorted(story.token_gaps_s)
+    gaps = story.token_gaps
     times = {
         "queued": story.queued_s,
         "admitted": story.admitted_s,
@@ -116,8 +116,8 @@ def _finished(story: Story, outcome: str, seq: int, now_s: float) -> Finished:
         ttft_terms=first,
         second_token_ms=round(sum(second.values()), 3) if second else None,
         second_token_terms=second,
-        itl_p50_ms=round(gaps[len(gaps) // 2] * 1e3, 3) if gaps else None,
-        itl_max_ms=round(gaps[-1] * 1e3, 3) if gaps else None,
+        itl_p50_ms=round(gaps.median_s * 1e3, 3) if gaps else None,
+        itl_max_ms=round(gaps.max_s * 1e3, 3) if gaps else None,
         num_gaps=len(gaps),
         kv_mode=story.kv_mode.value if story.kv_mode is not None else None,
         kv_bytes=stages.kv_bytes if stages is not None else 0,

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from pdserve.proxy.errors import WorkerError
 
-_BOUNDARY = re.compile(rb"\r?\n\r?\n")
+_BOUNDARY = re.compile(rb"\n\r?\n")
 _LINE = re.compile(rb"\r?\n")
 _MARKER = b'"pdserve_'
 _ERROR = b'{"error"'
@@ -71,8 +71,8 @@ class SseParser:
         del self._buffer[:start]
         if len(self._buffer) > MAX_EVENT_BYTES:
             raise WorkerError("the engine sent an event without end", reason="garbled")
-        # A boundary has at most 4 bytes, so all but the last 3 are known not to begin one.
-        self._searched = max(0, len(self._buffer) - 3)
+        # A boundary has at most 3 bytes, so all but the last 2 are known not to begin one.
+        self._searched = max(0, len(self._buffer) - 2)
         return events
 
 
@@ -137,6 +137,8 @@ class Relay:
 
 def _data_of(raw: bytes) -> bytes:
     """The event's data: its data lines joined by LF (WHATWG HTML, section 9.2.6)."""
+    if raw.startswith(b"data: ") and raw.find(b"\n") == len(raw) - 2 and b"\r" not in raw:
+        return raw[6:-2]
     lines = []
     for line in _LINE.split(raw):
         if line.startswith(b"data:"):

@@ -1,20 +1,25 @@
 """Starting a stream again on another engine without the client noticing.
 
 Sampling is a function of (seed, position), so an engine that is given the same request
-repeats what another one had begun. `Replay` is told what the client has been sent, swallows
-exactly that from the repeated stream, and passes on the rest. It compares as it swallows: a
-stream that does not repeat itself raises `DivergedError`, and wrong text is never sent.
+repeats what another one had begun. `Transcript` is told what the client has been sent, and keeps
+how much that was and a hash of it, whose size does not depend on the length. `Replay` swallows as
+much of the repeated stream, hashes it as it swallows, and passes on the rest. Nothing passes
+before the hashes are equal: a stream that does not repeat itself raises `DivergedError`, and
+wrong text is never sent.
 
 Engines may cut the same text into other chunks, so text is compared by choice, not by event:
-strings and lists (log-probabilities, token ids) are consumed as prefixes, wherever they stand
-in a choice. Which tokens stand there must be the same; how likely they were is measured, and
-no two engines measure the same to the last digit. Knows the shape of a chunk; knows no engine.
+strings and lists (log-probabilities, token ids) are runs, wherever they stand in a choice, and
+each is consumed as a prefix. Which tokens stand there must be the same; how likely they were is
+measured, and no two engines measure the same to the last digit. Knows the shape of a chunk;
+knows no engine.
 """
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from hashlib import blake2b
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 
@@ -22,13 +27,20 @@ from pdserve.errors import UpstreamError
 from pdserve.proxy.relay import SseParser
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
-
     from pdserve.proxy.relay import Event
 
+RECENT_BYTES = 16 << 10
+"""What is kept of a stream as it was sent, about 60 tokens, before it is hashed at one go: most
+streams end before, and are never read."""
+
 _TEXTS = frozenset({"text", "content", "reasoning_content"})
+_TEXT = re.compile(rb'"(?:text|content|reasoning_content)":"((?:[^"\\]|\\.)*+)"')
+"""The text of a chunk, as JSON."""
+_NUM_LEADING = 3
+"""Events at the beginning of a stream that are unlike the others: the role, the first token."""
 _ALTERNATIVES = "top_logprobs"
 """The likeliest tokens, in the order of their measured likelihood."""
+_DIGEST_BYTES = 16
 
 Path = tuple[str, ...]
 
@@ -39,43 +51,226 @@ class DivergedError(UpstreamError):
     code = "replay_diverged"
 
 
+class _Run:
+    """Text, or a list, in any number of parts: how long it is, and its hash.
+
+    Attributes:
+        length: In characters or items.
+    """
+
+    __slots__ = ("_hash", "length")
+
+    def __init__(self) -> None:
+        self.length = 0
+        self._hash = blake2b(digest_size=_DIGEST_BYTES)
+
+    def add(self, part: str | list[Any], path: Path) -> None:
+        """Append a part; `path` says where in a choice the run stands."""
+        self.length += len(part)
+        if isinstance(part, str):
+            self._hash.update(part.encode())
+        elif path[-1] != _ALTERNATIVES:
+            for item in part:
+                self._hash.update(_encode(_named_by(item)))
+
+    @property
+    def digest(self) -> bytes:
+        """Equal for the same text, and for lists that name the same tokens."""
+        return self._hash.digest()
+
+
 @dataclass(slots=True)
 class _Choice:
-    """What is still to be swallowed of one choice.
+    """What the client has of one choice.
 
     Attributes:
         runs: Text and lists, by where they stand in a chunk's choice.
         roles: Paths of the roles that were sent; sent once per choice.
         has_ended: The client has its finish reason.
+    """
+
+    runs: dict[Path, _Run] = field(default_factory=dict)
+    roles: set[Path] = field(default_factory=set)
+    has_ended: bool = False
+
+
+class _Chunk(msgspec.Struct):
+    """What is looked at of an event of a stream that goes well."""
+
+    choices: list[dict[str, Any]] | None = None
+    usage: dict[str, Any] | None = None
+
+
+class _Mould(NamedTuple):
+    """Bytes of an event with one text in it and nothing else that is compared.
+
+    Attributes:
+        before, after: What stands around the text, as far as its quotation marks.
+        choice: Index of its choice.
+        path: Where the text stands in that.
+    """
+
+    before: bytes
+    after: bytes
+    choice: int
+    path: Path
+
+    def text_in(self, data: bytes) -> str | None:
+        """Return the texts of whole events, joined; None if one is of another mould.
+
+        What stands between two texts is taken out. If anything else is left but text, then so
+        are its quotation marks, which text has only behind a backslash.
+        """
+        before, after = self.before, self.after
+        ends_well = data.startswith(before) and data.endswith(after)
+        if not ends_well or len(data) < len(before) + len(after):
+            return None
+        texts = data[len(before) : -len(after)].replace(after + before, b"")
+        try:
+            return _decode_text(b'"' + texts + b'"')
+        except _NOT_A_CHUNK:
+            return None
+
+
+class Transcript:
+    """What a client has been sent of one stream.
+
+    Attributes:
+        choices: By index.
+        has_usage: The client has the stream's usage.
+        is_readable: Every event was one that can be compared.
+    """
+
+    def __init__(self) -> None:
+        self.choices: dict[int, _Choice] = {}
+        self.has_usage = False
+        self.is_readable = True
+        self._mould: _Mould | None = None
+        self._recent: list[bytes] = []
+        self._recent_bytes = 0
+
+    def add(self, data: bytes) -> None:
+        """Whole events were sent."""
+        self._recent.append(data)
+        self._recent_bytes += len(data)
+        if self._recent_bytes > RECENT_BYTES:
+            self.settle()
+
+    def settle(self) -> None:
+        """Bring `choices` up to what was added."""
+        data = self._taken()
+        for _ in range(_NUM_LEADING):
+            if self._took_alike(data):
+                return
+            end = data.find(b"\n\n") + 2
+            self._read(data[:end])
+            data = data[end:]
+        self._read(data)
+
+    def read(self) -> None:
+        """The same, event by event: for so few that it is not worth while to find out more."""
+        self._read(self._taken())
+
+    def _taken(self) -> bytes:
+        data = b"".join(self._recent)
+        self._recent.clear()
+        self._recent_bytes = 0
+        return data
+
+    def _took_alike(self, data: bytes) -> bool:
+        """Note events that differ in their text alone, all at once, and tell whether they did."""
+        if self._mould is None or not data.startswith(self._mould.before):
+            self._mould = _mould_of(data[data.rfind(b"\n\n", 0, -2) + 2 :])
+        if self._mould is None or (text := self._mould.text_in(data)) is None:
+            return not data
+        choice = self.choices.setdefault(self._mould.choice, _Choice())
+        choice.runs.setdefault(self._mould.path, _Run()).add(text, self._mould.path)
+        return True
+
+    def _read(self, data: bytes) -> None:
+        for event in SseParser().feed(data):
+            if not event.is_done:
+                self._note(event)
+
+    def _note(self, event: Event) -> None:
+        try:
+            chunk = _decode_chunk(event.data)
+            for choice in chunk.choices or ():
+                state = self.choices.setdefault(choice["index"], _Choice())
+                state.has_ended = state.has_ended or choice.get("finish_reason") is not None
+                _collect(choice, (), state)
+        except _NOT_A_CHUNK:
+            self.is_readable = False
+        else:
+            self.has_usage = self.has_usage or (not chunk.choices and bool(chunk.usage))
+
+
+def _mould_of(raw: bytes) -> _Mould | None:
+    """Return what an event was cast in; None unless one text is all that is compared of it."""
+    text = _TEXT.search(raw)
+    if text is None:
+        return None
+    before, after = raw[: text.start(1)], raw[text.end(1) :]
+    found = {_only_run(before + letters + after, len(letters)) for letters in (b"", b"xx")}
+    only = found.pop()
+    return None if found or only is None else _Mould(before, after, *only)
+
+
+def _only_run(event: bytes, length: int) -> tuple[int, Path] | None:
+    """Return where in an event its only run is, if it has that length; else None."""
+    sample = Transcript()
+    sample.add(event)
+    sample.read()
+    for index, choice in sample.choices.items():
+        runs = [(path, run.length) for path, run in choice.runs.items()]
+        has_more = len(sample.choices) > 1 or choice.roles or choice.has_ended
+        if sample.is_readable and not has_more and [n for _, n in runs] == [length]:
+            return index, runs[0][0]
+    return None
+
+
+class _Left:
+    """What is still to be swallowed of one choice.
+
+    Attributes:
+        runs: What the client has, and what the repeated stream has come to of it.
         is_seen: The repeated stream has come to this choice.
     """
 
-    runs: dict[Path, Any] = field(default_factory=dict)
-    roles: set[Path] = field(default_factory=set)
-    has_ended: bool = False
-    is_seen: bool = False
+    def __init__(self, sent: _Choice) -> None:
+        self.runs = {path: (run, _Run()) for path, run in sent.runs.items()}
+        self.roles = sent.roles
+        self.has_ended = sent.has_ended
+        self.is_seen = False
+
+    @property
+    def is_any(self) -> bool:
+        """Whether the repeated stream has not come to the end of each run."""
+        return any(repeated.length < sent.length for sent, repeated in self.runs.values())
 
 
 class Replay:
     """Filters one repeated stream.
 
     Args:
-        delivered: Whole events the client has, in order, as bytes.
+        transcript: What the client has; not to be added to before the replay is over.
+
+    Raises:
+        DivergedError: It cannot be compared with anything.
     """
 
-    def __init__(self, delivered: Iterable[bytes]) -> None:
-        self._choices: dict[int, _Choice] = {}
-        self._has_usage = False
-        parser = SseParser()
-        for data in delivered:
-            for event in parser.feed(data):
-                self._note(event)
+    def __init__(self, transcript: Transcript) -> None:
+        transcript.settle()
+        if not transcript.is_readable:
+            raise DivergedError("what was sent of the stream cannot be read")
+        self._choices = {index: _Left(sent) for index, sent in transcript.choices.items()}
+        self._has_usage = transcript.has_usage
 
     @property
     def is_over(self) -> bool:
         """Whether nothing is left to swallow: the rest can be passed on unread."""
         return not self._has_usage and all(
-            choice.is_seen and not choice.has_ended and not any(choice.runs.values())
+            choice.is_seen and not choice.has_ended and not choice.is_any
             for choice in self._choices.values()
         )
 
@@ -104,18 +299,6 @@ class Replay:
             return b""
         return b"data: " + msgspec.json.encode({**chunk, "choices": kept}) + b"\n\n"
 
-    def _note(self, event: Event) -> None:
-        if event.is_done:
-            return
-        chunk, choices = _chunk_of(event)
-        if not choices:
-            self._has_usage = self._has_usage or bool(chunk.get("usage"))
-            return
-        for choice in choices:
-            state = self._choices.setdefault(choice["index"], _Choice())
-            state.has_ended = state.has_ended or choice.get("finish_reason") is not None
-            _collect(choice, (), state)
-
     def _strip_choice(self, choice: dict[str, Any]) -> dict[str, Any] | None:
         """Return the part of a choice that the client lacks; None if it has all of it."""
         state = self._choices.get(choice["index"])
@@ -124,7 +307,7 @@ class Replay:
         state.is_seen = True
         ends = choice.get("finish_reason") is not None
         rest, has_more = _strip(choice, (), state)
-        if ends and any(state.runs.values()):
+        if ends and state.is_any:
             raise DivergedError("the repeated stream ends before the point it had reached")
         if state.has_ended:
             if has_more:
@@ -135,8 +318,21 @@ class Replay:
         return rest
 
     def _expect_nothing_left(self) -> None:
-        if any(any(choice.runs.values()) for choice in self._choices.values()):
+        if any(choice.is_any for choice in self._choices.values()):
             raise DivergedError("the repeated stream ends before the point it had reached")
+
+
+_NOT_A_CHUNK = (
+    msgspec.MsgspecError,
+    ValueError,
+    RecursionError,
+    AttributeError,
+    KeyError,
+    TypeError,
+)
+_decode_text = msgspec.json.Decoder(str).decode
+_decode_chunk = msgspec.json.Decoder(_Chunk).decode
+_encode = msgspec.msgpack.Encoder(order="sorted").encode
 
 
 def _chunk_of(event: Event) -> tuple[dict[str, Any], list[dict[str, Any]]]:
@@ -146,7 +342,7 @@ def _chunk_of(event: Event) -> tuple[dict[str, Any], list[dict[str, Any]]]:
         choices = chunk.get("choices") or []
         if all(isinstance(choice["index"], int) for choice in choices):
             return chunk, choices
-    except (msgspec.DecodeError, ValueError, RecursionError, AttributeError, KeyError, TypeError):
+    except _NOT_A_CHUNK:
         pass  # said below
     raise DivergedError("a repeated stream cannot be read")
 
@@ -157,15 +353,13 @@ def _collect(value: dict[str, Any], path: Path, state: _Choice) -> None:
         here = (*path, key)
         if isinstance(part, dict):
             _collect(part, here, state)
-        elif key in _TEXTS and isinstance(part, str):
-            state.runs[here] = state.runs.get(here, "") + part
-        elif isinstance(part, list):
-            state.runs[here] = state.runs.get(here, []) + part
+        elif isinstance(part, list) or (key in _TEXTS and isinstance(part, str)):
+            state.runs.setdefault(here, _Run()).add(part, here)
         elif key == "role" and part is not None:
             state.roles.add(here)
 
 
-def _strip(value: dict[str, Any], path: Path, state: _Choice) -> tuple[dict[str, Any], bool]:
+def _strip(value: dict[str, Any], path: Path, state: _Left) -> tuple[dict[str, Any], bool]:
     """Take what was delivered off a choice; also tell whether any content is left in it."""
     rest: dict[str, Any] = {}
     has_more = False
@@ -184,28 +378,30 @@ def _strip(value: dict[str, Any], path: Path, state: _Choice) -> tuple[dict[str,
     return rest, has_more
 
 
-def _strip_run(part: Any, path: Path, state: _Choice) -> Any:
+def _strip_run(part: Any, path: Path, state: _Left) -> Any:
     """Consume a text or a list against what was delivered at the same place."""
-    delivered = state.runs.get(path)
-    if not delivered:
+    if path not in state.runs:
         return part
-    length = min(len(part), len(delivered))
-    if path[-1] != _ALTERNATIVES and not _is_same(part[:length], delivered[:length]):
-        raise DivergedError("the repeated stream differs from what was begun")
-    state.runs[path] = delivered[length:]
+    sent, repeated = state.runs[path]
+    length = min(len(part), sent.length - repeated.length)
+    if length:
+        repeated.add(part[:length], path)
+        if repeated.length == sent.length and repeated.digest != sent.digest:
+            raise DivergedError("the repeated stream differs from what was begun")
     return part[length:]
 
 
-def _is_same(ours: Any, theirs: Any) -> bool:
-    """Whether two values name the same tokens; a likelihood is like any other."""
-    match ours, theirs:
-        case float(), float():
-            return True
-        case dict(), dict():
-            return ours.keys() == theirs.keys() and all(
-                key == _ALTERNATIVES or _is_same(ours[key], theirs[key]) for key in ours
-            )
-        case list(), list():
-            return len(ours) == len(theirs) and all(map(_is_same, ours, theirs))
+def _named_by(value: Any) -> Any:
+    """What of a value names tokens: a likelihood is like any other."""
+    match value:
+        case float():
+            return 0.0
+        case dict():
+            return {
+                key: None if key == _ALTERNATIVES else _named_by(each)
+                for key, each in value.items()
+            }
+        case list():
+            return [_named_by(each) for each in value]
         case _:
-            return bool(ours == theirs)
+            return value

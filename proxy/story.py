@@ -26,7 +26,8 @@ a push it may lie before the first token). `wait` is the part of `kv` before the
 from __future__ import annotations
 
 import enum
-from array import array
+import math
+from collections import Counter
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -34,6 +35,8 @@ from pdserve.observe.log import moved
 from pdserve.wire.transfer import KVMode
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from pdserve.observe.clock import Clock
     from pdserve.proxy.bodies import EngineStages
 
@@ -74,6 +77,46 @@ TTFT_TERMS = ("admission", "proxy", "retry", "queue", "reserve", "prefill", "rel
 SECOND_TERMS = ("decode_queue", "kv", "recompute", "handover", "first_step")
 
 
+class Gaps:
+    """How long gaps were, to one part in 250, in a size that does not grow with their number.
+
+    Attributes:
+        max_s: The longest; exact.
+    """
+
+    __slots__ = ("_counts", "_num", "max_s")
+
+    def __init__(self) -> None:
+        self.max_s = 0.0
+        self._num = 0
+        self._counts: Counter[int] = Counter()  # by exponent and the first 8 bits of the mantissa
+
+    def __len__(self) -> int:
+        return self._num
+
+    def __iter__(self) -> Iterator[tuple[float, int]]:
+        """Yield (seconds, how often), the shortest first."""
+        for key in sorted(self._counts):
+            yield math.ldexp((key & 255) + 0.5, (key >> 8) - 8), self._counts[key]
+
+    @property
+    def median_s(self) -> float:
+        """Of two in the middle the longer one; 0 if there are none."""
+        left = self._num // 2
+        for gap_s, number in self:
+            left -= number
+            if left < 0:
+                return min(gap_s, self.max_s)
+        return 0.0
+
+    def add(self, gap_s: float) -> None:
+        """Count one."""
+        mantissa, exponent = math.frexp(max(gap_s, 1e-6))
+        self._counts[exponent << 8 | int(mantissa * 256)] += 1
+        self._num += 1
+        self.max_s = max(self.max_s, gap_s)
+
+
 @dataclass(slots=True)
 class Story:
     """The record of one request. Times are monotonic seconds of `clock`.
@@ -85,7 +128,7 @@ class Story:
         first_token_s: The first token's bytes were written to the client (or, where the
             answer comes in one piece, had come from the engine).
         second_token_s: The decode engine's first bytes were.
-        token_gaps_s: Gaps between the chunks from the decode engine on.
+        token_gaps: Between the chunks from the decode engine on.
         prefill_stages, decode_stages: The engines' own accounts.
         kv_mode: Who moved the KV, as of the last attempt.
         rungs: Of the ladder, as they were taken.
@@ -108,7 +151,7 @@ class Story:
     first_token_s: float | None = None
     second_token_s: float | None = None
     last_chunk_s: float = 0.0
-    token_gaps_s: array[float] = field(default_factory=lambda: array("d"))
+    token_gaps: Gaps = field(default_factory=Gaps)
     prefill_stages: EngineStages | None = None
     decode_stages: EngineStages | None = None
     kv_mode: KVMode | None = None
@@ -176,7 +219,7 @@ class Story:
         if self.second_token_s is None and self.mode is Mode.DISAGGREGATED:
             self.second_token_s = sent_s
         else:
-            self.token_gaps_s.append(sent_s - self.last_chunk_s)
+            self.token_gaps.add(sent_s - self.last_chunk_s)
         self.last_chunk_s = sent_s
 
     def ttft_terms(self) -> dict[str, float]:
@@ -260,9 +303,8 @@ class Story:
             always = ("kv", "handover", "first_step")
             total = _sum(terms, "handover", always=always, after=self._parts_of(terms))
             parts.append(f"second token +{total}")
-        if self.token_gaps_s:
-            gaps = sorted(self.token_gaps_s)
-            parts.append(f"itl p50 {gaps[len(gaps) // 2] * 1e3:.1f} max {gaps[-1] * 1e3:.1f}")
+        if gaps := self.token_gaps:
+            parts.append(f"itl p50 {gaps.median_s * 1e3:.1f} max {gaps.max_s * 1e3:.1f}")
         if self.kv_mode is not None:
             parts.append(f"kv by {self.kv_mode.value}")
         if self.rungs:

@@ -68,10 +68,10 @@ class TokenHistogram(Collector):
         self._sum = 0.0
         registry.register(self)
 
-    def observe(self, value: float) -> None:
-        """Count `value`."""
-        self._counts[bisect_left(self._bounds, value)] += 1
-        self._sum += value
+    def observe(self, value: float, number: int = 1) -> None:
+        """Count `value`, `number` times."""
+        self._counts[bisect_left(self._bounds, value)] += number
+        self._sum += value * number
 
     def collect(self) -> Iterator[Metric]:
         """Yield the family; called by the registry at each scrape."""

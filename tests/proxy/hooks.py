@@ -73,6 +73,47 @@ def drops(times: int = 10**9, *, after: bytes = b"", leg: str | None = None):
     return hook
 
 
+def in_bursts(engine: ScriptedEngine, cuts: list[int], *, burst: int = 200):
+    """A hook that streams a script many tokens at a time, as fast as it is read.
+
+    Args:
+        cuts: After how many tokens of the whole stream connections are cut, one after the other;
+            for several engines to share.
+    """
+
+    async def hook(call, request):
+        if call.leg == "prefill":
+            return None
+        cut_at = cuts.pop(0) if cuts else None
+        start = int((call.params["pdserve"]).get("first_delivered", 0))
+        if call.leg == "decode":
+            await engine.read_lease(call)
+        num_tokens = call.body["max_tokens"]
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        await response.prepare(request)
+        end = num_tokens if cut_at is None else cut_at
+        for begin in range(start, end, burst):
+            await response.write(
+                b"".join(
+                    engine.chunk(
+                        call,
+                        word(call.body["seed"], position),
+                        "length" if position == num_tokens - 1 else None,
+                        first=position == 0,
+                    )
+                    for position in range(begin, min(begin + burst, end))
+                )
+            )
+        if cut_at is None:
+            await response.write(DONE)
+            return response
+        await asyncio.sleep(0.01)
+        request.transport.abort()
+        return response
+
+    return hook
+
+
 def first_chunk(seed: int = 3) -> bytes:
     choice = {"index": 0, "text": word(seed, 0), "logprobs": None, "finish_reason": None}
     return sse({"id": "x", "choices": [choice]})

@@ -17,6 +17,7 @@ from tests.proxy.hooks import (
     decodes,
     drops,
     first_chunk,
+    in_bursts,
     legs,
     prefills,
 )
@@ -317,15 +318,19 @@ async def test_a_stream_whose_engine_hangs_goes_on_elsewhere(make_stack):
     assert legs([good]) == ["local"]
 
 
-async def test_a_stream_too_long_to_be_remembered_ends_with_an_error(make_stack):
-    (decode,) = decodes()
-    big = {"index": 0, "text": "x" * 600_000, "finish_reason": None}
-    decode.hook = drops(after=sse({"choices": [big]}))
-    stack = await make_stack([], [decode])
-    first, last = events_of(await stack.stream())
-    assert first["choices"] == [big]
-    assert last["error"]["code"] == "engine_dead"
-    assert len(decode.calls) == 1
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+async def test_a_stream_of_any_length_that_loses_its_engine_twice_has_the_same_text(
+    make_stack, path
+):
+    """Its engines are lost after 700 KiB and after twice as much."""
+    num_tokens, engines, cuts = 12_000, decodes(3), [5000, 10_000]
+    for engine in engines:
+        engine.hook = in_bursts(engine, cuts)
+    stack = await make_stack(prefills(), engines)
+    stream = await stack.stream({"max_tokens": num_tokens}, path)
+    assert text_in(stream) == text_of(3, num_tokens)
+    assert sorted(legs(engines)) == ["decode", "local", "local"]
+    assert stream.count(b'"finish_reason":"length"') == 1
 
 
 async def test_a_long_error_body_arrives_whole(make_stack):

@@ -43,7 +43,8 @@ def test_a_finished_request_tells_what_its_log_line_tells() -> None:
     assert sum(finished.ttft_terms.values()) == pytest.approx(finished.ttft_ms, abs=1e-3)
     assert finished.second_token_ms == pytest.approx(2)
     assert sum(finished.second_token_terms.values()) == pytest.approx(2, abs=1e-3)
-    assert (finished.itl_p50_ms, finished.itl_max_ms, finished.num_gaps) == (6.0, 19.0, 3)
+    assert finished.itl_p50_ms == pytest.approx(6.0, rel=0.004)
+    assert (finished.itl_max_ms, finished.num_gaps) == (19.0, 3)
     assert (finished.kv_mode, finished.kv_bytes, finished.rungs) == ("push", 99, ["other_decode"])
     assert (finished.prefill, finished.decode) == ("http://p", "http://d")
     assert (finished.prompt_tokens, finished.output_tokens) == (7, 5)
@@ -93,7 +94,7 @@ def test_an_entry_stays_small_whatever_happened_to_its_request() -> None:
     clock, recent = ManualClock(), Recent()
     story = ended(clock, '"' * 128)
     for _ in range(100_000):
-        story.token_gaps_s.append(0.01)
+        story.token_gaps.add(0.01)
     for _ in range(1000):
         story.climbed(Rung.LOCAL)
         story.tell("\x00" * 10_000)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import tracemalloc
 from typing import Any
 
 import msgspec
@@ -10,9 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pdserve.proxy.relay import SseParser
-from pdserve.proxy.replay import DivergedError, Replay
+from pdserve.proxy.replay import RECENT_BYTES, DivergedError, Replay, Transcript
 
 DONE = b"data: [DONE]\n\n"
+TEXT = ("delta", "content")
 
 
 def event(*choices: dict[str, Any], **more: Any) -> bytes:
@@ -24,6 +27,13 @@ def chat(index: int, text: str, *, role: bool = False, finish: str | None = None
     logprobs = {"content": [{"token": letter} for letter in text]}
     choice = {"index": index, "delta": {**delta, "content": text}, "logprobs": logprobs}
     return {**choice, "finish_reason": finish}
+
+
+def after(*sent: bytes) -> Replay:
+    transcript = Transcript()
+    for data in sent:
+        transcript.add(data)
+    return Replay(transcript)
 
 
 def run(replay: Replay, stream: bytes) -> bytes:
@@ -74,7 +84,7 @@ def test_a_stream_broken_anywhere_goes_on_as_if_it_had_not_been(data):
         for _ in range(2)
     )
     former = former[: data.draw(st.integers(0, len(former)))]
-    replay = Replay(former)
+    replay = after(*former)
     stream = b"".join(former)
     for one in SseParser().feed(b"".join(repeated) + DONE):
         stream += one.raw if replay.is_over else replay.feed(one)
@@ -83,29 +93,104 @@ def test_a_stream_broken_anywhere_goes_on_as_if_it_had_not_been(data):
     assert what_a_client_sees(stream) == expected
 
 
+def compared(*sent: bytes) -> dict[tuple[int, tuple[str, ...]], tuple[int, bytes]]:
+    """(length, hash) of each run of a client's stream, by choice and path."""
+    transcript = Transcript()
+    for data in sent:
+        transcript.add(data)
+    transcript.settle()
+    assert transcript.is_readable
+    return {
+        (index, path): (run.length, run.digest)
+        for index, choice in transcript.choices.items()
+        for path, run in choice.runs.items()
+    }
+
+
+LIKE_A_CHUNK = event({"index": 0, "delta": {"content": "a"}}).decode()
+
+
+@given(st.data())
+def test_what_was_sent_is_the_same_in_one_piece_and_in_many(data):
+    """Events that differ in their text alone are read at once, whatever that text is."""
+    letters = st.sampled_from([*'ab"\\\n:é☃', '"}', LIKE_A_CHUNK])
+    texts = data.draw(st.lists(st.lists(letters, max_size=4).map("".join), max_size=8))
+    index = st.sampled_from([0, 0, 0, 1])
+    events = [event({"index": data.draw(index), "delta": {"content": text}}) for text in texts]
+    if data.draw(st.booleans()):
+        events.insert(0, event({"index": 0, "delta": {"role": "assistant", "content": ""}}))
+    if data.draw(st.booleans()):
+        events.append(event(chat(0, "b", finish="stop")))
+    parts: dict[int, str] = {}
+    for one in events:
+        (choice,) = msgspec.json.decode(one[6:])["choices"]
+        text = parts.get(choice["index"], "") + choice["delta"]["content"]
+        parts[choice["index"]] = text
+    found = compared(b"".join(events))
+    for number, text in parts.items():
+        apart = [event({"index": number, "delta": {"content": letter}}) for letter in text]
+        (expected,) = compared(*apart).values() if apart else [(0, found[number, TEXT][1])]
+        assert found[number, TEXT] == expected
+
+
+def size_of(num_tokens: int, make: Any) -> int:
+    """Bytes that a transcript takes after so many tokens."""
+    stream = [make(number) for number in range(num_tokens)]
+    tracemalloc.start()
+    transcript = Transcript()
+    for data in stream:
+        transcript.add(bytes(bytearray(data)))
+    gc.collect()
+    size, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert next(iter(transcript.choices.values())).runs  # it is not merely forgotten
+    return size
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda number: event({"index": 0, "delta": {"content": f" word{number}"}}),
+        lambda number: event(chat(0, f" word{number}")),
+        lambda number: event({"index": number % 4, "text": f" word{number}"}),
+    ],
+    ids=["text", "log-probabilities", "choices"],
+)
+def test_a_transcript_is_small_however_long_its_stream(make):
+    short, long = size_of(1000, make), size_of(8000, make)
+    assert max(short, long) < 4 * RECENT_BYTES
+    assert long - short < 2 * RECENT_BYTES
+
+
+def test_a_stream_that_cannot_be_read_is_not_begun_again():
+    with pytest.raises(DivergedError, match="cannot be read"):
+        after(b"data: nonsense\n\n")
+
+
 @given(st.data())
 def test_other_text_is_never_passed_on(data):
     text = data.draw(st.text("ab", min_size=1, max_size=8))
     other = data.draw(st.text("ab", min_size=1, max_size=8).filter(lambda t: t[0] != text[0]))
-    replay = Replay([event(chat(0, text, role=True))])
+    replay = after(event(chat(0, text, role=True)))
     with pytest.raises(DivergedError):
-        run(replay, event(chat(0, other, role=True)))
+        for one in SseParser().feed(event(chat(0, other, role=True)) + DONE):
+            assert replay.feed(one) == b""
 
 
 def test_a_repeat_that_ends_early_is_not_the_same_stream():
-    replay = Replay([event(chat(0, "abc", role=True))])
+    replay = after(event(chat(0, "abc", role=True)))
     with pytest.raises(DivergedError, match="ends before"):
         run(replay, event(chat(0, "ab", role=True, finish="stop")))
 
 
 def test_a_repeat_that_goes_on_after_the_former_end_is_not_the_same_stream():
-    replay = Replay([event(chat(0, "abc", role=True, finish="stop"))])
+    replay = after(event(chat(0, "abc", role=True, finish="stop")))
     with pytest.raises(DivergedError, match="goes on"):
         run(replay, event(chat(0, "abcd", role=True)))
 
 
 def test_an_end_mark_before_the_point_reached_is_not_the_same_stream():
-    replay = Replay([event(chat(0, "abc", role=True))])
+    replay = after(event(chat(0, "abc", role=True)))
     with pytest.raises(DivergedError):
         run(replay, DONE)
 
@@ -114,7 +199,7 @@ def test_other_log_probabilities_are_another_stream_even_with_the_same_text():
     first = chat(0, "a", role=True)
     other = {**first, "logprobs": {"content": [{"token": "b"}]}}
     with pytest.raises(DivergedError):
-        run(Replay([event(first)]), event(other))
+        run(after(event(first)), event(other))
 
 
 @pytest.mark.parametrize("chat_form", [True, False])
@@ -135,23 +220,23 @@ def test_the_same_tokens_measured_a_little_otherwise_are_the_same_stream(chat_fo
         choice = {"index": 0, "text": tokens, "finish_reason": None}
         return event({**choice, "logprobs": {"content": rows} if chat_form else columns})
 
-    replay = Replay([measured("ab", 0.0)])
+    replay = after(measured("ab", 0.0))
     rest = run(replay, measured("abc", 1e-6))
     (choice,) = msgspec.json.decode(rest.removeprefix(b"data: "))["choices"]
     assert choice["text"] == "c"
     assert {len(column) for column in choice["logprobs"].values()} == {1}
     with pytest.raises(DivergedError):
-        run(Replay([measured("ab", 0.0)]), measured("ac", 0.0))
+        run(after(measured("ab", 0.0)), measured("ac", 0.0))
 
 
 def test_a_usage_chunk_is_sent_once():
     usage = event(usage={"prompt_tokens": 1})
     former = [event(chat(0, "a", role=True, finish="stop")), usage]
-    assert run(Replay(former), b"".join(former) + DONE) == DONE
+    assert run(after(*former), b"".join(former) + DONE) == DONE
 
 
 def test_chunks_beyond_what_was_sent_keep_their_bytes():
-    replay = Replay([event(chat(0, "a", role=True))])
+    replay = after(event(chat(0, "a", role=True)))
     rest = b'data: {"choices" : [ {"index":0,"delta":{"content":"b"}} ]}\n\n'
     assert run(replay, event(chat(0, "a", role=True)) + rest) == rest
     assert replay.is_over

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import re
 
 import pytest
@@ -10,7 +11,7 @@ from hypothesis import strategies as st
 
 from pdserve.observe.clock import ManualClock
 from pdserve.proxy.bodies import EngineStages
-from pdserve.proxy.story import Mode, Stage, Story
+from pdserve.proxy.story import Gaps, Mode, Stage, Story
 
 seconds = st.floats(0, 5)
 
@@ -150,3 +151,22 @@ def test_what_the_decode_engine_computed_again_has_a_term_of_its_own():
 def test_a_request_that_never_got_a_token_has_a_line_without_figures():
     story = Story("3f2a", "/v1/completions", ManualClock())
     assert story.line("shed").startswith("req 3f2a shed in=? out=0")
+
+
+def test_gaps_are_told_exactly_enough_and_stay_small_however_many_there_are() -> None:
+    rng = random.Random(1)
+    drawn = sorted(rng.lognormvariate(-5.0, 1.0) for _ in range(20_001))
+    gaps = Gaps()
+    for gap_s in drawn:
+        gaps.add(gap_s)
+    assert gaps.median_s == pytest.approx(drawn[10_000], rel=0.004)
+    assert gaps.max_s == drawn[-1]
+    assert sum(number for _, number in gaps) == len(gaps) == len(drawn)
+    assert sum(gap_s * number for gap_s, number in gaps) == pytest.approx(sum(drawn), rel=0.004)
+    assert len(list(gaps)) < 2000
+
+
+def test_gaps_of_a_clock_that_stands_still_are_counted() -> None:
+    gaps = Gaps()
+    gaps.add(0.0)
+    assert (len(gaps), gaps.median_s, gaps.max_s) == (1, 0.0, 0.0)
