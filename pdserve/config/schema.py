@@ -183,6 +183,11 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
         long_prefill_token_threshold: Tokens of one prompt in a step, at most, so that shorter
             prompts share the step with it instead of waiting for its end; 0 sets no limit.
         max_waiting: Requests that may wait before new ones are refused with 429.
+        max_waiting_tokens: Prompt tokens that may wait, of requests without a token yet; a
+            request that finds others waiting and would exceed it is refused with 429.
+        max_request_tokens: Tokens of prompt and output that one HTTP request may ask for, over
+            all its choices; more is refused with 400. Never less than `max_num_seqs` requests
+            of the maximum context length.
         recompute_tokens_per_s: Prompt tokens per second that may be computed here because a
             prefill engine, or the transfer from it, failed; 0 allows none.
     """
@@ -193,11 +198,15 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
     long_prefill_token_threshold: int = 0
     policy: SchedulingPolicy = SchedulingPolicy.FCFS
     max_waiting: int = 4096
+    max_waiting_tokens: int = 1 << 24
+    max_request_tokens: int = 1 << 20
     recompute_tokens_per_s: int = 8192
 
     def __post_init__(self) -> None:
         _require_not_negative("recompute-tokens-per-second", self.recompute_tokens_per_s)
         _require_not_negative("max-waiting", self.max_waiting)
+        _require_not_negative("max-waiting-tokens", self.max_waiting_tokens)
+        _require_not_negative("max-request-tokens", self.max_request_tokens)
         _require(self.max_num_seqs > 0, "max-num-seqs", self.max_num_seqs, "it must be positive")
         _require(
             self.max_num_batched_tokens >= self.max_num_seqs or self.enable_chunked_prefill,

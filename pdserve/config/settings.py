@@ -158,6 +158,8 @@ _ENGINE: Final = (
             ("long-prefill-token-threshold", "scheduler.long_prefill_token_threshold", "N", "tokens of one prompt in a step at most, so that shorter ones share it; 0 is no limit"),
             ("scheduling-policy", "scheduler.policy", "fcfs|priority", "which waiting request comes first"),
             ("max-waiting", "scheduler.max_waiting", "N", "requests that may wait before new ones get 429"),
+            ("max-waiting-tokens", "scheduler.max_waiting_tokens", "N", "prompt tokens that may wait before new requests get 429"),
+            ("max-request-tokens", "scheduler.max_request_tokens", "N", "tokens that one request may ask for over all choices; never below --max-num-seqs whole contexts"),
             ("recompute-tokens-per-second", "scheduler.recompute_tokens_per_s", "N", "prompt tokens computed here per second after failed transfers; 0 allows none"),
         ),
     ),

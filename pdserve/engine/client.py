@@ -7,7 +7,14 @@ from typing import TYPE_CHECKING, Protocol
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Sequence
 
-    from pdserve.wire.request import EngineInfo, EngineOutput, EngineStats, GenerateRequest
+    from pdserve.wire.ids import RequestId
+    from pdserve.wire.request import (
+        EngineInfo,
+        EngineOutput,
+        EngineStats,
+        GenerateRequest,
+        Sibling,
+    )
     from pdserve.wire.trace import ProcessTrace
 
 
@@ -39,15 +46,26 @@ class EngineClient(Protocol):
         """Why the engine should get no requests now, although it has not ended."""
         ...
 
-    def generate(self, request: GenerateRequest) -> AsyncGenerator[EngineOutput, None]:
-        """Submit a request and yield its outputs; the last has a `finish_reason`.
+    def generate(
+        self, request: GenerateRequest, siblings: Sequence[Sibling] = ()
+    ) -> AsyncGenerator[EngineOutput, None]:
+        """Submit a request, with others for its prompt, and yield the outputs of all of them.
 
-        Closing the generator early (or cancelling the task in it) aborts the request.
+        The last output of each has a `finish_reason`; the generator ends when all have ended.
+        Closing it early (or cancelling the task in it) aborts those that have not. All are
+        taken, or none is.
 
         Raises:
-            EngineDeadError: The engine ended before the request did.
-            OverloadedError: Too many requests wait already.
+            EngineDeadError: The engine ended before the requests did.
+            OverloadedError: Too many requests, or too many prompt tokens, wait already.
             UnavailableError: The engine is not ready yet or is shutting down.
+        """
+        ...
+
+    async def abort(self, request_ids: Sequence[RequestId]) -> None:
+        """Forget some of the requests that were submitted: they count as ended.
+
+        Ids that are unknown or have ended are ignored.
         """
         ...
 

@@ -19,7 +19,6 @@ import secrets
 import subprocess
 import sys
 from collections import Counter
-from contextlib import aclosing
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -28,13 +27,14 @@ import zmq.asyncio
 
 from pdserve.engine.coordinator import Addresses, CoordinatorLaunch, Counts
 from pdserve.engine.launch import shares_experts
+from pdserve.engine.merge import MergedOutputs
 from pdserve.engine.zmq_client import launch_engine
 from pdserve.errors import ConfigError, EngineDeadError, InternalError, UnavailableError
 from pdserve.observe.liveness import NUM_LOOKS, ProcessWatch
 from pdserve.parallel.rendezvous import listen
 from pdserve.parallel.seat import CoreSeat
 from pdserve.wire.ids import EngineId, Incarnation
-from pdserve.wire.request import EngineStats
+from pdserve.wire.request import EngineStats, sibling_of, with_siblings
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Callable, Sequence
@@ -42,7 +42,8 @@ if TYPE_CHECKING:
     from pdserve.config.schema import EngineConfig
     from pdserve.engine.client import LaunchedEngine
     from pdserve.engine.zmq_client import ZmqEngineClient
-    from pdserve.wire.request import EngineInfo, EngineOutput, GenerateRequest
+    from pdserve.wire.ids import RequestId
+    from pdserve.wire.request import EngineInfo, EngineOutput, GenerateRequest, Sibling
     from pdserve.wire.step import ExpertBalance
     from pdserve.wire.trace import ProcessTrace
 
@@ -185,26 +186,56 @@ class DataParallelClient:
             raise ConfigError(reason) if self._is_config_error else EngineDeadError(reason)
         return info
 
-    async def generate(self, request: GenerateRequest) -> AsyncGenerator[EngineOutput, None]:
-        """See `EngineClient`."""
+    async def generate(
+        self, request: GenerateRequest, siblings: Sequence[Sibling] = ()
+    ) -> AsyncGenerator[EngineOutput, None]:
+        """See `EngineClient`. Each core gets the prompt of its choices once."""
         if self._dead_reason is not None:
             raise EngineDeadError(self._dead_reason)
         if self.info is None or self._is_closing:
             state = "shutting down" if self._is_closing else "still loading"
             raise UnavailableError(f"the engine is {state}; try again", retry_after_s=1.0)
-        if any(core.serves(request.request_id) for core in self._cores):
-            raise InternalError(f"request {request.request_id} is running already")
-        loads = [
-            Load(num_answering=core.num_answering, num_sent=core.num_sent) for core in self._cores
-        ]
-        core = self._cores[least_busy(self._counts, loads)]
+        choices = list(with_siblings(request, siblings))
+        for choice in choices:
+            if any(core.serves(choice.request_id) for core in self._cores):
+                raise InternalError(f"request {choice.request_id} is running already")
+        outputs = MergedOutputs(
+            [
+                core.generate(first, [sibling_of(other) for other in others])
+                for core, (first, *others) in self._spread(choices)
+            ]
+        )
         try:
-            async with aclosing(core.generate(request)) as outputs:
-                async for output in outputs:
-                    yield output
+            while (output := await outputs.next()) is not None:
+                yield output
         except EngineDeadError as error:
             await self._ended.wait()  # what became of the other cores is known then
             raise EngineDeadError(self._dead_reason or error.message) from error
+        finally:
+            for unread in await outputs.close():
+                if unread.handoff is not None:
+                    await self.release_lease(unread.handoff.nonce)
+
+    def _spread(
+        self, choices: Sequence[GenerateRequest]
+    ) -> list[tuple[ZmqEngineClient, list[GenerateRequest]]]:
+        """Give each choice to the core that has the least to do, then."""
+        loads = [
+            Load(num_answering=core.num_answering, num_sent=core.num_sent) for core in self._cores
+        ]
+        shares: list[list[GenerateRequest]] = [[] for _ in self._cores]
+        for choice in choices:
+            index = least_busy(self._counts, loads)
+            shares[index].append(choice)
+            loads[index] = Load(
+                num_answering=loads[index].num_answering + 1, num_sent=loads[index].num_sent + 1
+            )
+        return [(core, share) for core, share in zip(self._cores, shares, strict=True) if share]
+
+    async def abort(self, request_ids: Sequence[RequestId]) -> None:
+        """See `EngineClient`. Cores ignore the ids of others."""
+        for core in self._cores:
+            await core.abort(request_ids)
 
     async def release_lease(self, nonce: str) -> None:
         """See `EngineClient`. The core that made the lease knows it."""

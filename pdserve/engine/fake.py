@@ -18,6 +18,7 @@ import uuid
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from pdserve.engine.merge import MergedOutputs
 from pdserve.errors import EngineDeadError, OverloadedError, UnavailableError
 from pdserve.wire.hashing import prompt_digest
 from pdserve.wire.ids import BlockId, EngineId, Incarnation, RequestId
@@ -31,6 +32,8 @@ from pdserve.wire.request import (
     GenerateRequest,
     OnLoadFailure,
     RequestStages,
+    Sibling,
+    with_siblings,
 )
 from pdserve.wire.seal import PROTOCOL
 from pdserve.wire.transfer import Endpoint, KVHandoff, KVMode, KVShape, LeaseEnd, LoadFailure
@@ -267,8 +270,26 @@ class FakeEngineClient:
             self._dead_reason = reason
         self._died.set()
 
-    async def generate(self, request: GenerateRequest) -> AsyncGenerator[EngineOutput, None]:
+    async def generate(
+        self, request: GenerateRequest, siblings: Sequence[Sibling] = ()
+    ) -> AsyncGenerator[EngineOutput, None]:
         """See `EngineClient`."""
+        choices = list(with_siblings(request, siblings))
+        outputs = MergedOutputs([self._generate(choice) for choice in choices])
+        try:
+            while (output := await outputs.next()) is not None:
+                yield output
+        finally:
+            for unread in await outputs.close():
+                if unread.handoff is not None:
+                    await self.release_lease(unread.handoff.nonce)
+
+    async def abort(self, request_ids: Sequence[RequestId]) -> None:
+        """See `EngineClient`. Each of them ends at its next token."""
+        for request_id in request_ids:
+            self._leave(request_id)
+
+    async def _generate(self, request: GenerateRequest) -> AsyncGenerator[EngineOutput, None]:
         if self._dead_reason is not None:
             raise EngineDeadError(f"the engine has ended: {self._dead_reason}")
         if not self._ready or self._closing:
@@ -282,6 +303,8 @@ class FakeEngineClient:
         try:
             async with contextlib.aclosing(self._outputs(request)) as outputs:
                 async for output in outputs:
+                    if request.request_id not in self.running:
+                        return
                     ended = output.finish_reason is not None
                     if ended:
                         self._leave(request.request_id)

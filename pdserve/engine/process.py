@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, assert_never
 import msgspec
 import zmq
 
+from pdserve.engine.arrivals import Arrivals
 from pdserve.engine.coordinator import End, StartWave
 from pdserve.engine.core import EngineCore
 from pdserve.engine.launch import EngineLaunch
@@ -60,6 +61,7 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
+_MAX_MESSAGES_PER_TURN = 64
 _UNFINISHED_POLL_MS = 100
 _CLOSE_TIMEOUT_S = 5.0
 _SLICES_S = 0.03
@@ -112,6 +114,7 @@ class EngineProcess:
             self._publish(Died(_story(error)))
             self._close_sockets()
             raise
+        self._arrivals = Arrivals(self.core.scheduler)
         self._poller = zmq.Poller()
         self._poller.register(self._inputs, zmq.POLLIN)
         for fd in self.core.executor.wake_fds:
@@ -133,8 +136,10 @@ class EngineProcess:
                     patience_ms = _STATS_MS
                 if self._asked:
                     patience_ms = _ASKED_POLL_MS
-                has_event = self._poller.poll(0 if self._pieces else patience_ms)
-                is_soon = self._pieces or self._asked or self._stats_due_s is not None
+                has_event = self._poller.poll(0 if self._pieces or self._arrivals else patience_ms)
+                is_soon = (
+                    self._pieces or self._arrivals or self._asked or self._stats_due_s is not None
+                )
                 is_time_up = not (has_event or is_soon)
                 has_input = self._drain_inputs()
                 if self._link is not None:
@@ -165,9 +170,11 @@ class EngineProcess:
             return False
         scheduler, waves = self.core.scheduler, self.core.waves
         if not self._has_drained:
-            if time.monotonic() < self._shutdown_at_s and not scheduler.is_idle:
+            has_work = bool(self._arrivals) or not scheduler.is_idle
+            if time.monotonic() < self._shutdown_at_s and has_work:
                 return False
             self._has_drained = True
+            self._num_taken += self._arrivals.hand_on(may_take_all=True)
             scheduler.abort_all("the engine is shutting down")
             self.core.post()
             self._publish_outputs(scheduler.drain_outputs())
@@ -201,13 +208,16 @@ class EngineProcess:
             link.wish(wave)
 
     def _drain_inputs(self) -> bool:
-        """Take every message that is there; whether one had anything to say to the scheduler."""
+        """Take some of the messages that are there; whether one had to do with the scheduler.
+
+        The others stay where they are, in order, until the next turn.
+        """
         has_input = False
-        while True:
+        for _ in range(_MAX_MESSAGES_PER_TURN):
             try:
                 frame = self._inputs.recv(zmq.NOBLOCK)
             except zmq.Again:
-                return has_input
+                break
             try:
                 message = self._decode.decode(frame)
             except msgspec.DecodeError as error:
@@ -216,14 +226,17 @@ class EngineProcess:
             else:
                 self._take(message)
                 has_input |= not isinstance(message, Ping)
+        num_handed_on = self._arrivals.hand_on()
+        self._num_taken += num_handed_on
+        return has_input or num_handed_on > 0
 
     def _take(self, message: ToEngine) -> None:
         scheduler = self.core.scheduler
         match message:
-            case Add(request):
-                self._num_taken += 1
-                scheduler.add(request)
+            case Add():
+                self._num_taken += self._arrivals.put(message)
             case Abort(request_ids):
+                self._num_taken += self._arrivals.forget(request_ids)
                 scheduler.abort(request_ids)
             case ReleaseLease(nonce):
                 scheduler.release_lease(nonce)

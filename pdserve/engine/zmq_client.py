@@ -53,15 +53,15 @@ from pdserve.wire.codec import (
     from_engine,
     to_engine,
 )
-from pdserve.wire.request import FinishReason
+from pdserve.wire.request import EngineOutput, FinishReason
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, Callable
+    from collections.abc import AsyncGenerator, Callable, Sequence
 
     from pdserve.config.schema import EngineConfig
     from pdserve.engine.coordinator import Addresses
     from pdserve.wire.ids import RequestId
-    from pdserve.wire.request import EngineInfo, EngineOutput, EngineStats, GenerateRequest
+    from pdserve.wire.request import EngineInfo, EngineStats, GenerateRequest, Sibling
     from pdserve.wire.trace import ProcessTrace
 
 _log = logging.getLogger(__name__)
@@ -165,13 +165,15 @@ class ZmqEngineClient:
         on_dead: Callable[[], None] = lambda: None,
     ) -> None:
         self._max_waiting = config.scheduler.max_waiting
+        self._max_waiting_tokens = config.scheduler.max_waiting_tokens
         self._process = process
         self._context, self._inputs, self._outputs = context, inputs, outputs
         self._progress = progress
         self._on_dead = on_dead
         self._encode = to_engine()
         self._decode = from_engine()
-        self._queues: dict[RequestId, asyncio.Queue[EngineOutput | None]] = {}
+        self._queues: dict[RequestId, asyncio.Queue[EngineOutput | RequestId | None]] = {}
+        self._num_tokens_waiting: dict[RequestId, int] = {}
         self._dump_numbers = itertools.count(1)
         self._dumps: dict[int, _Dump] = {}
         self._info: EngineInfo | None = None
@@ -266,41 +268,79 @@ class ZmqEngineClient:
         await self._exited.wait()
         return self._dead_reason or "the engine ended"
 
-    async def generate(self, request: GenerateRequest) -> AsyncGenerator[EngineOutput, None]:
+    async def generate(
+        self, request: GenerateRequest, siblings: Sequence[Sibling] = ()
+    ) -> AsyncGenerator[EngineOutput, None]:
         """See `EngineClient`."""
         if self._dead_reason is not None:
             raise EngineDeadError(self._dead_reason)
         if self._info is None or self._is_closing:
             state = "shutting down" if self._is_closing else "still loading"
             raise UnavailableError(f"the engine is {state}; try again", retry_after_s=1.0)
+        num_tokens = len(request.prompt_token_ids)
+        self._refuse_if_full(self._info, num_tokens * (1 + len(siblings)))
+        open_ids = {request.request_id, *(sibling.request_id for sibling in siblings)}
+        for request_id in open_ids:
+            if request_id in self._queues:
+                raise InternalError(f"request {request_id} is running already")
+        queue: asyncio.Queue[EngineOutput | RequestId | None] = asyncio.Queue()
+        self._queues.update(dict.fromkeys(open_ids, queue))
+        self._num_tokens_waiting.update(dict.fromkeys(open_ids, num_tokens))
+        try:
+            self._send(Add(request, list(siblings)))
+            self._num_sent += len(open_ids)
+            while open_ids:
+                match await queue.get():
+                    case None:
+                        open_ids.clear()
+                        raise EngineDeadError(self._dead_reason or "the engine ended")
+                    case EngineOutput() as output:
+                        if output.finish_reason is not None:
+                            open_ids.discard(output.request_id)
+                            self._forget(output.request_id)
+                        yield output
+                    case request_id:
+                        open_ids.discard(request_id)
+        finally:
+            for request_id in open_ids:
+                self._forget(request_id)
+            if open_ids:
+                self._send(Abort(list(open_ids)))
+
+    def _refuse_if_full(self, info: EngineInfo, num_tokens: int) -> None:
+        """Refuse a request that would make the queue too long. An empty one takes any.
+
+        Args:
+            num_tokens: Prompt tokens, of all its choices.
+        """
         # Snapshots are a step old: what was sent since then is known here alone.
-        num_unseated = len(self._queues) - self._info.max_num_seqs
+        num_unseated = len(self._queues) - info.max_num_seqs
         num_waiting = max(num_unseated, 0 if self._stats is None else self._stats.num_waiting)
         if num_waiting >= self._max_waiting:
             raise OverloadedError(
                 f"{num_waiting} requests wait already (at most {self._max_waiting})",
                 retry_after_s=1.0,
             )
-        request_id = request.request_id
-        if request_id in self._queues:
-            raise InternalError(f"request {request_id} is running already")
-        queue: asyncio.Queue[EngineOutput | None] = asyncio.Queue()
-        self._queues[request_id] = queue
-        is_over = False
-        try:
-            self._send(Add(request))
-            self._num_sent += 1
-            while not is_over:
-                output = await queue.get()
-                if output is None:
-                    is_over = True
-                    raise EngineDeadError(self._dead_reason or "the engine ended")
-                is_over = output.finish_reason is not None
-                yield output
-        finally:
-            del self._queues[request_id]
-            if not is_over:
-                self._send(Abort([request_id]))
+        num_tokens_waiting = sum(self._num_tokens_waiting.values())
+        if num_tokens_waiting and num_tokens_waiting + num_tokens > self._max_waiting_tokens:
+            raise OverloadedError(
+                f"{num_tokens_waiting} prompt tokens wait already, and this request has "
+                f"{num_tokens} (over all choices; at most {self._max_waiting_tokens} may wait)",
+                retry_after_s=1.0,
+            )
+
+    async def abort(self, request_ids: Sequence[RequestId]) -> None:
+        """See `EngineClient`."""
+        known = [request_id for request_id in request_ids if request_id in self._queues]
+        for request_id in known:
+            self._queues[request_id].put_nowait(request_id)
+            self._forget(request_id)
+        if known:
+            self._send(Abort(known))
+
+    def _forget(self, request_id: RequestId) -> None:
+        self._queues.pop(request_id, None)
+        self._num_tokens_waiting.pop(request_id, None)
 
     async def release_lease(self, nonce: str) -> None:
         """See `EngineClient`."""
@@ -417,6 +457,8 @@ class ZmqEngineClient:
 
     def _deliver(self, output: EngineOutput) -> None:
         queue = self._queues.get(output.request_id)
+        if output.new_token_ids:
+            self._num_tokens_waiting.pop(output.request_id, None)
         if queue is not None:
             queue.put_nowait(output)
         elif output.finish_reason is FinishReason.HANDOFF:

@@ -29,24 +29,43 @@ class PrefixHit(msgspec.Struct, frozen=True):
     num_free: int
 
 
-class HashChain:
-    """The block hashes of one request's tokens, extended as tokens come. O(new tokens)."""
+class SharedPrompt:
+    """What the requests for one prompt's choices share.
 
-    def __init__(self, block_size: int, salt: str) -> None:
+    Attributes:
+        hashes: Of the blocks that the prompt fills, as far as one of them needed them.
+    """
+
+    def __init__(self) -> None:
+        self.hashes: list[BlockHash] = []
+
+
+class HashChain:
+    """The block hashes of one request's tokens, extended as tokens come. O(new tokens).
+
+    Args:
+        shared: Of the prompt that the tokens begin with.
+    """
+
+    def __init__(self, block_size: int, salt: str, shared: SharedPrompt | None = None) -> None:
         self._block_size = block_size
-        self._parent = root_hash(salt)
+        self._root = root_hash(salt)
+        self._of_prompt = [] if shared is None else shared.hashes
         self.hashes: list[BlockHash] = []
 
     def extend_to(self, prompt: Sequence[int], output: Sequence[int], num_blocks: int) -> None:
         """Hash blocks until there are `num_blocks`; all their tokens must exist."""
         size, num_prompt = self._block_size, len(prompt)
+        self.hashes += self._of_prompt[len(self.hashes) : num_blocks]
         for index in range(len(self.hashes), num_blocks):
             start, stop = index * size, (index + 1) * size
             tokens = prompt[start:stop]
             if stop > num_prompt:
                 tokens = [*tokens, *output[max(0, start - num_prompt) : stop - num_prompt]]
-            self._parent = block_hash(self._parent, tokens)
-            self.hashes.append(self._parent)
+            parent = self.hashes[-1] if self.hashes else self._root
+            self.hashes.append(block_hash(parent, tokens))
+            if stop <= num_prompt:
+                self._of_prompt.append(self.hashes[-1])
 
 
 class KVCacheManager:
@@ -68,9 +87,9 @@ class KVCacheManager:
         """Blocks that hold `num_tokens`."""
         return -(-num_tokens // self.block_size)
 
-    def chain(self, salt: str) -> HashChain:
+    def chain(self, salt: str, shared: SharedPrompt | None = None) -> HashChain:
         """An empty hash chain for one request."""
-        return HashChain(self.block_size, salt)
+        return HashChain(self.block_size, salt, shared)
 
     def match(
         self,

@@ -39,6 +39,7 @@ if TYPE_CHECKING:
 
     from pdserve.config.schema import CacheConfig, SchedulerConfig
     from pdserve.connectors.base import KVConnectorScheduler
+    from pdserve.kvcache.manager import SharedPrompt
     from pdserve.observe.clock import Clock
     from pdserve.wire.ids import BlockId, RequestId
     from pdserve.wire.outputs import TokenLogprobs
@@ -151,8 +152,12 @@ class Scheduler:
 
     # ---- requests come and go -------------------------------------------------------
 
-    def add(self, wire: GenerateRequest) -> None:
-        """Take a request. What cannot be served ends at once with an ERROR output."""
+    def add(self, wire: GenerateRequest, shared: SharedPrompt | None = None) -> None:
+        """Take a request. What cannot be served ends at once with an ERROR output.
+
+        Args:
+            shared: What it shares with other requests of this prompt and salt, if there are any.
+        """
         now_s = self._clock.monotonic_s()
         if wire.request_id in self._requests:
             self.refuse(wire.request_id, "a request with this id is already being served")
@@ -162,7 +167,7 @@ class Scheduler:
             self._outbox.refusal(wire.request_id, refusal, ErrorCode.BAD_REQUEST)
             return
         request = Request(
-            wire, self.kv.chain(wire.cache_salt), order=self._num_arrivals, now_s=now_s
+            wire, self.kv.chain(wire.cache_salt, shared), order=self._num_arrivals, now_s=now_s
         )
         self._num_arrivals += 1
         if wire.handoff is not None or wire.ticket is not None:

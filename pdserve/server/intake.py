@@ -170,6 +170,14 @@ async def make_job(
             max_tokens_field=max_tokens_field,
         )
         limits.append(max(1, limit))
+    if not isinstance(hop, DecodeHop):  # what was taken elsewhere is not refused here
+        scheduler = service.engine_config.scheduler
+        _check_size(
+            fields.num_choices,
+            [len(prompt) + limit for prompt, limit in zip(prompts, limits, strict=True)],
+            max(scheduler.max_request_tokens, info.max_num_seqs * info.max_model_len),
+            field="n" if fields.num_choices > 1 else prompt_field,
+        )
     bad_words = await encode(
         text.tokenizer, spellings_of(fields.bad_words or ()), add_special_tokens=False
     )
@@ -214,6 +222,26 @@ def _check_prompt(prompt: list[int], vocab_size: int, field: str) -> None:
         wrong = next(token_id for token_id in prompt if not 0 <= token_id < vocab_size)
         raise BadRequestError(
             f"{field} has token id {wrong}: the vocabulary has ids 0 to {vocab_size - 1}",
+            param=field,
+        )
+
+
+def _check_size(
+    num_choices: int, num_tokens: Sequence[int], max_tokens: int, *, field: str
+) -> None:
+    """Refuse a request that asks for more than one request may.
+
+    Args:
+        num_choices: For each prompt.
+        num_tokens: Per prompt, those of it and of one output at most.
+        max_tokens: Over all choices of all prompts.
+    """
+    asked = num_choices * sum(num_tokens)
+    if asked > max_tokens:
+        raise BadRequestError(
+            f"n is {num_choices}, for {len(num_tokens)} prompts: the request may take {asked} "
+            f"tokens (each choice counts its prompt and its max_tokens), at most {max_tokens} "
+            "are served at once; ask for fewer choices, or for fewer tokens each",
             param=field,
         )
 

@@ -14,6 +14,7 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from pdserve.engine.merge import MergedOutputs
 from pdserve.errors import (
     BadRequestError,
     DeadlineError,
@@ -26,12 +27,12 @@ from pdserve.errors import (
 )
 from pdserve.observe.log import request_line
 from pdserve.server.handoff import stage_fields
-from pdserve.server.merge import MergedOutputs
 from pdserve.server.recent import traced
 from pdserve.wire.request import (
     ErrorCode,
     FinishReason,
     RequestStages,
+    sibling_of,
 )
 
 if TYPE_CHECKING:
@@ -42,6 +43,7 @@ if TYPE_CHECKING:
     from pdserve.server.handoff import PromptLogprobs
     from pdserve.server.service import Service
     from pdserve.text.output import OutputProcessor
+    from pdserve.wire.ids import RequestId
     from pdserve.wire.outputs import TokenLogprobs
     from pdserve.wire.request import EngineOutput, GenerateRequest
     from pdserve.wire.transfer import KVHandoff
@@ -138,13 +140,23 @@ class Job:
     is_streamed: bool = False
     delivered: bool = False
     gaps_s: list[float] = field(default_factory=list)
+    _index_of: dict[RequestId, int] = field(default_factory=dict)
     _outputs: MergedOutputs | None = None
     _held: deque[tuple[int, EngineOutput]] = field(default_factory=deque)
     _error: Exception | None = None
 
     async def __aenter__(self) -> Self:
-        requests = {c.index: c.request for c in self.choices if c.request is not None}
-        self._outputs = MergedOutputs(self.service.client, requests)
+        of_prompts: dict[int, list[GenerateRequest]] = {}
+        for choice in self.choices:
+            if choice.request is not None:
+                self._index_of[choice.request.request_id] = choice.index
+                of_prompts.setdefault(choice.prompt_index, []).append(choice.request)
+        self._outputs = MergedOutputs(
+            [
+                self.service.client.generate(first, [sibling_of(other) for other in others])
+                for first, *others in of_prompts.values()
+            ]
+        )
         self.service.num_jobs += 1
         self.service.jobs[id(self)] = self
         return self
@@ -204,7 +216,10 @@ class Job:
 
     async def _next(self) -> tuple[int, EngineOutput]:
         try:
-            index, output = await self._running.next()
+            output = await self._running.next()
+            if output is None:
+                raise InternalError(f"job {self.request_id} ended before its choices")
+            index = self._index_of[output.request_id]
             if output.finish_reason is not None:
                 _raise_if_failed(
                     output, self.choices[index].request, self.service.clock.monotonic_s()
@@ -237,7 +252,7 @@ class Job:
         choice.finish_reason = text.finish_reason
         choice.handoff = output.handoff
         if text.finish_reason is not reason:  # a stop string: the engine does not know of it
-            await self._running.drop(choice.index)
+            await self.service.client.abort([output.request_id])
             if choice.handoff is not None:
                 await self.service.client.release_lease(choice.handoff.nonce)
                 choice.handoff = None

@@ -11,7 +11,7 @@ from typing import Generic, TypeVar
 import msgspec
 
 from pdserve.wire.ids import RequestId
-from pdserve.wire.request import EngineInfo, EngineOutput, EngineStats, GenerateRequest
+from pdserve.wire.request import EngineInfo, EngineOutput, EngineStats, GenerateRequest, Sibling
 from pdserve.wire.trace import Process
 
 MAJOR = 2
@@ -21,9 +21,10 @@ T = TypeVar("T")
 
 
 class Add(msgspec.Struct, frozen=True, tag="add"):
-    """Take a request."""
+    """Take a request, and those for further choices of its prompt."""
 
     request: GenerateRequest
+    siblings: list[Sibling] = []
 
 
 class Abort(msgspec.Struct, frozen=True, tag="abort"):

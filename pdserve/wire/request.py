@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+from collections.abc import Iterable, Iterator
 
 import msgspec
 
@@ -53,6 +54,37 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
     ticket: PushTicket | None = None
     on_load_failure: OnLoadFailure = OnLoadFailure.RECOMPUTE
     is_fallback: bool = False
+
+
+class Sibling(msgspec.Struct, frozen=True, array_like=True):
+    """A further choice for the prompt of a `GenerateRequest`: what the two do not share.
+
+    Attributes:
+        seed, handoff: In place of the request's own.
+    """
+
+    request_id: RequestId
+    seed: int
+    handoff: KVHandoff | None = None
+
+
+def sibling_of(request: GenerateRequest) -> Sibling:
+    """Return what `request` does not share with others for its prompt."""
+    return Sibling(request.request_id, request.sampling.seed, request.handoff)
+
+
+def with_siblings(
+    request: GenerateRequest, siblings: Iterable[Sibling]
+) -> Iterator[GenerateRequest]:
+    """Yield `request`, and one for each sibling, with the same prompt (the object) in all."""
+    yield request
+    for sibling in siblings:
+        yield msgspec.structs.replace(
+            request,
+            request_id=sibling.request_id,
+            sampling=msgspec.structs.replace(request.sampling, seed=sibling.seed),
+            handoff=sibling.handoff,
+        )
 
 
 class FinishReason(enum.Enum):

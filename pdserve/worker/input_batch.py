@@ -81,6 +81,8 @@ class InputBatch:
         self._num_computed = np.zeros(num_rows, dtype=np.int64)
         self._row_of: dict[RequestId, int] = {}
         self._free_rows = list(range(num_rows - 1, -1, -1))
+        self._last_prompt: list[int] = []
+        self._last_prompt_array = np.zeros(0, dtype=np.int32)
 
         self._staged_token_ids = Staged(max_num_tokens, torch.int64, device)
         self._staged_positions = Staged(max_num_tokens, torch.int64, device)
@@ -116,7 +118,7 @@ class InputBatch:
             )
         row = self._free_rows.pop()
         self._row_of[request_id] = row
-        self._token_ids[row, :num_prompt] = request.prompt_token_ids
+        self._token_ids[row, :num_prompt] = self._array_of(request.prompt_token_ids)
         self._token_ids[row, num_prompt:num_tokens] = request.output_token_ids
         self._num_prompt[row] = num_prompt
         self._num_tokens[row] = num_tokens
@@ -124,6 +126,12 @@ class InputBatch:
         self._num_blocks[row] = 0
         self._append_blocks(row, request.block_ids)
         return row
+
+    def _array_of(self, prompt: list[int]) -> NDArray[np.int32]:
+        """`prompt` as an array. The choices of one prompt share the list and come in a row."""
+        if prompt is not self._last_prompt:
+            self._last_prompt, self._last_prompt_array = prompt, np.array(prompt, dtype=np.int32)
+        return self._last_prompt_array
 
     def update(self, known: KnownRequests) -> None:
         """Take what changed of requests known already.

@@ -123,6 +123,8 @@ def test_a_server_setting_that_cannot_be_names_its_flag(flag: str, value: object
         ("generation-config", "mine.json"),
         ("kv-cache-memory-bytes", 0),
         ("max-waiting", -1),
+        ("max-waiting-tokens", -1),
+        ("max-request-tokens", -1),
         ("seed", 2**63),
         ("served-model-name", ("",)),
     ],

@@ -25,7 +25,7 @@ from pdserve.engine.zmq_client import ZmqEngineClient, launch_engine
 from pdserve.errors import ConfigError, EngineDeadError, InternalError, OverloadedError
 from pdserve.wire.codec import Codec
 from pdserve.wire.ids import RequestId
-from pdserve.wire.request import FinishReason, GenerateRequest
+from pdserve.wire.request import FinishReason, GenerateRequest, Sibling
 from pdserve.wire.sampling import SamplingParams
 from tests.tiny_models import greedy_by_transformers
 
@@ -257,7 +257,7 @@ async def test_bad_requests_end_alone(tiny_model: Path, backend: str) -> None:
         replace(good, request_id="nothing allowed", sampling=_params(allowed_token_ids=())),
         replace(good, request_id="NaN", sampling=_params(temperature=float("nan"))),
         replace(good, request_id="words", sampling=_params(max_tokens="many")),
-        replace(good, request_id="no list", prompt_token_ids=7),
+        replace(good, request_id="no ids", prompt_token_ids=["seven"]),
     ]
     async with running(engine_config(tiny_model, backend=backend)) as client:
         expected = await tokens_of(client, good)
@@ -300,6 +300,47 @@ async def test_more_requests_at_once_than_may_wait_are_refused(tiny_model: Path)
     refused = [answer for answer in answers if isinstance(answer, OverloadedError)]
     assert len(refused) == 5
     assert sum(isinstance(answer, list) for answer in answers) == 5
+
+
+async def test_more_prompt_tokens_than_may_wait_are_refused(tiny_model: Path) -> None:
+    config = msgspec.structs.replace(
+        engine_config(tiny_model), scheduler=SchedulerConfig(max_waiting_tokens=100)
+    )
+    async with running(config) as client:
+        siblings = [Sibling(RequestId(f"a{i}"), i) for i in range(3)]
+        async with aclosing(client.generate(request("a", PROMPTS[2], 9), siblings)) as first:
+            begun = asyncio.create_task(anext(first))
+            await asyncio.sleep(0)
+            with pytest.raises(OverloadedError, match=r"256 prompt tokens wait .* has 17 "):
+                await tokens_of(client, request("b", PROMPTS[1], 4))
+            await begun
+            num_tokens = 1
+            async for output in first:
+                num_tokens += len(output.new_token_ids)
+        assert num_tokens == 4 * 9
+        assert len(await tokens_of(client, request("b", PROMPTS[1], 4))) == 4
+
+
+async def test_of_several_choices_one_may_be_aborted(tiny_model: Path) -> None:
+    async with running(engine_config(tiny_model)) as client:
+        sampled = msgspec.structs.replace(
+            request("r0", PROMPTS[1], 30), sampling=_params(max_tokens=30, temperature=1.0)
+        )
+        siblings = [Sibling(RequestId(f"r{i}"), 1 + i) for i in (1, 2)]
+        tokens: dict[str, list[int]] = {"r0": [], "r1": [], "r2": []}
+        async for output in client.generate(sampled, siblings):
+            tokens[output.request_id] += output.new_token_ids
+            if output.request_id == "r1" and len(tokens["r1"]) == 3:
+                await client.abort([RequestId("r1")])
+        assert len(tokens["r0"]) == len(tokens["r2"]) == 30
+        assert 3 <= len(tokens["r1"]) < 30
+        alone = msgspec.structs.replace(
+            sampled,
+            request_id=RequestId("x"),
+            sampling=_params(max_tokens=30, temperature=1.0, seed=3),
+        )
+        assert await tokens_of(client, alone) == tokens["r2"]
+        await until_idle(client)
 
 
 async def test_a_second_use_of_a_running_id_leaves_the_first_alone(tiny_model: Path) -> None:

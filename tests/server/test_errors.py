@@ -345,7 +345,7 @@ async def test_an_unusable_request_id_is_replaced(server, given):
 async def test_what_the_engine_gives_up_is_an_error(text, reason, deadline, status, code):
     engine = make_engine(text)
 
-    async def generate(request):
+    async def generate(request, siblings):
         yield EngineOutput(request_id=request.request_id, finish_reason=reason, error="it said why")
 
     engine.generate = generate

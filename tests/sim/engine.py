@@ -28,11 +28,12 @@ from pdserve.connectors.base import ConnectorContext
 from pdserve.connectors.faulty import FaultyFactory
 from pdserve.connectors.memory import MemoryFactory
 from pdserve.connectors.quorum import Quorum
+from pdserve.engine.merge import MergedOutputs
 from pdserve.errors import EngineDeadError
 from pdserve.scheduler.scheduler import Scheduler
 from pdserve.server.app import build_app
 from pdserve.wire.ids import EngineId, Incarnation, client_id_of
-from pdserve.wire.request import EngineInfo, EngineStats
+from pdserve.wire.request import EngineInfo, EngineStats, with_siblings
 from tests.sim.net import Host
 from tests.sim.text import TEXT
 from tests.sim.toy import VOCAB, ToyWorker
@@ -42,7 +43,7 @@ if TYPE_CHECKING:
 
     from pdserve.connectors.faulty import Plan
     from pdserve.wire.ids import RequestId
-    from pdserve.wire.request import EngineOutput, GenerateRequest
+    from pdserve.wire.request import EngineOutput, GenerateRequest, Sibling
     from pdserve.wire.step import SchedulerOutput
     from pdserve.wire.trace import ProcessTrace
     from pdserve.wire.transfer import KVShape
@@ -197,7 +198,23 @@ class SimEngine:
     def core_stats(self) -> Sequence[EngineStats]:
         return [self.stats]
 
-    async def generate(self, request: GenerateRequest) -> AsyncGenerator[EngineOutput, None]:
+    async def generate(
+        self, request: GenerateRequest, siblings: Sequence[Sibling] = ()
+    ) -> AsyncGenerator[EngineOutput, None]:
+        choices = with_siblings(request, siblings)
+        outputs = MergedOutputs([self._generate(choice) for choice in choices])
+        try:
+            while (output := await outputs.next()) is not None:
+                yield output
+        finally:
+            await outputs.close()
+
+    async def abort(self, request_ids: Sequence[RequestId]) -> None:
+        for request_id in request_ids:
+            if request_id in self._outputs:
+                self._outputs.pop(request_id).put(None)
+
+    async def _generate(self, request: GenerateRequest) -> AsyncGenerator[EngineOutput, None]:
         if self.is_over:
             raise EngineDeadError("the engine has ended: it was killed")
         request = self.world.carried(request)
@@ -208,6 +225,8 @@ class SimEngine:
         try:
             while not has_ended:
                 output = await outputs.next()
+                if output is None:
+                    return
                 has_ended = output.finish_reason is not None
                 if has_ended:
                     self._outputs.pop(request.request_id, None)
@@ -339,14 +358,15 @@ class _Outputs:
     """Outputs of one request on their way to its server."""
 
     def __init__(self) -> None:
-        self._ready: deque[EngineOutput] = deque()
+        self._ready: deque[EngineOutput | None] = deque()
         self._event = asyncio.Event()
 
-    def put(self, output: EngineOutput) -> None:
+    def put(self, output: EngineOutput | None) -> None:
+        """None: there will be no more of them."""
         self._ready.append(output)
         self._event.set()
 
-    async def next(self) -> EngineOutput:
+    async def next(self) -> EngineOutput | None:
         while not self._ready:
             self._event.clear()
             await self._event.wait()
