@@ -146,7 +146,7 @@ class Proxy:
             status,
             Debug(services, self._clock, self.live, self.recent),
             self.dashboard,
-            Registrations(config, self.backends, self.bodies),
+            Registrations(config, self.backends, self.bodies, new_nonce),
         )
         self._runner: web.AppRunner | None = None
         self._lag_task: asyncio.Task[None] | None = None

@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import errno
-import hashlib
-import hmac
 import logging
 from contextvars import ContextVar
 from functools import partial
@@ -20,6 +18,7 @@ import aiohttp
 import msgspec
 
 from pdserve.errors import DeadlineError
+from pdserve.http.control import proof_headers
 from pdserve.proxy.bodies import Handoff, handoff_in
 from pdserve.proxy.errors import RefusedError, WorkerError, failure_in
 from pdserve.proxy.reading import SharedReader
@@ -45,7 +44,6 @@ RELEASE_TRIES = 4
 RELEASE_TIMEOUT_S = 2.0
 ORDER_TIMEOUT_S = 5.0
 
-AUTH_HEADER = "X-Pdserve-Auth"
 TIME_LEFT_HEADER = "X-Pdserve-Time-Left"
 """Seconds from its arrival at the engine after which the answer is of no use."""
 LOAD_FAILURES_HEADER = "X-Pdserve-Load-Failures"
@@ -57,11 +55,6 @@ _OUT_OF_REACH = frozenset(
     {errno.EHOSTUNREACH, errno.EHOSTDOWN, errno.ENETUNREACH, errno.ENETDOWN, errno.ETIMEDOUT}
 )
 """Nobody has refused the connection: what is open already may hang, and would never say so."""
-
-
-def signature(secret: str, body: bytes) -> str:
-    """Return the hex HMAC-SHA256 (RFC 2104) of a body that one part of a deployment sends."""
-    return hmac.new(secret.encode(), body, hashlib.sha256).hexdigest()
 
 
 class Background:
@@ -199,15 +192,17 @@ class EngineHttp:
         if after is not None:
             await after.ended.wait()
         body = msgspec.json.encode({"nonce": nonce})
-        headers = {"Content-Type": "application/json"}
-        if self._secret:
-            headers[AUTH_HEADER] = signature(self._secret, body)
+        path = "/pdserve/release"
+        headers = {
+            "Content-Type": "application/json",
+            **proof_headers(self._secret, "POST", path, body),
+        }
         failure: object = None
         for attempt in range(RELEASE_TRIES):
             try:
                 async with asyncio.timeout(RELEASE_TIMEOUT_S):
                     async with self._session.post(
-                        f"{prefill_url}/pdserve/release", data=body, headers=headers
+                        f"{prefill_url}{path}", data=body, headers=headers
                     ) as response:
                         if response.status < 500:
                             if response.status >= 400:

@@ -5,21 +5,21 @@ Knows who may: whoever has the deployment's secret. Which engines there are is `
 
 from __future__ import annotations
 
-import hmac
 import logging
 from typing import TYPE_CHECKING, TypeVar
 
 import msgspec
 from aiohttp import web
 
-from pdserve.config.schema import is_loopback
-from pdserve.errors import BadRequestError, HandshakeError, UnauthorizedError
+from pdserve.errors import BadRequestError, HandshakeError
 from pdserve.http.answers import error_answer, json_answer
+from pdserve.http.control import Verifier
 from pdserve.observe.log import log_event
 from pdserve.proxy.backend import Deregistration, Registration
-from pdserve.proxy.client import AUTH_HEADER, signature
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from pdserve.config.schema import ProxyConfig
     from pdserve.http.bodies import Bodies
     from pdserve.proxy.backends import Backends
@@ -33,11 +33,25 @@ _MAX_REFUSALS = 1000
 
 
 class Registrations:
-    """Takes what engines say of themselves."""
+    """Takes what engines say of themselves.
 
-    def __init__(self, config: ProxyConfig, backends: Backends, bodies: Bodies) -> None:
-        self._config = config
+    Args:
+        new_nonce: Returns a string never returned before, and unguessable.
+    """
+
+    def __init__(
+        self,
+        config: ProxyConfig,
+        backends: Backends,
+        bodies: Bodies,
+        new_nonce: Callable[[], str],
+    ) -> None:
         self._bodies = bodies
+        self._verifier = Verifier(
+            config.secret,
+            accept_former=config.accept_former_signatures,
+            new_nonce=new_nonce,
+        )
         self._backends = backends
         self._refusals: dict[str, str] = {}
 
@@ -77,26 +91,11 @@ class Registrations:
         """Read a message that only the deployment's own parts may send.
 
         Raises:
-            UnauthorizedError: Its signature is not made with the deployment's secret; or there is
-                none, and it comes from another host.
+            UnauthorizedError: It does not come from one: see `Verifier.check`.
             BadRequestError: It is not such a message.
         """
         body = await self._bodies.read(request)
-        if not self._config.secret and not is_loopback(request.remote or ""):
-            raise UnauthorizedError(
-                f"{request.remote} may not register: without a secret only engines of this host "
-                "may; give the proxy and every engine the same one as PDSERVE_SECRET",
-                code="secret_required",
-            )
-        if self._config.secret:
-            offered = request.headers.get(AUTH_HEADER, "").encode("utf-8", "surrogateescape")
-            expected = signature(self._config.secret, body).encode()
-            if not hmac.compare_digest(offered, expected):
-                raise UnauthorizedError(
-                    f"{AUTH_HEADER} does not fit: engine and proxy need the same secret, given to "
-                    "both as PDSERVE_SECRET",
-                    code="invalid_signature",
-                )
+        self._verifier.check(request, body)
         try:
             return msgspec.json.decode(body, type=type_)
         except msgspec.MsgspecError as error:

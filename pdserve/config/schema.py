@@ -520,6 +520,8 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
         advertise_url: What to register as; empty means http://host:port.
         shutdown_timeout_s: How long running requests may go on after SIGTERM.
         limits: What its clients may take.
+        accept_former_signatures: Whether engines and proxies of release 0.1 are believed, whose
+            words may be sent again by whoever has heard them.
     """
 
     host: str = "127.0.0.1"
@@ -529,6 +531,7 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
     advertise_url: str = ""
     shutdown_timeout_s: float = 30.0
     limits: HttpLimits = HttpLimits()
+    accept_former_signatures: bool = False
 
     def __post_init__(self) -> None:
         _require_port(self.port)
@@ -555,6 +558,8 @@ class ProxyConfig(msgspec.Struct, frozen=True, kw_only=True):
         cb_timeout_s: How long it stays open before one request may try again.
         secret: The deployment's secret; engines that register must know it.
         limits: What its clients may take.
+        accept_former_signatures: Whether engines and proxies of release 0.1 are believed, whose
+            words may be sent again by whoever has heard them.
     """
 
     host: str = "127.0.0.1"
@@ -577,6 +582,7 @@ class ProxyConfig(msgspec.Struct, frozen=True, kw_only=True):
     health_check_timeout_s: float = 2.0
     shutdown_timeout_s: float = 30.0
     limits: HttpLimits = HttpLimits()
+    accept_former_signatures: bool = False
 
     def __post_init__(self) -> None:
         _require_port(self.port)

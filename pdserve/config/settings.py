@@ -192,6 +192,7 @@ _SERVER: Final = declare(
         ("api-key", "api_keys", "KEY", "keys that clients must send one of (rather as PDSERVE_API_KEY)"),
         ("proxy", "proxy_urls", "URL", "proxies to register with"),
         ("advertise-url", "advertise_url", "URL", "what to register as; empty is http://host:port"),
+        ("accept-former-signatures", "accept_former_signatures", "", "believe proxies of release 0.1 that give leases back; while rolling only"),
         ("shutdown-timeout", "shutdown_timeout_s", "SECONDS", "how long running requests may go on after SIGTERM or Ctrl-C"),
         ("max-body-bytes", "limits.max_body_bytes", "BYTES", "larger request bodies get 413"),
         ("body-memory-bytes", "limits.body_memory_bytes", "BYTES", "memory for the bodies of all requests; what does not fit gets 429; auto is 256 MiB, or 8 x the largest body"),
@@ -209,6 +210,7 @@ _PROXY: Final = (
             ("prefill", "prefill", "URL", "prefill engines known from the start; others register themselves"),
             ("decode", "decode", "URL", "decode engines known from the start"),
             ("secret", "secret", "TEXT", "the deployment's shared secret (rather as PDSERVE_SECRET)"),
+            ("accept-former-signatures", "accept_former_signatures", "", "believe engines of release 0.1, whose registrations can be replayed; while rolling only"),
         ),
     ),
     *declare(

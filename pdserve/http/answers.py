@@ -10,7 +10,16 @@ import math
 import msgspec
 from aiohttp import hdrs, web
 
-from pdserve.errors import BadRequestError, BodyTooLargeError, NotFoundError, PdserveError
+from pdserve.errors import (
+    BadRequestError,
+    BodyTooLargeError,
+    NotFoundError,
+    PdserveError,
+    UnauthorizedError,
+)
+
+NONCE_HEADER = "X-Pdserve-Nonce"
+"""With it a receiver of proofs tells what they are to be made for: see `control`."""
 
 
 class MethodNotAllowedError(NotFoundError):
@@ -33,6 +42,20 @@ class ExpectationError(BadRequestError):
 
     status = 417
     code = "expectation_failed"
+
+
+class StaleProofError(UnauthorizedError):
+    """The proof of a request is not good any more, or not yet.
+
+    Args:
+        nonce: What the next one is to be made for.
+    """
+
+    code = "stale_signature"
+
+    def __init__(self, message: str, *, nonce: str) -> None:
+        super().__init__(message)
+        self.nonce = nonce
 
 
 def json_answer(value: object) -> web.Response:
@@ -74,6 +97,8 @@ def error_headers(error: PdserveError) -> dict[str, str]:
         headers[hdrs.RETRY_AFTER] = str(max(1, math.ceil(error.retry_after_s)))
     if isinstance(error, MethodNotAllowedError):
         headers[hdrs.ALLOW] = error.allowed
+    if isinstance(error, StaleProofError):
+        headers[NONCE_HEADER] = error.nonce
     return headers
 
 

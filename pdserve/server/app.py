@@ -21,6 +21,7 @@ from aiohttp import web
 from pdserve.errors import ConfigError, EngineDeadError, UnauthorizedError
 from pdserve.http.bodies import Bodies
 from pdserve.http.connection import Listener
+from pdserve.http.control import Verifier
 from pdserve.observe.clock import SystemClock
 from pdserve.observe.log import log_event
 from pdserve.observe.metrics import measure_loop_lag
@@ -79,6 +80,9 @@ def build_app(
         ),
         text=text,
         bodies=Bodies(server_config.limits),
+        verifier=Verifier(
+            engine_config.transfer.secret, accept_former=server_config.accept_former_signatures
+        ),
         clock=clock,
         created_s=int(clock.wall_s()),
     )

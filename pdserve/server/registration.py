@@ -9,13 +9,15 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import secrets
 from typing import TYPE_CHECKING, Any
 
 import aiohttp
 import msgspec
 
+from pdserve.http.answers import NONCE_HEADER
+from pdserve.http.control import Stamps, proof_headers
 from pdserve.observe.log import log_event
-from pdserve.server.hop import AUTH_HEADER, signature
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -55,6 +57,7 @@ class Registration:
         self._url = url
         self._info = info
         self._secret = secret
+        self._stamps = Stamps(secrets.token_urlsafe(12))
         self._lease_s = lease_s
         self._session: aiohttp.ClientSession | None = None
         self._tasks: list[asyncio.Task[None]] = []
@@ -98,22 +101,29 @@ class Registration:
 
     async def _call(self, method: str, proxy: str, body: dict[str, Any]) -> str | None:
         """Return why the proxy did not take it, or None."""
-        assert self._session is not None
         data = msgspec.json.encode(body)
-        headers = {"Content-Type": "application/json"}
-        if self._secret:
-            headers[AUTH_HEADER] = signature(self._secret, data)
         try:
-            async with self._session.request(
-                method, proxy + PATH, data=data, headers=headers
-            ) as response:
-                if response.status < 300:
-                    return None
-                return _reason(response.status, await response.read())
+            status, answer, nonce = await self._send(method, proxy, data)
+            if nonce is not None and self._stamps.learn(proxy, nonce):
+                status, answer, _ = await self._send(method, proxy, data)
+            return None if status < 300 else _reason(status, answer)
         except (aiohttp.ClientConnectorError, TimeoutError):
             return "no answer there yet; asking again until there is one"
         except (aiohttp.ClientError, OSError) as error:
             return f"{type(error).__name__}: {error}"
+
+    async def _send(self, method: str, proxy: str, data: bytes) -> tuple[int, bytes, str | None]:
+        """Return the proxy's status, its answer, and the nonce that it wants a proof for."""
+        assert self._session is not None
+        stamp = self._stamps.for_(proxy)
+        headers = {
+            "Content-Type": "application/json",
+            **proof_headers(self._secret, method, PATH, data, stamp=stamp),
+        }
+        async with self._session.request(
+            method, proxy + PATH, data=data, headers=headers
+        ) as response:
+            return response.status, await response.read(), response.headers.get(NONCE_HEADER)
 
 
 def _reason(status: int, answer: bytes) -> str:

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from pdserve.config.schema import EngineConfig, ServerConfig
     from pdserve.engine.client import EngineClient
     from pdserve.http.bodies import Bodies
+    from pdserve.http.control import Verifier
     from pdserve.observe.clock import Clock
     from pdserve.server.job import Job
     from pdserve.server.metrics import ServerMetrics
@@ -40,6 +41,7 @@ class Service:
         recent: Those that have ended.
         recorder: What traces are made from.
         bodies: Reads the bodies of requests.
+        verifier: Knows what proxies of this deployment send.
     """
 
     client: EngineClient
@@ -47,6 +49,7 @@ class Service:
     server_config: ServerConfig
     metrics: ServerMetrics
     bodies: Bodies
+    verifier: Verifier
     text: Text | None = None
     clock: Clock = field(default_factory=SystemClock)
     draining: bool = False

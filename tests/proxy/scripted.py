@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import hmac
 import itertools
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping
@@ -17,6 +16,7 @@ from typing import Any
 import msgspec
 from aiohttp import web
 
+from pdserve.http.control import Verifier
 from pdserve.wire.ids import EngineId, Incarnation, RequestId
 from pdserve.wire.transfer import HANDOFFS, TICKETS, Endpoint, KVHandoff, KVShape, PushTicket
 
@@ -217,8 +217,7 @@ class ScriptedEngine:
     async def _release(self, request: web.Request) -> web.Response:
         body = await request.read()
         if self.secret:
-            expected = hmac.new(self.secret.encode(), body, "sha256").hexdigest()
-            assert request.headers["X-Pdserve-Auth"] == expected
+            Verifier(self.secret, accept_former=False).check(request, body)
         if self.failing_releases:
             self.failing_releases -= 1
             return web.Response(status=500)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
-import hmac
+import itertools
 import logging
 
 import aiohttp
@@ -13,12 +13,16 @@ import msgspec
 import pytest
 
 from pdserve.config.schema import Role
+from pdserve.http.answers import NONCE_HEADER
+from pdserve.http.control import FORMER_HEADER, PROOF_HEADER, Stamps, proof_headers
 from pdserve.observe.clock import SystemClock
 from pdserve.proxy import client as proxy_client
 from pdserve.proxy.backend import Backend, Health
 from pdserve.proxy.breaker import Breaker
 from tests.proxy.conftest import until
 from tests.proxy.scripted import ScriptedEngine, text_in, text_of
+
+SENDERS = itertools.count()
 
 
 @pytest.fixture
@@ -32,13 +36,26 @@ def logged(monkeypatch) -> list[str]:
 
 
 async def send(stack, method: str, body: dict, secret: str = ""):
+    """Say what an engine says, the way it does; a proxy that is new to it is asked twice."""
     data = msgspec.json.encode(body)
-    headers = {}
-    if secret:
-        headers["X-Pdserve-Auth"] = hmac.new(secret.encode(), data, "sha256").hexdigest()
+    stamps = Stamps(f"sender-{next(SENDERS)}")
+    for _ in range(2):
+        proof = proof_headers(
+            secret, method, "/pdserve/register", data, stamp=stamps.for_(stack.url)
+        )
+        status, answer, headers = await deliver(stack, method, data, proof)
+        if NONCE_HEADER not in headers:
+            break
+        stamps.learn(stack.url, headers[NONCE_HEADER])
+    return status, answer
+
+
+async def deliver(stack, method: str, data: bytes, headers: dict[str, str]):
+    """Send a message as it is; return status, answer and headers."""
+    headers = {"Content-Type": "application/json", **headers}
     url = f"{stack.url}/pdserve/register"
     async with stack.client.request(method, url, data=data, headers=headers) as response:
-        return response.status, await response.json()
+        return response.status, await response.json(), response.headers
 
 
 async def register(stack, engine: ScriptedEngine, lease_s: float = 30.0, secret: str = ""):
@@ -218,6 +235,118 @@ async def test_a_registration_must_be_signed_with_the_deployments_secret(make_st
         assert (await send(stack, "DELETE", {"url": engine.url}, secret))[0] == 401
     assert (await register(stack, engine, secret="right"))[0] == 200
     await engine.stop()
+
+
+class Wiretap:
+    """An engine whose words to a proxy were recorded."""
+
+    def __init__(self, stack, engine: ScriptedEngine) -> None:
+        self.stack = stack
+        self.stamps = Stamps("engine")
+        self.body = {
+            "url": engine.url,
+            "role": engine.role,
+            "engine": engine.info(),
+            "lease_s": 30.0,
+        }
+
+    async def say(self, method: str) -> tuple[int, bytes, dict[str, str]]:
+        """Send a message; return the status, and what was on the wire."""
+        data = msgspec.json.encode(self.body)
+        stamp = self.stamps.for_("proxy")
+        proof = proof_headers("s3cret", method, "/pdserve/register", data, stamp=stamp)
+        status, _, headers = await deliver(self.stack, method, data, proof)
+        if NONCE_HEADER in headers:
+            self.stamps.learn("proxy", headers[NONCE_HEADER])
+            return await self.say(method)
+        return status, data, proof
+
+
+@pytest.fixture
+async def wiretap(make_stack):
+    engine = await ScriptedEngine("decode").start()
+    yield Wiretap(await make_stack(secret="s3cret"), engine)
+    await engine.stop()
+
+
+async def test_a_recorded_registration_cannot_be_sent_again(wiretap):
+    status, data, proof = await wiretap.say("POST")
+    assert status == 200
+    assert (await wiretap.say("DELETE"))[0] == 200
+    status, answer, _ = await deliver(wiretap.stack, "POST", data, proof)
+    assert (status, answer["error"]["code"]) == (401, "stale_signature")
+    assert not list(wiretap.stack.proxy.backends)
+
+
+async def test_a_recorded_registration_cannot_be_sent_as_a_leave(wiretap):
+    _, data, proof = await wiretap.say("POST")
+    status, answer, _ = await deliver(wiretap.stack, "DELETE", data, proof)
+    assert (status, answer["error"]["code"]) == (401, "invalid_signature")
+    assert len(list(wiretap.stack.proxy.backends)) == 1
+
+
+async def test_a_recorded_registration_is_nothing_to_another_proxy(wiretap, make_stack):
+    _, data, proof = await wiretap.say("POST")
+    restarted = await make_stack(secret="s3cret")
+    status, answer, _ = await deliver(restarted, "POST", data, proof)
+    assert (status, answer["error"]["code"]) == (401, "stale_signature")
+    assert not list(restarted.proxy.backends)
+
+
+async def test_a_message_that_was_overtaken_comes_too_late(wiretap):
+    """An engine that leaves is not brought back by a renewal that was still on its way."""
+    await wiretap.say("POST")
+    data = msgspec.json.encode(wiretap.body)
+    stamp = wiretap.stamps.for_("proxy")
+    renewal = proof_headers("s3cret", "POST", "/pdserve/register", data, stamp=stamp)
+    assert (await wiretap.say("DELETE"))[0] == 200
+    assert (await deliver(wiretap.stack, "POST", data, renewal))[0] == 401
+    assert not list(wiretap.stack.proxy.backends)
+
+
+async def test_a_nonce_is_told_to_nobody_without_the_secret(wiretap):
+    data = msgspec.json.encode(wiretap.body)
+    proof = proof_headers("wrong", "POST", "/pdserve/register", data, stamp="/me/1")
+    status, answer, headers = await deliver(wiretap.stack, "POST", data, proof)
+    assert (status, answer["error"]["code"]) == (401, "invalid_signature")
+    assert NONCE_HEADER not in headers
+
+
+@pytest.mark.parametrize(("accepts", "status"), [(False, 401), (True, 200)])
+async def test_engines_of_the_former_release_register_only_where_that_is_allowed(
+    make_stack, accepts, status
+):
+    stack = await make_stack(secret="s3cret", accept_former_signatures=accepts)
+    info = ScriptedEngine("decode").info()
+    data = msgspec.json.encode(
+        {"url": "http://127.0.0.1:9", "role": "decode", "engine": info, "lease_s": 9.0}
+    )
+    both = proof_headers("s3cret", "POST", "/pdserve/register", data)
+    former = {FORMER_HEADER: both[FORMER_HEADER]}
+    assert (await deliver(stack, "POST", data, former))[0] == status
+    wrong = {FORMER_HEADER: proof_headers("x", "POST", "/", data)[FORMER_HEADER]}
+    assert (await deliver(stack, "POST", data, wrong))[0] == 401
+    # Whoever can do better is held to it.
+    assert (await deliver(stack, "POST", data, {**former, PROOF_HEADER: ":x"}))[0] == 401
+
+
+@pytest.mark.parametrize("method", ["POST", "DELETE"])
+@pytest.mark.parametrize(
+    "headers",
+    [
+        {"Content-Type": "text/plain"},
+        {"Content-Type": "application/x-www-form-urlencoded"},
+        {"Content-Type": "application/json", "Origin": "http://127.0.0.1:8000"},
+    ],
+)
+async def test_a_web_page_can_register_nobody(make_stack, method, headers):
+    """What a page may send unasked (Fetch, section 4.10), and what it may to a rebound name."""
+    stack = await make_stack()
+    body = {"url": "http://evil:1", "role": "decode", "engine": {}, "lease_s": 9.0}
+    body["engine"] = ScriptedEngine("decode").info()
+    status, answer, _ = await deliver(stack, method, msgspec.json.encode(body), headers)
+    assert (status, answer["error"]["type"]) == (400, "invalid_request_error")
+    assert not list(stack.proxy.backends)
 
 
 async def test_a_registration_that_makes_no_sense_is_a_400(make_stack):

@@ -194,7 +194,7 @@ async def test_an_api_key_that_is_not_utf8_is_refused(text):
         host, port = server.url.removeprefix("http://").split(":")
         for line, header in (
             ("POST /v1/completions", "Authorization: Bearer "),
-            ("POST /pdserve/release", "X-Pdserve-Auth: "),
+            ("POST /pdserve/release", "Content-Type: application/json\r\nX-Pdserve-Proof: "),
         ):
             head = (
                 f"{line} HTTP/1.1\r\nHost: x\r\nConnection: close\r\nContent-Length: 0\r\n{header}"

@@ -9,9 +9,9 @@ import pytest
 
 from pdserve.config.schema import EngineConfig, ModelConfig, ServerConfig
 from pdserve.engine.fake import FakeFabric
+from pdserve.http.control import FORMER_HEADER, PROOF_HEADER, proof_headers
 from pdserve.server.app import build_app
 from pdserve.server.handoff import PrefillHop
-from pdserve.server.hop import signature
 from pdserve.server.planning import plan
 from pdserve.server.protocol import CompletionRequest
 from pdserve.server.service import SERVICE
@@ -335,10 +335,20 @@ async def test_a_released_lease_is_gone(server):
 
 async def test_with_a_secret_the_hop_wants_a_signature(text):
     data = b'{"nonce":"x"}'
-    right, wrong = signature("s3cret", data), signature("other", data)
+    path = "/pdserve/release"
+    right, wrong = (proof_headers(secret, "POST", path, data) for secret in ("s3cret", "other"))
+    elsewhere = proof_headers("s3cret", "POST", "/pdserve/register", data)
+    former = {FORMER_HEADER: right[FORMER_HEADER]}
     async with serving(text, make_engine(text), secret="s3cret") as server:
-        for given, status in ((None, 401), (wrong, 401), ("é", 401), (right, 200)):
-            headers = {} if given is None else {"X-Pdserve-Auth": given}
+        for given, status in (
+            ({}, 401),
+            (wrong, 401),
+            (elsewhere, 401),
+            (former, 401),
+            ({PROOF_HEADER: "é"}, 401),
+            (right, 200),
+        ):
+            headers = {"Content-Type": "application/json", **given}
             async with server.session.post(
                 server.url + "/pdserve/release", data=data, headers=headers
             ) as response:

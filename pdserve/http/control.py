@@ -1,0 +1,180 @@
+"""What only a deployment's own parts may ask of one another: proofs of the secret.
+
+A proof is a MAC over method, path, stamp and body, under a key that is for nothing else: it opens
+no other path, is worth nothing with another method, and cannot be put on other words. A *stamp*
+makes it good for once: the nonce that the receiver drew when it started, the sender, and a number
+that the sender counts up. No clock is asked, so hosts need not agree on the time. Who does not
+know the nonce yet is refused and told it.
+
+Where the body itself is worth something only once (a lease can be given back once), no stamp is
+needed.
+
+Parts of release 0.1 sign the body alone. Such a signature is sent along, and accepted only where
+`accept_former` says so, for as long as a deployment is rolled from one release to the next.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import re
+from typing import TYPE_CHECKING, Final
+
+from aiohttp import hdrs
+
+from pdserve.config.schema import is_loopback
+from pdserve.errors import BadRequestError, UnauthorizedError
+from pdserve.http.answers import StaleProofError
+from pdserve.wire.seal import Purpose, key_for
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from aiohttp import web
+
+PROOF_HEADER: Final = "X-Pdserve-Proof"
+FORMER_HEADER: Final = "X-Pdserve-Auth"
+_MAX_SENDERS: Final = 10_000
+"""Of whom the last number is remembered; with more of them all begin again."""
+
+
+def proof_headers(
+    secret: str, method: str, path: str, body: bytes, *, stamp: str = ""
+) -> dict[str, str]:
+    """Return what proves that the sender of a request knows the secret; nothing without one."""
+    if not secret:
+        return {}
+    former = hmac.new(secret.encode(), body, hashlib.sha256).hexdigest()
+    return {PROOF_HEADER: _proof(secret, method, path, stamp, body), FORMER_HEADER: former}
+
+
+class Stamps:
+    """The sending side of stamps: one sender's, towards all receivers.
+
+    Args:
+        sender: A name that no other sender has, in this life or another.
+    """
+
+    def __init__(self, sender: str) -> None:
+        self._sender = sender
+        self._number = 0
+        self._nonces: dict[str, str] = {}
+
+    def for_(self, receiver: str) -> str:
+        """Return a stamp that was never used."""
+        self._number += 1
+        return f"{self._nonces.get(receiver, '')}/{self._sender}/{self._number}"
+
+    def learn(self, receiver: str, nonce: str) -> bool:
+        """Take note of a receiver's nonce; tell whether it was another one before."""
+        is_other = self._nonces.get(receiver) != nonce
+        self._nonces[receiver] = nonce
+        return is_other
+
+
+class Verifier:
+    """The receiving side of proofs.
+
+    Args:
+        secret: The deployment's; without one everybody on this host is believed.
+        accept_former: Whether a signature of release 0.1 is enough, which may be sent again.
+        new_nonce: Returns a string never returned before, and unguessable; None if what is
+            asked here needs no stamp.
+    """
+
+    def __init__(
+        self, secret: str, *, accept_former: bool, new_nonce: Callable[[], str] | None = None
+    ) -> None:
+        self._secret = secret
+        self._accept_former = accept_former
+        self._new_nonce = new_nonce
+        self._nonce = "" if new_nonce is None else new_nonce()
+        self._numbers: dict[str, int] = {}
+
+    def check(self, request: web.Request, body: bytes) -> None:
+        """Check that a request comes from a part of this deployment, for the first time.
+
+        Raises:
+            BadRequestError: It is one that a web page could send.
+            UnauthorizedError: Its proof is not made with the deployment's secret, or not for
+                this; or there is no secret, and it comes from another host.
+            StaleProofError: It has been sent before, or to another life of this receiver.
+        """
+        _refuse_pages(request)
+        if not self._secret:
+            _refuse_other_hosts(request.remote)
+            return
+        given = request.headers.get(PROOF_HEADER)
+        if given is None and self._accept_former:
+            self._check_former(request, body)
+            return
+        stamp = (given or "").rpartition(":")[0]
+        expected = _proof(self._secret, request.method, request.path, stamp, body)
+        if given is None or not _are_equal(given, expected):
+            raise _unproven(PROOF_HEADER)
+        if self._new_nonce is not None and not self._is_fresh(stamp):
+            raise StaleProofError(
+                "the proof was used before, or was made for another life of this server",
+                nonce=self._nonce,
+            )
+
+    def _check_former(self, request: web.Request, body: bytes) -> None:
+        expected = hmac.new(self._secret.encode(), body, hashlib.sha256).hexdigest()
+        if not _are_equal(request.headers.get(FORMER_HEADER, ""), expected):
+            raise _unproven(FORMER_HEADER)
+
+    def _is_fresh(self, stamp: str) -> bool:
+        """Whether a stamp is of this life and was not used yet; from now on it is."""
+        nonce, _, rest = stamp.partition("/")
+        sender, _, digits = rest.partition("/")
+        if nonce != self._nonce or re.fullmatch(r"[0-9]{1,18}", digits) is None:
+            return False
+        number = int(digits)
+        if number <= self._numbers.get(sender, 0):
+            return False
+        if sender not in self._numbers and len(self._numbers) >= _MAX_SENDERS:
+            assert self._new_nonce is not None
+            self._nonce = self._new_nonce()
+            self._numbers.clear()
+            return False
+        self._numbers[sender] = number
+        return True
+
+
+def _proof(secret: str, method: str, path: str, stamp: str, body: bytes) -> str:
+    words = f"{method}\n{path}\n{stamp}\n".encode("utf-8", "surrogateescape")
+    mac = hmac.digest(key_for(secret, Purpose.CONTROL), words + body, "sha256")
+    return f"{stamp}:{mac.hex()}"
+
+
+def _are_equal(given: str, expected: str) -> bool:
+    # A header's bytes need not be UTF-8: aiohttp escapes those that are not.
+    return hmac.compare_digest(*(x.encode("utf-8", "surrogateescape") for x in (given, expected)))
+
+
+def _unproven(header: str) -> UnauthorizedError:
+    return UnauthorizedError(
+        f"{header} is missing or does not fit: engines and proxies need the same secret, given to "
+        "each as PDSERVE_SECRET",
+        code="invalid_signature",
+    )
+
+
+def _refuse_pages(request: web.Request) -> None:
+    """A browser sends JSON to another origin only if that allows it, and says for whom it asks."""
+    if request.content_type != "application/json":
+        raise BadRequestError(
+            f"Content-Type is {request.content_type!r}: application/json is needed here",
+            param="Content-Type",
+        )
+    if hdrs.ORIGIN in request.headers:
+        raise BadRequestError("this is no path for web pages: leave Origin out", param="Origin")
+
+
+def _refuse_other_hosts(remote: str | None) -> None:
+    if not is_loopback(remote or ""):
+        raise UnauthorizedError(
+            f"{remote} may not do this: without a secret only this host may; give the proxy and "
+            "every engine the same one as PDSERVE_SECRET",
+            code="secret_required",
+        )
