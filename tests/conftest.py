@@ -11,7 +11,7 @@ import hypothesis
 import pytest
 
 if TYPE_CHECKING:
-    from collections.abc import Generator
+    from collections.abc import Generator, Iterator
 
 # dev: quick; ci: the same examples at every run, so that red means a change; nightly: a search.
 hypothesis.settings.register_profile("dev", max_examples=50, deadline=None)
@@ -35,3 +35,14 @@ def pytest_collection() -> Generator[None, Any, Any]:
     finally:
         gc.freeze()
         gc.enable()
+
+
+@pytest.fixture(autouse=True)
+def _no_device_for_kv_is_left_in_the_environment() -> Iterator[None]:
+    """The first NIXL agent of a process sets it for good; processes of tests outlast engines."""
+    before = os.environ.get("UCX_NET_DEVICES")
+    yield
+    if before is None:
+        os.environ.pop("UCX_NET_DEVICES", None)
+    else:
+        os.environ["UCX_NET_DEVICES"] = before

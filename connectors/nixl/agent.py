@@ -39,6 +39,7 @@ _UCX_DEFAULTS = {
     "UCX_TCP_KEEPCNT": "3",
     "UCX_TCP_CONN_NB": "y",
 }
+_NET_DEVICES = "UCX_NET_DEVICES"
 
 
 class AgentError(PeerError):
@@ -76,15 +77,21 @@ class NixlAgent:
     Args:
         name: Unique for ever; a name that was used before is refused by peers.
         backends: NIXL backends, in order.
+        net_devices: What UCX may use of the network, as in `UCX_NET_DEVICES`; None is all. It
+            is of the whole process: the first agent decides, and a user's own value before it.
 
     Raises:
         ConfigError: NIXL or one of the backends is not installed.
         AgentError: NIXL cannot make it (now).
     """
 
-    def __init__(self, name: str, backends: Sequence[str]) -> None:
+    def __init__(
+        self, name: str, backends: Sequence[str], *, net_devices: str | None = None
+    ) -> None:
         for variable, value in _UCX_DEFAULTS.items():
             os.environ.setdefault(variable, value)
+        if net_devices is not None:
+            os.environ.setdefault(_NET_DEVICES, net_devices)
         nixl = _import_bindings()
         config = nixl.nixlAgentConfig()
         config.useProgThread = False
@@ -127,8 +134,13 @@ class NixlAgent:
         return self._prepare(self._nixl.NIXL_INIT_AGENT, region)
 
     def add_peer(self, metadata: bytes) -> str:
-        """Learn a peer's memory; return the name of its agent."""
-        with _Typed(self._errors, "add_remote_agent"):
+        """Learn a peer's memory; return the name of its agent.
+
+        Raises:
+            AgentError: No transport reaches it, or this is no such metadata.
+        """
+        devices = os.environ.get(_NET_DEVICES, "all")
+        with _Typed(self._errors, f"add_remote_agent (over the devices {devices} here)"):
             name: bytes | str = self._agent.loadRemoteMD(metadata)
         return name.decode() if isinstance(name, bytes) else name
 

@@ -29,6 +29,7 @@ from pdserve.connectors.handover.instructions import Instructions
 from pdserve.connectors.nixl.agent import AgentError, NixlAgent
 from pdserve.connectors.nixl.background import Background
 from pdserve.connectors.nixl.channel import Listener
+from pdserve.connectors.nixl.devices import net_devices
 from pdserve.connectors.nixl.lanes import Lanes
 from pdserve.connectors.nixl.peers import Peers
 from pdserve.connectors.nixl.processes import this_process
@@ -121,6 +122,7 @@ class TransferThread:
         self._target_due_s = _NEVER
         host, port = context.config.transfer.host, context.config.transfer.port
         self._listener = Listener(host, port + context.rank if port else 0)
+        self._net_devices = net_devices(self._listener.endpoint.host)
         self._reactor = Reactor()
         self._lanes = Lanes(
             num_lanes=context.config.transfer.lanes,
@@ -423,7 +425,8 @@ class TransferThread:
     def _make_agent(self, part: str) -> NixlAgent:
         role, rank = self._context.config.role.value, self._context.rank
         name = f"{role}-{socket.gethostname()}-{rank}-{part}{uuid.uuid4().hex}"
-        agent = NixlAgent(name, self._context.config.transfer.backends)
+        backends = self._context.config.transfer.backends
+        agent = NixlAgent(name, backends, net_devices=self._net_devices)
         try:
             for region in (self._pool_region, self._scratch_region):
                 agent.register(region)

@@ -101,7 +101,7 @@ def _source(backends: Sequence[str], stdin: IO[bytes]) -> None:
     """Offer memory until `stdin` ends."""
     memory, region = _memory()
     memory[:] = 7
-    agent = NixlAgent(f"pdserve-probe-source-{os.getpid()}", backends)
+    agent = NixlAgent(f"pdserve-probe-source-{os.getpid()}", backends, net_devices="lo")
     agent.register(region)
     metadata = base64.b64encode(agent.metadata()).decode()
     print(json.dumps({"metadata": metadata, "address": region.address}), flush=True)
@@ -122,7 +122,7 @@ def _reader(backends: Sequence[str], stdin: IO[bytes]) -> None:
     """Read what a source announced on `stdin`; print the rates."""
     announcement = json.loads(stdin.read())
     memory, region = _memory()
-    agent = NixlAgent(f"pdserve-probe-reader-{os.getpid()}", backends)
+    agent = NixlAgent(f"pdserve-probe-reader-{os.getpid()}", backends, net_devices="lo")
     agent.register(region)
     peer = agent.add_peer(base64.b64decode(announcement["metadata"]))
     there = msgspec.structs.replace(region, address=announcement["address"])

@@ -204,7 +204,7 @@ class Stage:
 
     def environment(self, name: str) -> dict[str, str]:
         """What an engine's environment has beside this process's."""
-        return {} if self.network is None else {"UCX_TLS": "tcp", "UCX_NET_DEVICES": "eth0"}
+        return {} if self.network is None else {"UCX_TLS": "tcp"}
 
     def connector(self, name: str) -> str:
         """Which connector an engine has."""
