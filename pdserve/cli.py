@@ -16,6 +16,7 @@ import contextlib
 import functools
 import importlib
 import os
+import resource
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -62,6 +63,9 @@ MODEL_HELP: Final = (
     "a directory in Hugging Face format, a name of the hub, or the word boxed for the model that "
     "comes with pdserve"
 )
+
+
+_WANTED_DESCRIPTORS: Final = 65536
 
 
 @dataclass(frozen=True)
@@ -192,6 +196,7 @@ FAMILIES: Final = {"bench": "measure deployments"}
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code."""
     end_with_supervisor()
+    _raise_descriptor_limit()
     arguments = normalise(sys.argv[1:] if argv is None else argv)
     parser = make_parser()
     given = vars(parser.parse_args(arguments))
@@ -230,6 +235,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         return EXIT_PEER if isinstance(error, PeerError) else EXIT_FAILED
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
+
+
+def _raise_descriptor_limit() -> None:
+    """Let this process and those it starts open as many descriptors as the system permits.
+
+    Each stream and each peer takes some, and shells give out 1024.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft < min(hard, _WANTED_DESCRIPTORS):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, _WANTED_DESCRIPTORS), hard))
 
 
 def settings_of(

@@ -110,7 +110,9 @@ class Lane:
     Attributes:
         is_idle: It sleeps until it is roused.
         is_broken: NIXL made no agent for it when it was last asked to.
-        to_forget, to_warm_up, is_closing: What it was told; all of these are under the lock.
+        to_forget, to_warm_up, is_to_tidy, is_closing: What it was told.
+        why_renew: Why its agent is to be made again as soon as nothing is in flight; empty where
+            it is not. All of these are under the lock.
     """
 
     def __init__(
@@ -130,6 +132,8 @@ class Lane:
         self.is_closing = False
         self.to_forget: list[Remote] = []
         self.to_warm_up: list[WarmUp] = []
+        self.is_to_tidy = False
+        self.why_renew = ""
         self._dispatcher = dispatcher
         self._number = number
         self._make_agent = make_agent
@@ -178,8 +182,16 @@ class Lane:
                 job = self._take()
             to_forget, self.to_forget = self.to_forget, []
             to_warm_up, self.to_warm_up = self.to_warm_up, []
+            is_to_tidy, self.is_to_tidy = self.is_to_tidy, False
+            why_renew = ""
+            if not self._posted:
+                why_renew, self.why_renew = self.why_renew, ""
         if self.is_closing:
             return False
+        if is_to_tidy:
+            self._tidy()
+        if why_renew and self._agent is not None:
+            self._reset(why_renew)
         for remote in to_forget:
             self._forget(remote)
         for warm_up in to_warm_up:
@@ -192,10 +204,16 @@ class Lane:
         return True
 
     def _has_orders(self) -> bool:
-        return bool(self.is_closing or self.to_forget or self.to_warm_up)
+        return bool(
+            self.is_closing
+            or self.to_forget
+            or self.to_warm_up
+            or self.is_to_tidy
+            or (self.why_renew and not self._posted)
+        )
 
     def _take(self) -> Job | None:
-        if self.is_broken and self._dispatcher.can_post():
+        if self.why_renew or (self.is_broken and self._dispatcher.can_post()):
             return None
         now_s = self._clock.monotonic_s()
         num_in_flight: dict[Remote, int] = {}
@@ -227,6 +245,14 @@ class Lane:
             )
         with self._dispatcher.lock:
             self.is_broken = self._agent is None
+
+    def _tidy(self) -> None:
+        if self._agent is None:
+            return
+        try:
+            self._agent.progress()
+        except AgentError as error:
+            log_event(_log, "kv lane's peer failed", level=logging.WARNING, reason=error)
 
     def _live_agent(self) -> NixlAgent:
         """This lane's agent; there is one while anything is posted.

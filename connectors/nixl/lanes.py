@@ -209,6 +209,20 @@ class Lanes:
             event()
         return bool(events)
 
+    def tidy(self) -> None:
+        """Have each lane's agent close the connections whose other sides have ended."""
+        with self._lock:
+            for lane in self._lanes:
+                lane.is_to_tidy = True
+                lane.rouse()
+
+    def renew(self, reason: str) -> None:
+        """Have each lane's agent made again, as soon as nothing is in flight there."""
+        with self._lock:
+            for lane in self._lanes:
+                lane.why_renew = reason
+                lane.rouse()
+
     def take_num_resets(self) -> int:
         """How often a lane's agent was destroyed to stop a transfer, since the last call."""
         with self._lock:

@@ -21,12 +21,13 @@ import contextlib
 import os
 import select
 import socket
-import stat
 import threading
 from typing import TYPE_CHECKING
 
+from pdserve.connectors.nixl.descriptors import is_connection, open_sockets
+
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterable
+    from collections.abc import Callable, Iterable
 
 _CHUNK_BYTES = 1 << 16
 _MAX_QUIET = 60
@@ -45,7 +46,7 @@ def part_gently(destroy: Callable[[], None], *, quiet_s: float = 1.0) -> None:
         try:
             destroy()
         finally:
-            in_use = _open_sockets(besides={copy.fileno() for copy in copies.values()})
+            in_use = open_sockets(besides={copy.fileno() for copy in copies.values()})
             for inode in copies.keys() & in_use:
                 copies.pop(inode).close()
     if copies:
@@ -57,39 +58,16 @@ def part_gently(destroy: Callable[[], None], *, quiet_s: float = 1.0) -> None:
 def _copies_of_connections() -> dict[int, socket.socket]:
     """Every TCP connection of this process by its inode, under another descriptor."""
     copies = {}
-    for inode, descriptor in _open_sockets().items():
+    for inode, descriptor in open_sockets().items():
         try:
             copy = socket.socket(fileno=os.dup(descriptor))
         except OSError:  # another thread has closed it, or there are too many
             continue
-        if _is_connection(copy) and os.fstat(copy.fileno()).st_ino == inode:
+        if is_connection(copy) and os.fstat(copy.fileno()).st_ino == inode:
             copies[inode] = copy
         else:
             copy.close()
     return copies
-
-
-def _is_connection(candidate: socket.socket) -> bool:
-    if candidate.type != socket.SOCK_STREAM or candidate.family == socket.AF_UNIX:
-        return False
-    try:
-        candidate.getpeername()
-    except OSError:
-        return False
-    return True
-
-
-def _open_sockets(besides: Collection[int] = ()) -> dict[int, int]:
-    """The descriptors of this process's sockets by their inodes."""
-    found = {}
-    for descriptor in map(int, os.listdir("/proc/self/fd")):
-        if descriptor in besides:
-            continue
-        with contextlib.suppress(OSError):  # it was closed meanwhile
-            status = os.fstat(descriptor)
-            if stat.S_ISSOCK(status.st_mode):
-                found[status.st_ino] = descriptor
-    return found
 
 
 def _see_off(connections: list[socket.socket], quiet_s: float) -> None:

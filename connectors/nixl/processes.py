@@ -7,6 +7,7 @@ closed connection. It takes one kernel and one PID namespace; in others UCX fall
 
 from __future__ import annotations
 
+import functools
 import os
 from pathlib import Path
 
@@ -19,13 +20,12 @@ _PROC = Path("/proc")
 
 def this_process() -> Process:
     """How this one introduces itself."""
-    pid = os.getpid()
-    return Process(host=_host(), pid=pid, started=_started(pid) or 0)
+    return _this_process(os.getpid())
 
 
 def writes_directly(process: Process) -> bool:
     """Whether it may write here without this side's agent."""
-    if process.host != _host():
+    if process.host != this_process().host:
         return False
     transports = os.environ.get("UCX_TLS", "all").lower()
     if transports.startswith("^"):
@@ -34,9 +34,17 @@ def writes_directly(process: Process) -> bool:
 
 
 def is_alive(process: Process) -> bool:
-    """Whether a process of this host still runs, in any of its threads."""
-    started = _started(process.pid)
-    return started is not None and started == process.started
+    """Whether a process of this host still runs, in any of its threads, or cannot be seen to."""
+    try:
+        return _started(process.pid) == process.started
+    except OSError:  # no descriptor is left to look with, for one
+        return True
+
+
+@functools.cache
+def _this_process(pid: int) -> Process:
+    # Asked for at each handshake, also of a process that has no descriptor left.
+    return Process(host=_host(), pid=pid, started=_started(pid) or 0)
 
 
 def _host() -> str:
@@ -46,12 +54,16 @@ def _host() -> str:
 
 
 def _started(pid: int) -> int | None:
-    """When a process began (in ticks since boot: pids are used again); None if it has ended."""
+    """When a process began (in ticks since boot: pids are used again); None if it has ended.
+
+    Raises:
+        OSError: It cannot be told.
+    """
     try:
         # The name, in parentheses, may have blanks: what follows it is state, ppid, ...
         after_name = (_PROC / str(pid) / "stat").read_text().rpartition(")")[2].split()
         num_threads = len(os.listdir(_PROC / str(pid) / "task"))
-    except OSError:
+    except (FileNotFoundError, ProcessLookupError):
         return None
     if after_name[0] in "ZX" and num_threads <= 1:
         return None

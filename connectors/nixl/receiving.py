@@ -432,12 +432,11 @@ class Receiving:
             reservation.failure is not None for reservation, _ in self._open.parts(*EXPOSED)
         )
         if is_alone or now_s >= min(part.lost_s for part in lost) + self._quarantine_s:
-            self._stop_all()
+            self.faults["push_fenced"] += 1
+            self.stop_all("a rank of P was lost while it could write here")
 
-    def _stop_all(self) -> None:
+    def stop_all(self, reason: str) -> None:
         """Destroy the agent: what was written through it is over, for better or worse."""
-        reason = "a rank of P was lost while it could write here"
-        self.faults["push_fenced"] += 1
         self._is_fencing = True
         try:
             self._fence(reason)

@@ -7,7 +7,7 @@ tries now and then; until it can, nobody is met, and what needs a peer fails wit
 What this side moves is posted by lanes, so this thread never waits inside NIXL. The worker's
 thread hands it instructions and takes facts, through two small locked boxes. While a peer's
 transport needs help it drives the target; else it sleeps in the kernel until a socket, a deadline,
-a lane or an instruction wakes it, and costs nothing.
+a lane or an instruction wakes it, or a second has passed (`descriptors`), and costs nothing.
 """
 
 from __future__ import annotations
@@ -29,6 +29,13 @@ from pdserve.connectors.handover.instructions import Instructions
 from pdserve.connectors.nixl.agent import AgentError, NixlAgent
 from pdserve.connectors.nixl.background import Background
 from pdserve.connectors.nixl.channel import Listener
+from pdserve.connectors.nixl.descriptors import (
+    DescriptorWatch,
+    TaintedNumbers,
+    max_descriptors,
+    num_open_descriptors,
+    num_silent_connections,
+)
 from pdserve.connectors.nixl.devices import net_devices
 from pdserve.connectors.nixl.lanes import Lanes
 from pdserve.connectors.nixl.peers import Peers
@@ -163,6 +170,16 @@ class TransferThread:
             clock=clock,
             quarantine_s=quarantine_s,
         )
+        self._numbers = TaintedNumbers()
+        self._watch = DescriptorWatch(
+            tidy=self._tidy,
+            renew=self._renew_agents,
+            faults=self._server.faults,
+            clock=clock,
+            num_open=num_open_descriptors,
+            num_silent=num_silent_connections,
+            limit=max_descriptors,
+        )
         sys.setswitchinterval(min(sys.getswitchinterval(), _SWITCH_INTERVAL_S))
         self._started = threading.Event()
         self._thread = threading.Thread(target=self._main, name="kv-transfer", daemon=True)
@@ -280,6 +297,7 @@ class TransferThread:
             self._renew_target()
         if is_driving and self._target is not None:
             self._drive(self._target)
+        self._watch.tick()
         moved = lanes.deliver() | self._background.deliver()
         server.tick()
         moved |= peers.tick()
@@ -294,6 +312,17 @@ class TransferThread:
             target.progress()
         except AgentError as error:
             log_event(_log, "kv peer's transfer failed here", level=logging.WARNING, reason=error)
+
+    def _tidy(self) -> None:
+        """Close the connections to any agent here whose other sides have ended."""
+        if self._target is not None:
+            self._drive(self._target)
+        self._lanes.tidy()
+
+    def _renew_agents(self, reason: str) -> None:
+        """Make all agents here again: the target now, each lane's when it has nothing to do."""
+        self._lanes.renew(reason)
+        self._receiving.stop_all(reason)
 
     def _apply(self, todo: Instructions) -> None:
         for expect in todo.expects:
@@ -365,16 +394,17 @@ class TransferThread:
             return [msgspec.structs.replace(each, track=rank + each.track) for each in taken]
         return taken
 
-    def _timeout_s(self) -> float | None:
+    def _timeout_s(self) -> float:
         due_s = min(
             self._peers.due_s(),
             self._server.due_s(),
             self._receiving.due_s(),
             self._target_due_s,
+            self._watch.due_s,
         )
         if self._stop_at_s is not None:
             due_s = min(due_s, self._stop_at_s)
-        return None if due_s == _NEVER else max(0.0, due_s - self._clock.monotonic_s())
+        return max(0.0, due_s - self._clock.monotonic_s())
 
     def _is_over(self) -> bool:
         if self._stop_at_s is None:
@@ -426,7 +456,11 @@ class TransferThread:
         role, rank = self._context.config.role.value, self._context.rank
         name = f"{role}-{socket.gethostname()}-{rank}-{part}{uuid.uuid4().hex}"
         backends = self._context.config.transfer.backends
-        agent = NixlAgent(name, backends, net_devices=self._net_devices)
+        try:
+            agent = NixlAgent(name, backends, net_devices=self._net_devices)
+        except AgentError:
+            self._numbers.take_out()
+            raise
         try:
             for region in (self._pool_region, self._scratch_region):
                 agent.register(region)

@@ -44,6 +44,7 @@ KV_FAULTS = (
     "agent_not_made",
     "agent_reset",
     "block_reused",
+    "descriptors_over_budget",
     "digest_mismatch",
     "frame_magic",
     "frame_malformed",

@@ -268,3 +268,15 @@ def test_a_name_of_the_environment_is_read() -> None:
         "model": "boxed",
         "kv-transfer-config.lease-s": 9.0,
     }
+
+
+def test_a_command_may_open_more_descriptors_than_the_shell_gave_it() -> None:
+    program = (
+        "import resource, pdserve.cli\n"
+        "_, hard = resource.getrlimit(resource.RLIMIT_NOFILE)\n"
+        "resource.setrlimit(resource.RLIMIT_NOFILE, (256, hard))\n"
+        "pdserve.cli.main([])\n"
+        "print(resource.getrlimit(resource.RLIMIT_NOFILE)[0] == min(hard, 65536))\n"
+    )
+    answer = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert answer.stdout.splitlines()[-1] == "True", answer.stderr

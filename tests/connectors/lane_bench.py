@@ -34,6 +34,7 @@ class World:
         posted: (lane, peer, first local unit) in order.
         closed: Lanes whose agent was destroyed, in order.
         parted: Those of them that were said to be reading.
+        progressed: Lanes whose agent was driven for the sake of others, in order.
     """
 
     def __init__(self) -> None:
@@ -44,6 +45,7 @@ class World:
         self.posted: list[tuple[int, str, int]] = []
         self.closed: list[int] = []
         self.parted: list[int] = []
+        self.progressed: list[int] = []
         self.added: list[tuple[int, str]] = []
         self.is_slow = False
 
@@ -108,6 +110,9 @@ class Agent:
 
     def release(self, transfer: Transfer) -> None:
         return None
+
+    def progress(self) -> None:
+        self._world.progressed.append(self._lane)
 
     def close(self, *, is_reading: bool = False) -> None:
         self._is_closed = True

@@ -172,6 +172,35 @@ def test_a_fenced_lane_serves_on_with_a_new_agent_and_the_other_one_all_the_time
     assert world.closed == [fenced]
 
 
+def test_an_agent_that_is_renewed_lets_what_is_in_flight_end_and_takes_nothing_before(
+    world: World,
+) -> None:
+    bench = Bench(lambda lane: Agent(world, lane), num_lanes=1)
+    peer = bench.meet("p")
+    world.stuck.add(0)
+    bench.submit(peer, 0)
+    bench.until(lambda: bench.slow)
+    bench.lanes.renew("strangers")
+    bench.submit(peer, 8)
+    bench.until(lambda: world.posted == [(0, "p", 0)])
+    world.stuck.clear()
+    bench.until(lambda: len(bench.told) == 2)
+    assert [settled.failure for settled in bench.told.values()] == [None, None]
+    assert world.closed == [0]
+    assert world.added == [(0, "p"), (0, "p")]  # it knew nobody any more
+    assert bench.lanes.take_num_resets() == 1
+    bench.lanes.close(5.0)
+
+
+def test_all_lanes_drive_their_idle_agents_when_they_are_told_to(
+    bench: Bench, world: World
+) -> None:
+    bench.submit(bench.meet("p"), 0)
+    bench.until(lambda: bench.told)
+    bench.lanes.tidy()
+    bench.until(lambda: sorted(world.progressed) == [0, 1])
+
+
 def test_beside_others_in_flight_a_stuck_job_is_fenced_after_the_quarantine(world: World) -> None:
     bench = Bench(lambda lane: Agent(world, lane), num_lanes=1, quarantine_s=0.8)
     stuck, waits = bench.meet("stuck"), bench.meet("waits")

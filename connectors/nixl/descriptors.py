@@ -1,0 +1,206 @@
+"""Keeps strangers' connections to UCX's ports from using up this process's file descriptors.
+
+UCX accepts every connection in a thread of its own, but notices that one has ended only while its
+agent is driven, which an idle one is not; and one that says nothing it keeps for good. Where
+descriptors run out it stops listening, for ever. So their number is looked at once a second: when
+it has grown the agents are driven a little, and when silent connections alone have taken it over a
+share of the limit they are replaced.
+
+It knows neither NIXL nor the threads that own the agents.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import resource
+import socket
+import stat
+import struct
+from typing import TYPE_CHECKING
+
+from pdserve.observe.log import log_event
+
+if TYPE_CHECKING:
+    from collections import Counter
+    from collections.abc import Callable, Collection
+
+    from pdserve.observe.clock import Clock
+
+_log = logging.getLogger(__name__)
+
+_EVERY_S = 1.0
+# Whoever is connected has to meet this rank again.
+_RENEWED_EVERY_S = 30.0
+_SHARE_OF_LIMIT = 0.5
+_DESCRIPTORS = "/proc/self/fd"
+_TAINTED_AT_ONCE, _MAX_TAINTED = 16, 64
+# tcpi_bytes_received of struct tcp_info (linux/tcp.h); the end of a stream counts as one.
+_BYTES_RECEIVED_AT = 128
+_TCP_INFO_BYTES = 136
+
+
+class DescriptorWatch:
+    """Looks at how many descriptors are open, and has something done about it.
+
+    Args:
+        tidy: Has each agent close the connections whose other sides have ended.
+        renew: Has each agent replaced, and so all its connections closed; with the reason.
+        faults: Where `descriptors_over_budget` is counted.
+        num_open: How many this process has open.
+        num_silent: How many of those are connections that have received nothing.
+        limit: How many it may have open.
+
+    Attributes:
+        due_s: When `tick` has to be called next.
+    """
+
+    def __init__(
+        self,
+        *,
+        tidy: Callable[[], None],
+        renew: Callable[[str], None],
+        faults: Counter[str],
+        clock: Clock,
+        num_open: Callable[[], int],
+        num_silent: Callable[[], int],
+        limit: Callable[[], int],
+    ) -> None:
+        self._tidy = tidy
+        self._renew = renew
+        self._faults = faults
+        self._clock = clock
+        self._num_open = num_open
+        self._num_silent = num_silent
+        self._limit = limit
+        self._num_before = self._num_open()
+        self._excess_due_s = 0.0
+        self.due_s = clock.monotonic_s() + _EVERY_S
+
+    def tick(self) -> None:
+        """Look, if it is time to. O(1), unless there are too many."""
+        now_s = self._clock.monotonic_s()
+        if now_s < self.due_s:
+            return
+        self.due_s = now_s + _EVERY_S
+        num_open, budget = self._num_open(), int(self._limit() * _SHARE_OF_LIMIT)
+        is_excess = num_open > budget and now_s >= self._excess_due_s
+        if num_open > self._num_before or is_excess:
+            self._tidy()
+        self._num_before = self._num_open()
+        if is_excess:
+            self._excess_due_s = now_s + _RENEWED_EVERY_S
+            # UCX may have run into the limit, even if all of them have ended by now.
+            num_strangers = num_open - self._num_before + self._num_silent()
+            self._on_excess(num_open, num_strangers, budget)
+            self._num_before = self._num_open()
+
+    def _on_excess(self, num_open: int, num_strangers: int, budget: int) -> None:
+        is_renewed = num_open - num_strangers <= budget
+        self._faults["descriptors_over_budget"] += 1
+        log_event(
+            _log,
+            "kv descriptors over budget",
+            level=logging.ERROR,
+            num_open=num_open,
+            num_strangers=num_strangers,
+            budget=budget,
+            limit=self._limit(),
+            remedy="NIXL agents are made again" if is_renewed else "raise ulimit -n",
+        )
+        if is_renewed:
+            self._renew(f"{num_strangers} connections that say nothing")
+
+
+class TaintedNumbers:
+    """Descriptors that are kept open so that UCX does not get their numbers.
+
+    Of a listener that it lost because descriptors had run out UCX keeps the number in its tables,
+    and whoever gets that number next cannot be made a listener. Which one it is, it does not say.
+    """
+
+    def __init__(self) -> None:
+        self._num_left = _MAX_TAINTED
+
+    def take_out(self) -> None:
+        """Take the lowest numbers that are free, once an agent could not be made; from any thread.
+
+        There is an end to it: that may have other reasons.
+        """
+        for _ in range(min(_TAINTED_AT_ONCE, self._num_left)):
+            with contextlib.suppress(OSError):
+                os.open(os.devnull, os.O_RDONLY)
+                self._num_left -= 1
+
+
+def num_open_descriptors() -> int:
+    """How many this process has open."""
+    size = os.stat(_DESCRIPTORS).st_size  # since Linux 6.2
+    if size:
+        return size
+    try:
+        return len(os.listdir(_DESCRIPTORS))
+    except OSError:  # none is left to look with
+        return max_descriptors()
+
+
+def num_silent_connections() -> int:
+    """How many TCP connections of this process have received nothing yet. O(descriptors).
+
+    Where no descriptor is left to look with, all are taken to be such.
+    """
+    try:
+        return sum(map(_is_silent, open_sockets().values()))
+    except OSError:
+        return max_descriptors()
+
+
+def open_sockets(besides: Collection[int] = ()) -> dict[int, int]:
+    """The descriptors of this process's sockets by their inodes.
+
+    Raises:
+        OSError: No descriptor is left to look with.
+    """
+    found = {}
+    for descriptor in map(int, os.listdir(_DESCRIPTORS)):
+        if descriptor in besides:
+            continue
+        with contextlib.suppress(OSError):  # it was closed meanwhile
+            status = os.fstat(descriptor)
+            if stat.S_ISSOCK(status.st_mode):
+                found[status.st_ino] = descriptor
+    return found
+
+
+def is_connection(sock: socket.socket) -> bool:
+    """Whether it is a TCP connection."""
+    if sock.type != socket.SOCK_STREAM or sock.family == socket.AF_UNIX:
+        return False
+    try:
+        sock.getpeername()
+    except OSError:
+        return False
+    return True
+
+
+def _is_silent(descriptor: int) -> bool:
+    try:
+        sock = socket.socket(fileno=descriptor)
+    except OSError:  # it was closed meanwhile
+        return False
+    try:
+        if not is_connection(sock):
+            return False
+        info = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO_BYTES)
+    except OSError:
+        return False
+    finally:
+        sock.detach()  # it is not ours to close
+    (num_bytes,) = struct.unpack_from("=Q", info, _BYTES_RECEIVED_AT)
+    return bool(num_bytes <= 1)
+
+
+def max_descriptors() -> int:
+    """How many this process may have open."""
+    return resource.getrlimit(resource.RLIMIT_NOFILE)[0]
