@@ -50,6 +50,10 @@ class Call:
         self._thread.join(timeout_s)
         assert self.end is not None, "a request to an engine hangs"
 
+    def silence_s(self, since_s: float) -> float:
+        """All of it: the answer comes as a whole."""
+        return self.ended_s - since_s
+
     def _run(self) -> None:
         end = "connection lost"
         try:

@@ -67,6 +67,9 @@ class Outcome(Protocol):
     def join(self, timeout_s: float) -> None:
         """Wait for the end."""
 
+    def silence_s(self, since_s: float) -> float:
+        """The longest time in which its client saw nothing; asked for where it is measured."""
+
 
 @dataclass
 class Stream:
@@ -74,6 +77,7 @@ class Stream:
 
     Attributes:
         tokens: Token ids so far.
+        heard_s: When some of them came.
         end: "finished", "left" or an error's code, once it is over.
     """
 
@@ -81,6 +85,7 @@ class Stream:
     prompt: list[int]
     num_tokens: int = NUM_TOKENS
     tokens: list[int] = field(default_factory=list)
+    heard_s: list[float] = field(default_factory=list)
     end: str | None = None
     started_s: float = field(default_factory=time.monotonic)
     ended_s: float = 0.0
@@ -109,6 +114,11 @@ class Stream:
         self._thread.join(timeout_s)
         assert self.end is not None, f"a request hangs: {len(self.tokens)} tokens, no end"
 
+    def silence_s(self, since_s: float) -> float:
+        """The longest time without a token or the end, after a moment and once it is over."""
+        moments = [since_s, *(at for at in self.heard_s if at > since_s), self.ended_s]
+        return max(later - at for at, later in itertools.pairwise(moments))
+
     def _run(self) -> None:
         body = {
             "prompt": self.prompt,
@@ -135,6 +145,7 @@ class Stream:
                 if "error" in event:
                     end = str(event["error"]["code"])
                     continue
+                self.heard_s.append(time.monotonic())
                 for choice in event["choices"]:
                     self.tokens += choice["token_ids"] or []
                     if choice["finish_reason"] is not None:
@@ -153,13 +164,23 @@ class Stage:
     Args:
         network: None has all of them on loopback, where KV goes through shared memory.
         mode: Who moves the KV, at first.
+        num_ranks: TP ranks of each engine.
     """
 
-    def __init__(self, directory: Path, model: Path, network: Network | None, mode: str) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        model: Path,
+        network: Network | None,
+        mode: str,
+        *,
+        num_ranks: int = 1,
+    ) -> None:
         self.network = network
         self.mode = mode
         self.deployment = Deployment(directory)
         self._model = model
+        self._num_ranks = num_ranks
         self._seeds = itertools.count(1)
         self._stopped: set[str] = set()
 
@@ -188,7 +209,7 @@ class Stage:
         self.deployment.start(
             "proxy",
             *("proxy", "--host", host, "--port", str(port), "--kv-mode", self.mode),
-            *("--health-check-interval-secs", "0.3", "--cb-timeout-duration-secs", "1"),
+            *("--cb-timeout-duration-secs", "1"),
         )
         self.deployment.wait("proxy")
 
@@ -229,6 +250,7 @@ class Stage:
             name.rstrip("1"),
             *(str(self._model), "--dtype", "float32", "--num-threads", "1", "--max-num-seqs", "16"),
             *("--host", host, "--port", str(port), "--proxy", self.url),
+            *("--tensor-parallel-size", str(self._num_ranks)),
             *("--num-gpu-blocks-override", "640", "--max-num-batched-tokens", "256"),
             *(
                 word
@@ -311,6 +333,14 @@ class Stage:
         for process in self.deployment.processes[name].family():
             process.send_signal(signal.SIGSTOP)
 
+    def stop_one(self, name: str, part: str) -> None:
+        """SIGSTOP to one process of it: its "server" (or proxy), "core", or last "rank"."""
+        self._stopped.add(name)
+        server, *others = self.deployment.processes[name].family()
+        module = {"core": "pdserve.engine.process", "rank": "pdserve.executor.rank"}.get(part)
+        found = [server] if module is None else [p for p in others if module in p.cmdline()]
+        found[-1].send_signal(signal.SIGSTOP)
+
     def resume(self, name: str) -> None:
         """SIGCONT to all of it."""
         self._stopped.discard(name)
@@ -362,6 +392,7 @@ class Stage:
         bound_s: float,
         expect: set[str],
         alive: Iterable[str] = ("prefill", "decode", "decode1"),
+        silence_s: float | None = None,
     ) -> None:
         """Wait for the end of everything; assert and print the three answers.
 
@@ -371,6 +402,7 @@ class Stage:
                 to within `SLACK_S`.
             expect: How streams may end.
             alive: The engines that can be asked.
+            silence_s: Seconds without a token or the end of a stream at most; None: not measured.
         """
         until_s = since_s + bound_s + SLACK_S
         for stream in streams:
@@ -384,6 +416,10 @@ class Stage:
         for stream, answer in zip(streams, right, strict=True):
             assert stream.end in expect, f"a stream ended as {stream.end!r}, not as {expect}"
             assert stream.end != "finished" or stream.tokens == answer
+        silent_s = None
+        if silence_s is not None:
+            silent_s = round(max(stream.silence_s(since_s) for stream in streams), 2)
+            assert silent_s < silence_s + SLACK_S
         requests_s = max((s.ended_s for s in streams), default=since_s) - since_s
         left_s = until_s - time.monotonic()
         self.deployment.wait_nothing_held(*alive, timeout_s=max(0.1, left_s))
@@ -397,6 +433,7 @@ class Stage:
             "blocks_not_free": 0,
             "requests_ended_s": round(requests_s, 2),
             "blocks_free_s": round(free_s, 2),
+            "silent_s": silent_s,
             "bound_s": bound_s,
             "ends": sorted({str(s.end) for s in streams}),
             "test": os.environ.get("PYTEST_CURRENT_TEST", "").split(" ")[0],

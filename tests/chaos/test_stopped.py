@@ -1,0 +1,178 @@
+"""SIGSTOP of one process at a time: it keeps its connections and says nothing.
+
+Health checks and heartbeats are as they are by default. A client sees tokens again, or an error,
+within ten seconds, but for those of a stopped proxy, whose own time-outs are all they have.
+"""
+
+from __future__ import annotations
+
+import time
+from contextlib import ExitStack
+from typing import TYPE_CHECKING
+
+import pytest
+
+from tests.chaos.network import Network
+from tests.chaos.stage import FENCED_S, LEASE_S, RECOVERY_S, Stage
+from tests.chaos.test_failures import ENGINES, LATE, many, midway
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from pathlib import Path
+
+pytestmark = [pytest.mark.e2e, pytest.mark.chaos, pytest.mark.timeout(400)]
+
+SILENCE_S = 10.0
+PAUSE_S = LEASE_S + 1.0
+PARTS = ["server", "core", "rank"]
+
+
+@pytest.fixture(scope="module")
+def stage_of_ranks(
+    transport: str, model_of: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Stage]:
+    """A deployment whose engines have two ranks each."""
+    with ExitStack() as stack:
+        network = stack.enter_context(Network()) if transport == "TCP" else None
+        directory = tmp_path_factory.mktemp("stopped")
+        stage = Stage(directory, model_of("llama"), network, "pull", num_ranks=2)
+        stack.callback(stage.deployment.end)
+        stage.start()
+        yield stage
+        stage.restore()
+
+
+@pytest.fixture
+def stage(stage_of_ranks: Stage, mode: str) -> Stage:
+    """The deployment, whole and empty."""
+    stage_of_ranks.restore()
+    stage_of_ranks.set_mode(mode)
+    return stage_of_ranks
+
+
+def row(part: str) -> str:
+    """Its name in the failure table."""
+    return {"server": "an API server is stopped", "core": "an engine core is stopped"}.get(
+        part, "one TP rank is stopped"
+    )
+
+
+def assert_given_up(stage: Stage, name: str, part: str) -> None:
+    """A core or rank took its engine along, which said why; a server only waits."""
+    process = stage.deployment.processes[name]
+    if part == "server":
+        assert process.popen.poll() is None
+    else:
+        assert process.popen.wait(30) != 0
+        assert "stopped" in process.log
+        assert "--heartbeat-timeout" in process.log
+
+
+@pytest.mark.parametrize("part", PARTS)
+def test_a_part_of_p_is_stopped_before_the_hand_over(stage: Stage, part: str) -> None:
+    prompts = [stage.prompt() for _ in range(3)]
+    right = [stage.right_answer(prompt) for prompt in prompts]
+    since = time.monotonic()
+    stage.stop_one("prefill", part)
+    streams = [stage.stream(prompt) for prompt in prompts]
+    stage.settle(
+        row(part),
+        "before, of P",
+        streams,
+        right,
+        since_s=since,
+        bound_s=SILENCE_S + RECOVERY_S,
+        expect={"finished"},
+        alive=("decode", "decode1"),
+        silence_s=SILENCE_S,
+    )
+    assert_given_up(stage, "prefill", part)
+
+
+@pytest.mark.parametrize("side", ["P", "D"])
+@pytest.mark.parametrize("part", PARTS)
+@pytest.mark.short_form("TCP-pull-core-D", "TCP-push-rank-P")
+def test_a_part_is_stopped_in_mid_hand_over(slow_stage: Stage, part: str, side: str) -> None:
+    stage = slow_stage
+    stream, right, receiver = midway(stage)
+    name = "prefill" if side == "P" else receiver
+    since = time.monotonic()
+    stage.stop_one(name, part)
+    assert len(stream.tokens) == 1, LATE
+    assert stage.network is not None
+    stage.network.fast()
+    stage.settle(
+        row(part),
+        f"during, of {side}",
+        [stream],
+        [right],
+        since_s=since,
+        bound_s=FENCED_S + SILENCE_S + RECOVERY_S,
+        expect={"finished"},
+        alive=ENGINES - {name},
+        silence_s=SILENCE_S,
+    )
+    assert_given_up(stage, name, part)
+
+
+@pytest.mark.parametrize("part", PARTS)
+@pytest.mark.short_form("TCP-pull-server")
+def test_a_part_of_d_is_stopped_after_the_hand_over(stage: Stage, part: str) -> None:
+    streams, right = many(stage, 6, 300, num_begun=6)
+    for stream in streams:
+        stream.wait_tokens(5)
+    since = time.monotonic()
+    stage.stop_one("decode", part)
+    stage.settle(
+        row(part),
+        "after, of D",
+        streams,
+        right,
+        since_s=since,
+        bound_s=LEASE_S + SILENCE_S + RECOVERY_S,
+        expect={"finished"},
+        alive=ENGINES - {"decode"},
+        silence_s=SILENCE_S,
+    )
+    assert max(stream.silence_s(since) for stream in streams) > 1.0, "all had ended"
+    assert_given_up(stage, "decode", part)
+
+
+@pytest.mark.parametrize("phase", ["before", "during", "after"])
+@pytest.mark.short_form("TCP-push-after")
+def test_the_proxy_is_stopped_and_goes_on(stage: Stage, phase: str) -> None:
+    if phase == "before":
+        prompts = [stage.prompt() for _ in range(3)]
+        right = [stage.right_answer(prompt) for prompt in prompts]
+        stage.stop_one("proxy", "server")
+        streams = [stage.stream(prompt) for prompt in prompts]
+    elif phase == "during":
+        if stage.network is None:
+            pytest.skip("a copy through shared memory is over before a fault can fall into it")
+        stream, answer, _ = midway(stage)
+        streams, right = [stream], [answer]
+        stage.stop_one("proxy", "server")
+    else:
+        streams, right = many(stage, 6, 300, num_begun=6)
+        stage.stop_one("proxy", "server")
+    since = time.monotonic()
+    time.sleep(PAUSE_S)
+    stage.resume("proxy")
+    stage.settle(
+        "the proxy is stopped and goes on",
+        f"{phase}, {PAUSE_S:g} s",
+        streams,
+        right,
+        since_s=since,
+        bound_s=PAUSE_S + FENCED_S + RECOVERY_S,
+        expect={"finished"},
+        silence_s=PAUSE_S + SILENCE_S,
+    )
+
+
+@pytest.fixture
+def slow_stage(stage: Stage) -> Stage:
+    """The same, over a link that can be so slow that a transfer takes more than a second."""
+    if stage.network is None:
+        pytest.skip("a copy through shared memory is over before a fault can fall into it")
+    return stage
