@@ -22,7 +22,7 @@ from typing import assert_never
 import msgspec
 import zmq
 
-from pdserve.engine.local_socket import bind_local
+from pdserve.engine.local_socket import LocalKeys, bind_local
 from pdserve.lifeline import end_with_parent
 
 _COUNTS_INTERVAL_S = 0.01
@@ -30,19 +30,25 @@ _SUBSCRIBED = b"\x01"
 
 
 class Addresses(msgspec.Struct, frozen=True, kw_only=True):
-    """Where the coordinator listens."""
+    """Where the coordinator listens.
+
+    Attributes:
+        server_key: Of all three; a secret of the engine.
+    """
 
     messages: str
     orders: str
     counts: str
+    server_key: bytes
 
     @classmethod
-    def abstract(cls, name: str) -> Addresses:
-        """Abstract Unix addresses that begin with `name`: nothing to clean up."""
+    def beginning_with(cls, name: str, server_key: bytes) -> Addresses:
+        """Addresses that begin with `name`."""
         return cls(
-            messages=f"ipc://@{name}-messages",
-            orders=f"ipc://@{name}-orders",
-            counts=f"ipc://@{name}-counts",
+            messages=f"{name}-messages",
+            orders=f"{name}-orders",
+            counts=f"{name}-counts",
+            server_key=server_key,
         )
 
 
@@ -52,6 +58,7 @@ class CoordinatorLaunch(msgspec.Struct, frozen=True, kw_only=True):
     parent_pid: int
     num_cores: int
     addresses: Addresses
+    keys: LocalKeys
 
 
 class Counts(msgspec.Struct, frozen=True, tag="counts"):
@@ -155,7 +162,7 @@ def run(launch: CoordinatorLaunch) -> None:
         (counts, places.counts),
     ):
         socket.set_hwm(0)
-        bind_local(socket, address)
+        bind_local(socket, address, launch.keys)
     poller = zmq.Poller()
     for socket in (messages, orders, counts):
         poller.register(socket, zmq.POLLIN)

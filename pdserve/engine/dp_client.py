@@ -27,6 +27,7 @@ import zmq.asyncio
 
 from pdserve.engine.coordinator import Addresses, CoordinatorLaunch, Counts
 from pdserve.engine.launch import shares_experts
+from pdserve.engine.local_socket import LocalKeys, connect_local, local_name
 from pdserve.engine.merge import MergedOutputs
 from pdserve.engine.zmq_client import launch_engine
 from pdserve.errors import ConfigError, EngineDeadError, InternalError, UnavailableError
@@ -310,10 +311,11 @@ class _CoordinatorProcess:
         on_counts: Callable[[list[Counts]], None],
         on_end: Callable[[str], None],
     ) -> None:
-        self.addresses = Addresses.abstract(f"pdserve-{secrets.token_hex(12)}")
+        keys = LocalKeys.make()
+        self.addresses = Addresses.beginning_with(local_name(), keys.public)
         self._on_counts, self._on_end = on_counts, on_end
         launch = CoordinatorLaunch(
-            parent_pid=os.getpid(), num_cores=num_cores, addresses=self.addresses
+            parent_pid=os.getpid(), num_cores=num_cores, addresses=self.addresses, keys=keys
         )
         self._process = subprocess.Popen(
             [sys.executable, "-m", "pdserve.engine.coordinator"], stdin=subprocess.PIPE
@@ -329,7 +331,7 @@ class _CoordinatorProcess:
         self._context = zmq.asyncio.Context()
         self._socket = self._context.socket(zmq.SUB)
         self._socket.linger = 0
-        self._socket.connect(self.addresses.counts)
+        connect_local(self._socket, self.addresses.counts, keys.public)
         self._socket.subscribe(b"")
         self._tasks = [
             asyncio.create_task(self._read(), name="coordinator-counts"),

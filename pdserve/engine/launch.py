@@ -17,6 +17,7 @@ class EngineLaunch(msgspec.Struct, frozen=True, kw_only=True):
     """The settings, and where the server listens.
 
     Attributes:
+        server_key: Of both addresses; a secret of the engine.
         log_level: As in `logging`; the core logs to standard error.
         core: Its seat.
         coordinator: Where the coordinator listens, if there are several cores.
@@ -27,6 +28,7 @@ class EngineLaunch(msgspec.Struct, frozen=True, kw_only=True):
     config: EngineConfig
     inputs_address: str
     outputs_address: str
+    server_key: bytes
     core: CoreSeat = CoreSeat()
     coordinator: Addresses | None = None
 

@@ -8,6 +8,7 @@ import msgspec
 import zmq
 
 from pdserve.engine.coordinator import Counts, Drained, FromCore, ToCores, Wish
+from pdserve.engine.local_socket import connect_local
 
 if TYPE_CHECKING:
     from pdserve.engine.coordinator import Addresses
@@ -34,7 +35,7 @@ class CoordinatorLink:
         ):
             socket.set_hwm(0)
             socket.linger = 0
-            socket.connect(address)
+            connect_local(socket, address, addresses.server_key)
         self.socket.subscribe(b"")
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder: msgspec.msgpack.Decoder[ToCores] = msgspec.msgpack.Decoder(ToCores)

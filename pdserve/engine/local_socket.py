@@ -1,21 +1,60 @@
-"""Sockets between an engine's processes, which all are one user's.
+"""Sockets between an engine's processes, which hear nobody else.
 
-Their addresses are abstract (unix(7)), so that nothing is left behind. Such an address has no
-permissions and is listed for everybody, so whoever connects is asked for its user.
+Their addresses are abstract (unix(7)), so that nothing is left behind. Such an address is listed
+for everybody in the network namespace, other containers included, and has no permissions. So
+connections are encrypted and authenticated (CurveZMQ, rfc.zeromq.org/spec/26): the listening
+side's public key never travels over them, and whoever was not handed it, through the standard
+input of a process that was started here, cannot finish the handshake; nor can whoever listens
+without the secret one.
 """
 
 from __future__ import annotations
 
-import os
+import secrets
 from typing import TYPE_CHECKING
 
+import msgspec
 import zmq
+
+from pdserve.errors import ConfigError
 
 if TYPE_CHECKING:
     from typing import Any
 
 
-def bind_local(socket: zmq.Socket[Any], address: str) -> None:
-    """Listen at `ipc://@NAME`, to processes of this process's user alone."""
-    socket.setsockopt(zmq.IPC_FILTER_UID, os.geteuid())
+class LocalKeys(msgspec.Struct, frozen=True, kw_only=True):
+    """Of one listening process. Whoever knows `public` may connect; `secret` is its own."""
+
+    public: bytes
+    secret: bytes
+
+    @classmethod
+    def make(cls) -> LocalKeys:
+        """Draw a pair.
+
+        Raises:
+            ConfigError: This ZMQ has no encryption.
+        """
+        if not zmq.has("curve"):
+            raise ConfigError("pdserve needs a ZMQ with CURVE: install pyzmq from its wheels")
+        public, secret = zmq.curve_keypair()
+        return cls(public=public, secret=secret)
+
+
+def local_name() -> str:
+    """The beginning of an engine's addresses, which no other has."""
+    return f"ipc://@pdserve-{secrets.token_hex(12)}"
+
+
+def bind_local(socket: zmq.Socket[Any], address: str, keys: LocalKeys) -> None:
+    """Listen at `ipc://@NAME`, to those who know the public key."""
+    socket.curve_server = True
+    socket.curve_publickey, socket.curve_secretkey = keys.public, keys.secret
     socket.bind(address)
+
+
+def connect_local(socket: zmq.Socket[Any], address: str, server_key: bytes) -> None:
+    """Connect to whoever listens at `address` and has the secret half of `server_key`."""
+    socket.curve_serverkey = server_key
+    socket.curve_publickey, socket.curve_secretkey = zmq.curve_keypair()
+    socket.connect(address)

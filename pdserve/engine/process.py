@@ -27,6 +27,7 @@ from pdserve.engine.coordinator import End, StartWave
 from pdserve.engine.core import EngineCore
 from pdserve.engine.launch import EngineLaunch
 from pdserve.engine.link import CoordinatorLink
+from pdserve.engine.local_socket import connect_local
 from pdserve.errors import ConfigError
 from pdserve.executor.base import RankDiedError
 from pdserve.lifeline import end_with_parent
@@ -82,8 +83,8 @@ class EngineProcess:
         for socket in (self._inputs, self._outputs):
             socket.set_hwm(0)
             socket.linger = 1000
-        self._inputs.connect(launch.inputs_address)
-        self._outputs.connect(launch.outputs_address)
+        connect_local(self._inputs, launch.inputs_address, launch.server_key)
+        connect_local(self._outputs, launch.outputs_address, launch.server_key)
         self._decode = to_engine()
         self._encode = from_engine()
         self._clock = SystemClock()

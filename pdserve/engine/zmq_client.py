@@ -1,6 +1,6 @@
 """An engine core in a process of its own, as an `EngineClient`.
 
-Messages go over two ZMQ sockets at abstract Unix addresses: no port, no file, nothing
+Messages go over two encrypted ZMQ sockets at abstract Unix addresses: no port, no file, nothing
 left behind when a process is killed.
 """
 
@@ -11,7 +11,6 @@ import contextlib
 import itertools
 import logging
 import os
-import secrets
 import signal
 import subprocess
 import sys
@@ -22,7 +21,7 @@ import zmq
 
 from pdserve.engine.heartbeat import Heartbeat
 from pdserve.engine.launch import EngineLaunch
-from pdserve.engine.local_socket import bind_local
+from pdserve.engine.local_socket import LocalKeys, bind_local, local_name
 from pdserve.errors import (
     ConfigError,
     EngineDeadError,
@@ -88,20 +87,21 @@ async def launch_engine(
         on_dead: Called when the core has ended without having been told to.
     """
     core = core or CoreSeat()
-    name = secrets.token_hex(12)
+    name, keys = local_name(), LocalKeys.make()
     context = zmq.Context()
     inputs, outputs = context.socket(zmq.PUSH), context.socket(zmq.PULL)
-    addresses = (f"ipc://@pdserve-{name}-in", f"ipc://@pdserve-{name}-out")
+    addresses = (f"{name}-in", f"{name}-out")
     for socket, address in zip((inputs, outputs), addresses, strict=True):
         socket.set_hwm(0)
         socket.linger = 0
-        bind_local(socket, address)
+        bind_local(socket, address, keys)
     launch = EngineLaunch(
         parent_pid=os.getpid(),
         log_level=logging.getLogger("pdserve").getEffectiveLevel(),
         config=config,
         inputs_address=addresses[0],
         outputs_address=addresses[1],
+        server_key=keys.public,
         core=core,
         coordinator=coordinator,
     )

@@ -25,6 +25,7 @@ from pdserve.engine.coordinator import (
     Wish,
 )
 from pdserve.engine.link import CoordinatorLink
+from pdserve.engine.local_socket import LocalKeys, connect_local, local_name
 from pdserve.wire.request import EngineStats
 
 if TYPE_CHECKING:
@@ -72,20 +73,21 @@ class Rig:
     """The coordinator's process, and sockets to it."""
 
     def __init__(self, num_cores: int) -> None:
-        self.addresses = Addresses.abstract(f"pdserve-test-{os.getpid()}-{time.monotonic_ns()}")
+        keys = LocalKeys.make()
+        self.addresses = Addresses.beginning_with(local_name(), keys.public)
         self.process = subprocess.Popen(
             [sys.executable, "-m", "pdserve.engine.coordinator"], stdin=subprocess.PIPE
         )
         assert self.process.stdin is not None
         launch = CoordinatorLaunch(
-            parent_pid=os.getpid(), num_cores=num_cores, addresses=self.addresses
+            parent_pid=os.getpid(), num_cores=num_cores, addresses=self.addresses, keys=keys
         )
         self.process.stdin.write(msgspec.msgpack.encode(launch))
         self.process.stdin.close()
         self.context = zmq.Context()
         self.links: list[CoordinatorLink] = []
         self.counts = self.context.socket(zmq.SUB)
-        self.counts.connect(self.addresses.counts)
+        connect_local(self.counts, self.addresses.counts, self.addresses.server_key)
         self.counts.subscribe(b"")
 
     def join(self) -> CoordinatorLink:
@@ -181,10 +183,12 @@ def test_it_ends_with_the_process_that_started_it() -> None:
     script = (
         "import os, subprocess, sys, msgspec\n"
         "from pdserve.engine.coordinator import Addresses, CoordinatorLaunch\n"
+        "from pdserve.engine.local_socket import LocalKeys, local_name\n"
+        "keys = LocalKeys.make()\n"
         "child = subprocess.Popen([sys.executable, '-m', 'pdserve.engine.coordinator'],"
         " stdin=subprocess.PIPE)\n"
         "launch = CoordinatorLaunch(parent_pid=os.getpid(), num_cores=1,"
-        " addresses=Addresses.abstract(f'pdserve-test-{os.getpid()}'))\n"
+        " addresses=Addresses.beginning_with(local_name(), keys.public), keys=keys)\n"
         "child.stdin.write(msgspec.msgpack.encode(launch)); child.stdin.close()\n"
         "print(child.pid, flush=True)\n"
         "sys.stdin.read()\n"
