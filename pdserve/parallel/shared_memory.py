@@ -19,9 +19,9 @@ import secrets
 import select
 import struct
 import time
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeVar
 
+import msgspec
 import torch
 import torch.distributed as dist
 
@@ -311,8 +311,7 @@ def _inner(x: Tensor, dim: int) -> int:
     return num
 
 
-@dataclass(frozen=True)
-class _Host:
+class _Host(msgspec.Struct, frozen=True):
     """Where a rank runs. Ranks of equal `place`s see each other's processes."""
 
     place: str
@@ -345,7 +344,8 @@ def share(
     """
     library = _load()
     cores = frozenset(os.sched_getaffinity(0))
-    hosts = _gather(_Host(_place(), os.getpid(), cores, library is not None), world)
+    host = _Host(_place(), os.getpid(), cores, library is not None)
+    hosts = _gather(host, _Host, world)
     here = [host for host in hosts if host.place == hosts[rank].place]
     is_crowded = len(here) > len(frozenset[int]().union(*(host.cores for host in here)))
     sharing = {
@@ -361,7 +361,7 @@ def share(
                 num_bytes = library.pd_segment_bytes(len(ranks), slot_bytes, ring_bytes)
                 if ranks[0] == rank and (segment := _make(num_bytes)) is not None:
                     made[name] = segment
-        announced = _gather(made, world)
+        announced = _gather(made, dict[str, _Segment], world)
         for name, ranks in sharing.items():
             memory = _map(hosts[ranks[0]].pid, announced[ranks[0]].get(name))
             if library is not None and memory is not None:
@@ -375,7 +375,7 @@ def share(
                     slot_bytes=slot_bytes,
                     ring_bytes=ring_bytes,
                 )
-        for failed in _gather(sharing.keys() - opened.keys(), world):
+        for failed in _gather(set(sharing.keys() - opened.keys()), set[str], world):
             for name in failed & opened.keys():
                 opened.pop(name).close()
     finally:
@@ -406,8 +406,7 @@ def _place() -> str:
         return f"alone:{secrets.token_hex(8)}"
 
 
-@dataclass(frozen=True)
-class _Segment:
+class _Segment(msgspec.Struct, frozen=True):
     """A memfd of zeros, but for a token at its beginning, as its maker has it open."""
 
     fd: int
@@ -449,7 +448,22 @@ def _map(pid: int, segment: _Segment | None) -> mmap.mmap | None:
     return memory
 
 
-def _gather(value: _T, world: dist.ProcessGroup) -> list[_T]:
-    found: list[_T] = [value] * dist.get_world_size(world)
-    dist.all_gather_object(found, value, group=world)
-    return found
+def _gather(value: _T, kind: type[_T], world: dist.ProcessGroup) -> list[_T]:
+    """Every rank's `value`, in rank order: as msgpack, since whoever unpickles runs what he gets.
+
+    Raises:
+        msgspec.DecodeError: A rank sent something else.
+    """
+    mine = torch.frombuffer(bytearray(msgspec.msgpack.encode(value)), dtype=torch.uint8)
+    num_ranks = dist.get_world_size(world)
+    sizes = torch.empty(num_ranks, dtype=torch.int64)
+    dist.all_gather_single(sizes, torch.tensor([len(mine)]), group=world)
+    num_bytes = int(sizes.max())
+    padded = torch.zeros(num_bytes, dtype=torch.uint8)
+    padded[: len(mine)] = mine
+    found = torch.empty(num_ranks * num_bytes, dtype=torch.uint8)
+    dist.all_gather_single(found, padded, group=world)
+    return [
+        msgspec.msgpack.decode(row[:size].numpy().tobytes(), type=kind)
+        for row, size in zip(found.view(num_ranks, -1), sizes.tolist(), strict=True)
+    ]

@@ -6,17 +6,20 @@ Every case runs through shared memory and through gloo; results are compared to 
 from __future__ import annotations
 
 import itertools
+import pickle
 import socket
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 import psutil
 import pytest
 import torch
+import torch.distributed as dist
 
 from pdserve.errors import InternalError
-from pdserve.parallel.group import Group, interface_towards
+from pdserve.parallel.group import Group, interface_towards, join
 from pdserve.parallel.mesh import Axis, Mesh, MeshShape
+from pdserve.parallel.rendezvous import Rendezvous, listen
 from tests.ranks import run_ranks
 
 if TYPE_CHECKING:
@@ -279,3 +282,25 @@ def test_ranks_of_several_hosts_listen_where_the_others_reach_them() -> None:
     for address, name in own.items():
         assert interface_towards(address) == name
     assert interface_towards("2001:db8::1") is None
+
+
+def _join_without_unpickling(world: World) -> list[list[int]]:
+    def refuse(*args: object, **named: object) -> NoReturn:
+        raise AssertionError("something from the network is unpickled")
+
+    pickle.loads = pickle.load = dist.distributed_c10d._unpickler = refuse
+    listener, mine = listen("127.0.0.1") if world.all.is_first else (None, None)
+    [port], _ = world.all.gather_ints([mine.port if mine is not None else 0])
+    world.close()
+    rendezvous = mine or Rendezvous(host="127.0.0.1", port=port)
+    again = join(world.mesh, rendezvous, torch.device("cpu"))
+    if listener is not None:
+        listener.detach()  # the store's now
+    assert again.all.shared is not None
+    found = again.all.gather_ints([world.mesh.rank])
+    again.close()
+    return found
+
+
+def test_a_world_is_joined_without_unpickling_anything() -> None:
+    assert run_ranks(MeshShape(tp=2), _join_without_unpickling) == [[[0], [1]]] * 2
