@@ -14,7 +14,13 @@ import sys
 from collections import defaultdict
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+_Found = dict[tuple[str, str], dict[tuple[str, str], dict[str, Any]]]
+"""What was measured, by row and phase, then by transport and mode."""
 
 _COLUMNS = (
     ("shared memory", "pull"),
@@ -40,6 +46,12 @@ class Row:
     sides: str
     tests: tuple[str, ...]
 
+
+_STOPPED = (
+    "test_a_part_of_p_is_stopped_before_the_hand_over",
+    "test_a_part_is_stopped_in_mid_hand_over",
+    "test_a_part_of_d_is_stopped_after_the_hand_over",
+)
 
 ROWS = (
     Row(
@@ -141,6 +153,36 @@ ROWS = (
         ("test_d_is_stopped_in_mid_transfer_for_longer_than_a_lease",),
     ),
     Row(
+        "an API server is stopped",
+        "a pause",
+        "The proxy's health checks get no answer: the engine's legs are lost after three in a row, "
+        "and go on elsewhere. Its core goes on, so KV that is leased there can still be read. When "
+        "it wakes it finds its clients gone, and serves again.",
+        _STOPPED,
+    ),
+    Row(
+        "an engine core is stopped",
+        "a pause",
+        "Its server says 503 and why within two seconds, kills it after `--heartbeat-timeout`, and "
+        "ends with the reason; its legs go on elsewhere.",
+        _STOPPED,
+    ),
+    Row(
+        "one TP rank is stopped",
+        "a pause",
+        "The core sees it, whether a step is under way or not, kills all its ranks after "
+        "`--heartbeat-timeout`, and ends with the reason.",
+        _STOPPED,
+    ),
+    Row(
+        "the proxy is stopped and goes on",
+        "nothing, until it goes on: a client has its own time-outs alone",
+        "Engines end what they have; a lease that nobody fetches expires. When it wakes it passes "
+        "on what came meanwhile, goes down the ladder where a lease is over, and still knows its "
+        "engines.",
+        ("test_the_proxy_is_stopped_and_goes_on",),
+    ),
+    Row(
         "malformed or unauthenticated frame on the side channel",
         "-",
         "The frame is refused and counted, its connection closed; all others go on.",
@@ -204,7 +246,7 @@ def document(results: list[dict[str, Any]], where: str) -> str:
     Raises:
         ValueError: Something was measured that is in no row.
     """
-    found: dict[tuple[str, str], dict[tuple[str, str], dict[str, Any]]] = defaultdict(dict)
+    found: _Found = defaultdict(dict)
     for result in results:
         found[result["row"], result["phase"]][result["transport"], result["mode"]] = result
     unknown = {row for row, _ in found} - {row.name for row in ROWS}
@@ -217,14 +259,22 @@ def document(results: list[dict[str, Any]], where: str) -> str:
         lines.append(f"| {row.name} | {row.client} | {row.sides} | {tests} |")
     lines += ["", *_LIMITS]
     lines += ["", "## Measured", "", where, "", *_HOW_TO_READ, ""]
+    lines += _table(found, _cell)
+    silent = {key: cells for key, cells in found.items() if _is_silence_measured(cells)}
+    if silent:
+        lines += ["", *_SILENCE, "", *_table(silent, _silence)]
+    return "\n".join(lines) + "\n"
+
+
+def _table(found: _Found, cell: Callable[[dict[str, Any] | None], str]) -> list[str]:
     names = [f"{transport}, {mode}" for transport, mode in _COLUMNS]
-    lines += [f"| event | phase | {' | '.join(names)} |", "|---|---|" + "---|" * len(names)]
+    lines = [f"| event | phase | {' | '.join(names)} |", "|---|---|" + "---|" * len(names)]
     for row in ROWS:
         for (name, phase), cells in found.items():
             if name == row.name:
-                texts = " | ".join(_cell(cells.get(column)) for column in _COLUMNS)
+                texts = " | ".join(cell(cells.get(column)) for column in _COLUMNS)
                 lines.append(f"| {name} | {phase} | {texts} |")
-    return "\n".join(lines) + "\n"
+    return lines
 
 
 _HEAD = (
@@ -267,6 +317,24 @@ _HOW_TO_READ = (
     "every request had ended (a dash: none was under way) / until every block was free. Wrong",
     "tokens and lost blocks: 0 in every cell. A lone dash: not played there, or not measured.",
 )
+
+
+_SILENCE = (
+    "### Silence",
+    "",
+    "Seconds from one token to the next, or to the end, where one process is stopped (SIGSTOP):",
+    "of the client that waited longest. Engines of two ranks each; health checks and heartbeats",
+    "as they are by default, with which it is to be at most 10. For a stopped proxy the pause is",
+    "in it.",
+)
+
+
+def _is_silence_measured(cells: dict[tuple[str, str], dict[str, Any]]) -> bool:
+    return any(cell.get("silent_s") is not None for cell in cells.values())
+
+
+def _silence(result: dict[str, Any] | None) -> str:
+    return "-" if result is None else f"{result['silent_s']:.1f}"
 
 
 def _cell(result: dict[str, Any] | None) -> str:
