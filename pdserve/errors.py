@@ -9,6 +9,7 @@ mistake* is an `InternalError`: it ends the engine, with the request's story.
     |- BadRequestError        400   a field of the request is wrong (names it)
     |  |- ContextLengthError  400   prompt + output exceed the model's context
     |- UnauthorizedError      401
+    |- ForbiddenError         403   not from where it was asked
     |- NotFoundError          404   unknown path or model
     |- RequestTimeoutError    408   headers or a body did not come in time
     |- BodyTooLargeError      413
@@ -39,6 +40,8 @@ class PdserveError(Exception):
         message: What happened, to which field, with which value, and the remedy.
         param: Name of the request field at fault, if one is.
         retry_after_s: When a client may try again, in seconds, if that is known.
+        detail: The same for operators, who may know addresses and what engines said. It is
+            what `str` returns, for logs; it never reaches a client.
     """
 
     status: ClassVar[int] = 500
@@ -52,12 +55,17 @@ class PdserveError(Exception):
         param: str | None = None,
         retry_after_s: float | None = None,
         code: str | None = None,
+        detail: str | None = None,
     ) -> None:
         super().__init__(message)
         self.message = message
+        self.detail = detail or message
         self.param = param
         self.retry_after_s = retry_after_s
         self.error_code = code or self.code
+
+    def __str__(self) -> str:
+        return self.detail
 
 
 class BadRequestError(PdserveError):
@@ -75,11 +83,27 @@ class ContextLengthError(BadRequestError):
 
 
 class UnauthorizedError(PdserveError):
-    """The API key is missing or wrong."""
+    """The key is missing or wrong.
+
+    Args:
+        challenge: How it is to be sent, as the WWW-Authenticate header says (RFC 9110, 11.6.1).
+    """
 
     status = 401
     type = "authentication_error"
     code = "invalid_api_key"
+
+    def __init__(self, message: str, *, code: str | None = None, challenge: str = "Bearer") -> None:
+        super().__init__(message, code=code)
+        self.challenge = challenge
+
+
+class ForbiddenError(PdserveError):
+    """Whoever asks may not, whatever key is sent."""
+
+    status = 403
+    type = "permission_error"
+    code = "operator_key_required"
 
 
 class NotFoundError(PdserveError):

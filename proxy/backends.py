@@ -285,7 +285,7 @@ class Backends:
             if backend.num_late_checks < self._config.cb_failure_threshold:
                 return
             self._lose_legs(backend)
-        backend.health, backend.reason = Health.UNREACHABLE, failure.message
+        backend.health, backend.reason = Health.UNREACHABLE, failure.detail
 
     async def _read_report(self, backend: Backend, timeout_s: float) -> None:
         status, body = await self._get(backend, "/pdserve/info", timeout_s)

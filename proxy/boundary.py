@@ -10,12 +10,12 @@ import re
 import uuid
 from typing import TYPE_CHECKING
 
-from aiohttp import hdrs, web
+from aiohttp import web
 
-from pdserve.errors import PdserveError, UnauthorizedError
+from pdserve.errors import PdserveError
+from pdserve.http.access import Access
 from pdserve.http.answers import error_answer, refusal_of
 from pdserve.proxy.errors import ClientGoneError
-from pdserve.proxy.keys import CHALLENGE, is_for_people, is_known, needs_key
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
@@ -41,7 +41,7 @@ class Boundary:
     """
 
     def __init__(self, config: ProxyConfig, bodies: Bodies) -> None:
-        self._config = config
+        self._access = Access(config.api_keys, config.operator_keys)
         self._bodies = bodies
 
     @web.middleware
@@ -51,13 +51,10 @@ class Boundary:
         request_id = given if _GOOD_ID.fullmatch(given) else uuid.uuid4().hex
         request[REQUEST_ID_KEY] = request_id
         try:
-            if needs_key(request.path):
-                self._check_key(request)
+            self._access.check(request)
             response = await handler(request)
         except PdserveError as error:
             response = error_answer(error)
-            if isinstance(error, UnauthorizedError) and is_for_people(request.path):
-                response.headers[hdrs.WWW_AUTHENTICATE] = CHALLENGE
         except web.HTTPException as error:
             response = error_answer(refusal_of(error, request))
         except ClientGoneError:
@@ -70,8 +67,3 @@ class Boundary:
         if not response.prepared:
             response.headers[REQUEST_ID] = request_id
         return response
-
-    def _check_key(self, request: web.Request) -> None:
-        given = request.headers.get(hdrs.AUTHORIZATION, "")
-        if not is_known(given, self._config.api_keys, request.path):
-            raise UnauthorizedError("the API key is missing or wrong")

@@ -14,7 +14,7 @@ from aiohttp import web
 from pdserve.errors import BadRequestError
 from pdserve.http.answers import json_answer
 from pdserve.observe.trace_query import trace_query
-from pdserve.proxy.keys import engine_headers
+from pdserve.proxy.keys import operator_headers
 from pdserve.proxy.trace import Tracer
 from pdserve.wire.finished import NUM_KEPT
 
@@ -56,7 +56,7 @@ class Debug:
             query.seconds,
             engines=[backend.url for backend in self._services.backends],
             running=self._live.stories,
-            headers=engine_headers(self._services.config.api_keys, request.headers),
+            headers=operator_headers(self._services.config, request.headers),
         )
         body = await asyncio.to_thread(query.encode, collection)
         return web.Response(body=body, content_type="application/json")

@@ -14,7 +14,7 @@ Knows HTTP bodies and server-sent events; knows nothing of routing or of retries
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 import msgspec
 
@@ -25,12 +25,27 @@ if TYPE_CHECKING:
 
 DONE = b"data: [DONE]\n\n"
 _RETRY_AFTER_S = 1.0
+_TOLD: Final = {
+    "connect": "an engine could not be reached",
+    "timeout": "an engine did not answer in time",
+    "dropped": "an engine broke off its answer",
+    "lost": "an engine stopped answering",
+    "status": "an engine failed",
+    "error_event": "an engine failed",
+    "garbled": "an engine's answer could not be read",
+    "budget": "no engine may compute more prompts in a prefill engine's place for now",
+    "kv_failed": "the KV did not get from one engine to the other",
+    "handoff_refused": "an engine did not take what another one handed over",
+}
 
 
 class WorkerError(UpstreamError):
     """An engine could not be reached, dropped the connection or answered 5xx.
 
+    What a client is told says what happened, and never where or in which words.
+
     Args:
+        detail: Which engine did what; see `PdserveError`.
         reason: A short fixed word for the counters: connect, dropped, status, error_event,
             garbled, lost, budget, kv_failed, handoff_refused.
 
@@ -44,14 +59,15 @@ class WorkerError(UpstreamError):
 
     def __init__(
         self,
-        message: str,
+        detail: str,
         *,
         reason: str,
         code: str | None = None,
         retry_after_s: float | None = None,
         was_taken: bool = True,
     ) -> None:
-        super().__init__(message, code=code, retry_after_s=retry_after_s)
+        told = f"{_TOLD[reason]}; the proxy's log says which, and more, under this request's id"
+        super().__init__(told, code=code, retry_after_s=retry_after_s, detail=detail)
         self.reason = reason
         self.was_taken = was_taken
 
@@ -82,9 +98,9 @@ class KvFailedError(WorkerError):
 
     blames_engine = False
 
-    def __init__(self, message: str, *, reason: str, load_failures: tuple[str, ...] = ()) -> None:
+    def __init__(self, detail: str, *, reason: str, load_failures: tuple[str, ...] = ()) -> None:
         was_taken = reason != "handoff_refused"
-        super().__init__(message, reason=reason, code="kv_transfer_failed", was_taken=was_taken)
+        super().__init__(detail, reason=reason, code="kv_transfer_failed", was_taken=was_taken)
         self.load_failures = load_failures
 
 
@@ -113,15 +129,20 @@ def error_event(body: bytes) -> bytes:
 
 
 def openai_shaped(status: int, body: bytes) -> bytes:
-    """Return `body` untouched if it is an OpenAI error object, else wrapped into one."""
+    """Return `body` untouched if it is an OpenAI error object, else one in its place."""
     try:
         parsed = msgspec.json.decode(body, type=dict[str, msgspec.Raw])
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         parsed = {}
     if bytes(parsed.get("error", b"")).lstrip().startswith(b"{"):
         return body
-    text = body.decode("utf-8", "replace").strip()[:1000] or f"the engine answered {status}"
-    return _error_json(text, "invalid_request_error", None, str(status))
+    return _error_json(
+        f"an engine refused the request with status {status}, and did not say why in a form that "
+        "can be passed on",
+        "invalid_request_error",
+        None,
+        str(status),
+    )
 
 
 def failure_in(
@@ -180,7 +201,7 @@ def _coded(
                 was_taken=False,
             )
         case "deadline_exceeded":
-            return DeadlineError(message)
+            return DeadlineError("the request was not finished in time", detail=message)
         case _:
             return None
 

@@ -365,7 +365,7 @@ class Flow:
 
     async def _fail(self, error: PdserveError) -> web.StreamResponse:
         self.outcome = "shed" if error.status in {429, 503} else "error"
-        self._story.tell(f"{error.error_code}: {error.message}")
+        self._story.tell(f"{error.error_code}: {error.detail}")
         if self._delivery.has_begun:
             return await self._delivery.end_with_error(error_body(error))
         return web.Response(

@@ -220,10 +220,12 @@ class Router:
         known = [b for b in self._backends if (b.prefills() if role == "prefill" else b.decodes())]
         if known:
             states = "; ".join(f"{b.url}: {b.reason or 'its breaker is open'}" for b in known[:5])
-            message = f"no {role} engine is ready ({states})"
+            message = f"no {role} engine is ready, of {len(known)} that are known"
+            detail = f"{message}: {states}"
         else:
-            message = (
+            detail = message = (
                 f"no {role} engine is known: start one with "
                 f"`pdserve {role} MODEL --proxy URL`, or name it with --{role} URL"
             )
-        return UnavailableError(message, retry_after_s=RETRY_AFTER_S, code=f"no_{role}_available")
+        code = f"no_{role}_available"
+        return UnavailableError(message, retry_after_s=RETRY_AFTER_S, code=code, detail=detail)

@@ -16,7 +16,7 @@ from pdserve.errors import NotFoundError, UnavailableError, UpstreamError
 from pdserve.http.answers import json_answer
 from pdserve.observe.metrics import CONTENT_TYPE
 from pdserve.proxy.backend import Health
-from pdserve.proxy.keys import engine_headers
+from pdserve.proxy.keys import operator_headers
 from pdserve.proxy.live import shutting_down
 
 if TYPE_CHECKING:
@@ -100,7 +100,7 @@ class Status:
         engines = list(self._services.backends)
         if not engines:
             raise UnavailableError("this proxy knows no engine", retry_after_s=1.0)
-        headers = engine_headers(self._services.config.api_keys, request.headers)
+        headers = operator_headers(self._services.config, request.headers)
         path = f"/reset_prefix_cache?{request.query_string}".removesuffix("?")
         http = self._services.http
         failures = await asyncio.gather(

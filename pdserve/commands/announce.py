@@ -15,7 +15,7 @@ import pdserve
 from pdserve.config.load import Resolved, Source
 
 _WIDTH: Final = 100
-_SECRET: Final = ("secret", "api-key")
+_SECRET: Final = ("secret", "api-key", "operator-key")
 
 
 def title(command: str) -> str:

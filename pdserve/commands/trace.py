@@ -66,9 +66,9 @@ def fetch(config: TraceConfig) -> Collection:
             body = response.read()
     except urllib.error.HTTPError as error:
         message = _message(error.read()) or f"status {error.code}"
-        if error.code == 401:
+        if error.code in {401, 403}:
             raise ConfigError(
-                f"{config.url} wants an API key: {message}; give it with --api-key, or as "
+                f"{config.url} wants a key: {message}; give it with --api-key, or as "
                 "PDSERVE_API_KEY",
                 param="api-key",
             ) from error

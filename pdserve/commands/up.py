@@ -47,7 +47,7 @@ from pdserve.errors import ConfigError
 
 T = TypeVar("T")
 
-_BY_ENVIRONMENT: Final = ("secret", "api-key")
+_BY_ENVIRONMENT: Final = ("secret", "api-key", "operator-key")
 """Never on a command line, where every user of the machine can read them."""
 _CHOSEN_HERE: Final = ("host", "port", "model", "prefill", "decode", "proxy")
 """Settings of the children that have another meaning on our own command line."""

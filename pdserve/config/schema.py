@@ -63,10 +63,10 @@ def _require_not_negative(flag: str, value: float) -> None:
     _require(value >= 0, flag, value, "it must not be negative")
 
 
-def _require_api_keys(keys: tuple[str, ...]) -> None:
+def _require_keys(flag: str, keys: tuple[str, ...]) -> None:
     """An empty key, of a variable that was not set, is one that every client could send."""
     for key in keys:
-        _require(bool(key.strip()), "api-key", key, "give a key, or leave the flag out")
+        _require(bool(key.strip()), flag, key, "give a key, or leave the flag out")
 
 
 _POSITIVE = "it must be positive"
@@ -519,6 +519,7 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
         proxy_urls: Proxies to register with, and to leave on shutdown.
         advertise_url: What to register as; empty means http://host:port.
         shutdown_timeout_s: How long running requests may go on after SIGTERM.
+        operator_keys: Open what only operators may ask; without any only this host may.
         limits: What its clients may take.
         accept_former_signatures: Whether engines and proxies of release 0.1 are believed, whose
             words may be sent again by whoever has heard them.
@@ -527,6 +528,7 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
     host: str = "127.0.0.1"
     port: int = 8000
     api_keys: tuple[str, ...] = ()
+    operator_keys: tuple[str, ...] = ()
     proxy_urls: tuple[str, ...] = ()
     advertise_url: str = ""
     shutdown_timeout_s: float = 30.0
@@ -539,7 +541,8 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
             _require_url(url, "proxy")
         if self.advertise_url:
             _require_url(self.advertise_url, "advertise-url")
-        _require_api_keys(self.api_keys)
+        _require_keys("api-key", self.api_keys)
+        _require_keys("operator-key", self.operator_keys)
         _require_not_negative("shutdown-timeout", self.shutdown_timeout_s)
 
 
@@ -557,6 +560,7 @@ class ProxyConfig(msgspec.Struct, frozen=True, kw_only=True):
         cb_failure_threshold: Failures in a row that open an engine's breaker.
         cb_timeout_s: How long it stays open before one request may try again.
         secret: The deployment's secret; engines that register must know it.
+        operator_keys: Open what only operators may ask; without any only this host may.
         limits: What its clients may take.
         accept_former_signatures: Whether engines and proxies of release 0.1 are believed, whose
             words may be sent again by whoever has heard them.
@@ -570,6 +574,7 @@ class ProxyConfig(msgspec.Struct, frozen=True, kw_only=True):
     decode_policy: str = "least_loaded"
     kv_mode: KVTransfer = KVTransfer.AUTO
     api_keys: tuple[str, ...] = ()
+    operator_keys: tuple[str, ...] = ()
     secret: str = ""
     max_concurrent_requests: int = 1024
     queue_size: int = 4096
@@ -586,7 +591,8 @@ class ProxyConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         _require_port(self.port)
-        _require_api_keys(self.api_keys)
+        _require_keys("api-key", self.api_keys)
+        _require_keys("operator-key", self.operator_keys)
         for flag, urls in (("prefill", self.prefill), ("decode", self.decode)):
             for url in urls:
                 _require_url(url, flag)

@@ -97,6 +97,8 @@ def error_headers(error: PdserveError) -> dict[str, str]:
         headers[hdrs.RETRY_AFTER] = str(max(1, math.ceil(error.retry_after_s)))
     if isinstance(error, MethodNotAllowedError):
         headers[hdrs.ALLOW] = error.allowed
+    if isinstance(error, UnauthorizedError):
+        headers[hdrs.WWW_AUTHENTICATE] = error.challenge
     if isinstance(error, StaleProofError):
         headers[NONCE_HEADER] = error.nonce
     return headers

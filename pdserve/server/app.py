@@ -11,14 +11,14 @@ import asyncio
 import contextlib
 import errno
 import gc
-import hmac
 import logging
 import signal
 from typing import TYPE_CHECKING
 
 from aiohttp import web
 
-from pdserve.errors import ConfigError, EngineDeadError, UnauthorizedError
+from pdserve.errors import ConfigError, EngineDeadError
+from pdserve.http.access import Access
 from pdserve.http.bodies import Bodies
 from pdserve.http.connection import Listener
 from pdserve.http.control import Verifier
@@ -33,7 +33,7 @@ from pdserve.server.service import REQUEST_ID, SERVICE, START_S, Service, reques
 from pdserve.text.load import load_text
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, Callable
+    from collections.abc import AsyncGenerator, Awaitable, Callable
     from typing import Self
 
     from pdserve.config.schema import EngineConfig, ServerConfig
@@ -47,7 +47,6 @@ _log = logging.getLogger(__name__)
 _POLL_S = 0.1
 _CLOSE_TIMEOUT_S = 1.0
 """For the engine to end, and for streams to say so; requests had their time before."""
-_KEY_PATHS = ("/v1/", "/debug/", "/tokenize", "/detokenize", "/reset_prefix_cache")
 
 
 def build_app(
@@ -67,8 +66,9 @@ def build_app(
         text: The model's text side; None if `app[SERVICE].text` is set later.
     """
     clock = clock or SystemClock()
+    access = Access(server_config.api_keys, server_config.operator_keys)
     app = web.Application(
-        middlewares=[_identify, error_middleware, _authenticate],
+        middlewares=[_identify, error_middleware, _admitting(access)],
     )
     names = engine_config.model.served_model_name or (engine_config.model.model,)
     service = Service(
@@ -305,17 +305,12 @@ async def _return_id(request: web.Request, response: web.StreamResponse) -> None
         response.headers["X-Request-Id"] = request_id
 
 
-@web.middleware
-async def _authenticate(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Ask for an API key where one is configured, in constant time."""
-    keys = request.app[SERVICE].server_config.api_keys
-    if keys and request.path.startswith(_KEY_PATHS):
-        scheme, _, given = request.headers.get("Authorization", "").partition(" ")
-        # A header's bytes need not be UTF-8: aiohttp escapes those that are not.
-        offered = given.strip().encode("utf-8", "surrogateescape")
-        matches = [hmac.compare_digest(offered, key.encode()) for key in keys]
-        if scheme.lower() != "bearer" or not any(matches):
-            raise UnauthorizedError(
-                "the API key is missing or wrong: send it as `Authorization: Bearer KEY`"
-            )
-    return await handler(request)
+def _admitting(access: Access) -> Callable[..., Awaitable[web.StreamResponse]]:
+    """Return the middleware that asks for keys."""
+
+    @web.middleware
+    async def admit(request: web.Request, handler: Handler) -> web.StreamResponse:
+        access.check(request)
+        return await handler(request)
+
+    return admit

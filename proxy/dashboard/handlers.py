@@ -176,7 +176,7 @@ class Dashboard:
                 decode_policy=config.decode_policy,
                 max_concurrent_requests=config.max_concurrent_requests,
                 queue_size=config.queue_size,
-                needs_key=bool(config.api_keys),
+                needs_key=bool(config.operator_keys or config.api_keys),
                 series=series_in(self._exposition().decode()),
             ),
             engines=[self._engine(backend, now_s) for backend in self._backends],

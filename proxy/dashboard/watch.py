@@ -120,7 +120,7 @@ class Watch:
                 f"{backend.url}/metrics", READ_TIMEOUT_S, self._headers
             )
         except WorkerError as error:
-            reading.failure, reading.is_refused = error.message, error.reason == "connect"
+            reading.failure, reading.is_refused = error.detail, error.reason == "connect"
             return
         reading.is_refused = False
         if status != 200:

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import pytest
@@ -14,7 +14,7 @@ from tests.proxy.scripted import ScriptedEngine
 from tests.server.conftest import make_engine, model_dir, serving, text
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+    from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
 
     from pdserve.text.load import Text
 
@@ -31,22 +31,18 @@ def no_blocking_calls() -> Iterator[None]:
 
 @pytest.fixture(params=["proxy", "engine"])
 async def serve(request: pytest.FixtureRequest, text: Text) -> AsyncIterator[Serve]:
-    """Start a proxy, or an engine's server, with limits: `url = await serve(**limits)`."""
+    """Start a proxy, or an engine's server: `url = await serve(settings, **limits)`."""
     async with contextlib.AsyncExitStack() as cleanup:
 
-        async def start(**limits: float) -> str:
+        async def start(settings: Mapping[str, Any] | None = None, **limits: float) -> str:
+            common = {"limits": HttpLimits(**limits), **(settings or {})}
             if request.param == "engine":
-                server = serving(text, make_engine(text), limits=HttpLimits(**limits))
+                server = serving(text, make_engine(text), **common)
                 return (await cleanup.enter_async_context(server)).url
             engine = await ScriptedEngine("decode").start()
             cleanup.push_async_callback(engine.stop)
             proxy = Proxy(
-                ProxyConfig(
-                    port=0,
-                    decode=(engine.url,),
-                    limits=HttpLimits(**limits),
-                    shutdown_timeout_s=1.0,
-                )
+                ProxyConfig(port=0, decode=(engine.url,), shutdown_timeout_s=1.0, **common)
             )
             cleanup.push_async_callback(proxy.stop)
             return await proxy.start()

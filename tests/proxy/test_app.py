@@ -330,7 +330,7 @@ async def test_ready_means_that_requests_can_be_served(make_stack):
     await until(lambda: not stack.proxy.backends.get(decode.url).available)
     status, body = await get(stack, "/readyz")
     assert status == 503
-    assert b"/readyz answers 503" in body
+    assert b"no prefill engine is ready, of 1 that are known" in body
     prefill.ready = decode.ready = True
     await until(lambda: stack.proxy.backends.get(decode.url).available)
     assert (await get(stack, "/readyz"))[0] == 200

@@ -91,7 +91,7 @@ async def test_the_api_takes_no_password(make_stack):
     stack = await make_stack(decode=[ScriptedEngine("decode")], api_keys=("k1",))
     async with stack.client.get(f"{stack.url}/v1/models", headers=basic("k1")) as response:
         assert response.status == 401
-        assert "WWW-Authenticate" not in response.headers
+        assert response.headers["WWW-Authenticate"] == "Bearer"
 
 
 # --- the page

@@ -1,0 +1,111 @@
+"""Who may ask for what: clients for generation, operators for what concerns everybody.
+
+A client's API key opens generation and nothing else. What tells of others' requests or changes
+what they get (`/debug`, the dashboard, `/reset_prefix_cache`) is an operator's: it needs an
+operator key where one is configured. Where none is, only this host may ask, with an API key if
+there are any. An operator may do whatever a client may.
+
+Programs send `Authorization: Bearer KEY`. Pages that people open take it as the password of a
+Basic dialog, too, which a browser shows by itself.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import hmac
+from typing import TYPE_CHECKING, Final
+
+from aiohttp import hdrs
+
+from pdserve.config.schema import is_loopback
+from pdserve.errors import ForbiddenError, UnauthorizedError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from aiohttp import web
+
+_CLIENTS: Final = ("/v1/", "/tokenize", "/detokenize")
+_OPERATORS: Final = ("/debug/", "/dashboard", "/reset_prefix_cache")
+_FORWARDED: Final = (hdrs.FORWARDED, hdrs.X_FORWARDED_FOR)
+"""Who sends one of these passes on what another host has asked."""
+
+
+class Access:
+    """The keys of one server.
+
+    Args:
+        api_keys: Clients send one of them; none are asked for without any.
+        operator_keys: Operators send one of them.
+    """
+
+    def __init__(self, api_keys: Sequence[str], operator_keys: Sequence[str]) -> None:
+        self._api_keys = [key.encode() for key in api_keys]
+        self._operator_keys = [key.encode() for key in operator_keys]
+
+    def check(self, request: web.Request) -> None:
+        """Check that whoever asks may.
+
+        Raises:
+            UnauthorizedError: The key is missing or wrong.
+            ForbiddenError: No key would help, for there is none that does.
+        """
+        path = request.path
+        if path.startswith(_OPERATORS):
+            if self._operator_keys:
+                self._require(request, self._operator_keys, "the operator's key")
+                return
+            self._require_this_host(request)
+        if self._api_keys and path.startswith((*_CLIENTS, *_OPERATORS)):
+            self._require(request, [*self._api_keys, *self._operator_keys], "the API key")
+
+    @staticmethod
+    def _require(request: web.Request, keys: Sequence[bytes], name: str) -> None:
+        offered = _offered(request)
+        # Every key is compared, so that the time taken tells nothing about any.
+        if not sum(hmac.compare_digest(offered, key) for key in keys):
+            raise UnauthorizedError(
+                f"{name} is missing or wrong: send it as `Authorization: Bearer KEY`",
+                challenge='Basic realm="pdserve", charset="UTF-8"'
+                if _is_for_people(request.path)
+                else "Bearer",
+            )
+
+    @staticmethod
+    def _require_this_host(request: web.Request) -> None:
+        is_forwarded = any(name in request.headers for name in _FORWARDED)
+        is_a_page = request.method != hdrs.METH_GET and hdrs.ORIGIN in request.headers
+        if is_forwarded or is_a_page or not is_loopback(request.remote or ""):
+            raise ForbiddenError(
+                f"{request.path} is for operators: without an operator key only programs of this "
+                "host may ask; start the server with one (PDSERVE_OPERATOR_KEY), and send it as "
+                "`Authorization: Bearer KEY`"
+            )
+
+
+def _is_for_people(path: str) -> bool:
+    """Whether a browser asks for `path`: then a refusal challenges it."""
+    return path.startswith("/dashboard")
+
+
+def _offered(request: web.Request) -> bytes:
+    """Return the key that a request brings; empty if it brings none."""
+    scheme, _, given = request.headers.get(hdrs.AUTHORIZATION, "").partition(" ")
+    # A header's bytes need not be UTF-8: aiohttp escapes those that are not.
+    token = given.strip().encode("utf-8", "surrogateescape")
+    match scheme.lower():
+        case "bearer":
+            return token
+        case "basic" if _is_for_people(request.path):
+            return _password(token)
+        case _:
+            return b""
+
+
+def _password(token: bytes) -> bytes:
+    """Return the password of a Basic token (RFC 7617); empty if it is none."""
+    try:
+        return base64.b64decode(token, validate=True).partition(b":")[2]
+    except binascii.Error:
+        return b""
