@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from functools import partial
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -28,7 +29,7 @@ from pdserve.wire.request import EngineInfo
 from pdserve.wire.transfer import KVMode
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Collection, Iterator, Mapping
 
     from pdserve.config.schema import ProxyConfig
     from pdserve.observe.clock import Clock
@@ -40,9 +41,11 @@ log = logging.getLogger(__name__)
 MAX_LEASE_S = 3600.0
 _SOON_S = 0.2
 _STOPPED_S = 1.0
+LOOK_AGAIN_S = 0.25
+"""How long an engine that is looked at out of turn may take to say that it is ready."""
 OUTAGE_MEMORY_S = 600.0
-"""How long a deployment whose last prefill engine vanished counts as one that has an outage; after
-that it is one without prefill engines."""
+"""How long a deployment whose last engine of a role went counts as one that has an outage; after
+that it is one without such engines."""
 
 
 class Backends:
@@ -67,6 +70,8 @@ class Backends:
         self._edges: dict[tuple[str, str, KVMode], Breaker] = {}
         self._watchers: set[asyncio.Task[None]] = set()
         self._prefill_lost_s = float("-inf")
+        self._gone_s = dict.fromkeys(Role, float("-inf"))
+        self._looks: dict[str, asyncio.Task[None]] = {}
         for url in config.prefill:
             self._add(_bare(url), Role.PREFILL, is_static=True)
         for url in config.decode:
@@ -82,8 +87,32 @@ class Backends:
     @property
     def has_lost_prefill(self) -> bool:
         """Whether there is a prefill engine, ready or not, or one went without taking its leave."""
-        since_s = self._clock.monotonic_s() - self._prefill_lost_s
-        return since_s < OUTAGE_MEMORY_S or any(b.role is Role.PREFILL for b in self)
+        return self._is_recent(self._prefill_lost_s) or any(b.role is Role.PREFILL for b in self)
+
+    @property
+    def has_lost_decode(self) -> bool:
+        """Whether there is an engine that decodes, ready or not, or one went in whatever way.
+
+        One that takes its leave counts as well: it may come back, and nobody else decodes for good.
+        """
+        decoders = (Role.DECODE, Role.BOTH)
+        return any(b.decodes() for b in self) or any(
+            self._is_recent(self._gone_s[role]) for role in decoders
+        )
+
+    @property
+    def has_missing(self) -> bool:
+        """Whether an engine can be waited for: a known one, or the last of a role, that went."""
+        is_away = any(not each.available or each.num_late_checks for each in self)
+        return is_away or any(map(self._is_recent, self._gone_s.values()))
+
+    @property
+    def available(self) -> frozenset[Backend]:
+        """The engines that a request may be sent to now."""
+        return frozenset(backend for backend in self if backend.available)
+
+    def _is_recent(self, at_s: float) -> bool:
+        return self._clock.monotonic_s() - at_s < OUTAGE_MEMORY_S
 
     def get(self, url: str) -> Backend | None:
         """Return the engine at a base URL."""
@@ -99,7 +128,7 @@ class Backends:
 
     async def stop(self) -> None:
         """End the background checks."""
-        watchers = list(self._watchers)
+        watchers = [*self._watchers, *self._looks.values()]
         for watcher in watchers:
             watcher.cancel()
         await asyncio.gather(*watchers, return_exceptions=True)
@@ -113,6 +142,8 @@ class Backends:
         log.info("engine gone: url=%s role=%s (%s)", backend.url, backend.role.value, why)
         del self._backends[backend.url]
         self._forget_edges(backend.url)
+        if not any(other.role is backend.role for other in self):
+            self._gone_s[backend.role] = self._clock.monotonic_s()
 
     def _forget_edges(self, url: str) -> None:
         for edge in [edge for edge in self._edges if url in edge]:
@@ -158,6 +189,7 @@ class Backends:
             log.info("engine registered: url=%s role=%s", url, backend.role.value)
         elif not backend.is_static:
             backend.role = registration.role
+        self._gone_s[backend.role] = float("-inf")
         if backend.role is Role.PREFILL:
             self._prefill_lost_s = float("-inf")
         self._learn(backend, engine)
@@ -249,6 +281,29 @@ class Backends:
         interval_s = self._config.health_check_interval_s
         is_well = backend.health is Health.READY and not backend.num_late_checks
         return interval_s if is_well else min(interval_s, _SOON_S)
+
+    async def look_again(self, suspects: Collection[Backend] = ()) -> None:
+        """Check those that were not ready when last seen, now rather than at their turn.
+
+        Callers at the same time share the checks. Engines that answer late are left to their turn.
+
+        Args:
+            suspects: Checked as well, however they were when last seen.
+        """
+        for backend in self:
+            is_doubtful = backend.health is not Health.READY or backend in suspects
+            if backend.num_late_checks or not is_doubtful:
+                continue
+            if backend.url not in self._looks:
+                look = self._looks[backend.url] = asyncio.create_task(self.check(backend))
+                look.add_done_callback(partial(self._looked, backend.url))
+        if self._looks:
+            await asyncio.wait(self._looks.values(), timeout=LOOK_AGAIN_S)
+
+    def _looked(self, url: str, look: asyncio.Task[None]) -> None:
+        del self._looks[url]
+        if not look.cancelled() and (error := look.exception()) is not None:
+            log.error("health check failed: url=%s", url, exc_info=error)
 
     async def check(self, backend: Backend) -> None:
         """Ask an engine how it is."""

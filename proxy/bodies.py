@@ -167,7 +167,7 @@ class ClientBody:
         Without a remote side in it, the field pins what a replay must repeat.
 
         Args:
-            is_fallback: It computes the prompt in a prefill engine's place.
+            is_fallback: It computes the prompt in another engine's place.
         """
         ours: dict[str, Any] = {"created": self.created, "seed": self.seed}
         if is_fallback:

@@ -22,6 +22,9 @@ The ladder when a leg fails, each rung counted and told:
     local           the whole request on one engine, within its budget for such prompts
     shed            an error that says when to come back
 
+Before it is shed, a request that nobody can serve stands by for as long as it may queue, if an
+engine is missing that may come back; then all begins anew, but for what its client already has.
+
 An engine that broke down comes last from then on. One that is well but could not get the KV
 does not: its pair is to blame, and is left. A request whose push failed is pulled from then on.
 Retries are counted over all rungs, so that a request that kills engines kills few of them;
@@ -62,6 +65,9 @@ if TYPE_CHECKING:
 
 BACKOFF_S = 0.01
 MAX_BACKOFF_S = 0.5
+STANDBY_S = 0.02
+MAX_STANDBY_S = 0.25
+"""Between two looks at which engines are there, at first and at most: a thousand may look."""
 _CURED_BY_A_FRESH_LEASE = frozenset({LoadFailure.LEASE_LOST.value, LoadFailure.DIGEST.value})
 
 
@@ -109,6 +115,8 @@ class Flow:
         self._may_push = body.can_be_pushed()
         self._failed: set[Backend] = set()
         self._retries_left = services.config.retry_max_retries
+        self._num_standbys = 0
+        self._stands_by_until_s = float("inf")
         self.outcome = "error"
 
     async def run(self) -> web.StreamResponse:
@@ -135,14 +143,76 @@ class Flow:
             self._metrics.replays.labels("diverged").inc()
             return await self._fail(error)
         except PdserveError as error:
-            if isinstance(error, BudgetSpentError):
-                self._climb(Rung.SHED)
+            if isinstance(error, BudgetSpentError | UnavailableError):
+                self._climb(
+                    Rung.SHED, "budget" if isinstance(error, BudgetSpentError) else "no_engine"
+                )
             return await self._fail(error)
+
+    # --- waiting for engines
+
+    async def _serve(self) -> web.StreamResponse:
+        """Serve the request as soon as somebody can.
+
+        Raises:
+            UnavailableError, WorkerError: Nobody could, for as long as it may wait; nothing helped.
+            RefusedError: The request is at fault, or no engine has room.
+        """
+        while True:
+            try:
+                return await self._climb_down()
+            except (UnavailableError, BudgetSpentError) as error:
+                await self._stand_by(error)
+
+    async def _stand_by(self, error: UnavailableError | BudgetSpentError) -> None:
+        """Wait until an engine comes back, or one may compute again what it would not now.
+
+        Raises:
+            UnavailableError, BudgetSpentError: `error`: no engine is missing, or the wait is over.
+        """
+        now_s = asyncio.get_running_loop().time
+        if not self._num_standbys:
+            self._stands_by_until_s = now_s() + self._config.queue_timeout_s
+        await self._backends.look_again(self._failed)
+        if not self._backends.has_missing:
+            raise error
+        until_s = self._stands_by_until_s
+        if isinstance(error, BudgetSpentError):
+            wait_s = max(1.0, error.retry_after_s or 0.0) * 2**self._num_standbys
+            until_s = min(until_s, now_s() + wait_s)
+        self._num_standbys += 1
+        self._story.stands_by(error.message)
+        before, pause_s = self._backends.available, STANDBY_S
+        while now_s() < until_s and self._backends.available <= before:
+            await asyncio.sleep(pause_s)
+            pause_s = min(2 * pause_s, MAX_STANDBY_S)
+        if now_s() >= self._stands_by_until_s:
+            raise error
+        self._story.stood_by()
+
+    async def _plan(self) -> Disaggregate | RunLocally:
+        """Decide how the request is served, not without a look at engines that are not ready yet.
+
+        Raises:
+            UnavailableError: No engine can take it now.
+        """
+        try:
+            plan = self._planned()
+        except UnavailableError:
+            plan = None
+        if plan is not None and not (isinstance(plan, RunLocally) and plan.is_outage):
+            return plan
+        if not self._num_standbys:
+            await self._backends.look_again()
+        return self._planned()
+
+    def _planned(self) -> Disaggregate | RunLocally:
+        return self._router.plan(self._num_bytes, failed=self._failed, may_push=self._may_push)
 
     # --- the ladder
 
-    async def _serve(self) -> web.StreamResponse:
-        plan = self._router.plan(self._num_bytes, may_push=self._may_push)
+    async def _climb_down(self) -> web.StreamResponse:
+        plan = await self._plan()
         if isinstance(plan, RunLocally):
             return await self._run_locally(plan.reason, plan.engine, is_fallback=plan.is_outage)
         self._decide("disaggregated", "default")
@@ -164,7 +234,8 @@ class Flow:
                 return await self._run_locally(
                     "kv_failed" if is_kv else "decode_failed", is_fallback=True
                 )
-            self._climb(Rung.OTHER_PREFILL)
+            assert isinstance(outcome, LegFailure)
+            self._climb(Rung.OTHER_PREFILL, outcome.reason)
             await self._try_again("prefill")
             plan = following
 
@@ -192,9 +263,10 @@ class Flow:
             if outcome.is_busy and backend in self._failed:
                 return _unless_refused(outcome)
             if outcome.leg == "prefill":
-                self._climb(Rung.OTHER_PREFILL)
+                rung = Rung.OTHER_PREFILL
             else:
-                self._climb(Rung.RETRY_DECODE if _is_kv(outcome) else Rung.OTHER_DECODE)
+                rung = Rung.RETRY_DECODE if _is_kv(outcome) else Rung.OTHER_DECODE
+            self._climb(rung, outcome.reason)
             await self._try_again(outcome.leg)
             plan = following
 
@@ -234,7 +306,7 @@ class Flow:
                 if failure.is_busy and backend in self._failed:
                     return failure
                 is_same = backend is failure.backend
-                self._climb(Rung.RETRY_DECODE if is_same else Rung.OTHER_DECODE)
+                self._climb(Rung.RETRY_DECODE if is_same else Rung.OTHER_DECODE, failure.reason)
                 await self._try_again("decode")
             outcome = await self._legs.decode(backend, prefilled)
             if not isinstance(outcome, LegFailure):
@@ -292,23 +364,24 @@ class Flow:
         """Serve the whole request on one engine, swallowing what the client already has.
 
         Args:
-            is_fallback: In place of a prefill engine that there is: decode engines take only so
-                much of that.
+            is_fallback: In place of another engine that there is: engines take only so much of
+                that.
 
         Raises:
             WorkerError: Nothing helped.
+            UnavailableError: No engine is there.
             RefusedError: The request is at fault, or no engine has room.
         """
         self._decide("local", reason)
         if is_fallback or self._story.rungs or self._delivery.has_begun:
-            self._climb(Rung.LOCAL)
+            self._climb(Rung.LOCAL, reason)
         if not self._delivery.has_begun:
             self._story.mode = Mode.LOCAL
         while True:
             is_replay = self._delivery.has_begun
             self._delivery.begin_again()
             engine = engine or self._router.local_engine(self._num_bytes, self._failed)
-            outcome = await self._legs.local(engine, is_fallback=is_fallback and engine.decodes())
+            outcome = await self._legs.local(engine, is_fallback=is_fallback)
             if not isinstance(outcome, LegFailure):
                 if is_replay:
                     self._metrics.replays.labels("resumed").inc()
@@ -326,25 +399,21 @@ class Flow:
     def _after(self, failure: LegFailure) -> bool:
         """Take note of a failed leg; tell whether another attempt may be made."""
         leg, backend, error = failure.leg, failure.backend, failure.error
-        if isinstance(error, RefusedError):
-            if not failure.is_busy:
-                return False
-            reason = "429"
-        else:
-            reason = error.reason
+        if isinstance(error, RefusedError) and not failure.is_busy:
+            return False
         if _is_kv(failure):
             self._may_push = False
         else:
             self._failed.add(backend)
-        self._story.tell(f"{leg} at {backend.url} failed: {reason}")
+        self._story.tell(f"{leg} at {backend.url} failed: {failure.reason}")
         if isinstance(error, BudgetSpentError):
             return True  # it did nothing: each engine is asked once, whatever is left of retries
         self._retries_left -= 1
         return self._retries_left >= 0
 
-    def _climb(self, rung: Rung) -> None:
-        self._metrics.ladder.labels(rung.value).inc()
-        self._story.climbed(rung)
+    def _climb(self, rung: Rung, reason: str) -> None:
+        self._metrics.ladder.labels(rung.value, reason).inc()
+        self._story.climbed(rung, reason)
 
     async def _try_again(self, leg: str) -> None:
         self._metrics.retries.labels(leg).inc()

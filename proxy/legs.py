@@ -65,6 +65,13 @@ class LegFailure:
     error: WorkerError | RefusedError
 
     @property
+    def reason(self) -> str:
+        """One of `metrics.FAILURES`, or why it was refused: busy or refused."""
+        if isinstance(self.error, RefusedError):
+            return "busy" if self.is_busy else "refused"
+        return self.error.reason
+
+    @property
     def is_busy(self) -> bool:
         """Whether the engine has no room: no failure, but another may have some."""
         return isinstance(self.error, RefusedError) and self.error.status == 429
@@ -159,7 +166,7 @@ class Legs:
         """Let one engine do everything.
 
         Args:
-            is_fallback: It computes the prompt in a prefill engine's place.
+            is_fallback: It computes the prompt in another engine's place.
         """
         leg = self._send(backend, self._body.for_local(is_fallback=is_fallback), None)
         self._story.leg_sent(Stage.LOCAL, backend.url)

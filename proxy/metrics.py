@@ -6,6 +6,7 @@ One registry per `Metrics`, so that two proxies in one process do not share coun
 from __future__ import annotations
 
 from collections import Counter as CountOf
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
@@ -21,7 +22,7 @@ from pdserve.proxy.story import SECOND_TERMS, TTFT_TERMS, Mode, Rung, Stage
 from pdserve.wire.transfer import KVMode
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Iterable
 
     from pdserve.proxy.story import Story
 
@@ -42,6 +43,7 @@ FAILURES = (
 DECISIONS = (
     ("disaggregated", "default"),
     ("local", "no_prefill"),
+    ("local", "no_decode"),
     ("local", "no_pair"),
     ("local", "colocated"),
     ("local", "prefill_failed"),
@@ -49,6 +51,14 @@ DECISIONS = (
     ("local", "kv_failed"),
     ("local", "stream_lost"),
 )
+_LEG_REASONS = (*FAILURES, "busy")
+RUNG_REASONS: Mapping[Rung, tuple[str, ...]] = {
+    Rung.RETRY_DECODE: _LEG_REASONS,
+    Rung.OTHER_DECODE: _LEG_REASONS,
+    Rung.OTHER_PREFILL: _LEG_REASONS,
+    Rung.LOCAL: tuple(reason for decision, reason in DECISIONS if decision == "local"),
+    Rung.SHED: ("budget", "no_engine"),
+}
 
 
 class Metrics:
@@ -122,8 +132,8 @@ class Metrics:
         )
         self.ladder = Counter(
             "pdserve_kv_ladder",
-            "What was done about hand-overs that failed.",
-            ["rung"],
+            "What was done about hand-overs that failed or could not begin, and why.",
+            ["rung", "reason"],
             registry=registry,
         )
         self.releases = Counter(
@@ -173,7 +183,8 @@ class Metrics:
         for mode in KVMode:
             self.kv_mode.labels(mode.value)
         for rung in Rung:
-            self.ladder.labels(rung.value)
+            for reason in RUNG_REASONS[rung]:
+                self.ladder.labels(rung.value, reason)
         for result in ("resumed", "diverged"):
             self.replays.labels(result)
 

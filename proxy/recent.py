@@ -121,7 +121,8 @@ def _finished(story: Story, outcome: str, seq: int, now_s: float) -> Finished:
         num_gaps=len(gaps),
         kv_mode=story.kv_mode.value if story.kv_mode is not None else None,
         kv_bytes=stages.kv_bytes if stages is not None else 0,
-        rungs=[rung.value for rung in story.rungs],
+        rungs=[rung.value for rung, _ in story.rungs],
+        rung_reasons=[reason for _, reason in story.rungs],
         prompt_tokens=story.num_prompt_tokens
         or (story.prefill_stages.prompt_tokens if story.prefill_stages is not None else 0),
         output_tokens=story.num_output_tokens,

@@ -43,7 +43,7 @@ class RunLocally:
     """One engine does everything, because of `reason`.
 
     Attributes:
-        is_outage: There are prefill engines, but none that can be used now.
+        is_outage: In place of an engine that there is, but that cannot be used now.
     """
 
     engine: Backend
@@ -76,6 +76,8 @@ class Router:
         """
         ready = [backend for backend in self._backends if backend.available]
         decodes = [backend for backend in ready if backend.decodes()]
+        if not decodes and ready and self._backends.has_lost_decode:
+            return self._locally(ready, body_bytes, failed, "no_decode", is_outage=True)
         if not decodes:
             raise self._nobody("prefill" if not ready else "decode")
         prefills = [backend for backend in ready if backend.role is Role.PREFILL]
@@ -178,14 +180,14 @@ class Router:
 
     def _locally(
         self,
-        decodes: Sequence[Backend],
+        engines: Sequence[Backend],
         body_bytes: int,
         failed: Collection[Backend],
         reason: str,
         *,
         is_outage: bool,
     ) -> RunLocally:
-        engine = self._choose_decode(decodes, body_bytes, failed)
+        engine = self._choose_decode(engines, body_bytes, failed)
         assert engine is not None
         return RunLocally(engine, reason, is_outage)
 

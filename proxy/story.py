@@ -11,9 +11,10 @@ with a measured remainder, so that its terms add up to what the client saw:
 A push has no KV left to move when the first token comes but the last of it: what was moved before
 is no part of the second token's wait (`kv 1.0 (of 6.3, ...)` took 6.3 from P's last computed chunk
 on). At its end the line says how the KV came (`kv by push`) and, if something failed, which rungs
-of the ladder were taken (`ladder other_decode,local`).
+of the ladder were taken and why (`ladder other_decode(dropped),local(decode_failed)`).
 
-`proxy` is this process before it asks an engine, the wait for a place apart (`admission`);
+`proxy` is this process before it asks an engine, the wait for a place, and for an engine that can
+be asked, apart (`admission`);
 `retry` went to engines that failed; `queue` and `prefill` are the engine's own account, and so is
 `reserve`, its wait for room at the decode engine before a push; `relay` is the rest of the time to
 the first byte written to the client: two HTTP hops and the wait for a free moment. Of the second
@@ -122,7 +123,7 @@ class Story:
     """The record of one request. Times are monotonic seconds of `clock`.
 
     Attributes:
-        queued_s, admitted_s: It asked for a place, and got one.
+        queued_s, admitted_s: It asked for a place, and got one, and somebody could serve it.
         first_leg_s: The first leg was sent to an engine.
         leg_s: The leg that gave the first token was sent.
         first_token_s: The first token's bytes were written to the client (or, where the
@@ -131,7 +132,7 @@ class Story:
         token_gaps: Between the chunks from the decode engine on.
         prefill_stages, decode_stages: The engines' own accounts.
         kv_mode: Who moved the KV, as of the last attempt.
-        rungs: Of the ladder, as they were taken.
+        rungs: Of the ladder, as they were taken, each with its reason.
         prefill_url, decode_url: Who computes its prompt apart, and who the rest (or all of it),
             as of the last attempt; empty where nobody was asked.
         events: What happened, for people: (seconds since arrival, text).
@@ -155,7 +156,7 @@ class Story:
     prefill_stages: EngineStages | None = None
     decode_stages: EngineStages | None = None
     kv_mode: KVMode | None = None
-    rungs: list[Rung] = field(default_factory=list)
+    rungs: list[tuple[Rung, str]] = field(default_factory=list)
     num_prompt_tokens: int = 0
     num_output_tokens: int = 0
     prefill_url: str = ""
@@ -198,10 +199,20 @@ class Story:
         self.decode_url = url
         self.tell(f"receiving at {url}")
 
-    def climbed(self, rung: Rung) -> None:
+    def climbed(self, rung: Rung, reason: str) -> None:
         """A rung of the ladder was taken."""
-        self.rungs.append(rung)
-        self.tell(f"ladder: {rung.value}")
+        self.rungs.append((rung, reason))
+        self.tell(f"ladder: {rung.value} ({reason})")
+
+    def stands_by(self, why: str) -> None:
+        """Nobody can serve the request now, and it waits for an engine."""
+        self.stage = Stage.QUEUED
+        self.tell(f"waiting for an engine: {why}")
+
+    def stood_by(self) -> None:
+        """The wait for an engine is over."""
+        if self.first_leg_s is None:
+            self.admitted()
 
     def first_token(self, sent_s: float) -> None:
         """The client gets its first token.
@@ -308,7 +319,8 @@ class Story:
         if self.kv_mode is not None:
             parts.append(f"kv by {self.kv_mode.value}")
         if self.rungs:
-            parts.append(f"ladder {','.join(rung.value for rung in self.rungs)}")
+            rungs = ",".join(f"{rung.value}({reason})" for rung, reason in self.rungs)
+            parts.append(f"ladder {rungs}")
         if not self.streamed:
             total_s = self.clock.monotonic_s() - self.arrived_s
             parts.append(f"total {total_s * 1e3:.1f}ms")

@@ -188,8 +188,8 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
         max_request_tokens: Tokens of prompt and output that one HTTP request may ask for, over
             all its choices; more is refused with 400. Never less than `max_num_seqs` requests
             of the maximum context length.
-        recompute_tokens_per_s: Prompt tokens per second that may be computed here because a
-            prefill engine, or the transfer from it, failed; 0 allows none.
+        recompute_tokens_per_s: Prompt tokens per second that may be computed here because
+            another engine, or the transfer from it, failed; 0 allows none.
     """
 
     max_num_seqs: int = 128

@@ -224,7 +224,7 @@ _PROXY: Final = (
             ("kv-mode", "kv_mode", "auto|push|pull", "who moves the KV: the prefill engine writes it, or the decode engine reads it"),
             ("max-concurrent-requests", "max_concurrent_requests", "N", "requests in flight; further ones queue"),
             ("queue-size", "queue_size", "N", "requests that may queue; further ones get 429"),
-            ("queue-timeout-secs", "queue_timeout_s", "SECONDS", "a request that queued so long gets 429"),
+            ("queue-timeout-secs", "queue_timeout_s", "SECONDS", "a request that waited so long for a place gets 429, for an engine 503"),
             ("request-timeout-secs", "request_timeout_s", "SECONDS", "one absolute limit for a request, from its arrival"),
             ("retry-max-retries", "retry_max_retries", "N", "further engines to try before the first byte"),
         ),

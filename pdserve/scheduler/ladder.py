@@ -43,7 +43,7 @@ class Ladder:
     def over_budget(self) -> str:
         """What to say of a request that is shed."""
         return (
-            "too many prompts that prefill engines failed are computed here already (at most "
+            "too many prompts are computed here already in place of other engines (at most "
             f"{self._tokens_per_s} tokens per second)"
         )
 

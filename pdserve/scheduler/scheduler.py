@@ -187,7 +187,7 @@ class Scheduler:
                     retry_after_s=verdict.retry_after_s,
                 )
                 return
-            request.note(now_s, "a prefill engine failed it: computed here")
+            request.note(now_s, "computed here in place of another engine")
         self._roster.add(request)
         self._deadlines.add(request)
         if wire.handoff is not None or wire.ticket is not None:

@@ -44,7 +44,7 @@ class PdserveParams(msgspec.Struct, frozen=True, kw_only=True):
         ticket: The push that both engines take part in; stands in for the handoffs at D. It is
             of one choice.
         on_load_failure: At D; a proxy that has other ways asks to be told.
-        is_fallback: This engine computes a prompt that a prefill engine was to compute.
+        is_fallback: This engine serves in place of another one, within its budget for that.
     """
 
     handoffs: list[str | None] | None = None

@@ -34,7 +34,7 @@ class Finished(msgspec.Struct, frozen=True, kw_only=True):
         itl_p50_ms, itl_max_ms, num_gaps: Of the gaps between output tokens; at a proxy between
             chunks from the decode engine on.
         kv_mode, kv_bytes: Who moved the KV, if anyone did, and how much.
-        rungs: Of the ladder, which is a proxy's.
+        rungs, rung_reasons: Of the ladder, which is a proxy's, and why each was taken.
         prefill, decode: Base URLs of the engines of the last attempt; where `prefill` is
             empty, `decode` did everything. Both are empty at an engine.
         times_ms: When it was queued, admitted, first sent to an engine, sent to the engine that
@@ -63,6 +63,7 @@ class Finished(msgspec.Struct, frozen=True, kw_only=True):
     kv_mode: str | None
     kv_bytes: int
     rungs: list[str]
+    rung_reasons: list[str] = []
     prompt_tokens: int
     output_tokens: int
     prefill: str

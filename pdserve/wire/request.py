@@ -38,7 +38,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
         handoff: Where another engine has prefilled this prompt, if one has.
         ticket: At P (with `remote_decode`) and at D: the push that this request is part of.
         on_load_failure: At D.
-        is_fallback: It is prefilled here because a prefill engine failed it: that counts
+        is_fallback: It is served here in place of another engine: its prompt counts
             against `SchedulerConfig.recompute_tokens_per_s`.
     """
 

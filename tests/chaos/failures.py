@@ -99,6 +99,13 @@ ROWS = (
         ("test_d_dies_in_mid_stream",),
     ),
     Row(
+        "the only D dies or restarts",
+        "nothing; tokens come later",
+        "The proxy has P serve whole requests, within P's budget for such prompts; beyond it they "
+        "wait in the proxy for as long as they may queue. All is split again once D is back.",
+        ("test_the_only_d",),
+    ),
+    Row(
         "D never pulls",
         "nothing",
         "The lease expires, the blocks are freed, and `lease_ends` counts it as expired.",
@@ -286,9 +293,11 @@ _HEAD = (
     "is in `tests/e2e/test_kill.py` and `tests/e2e/test_rank_kill.py`.",
     "",
     "P, D: prefill and decode engine. The ladder, per request and bounded: the same P again,",
-    "another D, another P, a D computes it within its budget (`--recompute-tokens-per-second`),",
-    "503 with `Retry-After`. Every rung is counted as `pdserve_kv_ladder_total` and told in the",
-    "log line of the request.",
+    "another D, another P, one engine computes it within its budget for that",
+    "(`--recompute-tokens-per-second`), 503 with `Retry-After`. Before that last rung a request",
+    "waits for an engine that is missing, for as long as it may queue (`--queue-timeout-secs`).",
+    "Every rung is counted with its reason (`pdserve_kv_ladder_total`), and both are in the log",
+    "line of the request: `ladder other_decode(dropped),local(decode_failed)`.",
 )
 
 _LIMITS = (

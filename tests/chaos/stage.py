@@ -347,6 +347,10 @@ class Stage:
         for process in self.deployment.processes[name].family():
             process.send_signal(signal.SIGCONT)
 
+    def start_again(self, name: str) -> None:
+        """Start an engine that has ended, where it was."""
+        self._start_engine(name, int(self.deployment.url(name).rsplit(":", 1)[1]))
+
     def restore(self) -> None:
         """Undo every fault, start what has died, and wait until all is well and empty."""
         was_cut = self.network is not None and self.network.heal()
@@ -354,11 +358,10 @@ class Stage:
             self.resume(name)
         for name, process in list(self.deployment.processes.items()):
             if process.popen.poll() is not None:  # it has died
-                port = int(process.url.rsplit(":", 1)[1])
                 if name == "proxy":
-                    self.start_proxy(port)
+                    self.start_proxy(int(process.url.rsplit(":", 1)[1]))
                 else:
-                    self._start_engine(name, port)
+                    self.start_again(name)
         self.deployment.wait()
         self.deployment.wait_routable(1, 2)
         if was_cut:

@@ -198,6 +198,36 @@ def test_d_dies_in_mid_stream(stage: Stage) -> None:
     )
 
 
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM], ids=["dies", "restarts"])
+@pytest.mark.short_form("shared memory-push-dies", "shared memory-pull-restarts")
+def test_the_only_d(stage: Stage, number: signal.Signals) -> None:
+    """Requests come all the time, before it goes, while nobody decodes, and when it is back."""
+    prompts = [stage.prompt(100) for _ in range(60)]
+    right = [stage.right_answer(prompt, 40) for prompt in prompts]
+    stage.kill("decode1")
+    streams = [stage.stream(prompt, 40) for prompt in prompts[:8]]
+    streams[0].wait_tokens(2)
+    since = time.monotonic()
+    stage.deployment.processes["decode"].popen.send_signal(number)
+    for index, prompt in enumerate(prompts[8:]):
+        if index == 10:
+            stage.deployment.processes["decode"].popen.wait(30)
+            stage.start_again("decode")
+        streams.append(stage.stream(prompt, 40))
+        time.sleep(0.1)
+    stage.deployment.wait("decode")
+    stage.settle(
+        "the only D dies or restarts",
+        "kill -9" if number is signal.SIGKILL else "SIGTERM",
+        streams,
+        right,
+        since_s=since,
+        bound_s=LEASE_S + 2 * RECOVERY_S,
+        expect={"finished"},
+        alive=("prefill", "decode"),
+    )
+
+
 @pytest.mark.parametrize("phase", ["prefill", "transfer", "decode"])
 @pytest.mark.short_form("TCP-push-transfer")
 def test_the_client_leaves_during_the(stage: Stage, phase: str) -> None:

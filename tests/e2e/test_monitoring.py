@@ -39,7 +39,7 @@ MUST_HAVE = {
         "pdserve_event_loop_lag_seconds_count",
         "pdserve_inter_token_latency_seconds_count",
         "pdserve_requests_in_flight{stage}",
-        "pdserve_kv_ladder_total{rung}",
+        "pdserve_kv_ladder_total{rung,reason}",
         "pdserve_kv_mode_total{mode}",
     ),
     "pdserve-engine": (

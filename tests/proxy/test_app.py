@@ -276,7 +276,7 @@ async def test_a_proxy_without_keys_passes_the_clients_on(stack):
 
 async def test_the_openai_client_streams_and_raises_its_own_errors(make_stack):
     prefill, decode = ScriptedEngine("prefill"), ScriptedEngine("decode")
-    stack = await make_stack([prefill], [decode], api_keys=("k",))
+    stack = await make_stack([prefill], [decode], api_keys=("k",), queue_timeout_s=0.1)
     async with openai.AsyncOpenAI(base_url=f"{stack.url}/v1", api_key="k", max_retries=0) as client:
         stream = await client.chat.completions.create(
             model="tiny", messages=[], seed=3, max_tokens=4, stream=True

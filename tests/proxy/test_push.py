@@ -16,6 +16,7 @@ from tests.proxy.conftest import until
 from tests.proxy.hooks import answers, ask, drops, error, first_chunk, hangs, kv_failed, legs
 from tests.proxy.scripted import ScriptedEngine, events_of, pushed, sse, text_in, text_of, word
 from tests.proxy.test_disconnect import assert_nothing_held, disconnects, leave
+from tests.proxy.test_ladder import rungs
 
 SECRET = "s3cret"
 
@@ -218,7 +219,7 @@ async def test_a_pair_whose_pushes_fail_is_pulled_from_and_both_engines_serve(ma
     assert len(prefill.calls) == 4
     metrics = await stack.metrics()
     assert metrics["pdserve_open_edges"] == 1
-    assert metrics['pdserve_kv_ladder_total{rung="retry_decode"}'] == 2
+    assert (await rungs(stack))["retry_decode"] == 2
     assert metrics['pdserve_backends{role="decode",state="ready"}'] == 1
 
 
@@ -273,8 +274,7 @@ async def test_a_receiver_that_dies_before_its_first_word_is_replaced_without_a_
     assert await ask(stack, stream=stream) == text_of(3, 4)
     assert handed_over.is_set()
     assert legs([prefill, bad, good]) == ["prefill", "receive", "decode"]
-    metrics = await stack.metrics()
-    assert metrics['pdserve_kv_ladder_total{rung="other_decode"}'] == 1
+    assert (await rungs(stack))["other_decode"] == 1
     await assert_nothing_held(stack)
 
 
@@ -413,8 +413,7 @@ async def test_another_pair_with_a_ticket_of_its_own_takes_over(make_stack, hook
     assert first.ticket.nonce != second.ticket.nonce
     assert second.ticket.prefill.engine_id == good.engine_id
     await until(lambda: decode.ended["cancelled"] == 1)
-    metrics = await stack.metrics()
-    assert metrics['pdserve_kv_ladder_total{rung="other_prefill"}'] == 1
+    assert (await rungs(stack))["other_prefill"] == 1
     await assert_nothing_held(stack)
 
 

@@ -36,7 +36,7 @@ def ended(clock: ManualClock, request_id: str = "a", *, wait_s: float = 0.01) ->
 def test_a_finished_request_tells_what_its_log_line_tells() -> None:
     clock, recent = ManualClock(), Recent()
     story = ended(clock)
-    story.climbed(Rung.OTHER_DECODE)
+    story.climbed(Rung.OTHER_DECODE, "dropped")
     finished = recent.add(story, "ok")
     assert finished.line == story.line("ok")
     assert finished.ttft_ms == pytest.approx(11)
@@ -46,6 +46,7 @@ def test_a_finished_request_tells_what_its_log_line_tells() -> None:
     assert finished.itl_p50_ms == pytest.approx(6.0, rel=0.004)
     assert (finished.itl_max_ms, finished.num_gaps) == (19.0, 3)
     assert (finished.kv_mode, finished.kv_bytes, finished.rungs) == ("push", 99, ["other_decode"])
+    assert finished.rung_reasons == ["dropped"]
     assert (finished.prefill, finished.decode) == ("http://p", "http://d")
     assert (finished.prompt_tokens, finished.output_tokens) == (7, 5)
     assert finished.times_ms["first_token"] == pytest.approx(11)
@@ -96,7 +97,7 @@ def test_an_entry_stays_small_whatever_happened_to_its_request() -> None:
     for _ in range(100_000):
         story.token_gaps.add(0.01)
     for _ in range(1000):
-        story.climbed(Rung.LOCAL)
+        story.climbed(Rung.LOCAL, "stream_lost")
         story.tell("\x00" * 10_000)
     recent.add(story, "error")
     assert len(recent.as_json(1)) < MAX_BYTES_EACH

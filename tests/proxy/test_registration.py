@@ -124,7 +124,7 @@ async def test_prefill_engines_that_vanish_are_an_outage_and_those_that_leave_ar
 
 
 async def test_an_engine_that_leaves_gets_nothing_more(make_stack):
-    stack = await make_stack()
+    stack = await make_stack(queue_timeout_s=0.1)
     engine = await ScriptedEngine("decode").start()
     await register(stack, engine)
     assert (await send(stack, "DELETE", {"url": engine.url}))[0] == 200
