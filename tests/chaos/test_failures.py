@@ -218,7 +218,7 @@ def test_the_only_d(stage: Stage, number: signal.Signals) -> None:
     stage.deployment.wait("decode")
     stage.settle(
         "the only D dies or restarts",
-        "kill -9" if number is signal.SIGKILL else "SIGTERM",
+        f"{'kill -9' if number is signal.SIGKILL else 'SIGTERM'}, requests for 5 s",
         streams,
         right,
         since_s=since,
