@@ -20,6 +20,7 @@ from typing import Final
 
 from pdserve.commands.exit_codes import EXIT_CONFIG, EXIT_USAGE
 from pdserve.commands.lifeline import SUPERVISOR_VARIABLE
+from pdserve.observe.liveness import NUM_LOOKS, ProcessWatch
 
 _BACK_OFF_S: Final = (0.5, 1.0, 2.0, 4.0, 8.0)
 _STEADY_S: Final = 30.0
@@ -65,6 +66,7 @@ class Child:
         on_line: Told every log line.
         say: Told what the supervisor itself has to say about it.
         may_restart: Whether it is started again when it ends; else `run` raises.
+        heartbeat_timeout_s: One that is stopped (SIGSTOP) for so long is killed.
     """
 
     def __init__(
@@ -74,9 +76,11 @@ class Child:
         on_line: Callable[[str], None],
         say: Callable[[str], None],
         may_restart: bool = True,
+        heartbeat_timeout_s: float = 5.0,
     ) -> None:
         self.spec = spec
         self._may_restart = may_restart
+        self._look_s = heartbeat_timeout_s / NUM_LOOKS
         self.was_ready = False
         self._on_line = on_line
         self._say = say
@@ -134,6 +138,7 @@ class Child:
         self._process = process
         assert process.stderr is not None
         pump = asyncio.create_task(self._pump(process.stderr))
+        watch = asyncio.create_task(self._watch(process.pid))
         try:
             code = await process.wait()
         except asyncio.CancelledError:
@@ -141,9 +146,19 @@ class Child:
             await process.wait()
             raise
         finally:
+            watch.cancel()
             self._kill_group(process.pid)  # what it had started itself
             await pump
         return code
+
+    async def _watch(self, pid: int) -> None:
+        """Kill the process if it is stopped for long: it keeps its port and serves nobody."""
+        watch = ProcessWatch(pid)
+        while watch.num_stopped < NUM_LOOKS:
+            await asyncio.sleep(self._look_s)
+            watch.look()
+        self._say(f"{self.spec.name} was stopped for longer than --heartbeat-timeout; killing it")
+        self._kill_group(pid)
 
     async def _pump(self, stream: asyncio.StreamReader) -> None:
         while True:

@@ -82,6 +82,7 @@ def run(table: Table, resolved: Mapping[str, Resolved]) -> int:
         shows_all=resolved["log-level"].value == "debug",
         proxy_log_level=_proxy_log_level(resolved),
         shutdown_timeout_s=float(str(resolved["shutdown-timeout"].value)),
+        heartbeat_timeout_s=float(str(resolved["heartbeat-timeout"].value)),
     )
     say("\n".join([title("up"), *given_lines(resolved)]))
     say(f"  (all else at its default: {program()} up --help)")
@@ -258,6 +259,7 @@ class Supervisor:
         shows_all: Whether all that the children log is shown.
         proxy_log_level: What the proxy logs below it is not shown.
         shutdown_timeout_s: How long the children may drain.
+        heartbeat_timeout_s: How long one may be stopped.
     """
 
     def __init__(
@@ -270,6 +272,7 @@ class Supervisor:
         shows_all: bool,
         proxy_log_level: str,
         shutdown_timeout_s: float,
+        heartbeat_timeout_s: float,
     ) -> None:
         self._config = config
         self._shows_all = shows_all
@@ -289,6 +292,7 @@ class Supervisor:
                 member.spec,
                 on_line=functools.partial(self._on_line, member.spec.name),
                 say=functools.partial(self._on_line, "up"),
+                heartbeat_timeout_s=heartbeat_timeout_s,
             )
             for member in members
         ]

@@ -316,6 +316,12 @@ _LIMITS = (
     "Engines of the role `both` that prefill for one another, beside decode engines and with no",
     "prefill engine, can wait for one another: each holds blocks that a request of the other is to",
     "read. Only deadlines end that. Give such a deployment a prefill engine.",
+    "",
+    "Whoever reaches UCX's ports can open connections there and say nothing. Those that have ended",
+    "are closed within a second; where more than half of the descriptors that a process may have",
+    "(`ulimit -n`) are gone to such ones, its NIXL agents are made again, at most every 30 s",
+    "(`pdserve_kv_transfer_faults_total`: `descriptors_over_budget`, `agent_reset`). Its peers",
+    "then have to meet it again, as after a fence.",
 )
 
 _HOW_TO_READ = (

@@ -118,7 +118,7 @@ def test_a_part_is_stopped_in_mid_hand_over(slow_stage: Stage, part: str, side: 
 @pytest.mark.parametrize("part", PARTS)
 @pytest.mark.short_form("TCP-pull-server")
 def test_a_part_of_d_is_stopped_after_the_hand_over(stage: Stage, part: str) -> None:
-    streams, right = many(stage, 6, 300, num_begun=6)
+    streams, right = many(stage, 4, 600, num_begun=4)
     for stream in streams:
         stream.wait_tokens(5)
     since = time.monotonic()

@@ -21,12 +21,17 @@ pytestmark = pytest.mark.slow
 class Watched:
     """A child that is a proxy (the lightest of our processes), and what was heard of it."""
 
-    def __init__(self, *arguments: str) -> None:
+    def __init__(self, *arguments: str, heartbeat_timeout_s: float = 5.0) -> None:
         (self.port,) = free_ports(1)
         self.lines: list[str] = []
         self.said: list[str] = []
         spec = ChildSpec("proxy", ["proxy", "--port", str(self.port), *arguments], environment())
-        self.child = Child(spec, on_line=self.lines.append, say=self.said.append)
+        self.child = Child(
+            spec,
+            on_line=self.lines.append,
+            say=self.said.append,
+            heartbeat_timeout_s=heartbeat_timeout_s,
+        )
 
     @contextlib.asynccontextmanager
     async def running(self) -> AsyncGenerator[asyncio.Task[None], None]:
@@ -58,6 +63,22 @@ async def test_a_child_that_is_killed_is_started_again() -> None:
             await asyncio.sleep(0.02)
         await watched.listening()
     assert watched.said == ["proxy ended with code -9; starting it again in 0.5 s"]
+
+
+async def test_a_child_that_stands_still_is_killed_and_started_again() -> None:
+    watched = Watched(heartbeat_timeout_s=1.0)
+    async with watched.running():
+        await watched.listening()
+        first = watched.child.pid
+        assert first is not None
+        os.kill(first, signal.SIGSTOP)
+        while watched.child.pid in (None, first):
+            await asyncio.sleep(0.02)
+        await watched.listening()
+    assert watched.said == [
+        "proxy was stopped for longer than --heartbeat-timeout; killing it",
+        "proxy ended with code -9; starting it again in 0.5 s",
+    ]
 
 
 async def test_a_child_whose_settings_cannot_be_used_is_not_started_again() -> None:

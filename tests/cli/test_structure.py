@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import re
 
+from tests.chaos.failures import document
 from tests.cli.process import ROOT
 
 TREES = ("pdserve", "connectors", "proxy", "kernels")
@@ -19,3 +20,9 @@ def test_every_module_has_its_line_in_the_structure() -> None:
         and (file.name != "__init__.py" or file.parent == ROOT / "pdserve")
     ]
     assert sorted(listed) == sorted(modules)
+
+
+def test_the_failure_table_is_what_its_source_says_but_for_what_was_measured() -> None:
+    text = (ROOT / "docs" / "failures.md").read_text()
+    told, _, _ = document([], "").partition("## Measured")
+    assert text.startswith(told), "change tests/chaos/failures.py, which writes docs/failures.md"
