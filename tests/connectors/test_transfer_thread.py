@@ -226,10 +226,3 @@ def test_an_agent_that_cannot_be_made_again_fails_loads_until_it_can(
         d.until(lambda: d.received or len(d.failed) > num_over)  # noqa: B023
         time.sleep(0.05)
     assert d.holds([4, 5, 6], [1, 2, 3])
-
-
-def test_a_lease_for_years_is_waited_for(make: Callable[..., Engine]) -> None:
-    p, d = make("P", lease_s=1e9), make("D", lease_s=1e9)
-    d.load(d.queue(PROMPT, p.prefill(PROMPT, [1, 2, 3]), "r"), [4, 5, 6])
-    d.until(lambda: d.received)
-    p.until(lambda: p.settled)

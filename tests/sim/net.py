@@ -303,13 +303,12 @@ class Host:
         nothing: Any = None
         request = web.Request(
             message,
-            nothing,
+            _Body(body),  # type: ignore[arg-type]
             _PROTOCOL,
             connection,  # type: ignore[arg-type]
             nothing,
             loop,
         )
-        request._read_bytes = body
         try:
             response = await self._app._handle(request)
             await response.prepare(request)
@@ -321,6 +320,18 @@ class Host:
         finally:
             self._open.pop(connection, None)
             connection.cut()
+
+
+class _Body:
+    """A request's body, which is there at once."""
+
+    def __init__(self, data: bytes) -> None:
+        self._data = data
+
+    async def readany(self) -> bytes:
+        """Return all of it, then nothing."""
+        data, self._data = self._data, b""
+        return data
 
 
 async def chunks_of(response: Response) -> AsyncIterator[bytes]:
