@@ -100,6 +100,11 @@ class Backend:
     is_watched: bool = False
 
     @property
+    def layout(self) -> str | None:
+        """Digest of what its KV means, weights included; None if it does not say."""
+        return None if self.info is None else self.info.layout_digest
+
+    @property
     def available(self) -> bool:
         """Whether a request may be sent there now."""
         return self.health is Health.READY and self.breaker.allows

@@ -26,6 +26,7 @@ from pdserve.proxy.breaker import Breaker, BreakerState
 from pdserve.proxy.errors import WorkerError
 from pdserve.proxy.policies import BackendView
 from pdserve.wire.request import EngineInfo
+from pdserve.wire.seal import PROTOCOL
 from pdserve.wire.transfer import KVMode
 
 if TYPE_CHECKING:
@@ -43,6 +44,8 @@ _SOON_S = 0.2
 _STOPPED_S = 1.0
 LOOK_AGAIN_S = 0.25
 """How long an engine that is looked at out of turn may take to say that it is ready."""
+_REVISION = frozenset({"protocol", "schema", "weights"})
+"""Fields of a layout in which engines of one deployment may differ while it is rolled."""
 OUTAGE_MEMORY_S = 600.0
 """How long a deployment whose last engine of a role went counts as one that has an outage; after
 that it is one without such engines."""
@@ -162,7 +165,9 @@ class Backends:
 
         Raises:
             BadRequestError: A field is out of range.
-            HandshakeError: Its KV layout differs from an engine it would exchange KV with.
+            HandshakeError: It serves another model than an engine it would exchange KV with, or
+                keeps its KV in another way. One of other weights, or of another version, is
+                taken in: it finds its pairs among its like.
         """
         url = _bare(registration.url)
         if not url.startswith(("http://", "https://")):
@@ -172,7 +177,7 @@ class Backends:
                 f"lease_s is {registration.lease_s:g}: between 0 and {MAX_LEASE_S:g} is possible",
                 param="lease_s",
             )
-        self._refuse_other_layout(url, registration)
+        self._refuse_misfit(url, registration)
         engine = registration.engine
         for other in self:
             if (
@@ -208,36 +213,39 @@ class Backends:
         else:
             self._forget(backend, "it took its leave")
 
-    def _refuse_other_layout(self, url: str, registration: Registration) -> None:
+    def _refuse_misfit(self, url: str, registration: Registration) -> None:
         engine, known = registration.engine, self.get(url)
         if known is not None and known.info is not None:
             known_as = (known.info.incarnation, known.info.layout_digest)
             if known_as == (engine.incarnation, engine.layout_digest):
                 return  # it was here first: it is another one that does not fit
-        mismatch = next(self._mismatches(url, registration.role, engine), None)
-        if mismatch is not None:
-            raise HandshakeError(mismatch)
+        for other in self._counterparts(url, registration.role):
+            assert other.info is not None
+            if not _is_same_model(engine, other.info):
+                raise HandshakeError(_cannot_exchange(url, engine, other.url, other.info))
 
-    def _mismatches(self, url: str, role: Role, engine: EngineInfo) -> Iterator[str]:
-        """Say with which engines, of those it would exchange KV with, this one cannot."""
+    def _counterparts(self, url: str, role: Role) -> Iterator[Backend]:
+        """Yield the engines that one of this role would exchange KV with."""
         for other in self:
             pairs = (role is not Role.DECODE and other.decodes()) or (
                 role is not Role.PREFILL and other.prefills()
             )
-            if other.url == url or other.info is None or not pairs:
-                continue
-            if other.info.layout_digest != engine.layout_digest:
-                yield (
-                    f"{url} cannot exchange KV with {other.url}: "
-                    + _layout_difference(engine, other.info)
-                )
+            if other.url != url and other.info is not None and pairs:
+                yield other
 
     def _learn(self, backend: Backend, engine: EngineInfo) -> None:
         """Take note of who answers at a URL; a new incarnation starts with a clean sheet."""
         former, backend.info = backend.info, engine
         if former is None or former.incarnation != engine.incarnation:
-            for mismatch in self._mismatches(backend.url, backend.role, engine):
-                log.error("requests will not be split between these two: %s", mismatch)
+            for other in self._counterparts(backend.url, backend.role):
+                assert other.info is not None
+                if other.info.layout_digest != engine.layout_digest:
+                    is_other_revision = _is_same_model(engine, other.info)
+                    log.log(
+                        logging.WARNING if is_other_revision else logging.ERROR,
+                        "requests will not be split between these two: %s",
+                        _cannot_exchange(backend.url, engine, other.url, other.info),
+                    )
         if former is not None and former.incarnation != engine.incarnation:
             log.info("engine restarted: url=%s engine=%s", backend.url, engine.engine_id)
             backend.breaker = self._breaker()
@@ -421,6 +429,7 @@ class Backends:
             ours is not None
             and theirs is not None
             and ours.layout_digest == theirs.layout_digest
+            and ours.protocol == theirs.protocol == PROTOCOL  # the ticket is ours
             and all(e.can_push and e.endpoints and e.kv_shape is not None for e in (ours, theirs))
         )
 
@@ -458,13 +467,29 @@ def _bare(url: str) -> str:
     return url.rstrip("/")
 
 
-def _layout_difference(ours: EngineInfo, theirs: EngineInfo) -> str:
+def _is_same_model(ours: EngineInfo, theirs: EngineInfo) -> bool:
+    """Whether two engines are what a deployment may be while it is rolled.
+
+    Weights may then differ, if both are served by one name, and so may what a version knows of a
+    layout: only what both know is compared.
+    """
+    if ours.layout_digest == theirs.layout_digest:
+        return True
+    known_to_both = ours.layout.keys() & theirs.layout.keys() - _REVISION
+    return ours.model == theirs.model and all(
+        ours.layout[name] == theirs.layout[name] for name in known_to_both
+    )
+
+
+def _cannot_exchange(url: str, engine: EngineInfo, other_url: str, other: EngineInfo) -> str:
     """Name what differs, with both values."""
-    names = sorted(ours.layout.keys() | theirs.layout.keys())
+    ours, theirs = ({**each.layout, "served model name": each.model} for each in (engine, other))
     differing = [
-        f"{name} is {ours.layout.get(name)} here and {theirs.layout.get(name)} there"
-        for name in names
-        if ours.layout.get(name) != theirs.layout.get(name)
+        f"{name} is {ours.get(name)} here and {theirs.get(name)} there"
+        for name in sorted(ours.keys() | theirs.keys())
+        if ours.get(name) != theirs.get(name)
     ]
-    digests = f"layout digest {ours.layout_digest} here, {theirs.layout_digest} there"
-    return "; ".join(differing) or digests
+    digests = f"layout digest {engine.layout_digest} here, {other.layout_digest} there"
+    remedy = "" if engine.model == other.model else " (--served-model-name gives both one name)"
+    what = "; ".join(differing) or digests
+    return f"{url} cannot exchange KV with {other_url}: {what}{remedy}"

@@ -23,6 +23,7 @@ from pdserve.proxy.bodies import Handoff, handoff_in
 from pdserve.proxy.errors import RefusedError, WorkerError, failure_in
 from pdserve.proxy.reading import SharedReader
 from pdserve.proxy.relay import MAX_EVENT_BYTES, SseParser
+from pdserve.wire.request import LAYOUT_HEADER
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping
@@ -233,6 +234,8 @@ class Leg:
     Attributes:
         url: The engine's path this leg was sent to.
         connection: What carries it, as long as it has a protocol; None until connected.
+        layout: Digest of the layout that the answer's engine has; None until it has begun, and
+            where it does not say.
         ended: The engine has ended its side, or is not waited for any more.
     """
 
@@ -251,6 +254,7 @@ class Leg:
         self._is_lost = False
         self._body = bytearray()
         self.connection: Connection | None = None
+        self.layout: str | None = None
         self.ended = asyncio.Event()
         # A task of its own, because cancelling the post itself would close the connection
         # on whatever the engine has already sent.
@@ -282,6 +286,7 @@ class Leg:
         except _FAILURES as error:
             raise _failure(self.url, error) from error
         if response.status == 200:
+            self.layout = response.headers.get(LAYOUT_HEADER)
             return response.content_type
         raise failure_in(
             self.url,

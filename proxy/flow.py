@@ -207,7 +207,12 @@ class Flow:
         return self._planned()
 
     def _planned(self) -> Disaggregate | RunLocally:
-        return self._router.plan(self._num_bytes, failed=self._failed, may_push=self._may_push)
+        return self._router.plan(
+            self._num_bytes,
+            failed=self._failed,
+            may_push=self._may_push,
+            layout=self._legs.layout,
+        )
 
     # --- the ladder
 
@@ -255,7 +260,10 @@ class Flow:
             if not self._after(outcome):
                 return _unless_refused(outcome)
             following = self._router.another_pair(
-                self._num_bytes, self._failed, may_push=self._may_push
+                self._num_bytes,
+                self._failed,
+                may_push=self._may_push,
+                layout=self._legs.layout,
             )
             if following is None:
                 return _unless_refused(outcome)
@@ -351,7 +359,10 @@ class Flow:
             return None
         owner = prefilled.backend
         following = self._router.another_pair(
-            self._num_bytes, {*self._failed, owner}, may_push=self._may_push
+            self._num_bytes,
+            {*self._failed, owner},
+            may_push=self._may_push,
+            layout=self._legs.layout,
         )
         is_cured = not _CURED_BY_A_FRESH_LEASE.isdisjoint(_reasons(failure))
         if following is None or (following.prefill is owner and not is_cured):
@@ -380,7 +391,7 @@ class Flow:
         while True:
             is_replay = self._delivery.has_begun
             self._delivery.begin_again()
-            engine = engine or self._router.local_engine(self._num_bytes, self._failed)
+            engine = engine or self._local_engine()
             outcome = await self._legs.local(engine, is_fallback=is_fallback)
             if not isinstance(outcome, LegFailure):
                 if is_replay:
@@ -388,11 +399,14 @@ class Flow:
                 return outcome
             if not self._after(outcome):
                 raise outcome.error
-            engine = self._router.local_engine(self._num_bytes, self._failed)
+            engine = self._local_engine()
             has_no_room = outcome.is_busy or isinstance(outcome.error, BudgetSpentError)
             if has_no_room and engine in self._failed:
                 raise outcome.error
             await self._try_again("local")
+
+    def _local_engine(self) -> Backend:
+        return self._router.local_engine(self._num_bytes, self._failed, layout=self._legs.layout)
 
     # --- failing
 

@@ -102,6 +102,10 @@ class Prefilled:
 class Legs:
     """One request's way to the engines and back.
 
+    Attributes:
+        layout: Digest of the layout that the client's stream began with; None before that, and if
+            its engine does not say. Nothing of engines with another one is passed on then.
+
     Args:
         path: The endpoint, the same at the engines.
         until_s: When the request is to be over, by the event loop's clock.
@@ -132,6 +136,7 @@ class Legs:
         self._headers = headers
         self._reply_headers = reply_headers
         self._reader: Leg | None = None  # the newest leg that reads from a prefill engine
+        self.layout: str | None = None
 
     # --- what can be asked for
 
@@ -238,6 +243,7 @@ class Legs:
                 self._story.first_token(self._now_s())
                 self._note_handoff(handoff)
                 return Prefilled(backend, handoff, life, answer)
+            self._keep_to_layout(leg, backend)
             async for events in leg.batches():
                 exchange.ok()
                 visible = []
@@ -339,6 +345,7 @@ class Legs:
         Raises:
             WorkerError: It broke off, or the engine reported its own failure.
         """
+        self._keep_to_layout(leg, backend)
         relay = Relay()
         num_events = 0
         previous = b""
@@ -402,6 +409,20 @@ class Legs:
             message = f"{leg.url} answers with {content_type}, where {asked} was asked for"
             raise WorkerError(message, reason="garbled")
         return self._body.stream
+
+    def _keep_to_layout(self, leg: Leg, backend: Backend) -> None:
+        """Note what a stream begins with, or see that it goes on with the same.
+
+        Raises:
+            WorkerError: The engine was replaced by one of other weights: its text is another one,
+                even where it begins alike.
+        """
+        layout = leg.layout or backend.layout
+        if not self._delivery.has_begun:
+            self.layout = layout
+        elif None not in (layout, self.layout) and layout != self.layout:
+            message = f"{backend.url} has the layout {layout} now, the stream began with another"
+            raise WorkerError(f"{message}: {self.layout}", reason="lost")
 
     async def _deliver_first(self, events: list[Event]) -> None:
         """Send the prefill engine's events on."""

@@ -63,23 +63,30 @@ class Router:
         self._decode_sequence = itertools.count()
 
     def plan(
-        self, body_bytes: int, *, failed: Collection[Backend] = (), may_push: bool = False
+        self,
+        body_bytes: int,
+        *,
+        failed: Collection[Backend] = (),
+        may_push: bool = False,
+        layout: str | None = None,
     ) -> Disaggregate | RunLocally:
         """Decide how a request is served. Engines in `failed` come last.
 
         Args:
+            layout: What the request's stream began with: engines of others do not come into
+                question. None if it has not begun.
             may_push: Whether this request's KV may be pushed. Where engines can, it is: a decode
                 engine that can is then preferred to one that cannot.
 
         Raises:
             UnavailableError: No engine can take it now.
         """
-        ready = [backend for backend in self._backends if backend.available]
+        ready = self._ready(layout)
         decodes = [backend for backend in ready if backend.decodes()]
         if not decodes and ready and self._backends.has_lost_decode:
             return self._locally(ready, body_bytes, failed, "no_decode", is_outage=True)
         if not decodes:
-            raise self._nobody("prefill" if not ready else "decode")
+            raise self._nobody("prefill" if not ready else "decode", layout)
         prefills = [backend for backend in ready if backend.role is Role.PREFILL]
         if not prefills:
             dedicated = [backend for backend in decodes if backend.role is Role.DECODE]
@@ -106,11 +113,16 @@ class Router:
         return trusted and backends.can_push(prefill, decode)
 
     def another_pair(
-        self, body_bytes: int, failed: Collection[Backend], *, may_push: bool
+        self,
+        body_bytes: int,
+        failed: Collection[Backend],
+        *,
+        may_push: bool,
+        layout: str | None,
     ) -> Disaggregate | None:
         """Return engines for a further attempt from the start; None when there are none."""
         try:
-            plan = self.plan(body_bytes, failed=failed, may_push=may_push)
+            plan = self.plan(body_bytes, failed=failed, may_push=may_push, layout=layout)
         except UnavailableError:
             return None
         return plan if isinstance(plan, Disaggregate) else None
@@ -144,13 +156,15 @@ class Router:
         is_fit = decode.available and decode.decodes()
         return is_fit and self._backends.can_pair(prefill, decode)
 
-    def local_engine(self, body_bytes: int, failed: Collection[Backend]) -> Backend:
+    def local_engine(
+        self, body_bytes: int, failed: Collection[Backend], *, layout: str | None = None
+    ) -> Backend:
         """Return an engine that can do everything: decode engines first, then any.
 
         Raises:
-            UnavailableError: No engine is ready.
+            UnavailableError: No engine is ready; or none has this layout, if there is one.
         """
-        ready = [backend for backend in self._backends if backend.available]
+        ready = self._ready(layout)
         untried = [backend for backend in ready if backend not in failed]
         for pool in (
             [backend for backend in untried if backend.decodes()],
@@ -160,7 +174,12 @@ class Router:
         ):
             if (engine := self._choose_decode(pool, body_bytes, ())) is not None:
                 return engine
-        raise self._nobody("decode")
+        raise self._nobody("decode", layout)
+
+    def _ready(self, layout: str | None) -> list[Backend]:
+        """Return the engines that may be sent to now; one that says of no layout has any."""
+        ready = [backend for backend in self._backends if backend.available]
+        return [b for b in ready if layout is None or b.layout in (None, layout)]
 
     def any_engine(self, failed: Collection[Backend]) -> Backend:
         """Return an engine for a question that every engine answers alike.
@@ -217,8 +236,17 @@ class Router:
         chosen = choose(policy, request, views)
         return None if chosen is None else self._backends.get(chosen.url)
 
-    def _nobody(self, role: str) -> UnavailableError:
+    def _nobody(self, role: str, layout: str | None = None) -> UnavailableError:
         """Say which role is missing, what became of its engines, and what to do."""
+        if layout is not None and (others := self._ready(None)):
+            message = "no engine is ready that has the weights this stream began with"
+            return UnavailableError(
+                message,
+                retry_after_s=RETRY_AFTER_S,
+                code="weights_replaced",
+                detail=f"{message}: its layout is {layout}, and "
+                + ", ".join(f"{each.url} has {each.layout}" for each in others[:5]),
+            )
         known = [b for b in self._backends if (b.prefills() if role == "prefill" else b.decodes())]
         if known:
             states = "; ".join(f"{b.url}: {b.reason or 'its breaker is open'}" for b in known[:5])

@@ -27,10 +27,12 @@ from pdserve.observe.log import log_event
 from pdserve.observe.metrics import measure_loop_lag
 from pdserve.server import chat, completions, debug, hop, status
 from pdserve.server.errors import error_middleware
+from pdserve.server.intake import wants_stages
 from pdserve.server.metrics import ServerMetrics
 from pdserve.server.registration import Registration
 from pdserve.server.service import REQUEST_ID, SERVICE, START_S, Service, request_id_of
 from pdserve.text.load import load_text
+from pdserve.wire.request import LAYOUT_HEADER
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Awaitable, Callable
@@ -303,6 +305,9 @@ async def _return_id(request: web.Request, response: web.StreamResponse) -> None
     request_id = request.get(REQUEST_ID)
     if request_id is not None:
         response.headers["X-Request-Id"] = request_id
+    info = request.app[SERVICE].client.info
+    if info is not None and wants_stages(request):
+        response.headers[LAYOUT_HEADER] = info.layout_digest
 
 
 def _admitting(access: Access) -> Callable[..., Awaitable[web.StreamResponse]]:

@@ -234,6 +234,10 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     kv_seconds: dict[str, float] = {}
 
 
+LAYOUT_HEADER = "X-Pdserve-Layout"
+"""What an engine's answer to a proxy carries: its `EngineInfo.layout_digest`."""
+
+
 class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     """What an engine says of itself once it is ready.
 

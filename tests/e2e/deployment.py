@@ -69,11 +69,13 @@ class Deployment:
         *arguments: str,
         env: dict[str, str] | None = None,
         namespace: str | None = None,
+        tree: Path | None = None,
     ) -> Process:
         """Start `pdserve ARGUMENTS` under `name`; `wait` says when it is ready.
 
         Args:
             namespace: Name of the network namespace to start it in.
+            tree: Where another version's sources are.
         """
         where = [] if namespace is None else ["ip", "netns", "exec", namespace]
         log_path = self.directory / f"{name}-{len(list(self.directory.glob('*.log')))}.log"
@@ -87,8 +89,10 @@ class Deployment:
                     **os.environ,
                     "PDSERVE_SECRET": self.secret,
                     "OMP_NUM_THREADS": "1",
+                    **({} if tree is None else {"PYTHONPATH": str(tree)}),
                     **(env or {}),
                 },
+                cwd=tree,
                 start_new_session=True,
             )
         process = self.processes[name] = Process(name, list(arguments), log_path, popen)

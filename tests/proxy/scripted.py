@@ -18,6 +18,8 @@ from aiohttp import web
 
 from pdserve.http.control import Verifier
 from pdserve.wire.ids import EngineId, Incarnation, RequestId
+from pdserve.wire.request import LAYOUT_HEADER
+from pdserve.wire.seal import PROTOCOL
 from pdserve.wire.transfer import HANDOFFS, TICKETS, Endpoint, KVHandoff, KVShape, PushTicket
 
 WORDS = ("alpha", "beta", "gamma", "delta", "epsilon", "zeta", "eta", "theta")
@@ -88,6 +90,9 @@ class ScriptedEngine:
         self.engine_id = engine_id or f"{role}-{id(self):x}"
         self.incarnation = "life-1"
         self.digest = digest
+        self.weights = "w1"
+        self.model = "tiny"
+        self.protocol = PROTOCOL
         self.ready = True
         self.hook: Hook | None = None
         self.gate = asyncio.Event()
@@ -150,22 +155,27 @@ class ScriptedEngine:
                     server.transport.abort()
             await runner.cleanup()
 
+    @property
+    def layout_digest(self) -> str:
+        return f"{self.digest} {self.weights}"
+
     def info(self) -> dict[str, Any]:
         return {
             "engine_id": self.engine_id,
             "incarnation": self.incarnation,
             "role": self.role,
-            "model": "tiny",
+            "model": self.model,
             "dtype": "float32",
             "max_model_len": 2048,
             "block_size": self.block_size,
             "num_blocks": 100,
             "max_num_seqs": 8,
             "endpoints": [{"host": "127.0.0.1", "port": 1}],
-            "layout_digest": self.digest,
-            "layout": {"dtype": self.digest},
+            "layout_digest": self.layout_digest,
+            "layout": {"dtype": self.digest, "weights": self.weights},
             "can_push": self.can_push,
             "kv_shape": msgspec.to_builtins(self.shape()),
+            "protocol": self.protocol,
         }
 
     def shape(self) -> KVShape:
@@ -267,7 +277,7 @@ class ScriptedEngine:
             block_ids=[],
             num_tokens=PROMPT_TOKENS,
             shape=self.shape(),
-            layout_digest=self.digest,
+            layout_digest=self.layout_digest,
             lease_s=30.0,
             prompt_digest="p",
         )
@@ -300,7 +310,12 @@ class ScriptedEngine:
     async def _stream(self, call: Call, request: web.Request) -> web.StreamResponse:
         seed, _ = self._ours(call)
         num_tokens = call.body.get("max_tokens", 4)
-        response = web.StreamResponse(headers={"Content-Type": "text/event-stream; charset=utf-8"})
+        response = web.StreamResponse(
+            headers={
+                "Content-Type": "text/event-stream; charset=utf-8",
+                LAYOUT_HEADER: self.layout_digest,
+            }
+        )
         if call.leg == "prefill" and not self.finish_at_prefill and num_tokens > 1:
             await self.gate.wait()
             await response.prepare(request)

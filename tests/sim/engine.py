@@ -34,6 +34,7 @@ from pdserve.scheduler.scheduler import Scheduler
 from pdserve.server.app import build_app
 from pdserve.wire.ids import EngineId, Incarnation, client_id_of
 from pdserve.wire.request import EngineInfo, EngineStats, with_siblings
+from pdserve.wire.seal import PROTOCOL
 from tests.sim.net import Host
 from tests.sim.text import TEXT
 from tests.sim.toy import VOCAB, ToyWorker
@@ -171,6 +172,7 @@ class SimEngine:
             layout=fields,
             can_push=self.halves[0].capabilities.push and world.may_push,
             kv_shape=spec.shape,
+            protocol=PROTOCOL,
         )
         self._steps: deque[tuple[SchedulerOutput, float]] = deque()
         self._outputs: dict[RequestId, _Outputs] = {}
