@@ -127,7 +127,8 @@ async def run_server(
     A second signal ends running requests at once.
 
     Args:
-        on_ready: Called once with the server's URL when requests can be served.
+        on_ready: Called once with the server's URL when requests can be served, and no proxy
+            that was named refuses the engine.
 
     Raises:
         ConfigError: The address cannot be bound, or the model's text files are unusable.
@@ -160,7 +161,10 @@ async def run_server(
                     info=client.info,
                     secret=engine_config.transfer.secret,
                 )
+                service.registration = registration
                 await registration.start()
+                await _until_taken(service, registration, stop)
+            if stop.first is None and client.dead_reason is None:
                 log_event(_log, "ready", url=url, model=service.model_names[0])
                 on_ready(url)
             await _until_stopped(service, stop)
@@ -247,6 +251,12 @@ async def _until_ready(service: Service, stop: _StopSignals) -> None:
     """Wait for the text side and the engine, or for a reason not to."""
     service.text = await asyncio.to_thread(load_text, service.engine_config.model)
     while service.client.info is None and service.client.dead_reason is None and stop.first is None:
+        await _wait(stop.asked, _POLL_S / 5)
+
+
+async def _until_taken(service: Service, registration: Registration, stop: _StopSignals) -> None:
+    """Wait until no proxy refuses the engine, of those that are there, or for a reason not to."""
+    while not registration.is_settled and stop.first is None and service.client.dead_reason is None:
         await _wait(stop.asked, _POLL_S / 5)
 
 

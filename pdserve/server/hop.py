@@ -24,8 +24,8 @@ async def info(request: web.Request) -> web.Response:
     return web.Response(
         body=msgspec.json.encode(
             {
-                "ready": service.not_ready_reason is None,
-                "reason": service.not_ready_reason,
+                "ready": service.unready_reason is None,
+                "reason": service.unready_reason,
                 "models": service.model_names,
                 "engine": service.client.info,
                 "stats": service.client.stats,

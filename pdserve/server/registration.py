@@ -30,6 +30,9 @@ PATH = "/pdserve/register"
 LEASE_S = 9.0
 _TIMEOUT = aiohttp.ClientTimeout(total=3.0)
 _RETRY_S = 1.0
+_REPEAT_S = 30.0
+"""What stays wrong is said again so often."""
+_TRY_LATER = (408, 429)
 _MAX_REASON_CHARS = 1000
 
 
@@ -61,6 +64,19 @@ class Registration:
         self._lease_s = lease_s
         self._session: aiohttp.ClientSession | None = None
         self._tasks: list[asyncio.Task[None]] = []
+        self._asked: set[str] = set()
+        self._refusals: dict[str, str] = {}
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether every proxy was asked, and none refuses; one that is not there yet may come."""
+        return self._asked == set(self._proxy_urls) and not self._refusals
+
+    @property
+    def refusal(self) -> str | None:
+        """Which proxies refuse this engine, and why; None if none does, as far as they said."""
+        told = [f"{proxy} refuses it: {why}" for proxy, why in self._refusals.items()]
+        return "; ".join(told) or None
 
     async def start(self) -> None:
         """Begin to register; returns at once."""
@@ -81,7 +97,7 @@ class Registration:
             await self._session.close()
 
     async def _keep(self, proxy: str) -> None:
-        """Register for ever; logs when the proxy's answer changes, not each time."""
+        """Register for ever; logs what the proxy answers when it changes, and now and then."""
         body = {
             "url": self._url,
             "role": self._info.role,
@@ -89,28 +105,36 @@ class Registration:
             "lease_s": self._lease_s,
         }
         last: str | None = "never asked"
+        told_s = 0.0
+        loop = asyncio.get_running_loop()
         while True:
-            refusal = await self._call("POST", proxy, body)
-            if refusal is None and last is not None:
+            status, failure = await self._call("POST", proxy, body)
+            if failure is None:
+                self._refusals.pop(proxy, None)
+            elif 400 <= status < 500 and status not in _TRY_LATER:
+                self._refusals[proxy] = failure
+            self._asked.add(proxy)
+            if failure is None and last is not None:
                 log_event(_log, "registered", proxy=proxy, url=self._url)
-            elif refusal is not None and refusal != last:
+            elif failure is not None and (failure != last or loop.time() >= told_s + _REPEAT_S):
+                told_s = loop.time()
                 level = logging.WARNING
-                log_event(_log, "registration failed", level=level, proxy=proxy, reason=refusal)
-            last = refusal
-            await asyncio.sleep(self._lease_s / 3 if refusal is None else _RETRY_S)
+                log_event(_log, "registration failed", level=level, proxy=proxy, reason=failure)
+            last = failure
+            await asyncio.sleep(self._lease_s / 3 if failure is None else _RETRY_S)
 
-    async def _call(self, method: str, proxy: str, body: dict[str, Any]) -> str | None:
-        """Return why the proxy did not take it, or None."""
+    async def _call(self, method: str, proxy: str, body: dict[str, Any]) -> tuple[int, str | None]:
+        """Return the proxy's status, 0 if there was no answer, and why it did not take it."""
         data = msgspec.json.encode(body)
         try:
             status, answer, nonce = await self._send(method, proxy, data)
             if nonce is not None and self._stamps.learn(proxy, nonce):
                 status, answer, _ = await self._send(method, proxy, data)
-            return None if status < 300 else _reason(status, answer)
+            return status, None if status < 300 else _reason(status, answer)
         except (aiohttp.ClientConnectorError, TimeoutError):
-            return "no answer there yet; asking again until there is one"
+            return 0, "no answer there yet; asking again until there is one"
         except (aiohttp.ClientError, OSError) as error:
-            return f"{type(error).__name__}: {error}"
+            return 0, f"{type(error).__name__}: {error}"
 
     async def _send(self, method: str, proxy: str, data: bytes) -> tuple[int, bytes, str | None]:
         """Return the proxy's status, its answer, and the nonce that it wants a proof for."""

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from pdserve.observe.clock import Clock
     from pdserve.server.job import Job
     from pdserve.server.metrics import ServerMetrics
+    from pdserve.server.registration import Registration
     from pdserve.text.load import Text
     from pdserve.wire.request import EngineInfo
 
@@ -39,6 +40,7 @@ class Service:
         num_jobs: Requests for text that are being answered.
         jobs: Those themselves.
         recent: Those that have ended.
+        registration: Tells proxies of this engine, once it is ready, if any is named.
         recorder: What traces are made from.
         bodies: Reads the bodies of requests.
         verifier: Knows what proxies of this deployment send.
@@ -55,6 +57,7 @@ class Service:
     draining: bool = False
     num_jobs: int = 0
     jobs: dict[int, Job] = field(default_factory=dict)
+    registration: Registration | None = None
     recent: Recent = field(default_factory=Recent)
     recorder: Recorder = field(default_factory=Recorder)
     created_s: int = 0
@@ -77,6 +80,16 @@ class Service:
         if self.client.info is None or self.text is None:
             return "the engine is starting"
         return None
+
+    @property
+    def unready_reason(self) -> str | None:
+        """Why traffic is not to be sent here: it cannot be served, or a proxy refuses this engine.
+
+        A refused engine still serves who asks it itself. A proxy that does not answer is no
+        reason: where it waits for ready engines, both would wait for ever.
+        """
+        refusal = self.registration.refusal if self.registration is not None else None
+        return self.not_ready_reason or refusal
 
     def resolve_model(self, name: str | None) -> str:
         """Return the name to answer with.

@@ -31,8 +31,11 @@ async def livez(request: web.Request) -> web.Response:
 
 
 async def readyz(request: web.Request) -> web.Response:
-    """200 once the weights are loaded, until shutdown begins; the body says why not."""
-    reason = request.app[SERVICE].not_ready_reason
+    """200 once the weights are loaded and no proxy refuses the engine, until shutdown begins.
+
+    The body says why not.
+    """
+    reason = request.app[SERVICE].unready_reason
     return web.Response(status=200 if reason is None else 503, text=f"{reason or 'ok'}\n")
 
 

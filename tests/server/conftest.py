@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from pdserve.observe.clock import Clock
+    from pdserve.server.service import Service
     from pdserve.text.load import Text
 
 EOS = SPECIAL.index("</s>")
@@ -56,8 +57,15 @@ def text(model_dir: Path) -> Text:
 class Server:
     """An API server in this process, over a fake engine."""
 
-    def __init__(self, url: str, engine: FakeEngineClient, session: aiohttp.ClientSession) -> None:
+    def __init__(
+        self,
+        url: str,
+        engine: FakeEngineClient,
+        session: aiohttp.ClientSession,
+        service: Service,
+    ) -> None:
         self.url = url
+        self.service = service
         self.engine = engine
         self.session = session
 
@@ -128,7 +136,7 @@ async def serving(
     host, port = runner.addresses[0]
     try:
         async with aiohttp.ClientSession() as session:
-            yield Server(f"http://{host}:{port}", engine, session)
+            yield Server(f"http://{host}:{port}", engine, session, app[SERVICE])
     finally:
         await runner.cleanup()
 

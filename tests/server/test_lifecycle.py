@@ -22,7 +22,7 @@ from pdserve.http.control import Verifier
 from pdserve.server import registration
 from pdserve.server.app import run_server
 from pdserve.server.registration import Registration
-from tests.server.conftest import events, make_engine, until
+from tests.server.conftest import events, make_engine, serving, until
 
 pytestmark = pytest.mark.slow
 
@@ -273,6 +273,80 @@ async def test_a_proxy_that_comes_later_learns_of_the_engine(text, model_dir, mo
         await running.task
     logged = [record.getMessage().split(" proxy=")[0] for record in caplog.records]
     assert logged == ["registration failed", "registered"]
+
+
+async def test_an_engine_that_a_proxy_refuses_is_not_ready_and_says_why(
+    text, model_dir, monkeypatch
+):
+    monkeypatch.setattr(registration, "_RETRY_S", 0.05)
+    proxy, other = Proxy(), Proxy()
+    proxy.status, proxy.answer = 409, "weights differ"
+    async with proxy.listening() as url, other.listening() as other_url:
+        running = Running(model_dir, make_engine(text), proxy_urls=(url, other_url))
+        await until(lambda: len(proxy.calls) >= 2 and bool(other.calls))
+        async with (
+            aiohttp.ClientSession() as session,
+            session.get(running.url + "/readyz") as response,
+        ):
+            assert response.status == 503
+            told = await response.text()
+        assert f"{url} refuses it: weights differ" in told
+        assert running.ready == []
+        assert await get(running.url + "/livez") == 200
+        proxy.status = 200
+        await running.until_ready()
+        assert await get(running.url + "/readyz") == 200
+        terminate()
+        await running.task
+
+
+async def test_an_engine_that_is_refused_later_is_not_ready_any_more(text, monkeypatch):
+    proxy = Proxy()
+    async with proxy.listening() as url, serving(text, make_engine(text)) as server:
+        service = server.service
+        service.registration = Registration(
+            [url], url="http://me", info=server.engine.info, secret="", lease_s=0.15
+        )
+        await service.registration.start()
+        await until(lambda: service.registration.is_settled)
+        assert (await server.get("/readyz"))[0] == 200
+        proxy.status, proxy.answer = 401, "another secret"
+        await until(lambda: service.registration.refusal is not None)
+        status, told = await server.get("/readyz")
+        assert (status, "another secret" in told) == (503, True)
+        assert (await server.post("/v1/completions", {"prompt": "The"}))[0] == 200
+        await service.registration.stop()
+
+
+@pytest.mark.parametrize("status", [None, 500, 503, 429])
+async def test_a_proxy_that_gives_no_verdict_keeps_no_engine_from_being_ready(text, status):
+    """It may wait for ready engines itself."""
+    proxy = Proxy()
+    proxy.status = status or 200
+    async with contextlib.AsyncExitStack() as cleanup:
+        url = "http://127.0.0.1:9"
+        if status is not None:
+            url = await cleanup.enter_async_context(proxy.listening())
+        registered = Registration([url], url="http://me", info=make_engine(text).info, secret="")
+        await registered.start()
+        await until(lambda: registered.is_settled)
+        assert registered.refusal is None
+        await registered.stop()
+
+
+async def test_a_refusal_is_logged_again_and_again_but_not_each_time(text, monkeypatch, caplog):
+    monkeypatch.setattr(registration, "_RETRY_S", 0.01)
+    monkeypatch.setattr(registration, "_REPEAT_S", 0.2)
+    proxy = Proxy()
+    proxy.status, proxy.answer = 409, "weights differ"
+    async with proxy.listening() as url:
+        registered = Registration([url], url="http://me", info=make_engine(text).info, secret="")
+        await registered.start()
+        await until(lambda: caplog.text.count("weights differ") == 3)
+        await registered.stop()
+    lines = [each for each in caplog.records if "weights differ" in each.getMessage()]
+    assert {each.levelname for each in lines} == {"WARNING"}
+    assert len(proxy.calls) > 2 * len(lines)
 
 
 async def test_a_refused_registration_logs_the_proxys_reason(text, model_dir, caplog):
