@@ -9,9 +9,11 @@ again. Imports no engine: the children do.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import enum
 import functools
+import itertools
 import json
 import os
 import re
@@ -29,6 +31,7 @@ import aiohttp
 from pdserve.commands.announce import given_lines, program, title
 from pdserve.commands.children import Child, ChildFailedError, ChildSpec
 from pdserve.commands.demo import DemoFailedError, Question, ask, wait_ready
+from pdserve.commands.doctor import Peer, Verdict, compatible
 from pdserve.commands.model_directory import model_directory
 from pdserve.commands.running import require_free, run_until_signalled
 from pdserve.config.boxed import BOXED
@@ -299,7 +302,11 @@ class Supervisor:
         self._lives: list[asyncio.Task[None]] = []
 
     async def run(self) -> int:
-        """Start, show, serve; returns the exit code."""
+        """Start, show, serve; returns the exit code.
+
+        Raises:
+            ConfigError: The engines cannot exchange KV.
+        """
         started_s = time.monotonic()
         self._demo_line = asyncio.get_running_loop().create_future()
         self._lives = [asyncio.create_task(child.run()) for child in self._children]
@@ -311,6 +318,8 @@ class Supervisor:
                 except TimeoutError:
                     say(f"Not ready after {self._config.start_timeout_s:g} s (--start-timeout).")
                     return 1
+                with contextlib.suppress(aiohttp.ClientError):  # one that has just died is told of
+                    await self._require_pairs(session)
                 self._is_ready = True
                 answered = await self._while_alive(self._demo(session))
             if self._config.once or not answered:
@@ -354,6 +363,26 @@ class Supervisor:
         async with asyncio.TaskGroup() as group:
             for member, child in zip(self._members, self._children, strict=True):
                 group.create_task(one(member, child))
+
+    async def _require_pairs(self, session: aiohttp.ClientSession) -> None:
+        """Check that KV can go from every prefill engine to every decode engine.
+
+        The proxy would serve all the same: each request on one engine.
+
+        Raises:
+            ConfigError: It cannot; the message names what differs.
+        """
+        peers: dict[str, list[Peer]] = {"prefill": [], "decode": []}
+        for member in self._members:
+            if member.role != "proxy":
+                async with session.get(f"{member.url}/pdserve/info") as response:
+                    engine = (await response.json())["engine"]
+                digest, layout = engine["layout_digest"], engine["layout"]
+                peers[member.role].append(Peer(member.url, member.role, digest, layout))
+        for one, other in itertools.product(peers["prefill"], peers["decode"]):
+            finding = compatible(one, other)
+            if finding.verdict is not Verdict.OK:
+                raise ConfigError(f"{finding.text}; {finding.remedy}")
 
     async def _demo(self, session: aiohttp.ClientSession) -> bool:
         """Send the demo request; False if it was not answered."""

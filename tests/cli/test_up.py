@@ -107,6 +107,18 @@ def test_the_demo_answers_shows_where_its_time_went_and_ends(
     assert sum(stages) == pytest.approx(float(summary[1]), abs=0.1 * len(stages))
 
 
+@pytest.mark.parametrize("once", [["--once"], []])
+def test_engines_that_cannot_pair_are_an_error(
+    model: Path, tmp_path: Path, make: list[Up], once: list[str]
+) -> None:
+    up = Up(model, tmp_path, *once, "--prefill.dtype", "float32", "--decode.dtype", "bfloat16")
+    make.append(up)
+    assert up.process.wait(150) == 3, up.out + up.err
+    assert up.end() == 3
+    assert "dtype float32 and bfloat16" in up.err
+    assert "start both with the same model and --dtype" in up.err
+
+
 def test_a_quiet_demo_still_shows_where_its_time_went(
     model: Path, tmp_path: Path, make: list[Up]
 ) -> None:
