@@ -1,11 +1,14 @@
 """What one request forbids, favours and penalises, applied to its row of logits.
 
 Order and formulas are vLLM's: bias, then repetition, frequency and presence penalties,
-then masks. Requests without any of these have no `LogitRules` and cost nothing.
+then masks. Requests without any of these have no `LogitRules` and cost nothing. What does not
+change from token to token is made once, when a request joins the batch; a token costs a few
+operations on its row, however many rules there are.
 """
 
 from __future__ import annotations
 
+from collections import defaultdict
 from typing import TYPE_CHECKING
 
 import torch
@@ -18,6 +21,9 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from pdserve.wire.sampling import SamplingParams
+
+
+_MIN_GROWTH = 64
 
 
 class LogitRules:
@@ -44,18 +50,25 @@ class LogitRules:
     ) -> None:
         self._device = device
         self._vocab_size = vocab_size
-        self._bias = {t: b for t, b in params.logit_bias.items() if 0 <= t < vocab_size}
-        self._allowed = (
-            None if params.allowed_token_ids is None else self._indices(params.allowed_token_ids)
-        )
-        if self._allowed is not None and not len(self._allowed):
-            raise InternalError(
-                f"a request allows only {params.allowed_token_ids} of {vocab_size} tokens: the "
-                "server should have refused it"
-            )
-        self._bad_words = [word for word in params.bad_words if word]
+        biased = {t: b for t, b in params.logit_bias.items() if 0 <= t < vocab_size}
+        self._biased = torch.tensor(list(biased), dtype=torch.int64, device=device)
+        self._bias = torch.tensor(list(biased.values()), dtype=torch.float32, device=device)
+        self._forbidden: Tensor | None = None
+        if params.allowed_token_ids is not None:
+            allowed = self._indices(params.allowed_token_ids)
+            if not len(allowed):
+                raise InternalError(
+                    f"a request allows only {params.allowed_token_ids} of {vocab_size} tokens: "
+                    "the server should have refused it"
+                )
+            self._forbidden = torch.ones(vocab_size, dtype=torch.bool, device=device)
+            self._forbidden[allowed] = False
+        self._bad_words = _BadWords(params.bad_words)
         self._min_tokens = params.min_tokens
-        self._stop_ids = params.eos_token_ids + params.stop_token_ids
+        singles = self._bad_words.singles
+        stops = params.eos_token_ids + params.stop_token_ids if params.min_tokens else ()
+        self._avoided = self._indices(singles)
+        self._avoided_at_first = self._indices({*singles, *stops})
         self._outputs = list(outputs)
         self._penalties = (
             _Penalties(params, prompt, outputs, device) if _has_penalties(params) else None
@@ -84,41 +97,60 @@ class LogitRules:
         `allowed_token_ids` always holds. Where bad words and minimum tokens would leave
         no token at all, they give way.
         """
-        if self._bias:
-            index = torch.tensor(list(self._bias), device=self._device)
-            row[index] += torch.tensor(list(self._bias.values()), device=self._device)
+        if len(self._biased):
+            row[self._biased] += self._bias
         if self._penalties is not None:
             self._penalties.apply(row)
-        if self._allowed is not None:
-            kept = row[self._allowed]
-            row.fill_(-torch.inf)
-            row[self._allowed] = kept
-        avoided = self._avoided()
-        if avoided:
-            index = self._indices(avoided)
-            before = row[index]
-            row[index] = -torch.inf
+        if self._forbidden is not None:
+            row.masked_fill_(self._forbidden, -torch.inf)
+        is_at_first = len(self._outputs) < self._min_tokens
+        avoided = self._avoided_at_first if is_at_first else self._avoided
+        completed = self._bad_words.completed_by(self._outputs)
+        if completed:
+            avoided = torch.cat([avoided, self._indices(completed)]).unique()
+        if len(avoided):
+            before = row[avoided]
+            row[avoided] = -torch.inf
             if row.max() == -torch.inf:
-                row[index] = before
-
-    def _avoided(self) -> set[int]:
-        avoided: set[int] = set()
-        if len(self._outputs) < self._min_tokens:
-            avoided.update(self._stop_ids)
-        for *head, last in self._bad_words:
-            if len(head) <= len(self._outputs) and (
-                head == self._outputs[len(self._outputs) - len(head) :]
-            ):
-                avoided.add(last)
-        return avoided
+                row[avoided] = before
 
     def _indices(self, token_ids: Iterable[int]) -> Tensor:
         inside = sorted({t for t in token_ids if 0 <= t < self._vocab_size})
         return torch.tensor(inside, dtype=torch.int64, device=self._device)
 
 
+class _BadWords:
+    """Token sequences by what they begin with. To look one up takes one step per length of these.
+
+    Attributes:
+        singles: Words of one token, which are always to be avoided.
+    """
+
+    def __init__(self, words: Iterable[Sequence[int]]) -> None:
+        self.singles: set[int] = set()
+        self._lasts: dict[tuple[int, ...], set[int]] = defaultdict(set)
+        for *head, last in filter(None, words):
+            if head:
+                self._lasts[tuple(head)].add(last)
+            else:
+                self.singles.add(last)
+        self._lengths = sorted({len(head) for head in self._lasts})
+
+    def completed_by(self, outputs: Sequence[int]) -> set[int]:
+        """Tokens that would complete a word of several tokens."""
+        found: set[int] = set()
+        for length in self._lengths:
+            if length > len(outputs):
+                break
+            found |= self._lasts.get(tuple(outputs[-length:]), set())
+        return found
+
+
 class _Penalties:
-    """Distinct tokens seen, with how often each is in the output. O(distinct) per step."""
+    """Distinct tokens seen, with how often each is in the output. O(1) per token in Python.
+
+    Prompt and output ids are in `_index[:_num]`, their counts beside them; there is room for more.
+    """
 
     def __init__(
         self,
@@ -130,17 +162,25 @@ class _Penalties:
         self._repetition = params.repetition_penalty
         self._frequency = params.frequency_penalty
         self._presence = params.presence_penalty
-        self._device = device
-        self._counts = dict.fromkeys(prompt, 0)
+        counts = dict.fromkeys(prompt, 0)
         for token_id in outputs:
-            self.note(token_id)
+            counts[token_id] = counts.get(token_id, 0) + 1
+        self._place = {token_id: place for place, token_id in enumerate(counts)}
+        self._index = torch.tensor(list(counts), dtype=torch.int64, device=device)
+        self._count = torch.tensor(list(counts.values()), dtype=torch.float32, device=device)
 
     def note(self, token_id: int) -> None:
-        self._counts[token_id] = self._counts.get(token_id, 0) + 1
+        place = self._place.setdefault(token_id, len(self._place))
+        if place == len(self._index):
+            more = max(_MIN_GROWTH, place)
+            self._index = torch.cat([self._index, self._index.new_zeros(more)])
+            self._count = torch.cat([self._count, self._count.new_zeros(more)])
+        self._index[place] = token_id
+        self._count[place] += 1
 
     def apply(self, row: Tensor) -> None:
-        index = torch.tensor(list(self._counts), device=self._device)
-        count = torch.tensor(list(self._counts.values()), dtype=torch.float32, device=self._device)
+        num_seen = len(self._place)
+        index, count = self._index[:num_seen], self._count[:num_seen]
         seen = row[index]
         seen = torch.where(seen > 0, seen / self._repetition, seen * self._repetition)
         seen -= self._frequency * count
