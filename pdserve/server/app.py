@@ -90,6 +90,7 @@ def build_app(
     )
     app[SERVICE] = service
     app.cleanup_ctx.append(_loop_lag)
+    app.cleanup_ctx.append(_text_work)
     app.on_response_prepare.append(_return_id)
     app.add_routes(
         [
@@ -292,6 +293,13 @@ async def _end_engine(client: EngineClient, stop: _StopSignals, timeout_s: float
             await ending
     finally:
         insisted.cancel()
+
+
+async def _text_work(app: web.Application) -> AsyncGenerator[None, None]:
+    service = app[SERVICE]
+    yield
+    service.prompt_work.close()
+    service.tool_work.close()
 
 
 async def _loop_lag(app: web.Application) -> AsyncGenerator[None, None]:

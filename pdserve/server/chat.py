@@ -2,33 +2,36 @@
 
 from __future__ import annotations
 
-import asyncio
 import functools
 from typing import TYPE_CHECKING, Any
 
 from aiohttp import web
 
 from pdserve.errors import BadRequestError
-from pdserve.server.intake import LONG_TEXT_CHARS, created_s, encode_prompts, make_job, wants_stages
+from pdserve.server.intake import created_s, encode_prompts, make_job, wants_stages
 from pdserve.server.logprobs import chat_logprobs, prompt_logprobs
 from pdserve.server.protocol import ChatRequest, parse_body
 from pdserve.server.reply import finish_name, hop_events, send_json
 from pdserve.server.service import SERVICE, read_body
 from pdserve.server.sse import EventStream
+from pdserve.server.text_work import refuse_many_messages
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from pdserve.server.job import Delta, Job
+    from pdserve.server.text_work import TextWork
     from pdserve.text.load import Text
     from pdserve.text.tokenizer import Tokenizer
 
 
 async def render_chat(
+    work: TextWork,
     text: Text,
     messages: Sequence[Mapping[str, Any]],
     *,
     num_bytes: int,
+    max_model_len: int,
     now_s: float,
     add_generation_prompt: bool,
     variables: Mapping[str, Any] | None,
@@ -39,7 +42,9 @@ async def render_chat(
         num_bytes: How large the body is that they came in.
 
     Raises:
-        BadRequestError: The model has no chat template, or it refuses the messages.
+        BadRequestError: The model has no chat template, it refuses the messages, or they are
+            too many.
+        OverloadedError: Too many long ones wait already.
     """
     if text.chat_template is None:
         raise BadRequestError(
@@ -47,6 +52,7 @@ async def render_chat(
             "--chat-template FILE",
             param="messages",
         )
+    refuse_many_messages(len(messages), num_bytes, max_model_len)
     render = functools.partial(
         text.chat_template.render,
         messages,
@@ -54,7 +60,7 @@ async def render_chat(
         add_generation_prompt=add_generation_prompt,
         variables=variables,
     )
-    return render() if num_bytes < LONG_TEXT_CHARS else await asyncio.to_thread(render)
+    return await work.run(render, num_bytes, len(messages))
 
 
 async def create_chat_completion(request: web.Request) -> web.StreamResponse:
@@ -64,11 +70,13 @@ async def create_chat_completion(request: web.Request) -> web.StreamResponse:
     del data  # the answer may take minutes
     service = request.app[SERVICE]
     service.resolve_model(body.model)
-    text, _ = service.require_ready()
+    text, info = service.require_ready()
     prompt = await render_chat(
+        service.prompt_work,
         text,
         body.messages,
         num_bytes=num_bytes,
+        max_model_len=info.max_model_len,
         now_s=created_s(request, body),
         add_generation_prompt=body.add_generation_prompt is not False,
         variables=body.chat_template_kwargs,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import math
 import secrets
 from typing import TYPE_CHECKING
@@ -10,11 +9,12 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from pdserve.config.schema import SchedulingPolicy, is_loopback
-from pdserve.errors import BadRequestError, ContextLengthError, HandoffRefusedError
+from pdserve.errors import BadRequestError, HandoffRefusedError
 from pdserve.server.handoff import DecodeHop, PrefillHop, parse_hop
 from pdserve.server.planning import plan
-from pdserve.server.sampling import output_limit, resolve_sampling, spellings_of
+from pdserve.server.sampling import check_token_ids, output_limit, resolve_sampling, spellings_of
 from pdserve.server.service import REQUEST_ID, SERVICE, START_S
+from pdserve.server.text_work import encode, refuse_long_prompt
 from pdserve.wire.request import OnLoadFailure
 from pdserve.wire.trace import SliceEvent
 
@@ -25,27 +25,11 @@ if TYPE_CHECKING:
 
     from pdserve.server.job import Job
     from pdserve.server.protocol import SamplingFields
-    from pdserve.text.tokenizer import Tokenizer
 
 TIME_LEFT_HEADER = "X-Pdserve-Time-Left"
 """Seconds from the request's arrival after which the answer is of no use."""
 STAGES_HEADER = "X-Pdserve-Stages"
-LONG_TEXT_CHARS = 1 << 14
-"""What takes some milliseconds and belongs into a thread."""
 _SEED_BITS = 63
-
-
-async def encode(
-    tokenizer: Tokenizer, texts: Sequence[str], *, add_special_tokens: bool
-) -> list[list[int]]:
-    """Tokenize without holding up the event loop: what is long together, in a thread."""
-
-    def encode_all() -> list[list[int]]:
-        return [tokenizer.encode(text, add_special_tokens=add_special_tokens) for text in texts]
-
-    if sum(map(len, texts)) < LONG_TEXT_CHARS:
-        return encode_all()
-    return await asyncio.to_thread(encode_all)
 
 
 async def encode_prompts(
@@ -57,22 +41,17 @@ async def encode_prompts(
         field: Where they stand in the body.
 
     Raises:
-        ContextLengthError: One of them is longer than any that has room; that is said before
-            it is tokenized, which may take minutes.
+        ContextLengthError: One of them is longer than any that has room.
+        OverloadedError: Too many long ones wait already.
     """
     service = request.app[SERVICE]
     text, info = service.require_ready()
-    widest = text.tokenizer.max_chars_per_token
     for prompt in texts:
-        if widest is not None and len(prompt) > widest * info.max_model_len:
-            num_tokens = -(-len(prompt) // widest)
-            raise ContextLengthError(
-                f"This model's maximum context length is {info.max_model_len} tokens, but the "
-                f"request has {num_tokens} tokens of prompt or more; shorten the prompt.",
-                param=field,
-            )
+        refuse_long_prompt(prompt, text.tokenizer, info.max_model_len, field=field)
     start_s = service.clock.monotonic_s()
-    prompts = await encode(text.tokenizer, texts, add_special_tokens=add_special_tokens)
+    prompts = await encode(
+        service.prompt_work, text.tokenizer, texts, add_special_tokens=add_special_tokens
+    )
     facts: dict[str, int | float | str] = {
         "request": request[REQUEST_ID],
         "tokens": sum(map(len, prompts)),
@@ -80,13 +59,6 @@ async def encode_prompts(
     now_s = service.clock.monotonic_s()
     service.recorder.add(SliceEvent(now_s, start_s, "tokenizer", "tokenize", facts))
     return prompts
-
-
-async def decode(tokenizer: Tokenizer, token_ids: Sequence[int]) -> str:
-    """The inverse, special tokens included; long lists in a thread."""
-    if len(token_ids) < LONG_TEXT_CHARS:
-        return tokenizer.decode(token_ids, skip_special_tokens=False)
-    return await asyncio.to_thread(tokenizer.decode, token_ids, skip_special_tokens=False)
 
 
 def created_s(request: web.Request, fields: SamplingFields) -> int:
@@ -179,7 +151,10 @@ async def make_job(
             field="n" if fields.num_choices > 1 else prompt_field,
         )
     bad_words = await encode(
-        text.tokenizer, spellings_of(fields.bad_words or ()), add_special_tokens=False
+        service.prompt_work,
+        text.tokenizer,
+        spellings_of(fields.bad_words or ()),
+        add_special_tokens=False,
     )
     resolved = resolve_sampling(
         fields,
@@ -218,12 +193,7 @@ async def make_job(
 def _check_prompt(prompt: list[int], vocab_size: int, field: str) -> None:
     if not prompt:
         raise BadRequestError(f"{field}: the prompt is empty", param=field)
-    if not 0 <= min(prompt) <= max(prompt) < vocab_size:
-        wrong = next(token_id for token_id in prompt if not 0 <= token_id < vocab_size)
-        raise BadRequestError(
-            f"{field} has token id {wrong}: the vocabulary has ids 0 to {vocab_size - 1}",
-            param=field,
-        )
+    check_token_ids(field, prompt, vocab_size)
 
 
 def _check_size(

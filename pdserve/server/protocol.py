@@ -18,8 +18,13 @@ from pdserve.server.handoff import KVTransferParams
 MAX_LOGPROBS = 20
 MAX_CHOICES = 1024
 MAX_STOPS = 64
+MAX_STOP_CHARS = 4096
+"""Over all stop strings: the end of the text is held against each of them for each token."""
+MAX_STOP_TOKEN_IDS = 128
 MAX_BAD_WORDS = 1024
-"""The engine looks at each of them for each token."""
+MAX_BAD_WORDS_CHARS = 1 << 14
+MAX_LOGIT_BIAS = 1024
+"""As vLLM has it, like the number of stop token ids."""
 MAX_TEMPERATURE = 1000.0
 MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY = 0.01, 100.0
 """Beyond these, logits are no longer finite in single precision."""
@@ -342,13 +347,7 @@ def _check_ranges(body: SamplingFields) -> None:
         raise BadRequestError("top_p is 0: it must be above 0 and at most 1", param="top_p")
     if "" in body.stops:
         raise BadRequestError("stop must not contain an empty string", param="stop")
-    if len(body.stops) > MAX_STOPS:
-        raise BadRequestError(f"stop has more than {MAX_STOPS} strings", param="stop")
-    if len(body.bad_words or ()) > MAX_BAD_WORDS:
-        raise BadRequestError(
-            f"bad_words has more than {MAX_BAD_WORDS} words: use logit_bias for words of one token",
-            param="bad_words",
-        )
+    _check_sizes(body)
     if body.bad_words is not None and not all(word.strip() for word in body.bad_words):
         raise BadRequestError("bad_words must not contain an empty word", param="bad_words")
     if body.allowed_token_ids == []:
@@ -390,3 +389,23 @@ def _check(name: str, value: float | None, minimum: float, maximum: float | None
         return
     limits = f"at least {minimum}" if maximum is None else f"between {minimum} and {maximum}"
     raise BadRequestError(f"{name} is {value}: it must be {limits}", param=name)
+
+
+def _check_sizes(body: SamplingFields) -> None:
+    """Bound what an engine, or this event loop, looks through for each token."""
+    stops, words = body.stops, body.bad_words or ()
+    biases, stop_ids = body.logit_bias or (), body.stop_token_ids or ()
+    chars = "characters in all"
+    many = "to allow or forbid many tokens, use allowed_token_ids"
+    for name, size, maximum, what, remedy in (
+        ("stop", len(stops), MAX_STOPS, "strings", "give fewer"),
+        ("stop", sum(map(len, stops)), MAX_STOP_CHARS, chars, "shorten the strings"),
+        ("stop_token_ids", len(stop_ids), MAX_STOP_TOKEN_IDS, "ids", "give fewer"),
+        ("bad_words", len(words), MAX_BAD_WORDS, "words", "forbid single tokens by logit_bias"),
+        ("bad_words", sum(map(len, words)), MAX_BAD_WORDS_CHARS, chars, "give fewer words"),
+        ("logit_bias", len(biases), MAX_LOGIT_BIAS, "tokens", many),
+    ):
+        if size > maximum:
+            raise BadRequestError(
+                f"{name} has {size} {what}: it may have {maximum} at most; {remedy}", param=name
+            )

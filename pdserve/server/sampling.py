@@ -12,7 +12,7 @@ from pdserve.errors import BadRequestError, ContextLengthError
 from pdserve.wire.sampling import SamplingParams
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Collection, Iterable, Sequence
 
     from pdserve.server.protocol import SamplingFields
     from pdserve.text.load import Text
@@ -94,10 +94,16 @@ def resolve_sampling(
     """
     defaults = text.defaults
     temperature = _given(fields.temperature, defaults.temperature)
-    _check_ids("stop_token_ids", fields.stop_token_ids or [], text.vocab_size)
-    _check_ids("allowed_token_ids", fields.allowed_token_ids or [], text.vocab_size)
-    _check_ids("logit_bias", list(fields.logit_bias or {}), text.vocab_size)
     allowed = fields.allowed_token_ids
+    if len(allowed or ()) > text.vocab_size:
+        raise BadRequestError(
+            f"allowed_token_ids has {len(allowed or ())} ids: the vocabulary has no more than "
+            f"{text.vocab_size}; name each once",
+            param="allowed_token_ids",
+        )
+    check_token_ids("stop_token_ids", fields.stop_token_ids or (), text.vocab_size)
+    check_token_ids("allowed_token_ids", allowed or (), text.vocab_size)
+    check_token_ids("logit_bias", fields.logit_bias or (), text.vocab_size)
     words = dict.fromkeys(tuple(word) for word in bad_words if word)
     return SamplingParams(
         max_tokens=max_tokens,
@@ -133,10 +139,15 @@ def _given(value: T | None, default: T) -> T:
     return default if value is None else value
 
 
-def _check_ids(name: str, token_ids: Sequence[int], vocab_size: int) -> None:
-    for token_id in token_ids:
-        if not 0 <= token_id < vocab_size:
-            raise BadRequestError(
-                f"{name} has token id {token_id}: the vocabulary has ids 0 to {vocab_size - 1}",
-                param=name,
-            )
+def check_token_ids(name: str, token_ids: Collection[int], vocab_size: int) -> None:
+    """Refuse ids that are not in the vocabulary.
+
+    Raises:
+        BadRequestError: One of them is not.
+    """
+    if token_ids and not 0 <= min(token_ids) <= max(token_ids) < vocab_size:
+        wrong = next(token_id for token_id in token_ids if not 0 <= token_id < vocab_size)
+        raise BadRequestError(
+            f"{name} has token id {wrong}: the vocabulary has ids 0 to {vocab_size - 1}",
+            param=name,
+        )

@@ -12,6 +12,7 @@ from pdserve.errors import EngineDeadError, NotFoundError, UnavailableError
 from pdserve.observe.clock import SystemClock
 from pdserve.observe.trace import Recorder
 from pdserve.server.recent import Recent
+from pdserve.server.text_work import TextWork
 
 if TYPE_CHECKING:
     from pdserve.config.schema import EngineConfig, ServerConfig
@@ -44,6 +45,9 @@ class Service:
         recorder: What traces are made from.
         bodies: Reads the bodies of requests.
         verifier: Knows what proxies of this deployment send.
+        prompt_work: Renders and tokenizes prompts.
+        tool_work: Does the same, and the inverse, for `/tokenize` and `/detokenize`, behind
+            which no prompt waits.
     """
 
     client: EngineClient
@@ -61,6 +65,12 @@ class Service:
     recent: Recent = field(default_factory=Recent)
     recorder: Recorder = field(default_factory=Recorder)
     created_s: int = 0
+    prompt_work: TextWork = field(
+        default_factory=lambda: TextWork("prompts", num_threads=2, max_jobs=128)
+    )
+    tool_work: TextWork = field(
+        default_factory=lambda: TextWork("tokens", num_threads=1, max_jobs=8)
+    )
 
     @property
     def model_names(self) -> tuple[str, ...]:

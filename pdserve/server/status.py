@@ -11,12 +11,17 @@ import pdserve
 from pdserve.errors import BadRequestError
 from pdserve.observe.metrics import CONTENT_TYPE
 from pdserve.server.chat import render_chat
-from pdserve.server.intake import decode, encode
 from pdserve.server.protocol import DetokenizeRequest, TokenizeRequest, parse_body
+from pdserve.server.sampling import check_token_ids
 from pdserve.server.service import SERVICE, read_body
+from pdserve.server.text_work import refuse_more
 
 if TYPE_CHECKING:
     from pdserve.server.service import Service
+
+MAX_TOOL_CHARS = 4 << 20
+MAX_TOOL_TOKENS = 1 << 20
+"""What `/tokenize` and `/detokenize` take: about a second's work."""
 
 
 async def health(request: web.Request) -> web.Response:
@@ -111,29 +116,36 @@ async def tokenize(request: web.Request) -> web.Response:
     text, info = service.require_ready()
     if (body.prompt is None) == (body.messages is None):
         raise BadRequestError("give either prompt or messages", param="prompt")
-    prompt, special = body.prompt, body.add_special_tokens is not False
+    prompt, special = body.prompt or "", body.add_special_tokens is not False
     if body.messages is not None:
         special = bool(body.add_special_tokens)
         prompt = await render_chat(
+            service.tool_work,
             text,
             body.messages,
             num_bytes=len(data),
+            max_model_len=info.max_model_len,
             now_s=service.clock.wall_s(),
             add_generation_prompt=body.add_generation_prompt is not False,
             variables=body.chat_template_kwargs,
         )
-    [tokens] = await encode(text.tokenizer, [prompt or ""], add_special_tokens=special)
-    spellings = None
-    if body.return_token_strs:
-        spellings = [text.tokenizer.token(token_id) for token_id in tokens]
-    return _json(
-        {
-            "count": len(tokens),
-            "max_model_len": info.max_model_len,
-            "tokens": tokens,
-            "token_strs": spellings,
-        }
-    )
+    refuse_more("prompt", len(prompt), MAX_TOOL_CHARS, "characters")
+
+    def answer() -> bytes:
+        tokens = text.tokenizer.encode(prompt, add_special_tokens=special)
+        spellings = None
+        if body.return_token_strs:
+            spellings = [text.tokenizer.token(token_id) for token_id in tokens]
+        return msgspec.json.encode(
+            {
+                "count": len(tokens),
+                "max_model_len": info.max_model_len,
+                "tokens": tokens,
+                "token_strs": spellings,
+            }
+        )
+
+    return _json_bytes(await service.tool_work.run(answer, len(prompt)))
 
 
 async def detokenize(request: web.Request) -> web.Response:
@@ -142,14 +154,20 @@ async def detokenize(request: web.Request) -> web.Response:
     service = request.app[SERVICE]
     service.resolve_model(body.model)
     text, _ = service.require_ready()
-    for token_id in body.tokens:
-        if not 0 <= token_id < text.vocab_size:
-            raise BadRequestError(
-                f"tokens has id {token_id}: the vocabulary has ids 0 to {text.vocab_size - 1}",
-                param="tokens",
-            )
-    return _json({"prompt": await decode(text.tokenizer, body.tokens)})
+    token_ids = body.tokens
+    refuse_more("tokens", len(token_ids), MAX_TOOL_TOKENS, "ids")
+    check_token_ids("tokens", token_ids, text.vocab_size)
+
+    def answer() -> bytes:
+        prompt = text.tokenizer.decode(token_ids, skip_special_tokens=False)
+        return msgspec.json.encode({"prompt": prompt})
+
+    return _json_bytes(await service.tool_work.run(answer, len(token_ids)))
 
 
 def _json(value: dict[str, Any]) -> web.Response:
-    return web.Response(body=msgspec.json.encode(value), content_type="application/json")
+    return _json_bytes(msgspec.json.encode(value))
+
+
+def _json_bytes(body: bytes) -> web.Response:
+    return web.Response(body=body, content_type="application/json")

@@ -107,7 +107,7 @@ class LogitRules:
         avoided = self._avoided_at_first if is_at_first else self._avoided
         completed = self._bad_words.completed_by(self._outputs)
         if completed:
-            avoided = torch.cat([avoided, self._indices(completed)]).unique()
+            avoided = torch.cat([avoided, self._indices(completed)])
         if len(avoided):
             before = row[avoided]
             row[avoided] = -torch.inf

@@ -37,6 +37,7 @@ class Builds(TorchFunctionMode):
 class Word(tuple[int, ...]):
     """A word that counts how often any of its kind was looked at."""
 
+    __slots__ = ()
     num_looks = 0
 
     def __iter__(self) -> Iterator[int]:
@@ -47,7 +48,7 @@ class Word(tuple[int, ...]):
 def test_a_token_builds_nothing_however_many_rules_its_request_has() -> None:
     rules = LogitRules(
         params(
-            logit_bias={token: 0.5 for token in range(VOCAB)},
+            logit_bias=dict.fromkeys(range(VOCAB), 0.5),
             allowed_token_ids=tuple(range(1, VOCAB)),
             bad_words=tuple((token,) for token in range(100, 2000)),
             min_tokens=5,
