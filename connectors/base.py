@@ -222,6 +222,9 @@ class ConnectorContext(msgspec.Struct, frozen=True, kw_only=True):
 class KVConnectorScheduler(abc.ABC):
     """The half beside the scheduler. One thread, no I/O, no clock of its own.
 
+    A method about a request that has not started may raise: then nothing has changed, and the
+    scheduler ends that request alone, with an error.
+
     Attributes:
         faults: Count by name of what should stay rare, since the engine started.
     """

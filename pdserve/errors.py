@@ -217,7 +217,10 @@ class HandoffRefusedError(PeerError):
 
 
 class InternalError(Exception):
-    """An illegal move inside pdserve. Never caught but at the top of a `run` loop."""
+    """An illegal move inside pdserve.
+
+    Caught at the top of a `run` loop; and where a request is taken, which it then ends alone.
+    """
 
 
 class PeerLostError(InternalError):

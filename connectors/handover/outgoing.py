@@ -20,8 +20,9 @@ nothing to settle: it is forgotten when it is aborted.
 from __future__ import annotations
 
 import enum
+import math
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from pdserve.connectors.bygone import Bygone
 from pdserve.connectors.handover.instructions import Chunk, End, Expect, Stop
@@ -38,6 +39,9 @@ if TYPE_CHECKING:
     from pdserve.wire.ids import BlockId, RequestId
     from pdserve.wire.step import SchedulerOutput
     from pdserve.wire.transfer import PushTicket, Registered, Settled, Withdrawn
+
+_TICKETS_REMEMBERED: Final = 1 << 14
+"""More than a quorum remembers pushes: of one that is over for it, nothing would come any more."""
 
 
 class _Stage(enum.Enum):
@@ -80,7 +84,7 @@ class Outgoing:
         self._clock = clock
         self._pushes: dict[str, _Push] = {}
         self._push_of: dict[RequestId, _Push] = {}
-        self._tickets: Bygone[None] = Bygone()
+        self._tickets: Bygone[None] = Bygone(_TICKETS_REMEMBERED)
         self._leased: dict[RequestId, str] = {}
         self._leased_by_nonce: dict[str, RequestId] = {}
         self._chunks: list[Chunk] = []
@@ -102,7 +106,7 @@ class Outgoing:
         if nonce in self._tickets:
             self._faults["ticket_replayed"] += 1
             return
-        self._tickets.add(nonce, None, now_s=now_s, until_s=expires_s)
+        self._tickets.add(nonce, None, now_s=now_s, until_s=math.inf)
         push = _Push(nonce, request.request_id, len(request.prompt_token_ids))
         self._pushes[nonce] = push
         if expires_s <= now_s:

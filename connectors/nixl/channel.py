@@ -18,6 +18,7 @@ import msgspec
 
 from pdserve.connectors.nixl.frames import MAX_PAYLOAD_BYTES, Fault, FrameError, FrameSession
 from pdserve.errors import ConfigError, PeerError
+from pdserve.wire.seal import UNREADABLE
 from pdserve.wire.transfer import Endpoint
 
 _READ_BYTES = 1 << 16
@@ -34,9 +35,6 @@ _OPTIONS = (
 )
 
 R = TypeVar("R")
-
-# msgspec says the last two of text that is no UTF-8, and of lists in lists without end.
-_UNDECODABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
 
 
 class ClosedError(PeerError):
@@ -139,7 +137,7 @@ class Connection(Generic[R]):
         self._flush()
         try:
             return [self._decoder.decode(payload) for payload in payloads]
-        except _UNDECODABLE as error:
+        except UNREADABLE as error:
             raise FrameError(Fault.MALFORMED, f"{self.peer}: {error}") from error
 
     def close(self) -> None:

@@ -53,6 +53,7 @@ from pdserve.wire.codec import (
     id_in_unreadable,
     to_engine,
 )
+from pdserve.wire.seal import UNREADABLE
 from pdserve.wire.trace import Part
 
 if TYPE_CHECKING:
@@ -221,7 +222,7 @@ class EngineProcess:
                 break
             try:
                 message = self._decode.decode(frame)
-            except msgspec.DecodeError as error:
+            except UNREADABLE as error:
                 self._refuse(frame, error)
                 has_input = True
             else:
@@ -280,7 +281,7 @@ class EngineProcess:
             del self._pieces[0]
         self._publish(piece)
 
-    def _refuse(self, frame: bytes, error: msgspec.DecodeError) -> None:
+    def _refuse(self, frame: bytes, error: Exception) -> None:
         """One message that cannot be read is no reason to end everybody's requests."""
         request_id = id_in_unreadable(frame)
         if request_id is None:

@@ -14,6 +14,8 @@ from pdserve.scheduler.plan import plan_admission
 from pdserve.scheduler.request import State
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from pdserve.config.schema import SchedulerConfig
     from pdserve.connectors.base import KVConnectorScheduler
     from pdserve.kvcache.manager import KVCacheManager, PrefixHit
@@ -26,7 +28,11 @@ if TYPE_CHECKING:
 
 
 class Admitter:
-    """Takes from the head of the queue of `roster`."""
+    """Takes from the head of the queue of `roster`.
+
+    Args:
+        end_broken: Ends a request alone, with its blocks, over which this has failed.
+    """
 
     def __init__(
         self,
@@ -38,6 +44,7 @@ class Admitter:
         connector: KVConnectorScheduler,
         ladder: Ladder,
         counts: Counts,
+        end_broken: Callable[[RequestId, Exception, float], None],
     ) -> None:
         self._config = config
         self._kv = kv
@@ -46,6 +53,7 @@ class Admitter:
         self._connector = connector
         self._ladder = ladder
         self._counts = counts
+        self._end_broken = end_broken
         self._min_reserved_blocks = kv.pool.num_blocks // 100
 
     def admit(self, now_s: float, budget: int) -> dict[RequestId, int]:
@@ -64,56 +72,78 @@ class Admitter:
             request = waiting.peek()
             if request is None:
                 break
-            hit = self._prefixes.match(request)
-            match = self._connector.get_num_new_matched_tokens(request, hit.num_tokens)
-            if match is None and request.is_pushed_away:
-                waiting.stand_aside(request)
-                request.times.wait_for_peer(now_s)
-                request.note(now_s, "waits for D to register its blocks")
+            try:
+                num_tokens = self._admit_next(request, now_s, budget, asked_to_wait)
+            except Exception as error:  # noqa: BLE001 - whatever it is, it ends this request alone
+                self._end_broken(request.request_id, error, now_s)
                 continue
-            if match is None:
-                waiting.remove(request)
-                asked_to_wait.append(request)
-                continue
-            is_load = match.num_tokens > 0 and match.is_async
-            if request.is_pushed_here and not is_load and not request.output_token_ids:
-                raise InternalError(f"no peer is to write its blocks\n{request.story()}")
-            # What a peer writes, or is written from, is not moved to make it grow: its first
-            # token has its block from the start, too.
-            is_pinned = request.is_pushed_away and self._connector.holds_blocks(request)
-            num_to_hold = request.num_tokens + (is_pinned or request.is_pushed_here)
-            computed = hit.num_tokens + match.num_tokens
-            admission = plan_admission(
-                num_tokens=num_to_hold,
-                num_computed=computed,
-                num_hit_blocks=len(hit.blocks),
-                num_hit_free=hit.num_free,
-                token_budget=num_to_hold if is_load else budget,
-                num_free_blocks=self._kv.pool.num_free,
-                num_reserved_blocks=self._num_reserved_blocks(),
-                block_size=self._kv.block_size,
-                may_split=self._config.enable_chunked_prefill,
-                max_of_one=0 if is_load else self._config.long_prefill_token_threshold,
-            )
-            if admission is None or admission.num_tokens == 0:
+            if num_tokens is None:
                 break
-            waiting.note_start(request)
-            if is_load:
-                self._start_load(request, hit, match.num_tokens, num_to_hold, now_s)
-                continue
-            num_tokens = min(admission.num_tokens, request.num_tokens - computed)
-            self._start(
-                request,
-                hit,
-                match.num_tokens,
-                num_to_hold if is_pinned else computed + num_tokens,
-                now_s,
-            )
-            scheduled[request.request_id] = num_tokens
-            budget -= num_tokens
+            if num_tokens:
+                scheduled[request.request_id] = num_tokens
+                budget -= num_tokens
         for request in asked_to_wait:
             waiting.push(request)
         return scheduled
+
+    def _admit_next(
+        self, request: Request, now_s: float, budget: int, asked_to_wait: list[Request]
+    ) -> int | None:
+        """Start the request that comes next, or take it out of the line for now.
+
+        Args:
+            asked_to_wait: Gets it if its connector cannot say yet what it has.
+
+        Returns:
+            The tokens that it computes in the step; None if there is no room for it.
+        """
+        waiting = self._roster.waiting
+        hit = self._prefixes.match(request)
+        match = self._connector.get_num_new_matched_tokens(request, hit.num_tokens)
+        if match is None and request.is_pushed_away:
+            waiting.stand_aside(request)
+            request.times.wait_for_peer(now_s)
+            request.note(now_s, "waits for D to register its blocks")
+            return 0
+        if match is None:
+            waiting.remove(request)
+            asked_to_wait.append(request)
+            return 0
+        is_load = match.num_tokens > 0 and match.is_async
+        if request.is_pushed_here and not is_load and not request.output_token_ids:
+            raise InternalError(f"no peer is to write its blocks\n{request.story()}")
+        # What a peer writes, or is written from, is not moved to make it grow: its first
+        # token has its block from the start, too.
+        is_pinned = request.is_pushed_away and self._connector.holds_blocks(request)
+        num_to_hold = request.num_tokens + (is_pinned or request.is_pushed_here)
+        computed = hit.num_tokens + match.num_tokens
+        admission = plan_admission(
+            num_tokens=num_to_hold,
+            num_computed=computed,
+            num_hit_blocks=len(hit.blocks),
+            num_hit_free=hit.num_free,
+            token_budget=num_to_hold if is_load else budget,
+            num_free_blocks=self._kv.pool.num_free,
+            num_reserved_blocks=self._num_reserved_blocks(),
+            block_size=self._kv.block_size,
+            may_split=self._config.enable_chunked_prefill,
+            max_of_one=0 if is_load else self._config.long_prefill_token_threshold,
+        )
+        if admission is None or admission.num_tokens == 0:
+            return None
+        waiting.note_start(request)
+        if is_load:
+            self._start_load(request, hit, match.num_tokens, num_to_hold, now_s)
+            return 0
+        num_tokens = min(admission.num_tokens, request.num_tokens - computed)
+        self._start(
+            request,
+            hit,
+            match.num_tokens,
+            num_to_hold if is_pinned else computed + num_tokens,
+            now_s,
+        )
+        return num_tokens
 
     def _num_reserved_blocks(self) -> int:
         """Blocks that stay free: whoever runs, or will once its KV is here, may need one soon."""

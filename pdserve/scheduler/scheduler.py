@@ -9,6 +9,7 @@ by admission, and what becomes of KV that travels by transfers.
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
 from typing import TYPE_CHECKING
 
@@ -47,6 +48,8 @@ if TYPE_CHECKING:
     from pdserve.wire.step import ExpertBalance, ModelRunnerOutput, SchedulerOutput
     from pdserve.wire.trace import EngineRequest
     from pdserve.wire.transfer import ConnectorMetadata, ConnectorReport
+
+_log = logging.getLogger(__name__)
 
 
 class Scheduler:
@@ -137,6 +140,7 @@ class Scheduler:
             connector=connector,
             ladder=self._ladder,
             counts=self._counts,
+            end_broken=self._end_broken,
         )
         self._transfers = Transfers(
             vocab_size=vocab_size,
@@ -155,10 +159,18 @@ class Scheduler:
     def add(self, wire: GenerateRequest, shared: SharedPrompt | None = None) -> None:
         """Take a request. What cannot be served ends at once with an ERROR output.
 
+        So does what nobody thought of: others must not pay for it.
+
         Args:
             shared: What it shares with other requests of this prompt and salt, if there are any.
         """
         now_s = self._clock.monotonic_s()
+        try:
+            self._take(wire, shared, now_s)
+        except Exception as error:  # noqa: BLE001 - whatever it is, it ends this request alone
+            self._end_broken(wire.request_id, error, now_s)
+
+    def _take(self, wire: GenerateRequest, shared: SharedPrompt | None, now_s: float) -> None:
         if wire.request_id in self._requests:
             self.refuse(wire.request_id, "a request with this id is already being served")
             return
@@ -192,6 +204,17 @@ class Scheduler:
         self._deadlines.add(request)
         if wire.handoff is not None or wire.ticket is not None:
             self._transfers.queued(request, now_s)
+
+    def _end_broken(self, request_id: RequestId, error: Exception, now_s: float) -> None:
+        """End a request whose way into the batch has failed by our own fault; tell its story."""
+        request = self._requests.get(request_id)
+        story = f"request {request_id}" if request is None else request.story()
+        _log.error("request refused, taking it failed: %s", story, exc_info=error)
+        if request is not None:
+            self._transfers.drop(request, now_s, "taking it failed")
+        self._outbox.refusal(
+            request_id, f"the engine could not take the request: {type(error).__name__}: {error}"
+        )
 
     def refuse(self, request_id: RequestId, why: str) -> None:
         """Answer a request that was not taken."""

@@ -7,6 +7,7 @@ Plans nothing and sends nothing: instructions go from the connector to the worke
 
 from __future__ import annotations
 
+import logging
 from typing import TYPE_CHECKING, assert_never
 
 import msgspec
@@ -31,6 +32,8 @@ if TYPE_CHECKING:
     from pdserve.scheduler.roster import Roster
     from pdserve.wire.ids import RequestId
     from pdserve.wire.transfer import ConnectorReport, KVHandoff, Received, Settled
+
+_log = logging.getLogger(__name__)
 
 
 class Transfers:
@@ -83,8 +86,15 @@ class Transfers:
             self._take_handed_over_tokens(request, request.handoff, now_s)
 
     def drop(self, request: Request, now_s: float, why: str) -> None:
-        """End a request that its connector still counts on."""
-        is_read = self._connector.request_aborted(request)
+        """End a request that its connector still counts on.
+
+        If that one fails over it, blocks that it was told of stay out of use.
+        """
+        try:
+            is_read = self._connector.request_aborted(request)
+        except Exception:  # noqa: BLE001 - whatever it is, others go on
+            _log.exception("the connector failed over the end of %s", request.story())
+            is_read = request.state is State.RUNNING and request.ticket is not None
         self._roster.end(request, now_s, why, is_read=is_read)
 
     def tell_of_chunk(self, request: Request, num_tokens: int) -> None:

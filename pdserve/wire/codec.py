@@ -12,6 +12,7 @@ import msgspec
 
 from pdserve.wire.ids import RequestId
 from pdserve.wire.request import EngineInfo, EngineOutput, EngineStats, GenerateRequest, Sibling
+from pdserve.wire.seal import UNREADABLE
 from pdserve.wire.trace import Process
 
 MAJOR = 2
@@ -144,7 +145,7 @@ class Codec(Generic[T]):
         """Return the message in `data`.
 
         Raises:
-            msgspec.DecodeError, msgspec.ValidationError: The bytes are not such a message.
+            UNREADABLE: The bytes are not such a message.
         """
         return self._decoder.decode(data)
 
@@ -163,5 +164,5 @@ def id_in_unreadable(data: bytes | memoryview) -> RequestId | None:
     """The id of the request in an `Add` that does not decode, if that much can be read."""
     try:
         return _envelope.decode(data).request.request_id
-    except msgspec.DecodeError:
+    except UNREADABLE:
         return None

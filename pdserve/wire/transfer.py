@@ -15,7 +15,6 @@ from pdserve.wire.trace import RankSlice
 TICKET_S: Final = 120.0
 """A ticket is sent as soon as it is drawn: what has to fit is how long an engine may be stuck."""
 MAX_TICKET_S: Final = 3600.0
-"""Longer than that, P would have to remember every ticket that it has seen."""
 MIN_LEASE_S: Final = 0.01
 MAX_LEASE_S: Final = 3600.0
 """Heartbeats follow from a lease's length, so a shorter one would be work without end."""
@@ -84,8 +83,8 @@ class PushTicket(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     Attributes:
         nonce: Unique for ever; becomes the nonce of the lease at P.
-        valid_s: Seconds from its arrival at P after which no push begins under it. Until then P
-            remembers that it has seen the ticket.
+        valid_s: Seconds from its arrival at P after which no push begins under it. One that P
+            remembers having seen is none any more, either.
     """
 
     nonce: str

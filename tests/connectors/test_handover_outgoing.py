@@ -292,12 +292,14 @@ def test_a_ticket_that_comes_too_late_is_pulled_and_d_is_told_at_once() -> None:
     assert not len(p._outgoing)
 
 
-def test_a_ticket_is_of_one_push_for_as_long_as_it_is_valid() -> None:
+@pytest.mark.parametrize("later_s", [1.0, TICKET_S, 1e6])
+def test_a_ticket_is_of_one_push_however_late_it_comes_again(later_s: float) -> None:
     clock = ManualClock(1000.0)
     p = scheduler(clock=clock)
-    planned = ticket(valid_s=100.0)
-    p.request_queued(prefill_of(planned))
-    clock.advance(99.9)
-    p.request_queued(prefill_of(planned, "again", arrival_s=1099.9))
+    p.request_queued(prefill_of(ticket()))
+    clock.advance(later_s)
+    again = prefill_of(ticket(), "again", arrival_s=clock.monotonic_s())
+    p.request_queued(again)
     assert p.faults == Counter(ticket_replayed=1)
     assert [expect.request_id for expect in staged(p).expects] == ["p"]
+    assert p.get_num_new_matched_tokens(again, 0) == NOTHING

@@ -1,0 +1,46 @@
+"""An engine core, and messages with every field of the right type and of any size."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pdserve.wire.codec import Add, id_in_unreadable, to_engine
+from pdserve.wire.seal import UNREADABLE
+from tests.fuzz.core import CoreTarget, Pair
+from tests.fuzz.values import bent
+
+
+@given(data=st.data())
+def test_no_request_ends_an_engine_or_leaves_anything_behind(data: st.DataObject) -> None:
+    target = CoreTarget()
+    target.try_one(data)
+    target.check_service()
+
+
+@pytest.mark.parametrize("signature", ["é", "0" * 64, ""])
+def test_a_handoff_or_a_ticket_with_any_signature_ends_alone(signature: str) -> None:
+    """The core of a release that compared signatures as text ended over the first of them."""
+    pair = Pair()
+    for name in ("handoff", "ticket"):
+        value = msgspec.to_builtins(getattr(pair, name)()) | {"signature": signature}
+        request: dict[str, Any] = msgspec.to_builtins(pair.request()) | {name: value}
+        add = {"type": "add", "request": request}
+        pair.send(pair.d, msgspec.msgpack.encode(add))
+    pair.settle()
+    pair.check_service()
+
+
+FRAME = msgspec.msgpack.encode(Add(Pair().request()))
+
+
+@given(frame=bent(FRAME) | st.binary(max_size=40))
+def test_a_frame_of_any_bytes_is_a_message_or_is_told_to_be_none(frame: bytes) -> None:
+    try:
+        to_engine().decode(frame)
+    except UNREADABLE:
+        id_in_unreadable(frame)
