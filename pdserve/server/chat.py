@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 from aiohttp import web
 
 from pdserve.errors import BadRequestError
+from pdserve.http.protocol import ChatRequest, parse_body
 from pdserve.server.intake import created_s, encode_prompts, make_job, wants_stages
 from pdserve.server.logprobs import chat_logprobs, prompt_logprobs
-from pdserve.server.protocol import ChatRequest, parse_body
 from pdserve.server.reply import finish_name, hop_events, send_json
 from pdserve.server.service import SERVICE, read_body
 from pdserve.server.sse import EventStream

@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING, Any
 
 from aiohttp import web
 
+from pdserve.http.protocol import CompletionRequest, parse_body
 from pdserve.server.intake import encode_prompts, make_job, wants_stages
 from pdserve.server.logprobs import completion_logprobs, echoed_logprobs, joined, prompt_logprobs
-from pdserve.server.protocol import CompletionRequest, parse_body
 from pdserve.server.reply import finish_name, hop_events, send_json
 from pdserve.server.service import SERVICE, read_body
 from pdserve.server.sse import EventStream

@@ -14,14 +14,15 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import msgspec
 
 from pdserve.errors import BadRequestError
+from pdserve.http.protocol import PdserveParams
 from pdserve.wire.outputs import TokenLogprobs
-from pdserve.wire.request import OnLoadFailure
 from pdserve.wire.seal import UNREADABLE
 from pdserve.wire.transfer import HANDOFFS, TICKETS
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from pdserve.http.protocol import KVTransferParams
     from pdserve.wire.request import RequestStages
     from pdserve.wire.seal import Seal
     from pdserve.wire.transfer import KVHandoff, PushTicket
@@ -29,41 +30,6 @@ if TYPE_CHECKING:
 PromptLogprobs = list[TokenLogprobs | None]
 
 _FIELD = "kv_transfer_params"
-
-
-class PdserveParams(msgspec.Struct, frozen=True, kw_only=True):
-    """Our proxy's own part.
-
-    Attributes:
-        handoffs: Per choice; None for a choice that ended at P.
-        prompt_logprobs: Per choice, what P computed of them, if they were asked for.
-        final_length: At P: reaching max_tokens there ends the request.
-        first_delivered: At D: the client already has the first tokens' chunks.
-        created: The answer's timestamp, so that both legs write the same.
-        seed: Stands in for a seed the user did not give.
-        ticket: The push that both engines take part in; stands in for the handoffs at D. It is
-            of one choice.
-        on_load_failure: At D; a proxy that has other ways asks to be told.
-        is_fallback: This engine serves in place of another one, within its budget for that.
-    """
-
-    handoffs: list[str | None] | None = None
-    prompt_logprobs: list[str | None] | None = None
-    final_length: bool = False
-    first_delivered: bool = False
-    created: int | None = None
-    seed: int | None = None
-    ticket: str | None = None
-    on_load_failure: OnLoadFailure = OnLoadFailure.RECOMPUTE
-    is_fallback: bool = False
-
-
-class KVTransferParams(msgspec.Struct, frozen=True, kw_only=True):
-    """The field as it stands in a request; vLLM's other keys need no reading here."""
-
-    do_remote_decode: bool | None = None
-    do_remote_prefill: bool | None = None
-    pdserve: PdserveParams | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 from aiohttp import web
 
-from pdserve.server.protocol import ReleaseRequest, parse_body
+from pdserve.http.protocol import ReleaseRequest, parse_body
 from pdserve.server.service import SERVICE, read_body
 
 

@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 
     from aiohttp import web
 
+    from pdserve.http.protocol import SamplingFields
     from pdserve.server.job import Job
-    from pdserve.server.protocol import SamplingFields
 
 TIME_LEFT_HEADER = "X-Pdserve-Time-Left"
 """Seconds from the request's arrival after which the answer is of no use."""

@@ -20,8 +20,8 @@ from pdserve.wire.request import GenerateRequest, OnLoadFailure
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from pdserve.http.protocol import SamplingFields
     from pdserve.server.handoff import Hop
-    from pdserve.server.protocol import SamplingFields
     from pdserve.server.service import Service
     from pdserve.text.load import Text
     from pdserve.wire.sampling import SamplingParams

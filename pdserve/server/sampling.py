@@ -14,7 +14,7 @@ from pdserve.wire.sampling import SamplingParams
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Sequence
 
-    from pdserve.server.protocol import SamplingFields
+    from pdserve.http.protocol import SamplingFields
     from pdserve.text.load import Text
 
 T = TypeVar("T")

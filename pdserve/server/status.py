@@ -9,9 +9,9 @@ from aiohttp import web
 
 import pdserve
 from pdserve.errors import BadRequestError
+from pdserve.http.protocol import DetokenizeRequest, TokenizeRequest, parse_body
 from pdserve.observe.metrics import CONTENT_TYPE
 from pdserve.server.chat import render_chat
-from pdserve.server.protocol import DetokenizeRequest, TokenizeRequest, parse_body
 from pdserve.server.sampling import check_token_ids
 from pdserve.server.service import SERVICE, read_body
 from pdserve.server.text_work import refuse_more

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from pdserve.server.protocol import (
+from pdserve.http.protocol import (
     ChatRequest,
     CompletionRequest,
     DetokenizeRequest,

@@ -10,10 +10,10 @@ import pytest
 from pdserve.config.schema import EngineConfig, ModelConfig, ServerConfig
 from pdserve.engine.fake import FakeFabric
 from pdserve.http.control import FORMER_HEADER, PROOF_HEADER, proof_headers
+from pdserve.http.protocol import CompletionRequest
 from pdserve.server.app import build_app
 from pdserve.server.handoff import PrefillHop
 from pdserve.server.planning import plan
-from pdserve.server.protocol import CompletionRequest
 from pdserve.server.service import SERVICE
 from pdserve.wire.request import FinishReason
 from pdserve.wire.sampling import SamplingParams
