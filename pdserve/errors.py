@@ -18,6 +18,7 @@ mistake* is an `InternalError`: it ends the engine, with the request's story.
     |  |- RecomputeBudgetError     503   no tokens left for prompts that others failed; Retry-After
     |- KvTransferError        503   KV did not arrive; whoever sent the request has other ways
     |- EngineDeadError        503   the engine behind this server has ended
+    |- NonFiniteLogitsError   500   the model makes NaN or infinite values of this request
     |- UpstreamError          502   an engine answered something unusable
     |- DeadlineError          504   the request's own deadline has passed
     |- ConfigError            exit 3, never HTTP: a setting, a file, a model
@@ -174,6 +175,12 @@ class EngineDeadError(PdserveError):
     status = 503
     type = "service_unavailable_error"
     code = "engine_dead"
+
+
+class NonFiniteLogitsError(PdserveError):
+    """The model makes NaN or infinite values of this request; other requests are well."""
+
+    code = "non_finite_logits"
 
 
 class UpstreamError(PdserveError):

@@ -8,6 +8,8 @@ Knows HTTP bodies and server-sent events; knows nothing of routing or of retries
     |  |  |- WorkerBusyError      it says that it cannot serve now
     |  |  |  |- BudgetSpentError  ... nor compute this prompt in a prefill engine's place
     |  |  |- KvFailedError        it is well, but the KV did not reach it
+    |  |  |- NonFiniteError       it is well, but the model makes NaN of this request
+    |  |- PoisonousError    a request that engines end with: no further one is asked
     RefusedError            an engine said 4xx: the client's own mistake, passed on as it is
     ClientGoneError               nobody reads the answer any more
 """
@@ -18,7 +20,13 @@ from typing import TYPE_CHECKING, Final
 
 import msgspec
 
-from pdserve.errors import DeadlineError, EngineDeadError, PdserveError, UpstreamError
+from pdserve.errors import (
+    DeadlineError,
+    EngineDeadError,
+    NonFiniteLogitsError,
+    PdserveError,
+    UpstreamError,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -36,7 +44,9 @@ _TOLD: Final = {
     "budget": "no engine may compute more prompts in a prefill engine's place for now",
     "kv_failed": "the KV did not get from one engine to the other",
     "handoff_refused": "an engine did not take what another one handed over",
+    "non_finite": "the model makes NaN or infinite values of this request",
 }
+_ENDS = frozenset({"dropped", "lost"})
 
 
 class WorkerError(UpstreamError):
@@ -47,9 +57,10 @@ class WorkerError(UpstreamError):
     Args:
         detail: Which engine did what; see `PdserveError`.
         reason: A short fixed word for the counters: connect, dropped, status, error_event,
-            garbled, lost, budget, kv_failed, handoff_refused.
+            garbled, lost, budget, kv_failed, handoff_refused, non_finite.
 
         was_taken: Whether the engine may have begun to work on the request.
+        is_end: Whether the engine says that it has ended.
 
     Attributes:
         blames_engine: Whether it speaks against the engine itself, whatever is asked of it.
@@ -65,11 +76,13 @@ class WorkerError(UpstreamError):
         code: str | None = None,
         retry_after_s: float | None = None,
         was_taken: bool = True,
+        is_end: bool = False,
     ) -> None:
         told = f"{_TOLD[reason]}; the proxy's log says which, and more, under this request's id"
         super().__init__(told, code=code, retry_after_s=retry_after_s, detail=detail)
         self.reason = reason
         self.was_taken = was_taken
+        self.is_end = is_end or reason in _ENDS
 
 
 class WorkerBusyError(WorkerError):
@@ -102,6 +115,21 @@ class KvFailedError(WorkerError):
         was_taken = reason != "handoff_refused"
         super().__init__(detail, reason=reason, code="kv_transfer_failed", was_taken=was_taken)
         self.load_failures = load_failures
+
+
+class NonFiniteError(WorkerError):
+    """The model makes NaN or infinite values of a request: it would elsewhere, too."""
+
+    status = 500
+    type = "server_error"
+    code = NonFiniteLogitsError.code
+    blames_engine = False
+
+
+class PoisonousError(UpstreamError):
+    """Two engines ended while they had the request, and neither got on with it."""
+
+    code = "engines_ended"
 
 
 class RefusedError(Exception):
@@ -167,6 +195,7 @@ def failure_in(
             reason="status",
             retry_after_s=_RETRY_AFTER_S,
             was_taken=code == EngineDeadError.code,
+            is_end=code == EngineDeadError.code,
         )
     return WorkerError(message, reason="status")
 
@@ -180,7 +209,8 @@ def failure_in_stream(url: str, data: bytes) -> PdserveError | RefusedError:
         return failure
     if error.get("type") == "invalid_request_error":
         return RefusedError(400, data)
-    return WorkerError(message, reason="error_event")
+    is_end = error.get("code") == EngineDeadError.code
+    return WorkerError(message, reason="error_event", is_end=is_end)
 
 
 def _coded(
@@ -200,6 +230,8 @@ def _coded(
                 retry_after_s=wait_s or _RETRY_AFTER_S,
                 was_taken=False,
             )
+        case NonFiniteLogitsError.code:
+            return NonFiniteError(message, reason="non_finite")
         case "deadline_exceeded":
             return DeadlineError("the request was not finished in time", detail=message)
         case _:

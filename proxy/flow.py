@@ -27,8 +27,9 @@ engine is missing that may come back; then all begins anew, but for what its cli
 
 An engine that broke down comes last from then on. One that is well but could not get the KV
 does not: its pair is to blame, and is left. A request whose push failed is pulled from then on.
-Retries are counted over all rungs, so that a request that kills engines kills few of them;
-the last rung is tried once in any case.
+Retries are counted over all rungs; the last rung is tried once in any case. But a request that two
+engines ended with, before either had a token of it that the client had not, is tried on no third,
+and one of which the model makes NaN on no second.
 Whatever the client has already been sent is swallowed from the repeated stream (`Replay`),
 so a failure shows as a pause and never as other text.
 
@@ -47,7 +48,14 @@ from pdserve.errors import DeadlineError, PdserveError, UnavailableError
 from pdserve.http.answers import error_body, error_headers
 from pdserve.proxy.backend import Health
 from pdserve.proxy.delivery import Delivery
-from pdserve.proxy.errors import BudgetSpentError, KvFailedError, RefusedError
+from pdserve.proxy.errors import (
+    BudgetSpentError,
+    KvFailedError,
+    NonFiniteError,
+    PoisonousError,
+    RefusedError,
+    WorkerError,
+)
 from pdserve.proxy.legs import LegFailure, Legs, Prefilled
 from pdserve.proxy.push import Push
 from pdserve.proxy.replay import DivergedError
@@ -62,6 +70,7 @@ if TYPE_CHECKING:
     from pdserve.proxy.bodies import ClientBody
     from pdserve.proxy.services import Services
     from pdserve.proxy.story import Story
+    from pdserve.wire.ids import Incarnation
 
 BACKOFF_S = 0.01
 MAX_BACKOFF_S = 0.5
@@ -114,6 +123,8 @@ class Flow:
         self._push = Push(services, self._legs, story)
         self._may_push = body.can_be_pushed()
         self._failed: set[Backend] = set()
+        self._ended: set[tuple[str, Incarnation | None]] = set()
+        self._num_tokens_before = 0
         self._retries_left = services.config.retry_max_retries
         self._num_standbys = 0
         self._stands_by_until_s = float("inf")
@@ -411,7 +422,12 @@ class Flow:
     # --- failing
 
     def _after(self, failure: LegFailure) -> bool:
-        """Take note of a failed leg; tell whether another attempt may be made."""
+        """Take note of a failed leg; tell whether another attempt may be made.
+
+        Raises:
+            NonFiniteError: The model makes NaN of the request.
+            PoisonousError: Two engines have ended with it.
+        """
         leg, backend, error = failure.leg, failure.backend, failure.error
         if isinstance(error, RefusedError) and not failure.is_busy:
             return False
@@ -420,10 +436,29 @@ class Flow:
         else:
             self._failed.add(backend)
         self._story.tell(f"{leg} at {backend.url} failed: {failure.reason}")
+        if isinstance(error, NonFiniteError):
+            raise error
+        if isinstance(error, WorkerError) and error.is_end:
+            self._note_end(backend)
         if isinstance(error, BudgetSpentError):
             return True  # it did nothing: each engine is asked once, whatever is left of retries
         self._retries_left -= 1
         return self._retries_left >= 0
+
+    def _note_end(self, backend: Backend) -> None:
+        """An engine ended while it had the request: is it the request that does it?"""
+        num_tokens = self._story.num_output_tokens
+        if num_tokens > self._num_tokens_before:
+            self._num_tokens_before = num_tokens
+            return
+        life = None if backend.info is None else backend.info.incarnation
+        self._ended.add((backend.url, life))
+        if len(self._ended) > 1:
+            urls = " and ".join(sorted(url for url, _ in self._ended))
+            raise PoisonousError(
+                "two engines ended while they had this request: it is tried at no third",
+                detail=f"{urls} ended while they had this request",
+            )
 
     def _climb(self, rung: Rung, reason: str) -> None:
         self._metrics.ladder.labels(rung.value, reason).inc()

@@ -33,6 +33,7 @@ FAILURES = (
     "dropped",
     "status",
     "error_event",
+    "non_finite",
     "garbled",
     "lost",
     "timeout",

@@ -137,6 +137,12 @@ class BlockPool:
                 self._free[block] = None
                 self._num_free_cached += self._hash[block] is not None
 
+    def forget(self, blocks: Iterable[BlockId]) -> None:
+        """Let nobody find these blocks, which are held, any more."""
+        for block in blocks:
+            assert self._refs[block], "a free block would have to be counted"
+            self._forget(block)
+
     def forget_all(self) -> None:
         """Forget every hash. Held blocks keep their contents and their holders."""
         self._by_hash.clear()

@@ -288,6 +288,10 @@ class Scheduler:
         if result.experts is not None:
             self._experts = result.experts
         running = self._roster.running
+        for request_id in result.non_finite_ids:
+            request = running.get(request_id)
+            if request is not None:
+                self._lose(request, now_s)
         for request_id, entries in result.prompt_logprobs.items():
             request = running.get(request_id)
             # Computed once more after a preemption, they may be out already.
@@ -501,6 +505,22 @@ class Scheduler:
             state = {State.RECEIVING: "its KV was on its way", State.RUNNING: "it ran"}
             during = state.get(request.state, "it waited")
             self._give_up(request, f"the deadline passed while {during}")
+
+    def _lose(self, request: Request, now_s: float) -> None:
+        """End a request that has become NaN, before anything of this step is published.
+
+        What it was given of others may be what is wrong: nobody is given it again.
+        """
+        assert request.holding is not None
+        self.kv.pool.forget(request.holding.blocks)
+        num_tokens = len(request.prompt_token_ids) + len(request.output_token_ids)
+        self._outbox.error(
+            request,
+            f"the model makes NaN or infinite values of this request, after {num_tokens} tokens: "
+            "its weights are corrupt, or they overflow; try another --dtype",
+            ErrorCode.NON_FINITE_LOGITS,
+        )
+        self._transfers.drop(request, now_s, "its logits are not finite")
 
     def _give_up(self, request: Request, why: str) -> None:
         """End a request that could have been served, had there been time."""

@@ -21,6 +21,7 @@ from pdserve.errors import (
     HandoffRefusedError,
     InternalError,
     KvTransferError,
+    NonFiniteLogitsError,
     PdserveError,
     RecomputeBudgetError,
     UnavailableError,
@@ -450,5 +451,7 @@ def _failure(output: EngineOutput) -> PdserveError:
             return HandoffRefusedError(message)
         case ErrorCode.BAD_REQUEST.value:
             return BadRequestError(message)
+        case ErrorCode.NON_FINITE_LOGITS.value:
+            return NonFiniteLogitsError(message)
         case _:
             return PdserveError(message, retry_after_s=output.retry_after_s)

@@ -104,12 +104,14 @@ class ErrorCode(enum.Enum):
     RECOMPUTE_BUDGET_EXHAUSTED: it would have been, but that is limited; to be tried again.
     HANDOFF_REFUSED: its handoff or its ticket is not to be trusted, or not for this engine.
     BAD_REQUEST: no engine could serve it as it is.
+    NON_FINITE_LOGITS: the model made NaN or infinite values of it, and of no other request.
     """
 
     KV_TRANSFER_FAILED = "kv_transfer_failed"
     RECOMPUTE_BUDGET_EXHAUSTED = "recompute_budget_exhausted"
     HANDOFF_REFUSED = "handoff_refused"
     BAD_REQUEST = "bad_request"
+    NON_FINITE_LOGITS = "non_finite_logits"
 
 
 class RequestStages(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

@@ -114,6 +114,8 @@ class ModelRunnerOutput(msgspec.Struct, frozen=True, kw_only=True, omit_defaults
 
     Attributes:
         sampled_token_ids: One token for each of `request_ids` (those that sampled).
+        non_finite_ids: Requests whose states or logits of this step are NaN or infinite. Nothing
+            else that is said of them means anything, nor does the KV that they have written.
         logprobs: For requests that asked for them.
         prompt_logprobs: Logprobs of the prompt tokens computed in this step; the entry
             for prompt position p is produced by the step that computes position p - 1.
@@ -125,6 +127,7 @@ class ModelRunnerOutput(msgspec.Struct, frozen=True, kw_only=True, omit_defaults
     step_id: int
     request_ids: list[RequestId] = []
     sampled_token_ids: list[int] = []
+    non_finite_ids: list[RequestId] = []
     logprobs: dict[RequestId, TokenLogprobs] = {}
     prompt_logprobs: dict[RequestId, list[TokenLogprobs]] = {}
     forward_s: float = 0.0

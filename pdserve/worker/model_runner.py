@@ -6,9 +6,11 @@
 
 Every rank of an engine runs the same steps in the same order. A pipeline stage receives what
 the one before computed, and sends on what it has; the last one samples. Its ranks share the
-vocabulary, and end with the same tokens, or with the same error. Owns the batch, the sampler
-and the views of KV. Knows no connector but the two hooks around a layer, and makes no choice
-about who runs.
+vocabulary, and end with the same tokens. Owns the batch, the sampler and the views of KV. Knows
+no connector but the two hooks around a layer, and makes no choice about who runs.
+
+A request whose values are NaN or infinite is named, and has no token. It is the only one that has
+none: rows do not mix, and what KV of it is left in blocks is masked for whoever gets them next.
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ from pdserve.parallel.pipeline import StageLink
 from pdserve.wire.step import ModelRunnerOutput
 from pdserve.worker.input_batch import InputBatch, Prepared
 from pdserve.worker.logprobs import token_logprobs
-from pdserve.worker.sampler import NonFiniteLogitsError, Sampler
+from pdserve.worker.sampler import Sampler
 from pdserve.worker.spread_sampler import SpreadSampler
 from pdserve.worker.vocabulary import SpreadVocabulary
 
@@ -128,9 +130,7 @@ class ModelRunner:
             On the engine's output rank, the results; on the others, that it is done.
 
         Raises:
-            InternalError: The step does not fit what the worker knows, or a request's
-                logits are not finite: no token of this step may leave then. The ranks that
-                sample raise it together.
+            InternalError: The step does not fit what the worker knows.
         """
         with torch.inference_mode():
             self._apply(step)
@@ -150,11 +150,18 @@ class ModelRunner:
                 self._link.send(hidden)
                 return ModelRunnerOutput(step_id=step.step_id)
             prompt_logprobs = self._prompt_logprobs(prepared, hidden)
+            lost = self._non_finite(prepared, hidden)
+            lost |= {
+                request_id
+                for request_id, entries in prompt_logprobs.items()
+                if any(math.isnan(entry.logprob) for entry in entries)
+            }
             if not len(prepared.sampling):
                 self._synchronize()
                 return self._answer(
                     ModelRunnerOutput(
                         step_id=step.step_id,
+                        non_finite_ids=sorted(lost),
                         prompt_logprobs=prompt_logprobs,
                         forward_s=time.perf_counter() - started_s,
                         is_wave_over=is_wave_over,
@@ -167,17 +174,16 @@ class ModelRunner:
             request_ids = [prepared.request_ids[i] for i in prepared.sampling.tolist()]
             rows = prepared.rows[prepared.sampling]
             assert self._sampler is not None
-            try:
-                sampled = self._sampler.sample(logits, rows, prepared.num_outputs)
-            except NonFiniteLogitsError as error:
-                raise _not_finite(", ".join(request_ids[i] for i in error.indices)) from error
+            sampled = self._sampler.sample(logits, rows, prepared.num_outputs)
             if self._link is None:
                 self._batch.append(rows, sampled.token_ids)
+            lost.update(request_ids[i] for i in sampled.non_finite)
             return self._answer(
                 ModelRunnerOutput(
                     step_id=step.step_id,
                     request_ids=request_ids,
                     sampled_token_ids=sampled.token_ids.tolist(),
+                    non_finite_ids=sorted(lost),
                     logprobs={request_ids[i]: entry for i, entry in sampled.logprobs.items()},
                     prompt_logprobs=prompt_logprobs,
                     forward_s=forward_s,
@@ -288,20 +294,25 @@ class ModelRunner:
                 )
                 if logits is not None:
                     entries += token_logprobs(logits, wanted, [num_top] * len(wanted))
-            if not self._agreed(not any(math.isnan(entry.logprob) for entry in entries)):
-                raise _not_finite(request_id)
             found[request_id] = entries
         return found
+
+    def _non_finite(self, prepared: Prepared, hidden: Tensor) -> set[RequestId]:
+        """Requests of which a token that does not sample has final states that are not finite.
+
+        A token attends to itself, so its states tell of its KV in every layer. The logits tell
+        of those that sample, which are all tokens of most steps.
+        """
+        if prepared.logit_rows is None or not self._is_output:
+            return set()
+        sums = hidden.sum(-1, dtype=torch.float32).cpu().numpy()
+        tokens = np.flatnonzero(~np.isfinite(sums))
+        requests = np.searchsorted(prepared.query_start, tokens, side="right") - 1
+        return {prepared.request_ids[i] for i in requests.tolist()}
 
     def _whole(self, logits: Tensor) -> Tensor | None:
         """`[M, vocab_size]` on the rank that answers, None on the others of its stage."""
         return logits if self._vocabulary is None else self._vocabulary.whole(logits)
-
-    def _agreed(self, is_well: bool) -> bool:
-        """What the rank that answers found, on all of its stage."""
-        if self._vocabulary is None:
-            return is_well
-        return bool(self._vocabulary.announce(np.array([is_well], dtype=np.int64))[0])
 
     def _synchronize(self) -> None:
         """Wait for what this step computes: staged inputs may be rewritten, and KV may leave.
@@ -310,10 +321,3 @@ class ModelRunner:
         """
         if self._device.type == "cuda":
             torch.cuda.current_stream(self._device).synchronize()
-
-
-def _not_finite(names: str) -> InternalError:
-    return InternalError(
-        f"logits of {names} are not finite: the model's weights or its KV are corrupt, or its "
-        "dtype overflows"
-    )

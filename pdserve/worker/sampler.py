@@ -10,14 +10,13 @@ penalties and masks, then temperature, min-p, top-k, top-p.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from torch.nn import functional
 
-from pdserve.errors import InternalError
 from pdserve.worker.logit_rules import LogitRules
 from pdserve.worker.logprobs import token_logprobs
 from pdserve.worker.philox import uniforms
@@ -44,10 +43,13 @@ class Sampled:
     Attributes:
         token_ids: `[M]` int64.
         logprobs: By index into the rows, for those that asked.
+        non_finite: Indices of rows whose logits are NaN or infinite; what is said of them means
+            nothing.
     """
 
     token_ids: NDArray[np.int64]
     logprobs: dict[int, TokenLogprobs]
+    non_finite: list[int] = field(default_factory=list)
 
 
 class Sampler:
@@ -104,15 +106,14 @@ class Sampler:
             logits: `[M, vocab_size]` fp32; owned by the sampler from here on.
             rows: `[M]`, the batch row of each row of logits.
             num_outputs: `[M]`, tokens each request has put out before.
-
-        Raises:
-            NonFiniteLogitsError: A row has NaN or infinite logits.
         """
         chosen, peaks = _argmax(logits)
-        if not np.isfinite(peaks).all():
-            raise NonFiniteLogitsError(np.flatnonzero(~np.isfinite(peaks)).tolist())
+        is_finite = np.isfinite(peaks)
+        if not is_finite.all():
+            # Nothing can be drawn from them, and nothing may go wrong for the others.
+            logits[torch.from_numpy(~is_finite).to(logits.device)] = 0.0
         if not (self._random or self._rules or self._num_logprobs):
-            return Sampled(chosen, {})
+            return Sampled(chosen, {}, np.flatnonzero(~is_finite).tolist())
 
         at = rows.tolist()
         ruled = [i for i, row in enumerate(at) if row in self._rules]
@@ -122,25 +123,28 @@ class Sampler:
         for i in ruled:
             self._rules[at[i]].apply(logits[i])
         if ruled:
-            chosen[ruled], _ = _argmax(logits[ruled])
+            chosen[ruled], peaks = _argmax(logits[ruled])
+            is_finite[ruled] &= np.isfinite(peaks)
         if random:
             owned = logits if len(random) == len(at) else logits[random]
-            chosen[random] = self._draw(owned, rows[random], num_outputs[random])
+            chosen[random], is_drawn = self._draw(owned, rows[random], num_outputs[random])
+            is_finite[random] &= is_drawn
         for i in ruled:
             self._rules[at[i]].note(int(chosen[i]))
+        non_finite = np.flatnonzero(~is_finite).tolist()
         if unmodified is None:
-            return Sampled(chosen, {})
+            return Sampled(chosen, {}, non_finite)
         described = token_logprobs(
             unmodified,
             torch.from_numpy(chosen[reported]).to(self._device),
             [self._num_logprobs[at[i]] for i in reported],
         )
-        return Sampled(chosen, dict(zip(reported, described, strict=True)))
+        return Sampled(chosen, dict(zip(reported, described, strict=True)), non_finite)
 
     def _draw(
         self, logits: Tensor, rows: NDArray[np.int64], num_outputs: NDArray[np.int64]
-    ) -> NDArray[np.int64]:
-        """Draw a token for each row.
+    ) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
+        """Draw a token for each row; tell for which that was possible.
 
         Args:
             logits: `[M, vocab_size]`, changed.
@@ -148,7 +152,12 @@ class Sampler:
             num_outputs: `[M]`, index of the output token.
         """
         logits /= self._column(self._temperature[rows])
-        logits -= logits.amax(-1, keepdim=True)
+        peaks = logits.amax(-1, keepdim=True)
+        is_finite = peaks.isfinite()  # huge logits overflow at a low temperature
+        if not is_finite.all():
+            logits.masked_fill_(~is_finite, 0.0)
+            peaks.masked_fill_(~is_finite, 0.0)
+        logits -= peaks
         weights = logits.exp_()
         min_p = self._min_p[rows]
         if min_p.any():
@@ -156,7 +165,7 @@ class Sampler:
         for i in np.flatnonzero(self._truncated[rows]).tolist():
             _truncate(weights[i], int(self._top_k[rows[i]]), float(self._top_p[rows[i]]))
         uniform = self._column(uniforms(self._seed[rows], num_outputs))
-        return _invert(weights, uniform).cpu().numpy()
+        return _invert(weights, uniform).cpu().numpy(), is_finite.squeeze(-1).cpu().numpy()
 
     def _column(self, values: NDArray[np.generic]) -> Tensor:
         return torch.from_numpy(values).to(self._device)[:, None]
@@ -270,15 +279,3 @@ def _sort(row: Tensor) -> Tensor:
         # numpy's is vectorised: 3 times quicker than torch's.
         return torch.from_numpy(np.sort(row.numpy())[::-1].copy())
     return row.sort(descending=True).values
-
-
-class NonFiniteLogitsError(InternalError):
-    """The model made NaN or infinite logits.
-
-    Attributes:
-        indices: Which rows of the logits.
-    """
-
-    def __init__(self, indices: list[int]) -> None:
-        super().__init__(f"logits of rows {indices} are not finite")
-        self.indices = indices

@@ -2,7 +2,7 @@
 
 Greedy rows cost one value and one index per rank. Rows that need more are gathered on the
 first rank, whose `Sampler` does with them what it does alone; their tokens go to all. So every
-rank has every token, and every rank ends a step with logits that are not finite.
+rank has every token, and knows of which rows the logits are not finite.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from pdserve.worker.sampler import NonFiniteLogitsError, Sampled, Sampler, needs_whole_row
+from pdserve.worker.sampler import Sampled, Sampler, needs_whole_row
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -68,15 +68,11 @@ class SpreadSampler:
 
         Returns:
             Tokens; log-probabilities on the first rank only.
-
-        Raises:
-            NonFiniteLogitsError: On every rank: a row has NaN or infinite logits on one.
         """
         is_whole = np.fromiter((row in self._whole for row in rows.tolist()), np.bool_, len(rows))
         if not is_whole.any():
             chosen, peaks = self._vocabulary.first_largest(logits)
-            _refuse(np.flatnonzero(~np.isfinite(peaks)))
-            return Sampled(chosen, {})
+            return Sampled(chosen, {}, np.flatnonzero(~np.isfinite(peaks)).tolist())
         whole, plain = np.flatnonzero(is_whole), np.flatnonzero(~is_whole)
         chosen = np.empty(len(rows), dtype=np.int64)
         described: dict[int, TokenLogprobs] = {}
@@ -87,18 +83,11 @@ class SpreadSampler:
         told = np.zeros(len(whole), dtype=np.int64)
         if gathered is not None:
             assert self._sampler is not None
-            try:
-                sampled = self._sampler.sample(gathered, rows[whole], num_outputs[whole])
-            except NonFiniteLogitsError as error:
-                told[error.indices] = _NOT_FINITE
-            else:
-                told = sampled.token_ids
-                described = {int(whole[i]): entry for i, entry in sampled.logprobs.items()}
+            sampled = self._sampler.sample(gathered, rows[whole], num_outputs[whole])
+            told = sampled.token_ids
+            told[sampled.non_finite] = _NOT_FINITE
+            described = {int(whole[i]): entry for i, entry in sampled.logprobs.items()}
         chosen[whole] = self._vocabulary.announce(told)
-        _refuse(np.flatnonzero(chosen == _NOT_FINITE))
-        return Sampled(chosen, described)
-
-
-def _refuse(indices: NDArray[np.int64]) -> None:
-    if len(indices):
-        raise NonFiniteLogitsError(indices.tolist())
+        is_lost = chosen == _NOT_FINITE
+        chosen[is_lost] = 0
+        return Sampled(chosen, described, np.flatnonzero(is_lost).tolist())

@@ -184,7 +184,7 @@ class Worker:
         """Run one step; it may have no tokens, only gone requests.
 
         Raises:
-            InternalError: The step is not legal, or its logits are not finite.
+            InternalError: The step is not legal.
         """
         runner, connector = self._started()
         began_s = time.monotonic()

@@ -168,7 +168,7 @@ async def test_when_nothing_helps_the_stream_ends_with_an_error_and_the_end_mark
     stack = await make_stack([prefill], [decode], retry_max_retries=1, cb_failure_threshold=10)
     first, last = events_of(await stack.stream())
     assert first["choices"][0]["text"] == word(3, 0)
-    assert last["error"]["code"] == "bad_gateway"
+    assert last["error"]["code"] == "engines_ended"
     await until(lambda: not prefill.leased)
 
 
@@ -340,3 +340,66 @@ async def test_a_long_error_body_arrives_whole(make_stack):
     stack = await make_stack([prefill], decodes())
     async with stack.post() as response:
         assert await response.read() == body
+
+
+# --- a request that is its own trouble
+
+NON_FINITE = {"message": "the model makes NaN", "type": "server_error", "code": "non_finite_logits"}
+
+
+@pytest.mark.parametrize("stream", [True, False])
+async def test_a_request_of_which_a_prefill_engine_makes_nan_is_sent_to_no_other(
+    make_stack, stream
+):
+    engines = prefills(2)
+    for engine in engines:
+        engine.hook = answers(500, msgspec.json.encode({"error": NON_FINITE}))
+    others = decodes(2)
+    stack = await make_stack(engines, others, cb_failure_threshold=1)
+    async with stack.post({"prompt": "hi", "seed": 3, "stream": stream}) as response:
+        assert response.status == 500
+        error = (await response.json())["error"]
+    assert (error["code"], error["type"]) == ("non_finite_logits", "server_error")
+    assert len(legs(engines)) == 1
+    assert legs(others) == []
+    for engine in engines:
+        engine.hook = None
+    assert text_in(await stack.stream()) == text_of(3, 4)  # no breaker is open
+    assert len(legs(engines)) == 2
+    metrics = await stack.metrics()
+    assert metrics['pdserve_leg_failures_total{leg="prefill",reason="non_finite"}'] == 1
+
+
+async def test_a_stream_of_which_a_decode_engine_makes_nan_ends_there(make_stack):
+    (prefill,), others = prefills(), decodes(2)
+    for engine in others:
+        engine.hook = drops(after=sse({"error": NON_FINITE}) + DONE)
+    stack = await make_stack([prefill], others)
+    events = events_of(await stack.stream())
+    assert events[-1]["error"]["code"] == "non_finite_logits"
+    assert len(legs(others)) == 1
+    assert legs([prefill]) == ["prefill"]
+    await until(lambda: not prefill.leased)
+
+
+DEAD = {"message": "the core ended", "type": "service_unavailable_error", "code": "engine_dead"}
+
+
+@pytest.mark.parametrize(
+    "hook",
+    [
+        drops(),
+        answers(503, msgspec.json.encode({"error": DEAD})),
+        drops(after=sse({"error": DEAD}) + DONE),
+    ],
+    ids=["hangs up", "says so", "says so in its stream"],
+)
+async def test_a_request_that_ended_two_engines_goes_to_no_third(make_stack, hook):
+    engines, others = prefills(4), decodes(4)
+    for engine in engines + others:
+        engine.hook = hook
+    stack = await make_stack(engines, others, prefill_policy="round_robin", retry_max_retries=9)
+    async with stack.post({"prompt": "hi", "seed": 3, "stream": True}) as response:
+        assert response.status == 502
+        assert (await response.json())["error"]["code"] == "engines_ended"
+    assert len(legs(engines + others)) == 2

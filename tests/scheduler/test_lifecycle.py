@@ -17,8 +17,24 @@ from pdserve.scheduler.request import Request, State
 from pdserve.scheduler.scheduler import Scheduler
 from pdserve.wire.ids import RequestId
 from pdserve.wire.outputs import TokenLogprobs
-from pdserve.wire.request import EngineStats, FinishReason, GenerateRequest
-from pdserve.wire.transfer import ConnectorReport, Failed, KVHandoff, LoadFailure, Received
+from pdserve.wire.request import (
+    EngineOutput,
+    EngineStats,
+    ErrorCode,
+    FinishReason,
+    GenerateRequest,
+)
+from pdserve.wire.transfer import (
+    ConnectorReport,
+    Failed,
+    KVHandoff,
+    LeaseEnd,
+    LoadFailure,
+    Received,
+    Settled,
+)
+from tests.scheduler.scripted import Engine, make_ticket
+from tests.scheduler.scripted import make_request as scripted_request
 from tests.stateful.toy import VOCAB, ToyWorker, expected_output, sampling
 from tests.stateful.toy_engine import ToyEngine
 
@@ -373,3 +389,70 @@ def test_an_illegal_move_is_refused_with_the_story() -> None:
     with pytest.raises(InternalError, match=r"waiting -> leased(.|\n)*queued prompt=20"):
         request.move(State.LEASED, 1.0, "by mistake")
     assert request.state is State.WAITING
+
+
+# ---- values that are not finite ------------------------------------------------------
+
+
+def lose(engine: Engine, *names: str) -> list[EngineOutput]:
+    """One step, after which the workers name these requests."""
+    step = engine.submit()
+    assert step is not None
+    ids = [RequestId(name) for name in names]
+    engine.scheduler.update(
+        msgspec.structs.replace(engine.worker.execute(step), non_finite_ids=ids)
+    )
+    engine.scheduler.check()
+    return engine.scheduler.drain_outputs()
+
+
+def test_a_request_that_becomes_nan_ends_alone_and_nobody_finds_its_blocks() -> None:
+    engine = Engine()
+    engine.scheduler.add(scripted_request("sound", [2] * 8, 8))
+    engine.scheduler.add(scripted_request("bad", [1] * 20))
+    engine.step()
+    found = lose(engine, "bad")
+    (error,) = [output for output in found if output.request_id == "bad"]
+    assert error.finish_reason is FinishReason.ERROR
+    assert error.error_code == ErrorCode.NON_FINITE_LOGITS.value
+    assert error.new_token_ids == []
+    tokens = [token for output in engine.run() for token in output.new_token_ids]
+    expected = expected_output([2] * 8, scripted_request("sound", [2] * 8, 8).sampling)
+    assert tokens == expected[-len(tokens) :]
+    assert engine.scheduler.stats().num_running == 0
+    # Not even what had been published of it before, in its first step.
+    engine.scheduler.add(scripted_request("next", [1] * 20))
+    first, *_ = engine.run()
+    assert first.num_cached_tokens == 0
+    engine.scheduler.assert_nothing_held()
+
+
+def test_what_is_still_said_of_a_request_that_became_nan_means_nothing() -> None:
+    engine = Engine(max_num_seqs=2)
+    engine.scheduler.add(scripted_request("bad", [1] * 4))
+    first = engine.submit()
+    second = engine.submit()
+    assert first is not None
+    assert second is not None
+    for step in (first, second):
+        result = engine.worker.execute(step)
+        engine.scheduler.update(msgspec.structs.replace(result, non_finite_ids=[RequestId("bad")]))
+    (error,) = engine.scheduler.drain_outputs()
+    assert error.error_code == ErrorCode.NON_FINITE_LOGITS.value
+    engine.run()
+    engine.scheduler.assert_nothing_held()
+
+
+def test_a_prefill_that_becomes_nan_is_never_handed_over() -> None:
+    engine = Engine()
+    engine.connector.is_registered = True
+    engine.scheduler.add(
+        scripted_request("bad", [1] * 20, remote_decode=True, ticket=make_ticket())
+    )
+    assert engine.step() == []
+    (error,) = lose(engine, "bad")
+    assert (error.finish_reason, error.handoff) == (FinishReason.ERROR, None)
+    assert engine.connector.aborted == ["bad"]
+    engine.report(settled=[Settled(request_id=RequestId("bad"), end=LeaseEnd.ABORTED)])
+    engine.run()
+    engine.scheduler.assert_nothing_held()

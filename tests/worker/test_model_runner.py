@@ -22,11 +22,13 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
+    from pdserve.wire.sampling import SamplingParams
     from pdserve.worker.sampler import Sampled
     from tests.worker.driver import Driver
 
 VOCAB = TINY["vocab_size"]
 QWEN3 = {"architectures": ["Qwen3ForCausalLM"], "head_dim": 32, "dtype": "bfloat16"}
+MIXTRAL = {"architectures": ["MixtralForCausalLM"], "head_dim": 16, "num_local_experts": 4}
 WINDOWED = {"architectures": ["MistralForCausalLM"], "sliding_window": 19, "head_dim": 16}
 
 
@@ -203,7 +205,47 @@ def test_rows_of_gone_requests_are_used_again(make_driver: Callable[..., Driver]
         driver.drop(name)
 
 
-def test_nan_logits_end_the_step_and_name_the_request(make_driver: Callable[..., Driver]) -> None:
+@pytest.mark.parametrize("arch", [{}, WINDOWED, MIXTRAL], ids=["llama", "window", "experts"])
+@pytest.mark.parametrize("sampling", [params(), params(temperature=1.0, logprobs=2)])
+def test_a_request_that_becomes_nan_is_named_at_its_chunk_and_leaves_the_others_their_tokens(
+    make_driver: Callable[..., Driver], arch: dict[str, Any], sampling: SamplingParams
+) -> None:
+    alone = make_driver(arch=arch)
+    alone.add("sound", prompt_of(40, 1), sampling)
+    wanted = alone.run("sound", 12)
+
+    driver = make_driver(arch=arch)
+    poisonous = next(token for token in range(VOCAB) if token not in {*prompt_of(40, 1), *wanted})
+    poison(driver, poisonous)
+    bad = [token for token in prompt_of(80, 2) if token != poisonous][:60]
+    bad[19] = poisonous
+    driver.add("sound", prompt_of(40, 1), sampling)
+    driver.add("bad", bad, sampling)
+    assert driver.step({"sound": 40, "bad": 16}).non_finite_ids == []
+    assert driver.step({"sound": 1, "bad": 16}).non_finite_ids == ["bad"]
+    # Steps that were on their way go on with it.
+    for num_tokens in (28, 1):
+        output = driver.step({"sound": 1, "bad": num_tokens})
+        assert output.non_finite_ids == ["bad"]
+        assert "nan" not in str(output.logprobs.get(RequestId("sound")))
+    driver.drop("bad")
+    driver.add("next", prompt_of(40, 1), sampling)  # its blocks were the bad one's
+    driver.step({"sound": 1, "next": 40})
+    assert driver.run("sound", 12) == wanted
+    assert driver.run("next", 12) == wanted
+
+
+def poison(driver: Driver, token_id: int) -> None:
+    """A row of the embedding is NaN."""
+    runner = driver.worker._runner
+    assert runner is not None
+    runner._model._embedding._table[token_id] = float("nan")  # type: ignore[attr-defined]
+
+
+def test_kv_that_is_nan_fails_the_row_that_reads_it(make_driver: Callable[..., Driver]) -> None:
+    alone = make_driver()
+    alone.add("sound", prompt_of(20, 1))
+    wanted = alone.run("sound", 4)
     driver = make_driver()
     driver.add("sound", prompt_of(20, 1))
     driver.add("poisoned", prompt_of(20, 2))
@@ -212,19 +254,18 @@ def test_nan_logits_end_the_step_and_name_the_request(make_driver: Callable[...,
     runner = driver.worker._runner
     assert runner is not None
     runner._kv_layers[1][block].fill_(float("nan"))
-    with pytest.raises(InternalError, match=r"logits of poisoned are not finite"):
-        driver.step({"sound": 1, "poisoned": 1})
+    assert driver.step({"sound": 1, "poisoned": 1}).non_finite_ids == ["poisoned"]
+    assert driver.run("sound", 4) == wanted
 
 
-def test_nan_prompt_logprobs_end_the_step_too(make_driver: Callable[..., Driver]) -> None:
+def test_nan_prompt_logprobs_fail_the_request(make_driver: Callable[..., Driver]) -> None:
     driver = make_driver()
     driver.add("r", prompt_of(60, 1), params(prompt_logprobs=0))
     driver.step({"r": 20})
     runner = driver.worker._runner
     assert runner is not None
     runner._kv_layers[0].fill_(float("nan"))
-    with pytest.raises(InternalError, match="logits of r are not finite"):
-        driver.step({"r": 20})
+    assert driver.step({"r": 20}).non_finite_ids == ["r"]
 
 
 class TestIllegalSteps:

@@ -187,8 +187,8 @@ def test_ranks_without_a_device_share_the_cores(monkeypatch: pytest.MonkeyPatch)
 # ---- errors --------------------------------------------------------------------------
 
 
-def _errors(world: World, config: EngineConfig) -> list[str]:
-    """What a rank says where the last one's logits are bad, for several kinds of requests."""
+def _lost(world: World, config: EngineConfig) -> list[tuple[list[str], list[int]]]:
+    """Whom a rank names where the last one's logits are bad, for several kinds of requests."""
     rank, info, _ = start_rank(world, config)
     driver = Driver(rank, info)
     runner = rank._runner
@@ -202,9 +202,11 @@ def _errors(world: World, config: EngineConfig) -> list[str]:
         logits[-1, 0] = float("nan")
         return logits
 
+    found = []
+    driver.add("alone", [4] * 9)
+    alone = driver.step({"alone": 9}).sampled_token_ids
     if is_bad:
         model.logits = poisoned  # type: ignore[method-assign]
-    said: list[str] = []
     for name, sampling, num_tokens in (
         ("greedy", params(), 9),
         ("random", params(temperature=1.0), 9),
@@ -212,25 +214,55 @@ def _errors(world: World, config: EngineConfig) -> list[str]:
     ):
         driver.add("sound", [4] * 9)
         driver.add(name, [5] * 9, sampling)
-        try:
-            driver.step({"sound": 9, name: num_tokens})
-        except InternalError as error:
-            said.append(str(error))
+        output = driver.step({"sound": 9, name: num_tokens})
+        if name != "prompt":  # which samples nothing: the bad row was the sound one's
+            assert output.sampled_token_ids[:1] == alone
+        found.append((list(map(str, output.non_finite_ids)), output.sampled_token_ids[:1]))
         driver.drop("sound")
         driver.drop(name)
     rank.close(1.0)
-    return said
+    return found
 
 
-def test_logits_that_are_not_finite_on_one_rank_end_the_step_on_all(directory: Path) -> None:
+def test_logits_that_are_not_finite_on_one_rank_fail_their_row_alone(directory: Path) -> None:
     shape = MeshShape(tp=2)
-    first, second = run_ranks(shape, _errors, config_of(directory, shape))
-    assert first == second
-    assert [text.split(" are not finite")[0] for text in first] == [
-        "logits of greedy",
-        "logits of random",
-        "logits of prompt",
-    ]
+    first, _ = run_ranks(shape, _lost, config_of(directory, shape))
+    assert [names for names, _ in first] == [["greedy"], ["random"], ["prompt", "sound"]]
+
+
+def _beside_nan(world: World, config: EngineConfig) -> tuple[list[list[str]], list[int]]:
+    """Whom the output rank names beside sound requests, and the sound ones' tokens."""
+    rank, info, _ = start_rank(world, config)
+    driver = Driver(rank, info)
+    assert rank._runner is not None
+    table = rank._runner._model._embedding._table  # type: ignore[attr-defined]
+    if table is not None:
+        table[-1] = float("nan")
+    last = TINY["vocab_size"] - 1
+    driver.add("bad", [5] * 10 + [last] + [6] * 19)
+    named, tokens = [], []
+    for num_bad in (10, 10, 10):
+        sound = f"sound {len(named)}"
+        driver.add(sound, [4, 9] * 10)
+        output = driver.step({sound: 20, "bad": num_bad})
+        named.append(list(map(str, output.non_finite_ids)))
+        tokens += output.sampled_token_ids[:1]
+    rank.close(1.0)
+    return named, tokens
+
+
+@pytest.mark.parametrize(
+    "shape", [MeshShape(tp=2), MeshShape(pp=2), TP2_PP2], ids=["tp 2", "pp 2", "tp 2, pp 2"]
+)
+def test_ranks_name_a_request_that_becomes_nan_and_go_on_with_the_others(
+    directory: Path, shape: MeshShape
+) -> None:
+    ((named, wanted),) = run_ranks(MeshShape(), _beside_nan, config_of(directory, MeshShape()))
+    assert named == [[], ["bad"], ["bad"]]
+    assert len(set(wanted)) == 1
+    found = run_ranks(shape, _beside_nan, config_of(directory, shape))
+    outputs = shape.world_size - shape.tp  # the first rank of the last stage answers
+    assert found[outputs] == (named, wanted)
 
 
 def _illegal(world: World, config: EngineConfig) -> str:

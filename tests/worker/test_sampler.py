@@ -9,10 +9,15 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from pdserve.errors import InternalError
+from pdserve.scheduler.refusal import refusal_of
+from pdserve.wire.ids import RequestId
+from pdserve.wire.request import GenerateRequest
 from pdserve.worker.philox import uniforms
-from pdserve.worker.sampler import NonFiniteLogitsError, Sampler
+from pdserve.worker.sampler import Sampler
 from tests.worker.driver import params
 
 if TYPE_CHECKING:
@@ -254,14 +259,67 @@ def test_ids_outside_the_vocabulary_forbid_and_favour_nothing() -> None:
     assert draws(torch.arange(10.0)[None], p, [1], []) == [3]
 
 
+FLOATS = st.sampled_from([math.nan, math.inf, -math.inf, 3.4e38, -3.4e38, 1e30, 0.0, 1e-40])
+IDS = st.integers(-1, VOCAB)
+SAMPLING = st.builds(
+    params,
+    seed=st.integers(0, 1 << 62),
+    temperature=st.sampled_from([0.0, 1e-9, 1e-5, 1.0, 1e6]),
+    top_p=st.sampled_from([0.0, 0.5, 1.0]),
+    top_k=st.sampled_from([0, 1, VOCAB, 1 << 40]),
+    min_p=st.sampled_from([0.0, 0.1, 1.0]),
+    presence_penalty=st.sampled_from([-1e6, 0.0, 1e6]),
+    frequency_penalty=st.sampled_from([-1e6, 0.0, 1e6]),
+    repetition_penalty=st.sampled_from([1e-6, 1.0, 1e6]),
+    logit_bias=st.dictionaries(IDS, st.sampled_from([-1e6, 1e6]), max_size=3),
+    allowed_token_ids=st.none() | st.lists(IDS, max_size=3).map(lambda ids: (7, *ids)),
+    bad_words=st.lists(st.lists(IDS, max_size=2).map(tuple), max_size=3).map(tuple),
+    min_tokens=st.sampled_from([0, 50]),
+    eos_token_ids=st.sampled_from([(), (7,)]),
+    logprobs=st.sampled_from([None, 0, VOCAB, 1 << 40]),
+)
+
+
+@given(
+    bad=st.lists(st.tuples(st.integers(0, VOCAB - 1), FLOATS), min_size=1, max_size=4),
+    fill=st.just(0.0) | FLOATS,
+    sampling=SAMPLING,
+)
+def test_no_row_of_any_request_ends_the_step_or_changes_another_row(
+    bad: list[tuple[int, float]], fill: float, sampling: SamplingParams
+) -> None:
+    request = GenerateRequest(
+        request_id=RequestId("r"), prompt_token_ids=PROMPT, sampling=sampling, arrival_s=0.0
+    )
+    assert refusal_of(request, vocab_size=VOCAB, max_model_len=1000) is None
+    logits = torch.randn(3, VOCAB, generator=torch.Generator().manual_seed(1))
+    sampler = Sampler(3, VOCAB, CPU)
+    for row, mine in enumerate((params(temperature=1.0, seed=5), sampling, params(logprobs=1))):
+        sampler.add(row, mine, PROMPT, OUTPUTS)
+    rows, num_outputs = np.arange(3), np.full(3, len(OUTPUTS))
+    wanted = sampler.sample(logits.clone(), rows, num_outputs)
+    logits[1] += fill
+    for token, value in bad:
+        logits[1, token] = value
+    found = sampler.sample(logits, rows, num_outputs)
+    assert set(found.non_finite) <= {1}
+    assert 0 <= found.token_ids[1] < VOCAB
+    assert [found.token_ids[0], found.token_ids[2]] == [wanted.token_ids[0], wanted.token_ids[2]]
+    assert found.logprobs[2] == wanted.logprobs[2]
+
+
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_logits_that_are_not_finite_name_their_rows(value: float, temperature: float) -> None:
+@pytest.mark.parametrize("fields", [{}, {"logit_bias": {3: 1.0}, "logprobs": 1}])
+def test_rows_whose_logits_are_not_finite_are_named(
+    value: float, temperature: float, fields: dict[str, Any]
+) -> None:
     logits = torch.zeros(3, VOCAB)
     logits[1, 77] = value
-    with pytest.raises(NonFiniteLogitsError) as error:
-        draws(logits, params(temperature=temperature), [1], [])
-    assert error.value.indices == [1]
+    sampler = Sampler(3, VOCAB, CPU)
+    for row in range(3):
+        sampler.add(row, params(temperature=temperature, **fields), PROMPT, OUTPUTS)
+    assert sampler.sample(logits, np.arange(3), np.full(3, 5)).non_finite == [1]
 
 
 @pytest.mark.parametrize("fields", [{}, {"temperature": 2.0, "logit_bias": {1: 50.0}}])

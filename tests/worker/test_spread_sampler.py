@@ -11,7 +11,7 @@ import torch
 from pdserve.errors import InternalError
 from pdserve.parallel.group import World
 from pdserve.parallel.mesh import MeshShape
-from pdserve.worker.sampler import NonFiniteLogitsError, Sampler
+from pdserve.worker.sampler import Sampler
 from pdserve.worker.spread_sampler import SpreadSampler
 from pdserve.worker.vocabulary import SpreadVocabulary
 from tests.ranks import run_ranks
@@ -161,19 +161,18 @@ def test_a_row_forgets_who_had_it() -> None:
     assert run_ranks(MeshShape(tp=2), _sample_one, before) == [[wanted]] * 2
 
 
-def _poisoned(world: World, rows: list[int], poisoned: list[int], value: float) -> list[int]:
-    """Which rows are refused, where the last rank alone has bad columns of some."""
+def _poisoned(
+    world: World, rows: list[int], poisoned: list[int], value: float
+) -> tuple[list[int], list[int]]:
+    """Which rows are named, where the last rank alone has bad columns of some; others' tokens."""
     sampler = SpreadSampler(vocabulary_of(world, VOCAB), len(PARAMS), VOCAB, CPU)
     for row, sampling in enumerate(PARAMS):
         sampler.add(row, sampling, [1], [])
     logits = columns_of(world, logits_of(0)[rows])
     if world.tp.is_last:
         logits[poisoned, 3] = value
-    try:
-        sampler.sample(logits, np.array(rows), np.zeros(len(rows), dtype=np.int64))
-    except NonFiniteLogitsError as error:
-        return error.indices
-    return []
+    sampled = sampler.sample(logits, np.array(rows), np.zeros(len(rows), dtype=np.int64))
+    return sampled.non_finite, np.delete(sampled.token_ids, poisoned).tolist()
 
 
 @pytest.mark.parametrize(
@@ -182,7 +181,10 @@ def _poisoned(world: World, rows: list[int], poisoned: list[int], value: float) 
     ids=["greedy", "whole", "both", "one of both"],
 )
 @pytest.mark.parametrize("value", [NAN, INF])
-def test_what_is_not_finite_on_one_rank_is_refused_on_all(
+def test_what_is_not_finite_on_one_rank_is_known_on_all_and_costs_no_other_row_its_token(
     rows: list[int], poisoned: list[int], value: float
 ) -> None:
-    assert run_ranks(MeshShape(tp=2), _poisoned, rows, poisoned, value) == [poisoned] * 2
+    ((_, wanted),) = run_ranks(MeshShape(), _poisoned, rows, [], value)
+    others = [token for i, token in enumerate(wanted) if i not in poisoned]
+    found = run_ranks(MeshShape(tp=2), _poisoned, rows, poisoned, value)
+    assert found == [(poisoned, others)] * 2
