@@ -24,7 +24,7 @@ class Asking(msgspec.Struct, frozen=True, kw_only=True):
 
     target: Target
     ignore_eos: bool = False
-    temperature: float | None = 0.0
+    temperature: float | None = None
     extra_body: dict[str, Any] = {}
 
     def body(self, prompt: Prompt, max_tokens: int, *, tell_ids: bool = False) -> bytes:

@@ -149,3 +149,10 @@ def arrivals_in_words(dataset: DatasetConfig, traffic: TrafficConfig) -> str:
     if traffic.cancel_share:
         words += f" cancelled={traffic.cancel_share:g}"
     return words
+
+
+def sampling_in_words(traffic: TrafficConfig) -> str:
+    """Return what requests say of sampling; what they do not say is the server's to choose."""
+    if traffic.temperature is None:
+        return "temperature left to the server"
+    return f"temperature {traffic.temperature:g}"

@@ -81,7 +81,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     request_timeout_s: float = 1800.0
     ready_timeout_s: float = 0.0
     ignore_eos: bool = False
-    temperature: float | None = 0.0
+    temperature: float | None = None
     extra_body: dict[str, object] = {}
     keep_text: bool = False
     with_stages: bool = True

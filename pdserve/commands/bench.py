@@ -30,6 +30,7 @@ from pdserve.bench.preparing import (
     options_of,
     plan_of,
     prompts_of,
+    sampling_in_words,
     target_of,
 )
 from pdserve.bench.progress import ProgressLine
@@ -78,7 +79,8 @@ def run_serve(table: Table, resolved: Mapping[str, Resolved]) -> int:
             cancel_share=traffic.cancel_share,
         )
         words = arrivals_in_words(dataset, traffic)
-        print(f"{served.model} at {target.url}: {plan.description}; {words}", flush=True)
+        load = f"{plan.description}; {words}; {sampling_in_words(traffic)}"
+        print(f"{served.model} at {target.url}: {load}", flush=True)
         run = await run_plan(
             requests,
             msgspec.structs.replace(target, model=served.model),
@@ -123,6 +125,7 @@ def figures_of(
 ) -> dict[str, Any]:
     """Return a run's figures with what was asked for, as `vllm bench serve` saves them."""
     found = figures(run, slos, percentiles=result.percentiles, environment=environment.describe())
+    found["pdserve"]["sampling"] = sampling_in_words(traffic)
     rate = traffic.request_rate
     own = {
         "endpoint_type": "openai-chat" if target.endpoint.value == "chat" else "openai",

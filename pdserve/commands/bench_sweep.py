@@ -29,7 +29,7 @@ from pdserve.bench.datasets.registry import make_plan
 from pdserve.bench.endpoint import Served, ask_served
 from pdserve.bench.figures import figures
 from pdserve.bench.goodput import Slo, parse_goodput
-from pdserve.bench.preparing import options_of, target_of, tokenizer_of
+from pdserve.bench.preparing import options_of, sampling_in_words, target_of, tokenizer_of
 from pdserve.bench.progress import ProgressLine
 from pdserve.bench.runner import run_plan
 from pdserve.bench.search import Axis, Search
@@ -104,7 +104,9 @@ async def _run(
         sweep.statements.append(
             "A rate is of conversations that begin; further turns follow their answers."
         )
-    print(f"{served.model} at {target.url}: {sweep.dataset}; times in ms")
+    print(
+        f"{served.model} at {target.url}: {sweep.dataset}; {sampling_in_words(traffic)}; times in ms"
+    )
     print(heading(sweep), flush=True)
 
     def on_run(point: Point, repeat: int) -> None:

@@ -152,7 +152,7 @@ class TrafficConfig(msgspec.Struct, frozen=True, kw_only=True):
     request_timeout_s: float = 1800.0
     num_client_processes: int | None = None
     ignore_eos: bool = False
-    temperature: float | None = 0.0
+    temperature: float | None = None
     extra_body: str = ""
 
     @property

@@ -426,7 +426,7 @@ def bench_serve_table() -> Table:
 def bench_compare_table() -> Table:
     """The settings of `pdserve bench compare`: its own, and those of a run that it needs.
 
-    Every side generates as many tokens, else they would not have the same work.
+    Every side generates as many tokens, the likeliest ones, else they would not have the same work.
     """
     result = tuple(s for s in RESULT_SETTINGS if s.flag in ("goodput", "progress", "allow-invalid"))
     return Table(
@@ -434,6 +434,7 @@ def bench_compare_table() -> Table:
         defaults={
             "num-warmups": 8,
             "ignore-eos": True,
+            "temperature": 0.0,
             "dataset-name": DatasetName.PD_INTERFERENCE,
         },
     )

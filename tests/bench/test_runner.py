@@ -241,9 +241,24 @@ async def test_warm_ups_are_sent_before_and_share_no_prompt_with_the_run(
     assert sorted(mine) == [[900, 800, 700], [900, 800, 700], [900, 800, 701]]
 
 
+async def test_what_is_not_asked_for_is_left_to_the_server(server: ScriptedServer) -> None:
+    found = await run(server, [request(0, [1], max_tokens=3)])
+    assert server.bodies()[found.outcomes[0].request_id] == {
+        "model": "scripted",
+        "prompt": [1],
+        "max_tokens": 3,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+    }
+
+
 async def test_what_is_asked_for_is_in_the_body(server: ScriptedServer) -> None:
     found = await run(
-        server, [request(0, [1], max_tokens=3)], ignore_eos=True, extra_body={"top_p": 0.5}
+        server,
+        [request(0, [1], max_tokens=3)],
+        ignore_eos=True,
+        temperature=0.0,
+        extra_body={"top_p": 0.5},
     )
     assert server.bodies()[found.outcomes[0].request_id] == {
         "model": "scripted",

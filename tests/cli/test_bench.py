@@ -46,6 +46,7 @@ def test_a_run_prints_vllms_block_and_saves_what_it_saw(
     assert done.returncode == 0, done.stderr
     assert "Successful requests:                     12" in done.stdout
     assert "Client: 1 process" in done.stdout
+    assert "poisson rate=30; temperature left to the server\n" in done.stdout
     run, figures = load(tmp_path / "r.json")
     assert figures["completed"] == len(run.outcomes) == 12
     assert figures["total_input_tokens"] == 12 * 32
@@ -54,6 +55,7 @@ def test_a_run_prints_vllms_block_and_saves_what_it_saw(
     assert figures["median_ttft_ms"] >= 200
     assert figures["pdserve"]["goodput"]["good"] == 12
     assert figures["pdserve"]["environment"]["cores"] > 0
+    assert figures["pdserve"]["sampling"] == "temperature left to the server"
 
 
 def test_a_file_name_is_made_of_what_was_run(server: ScriptedServer, tmp_path: Path) -> None:
