@@ -108,7 +108,8 @@ def run_compare(table: Table, resolved: Mapping[str, Resolved]) -> int:
         say(console.tables(comparison))
         _tell(comparison)
         if data is not None:
-            save(comparison, data)
+            facts = verdict.headline_facts(comparison, chosen_rate(comparison))
+            save(comparison, data, headline=facts)
             say(f"Result: {data}")
         if report is not None:
             _write(render(comparison), report)
@@ -118,7 +119,7 @@ def run_compare(table: Table, resolved: Mapping[str, Resolved]) -> int:
             for each in comparison.measured
             for outcome in each.run.outcomes
         )
-        is_valid = all(each.run.health.valid for each in comparison.measured)
+        is_valid = not any(comparison.why_not(m.deployment, m.rate) for m in comparison.measured)
         return EXIT_FAILED if has_failed or not (is_valid or result.allow_invalid) else EXIT_DONE
 
     return run_until_signalled(work(), on_second_signal=session.kill)

@@ -104,9 +104,8 @@ async def _run(
         sweep.statements.append(
             "A rate is of conversations that begin; further turns follow their answers."
         )
-    print(
-        f"{served.model} at {target.url}: {sweep.dataset}; {sampling_in_words(traffic)}; times in ms"
-    )
+    load = f"{sweep.dataset}; {sampling_in_words(traffic)}"
+    print(f"{served.model} at {target.url}: {load}; times in ms")
     print(heading(sweep), flush=True)
 
     def on_run(point: Point, repeat: int) -> None:

@@ -151,7 +151,7 @@ class TestWords:
     def test_a_client_that_was_late_makes_the_headline_say_so(self, made):
         made.measured[0].run.health.valid = False
         made.measured[0].run.health.why_not = ["The client was late."]
-        assert "not valid" in verdict.headline(made, None).text
+        assert "NOT VALID" in verdict.headline(made, None).text
         assert any("The client was late." in line for line in verdict.caveats(made))
 
     def test_one_run_is_said_to_tell_no_spread(self):
@@ -197,10 +197,37 @@ class TestWords:
         quiet = told(engines=1.0, proxy=0.25)
         assert "colocated 1.25 (engines 1.00, proxy 0.25)" in quiet
         assert "cores were full" not in quiet
-        assert "Other programs" not in quiet
+        assert "Other programs used" not in quiet
         assert "The 2 cores were full with" in told(engines=1.5, proxy=0.4)
         disturbed = told(engines=1.0, **{OTHERS: 0.4})
-        assert "Other programs used these cores meanwhile (colocated 0.40" in disturbed
+        assert "colocated: not valid. Other programs used 0.40 of its 2 cores." in disturbed
+
+    def test_cores_that_others_took_from_one_run_make_the_headline_not_valid(self, made, tmp_path):
+        made.environment.pop("device", None)
+        before = verdict.headline(made, None)
+        assert before.ratio.median > 1
+        index = next(i for i, m in enumerate(made.measured) if m.deployment == made.baseline)
+        used = {"engines": 0.8, OTHERS: 1.15}
+        made.measured[index] = msgspec.structs.replace(made.measured[index], cores_used=used)
+        found = verdict.headline(made, None)
+        why = f"{made.baseline}: Other programs used 1.15 of its 2 cores."
+        assert list(found.why_not) == [why]
+        assert found.text == f"{before.text} (NOT VALID: {why})"
+        assert verdict.goal_words(found) == "; whether the goal was reached is not known"
+        assert "not valid" in console.tables(made)
+        path = tmp_path / "found.json"
+        save(made, path, headline=verdict.headline_facts(made, None))
+        facts = msgspec.json.decode(path.read_bytes())["headline"]
+        assert (facts["valid"], facts["why_not"]) == (False, [why])
+        assert why in facts["text"]
+        assert any(why.partition(": ")[2] in caveat for caveat in facts["caveats"])
+        assert load(path).measured[index].cores_used == used
+
+    def test_what_the_kernel_does_for_a_deployment_is_not_stolen(self, made):
+        made.environment.pop("device", None)
+        for index, each in enumerate(made.measured):
+            made.measured[index] = msgspec.structs.replace(each, cores_used={OTHERS: 0.2})
+        assert verdict.headline(made, None).why_not == []
 
     def test_small_differences_of_one_run_are_none(self):
         assert verdict.is_within_noise(verdict.Ratio(1.08, 1.08, 1.08))

@@ -6,11 +6,12 @@ import html.parser
 import re
 import xml.etree.ElementTree as ET
 
+import msgspec
 import numpy as np
 import pytest
 
 from pdserve.bench import files
-from pdserve.bench.compare.result import save
+from pdserve.bench.compare.result import OTHERS, save
 from pdserve.bench.compare.summary import Figure, figures_of, prefill_of, rows
 from pdserve.bench.figures import figures
 from pdserve.bench.report import charts, distributions, over_rate, over_time, stages
@@ -107,6 +108,18 @@ class TestPage:
         made.title = evil
         page = Page(render(made))
         assert "script" not in [tag for tag, _ in page.elements]
+
+    def test_cards_of_figures_that_do_not_count_say_why(self, made):
+        used = {"engines": 0.8, OTHERS: 1.15}
+        stolen = [
+            msgspec.structs.replace(m, cores_used=used) if m.deployment == made.baseline else m
+            for m in made.measured
+        ]
+        page = render(msgspec.structs.replace(made, measured=stolen))
+        lead = page[page.index('<div class="lead">') : page.index("<h2>")]
+        assert "Other programs used 1.15 of its 2 cores." in lead
+        assert "better, not valid" in lead
+        assert "fact good" not in lead
 
     def test_the_rate_shown_is_the_highest_without_failures(self):
         made = synthetic.comparison(num_runs=1, rates=(1.0, 2.0, 4.0))

@@ -7,7 +7,7 @@ it (`pdserve bench plot`). Knows no process and no picture.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Final
 
@@ -24,6 +24,8 @@ _TICKS_PER_S: Final = 100_000
 CLIENT: Final = "client"
 OTHERS: Final = "other programs and the kernel"
 """In `Measured.cores_used`, beside the deployment's own parts."""
+MAX_STOLEN_SHARE: Final = 0.1
+"""Of a deployment's cores: what others may use. The kernel's own work for it is half of that."""
 
 
 class Deployment(msgspec.Struct, frozen=True, kw_only=True):
@@ -123,6 +125,18 @@ class Comparison(msgspec.Struct, kw_only=True):
         found = [m for m in self.measured if m.deployment == label and m.rate == rate]
         return [each.run for each in sorted(found, key=lambda each: each.repeat)]
 
+    def why_not(self, label: str, rate: float | None) -> list[str]:
+        """Why runs of a deployment at a rate do not count; empty if all of them do."""
+        measured = [m for m in self.measured if (m.deployment, m.rate) == (label, rate)]
+        health = [each.run.health for each in measured if not each.run.health.valid]
+        found = ["The client could not keep up."] if health else []
+        found += dict.fromkeys(reason for each in health for reason in each.why_not)
+        cores = 0 if self.environment.get("device") == "cuda" else self.deployment(label).num_cores
+        stolen = max((each.cores_used.get(OTHERS, 0.0) for each in measured), default=0.0)
+        if cores and stolen > MAX_STOLEN_SHARE * cores:
+            found.append(f"Other programs used {stolen:.2f} of its {cores} cores.")
+        return found
+
     @property
     def request_rates(self) -> list[float | None]:
         """The rates that were measured, lowest first."""
@@ -148,7 +162,9 @@ def _compact(outcome: Outcome) -> Outcome:
     )
 
 
-def save(comparison: Comparison, path: Path) -> None:
+def save(
+    comparison: Comparison, path: Path, *, headline: Mapping[str, object] | None = None
+) -> None:
     """Write a comparison as JSON.
 
     Instead of `chunk_s` a request has `chunk_ticks`: the first chunk's time and then the gaps,
@@ -158,11 +174,14 @@ def save(comparison: Comparison, path: Path) -> None:
     Args:
         comparison: Of runs that went through `compact`.
         path: Its directory is made if it is missing; an existing file is replaced.
+        headline: What the figures say in short, for whoever reads no more; `load` leaves it out.
 
     Raises:
         ConfigError: The file cannot be written.
     """
     content = msgspec.to_builtins(comparison)
+    if headline is not None:
+        content["headline"] = headline
     for each in content["measured"]:
         for outcome in each["run"]["outcomes"]:
             at = [round(at_s * _TICKS_PER_S) for at_s in outcome.pop("chunk_s", ())]

@@ -97,7 +97,7 @@ class Row:
         values: A figure is missing where no request had it.
         ratios: Against the baseline; empty for the baseline itself.
         num_requests, num_failed: Over all repeats.
-        is_valid: The client kept up in every run.
+        why_not: Why runs of it do not count; empty if all of them do.
         is_behind: In some run the deployment did not keep up with the schedule.
     """
 
@@ -107,8 +107,13 @@ class Row:
     ratios: Mapping[Figure, Ratio]
     num_requests: int
     num_failed: int
-    is_valid: bool
+    why_not: Sequence[str]
     is_behind: bool
+
+    @property
+    def is_valid(self) -> bool:
+        """Whether all of its runs count."""
+        return not self.why_not
 
 
 def rows(comparison: Comparison, rate: float | None) -> list[Row]:
@@ -132,7 +137,7 @@ def rows(comparison: Comparison, rate: float | None) -> list[Row]:
                 ratios={} if label == comparison.baseline else _ratios(repeats, base),
                 num_requests=sum(len(run.outcomes) for run in runs),
                 num_failed=sum(_has_failed(one) for run in runs for one in run.outcomes),
-                is_valid=all(run.health.valid for run in runs),
+                why_not=comparison.why_not(label, rate),
                 is_behind=any(fell_behind(run) for run in runs),
             )
         )

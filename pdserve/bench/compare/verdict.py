@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from pdserve.bench.compare import bound
-from pdserve.bench.compare.result import OTHERS, Comparison, Deployment
+from pdserve.bench.compare.result import Comparison, Deployment
 from pdserve.bench.compare.summary import (
     Figure,
     Ratio,
@@ -31,8 +31,6 @@ _SEEN_BY_P99 = 0.02
 LOAD = "load average before"
 """In the environment: of the last minute before the first deployment was started."""
 _BUSY_SHARE = 0.5
-_DISTURBING = 0.2
-"""Cores that others use; the kernel's own work for a deployment is a tenth of one."""
 _FULL_SHARE = 0.85
 """Of the cores: so much in use on average is all of them at the times that matter."""
 
@@ -51,6 +49,7 @@ class Headline:
         ratio: Against the baseline.
         has_goal: The design has a goal for it: there are steady decoders.
         num_runs: Runs of each deployment.
+        why_not: Why the figure does not count, as sentences; empty if it does.
         strictest: Against the best of all colocated ones; None if there is just one.
     """
 
@@ -59,6 +58,7 @@ class Headline:
     ratio: Ratio
     has_goal: bool
     num_runs: int
+    why_not: Sequence[str]
     strictest: float | None
     strictest_label: str = ""
 
@@ -83,8 +83,9 @@ def headline(comparison: Comparison, rate: float | None) -> Headline | None:
         f"ITL p99 {who}: {number(ours)} ms with {best.label}, {number(theirs)} ms with "
         f"{base.label}: {_times(ratio.median)}"
     )
-    if not (best.is_valid and base.is_valid):
-        text += " (not valid: the client could not keep up)"
+    why_not = [f"{row.label}: {' '.join(row.why_not)}" for row in (best, base) if row.why_not]
+    if why_not:
+        text += f" (NOT VALID: {' '.join(why_not)})"
     others = [
         row
         for row in table
@@ -96,16 +97,31 @@ def headline(comparison: Comparison, rate: float | None) -> Headline | None:
     if len(others) > 1:
         rival = min(others, key=lambda row: row.values[Figure.ITL_P99].median)
         strictest = rival.values[Figure.ITL_P99].median / ours
-        strictest_label = rival.label
+        strictest_label = rival.label if rival.is_valid else f"{rival.label}, not valid"
     return Headline(
         best.label,
         text,
         ratio,
         has_goal,
         len(comparison.runs(best.label, rate)),
+        why_not,
         strictest,
         strictest_label,
     )
+
+
+def headline_facts(comparison: Comparison, rate: float | None) -> dict[str, object] | None:
+    """The headline for the comparison's file: figure, whether it counts, and what goes with it."""
+    found = headline(comparison, rate)
+    if found is None:
+        return None
+    return {
+        "text": f"{found.text}{goal_words(found)}.",
+        "itl_p99_ratio": found.ratio.median,
+        "valid": not found.why_not,
+        "why_not": list(found.why_not),
+        "caveats": caveats(comparison),
+    }
 
 
 def _is_interference(comparison: Comparison, rate: float | None) -> bool:
@@ -165,7 +181,7 @@ def caveats(comparison: Comparison) -> list[str]:
     ours = [each for each in comparison.deployments if not each.is_peer]
     found += _repeats(comparison)
     for rate in comparison.request_rates:
-        found += _client(comparison, rows(comparison, rate), rate)
+        found += _validity(rows(comparison, rate), rate)
         found += _schedule(comparison, rate)
     if ours:
         found += _others_work(comparison)
@@ -207,17 +223,12 @@ def _repeats(comparison: Comparison) -> list[str]:
     ]
 
 
-def _client(comparison: Comparison, table: Sequence[Row], rate: float | None) -> list[str]:
+def _validity(table: Sequence[Row], rate: float | None) -> list[str]:
     found = []
     at = "" if rate is None else f" at {rate:g} requests/s"
     for row in table:
-        reasons = dict.fromkeys(
-            reason for run in comparison.runs(row.label, rate) for reason in run.health.why_not
-        )
-        if not row.is_valid:
-            found.append(
-                f"{row.label}{at}: not valid, the client could not keep up: {' '.join(reasons)}"
-            )
+        if row.why_not:
+            found.append(f"{row.label}{at}: not valid. {' '.join(row.why_not)}")
         if row.num_failed:
             found.append(
                 f"{row.label}{at}: {row.num_failed} of {row.num_requests} requests failed; "
@@ -313,7 +324,7 @@ def _sharing(comparison: Comparison, ours: Sequence[Deployment]) -> list[str]:
 
 def _cores_used(comparison: Comparison, cores: int) -> list[str]:
     """Who used the cores, and who had none to spare."""
-    words, full, disturbed = [], [], []
+    words, full = [], []
     for each in comparison.deployments:
         used = [m.cores_used for m in comparison.measured if m.deployment == each.label]
         used = [one for one in used if one]
@@ -323,9 +334,6 @@ def _cores_used(comparison: Comparison, cores: int) -> list[str]:
             part: sum(one.get(part, 0.0) for one in used) / len(used)
             for part in dict.fromkeys(part for one in used for part in one)
         }
-        foreign = parts.get(OTHERS, 0.0)
-        if foreign >= _DISTURBING:
-            disturbed.append(f"{each.label} {foreign:.2f}")
         total = sum(parts.values())
         inner = ", ".join(f"{part} {share:.2f}" for part, share in parts.items())
         words.append(f"{each.label} {total:.2f} ({inner})")
@@ -334,11 +342,6 @@ def _cores_used(comparison: Comparison, cores: int) -> list[str]:
     if not words:
         return []
     found = [f"Cores in use on average: {'; '.join(words)}."]
-    if disturbed:
-        found.append(
-            f"Other programs used these cores meanwhile ({'; '.join(disturbed)} cores): the "
-            "deployments had less than the rest of this page says, and not all of them equally."
-        )
     if full:
         found.append(
             f"The {cores} cores were full with {'; '.join(full)}: tokens wait for a core wherever "
@@ -384,6 +387,8 @@ def goal_words(found: Headline) -> str:
     """Whether the goal was reached, if there is one."""
     if not found.has_goal:
         return ""
+    if found.why_not:
+        return "; whether the goal was reached is not known"
     if found.num_runs == 1 and found.ratio.median >= GOAL:
         return f"; the goal of {GOAL:g} was reached in the one run"
     if found.ratio.low >= GOAL:

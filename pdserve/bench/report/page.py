@@ -72,11 +72,14 @@ def _facts(comparison: Comparison, rate: float | None) -> str:
         for figure in (Figure.ITL_P99, Figure.TTFT_P50, Figure.TTFT_P99, Figure.THROUGHPUT)
         if figure in row.ratios
     ]
-    return f'<div class="lead">{"".join(cards)}</div>'
+    doubts = "".join(f'<p class="bad">Not valid: {text(why)}</p>' for why in found.why_not)
+    return f'<div class="lead">{"".join(cards)}</div>{doubts}'
 
 
 def _card(row: Row, figure: Figure, base: Row, ratio: Ratio) -> str:
-    if verdict.is_within_noise(ratio):
+    if not (row.is_valid and base.is_valid):
+        tone, word = "", "better, not valid" if ratio.median > 1 else "worse, not valid"
+    elif verdict.is_within_noise(ratio):
         tone, word = "", "no clear difference"
     elif ratio.median > 1:
         tone, word = " good", "better"
@@ -146,7 +149,7 @@ def _table(comparison: Comparison, table: Sequence[Row]) -> str:
         if row.is_behind:
             notes.append("fell behind the schedule")
         if not row.is_valid:
-            notes.append("client late: not valid")
+            notes.append("not valid")
         if row.label == comparison.baseline:
             notes.append("baseline")
         tone = "bad" if row.num_failed or row.is_behind or not row.is_valid else ""

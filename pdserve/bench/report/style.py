@@ -81,6 +81,7 @@ th:first-child,td:first-child{text-align:left;position:sticky;left:0;background:
 thead th:first-child{background:var(--card)}
 tbody th{font-weight:600}
 td small,th small{display:block;color:var(--soft);font-weight:400;font-size:11.5px;line-height:1.4}
+p.bad{color:var(--bad)}
 small.good{color:var(--good)!important}small.bad{color:var(--bad)!important}
 i.swatch{display:inline-block;width:11px;height:11px;border-radius:3px;margin-right:8px}
 .plain td,.plain th{white-space:normal;text-align:left}
