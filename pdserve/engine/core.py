@@ -34,8 +34,8 @@ if TYPE_CHECKING:
 
 
 _LONGEST_GAP_S = 2.0
-"""Between two looks at the step in flight: the loop turns once a second at least. What is more
-was spent stopped, and is not the step's."""
+"""Between two looks at the step in flight: the loop turns ten times a second while a request is
+unfinished. What is more was spent stopped, and is not the step's."""
 
 
 class EngineCore:

@@ -91,7 +91,7 @@ def test_a_part_of_p_is_stopped_before_the_hand_over(stage: Stage, part: str) ->
 
 @pytest.mark.parametrize("side", ["P", "D"])
 @pytest.mark.parametrize("part", PARTS)
-@pytest.mark.short_form("TCP-pull-core-D", "TCP-push-rank-P")
+@pytest.mark.short_form("TCP-pull-core-D", "TCP-pull-rank-P")
 def test_a_part_is_stopped_in_mid_hand_over(slow_stage: Stage, part: str, side: str) -> None:
     stage = slow_stage
     stream, right, receiver = midway(stage)
@@ -139,7 +139,7 @@ def test_a_part_of_d_is_stopped_after_the_hand_over(stage: Stage, part: str) -> 
 
 
 @pytest.mark.parametrize("phase", ["before", "during", "after"])
-@pytest.mark.short_form("TCP-push-after")
+@pytest.mark.short_form("TCP-pull-after")
 def test_the_proxy_is_stopped_and_goes_on(stage: Stage, phase: str) -> None:
     if phase == "before":
         prompts = [stage.prompt() for _ in range(3)]

@@ -192,6 +192,21 @@ async def test_a_stopped_rank_ends_the_engine_with_its_reason(tiny_model: Path) 
                 pass
 
 
+async def test_a_step_that_does_not_come_back_ends_its_requests(tiny_model: Path) -> None:
+    config = msgspec.structs.replace(
+        engine_config(tiny_model, backend="multiprocess"),
+        liveness=LivenessConfig(heartbeat_timeout_s=600.0, step_timeout_s=1.0),
+    )
+    async with running(config) as client:
+        (rank,) = await asyncio.to_thread(_children_of, client.pid)
+        outputs = client.generate(request("r", PROMPTS[2], 900))
+        await anext(outputs)
+        os.kill(rank, signal.SIGSTOP)  # as good as a kernel that never ends, with these limits
+        with pytest.raises(EngineDeadError, match=r"has not come back for 1 s \(--step-timeout"):
+            async for _ in outputs:
+                pass
+
+
 async def test_a_rank_stopped_while_nothing_runs_ends_the_engine(tiny_model: Path) -> None:
     async with running(impatient(engine_config(tiny_model, backend="multiprocess"))) as client:
         (rank,) = await asyncio.to_thread(_children_of, client.pid)
