@@ -15,6 +15,8 @@ mistake* is an `InternalError`: it ends the engine, with the request's story.
     |- BodyTooLargeError      413
     |- OverloadedError        429   queue is full; Retry-After
     |- UnavailableError       503   no ready engine for the role; Retry-After
+    |  |- StartingError       503   the engine is not ready yet
+    |  |- ShuttingDownError   503   nothing more is taken here
     |  |- RecomputeBudgetError     503   no tokens left for prompts that others failed; Retry-After
     |- KvTransferError        503   KV did not arrive; whoever sent the request has other ways
     |- EngineDeadError        503   the engine behind this server has ended
@@ -145,6 +147,32 @@ class UnavailableError(PdserveError):
     status = 503
     type = "service_unavailable_error"
     code = "unavailable"
+
+
+class StartingError(UnavailableError):
+    """The engine is not ready yet."""
+
+    code = "engine_starting"
+
+    def __init__(self) -> None:
+        super().__init__(
+            "the engine is starting: ask again; /readyz says when it is ready", retry_after_s=1.0
+        )
+
+
+class ShuttingDownError(UnavailableError):
+    """Nothing more is taken here, and what could not be finished is given up.
+
+    Args:
+        who: Shuts down, for people.
+    """
+
+    code = "shutting_down"
+
+    def __init__(self, who: str) -> None:
+        super().__init__(
+            f"{who} is shutting down: ask another one, or again once it is back", retry_after_s=1.0
+        )
 
 
 class RecomputeBudgetError(UnavailableError):

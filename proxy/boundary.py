@@ -61,7 +61,8 @@ class Boundary:
             response = web.Response(status=499)  # written to nobody
         except Exception:
             log.exception("request failed: request=%s path=%s", request_id, request.path)
-            response = error_answer(PdserveError("the proxy failed; its log says why"))
+            failed = "the proxy failed; its log says why, under this request's id"
+            response = error_answer(PdserveError(failed))
         finally:
             self._bodies.free(request)
         if not response.prepared:

@@ -6,7 +6,7 @@ Knows HTTP bodies and server-sent events; knows nothing of routing or of retries
     |- UpstreamError
     |  |- WorkerError       an engine broke down: another one may be asked
     |  |  |- WorkerBusyError      it says that it cannot serve now
-    |  |  |  |- BudgetSpentError  ... nor compute this prompt in a prefill engine's place
+    |  |  |  |- BudgetSpentError  ... compute this prompt in another engine's place
     |  |  |- KvFailedError        it is well, but the KV did not reach it
     |  |  |- NonFiniteError       it is well, but the model makes NaN of this request
     |  |- PoisonousError    a request that engines end with: no further one is asked
@@ -33,19 +33,28 @@ if TYPE_CHECKING:
 
 DONE = b"data: [DONE]\n\n"
 _RETRY_AFTER_S = 1.0
-_TOLD: Final = {
-    "connect": "an engine could not be reached",
-    "timeout": "an engine did not answer in time",
-    "dropped": "an engine broke off its answer",
-    "lost": "an engine stopped answering",
-    "status": "an engine failed",
-    "error_event": "an engine failed",
-    "garbled": "an engine's answer could not be read",
-    "budget": "no engine may compute more prompts in a prefill engine's place for now",
-    "kv_failed": "the KV did not get from one engine to the other",
-    "handoff_refused": "an engine did not take what another one handed over",
-    "non_finite": "the model makes NaN or infinite values of this request",
+CAUSES: Final = {
+    "connect": ("engine_unreachable", "an engine could not be reached"),
+    "timeout": ("engine_unreachable", "an engine did not answer in time"),
+    "dropped": ("engine_dropped", "an engine broke off its answer"),
+    "lost": ("engine_lost", "an engine stopped answering"),
+    "status": ("engine_failed", "an engine failed"),
+    "error_event": ("engine_failed", "an engine failed"),
+    "garbled": ("engine_garbled", "an engine's answer could not be read"),
+    "not_ready": ("engine_not_ready", "the engines that were asked start, shut down or have ended"),
+    "budget": (
+        "recompute_budget_exhausted",
+        "no engine may compute more prompts in another engine's place for now",
+    ),
+    "kv_failed": ("kv_transfer_failed", "the KV did not get from one engine to the other"),
+    "handoff_refused": (
+        "kv_transfer_failed",
+        "an engine did not take what another one handed over",
+    ),
+    "non_finite": ("non_finite_logits", "the model makes NaN or infinite values of this request"),
 }
+"""By a failure's reason: the code that a client gets, and what happened. What to do about each
+code is in docs/errors.md."""
 _ENDS = frozenset({"dropped", "lost"})
 
 
@@ -56,9 +65,7 @@ class WorkerError(UpstreamError):
 
     Args:
         detail: Which engine did what; see `PdserveError`.
-        reason: A short fixed word for the counters: connect, dropped, status, error_event,
-            garbled, lost, budget, kv_failed, handoff_refused, non_finite.
-
+        reason: A short fixed word for the counters, one of `CAUSES`.
         was_taken: Whether the engine may have begun to work on the request.
         is_end: Whether the engine says that it has ended.
 
@@ -73,12 +80,12 @@ class WorkerError(UpstreamError):
         detail: str,
         *,
         reason: str,
-        code: str | None = None,
         retry_after_s: float | None = None,
         was_taken: bool = True,
         is_end: bool = False,
     ) -> None:
-        told = f"{_TOLD[reason]}; the proxy's log says which, and more, under this request's id"
+        code, what = CAUSES[reason]
+        told = f"{what}; the proxy's log says which, and more, under this request's id"
         super().__init__(told, code=code, retry_after_s=retry_after_s, detail=detail)
         self.reason = reason
         self.was_taken = was_taken
@@ -90,13 +97,11 @@ class WorkerBusyError(WorkerError):
 
     status = 503
     type = "service_unavailable_error"
-    code = "unavailable"
 
 
 class BudgetSpentError(WorkerBusyError):
-    """An engine has computed all it may, for now, in place of prefill engines."""
+    """An engine has computed all it may, for now, in place of others."""
 
-    code = "recompute_budget_exhausted"
     blames_engine = False
 
 
@@ -113,7 +118,7 @@ class KvFailedError(WorkerError):
 
     def __init__(self, detail: str, *, reason: str, load_failures: tuple[str, ...] = ()) -> None:
         was_taken = reason != "handoff_refused"
-        super().__init__(detail, reason=reason, code="kv_transfer_failed", was_taken=was_taken)
+        super().__init__(detail, reason=reason, was_taken=was_taken)
         self.load_failures = load_failures
 
 
@@ -122,7 +127,6 @@ class NonFiniteError(WorkerError):
 
     status = 500
     type = "server_error"
-    code = NonFiniteLogitsError.code
     blames_engine = False
 
 
@@ -192,7 +196,7 @@ def failure_in(
     if status == 503:
         return WorkerBusyError(
             message,
-            reason="status",
+            reason="not_ready",
             retry_after_s=_RETRY_AFTER_S,
             was_taken=code == EngineDeadError.code,
             is_end=code == EngineDeadError.code,

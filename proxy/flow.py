@@ -148,7 +148,9 @@ class Flow:
             return await self._refuse(refusal)
         except TimeoutError:
             limit_s = self._config.request_timeout_s
-            late = DeadlineError(f"the request was not finished within {limit_s:g} s")
+            late = DeadlineError(
+                f"the request was not finished within {limit_s:g} s (--request-timeout-secs)"
+            )
             return await self._fail(late)
         except DivergedError as error:
             self._metrics.replays.labels("diverged").inc()
@@ -319,7 +321,8 @@ class Flow:
             backend = self._reader_after(failure, prefilled, could_not_read)
             if backend is None:
                 return failure or UnavailableError(
-                    "no decode engine can read from the prefill engine"
+                    "no decode engine can read from the prefill engine",
+                    code="no_decode_available",
                 )
             if failure is not None:
                 if failure.is_busy and backend in self._failed:

@@ -11,13 +11,18 @@ from typing import TYPE_CHECKING
 
 from aiohttp import hdrs, web
 
-from pdserve.errors import DeadlineError, InternalError, OverloadedError, PdserveError
+from pdserve.errors import (
+    DeadlineError,
+    InternalError,
+    OverloadedError,
+    PdserveError,
+    ShuttingDownError,
+)
 from pdserve.proxy.bodies import ClientBody
 from pdserve.proxy.boundary import REQUEST_ID, REQUEST_ID_KEY
 from pdserve.proxy.errors import ClientGoneError, RefusedError, WorkerError
 from pdserve.proxy.flow import Flow
 from pdserve.proxy.keys import engine_headers
-from pdserve.proxy.live import shutting_down
 from pdserve.proxy.story import Story
 
 if TYPE_CHECKING:
@@ -85,7 +90,7 @@ class Generation:
         try:
             if self._live.is_closed:
                 outcome = "shed"
-                raise shutting_down()
+                raise ShuttingDownError("this proxy")
             try:
                 self._services.admission.require_room()
                 body = ClientBody(
@@ -136,7 +141,9 @@ class Generation:
                 return await self._services.bodies.read(request)
         except TimeoutError:
             limit_s = self._config.request_timeout_s
-            raise DeadlineError(f"the body had not arrived within {limit_s:g} s") from None
+            raise DeadlineError(
+                f"the body had not arrived within {limit_s:g} s (--request-timeout-secs)"
+            ) from None
 
     async def _forward(self, request: web.Request) -> web.StreamResponse:
         """Ask any engine, within the time that a request may take."""
@@ -147,7 +154,9 @@ class Generation:
             async with asyncio.timeout_at(until_s):
                 return await self._answer_of_any(request, body)
         except TimeoutError:
-            raise DeadlineError(f"no engine answered within {limit_s:g} s") from None
+            raise DeadlineError(
+                f"no engine answered within {limit_s:g} s (--request-timeout-secs)"
+            ) from None
 
     async def _answer_of_any(self, request: web.Request, body: bytes) -> web.StreamResponse:
         """Ask any engine; a failing one is replaced by another."""

@@ -6,8 +6,6 @@ import asyncio
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from pdserve.errors import UnavailableError
-
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator
 
@@ -44,8 +42,3 @@ class Live:
             del self._stories[id(story)]
             if not self._stories:
                 self.is_idle.set()
-
-
-def shutting_down() -> UnavailableError:
-    """Return what those are told who come once it is closed."""
-    return UnavailableError("this proxy is shutting down", retry_after_s=1.0)

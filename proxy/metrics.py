@@ -18,6 +18,7 @@ from pdserve.observe.metrics import (
     exposition,
     loop_lag_histogram,
 )
+from pdserve.proxy.errors import CAUSES
 from pdserve.proxy.story import SECOND_TERMS, TTFT_TERMS, Mode, Rung, Stage
 from pdserve.wire.transfer import KVMode
 
@@ -28,19 +29,7 @@ if TYPE_CHECKING:
 
 OUTCOMES = ("ok", "client_error", "shed", "error", "disconnected")
 LEGS = ("prefill", "decode", "local", "forward")
-FAILURES = (
-    "connect",
-    "dropped",
-    "status",
-    "error_event",
-    "non_finite",
-    "garbled",
-    "lost",
-    "timeout",
-    "budget",
-    "kv_failed",
-    "handoff_refused",
-)
+FAILURES = tuple(CAUSES)
 DECISIONS = (
     ("disaggregated", "default"),
     ("local", "no_prefill"),

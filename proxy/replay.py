@@ -46,9 +46,19 @@ Path = tuple[str, ...]
 
 
 class DivergedError(UpstreamError):
-    """A repeated stream is not the one that was begun."""
+    """A repeated stream is not the one that was begun.
+
+    Args:
+        what: How one sees it.
+    """
 
     code = "replay_diverged"
+
+    def __init__(self, what: str) -> None:
+        super().__init__(
+            f"{what}; send the request again (engines of a deployment need the same version, "
+            "weights and settings)"
+        )
 
 
 class _Run:

@@ -189,13 +189,13 @@ class Router:
         """
         return self.local_engine(0, failed)
 
-    def readiness(self) -> str | None:
-        """Why requests cannot be served now; None when they can."""
-        try:
-            self.plan(0)
-        except UnavailableError as error:
-            return error.message
-        return None
+    def check_ready(self) -> None:
+        """Say whether requests can be served now.
+
+        Raises:
+            UnavailableError: Not now.
+        """
+        self.plan(0)
 
     def _locally(
         self,
@@ -250,12 +250,19 @@ class Router:
         known = [b for b in self._backends if (b.prefills() if role == "prefill" else b.decodes())]
         if known:
             states = "; ".join(f"{b.url}: {b.reason or 'its breaker is open'}" for b in known[:5])
-            message = f"no {role} engine is ready, of {len(known)} that are known"
-            detail = f"{message}: {states}"
+            message = (
+                f"no {role} engine is ready, of {len(known)} that are known; the proxy's log and "
+                "its dashboard say why"
+            )
+            detail = f"no {role} engine is ready: {states}"
         else:
             detail = message = (
                 f"no {role} engine is known: start one with "
                 f"`pdserve {role} MODEL --proxy URL`, or name it with --{role} URL"
             )
-        code = f"no_{role}_available"
-        return UnavailableError(message, retry_after_s=RETRY_AFTER_S, code=code, detail=detail)
+        return UnavailableError(
+            message,
+            retry_after_s=RETRY_AFTER_S,
+            code="no_prefill_available" if role == "prefill" else "no_decode_available",
+            detail=detail,
+        )

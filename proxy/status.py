@@ -12,12 +12,11 @@ from aiohttp import hdrs, web
 
 import pdserve
 from pdserve.config.schema import Role
-from pdserve.errors import NotFoundError, UnavailableError, UpstreamError
+from pdserve.errors import NotFoundError, ShuttingDownError, UnavailableError, UpstreamError
 from pdserve.http.answers import json_answer
 from pdserve.observe.metrics import CONTENT_TYPE
 from pdserve.proxy.backend import Health
 from pdserve.proxy.keys import operator_headers
-from pdserve.proxy.live import shutting_down
 
 if TYPE_CHECKING:
     from pdserve.proxy.live import Live
@@ -82,9 +81,8 @@ class Status:
 
     async def _readyz(self, request: web.Request) -> web.Response:
         if self._live.is_closed:
-            raise shutting_down()
-        if (reason := self._services.router.readiness()) is not None:
-            raise UnavailableError(reason, retry_after_s=1.0)
+            raise ShuttingDownError("this proxy")
+        self._services.router.check_ready()
         counts = self._services.backends.count()
         engines = {role.value: counts[role.value, Health.READY.value] for role in Role}
         return json_answer({"status": "ready", "engines": engines})
@@ -99,7 +97,12 @@ class Status:
         """Have every engine forget its cached prefixes, so that runs do not find each other's."""
         engines = list(self._services.backends)
         if not engines:
-            raise UnavailableError("this proxy knows no engine", retry_after_s=1.0)
+            raise UnavailableError(
+                "this proxy knows no engine: start some with --proxy URL, or name them with "
+                "--prefill URL and --decode URL",
+                retry_after_s=1.0,
+                code="no_engine_known",
+            )
         headers = operator_headers(self._services.config, request.headers)
         path = f"/reset_prefix_cache?{request.query_string}".removesuffix("?")
         http = self._services.http
@@ -107,5 +110,8 @@ class Status:
             *(http.post_empty(f"{engine.url}{path}", headers) for engine in engines)
         )
         if told := [failure for failure in failures if failure is not None]:
-            raise UpstreamError(f"not every engine forgot its prefixes: {'; '.join(told)}")
+            raise UpstreamError(
+                f"not every engine forgot its prefixes: {'; '.join(told)}",
+                code="prefix_cache_not_reset",
+            )
         return web.Response()

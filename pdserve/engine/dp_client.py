@@ -30,7 +30,13 @@ from pdserve.engine.launch import shares_experts
 from pdserve.engine.local_socket import LocalKeys, connect_local, local_name
 from pdserve.engine.merge import MergedOutputs
 from pdserve.engine.zmq_client import launch_engine
-from pdserve.errors import ConfigError, EngineDeadError, InternalError, UnavailableError
+from pdserve.errors import (
+    ConfigError,
+    EngineDeadError,
+    InternalError,
+    ShuttingDownError,
+    StartingError,
+)
 from pdserve.observe.liveness import NUM_LOOKS, ProcessWatch
 from pdserve.parallel.rendezvous import listen
 from pdserve.parallel.seat import CoreSeat
@@ -193,9 +199,10 @@ class DataParallelClient:
         """See `EngineClient`. Each core gets the prompt of its choices once."""
         if self._dead_reason is not None:
             raise EngineDeadError(self._dead_reason)
-        if self.info is None or self._is_closing:
-            state = "shutting down" if self._is_closing else "still loading"
-            raise UnavailableError(f"the engine is {state}; try again", retry_after_s=1.0)
+        if self._is_closing:
+            raise ShuttingDownError("this engine")
+        if self.info is None:
+            raise StartingError
         choices = list(with_siblings(request, siblings))
         for choice in choices:
             if any(core.serves(choice.request_id) for core in self._cores):

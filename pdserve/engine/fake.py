@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from pdserve.engine.merge import MergedOutputs
-from pdserve.errors import EngineDeadError, OverloadedError, UnavailableError
+from pdserve.errors import EngineDeadError, OverloadedError, StartingError
 from pdserve.wire.hashing import prompt_digest
 from pdserve.wire.ids import BlockId, EngineId, Incarnation, RequestId
 from pdserve.wire.outputs import TokenLogprobs
@@ -293,7 +293,7 @@ class FakeEngineClient:
         if self._dead_reason is not None:
             raise EngineDeadError(f"the engine has ended: {self._dead_reason}")
         if not self._ready or self._closing:
-            raise UnavailableError("the engine is not ready", retry_after_s=1.0)
+            raise StartingError
         if self._max_waiting is not None and len(self.running) >= self._max_waiting:
             raise OverloadedError("too many requests wait already", retry_after_s=1.0)
         self.requests.append(request)

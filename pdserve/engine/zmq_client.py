@@ -27,7 +27,8 @@ from pdserve.errors import (
     EngineDeadError,
     InternalError,
     OverloadedError,
-    UnavailableError,
+    ShuttingDownError,
+    StartingError,
 )
 from pdserve.observe.liveness import ProcessWatch
 from pdserve.observe.trace import whole
@@ -274,9 +275,10 @@ class ZmqEngineClient:
         """See `EngineClient`."""
         if self._dead_reason is not None:
             raise EngineDeadError(self._dead_reason)
-        if self._info is None or self._is_closing:
-            state = "shutting down" if self._is_closing else "still loading"
-            raise UnavailableError(f"the engine is {state}; try again", retry_after_s=1.0)
+        if self._is_closing:
+            raise ShuttingDownError("this engine")
+        if self._info is None:
+            raise StartingError
         num_tokens = len(request.prompt_token_ids)
         self._refuse_if_full(self._info, num_tokens * (1 + len(siblings)))
         open_ids = {request.request_id, *(sibling.request_id for sibling in siblings)}

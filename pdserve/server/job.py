@@ -429,10 +429,8 @@ def _raise_if_failed(output: EngineOutput, request: GenerateRequest | None, now_
         case FinishReason.ABORT if _is_late(request, now_s):
             raise DeadlineError("the request's deadline passed before it was complete")
         case FinishReason.ABORT:
-            raise UnavailableError(
-                output.error or "the engine gave the request up; it is shutting down",
-                retry_after_s=1.0,
-            )
+            why = output.error or "the engine gave the request up: it is shutting down"
+            raise UnavailableError(why, retry_after_s=1.0, code="shutting_down")
 
 
 def _is_late(request: GenerateRequest | None, now_s: float) -> bool:

@@ -8,7 +8,13 @@ from typing import TYPE_CHECKING
 
 from aiohttp import web
 
-from pdserve.errors import EngineDeadError, NotFoundError, UnavailableError
+from pdserve.errors import (
+    EngineDeadError,
+    NotFoundError,
+    ShuttingDownError,
+    StartingError,
+    UnavailableError,
+)
 from pdserve.observe.clock import SystemClock
 from pdserve.observe.trace import Recorder
 from pdserve.server.recent import Recent
@@ -27,7 +33,6 @@ if TYPE_CHECKING:
     from pdserve.wire.request import EngineInfo
 
 _MAX_ID_CHARS = 128
-_STARTING_RETRY_S = 2.0
 
 
 @dataclass(slots=True)
@@ -128,8 +133,16 @@ class Service:
         reason = self.not_ready_reason
         if self.client.dead_reason is not None:
             raise EngineDeadError(f"the engine has ended: {self.client.dead_reason}")
-        if reason is not None or self.text is None or self.client.info is None:
-            raise UnavailableError(reason or "not ready", retry_after_s=_STARTING_RETRY_S)
+        if self.text is None or self.client.info is None:
+            raise StartingError
+        if self.draining:
+            raise ShuttingDownError("this engine")
+        if reason is not None:
+            raise UnavailableError(
+                f"{reason}: ask another one; this one goes on, or is ended and started again",
+                retry_after_s=1.0,
+                code="engine_stalled",
+            )
         return self.text, self.client.info
 
 

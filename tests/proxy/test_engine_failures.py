@@ -188,7 +188,7 @@ async def test_when_nothing_helps_before_the_first_byte_the_status_says_so(make_
     stack = await make_stack([prefill], [decode], retry_max_retries=1, cb_failure_threshold=9)
     async with stack.post({"prompt": "hi", "stream": True}) as response:
         assert response.status == 502
-        assert (await response.json())["error"]["code"] == "bad_gateway"
+        assert (await response.json())["error"]["code"] == "engine_failed"
 
 
 @pytest.mark.parametrize("others", [0, 1])

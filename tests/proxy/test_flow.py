@@ -229,7 +229,7 @@ async def test_engines_that_cannot_serve_now_are_a_503_with_retry_after(make_sta
     async with stack.post({"prompt": "hi", "stream": stream}) as response:
         assert response.status == 503
         assert int(response.headers["Retry-After"]) >= 1
-        assert (await response.json())["error"]["code"] == "unavailable"
+        assert (await response.json())["error"]["code"] == "engine_not_ready"
     assert (await stack.metrics())['pdserve_requests_total{outcome="shed"}'] == 1
 
 

@@ -102,7 +102,11 @@ async def test_a_refusal_opens_no_breaker_and_engines_keep_serving(
 
 async def impatient(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
     """An engine that refuses every generation and hangs up before it has read the body."""
-    head = await reader.readuntil(b"\r\n\r\n")
+    try:
+        head = await reader.readuntil(b"\r\n\r\n")
+    except (asyncio.IncompleteReadError, ConnectionError):
+        writer.close()
+        return
     status, body = (400, REFUSAL) if head.startswith(b"POST") else (200, b'{"data":[{"id":"m"}]}')
     writer.write(
         b"HTTP/1.1 %d -\r\nContent-Type: application/json\r\n" % status

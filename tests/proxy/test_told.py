@@ -84,7 +84,7 @@ async def test_an_operator_finds_in_the_log_what_a_client_is_not_told(make_stack
 @pytest.mark.parametrize("path", ["/v1/completions", "/tokenize", "/readyz"])
 async def test_engines_that_are_away_are_told_by_number(make_stack, path):
     engines = [ScriptedEngine("prefill"), ScriptedEngine("decode")]
-    stack = await make_stack(engines[:1], engines[1:])
+    stack = await make_stack(engines[:1], engines[1:], queue_timeout_s=0.1)
     for engine in engines:
         await engine.stop()
         backend = stack.proxy.backends.get(engine.url)

@@ -257,7 +257,17 @@ async def test_an_engine_that_starts_is_a_503_with_retry_after(text):
     ):
         assert response.status == 503
         assert int(response.headers["Retry-After"]) >= 1
-        assert (await response.json())["error"]["type"] == "service_unavailable_error"
+        told = (await response.json())["error"]
+    assert (told["type"], told["code"]) == ("service_unavailable_error", "engine_starting")
+
+
+async def test_an_engine_that_stands_still_says_so(text):
+    engine = make_engine(text)
+    engine.stall_reason = "the engine core has not answered for 3 s"
+    async with serving(text, engine) as server:
+        status, error = await server.refused(COMPLETIONS, PROMPT)
+    assert (status, error["code"]) == (503, "engine_stalled")
+    assert "for 3 s" in error["message"]
 
 
 @pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
@@ -337,7 +347,7 @@ async def test_an_unusable_request_id_is_replaced(server, given):
     ("reason", "deadline", "status", "code"),
     [
         (FinishReason.ERROR, None, 500, "internal_error"),
-        (FinishReason.ABORT, None, 503, "unavailable"),
+        (FinishReason.ABORT, None, 503, "shutting_down"),
         (FinishReason.ABORT, "-1.0", 504, "deadline_exceeded"),
         (FinishReason.ABORT, "0", 504, "deadline_exceeded"),
     ],
