@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import functools
 import types
 import typing
 from typing import Any
@@ -30,6 +31,7 @@ BYTES = (b"", b"\x00", b"\xff" * 7, b"x" * 5000)
 _LONG = 300
 
 
+@functools.cache
 def of(kind: Any) -> st.SearchStrategy[Any]:
     """Any value of a type that a struct may have as a field."""
     origin, arguments = typing.get_origin(kind), typing.get_args(kind)
@@ -63,9 +65,15 @@ def of(kind: Any) -> st.SearchStrategy[Any]:
     return simple[kind]
 
 
+@functools.cache
 def fields_of(kind: type[msgspec.Struct]) -> dict[str, Any]:
     """Types of a struct's fields, by name."""
     return {field.name: field.type for field in msgspec.structs.fields(kind)}
+
+
+@functools.cache
+def _some_names(kind: type[msgspec.Struct], keep: frozenset[str]) -> st.SearchStrategy[list[str]]:
+    return st.lists(st.sampled_from(sorted(fields_of(kind).keys() - keep)), max_size=3, unique=True)
 
 
 @st.composite
@@ -75,8 +83,8 @@ def like(draw: st.DrawFn, value: Any, *, keep: frozenset[str] = frozenset()) -> 
     Args:
         keep: Names of fields that stay as they are.
     """
-    kinds = {name: kind for name, kind in fields_of(type(value)).items() if name not in keep}
-    names = draw(st.lists(st.sampled_from(sorted(kinds)), max_size=3, unique=True))
+    kinds = fields_of(type(value))
+    names = draw(_some_names(type(value), keep))
     changed = {}
     for name in names:
         inner = getattr(value, name)
