@@ -47,10 +47,15 @@ class EngineLoad(msgspec.Struct, frozen=True):
 
 
 class EngineReport(msgspec.Struct, frozen=True):
-    """The answer to `GET /pdserve/info`."""
+    """The answer to `GET /pdserve/info`.
+
+    Attributes:
+        wall_s: Unix time when it was said.
+    """
 
     engine: EngineInfo | None = None
     stats: EngineLoad | None = None
+    wall_s: float | None = None
 
 
 class Registration(msgspec.Struct, frozen=True):
@@ -80,6 +85,8 @@ class Backend:
         models: Entries of its `/v1/models`.
         legs: Exchanges in flight.
         is_watched: Its health is being checked.
+        ahead_s: By how much its host's wall clock is ahead of this one's, at least; 0 where they
+            agree as far as can be told.
     """
 
     url: str
@@ -98,6 +105,7 @@ class Backend:
     models: list[dict[str, Any]] = field(default_factory=list)
     legs: set[Leg] = field(default_factory=set)
     is_watched: bool = False
+    ahead_s: float = 0.0
 
     @property
     def layout(self) -> str | None:

@@ -21,6 +21,7 @@ import msgspec
 
 from pdserve.config.schema import Role
 from pdserve.errors import BadRequestError, HandshakeError
+from pdserve.observe.log import log_event
 from pdserve.proxy.backend import Backend, EngineReport, Health
 from pdserve.proxy.breaker import Breaker, BreakerState
 from pdserve.proxy.errors import WorkerError
@@ -40,6 +41,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 MAX_LEASE_S = 3600.0
+_MAX_SKEW_S = 1.0
 _SOON_S = 0.2
 _STOPPED_S = 1.0
 LOOK_AGAIN_S = 0.25
@@ -351,6 +353,7 @@ class Backends:
         backend.health, backend.reason = Health.UNREACHABLE, failure.detail
 
     async def _read_report(self, backend: Backend, timeout_s: float) -> None:
+        asked_s = self._clock.wall_s()
         status, body = await self._get(backend, "/pdserve/info", timeout_s)
         if status == 200:
             try:
@@ -366,8 +369,29 @@ class Backends:
                 total = load.num_running + load.num_waiting + load.num_receiving
                 backend.num_foreign = max(0, total - backend.in_flight)
                 backend.kv_usage = load.kv_usage
+            if report.wall_s is not None:
+                self._compare_clocks(backend, asked_s, report.wall_s)
         if not backend.models:
             await self._read_models(backend, timeout_s)
+
+    def _compare_clocks(self, backend: Backend, asked_s: float, wall_s: float) -> None:
+        """Note how far two hosts' wall clocks are apart; warn when that changes.
+
+        Nothing is decided by them, but logs of several hosts cannot be read side by side.
+        """
+        # It was said between the question and now.
+        early_s, late_s = wall_s - self._clock.wall_s(), wall_s - asked_s
+        ahead_s = max(0.0, early_s) + min(0.0, late_s)
+        if abs(ahead_s - backend.ahead_s) < _MAX_SKEW_S:
+            return
+        backend.ahead_s = ahead_s
+        log_event(
+            log,
+            "its wall clock differs from this host's",
+            level=logging.WARNING,
+            engine=backend.url,
+            ahead_s=round(ahead_s, 1),
+        )
 
     async def _read_models(self, backend: Backend, timeout_s: float) -> None:
         status, body = await self._get(backend, "/v1/models", timeout_s)

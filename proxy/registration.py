@@ -16,6 +16,7 @@ from pdserve.http.answers import error_answer, json_answer
 from pdserve.http.control import Verifier
 from pdserve.observe.log import log_event
 from pdserve.proxy.backend import Deregistration, Registration
+from pdserve.wire.seal import UNREADABLE
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -98,5 +99,5 @@ class Registrations:
         self._verifier.check(request, body)
         try:
             return msgspec.json.decode(body, type=type_)
-        except msgspec.MsgspecError as error:
+        except UNREADABLE as error:
             raise BadRequestError(f"the registration cannot be read: {error}") from None

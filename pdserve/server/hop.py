@@ -29,6 +29,7 @@ async def info(request: web.Request) -> web.Response:
                 "models": service.model_names,
                 "engine": service.client.info,
                 "stats": service.client.stats,
+                "wall_s": service.clock.wall_s(),
             }
         ),
         content_type="application/json",

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import itertools
+import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
@@ -72,6 +73,7 @@ class ScriptedEngine:
         released: Nonces given back, in order.
         read: Nonces whose KV a decode engine has read, in order.
         peers: Connections that generation requests came over.
+        ahead_s: By how much its host's wall clock is ahead.
         eager: As the receiver of a push it does not wait for the prefill engine.
     """
 
@@ -113,6 +115,7 @@ class ScriptedEngine:
         self.finish_at_prefill = False
         self.stages: dict[str, Any] = {}
         self.seed_offset = 0
+        self.ahead_s = 0.0
         self.hang_health: asyncio.Event | None = None
         self.metrics_page: str | None = None
         self.hang_metrics: asyncio.Event | None = None
@@ -195,7 +198,8 @@ class ScriptedEngine:
     async def _info(self, request: web.Request) -> web.Response:
         self.requests["info"] += 1
         stats = {**self.load, "num_blocks": 100, "blocks": {"free": 80, "cached": 10, "held": 10}}
-        return web.json_response({"engine": self.info(), "stats": stats})
+        wall_s = time.time() + self.ahead_s
+        return web.json_response({"engine": self.info(), "stats": stats, "wall_s": wall_s})
 
     async def _readyz(self, request: web.Request) -> web.Response:
         if self.hang_health is not None:

@@ -11,6 +11,7 @@ import msgspec
 import pytest
 
 from pdserve.config.schema import KVTransfer
+from pdserve.observe.clock import SystemClock
 from tests.proxy.test_with_server import (
     BODIES,
     COMPLETIONS,
@@ -92,6 +93,31 @@ async def test_tickets_are_sealed_with_the_deployments_secret(text, stream):
     ) as both:
         await assert_same(both, body)
         assert pushes(both) == [0, 1]
+
+
+class Astray(SystemClock):
+    """A host's clocks, of which the wall clock is some minutes off."""
+
+    def __init__(self, ahead_s: float) -> None:
+        self._ahead_s = ahead_s
+
+    def wall_s(self) -> float:
+        return super().wall_s() + self._ahead_s
+
+
+@pytest.mark.parametrize("ahead_s", [-300.0, 300.0])
+@pytest.mark.parametrize("stream", [True, False])
+async def test_engines_whose_clocks_are_minutes_off_are_pushed_to_in_time(text, stream, ahead_s):
+    body = BODIES[COMPLETIONS] | {"stream": stream}
+    async with deployed(
+        text, prefill=[PUSH], decode=[PUSH], engine_clock=Astray(ahead_s), request_timeout_s=60.0
+    ) as both:
+        await assert_same(both, body)
+        assert pushes(both) == [0, 1]
+        for server in both.servers:
+            [request, *_] = server.engine.requests
+            left_s = request.deadline_s - SystemClock().monotonic_s()
+            assert 0.0 < left_s <= 60.0
 
 
 async def test_a_proxy_with_another_secret_still_serves_by_pull(text):

@@ -93,6 +93,20 @@ async def test_engines_that_register_serve_requests(make_stack):
         await engine.stop()
 
 
+@pytest.mark.parametrize("ahead_s", [-300.0, 300.0])
+async def test_a_host_whose_clock_differs_is_warned_of_once_and_serves(make_stack, logged, ahead_s):
+    engine = ScriptedEngine()
+    engine.ahead_s = ahead_s
+    stack = await make_stack([engine], [engine], health_check_interval_s=0.02)
+    await until(lambda: engine.requests["info"] >= 3)
+    async with stack.post({"prompt": "hi", "max_tokens": 4}) as response:
+        assert response.status == 200
+    (line,) = [line for line in logged if "wall clock differs" in line]
+    told = float(line.split("ahead_s=")[1])
+    assert abs(told - ahead_s) < 1.5
+    assert f"engine={engine.url}" in line
+
+
 async def test_an_engine_that_does_not_renew_is_forgotten(make_stack):
     stack = await make_stack()
     engine = await ScriptedEngine("decode").start()

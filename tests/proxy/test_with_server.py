@@ -13,6 +13,7 @@ import pytest
 
 from pdserve.config.schema import ModelConfig, ProxyConfig
 from pdserve.engine.fake import FakeFabric
+from pdserve.observe.clock import Clock
 from pdserve.proxy.app import Proxy
 from pdserve.text.load import load_text
 from tests.proxy.scripted import events_of
@@ -63,7 +64,13 @@ def text(tmp_path_factory):
 
 @contextlib.asynccontextmanager
 async def deployed(
-    text, *, prefill: list[dict], decode: list[dict], engine_secret: str = "", **settings: Any
+    text,
+    *,
+    prefill: list[dict],
+    decode: list[dict],
+    engine_secret: str = "",
+    engine_clock: Clock | None = None,
+    **settings: Any,
 ):
     """A proxy over servers over fakes; ends with nothing leased and nothing running."""
     fabric = FakeFabric()
@@ -74,7 +81,7 @@ async def deployed(
                 name = f"{role}{i}"
                 engine = make_engine(text, fabric=fabric, role=role, engine_id=name, **parameters)
                 server = await stack.enter_async_context(
-                    serving(text, engine, secret=engine_secret)
+                    serving(text, engine, secret=engine_secret, clock=engine_clock)
                 )
                 servers.append(server)
                 urls[role].append(server.url)

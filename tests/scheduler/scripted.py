@@ -167,9 +167,10 @@ class Engine:
         budget: int = 16,
         max_num_seqs: int = 4,
         num_stages: int = 1,
+        ahead_s: float = 0.0,
         **fields: Any,
     ) -> None:
-        self.clock = ManualClock()
+        self.clock = ManualClock(ahead_s=ahead_s)
         self.connector = ScriptedConnector()
         self.scheduler = Scheduler(
             SchedulerConfig(max_num_seqs=max_num_seqs, max_num_batched_tokens=budget, **fields),

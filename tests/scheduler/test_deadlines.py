@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from pdserve.scheduler.deadlines import Deadlines
 from pdserve.scheduler.request import Request
 from pdserve.wire.ids import RequestId
@@ -25,6 +27,14 @@ def test_who_waits_behind_others_ends_when_it_is_late() -> None:
     assert "while it waited" in str(late.error)
     assert {each.request_id for each in engine.run()} == {"first", "second"}
     engine.scheduler.assert_nothing_held()
+
+
+@pytest.mark.parametrize("ahead_s", [-300.0, 300.0])
+def test_who_has_time_left_is_served_however_wrong_the_hosts_wall_clock_is(ahead_s: float) -> None:
+    engine = Engine(ahead_s=ahead_s)
+    deadline_s = engine.clock.monotonic_s() + 1.0
+    engine.scheduler.add(make_request("r", PROMPT, 4, deadline_s=deadline_s))
+    assert [output.finish_reason for output in engine.run()[-1:]] == [FinishReason.LENGTH]
 
 
 def test_who_runs_ends_when_it_is_late() -> None:
