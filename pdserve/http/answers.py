@@ -115,6 +115,11 @@ def refusal_of(error: web.HTTPException, request: web.BaseRequest) -> PdserveErr
             )
         case web.HTTPRequestEntityTooLarge():
             return BodyTooLargeError("the request body is larger than this server accepts")
+        case web.HTTPNotFound() if request.path.startswith("/v1/"):
+            return NotFoundError(
+                f"{request.path} is not served here: of OpenAI's API there are "
+                "/v1/chat/completions, /v1/completions and /v1/models"
+            )
         case web.HTTPNotFound():
             return NotFoundError(
                 f"there is no {request.path} here; the OpenAI API is under /v1, "

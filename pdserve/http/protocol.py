@@ -29,6 +29,10 @@ MAX_TEMPERATURE = 1000.0
 MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY = 0.01, 100.0
 """Beyond these, logits are no longer finite in single precision."""
 _MAX_INT32 = 2**31 - 1
+_REMEDIES = {
+    "tools": "; with tool_choice none they are left out",
+    "functions": "; with function_call none they are left out",
+}
 _FIELD = re.compile(r" - at (?:`key` in )?`\$\.?([^`.\[]*)[^`]*`$")
 
 
@@ -147,6 +151,11 @@ class SamplingFields(msgspec.Struct, frozen=True, kw_only=True):
         "vllm_xargs": ({},),
         "watermarking": (False,),
     }
+
+    @property
+    def unused(self) -> frozenset[str]:
+        """Fields that are not supported, and whose values another field takes out of use."""
+        return frozenset()
 
     @property
     def num_choices(self) -> int:
@@ -271,6 +280,12 @@ class ChatRequest(SamplingFields, frozen=True, kw_only=True):
         "verbosity": ("medium",),
     }
 
+    @property
+    def unused(self) -> frozenset[str]:
+        """Tools that are not to be called; they do not stand in the prompt either."""
+        pairs = (("tools", self.tool_choice), ("functions", self.function_call))
+        return frozenset(name for name, choice in pairs if choice == "none")
+
 
 class TokenizeRequest(msgspec.Struct, frozen=True, kw_only=True):
     """The body of `POST /tokenize`: a prompt or chat messages."""
@@ -311,6 +326,10 @@ _DECODERS: dict[type[msgspec.Struct], msgspec.json.Decoder[Any]] = {
     )
 }
 
+_TOP_LEVEL: msgspec.json.Decoder[dict[str, msgspec.Raw]] = msgspec.json.Decoder(
+    dict[str, msgspec.Raw]
+)
+
 
 def parse_body(data: bytes, kind: type[Body]) -> Body:
     """Return the request body in `data`.
@@ -335,6 +354,21 @@ def parse_body(data: bytes, kind: type[Body]) -> Body:
     return body
 
 
+def unknown_fields(data: bytes, kind: type[msgspec.Struct]) -> list[str]:
+    """The names in the top level of a body that `parse_body` has taken, and ignored.
+
+    Raises:
+        BadRequestError: One of them is no text.
+    """
+    try:
+        names = _TOP_LEVEL.decode(data)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise BadRequestError(
+            f"the body is not valid JSON: {error}", code="invalid_json"
+        ) from error
+    return [name for name in names if name not in kind.__struct_encode_fields__]
+
+
 def _named(error: msgspec.ValidationError) -> BadRequestError:
     """The decoder names the place at the end of its message."""
     message = str(error)
@@ -353,10 +387,13 @@ def _named(error: msgspec.ValidationError) -> BadRequestError:
 def _refuse_unsupported(body: SamplingFields) -> None:
     for name, harmless in body.unsupported.items():
         value = getattr(body, name)
-        if value is not None and value not in harmless:
-            raise BadRequestError(
-                f"{name} is not supported by this server", param=name, code="unsupported_parameter"
-            )
+        if value is None or value in harmless or name in body.unused:
+            continue
+        raise BadRequestError(
+            f"{name} is not supported by this server{_REMEDIES.get(name, '')}",
+            param=name,
+            code="unsupported_parameter",
+        )
 
 
 def _check_ranges(body: SamplingFields) -> None:

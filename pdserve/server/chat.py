@@ -9,7 +9,13 @@ from aiohttp import web
 
 from pdserve.errors import BadRequestError
 from pdserve.http.protocol import ChatRequest, parse_body
-from pdserve.server.intake import created_s, encode_prompts, make_job, wants_stages
+from pdserve.server.intake import (
+    created_s,
+    encode_prompts,
+    make_job,
+    say_unknown_fields,
+    wants_stages,
+)
 from pdserve.server.logprobs import chat_logprobs, prompt_logprobs
 from pdserve.server.reply import finish_name, hop_events, send_json
 from pdserve.server.service import SERVICE, read_body
@@ -67,6 +73,7 @@ async def create_chat_completion(request: web.Request) -> web.StreamResponse:
     """Answer a chat request, as one JSON object or as a stream."""
     data = await read_body(request)
     body, num_bytes = parse_body(data, ChatRequest), len(data)
+    say_unknown_fields(request, data, ChatRequest)
     del data  # the answer may take minutes
     service = request.app[SERVICE]
     service.resolve_model(body.model)

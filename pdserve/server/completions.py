@@ -7,7 +7,12 @@ from typing import TYPE_CHECKING, Any
 from aiohttp import web
 
 from pdserve.http.protocol import CompletionRequest, parse_body
-from pdserve.server.intake import encode_prompts, make_job, wants_stages
+from pdserve.server.intake import (
+    encode_prompts,
+    make_job,
+    say_unknown_fields,
+    wants_stages,
+)
 from pdserve.server.logprobs import completion_logprobs, echoed_logprobs, joined, prompt_logprobs
 from pdserve.server.reply import finish_name, hop_events, send_json
 from pdserve.server.service import SERVICE, read_body
@@ -22,7 +27,10 @@ DEFAULT_MAX_TOKENS = 16
 
 async def create_completion(request: web.Request) -> web.StreamResponse:
     """Answer a completions request, as one JSON object or as a stream."""
-    body = parse_body(await read_body(request), CompletionRequest)
+    data = await read_body(request)
+    body = parse_body(data, CompletionRequest)
+    say_unknown_fields(request, data, CompletionRequest)
+    del data  # the answer may take minutes
     service = request.app[SERVICE]
     service.resolve_model(body.model)
     text, _ = service.require_ready()

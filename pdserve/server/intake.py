@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import secrets
 from typing import TYPE_CHECKING
@@ -10,6 +11,8 @@ import msgspec
 
 from pdserve.config.schema import SchedulingPolicy, is_loopback
 from pdserve.errors import BadRequestError, HandoffRefusedError
+from pdserve.http.protocol import unknown_fields
+from pdserve.observe.log import log_event
 from pdserve.server.handoff import DecodeHop, PrefillHop, parse_hop
 from pdserve.server.planning import plan
 from pdserve.server.sampling import check_token_ids, output_limit, resolve_sampling, spellings_of
@@ -26,10 +29,23 @@ if TYPE_CHECKING:
     from pdserve.http.protocol import SamplingFields
     from pdserve.server.job import Job
 
+_log = logging.getLogger(__name__)
+
 TIME_LEFT_HEADER = "X-Pdserve-Time-Left"
 """Seconds from the request's arrival after which the answer is of no use."""
 STAGES_HEADER = "X-Pdserve-Stages"
 _SEED_BITS = 63
+_MAX_IGNORED, _MAX_NAME_CHARS = 64, 64
+
+
+def say_unknown_fields(request: web.Request, data: bytes, kind: type[SamplingFields]) -> None:
+    """Log each field that no request here has, once; it is ignored, as vLLM does."""
+    told = request.app[SERVICE].ignored_fields
+    for name in unknown_fields(data, kind):
+        if name not in told and len(told) < _MAX_IGNORED:
+            told.add(name)
+            shown = ascii(name[:_MAX_NAME_CHARS])
+            log_event(_log, "request field ignored", level=logging.WARNING, field=shown)
 
 
 async def encode_prompts(

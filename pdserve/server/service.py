@@ -53,6 +53,7 @@ class Service:
         prompt_work: Renders and tokenizes prompts.
         tool_work: Does the same, and the inverse, for `/tokenize` and `/detokenize`, behind
             which no prompt waits.
+        ignored_fields: Names in bodies that mean nothing here, each logged once.
     """
 
     client: EngineClient
@@ -76,6 +77,8 @@ class Service:
     tool_work: TextWork = field(
         default_factory=lambda: TextWork("tokens", num_threads=1, max_jobs=8)
     )
+
+    ignored_fields: set[str] = field(default_factory=set)
 
     @property
     def model_names(self) -> tuple[str, ...]:

@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from jinja2 import nodes
     from jinja2.parser import Parser
 
+_ROLES = ("system", "developer", "user", "assistant", "tool", "function")
+
 
 class _TemplateRefusalError(Exception):
     """The template itself refused the messages."""
@@ -82,6 +84,7 @@ class ChatTemplate:
                 f"the chat template is not valid Jinja: line {error.lineno}: {error.message}"
             ) from error
         self._special_tokens = dict(special_tokens)
+        self._source = source
 
     def render(
         self,
@@ -106,7 +109,7 @@ class ChatTemplate:
         names = {
             **self._special_tokens,
             **(variables or {}),
-            "messages": [_plain(message, index) for index, message in enumerate(messages)],
+            "messages": [self._plain(message, index) for index, message in enumerate(messages)],
             "add_generation_prompt": add_generation_prompt,
             "strftime_now": lambda form: time.strftime(form, time.localtime(now_s)),
         }
@@ -129,26 +132,37 @@ class ChatTemplate:
                 param="messages",
             ) from error
 
+    def _plain(self, message: Mapping[str, Any], index: int) -> dict[str, Any]:
+        """Check one message and join its text parts, as templates for text expect them."""
+        where = f"messages[{index}]"
+        role = message.get("role")
+        if not isinstance(role, str):
+            raise BadRequestError(f"{where}.role must be a string, got {role!r}", param="messages")
+        if not self._knows(role):
+            raise BadRequestError(
+                f"{where}.role is {role!r}: use one of {', '.join(_ROLES)}", param="messages"
+            )
+        content = message.get("content")
+        if isinstance(content, list):
+            content = "\n".join(
+                _part_text(part, f"{where}.content[{position}]")
+                for position, part in enumerate(content)
+            )
+        elif content is None:
+            content = ""
+        elif not isinstance(content, str):
+            raise BadRequestError(
+                f"{where}.content must be a string or a list of text parts", param="messages"
+            )
+        return {**message, "content": content}
 
-def _plain(message: Mapping[str, Any], index: int) -> dict[str, Any]:
-    """Check one message and join its text parts, as templates for text expect them."""
-    where = f"messages[{index}]"
-    role = message.get("role")
-    if not isinstance(role, str):
-        raise BadRequestError(f"{where}.role must be a string, got {role!r}", param="messages")
-    content = message.get("content")
-    if isinstance(content, list):
-        content = "\n".join(
-            _part_text(part, f"{where}.content[{position}]")
-            for position, part in enumerate(content)
-        )
-    elif content is None:
-        content = ""
-    elif not isinstance(content, str):
-        raise BadRequestError(
-            f"{where}.content must be a string or a list of text parts", param="messages"
-        )
-    return {**message, "content": content}
+    def _knows(self, role: str) -> bool:
+        """Whether a role is OpenAI's, or one that the template speaks of.
+
+        Most templates write any other role into the prompt, and the model has never seen it.
+        """
+        is_named = role.isidentifier() and any(f"{q}{role}{q}" in self._source for q in "'\"")
+        return role in _ROLES or is_named
 
 
 def _part_text(part: object, where: str) -> str:

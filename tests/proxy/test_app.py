@@ -68,6 +68,15 @@ async def test_an_unknown_path_is_a_404_in_openais_shape(stack):
     assert "the OpenAI API is under /v1" in error["message"]
 
 
+@pytest.mark.parametrize("path", ["/v1/responses", "/v1/embeddings"])
+async def test_what_openais_api_has_and_this_one_has_not_is_said_to_be_missing(stack, path):
+    async with stack.post({}, path=path) as response:
+        assert response.status == 404
+        error = await error_of(response)
+    assert error["message"].startswith(f"{path} is not served here")
+    assert "/v1/chat/completions" in error["message"]
+
+
 async def test_a_wrong_method_is_a_405_that_names_the_right_one(stack):
     async with stack.client.get(f"{stack.url}/v1/completions") as response:
         assert response.status == 405

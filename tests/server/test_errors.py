@@ -124,6 +124,41 @@ async def test_values_that_ask_for_nothing_are_no_errors(server):
     await server.ok(CHAT, MESSAGES | nothing)
 
 
+async def test_tools_that_are_not_to_be_called_are_left_out(server):
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    await server.ok(CHAT, MESSAGES | {"tools": tools, "tool_choice": "none", "max_tokens": 2})
+    functions = {"functions": [{"name": "f"}], "function_call": "none", "max_tokens": 2}
+    await server.ok(CHAT, MESSAGES | functions)
+    plain, *others = [list(r.prompt_token_ids) for r in server.engine.requests]
+    assert others == [plain] * len(others)
+    for choice in ({}, {"tool_choice": "auto"}):
+        status, error = await server.refused(CHAT, MESSAGES | {"tools": tools} | choice)
+        assert (status, error["param"]) == (400, "tools")
+        assert "with tool_choice none" in error["message"]
+
+
+async def test_a_field_that_nobody_knows_is_ignored_and_logged_once(server, caplog):
+    for name in ("temprature", "temprature", "a\nb"):
+        await server.ok(COMPLETIONS, PROMPT | {name: 0.5})
+    await server.ok(CHAT, MESSAGES | {"temprature": 0.5, "max_tokens": 2})
+    said = [each.getMessage() for each in caplog.records if "field ignored" in each.getMessage()]
+    assert len(said) == 2
+    assert "temprature" in said[0]
+    assert "\n" not in said[1]
+
+
+async def test_a_name_that_is_no_text_is_no_json(server):
+    body = b'{"prompt": "a", "max_tokens": 1, "\xff": 1}'
+    async with server.session.post(server.url + COMPLETIONS, data=body) as response:
+        assert response.status == 400
+        assert (await response.json())["error"]["code"] == "invalid_json"
+
+
+async def test_fields_that_nobody_knows_fill_no_memory_and_no_log(server, caplog):
+    await server.ok(COMPLETIONS, PROMPT | {f"x{i}": 0 for i in range(200)})
+    assert sum("field ignored" in each.getMessage() for each in caplog.records) == 64
+
+
 async def test_prompt_logprobs_and_streaming_exclude_each_other(server):
     body = PROMPT | {"prompt_logprobs": 1, "stream": True}
     status, error = await server.refused(COMPLETIONS, body)

@@ -132,7 +132,8 @@ def test_what_templates_of_hugging_face_use_is_there():
 @pytest.mark.parametrize(
     ("message", "words"),
     [
-        ({"role": "robot", "content": "x"}, "the role robot is not known"),
+        ({"role": "robot", "content": "x"}, "use one of system, developer, user"),
+        ({"role": "function", "content": "x"}, "the role function is not known"),
         ({"content": "x"}, "role must be a string"),
         ({"role": "user", "content": 3}, "content must be"),
         ({"role": "user", "content": [{"type": "image_url"}]}, "image_url"),
@@ -175,3 +176,11 @@ def test_a_template_file_may_be_given(model_dir: Path, tmp_path: Path):
     text = load(model_dir, chat_template=str(path))
     assert text.chat_template is not None
     assert text.chat_template.render([{"role": "user", "content": ""}], now_s=0) == "mine"
+
+
+def test_a_role_that_a_template_speaks_of_is_known_and_no_other_is():
+    source = "{% set m = messages[0] %}{{ 'o' if m.role == 'observation' }}{{ m.role }}"
+    assert render(source, {"role": "observation", "content": ""}) == "oobservation"
+    for role in ("robot", "", "' == '"):
+        with pytest.raises(BadRequestError, match=r"messages\[0\]\.role is"):
+            render(source, {"role": role, "content": ""})
