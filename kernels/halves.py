@@ -80,7 +80,7 @@ class Attention:
         eps: Of this norm and of those of q and k.
         qkv: ``[D] -> [(H + 2 * Hkv) * Dh]``.
         out: ``[H * Dh] -> [D]``.
-        cos_sin: ``[max_pos, rotary_dim]`` fp32.
+        cos_sin: ``[max_pos, Dh]`` fp32.
         q_norm: ``[Dh]`` or None.
         k_norm: ``[Dh]`` or None.
         scale: Factor on the scores.
@@ -106,6 +106,7 @@ class Attention:
         self._q_norm, self._k_norm = q_norm, k_norm
         self._scale, self._window = scale, window
         self._kernels = native.kernels() if norm.is_cpu else None
+        self._takes_kv: bool | None = None  # told by the first call
         self._packed = qkv.packed_weight(), out.packed_weight()
 
     def __call__(
@@ -136,8 +137,12 @@ class Attention:
             ``[T, D]``, not yet added to ``residual``.
         """
         qkv, out = self._packed
+        if self._takes_kv is None:
+            *_, block_size, head_dim = kv_layer.shape
+            self._takes_kv = native.takes_attention(head_dim, head_dim, block_size)
         if (
             self._kernels is not None
+            and self._takes_kv
             and qkv is not None
             and out is not None
             and len(residual) <= _MAX_ROWS

@@ -3,7 +3,7 @@
 Every operation is an `Op`: callable like a function, with a pure torch ``reference``, a ``cpu``
 implementation (C++, built at first use; see ``cpu/build.py``), the input ``cases`` that all of them
 must agree on, and the ``tolerance`` of that agreement. A call is dispatched by the device of its
-first argument: the CPU kernels where they can be built, the reference everywhere else.
+first argument: the CPU kernels where they can be built and take its shape, else the reference.
 
     linear(x, weight, bias)                          [M, K] -> [M, N]
     PackedLinear(weight, bias, out_dtype=)(x, out=)  [M, K] -> [M, N]; for a weight used often
@@ -102,6 +102,7 @@ class Op(Generic[P, R_co]):
         cases: Named inputs for tests and benchmarks.
         tolerance: Largest difference from the reference per dtype, relative and absolute alike.
         mutates: Positions of the arguments that the operation writes.
+        takes: Whether ``cpu`` takes a call; what it does not take is the reference's.
     """
 
     name: str
@@ -110,10 +111,11 @@ class Op(Generic[P, R_co]):
     cases: Callable[[], list[Case]]
     tolerance: dict[torch.dtype, float]
     mutates: tuple[int, ...] = ()
+    takes: Callable[Concatenate[Tensor, P], bool] | None = None
 
     def __call__(self, first: Tensor, /, *args: P.args, **kwargs: P.kwargs) -> R_co:
         """Run the implementation for the device of ``first``."""
-        if first.is_cpu:
+        if first.is_cpu and (self.takes is None or self.takes(first, *args, **kwargs)):
             return self.on_cpu(first, *args, **kwargs)
         return self.reference(first, *args, **kwargs)
 
@@ -122,6 +124,30 @@ class Op(Generic[P, R_co]):
         """The native implementation if there is one here, else the reference."""
         kernels = native.kernels()
         return self.reference if kernels is None else partial(self.cpu, kernels)
+
+
+def _takes_heads(
+    q: Tensor,
+    kv_layer: Tensor,
+    block_tables: Tensor,
+    query_start: Tensor,
+    context_lens: Tensor,
+    scale: float,
+    window: int | None = None,
+) -> bool:
+    return native.takes_attention(q.shape[2], q.shape[2], kv_layer.shape[3])
+
+
+def _takes_latents(
+    q: Tensor,
+    kv_layer: Tensor,
+    block_tables: Tensor,
+    query_start: Tensor,
+    context_lens: Tensor,
+    scale: float,
+    latent_dim: int,
+) -> bool:
+    return native.takes_attention(q.shape[2], latent_dim, kv_layer.shape[3])
 
 
 linear = Op("linear", products.linear, NativeKernels.linear, cases.linear, _ACCUMULATED)
@@ -155,6 +181,7 @@ paged_attention = Op(
     NativeKernels.paged_attention,
     cases.paged_attention,
     _ACCUMULATED,
+    takes=_takes_heads,
 )
 route = Op("route", moe.route, NativeKernels.route, cases.route, _ELEMENTWISE)
 experts = Op("experts", moe.experts, NativeKernels.experts, cases.experts, _ACCUMULATED)
@@ -175,6 +202,7 @@ latent_attention = Op(
     NativeKernels.latent_attention,
     cases.latent_attention,
     _ACCUMULATED,
+    takes=_takes_latents,
 )
 kv_digests = Op("kv_digests", digest.kv_digests, NativeKernels.kv_digests, cases.kv_digests, _EXACT)
 

@@ -36,6 +36,10 @@ _STATUS = {
 }
 _ALIGNMENT = 64
 _CHUNK_BYTES = 64 << 20
+# What attention.cpp takes.
+_LANES = 16
+_MAX_HEAD_DIM = 1024
+_TILE = 64
 
 
 def available() -> str | None:
@@ -51,6 +55,26 @@ def kernels() -> NativeKernels | None:
     """Return the kernels for this CPU, or None where they are not `available`."""
     found, _ = _loaded()
     return found
+
+
+@cache
+def takes_attention(head_dim: int, value_dim: int, block_size: int) -> bool:
+    """Whether the attention kernels take these sizes; says once if they do not."""
+    widths = (head_dim, value_dim)
+    takes = (
+        all(width % _LANES == 0 for width in widths)
+        and max(widths) <= _MAX_HEAD_DIM
+        and _TILE % block_size == 0
+    )
+    if not takes:
+        _log.warning(
+            "attention runs as the slower torch reference: the CPU kernels take heads of multiples "
+            "of %d up to %d and blocks of at most %d tokens, not heads of %d (values %d) and "
+            "blocks of %d",
+            *(_LANES, _MAX_HEAD_DIM, _TILE),
+            *(head_dim, value_dim, block_size),
+        )
+    return takes
 
 
 @cache

@@ -43,8 +43,6 @@ _MODELS = {
     "DeepseekV3ForCausalLM": "pdserve.models.deepseek",
 }
 
-_CPU_HEAD_DIMS = range(16, 257, 16)
-
 _DTYPES = {
     "bfloat16": torch.bfloat16,
     "float16": torch.float16,
@@ -127,12 +125,6 @@ def load_model(
     """
     directory = Path(config.model.model)
     arch = read_arch(directory)
-    if device.type == "cpu" and arch.mla is None and arch.head_dim not in _CPU_HEAD_DIMS:
-        raise ConfigError(
-            f"config.json: head_dim is {arch.head_dim}: the CPU kernels take multiples of 16 up "
-            "to 256",
-            param="model",
-        )
     max_model_len = _max_model_len(config.model, arch)
     checkpoint = None if config.model.load_format == "dummy" else Checkpoint(directory)
     dtype = _dtype(config.model, arch, checkpoint)

@@ -62,6 +62,11 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "mistral, window": ("mistral", {"sliding_window": 23}),
     "mistral, no window": ("mistral", {"sliding_window": None}),
+    "llama, heads of 8": ("llama", {"head_dim": 8}),
+    "llama, heads of 24": ("llama", {"head_dim": 24, "attention_bias": True}),
+    "llama, heads of 272": ("llama", {"head_dim": 272}),
+    "mistral, heads of 100, window": ("mistral", {"head_dim": 100, "sliding_window": 23}),
+    "qwen3, heads of 40": ("qwen3", {"head_dim": 40}),
     "qwen2": ("qwen2", {}),
     "qwen2, upper layers slide": (
         "qwen2",

@@ -228,15 +228,6 @@ def test_a_dummy_tensor_has_the_deviation_asked_for() -> None:
     assert recorder.loaded["norm.weight"].eq(1).all()
 
 
-@pytest.mark.parametrize("head_dim", [8, 24, 272])
-def test_heads_that_the_cpu_kernels_cannot_take_are_refused_at_the_start(
-    save_model: Callable[..., Any], tmp_path: Path, head_dim: int
-) -> None:
-    save_model(head_dim=head_dim)
-    with pytest.raises(ConfigError, match=f"head_dim is {head_dim}.*multiples of 16"):
-        load(tmp_path)
-
-
 def test_a_context_beyond_the_models_positions_is_refused(
     save_model: Callable[..., Any], tmp_path: Path
 ) -> None:

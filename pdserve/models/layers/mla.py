@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from pdserve.errors import ConfigError
 from pdserve.kernels.ops import (
     PackedHeads,
     add_rms_norm,
@@ -30,11 +29,9 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from pdserve.models.arch import MlaArch, ModelArch
+    from pdserve.models.arch import ModelArch
     from pdserve.models.decoder import StepInputs
     from pdserve.models.layers.parameter import Placement
-
-_MAX_CPU_WIDTH = 1024
 
 
 class LatentAttention:
@@ -62,7 +59,6 @@ class LatentAttention:
     def __init__(self, arch: ModelArch, layer: int, cos_sin: Tensor, placement: Placement) -> None:
         mla = arch.mla
         assert mla is not None
-        _check_kernels(mla, placement)
         self._mla = mla
         self._placement = placement
         self._stream = placement.stream
@@ -207,15 +203,3 @@ class LatentAttention:
             latent_dim,
         )
         return stream.sum(self._out.packed(self._expand(attended).flatten(1)))
-
-
-def _check_kernels(mla: MlaArch, placement: Placement) -> None:
-    width = mla.kv_lora_rank + mla.qk_rope_head_dim
-    fits = mla.kv_lora_rank % 16 == 0 and width % 16 == 0 and width <= _MAX_CPU_WIDTH
-    if placement.device.type == "cpu" and not fits:
-        raise ConfigError(
-            f"config.json: kv_lora_rank is {mla.kv_lora_rank} and qk_rope_head_dim "
-            f"{mla.qk_rope_head_dim}: the CPU kernels take multiples of 16 that are "
-            f"{_MAX_CPU_WIDTH} together at most",
-            param="model",
-        )
