@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 from aiohttp import web
 
 from pdserve.errors import ConfigError
+from pdserve.http import openapi
 from pdserve.http.bodies import Bodies
 from pdserve.http.connection import Listener
 from pdserve.observe.clock import SystemClock
@@ -158,7 +159,7 @@ class Proxy:
             ConfigError: The address cannot be bound.
         """
         runner = self._runner = web.AppRunner(
-            self._app(),
+            self.build_app(),
             handler_cancellation=True,  # or a client that leaves would go unnoticed
             access_log=None,
             shutdown_timeout=0.1,  # `stop` has waited for them already
@@ -209,10 +210,14 @@ class Proxy:
         """Releases and drains under way."""
         return len(self._http.background)
 
-    def _app(self) -> web.Application:
+    def build_app(self) -> web.Application:
+        """Return the application, not running yet."""
         app = web.Application(middlewares=[Boundary(self._config, self.bodies).middleware])
         for part in self._parts:
             app.add_routes(part.routes())
+        # What engines and proxies say to one another by the way is no client's.
+        described = openapi.document("pdserve", openapi.PROXY, without=["kv_transfer_params"])
+        app.add_routes([openapi.route(described)])
         return app
 
 

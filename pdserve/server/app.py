@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 from aiohttp import web
 
 from pdserve.errors import ConfigError, EngineDeadError
+from pdserve.http import openapi
 from pdserve.http.access import Access
 from pdserve.http.bodies import Bodies
 from pdserve.http.connection import Listener
@@ -111,6 +112,7 @@ def build_app(
             web.post("/reset_prefix_cache", status.reset_prefix_cache),
             web.post("/pdserve/release", hop.release),
             web.get("/pdserve/info", hop.info),
+            openapi.route(openapi.document("pdserve engine", openapi.ENGINE)),
         ]
     )
     return app

@@ -22,13 +22,14 @@ import hypothesis
 from hypothesis import strategies as st
 
 from tests.fuzz.core import CoreTarget
+from tests.fuzz.http import HttpTarget
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from tests.fuzz.core import Target
 
-TARGETS: dict[str, Callable[[], Target]] = {"core": CoreTarget}
+TARGETS: dict[str, Callable[[], Target]] = {"core": CoreTarget, "http": HttpTarget}
 _BATCH = 500
 _WARM_UP = 2 * _BATCH
 _MAX_GROWTH_BYTES = 48 << 20

@@ -31,7 +31,6 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from pdserve.observe.clock import Clock
-    from pdserve.server.service import Service
     from pdserve.text.load import Text
 
 EOS = SPECIAL.index("</s>")
@@ -62,10 +61,11 @@ class Server:
         url: str,
         engine: FakeEngineClient,
         session: aiohttp.ClientSession,
-        service: Service,
+        app: web.Application,
     ) -> None:
         self.url = url
-        self.service = service
+        self.app = app
+        self.service = app[SERVICE]
         self.engine = engine
         self.session = session
 
@@ -136,7 +136,7 @@ async def serving(
     host, port = runner.addresses[0]
     try:
         async with aiohttp.ClientSession() as session:
-            yield Server(f"http://{host}:{port}", engine, session, app[SERVICE])
+            yield Server(f"http://{host}:{port}", engine, session, app)
     finally:
         await runner.cleanup()
 

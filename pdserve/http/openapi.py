@@ -1,0 +1,211 @@
+"""`/openapi.json`: what a server answers, as a document that tools read (OpenAPI 3.1.0).
+
+Bodies are described by the structs that they are decoded into, so the document cannot tell another
+story than the decoder; a server's tests compare its paths with its routes, and its answers with
+what is said of them here. Knows no handler.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final
+
+import msgspec
+from aiohttp import web
+
+import pdserve
+from pdserve.http import replies
+from pdserve.http.protocol import (
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    ReleaseRequest,
+    TokenizeRequest,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping, Sequence
+
+PATH: Final = "/openapi.json"
+_SCHEMAS: Final = "#/components/schemas/{name}"
+_EMPTY: Final = "an empty answer"
+_STREAM: Final = "text/event-stream"
+_HTML: Final = "text/html"
+_TEXT: Final = "text/plain"
+
+
+@dataclass(frozen=True, slots=True)
+class Operation:
+    """One method of one path.
+
+    Attributes:
+        body: What its request is decoded into, if it has one.
+        answer: What a 200 brings: a struct as JSON, or anything of a media type.
+        also: Statuses beside 200 whose answer is no error object.
+        streams: Whether it answers with server-sent events where the body asks for them.
+        is_operators: Whether it is an operator's, and not a client's.
+        query: Parameters of its query.
+    """
+
+    method: str
+    path: str
+    summary: str
+    body: type[msgspec.Struct] | None = None
+    answer: type[msgspec.Struct] | str = _EMPTY
+    also: tuple[int, ...] = ()
+    streams: bool = False
+    is_operators: bool = False
+    query: tuple[str, ...] = ()
+
+
+COMMON: Final = (
+    Operation(
+        "post", "/v1/completions", "Continue a text", CompletionRequest, replies.Completion,
+        streams=True,
+    ),
+    Operation(
+        "post", "/v1/chat/completions", "Answer a conversation", ChatRequest,
+        replies.ChatCompletion, streams=True,
+    ),
+    Operation("get", "/v1/models", "The models", answer=replies.Models),
+    Operation("get", "/v1/models/{model}", "One model", answer=replies.Model),
+    Operation("post", "/tokenize", "A text or a chat as tokens", TokenizeRequest, replies.Tokens),
+    Operation("post", "/detokenize", "Tokens as text", DetokenizeRequest, replies.Text),
+    Operation("get", "/metrics", "Prometheus' series", answer=_TEXT),
+    Operation("get", "/version", "The version of pdserve", answer=replies.Version),
+    Operation("get", PATH, "This document", answer="application/json"),
+    Operation(
+        "post", "/reset_prefix_cache", "Forget cached prefixes", is_operators=True,
+        query=("reset_running_requests", "reset_external"),
+    ),
+    Operation(
+        "get", "/debug/requests", "What runs, and what has ended", answer="application/json",
+        is_operators=True, query=("finished", "after"),
+    ),
+    Operation(
+        "get", "/debug/trace", "The last seconds of all processes", answer="application/json",
+        is_operators=True, query=("seconds", "format"),
+    ),
+)  # fmt: skip
+"""What proxies and engines answer alike."""
+
+PROXY: Final = (
+    *COMMON,
+    Operation("get", "/health", "Whether it is there"),
+    Operation("get", "/livez", "Whether its event loop turns"),
+    Operation("get", "/readyz", "Whether requests can be served", answer="application/json"),
+    Operation("get", "/dashboard", "A page for people", answer=_HTML, is_operators=True),
+    Operation(
+        "get", "/dashboard/data", "Its figures", answer="application/json", is_operators=True
+    ),
+)
+ENGINE: Final = (
+    *COMMON,
+    Operation("get", "/health", "Whether requests can be served", also=(503,)),
+    Operation("get", "/livez", "Whether its event loop turns", answer=_TEXT),
+    Operation("get", "/readyz", "Whether traffic is wanted", answer=_TEXT, also=(503,)),
+    Operation("get", "/debug/clock", "Its clock", answer="application/json", is_operators=True),
+    Operation("get", "/pdserve/info", "What it is, and its load", answer="application/json"),
+    Operation("post", "/pdserve/release", "Give a lease back", ReleaseRequest),
+)
+
+
+def document(
+    title: str, operations: Sequence[Operation], *, without: Iterable[str] = ()
+) -> dict[str, Any]:
+    """Return the document.
+
+    Args:
+        without: Fields of bodies that are not the client's to send.
+    """
+    types = [each for one in operations for each in (one.body, one.answer) if _is_struct(each)]
+    _, components = msgspec.json.schema_components(
+        [replies.ErrorAnswer, *types], ref_template=_SCHEMAS
+    )
+    for schema in components.values():
+        for name in without:
+            schema.get("properties", {}).pop(name, None)
+    for kind in (CompletionRequest, ChatRequest):
+        for name, harmless in kind.unsupported.items():
+            components[kind.__name__]["properties"][name] = {"enum": [None, *harmless]}
+    paths: dict[str, dict[str, Any]] = {}
+    for each in operations:
+        paths.setdefault(each.path, {})[each.method] = _described(each)
+    return {
+        "openapi": "3.1.0",
+        "info": {"title": title, "version": pdserve.__version__},
+        "paths": paths,
+        "components": {
+            "schemas": components,
+            "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}},
+        },
+    }
+
+
+def route(described: Mapping[str, Any]) -> web.RouteDef:
+    """Return the path at which a document is to be had."""
+    encoded = msgspec.json.encode(described)
+
+    async def answer(request: web.Request) -> web.Response:
+        return web.Response(body=encoded, content_type="application/json")
+
+    return web.get(PATH, answer)
+
+
+def _is_struct(kind: object) -> bool:
+    return isinstance(kind, type)
+
+
+def _described(operation: Operation) -> dict[str, Any]:
+    responses: dict[str, Any] = {"200": {"description": operation.summary}}
+    content = _content(operation)
+    if content:
+        responses["200"]["content"] = content
+    for status in operation.also:
+        responses[str(status)] = {"description": "not now"}
+    error = {"schema": {"$ref": _SCHEMAS.format(name=replies.ErrorAnswer.__name__)}}
+    responses["default"] = {
+        "description": "an error in OpenAI's shape",
+        "content": {"application/json": error},
+    }
+    told: dict[str, Any] = {
+        "summary": operation.summary,
+        "operationId": f"{operation.method}{operation.path.replace('/', '_').translate(_BRACES)}",
+        "tags": ["operators" if operation.is_operators else "clients"],
+        "responses": responses,
+        "security": [{}, {"key": []}],
+    }
+    named = [part[1:-1] for part in operation.path.split("/") if part.startswith("{")]
+    parameters = [_parameter(name, "path") for name in named]
+    parameters += [_parameter(name, "query") for name in operation.query]
+    if parameters:
+        told["parameters"] = parameters
+    if operation.body is not None:
+        schema = {"$ref": _SCHEMAS.format(name=operation.body.__name__)}
+        told["requestBody"] = {
+            "required": True,
+            "content": {"application/json": {"schema": schema}},
+        }
+    return told
+
+
+_BRACES: Final = str.maketrans("", "", "{}.")
+
+
+def _content(operation: Operation) -> dict[str, Any]:
+    """What a 200 brings, by media type."""
+    answer = operation.answer
+    if answer == _EMPTY:
+        return {}
+    if isinstance(answer, str):
+        return {answer: {"schema": {} if answer == "application/json" else {"type": "string"}}}
+    content: dict[str, Any] = {
+        "application/json": {"schema": {"$ref": _SCHEMAS.format(name=answer.__name__)}}
+    }
+    if operation.streams:
+        content[_STREAM] = {"schema": {"type": "string"}}
+    return content
+
+
+def _parameter(name: str, where: str) -> dict[str, Any]:
+    return {"name": name, "in": where, "required": where == "path", "schema": {"type": "string"}}

@@ -1,0 +1,117 @@
+"""What servers answer, as `/openapi.json` describes it.
+
+Only the outline that clients rely on: an answer may have more. Handlers write it themselves, and
+the tests hold what they write against these.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+
+class ErrorObject(msgspec.Struct, frozen=True):
+    """What went wrong."""
+
+    message: str
+    type: str
+    param: str | None
+    code: str
+
+
+class ErrorAnswer(msgspec.Struct, frozen=True):
+    """Every error."""
+
+    error: ErrorObject
+
+
+class Usage(msgspec.Struct, frozen=True):
+    """Counts of tokens."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+
+
+class TextChoice(msgspec.Struct, frozen=True):
+    """One continuation."""
+
+    index: int
+    text: str
+    finish_reason: str | None
+    logprobs: dict[str, Any] | None
+
+
+class Completion(msgspec.Struct, frozen=True):
+    """The answer of `/v1/completions`."""
+
+    id: str
+    object: str
+    created: int
+    model: str
+    choices: list[TextChoice]
+    usage: Usage
+
+
+class Message(msgspec.Struct, frozen=True):
+    """What the assistant says."""
+
+    role: str
+    content: str
+
+
+class ChatChoice(msgspec.Struct, frozen=True):
+    """One answer."""
+
+    index: int
+    message: Message
+    finish_reason: str | None
+    logprobs: dict[str, Any] | None
+
+
+class ChatCompletion(msgspec.Struct, frozen=True):
+    """The answer of `/v1/chat/completions`."""
+
+    id: str
+    object: str
+    created: int
+    model: str
+    choices: list[ChatChoice]
+    usage: Usage
+
+
+class Model(msgspec.Struct, frozen=True):
+    """A model."""
+
+    id: str
+    object: str
+    max_model_len: int | None
+
+
+class Models(msgspec.Struct, frozen=True):
+    """The answer of `/v1/models`."""
+
+    object: str
+    data: list[Model]
+
+
+class Tokens(msgspec.Struct, frozen=True):
+    """The answer of `/tokenize`."""
+
+    count: int
+    max_model_len: int
+    tokens: list[int]
+    token_strs: list[str] | None
+
+
+class Text(msgspec.Struct, frozen=True):
+    """The answer of `/detokenize`."""
+
+    prompt: str
+
+
+class Version(msgspec.Struct, frozen=True):
+    """The answer of `/version`."""
+
+    version: str
