@@ -165,18 +165,19 @@ class EngineHttp:
                 raise WorkerError(message, reason="timeout") from error
             raise _failure(url, error) from error
 
-    async def post_empty(self, url: str, headers: Mapping[str, str]) -> str | None:
-        """POST nothing; return why it was not done, if it was not, in words."""
+    async def post_empty(self, url: str, headers: Mapping[str, str]) -> tuple[int, str] | None:
+        """POST nothing; if it was not done, return the status, 0 for no answer, and the words."""
         try:
             async with asyncio.timeout(ORDER_TIMEOUT_S):
                 async with self._session.post(url, headers=headers) as response:
                     if response.status == 200:
                         return None
-                    return f"{url} answered {response.status} {await response.text()}".strip()
+                    words = f"{url} answered {response.status} {await response.text()}".strip()
+                    return response.status, words
         except TimeoutError:
-            return f"{url}: no answer within {ORDER_TIMEOUT_S:g} s"
+            return 0, f"{url}: no answer within {ORDER_TIMEOUT_S:g} s"
         except _FAILURES as error:
-            return str(_failure(url, error))
+            return 0, str(_failure(url, error))
 
     def release(self, handoff: Handoff, *, after: Leg | None = None) -> None:
         """Give a handoff's leases back, in the background.

@@ -12,9 +12,14 @@ from aiohttp import hdrs, web
 
 import pdserve
 from pdserve.config.schema import Role
-from pdserve.errors import NotFoundError, ShuttingDownError, UnavailableError, UpstreamError
+from pdserve.errors import (
+    BadRequestError,
+    NotFoundError,
+    ShuttingDownError,
+    UnavailableError,
+    UpstreamError,
+)
 from pdserve.http.answers import json_answer
-from pdserve.http.protocol import check_reset
 from pdserve.observe.metrics import CONTENT_TYPE
 from pdserve.proxy.backend import Health
 from pdserve.proxy.keys import operator_headers
@@ -96,7 +101,6 @@ class Status:
 
     async def _reset_prefix_cache(self, request: web.Request) -> web.Response:
         """Have every engine forget its cached prefixes, so that runs do not find each other's."""
-        check_reset(request.query)
         engines = list(self._services.backends)
         if not engines:
             raise UnavailableError(
@@ -106,13 +110,14 @@ class Status:
                 code="no_engine_known",
             )
         headers = operator_headers(self._services.config, request.headers)
+        path = f"/reset_prefix_cache?{request.query_string}".removesuffix("?")
         http = self._services.http
         failures = await asyncio.gather(
-            *(http.post_empty(f"{engine.url}/reset_prefix_cache", headers) for engine in engines)
+            *(http.post_empty(f"{engine.url}{path}", headers) for engine in engines)
         )
         if told := [failure for failure in failures if failure is not None]:
-            raise UpstreamError(
-                f"not every engine forgot its prefixes: {'; '.join(told)}",
-                code="prefix_cache_not_reset",
-            )
+            message = f"not every engine forgot its prefixes: {'; '.join(why for _, why in told)}"
+            if all(status == 400 for status, _ in told):  # they do not do what was asked for
+                raise BadRequestError(message)
+            raise UpstreamError(message, code="prefix_cache_not_reset")
         return web.Response()

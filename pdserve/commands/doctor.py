@@ -6,7 +6,6 @@ is 1 if one of them failed.
 
 from __future__ import annotations
 
-import enum
 import importlib.metadata
 import itertools
 import json
@@ -24,6 +23,7 @@ import msgspec
 
 import pdserve
 from pdserve.commands.exit_codes import EXIT_DONE, EXIT_FAILED, EXIT_PEER
+from pdserve.commands.findings import Finding, Peer, Verdict, compatible
 from pdserve.commands.running import require_free
 from pdserve.config.load import Resolved, Table, build
 from pdserve.config.settings import DoctorConfig
@@ -34,36 +34,6 @@ _SMALL_SHM_BYTES: Final = 256 << 20
 _POOR_TRANSFER_SHARE: Final = 0.3
 _PEER_TIMEOUT_S: Final = 5.0
 _PACKAGES: Final = ("torch", "nixl", "aiohttp", "pyzmq", "msgspec", "tokenizers", "safetensors")
-
-
-class Verdict(enum.Enum):
-    """What a finding means for the user."""
-
-    OK = "ok"
-    WARN = "warn"
-    FAIL = "fail"
-
-
-class Finding(msgspec.Struct, frozen=True):
-    """The outcome of one check.
-
-    Attributes:
-        remedy: What to do about it; empty if nothing has to be done.
-    """
-
-    check: str
-    verdict: Verdict
-    text: str
-    remedy: str = ""
-
-
-class Peer(msgspec.Struct, frozen=True):
-    """A running engine, as its `/pdserve/info` describes it."""
-
-    url: str
-    role: str
-    layout_digest: str
-    layout: dict[str, str]
 
 
 def run(table: Table, resolved: Mapping[str, Resolved]) -> int:
@@ -295,24 +265,6 @@ def peers(urls: Sequence[str], *, fetch: Callable[[str], Mapping[str, Any]]) -> 
         yield Finding(
             "roles", Verdict.WARN, f"all of them are {role} engines", f"pdserve {missing} MODEL"
         )
-
-
-def compatible(one: Peer, other: Peer) -> Finding:
-    """Is KV of one engine what the other one expects?"""
-    names = f"{one.url} and {other.url}"
-    if one.layout_digest == other.layout_digest:
-        return Finding("compatible", Verdict.OK, f"{names} can exchange KV")
-    differences = ", ".join(
-        f"{key} {one.layout.get(key, 'unknown')} and {other.layout.get(key, 'unknown')}"
-        for key in sorted({*one.layout, *other.layout})
-        if one.layout.get(key) != other.layout.get(key)
-    )
-    return Finding(
-        "compatible",
-        Verdict.FAIL,
-        f"{names} differ: {differences or 'only in their digests'}",
-        "start both with the same model and --dtype",
-    )
 
 
 def _model(peer: Peer) -> str:

@@ -31,7 +31,7 @@ import aiohttp
 from pdserve.commands.announce import given_lines, program, title
 from pdserve.commands.children import Child, ChildFailedError, ChildSpec
 from pdserve.commands.demo import DemoFailedError, Question, ask, wait_ready
-from pdserve.commands.doctor import Peer, Verdict, compatible
+from pdserve.commands.findings import Peer, Verdict, compatible
 from pdserve.commands.model_directory import model_directory
 from pdserve.commands.running import require_free, run_until_signalled
 from pdserve.config.boxed import BOXED

@@ -8,15 +8,12 @@ unknown fields are ignored. Knows no tokenizer and no model.
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, cast
+from typing import Any, ClassVar, TypeVar, cast
 
 import msgspec
 
 from pdserve.errors import BadRequestError
 from pdserve.wire.request import OnLoadFailure
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
 
 MAX_LOGPROBS = 20
 MAX_CHOICES = 1024
@@ -483,19 +480,4 @@ def _check_sizes(body: SamplingFields) -> None:
         if size > maximum:
             raise BadRequestError(
                 f"{name} has {size} {what}: it may have {maximum} at most; {remedy}", param=name
-            )
-
-
-def check_reset(query: Mapping[str, str]) -> None:
-    """Refuse what vLLM's `POST /reset_prefix_cache` can be told, and is not done here.
-
-    Raises:
-        BadRequestError: It is asked for.
-    """
-    for name in ("reset_running_requests", "reset_external"):
-        if query.get(name, "false").lower() not in ("false", "0"):
-            raise BadRequestError(
-                f"{name} is not supported: running requests are never preempted for this, and "
-                "there is no cache outside of the engine; leave it out",
-                param=name,
             )

@@ -9,7 +9,7 @@ from aiohttp import web
 
 import pdserve
 from pdserve.errors import BadRequestError
-from pdserve.http.protocol import DetokenizeRequest, TokenizeRequest, check_reset, parse_body
+from pdserve.http.protocol import DetokenizeRequest, TokenizeRequest, parse_body
 from pdserve.observe.metrics import CONTENT_TYPE
 from pdserve.server.chat import render_chat
 from pdserve.server.sampling import check_token_ids
@@ -94,7 +94,13 @@ async def reset_prefix_cache(request: web.Request) -> web.Response:
     Raises:
         BadRequestError: vLLM's `reset_running_requests` or `reset_external` is asked for.
     """
-    check_reset(request.query)
+    for name in ("reset_running_requests", "reset_external"):
+        if request.query.get(name, "false").lower() not in ("false", "0"):
+            raise BadRequestError(
+                f"{name} is not supported: running requests are never preempted for this, and "
+                "there is no cache outside of the engine; leave it out",
+                param=name,
+            )
     service = request.app[SERVICE]
     service.require_ready()
     await service.client.reset_prefix_cache()

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from pdserve.commands import doctor, transfer_probe
-from pdserve.commands.doctor import Finding, Verdict
+from pdserve.commands.findings import Finding, Verdict
 from pdserve.commands.transfer_probe import ProbeError, Rates, measure
 from tests.cli.process import free_ports, pdserve
 

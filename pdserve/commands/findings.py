@@ -1,0 +1,55 @@
+"""What a check has found, and whether two engines fit together. Imports no engine."""
+
+from __future__ import annotations
+
+import enum
+
+import msgspec
+
+
+class Verdict(enum.Enum):
+    """What a finding means for the user."""
+
+    OK = "ok"
+    WARN = "warn"
+    FAIL = "fail"
+
+
+class Finding(msgspec.Struct, frozen=True):
+    """The outcome of one check.
+
+    Attributes:
+        remedy: What to do about it; empty if nothing has to be done.
+    """
+
+    check: str
+    verdict: Verdict
+    text: str
+    remedy: str = ""
+
+
+class Peer(msgspec.Struct, frozen=True):
+    """A running engine, as its `/pdserve/info` describes it."""
+
+    url: str
+    role: str
+    layout_digest: str
+    layout: dict[str, str]
+
+
+def compatible(one: Peer, other: Peer) -> Finding:
+    """Is KV of one engine what the other one expects?"""
+    names = f"{one.url} and {other.url}"
+    if one.layout_digest == other.layout_digest:
+        return Finding("compatible", Verdict.OK, f"{names} can exchange KV")
+    differences = ", ".join(
+        f"{key} {one.layout.get(key, 'unknown')} and {other.layout.get(key, 'unknown')}"
+        for key in sorted({*one.layout, *other.layout})
+        if one.layout.get(key) != other.layout.get(key)
+    )
+    return Finding(
+        "compatible",
+        Verdict.FAIL,
+        f"{names} differ: {differences or 'only in their digests'}",
+        "start both with the same model and --dtype",
+    )
