@@ -183,7 +183,7 @@ EITHER: dict[str, dict[str, Any]] = {
     "some choices end at P": {
         "n": 8,
         "seed": 3,
-        "extra_body": {"stop_token_ids": list(range(3, 160))},
+        "extra_body": {"stop_token_ids": list(range(3, 131))},
     },
 }
 COMPLETIONS: dict[str, dict[str, Any]] = {
