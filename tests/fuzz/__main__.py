@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 import hypothesis
 from hypothesis import strategies as st
 
+from tests.fuzz.control import HopTarget, RegistrationTarget
 from tests.fuzz.core import CoreTarget
 from tests.fuzz.http import HttpTarget
 
@@ -29,7 +30,12 @@ if TYPE_CHECKING:
 
     from tests.fuzz.core import Target
 
-TARGETS: dict[str, Callable[[], Target]] = {"core": CoreTarget, "http": HttpTarget}
+TARGETS: dict[str, Callable[[], Target]] = {
+    "core": CoreTarget,
+    "hop": HopTarget,
+    "http": HttpTarget,
+    "registration": RegistrationTarget,
+}
 _BATCH = 500
 _WARM_UP = 2 * _BATCH
 _MAX_GROWTH_BYTES = 48 << 20
