@@ -23,7 +23,7 @@ from hypothesis import strategies as st
 
 from tests.fuzz.control import HopTarget, RegistrationTarget
 from tests.fuzz.core import CoreTarget
-from tests.fuzz.http import HttpTarget
+from tests.fuzz.side_channel import SideChannelTarget
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -35,6 +35,7 @@ TARGETS: dict[str, Callable[[], Target]] = {
     "hop": HopTarget,
     "http": HttpTarget,
     "registration": RegistrationTarget,
+    "side channel": SideChannelTarget,
 }
 _BATCH = 500
 _WARM_UP = 2 * _BATCH

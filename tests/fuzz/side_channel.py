@@ -1,0 +1,72 @@
+"""Frames of the side channel, authenticated, for the transfer thread of a P that runs."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import typing
+from typing import Any, Final
+
+import msgspec
+from hypothesis import strategies as st
+
+from pdserve.connectors.conformance.engines import prompt_of
+from pdserve.connectors.nixl import NixlFactory
+from pdserve.connectors.nixl.frames import MAX_PAYLOAD_BYTES
+from pdserve.connectors.nixl.protocol import Hello, ToServer
+from tests.connectors.engines import Engine
+from tests.connectors.test_side_channel import SECRET, Caller, hello
+from tests.fuzz.values import bent, like, of
+
+PROMPT: Final = prompt_of(40)
+_KINDS: Final = [kind for kind in typing.get_args(ToServer) if kind is not Hello]
+
+
+class SideChannelTarget:
+    """A P and a D over NIXL, and somebody who knows the secret. See `Target`."""
+
+    num_refused = 0
+
+    def __init__(self) -> None:
+        self._p, self._d = (
+            Engine(NixlFactory(), name, secret=SECRET, handshake_timeout_s=5.0) for name in "PD"
+        )
+        self._hello = hello(self._p)
+        self._ids = itertools.count()
+
+    @property
+    def num_held(self) -> int:
+        """Leases and pushes."""
+        thread: Any = self._p.ranks[0].worker
+        server = thread._thread._server
+        return len(server._leases) + server.pushing.num_live
+
+    def try_one(self, data: st.DataObject) -> None:
+        """See `Target`: one connection, and what is said over it."""
+        caller = Caller(self._p.endpoint).meet()
+        said: list[msgspec.Struct] = []
+        if data.draw(st.integers(0, 4)):
+            said.append(data.draw(like(self._hello)) if data.draw(st.booleans()) else self._hello)
+        kinds = data.draw(st.lists(st.sampled_from(_KINDS), max_size=4))
+        said += [data.draw(of(kind)) for kind in kinds]
+        with contextlib.suppress(ConnectionError):  # it hangs up on what it does not like
+            for message in said:
+                frame = msgspec.msgpack.encode(message)[: MAX_PAYLOAD_BYTES - 64]
+                caller.say(data.draw(bent(frame)) if not data.draw(st.integers(0, 5)) else frame)
+        caller.sock.close()
+        self._p.step()
+
+    def check_service(self) -> None:
+        """See `Target`."""
+        p, d = self._p, self._d
+        d.received.clear()
+        handoff = p.prefill(PROMPT, [1, 2, 3])
+        d.load(d.queue(PROMPT, handoff, f"r{next(self._ids)}"), [4, 5, 6])
+        d.until(lambda: d.received, timeout_s=60.0)
+        assert d.holds([4, 5, 6], [1, 2, 3])
+        p.until(lambda: not self.num_held, timeout_s=60.0)
+
+    def close(self) -> None:
+        """See `Target`."""
+        for engine in (self._d, self._p):
+            engine.close()
