@@ -13,7 +13,7 @@ PIP    := $(BIN)/python -m pip --disable-pip-version-check install --quiet
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help up test matrix check format bench gpu chaos soak clean
+.PHONY: help up test matrix check format bench gpu chaos soak fuzz clean
 
 help: ## This list
 	@awk -F':.*## ' '/^[a-z]+:.*## / {printf "make %-7s %s\n", $$1, $$2}' Makefile
@@ -56,6 +56,9 @@ chaos: $(VENV)/.installed-dev ## Every row of the failure table over every trans
 
 soak: $(VENV)/.installed-dev ## Half an hour of load in which engines die
 	@$(BIN)/python -m tests.chaos.soak $(ARGS)
+
+fuzz: $(VENV)/.installed-dev ## 100,000 inputs for what peers and servers can send (about half an hour)
+	@$(BIN)/python -m tests.fuzz $(ARGS)
 
 clean: ## Remove caches and build outputs (the virtual environment stays)
 	@rm -rf build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

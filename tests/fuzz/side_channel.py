@@ -43,17 +43,19 @@ class SideChannelTarget:
 
     def try_one(self, data: st.DataObject) -> None:
         """See `Target`: one connection, and what is said over it."""
-        caller = Caller(self._p.endpoint).meet()
         said: list[msgspec.Struct] = []
         if data.draw(st.integers(0, 4)):
             said.append(data.draw(like(self._hello)) if data.draw(st.booleans()) else self._hello)
         kinds = data.draw(st.lists(st.sampled_from(_KINDS), max_size=4))
         said += [data.draw(of(kind)) for kind in kinds]
-        with contextlib.suppress(ConnectionError):  # it hangs up on what it does not like
-            for message in said:
-                frame = msgspec.msgpack.encode(message)[: MAX_PAYLOAD_BYTES - 64]
-                caller.say(data.draw(bent(frame)) if not data.draw(st.integers(0, 5)) else frame)
-        caller.sock.close()
+        payloads = [msgspec.msgpack.encode(each)[: MAX_PAYLOAD_BYTES - 64] for each in said]
+        if payloads and data.draw(st.booleans()):
+            payloads[-1] = data.draw(bent(payloads[-1]))
+        caller = Caller(self._p.endpoint)
+        with caller.sock, contextlib.suppress(ConnectionError):  # it hangs up on what it dislikes
+            caller.meet()
+            for payload in payloads:
+                caller.say(payload)
         self._p.step()
 
     def check_service(self) -> None:
