@@ -23,6 +23,7 @@ from hypothesis import strategies as st
 
 from tests.fuzz.control import HopTarget, RegistrationTarget
 from tests.fuzz.core import CoreTarget
+from tests.fuzz.http import HttpTarget
 from tests.fuzz.side_channel import SideChannelTarget
 
 if TYPE_CHECKING:
