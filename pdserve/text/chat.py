@@ -7,7 +7,8 @@ environment is the one Hugging Face's templates are written for. Does not know t
 from __future__ import annotations
 
 import json
-import time
+import re
+from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import jinja2
@@ -43,6 +44,12 @@ def _refuse(message: str) -> NoReturn:
     raise _TemplateRefusalError(message)
 
 
+def _in_utc(form: str, now_s: float) -> str:
+    """`strftime`, whatever the host's time zone is: `%s` is the C library's, which asks for it."""
+    form = re.sub("%[%s]", lambda part: str(int(now_s)) if part[0] == "%s" else part[0], form)
+    return datetime.fromtimestamp(now_s, UTC).strftime(form)
+
+
 def _to_json(
     value: Any,
     ensure_ascii: bool = False,
@@ -75,6 +82,8 @@ class ChatTemplate:
         environment = ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, _Generation]
         )
+        # The prefill and the decode engine must render the same, so nothing is drawn at random.
+        del environment.filters["random"], environment.globals["lipsum"]
         environment.filters["tojson"] = _to_json
         environment.globals["raise_exception"] = _refuse
         try:
@@ -98,8 +107,8 @@ class ChatTemplate:
 
         Args:
             messages: OpenAI's: `role`, and `content` as a string or a list of text parts.
-            now_s: Wall-clock seconds for templates that print the date, so that two
-                engines render the same prompt.
+            now_s: Unix time for templates that print the date. The same on every engine that
+                renders a request, and shown in UTC: hosts may be in different time zones.
             add_generation_prompt: Whether the prompt ends where the assistant begins.
             variables: Further names for the template (`chat_template_kwargs`).
 
@@ -111,7 +120,7 @@ class ChatTemplate:
             **(variables or {}),
             "messages": [self._plain(message, index) for index, message in enumerate(messages)],
             "add_generation_prompt": add_generation_prompt,
-            "strftime_now": lambda form: time.strftime(form, time.localtime(now_s)),
+            "strftime_now": lambda form: _in_utc(form, now_s),
         }
         try:
             return self._template.render(names)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,10 +12,12 @@ from pdserve.config.schema import EngineConfig, ModelConfig, ServerConfig
 from pdserve.engine.fake import FakeFabric
 from pdserve.http.control import FORMER_HEADER, PROOF_HEADER, proof_headers
 from pdserve.http.protocol import CompletionRequest
+from pdserve.observe.clock import ManualClock
 from pdserve.server.app import build_app
 from pdserve.server.handoff import PrefillHop
 from pdserve.server.planning import plan
 from pdserve.server.service import SERVICE
+from pdserve.text.chat import ChatTemplate
 from pdserve.wire.request import FinishReason
 from pdserve.wire.sampling import SamplingParams
 from tests.server.conftest import Server, events, make_engine, scripted, serving, until
@@ -51,6 +54,21 @@ class Pair:
             path, body | {"kv_transfer_params": params}, X_Request_Id="one"
         )
         return first + events(second)
+
+
+async def test_both_engines_render_the_time_at_which_the_first_one_was_asked(text):
+    dated = replace(text, chat_template=ChatTemplate("{{ strftime_now('%d %H:%M:%S') }}", {}))
+    fabric = FakeFabric()
+    before, after = ManualClock(1700006399.0), ManualClock(1700006401.0)  # midnight lies between
+    p = make_engine(dated, fabric=fabric, role="prefill", engine_id="p")
+    d = make_engine(dated, fabric=fabric, role="decode", engine_id="d")
+    async with serving(dated, p, clock=before) as prefill, serving(dated, d, clock=after) as decode:
+        asked = {"kv_transfer_params": {"do_remote_decode": True}}  # as a proxy for vLLM does
+        params = (await prefill.ok(CHAT, BODIES[CHAT] | asked))["kv_transfer_params"]
+        await decode.ok(CHAT, BODIES[CHAT] | {"kv_transfer_params": params})
+    prompts = [engine.requests[0].prompt_token_ids for engine in (p, d)]
+    assert text.tokenizer.decode(prompts[0]) == "14 23:59:59"
+    assert prompts[0] == prompts[1]
 
 
 @contextlib.asynccontextmanager

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import time
 from typing import TYPE_CHECKING
 
 import pytest
@@ -13,6 +14,7 @@ from pdserve.text.tokenizer import Tokenizer
 from tests.text.tiny import CHAT_TEMPLATE, make_tokenizer, write_model_files
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
     from pathlib import Path
 
 
@@ -156,6 +158,37 @@ def test_messages_that_cannot_be_rendered_name_the_field(message: dict, words: s
 def test_a_template_that_fails_is_a_bad_request_and_not_a_crash(source: str):
     with pytest.raises(BadRequestError):
         render(source, {"role": "user", "content": "x"})
+
+
+@pytest.fixture
+def time_zone(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], None]]:
+    """Puts this host into another time zone."""
+
+    def move_to(name: str) -> None:
+        monkeypatch.setenv("TZ", name)
+        time.tzset()
+
+    yield move_to
+    monkeypatch.undo()
+    time.tzset()
+
+
+@pytest.mark.parametrize("form", ["%d %b %Y", "%H:%M", "%Z %z", "%s", "%%s"])
+def test_a_date_is_the_same_on_hosts_in_different_time_zones(
+    form: str, time_zone: Callable[[str], None]
+):
+    template = ChatTemplate("{{ strftime_now(form) }}", {})
+    shown = set()
+    for name in ("UTC", "Pacific/Kiritimati", "America/Los_Angeles"):
+        time_zone(name)
+        shown.add(template.render([], now_s=1700000000.0, variables={"form": form}))
+    assert len(shown) == 1
+
+
+@pytest.mark.parametrize("source", ["{{ [1, 2, 3] | random }}", "{{ lipsum() }}"])
+def test_a_template_that_draws_at_random_is_refused(source: str):
+    with pytest.raises((ConfigError, BadRequestError)):
+        ChatTemplate(source, {}).render([{"role": "user", "content": "x"}], now_s=0.0)
 
 
 def test_a_date_that_no_calendar_has_is_a_bad_request_and_not_a_crash():
