@@ -49,6 +49,7 @@ class Request:
     prompt_token_ids: list[int]
     output_token_ids: list[int] = field(default_factory=lambda: [1])
     first_logprobs: None = None
+    num_cached_prompt_tokens: int = 0
     cache_salt: str = ""
     remote_decode: bool = False
     handoff: KVHandoff | None = None

@@ -172,6 +172,11 @@ class RequestView(Protocol):
         ...
 
     @property
+    def num_cached_prompt_tokens(self) -> int:
+        """Prompt tokens that a prefix cache had when it was prefilled."""
+        ...
+
+    @property
     def cache_salt(self) -> str:
         """What its prefixes are shared within."""
         ...

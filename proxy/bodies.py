@@ -97,6 +97,7 @@ class ClientBody:
             raise BadRequestError(
                 f"the body is not a JSON object: {error}", code="invalid_json"
             ) from None
+        self._cached_tokens: list[int] | None = None
         self.num_bytes = len(raw)
         self.created = created
         self.seed = seed if isinstance(seed, int) else fallback_seed
@@ -131,7 +132,7 @@ class ClientBody:
         Args:
             ticket: Sealed; write the KV into another engine's blocks as well.
         """
-        ours: dict[str, Any] = {"final_length": True, "created": self.created, "seed": self.seed}
+        ours = {**self._pinned(), "final_length": True}
         if ticket is not None:
             ours["ticket"] = ticket
         return self._encode({_PARAMS: {"do_remote_decode": True, "pdserve": ours}})
@@ -139,9 +140,8 @@ class ClientBody:
     def for_decode(self, handoff: Handoff, *, first_delivered: bool) -> bytes:
         """The body for a decode engine, which goes on from `handoff`."""
         ours = {
-            "created": self.created,
-            "seed": self.seed,
             **handoff.params["pdserve"],
+            **self._pinned(),
             "first_delivered": first_delivered,
             "on_load_failure": OnLoadFailure.REPORT.value,
         }
@@ -153,8 +153,7 @@ class ClientBody:
         Of a stream it leaves out the first token, which comes from the other one.
         """
         ours = {
-            "created": self.created,
-            "seed": self.seed,
+            **self._pinned(),
             "ticket": ticket,
             "first_delivered": self.stream,
             "on_load_failure": OnLoadFailure.REPORT.value,
@@ -169,10 +168,22 @@ class ClientBody:
         Args:
             is_fallback: It computes the prompt in another engine's place.
         """
-        ours: dict[str, Any] = {"created": self.created, "seed": self.seed}
+        ours = self._pinned()
         if is_fallback:
             ours["is_fallback"] = True
         return self._encode({_PARAMS: {"pdserve": ours}})
+
+    def note(self, handoff: Handoff) -> None:
+        """Keep what a prefill engine has told the client: whoever goes on tells the same."""
+        if self._cached_tokens is None:
+            self._cached_tokens = handoff.params["pdserve"].get("cached_tokens")
+
+    def _pinned(self) -> dict[str, Any]:
+        """What every engine that has to do with this request is told alike."""
+        told: dict[str, Any] = {"created": self.created, "seed": self.seed}
+        if self._cached_tokens is not None:
+            told["cached_tokens"] = self._cached_tokens
+        return told
 
     def _encode(self, more: dict[str, Any]) -> bytes:
         """Ours replace what a user sent by the same name: the engine hop's fields are not his."""

@@ -436,6 +436,7 @@ class Legs:
             self._count_tokens(usage_at_end(data))
 
     def _note_handoff(self, handoff: Handoff) -> None:
+        self._body.note(handoff)
         self._story.num_prompt_tokens = handoff.num_prompt_tokens
         self._story.tell(f"handoff of {handoff.num_prompt_tokens} tokens")
 

@@ -58,6 +58,7 @@ class KitRequest:
     prompt_token_ids: list[int]
     output_token_ids: list[int] = field(default_factory=list)
     first_logprobs: list[TokenLogprobs] | None = None
+    num_cached_prompt_tokens: int = 0
     cache_salt: str = ""
     arrival_s: float = math.inf
     remote_decode: bool = False

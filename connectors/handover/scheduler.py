@@ -178,6 +178,7 @@ class HandoverScheduler(KVConnectorScheduler):
             prompt_digest=prompt_digest(request.prompt_token_ids, request.cache_salt),
             first_token_ids=list(request.output_token_ids),
             first_logprobs=request.first_logprobs,
+            num_cached_tokens=request.num_cached_prompt_tokens,
         )
         self._staged.grants.append(
             Grant(

@@ -116,6 +116,7 @@ class FakeEngineClient:
         failing_loads: So many loads do not arrive, pulls and pushes alike.
         max_recompute_tokens: Prompt tokens it computes in place of others, all in all; None
             is any number.
+        num_cached_tokens: What it says that its prefix cache has of every prompt.
 
     Attributes:
         requests: Everything submitted, in order.
@@ -149,7 +150,9 @@ class FakeEngineClient:
         can_push: bool = False,
         failing_loads: int = 0,
         max_recompute_tokens: int | None = None,
+        num_cached_tokens: int = 0,
     ) -> None:
+        self._num_cached_tokens = num_cached_tokens
         self._vocab_size = vocab_size
         self._first_token_id = first_token_id
         self._next_token = next_token or self._arithmetic
@@ -398,7 +401,6 @@ class FakeEngineClient:
             if self._die_after is not None and self._num_out > self._die_after:
                 self.die(f"it was to die after {self._die_after} tokens")
                 raise EngineDeadError(f"the engine has ended: {self._dead_reason}")
-            num_external = handoff.num_tokens if handoff is not None else 0
             mode = KVMode.PULL if push is None else KVMode.PUSH
             yield EngineOutput(
                 request_id=request.request_id,
@@ -408,8 +410,9 @@ class FakeEngineClient:
                 finish_reason=finish_reason,
                 stop_reason=stop_reason,
                 handoff=granted,
-                num_cached_tokens=num_external,
-                num_external_tokens=num_external,
+                num_cached_tokens=handoff.num_cached_tokens
+                if handoff
+                else self._num_cached(request),
                 stages=self._stages(handoff) if first or finish_reason is not None else None,
                 load_failures=failures if first else [],
                 kv_mode=mode.value if handoff is not None else "",
@@ -511,6 +514,9 @@ class FakeEngineClient:
             if self._dead_reason is not None:
                 raise EngineDeadError(f"the engine has ended: {self._dead_reason}")
 
+    def _num_cached(self, request: GenerateRequest) -> int:
+        return min(self._num_cached_tokens, len(request.prompt_token_ids) - 1)
+
     def _lease(self, request: GenerateRequest, token_id: int) -> KVHandoff:
         nonce = request.ticket.nonce if request.ticket is not None else uuid.uuid4().hex
         num_tokens = len(request.prompt_token_ids)
@@ -529,6 +535,7 @@ class FakeEngineClient:
             prompt_digest=prompt_digest(request.prompt_token_ids, request.cache_salt),
             first_token_ids=[token_id],
             first_logprobs=_logprobs(token_id, request.sampling.logprobs, self._vocab_size),
+            num_cached_tokens=self._num_cached(request),
         )
         self._leases[nonce] = handoff
         self._own_leases.add(nonce)

@@ -42,6 +42,8 @@ class PdserveParams(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         handoffs: Per choice; None for a choice that ended at P.
         prompt_logprobs: Per choice, what P computed of them, if they were asked for.
+        cached_tokens: Per choice, what the client was told, or will be, of its prompt: how much of
+            it a prefix cache had. An engine that goes on tells him the same.
         final_length: At P: reaching max_tokens there ends the request.
         first_delivered: At D: the client already has the first tokens' chunks.
         created: The answer's timestamp, so that both legs write the same.
@@ -54,6 +56,7 @@ class PdserveParams(msgspec.Struct, frozen=True, kw_only=True):
 
     handoffs: list[str | None] | None = None
     prompt_logprobs: list[str | None] | None = None
+    cached_tokens: list[int] | None = None
     final_length: bool = False
     first_delivered: bool = False
     created: int | None = None
@@ -176,8 +179,12 @@ class SamplingFields(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def continuous_usage(self) -> bool:
-        """Whether every chunk of a stream carries the usage so far."""
-        return self.stream_options is not None and bool(self.stream_options.continuous_usage_stats)
+        """Whether every chunk of a stream carries its choice's usage so far.
+
+        As in vLLM only where the stream ends with a usage chunk, too.
+        """
+        options = self.stream_options
+        return self.include_usage and options is not None and bool(options.continuous_usage_stats)
 
 
 class CompletionRequest(SamplingFields, frozen=True, kw_only=True):

@@ -34,9 +34,13 @@ class SharedPrompt:
 
     Attributes:
         hashes: Of the blocks that the prompt fills, as far as one of them needed them.
+        num_cached_tokens: What a prefix cache had of the prompt when the first of them was
+            prefilled, at whichever engine; None before that. What it left to the others in the
+            cache does not count.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, num_cached_tokens: int | None = None) -> None:
+        self.num_cached_tokens = num_cached_tokens
         self.hashes: list[BlockHash] = []
 
 

@@ -63,6 +63,8 @@ class Counts:
         num_hit = min(num_hit, num_prompt)
         request.num_cached_tokens = num_hit + num_external
         request.num_external_tokens = num_external
+        if not num_external:
+            request.note_cached(num_hit)
         self.prompt_tokens += num_prompt
         self.local_cache_hit_tokens += num_hit
         self.external_kv_tokens += num_external

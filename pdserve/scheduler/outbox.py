@@ -58,8 +58,7 @@ class Outbox:
                 finish_reason=finish,
                 stop_reason=stop_reason,
                 handoff=request.handoff if finish is FinishReason.HANDOFF else None,
-                num_cached_tokens=request.num_cached_tokens,
-                num_external_tokens=request.num_external_tokens,
+                num_cached_tokens=request.num_cached_prompt_tokens,
                 stages=request.times.stages() if has_stages else None,
                 load_failures=request.load_failures if is_last else [],
                 kv_mode="" if request.kv_mode is None else request.kv_mode.value,
@@ -82,6 +81,7 @@ class Outbox:
                 logprobs=None if logprobs is None else [logprobs],
                 finish_reason=finish,
                 stop_reason=stop_reason,
+                num_cached_tokens=request.num_cached_prompt_tokens,
                 kv_mode="" if request.kv_mode is None else request.kv_mode.value,
             )
         )

@@ -13,7 +13,7 @@ from pdserve.wire.transfer import KVMode
 
 if TYPE_CHECKING:
     from pdserve.kvcache.lease import Holding
-    from pdserve.kvcache.manager import HashChain
+    from pdserve.kvcache.manager import HashChain, SharedPrompt
     from pdserve.wire.outputs import TokenLogprobs
     from pdserve.wire.request import GenerateRequest, OnLoadFailure
     from pdserve.wire.transfer import Received
@@ -94,9 +94,18 @@ class Request:
     """
 
     def __init__(
-        self, wire: GenerateRequest, chain: HashChain, *, order: int, now_s: float
+        self,
+        wire: GenerateRequest,
+        chain: HashChain,
+        shared: SharedPrompt,
+        *,
+        order: int,
+        now_s: float,
     ) -> None:
         self.wire = wire
+        self._shared = shared
+        if wire.handoff is not None:
+            self.note_cached(wire.handoff.num_cached_tokens)
         # Read several times per step: attributes, not properties.
         self.request_id = wire.request_id
         self.prompt_token_ids = wire.prompt_token_ids
@@ -131,6 +140,16 @@ class Request:
     def arrival_s(self) -> float:
         """When the server took it, in monotonic seconds."""
         return self.wire.arrival_s
+
+    @property
+    def num_cached_prompt_tokens(self) -> int:
+        """See `SharedPrompt.num_cached_tokens`."""
+        return self._shared.num_cached_tokens or 0
+
+    def note_cached(self, num_tokens: int) -> None:
+        """It is prefilled, here or elsewhere, and so much of it was cached."""
+        if self._shared.num_cached_tokens is None:
+            self._shared.num_cached_tokens = num_tokens
 
     @property
     def cache_salt(self) -> str:

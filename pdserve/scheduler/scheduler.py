@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from pdserve.kvcache.manager import KVCacheManager
+from pdserve.kvcache.manager import KVCacheManager, SharedPrompt
 from pdserve.observe.trace import Recorder
 from pdserve.scheduler.admission import Admitter
 from pdserve.scheduler.batching import Batcher
@@ -40,7 +40,6 @@ if TYPE_CHECKING:
 
     from pdserve.config.schema import CacheConfig, SchedulerConfig
     from pdserve.connectors.base import KVConnectorScheduler
-    from pdserve.kvcache.manager import SharedPrompt
     from pdserve.observe.clock import Clock
     from pdserve.wire.ids import BlockId, RequestId
     from pdserve.wire.outputs import TokenLogprobs
@@ -178,8 +177,13 @@ class Scheduler:
         if refusal is not None:
             self._outbox.refusal(wire.request_id, refusal, ErrorCode.BAD_REQUEST)
             return
+        shared = shared or SharedPrompt()
         request = Request(
-            wire, self.kv.chain(wire.cache_salt, shared), order=self._num_arrivals, now_s=now_s
+            wire,
+            self.kv.chain(wire.cache_salt, shared),
+            shared,
+            order=self._num_arrivals,
+            now_s=now_s,
         )
         self._num_arrivals += 1
         if wire.handoff is not None or wire.ticket is not None:

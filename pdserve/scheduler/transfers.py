@@ -199,6 +199,7 @@ class Transfers:
         request.kv_mode = received.mode
         if pushed is not None:
             request.source_id = pushed.request_id
+            request.note_cached(pushed.num_cached_tokens)
         request.times.receive(received, now_s)
         request.handoff = None
         request.holding.become(Hold.REQUEST)

@@ -147,7 +147,7 @@ class _Form:
         """Return the stream's event for `delta`."""
         return self.envelope([self.choice(delta, streaming=True)])
 
-    def usage(self, choice_index: int | None = None) -> dict[str, int]:
+    def usage(self, choice_index: int | None = None) -> dict[str, Any]:
         """Return the usage; a request for the echo alone has no output."""
         usage = self._job.usage(choice_index)
         if self._echo_only:

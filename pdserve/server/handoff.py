@@ -141,6 +141,7 @@ def response_params(
     handoffs: Sequence[KVHandoff | None],
     prompt_logprobs: Sequence[PromptLogprobs | None],
     stages: Sequence[RequestStages | None],
+    cached_tokens: Sequence[int],
     *,
     created: int,
     seed: int,
@@ -159,6 +160,7 @@ def response_params(
         ],
         "created": created,
         "seed": seed,
+        "cached_tokens": list(cached_tokens),
         "stages": [None if stage is None else stage_fields(stage) for stage in stages],
     }
     if any(entry is not None for entry in prompt_logprobs):

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     from aiohttp import web
 
-    from pdserve.http.protocol import SamplingFields
+    from pdserve.http.protocol import PdserveParams, SamplingFields
     from pdserve.server.job import Job
 
 _log = logging.getLogger(__name__)
@@ -202,8 +202,20 @@ async def make_job(
         deadline_s=_deadline_s(request),
         on_load_failure=ours.on_load_failure if ours is not None else OnLoadFailure.RECOMPUTE,
         is_fallback=is_fallback,
+        cached_tokens=_cached_tokens(ours, fields.num_choices * len(prompts)),
         path=request.path,
     )
+
+
+def _cached_tokens(ours: PdserveParams | None, num_choices: int) -> list[int] | None:
+    known = ours.cached_tokens if ours is not None else None
+    if known is not None and len(known) != num_choices:
+        raise BadRequestError(
+            f"kv_transfer_params: pdserve.cached_tokens has {len(known)} entries for "
+            f"{num_choices} choices",
+            param="kv_transfer_params",
+        )
+    return known
 
 
 def _check_prompt(prompt: list[int], vocab_size: int, field: str) -> None:

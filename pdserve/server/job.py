@@ -12,7 +12,7 @@ from __future__ import annotations
 import logging
 from collections import deque
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from pdserve.engine.merge import MergedOutputs
 from pdserve.errors import (
@@ -92,6 +92,7 @@ class Choice:
         num_to_swallow: Those of them whose text the client already has.
         prompt_logprobs: What the prefill engine computed of them.
         kv_mode: How KV came from another engine, if it did: push or pull.
+        num_cached_tokens: What a prefix cache had of its prompt; None until an engine says so.
     """
 
     index: int
@@ -106,6 +107,7 @@ class Choice:
     stages: RequestStages | None = None
     load_failures: list[str] = field(default_factory=list)
     kv_mode: str = ""
+    num_cached_tokens: int | None = None
     first_token_s: float | None = None
     own_token_s: float | None = None
     last_token_s: float | None = None
@@ -278,19 +280,21 @@ class Job:
         """Per choice, the lease that another engine is to read."""
         return [choice.handoff for choice in self.choices]
 
-    def usage(self, choice_index: int | None = None) -> dict[str, int]:
-        """Return OpenAI's usage object: of one choice so far, or of the whole job."""
-        if choice_index is None:
-            num_prompt = sum(len(prompt) for prompt in self.prompts)
-            num_output = sum(choice.num_tokens for choice in self.choices)
-        else:
-            choice = self.choices[choice_index]
-            num_prompt = len(self.prompts[choice.prompt_index])
-            num_output = choice.num_tokens
+    def usage(self, choice_index: int | None = None) -> dict[str, Any]:
+        """Return OpenAI's usage object: of one choice so far, or of the whole job.
+
+        A prompt counts once however many choices it has. Its cached tokens are those that a
+        prefix cache had before the first of them was prefilled.
+        """
+        choices = self.choices if choice_index is None else [self.choices[choice_index]]
+        num_cached = {choice.prompt_index: choice.num_cached_tokens or 0 for choice in choices}
+        num_prompt = sum(len(self.prompts[index]) for index in num_cached)
+        num_output = sum(choice.num_tokens for choice in choices)
         return {
             "prompt_tokens": num_prompt,
             "total_tokens": num_prompt + num_output,
             "completion_tokens": num_output,
+            "prompt_tokens_details": {"cached_tokens": sum(num_cached.values())},
         }
 
     @property
@@ -340,6 +344,8 @@ class Job:
         choice.kv_mode = output.kv_mode or choice.kv_mode
         if not output.new_token_ids:
             return
+        if choice.num_cached_tokens is None:
+            choice.num_cached_tokens = output.num_cached_tokens
         now_s = self.service.clock.monotonic_s()
         if choice.last_token_s is None:
             choice.first_token_s = now_s

@@ -44,6 +44,7 @@ def plan(
     deadline_s: float | None,
     on_load_failure: OnLoadFailure = OnLoadFailure.RECOMPUTE,
     is_fallback: bool = False,
+    cached_tokens: Sequence[int] | None = None,
     path: str = "",
 ) -> Job:
     """Return the job for a request; nothing is submitted yet.
@@ -54,6 +55,7 @@ def plan(
         seed: The user's, or the one drawn for this request.
         deadline_s: Monotonic seconds from when on the answer is of no use.
         on_load_failure, is_fallback: See `GenerateRequest`.
+        cached_tokens: Per choice, what another engine has said of it.
     """
     num_choices = fields.num_choices
     choices: list[Choice] = []
@@ -78,6 +80,8 @@ def plan(
                 ),
             )
             choices.append(choice)
+            if cached_tokens is not None:
+                choice.num_cached_tokens = cached_tokens[index]
             if isinstance(hop, DecodeHop):
                 handoff = hop.handoffs[index]
                 if handoff is None and hop.ticket is None:

@@ -28,6 +28,7 @@ def transfer_params(job: Job) -> dict[str, Any] | None:
         job.handoffs,
         [choice.prompt_logprobs for choice in job.choices],
         [choice.stages for choice in job.choices],
+        [choice.num_cached_tokens or 0 for choice in job.choices],
         created=job.created,
         seed=job.seed,
         secret=job.service.engine_config.transfer.secret,

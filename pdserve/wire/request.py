@@ -157,8 +157,8 @@ class EngineOutput(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
         logprobs: One entry per new token, if asked for.
         prompt_logprobs: One entry per prompt token (the first is None), once, if asked for.
         stop_reason: The stop token id that ended the request, if one of the user's did.
-        num_cached_tokens: Prompt tokens not computed here: prefix hits and received KV.
-        num_external_tokens: The part of them that another engine computed.
+        num_cached_tokens: With tokens: prompt tokens that a prefix cache had when the prompt was
+            prefilled, at the engine that did; the same for all choices of a prompt.
         stages: With the first token, and again with the last one.
         error: Human-readable reason when `finish_reason` is ERROR or ABORT.
         load_failures: Labels of failed KV loads, in order.
@@ -175,7 +175,6 @@ class EngineOutput(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     stop_reason: int | None = None
     handoff: KVHandoff | None = None
     num_cached_tokens: int = 0
-    num_external_tokens: int = 0
     stages: RequestStages | None = None
     error: str | None = None
     load_failures: list[str] = []

@@ -116,6 +116,7 @@ class KVHandoff(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         first_logprobs: Their logprobs, if the request asked for any.
         prompt_digest: Digest of the prompt's token ids, so that a handoff can never be
             paired with another prompt.
+        num_cached_tokens: Prompt tokens that P's prefix cache had.
     """
 
     engine_id: EngineId
@@ -132,6 +133,7 @@ class KVHandoff(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     first_token_ids: list[int] = []
     first_logprobs: list[TokenLogprobs] | None = None
     generations: list[int] = []
+    num_cached_tokens: int = 0
 
     @property
     def owner(self) -> EngineRef:

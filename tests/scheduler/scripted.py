@@ -241,7 +241,12 @@ def make_ticket(nonce: str = NONCE) -> PushTicket:
 
 
 def make_handoff(
-    nonce: str, first_token_ids: list[int], *, request_id: str = "p", num_tokens: int = 20
+    nonce: str,
+    first_token_ids: list[int],
+    *,
+    request_id: str = "p",
+    num_tokens: int = 20,
+    num_cached_tokens: int = 0,
 ) -> KVHandoff:
     """What P gives; nobody here looks at what is signed."""
     return KVHandoff(
@@ -257,6 +262,7 @@ def make_handoff(
         lease_s=30.0,
         prompt_digest="",
         first_token_ids=first_token_ids,
+        num_cached_tokens=num_cached_tokens,
     )
 
 

@@ -11,6 +11,7 @@ from pdserve.config.schema import CacheConfig, SchedulerConfig, SchedulingPolicy
 from pdserve.connectors.memory.exchange import Exchange
 from pdserve.connectors.null import NullScheduler
 from pdserve.errors import InternalError
+from pdserve.kvcache.manager import SharedPrompt
 from pdserve.observe.clock import ManualClock
 from pdserve.scheduler.queue import WaitingQueue
 from pdserve.scheduler.request import Request, State
@@ -369,7 +370,8 @@ def test_who_starts_and_is_preempted_again_and_again_leaves_nothing_in_the_queue
     chain = Pair().decode.scheduler.kv.chain("")
     queue = WaitingQueue(SchedulingPolicy.FCFS)
     first, second = (
-        Request(make_request(f"r{order}", 8), chain, order=order, now_s=0.0) for order in range(2)
+        Request(make_request(f"r{order}", 8), chain, SharedPrompt(), order=order, now_s=0.0)
+        for order in range(2)
     )
     queue.push(first)
     queue.push(second)
@@ -385,7 +387,7 @@ def test_who_starts_and_is_preempted_again_and_again_leaves_nothing_in_the_queue
 def test_an_illegal_move_is_refused_with_the_story() -> None:
     pair = Pair()
     chain = pair.decode.scheduler.kv.chain("")
-    request = Request(make_request("r", 8), chain, order=0, now_s=0.0)
+    request = Request(make_request("r", 8), chain, SharedPrompt(), order=0, now_s=0.0)
     with pytest.raises(InternalError, match=r"waiting -> leased(.|\n)*queued prompt=20"):
         request.move(State.LEASED, 1.0, "by mistake")
     assert request.state is State.WAITING

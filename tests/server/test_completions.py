@@ -23,6 +23,7 @@ async def test_an_answer_has_text_usage_and_the_requests_id(server):
         "prompt_tokens": num_prompt,
         "completion_tokens": 5,
         "total_tokens": num_prompt + 5,
+        "prompt_tokens_details": {"cached_tokens": 0},
     }
 
 
@@ -208,9 +209,30 @@ async def test_usage_comes_in_a_stream_only_when_asked_for(server):
     assert last["choices"] == []
     assert last["usage"]["completion_tokens"] == 3
     assert all("usage" not in chunk for chunk in chunks)
-    continuous = body | {"stream_options": {"continuous_usage_stats": True}}
-    chunks = events(await server.stream(PATH, continuous))
-    assert [chunk["usage"]["completion_tokens"] for chunk in chunks] == [1, 2, 3]
+    alone = body | {"stream_options": {"continuous_usage_stats": True}}  # vLLM: no effect
+    assert all("usage" not in chunk for chunk in events(await server.stream(PATH, alone)))
+    both = {"include_usage": True, "continuous_usage_stats": True}
+    chunks = events(await server.stream(PATH, body | {"stream_options": both}))
+    assert [chunk["usage"]["completion_tokens"] for chunk in chunks] == [1, 2, 3, 3]
+
+
+@pytest.mark.parametrize("path", [PATH, "/v1/chat/completions"])
+async def test_cached_tokens_are_told_of_each_prompt_once(text, path):
+    engine = make_engine(text, num_cached_tokens=2)
+    body = {"n": 3, "max_tokens": 3}
+    if path == PATH:
+        body |= {"prompt": [[9, 10, 11], [12, 13, 14, 15]]}
+    else:
+        body |= {"messages": [{"role": "user", "content": "hi"}]}
+    num_cached = 2 * len(body.get("prompt", "x"))
+    async with serving(text, engine) as server:
+        usage = (await server.ok(path, body))["usage"]
+        assert usage["prompt_tokens_details"] == {"cached_tokens": num_cached}
+        options = {"include_usage": True, "continuous_usage_stats": True}
+        *chunks, last = events(await server.stream(path, body | {"stream_options": options}))
+    assert last["usage"] == usage
+    for chunk in chunks:
+        assert chunk["usage"]["prompt_tokens_details"] == {"cached_tokens": 2}
 
 
 async def test_every_sampling_field_reaches_the_engine(text):

@@ -52,9 +52,9 @@ def test_two_engines_give_the_tokens_of_one(prompt: list[int], temperature: floa
         [first] = await run(prefill, request(prompt, remote=True, **params))
         assert first.finish_reason is FinishReason.HANDOFF
         both = await run(decode, request(prompt, handoff=first.handoff, **params))
+        assert both[0].kv_mode == "pull"
         alone = await run(decode, request(prompt, **params))
         assert tokens(both) == tokens(alone)
-        assert both[0].num_external_tokens == len(prompt)
         assert not prefill.leases
 
     asyncio.run(scenario())
@@ -75,9 +75,9 @@ async def test_a_handoff_that_does_not_hold_is_computed_again(other: str):
     else:
         decode = FakeEngineClient(num_ranks=2)
     outputs = await run(decode, request(prompt, handoff=first.handoff))
+    assert not outputs[0].kv_mode
     assert tokens(outputs) == tokens(await run(decode, request(prompt)))
     assert len(outputs[0].load_failures) == 1
-    assert outputs[0].num_external_tokens == 0
 
 
 async def test_a_request_that_is_closed_early_is_aborted():
