@@ -56,6 +56,7 @@ CAUSES: Final = {
 """By a failure's reason: the code that a client gets, and what happened. What to do about each
 code is in docs/errors.md."""
 _ENDS = frozenset({"dropped", "lost"})
+_AWAY = frozenset({"connect", "not_ready", "budget"})
 
 
 class WorkerError(UpstreamError):
@@ -71,6 +72,7 @@ class WorkerError(UpstreamError):
 
     Attributes:
         blames_engine: Whether it speaks against the engine itself, whatever is asked of it.
+        is_away: Whether it says that the engine is not there for now, or takes no such request.
     """
 
     blames_engine = True
@@ -90,6 +92,7 @@ class WorkerError(UpstreamError):
         self.reason = reason
         self.was_taken = was_taken
         self.is_end = is_end or reason in _ENDS
+        self.is_away = reason in _AWAY
 
 
 class WorkerBusyError(WorkerError):

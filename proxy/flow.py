@@ -174,28 +174,33 @@ class Flow:
         while True:
             try:
                 return await self._climb_down()
-            except (UnavailableError, BudgetSpentError) as error:
+            except (UnavailableError, WorkerError) as error:
                 await self._stand_by(error)
 
-    async def _stand_by(self, error: UnavailableError | BudgetSpentError) -> None:
+    async def _stand_by(self, error: UnavailableError | WorkerError) -> None:
         """Wait until an engine comes back, or one may compute again what it would not now.
 
         Raises:
-            UnavailableError, BudgetSpentError: `error`: no engine is missing, or the wait is over.
+            UnavailableError, WorkerError: `error`: it does not say that nobody can serve now; or no
+                engine is missing, or the wait is over.
         """
+        if isinstance(error, WorkerError) and not error.is_away:
+            raise error
         now_s = asyncio.get_running_loop().time
         if not self._num_standbys:
             self._stands_by_until_s = now_s() + self._config.queue_timeout_s
+        before = self._backends.available
         await self._backends.look_again(self._failed)
-        if not self._backends.has_missing:
+        if not self._backends.has_missing and self._backends.available <= before:
             raise error
+        before &= self._backends.available
         until_s = self._stands_by_until_s
         if isinstance(error, BudgetSpentError):
             wait_s = max(1.0, error.retry_after_s or 0.0) * 2**self._num_standbys
             until_s = min(until_s, now_s() + wait_s)
         self._num_standbys += 1
         self._story.stands_by(error.message)
-        before, pause_s = self._backends.available, STANDBY_S
+        pause_s = STANDBY_S
         while now_s() < until_s and self._backends.available <= before:
             await asyncio.sleep(pause_s)
             pause_s = min(2 * pause_s, MAX_STANDBY_S)

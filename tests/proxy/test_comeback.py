@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from tests.proxy.conftest import until
-from tests.proxy.hooks import ask, decodes, kv_failed, legs, prefills
+from tests.proxy.hooks import answers, ask, decodes, error, kv_failed, legs, prefills
 from tests.proxy.scripted import ScriptedEngine, text_in, text_of, word
 from tests.proxy.test_disconnect import assert_nothing_held, disconnects, leave
 from tests.proxy.test_ladder import budget_spent, rungs
@@ -122,6 +122,31 @@ async def test_a_restart_of_the_only_decode_engine_costs_no_request(make_stack):
     assert legs([prefill, decode]) == ["local", "prefill", "decode"]
     for engine in (prefill, decode):
         await engine.stop()
+
+
+@pytest.mark.parametrize("gone", ["dies", "drains"])
+@pytest.mark.parametrize("stream", [True, False])
+async def test_a_restart_of_the_only_engine_is_waited_for_from_its_first_moment(
+    make_stack, gone, stream
+):
+    """No health check has seen yet that it is away: only the request itself."""
+    (engine,) = decodes()
+    stack = await make_stack([], [engine], retry_max_retries=1, cb_failure_threshold=99)
+    await stack.proxy.backends.stop()
+    if gone == "dies":
+        await engine.stop()
+    else:
+        engine.ready, engine.hook = False, answers(503, error("shutting_down"))
+    request = asyncio.create_task(ask(stack, stream=stream))
+    await stack.until_stages("queued")
+    await until(lambda: not stack.proxy.backends.get(engine.url).available)
+    engine.ready = True
+    if gone == "dies":
+        await restart(engine)
+    engine.hook = None
+    await stack.proxy.backends.check(stack.proxy.backends.get(engine.url))
+    assert await request == text_of(3, 4)
+    await assert_nothing_held(stack)
 
 
 async def test_a_begun_stream_waits_and_goes_on_with_the_same_text(make_stack):
