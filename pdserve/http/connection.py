@@ -98,6 +98,11 @@ class Connection(web.RequestHandler):
         answer.force_close()
         return answer
 
+    def log_exception(self, *args: Any, **kw: Any) -> None:
+        """Log what is a fault of ours; a body that cannot be read has been answered already."""
+        if not isinstance(kw.get("exc_info"), web.RequestPayloadError):
+            super().log_exception(*args, **kw)
+
     def _expect_headers(self) -> None:
         loop = asyncio.get_running_loop()
         self._header_timer = loop.call_later(self._header_timeout_s, self._give_up)
