@@ -198,7 +198,7 @@ class World:
         for spec in scenario.engines:
             self._start(spec)
         self.proxy._http._opened = self.net.session()  # type: ignore[assignment]
-        self.net.hosts["proxy:80"] = Host(self.proxy._app(), self.violation)
+        self.net.hosts["proxy:80"] = Host(self.proxy.build_app(), self.violation)
         await self.proxy.backends.start()
         troubles = [
             asyncio.create_task(each)
