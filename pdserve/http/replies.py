@@ -26,12 +26,19 @@ class ErrorAnswer(msgspec.Struct, frozen=True):
     error: ErrorObject
 
 
+class PromptTokensDetails(msgspec.Struct, frozen=True):
+    """What of the prompts a prefix cache had when they were prefilled, each counted once."""
+
+    cached_tokens: int
+
+
 class Usage(msgspec.Struct, frozen=True):
     """Counts of tokens."""
 
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
+    prompt_tokens_details: PromptTokensDetails
 
 
 class TextChoice(msgspec.Struct, frozen=True):
