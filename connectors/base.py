@@ -68,13 +68,20 @@ class Capabilities(msgspec.Struct, frozen=True, kw_only=True):
     """What a connector can do; asked for instead of its class.
 
     Attributes:
-        layerwise: `wait_for_layer_load` and `save_kv_layer` do something; if not, the
-            model runner does not call them.
+        layerwise_load: `wait_for_layer_load` does something.
+        layerwise_save: `save_kv_layer` does something. If neither does, the model runner calls
+            neither.
         push: It takes tickets, on both sides.
     """
 
-    layerwise: bool = False
+    layerwise_load: bool = False
+    layerwise_save: bool = False
     push: bool = False
+
+    @property
+    def is_layerwise(self) -> bool:
+        """Whether the model runner has to call it around each layer."""
+        return self.layerwise_load or self.layerwise_save
 
 
 class KVLayout(msgspec.Struct, frozen=True, kw_only=True):

@@ -60,7 +60,7 @@ from pdserve.proxy.legs import LegFailure, Legs, Prefilled
 from pdserve.proxy.push import Push
 from pdserve.proxy.replay import DivergedError
 from pdserve.proxy.routing import Disaggregate, RunLocally
-from pdserve.proxy.story import Mode, Rung, Stage
+from pdserve.proxy.story import Mode, NotPushed, Rung, Stage
 from pdserve.wire.transfer import LoadFailure
 
 if TYPE_CHECKING:
@@ -121,7 +121,7 @@ class Flow:
             reply_headers=reply_headers,
         )
         self._push = Push(services, self._legs, story)
-        self._may_push = body.can_be_pushed()
+        self._may_push = self._is_pushable = body.can_be_pushed()
         self._failed: set[Backend] = set()
         self._ended: set[tuple[str, Incarnation | None]] = set()
         self._num_tokens_before = 0
@@ -270,8 +270,10 @@ class Flow:
         """
         while True:
             if plan.decode is not None:
+                self._story.not_pushed = None
                 outcome = await self._push.run(plan.prefill, plan.decode)
             else:
+                self._note_pull(plan.prefill)
                 outcome = await self._legs.prefill(plan.prefill)
             if not isinstance(outcome, LegFailure):
                 return outcome
@@ -452,6 +454,15 @@ class Flow:
             return True  # it did nothing: each engine is asked once, whatever is left of retries
         self._retries_left -= 1
         return self._retries_left >= 0
+
+    def _note_pull(self, prefill: Backend) -> None:
+        """A hand-over begins by pull: say why, where a push was allowed."""
+        why = self._router.why_pulled(prefill)
+        if why is not None and not self._may_push:
+            why = NotPushed.FAILED if self._is_pushable else NotPushed.REQUEST
+        self._story.not_pushed = why
+        if why is not None:
+            self._metrics.not_pushed.labels(why.value).inc()
 
     def _note_end(self, backend: Backend) -> None:
         """An engine ended while it had the request: is it the request that does it?"""

@@ -19,7 +19,7 @@ from pdserve.observe.metrics import (
     loop_lag_histogram,
 )
 from pdserve.proxy.errors import CAUSES
-from pdserve.proxy.story import SECOND_TERMS, TTFT_TERMS, Mode, Rung, Stage
+from pdserve.proxy.story import SECOND_TERMS, TTFT_TERMS, Mode, NotPushed, Rung, Stage
 from pdserve.wire.transfer import KVMode
 
 if TYPE_CHECKING:
@@ -120,6 +120,12 @@ class Metrics:
             ["mode"],
             registry=registry,
         )
+        self.not_pushed = Counter(
+            "pdserve_kv_not_pushed",
+            "Hand-overs begun by pull although --kv-mode allows a push, by why.",
+            ["reason"],
+            registry=registry,
+        )
         self.ladder = Counter(
             "pdserve_kv_ladder",
             "What was done about hand-overs that failed or could not begin, and why.",
@@ -172,6 +178,8 @@ class Metrics:
                 self.leg_failures.labels(leg, reason)
         for mode in KVMode:
             self.kv_mode.labels(mode.value)
+        for why in NotPushed:
+            self.not_pushed.labels(why.value)
         for rung in Rung:
             for reason in RUNG_REASONS[rung]:
                 self.ladder.labels(rung.value, reason)

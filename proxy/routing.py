@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from pdserve.config.schema import KVTransfer, Role
 from pdserve.errors import UnavailableError
 from pdserve.proxy.policies import RouteRequest, choose, policy_named
+from pdserve.proxy.story import NotPushed
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Sequence
@@ -111,6 +112,14 @@ class Router:
             return False
         trusted = self._kv_mode is KVTransfer.PUSH or backends.pushes_well(prefill, decode)
         return trusted and backends.can_push(prefill, decode)
+
+    def why_pulled(self, prefill: Backend) -> NotPushed | None:
+        """Why a request that could be pushed is not, from this engine; None: none is to be."""
+        if self._kv_mode is KVTransfer.PULL:
+            return None
+        decodes = [backend for backend in self._backends if backend.decodes()]
+        can = any(self._backends.can_push(prefill, decode) for decode in decodes)
+        return NotPushed.DISTRUSTED if can else NotPushed.ENGINES
 
     def another_pair(
         self,

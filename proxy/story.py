@@ -118,6 +118,20 @@ class Gaps:
         self.max_s = max(self.max_s, gap_s)
 
 
+class NotPushed(enum.Enum):
+    """Why the KV of a request is read by the decode engine, although it might have been written.
+
+    REQUEST: it has several prompts or choices, or gets one token, or scores of its prompt. FAILED:
+    a push of it has failed. ENGINES: no decode engine can take a push from its prefill engine, as
+    where one has several data-parallel cores. DISTRUSTED: recent pushes of the pair failed.
+    """
+
+    REQUEST = "request"
+    FAILED = "failed"
+    ENGINES = "engines"
+    DISTRUSTED = "distrusted"
+
+
 @dataclass(slots=True)
 class Story:
     """The record of one request. Times are monotonic seconds of `clock`.
@@ -132,6 +146,7 @@ class Story:
         token_gaps: Between the chunks from the decode engine on.
         prefill_stages, decode_stages: The engines' own accounts.
         kv_mode: Who moved the KV, as of the last attempt.
+        not_pushed: Why that was a pull, where a push was allowed.
         rungs: Of the ladder, as they were taken, each with its reason.
         prefill_url, decode_url: Who computes its prompt apart, and who the rest (or all of it),
             as of the last attempt; empty where nobody was asked.
@@ -156,6 +171,7 @@ class Story:
     prefill_stages: EngineStages | None = None
     decode_stages: EngineStages | None = None
     kv_mode: KVMode | None = None
+    not_pushed: NotPushed | None = None
     rungs: list[tuple[Rung, str]] = field(default_factory=list)
     num_prompt_tokens: int = 0
     num_output_tokens: int = 0
@@ -317,7 +333,8 @@ class Story:
         if gaps := self.token_gaps:
             parts.append(f"itl p50 {gaps.median_s * 1e3:.1f} max {gaps.max_s * 1e3:.1f}")
         if self.kv_mode is not None:
-            parts.append(f"kv by {self.kv_mode.value}")
+            why = "" if self.not_pushed is None else f" (no push: {self.not_pushed.value})"
+            parts.append(f"kv by {self.kv_mode.value}{why}")
         if self.rungs:
             rungs = ",".join(f"{rung.value}({reason})" for rung, reason in self.rungs)
             parts.append(f"ladder {rungs}")

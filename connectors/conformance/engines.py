@@ -325,7 +325,7 @@ class Engine:
             if metadata is not None:
                 rank.worker.start_load_kv(metadata)
             rank.write(blocks, seed, first, end)
-            if rank.worker.capabilities.layerwise:
+            if rank.worker.capabilities.is_layerwise:
                 for layer in range(len(rank.share.layers)):
                     rank.worker.wait_for_layer_load(layer)
                     rank.worker.save_kv_layer(layer)

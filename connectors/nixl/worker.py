@@ -35,7 +35,7 @@ class NixlWorker(KVConnectorWorker):
         quarantine_s: See `TransferThread`.
     """
 
-    capabilities = Capabilities(layerwise=True, push=True)
+    capabilities = Capabilities(layerwise_save=True, push=True)
 
     def __init__(
         self,

@@ -321,6 +321,18 @@ class ParallelConfig(msgspec.Struct, frozen=True, kw_only=True):
             "use all_gather or all_to_all",
         )
         _require(
+            self.enable_expert_parallel or self.all2all_backend == "all_gather",
+            "all2all-backend",
+            self.all2all_backend,
+            "it needs --enable-expert-parallel",
+        )
+        _require(
+            self.enable_expert_parallel or self.expert_placement_strategy == "linear",
+            "expert-placement-strategy",
+            self.expert_placement_strategy,
+            "it needs --enable-expert-parallel",
+        )
+        _require(
             self.expert_placement_strategy in ("linear", "round_robin"),
             "expert-placement-strategy",
             self.expert_placement_strategy,

@@ -75,7 +75,11 @@ def _decoder(
 ) -> ModelArch:
     """What all families share."""
     for name in ("quantization_config", "compression_config"):
-        fields.only(name)
+        if (found := fields.get(name)) is not None:
+            method = found.get("quant_method", "") if isinstance(found, dict) else found
+            raise fields.error(
+                name, method, "quantised checkpoints are not served: use a bf16, fp16 or fp32 one"
+            )
     fields.only("hidden_act", "silu", "swish")
     fields.only("is_encoder_decoder", False)
     fields.only("partial_rotary_factor", 1, 1.0)

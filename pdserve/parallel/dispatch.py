@@ -159,8 +159,5 @@ def make(
         return SlicedExperts(num_experts, world.tp)
     placements = dict.fromkeys(moe_layers, placement)
     rebalancer = Rebalancer(placements, world, parallel.eplb) if parallel.enable_eplb else None
-    # The ranks of one engine core have all of its tokens: sending them would be for nothing, and
-    # made a decode step of two ranks 1.2 to 1.4 times as long.
-    is_routed = parallel.all2all_backend == "all_to_all" and world.dp.size > 1
-    kind = RoutedTokens if is_routed else GatheredTokens
+    kind = RoutedTokens if parallel.all2all_backend == "all_to_all" else GatheredTokens
     return kind(placements, world, rebalancer)

@@ -122,7 +122,7 @@ class Worker:
             config.scheduler,
             device=device,
             world=world,
-            hooks=connector if connector.capabilities.layerwise else None,
+            hooks=connector if connector.capabilities.is_layerwise else None,
         )
         return WorkerInfo(
             rank=seat.engine_rank,

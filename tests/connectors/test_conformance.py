@@ -9,12 +9,16 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from pdserve.connectors.base import KVConnectorWorker
 from pdserve.connectors.conformance import ConnectorConformance, Engine, make_shape, prompt_of
 from pdserve.connectors.conformance.pull import PullConformance
 from pdserve.connectors.faulty import FaultKind, FaultyFactory, Plan
 from pdserve.connectors.memory import MemoryFactory
 from pdserve.connectors.memory.exchange import Exchange
+from pdserve.connectors.memory.worker import MemoryWorker
 from pdserve.connectors.nixl import NixlFactory
+from pdserve.connectors.nixl.worker import NixlWorker
+from pdserve.connectors.null import NullWorker
 from pdserve.connectors.registry import find, names
 from pdserve.errors import ConfigError
 from pdserve.wire.step import KnownRequests, SchedulerOutput
@@ -237,3 +241,12 @@ def test_the_example_of_the_documentation_runs(tmp_path: Path) -> None:
     test.setup_method()
     test.test_the_tokens_arrive_and_the_lease_settles_as_read()
     test.teardown_method()
+
+
+@pytest.mark.parametrize("worker", [NullWorker, MemoryWorker, NixlWorker])
+def test_what_a_connector_says_it_does_by_layers_it_does(worker: type[KVConnectorWorker]) -> None:
+    declared = worker.capabilities
+    assert declared.layerwise_load is (
+        worker.wait_for_layer_load is not KVConnectorWorker.wait_for_layer_load
+    )
+    assert declared.layerwise_save is (worker.save_kv_layer is not KVConnectorWorker.save_kv_layer)

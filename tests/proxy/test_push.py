@@ -71,6 +71,33 @@ async def test_the_client_gets_the_text_of_one_engine(make_stack, stream, eager,
     assert "kv by push" in caplog.text
 
 
+@pytest.mark.parametrize(
+    ("given", "body", "reason"),
+    [
+        ({"kv_mode": KVTransfer.PUSH}, {}, "engines"),
+        ({}, {}, "engines"),
+        ({"kv_mode": KVTransfer.PUSH}, {"n": 2}, "request"),
+        ({"kv_mode": KVTransfer.PULL}, {}, None),
+    ],
+    ids=["push", "auto", "two choices", "pull"],
+)
+async def test_a_request_that_is_pulled_where_a_push_was_allowed_says_why(
+    make_stack, caplog, given, body, reason
+):
+    (prefill,), (decode,) = prefills(), decodes()
+    decode.can_push = reason == "request"  # an engine of several cores takes no tickets
+    stack = await make_stack([prefill], [decode], **given)
+    with caplog.at_level("INFO"):
+        await stack.stream(body)
+    assert f"kv by pull{f' (no push: {reason})' if reason else ''} " in caplog.text.replace(
+        "\n", " "
+    )
+    metrics = await stack.metrics()
+    name = "pdserve_kv_not_pushed_total"
+    told = {k: v for k, v in metrics.items() if k.startswith(name) and v}
+    assert told == ({f'{name}{{reason="{reason}"}}': 1.0} if reason else {})
+
+
 async def test_the_second_token_never_passes_the_first(make_stack):
     """The decode engine is done before the prefill engine says its first word."""
     (prefill,), (decode,) = prefills(), decodes()

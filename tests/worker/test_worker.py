@@ -41,8 +41,8 @@ MIB = 1 << 20
 class RecordingConnector(KVConnectorWorker):
     """Writes down how it is called; its next report is `report`."""
 
-    def __init__(self, *, layerwise: bool = False) -> None:
-        self.capabilities = Capabilities(layerwise=layerwise)
+    def __init__(self, **capabilities: bool) -> None:
+        self.capabilities = Capabilities(**capabilities)
         self.calls: list[str] = []
         self.report = ConnectorReport()
         self.kv: torch.Tensor | None = None
@@ -142,10 +142,13 @@ def test_what_belongs_to_a_step_is_told_before_the_forward(
     assert connector.calls == ["register", "load abc", "forward"]
 
 
+@pytest.mark.parametrize("capability", ["layerwise_load", "layerwise_save"])
 def test_a_layerwise_connector_is_called_around_each_layer(
-    make_driver: Callable[..., Driver], install: Callable[..., RecordingConnector]
+    make_driver: Callable[..., Driver],
+    install: Callable[..., RecordingConnector],
+    capability: str,
 ) -> None:
-    connector = install(layerwise=True)
+    connector = install(**{capability: True})
     driver = make_driver()
     driver.add("r", [1, 2, 3])
     driver.step({"r": 3})
