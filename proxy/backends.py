@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from pdserve.config.schema import ProxyConfig
     from pdserve.observe.clock import Clock
     from pdserve.proxy.backend import Registration
-    from pdserve.proxy.client import EngineHttp
+    from pdserve.proxy.client import EngineHttp, Leg
 
 log = logging.getLogger(__name__)
 
@@ -319,6 +319,7 @@ class Backends:
         """Ask an engine how it is."""
         timeout_s = self._config.health_check_timeout_s
         before = backend.health
+        reads = {leg: leg.num_reads for leg in backend.legs}
         try:
             status, body = await self._get(backend, "/readyz", timeout_s)
             if status == 404:  # an engine of another make
@@ -326,7 +327,7 @@ class Backends:
             if status == 200:
                 await self._read_report(backend, timeout_s)
         except WorkerError as failure:
-            self._note_failed_check(backend, failure)
+            self._note_failed_check(backend, failure, reads)
         else:
             backend.num_late_checks = 0
             if status == 200:
@@ -343,9 +344,18 @@ class Backends:
                 backend.reason,
             )
 
-    def _note_failed_check(self, backend: Backend, failure: WorkerError) -> None:
-        """A refused connection is certain; a late answer may only mean a busy machine."""
+    def _note_failed_check(
+        self, backend: Backend, failure: WorkerError, reads: Mapping[Leg, int]
+    ) -> None:
+        """A refused connection is certain; a late answer may only mean a busy machine.
+
+        Args:
+            reads: Of the legs there, when the check began. An engine of which something has come
+                since is alive.
+        """
         if failure.reason == "timeout":
+            if any(leg.num_reads > reads.get(leg, 0) for leg in backend.legs):
+                return
             backend.num_late_checks += 1
             if backend.num_late_checks < self._config.cb_failure_threshold:
                 return

@@ -238,6 +238,7 @@ class Leg:
         layout: Digest of the layout that the answer's engine has; None until it has begun, and
             where it does not say.
         ended: The engine has ended its side, or is not waited for any more.
+        num_reads: How often something came.
     """
 
     def __init__(
@@ -257,6 +258,7 @@ class Leg:
         self.connection: Connection | None = None
         self.layout: str | None = None
         self.ended = asyncio.Event()
+        self.num_reads = 0
         # A task of its own, because cancelling the post itself would close the connection
         # on whatever the engine has already sent.
         self._post = asyncio.create_task(self._send(session, url, body, headers))
@@ -319,6 +321,7 @@ class Leg:
         content = self._response.content
         try:
             while chunk := await content.readany():
+                self.num_reads += 1
                 yield chunk
         except _FAILURES as error:
             raise _failure(self.url, error) from error

@@ -44,6 +44,7 @@ class Leg:
     def __init__(self, clock: ManualClock) -> None:
         self._clock = clock
         self.lost_s: float | None = None
+        self.num_reads = 0
 
     def lose(self) -> None:
         if self.lost_s is None:
@@ -85,6 +86,27 @@ def test_an_engine_that_answers_late_twice_keeps_its_legs() -> None:
             network.is_stopped = False
             await asyncio.sleep(5.0)
         assert (leg.lost_s, backend.health) == (None, Health.READY)
+        await backends.stop()
+
+    virtual_time.run(clock, main())
+
+
+def test_an_engine_whose_streams_go_on_is_alive_however_late_its_health_is() -> None:
+    clock, network = ManualClock(), Network()
+
+    async def main() -> None:
+        backends = Backends(ProxyConfig(decode=(URL,)), network, clock)
+        await backends.start()
+        backend = backends.get(URL)
+        backend.legs.add(leg := Leg(clock))
+        network.is_stopped = True
+        for _ in range(60):
+            await asyncio.sleep(1.0)
+            leg.num_reads += 1
+        assert (leg.lost_s, backend.health) == (None, Health.READY)
+        await asyncio.sleep(10.0)
+        assert backend.health is Health.UNREACHABLE
+        assert leg.lost_s is not None
         await backends.stop()
 
     virtual_time.run(clock, main())
