@@ -371,9 +371,26 @@ async def test_a_receiver_that_does_not_take_the_request_is_replaced_at_once(mak
 async def test_a_receiver_lost_in_mid_stream_is_replayed_elsewhere(make_stack):
     (prefill,), (bad, good) = prefills(), decodes(2)
     second = {"index": 0, "text": word(3, 1) + word(3, 2), "logprobs": None, "finish_reason": None}
-    bad.hook = drops(after=sse({"choices": [second]}), leg="receive")
+    has_come = asyncio.Event()
+
+    async def lost(call, request):
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        await response.prepare(request)
+        await response.write(sse({"choices": [second]}))
+        await has_come.wait()
+        request.transport.abort()
+        return response
+
+    bad.hook = lost
     stack = await make_stack([prefill], [bad, good], decode_policy="round_robin")
-    assert text_in(await stack.stream({"max_tokens": 8})) == text_of(3, 8)
+    body = {"prompt": "hi", "seed": 3, "stream": True, "max_tokens": 8}
+    seen = b""
+    async with stack.post(body) as response:
+        async for piece in response.content.iter_any():
+            seen += piece
+            if word(3, 2).encode() in seen:
+                has_come.set()
+    assert text_in(seen) == text_of(3, 8)
     assert legs([good]) == ["local"]
     await assert_nothing_held(stack)
     metrics = await stack.metrics()
