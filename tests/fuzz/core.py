@@ -121,6 +121,7 @@ class Pair:
             for rank in engine.connectors:
                 assert not len(rank.leases)
                 assert not rank._watches
+            engine.reports.clear()
 
     def check_service(self) -> None:
         """A good request is answered, by P and D together."""
