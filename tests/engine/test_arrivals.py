@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import logging
 import os
-import secrets
 from typing import TYPE_CHECKING
 
 import pytest
@@ -19,7 +18,7 @@ from pdserve.config.schema import (
     SchedulerConfig,
 )
 from pdserve.engine.launch import EngineLaunch
-from pdserve.engine.local_socket import bind_local
+from pdserve.engine.local_socket import LocalKeys, bind_local, local_name
 from pdserve.engine.process import EngineProcess
 from pdserve.wire.codec import Abort, Add, Outputs, Shutdown, ToEngine, from_engine, to_engine
 from pdserve.wire.ids import RequestId
@@ -40,14 +39,14 @@ class Core:
     """An engine core's loop in this thread, fed before it begins."""
 
     def __init__(self, model: Path) -> None:
-        name = f"pdserve-{secrets.token_hex(8)}"
+        name, keys = local_name(), LocalKeys.make()
         self._context = zmq.Context()
         self._inputs = self._context.socket(zmq.PUSH)
         self._outputs = self._context.socket(zmq.PULL)
         for socket, end in ((self._inputs, "in"), (self._outputs, "out")):
             socket.set_hwm(0)
             socket.linger = 0
-            bind_local(socket, f"ipc://@{name}-{end}")
+            bind_local(socket, f"{name}-{end}", keys)
         self._encode, self._decode = to_engine(), from_engine()
         self.process = EngineProcess(
             EngineLaunch(
@@ -59,8 +58,9 @@ class Core:
                     scheduler=SchedulerConfig(max_num_seqs=8, max_num_batched_tokens=128),
                     parallel=ParallelConfig(distributed_executor_backend="inline", num_threads=1),
                 ),
-                inputs_address=f"ipc://@{name}-in",
-                outputs_address=f"ipc://@{name}-out",
+                inputs_address=f"{name}-in",
+                outputs_address=f"{name}-out",
+                server_key=keys.public,
             )
         )
         self.num_known: list[int] = []

@@ -182,7 +182,7 @@ async def test_breakers_and_the_ladder_are_told_as_events(make_stack, browser, e
     backend = stack.proxy.backends.get(stack.engines[1].url)
     for _ in range(3):
         backend.breaker.fail()
-        stack.proxy.metrics.ladder.labels("other_decode").inc()
+        stack.proxy.metrics.ladder.labels("other_decode", "dropped").inc()
     await page.wait_for("document.getElementById('events').children.length >= 2")
     told = await page.evaluate("document.getElementById('events').textContent")
     assert f"breaker of decode engine {backend.url.removeprefix('http://')}: open" in told
