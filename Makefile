@@ -54,7 +54,7 @@ gpu: $(VENV)/.installed-dev ## The tests that need a CUDA device
 chaos: $(VENV)/.installed-dev ## Every row of the failure table over every transport (needs root)
 	@HYPOTHESIS_PROFILE=nightly $(BIN)/python -m pytest -m chaos $(ARGS)
 
-soak: $(VENV)/.installed-dev ## Half an hour of load in which engines die
+soak: $(VENV)/.installed-dev ## Half an hour of load in which engines die or stop, with hostile clients
 	@$(BIN)/python -m tests.chaos.soak $(ARGS)
 
 fuzz: $(VENV)/.installed-dev ## 100,000 inputs for what peers and servers can send (about half an hour)
