@@ -57,7 +57,7 @@ chaos: $(VENV)/.installed-dev ## Every row of the failure table over every trans
 soak: $(VENV)/.installed-dev ## Half an hour of load in which engines die or stop, with hostile clients
 	@$(BIN)/python -m tests.chaos.soak $(ARGS)
 
-fuzz: $(VENV)/.installed-dev ## 100,000 inputs for what peers and servers can send (about half an hour)
+fuzz: $(VENV)/.installed-dev ## 100,000 inputs for what clients, peers and servers can send (about half an hour)
 	@$(BIN)/python -m tests.fuzz $(ARGS)
 
 clean: ## Remove caches and build outputs (the virtual environment stays)

@@ -85,6 +85,8 @@ class Bodies:
     def _hold(self, request: web.Request, num_bytes: int) -> None:
         """Count a body as at least so long.
 
+        As much room again must be left, so that no single body takes all of it from the others.
+
         Raises:
             BodyTooLargeError: None may be.
             OverloadedError: There is no memory for it; nothing has changed.
