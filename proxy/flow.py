@@ -277,7 +277,7 @@ class Flow:
                 outcome = await self._legs.prefill(plan.prefill)
             if not isinstance(outcome, LegFailure):
                 return outcome
-            if not self._after(outcome):
+            if not await self._after(outcome):
                 return _unless_refused(outcome)
             following = self._router.another_pair(
                 self._num_bytes,
@@ -322,7 +322,7 @@ class Flow:
         could_not_read: set[Backend] = set()
         while True:
             if failure is not None:
-                may_retry = self._after(failure)
+                may_retry = await self._after(failure)
                 if self._story.stage is Stage.DECODE or not may_retry:
                     return failure
             backend = self._reader_after(failure, prefilled, could_not_read)
@@ -418,7 +418,7 @@ class Flow:
                 if is_replay:
                     self._metrics.replays.labels("resumed").inc()
                 return outcome
-            if not self._after(outcome):
+            if not await self._after(outcome):
                 raise outcome.error
             engine = self._local_engine()
             has_no_room = outcome.is_busy or isinstance(outcome.error, BudgetSpentError)
@@ -431,8 +431,11 @@ class Flow:
 
     # --- failing
 
-    def _after(self, failure: LegFailure) -> bool:
+    async def _after(self, failure: LegFailure) -> bool:
         """Take note of a failed leg; tell whether another attempt may be made.
+
+        Where an engine has ended, others may have ended with it: all are looked at, so that none is
+        tried, and blamed on the request, that was gone before the request came to it.
 
         Raises:
             NonFiniteError: The model makes NaN of the request.
@@ -450,6 +453,7 @@ class Flow:
             raise error
         if isinstance(error, WorkerError) and error.is_end:
             self._note_end(backend)
+            await self._backends.look_again(frozenset(self._backends))
         if isinstance(error, BudgetSpentError):
             return True  # it did nothing: each engine is asked once, whatever is left of retries
         self._retries_left -= 1

@@ -403,3 +403,18 @@ async def test_a_request_that_ended_two_engines_goes_to_no_third(make_stack, hoo
         assert response.status == 502
         assert (await response.json())["error"]["code"] == "engines_ended"
     assert len(legs(engines + others)) == 2
+
+
+async def test_an_engine_that_had_ended_with_another_is_not_held_against_a_request(make_stack):
+    (first, second), (third,) = prefills(2), decodes()
+
+    async def both_end(call, request):
+        first.ready = second.ready = False
+        second.hook = drops()
+        return await drops()(call, request)
+
+    first.hook = both_end
+    stack = await make_stack([first, second], [third], prefill_policy="round_robin")
+    assert text_in(await stack.stream()) == text_of(3, 4)
+    assert legs([first, second, third]) == ["prefill", "local"]
+    assert not second.calls
