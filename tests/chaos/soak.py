@@ -11,8 +11,10 @@ the gaps between tokens that the others see then are compared with those of the 
 
 Prints a line a minute, and at the end one JSON object: wrong tokens, requests without a final
 state, blocks not free, and the slope of each survivor's memory, in bytes for each request that
-ended, over the second half of the run: what is remembered up to a number or for a time has reached
-its size then. The last line is the verdict; the exit code is 0 if nothing speaks against it.
+ended, over the second half of the run. Before it there are two minutes of as much load as the
+machine takes, hostile clients included: what is remembered up to a number or for a time (finished
+requests, the trace) has had more than its later size then, and allocators keep what they once had.
+The last line is the verdict; the exit code is 0 if nothing speaks against it.
 
 An engine that is slow to come back is waited for and reported: a busy machine is no fault.
 """
@@ -69,7 +71,7 @@ HANG_S = 90.0
 START_S = 120.0
 """An engine that starts under this load, and others', takes what it takes; longer is reported."""
 WARM_UP_S = 120.0
-"""Memory counts from here on at the earliest: pools, caches and buffers have reached their size."""
+"""Before the run: pools, caches and buffers reach their size."""
 FLAT_BYTES_PER_REQUEST = 100.0
 """Less is not told from the noise of resident memory: one MiB in ten thousand requests."""
 MIN_SAMPLES = 12
@@ -104,7 +106,7 @@ class Soak:
     rss: dict[str, list[tuple[float, int, float]]] = field(default_factory=dict)
     descriptors: dict[str, list[int]] = field(default_factory=dict)
     itl_s: dict[str, list[float]] = field(default_factory=lambda: {"plain": [], "hostile": []})
-    started_s: float = 0.0
+    started_s: float = float("inf")
 
     def prompt(self, index: int) -> list[int]:
         """One of a fixed set; some begin alike."""
@@ -127,7 +129,9 @@ class Soak:
         )
 
     def phase(self, at_s: float) -> str | None:
-        """Whether hostile clients are there; None amid a change."""
+        """Whether hostile clients are there; None amid a change, and before the run."""
+        if at_s < self.started_s:
+            return None
         into_s = (at_s - self.started_s) % (2 * PHASE_S)
         if into_s % PHASE_S < SETTLE_S:
             return None
@@ -176,7 +180,7 @@ def slope(samples: list[tuple[float, int, float]]) -> dict[str, float | bool | N
     Returns:
         `is_flat` is None, and there is no slope, if the run was too short to tell.
     """
-    from_s = max(WARM_UP_S, samples[-1][0] / 2)
+    from_s = samples[-1][0] / 2
     settled = np.array([sample for sample in samples if sample[0] >= from_s])
     if len(settled) < MIN_SAMPLES or settled[0, 1] == settled[-1, 1]:
         return {"from_s": round(from_s, 1), "is_flat": None}
@@ -281,10 +285,22 @@ async def one_request(soak: Soak, session: aiohttp.ClientSession, rng: random.Ra
     soak.ends[end] += 1
 
 
-async def load(soak: Soak, until_s: float, seed: int) -> None:
+async def warm_up(soak: Soak) -> None:
+    """Load without a pace, with hostile clients beside it."""
+    until_s = time.monotonic() + WARM_UP_S
+    hostile = HostileClients(soak.deployment.url("proxy"), VOCAB_SIZE)
+    await asyncio.gather(
+        hostile.run(lambda: True, lambda: time.monotonic() > until_s),
+        *(load(soak, until_s, seed, requests_per_s=float("inf")) for seed in range(CONCURRENCY)),
+    )
+
+
+async def load(
+    soak: Soak, until_s: float, seed: int, *, requests_per_s: float = REQUESTS_PER_S
+) -> None:
     """One request after the other, this client's share of the pace at most."""
     rng = random.Random(seed)
-    period_s = CONCURRENCY / REQUESTS_PER_S
+    period_s = CONCURRENCY / requests_per_s
     connector = aiohttp.TCPConnector(limit=0, force_close=True)
     async with aiohttp.ClientSession(connector=connector) as session:
         await asyncio.sleep(rng.random() * period_s)
@@ -412,6 +428,7 @@ async def run(minutes: float) -> dict[str, Any]:
                     url = f"{deployment.url('decode1')}/v1/completions"
                     async with session.post(url, json=body) as answer:
                         soak.answers[index] = (await answer.json())["choices"][0]["token_ids"]
+            await warm_up(soak)
             soak.started_s = time.monotonic()
             until_s = soak.started_s + 60.0 * minutes
             hostile = HostileClients(deployment.url("proxy"), VOCAB_SIZE)
