@@ -38,7 +38,7 @@ from pdserve.wire.transfer import LeaseEnd, Registered, Withdrawn
 
 if TYPE_CHECKING:
     from collections import deque
-    from collections.abc import Iterable
+    from collections.abc import Hashable, Iterable
 
     from pdserve.connectors.base import ConnectorContext
     from pdserve.connectors.digests import BlockDigests
@@ -88,6 +88,7 @@ class Pushing:
         self._pushes: dict[str, Push] = {}
         self._by_request: dict[str, str] = {}
         self._over: Bygone[str] = Bygone()
+        self._overtaken: Bygone[str] = Bygone()
         self.registered: list[Registered] = []
         self.withdrawn: list[Withdrawn] = []
         self.faults: Counter[str] = Counter()
@@ -246,6 +247,8 @@ class Pushing:
 
     def taken(self, destination: Destination, message: Taken) -> None:
         """D has checked what was written."""
+        if message.valid and self._overtaken.pop((destination.life, message.load_id)) is not None:
+            return
         push, part = self._find(destination, message.load_id)
         if push is None or part is None or part.state is not PartState.PUSHED or push.ending:
             self.faults["push_unexpected"] += 1
@@ -298,10 +301,11 @@ class Pushing:
         if push is None:
             return False
         if end is LeaseEnd.READ:
-            for part in push.parts.values():
+            for life, part in push.parts.items():
                 # Its `Taken` comes over another connection, and D has them all.
                 if part.state is PartState.PUSHED:
                     self._close(part, PartState.TAKEN)
+                    self._keep(self._overtaken, (life, part.register.load_id), nonce)
             self._finish_if_over(push)
             if nonce not in self._pushes:
                 return False
@@ -425,9 +429,12 @@ class Pushing:
         return None, None
 
     def _remember(self, nonce: str, reason: str) -> None:
+        self._keep(self._over, nonce, reason)
+
+    def _keep(self, bygone: Bygone[str], key: Hashable, value: str) -> None:
         now_s = self._now_s()
         until_s = now_s + LEASES_REMEMBERED * self._transfer.lease_s
-        self._over.add(nonce, reason, now_s=now_s, until_s=until_s)
+        bygone.add(key, value, now_s=now_s, until_s=until_s)
 
     def _now_s(self) -> float:
         return self._clock.monotonic_s()

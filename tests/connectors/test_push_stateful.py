@@ -10,7 +10,7 @@ from collections import Counter, deque
 import msgspec
 import pytest
 
-from pdserve.connectors.nixl.protocol import Abort, Progress, Pushed
+from pdserve.connectors.nixl.protocol import Abort, Progress, Pushed, Taken
 from pdserve.wire.transfer import Failed, LeaseEnd, LoadFailure, Received
 from tests.connectors.push_parts import EDGES, NONCES, N
 from tests.connectors.push_world import World
@@ -160,3 +160,27 @@ def test_a_write_that_never_ends_ends_its_push_though_both_sides_are_alive(monke
     assert world.pushing._pushes[nonce].ending
     world.let_all_end()
     assert [report.reason for report in world.requests[nonce].reports] == [LoadFailure.WITHDRAWN]
+
+
+def test_a_release_that_overtakes_what_a_rank_of_d_has_checked_is_no_fault(monkeypatch):
+    """Each rank of D has a connection of its own, and the release comes over one of them."""
+    world = World(0, monkeypatch, is_direct=False)
+    nonce = NONCES[0]
+    world.begin(nonce)
+    for _ in EDGES[1:]:
+        world.run_step(nonce, layerwise=False)
+    world.finish(nonce)
+    while not any(isinstance(message, Taken) for message in world.to_p):
+        world.post()
+        world.land(None)
+        world.calm(1)
+        world.digest_at_d(is_bad=False)
+    world.take_reports()
+    world.release(nonce, LeaseEnd.READ)
+    taken, release = world.to_p
+    world.tell_p(release)
+    assert not world.pushing.num_live
+    world.tell_p(taken)
+    assert not world.pushing.faults
+    world.tell_p(taken)
+    assert world.pushing.faults == {"push_unexpected": 1}, "said twice"
