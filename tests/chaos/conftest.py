@@ -5,14 +5,12 @@ What is marked `short_form` runs in `make test`; all of it runs in `make chaos`.
 
 from __future__ import annotations
 
-from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.chaos.network import Network
-from tests.chaos.stage import Stage
+from tests.chaos.stage import Stage, started
 from tests.e2e.conftest import model_of
 
 if TYPE_CHECKING:
@@ -54,20 +52,14 @@ def stage_of_transport(
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[Stage]:
     """One deployment for all faults of a transport."""
-    with ExitStack() as stack:
-        network = stack.enter_context(Network()) if transport == "TCP" else None
-        stage = Stage(tmp_path_factory.mktemp("chaos"), model_of("llama"), network, "pull")
-        stack.callback(stage.deployment.end)
-        stage.start()
+    with started(tmp_path_factory.mktemp("chaos"), model_of("llama"), transport) as stage:
         yield stage
-        stage.restore()
 
 
 @pytest.fixture
 def stage(stage_of_transport: Stage, mode: str) -> Stage:
     """The deployment, whole and empty."""
-    stage_of_transport.restore()
-    stage_of_transport.set_mode(mode)
+    stage_of_transport.restore(mode)
     return stage_of_transport
 
 

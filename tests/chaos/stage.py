@@ -8,29 +8,28 @@ and writes them down.
 
 from __future__ import annotations
 
-import contextlib
-import http.client
 import itertools
 import json
 import os
 import signal
-import socket
-import threading
 import time
-from dataclasses import dataclass, field
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
-from urllib.parse import urlsplit
+from typing import TYPE_CHECKING
 
 import httpx
 
+from tests.chaos.network import Network
+from tests.chaos.streams import NUM_TOKENS, Stream
 from tests.e2e.deployment import Deployment
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
 
-    from tests.chaos.network import Network
+    from tests.chaos.streams import Outcome
 
+ENGINES = {"prefill", "decode", "decode1"}
+PROMPT_TOKENS = 640
 LEASE_S = 3.0
 HANDSHAKE_S = 2.0
 TRANSFER_S = 5.0
@@ -39,10 +38,6 @@ RECOVERY_S = 10.0
 """A request goes on somewhere else after this, whatever it waited for."""
 FENCED_S = TRANSFER_S + QUARANTINE_S + LEASE_S
 """Blocks that a lost peer might still write are free after this."""
-NUM_TOKENS = 24
-PROMPT_TOKENS = 640
-SLOW_KBIT_PER_S = 1500
-"""Half a megabyte, the KV of a prompt, takes about 2.6 s."""
 
 SLACK_S = 0.0 if os.environ.get("HYPOTHESIS_PROFILE") == "nightly" else 60.0
 """`make chaos` holds every bound. `make test` runs on machines of any speed, beside anything: it
@@ -50,112 +45,6 @@ fails what hangs, and says what took longer."""
 
 REPORT = os.environ.get("PDSERVE_FAILURES_REPORT")
 """A file that every measured row is appended to, as a line of JSON."""
-
-
-class Outcome(Protocol):
-    """A request whose end `Stage.settle` waits for.
-
-    Attributes:
-        tokens: Token ids so far.
-        end: "finished", "left" or an error's code, once it is over.
-    """
-
-    tokens: list[int]
-    end: str | None
-    ended_s: float
-
-    def join(self, timeout_s: float) -> None:
-        """Wait for the end."""
-
-    def silence_s(self, since_s: float) -> float:
-        """The longest time in which its client saw nothing; asked for where it is measured."""
-
-
-@dataclass
-class Stream:
-    """One streamed completion, read by a thread of its own. An `Outcome`.
-
-    Attributes:
-        tokens: Token ids so far.
-        heard_s: When some of them came.
-        end: "finished", "left" or an error's code, once it is over.
-    """
-
-    url: str
-    prompt: list[int]
-    num_tokens: int = NUM_TOKENS
-    tokens: list[int] = field(default_factory=list)
-    heard_s: list[float] = field(default_factory=list)
-    end: str | None = None
-    started_s: float = field(default_factory=time.monotonic)
-    ended_s: float = 0.0
-    _has_left: bool = False
-
-    def __post_init__(self) -> None:
-        where = urlsplit(self.url)
-        self._connection = http.client.HTTPConnection(where.netloc, timeout=60)
-        self._connection.connect()
-        self._thread = threading.Thread(target=self._run, daemon=True)
-        self._thread.start()
-
-    def wait_tokens(self, num_tokens: int, timeout_s: float = 30.0) -> None:
-        """Wait until so many have come."""
-        wait_until(lambda: len(self.tokens) >= num_tokens or self.end is not None, timeout_s)
-        assert len(self.tokens) >= num_tokens, f"it ended with {self.end} after {self.tokens}"
-
-    def leave(self) -> None:
-        """Hang up at once."""
-        self._has_left = True
-        with contextlib.suppress(OSError):
-            self._connection.sock.shutdown(socket.SHUT_RDWR)
-
-    def join(self, timeout_s: float) -> None:
-        """Wait for the end."""
-        self._thread.join(timeout_s)
-        assert self.end is not None, f"a request hangs: {len(self.tokens)} tokens, no end"
-
-    def silence_s(self, since_s: float) -> float:
-        """The longest time without a token or the end, after a moment and once it is over."""
-        moments = [since_s, *(at for at in self.heard_s if at > since_s), self.ended_s]
-        return max(later - at for at, later in itertools.pairwise(moments))
-
-    def _run(self) -> None:
-        body = {
-            "prompt": self.prompt,
-            "max_tokens": self.num_tokens,
-            "temperature": 0.0,
-            "ignore_eos": True,
-            "return_token_ids": True,
-            "stream": True,
-        }
-        end = "cut off"
-        try:
-            headers = {"Content-Type": "application/json"}
-            self._connection.request("POST", "/v1/completions", json.dumps(body), headers)
-            answer = self._connection.getresponse()
-            if answer.status != 200:
-                end = str(json.loads(answer.read())["error"]["code"])
-                return
-            for line in answer:
-                if line.startswith(b"data: [DONE]"):
-                    return
-                if not line.startswith(b"data: "):
-                    continue
-                event = json.loads(line.removeprefix(b"data: "))
-                if "error" in event:
-                    end = str(event["error"]["code"])
-                    continue
-                self.heard_s.append(time.monotonic())
-                for choice in event["choices"]:
-                    self.tokens += choice["token_ids"] or []
-                    if choice["finish_reason"] is not None:
-                        end = "finished"
-        except (OSError, http.client.HTTPException):
-            end = "connection lost"
-        finally:
-            self.ended_s = time.monotonic()
-            self.end = "left" if self._has_left and end != "finished" else end
-            self._connection.close()
 
 
 class Stage:
@@ -213,16 +102,6 @@ class Stage:
         )
         self.deployment.wait("proxy")
 
-    def set_mode(self, mode: str) -> None:
-        """Have the KV moved by the other side from now on: only the proxy starts again."""
-        if mode == self.mode:
-            return
-        self.mode = mode
-        process = self.deployment.processes["proxy"]
-        process.kill()
-        self.start_proxy(int(process.url.rsplit(":", 1)[1]))
-        self.deployment.wait_routable(1, 2)
-
     def environment(self, name: str) -> dict[str, str]:
         """What an engine's environment has beside this process's."""
         return {} if self.network is None else {"UCX_TLS": "tcp"}
@@ -267,6 +146,11 @@ class Stage:
         """Token ids that no request had before."""
         seed = next(self._seeds)
         return [3 + (7919 * seed + 31 * i * i + seed * i) % 311 for i in range(num_tokens)]
+
+    def prompts(self, num: int) -> tuple[list[list[int]], list[list[int]]]:
+        """As many prompts, and the right answers."""
+        prompts = [self.prompt() for _ in range(num)]
+        return prompts, [self.right_answer(prompt) for prompt in prompts]
 
     def stream(self, prompt: list[int], num_tokens: int = NUM_TOKENS) -> Stream:
         """Begin a request through the proxy."""
@@ -351,9 +235,16 @@ class Stage:
         """Start an engine that has ended, where it was."""
         self._start_engine(name, int(self.deployment.url(name).rsplit(":", 1)[1]))
 
-    def restore(self) -> None:
-        """Undo every fault, start what has died, and wait until all is well and empty."""
+    def restore(self, mode: str = "") -> None:
+        """Undo every fault, start what has died, and wait until all is well and empty.
+
+        Args:
+            mode: Who moves the KV from now on, if not who did: only the proxy starts again.
+        """
         was_cut = self.network is not None and self.network.heal()
+        if mode not in ("", self.mode):
+            self.mode = mode
+            self.kill("proxy")
         for name in sorted(self._stopped):
             self.resume(name)
         for name, process in list(self.deployment.processes.items()):
@@ -366,7 +257,7 @@ class Stage:
         self.deployment.wait_routable(1, 2)
         if was_cut:
             self._wait_kv_moves()
-        self.deployment.wait_nothing_held("prefill", "decode", "decode1", timeout_s=30.0)
+        self.deployment.wait_nothing_held(*ENGINES, timeout_s=30.0)
 
     def _wait_kv_moves(self) -> None:
         """Peers that could not be reached are left alone for a while, and breakers are open."""
@@ -394,7 +285,7 @@ class Stage:
         since_s: float,
         bound_s: float,
         expect: set[str],
-        alive: Iterable[str] = ("prefill", "decode", "decode1"),
+        alive: Iterable[str] = ENGINES,
         silence_s: float | None = None,
     ) -> None:
         """Wait for the end of everything; assert and print the three answers.
@@ -447,9 +338,13 @@ class Stage:
                 file.write(json.dumps(result) + "\n")
 
 
-def wait_until(condition: Callable[[], object], timeout_s: float) -> None:
-    """Poll until `condition()` holds; a time-out is an assertion."""
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline, f"not within {timeout_s} s"
-        time.sleep(0.005)
+@contextmanager
+def started(directory: Path, model: Path, transport: str, *, num_ranks: int = 1) -> Iterator[Stage]:
+    """One deployment for all faults of a transport."""
+    with ExitStack() as stack:
+        network = stack.enter_context(Network()) if transport == "TCP" else None
+        stage = Stage(directory, model, network, "pull", num_ranks=num_ranks)
+        stack.callback(stage.deployment.end)
+        stage.start()
+        yield stage
+        stage.restore()

@@ -13,51 +13,24 @@ from typing import TYPE_CHECKING
 import pytest
 
 from tests.chaos.stage import (
+    ENGINES,
     FENCED_S,
     HANDSHAKE_S,
     LEASE_S,
-    NUM_TOKENS,
     RECOVERY_S,
-    SLOW_KBIT_PER_S,
     TRANSFER_S,
-    wait_until,
 )
+from tests.chaos.streams import LATE, many, midway
 
 if TYPE_CHECKING:
-    from tests.chaos.stage import Stage, Stream
+    from tests.chaos.stage import Stage
 
 pytestmark = [pytest.mark.e2e, pytest.mark.chaos, pytest.mark.timeout(400)]
-
-LATE = "the fault came too late for the transfer"
-ENGINES = {"prefill", "decode", "decode1"}
-
-
-def midway(stage: Stage) -> tuple[Stream, list[int], str]:
-    """A request in the middle of its transfer: stream, right answer, D's name."""
-    prompt = stage.prompt()
-    right = stage.right_answer(prompt)
-    assert stage.network is not None
-    stage.network.slow(SLOW_KBIT_PER_S)
-    stream = stage.stream(prompt)
-    stream.wait_tokens(1)
-    return stream, right, stage.wait_receiving()
-
-
-def many(
-    stage: Stage, num_streams: int, num_tokens: int = NUM_TOKENS, *, num_begun: int = 3
-) -> tuple[list[Stream], list[list[int]]]:
-    """Streams at once, some of which have begun; and their right answers."""
-    prompts = [stage.prompt(100 + 40 * n) for n in range(num_streams)]
-    right = [stage.right_answer(prompt, num_tokens) for prompt in prompts]
-    streams = [stage.stream(prompt, num_tokens) for prompt in prompts]
-    wait_until(lambda: sum(bool(s.tokens) for s in streams) >= num_begun, 60.0)
-    return streams, right
 
 
 @pytest.mark.short_form("TCP-push", "shared memory-pull")
 def test_without_a_fault_kv_moves_in_the_mode_that_was_asked_for(stage: Stage) -> None:
-    prompts = [stage.prompt() for _ in range(4)]
-    right = [stage.right_answer(prompt) for prompt in prompts]
+    prompts, right = stage.prompts(4)
     before, bytes_before, since = stage.num_loads(), stage.kv_bytes(), time.monotonic()
     streams = [stage.stream(prompt) for prompt in prompts]
     stage.settle(
@@ -68,8 +41,7 @@ def test_without_a_fault_kv_moves_in_the_mode_that_was_asked_for(stage: Stage) -
 
 
 def test_p_dies_before_the_transfer(stage: Stage) -> None:
-    prompts = [stage.prompt() for _ in range(3)]
-    right = [stage.right_answer(prompt) for prompt in prompts]
+    prompts, right = stage.prompts(3)
     since = time.monotonic()
     stage.kill("prefill")
     streams = [stage.stream(prompt) for prompt in prompts]
@@ -260,8 +232,7 @@ def test_the_client_leaves_during_the(stage: Stage, phase: str) -> None:
 def test_p_and_d_cannot_reach_each_other(slow_stage: Stage) -> None:
     stage = slow_stage
     assert stage.network is not None
-    prompts = [stage.prompt() for _ in range(3)]
-    right = [stage.right_answer(prompt) for prompt in prompts]
+    prompts, right = stage.prompts(3)
     since = time.monotonic()
     stage.network.partition()
     streams = [stage.stream(prompt) for prompt in prompts]

@@ -21,12 +21,13 @@ from tests.chaos.driving import (
     remote_prefill,
     ticket_for,
 )
-from tests.chaos.stage import FENCED_S, LEASE_S, RECOVERY_S, Stage, wait_until
+from tests.chaos.stage import FENCED_S, LEASE_S, RECOVERY_S, Stage
+from tests.chaos.streams import wait_until
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from tests.chaos.stage import Stream
+    from tests.chaos.streams import Stream
 
 pytestmark = [pytest.mark.e2e, pytest.mark.chaos, pytest.mark.timeout(400)]
 
@@ -220,8 +221,7 @@ def test_a_push_ticket_that_is_replayed_moves_nothing_again(push_stage: Stage) -
 def test_garbage_on_the_side_channel_disturbs_nobody(stage: Stage) -> None:
     endpoint = stage.deployment.info("prefill")["engine"]["endpoints"][0]
     address = (endpoint["host"], endpoint["port"])
-    prompts = [stage.prompt() for _ in range(4)]
-    right = [stage.right_answer(prompt) for prompt in prompts]
+    prompts, right = stage.prompts(4)
     before = num_faults(stage)
     since = time.monotonic()
     streams: list[Stream] = [stage.stream(prompt) for prompt in prompts]

@@ -7,14 +7,12 @@ within ten seconds, but for those of a stopped proxy, whose own time-outs are al
 from __future__ import annotations
 
 import time
-from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.chaos.network import Network
-from tests.chaos.stage import FENCED_S, LEASE_S, RECOVERY_S, Stage
-from tests.chaos.test_failures import ENGINES, LATE, many, midway
+from tests.chaos.stage import ENGINES, FENCED_S, LEASE_S, RECOVERY_S, Stage, started
+from tests.chaos.streams import LATE, many, midway
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -32,21 +30,15 @@ def stage_of_ranks(
     transport: str, model_of: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Stage]:
     """A deployment whose engines have two ranks each."""
-    with ExitStack() as stack:
-        network = stack.enter_context(Network()) if transport == "TCP" else None
-        directory = tmp_path_factory.mktemp("stopped")
-        stage = Stage(directory, model_of("llama"), network, "pull", num_ranks=2)
-        stack.callback(stage.deployment.end)
-        stage.start()
+    directory = tmp_path_factory.mktemp("stopped")
+    with started(directory, model_of("llama"), transport, num_ranks=2) as stage:
         yield stage
-        stage.restore()
 
 
 @pytest.fixture
 def stage(stage_of_ranks: Stage, mode: str) -> Stage:
     """The deployment, whole and empty."""
-    stage_of_ranks.restore()
-    stage_of_ranks.set_mode(mode)
+    stage_of_ranks.restore(mode)
     return stage_of_ranks
 
 
@@ -70,8 +62,7 @@ def assert_given_up(stage: Stage, name: str, part: str) -> None:
 
 @pytest.mark.parametrize("part", PARTS)
 def test_a_part_of_p_is_stopped_before_the_hand_over(stage: Stage, part: str) -> None:
-    prompts = [stage.prompt() for _ in range(3)]
-    right = [stage.right_answer(prompt) for prompt in prompts]
+    prompts, right = stage.prompts(3)
     since = time.monotonic()
     stage.stop_one("prefill", part)
     streams = [stage.stream(prompt) for prompt in prompts]
@@ -142,8 +133,7 @@ def test_a_part_of_d_is_stopped_after_the_hand_over(stage: Stage, part: str) -> 
 @pytest.mark.short_form("TCP-pull-after")
 def test_the_proxy_is_stopped_and_goes_on(stage: Stage, phase: str) -> None:
     if phase == "before":
-        prompts = [stage.prompt() for _ in range(3)]
-        right = [stage.right_answer(prompt) for prompt in prompts]
+        prompts, right = stage.prompts(3)
         stage.stop_one("proxy", "server")
         streams = [stage.stream(prompt) for prompt in prompts]
     elif phase == "during":
@@ -168,11 +158,3 @@ def test_the_proxy_is_stopped_and_goes_on(stage: Stage, phase: str) -> None:
         expect={"finished"},
         silence_s=PAUSE_S + SILENCE_S,
     )
-
-
-@pytest.fixture
-def slow_stage(stage: Stage) -> Stage:
-    """The same, over a link that can be so slow that a transfer takes more than a second."""
-    if stage.network is None:
-        pytest.skip("a copy through shared memory is over before a fault can fall into it")
-    return stage

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 import pytest
@@ -18,8 +19,11 @@ from tests.proxy.scripted import ScriptedEngine
 from tests.sim import virtual_time
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Awaitable, Callable, Mapping
 
+    from pdserve.proxy.backend import Backend
+
+T = TypeVar("T")
 URL = "http://10.0.0.1:8000"
 
 
@@ -51,82 +55,90 @@ class Leg:
             self.lost_s = self._clock.monotonic_s()
 
 
+@dataclass
+class Scene:
+    """A proxy that looks after its engines, in virtual time."""
+
+    clock: ManualClock
+    network: Network
+    backends: Backends
+
+    @property
+    def backend(self) -> Backend:
+        return self.backends.get(URL)
+
+    def open_leg(self) -> Leg:
+        self.backend.legs.add(leg := Leg(self.clock))
+        return leg
+
+
+def played(play: Callable[[Scene], Awaitable[T]], **config: Any) -> T:
+    clock, network = ManualClock(), Network()
+
+    async def main() -> T:
+        backends = Backends(ProxyConfig(**config), network, clock)
+        await backends.start()
+        found = await play(Scene(clock, network, backends))
+        await backends.stop()
+        return found
+
+    return virtual_time.run(clock, main())
+
+
 @pytest.mark.parametrize("after_check_s", [0.0, 0.01, 0.5, 0.99])
 def test_by_default_the_legs_of_an_engine_that_is_stopped_are_lost_within_eight_seconds(
     after_check_s: float,
 ) -> None:
-    clock, network = ManualClock(), Network()
-
-    async def main() -> float:
-        backends = Backends(ProxyConfig(decode=(URL,)), network, clock)
-        await backends.start()
-        backend = backends.get(URL)
-        backend.legs.add(leg := Leg(clock))
+    async def play(scene: Scene) -> float:
+        leg = scene.open_leg()
         await asyncio.sleep(10.0 + after_check_s)
-        network.is_stopped, stopped_s = True, clock.monotonic_s()
+        scene.network.is_stopped, stopped_s = True, scene.clock.monotonic_s()
         await asyncio.sleep(30.0)
-        assert backend.health is Health.UNREACHABLE
-        await backends.stop()
+        assert scene.backend.health is Health.UNREACHABLE
         return leg.lost_s - stopped_s
 
-    assert 4.0 < virtual_time.run(clock, main()) < 8.0
+    assert 4.0 < played(play, decode=(URL,)) < 8.0
 
 
 def test_an_engine_that_answers_late_twice_keeps_its_legs() -> None:
-    clock, network = ManualClock(), Network()
-
-    async def main() -> None:
-        backends = Backends(ProxyConfig(decode=(URL,)), network, clock)
-        await backends.start()
-        backend = backends.get(URL)
-        backend.legs.add(leg := Leg(clock))
+    async def play(scene: Scene) -> None:
+        leg = scene.open_leg()
         for _ in range(5):
-            network.is_stopped = True
+            scene.network.is_stopped = True
             await asyncio.sleep(4.0)
-            network.is_stopped = False
+            scene.network.is_stopped = False
             await asyncio.sleep(5.0)
-        assert (leg.lost_s, backend.health) == (None, Health.READY)
-        await backends.stop()
+        assert (leg.lost_s, scene.backend.health) == (None, Health.READY)
 
-    virtual_time.run(clock, main())
+    played(play, decode=(URL,))
 
 
 def test_an_engine_whose_streams_go_on_is_alive_however_late_its_health_is() -> None:
-    clock, network = ManualClock(), Network()
-
-    async def main() -> None:
-        backends = Backends(ProxyConfig(decode=(URL,)), network, clock)
-        await backends.start()
-        backend = backends.get(URL)
-        backend.legs.add(leg := Leg(clock))
-        network.is_stopped = True
+    async def play(scene: Scene) -> None:
+        leg = scene.open_leg()
+        scene.network.is_stopped = True
         for _ in range(60):
             await asyncio.sleep(1.0)
             leg.num_reads += 1
-        assert (leg.lost_s, backend.health) == (None, Health.READY)
+        assert (leg.lost_s, scene.backend.health) == (None, Health.READY)
         await asyncio.sleep(10.0)
-        assert backend.health is Health.UNREACHABLE
+        assert scene.backend.health is Health.UNREACHABLE
         assert leg.lost_s is not None
-        await backends.stop()
 
-    virtual_time.run(clock, main())
+    played(play, decode=(URL,))
 
 
 def test_a_proxy_that_was_stopped_still_knows_the_engines_that_registered() -> None:
-    clock = ManualClock()
     info = msgspec.convert(ScriptedEngine("decode").info(), EngineInfo)
 
-    async def main() -> None:
-        backends = Backends(ProxyConfig(), Network(), clock)
-        await backends.start()
+    async def play(scene: Scene) -> None:
         registration = Registration(url=URL, role=Role.DECODE, engine=info, lease_s=9.0)
-        backends.register(registration)
+        scene.backends.register(registration)
         await asyncio.sleep(3.0)
-        clock.advance(600.0)  # nothing ran here meanwhile
+        scene.clock.advance(600.0)  # nothing ran here meanwhile
         await asyncio.sleep(4.0)
-        assert backends.get(URL).available
+        assert scene.backend.available
         await asyncio.sleep(4.0)
-        assert backends.get(URL) is None, "it has not renewed its lease since"
-        await backends.stop()
+        assert scene.backend is None, "it has not renewed its lease since"
 
-    virtual_time.run(clock, main())
+    played(play)
