@@ -37,6 +37,13 @@ def pytest_collection() -> Generator[None, Any, Any]:
         gc.enable()
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The tests of a file share its deployment, and so one of the processes side by side."""
+    for item in items:
+        if item.get_closest_marker("e2e") and not item.get_closest_marker("xdist_group"):
+            item.add_marker(pytest.mark.xdist_group(item.path.stem))
+
+
 @pytest.fixture(autouse=True)
 def _no_device_for_kv_is_left_in_the_environment() -> Iterator[None]:
     """The first NIXL agent of a process sets it for good; processes of tests outlast engines."""

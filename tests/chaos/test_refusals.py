@@ -13,7 +13,12 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-pytestmark = [pytest.mark.e2e, pytest.mark.chaos, pytest.mark.short_form("")]
+pytestmark = [
+    pytest.mark.e2e,
+    pytest.mark.chaos,
+    pytest.mark.alone,
+    pytest.mark.short_form(""),
+]
 
 
 def test_refused_clients_on_a_busy_machine_cost_a_good_one_no_request(

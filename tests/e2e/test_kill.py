@@ -72,15 +72,17 @@ def _lines(chunks: Iterable[bytes]) -> Iterator[str]:
         yield from (line.decode() for line in lines)
 
 
-def kill_amid_requests(deployment: Deployment, victim: str) -> dict[str, int]:
+def kill_amid_requests(
+    deployment: Deployment, victim: str, prompts: list[list[int]]
+) -> dict[str, int]:
     """Kill `victim` while 20 requests run; no wrong token may come out. Returns the ends."""
     # The kernels' answers do not depend on the batch, so this is what P/D must say too.
-    expected = complete_all(deployment.url("serve"), PROMPTS, max_tokens=NUM_TOKENS)
+    expected = complete_all(deployment.url("serve"), prompts, max_tokens=NUM_TOKENS)
     url = deployment.url("proxy")
-    with ThreadPoolExecutor(len(PROMPTS)) as pool:
+    with ThreadPoolExecutor(len(prompts)) as pool:
         futures = [
             pool.submit(stream_tokens, url, prompt, 0.03 * index)
-            for index, prompt in enumerate(PROMPTS)
+            for index, prompt in enumerate(prompts)
         ]
         time.sleep(0.35)
         deployment.processes[victim].kill()
@@ -94,51 +96,50 @@ def kill_amid_requests(deployment: Deployment, victim: str) -> dict[str, int]:
     return ends
 
 
-def restart(deployment: Deployment, name: str, kind: str, model: Path) -> None:
-    """Start an engine again at the address it had."""
+def is_used_again(deployment: Deployment, name: str, prompt: list[int]) -> None:
+    """Start an engine at the address it had: KV moves, and nothing is left of it."""
     port = deployment.url(name).rsplit(":", 1)[1]
     flags = deployment.processes[name].arguments
     arguments = [port if flags[i - 1] == "--port" else flag for i, flag in enumerate(flags)]
     deployment.start(name, *arguments)
     deployment.wait(name)
     deployment.wait_routable()
+    before = deployment.metric("decode", "pdserve_kv_transfer_bytes_total")
+    again = complete(deployment.url("proxy"), prompt, max_tokens=20)
+    assert again == complete(deployment.url("serve"), prompt, max_tokens=20)
+    assert deployment.metric("decode", "pdserve_kv_transfer_bytes_total") > before
+    deployment.wait_nothing_held("prefill", "decode", timeout_s=20.0)
+
+
+@pytest.fixture(scope="module")
+def deployment(
+    model_of: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Deployment]:
+    flags = ["--dtype", "float32", "--kv-transfer-config.lease-s", str(LEASE_S)]
+    directory = tmp_path_factory.mktemp("kill")
+    with pd_deployment(directory, model_of("llama"), *flags, with_serve=True) as deployment:
+        yield deployment
 
 
 def test_killing_the_prefill_engine_loses_no_stream_and_it_is_used_again(
-    model_of: Callable[[str], Path], tmp_path: Path
+    deployment: Deployment,
 ) -> None:
-    model = model_of("llama")
-    flags = ["--dtype", "float32", "--kv-transfer-config.lease-s", str(LEASE_S)]
-    with pd_deployment(tmp_path, model, *flags, with_serve=True) as deployment:
-        ends = kill_amid_requests(deployment, "prefill")
-        print(f"\nP killed: {ends}")
-        assert ends.get("finished", 0) > 0
-        # D goes on serving, alone.
-        alone = complete(deployment.url("proxy"), PROMPTS[5], max_tokens=20)
-        assert alone == complete(deployment.url("serve"), PROMPTS[5], max_tokens=20)
-        deployment.wait_nothing_held("decode", timeout_s=20.0)
-
-        restart(deployment, "prefill", "prefill", model)
-        before = deployment.metric("decode", "pdserve_kv_transfer_bytes_total")
-        again = complete(deployment.url("proxy"), [7, *PROMPTS[9]], max_tokens=20)
-        assert again == complete(deployment.url("serve"), [7, *PROMPTS[9]], max_tokens=20)
-        assert deployment.metric("decode", "pdserve_kv_transfer_bytes_total") > before
-        deployment.wait_nothing_held("prefill", "decode", timeout_s=20.0)
+    ends = kill_amid_requests(deployment, "prefill", PROMPTS)
+    print(f"\nP killed: {ends}")
+    assert ends.get("finished", 0) > 0
+    # D goes on serving, alone.
+    alone = complete(deployment.url("proxy"), PROMPTS[5], max_tokens=20)
+    assert alone == complete(deployment.url("serve"), PROMPTS[5], max_tokens=20)
+    deployment.wait_nothing_held("decode", timeout_s=20.0)
+    is_used_again(deployment, "prefill", [7, *PROMPTS[9]])
 
 
 def test_killing_the_decode_engine_leaves_no_lease_and_it_is_used_again(
-    model_of: Callable[[str], Path], tmp_path: Path
+    deployment: Deployment,
 ) -> None:
-    model = model_of("llama")
-    flags = ["--dtype", "float32", "--kv-transfer-config.lease-s", str(LEASE_S)]
-    with pd_deployment(tmp_path, model, *flags, with_serve=True) as deployment:
-        ends = kill_amid_requests(deployment, "decode")
-        print(f"\nD killed: {ends}")
-        # What the dead engine had not read is given back, at the latest when its lease ends.
-        deployment.wait_nothing_held("prefill", timeout_s=LEASE_S + 20.0)
-
-        restart(deployment, "decode", "decode", model)
-        again = complete(deployment.url("proxy"), PROMPTS[9], max_tokens=20)
-        assert again == complete(deployment.url("serve"), PROMPTS[9], max_tokens=20)
-        assert deployment.metric("decode", "pdserve_kv_transfer_bytes_total") > 0
-        deployment.wait_nothing_held("prefill", "decode", timeout_s=20.0)
+    # Prompts that no engine has in its cache.
+    ends = kill_amid_requests(deployment, "decode", [[5, *prompt] for prompt in PROMPTS])
+    print(f"\nD killed: {ends}")
+    # What the dead engine had not read is given back, at the latest when its lease ends.
+    deployment.wait_nothing_held("prefill", timeout_s=LEASE_S + 20.0)
+    is_used_again(deployment, "decode", [9, *PROMPTS[9]])

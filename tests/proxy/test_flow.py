@@ -225,7 +225,7 @@ async def test_engines_that_cannot_serve_now_are_a_503_with_retry_after(make_sta
     engines = [*prefills(), *decodes()]
     for engine in engines:
         engine.hook = answers(503, b'{"error":{"message":"the server is shutting down"}}')
-    stack = await make_stack(engines[:1], engines[1:])
+    stack = await make_stack(engines[:1], engines[1:], queue_timeout_s=0.5)
     async with stack.post({"prompt": "hi", "stream": stream}) as response:
         assert response.status == 503
         assert int(response.headers["Retry-After"]) >= 1

@@ -216,8 +216,9 @@ async def test_the_ladder_ends_in_the_same_text(text, stream, num_failing):
 
 async def test_a_spent_budget_is_a_503_with_retry_after(text):
     spent = {"max_recompute_tokens": 0}
+    impatient = {"retry_max_retries": 0, "queue_timeout_s": 0.5}
     async with (
-        deployed(text, prefill=[{"die_after": 0}], decode=[spent], retry_max_retries=0) as both,
+        deployed(text, prefill=[{"die_after": 0}], decode=[spent], **impatient) as both,
         aiohttp.ClientSession() as session,
         session.post(both.url + COMPLETIONS, json=BODIES[COMPLETIONS]) as response,
     ):
