@@ -182,7 +182,7 @@ class PushConformance(Bench):
 
     def test_a_d_that_never_comes_is_waited_for_no_longer_than_a_lease(self) -> None:
         self.needs_push()
-        p, d = self.new("P", lease_s=2.0), self.new("D", lease_s=2.0)
+        p, d = self.new("P", lease_s=1.0), self.new("D", lease_s=1.0)
         ticket = self.ticket(p, d)
         ours = p.take(p.new_request(PROMPT, remote_decode=True, ticket=ticket))
         assert p.is_asked_to_wait(ours)

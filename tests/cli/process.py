@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import os
+import resource
 import socket
 import subprocess
 import sys
 from collections.abc import Mapping
 from pathlib import Path
+from unittest import mock
+
+from pdserve.cli import main
 
 ROOT = Path(__file__).parents[2]
 
@@ -29,6 +35,24 @@ def pdserve(
         env=environment(**(variables or {})),
         check=False,
     )
+
+
+def pdserve_here(*arguments: str) -> subprocess.CompletedProcess[str]:
+    """The same in this process, for what ends before it does anything."""
+    out, err = io.StringIO(), io.StringIO()
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with (
+        contextlib.redirect_stdout(out),
+        contextlib.redirect_stderr(err),
+        mock.patch.dict(os.environ, environment(), clear=True),
+    ):
+        try:
+            code = main(arguments)
+        except SystemExit as end:
+            code = int(end.code or 0)
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    return subprocess.CompletedProcess(arguments, code, out.getvalue(), err.getvalue())
 
 
 def free_ports(count: int) -> list[int]:

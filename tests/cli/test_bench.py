@@ -15,7 +15,7 @@ import pytest
 
 from pdserve.bench.files import load
 from tests.bench.scripted import ScriptedServer, scripted_server
-from tests.cli.process import ROOT, environment, pdserve
+from tests.cli.process import ROOT, environment, pdserve, pdserve_here
 
 pytestmark = pytest.mark.slow
 
@@ -134,7 +134,7 @@ def test_a_model_that_is_not_served_is_named_with_those_that_are(server: Scripte
 def test_a_setting_that_cannot_be_is_refused_before_anything_is_asked(
     arguments: tuple[str, ...], message: str
 ) -> None:
-    done = pdserve("bench", "serve", *arguments)
+    done = pdserve_here("bench", "serve", *arguments)
     assert done.returncode == 3
     assert message in done.stderr
 

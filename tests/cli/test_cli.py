@@ -12,7 +12,7 @@ import pytest
 import pdserve as package
 from pdserve.cli import COMMANDS, Command, make_parser, normalise, settings_of
 from pdserve.config.load import Source
-from tests.cli.process import ROOT, environment, pdserve
+from tests.cli.process import ROOT, environment, pdserve, pdserve_here
 
 pytestmark = pytest.mark.slow
 
@@ -54,7 +54,7 @@ def test_version_is_printed() -> None:
 
 @by_command
 def test_every_flag_is_in_its_commands_help(command: Command) -> None:
-    text = pdserve(*command.name.split(), "--help").stdout
+    text = pdserve_here(*command.name.split(), "--help").stdout
     table = command.table()
     shown = [s.flag for s in table.settings if not s.hidden and s.flag != "model"]
     shown += [s.flag for s in table.shorthands if not s.hidden]
@@ -79,7 +79,7 @@ def test_every_flag_in_the_help_belongs_to_a_setting(command: Command) -> None:
 
 
 def test_a_flag_whose_name_says_no_has_no_second_no() -> None:
-    done = pdserve("bench", "serve", "--help")
+    done = pdserve_here("bench", "serve", "--help")
     assert "--no-oversample " in done.stdout
     assert "--no-no-" not in done.stdout
     given = make_parser().parse_args(["bench", "serve"])
@@ -103,14 +103,14 @@ def test_a_flag_whose_name_says_no_has_no_second_no() -> None:
     ids=" ".join,
 )
 def test_wrong_usage_is_code_2(arguments: list[str]) -> None:
-    done = pdserve(*arguments)
+    done = pdserve_here(*arguments)
     assert done.returncode == 2
     assert "usage: pdserve" in done.stdout + done.stderr
     assert "Traceback" not in done.stderr
 
 
 def test_an_unknown_flag_names_the_nearest() -> None:
-    done = pdserve("prefill", "m", "--max-modellen", "3")
+    done = pdserve_here("prefill", "m", "--max-modellen", "3")
     assert done.returncode == 2
     assert "did you mean --max-model-len?" in done.stderr
 
