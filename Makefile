@@ -22,11 +22,12 @@ help: ## This list
 up: $(VENV)/.installed ## Install, start P + D + proxy, send one request, serve until Ctrl-C
 	@trap : INT; $(BIN)/pdserve up $(ARGS) || test $$? -eq 130
 
-# What waits more than it computes has one process more than a laptop's two cores. Ranks that outnumber
-# the cores, and figures, come last, one by one.
+# Many quick tests wait more than they compute, hence one process more than a laptop's two cores.
+# Deployments and faults are processes themselves, and those that share one are a group. Ranks that
+# outnumber the cores, and figures, come last, one by one.
 test: $(VENV)/.installed-dev ## Everything that needs no GPU: side by side, but for what is better alone
 	@$(BIN)/python -m pytest -q -n 3 -m "not gpu and not matrix and not e2e and not chaos" $(ARGS)
-	@$(BIN)/python -m pytest -q -n 3 --dist loadgroup -m "(e2e or chaos) and not alone and not gpu and not matrix" $(ARGS)
+	@$(BIN)/python -m pytest -q -n 2 --dist loadgroup -m "(e2e or chaos) and not alone and not gpu and not matrix" $(ARGS)
 	@$(BIN)/python -m pytest -m "alone and not gpu and not matrix" $(ARGS)
 
 matrix: $(VENV)/.installed-dev ## Every model family in every parallel shape, and every pair of shapes (about 25 minutes)

@@ -57,7 +57,7 @@ def test_p_dies_before_the_transfer(stage: Stage) -> None:
     )
 
 
-@pytest.mark.short_form("TCP")
+@pytest.mark.short_form("TCP-pull")
 def test_p_dies_in_mid_transfer(slow_stage: Stage) -> None:
     stream, right, name = midway(slow_stage)
     before = slow_stage.num_failed_loads(name)
