@@ -120,8 +120,15 @@ async def test_an_engine_that_was_replaced_unnoticed_does_not_go_on_with_a_strea
     """Its address is that of the former one, and the proxy has not asked it since."""
     (engine,) = revision("w1")[1]
     stack = await make_stack([], [engine], health_check_interval_s=60.0, retry_max_retries=1)
-    engine.weights = "w2"
-    engine.hook = drops(times=1, after=first_chunk())  # the last words of the former one
+    last_words = drops(times=1, after=first_chunk())
+
+    async def replaced(call, request):
+        answer = await last_words(call, request)
+        if answer is None:
+            engine.weights = "w2"
+        return answer
+
+    engine.hook = replaced
     first, last = events_of(await stack.stream())
     assert first["choices"][0]["text"] == word(3, 0)
     assert "an engine stopped answering" in last["error"]["message"]
