@@ -180,19 +180,24 @@ class EngineHttp:
             return 0, str(_failure(url, error))
 
     def release(self, handoff: Handoff, *, after: Leg | None = None) -> None:
-        """Give a handoff's leases back, in the background.
+        """Give a handoff's leases back, in the background, one after the other.
 
         Args:
             after: The leg that reads the KV: its end is waited for. A lease that ends
                 under a reader which has not heard yet that it is not wanted looks to it
                 like lost KV, and it would begin to compute the prompt again.
         """
-        for nonce in handoff.nonces:
-            self.background.start(self._release(handoff.prefill_url, nonce, after))
+        self.background.start(self._release_all(handoff, after))
 
-    async def _release(self, prefill_url: str, nonce: str, after: Leg | None) -> None:
+    async def _release_all(self, handoff: Handoff, after: Leg | None) -> None:
         if after is not None:
             await after.ended.wait()
+        for nonce in handoff.nonces:
+            if not await self._release(handoff.prefill_url, nonce):
+                return
+
+    async def _release(self, prefill_url: str, nonce: str) -> bool:
+        """Give one lease back; return whether the engine answers."""
         body = msgspec.json.encode({"nonce": nonce})
         path = "/pdserve/release"
         headers = {
@@ -213,14 +218,15 @@ class EngineHttp:
                                     prefill_url,
                                     response.status,
                                 )
-                            return
+                            return True
                         failure = response.status
             except aiohttp.ClientConnectorError:
-                return  # nobody listens: the lease died with its engine
+                return False  # nobody listens: the lease died with its engine
             except _FAILURES as error:
                 failure = error
             await asyncio.sleep(0.05 * 2**attempt)
-        log.warning("lease left to expire: engine=%s nonce=%s (%s)", prefill_url, nonce, failure)
+        log.warning("leases left to expire: engine=%s nonce=%s (%s)", prefill_url, nonce, failure)
+        return False
 
     async def close(self, timeout_s: float) -> None:
         """Finish the background work, then close every connection."""

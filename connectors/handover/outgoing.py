@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from pdserve.wire.step import SchedulerOutput
     from pdserve.wire.transfer import PushTicket, Registered, Settled, Withdrawn
 
-_TICKETS_REMEMBERED: Final = 1 << 14
+_TICKETS_REMEMBERED: Final = 1 << 13
 """More than a quorum remembers pushes: of one that is over for it, nothing would come any more."""
 
 

@@ -5,9 +5,10 @@
 Two prefill engines, two decode engines and a proxy serve a bounded load of streams, a fifth of
 which hang up. Every minute one prefill and one decode engine are killed and started again, and
 one process (the proxy, a server, a core or a rank, in turn) is stopped for a while; the other
-two engines, and the proxy, live through all of it, and their resident memory and file descriptors
-are watched. Every second minute there are hostile clients beside the load (`tests.chaos.hostile`);
-the gaps between tokens that the others see then are compared with those of the minutes between.
+two engines, and the proxy, live through all of it, and their own memory (unique set size) and
+descriptors are watched. Every second minute there are hostile clients beside the load
+(`tests.chaos.hostile`); the gaps between tokens that the others see then are compared with those
+of the minutes between.
 
 Prints a line a minute, and at the end one JSON object: wrong tokens, requests without a final
 state, blocks not free, and the slope of each survivor's memory, in bytes for each request that
@@ -73,7 +74,7 @@ START_S = 120.0
 WARM_UP_S = 120.0
 """Before the run: pools, caches and buffers reach their size."""
 FLAT_BYTES_PER_REQUEST = 100.0
-"""Less is not told from the noise of resident memory: one MiB in ten thousand requests."""
+"""Less is not told from the noise of memory: one MiB in ten thousand requests."""
 MIN_SAMPLES = 12
 """A slope over fewer is none."""
 
@@ -103,7 +104,7 @@ class Soak:
     num_stops: int = 0
     given_up: list[str] = field(default_factory=list)
     late_starts: list[str] = field(default_factory=list)
-    rss: dict[str, list[tuple[float, int, float]]] = field(default_factory=dict)
+    memory: dict[str, list[tuple[float, int, float]]] = field(default_factory=dict)
     descriptors: dict[str, list[int]] = field(default_factory=dict)
     itl_s: dict[str, list[float]] = field(default_factory=lambda: {"plain": [], "hostile": []})
     started_s: float = float("inf")
@@ -142,12 +143,15 @@ class Soak:
         return (time.monotonic() - self.started_s) % (2 * PHASE_S) >= PHASE_S
 
     def sample(self, at_s: float) -> None:
-        """Note the survivors' resident memory, in MiB, descriptors, and requests that ended."""
+        """Note the survivors' own memory, in MiB, descriptors, and requests that ended.
+
+        Their own: without pages of files, which come and go with what else the machine does.
+        """
         for name in SURVIVORS:
             family = self.deployment.processes[name].family()
-            total = sum(process.memory_info().rss for process in family)
+            total = sum(process.memory_full_info().uss for process in family)
             each = (at_s, self.ends.total(), total / (1 << 20))
-            self.rss.setdefault(name, []).append(each)
+            self.memory.setdefault(name, []).append(each)
             self.descriptors.setdefault(name, []).append(sum(p.num_fds() for p in family))
 
     def gaps(self) -> dict[str, Any]:
@@ -168,7 +172,7 @@ class Soak:
 
     def slopes(self) -> dict[str, dict[str, float | bool | None]]:
         """What `slope` says of each survivor."""
-        return {name: slope(samples) for name, samples in self.rss.items()}
+        return {name: slope(samples) for name, samples in self.memory.items()}
 
 
 def slope(samples: list[tuple[float, int, float]]) -> dict[str, float | bool | None]:
@@ -208,7 +212,7 @@ def objections(result: dict[str, Any]) -> list[str]:
         found.append("no request has finished")
     if not result["kv_bytes_to_survivor"]:
         found.append("no KV has moved")
-    for name, each in result["rss"].items():
+    for name, each in result["memory"].items():
         if each["is_flat"] is None:
             found.append(f"{name}: too short a run for the slope of its memory")
         elif not each["is_flat"]:
@@ -336,7 +340,7 @@ async def kill(soak: Soak, until_s: float) -> None:
     for name in VICTIMS:
         await until_ready(soak, name, until_s + START_S)
     minutes = (time.monotonic() - soak.started_s) / 60.0
-    memory = {n: round(v[-1][2], 1) for n, v in soak.rss.items()}
+    memory = {n: round(v[-1][2], 1) for n, v in soak.memory.items()}
     print(
         f"{minutes:5.1f} min: {dict(soak.ends)}, {soak.num_wrong_tokens} wrong tokens, "
         f"{memory} MiB",
@@ -479,7 +483,7 @@ async def run(minutes: float) -> dict[str, Any]:
             }
             for name, counts in soak.descriptors.items()
         },
-        "rss": soak.slopes(),
+        "memory": soak.slopes(),
     }
 
 
@@ -495,7 +499,7 @@ def main() -> None:
     print(text)
     if arguments.report is not None:
         arguments.report.write_text(text + "\n")
-    for name, each in result["rss"].items():
+    for name, each in result["memory"].items():
         if each["is_flat"] is not None:
             verdict = "flat" if each["is_flat"] else "GROWS"
             print(

@@ -33,7 +33,7 @@ def result(**changes: object) -> dict[str, object]:
         "engines_lost": 0,
         "ends": {"finished": 100},
         "kv_bytes_to_survivor": 1,
-        "rss": {"proxy": slope(grown(0.0))},
+        "memory": {"proxy": slope(grown(0.0))},
         "descriptors": {"proxy": {"third_quarter": 50, "last_quarter": 52}},
         "itl": {"p99_ratio": 1.5},
         **changes,
@@ -68,9 +68,9 @@ def test_each_fault_speaks_against_a_soak_by_its_name() -> None:
 
 
 def test_memory_that_grows_speaks_against_a_soak_and_so_does_too_short_a_run() -> None:
-    (growth,) = objections(result(rss={"prefill1": slope(grown(400.0))}))
+    (growth,) = objections(result(memory={"prefill1": slope(grown(400.0))}))
     assert growth.startswith("prefill1 grows by ")
-    (unknown,) = objections(result(rss={"proxy": slope(grown(0.0, num=3))}))
+    (unknown,) = objections(result(memory={"proxy": slope(grown(0.0, num=3))}))
     assert "too short" in unknown
 
 

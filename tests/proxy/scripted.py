@@ -72,7 +72,7 @@ class ScriptedEngine:
         leased: Nonces handed out, not yet read or released.
         released: Nonces given back, in order.
         read: Nonces whose KV a decode engine has read, in order.
-        peers: Connections that generation requests came over.
+        peers, release_peers: Connections that generation requests and releases came over.
         ahead_s: By how much its host's wall clock is ahead.
         eager: As the receiver of a push it does not wait for the prefill engine.
     """
@@ -107,6 +107,7 @@ class ScriptedEngine:
         self.released: list[str] = []
         self.read: list[str] = []
         self.peers: set[object] = set()
+        self.release_peers: set[object] = set()
         self.requests: Counter[str] = Counter()
         self.load = {"num_running": 0, "num_waiting": 0, "num_receiving": 0}
         self.token_delay_s = 0.0
@@ -230,6 +231,7 @@ class ScriptedEngine:
 
     async def _release(self, request: web.Request) -> web.Response:
         body = await request.read()
+        self.release_peers.add(request.transport.get_extra_info("peername"))
         if self.secret:
             Verifier(self.secret, accept_former=False).check(request, body)
         if self.failing_releases:

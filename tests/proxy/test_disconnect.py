@@ -8,7 +8,8 @@ import random
 import pytest
 from aiohttp import web
 
-from pdserve.proxy.client import ABANDON_TIMEOUT_S, HANG_UP_TIMEOUT_S
+from pdserve.proxy.bodies import Handoff
+from pdserve.proxy.client import ABANDON_TIMEOUT_S, HANG_UP_TIMEOUT_S, EngineHttp
 from tests.proxy.conftest import until
 from tests.proxy.scripted import LEASES, ScriptedEngine, sse, text_in, word
 
@@ -309,6 +310,18 @@ async def test_a_release_is_signed_and_tried_again(make_stack, prefill, decode):
     await until(lambda: len(prefill.released) == 1)
     assert prefill.failing_releases == 0
     await assert_nothing_held(stack)
+
+
+async def test_the_leases_of_many_choices_are_given_back_over_one_connection(prefill):
+    nonces = tuple(f"lease-{index}" for index in range(1024))
+    prefill.leased.update(nonces)
+    url = (await prefill.start()).url
+    http = EngineHttp(secret="")
+    http.release(Handoff(url, params={}, nonces=nonces, num_prompt_tokens=1))
+    await http.close(timeout_s=30.0)
+    assert prefill.released == list(nonces)
+    assert len(prefill.release_peers) == 1
+    await prefill.stop()
 
 
 async def test_leases_are_given_back_before_the_proxy_ends(make_stack, prefill, decode):
