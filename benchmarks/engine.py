@@ -197,7 +197,7 @@ class _Limits:
     def __init__(self, num_threads: int) -> None:
         import torch
 
-        from pdserve.kernels.linear import PackedLinear
+        from pdserve.kernels.registry import kernels_on
 
         torch.set_num_threads(num_threads)
         torch.set_grad_enabled(False)
@@ -205,7 +205,8 @@ class _Limits:
         shapes = [(960, hidden), (hidden, hidden), (2 * inter, hidden), (hidden, inter)] * 30
         shapes.append((49152, hidden))
         self._weights = [torch.randn(n, k).to(torch.bfloat16) for n, k in shapes]
-        self._packed = [PackedLinear(weight) for weight in self._weights]
+        kernels = kernels_on(torch.device("cpu"))
+        self._packed = [kernels.linear_of(weight) for weight in self._weights]
 
     def ours(self, rows: int) -> float:
         """Milliseconds of a pass by our kernels, the best of several."""

@@ -22,17 +22,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from pdserve.kernels.cases import attention_inputs, rope_table
-from pdserve.kernels.cpu import native
-from pdserve.kernels.ops import (
-    PackedLinear,
-    add_rms_norm,
-    paged_attention,
-    rope_and_cache,
-    silu_and_mul,
-)
+from pdserve.kernels.cases.attention import attention_inputs, rope_table
+from pdserve.kernels.registry import kernels_on
 
 CPU = torch.device("cpu")
+KERNELS = kernels_on(CPU)
 ROWS = (1, 4, 16, 32, 128, 512)
 CONTEXT = 512
 
@@ -85,7 +79,7 @@ def linears(dtype: torch.dtype) -> Iterator[Measured]:
     weights = [
         [torch.randn(n, k).to(dtype) / k**0.5 for n, k in MATRICES] for _ in range(NUM_LAYERS)
     ]
-    packed = [[PackedLinear(weight) for weight in layer] for layer in weights]
+    packed = [[KERNELS.linear_of(weight) for weight in layer] for layer in weights]
     elements = sum(n * k for n, k in MATRICES)
     for rows in ROWS:
         inputs = {k: torch.randn(rows, k).to(dtype) for _, k in MATRICES}
@@ -122,7 +116,7 @@ def norms(rows: int, dtype: torch.dtype) -> Measured:
     return Measured(
         "add_rms_norm",
         rows,
-        lambda _: add_rms_norm(x, residual, weight, 1e-5),
+        lambda _: KERNELS.add_rms_norm(x, residual, weight, 1e-5),
         theirs,
         4 * x.nbytes,
         6 * x.numel(),
@@ -140,7 +134,7 @@ def activations(rows: int, dtype: torch.dtype) -> Measured:
     return Measured(
         "silu_and_mul",
         rows,
-        lambda _: silu_and_mul(gate_up),
+        lambda _: KERNELS.silu_and_mul(gate_up),
         theirs,
         gate_up.nbytes * 3 // 2,
         5 * gate_up.numel() // 2,
@@ -168,7 +162,7 @@ def rotations(rows: int, dtype: torch.dtype) -> Measured:
     return Measured(
         "rope_and_cache",
         rows,
-        lambda _: rope_and_cache(qkv, at, table, cache, at, None, None, 1e-5),
+        lambda _: KERNELS.rope_and_cache(qkv, at, table, cache, at, None, None, 1e-5),
         theirs,
         2 * qkv.nbytes,
         3 * qkv.numel(),
@@ -189,7 +183,7 @@ def attentions(dtype: torch.dtype) -> Iterator[Measured]:
         return Measured(
             op,
             rows,
-            lambda _: paged_attention(*inputs),
+            lambda _: KERNELS.paged_attention(*inputs),
             lambda _: functional.scaled_dot_product_attention(
                 q, kv[0], kv[1], is_causal=queries[0] > 1, enable_gqa=True
             ),
@@ -214,7 +208,6 @@ def run(seconds_each: float, thread_counts: list[int], dtypes: list[str]) -> dic
     """Measure everything and return what is to be printed."""
     results = []
     rates = {}
-    found = native.kernels()
     for threads in thread_counts:
         torch.set_num_threads(threads)
         rates[threads] = memory_gb_per_s(seconds_each)
@@ -244,8 +237,8 @@ def run(seconds_each: float, thread_counts: list[int], dtypes: list[str]) -> dic
             "machine": platform.machine(),
             "cores": torch.get_num_threads(),
             "torch": torch.__version__,
-            "native_kernels": native.available() or "yes",
-            "bf16_on_amx_tiles": found is not None and found.has_tiles(),
+            "kernels": KERNELS.name,
+            "bf16_on_amx_tiles": "AMX" in KERNELS.description,
         },
         "memory_gb_per_s": {threads: round(rate, 1) for threads, rate in rates.items()},
         "results": results,

@@ -53,7 +53,7 @@ from benchmarks.kv_engines import (
 from pdserve.connectors.digests import digests_of
 from pdserve.connectors.nixl.agent import NixlAgent, TransferState
 from pdserve.connectors.slicing import routes
-from pdserve.kernels.ops import PackedLinear
+from pdserve.kernels.registry import kernels_on
 from pdserve.wire.ids import BlockId
 from pdserve.wire.transfer import Received
 
@@ -223,7 +223,8 @@ def digest(block_size: int) -> dict[str, Any]:
         )
     layer_s = 0.0
     for depth, width in _LAYER:
-        product = PackedLinear(torch.ones(width, depth, dtype=torch.bfloat16))
+        weight = torch.ones(width, depth, dtype=torch.bfloat16)
+        product = kernels_on(weight.device).linear_of(weight)
         x = torch.ones(_LAYER_TOKENS, depth, dtype=torch.bfloat16)
         layer_s += min(timed(lambda x=x, f=product: f(x)) for _ in range(3))  # type: ignore[misc]
     prefill_s = layer_s * NUM_LAYERS * num_tokens / _LAYER_TOKENS

@@ -20,7 +20,7 @@ import torch
 from pdserve.connectors.slicing import Shard, block_table, shard_of
 from pdserve.errors import ConfigError, InternalError
 from pdserve.kernels.digest import place_keys, word_constants
-from pdserve.kernels.ops import kv_digests
+from pdserve.kernels.registry import kernels_on
 from pdserve.wire.transfer import BlockOrder
 
 if TYPE_CHECKING:
@@ -59,6 +59,7 @@ class BlockDigests:
         self._shard = shard_of(shape, rank)
         self._memory = _grid(kv, shape, self._shard)
         self._keys = _keys(shape, self._shard)
+        self._kv_digests = kernels_on(kv.device).kv_digests
         self._lock = threading.Lock()
         # Of which generation of a block, and of how many of its tokens, a layer's digests are.
         places = (shape.num_blocks, len(self._shard.layers))
@@ -172,7 +173,9 @@ class BlockDigests:
         constants = word_constants(self._shape.block_size, _words(self._shape))
         places = torch.from_numpy(np.asarray(spans, dtype=np.int64))
         return (
-            kv_digests(self._memory[:, layers], places, constants, self._keys[layers], num_rows)
+            self._kv_digests(
+                self._memory[:, layers], places, constants, self._keys[layers], num_rows
+            )
             .numpy()
             .view(np.uint64)
         )
@@ -229,7 +232,7 @@ def digests_of(
     memory = _grid(kv, dest, mine)[
         :, _within(route.layers, mine.layers), :, _within(route.heads, mine.heads)
     ]
-    found = kv_digests(
+    found = kernels_on(kv.device).kv_digests(
         memory,
         torch.from_numpy(spans),
         word_constants(source.block_size, _words(source)),

@@ -1,9 +1,9 @@
-// The C interface: what native.py calls.
+// The C interface: what the Python modules beside it call.
 //
-// Each function takes one struct, whose fields are in the order of a format string in native.py:
-// packing it is several times cheaper there than converting as many arguments one by one. Functions
-// that follow indices return a PdStatus; an index that is out of range is not followed, and the
-// results are incomplete.
+// Each function takes one struct, whose fields are in the order of a format string there: packing
+// it is several times cheaper in Python than converting as many arguments one by one. Functions that
+// follow indices return a PdStatus; an index that is out of range is not followed, and the results
+// are incomplete.
 
 #pragma once
 

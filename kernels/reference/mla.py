@@ -27,6 +27,52 @@ def head_linear(x: Tensor, weight: Tensor) -> Tensor:
     return torch.einsum("thk,hnk->thn", x.float(), weight.float()).to(x.dtype)
 
 
+class PackedHeads:
+    """``x[:, h] @ weight[h].T`` for weights that are used often; as `PackedLinear` per head.
+
+    Args:
+        weight: ``[H, N, K]`` in bf16, fp16 or fp32; not to be changed afterwards.
+    """
+
+    _weight: Tensor
+
+    def __init__(self, weight: Tensor) -> None:
+        self._shape = weight.shape
+        self._dtype = weight.dtype
+        self._lay_out(weight)
+
+    def _lay_out(self, weight: Tensor) -> None:
+        self._weight = weight
+
+    def __call__(self, x: Tensor, out: Tensor | None = None) -> Tensor:
+        """Multiply.
+
+        Args:
+            x: ``[T, H, K]`` of the weight's dtype, may be strided over tokens and heads.
+            out: ``[T, H, N]`` to write to, may be strided likewise; None allocates it.
+
+        Returns:
+            ``[T, H, N]``: ``out`` if that was given.
+
+        Raises:
+            TypeError: A shape or dtype is another one, or elements of a head are strided.
+        """
+        num_heads, num_cols, depth = self._shape
+        if x.shape[1:] != (num_heads, depth) or x.dtype != self._dtype:
+            raise TypeError(
+                f"want [T, {num_heads}, {depth}] {self._dtype}, got {x.shape} {x.dtype}"
+            )
+        if out is None:
+            out = torch.empty((len(x), num_heads, num_cols), dtype=x.dtype, device=x.device)
+        elif out.shape != (len(x), num_heads, num_cols):
+            raise TypeError(f"want [{len(x)}, {num_heads}, {num_cols}], got {out.shape}")
+        self._multiply(x, out)
+        return out
+
+    def _multiply(self, x: Tensor, out: Tensor) -> None:
+        out.copy_(head_linear(x, self._weight))
+
+
 def rope_and_latent(
     q: Tensor,
     queries: Tensor,

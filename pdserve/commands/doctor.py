@@ -133,22 +133,22 @@ def devices() -> Finding:
 def compiler() -> Finding:
     """Can the C++ kernels be built?"""
     try:
-        from pdserve.kernels.cpu import build as kernels
-        from pdserve.kernels.cpu import native
+        import torch
 
-        path = kernels.library()
-        loaded = native.kernels()
+        from pdserve.kernels.backend import KernelsUnavailableError
+        from pdserve.kernels.registry import load
     except ImportError as error:
         return Finding("kernels", Verdict.FAIL, f"cannot be imported: {error}")
-    except kernels.BuildError as error:
+    try:
+        kernels = load(torch.device("cpu"))
+    except KernelsUnavailableError as error:
         return Finding(
             "kernels",
             Verdict.WARN,
             str(error).splitlines()[0],
             "models on the CPU run many times slower without: apt-get install g++",
         )
-    unit = ", bf16 on AMX tiles" if loaded is not None and loaded.has_tiles() else ""
-    return Finding("kernels", Verdict.OK, f"C++ kernels for this CPU{unit}: {path}")
+    return Finding("kernels", Verdict.OK, kernels.description)
 
 
 def shared_memory(folder: Path) -> Finding:

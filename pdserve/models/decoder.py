@@ -7,11 +7,12 @@ norms and has the head. Knows rows of tokens and slots of KV, no requests and no
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Protocol
 
 import torch
 
+from pdserve.kernels.step import StepInputs
 from pdserve.models.layers.attention import Attention
 from pdserve.models.layers.embedding import Embedding
 from pdserve.models.layers.mla import LatentAttention
@@ -29,27 +30,6 @@ if TYPE_CHECKING:
 
     from pdserve.models.arch import ModelArch
     from pdserve.models.weights import Slot
-
-
-@dataclass(frozen=True, slots=True)
-class StepInputs:
-    """One step's tokens, flattened over its requests. T tokens of R requests.
-
-    Attributes:
-        token_ids: `[T]` int64.
-        positions: `[T]` int64, position of each token in its request.
-        slot_mapping: `[T]` int64, `block * block_size + offset` to store its KV at.
-        block_tables: `[R, max_blocks]` int32.
-        query_start: `[R + 1]` int32, first row of each request, and T.
-        context_lens: `[R]` int32, tokens of each request with KV after this step.
-    """
-
-    token_ids: Tensor
-    positions: Tensor
-    slot_mapping: Tensor
-    block_tables: Tensor
-    query_start: Tensor
-    context_lens: Tensor
 
 
 class LayerHooks(Protocol):
@@ -179,7 +159,8 @@ class Decoder:
     def _slots_elsewhere(self, layer: int, prefix: str) -> Iterator[tuple[str, Slot]]:
         """Yield the names of another stage's layer, as one rank would load it."""
         moe = self.arch.moe
-        alone = Placement(self._placement.device, self._placement.dtype)
+        here = self._placement
+        alone = Placement(here.device, here.dtype, here.kernels)
         if moe is not None:
             alone = replace(alone, experts=SlicedExperts(moe.num_experts, alone.world.tp))
         for name, slot in DecoderLayer(self.arch, layer, torch.empty(0), alone).slots(prefix):

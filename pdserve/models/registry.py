@@ -27,7 +27,9 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from pdserve.config.schema import EngineConfig, ModelConfig, ParallelConfig
-    from pdserve.models.decoder import LayerHooks, StepInputs
+    from pdserve.kernels.backend import KernelBackend
+    from pdserve.kernels.step import StepInputs
+    from pdserve.models.decoder import LayerHooks
     from pdserve.models.weights import Slot
     from pdserve.parallel.dispatch import ExpertParallel
     from pdserve.parallel.group import World
@@ -115,9 +117,13 @@ class LoadedModel:
 
 
 def load_model(
-    config: EngineConfig, device: torch.device, world: World, progress: Callable[[str], None]
+    config: EngineConfig,
+    device: torch.device,
+    kernels: KernelBackend,
+    world: World,
+    progress: Callable[[str], None],
 ) -> LoadedModel:
-    """Build this rank's part of a model on `device` and load its weights.
+    """Build this rank's part of a model on `device`, run by `kernels`, and load its weights.
 
     Raises:
         ConfigError: The directory, its configuration or its weights cannot be used, or it
@@ -135,6 +141,7 @@ def load_model(
     placement = Placement(
         device,
         dtype,
+        kernels,
         world,
         sequence_parallel=config.parallel.enable_sequence_parallel,
         experts=_experts(arch, layers, config.parallel, world),

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from pdserve.errors import InternalError
-from pdserve.models.decoder import StepInputs
+from pdserve.kernels.step import StepInputs
 from pdserve.worker.staging import Staged
 
 if TYPE_CHECKING:

@@ -23,7 +23,7 @@ import torch
 from pdserve.connectors import registry as connector_registry
 from pdserve.connectors.base import ConnectorContext, KVConnectorWorker
 from pdserve.errors import ConfigError, InternalError
-from pdserve.kernels.cpu import build, native
+from pdserve.kernels.registry import kernels_on
 from pdserve.models.registry import load_model
 from pdserve.observe.trace import CLOCK_ID
 from pdserve.parallel.group import World, join
@@ -86,14 +86,11 @@ class Worker:
         config, seat = self._config, self._seat
         device = _device(config.device, seat)
         num_threads = _set_threads(config.parallel, seat)
-        if device.type == "cpu":
-            if not build.is_built():
-                self._progress("compiling the CPU kernels, once per machine (about 10 s)")
-            native.available()
+        kernels = kernels_on(device, self._progress)
         world = self._world = self._join(device)
         if world.pp.size * world.tp.size > 1:
             self._slices = StepSlices(seat.engine_rank, wake=self._wake)
-        loaded = load_model(config, device, world, self._progress)
+        loaded = load_model(config, device, kernels, world, self._progress)
         layout = self._plan(loaded, device, world)
         mib = layout.num_blocks * layout.block_bytes / (1 << 20)
         self._progress(f"KV memory: {layout.num_blocks} blocks, {mib:.0f} MiB")

@@ -15,7 +15,7 @@ from pdserve.connectors import digests
 from pdserve.connectors.digests import BlockDigests, digests_of, num_equal, num_valid_tokens
 from pdserve.connectors.slicing import pieces, routes, routes_to, shard_of
 from pdserve.errors import ConfigError, InternalError, PeerError
-from pdserve.kernels.reference.digest import kv_digests as reference
+from pdserve.kernels.backend import REFERENCE
 from pdserve.kvcache.block_pool import BlockPool
 from pdserve.wire.ids import BlockHash, BlockId
 from pdserve.wire.transfer import BlockOrder, KVShape
@@ -255,7 +255,7 @@ def test_what_lies_behind_the_last_token_does_not_count() -> None:
 def test_torch_finds_what_the_native_kernels_find(monkeypatch: pytest.MonkeyPatch) -> None:
     pair = Pair(on(BASE, tp_size=2), on(BASE, block_size=6, order=BlockOrder.NHD))
     native = pair.expected(4), pair.found(4)
-    monkeypatch.setattr(digests, "kv_digests", reference)
+    monkeypatch.setattr(digests, "kernels_on", lambda _: REFERENCE)
     torch_pair = Pair(pair.p, pair.d)
     assert (torch_pair.expected(4), torch_pair.found(4)) == native
 

@@ -28,6 +28,7 @@ from pdserve.connectors.slicing import (
     unit_bytes,
 )
 from pdserve.errors import InternalError, PeerError
+from pdserve.kernels.backend import REFERENCE
 from pdserve.models.layers.linear import kv_heads_of
 from pdserve.models.layers.parameter import Placement
 from pdserve.parallel.group import Group, World
@@ -328,7 +329,7 @@ def test_the_heads_of_a_rank_are_those_that_the_engine_gives_it(
     for rank in ranks:
         groups = {axis: Group((rank,), rank) for axis in Axis} | {Axis.TP: Group(ranks, rank)}
         world = World(Mesh(MeshShape(tp=tp_size), rank), groups)
-        placement = Placement(torch.device("cpu"), torch.float32, world)
+        placement = Placement(torch.device("cpu"), torch.float32, REFERENCE, world)
         assert shard_of(shape, rank).heads == kv_heads_of(num_kv_heads, placement)
 
 

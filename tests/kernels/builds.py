@@ -5,9 +5,18 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 
+from pdserve.kernels.backend import REFERENCE, KernelBackend
 from pdserve.kernels.cpu import build
-from pdserve.kernels.cpu.native import NativeKernels
+from pdserve.kernels.cpu.backend import from_library
+from pdserve.kernels.registry import kernels_on
+
+CPU = torch.device("cpu")
+KERNELS = kernels_on(CPU)
+"""What models run on here: the reference where there is no compiler."""
+
+needs_native = pytest.mark.skipif(KERNELS is REFERENCE, reason="no compiler")
 
 NEEDS = {
     build.NATIVE: "",
@@ -17,12 +26,12 @@ NEEDS = {
 """The targets, and the feature in /proc/cpuinfo that tells whether their code runs here."""
 
 
-def kernels_for(target: str) -> NativeKernels:
+def kernels_for(target: str) -> KernelBackend:
     """Return the kernels built for `target`, or skip the test where they cannot be built or run."""
     info = Path("/proc/cpuinfo")
     if NEEDS[target] and NEEDS[target] not in (info.read_text() if info.exists() else ""):
         pytest.skip(f"this CPU has no {NEEDS[target]}")
     try:
-        return NativeKernels(build.library(target))
+        return from_library(build.library(target))
     except build.NoCompilerError as error:
         pytest.skip(str(error))

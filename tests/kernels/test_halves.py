@@ -6,11 +6,13 @@ import pytest
 import torch
 
 from pdserve.errors import InternalError
-from pdserve.kernels import halves
-from pdserve.kernels.cases import attention_inputs, rope_table
-from pdserve.kernels.ops import PackedLinear
+from pdserve.kernels.cases.attention import attention_inputs, rope_table
+from pdserve.kernels.reference.halves import Attention, AttentionWeights, Mlp, MlpWeights
+from pdserve.kernels.reference.linear import PackedLinear
+from pdserve.kernels.step import StepInputs
+from tests.kernels.builds import CPU, KERNELS, needs_native
 
-CPU = torch.device("cpu")
+pytestmark = needs_native
 WIDTH, INNER, HEADS, KV_HEADS, HEAD_DIM = 96, 160, 4, 2, 32
 dtypes = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 adds = pytest.mark.parametrize("add", [True, False], ids=["add", "first"])
@@ -18,29 +20,30 @@ adds = pytest.mark.parametrize("add", [True, False], ids=["add", "first"])
 
 def _linear(depth: int, cols: int, dtype: torch.dtype, *, bias: bool = False) -> PackedLinear:
     weight = (torch.randn(cols, depth) / depth**0.5).to(dtype)
-    return PackedLinear(weight, torch.randn(cols).to(dtype) if bias else None)
+    return KERNELS.linear_of(weight, torch.randn(cols).to(dtype) if bias else None)
 
 
 @dtypes
 @adds
 @pytest.mark.parametrize("rows", [0, 1, 7])
-def test_mlp(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, add: bool, rows: int) -> None:
+def test_mlp(dtype: torch.dtype, add: bool, rows: int) -> None:
     up, down = _linear(WIDTH, 2 * INNER, dtype, bias=True), _linear(INNER, WIDTH, dtype)
-    mlp = halves.Mlp(torch.randn(WIDTH).to(dtype), 1e-5, up, down)
+    weights = MlpWeights(torch.randn(WIDTH).to(dtype), 1e-5, up, down)
     x, residual = torch.randn(2, rows, WIDTH).to(dtype)
     expected_residual = residual.clone()
+    mlp = KERNELS.mlp(KERNELS, weights)
     result = mlp(x if add else None, residual)
-    monkeypatch.setattr(halves, "_MAX_ROWS", -1)
 
-    assert torch.equal(result, mlp(x if add else None, expected_residual))
+    assert type(mlp) is not Mlp
+    assert torch.equal(result, Mlp(KERNELS, weights)(x if add else None, expected_residual))
     assert torch.equal(residual, expected_residual)
 
 
-def _attention(dtype: torch.dtype, window: int | None = None) -> halves.Attention:
-    return halves.Attention(
-        torch.randn(WIDTH).to(dtype),
-        1e-5,
-        _linear(WIDTH, (HEADS + 2 * KV_HEADS) * HEAD_DIM, dtype, bias=True),
+def _attention(dtype: torch.dtype, window: int | None = None) -> AttentionWeights:
+    return AttentionWeights(
+        norm=torch.randn(WIDTH).to(dtype),
+        eps=1e-5,
+        qkv=_linear(WIDTH, (HEADS + 2 * KV_HEADS) * HEAD_DIM, dtype, bias=True),
         out=_linear(HEADS * HEAD_DIM, WIDTH, dtype),
         cos_sin=rope_table(200, HEAD_DIM, CPU),
         q_norm=torch.randn(HEAD_DIM).to(dtype),
@@ -50,42 +53,46 @@ def _attention(dtype: torch.dtype, window: int | None = None) -> halves.Attentio
     )
 
 
-def _step(queries: list[int], contexts: list[int], dtype: torch.dtype) -> dict[str, torch.Tensor]:
+def _step(
+    queries: list[int], contexts: list[int], dtype: torch.dtype
+) -> tuple[torch.Tensor, StepInputs]:
     _, kv, tables, starts, lens, _, _ = attention_inputs(
         queries, contexts, (HEADS, KV_HEADS), HEAD_DIM, dtype=dtype, device=CPU
     )
     at = [range(c - n, c) for n, c in zip(queries, contexts, strict=True)]
     slots = [int(tables[r, p // 16]) * 16 + p % 16 for r, places in enumerate(at) for p in places]
-    return {
-        "kv_layer": kv,
-        "positions": torch.tensor([p for places in at for p in places]),
-        "slot_mapping": torch.tensor(slots),
-        "block_tables": tables,
-        "query_start": starts,
-        "context_lens": lens,
-    }
+    return kv, StepInputs(
+        token_ids=torch.empty(0, dtype=torch.int64),
+        positions=torch.tensor([p for places in at for p in places]),
+        slot_mapping=torch.tensor(slots),
+        block_tables=tables,
+        query_start=starts,
+        context_lens=lens,
+    )
 
 
 @dtypes
 @adds
-def test_attention(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, add: bool) -> None:
-    attention = _attention(dtype, window=70)
-    step = _step([1, 9, 1], [60, 9, 130], dtype)
+def test_attention(dtype: torch.dtype, add: bool) -> None:
+    weights = _attention(dtype, window=70)
+    kv, step = _step([1, 9, 1], [60, 9, 130], dtype)
     x, residual = torch.randn(2, 11, WIDTH).to(dtype)
-    expected_step = {name: value.clone() for name, value in step.items()}
-    expected_residual = residual.clone()
-    result = attention(x if add else None, residual, **step)
-    monkeypatch.setattr(halves, "_MAX_ROWS", -1)
-    expected = attention(x if add else None, expected_residual, **expected_step)
+    expected_kv, expected_residual = kv.clone(), residual.clone()
+    attention = KERNELS.attention(KERNELS, weights)
+    result = attention(x if add else None, residual, kv, step)
+    in_turn = Attention(KERNELS, weights)
+    expected = in_turn(x if add else None, expected_residual, expected_kv, step)
 
+    assert type(attention) is not Attention
     assert torch.equal(result, expected)
     assert torch.equal(residual, expected_residual)
-    assert torch.equal(step["kv_layer"], expected_step["kv_layer"])
+    assert torch.equal(kv, expected_kv)
 
 
 def test_a_position_out_of_range_is_refused() -> None:
-    step = _step([1], [60], torch.float32)
-    step["positions"] += 1000
+    kv, step = _step([1], [60], torch.float32)
+    step.positions.add_(1000)
+    attention = KERNELS.attention(KERNELS, _attention(torch.float32))
 
     with pytest.raises(InternalError):
-        _attention(torch.float32)(None, torch.randn(1, WIDTH), **step)
+        attention(None, torch.randn(1, WIDTH), kv, step)

@@ -15,28 +15,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from pdserve.kernels import cases
-from pdserve.kernels.cases import attention_inputs, kv_cache, latent_inputs, rope_table
-from pdserve.kernels.cpu.native import kernels
-from pdserve.kernels.linear import PackedLinear
-from pdserve.kernels.ops import (
-    PackedExperts,
-    PackedHeads,
-    RoutingRule,
-    add_rms_norm,
-    latent_attention,
-    paged_attention,
-    rms_norm,
-    rope_and_cache,
-    rope_and_latent,
-    route,
-    silu_and_mul,
-)
-from tests.kernels.builds import NEEDS, kernels_for
+from pdserve.kernels.cases.attention import attention_inputs, kv_cache, rope_table
+from pdserve.kernels.cases.latent import latent_cache, latent_inputs
+from pdserve.kernels.reference.moe import RoutingRule
+from tests.kernels.builds import CPU, KERNELS, NEEDS, kernels_for, needs_native
 
-pytestmark = pytest.mark.skipif(kernels() is None, reason="no compiler for the native kernels")
+pytestmark = needs_native
 
-CPU = torch.device("cpu")
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 
@@ -62,7 +47,7 @@ def any_threads(request: pytest.FixtureRequest) -> Iterator[None]:
 @pytest.mark.parametrize("rows", [2, 3, 5, 12, 13, 16, 17, 33, 64, 300, 512])
 def test_linear_row_is_the_same_in_any_batch(dtype: torch.dtype, rows: int) -> None:
     x = torch.randn(512, 353, generator=_seeded()).to(dtype)
-    layer = PackedLinear(torch.randn(200, 353, generator=_seeded()).to(dtype))
+    layer = KERNELS.linear_of(torch.randn(200, 353, generator=_seeded()).to(dtype))
     with threads(1):
         alone = torch.cat([layer(x[i : i + 1]) for i in range(rows)])
 
@@ -75,14 +60,14 @@ def test_row_operations_are_the_same_in_any_batch(dtype: torch.dtype) -> None:
     x, residual = torch.randn(2, 130, 578, generator=_seeded()).to(dtype)
     weight = torch.randn(578, generator=_seeded()).to(dtype)
     sums = [row.clone() for row in residual.split(1)]
-    normed = [rms_norm(row, weight, 1e-5) for row in x.split(1)]
-    added = [add_rms_norm(x[i : i + 1], sums[i], weight, 1e-5) for i in range(len(x))]
-    gated = [silu_and_mul(row) for row in x.split(1)]
+    normed = [KERNELS.rms_norm(row, weight, 1e-5) for row in x.split(1)]
+    added = [KERNELS.add_rms_norm(x[i : i + 1], sums[i], weight, 1e-5) for i in range(len(x))]
+    gated = [KERNELS.silu_and_mul(row) for row in x.split(1)]
 
-    assert torch.equal(rms_norm(x, weight, 1e-5), torch.cat(normed))
-    assert torch.equal(add_rms_norm(x, residual, weight, 1e-5), torch.cat(added))
+    assert torch.equal(KERNELS.rms_norm(x, weight, 1e-5), torch.cat(normed))
+    assert torch.equal(KERNELS.add_rms_norm(x, residual, weight, 1e-5), torch.cat(added))
     assert torch.equal(residual, torch.cat(sums))
-    assert torch.equal(silu_and_mul(x), torch.cat(gated))
+    assert torch.equal(KERNELS.silu_and_mul(x), torch.cat(gated))
 
 
 @dtypes
@@ -94,9 +79,9 @@ def test_rope_and_cache_are_the_same_in_any_batch(dtype: torch.dtype) -> None:
     at, table = torch.arange(tokens), rope_table(tokens, head_dim, CPU)
     whole = kv_cache(8, kv_heads, 16, head_dim, dtype=dtype, device=CPU)
     single = whole.clone()
-    q = rope_and_cache(qkv, at, table, whole, at, norm, norm, 1e-6)
+    q = KERNELS.rope_and_cache(qkv, at, table, whole, at, norm, norm, 1e-6)
     each = [
-        rope_and_cache(
+        KERNELS.rope_and_cache(
             qkv[i : i + 1], at[i : i + 1], table, single, at[i : i + 1], norm, norm, 1e-6
         )
         for i in range(tokens)
@@ -108,7 +93,7 @@ def test_rope_and_cache_are_the_same_in_any_batch(dtype: torch.dtype) -> None:
 
 def test_threads_do_not_change_a_large_product() -> None:
     x = torch.randn(200, 600, generator=_seeded()).bfloat16()
-    layer = PackedLinear(torch.randn(900, 600, generator=_seeded()).bfloat16())
+    layer = KERNELS.linear_of(torch.randn(900, 600, generator=_seeded()).bfloat16())
     with threads(1):
         expected = layer(x)
     for num_threads in (2, 3, 8):
@@ -129,7 +114,7 @@ def _attend_in_chunks(inputs: tuple, chunks: list[int]) -> Tensor:
         starts = torch.tensor([0, chunk], dtype=torch.int32)
         context = torch.tensor([first_position + done + chunk], dtype=torch.int32)
         part = q[done : done + chunk]
-        parts.append(paged_attention(part, kv, tables, starts, context, scale, window))
+        parts.append(KERNELS.paged_attention(part, kv, tables, starts, context, scale, window))
         done += chunk
     return torch.cat(parts)
 
@@ -145,7 +130,7 @@ def test_attention_is_the_same_for_any_chunks(
     inputs = attention_inputs([tokens], [1100], (4, 2), 32, dtype=dtype, device=CPU, window=window)
     chunks = [chunk] * (tokens // chunk) + ([tokens % chunk] if tokens % chunk else [])
     with threads(1):
-        whole = paged_attention(*inputs)
+        whole = KERNELS.paged_attention(*inputs)
 
     assert torch.equal(_attend_in_chunks(inputs, chunks), whole)
 
@@ -162,12 +147,12 @@ def test_attention_of_a_request_is_the_same_in_any_company(data: st.DataObject) 
         queries, contexts, heads, 32, dtype=dtype, device=CPU, block_size=block_size, window=window
     )
     q, kv, tables, starts, lens, scale, _ = inputs
-    together = paged_attention(*inputs)
+    together = KERNELS.paged_attention(*inputs)
 
     for r, count in enumerate(queries):
         first = int(starts[r])
         # The same contents in other blocks: the pool is reversed.
-        alone = paged_attention(
+        alone = KERNELS.paged_attention(
             q[first : first + count],
             kv.flip(0),
             (len(kv) - 1 - tables[r : r + 1]).contiguous(),
@@ -187,8 +172,8 @@ def test_the_choice_of_experts_is_the_same_in_any_batch(sigmoid: bool) -> None:
     rule = RoutingRule(
         6, sigmoid=sigmoid, normalize=True, num_groups=6, top_k_groups=3, rank_groups_by_two=True
     )
-    ids, weights = route(logits, bias, rule)
-    each = [route(row, bias, rule) for row in logits.split(1)]
+    ids, weights = KERNELS.route(logits, bias, rule)
+    each = [KERNELS.route(row, bias, rule) for row in logits.split(1)]
 
     assert torch.equal(ids, torch.cat([ids for ids, _ in each]))
     assert torch.equal(weights, torch.cat([weights for _, weights in each]))
@@ -199,7 +184,7 @@ def test_the_choice_of_experts_is_the_same_in_any_batch(sigmoid: bool) -> None:
 @pytest.mark.parametrize("rows", [2, 13, 64, 200])
 def test_experts_row_is_the_same_in_any_batch(dtype: torch.dtype, rows: int) -> None:
     width, inner, num_experts, top_k = 96, 70, 5, 3
-    layer = PackedExperts(num_experts, width, inner, dtype=dtype, device=CPU)
+    layer = KERNELS.experts(num_experts, width, inner, dtype=dtype, device=CPU)
     for expert, weights in enumerate(torch.randn(num_experts, 3, inner, width)):
         layer.write_gate(expert, weights[0])
         layer.write_up(expert, weights[1])
@@ -217,8 +202,8 @@ def test_experts_row_is_the_same_in_any_batch(dtype: torch.dtype, rows: int) -> 
 
 def test_an_expert_does_not_notice_the_others_on_its_rank() -> None:
     width, inner = 64, 48
-    everyone = PackedExperts(4, width, inner, dtype=torch.bfloat16, device=CPU)
-    alone = PackedExperts(1, width, inner, dtype=torch.bfloat16, device=CPU)
+    everyone = KERNELS.experts(4, width, inner, dtype=torch.bfloat16, device=CPU)
+    alone = KERNELS.experts(1, width, inner, dtype=torch.bfloat16, device=CPU)
     for expert, weights in enumerate(torch.randn(4, 3, inner, width)):
         everyone.write_gate(expert, weights[0])
         everyone.write_up(expert, weights[1])
@@ -236,10 +221,10 @@ def test_an_expert_does_not_notice_the_others_on_its_rank() -> None:
 def test_a_heads_product_is_the_same_in_any_batch_and_beside_any_heads(dtype: torch.dtype) -> None:
     x = torch.randn(700, 3, 50, generator=_seeded()).to(dtype)[..., :33]
     weight = torch.randn(3, 70, 33, generator=_seeded()).to(dtype)
-    together = PackedHeads(weight)(x)
+    together = KERNELS.heads(weight)(x)
     with threads(1):
         for head in range(3):
-            layer = PackedHeads(weight[head : head + 1])
+            layer = KERNELS.heads(weight[head : head + 1])
             each = [layer(row[:, head : head + 1]) for row in x[::97].split(1)]
             assert torch.equal(together[::97, head : head + 1], torch.cat(each))
 
@@ -252,14 +237,16 @@ def test_rope_and_latent_are_the_same_in_any_batch(dtype: torch.dtype) -> None:
     kv = torch.randn(tokens, latent + rotary, generator=_seeded()).to(dtype)
     norm = torch.randn(latent, generator=_seeded()).to(dtype)
     at, table = torch.arange(tokens), rope_table(tokens, rotary, CPU)
-    whole = cases.latent_cache(8, 16, latent + rotary, dtype=dtype, device=CPU)
+    whole = latent_cache(8, 16, latent + rotary, dtype=dtype, device=CPU)
     single = whole.clone()
     queries = torch.zeros(tokens, heads, latent + rotary, dtype=dtype)
     each = queries.clone()
-    rope_and_latent(q, queries, kv, at, table, whole, at, norm, 1e-6)
+    KERNELS.rope_and_latent(q, queries, kv, at, table, whole, at, norm, 1e-6)
     for i in range(tokens):
         one = slice(i, i + 1)
-        rope_and_latent(q[one], each[one], kv[one], at[one], table, single, at[one], norm, 1e-6)
+        KERNELS.rope_and_latent(
+            q[one], each[one], kv[one], at[one], table, single, at[one], norm, 1e-6
+        )
 
     assert torch.equal(queries, each)
     assert torch.equal(whole, single)
@@ -275,14 +262,14 @@ def test_latent_attention_is_the_same_for_any_chunks(
     inputs = latent_inputs([tokens], [context], num_heads, (48, 16), dtype=dtype, device=CPU)
     q, kv, tables, _, _, scale, latent = inputs
     with threads(1):
-        whole = latent_attention(*inputs)
+        whole = KERNELS.latent_attention(*inputs)
     parts, done = [], 0
     while done < tokens:
         size = min(chunk, tokens - done)
         starts = torch.tensor([0, size], dtype=torch.int32)
         lens = torch.tensor([context - tokens + done + size], dtype=torch.int32)
         part = q[done : done + size]
-        parts.append(latent_attention(part, kv, tables, starts, lens, scale, latent))
+        parts.append(KERNELS.latent_attention(part, kv, tables, starts, lens, scale, latent))
         done += size
 
     assert torch.equal(torch.cat(parts), whole)
@@ -294,12 +281,12 @@ def test_latent_attention_is_the_same_in_any_company_and_for_any_heads(dtype: to
     queries, contexts = [1, 40, 1, 7], [65, 700, 513, 135]
     inputs = latent_inputs(queries, contexts, 6, (64, 16), dtype=dtype, device=CPU)
     q, kv, tables, starts, lens, scale, latent = inputs
-    together = latent_attention(*inputs)
+    together = KERNELS.latent_attention(*inputs)
     for r, count in enumerate(queries):
         first = int(starts[r])
         for heads in (slice(0, 2), slice(2, 6)):
             # As another TP rank would have it, and alone.
-            alone = latent_attention(
+            alone = KERNELS.latent_attention(
                 q[first : first + count, heads].contiguous(),
                 kv,
                 tables[r : r + 1],
@@ -321,5 +308,6 @@ def test_builds_for_lesser_cpus_are_invariant_too(target: str) -> None:
     q, kv, tables, _, contexts, scale, window = inputs
     last = (q[-1:], kv, tables, torch.tensor([0, 1], dtype=torch.int32), contexts, scale, window)
 
-    assert torch.equal(generic.linear(x, weight)[3:4], generic.linear(x[3:4], weight))
+    layer = generic.linear_of(weight)
+    assert torch.equal(layer(x)[3:4], layer(x[3:4]))
     assert torch.equal(generic.paged_attention(*inputs)[-1:], generic.paged_attention(*last))

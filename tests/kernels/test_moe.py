@@ -7,29 +7,26 @@ import torch
 from torch import Tensor
 
 from pdserve.errors import InternalError
-from pdserve.kernels.cases import latent_cache, latent_inputs, rope_table
-from pdserve.kernels.cpu import native
-from pdserve.kernels.ops import (
-    PackedExperts,
-    PackedHeads,
-    head_linear,
-    latent_attention,
-    rope_and_latent,
-)
+from pdserve.kernels.backend import REFERENCE, KernelBackend
+from pdserve.kernels.cases.attention import rope_table
+from pdserve.kernels.cases.latent import latent_cache, latent_inputs
 from pdserve.kernels.reference import moe
+from pdserve.kernels.reference.mla import head_linear
+from pdserve.kernels.reference.moe import PackedExperts
+from tests.kernels.builds import CPU, KERNELS, needs_native
 
-CPU = torch.device("cpu")
-needs_native = pytest.mark.skipif(native.kernels() is None, reason="no compiler")
 implementations = pytest.mark.parametrize(
-    "is_native", [pytest.param(True, marks=needs_native), False], ids=["native", "torch"]
+    "kernels", [pytest.param(KERNELS, marks=needs_native), REFERENCE], ids=["native", "torch"]
 )
 WIDTH, INNER = 40, 24
 
 
-def packed(num_experts: int, dtype: torch.dtype = torch.float32) -> tuple[PackedExperts, Tensor]:
+def packed(
+    num_experts: int, dtype: torch.dtype = torch.float32, kernels: KernelBackend = KERNELS
+) -> tuple[PackedExperts, Tensor]:
     """Random experts, and their gate, up and down, `[E, 3, I, D]`."""
     weights = torch.randn(num_experts, 3, INNER, WIDTH) / WIDTH**0.5
-    experts = PackedExperts(num_experts, WIDTH, INNER, dtype=dtype, device=CPU)
+    experts = kernels.experts(num_experts, WIDTH, INNER, dtype=dtype, device=CPU)
     for expert, (gate, up, down) in enumerate(weights):
         # In an order that checkpoints have.
         experts.write_down(expert, down.T)
@@ -38,16 +35,9 @@ def packed(num_experts: int, dtype: torch.dtype = torch.float32) -> tuple[Packed
     return experts, weights
 
 
-@pytest.fixture
-def without_native(is_native: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    if not is_native:
-        monkeypatch.setattr(native, "kernels", lambda: None)
-
-
 @implementations
-@pytest.mark.usefixtures("without_native")
-def test_experts_compute_what_the_reference_does(is_native: bool) -> None:
-    experts, weights = packed(3)
+def test_experts_compute_what_the_reference_does(kernels: KernelBackend) -> None:
+    experts, weights = packed(3, kernels=kernels)
     x, ids, factors = torch.randn(7, WIDTH), torch.randint(-1, 3, (7, 2)), torch.rand(7, 2)
     gate_up, down = weights[:, :2].flatten(1, 2), weights[:, 2].transpose(1, 2)
 
@@ -56,10 +46,9 @@ def test_experts_compute_what_the_reference_does(is_native: bool) -> None:
 
 
 @implementations
-@pytest.mark.usefixtures("without_native")
-def test_bytes_of_an_expert_make_it_elsewhere(is_native: bool) -> None:
-    source, _ = packed(2, torch.bfloat16)
-    target, _ = packed(3, torch.bfloat16)
+def test_bytes_of_an_expert_make_it_elsewhere(kernels: KernelBackend) -> None:
+    source, _ = packed(2, torch.bfloat16, kernels)
+    target, _ = packed(3, torch.bfloat16, kernels)
     x, factors = torch.randn(5, WIDTH).bfloat16(), torch.rand(5, 1)
     untouched = target(x, torch.ones(5, 1).long(), factors)
     data = source.read(1).clone()
@@ -93,11 +82,10 @@ def test_more_rows_than_one_pass_takes_give_the_same() -> None:
 
 
 @implementations
-@pytest.mark.usefixtures("without_native")
-def test_heads_write_between_what_lies_there(is_native: bool) -> None:
+def test_heads_write_between_what_lies_there(kernels: KernelBackend) -> None:
     x, weight = torch.randn(5, 3, 20)[..., :16], torch.randn(3, 24, 16)
     out = torch.full((5, 3, 40), 7.0)
-    result = PackedHeads(weight)(x, out[..., :24])
+    result = kernels.heads(weight)(x, out[..., :24])
 
     torch.testing.assert_close(result, head_linear(x, weight), rtol=1e-4, atol=1e-4)
     assert (out[..., 24:] == 7).all()
@@ -110,7 +98,7 @@ def test_heads_write_between_what_lies_there(is_native: bool) -> None:
 )
 def test_heads_of_another_shape_are_refused(x: Tensor) -> None:
     with pytest.raises(TypeError):
-        PackedHeads(torch.ones(2, 6, 4))(x)
+        KERNELS.heads(torch.ones(2, 6, 4))(x)
 
 
 @needs_native
@@ -119,7 +107,7 @@ def test_positions_and_slots_of_latents_out_of_range_are_refused(position: int, 
     cache = latent_cache(4, 16, 48, dtype=torch.float32, device=CPU)
     before = cache.clone()
     with pytest.raises(InternalError):
-        rope_and_latent(
+        KERNELS.rope_and_latent(
             torch.ones(1, 2, 24),
             torch.ones(1, 2, 48),
             torch.ones(1, 48),
@@ -136,7 +124,7 @@ def test_positions_and_slots_of_latents_out_of_range_are_refused(position: int, 
 @needs_native
 def test_garbage_past_the_context_of_latents_changes_nothing() -> None:
     inputs = latent_inputs([1], [37], 4, (32, 16), dtype=torch.bfloat16, device=CPU)
-    expected = latent_attention(*inputs)
+    expected = KERNELS.latent_attention(*inputs)
     inputs[1][inputs[2][0, 2], :, :, 37 % 16 :] = float("nan")
 
-    assert torch.equal(latent_attention(*inputs), expected)
+    assert torch.equal(KERNELS.latent_attention(*inputs), expected)

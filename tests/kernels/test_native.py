@@ -12,15 +12,11 @@ import pytest
 import torch
 
 from pdserve.errors import InternalError
-from pdserve.kernels.cases import attention_inputs, kv_cache, rope_table
-from pdserve.kernels.cpu import build, native
-from pdserve.kernels.linear import PackedLinear
-from pdserve.kernels.ops import OPS, paged_attention, rms_norm, rope_and_cache
+from pdserve.kernels.cases.attention import attention_inputs, kv_cache, rope_table
+from pdserve.kernels.cpu import build
+from tests.kernels.builds import CPU, KERNELS, needs_native
 
 pytestmark = pytest.mark.slow
-
-CPU = torch.device("cpu")
-needs_native = pytest.mark.skipif(native.kernels() is None, reason="no compiler")
 
 
 def _python(code: str, **environment: str) -> str:
@@ -38,10 +34,12 @@ def _python(code: str, **environment: str) -> str:
 def test_without_a_compiler_the_reference_runs_and_one_line_says_so(tmp_path: Path) -> None:
     code = (
         "import torch\n"
-        "from pdserve.kernels.ops import PackedLinear, rms_norm\n"
+        "from pdserve.kernels.registry import kernels_on\n"
         "x = torch.ones(2, 4)\n"
-        "assert torch.equal(rms_norm(x, x[0], 0.0), x)\n"
-        "layer = PackedLinear(torch.eye(4), torch.ones(4), out_dtype=torch.float32)\n"
+        "kernels = kernels_on(x.device)\n"
+        "assert kernels is kernels_on(torch.device('cpu'))\n"
+        "assert torch.equal(kernels.rms_norm(x, x[0], 0.0), x)\n"
+        "layer = kernels.linear_of(torch.eye(4), torch.ones(4), out_dtype=torch.float32)\n"
         "assert torch.equal(layer(x), x + 1)\n"
         "assert torch.equal(layer(x, torch.empty(2, 4)), x + 1)\n"
         "assert torch.equal(layer.unpack(), torch.eye(4))\n"
@@ -84,14 +82,14 @@ def test_processes_that_start_together_compile_once(tmp_path: Path) -> None:
 def test_unpacking_gives_back_the_weight(dtype: torch.dtype) -> None:
     weight = torch.randn(70, 33).to(dtype)
 
-    assert torch.equal(PackedLinear(weight).unpack(), weight)
+    assert torch.equal(KERNELS.linear_of(weight).unpack(), weight)
 
 
 @needs_native
 def test_packed_linear_writes_fp32_to_a_given_tensor() -> None:
     x, weight = torch.randn(3, 64).bfloat16(), torch.randn(40, 64).bfloat16()
     out = torch.empty(3, 40)
-    result = PackedLinear(weight, out_dtype=torch.float32)(x, out)
+    result = KERNELS.linear_of(weight, out_dtype=torch.float32)(x, out)
 
     assert result is out
     torch.testing.assert_close(out, x.float() @ weight.float().T)
@@ -100,7 +98,7 @@ def test_packed_linear_writes_fp32_to_a_given_tensor() -> None:
 @needs_native
 def test_packed_linear_does_not_keep_the_original() -> None:
     weight = torch.randn(64, 64)
-    layer = PackedLinear(weight)
+    layer = KERNELS.linear_of(weight)
     expected = weight.sum(1)
     weight.zero_()
 
@@ -112,13 +110,13 @@ def test_packed_linear_does_not_keep_the_original() -> None:
 )
 def test_packed_linear_refuses_what_it_cannot_multiply(x: torch.Tensor) -> None:
     with pytest.raises(TypeError):
-        PackedLinear(torch.ones(5, 4))(x)
+        KERNELS.linear_of(torch.ones(5, 4))(x)
 
 
 @needs_native
 def test_mixed_dtypes_are_refused() -> None:
     with pytest.raises(TypeError):
-        rms_norm(torch.ones(2, 4), torch.ones(4).half(), 1e-5)
+        KERNELS.rms_norm(torch.ones(2, 4), torch.ones(4).half(), 1e-5)
 
 
 @needs_native
@@ -127,7 +125,7 @@ def test_positions_and_slots_out_of_range_are_refused(position: int, slot: int) 
     cache = kv_cache(4, 1, 16, 32, dtype=torch.float32, device=CPU)
     before = cache.clone()
     with pytest.raises(InternalError):
-        rope_and_cache(
+        KERNELS.rope_and_cache(
             torch.ones(1, 96),
             torch.tensor([position]),
             rope_table(20, 32, CPU),
@@ -146,7 +144,7 @@ def test_a_block_outside_the_cache_is_refused(bad_id: int) -> None:
     inputs = attention_inputs([1], [40], (2, 1), 32, dtype=torch.float32, device=CPU)
     inputs[2][0, 1] = bad_id
     with pytest.raises(InternalError):
-        paged_attention(*inputs)
+        KERNELS.paged_attention(*inputs)
 
 
 @needs_native
@@ -154,7 +152,7 @@ def test_block_tables_that_are_a_view_are_refused() -> None:
     inputs = list(attention_inputs([1, 1], [40, 9], (2, 1), 32, dtype=torch.float32, device=CPU))
     inputs[2] = inputs[2][:, :-1]
     with pytest.raises(TypeError, match="block_tables"):
-        paged_attention(*inputs)
+        KERNELS.paged_attention(*inputs)
 
 
 @needs_native
@@ -162,22 +160,22 @@ def test_a_context_longer_than_the_table_is_refused() -> None:
     inputs = attention_inputs([1], [40], (2, 1), 32, dtype=torch.float32, device=CPU)
     inputs[4][0] = 1000
     with pytest.raises(InternalError):
-        paged_attention(*inputs)
+        KERNELS.paged_attention(*inputs)
 
 
 @needs_native
 def test_garbage_past_the_context_changes_nothing() -> None:
     inputs = attention_inputs([1], [37], (2, 1), 32, dtype=torch.bfloat16, device=CPU)
-    expected = paged_attention(*inputs)
+    expected = KERNELS.paged_attention(*inputs)
     last_block = inputs[2][0, 2]
     inputs[1][last_block, :, :, 37 % 16 :] = float("nan")
 
-    assert torch.equal(paged_attention(*inputs), expected)
+    assert torch.equal(KERNELS.paged_attention(*inputs), expected)
 
 
 @needs_native
 def test_python_threads_may_call_at_once() -> None:
-    layer = PackedLinear(torch.randn(512, 256))
+    layer = KERNELS.linear_of(torch.randn(512, 256))
     inputs = [torch.randn(40, 256) for _ in range(4)]
     expected = [layer(x) for x in inputs]
     wrong: list[int] = []
@@ -198,9 +196,10 @@ def test_python_threads_may_call_at_once() -> None:
 def test_a_forked_child_has_its_own_threads() -> None:
     code = (
         "import os, torch\n"
-        "from pdserve.kernels.ops import PackedLinear\n"
+        "from pdserve.kernels.registry import kernels_on\n"
+        "kernels = kernels_on(torch.device('cpu'))\n"
         "torch.set_num_threads(2)\n"
-        "layer, x = PackedLinear(torch.randn(512, 256)), torch.randn(40, 256)\n"
+        "layer, x = kernels.linear_of(torch.randn(512, 256)), torch.randn(40, 256)\n"
         "expected = layer(x)\n"
         "child = os.fork()\n"
         "if not child:\n"
@@ -217,9 +216,10 @@ def test_a_forked_child_has_its_own_threads() -> None:
 def test_idle_threads_use_no_cpu() -> None:
     code = (
         "import time, torch\n"
-        "from pdserve.kernels.ops import PackedLinear\n"
+        "from pdserve.kernels.registry import kernels_on\n"
+        "kernels = kernels_on(torch.device('cpu'))\n"
         "torch.set_num_threads(2)\n"
-        "layer, x = PackedLinear(torch.randn(512, 256)), torch.randn(40, 256)\n"
+        "layer, x = kernels.linear_of(torch.randn(512, 256)), torch.randn(40, 256)\n"
         "layer(x)\n"
         "time.sleep(0.05)\n"
         "before = time.process_time()\n"
@@ -227,10 +227,3 @@ def test_idle_threads_use_no_cpu() -> None:
         "assert time.process_time() - before < 0.01\n"
     )
     _python(code)
-
-
-@pytest.mark.parametrize("name", ["linear", "rms_norm", "add_rms_norm", "silu_and_mul"])
-def test_operations_off_the_cpu_use_the_reference(name: str) -> None:
-    args = OPS[name].cases()[-1].make(torch.float32, torch.device("meta"))
-
-    assert OPS[name](*args).is_meta

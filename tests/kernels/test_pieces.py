@@ -6,12 +6,10 @@ import pytest
 import torch
 
 from pdserve.errors import InternalError
-from pdserve.kernels.cpu import native
-from pdserve.kernels.linear import PackedLinear, take_rows
+from pdserve.kernels.reference.linear import take_rows
+from tests.kernels.builds import CPU, KERNELS, needs_native
 
-CPU = torch.device("cpu")
 dtypes = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-needs_native = pytest.mark.skipif(native.available() is not None, reason="no native kernels")
 
 
 # 33 columns pad the depth of a bf16 step; no piece ends where a group of 32 does.
@@ -21,8 +19,8 @@ def test_pieces_in_any_order_make_the_whole_weight(
     dtype: torch.dtype, order: tuple[int, ...]
 ) -> None:
     weight, bias = torch.randn(101, 33).to(dtype), torch.randn(101).to(dtype)
-    whole = PackedLinear(weight, bias)
-    layer = PackedLinear.reserve(101, 33, dtype=dtype, device=CPU, has_bias=True)
+    whole = KERNELS.linear_of(weight, bias)
+    layer = KERNELS.linear(101, 33, dtype=dtype, device=CPU, has_bias=True)
     ends = [0, 5, 40, 70, 101]
     for piece in order:
         rows = slice(ends[piece], ends[piece + 1])
@@ -37,9 +35,9 @@ def test_pieces_in_any_order_make_the_whole_weight(
 @dtypes
 def test_a_piece_may_be_a_slice_of_columns_and_of_another_dtype(dtype: torch.dtype) -> None:
     stored = torch.randn(50, 90)
-    layer = PackedLinear.reserve(50, 30, dtype=dtype, device=CPU)
+    layer = KERNELS.linear(50, 30, dtype=dtype, device=CPU)
     layer.write(0, stored[:, 30:60])
-    other = PackedLinear.reserve(50, 30, dtype=dtype, device=CPU)
+    other = KERNELS.linear(50, 30, dtype=dtype, device=CPU)
     other.write(0, stored.to(dtype)[:, 30:60])
 
     assert torch.equal(layer.unpack(), stored[:, 30:60].to(dtype))
@@ -55,12 +53,12 @@ def test_rows_are_those_of_the_ids_and_zero_elsewhere(dtype: torch.dtype) -> Non
     expected[here] = weight[ids[here] - 53]
 
     assert here.any()
-    assert torch.equal(PackedLinear(weight).rows(ids, first_id=53, num_ids=211), expected)
+    assert torch.equal(KERNELS.linear_of(weight).rows(ids, first_id=53, num_ids=211), expected)
     assert torch.equal(take_rows(weight, ids, first_id=53, num_ids=211), expected)
 
 
 def test_a_weight_without_rows_multiplies_to_nothing_and_finds_nothing() -> None:
-    layer = PackedLinear.reserve(0, 32, dtype=torch.float32, device=CPU)
+    layer = KERNELS.linear(0, 32, dtype=torch.float32, device=CPU)
     ids = torch.tensor([0, 3])
 
     assert layer(torch.randn(2, 32)).shape == (2, 0)
@@ -74,4 +72,6 @@ def test_a_weight_without_rows_multiplies_to_nothing_and_finds_nothing() -> None
 @pytest.mark.parametrize("token", [-1, 50])
 def test_an_id_that_there_is_nowhere_is_refused(token: int) -> None:
     with pytest.raises(InternalError, match="outside the table"):
-        PackedLinear(torch.randn(50, 32)).rows(torch.tensor([0, token]), first_id=0, num_ids=50)
+        KERNELS.linear_of(torch.randn(50, 32)).rows(
+            torch.tensor([0, token]), first_id=0, num_ids=50
+        )

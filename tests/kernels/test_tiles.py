@@ -9,17 +9,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from pdserve.kernels.cpu.native import kernels
-from pdserve.kernels.linear import PackedLinear
+from tests.kernels.builds import KERNELS
 
-KERNELS = kernels()
-pytestmark = pytest.mark.skipif(
-    KERNELS is None or not KERNELS.has_tiles(), reason="no AMX, or no compiler"
-)
+pytestmark = pytest.mark.skipif("AMX" not in KERNELS.description, reason="no AMX, or no compiler")
 
 
 def _product(x: Tensor, weight: Tensor) -> Tensor:
-    return PackedLinear(weight, out_dtype=torch.float32)(x)
+    return KERNELS.linear_of(weight, out_dtype=torch.float32)(x)
 
 
 def _sum_as_tiles_do(x: Tensor, weight: Tensor) -> Tensor:
@@ -72,7 +68,7 @@ def test_infinities_and_nans_reach_the_same_elements_in_any_batch(rows: int) -> 
 
 def test_denormals_are_flushed_in_products_alone() -> None:
     smallest = torch.tensor([[1e-40]])
-    layer = PackedLinear(torch.eye(32).bfloat16(), out_dtype=torch.float32)
+    layer = KERNELS.linear_of(torch.eye(32).bfloat16(), out_dtype=torch.float32)
     layer(torch.ones(1, 32).bfloat16())
 
     assert smallest.item() > 0
@@ -89,14 +85,14 @@ def test_a_process_that_is_refused_tiles_computes_without_and_stays_invariant() 
         "small = Stack(ctypes.addressof(memory), 0, 4096)\n"
         "assert ctypes.CDLL(None).sigaltstack(ctypes.byref(small), None) == 0\n"
         "import torch\n"
-        "from pdserve.kernels.cpu.native import kernels\n"
-        "from pdserve.kernels.linear import PackedLinear\n"
+        "from pdserve.kernels.registry import kernels_on\n"
+        "kernels = kernels_on(torch.device('cpu'))\n"
         "x, weight = torch.randn(50, 70).bfloat16(), torch.randn(40, 70).bfloat16()\n"
-        "layer = PackedLinear(weight, out_dtype=torch.float32)\n"
+        "layer = kernels.linear_of(weight, out_dtype=torch.float32)\n"
         "torch.testing.assert_close(layer(x), x.float() @ weight.float().T)\n"
         "assert torch.equal(torch.cat([layer(row) for row in x.split(1)]), layer(x))\n"
         "assert torch.equal(layer.unpack(), weight)\n"
-        "print(kernels().has_tiles())\n"
+        "print('AMX' in kernels.description)\n"
     )
     run = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False

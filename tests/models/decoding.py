@@ -8,7 +8,8 @@ import torch
 import torch.distributed as dist
 
 from pdserve.config.schema import EngineConfig, ModelConfig, ParallelConfig
-from pdserve.models.decoder import StepInputs
+from pdserve.kernels.registry import kernels_on
+from pdserve.kernels.step import StepInputs
 from pdserve.models.registry import LoadedModel, load_model
 from pdserve.parallel.group import World
 from pdserve.parallel.pipeline import StageLink
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from pdserve.kernels.backend import KernelBackend
     from pdserve.models.decoder import LayerHooks
 
 BLOCK_SIZE = 16
@@ -29,13 +31,16 @@ def load(
     world: World | None = None,
     *,
     parallel: ParallelConfig | None = None,
+    kernels: KernelBackend | None = None,
     **fields: Any,
 ) -> LoadedModel:
     """Load a rank's part of a model; `fields` are of the model's configuration."""
     config = EngineConfig(
         model=ModelConfig(model=str(directory), **fields), parallel=parallel or ParallelConfig()
     )
-    return load_model(config, CPU, world or World.alone(), lambda _: None)
+    return load_model(
+        config, CPU, kernels or kernels_on(CPU), world or World.alone(), lambda _: None
+    )
 
 
 def greedy(

@@ -10,8 +10,8 @@ import torch
 
 from pdserve.config.schema import ParallelConfig
 from pdserve.errors import ConfigError
-from pdserve.kernels.ops import PackedExperts
-from pdserve.models.decoder import StepInputs
+from pdserve.kernels.registry import kernels_on
+from pdserve.kernels.step import StepInputs
 from pdserve.models.layers.moe import MoE, RoutedExperts
 from pdserve.models.layers.parameter import Placement
 from pdserve.models.reading import read_arch
@@ -259,7 +259,7 @@ class _Here:
 
 
 def _slots_of(directory: Path, local: Sequence[int]) -> dict[str, Any]:
-    placement = Placement(CPU, torch.float32, experts=_Here(local))
+    placement = Placement(CPU, torch.float32, kernels_on(CPU), experts=_Here(local))
     return dict(MoE(read_arch(directory), 1, placement).slots(""))
 
 
@@ -275,7 +275,7 @@ def test_an_expert_may_lie_on_a_rank_twice(directory_of: Callable[[str], Path]) 
     moe = read_arch(directory_of("qwen3_moe")).moe
     assert moe is not None
     local = [5, 0, 5]
-    placement = Placement(CPU, torch.float32, experts=_Here(local))
+    placement = Placement(CPU, torch.float32, kernels_on(CPU), experts=_Here(local))
     experts = RoutedExperts(moe, 64, local, placement)
     for slot in dict(experts.slots("")).values():
         if slot.load is not None:
@@ -290,7 +290,9 @@ def _layer(directory: Path, experts: Any) -> MoE:
     from safetensors.torch import load_file
 
     stored = load_file(directory / "model.safetensors")
-    layer = MoE(read_arch(directory), 1, Placement(CPU, torch.float32, experts=experts))
+    layer = MoE(
+        read_arch(directory), 1, Placement(CPU, torch.float32, kernels_on(CPU), experts=experts)
+    )
     for name, slot in layer.slots("model.layers.1."):
         if slot.load is not None:
             slot.load(stored[name])
@@ -335,7 +337,8 @@ def test_an_expert_moves_as_bytes(directory_of: Callable[[str], Path]) -> None:
     arch = read_arch(directory)
     assert arch.moe is not None
     shape = {"dtype": torch.float32, "device": CPU}
-    source, target = PackedExperts(2, 64, 96, **shape), PackedExperts(3, 64, 96, **shape)
+    kernels = kernels_on(CPU)
+    source, target = kernels.experts(2, 64, 96, **shape), kernels.experts(3, 64, 96, **shape)
     for expert in range(2):
         source.write_gate(expert, torch.randn(96, 64))
         source.write_up(expert, torch.randn(96, 64))
@@ -404,5 +407,9 @@ def test_sliced_experts_that_do_not_divide_are_refused(tmp_path: Path) -> None:
 def _slicing_refusal(world: World, directory: Path) -> str:
     experts = SlicedExperts(8, world.tp)
     with pytest.raises(ConfigError) as refused:
-        MoE(read_arch(directory), 1, Placement(CPU, torch.float32, world, experts=experts))
+        MoE(
+            read_arch(directory),
+            1,
+            Placement(CPU, torch.float32, kernels_on(CPU), world, experts=experts),
+        )
     return str(refused.value)

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from pdserve.errors import ConfigError
+from pdserve.kernels.backend import REFERENCE
 from pdserve.models.layers.embedding import vocab_rows
 from pdserve.models.layers.linear import QKV, ColumnParallel, RowParallel, kv_heads_of
 from pdserve.models.layers.parameter import Placement
@@ -28,7 +29,7 @@ def placements(size: int) -> list[Placement]:
         groups = {axis: Group((rank,), rank) for axis in Axis}
         groups[Axis.TP] = Group(ranks, rank)
         world = World(Mesh(shape, rank), groups)
-        found.append(Placement(torch.device("cpu"), torch.float32, world))
+        found.append(Placement(torch.device("cpu"), torch.float32, REFERENCE, world))
     return found
 
 

@@ -11,7 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from pdserve.models.decoder import StepInputs
+from pdserve.kernels.registry import kernels_on
+from pdserve.kernels.step import StepInputs
 from pdserve.models.layers.linear import ColumnParallel, RowParallel
 from pdserve.models.layers.norm import RMSNorm
 from pdserve.models.layers.parameter import Placement
@@ -58,7 +59,8 @@ def inputs() -> tuple[Tensor, Tensor]:
 def run(world: World, sequence_parallel: bool) -> Tensor:
     """The half layer's result, whole."""
     arch = parse_arch(CONFIG)
-    placement = Placement(torch.device("cpu"), torch.float32, world)
+    device = torch.device("cpu")
+    placement = Placement(device, torch.float32, kernels_on(device), world)
     placement = replace(placement, sequence_parallel=sequence_parallel)
     layer = example(arch, placement)
     slots = dict(layer.slots("model.layers.0."))

@@ -11,11 +11,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from pdserve.kernels.registry import kernels_on
 from pdserve.models.arch import MoeArch, Scoring
 from pdserve.models.layers.moe import Router
 from pdserve.models.layers.parameter import Placement
 from pdserve.models.reading import parse_arch
 
+CPU = torch.device("cpu")
 BASE: dict[str, Any] = {
     "vocab_size": 64,
     "hidden_size": 64,
@@ -87,7 +89,7 @@ def make(case: Case) -> tuple[Any, Router]:
     described = {**config.to_dict(), "architectures": [f"{case.family}ForCausalLM"]}
     moe = parse_arch(described).moe
     assert moe is not None
-    ours = Router(moe, config.hidden_size, Placement(torch.device("cpu"), torch.float32))
+    ours = Router(moe, config.hidden_size, Placement(CPU, torch.float32, kernels_on(CPU)))
     load(ours, stored)
     return theirs, ours
 
@@ -118,7 +120,7 @@ MOE = MoeArch(layers=(True,), num_experts=6, top_k=3, intermediate_size=1)
 
 
 def router_of(moe: MoeArch, weight: Tensor, bias: Tensor | None = None) -> Router:
-    placement = Placement(torch.device("cpu"), torch.float32)
+    placement = Placement(CPU, torch.float32, kernels_on(CPU))
     router = Router(moe, weight.shape[1], placement)
     stored = {"gate.weight": weight}
     if bias is not None:
@@ -149,7 +151,7 @@ def test_logits_are_fp32_whatever_the_models_dtype(dtype: torch.dtype) -> None:
     moe = MoeArch(
         layers=(True,), num_experts=2, top_k=2, intermediate_size=1, normalize_weights=False
     )
-    router = Router(moe, 64, Placement(torch.device("cpu"), dtype))
+    router = Router(moe, 64, Placement(CPU, dtype, kernels_on(CPU)))
     load(router, {"gate.weight": weight})
     # 64 against 64 - 1/256, which have the same 11 leading bits.
     first, second = router(torch.ones(1, 64, dtype=dtype)).weights[0].tolist()

@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from pdserve.config.schema import EngineConfig, ModelConfig
 from pdserve.errors import ConfigError
+from pdserve.kernels.registry import kernels_on
 from pdserve.models.registry import LoadedModel, load_model
 from pdserve.models.weights import Checkpoint, DummyWeights, Slot, load_weights
 from pdserve.parallel.group import World
@@ -27,6 +28,7 @@ def load(directory: Path, **fields: Any) -> LoadedModel:
     return load_model(
         EngineConfig(model=ModelConfig(model=str(directory), **fields)),
         CPU,
+        kernels_on(CPU),
         World.alone(),
         lambda _: None,
     )

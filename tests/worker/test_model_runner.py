@@ -10,7 +10,6 @@ import torch
 
 from pdserve.config.schema import CacheConfig
 from pdserve.errors import InternalError
-from pdserve.kernels.cpu import native
 from pdserve.wire.ids import BlockId, RequestId
 from pdserve.wire.step import KnownRequests, NewRequest, SchedulerOutput
 from pdserve.worker.philox import uniforms
@@ -245,9 +244,8 @@ def poison(driver: Driver, token_id: int) -> None:
 
 @pytest.mark.parametrize("arch", [{}, {"head_dim": 24}], ids=["heads of 16", "heads of 24"])
 def test_blocks_of_any_allowed_size_give_the_same_tokens(
-    make_driver: Callable[..., Driver], caplog: pytest.LogCaptureFixture, arch: dict[str, Any]
+    make_driver: Callable[..., Driver], arch: dict[str, Any]
 ) -> None:
-    native.takes_attention.cache_clear()
     found = []
     for block_size in (8, 16, 32, 64, 128):
         cache = CacheConfig(num_gpu_blocks_override=40, block_size=block_size)
@@ -255,9 +253,6 @@ def test_blocks_of_any_allowed_size_give_the_same_tokens(
         driver.add("r", prompt_of(150, 1))
         found.append(driver.run("r", 10, chunk=40))
     assert found == [found[0]] * 5
-    said = [record.getMessage() for record in caplog.records if "reference" in record.getMessage()]
-    assert len(said) == (5 if arch else 1)  # one line for each shape, however many steps
-    assert all("heads of multiples of 16" in line for line in said)
 
 
 def test_kv_that_is_nan_fails_the_row_that_reads_it(make_driver: Callable[..., Driver]) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import cached_property
 from typing import TYPE_CHECKING
 
-from pdserve.kernels import halves
+from pdserve.kernels.reference.halves import AttentionWeights
 from pdserve.models.layers.linear import QKV, RowParallel
 from pdserve.models.layers.parameter import Parameter
 
@@ -14,8 +14,9 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from pdserve.kernels.reference import halves
+    from pdserve.kernels.step import StepInputs
     from pdserve.models.arch import ModelArch
-    from pdserve.models.decoder import StepInputs
     from pdserve.models.layers.parameter import Placement
     from pdserve.models.weights import Slot
 
@@ -47,6 +48,7 @@ class Attention:
             bias=arch.o_bias,
         )
         self._stream = placement.stream
+        self._kernels = placement.kernels
         self._q_norm = Parameter((arch.head_dim,), placement) if arch.qk_norm else None
         self._k_norm = Parameter((arch.head_dim,), placement) if arch.qk_norm else None
         self._cos_sin = cos_sin
@@ -65,10 +67,10 @@ class Attention:
 
     @cached_property
     def _half(self) -> halves.Attention:
-        return halves.Attention(
-            self._norm.value,
-            self._eps,
-            self._qkv.packed,
+        weights = AttentionWeights(
+            norm=self._norm.value,
+            eps=self._eps,
+            qkv=self._qkv.packed,
             out=self._out.packed,
             cos_sin=self._cos_sin,
             q_norm=None if self._q_norm is None else self._q_norm.value,
@@ -76,6 +78,7 @@ class Attention:
             scale=self._scale,
             window=self._window,
         )
+        return self._kernels.attention(self._kernels, weights)
 
     def __call__(
         self, x: Tensor | None, residual: Tensor, step: StepInputs, kv_layer: Tensor
@@ -94,24 +97,7 @@ class Attention:
         """
         half, stream = self._half, self._stream
         if stream.is_alone or not stream.is_split(len(step.positions)):
-            partial = half(
-                x,
-                residual,
-                kv_layer,
-                positions=step.positions,
-                slot_mapping=step.slot_mapping,
-                block_tables=step.block_tables,
-                query_start=step.query_start,
-                context_lens=step.context_lens,
-            )
+            partial = half(x, residual, kv_layer, step)
             return partial if stream.is_alone else stream.sum(partial)
-        partial = half.after_norm(
-            stream.gather(half.norm(x, residual), len(step.positions)),
-            kv_layer,
-            positions=step.positions,
-            slot_mapping=step.slot_mapping,
-            block_tables=step.block_tables,
-            query_start=step.query_start,
-            context_lens=step.context_lens,
-        )
-        return stream.sum(partial)
+        normed = stream.gather(half.norm(x, residual), len(step.positions))
+        return stream.sum(half.after_norm(normed, kv_layer, step))

@@ -6,8 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from pdserve.kernels.linear import take_rows
-from pdserve.kernels.ops import PackedLinear
+from pdserve.kernels.reference.linear import take_rows
 from pdserve.models.weights import Slot
 
 if TYPE_CHECKING:
@@ -15,6 +14,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from pdserve.kernels.reference.linear import PackedLinear
     from pdserve.models.arch import ModelArch
     from pdserve.models.layers.parameter import Placement
     from pdserve.parallel.group import Group
@@ -90,7 +90,7 @@ class Embedding:
         return self._head(hidden)
 
     def _new_head(self) -> PackedLinear:
-        return PackedLinear.reserve(
+        return self._placement.kernels.linear(
             len(self.rows),
             self._shape[1],
             dtype=self._placement.dtype,

@@ -12,7 +12,6 @@ from functools import cached_property
 from typing import TYPE_CHECKING
 
 from pdserve.errors import ConfigError
-from pdserve.kernels.ops import PackedLinear
 from pdserve.models.weights import Slot
 
 if TYPE_CHECKING:
@@ -21,6 +20,7 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
+    from pdserve.kernels.reference.linear import PackedLinear
     from pdserve.models.layers.parameter import Placement
 
 
@@ -76,7 +76,7 @@ class Linear:
     @cached_property
     def packed(self) -> PackedLinear:
         """`x [M, this rank's columns] -> [M, out_features]`; usable once every part is loaded."""
-        return PackedLinear.reserve(
+        return self._placement.kernels.linear(
             self.out_features,
             len(self._columns),
             dtype=self._placement.dtype,

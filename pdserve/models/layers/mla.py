@@ -13,13 +13,6 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from pdserve.kernels.ops import (
-    PackedHeads,
-    add_rms_norm,
-    latent_attention,
-    rms_norm,
-    rope_and_latent,
-)
 from pdserve.models.layers.linear import Linear, RowParallel, Rows
 from pdserve.models.layers.parameter import Parameter
 from pdserve.models.weights import Slot
@@ -29,8 +22,9 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from pdserve.kernels.reference.mla import PackedHeads
+    from pdserve.kernels.step import StepInputs
     from pdserve.models.arch import ModelArch
-    from pdserve.models.decoder import StepInputs
     from pdserve.models.layers.parameter import Placement
 
 
@@ -46,8 +40,7 @@ class LatentAttention:
         cos_sin: `[max_positions, P]` fp32, shared by all layers.
 
     Raises:
-        ConfigError: The heads do not divide by the TP group, or the kernels cannot take the
-            latent's size.
+        ConfigError: The heads do not divide by the TP group.
     """
 
     _absorb: PackedHeads
@@ -62,6 +55,7 @@ class LatentAttention:
         self._mla = mla
         self._placement = placement
         self._stream = placement.stream
+        self._kernels = placement.kernels
         self._heads = placement.part("num_attention_heads", arch.num_heads)
         self._all_heads = arch.num_heads
         self._cos_sin = cos_sin
@@ -148,14 +142,16 @@ class LatentAttention:
         nope, device = self._mla.qk_nope_head_dim, self._placement.device
         heads = tensor.to(device, self._placement.dtype)
         heads = heads.reshape(len(self._heads), -1, self._mla.kv_lora_rank)
-        self._absorb = PackedHeads(heads[:, :nope].transpose(1, 2).contiguous())
-        self._expand = PackedHeads(heads[:, nope:].contiguous())
+        self._absorb = self._kernels.heads(heads[:, :nope].transpose(1, 2).contiguous())
+        self._expand = self._kernels.heads(heads[:, nope:].contiguous())
 
     def _queries(self, normed: Tensor) -> Tensor:
         if self._q_a is None or self._q_norm is None:
             return self._q.packed(normed)
         low = self._q_a.packed(normed)
-        return self._q.packed(rms_norm(low, self._q_norm.value, self._mla.lora_norm_eps))
+        return self._q.packed(
+            self._kernels.rms_norm(low, self._q_norm.value, self._mla.lora_norm_eps)
+        )
 
     def __call__(
         self, x: Tensor | None, residual: Tensor, step: StepInputs, kv_layer: Tensor
@@ -172,17 +168,17 @@ class LatentAttention:
         Returns:
             `[rows, hidden_size]`, summed over the TP group, not yet added to `residual`.
         """
-        mla, stream = self._mla, self._stream
+        mla, stream, kernels = self._mla, self._stream, self._kernels
         nope, latent_dim = mla.qk_nope_head_dim, mla.kv_lora_rank
         if x is None:
-            normed = rms_norm(residual, self._norm.value, self._eps)
+            normed = kernels.rms_norm(residual, self._norm.value, self._eps)
         else:
-            normed = add_rms_norm(x, residual, self._norm.value, self._eps)
+            normed = kernels.add_rms_norm(x, residual, self._norm.value, self._eps)
         normed = stream.gather(normed, len(step.positions))
         q = self._queries(normed).view(-1, len(self._heads), self._q_head_dim)
         queries = q.new_empty((*q.shape[:2], latent_dim + mla.qk_rope_head_dim))
         self._absorb(q[..., :nope], queries[..., :latent_dim])
-        rope_and_latent(
+        kernels.rope_and_latent(
             q,
             queries,
             self._kv_a.packed(normed),
@@ -193,7 +189,7 @@ class LatentAttention:
             self._kv_norm.value,
             mla.lora_norm_eps,
         )
-        attended = latent_attention(
+        attended = kernels.latent_attention(
             queries,
             kv_layer,
             step.block_tables,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import cached_property
 from typing import TYPE_CHECKING
 
-from pdserve.kernels import halves
+from pdserve.kernels.reference.halves import MlpWeights
 from pdserve.models.layers.linear import ColumnParallel, RowParallel
 from pdserve.models.layers.parameter import Parameter
 
@@ -14,8 +14,9 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from pdserve.kernels.reference.halves import Mlp
+    from pdserve.kernels.step import StepInputs
     from pdserve.models.arch import ModelArch
-    from pdserve.models.decoder import StepInputs
     from pdserve.models.layers.parameter import Placement
     from pdserve.models.weights import Slot
 
@@ -34,6 +35,7 @@ class GatedMLP:
             inner, "down_proj", arch.hidden_size, placement=placement, bias=bias
         )
         self._stream = placement.stream
+        self._kernels = placement.kernels
 
     def slots(self, prefix: str) -> Iterator[tuple[str, Slot]]:
         """Yield how each parameter is loaded; `prefix` is the layer's."""
@@ -42,8 +44,12 @@ class GatedMLP:
         yield from self._down.slots(f"{prefix}mlp.")
 
     @cached_property
-    def _half(self) -> halves.Mlp:
-        return halves.Mlp(self._norm.value, self._eps, self._gate_up.packed, self._down.packed)
+    def _half(self) -> Mlp:
+        kernels = self._kernels
+        return kernels.mlp(
+            kernels,
+            MlpWeights(self._norm.value, self._eps, self._gate_up.packed, self._down.packed),
+        )
 
     def __call__(self, x: Tensor, residual: Tensor, step: StepInputs) -> Tensor:
         """Run the half layer. R rows of T are this rank's share of the residual stream, or all.

@@ -12,13 +12,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from pdserve.kernels.ops import (
-    PackedExperts,
-    RoutingRule,
-    add_rms_norm,
-    route,
-    silu_and_mul,
-)
+from pdserve.kernels.reference.moe import RoutingRule
 from pdserve.models.arch import GroupScore, Scoring
 from pdserve.models.layers.linear import ColumnParallel, Linear, RowParallel
 from pdserve.models.layers.parameter import Parameter
@@ -30,8 +24,9 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from pdserve.kernels.reference.moe import PackedExperts
+    from pdserve.kernels.step import StepInputs
     from pdserve.models.arch import ModelArch, MoeArch
-    from pdserve.models.decoder import StepInputs
     from pdserve.models.layers.parameter import Placement
 
 
@@ -62,6 +57,7 @@ class MoE:
             moe, arch.hidden_size, placement.experts.local_experts(layer), placement
         )
         self._stream = placement.stream
+        self._add_rms_norm = placement.kernels.add_rms_norm
 
     def slots(self, prefix: str) -> Iterator[tuple[str, Slot]]:
         """Yield how each parameter is loaded; `prefix` is the layer's."""
@@ -82,7 +78,7 @@ class MoE:
         Returns:
             `[R, hidden_size]`, summed over all ranks with experts, not yet added to `residual`.
         """
-        normed = add_rms_norm(x, residual, self._norm.value, self._eps)
+        normed = self._add_rms_norm(x, residual, self._norm.value, self._eps)
         normed = self._stream.gather(normed, len(step.positions))
         routing = self._router(normed)
         partial = None if self._shared is None else self._shared(normed)
@@ -102,6 +98,7 @@ class Router:
             if moe.has_correction_bias
             else None
         )
+        self._route = placement.kernels.route
         self._rule = RoutingRule(
             moe.top_k,
             sigmoid=moe.scoring is Scoring.SIGMOID,
@@ -121,7 +118,7 @@ class Router:
     def __call__(self, x: Tensor) -> Routing:
         """`[T, hidden_size]` -> the choices of T tokens."""
         bias = None if self._bias is None else self._bias.value
-        return Routing(*route(self._gate.packed(x), bias, self._rule))
+        return Routing(*self._route(self._gate.packed(x), bias, self._rule))
 
 
 class SharedExperts:
@@ -132,6 +129,7 @@ class SharedExperts:
             hidden_size, {"gate_proj": inner, "up_proj": inner}, placement
         )
         self._down = RowParallel(inner, "down_proj", hidden_size, placement=placement)
+        self._silu_and_mul = placement.kernels.silu_and_mul
 
     def slots(self, prefix: str) -> Iterator[tuple[str, Slot]]:
         """Yield how each parameter is loaded."""
@@ -140,7 +138,7 @@ class SharedExperts:
 
     def __call__(self, x: Tensor) -> Tensor:
         """`[T, hidden_size]` -> this rank's term of the sum over the TP group."""
-        return self._down.packed(silu_and_mul(self._gate_up.packed(x)))
+        return self._down.packed(self._silu_and_mul(self._gate_up.packed(x)))
 
 
 class RoutedExperts:
@@ -173,7 +171,7 @@ class RoutedExperts:
     @cached_property
     def packed(self) -> PackedExperts:
         """The experts that lie here; usable once every one of them is loaded."""
-        return PackedExperts(
+        return self._placement.kernels.experts(
             self._num_local,
             self._whole[1],
             len(self._inner),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from pdserve.kernels.ops import add_rms_norm
 from pdserve.models.layers.parameter import Parameter
 
 if TYPE_CHECKING:
@@ -20,6 +19,7 @@ class RMSNorm:
     def __init__(self, dim: int, eps: float, placement: Placement) -> None:
         self._weight = Parameter((dim,), placement)
         self._eps = eps
+        self._add_rms_norm = placement.kernels.add_rms_norm
 
     def slot(self) -> Slot:
         """How the weight is loaded."""
@@ -27,4 +27,4 @@ class RMSNorm:
 
     def add(self, x: Tensor, residual: Tensor) -> Tensor:
         """Add `x` to `residual` in place and return the norm of the sum, `[T, dim]`."""
-        return add_rms_norm(x, residual, self._weight.value, self._eps)
+        return self._add_rms_norm(x, residual, self._weight.value, self._eps)

@@ -15,6 +15,7 @@ from pdserve.parallel.group import World
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from pdserve.kernels.backend import KernelBackend
     from pdserve.parallel.dispatch import ExpertParallel
 
 
@@ -26,6 +27,7 @@ class Placement:
     group to slice by, and the group's sums.
 
     Attributes:
+        kernels: What runs on `device`; a layer takes from here what it calls.
         sequence_parallel: Norms and residuals hold a share of the step's tokens per TP rank,
             if the step has many.
         experts: How tokens reach experts; None for a model without any.
@@ -33,6 +35,7 @@ class Placement:
 
     device: torch.device
     dtype: torch.dtype
+    kernels: KernelBackend
     world: World = field(default_factory=World.alone)
     sequence_parallel: bool = False
     experts: ExpertParallel | None = None

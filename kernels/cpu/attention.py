@@ -1,0 +1,238 @@
+"""What writes and reads the KV cache: rotation with the cache's write, and paged attention."""
+
+from __future__ import annotations
+
+import ctypes
+import struct
+from functools import cache
+
+from torch import Tensor, get_num_threads
+
+from pdserve.kernels.backend import NotTakenError
+from pdserve.kernels.cpu.marshal import check_places, check_requests, refused, same_type
+
+# What attention.cpp takes.
+_LANES = 16
+_MAX_HEAD_DIM = 1024
+_TILE = 64
+
+_ROPE_AND_CACHE = struct.Struct("@8P9qf2i").pack
+_PAGED_ATTENTION = struct.Struct("@6P12qf2i").pack
+_ROPE_AND_LATENT = struct.Struct("@8P9qf2i").pack
+
+
+@cache
+def refusal(head_dim: int, value_dim: int, block_size: int) -> str | None:
+    """Return None if the attention kernels take these sizes, else what they take."""
+    widths = (head_dim, value_dim)
+    if (
+        all(width % _LANES == 0 for width in widths)
+        and max(widths) <= _MAX_HEAD_DIM
+        and _TILE % block_size == 0
+    ):
+        return None
+    return (
+        f"the CPU kernels take heads of multiples of {_LANES} up to {_MAX_HEAD_DIM} and blocks of "
+        f"at most {_TILE} tokens, not heads of {head_dim} (values {value_dim}) and blocks of "
+        f"{block_size}"
+    )
+
+
+class AttentionOps:
+    """Their calls into one library."""
+
+    def __init__(self, library: ctypes.CDLL) -> None:
+        self._rope_and_cache = library.pd_rope_and_cache
+        self._rope_and_latent = library.pd_rope_and_latent
+        self._paged_attention = library.pd_paged_attention
+
+    def rope_and_cache(
+        self,
+        qkv: Tensor,
+        positions: Tensor,
+        cos_sin: Tensor,
+        kv_layer: Tensor,
+        slot_mapping: Tensor,
+        q_norm: Tensor | None,
+        k_norm: Tensor | None,
+        eps: float,
+    ) -> Tensor:
+        """See ``reference.rope.rope_and_cache``."""
+        num_blocks, _, num_kv_heads, block_size, head_dim = kv_layer.shape
+        rows, width = qkv.shape
+        num_heads = width // head_dim - 2 * num_kv_heads
+        kind = same_type(qkv)
+        check_places(kv_layer, qkv.dtype, positions, slot_mapping)
+        num_positions, rotary_dim = cos_sin.shape
+        out = qkv.new_empty((rows, num_heads, head_dim))
+        status = self._rope_and_cache(
+            _ROPE_AND_CACHE(
+                qkv.data_ptr(),
+                positions.data_ptr(),
+                cos_sin.data_ptr(),
+                kv_layer.data_ptr(),
+                slot_mapping.data_ptr(),
+                0 if q_norm is None else q_norm.data_ptr(),
+                0 if k_norm is None else k_norm.data_ptr(),
+                out.data_ptr(),
+                kv_layer.stride(0),
+                num_blocks,
+                num_kv_heads,
+                block_size,
+                head_dim,
+                rows,
+                num_heads,
+                num_positions,
+                rotary_dim,
+                eps,
+                kind,
+                get_num_threads(),
+            )
+        )
+        if status:
+            raise refused("rope_and_cache", status)
+        return out
+
+    def rope_and_latent(
+        self,
+        q: Tensor,
+        queries: Tensor,
+        latent: Tensor,
+        positions: Tensor,
+        cos_sin: Tensor,
+        kv_layer: Tensor,
+        slot_mapping: Tensor,
+        norm: Tensor,
+        eps: float,
+    ) -> Tensor:
+        """See ``reference.mla.rope_and_latent``."""
+        num_blocks, _, _, block_size, width = kv_layer.shape
+        rows, num_heads, head_dim = q.shape
+        kind = same_type(q, queries, latent, norm)
+        check_places(kv_layer, q.dtype, positions, slot_mapping)
+        num_positions, rotary_dim = cos_sin.shape
+        status = self._rope_and_latent(
+            _ROPE_AND_LATENT(
+                q.data_ptr(),
+                queries.data_ptr(),
+                latent.data_ptr(),
+                positions.data_ptr(),
+                cos_sin.data_ptr(),
+                kv_layer.data_ptr(),
+                slot_mapping.data_ptr(),
+                norm.data_ptr(),
+                kv_layer.stride(0),
+                num_blocks,
+                block_size,
+                width - rotary_dim,
+                rotary_dim,
+                rows,
+                num_heads,
+                head_dim,
+                num_positions,
+                eps,
+                kind,
+                get_num_threads(),
+            )
+        )
+        if status:
+            raise refused("rope_and_latent", status)
+        return queries
+
+    def paged_attention(
+        self,
+        q: Tensor,
+        kv_layer: Tensor,
+        block_tables: Tensor,
+        query_start: Tensor,
+        context_lens: Tensor,
+        scale: float,
+        window: int | None,
+    ) -> Tensor:
+        """See ``reference.attention.paged_attention``."""
+        num_blocks, _, num_kv_heads, block_size, head_dim = kv_layer.shape
+        reason = refusal(head_dim, head_dim, block_size)
+        if reason is not None:
+            raise NotTakenError(reason)
+        rows, num_heads, _ = q.shape
+        num_requests, max_blocks = block_tables.shape
+        kind = same_type(q)
+        check_requests(kv_layer, q.dtype, block_tables, query_start, context_lens)
+        out = q.new_empty((rows, num_heads * head_dim))
+        status = self._paged_attention(
+            _PAGED_ATTENTION(
+                q.data_ptr(),
+                kv_layer.data_ptr(),
+                block_tables.data_ptr(),
+                query_start.data_ptr(),
+                context_lens.data_ptr(),
+                out.data_ptr(),
+                kv_layer.stride(0),
+                num_blocks,
+                num_kv_heads,
+                block_size,
+                head_dim,
+                num_requests,
+                max_blocks,
+                rows,
+                num_heads,
+                0 if window is None else window,
+                head_dim,
+                num_kv_heads * block_size * head_dim,
+                scale,
+                kind,
+                get_num_threads(),
+            )
+        )
+        if status:
+            raise refused("paged_attention", status)
+        return out
+
+    def latent_attention(
+        self,
+        q: Tensor,
+        kv_layer: Tensor,
+        block_tables: Tensor,
+        query_start: Tensor,
+        context_lens: Tensor,
+        scale: float,
+        latent_dim: int,
+    ) -> Tensor:
+        """See ``reference.mla.latent_attention``."""
+        num_blocks, _, _, block_size, head_dim = kv_layer.shape
+        reason = refusal(head_dim, latent_dim, block_size)
+        if reason is not None:
+            raise NotTakenError(reason)
+        rows, num_heads, _ = q.shape
+        num_requests, max_blocks = block_tables.shape
+        kind = same_type(q)
+        check_requests(kv_layer, q.dtype, block_tables, query_start, context_lens)
+        out = q.new_empty((rows, num_heads, latent_dim))
+        status = self._paged_attention(
+            _PAGED_ATTENTION(
+                q.data_ptr(),
+                kv_layer.data_ptr(),
+                block_tables.data_ptr(),
+                query_start.data_ptr(),
+                context_lens.data_ptr(),
+                out.data_ptr(),
+                kv_layer.stride(0),
+                num_blocks,
+                1,
+                block_size,
+                head_dim,
+                num_requests,
+                max_blocks,
+                rows,
+                num_heads,
+                0,
+                latent_dim,
+                0,
+                scale,
+                kind,
+                get_num_threads(),
+            )
+        )
+        if status:
+            raise refused("latent_attention", status)
+        return out

@@ -1,0 +1,63 @@
+"""The backend of CPUs: C++ kernels for the CPU they run on, compiled at first use.
+
+The number of threads is ``torch.get_num_threads()``, read at every call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from pdserve.kernels.backend import KernelBackend, KernelsUnavailableError
+from pdserve.kernels.cpu import build
+from pdserve.kernels.cpu.attention import AttentionOps
+from pdserve.kernels.cpu.digest import DigestOps
+from pdserve.kernels.cpu.halves import make_attention, make_mlp
+from pdserve.kernels.cpu.linear import CpuHeads, CpuLinear
+from pdserve.kernels.cpu.marshal import open_library
+from pdserve.kernels.cpu.moe import CpuExperts, RouterOps
+from pdserve.kernels.cpu.packing import Packing
+from pdserve.kernels.cpu.rows import RowOps
+
+
+def load(device: torch.device, progress: Callable[[str], None]) -> KernelBackend:
+    """Build the kernels where no process of this machine has, and load them.
+
+    Raises:
+        KernelsUnavailableError: There is no compiler, or it failed.
+    """
+    try:
+        if not build.is_built():
+            progress("compiling the CPU kernels, once per machine (about 10 s)")
+        return from_library(build.library())
+    except (build.BuildError, OSError) as error:
+        raise KernelsUnavailableError(str(error)) from error
+
+
+def from_library(path: Path) -> KernelBackend:
+    """Return the backend of one library that `build.library` made."""
+    library = open_library(path)
+    packing = Packing(library)
+    rows, attention = RowOps(library), AttentionOps(library)
+    unit = ", bf16 on AMX tiles" if library.pd_has_tiles() else ""
+    return KernelBackend(
+        name="cpu",
+        description=f"C++ kernels for this CPU{unit}: {path}",
+        rms_norm=rows.rms_norm,
+        add_rms_norm=rows.add_rms_norm,
+        silu_and_mul=rows.silu_and_mul,
+        rope_and_cache=attention.rope_and_cache,
+        paged_attention=attention.paged_attention,
+        route=RouterOps(library).route,
+        rope_and_latent=attention.rope_and_latent,
+        latent_attention=attention.latent_attention,
+        kv_digests=DigestOps(library).kv_digests,
+        linear=partial(CpuLinear, packing),
+        heads=partial(CpuHeads, packing),
+        experts=partial(CpuExperts, packing),
+        mlp=partial(make_mlp, library),
+        attention=partial(make_attention, library),
+    )

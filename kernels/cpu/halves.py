@@ -1,0 +1,256 @@
+"""The two halves of a dense decoder layer in one call each, which saves most of a step's Python."""
+
+from __future__ import annotations
+
+import ctypes
+import struct
+
+import torch
+from torch import Tensor, get_num_threads
+
+from pdserve.kernels.cpu.attention import refusal
+from pdserve.kernels.cpu.linear import CpuLinear, PackedWeight
+from pdserve.kernels.cpu.marshal import check_places, check_requests, refused, same_type
+from pdserve.kernels.ops import Ops
+from pdserve.kernels.reference.halves import Attention, AttentionWeights, Mlp, MlpWeights
+from pdserve.kernels.reference.linear import PackedLinear
+from pdserve.kernels.step import StepInputs
+
+# Above this many tokens a call's arithmetic dwarfs its Python, and the intermediate results of one
+# call (which the native one keeps for the next) would hold memory for nothing.
+_MAX_ROWS = 128
+
+# Structs of structs; 0P pads the end.
+_MLP = struct.Struct("@4P2qf2i4P3q3i2P2q2i4P3q3i0P").pack
+_ATTENTION_BLOCK = struct.Struct("@4P2qf2i4P3q3i8P9qf2i6P12qf2i4P3q3i0P").pack
+
+
+def make_mlp(library: ctypes.CDLL, ops: Ops, weights: MlpWeights) -> Mlp:
+    """Return the feed-forward half, in one call if its matrices are packed for that."""
+    gate_up, down = _packed(weights.gate_up), _packed(weights.down)
+    if gate_up is None or down is None:
+        return Mlp(ops, weights)
+    return CpuMlp(library, ops, weights, gate_up, down)
+
+
+def make_attention(library: ctypes.CDLL, ops: Ops, weights: AttentionWeights) -> Attention:
+    """Return the attention half, in one call if its matrices are packed for that."""
+    qkv, out = _packed(weights.qkv), _packed(weights.out)
+    if qkv is None or out is None:
+        return Attention(ops, weights)
+    return CpuAttention(library, ops, weights, qkv, out)
+
+
+def _packed(layer: PackedLinear) -> PackedWeight | None:
+    if isinstance(layer, CpuLinear) and layer.out_dtype == layer.dtype:
+        return layer.packed_weight()
+    return None
+
+
+class CpuMlp(Mlp):
+    """The feed-forward half, in one call for few tokens."""
+
+    def __init__(
+        self,
+        library: ctypes.CDLL,
+        ops: Ops,
+        weights: MlpWeights,
+        gate_up: PackedWeight,
+        down: PackedWeight,
+    ) -> None:
+        super().__init__(ops, weights)
+        self._call = library.pd_mlp
+        self._norm, self._eps = weights.norm, weights.eps
+        self._gate_up, self._down = gate_up, down
+
+    def __call__(self, x: Tensor | None, residual: Tensor) -> Tensor:
+        """See `Mlp.__call__`."""
+        rows, width = residual.shape
+        if rows > _MAX_ROWS:
+            return super().__call__(x, residual)
+        norm, gate_up, down = self._norm, self._gate_up, self._down
+        kind = same_type(residual, norm) if x is None else same_type(residual, norm, x)
+        out = torch.empty_like(residual)
+        threads = get_num_threads()
+        residual_at = residual.data_ptr()
+        inner = gate_up.num_cols // 2
+        self._call(
+            _MLP(
+                # PdRmsNorm
+                residual_at if x is None else x.data_ptr(),
+                0 if x is None else residual_at,
+                norm.data_ptr(),
+                0,
+                rows,
+                width,
+                self._eps,
+                kind,
+                threads,
+                # PdLinear
+                0,
+                gate_up.address,
+                gate_up.bias_address,
+                0,
+                rows,
+                gate_up.num_cols,
+                width,
+                kind,
+                kind,
+                threads,
+                # PdSiluAndMul
+                0,
+                0,
+                rows,
+                inner,
+                kind,
+                threads,
+                # PdLinear
+                0,
+                down.address,
+                down.bias_address,
+                out.data_ptr(),
+                rows,
+                width,
+                inner,
+                kind,
+                kind,
+                threads,
+            )
+        )
+        return out
+
+
+class CpuAttention(Attention):
+    """The attention half, in one call for few tokens."""
+
+    def __init__(
+        self,
+        library: ctypes.CDLL,
+        ops: Ops,
+        weights: AttentionWeights,
+        qkv: PackedWeight,
+        out: PackedWeight,
+    ) -> None:
+        super().__init__(ops, weights)
+        self._call = library.pd_attention_block
+        self._qkv, self._out = qkv, out
+        self._takes_kv: bool | None = None  # told by the first call
+
+    def __call__(
+        self, x: Tensor | None, residual: Tensor, kv_layer: Tensor, step: StepInputs
+    ) -> Tensor:
+        """See `Attention.__call__`."""
+        num_blocks, _, num_kv_heads, block_size, head_dim = kv_layer.shape
+        rows, width = residual.shape
+        if self._takes_kv is None:
+            self._takes_kv = refusal(head_dim, head_dim, block_size) is None
+        if rows > _MAX_ROWS or not self._takes_kv:
+            return super().__call__(x, residual, kv_layer, step)
+        weights, qkv, out_projection = self._weights, self._qkv, self._out
+        norm, q_norm, k_norm, cos_sin = (
+            weights.norm,
+            weights.q_norm,
+            weights.k_norm,
+            weights.cos_sin,
+        )
+        positions, slot_mapping = step.positions, step.slot_mapping
+        block_tables, query_start, context_lens = (
+            step.block_tables,
+            step.query_start,
+            step.context_lens,
+        )
+        kind = same_type(residual, norm) if x is None else same_type(residual, norm, x)
+        check_places(kv_layer, residual.dtype, positions, slot_mapping)
+        check_requests(kv_layer, residual.dtype, block_tables, query_start, context_lens)
+        num_heads = qkv.num_cols // head_dim - 2 * num_kv_heads
+        num_positions, rotary_dim = cos_sin.shape
+        num_requests, max_blocks = block_tables.shape
+        out = torch.empty_like(residual)
+        threads = get_num_threads()
+        residual_at, kv_at, block_stride = (
+            residual.data_ptr(),
+            kv_layer.data_ptr(),
+            kv_layer.stride(0),
+        )
+        status = self._call(
+            _ATTENTION_BLOCK(
+                # PdRmsNorm
+                residual_at if x is None else x.data_ptr(),
+                0 if x is None else residual_at,
+                norm.data_ptr(),
+                0,
+                rows,
+                width,
+                weights.eps,
+                kind,
+                threads,
+                # PdLinear
+                0,
+                qkv.address,
+                qkv.bias_address,
+                0,
+                rows,
+                qkv.num_cols,
+                width,
+                kind,
+                kind,
+                threads,
+                # PdRopeAndCache
+                0,
+                positions.data_ptr(),
+                cos_sin.data_ptr(),
+                kv_at,
+                slot_mapping.data_ptr(),
+                0 if q_norm is None else q_norm.data_ptr(),
+                0 if k_norm is None else k_norm.data_ptr(),
+                0,
+                block_stride,
+                num_blocks,
+                num_kv_heads,
+                block_size,
+                head_dim,
+                rows,
+                num_heads,
+                num_positions,
+                rotary_dim,
+                weights.eps,
+                kind,
+                threads,
+                # PdPagedAttention
+                0,
+                kv_at,
+                block_tables.data_ptr(),
+                query_start.data_ptr(),
+                context_lens.data_ptr(),
+                0,
+                block_stride,
+                num_blocks,
+                num_kv_heads,
+                block_size,
+                head_dim,
+                num_requests,
+                max_blocks,
+                rows,
+                num_heads,
+                0 if weights.window is None else weights.window,
+                head_dim,
+                num_kv_heads * block_size * head_dim,
+                weights.scale,
+                kind,
+                threads,
+                # PdLinear
+                0,
+                out_projection.address,
+                out_projection.bias_address,
+                out.data_ptr(),
+                rows,
+                width,
+                num_heads * head_dim,
+                kind,
+                kind,
+                threads,
+            )
+        )
+        if status:
+            raise refused("attention", status)
+        return out

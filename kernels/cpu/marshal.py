@@ -1,0 +1,104 @@
+"""What calls into the C++ kernels have in common: codes of dtypes, cheap checks, statuses.
+
+Shapes are trusted where checking would cost more than the kernel; dtypes and contiguity are
+checked, and the kernels refuse positions, slots and blocks that are out of range. A call passes one
+struct of ``kernels.h`` as bytes: P pointer, q int64, i int32, f float, in C's alignment. ctypes
+lets go of the GIL meanwhile.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from pdserve.errors import InternalError
+from pdserve.kernels.backend import NotTakenError
+
+TYPES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
+_STATUS = {
+    1: "a position is outside the rotary table",
+    2: "a slot is outside the cache",
+    3: "a block, length, head_dim or block_size is out of range",
+    4: "an id is outside the table",
+}
+
+
+def open_library(path: Path) -> ctypes.CDLL:
+    """Open a library that `build.library` made."""
+    library = ctypes.CDLL(str(path))
+    # The others take bytes, and a conversion per call is what having no argtypes avoids.
+    library.pd_packed_bytes.argtypes = (ctypes.c_int64, ctypes.c_int64, ctypes.c_int32)
+    library.pd_packed_bytes.restype = ctypes.c_int64
+    return library
+
+
+def refused(op: str, status: int) -> InternalError:
+    """Return the error that says why a kernel refused a call."""
+    return InternalError(f"{op}: {_STATUS[status]}")
+
+
+def type_code(dtype: torch.dtype) -> int:
+    """Return the kernels' code of a dtype.
+
+    Raises:
+        NotTakenError: They have none.
+    """
+    code = TYPES.get(dtype)
+    if code is None:
+        raise NotTakenError(f"the CPU kernels take bf16, fp16 and fp32, not {dtype}")
+    return code
+
+
+def same_type(first: Tensor, *others: Tensor) -> int:
+    """Return the kernels' code of the one dtype of contiguous tensors.
+
+    Raises:
+        NotTakenError: The dtype of the first is not supported.
+        TypeError: Dtypes differ, or a tensor is not contiguous.
+    """
+    dtype = first.dtype
+    kind = TYPES.get(dtype)
+    if kind is None:
+        return type_code(dtype)
+    if not first.is_contiguous():
+        raise TypeError(f"want contiguous {dtype}, got {first.stride()}")
+    for other in others:
+        if other.dtype != dtype or not other.is_contiguous():
+            raise TypeError(f"want contiguous {dtype}, got {other.dtype} {other.stride()}")
+    return kind
+
+
+def check_places(
+    kv_layer: Tensor, dtype: torch.dtype, positions: Tensor, slot_mapping: Tensor
+) -> None:
+    """Raise TypeError where KV, positions or slots are of another dtype than the kernels read."""
+    if kv_layer.dtype != dtype:
+        raise TypeError(f"cache is {kv_layer.dtype}, want {dtype}")
+    if positions.dtype != torch.int64 or slot_mapping.dtype != torch.int64:
+        raise TypeError(f"want int64, got {positions.dtype} and {slot_mapping.dtype}")
+
+
+def check_requests(
+    kv_layer: Tensor,
+    dtype: torch.dtype,
+    block_tables: Tensor,
+    query_start: Tensor,
+    context_lens: Tensor,
+) -> None:
+    """Raise TypeError where KV or a step's requests are not as the kernels read them."""
+    if kv_layer.dtype != dtype:
+        raise TypeError(f"cache is {kv_layer.dtype}, want {dtype}")
+    # A view of the first columns of a wider table would be read as other requests' blocks.
+    if not block_tables.is_contiguous():
+        raise TypeError(f"block_tables is not contiguous: {block_tables.stride()}")
+    if (
+        block_tables.dtype != torch.int32
+        or query_start.dtype != torch.int32
+        or context_lens.dtype != torch.int32
+    ):
+        raise TypeError(
+            f"want int32, got {block_tables.dtype}, {query_start.dtype}, {context_lens.dtype}"
+        )

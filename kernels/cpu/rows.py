@@ -1,0 +1,73 @@
+"""Norms and activation: what works on rows that fit the cache."""
+
+from __future__ import annotations
+
+import ctypes
+import struct
+
+import torch
+from torch import Tensor, get_num_threads
+
+from pdserve.kernels.cpu.marshal import same_type
+
+_RMS_NORM = struct.Struct("@4P2qf2i").pack
+_SILU_AND_MUL = struct.Struct("@2P2q2i").pack
+
+
+class RowOps:
+    """Their calls into one library."""
+
+    def __init__(self, library: ctypes.CDLL) -> None:
+        self._rms_norm = library.pd_rms_norm
+        self._silu_and_mul = library.pd_silu_and_mul
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """See ``reference.norm.rms_norm``; x is ``[T, D]``."""
+        rows, width = x.shape
+        kind = same_type(x, weight)
+        out = torch.empty_like(x)
+        self._rms_norm(
+            _RMS_NORM(
+                x.data_ptr(),
+                0,
+                weight.data_ptr(),
+                out.data_ptr(),
+                rows,
+                width,
+                eps,
+                kind,
+                get_num_threads(),
+            )
+        )
+        return out
+
+    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """See ``reference.norm.add_rms_norm``."""
+        rows, width = x.shape
+        kind = same_type(x, residual, weight)
+        out = torch.empty_like(x)
+        self._rms_norm(
+            _RMS_NORM(
+                x.data_ptr(),
+                residual.data_ptr(),
+                weight.data_ptr(),
+                out.data_ptr(),
+                rows,
+                width,
+                eps,
+                kind,
+                get_num_threads(),
+            )
+        )
+        return out
+
+    def silu_and_mul(self, x: Tensor) -> Tensor:
+        """See ``reference.activation.silu_and_mul``."""
+        rows, both = x.shape
+        width = both // 2
+        kind = same_type(x)
+        out = x.new_empty((rows, width))
+        self._silu_and_mul(
+            _SILU_AND_MUL(x.data_ptr(), out.data_ptr(), rows, width, kind, get_num_threads())
+        )
+        return out

@@ -1,0 +1,125 @@
+"""Device types -> kernel backends, and the fall back to the reference, operation by operation."""
+
+from __future__ import annotations
+
+import importlib
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import fields, replace
+from typing import Any, cast
+
+import torch
+
+from pdserve.kernels.backend import (
+    REFERENCE,
+    KernelBackend,
+    KernelsUnavailableError,
+    NotTakenError,
+)
+
+_log = logging.getLogger(__name__)
+
+BACKENDS: Mapping[str, str] = {
+    "cpu": "pdserve.kernels.cpu.backend",
+}
+"""Device type -> the module whose ``load`` makes its backend. Others have the reference."""
+
+_NOT_IMPLEMENTATIONS = frozenset({"name", "description"})
+
+_chosen: dict[torch.device, KernelBackend] = {}
+
+
+def _no_progress(_: str) -> None:
+    pass
+
+
+def kernels_on(
+    device: torch.device, progress: Callable[[str], None] = _no_progress
+) -> KernelBackend:
+    """Return this process's backend for ``device``: chosen at the first call, then the same.
+
+    Args:
+        progress: Told, in words, what takes seconds.
+    """
+    if device not in _chosen:
+        _chosen[device] = choose(device, BACKENDS, progress)
+    return _chosen[device]
+
+
+def choose(
+    device: torch.device,
+    backends: Mapping[str, str],
+    progress: Callable[[str], None] = _no_progress,
+) -> KernelBackend:
+    """Return the backend of ``backends`` for ``device``, complete.
+
+    The log says once what runs as the reference: everything, where the backend cannot be used on
+    this machine; operations that it lacks; and operations that do not take a shape or dtype, when
+    they are first asked to.
+    """
+    try:
+        return _completed(load(device, backends, progress))
+    except KernelsUnavailableError as error:
+        _log.warning(
+            "%s kernels unavailable, using the slower torch reference: %s",
+            device.type.upper(),
+            error,
+        )
+        return REFERENCE
+
+
+def load(
+    device: torch.device,
+    backends: Mapping[str, str] = BACKENDS,
+    progress: Callable[[str], None] = _no_progress,
+) -> KernelBackend:
+    """Return the backend for ``device`` as its module makes it.
+
+    Raises:
+        KernelsUnavailableError: It cannot be used on this machine.
+    """
+    module = backends.get(device.type)
+    if module is None:
+        return REFERENCE
+    return cast(KernelBackend, importlib.import_module(module).load(device, progress))
+
+
+def _completed(backend: KernelBackend) -> KernelBackend:
+    """Let the reference run what twins of ``backend`` do not take, and say what it lacks."""
+    if backend is REFERENCE:
+        return backend
+    twins: dict[str, Any] = {}
+    missing = []
+    for field in fields(backend):
+        if field.name in _NOT_IMPLEMENTATIONS:
+            continue
+        twin, reference = getattr(backend, field.name), getattr(REFERENCE, field.name)
+        if twin is reference:
+            missing.append(field.name)
+        else:
+            twins[field.name] = _or_reference(field.name, twin, reference)
+    if missing:
+        _log.warning(
+            "%s kernels have no %s: the slower torch reference runs instead",
+            backend.name.upper(),
+            ", ".join(missing),
+        )
+    return replace(backend, **twins)
+
+
+def _or_reference(
+    name: str, twin: Callable[..., Any], reference: Callable[..., Any]
+) -> Callable[..., Any]:
+    told: set[str] = set()
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return twin(*args, **kwargs)
+        except NotTakenError as error:
+            reason = str(error)
+        if reason not in told:
+            told.add(reason)
+            _log.warning("%s runs as the slower torch reference: %s", name, reason)
+        return reference(*args, **kwargs)
+
+    return run
