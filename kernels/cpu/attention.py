@@ -150,15 +150,52 @@ class AttentionOps:
         window: int | None,
     ) -> Tensor:
         """See ``reference.attention.paged_attention``."""
-        num_blocks, _, num_kv_heads, block_size, head_dim = kv_layer.shape
-        reason = refusal(head_dim, head_dim, block_size)
+        num_tokens, num_heads, head_dim = q.shape
+        out = q.new_empty((num_tokens, num_heads * head_dim))
+        requests = block_tables, query_start, context_lens
+        self._attend(q, kv_layer, requests, out, scale, window or 0, head_dim)
+        return out
+
+    def latent_attention(
+        self,
+        q: Tensor,
+        kv_layer: Tensor,
+        block_tables: Tensor,
+        query_start: Tensor,
+        context_lens: Tensor,
+        scale: float,
+        latent_dim: int,
+    ) -> Tensor:
+        """See ``reference.mla.latent_attention``."""
+        out = q.new_empty((*q.shape[:2], latent_dim))
+        requests = block_tables, query_start, context_lens
+        self._attend(q, kv_layer, requests, out, scale, 0, latent_dim)
+        return out
+
+    def _attend(
+        self,
+        q: Tensor,
+        kv_layer: Tensor,
+        requests: tuple[Tensor, Tensor, Tensor],
+        out: Tensor,
+        scale: float,
+        window: int,
+        value_dim: int,
+    ) -> None:
+        """Attend; where KV has one plane, a value is the beginning of its key.
+
+        Args:
+            window: 0 is none.
+            value_dim: Elements of a value.
+        """
+        num_blocks, num_planes, num_kv_heads, block_size, head_dim = kv_layer.shape
+        reason = refusal(head_dim, value_dim, block_size)
         if reason is not None:
             raise NotTakenError(reason)
-        rows, num_heads, _ = q.shape
+        block_tables, query_start, context_lens = requests
         num_requests, max_blocks = block_tables.shape
         kind = same_type(q)
         check_requests(kv_layer, q.dtype, block_tables, query_start, context_lens)
-        out = q.new_empty((rows, num_heads * head_dim))
         status = self._paged_attention(
             _PAGED_ATTENTION(
                 q.data_ptr(),
@@ -174,65 +211,15 @@ class AttentionOps:
                 head_dim,
                 num_requests,
                 max_blocks,
-                rows,
-                num_heads,
-                0 if window is None else window,
-                head_dim,
-                num_kv_heads * block_size * head_dim,
+                len(q),
+                q.shape[1],
+                window,
+                value_dim,
+                (num_planes - 1) * num_kv_heads * block_size * head_dim,
                 scale,
                 kind,
                 get_num_threads(),
             )
         )
         if status:
-            raise refused("paged_attention", status)
-        return out
-
-    def latent_attention(
-        self,
-        q: Tensor,
-        kv_layer: Tensor,
-        block_tables: Tensor,
-        query_start: Tensor,
-        context_lens: Tensor,
-        scale: float,
-        latent_dim: int,
-    ) -> Tensor:
-        """See ``reference.mla.latent_attention``."""
-        num_blocks, _, _, block_size, head_dim = kv_layer.shape
-        reason = refusal(head_dim, latent_dim, block_size)
-        if reason is not None:
-            raise NotTakenError(reason)
-        rows, num_heads, _ = q.shape
-        num_requests, max_blocks = block_tables.shape
-        kind = same_type(q)
-        check_requests(kv_layer, q.dtype, block_tables, query_start, context_lens)
-        out = q.new_empty((rows, num_heads, latent_dim))
-        status = self._paged_attention(
-            _PAGED_ATTENTION(
-                q.data_ptr(),
-                kv_layer.data_ptr(),
-                block_tables.data_ptr(),
-                query_start.data_ptr(),
-                context_lens.data_ptr(),
-                out.data_ptr(),
-                kv_layer.stride(0),
-                num_blocks,
-                1,
-                block_size,
-                head_dim,
-                num_requests,
-                max_blocks,
-                rows,
-                num_heads,
-                0,
-                latent_dim,
-                0,
-                scale,
-                kind,
-                get_num_threads(),
-            )
-        )
-        if status:
-            raise refused("latent_attention", status)
-        return out
+            raise refused("attention", status)

@@ -23,33 +23,20 @@ class RowOps:
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """See ``reference.norm.rms_norm``; x is ``[T, D]``."""
-        rows, width = x.shape
-        kind = same_type(x, weight)
-        out = torch.empty_like(x)
-        self._rms_norm(
-            _RMS_NORM(
-                x.data_ptr(),
-                0,
-                weight.data_ptr(),
-                out.data_ptr(),
-                rows,
-                width,
-                eps,
-                kind,
-                get_num_threads(),
-            )
-        )
-        return out
+        return self._norm(x, 0, weight, eps, same_type(x, weight))
 
     def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
         """See ``reference.norm.add_rms_norm``."""
-        rows, width = x.shape
         kind = same_type(x, residual, weight)
+        return self._norm(x, residual.data_ptr(), weight, eps, kind)
+
+    def _norm(self, x: Tensor, residual_at: int, weight: Tensor, eps: float, kind: int) -> Tensor:
+        rows, width = x.shape
         out = torch.empty_like(x)
         self._rms_norm(
             _RMS_NORM(
                 x.data_ptr(),
-                residual.data_ptr(),
+                residual_at,
                 weight.data_ptr(),
                 out.data_ptr(),
                 rows,
