@@ -7,6 +7,7 @@ heads of 128, bf16: 128 KiB per token). P does what it is asked over a pipe, and
 from __future__ import annotations
 
 import gc
+import math
 import multiprocessing
 import os
 import threading
@@ -18,13 +19,12 @@ from typing import TYPE_CHECKING
 import torch
 
 from pdserve.config.schema import CacheConfig, EngineConfig, ModelConfig, Role, TransferConfig
-from pdserve.connectors.base import ConnectorContext, KVLayout
+from pdserve.connectors.base import ConnectorContext, KVLayout, ScheduledRequest, StepView
 from pdserve.connectors.nixl.agent import NixlAgent
 from pdserve.connectors.nixl.protocol import Region
 from pdserve.connectors.registry import find
 from pdserve.wire.ids import BlockId, EngineId, Incarnation, RequestId
-from pdserve.wire.request import OnLoadFailure
-from pdserve.wire.step import KnownRequests, SchedulerOutput
+from pdserve.wire.request import FinishReason, OnLoadFailure
 from pdserve.wire.transfer import ConnectorReport, EngineRef, KVHandoff, PushTicket
 
 if TYPE_CHECKING:
@@ -55,6 +55,8 @@ class Request:
     handoff: KVHandoff | None = None
     ticket: PushTicket | None = None
     on_load_failure: OnLoadFailure = OnLoadFailure.REPORT
+    finish_reason: FinishReason | None = None
+    arrival_s: float = math.inf
 
 
 class Engine:
@@ -99,8 +101,7 @@ class Engine:
         )
         factory = find("nixl")
         self.worker = factory.worker(context, self.news.set)
-        self.worker.register_kv_caches(self.kv, self.layout)
-        endpoint = self.worker.endpoint
+        endpoint = self.worker.register_kv_caches(self.kv, self.layout)
         assert endpoint is not None
         self.scheduler = factory.scheduler(context, [endpoint])
         self.ref = EngineRef(
@@ -140,21 +141,28 @@ class Engine:
             self._reuse_blocks()
         num_tokens = len(block_ids) * self.layout.block_size
         request = Request(_new_id(), list(range(num_tokens)), remote_decode=True)
+        self.scheduler.request_arrived(request)
         table, generations = _blocks(block_ids), [self._num_generations] * len(block_ids)
         for first in range(0, num_tokens - chunk, chunk) if chunk else ():
-            self.scheduler.chunk_planned(
-                request, table, first, first + chunk, generations=generations
-            )
-            metadata = self.scheduler.build_connector_meta(_step({}, []))
+            scheduled = ScheduledRequest(request, table, generations, first, first + chunk)
+            metadata = self.scheduler.build_connector_meta(_step(scheduled))
             assert metadata is not None
             self.worker.start_load_kv(metadata)
             self.worker.wait_for_save()
             time.sleep(_DIGEST_S_PER_TOKEN * chunk)
-        handoff = self.scheduler.request_finished(request, table, generations)
-        assert handoff is not None
-        self._num_leased += 1
+        handoff = self._hand_over(request, table, generations)
         self.step()
         return handoff
+
+    def _hand_over(
+        self, request: Request, table: list[BlockId], generations: list[int]
+    ) -> KVHandoff:
+        request.finish_reason = FinishReason.HANDOFF
+        hold = self.scheduler.request_finished(request, table, generations)
+        assert hold is not None
+        assert hold.handoff is not None
+        self._num_leased += 1
+        return hold.handoff
 
     def push(self, ticket: PushTicket, num_tokens: int, chunk: int, layer_s: float) -> float:
         """Compute a prompt in chunks, writing it to D; return when the last layer was through.
@@ -163,7 +171,7 @@ class Engine:
             layer_s: What a layer of a chunk takes, of one core.
         """
         request = Request(_new_id(), list(range(num_tokens)), [], remote_decode=True, ticket=ticket)
-        self.scheduler.request_queued(request)
+        self.scheduler.request_arrived(request)
         while self.scheduler.get_num_new_matched_tokens(request, 0) is None:
             self.step()
             time.sleep(0.0002)
@@ -173,9 +181,9 @@ class Engine:
         self.scheduler.update_state_after_alloc(request, table, 0, generations=generations)
         ended_s = 0.0
         for first in range(0, num_tokens, chunk):
-            metadata = self.scheduler.build_connector_meta(
-                _step({request.request_id: min(chunk, num_tokens - first)}, [first])
-            )
+            end = min(first + chunk, num_tokens)
+            scheduled = ScheduledRequest(request, table, generations, first, end)
+            metadata = self.scheduler.build_connector_meta(_step(scheduled))
             assert metadata is not None
             self.worker.start_load_kv(metadata)
             for layer in range(NUM_LAYERS):
@@ -185,8 +193,7 @@ class Engine:
             self.worker.wait_for_save()
             self.step()
         request.output_token_ids.append(1)
-        assert self.scheduler.request_finished(request, table, generations) is not None
-        self._num_leased += 1
+        self._hand_over(request, table, generations)
         self.step()
         return ended_s
 
@@ -266,7 +273,7 @@ def pair(block_size: int, num_tokens: int) -> Iterator[Pair]:
 
 def queued(engine: Engine, request: Request) -> Request:
     """Have the engine take the request, so that it meets its peer."""
-    engine.scheduler.request_queued(request)
+    engine.scheduler.request_arrived(request)
     engine.step()
     return request
 
@@ -333,19 +340,10 @@ def _compute(seconds: float) -> None:
         torch.mm(a, b)
 
 
-def _step(num_scheduled: dict[RequestId, int], num_computed: list[int]) -> SchedulerOutput:
-    """A step of requests that the workers know."""
-    return SchedulerOutput(
-        step_id=0,
-        new_requests=[],
-        known_requests=KnownRequests(
-            request_ids=list(num_scheduled),
-            new_block_ids=[[] for _ in num_scheduled],
-            num_computed_tokens=num_computed,
-        ),
-        num_scheduled_tokens=num_scheduled,
-        gone_request_ids=[],
-    )
+def _step(scheduled: ScheduledRequest) -> StepView:
+    """A step of one request."""
+    num_tokens = scheduled.end_token - scheduled.start_token
+    return StepView({scheduled.view.request_id: num_tokens}, lambda _: scheduled)
 
 
 def _blocks(block_ids: Sequence[int]) -> list[BlockId]:

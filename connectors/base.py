@@ -11,56 +11,49 @@ An engine has one scheduler half, and a worker half per rank, each with its own 
 channel, leases and transfers. All of them get the same metadata; what they report goes
 through a `Quorum`, so the scheduler half learns of a fact once, when every rank has seen it.
 
-Life of a request at P (`remote_decode`):
-    prefill runs as any other; of each chunk but its last the worker half may take note
-    (`chunk_planned`) -> `request_finished` returns a handoff and the
-    blocks stay leased -> D reads, or releases, or the lease ends -> the worker half
-    reports `Settled` -> the scheduler frees the blocks.
+Every request passes the same calls of the scheduler half, whatever the connector does with it:
+`request_arrived` -> (`get_num_new_matched_tokens` -> `update_state_after_alloc` -> steps, and
+perhaps `preempted`, after which it begins again) -> `request_finished`, however it ended. Whatever
+the workers report of it comes in between, or behind that, in `update_connector_output`.
 
-    With a `ticket` (push) it waits in the queue until D has registered its blocks
-    (`Registered`) or will not (`Withdrawn`); then each step's new full blocks are written to D
-    behind the step, or layer by layer inside it. The lease is granted all the same: D ends it
-    once it has everything, and whoever takes over from D can pull.
+A load runs beside the steps (`Match.is_async`: the request waits for `Received` or `Failed`, and
+its blocks are never freed before), or inside the step that the request starts in: then each
+layer is waited for (`wait_for_layer_load`) and `wait_for_save` says what did not come.
 
-Life of a request at D (`handoff`):
-    `request_queued` (heartbeats begin) -> `get_num_new_matched_tokens` says what can be
-    loaded -> blocks are taken, `update_state_after_alloc` -> the worker half loads in
-    the background -> `Received` (the request may run) or `Failed` (computed here).
-    Between alloc and that report the blocks are never freed, whatever happens to the
-    request: `request_aborted` asks the worker half to stop, and its report settles it.
-
-    With a `ticket` (push) the load begins before P does: blocks are taken, registered at P,
-    and `Received` comes with the handoff, whose first token the request goes on from.
+A save reads the request's blocks while it computes, and may go on behind its end: then
+`preempted` or `request_finished` answers with a `Hold`, and nobody gets the blocks before the
+workers have reported it as `Settled`.
 """
 
 from __future__ import annotations
 
-import abc
+import enum
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import msgspec
 
+from pdserve.errors import HandoffRefusedError
 from pdserve.wire.seal import PROTOCOL
-from pdserve.wire.transfer import KVShape
+from pdserve.wire.transfer import ConnectorReport, KVShape
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     import torch
 
     from pdserve.config.schema import EngineConfig
-    from pdserve.wire.ids import BlockId, EngineId, Incarnation, RequestId
+    from pdserve.wire.ids import BlockHash, BlockId, EngineId, Incarnation, RequestId
     from pdserve.wire.outputs import TokenLogprobs
-    from pdserve.wire.request import OnLoadFailure
-    from pdserve.wire.step import SchedulerOutput
+    from pdserve.wire.request import FinishReason, OnLoadFailure
     from pdserve.wire.transfer import (
         ConnectorMetadata,
-        ConnectorReport,
         Endpoint,
         Failed,
         KVHandoff,
         PushTicket,
+        Received,
+        Settled,
     )
 
 
@@ -138,16 +131,70 @@ class KVLayout(msgspec.Struct, frozen=True, kw_only=True):
         }
 
 
+class KVSource(enum.Enum):
+    """Where the KV of a request that arrives is, as far as the queue has to know.
+
+    PLANNED: another engine computes it once the request has blocks here. READY: another engine
+    has computed it, and keeps blocks for it until it is loaded. LOCAL: anything else.
+    """
+
+    PLANNED = "planned"
+    READY = "ready"
+    LOCAL = "local"
+
+
 class Match(msgspec.Struct, frozen=True):
     """Tokens a connector can provide beyond the local prefix hit.
 
     Attributes:
-        num_tokens: How many; 0 = none.
-        is_async: The request waits, without blocking a step, until they have arrived.
+        num_tokens: How many; 0 = none. They may cover the whole prompt: the last token is
+            computed again then, unless the one behind it comes along.
+        is_async: The request waits, without blocking a step, until they have arrived. If not,
+            they are loaded inside the step that it starts in.
+        is_pinned: A peer writes its blocks, or is written from them: it gets those of its whole
+            prompt, and of the token behind it, when it starts. It is not preempted until its load
+            has arrived or, if nothing is loaded, until it ends.
     """
 
     num_tokens: int
     is_async: bool
+    is_pinned: bool = False
+
+
+class Hold(msgspec.Struct, frozen=True):
+    """A request's blocks are not used for anything else until `Settled` has this id as its nonce.
+
+    Attributes:
+        hold_id: Never used before by this engine.
+        handoff: Goes to the client's next hop. Only for a request that ended as HANDOFF.
+    """
+
+    hold_id: str
+    handoff: KVHandoff | None = None
+
+
+class ConnectorNews(msgspec.Struct, frozen=True, kw_only=True):
+    """What a report means for requests.
+
+    Attributes:
+        loaded: Their blocks may be read. With a handoff, its tokens are their first outputs.
+        failed: Their loads are over, and nothing writes their blocks any more.
+        retried: Loads that have failed and are tried once more, into the same blocks.
+        released: Holds that are over.
+        ready: Who was told to wait (`get_num_new_matched_tokens` gave None), and is to be asked
+            again; and what has happened, for its story.
+    """
+
+    loaded: Sequence[Received] = ()
+    failed: Sequence[Failed] = ()
+    retried: Sequence[Failed] = ()
+    released: Sequence[Settled] = ()
+    ready: Sequence[tuple[RequestId, str]] = ()
+
+    @staticmethod
+    def of(report: ConnectorReport) -> ConnectorNews:
+        """What a report says by itself."""
+        return ConnectorNews(loaded=report.received, failed=report.failed, released=report.settled)
 
 
 class RequestView(Protocol):
@@ -189,6 +236,11 @@ class RequestView(Protocol):
         ...
 
     @property
+    def prompt_block_hashes(self) -> Sequence[BlockHash]:
+        """Of the blocks that its prompt fills: each names all tokens up to there, and the salt."""
+        ...
+
+    @property
     def remote_decode(self) -> bool:
         """Whether its KV is to be leased out."""
         ...
@@ -208,6 +260,73 @@ class RequestView(Protocol):
         """What becomes of it if its KV does not arrive."""
         ...
 
+    @property
+    def finish_reason(self) -> FinishReason | None:
+        """How it has ended; HANDOFF if another engine is to go on from here, None if it has not."""
+        ...
+
+
+class ScheduledRequest(NamedTuple):
+    """What a step computes of one request: the tokens `start_token` to `end_token`.
+
+    `block_ids` is its table so far, `generations` how often each block had been handed out. It may
+    be preempted or gone before the step has run; the blocks then have other generations once they
+    are used again.
+    """
+
+    view: RequestView
+    block_ids: Sequence[BlockId]
+    generations: Sequence[int]
+    start_token: int
+    end_token: int
+
+
+class StepView:
+    """The step that is being built.
+
+    Args:
+        num_scheduled_tokens: Tokens to compute, by request.
+        look_up: Makes the rest of what a connector may ask for.
+
+    Attributes:
+        asked_about: The request that was looked at last, which is whose fault an error is.
+    """
+
+    def __init__(
+        self,
+        num_scheduled_tokens: Mapping[RequestId, int],
+        look_up: Callable[[RequestId], ScheduledRequest],
+    ) -> None:
+        self._num_scheduled_tokens = num_scheduled_tokens
+        self._look_up = look_up
+        self.asked_about: RequestId | None = None
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that it computes, of all requests."""
+        return sum(self._num_scheduled_tokens.values())
+
+    def __iter__(self) -> Iterator[RequestId]:
+        """Ids of its requests, in its order."""
+        return iter(self._num_scheduled_tokens)
+
+    def get(self, request_id: RequestId) -> ScheduledRequest:
+        """What it computes of one of them."""
+        self.asked_about = request_id
+        return self._look_up(request_id)
+
+
+class LoadIds:
+    """Numbers the loads of one engine, from 1."""
+
+    def __init__(self) -> None:
+        self._last = 0
+
+    def draw(self) -> int:
+        """A number that nobody else has been given."""
+        self._last += 1
+        return self._last
+
 
 class ConnectorContext(msgspec.Struct, frozen=True, kw_only=True):
     """What both halves know of the engine.
@@ -218,6 +337,8 @@ class ConnectorContext(msgspec.Struct, frozen=True, kw_only=True):
         layout_digest: Equal digests mean that KV can be exchanged, however it is shared out.
         layout_fields: What it was taken over.
         shape: How this engine's KV is shared out over its ranks.
+        load_ids: Where every connector of the engine draws its `load_id`s, so that none takes
+            the report of another's load for one of its own.
     """
 
     config: EngineConfig
@@ -229,51 +350,52 @@ class ConnectorContext(msgspec.Struct, frozen=True, kw_only=True):
     shape: KVShape
     rank: int = 0
     num_ranks: int = 1
+    load_ids: LoadIds = msgspec.field(default_factory=LoadIds)
 
 
-class KVConnectorScheduler(abc.ABC):
+class KVConnectorScheduler:
     """The half beside the scheduler. One thread, no I/O, no clock of its own.
 
-    A method about a request that has not started may raise: then nothing has changed, and the
-    scheduler ends that request alone, with an error.
+    What a connector does not override does nothing.
+
+    Whatever a method raises over a request ends that request alone, with an error; the connector
+    is left as it was before the call. What ends so at `preempted` or `request_finished` has
+    nothing under way in its blocks, unless it is pinned. Only `take_instructions` is about no
+    request, and does not fail.
 
     Attributes:
+        hands_over: Whether a request may end as HANDOFF. If not, it is decoded where it was
+            prefilled.
         faults: Count by name of what should stay rare, since the engine started.
     """
 
+    hands_over: bool = False
     faults: Mapping[str, int] = MappingProxyType({})
 
-    @abc.abstractmethod
-    def check_handoff(self, request: RequestView) -> str | None:
-        """Why the request's handoff, or its ticket, cannot be trusted or used here; None = it can.
+    def request_arrived(self, request: RequestView) -> KVSource:
+        """A request is taken: peers may be met, leases kept alive, KV fetched from now on.
 
-        Asked before anything of the handoff (its first token too) is believed: the range of each
-        number, layout digest (the answer names both values), prompt digest. A ticket must name
-        this engine's life. That both are this deployment's was checked where they came in. With
-        a ticket and a handoff (what a push brought, in `Received`) the two must belong together.
+        Nothing that came with it has been believed yet, but that it is from this deployment.
+
+        Raises:
+            HandoffRefusedError: Its handoff or its ticket cannot be trusted or used here; the
+                message names both values of what differs.
         """
+        if request.handoff is not None or request.ticket is not None:
+            raise HandoffRefusedError("the KV connector of this engine takes none")
+        return KVSource.LOCAL
 
-    @abc.abstractmethod
-    def request_queued(self, request: RequestView) -> None:
-        """A request was taken; if it has a handoff, keep its lease alive from now on.
-
-        With a ticket: meet the peer; at P, let D's registration be known.
-        """
-
-    @abc.abstractmethod
     def get_num_new_matched_tokens(
         self, request: RequestView, num_computed_tokens: int
     ) -> Match | None:
         """Tokens loadable beyond the `num_computed_tokens` (block-aligned) found locally.
 
-        No side effect; called at every step while the request waits. None = ask again
-        later. The answer is never more than the prompt's tokens.
-
-        At P, a request with a ticket that was answered None (D has not registered) is asked
-        about again once a report has named its nonce as registered or withdrawn, not before.
+        No side effect; called whenever the request may start. None = not known yet: it stands
+        aside, and is asked about again once `ConnectorNews.ready` names it. What is matched of
+        a request of which a load has failed is not loaded, but computed.
         """
+        return Match(0, is_async=False)
 
-    @abc.abstractmethod
     def update_state_after_alloc(
         self,
         request: RequestView,
@@ -284,114 +406,66 @@ class KVConnectorScheduler(abc.ABC):
     ) -> None:
         """`block_ids` (the whole table) are held for the request.
 
-        If `num_external_tokens` is 0 nothing will be loaded (the local hit covers it, or
-        an earlier load failed): any lease the request came with is released.
-
         Args:
-            generations: Of each block; required at P for a request with a ticket, whose table
-                has all blocks of its prompt.
+            num_external_tokens: What is to be loaded: as many as were matched, or 0 if nothing
+                will be (the local hit covers it, or an earlier load failed).
+            generations: Of each block, if the request starts; a load has none.
         """
 
-    def chunk_planned(
-        self,
-        request: RequestView,
-        block_ids: Sequence[BlockId],
-        start_token: int,
-        end_token: int,
-        *,
-        generations: Sequence[int],
-    ) -> None:
-        """The step that is being built computes a chunk of a `remote_decode` prompt, not its last.
-
-        Said before `build_connector_meta` of that step. The request may be preempted or gone
-        before the step has run; its blocks then have other generations once they are used again.
-
-        Args:
-            block_ids, generations: Its table so far, with the chunk's blocks.
-            start_token, end_token: What the step computes.
-        """
-
-    @abc.abstractmethod
-    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> ConnectorMetadata | None:
+    def build_connector_meta(self, step: StepView) -> ConnectorMetadata | None:
         """What belongs to this step, for `start_load_kv`. None = nothing."""
+        return None
 
-    @abc.abstractmethod
     def take_instructions(self) -> ConnectorMetadata | None:
         """Drain what is staged and need not wait for a step, for `post`. None = nothing."""
+        return None
 
-    @abc.abstractmethod
+    def preempted(
+        self, request: RequestView, block_ids: Sequence[BlockId], generations: Sequence[int]
+    ) -> Hold | None:
+        """The request lost its blocks, and waits again. Not None = they are kept until then."""
+        return None
+
     def request_finished(
         self, request: RequestView, block_ids: Sequence[BlockId], generations: Sequence[int]
-    ) -> KVHandoff | None:
-        """The request ended here. Not None = its blocks are leased until `Settled`."""
+    ) -> Hold | None:
+        """The request has ended, see its `finish_reason`; it has no blocks if it never started.
 
-    @abc.abstractmethod
-    def request_aborted(self, request: RequestView) -> bool:
-        """The request is gone.
-
-        A load in flight is still reported, as received or failed; a handoff that was
-        never loaded is released at its owner; a push is stopped.
-
-        Returns:
-            Whether a peer may still be written from its blocks, or read them: then they are
-            held until `Settled`. A request whose push was registered is never preempted, not
-            even once it is withdrawn: what was begun may still be under way.
+        A load in flight is still reported, as received or failed, and holds the blocks until then.
+        A handoff that was never loaded is released at its owner. Not None = its blocks, which a
+        peer or a save still reads, are kept until `Settled`; always so after HANDOFF.
         """
+        return None
 
-    @abc.abstractmethod
-    def release_lease(self, nonce: str) -> None:
-        """Nobody will read this lease (the client left). Unknown nonces are ignored."""
-
-    def holds_blocks(self, request: RequestView) -> bool:
-        """Whether a peer may be written from the request's blocks, although it is not leased.
-
-        That is so at P from D's registration on, until nothing is written from them any more. Such
-        a request gets the blocks of its whole prompt when it starts, and is never preempted.
-        """
-        return False
-
-    def retry_load(self, failed: Failed) -> bool:
-        """Whether the load is tried once more, under its lease and into the same blocks.
-
-        Asked for each failed load of a request that still waits for it, before anything else is
-        done about it, and before `update_connector_output` has the report. If so, the
-        instructions are staged already, and the request goes on receiving.
-        """
-        return False
-
-    @abc.abstractmethod
-    def update_connector_output(self, report: ConnectorReport) -> None:
-        """Learn what the workers saw, after the scheduler has."""
+    def update_connector_output(self, report: ConnectorReport) -> ConnectorNews:
+        """Learn one fact that the workers saw, and say what it means for requests."""
+        return ConnectorNews.of(report)
 
 
-class KVConnectorWorker(abc.ABC):
+class KVConnectorWorker:
     """The half beside the model runner.
 
     `post` and `get_finished` may be called from any one thread at a time, also while a step
     runs; the others belong to the thread that runs steps.
     """
 
-    capabilities: Capabilities
+    capabilities = Capabilities()
 
-    @abc.abstractmethod
-    def register_kv_caches(self, kv: torch.Tensor, layout: KVLayout) -> None:
+    def register_kv_caches(self, kv: torch.Tensor, layout: KVLayout) -> Endpoint | None:
         """Once, after allocation.
 
         Args:
             kv: `[num_blocks, num_layers, num_planes, num_kv_heads, block_size, head_dim]`.
             layout: The same in numbers.
+
+        Returns:
+            The side channel's address, if there is one.
         """
+        return None
 
-    @property
-    @abc.abstractmethod
-    def endpoint(self) -> Endpoint | None:
-        """The side channel's address after `register_kv_caches`, if there is one."""
-
-    @abc.abstractmethod
     def post(self, metadata: ConnectorMetadata) -> None:
         """Take instructions that belong to no step. Never blocks."""
 
-    @abc.abstractmethod
     def start_load_kv(self, metadata: ConnectorMetadata) -> None:
         """Take the instructions of the step that is about to run. Never blocks."""
 
@@ -401,14 +475,18 @@ class KVConnectorWorker(abc.ABC):
     def save_kv_layer(self, layer: int) -> None:
         """`layer`'s KV of this step is written. Starts; does not finish."""
 
-    def wait_for_save(self) -> None:
-        """Once per step, after the forward: this step's KV is complete in memory."""
+    def wait_for_save(self) -> Sequence[Failed]:
+        """Once per step, after the forward: this step's KV is complete in memory.
 
-    @abc.abstractmethod
+        Returns:
+            What of the loads inside this step did not come, and will not be written any more.
+        """
+        return ()
+
     def get_finished(self) -> ConnectorReport:
         """What happened since the last call; each fact once."""
+        return ConnectorReport()
 
-    @abc.abstractmethod
     def close(self, timeout_s: float) -> None:
         """Complete or abandon what is in flight within `timeout_s`. Never hangs."""
 

@@ -19,13 +19,13 @@ import msgspec
 import torch
 
 from pdserve.config.schema import CacheConfig, EngineConfig, ModelConfig, TransferConfig
-from pdserve.connectors.base import ConnectorContext
+from pdserve.connectors.base import ConnectorContext, ConnectorNews, ScheduledRequest, StepView
 from pdserve.connectors.conformance.values import Share, by_token, make_shape, write_tokens
 from pdserve.connectors.quorum import Quorum
-from pdserve.wire.ids import BlockId, EngineId, Incarnation, RequestId
-from pdserve.wire.request import OnLoadFailure
-from pdserve.wire.sampling import SamplingParams
-from pdserve.wire.step import KnownRequests, NewRequest, SchedulerOutput
+from pdserve.errors import HandoffRefusedError
+from pdserve.wire.hashing import block_hash, root_hash
+from pdserve.wire.ids import BlockHash, BlockId, EngineId, Incarnation, RequestId
+from pdserve.wire.request import FinishReason, OnLoadFailure
 from pdserve.wire.transfer import (
     BlockOrder,
     ConnectorReport,
@@ -48,11 +48,12 @@ if TYPE_CHECKING:
 SECRET = "the conformance kit's"
 FIRST_TOKEN = 7
 _DTYPE = "float32"
+_ALL_LAYERS = slice(None)
 
 
 @dataclass
 class KitRequest:
-    """What a connector sees of a request."""
+    """What a connector sees of a request, at an engine whose blocks have `block_size` tokens."""
 
     request_id: RequestId
     prompt_token_ids: list[int]
@@ -65,6 +66,18 @@ class KitRequest:
     handoff: KVHandoff | None = None
     ticket: PushTicket | None = None
     on_load_failure: OnLoadFailure = OnLoadFailure.REPORT
+    finish_reason: FinishReason | None = None
+    block_size: int = 16
+
+    @property
+    def prompt_block_hashes(self) -> list[BlockHash]:
+        """See `RequestView`."""
+        hashes: list[BlockHash] = []
+        parent, size = root_hash(self.cache_salt), self.block_size
+        for end in range(size, len(self.prompt_token_ids) + 1, size):
+            parent = block_hash(parent, self.prompt_token_ids[end - size : end])
+            hashes.append(parent)
+        return hashes
 
 
 def prompt_of(num_tokens: int) -> list[int]:
@@ -93,20 +106,34 @@ class Rank:
             layout.head_dim,
             dtype=getattr(torch, layout.dtype),
         )
-        self.worker.register_kv_caches(self.kv, layout)
-        assert self.worker.endpoint is not None, "a connector that exchanges KV has an endpoint"
-        self.endpoint: Endpoint = self.worker.endpoint
+        self.endpoint: Endpoint | None = self.worker.register_kv_caches(self.kv, layout)
 
-    def write(self, blocks: Sequence[int], seed: int, first: int, end: int) -> None:
+    def write(
+        self,
+        blocks: Sequence[int],
+        seed: int,
+        first: int,
+        end: int,
+        *,
+        layers: slice = _ALL_LAYERS,
+    ) -> None:
         """Write the tokens `first` to `end` of a table as `seed` would."""
         values = self.share.values(seed, range(first, end), self._context.layout.dtype)
-        write_tokens(self.kv, blocks, self._context.shape, first, values)
+        write_tokens(self.kv[:, layers], blocks, self._context.shape, first, values[:, layers])
 
-    def holds(self, blocks: Sequence[int], seed: int, first: int, end: int) -> bool:
+    def holds(
+        self,
+        blocks: Sequence[int],
+        seed: int,
+        first: int,
+        end: int,
+        *,
+        layers: slice = _ALL_LAYERS,
+    ) -> bool:
         """Whether the tokens `first` to `end` of a table are what `seed` would have written."""
-        found = by_token(self.kv, blocks, self._context.shape)[first:end]
+        found = by_token(self.kv[:, layers], blocks, self._context.shape)[first:end]
         wanted = self.share.values(seed, range(first, end), self._context.layout.dtype)
-        return torch.equal(found, wanted)
+        return torch.equal(found, wanted[:, layers])
 
 
 class Engine:
@@ -120,6 +147,7 @@ class Engine:
         settled, received, failed, registered, withdrawn, faults: What all ranks have seen.
         retried: Failed loads that the scheduler half had tried once more; not in `failed`.
         said: What each rank reported, in order, before the quorum.
+        endpoints: Of the ranks, in order; none if the connector has no peers.
     """
 
     def __init__(
@@ -157,7 +185,9 @@ class Engine:
         )
         self.news = threading.Event()
         self.ranks = [self._rank(factory, rank, dtype) for rank in range(shape.num_ranks)]
-        self.scheduler = factory.scheduler(self.context, [rank.endpoint for rank in self.ranks])
+        endpoints = [rank.endpoint for rank in self.ranks if rank.endpoint is not None]
+        self.endpoints = tuple(endpoints)
+        self.scheduler = factory.scheduler(self.context, endpoints)
         self.quorum = Quorum(shape.num_ranks)
         self.settled: list[Settled] = []
         self.received: list[Received] = []
@@ -168,7 +198,6 @@ class Engine:
         self.faults: Counter[str] = Counter()
         self.said: list[tuple[int, ConnectorReport]] = []
         self._num_requests = 0
-        self._receiving: set[RequestId] = set()
 
     def _rank(self, factory: ConnectorFactory, rank: int, dtype: str) -> Rank:
         layout = Share(self.context.shape, rank).layout(dtype)
@@ -211,7 +240,10 @@ class Engine:
         """A request under an id of its own."""
         self._num_requests += 1
         return KitRequest(
-            RequestId(f"{self.context.engine_id}-{self._num_requests}"), prompt, **fields
+            RequestId(f"{self.context.engine_id}-{self._num_requests}"),
+            prompt,
+            block_size=self.block_size,
+            **fields,
         )
 
     def prefill(
@@ -225,21 +257,47 @@ class Engine:
     ) -> KVHandoff:
         """At P: compute a prompt and lease its blocks."""
         self.fill(blocks, seed)
-        request = self.new_request(prompt, output_token_ids=[FIRST_TOKEN], remote_decode=True)
-        handoff = self.scheduler.request_finished(
-            request, [BlockId(block) for block in blocks], list(generations or [1] * len(blocks))
-        )
-        assert handoff is not None, "a finished prefill for another engine ends in a handoff"
+        request = self.new_request(prompt, remote_decode=True)
+        self.arrive(request)
+        handoff = self.hand_over(request, blocks, generations or [1] * len(blocks))
         if step:
             self.step()
         return handoff
 
+    def hand_over(
+        self, request: KitRequest, blocks: Sequence[int], generations: Sequence[int]
+    ) -> KVHandoff:
+        """At P: the first token is there; the blocks are leased."""
+        request.output_token_ids.append(FIRST_TOKEN)
+        request.finish_reason = FinishReason.HANDOFF
+        hold = self.scheduler.request_finished(
+            request, [BlockId(block) for block in blocks], list(generations)
+        )
+        assert hold is not None, "a finished prefill for another engine ends in a lease"
+        assert hold.handoff is not None
+        assert hold.hold_id == hold.handoff.nonce
+        return hold.handoff
+
+    def give_up(self, nonce: str) -> None:
+        """At P: nobody will read that lease."""
+        self.scheduler.update_connector_output(ConnectorReport(given_up=[nonce]))
+
+    def refusal(self, request: KitRequest) -> str | None:
+        """Why a request is refused; None = it is taken."""
+        try:
+            self.arrive(request)
+        except HandoffRefusedError as error:
+            return str(error)
+        return None
+
+    def arrive(self, request: KitRequest) -> None:
+        """Take a request."""
+        self.scheduler.request_arrived(request)
+
     def queue(self, prompt: list[int], handoff: KVHandoff, *, step: bool = True) -> KitRequest:
         """At D: take a request that another engine has prefilled."""
         request = self.new_request(prompt, handoff=handoff)
-        refusal = self.scheduler.check_handoff(request)
-        assert refusal is None, refusal
-        self.scheduler.request_queued(request)
+        self.arrive(request)
         if step:
             self.step()
         return request
@@ -252,15 +310,14 @@ class Engine:
         assert match is not None, "a handoff's tokens can be loaded at once"
         assert match.is_async
         assert match.num_tokens == len(request.prompt_token_ids) - num_computed
-        self._receiving.add(request.request_id)
         self.scheduler.update_state_after_alloc(
             request, [BlockId(block) for block in blocks], match.num_tokens
         )
 
     def abort(self, request: KitRequest) -> bool:
         """The request's client is gone. Return whether its blocks must be kept until `Settled`."""
-        self._receiving.discard(request.request_id)
-        return self.scheduler.request_aborted(request)
+        request.finish_reason = FinishReason.ABORT
+        return self.scheduler.request_finished(request, (), ()) is not None
 
     def load(self, request: KitRequest, blocks: Sequence[int], *, num_computed: int = 0) -> None:
         """The same, and let it begin."""
@@ -275,15 +332,13 @@ class Engine:
         return EngineRef(
             engine_id=self.context.engine_id,
             incarnation=self.context.incarnation,
-            endpoints=tuple(rank.endpoint for rank in self.ranks),
+            endpoints=self.endpoints,
             shape=self.context.shape,
         )
 
     def take(self, request: KitRequest) -> KitRequest:
         """Take a request with a ticket: at P one for another engine to decode, at D the other."""
-        refusal = self.scheduler.check_handoff(request)
-        assert refusal is None, refusal
-        self.scheduler.request_queued(request)
+        self.arrive(request)
         self.step()
         return request
 
@@ -304,23 +359,11 @@ class Engine:
         self, request: KitRequest, blocks: Sequence[int], first: int, end: int, *, seed: int = 1
     ) -> None:
         """At P: one step, which computes the tokens `first` to `end`."""
-        output = SchedulerOutput(
-            step_id=0,
-            new_requests=[
-                NewRequest(
-                    request_id=request.request_id,
-                    prompt_token_ids=request.prompt_token_ids,
-                    output_token_ids=[],
-                    sampling=SamplingParams(max_tokens=8, seed=0),
-                    block_ids=[BlockId(block) for block in blocks],
-                    num_computed_tokens=first,
-                )
-            ],
-            known_requests=KnownRequests(),
-            num_scheduled_tokens={request.request_id: end - first},
-            gone_request_ids=[],
+        scheduled = ScheduledRequest(
+            request, [BlockId(block) for block in blocks], [1] * len(blocks), first, end
         )
-        metadata = self.scheduler.build_connector_meta(output)
+        step = StepView({request.request_id: end - first}, lambda _: scheduled)
+        metadata = self.scheduler.build_connector_meta(step)
         for rank in self.ranks:
             if metadata is not None:
                 rank.worker.start_load_kv(metadata)
@@ -334,11 +377,7 @@ class Engine:
 
     def finish(self, request: KitRequest, blocks: Sequence[int]) -> KVHandoff:
         """At P: the first token is there; the blocks are leased."""
-        request.output_token_ids.append(FIRST_TOKEN)
-        handoff = self.scheduler.request_finished(
-            request, [BlockId(block) for block in blocks], [1] * len(blocks)
-        )
-        assert handoff is not None
+        handoff = self.hand_over(request, blocks, [1] * len(blocks))
         self.step()
         return handoff
 
@@ -360,13 +399,11 @@ class Engine:
             if said:
                 self.said.append((number, said))
             report = self.quorum.add(number, said)
-            again = [each for each in report.failed if self._tries_again(each)]
-            if report:
-                self.scheduler.update_connector_output(report)
-            self.retried += again
-            whole.settled.extend(report.settled)
-            whole.received.extend(report.received)
-            whole.failed.extend(each for each in report.failed if each not in again)
+            news = self.scheduler.update_connector_output(report) if report else ConnectorNews()
+            self.retried += news.retried
+            whole.settled.extend(news.released)
+            whole.received.extend(news.loaded)
+            whole.failed.extend(news.failed)
             whole.registered.extend(report.registered)
             whole.withdrawn.extend(report.withdrawn)
             self.faults.update(report.faults)
@@ -376,15 +413,6 @@ class Engine:
         self.registered += whole.registered
         self.withdrawn += whole.withdrawn
         return whole
-
-    def _tries_again(self, failed: Failed) -> bool:
-        """As the scheduler does: a request that still waits for its load may get another one."""
-        if failed.request_id not in self._receiving:
-            return False
-        if self.scheduler.retry_load(failed):
-            return True
-        self._receiving.discard(failed.request_id)
-        return False
 
     def until(
         self,

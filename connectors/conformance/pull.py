@@ -110,7 +110,7 @@ class PullConformance(Bench):
         p, d = self.pair()
         handoff = p.prefill(PROMPT, self.p_blocks(0))
         d.load(d.queue(PROMPT, handoff), self.d_blocks(0))
-        p.scheduler.release_lease(handoff.nonce)
+        p.give_up(handoff.nonce)
         d.until(lambda: d.received or d.failed, others=[p])
         if d.received:
             assert d.holds(self.d_blocks(0), 1, 0, NUM_TOKENS)
@@ -120,7 +120,7 @@ class PullConformance(Bench):
     def test_a_release_by_the_owner_frees_the_blocks_at_once(self) -> None:
         p = self.new("P")
         handoff = p.prefill(PROMPT, self.p_blocks(0))
-        p.scheduler.release_lease(handoff.nonce)
+        p.give_up(handoff.nonce)
         instructions = p.scheduler.take_instructions()
         assert instructions is not None  # no step has to be built for it
         for rank in p.ranks:
@@ -210,14 +210,14 @@ class PullConformance(Bench):
         handoff = p.prefill(PROMPT, self.p_blocks(0))
         other = [*PROMPT[:-1], 3]
         for prompt in (other, PROMPT[:-1], [*PROMPT, 3]):
-            refusal = d.scheduler.check_handoff(d.new_request(prompt, handoff=handoff))
+            refusal = d.refusal(d.new_request(prompt, handoff=handoff))
             assert refusal is not None
             assert "prompt" in refusal
 
     def test_a_peer_with_another_layout_is_refused_and_both_values_are_named(self) -> None:
         p, d = self.new("P", dtype="bfloat16"), self.new("D", dtype="float16")
         handoff = p.prefill(PROMPT, self.p_blocks(0))
-        refusal = d.scheduler.check_handoff(d.new_request(PROMPT, handoff=handoff))
+        refusal = d.refusal(d.new_request(PROMPT, handoff=handoff))
         assert refusal is not None
         lying = msgspec.structs.replace(handoff, layout_digest=d.context.layout_digest)
         d.load(d.queue(PROMPT, lying), self.d_blocks(0))

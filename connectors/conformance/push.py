@@ -39,8 +39,6 @@ class PushConformance(Bench):
         assert received.handoff.first_token_ids == [FIRST_TOKEN]
         assert theirs.ticket is not None
         assert received.handoff.nonce == theirs.ticket.nonce
-        pushed = d.new_request(PROMPT, ticket=theirs.ticket, handoff=received.handoff)
-        assert d.scheduler.check_handoff(pushed) is None
         assert d.holds(self.d_blocks(0), 1, 0, NUM_TOKENS)
         assert self.same(before, d.snapshot(others)), "another block was written"
         p.until(lambda: p.settled, others=[d])
@@ -221,8 +219,7 @@ class PushConformance(Bench):
         d.until(lambda: d.received, others=[p])
         p.until(lambda: p.settled, others=[d])
         again = d.new_request(PROMPT, ticket=theirs.ticket)
-        if d.scheduler.check_handoff(again) is None:
-            d.scheduler.request_queued(again)
+        if d.refusal(again) is None:
             d.load(again, self.d_blocks(1))
             d.until(lambda: d.failed, others=[p])
         assert len(d.received) == 1
@@ -235,7 +232,7 @@ class PushConformance(Bench):
             former = msgspec.structs.replace(engine.ref, incarnation=Incarnation("former"))
             ticket = self.ticket(p, d, **{side: former})
             request = engine.new_request(PROMPT, remote_decode=engine is p, ticket=ticket)
-            assert engine.scheduler.check_handoff(request) is not None
+            assert engine.refusal(request) is not None
 
     # --- digests
 

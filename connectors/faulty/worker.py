@@ -25,24 +25,14 @@ from pdserve.connectors.handover.instructions import (
 )
 from pdserve.connectors.slicing import routes
 from pdserve.wire.ids import RequestId
-from pdserve.wire.transfer import (
-    ConnectorReport,
-    Failed,
-    LoadFailure,
-    Received,
-    Registered,
-    Settled,
-    Withdrawn,
-)
+from pdserve.wire.transfer import ConnectorReport, Failed, LoadFailure, Received
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Sequence
 
     from pdserve.connectors.base import ConnectorContext, KVLayout
     from pdserve.connectors.faulty.plan import Plan
-    from pdserve.wire.transfer import ConnectorMetadata, Endpoint, KVShape
-
-Fact = Settled | Received | Failed | Registered | Withdrawn
+    from pdserve.wire.transfer import ConnectorMetadata, Endpoint, Fact, KVShape
 
 MAX_POLLS_LATE: Final = 6
 _POLLS_TO_TIMEOUT: Final = 4
@@ -90,6 +80,7 @@ class FaultyWorker(KVConnectorWorker):
         self._wake = wake
         self._plan = plan
         self._fabric = fabric
+        self._endpoint: Endpoint | None = None
         self._num_polls = 0
         self._held: dict[str, deque[tuple[int, _Item]]] = {}
         self._nonces: dict[RequestId, str] = {}
@@ -101,16 +92,12 @@ class FaultyWorker(KVConnectorWorker):
         self._past_ends: deque[_Item] = deque(maxlen=_MAX_REMEMBERED)
         self._past_facts: deque[tuple[str, Fact]] = deque(maxlen=_MAX_REMEMBERED)
 
-    def register_kv_caches(self, kv: torch.Tensor, layout: KVLayout) -> None:
+    def register_kv_caches(self, kv: torch.Tensor, layout: KVLayout) -> Endpoint | None:
         """See `KVConnectorWorker`."""
-        self._inner.register_kv_caches(kv, layout)
-        if self._inner.endpoint is not None:
-            self._fabric.memory[self._inner.endpoint] = kv
-
-    @property
-    def endpoint(self) -> Endpoint | None:
-        """See `KVConnectorWorker`."""
-        return self._inner.endpoint
+        self._endpoint = self._inner.register_kv_caches(kv, layout)
+        if self._endpoint is not None:
+            self._fabric.memory[self._endpoint] = kv
+        return self._endpoint
 
     def start_load_kv(self, metadata: ConnectorMetadata) -> None:
         """See `KVConnectorWorker`."""
@@ -124,9 +111,9 @@ class FaultyWorker(KVConnectorWorker):
         """See `KVConnectorWorker`."""
         self._inner.save_kv_layer(layer)
 
-    def wait_for_save(self) -> None:
+    def wait_for_save(self) -> Sequence[Failed]:
         """See `KVConnectorWorker`."""
-        self._inner.wait_for_save()
+        return self._inner.wait_for_save()
 
     def post(self, metadata: ConnectorMetadata) -> None:
         """See `KVConnectorWorker`. What is not held back goes on at once."""
@@ -160,8 +147,8 @@ class FaultyWorker(KVConnectorWorker):
 
     def close(self, timeout_s: float) -> None:
         """See `KVConnectorWorker`."""
-        if self._inner.endpoint is not None:
-            self._fabric.memory.pop(self._inner.endpoint, None)
+        if self._endpoint is not None:
+            self._fabric.memory.pop(self._endpoint, None)
         self._inner.close(timeout_s)
 
     @property
@@ -288,7 +275,7 @@ class FaultyWorker(KVConnectorWorker):
 
         Nothing that was looked at and found good is changed: it came whole.
         """
-        endpoint, shape = self._inner.endpoint, self._context.shape
+        endpoint, shape = self._endpoint, self._context.shape
         memory = None if endpoint is None else self._fabric.memory.get(endpoint)
         if memory is None:
             return

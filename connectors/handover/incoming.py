@@ -14,7 +14,6 @@ A request's entry, by what was staged for it last:
 
 from __future__ import annotations
 
-import itertools
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
@@ -30,7 +29,7 @@ if TYPE_CHECKING:
     from collections import Counter
     from collections.abc import Sequence
 
-    from pdserve.connectors.base import RequestView
+    from pdserve.connectors.base import LoadIds, RequestView
     from pdserve.connectors.handover.instructions import Instructions
     from pdserve.wire.ids import BlockId, RequestId
     from pdserve.wire.transfer import EngineRef, Failed, KVHandoff, Received
@@ -44,14 +43,18 @@ _TRIED_AGAIN: Final = (LoadFailure.DIGEST, LoadFailure.TIMEOUT, LoadFailure.PEER
 class _Entry:
     """`handoff` is None if the KV is pushed; `tried` is the load that was tried again."""
 
+    request: RequestView
     nonce: str
     owner: EngineRef
-    num_tokens: int
     handoff: KVHandoff | None
-    is_reported: bool
     load: Load | Reserve | None = None
     tried: int | None = None
     is_aborted: bool = False
+
+    @property
+    def num_tokens(self) -> int:
+        """Of the prompt."""
+        return len(self.request.prompt_token_ids)
 
 
 class Incoming:
@@ -61,14 +64,18 @@ class Incoming:
         block_size: Of this engine.
         staged: Where instructions go.
         faults: Where `report_unknown` is counted.
+        load_ids: Where the numbers of loads come from.
     """
 
-    def __init__(self, block_size: int, *, staged: Instructions, faults: Counter[str]) -> None:
+    def __init__(
+        self, block_size: int, *, staged: Instructions, faults: Counter[str], load_ids: LoadIds
+    ) -> None:
         self._block_size = block_size
         self._staged = staged
         self._faults = faults
+        self._load_ids = load_ids
         self._entries: dict[RequestId, _Entry] = {}
-        self._load_ids = itertools.count(1)
+        self._pushes: set[str] = set()
 
     def __len__(self) -> int:
         """Requests whose KV has neither come nor been given up."""
@@ -89,11 +96,14 @@ class Incoming:
         Args:
             handoff: None if its KV is pushed.
         """
-        is_reported = request.on_load_failure is OnLoadFailure.REPORT
-        self._entries[request.request_id] = _Entry(
-            nonce, owner, len(request.prompt_token_ids), handoff, is_reported
-        )
+        self._entries[request.request_id] = _Entry(request, nonce, owner, handoff)
+        if handoff is None:
+            self._pushes.add(nonce)
         self._staged.watches.append(Watch(nonce, owner, lease_s))
+
+    def is_pushed(self, nonce: str) -> bool:
+        """Whether a request of this engine waits for that push."""
+        return nonce in self._pushes
 
     def match(self, request: RequestView, num_computed_tokens: int) -> Match:
         """What can be loaded behind so many tokens."""
@@ -101,7 +111,9 @@ class Incoming:
         if entry is None or entry.load is not None:
             return _NO_MATCH
         num_tokens = entry.num_tokens - num_computed_tokens
-        return Match(num_tokens, is_async=True) if num_tokens > 0 else _NO_MATCH
+        if num_tokens <= 0:
+            return _NO_MATCH
+        return Match(num_tokens, is_async=True, is_pinned=entry.handoff is None)
 
     def begin(
         self, request: RequestView, block_ids: Sequence[BlockId], num_external_tokens: int
@@ -133,7 +145,7 @@ class Incoming:
         local = list(block_ids[:num_blocks])
         if entry.handoff is None:
             entry.load = Reserve(
-                next(self._load_ids),
+                self._load_ids.draw(),
                 request.request_id,
                 entry.nonce,
                 entry.owner,
@@ -144,7 +156,7 @@ class Incoming:
             self._staged.reserves.append(entry.load)
         else:
             entry.load = Load(
-                next(self._load_ids),
+                self._load_ids.draw(),
                 request.request_id,
                 entry.nonce,
                 entry.owner,
@@ -167,12 +179,33 @@ class Incoming:
             entry.is_aborted = True
             self._staged.aborts.append(request_id)
 
-    def retry(self, failed: Failed) -> bool:
-        """Load once more from the same P what was not confirmed and checked, if that is worth it.
+    # ---- what the workers say ------------------------------------------------------------
 
-        Returns:
-            Whether it is: its instructions are staged then.
-        """
+    def failing(self, failed: Failed) -> None:
+        """What one rank has given up, the others need not wait for."""
+        entry = self._entries.get(failed.request_id)
+        if (
+            entry is not None
+            and entry.load is not None
+            and entry.load.load_id == failed.load_id
+            and failed.request_id not in self._staged.aborts
+        ):
+            self._staged.aborts.append(failed.request_id)
+
+    def pushed_to(self, received: Received) -> RequestView | None:
+        """The request that a push has brought what is to be checked; None if it is none."""
+        entry = self._entries.get(received.request_id)
+        return entry.request if entry is not None and entry.handoff is None else None
+
+    def received(self, received: Received) -> bool:
+        """Its KV is here: P's lease is not needed any more. False if it is of no load of ours."""
+        entry = self._entry_of(received)
+        if entry is not None:
+            self._end(received.request_id, entry, LeaseEnd.READ)
+        return entry is not None
+
+    def retry(self, failed: Failed) -> bool:
+        """Load once more from the same P what was not confirmed; False if that is not worth it."""
         entry = self._entries.get(failed.request_id)
         if (
             entry is None
@@ -190,36 +223,18 @@ class Incoming:
             self._staged.aborts.remove(failed.request_id)
         entry.load = msgspec.structs.replace(
             entry.load,
-            load_id=next(self._load_ids),
+            load_id=self._load_ids.draw(),
             first_token=max(entry.load.first_token, edge),
         )
         self._staged.loads.append(entry.load)
         return True
 
-    # ---- what the workers say ------------------------------------------------------------
-
-    def failing(self, failed: Failed) -> None:
-        """What one rank has given up, the others need not wait for."""
-        entry = self._entries.get(failed.request_id)
-        if (
-            entry is not None
-            and entry.load is not None
-            and entry.load.load_id == failed.load_id
-            and failed.request_id not in self._staged.aborts
-        ):
-            self._staged.aborts.append(failed.request_id)
-
-    def received(self, received: Received) -> None:
-        """Its KV is here: P's lease is not needed any more."""
-        entry = self._entry_of(received)
-        if entry is not None:
-            self._end(received.request_id, entry, LeaseEnd.READ)
-
-    def failed(self, failed: Failed) -> None:
-        """Its KV will not come, unless it is being tried once more."""
+    def failed(self, failed: Failed) -> bool:
+        """Its KV will not come. False if it is of no load of ours."""
         entry = self._entry_of(failed)
         if entry is not None:
             self._give_up(failed.request_id, entry)
+        return entry is not None
 
     def _entry_of(self, report: Received | Failed) -> _Entry | None:
         """Whose end this report is; None if of nothing that is under way."""
@@ -238,14 +253,20 @@ class Incoming:
         Whoever the failure is told to may have the same KV pulled under the same lease, by this
         engine or another: then it is left alive, and this engine only stops renewing it.
         """
-        if entry.is_aborted or not (entry.is_reported or entry.handoff is None):
+        is_reported = entry.request.on_load_failure is OnLoadFailure.REPORT
+        if entry.is_aborted or not (is_reported or entry.handoff is None):
             self._end(request_id, entry, LeaseEnd.RELEASED)
             return
-        del self._entries[request_id]
+        self._forget(request_id, entry)
         self._staged.unwatches.append(entry.nonce)
 
-    def _end(self, request_id: RequestId, entry: _Entry, end: LeaseEnd) -> None:
+    def _forget(self, request_id: RequestId, entry: _Entry) -> None:
         del self._entries[request_id]
+        if entry.handoff is None:
+            self._pushes.discard(entry.nonce)
+
+    def _end(self, request_id: RequestId, entry: _Entry, end: LeaseEnd) -> None:
+        self._forget(request_id, entry)
         self._staged.releases.append(Release(entry.nonce, entry.owner, end))
 
     def _edge_before(self, token: int) -> int:

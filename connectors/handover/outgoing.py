@@ -33,11 +33,10 @@ if TYPE_CHECKING:
     from collections import Counter
     from collections.abc import Sequence
 
-    from pdserve.connectors.base import RequestView
+    from pdserve.connectors.base import RequestView, ScheduledRequest, StepView
     from pdserve.connectors.handover.instructions import Instructions
     from pdserve.observe.clock import Clock
     from pdserve.wire.ids import BlockId, RequestId
-    from pdserve.wire.step import SchedulerOutput
     from pdserve.wire.transfer import PushTicket, Registered, Settled, Withdrawn
 
 _TICKETS_REMEMBERED: Final = 1 << 13
@@ -87,7 +86,7 @@ class Outgoing:
         self._tickets: Bygone[None] = Bygone(_TICKETS_REMEMBERED)
         self._leased: dict[RequestId, str] = {}
         self._leased_by_nonce: dict[str, RequestId] = {}
-        self._chunks: list[Chunk] = []
+        self._prefills: set[RequestId] = set()
 
     def __len__(self) -> int:
         """Pushes that are not over, and leases that have not settled."""
@@ -95,8 +94,14 @@ class Outgoing:
 
     # ---- what the scheduler asks and says ----------------------------------------------
 
-    def expect(self, request: RequestView, ticket: PushTicket) -> None:
-        """A request is queued: let D's registration be known.
+    def arrived(self, request: RequestView) -> None:
+        """A request whose KV another engine is to have."""
+        self._prefills.add(request.request_id)
+        if request.ticket is not None:
+            self._expect(request, request.ticket)
+
+    def _expect(self, request: RequestView, ticket: PushTicket) -> None:
+        """Let D's registration be known.
 
         One whose ticket has expired, or was seen before, is no push: it will be pulled. D is
         told so at once.
@@ -147,69 +152,50 @@ class Outgoing:
         push.block_ids = list(block_ids[:num_blocks])
         push.generations = list(generations[:num_blocks])
 
-    def plan_chunk(
-        self,
-        request: RequestView,
-        block_ids: Sequence[BlockId],
-        start_token: int,
-        end_token: int,
-        generations: Sequence[int],
-    ) -> None:
-        """A chunk of a prompt, not its last, is computed. A live push has chunks of its own."""
-        push = self._push_of.get(request.request_id)
-        if push is None or push.stage is not _Stage.LIVE:
-            self._chunks.append(
-                Chunk(
-                    nonce="",
-                    request_id=request.request_id,
-                    block_ids=list(block_ids),
-                    generations=list(generations),
-                    start_token=start_token,
-                    end_token=end_token,
-                    num_tokens=len(request.prompt_token_ids),
-                    num_step_tokens=0,
-                )
-            )
-
-    def take_chunks(self, scheduler_output: SchedulerOutput) -> list[Chunk]:
-        """What this step computes. O(requests of the step) if any of them is pushed.
+    def plan_chunks(self, step: StepView) -> list[Chunk]:
+        """What a step computes. O(requests of the step) if any here is for another engine.
 
         The first chunk of a push begins with token 0, whatever it found in the prefix cache:
-        D needs that, too.
+        D needs that, too. Of a prompt that will be pulled the last chunk is its lease's.
         """
-        scheduled = scheduler_output.num_scheduled_tokens
-        pushes = [
-            push
-            for request_id, push in self._push_of.items()
-            if push.stage is _Stage.LIVE
-            and request_id in scheduled
-            and push.num_told < push.num_tokens
-        ]
-        chunks, self._chunks = self._chunks, []
-        if not pushes:
-            return chunks
-        known = scheduler_output.known_requests
-        computed = dict(zip(known.request_ids, known.num_computed_tokens, strict=True))
-        computed |= {
-            new.request_id: new.num_computed_tokens for new in scheduler_output.new_requests
-        }
-        for push in pushes:
-            request_id = push.request_id
-            end_token = min(computed[request_id] + scheduled[request_id], push.num_tokens)
-            chunks.append(
-                Chunk(
-                    push.nonce,
-                    request_id,
-                    push.block_ids,
-                    push.generations,
-                    push.num_told,
-                    end_token,
-                    push.num_tokens,
-                    scheduler_output.num_tokens,
-                )
+        if not self._prefills:
+            return []
+        scheduled = [step.get(request_id) for request_id in step if request_id in self._prefills]
+        planned = [(each, self._chunk_of(each, step)) for each in scheduled]
+        for each, chunk in planned:
+            push = self._push_of.get(each.view.request_id)
+            if push is not None and chunk is not None and chunk.nonce:
+                push.num_told = chunk.end_token
+        return [chunk for _, chunk in planned if chunk is not None]
+
+    def _chunk_of(self, scheduled: ScheduledRequest, step: StepView) -> Chunk | None:
+        request_id, num_tokens = scheduled.view.request_id, len(scheduled.view.prompt_token_ids)
+        push = self._push_of.get(request_id)
+        if push is None or push.stage is not _Stage.LIVE:
+            if scheduled.end_token >= num_tokens:
+                return None
+            return Chunk(
+                nonce="",
+                request_id=request_id,
+                block_ids=list(scheduled.block_ids),
+                generations=list(scheduled.generations),
+                start_token=scheduled.start_token,
+                end_token=scheduled.end_token,
+                num_tokens=num_tokens,
+                num_step_tokens=0,
             )
-            push.num_told = end_token
-        return chunks
+        if push.num_told >= num_tokens:
+            return None
+        return Chunk(
+            nonce=push.nonce,
+            request_id=request_id,
+            block_ids=push.block_ids,
+            generations=push.generations,
+            start_token=push.num_told,
+            end_token=min(scheduled.end_token, num_tokens),
+            num_tokens=num_tokens,
+            num_step_tokens=step.num_tokens,
+        )
 
     def finish(self, request_id: RequestId) -> str | None:
         """The request has its first token; return the nonce of its push, if that is live.
@@ -217,6 +203,7 @@ class Outgoing:
         A push that was withdrawn does not give the lease its nonce, because its D may have
         released that already.
         """
+        self._prefills.discard(request_id)
         push = self._push_of.get(request_id)
         if push is None:
             return None
@@ -233,17 +220,15 @@ class Outgoing:
         if nonce in self._leased_by_nonce:
             self._staged.ends.append(End(nonce, LeaseEnd.RELEASED))
 
-    def abort(self, request_id: RequestId) -> bool:
-        """The request is gone: end its lease, stop its push.
+    def abort(self, request_id: RequestId) -> str | None:
+        """The request has ended without a lease: stop its push.
 
         Returns:
-            Whether its blocks may be in use until that has settled.
+            The push's nonce, if its blocks may be in use until that has settled.
         """
-        nonce = self._leased.get(request_id)
-        if nonce is not None:
-            self._staged.ends.append(End(nonce, LeaseEnd.ABORTED))
+        self._prefills.discard(request_id)
         push = self._push_of.get(request_id)
-        return self._stop(push) if push is not None else nonce is not None
+        return push.nonce if push is not None and self._stop(push) else None
 
     # ---- what the workers say ------------------------------------------------------------
 
@@ -260,22 +245,26 @@ class Outgoing:
             return
         del self._leased[settled.request_id], self._leased_by_nonce[nonce]
 
-    def registered(self, registered: Registered) -> None:
-        """D has reserved blocks."""
+    def registered(self, registered: Registered) -> RequestId | None:
+        """D has reserved blocks; return whose KV it waits for."""
         push = self._pushes.get(registered.nonce)
         if push is None:
             self._faults["report_unknown"] += registered.nonce not in self._tickets
-        elif push.stage is _Stage.EXPECTED:
+            return None
+        if push.stage is _Stage.EXPECTED:
             push.stage, push.was_live = _Stage.LIVE, True
+        return push.request_id
 
-    def withdrawn(self, withdrawn: Withdrawn) -> None:
-        """There will be no push, or no more of it."""
+    def withdrawn(self, withdrawn: Withdrawn) -> RequestId | None:
+        """There will be no push, or no more of it; return of which request."""
         push = self._pushes.get(withdrawn.nonce)
         if push is None:
             # A push that is over here may be pulled: its lease is for anybody.
             self._faults["report_unknown"] += withdrawn.nonce not in self._tickets
-        elif push.stage is not _Stage.STOPPED:
+            return None
+        if push.stage is not _Stage.STOPPED:
             push.stage = _Stage.WITHDRAWN
+        return push.request_id
 
     def _stop(self, push: _Push) -> bool:
         """Stop a push; return whether its blocks may be in use until it has settled."""

@@ -10,29 +10,24 @@ from __future__ import annotations
 from collections import Counter
 from typing import TYPE_CHECKING
 
-from pdserve.connectors.base import KVConnectorScheduler
+from pdserve.connectors.base import ConnectorNews, Hold, KVConnectorScheduler, KVSource, Match
 from pdserve.connectors.handover.checks import why_not_handoff, why_not_ticket
 from pdserve.connectors.handover.incoming import Incoming
 from pdserve.connectors.handover.instructions import Grant, Instructions, StepInstructions
 from pdserve.connectors.handover.outgoing import Outgoing
-from pdserve.errors import InternalError
+from pdserve.errors import HandoffRefusedError, InternalError
 from pdserve.wire.hashing import prompt_digest
 from pdserve.wire.ids import EngineId
-from pdserve.wire.transfer import KVHandoff
+from pdserve.wire.request import FinishReason
+from pdserve.wire.transfer import Failed, KVHandoff, LoadFailure
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from pdserve.connectors.base import ConnectorContext, Match, RequestView
+    from pdserve.connectors.base import ConnectorContext, RequestView, StepView
     from pdserve.observe.clock import Clock
     from pdserve.wire.ids import BlockId
-    from pdserve.wire.step import SchedulerOutput
-    from pdserve.wire.transfer import (
-        ConnectorMetadata,
-        ConnectorReport,
-        Endpoint,
-        Failed,
-    )
+    from pdserve.wire.transfer import ConnectorMetadata, ConnectorReport, Endpoint, Received
 
 
 class HandoverScheduler(KVConnectorScheduler):
@@ -49,6 +44,8 @@ class HandoverScheduler(KVConnectorScheduler):
             `ticket_replayed`, a request at P whose ticket was seen before: it is pulled.
             `ticket_expired`, likewise, whose ticket came after its time.
     """
+
+    hands_over = True
 
     def __init__(
         self,
@@ -68,36 +65,49 @@ class HandoverScheduler(KVConnectorScheduler):
         self._block_size = block_size = context.layout.block_size
         self.faults: Counter[str] = Counter()
         self._staged = Instructions()
-        self._incoming = Incoming(block_size, staged=self._staged, faults=self.faults)
+        self._incoming = Incoming(
+            block_size, staged=self._staged, faults=self.faults, load_ids=context.load_ids
+        )
         self._outgoing = Outgoing(block_size, staged=self._staged, faults=self.faults, clock=clock)
 
-    def check_handoff(self, request: RequestView) -> str | None:
+    def request_arrived(self, request: RequestView) -> KVSource:
         """See `KVConnectorScheduler`."""
+        refusal = self._refusal_of(request)
+        if refusal is not None:
+            raise HandoffRefusedError(refusal)
         handoff, ticket = request.handoff, request.ticket
+        if request.remote_decode:
+            self._outgoing.arrived(request)
+        if handoff is not None:
+            self._incoming.watch(request, handoff.nonce, handoff.owner, handoff.lease_s, handoff)
+            return KVSource.LOCAL if request.remote_decode else KVSource.READY
+        if ticket is None or request.remote_decode:
+            return KVSource.LOCAL
+        lease_s = self._context.config.transfer.lease_s
+        self._incoming.watch(request, ticket.nonce, ticket.prefill, lease_s, None)
+        return KVSource.PLANNED
+
+    def _refusal_of(self, request: RequestView) -> str | None:
+        ticket = request.ticket
         if ticket is not None:
             why = why_not_ticket(ticket, self._context, is_prefill=request.remote_decode)
             if why is not None:
                 return f"ticket: {why}"
-        if handoff is None:
+            is_pushed_here = request.handoff is None and not request.remote_decode
+            if is_pushed_here and self._incoming.is_pushed(ticket.nonce):
+                return "another request has its nonce"  # P can write to one of them
+        if request.handoff is None:
             return None
+        return self._refusal_of_handoff(request, request.handoff)
+
+    def _refusal_of_handoff(self, request: RequestView, handoff: KVHandoff) -> str | None:
         return why_not_handoff(
             handoff,
             self._context,
             prompt_token_ids=request.prompt_token_ids,
             cache_salt=request.cache_salt,
-            ticket=ticket,
+            ticket=request.ticket,
         )
-
-    def request_queued(self, request: RequestView) -> None:
-        """See `KVConnectorScheduler`."""
-        handoff, ticket = request.handoff, request.ticket
-        if handoff is not None:
-            self._incoming.watch(request, handoff.nonce, handoff.owner, handoff.lease_s, handoff)
-        elif ticket is not None and request.remote_decode:
-            self._outgoing.expect(request, ticket)
-        elif ticket is not None:
-            lease_s = self._context.config.transfer.lease_s
-            self._incoming.watch(request, ticket.nonce, ticket.prefill, lease_s, None)
 
     def get_num_new_matched_tokens(
         self, request: RequestView, num_computed_tokens: int
@@ -105,6 +115,8 @@ class HandoverScheduler(KVConnectorScheduler):
         """See `KVConnectorScheduler`."""
         if self._outgoing.is_expected(request):
             return None
+        if self._outgoing.holds_blocks(request):
+            return Match(0, is_async=False, is_pinned=True)
         return self._incoming.match(request, num_computed_tokens)
 
     def update_state_after_alloc(
@@ -125,38 +137,39 @@ class HandoverScheduler(KVConnectorScheduler):
         self._outgoing.begin(request, block_ids, generations)
         self._incoming.begin(request, block_ids, num_external_tokens)
 
-    def chunk_planned(
-        self,
-        request: RequestView,
-        block_ids: Sequence[BlockId],
-        start_token: int,
-        end_token: int,
-        *,
-        generations: Sequence[int],
-    ) -> None:
+    def build_connector_meta(self, step: StepView) -> ConnectorMetadata | None:
         """See `KVConnectorScheduler`."""
-        self._outgoing.plan_chunk(request, block_ids, start_token, end_token, generations)
-
-    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> ConnectorMetadata | None:
-        """See `KVConnectorScheduler`. O(requests of the step) if any of them is pushed."""
-        chunks = self._outgoing.take_chunks(scheduler_output)
+        chunks = self._outgoing.plan_chunks(step)
         return StepInstructions(chunks=chunks).to_metadata() if chunks else None
 
     def take_instructions(self) -> ConnectorMetadata | None:
         """See `KVConnectorScheduler`."""
         return self._staged.drain()
 
+    def preempted(
+        self, request: RequestView, block_ids: Sequence[BlockId], generations: Sequence[int]
+    ) -> Hold | None:
+        """See `KVConnectorScheduler`. What is written from is pinned: nobody reads the others."""
+        return None
+
     def request_finished(
         self, request: RequestView, block_ids: Sequence[BlockId], generations: Sequence[int]
-    ) -> KVHandoff | None:
+    ) -> Hold | None:
         """See `KVConnectorScheduler`.
 
-        A handoff is made of a `remote_decode` request that has its first token. It names
-        as many blocks as the prompt fills, the last one perhaps in part. A push that is live
-        gives the lease its nonce.
+        A handoff names as many blocks as the prompt fills, the last one perhaps in part. A push
+        that is live gives the lease its nonce.
         """
-        if not request.remote_decode or not request.output_token_ids:
-            return None
+        if request.finish_reason is FinishReason.HANDOFF:
+            handoff = self._hand_over(request, block_ids, generations)
+            return Hold(handoff.nonce, handoff)
+        self._incoming.abort(request.request_id)
+        nonce = self._outgoing.abort(request.request_id)
+        return None if nonce is None else Hold(nonce)
+
+    def _hand_over(
+        self, request: RequestView, block_ids: Sequence[BlockId], generations: Sequence[int]
+    ) -> KVHandoff:
         num_tokens = len(request.prompt_token_ids)
         blocks = list(block_ids[: -(-num_tokens // self._block_size)])
         known = list(generations[: len(blocks)])
@@ -192,34 +205,62 @@ class HandoverScheduler(KVConnectorScheduler):
         )
         return handoff
 
-    def request_aborted(self, request: RequestView) -> bool:
-        """See `KVConnectorScheduler`."""
-        self._incoming.abort(request.request_id)
-        return self._outgoing.abort(request.request_id)
+    def update_connector_output(self, report: ConnectorReport) -> ConnectorNews:
+        """See `KVConnectorScheduler`.
 
-    def holds_blocks(self, request: RequestView) -> bool:
-        """See `KVConnectorScheduler`."""
-        return self._outgoing.holds_blocks(request)
-
-    def release_lease(self, nonce: str) -> None:
-        """See `KVConnectorScheduler`."""
-        self._outgoing.release(nonce)
-
-    def retry_load(self, failed: Failed) -> bool:
-        """See `KVConnectorScheduler`. The first rung of the ladder: the same P, once."""
-        return self._incoming.retry(failed)
-
-    def update_connector_output(self, report: ConnectorReport) -> None:
-        """See `KVConnectorScheduler`."""
+        A load that failed may be tried once more, from the same P: the first rung of the ladder.
+        A push that came with a handoff that cannot be used has failed: its lease was not read, and
+        is left to others.
+        """
+        for nonce in report.given_up:
+            self._outgoing.release(nonce)
         for settled in report.settled:
             self._outgoing.settled(settled)
-        for registered in report.registered:
-            self._outgoing.registered(registered)
-        for withdrawn in report.withdrawn:
-            self._outgoing.withdrawn(withdrawn)
+        ready = [
+            (self._outgoing.registered(each), "its blocks at D are registered")
+            for each in report.registered
+        ]
+        ready += [
+            (self._outgoing.withdrawn(each), f"push withdrawn: {each.reason}")
+            for each in report.withdrawn
+        ]
         for failing in report.failing:
             self._incoming.failing(failing)
-        for received in report.received:
-            self._incoming.received(received)
-        for failed in report.failed:
-            self._incoming.failed(failed)
+        usable, refused = self._checked(report.received)
+        loaded = [each for each in usable if self._incoming.received(each)]
+        failed, retried = [], []
+        for each in (*report.failed, *refused):
+            if self._incoming.retry(each):
+                retried.append(each)
+            elif self._incoming.failed(each):
+                failed.append(each)
+        return ConnectorNews(
+            loaded=loaded,
+            failed=failed,
+            retried=retried,
+            released=report.settled,
+            ready=[(request_id, why) for request_id, why in ready if request_id is not None],
+        )
+
+    def _checked(self, received: Sequence[Received]) -> tuple[list[Received], list[Failed]]:
+        """What can be used of it, and what came with a handoff that cannot."""
+        usable, refused = [], []
+        for each in received:
+            request = self._incoming.pushed_to(each)
+            why = None
+            if request is not None and each.handoff is None:
+                why = "it came without a handoff"
+            elif request is not None and each.handoff is not None:
+                why = self._refusal_of_handoff(request, each.handoff)
+            if why is None:
+                usable.append(each)
+                continue
+            refused.append(
+                Failed(
+                    request_id=each.request_id,
+                    reason=LoadFailure.INCOMPATIBLE,
+                    detail=f"what was written is refused: {why}",
+                    load_id=each.load_id,
+                )
+            )
+        return usable, refused

@@ -29,7 +29,7 @@ from pdserve.errors import InternalError
 from pdserve.wire.transfer import ConnectorReport, LoadFailure
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Sequence
 
     import torch
 
@@ -43,6 +43,7 @@ if TYPE_CHECKING:
         ConnectorMetadata,
         Endpoint,
         EngineRef,
+        Failed,
         LeaseEnd,
     )
 
@@ -56,6 +57,7 @@ class MemoryWorker(KVConnectorWorker):
 
     Attributes:
         kv: None before it is registered, and once this half is closed.
+        endpoint: None before it is registered.
     """
 
     capabilities = Capabilities(push=True)
@@ -77,7 +79,7 @@ class MemoryWorker(KVConnectorWorker):
         self.reserves = Reserves(self)
         self.pushes = Pushes(self, clock.monotonic_s())
         self._clock = clock
-        self._endpoint: Endpoint | None = None
+        self.endpoint: Endpoint | None = None
         self._digests: BlockDigests | None = None
         self._watches: dict[str, Watch] = {}
         self._beat_s: dict[str, float] = {}
@@ -86,18 +88,14 @@ class MemoryWorker(KVConnectorWorker):
         self._faults: Counter[str] = Counter()
         self._num_reported: Counter[str] = Counter()
 
-    def register_kv_caches(self, kv: torch.Tensor, layout: KVLayout) -> None:
+    def register_kv_caches(self, kv: torch.Tensor, layout: KVLayout) -> Endpoint:
         """See `KVConnectorWorker`."""
-        if self._endpoint is not None:
+        if self.endpoint is not None:
             raise InternalError("KV memory was registered twice")
         self.kv = kv
         self._digests = BlockDigests(kv, self.context.shape, self.context.rank)
-        self._endpoint = self.exchange.join(self)
-
-    @property
-    def endpoint(self) -> Endpoint | None:
-        """See `KVConnectorWorker`."""
-        return self._endpoint
+        self.endpoint = self.exchange.join(self)
+        return self.endpoint
 
     @property
     def digests(self) -> BlockDigests:
@@ -149,7 +147,7 @@ class MemoryWorker(KVConnectorWorker):
         """See `KVConnectorWorker`."""
         self._chunks = StepInstructions.from_metadata(metadata).chunks
 
-    def wait_for_save(self) -> None:
+    def wait_for_save(self) -> Sequence[Failed]:
         """See `KVConnectorWorker`."""
         chunks, self._chunks = self._chunks, []
         self.pushes.last_step_s = self._clock.monotonic_s()
@@ -157,6 +155,7 @@ class MemoryWorker(KVConnectorWorker):
             with self.exchange.lock:
                 self.pushes.complete(chunks, self._clock.monotonic_s())
             self.wake()
+        return ()
 
     def get_finished(self) -> ConnectorReport:
         """See `KVConnectorWorker`."""
@@ -183,8 +182,8 @@ class MemoryWorker(KVConnectorWorker):
     def close(self, timeout_s: float) -> None:
         """See `KVConnectorWorker`."""
         with self.exchange.lock:
-            if self._endpoint is not None:
-                self.exchange.leave(self._endpoint)
+            if self.endpoint is not None:
+                self.exchange.leave(self.endpoint)
             self.pushes.close()
             self.kv = None
 

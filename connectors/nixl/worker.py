@@ -15,12 +15,12 @@ from pdserve.errors import InternalError
 from pdserve.wire.transfer import ConnectorReport
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from pdserve.connectors.base import ConnectorContext, KVLayout
     from pdserve.connectors.handover.instructions import Chunk
     from pdserve.observe.clock import Clock
-    from pdserve.wire.transfer import ConnectorMetadata, Endpoint
+    from pdserve.wire.transfer import ConnectorMetadata, Endpoint, Failed
 
 
 class NixlWorker(KVConnectorWorker):
@@ -59,7 +59,7 @@ class NixlWorker(KVConnectorWorker):
         # Chunks of the step that runs which are written layer by layer; mostly none.
         self._layerwise: list[Chunk] = []
 
-    def register_kv_caches(self, kv: torch.Tensor, layout: KVLayout) -> None:
+    def register_kv_caches(self, kv: torch.Tensor, layout: KVLayout) -> Endpoint:
         """See `KVConnectorWorker`. Starts the transfer thread and the side channel.
 
         Raises:
@@ -77,11 +77,7 @@ class NixlWorker(KVConnectorWorker):
             clock=self._clock,
             quarantine_s=self._quarantine_s,
         )
-
-    @property
-    def endpoint(self) -> Endpoint | None:
-        """See `KVConnectorWorker`."""
-        return None if self._thread is None else self._thread.endpoint
+        return self._thread.endpoint
 
     def post(self, metadata: ConnectorMetadata) -> None:
         """See `KVConnectorWorker`."""
@@ -110,13 +106,14 @@ class NixlWorker(KVConnectorWorker):
             for chunk in self._layerwise:
                 self._say(chunk, layers_end=layer + 1, is_over=False)
 
-    def wait_for_save(self) -> None:
-        """See `KVConnectorWorker`. It waits for nothing."""
+    def wait_for_save(self) -> Sequence[Failed]:
+        """See `KVConnectorWorker`. It waits for nothing, and loads nothing inside steps."""
         self._started().note_step(self._clock.monotonic_s())
         chunks, self._chunks = self._chunks, []
         for chunk in chunks:
             self._say(chunk, layers_end=0, is_over=True)
         self._layerwise = []
+        return ()
 
     def get_finished(self) -> ConnectorReport:
         """See `KVConnectorWorker`."""

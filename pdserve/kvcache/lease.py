@@ -1,7 +1,7 @@
 """The one owner of a set of blocks, from the moment they are taken until they are free.
 
 Every block that is not free belongs to a `Holding`, and every holding ends exactly once.
-What may still touch the blocks is its `Hold`: a request that computes, a load that a
+What may still touch the blocks is its `BlockUser`: a request that computes, a load that a
 peer's memory is read into, a peer that writes them or reads them. Only the scheduler moves a
 holding from one to the next.
 """
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from pdserve.wire.ids import BlockHash, BlockId
 
 
-class Hold(enum.Enum):
+class BlockUser(enum.Enum):
     """Who may touch the blocks.
 
     REQUEST: steps of its request. RECEIVING: a load, or a peer that pushes, writes them; no
@@ -35,15 +35,15 @@ class Hold(enum.Enum):
 
 
 # Asked for every few milliseconds: the value of an enum's member is a property.
-_HELD, _LEASED = Hold.REQUEST.value, Hold.LEASED.value
-_RECEIVING, _QUARANTINED = Hold.RECEIVING.value, Hold.QUARANTINED.value
+_HELD, _LEASED = BlockUser.REQUEST.value, BlockUser.LEASED.value
+_RECEIVING, _QUARANTINED = BlockUser.RECEIVING.value, BlockUser.QUARANTINED.value
 
 
 class Holding:
     """A request's block table, and the right to it. Append-only until it ends.
 
     Attributes:
-        hold: Who may touch the blocks now.
+        user: Who may touch the blocks now.
         num_cached: Leading blocks that were complete when it was opened: nothing that
             happens to this request writes them.
         num_published: Leading blocks that can be found by their hash.
@@ -54,7 +54,7 @@ class Holding:
         self._blocks = blocks
         self.num_cached = num_cached
         self.num_published = num_cached
-        self.hold = Hold.REQUEST
+        self.user = BlockUser.REQUEST
         self._num_untouched = 0
 
     @property
@@ -73,8 +73,8 @@ class Holding:
         Raises:
             OutOfBlocksError: Nothing was taken.
         """
-        if self.hold is not Hold.REQUEST:
-            raise InternalError(f"a {self.hold.value} holding cannot grow")
+        if self.user is not BlockUser.REQUEST:
+            raise InternalError(f"a {self.user.value} holding cannot grow")
         fresh = self._ledger.pool.take(num_blocks)
         self._blocks.extend(fresh)
         return fresh
@@ -85,13 +85,13 @@ class Holding:
             self._ledger.pool.publish(self._blocks[index], hashes[index])
         self.num_published = max(self.num_published, num_full_blocks)
 
-    def become(self, hold: Hold) -> None:
+    def become(self, user: BlockUser) -> None:
         """Hand the same blocks to another kind of user. O(blocks)."""
         self._ledger.leave(self)
-        if hold is not Hold.QUARANTINED:  # that is for what the user before began
+        if user is not BlockUser.QUARANTINED:  # that is for what the user before began
             # A load begins behind what was complete; whoever reads may read all.
-            self._num_untouched = self.num_cached if hold is Hold.RECEIVING else 0
-        self.hold = hold
+            self._num_untouched = self.num_cached if user is BlockUser.RECEIVING else 0
+        self.user = user
         self._ledger.enter(self)
 
     def end(self) -> None:
@@ -153,46 +153,46 @@ class Ledger:
 
     def check(self) -> None:
         """Raise AssertionError if the counts are not those of the holdings. O(blocks held)."""
-        by_hold: dict[Hold, set[BlockId]] = {hold: set() for hold in Hold}
+        by_user: dict[BlockUser, set[BlockId]] = {user: set() for user in BlockUser}
         for holding in self.holdings:
-            by_hold[holding.hold].update(holding.touched)
-        quarantined, leased = by_hold[Hold.QUARANTINED], by_hold[Hold.LEASED]
-        others = quarantined | leased | by_hold[Hold.REQUEST]
-        assert not by_hold[Hold.RECEIVING] & others, "a block that is written has another user"
+            by_user[holding.user].update(holding.touched)
+        quarantined, leased = by_user[BlockUser.QUARANTINED], by_user[BlockUser.LEASED]
+        others = quarantined | leased | by_user[BlockUser.REQUEST]
+        assert not by_user[BlockUser.RECEIVING] & others, "a block that is written has another user"
         by_state = self.blocks_by_state()
-        assert by_state[Hold.QUARANTINED.value] == len(quarantined), by_state
-        assert by_state[Hold.LEASED.value] == len(leased - quarantined), by_state
-        assert by_state[Hold.RECEIVING.value] == len(by_hold[Hold.RECEIVING]), by_state
+        assert by_state[BlockUser.QUARANTINED.value] == len(quarantined), by_state
+        assert by_state[BlockUser.LEASED.value] == len(leased - quarantined), by_state
+        assert by_state[BlockUser.RECEIVING.value] == len(by_user[BlockUser.RECEIVING]), by_state
         assert min(by_state.values()) >= 0, by_state
         assert sum(by_state.values()) == self.pool.num_blocks, by_state
 
     def enter(self, holding: Holding) -> None:
         """Count `holding` among its kind."""
-        match holding.hold:
-            case Hold.REQUEST:
+        match holding.user:
+            case BlockUser.REQUEST:
                 return
-            case Hold.RECEIVING:
+            case BlockUser.RECEIVING:
                 self._num_receiving += len(holding.touched)
-            case Hold.LEASED:
+            case BlockUser.LEASED:
                 self._add(self._leases, self._quarantines, holding.touched)
-            case Hold.QUARANTINED:
+            case BlockUser.QUARANTINED:
                 self._add(self._quarantines, self._leases, holding.touched)
             case _:
-                assert_never(holding.hold)
+                assert_never(holding.user)
 
     def leave(self, holding: Holding) -> None:
         """Take back what `enter` counted."""
-        match holding.hold:
-            case Hold.REQUEST:
+        match holding.user:
+            case BlockUser.REQUEST:
                 return
-            case Hold.RECEIVING:
+            case BlockUser.RECEIVING:
                 self._num_receiving -= len(holding.touched)
-            case Hold.LEASED:
+            case BlockUser.LEASED:
                 self._remove(self._leases, self._quarantines, holding.touched)
-            case Hold.QUARANTINED:
+            case BlockUser.QUARANTINED:
                 self._remove(self._quarantines, self._leases, holding.touched)
             case _:
-                assert_never(holding.hold)
+                assert_never(holding.user)
 
     def _add(
         self, counts: dict[BlockId, int], others: dict[BlockId, int], blocks: Sequence[BlockId]

@@ -57,6 +57,12 @@ class HashChain:
         self._of_prompt = [] if shared is None else shared.hashes
         self.hashes: list[BlockHash] = []
 
+    def of_prompt(self, prompt: Sequence[int]) -> Sequence[BlockHash]:
+        """Of the blocks that the prompt fills."""
+        num_blocks = len(prompt) // self._block_size
+        self.extend_to(prompt, (), num_blocks)
+        return self.hashes[:num_blocks]
+
     def extend_to(self, prompt: Sequence[int], output: Sequence[int], num_blocks: int) -> None:
         """Hash blocks until there are `num_blocks`; all their tokens must exist."""
         size, num_prompt = self._block_size, len(prompt)

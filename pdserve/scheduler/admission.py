@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from pdserve.errors import InternalError
-from pdserve.kvcache.lease import Hold
+import msgspec
+
+from pdserve.kvcache.lease import BlockUser
 from pdserve.scheduler.plan import plan_admission
 from pdserve.scheduler.request import State
 
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from pdserve.config.schema import SchedulerConfig
-    from pdserve.connectors.base import KVConnectorScheduler
+    from pdserve.connectors.base import KVConnectorScheduler, Match
     from pdserve.kvcache.manager import KVCacheManager, PrefixHit
     from pdserve.scheduler.counts import Counts
     from pdserve.scheduler.ladder import Ladder
@@ -67,13 +68,12 @@ class Admitter:
         """
         scheduled: dict[RequestId, int] = {}
         roster, waiting = self._roster, self._roster.waiting
-        asked_to_wait: list[Request] = []
         while roster.num_seats < self._config.max_num_seqs:
             request = waiting.peek()
             if request is None:
                 break
             try:
-                num_tokens = self._admit_next(request, now_s, budget, asked_to_wait)
+                num_tokens = self._admit_next(request, now_s, budget)
             except Exception as error:  # noqa: BLE001 - whatever it is, it ends this request alone
                 self._end_broken(request.request_id, error, now_s)
                 continue
@@ -82,41 +82,28 @@ class Admitter:
             if num_tokens:
                 scheduled[request.request_id] = num_tokens
                 budget -= num_tokens
-        for request in asked_to_wait:
-            waiting.push(request)
         return scheduled
 
-    def _admit_next(
-        self, request: Request, now_s: float, budget: int, asked_to_wait: list[Request]
-    ) -> int | None:
+    def _admit_next(self, request: Request, now_s: float, budget: int) -> int | None:
         """Start the request that comes next, or take it out of the line for now.
-
-        Args:
-            asked_to_wait: Gets it if its connector cannot say yet what it has.
 
         Returns:
             The tokens that it computes in the step; None if there is no room for it.
         """
         waiting = self._roster.waiting
         hit = self._prefixes.match(request)
-        match = self._connector.get_num_new_matched_tokens(request, hit.num_tokens)
-        if match is None and request.is_pushed_away:
+        match = self._match(request, hit)
+        if match is None:
             waiting.stand_aside(request)
             request.times.wait_for_peer(now_s)
-            request.note(now_s, "waits for D to register its blocks")
-            return 0
-        if match is None:
-            waiting.remove(request)
-            asked_to_wait.append(request)
+            request.note(now_s, "waits for its peer")
             return 0
         is_load = match.num_tokens > 0 and match.is_async
-        if request.is_pushed_here and not is_load and not request.output_token_ids:
-            raise InternalError(f"no peer is to write its blocks\n{request.story()}")
-        # What a peer writes, or is written from, is not moved to make it grow: its first
-        # token has its block from the start, too.
-        is_pinned = request.is_pushed_away and self._connector.holds_blocks(request)
-        num_to_hold = request.num_tokens + (is_pinned or request.is_pushed_here)
-        computed = hit.num_tokens + match.num_tokens
+        request.is_pinned = match.is_pinned
+        # What is pinned is not moved to make it grow: its first token has its block, too.
+        num_to_hold = request.num_tokens + match.is_pinned
+        # The last token is computed again if all are found, so that there are logits behind it.
+        computed = min(hit.num_tokens + match.num_tokens, num_to_hold - 1)
         admission = plan_admission(
             num_tokens=num_to_hold,
             num_computed=computed,
@@ -136,33 +123,39 @@ class Admitter:
             self._start_load(request, hit, match.num_tokens, num_to_hold, now_s)
             return 0
         num_tokens = min(admission.num_tokens, request.num_tokens - computed)
-        self._start(
-            request,
-            hit,
-            match.num_tokens,
-            num_to_hold if is_pinned else computed + num_tokens,
-            now_s,
+        request.holding = self._kv.open(
+            hit, num_to_hold if match.is_pinned else computed + num_tokens
         )
+        request.num_computed_tokens = computed
+        self._start(request, hit, match.num_tokens, now_s)
         return num_tokens
+
+    def _match(self, request: Request, hit: PrefixHit) -> Match | None:
+        """What comes from elsewhere behind what is here; None if that is not known yet."""
+        match = self._connector.get_num_new_matched_tokens(request, hit.num_tokens)
+        # Only who computes a prompt has its logprobs; and what has failed is not tried for ever.
+        is_computed = request.sampling.prompt_logprobs is not None or bool(request.load_failures)
+        if match is None or not match.num_tokens or not is_computed:
+            return match
+        return msgspec.structs.replace(match, num_tokens=0)
 
     def _num_reserved_blocks(self) -> int:
         """Blocks that stay free: whoever runs, or will once its KV is here, may need one soon."""
         num_growing = self._roster.num_seats
         return max(self._min_reserved_blocks, num_growing) if num_growing else 0
 
-    def _start(
-        self, request: Request, hit: PrefixHit, num_external: int, num_to_hold: int, now_s: float
-    ) -> None:
-        request.holding = self._kv.open(hit, num_to_hold)
-        request.num_computed_tokens = hit.num_tokens + num_external
+    def _start(self, request: Request, hit: PrefixHit, num_external: int, now_s: float) -> None:
+        assert request.holding is not None
         blocks = request.holding.blocks
-        if request.is_pushed_away:
-            self._connector.update_state_after_alloc(
-                request, blocks, num_external, generations=self._kv.pool.generations_of(blocks)
-            )
+        self._connector.update_state_after_alloc(
+            request, blocks, num_external, generations=self._kv.pool.generations_of(blocks)
+        )
+        if num_external:
+            request.is_loading = True  # counted once it has come
+            request.num_cached_tokens = hit.num_tokens
+            request.num_external_tokens = num_external
         else:
-            self._connector.update_state_after_alloc(request, blocks, num_external)
-        self._counts.prompt(request, num_hit=hit.num_tokens, num_external=num_external)
+            self._counts.prompt(request, num_hit=hit.num_tokens, num_external=0)
         num_missing = max(0, len(request.prompt_token_ids) - hit.num_tokens - num_external)
         self._counts.recompute_tokens += self._ladder.start(request, num_missing)
         request.times.start(now_s)
@@ -178,7 +171,6 @@ class Admitter:
         request.num_external_tokens = num_external
         self._connector.update_state_after_alloc(request, request.holding.blocks, num_external)
         request.times.start(now_s)
-        request.holding.become(Hold.RECEIVING)
-        how = "is written" if request.is_pushed_here else "loads"
-        why = f"{how} {num_external} tokens behind {hit.num_tokens}"
+        request.holding.become(BlockUser.RECEIVING)
+        why = f"loads {num_external} tokens behind {hit.num_tokens}"
         self._roster.move(request, State.RECEIVING, now_s, why)

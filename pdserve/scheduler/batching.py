@@ -11,6 +11,8 @@ from pdserve.scheduler.plan import Candidate, plan_running
 from pdserve.scheduler.request import State
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from pdserve.config.schema import SchedulerConfig
     from pdserve.connectors.base import KVConnectorScheduler
     from pdserve.kvcache.manager import KVCacheManager
@@ -27,6 +29,7 @@ class Batcher:
     Args:
         max_model_len: Tokens of prompt and output together, at most.
         num_stages: Pipeline stages; the decoding requests are shared out over as many steps.
+        end_broken: Ends a request alone, over which the connector has failed.
     """
 
     def __init__(
@@ -40,6 +43,7 @@ class Batcher:
         inflight: InFlight,
         connector: KVConnectorScheduler,
         counts: Counts,
+        end_broken: Callable[[RequestId, Exception, float], None],
     ) -> None:
         self._config = config
         self._max_model_len = max_model_len
@@ -53,6 +57,7 @@ class Batcher:
         self._inflight = inflight
         self._connector = connector
         self._counts = counts
+        self._end_broken = end_broken
 
     def fill(
         self,
@@ -87,8 +92,10 @@ class Batcher:
             max_decodes=self._max_decodes(batch),
             max_of_one=self._config.long_prefill_token_threshold,
         )
-        for index in plan.preempted:
-            self._preempt(batch[index], now_s)
+        are_free = [self._preempt(batch[index], now_s) for index in plan.preempted]
+        if not all(are_free):
+            self.fill(now_s, scheduled, grown)  # with the blocks that there are
+            return None
         for index, num_tokens in plan.num_tokens.items():
             request = batch[index]
             assert request.holding is not None
@@ -113,7 +120,7 @@ class Batcher:
             0 if holding is None else len(holding.blocks),
             self._roster.waiting.rank(request),
             is_pipelined and request.is_decoding,
-            request.is_pushed_away and self._connector.holds_blocks(request),
+            request.is_pinned,
         )
 
     def _is_complete(self, request: Request) -> bool:
@@ -127,10 +134,22 @@ class Batcher:
         num_decoding = sum(r.is_decoding and not self._is_complete(r) for r in batch)
         return -(-num_decoding // self._num_stages)
 
-    def _preempt(self, request: Request, now_s: float) -> None:
+    def _preempt(self, request: Request, now_s: float) -> bool:
+        """Take a request's blocks from it; False if they are not free yet."""
+        assert request.holding is not None
+        blocks = request.holding.blocks
+        generations = self._kv.pool.generations_of(blocks)
+        try:
+            hold = self._connector.preempted(request, blocks, generations)
+        except Exception as error:  # noqa: BLE001 - whatever it is, it ends this request alone
+            self._end_broken(request.request_id, error, now_s)
+            return True
         self._counts.preemptions += 1
         request.num_preemptions += 1
-        self._roster.give_back(request)
-        request.num_computed_tokens = 0
-        request.prompt_logprobs = []
+        if hold is None:
+            self._roster.give_back(request)
+        else:
+            self._roster.park(request, hold.hold_id)
+        request.begin_again(0)
         self._roster.move(request, State.WAITING, now_s, "preempted")
+        return hold is None

@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING
 from pdserve.errors import InternalError
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from pdserve.scheduler.request import Request
     from pdserve.wire.ids import RequestId
 
@@ -26,6 +28,8 @@ class Step:
         num_computed_after: For each request in it, the tokens computed once it retires.
         num_prefill_tokens, num_decode_tokens: Prompt tokens it computes, and all others.
         closing: Requests that wait for it to retire.
+        loading: Requests whose first tokens are loaded inside it.
+        void: Requests for which what it computes means nothing.
     """
 
     def __init__(
@@ -36,6 +40,7 @@ class Step:
         *,
         num_prefill_tokens: int = 0,
         num_decode_tokens: int = 0,
+        loading: Sequence[RequestId] = (),
     ) -> None:
         self.step_id = step_id
         self.num_prefill_tokens = num_prefill_tokens
@@ -43,6 +48,8 @@ class Step:
         self.num_computed_after = num_computed_after
         self.submitted_s = submitted_s
         self.closing: list[Request] = []
+        self.loading = loading
+        self.void: set[RequestId] = set()
 
 
 class InFlight:
@@ -85,6 +92,12 @@ class InFlight:
             step.num_computed_after and step.submitted_s <= since_s for step in self._steps
         )
         return now_s - since_s if is_running else 0.0
+
+    def void(self, request_id: RequestId) -> None:
+        """What the steps that have it compute for this request means nothing."""
+        for step in self._steps:
+            if request_id in step.num_computed_after:
+                step.void.add(request_id)
 
     def close_after(self, request: Request) -> bool:
         """`request` is over, and waits for the last step that has it; False if none has."""

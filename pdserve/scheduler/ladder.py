@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, NamedTuple
 
+from pdserve.connectors.base import KVSource
 from pdserve.scheduler.budget import TokenBucket
 from pdserve.scheduler.counts import Rung
 from pdserve.wire.request import OnLoadFailure
@@ -50,9 +51,13 @@ class Ladder:
     def after_failure(self, request: Request, num_missing: int, now_s: float) -> Verdict:
         """The load of `request` has failed for good; `num_missing` prompt tokens are not here.
 
-        A push always goes back to its sender, who has the handoff and can have it pulled.
+        What no other engine was to compute is computed here in any case: the budget is for their
+        outages. A push always goes back to its sender, who has the handoff and can have it pulled.
         """
-        if request.is_pushed_here or request.on_load_failure is OnLoadFailure.REPORT:
+        if request.source is KVSource.LOCAL:
+            return Verdict(Rung.RECOMPUTE)
+        is_planned = request.source is KVSource.PLANNED
+        if is_planned or request.on_load_failure is OnLoadFailure.REPORT:
             return Verdict(Rung.REPORT)
         return self.compute_here(request, num_missing, now_s)
 

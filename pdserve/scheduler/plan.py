@@ -2,28 +2,17 @@
 
 from __future__ import annotations
 
-import enum
 from typing import TYPE_CHECKING, Final
 
 import msgspec
+
+from pdserve.connectors.base import KVSource
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
 MAX_OVERTAKEN: Final = 8
-"""So many requests with handoffs may start in the place of one push."""
-
-
-class Line(enum.Enum):
-    """What a waiting request waits for.
-
-    PUSHED: blocks here, so that another engine may begin to compute and write it. HANDED_OVER:
-    blocks here, to read what another engine has computed and keeps. OTHERS need this engine only.
-    """
-
-    PUSHED = "pushed"
-    HANDED_OVER = "handed over"
-    OTHERS = "others"
+"""So many requests whose KV lies ready may start in the place of one whose KV is planned."""
 
 
 class Candidate(msgspec.Struct, frozen=True):
@@ -35,7 +24,7 @@ class Candidate(msgspec.Struct, frozen=True):
         num_blocks: Blocks it holds.
         rank: Smaller is served first and preempted last.
         is_decode: Whether what it computes is the token that it sampled last.
-        is_pinned: Whether it may not be preempted: a peer is written from its blocks.
+        is_pinned: Whether it may not be preempted.
     """
 
     num_wanted: int
@@ -117,7 +106,7 @@ def plan_running(
                 if i not in preempted and not candidates[i].is_pinned
             ]
             if not victims or victims == [index]:
-                break  # what lacks is held by transfers and leases, and comes back by itself
+                break  # what lacks is held for others, and comes back by itself
             victim = max(victims, key=lambda i: candidates[i].rank)
             free += freed_by(victim) + new_blocks.pop(victim, 0)
             if victim in tokens:
@@ -140,26 +129,26 @@ def plan_running(
     return RunningPlan(tokens, new_blocks, preempted, budget, is_short)
 
 
-def next_line(heads: Mapping[Line, tuple[int, int]], *, num_overtaken: int) -> Line | None:
+def next_line(heads: Mapping[KVSource, tuple[int, int]], *, num_overtaken: int) -> KVSource | None:
     """Whose first request is next.
 
-    The best rank, unless that is a push while a request of no worse priority has a handoff. An
-    engine whose blocks are full of KV that is to be read cannot begin a push: blocks reserved
-    for it here would only keep that KV from being read. As long as it does not fit, no further
-    push is given blocks, either.
+    The best rank, unless its KV is only planned while that of a request of no worse priority lies
+    ready. An engine whose blocks are full of KV that is to be read cannot compute more: blocks
+    taken here for that would only keep the other KV from being read. As long as that does not fit,
+    nothing else that is planned is given blocks, either.
 
     Args:
         heads: The rank (priority, place) of each line's first; smaller is better.
-        num_overtaken: Requests with handoffs that started in the place of the first push. So no
-            push waits for more than `MAX_OVERTAKEN` of them.
+        num_overtaken: Requests whose KV lay ready that started in the place of the first planned
+            one. So none waits for more than `MAX_OVERTAKEN` of them.
     """
     if not heads:
         return None
     best = min(heads, key=lambda line: heads[line])
-    handed_over = heads.get(Line.HANDED_OVER)
-    if best is not Line.PUSHED or handed_over is None or num_overtaken >= MAX_OVERTAKEN:
+    ready = heads.get(KVSource.READY)
+    if best is not KVSource.PLANNED or ready is None or num_overtaken >= MAX_OVERTAKEN:
         return best
-    return Line.HANDED_OVER if handed_over[0] <= heads[Line.PUSHED][0] else Line.PUSHED
+    return KVSource.READY if ready[0] <= heads[KVSource.PLANNED][0] else KVSource.PLANNED
 
 
 class Admission(msgspec.Struct, frozen=True):

@@ -7,7 +7,8 @@ import itertools
 from typing import TYPE_CHECKING
 
 from pdserve.config.schema import SchedulingPolicy
-from pdserve.scheduler.plan import Line, next_line
+from pdserve.connectors.base import KVSource
+from pdserve.scheduler.plan import next_line
 
 if TYPE_CHECKING:
     from pdserve.scheduler.request import Request
@@ -21,16 +22,18 @@ class WaitingQueue:
     so it comes before everything that arrived after it. The priority policy orders by
     priority first. Push and pop are O(log n); removal is O(1), paid at a later pop.
 
-    In each order a request that has a handoff may take the place of one that is to be pushed
-    here: its KV lies ready and holds blocks that the other engine may lack for the push.
+    In each order a request whose KV lies ready may take the place of one whose KV is only planned:
+    the other engine may lack the blocks that are kept for it.
 
-    A request may stand aside until its peer has done something: it still waits, but it is not
-    in the line, so nobody waits behind it and nobody looks at it.
+    A request may stand aside until its connector says that it is to be asked about again: it
+    still waits, but it is not in the line, so nobody waits behind it and nobody looks at it.
     """
 
     def __init__(self, policy: SchedulingPolicy) -> None:
         self._by_priority = policy is SchedulingPolicy.PRIORITY
-        self._heaps: dict[Line, list[tuple[int, int, int, Request]]] = {line: [] for line in Line}
+        self._heaps: dict[KVSource, list[tuple[int, int, int, Request]]] = {
+            source: [] for source in KVSource
+        }
         self._pushes = itertools.count()
         self._members: dict[RequestId, int] = {}
         self._aside: set[RequestId] = set()
@@ -43,27 +46,32 @@ class WaitingQueue:
         """How many do not stand aside."""
         return len(self._members)
 
+    @property
+    def aside(self) -> list[RequestId]:
+        """Who stands aside."""
+        return list(self._aside)
+
     def push(self, request: Request) -> None:
         """Add a request."""
         push = next(self._pushes)
-        heapq.heappush(self._heaps[_line_of(request)], (*self.rank(request), push, request))
+        heapq.heappush(self._heaps[request.source], (*self.rank(request), push, request))
         self._members[request.request_id] = push
 
     def peek(self) -> Request | None:
         """The request that comes next."""
         heads = self._heads()
-        pushed = heads.get(Line.PUSHED)
+        planned = heads.get(KVSource.PLANNED)
         line = next_line(
             {line: self.rank(head) for line, head in heads.items()},
-            num_overtaken=0 if pushed is None else pushed.num_overtaken,
+            num_overtaken=0 if planned is None else planned.num_overtaken,
         )
         return None if line is None else heads[line]
 
     def note_start(self, request: Request) -> None:
-        """`request`, which came next, is about to start: it may have taken a push's place."""
-        pushed = self._head(Line.PUSHED)
-        if pushed is not None and self.rank(pushed) < self.rank(request):
-            pushed.num_overtaken += 1
+        """`request`, which came next, is about to start, perhaps in a planned one's place."""
+        planned = self._head(KVSource.PLANNED)
+        if planned is not None and self.rank(planned) < self.rank(request):
+            planned.num_overtaken += 1
 
     def remove(self, request: Request) -> None:
         """Take a request out, wherever it stands."""
@@ -92,12 +100,12 @@ class WaitingQueue:
         """Smaller comes first; also decides who is preempted (the largest)."""
         return (request.wire.priority if self._by_priority else 0, request.order)
 
-    def _heads(self) -> dict[Line, Request]:
-        heads = {line: self._head(line) for line in Line}
-        return {line: head for line, head in heads.items() if head is not None}
+    def _heads(self) -> dict[KVSource, Request]:
+        heads = {source: self._head(source) for source in KVSource}
+        return {source: head for source, head in heads.items() if head is not None}
 
-    def _head(self, line: Line) -> Request | None:
-        heap = self._heaps[line]
+    def _head(self, source: KVSource) -> Request | None:
+        heap = self._heaps[source]
         while heap:
             _, _, push, request = heap[0]
             # What was removed and pushed again has an older entry as well, which is void.
@@ -105,10 +113,3 @@ class WaitingQueue:
                 return request
             heapq.heappop(heap)
         return None
-
-
-def _line_of(request: Request) -> Line:
-    if request.is_pushed_here and not request.output_token_ids:
-        return Line.PUSHED
-    has_handoff = request.handoff is not None and not request.remote_decode
-    return Line.HANDED_OVER if has_handoff else Line.OTHERS

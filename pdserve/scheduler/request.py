@@ -6,16 +6,20 @@ import enum
 from collections import deque
 from typing import TYPE_CHECKING
 
+from pdserve.connectors.base import KVSource
 from pdserve.errors import InternalError
 from pdserve.wire.request import RequestStages
 from pdserve.wire.trace import EngineRequest, Span
 from pdserve.wire.transfer import KVMode
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from pdserve.kvcache.lease import Holding
     from pdserve.kvcache.manager import HashChain, SharedPrompt
+    from pdserve.wire.ids import BlockHash
     from pdserve.wire.outputs import TokenLogprobs
-    from pdserve.wire.request import GenerateRequest, OnLoadFailure
+    from pdserve.wire.request import FinishReason, GenerateRequest, OnLoadFailure
     from pdserve.wire.transfer import Received
 
 
@@ -23,7 +27,7 @@ class State(enum.Enum):
     """Where a request stands.
 
     WAITING has no blocks. RECEIVING has blocks that a load, or a peer that pushes, fills.
-    RUNNING is in the batch; at P a peer may be written from its blocks meanwhile. LEASED has
+    RUNNING is in the batch; its connector may have its blocks read meanwhile. LEASED has
     finished here, a peer may read its blocks. CLOSING is over for the client while a transfer
     or a step may still touch its blocks. DONE holds nothing.
     """
@@ -63,12 +67,12 @@ class Wait(enum.Enum):
     """What a CLOSING request waits for before its blocks may be given back.
 
     STEP: the last step in flight that has it. LOAD: the report of what writes its blocks.
-    PUSH: nothing is written from its blocks any more.
+    HOLD: nothing that its connector began reads its blocks any more.
     """
 
     STEP = "step"
     LOAD = "load"
-    PUSH = "push"
+    HOLD = "hold"
 
 
 class Request:
@@ -82,9 +86,14 @@ class Request:
         num_told_tokens: Output tokens that the workers were told of, where they have to be.
         handoff: As in the wire request, or as a push brought it, until its KV is here or its
             load has failed; at P, what it was leased as.
+        source: Where its KV is, until that is here or its load has failed.
+        is_pinned: It may not be preempted: a peer writes its blocks, or is written from them.
+        is_loading: The step that is being built loads its first tokens.
+        hold_id: What its blocks are leased as, or held for behind its end.
+        finish_reason: How it has ended.
         waits_for: While it is CLOSING.
-        num_overtaken: Requests with handoffs that started in its place, while it was to be
-            pushed here.
+        num_overtaken: Requests whose KV lies ready that started in its place, while its own was
+            only planned.
         num_budgeted: Prompt tokens that the recompute budget was charged for it, until it
             starts; None if it is none of that budget's requests.
         kv_mode: How its KV came from another engine, if it did.
@@ -121,6 +130,11 @@ class Request:
         self.handoff = wire.handoff
         self.ticket = wire.ticket
         self.remote_decode = wire.remote_decode
+        self.source = KVSource.LOCAL
+        self.is_pinned = False
+        self.is_loading = False
+        self.hold_id = ""
+        self.finish_reason: FinishReason | None = None
         self.waits_for: set[Wait] = set()
         self.num_overtaken = 0
         self.num_budgeted: int | None = None
@@ -157,19 +171,14 @@ class Request:
         return self.wire.cache_salt
 
     @property
+    def prompt_block_hashes(self) -> Sequence[BlockHash]:
+        """Of the blocks that its prompt fills."""
+        return self.chain.of_prompt(self.prompt_token_ids)
+
+    @property
     def on_load_failure(self) -> OnLoadFailure:
         """What becomes of it if its KV does not arrive."""
         return self.wire.on_load_failure
-
-    @property
-    def is_pushed_here(self) -> bool:
-        """Whether another engine is to write its KV into blocks of this one."""
-        return self.ticket is not None and not self.wire.remote_decode and self.wire.handoff is None
-
-    @property
-    def is_pushed_away(self) -> bool:
-        """Whether its KV is to be written into another engine's blocks."""
-        return self.ticket is not None and self.wire.remote_decode
 
     @property
     def num_tokens(self) -> int:
@@ -190,6 +199,12 @@ class Request:
         return self.num_pending_tokens > 0 or (
             bool(self.output_token_ids) and self.num_computed_tokens == self.num_tokens - 1
         )
+
+    def begin_again(self, num_computed_tokens: int) -> None:
+        """It has its blocks, and so many tokens in them; nothing is pending."""
+        self.num_computed_tokens = num_computed_tokens
+        self.num_pending_tokens = 0
+        self.prompt_logprobs = []
 
     def move(self, state: State, now_s: float, why: str) -> None:
         """Change state.

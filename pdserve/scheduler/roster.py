@@ -10,12 +10,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from pdserve.errors import InternalError
-from pdserve.kvcache.lease import Hold
+from pdserve.kvcache.lease import BlockUser
 from pdserve.scheduler.queue import WaitingQueue
 from pdserve.scheduler.request import State, Wait
 
 if TYPE_CHECKING:
     from pdserve.config.schema import SchedulingPolicy
+    from pdserve.kvcache.lease import Holding
     from pdserve.observe.trace import Recorder
     from pdserve.scheduler.inflight import InFlight
     from pdserve.scheduler.ladder import Ladder
@@ -39,6 +40,7 @@ class Roster:
         running: The batch, in the order in which it is served.
         receiving: Those whose blocks are being filled.
         leased: Those that have finished here, and may be read.
+        parked: By the hold's id, blocks that a preempted request lost and a save still reads.
     """
 
     def __init__(
@@ -59,7 +61,7 @@ class Roster:
         self.running: dict[RequestId, Request] = {}
         self.receiving: dict[RequestId, Request] = {}
         self.leased: dict[RequestId, Request] = {}
-        self._by_ticket: dict[str, Request] = {}
+        self.parked: dict[str, Holding] = {}
 
     @property
     def num_seats(self) -> int:
@@ -76,15 +78,9 @@ class Roster:
         """Requests that need steps: those that wait for one, and those that run."""
         return self.waiting.num_in_line + len(self.running)
 
-    def of_ticket(self, nonce: str) -> Request | None:
-        """The request whose push `nonce` names."""
-        return self._by_ticket.get(nonce)
-
     def add(self, request: Request) -> None:
         """Take a request that waits, under an id that no other has."""
         self.requests[request.request_id] = request
-        if request.ticket is not None:
-            self._by_ticket.setdefault(request.ticket.nonce, request)
         self.waiting.push(request)
 
     def move(self, request: Request, state: State, now_s: float, why: str) -> None:
@@ -123,33 +119,33 @@ class Roster:
 
     # ---- endings -------------------------------------------------------------------
 
-    def end(self, request: Request, now_s: float, why: str, *, is_read: bool = False) -> None:
+    def end(self, request: Request, now_s: float, why: str, *, is_held: bool = False) -> None:
         """The request is over for its client; free its blocks as soon as that is safe.
 
         Args:
-            is_read: A peer may still be written from its blocks.
+            is_held: Its connector still has something read from its blocks.
 
         Raises:
             InternalError: It is over already.
         """
         match request.state:
             case State.WAITING:
-                pass
+                is_held = False
             case State.RECEIVING:
                 request.waits_for.add(Wait.LOAD)
             case State.RUNNING:
                 if self._inflight.close_after(request):
                     request.waits_for.add(Wait.STEP)
-                if is_read:
-                    request.waits_for.add(Wait.PUSH)
             case State.LEASED | State.CLOSING | State.DONE:
                 raise InternalError(f"ended twice ({why})\n{request.story()}")
+        if is_held:
+            request.waits_for.add(Wait.HOLD)
         if not request.waits_for:
             self.close(request, now_s, why)
             return
         assert request.holding is not None
         if request.waits_for != {Wait.STEP}:
-            request.holding.become(Hold.QUARANTINED)
+            request.holding.become(BlockUser.QUARANTINED)
         waits_for = ", ".join(sorted(each.value for each in request.waits_for))
         self.move(request, State.CLOSING, now_s, f"{why}; waits for: {waits_for}")
 
@@ -163,7 +159,7 @@ class Roster:
             return
         request.note(now_s, f"its {wait.value} settled")
         if request.waits_for == {Wait.STEP} and request.holding is not None:
-            request.holding.become(Hold.REQUEST)
+            request.holding.become(BlockUser.REQUEST)
 
     def close(self, request: Request, now_s: float, why: str) -> None:
         """Nothing touches its blocks: give them back, and forget the request."""
@@ -172,15 +168,31 @@ class Roster:
         self.move(request, State.DONE, now_s, why)
         self._recorder.add(request.traced(now_s))
         del self.requests[request.request_id]
-        ticket = request.ticket
-        if ticket is not None and self._by_ticket.get(ticket.nonce) is request:
-            del self._by_ticket[ticket.nonce]
 
     def give_back(self, request: Request) -> None:
         """Free its blocks, if it has any."""
         if request.holding is not None:
             request.holding.end()
             request.holding = None
+
+    def park(self, request: Request, hold_id: str) -> None:
+        """Take a preempted request's blocks from it, and keep them until `release_parked`."""
+        assert request.holding is not None
+        request.holding.become(BlockUser.QUARANTINED)
+        self.parked[hold_id], request.holding = request.holding, None
+
+    def release_parked(self, hold_id: str) -> bool:
+        """Free what is parked under that id; False if nothing is."""
+        holding = self.parked.pop(hold_id, None)
+        if holding is not None:
+            holding.end()
+        return holding is not None
+
+    def begin_again(self, request: Request, num_computed_tokens: int) -> None:
+        """What steps have computed for it, and those in flight will, behind that is void."""
+        self._inflight.void(request.request_id)
+        self._steps.forget(request.request_id)
+        request.begin_again(num_computed_tokens)
 
     # ---- invariants ----------------------------------------------------------------
 
@@ -191,7 +203,7 @@ class Roster:
         assert not self.running
         assert not self.receiving
         assert not self.leased
-        assert not self._by_ticket
+        assert not self.parked, f"blocks are parked: {list(self.parked)}"
         assert not len(self.waiting)
 
     def check(self) -> None:
@@ -212,7 +224,7 @@ class Roster:
                 assert is_there == (request.state is state), request.story()
             if request.holding is None:
                 continue
-            is_quarantined = request.holding.hold is Hold.QUARANTINED
+            is_quarantined = request.holding.user is BlockUser.QUARANTINED
             assert is_quarantined == bool(request.waits_for - {Wait.STEP}), request.story()
         assert num_waiting == len(self.waiting)
         for place in places.values():

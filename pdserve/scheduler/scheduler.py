@@ -9,12 +9,12 @@ by admission, and what becomes of KV that travels by transfers.
 
 from __future__ import annotations
 
-import logging
 from collections import Counter
 from typing import TYPE_CHECKING
 
 import msgspec
 
+from pdserve.connectors.base import KVSource
 from pdserve.kvcache.manager import KVCacheManager, SharedPrompt
 from pdserve.observe.trace import Recorder
 from pdserve.scheduler.admission import Admitter
@@ -36,7 +36,7 @@ from pdserve.wire.request import EngineStats, ErrorCode, FinishReason
 from pdserve.wire.transfer import LoadFailure
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Mapping
 
     from pdserve.config.schema import CacheConfig, SchedulerConfig
     from pdserve.connectors.base import KVConnectorScheduler
@@ -46,9 +46,7 @@ if TYPE_CHECKING:
     from pdserve.wire.request import EngineOutput, GenerateRequest
     from pdserve.wire.step import ExpertBalance, ModelRunnerOutput, SchedulerOutput
     from pdserve.wire.trace import EngineRequest
-    from pdserve.wire.transfer import ConnectorMetadata, ConnectorReport
-
-_log = logging.getLogger(__name__)
+    from pdserve.wire.transfer import ConnectorMetadata, ConnectorReport, Failed
 
 
 class Scheduler:
@@ -121,26 +119,6 @@ class Scheduler:
         )
         self._requests = self._roster.requests
         self._deadlines = Deadlines(self._requests)
-        self._batcher = Batcher(
-            config,
-            max_model_len=max_model_len,
-            num_stages=num_stages,
-            kv=self.kv,
-            roster=self._roster,
-            inflight=self._inflight,
-            connector=connector,
-            counts=self._counts,
-        )
-        self._admitter = Admitter(
-            config,
-            kv=self.kv,
-            prefixes=self._prefixes,
-            roster=self._roster,
-            connector=connector,
-            ladder=self._ladder,
-            counts=self._counts,
-            end_broken=self._end_broken,
-        )
         self._transfers = Transfers(
             vocab_size=vocab_size,
             max_model_len=max_model_len,
@@ -151,6 +129,27 @@ class Scheduler:
             ladder=self._ladder,
             counts=self._counts,
             outbox=self._outbox,
+        )
+        self._batcher = Batcher(
+            config,
+            max_model_len=max_model_len,
+            num_stages=num_stages,
+            kv=self.kv,
+            roster=self._roster,
+            inflight=self._inflight,
+            connector=connector,
+            counts=self._counts,
+            end_broken=self._transfers.end_broken,
+        )
+        self._admitter = Admitter(
+            config,
+            kv=self.kv,
+            prefixes=self._prefixes,
+            roster=self._roster,
+            connector=connector,
+            ladder=self._ladder,
+            counts=self._counts,
+            end_broken=self._transfers.end_broken,
         )
 
     # ---- requests come and go -------------------------------------------------------
@@ -167,7 +166,7 @@ class Scheduler:
         try:
             self._take(wire, shared, now_s)
         except Exception as error:  # noqa: BLE001 - whatever it is, it ends this request alone
-            self._end_broken(wire.request_id, error, now_s)
+            self._transfers.end_broken(wire.request_id, error, now_s)
 
     def _take(self, wire: GenerateRequest, shared: SharedPrompt | None, now_s: float) -> None:
         if wire.request_id in self._requests:
@@ -186,16 +185,16 @@ class Scheduler:
             now_s=now_s,
         )
         self._num_arrivals += 1
-        if wire.handoff is not None or wire.ticket is not None:
-            refusal = self._transfers.refusal_of(request)
-            if refusal is not None:
-                self._counts.load_failures[LoadFailure.INCOMPATIBLE.value] += 1
-                self._outbox.refusal(wire.request_id, refusal, ErrorCode.HANDOFF_REFUSED)
-                return
-        elif wire.is_fallback:
+        refusal = self._transfers.arrive(request)
+        if refusal is not None:
+            self._counts.load_failures[LoadFailure.INCOMPATIBLE.value] += 1
+            self._outbox.refusal(wire.request_id, refusal, ErrorCode.HANDOFF_REFUSED)
+            return
+        if wire.is_fallback and request.source is KVSource.LOCAL:
             verdict = self._ladder.compute_here(request, self._prefixes.num_missing(request), now_s)
             self._counts.climbed(verdict.rung)
             if verdict.rung is Rung.SHED:
+                self._transfers.leave(request)
                 self._outbox.refusal(
                     wire.request_id,
                     self._ladder.over_budget,
@@ -206,19 +205,7 @@ class Scheduler:
             request.note(now_s, "computed here in place of another engine")
         self._roster.add(request)
         self._deadlines.add(request)
-        if wire.handoff is not None or wire.ticket is not None:
-            self._transfers.queued(request, now_s)
-
-    def _end_broken(self, request_id: RequestId, error: Exception, now_s: float) -> None:
-        """End a request whose way into the batch has failed by our own fault; tell its story."""
-        request = self._requests.get(request_id)
-        story = f"request {request_id}" if request is None else request.story()
-        _log.error("request refused, taking it failed: %s", story, exc_info=error)
-        if request is not None:
-            self._transfers.drop(request, now_s, "taking it failed")
-        self._outbox.refusal(
-            request_id, f"the engine could not take the request: {type(error).__name__}: {error}"
-        )
+        self._transfers.begin(request, now_s)
 
     def refuse(self, request_id: RequestId, why: str) -> None:
         """Answer a request that was not taken."""
@@ -236,17 +223,16 @@ class Scheduler:
                 continue
             match request.state:
                 case State.WAITING | State.RECEIVING | State.RUNNING:
-                    self._transfers.drop(request, now_s, "aborted")
+                    self._transfers.end(request, now_s, "aborted", FinishReason.ABORT)
                 case State.LEASED:
                     # The client left before it got the handoff: nobody else knows of it.
-                    assert request.handoff is not None
-                    self._connector.release_lease(request.handoff.nonce)
+                    self._transfers.give_up(request.hold_id, now_s)
                 case State.CLOSING | State.DONE:
                     pass
 
     def release_lease(self, nonce: str) -> None:
         """Nobody will read this lease."""
-        self._connector.release_lease(nonce)
+        self._transfers.give_up(nonce, self._clock.monotonic_s())
 
     def abort_all(self, why: str) -> None:
         """End every request that has not finished, with an ABORT output."""
@@ -291,7 +277,10 @@ class Scheduler:
         self._recording.step(step, result.forward_s, now_s)
         if result.experts is not None:
             self._experts = result.experts
-        running = self._roster.running
+        self._take_loads(step, result.failed_loads, now_s)
+        running: Mapping[RequestId, Request] = self._roster.running
+        if step.void:
+            running = {each: request for each, request in running.items() if each not in step.void}
         for request_id in result.non_finite_ids:
             request = running.get(request_id)
             if request is not None:
@@ -409,6 +398,7 @@ class Scheduler:
         for holding in self.kv.ledger.holdings:
             refs.update(holding.blocks)
         held = {request.holding for request in self._requests.values() if request.holding}
+        held |= set(self._roster.parked.values())
         assert held == self.kv.ledger.holdings, "a holding belongs to no request"
         assert len(refs) == self.kv.pool.num_blocks - self.kv.pool.num_free
         self._roster.check()
@@ -425,9 +415,11 @@ class Scheduler:
         scheduled: dict[RequestId, int],
         grown: dict[RequestId, list[BlockId]],
     ) -> SchedulerOutput:
+        metadata = self._transfers.metadata_for(scheduled, now_s)
         batch = [(self._roster.running[request_id], num) for request_id, num in scheduled.items()]
         output = self._steps.build(batch, grown)
         after: dict[RequestId, int] = {}
+        loading: list[RequestId] = []
         num_prefill = 0
         for request, num_tokens in batch:
             times = request.times
@@ -439,8 +431,9 @@ class Scheduler:
             num_prompt = len(request.prompt_token_ids)
             if num_computed < num_prompt:
                 num_prefill += min(num_prompt - num_computed, num_tokens)
-            if request.remote_decode:
-                self._transfers.tell_of_chunk(request, num_tokens)
+            if request.is_loading:
+                request.is_loading = False
+                loading.append(request.request_id)
             num_computed += num_tokens
             request.num_computed_tokens = after[request.request_id] = num_computed
             # `request.num_tokens`, spelled out: this runs for each request in each step.
@@ -454,14 +447,28 @@ class Scheduler:
                 now_s,
                 num_prefill_tokens=num_prefill,
                 num_decode_tokens=output.num_tokens - num_prefill,
+                loading=loading,
             )
         )
-        metadata = self._connector.build_connector_meta(output)
-        if metadata is None:
+        if metadata is None and not loading:
             return output
-        return msgspec.structs.replace(output, connector_metadata=metadata)
+        return msgspec.structs.replace(
+            output, connector_metadata=metadata, loading_request_ids=loading
+        )
 
     # ---- taking results ------------------------------------------------------------
+
+    def _take_loads(self, step: Step, failed_loads: list[Failed], now_s: float) -> None:
+        """What was to be loaded inside a step has come, or what was computed from it is void."""
+        if not step.loading:
+            return
+        failed = {each.request_id: each for each in failed_loads}
+        for request_id in step.loading:
+            if request_id in failed:
+                step.void.add(request_id)
+            request = self._roster.running.get(request_id)
+            if request is not None:
+                self._transfers.load_in_step(request, failed.get(request_id), now_s)
 
     def _retire_step_of(self, request: Request, num_computed: int, now_s: float) -> None:
         if request.times.first_step_end_s is None:
@@ -485,7 +492,12 @@ class Scheduler:
         if request.times.first_token_s is None:
             request.times.first_token_s = now_s
         finish, stop_reason = finish_reason(request, token_id, max_model_len=self._max_model_len)
-        if finish is None and request.remote_decode and self._transfers.lease(request, now_s):
+        if finish is None and request.remote_decode:
+            try:
+                self._transfers.hand_over(request, now_s)
+            except Exception as error:  # noqa: BLE001 - whatever it is, others go on
+                self._transfers.end_broken(request.request_id, error, now_s, what="hand over")
+                return
             finish = FinishReason.HANDOFF
         self._outbox.token(
             request,
@@ -494,12 +506,8 @@ class Scheduler:
             finish=finish,
             stop_reason=stop_reason,
         )
-        if finish is None or finish is FinishReason.HANDOFF:
-            return
-        if request.is_pushed_away:
-            self._transfers.drop(request, now_s, finish.value)  # there will be no handoff
-        else:
-            self._roster.end(request, now_s, finish.value)
+        if finish is not None and finish is not FinishReason.HANDOFF:
+            self._transfers.end(request, now_s, finish.value, finish)
 
     # ---- endings -------------------------------------------------------------------
 
@@ -524,10 +532,10 @@ class Scheduler:
             "its weights are corrupt, or they overflow; try another --dtype",
             ErrorCode.NON_FINITE_LOGITS,
         )
-        self._transfers.drop(request, now_s, "its logits are not finite")
+        self._transfers.end(request, now_s, "its logits are not finite", FinishReason.ERROR)
 
     def _give_up(self, request: Request, why: str) -> None:
         """End a request that could have been served, had there been time."""
         if request.state in (State.WAITING, State.RECEIVING, State.RUNNING):
             self._outbox.abort(request, why)
-            self._transfers.drop(request, self._clock.monotonic_s(), why)
+            self._transfers.end(request, self._clock.monotonic_s(), why, FinishReason.ABORT)

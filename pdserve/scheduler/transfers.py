@@ -1,8 +1,8 @@
-"""Requests whose KV comes from another engine, or goes to one: what their connector makes of them.
+"""What the connector is asked and told of requests, and what its news make of them.
 
-Before they are taken (is the handoff or the ticket any good), when they have finished here and are
-leased out, and above all its news: loads that arrived or failed, leases and pushes that are over.
-Plans nothing and sends nothing: instructions go from the connector to the workers.
+Before they are taken, when a step is built, when they have ended, and above all when a load has
+arrived or failed, or a hold is over. What it raises ends the request that it was about, and no
+other. Plans nothing and sends nothing: instructions go from the connector to the workers.
 """
 
 from __future__ import annotations
@@ -10,16 +10,21 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING, assert_never
 
-import msgspec
-
-from pdserve.errors import InternalError
-from pdserve.kvcache.lease import Hold
+from pdserve.connectors.base import ConnectorNews, Hold, KVSource, ScheduledRequest, StepView
+from pdserve.errors import HandoffRefusedError, InternalError
+from pdserve.kvcache.lease import BlockUser
 from pdserve.scheduler.counts import Rung
 from pdserve.scheduler.refusal import refusal_of_handoff
 from pdserve.scheduler.request import State, Wait
 from pdserve.scheduler.stopping import finish_reason
-from pdserve.wire.request import ErrorCode
-from pdserve.wire.transfer import Failed, LoadFailure
+from pdserve.wire.request import ErrorCode, FinishReason
+from pdserve.wire.transfer import (
+    ConnectorReport,
+    Failed,
+    LoadFailure,
+    Registered,
+    Withdrawn,
+)
 
 if TYPE_CHECKING:
     from pdserve.connectors.base import KVConnectorScheduler
@@ -31,9 +36,11 @@ if TYPE_CHECKING:
     from pdserve.scheduler.request import Request
     from pdserve.scheduler.roster import Roster
     from pdserve.wire.ids import RequestId
-    from pdserve.wire.transfer import ConnectorReport, KVHandoff, Received, Settled
+    from pdserve.wire.transfer import ConnectorMetadata, Fact, KVHandoff, Received, Settled
 
 _log = logging.getLogger(__name__)
+
+_UNFINISHED = (State.WAITING, State.RECEIVING, State.RUNNING)
 
 
 class Transfers:
@@ -69,57 +76,88 @@ class Transfers:
 
     # ---- requests come and go --------------------------------------------------------
 
-    def refusal_of(self, request: Request) -> str | None:
-        """Why what a request refers to cannot be used; None = it can."""
-        ticket = request.ticket
-        if request.is_pushed_here and ticket is not None and self._roster.of_ticket(ticket.nonce):
-            return "ticket refused: another request has its nonce"  # P can write to one of them
-        refusal = self._connector.check_handoff(request)
-        if refusal is None:
-            return None
-        return f"{'handoff' if request.handoff is not None else 'ticket'} refused: {refusal}"
+    def arrive(self, request: Request) -> str | None:
+        """Tell of a request that is about to be taken; why it cannot be, or None."""
+        try:
+            request.source = self._connector.request_arrived(request)
+        except HandoffRefusedError as error:
+            return f"{'handoff' if request.handoff is not None else 'ticket'} refused: {error}"
+        request.remote_decode = request.remote_decode and self._connector.hands_over
+        return None
 
-    def queued(self, request: Request, now_s: float) -> None:
-        """`request`, which was not refused, waits now. It may be over already."""
-        self._connector.request_queued(request)
+    def leave(self, request: Request) -> None:
+        """Tell of the end of a request that has no blocks."""
+        self._tell_end(request, FinishReason.ERROR)
+
+    def begin(self, request: Request, now_s: float) -> None:
+        """`request` waits now, with what came with its handoff. It may be over already."""
         if request.handoff is not None:
             self._take_handed_over_tokens(request, request.handoff, now_s)
 
-    def drop(self, request: Request, now_s: float, why: str) -> None:
-        """End a request that its connector still counts on.
+    def end(self, request: Request, now_s: float, why: str, reason: FinishReason) -> None:
+        """End a request; its blocks are free as soon as nothing reads or writes them.
 
-        If that one fails over it, blocks that it was told of stay out of use.
+        If the connector fails over it, those that a peer may be written from stay out of use.
         """
+        hold = self._tell_end(request, reason)
+        request.hold_id = "" if hold is None else hold.hold_id
+        self._roster.end(request, now_s, why, is_held=hold is not None)
+
+    def end_broken(
+        self, request_id: RequestId, error: Exception, now_s: float, *, what: str = "take"
+    ) -> None:
+        """End a request over which we, or its connector, have failed; tell its story.
+
+        Args:
+            what: Was being done to it.
+        """
+        request = self._roster.requests.get(request_id)
+        story = f"request {request_id}" if request is None else request.story()
+        _log.error("request ended, could not %s it: %s", what, story, exc_info=error)
+        if request is not None and request.state not in _UNFINISHED:
+            return
+        if request is not None:
+            self.end(request, now_s, f"could not {what} it", FinishReason.ERROR)
+        self._outbox.refusal(
+            request_id, f"the engine could not {what} the request: {type(error).__name__}: {error}"
+        )
+
+    def _tell_end(self, request: Request, reason: FinishReason) -> Hold | None:
         try:
-            is_read = self._connector.request_aborted(request)
+            return self._finish(request, reason)
         except Exception:  # noqa: BLE001 - whatever it is, others go on
             _log.exception("the connector failed over the end of %s", request.story())
-            is_read = request.state is State.RUNNING and request.ticket is not None
-        self._roster.end(request, now_s, why, is_read=is_read)
+            is_read = request.state is State.RUNNING and request.is_pinned
+            return Hold("") if is_read else None
 
-    def tell_of_chunk(self, request: Request, num_tokens: int) -> None:
-        """The step that is built computes so many tokens of it; a prompt's last are its lease's."""
-        start = request.num_computed_tokens
-        if request.holding is not None and start + num_tokens < len(request.prompt_token_ids):
-            blocks = request.holding.blocks
-            generations = self._kv.pool.generations_of(blocks)
-            self._connector.chunk_planned(
-                request, blocks, start, start + num_tokens, generations=generations
-            )
-
-    def lease(self, request: Request, now_s: float) -> bool:
-        """Finish a prefill by leasing its blocks out; False if the connector does not."""
-        assert request.holding is not None
-        blocks = request.holding.blocks
+    def _finish(self, request: Request, reason: FinishReason) -> Hold | None:
+        request.finish_reason = reason
+        blocks = () if request.holding is None else request.holding.blocks
         generations = self._kv.pool.generations_of(blocks)
-        handoff = self._connector.request_finished(request, blocks, generations)
-        if handoff is None:
-            request.remote_decode = False
-            return False
-        request.handoff = handoff
-        request.holding.become(Hold.LEASED)
-        self._roster.move(request, State.LEASED, now_s, f"leased as {handoff.nonce}")
-        return True
+        return self._connector.request_finished(request, blocks, generations)
+
+    def hand_over(self, request: Request, now_s: float) -> None:
+        """Finish a prefill by leasing its blocks out.
+
+        Raises:
+            Exception: The connector's; nothing has changed.
+        """
+        hold = self._finish(request, FinishReason.HANDOFF)
+        if hold is None or hold.handoff is None:
+            raise InternalError(f"the connector made no handoff\n{request.story()}")
+        assert request.holding is not None
+        request.hold_id, request.handoff = hold.hold_id, hold.handoff
+        request.holding.become(BlockUser.LEASED)
+        self._roster.move(request, State.LEASED, now_s, f"leased as {hold.hold_id}")
+
+    def give_up(self, hold_id: str, now_s: float) -> None:
+        """Tell that nobody will read what is leased as `hold_id`."""
+        try:
+            news = self._connector.update_connector_output(ConnectorReport(given_up=[hold_id]))
+        except Exception:  # noqa: BLE001 - whatever it is, a lease ends by itself
+            _log.exception("the connector failed over a lease that was given up")
+            return
+        self._apply(news, now_s)
 
     def _take_handed_over_tokens(self, request: Request, handoff: KVHandoff, now_s: float) -> None:
         """The tokens that came with a handoff are this request's first outputs."""
@@ -135,35 +173,89 @@ class Transfers:
                 finish=finish,
                 stop_reason=stop_reason,
             )
-            if finish is None:
-                continue
-            if request.state is State.WAITING:
-                self.drop(request, now_s, finish.value)
-            else:
-                self._roster.end(request, now_s, finish.value)
-            return
+            if finish is not None:
+                self.end(request, now_s, finish.value, finish)
+                return
+
+    # ---- steps -----------------------------------------------------------------------
+
+    def metadata_for(
+        self, scheduled: dict[RequestId, int], now_s: float
+    ) -> ConnectorMetadata | None:
+        """What goes with the step that computes `scheduled`.
+
+        If the connector fails over one of them, that one is ended and taken out; if nobody can say
+        over which, all are.
+        """
+        while True:
+            step = StepView(scheduled, lambda each: self._scheduled(each, scheduled[each]))
+            try:
+                return self._connector.build_connector_meta(step)
+            except Exception as error:  # noqa: BLE001 - whatever it is, others go on
+                broken = list(scheduled) if step.asked_about is None else [step.asked_about]
+                if not broken:
+                    _log.exception("the connector failed over a step without requests")
+                    return None
+                for request_id in broken:
+                    del scheduled[request_id]
+                    self.end_broken(request_id, error, now_s, what="run")
+
+    def _scheduled(self, request_id: RequestId, num_tokens: int) -> ScheduledRequest:
+        request = self._roster.running[request_id]
+        assert request.holding is not None
+        blocks, start = request.holding.blocks, request.num_computed_tokens
+        generations = self._kv.pool.generations_of(blocks)
+        return ScheduledRequest(request, blocks, generations, start, start + num_tokens)
+
+    def load_in_step(self, request: Request, failed: Failed | None, now_s: float) -> None:
+        """The load inside a step is over; what of it failed is computed from the next step on."""
+        num_hit, num_external = request.num_cached_tokens, request.num_external_tokens
+        if failed is not None:
+            whole = failed.num_valid_tokens - failed.num_valid_tokens % self._kv.block_size
+            num_external = min(max(0, whole - num_hit), num_external)
+            self._note_failure(request, failed, now_s)
+            self._counts.climbed(Rung.RECOMPUTE)
+            num_known = len(request.prompt_token_ids) + len(request.output_token_ids)
+            self._roster.begin_again(request, min(num_hit + num_external, num_known - 1))
+        self._counts.prompt(request, num_hit=num_hit, num_external=num_external)
 
     # ---- the connector's news --------------------------------------------------------
 
     def apply_report(self, report: ConnectorReport, now_s: float) -> None:
         """Take what the workers' connector halves saw. Unknown ids are ignored."""
-        report = self._without_refused(report)
-        for settled in report.settled:
-            self._settle(settled, now_s)
-        for received in report.received:
-            self._receive(received, now_s)
-        for failed in report.failed:
-            self._fail_load(failed, now_s)
-        for registered in report.registered:
-            self._come_back(registered.nonce, "its blocks at D are registered", now_s)
-        for withdrawn in report.withdrawn:
-            self._come_back(withdrawn.nonce, f"push withdrawn: {withdrawn.reason}", now_s)
         self._counts.faults.update(report.faults)
-        self._connector.update_connector_output(report)
+        for fact, single in report.one_by_one():
+            try:
+                news = self._connector.update_connector_output(single)
+            except Exception as error:  # noqa: BLE001 - whatever it is, others go on
+                self._fail_over(fact, error, now_s)
+                news = ConnectorNews.of(single)  # it has happened all the same
+            self._apply(news, now_s)
 
-    def _come_back(self, nonce: str, why: str, now_s: float) -> None:
-        """Something was reported of the push `nonce`; its request may have waited for it."""
-        request = self._roster.of_ticket(nonce)
+    def _fail_over(self, fact: Fact, error: Exception, now_s: float) -> None:
+        if isinstance(fact, Registered | Withdrawn):
+            broken = self._roster.waiting.aside  # one of them, and nobody can say which
+        else:
+            broken = [fact.request_id]
+        for request_id in broken:
+            if request_id in self._roster.requests:
+                self.end_broken(request_id, error, now_s, what="go on with")
+
+    def _apply(self, news: ConnectorNews, now_s: float) -> None:
+        for settled in news.released:
+            self._settle(settled, now_s)
+        for request_id, why in news.ready:
+            self._come_back(request_id, why, now_s)
+        for received in news.loaded:
+            self._receive(received, now_s)
+        for failed in news.retried:
+            self._load_again(failed, now_s)
+        for failed in news.failed:
+            self._fail_load(failed, now_s)
+
+    def _come_back(self, request_id: RequestId, why: str, now_s: float) -> None:
+        """A request is to be asked about again; it may have stood aside."""
+        request = self._roster.requests.get(request_id)
         if request is None:
             return
         request.note(now_s, why)
@@ -171,113 +263,87 @@ class Transfers:
             request.times.queue_again(now_s)
 
     def _settle(self, settled: Settled, now_s: float) -> None:
-        request = self._roster.requests.get(settled.request_id)
-        if request is None:
+        if self._roster.release_parked(settled.nonce):
             return
-        match request.state:
-            case State.LEASED:
-                handoff = request.handoff
-                assert handoff is not None
-                if settled.nonce in ("", handoff.nonce):
-                    self._counts.lease_ends[settled.end.value] += 1
-                    self._roster.close(request, now_s, f"lease ended: {settled.end.value}")
-            case State.CLOSING:
-                nonce = "" if request.ticket is None else request.ticket.nonce
-                if settled.nonce in ("", nonce):
-                    self._roster.stop_waiting(request, Wait.PUSH, now_s)
-            case State.WAITING | State.RECEIVING | State.RUNNING | State.DONE:
-                pass  # of another request under this id, or of a push that never began
+        request = self._roster.requests.get(settled.request_id)
+        if request is None or settled.nonce not in ("", request.hold_id):
+            return  # of another request under this id, or of a push that never began
+        if request.state is State.LEASED:
+            self._counts.lease_ends[settled.end.value] += 1
+            self._roster.close(request, now_s, f"lease ended: {settled.end.value}")
+        elif request.state is State.CLOSING:
+            self._roster.stop_waiting(request, Wait.HOLD, now_s)
 
     def _receive(self, received: Received, now_s: float) -> None:
         request = self._roster.receiving.get(received.request_id)
         if request is None:
             self._settle_load(received.request_id, now_s)
             return
-        pushed = received.handoff if request.is_pushed_here else None
+        brought = received.handoff
+        refusal = brought and refusal_of_handoff(brought, vocab_size=self._vocab_size)
+        if refusal:
+            detail = f"what was written is refused: {refusal}"
+            reason, load_id = LoadFailure.INCOMPATIBLE, received.load_id
+            self._fail_load(
+                Failed(
+                    request_id=request.request_id, reason=reason, detail=detail, load_id=load_id
+                ),
+                now_s,
+            )
+            return
         assert request.holding is not None
         self._counts.arrived(received)
         request.kv_mode = received.mode
-        if pushed is not None:
-            request.source_id = pushed.request_id
-            request.note_cached(pushed.num_cached_tokens)
+        num_tokens = request.num_tokens
+        if brought is not None:
+            num_tokens += len(brought.first_token_ids)
+            request.source_id = brought.request_id
+            request.note_cached(brought.num_cached_tokens)
+        # Without a token behind them, the last one has to be computed again to sample it.
+        request.num_computed_tokens = min(request.num_computed_tokens, num_tokens - 1)
         request.times.receive(received, now_s)
-        request.handoff = None
-        request.holding.become(Hold.REQUEST)
+        request.handoff, request.source, request.is_pinned = None, KVSource.LOCAL, False
+        request.holding.become(BlockUser.REQUEST)
         self._prefixes.publish(request, request.num_computed_tokens)
         self._counts.prompt(
             request, num_hit=request.num_cached_tokens, num_external=request.num_external_tokens
         )
         what = f"received {received.num_bytes} bytes by {received.mode.value}"
         self._roster.move(request, State.RUNNING, now_s, what)
-        if pushed is not None:
-            self._take_handed_over_tokens(request, pushed, now_s)
+        if brought is not None:
+            self._take_handed_over_tokens(request, brought, now_s)
 
-    def _without_refused(self, report: ConnectorReport) -> ConnectorReport:
-        """The report, with each push that came with what cannot be used as one that has failed.
-
-        The connector has to know it so, too: its lease was not read, and is left to others.
-        """
-        received, failed = [], list(report.failed)
-        for each in report.received:
-            request = self._roster.receiving.get(each.request_id)
-            refusal = None
-            if request is not None and request.is_pushed_here:
-                refusal = self._refusal_of_pushed(request, each.handoff)
-            if request is None or refusal is None:
-                received.append(each)
-                continue
-            failed.append(
-                Failed(
-                    request_id=each.request_id,
-                    reason=LoadFailure.INCOMPATIBLE,
-                    detail=f"what was written is refused: {refusal}",
-                    load_id=each.load_id,
-                    num_valid_tokens=request.num_cached_tokens,
-                )
-            )
-        return msgspec.structs.replace(report, received=received, failed=failed)
-
-    def _refusal_of_pushed(self, request: Request, handoff: KVHandoff | None) -> str | None:
-        """Why a request cannot go on from what came with its KV."""
-        assert request.ticket is not None
-        if handoff is None:
-            return "it came without a handoff"
-        if handoff.nonce != request.ticket.nonce:
-            return "its handoff is of another push"
-        request.handoff = handoff
-        refusal = self._connector.check_handoff(request)
-        return refusal or refusal_of_handoff(handoff, vocab_size=self._vocab_size)
+    def _load_again(self, failed: Failed, now_s: float) -> None:
+        request = self._roster.receiving.get(failed.request_id)
+        if request is not None:
+            self._note_failure(request, failed, now_s)
+            self._counts.climbed(Rung.RETRY)
+            request.times.begin_load_again(now_s)
+            request.note(now_s, "loads once more from the same engine")
 
     def _fail_load(self, failed: Failed, now_s: float) -> None:
         request = self._roster.receiving.get(failed.request_id)
         if request is None:
             self._settle_load(failed.request_id, now_s)
             return
-        self._note_failure(request, failed.reason, failed.detail, now_s)
-        if self._connector.retry_load(failed):
-            self._counts.climbed(Rung.RETRY)
-            request.times.begin_load_again(now_s)
-            request.note(now_s, "loads once more from the same engine")
-            return
+        self._note_failure(request, failed, now_s)
         # They were confirmed and checked, so whoever computes the rest need not begin at 0.
         self._prefixes.publish(request, min(failed.num_valid_tokens, len(request.prompt_token_ids)))
         self._end_load(request, f"{failed.reason.value} {failed.detail}".rstrip(), now_s)
 
-    def _note_failure(
-        self, request: Request, reason: LoadFailure, detail: str, now_s: float
-    ) -> None:
-        self._counts.load_failures[reason.value] += 1
-        request.load_failures.append(reason.value)
-        request.note(now_s, f"load failed: {reason.value} {detail}".rstrip())
+    def _note_failure(self, request: Request, failed: Failed, now_s: float) -> None:
+        self._counts.load_failures[failed.reason.value] += 1
+        request.load_failures.append(failed.reason.value)
+        request.note(now_s, f"load failed: {failed.reason.value} {failed.detail}".rstrip())
 
     def _end_load(self, request: Request, why: str, now_s: float) -> None:
         """Its KV will not come, and nothing writes its blocks: take the next rung."""
-        request.handoff = None
         self._roster.give_back(request)
         request.num_computed_tokens = 0
         request.num_cached_tokens = request.num_external_tokens = 0
         num_missing = self._prefixes.num_missing(request)
         verdict = self._ladder.after_failure(request, num_missing, now_s)
+        request.handoff, request.source, request.is_pinned = None, KVSource.LOCAL, False
         self._counts.climbed(verdict.rung)
         self._apply_verdict(request, verdict, why, now_s)
 
@@ -289,6 +355,7 @@ class Transfers:
             case Rung.REPORT:
                 error = f"the KV did not arrive: {why}"
                 self._outbox.error(request, error, ErrorCode.KV_TRANSFER_FAILED)
+                self.leave(request)
                 self._roster.close(request, now_s, "reported to its sender")
             case Rung.SHED:
                 self._outbox.error(
@@ -297,6 +364,7 @@ class Transfers:
                     ErrorCode.RECOMPUTE_BUDGET_EXHAUSTED,
                     retry_after_s=verdict.retry_after_s,
                 )
+                self.leave(request)
                 self._roster.close(request, now_s, "shed: over the recompute budget")
             case Rung.RETRY:
                 raise InternalError(f"a load cannot be tried again now\n{request.story()}")

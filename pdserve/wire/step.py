@@ -7,7 +7,7 @@ import msgspec
 from pdserve.wire.ids import BlockId, RequestId
 from pdserve.wire.outputs import TokenLogprobs
 from pdserve.wire.sampling import SamplingParams
-from pdserve.wire.transfer import ConnectorMetadata
+from pdserve.wire.transfer import ConnectorMetadata, Failed
 
 
 class NewRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -67,6 +67,7 @@ class SchedulerOutput(msgspec.Struct, frozen=True, kw_only=True):
         num_scheduled_tokens: Tokens to compute per request, in batch order; requests
             that only load KV are absent.
         gone_request_ids: Finished or preempted since the last step: forget them.
+        loading_request_ids: Those whose first tokens the connector loads inside this step.
         wave: Not None: the ranks run the layers that they share with other engines, even if
             there is no token here.
     """
@@ -76,6 +77,7 @@ class SchedulerOutput(msgspec.Struct, frozen=True, kw_only=True):
     known_requests: KnownRequests
     num_scheduled_tokens: dict[RequestId, int]
     gone_request_ids: list[RequestId]
+    loading_request_ids: list[RequestId] = []
     connector_metadata: ConnectorMetadata | None = None
     wave: WaveStep | None = None
 
@@ -116,6 +118,8 @@ class ModelRunnerOutput(msgspec.Struct, frozen=True, kw_only=True, omit_defaults
         sampled_token_ids: One token for each of `request_ids` (those that sampled).
         non_finite_ids: Requests whose states or logits of this step are NaN or infinite. Nothing
             else that is said of them means anything, nor does the KV that they have written.
+        failed_loads: Of the step's `loading_request_ids`, on whichever rank. What else is said of
+            such a request means nothing.
         logprobs: For requests that asked for them.
         prompt_logprobs: Logprobs of the prompt tokens computed in this step; the entry
             for prompt position p is produced by the step that computes position p - 1.
@@ -128,6 +132,7 @@ class ModelRunnerOutput(msgspec.Struct, frozen=True, kw_only=True, omit_defaults
     request_ids: list[RequestId] = []
     sampled_token_ids: list[int] = []
     non_finite_ids: list[RequestId] = []
+    failed_loads: list[Failed] = []
     logprobs: dict[RequestId, TokenLogprobs] = {}
     prompt_logprobs: dict[RequestId, list[TokenLogprobs]] = {}
     forward_s: float = 0.0

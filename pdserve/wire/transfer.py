@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from typing import Final
+from typing import TYPE_CHECKING, Final, TypeAlias
 
 import msgspec
 
@@ -11,6 +11,9 @@ from pdserve.wire.ids import BlockId, EngineId, Incarnation, RequestId
 from pdserve.wire.outputs import TokenLogprobs
 from pdserve.wire.seal import Purpose, Seal
 from pdserve.wire.trace import RankSlice
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 TICKET_S: Final = 120.0
 """A ticket is sent as soon as it is drawn: what has to fit is how long an engine may be stuck."""
@@ -265,6 +268,9 @@ class Withdrawn(msgspec.Struct, frozen=True, kw_only=True):
     reason: str = ""
 
 
+Fact: TypeAlias = Settled | Received | Failed | Registered | Withdrawn
+
+
 class ConnectorReport(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """What a worker's connector half saw since its last report; each fact once.
 
@@ -272,6 +278,8 @@ class ConnectorReport(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
         faults: Count by name of what should stay rare: refused frames, agent resets.
         failing: Loads that have failed on a rank while others have not reported theirs; by the
             quorum, once each. They are in `failed` when all ranks have.
+        given_up: Holds, by id, that nobody will read: their clients have left. Said by the engine,
+            of any id, and not by workers.
         slices: What its threads did, for traces; they come along with news, and are none.
         clock_id: Whose monotonic clock those are by (see `wire.trace.Process`).
     """
@@ -283,6 +291,7 @@ class ConnectorReport(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
     registered: list[Registered] = []
     withdrawn: list[Withdrawn] = []
     failing: list[Failed] = []
+    given_up: list[str] = []
     slices: list[RankSlice] = []
     clock_id: str = ""
 
@@ -295,4 +304,14 @@ class ConnectorReport(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
             or self.registered
             or self.withdrawn
             or self.failing
+            or self.given_up
         )
+
+    def one_by_one(self) -> Iterator[tuple[Fact, ConnectorReport]]:
+        """Yield each fact about a request, and a report of it alone."""
+        for field in ("settled", "registered", "withdrawn", "failing", "received", "failed"):
+            for fact in getattr(self, field):
+                yield fact, msgspec.structs.replace(_NOTHING, **{field: [fact]})
+
+
+_NOTHING: Final = ConnectorReport()

@@ -15,7 +15,7 @@ from __future__ import annotations
 import hashlib
 import os
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 import msgspec
 import torch
@@ -27,22 +27,24 @@ from pdserve.kernels.registry import kernels_on
 from pdserve.models.registry import load_model
 from pdserve.observe.trace import CLOCK_ID
 from pdserve.parallel.group import World, join
-from pdserve.wire.transfer import KVShape
+from pdserve.wire.transfer import Failed, KVShape, LoadFailure
 from pdserve.worker import kv_memory
 from pdserve.worker.info import WorkerInfo
 from pdserve.worker.model_runner import ModelRunner
 from pdserve.worker.step_slices import StepSlices
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from pdserve.config.schema import EngineConfig, ParallelConfig
     from pdserve.connectors.base import KVLayout
     from pdserve.models.registry import LoadedModel
     from pdserve.parallel.seat import Seat
-    from pdserve.wire.ids import EngineId, Incarnation
+    from pdserve.wire.ids import EngineId, Incarnation, RequestId
     from pdserve.wire.step import ModelRunnerOutput, SchedulerOutput
     from pdserve.wire.transfer import ConnectorMetadata, ConnectorReport
+
+_ALL_CAME: Final = 1 << 62
 
 
 class Worker:
@@ -111,7 +113,7 @@ class Worker:
         )
         factory = connector_registry.find(config.transfer.kv_connector)
         connector = self._connector = factory.worker(context, self._wake)
-        connector.register_kv_caches(kv, layout)
+        endpoint = connector.register_kv_caches(kv, layout)
         self._runner = ModelRunner(
             loaded,
             kv,
@@ -128,7 +130,7 @@ class Worker:
             layout_fields=fields,
             shape=shape,
             can_push=connector.capabilities.push,
-            endpoint=connector.endpoint,
+            endpoint=endpoint,
             max_model_len=loaded.max_model_len,
             architecture=loaded.arch.architecture,
             dtype=layout.dtype,
@@ -189,7 +191,11 @@ class Worker:
             connector.start_load_kv(step.connector_metadata)
         output = runner.execute(step)
         if step.num_scheduled_tokens:
-            connector.wait_for_save()
+            failed = connector.wait_for_save()
+            if step.loading_request_ids:
+                assert self._world is not None
+                failed_loads = failed_anywhere(self._world, step.loading_request_ids, failed)
+                output = msgspec.structs.replace(output, failed_loads=failed_loads)
             if self._slices is not None:
                 self._slices.add(step, began_s, runner.began_s, time.monotonic())
         return output
@@ -229,6 +235,31 @@ class Worker:
         if self._runner is None or self._connector is None:
             raise InternalError("the worker is not started, or closed")
         return self._runner, self._connector
+
+
+def failed_anywhere(
+    world: World, request_ids: Sequence[RequestId], failed: Sequence[Failed]
+) -> list[Failed]:
+    """What has failed of a step's loads on any rank of the engine; every rank learns the same.
+
+    Args:
+        request_ids: Whose loads they are, in the order of the step; the same on all ranks.
+        failed: Here.
+    """
+    mine = {each.request_id: each for each in failed}
+    num_valid = [mine[each].num_valid_tokens if each in mine else _ALL_CAME for each in request_ids]
+    for group in (world.tp, world.pp):
+        num_valid = [min(ranks) for ranks in zip(*group.gather_ints(num_valid), strict=True)]
+    return [
+        Failed(
+            request_id=request_id,
+            reason=mine[request_id].reason if request_id in mine else LoadFailure.PEER_LOST,
+            detail=mine[request_id].detail if request_id in mine else "on another rank",
+            num_valid_tokens=num,
+        )
+        for request_id, num in zip(request_ids, num_valid, strict=True)
+        if num != _ALL_CAME
+    ]
 
 
 def _layout_fields(loaded: LoadedModel, layout: KVLayout) -> dict[str, str]:

@@ -25,7 +25,7 @@ from pdserve.connectors.conformance.engines import KitRequest
 from pdserve.connectors.quorum import Quorum
 from pdserve.connectors.registry import find
 from pdserve.wire.ids import BlockId, Incarnation, RequestId
-from pdserve.wire.request import OnLoadFailure
+from pdserve.wire.request import FinishReason, OnLoadFailure
 from pdserve.wire.transfer import (
     ConnectorMetadata,
     ConnectorReport,
@@ -129,9 +129,9 @@ class Rank:
             shape.head_dim,
             dtype=getattr(torch, shape.dtype),
         )
-        self.worker.register_kv_caches(self.kv, shape)
-        assert self.worker.endpoint is not None
-        self.endpoint: Endpoint = self.worker.endpoint
+        endpoint = self.worker.register_kv_caches(self.kv, shape)
+        assert endpoint is not None
+        self.endpoint: Endpoint = endpoint
 
     def fill(self, block_ids: Sequence[int], seed: int) -> None:
         for block in block_ids:
@@ -241,22 +241,30 @@ class Engine:
             prompt,
             output_token_ids=[7],
             remote_decode=True,
+            finish_reason=FinishReason.HANDOFF,
         )
-        handoff = self.scheduler.request_finished(
+        hold = self.scheduler.request_finished(
             request, [BlockId(b) for b in block_ids], [self._count] * len(block_ids)
         )
-        assert handoff is not None
+        assert hold is not None
+        assert hold.handoff is not None
         if step:
             self.step()
-        return handoff
+        return hold.handoff
+
+    def give_up(self, nonce: str) -> None:
+        """Nobody will read that lease."""
+        self.scheduler.update_connector_output(ConnectorReport(given_up=[nonce]))
+
+    def abort(self, request: FakeRequest) -> None:
+        request.finish_reason = FinishReason.ABORT
+        self.scheduler.request_finished(request, (), ())
 
     def queue(
         self, prompt: list[int], handoff: KVHandoff, request_id: str, *, step: bool = True
     ) -> FakeRequest:
         request = FakeRequest(RequestId(request_id), prompt, handoff=handoff)
-        refusal = self.scheduler.check_handoff(request)
-        assert refusal is None, refusal
-        self.scheduler.request_queued(request)
+        self.scheduler.request_arrived(request)
         if step:
             self.step()
         return request

@@ -12,8 +12,10 @@ from pdserve.connectors.base import ConnectorContext, KVLayout, Match
 from pdserve.connectors.conformance.engines import prompt_of
 from pdserve.connectors.handover.instructions import Instructions, Load, Reserve
 from pdserve.connectors.handover.scheduler import HandoverScheduler
+from pdserve.errors import HandoffRefusedError
 from pdserve.observe.clock import ManualClock
 from pdserve.wire.ids import BlockId, EngineId, Incarnation, RequestId
+from pdserve.wire.request import FinishReason
 from pdserve.wire.transfer import (
     ConnectorReport,
     Endpoint,
@@ -29,6 +31,7 @@ from tests.connectors.engines import FakeRequest, layout
 
 PROMPT = prompt_of(40)
 NOTHING = Match(0, is_async=False)
+PINNED = Match(0, is_async=False, is_pinned=True)
 ENDPOINTS = [Endpoint(host="127.0.0.1", port=port) for port in (1, 2, 3)]
 
 
@@ -69,9 +72,41 @@ def blocks(*ids: int) -> list[BlockId]:
 
 def handed_off(p: HandoverScheduler | None = None, prompt: list[int] = PROMPT) -> KVHandoff:
     request = FakeRequest(RequestId("p"), prompt, output_token_ids=[7], remote_decode=True)
-    handoff = (p or scheduler()).request_finished(request, blocks(3, 4, 5, 6), [1] * 4)
-    assert handoff is not None
-    return handoff
+    return handed_over(p or scheduler(), request, blocks(3, 4, 5, 6), [1] * 4)
+
+
+def handed_over(
+    p: HandoverScheduler, request: FakeRequest, table: list[BlockId], generations: list[int]
+) -> KVHandoff:
+    request.finish_reason = FinishReason.HANDOFF
+    hold = p.request_finished(request, table, generations)
+    assert hold is not None
+    assert hold.handoff is not None
+    assert hold.hold_id == hold.handoff.nonce
+    return hold.handoff
+
+
+def aborted(half: HandoverScheduler, request: FakeRequest) -> bool:
+    """Whether its blocks are held."""
+    request.finish_reason = FinishReason.ABORT
+    return half.request_finished(request, (), ()) is not None
+
+
+def give_up(p: HandoverScheduler, nonce: str) -> None:
+    p.update_connector_output(ConnectorReport(given_up=[nonce]))
+
+
+def refusal_of(half: HandoverScheduler, request: FakeRequest) -> str | None:
+    try:
+        half.request_arrived(request)
+    except HandoffRefusedError as error:
+        return str(error)
+    return None
+
+
+def retries(d: HandoverScheduler, failed: Failed) -> bool:
+    """Tell of a failed load; whether it is tried once more."""
+    return bool(d.update_connector_output(ConnectorReport(failed=[failed])).retried)
 
 
 def staged(half: HandoverScheduler) -> Instructions:
@@ -82,7 +117,7 @@ def staged(half: HandoverScheduler) -> Instructions:
 
 def queued(d: HandoverScheduler, **changes: Any) -> FakeRequest:
     request = FakeRequest(RequestId("d"), PROMPT, handoff=handed_off(), **changes)
-    d.request_queued(request)
+    d.request_arrived(request)
     return request
 
 
@@ -138,7 +173,7 @@ def decode_of(planned: PushTicket) -> FakeRequest:
 def registered(p: HandoverScheduler, nonce: str = "push") -> FakeRequest:
     """A request at P whose D has registered and whose blocks are taken."""
     request = prefill_of(ticket(nonce))
-    p.request_queued(request)
+    p.request_arrived(request)
     p.update_connector_output(ConnectorReport(registered=[Registered(nonce=nonce)]))
     p.update_state_after_alloc(request, blocks(3, 4, 5), 0, generations=[7, 8, 9])
     staged(p)

@@ -101,6 +101,7 @@ class PushEngine:
                 **{"handshake_timeout_s": 30.0, **transfer}, kv_connector="nixl", lease_s=lease_s
             ),
         )
+        endpoints: list[Endpoint] = []
         for rank in range(shape.num_ranks):
             share = Share(shape, rank)
             layout = share.layout(_DTYPE)
@@ -127,11 +128,10 @@ class PushEngine:
                 shape.block_size,
                 shape.head_dim,
             )
-            worker.register_kv_caches(kv, layout)
+            endpoints.append(worker.register_kv_caches(kv, layout))
             self.workers.append(worker)
             self.kvs.append(kv)
             self.shares.append(share)
-        endpoints: list[Endpoint] = [w.endpoint for w in self.workers if w.endpoint is not None]
         self.ref = EngineRef(
             engine_id=EngineId(engine_id),
             incarnation=incarnation,

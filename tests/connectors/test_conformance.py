@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from pdserve.connectors.base import KVConnectorWorker
+from pdserve.connectors.base import KVConnectorWorker, StepView
 from pdserve.connectors.conformance import ConnectorConformance, Engine, make_shape, prompt_of
 from pdserve.connectors.conformance.pull import PullConformance
 from pdserve.connectors.faulty import FaultKind, FaultyFactory, Plan
@@ -18,10 +18,8 @@ from pdserve.connectors.memory.exchange import Exchange
 from pdserve.connectors.memory.worker import MemoryWorker
 from pdserve.connectors.nixl import NixlFactory
 from pdserve.connectors.nixl.worker import NixlWorker
-from pdserve.connectors.null import NullWorker
 from pdserve.connectors.registry import find, names
-from pdserve.errors import ConfigError
-from pdserve.wire.step import KnownRequests, SchedulerOutput
+from pdserve.errors import ConfigError, HandoffRefusedError
 from pdserve.wire.transfer import LoadFailure, PushTicket
 
 if TYPE_CHECKING:
@@ -118,19 +116,16 @@ def test_the_null_connector_leases_nothing_and_takes_no_handoff() -> None:
     factory = find("null")
     half = factory.scheduler(p.context, [])
     request = p.new_request(PROMPT, output_token_ids=[7], remote_decode=True, handoff=handoff)
-    assert half.check_handoff(request) is not None
+    with pytest.raises(HandoffRefusedError, match="no KV connector"):
+        half.request_arrived(request)
+    assert not half.hands_over
+    assert half.preempted(request, [1, 2, 3], [1] * 3) is None
     assert half.request_finished(request, [1, 2, 3], [1] * 3) is None
-    empty = SchedulerOutput(
-        step_id=0,
-        new_requests=[],
-        known_requests=KnownRequests(),
-        num_scheduled_tokens={},
-        gone_request_ids=[],
-    )
-    assert half.build_connector_meta(empty) is None
+    assert half.build_connector_meta(StepView({}, {}.__getitem__)) is None
     assert half.take_instructions() is None
     worker = factory.worker(p.context, lambda: None)
-    assert worker.endpoint is None
+    assert worker.register_kv_caches(p.ranks[0].kv, p.context.layout) is None
+    assert not worker.wait_for_save()
     assert not worker.get_finished()
     worker.close(1.0)
     p.close()
@@ -243,7 +238,7 @@ def test_the_example_of_the_documentation_runs(tmp_path: Path) -> None:
     test.teardown_method()
 
 
-@pytest.mark.parametrize("worker", [NullWorker, MemoryWorker, NixlWorker])
+@pytest.mark.parametrize("worker", [MemoryWorker, NixlWorker])
 def test_what_a_connector_says_it_does_by_layers_it_does(worker: type[KVConnectorWorker]) -> None:
     declared = worker.capabilities
     assert declared.layerwise_load is (

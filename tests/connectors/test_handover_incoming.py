@@ -18,6 +18,7 @@ from tests.connectors.engines import FakeRequest
 from tests.connectors.halves import (
     NOTHING,
     PROMPT,
+    aborted,
     arrival,
     blocks,
     decode_of,
@@ -25,6 +26,7 @@ from tests.connectors.halves import (
     failure,
     handed_off,
     queued,
+    retries,
     scheduler,
     staged,
     ticket,
@@ -47,8 +49,7 @@ def test_no_two_loads_have_the_same_id() -> None:
 def test_a_good_handoff_is_watched_from_the_queue_on() -> None:
     d = scheduler("D")
     request = FakeRequest(RequestId("d"), PROMPT, handoff=handed_off())
-    assert d.check_handoff(request) is None
-    d.request_queued(request)
+    d.request_arrived(request)
     assert [w.nonce for w in staged(d).watches] == ["nonce-0"]
 
 
@@ -96,7 +97,7 @@ def test_a_load_is_offered_once_whatever_came_of_it() -> None:
 @pytest.mark.parametrize(
     ("num_external", "num_blocks"), [(25, 3), (41, 3), (40, 2)], ids=["mid-block", "more", "short"]
 )
-def test_an_impossible_load_ends_the_engine_instead_of_writing_elsewhere(
+def test_an_impossible_load_is_an_error_instead_of_a_write_elsewhere(
     num_external: int, num_blocks: int
 ) -> None:
     d = scheduler("D")
@@ -109,13 +110,13 @@ def test_an_abort_before_the_load_releases_and_one_during_it_asks_to_stop() -> N
     d = scheduler("D")
     request = queued(d)
     staged(d)
-    d.request_aborted(request)
+    aborted(d, request)
     assert [r.nonce for r in staged(d).releases] == ["nonce-0"]
 
     request = queued(d)
     d.update_state_after_alloc(request, blocks(10, 11, 12), 40)
     staged(d)
-    d.request_aborted(request)
+    aborted(d, request)
     todo = staged(d)
     assert (todo.aborts, todo.releases) == ([request.request_id], [])
 
@@ -142,15 +143,13 @@ def loading(d: HandoverScheduler, num_external: int = 40, **changes: Any) -> Loa
 def test_a_load_is_tried_once_more_under_its_lease(reason: LoadFailure) -> None:
     d = scheduler("D")
     first = loading(d)
-    assert d.retry_load(failure(first, reason))
-    d.update_connector_output(ConnectorReport(failed=[failure(first, reason)]))
+    assert retries(d, failure(first, reason))
     todo = staged(d)
     (second,) = todo.loads
     assert msgspec.structs.replace(second, load_id=first.load_id) == first
     assert second.load_id not in (0, first.load_id)
     assert (todo.releases, todo.unwatches) == ([], [])
-    assert not d.retry_load(failure(second, reason))
-    d.update_connector_output(ConnectorReport(failed=[failure(second, reason)]))
+    assert not retries(d, failure(second, reason))
     assert [(r.nonce, r.end) for r in staged(d).releases] == [("nonce-0", LeaseEnd.RELEASED)]
     assert d.faults["report_unknown"] == 0
 
@@ -163,7 +162,7 @@ def test_what_was_valid_of_a_load_is_not_read_again(
     num_external: int, num_valid: int, first_token: int
 ) -> None:
     d = scheduler("D")
-    assert d.retry_load(failure(loading(d, num_external), num_valid_tokens=num_valid))
+    assert retries(d, failure(loading(d, num_external), num_valid_tokens=num_valid))
     (second,) = staged(d).loads
     assert second.first_token == first_token
 
@@ -173,8 +172,8 @@ def test_what_was_valid_of_a_load_is_not_read_again(
 )
 def test_a_load_that_would_fail_again_is_not_tried_again(reason: LoadFailure) -> None:
     d = scheduler("D")
-    assert not d.retry_load(failure(loading(d), reason))
-    assert d.take_instructions() is None
+    assert not retries(d, failure(loading(d), reason))
+    assert staged(d).loads == []
 
 
 def test_a_load_that_was_aborted_or_is_unknown_is_not_tried_again() -> None:
@@ -183,11 +182,11 @@ def test_a_load_that_was_aborted_or_is_unknown_is_not_tried_again() -> None:
     d.update_state_after_alloc(request, blocks(10, 11, 12), 40)
     (load,) = staged(d).loads
     stale = msgspec.structs.replace(failure(load), load_id=load.load_id + 1)
-    assert not d.retry_load(stale)
-    d.request_aborted(request)
+    assert not retries(d, stale)
+    aborted(d, request)
     staged(d)
-    assert not d.retry_load(failure(load))
-    assert d.take_instructions() is None
+    assert not retries(d, failure(load))
+    assert staged(d).loads == []
 
 
 def test_what_one_rank_has_given_up_the_others_stop_and_one_try_more_is_not_stopped() -> None:
@@ -199,7 +198,7 @@ def test_what_one_rank_has_given_up_the_others_stop_and_one_try_more_is_not_stop
     d.update_connector_output(ConnectorReport(failing=[failure(load)]))
     assert staged(d).aborts == [load.request_id]
     d.update_connector_output(ConnectorReport(failing=[failure(load)]))
-    assert d.retry_load(failure(load))
+    assert retries(d, failure(load))
     todo = staged(d)
     assert (todo.aborts, len(todo.loads)) == ([], 1)
 
@@ -211,7 +210,7 @@ def test_reports_of_another_load_of_the_request_change_nothing() -> None:
     d.update_connector_output(ConnectorReport(failed=[stale]))
     assert d.faults["report_unknown"] == 1
     assert d.take_instructions() is None
-    assert d.retry_load(failure(load))
+    assert retries(d, failure(load))
 
 
 def test_a_lease_is_released_as_read_once_the_load_is_complete() -> None:
@@ -235,11 +234,11 @@ def test_a_lease_is_left_to_whoever_the_failure_is_reported_to() -> None:
 def test_d_reserves_for_a_push_before_p_has_begun() -> None:
     d = scheduler("D", lease_s=12.0)
     request = decode_of(ticket())
-    d.request_queued(request)
+    d.request_arrived(request)
     assert [(w.nonce, w.owner, w.lease_s) for w in staged(d).watches] == [
         ("push", end_of("P"), 12.0)
     ]
-    assert d.get_num_new_matched_tokens(request, 16) == Match(24, is_async=True)
+    assert d.get_num_new_matched_tokens(request, 16) == Match(24, is_async=True, is_pinned=True)
     d.update_state_after_alloc(request, blocks(10, 11, 12, 13), 24)
     todo = staged(d)
     (reserve,) = todo.reserves
@@ -251,7 +250,8 @@ def test_d_reserves_for_a_push_before_p_has_begun() -> None:
     )
     assert (reserve.first_token, reserve.num_tokens) == (16, 40)
     assert d.get_num_new_matched_tokens(request, 16) == NOTHING
-    d.update_connector_output(ConnectorReport(received=[arrival(reserve, handed_off())]))
+    pushed = msgspec.structs.replace(handed_off(), nonce="push")
+    d.update_connector_output(ConnectorReport(received=[arrival(reserve, pushed)]))
     assert [(r.nonce, r.end) for r in staged(d).releases] == [("push", LeaseEnd.READ)]
 
 
@@ -261,11 +261,10 @@ def test_a_failed_push_is_not_tried_again_and_leaves_its_lease_to_a_pull(
 ) -> None:
     d = scheduler("D")
     request = decode_of(ticket())
-    d.request_queued(request)
+    d.request_arrived(request)
     d.update_state_after_alloc(request, blocks(10, 11, 12), 40)
     (reserve,) = staged(d).reserves
-    assert not d.retry_load(failure(reserve, reason))
-    d.update_connector_output(ConnectorReport(failed=[failure(reserve, reason)]))
+    assert not retries(d, failure(reserve, reason))
     todo = staged(d)
     assert (todo.releases, todo.unwatches) == ([], ["push"])
 
@@ -273,11 +272,11 @@ def test_a_failed_push_is_not_tried_again_and_leaves_its_lease_to_a_pull(
 def test_an_aborted_reservation_is_released_once_it_has_settled() -> None:
     d = scheduler("D")
     request = decode_of(ticket())
-    d.request_queued(request)
+    d.request_arrived(request)
     d.update_state_after_alloc(request, blocks(10, 11, 12), 40)
     (reserve,) = staged(d).reserves
-    assert not d.request_aborted(request)
-    d.request_aborted(request)
+    assert not aborted(d, request)
+    aborted(d, request)
     todo = staged(d)
     assert (todo.aborts, todo.releases) == (["d"], [])
     d.update_connector_output(ConnectorReport(failed=[failure(reserve, LoadFailure.ABORTED)]))

@@ -6,13 +6,12 @@ from collections import Counter
 
 import pytest
 
+from pdserve.connectors.base import ScheduledRequest, StepView
 from pdserve.connectors.handover.instructions import Chunk, StepInstructions
 from pdserve.connectors.handover.scheduler import HandoverScheduler
 from pdserve.errors import InternalError
 from pdserve.observe.clock import ManualClock
-from pdserve.wire.ids import RequestId
-from pdserve.wire.sampling import SamplingParams
-from pdserve.wire.step import KnownRequests, NewRequest, SchedulerOutput
+from pdserve.wire.ids import BlockId, RequestId
 from pdserve.wire.transfer import (
     TICKET_S,
     ConnectorReport,
@@ -24,10 +23,14 @@ from pdserve.wire.transfer import (
 from tests.connectors.engines import FakeRequest
 from tests.connectors.halves import (
     NOTHING,
+    PINNED,
     PROMPT,
+    aborted,
     blocks,
     end_of,
+    give_up,
     handed_off,
+    handed_over,
     prefill_of,
     registered,
     scheduler,
@@ -36,34 +39,20 @@ from tests.connectors.halves import (
 )
 
 
-def step(*tokens: tuple[str, int, int], is_new: bool = False) -> SchedulerOutput:
-    """A step of requests with (id, computed tokens, tokens to compute)."""
-    return SchedulerOutput(
-        step_id=0,
-        new_requests=[
-            NewRequest(
-                request_id=RequestId(request_id),
-                prompt_token_ids=PROMPT,
-                output_token_ids=[],
-                sampling=SamplingParams(max_tokens=4, seed=0),
-                block_ids=[],
-                num_computed_tokens=computed,
-            )
-            for request_id, computed, _ in tokens
-            if is_new
-        ],
-        known_requests=KnownRequests(
-            request_ids=[RequestId(each[0]) for each in tokens if not is_new],
-            new_block_ids=[[] for _ in tokens if not is_new],
-            num_computed_tokens=[each[1] for each in tokens if not is_new],
-        ),
-        num_scheduled_tokens={RequestId(each[0]): each[2] for each in tokens},
-        gone_request_ids=[],
-    )
-
-
-def chunks(half: HandoverScheduler, output: SchedulerOutput) -> list[Chunk]:
-    metadata = half.build_connector_meta(output)
+def chunks(
+    half: HandoverScheduler,
+    *tokens: tuple[str, int, int],
+    table: tuple[list[BlockId], list[int]] = ([], []),
+) -> list[Chunk]:
+    """Of a step of requests with (id, computed tokens, tokens to compute)."""
+    scheduled = {
+        RequestId(name): ScheduledRequest(
+            FakeRequest(RequestId(name), PROMPT), *table, first, first + num
+        )
+        for name, first, num in tokens
+    }
+    step = StepView({RequestId(name): num for name, _, num in tokens}, scheduled.__getitem__)
+    metadata = half.build_connector_meta(step)
     return [] if metadata is None else StepInstructions.from_metadata(metadata).chunks
 
 
@@ -75,74 +64,61 @@ def test_a_lease_is_released_by_its_nonce_until_it_has_settled() -> None:
     p = scheduler()
     handoff = handed_off(p)
     staged(p)
-    p.release_lease("no such nonce")
+    give_up(p, "no such nonce")
     assert p.take_instructions() is None
-    p.release_lease(handoff.nonce)
+    give_up(p, handoff.nonce)
     assert [(e.nonce, e.end) for e in staged(p).ends] == [(handoff.nonce, LeaseEnd.RELEASED)]
     settled = Settled(request_id=RequestId("p"), end=LeaseEnd.RELEASED)
     p.update_connector_output(ConnectorReport(settled=[settled]))
-    p.release_lease(handoff.nonce)
+    give_up(p, handoff.nonce)
     assert p.take_instructions() is None
-
-
-def test_an_abort_of_a_leased_request_ends_its_lease() -> None:
-    p = scheduler()
-    handed_off(p)
-    staged(p)
-    p.request_aborted(FakeRequest(RequestId("p"), PROMPT, remote_decode=True))
-    assert [e.end for e in staged(p).ends] == [LeaseEnd.ABORTED]
 
 
 def test_chunks_of_a_prompt_that_will_be_pulled_go_with_their_step_and_no_other() -> None:
     p = scheduler("P")
     request = FakeRequest(RequestId("p"), PROMPT, remote_decode=True)
-    p.request_queued(request)
-    p.chunk_planned(request, blocks(3, 4), 0, 20, generations=[7, 8])
-    (chunk,) = chunks(p, step(("p", 0, 20)))
+    p.request_arrived(request)
+    (chunk,) = chunks(p, ("p", 0, 20), table=(blocks(3, 4), [7, 8]))
     assert (chunk.nonce, chunk.request_id) == ("", request.request_id)
     assert (chunk.block_ids, chunk.generations) == (blocks(3, 4), [7, 8])
     assert (chunk.start_token, chunk.end_token, chunk.num_tokens) == (0, 20, 40)
-    assert chunks(p, step(("p", 20, 20))) == []
+    assert chunks(p, ("p", 20, 20)) == []
 
 
 def test_a_live_push_has_each_chunk_once_and_one_that_was_withdrawn_is_as_if_pulled() -> None:
     p = scheduler("P")
     request = registered(p)
-    p.chunk_planned(request, blocks(3, 4, 5), 0, 20, generations=[7, 8, 9])
-    (chunk,) = chunks(p, step((request.request_id, 0, 20)))
+    (chunk,) = chunks(p, (request.request_id, 0, 20))
     assert chunk.nonce == "push"
     withdraw(p)
-    p.chunk_planned(request, blocks(3, 4, 5), 20, 30, generations=[7, 8, 9])
-    (chunk,) = chunks(p, step((request.request_id, 20, 10)))
+    (chunk,) = chunks(p, (request.request_id, 20, 10))
     assert (chunk.nonce, chunk.end_token) == ("", 30)
 
 
 def test_a_pushed_request_waits_at_p_until_d_has_registered() -> None:
     p = scheduler()
     request = prefill_of(ticket())
-    p.request_queued(request)
+    p.request_arrived(request)
     assert [(e.nonce, e.request_id, e.decode) for e in staged(p).expects] == [
         ("push", "p", end_of("D"))
     ]
     assert p.get_num_new_matched_tokens(request, 0) is None
-    assert not p.holds_blocks(request)
-    p.update_connector_output(ConnectorReport(registered=[Registered(nonce="push")]))
-    assert p.get_num_new_matched_tokens(request, 0) == NOTHING
-    assert p.holds_blocks(request)
+    news = p.update_connector_output(ConnectorReport(registered=[Registered(nonce="push")]))
+    assert [request_id for request_id, _ in news.ready] == ["p"]
+    assert p.get_num_new_matched_tokens(request, 0) == PINNED
 
 
 def test_a_pushed_request_that_d_gave_up_is_prefilled_and_leased_under_another_nonce() -> None:
     p = scheduler()
     request = prefill_of(ticket())
-    p.request_queued(request)
+    p.request_arrived(request)
     withdraw(p)
     p.update_connector_output(ConnectorReport(registered=[Registered(nonce="push")]))
     assert p.get_num_new_matched_tokens(request, 0) == NOTHING
     p.update_state_after_alloc(request, blocks(3, 4, 5), 0)
-    assert chunks(p, step(("p", 0, 40), is_new=True)) == []
+    assert chunks(p, ("p", 0, 40)) == []
     request.output_token_ids = [7]
-    handoff = p.request_finished(request, blocks(3, 4, 5), [7, 8, 9])
-    assert handoff is not None
+    handoff = handed_over(p, request, blocks(3, 4, 5), [7, 8, 9])
     assert handoff.nonce == "nonce-0"
     assert [grant.handoff for grant in staged(p).grants] == [None]
 
@@ -151,33 +127,33 @@ def test_the_chunks_of_a_push_begin_with_token_0_and_end_with_the_prompt() -> No
     p = scheduler()
     registered(p)
     # 16 tokens were cached; two other requests run beside it.
-    first = chunks(p, step(("p", 16, 10), ("x", 0, 3), is_new=True))
+    first = chunks(p, ("p", 16, 10), ("x", 0, 3))
     assert first == [Chunk("push", RequestId("p"), blocks(3, 4, 5), [7, 8, 9], 0, 26, 40, 13)]
-    second = chunks(p, step(("p", 26, 14), ("x", 3, 1)))
+    second = chunks(p, ("p", 26, 14), ("x", 3, 1))
     assert [(c.start_token, c.end_token, c.num_step_tokens) for c in second] == [(26, 40, 15)]
-    assert chunks(p, step(("x", 4, 1))) == []
-    assert chunks(p, step(("p", 40, 1))) == []
+    assert chunks(p, ("x", 4, 1)) == []
+    assert chunks(p, ("p", 40, 1)) == []
 
 
 def test_a_withdrawn_push_has_no_further_chunks_and_keeps_its_blocks() -> None:
     p = scheduler()
     request = registered(p)
-    assert len(chunks(p, step(("p", 0, 16), is_new=True))) == 1
+    assert len(chunks(p, ("p", 0, 16))) == 1
     withdraw(p)
-    assert chunks(p, step(("p", 16, 24))) == []
-    assert p.holds_blocks(request)
-    assert p.request_aborted(request)
+    assert chunks(p, ("p", 16, 24)) == []
+    assert p.get_num_new_matched_tokens(request, 0) == PINNED
+    assert aborted(p, request)
 
 
 @pytest.mark.parametrize(
     ("table", "generations"), [((3, 4), [1, 1]), ((3, 4, 5), [1, 1]), ((3, 4, 5), [])]
 )
-def test_a_pushed_request_without_its_whole_table_ends_the_engine(
+def test_a_pushed_request_without_its_whole_table_is_an_error(
     table: tuple[int, ...], generations: list[int]
 ) -> None:
     p = scheduler()
     request = prefill_of(ticket())
-    p.request_queued(request)
+    p.request_arrived(request)
     p.update_connector_output(ConnectorReport(registered=[Registered(nonce="push")]))
     with pytest.raises(InternalError, match="blocks with their generations at once"):
         p.update_state_after_alloc(request, blocks(*table), 0, generations=generations)
@@ -187,17 +163,16 @@ def test_a_live_push_is_leased_under_its_nonce_and_d_gets_the_handoff() -> None:
     p = scheduler()
     request = registered(p)
     request.output_token_ids = [7]
-    handoff = p.request_finished(request, blocks(3, 4, 5), [7, 8, 9])
-    assert handoff is not None
+    handoff = handed_over(p, request, blocks(3, 4, 5), [7, 8, 9])
     assert (handoff.nonce, handoff.generations) == ("push", [7, 8, 9])
     (grant,) = staged(p).grants
     assert (grant.nonce, grant.handoff) == ("push", handoff)
     withdraw(p)  # by a D that died behind it: the lease is for another
-    p.release_lease("push")
+    give_up(p, "push")
     assert [end.nonce for end in staged(p).ends] == ["push"]
     settled = Settled(request_id=RequestId("p"), end=LeaseEnd.READ, nonce="push")
     p.update_connector_output(ConnectorReport(settled=[settled]))
-    p.release_lease("push")
+    give_up(p, "push")
     assert p.take_instructions() is None
     assert p.faults["report_unknown"] == 0
 
@@ -205,9 +180,9 @@ def test_a_live_push_is_leased_under_its_nonce_and_d_gets_the_handoff() -> None:
 def test_an_abort_during_a_push_holds_the_blocks_until_it_has_settled() -> None:
     p = scheduler()
     request = registered(p)
-    assert p.request_aborted(request)
+    assert aborted(p, request)
     assert [(s.nonce, s.request_id) for s in staged(p).stops] == [("push", "p")]
-    assert chunks(p, step(("p", 0, 16), is_new=True)) == []
+    assert chunks(p, ("p", 0, 16)) == []
     settled = Settled(request_id=RequestId("p"), end=LeaseEnd.ABORTED, nonce="push")
     p.update_connector_output(ConnectorReport(settled=[settled]))
     assert p.faults["report_unknown"] == 0
@@ -218,9 +193,9 @@ def test_an_abort_during_a_push_holds_the_blocks_until_it_has_settled() -> None:
 def test_an_abort_before_d_has_registered_holds_nothing_and_stops_the_push() -> None:
     p = scheduler()
     request = prefill_of(ticket())
-    p.request_queued(request)
+    p.request_arrived(request)
     staged(p)
-    assert not p.request_aborted(request)
+    assert not aborted(p, request)
     assert [s.nonce for s in staged(p).stops] == ["push"]
     p.update_connector_output(ConnectorReport(registered=[Registered(nonce="push")]))
     withdraw(p)
@@ -232,23 +207,23 @@ def test_an_abort_before_d_has_registered_holds_nothing_and_stops_the_push() -> 
 def test_an_abort_of_a_push_that_never_was_has_nothing_to_settle() -> None:
     p = scheduler()
     request = prefill_of(ticket())
-    p.request_queued(request)
+    p.request_arrived(request)
     withdraw(p)
     staged(p)
-    assert not p.request_aborted(request)
+    assert not aborted(p, request)
     assert p.take_instructions() is None
 
 
 def test_a_settled_push_of_an_earlier_request_of_the_same_id_ends_no_lease() -> None:
     p = scheduler()
     first = prefill_of(ticket())
-    p.request_queued(first)
-    assert not p.request_aborted(first)
+    p.request_arrived(first)
+    assert not aborted(p, first)
     handoff = handed_off(p)  # the same request id
     staged(p)
     settled = Settled(request_id=RequestId("p"), end=LeaseEnd.ABORTED, nonce="push")
     p.update_connector_output(ConnectorReport(settled=[settled]))
-    p.release_lease(handoff.nonce)
+    give_up(p, handoff.nonce)
     assert [end.nonce for end in staged(p).ends] == [handoff.nonce]
 
 
@@ -256,21 +231,20 @@ def test_a_replayed_ticket_is_pulled_under_a_nonce_of_its_own() -> None:
     p = scheduler()
     registered(p)
     again = prefill_of(ticket(), "again")
-    p.request_queued(again)
+    p.request_arrived(again)
     assert p.take_instructions() is None
     assert p.faults == Counter(ticket_replayed=1)
     assert p.get_num_new_matched_tokens(again, 0) == NOTHING
     again.output_token_ids = [7]
-    handoff = p.request_finished(again, blocks(6, 7, 8), [1] * 3)
-    assert handoff is not None
+    handoff = handed_over(p, again, blocks(6, 7, 8), [1] * 3)
     assert handoff.nonce == "nonce-0"
-    assert chunks(p, step(("again", 0, 40), is_new=True)) == []
+    assert chunks(p, ("again", 0, 40)) == []
 
 
 @pytest.mark.parametrize("ahead_s", [-300.0, 0.0, 300.0])
 def test_a_ticket_is_pushed_however_far_the_clocks_of_two_hosts_differ(ahead_s: float) -> None:
     p = scheduler(clock=ManualClock(1000.0, ahead_s=ahead_s))
-    p.request_queued(prefill_of(ticket()))
+    p.request_arrived(prefill_of(ticket()))
     assert [expect.nonce for expect in staged(p).expects] == ["push"]
     assert not p.faults
 
@@ -280,12 +254,11 @@ def test_a_ticket_that_comes_too_late_is_pulled_and_d_is_told_at_once() -> None:
     p = scheduler(clock=clock)
     clock.advance(TICKET_S)
     late = prefill_of(ticket(), "late", arrival_s=1000.0)
-    p.request_queued(late)
+    p.request_arrived(late)
     assert p.faults == Counter(ticket_expired=1)
     (stop,) = staged(p).stops
     assert (stop.nonce, stop.reason) == ("push", "its ticket has expired")
     assert p.get_num_new_matched_tokens(late, 0) == NOTHING
-    assert not p.holds_blocks(late)
     aborted = Settled(request_id=late.request_id, end=LeaseEnd.ABORTED, nonce="push")
     p.update_connector_output(ConnectorReport(settled=[aborted]))
     assert p.faults == Counter(ticket_expired=1)
@@ -296,10 +269,10 @@ def test_a_ticket_that_comes_too_late_is_pulled_and_d_is_told_at_once() -> None:
 def test_a_ticket_is_of_one_push_however_late_it_comes_again(later_s: float) -> None:
     clock = ManualClock(1000.0)
     p = scheduler(clock=clock)
-    p.request_queued(prefill_of(ticket()))
+    p.request_arrived(prefill_of(ticket()))
     clock.advance(later_s)
     again = prefill_of(ticket(), "again", arrival_s=clock.monotonic_s())
-    p.request_queued(again)
+    p.request_arrived(again)
     assert p.faults == Counter(ticket_replayed=1)
     assert [expect.request_id for expect in staged(p).expects] == ["p"]
     assert p.get_num_new_matched_tokens(again, 0) == NOTHING

@@ -25,11 +25,14 @@ from tests.connectors.engines import FakeRequest, layout
 from tests.connectors.halves import (
     ENDPOINTS,
     PROMPT,
+    arrival,
     blocks,
     decode_of,
     end_of,
     handed_off,
+    handed_over,
     prefill_of,
+    refusal_of,
     registered,
     scheduler,
     staged,
@@ -43,8 +46,7 @@ def test_a_handoff_names_the_prompts_blocks_and_carries_the_first_token() -> Non
     request = FakeRequest(
         RequestId("p"), PROMPT, output_token_ids=[7], first_logprobs=logprobs, remote_decode=True
     )
-    handoff = p.request_finished(request, blocks(3, 4, 5, 6), [1] * 4)
-    assert handoff is not None
+    handoff = handed_over(p, request, blocks(3, 4, 5, 6), [1] * 4)
     assert handoff.block_ids == [3, 4, 5]  # 40 tokens fill 2.5 blocks of 16
     assert (handoff.num_tokens, handoff.first_token_ids) == (40, [7])
     assert handoff.first_logprobs == logprobs
@@ -57,7 +59,7 @@ def test_a_handoff_names_the_prompts_blocks_and_carries_the_first_token() -> Non
 @pytest.mark.parametrize("block_id", [-1, 1 << 40])
 def test_a_handoff_of_impossible_blocks_is_refused(block_id: int) -> None:
     handoff = msgspec.structs.replace(handed_off(), block_ids=blocks(3, block_id, 5))
-    refusal = scheduler("D").check_handoff(FakeRequest(RequestId("d"), PROMPT, handoff=handoff))
+    refusal = refusal_of(scheduler("D"), FakeRequest(RequestId("d"), PROMPT, handoff=handoff))
     assert refusal is not None
     assert "blocks" in refusal
 
@@ -65,7 +67,7 @@ def test_a_handoff_of_impossible_blocks_is_refused(block_id: int) -> None:
 @pytest.mark.parametrize("lease_s", [0.0, -1.0, 1e-9, 1e9, float("inf"), float("nan")])
 def test_a_handoff_whose_lease_nobody_could_keep_alive_is_refused(lease_s: float) -> None:
     handoff = msgspec.structs.replace(handed_off(), lease_s=lease_s)
-    refusal = scheduler("D").check_handoff(FakeRequest(RequestId("d"), PROMPT, handoff=handoff))
+    refusal = refusal_of(scheduler("D"), FakeRequest(RequestId("d"), PROMPT, handoff=handoff))
     assert refusal is not None
     assert "its lease at P lasts" in refusal
 
@@ -87,9 +89,9 @@ def test_a_handoff_whose_lease_nobody_could_keep_alive_is_refused(lease_s: float
 def test_nobody_is_made_to_connect_to_where_no_engine_can_be(endpoint: Endpoint, why: str) -> None:
     d, p = scheduler("D"), scheduler("P")
     elsewhere = msgspec.structs.replace(handed_off(), endpoints=[endpoint])
-    at_d = d.check_handoff(FakeRequest(RequestId("d"), PROMPT, handoff=elsewhere))
+    at_d = refusal_of(d, FakeRequest(RequestId("d"), PROMPT, handoff=elsewhere))
     planned = ticket(decode=msgspec.structs.replace(end_of("D"), endpoints=(endpoint,)))
-    for refusal in (at_d, p.check_handoff(prefill_of(planned))):
+    for refusal in (at_d, refusal_of(p, prefill_of(planned))):
         assert refusal is not None
         assert why in refusal
 
@@ -97,7 +99,7 @@ def test_nobody_is_made_to_connect_to_where_no_engine_can_be(endpoint: Endpoint,
 def test_with_a_secret_engines_of_other_hosts_are_met() -> None:
     d = scheduler("D", secret="s3cret")
     handoff = msgspec.structs.replace(handed_off(), endpoints=[Endpoint(host="10.0.0.1", port=9)])
-    assert d.check_handoff(FakeRequest(RequestId("d"), PROMPT, handoff=handoff)) is None
+    assert refusal_of(d, FakeRequest(RequestId("d"), PROMPT, handoff=handoff)) is None
 
 
 @pytest.mark.parametrize("valid_s", [0.0, -1.0, 1e9, float("inf"), float("nan")])
@@ -106,7 +108,7 @@ def test_a_ticket_is_valid_for_some_time_and_not_for_ever(valid_s: float) -> Non
         (scheduler("P"), prefill_of(ticket(valid_s=valid_s))),
         (scheduler("D"), decode_of(ticket(valid_s=valid_s))),
     ):
-        refusal = half.check_handoff(request)
+        refusal = refusal_of(half, request)
         assert refusal is not None
         assert "it is valid for" in refusal
 
@@ -133,7 +135,7 @@ def test_a_handoff_that_does_not_fit_is_refused_with_both_values(
     change: dict[str, Any], both_values: tuple[str, str]
 ) -> None:
     handoff = msgspec.structs.replace(handed_off(), **change)
-    refusal = scheduler("D").check_handoff(FakeRequest(RequestId("d"), PROMPT, handoff=handoff))
+    refusal = refusal_of(scheduler("D"), FakeRequest(RequestId("d"), PROMPT, handoff=handoff))
     assert refusal is not None
     for value in both_values:
         assert value in refusal
@@ -146,7 +148,7 @@ def test_kv_of_another_kind_is_refused_with_both_values(field: str) -> None:
     mine = getattr(layout().shape_of_one_rank(), field)
     shape = msgspec.structs.replace(layout().shape_of_one_rank(), **{field: mine + 1})
     handoff = msgspec.structs.replace(handed_off(), shape=shape)
-    refusal = scheduler("D").check_handoff(FakeRequest(RequestId("d"), PROMPT, handoff=handoff))
+    refusal = refusal_of(scheduler("D"), FakeRequest(RequestId("d"), PROMPT, handoff=handoff))
     assert refusal == f"{field.replace('_', ' ')} is {mine + 1} at P and {mine} at D"
 
 
@@ -163,7 +165,7 @@ def test_kv_of_another_kind_is_refused_with_both_values(field: str) -> None:
 def test_a_handoff_of_an_impossible_shape_is_refused(shape: dict[str, Any]) -> None:
     good = handed_off()
     handoff = msgspec.structs.replace(good, shape=msgspec.structs.replace(good.shape, **shape))
-    refusal = scheduler("D").check_handoff(FakeRequest(RequestId("d"), PROMPT, handoff=handoff))
+    refusal = refusal_of(scheduler("D"), FakeRequest(RequestId("d"), PROMPT, handoff=handoff))
     assert refusal is not None
     assert "P cannot have its shape" in refusal
 
@@ -171,17 +173,21 @@ def test_a_handoff_of_an_impossible_shape_is_refused(shape: dict[str, Any]) -> N
 def test_engines_of_different_ranks_and_block_sizes_understand_each_other() -> None:
     p = scheduler(num_ranks=2, kv_shape={"num_kv_heads": 2}, shape=layout(block_size=8))
     request = FakeRequest(RequestId("p"), PROMPT, output_token_ids=[7], remote_decode=True)
-    handoff = p.request_finished(request, blocks(3, 4, 5, 6, 7), [1] * 5)
-    assert handoff is not None
+    handoff = handed_over(p, request, blocks(3, 4, 5, 6, 7), [1] * 5)
     assert len(handoff.block_ids) == 5
     d = scheduler("D")
     request = FakeRequest(RequestId("d"), PROMPT, handoff=handoff)
-    assert d.check_handoff(request) is None
-    d.request_queued(request)
+    d.request_arrived(request)
     d.update_state_after_alloc(request, blocks(10, 11, 12), 24)
     (load,) = staged(d).loads
     assert (load.remote_block_ids, load.local_block_ids) == ([3, 4, 5, 6, 7], [10, 11, 12])
     assert (load.first_token, load.num_tokens) == (16, 40)
+
+
+def test_two_requests_never_wait_for_one_push() -> None:
+    d = scheduler("D")
+    d.request_arrived(decode_of(ticket()))
+    assert refusal_of(d, decode_of(ticket())) == "another request has its nonce"
 
 
 def test_a_scheduler_half_has_one_side_channel_per_rank() -> None:
@@ -195,8 +201,7 @@ def test_every_rank_is_told_where_all_ranks_of_the_owner_listen() -> None:
     assert handoff.endpoints == ENDPOINTS
     d = scheduler("D", num_ranks=3)
     request = FakeRequest(RequestId("d"), PROMPT, handoff=handoff)
-    assert d.check_handoff(request) is None
-    d.request_queued(request)
+    d.request_arrived(request)
     d.update_state_after_alloc(request, blocks(10, 11, 12), 40)
     todo = staged(d)
     assert [w.owner.endpoints for w in todo.watches] == [tuple(ENDPOINTS)]
@@ -206,9 +211,9 @@ def test_every_rank_is_told_where_all_ranks_of_the_owner_listen() -> None:
 def test_a_handoff_never_goes_with_another_prompt_or_salt() -> None:
     d, handoff = scheduler("D"), handed_off()
     other = [*PROMPT[:-1], 5]
-    assert d.check_handoff(FakeRequest(RequestId("d"), other, handoff=handoff)) is not None
+    assert refusal_of(d, FakeRequest(RequestId("d"), other, handoff=handoff)) is not None
     salted = FakeRequest(RequestId("d"), PROMPT, cache_salt="tenant", handoff=handoff)
-    assert d.check_handoff(salted) is not None
+    assert refusal_of(d, salted) is not None
 
 
 def test_unknown_reports_are_counted_and_ignored() -> None:
@@ -258,7 +263,7 @@ def test_a_ticket_that_is_not_for_this_engine_is_refused_with_both_values(
     name: str, wrong: dict[str, Any], words: tuple[str, str]
 ) -> None:
     request = (prefill_of if name == "P" else decode_of)(ticket(**wrong))
-    refusal = scheduler(name).check_handoff(request)
+    refusal = refusal_of(scheduler(name), request)
     assert refusal is not None
     assert all(word in refusal for word in words), refusal
 
@@ -267,12 +272,16 @@ def test_what_a_push_brings_must_belong_to_its_ticket() -> None:
     d, p = scheduler("D"), scheduler()
     request = registered(p)
     request.output_token_ids = [7]
-    handoff = p.request_finished(request, blocks(3, 4, 5), [7, 8, 9])
-    at_d = decode_of(ticket())
-    at_d.handoff = handoff
-    assert d.check_handoff(at_d) is None
-    at_d.handoff = handed_off()
-    refusal = d.check_handoff(at_d)
-    assert refusal is not None
-    assert "'nonce-0'" in refusal
-    assert "'push'" in refusal
+    good = handed_over(p, request, blocks(3, 4, 5), [7, 8, 9])
+    d.request_arrived(decode_of(ticket()))
+    for handoff, words in ((None, "without a handoff"), (handed_off(), "'nonce-0'"), (good, "")):
+        d.update_state_after_alloc(decode_of(ticket()), blocks(10, 11, 12), 40)
+        (reserve,) = staged(d).reserves
+        news = d.update_connector_output(ConnectorReport(received=[arrival(reserve, handoff)]))
+        assert bool(news.loaded) is (handoff is good)
+        assert [each.reason for each in news.failed] == [LoadFailure.INCOMPATIBLE] * bool(words)
+        assert all(words in each.detail for each in news.failed)
+        todo = staged(d)
+        # What was not read is left to others.
+        assert (todo.unwatches, len(todo.releases)) == (["push"] * bool(words), not words)
+        d.request_arrived(decode_of(ticket()))

@@ -5,16 +5,17 @@ from __future__ import annotations
 import itertools
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 import pytest
 
+from pdserve.connectors.base import ScheduledRequest, StepView
 from pdserve.connectors.conformance.engines import FIRST_TOKEN, Engine, prompt_of
 from pdserve.connectors.conformance.values import make_shape
-from pdserve.connectors.handover.instructions import Instructions
+from pdserve.connectors.handover.instructions import Instructions, Reserve
 from pdserve.connectors.memory import MemoryFactory
 from pdserve.connectors.memory.copying import POLLS_ON_THE_WIRE
 from pdserve.observe.clock import ManualClock
 from pdserve.wire.ids import BlockId
-from pdserve.wire.step import KnownRequests, SchedulerOutput
 from pdserve.wire.transfer import (
     EngineRef,
     KVHandoff,
@@ -61,8 +62,8 @@ class World:
 
     def reserve(self) -> None:
         """D takes blocks and registers them; P's request may run after that."""
-        self.p.scheduler.request_queued(self.at_p)
-        self.d.scheduler.request_queued(self.at_d)
+        self.p.arrive(self.at_p)
+        self.d.arrive(self.at_d)
         if self.first:
             self.d.write(self.d_blocks, SEED, 0, self.first)
         self.d.stage_load(self.at_d, self.d_blocks, num_computed=self.first)
@@ -81,15 +82,8 @@ class World:
             )
         start, self.num_computed = self.num_computed, end
         self.p.write(self.p_blocks, SEED, start, end)
-        step = SchedulerOutput(
-            step_id=0,
-            new_requests=[],
-            known_requests=KnownRequests(
-                request_ids=[self.at_p.request_id], new_block_ids=[[]], num_computed_tokens=[start]
-            ),
-            num_scheduled_tokens={self.at_p.request_id: end - start},
-            gone_request_ids=[],
-        )
+        scheduled = ScheduledRequest(self.at_p, table, [1] * len(table), start, end)
+        step = StepView({self.at_p.request_id: end - start}, lambda _: scheduled)
         metadata = self.p.scheduler.build_connector_meta(step)
         for rank in self.p.ranks:
             if metadata is not None:
@@ -97,11 +91,7 @@ class World:
             rank.worker.wait_for_save()
 
     def finish(self) -> KVHandoff:
-        self.at_p.output_token_ids.append(FIRST_TOKEN)
-        table = [BlockId(block) for block in self.p_blocks]
-        handoff = self.p.scheduler.request_finished(self.at_p, table, [1] * len(table))
-        assert handoff is not None
-        return handoff
+        return self.p.hand_over(self.at_p, self.p_blocks, [1] * len(self.p_blocks))
 
     def poll(self, num: int = 1) -> None:
         for _ in range(num):
@@ -186,7 +176,7 @@ def test_blocks_of_an_aborted_request_are_held_until_nothing_is_read_from_them(
 ) -> None:
     world.reserve()
     world.compute(40)
-    assert world.p.scheduler.request_aborted(world.at_p)
+    assert world.p.abort(world.at_p)
     for _ in range(POLLS_ON_THE_WIRE - 1):
         world.p.step()
         assert not world.p.settled
@@ -207,7 +197,7 @@ def test_a_withdrawn_push_is_leased_to_others_and_its_writes_hold_that_lease_too
     world.p.step()  # it learns of it, two more polls are on the wire
     handoff = world.finish()
     assert handoff.nonce != "push"
-    world.p.scheduler.release_lease(handoff.nonce)
+    world.p.give_up(handoff.nonce)
     world.p.step()
     assert not world.p.settled
     world.p.step()
@@ -222,7 +212,7 @@ def test_blocks_are_held_until_d_has_found_them_good_although_their_lease_is_ove
     handoff = world.finish()
     for _ in range(POLLS_ON_THE_WIRE):
         world.p.step()
-    world.p.scheduler.release_lease(handoff.nonce)  # by a proxy that has had it pulled elsewhere
+    world.p.give_up(handoff.nonce)  # by a proxy that has had it pulled elsewhere
     world.rot(1)  # what was written has to be written once more
     for _ in range(POLLS_ON_THE_WIRE + 3):
         world.poll()
@@ -288,8 +278,8 @@ def test_a_p_that_is_mute_is_given_up_after_a_lease_and_shut_out_after_another(
 
 
 def test_p_waits_for_d_as_long_as_it_says_that_it_has_the_request_queued(world: World) -> None:
-    world.p.scheduler.request_queued(world.at_p)
-    world.d.scheduler.request_queued(world.at_d)
+    world.p.arrive(world.at_p)
+    world.d.arrive(world.at_d)
     for _ in range(10):
         world.poll()
         world.clock.advance(LEASE_S / 2)
@@ -303,8 +293,8 @@ def test_p_waits_for_d_as_long_as_it_says_that_it_has_the_request_queued(world: 
 
 def test_p_does_not_begin_before_every_rank_of_d_has_registered() -> None:
     world = World((make_shape(), make_shape(tp=2)), OneAddress())
-    world.p.scheduler.request_queued(world.at_p)
-    world.d.scheduler.request_queued(world.at_d)
+    world.p.arrive(world.at_p)
+    world.d.arrive(world.at_d)
     world.d.stage_load(world.at_d, world.d_blocks, num_computed=0)
     metadata = world.d.scheduler.take_instructions()
     assert metadata is not None
@@ -321,8 +311,8 @@ def test_p_does_not_begin_before_every_rank_of_d_has_registered() -> None:
 
 def test_a_push_that_a_rank_of_d_never_registers_is_withdrawn_after_a_lease() -> None:
     world = World((make_shape(), make_shape(tp=2)), OneAddress())
-    world.p.scheduler.request_queued(world.at_p)
-    world.d.scheduler.request_queued(world.at_d)
+    world.p.arrive(world.at_p)
+    world.d.arrive(world.at_d)
     world.d.stage_load(world.at_d, world.d_blocks, num_computed=0)
     metadata = world.d.scheduler.take_instructions()
     assert metadata is not None
@@ -347,10 +337,11 @@ def test_only_the_d_of_the_ticket_may_register() -> None:
     shape = make_shape()
     world = World((shape, shape), OneAddress())
     other = world.engine("E", shape)
-    world.p.scheduler.request_queued(world.at_p)
+    world.p.arrive(world.at_p)
     world.p.step()
-    request = other.new_request(PROMPT, ticket=world.ticket)
-    other.scheduler.request_queued(request)
+    forged = msgspec.structs.replace(world.ticket, decode=ref_of(other))
+    request = other.new_request(PROMPT, ticket=forged)
+    other.arrive(request)
     other.stage_load(request, world.d_blocks)
     other.step()
     other.step()
@@ -362,11 +353,21 @@ def test_only_the_d_of_the_ticket_may_register() -> None:
 def test_a_nonce_is_registered_once(world: World) -> None:
     world.reserve()
     again = world.d.new_request(PROMPT, ticket=world.ticket)
-    world.d.scheduler.request_queued(again)
-    world.d.stage_load(again, [20, 21, 22])
+    assert world.d.refusal(again) == "another request has its nonce"
+    reserve = Reserve(
+        world.d.context.load_ids.draw(),
+        again.request_id,
+        "push",
+        world.ticket.prefill,
+        [BlockId(block) for block in (20, 21, 22)],
+        0,
+        len(PROMPT),
+    )
+    world.d.post(Instructions(reserves=[reserve]).to_metadata())
     world.d.step()
     world.d.step()
-    assert [failed.request_id for failed in world.d.failed] == [again.request_id]
+    failed = [each.request_id for _, report in world.d.said for each in report.failed]
+    assert failed == [again.request_id]
     world.compute(40)
     world.finish()
     world.poll(POLLS_ON_THE_WIRE + 1)

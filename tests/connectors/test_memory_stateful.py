@@ -22,13 +22,13 @@ from hypothesis.stateful import (
     rule,
 )
 
-from pdserve.connectors.conformance.engines import FIRST_TOKEN, Engine, prompt_of
+from pdserve.connectors.base import ScheduledRequest, StepView
+from pdserve.connectors.conformance.engines import Engine, prompt_of
 from pdserve.connectors.conformance.values import make_shape
 from pdserve.connectors.memory import MemoryFactory
 from pdserve.connectors.memory.exchange import Exchange
 from pdserve.observe.clock import ManualClock
 from pdserve.wire.ids import BlockId
-from pdserve.wire.step import KnownRequests, SchedulerOutput
 from pdserve.wire.transfer import (
     Endpoint,
     EngineRef,
@@ -274,7 +274,7 @@ class PairMachine(RuleBasedStateMachine):
     def release(self, data: st.DataObject) -> None:
         lease = data.draw(st.sampled_from(self.leases[-4:]))
         if lease.life == self.life:
-            self.p.scheduler.release_lease(lease.handoff.nonce)
+            self.p.give_up(lease.handoff.nonce)
 
     # ---- pushes ----------------------------------------------------------------------
 
@@ -303,13 +303,15 @@ class PairMachine(RuleBasedStateMachine):
 
     def add_push(self, ticket: PushTicket, prompt: list[int], comes_to_d: bool) -> Push:
         at_p = self.p.new_request(prompt, ticket=ticket, remote_decode=True)
-        assert self.p.scheduler.check_handoff(at_p) is None
-        self.p.scheduler.request_queued(at_p)
+        self.p.arrive(at_p)
         at_d = None
         if comes_to_d:
             at_d = self.d.new_request(prompt, ticket=ticket)
-            assert self.d.scheduler.check_handoff(at_d) is None
-            self.d.scheduler.request_queued(at_d)
+            if self.d.refusal(at_d) is not None:
+                assert any(load.request.ticket == ticket for load in self.loads.values()) or any(
+                    push.ticket == ticket and push.at_d is not None for push in self.pushes
+                )
+                at_d = None
         push = Push(ticket, at_p, at_d, self.count, self.life)
         self.pushes.append(push)
         return push
@@ -368,28 +370,22 @@ class PairMachine(RuleBasedStateMachine):
         """Admit a request at P if it may be, and let a step compute some of it."""
         scheduler = self.p.scheduler
         if not push.blocks:
-            if scheduler.get_num_new_matched_tokens(push.at_p, 0) is None:
+            match = scheduler.get_num_new_matched_tokens(push.at_p, 0)
+            if match is None:
                 return
             taken = self.blocks_at_p(push.num_tokens)
             if taken is None:
                 return
             push.blocks, push.generations = taken
-            push.is_registered = scheduler.holds_blocks(push.at_p)
+            push.is_registered = match.is_pinned
             scheduler.update_state_after_alloc(
                 push.at_p, table(push.blocks), 0, generations=push.generations
             )
         start = push.num_computed
         push.num_computed = end = min(start + num_tokens, push.num_tokens)
         self.p.write(push.blocks, push.seed, start, end)
-        step = SchedulerOutput(
-            step_id=0,
-            new_requests=[],
-            known_requests=KnownRequests(
-                request_ids=[push.at_p.request_id], new_block_ids=[[]], num_computed_tokens=[start]
-            ),
-            num_scheduled_tokens={push.at_p.request_id: end - start},
-            gone_request_ids=[],
-        )
+        scheduled = ScheduledRequest(push.at_p, table(push.blocks), push.generations, start, end)
+        step = StepView({push.at_p.request_id: end - start}, lambda _: scheduled)
         metadata = scheduler.build_connector_meta(step)
         for rank in self.p.ranks:
             if metadata is not None:
@@ -397,9 +393,7 @@ class PairMachine(RuleBasedStateMachine):
             rank.worker.wait_for_save()
 
     def _finish(self, push: Push) -> None:
-        push.at_p.output_token_ids.append(FIRST_TOKEN)
-        handoff = self.p.scheduler.request_finished(push.at_p, table(push.blocks), push.generations)
-        assert handoff is not None
+        handoff = self.p.hand_over(push.at_p, push.blocks, push.generations)
         push.handoff, push.is_over_at_p = handoff, True
         self.held[push.at_p.request_id] = push.blocks
         self.leases.append(Lease(handoff, push.seed, push.life))
@@ -414,7 +408,7 @@ class PairMachine(RuleBasedStateMachine):
 
     def _abort_push(self, push: Push) -> None:
         push.is_over_at_p = True
-        if self.p.scheduler.request_aborted(push.at_p):
+        if self.p.abort(push.at_p):
             in_flight = sum(len(rank.worker.pushes._writes) for rank in self.p.ranks)
             self.reached["aborted during a write"] += in_flight > 0
             self.held[push.at_p.request_id] = push.blocks
@@ -475,7 +469,6 @@ class PairMachine(RuleBasedStateMachine):
             if load.push is not None:
                 load.request.handoff = handoff = received.handoff
                 assert handoff == load.push.handoff
-                assert self.d.scheduler.check_handoff(load.request) is None
             assert handoff is not None
             self.read.add(handoff.nonce)
             self.free_at_d(load.blocks)

@@ -131,7 +131,7 @@ def test_an_abort_in_mid_read_is_reported_once_nothing_can_land_any_more(
     p, d = remote("P", environment=TCP, shape=BIG), local("D", shape=BIG)
     request = stop_in_mid_read(p, d)
     try:
-        d.scheduler.request_aborted(request)
+        d.abort(request)
         for _ in range(10):
             d.step()
             time.sleep(0.01)
@@ -153,13 +153,16 @@ def test_a_hung_p_is_fenced_by_a_new_agent_and_other_peers_serve_on(
     monkeypatch.setenv("UCX_TLS", "tcp")
     p = remote("P", environment=TCP, shape=BIG)
     d = local("D", shape=BIG, quarantine_s=0.7, transfer_timeout_s=2.0)
-    stop_in_mid_read(p, d)
+    request = stop_in_mid_read(p, d)
     try:
         stopped_s = time.monotonic()
         d.until(lambda: d.failed)
         assert [f.reason for f in d.failed] == [LoadFailure.TIMEOUT]
         assert time.monotonic() - stopped_s >= 0.7  # not reported before it was fenced
         assert d.faults["agent_reset"] in (1, 2)  # of the lanes that were reading from it
+        d.abort(request)  # it is being tried once more
+        d.until(lambda: len(d.failed) == 2)
+        assert d.failed[1].reason is LoadFailure.ABORTED
         d.kv.fill_(9.0)
     finally:
         os.kill(p.process.pid or 0, signal.SIGCONT)
@@ -246,7 +249,7 @@ def test_d_killed_in_mid_read_harms_neither_p_nor_another_d(
     second.load(second.queue(PROMPT, p.prefill(PROMPT, [1, 2, 3], seed=3), "r"), [4, 5, 6])
     second.until(lambda: second.received)
     assert second.holds([4, 5, 6], [1, 2, 3], seed=3)
-    p.scheduler.release_lease(handoff.nonce)
+    p.give_up(handoff.nonce)
     p.until(lambda: len(p.settled) == 2)
 
 

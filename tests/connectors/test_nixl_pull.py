@@ -170,7 +170,7 @@ def test_blocks_that_p_leased_again_in_between_are_not_taken_for_the_first_lease
 ) -> None:
     p, d = make("P"), make("D")
     stale = p.prefill(PROMPT, SOURCE, seed=1)
-    p.scheduler.release_lease(stale.nonce)
+    p.give_up(stale.nonce)
     p.until(lambda: p.settled)
     p.prefill(PROMPT, SOURCE, seed=2, generations=[2] * len(SOURCE))
     d.load(d.queue(PROMPT, stale), TARGET)

@@ -303,7 +303,7 @@ def test_a_read_that_begins_before_its_grant_is_known_holds_the_blocks(p: Engine
     caller.say(Abort(99))
     caller.hear()  # what was said before has been heard
     p.step()
-    p.scheduler.release_lease(handoff.nonce)
+    p.give_up(handoff.nonce)
     p.step()
     time.sleep(0.2)
     p.step()
@@ -315,7 +315,7 @@ def test_a_read_that_begins_before_its_grant_is_known_holds_the_blocks(p: Engine
 
 def test_a_release_that_overtakes_its_grant_frees_the_blocks_at_once(p: Engine, d: Engine) -> None:
     handoff = p.prefill(PROMPT, [1, 2, 3], step=False)
-    d.scheduler.request_aborted(d.queue(PROMPT, handoff, "r"))
+    d.abort(d.queue(PROMPT, handoff, "r"))
     d.step()
     time.sleep(0.3)
     p.step()

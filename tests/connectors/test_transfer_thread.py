@@ -151,7 +151,7 @@ def test_what_is_said_in_the_last_moment_before_the_end_is_carried_out(
     d.load(d.queue(PROMPT, p.prefill(PROMPT, [1, 2, 3]), "meets"), [4, 5, 6])
     d.until(lambda: d.received)
     p.until(lambda: p.settled)
-    d.scheduler.request_aborted(d.queue(PROMPT, p.prefill(PROMPT, [1, 2, 3]), "r"))
+    d.abort(d.queue(PROMPT, p.prefill(PROMPT, [1, 2, 3]), "r"))
     release = d.scheduler.take_instructions()
 
     worker: Any = d.worker

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from pdserve.config.schema import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
-from pdserve.connectors.base import KVLayout, Match
+from pdserve.connectors.base import Hold, KVLayout, Match
 from pdserve.connectors.null import NullScheduler
 from pdserve.engine import core as core_module
 from pdserve.engine.core import EngineCore
@@ -16,7 +16,7 @@ from pdserve.executor.base import RankDiedError
 from pdserve.observe.clock import ManualClock
 from pdserve.parallel.seat import CoreSeat
 from pdserve.wire.ids import RequestId
-from pdserve.wire.request import EngineOutput, GenerateRequest
+from pdserve.wire.request import EngineOutput, FinishReason, GenerateRequest
 from pdserve.wire.sampling import SamplingParams
 from pdserve.wire.step import ModelRunnerOutput
 from pdserve.wire.transfer import ConnectorMetadata, ConnectorReport, Received
@@ -49,15 +49,23 @@ class LoadingScheduler(NullScheduler):
         return Match(len(request.prompt_token_ids) - BLOCK_SIZE, is_async=True)
 
     def update_state_after_alloc(
-        self, request: RequestView, block_ids: Sequence[BlockId], num_external_tokens: int
+        self,
+        request: RequestView,
+        block_ids: Sequence[BlockId],
+        num_external_tokens: int,
+        *,
+        generations: Sequence[int] = (),
     ) -> None:
         if num_external_tokens:
             self._loaded.add(request.request_id)
             self.staged.append(request.request_id)
 
-    def request_aborted(self, request: RequestView) -> bool:
-        self.staged.append(f"abort {request.request_id}")
-        return False
+    def request_finished(
+        self, request: RequestView, block_ids: Sequence[BlockId], generations: Sequence[int]
+    ) -> Hold | None:
+        if request.finish_reason is FinishReason.ABORT:
+            self.staged.append(f"abort {request.request_id}")
+        return None
 
     def take_instructions(self) -> ConnectorMetadata | None:
         staged, self.staged = self.staged, []

@@ -7,11 +7,12 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from pdserve.config.schema import CacheConfig, SchedulerConfig
-from pdserve.connectors.base import KVConnectorScheduler, Match
+from pdserve.connectors.base import ConnectorNews, Hold, KVConnectorScheduler, KVSource, Match
+from pdserve.errors import HandoffRefusedError
 from pdserve.observe.clock import ManualClock
 from pdserve.scheduler.scheduler import Scheduler
 from pdserve.wire.ids import BlockId, EngineId, Incarnation, RequestId
-from pdserve.wire.request import EngineOutput, GenerateRequest, OnLoadFailure
+from pdserve.wire.request import EngineOutput, FinishReason, GenerateRequest, OnLoadFailure
 from pdserve.wire.transfer import (
     ConnectorReport,
     EngineRef,
@@ -32,7 +33,7 @@ from tests.stateful.toy import VOCAB, ToyWorker, sampling
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from pdserve.connectors.base import RequestView
+    from pdserve.connectors.base import RequestView, StepView
     from pdserve.wire.step import SchedulerOutput
     from pdserve.wire.transfer import ConnectorMetadata
 
@@ -53,47 +54,66 @@ class ScriptedConnector(KVConnectorScheduler):
     """Grants what its attributes say.
 
     Attributes:
-        refusals: What `check_handoff` answers, by the nonce it is asked about.
+        refusals: Why requests are refused, by the nonce of what they come with.
+        offers: What is matched beyond what is found here, by request id.
         is_registered: At P: whether D has registered its blocks.
-        is_read: At P: what `request_aborted` answers once a push has begun.
+        is_read: At P: whether a push's blocks are held at its end, once it has begun.
+        saving: Requests whose blocks are read by a save.
         num_retries: How many failed loads are tried again.
-        aborted: Ids of requests that were aborted.
+        ended: How requests ended, by id.
         tables: What blocks were held for, by request id, and their generations.
-        chunks: What it was told of chunks: request id, blocks, generations, first and end token.
+        chunks: What it saw of the chunks of prompts that will be handed over: request id, blocks,
+            generations, first and end token.
+        fails_over: The request, or the push, over which steps and reports raise.
         num_asked: Calls of `get_num_new_matched_tokens`.
         reports: What it was told.
     """
 
+    hands_over = True
+
     def __init__(self) -> None:
         self.refusals: dict[str, str] = {}
+        self.offers: dict[str, Match] = {}
         self.is_registered = False
         self.is_read = True
+        self.saving: set[str] = set()
         self.num_retries = 0
-        self.aborted: list[RequestId] = []
+        self.ended: dict[RequestId, FinishReason | None] = {}
         self.tables: dict[RequestId, tuple[list[BlockId], list[int]]] = {}
         self.chunks: list[tuple[RequestId, list[BlockId], list[int], int, int]] = []
+        self.fails_over = ""
         self.num_asked = 0
         self.reports: list[ConnectorReport] = []
-        self._over: set[RequestId] = set()
+        self.holds: list[str] = []
+        self._by_ticket: dict[str, RequestId] = {}
+        self._prefills: set[RequestId] = set()
 
-    def check_handoff(self, request: RequestView) -> str | None:
+    def request_arrived(self, request: RequestView) -> KVSource:
         """See `KVConnectorScheduler`."""
-        named = [each.nonce for each in (request.handoff, request.ticket) if each is not None]
-        return next((self.refusals[nonce] for nonce in named if nonce in self.refusals), None)
-
-    def request_queued(self, request: RequestView) -> None:
-        """See `KVConnectorScheduler`."""
+        for each in (request.handoff, request.ticket):
+            if each is not None and each.nonce in self.refusals:
+                raise HandoffRefusedError(self.refusals[each.nonce])
+        if request.ticket is not None:
+            self._by_ticket[request.ticket.nonce] = request.request_id
+        if request.remote_decode:
+            self._prefills.add(request.request_id)
+        if request.ticket is not None and not request.remote_decode:
+            return KVSource.PLANNED
+        return KVSource.LOCAL if request.handoff is None else KVSource.READY
 
     def get_num_new_matched_tokens(
         self, request: RequestView, num_computed_tokens: int
     ) -> Match | None:
         """See `KVConnectorScheduler`."""
         self.num_asked += 1
-        if request.remote_decode and request.ticket is not None:
-            return Match(0, is_async=False) if self.is_registered else None
-        is_offered = request.ticket is not None or request.handoff is not None
+        if request.request_id in self.offers:
+            return self.offers[request.request_id]
+        is_push = request.ticket is not None
+        if request.remote_decode and is_push:
+            return Match(0, is_async=False, is_pinned=True) if self.is_registered else None
+        is_offered = is_push or request.handoff is not None
         num_tokens = len(request.prompt_token_ids) - num_computed_tokens if is_offered else 0
-        return Match(max(0, num_tokens), is_async=num_tokens > 0)
+        return Match(max(0, num_tokens), is_async=num_tokens > 0, is_pinned=is_push)
 
     def update_state_after_alloc(
         self,
@@ -106,54 +126,73 @@ class ScriptedConnector(KVConnectorScheduler):
         """See `KVConnectorScheduler`."""
         self.tables[request.request_id] = (list(block_ids), list(generations))
 
-    def chunk_planned(
-        self,
-        request: RequestView,
-        block_ids: Sequence[BlockId],
-        start_token: int,
-        end_token: int,
-        *,
-        generations: Sequence[int],
-    ) -> None:
+    def build_connector_meta(self, step: StepView) -> ConnectorMetadata | None:
         """See `KVConnectorScheduler`."""
-        told = (list(block_ids), list(generations), start_token, end_token)
-        self.chunks.append((request.request_id, *told))
-
-    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> ConnectorMetadata | None:
-        """See `KVConnectorScheduler`."""
+        for request_id in step:
+            if request_id not in self._prefills:
+                continue
+            view, blocks, generations, start, end = step.get(request_id)
+            self._fail_over(request_id)
+            if end < len(view.prompt_token_ids):
+                self.chunks.append((request_id, list(blocks), list(generations), start, end))
         return None
 
     def take_instructions(self) -> ConnectorMetadata | None:
         """See `KVConnectorScheduler`."""
         return None
 
+    def preempted(
+        self, request: RequestView, block_ids: Sequence[BlockId], generations: Sequence[int]
+    ) -> Hold | None:
+        """See `KVConnectorScheduler`."""
+        return self._hold(request, block_ids)
+
     def request_finished(
         self, request: RequestView, block_ids: Sequence[BlockId], generations: Sequence[int]
-    ) -> KVHandoff | None:
+    ) -> Hold | None:
         """See `KVConnectorScheduler`."""
+        assert request.request_id not in self.ended, "ended twice"
+        self.ended[request.request_id] = request.finish_reason
         nonce = NONCE if request.ticket is None else request.ticket.nonce
-        return make_handoff(nonce, list(request.output_token_ids), request_id=request.request_id)
+        if request.finish_reason is FinishReason.HANDOFF:
+            tokens = list(request.output_token_ids)
+            return Hold(nonce, make_handoff(nonce, tokens, request_id=request.request_id))
+        is_live = request.remote_decode and request.ticket is not None and self.is_registered
+        if self.is_read and is_live:
+            return Hold(nonce)
+        return self._hold(request, block_ids)
 
-    def request_aborted(self, request: RequestView) -> bool:
-        """See `KVConnectorScheduler`."""
-        self.aborted.append(request.request_id)
-        return self.is_read and self.holds_blocks(request)
+    def _fail_over(self, name: str) -> None:
+        if name == self.fails_over:
+            raise ZeroDivisionError("nobody thought of this")
 
-    def holds_blocks(self, request: RequestView) -> bool:
-        """See `KVConnectorScheduler`."""
-        return request.remote_decode and request.ticket is not None and self.is_registered
+    def _hold(self, request: RequestView, block_ids: Sequence[BlockId]) -> Hold | None:
+        if request.request_id not in self.saving or not block_ids:
+            return None
+        self.holds.append(f"save {len(self.holds)}")
+        return Hold(self.holds[-1])
 
-    def retry_load(self, failed: Failed) -> bool:
+    def update_connector_output(self, report: ConnectorReport) -> ConnectorNews:
         """See `KVConnectorScheduler`."""
-        self.num_retries -= 1
-        return self.num_retries >= 0
-
-    def release_lease(self, nonce: str) -> None:
-        """See `KVConnectorScheduler`."""
-
-    def update_connector_output(self, report: ConnectorReport) -> None:
-        """See `KVConnectorScheduler`."""
+        for fact, _ in report.one_by_one():
+            named = fact.nonce if isinstance(fact, Registered | Withdrawn) else fact.request_id
+            self._fail_over(named)
         self.reports.append(report)
+        wanted = [each for each in report.failed if each.request_id not in self.ended]
+        retried = wanted[: max(0, self.num_retries)]
+        self.num_retries -= len(wanted)
+        told = [*report.registered, *report.withdrawn]
+        return ConnectorNews(
+            loaded=report.received,
+            failed=[each for each in report.failed if each not in retried],
+            retried=retried,
+            released=report.settled,
+            ready=[
+                (self._by_ticket[each.nonce], "ready")
+                for each in told
+                if each.nonce in self._by_ticket
+            ],
+        )
 
 
 class Engine:

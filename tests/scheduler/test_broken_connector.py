@@ -6,15 +6,25 @@ import logging
 
 import pytest
 
-from pdserve.wire.request import FinishReason
-from tests.scheduler.scripted import NONCE, Engine, make_handoff, make_request
+from pdserve.wire.request import EngineOutput, FinishReason
+from tests.scheduler.scripted import (
+    NONCE,
+    Engine,
+    failed,
+    make_handoff,
+    make_request,
+    make_ticket,
+    received,
+    registered,
+    settled,
+)
 from tests.stateful.toy import expected_output
 
 PROMPT = [1, 2] * 10
 
 
-def engine_that_fails(method: str) -> Engine:
-    engine = Engine()
+def engine_that_fails(method: str, **fields: int) -> Engine:
+    engine = Engine(**fields)
     whole = getattr(engine.connector, method)
 
     def fail(request, *arguments, **named):
@@ -29,8 +39,7 @@ def engine_that_fails(method: str) -> Engine:
 @pytest.mark.parametrize(
     "method",
     [
-        "check_handoff",
-        "request_queued",
+        "request_arrived",
         "get_num_new_matched_tokens",
         "update_state_after_alloc",
     ],
@@ -38,7 +47,7 @@ def engine_that_fails(method: str) -> Engine:
 def test_a_request_that_its_connector_fails_over_ends_alone_with_its_story(
     method: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    caplog.set_level(logging.ERROR, logger="pdserve.scheduler.scheduler")
+    caplog.set_level(logging.ERROR, logger="pdserve.scheduler.transfers")
     engine = engine_that_fails(method)
     good = make_request("good", PROMPT)
     engine.scheduler.add(good)
@@ -57,7 +66,7 @@ def test_a_request_that_its_connector_fails_over_ends_alone_with_its_story(
 def test_a_connector_that_fails_over_an_end_does_not_keep_the_request(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    engine = engine_that_fails("request_aborted")
+    engine = engine_that_fails("request_finished")
     engine.scheduler.add(make_request("bad", PROMPT))
     engine.scheduler.add(make_request("good", PROMPT))
     engine.step()
@@ -65,3 +74,73 @@ def test_a_connector_that_fails_over_an_end_does_not_keep_the_request(
     assert {output.request_id for output in engine.run()} == {"good"}
     assert "failed over the end of request bad" in caplog.text
     engine.scheduler.assert_nothing_held()
+
+
+def ended_alone(engine: Engine, outputs: list[EngineOutput]) -> None:
+    """`bad` has ended with an error, and `good` as if nothing had happened."""
+    outputs += engine.run()
+    (refused,) = [o for o in outputs if o.request_id == "bad" and o.finish_reason is not None]
+    assert refused.finish_reason is FinishReason.ERROR
+    assert "nobody thought of this" in str(refused.error)
+    tokens = [t for o in outputs if o.request_id == "good" for t in o.new_token_ids]
+    assert tokens == expected_output(PROMPT, make_request("good", PROMPT).sampling)
+    engine.scheduler.assert_nothing_held()
+
+
+def test_a_connector_that_fails_over_what_a_step_computes_of_a_request_ends_that_one() -> None:
+    engine = Engine(budget=48)
+    engine.connector.fails_over = "bad"
+    engine.scheduler.add(make_request("bad", PROMPT, remote_decode=True))
+    engine.scheduler.add(make_request("good", PROMPT))
+    step = engine.submit()
+    assert step is not None
+    assert list(step.num_scheduled_tokens) == ["good"]
+    ended_alone(engine, engine.retire(step))
+
+
+def test_a_connector_that_fails_over_a_handover_ends_the_request() -> None:
+    engine = engine_that_fails("request_finished")
+    engine.scheduler.add(make_request("good", PROMPT))
+    engine.scheduler.add(make_request("bad", PROMPT, remote_decode=True))
+    ended_alone(engine, [])
+
+
+def test_a_connector_that_fails_over_a_preemption_ends_the_request() -> None:
+    engine = engine_that_fails("preempted", num_blocks=7)
+    engine.scheduler.add(make_request("good", PROMPT))
+    engine.scheduler.add(make_request("bad", [3] * 20))
+    ended_alone(engine, [])
+
+
+@pytest.mark.parametrize("kind", ["received", "failed", "failing"])
+def test_a_connector_that_fails_over_what_became_of_a_load_ends_the_request(kind: str) -> None:
+    engine = Engine()
+    engine.scheduler.add(make_request("bad", PROMPT, handoff=make_handoff(NONCE, [1])))
+    engine.scheduler.add(make_request("good", PROMPT))
+    outputs = engine.step()
+    engine.connector.fails_over = "bad"
+    fact = received("bad") if kind == "received" else failed("bad")
+    outputs += engine.report(**{kind: [fact]})
+    if kind == "failing":
+        outputs += engine.report(failed=[fact])
+    ended_alone(engine, outputs)
+
+
+def test_a_connector_that_fails_over_the_end_of_a_lease_does_not_keep_the_blocks() -> None:
+    engine = Engine()
+    engine.scheduler.add(make_request("p", PROMPT, remote_decode=True))
+    engine.run()
+    assert engine.blocks("leased") == 3
+    engine.connector.fails_over = "p"
+    assert engine.report(settled=[settled("p")]) == []
+    engine.scheduler.assert_nothing_held()
+
+
+def test_a_connector_that_fails_over_news_of_a_push_ends_who_waited_for_them() -> None:
+    engine = Engine()
+    engine.scheduler.add(make_request("bad", PROMPT, remote_decode=True, ticket=make_ticket()))
+    engine.scheduler.add(make_request("good", PROMPT))
+    outputs = engine.step()
+    engine.connector.fails_over = NONCE
+    outputs += engine.report(registered=[registered()])
+    ended_alone(engine, outputs)

@@ -64,7 +64,7 @@ def test_whose_kv_is_on_its_way_ends_when_it_is_late_and_keeps_its_blocks() -> N
     engine.scheduler.admit_loads()
     (output,) = engine.scheduler.drain_outputs()
     assert output.finish_reason is FinishReason.ABORT
-    assert engine.connector.aborted == ["d"]
+    assert list(engine.connector.ended) == ["d"]
     assert engine.blocks("quarantined") == 4
     engine.report(failed=[failed("d")])
     engine.scheduler.assert_nothing_held()

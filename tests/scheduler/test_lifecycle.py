@@ -454,7 +454,7 @@ def test_a_prefill_that_becomes_nan_is_never_handed_over() -> None:
     assert engine.step() == []
     (error,) = lose(engine, "bad")
     assert (error.finish_reason, error.handoff) == (FinishReason.ERROR, None)
-    assert engine.connector.aborted == ["bad"]
+    assert list(engine.connector.ended) == ["bad"]
     engine.report(settled=[Settled(request_id=RequestId("bad"), end=LeaseEnd.ABORTED)])
     engine.run()
     engine.scheduler.assert_nothing_held()

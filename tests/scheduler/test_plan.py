@@ -5,10 +5,10 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pdserve.connectors.base import KVSource
 from pdserve.scheduler.plan import (
     MAX_OVERTAKEN,
     Candidate,
-    Line,
     next_line,
     plan_admission,
     plan_running,
@@ -204,9 +204,11 @@ def test_a_request_is_admitted_only_if_all_of_it_fits(
 RANKS = st.tuples(st.integers(0, 2), st.integers(0, 9))
 
 
-@given(heads=st.dictionaries(st.sampled_from(Line), RANKS), num=st.integers(0, 2 * MAX_OVERTAKEN))
+@given(
+    heads=st.dictionaries(st.sampled_from(KVSource), RANKS), num=st.integers(0, 2 * MAX_OVERTAKEN)
+)
 def test_only_a_handoff_goes_before_the_best_rank_and_only_before_a_push(
-    heads: dict[Line, tuple[int, int]], num: int
+    heads: dict[KVSource, tuple[int, int]], num: int
 ) -> None:
     line = next_line(heads, num_overtaken=num)
     if line is None:
@@ -215,7 +217,7 @@ def test_only_a_handoff_goes_before_the_best_rank_and_only_before_a_push(
     best = min(heads.values())
     if heads[line] == best:
         return
-    assert line is Line.HANDED_OVER
-    assert heads[Line.PUSHED] == best
+    assert line is KVSource.READY
+    assert heads[KVSource.PLANNED] == best
     assert heads[line][0] == best[0], "a worse priority is never served first"
     assert num < MAX_OVERTAKEN

@@ -18,9 +18,12 @@ from pdserve.connectors.handover.scheduler import HandoverScheduler
 from pdserve.connectors.memory.worker import MemoryWorker
 from pdserve.scheduler.request import Wait
 from pdserve.scheduler.roster import Roster
+from pdserve.wire.request import FinishReason
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+
+    from pdserve.connectors.base import Hold
 
 
 @contextmanager
@@ -79,13 +82,13 @@ def vote_counted_twice() -> Iterator[None]:
 @contextmanager
 def free_on_abort_during_a_write() -> Iterator[None]:
     """P does not say that it is writing from the blocks of an aborted request."""
-    real = HandoverScheduler.request_aborted
+    real = HandoverScheduler.request_finished
 
-    def aborted(self: HandoverScheduler, request: Any) -> bool:
-        real(self, request)
-        return False
+    def finished(self: HandoverScheduler, request: Any, *table: Any) -> Hold | None:
+        hold = real(self, request, *table)
+        return hold if request.finish_reason is FinishReason.HANDOFF else None
 
-    with mock.patch.object(HandoverScheduler, "request_aborted", aborted):
+    with mock.patch.object(HandoverScheduler, "request_finished", finished):
         yield
 
 

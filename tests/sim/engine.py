@@ -136,16 +136,16 @@ class SimEngine:
             plan,
             fabric=world.fabric,
         )
-        self.halves = []
+        self.halves, endpoints = [], []
         for number, rank in enumerate(self.worker.ranks):
             half = factory.worker(
                 msgspec.structs.replace(context, layout=rank.layout, rank=number), self._woken
             )
-            half.register_kv_caches(rank.kv, rank.layout)
-            self.halves.append(half)
-        endpoints = [half.endpoint for half in self.halves if half.endpoint is not None]
-        for endpoint in endpoints:
+            endpoint = half.register_kv_caches(rank.kv, rank.layout)
+            assert endpoint is not None
             world.exchange.name(endpoint, spec.name)
+            self.halves.append(half)
+            endpoints.append(endpoint)
         self.scheduler_half = factory.scheduler(context, endpoints)
         self.quorum = Quorum(spec.shape.num_ranks)
         self.scheduler = Scheduler(

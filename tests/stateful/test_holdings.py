@@ -13,7 +13,7 @@ from hypothesis.stateful import (
 )
 
 from pdserve.kvcache.block_pool import BlockPool, OutOfBlocksError
-from pdserve.kvcache.lease import Hold, Holding, Ledger
+from pdserve.kvcache.lease import BlockUser, Holding, Ledger
 from pdserve.wire.ids import BlockHash
 
 NUM_BLOCKS = 12
@@ -37,13 +37,16 @@ class LedgerMachine(RuleBasedStateMachine):
         except OutOfBlocksError:
             return multiple()
         if is_load:
-            holding.become(Hold.RECEIVING)
+            holding.become(BlockUser.RECEIVING)
         else:
             holding.publish(NAMES, min(len(NAMES), len(holding.blocks)))
         return holding
 
-    @rule(holding=holdings, hold=st.sampled_from([Hold.REQUEST, Hold.LEASED, Hold.QUARANTINED]))
-    def change(self, holding: Holding, hold: Hold) -> None:
+    @rule(
+        holding=holdings,
+        hold=st.sampled_from([BlockUser.REQUEST, BlockUser.LEASED, BlockUser.QUARANTINED]),
+    )
+    def change(self, holding: Holding, hold: BlockUser) -> None:
         """Fresh blocks of a load are nobody else's, so it may become anything."""
         holding.become(hold)
 
@@ -73,8 +76,8 @@ def test_cached_blocks_in_front_of_a_load_that_is_given_up_are_not_quarantined()
     first = ledger.open([], 2)
     first.publish(NAMES, 2)
     load = ledger.open(first.blocks, 3)
-    load.become(Hold.RECEIVING)
-    load.become(Hold.QUARANTINED)
+    load.become(BlockUser.RECEIVING)
+    load.become(BlockUser.QUARANTINED)
     assert ledger.blocks_by_state() == {
         "free": 3,
         "cached": 0,
@@ -91,8 +94,8 @@ def test_a_block_that_is_leased_and_quarantined_is_quarantined() -> None:
     stopped = ledger.open([], 2)
     stopped.publish(NAMES, 2)
     leased = ledger.open(stopped.blocks, 1)
-    leased.become(Hold.LEASED)
-    stopped.become(Hold.QUARANTINED)
+    leased.become(BlockUser.LEASED)
+    stopped.become(BlockUser.QUARANTINED)
     by_state = ledger.blocks_by_state()
     assert (by_state["leased"], by_state["quarantined"]) == (1, 2)
     stopped.end()

@@ -11,7 +11,10 @@ import pytest
 from pdserve.config.schema import CacheConfig, EngineConfig, SchedulerConfig
 from pdserve.parallel.group import World
 from pdserve.parallel.mesh import MeshShape
+from pdserve.wire.ids import RequestId
 from pdserve.wire.sampling import SamplingParams
+from pdserve.wire.transfer import Failed, LoadFailure
+from pdserve.worker.worker import failed_anywhere
 from tests.ranks import run_ranks
 from tests.worker.driver import GREEDY, TINY, params
 from tests.worker.spread import Outcome, Requests, config_of, serve
@@ -144,3 +147,22 @@ def test_so_they_do_where_stages_pass_on_a_share_of_the_tokens_per_rank(
         directory, TP2_PP2, scheduler=TIGHT, pipeline_layers=(2, 1), enable_sequence_parallel=True
     )
     assert_equal(output_of(TP2_PP2, config), expected)
+
+
+def loads_that_failed(world: World) -> list[tuple[str, int]]:
+    """The first rank has lost a load behind 32 tokens, the last one behind 16, and another."""
+    names = {0: {"one": 32}, world.mesh.shape.world_size - 1: {"one": 16, "two": 0}}
+    failed = [
+        Failed(request_id=RequestId(name), reason=LoadFailure.DIGEST, num_valid_tokens=num)
+        for name, num in names.get(world.mesh.rank, {}).items()
+    ]
+    ids = [RequestId(name) for name in ("one", "whole", "two")]
+    return [
+        (each.request_id, each.num_valid_tokens) for each in failed_anywhere(world, ids, failed)
+    ]
+
+
+@pytest.mark.parametrize("shape", [TP2, PP2, TP2_PP2], ids=name_of)
+def test_what_has_failed_of_a_load_on_one_rank_every_rank_knows(shape: MeshShape) -> None:
+    outcomes = run_ranks(shape, loads_that_failed)
+    assert outcomes == [[("one", 16), ("two", 0)]] * shape.world_size

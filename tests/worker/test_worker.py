@@ -23,13 +23,20 @@ from pdserve.errors import ConfigError, InternalError
 from pdserve.parallel.seat import Seat
 from pdserve.wire.ids import EngineId, Incarnation, RequestId
 from pdserve.wire.step import KnownRequests, ModelRunnerOutput, SchedulerOutput
-from pdserve.wire.transfer import ConnectorMetadata, ConnectorReport, Endpoint, LeaseEnd, Settled
+from pdserve.wire.transfer import (
+    ConnectorMetadata,
+    ConnectorReport,
+    Endpoint,
+    Failed,
+    LeaseEnd,
+    Settled,
+)
 from pdserve.worker.kv_memory import Offer, layout_of_block, require_one_request, supply
 from pdserve.worker.worker import Worker
 from tests.tiny_models import write_tiny_model
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
     from pathlib import Path
 
     from pdserve.connectors.base import ConnectorContext, KVLayout
@@ -45,6 +52,7 @@ class RecordingConnector(KVConnectorWorker):
         self.capabilities = Capabilities(**capabilities)
         self.calls: list[str] = []
         self.report = ConnectorReport()
+        self.failed: Sequence[Failed] = ()
         self.kv: torch.Tensor | None = None
         self.context: ConnectorContext | None = None
 
@@ -52,12 +60,9 @@ class RecordingConnector(KVConnectorWorker):
         self.context = context
         return self
 
-    def register_kv_caches(self, kv: torch.Tensor, layout: KVLayout) -> None:
+    def register_kv_caches(self, kv: torch.Tensor, layout: KVLayout) -> Endpoint:
         self.kv = kv
         self.calls.append("register")
-
-    @property
-    def endpoint(self) -> Endpoint:
         return Endpoint(host="127.0.0.1", port=4321)
 
     def post(self, metadata: ConnectorMetadata) -> None:
@@ -72,8 +77,9 @@ class RecordingConnector(KVConnectorWorker):
     def save_kv_layer(self, layer: int) -> None:
         self.calls.append(f"save {layer}")
 
-    def wait_for_save(self) -> None:
+    def wait_for_save(self) -> Sequence[Failed]:
         self.calls.append("saved")
+        return self.failed
 
     def get_finished(self) -> ConnectorReport:
         self.calls.append("finished")
@@ -115,7 +121,7 @@ def test_a_step_calls_the_connector_around_the_forward(
 ) -> None:
     connector = install()
     driver = make_driver()
-    assert driver.info.endpoint == connector.endpoint
+    assert driver.info.endpoint == Endpoint(host="127.0.0.1", port=4321)
     driver.add("r", [1, 2, 3])
     driver.step({"r": 3})
     driver.step({"r": 1})
