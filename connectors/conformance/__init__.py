@@ -6,7 +6,8 @@
         def make_factory(self) -> ConnectorFactory:
             return MyFactory()
 
-That is a pytest class (nothing here imports pytest). Both halves are driven as an engine core
+That is a pytest class (nothing here imports pytest). A connector that keeps KV instead of handing
+it over has `StoreConformance`, which needs no peer. Both halves are driven as an engine core
 drives them, by engines without a model whose KV says who wrote it. Which parts run is said by
 the `Capabilities` of the worker half; the shapes of the two engines by class attributes.
 The product does not import it.
@@ -14,12 +15,14 @@ The product does not import it.
 
 from pdserve.connectors.conformance.engines import Engine, KitRequest, prompt_of
 from pdserve.connectors.conformance.kit import ConnectorConformance
+from pdserve.connectors.conformance.store import StoreConformance
 from pdserve.connectors.conformance.values import make_shape
 
 __all__ = [
     "ConnectorConformance",
     "Engine",
     "KitRequest",
+    "StoreConformance",
     "make_shape",
     "prompt_of",
 ]

@@ -1,0 +1,149 @@
+"""What every connector does that keeps KV for later prompts; it needs no peer.
+
+A request computes a prompt, layer by layer, and ends; then its blocks are somebody else's, as soon
+as the connector lets go of them. Another request of the same prompt loads what was kept, and finds
+each layer there when `wait_for_layer_load` has returned, or all of them when the load is reported.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from pdserve.connectors.base import ScheduledRequest, StepView
+from pdserve.connectors.conformance.bench import Bench
+from pdserve.connectors.conformance.engines import prompt_of
+from pdserve.wire.request import FinishReason
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from pdserve.connectors.base import Hold, Match
+    from pdserve.connectors.conformance.engines import Engine, KitRequest
+
+_NUM_TOKENS = 40
+_PROMPT = prompt_of(_NUM_TOKENS)
+_SEED, _OTHER = 1, 9
+
+
+class StoreConformance(Bench):
+    """One engine saves and loads. `decode_shape` is not looked at."""
+
+    def test_what_a_prompt_left_is_loaded_and_no_layer_is_read_before_it_is_there(self) -> None:
+        p = self.new("P")
+        self._save(p)
+        request, blocks = self._arrive(p), self.p_blocks(1)
+        p.fill(blocks, _OTHER)
+        num_whole = _NUM_TOKENS - _NUM_TOKENS % p.block_size
+        assert self._load(p, request, blocks) == num_whole
+        assert p.holds(blocks, _SEED, 0, num_whole)
+
+    def test_only_what_is_not_here_is_loaded(self) -> None:
+        p = self.new("P")
+        self._save(p)
+        request, blocks, here = self._arrive(p), self.p_blocks(1), p.block_size
+        p.fill(blocks, _OTHER)
+        num_tokens = self._load(p, request, blocks, num_computed=here)
+        assert num_tokens == _NUM_TOKENS - _NUM_TOKENS % p.block_size - here
+        assert p.holds(blocks, _OTHER, 0, here)
+
+    def test_a_prompt_has_nothing_of_another_prompt_or_salt(self) -> None:
+        p = self.new("P")
+        self._save(p)
+        other = [*_PROMPT[: p.block_size], *([3] * p.block_size)]
+        for request, num_tokens in (
+            (p.new_request([3, *_PROMPT]), 0),
+            (p.new_request(_PROMPT, cache_salt="another"), 0),
+            (p.new_request(other), p.block_size),
+        ):
+            p.arrive(request)
+            assert self._match(p, request).num_tokens == num_tokens
+
+    def test_a_save_that_goes_on_when_its_request_is_aborted_reads_what_was_there(self) -> None:
+        p = self.new("P")
+        self._save(p, FinishReason.ABORT)
+        self._load_what_was_saved(p)
+
+    def test_a_save_that_goes_on_when_its_request_is_preempted_reads_what_was_there(self) -> None:
+        p = self.new("P")
+        self._save(p, None)
+        self._load_what_was_saved(p)
+
+    # --- steps
+
+    def _load_what_was_saved(self, engine: Engine) -> None:
+        request, blocks = self._arrive(engine), self.p_blocks(1)
+        engine.fill(blocks, _OTHER)
+        num_tokens = self._load(engine, request, blocks)
+        assert engine.holds(blocks, _SEED, 0, num_tokens)
+
+    def _arrive(self, engine: Engine) -> KitRequest:
+        request = engine.new_request(_PROMPT)
+        engine.arrive(request)
+        return request
+
+    def _match(self, engine: Engine, request: KitRequest, num_computed: int = 0) -> Match:
+        match = engine.scheduler.get_num_new_matched_tokens(request, num_computed)
+        assert match is not None
+        return match
+
+    def _save(self, engine: Engine, ending: FinishReason | None = FinishReason.LENGTH) -> None:
+        """Compute the prompt in two steps; None preempts it. Its blocks are others' at once."""
+        request, blocks = self._arrive(engine), self.p_blocks(0)
+        engine.fill(blocks, _OTHER)
+        assert not self._match(engine, request).num_tokens
+        table, generations = self.ids(blocks), [1] * len(blocks)
+        engine.scheduler.update_state_after_alloc(request, table, 0, generations=generations)
+        for start, end in ((0, 24), (24, _NUM_TOKENS)):
+            self._step(engine, request, blocks, start, end)
+        request.finish_reason = ending
+        scheduler = engine.scheduler
+        let_go = scheduler.preempted if ending is None else scheduler.request_finished
+        self._wait(engine, let_go(request, table, generations))
+        engine.fill(blocks, _OTHER)
+
+    def _wait(self, engine: Engine, hold: Hold | None) -> None:
+        if hold is not None:
+            engine.until(lambda: hold.hold_id in [each.nonce for each in engine.settled])
+
+    def _load(
+        self, engine: Engine, request: KitRequest, blocks: Sequence[int], num_computed: int = 0
+    ) -> int:
+        """Load what there is, checking each layer when it is to be there; return the tokens."""
+        match, table = self._match(engine, request, num_computed), self.ids(blocks)
+        engine.scheduler.update_state_after_alloc(
+            request, table, match.num_tokens, generations=[1] * len(table)
+        )
+        end = num_computed + match.num_tokens
+        if match.is_async:
+            engine.until(lambda: engine.received)
+            assert engine.holds(blocks, _SEED, num_computed, end)
+        else:
+            start = min(end, _NUM_TOKENS - 1)
+            self._step(engine, request, blocks, start, _NUM_TOKENS, loaded=(num_computed, end))
+        return match.num_tokens
+
+    def _step(
+        self,
+        engine: Engine,
+        request: KitRequest,
+        blocks: Sequence[int],
+        start: int,
+        end: int,
+        *,
+        loaded: tuple[int, int] = (0, 0),
+    ) -> None:
+        """Compute the tokens `start` to `end`, each layer only after it was waited for."""
+        scheduled = ScheduledRequest(request, self.ids(blocks), [1] * len(blocks), start, end)
+        step = StepView({request.request_id: end - start}, lambda _: scheduled)
+        metadata = engine.scheduler.build_connector_meta(step)
+        for rank in engine.ranks:
+            if metadata is not None:
+                rank.worker.start_load_kv(metadata)
+            for index in range(len(rank.share.layers)):
+                layer = slice(index, index + 1)
+                rank.worker.wait_for_layer_load(index)
+                assert rank.holds(blocks, _SEED, *loaded, layers=layer), f"layer {index} lacks KV"
+                rank.write(blocks, _SEED, start, end, layers=layer)
+                rank.worker.save_kv_layer(index)
+            assert not rank.worker.wait_for_save()
+        engine.step()

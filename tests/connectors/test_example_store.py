@@ -1,0 +1,110 @@
+"""The example store passes the kit, as it is and with layers that take their time."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from pdserve.connectors.base import Hold
+from pdserve.connectors.conformance import StoreConformance, make_shape
+from pdserve.wire.ids import RequestId
+from pdserve.wire.transfer import ConnectorMetadata, ConnectorReport, LeaseEnd, Settled
+from tests.connectors.example_store import StoreFactory, StoreScheduler, StoreWorker
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from concurrent.futures import Future
+
+    from pdserve.connectors.base import ConnectorFactory
+
+_LAYER_S = 0.003
+
+
+class TestStore(StoreConformance):
+    def make_factory(self) -> ConnectorFactory:
+        return StoreFactory()
+
+
+class TestStoreOfFourRanks(TestStore):
+    prefill_shape = make_shape(tp=2, pp=2, block_size=8)
+
+
+class SlowScheduler(StoreScheduler):
+    """Holds blocks until what is being saved of them is saved."""
+
+    def __init__(self, context: Any, stored: Any) -> None:
+        super().__init__(context, stored)
+        self._num_holds = itertools.count()
+        self._let_go: list[tuple[RequestId, str]] = []
+
+    def request_finished(self, request: Any, block_ids: Any, generations: Any) -> Hold | None:
+        hold = Hold(f"hold {next(self._num_holds)}")
+        self._let_go.append((request.request_id, hold.hold_id))
+        return hold
+
+    preempted = request_finished
+
+    def take_instructions(self) -> ConnectorMetadata | None:
+        let_go, self._let_go = self._let_go, []
+        return ConnectorMetadata(msgspec.msgpack.encode(let_go)) if let_go else None
+
+
+class SlowWorker(StoreWorker):
+    """Layers come and go on a thread, one after the other, and each takes a while."""
+
+    def __init__(self, context: Any, stored: Any, wake: Callable[[], None]) -> None:
+        super().__init__(context, stored)
+        self._wake, self._thread = wake, ThreadPoolExecutor(1)
+        self._loads: list[Future[None]] = []
+        self._settled: list[Settled] = []
+
+    def _later(self, do: Callable[..., None], *arguments: Any) -> Future[None]:
+        def work() -> None:
+            time.sleep(_LAYER_S)
+            do(*arguments)
+
+        return self._thread.submit(work)
+
+    def start_load_kv(self, metadata: ConnectorMetadata) -> None:
+        super().start_load_kv(metadata)
+        layers = range(self._num_layers)
+        self._loads = [self._later(self._load, self._step, layer) for layer in layers]
+
+    def wait_for_layer_load(self, layer: int) -> None:
+        self._loads[layer].result()
+
+    def save_kv_layer(self, layer: int) -> None:
+        self._later(self._save, self._step, layer)
+
+    def post(self, metadata: ConnectorMetadata) -> None:
+        for request_id, hold_id in msgspec.msgpack.decode(metadata.payload):
+            self._later(self._settle, RequestId(request_id), hold_id)
+
+    def _settle(self, request_id: RequestId, hold_id: str) -> None:
+        end = LeaseEnd.RELEASED
+        self._settled.append(Settled(request_id=request_id, end=end, nonce=hold_id))
+        self._wake()
+
+    def get_finished(self) -> ConnectorReport:
+        settled, self._settled = self._settled, []
+        return ConnectorReport(settled=settled)
+
+    def close(self, timeout_s: float) -> None:
+        self._thread.shutdown()
+
+
+class SlowFactory(StoreFactory):
+    def scheduler(self, context: Any, endpoints: Any) -> SlowScheduler:
+        return SlowScheduler(context, self.stored)
+
+    def worker(self, context: Any, wake: Callable[[], None]) -> SlowWorker:
+        return SlowWorker(context, self.stored, wake)
+
+
+class TestStoreWhoseLayersTakeTime(StoreConformance):
+    def make_factory(self) -> ConnectorFactory:
+        return SlowFactory()
