@@ -41,6 +41,7 @@ from pdserve.proxy.registration import Registrations
 from pdserve.proxy.routing import Router
 from pdserve.proxy.services import Services
 from pdserve.proxy.status import Status
+from pdserve.wire.hop import PARAMS
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -216,7 +217,7 @@ class Proxy:
         for part in self._parts:
             app.add_routes(part.routes())
         # What engines and proxies say to one another by the way is no client's.
-        described = openapi.document("pdserve", openapi.PROXY, without=["kv_transfer_params"])
+        described = openapi.document("pdserve", openapi.PROXY, without=[PARAMS])
         app.add_routes([openapi.route(described)])
         return app
 

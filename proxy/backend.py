@@ -1,4 +1,4 @@
-"""One engine: what the proxy knows of it, and what it says of itself.
+"""One engine: what the proxy knows of it.
 
     UNKNOWN -> READY <-> NOT_READY <-> UNREACHABLE        (by health checks)
 
@@ -11,14 +11,12 @@ import enum
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-import msgspec
-
 from pdserve.config.schema import Role
-from pdserve.wire.request import EngineInfo
 
 if TYPE_CHECKING:
     from pdserve.proxy.breaker import Breaker
     from pdserve.proxy.client import Leg
+    from pdserve.wire.request import EngineInfo
 
 
 class Health(enum.Enum):
@@ -28,49 +26,6 @@ class Health(enum.Enum):
     READY = "ready"
     NOT_READY = "not_ready"
     UNREACHABLE = "unreachable"
-
-
-class EngineLoad(msgspec.Struct, frozen=True):
-    """The part of an engine's statistics that routing uses."""
-
-    num_running: int = 0
-    num_waiting: int = 0
-    num_receiving: int = 0
-    num_blocks: int = 0
-    blocks: dict[str, int] = {}
-
-    @property
-    def kv_usage(self) -> float:
-        """Share of the KV blocks that are held, leased or receiving."""
-        free = self.blocks.get("free", 0) + self.blocks.get("cached", 0)
-        return 1 - free / self.num_blocks if self.num_blocks else 0.0
-
-
-class EngineReport(msgspec.Struct, frozen=True):
-    """The answer to `GET /pdserve/info`.
-
-    Attributes:
-        wall_s: Unix time when it was said.
-    """
-
-    engine: EngineInfo | None = None
-    stats: EngineLoad | None = None
-    wall_s: float | None = None
-
-
-class Registration(msgspec.Struct, frozen=True):
-    """What an engine sends to `POST /pdserve/register`, at least once per lease."""
-
-    url: str
-    role: Role
-    engine: EngineInfo
-    lease_s: float
-
-
-class Deregistration(msgspec.Struct, frozen=True):
-    """What an engine sends to `DELETE /pdserve/register`."""
-
-    url: str
 
 
 @dataclass(eq=False, slots=True)

@@ -22,11 +22,11 @@ import msgspec
 from pdserve.config.schema import Role
 from pdserve.errors import BadRequestError, HandshakeError
 from pdserve.observe.log import log_event
-from pdserve.proxy.backend import Backend, EngineReport, Health
+from pdserve.proxy.backend import Backend, Health
 from pdserve.proxy.breaker import Breaker, BreakerState
 from pdserve.proxy.errors import WorkerError
 from pdserve.proxy.policies import BackendView
-from pdserve.wire.request import EngineInfo
+from pdserve.wire.hop import INFO_PATH, EngineReport
 from pdserve.wire.seal import PROTOCOL
 from pdserve.wire.transfer import KVMode
 
@@ -35,8 +35,9 @@ if TYPE_CHECKING:
 
     from pdserve.config.schema import ProxyConfig
     from pdserve.observe.clock import Clock
-    from pdserve.proxy.backend import Registration
     from pdserve.proxy.client import EngineHttp, Leg
+    from pdserve.wire.hop import Registration
+    from pdserve.wire.request import EngineInfo
 
 log = logging.getLogger(__name__)
 
@@ -179,7 +180,8 @@ class Backends:
                 f"lease_s is {registration.lease_s:g}: between 0 and {MAX_LEASE_S:g} is possible",
                 param="lease_s",
             )
-        self._refuse_misfit(url, registration)
+        role = Role(registration.role)
+        self._refuse_misfit(url, role, registration.engine)
         engine = registration.engine
         for other in self:
             if (
@@ -192,10 +194,10 @@ class Backends:
                 self._forget(other, f"restarted as {url}")
         backend = self._backends.get(url)
         if backend is None:
-            backend = self._add(url, registration.role, is_static=False)
+            backend = self._add(url, role, is_static=False)
             log.info("engine registered: url=%s role=%s", url, backend.role.value)
         elif not backend.is_static:
-            backend.role = registration.role
+            backend.role = role
         self._gone_s[backend.role] = float("-inf")
         if backend.role is Role.PREFILL:
             self._prefill_lost_s = float("-inf")
@@ -215,13 +217,13 @@ class Backends:
         else:
             self._forget(backend, "it took its leave")
 
-    def _refuse_misfit(self, url: str, registration: Registration) -> None:
-        engine, known = registration.engine, self.get(url)
+    def _refuse_misfit(self, url: str, role: Role, engine: EngineInfo) -> None:
+        known = self.get(url)
         if known is not None and known.info is not None:
             known_as = (known.info.incarnation, known.info.layout_digest)
             if known_as == (engine.incarnation, engine.layout_digest):
                 return  # it was here first: it is another one that does not fit
-        for other in self._counterparts(url, registration.role):
+        for other in self._counterparts(url, role):
             assert other.info is not None
             if not _is_same_model(engine, other.info):
                 raise HandshakeError(_cannot_exchange(url, engine, other.url, other.info))
@@ -364,12 +366,12 @@ class Backends:
 
     async def _read_report(self, backend: Backend, timeout_s: float) -> None:
         asked_s = self._clock.wall_s()
-        status, body = await self._get(backend, "/pdserve/info", timeout_s)
+        status, body = await self._get(backend, INFO_PATH, timeout_s)
         if status == 200:
             try:
                 report = msgspec.json.decode(body, type=EngineReport)
             except (msgspec.MsgspecError, ValueError, RecursionError) as error:
-                message = f"{backend.url}/pdserve/info cannot be read: {error}"
+                message = f"{backend.url}{INFO_PATH} cannot be read: {error}"
                 raise WorkerError(message, reason="garbled") from error
             if report.engine is not None:
                 self._learn(backend, report.engine)

@@ -16,7 +16,17 @@ import msgspec
 from pdserve.errors import BadRequestError
 from pdserve.proxy.errors import WorkerError
 from pdserve.proxy.relay import SseParser
-from pdserve.wire.request import OnLoadFailure, RequestStages
+from pdserve.wire.hop import (
+    HANDOFF,
+    INTERNAL,
+    OURS,
+    PARAMS,
+    STAGES,
+    EngineStages,
+    KVTransferParams,
+    PdserveParams,
+)
+from pdserve.wire.request import OnLoadFailure
 from pdserve.wire.transfer import HANDOFFS
 
 _OUTPUT_LIMITS = ("max_tokens", "max_completion_tokens")
@@ -25,9 +35,8 @@ _MAY_BE_SEVERAL = re.compile(rb"\[\s*[\"\[]")
 """How a `prompt` begins that is a list of texts or of lists."""
 _UNREADABLE = (msgspec.MsgspecError, ValueError, RecursionError)
 """What JSON that is not to be trusted raises when it is read: ValueError is for its UTF-8."""
-_PARAMS = "kv_transfer_params"
-_HANDOFF = "pdserve_handoff"
-_STAGES = "pdserve_stages"
+_HANDOFF, _PARAMS, _STAGES = (f'"{name}"'.encode() for name in (HANDOFF, PARAMS, STAGES))
+"""As they stand in JSON: what is without them is not decoded."""
 
 Fields = dict[str, msgspec.Raw]
 
@@ -41,27 +50,14 @@ class Handoff:
         params: The `kv_transfer_params` to send on.
         nonces: One per lease.
         num_prompt_tokens: Over all prompts of the request.
+        cached_tokens: Per choice, what a prefix cache had of its prompt, if the engine says so.
     """
 
     prefill_url: str
     params: dict[str, Any]
     nonces: tuple[str, ...]
     num_prompt_tokens: int
-
-
-class EngineStages(RequestStages, frozen=True, kw_only=True, omit_defaults=True):
-    """An engine's own account of a request, by `X-Pdserve-Stages: 1`.
-
-    Attributes:
-        prompt_tokens, completion_tokens: Counted by the engine; 0 when it does not say.
-        load_failures: Labels of KV loads that failed.
-        kv_mode: How KV came from another engine, if it did: push or pull.
-    """
-
-    prompt_tokens: int = 0
-    completion_tokens: int = 0
-    load_failures: tuple[str, ...] = ()
-    kv_mode: str = ""
+    cached_tokens: list[int] | None = None
 
 
 class _Usage(msgspec.Struct, frozen=True):
@@ -132,33 +128,31 @@ class ClientBody:
         Args:
             ticket: Sealed; write the KV into another engine's blocks as well.
         """
-        ours = {**self._pinned(), "final_length": True}
-        if ticket is not None:
-            ours["ticket"] = ticket
-        return self._encode({_PARAMS: {"do_remote_decode": True, "pdserve": ours}})
+        ours = PdserveParams(**self._pinned(), final_length=True, ticket=ticket)
+        return self._encode(KVTransferParams(do_remote_decode=True, pdserve=ours))
 
     def for_decode(self, handoff: Handoff, *, first_delivered: bool) -> bytes:
         """The body for a decode engine, which goes on from `handoff`."""
-        ours = {
-            **handoff.params["pdserve"],
+        ours = PdserveParams(
             **self._pinned(),
-            "first_delivered": first_delivered,
-            "on_load_failure": OnLoadFailure.REPORT.value,
-        }
-        return self._encode({_PARAMS: {**handoff.params, "pdserve": ours}})
+            first_delivered=first_delivered,
+            on_load_failure=OnLoadFailure.REPORT,
+        )
+        theirs = handoff.params
+        return self._encode({**theirs, OURS: {**theirs[OURS], **msgspec.to_builtins(ours)}})
 
     def for_receiving(self, ticket: str) -> bytes:
         """The body for a decode engine that goes on from what another one writes to it.
 
         Of a stream it leaves out the first token, which comes from the other one.
         """
-        ours = {
+        ours = PdserveParams(
             **self._pinned(),
-            "ticket": ticket,
-            "first_delivered": self.stream,
-            "on_load_failure": OnLoadFailure.REPORT.value,
-        }
-        return self._encode({_PARAMS: {"do_remote_prefill": True, "pdserve": ours}})
+            ticket=ticket,
+            first_delivered=self.stream,
+            on_load_failure=OnLoadFailure.REPORT,
+        )
+        return self._encode(KVTransferParams(do_remote_prefill=True, pdserve=ours))
 
     def for_local(self, *, is_fallback: bool) -> bytes:
         """The body for one engine that does everything.
@@ -168,26 +162,21 @@ class ClientBody:
         Args:
             is_fallback: It computes the prompt in another engine's place.
         """
-        ours = self._pinned()
-        if is_fallback:
-            ours["is_fallback"] = True
-        return self._encode({_PARAMS: {"pdserve": ours}})
+        ours = PdserveParams(**self._pinned(), is_fallback=is_fallback)
+        return self._encode(KVTransferParams(pdserve=ours))
 
     def note(self, handoff: Handoff) -> None:
         """Keep what a prefill engine has told the client: whoever goes on tells the same."""
         if self._cached_tokens is None:
-            self._cached_tokens = handoff.params["pdserve"].get("cached_tokens")
+            self._cached_tokens = handoff.cached_tokens
 
     def _pinned(self) -> dict[str, Any]:
         """What every engine that has to do with this request is told alike."""
-        told: dict[str, Any] = {"created": self.created, "seed": self.seed}
-        if self._cached_tokens is not None:
-            told["cached_tokens"] = self._cached_tokens
-        return told
+        return {"created": self.created, "seed": self.seed, "cached_tokens": self._cached_tokens}
 
-    def _encode(self, more: dict[str, Any]) -> bytes:
+    def _encode(self, params: KVTransferParams | dict[str, Any]) -> bytes:
         """Ours replace what a user sent by the same name: the engine hop's fields are not his."""
-        return msgspec.json.encode({**self._fields, **more})
+        return msgspec.json.encode({**self._fields, PARAMS: params})
 
 
 def handoff_in(data: bytes, prefill_url: str) -> Handoff | None:
@@ -196,29 +185,37 @@ def handoff_in(data: bytes, prefill_url: str) -> Handoff | None:
     Raises:
         WorkerError: There is one and it cannot be read.
     """
-    if b'"pdserve_handoff"' not in data and b'"kv_transfer_params"' not in data:
+    if _HANDOFF not in data and _PARAMS not in data:
         return None
     try:
         fields = msgspec.json.decode(data, type=Fields)
-        raw = fields.get(_HANDOFF) or fields.get(_PARAMS)
-        params = _value(raw)
+        params = _value(fields.get(HANDOFF) or fields.get(PARAMS))
         if params is None:
             return None
-        leases = [HANDOFFS.peek(text) for text in params["pdserve"]["handoffs"] if text is not None]
+        ours = msgspec.convert(params[OURS], PdserveParams)
+        if ours.handoffs is None:
+            raise BadRequestError(f"{PARAMS}.{OURS} has no handoffs")
+        leases = [HANDOFFS.peek(text) for text in ours.handoffs if text is not None]
     except (BadRequestError, *_UNREADABLE, KeyError, TypeError) as error:
         message = f"{prefill_url} sent a handoff that cannot be read: {error!r}"
         raise WorkerError(message, reason="garbled") from error
     prompts = {lease.prompt_digest: lease.num_tokens for lease in leases}
-    return Handoff(prefill_url, params, tuple(x.nonce for x in leases), sum(prompts.values()))
+    return Handoff(
+        prefill_url,
+        params,
+        nonces=tuple(lease.nonce for lease in leases),
+        num_prompt_tokens=sum(prompts.values()),
+        cached_tokens=ours.cached_tokens,
+    )
 
 
 def stages_in(data: bytes) -> EngineStages | None:
     """Return the stages in an internal event's data or a JSON answer, if they are there."""
-    if b'"pdserve_stages"' not in data:
+    if _STAGES not in data:
         return None
     try:
         fields = msgspec.json.decode(data, type=Fields)
-        return msgspec.json.decode(fields[_STAGES], type=EngineStages)
+        return msgspec.json.decode(fields[STAGES], type=EngineStages)
     except (*_UNREADABLE, KeyError):
         return None  # measurements only: never worth a request
 
@@ -253,7 +250,7 @@ def without_internals(data: bytes) -> bytes:
     except _UNREADABLE as error:
         message = f"an engine's answer is not a JSON object: {error}"
         raise WorkerError(message, reason="garbled") from error
-    hidden = [name for name in fields if name == _PARAMS or name.startswith("pdserve_")]
+    hidden = [name for name in fields if name == PARAMS or name.startswith(INTERNAL)]
     if not hidden:
         return data
     for name in hidden:

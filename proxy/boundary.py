@@ -16,6 +16,7 @@ from pdserve.errors import PdserveError
 from pdserve.http.access import Access
 from pdserve.http.answers import error_answer, refusal_of
 from pdserve.proxy.errors import ClientGoneError
+from pdserve.wire.hop import REQUEST_ID_HEADER
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
@@ -27,7 +28,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-REQUEST_ID = "X-Request-Id"
 REQUEST_ID_KEY: web.RequestKey[str] = web.RequestKey("request_id", str)
 """Where handlers find the id of the request that they serve."""
 _GOOD_ID = re.compile(r"[\x21-\x7e]{1,128}")
@@ -47,7 +47,7 @@ class Boundary:
     @web.middleware
     async def middleware(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         """Give a request an id, check its key, and every error OpenAI's shape."""
-        given = request.headers.get(REQUEST_ID, "")
+        given = request.headers.get(REQUEST_ID_HEADER, "")
         request_id = given if _GOOD_ID.fullmatch(given) else uuid.uuid4().hex
         request[REQUEST_ID_KEY] = request_id
         try:
@@ -66,5 +66,5 @@ class Boundary:
         finally:
             self._bodies.free(request)
         if not response.prepared:
-            response.headers[REQUEST_ID] = request_id
+            response.headers[REQUEST_ID_HEADER] = request_id
         return response

@@ -23,7 +23,7 @@ from pdserve.proxy.bodies import Handoff, handoff_in
 from pdserve.proxy.errors import RefusedError, WorkerError, failure_in
 from pdserve.proxy.reading import SharedReader
 from pdserve.proxy.relay import MAX_EVENT_BYTES, SseParser
-from pdserve.wire.request import LAYOUT_HEADER
+from pdserve.wire.hop import LAYOUT_HEADER, LOAD_FAILURES_HEADER, RELEASE_PATH, ReleaseRequest
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping
@@ -45,9 +45,6 @@ RELEASE_TRIES = 4
 RELEASE_TIMEOUT_S = 2.0
 ORDER_TIMEOUT_S = 5.0
 
-TIME_LEFT_HEADER = "X-Pdserve-Time-Left"
-"""Seconds from its arrival at the engine after which the answer is of no use."""
-LOAD_FAILURES_HEADER = "X-Pdserve-Load-Failures"
 
 _FAILURES = (aiohttp.ClientError, ConnectionError, TimeoutError, UnicodeError)
 """UnicodeError is for a host name that cannot be one, such as `a..b`."""
@@ -198,18 +195,17 @@ class EngineHttp:
 
     async def _release(self, prefill_url: str, nonce: str) -> bool:
         """Give one lease back; return whether the engine answers."""
-        body = msgspec.json.encode({"nonce": nonce})
-        path = "/pdserve/release"
+        body = msgspec.json.encode(ReleaseRequest(nonce=nonce))
         headers = {
             "Content-Type": "application/json",
-            **proof_headers(self._secret, "POST", path, body),
+            **proof_headers(self._secret, "POST", RELEASE_PATH, body),
         }
         failure: object = None
         for attempt in range(RELEASE_TRIES):
             try:
                 async with asyncio.timeout(RELEASE_TIMEOUT_S):
                     async with self._session.post(
-                        f"{prefill_url}{path}", data=body, headers=headers
+                        f"{prefill_url}{RELEASE_PATH}", data=body, headers=headers
                     ) as response:
                         if response.status < 500:
                             if response.status >= 400:

@@ -19,11 +19,12 @@ from pdserve.errors import (
     ShuttingDownError,
 )
 from pdserve.proxy.bodies import ClientBody
-from pdserve.proxy.boundary import REQUEST_ID, REQUEST_ID_KEY
+from pdserve.proxy.boundary import REQUEST_ID_KEY
 from pdserve.proxy.errors import ClientGoneError, RefusedError, WorkerError
 from pdserve.proxy.flow import Flow
 from pdserve.proxy.keys import engine_headers
 from pdserve.proxy.story import Story
+from pdserve.wire.hop import REQUEST_ID_HEADER, STAGES_HEADER
 
 if TYPE_CHECKING:
     import random
@@ -111,10 +112,10 @@ class Generation:
                 headers={
                     **engine_headers(self._config.api_keys, request.headers),
                     hdrs.CONTENT_TYPE: "application/json",
-                    REQUEST_ID: story.request_id,
-                    "X-Pdserve-Stages": "1",
+                    REQUEST_ID_HEADER: story.request_id,
+                    STAGES_HEADER: "1",
                 },
-                reply_headers={REQUEST_ID: story.request_id},
+                reply_headers={REQUEST_ID_HEADER: story.request_id},
             )
             response = await flow.run()
             outcome = flow.outcome
@@ -163,7 +164,7 @@ class Generation:
         headers = {
             **engine_headers(self._config.api_keys, request.headers),
             hdrs.CONTENT_TYPE: "application/json",
-            REQUEST_ID: request[REQUEST_ID_KEY],
+            REQUEST_ID_HEADER: request[REQUEST_ID_KEY],
         }
         services = self._services
         failed: set[Backend] = set()

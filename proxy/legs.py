@@ -28,11 +28,11 @@ from pdserve.proxy.bodies import (
     usage_in,
     without_internals,
 )
-from pdserve.proxy.client import TIME_LEFT_HEADER
 from pdserve.proxy.delivery import SSE
 from pdserve.proxy.errors import KvFailedError, RefusedError, WorkerError, failure_in_stream
 from pdserve.proxy.relay import Relay
 from pdserve.proxy.story import Mode, Stage
+from pdserve.wire.hop import KV_MODE_HEADER, TIME_LEFT_HEADER
 from pdserve.wire.transfer import KVMode
 
 if TYPE_CHECKING:
@@ -41,15 +41,14 @@ if TYPE_CHECKING:
 
     from pdserve.proxy.attempts import Exchange, HandOver
     from pdserve.proxy.backend import Backend
-    from pdserve.proxy.bodies import ClientBody, EngineStages
+    from pdserve.proxy.bodies import ClientBody
     from pdserve.proxy.client import Leg
     from pdserve.proxy.delivery import Delivery
     from pdserve.proxy.relay import Event
     from pdserve.proxy.services import Services
     from pdserve.proxy.story import Story
+    from pdserve.wire.hop import EngineStages
     from pdserve.wire.ids import Incarnation
-
-KV_MODE_HEADER = "X-Pdserve-KV-Mode"
 
 
 @dataclass(frozen=True, slots=True)

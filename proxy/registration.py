@@ -15,7 +15,7 @@ from pdserve.errors import BadRequestError, HandshakeError
 from pdserve.http.answers import error_answer, json_answer
 from pdserve.http.control import Verifier
 from pdserve.observe.log import log_event
-from pdserve.proxy.backend import Deregistration, Registration
+from pdserve.wire.hop import REGISTER_PATH, Deregistration, Registration
 from pdserve.wire.seal import UNREADABLE
 
 if TYPE_CHECKING:
@@ -59,8 +59,8 @@ class Registrations:
     def routes(self) -> list[web.RouteDef]:
         """Its paths."""
         return [
-            web.post("/pdserve/register", self._register),
-            web.delete("/pdserve/register", self._deregister),
+            web.post(REGISTER_PATH, self._register),
+            web.delete(REGISTER_PATH, self._deregister),
         ]
 
     async def _register(self, request: web.Request) -> web.Response:

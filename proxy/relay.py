@@ -13,10 +13,11 @@ import re
 from typing import NamedTuple
 
 from pdserve.proxy.errors import WorkerError
+from pdserve.wire.hop import INTERNAL
 
 _BOUNDARY = re.compile(rb"\n\r?\n")
 _LINE = re.compile(rb"\r?\n")
-_MARKER = b'"pdserve_'
+_MARKER = b'"' + INTERNAL.encode()
 _ERROR = b'{"error"'
 _DONE_DATA = b"[DONE]"
 _DONE_EVENT = b"data: [DONE]\n\n"

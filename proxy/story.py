@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from pdserve.observe.clock import Clock
-    from pdserve.proxy.bodies import EngineStages
+    from pdserve.wire.hop import EngineStages
 
 
 class Stage(enum.Enum):

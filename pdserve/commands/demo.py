@@ -12,6 +12,8 @@ from dataclasses import dataclass
 
 import aiohttp
 
+from pdserve.wire.hop import REQUEST_ID_HEADER
+
 
 class DemoFailedError(Exception):
     """The demo request was not answered; the message is the server's.
@@ -94,7 +96,7 @@ async def ask(
         async with session.post(
             url + question.path,
             json={**question.body, "stream": True},
-            headers={**headers, "X-Request-Id": request_id},
+            headers={**headers, REQUEST_ID_HEADER: request_id},
         ) as response:
             status = response.status
             if status != 200:

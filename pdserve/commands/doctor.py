@@ -28,6 +28,7 @@ from pdserve.commands.running import require_free
 from pdserve.config.load import Resolved, Table, build
 from pdserve.config.settings import DoctorConfig
 from pdserve.errors import ConfigError
+from pdserve.wire.hop import INFO_PATH
 
 _DEFAULT_PORTS: Final = (("proxy", 8000), ("prefill", 8100), ("decode", 8200))
 _SMALL_SHM_BYTES: Final = 256 << 20
@@ -272,7 +273,7 @@ def _model(peer: Peer) -> str:
 
 
 def _fetch(url: str) -> Mapping[str, Any]:
-    request = urllib.request.Request(f"{url.rstrip('/')}/pdserve/info")
+    request = urllib.request.Request(f"{url.rstrip('/')}{INFO_PATH}")
     try:
         with urllib.request.urlopen(request, timeout=_PEER_TIMEOUT_S) as response:
             content: Mapping[str, Any] = json.load(response)

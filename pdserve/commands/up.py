@@ -47,6 +47,7 @@ from pdserve.config.load import (
 from pdserve.config.schema import EngineConfig, ProxyConfig, Role, ServerConfig
 from pdserve.config.settings import LogConfig, UpConfig, engine_table, proxy_table
 from pdserve.errors import ConfigError
+from pdserve.wire.hop import INFO_PATH
 
 T = TypeVar("T")
 
@@ -375,7 +376,7 @@ class Supervisor:
         peers: dict[str, list[Peer]] = {"prefill": [], "decode": []}
         for member in self._members:
             if member.role != "proxy":
-                async with session.get(f"{member.url}/pdserve/info") as response:
+                async with session.get(f"{member.url}{INFO_PATH}") as response:
                     engine = (await response.json())["engine"]
                 digest, layout = engine["layout_digest"], engine["layout"]
                 peers[member.role].append(Peer(member.url, member.role, digest, layout))

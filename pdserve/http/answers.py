@@ -17,9 +17,7 @@ from pdserve.errors import (
     PdserveError,
     UnauthorizedError,
 )
-
-NONCE_HEADER = "X-Pdserve-Nonce"
-"""With it a receiver of proofs tells what they are to be made for: see `control`."""
+from pdserve.wire.hop import NONCE_HEADER
 
 
 class MethodNotAllowedError(NotFoundError):

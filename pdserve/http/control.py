@@ -25,6 +25,7 @@ from aiohttp import hdrs
 from pdserve.config.schema import is_loopback
 from pdserve.errors import BadRequestError, UnauthorizedError
 from pdserve.http.answers import StaleProofError
+from pdserve.wire.hop import FORMER_HEADER, PROOF_HEADER
 from pdserve.wire.seal import Purpose, key_for
 
 if TYPE_CHECKING:
@@ -32,8 +33,6 @@ if TYPE_CHECKING:
 
     from aiohttp import web
 
-PROOF_HEADER: Final = "X-Pdserve-Proof"
-FORMER_HEADER: Final = "X-Pdserve-Auth"
 _MAX_SENDERS: Final = 10_000
 """Of whom the last number is remembered; with more of them all begin again."""
 

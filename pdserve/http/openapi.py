@@ -19,9 +19,9 @@ from pdserve.http.protocol import (
     ChatRequest,
     CompletionRequest,
     DetokenizeRequest,
-    ReleaseRequest,
     TokenizeRequest,
 )
+from pdserve.wire.hop import INFO_PATH, RELEASE_PATH, ReleaseRequest
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -105,8 +105,8 @@ ENGINE: Final = (
     Operation("get", "/livez", "Whether its event loop turns", answer=_TEXT),
     Operation("get", "/readyz", "Whether traffic is wanted", answer=_TEXT, also=(503,)),
     Operation("get", "/debug/clock", "Its clock", answer="application/json", is_operators=True),
-    Operation("get", "/pdserve/info", "What it is, and its load", answer="application/json"),
-    Operation("post", "/pdserve/release", "Give a lease back", ReleaseRequest),
+    Operation("get", INFO_PATH, "What it is, and its load", answer="application/json"),
+    Operation("post", RELEASE_PATH, "Give a lease back", ReleaseRequest),
 )
 
 

@@ -13,7 +13,7 @@ from typing import Any, ClassVar, TypeVar, cast
 import msgspec
 
 from pdserve.errors import BadRequestError
-from pdserve.wire.request import OnLoadFailure
+from pdserve.wire.hop import KVTransferParams, ReleaseRequest
 
 MAX_LOGPROBS = 20
 MAX_CHOICES = 1024
@@ -34,44 +34,6 @@ _REMEDIES = {
     "functions": "; with function_call none they are left out",
 }
 _FIELD = re.compile(r" - at (?:`key` in )?`\$\.?([^`.\[]*)[^`]*`$")
-
-
-class PdserveParams(msgspec.Struct, frozen=True, kw_only=True):
-    """Our proxy's own part.
-
-    Attributes:
-        handoffs: Per choice; None for a choice that ended at P.
-        prompt_logprobs: Per choice, what P computed of them, if they were asked for.
-        cached_tokens: Per choice, what the client was told, or will be, of its prompt: how much of
-            it a prefix cache had. An engine that goes on tells him the same.
-        final_length: At P: reaching max_tokens there ends the request.
-        first_delivered: At D: the client already has the first tokens' chunks.
-        created: The answer's timestamp, so that both legs write the same.
-        seed: Stands in for a seed the user did not give.
-        ticket: The push that both engines take part in; stands in for the handoffs at D. It is
-            of one choice.
-        on_load_failure: At D; a proxy that has other ways asks to be told.
-        is_fallback: This engine serves in place of another one, within its budget for that.
-    """
-
-    handoffs: list[str | None] | None = None
-    prompt_logprobs: list[str | None] | None = None
-    cached_tokens: list[int] | None = None
-    final_length: bool = False
-    first_delivered: bool = False
-    created: int | None = None
-    seed: int | None = None
-    ticket: str | None = None
-    on_load_failure: OnLoadFailure = OnLoadFailure.RECOMPUTE
-    is_fallback: bool = False
-
-
-class KVTransferParams(msgspec.Struct, frozen=True, kw_only=True):
-    """The field as it stands in a request; vLLM's other keys need no reading here."""
-
-    do_remote_decode: bool | None = None
-    do_remote_prefill: bool | None = None
-    pdserve: PdserveParams | None = None
 
 
 class StreamOptions(msgspec.Struct, frozen=True, kw_only=True):
@@ -311,12 +273,6 @@ class DetokenizeRequest(msgspec.Struct, frozen=True, kw_only=True):
 
     tokens: list[int]
     model: str | None = None
-
-
-class ReleaseRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """The body of `POST /pdserve/release`."""
-
-    nonce: str
 
 
 Body = TypeVar("Body", bound=msgspec.Struct)

@@ -30,10 +30,10 @@ from pdserve.server import chat, completions, debug, hop, status
 from pdserve.server.errors import error_middleware
 from pdserve.server.intake import wants_stages
 from pdserve.server.metrics import ServerMetrics
-from pdserve.server.registration import Registration
+from pdserve.server.registration import Registrar
 from pdserve.server.service import REQUEST_ID, SERVICE, START_S, Service, request_id_of
 from pdserve.text.load import load_text
-from pdserve.wire.request import LAYOUT_HEADER
+from pdserve.wire.hop import INFO_PATH, LAYOUT_HEADER, RELEASE_PATH, REQUEST_ID_HEADER
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Awaitable, Callable
@@ -110,8 +110,8 @@ def build_app(
             web.post("/tokenize", status.tokenize),
             web.post("/detokenize", status.detokenize),
             web.post("/reset_prefix_cache", status.reset_prefix_cache),
-            web.post("/pdserve/release", hop.release),
-            web.get("/pdserve/info", hop.info),
+            web.post(RELEASE_PATH, hop.release),
+            web.get(INFO_PATH, hop.info),
             openapi.route(openapi.document("pdserve engine", openapi.ENGINE)),
         ]
     )
@@ -149,7 +149,7 @@ async def run_server(
     await runner.setup()
     with _StopSignals() as stop:
         close_timeout_s = _CLOSE_TIMEOUT_S
-        registration: Registration | None = None
+        registration: Registrar | None = None
         try:
             url = await _bind(runner, server_config)
             await _until_ready(service, stop)
@@ -158,7 +158,7 @@ async def run_server(
                 # every stream waits.
                 gc.collect()
                 gc.freeze()
-                registration = Registration(
+                registration = Registrar(
                     server_config.proxy_urls,
                     url=server_config.advertise_url or url,
                     info=client.info,
@@ -257,7 +257,7 @@ async def _until_ready(service: Service, stop: _StopSignals) -> None:
         await _wait(stop.asked, _POLL_S / 5)
 
 
-async def _until_taken(service: Service, registration: Registration, stop: _StopSignals) -> None:
+async def _until_taken(service: Service, registration: Registrar, stop: _StopSignals) -> None:
     """Wait until no proxy refuses the engine, of those that are there, or for a reason not to."""
     while not registration.is_settled and stop.first is None and service.client.dead_reason is None:
         await _wait(stop.asked, _POLL_S / 5)
@@ -324,7 +324,7 @@ async def _identify(request: web.Request, handler: Handler) -> web.StreamRespons
 async def _return_id(request: web.Request, response: web.StreamResponse) -> None:
     request_id = request.get(REQUEST_ID)
     if request_id is not None:
-        response.headers["X-Request-Id"] = request_id
+        response.headers[REQUEST_ID_HEADER] = request_id
     info = request.app[SERVICE].client.info
     if info is not None and wants_stages(request):
         response.headers[LAYOUT_HEADER] = info.layout_digest

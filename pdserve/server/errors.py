@@ -10,6 +10,7 @@ from aiohttp import web
 from pdserve.errors import KvTransferError, PdserveError
 from pdserve.http.answers import error_answer, refusal_of
 from pdserve.server.service import SERVICE
+from pdserve.wire.hop import LOAD_FAILURES_HEADER
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
@@ -17,8 +18,6 @@ if TYPE_CHECKING:
     Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 _log = logging.getLogger(__name__)
-
-LOAD_FAILURES_HEADER = "X-Pdserve-Load-Failures"
 
 
 def error_response(error: PdserveError) -> web.Response:

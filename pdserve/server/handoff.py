@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import base64
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import msgspec
 
 from pdserve.errors import BadRequestError
-from pdserve.http.protocol import PdserveParams
+from pdserve.wire.hop import PARAMS, HandedOver, PdserveParams
 from pdserve.wire.outputs import TokenLogprobs
 from pdserve.wire.seal import UNREADABLE
 from pdserve.wire.transfer import HANDOFFS, TICKETS
@@ -22,14 +22,12 @@ from pdserve.wire.transfer import HANDOFFS, TICKETS
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from pdserve.http.protocol import KVTransferParams
+    from pdserve.wire.hop import KVTransferParams
     from pdserve.wire.request import RequestStages
     from pdserve.wire.seal import Seal
     from pdserve.wire.transfer import KVHandoff, PushTicket
 
 PromptLogprobs = list[TokenLogprobs | None]
-
-_FIELD = "kv_transfer_params"
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,56 +82,56 @@ def parse_hop(params: KVTransferParams | None, *, num_choices: int, secret: str)
     ours = params.pdserve or PdserveParams()
     if params.do_remote_decode and params.do_remote_prefill:
         raise BadRequestError(
-            f"{_FIELD}: do_remote_decode and do_remote_prefill exclude each other", param=_FIELD
+            f"{PARAMS}: do_remote_decode and do_remote_prefill exclude each other", param=PARAMS
         )
     ticket = None if ours.ticket is None else _opened(ours.ticket, TICKETS, secret)
     if ticket is not None and num_choices != 1:
         raise BadRequestError(
-            f"{_FIELD}: pdserve.ticket is of one choice, and {num_choices} are asked for",
-            param=_FIELD,
+            f"{PARAMS}: pdserve.ticket is of one choice, and {num_choices} are asked for",
+            param=PARAMS,
         )
     if params.do_remote_decode:
         return PrefillHop(final_length=ours.final_length, ticket=ticket)
     if ticket is not None:
         if ours.handoffs:
             raise BadRequestError(
-                f"{_FIELD}: pdserve.ticket and pdserve.handoffs exclude each other", param=_FIELD
+                f"{PARAMS}: pdserve.ticket and pdserve.handoffs exclude each other", param=PARAMS
             )
         return DecodeHop(
             handoffs=[None],
             prompt_logprobs=[None],
-            first_delivered=ours.first_delivered,
+            first_delivered=bool(ours.first_delivered),
             ticket=ticket,
         )
     if not ours.handoffs:
         raise BadRequestError(
-            f"{_FIELD}: do_remote_prefill without pdserve.handoffs; "
+            f"{PARAMS}: do_remote_prefill without pdserve.handoffs; "
             "the prefill ran on an engine whose KV this one cannot read",
-            param=_FIELD,
+            param=PARAMS,
         )
     if len(ours.handoffs) != num_choices:
         raise BadRequestError(
-            f"{_FIELD}: pdserve.handoffs has {len(ours.handoffs)} entries "
+            f"{PARAMS}: pdserve.handoffs has {len(ours.handoffs)} entries "
             f"for {num_choices} choices",
-            param=_FIELD,
+            param=PARAMS,
         )
     if all(handoff is None for handoff in ours.handoffs):
         raise BadRequestError(
-            f"{_FIELD}: every choice ended at the prefill engine; nothing is left to decode",
-            param=_FIELD,
+            f"{PARAMS}: every choice ended at the prefill engine; nothing is left to decode",
+            param=PARAMS,
         )
     known = ours.prompt_logprobs or [None] * num_choices
     if len(known) != num_choices:
         raise BadRequestError(
-            f"{_FIELD}: pdserve.prompt_logprobs has {len(known)} entries for {num_choices} choices",
-            param=_FIELD,
+            f"{PARAMS}: pdserve.prompt_logprobs has {len(known)} entries for {num_choices} choices",
+            param=PARAMS,
         )
     return DecodeHop(
         handoffs=[
             None if text is None else _opened(text, HANDOFFS, secret) for text in ours.handoffs
         ],
         prompt_logprobs=[None if text is None else _decoded(text) for text in known],
-        first_delivered=ours.first_delivered,
+        first_delivered=bool(ours.first_delivered),
     )
 
 
@@ -146,7 +144,7 @@ def response_params(
     created: int,
     seed: int,
     secret: str,
-) -> dict[str, Any]:
+) -> HandedOver:
     """Return the `kv_transfer_params` that a decode engine takes; one entry per choice.
 
     vLLM's keys speak of the first choice that was handed over, and of one address: the
@@ -154,28 +152,25 @@ def response_params(
     """
     first = next(handoff for handoff in handoffs if handoff is not None)
     address = first.endpoints[0] if first.endpoints else None
-    ours: dict[str, Any] = {
-        "handoffs": [
-            None if handoff is None else HANDOFFS.seal(handoff, secret) for handoff in handoffs
-        ],
-        "created": created,
-        "seed": seed,
-        "cached_tokens": list(cached_tokens),
-        "stages": [None if stage is None else stage_fields(stage) for stage in stages],
-    }
-    if any(entry is not None for entry in prompt_logprobs):
-        ours["prompt_logprobs"] = [_encode(entry) for entry in prompt_logprobs]
-    params: dict[str, Any] = {
-        "do_remote_prefill": True,
-        "do_remote_decode": False,
-        "remote_engine_id": first.engine_id,
-        "remote_block_ids": first.block_ids,
-        "remote_host": None if address is None else address.host,
-        "remote_port": None if address is None else address.port,
-        "remote_request_id": first.request_id,
-        "tp_size": first.shape.tp_size,
-    }
-    return params | {"pdserve": ours}
+    has_scores = any(entry is not None for entry in prompt_logprobs)
+    return HandedOver(
+        remote_engine_id=first.engine_id,
+        remote_block_ids=first.block_ids,
+        remote_host=None if address is None else address.host,
+        remote_port=None if address is None else address.port,
+        remote_request_id=first.request_id,
+        tp_size=first.shape.tp_size,
+        pdserve=PdserveParams(
+            handoffs=[
+                None if handoff is None else HANDOFFS.seal(handoff, secret) for handoff in handoffs
+            ],
+            created=created,
+            seed=seed,
+            cached_tokens=list(cached_tokens),
+            stages=[None if stage is None else stage_fields(stage) for stage in stages],
+            prompt_logprobs=[_encode(entry) for entry in prompt_logprobs] if has_scores else None,
+        ),
+    )
 
 
 def stage_fields(stages: RequestStages) -> dict[str, float | int]:
@@ -210,4 +205,4 @@ def _decoded(text: str) -> PromptLogprobs:
 
 
 def _malformed(error: Exception) -> BadRequestError:
-    return BadRequestError(f"{_FIELD}: an entry of pdserve is malformed: {error}", param=_FIELD)
+    return BadRequestError(f"{PARAMS}: an entry of pdserve is malformed: {error}", param=PARAMS)

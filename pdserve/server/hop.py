@@ -5,8 +5,9 @@ from __future__ import annotations
 import msgspec
 from aiohttp import web
 
-from pdserve.http.protocol import ReleaseRequest, parse_body
+from pdserve.http.protocol import parse_body
 from pdserve.server.service import SERVICE, read_body
+from pdserve.wire.hop import EngineReport, ReleaseRequest
 
 
 async def release(request: web.Request) -> web.Response:
@@ -23,14 +24,14 @@ async def info(request: web.Request) -> web.Response:
     service = request.app[SERVICE]
     return web.Response(
         body=msgspec.json.encode(
-            {
-                "ready": service.unready_reason is None,
-                "reason": service.unready_reason,
-                "models": service.model_names,
-                "engine": service.client.info,
-                "stats": service.client.stats,
-                "wall_s": service.clock.wall_s(),
-            }
+            EngineReport(
+                ready=service.unready_reason is None,
+                reason=service.unready_reason,
+                models=service.model_names,
+                engine=service.client.info,
+                stats=service.client.stats,
+                wall_s=service.clock.wall_s(),
+            )
         ),
         content_type="application/json",
     )

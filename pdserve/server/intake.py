@@ -18,6 +18,7 @@ from pdserve.server.planning import plan
 from pdserve.server.sampling import check_token_ids, output_limit, resolve_sampling, spellings_of
 from pdserve.server.service import REQUEST_ID, SERVICE, START_S
 from pdserve.server.text_work import encode, refuse_long_prompt
+from pdserve.wire.hop import PARAMS, STAGES_HEADER, TIME_LEFT_HEADER
 from pdserve.wire.request import OnLoadFailure
 from pdserve.wire.trace import SliceEvent
 
@@ -26,14 +27,12 @@ if TYPE_CHECKING:
 
     from aiohttp import web
 
-    from pdserve.http.protocol import PdserveParams, SamplingFields
+    from pdserve.http.protocol import SamplingFields
     from pdserve.server.job import Job
+    from pdserve.wire.hop import PdserveParams
 
 _log = logging.getLogger(__name__)
 
-TIME_LEFT_HEADER = "X-Pdserve-Time-Left"
-"""Seconds from the request's arrival after which the answer is of no use."""
-STAGES_HEADER = "X-Pdserve-Stages"
 _SEED_BITS = 63
 _MAX_IGNORED, _MAX_NAME_CHARS = 64, 64
 
@@ -125,7 +124,7 @@ async def make_job(
     )
     if hop is not None and not (secret or is_loopback(request.remote or "")):
         raise HandoffRefusedError(
-            f"kv_transfer_params came from {request.remote}: without a secret only this host may "
+            f"{PARAMS} came from {request.remote}: without a secret only this host may "
             "send them; give every engine and proxy the same one as PDSERVE_SECRET"
         )
     ours = params.pdserve if params is not None else None
@@ -211,9 +210,8 @@ def _cached_tokens(ours: PdserveParams | None, num_choices: int) -> list[int] | 
     known = ours.cached_tokens if ours is not None else None
     if known is not None and len(known) != num_choices:
         raise BadRequestError(
-            f"kv_transfer_params: pdserve.cached_tokens has {len(known)} entries for "
-            f"{num_choices} choices",
-            param="kv_transfer_params",
+            f"{PARAMS}: pdserve.cached_tokens has {len(known)} entries for {num_choices} choices",
+            param=PARAMS,
         )
     return known
 

@@ -29,6 +29,7 @@ from pdserve.errors import (
 from pdserve.observe.log import request_line
 from pdserve.server.handoff import stage_fields
 from pdserve.server.recent import traced
+from pdserve.wire.hop import EngineStages
 from pdserve.wire.request import (
     ErrorCode,
     FinishReason,
@@ -321,16 +322,15 @@ class Job:
         )
         return fields | {"server_s": max(0.0, ttft_s - in_engine_s), "ttft_s": ttft_s}
 
-    def account(self) -> dict[str, float | int | str | list[str]]:
+    def account(self) -> EngineStages:
         """Return what the proxy asks for: stages, prompt tokens, how KV came or why it did not."""
-        failures = [reason for choice in self.choices for reason in choice.load_failures]
-        num_prompt = sum(len(prompt) for prompt in self.prompts)
-        return {
-            **self.stages(),
-            "load_failures": failures,
-            "prompt_tokens": num_prompt,
-            "kv_mode": self.leader().kv_mode,
-        }
+        stages: dict[str, Any] = self.stages()
+        return EngineStages(
+            **stages,
+            load_failures=tuple(label for choice in self.choices for label in choice.load_failures),
+            prompt_tokens=sum(map(len, self.prompts)),
+            kv_mode=self.leader().kv_mode,
+        )
 
     def leader(self) -> Choice:
         """The choice that stands for the job in timings: its first one here."""

@@ -10,23 +10,23 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, cast
 
 import aiohttp
 import msgspec
 
-from pdserve.http.answers import NONCE_HEADER
 from pdserve.http.control import Stamps, proof_headers
 from pdserve.observe.log import log_event
+from pdserve.wire.hop import NONCE_HEADER, REGISTER_PATH, Deregistration, Registration
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from pdserve.wire.hop import RoleName
     from pdserve.wire.request import EngineInfo
 
 _log = logging.getLogger(__name__)
 
-PATH = "/pdserve/register"
 LEASE_S = 9.0
 _TIMEOUT = aiohttp.ClientTimeout(total=3.0)
 _RETRY_S = 1.0
@@ -36,7 +36,7 @@ _TRY_LATER = (408, 429)
 _MAX_REASON_CHARS = 1000
 
 
-class Registration:
+class Registrar:
     """Registers one engine with its proxies, in the background.
 
     Args:
@@ -92,18 +92,14 @@ class Registration:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         if self._session is not None:
-            body = {"url": self._url, "role": self._info.role, "engine": self._info}
+            body = Deregistration(self._url, self._info.role, self._info)
             await asyncio.gather(*(self._call("DELETE", proxy, body) for proxy in self._proxy_urls))
             await self._session.close()
 
     async def _keep(self, proxy: str) -> None:
         """Register for ever; logs what the proxy answers when it changes, and now and then."""
-        body = {
-            "url": self._url,
-            "role": self._info.role,
-            "engine": self._info,
-            "lease_s": self._lease_s,
-        }
+        role = cast("RoleName", self._info.role)
+        body = Registration(self._url, role, self._info, self._lease_s)
         last: str | None = "never asked"
         told_s = 0.0
         loop = asyncio.get_running_loop()
@@ -123,7 +119,9 @@ class Registration:
             last = failure
             await asyncio.sleep(self._lease_s / 3 if failure is None else _RETRY_S)
 
-    async def _call(self, method: str, proxy: str, body: dict[str, Any]) -> tuple[int, str | None]:
+    async def _call(
+        self, method: str, proxy: str, body: Registration | Deregistration
+    ) -> tuple[int, str | None]:
         """Return the proxy's status, 0 if there was no answer, and why it did not take it."""
         data = msgspec.json.encode(body)
         try:
@@ -142,10 +140,10 @@ class Registration:
         stamp = self._stamps.for_(proxy)
         headers = {
             "Content-Type": "application/json",
-            **proof_headers(self._secret, method, PATH, data, stamp=stamp),
+            **proof_headers(self._secret, method, REGISTER_PATH, data, stamp=stamp),
         }
         async with self._session.request(
-            method, proxy + PATH, data=data, headers=headers
+            method, proxy + REGISTER_PATH, data=data, headers=headers
         ) as response:
             return response.status, await response.read(), response.headers.get(NONCE_HEADER)
 

@@ -9,10 +9,12 @@ from aiohttp import web
 
 from pdserve.server.handoff import response_params
 from pdserve.server.intake import wants_stages
+from pdserve.wire.hop import HANDOFF, PARAMS, STAGES
 from pdserve.wire.request import FinishReason
 
 if TYPE_CHECKING:
     from pdserve.server.job import Job
+    from pdserve.wire.hop import HandedOver
 
 
 def finish_name(reason: FinishReason | None) -> str | None:
@@ -20,7 +22,7 @@ def finish_name(reason: FinishReason | None) -> str | None:
     return reason.value if reason in (FinishReason.STOP, FinishReason.LENGTH) else None
 
 
-def transfer_params(job: Job) -> dict[str, Any] | None:
+def transfer_params(job: Job) -> HandedOver | None:
     """Return what a decode engine needs to go on; None if every choice has ended here."""
     if not any(job.handoffs):
         return None
@@ -40,9 +42,9 @@ def hop_events(job: Job, *, with_stages: bool) -> list[dict[str, Any]]:
     events: list[dict[str, Any]] = []
     params = transfer_params(job)
     if params is not None:
-        events.append({"pdserve_handoff": params})
+        events.append({HANDOFF: params})
     if with_stages:
-        events.append({"pdserve_stages": job.account()})
+        events.append({STAGES: job.account()})
     return events
 
 
@@ -54,9 +56,9 @@ async def send_json(request: web.Request, job: Job, answer: dict[str, Any]) -> w
     """
     params = transfer_params(job)
     if params is not None:
-        answer["kv_transfer_params"] = params
+        answer[PARAMS] = params
     if wants_stages(request):
-        answer["pdserve_stages"] = job.account()
+        answer[STAGES] = job.account()
     response = web.Response(body=msgspec.json.encode(answer), content_type="application/json")
     await response.prepare(request)
     await response.write_eof()

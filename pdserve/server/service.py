@@ -19,6 +19,7 @@ from pdserve.observe.clock import SystemClock
 from pdserve.observe.trace import Recorder
 from pdserve.server.recent import Recent
 from pdserve.server.text_work import TextWork
+from pdserve.wire.hop import REQUEST_ID_HEADER
 
 if TYPE_CHECKING:
     from pdserve.config.schema import EngineConfig, ServerConfig
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
     from pdserve.observe.clock import Clock
     from pdserve.server.job import Job
     from pdserve.server.metrics import ServerMetrics
-    from pdserve.server.registration import Registration
+    from pdserve.server.registration import Registrar
     from pdserve.text.load import Text
     from pdserve.wire.request import EngineInfo
 
@@ -67,7 +68,7 @@ class Service:
     draining: bool = False
     num_jobs: int = 0
     jobs: dict[int, Job] = field(default_factory=dict)
-    registration: Registration | None = None
+    registration: Registrar | None = None
     recent: Recent = field(default_factory=Recent)
     recorder: Recorder = field(default_factory=Recorder)
     created_s: int = 0
@@ -162,7 +163,7 @@ async def read_body(request: web.Request) -> bytes:
 
 def request_id_of(request: web.Request) -> str:
     """Return the client's X-Request-Id if it is usable in logs and headers, else a random id."""
-    given = request.headers.get("X-Request-Id", "")
+    given = request.headers.get(REQUEST_ID_HEADER, "")
     if given and len(given) <= _MAX_ID_CHARS and given.isascii() and given.isprintable():
         return given.strip().replace(" ", "-")
     return uuid.uuid4().hex

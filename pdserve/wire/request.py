@@ -183,14 +183,33 @@ class EngineOutput(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     kv_mode: str = ""
 
 
-class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
-    """A snapshot of one engine core. Counters only grow; gauges are as of the snapshot.
+class EngineLoad(msgspec.Struct, frozen=True, kw_only=True):
+    """How busy one engine core is: the part of its statistics that routing uses.
 
     Attributes:
         blocks: Number of KV blocks by state: free, cached (free but findable by hash),
             held (by requests), leased (to a peer), receiving (being written by a load or
             a push), quarantined (their request is over, a transfer has not settled).
             They sum to `num_blocks`.
+    """
+
+    num_running: int = 0
+    num_waiting: int = 0
+    num_receiving: int = 0
+    blocks: dict[str, int] = {}
+    num_blocks: int = 0
+
+    @property
+    def kv_usage(self) -> float:
+        """Share of the KV blocks that are held, leased or receiving."""
+        free = self.blocks.get("free", 0) + self.blocks.get("cached", 0)
+        return 1 - free / self.num_blocks if self.num_blocks else 0.0
+
+
+class EngineStats(EngineLoad, frozen=True, kw_only=True):
+    """A snapshot of one engine core. Counters only grow; gauges are as of the snapshot.
+
+    Attributes:
         prompt_tokens: Prompt tokens whose KV is here or being computed: the sum of the
             next three. What is aborted before it starts is in none of them.
         local_compute_tokens, local_cache_hit_tokens, external_kv_tokens: Prompt tokens
@@ -208,11 +227,6 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
         kv_seconds: Sums over loads, by name (wait, transfer, digest).
     """
 
-    num_running: int
-    num_waiting: int
-    num_receiving: int
-    blocks: dict[str, int]
-    num_blocks: int
     num_preemptions: int
     num_steps: int
     prefix_cache_queries: int
@@ -233,10 +247,6 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     kv_ladder: dict[str, int] = {}
     recompute_tokens: int = 0
     kv_seconds: dict[str, float] = {}
-
-
-LAYOUT_HEADER = "X-Pdserve-Layout"
-"""What an engine's answer to a proxy carries: its `EngineInfo.layout_digest`."""
 
 
 class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):

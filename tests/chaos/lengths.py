@@ -29,8 +29,8 @@ import aiohttp
 import httpx
 import msgspec
 
-from pdserve.http.answers import NONCE_HEADER
 from pdserve.http.control import Stamps, proof_headers
+from pdserve.wire.hop import NONCE_HEADER
 from tests.e2e.deployment import Deployment
 from tests.tiny_models import write_tiny_model
 

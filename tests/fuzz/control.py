@@ -8,14 +8,13 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 from hypothesis import strategies as st
 
-from pdserve.config.schema import ProxyConfig, Role
+from pdserve.config.schema import ProxyConfig
 from pdserve.errors import PdserveError
-from pdserve.http.protocol import KVTransferParams, PdserveParams
 from pdserve.observe.clock import ManualClock
-from pdserve.proxy.backend import Deregistration, Registration
 from pdserve.proxy.backends import Backends
 from pdserve.proxy.errors import WorkerError
 from pdserve.server.handoff import parse_hop
+from pdserve.wire.hop import Deregistration, KVTransferParams, PdserveParams, Registration
 from pdserve.wire.ids import EngineId, Incarnation
 from pdserve.wire.request import EngineInfo
 from pdserve.wire.seal import PROTOCOL, UNREADABLE
@@ -49,7 +48,7 @@ class RegistrationTarget:
         self._backends = Backends(ProxyConfig(), nowhere, ManualClock())
         self._good = Registration(
             url="http://127.0.0.1:8100",
-            role=Role.PREFILL,
+            role="prefill",
             engine=EngineInfo(
                 engine_id=EngineId("p"),
                 incarnation=Incarnation("1"),

@@ -18,10 +18,9 @@ from pdserve.http.protocol import (
     ChatRequest,
     CompletionRequest,
     DetokenizeRequest,
-    ReleaseRequest,
     TokenizeRequest,
 )
-from pdserve.proxy.backend import Deregistration, Registration
+from pdserve.wire.hop import Deregistration, Registration, ReleaseRequest
 from tests.fuzz.values import bent, fields_of, of
 from tests.http.served import Served
 

@@ -35,6 +35,8 @@ _LONG = 300
 def of(kind: Any) -> st.SearchStrategy[Any]:
     """Any value of a type that a struct may have as a field."""
     origin, arguments = typing.get_origin(kind), typing.get_args(kind)
+    if origin is typing.Literal:
+        return st.sampled_from(arguments)
     if origin is typing.Annotated:
         return of(arguments[0])
     if origin in (typing.Union, types.UnionType):

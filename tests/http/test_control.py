@@ -10,7 +10,8 @@ from aiohttp.test_utils import make_mocked_request
 from pdserve.errors import UnauthorizedError
 from pdserve.http import control
 from pdserve.http.answers import StaleProofError
-from pdserve.http.control import PROOF_HEADER, Stamps, Verifier, proof_headers
+from pdserve.http.control import Stamps, Verifier, proof_headers
+from pdserve.wire.hop import PROOF_HEADER
 
 PATH = "/pdserve/register"
 

@@ -18,8 +18,8 @@ import msgspec
 from aiohttp import web
 
 from pdserve.http.control import Verifier
+from pdserve.wire.hop import LAYOUT_HEADER
 from pdserve.wire.ids import EngineId, Incarnation, RequestId
-from pdserve.wire.request import LAYOUT_HEADER
 from pdserve.wire.seal import PROTOCOL
 from pdserve.wire.transfer import HANDOFFS, TICKETS, Endpoint, KVHandoff, KVShape, PushTicket
 

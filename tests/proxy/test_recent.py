@@ -7,10 +7,10 @@ import tracemalloc
 import pytest
 
 from pdserve.observe.clock import ManualClock
-from pdserve.proxy.bodies import EngineStages
 from pdserve.proxy.recent import MAX_BYTES_EACH, MAX_EVENTS, Recent
 from pdserve.proxy.story import Mode, Rung, Stage, Story
 from pdserve.wire.finished import NUM_KEPT
+from pdserve.wire.hop import EngineStages
 from pdserve.wire.transfer import KVMode
 
 

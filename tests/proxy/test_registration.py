@@ -13,12 +13,12 @@ import msgspec
 import pytest
 
 from pdserve.config.schema import Role
-from pdserve.http.answers import NONCE_HEADER
-from pdserve.http.control import FORMER_HEADER, PROOF_HEADER, Stamps, proof_headers
+from pdserve.http.control import Stamps, proof_headers
 from pdserve.observe.clock import SystemClock
 from pdserve.proxy import client as proxy_client
 from pdserve.proxy.backend import Backend, Health
 from pdserve.proxy.breaker import Breaker
+from pdserve.wire.hop import FORMER_HEADER, NONCE_HEADER, PROOF_HEADER
 from tests.proxy.conftest import until
 from tests.proxy.scripted import ScriptedEngine, text_in, text_of
 

@@ -9,11 +9,12 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import msgspec
 import pytest
 
-from pdserve.config.schema import ProxyConfig, Role
+from pdserve.config.schema import ProxyConfig
 from pdserve.observe.clock import ManualClock
-from pdserve.proxy.backend import Health, Registration
+from pdserve.proxy.backend import Health
 from pdserve.proxy.backends import Backends
 from pdserve.proxy.errors import WorkerError
+from pdserve.wire.hop import Registration
 from pdserve.wire.request import EngineInfo
 from tests.proxy.scripted import ScriptedEngine
 from tests.sim import virtual_time
@@ -132,7 +133,7 @@ def test_a_proxy_that_was_stopped_still_knows_the_engines_that_registered() -> N
     info = msgspec.convert(ScriptedEngine("decode").info(), EngineInfo)
 
     async def play(scene: Scene) -> None:
-        registration = Registration(url=URL, role=Role.DECODE, engine=info, lease_s=9.0)
+        registration = Registration(url=URL, role="decode", engine=info, lease_s=9.0)
         scene.backends.register(registration)
         await asyncio.sleep(3.0)
         scene.clock.advance(600.0)  # nothing ran here meanwhile

@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pdserve.observe.clock import ManualClock
-from pdserve.proxy.bodies import EngineStages
 from pdserve.proxy.story import Gaps, Mode, Stage, Story
+from pdserve.wire.hop import EngineStages
 
 seconds = st.floats(0, 5)
 

@@ -10,7 +10,7 @@ import pytest
 
 from pdserve.config.schema import EngineConfig, ModelConfig, ServerConfig
 from pdserve.engine.fake import FakeFabric
-from pdserve.http.control import FORMER_HEADER, PROOF_HEADER, proof_headers
+from pdserve.http.control import proof_headers
 from pdserve.http.protocol import CompletionRequest
 from pdserve.observe.clock import ManualClock
 from pdserve.server.app import build_app
@@ -18,6 +18,7 @@ from pdserve.server.handoff import PrefillHop
 from pdserve.server.planning import plan
 from pdserve.server.service import SERVICE
 from pdserve.text.chat import ChatTemplate
+from pdserve.wire.hop import FORMER_HEADER, PROOF_HEADER
 from pdserve.wire.request import FinishReason
 from pdserve.wire.sampling import SamplingParams
 from tests.server.conftest import Server, events, make_engine, scripted, serving, until

@@ -21,7 +21,7 @@ from pdserve.http.answers import StaleProofError, error_answer
 from pdserve.http.control import Verifier
 from pdserve.server import registration
 from pdserve.server.app import run_server
-from pdserve.server.registration import Registration
+from pdserve.server.registration import Registrar
 from tests.server.conftest import events, make_engine, serving, until
 
 pytestmark = pytest.mark.slow
@@ -224,7 +224,7 @@ async def test_an_engine_registers_renews_and_leaves(text):
     proxy.verifier = Verifier("s3cret", accept_former=False, new_nonce=lambda: "nonce")
     engine = make_engine(text)
     async with proxy.listening() as url:
-        registered = Registration(
+        registered = Registrar(
             [url + "/"], url="http://me", info=engine.info, secret="s3cret", lease_s=0.15
         )
         await registered.start()
@@ -304,7 +304,7 @@ async def test_an_engine_that_is_refused_later_is_not_ready_any_more(text, monke
     proxy = Proxy()
     async with proxy.listening() as url, serving(text, make_engine(text)) as server:
         service = server.service
-        service.registration = Registration(
+        service.registration = Registrar(
             [url], url="http://me", info=server.engine.info, secret="", lease_s=0.15
         )
         await service.registration.start()
@@ -327,7 +327,7 @@ async def test_a_proxy_that_gives_no_verdict_keeps_no_engine_from_being_ready(te
         url = "http://127.0.0.1:9"
         if status is not None:
             url = await cleanup.enter_async_context(proxy.listening())
-        registered = Registration([url], url="http://me", info=make_engine(text).info, secret="")
+        registered = Registrar([url], url="http://me", info=make_engine(text).info, secret="")
         await registered.start()
         await until(lambda: registered.is_settled)
         assert registered.refusal is None
@@ -340,7 +340,7 @@ async def test_a_refusal_is_logged_again_and_again_but_not_each_time(text, monke
     proxy = Proxy()
     proxy.status, proxy.answer = 409, "weights differ"
     async with proxy.listening() as url:
-        registered = Registration([url], url="http://me", info=make_engine(text).info, secret="")
+        registered = Registrar([url], url="http://me", info=make_engine(text).info, secret="")
         await registered.start()
         await until(lambda: caplog.text.count("weights differ") == 3)
         await registered.stop()

@@ -18,9 +18,9 @@ from aiohttp.test_utils import make_mocked_request
 from pdserve.connectors.nixl.frames import Fault, FrameError, FrameSession
 from pdserve.errors import HandoffRefusedError, UnauthorizedError
 from pdserve.http.control import Verifier
-from pdserve.proxy.backend import Deregistration, Registration
 from pdserve.proxy.bodies import handoff_in
 from pdserve.proxy.relay import SseParser
+from pdserve.wire.hop import Deregistration, Registration
 from pdserve.wire.transfer import HANDOFFS, TICKETS
 
 RECORDED: dict[str, Any] = json.loads(
