@@ -25,15 +25,15 @@ from pdserve.observe.clock import SystemClock
 from pdserve.observe.log import log_event
 from pdserve.observe.metrics import measure_loop_lag
 from pdserve.proxy.admission import Admission
-from pdserve.proxy.attempts import Attempts
 from pdserve.proxy.backends import Backends
-from pdserve.proxy.boundary import Boundary
+from pdserve.proxy.boundary import Boundary, engine_headers
+from pdserve.proxy.breakers import Breakers
+from pdserve.proxy.checks import HealthChecks
 from pdserve.proxy.client import EngineHttp
 from pdserve.proxy.dashboard.handlers import Dashboard
 from pdserve.proxy.debug import Debug
 from pdserve.proxy.generation import Generation
 from pdserve.proxy.heap import keep_flat
-from pdserve.proxy.keys import engine_headers
 from pdserve.proxy.live import Live
 from pdserve.proxy.metrics import Metrics
 from pdserve.proxy.recent import Recent
@@ -109,7 +109,9 @@ class Proxy:
         self._http = EngineHttp(secret=config.secret)
         self.metrics = Metrics()
         headers = engine_headers(config.api_keys, {})
-        self.backends = Backends(config, self._http, self._clock, headers)
+        self.breakers = Breakers(config, self._clock, self.metrics)
+        self.backends = Backends(config, self._clock, self.breakers)
+        self.checks = HealthChecks(config, self.backends, self._http, self._clock, headers)
         self.admission = Admission(
             config.max_concurrent_requests, config.queue_size, config.queue_timeout_s
         )
@@ -118,7 +120,8 @@ class Proxy:
             config=config,
             http=self._http,
             backends=self.backends,
-            attempts=Attempts(self.backends, self.metrics),
+            checks=self.checks,
+            breakers=self.breakers,
             router=Router(config, self.backends),
             admission=self.admission,
             bodies=self.bodies,
@@ -129,9 +132,7 @@ class Proxy:
         self.recent = Recent()
         status = Status(services, self.live)
         self.dashboard = Dashboard(
-            config,
-            self.backends,
-            self._http,
+            services,
             self._clock,
             recent=self.recent,
             exposition=status.exposition,
@@ -148,7 +149,7 @@ class Proxy:
             status,
             Debug(services, self._clock, self.live, self.recent),
             self.dashboard,
-            Registrations(config, self.backends, self.bodies, new_nonce),
+            Registrations(services),
         )
         self._runner: web.AppRunner | None = None
         self._lag_task: asyncio.Task[None] | None = None
@@ -174,7 +175,7 @@ class Proxy:
             await self.stop()
             raise _bind_error(host, port, error) from error
         self._lag_task = asyncio.create_task(measure_loop_lag(self.metrics.loop_lag, self._clock))
-        await self.backends.start()
+        await self.checks.start()
         bound_port = runner.addresses[0][1]
         return f"http://{f'[{host}]' if ':' in host else host}:{bound_port}"
 
@@ -200,7 +201,7 @@ class Proxy:
         if self._runner is not None:
             await self._runner.cleanup()
         await self.dashboard.stop()
-        await self.backends.stop()
+        await self.checks.stop()
         if self._lag_task is not None:
             self._lag_task.cancel()
             await asyncio.gather(self._lag_task, return_exceptions=True)

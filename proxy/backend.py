@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from pdserve.config.schema import Role
 
 if TYPE_CHECKING:
-    from pdserve.proxy.breaker import Breaker
+    from pdserve.proxy.breakers import Breaker
     from pdserve.proxy.client import Leg
     from pdserve.wire.request import EngineInfo
 
@@ -40,6 +40,7 @@ class Backend:
         models: Entries of its `/v1/models`.
         legs: Exchanges in flight.
         is_watched: Its health is being checked.
+        is_gone: It was forgotten; what runs there goes on.
         ahead_s: By how much its host's wall clock is ahead of this one's, at least; 0 where they
             agree as far as can be told.
     """
@@ -60,6 +61,7 @@ class Backend:
     models: list[dict[str, Any]] = field(default_factory=list)
     legs: set[Leg] = field(default_factory=set)
     is_watched: bool = False
+    is_gone: bool = False
     ahead_s: float = 0.0
 
     @property
@@ -79,3 +81,8 @@ class Backend:
     def decodes(self) -> bool:
         """Whether its role includes decode for others."""
         return self.role is not Role.PREFILL
+
+    def lose_legs(self) -> None:
+        """Fail whoever waits for it: it was found dead."""
+        for leg in list(self.legs):
+            leg.lose()

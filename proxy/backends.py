@@ -1,52 +1,38 @@
-"""The engines behind this proxy: which there are, which are well, how loaded they are.
+"""The engines behind this proxy: which there are, which fit together, how loaded they are.
 
 Engines come from the command line, where they stay for good, or register themselves and stay
-while they renew their lease. Each is asked for its health and its load at an interval; each
-has a circuit breaker (`breaker`), and so has each pair of a prefill and a decode engine, because
-two healthy engines may still not reach each other: one for pulls and one for pushes, which need
-not fail together. Knows nothing of requests but their number.
+while they renew their lease. How they are is found out by `checks`; what is held against them and
+their pairs is `breakers`'s. Knows nothing of requests but their number. Sends nothing.
 
-Costs: one task and two small GETs per engine and interval; a choice is O(prefill engines x
-decode engines) at worst, O(engines) as soon as one compatible pair is found early.
+Costs: a choice is O(prefill engines x decode engines) at worst, O(engines) as soon as one
+compatible pair is found early.
 """
 
 from __future__ import annotations
 
-import asyncio
 import logging
-from functools import partial
 from typing import TYPE_CHECKING
-
-import msgspec
 
 from pdserve.config.schema import Role
 from pdserve.errors import BadRequestError, HandshakeError
-from pdserve.observe.log import log_event
 from pdserve.proxy.backend import Backend, Health
-from pdserve.proxy.breaker import Breaker, BreakerState
-from pdserve.proxy.errors import WorkerError
+from pdserve.proxy.breakers import BreakerState
 from pdserve.proxy.policies import BackendView
-from pdserve.wire.hop import INFO_PATH, EngineReport
 from pdserve.wire.seal import PROTOCOL
 from pdserve.wire.transfer import KVMode
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterator, Mapping
+    from collections.abc import Iterator
 
     from pdserve.config.schema import ProxyConfig
     from pdserve.observe.clock import Clock
-    from pdserve.proxy.client import EngineHttp, Leg
+    from pdserve.proxy.breakers import Breakers
     from pdserve.wire.hop import Registration
     from pdserve.wire.request import EngineInfo
 
 log = logging.getLogger(__name__)
 
 MAX_LEASE_S = 3600.0
-_MAX_SKEW_S = 1.0
-_SOON_S = 0.2
-_STOPPED_S = 1.0
-LOOK_AGAIN_S = 0.25
-"""How long an engine that is looked at out of turn may take to say that it is ready."""
 _REVISION = frozenset({"protocol", "schema", "weights"})
 """Fields of a layout in which engines of one deployment may differ while it is rolled."""
 OUTAGE_MEMORY_S = 600.0
@@ -55,29 +41,14 @@ that it is one without such engines."""
 
 
 class Backends:
-    """All engines this proxy knows of.
+    """All engines this proxy knows of."""
 
-    Args:
-        headers: Sent with every health check.
-    """
-
-    def __init__(
-        self,
-        config: ProxyConfig,
-        http: EngineHttp,
-        clock: Clock,
-        headers: Mapping[str, str] | None = None,
-    ) -> None:
-        self._config = config
-        self._http = http
+    def __init__(self, config: ProxyConfig, clock: Clock, breakers: Breakers) -> None:
         self._clock = clock
-        self._headers = dict(headers or {})
+        self._breakers = breakers
         self._backends: dict[str, Backend] = {}
-        self._edges: dict[tuple[str, str, KVMode], Breaker] = {}
-        self._watchers: set[asyncio.Task[None]] = set()
         self._prefill_lost_s = float("-inf")
         self._gone_s = dict.fromkeys(Role, float("-inf"))
-        self._looks: dict[str, asyncio.Task[None]] = {}
         for url in config.prefill:
             self._add(_bare(url), Role.PREFILL, is_static=True)
         for url in config.decode:
@@ -124,43 +95,24 @@ class Backends:
         """Return the engine at a base URL."""
         return self._backends.get(url)
 
-    # --- life cycle
-
-    async def start(self) -> None:
-        """Check every engine once, then go on checking in the background."""
-        await asyncio.gather(*(self.check(backend) for backend in self))
-        for backend in self:
-            self._watch(backend, delay_s=self._interval_s(backend))
-
-    async def stop(self) -> None:
-        """End the background checks."""
-        watchers = [*self._watchers, *self._looks.values()]
-        for watcher in watchers:
-            watcher.cancel()
-        await asyncio.gather(*watchers, return_exceptions=True)
+    # --- membership
 
     def _add(self, url: str, role: Role, *, is_static: bool) -> Backend:
-        backend = Backend(url, role, is_static, self._breaker())
+        backend = Backend(url, role, is_static, self._breakers.for_engine())
         self._backends[url] = backend
         return backend
 
     def _forget(self, backend: Backend, why: str) -> None:
         log.info("engine gone: url=%s role=%s (%s)", backend.url, backend.role.value, why)
         del self._backends[backend.url]
-        self._forget_edges(backend.url)
+        backend.is_gone = True
+        self._breakers.forget_pairs(backend.url)
         if not any(other.role is backend.role for other in self):
             self._gone_s[backend.role] = self._clock.monotonic_s()
 
-    def _forget_edges(self, url: str) -> None:
-        for edge in [edge for edge in self._edges if url in edge]:
-            del self._edges[edge]
-
-    def _breaker(self) -> Breaker:
-        return Breaker(self._clock, self._config.cb_failure_threshold, self._config.cb_timeout_s)
-
     # --- registration
 
-    def register(self, registration: Registration) -> None:
+    def register(self, registration: Registration) -> Backend:
         """Take an engine in, or renew its lease.
 
         A new life of a known engine replaces the former one, whose failures say nothing
@@ -201,11 +153,18 @@ class Backends:
         self._gone_s[backend.role] = float("-inf")
         if backend.role is Role.PREFILL:
             self._prefill_lost_s = float("-inf")
-        self._learn(backend, engine)
+        self.learn(backend, engine)
         if not backend.is_static:
             backend.lease_end_s = self._clock.monotonic_s() + registration.lease_s
-        if not backend.is_watched:
-            self._watch(backend, delay_s=0.0)
+        return backend
+
+    def expire(self, backend: Backend) -> None:
+        """Forget an engine whose lease ran out; harmless if it did not, or the engine is gone."""
+        if backend.is_gone or self._clock.monotonic_s() <= backend.lease_end_s:
+            return
+        self._forget(backend, "its lease ran out")
+        if backend.role is Role.PREFILL:
+            self._prefill_lost_s = self._clock.monotonic_s()
 
     def deregister(self, url: str) -> None:
         """Send nothing more to an engine that takes its leave; what runs there goes on."""
@@ -237,7 +196,7 @@ class Backends:
             if other.url != url and other.info is not None and pairs:
                 yield other
 
-    def _learn(self, backend: Backend, engine: EngineInfo) -> None:
+    def learn(self, backend: Backend, engine: EngineInfo) -> None:
         """Take note of who answers at a URL; a new incarnation starts with a clean sheet."""
         former, backend.info = backend.info, engine
         if former is None or former.incarnation != engine.incarnation:
@@ -252,176 +211,9 @@ class Backends:
                     )
         if former is not None and former.incarnation != engine.incarnation:
             log.info("engine restarted: url=%s engine=%s", backend.url, engine.engine_id)
-            backend.breaker = self._breaker()
+            self._breakers.renew(backend)
             backend.models = []
-            self._forget_edges(backend.url)
-            self._lose_legs(backend)
-
-    # --- health
-
-    def _watch(self, backend: Backend, *, delay_s: float) -> None:
-        backend.is_watched = True
-        watcher = asyncio.create_task(self._watch_loop(backend, delay_s))
-        self._watchers.add(watcher)
-        watcher.add_done_callback(self._watchers.discard)
-
-    async def _watch_loop(self, backend: Backend, delay_s: float) -> None:
-        """Check an engine for as long as it is known, or anything still runs there."""
-        while True:
-            wakes_s = self._clock.monotonic_s() + delay_s
-            await asyncio.sleep(delay_s)
-            # A proxy that was stopped has heard nobody meanwhile: no engine's lease ran then.
-            overslept_s = self._clock.monotonic_s() - wakes_s
-            if overslept_s > _STOPPED_S:
-                backend.lease_end_s += overslept_s
-            is_known = self.get(backend.url) is backend
-            if is_known and self._clock.monotonic_s() > backend.lease_end_s:
-                self._forget(backend, "its lease ran out")
-                is_known = False
-                if backend.role is Role.PREFILL:
-                    self._prefill_lost_s = self._clock.monotonic_s()
-            if not is_known and not backend.legs:
-                return
-            try:
-                await self.check(backend)
-            except Exception:
-                log.exception("health check failed: url=%s", backend.url)
-            delay_s = self._interval_s(backend)
-
-    def _interval_s(self, backend: Backend) -> float:
-        """Return the time to the next check; one that is not ready, or was late, is wanted soon."""
-        interval_s = self._config.health_check_interval_s
-        is_well = backend.health is Health.READY and not backend.num_late_checks
-        return interval_s if is_well else min(interval_s, _SOON_S)
-
-    async def look_again(self, suspects: Collection[Backend] = ()) -> None:
-        """Check those that were not ready when last seen, now rather than at their turn.
-
-        Callers at the same time share the checks. Engines that answer late are left to their turn.
-
-        Args:
-            suspects: Checked as well, however they were when last seen.
-        """
-        for backend in self:
-            is_doubtful = backend.health is not Health.READY or backend in suspects
-            if backend.num_late_checks or not is_doubtful:
-                continue
-            if backend.url not in self._looks:
-                look = self._looks[backend.url] = asyncio.create_task(self.check(backend))
-                look.add_done_callback(partial(self._looked, backend.url))
-        if self._looks:
-            await asyncio.wait(self._looks.values(), timeout=LOOK_AGAIN_S)
-
-    def _looked(self, url: str, look: asyncio.Task[None]) -> None:
-        del self._looks[url]
-        if not look.cancelled() and (error := look.exception()) is not None:
-            log.error("health check failed: url=%s", url, exc_info=error)
-
-    async def check(self, backend: Backend) -> None:
-        """Ask an engine how it is."""
-        timeout_s = self._config.health_check_timeout_s
-        before = backend.health
-        reads = {leg: leg.num_reads for leg in backend.legs}
-        try:
-            status, body = await self._get(backend, "/readyz", timeout_s)
-            if status == 404:  # an engine of another make
-                status, body = await self._get(backend, "/health", timeout_s)
-            if status == 200:
-                await self._read_report(backend, timeout_s)
-        except WorkerError as failure:
-            self._note_failed_check(backend, failure, reads)
-        else:
-            backend.num_late_checks = 0
-            if status == 200:
-                backend.health, backend.reason = Health.READY, ""
-            else:
-                backend.health = Health.NOT_READY
-                backend.reason = f"/readyz answers {status}: {body[:200].decode(errors='replace')}"
-        if backend.health is not before:
-            log.info(
-                "engine %s: url=%s role=%s %s",
-                backend.health.value,
-                backend.url,
-                backend.role.value,
-                backend.reason,
-            )
-
-    def _note_failed_check(
-        self, backend: Backend, failure: WorkerError, reads: Mapping[Leg, int]
-    ) -> None:
-        """A refused connection is certain; a late answer may only mean a busy machine.
-
-        Args:
-            reads: Of the legs there, when the check began. An engine of which something has come
-                since is alive.
-        """
-        if failure.reason == "timeout":
-            if any(leg.num_reads > reads.get(leg, 0) for leg in backend.legs):
-                return
-            backend.num_late_checks += 1
-            if backend.num_late_checks < self._config.cb_failure_threshold:
-                return
-            self._lose_legs(backend)
-        backend.health, backend.reason = Health.UNREACHABLE, failure.detail
-
-    async def _read_report(self, backend: Backend, timeout_s: float) -> None:
-        asked_s = self._clock.wall_s()
-        status, body = await self._get(backend, INFO_PATH, timeout_s)
-        if status == 200:
-            try:
-                report = msgspec.json.decode(body, type=EngineReport)
-            except (msgspec.MsgspecError, ValueError, RecursionError) as error:
-                message = f"{backend.url}{INFO_PATH} cannot be read: {error}"
-                raise WorkerError(message, reason="garbled") from error
-            if report.engine is not None:
-                self._learn(backend, report.engine)
-            if report.stats is not None:
-                load = report.stats
-                backend.load_s = self._clock.monotonic_s()
-                total = load.num_running + load.num_waiting + load.num_receiving
-                backend.num_foreign = max(0, total - backend.in_flight)
-                backend.kv_usage = load.kv_usage
-            if report.wall_s is not None:
-                self._compare_clocks(backend, asked_s, report.wall_s)
-        if not backend.models:
-            await self._read_models(backend, timeout_s)
-
-    def _compare_clocks(self, backend: Backend, asked_s: float, wall_s: float) -> None:
-        """Note how far two hosts' wall clocks are apart; warn when that changes.
-
-        Nothing is decided by them, but logs of several hosts cannot be read side by side.
-        """
-        # It was said between the question and now.
-        early_s, late_s = wall_s - self._clock.wall_s(), wall_s - asked_s
-        ahead_s = max(0.0, early_s) + min(0.0, late_s)
-        if abs(ahead_s - backend.ahead_s) < _MAX_SKEW_S:
-            return
-        backend.ahead_s = ahead_s
-        log_event(
-            log,
-            "its wall clock differs from this host's",
-            level=logging.WARNING,
-            engine=backend.url,
-            ahead_s=round(ahead_s, 1),
-        )
-
-    async def _read_models(self, backend: Backend, timeout_s: float) -> None:
-        status, body = await self._get(backend, "/v1/models", timeout_s)
-        if status != 200:
-            return
-        try:
-            models = msgspec.json.decode(body)["data"]
-            backend.models = [model for model in models if isinstance(model["id"], str)]
-        except (msgspec.MsgspecError, ValueError, KeyError, TypeError) as error:
-            message = f"{backend.url}/v1/models cannot be read: {error!r}"
-            raise WorkerError(message, reason="garbled") from error
-
-    async def _get(self, backend: Backend, path: str, timeout_s: float) -> tuple[int, bytes]:
-        return await self._http.get_json(f"{backend.url}{path}", timeout_s, self._headers)
-
-    def _lose_legs(self, backend: Backend) -> None:
-        for leg in list(backend.legs):
-            leg.lose()
+            backend.lose_legs()
 
     def view(self, backend: Backend) -> BackendView:
         """Return what a policy may know of an engine."""
@@ -436,14 +228,6 @@ class Backends:
 
     # --- pairs
 
-    def edge(self, prefill: Backend, decode: Backend, mode: KVMode = KVMode.PULL) -> Breaker:
-        """Return the breaker of a pair; one that nobody keeps if an engine is gone."""
-        key = (prefill.url, decode.url, mode)
-        edge = self._edges.get(key) or self._breaker()
-        if self.get(prefill.url) is prefill and self.get(decode.url) is decode:
-            self._edges[key] = edge
-        return edge
-
     def can_pair(self, prefill: Backend, decode: Backend) -> bool:
         """Whether KV can go from one to the other, as far as is known.
 
@@ -455,8 +239,7 @@ class Backends:
         ours, theirs = prefill.info, decode.info
         if ours and theirs and ours.layout_digest != theirs.layout_digest:
             return False
-        breaker = self._edges.get((prefill.url, decode.url, KVMode.PULL))
-        return breaker is None or breaker.allows
+        return self._breakers.lets_through(prefill, decode, KVMode.PULL)
 
     def can_push(self, prefill: Backend, decode: Backend) -> bool:
         """Whether one can write into the other's blocks, as both say, if they can pair at all."""
@@ -471,8 +254,7 @@ class Backends:
 
     def pushes_well(self, prefill: Backend, decode: Backend) -> bool:
         """Whether the pair's breaker lets a push through."""
-        breaker = self._edges.get((prefill.url, decode.url, KVMode.PUSH))
-        return breaker is None or breaker.allows
+        return self._breakers.lets_through(prefill, decode, KVMode.PUSH)
 
     def count(self) -> dict[tuple[str, str], int]:
         """Return the number of engines by (role, state); every combination is present."""
@@ -484,19 +266,6 @@ class Backends:
                 state = "breaker_open"
             counts[backend.role.value, state] += 1
         return counts
-
-    def edges(self) -> list[tuple[str, str, KVMode, BreakerState]]:
-        """Return the breakers of pairs that have been used: (prefill, decode, mode, state)."""
-        return [(*pair, edge.state) for pair, edge in self._edges.items()]
-
-    def open_edges(self) -> int:
-        """Return the number of pairs with a breaker that is not closed."""
-        pairs = {
-            (prefill, decode)
-            for (prefill, decode, _), edge in self._edges.items()
-            if edge.state is not BreakerState.CLOSED
-        }
-        return len(pairs)
 
 
 def _bare(url: str) -> str:

@@ -1,5 +1,7 @@
 """What every request passes through: it gets an id, its key is checked, its errors get a shape.
 
+Says also which key goes on to the engines: the deployment's, or whatever the client sent.
+
 Knows no path's handler. Whatever a handler raises is answered here, in OpenAI's shape.
 """
 
@@ -10,7 +12,7 @@ import re
 import uuid
 from typing import TYPE_CHECKING
 
-from aiohttp import web
+from aiohttp import hdrs, web
 
 from pdserve.errors import PdserveError
 from pdserve.http.access import Access
@@ -19,7 +21,7 @@ from pdserve.proxy.errors import ClientGoneError
 from pdserve.wire.hop import REQUEST_ID_HEADER
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable
+    from collections.abc import Awaitable, Callable, Mapping, Sequence
 
     from pdserve.config.schema import ProxyConfig
     from pdserve.http.bodies import Bodies
@@ -68,3 +70,18 @@ class Boundary:
         if not response.prepared:
             response.headers[REQUEST_ID_HEADER] = request_id
         return response
+
+
+def engine_headers(keys: Sequence[str], client: Mapping[str, str]) -> dict[str, str]:
+    """Return the header that engines want: with the first of `keys`, or the client's own key."""
+    if keys:
+        return {hdrs.AUTHORIZATION: f"Bearer {keys[0]}"}
+    # One that is not ASCII is no key, and could not be sent on.
+    if client.get(hdrs.AUTHORIZATION, "\x80").isascii():
+        return {hdrs.AUTHORIZATION: client[hdrs.AUTHORIZATION]}
+    return {}
+
+
+def operator_headers(config: ProxyConfig, client: Mapping[str, str]) -> dict[str, str]:
+    """The same for what only operators may ask."""
+    return engine_headers(config.operator_keys or config.api_keys, client)

@@ -1,8 +1,8 @@
 """HTTP towards the engines: legs of requests, leases to give back, small questions.
 
 Knows aiohttp and the engines' paths; decides nothing. A `Leg` is one exchange that can be
-left at any await: what had already been sent by the engine is still looked through for
-handoffs, so that a lease granted in the very moment the client left is given back.
+left at any await: what had already been sent by the engine is still looked through, so that a
+lease granted in the very moment the client left can be given back.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ import msgspec
 
 from pdserve.errors import DeadlineError
 from pdserve.http.control import proof_headers
-from pdserve.proxy.bodies import Handoff, handoff_in
 from pdserve.proxy.errors import RefusedError, WorkerError, failure_in
 from pdserve.proxy.reading import SharedReader
 from pdserve.proxy.relay import MAX_EVENT_BYTES, SseParser
@@ -31,6 +30,7 @@ if TYPE_CHECKING:
     from aiohttp.connector import Connection
     from aiohttp.tracing import Trace
 
+    from pdserve.proxy.bodies import Handoff
     from pdserve.proxy.relay import Event
 
 log = logging.getLogger(__name__)
@@ -362,14 +362,18 @@ class Leg:
             return
         self._http.background.start(self._drain(on_event))
 
-    def abandon(self, prefill_url: str) -> None:
-        """Hang up in the background, and release a handoff that crosses with that.
+    def abandon(self, is_handoff: Callable[[bytes], bool]) -> None:
+        """Hang up in the background, but for a handoff that crosses with that.
 
         Only our direction is closed first: the engine sees the end and aborts, or it has
         already handed over, and then the handoff still arrives. Closing both at once
         would lose it, and with it the lease until it expires.
+
+        Args:
+            is_handoff: Takes the data of an event, or a whole answer, and tells whether that was
+                what it is waited for.
         """
-        rest = partial(self._release_all, prefill_url)
+        rest = partial(self._read_until, is_handoff)
         self._http.background.start(self._leave(rest, ABANDON_TIMEOUT_S))
 
     def hang_up(self) -> None:
@@ -423,17 +427,14 @@ class Leg:
         async for _ in self.chunks():
             pass
 
-    async def _release_all(self, prefill_url: str) -> None:
+    async def _read_until(self, is_handoff: Callable[[bytes], bool]) -> None:
         assert self._response is not None
         if self._response.content_type != "text/event-stream":
-            if (handoff := handoff_in(await self.read(), prefill_url)) is not None:
-                self._http.release(handoff)
+            is_handoff(await self.read())
             return
         async for events in self.batches():
-            for event in events:
-                if (handoff := handoff_in(event.data, prefill_url)) is not None:
-                    self._http.release(handoff)
-                    return
+            if any(is_handoff(event.data) for event in events):
+                return
 
 
 def _close_late(post: asyncio.Task[aiohttp.ClientResponse]) -> None:

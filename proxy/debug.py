@@ -14,7 +14,7 @@ from aiohttp import web
 from pdserve.errors import BadRequestError
 from pdserve.http.answers import json_answer
 from pdserve.observe.trace_query import trace_query
-from pdserve.proxy.keys import operator_headers
+from pdserve.proxy.boundary import operator_headers
 from pdserve.proxy.trace import Tracer
 from pdserve.wire.finished import NUM_KEPT
 

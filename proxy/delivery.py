@@ -1,4 +1,4 @@
-"""The client's side of a stream: begun with the first byte, and noted so that it can be resumed.
+"""The client's side of a request: an answer in one piece, or a stream that can be resumed.
 
 Knows the client's connection and what went over it; knows no engine.
 """
@@ -10,12 +10,16 @@ from typing import TYPE_CHECKING
 
 from aiohttp import web
 
+from pdserve.http.answers import error_body, error_headers
 from pdserve.proxy.errors import ClientGoneError, error_event
 from pdserve.proxy.relay import SseParser
 from pdserve.proxy.replay import Replay, Transcript
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
+
+    from pdserve.errors import PdserveError
+    from pdserve.proxy.errors import RefusedError
 
 SSE = "text/event-stream"
 LAST_WORDS_S = 2.0
@@ -33,9 +37,11 @@ class _StreamResponse(web.StreamResponse):
 
 
 class Delivery:
-    """One client's stream.
+    """One client's answer.
 
     Attributes:
+        layout: Digest of the layout that the stream began with; None before that, and if its engine
+            does not say. Nothing of engines with another one is sent then.
         num_swallowed: Events of repeated streams that gave the client nothing.
     """
 
@@ -45,6 +51,7 @@ class Delivery:
         self._response: web.StreamResponse | None = None
         self._transcript = Transcript()
         self._replay: Replay | None = None
+        self.layout: str | None = None
         self.num_swallowed = 0
 
     @property
@@ -91,7 +98,37 @@ class Delivery:
             raise ClientGoneError from None
         return self._response
 
-    async def end_with_error(self, body: bytes) -> web.StreamResponse:
+    def whole(self, body: bytes) -> web.Response:
+        """Return an answer in one piece."""
+        return self._json(200, body, {})
+
+    async def refuse(self, refusal: RefusedError) -> web.StreamResponse:
+        """Pass on what an engine says against the request.
+
+        Raises:
+            ClientGoneError: See `_end_with_error`.
+        """
+        if self.has_begun:
+            return await self._end_with_error(refusal.body)
+        again = refusal.retry_after
+        headers = {} if again is None else {"Retry-After": again}
+        return self._json(refusal.status, refusal.body, headers)
+
+    async def fail(self, error: PdserveError) -> web.StreamResponse:
+        """Say why there is no answer, or no more of it.
+
+        Raises:
+            ClientGoneError: See `_end_with_error`.
+        """
+        if self.has_begun:
+            return await self._end_with_error(error_body(error))
+        return self._json(error.status, error_body(error), error_headers(error))
+
+    def _json(self, status: int, body: bytes, headers: Mapping[str, str]) -> web.Response:
+        headers = {**self._headers, **headers, "Content-Type": "application/json"}
+        return web.Response(status=status, body=body, headers=headers)
+
+    async def _end_with_error(self, body: bytes) -> web.StreamResponse:
         """Send an error event and the end mark, whatever came before.
 
         Raises:

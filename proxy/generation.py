@@ -19,10 +19,11 @@ from pdserve.errors import (
     ShuttingDownError,
 )
 from pdserve.proxy.bodies import ClientBody
-from pdserve.proxy.boundary import REQUEST_ID_KEY
+from pdserve.proxy.boundary import REQUEST_ID_KEY, engine_headers
+from pdserve.proxy.delivery import Delivery
 from pdserve.proxy.errors import ClientGoneError, RefusedError, WorkerError
 from pdserve.proxy.flow import Flow
-from pdserve.proxy.keys import engine_headers
+from pdserve.proxy.services import Call
 from pdserve.proxy.story import Story
 from pdserve.wire.hop import REQUEST_ID_HEADER, STAGES_HEADER
 
@@ -103,11 +104,11 @@ class Generation:
                 outcome = "shed" if isinstance(error, OverloadedError) else "client_error"
                 raise
             story.streamed = body.stream
-            flow = Flow(
-                self._services,
-                request,
+            call = Call(
                 body,
+                Delivery(request, {REQUEST_ID_HEADER: story.request_id}),
                 story,
+                path=request.path,
                 until_s=until_s,
                 headers={
                     **engine_headers(self._config.api_keys, request.headers),
@@ -115,8 +116,8 @@ class Generation:
                     REQUEST_ID_HEADER: story.request_id,
                     STAGES_HEADER: "1",
                 },
-                reply_headers={REQUEST_ID_HEADER: story.request_id},
             )
+            flow = Flow(self._services, call)
             response = await flow.run()
             outcome = flow.outcome
             return response
@@ -172,7 +173,7 @@ class Generation:
             engine = services.router.any_engine(failed)
             leg = services.http.leg(f"{engine.url}{request.path}", body, headers)
             try:
-                with services.attempts.exchange(
+                with services.breakers.exchange(
                     engine, leg, kind="forward", request_id=request[REQUEST_ID_KEY]
                 ) as exchange:
                     content_type = await leg.open()

@@ -1,14 +1,8 @@
 """The legs of one request: one exchange with one engine.
 
-    pull    prefill -> (handoff) -> decode
-    push    prefill and receiving at once: see `push`
-    local   one engine does everything
-
 A leg that fails is a value (`LegFailure`): what is done about it is `flow`'s. Whatever ends the
-request itself (its client left, its own fault, its deadline) is an exception.
-
-Who holds what: a `Prefilled` is its receiver's to give back. A handoff on its way when a leg
-is left is given back here.
+request itself (its client left, its own fault, its deadline) is an exception. In which order legs
+run is `pull`'s and `push`'s; who gives a handoff back that they read is `handoff`'s.
 """
 
 from __future__ import annotations
@@ -16,8 +10,6 @@ from __future__ import annotations
 import asyncio
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
-
-from aiohttp import web
 
 from pdserve.proxy.bodies import (
     Handoff,
@@ -36,17 +28,16 @@ from pdserve.wire.hop import KV_MODE_HEADER, TIME_LEFT_HEADER
 from pdserve.wire.transfer import KVMode
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
     from contextlib import AbstractContextManager
 
-    from pdserve.proxy.attempts import Exchange, HandOver
+    from aiohttp import web
+
     from pdserve.proxy.backend import Backend
-    from pdserve.proxy.bodies import ClientBody
+    from pdserve.proxy.breakers import Exchange, HandOver
     from pdserve.proxy.client import Leg
-    from pdserve.proxy.delivery import Delivery
+    from pdserve.proxy.handoff import OwnedHandoff
     from pdserve.proxy.relay import Event
-    from pdserve.proxy.services import Services
-    from pdserve.proxy.story import Story
+    from pdserve.proxy.services import Call, Services
     from pdserve.wire.hop import EngineStages
     from pdserve.wire.ids import Incarnation
 
@@ -75,6 +66,16 @@ class LegFailure:
         """Whether the engine has no room: no failure, but another may have some."""
         return isinstance(self.error, RefusedError) and self.error.status == 429
 
+    @property
+    def is_kv(self) -> bool:
+        """Whether the engine is well and only the KV did not get there."""
+        return isinstance(self.error, KvFailedError)
+
+    @property
+    def load_failures(self) -> tuple[str, ...]:
+        """Labels of the KV loads that failed there, if it tells."""
+        return self.error.load_failures if isinstance(self.error, KvFailedError) else ()
+
     def blame(self, hand_over: HandOver) -> None:
         """If the KV did not get there, that is the pair's fault, not an engine's."""
         if isinstance(self.error, KvFailedError):
@@ -83,7 +84,7 @@ class LegFailure:
 
 @dataclass(frozen=True, slots=True)
 class Prefilled:
-    """A handoff in hand.
+    """A prompt whose KV is computed: what a decode engine goes on from.
 
     Attributes:
         life: The prefill engine's, when it gave the handoff; None where it does not say.
@@ -99,70 +100,16 @@ class Prefilled:
 
 
 class Legs:
-    """One request's way to the engines and back.
+    """One request's way to the engines and back."""
 
-    Attributes:
-        layout: Digest of the layout that the client's stream began with; None before that, and if
-            its engine does not say. Nothing of engines with another one is passed on then.
-
-    Args:
-        path: The endpoint, the same at the engines.
-        until_s: When the request is to be over, by the event loop's clock.
-        headers: For the engines.
-        reply_headers: For the client.
-    """
-
-    def __init__(
-        self,
-        services: Services,
-        body: ClientBody,
-        story: Story,
-        delivery: Delivery,
-        *,
-        path: str,
-        until_s: float,
-        headers: Mapping[str, str],
-        reply_headers: Mapping[str, str],
-    ) -> None:
+    def __init__(self, services: Services, call: Call) -> None:
         self._http = services.http
-        self._attempts = services.attempts
+        self._breakers = services.breakers
         self._metrics = services.metrics
-        self._body = body
-        self._story = story
-        self._delivery = delivery
-        self._path = path
-        self._until_s = until_s
-        self._headers = headers
-        self._reply_headers = reply_headers
-        self._reader: Leg | None = None  # the newest leg that reads from a prefill engine
-        self.layout: str | None = None
-
-    # --- what can be asked for
-
-    async def prefill(self, backend: Backend) -> Prefilled | web.StreamResponse | LegFailure:
-        """Prefill for a pull. Returns the answer itself if the request ends there."""
-        self.begin(KVMode.PULL)
-        return await self.prefill_on(backend, None)
-
-    async def decode(
-        self, backend: Backend, prefilled: Prefilled
-    ) -> web.StreamResponse | LegFailure:
-        """Go on from a handoff, by a pull."""
-        handoff = prefilled.handoff
-        self._story.kv_mode = KVMode.PULL
-        body = self._body.for_decode(handoff, first_delivered=prefilled.answer is None)
-        leg = self._reader = self._send(backend, body, KVMode.PULL)
-        self._story.leg_sent(Stage.TRANSFER, backend.url)
-        gate: asyncio.Future[Prefilled] = asyncio.get_running_loop().create_future()
-        gate.set_result(prefilled)
-        with self.hand_over(prefilled.backend, backend, KVMode.PULL) as hand_over:
-            try:
-                with self._exchange("decode", backend, leg) as exchange:
-                    return await self._decoded(leg, exchange, backend, hand_over, gate)
-            except (WorkerError, RefusedError) as error:
-                failure = LegFailure("decode", backend, error)
-                failure.blame(hand_over)
-                return failure
+        self._call = call
+        self._body = call.body
+        self._story = call.story
+        self._delivery = call.delivery
 
     async def local(
         self, backend: Backend, *, is_fallback: bool
@@ -180,7 +127,7 @@ class Legs:
                     if not await self._opens_stream(leg):
                         answer = await leg.read()
                         stages = stages_in(answer)
-                        response: web.StreamResponse = self._json(answer)
+                        response: web.StreamResponse = self._whole(answer)
                         exchange.ok()
                     else:
                         stages = await self._pass_on(leg, exchange, backend, Stage.LOCAL)
@@ -194,18 +141,15 @@ class Legs:
             self._story.prefill_stages = stages
         return response
 
-    def give_back(self, handoff: Handoff) -> None:
-        """Release a handoff that nobody will read."""
-        self._metrics.releases.inc()
-        self._story.tell("handoff given back")
-        self._http.release(handoff, after=self._reader)
-
     # --- prefill
 
-    async def prefill_on(
-        self, backend: Backend, ticket: str | None
+    async def prefill(
+        self, backend: Backend, owned: OwnedHandoff, ticket: str | None = None
     ) -> Prefilled | web.StreamResponse | LegFailure:
         """Prefill, for a push if there is a ticket; the answer itself if the request ends there.
+
+        Args:
+            owned: Takes the handoff.
 
         Raises:
             DivergedError: What the client has of a former attempt cannot be compared.
@@ -220,12 +164,12 @@ class Legs:
         self._story.leg_sent(Stage.PREFILL, backend.url)
         try:
             with self._exchange("prefill", backend, leg) as exchange:
-                return await self._prefilled(leg, exchange, backend)
+                return await self._prefilled(leg, exchange, backend, owned)
         except (WorkerError, RefusedError) as error:
             return LegFailure("prefill", backend, error)
 
     async def _prefilled(
-        self, leg: Leg, exchange: Exchange, backend: Backend
+        self, leg: Leg, exchange: Exchange, backend: Backend, owned: OwnedHandoff
     ) -> Prefilled | web.StreamResponse:
         handoff: Handoff | None = None
         life = backend.info.incarnation if backend.info is not None else None
@@ -233,9 +177,9 @@ class Legs:
             if not await self._opens_stream(leg):
                 answer = await leg.read()
                 self._story.prefill_stages = stages_in(answer)
-                handoff = handoff_in(answer, backend.url)
+                handoff = _taken(answer, backend, owned)
                 if handoff is None:
-                    response = self._json(answer)
+                    response = self._whole(answer)
                     exchange.ok()
                     return response
                 exchange.ok()
@@ -248,7 +192,7 @@ class Legs:
                 visible = []
                 for event in events:
                     if event.is_internal:
-                        handoff = handoff or handoff_in(event.data, backend.url)
+                        handoff = handoff or _taken(event.data, backend, owned)
                         self._note_prefill_stages(event)
                     elif event.is_error:
                         raise failure_in_stream(backend.url, event.data)
@@ -268,13 +212,33 @@ class Legs:
             )
         except BaseException:
             if handoff is not None:
-                self.give_back(handoff)
                 leg.close()
             else:
-                leg.abandon(backend.url)
+                leg.abandon(lambda data: _taken(data, backend, owned) is not None)
             raise
 
     # --- decode
+
+    async def decode(
+        self,
+        backend: Backend,
+        body: bytes,
+        hand_over: HandOver,
+        gate: asyncio.Future[Prefilled],
+        owned: OwnedHandoff,
+    ) -> web.StreamResponse | LegFailure:
+        """Go on from KV that is computed, or being computed, elsewhere.
+
+        Args:
+            gate: Nothing is passed on before it has the handoff.
+            owned: Learns of the leg that gets the KV.
+        """
+        leg = owned.reader = self._send(backend, body, hand_over.mode)
+        try:
+            with self._exchange("decode", backend, leg) as exchange:
+                return await self._decoded(leg, exchange, backend, hand_over, gate)
+        except (WorkerError, RefusedError) as error:
+            return LegFailure("decode", backend, error)
 
     async def _decoded(
         self,
@@ -284,7 +248,7 @@ class Legs:
         hand_over: HandOver,
         gate: asyncio.Future[Prefilled],
     ) -> web.StreamResponse:
-        """What a decode engine says. Nothing is passed on before `gate` has the handoff."""
+        """What a decode engine says."""
         try:
             if not await self._opens_stream(leg):
                 answer = await leg.read()
@@ -300,27 +264,11 @@ class Legs:
             leg.hang_up()
             raise
 
-    async def receive_on(
-        self,
-        backend: Backend,
-        ticket: str,
-        hand_over: HandOver,
-        gate: asyncio.Future[Prefilled],
-    ) -> web.StreamResponse | LegFailure:
-        """The decode side of a push."""
-        leg = self._reader = self._send(backend, self._body.for_receiving(ticket), KVMode.PUSH)
-        self._story.receiver_sent(backend.url)
-        try:
-            with self._exchange("decode", backend, leg) as exchange:
-                return await self._decoded(leg, exchange, backend, hand_over, gate)
-        except (WorkerError, RefusedError) as error:
-            return LegFailure("decode", backend, error)
-
     def _joined(self, hand_over: HandOver, prefilled: Prefilled, answer: bytes) -> web.Response:
         """Both engines' JSON as one answer."""
         stages = stages_in(answer)
         whole = merged(prefilled.answer, answer) if prefilled.answer else answer
-        response = self._json(whole)
+        response = self._whole(whole)
         self._note_decode_stages(hand_over, stages)
         return response
 
@@ -376,11 +324,11 @@ class Legs:
     ) -> AbstractContextManager[HandOver]:
         """KV goes from one engine to another while the block runs."""
         request_id = self._story.request_id
-        return self._attempts.hand_over(prefill, decode, mode, request_id=request_id)
+        return self._breakers.hand_over(prefill, decode, mode, request_id=request_id)
 
     def _exchange(self, kind: str, backend: Backend, leg: Leg) -> AbstractContextManager[Exchange]:
         request_id = self._story.request_id
-        return self._attempts.exchange(backend, leg, kind=kind, request_id=request_id)
+        return self._breakers.exchange(backend, leg, kind=kind, request_id=request_id)
 
     def begin(self, mode: KVMode) -> None:
         """A hand-over begins; `mode` says who is to move the KV."""
@@ -389,11 +337,11 @@ class Legs:
         self._story.tell(f"kv by {mode.value}")
 
     def _send(self, backend: Backend, body: bytes, mode: KVMode | None) -> Leg:
-        left_s = self._until_s - asyncio.get_running_loop().time()
-        headers = {**self._headers, TIME_LEFT_HEADER: f"{left_s:.3f}"}
+        left_s = self._call.until_s - asyncio.get_running_loop().time()
+        headers = {**self._call.headers, TIME_LEFT_HEADER: f"{left_s:.3f}"}
         if mode is not None:
             headers[KV_MODE_HEADER] = mode.value
-        return self._http.leg(f"{backend.url}{self._path}", body, headers)
+        return self._http.leg(f"{backend.url}{self._call.path}", body, headers)
 
     async def _opens_stream(self, leg: Leg) -> bool:
         """Wait for a leg's answer to begin; tell whether it is a stream.
@@ -416,12 +364,12 @@ class Legs:
             WorkerError: The engine was replaced by one of other weights: its text is another one,
                 even where it begins alike.
         """
-        layout = leg.layout or backend.layout
+        layout, begun_with = leg.layout or backend.layout, self._delivery.layout
         if not self._delivery.has_begun:
-            self.layout = layout
-        elif None not in (layout, self.layout) and layout != self.layout:
+            self._delivery.layout = layout
+        elif None not in (layout, begun_with) and layout != begun_with:
             message = f"{backend.url} has the layout {layout} now, the stream began with another"
-            raise WorkerError(f"{message}: {self.layout}", reason="lost")
+            raise WorkerError(f"{message}: {begun_with}", reason="lost")
 
     async def _deliver_first(self, events: list[Event]) -> None:
         """Send the prefill engine's events on."""
@@ -460,13 +408,22 @@ class Legs:
         if usage is not None:
             self._story.num_prompt_tokens, self._story.num_output_tokens = usage
 
-    def _json(self, body: bytes) -> web.Response:
+    def _whole(self, body: bytes) -> web.Response:
         """The whole answer in one piece."""
         if self._story.first_token_s is None:
             self._story.first_token(self._now_s())
         body = without_internals(body)
         self._count_tokens(usage_in(body))
-        return web.Response(
-            body=body,
-            headers={**self._reply_headers, "Content-Type": "application/json"},
-        )
+        return self._delivery.whole(body)
+
+
+def _taken(data: bytes, backend: Backend, owned: OwnedHandoff) -> Handoff | None:
+    """Return the handoff in an event's data or in an answer, owned from now on.
+
+    Raises:
+        WorkerError: There is one and it cannot be read.
+    """
+    handoff = handoff_in(data, backend.url)
+    if handoff is not None:
+        owned.take(handoff)
+    return handoff

@@ -6,8 +6,7 @@ faster: nothing of the receiving leg is passed on before the prefill leg has del
 token and given its handoff. Until then what comes from the decode engine stays in its connection.
 
 Knows how two legs wait for each other; what one says is `legs`'s, and what is done when one fails
-is `flow`'s. A leg that is left goes on in the background until its engine has noticed, and a
-handoff that it ends with is given back.
+is `flow`'s. A leg that is left goes on in the background until its engine has noticed.
 """
 
 from __future__ import annotations
@@ -24,11 +23,12 @@ from pdserve.wire.transfer import TICKETS, EngineRef, KVMode, PushTicket
 if TYPE_CHECKING:
     from aiohttp import web
 
-    from pdserve.proxy.attempts import HandOver
     from pdserve.proxy.backend import Backend
+    from pdserve.proxy.breakers import HandOver
+    from pdserve.proxy.handoff import OwnedHandoff
     from pdserve.proxy.legs import Legs
-    from pdserve.proxy.services import Services
-    from pdserve.proxy.story import Story
+    from pdserve.proxy.routing import Disaggregate
+    from pdserve.proxy.services import Call, Services
 
 PUSH_PATIENCE_S = 5.0
 """How long a prefill engine is waited for whose receiver says that no KV came: it was told as
@@ -39,39 +39,49 @@ vain until its own clock ends it. What it has computed by then is in its prefix 
 
 
 class Push:
-    """One request's way to two engines at once.
+    """One attempt at a request by two engines at once.
 
     Args:
         legs: The request's own.
+        owned: The attempt's own.
     """
 
-    def __init__(self, services: Services, legs: Legs, story: Story) -> None:
+    def __init__(self, services: Services, call: Call, legs: Legs, owned: OwnedHandoff) -> None:
         self._secret = services.config.secret
         self._background = services.http.background
         self._new_nonce = services.new_nonce
+        self._body = call.body
+        self._story = call.story
         self._legs = legs
-        self._story = story
+        self._owned = owned
 
-    async def run(
-        self, prefill: Backend, decode: Backend
-    ) -> Prefilled | web.StreamResponse | LegFailure:
+    async def run(self, pair: Disaggregate) -> Prefilled | web.StreamResponse | LegFailure:
         """Let one engine prefill into the other's blocks, and pass on what both say.
 
         Returns:
             The answer; or a handoff to go on from, with how its receiver failed; or the failure
             of either leg, with nothing in hand.
         """
+        assert pair.decode is not None
         self._legs.begin(KVMode.PUSH)
-        ticket = self._ticket(prefill, decode)
-        with self._legs.hand_over(prefill, decode, KVMode.PUSH) as hand_over:
-            return await self._run(prefill, decode, ticket, hand_over)
+        ticket = self._ticket(pair.prefill, pair.decode)
+        with self._legs.hand_over(pair.prefill, pair.decode, KVMode.PUSH) as hand_over:
+            outcome = await self._run(pair.prefill, pair.decode, ticket, hand_over)
+            failure = outcome.lost if isinstance(outcome, Prefilled) else outcome
+            if isinstance(failure, LegFailure):  # the prefill engine may have refused the ticket
+                failure.blame(hand_over)
+            return outcome
 
     async def _run(
         self, prefill: Backend, decode: Backend, ticket: str, hand_over: HandOver
     ) -> Prefilled | web.StreamResponse | LegFailure:
         gate: asyncio.Future[Prefilled] = asyncio.get_running_loop().create_future()
-        receiving = asyncio.create_task(self._legs.receive_on(decode, ticket, hand_over, gate))
-        prefilling = asyncio.create_task(self._legs.prefill_on(prefill, ticket))
+        self._story.receiver_sent(decode.url)
+        body = self._body.for_receiving(ticket)
+        receiving = asyncio.create_task(
+            self._legs.decode(decode, body, hand_over, gate, self._owned)
+        )
+        prefilling = asyncio.create_task(self._legs.prefill(prefill, self._owned, ticket))
         left: list[asyncio.Task[Prefilled | web.StreamResponse | LegFailure]]
         left = [prefilling, receiving]
         try:
@@ -81,52 +91,31 @@ class Push:
                 assert isinstance(lost, LegFailure)  # it cannot end well without the gate
                 await asyncio.wait({prefilling}, timeout=_patience_s(lost))
                 if not prefilling.done():
-                    lost.blame(hand_over)
                     return lost
             left.remove(prefilling)
-            outcome = prefilling.result()
-            if isinstance(outcome, LegFailure):  # it may have refused the ticket
-                outcome.blame(hand_over)
-            if not isinstance(outcome, Prefilled):
-                return outcome
-            return await self._go_on(hand_over, outcome, receiving, gate)
+            prefilled = prefilling.result()
+            if not isinstance(prefilled, Prefilled):
+                return prefilled
+            if self._story.stage is Stage.PREFILL:
+                self._story.stage = Stage.TRANSFER
+            gate.set_result(prefilled)
+            answer = await receiving
+            return replace(prefilled, lost=answer) if isinstance(answer, LegFailure) else answer
         finally:
             for task in left:
                 task.cancel()
-                self._background.start(self._reap(task))
-
-    async def _go_on(
-        self,
-        hand_over: HandOver,
-        prefilled: Prefilled,
-        receiving: asyncio.Task[web.StreamResponse | LegFailure],
-        gate: asyncio.Future[Prefilled],
-    ) -> web.StreamResponse | Prefilled:
-        """The prefill leg of a push has handed over: let the other leg through."""
-        if self._story.stage is Stage.PREFILL:
-            self._story.stage = Stage.TRANSFER
-        gate.set_result(prefilled)
-        try:
-            result = await receiving
-        except BaseException:
-            self._legs.give_back(prefilled.handoff)
-            raise
-        if not isinstance(result, LegFailure):
-            return result
-        result.blame(hand_over)
-        return replace(prefilled, lost=result)
-
-    async def _reap(self, task: asyncio.Task[Prefilled | web.StreamResponse | LegFailure]) -> None:
-        """Wait for a leg that was left; a handoff that it ended with is nobody's."""
-        (result,) = await asyncio.gather(task, return_exceptions=True)
-        if isinstance(result, Prefilled):
-            self._legs.give_back(result.handoff)
+                self._background.start(_ended(task))
 
     def _ticket(self, prefill: Backend, decode: Backend) -> str:
         ticket = PushTicket(
             nonce=self._new_nonce(), prefill=_engine_ref(prefill), decode=_engine_ref(decode)
         )
         return TICKETS.seal(ticket, self._secret)
+
+
+async def _ended(task: asyncio.Task[Prefilled | web.StreamResponse | LegFailure]) -> None:
+    """Wait for a leg that was left, whatever it ends with."""
+    await asyncio.gather(task, return_exceptions=True)
 
 
 def _patience_s(lost: LegFailure) -> float:

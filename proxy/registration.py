@@ -19,11 +19,7 @@ from pdserve.wire.hop import REGISTER_PATH, Deregistration, Registration
 from pdserve.wire.seal import UNREADABLE
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from pdserve.config.schema import ProxyConfig
-    from pdserve.http.bodies import Bodies
-    from pdserve.proxy.backends import Backends
+    from pdserve.proxy.services import Services
 
 Message = TypeVar("Message")
 
@@ -34,26 +30,18 @@ _MAX_REFUSALS = 1000
 
 
 class Registrations:
-    """Takes what engines say of themselves.
+    """Takes what engines say of themselves."""
 
-    Args:
-        new_nonce: Returns a string never returned before, and unguessable.
-    """
-
-    def __init__(
-        self,
-        config: ProxyConfig,
-        backends: Backends,
-        bodies: Bodies,
-        new_nonce: Callable[[], str],
-    ) -> None:
-        self._bodies = bodies
+    def __init__(self, services: Services) -> None:
+        config = services.config
+        self._bodies = services.bodies
         self._verifier = Verifier(
             config.secret,
             accept_former=config.accept_former_signatures,
-            new_nonce=new_nonce,
+            new_nonce=services.new_nonce,
         )
-        self._backends = backends
+        self._backends = services.backends
+        self._checks = services.checks
         self._refusals: dict[str, str] = {}
 
     def routes(self) -> list[web.RouteDef]:
@@ -66,7 +54,7 @@ class Registrations:
     async def _register(self, request: web.Request) -> web.Response:
         registration = await self._signed(request, Registration)
         try:
-            self._backends.register(registration)
+            self._checks.watch(self._backends.register(registration))
         except HandshakeError as error:
             # The engine goes on asking: once is enough.
             if self._refusals.get(registration.url) != error.message:

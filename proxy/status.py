@@ -22,7 +22,7 @@ from pdserve.errors import (
 from pdserve.http.answers import json_answer
 from pdserve.observe.metrics import CONTENT_TYPE
 from pdserve.proxy.backend import Health
-from pdserve.proxy.keys import operator_headers
+from pdserve.proxy.boundary import operator_headers
 
 if TYPE_CHECKING:
     from pdserve.proxy.live import Live
@@ -54,7 +54,7 @@ class Status:
         backends, admission = self._services.backends, self._services.admission
         return self._services.metrics.exposition(
             backends=backends.count(),
-            open_edges=backends.open_edges(),
+            open_edges=self._services.breakers.num_open_pairs,
             running=admission.num_running,
             waiting=admission.num_waiting,
             stages=[story.stage for story in self._live.stories],

@@ -20,12 +20,10 @@ from pdserve.wire.finished import Finished
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from pdserve.config.schema import ProxyConfig
     from pdserve.observe.clock import Clock
     from pdserve.proxy.backend import Backend
-    from pdserve.proxy.backends import Backends
-    from pdserve.proxy.client import EngineHttp
     from pdserve.proxy.recent import Recent
+    from pdserve.proxy.services import Services
 
 NUM_SLOWEST = 8
 SLOWEST_SINCE_S = 300.0
@@ -121,21 +119,20 @@ class Dashboard:
 
     def __init__(
         self,
-        config: ProxyConfig,
-        backends: Backends,
-        http: EngineHttp,
+        services: Services,
         clock: Clock,
         *,
         recent: Recent,
         exposition: Callable[[], bytes],
         headers: Mapping[str, str],
     ) -> None:
-        self._config = config
-        self._backends = backends
+        self._config = services.config
+        self._backends = services.backends
+        self._breakers = services.breakers
         self._clock = clock
         self._recent = recent
         self._exposition = exposition
-        self.watch = Watch(backends, http, clock, headers)
+        self.watch = Watch(services.backends, services.http, clock, headers)
 
     def routes(self) -> list[web.RouteDef]:
         """Its paths; all of them are to be under the key."""
@@ -182,7 +179,7 @@ class Dashboard:
             engines=[self._engine(backend, now_s) for backend in self._backends],
             edges=[
                 EdgeShown(prefill=prefill, decode=decode, mode=mode.value, state=state.value)
-                for prefill, decode, mode, state in self._backends.edges()
+                for prefill, decode, mode, state in self._breakers.pairs()
             ],
             slowest=self._recent.slowest(NUM_SLOWEST, since_s=now_s - SLOWEST_SINCE_S),
             slowest_since_s=SLOWEST_SINCE_S,

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import msgspec
 from hypothesis import strategies as st
@@ -12,7 +11,8 @@ from pdserve.config.schema import ProxyConfig
 from pdserve.errors import PdserveError
 from pdserve.observe.clock import ManualClock
 from pdserve.proxy.backends import Backends
-from pdserve.proxy.errors import WorkerError
+from pdserve.proxy.breakers import Breakers
+from pdserve.proxy.metrics import Metrics
 from pdserve.server.handoff import parse_hop
 from pdserve.wire.hop import Deregistration, KVTransferParams, PdserveParams, Registration
 from pdserve.wire.ids import EngineId, Incarnation
@@ -24,18 +24,9 @@ from tests.fuzz.values import bent, like
 from tests.stateful.toy import toy_shape
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    pass
 
 _SECRET = "s3cret"
-
-
-class _Nowhere:
-    """An `EngineHttp` behind which nobody is: nothing that is drawn is connected to."""
-
-    async def get_json(
-        self, url: str, timeout_s: float, headers: Mapping[str, str]
-    ) -> tuple[int, bytes]:
-        raise WorkerError(f"{url} is nowhere", reason="unreachable")
 
 
 class RegistrationTarget:
@@ -43,9 +34,8 @@ class RegistrationTarget:
 
     def __init__(self) -> None:
         self.num_refused = 0
-        self._loop = asyncio.new_event_loop()
-        nowhere: Any = _Nowhere()
-        self._backends = Backends(ProxyConfig(), nowhere, ManualClock())
+        config, clock = ProxyConfig(), ManualClock()
+        self._backends = Backends(config, clock, Breakers(config, clock, Metrics()))
         self._good = Registration(
             url="http://127.0.0.1:8100",
             role="prefill",
@@ -80,10 +70,6 @@ class RegistrationTarget:
         bodies = [msgspec.json.encode(each) for each in said]
         if data.draw(st.booleans()):
             bodies.append(data.draw(bent(bodies[0])))
-        self._loop.run_until_complete(self._register(bodies))
-        assert not self.num_held
-
-    async def _register(self, bodies: list[bytes]) -> None:
         for body in bodies:
             try:
                 self._backends.register(msgspec.json.decode(body, type=Registration))
@@ -94,25 +80,19 @@ class RegistrationTarget:
             for other in backends:
                 self._backends.can_pair(one, other)
                 self._backends.can_push(one, other)
-        await asyncio.sleep(0)
         for backend in backends:
             leave = msgspec.json.encode({"url": backend.url})
             self._backends.deregister(msgspec.json.decode(leave, type=Deregistration).url)
-        await self._backends.stop()
+        assert not self.num_held
 
     def check_service(self) -> None:
         """See `Target`."""
-        self._loop.run_until_complete(self._serve())
-
-    async def _serve(self) -> None:
         self._backends.register(self._good)
         assert self.num_held == 1
         self._backends.deregister(self._good.url)
-        await self._backends.stop()
 
     def close(self) -> None:
         """See `Target`."""
-        self._loop.close()
 
 
 class HopTarget:

@@ -108,7 +108,7 @@ async def test_what_an_engine_does_is_told_by_its_own_code(make_stack, code):
 async def test_an_engine_that_nobody_listens_for_any_more_is_unreachable(make_stack):
     engine = ScriptedEngine("decode")
     stack = await make_stack([], [engine], retry_max_retries=0, queue_timeout_s=0.1)
-    await stack.proxy.backends.stop()  # nobody looks whether it is there but who asks
+    await stack.proxy.checks.stop()  # nobody looks whether it is there but who asks
     await engine.stop()
     await asyncio.sleep(0.05)  # no connection of before is open any more
     async with stack.post() as response:

@@ -132,7 +132,7 @@ async def test_a_restart_of_the_only_engine_is_waited_for_from_its_first_moment(
     """No health check has seen yet that it is away: only the request itself."""
     (engine,) = decodes()
     stack = await make_stack([], [engine], retry_max_retries=1, cb_failure_threshold=99)
-    await stack.proxy.backends.stop()
+    await stack.proxy.checks.stop()
     if gone == "dies":
         await engine.stop()
     else:
@@ -144,7 +144,7 @@ async def test_a_restart_of_the_only_engine_is_waited_for_from_its_first_moment(
     if gone == "dies":
         await restart(engine)
     engine.hook = None
-    await stack.proxy.backends.check(stack.proxy.backends.get(engine.url))
+    await stack.proxy.checks.check(stack.proxy.backends.get(engine.url))
     assert await request == text_of(3, 4)
     await assert_nothing_held(stack)
 
@@ -220,7 +220,7 @@ async def test_an_engine_that_has_just_become_ready_is_seen_before_anything_else
     late.ready = False
     stack = await make_stack([prefill], [decode], health_check_interval_s=600.0)
     backend = stack.proxy.backends.get(late.url)
-    await stack.proxy.backends.stop()  # nobody looks at it in turn
+    await stack.proxy.checks.stop()  # nobody looks at it in turn
     assert not backend.available
     late.ready = True
     answers = await asyncio.gather(*(ask(stack, stream=True) for _ in range(5)))
@@ -233,7 +233,7 @@ async def test_an_engine_that_is_late_with_its_health_keeps_no_request_waiting(m
     (prefill,), (decode,) = prefills(), decodes()
     prefill.ready = False
     stack = await make_stack([prefill], [decode], health_check_interval_s=600.0)
-    await stack.proxy.backends.stop()
+    await stack.proxy.checks.stop()
     prefill.hang_health = asyncio.Event()
     assert await ask(stack, stream=True) == text_of(3, 4)
     assert legs([decode]) == ["local"]

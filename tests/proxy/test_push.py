@@ -567,25 +567,25 @@ async def test_a_handoff_that_comes_in_the_moment_of_the_leaving_is_given_back(
     make_stack, monkeypatch
 ):
     """The leg is over, and nobody has looked at what it ended with."""
-    (prefill,), (decode,) = prefills(), decodes()
+    (engine,), (decode,) = prefills(), decodes()
     decode.hook = hangs()
     serving: list[asyncio.Task] = []
-    push, prefill_on = proxy_push.Push.run, proxy_legs.Legs.prefill_on
+    push, prefill = proxy_push.Push.run, proxy_legs.Legs.prefill
 
-    async def watched(self, *pair):
+    async def watched(self, pair):
         serving.append(asyncio.current_task())
-        return await push(self, *pair)
+        return await push(self, pair)
 
     async def leaves_with_it(self, *args):
-        prefilled = await prefill_on(self, *args)
+        prefilled = await prefill(self, *args)
         serving[0].cancel()
         return prefilled
 
     monkeypatch.setattr(proxy_push.Push, "run", watched)
-    monkeypatch.setattr(proxy_legs.Legs, "prefill_on", leaves_with_it)
-    stack = await make_stack([prefill], [decode])
+    monkeypatch.setattr(proxy_legs.Legs, "prefill", leaves_with_it)
+    stack = await make_stack([engine], [decode])
     request = asyncio.create_task(stack.stream())
-    await until(lambda: len(prefill.released) == 1)
+    await until(lambda: len(engine.released) == 1)
     await leave(request)
     await assert_nothing_held(stack)
 

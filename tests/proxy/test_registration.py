@@ -12,13 +12,11 @@ import aiohttp.web
 import msgspec
 import pytest
 
-from pdserve.config.schema import Role
 from pdserve.http.control import Stamps, proof_headers
-from pdserve.observe.clock import SystemClock
 from pdserve.proxy import client as proxy_client
-from pdserve.proxy.backend import Backend, Health
-from pdserve.proxy.breaker import Breaker
+from pdserve.proxy.backend import Health
 from pdserve.wire.hop import FORMER_HEADER, NONCE_HEADER, PROOF_HEADER
+from pdserve.wire.transfer import KVMode
 from tests.proxy.conftest import until
 from tests.proxy.scripted import ScriptedEngine, text_in, text_of
 
@@ -156,6 +154,7 @@ async def test_an_engine_that_leaves_in_mid_stream_leaves_no_pair_behind(make_st
     for engine in (prefill, decode):
         await register(stack, engine)
     await until(lambda: is_ready(stack, prefill) and is_ready(stack, decode))
+    gone = stack.proxy.backends.get(decode.url)
     request = asyncio.create_task(stack.stream())
     await until(lambda: len(decode.calls) == 1)
     assert (await send(stack, "DELETE", {"url": decode.url}))[0] == 200
@@ -165,10 +164,10 @@ async def test_an_engine_that_leaves_in_mid_stream_leaves_no_pair_behind(make_st
     assert metrics["pdserve_kv_load_failures_reported_total"] == 1
     assert metrics["pdserve_open_edges"] == 0
     # A leg that was still to be sent when its engine left is judged by nobody.
-    backends = stack.proxy.backends
-    gone = Backend(decode.url, Role.DECODE, is_static=False, breaker=Breaker(SystemClock(), 1, 9.0))
-    backends.edge(backends.get(prefill.url), gone).fail()
-    assert backends.open_edges() == 0
+    known = stack.proxy.backends.get(prefill.url)
+    with stack.proxy.breakers.hand_over(known, gone, KVMode.PULL, request_id="late") as late:
+        late.lost(("unreachable",))
+    assert stack.proxy.breakers.num_open_pairs == 0
     for engine in (prefill, decode):
         await engine.stop()
 

@@ -13,7 +13,10 @@ from pdserve.config.schema import ProxyConfig
 from pdserve.observe.clock import ManualClock
 from pdserve.proxy.backend import Health
 from pdserve.proxy.backends import Backends
+from pdserve.proxy.breakers import Breakers
+from pdserve.proxy.checks import HealthChecks
 from pdserve.proxy.errors import WorkerError
+from pdserve.proxy.metrics import Metrics
 from pdserve.wire.hop import Registration
 from pdserve.wire.request import EngineInfo
 from tests.proxy.scripted import ScriptedEngine
@@ -63,6 +66,7 @@ class Scene:
     clock: ManualClock
     network: Network
     backends: Backends
+    checks: HealthChecks
 
     @property
     def backend(self) -> Backend:
@@ -77,10 +81,12 @@ def played(play: Callable[[Scene], Awaitable[T]], **config: Any) -> T:
     clock, network = ManualClock(), Network()
 
     async def main() -> T:
-        backends = Backends(ProxyConfig(**config), network, clock)
-        await backends.start()
-        found = await play(Scene(clock, network, backends))
-        await backends.stop()
+        settings = ProxyConfig(**config)
+        backends = Backends(settings, clock, Breakers(settings, clock, Metrics()))
+        checks = HealthChecks(settings, backends, network, clock)
+        await checks.start()
+        found = await play(Scene(clock, network, backends, checks))
+        await checks.stop()
         return found
 
     return virtual_time.run(clock, main())
@@ -134,7 +140,7 @@ def test_a_proxy_that_was_stopped_still_knows_the_engines_that_registered() -> N
 
     async def play(scene: Scene) -> None:
         registration = Registration(url=URL, role="decode", engine=info, lease_s=9.0)
-        scene.backends.register(registration)
+        scene.checks.watch(scene.backends.register(registration))
         await asyncio.sleep(3.0)
         scene.clock.advance(600.0)  # nothing ran here meanwhile
         await asyncio.sleep(4.0)

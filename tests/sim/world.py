@@ -199,7 +199,7 @@ class World:
             self._start(spec)
         self.proxy._http._opened = self.net.session()  # type: ignore[assignment]
         self.net.hosts["proxy:80"] = Host(self.proxy.build_app(), self.violation)
-        await self.proxy.backends.start()
+        await self.proxy.checks.start()
         troubles = [
             asyncio.create_task(each)
             for each in (
@@ -223,7 +223,7 @@ class World:
             self.result.reached["preempted"] += stats.num_preemptions
         self._count_proxy()
         self.result.virtual_s = self.clock.monotonic_s() - start_s
-        await self.proxy.backends.stop()
+        await self.proxy.checks.stop()
         for engine in self.engines.values():
             engine.die()
 

@@ -1,0 +1,269 @@
+"""The breakers of engines and pairs: made, asked, told how each exchange ended, made anew.
+
+    CLOSED -> OPEN -(timeout)-> HALF_OPEN -> CLOSED or OPEN
+
+An engine has one for each life of it. A pair of a prefill and a decode engine has two, because two
+healthy engines may still not reach each other: one for pulls and one for pushes, which need not
+fail together.
+
+An attempt ends well, or fails, or ends without saying anything: its leg was given up, or the
+request itself was refused (4xx). Whatever is held against an engine or a pair is counted and
+logged in the same place, also if nobody waits for the attempt any more. Sends nothing.
+"""
+
+from __future__ import annotations
+
+import enum
+import logging
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from pdserve.observe.log import log_event
+from pdserve.proxy.errors import KvFailedError, WorkerError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from pdserve.config.schema import ProxyConfig
+    from pdserve.observe.clock import Clock
+    from pdserve.proxy.backend import Backend
+    from pdserve.proxy.client import Leg
+    from pdserve.proxy.metrics import Metrics
+    from pdserve.wire.transfer import KVMode
+
+log = logging.getLogger(__name__)
+
+
+class BreakerState(enum.Enum):
+    """See the drawing above."""
+
+    CLOSED = "closed"
+    OPEN = "open"
+    HALF_OPEN = "half_open"
+
+
+class Breaker:
+    """Stops sending to what fails: `threshold` failures in a row open it for `timeout_s`.
+
+    After that one request at a time may try; its success closes the breaker.
+    """
+
+    def __init__(self, clock: Clock, threshold: int, timeout_s: float) -> None:
+        self._clock = clock
+        self._threshold = threshold
+        self._timeout_s = timeout_s
+        self._failures = 0
+        self._opened_s: float | None = None
+        self._trying = False
+
+    @property
+    def state(self) -> BreakerState:
+        """The state as of now."""
+        if self._opened_s is None:
+            return BreakerState.CLOSED
+        if self._clock.monotonic_s() - self._opened_s < self._timeout_s:
+            return BreakerState.OPEN
+        return BreakerState.HALF_OPEN
+
+    @property
+    def allows(self) -> bool:
+        """Whether a request may go through now."""
+        match self.state:
+            case BreakerState.CLOSED:
+                return True
+            case BreakerState.OPEN:
+                return False
+            case BreakerState.HALF_OPEN:
+                return not self._trying
+
+    def begin(self) -> None:
+        """A request goes through."""
+        self._trying = self.state is BreakerState.HALF_OPEN
+
+    def leave(self) -> None:
+        """A request ended without saying anything about the engine."""
+        self._trying = False
+
+    def succeed(self) -> None:
+        """A request went well."""
+        self._failures, self._opened_s, self._trying = 0, None, False
+
+    def fail(self) -> None:
+        """A request failed, and the engine is to blame."""
+        self._failures += 1
+        self._trying = False
+        if self._failures >= self._threshold:
+            self._opened_s = self._clock.monotonic_s()
+
+
+class Breakers:
+    """All breakers of one proxy; begins and ends the attempts of all requests."""
+
+    def __init__(self, config: ProxyConfig, clock: Clock, metrics: Metrics) -> None:
+        self._config = config
+        self._clock = clock
+        self._metrics = metrics
+        self._pairs: dict[tuple[str, str, KVMode], Breaker] = {}
+
+    def for_engine(self) -> Breaker:
+        """Return the breaker of an engine that nothing is held against yet."""
+        return Breaker(self._clock, self._config.cb_failure_threshold, self._config.cb_timeout_s)
+
+    def renew(self, backend: Backend) -> None:
+        """Hold nothing against an engine that began another life, nor against its pairs."""
+        backend.breaker = self.for_engine()
+        self.forget_pairs(backend.url)
+
+    def forget_pairs(self, url: str) -> None:
+        """Drop the breakers of all pairs that the engine at `url` is one of."""
+        for pair in [pair for pair in self._pairs if url in pair]:
+            del self._pairs[pair]
+
+    def lets_through(self, prefill: Backend, decode: Backend, mode: KVMode) -> bool:
+        """Whether KV may go from one engine to the other in this way now."""
+        breaker = self._pairs.get((prefill.url, decode.url, mode))
+        return breaker is None or breaker.allows
+
+    def pairs(self) -> list[tuple[str, str, KVMode, BreakerState]]:
+        """Return the breakers of pairs that have been used: (prefill, decode, mode, state)."""
+        return [(*pair, breaker.state) for pair, breaker in self._pairs.items()]
+
+    @property
+    def num_open_pairs(self) -> int:
+        """Pairs with a breaker that is not closed."""
+        is_open = {
+            (prefill, decode)
+            for prefill, decode, _, state in self.pairs()
+            if state is not BreakerState.CLOSED
+        }
+        return len(is_open)
+
+    def _of_pair(self, prefill: Backend, decode: Backend, mode: KVMode) -> Breaker:
+        """Return the breaker of a pair; one that nobody keeps if an engine is gone."""
+        key = (prefill.url, decode.url, mode)
+        breaker = self._pairs.get(key) or self.for_engine()
+        if not (prefill.is_gone or decode.is_gone):
+            self._pairs[key] = breaker
+        return breaker
+
+    @contextmanager
+    def exchange(
+        self, backend: Backend, leg: Leg, *, kind: str, request_id: str
+    ) -> Iterator[Exchange]:
+        """Count a leg towards its engine's load and, by how the block ends, its breaker.
+
+        KV that did not arrive says nothing about the engine: see `HandOver`.
+
+        Args:
+            kind: One of `metrics.LEGS`.
+        """
+        breaker = backend.breaker  # of this life: a restarted engine gets another one
+        backend.in_flight += 1
+        backend.legs.add(leg)
+        breaker.begin()
+        try:
+            yield Exchange(breaker)
+        except KvFailedError:
+            raise
+        except WorkerError as failure:
+            if failure.blames_engine:
+                breaker.fail()
+            _note(self._metrics, kind, backend.url, failure, request_id)
+            raise
+        finally:
+            breaker.leave()
+            backend.legs.discard(leg)
+            backend.in_flight -= 1
+
+    @contextmanager
+    def hand_over(
+        self, prefill: Backend, decode: Backend, mode: KVMode, *, request_id: str
+    ) -> Iterator[HandOver]:
+        """Let KV go from one engine to another while the block runs."""
+        breaker = self._of_pair(prefill, decode, mode)
+        breaker.begin()
+        try:
+            yield HandOver(breaker, self._metrics, prefill, decode, mode, request_id=request_id)
+        finally:
+            breaker.leave()
+
+
+class Exchange:
+    """A request's hold on an engine while a leg runs there."""
+
+    def __init__(self, breaker: Breaker) -> None:
+        self._breaker = breaker
+        self._is_ok = False
+
+    def ok(self) -> None:
+        """The engine answers as it should; said once per leg, when it begins to."""
+        if not self._is_ok:
+            self._is_ok = True
+            self._breaker.succeed()
+
+
+class HandOver:
+    """One way of one request's KV over a pair of engines.
+
+    Attributes:
+        mode: Who moves the KV.
+    """
+
+    def __init__(
+        self,
+        breaker: Breaker,
+        metrics: Metrics,
+        prefill: Backend,
+        decode: Backend,
+        mode: KVMode,
+        *,
+        request_id: str,
+    ) -> None:
+        self._breaker = breaker
+        self._metrics = metrics
+        self._prefill_url = prefill.url
+        self._decode_url = decode.url
+        self._request_id = request_id
+        self.mode = mode
+
+    def arrived(self) -> None:
+        """The KV got there."""
+        self._breaker.succeed()
+
+    def failed(self, failure: KvFailedError, *, kind: str) -> None:
+        """An engine says in place of an answer that the KV did not get there.
+
+        Args:
+            kind: Its leg, one of `metrics.LEGS`.
+        """
+        url = self._prefill_url if kind == "prefill" else self._decode_url
+        _note(self._metrics, kind, url, failure, self._request_id)
+        self.lost(failure.load_failures or (failure.reason,))
+
+    def lost(self, reasons: tuple[str, ...]) -> None:
+        """KV did not get there, for these reasons, whatever became of the request."""
+        self._breaker.fail()
+        self._metrics.kv_load_failures.inc(len(reasons))
+        log_event(
+            log,
+            "kv load failed",
+            level=logging.WARNING,
+            prefill=self._prefill_url,
+            decode=self._decode_url,
+            reasons=",".join(reasons),
+            request=self._request_id,
+        )
+
+
+def _note(metrics: Metrics, kind: str, url: str, failure: WorkerError, request_id: str) -> None:
+    metrics.leg_failures.labels(kind, failure.reason).inc()
+    log_event(
+        log,
+        "leg failed",
+        level=logging.WARNING,
+        leg=kind,
+        engine=url,
+        reason=failure.reason,
+        request=request_id,
+        error=str(failure),
+    )

@@ -1,0 +1,231 @@
+"""Asks every engine how it is, at an interval, and before a request gives up on one.
+
+Knows what an engine's answers mean for its health and its load; which engines there are is
+`backends`'s. Costs: one task and two small GETs per engine and interval.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from functools import partial
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from pdserve.observe.log import log_event
+from pdserve.proxy.backend import Health
+from pdserve.proxy.errors import WorkerError
+from pdserve.wire.hop import INFO_PATH, EngineReport
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Mapping
+
+    from pdserve.config.schema import ProxyConfig
+    from pdserve.observe.clock import Clock
+    from pdserve.proxy.backend import Backend
+    from pdserve.proxy.backends import Backends
+    from pdserve.proxy.client import EngineHttp, Leg
+
+log = logging.getLogger(__name__)
+
+_MAX_SKEW_S = 1.0
+_SOON_S = 0.2
+_STOPPED_S = 1.0
+LOOK_AGAIN_S = 0.25
+"""How long an engine that is looked at out of turn may take to say that it is ready."""
+
+
+class HealthChecks:
+    """Checks the engines of `backends`.
+
+    Args:
+        headers: Sent with every check.
+    """
+
+    def __init__(
+        self,
+        config: ProxyConfig,
+        backends: Backends,
+        http: EngineHttp,
+        clock: Clock,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        self._config = config
+        self._backends = backends
+        self._http = http
+        self._clock = clock
+        self._headers = dict(headers or {})
+        self._watchers: set[asyncio.Task[None]] = set()
+        self._looks: dict[str, asyncio.Task[None]] = {}
+
+    async def start(self) -> None:
+        """Check every engine once, then go on checking in the background."""
+        await asyncio.gather(*(self.check(backend) for backend in self._backends))
+        for backend in self._backends:
+            self.watch(backend, delay_s=self._interval_s(backend))
+
+    async def stop(self) -> None:
+        """End the background checks."""
+        watchers = [*self._watchers, *self._looks.values()]
+        for watcher in watchers:
+            watcher.cancel()
+        await asyncio.gather(*watchers, return_exceptions=True)
+
+    def watch(self, backend: Backend, *, delay_s: float = 0.0) -> None:
+        """Check an engine from now on, at first after `delay_s`."""
+        if backend.is_watched:
+            return
+        backend.is_watched = True
+        watcher = asyncio.create_task(self._watch_loop(backend, delay_s))
+        self._watchers.add(watcher)
+        watcher.add_done_callback(self._watchers.discard)
+
+    async def _watch_loop(self, backend: Backend, delay_s: float) -> None:
+        """Check an engine for as long as it is known, or anything still runs there."""
+        while True:
+            wakes_s = self._clock.monotonic_s() + delay_s
+            await asyncio.sleep(delay_s)
+            # A proxy that was stopped has heard nobody meanwhile: no engine's lease ran then.
+            overslept_s = self._clock.monotonic_s() - wakes_s
+            if overslept_s > _STOPPED_S:
+                backend.lease_end_s += overslept_s
+            self._backends.expire(backend)
+            if backend.is_gone and not backend.legs:
+                return
+            try:
+                await self.check(backend)
+            except Exception:
+                log.exception("health check failed: url=%s", backend.url)
+            delay_s = self._interval_s(backend)
+
+    def _interval_s(self, backend: Backend) -> float:
+        """Return the time to the next check; one that is not ready, or was late, is wanted soon."""
+        interval_s = self._config.health_check_interval_s
+        is_well = backend.health is Health.READY and not backend.num_late_checks
+        return interval_s if is_well else min(interval_s, _SOON_S)
+
+    async def look_again(self, suspects: Collection[Backend] = ()) -> None:
+        """Check those that were not ready when last seen, now rather than at their turn.
+
+        Callers at the same time share the checks. Engines that answer late are left to their turn.
+
+        Args:
+            suspects: Checked as well, however they were when last seen.
+        """
+        for backend in self._backends:
+            is_doubtful = backend.health is not Health.READY or backend in suspects
+            if backend.num_late_checks or not is_doubtful:
+                continue
+            if backend.url not in self._looks:
+                look = self._looks[backend.url] = asyncio.create_task(self.check(backend))
+                look.add_done_callback(partial(self._looked, backend.url))
+        if self._looks:
+            await asyncio.wait(self._looks.values(), timeout=LOOK_AGAIN_S)
+
+    def _looked(self, url: str, look: asyncio.Task[None]) -> None:
+        del self._looks[url]
+        if not look.cancelled() and (error := look.exception()) is not None:
+            log.error("health check failed: url=%s", url, exc_info=error)
+
+    async def check(self, backend: Backend) -> None:
+        """Ask an engine how it is."""
+        timeout_s = self._config.health_check_timeout_s
+        before = backend.health
+        reads = {leg: leg.num_reads for leg in backend.legs}
+        try:
+            status, body = await self._get(backend, "/readyz", timeout_s)
+            if status == 404:  # an engine of another make
+                status, body = await self._get(backend, "/health", timeout_s)
+            if status == 200:
+                await self._read_report(backend, timeout_s)
+        except WorkerError as failure:
+            self._note_failed_check(backend, failure, reads)
+        else:
+            backend.num_late_checks = 0
+            if status == 200:
+                backend.health, backend.reason = Health.READY, ""
+            else:
+                backend.health = Health.NOT_READY
+                backend.reason = f"/readyz answers {status}: {body[:200].decode(errors='replace')}"
+        if backend.health is not before:
+            log.info(
+                "engine %s: url=%s role=%s %s",
+                backend.health.value,
+                backend.url,
+                backend.role.value,
+                backend.reason,
+            )
+
+    def _note_failed_check(
+        self, backend: Backend, failure: WorkerError, reads: Mapping[Leg, int]
+    ) -> None:
+        """A refused connection is certain; a late answer may only mean a busy machine.
+
+        Args:
+            reads: Of the legs there, when the check began. An engine of which something has come
+                since is alive.
+        """
+        if failure.reason == "timeout":
+            if any(leg.num_reads > reads.get(leg, 0) for leg in backend.legs):
+                return
+            backend.num_late_checks += 1
+            if backend.num_late_checks < self._config.cb_failure_threshold:
+                return
+            backend.lose_legs()
+        backend.health, backend.reason = Health.UNREACHABLE, failure.detail
+
+    async def _read_report(self, backend: Backend, timeout_s: float) -> None:
+        asked_s = self._clock.wall_s()
+        status, body = await self._get(backend, INFO_PATH, timeout_s)
+        if status == 200:
+            try:
+                report = msgspec.json.decode(body, type=EngineReport)
+            except (msgspec.MsgspecError, ValueError, RecursionError) as error:
+                message = f"{backend.url}{INFO_PATH} cannot be read: {error}"
+                raise WorkerError(message, reason="garbled") from error
+            if report.engine is not None:
+                self._backends.learn(backend, report.engine)
+            if report.stats is not None:
+                load = report.stats
+                backend.load_s = self._clock.monotonic_s()
+                total = load.num_running + load.num_waiting + load.num_receiving
+                backend.num_foreign = max(0, total - backend.in_flight)
+                backend.kv_usage = load.kv_usage
+            if report.wall_s is not None:
+                self._compare_clocks(backend, asked_s, report.wall_s)
+        if not backend.models:
+            await self._read_models(backend, timeout_s)
+
+    def _compare_clocks(self, backend: Backend, asked_s: float, wall_s: float) -> None:
+        """Note how far two hosts' wall clocks are apart; warn when that changes.
+
+        Nothing is decided by them, but logs of several hosts cannot be read side by side.
+        """
+        # It was said between the question and now.
+        early_s, late_s = wall_s - self._clock.wall_s(), wall_s - asked_s
+        ahead_s = max(0.0, early_s) + min(0.0, late_s)
+        if abs(ahead_s - backend.ahead_s) < _MAX_SKEW_S:
+            return
+        backend.ahead_s = ahead_s
+        log_event(
+            log,
+            "its wall clock differs from this host's",
+            level=logging.WARNING,
+            engine=backend.url,
+            ahead_s=round(ahead_s, 1),
+        )
+
+    async def _read_models(self, backend: Backend, timeout_s: float) -> None:
+        status, body = await self._get(backend, "/v1/models", timeout_s)
+        if status != 200:
+            return
+        try:
+            models = msgspec.json.decode(body)["data"]
+            backend.models = [model for model in models if isinstance(model["id"], str)]
+        except (msgspec.MsgspecError, ValueError, KeyError, TypeError) as error:
+            message = f"{backend.url}/v1/models cannot be read: {error!r}"
+            raise WorkerError(message, reason="garbled") from error
+
+    async def _get(self, backend: Backend, path: str, timeout_s: float) -> tuple[int, bytes]:
+        return await self._http.get_json(f"{backend.url}{path}", timeout_s, self._headers)

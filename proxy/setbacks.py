@@ -1,0 +1,148 @@
+"""What has gone wrong with one request; whether it may be tried again, and when.
+
+An engine that broke down comes last from then on. One that is well but could not get the KV does
+not: its pair is to blame, and is left. A request whose push failed is pulled from then on. Retries
+are counted over all rungs of the ladder. A request that two engines ended with, before either had
+a token of it that the client had not, is tried on no third, and one of which the model makes NaN
+on no second. One that nobody can serve now waits for an engine that may come back.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING
+
+from pdserve.proxy.errors import (
+    BudgetSpentError,
+    NonFiniteError,
+    PoisonousError,
+    RefusedError,
+    WorkerError,
+)
+from pdserve.proxy.story import NotPushed
+
+if TYPE_CHECKING:
+    from pdserve.errors import UnavailableError
+    from pdserve.proxy.backend import Backend
+    from pdserve.proxy.legs import LegFailure
+    from pdserve.proxy.services import Call, Services
+    from pdserve.wire.ids import Incarnation
+
+BACKOFF_S = 0.01
+MAX_BACKOFF_S = 0.5
+STANDBY_S = 0.02
+MAX_STANDBY_S = 0.25
+"""Between two looks at which engines are there, at first and at most: a thousand may look."""
+
+
+class Setbacks:
+    """The failed legs of one request.
+
+    Attributes:
+        failed: Engines that broke down, or had no room.
+        may_push: Whether its KV may be pushed.
+        retries_left: Below 0 once no other attempt may be made.
+        num_waits: How often it has waited for an engine.
+    """
+
+    def __init__(self, services: Services, call: Call) -> None:
+        self._backends = services.backends
+        self._checks = services.checks
+        self._metrics = services.metrics
+        self._config = services.config
+        self._story = call.story
+        self._is_pushable = call.body.can_be_pushed()
+        self._ended: set[tuple[str, Incarnation | None]] = set()
+        self._num_tokens_before = 0
+        self._waits_until_s = float("inf")
+        self.failed: set[Backend] = set()
+        self.may_push = self._is_pushable
+        self.retries_left = self._config.retry_max_retries
+        self.num_waits = 0
+
+    @property
+    def why_pulled(self) -> NotPushed | None:
+        """Why it may not be pushed; None if it may."""
+        if self.may_push:
+            return None
+        return NotPushed.FAILED if self._is_pushable else NotPushed.REQUEST
+
+    async def add(self, failure: LegFailure) -> bool:
+        """Take note of a failed leg; tell whether another attempt may be made.
+
+        Where an engine has ended, others may have ended with it: all are looked at, so that none is
+        tried, and blamed on the request, that was gone before the request came to it.
+
+        Raises:
+            NonFiniteError: The model makes NaN of the request.
+            PoisonousError: Two engines have ended with it.
+        """
+        backend, error = failure.backend, failure.error
+        if isinstance(error, RefusedError) and not failure.is_busy:
+            return False
+        if failure.is_kv:
+            self.may_push = False
+        else:
+            self.failed.add(backend)
+        self._story.tell(f"{failure.leg} at {backend.url} failed: {failure.reason}")
+        if isinstance(error, NonFiniteError):
+            raise error
+        if isinstance(error, WorkerError) and error.is_end:
+            self._note_end(backend)
+            await self._checks.look_again(frozenset(self._backends))
+        if isinstance(error, BudgetSpentError):
+            return True  # it did nothing: each engine is asked once, whatever is left of retries
+        self.retries_left -= 1
+        return self.retries_left >= 0
+
+    async def pause(self, leg: str) -> None:
+        """Count another attempt at a leg, and leave the engines a moment before it."""
+        self._metrics.retries.labels(leg).inc()
+        num_tried = self._config.retry_max_retries - self.retries_left
+        await asyncio.sleep(min(MAX_BACKOFF_S, BACKOFF_S * 2 ** (num_tried - 1)))
+
+    async def stand_by(self, error: UnavailableError | WorkerError) -> None:
+        """Wait until an engine comes back, or one may compute again what it would not now.
+
+        Raises:
+            UnavailableError, WorkerError: `error`: it does not say that nobody can serve now; or no
+                engine is missing, or the wait is over.
+        """
+        if isinstance(error, WorkerError) and not error.is_away:
+            raise error
+        now_s = asyncio.get_running_loop().time
+        if not self.num_waits:
+            self._waits_until_s = now_s() + self._config.queue_timeout_s
+        before = self._backends.available
+        await self._checks.look_again(self.failed)
+        if not self._backends.has_missing and self._backends.available <= before:
+            raise error
+        before &= self._backends.available
+        until_s = self._waits_until_s
+        if isinstance(error, BudgetSpentError):
+            wait_s = max(1.0, error.retry_after_s or 0.0) * 2**self.num_waits
+            until_s = min(until_s, now_s() + wait_s)
+        self.num_waits += 1
+        self._story.stands_by(error.message)
+        pause_s = STANDBY_S
+        while now_s() < until_s and self._backends.available <= before:
+            await asyncio.sleep(pause_s)
+            pause_s = min(2 * pause_s, MAX_STANDBY_S)
+        if now_s() >= self._waits_until_s:
+            raise error
+        self._story.stood_by()
+
+    def _note_end(self, backend: Backend) -> None:
+        """An engine ended while it had the request: is it the request that does it?"""
+        num_tokens = self._story.num_output_tokens
+        if num_tokens > self._num_tokens_before:
+            self._num_tokens_before = num_tokens
+            return
+        life = None if backend.info is None else backend.info.incarnation
+        self._ended.add((backend.url, life))
+        if len(self._ended) > 1:
+            urls = " and ".join(sorted(url for url, _ in self._ended))
+            raise PoisonousError(
+                "two engines ended while they had this request: it is tried at no third",
+                detail=f"{urls} ended while they had this request",
+            )
