@@ -563,7 +563,7 @@ class ProxyConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         prefill, decode: Base URLs of engines known from the start.
-        prefill_policy, decode_policy: round_robin or least_loaded.
+        prefill_policy, decode_policy: Names of routing policies: see `policies`.
         kv_mode: Who moves the KV. A request of several prompts or choices is always pulled.
         max_concurrent_requests: Requests in flight at most; further ones queue.
         queue_size: Requests that may queue; further ones get 429.

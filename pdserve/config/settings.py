@@ -17,6 +17,7 @@ from pdserve.config.boxed import BOXED
 from pdserve.config.compare import COMPARE_SETTINGS, PLOT_SETTINGS
 from pdserve.config.datasets import DATASET_SETTINGS, DatasetName
 from pdserve.config.load import Shorthand, Table, canonical, declare, parse_object
+from pdserve.config.policies import POLICIES
 from pdserve.config.schema import EngineConfig, ProxyConfig, Role, ServerConfig
 from pdserve.config.trace import TRACE_SETTINGS
 from pdserve.errors import ConfigError
@@ -202,6 +203,7 @@ _SERVER: Final = declare(
     ),
 )
 
+_POLICIES: Final = "|".join(POLICIES)
 _PROXY: Final = (
     *declare(
         "proxy",
@@ -219,8 +221,8 @@ _PROXY: Final = (
         ProxyConfig,
         "routing",
         (
-            ("prefill-policy", "prefill_policy", "round_robin|least_loaded", "how a prefill engine is chosen"),
-            ("decode-policy", "decode_policy", "round_robin|least_loaded", "how a decode engine is chosen"),
+            ("prefill-policy", "prefill_policy", _POLICIES, "how a prefill engine is chosen"),
+            ("decode-policy", "decode_policy", _POLICIES, "how a decode engine is chosen"),
             ("kv-mode", "kv_mode", "auto|push|pull", "who moves the KV: the prefill engine writes it, or the decode engine reads it"),
             ("max-concurrent-requests", "max_concurrent_requests", "N", "requests in flight; further ones queue"),
             ("queue-size", "queue_size", "N", "requests that may queue; further ones get 429"),
@@ -333,9 +335,7 @@ def _both_policies(raw: object) -> Mapping[str, object]:
     return {"prefill-policy": raw, "decode-policy": raw}
 
 
-_POLICY: Final = Shorthand(
-    "policy", _both_policies, "both policies at once", "round_robin|least_loaded", "routing"
-)
+_POLICY: Final = Shorthand("policy", _both_policies, "both policies at once", _POLICIES, "routing")
 
 
 def _below(role: str, shorthand: Shorthand) -> Shorthand:

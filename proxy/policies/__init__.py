@@ -5,25 +5,23 @@ one of them. It keeps no state, reads no clock and draws no random numbers, so t
 question has the same answer here, in a test and in a simulation of thousands of engines.
 What makes an engine fit is not a policy's concern: `choose` filters before it asks.
 
-Adding one: a function in this folder and a line in `POLICIES`; the property suite runs on
-every entry by itself.
+Adding one: a function in this folder and its line in `config/policies.py`. The command line and the
+property suite take all from there.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from pkgutil import resolve_name
+from typing import TYPE_CHECKING, cast
 
+from pdserve.config.policies import POLICIES
 from pdserve.errors import ConfigError
-from pdserve.proxy.policies.least_loaded import least_loaded
-from pdserve.proxy.policies.round_robin import round_robin
 from pdserve.proxy.policies.views import BackendView, Policy, RouteRequest
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-POLICIES: dict[str, Policy] = {"least_loaded": least_loaded, "round_robin": round_robin}
-
-__all__ = ["POLICIES", "BackendView", "Policy", "RouteRequest", "choose", "policy_named"]
+__all__ = ["BackendView", "Policy", "RouteRequest", "choose", "policy_named"]
 
 
 def policy_named(name: str, *, flag: str) -> Policy:
@@ -35,7 +33,7 @@ def policy_named(name: str, *, flag: str) -> Policy:
     if name not in POLICIES:
         known = ", ".join(sorted(POLICIES))
         raise ConfigError(f"--{flag} is {name!r}: use one of {known}", param=flag)
-    return POLICIES[name]
+    return cast("Policy", resolve_name(POLICIES[name]))
 
 
 def choose(
