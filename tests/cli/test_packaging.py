@@ -14,9 +14,9 @@ from tests.cli.process import ROOT
 
 pytestmark = pytest.mark.slow
 
-OURS = {"pdserve", "tests", "benchmarks"}
+OURS = {"pdserve", "tests", "benchmarks", "tools"}
 CODE = ("pdserve", "connectors", "proxy", "kernels")
-TOOLS = ("tests", "benchmarks", "pdserve/models/boxed_train.py")
+TOOLS = ("tests", "benchmarks", "tools")
 # triton comes with torch's CUDA build, yarl with aiohttp, the hub's client with tokenizers; nixl
 # is a front for one of two packages.
 # Imported by one module, which is imported only where the extra of this name is asked for.
@@ -35,10 +35,9 @@ def declared(*, extras: bool) -> set[str]:
 
 
 def imported(path: Path) -> Iterator[tuple[str, Path]]:
-    """Top-level packages of others that a file, or the files of a folder, import."""
-    tools = {ROOT / tool for tool in TOOLS}
-    for file in [path] if path.is_file() else path.rglob("*.py"):
-        if "node_modules" in file.parts or (file in tools and file != path):
+    """Top-level packages of others that the files of a folder import."""
+    for file in path.rglob("*.py"):
+        if "node_modules" in file.parts:
             continue
         for node in ast.walk(ast.parse(file.read_text())):
             names = []
