@@ -13,12 +13,10 @@ import importlib.metadata
 import math
 import os
 import shlex
-import subprocess
 import sys
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 from pathlib import Path
-from typing import Final
 
 import msgspec
 
@@ -37,15 +35,12 @@ from pdserve.bench.compare.result import (
 )
 from pdserve.bench.compare.summary import Figure, figures_of
 from pdserve.bench.compare.topology import (
-    STARTED,
     Kind,
     Topology,
     baseline,
-    pairs,
-    peers,
-    plan,
 )
 from pdserve.bench.datasets.plan import Plan
+from pdserve.bench.digits import number
 from pdserve.bench.endpoint import Served, ask_served
 from pdserve.bench.goodput import Slo, parse_goodput
 from pdserve.bench.preparing import (
@@ -57,10 +52,10 @@ from pdserve.bench.preparing import (
 )
 from pdserve.bench.records import Planned
 from pdserve.bench.report.page import chosen_rate, render
-from pdserve.bench.report.scale import number
 from pdserve.bench.target import Target
 from pdserve.commands.announce import given_lines, title
 from pdserve.commands.bench_alone import measure_rates, one_engine, why_no_bound
+from pdserve.commands.bench_chosen import paths_of, topologies_of
 from pdserve.commands.bench_cpu import ALL, cores_used, cpu_seconds
 from pdserve.commands.bench_deployments import Running, Starter, commands_of
 from pdserve.commands.bench_playing import Player
@@ -70,11 +65,9 @@ from pdserve.commands.running import run_until_signalled
 from pdserve.config.bench import ResultConfig, TrafficConfig
 from pdserve.config.compare import CompareConfig
 from pdserve.config.datasets import DatasetConfig
-from pdserve.config.load import Resolved, Table, build, nearest
+from pdserve.config.load import Resolved, Table, build
 from pdserve.config.schema import Role
 from pdserve.errors import ConfigError
-
-_LOOK_FOR_GPUS: Final = "import torch; print(torch.cuda.device_count(), torch.__version__)"
 
 
 def run_compare(table: Table, resolved: Mapping[str, Resolved]) -> int:
@@ -97,8 +90,8 @@ def run_compare(table: Table, resolved: Mapping[str, Resolved]) -> int:
             "data set, as --dataset-name random",
             param="request-rates",
         )
-    topologies = _topologies(config)
-    report, data = _paths(config)
+    topologies = topologies_of(config)
+    report, data = paths_of(config)
     say("\n".join([title("bench compare"), *given_lines(resolved)]))
     session = _Session(config, traffic, dataset, topologies, slos, shows_progress=result.progress)
 
@@ -123,83 +116,6 @@ def run_compare(table: Table, resolved: Mapping[str, Resolved]) -> int:
         return EXIT_FAILED if has_failed or not (is_valid or result.allow_invalid) else EXIT_DONE
 
     return run_until_signalled(work(), on_second_signal=session.kill)
-
-
-def _topologies(config: CompareConfig) -> list[Topology]:
-    known = {kind.value: kind for kind in STARTED}
-    kinds = []
-    for word in config.kinds:
-        if word not in known:
-            raise ConfigError(
-                f"--topologies {word}: use some of {', '.join(known)}; {nearest(word, known)}",
-                param="topologies",
-            )
-        kinds.append(known[word])
-    own = os.sched_getaffinity(0)
-    for core in config.cores:
-        if core not in own:
-            raise ConfigError(
-                f"--cores {core}: this process may use {', '.join(map(str, sorted(own)))}",
-                param="cores",
-            )
-    units = config.gpus or config.cores or tuple(sorted(own))
-    what = "GPUs" if config.gpus else "cores"
-    ratios = pairs(tuple(w for word in config.pd for w in word.split(",") if w))
-    if config.gpus and kinds:
-        _require_gpus(config.gpus)
-    found = plan(
-        kinds,
-        ratios,
-        units,
-        chunk_tokens=config.budgets,
-        what=what,
-        may_share=not config.gpus,
-    )
-    found += peers(config.peer)
-    if not found:
-        raise ConfigError("nothing is compared: give --topologies or --peer", param="topologies")
-    return found
-
-
-def _require_gpus(gpus: Sequence[int]) -> None:
-    """Refuse GPUs that engines would not see.
-
-    A process of its own looks, as an engine would: CUDA cannot be asked again for other devices.
-
-    Raises:
-        ConfigError: Some of them are not there.
-    """
-    words = ",".join(map(str, gpus))
-    done = subprocess.run(
-        [sys.executable, "-c", _LOOK_FOR_GPUS],
-        capture_output=True,
-        text=True,
-        env={**os.environ, "CUDA_VISIBLE_DEVICES": words},
-        check=False,
-    )
-    num, _, version = done.stdout.strip().partition(" ")
-    if done.returncode != 0 or not num.isdigit():
-        version, num = "which cannot be imported", "0"
-    if int(num) < len(gpus):
-        raise ConfigError(
-            f"--gpus {words}: torch {version} finds {num} of these {len(gpus)} GPUs on this "
-            "machine: name those that pdserve doctor shows, or compare on cores with --cores",
-            param="gpus",
-        )
-
-
-def _paths(config: CompareConfig) -> tuple[Path | None, Path | None]:
-    """Where the report and the JSON go; checked before anything slow begins."""
-    report = Path(config.report) if config.report else None
-    data = Path(config.result) if config.result else None
-    if data is None and report is not None:
-        data = report.with_suffix(".json")
-    for flag, path in (("report", report), ("result", data)):
-        if path is not None and not path.resolve().parent.is_dir():
-            raise ConfigError(
-                f"--{flag} {path}: there is no directory {path.resolve().parent}", param=flag
-            )
-    return report, data
 
 
 class _Session:

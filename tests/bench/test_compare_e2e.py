@@ -19,7 +19,7 @@ import pytest
 from pdserve.bench.compare.result import load
 from pdserve.bench.compare.summary import Figure, rows
 from pdserve.bench.compare.topology import Kind, peers, plan
-from pdserve.bench.report.scale import number
+from pdserve.bench.digits import number
 from pdserve.commands.bench_alone import one_engine, sample_of
 from pdserve.commands.bench_cpu import cores_used, cpu_seconds
 from pdserve.commands.bench_deployments import commands_of, members_of

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import html.parser
+import json
 import re
-import xml.etree.ElementTree as ET
 
 import msgspec
 import numpy as np
@@ -13,11 +13,11 @@ import pytest
 from pdserve.bench import files
 from pdserve.bench.compare.result import OTHERS, save
 from pdserve.bench.compare.summary import Figure, figures_of, prefill_of, rows
+from pdserve.bench.digits import number
 from pdserve.bench.figures import figures
-from pdserve.bench.report import charts, distributions, over_rate, over_time, stages
-from pdserve.bench.report.charts import Axis, Frame, Marks, Series
+from pdserve.bench.report import distributions, over_rate, over_time, stages
+from pdserve.bench.report.charts import Marks, Rule
 from pdserve.bench.report.page import chosen_rate, render
-from pdserve.bench.report.scale import linear, linear_ticks, logarithmic, number, tick_label
 from pdserve.cli import main
 from pdserve.commands.bench_plot import read
 from pdserve.errors import ConfigError
@@ -66,8 +66,10 @@ def text(made):
     return render(made)
 
 
-def svgs(text):
-    return [ET.fromstring(found) for found in re.findall(r"<svg.*?</svg>", text)]
+def values(text):
+    """What the charts of a page are drawn from."""
+    found = re.findall(r'<script type="application/json">(.*?)</script>', text)
+    return [json.loads(each) for each in found]
 
 
 class TestPage:
@@ -76,15 +78,20 @@ class TestPage:
 
     def test_it_asks_nobody_for_anything(self, text):
         page = Page(text)
-        assert not [tag for tag, _ in page.elements if tag in ("script", "link", "img", "iframe")]
+        assert not [tag for tag, _ in page.elements if tag in ("link", "img", "iframe")]
         for _, attributes in page.elements:
             assert not {"src", "href", "srcset", "xlink:href"} & set(attributes)
-        assert not re.search(r"url\(|@import|@font-face", text)
+        assert "default-src 'none'" in page.elements[3][1]["content"]
 
-    def test_every_picture_is_xml_with_a_name(self, text):
-        found = svgs(text)
-        assert len(found) > 10
-        assert all(picture.get("aria-label") for picture in found)
+    def test_every_chart_has_values_and_a_name(self, text):
+        names = [
+            attributes["aria-label"]
+            for _, attributes in Page(text).elements
+            if attributes.get("class") == "chart"
+        ]
+        assert len(names) == len(values(text)) > 10
+        assert all(names)
+        assert all(each["series"] or each["tracks"] for each in values(text))
 
     def test_every_figure_of_the_table_is_recomputed_from_the_runs(self, made, text):
         shown = [cell[0] for cell in Page(text).cells]
@@ -102,12 +109,15 @@ class TestPage:
 
     def test_a_label_cannot_break_the_page(self):
         made = synthetic.comparison(num_runs=1)
-        evil = '<script>"&'
+        evil = '</script><script>"&'
+        scripts = render(made).count("<script")
         made.measured[0].run.health.why_not = [evil]
         made.measured[0].run.health.valid = False
         made.title = evil
+        for each in made.measured:
+            each.run.outcomes[0].request_id = evil
         page = Page(render(made))
-        assert "script" not in [tag for tag, _ in page.elements]
+        assert [tag for tag, _ in page.elements].count("script") == scripts
 
     def test_cards_of_figures_that_do_not_count_say_why(self, made):
         used = {"engines": 0.8, OTHERS: 1.15}
@@ -128,14 +138,20 @@ class TestPage:
         assert chosen_rate(made) == 2.0
 
     def test_what_every_stage_and_deployment_is_coloured_with_is_defined(self, text):
-        style = re.search(r"<style>(.*?)</style>", text, re.DOTALL)[1]
-        used = set(re.findall(r'class="[^"]*?\b(c\d|s-[\w-]+)', text))
+        charts = values(text)
+        used = {f"c{series['colour']}" for each in charts for series in each["series"]}
+        used |= {
+            "s-" + re.sub("[^a-z]", "-", name.lower())
+            for each in charts
+            for track in each["tracks"]
+            for name, _, _ in track["pieces"]
+        }
         assert len(used) > 5
         for name in used:
-            assert f".{name}{{" in style, name
+            assert f"--{name}: #" in text, name
 
     def test_light_and_dark_define_the_same_colours(self, text):
-        light, dark = re.findall(r":root\{([^}]*)\}", text)
+        light, dark = re.findall(r":root \{([^}]*)\}", text)
         names = [set(re.findall(r"(--(?!s-)[\w-]+):", part)) for part in (light, dark)]
         assert names[0] == names[1]
 
@@ -143,22 +159,20 @@ class TestPage:
 class TestPictures:
     def test_each_gap_is_a_dot_and_each_burst_is_shaded(self, made):
         run = made.runs("colocated", 4.0)[0]
-        picture = over_time.itl_over_time(made, 4.0)
-        drawing = ET.fromstring(picture.drawings[0])
-        places = [e.get("d") for e in drawing.iter() if (e.get("class") or "").startswith("dots")]
+        chart = over_time.itl_over_time(made, 4.0).charts[0]
         gaps = sum(len(o.chunk_s) - 1 for o in run.outcomes if o.group == "steady")
-        # Equal places are drawn once.
-        assert gaps * 0.25 < places[0].count("M") <= gaps
-        assert [e for e in drawing.iter() if e.get("class") == "span"]
+        assert chart.series[0].marks is Marks.CLOUD
+        assert len(chart.series[0].points) == gaps
+        assert len(chart.bands) > 0
 
     def test_tokens_that_came_together_do_not_spoil_the_axis(self):
         made = synthetic.comparison(num_runs=1)
         for each in made.measured:
             for one in each.run.outcomes:
                 one.chunk_s[2:4] = [one.chunk_s[1]] * 2
-        drawing = ET.fromstring(over_time.itl_over_time(made, None).drawings[0])
-        ticks = [e.text for e in drawing.iter() if e.get("text-anchor") == "end"]
-        assert {"5", "50"} <= set(ticks)
+        low, high = over_time.itl_over_time(made, None).charts[0].y.ends
+        assert low > 1
+        assert high > 50
 
     def test_a_prefill_begins_where_the_servers_account_says(self, made):
         one = next(o for o in made.runs("colocated", 4.0)[0].outcomes if o.group == "burst")
@@ -169,18 +183,17 @@ class TestPictures:
 
     def test_stages_add_up_to_the_ttft_that_the_client_saw(self, made):
         good = [o for run in made.runs("P/D 1:1", 4.0) for o in run.outcomes if o.group == "burst"]
-        drawing = ET.fromstring(stages.stages(made, 4.0).drawings[0])
-        tips = [e.text for e in drawing.iter() if e.tag.endswith("title")]
-        told = [float(t.split()[-2]) for t in tips if t.startswith("P/D 1:1, burst:")]
-        assert sum(told) == pytest.approx(np.mean([o.ttft_s * 1e3 for o in good]), rel=0.01)
-        shown = [t.split()[3] for t in tips if t.startswith("P/D 1:1, burst:")]
-        assert shown[:4] == ["proxy", "queue", "prefill", "relay"]
+        tracks = {each.name: each for each in stages.stages(made, 4.0).charts[0].tracks}
+        pieces = tracks["P/D 1:1, burst"].pieces
+        assert [before[2] for before in pieces[:-1]] == [after[1] for after in pieces[1:]]
+        assert pieces[-1][2] == pytest.approx(np.mean([o.ttft_s * 1e3 for o in good]))
+        assert [name for name, _, _ in pieces][:4] == ["proxy", "queue", "prefill", "relay"]
 
     def test_latency_over_rate_has_the_slo_where_there_is_one(self, made):
-        drawn = {p.anchor: p.drawings[0] for p in over_rate.latency_over_rate(made)}
-        assert "SLO 200 ms" in drawn["rate-ttft-p99"]
-        assert "SLO 20 ms" in drawn["rate-tpot-p50"]
-        assert "SLO" not in drawn["rate-itl-p99"]
+        rules = {p.anchor: p.charts[0].rules for p in over_rate.latency_over_rate(made)}
+        assert rules["rate-ttft-p99"] == [Rule(200.0, "SLO 200 ms")]
+        assert rules["rate-tpot-p50"] == [Rule(20.0, "SLO 20 ms")]
+        assert rules["rate-itl-p99"] == []
 
     def test_one_rate_has_no_picture_over_rates(self):
         assert over_rate.latency_over_rate(synthetic.comparison(num_runs=1)) == []
@@ -190,8 +203,8 @@ class TestPictures:
         for each in made.measured:
             for one in each.run.outcomes:
                 one.stages, one.second_stages = {}, {}
-        assert len(stages.stages(made, None).drawings) == 1
-        assert stages.WAIT in stages.stages(made, None).drawings[0]
+        [chart] = stages.stages(made, None).charts
+        assert {name for each in chart.tracks for name, _, _ in each.pieces} == {stages.WAIT}
 
     def test_a_cdf_ends_at_one_with_the_greatest_value(self):
         points = distributions._cdf([1.0, 2.0, 3.0, 10.0])
@@ -204,34 +217,8 @@ class TestPictures:
         assert tail[0.001] == 1000.0
         assert all(sum(v >= value for v in values) / 1000 == s for s, value in tail.items())
 
-    def test_nothing_is_drawn_outside_of_a_picture(self, text):
-        for picture in svgs(text):
-            width, height = map(float, picture.get("viewBox").split()[2:])
-            for element in picture.iter():
-                for name, limit in (("x", width), ("cx", width), ("y", height), ("cy", height)):
-                    if element.get(name) is not None:
-                        assert -1 <= float(element.get(name)) <= limit, ET.tostring(element)
 
-
-class TestScale:
-    def test_ticks_are_round_and_within(self):
-        assert linear_ticks(0, 97, 5) == [0, 20, 40, 60, 80]
-        assert linear_ticks(0, 1, 4) == [0, 0.25, 0.5, 0.75, 1.0]
-
-    def test_a_linear_scale_holds_all_values(self):
-        scale = linear([3.0, 99.0], 100, 0)
-        assert scale.low == 0
-        assert scale.high >= 99
-        assert 0 < scale(99.0) < scale(3.0) < 100
-
-    def test_a_logarithmic_scale_gives_equal_room_to_equal_factors(self):
-        scale = logarithmic([1.0, 1000.0], 0, 300)
-        assert scale(10.0) - scale(1.0) == pytest.approx(scale(1000.0) - scale(100.0))
-
-    def test_values_of_zero_do_not_break_a_logarithmic_scale(self):
-        scale = logarithmic([0.0, 5.0], 0, 100)
-        assert scale(0.0) == 0
-
+class TestDigits:
     @pytest.mark.parametrize(
         ("value", "shown"),
         [
@@ -245,13 +232,6 @@ class TestScale:
     )
     def test_figures_have_three_digits(self, value, shown):
         assert number(value).removesuffix(".0") == shown
-
-    def test_a_tick_has_no_zeros_behind_the_point(self):
-        assert [tick_label(v) for v in (0.5, 2.0, 1000.0, 0.0)] == ["0.5", "2", "1,000", "0"]
-
-    def test_a_chart_of_one_point_is_drawn(self):
-        frame = Frame("t", "d", Axis("x"), Axis("y", is_log=True))
-        assert "circle" in charts.xy(frame, [Series("a", 0, [(1.0, 1.0)], Marks.DOTS)])
 
 
 class TestPlot:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from pdserve.bench.compare.result import Comparison
 from pdserve.bench.compare.summary import Figure, Row, rows
-from pdserve.bench.report.scale import number
+from pdserve.bench.digits import number
 
 
 def tables(comparison: Comparison) -> str:

@@ -21,8 +21,8 @@ from pdserve.bench.compare.summary import (
     others,
     rows,
 )
+from pdserve.bench.digits import number
 from pdserve.bench.records import Run
-from pdserve.bench.report.scale import number
 
 GOAL = 5.0
 """How many times better ITL p99 under bursts of prompts shall be, after the design."""

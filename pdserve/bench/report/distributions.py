@@ -10,8 +10,7 @@ from typing import Final
 
 from pdserve.bench.compare.result import Comparison
 from pdserve.bench.compare.summary import has_steady, steady
-from pdserve.bench.report import charts
-from pdserve.bench.report.charts import Axis, Frame, Series
+from pdserve.bench.report.charts import Chart, Place, Scale, Series
 from pdserve.bench.report.picture import Picture, answered, at_rate, colours, ends_of
 
 _NUM_QUANTILES: Final = 160
@@ -43,14 +42,12 @@ def cdfs(comparison: Comparison, rate: float | None) -> list[Picture]:
                     f"{name}{who}: distribution",
                     f"Share of values up to each; further left is better. {pooled}",
                     [
-                        charts.xy(
-                            Frame(
-                                f"{name}: cumulative distribution",
-                                f"Share of {name} values up to each value.",
-                                Axis(f"{name}, ms", is_log=True, ends=_ends_of(values)),
-                                Axis("share", ends=(0.0, 1.0)),
-                            ),
-                            series,
+                        Chart(
+                            title=f"{name}: cumulative distribution",
+                            description=f"Share of {name} values up to each value.",
+                            x=Scale(f"{name}, ms", is_log=True, ends=_ends_of(values)),
+                            y=Scale("share", ends=(0.0, 1.0)),
+                            series=series,
                         )
                     ],
                 )
@@ -64,14 +61,12 @@ def cdfs(comparison: Comparison, rate: float | None) -> list[Picture]:
                 "Share of gaps longer than each value, by powers of ten: 0.01 is p99, 0.001 is "
                 f"p99.9; further left is better. {pooled}",
                 [
-                    charts.xy(
-                        Frame(
-                            "ITL: tail",
-                            "Share of gaps longer than each value.",
-                            Axis("ITL, ms", is_log=True, ends=_ends_of(itl)),
-                            Axis("share of longer gaps", is_log=True),
-                        ),
-                        tails,
+                    Chart(
+                        title="ITL: tail",
+                        description="Share of gaps longer than each value.",
+                        x=Scale("ITL, ms", is_log=True, ends=_ends_of(itl)),
+                        y=Scale("share of longer gaps", is_log=True),
+                        series=tails,
                     )
                 ],
             )
@@ -86,21 +81,21 @@ def _ends_of(values: dict[str, list[float]]) -> tuple[float, float]:
 def _curves(
     comparison: Comparison,
     values: dict[str, list[float]],
-    curve: Callable[[Sequence[float]], list[charts.Point]],
+    curve: Callable[[Sequence[float]], list[Place]],
 ) -> list[Series]:
     chosen = colours(comparison)
     return [
-        Series(label, chosen[label], curve(sorted(those)))
+        Series(name=label, colour=chosen[label], points=curve(sorted(those)))
         for label, those in values.items()
         if len(those) > 1
     ]
 
 
-def _cdf(ordered: Sequence[float]) -> list[charts.Point]:
+def _cdf(ordered: Sequence[float]) -> list[Place]:
     return [(ordered[i], (i + 1) / len(ordered)) for i in _ranks(len(ordered))]
 
 
-def _tail(ordered: Sequence[float]) -> list[charts.Point]:
+def _tail(ordered: Sequence[float]) -> list[Place]:
     """Share of values above each; ranks get denser towards the longest."""
     num = len(ordered)
     steps = [num * 10 ** (-index * 0.06) for index in range(_NUM_QUANTILES)]

@@ -8,11 +8,10 @@ from __future__ import annotations
 from pdserve.bench.compare import bound
 from pdserve.bench.compare.result import Comparison
 from pdserve.bench.compare.summary import Figure, Row, rows
+from pdserve.bench.digits import number
 from pdserve.bench.goodput import SloMetric
-from pdserve.bench.report import charts
-from pdserve.bench.report.charts import Axis, Frame, Marks, Series
+from pdserve.bench.report.charts import Chart, Marks, Rule, Scale, Series, Track, stacked
 from pdserve.bench.report.picture import Picture, at_rate, colours
-from pdserve.bench.report.scale import number
 
 
 def latency_over_rate(comparison: Comparison) -> list[Picture]:
@@ -39,10 +38,10 @@ def latency_over_rate(comparison: Comparison) -> list[Picture]:
             if have:
                 series.append(
                     Series(
-                        each.label,
-                        chosen[each.label],
-                        [(rate, value.median) for rate, value in have],
-                        Marks.LINE_AND_DOTS,
+                        name=each.label,
+                        colour=chosen[each.label],
+                        points=[(rate, value.median) for rate, value in have],
+                        marks=Marks.LINE_AND_DOTS,
                         tips=[
                             f"{each.label}: {number(value.median)} ms at {rate:g} requests/s "
                             f"({number(value.low)} to {number(value.high)})"
@@ -60,17 +59,14 @@ def latency_over_rate(comparison: Comparison) -> list[Picture]:
                     "Median of the runs, with the least and the greatest."
                     + (" The line is the SLO." if limits else ""),
                     [
-                        charts.xy(
-                            Frame(
-                                f"{figure.title} over the request rate",
-                                f"{figure.title} of each deployment at each rate.",
-                                Axis("requests/s", ends=(0.0, max(rates) * 1.05)),
-                                Axis(f"{figure.title}, ms", is_log=True),
-                            ),
-                            series,
+                        Chart(
+                            title=f"{figure.title} over the request rate",
+                            description=f"{figure.title} of each deployment at each rate.",
+                            x=Scale("requests/s", ends=(0.0, max(rates) * 1.05)),
+                            y=Scale(f"{figure.title}, ms", is_log=True),
+                            series=series,
                             rules=[
-                                charts.Rule(slo.limit_ms, f"SLO {slo.limit_ms:g} ms")
-                                for slo in limits
+                                Rule(slo.limit_ms, f"SLO {slo.limit_ms:g} ms") for slo in limits
                             ],
                         )
                     ],
@@ -97,10 +93,10 @@ def pareto(comparison: Comparison) -> Picture | None:
         ]
         series.append(
             Series(
-                label,
-                chosen[label],
-                points,
-                Marks.LINE_AND_DOTS,
+                name=label,
+                colour=chosen[label],
+                points=points,
+                marks=Marks.LINE_AND_DOTS,
                 tips=[
                     f"{label}{at_rate(row.rate)}: {number(x)} tok/s for each user, "
                     f"{number(y)} tok/s in all"
@@ -114,14 +110,12 @@ def pareto(comparison: Comparison) -> Picture | None:
         "Tokens per second of one request (1 / median TPOT) and of all together; further up and "
         "right is better. At a rate below their limits all deployments give the same in all.",
         [
-            charts.xy(
-                Frame(
-                    "Throughput per user against throughput in all",
-                    "One point per deployment and rate.",
-                    Axis("tok/s per user"),
-                    Axis("output tok/s in all"),
-                ),
-                series,
+            Chart(
+                title="Throughput per user against throughput in all",
+                description="One point per deployment and rate.",
+                x=Scale("tok/s per user"),
+                y=Scale("output tok/s in all"),
+                series=series,
             )
         ],
     )
@@ -133,7 +127,7 @@ def rate_matched(comparison: Comparison, rate: float | None) -> Picture | None:
         return None
     rates = comparison.rates
     cores = max(each.num_cores for each in comparison.deployments)
-    bars = [
+    tracks = [
         _flat(f"rate-matched bound, {cores} cores", "bound", bound.per_core(rates) * cores),
         *(
             _flat(
@@ -157,13 +151,16 @@ def rate_matched(comparison: Comparison, rate: float | None) -> Picture | None:
         "best proportion; then what whole engines allow; then what was measured with this "
         f"schedule{at_rate(rate)}, which asks for no more.",
         [
-            charts.stacked_bars(
-                "Output tokens per second", "Bound, reach and measured.", bars, unit="tok/s"
+            Chart(
+                title="Output tokens per second",
+                description="Bound, reach and measured.",
+                x=Scale("tok/s"),
+                tracks=tracks,
             )
         ],
         is_wide=True,
     )
 
 
-def _flat(name: str, piece: str, value: float) -> charts.Bar:
-    return charts.Bar(name, [(piece, value)], f"{number(value)} tok/s")
+def _flat(name: str, piece: str, value: float) -> Track:
+    return stacked(name, [(piece, value)], note=f"{number(value)} tok/s")

@@ -1,4 +1,4 @@
-"""Pictures of single runs over their time: gaps between tokens, and the lanes of all requests.
+"""Pictures of single runs over their time: gaps between tokens, and the tracks of all requests.
 
 Knows what the figures mean; knows no page.
 """
@@ -9,14 +9,13 @@ from typing import Final
 
 from pdserve.bench.compare.result import Comparison
 from pdserve.bench.compare.summary import has_steady, others, percentiles, prefill_of, steady
+from pdserve.bench.digits import number
 from pdserve.bench.records import Outcome, Run
-from pdserve.bench.report import charts
-from pdserve.bench.report.charts import Axis, Frame, Marks, Series, Span
+from pdserve.bench.report.charts import Band, Chart, Marks, Rule, Scale, Series, Track
 from pdserve.bench.report.picture import Picture, answered, at_rate, colours, ends_of, typical_runs
-from pdserve.bench.report.scale import number
 from pdserve.bench.report.stages import WAIT
 
-_MAX_LANES: Final = 120
+_MAX_TRACKS: Final = 120
 _NUM_WORST: Final = 8
 """Longest gaps of a run that get a tooltip each."""
 LAG: Final = "client late"
@@ -35,38 +34,39 @@ def itl_over_time(comparison: Comparison, rate: float | None) -> Picture | None:
     all_ms = [ms for run in runs.values() for _, ms, _ in _gaps(run)]
     low, high = ends_of(all_ms)
     end = max(run.duration_s for run in runs.values())
-    drawings, names = [], []
+    charts, names = [], []
     for label, run in runs.items():
         gaps = sorted(_gaps(run), key=lambda gap: gap[1])
         p99 = percentiles([ms for _, ms, _ in gaps], 99)[0]
         worst = gaps[-_NUM_WORST:]
-        frame = Frame(
-            title=f"Gaps between tokens over time: {label}",
-            description=f"Each dot is a gap; p99 is {number(p99)} ms.",
-            x=Axis("seconds since the start of the run", ends=(0.0, end)),
-            y=Axis("ITL, ms", is_log=True, ends=(low, high)),
-            width=charts.WIDTH * 2,
-            height=216,
-            has_legend=False,
-        )
-        drawings.append(
-            charts.xy(
-                frame,
-                [
-                    Series(label, chosen[label], [(at, ms) for at, ms, _ in gaps], Marks.CLOUD),
+        charts.append(
+            Chart(
+                title=f"Gaps between tokens over time: {label}",
+                description=f"Each dot is a gap; p99 is {number(p99)} ms.",
+                x=Scale("seconds since the start of the run", ends=(0.0, end)),
+                y=Scale("ITL, ms", is_log=True, ends=(low, high)),
+                height=216,
+                has_legend=False,
+                series=[
                     Series(
-                        label,
-                        chosen[label],
-                        [(at, ms) for at, ms, _ in worst],
-                        Marks.DOTS,
+                        name=label,
+                        colour=chosen[label],
+                        points=[(at, ms) for at, ms, _ in gaps],
+                        marks=Marks.CLOUD,
+                    ),
+                    Series(
+                        name=label,
+                        colour=chosen[label],
+                        points=[(at, ms) for at, ms, _ in worst],
+                        marks=Marks.DOTS,
                         tips=[
                             f"{number(ms)} ms, {number(at)} s after the start, {name}"
                             for at, ms, name in worst
                         ],
                     ),
                 ],
-                spans=_prefills(run),
-                rules=[charts.Rule(p99, f"p99 {number(p99)} ms")],
+                bands=_prefills(run),
+                rules=[Rule(p99, f"p99 {number(p99)} ms")],
             )
         )
         names.append(label)
@@ -83,7 +83,7 @@ def itl_over_time(comparison: Comparison, rate: float | None) -> Picture | None:
         "Gaps between tokens over time",
         f"{what} All panels have the same axes; the gaps' axis goes by powers of ten. Shown is the "
         f"run with the median ITL p99 of each deployment{at_rate(rate)}.",
-        drawings,
+        charts,
         names,
         is_wide=True,
     )
@@ -98,7 +98,7 @@ def _gaps(run: Run) -> list[tuple[float, float, str]]:
     ]
 
 
-def _prefills(run: Run) -> list[Span]:
+def _prefills(run: Run) -> list[Band]:
     """The times in which at least one prompt of the other groups was computed."""
     spans: list[tuple[float, float, list[Outcome]]] = []
     for start, end, one in sorted(
@@ -110,7 +110,7 @@ def _prefills(run: Run) -> list[Span]:
         else:
             spans.append((start, end, [one]))
     return [
-        Span(
+        Band(
             start,
             end,
             f"{len(those)} {'prompt' if len(those) == 1 else 'prompts'} of "
@@ -121,43 +121,43 @@ def _prefills(run: Run) -> list[Span]:
     ]
 
 
-# --- requests as lanes
+# --- requests as tracks
 
 
 def timelines(comparison: Comparison, rate: float | None) -> list[Picture]:
-    """The requests of one run of each deployment as lanes: what each was waiting for, and when."""
+    """The requests of one run of each deployment as tracks: what each was waiting for, and when."""
     runs = typical_runs(comparison, rate)
     if not runs:
         return []
     end = max(one.end_s for run in runs.values() for one in answered(run))
-    drawings, names, is_cut = [], [], False
+    charts, names, is_cut = [], [], False
     for label, run in runs.items():
         good = sorted(answered(run), key=lambda one: one.sent_s)
-        is_cut |= len(good) > _MAX_LANES
-        drawings.append(
-            charts.timeline(
-                f"Requests over time: {label}",
-                "One lane for each request, in the order of their start.",
-                [_lane(one) for one in good[:_MAX_LANES]],
-                end=end,
+        is_cut |= len(good) > _MAX_TRACKS
+        charts.append(
+            Chart(
+                title=f"Requests over time: {label}",
+                description="One track for each request, in the order of their start.",
+                x=Scale("s", ends=(0.0, end)),
+                tracks=[_track(one) for one in good[:_MAX_TRACKS]],
             )
         )
         names.append(label)
-    cut = f" The first {_MAX_LANES} requests of each." if is_cut else ""
+    cut = f" The first {_MAX_TRACKS} requests of each." if is_cut else ""
     return [
         Picture(
             "timeline",
             "Requests over time",
-            "A lane for each request, in the order in which they were sent; what it was waiting "
+            "A track for each request, in the order in which they were sent; what it was waiting "
             f"for, and when it got its tokens. The same runs as in the first picture.{cut}",
-            drawings,
+            charts,
             names,
             is_wide=True,
         )
     ]
 
 
-def _lane(one: Outcome) -> charts.Lane:
+def _track(one: Outcome) -> Track:
     pieces: list[tuple[str, float, float]] = []
     if one.sent_s - one.scheduled_s > 1e-3:
         pieces.append((LAG, one.scheduled_s, one.sent_s))
@@ -174,7 +174,7 @@ def _lane(one: Outcome) -> charts.Lane:
         f"{one.request_id}: {group}{one.num_prompt_tokens} in, {one.num_output_tokens} out, "
         f"TTFT {number(one.ttft_s * 1e3)} ms, in all {number(one.e2el_s * 1e3)} ms"
     )
-    return charts.Lane(tip, pieces)
+    return Track(pieces=pieces, tip=tip)
 
 
 def _pieces(account: dict[str, float], start: float, end: float) -> list[tuple[str, float, float]]:

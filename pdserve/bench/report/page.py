@@ -1,7 +1,7 @@
 """The report: one HTML page with table, words, pictures and commands; it asks nobody for anything.
 
-No script and no reference to another file: what it says and shows stands in it. Knows no
-endpoint; takes all figures from a `Comparison`.
+No reference to another file: what it says and shows stands in it. Knows no endpoint; takes all
+figures from a `Comparison`.
 """
 
 from __future__ import annotations
@@ -11,10 +11,13 @@ from collections.abc import Sequence
 from pdserve.bench.compare import verdict
 from pdserve.bench.compare.result import Comparison
 from pdserve.bench.compare.summary import Figure, Ratio, Row, Value, has_steady, rows
+from pdserve.bench.digits import number
+from pdserve.bench.report.distributions import cdfs
 from pdserve.bench.report.document import bullets, document, figure, text, two_columns
-from pdserve.bench.report.picture import colours
-from pdserve.bench.report.pictures import pictures
-from pdserve.bench.report.scale import number
+from pdserve.bench.report.over_rate import latency_over_rate, pareto, rate_matched
+from pdserve.bench.report.over_time import itl_over_time, timelines
+from pdserve.bench.report.picture import Picture, colours
+from pdserve.bench.report.stages import stages
 
 
 def render(comparison: Comparison) -> str:
@@ -47,6 +50,20 @@ def chosen_rate(comparison: Comparison) -> float | None:
         if all(row.num_failed == 0 for row in rows(comparison, rate)):
             return rate
     return rates[0]
+
+
+def pictures(comparison: Comparison, rate: float | None) -> list[Picture]:
+    """All pictures there is data for; those of single runs show `rate`."""
+    found = [
+        itl_over_time(comparison, rate),
+        *cdfs(comparison, rate),
+        *latency_over_rate(comparison),
+        pareto(comparison),
+        stages(comparison, rate),
+        *timelines(comparison, rate),
+        rate_matched(comparison, rate),
+    ]
+    return [picture for picture in found if picture is not None]
 
 
 def _subtitle(comparison: Comparison) -> str:

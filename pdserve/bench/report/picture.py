@@ -1,6 +1,6 @@
 """What the pictures of a report share: their form, colours, and which run stands for a deployment.
 
-Knows no chart.
+Knows no kind of chart.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from typing import Final
 from pdserve.bench.compare.result import Comparison
 from pdserve.bench.compare.summary import percentiles, typical
 from pdserve.bench.records import Outcome, Run
+from pdserve.bench.report.charts import Chart
 
 _LEAST_MS: Final = 0.05
 _COLOURS: Final = (0, 1, 2, 3, 7, 6)
@@ -25,15 +26,15 @@ class Picture:
     Attributes:
         anchor: Unique in the page.
         caption: What one sees, and of which runs.
-        drawings: One SVG, or several below one another.
-        names: Above each drawing, if there are several.
+        charts: One, or several below one another.
+        names: Above each chart, if there are several.
         is_wide: It takes the page's whole width.
     """
 
     anchor: str
     title: str
     caption: str
-    drawings: Sequence[str]
+    charts: Sequence[Chart]
     names: Sequence[str] = ()
     is_wide: bool = False
 

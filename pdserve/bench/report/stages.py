@@ -10,10 +10,10 @@ from collections.abc import Sequence
 from typing import Final
 
 from pdserve.bench.compare.result import Comparison
+from pdserve.bench.digits import number
 from pdserve.bench.records import Outcome
-from pdserve.bench.report import charts
+from pdserve.bench.report.charts import Chart, Scale, Track, stacked
 from pdserve.bench.report.picture import Picture, answered, at_rate
-from pdserve.bench.report.scale import number
 
 WAIT: Final = "until first token"
 """Stage of a request whose server gives no account."""
@@ -34,54 +34,51 @@ def stages(comparison: Comparison, rate: float | None) -> Picture | None:
             if not those:
                 continue
             name = f"{label}, {group}" if len(groups) > 1 else label
-            first.append(_mean_bar(name, those))
+            first.append(_mean_track(name, those))
             told = [one for one in those if one.second_stages]
             if told:
-                second.append(_bar(name, [one.second_stages for one in told]))
+                second.append(_track(name, [one.second_stages for one in told]))
     if not first:
         return None
-    drawings = [
-        charts.stacked_bars(
-            "Stages up to the first token", "Mean of all requests.", first, unit="ms"
-        )
-    ]
+    charts = [_chart("Stages up to the first token", first)]
     names = ["up to the first token (TTFT)"]
     if second:
-        drawings.append(
-            charts.stacked_bars(
-                "Stages from the first to the second token",
-                "Mean of all requests.",
-                second,
-                unit="ms",
-            )
-        )
+        charts.append(_chart("Stages from the first to the second token", second))
         names.append("from the first to the second token")
     return Picture(
         "stages",
         "Where the time goes",
         "Mean of each stage by the servers' own account; what lies between their account and what "
         f"the client saw is called “{_UNTOLD}”. All runs{at_rate(rate)}.",
-        drawings,
+        charts,
         names,
         is_wide=True,
     )
 
 
-def _mean_bar(name: str, those: Sequence[Outcome]) -> charts.Bar:
+def _chart(title: str, tracks: Sequence[Track]) -> Chart:
+    return Chart(title=title, description="Mean of all requests.", x=Scale("ms"), tracks=tracks)
+
+
+def _mean_track(name: str, those: Sequence[Outcome]) -> Track:
     """Stages up to the first token; they add up to the mean TTFT that the client saw."""
     mean_ms = statistics.fmean(one.ttft_s * 1e3 for one in those)
-    if not all(one.stages for one in those):
-        return charts.Bar(name, [(WAIT, mean_ms)], f"{number(mean_ms)} ms")
-    bar = _bar(name, [one.stages for one in those])
-    told = sum(value for _, value in bar.pieces)
-    pieces = [*bar.pieces, (_UNTOLD, max(0.0, mean_ms - told))]
-    return charts.Bar(name, pieces, f"{number(mean_ms)} ms")
+    pieces = [(WAIT, mean_ms)]
+    if all(one.stages for one in those):
+        pieces = _means([one.stages for one in those])
+        told = sum(ms for _, ms in pieces)
+        pieces.append((_UNTOLD, max(0.0, mean_ms - told)))
+    return stacked(name, pieces, note=f"{number(mean_ms)} ms")
 
 
-def _bar(name: str, accounts: Sequence[dict[str, float]]) -> charts.Bar:
+def _track(name: str, accounts: Sequence[dict[str, float]]) -> Track:
+    pieces = _means(accounts)
+    return stacked(name, pieces, note=f"{number(sum(ms for _, ms in pieces))} ms")
+
+
+def _means(accounts: Sequence[dict[str, float]]) -> list[tuple[str, float]]:
     names = list(dict.fromkeys(stage for account in accounts for stage in account))
-    pieces = [
+    return [
         (stage, sum(account.get(stage, 0.0) for account in accounts) / len(accounts))
         for stage in names
     ]
-    return charts.Bar(name, pieces, f"{number(sum(ms for _, ms in pieces))} ms")

@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from operator import itemgetter
 from typing import Final
 
+from pdserve.bench.digits import number
 from pdserve.bench.report.document import bullets, document, figure, text, two_columns
-from pdserve.bench.report.scale import number
 from pdserve.bench.report.sweep_pictures import (
     Drawn,
     axis_words,

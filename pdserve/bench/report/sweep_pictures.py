@@ -11,13 +11,19 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
+from pdserve.bench.digits import number
 from pdserve.bench.figures import ALWAYS, METRICS, percentile_word
-from pdserve.bench.report import charts
-from pdserve.bench.report.charts import Axis, Frame, Marks, Post, Rule, Series
+from pdserve.bench.report.charts import (
+    NUM_COLOURS,
+    Chart,
+    Marker,
+    Marks,
+    Rule,
+    Scale,
+    Series,
+)
 from pdserve.bench.report.picture import Picture
-from pdserve.bench.report.scale import number
-from pdserve.bench.report.svg import NUM_COLOURS
-from pdserve.bench.search import Axis as LoadAxis
+from pdserve.bench.search import Axis
 from pdserve.bench.sweep import Point, Sweep
 
 Value = Callable[[Mapping[str, Any]], float]
@@ -69,7 +75,7 @@ def pictures(sweeps: Sequence[Drawn]) -> list[Picture]:
 
 def axis_words(sweep: Sweep) -> str:
     """What a load is, with its unit."""
-    return "requests/s" if sweep.axis == LoadAxis.RATE.value else "requests at once"
+    return "requests/s" if sweep.axis == Axis.RATE.value else "requests at once"
 
 
 def values_of(point: Point, value: Value) -> list[float]:
@@ -123,12 +129,14 @@ def _attainment(sweeps: Sequence[Drawn]) -> Picture | None:
 
 
 def _answered(sweeps: Sequence[Drawn]) -> Picture | None:
-    is_rate = sweeps[0].sweep.axis == LoadAxis.RATE.value
+    is_rate = sweeps[0].sweep.axis == Axis.RATE.value
     points = [point for each in sweeps for point in each.sweep.points]
     most = max(run["request_throughput"] for point in points for run in point.runs)
     # No further than there is something to compare with: the rest would be pressed flat.
     end = min(max(point.load for point in points), most * _AIR)
-    asked = Series("as many as asked for", 7, [(0.0, 0.0), (end, end)], is_dashed=True)
+    asked = Series(
+        name="as many as asked for", colour=7, points=[(0.0, 0.0), (end, end)], is_dashed=True
+    )
     return _over_load(
         sweeps,
         anchor="answered",
@@ -186,10 +194,10 @@ def _over_load(
         if have:
             series.append(
                 Series(
-                    each.name,
-                    each.colour,
-                    [(point.load, middle) for point, middle, _, _ in have],
-                    Marks.LINE_AND_DOTS,
+                    name=each.name,
+                    colour=each.colour,
+                    points=[(point.load, middle) for point, middle, _, _ in have],
+                    marks=Marks.LINE_AND_DOTS,
                     tips=[
                         f"{each.name}: {number(middle)} {unit} at {point.load:g} {words}"
                         + (f" ({number(low)} to {number(high)})" if high > low else "")
@@ -203,14 +211,8 @@ def _over_load(
     if not series:
         return None
     highest = max(point.load for each in sweeps for point in each.sweep.points)
-    frame = Frame(
-        f"{title} over the load",
-        f"{title} of each sweep at each load.",
-        Axis(words, ends=(0.0, highest * _AIR)),
-        Axis(f"{title}, {unit}" if unit != "share" else "share", is_log=is_log, ends=ends),
-    )
-    posts = [
-        Post(each.sweep.best.load, f"{each.name}: {best_words(each.sweep)}", each.colour)
+    markers = [
+        Marker(each.sweep.best.load, f"{each.name}: {best_words(each.sweep)}", each.colour)
         for each in sweeps
         if each.sweep.best is not None
     ]
@@ -219,9 +221,21 @@ def _over_load(
         title,
         "Median of the runs, with the least and the greatest."
         + note
-        + (" The band is the highest load that holds." if posts else "")
+        + (" The band is the highest load that holds." if markers else "")
         + (" Hollow: the client could not keep up." if any(s.hollow for s in series) else ""),
-        [charts.xy(frame, [*beside, *series], rules=rules, posts=posts)],
+        [
+            Chart(
+                title=f"{title} over the load",
+                description=f"{title} of each sweep at each load.",
+                x=Scale(words, ends=(0.0, highest * _AIR)),
+                y=Scale(
+                    f"{title}, {unit}" if unit != "share" else "share", is_log=is_log, ends=ends
+                ),
+                series=[*beside, *series],
+                rules=rules,
+                markers=markers,
+            )
+        ],
     )
 
 

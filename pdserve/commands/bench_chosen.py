@@ -1,0 +1,106 @@
+"""What a comparison's settings choose: its deployments, and where its files go.
+
+Everything that can be refused is refused here, before anything slow begins.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Final
+
+from pdserve.bench.compare.topology import STARTED, Topology, pairs, peers, plan
+from pdserve.config.compare import CompareConfig
+from pdserve.config.load import nearest
+from pdserve.errors import ConfigError
+
+_LOOK_FOR_GPUS: Final = "import torch; print(torch.cuda.device_count(), torch.__version__)"
+
+
+def topologies_of(config: CompareConfig) -> list[Topology]:
+    """The deployments, in the order of the table.
+
+    Raises:
+        ConfigError: There is none, or the machine cannot run them.
+    """
+    known = {kind.value: kind for kind in STARTED}
+    kinds = []
+    for word in config.kinds:
+        if word not in known:
+            raise ConfigError(
+                f"--topologies {word}: use some of {', '.join(known)}; {nearest(word, known)}",
+                param="topologies",
+            )
+        kinds.append(known[word])
+    own = os.sched_getaffinity(0)
+    for core in config.cores:
+        if core not in own:
+            raise ConfigError(
+                f"--cores {core}: this process may use {', '.join(map(str, sorted(own)))}",
+                param="cores",
+            )
+    units = config.gpus or config.cores or tuple(sorted(own))
+    what = "GPUs" if config.gpus else "cores"
+    ratios = pairs(tuple(w for word in config.pd for w in word.split(",") if w))
+    if config.gpus and kinds:
+        _require_gpus(config.gpus)
+    found = plan(
+        kinds,
+        ratios,
+        units,
+        chunk_tokens=config.budgets,
+        what=what,
+        may_share=not config.gpus,
+    )
+    found += peers(config.peer)
+    if not found:
+        raise ConfigError("nothing is compared: give --topologies or --peer", param="topologies")
+    return found
+
+
+def _require_gpus(gpus: Sequence[int]) -> None:
+    """Refuse GPUs that engines would not see.
+
+    A process of its own looks, as an engine would: CUDA cannot be asked again for other devices.
+
+    Raises:
+        ConfigError: Some of them are not there.
+    """
+    words = ",".join(map(str, gpus))
+    done = subprocess.run(
+        [sys.executable, "-c", _LOOK_FOR_GPUS],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "CUDA_VISIBLE_DEVICES": words},
+        check=False,
+    )
+    num, _, version = done.stdout.strip().partition(" ")
+    if done.returncode != 0 or not num.isdigit():
+        version, num = "which cannot be imported", "0"
+    if int(num) < len(gpus):
+        raise ConfigError(
+            f"--gpus {words}: torch {version} finds {num} of these {len(gpus)} GPUs on this "
+            "machine: name those that pdserve doctor shows, or compare on cores with --cores",
+            param="gpus",
+        )
+
+
+def paths_of(config: CompareConfig) -> tuple[Path | None, Path | None]:
+    """Where the report and the JSON go; None where nothing is written.
+
+    Raises:
+        ConfigError: A directory is missing.
+    """
+    report = Path(config.report) if config.report else None
+    data = Path(config.result) if config.result else None
+    if data is None and report is not None:
+        data = report.with_suffix(".json")
+    for flag, path in (("report", report), ("result", data)):
+        if path is not None and not path.resolve().parent.is_dir():
+            raise ConfigError(
+                f"--{flag} {path}: there is no directory {path.resolve().parent}", param=flag
+            )
+    return report, data
