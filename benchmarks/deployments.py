@@ -1,7 +1,8 @@
-"""Servers as processes, streams to them, and what their logs say of each request.
+"""Servers as processes, requests to them, and what their logs say of each request.
 
-For the benchmarks that ask over HTTP. Knows commands and log lines, and how a vLLM is started;
-knows no figure.
+For the benchmarks that ask over HTTP. The client is that of `pdserve bench`; what is here and not
+in `pdserve bench compare` is a vLLM that is started, and deployments that live side by side. Knows
+commands and log lines; knows no figure.
 """
 
 from __future__ import annotations
@@ -20,9 +21,15 @@ from typing import TYPE_CHECKING
 
 import aiohttp
 
+from pdserve.bench.bodies import Asking
+from pdserve.bench.client import Client, Sending
+from pdserve.bench.target import Target
+
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Iterable
+    from collections.abc import AsyncIterator, Iterable, Sequence
     from pathlib import Path
+
+    from pdserve.bench.records import Outcome, Planned
 
 _READY = re.compile(r"(?:ready url=|Listening on )(http://[^\s(]+)")
 _LINE = re.compile(r"\breq (?P<id>\S+) (?P<rest>\S+ in=.*)")
@@ -30,24 +37,6 @@ _TTFT = re.compile(r"ttft=([\d.]+)ms = ([^|]*)")
 _SECOND = re.compile(r"second token \+([\d.]+)ms = ([^|]*)")
 _TERM = re.compile(r"(?P<name>[a-z][a-z ]*?) (?P<ms>[\d.]+)(?: \((?P<parts>[^)]*)\))?(?: \+ |\s*$)")
 _PART = re.compile(r"([a-z]+) ([\d.]+)")
-
-
-@dataclass
-class Sample:
-    """Times of one stream, in seconds."""
-
-    sent_s: float
-    token_s: list[float] = field(default_factory=list)
-
-    @property
-    def ttft_s(self) -> float:
-        """From the request to the first token."""
-        return self.token_s[0] - self.sent_s
-
-    @property
-    def second_s(self) -> float:
-        """From the first token to the second."""
-        return self.token_s[1] - self.token_s[0]
 
 
 @dataclass
@@ -163,54 +152,55 @@ async def until_ready(urls: Iterable[str]) -> None:
     await asyncio.sleep(2.0)
 
 
-@contextlib.asynccontextmanager
-async def client() -> AsyncIterator[aiohttp.ClientSession]:
-    """Without limits of time or number."""
-    timeout, connector = aiohttp.ClientTimeout(total=None), aiohttp.TCPConnector(limit=0)
-    async with aiohttp.ClientSession(timeout=timeout, connector=connector) as session:
-        yield session
-
-
-async def stream(
-    session: aiohttp.ClientSession,
-    url: str,
-    prompt: list[int],
-    num_out: int,
-    *,
-    seed: int = 0,
-    request_id: str | None = None,
-    may_merge: bool = False,
-) -> Sample:
-    """Ask for `num_out` tokens, which come one at a time.
+class Asker:
+    """Sends requests to one place with the benchmark's client, from this process.
 
     Args:
-        request_id: What logs call it.
+        url: Whom to ask.
+        id_prefix: Of the requests' ids; a plan's indexes follow.
+        max_concurrency: Requests in flight at most; None sets no limit.
         may_merge: Tokens may come together: where half a character is one, or steps are so short
             that a server has several at once.
-
-    Raises:
-        SystemExit: Another number came, or an error.
     """
-    body = {
-        "prompt": prompt,
-        "max_tokens": num_out,
-        "temperature": 0.0,
-        "ignore_eos": True,
-        "seed": seed,
-        "stream": True,
-    }
-    headers = {} if request_id is None else {"X-Request-Id": request_id}
-    sample = Sample(time.perf_counter())
-    async with session.post(f"{url}/v1/completions", json=body, headers=headers) as answer:
-        answer.raise_for_status()
-        async for line in answer.content:
-            if line.startswith(b"data: {"):
-                if b'"error"' in line[:40]:
-                    raise SystemExit(f"the server says {line!r}")
-                sample.token_s.append(time.perf_counter())
-    if len(sample.token_s) != num_out and not (may_merge and len(sample.token_s) > 1):
-        raise SystemExit(f"{len(sample.token_s)} chunks for {num_out} tokens")
-    return sample
+
+    def __init__(
+        self,
+        url: str,
+        id_prefix: str,
+        *,
+        max_concurrency: int | None = None,
+        may_merge: bool = False,
+    ) -> None:
+        self._may_merge = may_merge
+        self._outcomes: list[Outcome] = []
+        self._client = Client(
+            Asking(target=Target(base_url=url), ignore_eos=True, temperature=0.0),
+            Sending(id_prefix=id_prefix, max_concurrency=max_concurrency),
+            on_outcome=self._outcomes.append,
+        )
+
+    async def ask(self, plan: Sequence[Planned]) -> list[Outcome]:
+        """Send a plan from now on; returns what came of it, by index.
+
+        Raises:
+            SystemExit: A request failed, or another number of tokens came than was asked for.
+        """
+        await self._client.connect(plan)
+        await self._client.run(plan, time.monotonic())
+        outcomes = sorted(self._outcomes, key=lambda each: each.index)
+        self._outcomes.clear()
+        for planned, outcome in zip(plan, outcomes, strict=True):
+            if not outcome.is_good:
+                raise SystemExit(f"a request failed: {outcome.error}")
+            num = outcome.num_output_tokens if self._may_merge else len(outcome.chunk_s)
+            if num != planned.max_tokens or len(outcome.chunk_s) < 2:
+                chunks = f"in {len(outcome.chunk_s)} chunks"
+                raise SystemExit(f"{num} tokens {chunks} for {planned.max_tokens}")
+        return outcomes
+
+    def close(self) -> None:
+        """Close its connections."""
+        self._client.close()
 
 
 def told(log: str) -> dict[str, Told]:

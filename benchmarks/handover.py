@@ -22,6 +22,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import itertools
 import json
 import random
 import statistics
@@ -32,17 +33,17 @@ from typing import TYPE_CHECKING, Any
 
 from tokenizers import Tokenizer
 
-from benchmarks.deployments import Told, client, processes, stream, told, until_ready
+from benchmarks.deployments import Asker, Told, processes, told, until_ready
 from benchmarks.engine import environment
 from benchmarks.shapes import SMOLLM2_135M, write_model
+from pdserve.bench.records import Planned
 from pdserve.config.boxed import boxed_model_dir
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Sequence
 
-    import aiohttp
-
-    from benchmarks.deployments import Processes, Sample
+    from benchmarks.deployments import Processes
+    from pdserve.bench.records import Outcome
 
 SERVE = "serve"
 NUM_IN = 512
@@ -65,14 +66,19 @@ class Place:
 
 @dataclass
 class Asked:
-    """One request, seen from both sides.
+    """One request of two tokens or more, seen from both sides.
 
     Attributes:
         told: What each process wrote of it, by the process' name.
     """
 
-    sample: Sample
+    outcome: Outcome
     told: dict[str, Told]
+
+    @property
+    def second_s(self) -> float:
+        """From the first token to the second."""
+        return self.outcome.chunk_s[1] - self.outcome.chunk_s[0]
 
 
 def main() -> None:
@@ -104,18 +110,18 @@ async def _run(args: argparse.Namespace, model: str, directory: Path) -> dict[st
     rng = random.Random(7)
     prompts = _Prompts(rng, model)
     modes = args.modes.split(",")
-    async with processes(directory) as started, client() as session:
+    async with processes(directory) as started:
         places = await _deploy(started, model, directory, modes)
-        await _ask(session, rng, prompts, places, _WARM_UP)
-        idle = await _ask(session, rng, prompts, places, args.rounds)
+        await _ask(rng, prompts, places, _WARM_UP)
+        idle = await _ask(rng, prompts, places, args.rounds)
         found: dict[str, Any] = {"idle": _idle(idle)}
         num_out = 1500
         if args.loaded:
             by_proxy = {mode: places[mode] for mode in modes}
-            async with _streams(session, prompts, by_proxy, num_out) as running:
-                await _ask(session, rng, prompts, by_proxy, _WARM_UP)
+            async with _streams(prompts, by_proxy, num_out) as running:
+                await _ask(rng, prompts, by_proxy, _WARM_UP)
                 since = len(running.gaps_s)
-                loaded = await _ask(session, rng, prompts, by_proxy, args.loaded)
+                loaded = await _ask(rng, prompts, by_proxy, args.loaded)
                 gaps = running.gaps_s[since:]
             found["loaded"] = {
                 "streams": NUM_STREAMS,
@@ -153,35 +159,32 @@ async def _deploy(
 
 
 async def _ask(
-    session: aiohttp.ClientSession,
     rng: random.Random,
     prompts: _Prompts,
     places: dict[str, Place],
     num_rounds: int,
 ) -> dict[str, list[Asked]]:
     """Ask every place once a round, in another order each time, one request at a time."""
-    samples: dict[str, list[tuple[str, Sample]]] = {name: [] for name in places}
-    for _ in range(num_rounds):
+    run_id = f"{rng.getrandbits(48):012x}"
+    askers = {
+        name: Asker(place.url, f"{name}-{run_id}-", may_merge=True)
+        for name, place in places.items()
+    }
+    outcomes: dict[str, list[Outcome]] = {name: [] for name in places}
+    for number in range(num_rounds):
         for name in rng.sample(list(places), len(places)):
-            request_id = f"{name}-{rng.getrandbits(48):012x}"
             # Where in a running step a request comes is left to chance.
             await asyncio.sleep(rng.uniform(0.01, 0.04))
-            sample = await stream(
-                session,
-                places[name].url,
-                prompts.draw(NUM_IN),
-                NUM_OUT,
-                request_id=request_id,
-                may_merge=True,
-            )
-            samples[name].append((request_id, sample))
+            outcomes[name] += await askers[name].ask([prompts.plan(number, NUM_IN, NUM_OUT)])
     await asyncio.sleep(0.5)  # the last lines are written
+    for asker in askers.values():
+        asker.close()
     asked = {}
     for name, place in places.items():
         lines = {process: told(log.read_text()) for process, log in place.logs.items()}
         asked[name] = [
-            Asked(sample, {process: lines[process][request_id] for process in lines})
-            for request_id, sample in samples[name]
+            Asked(outcome, {process: lines[process][outcome.request_id] for process in lines})
+            for outcome in outcomes[name]
         ]
     return asked
 
@@ -200,8 +203,11 @@ class _Prompts:
             tokenizer = Tokenizer.from_file(str(directory / "tokenizer.json"))
             self._text = tokenizer.encode((directory / "corpus.txt").read_text()).ids
 
-    def draw(self, num_tokens: int) -> list[int]:
-        """Token ids."""
+    def plan(self, index: int, num_in: int, num_out: int) -> Planned:
+        """A request that is due at once."""
+        return Planned(index=index, prompt=self._draw(num_in), max_tokens=num_out, at_s=0.0)
+
+    def _draw(self, num_tokens: int) -> list[int]:
         if not self._text:
             return [300 + self._rng.randrange(40000) for _ in range(num_tokens)]
         start = self._rng.randrange(len(self._text) - num_tokens)
@@ -222,23 +228,22 @@ class _Streams:
 
 @contextlib.asynccontextmanager
 async def _streams(
-    session: aiohttp.ClientSession, prompts: _Prompts, places: dict[str, Place], num_out: int
+    prompts: _Prompts, places: dict[str, Place], num_out: int
 ) -> AsyncIterator[_Streams]:
     running = _Streams()
     urls = [place.url for place in places.values()]
 
     async def one(index: int) -> None:
+        asker = Asker(urls[index % len(urls)], f"stream-{index}-", may_merge=True)
         num_tokens = num_out * (index + 1) // NUM_STREAMS  # they shall not all end at once
-        while True:
-            running.num_begun += 1
-            url = urls[index % len(urls)]
-            prompt = prompts.draw(32)
-            sample = await stream(session, url, prompt, num_tokens, may_merge=True)
-            running.gaps_s += [
-                later - earlier
-                for earlier, later in zip(sample.token_s[1:], sample.token_s[2:], strict=False)
-            ]
-            num_tokens = num_out
+        try:
+            for number in itertools.count():
+                running.num_begun += 1
+                [outcome] = await asker.ask([prompts.plan(number, 32, num_tokens)])
+                running.gaps_s += outcome.itl_s[1:]
+                num_tokens = num_out
+        finally:
+            asker.close()
 
     tasks = [asyncio.create_task(one(index)) for index in range(NUM_STREAMS)]
     try:
@@ -262,29 +267,29 @@ def _idle(asked: dict[str, list[Asked]]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     serve = asked[SERVE]
     found[SERVE] = {
-        "ttft_ms": _spread([each.sample.ttft_s for each in serve]),
+        "ttft_ms": _spread([each.outcome.ttft_s for each in serve]),
         "first_token_terms_ms": _terms(serve, _first_of_serve),
     }
     for mode, those in asked.items():
         if mode == SERVE:
             continue
         over = [
-            each.sample.ttft_s - beside.sample.ttft_s
+            each.outcome.ttft_s - beside.outcome.ttft_s
             for each, beside in zip(those, serve, strict=True)
         ]
         wire_ms = statistics.median(_wire_ms(each) for each in those)
         over_ms = statistics.median(over) * 1e3
         found[mode] = {
-            "ttft_ms": _spread([each.sample.ttft_s for each in those]),
+            "ttft_ms": _spread([each.outcome.ttft_s for each in those]),
             "ttft_over_serve_ms": _spread(over),
             "wire_ms_p50": round(wire_ms, 2),
             "is_within_wire_and_15_ms": over_ms <= wire_ms + 15.0,
             "first_token_terms_ms": _terms(those, _first_of_pair),
-            "second_token_ms": _spread([each.sample.second_s for each in those]),
+            "second_token_ms": _spread([each.second_s for each in those]),
             "second_token_terms_ms": _terms(those, _second_of_pair),
             "second_token_less_serve_ms_p50": round(
                 statistics.median(
-                    each.sample.second_s - beside.sample.second_s
+                    each.second_s - beside.second_s
                     for each, beside in zip(those, serve, strict=True)
                 )
                 * 1e3,
@@ -303,8 +308,8 @@ def _loaded(asked: list[Asked]) -> dict[str, Any]:
         "without_wire_and_step_ms": _spread(without_step),
         "own_first_step_ms": _spread([_proxy(each).second["first_step"] / 1e3 for each in asked]),
         "wire_ms": _spread([_wire_ms(each) / 1e3 for each in asked]),
-        "ttft_ms": _spread([each.sample.ttft_s for each in asked]),
-        "second_token_ms": _spread([each.sample.second_s for each in asked]),
+        "ttft_ms": _spread([each.outcome.ttft_s for each in asked]),
+        "second_token_ms": _spread([each.second_s for each in asked]),
         "second_token_terms_ms": _terms(asked, _second_of_pair),
     }
 
@@ -331,13 +336,13 @@ def _step_wait_ms(asked: Asked) -> float:
 
 def _first_of_serve(asked: Asked) -> tuple[float, dict[str, float]]:
     line = asked.told[SERVE]
-    total = asked.sample.ttft_s * 1e3
+    total = asked.outcome.ttft_s * 1e3
     return total, {**line.first, "client": total - line.ttft_ms}
 
 
 def _first_of_pair(asked: Asked) -> tuple[float, dict[str, float]]:
     line = _proxy(asked)
-    total = asked.sample.ttft_s * 1e3
+    total = asked.outcome.ttft_s * 1e3
     terms = {**line.first, "client": total - line.ttft_ms}
     terms["relay.server"] = asked.told["prefill"].first.get("server", 0.0)
     return total, terms
@@ -345,7 +350,7 @@ def _first_of_pair(asked: Asked) -> tuple[float, dict[str, float]]:
 
 def _second_of_pair(asked: Asked) -> tuple[float, dict[str, float]]:
     line = _proxy(asked)
-    total = asked.sample.second_s * 1e3
+    total = asked.second_s * 1e3
     terms = {**line.second, "client": total - line.second_ms}
     terms["handover.server"] = asked.told["decode"].first.get("server", 0.0)
     return total, terms

@@ -22,7 +22,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
-import functools
 import json
 import os
 import random
@@ -30,17 +29,19 @@ import statistics
 import subprocess
 import sys
 import tempfile
-import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from benchmarks.deployments import Sample, client, processes, stream, told, until_ready
+from benchmarks.deployments import Asker, processes, told, until_ready
 from benchmarks.engine import environment
 from benchmarks.shapes import SMOLLM2_135M, write_model
+from pdserve.bench.records import Planned
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
+    from collections.abc import AsyncIterator, Sequence
+
+    from pdserve.bench.records import Outcome
 
 FIELD_NOTES = {
     "source": "vLLM 0.32 on 2 cores, the same shape and workloads, measured on another day",
@@ -106,9 +107,9 @@ async def _run(args: argparse.Namespace, model: Path, directory: Path) -> dict[s
             for name in args.workloads.split(","):
                 print(f"{deployment}: {name}", file=sys.stderr)
                 since = log.stat().st_size
-                samples, wall_s = await _play(url, WORKLOADS[name], may_merge=may_merge)
+                outcomes = await _play(url, WORKLOADS[name], may_merge=may_merge)
                 await asyncio.sleep(0.3)
-                figures = _summarise(samples, wall_s, WORKLOADS[name].num_out)
+                figures = _summarise(outcomes, WORKLOADS[name].num_out)
                 if deployment == "pd":
                     figures |= _handover(log.read_text()[since:])
                 found.setdefault(name, {})[deployment] = figures
@@ -176,50 +177,53 @@ async def _deployed(
             yield url, log
 
 
-async def _play(url: str, load: Workload, *, may_merge: bool) -> tuple[list[Sample], float]:
+async def _play(url: str, load: Workload, *, may_merge: bool) -> list[Outcome]:
     rng = random.Random(7)
-    async with client() as session:
-        places = asyncio.Semaphore(load.concurrency)
-        ask = functools.partial(stream, session, url, num_out=load.num_out, may_merge=may_merge)
-        start = time.perf_counter()
+    due_s, at_s = [], 0.0
+    for _ in range(load.num_requests):
+        due_s.append(at_s)
+        if load.rate is not None:
+            at_s += rng.expovariate(load.rate)
+    plan = [
+        Planned(
+            index=index,
+            prompt=[300 + rng.randrange(40000) for _ in range(load.num_in)],
+            max_tokens=load.num_out,
+            at_s=at_s,
+        )
+        for index, at_s in enumerate(due_s)
+    ]
+    places = load.concurrency if load.rate is None else None
+    asker = Asker(url, "serving-", max_concurrency=places, may_merge=may_merge)
+    try:
+        return await asker.ask(plan)
+    finally:
+        asker.close()
 
-        async def one(index: int, at_s: float) -> Sample:
-            prompt = [300 + rng.randrange(40000) for _ in range(load.num_in)]
-            if load.rate is not None:
-                await asyncio.sleep(max(0.0, at_s - (time.perf_counter() - start)))
-                return await ask(prompt, seed=index)
-            async with places:
-                return await ask(prompt, seed=index)
 
-        at_s, tasks = 0.0, []
-        for index in range(load.num_requests):
-            tasks.append(asyncio.create_task(one(index, at_s)))
-            if load.rate is not None:
-                at_s += rng.expovariate(load.rate)
-        samples = await asyncio.gather(*tasks)
-        return samples, time.perf_counter() - start
-
-
-def _summarise(samples: list[Sample], wall_s: float, num_out: int) -> dict[str, float]:
-    """Return the figures of `samples` of `num_out` tokens each.
+def _summarise(outcomes: Sequence[Outcome], num_out: int) -> dict[str, float]:
+    """Return the figures of answers of `num_out` tokens each.
 
     The gaps are those between events: a server that is behind sends several tokens as one.
     """
-    ttft = [s.token_s[0] - s.sent_s for s in samples]
-    tpot = [(s.token_s[-1] - s.token_s[0]) / (num_out - 1) for s in samples]
-    itl = sorted(b - a for s in samples for a, b in zip(s.token_s, s.token_s[1:], strict=False))
+    itl = sorted(gap for each in outcomes for gap in each.itl_s)
+    wall_s = max(each.end_s for each in outcomes)
 
     def ms(value: float) -> float:
         return round(value * 1e3, 2)
 
     return {
-        "ttft_ms": ms(statistics.median(ttft)),
-        "tpot_ms": ms(statistics.median(tpot)),
+        "ttft_ms": ms(statistics.median(each.ttft_s for each in outcomes)),
+        "tpot_ms": ms(
+            statistics.median((each.e2el_s - each.ttft_s) / (num_out - 1) for each in outcomes)
+        ),
         "itl_p50_ms": ms(itl[len(itl) // 2]),
         "itl_p99_ms": ms(itl[int(len(itl) * 0.99)]),
         "itl_max_ms": ms(itl[-1]),
-        "tok_per_s": round(num_out * len(samples) / wall_s, 1),
-        "events_per_token": round(sum(len(s.token_s) for s in samples) / num_out / len(samples), 3),
+        "tok_per_s": round(num_out * len(outcomes) / wall_s, 1),
+        "events_per_token": round(
+            sum(len(each.chunk_s) for each in outcomes) / num_out / len(outcomes), 3
+        ),
     }
 
 

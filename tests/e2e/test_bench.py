@@ -236,7 +236,7 @@ def test_runs_and_a_sweep_are_drawn(split: Seen, whole: Seen, swept: Any, direct
         done = pdserve("bench", "plot", *map(str, paths), "--output", str(out))
         assert done.returncode == 0, done.stderr
         assert "P/D" in out.read_text()
-        assert "<svg" in out.read_text()
+        assert 'class="chart"' in out.read_text()
 
 
 # --- an engine that dies amid a run
