@@ -40,7 +40,7 @@ from benchmarks.deployments import processes, until_ready
 from benchmarks.scripted_server import Script
 from benchmarks.shapes import SMOLLM2_135M, write_model
 from pdserve.bench import environment
-from pdserve.bench.arrivals import Arrivals, schedule
+from pdserve.bench.arrivals import ArrivalLaw, schedule
 from pdserve.bench.records import Planned, Run
 from pdserve.bench.runner import Options, run_plan
 from pdserve.bench.target import Target
@@ -106,7 +106,7 @@ def _scripted_plan(number: int, rate: float, script: Script) -> list[Planned]:
     prompt = msgspec.json.encode(script).decode()
     tokens = len(script.gaps_s) + 1
     plan = [Planned(index=n, prompt=prompt, max_tokens=tokens) for n in range(number)]
-    return schedule(plan, Arrivals(rate=rate), seed=1)
+    return schedule(plan, ArrivalLaw(rate=rate), seed=1)
 
 
 def _run(url: str, plan: Sequence[Planned], options: Options | None = None) -> Run:

@@ -18,7 +18,7 @@ from pdserve.config.bench import RampUp
 from pdserve.errors import ConfigError
 
 
-class Arrivals(msgspec.Struct, frozen=True, kw_only=True):
+class ArrivalLaw(msgspec.Struct, frozen=True, kw_only=True):
     """A law of arrivals.
 
     Attributes:
@@ -86,7 +86,7 @@ class Arrivals(msgspec.Struct, frozen=True, kw_only=True):
         return f"gamma rate={self.rate:g} burstiness={self.burstiness:g}"
 
 
-def schedule(plan: Sequence[Planned], arrivals: Arrivals, seed: int) -> list[Planned]:
+def schedule(plan: Sequence[Planned], arrivals: ArrivalLaw, seed: int) -> list[Planned]:
     """Return the plan with a due time for every request that has none.
 
     Requests of a timed data set keep theirs; one that follows another (`after`) is due by that
@@ -102,7 +102,7 @@ def schedule(plan: Sequence[Planned], arrivals: Arrivals, seed: int) -> list[Pla
     ]
 
 
-def due_times(num: int, arrivals: Arrivals, seed: int) -> list[float]:
+def due_times(num: int, arrivals: ArrivalLaw, seed: int) -> list[float]:
     """Return `num` due times in seconds, in order."""
     rates = _rates(num, arrivals)
     if num == 0 or math.isinf(rates[0]):
@@ -119,7 +119,7 @@ def due_times(num: int, arrivals: Arrivals, seed: int) -> list[float]:
     return [float(time) for time in times]
 
 
-def _rates(num: int, arrivals: Arrivals) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
+def _rates(num: int, arrivals: ArrivalLaw) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
     """The rate in force at each request."""
     start, end = arrivals.ramp_start_rps, arrivals.ramp_end_rps
     if arrivals.ramp is None or start is None or end is None:

@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 
 from pdserve.bench.records import Message, Planned, Prompt
-from pdserve.bench.target import Endpoint, Target
+from pdserve.bench.target import ApiEndpoint, Target
 from pdserve.errors import ConfigError
 
 _encoder = msgspec.json.Encoder()
@@ -37,9 +37,9 @@ class Asking(msgspec.Struct, frozen=True, kw_only=True):
         """
         fields: dict[str, Any] = {"model": self.target.model} if self.target.model else {}
         match self.target.endpoint:
-            case Endpoint.CHAT:
+            case ApiEndpoint.CHAT:
                 fields |= {"messages": prompt, "max_completion_tokens": max_tokens}
-            case Endpoint.COMPLETIONS:
+            case ApiEndpoint.COMPLETIONS:
                 fields |= {"prompt": prompt, "max_tokens": max_tokens}
         fields |= {"stream": True, "stream_options": {"include_usage": True}}
         if self.temperature is not None:
@@ -51,13 +51,13 @@ class Asking(msgspec.Struct, frozen=True, kw_only=True):
         return _encoder.encode(fields | self.extra_body)
 
 
-def adapt(prompt: Prompt, endpoint: Endpoint) -> Prompt:
+def adapt(prompt: Prompt, endpoint: ApiEndpoint) -> Prompt:
     """Return a prompt in the form its endpoint takes.
 
     Raises:
         ConfigError: The endpoint cannot take it.
     """
-    if endpoint is Endpoint.CHAT:
+    if endpoint is ApiEndpoint.CHAT:
         if isinstance(prompt, str):
             return [{"role": "user", "content": prompt}]
         if prompt and isinstance(prompt[0], int):

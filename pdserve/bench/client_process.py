@@ -1,4 +1,4 @@
-"""One client process: `python -m pdserve.bench.client_process PARENT_PID`, a `Job` on its stdin.
+"""A client process: `python -m pdserve.bench.client_process PARENT_PID`, a `ClientJob` on stdin.
 
 It does nothing but send and read: figures are made, and progress is drawn, by the process that
 started it. It ends with that one. Knows no other client.
@@ -16,12 +16,12 @@ from typing import Final
 from pdserve.bench.client import Client, Sending
 from pdserve.bench.job import (
     LENGTH_BYTES,
-    Begin,
+    BeginJob,
     Broken,
+    ClientJob,
     Ended,
-    Job,
-    News,
-    Ready,
+    JobNews,
+    JobReady,
     Says,
     decode_told,
     frame,
@@ -42,7 +42,7 @@ def main() -> None:
     end_with_parent(int(sys.argv[1]))
     priority = raise_priority()
     job = decode_told(_read_frame())
-    assert isinstance(job, Job)
+    assert isinstance(job, ClientJob)
     with asyncio.Runner(loop_factory=new_precise_loop) as runner:
         runner.run(_work(job, priority))
 
@@ -51,7 +51,7 @@ def _read_frame() -> bytes:
     return sys.stdin.buffer.read(length(sys.stdin.buffer.read(LENGTH_BYTES)))
 
 
-async def _work(job: Job, priority: Priority) -> None:
+async def _work(job: ClientJob, priority: Priority) -> None:
     loop = asyncio.get_running_loop()
     transport, pipe = await loop.connect_write_pipe(_Pipe, sys.stdout.buffer)
 
@@ -63,9 +63,9 @@ async def _work(job: Job, priority: Priority) -> None:
         client = Client(job.asking, job.sending, on_outcome=ended.append)
         warmup_errors = await _warm_up(job)
         await client.connect(job.plan)
-        say(Ready(warmup_errors=warmup_errors))
+        say(JobReady(warmup_errors=warmup_errors))
         begin = decode_told(await loop.run_in_executor(None, _read_frame))
-        assert isinstance(begin, Begin)
+        assert isinstance(begin, BeginJob)
         await _run(job, client, ended, begin.start_s, priority, say)
     except ConfigError as error:
         say(Broken(message=error.message, param=error.param))
@@ -83,7 +83,7 @@ class _Pipe(asyncio.BaseProtocol):
         self.closed.set()
 
 
-async def _warm_up(job: Job) -> list[str]:
+async def _warm_up(job: ClientJob) -> list[str]:
     """Send the warm-ups; their connections are not kept for the run."""
     errors: list[str] = []
 
@@ -103,7 +103,7 @@ async def _warm_up(job: Job) -> list[str]:
 
 
 async def _run(
-    job: Job,
+    job: ClientJob,
     client: Client,
     ended: list[Outcome],
     start_s: float,
@@ -114,7 +114,7 @@ async def _run(
     lags: list[float] = []
 
     def news() -> None:
-        say(News(outcomes=list(ended), num_in_flight=client.num_in_flight))
+        say(JobNews(outcomes=list(ended), num_in_flight=client.num_in_flight))
         ended.clear()
 
     # The plan lives to the end: nobody needs to look through it for garbage.

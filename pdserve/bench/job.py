@@ -30,7 +30,7 @@ def to_send(plan: Iterable[Planned]) -> list[Sent]:
     return [Sent(**msgspec.structs.asdict(each)) for each in plan]
 
 
-class Job(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+class ClientJob(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """One process's share; the first thing it is told."""
 
     asking: Asking
@@ -39,13 +39,13 @@ class Job(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     warmups: list[Sent]
 
 
-class Begin(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+class BeginJob(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """When the run starts (`time.monotonic`, which all processes of a machine share)."""
 
     start_s: float
 
 
-class Ready(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+class JobReady(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """The client has warmed up.
 
     Attributes:
@@ -55,7 +55,7 @@ class Ready(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     warmup_errors: list[str]
 
 
-class News(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+class JobNews(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """What has ended since the last news."""
 
     outcomes: list[Outcome]
@@ -83,8 +83,8 @@ class Broken(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     param: str | None
 
 
-Told = Job | Begin
-Says = Ready | News | Ended | Broken
+Told = ClientJob | BeginJob
+Says = JobReady | JobNews | Ended | Broken
 
 _encoder: Final = msgspec.msgpack.Encoder()
 decode_told: Final = msgspec.msgpack.Decoder(Told).decode

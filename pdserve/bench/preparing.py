@@ -8,14 +8,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
-from pdserve.bench.arrivals import Arrivals, cancel_some, schedule
-from pdserve.bench.datasets.plan import Plan
+from pdserve.bench.arrivals import ArrivalLaw, cancel_some, schedule
+from pdserve.bench.datasets.plan import RequestPlan
 from pdserve.bench.datasets.prompts import PromptMaker
 from pdserve.bench.datasets.registry import make_plan
 from pdserve.bench.endpoint import Served
 from pdserve.bench.records import Planned
 from pdserve.bench.runner import Options
-from pdserve.bench.target import Endpoint, Target
+from pdserve.bench.target import ApiEndpoint, Target
 from pdserve.config.bench import TargetConfig, TrafficConfig
 from pdserve.config.boxed import BOXED, boxed_model_dir
 from pdserve.config.datasets import DatasetConfig
@@ -32,7 +32,7 @@ def target_of(config: TargetConfig, environ: Mapping[str, str]) -> Target:
     return Target(
         base_url=config.url,
         model=config.model,
-        endpoint=Endpoint.CHAT if is_chat else Endpoint.COMPLETIONS,
+        endpoint=ApiEndpoint.CHAT if is_chat else ApiEndpoint.COMPLETIONS,
         api_key=keys[0],
         label=config.label,
         path=config.path,
@@ -40,13 +40,13 @@ def target_of(config: TargetConfig, environ: Mapping[str, str]) -> Target:
     )
 
 
-def arrivals_of(config: TrafficConfig) -> Arrivals:
+def arrivals_of(config: TrafficConfig) -> ArrivalLaw:
     """Return the law of arrivals that the settings mean.
 
     Raises:
         ConfigError: There is no such law.
     """
-    return Arrivals(
+    return ArrivalLaw(
         rate=config.request_rate,
         burstiness=config.burstiness,
         ramp=config.ramp_up_strategy,
@@ -117,20 +117,20 @@ def prompts_of(target: Target, served: Served, *, tokenizer: str = "") -> Prompt
 
 def plan_of(
     dataset: DatasetConfig,
-    arrivals: Arrivals,
+    arrivals: ArrivalLaw,
     target: Target,
     served: Served,
     *,
     tokenizer: str = "",
     cancel_share: float = 0.0,
-) -> tuple[Plan, list[Planned]]:
+) -> tuple[RequestPlan, list[Planned]]:
     """Return a data set's plan, and its requests with due times and hang-ups.
 
     Raises:
         ConfigError: The data set does not fit the model or the endpoint, or its times and the
             arrivals contradict each other.
     """
-    if dataset.name.has_own_times and arrivals != Arrivals():
+    if dataset.name.has_own_times and arrivals != ArrivalLaw():
         raise ConfigError(
             f"--dataset-name {dataset.name.value} says itself when requests are due: leave out "
             "--request-rate, --burstiness and --ramp-up-strategy",

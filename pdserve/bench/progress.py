@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from typing import Final, TextIO
 
-from pdserve.bench.runner import Progress
+from pdserve.bench.runner import RunProgress
 
 _LINE_EVERY_S: Final = 5.0
 _CLEAR: Final = "\r\x1b[2K"
@@ -29,7 +29,7 @@ class ProgressLine:
         self._next_s = 0.0
         self._is_drawn = False
 
-    def __call__(self, progress: Progress) -> None:
+    def __call__(self, progress: RunProgress) -> None:
         """Draw, or write a line if one is due."""
         text = shown(progress)
         if self._is_tty:
@@ -50,7 +50,7 @@ class ProgressLine:
             self._is_drawn = False
 
 
-def shown(progress: Progress) -> str:
+def shown(progress: RunProgress) -> str:
     """Return progress in words."""
     parts = [f"{progress.done}/{progress.total} done"]
     parts.append(f"{progress.in_flight} in flight")
@@ -69,7 +69,7 @@ def shown(progress: Progress) -> str:
     return " | ".join(parts)
 
 
-def _left_s(progress: Progress) -> int | None:
+def _left_s(progress: RunProgress) -> int | None:
     """Seconds to the end: by the schedule, or if that is over by what was done so far."""
     if progress.done == progress.total:
         return None

@@ -27,12 +27,12 @@ from pdserve.bench.endpoint import ask_served, until_answers
 from pdserve.bench.histogram import Histogram
 from pdserve.bench.job import (
     LENGTH_BYTES,
-    Begin,
+    BeginJob,
     Broken,
+    ClientJob,
     Ended,
-    Job,
-    News,
-    Ready,
+    JobNews,
+    JobReady,
     Says,
     Told,
     decode_says,
@@ -87,7 +87,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     with_stages: bool = True
 
 
-class Progress(msgspec.Struct, frozen=True, kw_only=True):
+class RunProgress(msgspec.Struct, frozen=True, kw_only=True):
     """How far a run is.
 
     Attributes:
@@ -120,7 +120,7 @@ async def run_plan(
     dataset: str = "",
     arrivals: str = "",
     seed: int = 0,
-    on_progress: Callable[[Progress], None] | None = None,
+    on_progress: Callable[[RunProgress], None] | None = None,
     environ: Mapping[str, str] | None = None,
 ) -> Run:
     """Send every request of `plan` when it is due, and return what became of each.
@@ -204,7 +204,7 @@ class _Course:
     """What is known of a run while it goes on."""
 
     def __init__(
-        self, plan: Sequence[Planned], on_progress: Callable[[Progress], None] | None
+        self, plan: Sequence[Planned], on_progress: Callable[[RunProgress], None] | None
     ) -> None:
         self.outcomes: list[Outcome] = []
         self.started_wall_s = 0.0
@@ -222,7 +222,7 @@ class _Course:
         self._start_s = start_s
         self.started_wall_s = time.time() + (start_s - time.monotonic())
 
-    def take(self, process: int, news: News) -> None:
+    def take(self, process: int, news: JobNews) -> None:
         self._in_flight[process] = news.num_in_flight
         for outcome in news.outcomes:
             self.outcomes.append(outcome)
@@ -237,7 +237,7 @@ class _Course:
         if self._on_progress is None:
             return
         self._on_progress(
-            Progress(
+            RunProgress(
                 elapsed_s=max(0.0, time.monotonic() - self._start_s),
                 total=self._total,
                 done=len(self.outcomes),
@@ -251,7 +251,7 @@ class _Course:
         )
 
 
-def _share_out(plan: Sequence[Planned], asking: Asking, options: Options) -> list[Job]:
+def _share_out(plan: Sequence[Planned], asking: Asking, options: Options) -> list[ClientJob]:
     """Deal the plan out, in turn by due time; a conversation stays together."""
     number = options.num_processes or _num_processes(plan, options.max_concurrency)
     number = min(number, options.max_concurrency or number, len(plan))
@@ -279,7 +279,7 @@ def _share_out(plan: Sequence[Planned], asking: Asking, options: Options) -> lis
     run_id = uuid.uuid4().hex[:8]
     warmups = _warmups(plan, options.num_warmups)
     return [
-        Job(
+        ClientJob(
             asking=asking,
             sending=Sending(
                 max_concurrency=_part(options.max_concurrency, number, process),
@@ -394,27 +394,27 @@ async def _all_ended(clients: Sequence[_Process]) -> None:
 
 
 async def _carry_out(
-    clients: Sequence[_Process], jobs: Sequence[Job], course: _Course, stages: Stages
+    clients: Sequence[_Process], jobs: Sequence[ClientJob], course: _Course, stages: Stages
 ) -> list[Ended]:
     """Give each client its job, begin all at one moment, and collect until all have ended."""
     for client, job in zip(clients, jobs, strict=True):
         await client.tell(job)
     for client in clients:
         ready = await client.hear()
-        assert isinstance(ready, Ready)
+        assert isinstance(ready, JobReady)
         if ready.warmup_errors:
             raise PeerError(f"a warm-up request failed: {ready.warmup_errors[0]}")
     start_s = time.monotonic() + _BEGIN_IN_S
     course.begin(start_s)
     for client in clients:
-        await client.tell(Begin(start_s=start_s))
+        await client.tell(BeginJob(start_s=start_s))
 
     async def listen(which: int) -> Ended:
         while True:
             message = await clients[which].hear()
             if isinstance(message, Ended):
                 return message
-            assert isinstance(message, News)
+            assert isinstance(message, JobNews)
             course.take(which, message)
 
     async def look() -> None:

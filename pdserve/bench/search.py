@@ -21,7 +21,7 @@ _SHRINK_LIMIT: Final = 1024.0
 """A rate is given up so many times below the start."""
 
 
-class Axis(enum.Enum):
+class LoadAxis(enum.Enum):
     """What a load is."""
 
     RATE = "rate"
@@ -30,7 +30,7 @@ class Axis(enum.Enum):
     @property
     def unit(self) -> str:
         """Behind a load, for people."""
-        return "req/s" if self is Axis.RATE else "at once"
+        return "req/s" if self is LoadAxis.RATE else "at once"
 
 
 class Search(msgspec.Struct, frozen=True, kw_only=True):
@@ -43,7 +43,7 @@ class Search(msgspec.Struct, frozen=True, kw_only=True):
         tolerance: See `SweepConfig`.
     """
 
-    axis: Axis
+    axis: LoadAxis
     loads: tuple[float, ...] = ()
     start: float = 1.0
     highest: float
@@ -75,7 +75,7 @@ class Search(msgspec.Struct, frozen=True, kw_only=True):
         return min(load * _GROWTH, self.highest)
 
     def _down(self, load: float) -> float | None:
-        if self.axis is Axis.CONCURRENCY:
+        if self.axis is LoadAxis.CONCURRENCY:
             return None if load <= 1 else float(int(load / _GROWTH))
         lowest = (self.loads[0] if self.loads else self.start) / _SHRINK_LIMIT
         return None if load <= lowest else load / _GROWTH
@@ -83,7 +83,7 @@ class Search(msgspec.Struct, frozen=True, kw_only=True):
     def _middle(self, held: float, failed: float) -> float | None:
         if failed <= held * (1 + self.tolerance):
             return None
-        if self.axis is Axis.CONCURRENCY:
+        if self.axis is LoadAxis.CONCURRENCY:
             return None if failed - held <= 1 else float(int(held + failed) // 2)
         # Figures that a person can type again; never outside of what is between.
         middle = float(f"{(held + failed) / 2:.4g}")

@@ -19,7 +19,7 @@ FETCH_EVERY: Final = 1024
 _NUM_KEPT: Final = 4096
 
 
-class Finished(msgspec.Struct, kw_only=True):
+class ToldRequest(msgspec.Struct, kw_only=True):
     """What a server says of one finished request; only what is used here."""
 
     request_id: str
@@ -32,7 +32,7 @@ class Finished(msgspec.Struct, kw_only=True):
 
 
 class _Page(msgspec.Struct, kw_only=True):
-    finished: list[Finished]
+    finished: list[ToldRequest]
 
 
 class Stages:
@@ -51,7 +51,7 @@ class Stages:
         self._headers = dict(headers)
         self._seq = 0
         self.is_told = False
-        self.by_id: dict[str, Finished] = {}
+        self.by_id: dict[str, ToldRequest] = {}
 
     async def begin(self) -> None:
         """Find out whether it tells, and where to begin."""

@@ -21,7 +21,7 @@ from typing import Any, Final
 
 import msgspec
 
-from pdserve.bench.search import Axis, Search, bracket
+from pdserve.bench.search import LoadAxis, Search, bracket
 from pdserve.errors import ConfigError, PdserveError
 
 KIND: Final = "sweep"
@@ -97,7 +97,7 @@ class Sweep(msgspec.Struct, kw_only=True):
     @property
     def best(self) -> Point | None:
         """The point of the best load."""
-        load = self.best_rate if self.axis == Axis.RATE.value else self.best_concurrency
+        load = self.best_rate if self.axis == LoadAxis.RATE.value else self.best_concurrency
         return next((point for point in self.points if point.load == load), None)
 
 
@@ -146,8 +146,8 @@ async def carry_out(
         conclude(sweep, search)
 
 
-def _point(axis: Axis, load: float) -> Point:
-    return Point(rate=load) if axis is Axis.RATE else Point(concurrency=int(load))
+def _point(axis: LoadAxis, load: float) -> Point:
+    return Point(rate=load) if axis is LoadAxis.RATE else Point(concurrency=int(load))
 
 
 def _add(point: Point, figures: dict[str, Any], sweep: Sweep) -> None:
@@ -186,7 +186,7 @@ def conclude(sweep: Sweep, search: Search) -> None:
     if not sweep.slo or not points:
         return
     found = bracket(_verdicts(points))
-    if axis is Axis.RATE:
+    if axis is LoadAxis.RATE:
         sweep.best_rate = found.held
     elif found.held is not None:
         sweep.best_concurrency = int(found.held)
@@ -203,7 +203,7 @@ def conclude(sweep: Sweep, search: Search) -> None:
         sweep.statements.append(
             f"The limit was not reached: {_load(found.held, axis)} still holds. The highest load "
             f"that keeps the objectives is at least that; "
-            + ("raise --max-rate" if axis is Axis.RATE else "raise --max-concurrency-limit")
+            + ("raise --max-rate" if axis is LoadAxis.RATE else "raise --max-concurrency-limit")
             + " or measure higher loads."
         )
     else:
@@ -328,11 +328,11 @@ def _line(cells: Sequence[str]) -> str:
     return " ".join(cell.rjust(width) for cell, width in zip(cells, widths, strict=True)).rstrip()
 
 
-def _load(load: float, axis: Axis) -> str:
+def _load(load: float, axis: LoadAxis) -> str:
     return f"{load:g} {axis.unit}"
 
 
-def _loads(loads: Sequence[float], axis: Axis) -> str:
+def _loads(loads: Sequence[float], axis: LoadAxis) -> str:
     return f"{', '.join(f'{load:g}' for load in sorted(loads))} {axis.unit}"
 
 

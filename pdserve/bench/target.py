@@ -7,7 +7,7 @@ import enum
 import msgspec
 
 
-class Endpoint(enum.Enum):
+class ApiEndpoint(enum.Enum):
     """Which door of OpenAI's API requests go through."""
 
     COMPLETIONS = "completions"
@@ -16,7 +16,7 @@ class Endpoint(enum.Enum):
     @property
     def path(self) -> str:
         """Below the base URL."""
-        return "/v1/chat/completions" if self is Endpoint.CHAT else "/v1/completions"
+        return "/v1/chat/completions" if self is ApiEndpoint.CHAT else "/v1/completions"
 
 
 class Target(msgspec.Struct, frozen=True, kw_only=True):
@@ -33,7 +33,7 @@ class Target(msgspec.Struct, frozen=True, kw_only=True):
 
     base_url: str
     model: str = ""
-    endpoint: Endpoint = Endpoint.COMPLETIONS
+    endpoint: ApiEndpoint = ApiEndpoint.COMPLETIONS
     api_key: str = ""
     label: str = ""
     path: str = ""

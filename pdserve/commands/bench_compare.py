@@ -21,7 +21,7 @@ from pathlib import Path
 import msgspec
 
 from pdserve.bench import calibration, environment
-from pdserve.bench.arrivals import Arrivals
+from pdserve.bench.arrivals import ArrivalLaw
 from pdserve.bench.compare import console, verdict
 from pdserve.bench.compare.result import (
     CLIENT,
@@ -39,7 +39,7 @@ from pdserve.bench.compare.topology import (
     Topology,
     baseline,
 )
-from pdserve.bench.datasets.plan import Plan
+from pdserve.bench.datasets.plan import RequestPlan
 from pdserve.bench.digits import number
 from pdserve.bench.endpoint import Served, ask_served
 from pdserve.bench.goodput import Slo, parse_goodput
@@ -83,7 +83,7 @@ def run_compare(table: Table, resolved: Mapping[str, Resolved]) -> int:
     result = build("result", ResultConfig, table, resolved)
     slos = parse_goodput(result.goodput)
     law = arrivals_of(traffic)
-    if dataset.name.has_own_times and (config.rates or law != Arrivals()):
+    if dataset.name.has_own_times and (config.rates or law != ArrivalLaw()):
         raise ConfigError(
             f"--dataset-name {dataset.name.value} says itself when requests are due: leave out "
             "--request-rates, --request-rate, --burstiness and --ramp-up-strategy, or take another "
@@ -139,7 +139,7 @@ class _Session:
         self._model = str(model_directory(config.model))
         self._starter = Starter(config, self._model, say)
         self._player = Player(config, seed=dataset.seed, shows_progress=shows_progress)
-        self._plans: dict[float | None, tuple[Plan, list[Planned]]] = {}
+        self._plans: dict[float | None, tuple[RequestPlan, list[Planned]]] = {}
         self._ready_s: dict[str, list[float]] = {}
         self._flags: tuple[str, ...] = ()
         self._pace = ""
@@ -220,7 +220,7 @@ class _Session:
             self._player.note(*self._plans[rate][0].notes)
         return self._plans[rate][1]
 
-    def _arrivals(self, rate: float | None) -> Arrivals:
+    def _arrivals(self, rate: float | None) -> ArrivalLaw:
         law = arrivals_of(self._traffic)
         return msgspec.structs.replace(law, rate=rate) if rate is not None else law
 

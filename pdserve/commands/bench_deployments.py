@@ -43,7 +43,7 @@ class DeploymentFailedError(PdserveError):
 
 
 @dataclass(frozen=True, slots=True)
-class Member:
+class DeployedProcess:
     """One process of a deployment."""
 
     spec: ChildSpec
@@ -87,7 +87,7 @@ class Running:
 
 def members_of(
     topology: Topology, config: CompareConfig, *, model: str, ports: Sequence[int], secret: str
-) -> list[Member]:
+) -> list[DeployedProcess]:
     """Which processes make up a deployment; engines first, the proxy last, if it has one.
 
     Args:
@@ -105,7 +105,7 @@ def members_of(
         if config.gpus:
             own["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, engine.cores))
         members.append(
-            Member(
+            DeployedProcess(
                 ChildSpec(
                     name=engine.name,
                     arguments=[
@@ -152,15 +152,15 @@ def _engine_words(
 
 
 def _proxy(
-    engines: Sequence[Member], config: CompareConfig, port: int, environ: Mapping[str, str]
-) -> Member:
+    engines: Sequence[DeployedProcess], config: CompareConfig, port: int, environ: Mapping[str, str]
+) -> DeployedProcess:
     """A proxy that knows its engines from the start; one for both stands in both lists."""
     words = ["proxy", "--host", _HOST, "--port", str(port)]
     for flag, other in (("--prefill", Role.DECODE), ("--decode", Role.PREFILL)):
         words += [flag, *(engine.url for engine in engines if engine.role is not other)]
     words += shlex.split(config.proxy_args)
     spec = ChildSpec(name="proxy", arguments=words, environ=environ)
-    return Member(spec, None, f"http://{_HOST}:{port}")
+    return DeployedProcess(spec, None, f"http://{_HOST}:{port}")
 
 
 def commands_of(topology: Topology, config: CompareConfig) -> tuple[str, ...]:
@@ -249,7 +249,7 @@ class Starter:
     async def _until_ready(
         self,
         topology: Topology,
-        members: Sequence[Member],
+        members: Sequence[DeployedProcess],
         children: Sequence[Child],
         lives: Sequence[asyncio.Task[None]],
     ) -> Running:
@@ -278,7 +278,7 @@ class Starter:
 
     async def _stop(
         self,
-        members: Sequence[Member],
+        members: Sequence[DeployedProcess],
         children: Sequence[Child],
         lives: Sequence[asyncio.Task[None]],
     ) -> None:

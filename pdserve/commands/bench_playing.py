@@ -16,7 +16,7 @@ from pdserve.bench.compare.topology import Kind, Topology
 from pdserve.bench.progress import ProgressLine
 from pdserve.bench.records import Planned, Run
 from pdserve.bench.runner import Options, run_plan
-from pdserve.bench.target import Endpoint, Target
+from pdserve.bench.target import ApiEndpoint, Target
 from pdserve.commands.bench_deployments import Running
 from pdserve.config.compare import CompareConfig
 from pdserve.errors import PeerError
@@ -39,7 +39,7 @@ class Player:
 
     def __init__(self, config: CompareConfig, *, seed: int, shows_progress: bool) -> None:
         self._config = config
-        self._endpoint = Endpoint(config.endpoint)
+        self._endpoint = ApiEndpoint(config.endpoint)
         self._seed = seed
         self._shows_progress = shows_progress
         self.notes: dict[str, None] = {}

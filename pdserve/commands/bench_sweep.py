@@ -21,9 +21,9 @@ from typing import Any
 import msgspec
 
 from pdserve.bench import environment
-from pdserve.bench.arrivals import Arrivals, cancel_some, schedule
+from pdserve.bench.arrivals import ArrivalLaw, cancel_some, schedule
 from pdserve.bench.caches import reset_prefix_caches
-from pdserve.bench.datasets.plan import Plan
+from pdserve.bench.datasets.plan import RequestPlan
 from pdserve.bench.datasets.prompts import PromptMaker
 from pdserve.bench.datasets.registry import make_plan
 from pdserve.bench.endpoint import Served, ask_served
@@ -32,7 +32,7 @@ from pdserve.bench.goodput import Slo, parse_goodput
 from pdserve.bench.preparing import options_of, sampling_in_words, target_of, tokenizer_of
 from pdserve.bench.progress import ProgressLine
 from pdserve.bench.runner import run_plan
-from pdserve.bench.search import Axis, Search
+from pdserve.bench.search import LoadAxis, Search
 from pdserve.bench.sweep import Point, Sweep, carry_out, heading, run_line, save, summary
 from pdserve.bench.target import Target
 from pdserve.commands.announce import given_lines, title
@@ -93,7 +93,7 @@ async def _run(
         dataset=runs.plan(dataset.seed, dataset.num_prompts).description,
         slo={slo.metric.value: slo.limit_ms for slo in slos},
         share=config.share,
-        axis=(Axis.CONCURRENCY if config.is_over_concurrency else Axis.RATE).value,
+        axis=(LoadAxis.CONCURRENCY if config.is_over_concurrency else LoadAxis.RATE).value,
         seed=dataset.seed,
         num_runs=config.num_runs,
         started_wall_s=time.time(),
@@ -132,7 +132,7 @@ def search_of(config: SweepConfig) -> Search:
     is_narrowing = config.bisect and bool(config.objectives)
     if config.is_over_concurrency:
         return Search(
-            axis=Axis.CONCURRENCY,
+            axis=LoadAxis.CONCURRENCY,
             loads=tuple(sorted(float(load) for load in config.max_concurrencies)),
             start=float(config.start_concurrency or 1),
             highest=float(config.max_concurrency_limit),
@@ -140,7 +140,7 @@ def search_of(config: SweepConfig) -> Search:
             tolerance=config.tolerance,
         )
     return Search(
-        axis=Axis.RATE,
+        axis=LoadAxis.RATE,
         loads=tuple(sorted(config.rates)),
         start=config.start_rate or 1.0,
         highest=config.max_rate,
@@ -174,12 +174,12 @@ class _Runs:
             endpoint=target.endpoint,
             max_model_len=served.max_model_len,
         )
-        self._plans: dict[tuple[int, int], Plan] = {}
+        self._plans: dict[tuple[int, int], RequestPlan] = {}
         self._num_done = 0
         self._can_reset = config.reset_caches
         self.sweep: Sweep | None = None
 
-    def plan(self, seed: int, num_prompts: int) -> Plan:
+    def plan(self, seed: int, num_prompts: int) -> RequestPlan:
         """The requests of a run; the last few plans are kept."""
         key = seed, num_prompts
         if key not in self._plans:
@@ -197,7 +197,7 @@ class _Runs:
         seed = self._dataset.seed + (repeat if self._can_reset else self._num_done)
         self._num_done += 1
         options = options_of(self._traffic)
-        arrivals = Arrivals(burstiness=self._traffic.burstiness)
+        arrivals = ArrivalLaw(burstiness=self._traffic.burstiness)
         if self._config.is_over_concurrency:
             options = msgspec.structs.replace(options, max_concurrency=int(load))
             words = f"closed loop concurrency={load:g}"

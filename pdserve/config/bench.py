@@ -29,7 +29,7 @@ def _require(condition: bool, flag: str, value: object, remedy: str) -> None:
         raise ConfigError(f"--{flag} is {value!r}: {remedy}", param=flag)
 
 
-class Backend(enum.Enum):
+class AskedBackend(enum.Enum):
     """vLLM's names for the API's two doors."""
 
     OPENAI = "openai"
@@ -39,7 +39,7 @@ class Backend(enum.Enum):
     @property
     def path(self) -> str:
         """Where its requests go."""
-        return "/v1/chat/completions" if self is Backend.OPENAI_CHAT else "/v1/completions"
+        return "/v1/chat/completions" if self is AskedBackend.OPENAI_CHAT else "/v1/completions"
 
 
 class TargetConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -61,7 +61,7 @@ class TargetConfig(msgspec.Struct, frozen=True, kw_only=True):
     base_url: str = ""
     host: str = "127.0.0.1"
     port: int = 8000
-    backend: Backend | None = None
+    backend: AskedBackend | None = None
     endpoint: str = ""
     model: str = ""
     tokenizer: str = ""
@@ -78,9 +78,9 @@ class TargetConfig(msgspec.Struct, frozen=True, kw_only=True):
     def path(self) -> str:
         """The endpoint's path; its short names are written out."""
         return {
-            "chat": Backend.OPENAI_CHAT.path,
-            "completions": Backend.OPENAI.path,
-            "": (self.backend or Backend.OPENAI).path,
+            "chat": AskedBackend.OPENAI_CHAT.path,
+            "completions": AskedBackend.OPENAI.path,
+            "": (self.backend or AskedBackend.OPENAI).path,
         }.get(self.endpoint, self.endpoint)
 
     @property
@@ -110,7 +110,7 @@ class TargetConfig(msgspec.Struct, frozen=True, kw_only=True):
         )
         is_chat = self.path.endswith("/chat/completions")
         _require(
-            self.backend is None or is_chat == (self.backend is Backend.OPENAI_CHAT),
+            self.backend is None or is_chat == (self.backend is AskedBackend.OPENAI_CHAT),
             "endpoint",
             self.endpoint,
             f"--backend {self.backend and self.backend.value} asks another API; leave one of "

@@ -118,7 +118,7 @@ class PrefixRepetitionConfig(msgspec.Struct, frozen=True, kw_only=True):
             _positive(f"prefix-repetition-{name}", number)
 
 
-class TraceConfig(msgspec.Struct, frozen=True, kw_only=True):
+class TraceDataConfig(msgspec.Struct, frozen=True, kw_only=True):
     """A timed trace in Mooncake's format.
 
     Attributes:
@@ -264,7 +264,7 @@ class DatasetConfig(msgspec.Struct, frozen=True, kw_only=True):
     sharegpt: ShareGptConfig = ShareGptConfig()
     custom: CustomConfig = CustomConfig()
     prefix_repetition: PrefixRepetitionConfig = PrefixRepetitionConfig()
-    trace: TraceConfig = TraceConfig()
+    trace: TraceDataConfig = TraceDataConfig()
     multi_turn: MultiTurnConfig = MultiTurnConfig()
     interference: InterferenceConfig = InterferenceConfig()
 

@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from pdserve.bench.arrivals import Arrivals, cancel_some, due_times, schedule
+from pdserve.bench.arrivals import ArrivalLaw, cancel_some, due_times, schedule
 from pdserve.bench.records import Planned
 from pdserve.config.bench import RampUp
 from pdserve.errors import ConfigError
@@ -18,39 +18,39 @@ def plan(number: int, **fields: object) -> list[Planned]:
     ]
 
 
-def gaps(arrivals: Arrivals, number: int = 5000, seed: int = 3) -> np.ndarray:
+def gaps(arrivals: ArrivalLaw, number: int = 5000, seed: int = 3) -> np.ndarray:
     return np.diff([0.0, *due_times(number, arrivals, seed)])
 
 
 def test_without_a_rate_all_are_due_at_once() -> None:
-    assert due_times(3, Arrivals(), 0) == [0.0, 0.0, 0.0]
+    assert due_times(3, ArrivalLaw(), 0) == [0.0, 0.0, 0.0]
 
 
 def test_an_infinite_burstiness_is_a_constant_gap() -> None:
-    times = due_times(4, Arrivals(rate=4, burstiness=math.inf), 0)
+    times = due_times(4, ArrivalLaw(rate=4, burstiness=math.inf), 0)
     assert times == pytest.approx([0.25, 0.5, 0.75, 1.0])
 
 
 @pytest.mark.parametrize("burstiness", [0.25, 1.0, 4.0])
 def test_gaps_vary_as_a_gamma_distribution_of_that_shape(burstiness: float) -> None:
-    found = gaps(Arrivals(rate=10, burstiness=burstiness))
+    found = gaps(ArrivalLaw(rate=10, burstiness=burstiness))
     assert found.mean() == pytest.approx(0.1)
     assert found.std() / found.mean() == pytest.approx(1 / math.sqrt(burstiness), rel=0.08)
 
 
 def test_the_last_request_is_due_when_the_rate_says() -> None:
-    assert due_times(50, Arrivals(rate=10), 1)[-1] == pytest.approx(5.0)
+    assert due_times(50, ArrivalLaw(rate=10), 1)[-1] == pytest.approx(5.0)
 
 
 @pytest.mark.parametrize(("ramp", "middle"), [(RampUp.LINEAR, 8.5), (RampUp.EXPONENTIAL, 4.0)])
 def test_a_ramp_follows_its_rate_from_request_to_request(ramp: RampUp, middle: float) -> None:
-    arrivals = Arrivals(burstiness=math.inf, ramp=ramp, ramp_start_rps=1, ramp_end_rps=16)
+    arrivals = ArrivalLaw(burstiness=math.inf, ramp=ramp, ramp_start_rps=1, ramp_end_rps=16)
     found = gaps(arrivals, number=101)
     assert [1 / found[0], 1 / found[50], 1 / found[100]] == pytest.approx([1, middle, 16])
 
 
 def test_equal_seeds_draw_equal_times_and_others_do_not() -> None:
-    law = Arrivals(rate=5)
+    law = ArrivalLaw(rate=5)
     assert due_times(9, law, 1) == due_times(9, law, 1)
     assert due_times(9, law, 1) != due_times(9, law, 2)
 
@@ -61,7 +61,7 @@ def test_times_that_a_data_set_has_and_later_turns_are_left_alone() -> None:
         Planned(index=1, prompt="x", max_tokens=1),
         Planned(index=2, prompt="x", max_tokens=1, after=1),
     ]
-    found = schedule(requests, Arrivals(rate=1, burstiness=math.inf), 0)
+    found = schedule(requests, ArrivalLaw(rate=1, burstiness=math.inf), 0)
     assert [each.at_s for each in found] == [7.0, 1.0, None]
 
 
@@ -77,7 +77,7 @@ def test_times_that_a_data_set_has_and_later_turns_are_left_alone() -> None:
 )
 def test_a_law_that_is_none_is_refused_by_its_flag(fields: dict[str, object], flag: str) -> None:
     with pytest.raises(ConfigError) as refusal:
-        Arrivals(**fields)  # type: ignore[arg-type]
+        ArrivalLaw(**fields)  # type: ignore[arg-type]
     assert refusal.value.param == flag
 
 

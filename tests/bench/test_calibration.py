@@ -19,7 +19,7 @@ from pdserve.bench.calibration import (
 from pdserve.bench.datasets.prompts import PromptMaker
 from pdserve.bench.records import Outcome
 from pdserve.bench.runner import Options
-from pdserve.bench.target import Endpoint, Target
+from pdserve.bench.target import ApiEndpoint, Target
 from pdserve.config.boxed import boxed_model_dir
 from pdserve.config.datasets import DatasetConfig, DatasetName, InterferenceConfig, Pace
 from pdserve.config.load import build, resolve
@@ -125,7 +125,7 @@ class TestMeasuring:
 
     PROMPTS = PromptMaker(
         Tokenizer.from_directory(boxed_model_dir()),
-        endpoint=Endpoint.COMPLETIONS,
+        endpoint=ApiEndpoint.COMPLETIONS,
         max_model_len=4096,
     )
 

@@ -12,14 +12,14 @@ from pdserve.bench.datasets import reading
 from pdserve.bench.datasets.prompts import PromptMaker
 from pdserve.bench.datasets.reading import json_array, json_lines
 from pdserve.bench.datasets.registry import make_plan
-from pdserve.bench.target import Endpoint
+from pdserve.bench.target import ApiEndpoint
 from pdserve.config.boxed import boxed_model_dir
 from pdserve.config.datasets import (
     CustomConfig,
     DatasetConfig,
     DatasetName,
     ShareGptConfig,
-    TraceConfig,
+    TraceDataConfig,
 )
 from pdserve.errors import ConfigError
 from pdserve.text.tokenizer import Tokenizer
@@ -32,7 +32,7 @@ def tokenizer() -> Tokenizer:
 
 @pytest.fixture(scope="module")
 def ids(tokenizer) -> PromptMaker:
-    return PromptMaker(tokenizer, endpoint=Endpoint.COMPLETIONS, max_model_len=4096)
+    return PromptMaker(tokenizer, endpoint=ApiEndpoint.COMPLETIONS, max_model_len=4096)
 
 
 def sharegpt(tmp_path, *talks: tuple[str, ...], **fields) -> DatasetConfig:
@@ -71,7 +71,7 @@ def request(timestamp, num_input=600, num_output=5, hash_ids=(1, 2)) -> dict[str
 
 
 def trace(tmp_path, *entries: object, num_prompts: int = 100, **own) -> DatasetConfig:
-    config = TraceConfig(**own)
+    config = TraceDataConfig(**own)
     return lines(tmp_path, DatasetName.TRACE, *entries, num_prompts=num_prompts, trace=config)
 
 
@@ -123,7 +123,7 @@ def test_an_output_length_of_ones_own_lets_short_answers_in(tmp_path, ids):
 
 def test_what_exceeds_the_models_context_is_left_out_and_counted(tmp_path, tokenizer):
     config = sharegpt(tmp_path, (words(90), words(9)), (words(20), words(9)), no_oversample=True)
-    prompts = PromptMaker(tokenizer, endpoint=Endpoint.COMPLETIONS, max_model_len=64)
+    prompts = PromptMaker(tokenizer, endpoint=ApiEndpoint.COMPLETIONS, max_model_len=64)
     plan = make_plan(config, prompts)
     assert [each.prompt for each in plan.requests] == [words(20)]
     assert plan.notes == ["1 of 2 entries looked at were left out: 1 over the model's 64 tokens"]
@@ -131,7 +131,7 @@ def test_what_exceeds_the_models_context_is_left_out_and_counted(tmp_path, token
 
 def test_if_all_is_left_out_the_reasons_are_told(tmp_path, tokenizer):
     config = sharegpt(tmp_path, (words(90), words(9)))
-    prompts = PromptMaker(tokenizer, endpoint=Endpoint.COMPLETIONS, max_model_len=64)
+    prompts = PromptMaker(tokenizer, endpoint=ApiEndpoint.COMPLETIONS, max_model_len=64)
     with pytest.raises(ConfigError, match=r"no request at all.*over the model's 64 tokens"):
         make_plan(config, prompts)
 
@@ -173,7 +173,7 @@ def test_without_shuffling_the_files_order_is_kept(tmp_path, ids):
 
 
 def test_sharegpt_for_chat_is_one_message_of_the_user(tmp_path, tokenizer):
-    prompts = PromptMaker(tokenizer, endpoint=Endpoint.CHAT)
+    prompts = PromptMaker(tokenizer, endpoint=ApiEndpoint.CHAT)
     [asked] = make_plan(sharegpt(tmp_path, (words(20), words(9)), num_prompts=1), prompts).requests
     assert asked.prompt == [{"role": "user", "content": words(20)}]
     assert asked.num_prompt_tokens == prompts.count(asked.prompt)
@@ -208,14 +208,14 @@ def test_an_output_length_of_ones_own_stands_above_the_files(tmp_path, ids):
 
 def test_custom_messages_go_to_chat_as_they_are(tmp_path, tokenizer):
     messages = [{"role": "system", "content": "be"}, {"role": "user", "content": "hi"}]
-    prompts = PromptMaker(tokenizer, endpoint=Endpoint.CHAT)
+    prompts = PromptMaker(tokenizer, endpoint=ApiEndpoint.CHAT)
     config = custom(tmp_path, {"messages": messages}, {"prompt": "hi"})
     asked = [each.prompt for each in make_plan(config, prompts).requests]
     assert asked == [messages, [{"role": "user", "content": "hi"}]]
 
 
 def test_without_a_tokenizer_it_is_said_that_prompts_were_not_counted(tmp_path):
-    prompts = PromptMaker(None, endpoint=Endpoint.COMPLETIONS, max_model_len=100)
+    prompts = PromptMaker(None, endpoint=ApiEndpoint.COMPLETIONS, max_model_len=100)
     plan = make_plan(custom(tmp_path, {"prompt": "one"}), prompts)
     assert plan.requests[0].num_prompt_tokens is None
     assert plan.notes[0].startswith("1 prompts were not counted")
@@ -241,7 +241,7 @@ def test_without_a_tokenizer_it_is_said_that_prompts_were_not_counted(tmp_path):
     ],
 )
 def test_a_bad_line_is_refused_with_file_line_and_field(tmp_path, tokenizer, line, endpoint, words):
-    prompts = PromptMaker(tokenizer, endpoint=Endpoint(endpoint))
+    prompts = PromptMaker(tokenizer, endpoint=ApiEndpoint(endpoint))
     config = custom(tmp_path, {"prompt": "good"}, line)
     with pytest.raises(ConfigError, match=f"file.jsonl, line 2: .*{words}"):
         make_plan(config, prompts)
@@ -311,14 +311,14 @@ def test_scaled_lengths_share_what_they_shared(tmp_path, ids):
 
 
 def test_the_trace_is_played_for_chat_with_exact_counts(tmp_path, tokenizer):
-    prompts = PromptMaker(tokenizer, endpoint=Endpoint.CHAT)
+    prompts = PromptMaker(tokenizer, endpoint=ApiEndpoint.CHAT)
     config = trace(tmp_path, request(0, 515), request(1, 512, hash_ids=(1,)))
     for each in make_plan(config, prompts).requests:
         assert prompts.count(each.prompt) == each.num_prompt_tokens
 
 
 def test_requests_of_a_trace_over_the_models_context_are_left_out_and_counted(tmp_path, tokenizer):
-    prompts = PromptMaker(tokenizer, endpoint=Endpoint.COMPLETIONS, max_model_len=1000)
+    prompts = PromptMaker(tokenizer, endpoint=ApiEndpoint.COMPLETIONS, max_model_len=1000)
     config = trace(tmp_path, request(0), request(10, 1024), request(20))
     plan = make_plan(config, prompts)
     assert [each.at_s for each in plan.requests] == [0.0, 0.02]

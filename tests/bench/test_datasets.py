@@ -11,7 +11,7 @@ import pytest
 
 from pdserve.bench.datasets.prompts import PromptMaker, Segment
 from pdserve.bench.datasets.registry import make_plan
-from pdserve.bench.target import Endpoint
+from pdserve.bench.target import ApiEndpoint
 from pdserve.config.boxed import boxed_model_dir
 from pdserve.config.datasets import (
     DATASET_SETTINGS,
@@ -21,7 +21,7 @@ from pdserve.config.datasets import (
     MultiTurnConfig,
     PrefixRepetitionConfig,
     RandomConfig,
-    TraceConfig,
+    TraceDataConfig,
 )
 from pdserve.errors import ConfigError, InternalError
 from pdserve.text.tokenizer import Tokenizer
@@ -41,12 +41,12 @@ def tokenizer() -> Tokenizer:
 
 @pytest.fixture(scope="module")
 def ids(tokenizer) -> PromptMaker:
-    return PromptMaker(tokenizer, endpoint=Endpoint.COMPLETIONS, max_model_len=4096)
+    return PromptMaker(tokenizer, endpoint=ApiEndpoint.COMPLETIONS, max_model_len=4096)
 
 
 @pytest.fixture(scope="module")
 def chat(tokenizer) -> PromptMaker:
-    return PromptMaker(tokenizer, endpoint=Endpoint.CHAT, max_model_len=4096)
+    return PromptMaker(tokenizer, endpoint=ApiEndpoint.CHAT, max_model_len=4096)
 
 
 def interference(**fields: Any) -> InterferenceConfig:
@@ -70,7 +70,7 @@ def small(name: DatasetName, *, seed: int = 0, num_prompts: int = 12) -> Dataset
 
 
 @pytest.mark.parametrize("name", MADE_UP)
-@pytest.mark.parametrize("endpoint", list(Endpoint))
+@pytest.mark.parametrize("endpoint", list(ApiEndpoint))
 def test_the_same_seed_makes_the_same_plan_byte_for_byte(tokenizer, name, endpoint):
     first, second = (
         make_plan(small(name, seed=7), PromptMaker(tokenizer, endpoint=endpoint)) for _ in range(2)
@@ -124,18 +124,18 @@ def test_a_chat_prompt_never_loses_what_is_its_own(chat):
 def test_a_tokenizer_without_a_chat_template_cannot_make_chat_prompts(tokenizer):
     bare = Tokenizer(tokenizer._backend, {}, chat_template=None)
     with pytest.raises(ConfigError, match="no chat template"):
-        PromptMaker(bare, endpoint=Endpoint.CHAT).make([Segment("x", 50)])
+        PromptMaker(bare, endpoint=ApiEndpoint.CHAT).make([Segment("x", 50)])
 
 
 @pytest.mark.parametrize("name", MADE_UP)
 def test_without_a_tokenizer_the_flag_that_gives_one_is_named(name):
     with pytest.raises(ConfigError, match="--tokenizer DIR"):
-        make_plan(small(name), PromptMaker(None, endpoint=Endpoint.COMPLETIONS))
+        make_plan(small(name), PromptMaker(None, endpoint=ApiEndpoint.COMPLETIONS))
 
 
 @pytest.mark.parametrize("name", MADE_UP)
 def test_lengths_over_the_models_context_are_refused_with_the_flags_to_lower(tokenizer, name):
-    prompts = PromptMaker(tokenizer, endpoint=Endpoint.COMPLETIONS, max_model_len=50)
+    prompts = PromptMaker(tokenizer, endpoint=ApiEndpoint.COMPLETIONS, max_model_len=50)
     prefix = name.value.replace("_", "-").removeprefix("pd-")
     with pytest.raises(ConfigError, match=rf"exceed the 50 tokens .* lower --{prefix}-"):
         make_plan(small(name), prompts)
@@ -223,7 +223,7 @@ def test_bursts_come_at_one_moment_from_one_period_on(ids):
 
 
 def test_the_default_interference_fits_a_context_of_2048(tokenizer):
-    prompts = PromptMaker(tokenizer, endpoint=Endpoint.COMPLETIONS, max_model_len=2048)
+    prompts = PromptMaker(tokenizer, endpoint=ApiEndpoint.COMPLETIONS, max_model_len=2048)
     config = DatasetConfig(
         name=DatasetName.PD_INTERFERENCE, interference=interference(steady_output_len=512)
     )
@@ -258,7 +258,7 @@ def test_a_pace_that_nobody_measured_makes_no_plan(ids):
         (lambda: MultiTurnConfig(think_time_s=-1), "multi-turn-think-time"),
         (lambda: MultiTurnConfig(think_time_s=math.nan), "multi-turn-think-time"),
         (lambda: InterferenceConfig(burst_period_s=0), "interference-burst-period"),
-        (lambda: TraceConfig(speedup=0), "trace-speedup"),
+        (lambda: TraceDataConfig(speedup=0), "trace-speedup"),
         (lambda: DatasetConfig(num_prompts=0), "num-prompts"),
         (lambda: DatasetConfig(name=DatasetName.TRACE), "dataset-path"),
         (lambda: DatasetConfig(path="x.json"), "dataset-path"),

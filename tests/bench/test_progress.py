@@ -6,11 +6,11 @@ import pytest
 
 from pdserve.bench.histogram import Histogram
 from pdserve.bench.progress import ProgressLine, shown
-from pdserve.bench.runner import Progress
+from pdserve.bench.runner import RunProgress
 
 
-def progress(elapsed_s: float, done: int, **fields: object) -> Progress:
-    return Progress(
+def progress(elapsed_s: float, done: int, **fields: object) -> RunProgress:
+    return RunProgress(
         **{  # type: ignore[arg-type]
             "elapsed_s": elapsed_s,
             "total": 100,

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from pdserve.bench.records import Outcome, Planned, Run
-from pdserve.bench.runner import Options, Progress, run_plan
-from pdserve.bench.target import Endpoint, Target
+from pdserve.bench.runner import Options, RunProgress, run_plan
+from pdserve.bench.target import ApiEndpoint, Target
 from pdserve.errors import ConfigError, PeerError
 from tests.bench.scripted import ScriptedServer, request, script, scripted_server
 
@@ -34,7 +34,7 @@ async def run(
     chat: bool = False,
     **options: Any,
 ) -> Run:
-    endpoint = Endpoint.CHAT if chat else Endpoint.COMPLETIONS
+    endpoint = ApiEndpoint.CHAT if chat else ApiEndpoint.COMPLETIONS
     target = Target(base_url=server.url, endpoint=endpoint)
     return await run_plan(plan, target, Options(**{"num_processes": 1, **options}))
 
@@ -273,7 +273,7 @@ async def test_what_is_asked_for_is_in_the_body(server: ScriptedServer) -> None:
 
 
 async def test_progress_is_told_to_the_end(server: ScriptedServer) -> None:
-    told: list[Progress] = []
+    told: list[RunProgress] = []
     plan = [request(n, script(gaps_s=[0.01]), at_s=0.1 * n) for n in range(8)]
     target = Target(base_url=server.url)
     found = await run_plan(plan, target, Options(num_processes=1), on_progress=told.append)
@@ -300,7 +300,7 @@ async def test_nobody_at_the_url_is_said_with_what_to_do() -> None:
 
 
 async def test_token_ids_for_chat_are_refused_before_anything_is_sent() -> None:
-    target = Target(base_url="http://127.0.0.1:9", endpoint=Endpoint.CHAT, model="m")
+    target = Target(base_url="http://127.0.0.1:9", endpoint=ApiEndpoint.CHAT, model="m")
     with pytest.raises(ConfigError, match="token ids"):
         await run_plan([request(0, [1, 2])], target)
 

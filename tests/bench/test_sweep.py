@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from pdserve.bench.goodput import SloMetric
 from pdserve.bench.records import Outcome
-from pdserve.bench.search import Axis, Search, bracket
+from pdserve.bench.search import LoadAxis, Search, bracket
 from pdserve.bench.sweep import Point, Sweep, carry_out, load, run_line, save, summary
 from pdserve.commands.bench_sweep import search_of
 from pdserve.config.sweep import SweepConfig
@@ -19,7 +19,7 @@ from pdserve.errors import ConfigError, PeerError
 
 
 def search(**fields: Any) -> Search:
-    defaults = {"axis": Axis.RATE, "highest": 1000.0, "is_narrowing": True, "tolerance": 0.05}
+    defaults = {"axis": LoadAxis.RATE, "highest": 1000.0, "is_narrowing": True, "tolerance": 0.05}
     return Search(**(defaults | fields))
 
 
@@ -49,7 +49,7 @@ def test_any_rate_is_found_within_the_tolerance(capacity, start, tolerance):
 
 @given(capacity=st.integers(0, 900), start=st.integers(1, 500))
 def test_any_concurrency_is_found_exactly(capacity, start):
-    how = search(axis=Axis.CONCURRENCY, start=float(start), tolerance=0.0001)
+    how = search(axis=LoadAxis.CONCURRENCY, start=float(start), tolerance=0.0001)
     verdicts = found_by(how, capacity)
     assert all(wanted == int(wanted) >= 1 for wanted in verdicts)
     found = bracket(verdicts)
@@ -182,7 +182,7 @@ async def test_a_limit_that_was_not_reached_is_said_to_be_a_lower_bound():
 
 
 async def test_if_even_the_lowest_load_fails_there_is_no_best():
-    how = search(axis=Axis.CONCURRENCY, start=4.0)
+    how = search(axis=LoadAxis.CONCURRENCY, start=4.0)
     sweep = await swept(Bench(lambda wanted, repeat: 10), how)
     assert (sweep.best_concurrency, sweep.is_bracketed, sweep.best) == (None, False, None)
     assert [point.concurrency for point in sweep.points] == [1, 2, 4]
@@ -321,7 +321,7 @@ def test_a_share_among_the_objectives_says_for_how_many_requests():
 def test_loads_are_measured_in_ascending_order():
     assert search_of(SweepConfig(request_rates=("8,1", "2.5"))).loads == (1.0, 2.5, 8.0)
     how = search_of(SweepConfig(max_concurrencies=(16, 2)))
-    assert (how.axis, how.loads) == (Axis.CONCURRENCY, (2.0, 16.0))
+    assert (how.axis, how.loads) == (LoadAxis.CONCURRENCY, (2.0, 16.0))
 
 
 @pytest.mark.parametrize(

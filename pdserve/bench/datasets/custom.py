@@ -12,12 +12,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Final
 
-from pdserve.bench.datasets.plan import Plan
+from pdserve.bench.datasets.plan import RequestPlan
 from pdserve.bench.datasets.prompts import PromptMaker
 from pdserve.bench.datasets.reading import Entry, json_lines
 from pdserve.bench.datasets.sampling import fill, sample
 from pdserve.bench.records import Message, Planned, Prompt
-from pdserve.bench.target import Endpoint
+from pdserve.bench.target import ApiEndpoint
 from pdserve.config.datasets import DatasetConfig
 
 DEFAULT_OUTPUT_TOKENS: Final = 256
@@ -26,7 +26,7 @@ _OUTPUT_FIELDS: Final = ("output_tokens", "max_tokens")
 _Asked = tuple[Prompt, int | None, int]
 
 
-def make(config: DatasetConfig, prompts: PromptMaker) -> Plan:
+def make(config: DatasetConfig, prompts: PromptMaker) -> RequestPlan:
     """Make the plan.
 
     Raises:
@@ -65,7 +65,7 @@ def make(config: DatasetConfig, prompts: PromptMaker) -> Plan:
     ]
     out = config.custom.output_len
     words = f"custom {path.name}" + ("" if out is None else f" out={out}")
-    return Plan(requests=requests, description=words, notes=notes)
+    return RequestPlan(requests=requests, description=words, notes=notes)
 
 
 def _num_output(entry: Entry) -> int:
@@ -83,7 +83,7 @@ def _prompt(entry: Entry, prompts: PromptMaker) -> Prompt:
             'write {"prompt": "..."}, or {"messages": [{"role": "user", "content": "..."}]}',
         )
     if "messages" in fields:
-        if prompts.endpoint is not Endpoint.CHAT:
+        if prompts.endpoint is not ApiEndpoint.CHAT:
             entry.refuse("the field 'messages' is for chat", "use --endpoint chat")
         return _messages(entry)
     prompt = fields["prompt"]
@@ -96,7 +96,7 @@ def _prompt(entry: Entry, prompts: PromptMaker) -> Prompt:
         and prompt
         and all(type(token_id) is int and token_id >= 0 for token_id in prompt)
     ):
-        if prompts.endpoint is not Endpoint.COMPLETIONS:
+        if prompts.endpoint is not ApiEndpoint.COMPLETIONS:
             entry.refuse(
                 "the field 'prompt' has token ids, which chat does not take",
                 "use --endpoint completions",

@@ -22,7 +22,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from pdserve.bench.datasets.plan import Plan
+from pdserve.bench.datasets.plan import RequestPlan
 from pdserve.bench.datasets.prompts import PromptMaker, Segment
 from pdserve.bench.records import Planned
 from pdserve.config.datasets import DatasetConfig, InterferenceConfig, Pace
@@ -34,7 +34,7 @@ BURST: Final = "burst"
 _ENOUGH_BURSTS: Final = 6
 
 
-def make(config: DatasetConfig, prompts: PromptMaker) -> Plan:
+def make(config: DatasetConfig, prompts: PromptMaker) -> RequestPlan:
     """Make the plan.
 
     Args:
@@ -78,7 +78,7 @@ def make(config: DatasetConfig, prompts: PromptMaker) -> Plan:
         )
         for index, (at_s, group, key) in enumerate(due)
     ]
-    return Plan(
+    return RequestPlan(
         requests=requests,
         description=(
             f"pd-interference steady={own.steady_streams}x{own.steady_input_len}/"

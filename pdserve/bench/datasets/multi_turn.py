@@ -10,13 +10,13 @@ from __future__ import annotations
 
 import random
 
-from pdserve.bench.datasets.plan import Plan
+from pdserve.bench.datasets.plan import RequestPlan
 from pdserve.bench.datasets.prompts import PromptMaker, Segment
 from pdserve.bench.records import Planned
 from pdserve.config.datasets import DatasetConfig
 
 
-def make(config: DatasetConfig, prompts: PromptMaker) -> Plan:
+def make(config: DatasetConfig, prompts: PromptMaker) -> RequestPlan:
     """Make the plan. A conversation's turns have indices in a row.
 
     Raises:
@@ -54,7 +54,7 @@ def make(config: DatasetConfig, prompts: PromptMaker) -> Plan:
                 delay_s=pause_s,
             )
         )
-    return Plan(
+    return RequestPlan(
         requests=requests,
         description=(
             f"multi-turn turns={own.num_turns} in={own.input_len}+{own.turn_input_len} "

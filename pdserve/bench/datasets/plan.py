@@ -7,7 +7,7 @@ import msgspec
 from pdserve.bench.records import Planned
 
 
-class Plan(msgspec.Struct, frozen=True, kw_only=True):
+class RequestPlan(msgspec.Struct, frozen=True, kw_only=True):
     """The requests of a run before arrivals are drawn.
 
     Attributes:

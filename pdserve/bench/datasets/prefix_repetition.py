@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import random
 
-from pdserve.bench.datasets.plan import Plan
+from pdserve.bench.datasets.plan import RequestPlan
 from pdserve.bench.datasets.prompts import PromptMaker, Segment
 from pdserve.bench.records import Planned
 from pdserve.config.datasets import DatasetConfig
 from pdserve.errors import ConfigError
 
 
-def make(config: DatasetConfig, prompts: PromptMaker) -> Plan:
+def make(config: DatasetConfig, prompts: PromptMaker) -> RequestPlan:
     """Make the plan.
 
     Raises:
@@ -53,7 +53,7 @@ def make(config: DatasetConfig, prompts: PromptMaker) -> Plan:
         )
         for index, prefix in enumerate(order)
     ]
-    return Plan(
+    return RequestPlan(
         requests=requests,
         description=(
             f"prefix_repetition prefixes={own.num_prefixes}x{own.prefix_len} "

@@ -21,7 +21,7 @@ from typing import TypeVar
 import msgspec
 
 from pdserve.bench.records import Message, Prompt
-from pdserve.bench.target import Endpoint
+from pdserve.bench.target import ApiEndpoint
 from pdserve.errors import ConfigError
 from pdserve.text.chat import ChatTemplate
 from pdserve.text.tokenizer import Tokenizer
@@ -118,7 +118,7 @@ class PromptMaker:
         self,
         tokenizer: Tokenizer | None,
         *,
-        endpoint: Endpoint,
+        endpoint: ApiEndpoint,
         max_model_len: int | None = None,
     ) -> None:
         self._vocabulary = None if tokenizer is None else Vocabulary(tokenizer)
@@ -149,7 +149,7 @@ class PromptMaker:
         Raises:
             ConfigError: There is no tokenizer, or for chat no exact text of that length.
         """
-        if self.endpoint is Endpoint.COMPLETIONS:
+        if self.endpoint is ApiEndpoint.COMPLETIONS:
             return [token for each in segments for token in self._tokens(each)]
         if self._num_template_tokens is None:
             self._num_template_tokens = self._count_content("")
@@ -166,7 +166,7 @@ class PromptMaker:
 
         For chat the sum counts the text alone, without what the template puts around it.
         """
-        if self.endpoint is Endpoint.COMPLETIONS:
+        if self.endpoint is ApiEndpoint.COMPLETIONS:
             return self.make(segments)
         text = self._exact_text(segments, count=self.count_words, num_around=0, may_cut_all=False)
         return [{"role": "user", "content": text}]
@@ -192,7 +192,7 @@ class PromptMaker:
 
     def for_text(self, text: str) -> Prompt:
         """A prompt of this text."""
-        if self.endpoint is Endpoint.CHAT:
+        if self.endpoint is ApiEndpoint.CHAT:
             return [{"role": "user", "content": text}]
         return text
 

@@ -9,13 +9,13 @@ from __future__ import annotations
 import math
 import random
 
-from pdserve.bench.datasets.plan import Plan
+from pdserve.bench.datasets.plan import RequestPlan
 from pdserve.bench.datasets.prompts import PromptMaker, Segment
 from pdserve.bench.records import Planned
 from pdserve.config.datasets import DatasetConfig
 
 
-def make(config: DatasetConfig, prompts: PromptMaker) -> Plan:
+def make(config: DatasetConfig, prompts: PromptMaker) -> RequestPlan:
     """Make the plan.
 
     Raises:
@@ -50,7 +50,7 @@ def make(config: DatasetConfig, prompts: PromptMaker) -> Plan:
         words += f" range={own.range_ratio:g}"
     if own.prefix_len:
         words += f" prefix={own.prefix_len}"
-    return Plan(requests=requests, description=words)
+    return RequestPlan(requests=requests, description=words)
 
 
 def _range(num: int, ratio: float) -> tuple[int, int]:

@@ -21,12 +21,12 @@ from pdserve.bench.datasets import (
     sharegpt,
     trace,
 )
-from pdserve.bench.datasets.plan import Plan
+from pdserve.bench.datasets.plan import RequestPlan
 from pdserve.bench.datasets.prompts import PromptMaker
 from pdserve.config.datasets import DatasetConfig, DatasetName
 from pdserve.errors import ConfigError
 
-_MAKERS: Final[Mapping[DatasetName, Callable[[DatasetConfig, PromptMaker], Plan]]] = {
+_MAKERS: Final[Mapping[DatasetName, Callable[[DatasetConfig, PromptMaker], RequestPlan]]] = {
     DatasetName.RANDOM: random_tokens.make,
     DatasetName.SHAREGPT: sharegpt.make,
     DatasetName.CUSTOM: custom.make,
@@ -37,7 +37,7 @@ _MAKERS: Final[Mapping[DatasetName, Callable[[DatasetConfig, PromptMaker], Plan]
 }
 
 
-def make_plan(config: DatasetConfig, prompts: PromptMaker) -> Plan:
+def make_plan(config: DatasetConfig, prompts: PromptMaker) -> RequestPlan:
     """Return the requests of a run, in order of `index`, and what is to be said about them.
 
     Args:

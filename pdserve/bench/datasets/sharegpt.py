@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Final
 
-from pdserve.bench.datasets.plan import Plan
+from pdserve.bench.datasets.plan import RequestPlan
 from pdserve.bench.datasets.prompts import PromptMaker
 from pdserve.bench.datasets.reading import Entry, json_array
 from pdserve.bench.datasets.sampling import fill, sample
@@ -30,7 +30,7 @@ MAX_TOTAL_TOKENS: Final = 2048
 _Asked = tuple[Prompt, int, int]
 
 
-def make(config: DatasetConfig, prompts: PromptMaker) -> Plan:
+def make(config: DatasetConfig, prompts: PromptMaker) -> RequestPlan:
     """Make the plan.
 
     Raises:
@@ -71,7 +71,7 @@ def make(config: DatasetConfig, prompts: PromptMaker) -> Plan:
     ]
     out = config.sharegpt.output_len
     words = f"sharegpt {path.name}" + ("" if out is None else f" out={out}")
-    return Plan(requests=requests, description=words, notes=notes)
+    return RequestPlan(requests=requests, description=words, notes=notes)
 
 
 def _turns(entry: Entry) -> list[Any]:

@@ -15,18 +15,18 @@ import math
 from pathlib import Path
 from typing import Final
 
-from pdserve.bench.datasets.plan import Plan
+from pdserve.bench.datasets.plan import RequestPlan
 from pdserve.bench.datasets.prompts import PromptMaker, Segment
 from pdserve.bench.datasets.reading import Entry, json_lines
 from pdserve.bench.records import Planned
-from pdserve.config.datasets import DatasetConfig, TraceConfig
+from pdserve.config.datasets import DatasetConfig, TraceDataConfig
 
 _FORM: Final = (
     'a line is {"timestamp": 0, "input_length": 600, "output_length": 50, "hash_ids": [1, 2]}'
 )
 
 
-def make(config: DatasetConfig, prompts: PromptMaker) -> Plan:
+def make(config: DatasetConfig, prompts: PromptMaker) -> RequestPlan:
     """Make the plan.
 
     Raises:
@@ -81,7 +81,7 @@ def make(config: DatasetConfig, prompts: PromptMaker) -> Plan:
         words += f" window={own.start_s:g}..{end} s"
     if own.length_scale != 1:
         words += f" length_scale={own.length_scale:g}"
-    return Plan(requests=requests, description=words, notes=notes)
+    return RequestPlan(requests=requests, description=words, notes=notes)
 
 
 def _timestamp(entry: Entry, before_ms: float) -> float:
@@ -97,7 +97,7 @@ def _timestamp(entry: Entry, before_ms: float) -> float:
     return float(value)
 
 
-def _segments(entry: Entry, own: TraceConfig) -> list[Segment]:
+def _segments(entry: Entry, own: TraceDataConfig) -> list[Segment]:
     """One segment per hash id, and one for what is behind them."""
     num_input = entry.integer("input_length")
     hash_ids = entry.fields.get("hash_ids")

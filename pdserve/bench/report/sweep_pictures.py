@@ -23,7 +23,7 @@ from pdserve.bench.report.charts import (
     Series,
 )
 from pdserve.bench.report.picture import Picture
-from pdserve.bench.search import Axis
+from pdserve.bench.search import LoadAxis
 from pdserve.bench.sweep import Point, Sweep
 
 Value = Callable[[Mapping[str, Any]], float]
@@ -75,7 +75,7 @@ def pictures(sweeps: Sequence[Drawn]) -> list[Picture]:
 
 def axis_words(sweep: Sweep) -> str:
     """What a load is, with its unit."""
-    return "requests/s" if sweep.axis == Axis.RATE.value else "requests at once"
+    return "requests/s" if sweep.axis == LoadAxis.RATE.value else "requests at once"
 
 
 def values_of(point: Point, value: Value) -> list[float]:
@@ -129,7 +129,7 @@ def _attainment(sweeps: Sequence[Drawn]) -> Picture | None:
 
 
 def _answered(sweeps: Sequence[Drawn]) -> Picture | None:
-    is_rate = sweeps[0].sweep.axis == Axis.RATE.value
+    is_rate = sweeps[0].sweep.axis == LoadAxis.RATE.value
     points = [point for each in sweeps for point in each.sweep.points]
     most = max(run["request_throughput"] for point in points for run in point.runs)
     # No further than there is something to compare with: the rest would be pressed flat.
