@@ -55,7 +55,7 @@
 
   // ---- drawing, in CSS pixels from the corner of the plot; `x` and `y` give places of values
 
-  function paint(u, home, draw) {
+  function paint(u, home, hasNotes, draw) {
     const { ctx, bbox } = u;
     const [width, height] = [bbox.width / devicePixelRatio, bbox.height / devicePixelRatio];
     const placed = (key, [low, high]) => (value) =>
@@ -65,7 +65,7 @@
     ctx.scale(devicePixelRatio, devicePixelRatio);
     ctx.font = FONT;
     ctx.beginPath();
-    ctx.rect(-5, -5, u.width - bbox.left / devicePixelRatio + 5, height + 10); // whole dots, and notes
+    ctx.rect(-5, -5, hasNotes ? u.width : width + 10, height + 10); // dots on the edge stay whole
     ctx.clip();
     draw(ctx, placed("x", home.x), placed("y", home.y), width, height);
     ctx.restore();
@@ -273,14 +273,15 @@
       drawRules(chart, ctx, y, width);
       drawTracks(u, chart, ctx, x, y, width);
     };
+    const hasNotes = chart.tracks.some((track) => track.note);
     const rest = (u) => {
       const { left, top } = u.cursor;
       const of = num ? tipOfTrack : tipOfSeries;
       showTip(u, tip, left < 0 ? "" : of(u, chart, home, left, top));
     };
     return {
-      drawClear: [(u) => paint(u, home, (ctx, x, ...of) => drawBehind(chart, ctx, x, of[2]))],
-      draw: [(u) => paint(u, home, (...of) => drawAll(u, ...of))],
+      drawClear: [(u) => paint(u, home, false, (ctx, x, ...of) => drawBehind(chart, ctx, x, of[2]))],
+      draw: [(u) => paint(u, home, hasNotes, (...of) => drawAll(u, ...of))],
       setCursor: [rest],
     };
   }
