@@ -102,6 +102,44 @@ class Request:
             them along.
     """
 
+    # More than thirty attributes would make each of them slow in an ordinary object.
+    __slots__ = (
+        "_shared",
+        "_story",
+        "chain",
+        "finish_reason",
+        "first_logprobs",
+        "handoff",
+        "hold_id",
+        "holding",
+        "is_loading",
+        "is_pinned",
+        "kv_mode",
+        "load_failures",
+        "num_budgeted",
+        "num_cached_tokens",
+        "num_computed_tokens",
+        "num_external_tokens",
+        "num_overtaken",
+        "num_pending_tokens",
+        "num_preemptions",
+        "num_told_tokens",
+        "order",
+        "output_token_ids",
+        "prompt_logprobs",
+        "prompt_token_ids",
+        "remote_decode",
+        "request_id",
+        "sampling",
+        "source",
+        "source_id",
+        "state",
+        "ticket",
+        "times",
+        "waits_for",
+        "wire",
+    )
+
     def __init__(
         self,
         wire: GenerateRequest,
