@@ -16,21 +16,25 @@ import argparse
 import json
 import time
 import timeit
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from pdserve.config.schema import CacheConfig, SchedulerConfig
-from pdserve.connectors.null import NullScheduler
+from pdserve.config.schema import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
+from pdserve.connectors.null import NullFactory, NullScheduler
+from pdserve.engine.core import EngineCore
+from pdserve.executor.toy import TOY_VOCAB_SIZE, ToyExecutor, toy_shape
 from pdserve.observe.clock import SystemClock
 from pdserve.observe.trace import CLOCK_ID, MAX_EVENTS, Recorder
 from pdserve.scheduler.inflight import Step
-from pdserve.scheduler.scheduler import Scheduler
-from pdserve.wire.ids import RequestId
+from pdserve.wire.ids import EngineId, Incarnation, RequestId
 from pdserve.wire.request import GenerateRequest
 from pdserve.wire.sampling import SamplingParams
-from pdserve.wire.step import KnownRequests, ModelRunnerOutput, SchedulerOutput
+from pdserve.wire.step import KnownRequests, SchedulerOutput
 from pdserve.wire.trace import Part, RankSlice, StepEvent
 from pdserve.wire.transfer import ConnectorReport
 from pdserve.worker.step_slices import MAX_SLICES, StepSlices
+
+if TYPE_CHECKING:
+    from pdserve.scheduler.scheduler import Scheduler
 
 
 def main() -> None:
@@ -120,32 +124,36 @@ def _told_us(number: int = 200, num_slices: int = 100) -> float:
 
 
 def _running(batch: int) -> Scheduler:
-    """A scheduler whose requests all decode."""
-    scheduler = Scheduler(
-        SchedulerConfig(max_num_seqs=batch, max_num_batched_tokens=64 * batch),
-        CacheConfig(block_size=16),
-        num_blocks=16 * batch,
+    """The scheduler of a core whose requests all decode."""
+    config = EngineConfig(
+        model=ModelConfig(model="toy"),
+        cache=CacheConfig(block_size=16),
+        scheduler=SchedulerConfig(max_num_seqs=batch, max_num_batched_tokens=64 * batch),
+    )
+    executor = ToyExecutor(
+        config,
+        NullFactory(),
+        shape=toy_shape(16 * batch, 16),
+        engine_id=EngineId("toy"),
+        incarnation=Incarnation("life"),
         max_model_len=256,
-        vocab_size=100,
-        connector=NullScheduler(),
-        clock=SystemClock(),
+    )
+    executor.max_in_flight = 1
+    core = EngineCore(
+        executor, NullScheduler(), SystemClock(), config=config, workers=executor.start()
     )
     for index in range(batch):
-        scheduler.add(
+        core.scheduler.add(
             GenerateRequest(
                 request_id=RequestId(f"r-{index}-x"),
-                prompt_token_ids=[1 + index % 90] * 32,
+                prompt_token_ids=[index % TOY_VOCAB_SIZE] * 32,
                 sampling=SamplingParams(max_tokens=64, ignore_eos=True, seed=0),
                 arrival_s=0.0,
             )
         )
-    step = scheduler.schedule()
-    assert step is not None
-    ids = list(step.num_scheduled_tokens)
-    scheduler.update(
-        ModelRunnerOutput(step_id=step.step_id, request_ids=ids, sampled_token_ids=[1] * len(ids))
-    )
-    return scheduler
+    # One step, with the prompts of all; room for the next is taken away before it is planned.
+    core.step(lambda outputs: setattr(executor, "max_in_flight", 0))
+    return core.scheduler
 
 
 def _dump() -> dict[str, Any]:

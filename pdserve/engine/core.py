@@ -1,4 +1,4 @@
-"""One engine: a scheduler, a connector's scheduler half, and an executor.
+"""One engine: a scheduler over an executor and a connector's scheduler half, made elsewhere.
 
 `step` is the whole of it: take the connector's news and what has come back, plan and submit as
 many steps as may be in flight, and post what connectors need not wait for a step to learn. It
@@ -9,26 +9,19 @@ together. It knows no sockets and starts no threads.
 
 from __future__ import annotations
 
-import secrets
 from typing import TYPE_CHECKING
 
-from pdserve.connectors.base import ConnectorContext
-from pdserve.connectors.registry import find
 from pdserve.engine.waves import Phase, Waves
-from pdserve.errors import ConfigError
 from pdserve.executor.base import RankDiedError
-from pdserve.executor.registry import make_executor
 from pdserve.scheduler.scheduler import Scheduler
-from pdserve.wire.ids import EngineId, Incarnation
-from pdserve.wire.request import EngineInfo
-from pdserve.wire.seal import PROTOCOL
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from pdserve.config.schema import EngineConfig
+    from pdserve.connectors.base import KVConnectorScheduler
+    from pdserve.executor.base import Executor
     from pdserve.observe.clock import Clock
-    from pdserve.parallel.seat import CoreSeat
     from pdserve.wire.request import EngineOutput
     from pdserve.worker.info import WorkerInfo
 
@@ -42,84 +35,45 @@ class EngineCore:
     """A loaded engine.
 
     Args:
-        seat: This core among those of its world.
-        progress: Told, in words, how loading goes on.
+        executor: Started; it is the core's to close.
+        connector: The scheduler half, whose worker halves are the executor's.
+        workers: What the executor's ranks said when it was started.
+        in_waves: Whether the ranks share experts with other cores'.
 
     Attributes:
         waves: None if no other core shares this one's world.
-
-    Raises:
-        ConfigError: The model, the device, the memory or the connector cannot be used.
     """
 
     def __init__(
         self,
-        config: EngineConfig,
-        *,
-        seat: CoreSeat,
+        executor: Executor,
+        connector: KVConnectorScheduler,
         clock: Clock,
-        progress: Callable[[str], None],
+        *,
+        config: EngineConfig,
+        workers: Sequence[WorkerInfo],
+        in_waves: bool = False,
     ) -> None:
-        incarnation = Incarnation(secrets.token_hex(8))
-        engine_id = EngineId(config.engine_id or f"{config.role.value}-{incarnation[:6]}")
-        factory = find(config.transfer.kv_connector)
-        self.executor = make_executor(
-            config, core=seat, engine_id=engine_id, incarnation=incarnation, progress=progress
+        first = workers[0]
+        layout = first.layout
+        self.executor = executor
+        self.scheduler = Scheduler(
+            config.scheduler,
+            config.cache,
+            num_blocks=layout.num_blocks,
+            max_model_len=first.max_model_len,
+            vocab_size=first.vocab_size,
+            connector=connector,
+            clock=clock,
+            num_stages=config.parallel.pipeline_parallel_size,
+            kv_bytes_per_token=sum(w.layout.block_bytes for w in workers) // layout.block_size,
         )
-        try:
-            workers = self.executor.start()
-            first = workers[0]
-            layout = first.layout
-            _check_capacity(first)
-            endpoints = [worker.endpoint for worker in workers if worker.endpoint is not None]
-            context = ConnectorContext(
-                config=config,
-                engine_id=engine_id,
-                incarnation=incarnation,
-                layout=layout,
-                layout_digest=first.layout_digest,
-                layout_fields=first.layout_fields,
-                shape=first.shape,
-                num_ranks=len(workers),
-            )
-            self.scheduler = Scheduler(
-                config.scheduler,
-                config.cache,
-                num_blocks=layout.num_blocks,
-                max_model_len=first.max_model_len,
-                vocab_size=first.vocab_size,
-                connector=factory.scheduler(context, endpoints),
-                clock=clock,
-                num_stages=config.parallel.pipeline_parallel_size,
-                kv_bytes_per_token=sum(w.layout.block_bytes for w in workers) // layout.block_size,
-            )
-        except BaseException:
-            self.executor.close(1.0)
-            raise
-        self.waves = Waves(self.scheduler) if seat.num_cores > 1 else None
+        self.waves = Waves(self.scheduler) if in_waves else None
         self._plan = self.scheduler.schedule if self.waves is None else self.waves.schedule
         self._clock = clock
         self._step_timeout_s = config.liveness.step_timeout_s
         self._step_age_s = 0.0
         self._looked_s = clock.monotonic_s()
-        names = config.model.served_model_name
-        self.info = EngineInfo(
-            engine_id=engine_id,
-            incarnation=incarnation,
-            role=config.role.value,
-            model=names[0] if names else config.model.model,
-            dtype=layout.dtype,
-            max_model_len=first.max_model_len,
-            block_size=layout.block_size,
-            num_blocks=layout.num_blocks,
-            max_num_seqs=config.scheduler.max_num_seqs,
-            endpoints=endpoints,
-            layout_digest=first.layout_digest,
-            layout=first.layout_fields,
-            can_push=first.can_push,
-            kv_shape=first.shape,
-            protocol=PROTOCOL,
-        )
 
     def step(self, publish: Callable[[list[EngineOutput]], None]) -> bool:
         """Do all that can be done now; there is more when a `wake_fds` of the executor says so.
@@ -209,16 +163,3 @@ class EngineCore:
     def close(self, timeout_s: float) -> None:
         """End the executor. Idempotent."""
         self.executor.close(timeout_s)
-
-
-def _check_capacity(worker: WorkerInfo) -> None:
-    layout = worker.layout
-    capacity = layout.num_blocks * layout.block_size
-    if capacity < worker.max_model_len:
-        raise ConfigError(
-            f"the KV pool holds {capacity} tokens ({layout.num_blocks} blocks of "
-            f"{layout.block_size}), fewer than one request of --max-model-len "
-            f"{worker.max_model_len}: raise --kv-cache-memory-bytes or lower "
-            "--max-model-len",
-            param="max-model-len",
-        )

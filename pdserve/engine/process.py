@@ -24,9 +24,9 @@ import zmq
 
 from pdserve.engine.arrivals import Arrivals
 from pdserve.engine.coordinator import End, StartWave
-from pdserve.engine.core import EngineCore
 from pdserve.engine.launch import EngineLaunch
 from pdserve.engine.link import CoordinatorLink
+from pdserve.engine.loading import load_engine
 from pdserve.engine.local_socket import connect_local
 from pdserve.errors import ConfigError
 from pdserve.executor.base import RankDiedError
@@ -102,7 +102,7 @@ class EngineProcess:
             index = launch.core.local_index or 0
             self._link = CoordinatorLink(self._context, launch.coordinator, index)
         try:
-            self.core = EngineCore(
+            self.core, self._info = load_engine(
                 launch.config,
                 seat=launch.core,
                 clock=self._clock,
@@ -123,7 +123,7 @@ class EngineProcess:
             self._poller.register(fd, zmq.POLLIN)
         if self._link is not None:
             self._poller.register(self._link.socket, zmq.POLLIN)
-        self._publish(Ready(self.core.info))
+        self._publish(Ready(self._info))
         self._publish_outputs([])
         if self._link is not None:
             self._tell(self._link)
@@ -268,7 +268,7 @@ class EngineProcess:
             clock=self._clock,
             part=Part.CORE,
             role=self._role,
-            engine_id=self.core.info.engine_id,
+            engine_id=self._info.engine_id,
             running=scheduler.trace_of_running(),
         )
         pieces = (TracePiece(number, events) for events in dump.pieces())

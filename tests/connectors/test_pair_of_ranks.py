@@ -15,7 +15,7 @@ from hypothesis.stateful import rule
 from pdserve.connectors.memory.exchange import Exchange
 from tests.stateful.reaching import run_until_reached
 from tests.stateful.test_pair import PairMachine
-from tests.stateful.toy_engine import ToyEngine
+from tests.toy import ToyEngine
 
 if TYPE_CHECKING:
     from pdserve.connectors.memory.worker import MemoryWorker
@@ -43,15 +43,15 @@ class RanksMachine(PairMachine):
     new_exchange = PartitionedExchange
 
     def _engine(self, name: str, **fields: int) -> ToyEngine:
-        return ToyEngine(name, self.exchange, self.clock, depth=2, num_ranks=NUM_RANKS, **fields)
+        return ToyEngine(name, self.exchange, self.clock, num_ranks=NUM_RANKS, **fields)
 
     @rule(late_in_p=RANKS, late_in_d=RANKS, lost=RANKS)
     def ranks_differ(self, late_in_p: set[int], late_in_d: set[int], lost: set[int]) -> None:
         """From now on some ranks are late, and some do not find their peer."""
         assert isinstance(self.exchange, PartitionedExchange)
-        ends = [connector.endpoint for connector in self.prefill.connectors]
-        self.prefill.late, self.decode.late = set(late_in_p), set(late_in_d)
-        self.exchange.cut = {end for rank, end in enumerate(ends) if end and rank in lost}
+        ends = self.prefill.ref.endpoints
+        self.prefill.executor.late, self.decode.executor.late = set(late_in_p), set(late_in_d)
+        self.exchange.cut = {end for rank, end in enumerate(ends) if rank in lost}
 
     def teardown(self) -> None:
         assert isinstance(self.exchange, PartitionedExchange)
@@ -61,14 +61,14 @@ class RanksMachine(PairMachine):
         self.decode.scheduler.abort(gone)
         for request_id in gone:
             del self.by_decode[request_id]
-        self.prefill.late, self.decode.late = set(), set()
+        self.prefill.executor.late, self.decode.executor.late = set(), set()
         self._take_decode(self.decode.settle())
         self.exchange.cut = set()
         super().teardown()
         for engine in (self.prefill, self.decode):
-            assert engine.quorum.num_open == 0
+            assert engine.executor.quorum.num_open == 0
             assert not engine.scheduler.stats().kv_faults
-        for failed in (fact for report in self.decode.reports for fact in report.failed):
+        for failed in (fact for report in self.decode.executor.reports for fact in report.failed):
             told = [rank for rank in range(NUM_RANKS) if f"rank {rank}: " in failed.detail]
             self.reached["failed on one rank"] += len(told) == 1
             self.reached["aborted on one rank"] += failed.detail.count("aborted") == 1

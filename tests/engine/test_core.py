@@ -10,11 +10,9 @@ import pytest
 from pdserve.config.schema import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
 from pdserve.connectors.base import Hold, KVLayout, Match
 from pdserve.connectors.null import NullScheduler
-from pdserve.engine import core as core_module
 from pdserve.engine.core import EngineCore
 from pdserve.executor.base import RankDiedError
 from pdserve.observe.clock import ManualClock
-from pdserve.parallel.seat import CoreSeat
 from pdserve.wire.ids import RequestId
 from pdserve.wire.request import EngineOutput, FinishReason, GenerateRequest
 from pdserve.wire.sampling import SamplingParams
@@ -25,10 +23,9 @@ from pdserve.worker.info import WorkerInfo
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from pdserve.connectors.base import ConnectorContext, RequestView
+    from pdserve.connectors.base import RequestView
     from pdserve.wire.ids import BlockId
     from pdserve.wire.step import SchedulerOutput
-    from pdserve.wire.transfer import Endpoint
 
 BLOCK_SIZE = 8
 NUM_BLOCKS = 16
@@ -72,11 +69,31 @@ class LoadingScheduler(NullScheduler):
         return ConnectorMetadata(",".join(staged).encode()) if staged else None
 
 
-class Loading:
-    """See `ConnectorFactory`."""
-
-    def scheduler(self, context: ConnectorContext, endpoints: list[Endpoint]) -> LoadingScheduler:
-        return LoadingScheduler()
+LAYOUT = KVLayout(
+    num_blocks=NUM_BLOCKS,
+    num_layers=1,
+    num_kv_heads=1,
+    block_size=BLOCK_SIZE,
+    head_dim=1,
+    dtype="float32",
+    dtype_bytes=4,
+)
+WORKER = WorkerInfo(
+    rank=0,
+    layout=LAYOUT,
+    layout_digest="",
+    layout_fields={},
+    shape=LAYOUT.shape_of_one_rank(),
+    can_push=False,
+    endpoint=None,
+    max_model_len=96,
+    architecture="played",
+    dtype="float32",
+    vocab_size=100,
+    eos_token_ids=(),
+    device="cpu",
+    num_threads=1,
+)
 
 
 class PlayedExecutor:
@@ -95,35 +112,6 @@ class PlayedExecutor:
         self.reports: deque[ConnectorReport] = deque()
         self._steps: deque[SchedulerOutput] = deque()
         self._done: deque[ModelRunnerOutput] = deque()
-
-    def start(self) -> list[WorkerInfo]:
-        layout = KVLayout(
-            num_blocks=NUM_BLOCKS,
-            num_layers=1,
-            num_kv_heads=1,
-            block_size=BLOCK_SIZE,
-            head_dim=1,
-            dtype="float32",
-            dtype_bytes=4,
-        )
-        return [
-            WorkerInfo(
-                rank=0,
-                layout=layout,
-                layout_digest="",
-                layout_fields={},
-                shape=layout.shape_of_one_rank(),
-                can_push=False,
-                endpoint=None,
-                max_model_len=96,
-                architecture="played",
-                dtype="float32",
-                vocab_size=100,
-                eos_token_ids=(),
-                device="cpu",
-                num_threads=1,
-            )
-        ]
 
     def submit(self, step: SchedulerOutput) -> None:
         assert len(self._steps) < self.max_in_flight
@@ -159,20 +147,19 @@ class PlayedExecutor:
 class Played:
     """A core, and its ranks."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, max_in_flight: int) -> None:
+    def __init__(self, max_in_flight: int) -> None:
         self.ranks = PlayedExecutor(max_in_flight)
-        monkeypatch.setattr(core_module, "make_executor", lambda *_args, **_named: self.ranks)
-        monkeypatch.setattr(core_module, "find", lambda _name: Loading())
         self.clock = ManualClock()
         self.core = EngineCore(
-            EngineConfig(
+            self.ranks,
+            LoadingScheduler(),
+            self.clock,
+            config=EngineConfig(
                 model=ModelConfig(model="played"),
                 cache=CacheConfig(block_size=BLOCK_SIZE, enable_prefix_caching=False),
                 scheduler=SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=128),
             ),
-            seat=CoreSeat(),
-            clock=self.clock,
-            progress=lambda text: None,
+            workers=[WORKER],
         )
         self.out: list[str] = []
 
@@ -212,9 +199,9 @@ class Played:
 
 
 @pytest.fixture
-def played(monkeypatch: pytest.MonkeyPatch) -> Played:
+def played() -> Played:
     """A core whose ranks run one step at a time."""
-    return Played(monkeypatch, 1)
+    return Played(1)
 
 
 def test_a_turn_waits_for_nothing(played: Played) -> None:
@@ -251,10 +238,8 @@ def test_a_request_that_comes_while_a_step_runs_is_in_the_next(played: Played) -
     assert played.turn() == ["step a b"]
 
 
-def test_a_request_is_in_a_step_at_once_where_there_is_room_beside_the_one_that_runs(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    played = Played(monkeypatch, 2)
+def test_a_request_is_in_a_step_at_once_where_there_is_room_beside_the_one_that_runs() -> None:
+    played = Played(2)
     played.add("a", max_tokens=1)
     assert played.turn() == ["step a"]
     played.add("b")
@@ -345,10 +330,8 @@ def test_a_load_takes_no_blocks_that_were_made_free_for_the_running_requests(
     assert played.turn() == ["step a", "post load"]
 
 
-def test_every_result_of_a_turn_makes_room_for_a_step_before_the_next_is_taken(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    played = Played(monkeypatch, 2)
+def test_every_result_of_a_turn_makes_room_for_a_step_before_the_next_is_taken() -> None:
+    played = Played(2)
     for name in ("a", "b"):
         played.add(name)
     assert played.turn() == ["step a b", "step a b"]

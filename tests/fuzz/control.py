@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from pdserve.config.schema import ProxyConfig
 from pdserve.errors import PdserveError
+from pdserve.executor.toy import toy_shape
 from pdserve.observe.clock import ManualClock
 from pdserve.proxy.backends import Backends
 from pdserve.proxy.breakers import Breakers
@@ -21,7 +22,6 @@ from pdserve.wire.seal import PROTOCOL, UNREADABLE
 from pdserve.wire.transfer import HANDOFFS, TICKETS, Endpoint
 from tests.fuzz.core import Pair
 from tests.fuzz.values import bent, like
-from tests.stateful.toy import toy_shape
 
 if TYPE_CHECKING:
     pass

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from pdserve.connectors.memory.exchange import Exchange
 from pdserve.engine.arrivals import Arrivals
+from pdserve.executor.toy import expected_output
 from pdserve.observe.clock import ManualClock
 from pdserve.wire.codec import Abort, Add, ReleaseLease, ToEngine, id_in_unreadable, to_engine
 from pdserve.wire.ids import RequestId
@@ -21,8 +22,7 @@ from pdserve.wire.request import GenerateRequest
 from pdserve.wire.seal import UNREADABLE
 from pdserve.wire.transfer import KVHandoff, PushTicket
 from tests.fuzz.values import bent, like
-from tests.stateful.toy import expected_output, sampling
-from tests.stateful.toy_engine import ToyEngine
+from tests.toy import ToyEngine, sampling
 
 PROMPT: Final = [1, 2, 3, 4, 5, 0, 1, 2, 3, 4, 5]
 _HOURS_S: Final = 36_000.0
@@ -118,10 +118,10 @@ class Pair:
             half: Any = engine.scheduler._connector
             assert not len(half._incoming)
             assert not len(half._outgoing)
-            for rank in engine.connectors:
+            for rank in engine.executor.connectors:
                 assert not len(rank.leases)
                 assert not rank._watches
-            engine.reports.clear()
+            engine.executor.reports.clear()
 
     def check_service(self) -> None:
         """A good request is answered, by P and D together."""
@@ -212,7 +212,7 @@ class CoreTarget:
         return sum(
             engine.scheduler.kv.pool.num_blocks
             - engine.scheduler.kv.pool.num_free
-            + sum(len(rank.leases) for rank in engine.connectors)
+            + sum(len(rank.leases) for rank in engine.executor.connectors)
             for engine in (self._pair.p, self._pair.d)
         )
 

@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from pdserve.config.schema import ModelConfig, ProxyConfig
-from pdserve.engine.fake import FakeFabric
 from pdserve.proxy.app import Proxy
 from pdserve.text.load import load_text
 from tests.server.conftest import make_engine, serving
+from tests.server.engine import MemoryNetwork
 from tests.text.tiny import write_model_files
 
 if TYPE_CHECKING:
@@ -63,10 +63,10 @@ class Served:
     async def _start(self) -> None:
         folder = self._cleanup.enter_context(tempfile.TemporaryDirectory())
         text = load_text(ModelConfig(model=str(write_model_files(Path(folder)))))
-        fabric = FakeFabric()
+        network = MemoryNetwork()
         for role in ("prefill", "decode"):
             engine = make_engine(
-                text, fabric=fabric, role=role, engine_id=role, max_model_len=MAX_MODEL_LEN
+                text, network=network, role=role, engine_id=role, max_model_len=MAX_MODEL_LEN
             )
             self.engines.append(await self._cleanup.enter_async_context(serving(text, engine)))
         self.proxy = Proxy(

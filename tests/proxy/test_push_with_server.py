@@ -193,7 +193,7 @@ async def test_the_receiver_dying_while_it_waits_costs_no_second_prefill(text, s
 @pytest.mark.parametrize("stream", [True, False])
 async def test_a_push_that_does_not_arrive_is_pulled(text, stream):
     body = BODIES[COMPLETIONS] | {"stream": stream}
-    async with deployed(text, prefill=[PUSH], decode=[{**PUSH, "failing_loads": 1}]) as both:
+    async with deployed(text, prefill=[PUSH], decode=[{**PUSH, "num_broken": 1}]) as both:
         await assert_same(both, body)
         assert both.servers[1].engine.stats.kv_loads == {"push": 0, "pull": 1}
         assert len(both.servers[0].engine.requests) == 1
@@ -202,7 +202,7 @@ async def test_a_push_that_does_not_arrive_is_pulled(text, stream):
 @pytest.mark.parametrize("stream", [True, False])
 @pytest.mark.parametrize("num_failing", [1, 2, 3, 9])
 async def test_the_ladder_ends_in_the_same_text(text, stream, num_failing):
-    failing = {**PUSH, "failing_loads": num_failing}
+    failing = {**PUSH, "num_broken": num_failing}
     body = BODIES[COMPLETIONS] | {"stream": stream}
     async with deployed(text, prefill=[PUSH, PUSH], decode=[failing, failing]) as both:
         got = await ask(both.url, COMPLETIONS, body)
@@ -215,7 +215,7 @@ async def test_the_ladder_ends_in_the_same_text(text, stream, num_failing):
 
 
 async def test_a_spent_budget_is_a_503_with_retry_after(text):
-    spent = {"max_recompute_tokens": 0}
+    spent = {"recompute_tokens_per_s": 0}
     impatient = {"retry_max_retries": 0, "queue_timeout_s": 0.5}
     async with (
         deployed(text, prefill=[{"die_after": 0}], decode=[spent], **impatient) as both,

@@ -12,12 +12,12 @@ import msgspec
 import pytest
 
 from pdserve.config.schema import ModelConfig, ProxyConfig
-from pdserve.engine.fake import FakeFabric
 from pdserve.observe.clock import Clock
 from pdserve.proxy.app import Proxy
 from pdserve.text.load import load_text
 from tests.proxy.scripted import events_of
 from tests.server.conftest import Server, make_engine, serving, until
+from tests.server.engine import MemoryNetwork
 from tests.text.tiny import write_model_files
 
 pytestmark = pytest.mark.slow
@@ -44,11 +44,10 @@ EXTRAS: list[dict[str, Any]] = [
 
 
 class Deployment:
-    def __init__(self, url: str, proxy: Proxy, servers: list[Server], fabric: FakeFabric) -> None:
+    def __init__(self, url: str, proxy: Proxy, servers: list[Server]) -> None:
         self.url = url
         self.proxy = proxy
         self.servers = servers
-        self.fabric = fabric
 
     def is_quiet(self) -> bool:
         """Nothing runs, and nothing is leased but at engines that are dead."""
@@ -72,14 +71,14 @@ async def deployed(
     engine_clock: Clock | None = None,
     **settings: Any,
 ):
-    """A proxy over servers over fakes; ends with nothing leased and nothing running."""
-    fabric = FakeFabric()
+    """A proxy over servers over local engines; ends with nothing leased and nothing running."""
+    network = MemoryNetwork()
     async with contextlib.AsyncExitStack() as stack:
         servers, urls = [], {"prefill": [], "decode": []}
         for role, group in (("prefill", prefill), ("decode", decode)):
             for i, parameters in enumerate(group):
                 name = f"{role}{i}"
-                engine = make_engine(text, fabric=fabric, role=role, engine_id=name, **parameters)
+                engine = make_engine(text, network=network, role=role, engine_id=name, **parameters)
                 server = await stack.enter_async_context(
                     serving(text, engine, secret=engine_secret, clock=engine_clock)
                 )
@@ -99,7 +98,7 @@ async def deployed(
         )
         url = await proxy.start()
         stack.push_async_callback(proxy.stop)
-        deployment = Deployment(url, proxy, servers, fabric)
+        deployment = Deployment(url, proxy, servers)
         yield deployment
         await until(deployment.is_quiet)
 

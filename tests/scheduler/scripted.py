@@ -6,13 +6,12 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from pdserve.config.schema import CacheConfig, SchedulerConfig
 from pdserve.connectors.base import ConnectorNews, Hold, KVConnectorScheduler, KVSource, Match
 from pdserve.errors import HandoffRefusedError
+from pdserve.executor.toy import toy_shape
 from pdserve.observe.clock import ManualClock
-from pdserve.scheduler.scheduler import Scheduler
 from pdserve.wire.ids import BlockId, EngineId, Incarnation, RequestId
-from pdserve.wire.request import EngineOutput, FinishReason, GenerateRequest, OnLoadFailure
+from pdserve.wire.request import FinishReason, GenerateRequest, OnLoadFailure
 from pdserve.wire.transfer import (
     ConnectorReport,
     EngineRef,
@@ -28,13 +27,12 @@ from pdserve.wire.transfer import (
     Settled,
     Withdrawn,
 )
-from tests.stateful.toy import VOCAB, ToyWorker, sampling
+from tests.toy import HeldEngine, sampling, toy_config
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from pdserve.connectors.base import RequestView, StepView
-    from pdserve.wire.step import SchedulerOutput
     from pdserve.wire.transfer import ConnectorMetadata
 
 NONCE = "push-1"
@@ -195,74 +193,32 @@ class ScriptedConnector(KVConnectorScheduler):
         )
 
 
-class Engine:
-    """A scheduler, a scripted connector, and a worker that knows every right KV value."""
+class Engine(HeldEngine):
+    """A core over toy ranks, whose connector is scripted; what the ranks report is the test's."""
 
     def __init__(
         self,
         *,
         num_blocks: int = 16,
         max_model_len: int = 48,
-        budget: int = 16,
-        max_num_seqs: int = 4,
         num_stages: int = 1,
         ahead_s: float = 0.0,
         **fields: Any,
     ) -> None:
-        self.clock = ManualClock(ahead_s=ahead_s)
         self.connector = ScriptedConnector()
-        self.scheduler = Scheduler(
-            SchedulerConfig(max_num_seqs=max_num_seqs, max_num_batched_tokens=budget, **fields),
-            CacheConfig(block_size=BLOCK_SIZE),
-            num_blocks=num_blocks,
-            max_model_len=max_model_len,
-            vocab_size=VOCAB,
+        super().__init__(
+            toy_config(num_stages=num_stages, **fields),
+            toy_shape(num_blocks, BLOCK_SIZE),
             connector=self.connector,
-            clock=self.clock,
-            num_stages=num_stages,
+            clock=ManualClock(ahead_s=ahead_s),
+            max_model_len=max_model_len,
+            depth=num_stages,
         )
-        self.worker = ToyWorker(num_blocks, BLOCK_SIZE, num_stages=num_stages)
-
-    def submit(self) -> SchedulerOutput | None:
-        """Plan a step; it is in flight until `retire`."""
-        return self.scheduler.schedule()
-
-    def retire(self, step: SchedulerOutput) -> list[EngineOutput]:
-        """Compute a step and take its results."""
-        self.scheduler.update(self.worker.execute(step))
-        self.scheduler.check()
-        return self.scheduler.drain_outputs()
-
-    def step(self) -> list[EngineOutput]:
-        """One step, if there is anything to do."""
-        step = self.submit()
-        return self.scheduler.drain_outputs() if step is None else self.retire(step)
-
-    def run(self) -> list[EngineOutput]:
-        """Steps until nothing can be scheduled."""
-        outputs = self.scheduler.drain_outputs()
-        while (step := self.submit()) is not None:
-            outputs += self.retire(step)
-        return outputs + self.scheduler.drain_outputs()
-
-    def report(self, **facts: Any) -> list[EngineOutput]:
-        """The workers' connector halves saw this."""
-        self.scheduler.apply_report(ConnectorReport(**facts))
-        self.scheduler.check()
-        return self.scheduler.drain_outputs()
-
-    def blocks(self, state: str) -> int:
-        """Number of blocks in a state."""
-        return self.scheduler.stats().blocks[state]
 
     def fill(self, prompt: Sequence[int], request_id: str, num_tokens: int | None = None) -> None:
         """Write the right KV of a prompt, or of its beginning, where `request_id` wants it."""
         blocks, _ = self.connector.tables[RequestId(request_id)]
-        other = ToyWorker(self.worker.layout.num_blocks, BLOCK_SIZE)
-        other.kv[:] = self.worker.kv
-        other._compute(list(prompt), list(blocks), 0, len(prompt))
-        whole = len(blocks) if num_tokens is None else num_tokens // BLOCK_SIZE
-        self.worker.kv[blocks[:whole]] = other.kv[blocks[:whole]]
+        self.executor.write_prompt(prompt[:num_tokens], blocks)
 
 
 def make_ticket(nonce: str = NONCE) -> PushTicket:

@@ -6,6 +6,7 @@ import logging
 
 import pytest
 
+from pdserve.executor.toy import expected_output
 from pdserve.wire.request import EngineOutput, FinishReason
 from tests.scheduler.scripted import (
     NONCE,
@@ -18,7 +19,6 @@ from tests.scheduler.scripted import (
     registered,
     settled,
 )
-from tests.stateful.toy import expected_output
 
 PROMPT = [1, 2] * 10
 
@@ -88,14 +88,14 @@ def ended_alone(engine: Engine, outputs: list[EngineOutput]) -> None:
 
 
 def test_a_connector_that_fails_over_what_a_step_computes_of_a_request_ends_that_one() -> None:
-    engine = Engine(budget=48)
+    engine = Engine(max_num_batched_tokens=48)
     engine.connector.fails_over = "bad"
     engine.scheduler.add(make_request("bad", PROMPT, remote_decode=True))
     engine.scheduler.add(make_request("good", PROMPT))
     step = engine.submit()
     assert step is not None
     assert list(step.num_scheduled_tokens) == ["good"]
-    ended_alone(engine, engine.retire(step))
+    ended_alone(engine, engine.collect())
 
 
 def test_a_connector_that_fails_over_a_handover_ends_the_request() -> None:

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-import msgspec
 import pytest
 
 from pdserve.connectors.base import Match
+from pdserve.executor.toy import expected_output
 from pdserve.wire.ids import RequestId
 from pdserve.wire.request import FinishReason, OnLoadFailure
-from pdserve.wire.step import SchedulerOutput
-from pdserve.wire.transfer import Failed, LeaseEnd, LoadFailure
+from pdserve.wire.transfer import LeaseEnd, LoadFailure
 from tests.scheduler.scripted import (
     BLOCK_SIZE,
     Engine,
@@ -20,7 +19,7 @@ from tests.scheduler.scripted import (
     received,
     settled,
 )
-from tests.stateful.toy import expected_output, sampling
+from tests.toy import sampling
 
 PROMPT = [1, 2] * 12  # three whole blocks
 
@@ -53,7 +52,7 @@ def test_the_last_token_of_a_prompt_that_is_loaded_whole_is_computed_again() -> 
     assert step.num_scheduled_tokens == {"stored": 1, "behind": 4}
     assert step.loading_request_ids == ["stored"]
     engine.fill(PROMPT, "stored")
-    outputs = engine.retire(step) + engine.run()
+    outputs = engine.collect() + engine.run()
     assert tokens_of(outputs, "stored") == right(8)
     assert len(tokens_of(outputs, "behind")) == 8
     stats = engine.scheduler.stats()
@@ -81,42 +80,17 @@ def test_so_is_that_of_one_whose_load_no_step_waits_for() -> None:
 # ---- a load inside a step that fails ------------------------------------------------------
 
 
-def retire_without(engine: Engine, step: SchedulerOutput, failure: Failed) -> list[Any]:
-    """The step's answer, as of a worker whose KV did not come: its tokens mean nothing."""
-    ids = list(step.num_scheduled_tokens)
-    result = engine.worker.execute(
-        msgspec.structs.replace(
-            step,
-            num_scheduled_tokens={
-                each: num
-                for each, num in step.num_scheduled_tokens.items()
-                if each != failure.request_id
-            },
-        )
-    )
-    result = msgspec.structs.replace(
-        result,
-        request_ids=[*result.request_ids, failure.request_id],
-        sampled_token_ids=[*result.sampled_token_ids, 0],
-        failed_loads=[failure],
-    )
-    assert failure.request_id in ids
-    engine.scheduler.update(result)
-    engine.scheduler.check()
-    return engine.scheduler.drain_outputs()
-
-
 @pytest.mark.parametrize(("num_valid", "first_token"), [(0, 0), (8, 8), (15, 8), (24, 16)])
 def test_what_was_computed_from_a_load_that_failed_is_computed_again_and_no_token_of_it_leaves(
     num_valid: int, first_token: int
 ) -> None:
-    engine = engine_with("stored", Match(16, is_async=False), budget=32)
+    engine = engine_with("stored", Match(16, is_async=False), max_num_batched_tokens=32)
     engine.scheduler.add(make_request("beside", [3] * 4, 2))
     step = engine.submit()
     assert step is not None
     assert step.num_scheduled_tokens == {"stored": 8, "beside": 4}
     engine.fill(PROMPT, "stored", min(num_valid, 16))
-    outputs = retire_without(engine, step, failed("stored", num_valid_tokens=num_valid))
+    outputs = engine.collect(failed_loads=[failed("stored", num_valid_tokens=num_valid)])
     assert tokens_of(outputs, "stored") == []
     assert len(tokens_of(outputs, "beside")) == 1
     assert engine.blocks("cached") == 0
@@ -126,7 +100,7 @@ def test_what_was_computed_from_a_load_that_failed_is_computed_again_and_no_toke
     (whole,) = again.new_requests
     assert whole.num_computed_tokens == first_token
     assert again.num_scheduled_tokens["stored"] == 24 - first_token
-    outputs = engine.retire(again) + engine.run()
+    outputs = engine.collect() + engine.run()
     assert tokens_of(outputs, "stored") == right(8)
     stats = engine.scheduler.stats()
     assert stats.kv_load_failures["peer_lost"] == 1
@@ -140,22 +114,19 @@ def test_a_load_that_has_failed_although_all_of_it_came_leaves_the_last_token_to
     step = engine.submit()
     assert step is not None
     engine.fill(PROMPT, "stored")
-    assert retire_without(engine, step, failed("stored", num_valid_tokens=24)) == []
+    assert engine.collect(failed_loads=[failed("stored", num_valid_tokens=24)]) == []
     assert tokens_of(engine.run(), "stored") == right(8)
     engine.scheduler.assert_nothing_held()
 
 
 def test_so_is_what_the_steps_behind_it_have_computed_where_several_are_in_flight() -> None:
-    engine = engine_with("stored", Match(8, is_async=False), budget=8, num_stages=2)
+    engine = engine_with("stored", Match(8, is_async=False), max_num_batched_tokens=8, num_stages=2)
     first, second = engine.submit(), engine.submit()
     assert first is not None
     assert second is not None
     assert second.num_scheduled_tokens == {"stored": 8}
-    answers = [
-        retire_without(engine, each, failure)
-        for each, failure in ((first, failed("stored")), (second, failed("stored")))
-    ]
-    assert answers == [[], []]
+    assert engine.collect(failed_loads=[failed("stored")]) == []
+    assert engine.collect() == []
     assert tokens_of(engine.run(), "stored") == right(8)
     assert engine.scheduler.stats().kv_load_failures["peer_lost"] == 1
     engine.scheduler.assert_nothing_held()

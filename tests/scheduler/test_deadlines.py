@@ -44,11 +44,10 @@ def test_who_runs_ends_when_it_is_late() -> None:
     engine.scheduler.add(make_request("r", PROMPT, 20, deadline_s=deadline_s))
     for _ in range(4):
         engine.step()
-    step = engine.submit()
-    assert step is not None
+    assert engine.submit() is not None
     engine.clock.advance(2.0)
-    assert engine.scheduler.schedule() is not None  # that "r" is gone
-    (output,) = engine.scheduler.drain_outputs()
+    assert engine.submit() is not None  # that "r" is gone
+    (output,) = engine.take()
     assert output.finish_reason is FinishReason.ABORT
     assert "while it ran" in str(output.error)
     assert engine.blocks("held") > 0  # the step in flight may still write them
@@ -61,8 +60,7 @@ def test_whose_kv_is_on_its_way_ends_when_it_is_late_and_keeps_its_blocks() -> N
     engine.scheduler.add(make_request("d", PROMPT, handoff=handoff, deadline_s=deadline_s))
     engine.step()
     engine.clock.advance(2.0)
-    engine.scheduler.admit_loads()
-    (output,) = engine.scheduler.drain_outputs()
+    (output,) = engine.report()
     assert output.finish_reason is FinishReason.ABORT
     assert list(engine.connector.ended) == ["d"]
     assert engine.blocks("quarantined") == 4

@@ -7,12 +7,13 @@ from typing import Any
 
 import pytest
 
+from pdserve.executor.toy import expected_output
 from pdserve.scheduler.budget import TokenBucket
 from pdserve.wire.ids import RequestId
 from pdserve.wire.request import EngineOutput, FinishReason, OnLoadFailure
 from pdserve.wire.transfer import LoadFailure
 from tests.scheduler.scripted import Engine, failed, make_handoff, make_request, received
-from tests.stateful.toy import expected_output, sampling
+from tests.toy import sampling
 
 PROMPT = [1, 2] * 12  # three whole blocks
 LEASE = "lease-1"

@@ -7,15 +7,14 @@ from typing import Any
 import msgspec
 import pytest
 
-from pdserve.config.schema import CacheConfig, SchedulerConfig, SchedulingPolicy
+from pdserve.config.schema import SchedulingPolicy
 from pdserve.connectors.memory.exchange import Exchange
-from pdserve.connectors.null import NullScheduler
 from pdserve.errors import InternalError
+from pdserve.executor.toy import expected_output
 from pdserve.kvcache.manager import SharedPrompt
 from pdserve.observe.clock import ManualClock
 from pdserve.scheduler.queue import WaitingQueue
 from pdserve.scheduler.request import Request, State
-from pdserve.scheduler.scheduler import Scheduler
 from pdserve.wire.ids import RequestId
 from pdserve.wire.outputs import TokenLogprobs
 from pdserve.wire.request import (
@@ -36,8 +35,7 @@ from pdserve.wire.transfer import (
 )
 from tests.scheduler.scripted import Engine, make_ticket
 from tests.scheduler.scripted import make_request as scripted_request
-from tests.stateful.toy import VOCAB, ToyWorker, expected_output, sampling
-from tests.stateful.toy_engine import ToyEngine
+from tests.toy import ToyEngine, sampling
 
 PROMPT = [1] * 20
 
@@ -85,19 +83,14 @@ def make_request(
     )
 
 
-def blocks(engine: ToyEngine, state: str) -> int:
-    """Number of blocks in a state."""
-    return engine.scheduler.stats().blocks[state]
-
-
 def test_leased_blocks_stay_until_the_reader_has_settled() -> None:
     pair = Pair()
     handoff = pair.hand_off()
-    assert blocks(pair.prefill, "leased") == 3
+    assert pair.prefill.blocks("leased") == 3
     pair.decode.scheduler.add(make_request("d", 8, handoff=handoff))
     tokens = [t for o in pair.decode.settle() for t in o.new_token_ids]
     assert tokens == expected_output(PROMPT, sampling(8, ignore_eos=True))
-    assert blocks(pair.prefill, "leased") == 3  # read, but P has not heard of it yet
+    assert pair.prefill.blocks("leased") == 3  # read, but P has not heard of it yet
     pair.prefill.settle()
     pair.prefill.scheduler.assert_nothing_held()
     pair.decode.scheduler.assert_nothing_held()
@@ -108,10 +101,10 @@ def test_an_aborted_load_keeps_its_blocks_until_it_has_settled() -> None:
     pair = Pair()
     pair.decode.scheduler.add(make_request("d", 8, handoff=pair.hand_off()))
     pair.decode.submit()
-    assert blocks(pair.decode, "receiving") == 3
+    assert pair.decode.blocks("receiving") == 3
     pair.decode.scheduler.abort([RequestId("d")])
-    assert blocks(pair.decode, "quarantined") == 3
-    assert blocks(pair.decode, "free") == pair.decode.scheduler.stats().num_blocks - 3
+    assert pair.decode.blocks("quarantined") == 3
+    assert pair.decode.blocks("free") == pair.decode.scheduler.stats().num_blocks - 3
     pair.decode.settle()
     pair.decode.scheduler.assert_nothing_held()
 
@@ -125,11 +118,11 @@ def test_a_request_that_ends_keeps_its_blocks_while_a_step_in_flight_may_write_t
     engine.submit()  # the first output token, planned before it is known
     assert len(engine.in_flight) == 2
     engine.scheduler.abort([RequestId("r")])
-    assert blocks(engine, "held") > 0
+    assert engine.blocks("held") > 0
     engine.collect()
-    assert blocks(engine, "held") > 0
+    assert engine.blocks("held") > 0
     engine.collect()
-    assert blocks(engine, "held") == 0
+    assert engine.blocks("held") == 0
 
 
 def test_a_failed_load_is_computed_here_and_the_first_token_stays() -> None:
@@ -171,7 +164,7 @@ def test_what_is_given_up_at_the_end_is_aborted_not_failed() -> None:
     pair.decode.scheduler.add(make_request("r", 8))
     pair.decode.submit()
     pair.decode.scheduler.abort_all("the engine is shutting down")
-    (output,) = pair.decode.scheduler.drain_outputs()
+    (output,) = pair.decode.take()
     assert output.finish_reason is FinishReason.ABORT
     assert output.error == "the engine is shutting down"
 
@@ -195,7 +188,7 @@ def test_a_late_report_does_not_free_what_a_step_in_flight_may_write() -> None:
             failed=[Failed(request_id=again, reason=LoadFailure.ABORTED)],
         )
     )
-    assert blocks(pair.decode, "held") > 0
+    assert pair.decode.blocks("held") > 0
     pair.decode.settle()
     pair.prefill.settle()
     scheduler.assert_nothing_held()
@@ -260,31 +253,21 @@ def test_cached_blocks_in_front_of_a_load_are_not_receiving() -> None:
     pair.decode.settle()
     pair.decode.scheduler.add(make_request("d", 8, handoff=pair.hand_off()))
     pair.decode.submit()
-    assert blocks(pair.decode, "receiving") == 1
-    assert blocks(pair.decode, "held") == 2
+    assert pair.decode.blocks("receiving") == 1
+    assert pair.decode.blocks("held") == 2
 
 
 # ---- logprobs of the prompt ----------------------------------------------------------
 
 
-def with_prompt_logprobs(engine: ToyEngine, request_id: str) -> None:
-    """Collect the oldest step as a model would that describes the prompt too."""
-    step, reports = engine.in_flight.popleft()
-    entry = TokenLogprobs(1, -1.0, 1, [])
-    result = engine.workers[0].execute(step)
-    num = step.num_scheduled_tokens[RequestId(request_id)]
-    logprobs = {RequestId(request_id): [entry] * num}
-    engine.scheduler.update(msgspec.structs.replace(result, prompt_logprobs=logprobs))
-    for report in reports:
-        engine.scheduler.apply_report(report)
-
-
 def test_logprobs_of_an_aborted_prompt_are_not_kept() -> None:
     engine = Pair().decode
     engine.scheduler.add(make_request("r", 8, prompt_logprobs=0))
-    engine.submit()
+    step = engine.submit()
+    assert step is not None
     engine.scheduler.abort([RequestId("r")])
-    with_prompt_logprobs(engine, "r")
+    entries = [TokenLogprobs(1, -1.0, 1, [])] * step.num_tokens
+    engine.collect(prompt_logprobs={RequestId("r"): entries})
     engine.settle()
     engine.scheduler.assert_nothing_held()
 
@@ -307,63 +290,46 @@ def test_a_prefill_with_prompt_logprobs_is_handed_over_like_any_other() -> None:
 # ---- who may start -------------------------------------------------------------------
 
 
-def small_scheduler(num_blocks: int, **fields: Any) -> tuple[Scheduler, ToyWorker]:
-    """A scheduler without a connector, and a worker for it."""
-    scheduler = Scheduler(
-        SchedulerConfig(max_num_seqs=4, **fields),
-        CacheConfig(block_size=8),
-        num_blocks=num_blocks,
-        max_model_len=48,
-        vocab_size=VOCAB,
-        connector=NullScheduler(),
-        clock=ManualClock(),
-    )
-    return scheduler, ToyWorker(num_blocks, 8)
-
-
 def test_a_prompt_longer_than_the_budget_runs_where_prompts_may_not_be_split() -> None:
-    scheduler, worker = small_scheduler(16, max_num_batched_tokens=16, enable_chunked_prefill=False)
-    scheduler.add(make_request("r", 2))
+    engine = Engine(enable_chunked_prefill=False)
+    engine.scheduler.add(make_request("r", 2))
     for _ in range(2):
-        step = scheduler.schedule()
-        assert step is not None, "it waits for a step that will never come"
-        scheduler.update(worker.execute(step))
-    assert scheduler.is_idle
+        assert engine.submit() is not None, "it waits for a step that will never come"
+        engine.collect()
+    assert engine.scheduler.is_idle
 
 
 def test_a_short_prompt_shares_steps_with_a_long_one_that_may_have_only_so_much_of_each() -> None:
-    scheduler, worker = small_scheduler(
-        16, max_num_batched_tokens=24, long_prefill_token_threshold=8
-    )
-    scheduler.add(make_request("long", 2, prompt=[1] * 20))
-    step = scheduler.schedule()
+    engine = Engine(max_num_batched_tokens=24, long_prefill_token_threshold=8)
+    engine.scheduler.add(make_request("long", 2, prompt=[1] * 20))
+    step = engine.submit()
     assert step is not None
     assert step.num_scheduled_tokens == {"long": 8}
-    scheduler.update(worker.execute(step))
-    scheduler.add(make_request("short", 2, prompt=[2] * 6))
+    engine.collect()
+    engine.scheduler.add(make_request("short", 2, prompt=[2] * 6))
     shares = []
-    while not scheduler.is_idle:
-        step = scheduler.schedule()
+    while not engine.scheduler.is_idle:
+        step = engine.submit()
         assert step is not None
         shares.append(dict(step.num_scheduled_tokens))
-        scheduler.update(worker.execute(step))
+        engine.collect()
     assert shares == [{"long": 8, "short": 6}, {"long": 4, "short": 1}, {"long": 1}]
 
 
 def test_nobody_starts_with_blocks_that_a_running_request_lacks() -> None:
-    scheduler, _ = small_scheduler(11, max_num_batched_tokens=40)
-    scheduler.add(make_request("first", 8, prompt=[2] * 33))
-    scheduler.add(make_request("long", 8, prompt=[1] * 40))
-    step = scheduler.schedule()
+    engine = Engine(num_blocks=11, max_num_batched_tokens=40)
+    engine.scheduler.add(make_request("first", 8, prompt=[2] * 33))
+    engine.scheduler.add(make_request("long", 8, prompt=[1] * 40))
+    step = engine.submit()
     assert step is not None
     assert step.num_scheduled_tokens == {"first": 33, "long": 7}
-    scheduler.kv.pool.take(2)  # as a load does
-    scheduler.add(make_request("late", 2, prompt=[3]))
+    engine.scheduler.kv.pool.take(2)  # as a load does
+    engine.scheduler.add(make_request("late", 2, prompt=[3]))
     # "long" needs four blocks and three are free; a step in flight forbids to preempt anybody.
-    step = scheduler.schedule()
-    assert step is not None
-    assert scheduler.kv.pool.num_free == 3
-    assert list(step.num_scheduled_tokens) == ["first"]
+    engine.executor.max_in_flight = 2
+    engine.core.step(lambda outputs: None)
+    assert engine.scheduler.kv.pool.num_free == 3
+    assert list(engine.in_flight[-1].num_scheduled_tokens) == ["first"]
 
 
 def test_who_starts_and_is_preempted_again_and_again_leaves_nothing_in_the_queue() -> None:
@@ -398,14 +364,8 @@ def test_an_illegal_move_is_refused_with_the_story() -> None:
 
 def lose(engine: Engine, *names: str) -> list[EngineOutput]:
     """One step, after which the workers name these requests."""
-    step = engine.submit()
-    assert step is not None
-    ids = [RequestId(name) for name in names]
-    engine.scheduler.update(
-        msgspec.structs.replace(engine.worker.execute(step), non_finite_ids=ids)
-    )
-    engine.scheduler.check()
-    return engine.scheduler.drain_outputs()
+    assert engine.submit() is not None
+    return engine.collect(non_finite_ids=[RequestId(name) for name in names])
 
 
 def test_a_request_that_becomes_nan_ends_alone_and_nobody_finds_its_blocks() -> None:
@@ -432,14 +392,11 @@ def test_a_request_that_becomes_nan_ends_alone_and_nobody_finds_its_blocks() -> 
 def test_what_is_still_said_of_a_request_that_became_nan_means_nothing() -> None:
     engine = Engine(max_num_seqs=2)
     engine.scheduler.add(scripted_request("bad", [1] * 4))
-    first = engine.submit()
-    second = engine.submit()
-    assert first is not None
-    assert second is not None
-    for step in (first, second):
-        result = engine.worker.execute(step)
-        engine.scheduler.update(msgspec.structs.replace(result, non_finite_ids=[RequestId("bad")]))
-    (error,) = engine.scheduler.drain_outputs()
+    for _ in range(2):
+        assert engine.submit() is not None
+    (error,) = [
+        output for _ in range(2) for output in engine.collect(non_finite_ids=[RequestId("bad")])
+    ]
     assert error.error_code == ErrorCode.NON_FINITE_LOGITS.value
     engine.run()
     engine.scheduler.assert_nothing_held()

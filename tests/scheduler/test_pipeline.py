@@ -2,77 +2,46 @@
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from pdserve.config.schema import CacheConfig, SchedulerConfig
-from pdserve.connectors.null import NullScheduler
-from pdserve.observe.clock import ManualClock
-from pdserve.scheduler.scheduler import Scheduler
+from pdserve.executor.toy import expected_output
 from pdserve.wire.ids import RequestId
-from pdserve.wire.request import GenerateRequest
-from tests.stateful.toy import VOCAB, ToyWorker, expected_output, sampling
+from tests.scheduler.scripted import Engine, make_request
+from tests.toy import sampling
 
 if TYPE_CHECKING:
     from pdserve.wire.step import SchedulerOutput
 
 
-class Pipeline:
-    """A scheduler and a toy worker, with a step in flight for each stage."""
+class Pipeline(Engine):
+    """An engine with a step in flight for each stage."""
 
-    def __init__(self, num_stages: int, *, num_blocks: int = 64, **fields: Any) -> None:
-        self.num_stages = num_stages
-        self.scheduler = Scheduler(
-            SchedulerConfig(max_num_seqs=16, **fields),
-            CacheConfig(block_size=8),
-            num_blocks=num_blocks,
-            max_model_len=64,
-            vocab_size=VOCAB,
-            connector=NullScheduler(),
-            clock=ManualClock(),
-            num_stages=num_stages,
-        )
-        self.worker = ToyWorker(num_blocks, 8, num_stages=num_stages)
-        self.in_flight: deque[SchedulerOutput] = deque()
-        self.outputs: dict[RequestId, list[int]] = {}
+    def __init__(self, num_stages: int, **fields: Any) -> None:
+        settings = {"num_blocks": 64, "max_num_seqs": 16, "max_num_batched_tokens": 2048, **fields}
+        super().__init__(num_stages=num_stages, max_model_len=64, **settings)
+        self.tokens: dict[RequestId, list[int]] = {}
 
     def add(self, name: str, max_tokens: int, prompt: list[int]) -> None:
         """A request arrives."""
-        self.scheduler.add(
-            GenerateRequest(
-                request_id=RequestId(name),
-                prompt_token_ids=prompt,
-                sampling=sampling(max_tokens, ignore_eos=True),
-                arrival_s=0.0,
-            )
-        )
-        self.outputs[RequestId(name)] = []
+        self.scheduler.add(make_request(name, prompt, max_tokens))
+        self.tokens[RequestId(name)] = []
 
-    def fill(self) -> None:
-        """Submit until every stage has a step, or nothing can be scheduled."""
-        while len(self.in_flight) < self.num_stages:
-            step = self.scheduler.schedule()
-            if step is None:
-                return
-            self.in_flight.append(step)
-
-    def retire(self) -> SchedulerOutput:
+    def retire(self) -> None:
         """Compute and take the oldest step."""
-        step = self.in_flight.popleft()
-        self.scheduler.update(self.worker.execute(step))
-        for output in self.scheduler.drain_outputs():
-            self.outputs[output.request_id] += output.new_token_ids
-        return step
+        for output in self.collect():
+            self.tokens[output.request_id] += output.new_token_ids
 
-    def run(self) -> list[SchedulerOutput]:
+    def finish(self) -> list[SchedulerOutput]:
         """All steps until no request is left."""
         steps: list[SchedulerOutput] = []
-        self.fill()
+        self.submit_all()
         while self.in_flight:
-            steps.append(self.retire())
-            self.fill()
+            steps.append(self.in_flight[0])
+            self.retire()
+            self.submit_all()
         self.scheduler.assert_nothing_held()
         return steps
 
@@ -82,7 +51,7 @@ def started(num_stages: int, num_requests: int) -> Pipeline:
     pipeline = Pipeline(num_stages)
     for index in range(num_requests):
         pipeline.add(f"r{index}", 30, [index % 3, 1, 2])
-    pipeline.fill()
+    pipeline.submit_all()
     while pipeline.in_flight:
         pipeline.retire()
     return pipeline
@@ -94,7 +63,7 @@ def test_decoding_requests_are_shared_out_over_the_stages(
 ) -> None:
     pipeline = started(num_stages, num_requests)
     for _ in range(10):
-        pipeline.fill()
+        pipeline.submit_all()
         sizes = [len(step.num_scheduled_tokens) for step in pipeline.in_flight]
         assert len(sizes) == min(num_stages, num_requests)
         assert max(sizes) == -(-num_requests // num_stages)
@@ -105,7 +74,7 @@ def test_decoding_requests_are_shared_out_over_the_stages(
 def test_no_request_decodes_in_two_steps_in_flight() -> None:
     pipeline = started(3, 7)
     for _ in range(10):
-        pipeline.fill()
+        pipeline.submit_all()
         together = Counter(
             name for step in pipeline.in_flight for name in step.num_scheduled_tokens
         )
@@ -118,9 +87,9 @@ def test_every_decoding_request_advances_as_often_as_the_others() -> None:
     for arriving in range(4):
         pipeline.add(f"late{arriving}", 30, [1, 2])
         for _ in range(6):
-            pipeline.fill()
+            pipeline.submit_all()
             pipeline.retire()
-    early = [len(pipeline.outputs[RequestId(f"r{i}")]) for i in range(7)]
+    early = [len(pipeline.tokens[RequestId(f"r{i}")]) for i in range(7)]
     assert max(early) - min(early) <= 1
     assert min(early) > 5
 
@@ -128,28 +97,26 @@ def test_every_decoding_request_advances_as_often_as_the_others() -> None:
 def test_with_fewer_steps_in_flight_than_stages_nobody_is_left_behind() -> None:
     pipeline = started(3, 7)
     for _ in range(12):
-        step = pipeline.scheduler.schedule()
-        assert step is not None
-        pipeline.in_flight.append(step)
+        assert pipeline.submit() is not None
         pipeline.retire()
-    lengths = [len(tokens) for tokens in pipeline.outputs.values()]
+    lengths = [len(tokens) for tokens in pipeline.tokens.values()]
     assert max(lengths) - min(lengths) <= 1
 
 
 def test_a_long_prompt_is_computed_in_steps_that_are_in_flight_together() -> None:
     pipeline = Pipeline(3, max_num_batched_tokens=16)
     pipeline.add("long", 4, [1] * 40)
-    pipeline.fill()
+    pipeline.submit_all()
     assert [step.num_tokens for step in pipeline.in_flight] == [16, 16, 8]
-    pipeline.run()
-    assert pipeline.outputs[RequestId("long")] == expected_output([1] * 40, sampling(4))
+    pipeline.finish()
+    assert pipeline.tokens[RequestId("long")] == expected_output([1] * 40, sampling(4))
 
 
 def test_a_step_tells_what_was_sampled_since_the_last_one() -> None:
     pipeline = Pipeline(2)
     pipeline.add("r", 3, [1, 2])
-    steps = pipeline.run()
-    output = pipeline.outputs[RequestId("r")]
+    steps = pipeline.finish()
+    output = pipeline.tokens[RequestId("r")]
     told = [step.known_requests.sampled_token_ids for step in steps]
     assert told == [[], [[output[0]]], [[output[1]]], []]
 
@@ -157,7 +124,7 @@ def test_a_step_tells_what_was_sampled_since_the_last_one() -> None:
 def test_one_stage_is_told_nothing() -> None:
     pipeline = Pipeline(1)
     pipeline.add("r", 3, [1, 2])
-    assert not any(step.known_requests.sampled_token_ids for step in pipeline.run())
+    assert not any(step.known_requests.sampled_token_ids for step in pipeline.finish())
 
 
 @pytest.mark.parametrize("budget", [64, 8], ids=["recomputed at once", "in pieces"])
@@ -167,9 +134,9 @@ def test_a_full_pool_drains_the_pipeline_and_preempts(budget: int) -> None:
     for name, prompt in prompts.items():
         pipeline.add(name, 30, prompt)
     pipeline.scheduler.kv.enable_prefix_caching = False
-    pipeline.run()
+    pipeline.finish()
     assert pipeline.scheduler.stats().num_preemptions > 0
-    assert pipeline.outputs == {
+    assert pipeline.tokens == {
         name: expected_output(prompt, sampling(30, ignore_eos=True))
         for name, prompt in prompts.items()
     }
@@ -182,7 +149,8 @@ def test_empty_steps_in_flight_do_not_keep_a_full_pool_from_preempting() -> None
         pipeline.add(name, 30, prompt)
     for _ in range(100):
         # As in a wave that other engines keep alive: there is always a step in flight.
-        pipeline.in_flight.append(pipeline.scheduler.schedule() or pipeline.scheduler.empty_step())
+        if pipeline.submit() is None:
+            pipeline.submit_empty()
         if len(pipeline.in_flight) == 2:
             pipeline.retire()
     pipeline.retire()
@@ -192,10 +160,8 @@ def test_empty_steps_in_flight_do_not_keep_a_full_pool_from_preempting() -> None
 
 def test_an_empty_step_is_in_flight_until_it_is_retired() -> None:
     pipeline = Pipeline(2)
-    step = pipeline.scheduler.empty_step()
-    assert not step.num_scheduled_tokens
+    assert not pipeline.submit_empty().num_scheduled_tokens
     assert pipeline.scheduler.num_in_flight == 1
-    pipeline.in_flight.append(step)
     pipeline.retire()
     assert pipeline.scheduler.num_in_flight == 0
 
@@ -203,16 +169,16 @@ def test_an_empty_step_is_in_flight_until_it_is_retired() -> None:
 def test_an_empty_step_takes_along_who_is_gone() -> None:
     pipeline = started(2, 2)
     pipeline.scheduler.abort([RequestId("r0"), RequestId("r1")])
-    assert sorted(pipeline.scheduler.empty_step().gone_request_ids) == ["r0", "r1"]
-    assert pipeline.scheduler.schedule() is None
+    assert sorted(pipeline.submit_empty().gone_request_ids) == ["r0", "r1"]
+    assert pipeline.submit() is None
 
 
 def test_runnable_requests_are_those_that_wait_and_those_that_run() -> None:
     pipeline = Pipeline(2, max_num_batched_tokens=16)
     for index in range(3):
         pipeline.add(f"r{index}", 4, [index] * 16)
-    pipeline.fill()
+    pipeline.submit_all()
     assert pipeline.scheduler.stats().num_running == 2
     assert pipeline.scheduler.num_runnable == 3
-    pipeline.run()
+    pipeline.finish()
     assert pipeline.scheduler.num_runnable == 0

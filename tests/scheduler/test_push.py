@@ -7,6 +7,7 @@ import pytest
 
 from pdserve.config.schema import SchedulingPolicy
 from pdserve.connectors.memory.exchange import Exchange
+from pdserve.executor.toy import expected_output
 from pdserve.observe.clock import ManualClock
 from pdserve.scheduler.plan import MAX_OVERTAKEN
 from pdserve.wire.ids import RequestId
@@ -24,8 +25,7 @@ from tests.scheduler.scripted import (
     settled,
     withdrawn,
 )
-from tests.stateful.toy import expected_output, sampling
-from tests.stateful.toy_engine import ToyEngine
+from tests.toy import ToyEngine, sampling
 
 PROMPT = [1, 2] * 12  # three whole blocks
 
@@ -256,7 +256,7 @@ def register(engine: Engine) -> None:
 
 
 def test_the_connector_is_told_of_each_chunk_but_the_last_of_what_will_be_leased() -> None:
-    engine = Engine(budget=8)
+    engine = Engine(max_num_batched_tokens=8)
     engine.scheduler.add(make_request("local", [3] * 20, 1))
     engine.run()
     engine.scheduler.add(make_request("p", PROMPT, remote_decode=True))
@@ -292,7 +292,7 @@ def test_who_is_written_from_has_the_blocks_of_its_prompt_from_the_start() -> No
     blocks, generations = engine.connector.tables[RequestId("p")]
     assert len(blocks) == len(generations) == 4
     assert generations == [1] * 4
-    (output,) = engine.retire(step) + engine.run()
+    (output,) = engine.collect() + engine.run()
     assert output.finish_reason is FinishReason.HANDOFF
     assert output.handoff is not None
     assert output.handoff.nonce == NONCE
@@ -305,7 +305,7 @@ def test_who_is_written_from_has_the_blocks_of_its_prompt_from_the_start() -> No
 
 def crowded(*, is_pushed: bool = True, num_blocks: int = 7) -> Engine:
     """A P whose request `p` computes slowly, while another one needs more and more blocks."""
-    engine = Engine(num_blocks=num_blocks, budget=2)
+    engine = Engine(num_blocks=num_blocks, max_num_batched_tokens=2)
     engine.connector.is_registered = True
     engine.scheduler.add(make_request("old", [3] * 8, 40))
     while not engine.step():
@@ -350,9 +350,9 @@ def test_blocks_of_an_aborted_push_stay_until_neither_a_write_nor_a_step_has_the
     if is_settled_first:
         engine.report(settled=[settled("p", LeaseEnd.ABORTED)])
         assert engine.blocks("held") == 4
-        engine.retire(step)
+        engine.collect()
     else:
-        engine.retire(step)
+        engine.collect()
         assert engine.blocks("quarantined") == 4
         engine.report(settled=[settled("p", LeaseEnd.ABORTED)])
     engine.run()

@@ -8,14 +8,14 @@ import msgspec
 import pytest
 
 from pdserve.connectors.memory.exchange import Exchange
+from pdserve.executor.toy import TOY_EOS, TOY_VOCAB_SIZE, expected_output
 from pdserve.observe.clock import ManualClock
 from pdserve.scheduler.refusal import refusal_of
 from pdserve.wire.ids import EngineId, Incarnation, RequestId
 from pdserve.wire.outputs import TokenLogprobs
 from pdserve.wire.request import FinishReason, GenerateRequest
 from pdserve.wire.transfer import Endpoint, KVHandoff, KVShape
-from tests.stateful.toy import EOS, VOCAB, expected_output, sampling
-from tests.stateful.toy_engine import ToyEngine
+from tests.toy import ToyEngine, sampling
 
 MAX_MODEL_LEN = 48
 HANDOFF = KVHandoff(
@@ -63,7 +63,7 @@ def handoff(**fields: Any) -> KVHandoff:
 REFUSED = {
     "an empty prompt": (make_request([]), "empty"),
     "a full context": (make_request([1] * MAX_MODEL_LEN), "maximum context length"),
-    "an id beyond the vocabulary": (make_request([1, VOCAB]), "vocabulary"),
+    "an id beyond the vocabulary": (make_request([1, TOY_VOCAB_SIZE]), "vocabulary"),
     "a negative id": (make_request([1, -1]), "vocabulary"),
     "an id no array can hold": (make_request([1, 1 << 40]), "vocabulary"),
     "no output": (make_request([1], max_tokens=0), "max_tokens"),
@@ -76,10 +76,10 @@ REFUSED = {
     "negative logprobs": (make_request([1], logprobs=-1), "logprobs"),
     "negative prompt logprobs": (make_request([1], prompt_logprobs=-1), "prompt_logprobs"),
     "nothing allowed": (make_request([1], allowed_token_ids=()), "allowed_token_ids"),
-    "only unknown ids allowed": (make_request([1], allowed_token_ids=(VOCAB,)), "allowed"),
+    "only unknown ids allowed": (make_request([1], allowed_token_ids=(TOY_VOCAB_SIZE,)), "allowed"),
     "no first token": (make_request([1, 1], handoff=handoff(first_token_ids=[])), "first token"),
     "a strange first token": (
-        make_request([1, 1], handoff=handoff(first_token_ids=[VOCAB])),
+        make_request([1, 1], handoff=handoff(first_token_ids=[TOY_VOCAB_SIZE])),
         "first token",
     ),
     "logprobs of more tokens than there are": (
@@ -116,10 +116,10 @@ def test_what_cannot_be_run_ends_alone(name: str) -> None:
 
 def test_ids_outside_of_the_vocabulary_in_what_is_only_compared_are_harmless() -> None:
     request = make_request(
-        [1, EOS],
-        stop_token_ids=(VOCAB, 1 << 40),
-        logit_bias={VOCAB: 1.0},
-        allowed_token_ids=(1, VOCAB),
-        bad_words=((VOCAB,),),
+        [1, TOY_EOS],
+        stop_token_ids=(TOY_VOCAB_SIZE, 1 << 40),
+        logit_bias={TOY_VOCAB_SIZE: 1.0},
+        allowed_token_ids=(1, TOY_VOCAB_SIZE),
+        bad_words=((TOY_VOCAB_SIZE,),),
     )
-    assert refusal_of(request, vocab_size=VOCAB, max_model_len=MAX_MODEL_LEN) is None
+    assert refusal_of(request, vocab_size=TOY_VOCAB_SIZE, max_model_len=MAX_MODEL_LEN) is None

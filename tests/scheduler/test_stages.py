@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from pdserve.executor.toy import expected_output
 from pdserve.wire.request import EngineOutput, RequestStages
 from pdserve.wire.transfer import KVMode
 from tests.scheduler.scripted import (
@@ -16,7 +17,7 @@ from tests.scheduler.scripted import (
     received,
     registered,
 )
-from tests.stateful.toy import expected_output, sampling
+from tests.toy import sampling
 
 PROMPT = [1, 2] * 12
 FIRST = expected_output(PROMPT, sampling(1, ignore_eos=True))
@@ -42,10 +43,9 @@ def stages_of(outputs: list[EngineOutput]) -> RequestStages:
 def run(engine: Engine) -> RequestStages:
     """Steps of half a second each until something has stages."""
     while True:
-        step = engine.submit()
-        assert step is not None
+        assert engine.submit() is not None
         engine.clock.advance(0.5)
-        outputs = engine.retire(step)
+        outputs = engine.collect()
         if any(output.stages is not None for output in outputs):
             return stages_of(outputs)
 
@@ -107,10 +107,9 @@ def test_a_load_that_failed_for_good_was_waiting_and_then_it_is_a_prefill() -> N
 def test_kv_that_was_ready_while_a_step_ran_waited_for_that_step() -> None:
     engine = loading()
     engine.scheduler.add(make_request("other", [3] * 4))
-    step = engine.submit()  # at 1 s
-    assert step is not None
+    assert engine.submit() is not None  # at 1 s
     engine.clock.advance(4.0)
-    engine.retire(step)
+    engine.collect()
     engine.clock.advance(1.0)
     engine.fill(PROMPT, "d")
     engine.report(received=[received("d", wait_s=1.0, transfer_s=1.0)])  # ready at 3 s

@@ -134,10 +134,9 @@ def test_a_step_says_how_many_tokens_of_which_kind_it_computed():
     engine = Engine()
     engine.scheduler.add(make_request("p", PROMPT))
     for _ in range(3):
-        step = engine.submit()
-        assert step is not None
+        assert engine.submit() is not None
         engine.clock.advance(0.5)
-        engine.retire(step)
+        engine.collect()
     steps = [e for e in engine.scheduler.recorder.since(0.0) if isinstance(e, StepEvent)]
     counts = [(e.num_requests, e.num_prefill_tokens, e.num_decode_tokens) for e in steps]
     assert counts == [(1, 16, 0), (1, 8, 0), (1, 0, 1)]  # 16 tokens a step

@@ -18,12 +18,12 @@ from pdserve.config.schema import (
     ServerConfig,
     TransferConfig,
 )
-from pdserve.engine.fake import FakeEngineClient
 from pdserve.http.connection import Listener
 from pdserve.observe.clock import ManualClock, SystemClock
 from pdserve.server.app import build_app
 from pdserve.server.service import SERVICE
 from pdserve.text.load import load_text
+from tests.server.engine import ServedEngine
 from tests.text.tiny import SPECIAL, write_model_files
 
 if TYPE_CHECKING:
@@ -54,12 +54,12 @@ def text(model_dir: Path) -> Text:
 
 
 class Server:
-    """An API server in this process, over a fake engine."""
+    """An API server in this process, over an engine core in this process."""
 
     def __init__(
         self,
         url: str,
-        engine: FakeEngineClient,
+        engine: ServedEngine,
         session: aiohttp.ClientSession,
         app: web.Application,
     ) -> None:
@@ -108,7 +108,7 @@ class Server:
 @contextlib.asynccontextmanager
 async def serving(
     text: Text | None,
-    engine: FakeEngineClient,
+    engine: ServedEngine,
     *,
     clock: Clock | None = None,
     secret: str = "",
@@ -117,7 +117,7 @@ async def serving(
     policy: SchedulingPolicy = SchedulingPolicy.FCFS,
     **server: Any,
 ) -> AsyncIterator[Server]:
-    """Serve a fake engine on a free port."""
+    """Serve an engine on a free port."""
     app = build_app(
         engine,
         text,
@@ -139,11 +139,12 @@ async def serving(
             yield Server(f"http://{host}:{port}", engine, session, app)
     finally:
         await runner.cleanup()
+        engine.die("closed")
 
 
-def make_engine(text: Text, **parameters: Any) -> FakeEngineClient:
-    """A fake whose arithmetic stays clear of special tokens; its bytes need not be UTF-8."""
-    return FakeEngineClient(
+def make_engine(text: Text, **parameters: Any) -> ServedEngine:
+    """An engine whose tokens are no special ones; their bytes need not be UTF-8."""
+    return ServedEngine(
         **{"vocab_size": text.tokenizer.vocab_size, "first_token_id": len(SPECIAL)} | parameters
     )
 
@@ -159,8 +160,8 @@ def clock() -> ManualClock:
     return ManualClock(1700000000.0)
 
 
-def scripted(text: Text, answer: str, **parameters: Any) -> FakeEngineClient:
-    """A fake that answers every prompt with `answer` and the end of sequence."""
+def scripted(text: Text, answer: str, **parameters: Any) -> ServedEngine:
+    """An engine that answers every prompt with `answer` and the end of sequence."""
     token_ids = [*text.tokenizer.encode(answer, add_special_tokens=False), EOS]
     return make_engine(
         text, next_token=lambda request, output: token_ids[len(output)], **parameters

@@ -325,10 +325,13 @@ async def test_an_engine_that_dies_in_mid_stream_ends_it_with_an_error_event(tex
 
 
 async def test_a_bug_in_the_server_is_a_500_without_details(text, caplog):
-    def broken(request, output):
+    async def broken(request, siblings):
         raise ZeroDivisionError("a secret detail")
+        yield
 
-    async with serving(text, make_engine(text, next_token=broken)) as server:
+    engine = make_engine(text)
+    engine.generate = broken
+    async with serving(text, engine) as server:
         status, error = await server.refused(COMPLETIONS, PROMPT)
     assert (status, error["code"]) == (500, "internal_error")
     assert "secret" not in error["message"]
@@ -336,10 +339,14 @@ async def test_a_bug_in_the_server_is_a_500_without_details(text, caplog):
 
 
 async def test_a_bug_in_mid_stream_ends_it_with_an_error_event(text, caplog):
-    def broken(request, output):
-        return 60 if len(output) < 2 else 1 // 0
+    async def broken(request, siblings):
+        for _ in range(2):
+            yield EngineOutput(request_id=request.request_id, new_token_ids=[60])
+        raise ZeroDivisionError
 
-    async with serving(text, make_engine(text, next_token=broken)) as server:
+    engine = make_engine(text)
+    engine.generate = broken
+    async with serving(text, engine) as server:
         *chunks, last = events(await server.stream(COMPLETIONS, PROMPT))
         _, metrics = await server.get("/metrics")
     assert len(chunks) == 2

@@ -234,7 +234,7 @@ async def test_an_engine_registers_renews_and_leaves(text):
     assert {method for method, _ in renewals} == {"POST"}
     first = renewals[0][1]
     assert (first["url"], first["role"], first["lease_s"]) == ("http://me", "both", 0.15)
-    assert first["engine"]["engine_id"] == "fake"
+    assert first["engine"]["engine_id"] == "toy"
     assert (method, left["url"]) == ("DELETE", "http://me")
 
 

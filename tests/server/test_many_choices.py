@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from pdserve.engine.fake import FakeEngineClient
 from pdserve.wire.codec import Add, to_engine
 from tests.server.conftest import events, make_engine, serving
+from tests.server.engine import ServedEngine
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Sequence
@@ -19,8 +19,8 @@ PATH = "/v1/completions"
 PROMPT = [7] * 1500
 
 
-class CountingEngine(FakeEngineClient):
-    """A fake that knows how many bytes its requests would be on the way to an engine core."""
+class CountingEngine(ServedEngine):
+    """An engine that knows how many bytes its requests would be on the way to an engine core."""
 
     num_bytes = 0
 

@@ -9,7 +9,6 @@ from typing import Any
 import msgspec
 import pytest
 
-from pdserve.engine.fake import FakeFabric
 from pdserve.server.errors import error_response
 from pdserve.server.job import _raise_if_failed
 from pdserve.wire.ids import RequestId
@@ -149,7 +148,7 @@ async def test_a_ticket_that_an_engine_cannot_trust_is_a_409(text):
 @pytest.mark.parametrize("report", [True, False])
 async def test_a_proxy_that_asks_is_told_of_a_failed_load_and_others_get_their_tokens(text, report):
     body = {"prompt": "The", "max_tokens": 4}
-    async with pair(text, failing_loads=1) as both:
+    async with pair(text, num_broken=2) as both:
         leg = {"kv_transfer_params": {"do_remote_decode": True}}
         params = (await both.prefill.ok(COMPLETIONS, body | leg))["kv_transfer_params"]
         if report:
@@ -159,26 +158,29 @@ async def test_a_proxy_that_asks_is_told_of_a_failed_load_and_others_get_their_t
             answer = await response.json()
             assert response.status == (503 if report else 200)
             told = response.headers.get("X-Pdserve-Load-Failures")
-            assert told == ("timeout" if report else None)
+            assert told == ("digest,digest" if report else None)
         stats = both.decode.engine.stats
-        both.fabric.leases.clear()
-    assert stats.kv_ladder == {"report" if report else "recompute": 1}
+        for nonce in both.prefill.engine.leases:
+            await both.prefill.engine.release_lease(nonce)
+    rungs = {rung: number for rung, number in stats.kv_ladder.items() if number}
+    assert rungs == {"retry": 1, "report" if report else "recompute": 1}
     assert stats.recompute_tokens == (0 if report else 1)
     if report:
         assert answer["error"]["code"] == "kv_transfer_failed"
 
 
 async def test_a_fallback_beyond_the_budget_is_a_503_that_says_when_to_come_back(text):
-    async with serving(text, make_engine(text, max_recompute_tokens=3)) as server:
-        body: dict[str, Any] = {"prompt": [60, 61], "max_tokens": 2}
+    engine = make_engine(text, recompute_tokens_per_s=1, max_model_len=16)  # a burst of 16
+    async with serving(text, engine) as server:
+        body: dict[str, Any] = {"prompt": [60] * 10, "max_tokens": 2}
         assert await server.ok(COMPLETIONS, body)
         body["kv_transfer_params"] = {"pdserve": {"is_fallback": True}}
         assert await server.ok(COMPLETIONS, body)
         async with server.session.post(server.url + COMPLETIONS, json=body) as response:
             assert response.status == 503
-            assert response.headers["Retry-After"] == "1"
+            assert response.headers["Retry-After"] == "4"
             assert (await response.json())["error"]["code"] == "recompute_budget_exhausted"
-        assert server.engine.stats.recompute_tokens == 2
+        assert server.engine.stats.recompute_tokens == 10
 
 
 @pytest.mark.parametrize(
@@ -213,14 +215,12 @@ def test_an_engines_error_code_decides_the_status(code, status, retry_after):
 
 def with_stages(engine, stages: RequestStages, **more: Any) -> None:
     """Let an engine account for its requests like this."""
-    tokens = engine._outputs
 
-    async def outputs(request):
-        async for output in tokens(request):
-            changed = {"stages": stages} if output.stages is not None else {}
-            yield msgspec.structs.replace(output, **changed, **more)
+    def told(output):
+        changed = {"stages": stages} if output.stages is not None else {}
+        return msgspec.structs.replace(output, **changed, **more)
 
-    engine._outputs = outputs
+    engine.told = told
 
 
 STAGES = RequestStages(
@@ -256,7 +256,7 @@ async def test_parts_of_stages_are_told_and_not_summed(text, caplog):
 
 
 async def test_what_the_engine_counts_of_kv_has_one_series_each(text):
-    engine = make_engine(text, fabric=FakeFabric())
+    engine = make_engine(text)
     counted = {
         "kv_loads": {"push": 3, "pull": 4},
         "kv_ladder": {"retry": 1, "recompute": 2, "report": 5, "shed": 6},
@@ -293,7 +293,7 @@ async def test_a_stream_does_not_begin_with_what_its_client_has_already(text, fa
     """An engine tells the token of a handoff at once; whether its KV arrives is seen later."""
     arrives = asyncio.Event()
 
-    async def outputs(request):
+    async def outputs(request, siblings):
         first = request.handoff.first_token_ids[0]
         yield EngineOutput(request_id=request.request_id, new_token_ids=[first])
         await arrives.wait()
@@ -308,7 +308,7 @@ async def test_a_stream_does_not_begin_with_what_its_client_has_already(text, fa
 
     body = {"prompt": "The", "max_tokens": 4, "stream": True}
     async with pair(text) as both:
-        both.decode.engine._outputs = outputs
+        both.decode.engine.generate = outputs
         leg = {"kv_transfer_params": {"do_remote_decode": True, "pdserve": {"final_length": True}}}
         *_, last = events(await both.prefill.stream(COMPLETIONS, body | leg))
         params = last["pdserve_handoff"]
@@ -322,4 +322,4 @@ async def test_a_stream_does_not_begin_with_what_its_client_has_already(text, fa
             assert response.status == (503 if failing else 200)
             if failing:
                 assert response.headers["X-Pdserve-Load-Failures"] == "peer_lost"
-        both.fabric.leases.clear()
+        await both.prefill.engine.release_lease(*both.prefill.engine.leases)

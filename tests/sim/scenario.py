@@ -11,7 +11,6 @@ from pdserve.connectors.conformance import make_shape
 from pdserve.connectors.faulty import FaultKind
 from pdserve.wire.transfer import KVShape
 from tests.sim.engine import EngineSpec
-from tests.sim.toy import NUM_HEADS, NUM_LAYERS
 
 
 class LifeSpec(msgspec.Struct, frozen=True, kw_only=True):
@@ -71,6 +70,8 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True):
 
 
 _PREFIXES = ([], [1] * 8, [2] * 8, [1] * 16, [1, 2, 3, 4, 5] * 5)
+_NUM_LAYERS = 2
+_NUM_HEADS = 2
 _SHAPES: tuple[tuple[int, int], ...] = ((1, 1), (1, 1), (1, 1), (2, 1), (1, 2))
 MAX_LIVES = 40
 
@@ -175,8 +176,8 @@ def _shape(rng: random.Random, block_size: int) -> KVShape:
         pp=pp,
         block_size=block_size,
         num_blocks=1,
-        num_layers=NUM_LAYERS,
-        num_kv_heads=NUM_HEADS,
+        num_layers=_NUM_LAYERS,
+        num_kv_heads=_NUM_HEADS,
         head_dim=1,
         dtype="int64",
     )

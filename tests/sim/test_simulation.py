@@ -17,8 +17,8 @@ from tests.sim.__main__ import Summary, simulate
 from tests.sim.seeds import FAILED_ONCE
 from tests.sim.world import run_seed
 
-# Seeds that get to everything in few lives: the rarest situation comes up three times.
-FIRST_SEED, NUM_LIVES = 295, 600
+# Seeds that get to everything in few lives: the rarest situation comes up twice.
+FIRST_SEED, NUM_LIVES = 307, 600
 
 
 @pytest.fixture(scope="module")

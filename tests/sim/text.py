@@ -2,23 +2,35 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import tokenizers
 from tokenizers import decoders, models
 
+from pdserve.executor.toy import TOY_EOS, TOY_VOCAB_SIZE
 from pdserve.text.generation import GenerationDefaults
 from pdserve.text.load import Text
 from pdserve.text.tokenizer import Tokenizer
-from tests.sim.toy import EOS, VOCAB
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+_LETTERS = "abcdefg"
+
+
+def text_of(output: Sequence[int], *, ignore_eos: bool) -> str:
+    """What a client sees of it: the end mark has no text unless it is a token like others."""
+    return "".join(_LETTERS[each] for each in output if each != TOY_EOS or ignore_eos)
 
 
 def _make() -> Text:
-    vocab = {letter: index for index, letter in enumerate("abcdefg"[:VOCAB])}
+    vocab = {letter: index for index, letter in enumerate(_LETTERS)}
     backend = tokenizers.Tokenizer(models.WordLevel(vocab, unk_token="a"))
     backend.decoder = decoders.ByteLevel()
     return Text(
         tokenizer=Tokenizer(backend, {}),
-        defaults=GenerationDefaults(eos_token_ids=(EOS,)),
-        vocab_size=VOCAB,
+        defaults=GenerationDefaults(eos_token_ids=(TOY_EOS,)),
+        vocab_size=TOY_VOCAB_SIZE,
     )
 
 

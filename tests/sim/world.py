@@ -21,17 +21,19 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 
-from pdserve.config.schema import ProxyConfig, Role, SchedulerConfig
+from pdserve.config.schema import ProxyConfig, Role
 from pdserve.connectors.faulty import FaultKind, Plan
 from pdserve.connectors.faulty.worker import Fabric
+from pdserve.executor.toy import TOY_EOS, WrongKVError, expected_output
 from pdserve.observe.clock import ManualClock
 from pdserve.proxy.app import Proxy
 from pdserve.server.sampling import choice_seed
+from pdserve.wire.sampling import SamplingParams
 from tests.sim import virtual_time
 from tests.sim.engine import SECRET, SimEngine
 from tests.sim.net import Host, Net, Response, chunks_of
 from tests.sim.scenario import Scenario, draw
-from tests.sim.toy import EOS, WrongKVError, expected_output, text_of
+from tests.sim.text import text_of
 from tests.sim.wire import SimExchange
 
 if TYPE_CHECKING:
@@ -132,12 +134,6 @@ class World:
             backend.legs = _InOrder()  # type: ignore[assignment]
 
     # --- what engines ask
-
-    @staticmethod
-    def scheduler_fields(spec: EngineSpec) -> dict[str, Any]:
-        name = "recompute_tokens_per_s"
-        known = name in SchedulerConfig.__struct_fields__
-        return {name: spec.recompute_tokens_per_s} if known else {}
 
     @staticmethod
     def step_s(num_tokens: int) -> float:
@@ -321,12 +317,15 @@ class World:
         """Compare with the one right answer."""
         output = expected_output(
             life.prompt,
-            seed=choice_seed(life.seed, 0),
-            max_tokens=life.max_tokens,
-            ignore_eos=life.ignore_eos,
+            SamplingParams(
+                seed=choice_seed(life.seed, 0),
+                max_tokens=life.max_tokens,
+                ignore_eos=life.ignore_eos,
+                eos_token_ids=(TOY_EOS,),
+            ),
         )
         wanted = text_of(output, ignore_eos=life.ignore_eos)
-        ended = output[-1] == EOS and not life.ignore_eos
+        ended = output[-1] == TOY_EOS and not life.ignore_eos
         try:
             answer.parse()
         except (AssertionError, ValueError, KeyError) as error:
@@ -367,8 +366,8 @@ class World:
                 said = f"{engine.spec.name}: {error or traceback.format_exc(limit=2)}"
                 self.result.violations.append((Broken.BLOCKS_HELD, said))
         for engine in self.engines.values():
-            if engine.quorum.num_open:
-                said = f"{engine.spec.name}: {engine.quorum.num_open} votes lack a rank"
+            if engine.executor.quorum.num_open:
+                said = f"{engine.spec.name}: {engine.executor.quorum.num_open} votes lack a rank"
                 self.result.violations.append((Broken.NO_END, said))
         left = self.proxy.num_background_tasks, self.proxy.admission.num_running
         if any(left):
@@ -380,7 +379,7 @@ class World:
             all(
                 engine.scheduler.is_idle
                 and not engine.scheduler.num_in_flight
-                and not engine.quorum.num_open
+                and not engine.executor.quorum.num_open
                 for engine in self.engines.values()
             )
             and not self.proxy.num_background_tasks

@@ -20,13 +20,13 @@ from hypothesis.stateful import (
 )
 
 from pdserve.connectors.memory.exchange import Exchange
+from pdserve.executor.toy import expected_output
 from pdserve.observe.clock import ManualClock
 from pdserve.wire.ids import RequestId
 from pdserve.wire.request import EngineOutput, FinishReason, GenerateRequest
 from pdserve.wire.transfer import PushTicket
 from tests.stateful.reaching import run_until_reached
-from tests.stateful.toy import expected_output, sampling
-from tests.stateful.toy_engine import ToyEngine
+from tests.toy import ToyEngine, sampling
 
 if TYPE_CHECKING:
     from pdserve.wire.sampling import SamplingParams
@@ -73,7 +73,7 @@ class PairMachine(RuleBasedStateMachine):
         super().__init__()
         self.clock = ManualClock()
         self.exchange = self.new_exchange()
-        self.prefill = self._engine("p", max_num_batched_tokens=8)
+        self.prefill = self._engine("p", max_num_batched_tokens=4)
         self.decode = self._engine("d", num_blocks=6)
         self.lives: list[Life] = []
         self.by_prefill: dict[RequestId, Life] = {}
@@ -81,9 +81,7 @@ class PairMachine(RuleBasedStateMachine):
         self.num_ids = 0
 
     def _engine(self, name: str, **fields: int) -> ToyEngine:
-        return ToyEngine(
-            name, self.exchange, self.clock, depth=2, num_stages=self.num_stages, **fields
-        )
+        return ToyEngine(name, self.exchange, self.clock, num_stages=self.num_stages, **fields)
 
     def _new_id(self) -> RequestId:
         self.num_ids += 1
@@ -211,7 +209,7 @@ class PairMachine(RuleBasedStateMachine):
         for life in self.by_prefill.values():
             life.is_over = True
         self.by_prefill.clear()
-        self.prefill = self._engine("p", max_num_batched_tokens=8)
+        self.prefill = self._engine("p", max_num_batched_tokens=4)
 
     @rule()
     def forget_prefixes(self) -> None:

@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-from collections import deque
-
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from pdserve.config.schema import CacheConfig, SchedulerConfig, SchedulingPolicy
-from pdserve.connectors.null import NullScheduler
+from pdserve.config.schema import SchedulingPolicy
+from pdserve.executor.toy import expected_output, toy_shape
 from pdserve.observe.clock import ManualClock
-from pdserve.scheduler.scheduler import Scheduler
 from pdserve.wire.ids import RequestId
 from pdserve.wire.request import FinishReason, GenerateRequest
-from pdserve.wire.step import ModelRunnerOutput
-from tests.stateful.toy import VOCAB, ToyWorker, expected_output, sampling
+from tests.toy import HeldEngine, sampling, toy_config
 
 MAX_MODEL_LEN = 32
 
@@ -31,27 +27,21 @@ class SchedulerMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.clock = ManualClock()
-        num_blocks = 11
-        self.scheduler = Scheduler(
-            SchedulerConfig(
-                max_num_seqs=4,
+        self.engine = HeldEngine(
+            toy_config(
                 max_num_batched_tokens=12 if self.may_split else MAX_MODEL_LEN,
                 enable_chunked_prefill=self.may_split,
                 policy=self.policy,
+                num_stages=self.num_stages,
             ),
-            CacheConfig(block_size=8),
-            num_blocks=num_blocks,
-            max_model_len=MAX_MODEL_LEN,
-            vocab_size=VOCAB,
-            connector=NullScheduler(),
+            toy_shape(11, 8),
             clock=self.clock,
-            num_stages=self.num_stages,
+            max_model_len=MAX_MODEL_LEN,
         )
-        self.worker = ToyWorker(num_blocks, 8, num_stages=self.num_stages)
+        self.scheduler = self.engine.scheduler
         self.expected: dict[RequestId, list[int]] = {}
         self.out: dict[RequestId, list[int]] = {}
         self.over: set[RequestId] = set()
-        self.in_flight: deque[ModelRunnerOutput] = deque()
         self.num_requests = 0
 
     @rule(
@@ -81,29 +71,25 @@ class SchedulerMachine(RuleBasedStateMachine):
             )
         )
 
-    @precondition(lambda self: len(self.in_flight) < self.depth)
+    @precondition(lambda self: len(self.engine.in_flight) < self.depth)
     @rule()
     def submit(self) -> None:
-        step = self.scheduler.schedule()
+        step = self.engine.submit()
         if step is not None:
             assert step.num_tokens <= (12 if self.may_split else MAX_MODEL_LEN)
             assert len(step.num_scheduled_tokens) <= 4
-            self.in_flight.append(self.worker.execute(step))
 
-    @precondition(lambda self: len(self.in_flight) < self.depth)
+    @precondition(lambda self: len(self.engine.in_flight) < self.depth)
     @rule()
     def submit_empty(self) -> None:
         """As for a wave of other engines."""
-        step = self.scheduler.empty_step()
-        assert not step.num_tokens
-        self.in_flight.append(self.worker.execute(step))
+        assert not self.engine.submit_empty().num_tokens
 
-    @precondition(lambda self: self.in_flight)
+    @precondition(lambda self: self.engine.in_flight)
     @rule()
     def collect(self) -> None:
         self.clock.advance(0.01)
-        self.scheduler.update(self.in_flight.popleft())
-        for output in self.scheduler.drain_outputs():
+        for output in self.engine.collect():
             request_id = output.request_id
             assert request_id not in self.over, "an output after the end"
             self.out[request_id] += output.new_token_ids
@@ -131,10 +117,10 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     def teardown(self) -> None:
         for _ in range(2000):
-            while self.in_flight:
+            while self.engine.in_flight:
                 self.collect()
             self.submit()
-            if not self.in_flight:
+            if not self.engine.in_flight:
                 break
         assert self.over == set(self.expected), "a request never ended"
         self.scheduler.assert_nothing_held()

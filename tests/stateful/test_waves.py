@@ -9,28 +9,26 @@ from __future__ import annotations
 import random
 from collections import Counter, deque
 from typing import TYPE_CHECKING
-from unittest.mock import patch
 
 import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pdserve.config.schema import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
+from pdserve.connectors.null import NullFactory, NullScheduler
 from pdserve.engine.coordinator import Coordinator, StartWave, Wish
 from pdserve.engine.core import EngineCore
+from pdserve.executor.toy import ToyExecutor, expected_output, toy_shape
 from pdserve.observe.clock import ManualClock
-from pdserve.parallel.seat import CoreSeat
-from pdserve.wire.ids import RequestId
+from pdserve.wire.ids import EngineId, Incarnation, RequestId
 from pdserve.wire.request import GenerateRequest
-from pdserve.worker.info import WorkerInfo
-from tests.stateful.toy import VOCAB, ToyWorker, expected_output, sampling
+from tests.toy import sampling, toy_config
 
 if TYPE_CHECKING:
+    from pdserve.config.schema import EngineConfig
     from pdserve.engine.coordinator import ToCores
     from pdserve.wire.request import EngineOutput
     from pdserve.wire.step import ModelRunnerOutput, SchedulerOutput, WaveStep
-    from pdserve.wire.transfer import ConnectorMetadata, ConnectorReport
 
 MAX_MODEL_LEN = 32
 NUM_BLOCKS = 7
@@ -54,69 +52,41 @@ class World:
         return not any(part.is_unfinished for part in step)
 
 
-class ToyExecutor:
-    """See `Executor`."""
+class WaveExecutor(ToyExecutor):
+    """Answers a step of a wave once every core has submitted it."""
 
-    def __init__(self, world: World, core: int, max_in_flight: int) -> None:
+    def __init__(self, world: World, core: int, max_in_flight: int, config: EngineConfig) -> None:
+        super().__init__(
+            config,
+            NullFactory(),
+            shape=toy_shape(NUM_BLOCKS, 8),
+            engine_id=EngineId(f"core {core}"),
+            incarnation=Incarnation("life"),
+            max_model_len=MAX_MODEL_LEN,
+        )
         self.max_in_flight = max_in_flight
-        self.wake_fds: list[int] = []
         self.num_submitted = 0
         self._world, self._core = world, core
-        self._worker = ToyWorker(NUM_BLOCKS, 8)
-        self._in_flight: deque[SchedulerOutput] = deque()
         self._num_collected = 0
 
-    def start(self) -> list[WorkerInfo]:
-        """See `Executor`."""
-        return [
-            WorkerInfo(
-                rank=0,
-                layout=self._worker.layout,
-                layout_digest="toy",
-                layout_fields={},
-                shape=self._worker.layout.shape_of_one_rank(),
-                can_push=False,
-                endpoint=None,
-                max_model_len=MAX_MODEL_LEN,
-                architecture="toy",
-                dtype="int64",
-                vocab_size=VOCAB,
-                eos_token_ids=(),
-                device="cpu",
-                num_threads=1,
-            )
-        ]
-
     def submit(self, step: SchedulerOutput) -> None:
-        assert len(self._in_flight) < self.max_in_flight
+        assert len(self.in_flight) < self.max_in_flight
         assert step.wave is not None or not step.num_scheduled_tokens, "tokens outside of a wave"
         self.num_submitted += 1
-        self._in_flight.append(step)
+        super().submit(step)
         if step.wave is not None:
             self._world.submitted[self._core].append(step.wave)
 
-    def post(self, metadata: ConnectorMetadata) -> None:
-        raise AssertionError("there is no connector")
-
     def poll_result(self) -> ModelRunnerOutput | None:
-        if not self._in_flight:
+        if not self.in_flight or self.in_flight[0].wave is None:
+            return super().poll_result()
+        is_over = self._world.is_over(self._num_collected)
+        if is_over is None:
             return None
-        step = self._in_flight[0]
-        is_over: bool | None = False
-        if step.wave is not None:
-            is_over = self._world.is_over(self._num_collected)
-            if is_over is None:
-                return None
-            self._num_collected += 1
-        self._in_flight.popleft()
-        output = self._worker.execute(step)
+        self._num_collected += 1
+        output = super().poll_result()
+        assert output is not None
         return msgspec.structs.replace(output, is_wave_over=is_over)
-
-    def poll_report(self) -> ConnectorReport | None:
-        return None
-
-    def close(self, timeout_s: float) -> None:
-        pass
 
 
 class Core:
@@ -124,19 +94,16 @@ class Core:
 
     def __init__(self, world: World, index: int, num_cores: int, max_in_flight: int) -> None:
         self.index = index
-        self.executor = ToyExecutor(world, index, max_in_flight)
-        config = EngineConfig(
-            model=ModelConfig(model="toy"),
-            cache=CacheConfig(block_size=8),
-            scheduler=SchedulerConfig(max_num_seqs=3, max_num_batched_tokens=12),
+        config = toy_config(max_num_seqs=3, max_num_batched_tokens=12)
+        self.executor = WaveExecutor(world, index, max_in_flight, config)
+        self.engine = EngineCore(
+            self.executor,
+            NullScheduler(),
+            ManualClock(),
+            config=config,
+            workers=self.executor.start(),
+            in_waves=True,
         )
-        with patch("pdserve.engine.core.make_executor", return_value=self.executor):
-            self.engine = EngineCore(
-                config,
-                seat=CoreSeat(index=index, num_cores=num_cores),
-                clock=ManualClock(),
-                progress=lambda text: None,
-            )
         assert self.engine.waves is not None
         self.waves = self.engine.waves
         self.wishes: deque[Wish] = deque()

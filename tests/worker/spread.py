@@ -1,8 +1,7 @@
-"""An engine without an executor: a real scheduler, and a real worker on every rank.
+"""An engine core over a real worker on every rank, without processes or rings of an executor.
 
-The output rank plans steps and puts them into a store; every rank takes them from there in
-order, and the output rank gives the results back to its scheduler. As many steps are in flight
-as there are pipeline stages.
+The output rank has the core, whose steps go into a store; every rank takes them from there in
+order. As many steps are in flight as there are pipeline stages.
 """
 
 from __future__ import annotations
@@ -22,11 +21,11 @@ from pdserve.config.schema import (
     SchedulerConfig,
 )
 from pdserve.connectors.null import NullScheduler
+from pdserve.engine.core import EngineCore
 from pdserve.observe.clock import ManualClock
 from pdserve.parallel.mesh import MeshShape
 from pdserve.parallel.rendezvous import Rendezvous, listen
 from pdserve.parallel.seat import Seat
-from pdserve.scheduler.scheduler import Scheduler
 from pdserve.wire.ids import EngineId, Incarnation, RequestId
 from pdserve.wire.request import GenerateRequest
 from pdserve.worker.worker import Worker
@@ -36,8 +35,10 @@ if TYPE_CHECKING:
 
     from pdserve.parallel.group import World
     from pdserve.wire.outputs import TokenLogprobs
+    from pdserve.wire.request import EngineOutput
     from pdserve.wire.sampling import SamplingParams
     from pdserve.wire.step import ModelRunnerOutput, SchedulerOutput
+    from pdserve.wire.transfer import ConnectorReport
     from pdserve.worker.info import WorkerInfo
 
 Requests = dict[str, tuple[list[int], "SamplingParams"]]
@@ -127,7 +128,7 @@ def serve(world: World, config: EngineConfig, requests: Requests) -> Outcome:
     try:
         if not seat.is_output:
             return _follow(worker, store)
-        return _Engine(worker, info, store).run(requests)
+        return _lead(worker, info, store, requests)
     finally:
         assert worker._world is not None
         worker._world.all.barrier()  # the first rank has the store, and must not leave early
@@ -159,65 +160,68 @@ def _follow(worker: Worker, store: dist.Store) -> Outcome:
         outcome.says_nothing &= answer == type(answer)(step_id=step.step_id)
 
 
-class _Engine:
-    """The output rank."""
+class _StoreExecutor:
+    """See `Executor`: the output rank's worker, here; the others take their steps from a store."""
 
-    def __init__(self, worker: Worker, info: WorkerInfo, store: dist.Store) -> None:
-        config = worker._config
+    def __init__(self, worker: Worker, store: dist.Store, max_in_flight: int) -> None:
+        self.max_in_flight = max_in_flight
+        self.wake_fds: list[int] = []
+        self.num_steps = 0
+        self.most_in_flight = 0
         self._worker, self._store = worker, store
-        self._num_stages = config.parallel.pipeline_parallel_size
-        self.scheduler = Scheduler(
-            config.scheduler,
-            config.cache,
-            num_blocks=info.layout.num_blocks,
-            max_model_len=info.max_model_len,
-            vocab_size=info.vocab_size,
-            connector=NullScheduler(),
-            clock=ManualClock(),
-            num_stages=self._num_stages,
-        )
         self._in_flight: deque[SchedulerOutput] = deque()
-        self._outcome = Outcome(says_nothing=False)
 
-    def run(self, requests: Requests) -> Outcome:
-        for name, (prompt, sampling) in requests.items():
-            self._outcome.tokens[name] = []
-            self._outcome.logprobs[name] = []
-            self.scheduler.add(
-                GenerateRequest(
-                    request_id=RequestId(name),
-                    prompt_token_ids=prompt,
-                    sampling=sampling,
-                    arrival_s=0.0,
-                )
-            )
-        while True:
-            while len(self._in_flight) < self._num_stages:
-                step = self.scheduler.schedule()
-                if step is None:
-                    break
-                self._submit(step)
-            if not self._in_flight:
-                break
-            self._take(self._worker.execute(self._in_flight.popleft()))
-        self._submit(None)
-        self.scheduler.assert_nothing_held()
-        self._outcome.num_preemptions = self.scheduler.stats().num_preemptions
-        return self._outcome
+    def submit(self, step: SchedulerOutput) -> None:
+        self._publish(step)
+        self.num_steps += 1
+        self._in_flight.append(step)
+        self.most_in_flight = max(self.most_in_flight, len(self._in_flight))
 
-    def _submit(self, step: SchedulerOutput | None) -> None:
-        self._store.set(f"step {self._outcome.num_steps}", pickle.dumps(step))
-        if step is not None:
-            self._outcome.num_steps += 1
-            self._in_flight.append(step)
-            self._outcome.most_in_flight = max(self._outcome.most_in_flight, len(self._in_flight))
+    def poll_result(self) -> ModelRunnerOutput | None:
+        return self._worker.execute(self._in_flight.popleft()) if self._in_flight else None
 
-    def _take(self, answer: ModelRunnerOutput) -> None:
-        self.scheduler.update(answer)
-        for output in self.scheduler.drain_outputs():
+    def poll_report(self) -> ConnectorReport | None:
+        return None
+
+    def close(self, timeout_s: float) -> None:
+        """Tell the others that there are no more steps."""
+        self._publish(None)
+
+    def _publish(self, step: SchedulerOutput | None) -> None:
+        self._store.set(f"step {self.num_steps}", pickle.dumps(step))
+
+
+def _lead(worker: Worker, info: WorkerInfo, store: dist.Store, requests: Requests) -> Outcome:
+    """Run requests to their end, on the output rank."""
+    config = worker._config
+    executor = _StoreExecutor(worker, store, config.parallel.pipeline_parallel_size)
+    core = EngineCore(executor, NullScheduler(), ManualClock(), config=config, workers=[info])
+    outcome = Outcome(says_nothing=False)
+
+    def take(outputs: list[EngineOutput]) -> None:
+        for output in outputs:
             name = str(output.request_id)
             assert output.error is None, output.error
-            self._outcome.tokens[name] += output.new_token_ids
-            self._outcome.logprobs[name] += output.logprobs or []
+            outcome.tokens[name] += output.new_token_ids
+            outcome.logprobs[name] += output.logprobs or []
             if output.prompt_logprobs is not None:
-                self._outcome.prompt_logprobs[name] = output.prompt_logprobs
+                outcome.prompt_logprobs[name] = output.prompt_logprobs
+
+    for name, (prompt, sampling) in requests.items():
+        outcome.tokens[name] = []
+        outcome.logprobs[name] = []
+        core.scheduler.add(
+            GenerateRequest(
+                request_id=RequestId(name),
+                prompt_token_ids=prompt,
+                sampling=sampling,
+                arrival_s=0.0,
+            )
+        )
+    while core.step(take):
+        pass
+    core.close(0.0)
+    core.scheduler.assert_nothing_held()
+    outcome.num_preemptions = core.scheduler.stats().num_preemptions
+    outcome.num_steps, outcome.most_in_flight = executor.num_steps, executor.most_in_flight
+    return outcome

@@ -1,0 +1,137 @@
+"""Makes an engine: its executor, its connector's halves, and the core between them."""
+
+from __future__ import annotations
+
+import secrets
+from typing import TYPE_CHECKING
+
+from pdserve.connectors.base import ConnectorContext
+from pdserve.connectors.registry import find
+from pdserve.engine.core import EngineCore
+from pdserve.errors import ConfigError
+from pdserve.executor.registry import make_executor
+from pdserve.wire.ids import EngineId, Incarnation
+from pdserve.wire.request import EngineInfo
+from pdserve.wire.seal import PROTOCOL
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from pdserve.config.schema import EngineConfig
+    from pdserve.connectors.base import ConnectorFactory
+    from pdserve.executor.base import Executor
+    from pdserve.observe.clock import Clock
+    from pdserve.parallel.seat import CoreSeat
+    from pdserve.worker.info import WorkerInfo
+
+
+def load_engine(
+    config: EngineConfig,
+    *,
+    seat: CoreSeat,
+    clock: Clock,
+    progress: Callable[[str], None],
+) -> tuple[EngineCore, EngineInfo]:
+    """Load the engine that `config` describes.
+
+    Args:
+        seat: The core among those of its world.
+        progress: Told, in words, how loading goes on.
+
+    Returns:
+        Its core, and what is told of it.
+
+    Raises:
+        ConfigError: The model, the device, the memory or the connector cannot be used.
+        RankDiedError: A rank ended for another reason.
+    """
+    incarnation = Incarnation(secrets.token_hex(8))
+    engine_id = EngineId(config.engine_id or f"{config.role.value}-{incarnation[:6]}")
+    factory = find(config.transfer.kv_connector)
+    executor = make_executor(
+        config, core=seat, engine_id=engine_id, incarnation=incarnation, progress=progress
+    )
+    return start_engine(
+        executor,
+        factory,
+        clock,
+        config=config,
+        engine_id=engine_id,
+        incarnation=incarnation,
+        in_waves=seat.num_cores > 1,
+    )
+
+
+def start_engine(
+    executor: Executor,
+    factory: ConnectorFactory,
+    clock: Clock,
+    *,
+    config: EngineConfig,
+    engine_id: EngineId,
+    incarnation: Incarnation,
+    in_waves: bool = False,
+) -> tuple[EngineCore, EngineInfo]:
+    """Start an executor and put a core over it; the executor is closed if that fails.
+
+    Args:
+        factory: The executor's own, whose worker halves it has.
+        in_waves: See `EngineCore`.
+
+    Raises:
+        ConfigError, RankDiedError: As of `load_engine`.
+    """
+    try:
+        workers = executor.start()
+        first = workers[0]
+        _check_capacity(first)
+        endpoints = [worker.endpoint for worker in workers if worker.endpoint is not None]
+        context = ConnectorContext(
+            config=config,
+            engine_id=engine_id,
+            incarnation=incarnation,
+            layout=first.layout,
+            layout_digest=first.layout_digest,
+            layout_fields=first.layout_fields,
+            shape=first.shape,
+            num_ranks=len(workers),
+        )
+        connector = factory.scheduler(context, endpoints)
+        core = EngineCore(
+            executor, connector, clock, config=config, workers=workers, in_waves=in_waves
+        )
+    except BaseException:
+        executor.close(1.0)
+        raise
+    names = config.model.served_model_name
+    info = EngineInfo(
+        engine_id=engine_id,
+        incarnation=incarnation,
+        role=config.role.value,
+        model=names[0] if names else config.model.model,
+        dtype=first.layout.dtype,
+        max_model_len=first.max_model_len,
+        block_size=first.layout.block_size,
+        num_blocks=first.layout.num_blocks,
+        max_num_seqs=config.scheduler.max_num_seqs,
+        endpoints=endpoints,
+        layout_digest=first.layout_digest,
+        layout=first.layout_fields,
+        can_push=first.can_push,
+        kv_shape=first.shape,
+        protocol=PROTOCOL,
+    )
+    return core, info
+
+
+def _check_capacity(worker: WorkerInfo) -> None:
+    layout = worker.layout
+    capacity = layout.num_blocks * layout.block_size
+    if capacity < worker.max_model_len:
+        raise ConfigError(
+            f"the KV pool holds {capacity} tokens ({layout.num_blocks} blocks of "
+            f"{layout.block_size}), fewer than one request of --max-model-len "
+            f"{worker.max_model_len}: raise --kv-cache-memory-bytes or lower "
+            "--max-model-len",
+            param="max-model-len",
+        )
