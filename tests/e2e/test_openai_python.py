@@ -95,9 +95,17 @@ def facts(answer: Any) -> dict[str, Any]:
     return {
         "choices": choices,
         "beside": answer.model_extra,
-        "usage": answer.usage.model_dump(),
+        "usage": usage_of(answer),
         "model": answer.model,
     }
+
+
+def usage_of(answer: Any) -> dict[str, Any]:
+    """Its usage; how much of the prompt was cached depends on what its engine was asked before."""
+    usage = answer.usage.model_dump()
+    cached = usage["prompt_tokens_details"].pop("cached_tokens")
+    assert 0 <= cached < usage["prompt_tokens"]
+    return usage
 
 
 def facts_of_stream(chunks: Iterable[Any]) -> dict[str, Any]:
@@ -110,7 +118,7 @@ def facts_of_stream(chunks: Iterable[Any]) -> dict[str, Any]:
         names.add((chunk.id, chunk.created, chunk.model))
         beside |= chunk.model_extra
         if not chunk.choices:
-            usage = chunk.usage.model_dump()
+            usage = usage_of(chunk)
         for choice in chunk.choices:
             fields = choice.model_dump()
             known = choices.get(choice.index)

@@ -42,9 +42,9 @@ class FlippedFactory:
         worker = find("nixl").worker(context, wake)
         register = worker.register_kv_caches
 
-        def register_and_watch(kv: torch.Tensor, layout: KVLayout) -> None:
-            register(kv, layout)
+        def register_and_watch(kv: torch.Tensor, layout: KVLayout) -> Endpoint | None:
             threading.Thread(target=_flip_when_told, args=(kv,), daemon=True).start()
+            return register(kv, layout)
 
         worker.register_kv_caches = register_and_watch  # type: ignore[method-assign]
         return worker
