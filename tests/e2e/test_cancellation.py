@@ -73,6 +73,7 @@ def footprint(processes: list[psutil.Process]) -> tuple[Counter[int], Counter[in
     return threads, descriptors
 
 
+@pytest.mark.alone
 async def test_a_third_of_200_streams_cut_off_leaves_every_block_free(
     model_of: Callable[[str], Path], tmp_path: Path
 ) -> None:
