@@ -192,7 +192,7 @@ class Transfers:
             try:
                 return self._connector.build_connector_meta(step)
             except Exception as error:  # noqa: BLE001 - whatever it is, others go on
-                broken = list(scheduled) if step.asked_about is None else [step.asked_about]
+                broken = [step.asked_about] if step.asked_about in scheduled else list(scheduled)
                 if not broken:
                     _log.exception("the connector failed over a step without requests")
                     return None

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import msgspec
 from hypothesis import strategies as st
 
@@ -22,9 +20,6 @@ from pdserve.wire.seal import PROTOCOL, UNREADABLE
 from pdserve.wire.transfer import HANDOFFS, TICKETS, Endpoint
 from tests.fuzz.core import Pair
 from tests.fuzz.values import bent, like
-
-if TYPE_CHECKING:
-    pass
 
 _SECRET = "s3cret"
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import logging
+from typing import TYPE_CHECKING
 
 import pytest
 
 from pdserve.executor.toy import expected_output
+from pdserve.wire.ids import RequestId
 from pdserve.wire.request import EngineOutput, FinishReason
 from tests.scheduler.scripted import (
     NONCE,
@@ -19,6 +21,10 @@ from tests.scheduler.scripted import (
     registered,
     settled,
 )
+
+if TYPE_CHECKING:
+    from pdserve.connectors.base import StepView
+    from pdserve.wire.transfer import ConnectorMetadata
 
 PROMPT = [1, 2] * 10
 
@@ -96,6 +102,28 @@ def test_a_connector_that_fails_over_what_a_step_computes_of_a_request_ends_that
     assert step is not None
     assert list(step.num_scheduled_tokens) == ["good"]
     ended_alone(engine, engine.collect())
+
+
+def test_a_connector_that_asks_a_step_for_a_request_it_does_not_compute_ends_no_engine() -> None:
+    engine = Engine()
+    whole = engine.connector.build_connector_meta
+    asked: list[RequestId] = []
+
+    def ask_for_another(step: StepView) -> ConnectorMetadata | None:
+        if not asked:
+            asked.append(RequestId("gone"))
+            step.get(asked[0])
+        return whole(step)
+
+    engine.connector.build_connector_meta = ask_for_another
+    engine.scheduler.add(make_request("first", PROMPT))
+    ends = [o.finish_reason for o in engine.run() if o.finish_reason is not None]
+    assert ends == [FinishReason.ERROR], "of the only request in the step"
+    good = make_request("good", PROMPT)
+    engine.scheduler.add(good)
+    tokens = [t for o in engine.run() for t in o.new_token_ids]
+    assert tokens == expected_output(PROMPT, good.sampling)
+    engine.scheduler.assert_nothing_held()
 
 
 def test_a_connector_that_fails_over_a_handover_ends_the_request() -> None:
