@@ -28,7 +28,7 @@ _ACCUMULATED = {torch.float32: 5e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 
 
 @dataclass(frozen=True)
-class Operation:
+class OperationSpec:
     """One operation, and what its implementations must agree on.
 
     Attributes:
@@ -80,17 +80,17 @@ def _op(
     cases: Callable[[], list[Case]],
     tolerance: dict[torch.dtype, float],
     *mutates: int,
-) -> Operation:
+) -> OperationSpec:
     of = attrgetter(name)
-    return Operation(name, of(Ops()), of, cases, tolerance, mutates)
+    return OperationSpec(name, of(Ops()), of, cases, tolerance, mutates)
 
 
-OPERATIONS: dict[str, Operation] = {
+OPERATIONS: dict[str, OperationSpec] = {
     operation.name: operation
     for operation in (
-        Operation("linear", products.linear, _linear, rows.linear, _ACCUMULATED),
-        Operation("head_linear", mla.head_linear, _heads, latent.head_linear, _ACCUMULATED),
-        Operation("experts", experts.experts, _experts, moe.experts, _ACCUMULATED),
+        OperationSpec("linear", products.linear, _linear, rows.linear, _ACCUMULATED),
+        OperationSpec("head_linear", mla.head_linear, _heads, latent.head_linear, _ACCUMULATED),
+        OperationSpec("experts", experts.experts, _experts, moe.experts, _ACCUMULATED),
         _op("rms_norm", rows.rms_norm, _ELEMENTWISE),
         _op("add_rms_norm", rows.add_rms_norm, _ELEMENTWISE, 1),
         _op("silu_and_mul", rows.silu_and_mul, _ELEMENTWISE),

@@ -23,7 +23,7 @@ import msgspec
 
 import pdserve
 from pdserve.commands.exit_codes import EXIT_DONE, EXIT_FAILED, EXIT_PEER
-from pdserve.commands.findings import Finding, Peer, Verdict, compatible
+from pdserve.commands.findings import Finding, Grade, RunningEngine, compatible
 from pdserve.commands.running import require_free
 from pdserve.config.load import Resolved, Table, build
 from pdserve.config.settings import DoctorConfig
@@ -49,12 +49,12 @@ def run(table: Table, resolved: Mapping[str, Resolved]) -> int:
     if config.json:
         print(json.dumps(msgspec.to_builtins({"version": pdserve.__version__, "checks": findings})))
     else:
-        counts = ", ".join(f"{verdicts.count(verdict)} {verdict.value}" for verdict in Verdict)
-        is_next = Verdict.FAIL not in verdicts and not config.peer
+        counts = ", ".join(f"{verdicts.count(verdict)} {verdict.value}" for verdict in Grade)
+        is_next = Grade.FAIL not in verdicts and not config.peer
         print(f"{counts}.{' Next: pdserve up' if is_next else ''}")
-    if any(f.check == "peer" and f.verdict is Verdict.FAIL for f in findings):
+    if any(f.check == "peer" and f.verdict is Grade.FAIL for f in findings):
         return EXIT_PEER
-    return EXIT_FAILED if Verdict.FAIL in verdicts else EXIT_DONE
+    return EXIT_FAILED if Grade.FAIL in verdicts else EXIT_DONE
 
 
 def _line(finding: Finding) -> str:
@@ -86,11 +86,11 @@ def versions() -> Finding:
     if missing:
         return Finding(
             "versions",
-            Verdict.FAIL,
+            Grade.FAIL,
             f"missing: {', '.join(missing)}",
             f"{sys.executable} -m pip install {' '.join(missing)}",
         )
-    return Finding("versions", Verdict.OK, ", ".join(found))
+    return Finding("versions", Grade.OK, ", ".join(found))
 
 
 def processor(flags: frozenset[str]) -> Finding:
@@ -101,15 +101,15 @@ def processor(flags: frozenset[str]) -> Finding:
     if cores < 2:
         return Finding(
             "cpu",
-            Verdict.WARN,
+            Grade.WARN,
             text,
             "prefill and decode share one core here and slow one another down: give them two",
         )
     if platform.machine() == "x86_64" and "avx512_bf16" not in flags:
         return Finding(
-            "cpu", Verdict.OK, f"{text}; bf16 is computed in fp32, as the CPU has no avx512_bf16"
+            "cpu", Grade.OK, f"{text}; bf16 is computed in fp32, as the CPU has no avx512_bf16"
         )
-    return Finding("cpu", Verdict.OK, text)
+    return Finding("cpu", Grade.OK, text)
 
 
 def devices() -> Finding:
@@ -117,18 +117,18 @@ def devices() -> Finding:
     try:
         import torch
     except ImportError as error:
-        return Finding("devices", Verdict.FAIL, f"torch cannot be imported: {error}")
+        return Finding("devices", Grade.FAIL, f"torch cannot be imported: {error}")
     if torch.cuda.is_available():
         names = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
-        return Finding("devices", Verdict.OK, f"CUDA {torch.version.cuda}: {', '.join(names)}")
+        return Finding("devices", Grade.OK, f"CUDA {torch.version.cuda}: {', '.join(names)}")
     if shutil.which("nvidia-smi") is not None:
         return Finding(
             "devices",
-            Verdict.WARN,
+            Grade.WARN,
             f"an NVIDIA driver is here, but torch {torch.__version__} sees no GPU",
             "install the CUDA build of torch, or look at `nvidia-smi`",
         )
-    return Finding("devices", Verdict.OK, "no GPU; models run on the CPU")
+    return Finding("devices", Grade.OK, "no GPU; models run on the CPU")
 
 
 def compiler() -> Finding:
@@ -139,17 +139,17 @@ def compiler() -> Finding:
         from pdserve.kernels.backend import KernelsUnavailableError
         from pdserve.kernels.registry import load
     except ImportError as error:
-        return Finding("kernels", Verdict.FAIL, f"cannot be imported: {error}")
+        return Finding("kernels", Grade.FAIL, f"cannot be imported: {error}")
     try:
         kernels = load(torch.device("cpu"))
     except KernelsUnavailableError as error:
         return Finding(
             "kernels",
-            Verdict.WARN,
+            Grade.WARN,
             str(error).splitlines()[0],
             "models on the CPU run many times slower without: apt-get install g++",
         )
-    return Finding("kernels", Verdict.OK, kernels.description)
+    return Finding("kernels", Grade.OK, kernels.description)
 
 
 def shared_memory(folder: Path) -> Finding:
@@ -157,7 +157,7 @@ def shared_memory(folder: Path) -> Finding:
     if not os.access(folder, os.W_OK):
         return Finding(
             "shared memory",
-            Verdict.WARN,
+            Grade.WARN,
             f"{folder} cannot be written: NCCL (ranks on GPUs) and Ray need it, pdserve does not",
             "mount a tmpfs there",
         )
@@ -165,8 +165,8 @@ def shared_memory(folder: Path) -> Finding:
     text = f"{folder} has {free / 2**20:,.0f} MiB free"
     if free < _SMALL_SHM_BYTES:
         remedy = "in a container: docker run --shm-size=1g, or an emptyDir of medium Memory"
-        return Finding("shared memory", Verdict.WARN, text, remedy)
-    return Finding("shared memory", Verdict.OK, text)
+        return Finding("shared memory", Grade.WARN, text, remedy)
+    return Finding("shared memory", Grade.OK, text)
 
 
 def port(host: str, number: int, name: str) -> Finding:
@@ -176,11 +176,11 @@ def port(host: str, number: int, name: str) -> Finding:
     except ConfigError:
         return Finding(
             f"port {number}",
-            Verdict.WARN,
+            Grade.WARN,
             f"{host}:{number} is in use, the default of the {name}",
             f"fine if pdserve runs already; `ss -ltnp 'sport = :{number}'` shows by whom",
         )
-    return Finding(f"port {number}", Verdict.OK, f"free for the {name}")
+    return Finding(f"port {number}", Grade.OK, f"free for the {name}")
 
 
 def ptrace(scope_file: Path) -> Finding:
@@ -188,12 +188,12 @@ def ptrace(scope_file: Path) -> Finding:
     try:
         scope = int(scope_file.read_text())
     except (OSError, ValueError):
-        return Finding("ptrace", Verdict.OK, "not restricted by Yama")
+        return Finding("ptrace", Grade.OK, "not restricted by Yama")
     if scope == 0:
-        return Finding("ptrace", Verdict.OK, "Yama's ptrace_scope is 0")
+        return Finding("ptrace", Grade.OK, "Yama's ptrace_scope is 0")
     return Finding(
         "ptrace",
-        Verdict.WARN,
+        Grade.WARN,
         f"Yama's ptrace_scope is {scope}: engines may not be allowed to read one another's memory",
         "if the transfer below is slow: sysctl kernel.yama.ptrace_scope=0, "
         "or docker run --cap-add=SYS_PTRACE",
@@ -213,7 +213,7 @@ def transfer() -> Finding:
     except ProbeError as error:
         return Finding(
             "transfer",
-            Verdict.FAIL,
+            Grade.FAIL,
             f"NIXL, twice: {error}",
             "ask again when the machine is idle; then reinstall nixl, or use `pdserve serve`",
         )
@@ -225,37 +225,37 @@ def transfer() -> Finding:
     if share < _POOR_TRANSFER_SHARE:
         return Finding(
             "transfer",
-            Verdict.WARN,
+            Grade.WARN,
             text,
             "UCX has fallen back to TCP: run the engines in one IPC and PID namespace, "
             "with permission to read one another's memory (see ptrace), and UCX_TLS unset",
         )
-    return Finding("transfer", Verdict.OK, text)
+    return Finding("transfer", Grade.OK, text)
 
 
 def peers(urls: Sequence[str], *, fetch: Callable[[str], Mapping[str, Any]]) -> Iterator[Finding]:
     """Can the engines at `urls` exchange KV with one another?"""
-    reached: list[Peer] = []
+    reached: list[RunningEngine] = []
     for url in urls:
         try:
             engine = fetch(url)["engine"]
             if engine is None:
-                yield Finding("peer", Verdict.WARN, f"{url} is still loading", "ask again later")
+                yield Finding("peer", Grade.WARN, f"{url} is still loading", "ask again later")
                 continue
-            peer = Peer(url, engine["role"], engine["layout_digest"], engine["layout"])
+            peer = RunningEngine(url, engine["role"], engine["layout_digest"], engine["layout"])
         except OSError as error:
             reason = getattr(error, "reason", error)
-            yield Finding("peer", Verdict.FAIL, f"{url} cannot be reached: {reason}")
+            yield Finding("peer", Grade.FAIL, f"{url} cannot be reached: {reason}")
             continue
         except (ValueError, KeyError, TypeError):
             yield Finding(
                 "peer",
-                Verdict.FAIL,
+                Grade.FAIL,
                 f"{url} is no pdserve engine",
                 "give the engines' URLs, not the proxy's",
             )
             continue
-        yield Finding("peer", Verdict.OK, f"{url} is a {peer.role} engine of {_model(peer)}")
+        yield Finding("peer", Grade.OK, f"{url} is a {peer.role} engine of {_model(peer)}")
         reached.append(peer)
     for one, other in itertools.pairwise(reached):
         yield compatible(one, other)
@@ -264,11 +264,11 @@ def peers(urls: Sequence[str], *, fetch: Callable[[str], Mapping[str, Any]]) -> 
         (role,) = roles
         missing = "decode" if role == "prefill" else "prefill"
         yield Finding(
-            "roles", Verdict.WARN, f"all of them are {role} engines", f"pdserve {missing} MODEL"
+            "roles", Grade.WARN, f"all of them are {role} engines", f"pdserve {missing} MODEL"
         )
 
 
-def _model(peer: Peer) -> str:
+def _model(peer: RunningEngine) -> str:
     return f"{Path(peer.layout.get('model', 'an unknown model')).name}, {peer.layout.get('dtype')}"
 
 

@@ -7,7 +7,7 @@ import enum
 import msgspec
 
 
-class Verdict(enum.Enum):
+class Grade(enum.Enum):
     """What a finding means for the user."""
 
     OK = "ok"
@@ -23,12 +23,12 @@ class Finding(msgspec.Struct, frozen=True):
     """
 
     check: str
-    verdict: Verdict
+    verdict: Grade
     text: str
     remedy: str = ""
 
 
-class Peer(msgspec.Struct, frozen=True):
+class RunningEngine(msgspec.Struct, frozen=True):
     """A running engine, as its `/pdserve/info` describes it."""
 
     url: str
@@ -37,11 +37,11 @@ class Peer(msgspec.Struct, frozen=True):
     layout: dict[str, str]
 
 
-def compatible(one: Peer, other: Peer) -> Finding:
+def compatible(one: RunningEngine, other: RunningEngine) -> Finding:
     """Is KV of one engine what the other one expects?"""
     names = f"{one.url} and {other.url}"
     if one.layout_digest == other.layout_digest:
-        return Finding("compatible", Verdict.OK, f"{names} can exchange KV")
+        return Finding("compatible", Grade.OK, f"{names} can exchange KV")
     differences = ", ".join(
         f"{key} {one.layout.get(key, 'unknown')} and {other.layout.get(key, 'unknown')}"
         for key in sorted({*one.layout, *other.layout})
@@ -49,7 +49,7 @@ def compatible(one: Peer, other: Peer) -> Finding:
     )
     return Finding(
         "compatible",
-        Verdict.FAIL,
+        Grade.FAIL,
         f"{names} differ: {differences or 'only in their digests'}",
         "start both with the same model and --dtype",
     )

@@ -31,7 +31,7 @@ import aiohttp
 from pdserve.commands.announce import given_lines, program, title
 from pdserve.commands.children import Child, ChildFailedError, ChildSpec
 from pdserve.commands.demo import DemoFailedError, Question, ask, wait_ready
-from pdserve.commands.findings import Peer, Verdict, compatible
+from pdserve.commands.findings import Grade, RunningEngine, compatible
 from pdserve.commands.model_directory import model_directory
 from pdserve.commands.running import require_free, run_until_signalled
 from pdserve.config.boxed import BOXED
@@ -373,16 +373,16 @@ class Supervisor:
         Raises:
             ConfigError: It cannot; the message names what differs.
         """
-        peers: dict[str, list[Peer]] = {"prefill": [], "decode": []}
+        peers: dict[str, list[RunningEngine]] = {"prefill": [], "decode": []}
         for member in self._members:
             if member.role != "proxy":
                 async with session.get(f"{member.url}{INFO_PATH}") as response:
                     engine = (await response.json())["engine"]
                 digest, layout = engine["layout_digest"], engine["layout"]
-                peers[member.role].append(Peer(member.url, member.role, digest, layout))
+                peers[member.role].append(RunningEngine(member.url, member.role, digest, layout))
         for one, other in itertools.product(peers["prefill"], peers["decode"]):
             finding = compatible(one, other)
-            if finding.verdict is not Verdict.OK:
+            if finding.verdict is not Grade.OK:
                 raise ConfigError(f"{finding.text}; {finding.remedy}")
 
     async def _demo(self, session: aiohttp.ClientSession) -> bool:

@@ -70,7 +70,7 @@ COMMON: Final = (
     Operation("get", "/v1/models", "The models", answer=replies.Models),
     Operation("get", "/v1/models/{model}", "One model", answer=replies.Model),
     Operation("post", "/tokenize", "A text or a chat as tokens", TokenizeRequest, replies.Tokens),
-    Operation("post", "/detokenize", "Tokens as text", DetokenizeRequest, replies.Text),
+    Operation("post", "/detokenize", "Tokens as text", DetokenizeRequest, replies.Detokenized),
     Operation("get", "/metrics", "Prometheus' series", answer=_TEXT),
     Operation("get", "/version", "The version of pdserve", answer=replies.Version),
     Operation("get", PATH, "This document", answer="application/json"),

@@ -112,7 +112,7 @@ class Tokens(msgspec.Struct, frozen=True):
     token_strs: list[str] | None
 
 
-class Text(msgspec.Struct, frozen=True):
+class Detokenized(msgspec.Struct, frozen=True):
     """The answer of `/detokenize`."""
 
     prompt: str

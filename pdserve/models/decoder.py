@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 
 from pdserve.kernels.step import StepInputs
-from pdserve.models.layers.attention import Attention
+from pdserve.models.layers.attention import GroupedQueryAttention
 from pdserve.models.layers.embedding import Embedding
 from pdserve.models.layers.mla import LatentAttention
 from pdserve.models.layers.mlp import GatedMLP
@@ -230,7 +230,7 @@ class Decoder:
 
 def _attention(arch: ModelArch, layer: int, cos_sin: Tensor, placement: Placement) -> AttentionHalf:
     if arch.mla is None:
-        return Attention(arch, layer, cos_sin, placement)
+        return GroupedQueryAttention(arch, layer, cos_sin, placement)
     return LatentAttention(arch, layer, cos_sin, placement)
 
 

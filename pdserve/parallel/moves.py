@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 
-class Slot(NamedTuple):
+class ExpertSlot(NamedTuple):
     """Room for one expert on a rank."""
 
     rank: int
@@ -32,15 +32,15 @@ class Slot(NamedTuple):
 class Move(NamedTuple):
     """One expert's weights are copied from slot to slot."""
 
-    source: Slot
-    target: Slot
+    source: ExpertSlot
+    target: ExpertSlot
 
 
 class _Arrival(NamedTuple):
     """An expert that a rank lacks, and the copy it is to come from."""
 
     rank: int
-    source: Slot
+    source: ExpertSlot
 
 
 def rounds(current: ExpertPlacement, wanted: ExpertPlacement) -> list[list[Move]]:
@@ -73,12 +73,12 @@ class _Plan:
         self.arrivals = _arrivals(current, wanted)
         self._num_reads = Counter(arrival.source for arrival in self.arrivals)
         self._unwanted = {
-            Slot(rank, local)
+            ExpertSlot(rank, local)
             for rank, experts in enumerate(current.ranks)
             for local, expert in enumerate(experts)
             if expert not in wanted.ranks[rank]
         }
-        self._free: list[list[Slot]] = [[] for _ in current.ranks]
+        self._free: list[list[ExpertSlot]] = [[] for _ in current.ranks]
         for slot in sorted(self._unwanted - set(self._num_reads)):
             self._free[slot.rank].append(slot)
         self._senders: set[int] = set()
@@ -135,10 +135,10 @@ class _Plan:
 
 def _arrivals(current: ExpertPlacement, wanted: ExpertPlacement) -> list[_Arrival]:
     """What each rank lacks; the copies of an expert share the sending."""
-    at: dict[int, list[Slot]] = {}
+    at: dict[int, list[ExpertSlot]] = {}
     for rank, experts in enumerate(current.ranks):
         for local, expert in enumerate(experts):
-            at.setdefault(expert, []).append(Slot(rank, local))
+            at.setdefault(expert, []).append(ExpertSlot(rank, local))
     num_sent: Counter[int] = Counter()
     found: list[_Arrival] = []
     for rank, (held, experts) in enumerate(zip(current.ranks, wanted.ranks, strict=True)):

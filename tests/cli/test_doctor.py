@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from pdserve.commands import doctor, transfer_probe
-from pdserve.commands.findings import Finding, Verdict
+from pdserve.commands.findings import Finding, Grade
 from pdserve.commands.transfer_probe import ProbeError, Rates, measure
 from tests.cli.process import free_ports, pdserve
 
@@ -36,20 +36,20 @@ def peers(**engines: Any) -> list[Finding]:
 
 def test_engines_of_one_layout_fit_together() -> None:
     findings = peers(p=engine("prefill"), d=engine("decode"))
-    assert [finding.verdict for finding in findings] == [Verdict.OK] * 3
+    assert [finding.verdict for finding in findings] == [Grade.OK] * 3
     assert findings[-1].text == "p and d can exchange KV"
 
 
 def test_engines_that_differ_are_named_with_both_values() -> None:
     *_, finding = peers(p=engine("prefill"), d=engine("decode", num_kv_heads="4", dtype="bfloat16"))
-    assert finding.verdict is Verdict.FAIL
+    assert finding.verdict is Grade.FAIL
     assert finding.text == "p and d differ: dtype float32 and bfloat16, num_kv_heads 2 and 4"
     assert "--dtype" in finding.remedy
 
 
 def test_two_engines_of_one_role_lack_the_other() -> None:
     *_, finding = peers(a=engine("decode"), b=engine("decode"))
-    assert (finding.check, finding.verdict) == ("roles", Verdict.WARN)
+    assert (finding.check, finding.verdict) == ("roles", Grade.WARN)
     assert finding.remedy == "pdserve prefill MODEL"
 
 
@@ -63,19 +63,19 @@ def test_two_engines_of_one_role_lack_the_other() -> None:
 )
 def test_a_peer_that_is_no_engine_fails(answer: object, text: str) -> None:
     (finding,) = peers(x=answer)
-    assert (finding.verdict, finding.text) == (Verdict.FAIL, text)
+    assert (finding.verdict, finding.text) == (Grade.FAIL, text)
 
 
 def test_a_peer_that_still_loads_is_only_a_warning() -> None:
     (finding,) = peers(x={"engine": None})
-    assert finding.verdict is Verdict.WARN
+    assert finding.verdict is Grade.WARN
 
 
 def test_a_port_in_use_is_a_warning_that_names_the_port() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         number = server.getsockname()[1]
         finding = doctor.port("127.0.0.1", number, "proxy")
-    assert finding.verdict is Verdict.WARN
+    assert finding.verdict is Grade.WARN
     assert str(number) in finding.text
 
 
@@ -85,21 +85,21 @@ def test_a_small_shared_memory_says_how_a_container_gets_more(
     usage = shutil._ntuple_diskusage(64 << 20, 0, 64 << 20)  # type: ignore[attr-defined]
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage)
     finding = doctor.shared_memory(tmp_path)
-    assert finding.verdict is Verdict.WARN
+    assert finding.verdict is Grade.WARN
     assert "--shm-size" in finding.remedy
 
 
 def test_a_missing_shared_memory_is_a_warning_for_what_needs_it(tmp_path: Path) -> None:
     finding = doctor.shared_memory(tmp_path / "none")
-    assert finding.verdict is Verdict.WARN
+    assert finding.verdict is Grade.WARN
     assert "NCCL" in finding.text
 
 
 @pytest.mark.parametrize(
-    ("scope", "verdict"), [("0\n", Verdict.OK), ("1\n", Verdict.WARN), (None, Verdict.OK)]
+    ("scope", "verdict"), [("0\n", Grade.OK), ("1\n", Grade.WARN), (None, Grade.OK)]
 )
 def test_a_restricted_ptrace_is_a_warning(
-    tmp_path: Path, scope: str | None, verdict: Verdict
+    tmp_path: Path, scope: str | None, verdict: Grade
 ) -> None:
     file = tmp_path / "ptrace_scope"
     if scope is not None:
@@ -114,9 +114,9 @@ def test_the_cpu_says_what_it_lacks(flags: set[str], words: str) -> None:
     assert words in doctor.processor(frozenset(flags)).text
 
 
-@pytest.mark.parametrize(("failures", "verdict"), [(1, Verdict.OK), (2, Verdict.FAIL)])
+@pytest.mark.parametrize(("failures", "verdict"), [(1, Grade.OK), (2, Grade.FAIL)])
 def test_a_transfer_that_breaks_off_is_tried_once_more(
-    failures: int, verdict: Verdict, monkeypatch: pytest.MonkeyPatch
+    failures: int, verdict: Grade, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     outcomes: list[ProbeError | Rates] = [ProbeError("broken off")] * failures
     outcomes.append(Rates(transfer=2e9, memcpy=4e9))
@@ -155,7 +155,7 @@ def test_json_holds_every_check_and_an_unreachable_peer_is_code_4() -> None:
 
 
 def test_a_finding_is_one_line_and_its_remedy_the_next() -> None:
-    finding = Finding("cpu", Verdict.WARN, "slow", "buy another")
+    finding = Finding("cpu", Grade.WARN, "slow", "buy another")
     assert [line.split() for line in doctor._line(finding).splitlines()] == [
         ["warn", "cpu", "slow"],
         ["->", "buy", "another"],

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from pdserve.kernels.cases.case import Case
-from pdserve.kernels.cases.table import OPERATIONS, Operation
+from pdserve.kernels.cases.table import OPERATIONS, OperationSpec
 from pdserve.kernels.registry import kernels_on
 
 pytestmark = pytest.mark.gpu
@@ -24,7 +24,7 @@ ROWS = [
 
 @pytest.mark.parametrize(("op", "case", "dtype"), ROWS)
 def test_an_operation_on_cuda_is_that_of_the_cpu(
-    cuda: torch.device, op: Operation, case: Case, dtype: torch.dtype
+    cuda: torch.device, op: OperationSpec, case: Case, dtype: torch.dtype
 ) -> None:
     wanted_args, args = case.make(dtype, CPU), case.make(dtype, cuda)
     wanted, found = op.reference(*wanted_args), op.of(kernels_on(cuda))(*args)
@@ -33,7 +33,7 @@ def test_an_operation_on_cuda_is_that_of_the_cpu(
         assert_close(op, dtype, args[position], wanted_args[position])
 
 
-def assert_close(op: Operation, dtype: torch.dtype, found: Any, wanted: Any) -> None:
+def assert_close(op: OperationSpec, dtype: torch.dtype, found: Any, wanted: Any) -> None:
     tolerance = op.tolerance[dtype]
     torch.testing.assert_close(
         found, wanted, rtol=tolerance, atol=tolerance, check_device=False, equal_nan=True

@@ -9,7 +9,7 @@ import torch
 
 from pdserve.kernels.backend import KernelBackend
 from pdserve.kernels.cases.case import Case
-from pdserve.kernels.cases.table import OPERATIONS, Operation
+from pdserve.kernels.cases.table import OPERATIONS, OperationSpec
 from tests.kernels.builds import CPU, NEEDS, kernels_for
 
 # The first test of each build waits for a compiler.
@@ -32,7 +32,7 @@ def kernels(request: pytest.FixtureRequest) -> KernelBackend:
 
 @pytest.mark.parametrize(("op", "case", "dtype"), ROWS)
 def test_native_agrees_with_reference(
-    kernels: KernelBackend, op: Operation, case: Case, dtype: torch.dtype
+    kernels: KernelBackend, op: OperationSpec, case: Case, dtype: torch.dtype
 ) -> None:
     expected_args, args = case.make(dtype, CPU), case.make(dtype, CPU)
     expected, result = op.reference(*expected_args), op.of(kernels)(*args)
@@ -41,6 +41,6 @@ def test_native_agrees_with_reference(
         _assert_close(op, dtype, args[position], expected_args[position])
 
 
-def _assert_close(op: Operation, dtype: torch.dtype, result: Any, expected: Any) -> None:
+def _assert_close(op: OperationSpec, dtype: torch.dtype, result: Any, expected: Any) -> None:
     tolerance = op.tolerance[dtype]
     torch.testing.assert_close(result, expected, rtol=tolerance, atol=tolerance)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from pdserve.kernels.registry import kernels_on
 from pdserve.models.arch import MoeArch, Scoring
-from pdserve.models.layers.moe import Router
+from pdserve.models.layers.moe import ExpertRouter
 from pdserve.models.layers.parameter import Placement
 from pdserve.models.reading import parse_arch
 
@@ -70,7 +70,7 @@ CASES = {
 }
 
 
-def make(case: Case) -> tuple[Any, Router]:
+def make(case: Case) -> tuple[Any, ExpertRouter]:
     """The same router twice: of transformers, and ours; their biases are random."""
     import transformers
 
@@ -89,12 +89,12 @@ def make(case: Case) -> tuple[Any, Router]:
     described = {**config.to_dict(), "architectures": [f"{case.family}ForCausalLM"]}
     moe = parse_arch(described).moe
     assert moe is not None
-    ours = Router(moe, config.hidden_size, Placement(CPU, torch.float32, kernels_on(CPU)))
+    ours = ExpertRouter(moe, config.hidden_size, Placement(CPU, torch.float32, kernels_on(CPU)))
     load(ours, stored)
     return theirs, ours
 
 
-def load(router: Router, stored: dict[str, Tensor]) -> None:
+def load(router: ExpertRouter, stored: dict[str, Tensor]) -> None:
     slots = dict(router.slots(""))
     assert slots.keys() == stored.keys()
     for name, slot in slots.items():
@@ -119,9 +119,9 @@ def test_experts_and_weights_are_those_of_transformers(case: Case) -> None:
 MOE = MoeArch(layers=(True,), num_experts=6, top_k=3, intermediate_size=1)
 
 
-def router_of(moe: MoeArch, weight: Tensor, bias: Tensor | None = None) -> Router:
+def router_of(moe: MoeArch, weight: Tensor, bias: Tensor | None = None) -> ExpertRouter:
     placement = Placement(CPU, torch.float32, kernels_on(CPU))
-    router = Router(moe, weight.shape[1], placement)
+    router = ExpertRouter(moe, weight.shape[1], placement)
     stored = {"gate.weight": weight}
     if bias is not None:
         stored["gate.e_score_correction_bias"] = bias
@@ -151,7 +151,7 @@ def test_logits_are_fp32_whatever_the_models_dtype(dtype: torch.dtype) -> None:
     moe = MoeArch(
         layers=(True,), num_experts=2, top_k=2, intermediate_size=1, normalize_weights=False
     )
-    router = Router(moe, 64, Placement(CPU, dtype, kernels_on(CPU)))
+    router = ExpertRouter(moe, 64, Placement(CPU, dtype, kernels_on(CPU)))
     load(router, {"gate.weight": weight})
     # 64 against 64 - 1/256, which have the same 11 leading bits.
     first, second = router(torch.ones(1, 64, dtype=dtype)).weights[0].tolist()

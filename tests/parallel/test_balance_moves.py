@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from pdserve.parallel.balance import rebalance
 from pdserve.parallel.experts import ExpertPlacement, place
-from pdserve.parallel.moves import Slot, after, rounds
+from pdserve.parallel.moves import ExpertSlot, after, rounds
 
 Case = tuple[ExpertPlacement, ExpertPlacement]
 
@@ -59,14 +59,17 @@ def test_an_expert_that_stays_on_a_rank_stays_in_its_slot(case: Case) -> None:
     current, wanted = case
     targets = {target for moved in rounds(current, wanted) for _, target in moved}
     for rank, (here, there) in enumerate(zip(current.ranks, wanted.ranks, strict=True)):
-        staying = {Slot(rank, local) for local, expert in enumerate(here) if expert in there}
+        staying = {ExpertSlot(rank, local) for local, expert in enumerate(here) if expert in there}
         assert not staying & targets
 
 
 def test_two_ranks_swap_in_one_round() -> None:
     current, wanted = ExpertPlacement(((0, 1), (2, 3))), ExpertPlacement(((0, 3), (1, 2)))
     (moved,) = rounds(current, wanted)
-    assert sorted(moved) == [(Slot(0, 1), Slot(1, 1)), (Slot(1, 1), Slot(0, 1))]
+    assert sorted(moved) == [
+        (ExpertSlot(0, 1), ExpertSlot(1, 1)),
+        (ExpertSlot(1, 1), ExpertSlot(0, 1)),
+    ]
 
 
 def test_a_circle_of_ranks_moves_in_one_round() -> None:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from pdserve.models.weights import Slot
 
 
-class Attention:
+class GroupedQueryAttention:
     """Norm, projections, optional q and k norms, rotation, cache write, attention, projection.
 
     Args:

@@ -46,7 +46,7 @@ class MoE:
         self._layer = layer
         self._norm = Parameter((arch.hidden_size,), placement)
         self._eps = arch.rms_norm_eps
-        self._router = Router(moe, arch.hidden_size, placement)
+        self._router = ExpertRouter(moe, arch.hidden_size, placement)
         self._shared = (
             SharedExperts(arch.hidden_size, moe.shared_intermediate_size, placement)
             if moe.shared_intermediate_size
@@ -86,7 +86,7 @@ class MoE:
         return self._stream.share(total)
 
 
-class Router:
+class ExpertRouter:
     """Which experts each token goes to, the same on every rank. Logits and scores are fp32."""
 
     def __init__(self, moe: MoeArch, hidden_size: int, placement: Placement) -> None:
