@@ -21,6 +21,7 @@ from pdserve.errors import ConfigError
 from pdserve.http import openapi
 from pdserve.http.bodies import Bodies
 from pdserve.http.connection import Listener
+from pdserve.http.heap import keep_flat
 from pdserve.observe.clock import SystemClock
 from pdserve.observe.log import log_event
 from pdserve.observe.metrics import measure_loop_lag
@@ -33,7 +34,6 @@ from pdserve.proxy.client import EngineHttp
 from pdserve.proxy.dashboard.handlers import Dashboard
 from pdserve.proxy.debug import Debug
 from pdserve.proxy.generation import Generation
-from pdserve.proxy.heap import keep_flat
 from pdserve.proxy.live import Live
 from pdserve.proxy.metrics import Metrics
 from pdserve.proxy.recent import Recent

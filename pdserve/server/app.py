@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
-import gc
 import logging
 import signal
 from typing import TYPE_CHECKING
@@ -23,6 +22,7 @@ from pdserve.http.access import Access
 from pdserve.http.bodies import Bodies
 from pdserve.http.connection import Listener
 from pdserve.http.control import Verifier
+from pdserve.http.heap import keep_flat
 from pdserve.observe.clock import SystemClock
 from pdserve.observe.log import log_event
 from pdserve.observe.metrics import measure_loop_lag
@@ -154,10 +154,8 @@ async def run_server(
             url = await _bind(runner, server_config)
             await _until_ready(service, stop)
             if stop.first is None and client.info is not None:
-                # What is there by now stays. To look through it for garbage takes 10 ms, in which
-                # every stream waits.
-                gc.collect()
-                gc.freeze()
+                # To look through what is there by now takes 10 ms, in which every stream waits.
+                keep_flat()
                 registration = Registrar(
                     server_config.proxy_urls,
                     url=server_config.advertise_url or url,

@@ -1,11 +1,13 @@
-"""Keeps the proxy's memory flatter: what a long life of short requests does to a heap.
+"""Keeps a server's memory flatter: what a long life of short requests does to a heap.
 
-Measured on 16,000 streams: without this, resident memory grows by about 430 bytes per request, with
-it by 150 to 180. Most of it are holes: asyncio reads into 256 KiB that it then cuts to what came,
-which glibc, once it has learned that such blocks are freed soon, takes from the heap. The rest is
-mostly garbage in cycles, which a collector that has to look at every module waits long for.
+Measured on 16,000 streams through a proxy: without this, its resident memory grows by about 430
+bytes per request, with it by 150 to 180. Most of it is holes: asyncio reads into 256 KiB that it
+then cuts to what came, which glibc, once it has learned that such blocks are freed soon, takes from
+the heap. The rest is mostly garbage in cycles, which a collector that has to look at every module
+waits long for.
 
-Knows nothing of what the proxy does.
+The proxy and each engine's server call it. A process that holds tensors should not: large blocks
+that are given back at once are faulted in again at each step.
 """
 
 from __future__ import annotations
