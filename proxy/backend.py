@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from pdserve.config.schema import Role
 
 if TYPE_CHECKING:
-    from pdserve.proxy.breakers import Breaker
+    from pdserve.proxy.breaker import Breaker
     from pdserve.proxy.client import Leg
     from pdserve.wire.request import EngineInfo
 

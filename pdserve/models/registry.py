@@ -18,7 +18,7 @@ from pdserve.models.layers.linear import kv_heads_of
 from pdserve.models.layers.parameter import Placement
 from pdserve.models.reading import read_arch
 from pdserve.models.weights import Checkpoint, DummyWeights, WeightSource, load_weights
-from pdserve.parallel import dispatch
+from pdserve.parallel import placed
 from pdserve.parallel.mesh import split_layers
 
 if TYPE_CHECKING:
@@ -201,7 +201,7 @@ def _experts(
     if arch.moe is None:
         return None
     moe_layers = [layer for layer in layers if arch.moe.layers[layer]]
-    return dispatch.make(moe_layers, arch.moe.num_experts, parallel, world)
+    return placed.make(moe_layers, arch.moe.num_experts, parallel, world)
 
 
 def _max_model_len(config: ModelConfig, arch: ModelArch) -> int:

@@ -2,7 +2,7 @@
 
 A mixture-of-experts layer computes what *its* experts add to each token (`LocalExperts`), and
 gives that function to an `ExpertParallel`, which knows where the other experts are. So the
-layer is single-device code, and every way of sharing experts is one class here.
+layer is single-device code, and every way of sharing experts is one class.
 """
 
 from __future__ import annotations
@@ -10,18 +10,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
-from pdserve.errors import InternalError
-from pdserve.parallel.experts import place
-from pdserve.parallel.placed import GatheredTokens, RoutedTokens
-from pdserve.parallel.rebalancing import Rebalancer
-
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from torch import Tensor
 
-    from pdserve.config.schema import ParallelConfig
-    from pdserve.parallel.group import Group, World
+    from pdserve.parallel.group import Group
     from pdserve.wire.step import ExpertBalance
 
 
@@ -132,32 +126,3 @@ class SlicedExperts:
         """See `ExpertParallel`."""
         y = experts(x, routing.expert_ids, routing.weights)
         return self._tp.all_reduce(y if partial is None else y + partial)
-
-
-def make(
-    moe_layers: Sequence[int], num_experts: int, parallel: ParallelConfig, world: World
-) -> ExpertParallel:
-    """The way of sharing experts that the settings ask for.
-
-    Args:
-        moe_layers: Layers of this rank's pipeline stage that have experts.
-
-    Raises:
-        ConfigError: The experts, or their copies, cannot be placed on so many ranks.
-    """
-    if not parallel.enable_expert_parallel:
-        if world.dp.size > 1:
-            raise InternalError(f"{world.dp.size} DP ranks are in one world and share no experts")
-        return SlicedExperts(num_experts, world.tp)
-    placement = place(
-        num_experts,
-        world.ep.size,
-        strategy=parallel.expert_placement_strategy,
-        num_redundant=parallel.eplb.num_redundant_experts,
-    )
-    if world.ep.size == 1 or not moe_layers:
-        return SlicedExperts(num_experts, world.tp)
-    placements = dict.fromkeys(moe_layers, placement)
-    rebalancer = Rebalancer(placements, world, parallel.eplb) if parallel.enable_eplb else None
-    kind = RoutedTokens if parallel.all2all_backend == "all_to_all" else GatheredTokens
-    return kind(placements, world, rebalancer)

@@ -17,16 +17,19 @@ from typing import TYPE_CHECKING
 import torch
 
 from pdserve.errors import InternalError
+from pdserve.parallel.dispatch import SlicedExperts
+from pdserve.parallel.experts import place
+from pdserve.parallel.rebalancing import Rebalancer
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from torch import Tensor
 
-    from pdserve.parallel.dispatch import LocalExperts, Routing
+    from pdserve.config.schema import ParallelConfig
+    from pdserve.parallel.dispatch import ExpertParallel, LocalExperts, Routing
     from pdserve.parallel.experts import ExpertPlacement
     from pdserve.parallel.group import World
-    from pdserve.parallel.rebalancing import Rebalancer
     from pdserve.wire.step import ExpertBalance
 
 # Where ranks have about as many tokens, an all-gather of padded ones takes half the time of an
@@ -283,3 +286,32 @@ def _unpack(rows: Tensor, x: Tensor, weights: Tensor) -> tuple[Tensor, Tensor, T
         slots.view(torch.int32).to(torch.int64),
         factors.view(weights.dtype),
     )
+
+
+def make(
+    moe_layers: Sequence[int], num_experts: int, parallel: ParallelConfig, world: World
+) -> ExpertParallel:
+    """The way of sharing experts that the settings ask for.
+
+    Args:
+        moe_layers: Layers of this rank's pipeline stage that have experts.
+
+    Raises:
+        ConfigError: The experts, or their copies, cannot be placed on so many ranks.
+    """
+    if not parallel.enable_expert_parallel:
+        if world.dp.size > 1:
+            raise InternalError(f"{world.dp.size} DP ranks are in one world and share no experts")
+        return SlicedExperts(num_experts, world.tp)
+    placement = place(
+        num_experts,
+        world.ep.size,
+        strategy=parallel.expert_placement_strategy,
+        num_redundant=parallel.eplb.num_redundant_experts,
+    )
+    if world.ep.size == 1 or not moe_layers:
+        return SlicedExperts(num_experts, world.tp)
+    placements = dict.fromkeys(moe_layers, placement)
+    rebalancer = Rebalancer(placements, world, parallel.eplb) if parallel.enable_eplb else None
+    kind = RoutedTokens if parallel.all2all_backend == "all_to_all" else GatheredTokens
+    return kind(placements, world, rebalancer)

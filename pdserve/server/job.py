@@ -28,7 +28,7 @@ from pdserve.errors import (
 )
 from pdserve.observe.log import request_line
 from pdserve.server.handoff import stage_fields
-from pdserve.server.recent import traced
+from pdserve.server.recent import Served, traced
 from pdserve.wire.hop import EngineStages
 from pdserve.wire.request import (
     ErrorCode,
@@ -162,7 +162,7 @@ class Job:
             ]
         )
         self.service.num_jobs += 1
-        self.service.jobs[id(self)] = self
+        self.service.jobs[id(self)] = self.served
         return self
 
     async def __aexit__(
@@ -332,6 +332,26 @@ class Job:
             kv_mode=self.leader().kv_mode,
         )
 
+    def served(self) -> Served:
+        """Return how far it is now."""
+        clock = self.service.clock
+        return Served(
+            request_id=self.request_id,
+            path=self.path,
+            role=self.service.engine_config.role.value,
+            is_streamed=self.is_streamed,
+            start_s=self.start_s,
+            now_s=clock.monotonic_s(),
+            now_wall_s=clock.wall_s(),
+            ttft_s=self.ttft_s,
+            stages=self.stages(),
+            kv_mode=self.leader().kv_mode,
+            num_choices=len(self.choices),
+            num_prompt_tokens=sum(map(len, self.prompts)),
+            num_output_tokens=sum(choice.num_tokens for choice in self.choices),
+            gaps_s=self.gaps_s,
+        )
+
     def leader(self) -> Choice:
         """The choice that stands for the job in timings: its first one here."""
         return next(choice for choice in self.choices if choice.request is not None)
@@ -423,8 +443,9 @@ class Job:
             gaps_s=self.gaps_s,
         )
         _log.info("%s", line)
-        self.service.recent.add(self, outcome, line)
-        self.service.recorder.add(traced(self, outcome))
+        served = self.served()
+        self.service.recent.add(served, outcome, line)
+        self.service.recorder.add(traced(served, outcome))
 
 
 def _raise_if_failed(output: EngineOutput, request: GenerateRequest | None, now_s: float) -> None:

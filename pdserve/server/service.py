@@ -22,13 +22,15 @@ from pdserve.server.text_work import TextWork
 from pdserve.wire.hop import REQUEST_ID_HEADER
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from pdserve.config.schema import EngineConfig, ServerConfig
     from pdserve.engine.client import EngineClient
     from pdserve.http.bodies import Bodies
     from pdserve.http.control import Verifier
     from pdserve.observe.clock import Clock
-    from pdserve.server.job import Job
     from pdserve.server.metrics import ServerMetrics
+    from pdserve.server.recent import Served
     from pdserve.server.registration import Registrar
     from pdserve.text.load import Text
     from pdserve.wire.request import EngineInfo
@@ -45,7 +47,7 @@ class Service:
         created_s: Reported as the models' creation time.
         draining: Set on shutdown: what runs goes on, nothing more is taken.
         num_jobs: Requests for text that are being answered.
-        jobs: Those themselves.
+        jobs: What to call for each, to see how far it is.
         recent: Those that have ended.
         registration: Tells proxies of this engine, once it is ready, if any is named.
         recorder: What traces are made from.
@@ -67,7 +69,7 @@ class Service:
     clock: Clock = field(default_factory=SystemClock)
     draining: bool = False
     num_jobs: int = 0
-    jobs: dict[int, Job] = field(default_factory=dict)
+    jobs: dict[int, Callable[[], Served]] = field(default_factory=dict)
     registration: Registrar | None = None
     recent: Recent = field(default_factory=Recent)
     recorder: Recorder = field(default_factory=Recorder)

@@ -9,9 +9,8 @@ import pytest
 import torch
 
 from pdserve.config.schema import EplbConfig, ParallelConfig
-from pdserve.parallel.dispatch import make
 from pdserve.parallel.mesh import MeshShape
-from pdserve.parallel.placed import PlacedExperts
+from pdserve.parallel.placed import PlacedExperts, make
 from tests.parallel.toy_experts import ToyExperts, expected, make_weights, route
 from tests.ranks import run_ranks
 

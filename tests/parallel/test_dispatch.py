@@ -10,10 +10,10 @@ import torch
 
 from pdserve.config.schema import EplbConfig, ParallelConfig
 from pdserve.errors import InternalError
-from pdserve.parallel.dispatch import Routing, SlicedExperts, make
+from pdserve.parallel.dispatch import Routing, SlicedExperts
 from pdserve.parallel.group import World
 from pdserve.parallel.mesh import MeshShape
-from pdserve.parallel.placed import GatheredTokens, RoutedTokens
+from pdserve.parallel.placed import GatheredTokens, RoutedTokens, make
 from tests.parallel.toy_experts import ToyExperts, expected, make_weights, route
 from tests.ranks import run_ranks
 
