@@ -40,7 +40,8 @@ check: $(VENV)/.installed-dev ## The quick loop: format, lint, types, layers, qu
 	@$(BIN)/lint-imports
 	@$(BIN)/python -m pytest -q -n 3 -m "not gpu and not matrix and not e2e and not chaos and not slow" $(ARGS)
 
-format: $(VENV)/.installed-dev ## Let ruff format and mend what it can
+format: $(VENV)/.installed-dev ## Let ruff format and mend what it can; write docs/modules.md
+	@$(BIN)/python -m tools.module_list
 	@$(BIN)/ruff format .
 	@$(BIN)/ruff check --fix .
 

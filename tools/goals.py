@@ -71,6 +71,15 @@ class SourceTree:
         """The product's file at a path."""
         return next(module for module in self.product if module.path == path)
 
+    def class_names(self) -> dict[str, list[str]]:
+        """Paths of the product's modules by the public classes that they define."""
+        paths = defaultdict(list)
+        for module in self.product:
+            for node in module.syntax.body:
+                if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                    paths[node.name].append(module.path)
+        return paths
+
     def _module(self, file: Path) -> Module:
         path = file.relative_to(self._root)
         parts = path.with_suffix("").parts
@@ -88,12 +97,8 @@ def lines_of(folder: str) -> Callable[[SourceTree], int]:
 
 def class_names_of_several_modules(tree: SourceTree) -> list[str]:
     """Public classes whose name another module of the product defines as well."""
-    paths = defaultdict(list)
-    for module in tree.product:
-        for node in module.syntax.body:
-            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
-                paths[node.name].append(module.path)
-    return [f"{name}: {', '.join(where)}" for name, where in sorted(paths.items()) if where[1:]]
+    paths = sorted(tree.class_names().items())
+    return [f"{name}: {', '.join(where)}" for name, where in paths if where[1:]]
 
 
 def import_cycles(tree: SourceTree, *, typing_only: bool = True) -> list[str]:

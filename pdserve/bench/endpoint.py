@@ -27,7 +27,7 @@ class _NotYetError(Exception):
     """It does not answer, which may change."""
 
 
-class Served(msgspec.Struct, frozen=True):
+class ServedModel(msgspec.Struct, frozen=True):
     """A model that an endpoint serves, as `/v1/models` has it.
 
     Attributes:
@@ -51,7 +51,7 @@ class _Models(msgspec.Struct):
     data: list[_Model]
 
 
-async def ask_served(target: Target, timeout_s: float = 0.0) -> Served:
+async def ask_served(target: Target, timeout_s: float = 0.0) -> ServedModel:
     """Return the model that requests to `target` are for: the one it names, else the first.
 
     Raises:
@@ -59,11 +59,11 @@ async def ask_served(target: Target, timeout_s: float = 0.0) -> Served:
     """
     url = f"{target.base_url.rstrip('/')}/v1/models"
 
-    async def ask() -> Served:
+    async def ask() -> ServedModel:
         async with session.get(url, headers=target.headers) as response:
             body = await response.read()
             if response.status == 404 and target.model:  # it has no such page
-                return Served(target.model)
+                return ServedModel(target.model)
             if response.status != 200:
                 raise _refusal(response.status, body, url)
         try:
@@ -72,7 +72,7 @@ async def ask_served(target: Target, timeout_s: float = 0.0) -> Served:
             models = []
         for each in models:
             if target.model in ("", each.id):
-                return Served(each.id, each.root or "", each.max_model_len)
+                return ServedModel(each.id, each.root or "", each.max_model_len)
         if target.model:
             known = ", ".join(each.id for each in models) or "none"
             raise PeerError(f"{url} has no model {target.model!r}; it has {known}")

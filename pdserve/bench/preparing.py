@@ -12,7 +12,7 @@ from pdserve.bench.arrivals import ArrivalLaw, cancel_some, schedule
 from pdserve.bench.datasets.plan import RequestPlan
 from pdserve.bench.datasets.prompts import PromptMaker
 from pdserve.bench.datasets.registry import make_plan
-from pdserve.bench.endpoint import Served
+from pdserve.bench.endpoint import ServedModel
 from pdserve.bench.records import Planned
 from pdserve.bench.runner import Options
 from pdserve.bench.target import ApiEndpoint, Target
@@ -70,7 +70,7 @@ def options_of(config: TrafficConfig, *, keep_text: bool = False) -> Options:
     )
 
 
-def tokenizer_of(given: str, served: Served) -> Tokenizer | None:
+def tokenizer_of(given: str, served: ServedModel) -> Tokenizer | None:
     """Return the tokenizer of a served model, if it is on this machine.
 
     Args:
@@ -97,7 +97,7 @@ def tokenizer_of(given: str, served: Served) -> Tokenizer | None:
     return None
 
 
-def prompts_of(target: Target, served: Served, *, tokenizer: str = "") -> PromptMaker:
+def prompts_of(target: Target, served: ServedModel, *, tokenizer: str = "") -> PromptMaker:
     """Return who writes prompts for an endpoint.
 
     Args:
@@ -119,7 +119,7 @@ def plan_of(
     dataset: DatasetConfig,
     arrivals: ArrivalLaw,
     target: Target,
-    served: Served,
+    served: ServedModel,
     *,
     tokenizer: str = "",
     cancel_share: float = 0.0,

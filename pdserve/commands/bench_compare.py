@@ -41,7 +41,7 @@ from pdserve.bench.compare.topology import (
 )
 from pdserve.bench.datasets.plan import RequestPlan
 from pdserve.bench.digits import number
-from pdserve.bench.endpoint import Served, ask_served
+from pdserve.bench.endpoint import ServedModel, ask_served
 from pdserve.bench.goodput import Slo, parse_goodput
 from pdserve.bench.preparing import (
     arrivals_in_words,
@@ -206,7 +206,7 @@ class _Session:
             yield running
         say("    ended")
 
-    def _plan(self, rate: float | None, target: Target, served: Served) -> list[Planned]:
+    def _plan(self, rate: float | None, target: Target, served: ServedModel) -> list[Planned]:
         """The requests at a rate: made once, the same for every deployment and run."""
         if rate not in self._plans:
             self._plans[rate] = plan_of(
@@ -312,7 +312,7 @@ class _Session:
             )
 
     async def _set_pace(
-        self, alone: Topology, running: Running, target: Target, served: Served
+        self, alone: Topology, running: Running, target: Target, served: ServedModel
     ) -> None:
         prompts = prompts_of(target, served, tokenizer=self._model)
         found = await running.while_alive(

@@ -26,7 +26,7 @@ from pdserve.bench.caches import reset_prefix_caches
 from pdserve.bench.datasets.plan import RequestPlan
 from pdserve.bench.datasets.prompts import PromptMaker
 from pdserve.bench.datasets.registry import make_plan
-from pdserve.bench.endpoint import Served, ask_served
+from pdserve.bench.endpoint import ServedModel, ask_served
 from pdserve.bench.figures import figures
 from pdserve.bench.goodput import Slo, parse_goodput
 from pdserve.bench.preparing import options_of, sampling_in_words, target_of, tokenizer_of
@@ -155,7 +155,7 @@ class _Runs:
     def __init__(
         self,
         target: Target,
-        served: Served,
+        served: ServedModel,
         config: SweepConfig,
         dataset: DatasetConfig,
         traffic: TrafficConfig,

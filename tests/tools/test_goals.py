@@ -4,7 +4,6 @@ from pathlib import Path
 
 import pytest
 
-from tests.cli.process import ROOT
 from tools.goals import (
     FIGURES,
     SourceTree,
@@ -77,8 +76,7 @@ def test_figures_of_a_tree_whose_figures_are_known(tree):
     assert places_that_give_a_handoff_back(tree) == ["proxy/legs.py:9", "proxy/legs.py:9"]
 
 
-def test_every_figure_can_be_taken_of_this_tree():
-    tree = SourceTree(ROOT)
+def test_every_figure_can_be_taken_of_this_tree(this_tree):
     for figure in FIGURES.values():
-        figure(tree)
-    assert {module.path for module in tree.product} > {"pdserve/cli.py", "proxy/app.py"}
+        figure(this_tree)
+    assert {module.path for module in this_tree.product} > {"pdserve/cli.py", "proxy/app.py"}

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
-from tests.cli.process import ROOT
-from tools.goals import SourceTree, class_names_of_several_modules
+from tools.goals import class_names_of_several_modules
 
 # Only ever made shorter.
 STILL_SHARED = {
@@ -34,6 +33,6 @@ STILL_SHARED = {
 }
 
 
-def test_a_public_class_name_means_one_class_in_all_modules():
-    shared = class_names_of_several_modules(SourceTree(ROOT))
+def test_a_public_class_name_means_one_class_in_all_modules(this_tree):
+    shared = class_names_of_several_modules(this_tree)
     assert [each for each in shared if each.partition(":")[0] not in STILL_SHARED] == []

@@ -1,0 +1,31 @@
+from __future__ import annotations
+
+import re
+
+from tests.chaos.failures import document as failures
+from tests.cli.process import ROOT
+from tools import module_list
+
+GLOSSARY = ROOT / "docs" / "glossary.md"
+
+
+def test_the_list_of_modules_is_what_their_docstrings_say(this_tree):
+    text = module_list.document(this_tree)
+    assert "\n| `block_pool.py` | Reference-counted pool of fixed-size KV blocks" in text
+    assert module_list.DOCUMENT.read_text() == text, "run: python -m tools.module_list"
+
+
+def test_every_class_of_the_glossary_exists_and_its_words_are_in_order(this_tree):
+    rows = re.findall(r"^\| ([\w -]+) \| (.+) \| (.+) \|$", GLOSSARY.read_text(), re.MULTILINE)
+    words = [word for word, _, _ in rows][1:]
+    assert len(words) > 40
+    assert words == sorted(set(words), key=str.lower)
+    named = {name for _, _, cell in rows for name in re.findall(r"`(\w+)`", cell)}
+    assert len(named) > 40
+    assert named - this_tree.class_names().keys() == set()
+
+
+def test_the_failure_table_is_what_its_source_says_but_for_what_was_measured():
+    text = (ROOT / "docs" / "failures.md").read_text()
+    told, _, _ = failures([], "").partition("## Measured")
+    assert text.startswith(told), "change tests/chaos/failures.py, which writes docs/failures.md"
