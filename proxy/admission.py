@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 RETRY_AFTER_S = 1.0
 
 
-class Admission:
+class AdmissionQueue:
     """A counter of running requests with a bounded queue before it.
 
     Args:

@@ -25,7 +25,7 @@ from pdserve.http.heap import keep_flat
 from pdserve.observe.clock import SystemClock
 from pdserve.observe.log import log_event
 from pdserve.observe.metrics import measure_loop_lag
-from pdserve.proxy.admission import Admission
+from pdserve.proxy.admission import AdmissionQueue
 from pdserve.proxy.backends import Backends
 from pdserve.proxy.boundary import Boundary, engine_headers
 from pdserve.proxy.breakers import Breakers
@@ -34,13 +34,13 @@ from pdserve.proxy.client import EngineHttp
 from pdserve.proxy.dashboard.handlers import Dashboard
 from pdserve.proxy.debug import Debug
 from pdserve.proxy.generation import Generation
-from pdserve.proxy.live import Live
+from pdserve.proxy.live import LiveRequests
 from pdserve.proxy.metrics import Metrics
-from pdserve.proxy.recent import Recent
 from pdserve.proxy.registration import Registrations
 from pdserve.proxy.routing import Router
 from pdserve.proxy.services import Services
 from pdserve.proxy.status import Status
+from pdserve.wire.finished import FinishedRequests
 from pdserve.wire.hop import PARAMS
 
 if TYPE_CHECKING:
@@ -112,7 +112,7 @@ class Proxy:
         self.breakers = Breakers(config, self._clock, self.metrics)
         self.backends = Backends(config, self._clock, self.breakers)
         self.checks = HealthChecks(config, self.backends, self._http, self._clock, headers)
-        self.admission = Admission(
+        self.admission = AdmissionQueue(
             config.max_concurrent_requests, config.queue_size, config.queue_timeout_s
         )
         self.bodies = Bodies(config.limits)
@@ -128,8 +128,8 @@ class Proxy:
             metrics=self.metrics,
             new_nonce=new_nonce,
         )
-        self.live = Live()
-        self.recent = Recent()
+        self.live = LiveRequests()
+        self.recent = FinishedRequests()
         status = Status(services, self.live)
         self.dashboard = Dashboard(
             services,

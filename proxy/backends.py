@@ -15,8 +15,7 @@ from typing import TYPE_CHECKING
 
 from pdserve.config.schema import Role
 from pdserve.errors import BadRequestError, HandshakeError
-from pdserve.proxy.backend import Backend, Health
-from pdserve.proxy.breaker import BreakerState
+from pdserve.proxy.backend import Backend, BreakerState, Health
 from pdserve.proxy.policies import BackendView
 from pdserve.wire.seal import PROTOCOL
 from pdserve.wire.transfer import KVMode

@@ -8,7 +8,6 @@ Knows the fields of the engine hop; knows no engine.
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -17,7 +16,6 @@ from pdserve.errors import BadRequestError
 from pdserve.proxy.errors import WorkerError
 from pdserve.proxy.relay import SseParser
 from pdserve.wire.hop import (
-    HANDOFF,
     INTERNAL,
     OURS,
     PARAMS,
@@ -27,37 +25,17 @@ from pdserve.wire.hop import (
     PdserveParams,
 )
 from pdserve.wire.request import OnLoadFailure
-from pdserve.wire.transfer import HANDOFFS
 
 _OUTPUT_LIMITS = ("max_tokens", "max_completion_tokens")
 _PROMPT_SCORES = ("prompt_logprobs", "echo", "logprobs")
 _MAY_BE_SEVERAL = re.compile(rb"\[\s*[\"\[]")
 """How a `prompt` begins that is a list of texts or of lists."""
-_UNREADABLE = (msgspec.MsgspecError, ValueError, RecursionError)
+UNREADABLE = (msgspec.MsgspecError, ValueError, RecursionError)
 """What JSON that is not to be trusted raises when it is read: ValueError is for its UTF-8."""
-_HANDOFF, _PARAMS, _STAGES = (f'"{name}"'.encode() for name in (HANDOFF, PARAMS, STAGES))
-"""As they stand in JSON: what is without them is not decoded."""
+_STAGES = f'"{STAGES}"'.encode()
+"""As it stands in JSON: what is without it is not decoded."""
 
 Fields = dict[str, msgspec.Raw]
-
-
-@dataclass(frozen=True, slots=True)
-class Handoff:
-    """What a prefill engine gave for a decode engine, and the leases inside it.
-
-    Attributes:
-        prefill_url: Where the leases are held.
-        params: The `kv_transfer_params` to send on.
-        nonces: One per lease.
-        num_prompt_tokens: Over all prompts of the request.
-        cached_tokens: Per choice, what a prefix cache had of its prompt, if the engine says so.
-    """
-
-    prefill_url: str
-    params: dict[str, Any]
-    nonces: tuple[str, ...]
-    num_prompt_tokens: int
-    cached_tokens: list[int] | None = None
 
 
 class _Usage(msgspec.Struct, frozen=True):
@@ -89,7 +67,7 @@ class ClientBody:
             self._is_pushable = self._looks_pushable()
         except RecursionError:
             raise BadRequestError("the body is nested too deeply", code="invalid_json") from None
-        except _UNREADABLE as error:
+        except UNREADABLE as error:
             raise BadRequestError(
                 f"the body is not a JSON object: {error}", code="invalid_json"
             ) from None
@@ -131,15 +109,19 @@ class ClientBody:
         ours = PdserveParams(**self._pinned(), final_length=True, ticket=ticket)
         return self._encode(KVTransferParams(do_remote_decode=True, pdserve=ours))
 
-    def for_decode(self, handoff: Handoff, *, first_delivered: bool) -> bytes:
-        """The body for a decode engine, which goes on from `handoff`."""
+    def for_decode(self, handed_over: dict[str, Any], *, first_delivered: bool) -> bytes:
+        """The body for a decode engine that reads the KV.
+
+        Args:
+            handed_over: `Handoff.params`.
+        """
         ours = PdserveParams(
             **self._pinned(),
             first_delivered=first_delivered,
             on_load_failure=OnLoadFailure.REPORT,
         )
-        theirs = handoff.params
-        return self._encode({**theirs, OURS: {**theirs[OURS], **msgspec.to_builtins(ours)}})
+        both = {**handed_over[OURS], **msgspec.to_builtins(ours)}
+        return self._encode({**handed_over, OURS: both})
 
     def for_receiving(self, ticket: str) -> bytes:
         """The body for a decode engine that goes on from what another one writes to it.
@@ -165,10 +147,10 @@ class ClientBody:
         ours = PdserveParams(**self._pinned(), is_fallback=is_fallback)
         return self._encode(KVTransferParams(pdserve=ours))
 
-    def note(self, handoff: Handoff) -> None:
-        """Keep what a prefill engine has told the client: whoever goes on tells the same."""
+    def note_cached(self, cached_tokens: list[int] | None) -> None:
+        """Keep what a prefill engine has told the client, so that others tell it the same."""
         if self._cached_tokens is None:
-            self._cached_tokens = handoff.cached_tokens
+            self._cached_tokens = cached_tokens
 
     def _pinned(self) -> dict[str, Any]:
         """What every engine that has to do with this request is told alike."""
@@ -179,36 +161,6 @@ class ClientBody:
         return msgspec.json.encode({**self._fields, PARAMS: params})
 
 
-def handoff_in(data: bytes, prefill_url: str) -> Handoff | None:
-    """Return the handoff in an event's data or in a JSON answer; None when there is none.
-
-    Raises:
-        WorkerError: There is one and it cannot be read.
-    """
-    if _HANDOFF not in data and _PARAMS not in data:
-        return None
-    try:
-        fields = msgspec.json.decode(data, type=Fields)
-        params = _value(fields.get(HANDOFF) or fields.get(PARAMS))
-        if params is None:
-            return None
-        ours = msgspec.convert(params[OURS], PdserveParams)
-        if ours.handoffs is None:
-            raise BadRequestError(f"{PARAMS}.{OURS} has no handoffs")
-        leases = [HANDOFFS.peek(text) for text in ours.handoffs if text is not None]
-    except (BadRequestError, *_UNREADABLE, KeyError, TypeError) as error:
-        message = f"{prefill_url} sent a handoff that cannot be read: {error!r}"
-        raise WorkerError(message, reason="garbled") from error
-    prompts = {lease.prompt_digest: lease.num_tokens for lease in leases}
-    return Handoff(
-        prefill_url,
-        params,
-        nonces=tuple(lease.nonce for lease in leases),
-        num_prompt_tokens=sum(prompts.values()),
-        cached_tokens=ours.cached_tokens,
-    )
-
-
 def stages_in(data: bytes) -> EngineStages | None:
     """Return the stages in an internal event's data or a JSON answer, if they are there."""
     if _STAGES not in data:
@@ -216,7 +168,7 @@ def stages_in(data: bytes) -> EngineStages | None:
     try:
         fields = msgspec.json.decode(data, type=Fields)
         return msgspec.json.decode(fields[STAGES], type=EngineStages)
-    except (*_UNREADABLE, KeyError):
+    except (*UNREADABLE, KeyError):
         return None  # measurements only: never worth a request
 
 
@@ -234,7 +186,7 @@ def usage_in(data: bytes) -> tuple[int, int] | None:
         return None
     try:
         usage = msgspec.json.decode(data, type=_WithUsage).usage
-    except _UNREADABLE:
+    except UNREADABLE:
         return None
     return None if usage is None else (usage.prompt_tokens, usage.completion_tokens)
 
@@ -247,7 +199,7 @@ def without_internals(data: bytes) -> bytes:
     """
     try:
         fields = msgspec.json.decode(data, type=Fields)
-    except _UNREADABLE as error:
+    except UNREADABLE as error:
         message = f"an engine's answer is not a JSON object: {error}"
         raise WorkerError(message, reason="garbled") from error
     hidden = [name for name in fields if name == PARAMS or name.startswith(INTERNAL)]
@@ -275,7 +227,7 @@ def merged(prefilled: bytes, decoded: bytes) -> bytes:
         answer = msgspec.json.decode(decoded)
         choices = ended | {choice["index"]: choice for choice in answer["choices"]}
         answer["choices"] = [choices[index] for index in sorted(choices)]
-    except (*_UNREADABLE, AttributeError, KeyError, TypeError) as error:
+    except (*UNREADABLE, AttributeError, KeyError, TypeError) as error:
         message = f"two engines' answers cannot be joined: {error!r}"
         raise WorkerError(message, reason="garbled") from error
     return msgspec.json.encode(answer)

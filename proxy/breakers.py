@@ -1,4 +1,4 @@
-"""The breakers of engines and pairs: made, asked, told how each exchange ended, made anew.
+"""What attempts say for or against engines and pairs of them: the life of all breakers.
 
 An engine has one for each life of it. A pair of a prefill and a decode engine has two, because two
 healthy engines may still not reach each other: one for pulls and one for pushes, which need not
@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from pdserve.observe.log import log_event
-from pdserve.proxy.breaker import Breaker, BreakerState
+from pdserve.proxy.backend import Breaker, BreakerState
 from pdserve.proxy.errors import KvFailedError, WorkerError
 
 if TYPE_CHECKING:
@@ -85,20 +85,23 @@ class Breakers:
     @contextmanager
     def exchange(
         self, backend: Backend, leg: Leg, *, kind: str, request_id: str
-    ) -> Iterator[Exchange]:
+    ) -> Iterator[Breaker]:
         """Count a leg towards its engine's load and, by how the block ends, its breaker.
 
-        KV that did not arrive says nothing about the engine: see `HandOver`.
+        KV that did not arrive says nothing about the engine: see `TransferAttempt`.
 
         Args:
             kind: One of `metrics.LEGS`.
+
+        Yields:
+            That breaker: `succeed` is said once, when the engine begins to answer as it should.
         """
         breaker = backend.breaker  # of this life: a restarted engine gets another one
         backend.in_flight += 1
         backend.legs.add(leg)
         breaker.begin()
         try:
-            yield Exchange(breaker)
+            yield breaker
         except KvFailedError:
             raise
         except WorkerError as failure:
@@ -112,34 +115,22 @@ class Breakers:
             backend.in_flight -= 1
 
     @contextmanager
-    def hand_over(
+    def transfer(
         self, prefill: Backend, decode: Backend, mode: KVMode, *, request_id: str
-    ) -> Iterator[HandOver]:
+    ) -> Iterator[TransferAttempt]:
         """Let KV go from one engine to another while the block runs."""
         breaker = self._of_pair(prefill, decode, mode)
         breaker.begin()
         try:
-            yield HandOver(breaker, self._metrics, prefill, decode, mode, request_id=request_id)
+            yield TransferAttempt(
+                breaker, self._metrics, prefill, decode, mode, request_id=request_id
+            )
         finally:
             breaker.leave()
 
 
-class Exchange:
-    """A request's hold on an engine while a leg runs there."""
-
-    def __init__(self, breaker: Breaker) -> None:
-        self._breaker = breaker
-        self._is_ok = False
-
-    def ok(self) -> None:
-        """The engine answers as it should; said once per leg, when it begins to."""
-        if not self._is_ok:
-            self._is_ok = True
-            self._breaker.succeed()
-
-
-class HandOver:
-    """One way of one request's KV over a pair of engines.
+class TransferAttempt:
+    """One attempt to get one request's KV from one engine to another.
 
     Attributes:
         mode: Who moves the KV.

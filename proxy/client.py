@@ -25,12 +25,11 @@ from pdserve.proxy.relay import MAX_EVENT_BYTES, SseParser
 from pdserve.wire.hop import LAYOUT_HEADER, LOAD_FAILURES_HEADER, RELEASE_PATH, ReleaseRequest
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping
+    from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
 
     from aiohttp.connector import Connection
     from aiohttp.tracing import Trace
 
-    from pdserve.proxy.bodies import Handoff
     from pdserve.proxy.relay import Event
 
 log = logging.getLogger(__name__)
@@ -55,7 +54,7 @@ _OUT_OF_REACH = frozenset(
 """Nobody has refused the connection: what is open already may hang, and would never say so."""
 
 
-class Background:
+class BackgroundTasks:
     """Tasks that outlive the request that started them; awaited when the proxy ends."""
 
     def __init__(self) -> None:
@@ -115,7 +114,7 @@ class EngineHttp:
 
     def __init__(self, *, secret: str) -> None:
         self._secret = secret
-        self.background = Background()
+        self.background = BackgroundTasks()
         self._opened: aiohttp.ClientSession | None = None
 
     @property
@@ -176,21 +175,22 @@ class EngineHttp:
         except _FAILURES as error:
             return 0, str(_failure(url, error))
 
-    def release(self, handoff: Handoff, *, after: Leg | None = None) -> None:
-        """Give a handoff's leases back, in the background, one after the other.
+    def release(self, prefill_url: str, nonces: Sequence[str], *, after: Leg | None = None) -> None:
+        """Give leases at one engine back, in the background, one after the other.
 
         Args:
-            after: The leg that reads the KV: its end is waited for. A lease that ends
-                under a reader which has not heard yet that it is not wanted looks to it
-                like lost KV, and it would begin to compute the prompt again.
+            after: The leg that reads the KV: its end is waited for. To a reader that has not heard
+                yet that it is not wanted, a lease that ends looks like lost KV.
         """
-        self.background.start(self._release_all(handoff, after))
+        self.background.start(self._release_all(prefill_url, nonces, after))
 
-    async def _release_all(self, handoff: Handoff, after: Leg | None) -> None:
+    async def _release_all(
+        self, prefill_url: str, nonces: Sequence[str], after: Leg | None
+    ) -> None:
         if after is not None:
             await after.ended.wait()
-        for nonce in handoff.nonces:
-            if not await self._release(handoff.prefill_url, nonce):
+        for nonce in nonces:
+            if not await self._release(prefill_url, nonce):
                 return
 
     async def _release(self, prefill_url: str, nonce: str) -> bool:

@@ -20,15 +20,17 @@ from pdserve.wire.finished import NUM_KEPT
 
 if TYPE_CHECKING:
     from pdserve.observe.clock import Clock
-    from pdserve.proxy.live import Live
-    from pdserve.proxy.recent import Recent
+    from pdserve.proxy.live import LiveRequests
     from pdserve.proxy.services import Services
+    from pdserve.wire.finished import FinishedRequests
 
 
 class Debug:
     """Serves `/debug/requests` and `/debug/trace`."""
 
-    def __init__(self, services: Services, clock: Clock, live: Live, recent: Recent) -> None:
+    def __init__(
+        self, services: Services, clock: Clock, live: LiveRequests, recent: FinishedRequests
+    ) -> None:
         self._services = services
         self._live = live
         self._recent = recent

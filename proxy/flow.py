@@ -5,7 +5,7 @@
       |          +----------+----------+---> LOCAL -> end
       +-------- no prefill engine ---------^
 
-QUEUED    waits for a place (`Admission`), then for a plan (`Router`).
+QUEUED    waits for a place (`AdmissionQueue`), then for a plan (`Router`).
 PREFILL   the prefill engine has the request; in a push the decode engine has it too. Its first
           token goes to the client the moment it comes; a handoff follows it, or the end of the
           stream if the request ends there.
@@ -29,8 +29,8 @@ Which engines are tried again, and how often, is `setbacks`'s; the last rung is 
 case. Whatever the client has already been sent is swallowed from the repeated stream (`Replay`),
 so a failure shows as a pause and never as other text.
 
-Who holds what: a handoff is its attempt's from the moment it is read until the decode leg has ended
-well (`OwnedHandoff`). On every other way out, cancellation included, it is given back.
+A handoff is its attempt's from the moment it is read until the decode leg has ended well. On every
+other way out, cancellation included, its leases are given back (`Handoff`).
 """
 
 from __future__ import annotations
@@ -43,21 +43,22 @@ from aiohttp import web
 from pdserve.errors import DeadlineError, PdserveError, UnavailableError
 from pdserve.proxy.backend import Health
 from pdserve.proxy.errors import BudgetSpentError, RefusedError, WorkerError
-from pdserve.proxy.handoff import OwnedHandoff
-from pdserve.proxy.legs import LegFailure, Legs, Prefilled
-from pdserve.proxy.pull import Pull
-from pdserve.proxy.push import Push
+from pdserve.proxy.handoff import Handoff
+from pdserve.proxy.legs import LegFailure
 from pdserve.proxy.replay import DivergedError
 from pdserve.proxy.routing import Disaggregate, RunLocally
 from pdserve.proxy.setbacks import Setbacks
-from pdserve.proxy.story import Mode, Rung, Stage
+from pdserve.proxy.story import LadderRung, Mode, Stage
+from pdserve.proxy.strategies import pull, push, read
 from pdserve.wire.transfer import LoadFailure
 
 if TYPE_CHECKING:
     from collections.abc import Collection
 
     from pdserve.proxy.backend import Backend
-    from pdserve.proxy.services import Call, Services
+    from pdserve.proxy.legs import Legs
+    from pdserve.proxy.services import Services
+    from pdserve.proxy.strategies import Strategy
 
 _CURED_BY_A_FRESH_LEASE = frozenset({LoadFailure.LEASE_LOST.value, LoadFailure.DIGEST.value})
 
@@ -69,16 +70,16 @@ class Flow:
         outcome: How it ended, one of `metrics.OUTCOMES`.
     """
 
-    def __init__(self, services: Services, call: Call) -> None:
+    def __init__(self, services: Services, legs: Legs) -> None:
         self._services = services
-        self._call = call
         self._config = services.config
         self._router = services.router
         self._metrics = services.metrics
-        self._story = call.story
-        self._delivery = call.delivery
-        self._legs = Legs(services, call)
-        self._setbacks = Setbacks(services, call)
+        self._legs = legs
+        self._story = legs.story
+        self._delivery = legs.delivery
+        self._num_bytes = legs.body.num_bytes
+        self._setbacks = Setbacks(services, legs.story, is_pushable=legs.body.can_be_pushed())
         self.outcome = "error"
 
     async def run(self) -> web.StreamResponse:
@@ -89,7 +90,7 @@ class Flow:
         """
         try:
             self._story.queued()
-            async with asyncio.timeout_at(self._call.until_s), self._services.admission.place():
+            async with asyncio.timeout_at(self._legs.until_s), self._services.admission.place():
                 self._story.admitted()
                 response = await self._serve()
                 self.outcome = "ok"
@@ -109,7 +110,8 @@ class Flow:
         except PdserveError as error:
             if isinstance(error, BudgetSpentError | UnavailableError):
                 self._climb(
-                    Rung.SHED, "budget" if isinstance(error, BudgetSpentError) else "no_engine"
+                    LadderRung.SHED,
+                    "budget" if isinstance(error, BudgetSpentError) else "no_engine",
                 )
             return await self._fail(error)
 
@@ -144,7 +146,7 @@ class Flow:
 
     def _planned(self) -> Disaggregate | RunLocally:
         return self._router.plan(
-            self._call.body.num_bytes,
+            self._num_bytes,
             failed=self._setbacks.failed,
             may_push=self._setbacks.may_push,
             layout=self._delivery.layout,
@@ -168,31 +170,30 @@ class Flow:
         Raises:
             RefusedError: The request is at fault, or no engine has room.
         """
-        with OwnedHandoff(self._services.http, self._metrics, self._story) as owned:
-            prefilled = await self._strategy(plan, owned).run(plan)
-            outcome: web.StreamResponse | LegFailure | UnavailableError
-            if isinstance(prefilled, Prefilled):
-                outcome = await self._read(prefilled, owned)
-            else:
-                outcome = prefilled
+        with Handoff(plan.prefill, self._services.http, self._metrics, self._story) as handoff:
+            outcome: web.StreamResponse | LegFailure | UnavailableError | None
+            outcome = await self._strategy(plan)(self._legs, plan, handoff)
+            if handoff.is_complete and not isinstance(outcome, web.StreamResponse):
+                outcome = await self._read(handoff, lost=outcome)
             if isinstance(outcome, web.StreamResponse):
-                owned.spend()
+                handoff.spend()
                 return outcome
-        if isinstance(prefilled, Prefilled):
-            return await self._after_reading(prefilled, outcome)
+        if handoff.is_complete:
+            assert outcome is not None
+            return await self._after_reading(handoff, outcome)
         assert isinstance(outcome, LegFailure)
         return await self._after_prefilling(outcome)
 
-    def _strategy(self, plan: Disaggregate, owned: OwnedHandoff) -> Pull | Push:
+    def _strategy(self, plan: Disaggregate) -> Strategy:
         if plan.decode is not None:
             self._story.not_pushed = None
-            return Push(self._services, self._call, self._legs, owned)
+            return push
         why = self._router.why_pulled(plan.prefill)
         if why is not None:
             why = self._setbacks.why_pulled or why
             self._metrics.not_pushed.labels(why.value).inc()
         self._story.not_pushed = why
-        return Pull(self._call, self._legs, owned)
+        return pull
 
     async def _after_prefilling(self, failure: LegFailure) -> web.StreamResponse | Disaggregate:
         """There is no handoff: prefill on another engine, or into another one's blocks.
@@ -209,15 +210,15 @@ class Flow:
             _raise_if_refused(failure)
             return await self._run_locally("prefill_failed", is_fallback=True)
         if failure.leg == "prefill":
-            rung = Rung.OTHER_PREFILL
+            rung = LadderRung.OTHER_PREFILL
         else:
-            rung = Rung.RETRY_DECODE if failure.is_kv else Rung.OTHER_DECODE
+            rung = LadderRung.RETRY_DECODE if failure.is_kv else LadderRung.OTHER_DECODE
         self._climb(rung, failure.reason)
         await self._setbacks.pause(failure.leg)
         return following
 
     async def _after_reading(
-        self, prefilled: Prefilled, failure: LegFailure | UnavailableError
+        self, handoff: Handoff, failure: LegFailure | UnavailableError
     ) -> web.StreamResponse | Disaggregate:
         """No decode engine went on from the handoff: begin again where that may help.
 
@@ -229,26 +230,30 @@ class Flow:
         _raise_if_refused(failure)
         if self._story.stage is Stage.DECODE:
             return await self._run_locally("stream_lost", is_fallback=False)
-        following = self._pair_after(prefilled, failure)
+        following = self._pair_after(handoff, failure)
         if following is None:
             reason = "kv_failed" if failure.is_kv else "decode_failed"
             return await self._run_locally(reason, is_fallback=True)
-        self._climb(Rung.OTHER_PREFILL, failure.reason)
+        self._climb(LadderRung.OTHER_PREFILL, failure.reason)
         await self._setbacks.pause("prefill")
         return following
 
     async def _read(
-        self, prefilled: Prefilled, owned: OwnedHandoff
+        self, handoff: Handoff, *, lost: LegFailure | None
     ) -> web.StreamResponse | LegFailure | UnavailableError:
-        """Go on from a handoff on some engine that can read it."""
-        failure = prefilled.lost
+        """Go on from a complete handoff on some engine that can read it.
+
+        Args:
+            lost: How the leg failed that was to receive the KV of a push.
+        """
+        failure = lost
         could_not_read: set[Backend] = set()
         while True:
             if failure is not None:
                 may_retry = await self._setbacks.add(failure)
                 if self._story.stage is Stage.DECODE or not may_retry:
                     return failure
-            backend = self._reader_after(failure, prefilled, could_not_read)
+            backend = self._reader_after(failure, handoff, could_not_read)
             if backend is None:
                 return failure or UnavailableError(
                     "no decode engine can read from the prefill engine",
@@ -258,9 +263,11 @@ class Flow:
                 if failure.is_busy and backend in self._setbacks.failed:
                     return failure
                 is_same = backend is failure.backend
-                self._climb(Rung.RETRY_DECODE if is_same else Rung.OTHER_DECODE, failure.reason)
+                self._climb(
+                    LadderRung.RETRY_DECODE if is_same else LadderRung.OTHER_DECODE, failure.reason
+                )
                 await self._setbacks.pause("decode")
-            outcome = await Pull(self._call, self._legs, owned).read(backend, prefilled)
+            outcome = await read(self._legs, backend, handoff)
             if not isinstance(outcome, LegFailure):
                 return outcome
             failure = outcome
@@ -270,36 +277,36 @@ class Flow:
     def _reader_after(
         self,
         failure: LegFailure | None,
-        prefilled: Prefilled,
+        handoff: Handoff,
         could_not_read: Collection[Backend],
     ) -> Backend | None:
         """Return who is to read the KV next; None if nobody can."""
-        owner = prefilled.backend
+        owner = handoff.prefill
         if failure is not None and failure.is_kv:
-            if not self._may_hold(prefilled, failure):
+            if not self._may_hold(handoff, failure):
                 return None
             receiver = failure.backend
             if receiver not in could_not_read and self._router.can_decode_for(owner, receiver):
                 return receiver  # it could not be written to; it may still read
         return self._router.decode_for(
-            owner, self._call.body.num_bytes, self._setbacks.failed, without=could_not_read
+            owner, self._num_bytes, self._setbacks.failed, without=could_not_read
         )
 
-    def _may_hold(self, prefilled: Prefilled, failure: LegFailure) -> bool:
+    def _may_hold(self, handoff: Handoff, failure: LegFailure) -> bool:
         """Whether another engine may find the lease still there."""
-        owner = prefilled.backend
+        owner = handoff.prefill
         life = owner.info.incarnation if owner.info is not None else None
-        is_gone = owner.health is Health.UNREACHABLE or life != prefilled.life
+        is_gone = owner.health is Health.UNREACHABLE or life != handoff.life
         return not is_gone and LoadFailure.LEASE_LOST.value not in failure.load_failures
 
-    def _pair_after(self, prefilled: Prefilled, failure: LegFailure) -> Disaggregate | None:
+    def _pair_after(self, handoff: Handoff, failure: LegFailure) -> Disaggregate | None:
         """Return who is to begin again if the KV of a handoff could not be had; else None.
 
         The same prefill engine again only helps where its lease was the trouble.
         """
         if not failure.is_kv or self._setbacks.retries_left < 0:
             return None
-        owner = prefilled.backend
+        owner = handoff.prefill
         following = self._another_pair({*self._setbacks.failed, owner})
         is_cured = not _CURED_BY_A_FRESH_LEASE.isdisjoint(failure.load_failures)
         if following is None or (following.prefill is owner and not is_cured):
@@ -308,7 +315,7 @@ class Flow:
 
     def _another_pair(self, failed: Collection[Backend]) -> Disaggregate | None:
         return self._router.another_pair(
-            self._call.body.num_bytes,
+            self._num_bytes,
             failed,
             may_push=self._setbacks.may_push,
             layout=self._delivery.layout,
@@ -330,7 +337,7 @@ class Flow:
         """
         self._decide("local", reason)
         if is_fallback or self._story.rungs or self._delivery.has_begun:
-            self._climb(Rung.LOCAL, reason)
+            self._climb(LadderRung.LOCAL, reason)
         if not self._delivery.has_begun:
             self._story.mode = Mode.LOCAL
         while True:
@@ -351,12 +358,12 @@ class Flow:
             await self._setbacks.pause("local")
 
     def _local_engine(self) -> Backend:
-        num_bytes, layout = self._call.body.num_bytes, self._delivery.layout
-        return self._router.local_engine(num_bytes, self._setbacks.failed, layout=layout)
+        failed, layout = self._setbacks.failed, self._delivery.layout
+        return self._router.local_engine(self._num_bytes, failed, layout=layout)
 
     # --- what is told of it
 
-    def _climb(self, rung: Rung, reason: str) -> None:
+    def _climb(self, rung: LadderRung, reason: str) -> None:
         self._metrics.ladder.labels(rung.value, reason).inc()
         self._story.climbed(rung, reason)
 

@@ -23,7 +23,8 @@ from pdserve.proxy.boundary import REQUEST_ID_KEY, engine_headers
 from pdserve.proxy.delivery import Delivery
 from pdserve.proxy.errors import ClientGoneError, RefusedError, WorkerError
 from pdserve.proxy.flow import Flow
-from pdserve.proxy.services import Call
+from pdserve.proxy.legs import Legs
+from pdserve.proxy.live import finished
 from pdserve.proxy.story import Story
 from pdserve.wire.hop import REQUEST_ID_HEADER, STAGES_HEADER
 
@@ -32,9 +33,9 @@ if TYPE_CHECKING:
 
     from pdserve.observe.clock import Clock
     from pdserve.proxy.backend import Backend
-    from pdserve.proxy.live import Live
-    from pdserve.proxy.recent import Recent
+    from pdserve.proxy.live import LiveRequests
     from pdserve.proxy.services import Services
+    from pdserve.wire.finished import FinishedRequests
 
 log = logging.getLogger(__name__)
 
@@ -53,8 +54,8 @@ class Generation:
         clock: Clock,
         rng: random.Random,
         *,
-        live: Live,
-        recent: Recent,
+        live: LiveRequests,
+        recent: FinishedRequests,
     ) -> None:
         self._services = services
         self._config = services.config
@@ -104,7 +105,8 @@ class Generation:
                 outcome = "shed" if isinstance(error, OverloadedError) else "client_error"
                 raise
             story.streamed = body.stream
-            call = Call(
+            legs = Legs(
+                self._services,
                 body,
                 Delivery(request, {REQUEST_ID_HEADER: story.request_id}),
                 story,
@@ -117,7 +119,7 @@ class Generation:
                     STAGES_HEADER: "1",
                 },
             )
-            flow = Flow(self._services, call)
+            flow = Flow(self._services, legs)
             response = await flow.run()
             outcome = flow.outcome
             return response
@@ -129,7 +131,9 @@ class Generation:
             self._metrics.requests.labels(outcome).inc()
             if outcome == "ok":
                 self._metrics.observe(story)
-            log.info("%s", self._recent.add(story, outcome).line)
+            ended = finished(story, outcome, seq=self._recent.next_seq)
+            self._recent.add(ended)
+            log.info("%s", ended.line)
 
     async def _body_of(self, request: web.Request, until_s: float) -> bytes:
         """Read a body.
@@ -175,10 +179,10 @@ class Generation:
             try:
                 with services.breakers.exchange(
                     engine, leg, kind="forward", request_id=request[REQUEST_ID_KEY]
-                ) as exchange:
+                ) as breaker:
                     content_type = await leg.open()
                     answer = await leg.read()
-                    exchange.ok()
+                    breaker.succeed()
                 return web.Response(body=answer, content_type=content_type)
             except RefusedError as refusal:
                 refused = web.Response(

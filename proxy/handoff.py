@@ -1,40 +1,69 @@
-"""The handoff of one attempt, owned as soon as it is read: given back on every way out but one.
+"""The handoff of one attempt: what a decode engine goes on from, and the leases inside it.
 
-    with OwnedHandoff(http, metrics, story) as owned:
-        owned.take(handoff)  # a prefill leg, as soon as it has read one
-        owned.spend()        # the decode leg has ended well: its engine has ended the lease
+    with Handoff(prefill, http, metrics, story) as handoff:
+        handoff.read(data)        # the prefill leg looks through what its engine says
+        handoff.complete(answer)  # and has ended: the decode leg may go on
+        handoff.spend()           # the decode leg has ended well: its engine has ended the leases
 
-The one place that gives leases back. A leg that is left may still read a handoff when the block is
-over: it is given back at once.
+It owns the leases from the moment it is read. On every way out of the block but `spend`,
+cancellation included, they are given back, here and nowhere else. A leg that was abandoned may
+still read a handoff after the block: that one is given back at once.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import asyncio
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from pdserve.errors import BadRequestError
+from pdserve.proxy.bodies import UNREADABLE, Fields
+from pdserve.proxy.errors import WorkerError
+from pdserve.wire.hop import HANDOFF, OURS, PARAMS, PdserveParams
+from pdserve.wire.transfer import HANDOFFS
 
 if TYPE_CHECKING:
     from typing import Self
 
-    from pdserve.proxy.bodies import Handoff
+    from pdserve.proxy.backend import Backend
     from pdserve.proxy.client import EngineHttp, Leg
     from pdserve.proxy.metrics import Metrics
     from pdserve.proxy.story import Story
 
+_NAMES = tuple(f'"{name}"'.encode() for name in (HANDOFF, PARAMS))
+"""As they stand in JSON: what is without them is not decoded."""
 
-class OwnedHandoff:
-    """Owns the handoff of one attempt while the block runs.
+
+class Handoff:
+    """What a prefill engine gives for a decode engine to go on from; empty until it is read.
+
+    Args:
+        prefill: The engine that is asked for it, and holds the leases.
 
     Attributes:
-        reader: The newest leg of the attempt that gets the KV. A lease that ended under it, before
-            it has heard that it is not wanted, would look to it like lost KV.
+        life: That engine's, when it was asked; None if it does not say.
+        params: The `kv_transfer_params` to send on.
+        num_prompt_tokens: Over all prompts of the request.
+        cached_tokens: Per choice, what a prefix cache had of its prompt, if the engine says so.
+        answer: The prefill engine's JSON where the client wants one piece, else None.
+        reader: The newest leg that gets the KV. Leases are given back only after it has ended: one
+            that ended under a reader would look to it like lost KV.
     """
 
-    def __init__(self, http: EngineHttp, metrics: Metrics, story: Story) -> None:
+    def __init__(self, prefill: Backend, http: EngineHttp, metrics: Metrics, story: Story) -> None:
+        self.prefill = prefill
         self._http = http
         self._metrics = metrics
         self._story = story
-        self._handoff: Handoff | None = None
+        self._nonces: list[str] = []
         self._is_over = False
+        self._completed = asyncio.Event()
+        self.life = None if prefill.info is None else prefill.info.incarnation
+        self.params: dict[str, Any] = {}
+        self.num_prompt_tokens = 0
+        self.cached_tokens: list[int] | None = None
+        self.answer: bytes | None = None
         self.reader: Leg | None = None
 
     def __enter__(self) -> Self:
@@ -44,19 +73,62 @@ class OwnedHandoff:
         self._is_over = True
         self._give_back()
 
-    def take(self, handoff: Handoff) -> None:
-        """Own what a prefill leg of the attempt has read."""
-        self._handoff = handoff
+    @property
+    def is_read(self) -> bool:
+        """Whether the prefill engine has given it."""
+        return bool(self.params)
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether a decode engine may go on from it: the prefill leg has ended well."""
+        return self._completed.is_set()
+
+    def read(self, data: bytes) -> bool:
+        """Own the handoff in an event's data or in a whole answer; tell whether there is one.
+
+        Raises:
+            WorkerError: There is one and it cannot be read.
+        """
+        if not any(name in data for name in _NAMES):
+            return False
+        try:
+            fields = msgspec.json.decode(data, type=Fields)
+            raw = fields.get(HANDOFF) or fields.get(PARAMS)
+            params = None if raw is None else msgspec.json.decode(raw)
+            if params is None:
+                return False
+            ours = msgspec.convert(params[OURS], PdserveParams)
+            if ours.handoffs is None:
+                raise BadRequestError(f"{PARAMS}.{OURS} has no handoffs")
+            leases = [HANDOFFS.peek(text) for text in ours.handoffs if text is not None]
+        except (BadRequestError, *UNREADABLE, KeyError, TypeError) as error:
+            message = f"{self.prefill.url} sent a handoff that cannot be read: {error!r}"
+            raise WorkerError(message, reason="garbled") from error
+        prompts = {lease.prompt_digest: lease.num_tokens for lease in leases}
+        self.params = params
+        self.num_prompt_tokens = sum(prompts.values())
+        self.cached_tokens = ours.cached_tokens
+        self._nonces = [lease.nonce for lease in leases]
         if self._is_over:
             self._give_back()
+        return True
+
+    def complete(self, answer: bytes | None = None) -> None:
+        """The prefill leg has ended well, for a whole answer with this one: let others go on."""
+        self.answer = answer
+        self._completed.set()
+
+    async def completed(self) -> None:
+        """Wait until a decode engine's words may be passed on."""
+        await self._completed.wait()
 
     def spend(self) -> None:
-        """The decode leg has ended well: nothing is left to give back."""
-        self._handoff = None
+        """Forget the leases: the decode engine has ended them."""
+        self._nonces = []
 
     def _give_back(self) -> None:
-        handoff, self._handoff = self._handoff, None
-        if handoff is not None:
+        nonces, self._nonces = self._nonces, []
+        if nonces:
             self._metrics.releases.inc()
             self._story.tell("handoff given back")
-            self._http.release(handoff, after=self.reader)
+            self._http.release(self.prefill.url, nonces, after=self.reader)

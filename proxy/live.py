@@ -1,4 +1,8 @@
-"""The requests that run now, and whether more are taken. Knows their stories only."""
+"""The requests of one proxy: those that run, whether more are taken, and what is told at their end.
+
+What is told is cut to a bounded size (`MAX_BYTES_EACH` at worst, about 1.5 kB as JSON as a rule).
+The gaps between tokens are summed up as their median and maximum.
+"""
 
 from __future__ import annotations
 
@@ -6,13 +10,21 @@ import asyncio
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
+from pdserve.wire.finished import Finished, Told
+
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator
 
     from pdserve.proxy.story import Story
 
+MAX_EVENTS = 48
+MAX_EVENT_CHARS = 200
+MAX_LINE_CHARS = 2000
+MAX_BYTES_EACH = 64 << 10
+"""Above what the limits before add up to, with every character escaped."""
 
-class Live:
+
+class LiveRequests:
     """All that run in one proxy.
 
     Attributes:
@@ -28,7 +40,7 @@ class Live:
 
     @property
     def stories(self) -> Collection[Story]:
-        """Those that run, the one that came first before the others; a view, never a copy."""
+        """The stories of those that run, in the order of their arrival; a view, never a copy."""
         return self._stories.values()
 
     @contextmanager
@@ -42,3 +54,61 @@ class Live:
             del self._stories[id(story)]
             if not self._stories:
                 self.is_idle.set()
+
+
+def finished(story: Story, outcome: str, *, seq: int) -> Finished:
+    """Return what is told of a request that has just ended with `outcome`, as number `seq`."""
+    now_s = story.clock.monotonic_s()
+    first, second = _ms(story.ttft_terms()), _ms(story.second_token_terms())
+    gaps = story.token_gaps
+    times = {
+        "queued": story.queued_s,
+        "admitted": story.admitted_s,
+        "first_leg": story.first_leg_s,
+        "leg": story.leg_s,
+        "first_token": story.first_token_s,
+        "second_token": story.second_token_s,
+    }
+    stages = story.decode_stages
+    return Finished(
+        seq=seq,
+        request_id=story.request_id,
+        outcome=outcome,
+        path=story.path,
+        mode=story.mode.value,
+        streamed=story.streamed,
+        arrived_wall_s=round(story.clock.wall_s() - (now_s - story.arrived_s), 6),
+        arrived_s=round(story.arrived_s, 6),
+        total_ms=round((now_s - story.arrived_s) * 1e3, 3),
+        ttft_ms=round(sum(first.values()), 3) if first else None,
+        ttft_terms=first,
+        second_token_ms=round(sum(second.values()), 3) if second else None,
+        second_token_terms=second,
+        itl_p50_ms=round(gaps.median_s * 1e3, 3) if gaps else None,
+        itl_max_ms=round(gaps.max_s * 1e3, 3) if gaps else None,
+        num_gaps=len(gaps),
+        kv_mode=story.kv_mode.value if story.kv_mode is not None else None,
+        kv_bytes=stages.kv_bytes if stages is not None else 0,
+        rungs=[rung.value for rung, _ in story.rungs],
+        rung_reasons=[reason for _, reason in story.rungs],
+        prompt_tokens=story.num_prompt_tokens
+        or (story.prefill_stages.prompt_tokens if story.prefill_stages is not None else 0),
+        output_tokens=story.num_output_tokens,
+        prefill=story.prefill_url,
+        decode=story.decode_url,
+        times_ms={
+            name: round((at_s - story.arrived_s) * 1e3, 3)
+            for name, at_s in times.items()
+            if at_s is not None
+        },
+        line=story.line(outcome)[:MAX_LINE_CHARS],
+        story=[
+            Told(at_ms=round(at_s * 1e3, 3), event=text[:MAX_EVENT_CHARS])
+            for at_s, text in story.events[-MAX_EVENTS:]
+        ],
+    )
+
+
+def _ms(terms: dict[str, float]) -> dict[str, float]:
+    """Return milliseconds, rounded so that the parts add up to the sum as it is shown."""
+    return {name: round(seconds * 1e3, 3) for name, seconds in terms.items()}

@@ -19,7 +19,7 @@ from pdserve.observe.metrics import (
     loop_lag_histogram,
 )
 from pdserve.proxy.errors import CAUSES
-from pdserve.proxy.story import SECOND_TERMS, TTFT_TERMS, Mode, NotPushed, Rung, Stage
+from pdserve.proxy.story import SECOND_TERMS, TTFT_TERMS, LadderRung, Mode, NotPushed, Stage
 from pdserve.wire.transfer import KVMode
 
 if TYPE_CHECKING:
@@ -42,12 +42,12 @@ DECISIONS = (
     ("local", "stream_lost"),
 )
 _LEG_REASONS = (*FAILURES, "busy")
-RUNG_REASONS: Mapping[Rung, tuple[str, ...]] = {
-    Rung.RETRY_DECODE: _LEG_REASONS,
-    Rung.OTHER_DECODE: _LEG_REASONS,
-    Rung.OTHER_PREFILL: _LEG_REASONS,
-    Rung.LOCAL: tuple(reason for decision, reason in DECISIONS if decision == "local"),
-    Rung.SHED: ("budget", "no_engine"),
+RUNG_REASONS: Mapping[LadderRung, tuple[str, ...]] = {
+    LadderRung.RETRY_DECODE: _LEG_REASONS,
+    LadderRung.OTHER_DECODE: _LEG_REASONS,
+    LadderRung.OTHER_PREFILL: _LEG_REASONS,
+    LadderRung.LOCAL: tuple(reason for decision, reason in DECISIONS if decision == "local"),
+    LadderRung.SHED: ("budget", "no_engine"),
 }
 
 
@@ -180,7 +180,7 @@ class Metrics:
             self.kv_mode.labels(mode.value)
         for why in NotPushed:
             self.not_pushed.labels(why.value)
-        for rung in Rung:
+        for rung in LadderRung:
             for reason in RUNG_REASONS[rung]:
                 self.ladder.labels(rung.value, reason)
         for result in ("resumed", "diverged"):

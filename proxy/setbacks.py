@@ -25,7 +25,8 @@ if TYPE_CHECKING:
     from pdserve.errors import UnavailableError
     from pdserve.proxy.backend import Backend
     from pdserve.proxy.legs import LegFailure
-    from pdserve.proxy.services import Call, Services
+    from pdserve.proxy.services import Services
+    from pdserve.proxy.story import Story
     from pdserve.wire.ids import Incarnation
 
 BACKOFF_S = 0.01
@@ -38,6 +39,9 @@ MAX_STANDBY_S = 0.25
 class Setbacks:
     """The failed legs of one request.
 
+    Args:
+        is_pushable: Whether its KV may be pushed before anything has failed.
+
     Attributes:
         failed: Engines that broke down, or had no room.
         may_push: Whether its KV may be pushed.
@@ -45,13 +49,13 @@ class Setbacks:
         num_waits: How often it has waited for an engine.
     """
 
-    def __init__(self, services: Services, call: Call) -> None:
+    def __init__(self, services: Services, story: Story, *, is_pushable: bool) -> None:
         self._backends = services.backends
         self._checks = services.checks
         self._metrics = services.metrics
         self._config = services.config
-        self._story = call.story
-        self._is_pushable = call.body.can_be_pushed()
+        self._story = story
+        self._is_pushable = is_pushable
         self._ended: set[tuple[str, Incarnation | None]] = set()
         self._num_tokens_before = 0
         self._waits_until_s = float("inf")

@@ -25,14 +25,14 @@ from pdserve.proxy.backend import Health
 from pdserve.proxy.boundary import operator_headers
 
 if TYPE_CHECKING:
-    from pdserve.proxy.live import Live
+    from pdserve.proxy.live import LiveRequests
     from pdserve.proxy.services import Services
 
 
 class Status:
     """What a proxy says of itself and of its engines as a whole."""
 
-    def __init__(self, services: Services, live: Live) -> None:
+    def __init__(self, services: Services, live: LiveRequests) -> None:
         self._services = services
         self._live = live
 

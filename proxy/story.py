@@ -59,7 +59,7 @@ class Mode(enum.Enum):
     LOCAL = "local"
 
 
-class Rung(enum.Enum):
+class LadderRung(enum.Enum):
     """What was done about a hand-over that failed, in the order of the ladder.
 
     RETRY_DECODE: the same decode engine once more. OTHER_DECODE: another one. OTHER_PREFILL: it
@@ -172,7 +172,7 @@ class Story:
     decode_stages: EngineStages | None = None
     kv_mode: KVMode | None = None
     not_pushed: NotPushed | None = None
-    rungs: list[tuple[Rung, str]] = field(default_factory=list)
+    rungs: list[tuple[LadderRung, str]] = field(default_factory=list)
     num_prompt_tokens: int = 0
     num_output_tokens: int = 0
     prefill_url: str = ""
@@ -215,7 +215,7 @@ class Story:
         self.decode_url = url
         self.tell(f"receiving at {url}")
 
-    def climbed(self, rung: Rung, reason: str) -> None:
+    def climbed(self, rung: LadderRung, reason: str) -> None:
         """A rung of the ladder was taken."""
         self.rungs.append((rung, reason))
         self.tell(f"ladder: {rung.value} ({reason})")

@@ -15,9 +15,9 @@ import msgspec
 
 from pdserve.observe.trace import CLOCK_ID, Dump, whole
 from pdserve.proxy.errors import WorkerError
-from pdserve.proxy.recent import Recent
+from pdserve.proxy.live import finished
 from pdserve.proxy.story import Mode
-from pdserve.wire.finished import Finished
+from pdserve.wire.finished import Finished, FinishedRequests
 from pdserve.wire.trace import (
     Alignment,
     ClockReading,
@@ -59,7 +59,7 @@ _STAGES_OF_TERMS = {
 class Tracer:
     """Collects traces for one proxy."""
 
-    def __init__(self, http: EngineHttp, clock: Clock, recent: Recent) -> None:
+    def __init__(self, http: EngineHttp, clock: Clock, recent: FinishedRequests) -> None:
         self._http = http
         self._clock = clock
         self._recent = recent
@@ -130,12 +130,12 @@ class Tracer:
         return body
 
     async def _own(self, seconds: float, until_s: float, running: Iterable[Story]) -> ProcessTrace:
-        stories = [front_request(Recent(1).add(story, ""), is_over=False) for story in running]
+        stories = [front_request(finished(story, "", seq=0), is_over=False) for story in running]
         ended = self._recent.json_since(until_s - seconds)
         events: list[FrontRequest] = []
         for start in range(0, len(ended), _BATCH):
             batch = map(_FINISHED.decode, ended[start : start + _BATCH])
-            events += [front_request(finished, is_over=True) for finished in batch]
+            events += [front_request(each, is_over=True) for each in batch]
             await asyncio.sleep(0)  # streams go on between two batches
         dump = Dump(
             [*events, *stories],
@@ -168,24 +168,24 @@ def same_clock(measured: Alignment) -> Alignment:
     return msgspec.structs.replace(measured, offset_s=0.0, uncertainty_s=0.0)
 
 
-def front_request(finished: Finished, *, is_over: bool) -> FrontRequest:
+def front_request(request: Finished, *, is_over: bool) -> FrontRequest:
     """A story as windows of time, whose terms are the story's own."""
-    start_s = finished.arrived_s
-    end_s = start_s + finished.total_ms * _SECONDS_PER_MS
-    marks = {name: start_s + at_ms * _SECONDS_PER_MS for name, at_ms in finished.times_ms.items()}
-    role = "prefill" if finished.prefill else ""
-    is_apart = finished.mode == Mode.DISAGGREGATED.value
+    start_s = request.arrived_s
+    end_s = start_s + request.total_ms * _SECONDS_PER_MS
+    marks = {name: start_s + at_ms * _SECONDS_PER_MS for name, at_ms in request.times_ms.items()}
+    role = "prefill" if request.prefill else ""
+    is_apart = request.mode == Mode.DISAGGREGATED.value
     # Until a mark, as what, and what it is called where the mark did not come.
     stretches: list[tuple[str, str, str, dict[str, float], str]] = [
         ("queued", "proxy", "", {}, "proxy"),
         ("admitted", "admission", "", {}, "admission"),
         ("first_leg", "proxy", "", {}, "proxy"),
         ("leg", "retry", "", {}, "retry"),
-        ("first_token", "relay", role, finished.ttft_terms, "until the first token"),
+        ("first_token", "relay", role, request.ttft_terms, "until the first token"),
     ]
     if is_apart:
         rest = "until the second token" if not is_over else "decode"
-        second = finished.second_token_terms
+        second = request.second_token_terms
         stretches.append(("second_token", "handover", "decode", second, rest))
     windows: list[Window] = []
     at_s = start_s
@@ -205,30 +205,30 @@ def front_request(finished: Finished, *, is_over: bool) -> FrontRequest:
     if at_s < end_s:
         windows.append(Window(rest, at_s, end_s, [], ""))
     facts: dict[str, int | float | str] = {
-        "mode": finished.mode,
-        "prompt_tokens": finished.prompt_tokens,
-        "output_tokens": finished.output_tokens,
-        "prefill_engine": finished.prefill,
-        "decode_engine": finished.decode,
-        "kv_mode": finished.kv_mode or "none",
-        "kv_bytes": finished.kv_bytes,
-        "ladder": ",".join(finished.rungs) or "none",
+        "mode": request.mode,
+        "prompt_tokens": request.prompt_tokens,
+        "output_tokens": request.output_tokens,
+        "prefill_engine": request.prefill,
+        "decode_engine": request.decode,
+        "kv_mode": request.kv_mode or "none",
+        "kv_bytes": request.kv_bytes,
+        "ladder": ",".join(request.rungs) or "none",
     }
     if is_over:
-        facts["line"] = finished.line
+        facts["line"] = request.line
     measured = {
-        "second_token_ms": finished.second_token_ms,
-        "itl_p50_ms": finished.itl_p50_ms,
-        "itl_max_ms": finished.itl_max_ms,
+        "second_token_ms": request.second_token_ms,
+        "itl_p50_ms": request.itl_p50_ms,
+        "itl_max_ms": request.itl_max_ms,
     }
     facts |= {name: ms for name, ms in measured.items() if ms is not None}
     return FrontRequest(
         at_s=end_s,
-        request_id=finished.request_id,
-        outcome=finished.outcome if is_over else "",
+        request_id=request.request_id,
+        outcome=request.outcome if is_over else "",
         ttft_s=marks.get("first_token", start_s) - start_s,
         windows=windows,
-        notes=[(start_s + told.at_ms * _SECONDS_PER_MS, told.event) for told in finished.story],
+        notes=[(start_s + told.at_ms * _SECONDS_PER_MS, told.event) for told in request.story],
         facts=facts,
     )
 

@@ -1,8 +1,20 @@
-"""A request that has ended, as `/debug/requests` shows it at proxies and at engines alike."""
+"""Requests that have ended, as `/debug/requests` shows them at proxies and at engines alike.
+
+Each is kept as the JSON that is served, so that it costs no more than its bytes and thousands of
+them are served without work.
+"""
 
 from __future__ import annotations
 
+import heapq
+import itertools
+from collections import deque
+from typing import TYPE_CHECKING, NamedTuple
+
 import msgspec
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 NUM_KEPT = 4096
 """How many of them a process keeps."""
@@ -71,3 +83,62 @@ class Finished(msgspec.Struct, frozen=True, kw_only=True):
     times_ms: dict[str, float]
     line: str
     story: list[Told]
+
+
+class _Kept(NamedTuple):
+    seq: int
+    ended_s: float
+    rank_ms: float
+    json: bytes
+
+
+_decoder = msgspec.json.Decoder(Finished)
+
+
+class FinishedRequests:
+    """A ring of the requests that ended last. Times are monotonic seconds."""
+
+    def __init__(self, num_kept: int = NUM_KEPT) -> None:
+        self._kept: deque[_Kept] = deque(maxlen=num_kept)
+        self._complete_since_s = float("-inf")
+        self.next_seq = 1
+
+    def __len__(self) -> int:
+        return len(self._kept)
+
+    def add(self, finished: Finished) -> None:
+        """Keep a request that has just ended as number `next_seq`; the oldest one makes room."""
+        self.next_seq = finished.seq + 1
+        # What was slow to its first token is what people look for; without one, all of it was.
+        rank_ms = finished.ttft_ms if finished.ttft_ms is not None else finished.total_ms
+        if len(self._kept) == self._kept.maxlen:
+            self._complete_since_s = self._kept[0].ended_s
+        ended_s = finished.arrived_s + finished.total_ms / 1e3
+        self._kept.append(_Kept(finished.seq, ended_s, rank_ms, msgspec.json.encode(finished)))
+
+    def as_json(self, number: int, *, after_seq: int = 0) -> bytes:
+        """Return the newest `number` that came after `after_seq`, as a JSON list, newest first."""
+        newest = itertools.islice(reversed(self._kept), number)
+        later = itertools.takewhile(lambda kept: kept.seq > after_seq, newest)
+        return b"[" + b",".join(kept.json for kept in later) + b"]"
+
+    def since(self, monotonic_s: float) -> list[Finished]:
+        """Return those that ended at `monotonic_s` or later, newest first."""
+        return [_decoder.decode(kept.json) for kept in self._since(monotonic_s)]
+
+    def json_since(self, monotonic_s: float) -> list[bytes]:
+        """Return the same, each as the JSON of a `Finished`, oldest first."""
+        return [kept.json for kept in self._since(monotonic_s)][::-1]
+
+    def complete_since_s(self, monotonic_s: float) -> float:
+        """Return from when on, at `monotonic_s` or later, nothing is missing."""
+        return max(monotonic_s, self._complete_since_s)
+
+    def slowest(self, number: int, *, since_s: float) -> list[Finished]:
+        """Return the `number` longest to their first token of those that ended since then."""
+        later = self._since(since_s)
+        longest = heapq.nlargest(number, later, key=lambda kept: (kept.rank_ms, kept.seq))
+        return [_decoder.decode(kept.json) for kept in longest]
+
+    def _since(self, monotonic_s: float) -> Iterator[_Kept]:
+        return itertools.takewhile(lambda kept: kept.ended_s >= monotonic_s, reversed(self._kept))

@@ -14,7 +14,7 @@ from aiohttp import hdrs, web
 import pdserve
 from pdserve.proxy.dashboard.page import PAGE, POLICY
 from pdserve.proxy.dashboard.series import series_in
-from pdserve.proxy.dashboard.watch import Watch
+from pdserve.proxy.dashboard.watch import EngineWatch
 from pdserve.wire.finished import Finished
 
 if TYPE_CHECKING:
@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 
     from pdserve.observe.clock import Clock
     from pdserve.proxy.backend import Backend
-    from pdserve.proxy.recent import Recent
     from pdserve.proxy.services import Services
+    from pdserve.wire.finished import FinishedRequests
 
 NUM_SLOWEST = 8
 SLOWEST_SINCE_S = 300.0
@@ -122,7 +122,7 @@ class Dashboard:
         services: Services,
         clock: Clock,
         *,
-        recent: Recent,
+        recent: FinishedRequests,
         exposition: Callable[[], bytes],
         headers: Mapping[str, str],
     ) -> None:
@@ -132,7 +132,7 @@ class Dashboard:
         self._clock = clock
         self._recent = recent
         self._exposition = exposition
-        self.watch = Watch(services.backends, services.http, clock, headers)
+        self.watch = EngineWatch(services.backends, services.http, clock, headers)
 
     def routes(self) -> list[web.RouteDef]:
         """Its paths; all of them are to be under the key."""

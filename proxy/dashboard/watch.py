@@ -47,7 +47,7 @@ class Reading:
     is_refused: bool = False
 
 
-class Watch:
+class EngineWatch:
     """Readings of all engines, as long as `look` is called.
 
     Args:

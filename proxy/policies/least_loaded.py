@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from pdserve.proxy.policies.views import BackendView, RouteRequest
+    from pdserve.proxy.policies import BackendView, RouteRequest
 
 STALE_AFTER_S = 10.0
 """Beyond this age a snapshot says nothing about an engine's load from others."""

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from pdserve.proxy.policies.views import BackendView, RouteRequest
+    from pdserve.proxy.policies import BackendView, RouteRequest
 
 
 def round_robin(request: RouteRequest, candidates: Sequence[BackendView]) -> BackendView:

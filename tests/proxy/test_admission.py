@@ -7,17 +7,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pdserve.errors import OverloadedError
-from pdserve.proxy.admission import Admission
+from pdserve.proxy.admission import AdmissionQueue
 
 
-async def hold(admission: Admission, release: asyncio.Event, order: list[int], name: int) -> None:
+async def hold(
+    admission: AdmissionQueue, release: asyncio.Event, order: list[int], name: int
+) -> None:
     async with admission.place():
         order.append(name)
         await release.wait()
 
 
 async def test_places_go_to_those_who_wait_in_their_order():
-    admission = Admission(1, 10, 5.0)
+    admission = AdmissionQueue(1, 10, 5.0)
     release, order = asyncio.Event(), []
     tasks = [asyncio.create_task(hold(admission, release, order, i)) for i in range(4)]
     await asyncio.sleep(0)
@@ -29,7 +31,7 @@ async def test_places_go_to_those_who_wait_in_their_order():
 
 
 async def test_a_place_given_to_one_who_leaves_in_that_moment_goes_to_the_next():
-    admission = Admission(1, 10, 5.0)
+    admission = AdmissionQueue(1, 10, 5.0)
     release, order = asyncio.Event(), []
     tasks = [asyncio.create_task(hold(admission, release, order, i)) for i in range(3)]
     await asyncio.sleep(0)
@@ -43,7 +45,7 @@ async def test_a_place_given_to_one_who_leaves_in_that_moment_goes_to_the_next()
 
 
 async def test_a_full_queue_refuses_at_once_and_a_long_wait_later():
-    admission = Admission(1, 1, 0.02)
+    admission = AdmissionQueue(1, 1, 0.02)
     async with admission.place():
         waiting = asyncio.create_task(admission.place().__aenter__())
         await asyncio.sleep(0)
@@ -62,7 +64,7 @@ async def test_a_full_queue_refuses_at_once_and_a_long_wait_later():
 )
 def test_no_sequence_of_arrivals_ends_and_cancellations_loses_a_place(limit, moves):
     async def scenario() -> None:
-        admission = Admission(limit, 3, 5.0)
+        admission = AdmissionQueue(limit, 3, 5.0)
         tasks: list[tuple[asyncio.Task[None], asyncio.Event]] = []
         for move, which in moves:
             if move == "add":

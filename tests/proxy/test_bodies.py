@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 
 from pdserve.errors import BadRequestError
-from pdserve.proxy.bodies import ClientBody, handoff_in, merged, stages_in, without_internals
+from pdserve.proxy.bodies import ClientBody, merged, stages_in, without_internals
 from pdserve.proxy.errors import RefusedError, WorkerError, failure_in
+from tests.proxy.handoffs import empty_handoff
 
 
 def body(raw: bytes) -> ClientBody:
@@ -47,7 +48,7 @@ ODD = [
 def test_an_odd_answer_is_its_engines_failure(answer):
     marked = answer.replace(b"{", b'{"pdserve_handoff":1,', 1) if b"pd" not in answer else answer
     with pytest.raises(WorkerError) as failure:
-        handoff_in(marked or b'"pdserve_handoff"', "http://engine")
+        empty_handoff("http://engine").read(marked or b'"pdserve_handoff"')
         without_internals(answer)
     assert failure.value.reason == "garbled"
 

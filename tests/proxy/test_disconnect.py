@@ -8,7 +8,6 @@ import random
 import pytest
 from aiohttp import web
 
-from pdserve.proxy.bodies import Handoff
 from pdserve.proxy.client import ABANDON_TIMEOUT_S, HANG_UP_TIMEOUT_S, EngineHttp
 from tests.proxy.conftest import until
 from tests.proxy.scripted import LEASES, ScriptedEngine, sse, text_in, word
@@ -317,7 +316,7 @@ async def test_the_leases_of_many_choices_are_given_back_over_one_connection(pre
     prefill.leased.update(nonces)
     url = (await prefill.start()).url
     http = EngineHttp(secret="")
-    http.release(Handoff(url, params={}, nonces=nonces, num_prompt_tokens=1))
+    http.release(url, nonces)
     await http.close(timeout_s=30.0)
     assert prefill.released == list(nonces)
     assert len(prefill.release_peers) == 1

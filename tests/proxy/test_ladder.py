@@ -11,7 +11,7 @@ import pytest
 from aiohttp import web
 
 from pdserve.config.schema import KVTransfer
-from pdserve.proxy.story import Rung
+from pdserve.proxy.story import LadderRung
 from tests.proxy.conftest import until
 from tests.proxy.hooks import (
     answers,
@@ -59,7 +59,7 @@ async def rungs(stack) -> dict[str, float]:
     for series, count in (await stack.metrics()).items():
         if found := re.fullmatch(r'pdserve_kv_ladder_total\{.*rung="(\w+)"\}', series):
             counts[found[1]] += count
-    assert counts.keys() == {rung.value for rung in Rung}
+    assert counts.keys() == {rung.value for rung in LadderRung}
     return {rung: count for rung, count in counts.items() if count}
 
 

@@ -10,7 +10,7 @@ from aiohttp import web
 
 from pdserve.config.schema import KVTransfer
 from pdserve.proxy import legs as proxy_legs
-from pdserve.proxy import push as proxy_push
+from pdserve.proxy import strategies
 from pdserve.wire.transfer import TICKETS
 from tests.proxy.conftest import until
 from tests.proxy.hooks import answers, ask, drops, error, first_chunk, hangs, kv_failed, legs
@@ -327,7 +327,7 @@ async def test_a_receiver_that_dies_early_does_not_cost_what_is_prefilled(make_s
 async def test_a_prefill_engine_that_waits_in_vain_is_left_in_time(
     make_stack, stream, hook, patience, monkeypatch
 ):
-    monkeypatch.setattr(proxy_push, patience, 0.1)
+    monkeypatch.setattr(strategies, patience, 0.1)
     (prefill,), (bad, good) = prefills(), decodes(2)
     bad.hook = hook
     waited = True
@@ -570,18 +570,18 @@ async def test_a_handoff_that_comes_in_the_moment_of_the_leaving_is_given_back(
     (engine,), (decode,) = prefills(), decodes()
     decode.hook = hangs()
     serving: list[asyncio.Task] = []
-    push, prefill = proxy_push.Push.run, proxy_legs.Legs.prefill
+    begin, prefill = proxy_legs.Legs.begin, proxy_legs.Legs.prefill
 
-    async def watched(self, pair):
+    def watched(self, mode):
         serving.append(asyncio.current_task())
-        return await push(self, pair)
+        begin(self, mode)
 
     async def leaves_with_it(self, *args):
-        prefilled = await prefill(self, *args)
+        outcome = await prefill(self, *args)
         serving[0].cancel()
-        return prefilled
+        return outcome
 
-    monkeypatch.setattr(proxy_push.Push, "run", watched)
+    monkeypatch.setattr(proxy_legs.Legs, "begin", watched)
     monkeypatch.setattr(proxy_legs.Legs, "prefill", leaves_with_it)
     stack = await make_stack([engine], [decode])
     request = asyncio.create_task(stack.stream())

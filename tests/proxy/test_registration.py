@@ -165,7 +165,7 @@ async def test_an_engine_that_leaves_in_mid_stream_leaves_no_pair_behind(make_st
     assert metrics["pdserve_open_edges"] == 0
     # A leg that was still to be sent when its engine left is judged by nobody.
     known = stack.proxy.backends.get(prefill.url)
-    with stack.proxy.breakers.hand_over(known, gone, KVMode.PULL, request_id="late") as late:
+    with stack.proxy.breakers.transfer(known, gone, KVMode.PULL, request_id="late") as late:
         late.lost(("unreachable",))
     assert stack.proxy.breakers.num_open_pairs == 0
     for engine in (prefill, decode):

@@ -13,9 +13,10 @@ from pdserve.observe.clock import ManualClock
 from pdserve.observe.trace import CLOCK_ID
 from pdserve.observe.windows import laid_out
 from pdserve.proxy.errors import WorkerError
-from pdserve.proxy.recent import Recent
+from pdserve.proxy.live import finished
 from pdserve.proxy.story import Stage, Story
 from pdserve.proxy.trace import Tracer, aligned, front_request, same_clock
+from pdserve.wire.finished import FinishedRequests
 from pdserve.wire.trace import (
     Alignment,
     ClockReading,
@@ -30,7 +31,7 @@ from tests.proxy.test_story import seconds, stages, told
 
 
 def fronts(story: Story, *, is_over: bool = True) -> FrontRequest:
-    return front_request(Recent().add(story, "ok"), is_over=is_over)
+    return front_request(finished(story, "ok", seq=1), is_over=is_over)
 
 
 @given(st.lists(seconds, min_size=6, max_size=6), st.none() | stages)
@@ -112,7 +113,7 @@ class Engines:
 
 
 async def collected(engines: Engines, *urls: str) -> Collection:
-    tracer = Tracer(engines, engines.clock, Recent())  # type: ignore[arg-type]
+    tracer = Tracer(engines, engines.clock, FinishedRequests())  # type: ignore[arg-type]
     return await tracer.collect(5.0, engines=urls, running=[], headers={})
 
 

@@ -1,0 +1,141 @@
+"""Pull and push: the two ways in which a pair of engines serves one request.
+
+In a *pull* the prefill leg comes first, then the leg of a decode engine that reads the KV.
+
+In a *push* both legs run at once. Both engines get one sealed ticket, and the KV is written while
+it is computed. The order of what a client gets does not depend on which engine is faster: nothing
+of the receiving leg is passed on before the prefill leg has delivered the first token and completed
+the handoff. Until then what comes from the decode engine stays in its connection. A leg that is
+left goes on in the background until its engine has noticed.
+
+Knows how two legs wait for each other; what one says is `legs`'s, and what is done when one fails
+is `flow`'s.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import TYPE_CHECKING, TypeAlias
+
+from pdserve.proxy.errors import KvFailedError, RefusedError, WorkerError
+from pdserve.proxy.legs import LegFailure
+from pdserve.proxy.story import Stage
+from pdserve.wire.transfer import TICKETS, EngineRef, KVMode, PushTicket
+
+if TYPE_CHECKING:
+    from aiohttp import web
+
+    from pdserve.proxy.backend import Backend
+    from pdserve.proxy.breakers import TransferAttempt
+    from pdserve.proxy.handoff import Handoff
+    from pdserve.proxy.legs import Legs
+    from pdserve.proxy.routing import Disaggregate
+    from pdserve.proxy.services import Services
+
+Outcome: TypeAlias = "web.StreamResponse | LegFailure | None"
+Strategy: TypeAlias = "Callable[[Legs, Disaggregate, Handoff], Awaitable[Outcome]]"
+"""Returns the answer; or how a leg failed, with the handoff complete if that was the receiver; or
+None, with the handoff complete."""
+
+PUSH_PATIENCE_S = 5.0
+"""How long a prefill engine is waited for whose receiver says that no KV came: it was told as
+well and hands over soon, unless the two cannot reach each other."""
+LOST_RECEIVER_PATIENCE_S = 1.0
+"""The same if the receiver is lost: the prefill engine may be half way, or wait for that one in
+vain until its own clock ends it. What it has computed by then is in its prefix cache."""
+
+
+async def pull(legs: Legs, pair: Disaggregate, handoff: Handoff) -> Outcome:
+    """Prefill; `read` follows. Returns the answer itself if the request ends there."""
+    legs.begin(KVMode.PULL)
+    return await legs.prefill(handoff)
+
+
+async def read(legs: Legs, backend: Backend, handoff: Handoff) -> web.StreamResponse | LegFailure:
+    """Let a decode engine read the KV of a complete handoff, however that came about."""
+    legs.story.kv_mode = KVMode.PULL
+    legs.story.leg_sent(Stage.TRANSFER, backend.url)
+    body = legs.body.for_decode(handoff.params, first_delivered=handoff.answer is None)
+    with legs.transfer(handoff.prefill, backend, KVMode.PULL) as transfer:
+        outcome = await legs.decode(backend, body, transfer, handoff)
+        if isinstance(outcome, LegFailure):
+            outcome.blame(transfer)
+        return outcome
+
+
+async def push(legs: Legs, pair: Disaggregate, handoff: Handoff) -> Outcome:
+    """Let one engine prefill into the other's blocks, and pass on what both say."""
+    assert pair.decode is not None
+    legs.begin(KVMode.PUSH)
+    with legs.transfer(pair.prefill, pair.decode, KVMode.PUSH) as transfer:
+        outcome = await _both(legs, pair.decode, handoff, transfer)
+        if isinstance(outcome, LegFailure):  # the prefill engine may have refused the ticket
+            outcome.blame(transfer)
+        return outcome
+
+
+async def _both(
+    legs: Legs, decode: Backend, handoff: Handoff, transfer: TransferAttempt
+) -> Outcome:
+    ticket = _ticket(handoff.prefill, decode, legs.services)
+    legs.story.receiver_sent(decode.url)
+    body = legs.body.for_receiving(ticket)
+    receiving = asyncio.create_task(legs.decode(decode, body, transfer, handoff))
+    prefilling = asyncio.create_task(legs.prefill(handoff, ticket))
+    left: list[asyncio.Task[web.StreamResponse | LegFailure | None]]
+    left = [prefilling, receiving]
+    try:
+        await asyncio.wait(left, return_when=asyncio.FIRST_COMPLETED)
+        if not prefilling.done():
+            lost = receiving.result()
+            assert isinstance(lost, LegFailure)  # it cannot end well without the handoff
+            await asyncio.wait({prefilling}, timeout=_patience_s(lost))
+            if not prefilling.done():
+                return lost
+        left.remove(prefilling)
+        outcome = prefilling.result()
+        if not handoff.is_complete:
+            return outcome
+        if legs.story.stage is Stage.PREFILL:
+            legs.story.stage = Stage.TRANSFER
+        return await receiving
+    finally:
+        for task in left:
+            task.cancel()
+            legs.services.http.background.start(_ended(task))
+
+
+def _ticket(prefill: Backend, decode: Backend, services: Services) -> str:
+    ticket = PushTicket(
+        nonce=services.new_nonce(), prefill=_engine_ref(prefill), decode=_engine_ref(decode)
+    )
+    return TICKETS.seal(ticket, services.config.secret)
+
+
+async def _ended(task: asyncio.Task[web.StreamResponse | LegFailure | None]) -> None:
+    """Wait for a leg that was left, whatever it ends with."""
+    await asyncio.gather(task, return_exceptions=True)
+
+
+def _patience_s(lost: LegFailure) -> float:
+    """Return how long a prefill engine may still hand over after its receiver failed like this."""
+    match lost.error:
+        case WorkerError(was_taken=False) | RefusedError():
+            return 0.0
+        case KvFailedError():
+            return PUSH_PATIENCE_S
+        case _:
+            return LOST_RECEIVER_PATIENCE_S
+
+
+def _engine_ref(backend: Backend) -> EngineRef:
+    info = backend.info
+    assert info is not None  # `Backends.can_push` asks for both
+    assert info.kv_shape is not None
+    return EngineRef(
+        engine_id=info.engine_id,
+        incarnation=info.incarnation,
+        endpoints=tuple(info.endpoints),
+        shape=info.kv_shape,
+    )
