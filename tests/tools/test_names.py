@@ -6,11 +6,9 @@ from tools.goals import class_names_of_several_modules
 STILL_SHARED = {
     "Abort",
     "Admission",
-    "Background",
     "Connection",
     "Counts",
     "End",
-    "Exchange",
     "Heartbeat",
     "Hub",
     "Job",
@@ -21,15 +19,11 @@ STILL_SHARED = {
     "Prepared",
     "Process",
     "Progress",
-    "Push",
     "Ready",
-    "Recent",
     "Release",
-    "Rung",
     "Settled",
     "Span",
     "Verdict",
-    "Watch",
 }
 
 
