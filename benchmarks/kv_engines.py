@@ -19,10 +19,11 @@ from typing import TYPE_CHECKING
 import torch
 
 from pdserve.config.schema import CacheConfig, EngineConfig, ModelConfig, Role, TransferConfig
-from pdserve.connectors.base import ConnectorContext, KVLayout, ScheduledRequest, StepView
+from pdserve.connectors.base import ConnectorContext, KVLayout
 from pdserve.connectors.nixl.agent import NixlAgent
 from pdserve.connectors.nixl.protocol import Region
 from pdserve.connectors.registry import find
+from pdserve.connectors.views import ScheduledRequest, StepView
 from pdserve.wire.ids import BlockId, EngineId, Incarnation, RequestId
 from pdserve.wire.request import FinishReason, OnLoadFailure
 from pdserve.wire.transfer import ConnectorReport, EngineRef, KVHandoff, PushTicket
@@ -99,11 +100,11 @@ class Engine:
             1.0 if role is Role.PREFILL else 2.0,
             dtype=torch.bfloat16,
         )
-        factory = find("nixl")
-        self.worker = factory.worker(context, self.news.set)
+        connector = find("nixl")
+        self.worker = connector.make_worker(context, self.news.set)
         endpoint = self.worker.register_kv_caches(self.kv, self.layout)
         assert endpoint is not None
-        self.scheduler = factory.scheduler(context, [endpoint])
+        self.scheduler = connector.make_scheduler(context, [endpoint])
         self.ref = EngineRef(
             engine_id=engine_id,
             incarnation=context.incarnation,

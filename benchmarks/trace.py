@@ -19,7 +19,7 @@ import timeit
 from typing import TYPE_CHECKING, Any
 
 from pdserve.config.schema import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
-from pdserve.connectors.null import NullFactory, NullScheduler
+from pdserve.connectors.null import NullConnector, NullScheduler
 from pdserve.engine.core import EngineCore
 from pdserve.executor.toy import TOY_VOCAB_SIZE, ToyExecutor, toy_shape
 from pdserve.observe.clock import SystemClock
@@ -132,7 +132,7 @@ def _running(batch: int) -> Scheduler:
     )
     executor = ToyExecutor(
         config,
-        NullFactory(),
+        NullConnector(),
         shape=toy_shape(16 * batch, 16),
         engine_id=EngineId("toy"),
         incarnation=Incarnation("life"),

@@ -29,7 +29,7 @@ from __future__ import annotations
 
 import enum
 from types import MappingProxyType
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -38,27 +38,25 @@ from pdserve.wire.seal import PROTOCOL
 from pdserve.wire.transfer import ConnectorReport, KVShape
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     import torch
 
     from pdserve.config.schema import EngineConfig
-    from pdserve.wire.ids import BlockHash, BlockId, EngineId, Incarnation, RequestId
-    from pdserve.wire.outputs import TokenLogprobs
-    from pdserve.wire.request import FinishReason, OnLoadFailure
+    from pdserve.connectors.views import RequestView, StepView
+    from pdserve.wire.ids import BlockId, EngineId, Incarnation, RequestId
     from pdserve.wire.transfer import (
         ConnectorMetadata,
         Endpoint,
         Failed,
         KVHandoff,
-        PushTicket,
         Received,
         Settled,
     )
 
 
 class Capabilities(msgspec.Struct, frozen=True, kw_only=True):
-    """What a connector can do; asked for instead of its class.
+    """What a connector's halves can do.
 
     Attributes:
         layerwise_load: `wait_for_layer_load` does something.
@@ -197,125 +195,6 @@ class ConnectorNews(msgspec.Struct, frozen=True, kw_only=True):
         return ConnectorNews(loaded=report.received, failed=report.failed, released=report.settled)
 
 
-class RequestView(Protocol):
-    """What a connector may see of the scheduler's request."""
-
-    @property
-    def request_id(self) -> RequestId:
-        """Engine-level id."""
-        ...
-
-    @property
-    def prompt_token_ids(self) -> list[int]:
-        """The prompt."""
-        ...
-
-    @property
-    def output_token_ids(self) -> list[int]:
-        """Tokens out so far."""
-        ...
-
-    @property
-    def arrival_s(self) -> float:
-        """When this engine's server took it, in monotonic seconds."""
-        ...
-
-    @property
-    def first_logprobs(self) -> list[TokenLogprobs] | None:
-        """The first token's logprobs, if the request asked for any."""
-        ...
-
-    @property
-    def num_cached_prompt_tokens(self) -> int:
-        """Prompt tokens that a prefix cache had when it was prefilled."""
-        ...
-
-    @property
-    def cache_salt(self) -> str:
-        """What its prefixes are shared within."""
-        ...
-
-    @property
-    def prompt_block_hashes(self) -> Sequence[BlockHash]:
-        """Of the blocks that its prompt fills: each names all tokens up to there, and the salt."""
-        ...
-
-    @property
-    def remote_decode(self) -> bool:
-        """Whether its KV is to be leased out."""
-        ...
-
-    @property
-    def handoff(self) -> KVHandoff | None:
-        """Where another engine has prefilled it, if one has."""
-        ...
-
-    @property
-    def ticket(self) -> PushTicket | None:
-        """The push that it is part of, at either end, if it is."""
-        ...
-
-    @property
-    def on_load_failure(self) -> OnLoadFailure:
-        """What becomes of it if its KV does not arrive."""
-        ...
-
-    @property
-    def finish_reason(self) -> FinishReason | None:
-        """How it has ended; HANDOFF if another engine is to go on from here, None if it has not."""
-        ...
-
-
-class ScheduledRequest(NamedTuple):
-    """What a step computes of one request: the tokens `start_token` to `end_token`.
-
-    `block_ids` is its table so far, `generations` how often each block had been handed out. It may
-    be preempted or gone before the step has run; the blocks then have other generations once they
-    are used again.
-    """
-
-    view: RequestView
-    block_ids: Sequence[BlockId]
-    generations: Sequence[int]
-    start_token: int
-    end_token: int
-
-
-class StepView:
-    """The step that is being built.
-
-    Args:
-        num_scheduled_tokens: Tokens to compute, by request.
-        look_up: Makes the rest of what a connector may ask for.
-
-    Attributes:
-        asked_about: The request that was looked at last, which is whose fault an error is.
-    """
-
-    def __init__(
-        self,
-        num_scheduled_tokens: Mapping[RequestId, int],
-        look_up: Callable[[RequestId], ScheduledRequest],
-    ) -> None:
-        self._num_scheduled_tokens = num_scheduled_tokens
-        self._look_up = look_up
-        self.asked_about: RequestId | None = None
-
-    @property
-    def num_tokens(self) -> int:
-        """Tokens that it computes, of all requests."""
-        return sum(self._num_scheduled_tokens.values())
-
-    def __iter__(self) -> Iterator[RequestId]:
-        """Ids of its requests, in its order."""
-        return iter(self._num_scheduled_tokens)
-
-    def get(self, request_id: RequestId) -> ScheduledRequest:
-        """What it computes of one of them."""
-        self.asked_about = request_id
-        return self._look_up(request_id)
-
-
 class LoadIds:
     """Numbers the loads of one engine, from 1."""
 
@@ -449,8 +328,6 @@ class KVConnectorWorker:
     runs; the others belong to the thread that runs steps.
     """
 
-    capabilities = Capabilities()
-
     def register_kv_caches(self, kv: torch.Tensor, layout: KVLayout) -> Endpoint | None:
         """Once, after allocation.
 
@@ -491,15 +368,34 @@ class KVConnectorWorker:
         """Complete or abandon what is in flight within `timeout_s`. Never hangs."""
 
 
-class ConnectorFactory(Protocol):
-    """One line of the registry."""
+class NoSettings(msgspec.Struct, frozen=True):
+    """Of a connector that has no settings of its own."""
 
-    def scheduler(
-        self, context: ConnectorContext, endpoints: list[Endpoint]
+
+class KVConnectorBase(msgspec.Struct, frozen=True, kw_only=True):
+    """A connector, as one value: what an author subclasses, and the registry's line names.
+
+    It is made when the command line is read, so its module imports nothing heavy: what the halves
+    need is imported when they are made.
+
+    Attributes:
+        name: What `--kv-transfer-config.kv-connector` calls it.
+        capabilities: What its halves can do; asked for instead of its class.
+        settings: What it may be told by `--kv-transfer-config.NAME.FIELD`, in a struct of its own.
+            Each field has a default, and its help as `msgspec.Meta(description=...)`;
+            `__post_init__` refuses what cannot be with a `ConfigError`.
+    """
+
+    name: str
+    capabilities: Capabilities = Capabilities()
+    settings: msgspec.Struct = NoSettings()
+
+    def make_scheduler(
+        self, context: ConnectorContext, endpoints: Sequence[Endpoint]
     ) -> KVConnectorScheduler:
         """Make the scheduler half; `endpoints` are the worker halves', in rank order."""
-        ...
+        return KVConnectorScheduler()
 
-    def worker(self, context: ConnectorContext, wake: Callable[[], None]) -> KVConnectorWorker:
+    def make_worker(self, context: ConnectorContext, wake: Callable[[], None]) -> KVConnectorWorker:
         """Make the worker half; it calls `wake` from any thread when `get_finished` has news."""
-        ...
+        return KVConnectorWorker()

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from pdserve.connectors.base import KVConnectorScheduler, KVConnectorWorker, KVSource
+from pdserve.connectors.base import KVConnectorBase, KVConnectorScheduler, KVSource
 from pdserve.errors import HandoffRefusedError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Sequence
 
-    from pdserve.connectors.base import ConnectorContext, ConnectorFactory, RequestView
+    from pdserve.connectors.base import ConnectorContext
+    from pdserve.connectors.views import RequestView
     from pdserve.wire.transfer import Endpoint
 
 
@@ -26,18 +27,13 @@ class NullScheduler(KVConnectorScheduler):
         return KVSource.LOCAL
 
 
-class NullFactory:
-    """See `ConnectorFactory`."""
+class NullConnector(KVConnectorBase, frozen=True, kw_only=True):
+    """See `KVConnectorBase`."""
 
-    def scheduler(
-        self, context: ConnectorContext, endpoints: list[Endpoint]
-    ) -> KVConnectorScheduler:
-        """See `ConnectorFactory`."""
+    name: str = "null"
+
+    def make_scheduler(
+        self, context: ConnectorContext, endpoints: Sequence[Endpoint]
+    ) -> NullScheduler:
+        """See `KVConnectorBase`."""
         return NullScheduler()
-
-    def worker(self, context: ConnectorContext, wake: Callable[[], None]) -> KVConnectorWorker:
-        """See `ConnectorFactory`."""
-        return KVConnectorWorker()
-
-
-FACTORY: ConnectorFactory = NullFactory()

@@ -1,42 +1,29 @@
-"""Connector names -> factories. Imports a connector only when it is asked for.
-
-Another package adds one through an entry point of the group `pdserve.connectors` whose
-object is a `ConnectorFactory`.
-"""
+"""From a connector's name and what it is told to the connector. Knows none itself."""
 
 from __future__ import annotations
 
-import importlib
-from importlib.metadata import entry_points
-from typing import cast
+from typing import TYPE_CHECKING, Any, cast
 
-from pdserve.connectors.base import ConnectorFactory
-from pdserve.errors import ConfigError
+import msgspec
 
-_BUILT_IN = {
-    "null": "pdserve.connectors.null",
-    "memory": "pdserve.connectors.memory",
-    "nixl": "pdserve.connectors.nixl",
-}
+from pdserve.config.connectors import load, read_settings
 
+if TYPE_CHECKING:
+    from collections.abc import Mapping
 
-def names() -> list[str]:
-    """Every known connector name."""
-    return sorted({*_BUILT_IN, *(e.name for e in entry_points(group="pdserve.connectors"))})
+    from pdserve.connectors.base import KVConnectorBase
+
+_NOTHING: Mapping[str, Any] = {}
 
 
-def find(name: str) -> ConnectorFactory:
-    """Return the factory called `name`.
+def find(name: str, told: Mapping[str, Any] = _NOTHING) -> KVConnectorBase:
+    """Return the connector called `name`.
+
+    Args:
+        told: As `TransferConfig.settings`.
 
     Raises:
-        ConfigError: There is none; the message lists the known names.
+        ConfigError: There is none, and the message lists the known names; or it refuses a setting.
     """
-    if name in _BUILT_IN:
-        return cast(ConnectorFactory, importlib.import_module(_BUILT_IN[name]).FACTORY)
-    for entry in entry_points(group="pdserve.connectors"):
-        if entry.name == name:
-            return cast(ConnectorFactory, entry.load())
-    raise ConfigError(
-        f"--kv-transfer-config.kv-connector is {name!r}: use one of {', '.join(names())}",
-        param="kv-transfer-config.kv-connector",
-    )
+    connector = cast("KVConnectorBase", load(name))
+    return msgspec.structs.replace(connector, settings=read_settings(name, told))

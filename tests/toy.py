@@ -15,8 +15,8 @@ from pdserve.config.schema import (
     ParallelConfig,
     SchedulerConfig,
 )
-from pdserve.connectors.memory import MemoryFactory
-from pdserve.connectors.null import NullFactory
+from pdserve.connectors.memory import MemoryConnector
+from pdserve.connectors.null import NullConnector
 from pdserve.engine.core import EngineCore
 from pdserve.engine.loading import start_engine
 from pdserve.executor.toy import TOY_EOS, ToyExecutor, toy_shape
@@ -26,7 +26,7 @@ from pdserve.wire.sampling import SamplingParams
 from pdserve.wire.transfer import ConnectorReport, EngineRef, Failed
 
 if TYPE_CHECKING:
-    from pdserve.connectors.base import ConnectorFactory, KVConnectorScheduler
+    from pdserve.connectors.base import KVConnectorBase, KVConnectorScheduler
     from pdserve.connectors.memory.exchange import Exchange
     from pdserve.wire.request import EngineOutput
     from pdserve.wire.step import ModelRunnerOutput, SchedulerOutput
@@ -112,7 +112,7 @@ class HeldEngine:
     """A core over such an executor.
 
     Args:
-        connector: Takes the place of the scheduler half that `factory` makes.
+        half: Takes the place of the scheduler half that `connector` makes.
         depth: Steps that `step` and `settle` keep in flight.
 
     Attributes:
@@ -124,33 +124,31 @@ class HeldEngine:
         config: EngineConfig,
         shape: KVShape,
         *,
-        factory: ConnectorFactory | None = None,
-        connector: KVConnectorScheduler | None = None,
+        connector: KVConnectorBase | None = None,
+        half: KVConnectorScheduler | None = None,
         clock: ManualClock | None = None,
         max_model_len: int = 48,
         depth: int = 1,
     ) -> None:
         self.clock = clock or ManualClock()
         self.depth = depth
-        factory = factory or NullFactory()
+        connector = connector or NullConnector()
         identity = EngineId(config.engine_id or "toy"), Incarnation(f"life-{next(_lives)}")
         self.executor = HeldExecutor(
             config,
-            factory,
+            connector,
             shape=shape,
             engine_id=identity[0],
             incarnation=identity[1],
             max_model_len=max_model_len,
         )
-        if connector is not None:
+        if half is not None:
             workers = self.executor.start()
-            self.core = EngineCore(
-                self.executor, connector, self.clock, config=config, workers=workers
-            )
+            self.core = EngineCore(self.executor, half, self.clock, config=config, workers=workers)
         else:
             self.core, info = start_engine(
                 self.executor,
-                factory,
+                connector,
                 self.clock,
                 config=config,
                 engine_id=identity[0],
@@ -272,8 +270,10 @@ class ToyEngine(HeldEngine):
         super().__init__(
             toy_config(engine_id=engine_id, num_stages=num_stages, **fields),
             toy_shape(num_blocks, 8, pp=num_ranks),
-            factory=MemoryFactory(
-                exchange, clock=clock, new_nonce=lambda: f"{engine_id}-{life}-{next(nonces)}"
+            connector=MemoryConnector(
+                exchange=exchange,
+                clock=clock,
+                new_nonce=lambda: f"{engine_id}-{life}-{next(nonces)}",
             ),
             clock=clock,
             max_model_len=max_model_len,

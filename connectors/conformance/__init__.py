@@ -3,8 +3,8 @@
     from pdserve.connectors.conformance import ConnectorConformance
 
     class TestMine(ConnectorConformance):
-        def make_factory(self) -> ConnectorFactory:
-            return MyFactory()
+        def make_connector(self) -> KVConnectorBase:
+            return MyConnector()
 
 That is a pytest class (nothing here imports pytest). A connector that keeps KV instead of handing
 it over has `StoreConformance`, which needs no peer. Both halves are driven as an engine core

@@ -18,7 +18,7 @@ from pdserve.wire.transfer import PushTicket
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from pdserve.connectors.base import ConnectorFactory
+    from pdserve.connectors.base import KVConnectorBase
     from pdserve.wire.transfer import KVShape
 
 _ROOM_TOKENS = 64
@@ -35,8 +35,8 @@ class Bench:
     prefill_shape: ClassVar[KVShape] = make_shape()
     decode_shape: ClassVar[KVShape] = make_shape()
 
-    def make_factory(self) -> ConnectorFactory:
-        """Called once per test: the engines made with what it returns can meet."""
+    def make_connector(self) -> KVConnectorBase:
+        """Called once per test: the engines of what it returns can meet."""
         raise NotImplementedError
 
     def setup_method(self) -> None:
@@ -45,7 +45,7 @@ class Bench:
         self._engines: list[Engine] = []
         self._num_tickets = 0
         self._shapes = {"P": self.prefill_shape, "D": self.decode_shape}
-        self.factory = self.make_factory()
+        self.connector = self.make_connector()
 
     def teardown_method(self) -> None:
         """After each test: nothing is left running."""
@@ -58,7 +58,7 @@ class Bench:
 
     def new(self, name: str, **arguments: Any) -> Engine:
         """Make an engine; a name that begins with P has P's shape, else it is D's."""
-        engine = Engine(self.factory, name, shape=self._shapes[name[0]], **arguments)
+        engine = Engine(self.connector, name, shape=self._shapes[name[0]], **arguments)
         self._engines.append(engine)
         return engine
 
@@ -74,8 +74,7 @@ class Bench:
 
     def needs_push(self) -> None:
         """Skip a test if the connector does not push."""
-        engine = self.new("P-asked")
-        if not engine.ranks[0].worker.capabilities.push:
+        if not self.connector.capabilities.push:
             raise unittest.SkipTest("its capabilities do not name push")
 
     def ticket(self, p: Engine, d: Engine, **changes: Any) -> PushTicket:

@@ -19,9 +19,10 @@ import msgspec
 import torch
 
 from pdserve.config.schema import CacheConfig, EngineConfig, ModelConfig, TransferConfig
-from pdserve.connectors.base import ConnectorContext, ConnectorNews, ScheduledRequest, StepView
+from pdserve.connectors.base import ConnectorContext, ConnectorNews
 from pdserve.connectors.conformance.values import Share, by_token, make_shape, write_tokens
 from pdserve.connectors.quorum import Quorum
+from pdserve.connectors.views import ScheduledRequest, StepView
 from pdserve.errors import HandoffRefusedError
 from pdserve.wire.hashing import block_hash, root_hash
 from pdserve.wire.ids import BlockHash, BlockId, EngineId, Incarnation, RequestId
@@ -41,7 +42,7 @@ from pdserve.wire.transfer import (
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from pdserve.connectors.base import ConnectorFactory
+    from pdserve.connectors.base import KVConnectorBase
     from pdserve.wire.outputs import TokenLogprobs
     from pdserve.wire.transfer import ConnectorMetadata, Endpoint, KVShape, PushTicket
 
@@ -89,12 +90,12 @@ class Rank:
     """One worker half over its own blocks."""
 
     def __init__(
-        self, factory: ConnectorFactory, context: ConnectorContext, wake: Callable[[], None]
+        self, connector: KVConnectorBase, context: ConnectorContext, wake: Callable[[], None]
     ) -> None:
         layout = context.layout
         self._context = context
         self.share = Share(context.shape, context.rank)
-        self.worker = factory.worker(context, wake)
+        self.worker = connector.make_worker(context, wake)
         inner = [layout.num_kv_heads, layout.block_size]
         if context.shape.order is BlockOrder.NHD:
             inner.reverse()
@@ -148,11 +149,12 @@ class Engine:
         retried: Failed loads that the scheduler half had tried once more; not in `failed`.
         said: What each rank reported, in order, before the quorum.
         endpoints: Of the ranks, in order; none if the connector has no peers.
+        capabilities: The connector's.
     """
 
     def __init__(
         self,
-        factory: ConnectorFactory,
+        connector: KVConnectorBase,
         engine_id: str,
         *,
         shape: KVShape | None = None,
@@ -183,11 +185,12 @@ class Engine:
             shape=shape,
             num_ranks=shape.num_ranks,
         )
+        self.capabilities = connector.capabilities
         self.news = threading.Event()
-        self.ranks = [self._rank(factory, rank, dtype) for rank in range(shape.num_ranks)]
+        self.ranks = [self._rank(connector, rank, dtype) for rank in range(shape.num_ranks)]
         endpoints = [rank.endpoint for rank in self.ranks if rank.endpoint is not None]
         self.endpoints = tuple(endpoints)
-        self.scheduler = factory.scheduler(self.context, endpoints)
+        self.scheduler = connector.make_scheduler(self.context, endpoints)
         self.quorum = Quorum(shape.num_ranks)
         self.settled: list[Settled] = []
         self.received: list[Received] = []
@@ -199,10 +202,10 @@ class Engine:
         self.said: list[tuple[int, ConnectorReport]] = []
         self._num_requests = 0
 
-    def _rank(self, factory: ConnectorFactory, rank: int, dtype: str) -> Rank:
+    def _rank(self, connector: KVConnectorBase, rank: int, dtype: str) -> Rank:
         layout = Share(self.context.shape, rank).layout(dtype)
         context = msgspec.structs.replace(self.context, layout=layout, rank=rank)
-        return Rank(factory, context, self.news.set)
+        return Rank(connector, context, self.news.set)
 
     @property
     def block_size(self) -> int:
@@ -368,7 +371,7 @@ class Engine:
             if metadata is not None:
                 rank.worker.start_load_kv(metadata)
             rank.write(blocks, seed, first, end)
-            if rank.worker.capabilities.is_layerwise:
+            if self.capabilities.is_layerwise:
                 for layer in range(len(rank.share.layers)):
                     rank.worker.wait_for_layer_load(layer)
                     rank.worker.save_kv_layer(layer)

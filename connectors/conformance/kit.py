@@ -7,4 +7,4 @@ from pdserve.connectors.conformance.push import PushConformance
 
 
 class ConnectorConformance(PullConformance, PushConformance):
-    """Everything a connector must do. Subclass it and give it `make_factory`."""
+    """Everything a connector must do. Subclass it and give it `make_connector`."""

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from pdserve.connectors.base import ScheduledRequest, StepView
 from pdserve.connectors.conformance.bench import Bench
 from pdserve.connectors.conformance.engines import prompt_of
+from pdserve.connectors.views import ScheduledRequest, StepView
 from pdserve.wire.request import FinishReason
 
 if TYPE_CHECKING:

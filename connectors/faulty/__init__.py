@@ -1,6 +1,6 @@
 """A connector around another one, in which transport trouble happens on purpose.
 
-    FaultyFactory(MemoryFactory(), Plan(seed=7, rates={FaultKind.CORRUPT: 0.1}))
+    FaultyConnector.around(MemoryConnector(), Plan(seed=7, rates={FaultKind.CORRUPT: 0.1}))
 
 For tests and simulation. It models what networks, threads and memory do, and no more: between
 an engine core and its own connector halves nothing is lost, so an instruction or a report that
@@ -30,7 +30,7 @@ D's half looks at them. That strikes connectors whose bytes move inside `get_fin
 process.
 """
 
-from pdserve.connectors.faulty.factory import FaultyFactory
+from pdserve.connectors.faulty.factory import FaultyConnector
 from pdserve.connectors.faulty.plan import FaultKind, Plan
 
-__all__ = ["FaultKind", "FaultyFactory", "Plan"]
+__all__ = ["FaultKind", "FaultyConnector", "Plan"]

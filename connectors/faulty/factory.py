@@ -1,46 +1,54 @@
-"""Wraps a connector's factory. The scheduler half moves nothing, so trouble is its workers'."""
+"""Wraps a connector. The scheduler half moves nothing, so trouble is its workers'."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import msgspec
+
+from pdserve.connectors.base import KVConnectorBase
 from pdserve.connectors.faulty.worker import Fabric, FaultyWorker
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
-    from pdserve.connectors.base import (
-        ConnectorContext,
-        ConnectorFactory,
-        KVConnectorScheduler,
-        KVConnectorWorker,
-    )
+    from pdserve.connectors.base import ConnectorContext, KVConnectorScheduler
     from pdserve.connectors.faulty.plan import Plan
     from pdserve.wire.transfer import Endpoint
 
 
-class FaultyFactory:
-    """See `ConnectorFactory`.
+class FaultyConnector(KVConnectorBase, frozen=True, kw_only=True):
+    """See `KVConnectorBase`.
 
-    Args:
+    Attributes:
         inner: Makes the halves that do the work; built over `handover`.
-        fabric: Shared by factories whose engines meet; None makes one of this factory's own.
+        fabric: Shared by connectors whose engines meet; one of its own if none is given.
     """
 
-    def __init__(
-        self, inner: ConnectorFactory, plan: Plan, *, fabric: Fabric | None = None
-    ) -> None:
-        self._inner = inner
-        self._plan = plan
-        self.fabric = fabric or Fabric()
+    inner: KVConnectorBase
+    plan: Plan
+    fabric: Fabric = msgspec.field(default_factory=Fabric)
 
-    def scheduler(
-        self, context: ConnectorContext, endpoints: list[Endpoint]
+    @classmethod
+    def around(
+        cls, inner: KVConnectorBase, plan: Plan, *, fabric: Fabric | None = None
+    ) -> FaultyConnector:
+        """Wrap a connector, which keeps its name and what it can do."""
+        return cls(
+            name=inner.name,
+            capabilities=inner.capabilities,
+            inner=inner,
+            plan=plan,
+            fabric=fabric or Fabric(),
+        )
+
+    def make_scheduler(
+        self, context: ConnectorContext, endpoints: Sequence[Endpoint]
     ) -> KVConnectorScheduler:
-        """See `ConnectorFactory`."""
-        return self._inner.scheduler(context, endpoints)
+        """See `KVConnectorBase`."""
+        return self.inner.make_scheduler(context, endpoints)
 
-    def worker(self, context: ConnectorContext, wake: Callable[[], None]) -> KVConnectorWorker:
-        """See `ConnectorFactory`."""
-        inner = self._inner.worker(context, wake)
-        return FaultyWorker(inner, context, wake, plan=self._plan, fabric=self.fabric)
+    def make_worker(self, context: ConnectorContext, wake: Callable[[], None]) -> FaultyWorker:
+        """See `KVConnectorBase`."""
+        inner = self.inner.make_worker(context, wake)
+        return FaultyWorker(inner, context, wake, plan=self.plan, fabric=self.fabric)

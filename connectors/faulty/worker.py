@@ -74,7 +74,6 @@ class FaultyWorker(KVConnectorWorker):
         plan: Plan,
         fabric: Fabric,
     ) -> None:
-        self.capabilities = inner.capabilities
         self._inner = inner
         self._context = context
         self._wake = wake

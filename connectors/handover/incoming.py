@@ -29,8 +29,9 @@ if TYPE_CHECKING:
     from collections import Counter
     from collections.abc import Sequence
 
-    from pdserve.connectors.base import LoadIds, RequestView
+    from pdserve.connectors.base import LoadIds
     from pdserve.connectors.handover.instructions import Instructions
+    from pdserve.connectors.views import RequestView
     from pdserve.wire.ids import BlockId, RequestId
     from pdserve.wire.transfer import EngineRef, Failed, KVHandoff, Received
 

@@ -33,8 +33,8 @@ if TYPE_CHECKING:
     from collections import Counter
     from collections.abc import Sequence
 
-    from pdserve.connectors.base import RequestView, ScheduledRequest, StepView
     from pdserve.connectors.handover.instructions import Instructions
+    from pdserve.connectors.views import RequestView, ScheduledRequest, StepView
     from pdserve.observe.clock import Clock
     from pdserve.wire.ids import BlockId, RequestId
     from pdserve.wire.transfer import PushTicket, Registered, Settled, Withdrawn

@@ -24,7 +24,8 @@ from pdserve.wire.transfer import Failed, KVHandoff, LoadFailure
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from pdserve.connectors.base import ConnectorContext, RequestView, StepView
+    from pdserve.connectors.base import ConnectorContext
+    from pdserve.connectors.views import RequestView, StepView
     from pdserve.observe.clock import Clock
     from pdserve.wire.ids import BlockId
     from pdserve.wire.transfer import ConnectorMetadata, ConnectorReport, Endpoint, Received

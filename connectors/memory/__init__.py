@@ -5,53 +5,45 @@ from __future__ import annotations
 import secrets
 from typing import TYPE_CHECKING
 
-from pdserve.connectors.handover.scheduler import HandoverScheduler
+import msgspec
+
+from pdserve.connectors.base import Capabilities, KVConnectorBase
 from pdserve.connectors.memory.exchange import Exchange
-from pdserve.connectors.memory.worker import MemoryWorker
 from pdserve.observe.clock import SystemClock
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
-    from pdserve.connectors.base import (
-        ConnectorContext,
-        ConnectorFactory,
-        KVConnectorScheduler,
-        KVConnectorWorker,
-    )
+    from pdserve.connectors.base import ConnectorContext, KVConnectorScheduler, KVConnectorWorker
     from pdserve.observe.clock import Clock
     from pdserve.wire.transfer import Endpoint
 
 
-class MemoryFactory:
-    """See `ConnectorFactory`. Engines meet if their factories share an exchange.
+class MemoryConnector(KVConnectorBase, frozen=True, kw_only=True):
+    """See `KVConnectorBase`. Engines meet if their connectors share an exchange.
 
-    Args:
-        exchange: None makes one of this factory's own.
+    Attributes:
+        exchange: One of this connector's own if none is given.
         clock: Owns the lives of leases.
         new_nonce: Names leases; tests pass a counter.
     """
 
-    def __init__(
-        self,
-        exchange: Exchange | None = None,
-        *,
-        clock: Clock | None = None,
-        new_nonce: Callable[[], str] = secrets.token_urlsafe,
-    ) -> None:
-        self._exchange = exchange or Exchange()
-        self._clock = clock or SystemClock()
-        self._new_nonce = new_nonce
+    name: str = "memory"
+    capabilities: Capabilities = Capabilities(push=True)
+    exchange: Exchange = msgspec.field(default_factory=Exchange)
+    clock: Clock = msgspec.field(default_factory=SystemClock)
+    new_nonce: Callable[[], str] = secrets.token_urlsafe
 
-    def scheduler(
-        self, context: ConnectorContext, endpoints: list[Endpoint]
+    def make_scheduler(
+        self, context: ConnectorContext, endpoints: Sequence[Endpoint]
     ) -> KVConnectorScheduler:
-        """See `ConnectorFactory`."""
-        return HandoverScheduler(context, endpoints, new_nonce=self._new_nonce, clock=self._clock)
+        """See `KVConnectorBase`."""
+        from pdserve.connectors.handover.scheduler import HandoverScheduler
 
-    def worker(self, context: ConnectorContext, wake: Callable[[], None]) -> KVConnectorWorker:
-        """See `ConnectorFactory`."""
-        return MemoryWorker(context, wake, exchange=self._exchange, clock=self._clock)
+        return HandoverScheduler(context, endpoints, new_nonce=self.new_nonce, clock=self.clock)
 
+    def make_worker(self, context: ConnectorContext, wake: Callable[[], None]) -> KVConnectorWorker:
+        """See `KVConnectorBase`."""
+        from pdserve.connectors.memory.worker import MemoryWorker
 
-FACTORY: ConnectorFactory = MemoryFactory()
+        return MemoryWorker(context, wake, exchange=self.exchange, clock=self.clock)

@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections import Counter
 from typing import TYPE_CHECKING
 
-from pdserve.connectors.base import Capabilities, KVConnectorWorker
+from pdserve.connectors.base import KVConnectorWorker
 from pdserve.connectors.digests import BlockDigests
 from pdserve.connectors.handover.instructions import Instructions, StepInstructions
 from pdserve.connectors.handover.lease import LeaseTable
@@ -59,8 +59,6 @@ class MemoryWorker(KVConnectorWorker):
         kv: None before it is registered, and once this half is closed.
         endpoint: None before it is registered.
     """
-
-    capabilities = Capabilities(push=True)
 
     def __init__(
         self,

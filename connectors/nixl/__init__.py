@@ -12,39 +12,41 @@ from __future__ import annotations
 import secrets
 from typing import TYPE_CHECKING
 
-from pdserve.connectors.handover.scheduler import HandoverScheduler
+from pdserve.connectors.base import Capabilities, KVConnectorBase
+from pdserve.connectors.nixl.settings import NixlSettings
 from pdserve.observe.clock import SystemClock
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
-    from pdserve.connectors.base import (
-        ConnectorContext,
-        ConnectorFactory,
-        KVConnectorScheduler,
-        KVConnectorWorker,
-    )
+    from pdserve.connectors.base import ConnectorContext, KVConnectorScheduler, KVConnectorWorker
     from pdserve.wire.transfer import Endpoint
 
 
-class NixlFactory:
-    """See `ConnectorFactory`."""
+class NixlConnector(KVConnectorBase, frozen=True, kw_only=True):
+    """See `KVConnectorBase`."""
 
-    def scheduler(
-        self, context: ConnectorContext, endpoints: list[Endpoint]
+    name: str = "nixl"
+    capabilities: Capabilities = Capabilities(layerwise_save=True, push=True)
+    settings: NixlSettings = NixlSettings()
+
+    def make_scheduler(
+        self, context: ConnectorContext, endpoints: Sequence[Endpoint]
     ) -> KVConnectorScheduler:
-        """See `ConnectorFactory`."""
-        return HandoverScheduler(
-            context, endpoints, new_nonce=secrets.token_urlsafe, clock=SystemClock()
-        )
+        """See `KVConnectorBase`."""
+        from pdserve.connectors.handover.scheduler import HandoverScheduler
 
-    def worker(self, context: ConnectorContext, wake: Callable[[], None]) -> KVConnectorWorker:
-        """See `ConnectorFactory`."""
-        # The worker half needs torch, which the scheduler's side must not import.
+        clock = SystemClock()
+        return HandoverScheduler(context, endpoints, new_nonce=secrets.token_urlsafe, clock=clock)
+
+    def make_worker(self, context: ConnectorContext, wake: Callable[[], None]) -> KVConnectorWorker:
+        """See `KVConnectorBase`."""
         from pdserve.connectors.nixl.worker import NixlWorker
 
-        quarantine_s = context.config.transfer.quarantine_s
-        return NixlWorker(context, wake, clock=SystemClock(), quarantine_s=quarantine_s)
-
-
-FACTORY: ConnectorFactory = NixlFactory()
+        return NixlWorker(
+            context,
+            wake,
+            clock=SystemClock(),
+            quarantine_s=context.config.transfer.quarantine_s,
+            settings=self.settings,
+        )

@@ -110,9 +110,9 @@ class NixlAgent:
         for backend in backends:
             if backend not in available:
                 raise ConfigError(
-                    f"--kv-transfer-config.backends has {backend!r}, NIXL here has "
+                    f"--kv-transfer-config.nixl.backends has {backend!r}, NIXL here has "
                     f"{', '.join(sorted(available))}",
-                    param="kv-transfer-config.backends",
+                    param="kv-transfer-config.nixl.backends",
                 )
         self._backends = [self._create_backend(backend) for backend in backends]
         self._registered: list[Any] = []

@@ -56,6 +56,7 @@ if TYPE_CHECKING:
 
     from pdserve.connectors.base import ConnectorContext, KVLayout
     from pdserve.connectors.nixl.pushes import ChunkStep, Observation
+    from pdserve.connectors.nixl.settings import NixlSettings
     from pdserve.observe.clock import Clock
     from pdserve.wire.trace import RankSlice
     from pdserve.wire.transfer import ConnectorMetadata, Endpoint
@@ -97,10 +98,10 @@ class TransferThread:
         *,
         kv: torch.Tensor,
         layout: KVLayout,
-        secret: bytes,
         wake: Callable[[], None],
         clock: Clock,
         quarantine_s: float,
+        settings: NixlSettings,
     ) -> None:
         if not kv.is_contiguous() or kv.numel() * kv.element_size() != (
             layout.num_blocks * layout.block_bytes
@@ -115,7 +116,8 @@ class TransferThread:
         )
         self._pool_region = _region(kv, layout.block_bytes)
         self._scratch_region = _region(self._scratch, _SCRATCH_UNIT_BYTES)
-        self._secret = secret
+        secret = self._secret = context.config.transfer.secret.encode()
+        self._backends = settings.backends
         self._wake = wake
         self._clock = clock
         self._inbox: deque[ConnectorMetadata] = deque()
@@ -132,7 +134,7 @@ class TransferThread:
         self._net_devices = net_devices(self._listener.endpoint.host)
         self._reactor = Reactor()
         self._lanes = Lanes(
-            num_lanes=context.config.transfer.lanes,
+            num_lanes=settings.lanes,
             make_agent=self._make_lane_agent,
             pool=self._pool_region,
             scratch=self._scratch_region,
@@ -455,9 +457,8 @@ class TransferThread:
     def _make_agent(self, part: str) -> NixlAgent:
         role, rank = self._context.config.role.value, self._context.rank
         name = f"{role}-{socket.gethostname()}-{rank}-{part}{uuid.uuid4().hex}"
-        backends = self._context.config.transfer.backends
         try:
-            agent = NixlAgent(name, backends, net_devices=self._net_devices)
+            agent = NixlAgent(name, self._backends, net_devices=self._net_devices)
         except AgentError:
             self._numbers.take_out()
             raise

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from pdserve.connectors.base import Capabilities, KVConnectorWorker
+from pdserve.connectors.base import KVConnectorWorker
 from pdserve.connectors.handover.instructions import StepInstructions
 from pdserve.connectors.nixl.layerwise import LayerwiseChoice
 from pdserve.connectors.nixl.pushes import ChunkStep
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
     from pdserve.connectors.base import ConnectorContext, KVLayout
     from pdserve.connectors.handover.instructions import Chunk
+    from pdserve.connectors.nixl.settings import NixlSettings
     from pdserve.observe.clock import Clock
     from pdserve.wire.transfer import ConnectorMetadata, Endpoint, Failed
 
@@ -35,8 +36,6 @@ class NixlWorker(KVConnectorWorker):
         quarantine_s: See `TransferThread`.
     """
 
-    capabilities = Capabilities(layerwise_save=True, push=True)
-
     def __init__(
         self,
         context: ConnectorContext,
@@ -44,13 +43,13 @@ class NixlWorker(KVConnectorWorker):
         *,
         clock: Clock,
         quarantine_s: float,
+        settings: NixlSettings,
     ) -> None:
-        transfer = context.config.transfer
-        self._secret = transfer.secret.encode()
         self._context = context
         self._wake = wake
         self._clock = clock
         self._quarantine_s = quarantine_s
+        self._settings = settings
         self._thread: TransferThread | None = None
         self._is_cuda = False
         self._choice = LayerwiseChoice()
@@ -72,10 +71,10 @@ class NixlWorker(KVConnectorWorker):
             self._context,
             kv=kv,
             layout=layout,
-            secret=self._secret,
             wake=self._wake,
             clock=self._clock,
             quarantine_s=self._quarantine_s,
+            settings=self._settings,
         )
         return self._thread.endpoint
 

@@ -35,6 +35,7 @@ from pdserve.commands.findings import Grade, RunningEngine, compatible
 from pdserve.commands.model_directory import model_directory
 from pdserve.commands.running import require_free, run_until_signalled
 from pdserve.config.boxed import BOXED
+from pdserve.config.connectors import read_settings
 from pdserve.config.load import (
     ENVIRONMENT_PREFIX,
     Resolved,
@@ -219,7 +220,8 @@ def _check(role: str, given: Mapping[str, Resolved]) -> None:
     else:
         table = engine_table(Role(role))
         values = resolve(table, command_line={"model": BOXED, **flags}, environ={})
-        build("engine", EngineConfig, table, values)
+        transfer = build("engine", EngineConfig, table, values).transfer
+        read_settings(transfer.kv_connector, transfer.settings)
         build("server", ServerConfig, table, values)
     build("log", LogConfig, table, values)
 

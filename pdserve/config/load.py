@@ -467,5 +467,6 @@ def _make(struct: type[StructT], values: Mapping[str, object]) -> StructT:
             arguments[head] = value
     kinds = {info.name: info.type for info in msgspec.structs.fields(struct)}
     for name, inner in below.items():
-        arguments[name] = _make(kinds[name], inner)
+        is_open = typing.get_origin(kinds[name]) is dict  # what is in it, others know
+        arguments[name] = inner if is_open else _make(kinds[name], inner)
     return struct(**arguments)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import enum
 import ipaddress
+from typing import Any
 
 import msgspec
 
@@ -380,7 +381,7 @@ class TransferConfig(msgspec.Struct, frozen=True, kw_only=True):
     """How KV leaves and enters this engine (`--kv-transfer-config`).
 
     Attributes:
-        kv_connector: A name of the connector registry: null, memory, nixl.
+        kv_connector: One of `config.connectors`: null, memory, nixl, or another package's.
         host: Address the side channel binds and announces.
         port: Side channel port of rank 0; rank i takes the i-th after it. 0 takes free ones.
         secret: The deployment's shared secret; handoffs and side channel frames are
@@ -389,10 +390,9 @@ class TransferConfig(msgspec.Struct, frozen=True, kw_only=True):
         handshake_timeout_s: For a peer's first answer.
         transfer_timeout_s: From the first posted byte to the confirmation.
         quarantine_s: How long blocks that a lost transfer may still write stay out of use
-            before the NIXL agent is destroyed, which stops it for certain; at once if nothing
-            else is in flight.
-        lanes: Threads that post transfers, each with a NIXL agent of its own.
-        backends: NIXL backends, in order.
+            before it is stopped for certain, which ends others, too; at once if nothing else is
+            in flight.
+        settings: What single connectors are told, by `NAME.FIELD`; each checks its own.
     """
 
     kv_connector: str = "null"
@@ -403,8 +403,7 @@ class TransferConfig(msgspec.Struct, frozen=True, kw_only=True):
     handshake_timeout_s: float = 5.0
     transfer_timeout_s: float = 20.0
     quarantine_s: float = 30.0
-    lanes: int = 2
-    backends: tuple[str, ...] = ("UCX",)
+    settings: dict[str, Any] = {}
 
     def __post_init__(self) -> None:
         _require_port(self.port, "kv-transfer-config.port")
@@ -421,7 +420,6 @@ class TransferConfig(msgspec.Struct, frozen=True, kw_only=True):
             f"it must be from {MIN_LEASE_S} to {MAX_LEASE_S:g} seconds",
         )
         self.require_secret("kv-transfer-config.host", self.host)
-        _require(self.lanes >= 1, "kv-transfer-config.lanes", self.lanes, "it must be at least 1")
 
     def require_secret(self, flag: str, host: str) -> None:
         """Refuse to be reached from elsewhere by whoever can write a handoff.

@@ -7,6 +7,7 @@ A flag exists only if the schema has its field. Knows no command line and no fil
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Mapping
 from typing import Final
 
@@ -15,8 +16,9 @@ import msgspec
 from pdserve.config.bench import RESULT_SETTINGS, TARGET_SETTINGS, TRAFFIC_SETTINGS
 from pdserve.config.boxed import BOXED
 from pdserve.config.compare import COMPARE_SETTINGS, PLOT_SETTINGS
+from pdserve.config.connectors import connector_settings
 from pdserve.config.datasets import DATASET_SETTINGS, DatasetName
-from pdserve.config.load import Shorthand, Table, canonical, declare, parse_object
+from pdserve.config.load import Setting, Shorthand, Table, canonical, declare, parse_object
 from pdserve.config.policies import POLICIES
 from pdserve.config.schema import EngineConfig, ProxyConfig, Role, ServerConfig
 from pdserve.config.trace import TRACE_SETTINGS
@@ -176,9 +178,7 @@ _ENGINE: Final = (
             ("kv-transfer-config.lease-s", "transfer.lease_s", "SECONDS", "a lease ends so long after its last heartbeat"),
             ("kv-transfer-config.handshake-timeout-s", "transfer.handshake_timeout_s", "SECONDS", "for a peer's first answer"),
             ("kv-transfer-config.transfer-timeout-s", "transfer.transfer_timeout_s", "SECONDS", "from the first posted byte to the confirmation"),
-            ("kv-transfer-config.quarantine-s", "transfer.quarantine_s", "SECONDS", "blocks of a lost transfer out of use before its NIXL agent is destroyed"),
-            ("kv-transfer-config.lanes", "transfer.lanes", "N", "threads that post transfers, each with a NIXL agent of its own"),
-            ("kv-transfer-config.backends", "transfer.backends", "NAME", "NIXL backends, in order"),
+            ("kv-transfer-config.quarantine-s", "transfer.quarantine_s", "SECONDS", "blocks of a lost transfer out of use before it is stopped, with others"),
         ),
     ),
 )
@@ -348,6 +348,22 @@ def _below(role: str, shorthand: Shorthand) -> Shorthand:
     return dataclasses.replace(shorthand, flag=flag, expand=expand, hidden=True)
 
 
+def _engine_settings() -> tuple[Setting, ...]:
+    return (*_ENGINE, *itertools.chain(*connector_settings().values()), *_SERVER, *_LOG)
+
+
+def _engine_shorthands() -> tuple[Shorthand, ...]:
+    own = [
+        _object(
+            f"kv-transfer-config.{canonical(name)}",
+            f"what only {name} is told, as one object",
+            "KV transfer",
+        )
+        for name in connector_settings()
+    ]
+    return (_TRANSFER, *own, _EPLB)
+
+
 def engine_table(role: Role) -> Table:
     """The settings of `pdserve prefill`, `decode` and `serve`."""
     port, connector = {
@@ -356,8 +372,8 @@ def engine_table(role: Role) -> Table:
         Role.BOTH: (8000, "null"),
     }[role]
     return Table(
-        (*_ENGINE, *_SERVER, *_LOG),
-        (_TRANSFER, _EPLB),
+        _engine_settings(),
+        _engine_shorthands(),
         {"model": "", "port": port, "kv-transfer-config.kv-connector": connector},
     )
 
@@ -383,7 +399,7 @@ def up_table() -> Table:
     """The settings of `pdserve up`: its own, the engines', and one command's under its name."""
     own = {setting.flag for setting in _UP}
     own |= {"engine-id", "proxy", "advertise-url"}  # one per engine, chosen by the supervisor
-    shared = tuple(s for s in (*_ENGINE, *_SERVER, *_LOG) if s.flag not in own)
+    shared = tuple(s for s in _engine_settings() if s.flag not in own)
     below = {
         role: proxy_table() if role == "proxy" else engine_table(Role.BOTH) for role in ROLES_OF_UP
     }
@@ -396,8 +412,7 @@ def up_table() -> Table:
     return Table(
         (*_UP, *shared, *per_role),
         (
-            _TRANSFER,
-            _EPLB,
+            *_engine_shorthands(),
             *(
                 _object(role, f"settings for {role} only; also --{role}.FLAG VALUE", "deployment")
                 for role in ROLES_OF_UP

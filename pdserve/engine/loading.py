@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from pdserve.config.schema import EngineConfig
-    from pdserve.connectors.base import ConnectorFactory
+    from pdserve.connectors.base import KVConnectorBase
     from pdserve.executor.base import Executor
     from pdserve.observe.clock import Clock
     from pdserve.parallel.seat import CoreSeat
@@ -47,13 +47,13 @@ def load_engine(
     """
     incarnation = Incarnation(secrets.token_hex(8))
     engine_id = EngineId(config.engine_id or f"{config.role.value}-{incarnation[:6]}")
-    factory = find(config.transfer.kv_connector)
+    connector = find(config.transfer.kv_connector, config.transfer.settings)
     executor = make_executor(
         config, core=seat, engine_id=engine_id, incarnation=incarnation, progress=progress
     )
     return start_engine(
         executor,
-        factory,
+        connector,
         clock,
         config=config,
         engine_id=engine_id,
@@ -64,7 +64,7 @@ def load_engine(
 
 def start_engine(
     executor: Executor,
-    factory: ConnectorFactory,
+    connector: KVConnectorBase,
     clock: Clock,
     *,
     config: EngineConfig,
@@ -75,7 +75,7 @@ def start_engine(
     """Start an executor and put a core over it; the executor is closed if that fails.
 
     Args:
-        factory: The executor's own, whose worker halves it has.
+        connector: The executor's own, whose worker halves it has.
         in_waves: See `EngineCore`.
 
     Raises:
@@ -96,10 +96,8 @@ def start_engine(
             shape=first.shape,
             num_ranks=len(workers),
         )
-        connector = factory.scheduler(context, endpoints)
-        core = EngineCore(
-            executor, connector, clock, config=config, workers=workers, in_waves=in_waves
-        )
+        half = connector.make_scheduler(context, endpoints)
+        core = EngineCore(executor, half, clock, config=config, workers=workers, in_waves=in_waves)
     except BaseException:
         executor.close(1.0)
         raise

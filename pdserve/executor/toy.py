@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     from pdserve.config.schema import EngineConfig
-    from pdserve.connectors.base import ConnectorFactory, KVConnectorWorker
+    from pdserve.connectors.base import KVConnectorBase, KVConnectorWorker
     from pdserve.wire.ids import EngineId, Incarnation, RequestId
     from pdserve.wire.sampling import SamplingParams
     from pdserve.wire.step import NewRequest, SchedulerOutput
@@ -122,7 +122,7 @@ class ToyExecutor:
     """See `Executor`. Steps come back when they are asked for, in order.
 
     Args:
-        factory: Makes the worker half of each rank.
+        connector: Makes the worker half of each rank.
         shape: How the KV lies on the ranks; of 8 bytes a value. Independent of `config.parallel`,
             of which only the pipeline stages count: with several, a rank knows of its requests'
             own tokens only what steps tell.
@@ -140,7 +140,7 @@ class ToyExecutor:
     def __init__(
         self,
         config: EngineConfig,
-        factory: ConnectorFactory,
+        connector: KVConnectorBase,
         *,
         shape: KVShape,
         engine_id: EngineId,
@@ -176,7 +176,8 @@ class ToyExecutor:
             )
             for number, rank in enumerate(self._ranks)
         ]
-        self.connectors = [factory.worker(context, wake) for context in self._contexts]
+        self._capabilities = connector.capabilities
+        self.connectors = [connector.make_worker(context, wake) for context in self._contexts]
         self.quorum = Quorum(shape.num_ranks)
 
     def start(self) -> list[WorkerInfo]:
@@ -193,7 +194,7 @@ class ToyExecutor:
                     layout_digest=context.layout_digest,
                     layout_fields=context.layout_fields,
                     shape=context.shape,
-                    can_push=connector.capabilities.push,
+                    can_push=self._capabilities.push,
                     endpoint=endpoint,
                     max_model_len=self._max_model_len,
                     architecture="toy",
@@ -296,8 +297,8 @@ class ToyExecutor:
 
     def _layers(self) -> Iterator[tuple[KVConnectorWorker, int]]:
         """The layers of each rank whose connector works layer by layer."""
-        for connector, rank in zip(self.connectors, self._ranks, strict=True):
-            if connector.capabilities.is_layerwise:
+        if self._capabilities.is_layerwise:
+            for connector, rank in zip(self.connectors, self._ranks, strict=True):
                 for layer in range(rank.layout.num_layers):
                     yield connector, layer
 

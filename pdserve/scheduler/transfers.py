@@ -10,7 +10,8 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING, assert_never
 
-from pdserve.connectors.base import ConnectorNews, Hold, KVSource, ScheduledRequest, StepView
+from pdserve.connectors.base import ConnectorNews, Hold, KVSource
+from pdserve.connectors.views import ScheduledRequest, StepView
 from pdserve.errors import HandoffRefusedError, InternalError
 from pdserve.kvcache.lease import BlockUser
 from pdserve.scheduler.counts import Rung

@@ -111,9 +111,10 @@ class Worker:
             rank=seat.engine_rank,
             num_ranks=world.pp.size * world.tp.size,
         )
-        factory = connector_registry.find(config.transfer.kv_connector)
-        connector = self._connector = factory.worker(context, self._wake)
-        endpoint = connector.register_kv_caches(kv, layout)
+        transfer = config.transfer
+        connector = connector_registry.find(transfer.kv_connector, transfer.settings)
+        half = self._connector = connector.make_worker(context, self._wake)
+        endpoint = half.register_kv_caches(kv, layout)
         self._runner = ModelRunner(
             loaded,
             kv,
@@ -121,7 +122,7 @@ class Worker:
             config.scheduler,
             device=device,
             world=world,
-            hooks=connector if connector.capabilities.is_layerwise else None,
+            hooks=half if connector.capabilities.is_layerwise else None,
         )
         return WorkerInfo(
             rank=seat.engine_rank,

@@ -1,11 +1,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import msgspec
 import pytest
 
+from pdserve.config import connectors
 from pdserve.config.bench import ResultConfig, TargetConfig, TrafficConfig
+from pdserve.config.connectors import read_settings
 from pdserve.config.datasets import DatasetConfig
 from pdserve.config.load import Table, build, parse, resolve
 from pdserve.config.schema import EngineConfig, ProxyConfig, Role, ServerConfig, TransferConfig
@@ -19,6 +22,8 @@ from pdserve.config.settings import (
     proxy_table,
     up_table,
 )
+from pdserve.connectors.nixl.settings import NixlSettings
+from pdserve.connectors.registry import find
 from pdserve.errors import ConfigError
 
 ENGINE = engine_table(Role.BOTH)
@@ -48,8 +53,10 @@ def leaves(struct: type[msgspec.Struct], path: str) -> Iterator[str]:
 def test_every_field_of_the_schema_has_exactly_one_flag(
     root: str, struct: type[msgspec.Struct], table: Table
 ) -> None:
-    fields = set(leaves(struct, root)) - {"engine.role"}  # the command is the role
-    paths = [s.path for s in table.settings if s.path.startswith(f"{root}.") and not s.hidden]
+    # The command is the role, and what connectors are told is theirs to declare.
+    fields = set(leaves(struct, root)) - {"engine.role", "engine.transfer.settings"}
+    shown = [s.path for s in table.settings if s.path.startswith(f"{root}.") and not s.hidden]
+    paths = [path for path in shown if not path.startswith("engine.transfer.settings.")]
     assert sorted(paths) == sorted(fields)
 
 
@@ -93,6 +100,70 @@ def test_a_transfer_config_as_vllm_writes_it_is_read() -> None:
         "engine", EngineConfig, ENGINE, resolve(ENGINE, command_line=raw, environ={})
     ).transfer
     assert (transfer.kv_connector, transfer.secret) == ("memory", "s")
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"kv-transfer-config.nixl.lanes": "3"},
+        {"kv-transfer-config.nixl": '{"lanes": 3}'},
+        {"kv-transfer-config": '{"nixl": {"lanes": 3}}'},
+    ],
+    ids=["flag", "object", "object in an object"],
+)
+def test_what_one_connector_alone_is_told_reaches_it(given: dict[str, object]) -> None:
+    values = resolve(ENGINE, command_line={"model": "m", **given}, environ={})
+    told = build("engine", EngineConfig, ENGINE, values).transfer.settings
+    assert read_settings("nixl", told) == NixlSettings(lanes=3)
+    # As it comes to a process of its own.
+    heard = msgspec.msgpack.decode(msgspec.msgpack.encode(told))
+    assert find("nixl", heard).settings == NixlSettings(lanes=3)
+
+
+def test_a_connector_names_the_flag_the_value_and_the_remedy_of_what_it_refuses() -> None:
+    with pytest.raises(ConfigError, match=r"--kv-transfer-config\.nixl\.lanes is 0: it must be"):
+        find("nixl", {"nixl.lanes": 0})
+
+
+def test_the_connector_of_another_package_brings_its_flags_along(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "shelf.py").write_text(SHELF)
+    metadata = tmp_path / "shelf-1.0.dist-info"
+    metadata.mkdir()
+    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: shelf\nVersion: 1.0\n")
+    (metadata / "entry_points.txt").write_text("[pdserve.connectors]\nmy_shelf = shelf:Shelf\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    connectors.entry_points_by_name.cache_clear()
+    try:
+        table = engine_table(Role.BOTH)
+        given = {"model": "m", "kv-transfer-config.my-shelf.url": "tcp://[::1]:7"}
+        values = resolve(table, command_line=given, environ={})
+        transfer = build("engine", EngineConfig, table, values).transfer
+        shelf = find("my_shelf", transfer.settings)
+        assert msgspec.structs.asdict(shelf.settings) == {"url": "tcp://[::1]:7", "depth": 2}
+        assert next(s.help for s in table.settings if s.flag.endswith(".url")) == "where it stands"
+    finally:
+        connectors.entry_points_by_name.cache_clear()
+
+
+SHELF = """
+from typing import Annotated
+
+import msgspec
+
+from pdserve.connectors.base import KVConnectorBase
+
+
+class Settings(msgspec.Struct, frozen=True):
+    url: Annotated[str, msgspec.Meta(description="where it stands")] = ""
+    depth: int = 2
+
+
+class Shelf(KVConnectorBase, frozen=True):
+    name: str = "my_shelf"
+    settings: Settings = Settings()
+"""
 
 
 def test_one_policy_sets_both_and_either_may_differ() -> None:

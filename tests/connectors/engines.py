@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from pdserve.connectors.base import ConnectorFactory, KVConnectorWorker
+    from pdserve.connectors.base import KVConnectorBase, KVConnectorWorker
 
 
 @dataclass
@@ -115,11 +115,11 @@ class Rank:
     """One worker half over its own blocks."""
 
     def __init__(
-        self, factory: ConnectorFactory, context: ConnectorContext, wake: Callable[[], None]
+        self, connector: KVConnectorBase, context: ConnectorContext, wake: Callable[[], None]
     ) -> None:
         shape = context.layout
         self.context = context
-        self.worker = factory.worker(context, wake)
+        self.worker = connector.make_worker(context, wake)
         self.kv = torch.zeros(
             shape.num_blocks,
             shape.num_layers,
@@ -169,7 +169,7 @@ class Engine:
 
     def __init__(
         self,
-        connector: str | ConnectorFactory,
+        connector: str | KVConnectorBase,
         engine_id: str,
         *,
         incarnation: str | None = None,
@@ -179,9 +179,9 @@ class Engine:
         **transfer: Any,
     ) -> None:
         name = connector if isinstance(connector, str) else "memory"
-        factory = find(connector) if isinstance(connector, str) else connector
+        connector = find(connector) if isinstance(connector, str) else connector
         self.news = threading.Event()
-        make_rank = make_rank or (lambda context: Rank(factory, context, self.news.set))
+        make_rank = make_rank or (lambda context: Rank(connector, context, self.news.set))
         self.context = context(
             engine_id,
             incarnation=incarnation,
@@ -193,7 +193,9 @@ class Engine:
         self.ranks = [
             make_rank(msgspec.structs.replace(self.context, rank=rank)) for rank in range(num_ranks)
         ]
-        self.scheduler = factory.scheduler(self.context, [rank.endpoint for rank in self.ranks])
+        self.scheduler = connector.make_scheduler(
+            self.context, [rank.endpoint for rank in self.ranks]
+        )
         self.quorum = Quorum(num_ranks)
         self.settled: list[Settled] = []
         self.received: list[Received] = []

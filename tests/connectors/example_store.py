@@ -1,7 +1,7 @@
 """A store as a connector: blocks of prompts, kept in memory under their hashes.
 
 It saves what steps compute and loads the longest prefix that it has, both layer by layer inside
-the step. What another package would add is this file, and a line that registers `FACTORY`.
+the step. What another package would add is this file, and a line that registers `StoreConnector`.
 """
 
 from __future__ import annotations
@@ -10,7 +10,13 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from pdserve.connectors.base import Capabilities, KVConnectorScheduler, KVConnectorWorker, Match
+from pdserve.connectors.base import (
+    Capabilities,
+    KVConnectorBase,
+    KVConnectorScheduler,
+    KVConnectorWorker,
+    Match,
+)
 from pdserve.wire.ids import BlockHash, BlockId, RequestId
 from pdserve.wire.transfer import ConnectorMetadata
 
@@ -56,8 +62,6 @@ class StoreScheduler(KVConnectorScheduler):
 
 
 class StoreWorker(KVConnectorWorker):
-    capabilities = Capabilities(layerwise_load=True, layerwise_save=True)
-
     def __init__(self, context, stored):
         self._rank, self._stored, self._step = context.rank, stored, Transfers()
         self._saving: dict[BlockHash, dict[int, Tensor]] = {}
@@ -90,15 +94,13 @@ class StoreWorker(KVConnectorWorker):
                 self._stored[self._rank, block_hash] = self._saving.pop(block_hash)
 
 
-class StoreFactory:
-    def __init__(self):
-        self.stored: dict[tuple[int, BlockHash], dict[int, Tensor]] = {}
+class StoreConnector(KVConnectorBase, frozen=True, kw_only=True):
+    name: str = "store"
+    capabilities: Capabilities = Capabilities(layerwise_load=True, layerwise_save=True)
+    stored: dict = msgspec.field(default_factory=dict)
 
-    def scheduler(self, context, endpoints):
+    def make_scheduler(self, context, endpoints):
         return StoreScheduler(context, self.stored)
 
-    def worker(self, context, wake):
+    def make_worker(self, context, wake):
         return StoreWorker(context, self.stored)
-
-
-FACTORY = StoreFactory()

@@ -30,6 +30,7 @@ from pdserve.connectors.handover.instructions import (
     Stop,
     Watch,
 )
+from pdserve.connectors.nixl.settings import NixlSettings
 from pdserve.connectors.nixl.worker import NixlWorker
 from pdserve.observe.clock import SystemClock
 from pdserve.wire.ids import BlockId, EngineId, Incarnation, RequestId
@@ -117,7 +118,11 @@ class PushEngine:
                 num_ranks=shape.num_ranks,
             )
             worker = NixlWorker(
-                context, self.news.set, clock=SystemClock(), quarantine_s=quarantine_s
+                context,
+                self.news.set,
+                clock=SystemClock(),
+                quarantine_s=quarantine_s,
+                settings=NixlSettings(),
             )
             worker._choice = self.choice  # type: ignore[assignment]
             kv = torch.zeros(

@@ -9,28 +9,30 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from pdserve.connectors.base import KVConnectorWorker, StepView
+from pdserve.config.connectors import names
+from pdserve.connectors.base import KVConnectorWorker
 from pdserve.connectors.conformance import ConnectorConformance, Engine, make_shape, prompt_of
 from pdserve.connectors.conformance.pull import PullConformance
-from pdserve.connectors.faulty import FaultKind, FaultyFactory, Plan
-from pdserve.connectors.memory import MemoryFactory
+from pdserve.connectors.faulty import FaultKind, FaultyConnector, Plan
+from pdserve.connectors.memory import MemoryConnector
 from pdserve.connectors.memory.exchange import Exchange
 from pdserve.connectors.memory.worker import MemoryWorker
-from pdserve.connectors.nixl import NixlFactory
+from pdserve.connectors.nixl import NixlConnector
 from pdserve.connectors.nixl.worker import NixlWorker
-from pdserve.connectors.registry import find, names
+from pdserve.connectors.registry import find
+from pdserve.connectors.views import StepView
 from pdserve.errors import ConfigError, HandoffRefusedError
 from pdserve.wire.transfer import LoadFailure, PushTicket
 
 if TYPE_CHECKING:
-    from pdserve.connectors.base import ConnectorFactory
+    from pdserve.connectors.base import KVConnectorBase
 
 PROMPT = prompt_of(40)
 
 
 class TestMemory(ConnectorConformance):
-    def make_factory(self) -> ConnectorFactory:
-        return MemoryFactory(Exchange())
+    def make_connector(self) -> KVConnectorBase:
+        return MemoryConnector(exchange=Exchange())
 
 
 @pytest.mark.slow
@@ -59,13 +61,13 @@ class TestMemoryOfLatents(TestMemory):
 
 @pytest.mark.slow
 class TestFaultyWithoutFaults(TestMemory):
-    def make_factory(self) -> ConnectorFactory:
-        return FaultyFactory(super().make_factory(), Plan())
+    def make_connector(self) -> KVConnectorBase:
+        return FaultyConnector.around(super().make_connector(), Plan())
 
 
 class TestNixl(ConnectorConformance):
-    def make_factory(self) -> ConnectorFactory:
-        return NixlFactory()
+    def make_connector(self) -> KVConnectorBase:
+        return NixlConnector()
 
     @pytest.mark.slow  # its grant might still come: P waits for that
     def test_a_nonce_that_was_never_granted_is_never_loaded(self) -> None:
@@ -76,17 +78,17 @@ class TestNixl(ConnectorConformance):
 class TestNixlOfTwoRanks(PullConformance):
     prefill_shape = decode_shape = make_shape(tp=2)
 
-    def make_factory(self) -> ConnectorFactory:
-        return NixlFactory()
+    def make_connector(self) -> KVConnectorBase:
+        return NixlConnector()
 
 
 @pytest.mark.parametrize("name", ["memory", "nixl"])
 def test_closing_leaves_no_descriptor_and_no_shared_memory_open(name: str) -> None:
-    factory = MemoryFactory(Exchange()) if name == "memory" else NixlFactory()
-    Engine(factory, "warm").close()  # libraries keep a few of their own after their first use
+    connector = MemoryConnector(exchange=Exchange()) if name == "memory" else NixlConnector()
+    Engine(connector, "warm").close()  # libraries keep a few of their own after their first use
     before = len(os.listdir("/proc/self/fd"))
     segments = _segments()
-    p, d = Engine(factory, "P"), Engine(factory, "D")
+    p, d = Engine(connector, "P"), Engine(connector, "D")
     d.load(d.queue(PROMPT, p.prefill(PROMPT, [1, 2, 3])), [4, 5, 6])
     d.until(lambda: d.received, others=[p])
     theirs = _segments() - segments
@@ -111,10 +113,10 @@ def test_the_registry_knows_its_connectors_and_names_them_when_asked_for_another
 
 
 def test_the_null_connector_leases_nothing_and_takes_no_handoff() -> None:
-    p = Engine(MemoryFactory(Exchange()), "P")
+    p = Engine(MemoryConnector(exchange=Exchange()), "P")
     handoff = p.prefill(PROMPT, [1, 2, 3])
-    factory = find("null")
-    half = factory.scheduler(p.context, [])
+    connector = find("null")
+    half = connector.make_scheduler(p.context, [])
     request = p.new_request(PROMPT, output_token_ids=[7], remote_decode=True, handoff=handoff)
     with pytest.raises(HandoffRefusedError, match="no KV connector"):
         half.request_arrived(request)
@@ -123,7 +125,7 @@ def test_the_null_connector_leases_nothing_and_takes_no_handoff() -> None:
     assert half.request_finished(request, [1, 2, 3], [1] * 3) is None
     assert half.build_connector_meta(StepView({}, {}.__getitem__)) is None
     assert half.take_instructions() is None
-    worker = factory.worker(p.context, lambda: None)
+    worker = connector.make_worker(p.context, lambda: None)
     assert worker.register_kv_caches(p.ranks[0].kv, p.context.layout) is None
     assert not worker.wait_for_save()
     assert not worker.get_finished()
@@ -137,8 +139,10 @@ class TestFaults:
     def engines(self, kind: FaultKind, *, at_d: bool) -> tuple[Engine, Engine]:
         exchange = Exchange()
         self.plan = Plan(script={kind: range(10_000)})
-        faulty = FaultyFactory(MemoryFactory(exchange), self.plan)
-        quiet = FaultyFactory(MemoryFactory(exchange), Plan(), fabric=faulty.fabric)
+        faulty = FaultyConnector.around(MemoryConnector(exchange=exchange), self.plan)
+        quiet = FaultyConnector.around(
+            MemoryConnector(exchange=exchange), Plan(), fabric=faulty.fabric
+        )
         # These two are waited for until their leases end; no other fault may outlast one.
         waits = kind is FaultKind.DROP or (kind is FaultKind.DELAY and not at_d)
         lease_s = 1.5 if waits else 6.0
@@ -238,9 +242,13 @@ def test_the_example_of_the_documentation_runs(tmp_path: Path) -> None:
     test.teardown_method()
 
 
-@pytest.mark.parametrize("worker", [MemoryWorker, NixlWorker])
-def test_what_a_connector_says_it_does_by_layers_it_does(worker: type[KVConnectorWorker]) -> None:
-    declared = worker.capabilities
+@pytest.mark.parametrize(
+    ("connector", "worker"), [(MemoryConnector(), MemoryWorker), (NixlConnector(), NixlWorker)]
+)
+def test_what_a_connector_says_it_does_by_layers_it_does(
+    connector: KVConnectorBase, worker: type[KVConnectorWorker]
+) -> None:
+    declared = connector.capabilities
     assert declared.layerwise_load is (
         worker.wait_for_layer_load is not KVConnectorWorker.wait_for_layer_load
     )

@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 from pdserve.connectors.conformance.engines import prompt_of
-from pdserve.connectors.nixl import NixlFactory
+from pdserve.connectors.nixl import NixlConnector
 from pdserve.connectors.nixl.descriptors import (
     DescriptorWatch,
     num_open_descriptors,
@@ -146,7 +146,7 @@ def remote() -> Iterator[Callable[..., RemoteEngine]]:
 
 @pytest.fixture
 def local() -> Iterator[Callable[..., Engine]]:
-    with making(functools.partial(Engine, NixlFactory())) as make:
+    with making(functools.partial(Engine, NixlConnector())) as make:
         yield make
 
 

@@ -11,7 +11,7 @@ import psutil
 import pytest
 
 from pdserve.connectors.conformance.engines import prompt_of
-from pdserve.connectors.nixl import NixlFactory
+from pdserve.connectors.nixl import NixlConnector
 from pdserve.connectors.nixl.devices import net_devices
 from tests.connectors.engines import Engine, RemoteEngine
 from tests.connectors.making import making
@@ -75,7 +75,10 @@ def test_an_engine_on_loopback_listens_nowhere_else_unless_its_user_says_so(
     own: dict[str, str], *, is_loopback: bool
 ) -> None:
     prompt = prompt_of(40)
-    with making(RemoteEngine) as remote, making(functools.partial(Engine, NixlFactory())) as local:
+    with (
+        making(RemoteEngine) as remote,
+        making(functools.partial(Engine, NixlConnector())) as local,
+    ):
         p, d = remote("P", environment=own), local("D")
         d.load(d.queue(prompt, p.prefill(prompt, [7, 2, 3]), "r"), [4, 5, 6])
         d.until(lambda: d.received)

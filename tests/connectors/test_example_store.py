@@ -13,20 +13,20 @@ from pdserve.connectors.base import Hold
 from pdserve.connectors.conformance import StoreConformance, make_shape
 from pdserve.wire.ids import RequestId
 from pdserve.wire.transfer import ConnectorMetadata, ConnectorReport, LeaseEnd, Settled
-from tests.connectors.example_store import StoreFactory, StoreScheduler, StoreWorker
+from tests.connectors.example_store import StoreConnector, StoreScheduler, StoreWorker
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from concurrent.futures import Future
 
-    from pdserve.connectors.base import ConnectorFactory
+    from pdserve.connectors.base import KVConnectorBase
 
 _LAYER_S = 0.003
 
 
 class TestStore(StoreConformance):
-    def make_factory(self) -> ConnectorFactory:
-        return StoreFactory()
+    def make_connector(self) -> KVConnectorBase:
+        return StoreConnector()
 
 
 class TestStoreOfFourRanks(TestStore):
@@ -97,14 +97,14 @@ class SlowWorker(StoreWorker):
         self._thread.shutdown()
 
 
-class SlowFactory(StoreFactory):
-    def scheduler(self, context: Any, endpoints: Any) -> SlowScheduler:
+class SlowConnector(StoreConnector, frozen=True, kw_only=True):
+    def make_scheduler(self, context: Any, endpoints: Any) -> SlowScheduler:
         return SlowScheduler(context, self.stored)
 
-    def worker(self, context: Any, wake: Callable[[], None]) -> SlowWorker:
+    def make_worker(self, context: Any, wake: Callable[[], None]) -> SlowWorker:
         return SlowWorker(context, self.stored, wake)
 
 
 class TestStoreWhoseLayersTakeTime(StoreConformance):
-    def make_factory(self) -> ConnectorFactory:
-        return SlowFactory()
+    def make_connector(self) -> KVConnectorBase:
+        return SlowConnector()

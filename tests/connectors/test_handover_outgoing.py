@@ -6,9 +6,9 @@ from collections import Counter
 
 import pytest
 
-from pdserve.connectors.base import ScheduledRequest, StepView
 from pdserve.connectors.handover.instructions import Chunk, StepInstructions
 from pdserve.connectors.handover.scheduler import HandoverScheduler
+from pdserve.connectors.views import ScheduledRequest, StepView
 from pdserve.errors import InternalError
 from pdserve.observe.clock import ManualClock
 from pdserve.wire.ids import BlockId, RequestId

@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import pytest
 
-from pdserve.connectors.base import ScheduledRequest, StepView
 from pdserve.connectors.conformance.engines import FIRST_TOKEN, Engine, prompt_of
 from pdserve.connectors.conformance.values import make_shape
 from pdserve.connectors.handover.instructions import Instructions, Reserve
-from pdserve.connectors.memory import MemoryFactory
+from pdserve.connectors.memory import MemoryConnector
 from pdserve.connectors.memory.copying import POLLS_ON_THE_WIRE
+from pdserve.connectors.views import ScheduledRequest, StepView
 from pdserve.observe.clock import ManualClock
 from pdserve.wire.ids import BlockId
 from pdserve.wire.transfer import (
@@ -55,10 +55,10 @@ class World:
 
     def engine(self, name: str, shape: KVShape, **fields: Any) -> Engine:
         nonces = itertools.count()
-        factory = MemoryFactory(
-            self.exchange, clock=self.clock, new_nonce=lambda: f"{name} {next(nonces)}"
+        connector = MemoryConnector(
+            exchange=self.exchange, clock=self.clock, new_nonce=lambda: f"{name} {next(nonces)}"
         )
-        return Engine(factory, name, shape=shape, lease_s=LEASE_S, **fields)
+        return Engine(connector, name, shape=shape, lease_s=LEASE_S, **fields)
 
     def reserve(self) -> None:
         """D takes blocks and registers them; P's request may run after that."""

@@ -22,11 +22,11 @@ from hypothesis.stateful import (
     rule,
 )
 
-from pdserve.connectors.base import ScheduledRequest, StepView
 from pdserve.connectors.conformance.engines import Engine, prompt_of
 from pdserve.connectors.conformance.values import make_shape
-from pdserve.connectors.memory import MemoryFactory
+from pdserve.connectors.memory import MemoryConnector
 from pdserve.connectors.memory.exchange import Exchange
+from pdserve.connectors.views import ScheduledRequest, StepView
 from pdserve.observe.clock import ManualClock
 from pdserve.wire.ids import BlockId
 from pdserve.wire.transfer import (
@@ -163,9 +163,11 @@ class PairMachine(RuleBasedStateMachine):
 
     def make(self, name: str) -> Engine:
         nonces = (f"{name}-{number}" for number in itertools.count())
-        factory = MemoryFactory(self.exchange, clock=self.clock, new_nonce=lambda: next(nonces))
+        connector = MemoryConnector(
+            exchange=self.exchange, clock=self.clock, new_nonce=lambda: next(nonces)
+        )
         return Engine(
-            factory,
+            connector,
             name,
             shape=self.shapes[name],
             incarnation=f"life {self.life}",

@@ -13,7 +13,7 @@ import pytest
 
 from pdserve.connectors.base import KVLayout
 from pdserve.connectors.conformance.engines import prompt_of
-from pdserve.connectors.nixl import NixlFactory
+from pdserve.connectors.nixl import NixlConnector
 from pdserve.wire.transfer import LeaseEnd, LoadFailure
 from tests.connectors.engines import Engine, FakeRequest, RemoteEngine, until_still
 from tests.connectors.making import making
@@ -48,7 +48,7 @@ def remote() -> Iterator[Callable[..., RemoteEngine]]:
 @pytest.fixture
 def local() -> Iterator[Callable[..., Engine]]:
     """Makes engines here, and closes them."""
-    with making(functools.partial(Engine, NixlFactory())) as make:
+    with making(functools.partial(Engine, NixlConnector())) as make:
         yield make
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import logging
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +11,8 @@ import pytest
 from pdserve.connectors.conformance.engines import Engine, prompt_of
 from pdserve.connectors.conformance.values import make_shape
 from pdserve.connectors.handover.instructions import End, Instructions
-from pdserve.connectors.nixl import NixlFactory, loads
+from pdserve.connectors.nixl import NixlConnector, loads
+from pdserve.connectors.nixl.settings import NixlSettings
 from pdserve.wire.transfer import BlockOrder, LeaseEnd, LoadFailure
 from tests.connectors.making import making
 
@@ -32,7 +32,11 @@ SOURCE, TARGET = [7, 2, 3, 9], [4, 5, 6, 20]
 @pytest.fixture
 def make() -> Iterator[Callable[..., Engine]]:
     """Makes engines here, and closes them."""
-    with making(functools.partial(Engine, NixlFactory())) as make:
+
+    def new(name: str, *, lanes: int = 2, **fields: Any) -> Engine:
+        return Engine(NixlConnector(settings=NixlSettings(lanes=lanes)), name, **fields)
+
+    with making(new) as make:
         yield make
 
 

@@ -15,7 +15,7 @@ import pytest
 from pdserve.connectors.base import KVLayout
 from pdserve.connectors.conformance.engines import prompt_of
 from pdserve.connectors.handover.instructions import End, Instructions
-from pdserve.connectors.nixl import NixlFactory, transfer
+from pdserve.connectors.nixl import NixlConnector, transfer
 from pdserve.connectors.nixl.agent import NixlAgent
 from pdserve.wire.transfer import LeaseEnd, LoadFailure
 from tests.connectors.engines import Engine, RemoteRank, layout, until_still
@@ -51,7 +51,7 @@ def make() -> Iterator[Callable[..., Engine]]:
         fields = {"num_ranks": 2} | fields
         if processes is not None:
             fields["make_rank"] = lambda context: RemoteRank(context, processes)
-        return Engine(NixlFactory(), engine_id, **fields)
+        return Engine(NixlConnector(), engine_id, **fields)
 
     with making(engine) as make:
         yield make

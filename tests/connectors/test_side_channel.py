@@ -12,7 +12,7 @@ import msgspec
 import pytest
 
 from pdserve.connectors.conformance.engines import prompt_of
-from pdserve.connectors.nixl import NixlFactory
+from pdserve.connectors.nixl import NixlConnector
 from pdserve.connectors.nixl.channel import Listener
 from pdserve.connectors.nixl.frames import MAX_PAYLOAD_BYTES, FrameSession
 from pdserve.connectors.nixl.protocol import (
@@ -41,14 +41,14 @@ SECRET = "deployment"
 
 @pytest.fixture
 def p() -> Iterator[Engine]:
-    engine = Engine(NixlFactory(), "P", secret=SECRET, handshake_timeout_s=1.0)
+    engine = Engine(NixlConnector(), "P", secret=SECRET, handshake_timeout_s=1.0)
     yield engine
     engine.close()
 
 
 @pytest.fixture
 def d() -> Iterator[Engine]:
-    engine = Engine(NixlFactory(), "D", secret=SECRET, handshake_timeout_s=2.0)
+    engine = Engine(NixlConnector(), "D", secret=SECRET, handshake_timeout_s=2.0)
     yield engine
     engine.close()
 
@@ -245,7 +245,7 @@ def test_callers_that_say_nothing_are_hung_up_on_and_do_not_crowd_others_out(
 
 
 def test_engines_with_different_secrets_refuse_one_another_and_say_so(p: Engine) -> None:
-    d = Engine(NixlFactory(), "D", secret="another", handshake_timeout_s=0.5)
+    d = Engine(NixlConnector(), "D", secret="another", handshake_timeout_s=0.5)
     try:
         handoff = p.prefill(PROMPT, [1, 2, 3])
         d.load(d.queue(PROMPT, handoff, "r"), [4, 5, 6])
@@ -270,7 +270,7 @@ def test_a_peer_that_accepts_and_says_nothing_costs_the_handshake_timeout_and_no
 
 
 def test_a_read_that_is_never_confirmed_times_out(p: Engine) -> None:
-    d = Engine(NixlFactory(), "D", secret=SECRET, transfer_timeout_s=0.3)
+    d = Engine(NixlConnector(), "D", secret=SECRET, transfer_timeout_s=0.3)
     try:
         # P has no such lease, and waits for its grant longer than D waits for P.
         handoff = msgspec.structs.replace(p.prefill(PROMPT, [1, 2, 3]), nonce="not granted")

@@ -18,8 +18,9 @@ from hypothesis import strategies as st
 
 from pdserve.connectors.conformance.engines import prompt_of
 from pdserve.connectors.handover.instructions import Instructions
-from pdserve.connectors.nixl import NixlFactory, loads
+from pdserve.connectors.nixl import NixlConnector, loads
 from pdserve.connectors.nixl.agent import AgentError, NixlAgent
+from pdserve.connectors.nixl.settings import NixlSettings
 from pdserve.connectors.slicing import count_runs
 from pdserve.errors import ConfigError, InternalError
 from pdserve.wire.transfer import ConnectorMetadata, Endpoint, LeaseEnd, LoadFailure
@@ -36,7 +37,7 @@ PROMPT = prompt_of(40)
 
 @pytest.fixture
 def make() -> Iterator[Callable[..., Engine]]:
-    with making(functools.partial(Engine, NixlFactory())) as make:
+    with making(functools.partial(Engine, NixlConnector())) as make:
         yield make
 
 
@@ -117,12 +118,12 @@ def test_a_thread_that_died_wakes_the_engine_and_ends_it_with_the_reason(
 
 def test_a_backend_that_nixl_does_not_have_is_a_configuration_error() -> None:
     with pytest.raises(ConfigError, match="NOT_A_BACKEND"):
-        Engine(NixlFactory(), "P", backends=("NOT_A_BACKEND",))
+        Engine(NixlConnector(settings=NixlSettings(backends=("NOT_A_BACKEND",))), "P")
 
 
 def test_kv_memory_of_another_size_than_its_layout_is_refused() -> None:
     engine = Engine("memory", "P")
-    worker = NixlFactory().worker(engine.context, lambda: None)
+    worker = NixlConnector().make_worker(engine.context, lambda: None)
     with pytest.raises(InternalError, match="not laid out as"):
         worker.register_kv_caches(torch.zeros(3), layout())
 

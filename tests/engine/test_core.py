@@ -23,7 +23,7 @@ from pdserve.worker.info import WorkerInfo
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from pdserve.connectors.base import RequestView
+    from pdserve.connectors.views import RequestView
     from pdserve.wire.ids import BlockId
     from pdserve.wire.step import SchedulerOutput
 

@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from pdserve.connectors.base import KVConnectorWorker
-from pdserve.connectors.null import NullFactory
+from pdserve.connectors.null import NullConnector
 from pdserve.executor.toy import WrongKVError, expected_output, toy_shape
 from pdserve.wire.ids import RequestId
 from pdserve.wire.request import GenerateRequest
@@ -36,24 +36,23 @@ class KVKeeper(KVConnectorWorker):
         self._memory.append(kv)
 
 
-class KVFactory(NullFactory):
+class KeepingConnector(NullConnector, frozen=True, kw_only=True):
     """Keeps what memory is registered.
 
     Attributes:
         memory: `[num_blocks, ...]` of each rank.
     """
 
-    def __init__(self) -> None:
-        self.memory: list[torch.Tensor] = []
+    memory: list[torch.Tensor] = msgspec.field(default_factory=list)
 
-    def worker(self, context: ConnectorContext, wake: Callable[[], None]) -> KVConnectorWorker:
+    def make_worker(self, context: ConnectorContext, wake: Callable[[], None]) -> KVConnectorWorker:
         return KVKeeper(self.memory)
 
 
-def engine_amid_a_request(factory: KVFactory, order: BlockOrder) -> HeldEngine:
+def engine_amid_a_request(connector: KeepingConnector, order: BlockOrder) -> HeldEngine:
     """An engine of four ranks, which has computed a prompt of one block and a half."""
     shape = msgspec.structs.replace(toy_shape(16, 8, tp=2, pp=2), order=order)
-    engine = HeldEngine(toy_config(), shape, factory=factory)
+    engine = HeldEngine(toy_config(), shape, connector=connector)
     engine.scheduler.add(
         GenerateRequest(
             request_id=RequestId("r"),
@@ -68,25 +67,25 @@ def engine_amid_a_request(factory: KVFactory, order: BlockOrder) -> HeldEngine:
 
 @pytest.mark.parametrize("order", list(BlockOrder))
 def test_right_kv_gives_the_one_right_answer(order: BlockOrder) -> None:
-    engine = engine_amid_a_request(KVFactory(), order)
+    engine = engine_amid_a_request(KeepingConnector(), order)
     tokens = [token_id for output in engine.run() for token_id in output.new_token_ids]
     assert tokens == expected_output(PROMPT, sampling(5, ignore_eos=True))[1:]
 
 
 @pytest.mark.parametrize(("rank", "order"), list(product(range(4), BlockOrder)))
 def test_a_single_wrong_value_ends_the_step_that_reads_it(rank: int, order: BlockOrder) -> None:
-    factory = KVFactory()
-    engine = engine_amid_a_request(factory, order)
-    kv = factory.memory[rank]
+    connector = KeepingConnector()
+    engine = engine_amid_a_request(connector, order)
+    kv = connector.memory[rank]
     kv.view(-1)[(kv != -1).view(-1).nonzero()[-1]] ^= 1
     with pytest.raises(WrongKVError, match=f"request r on rank {rank}"):
         engine.step()
 
 
 def test_blocks_that_have_changed_places_end_the_step_that_reads_them() -> None:
-    factory = KVFactory()
-    engine = engine_amid_a_request(factory, BlockOrder.HND)
-    kv = factory.memory[0]
+    connector = KeepingConnector()
+    engine = engine_amid_a_request(connector, BlockOrder.HND)
+    kv = connector.memory[0]
     first, second, *_ = (kv != -1).flatten(1).any(1).nonzero().flatten().tolist()
     kv[[first, second]] = kv[[second, first]]
     with pytest.raises(WrongKVError, match="position 0"):

@@ -11,7 +11,7 @@ import msgspec
 from hypothesis import strategies as st
 
 from pdserve.connectors.conformance.engines import prompt_of
-from pdserve.connectors.nixl import NixlFactory
+from pdserve.connectors.nixl import NixlConnector
 from pdserve.connectors.nixl.frames import MAX_PAYLOAD_BYTES
 from pdserve.connectors.nixl.protocol import Hello, ToServer
 from tests.connectors.engines import Engine
@@ -29,7 +29,7 @@ class SideChannelTarget:
 
     def __init__(self) -> None:
         self._p, self._d = (
-            Engine(NixlFactory(), name, secret=SECRET, handshake_timeout_s=5.0) for name in "PD"
+            Engine(NixlConnector(), name, secret=SECRET, handshake_timeout_s=5.0) for name in "PD"
         )
         self._hello = hello(self._p)
         self._ids = itertools.count()

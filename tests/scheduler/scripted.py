@@ -32,7 +32,7 @@ from tests.toy import HeldEngine, sampling, toy_config
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from pdserve.connectors.base import RequestView, StepView
+    from pdserve.connectors.views import RequestView, StepView
     from pdserve.wire.transfer import ConnectorMetadata
 
 NONCE = "push-1"
@@ -209,7 +209,7 @@ class Engine(HeldEngine):
         super().__init__(
             toy_config(num_stages=num_stages, **fields),
             toy_shape(num_blocks, BLOCK_SIZE),
-            connector=self.connector,
+            half=self.connector,
             clock=ManualClock(ahead_s=ahead_s),
             max_model_len=max_model_len,
             depth=num_stages,

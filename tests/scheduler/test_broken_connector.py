@@ -23,7 +23,7 @@ from tests.scheduler.scripted import (
 )
 
 if TYPE_CHECKING:
-    from pdserve.connectors.base import StepView
+    from pdserve.connectors.views import StepView
     from pdserve.wire.transfer import ConnectorMetadata
 
 PROMPT = [1, 2] * 10

@@ -16,9 +16,9 @@ from pdserve.config.schema import (
     SchedulerConfig,
     TransferConfig,
 )
-from pdserve.connectors.faulty import FaultKind, FaultyFactory, Plan
+from pdserve.connectors.faulty import FaultKind, FaultyConnector, Plan
 from pdserve.connectors.faulty.worker import Fabric
-from pdserve.connectors.memory import MemoryFactory
+from pdserve.connectors.memory import MemoryConnector
 from pdserve.connectors.memory.exchange import Exchange
 from pdserve.engine.loading import start_engine
 from pdserve.errors import OverloadedError, StartingError
@@ -128,8 +128,8 @@ class ServedEngine(LocalEngine):
             transfer=TransferConfig(kv_connector="memory"),
         )
         network = network or MemoryNetwork()
-        factory = FaultyFactory(
-            MemoryFactory(network.exchange),
+        connector = FaultyConnector.around(
+            MemoryConnector(exchange=network.exchange),
             Plan(script={FaultKind.CORRUPT: range(num_broken)}),
             fabric=network.fabric,
         )
@@ -144,7 +144,7 @@ class ServedEngine(LocalEngine):
         clock = SystemClock()
         executor = TimedExecutor(
             config,
-            factory,
+            connector,
             shape=toy_shape(1024, 16, tp=num_ranks),
             engine_id=identity[0],
             incarnation=identity[1],
@@ -157,7 +157,7 @@ class ServedEngine(LocalEngine):
         executor.model = ScriptedModel(next_token, eos_after, vocab_size, first_token_id)
         core, info = start_engine(
             executor,
-            factory,
+            connector,
             clock,
             config=config,
             engine_id=identity[0],

@@ -21,8 +21,8 @@ from pdserve.config.schema import (
     ServerConfig,
     TransferConfig,
 )
-from pdserve.connectors.faulty import FaultyFactory
-from pdserve.connectors.memory import MemoryFactory
+from pdserve.connectors.faulty import FaultyConnector
+from pdserve.connectors.memory import MemoryConnector
 from pdserve.engine.loading import start_engine
 from pdserve.server.app import build_app
 from pdserve.wire.ids import EngineId, Incarnation, client_id_of
@@ -123,9 +123,9 @@ class SimEngine(LocalEngine):
         )
         identity = EngineId(spec.name), Incarnation(f"{spec.name}-life-{life}")
         nonces = itertools.count()
-        factory = FaultyFactory(
-            MemoryFactory(
-                world.exchange,
+        connector = FaultyConnector.around(
+            MemoryConnector(
+                exchange=world.exchange,
                 clock=world.clock,
                 new_nonce=lambda: f"{identity[1]}-{next(nonces)}",
             ),
@@ -136,7 +136,7 @@ class SimEngine(LocalEngine):
             world,
             spec.name,
             config,
-            factory,
+            connector,
             shape=spec.shape,
             engine_id=identity[0],
             incarnation=identity[1],
@@ -146,7 +146,7 @@ class SimEngine(LocalEngine):
         )
         core, info = start_engine(
             executor,
-            factory,
+            connector,
             world.clock,
             config=config,
             engine_id=identity[0],

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from pdserve.connectors.conformance import ConnectorConformance
-from pdserve.connectors.memory import MemoryFactory
+from pdserve.connectors.memory import MemoryConnector
 from pdserve.connectors.memory.exchange import Exchange
 from tests.connectors import test_lease, test_quorum
 from tests.sim import defects
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from contextlib import AbstractContextManager
 
-    from pdserve.connectors.base import ConnectorFactory
+    from pdserve.connectors.base import KVConnectorBase
 
 MAX_LIVES = 1000
 
@@ -27,8 +27,8 @@ MAX_LIVES = 1000
 class Kit(ConnectorConformance):
     """On the memory connector; not collected by itself."""
 
-    def make_factory(self) -> ConnectorFactory:
-        return MemoryFactory(Exchange())
+    def make_connector(self) -> KVConnectorBase:
+        return MemoryConnector(exchange=Exchange())
 
     def run(self, name: str) -> None:
         """Run one of its tests."""

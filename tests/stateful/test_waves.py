@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pdserve.connectors.null import NullFactory, NullScheduler
+from pdserve.connectors.null import NullConnector, NullScheduler
 from pdserve.engine.coordinator import Coordinator, StartWave, Wish
 from pdserve.engine.core import EngineCore
 from pdserve.executor.toy import ToyExecutor, expected_output, toy_shape
@@ -58,7 +58,7 @@ class WaveExecutor(ToyExecutor):
     def __init__(self, world: World, core: int, max_in_flight: int, config: EngineConfig) -> None:
         super().__init__(
             config,
-            NullFactory(),
+            NullConnector(),
             shape=toy_shape(NUM_BLOCKS, 8),
             engine_id=EngineId(f"core {core}"),
             incarnation=Incarnation("life"),

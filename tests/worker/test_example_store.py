@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 import pytest
 
 from pdserve.config.schema import CacheConfig, SchedulerConfig
@@ -13,7 +14,7 @@ from pdserve.scheduler.scheduler import Scheduler
 from pdserve.wire.ids import RequestId
 from pdserve.wire.request import GenerateRequest
 from pdserve.wire.transfer import Failed, LoadFailure
-from tests.connectors.example_store import StoreFactory, StoreWorker
+from tests.connectors.example_store import StoreConnector, StoreWorker
 from tests.worker.driver import params
 
 if TYPE_CHECKING:
@@ -43,6 +44,17 @@ class LosingWorker(StoreWorker):
         ]
 
 
+class RecordedConnector(StoreConnector, frozen=True, kw_only=True):
+    """Makes worker halves of a class, and keeps what they are told."""
+
+    halves: type[StoreWorker]
+    contexts: list[ConnectorContext] = msgspec.field(default_factory=list)
+
+    def make_worker(self, context: ConnectorContext, wake: Callable[[], None]) -> StoreWorker:
+        self.contexts.append(context)
+        return self.halves(context, self.stored)
+
+
 class Engine:
     """A scheduler, a worker with a tiny model, and a store between its requests."""
 
@@ -52,21 +64,14 @@ class Engine:
         monkeypatch: pytest.MonkeyPatch,
         make_worker: type[StoreWorker] = StoreWorker,
     ) -> None:
-        factory = StoreFactory()
-        contexts: list[ConnectorContext] = []
-
-        def make(context: ConnectorContext, wake: Callable[[], None]) -> StoreWorker:
-            contexts.append(context)
-            return make_worker(context, factory.stored)
-
-        factory.worker = make
-        monkeypatch.setattr(registry, "find", lambda _name: factory)
+        connector = RecordedConnector(halves=make_worker)
+        monkeypatch.setattr(registry, "find", lambda *_: connector)
         config = SchedulerConfig(max_num_seqs=8, max_num_batched_tokens=40)
         cache = CacheConfig(
             num_gpu_blocks_override=64, block_size=BLOCK_SIZE, enable_prefix_caching=False
         )
         driver = make_driver(cache=cache, scheduler=config)
-        self.store = factory.stored
+        self.store = connector.stored
         self.worker = driver.worker
         self.scheduler = Scheduler(
             config,
@@ -74,7 +79,7 @@ class Engine:
             num_blocks=64,
             max_model_len=driver.info.max_model_len,
             vocab_size=driver.info.vocab_size,
-            connector=factory.scheduler(contexts[0], []),
+            connector=connector.make_scheduler(connector.contexts[0], []),
             clock=ManualClock(),
         )
 

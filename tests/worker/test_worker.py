@@ -56,7 +56,9 @@ class RecordingConnector(KVConnectorWorker):
         self.kv: torch.Tensor | None = None
         self.context: ConnectorContext | None = None
 
-    def worker(self, context: ConnectorContext, wake: Callable[[], None]) -> RecordingConnector:
+    def make_worker(
+        self, context: ConnectorContext, wake: Callable[[], None]
+    ) -> RecordingConnector:
         self.context = context
         return self
 
@@ -96,7 +98,7 @@ def install(monkeypatch: pytest.MonkeyPatch) -> Callable[..., RecordingConnector
 
     def make(**fields: Any) -> RecordingConnector:
         connector = RecordingConnector(**fields)
-        monkeypatch.setattr(registry, "find", lambda _name: connector)
+        monkeypatch.setattr(registry, "find", lambda *_: connector)
         return connector
 
     return make
@@ -220,7 +222,7 @@ def test_the_context_carries_the_digest_of_what_peers_must_share(
 
 
 def test_doctor_tells_checkpoints_apart_that_differ_in_a_middle_tensor(tmp_path: Path) -> None:
-    def peer(directory: Path) -> doctor.Peer:
+    def peer(directory: Path) -> doctor.RunningEngine:
         worker = Worker(
             EngineConfig(
                 model=ModelConfig(model=str(directory)),
@@ -235,16 +237,16 @@ def test_doctor_tells_checkpoints_apart_that_differ_in_a_middle_tensor(tmp_path:
         )
         info = worker.start()
         worker.close(1.0)
-        return doctor.Peer(directory.name, "both", info.layout_digest, info.layout_fields)
+        return doctor.RunningEngine(directory.name, "both", info.layout_digest, info.layout_fields)
 
     p = write_tiny_model(tmp_path / "p")
     d = shutil.copytree(p, tmp_path / "d")
-    assert doctor.compatible(peer(p), peer(d)).verdict is doctor.Verdict.OK
+    assert doctor.compatible(peer(p), peer(d)).verdict is doctor.Grade.OK
     tensors = load_file(d / "model.safetensors")
     tensors["model.layers.1.mlp.down_proj.weight"] *= 2
     save_file(tensors, d / "model.safetensors", metadata={"format": "pt"})
     finding = doctor.compatible(peer(p), peer(d))
-    assert finding.verdict is doctor.Verdict.FAIL
+    assert finding.verdict is doctor.Grade.FAIL
     assert finding.text.startswith("p and d differ: weights ")
 
 

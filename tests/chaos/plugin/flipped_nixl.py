@@ -12,10 +12,11 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from pdserve.connectors.base import Capabilities, KVConnectorBase
 from pdserve.connectors.registry import find
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     import torch
 
@@ -28,18 +29,21 @@ if TYPE_CHECKING:
     from pdserve.wire.transfer import Endpoint
 
 
-class FlippedFactory:
+class FlippedConnector(KVConnectorBase, frozen=True, kw_only=True):
     """NIXL, but for the bit."""
 
-    def scheduler(
-        self, context: ConnectorContext, endpoints: list[Endpoint]
+    name: str = "flipped"
+    capabilities: Capabilities = find("nixl").capabilities
+
+    def make_scheduler(
+        self, context: ConnectorContext, endpoints: Sequence[Endpoint]
     ) -> KVConnectorScheduler:
         """NIXL's."""
-        return find("nixl").scheduler(context, endpoints)
+        return find("nixl").make_scheduler(context, endpoints)
 
-    def worker(self, context: ConnectorContext, wake: Callable[[], None]) -> KVConnectorWorker:
+    def make_worker(self, context: ConnectorContext, wake: Callable[[], None]) -> KVConnectorWorker:
         """NIXL's, which tells where the memory is."""
-        worker = find("nixl").worker(context, wake)
+        worker = find("nixl").make_worker(context, wake)
         register = worker.register_kv_caches
 
         def register_and_watch(kv: torch.Tensor, layout: KVLayout) -> Endpoint | None:
@@ -61,6 +65,3 @@ def _flip_when_told(kv: torch.Tensor) -> None:
                 blocks[int(text), 77] ^= 0x10
             file.unlink()
         time.sleep(0.005)
-
-
-FACTORY = FlippedFactory()

@@ -1,0 +1,110 @@
+"""Which KV connectors there are, a line each, and the settings that each brings along.
+
+Connectors lie above the settings, so a line names its class as text, as the entry points of other
+packages do (group `pdserve.connectors`). It is imported to learn what it may be told: flags, files,
+variables and the help take it from there. Knows no particular setting.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import importlib
+import typing
+from collections.abc import Callable, Mapping
+from importlib.metadata import EntryPoint, entry_points
+from typing import Any, Final, Protocol
+
+import msgspec
+
+from pdserve.config.load import Setting, canonical
+from pdserve.errors import ConfigError
+
+BUILT_IN: Final = {
+    "null": "pdserve.connectors.null:NullConnector",
+    "memory": "pdserve.connectors.memory:MemoryConnector",
+    "nixl": "pdserve.connectors.nixl:NixlConnector",
+}
+"""Each is called without arguments and returns the connector, as what an entry point names is."""
+
+_METAVARS: Final = {bool: "", int: "N", float: "NUMBER", str: "TEXT", tuple: "NAME"}
+
+
+class HasSettings(Protocol):
+    """As much of a connector as is known here."""
+
+    @property
+    def settings(self) -> msgspec.Struct:
+        """What it is told."""
+        ...
+
+
+@functools.cache
+def entry_points_by_name() -> dict[str, EntryPoint]:
+    """The connectors of other packages; looked for once."""
+    return {each.name: each for each in entry_points(group="pdserve.connectors")}
+
+
+def names() -> list[str]:
+    """Every known connector name."""
+    return sorted({*BUILT_IN, *entry_points_by_name()})
+
+
+def load(name: str) -> HasSettings:
+    """Return the connector called `name`, as it is if it is told nothing.
+
+    Raises:
+        ConfigError: There is none; the message lists the known names.
+    """
+    make: Callable[[], HasSettings]
+    if name in BUILT_IN:
+        module, attribute = BUILT_IN[name].split(":")
+        make = getattr(importlib.import_module(module), attribute)
+    elif name in entry_points_by_name():
+        make = entry_points_by_name()[name].load()
+    else:
+        raise ConfigError(
+            f"--kv-transfer-config.kv-connector is {name!r}: use one of {', '.join(names())}",
+            param="kv-transfer-config.kv-connector",
+        )
+    return make()
+
+
+def read_settings(name: str, told: Mapping[str, Any]) -> msgspec.Struct:
+    """Make the settings of the connector called `name`.
+
+    Args:
+        told: Values by `NAME.FIELD`; those of other connectors are left alone.
+
+    Raises:
+        ConfigError: It refuses a value, or there is no such connector.
+    """
+    prefix = f"{name}."
+    own = {key.removeprefix(prefix): told[key] for key in told if key.startswith(prefix)}
+    return msgspec.convert(own, type(load(name).settings))
+
+
+def connector_settings() -> dict[str, tuple[Setting, ...]]:
+    """The settings of each connector that has any: `kv-transfer-config.NAME.FIELD`."""
+    known = {name: msgspec.structs.fields(type(load(name).settings)) for name in names()}
+    return {
+        name: tuple(_setting(name, info) for info in infos)
+        for name, infos in known.items()
+        if infos
+    }
+
+
+def _setting(name: str, info: msgspec.structs.FieldInfo) -> Setting:
+    annotation, help_text = info.type, ""
+    if typing.get_origin(annotation) is typing.Annotated:
+        annotation, meta = typing.get_args(annotation)[:2]
+        help_text = meta.description or ""
+    setting = Setting(
+        flag=f"kv-transfer-config.{canonical(name)}.{canonical(info.name)}",
+        path=f"engine.transfer.settings.{name}.{info.name}",
+        annotation=annotation,
+        default=info.default,
+        help=help_text,
+        group="KV transfer",
+    )
+    return dataclasses.replace(setting, metavar=_METAVARS.get(setting.kind, "VALUE"))
