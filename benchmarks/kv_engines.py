@@ -21,8 +21,8 @@ import torch
 from pdserve.config.schema import CacheConfig, EngineConfig, ModelConfig, Role, TransferConfig
 from pdserve.connectors.base import ConnectorContext, KVLayout
 from pdserve.connectors.nixl.agent import NixlAgent
-from pdserve.connectors.nixl.protocol import Region
 from pdserve.connectors.registry import find
+from pdserve.connectors.transfer.protocol import Region
 from pdserve.connectors.views import ScheduledRequest, StepView
 from pdserve.wire.ids import BlockId, EngineId, Incarnation, RequestId
 from pdserve.wire.request import FinishReason, OnLoadFailure

@@ -38,7 +38,7 @@ _DIGEST = np.dtype("<u8")
 
 
 class BlockDigests:
-    """P's side: the digests of one rank's blocks, taken once for each generation of a block.
+    """The digests of one rank's blocks; as P's, taken once for each generation of a block.
 
     Thread-safe; neither the interpreter lock nor its own is held while memory is read. Keeps one
     generation per block and layer: `num_blocks x layers x (heads x 8 + 12)` bytes.
@@ -55,6 +55,7 @@ class BlockDigests:
     """
 
     def __init__(self, kv: Tensor, shape: KVShape, rank: int) -> None:
+        self._kv = kv
         self._shape = shape
         self._shard = shard_of(shape, rank)
         self._memory = _grid(kv, shape, self._shard)
@@ -123,6 +124,26 @@ class BlockDigests:
             _within(route.heads, self._shard.heads),
         )
         return _bytes_of(taken[:, layers, heads])
+
+    def found(
+        self,
+        source: KVShape,
+        route: Route,
+        block_ids: Sequence[BlockId],
+        *,
+        first_token: int,
+        num_tokens: int,
+    ) -> bytes:
+        """What P's `of` must be for what has come to this rank over a route; see `digests_of`."""
+        return digests_of(
+            self._kv,
+            source,
+            self._shape,
+            route,
+            block_ids,
+            first_token=first_token,
+            num_tokens=num_tokens,
+        )
 
     def _taken(
         self,

@@ -1,10 +1,7 @@
 """KV over NIXL: D reads P's leased blocks, or P writes into those that D has reserved.
 
-`worker` is a facade over the thread in `transfer`. That one runs both sides over a `reactor`: P's
-(`serving` what is read, `pushing` what is written) and D's (`peers` it is connected to, `loads`
-that it reads, `receiving` what is written to it). They speak `protocol` over `channel` and
-`frames`, and have bytes moved by `lanes`, each a thread with an `agent` of its own.
-The scheduler half is `pdserve.connectors.handover.scheduler`.
+The protocol is `connectors.transfer`, which `thread` runs over the side channel. Bytes are moved by
+`mover`: by `lanes`, each a thread with an `agent` of its own.
 """
 
 from __future__ import annotations
@@ -19,7 +16,14 @@ from pdserve.observe.clock import SystemClock
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from pdserve.connectors.base import ConnectorContext, KVConnectorScheduler, KVConnectorWorker
+    from torch import Tensor
+
+    from pdserve.connectors.base import (
+        ConnectorContext,
+        KVConnectorScheduler,
+        KVConnectorWorker,
+        KVLayout,
+    )
     from pdserve.wire.transfer import Endpoint
 
 
@@ -41,12 +45,14 @@ class NixlConnector(KVConnectorBase, frozen=True, kw_only=True):
 
     def make_worker(self, context: ConnectorContext, wake: Callable[[], None]) -> KVConnectorWorker:
         """See `KVConnectorBase`."""
-        from pdserve.connectors.nixl.worker import NixlWorker
+        from pdserve.connectors.nixl.thread import TransferThread
+        from pdserve.connectors.transfer.worker import TransferWorker
 
-        return NixlWorker(
-            context,
-            wake,
-            clock=SystemClock(),
-            quarantine_s=context.config.transfer.quarantine_s,
-            settings=self.settings,
-        )
+        clock = SystemClock()
+
+        def start(kv: Tensor, layout: KVLayout) -> TransferThread:
+            return TransferThread(
+                context, kv=kv, layout=layout, wake=wake, clock=clock, settings=self.settings
+            )
+
+        return TransferWorker(start, clock=clock)

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from pdserve.connectors.nixl.parting import part_gently
-from pdserve.connectors.nixl.protocol import Region
+from pdserve.connectors.transfer.protocol import Region
 from pdserve.errors import ConfigError, PeerError
 
 if TYPE_CHECKING:

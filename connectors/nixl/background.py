@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from pdserve.observe.clock import Clock
 
 
-class Background:
-    """A thread that begins with its first work; all methods belong to one other thread.
+class BackgroundThread:
+    """See `Background`. It begins with its first work; all methods belong to one other thread.
 
     Args:
         name: The thread's, for debuggers.

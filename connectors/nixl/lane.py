@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING, Protocol, assert_never
 import msgspec
 
 from pdserve.connectors.nixl.agent import AgentError, TransferState
-from pdserve.connectors.nixl.jobs import Direction, Job, Settled, WarmUp
+from pdserve.connectors.nixl.jobs import WarmUp
 from pdserve.connectors.slicing import count_runs
+from pdserve.connectors.transfer.mover import Direction, Job, JobEnd
 from pdserve.errors import InternalError
 from pdserve.observe.log import log_event
 
@@ -23,8 +24,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from pdserve.connectors.nixl.agent import NixlAgent, Prepared, Transfer
-    from pdserve.connectors.nixl.jobs import Remote
-    from pdserve.connectors.nixl.protocol import Region
+    from pdserve.connectors.transfer.mover import Remote
+    from pdserve.connectors.transfer.protocol import Region
     from pdserve.observe.clock import Clock
 
 _log = logging.getLogger(__name__)
@@ -58,7 +59,7 @@ class Dispatcher(Protocol):
     def say_slow(self, job: Job) -> None:
         """`job` was posted and goes on by itself."""
 
-    def say_settled(self, job: Job, settled: Settled) -> None:
+    def say_settled(self, job: Job, settled: JobEnd) -> None:
         """`job` is over."""
 
     def say_warm(self, warm_up: WarmUp, failure: str | None) -> None:
@@ -348,7 +349,7 @@ class Lane:
             settled_s = self._clock.monotonic_s()
         self._dispatcher.say_settled(
             job,
-            Settled(
+            JobEnd(
                 failure=failure,
                 value=value,
                 posted_s=job.posted_s,

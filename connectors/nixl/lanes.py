@@ -28,28 +28,19 @@ import threading
 from collections import deque
 from typing import TYPE_CHECKING
 
-from pdserve.connectors.nixl.jobs import (
-    MAX_SLICES,
-    PIECE_BYTES,
-    Direction,
-    Job,
-    Remote,
-    Settled,
-    WarmUp,
-    slices_of,
-)
+from pdserve.connectors.nixl.jobs import MAX_SLICES, WarmUp, slices_of
 from pdserve.connectors.nixl.lane import Lane
+from pdserve.connectors.transfer.mover import Job, Remote
 from pdserve.errors import InternalError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable
 
     from pdserve.connectors.nixl.agent import NixlAgent
-    from pdserve.connectors.nixl.protocol import Region
+    from pdserve.connectors.transfer.mover import JobEnd
+    from pdserve.connectors.transfer.protocol import Region
     from pdserve.observe.clock import Clock
     from pdserve.wire.trace import RankSlice
-
-__all__ = ["PIECE_BYTES", "Direction", "Job", "Lanes", "Remote", "Settled"]
 
 # Of one peer on one lane: a transport that works in the background is kept busy, and a peer that
 # hangs holds up nobody else.
@@ -271,7 +262,7 @@ class Lanes:
         if job.on_slow is not None:
             self._say(job.on_slow)
 
-    def say_settled(self, job: Job, settled: Settled) -> None:
+    def say_settled(self, job: Job, settled: JobEnd) -> None:
         """`job` is over."""
         self.slices.extend(slices_of(job, settled))
 

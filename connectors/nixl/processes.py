@@ -11,34 +11,36 @@ import functools
 import os
 from pathlib import Path
 
-from pdserve.connectors.nixl.protocol import Process
+from pdserve.connectors.transfer.protocol import Process
 
 # Without one of these in UCX_TLS there is no such transport.
 _DIRECT = ("all", "sm", "shm", "mm", "cma", "xpmem", "knem", "posix", "sysv", "cuda", "rocm")
 _PROC = Path("/proc")
 
 
-def this_process() -> Process:
-    """How this one introduces itself."""
-    return _this_process(os.getpid())
+class HostProcesses:
+    """See `Processes`: those of this host."""
 
+    @property
+    def this(self) -> Process:
+        """See `Processes`."""
+        return _this_process(os.getpid())
 
-def writes_directly(process: Process) -> bool:
-    """Whether it may write here without this side's agent."""
-    if process.host != this_process().host:
-        return False
-    transports = os.environ.get("UCX_TLS", "all").lower()
-    if transports.startswith("^"):
-        return True  # all but those
-    return any(transport.startswith(_DIRECT) for transport in transports.split(","))
+    def writes_directly(self, process: Process) -> bool:
+        """See `Processes`."""
+        if process.host != self.this.host:
+            return False
+        transports = os.environ.get("UCX_TLS", "all").lower()
+        if transports.startswith("^"):
+            return True  # all but those
+        return any(transport.startswith(_DIRECT) for transport in transports.split(","))
 
-
-def is_alive(process: Process) -> bool:
-    """Whether a process of this host still runs, in any of its threads, or cannot be seen to."""
-    try:
-        return _started(process.pid) == process.started
-    except OSError:  # no descriptor is left to look with, for one
-        return True
+    def is_alive(self, process: Process) -> bool:
+        """See `Processes`."""
+        try:
+            return _started(process.pid) == process.started
+        except OSError:  # no descriptor is left to look with, for one
+            return True
 
 
 @functools.cache

@@ -20,7 +20,7 @@ import msgspec
 import numpy as np
 
 from pdserve.connectors.nixl.agent import NixlAgent, TransferState
-from pdserve.connectors.nixl.protocol import Region
+from pdserve.connectors.transfer.protocol import Region
 from pdserve.errors import PdserveError
 
 if TYPE_CHECKING:

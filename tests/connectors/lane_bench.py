@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from pdserve.connectors.nixl.agent import AgentError, Prepared, Transfer, TransferState
-from pdserve.connectors.nixl.jobs import Direction, Job, Remote, Settled
 from pdserve.connectors.nixl.lanes import Lanes
-from pdserve.connectors.nixl.protocol import Region
+from pdserve.connectors.transfer.mover import Direction, Job, JobEnd, Remote
+from pdserve.connectors.transfer.protocol import Region
 from pdserve.observe.clock import SystemClock
 
 if TYPE_CHECKING:
@@ -126,7 +126,7 @@ class Bench:
 
     def __init__(self, make_agent: Callable[[int], Any], **fields: Any) -> None:
         self.news = threading.Event()
-        self.told: dict[int, Settled] = {}
+        self.told: dict[int, JobEnd] = {}
         self.slow: list[int] = []
         arguments = {"num_lanes": 2, "quarantine_s": 30.0, "pool": POOL, "scratch": SCRATCH}
         self.lanes = Lanes(

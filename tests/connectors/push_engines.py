@@ -30,9 +30,7 @@ from pdserve.connectors.handover.instructions import (
     Stop,
     Watch,
 )
-from pdserve.connectors.nixl.settings import NixlSettings
-from pdserve.connectors.nixl.worker import NixlWorker
-from pdserve.observe.clock import SystemClock
+from pdserve.connectors.nixl import NixlConnector
 from pdserve.wire.ids import BlockId, EngineId, Incarnation, RequestId
 from pdserve.wire.transfer import (
     Endpoint,
@@ -88,7 +86,7 @@ class PushEngine:
         self.shape = shape = shape or make_shape()
         self.lease_s = lease_s
         self.news = threading.Event()
-        self.workers: list[NixlWorker] = []
+        self.workers: list[Any] = []
         self.kvs: list[torch.Tensor] = []
         self.shares: list[Share] = []
         self.facts: list[tuple[int, Any]] = []
@@ -99,7 +97,10 @@ class PushEngine:
             model=ModelConfig(model="m"),
             cache=CacheConfig(block_size=shape.block_size),
             transfer=TransferConfig(
-                **{"handshake_timeout_s": 30.0, **transfer}, kv_connector="nixl", lease_s=lease_s
+                **{"handshake_timeout_s": 30.0, **transfer},
+                kv_connector="nixl",
+                lease_s=lease_s,
+                quarantine_s=quarantine_s,
             ),
         )
         endpoints: list[Endpoint] = []
@@ -117,14 +118,8 @@ class PushEngine:
                 rank=rank,
                 num_ranks=shape.num_ranks,
             )
-            worker = NixlWorker(
-                context,
-                self.news.set,
-                clock=SystemClock(),
-                quarantine_s=quarantine_s,
-                settings=NixlSettings(),
-            )
-            worker._choice = self.choice  # type: ignore[assignment]
+            worker: Any = NixlConnector().make_worker(context, self.news.set)
+            worker._choice = self.choice
             kv = torch.zeros(
                 shape.num_blocks,
                 len(share.layers),
@@ -147,9 +142,7 @@ class PushEngine:
     @property
     def server(self) -> Any:
         """The serving side of the first rank's transfer thread."""
-        thread = self.workers[0]._thread
-        assert thread is not None
-        return thread._server
+        return self.workers[0]._runner._machine.server
 
     # ---- KV ------------------------------------------------------------------------------
 

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from pdserve.connectors.conformance.values import make_shape
-from pdserve.connectors.nixl.jobs import Job, Remote, Settled
-from pdserve.connectors.nixl.parties import PeerId
-from pdserve.connectors.nixl.protocol import Region
+from pdserve.connectors.transfer.mover import Job, JobEnd, Remote
+from pdserve.connectors.transfer.peering import PeerId
+from pdserve.connectors.transfer.protocol import Region
 from pdserve.wire.ids import BlockId, EngineId, Incarnation, RequestId
 from pdserve.wire.transfer import EngineRef, KVHandoff
 
@@ -83,7 +83,7 @@ class Nic:
         def tell() -> None:
             self.untold[job.tag] -= 1
             job.on_settled(
-                Settled(
+                JobEnd(
                     failure=failure,
                     value=None,
                     posted_s=0.0,
@@ -115,7 +115,7 @@ def words(num_blocks: int, value: int) -> bytes:
     return np.full(num_blocks, value, dtype="<u8").tobytes()
 
 
-class Digests:
+class PDigests:
     """P's."""
 
     def take(self, *_: Any, **__: Any) -> None:

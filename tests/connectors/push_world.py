@@ -14,17 +14,12 @@ from collections import deque
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
-import pytest
-
 from pdserve.connectors.handover.instructions import Chunk, Expect, Grant, Reserve, Stop
 from pdserve.connectors.handover.lease import LeaseTable
-from pdserve.connectors.nixl import checking as checking_module
-from pdserve.connectors.nixl import reservations as reservations_module
-from pdserve.connectors.nixl import writing as writing_module
-from pdserve.connectors.nixl.destinations import Destination
-from pdserve.connectors.nixl.jobs import Job
-from pdserve.connectors.nixl.processes import this_process
-from pdserve.connectors.nixl.protocol import (
+from pdserve.connectors.nixl.processes import HostProcesses
+from pdserve.connectors.transfer.destinations import Destination
+from pdserve.connectors.transfer.mover import Job
+from pdserve.connectors.transfer.protocol import (
     Abort,
     Accept,
     Fail,
@@ -35,9 +30,10 @@ from pdserve.connectors.nixl.protocol import (
     Release,
     Taken,
 )
-from pdserve.connectors.nixl.pushes import ChunkStep
-from pdserve.connectors.nixl.pushing import Pushing
-from pdserve.connectors.nixl.receiving import Receiving
+from pdserve.connectors.transfer.pushes import ChunkStep
+from pdserve.connectors.transfer.pushing import Pushing
+from pdserve.connectors.transfer.receiving import Receiving
+from pdserve.connectors.transfer.seams import Seams
 from pdserve.wire.ids import BlockId, RequestId
 from pdserve.wire.transfer import EngineRef, Failed, LeaseEnd, LoadFailure, Received
 from tests.connectors.push_parts import (
@@ -49,11 +45,11 @@ from tests.connectors.push_parts import (
     SHAPE,
     Clock,
     D,
-    Digests,
     Later,
     N,
     Nic,
     P,
+    PDigests,
     Request,
     places_of,
     words,
@@ -72,7 +68,7 @@ class World:
         is_direct: P writes without D's agent, so that the end of it stops nothing.
     """
 
-    def __init__(self, seed: int, monkeypatch: pytest.MonkeyPatch, *, is_direct: bool) -> None:
+    def __init__(self, seed: int, *, is_direct: bool) -> None:
         self.random = random.Random(seed)
         self.is_direct = is_direct
         self.clock = Clock()
@@ -92,31 +88,28 @@ class World:
             shape=SHAPE, rank=0, config=SimpleNamespace(transfer=transfer)
         )
         self.leases = LeaseTable(LEASE_S)
-        self.pushing = Pushing(
-            context,
-            leases=self.leases,
-            lanes=self.nic,  # type: ignore[arg-type]
-            digests=Digests(),  # type: ignore[arg-type]
-            background=self.p_later,  # type: ignore[arg-type]
-            clock=self.clock,  # type: ignore[arg-type]
-        )
+
+        def seams(digests: Any, background: Any) -> Seams:
+            anything: Any = self
+            return Seams(
+                context=context,
+                clock=anything.clock,
+                dialer=anything,
+                mover=anything.nic,
+                digests=digests,
+                background=background,
+                processes=anything,
+                quarantine_s=5.0,
+                piece_bytes=POOL.stride_bytes,
+            )
+
+        self.pushing = Pushing(seams(PDigests(), self.p_later), self.leases)
         self.receiving = Receiving(
-            context,
-            kv=None,  # type: ignore[arg-type]
-            line=self,
-            fence=self.fence,
-            is_alone=lambda: True,
-            background=self.d_later,  # type: ignore[arg-type]
-            clock=self.clock,  # type: ignore[arg-type]
-            quarantine_s=5.0,
+            seams(self, self.d_later), line=self, fence=self.fence, is_alone=lambda: True
         )
         self.is_up = False
         self.p_knows_loss = True
         self.destination: Destination | None = None
-        monkeypatch.setattr(checking_module, "digests_of", self.digests_of)
-        monkeypatch.setattr(writing_module, "PIECE_BYTES", POOL.stride_bytes)
-        monkeypatch.setattr(reservations_module, "writes_directly", lambda process: self.is_direct)
-        monkeypatch.setattr(reservations_module, "is_alive", lambda process: True)
         self.connect()
 
     # ---- D's line --------------------------------------------------------------------------
@@ -137,7 +130,15 @@ class World:
         return None
 
     def process_of(self, owner: EngineRef, rank: int) -> Any:
-        return this_process()
+        return HostProcesses().this
+
+    # ---- D's seams -------------------------------------------------------------------------
+
+    def writes_directly(self, process: Any) -> bool:
+        return self.is_direct
+
+    def is_alive(self, process: Any) -> bool:
+        return True
 
     def fence(self, reason: str) -> None:
         """D's agent is destroyed, and every connection closed."""
@@ -145,11 +146,9 @@ class World:
         self.nic.agent = b"agent %d" % self.num_fences
         self.lose_at_d()
 
-    def digests_of(
+    def found(
         self,
-        _kv: Any,
         _source: Any,
-        _dest: Any,
         route: Route,
         block_ids: Sequence[int],
         *,

@@ -12,7 +12,7 @@ import psutil
 import pytest
 
 from pdserve.connectors.nixl.agent import NixlAgent, TransferState
-from pdserve.connectors.nixl.protocol import Region
+from pdserve.connectors.transfer.protocol import Region
 
 if TYPE_CHECKING:
     from multiprocessing.connection import Connection

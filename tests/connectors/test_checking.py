@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from pdserve.connectors.conformance.values import make_shape
 from pdserve.connectors.digests import BlockDigests, digests_of
-from pdserve.connectors.nixl.checking import Check
 from pdserve.connectors.slicing import pieces, routes
+from pdserve.connectors.transfer.checking import Check
 from pdserve.wire.ids import BlockId
 
 N = 45
@@ -48,7 +48,8 @@ def test_pieces_add_up_to_the_digests_of_p(p, d, data) -> None:
         wanted = BlockDigests(ours, p, route.source_rank).of(
             P_TABLE, [1] * len(P_TABLE), N, route, first_token=first
         )
-        check = Check(theirs, p, d, route, D_TABLE, first_token=first, num_tokens=N)
+        of_d = BlockDigests(theirs, d, route.dest_rank)
+        check = Check(of_d, p, route, D_TABLE, first_token=first, num_tokens=N)
         for _ in range(data.draw(st.integers(0, 4))):
             check.settle(data.draw(st.integers(0, N + 3)), data.draw(st.integers(0, 5)))
             piece = check.next_piece()
@@ -65,7 +66,8 @@ def new_check(*, first_token: int = 0) -> Check:
     source, dest = make_shape(block_size=16), make_shape(block_size=8)
     (route,) = routes(source, dest)
     kv = torch.ones(32, 4, 2, 4, 8, 8)
-    return Check(kv, source, dest, route, D_TABLE, first_token=first_token, num_tokens=N)
+    digests = BlockDigests(kv, dest, 0)
+    return Check(digests, source, route, D_TABLE, first_token=first_token, num_tokens=N)
 
 
 def spans(check: Check) -> list[tuple[int, int, int, int]]:

@@ -18,8 +18,8 @@ from pdserve.connectors.memory import MemoryConnector
 from pdserve.connectors.memory.exchange import Exchange
 from pdserve.connectors.memory.worker import MemoryWorker
 from pdserve.connectors.nixl import NixlConnector
-from pdserve.connectors.nixl.worker import NixlWorker
 from pdserve.connectors.registry import find
+from pdserve.connectors.transfer.worker import TransferWorker
 from pdserve.connectors.views import StepView
 from pdserve.errors import ConfigError, HandoffRefusedError
 from pdserve.wire.transfer import LoadFailure, PushTicket
@@ -243,7 +243,7 @@ def test_the_example_of_the_documentation_runs(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("connector", "worker"), [(MemoryConnector(), MemoryWorker), (NixlConnector(), NixlWorker)]
+    ("connector", "worker"), [(MemoryConnector(), MemoryWorker), (NixlConnector(), TransferWorker)]
 )
 def test_what_a_connector_says_it_does_by_layers_it_does(
     connector: KVConnectorBase, worker: type[KVConnectorWorker]

@@ -20,7 +20,7 @@ from pdserve.connectors.nixl.descriptors import (
     num_open_descriptors,
     num_silent_connections,
 )
-from pdserve.connectors.nixl.processes import is_alive, this_process
+from pdserve.connectors.nixl.processes import HostProcesses
 from pdserve.observe.clock import ManualClock
 from tests.connectors.engines import Engine, RemoteEngine
 from tests.connectors.making import making
@@ -125,11 +125,12 @@ def test_a_connection_is_silent_until_its_other_side_has_said_something() -> Non
 
 def test_a_writer_that_cannot_be_looked_at_is_not_taken_for_dead() -> None:
     # Its blocks would be free while it writes.
-    writer = this_process()
+    processes = HostProcesses()
+    writer = processes.this
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (0, hard))
     try:
-        is_taken_for_alive = is_alive(writer)
+        is_taken_for_alive = processes.is_alive(writer)
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
     assert is_taken_for_alive

@@ -7,16 +7,15 @@ from typing import cast
 
 import pytest
 
-from pdserve.connectors.nixl.destinations import Destination, Destinations
-from pdserve.connectors.nixl.jobs import Remote
-from pdserve.connectors.nixl.lanes import Lanes
-from pdserve.connectors.nixl.protocol import Hello, Region
+from pdserve.connectors.transfer.destinations import Destination, Destinations
+from pdserve.connectors.transfer.mover import Mover, Remote
+from pdserve.connectors.transfer.protocol import Hello, Region
 
 POOL = Region(address=4096, stride_bytes=4096, num_units=4, memory="DRAM", device=0)
 
 
-class ScriptedLanes:
-    """Lanes that wire up when they are told to."""
+class ScriptedMover:
+    """Warms up when it is told to."""
 
     def __init__(self) -> None:
         self.forgotten: list[bytes] = []
@@ -53,8 +52,8 @@ class Bench:
     """A rank of D, seen over several connections."""
 
     def __init__(self) -> None:
-        self.lanes = ScriptedLanes()
-        self.all = Destinations(cast(Lanes, self.lanes))
+        self.mover = ScriptedMover()
+        self.all = Destinations(cast(Mover, self.mover))
         self.told: list[tuple[str, str | None]] = []
 
     def use(self, destination: Destination, user: str) -> None:
@@ -77,12 +76,12 @@ def connection(metadata: bytes = b"agent") -> Destination:
 def test_only_the_first_push_over_a_connection_waits_for_the_wiring_up(bench):
     d = connection()
     bench.use(d, "first")
-    bench.lanes.settle()
+    bench.mover.settle()
     bench.all.let_go("first")
     bench.use(d, "second")
     assert bench.told == [("first", None), ("second", None)]
-    assert bench.lanes.num_warm_ups == 1
-    assert not bench.lanes.forgotten
+    assert bench.mover.num_warm_ups == 1
+    assert not bench.mover.forgotten
 
 
 def test_the_memory_is_forgotten_with_the_last_connection_if_nothing_is_written(bench):
@@ -90,33 +89,33 @@ def test_the_memory_is_forgotten_with_the_last_connection_if_nothing_is_written(
     for d in (first, second):
         bench.use(d, "push")
         bench.all.let_go("push")
-    bench.lanes.settle()
+    bench.mover.settle()
     bench.all.lost(first)
-    assert not bench.lanes.forgotten
+    assert not bench.mover.forgotten
     bench.all.lost(second)
-    assert bench.lanes.forgotten == [b"agent"]
+    assert bench.mover.forgotten == [b"agent"]
 
 
 def test_what_is_written_to_outlives_its_connection(bench):
     d = connection()
     bench.use(d, "push")
-    bench.lanes.settle()
+    bench.mover.settle()
     bench.all.lost(d)
-    assert not bench.lanes.forgotten
+    assert not bench.mover.forgotten
     bench.all.let_go("push")
-    assert bench.lanes.forgotten == [b"agent"]
+    assert bench.mover.forgotten == [b"agent"]
 
 
 def test_a_wiring_up_that_nobody_waits_for_is_given_up_and_then_forgotten(bench):
     d = connection()
     bench.use(d, "push")
     bench.all.let_go("push")
-    assert not bench.lanes.abandoned
+    assert not bench.mover.abandoned
     bench.all.lost(d)
-    assert bench.lanes.abandoned
-    bench.lanes.settle("given up")
+    assert bench.mover.abandoned
+    bench.mover.settle("given up")
     assert bench.told == []
-    assert bench.lanes.forgotten == [b"agent"]
+    assert bench.mover.forgotten == [b"agent"]
 
 
 def test_a_push_that_ends_because_the_wiring_up_failed_lets_go_of_a_lost_connection(bench):
@@ -127,14 +126,14 @@ def test_a_push_that_ends_because_the_wiring_up_failed_lets_go_of_a_lost_connect
 
     bench.all.use(d, "push", let_go)
     bench.all.lost(d)
-    bench.lanes.settle("no route")
-    assert bench.lanes.forgotten == [b"agent"]
+    bench.mover.settle("no route")
+    assert bench.mover.forgotten == [b"agent"]
 
 
 def test_after_a_failure_the_next_push_wires_up_again(bench):
     d = connection()
     bench.use(d, "first")
-    bench.lanes.settle("no route")
+    bench.mover.settle("no route")
     bench.use(d, "second")
-    bench.lanes.settle()
+    bench.mover.settle()
     assert bench.told == [("first", "no route"), ("second", None)]

@@ -8,7 +8,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pdserve.connectors.nixl.frames import MAX_PAYLOAD_BYTES, Fault, FrameError, FrameSession
+from pdserve.connectors.side_channel.frames import (
+    MAX_PAYLOAD_BYTES,
+    Fault,
+    FrameError,
+    FrameSession,
+)
 from pdserve.wire.seal import PROTOCOL
 
 PREAMBLE_BYTES = 40

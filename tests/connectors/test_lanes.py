@@ -15,8 +15,8 @@ import pytest
 import torch
 
 from pdserve.connectors.nixl.agent import NixlAgent
-from pdserve.connectors.nixl.jobs import Direction, Job, Settled
-from pdserve.connectors.nixl.protocol import Region
+from pdserve.connectors.transfer.mover import Direction, Job, JobEnd
+from pdserve.connectors.transfer.protocol import Region
 from pdserve.errors import InternalError
 from tests.connectors.lane_bench import NUM_UNITS, SCRATCH, UNIT_BYTES, Agent, Bench, Maker, World
 
@@ -404,7 +404,7 @@ def test_bytes_move_both_ways_in_units_of_several_sizes(
     bench.lanes.warm_up(peer, region(theirs, 4096), tag=0, on_settled=warm.append)
     until(lambda: warm)
     assert warm == [None]
-    told: list[Settled] = []
+    told: list[JobEnd] = []
     order = np.random.default_rng(0)
     # A quarter of the memory for each size of unit, shuffled among itself.
     for quarter, unit_bytes in enumerate((256, 1024, 4096, 65536)):

@@ -11,7 +11,7 @@ import pytest
 from pdserve.connectors.conformance.engines import Engine, prompt_of
 from pdserve.connectors.conformance.values import make_shape
 from pdserve.connectors.handover.instructions import End, Instructions
-from pdserve.connectors.nixl import NixlConnector, loads
+from pdserve.connectors.nixl import NixlConnector, thread
 from pdserve.connectors.nixl.settings import NixlSettings
 from pdserve.wire.transfer import BlockOrder, LeaseEnd, LoadFailure
 from tests.connectors.making import making
@@ -151,7 +151,7 @@ def has_digests(p: Engine, blocks: list[int]) -> bool:
     """Whether every rank of P has taken them."""
     workers: list[Any] = [rank.worker for rank in p.ranks]
     return all(
-        (worker._thread._server._digests._generations[block] >= 0).all()
+        (worker._runner._machine.server._seams.digests._generations[block] >= 0).all()
         for worker in workers
         for block in blocks
     )
@@ -213,7 +213,7 @@ def test_two_lanes_move_many_loads_in_many_pieces_and_mix_none_of_them_up(
 ) -> None:
     shape = make_shape(num_blocks=256)
     layout_bytes = 16 * shape.head_dim * shape.dtype_bytes * 2 * shape.num_layers * 4
-    monkeypatch.setattr(loads, "PIECE_BYTES", 2 * layout_bytes)
+    monkeypatch.setattr(thread, "PIECE_BYTES", 2 * layout_bytes)
     p, q = make("P", shape=shape), make("Q", shape=msgspec.structs.replace(shape, tp_size=2))
     d = make("D", shape=shape, lanes=2)
     prompt = prompt_of(7 * BLOCK)

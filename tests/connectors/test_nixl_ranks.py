@@ -15,7 +15,7 @@ import pytest
 from pdserve.connectors.base import KVLayout
 from pdserve.connectors.conformance.engines import prompt_of
 from pdserve.connectors.handover.instructions import End, Instructions
-from pdserve.connectors.nixl import NixlConnector, transfer
+from pdserve.connectors.nixl import NixlConnector, mover
 from pdserve.connectors.nixl.agent import NixlAgent
 from pdserve.wire.transfer import LeaseEnd, LoadFailure
 from tests.connectors.engines import Engine, RemoteRank, layout, until_still
@@ -162,7 +162,7 @@ def test_the_name_of_an_agent_says_whose_rank_it_is(
         names.append(name)
         return NixlAgent(name, backends, net_devices=net_devices)
 
-    monkeypatch.setattr(transfer, "NixlAgent", agent)
+    monkeypatch.setattr(mover, "NixlAgent", agent)
     make("P", num_ranks=3)
     host = socket.gethostname()
     assert [name.rpartition("-")[0] for name in names] == [f"both-{host}-{i}" for i in range(3)]

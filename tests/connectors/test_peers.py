@@ -7,7 +7,7 @@ import errno
 import logging
 import socket
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import pytest
@@ -15,17 +15,21 @@ import torch
 
 from pdserve.connectors.digests import BlockDigests, digests_of
 from pdserve.connectors.handover.instructions import Grant, Load, Watch
-from pdserve.connectors.nixl import peer
 from pdserve.connectors.nixl.agent import AgentError, Prepared, Transfer, TransferState
-from pdserve.connectors.nixl.background import Background
-from pdserve.connectors.nixl.channel import Listener, UnreachableError
+from pdserve.connectors.nixl.background import BackgroundThread
+from pdserve.connectors.nixl.jobs import PIECE_BYTES
 from pdserve.connectors.nixl.lanes import Lanes
-from pdserve.connectors.nixl.peers import Peers
-from pdserve.connectors.nixl.processes import this_process
-from pdserve.connectors.nixl.protocol import Refuse, RefuseReason, Region, Welcome
-from pdserve.connectors.nixl.reactor import Reactor
-from pdserve.connectors.nixl.serving import Server
+from pdserve.connectors.nixl.processes import HostProcesses
+from pdserve.connectors.side_channel.channel import Listener
+from pdserve.connectors.side_channel.network import SideChannel
+from pdserve.connectors.side_channel.reactor import Reactor
 from pdserve.connectors.slicing import routes_to
+from pdserve.connectors.transfer.link import UnreachableError
+from pdserve.connectors.transfer.mover import ExposedMemory
+from pdserve.connectors.transfer.peers import Peers
+from pdserve.connectors.transfer.protocol import Refuse, RefuseReason, Region
+from pdserve.connectors.transfer.seams import Seams
+from pdserve.connectors.transfer.serving import Server
 from pdserve.observe.clock import ManualClock
 from pdserve.wire.ids import BlockId, EngineId, RequestId
 from pdserve.wire.transfer import Endpoint, EngineRef, Failed, LoadFailure, Received
@@ -36,6 +40,9 @@ if TYPE_CHECKING:
 
     import numpy as np
     import numpy.typing as npt
+
+    from pdserve.connectors.base import ConnectorContext
+    from pdserve.connectors.transfer.link import PeerLink
 
 SHAPE = layout()
 NUM_TOKENS = 2 * SHAPE.block_size
@@ -101,6 +108,20 @@ class ScriptedAgent:
         self.known.clear()
 
 
+class MoverOver:
+    """Lanes, and a target that there always is. See `Mover`."""
+
+    def __init__(self, lanes: Lanes, target: Callable[[], ExposedMemory]) -> None:
+        self._lanes, self._target = lanes, target
+
+    @property
+    def target(self) -> ExposedMemory:
+        return self._target()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._lanes, name)
+
+
 class Pair:
     """P's serving side and D's reading side on one reactor."""
 
@@ -119,37 +140,30 @@ class Pair:
         scratch = Region(0, 4096, 1, "DRAM", 0)
         self.lanes, self.background = (
             self.make_lanes(pool, scratch),
-            Background("digests", self.wake, self.clock),
+            BackgroundThread("digests", self.wake, self.clock),
         )
         route = routes_to(p.shape, p.shape, 0)[0]  # has the kernel compiled
         digests_of(self.kv, p.shape, p.shape, route, [BlockId(0)], first_token=0, num_tokens=1)
-        self.server = Server(
-            p,
-            secret=b"",
-            reactor=self.reactor,
-            clock=self.clock,
-            welcome=lambda: Welcome(
-                agent_metadata=self.metadata,
-                pool=pool,
-                scratch=scratch,
-                shape=p.shape,
-                process=this_process(),
-            ),
-            lanes=self.make_lanes(pool, scratch),
-            # P's memory is D's here: what "arrives" has the right digests.
-            digests=BlockDigests(self.kv, p.shape, 0),
-            background=self.background,
-        )
-        self.reactor.listen(self.listener, self.server.accept)
-        self.peers = Peers(
-            d,
-            kv=self.kv,
-            secret=b"",
-            reactor=self.reactor,
-            clock=self.clock,
-            lanes=self.lanes,
-            target=lambda: (b"agent-of-D", pool),
-        )
+        self.network = SideChannel(self.reactor, b"")
+        # P's memory is D's here: what "arrives" has the right digests.
+        digests = BlockDigests(self.kv, p.shape, 0)
+
+        def seams(context: ConnectorContext, target: Callable[[], bytes], lanes: Any) -> Seams:
+            return Seams(
+                context=context,
+                clock=self.clock,
+                dialer=self.network,
+                mover=MoverOver(lanes, lambda: ExposedMemory(target(), pool, scratch)),
+                digests=digests,
+                background=self.background,
+                processes=HostProcesses(),
+                quarantine_s=30.0,
+                piece_bytes=PIECE_BYTES,
+            )
+
+        self.server = Server(seams(p, lambda: self.metadata, self.make_lanes(pool, scratch)))
+        self.network.listen(self.listener, self.server.accept)
+        self.peers = Peers(seams(d, lambda: b"agent-of-D", self.lanes))
         self.owner = EngineRef(
             engine_id=EngineId("P"),
             incarnation=p.incarnation,
@@ -289,7 +303,7 @@ def test_a_peer_that_refuses_after_its_welcome_is_not_forgotten_under_a_read(pai
     pair.load()
     pair.until(lambda: pair.agent.num_posted)
     (client,) = pair.server._clients
-    pair.reactor.send(client.connection, Refuse(RefuseReason.STALE, "after all"))
+    client.link.send(Refuse(RefuseReason.STALE, "after all"))
     pair.server.drop_all("closing")
     time.sleep(0.05)
     for _ in range(10):
@@ -328,10 +342,10 @@ def test_a_kept_agent_is_forgotten_when_its_peer_cannot_be_met_again(
     pair.until(lambda: pair.received)
     pair.peers.drop_all("this side has another agent")
 
-    def refused(endpoint: Endpoint) -> socket.socket:
+    def refused(endpoint: Endpoint, peer: str) -> PeerLink:
         raise UnreachableError(f"{endpoint}: Connection refused")
 
-    monkeypatch.setattr(peer, "start_connect", refused)
+    monkeypatch.setattr(pair.network, "connect", refused)
     pair.load()
     pair.until(lambda: pair.failed and not pair.agent.known)
 

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any, Self
 
 import pytest
 
+from pdserve.connectors import digests
 from pdserve.connectors.conformance.values import make_shape
 from pdserve.connectors.handover.instructions import End
-from pdserve.connectors.nixl import checking
 from pdserve.wire.transfer import (
     Failed,
     KVMode,
@@ -105,18 +105,18 @@ class Held:
     """P's transfers do not end as far as P knows: their end is told only when let go."""
 
     def __init__(self, engine: PushEngine) -> None:
-        self._threads = [worker._thread for worker in engine.workers]
+        self._threads = [worker._runner for worker in engine.workers]
 
     def __enter__(self) -> Self:
         for thread in self._threads:
             assert thread is not None
-            thread._lanes.deliver = lambda: False  # type: ignore[method-assign]
+            thread._mover.deliver = lambda: False  # type: ignore[method-assign]
         return self
 
     def __exit__(self, *_: object) -> None:
         for thread in self._threads:
             assert thread is not None
-            del thread._lanes.deliver  # type: ignore[method-assign]
+            del thread._mover.deliver  # type: ignore[method-assign]
             thread._reactor.wake()
 
 
@@ -412,7 +412,7 @@ def spoil(
     monkeypatch: pytest.MonkeyPatch, before: Callable[[int], object]
 ) -> list[tuple[int, int]]:
     """Call `before` with 1, 2, ... before D takes digests; return of which tokens it did."""
-    take, numbers = checking.digests_of, itertools.count(1)
+    take, numbers = digests.digests_of, itertools.count(1)
     checked: list[tuple[int, int]] = []
 
     def spoiled(*args: Any, **kwargs: Any) -> bytes:
@@ -421,7 +421,7 @@ def spoil(
         checked.append((kwargs["first_token"], kwargs["num_tokens"]))
         return found
 
-    monkeypatch.setattr(checking, "digests_of", spoiled)
+    monkeypatch.setattr(digests, "digests_of", spoiled)
     return checked
 
 

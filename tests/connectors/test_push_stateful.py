@@ -10,7 +10,7 @@ from collections import Counter, deque
 import msgspec
 import pytest
 
-from pdserve.connectors.nixl.protocol import Abort, Progress, Pushed, Taken
+from pdserve.connectors.transfer.protocol import Abort, Progress, Pushed, Taken
 from pdserve.wire.transfer import Failed, LeaseEnd, LoadFailure, Received
 from tests.connectors.push_parts import EDGES, NONCES, N
 from tests.connectors.push_world import World
@@ -20,12 +20,12 @@ NUM_LIVES = 200
 
 @pytest.mark.parametrize("is_direct", [False, True], ids=["network", "one host"])
 def test_whatever_happens_nothing_is_written_or_read_too_late_and_all_ends_once(
-    is_direct: bool, monkeypatch: pytest.MonkeyPatch
+    is_direct: bool,
 ) -> None:
     outcomes: Counter[str] = Counter()
     num_early = 0
     for seed in range(NUM_LIVES):
-        world = World(seed, monkeypatch, is_direct=is_direct)
+        world = World(seed, is_direct=is_direct)
         try:
             for _ in range(150):
                 world.one_event()
@@ -44,8 +44,8 @@ def test_whatever_happens_nothing_is_written_or_read_too_late_and_all_ends_once(
     assert num_early > NUM_LIVES / 4, "D has checked nothing before it was all there"
 
 
-def test_the_agent_of_d_is_driven_only_for_writes_that_go_on_after_their_post(monkeypatch):
-    world = World(0, monkeypatch, is_direct=False)
+def test_the_agent_of_d_is_driven_only_for_writes_that_go_on_after_their_post():
+    world = World(0, is_direct=False)
     world.begin(NONCES[0])
     world.run_step(NONCES[0], layerwise=False)
     world.calm(2)
@@ -65,8 +65,8 @@ def test_the_agent_of_d_is_driven_only_for_writes_that_go_on_after_their_post(mo
     assert world.receiving.needs_progress, "it was told for the whole push"
 
 
-def test_what_p_said_before_it_writes_once_more_is_not_believed_of_that(monkeypatch):
-    world = World(0, monkeypatch, is_direct=False)
+def test_what_p_said_before_it_writes_once_more_is_not_believed_of_that():
+    world = World(0, is_direct=False)
     nonce = NONCES[0]
     world.begin(nonce)
     for _ in EDGES[1:]:
@@ -93,9 +93,9 @@ def test_what_p_said_before_it_writes_once_more_is_not_believed_of_that(monkeypa
     assert [type(report) for report in world.requests[nonce].reports] == [Received]
 
 
-def test_a_push_holds_its_blocks_also_before_its_first_chunk_is_told(monkeypatch):
+def test_a_push_holds_its_blocks_also_before_its_first_chunk_is_told():
     """The engine has the last token before its worker tells of the step that gave it."""
-    world = World(0, monkeypatch, is_direct=False)
+    world = World(0, is_direct=False)
     nonce = NONCES[0]
     request = world.requests[nonce]
     world.begin(nonce)
@@ -114,11 +114,9 @@ def test_a_push_holds_its_blocks_also_before_its_first_chunk_is_told(monkeypatch
     assert [type(report) for report in request.reports] == [Received]
 
 
-def test_p_forgets_the_memory_it_wrote_to_also_if_it_was_told_to_end_over_another_connection(
-    monkeypatch,
-):
+def test_p_forgets_the_memory_it_wrote_to_also_if_it_was_told_to_end_over_another_connection():
     """D's agent was made again for the sake of another P, while a write of this one was stuck."""
-    world = World(0, monkeypatch, is_direct=True)
+    world = World(0, is_direct=True)
     world.begin(NONCES[0])
     world.run_step(NONCES[0], layerwise=False)
     world.post()
@@ -132,8 +130,8 @@ def test_p_forgets_the_memory_it_wrote_to_also_if_it_was_told_to_end_over_anothe
 
 
 @pytest.mark.parametrize("change", [{"num_units": 1 << 40}, {"stride_bytes": 4}], ids=str)
-def test_blocks_in_a_pool_of_another_size_are_refused(monkeypatch, change):
-    world = World(0, monkeypatch, is_direct=False)
+def test_blocks_in_a_pool_of_another_size_are_refused(change):
+    world = World(0, is_direct=False)
     assert world.destination is not None
     hello = world.destination.hello
     world.destination.hello = msgspec.structs.replace(
@@ -145,8 +143,8 @@ def test_blocks_in_a_pool_of_another_size_are_refused(monkeypatch, change):
     assert f"it has {1 << 40}" in report.detail or "of 4" in report.detail
 
 
-def test_a_write_that_never_ends_ends_its_push_though_both_sides_are_alive(monkeypatch):
-    world = World(0, monkeypatch, is_direct=False)
+def test_a_write_that_never_ends_ends_its_push_though_both_sides_are_alive():
+    world = World(0, is_direct=False)
     nonce = NONCES[0]
     world.begin(nonce)
     world.run_step(nonce, layerwise=False)
@@ -162,9 +160,9 @@ def test_a_write_that_never_ends_ends_its_push_though_both_sides_are_alive(monke
     assert [report.reason for report in world.requests[nonce].reports] == [LoadFailure.WITHDRAWN]
 
 
-def test_a_release_that_overtakes_what_a_rank_of_d_has_checked_is_no_fault(monkeypatch):
+def test_a_release_that_overtakes_what_a_rank_of_d_has_checked_is_no_fault():
     """Each rank of D has a connection of its own, and the release comes over one of them."""
-    world = World(0, monkeypatch, is_direct=False)
+    world = World(0, is_direct=False)
     nonce = NONCES[0]
     world.begin(nonce)
     for _ in EDGES[1:]:

@@ -38,7 +38,7 @@ def test_a_read_that_ends_before_the_digests_are_taken_waits_for_them(
     make: Callable[..., PushEngine],
 ) -> None:
     p, d = make("P"), make("D")
-    digests, may_go = p.server._digests, threading.Event()
+    digests, may_go = p.server._seams.digests, threading.Event()
     take = digests.take
 
     def later(*args: Any, **kwargs: Any) -> None:
@@ -68,7 +68,7 @@ def test_at_the_grant_only_the_digests_of_the_last_chunk_are_left(
     make: Callable[..., PushEngine],
 ) -> None:
     p, d = make("P"), make("D")
-    digests, taken = p.server._digests, list[int]()
+    digests, taken = p.server._seams.digests, list[int]()
     read = digests._sums
 
     def counted(spans: Any, *, num_rows: int, **kwargs: Any) -> Any:
@@ -93,7 +93,7 @@ def test_a_digest_of_a_request_that_is_gone_is_not_taken_for_the_next_ones(
 ) -> None:
     """It is taken so late that the blocks have another owner, who is half through."""
     p, d = make("P"), make("D")
-    digests, may_go = p.server._digests, threading.Event()
+    digests, may_go = p.server._seams.digests, threading.Event()
     take = digests.take
 
     def later(*args: Any, **kwargs: Any) -> None:
@@ -116,7 +116,7 @@ def test_a_digest_of_a_request_that_is_gone_is_not_taken_for_the_next_ones(
 def test_digests_that_never_come_refuse_the_read_in_time(make: Callable[..., PushEngine]) -> None:
     p, d = make("P", transfer_timeout_s=0.5), make("D")
     may_go = threading.Event()
-    p.server._digests.take = lambda *_, **__: may_go.wait(10.0)
+    p.server._seams.digests.take = lambda *_, **__: may_go.wait(10.0)
     lease(p, "n")
     d.pull("n", p.ref, P_BLOCKS, D_BLOCKS, N, load_id=1)
     (failed,) = d.until_said(Failed)

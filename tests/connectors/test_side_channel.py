@@ -13,9 +13,9 @@ import pytest
 
 from pdserve.connectors.conformance.engines import prompt_of
 from pdserve.connectors.nixl import NixlConnector
-from pdserve.connectors.nixl.channel import Listener
-from pdserve.connectors.nixl.frames import MAX_PAYLOAD_BYTES, FrameSession
-from pdserve.connectors.nixl.protocol import (
+from pdserve.connectors.side_channel.channel import Listener
+from pdserve.connectors.side_channel.frames import MAX_PAYLOAD_BYTES, FrameSession
+from pdserve.connectors.transfer.protocol import (
     Abort,
     Begin,
     Done,

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from pdserve.connectors.conformance.engines import prompt_of
 from pdserve.connectors.handover.instructions import Instructions
-from pdserve.connectors.nixl import NixlConnector, loads
+from pdserve.connectors.nixl import NixlConnector, thread
 from pdserve.connectors.nixl.agent import AgentError, NixlAgent
 from pdserve.connectors.nixl.settings import NixlSettings
 from pdserve.connectors.slicing import count_runs
@@ -60,7 +60,7 @@ def test_runs_are_what_is_left_when_neighbours_on_both_sides_are_merged(
 def test_a_load_in_many_chunks_arrives_whole_and_its_descriptors_are_counted(
     make: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(loads, "PIECE_BYTES", 2 * layout().block_bytes)
+    monkeypatch.setattr(thread, "PIECE_BYTES", 2 * layout().block_bytes)
     p, d = make("P"), make("D")
     prompt = prompt_of(16 * 7)
     source, target = [9, 8, 7, 3, 4, 5, 6], [19, 18, 17, 30, 31, 2, 3]
@@ -156,16 +156,16 @@ def test_what_is_said_in_the_last_moment_before_the_end_is_carried_out(
     release = d.scheduler.take_instructions()
 
     worker: Any = d.worker
-    server, said = worker._thread._server, []
+    server, said = worker._runner._machine.server, []
 
     def tick() -> None:  # after this turn's instructions were taken
         if not said:
             said.append(release)
             worker.post(release)
-            worker._thread._stop_at_s = time.monotonic() + 5.0
+            worker._runner._stop_at_s = time.monotonic() + 5.0
 
     server.tick = tick
-    worker._thread._reactor.wake()
+    worker._runner._reactor.wake()
     p.until(lambda: len(p.settled) == 2)
     assert p.settled[1].end is LeaseEnd.RELEASED
 
@@ -188,8 +188,9 @@ def test_a_handoff_of_blocks_that_p_does_not_have_fails_as_a_value(
 
 def lose_target(engine: Engine) -> threading.Event:
     """Have the agent that peers reach `engine` by end; it is made again once the event is set."""
-    thread, may_be_made = engine.worker._thread, threading.Event()  # type: ignore[attr-defined]
-    make_target, tick = thread._make_target, thread._server.tick
+    runner, may_be_made = engine.worker._runner, threading.Event()  # type: ignore[attr-defined]
+    mover, machine = runner._mover, runner._machine
+    make_target, tick = mover._make_target, machine.server.tick
 
     def make_or_fail() -> NixlAgent:
         if not may_be_made.is_set():
@@ -198,11 +199,11 @@ def lose_target(engine: Engine) -> threading.Event:
         return agent
 
     def tick_after_reset() -> None:  # on the transfer thread, once
-        thread._server.tick = tick
-        thread._reset_target("a test")
+        machine.server.tick = tick
+        machine.fence("a test")
 
-    thread._make_target, thread._server.tick = make_or_fail, tick_after_reset
-    thread._reactor.wake()
+    mover._make_target, machine.server.tick = make_or_fail, tick_after_reset
+    runner._reactor.wake()
     engine.until(lambda: engine.faults["agent_not_made"])
     return may_be_made
 

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from pdserve.connectors.conformance.engines import prompt_of
 from pdserve.connectors.nixl import NixlConnector
-from pdserve.connectors.nixl.frames import MAX_PAYLOAD_BYTES
-from pdserve.connectors.nixl.protocol import Hello, ToServer
+from pdserve.connectors.side_channel.frames import MAX_PAYLOAD_BYTES
+from pdserve.connectors.transfer.protocol import Hello, ToServer
 from tests.connectors.engines import Engine
 from tests.connectors.test_side_channel import SECRET, Caller, hello
 from tests.fuzz.values import bent, like, of
@@ -38,7 +38,7 @@ class SideChannelTarget:
     def num_held(self) -> int:
         """Leases and pushes."""
         thread: Any = self._p.ranks[0].worker
-        server = thread._thread._server
+        server = thread._runner._machine.server
         return len(server._leases) + server.pushing.num_live
 
     def try_one(self, data: st.DataObject) -> None:

@@ -9,7 +9,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 import pdserve
-from pdserve.connectors.nixl.frames import Fault
+from pdserve.connectors.side_channel.frames import Fault
 from pdserve.server.metrics import KV_FAULTS, ServerMetrics
 from pdserve.wire.transfer import LoadFailure
 from tests.cli.process import ROOT

@@ -15,7 +15,7 @@ import msgspec
 import pytest
 from aiohttp.test_utils import make_mocked_request
 
-from pdserve.connectors.nixl.frames import Fault, FrameError, FrameSession
+from pdserve.connectors.side_channel.frames import Fault, FrameError, FrameSession
 from pdserve.errors import HandoffRefusedError, UnauthorizedError
 from pdserve.http.control import Verifier
 from pdserve.proxy.relay import SseParser

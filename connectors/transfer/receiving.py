@@ -14,8 +14,8 @@ What P says to be written is checked while P goes on (`checking`), beside this t
 said its digests (`Pushed`), only the rest is left. What is written once more is checked whole.
 
 A LOST part may still be written: by what is in flight, or by a P that only hung. What ends that
-for certain is the end of the agent that P writes to (`fence`), unless P writes to this memory
-behind the agent's back, as transports within one host do (`processes`). Such a P must answer or
+for certain is a fence, unless P writes to this memory behind the mover's back, as transports within
+one host do (`Processes`). Such a P must answer or
 end first: it is asked again over another connection, until it says `Fail` or does not run.
 
 It knows no sockets and no threads; whoever runs the loop calls `tick`.
@@ -28,16 +28,16 @@ import logging
 from collections import Counter
 from typing import TYPE_CHECKING
 
-from pdserve.connectors.nixl.checking import Check
-from pdserve.connectors.nixl.protocol import Abort, Register, Taken
-from pdserve.connectors.nixl.reservations import (
+from pdserve.connectors.slicing import routes_to
+from pdserve.connectors.transfer.checking import Check
+from pdserve.connectors.transfer.protocol import Abort, Register, Taken
+from pdserve.connectors.transfer.reservations import (
     EXPOSED,
-    Part,
-    PartState,
+    IncomingPart,
+    IncomingState,
     Reservation,
     Reservations,
 )
-from pdserve.connectors.slicing import routes_to
 from pdserve.errors import PeerError
 from pdserve.observe.log import log_event
 from pdserve.wire.transfer import Failed, LoadFailure
@@ -45,16 +45,12 @@ from pdserve.wire.transfer import Failed, LoadFailure
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    import torch
-
-    from pdserve.connectors.base import ConnectorContext
     from pdserve.connectors.handover.instructions import Reserve
-    from pdserve.connectors.nixl.background import Background
-    from pdserve.connectors.nixl.checking import Piece
-    from pdserve.connectors.nixl.parties import Line, PeerId
-    from pdserve.connectors.nixl.protocol import Accept, Fail, Progress, Pushed
     from pdserve.connectors.slicing import Route
-    from pdserve.observe.clock import Clock
+    from pdserve.connectors.transfer.checking import Piece
+    from pdserve.connectors.transfer.peering import Line, PeerId
+    from pdserve.connectors.transfer.protocol import Accept, Fail, Progress, Pushed
+    from pdserve.connectors.transfer.seams import Seams
     from pdserve.wire.ids import RequestId
     from pdserve.wire.transfer import Received
 
@@ -67,10 +63,10 @@ class Receiving:
     """All reservations of one rank of D; takes what Ps say of them (see `PushReceiver`).
 
     Args:
-        kv: This rank's KV memory.
-        fence: Destroys the agent that Ps write to, closes every connection, makes another.
-        is_alone: Whether nothing but reservations would suffer from that.
-        quarantine_s: How long a LOST part waits for others that would end with the agent, too.
+        line: How Ps are reached.
+        fence: Cuts this memory off from Ps, and closes every link.
+        is_alone: Whether nothing but reservations would suffer from that; else a LOST part waits
+            for the others, but not for longer than the quarantine.
 
     Attributes:
         received, failed: Facts for the next report; the owner of the loop empties them.
@@ -79,26 +75,20 @@ class Receiving:
 
     def __init__(
         self,
-        context: ConnectorContext,
+        seams: Seams,
         *,
-        kv: torch.Tensor,
         line: Line,
         fence: Callable[[str], None],
         is_alone: Callable[[], bool],
-        background: Background,
-        clock: Clock,
-        quarantine_s: float,
     ) -> None:
-        self._shape, self._rank = context.shape, context.rank
-        self._transfer = context.config.transfer
-        self._kv = kv
+        self._seams = seams
+        self._shape, self._rank = seams.context.shape, seams.context.rank
+        self._transfer = seams.transfer
         self._line = line
         self._fence = fence
         self._is_alone = is_alone
         self._is_fencing = False
-        self._background = background
-        self._clock = clock
-        self._quarantine_s = quarantine_s
+        self._clock = seams.clock
         self._open = Reservations()
         self.received: list[Received] = []
         self.failed: list[Failed] = []
@@ -111,9 +101,10 @@ class Receiving:
 
     @property
     def needs_progress(self) -> bool:
-        """Whether some P's transport may need this side's agent: to wire up, or to write."""
+        """Whether some P's transport may need this side to be driven: to wire up, or to write."""
         return any(
-            part.state is PartState.SENT or (part.state is PartState.ACCEPTED and part.needs_agent)
+            part.state is IncomingState.SENT
+            or (part.state is IncomingState.ACCEPTED and part.needs_agent)
             for reservation in self._open.values()
             for part in reservation.parts.values()
         )
@@ -152,7 +143,8 @@ class Receiving:
             self._give_up(reservation, LoadFailure.INCOMPATIBLE, str(error))
             return
         reservation.parts = {
-            route.source_rank: Part(route, self._new_check(reserve, route)) for route in routes
+            route.source_rank: IncomingPart(route, self._new_check(reserve, route))
+            for route in routes
         }
         self._line.meet(reserve.owner)
         for rank, part in list(reservation.parts.items()):
@@ -174,16 +166,16 @@ class Receiving:
     def on_ready(self, peer: PeerId) -> None:
         """A rank of P is connected: register what waits for it, ask after what was lost."""
         for reservation, part in self._open.of(peer):
-            if part.state is PartState.WAITING:
+            if part.state is IncomingState.WAITING:
                 self._register(reservation, peer.rank, part)
-            elif part.state is PartState.LOST:
+            elif part.state is IncomingState.LOST:
                 self._ask_to_end(reservation, peer.rank, part)
 
     def on_accept(self, peer: PeerId, message: Accept) -> None:
         """P has taken a registration."""
-        found = self._find(peer, message.load_id, PartState.SENT)
+        found = self._find(peer, message.load_id, IncomingState.SENT)
         if found is not None:
-            found[1].state = PartState.ACCEPTED
+            found[1].state = IncomingState.ACCEPTED
 
     def on_progress(self, peer: PeerId, message: Progress) -> None:
         """P is alive, and perhaps writes."""
@@ -195,20 +187,20 @@ class Receiving:
         part.needs_agent |= message.needs_agent
         if message.num_tokens > 0:
             reservation.began_s = min(reservation.began_s, part.alive_s)
-        if part.state in (PartState.SENT, PartState.ACCEPTED) and not part.was_rewritten:
+        if part.state in (IncomingState.SENT, IncomingState.ACCEPTED) and not part.was_rewritten:
             part.check.settle(message.num_settled, message.layers_end)
             self._go_on_checking(reservation, peer.rank, part)
 
     def on_pushed(self, peer: PeerId, message: Pushed) -> None:
         """P has written everything; check what is left of it."""
-        found = self._find(peer, message.load_id, PartState.SENT, PartState.ACCEPTED)
+        found = self._find(peer, message.load_id, IncomingState.SENT, IncomingState.ACCEPTED)
         if found is None:
             return
         reservation, part = found
         part.pushed, part.pushed_s = message, self._now_s()
-        part.state = PartState.CHECKING
+        part.state = IncomingState.CHECKING
         if reservation.failure is not None:
-            part.state = PartState.OVER  # it was asked to end, and nothing is in flight
+            part.state = IncomingState.OVER  # it was asked to end, and nothing is in flight
             self._finish_if_over(reservation)
             return
         why = reservation.why_wrong(message.handoff)
@@ -221,11 +213,11 @@ class Receiving:
 
     def on_fail(self, peer: PeerId, message: Fail) -> None:
         """P writes nothing any more."""
-        found = self._find(peer, message.load_id, *EXPOSED, PartState.CHECKING)
+        found = self._find(peer, message.load_id, *EXPOSED, IncomingState.CHECKING)
         if found is None:
             return
         reservation, part = found
-        part.state = PartState.OVER
+        part.state = IncomingState.OVER
         self._give_up(reservation, LoadFailure.WITHDRAWN, f"{peer} says: {message.reason}")
 
     def on_lost(self, peer: PeerId, reason: LoadFailure, detail: str) -> None:
@@ -233,19 +225,19 @@ class Receiving:
         now_s = self._now_s()
         for reservation, part in self._open.of(peer):
             match part.state:
-                case PartState.WAITING:
+                case IncomingState.WAITING:
                     if not self._is_fencing:
-                        part.state = PartState.OVER
+                        part.state = IncomingState.OVER
                         self._give_up(reservation, reason, detail)
-                case PartState.SENT | PartState.ACCEPTED:
-                    part.state, part.lost_s, part.asked_s = PartState.LOST, now_s, now_s
+                case IncomingState.SENT | IncomingState.ACCEPTED:
+                    part.state, part.lost_s, part.asked_s = IncomingState.LOST, now_s, now_s
                     self._give_up(reservation, LoadFailure.PEER_LOST, detail)
                 case _:
                     pass
 
     # ---- parts -------------------------------------------------------------------------
 
-    def _register(self, reservation: Reservation, rank: int, part: Part) -> None:
+    def _register(self, reservation: Reservation, rank: int, part: IncomingPart) -> None:
         reserve = reservation.reserve
         message = Register(
             reserve.nonce,
@@ -255,30 +247,33 @@ class Receiving:
             reserve.first_token,
             reserve.num_tokens,
         )
-        if part.state is PartState.WAITING and self._line.send_to(reserve.owner, rank, message):
-            part.state, part.alive_s = PartState.SENT, self._now_s()
+        if part.state is IncomingState.WAITING and self._line.send_to(reserve.owner, rank, message):
+            part.state, part.alive_s = IncomingState.SENT, self._now_s()
             part.process = self._line.process_of(reserve.owner, rank)
 
     def _new_check(self, reserve: Reserve, route: Route) -> Check:
         return Check(
-            self._kv,
+            self._seams.digests,
             reserve.owner.shape,
-            self._shape,
             route,
             reserve.local_block_ids,
             first_token=reserve.first_token,
             num_tokens=reserve.num_tokens,
         )
 
-    def _go_on_checking(self, reservation: Reservation, rank: int, part: Part) -> None:
+    def _go_on_checking(self, reservation: Reservation, rank: int, part: IncomingPart) -> None:
         """Take the digests of what is written; when they are all, and P's are here, compare."""
-        is_wanted = part.state in (PartState.SENT, PartState.ACCEPTED, PartState.CHECKING)
+        is_wanted = part.state in (
+            IncomingState.SENT,
+            IncomingState.ACCEPTED,
+            IncomingState.CHECKING,
+        )
         if part.is_taking or not is_wanted or reservation.failure is not None:
             return
         check = part.check
         piece = check.next_piece()
         if piece is None:
-            if part.state is PartState.CHECKING and part.pushed is not None:
+            if part.state is IncomingState.CHECKING and part.pushed is not None:
                 self._on_checked(reservation, rank, part, part.pushed)
             return
 
@@ -289,7 +284,7 @@ class Receiving:
             return functools.partial(self._on_taken, reservation, rank, piece, found, digest_s)
 
         part.is_taking = True
-        self._background.submit(work, reservation.reserve.request_id)
+        self._seams.background.submit(work, reservation.reserve.request_id)
 
     def _on_taken(
         self, reservation: Reservation, rank: int, piece: Piece, found: bytes, digest_s: float
@@ -298,17 +293,19 @@ class Receiving:
         part = reservation.parts[rank]
         part.is_taking = False
         part.check.add(piece, found)
-        if part.state is PartState.CHECKING:
+        if part.state is IncomingState.CHECKING:
             part.digest_s += digest_s
         self._go_on_checking(reservation, rank, part)
 
-    def _on_checked(self, reservation: Reservation, rank: int, part: Part, pushed: Pushed) -> None:
+    def _on_checked(
+        self, reservation: Reservation, rank: int, part: IncomingPart, pushed: Pushed
+    ) -> None:
         """All digests of what a rank of P has written are taken: compare them with its own."""
         reserve = reservation.reserve
         is_equal = part.check.found == pushed.digests
         was_heard = self._line.send_to(reserve.owner, rank, Taken(reserve.load_id, is_equal))
         if is_equal:
-            part.state = PartState.GOOD
+            part.state = IncomingState.GOOD
             self._finish_if_over(reservation)
             return
         self.faults["push_digest_mismatch"] += 1
@@ -323,10 +320,10 @@ class Receiving:
         )
         detail = f"rank {rank} of {reserve.owner.engine_id} has written other bytes than it has"
         if not was_heard:
-            part.state = PartState.OVER  # it writes again only when told to
+            part.state = IncomingState.OVER  # it writes again only when told to
             self._give_up(reservation, LoadFailure.DIGEST, detail)
             return
-        part.state, part.alive_s = PartState.ACCEPTED, self._now_s()
+        part.state, part.alive_s = IncomingState.ACCEPTED, self._now_s()
         if part.was_rewritten:
             # It is answered by `Fail`.
             self._give_up(reservation, LoadFailure.DIGEST, detail)
@@ -339,35 +336,35 @@ class Receiving:
             reservation.failure = (reason, detail)
             for rank, part in reservation.parts.items():
                 match part.state:
-                    case PartState.WAITING:
-                        part.state = PartState.OVER
-                    case PartState.SENT | PartState.ACCEPTED:
+                    case IncomingState.WAITING:
+                        part.state = IncomingState.OVER
+                    case IncomingState.SENT | IncomingState.ACCEPTED:
                         self._ask_to_end(reservation, rank, part)
-                    case PartState.CHECKING:
+                    case IncomingState.CHECKING:
                         self._ask_to_end(reservation, rank, part)
-                        part.state = PartState.OVER
+                        part.state = IncomingState.OVER
                     case _:
                         pass
         self._finish_if_over(reservation)
 
-    def _ask_to_end(self, reservation: Reservation, rank: int, part: Part) -> None:
+    def _ask_to_end(self, reservation: Reservation, rank: int, part: IncomingPart) -> None:
         """Have P say that it writes nothing any more."""
         reserve = reservation.reserve
         part.asked_s = self._now_s()
         was_heard = self._line.send_to(reserve.owner, rank, Abort(reserve.load_id))
-        if not was_heard and part.state in (PartState.SENT, PartState.ACCEPTED):
-            part.state, part.lost_s = PartState.LOST, part.asked_s
+        if not was_heard and part.state in (IncomingState.SENT, IncomingState.ACCEPTED):
+            part.state, part.lost_s = IncomingState.LOST, part.asked_s
 
     def _finish_if_over(self, reservation: Reservation) -> None:
         reserve, parts = reservation.reserve, list(reservation.parts.values())
         if reserve.load_id not in self._open:
             return
         if reservation.failure is not None:
-            if all(part.state in (PartState.OVER, PartState.GOOD) for part in parts):
+            if all(part.state in (IncomingState.OVER, IncomingState.GOOD) for part in parts):
                 del self._open[reserve.load_id]
                 self._report_failed(reserve, *reservation.failure)
             return
-        if not all(part.state is PartState.GOOD for part in parts):
+        if not all(part.state is IncomingState.GOOD for part in parts):
             return
         if not reservation.is_agreed:
             self._give_up(
@@ -384,6 +381,7 @@ class Receiving:
                 reason=reason,
                 detail=detail,
                 load_id=reserve.load_id,
+                num_valid_tokens=reserve.first_token,
             )
         )
         log_event(
@@ -397,16 +395,18 @@ class Receiving:
 
     # ---- the clock ---------------------------------------------------------------------
 
-    def _on_due(self, reservation: Reservation, rank: int, part: Part, now_s: float) -> None:
+    def _on_due(
+        self, reservation: Reservation, rank: int, part: IncomingPart, now_s: float
+    ) -> None:
         owner = reservation.reserve.owner
         match part.state:
-            case PartState.WAITING:
+            case IncomingState.WAITING:
                 reason, detail = self._line.trouble(owner, rank) or (
                     LoadFailure.HANDSHAKE,
                     f"no connection to rank {rank} of {owner.engine_id} in time",
                 )
                 self._give_up(reservation, reason, detail)
-            case PartState.SENT | PartState.ACCEPTED:
+            case IncomingState.SENT | IncomingState.ACCEPTED:
                 # It may be late to say that it has ended; that is still the cheapest end.
                 quiet_s = now_s - part.alive_s
                 self._give_up(
@@ -414,9 +414,9 @@ class Receiving:
                     LoadFailure.TIMEOUT,
                     f"rank {rank} of {owner.engine_id} said nothing for {quiet_s:.1f} s",
                 )
-                if part.state in (PartState.SENT, PartState.ACCEPTED):
-                    part.state, part.lost_s, part.asked_s = PartState.LOST, now_s, now_s
-            case PartState.LOST:
+                if part.state in (IncomingState.SENT, IncomingState.ACCEPTED):
+                    part.state, part.lost_s, part.asked_s = IncomingState.LOST, now_s, now_s
+            case IncomingState.LOST:
                 part.asked_s = now_s
                 self._line.meet(owner)
                 self._ask_to_end(reservation, rank, part)
@@ -424,19 +424,19 @@ class Receiving:
                 pass
 
     def _fence_if_due(self, now_s: float) -> None:
-        """Destroy the agent for the sake of LOST parts, once that costs nobody else anything."""
-        lost = [part for _, part in self._open.parts(PartState.LOST) if part.is_stopped_by_fence]
+        """Fence for the sake of LOST parts, once that costs nobody else anything."""
+        lost = [part for _, part in self._open.parts(IncomingState.LOST) if self._is_stopped(part)]
         if not lost:
             return
         is_alone = self._is_alone() and all(
             reservation.failure is not None for reservation, _ in self._open.parts(*EXPOSED)
         )
-        if is_alone or now_s >= min(part.lost_s for part in lost) + self._quarantine_s:
+        if is_alone or now_s >= min(part.lost_s for part in lost) + self._seams.quarantine_s:
             self.faults["push_fenced"] += 1
             self.stop_all("a rank of P was lost while it could write here")
 
     def stop_all(self, reason: str) -> None:
-        """Destroy the agent: what was written through it is over, for better or worse."""
+        """Fence: what was written through the target is over, for better or worse."""
         self._is_fencing = True
         try:
             self._fence(reason)
@@ -445,16 +445,16 @@ class Receiving:
         now_s = self._now_s()
         for reservation, part in self._open.parts(*EXPOSED):
             part.lost_s, part.asked_s = min(part.lost_s, now_s), now_s
-            part.state = PartState.OVER if part.is_stopped_by_fence else PartState.LOST
+            part.state = IncomingState.OVER if self._is_stopped(part) else IncomingState.LOST
             self._give_up(reservation, LoadFailure.PEER_LOST, reason)
-        for reservation, _ in self._open.parts(PartState.WAITING):
+        for reservation, _ in self._open.parts(IncomingState.WAITING):
             self._line.meet(reservation.reserve.owner)
 
     # ---- small answers -----------------------------------------------------------------
 
     def _find(
-        self, peer: PeerId, load_id: int, *states: PartState
-    ) -> tuple[Reservation, Part] | None:
+        self, peer: PeerId, load_id: int, *states: IncomingState
+    ) -> tuple[Reservation, IncomingPart] | None:
         """The part that a message is of, if it is in one of these states; else it is counted."""
         reservation = self._open.get(load_id)
         part = None if reservation is None else reservation.parts.get(peer.rank)
@@ -468,6 +468,9 @@ class Receiving:
             return None
         part.alive_s = self._now_s()
         return reservation, part
+
+    def _is_stopped(self, part: IncomingPart) -> bool:
+        return part.is_stopped_by_fence(self._seams.processes)
 
     def _now_s(self) -> float:
         return self._clock.monotonic_s()

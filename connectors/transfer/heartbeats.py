@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from pdserve.connectors.nixl.protocol import Heartbeat
+from pdserve.connectors.transfer.protocol import Heartbeat
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -16,14 +16,11 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from pdserve.connectors.digests import digests_of
-
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from torch import Tensor
-
     from pdserve.connectors.slicing import Route
+    from pdserve.connectors.transfer.seams import Digests
     from pdserve.wire.ids import BlockId
     from pdserve.wire.transfer import KVShape
 
@@ -49,24 +46,23 @@ class Check:
     all these tokens.
 
     Args:
-        kv: This rank's KV memory; its shape is `dest`.
+        digests: Of this rank's memory.
         block_ids: D's whole table.
         first_token: Where the transfer begins.
     """
 
     def __init__(
         self,
-        kv: Tensor,
+        digests: Digests,
         source: KVShape,
-        dest: KVShape,
         route: Route,
         block_ids: Sequence[BlockId],
         *,
         first_token: int,
         num_tokens: int,
     ) -> None:
-        self._kv = kv
-        self._source, self._dest, self._route = source, dest, route
+        self._digests = digests
+        self._source, self._route = source, route
         self._block_ids = block_ids
         self._first_block = first_token // source.block_size
         self._num_tokens = num_tokens
@@ -115,10 +111,8 @@ class Check:
 
     def take(self, piece: Piece) -> bytes:
         """Read memory. For any thread; heavy."""
-        return digests_of(
-            self._kv,
+        return self._digests.found(
             self._source,
-            self._dest,
             dataclasses.replace(self._route, layers=piece.layers),
             self._block_ids,
             first_token=piece.first_token,

@@ -14,12 +14,11 @@ neither sockets nor what a payload means.
 
 from __future__ import annotations
 
-import enum
 import hashlib
 import hmac
 import struct
 
-from pdserve.errors import PeerError
+from pdserve.connectors.transfer.link import Fault, FrameError
 from pdserve.wire.seal import PROTOCOL, Purpose, key_for
 
 MAX_PAYLOAD_BYTES = 1 << 20
@@ -30,25 +29,6 @@ _NONCE_BYTES = 32
 _MAC_BYTES = hashlib.sha256().digest_size
 _HEADER_BYTES = 4 + _MAC_BYTES
 _PREAMBLE_BYTES = len(_MAGIC) + _NONCE_BYTES
-
-
-class Fault(enum.Enum):
-    """What is wrong with what a peer sent; a counter's label."""
-
-    MAGIC = "magic"
-    OVERSIZE = "oversize"
-    UNAUTHENTIC = "unauthentic"
-    MALFORMED = "malformed"
-    UNEXPECTED = "unexpected"
-    SLOW = "slow"
-
-
-class FrameError(PeerError):
-    """A peer sent what it should not; its connection is of no further use."""
-
-    def __init__(self, fault: Fault, detail: str) -> None:
-        super().__init__(f"{fault.value}: {detail}")
-        self.fault = fault
 
 
 class FrameSession:

@@ -1,30 +1,60 @@
-"""The worker half of the NIXL connector: a facade over its transfer thread."""
+"""The worker half of a connector over the transfer protocol: a facade over whoever runs it."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 
 from pdserve.connectors.base import KVConnectorWorker
 from pdserve.connectors.handover.instructions import StepInstructions
-from pdserve.connectors.nixl.layerwise import LayerwiseChoice
-from pdserve.connectors.nixl.pushes import ChunkStep
-from pdserve.connectors.nixl.transfer import TransferThread
+from pdserve.connectors.transfer.layerwise import LayerwiseChoice
+from pdserve.connectors.transfer.pushes import ChunkStep
 from pdserve.errors import InternalError
 from pdserve.wire.transfer import ConnectorReport
 
 if TYPE_CHECKING:
+    from collections import deque
     from collections.abc import Callable, Sequence
 
-    from pdserve.connectors.base import ConnectorContext, KVLayout
+    from pdserve.connectors.base import KVLayout
     from pdserve.connectors.handover.instructions import Chunk
-    from pdserve.connectors.nixl.settings import NixlSettings
+    from pdserve.connectors.transfer.pushes import Observation
     from pdserve.observe.clock import Clock
     from pdserve.wire.transfer import ConnectorMetadata, Endpoint, Failed
 
 
-class NixlWorker(KVConnectorWorker):
+class Runner(Protocol):
+    """Runs the protocol of one rank over its KV memory, beside the steps."""
+
+    @property
+    def endpoint(self) -> Endpoint:
+        """Where peers connect to."""
+        ...
+
+    @property
+    def observations(self) -> deque[Observation]:
+        """What pushed chunks have cost; whoever runs the steps takes them out."""
+        ...
+
+    def submit(self, metadata: ConnectorMetadata) -> None:
+        """Take instructions. Never blocks."""
+
+    def submit_step(self, step: ChunkStep) -> None:
+        """Take word that KV of a chunk is complete. Never blocks."""
+
+    def note_step(self, now_s: float) -> None:
+        """Take word that a step has run."""
+
+    def take_report(self) -> ConnectorReport:
+        """Facts since the last call."""
+        ...
+
+    def close(self, timeout_s: float) -> None:
+        """End it; may be repeated."""
+
+
+class TransferWorker(KVConnectorWorker):
     """See `KVConnectorWorker`.
 
     What a step computes of pushed requests is written behind it. The last chunk of a prompt has
@@ -33,24 +63,13 @@ class NixlWorker(KVConnectorWorker):
     been launched when `save_kv_layer` is called, and each would need an event.
 
     Args:
-        quarantine_s: See `TransferThread`.
+        start: Makes what runs the protocol, over KV memory.
     """
 
-    def __init__(
-        self,
-        context: ConnectorContext,
-        wake: Callable[[], None],
-        *,
-        clock: Clock,
-        quarantine_s: float,
-        settings: NixlSettings,
-    ) -> None:
-        self._context = context
-        self._wake = wake
+    def __init__(self, start: Callable[[torch.Tensor, KVLayout], Runner], *, clock: Clock) -> None:
+        self._start = start
         self._clock = clock
-        self._quarantine_s = quarantine_s
-        self._settings = settings
-        self._thread: TransferThread | None = None
+        self._runner: Runner | None = None
         self._is_cuda = False
         self._choice = LayerwiseChoice()
         self._chunks: list[Chunk] = []
@@ -59,24 +78,16 @@ class NixlWorker(KVConnectorWorker):
         self._layerwise: list[Chunk] = []
 
     def register_kv_caches(self, kv: torch.Tensor, layout: KVLayout) -> Endpoint:
-        """See `KVConnectorWorker`. Starts the transfer thread and the side channel.
+        """See `KVConnectorWorker`.
 
         Raises:
-            ConfigError: NIXL cannot be loaded, or the side channel cannot be bound.
+            ConfigError: The transport cannot be loaded, or its side channel cannot be bound.
         """
-        if self._thread is not None:
+        if self._runner is not None:
             raise InternalError("KV memory was registered twice")
         self._is_cuda = kv.is_cuda
-        self._thread = TransferThread(
-            self._context,
-            kv=kv,
-            layout=layout,
-            wake=self._wake,
-            clock=self._clock,
-            quarantine_s=self._quarantine_s,
-            settings=self._settings,
-        )
-        return self._thread.endpoint
+        self._runner = self._start(kv, layout)
+        return self._runner.endpoint
 
     def post(self, metadata: ConnectorMetadata) -> None:
         """See `KVConnectorWorker`."""
@@ -116,12 +127,12 @@ class NixlWorker(KVConnectorWorker):
 
     def get_finished(self) -> ConnectorReport:
         """See `KVConnectorWorker`."""
-        return ConnectorReport() if self._thread is None else self._thread.take_report()
+        return ConnectorReport() if self._runner is None else self._runner.take_report()
 
     def close(self, timeout_s: float) -> None:
         """See `KVConnectorWorker`."""
-        if self._thread is not None:
-            self._thread.close(timeout_s)
+        if self._runner is not None:
+            self._runner.close(timeout_s)
 
     def _say(self, chunk: Chunk, *, layers_end: int, is_over: bool) -> None:
         is_ready = None
@@ -142,7 +153,7 @@ class NixlWorker(KVConnectorWorker):
             )
         )
 
-    def _started(self) -> TransferThread:
-        if self._thread is None:
+    def _started(self) -> Runner:
+        if self._runner is None:
             raise InternalError("instructions came before KV memory was registered")
-        return self._thread
+        return self._runner

@@ -11,7 +11,7 @@ import os
 import selectors
 from typing import TYPE_CHECKING, TypeVar
 
-from pdserve.connectors.nixl.channel import Connection, Listener
+from pdserve.connectors.side_channel.channel import Connection, Listener
 from pdserve.errors import PeerError
 from pdserve.observe.log import log_event
 

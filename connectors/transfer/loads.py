@@ -23,10 +23,10 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from pdserve.connectors import digests
-from pdserve.connectors.nixl.lanes import PIECE_BYTES, Direction, Job
-from pdserve.connectors.nixl.peer import PeerState
-from pdserve.connectors.nixl.protocol import Assist, Begin, Done, EndRead
 from pdserve.connectors.slicing import pieces, routes_to
+from pdserve.connectors.transfer.mover import Direction, Job
+from pdserve.connectors.transfer.peer import PeerState
+from pdserve.connectors.transfer.protocol import Assist, Begin, Done, EndRead
 from pdserve.errors import PeerError
 from pdserve.observe.log import log_event
 from pdserve.wire.transfer import Failed, LoadFailure, Received
@@ -34,15 +34,12 @@ from pdserve.wire.transfer import Failed, LoadFailure, Received
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from torch import Tensor
-
-    from pdserve.connectors.base import ConnectorContext
     from pdserve.connectors.handover.instructions import Load
-    from pdserve.connectors.nixl.lanes import Lanes, Settled
-    from pdserve.connectors.nixl.peer import Peer
-    from pdserve.connectors.nixl.protocol import Confirm
     from pdserve.connectors.slicing import Route
-    from pdserve.observe.clock import Clock
+    from pdserve.connectors.transfer.mover import JobEnd
+    from pdserve.connectors.transfer.peer import Peer
+    from pdserve.connectors.transfer.protocol import Confirm
+    from pdserve.connectors.transfer.seams import Seams
     from pdserve.wire.ids import RequestId
     from pdserve.wire.transfer import KVShape
 
@@ -51,7 +48,7 @@ _log = logging.getLogger(__name__)
 _NEVER = float("inf")
 
 
-class PartState(enum.Enum):
+class ReadState(enum.Enum):
     """See the module's docstring."""
 
     WAITING = "waiting"
@@ -64,26 +61,14 @@ class Loads:
     """All loads of this rank.
 
     Args:
-        kv: This rank's KV memory.
         peer: Finds or makes the connection to a rank.
 
     Attributes:
         received, failed, faults: Facts for the next report; the owner of the loop empties them.
     """
 
-    def __init__(
-        self,
-        context: ConnectorContext,
-        *,
-        kv: Tensor,
-        clock: Clock,
-        lanes: Lanes,
-        peer: Callable[[Load, Route], Peer],
-    ) -> None:
-        self.context = context
-        self.kv = kv
-        self.clock = clock
-        self.lanes = lanes
+    def __init__(self, seams: Seams, *, peer: Callable[[Load, Route], Peer]) -> None:
+        self.seams = seams
         self.received: list[Received] = []
         self.failed: list[Failed] = []
         self.faults: Counter[str] = Counter()
@@ -99,7 +84,7 @@ class Loads:
         loading = self._loads[load.load_id] = _Loading(load, self)
         shape = load.owner.shape
         try:
-            routes = routes_to(shape, self.context.shape, self.context.rank)
+            routes = routes_to(shape, self.seams.context.shape, self.seams.context.rank)
             if len(load.owner.endpoints) != shape.num_ranks:
                 raise PeerError(
                     f"{load.owner.engine_id} has {shape.num_ranks} ranks and "
@@ -125,7 +110,7 @@ class Loads:
 
     def tick(self) -> bool:
         """Give up what is overdue; return whether anything was. O(loads x parts)."""
-        now_s = self.clock.monotonic_s()
+        now_s = self.seams.clock.monotonic_s()
         overdue = [each for each in self._loads.values() if each.deadline_s <= now_s]
         for loading in overdue:
             loading.time_out()
@@ -162,7 +147,7 @@ class _Loading:
         self.loads = loads
         self.parts: list[_Part] = []
         self.failure: tuple[LoadFailure, str] | None = None
-        self.requested_s = loads.clock.monotonic_s()
+        self.requested_s = loads.seams.clock.monotonic_s()
 
     @property
     def started_s(self) -> float:
@@ -174,7 +159,7 @@ class _Loading:
         """When it is given up; inf once it is lost."""
         if self.failure is not None:
             return _NEVER
-        config = self.loads.context.config.transfer
+        config = self.loads.seams.transfer
         started_s = self.started_s
         if started_s < _NEVER:
             return started_s + config.transfer_timeout_s
@@ -185,14 +170,14 @@ class _Loading:
 
     def time_out(self) -> None:
         """It took too long."""
-        late = next(part for part in self.parts if part.state is not PartState.CONFIRMED)
+        late = next(part for part in self.parts if part.state is not ReadState.CONFIRMED)
         unmet = [part for part in self.parts if part.peer.state is not PeerState.READY]
-        if unmet and late.state is PartState.WAITING:
+        if unmet and late.state is ReadState.WAITING:
             late = unmet[0]
         self.lose(
             LoadFailure.HANDSHAKE if late in unmet else LoadFailure.TIMEOUT,
             f"{late.peer.id} is {late.peer.state.value}, the load {late.state.value} since "
-            f"{self.loads.clock.monotonic_s() - self.requested_s:.1f} s",
+            f"{self.loads.seams.clock.monotonic_s() - self.requested_s:.1f} s",
         )
 
     def lose(self, reason: LoadFailure, detail: str) -> None:
@@ -225,14 +210,14 @@ class _Loading:
 
     @property
     def _digest_s(self) -> float:
-        """What digests took of the transfer's time, in which all lanes took them at once."""
+        """What digests took of the transfer's time, of which several were taken at once."""
         num_pieces = sum(len(part.found) for part in self.parts)
-        at_once = max(1, min(num_pieces, self.loads.lanes.num_lanes))
+        at_once = max(1, min(num_pieces, self.loads.seams.mover.num_lanes))
         return sum(part.digest_s for part in self.parts) / at_once
 
     def finish_if_confirmed(self) -> None:
         """All parts are here: received, if all of their digests are right."""
-        if any(part.state is not PartState.CONFIRMED for part in self.parts):
+        if any(part.state is not ReadState.CONFIRMED for part in self.parts):
             return
         load = self.load
         worst = min(self.parts, key=lambda part: part.num_valid_tokens)
@@ -244,7 +229,7 @@ class _Loading:
                 f"{block} (token {worst.num_valid_tokens}) on",
             )
             return
-        started_s, now_s = self.started_s, self.loads.clock.monotonic_s()
+        started_s, now_s = self.started_s, self.loads.seams.clock.monotonic_s()
         self.loads.report_received(
             Received(
                 request_id=load.request_id,
@@ -261,7 +246,7 @@ class _Loading:
 
 @dataclass(slots=True, eq=False)
 class _Part:
-    """What of a load comes over one route. A `Visitor` of its peer.
+    """What of a load comes over one route. A `PeerUser`.
 
     Attributes:
         started_s: First job posted, or all asked for at once; inf before.
@@ -273,7 +258,7 @@ class _Part:
     loading: _Loading
     route: Route
     peer: Peer
-    state: PartState = PartState.WAITING
+    state: ReadState = ReadState.WAITING
     num_unsettled: int = 0
     num_bytes: int = 0
     num_descriptors: int = 0
@@ -296,26 +281,26 @@ class _Part:
     # ---- what the peer says --------------------------------------------------------------
 
     def on_ready(self) -> None:
-        """See `Visitor`: begin."""
-        if self.state is not PartState.WAITING or self.loading.failure is not None:
+        """See `PeerUser`: begin."""
+        if self.state is not ReadState.WAITING or self.loading.failure is not None:
             return
-        self.state = PartState.READING
-        load, lanes = self.loading.load, self.loading.loads.lanes
+        self.state = ReadState.READING
+        load, mover = self.loading.load, self.loading.loads.seams.mover
         self._has_begun = True
         self.peer.send(Begin(load.nonce, load.load_id))
         try:
             for job in self._jobs():
                 self._first_job = self._first_job or job
                 self.num_unsettled += 1
-                lanes.submit(job)
+                mover.submit(job)
         except PeerError as error:
             self.loading.lose(LoadFailure.INCOMPATIBLE, str(error))
             return
         self._ask_if_all_here()
 
     def on_confirm(self, confirm: Confirm) -> None:
-        """See `Visitor`: P has said whether the lease held, and what the bytes should be."""
-        if self.state is not PartState.ASKED or self.loading.failure is not None:
+        """See `PeerUser`: P has said whether the lease held, and what the bytes should be."""
+        if self.state is not ReadState.ASKED or self.loading.failure is not None:
             return
         if not confirm.valid:
             self.loading.lose(
@@ -323,7 +308,7 @@ class _Part:
             )
             return
         load = self.loading.load
-        self.state = PartState.CONFIRMED
+        self.state = ReadState.CONFIRMED
         self.peer.leave(load.load_id)
         self.num_valid_tokens = load.num_tokens
         if self.route:
@@ -331,34 +316,35 @@ class _Part:
         self.loading.finish_if_confirmed()
 
     def on_lost(self, reason: LoadFailure, detail: str) -> None:
-        """See `Visitor`: a part that waits goes on waiting."""
-        if self.state is not PartState.WAITING:
+        """See `PeerUser`: a part that waits goes on waiting."""
+        if self.state is not ReadState.WAITING:
             self.loading.lose(reason, detail)
 
     def on_hopeless(self, reason: LoadFailure, detail: str) -> None:
-        """See `Visitor`."""
+        """See `PeerUser`."""
         self.loading.lose(reason, detail)
 
     # ---- what the load says --------------------------------------------------------------
 
     def stop(self) -> None:
         """Nobody wants it any more; what is in flight is waited for."""
-        self.num_unsettled = self.loading.loads.lanes.abandon(self)
+        self.num_unsettled = self.loading.loads.seams.mover.abandon(self)
         if not self.num_unsettled:
             self.peer.leave(self.loading.load.load_id)
 
     def say_end(self) -> None:
         """Tell P that its blocks are not read any more."""
-        if self._has_begun and self.state is not PartState.CONFIRMED:
+        if self._has_begun and self.state is not ReadState.CONFIRMED:
             self.peer.send(EndRead(self.loading.load.nonce, self.loading.load.load_id))
 
     # ---- reading ---------------------------------------------------------------------------
 
     def _jobs(self) -> Iterator[Job]:
         """Cut the part at edges of P's blocks, so that each piece has digests of its own."""
-        loads, load = self.loading.loads, self.loading.load
-        source, dest, route = load.owner.shape, loads.context.shape, self.route
-        for first, end in _token_ranges(source, dest, route, load.first_token, load.num_tokens):
+        seams, load = self.loading.loads.seams, self.loading.load
+        source, dest, route = load.owner.shape, seams.context.shape, self.route
+        tokens = (load.first_token, load.num_tokens)
+        for first, end in _token_ranges(source, route, tokens, seams.piece_bytes):
             piece = pieces(
                 source,
                 dest,
@@ -379,10 +365,8 @@ class _Part:
                 remote_units=piece.source_units,
                 on_settled=functools.partial(self._on_settled, number, piece.num_bytes),
                 then=functools.partial(
-                    digests.digests_of,
-                    loads.kv,
+                    seams.digests.found,
                     source,
-                    dest,
                     route,
                     load.local_block_ids,
                     first_token=first,
@@ -397,7 +381,7 @@ class _Part:
             self._is_assisted = True
             self.peer.send(Assist(self.loading.load.load_id))
 
-    def _on_settled(self, number: int, num_bytes: int, settled: Settled) -> None:
+    def _on_settled(self, number: int, num_bytes: int, settled: JobEnd) -> None:
         self.num_unsettled -= 1
         if self.loading.failure is not None:
             if not self.num_unsettled:
@@ -415,10 +399,10 @@ class _Part:
         self._ask_if_all_here()
 
     def _ask_if_all_here(self) -> None:
-        if self.state is not PartState.READING or self.num_unsettled:
+        if self.state is not ReadState.READING or self.num_unsettled:
             return
-        self.state = PartState.ASKED
-        self._asked_s = self.loading.loads.clock.monotonic_s()
+        self.state = ReadState.ASKED
+        self._asked_s = self.loading.loads.seams.clock.monotonic_s()
         load = self.loading.load
         self.peer.send(Done(load.nonce, load.load_id, load.first_token))
 
@@ -446,18 +430,18 @@ class _Part:
 
 
 def _token_ranges(
-    source: KVShape, dest: KVShape, route: Route, first_token: int, num_tokens: int
+    source: KVShape, route: Route, tokens: tuple[int, int], piece_bytes: int
 ) -> Iterator[tuple[int, int]]:
-    """Cut `[first_token, num_tokens)` at edges of P's blocks into about `PIECE_BYTES` each."""
+    """Cut `[first, end)` tokens at edges of P's blocks into about `piece_bytes` each."""
     if not route:
         return
     token_bytes = (
         len(route.layers) * len(route.heads) * source.num_planes * source.head_dim
     ) * source.dtype_bytes
-    num_blocks = max(1, PIECE_BYTES // (token_bytes * source.block_size))
+    num_blocks = max(1, piece_bytes // (token_bytes * source.block_size))
     step = num_blocks * source.block_size
-    start = first_token
-    while start < num_tokens:
-        end = min(num_tokens, (start // step + 1) * step)
+    start, end_token = tokens
+    while start < end_token:
+        end = min(end_token, (start // step + 1) * step)
         yield start, end
         start = end

@@ -1,4 +1,4 @@
-"""What two transfer threads say to one another over the side channel.
+"""What the two ends of a link say to one another.
 
 D connects, to every rank of P that has KV for it (`connectors.slicing.routes`), and speaks
 first. One connection carries pulls and pushes. Both `Hello` and `Welcome` name the life

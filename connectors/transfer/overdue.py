@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from pdserve.config.schema import TransferConfig
-    from pdserve.connectors.nixl.pushes import Push
+    from pdserve.connectors.transfer.pushes import Push
 
 _NEVER = float("inf")
 

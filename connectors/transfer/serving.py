@@ -2,7 +2,7 @@
 
 It answers handshakes, keeps the lease table by what the Ds say, and says of each read whether
 the lease was still valid after its last byte, and what the bytes should be. For a read P moves
-nothing itself; at most it drives its NIXL agent while a D's transport needs it
+nothing itself; at most it drives its side of a transport while a D's transport needs it
 (`needs_progress`). What Ds say of pushes goes to `pushing`.
 
 Digests are taken beside this thread, with the steps of a prompt (`steps`), and from the grant on
@@ -17,13 +17,11 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, assert_never
 
-import msgspec
-
 from pdserve.connectors.handover.lease import LeaseTable, Verdict
-from pdserve.connectors.nixl.channel import Connection
-from pdserve.connectors.nixl.destinations import Destination
-from pdserve.connectors.nixl.frames import Fault, FrameError
-from pdserve.connectors.nixl.protocol import (
+from pdserve.connectors.slicing import mismatch, route_between
+from pdserve.connectors.transfer.destinations import Destination
+from pdserve.connectors.transfer.link import Fault, FrameError
+from pdserve.connectors.transfer.protocol import (
     Abort,
     Assist,
     Begin,
@@ -42,35 +40,31 @@ from pdserve.connectors.nixl.protocol import (
     ToServer,
     Welcome,
 )
-from pdserve.connectors.nixl.pushing import Pushing
-from pdserve.connectors.nixl.steps import Steps
-from pdserve.connectors.slicing import mismatch, route_between
+from pdserve.connectors.transfer.pushing import Pushing
+from pdserve.connectors.transfer.steps import Steps
 from pdserve.errors import PeerError
 from pdserve.observe.log import log_event
 
 if TYPE_CHECKING:
-    import socket
     from collections.abc import Callable
 
-    from pdserve.connectors.base import ConnectorContext
-    from pdserve.connectors.digests import BlockDigests
+    import msgspec
+
     from pdserve.connectors.handover.instructions import Grant, Stop
-    from pdserve.connectors.nixl.background import Background
-    from pdserve.connectors.nixl.lanes import Lanes
-    from pdserve.connectors.nixl.reactor import Reactor
-    from pdserve.observe.clock import Clock
+    from pdserve.connectors.transfer.link import PeerLink
+    from pdserve.connectors.transfer.seams import Seams
     from pdserve.wire.transfer import LeaseEnd, Settled
 
 _log = logging.getLogger(__name__)
 
-_MAX_STRANGERS = 64
+_MAX_UNAUTHENTICATED = 64
 # A grant reaches this thread at the latest when the step that runs beside it has ended.
 _GRANT_GRACE_S = 5.0
 
 
 @dataclass(slots=True, eq=False)
 class _Client:
-    """One D, by its connection.
+    """One D, by its link.
 
     Attributes:
         destination: Who it is, once it has been welcomed.
@@ -79,7 +73,7 @@ class _Client:
         assisting: Those of `reads` whose transport needs our progress, and until when.
     """
 
-    connection: Connection[ToServer]
+    link: PeerLink
     since_s: float
     destination: Destination | None = None
     is_wiring: bool = False
@@ -112,13 +106,6 @@ class _Granted:
 class Server:
     """All connected Ds and all leases.
 
-    Args:
-        welcome: What a compatible D is told; asked for at each handshake. None = there is no
-            agent to be read by now: it is turned away, and may come again.
-        lanes: What pushes are written with.
-        digests: Of this rank's blocks.
-        background: Where they are taken.
-
     Attributes:
         pushing: What is written for Ds.
         steps: Where it is said what steps have computed.
@@ -126,50 +113,23 @@ class Server:
             it last emptied this.
     """
 
-    def __init__(
-        self,
-        context: ConnectorContext,
-        *,
-        secret: bytes,
-        reactor: Reactor,
-        clock: Clock,
-        welcome: Callable[[], Welcome | None],
-        lanes: Lanes,
-        digests: BlockDigests,
-        background: Background,
-    ) -> None:
-        self._context = context
-        self._transfer = context.config.transfer
-        self._secret = secret
-        self._reactor = reactor
-        self._clock = clock
-        self._welcome = welcome
-        self._decoder = msgspec.msgpack.Decoder(ToServer)
-        self._clients: set[_Client] = set()
+    def __init__(self, seams: Seams) -> None:
+        self._seams = seams
+        self._context = seams.context
+        self._transfer = seams.transfer
+        self._clock = seams.clock
+        # In the order in which they came: a set would be gone through by their addresses.
+        self._clients: dict[_Client, None] = {}
         self._parked: list[_Parked] = []
         self._leases = LeaseTable(self._transfer.lease_s)
         self._granted: dict[str, _Granted] = {}
-        self._digests = digests
-        self._background = background
         self.faults: Counter[str] = Counter()
-        self.pushing = Pushing(
-            context,
-            leases=self._leases,
-            lanes=lanes,
-            digests=digests,
-            background=background,
-            clock=clock,
-        )
-        self.steps = Steps(
-            on_pushed=self.pushing.on_step,
-            digests=digests,
-            background=background,
-            block_size=context.shape.block_size,
-        )
+        self.pushing = Pushing(seams, self._leases)
+        self.steps = Steps(seams, on_pushed=self.pushing.on_step)
 
     @property
     def needs_progress(self) -> bool:
-        """Whether some D's transport waits for this side's NIXL agent. O(clients)."""
+        """Whether some D's transport needs this side to be driven. O(clients)."""
         now_s = self._clock.monotonic_s()
         return any(
             client.is_wiring or any(until_s > now_s for until_s in client.assisting.values())
@@ -193,16 +153,14 @@ class Server:
             ),
         )
 
-    def accept(self, sock: socket.socket, peer: str) -> None:
+    def accept(self, link: PeerLink) -> None:
         """A D, or anybody, has connected."""
-        strangers = [c for c in self._clients if not c.connection.is_authenticated]
-        if len(strangers) >= _MAX_STRANGERS:
-            self._drop(min(strangers, key=lambda c: c.since_s), Fault.SLOW, "too many strangers")
-        connection = Connection(sock, self._secret, self._decoder, is_client=False, peer=peer)
-        client = _Client(connection, self._clock.monotonic_s())
-        self._clients.add(client)
-        self._reactor.attach(
-            connection,
+        unknown = [c for c in self._clients if not c.link.is_authenticated]
+        if len(unknown) >= _MAX_UNAUTHENTICATED:
+            self._drop(min(unknown, key=lambda c: c.since_s), Fault.SLOW, "too many strangers")
+        client = _Client(link, self._clock.monotonic_s())
+        self._clients[client] = None
+        link.attach(
             lambda message: self._on_message(client, message),
             lambda error: self._on_lost(client, error),
         )
@@ -272,14 +230,14 @@ class Server:
     def drop_all(self, reason: str) -> None:
         """Close every connection; leases go on."""
         for client in list(self._clients):
-            self._reactor.send(client.connection, Bye(reason))
-            self._reactor.detach(client.connection)
+            client.link.send(Bye(reason))
+            client.link.close()
             self._forget(client)
 
     def _on_message(self, client: _Client, message: ToServer) -> None:
         now_s = self._clock.monotonic_s()
         if not client.greeted and not isinstance(message, Hello | Bye):
-            raise FrameError(Fault.UNEXPECTED, f"{client.connection.peer}: {message} before Hello")
+            raise FrameError(Fault.UNEXPECTED, f"{client.link.peer}: {message} before Hello")
         match message:
             case Hello():
                 self._greet(client, message)
@@ -306,15 +264,15 @@ class Server:
             case Register() | Taken() | Abort():
                 self._on_push(client, message)
             case Bye():
-                self._reactor.detach(client.connection)
+                client.link.close()
                 self._forget(client)
             case _:
-                raise FrameError(Fault.UNEXPECTED, f"{client.connection.peer}: {message}")
+                raise FrameError(Fault.UNEXPECTED, f"{client.link.peer}: {message}")
 
     def _on_push(self, client: _Client, message: Register | Taken | Abort) -> None:
         destination = client.destination
         if destination is None:
-            raise FrameError(Fault.UNEXPECTED, f"{client.connection.peer}: {message} of nobody")
+            raise FrameError(Fault.UNEXPECTED, f"{client.link.peer}: {message} of nobody")
         match message:
             case Register():
                 self.pushing.register(destination, message)
@@ -327,7 +285,7 @@ class Server:
 
     def _greet(self, client: _Client, hello: Hello) -> None:
         if client.greeted:
-            raise FrameError(Fault.UNEXPECTED, f"{client.connection.peer}: a second Hello")
+            raise FrameError(Fault.UNEXPECTED, f"{client.link.peer}: a second Hello")
         client.greeted = True
         refusal = self._refusal(hello)
         if refusal is not None:
@@ -340,17 +298,25 @@ class Server:
                 reason=refusal.reason.value,
                 detail=refusal.detail,
             )
-            self._reactor.send(client.connection, refusal)
+            client.link.send(refusal)
             return
-        welcome = self._welcome()
-        if welcome is None:
-            self._reactor.send(client.connection, Bye("it has no NIXL agent now"))
-            self._reactor.detach(client.connection)
+        target = self._seams.mover.target
+        if target is None:
+            client.link.send(Bye("it has no NIXL agent now"))
+            client.link.close()
             self._forget(client)
             return
         client.is_wiring = True
         client.destination = Destination(hello, lambda message: self._send(client, message))
-        self._reactor.send(client.connection, welcome)
+        client.link.send(
+            Welcome(
+                agent_metadata=target.metadata,
+                pool=target.pool,
+                scratch=target.scratch,
+                shape=self._context.shape,
+                process=self._seams.processes.this,
+            )
+        )
 
     def _refusal(self, hello: Hello) -> Refuse | None:
         mine = self._context
@@ -392,7 +358,7 @@ class Server:
         grant = granted.grant
 
         def work() -> Callable[[], None]:
-            self._digests.take(grant.block_ids, grant.generations, grant.num_tokens)
+            self._seams.digests.take(grant.block_ids, grant.generations, grant.num_tokens)
             return done
 
         def done() -> None:
@@ -400,7 +366,7 @@ class Server:
             self._look_at_parked(grant.nonce)
             self._leases.end_read(grant.nonce, granted)
 
-        self._background.submit(work, grant.request_id)
+        self._seams.background.submit(work, grant.request_id)
 
     def _look_at_parked(self, nonce: str) -> None:
         parked, self._parked = self._parked, []
@@ -436,7 +402,7 @@ class Server:
         route = route_between(self._context.shape, hello.shape, self._context.rank, hello.rank)
         digests = b""
         if route and 0 <= done.first_token < grant.num_tokens:
-            digests = self._digests.of(
+            digests = self._seams.digests.of(
                 grant.block_ids,
                 grant.generations,
                 grant.num_tokens,
@@ -451,7 +417,7 @@ class Server:
 
     def _send(self, client: _Client, message: msgspec.Struct) -> None:
         if client in self._clients:
-            self._reactor.send(client.connection, message)
+            client.link.send(message)
 
     def _end_assist(self, client: _Client, read_id: int) -> None:
         client.assisting.pop(read_id, None)
@@ -486,11 +452,11 @@ class Server:
         self._forget(client)
 
     def _drop(self, client: _Client, fault: Fault, detail: str) -> None:
-        self._reactor.detach(client.connection)
-        self._on_lost(client, FrameError(fault, f"{client.connection.peer}: {detail}"))
+        client.link.close()
+        self._on_lost(client, FrameError(fault, f"{client.link.peer}: {detail}"))
 
     def _forget(self, client: _Client) -> None:
-        self._clients.discard(client)
+        self._clients.pop(client, None)
         self._parked = [entry for entry in self._parked if entry.client is not client]
         for read_id, nonce in client.reads.items():
             self._leases.end_read(nonce, (client, read_id))

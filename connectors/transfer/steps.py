@@ -16,10 +16,9 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from pdserve.connectors.digests import BlockDigests
     from pdserve.connectors.handover.instructions import Chunk
-    from pdserve.connectors.nixl.background import Background
-    from pdserve.connectors.nixl.pushes import ChunkStep
+    from pdserve.connectors.transfer.pushes import ChunkStep
+    from pdserve.connectors.transfer.seams import Seams
 
 
 class Steps:
@@ -27,23 +26,13 @@ class Steps:
 
     Args:
         on_pushed: Takes a chunk of a push.
-        digests: Of this rank's blocks.
-        background: Where they are taken.
-        block_size: P's tokens per block.
     """
 
-    def __init__(
-        self,
-        *,
-        on_pushed: Callable[[ChunkStep], None],
-        digests: BlockDigests,
-        background: Background,
-        block_size: int,
-    ) -> None:
+    def __init__(self, seams: Seams, *, on_pushed: Callable[[ChunkStep], None]) -> None:
         self._on_pushed = on_pushed
-        self._digests = digests
-        self._background = background
-        self._block_size = block_size
+        self._digests = seams.digests
+        self._background = seams.background
+        self._block_size = seams.context.shape.block_size
         self._waiting: deque[ChunkStep] = deque()
 
     @property

@@ -1,7 +1,7 @@
 """One rank of one life of an engine that this one is connected to as a D.
 
-It connects when a request of that engine is queued, warms the transport up on every lane, keeps
-leases alive, and says to whoever has business with this rank (`Visitor`, `PushReceiver`) when it
+It connects when a request of that engine is queued, warms the transport up, keeps
+leases alive, and says to whoever has business with this rank (`PeerUser`, `PushReceiver`) when it
 can be talked to and when not any more.
 
     IDLE -> CONNECTING -> WIRING -> READY -> DRAINING -> IDLE
@@ -14,17 +14,11 @@ from __future__ import annotations
 
 import enum
 import logging
-from typing import TYPE_CHECKING, assert_never
+from typing import TYPE_CHECKING, Protocol, assert_never
 
-from pdserve.connectors.nixl.channel import (
-    ClosedError,
-    Connection,
-    UnreachableError,
-    start_connect,
-)
-from pdserve.connectors.nixl.frames import Fault, FrameError
-from pdserve.connectors.nixl.heartbeats import Heartbeats
-from pdserve.connectors.nixl.protocol import (
+from pdserve.connectors.transfer.heartbeats import Heartbeats
+from pdserve.connectors.transfer.link import ClosedError, Fault, FrameError, UnreachableError
+from pdserve.connectors.transfer.protocol import (
     Accept,
     Bye,
     Confirm,
@@ -37,7 +31,6 @@ from pdserve.connectors.nixl.protocol import (
     Refuse,
     RefuseReason,
     Release,
-    ToClient,
     Welcome,
 )
 from pdserve.observe.log import log_event
@@ -48,9 +41,11 @@ if TYPE_CHECKING:
     import msgspec
 
     from pdserve.connectors.handover.instructions import Watch
-    from pdserve.connectors.nixl.lanes import Remote
-    from pdserve.connectors.nixl.parties import Hub, PeerId, Visitor
-    from pdserve.connectors.nixl.protocol import Process
+    from pdserve.connectors.transfer.link import PeerLink
+    from pdserve.connectors.transfer.mover import Remote
+    from pdserve.connectors.transfer.peering import PeerId, PeerUser, PushReceiver
+    from pdserve.connectors.transfer.protocol import Process, ToClient
+    from pdserve.connectors.transfer.seams import Seams
     from pdserve.errors import PeerError
 
 _log = logging.getLogger(__name__)
@@ -70,22 +65,32 @@ class PeerState(enum.Enum):
     REFUSED = "refused"
 
 
+class _Hub(Protocol):
+    """What all peers of a rank share."""
+
+    @property
+    def receiver(self) -> PushReceiver | None:
+        """Who takes pushes, if anybody does."""
+        ...
+
+
 class Peer:
-    """The connection to one rank of P, and the leases that it keeps alive there.
+    """The link to one rank of P, and the leases that are kept alive there.
 
     Attributes:
-        visitors: By the read id that the peer knows them by.
+        users: By the read id that the peer knows them by.
     """
 
-    def __init__(self, peer_id: PeerId, hub: Hub) -> None:
+    def __init__(self, peer_id: PeerId, seams: Seams, hub: _Hub) -> None:
         self.id = peer_id
-        self.visitors: dict[int, Visitor] = {}
+        self.users: dict[int, PeerUser] = {}
+        self._seams = seams
+        self._mover = seams.mover
         self._hub = hub
         self._owner = peer_id.owner
-        self._transfer_config = hub.context.config.transfer
         self._state = PeerState.IDLE
-        self._since_s = hub.clock.monotonic_s()
-        self._connection: Connection[ToClient] | None = None
+        self._since_s = seams.clock.monotonic_s()
+        self._link: PeerLink | None = None
         self._remote: Remote | None = None
         self._is_remote_kept = False
         self._is_warming_up = False
@@ -144,7 +149,7 @@ class Peer:
 
     @property
     def _is_wanted(self) -> bool:
-        return bool(self._is_called or self._heartbeats or self._releases or self.visitors)
+        return bool(self._is_called or self._heartbeats or self._releases or self.users)
 
     @property
     def _is_met(self) -> bool:
@@ -152,13 +157,13 @@ class Peer:
 
     @property
     def _has_unsettled(self) -> bool:
-        return self._is_warming_up or any(v.num_unsettled for v in self.visitors.values())
+        return self._is_warming_up or any(user.num_unsettled for user in self.users.values())
 
     def due_s(self) -> float:
         """When `tick` has to be called next."""
         match self._state:
             case PeerState.IDLE:
-                if self.visitors:
+                if self.users:
                     return -_NEVER  # they are carried on or turned away at once
                 return self._not_before_s if self._is_wanted else _NEVER
             case PeerState.CONNECTING | PeerState.WIRING:
@@ -174,7 +179,7 @@ class Peer:
 
     @property
     def _handshake_ends_s(self) -> float:
-        return self._since_s + self._transfer_config.handshake_timeout_s
+        return self._since_s + self._seams.transfer.handshake_timeout_s
 
     # ---- what others want ----------------------------------------------------------------
 
@@ -206,21 +211,21 @@ class Peer:
         ):
             self._releases.append(release)
 
-    def enter(self, read_id: int, visitor: Visitor) -> None:
+    def enter(self, read_id: int, user: PeerUser) -> None:
         """Somebody has business here; `on_ready` comes at once if the peer is READY."""
-        self.visitors[read_id] = visitor
+        self.users[read_id] = user
         if self._state is PeerState.READY:
-            visitor.on_ready()
+            user.on_ready()
 
     def leave(self, read_id: int) -> None:
         """The business is over; may be repeated."""
-        self.visitors.pop(read_id, None)
+        self.users.pop(read_id, None)
 
     def send(self, message: msgspec.Struct) -> bool:
         """Say something, if there is a connection; return whether there is."""
-        if self._connection is None:
+        if self._link is None:
             return False
-        self._hub.reactor.send(self._connection, message)
+        self._link.send(message)
         return True
 
     def drop(self, reason: str) -> None:
@@ -236,10 +241,10 @@ class Peer:
 
     def say_bye(self, reason: str) -> None:
         """Close the connection, if there is one."""
-        if self._connection is not None:
+        if self._link is not None:
             self.send(Bye(reason))
-            self._hub.reactor.detach(self._connection)
-            self._connection = None
+            self._link.close()
+            self._link = None
 
     # ---- the loop ----------------------------------------------------------------------
 
@@ -260,7 +265,7 @@ class Peer:
                     self._give_up(
                         LoadFailure.HANDSHAKE,
                         f"no complete handshake with {self.id} in "
-                        f"{self._transfer_config.handshake_timeout_s} s ({self._state.value})",
+                        f"{self._seams.transfer.handshake_timeout_s} s ({self._state.value})",
                     )
                     moved = True
             case PeerState.READY:
@@ -288,39 +293,31 @@ class Peer:
     def _connect(self) -> None:
         self._become(PeerState.CONNECTING)
         self._is_called = False
-        hub = self._hub
-        target = hub.target
+        context, target = self._seams.context, self._mover.target
         if target is None:
             self._give_up(LoadFailure.HANDSHAKE, "this engine has no NIXL agent now")
             return
-        metadata, pool = target
         endpoint = self._owner.endpoints[self.id.rank]
+        name = f"{self._owner.engine_id} at {endpoint.host}:{endpoint.port}"
         try:
-            sock = start_connect(endpoint)
-        except ClosedError as error:
+            self._link = self._seams.dialer.connect(endpoint, name)
+        except UnreachableError as error:
             self._give_up(LoadFailure.PEER_LOST, str(error))
             return
-        self._connection = Connection(
-            sock,
-            hub.secret,
-            hub.decoder,
-            is_client=True,
-            peer=f"{self._owner.engine_id} at {endpoint.host}:{endpoint.port}",
-        )
-        hub.reactor.attach(self._connection, self._on_message, self._on_lost)
+        self._link.attach(self._on_message, self._on_lost)
         self.send(
             Hello(
-                engine_id=EngineId(hub.context.engine_id),
-                incarnation=hub.context.incarnation,
-                rank=hub.context.rank,
+                engine_id=EngineId(context.engine_id),
+                incarnation=context.incarnation,
+                rank=context.rank,
                 wants_engine_id=self._owner.engine_id,
                 wants_incarnation=self._owner.incarnation,
                 wants_rank=self.id.rank,
-                layout_digest=hub.context.layout_digest,
-                layout_fields=hub.context.layout_fields,
-                shape=hub.context.shape,
-                agent_metadata=metadata,
-                pool=pool,
+                layout_digest=context.layout_digest,
+                layout_fields=context.layout_fields,
+                shape=context.shape,
+                agent_metadata=target.metadata,
+                pool=target.pool,
             )
         )
 
@@ -333,16 +330,16 @@ class Peer:
                 if self._state is PeerState.CONNECTING:
                     self._on_refused(message)
             case Confirm():
-                visitor = self.visitors.get(message.read_id)
-                if visitor is not None:
-                    visitor.on_confirm(message)
+                user = self.users.get(message.read_id)
+                if user is not None:
+                    user.on_confirm(message)
             case Accept() | Progress() | Pushed() | Fail():
                 self._hand_on(message)
             case Bye():
-                connection, self._connection = self._connection, None
-                if connection is not None:
-                    self._hub.reactor.detach(connection)
-                    self._on_lost(ClosedError(f"{connection.peer} said bye: {message.reason}"))
+                link, self._link = self._link, None
+                if link is not None:
+                    link.close()
+                    self._on_lost(ClosedError(f"{link.peer} said bye: {message.reason}"))
             case _:
                 assert_never(message)
 
@@ -363,21 +360,20 @@ class Peer:
                 assert_never(message)
 
     def _wire(self, welcome: Welcome) -> None:
-        """Learn the peer's memory and read a little on every lane, so that no request pays."""
+        """Learn the peer's memory and read a little of it, so that no request pays."""
         why = self._why_incompatible(welcome)
         if why is not None:
             self._give_up(LoadFailure.INCOMPATIBLE, why)
             return
-        lanes = self._hub.lanes
         self._process = welcome.process
         kept = self._remote
         if kept is None or (kept.metadata, kept.pool) != (welcome.agent_metadata, welcome.pool):
             self._forget_remote()
-            self._remote = lanes.meet(welcome.agent_metadata, welcome.pool)
+            self._remote = self._mover.meet(welcome.agent_metadata, welcome.pool)
         self._become(PeerState.WIRING, keep_clock=True)
         self._is_warming_up = True
         self._warm_up_began_s = self._now_s()
-        lanes.warm_up(self.remote, welcome.scratch, tag=self, on_settled=self._on_warm)
+        self._mover.warm_up(self.remote, welcome.scratch, tag=self, on_settled=self._on_warm)
 
     def _why_incompatible(self, welcome: Welcome) -> str | None:
         expected = self._owner.shape
@@ -389,7 +385,7 @@ class Peer:
         return None if why is None else f"{self.id} {why}"
 
     def _on_warm(self, failure: str | None) -> None:
-        """The warm-up has ended on every lane."""
+        """The warm-up has ended."""
         self._is_warming_up = False
         if self._state is not PeerState.WIRING:
             return
@@ -412,8 +408,8 @@ class Peer:
             incarnation=self._owner.incarnation,
             warm_up_ms=(self._now_s() - self._warm_up_began_s) * 1e3,
         )
-        for visitor in list(self.visitors.values()):
-            visitor.on_ready()
+        for user in list(self.users.values()):
+            user.on_ready()
         if self._hub.receiver is not None:
             self._hub.receiver.on_ready(self.id)
 
@@ -436,7 +432,7 @@ class Peer:
 
     def _on_lost(self, error: PeerError) -> None:
         """The connection is gone; one that served is tried again at once, others later."""
-        self._connection = None
+        self._link = None
         self._is_remote_kept = False
         if self._state is not PeerState.READY:
             is_unreachable = isinstance(error, UnreachableError)
@@ -459,8 +455,8 @@ class Peer:
     def _end_connection(self, reason: LoadFailure, detail: str) -> None:
         self._stop_warming_up()
         self._become(PeerState.DRAINING)
-        for visitor in list(self.visitors.values()):
-            visitor.on_lost(reason, detail)
+        for user in list(self.users.values()):
+            user.on_lost(reason, detail)
         self._tell_receiver(reason, detail)
 
     def _give_up(self, reason: LoadFailure, detail: str) -> None:
@@ -483,8 +479,8 @@ class Peer:
         self._tell_receiver(reason, detail)
 
     def _turn_away(self, reason: LoadFailure, detail: str) -> None:
-        for visitor in list(self.visitors.values()):
-            visitor.on_hopeless(reason, detail)
+        for user in list(self.users.values()):
+            user.on_hopeless(reason, detail)
 
     def _tell_receiver(self, reason: LoadFailure, detail: str) -> None:
         if self._hub.receiver is not None:
@@ -498,11 +494,11 @@ class Peer:
 
     def _stop_warming_up(self) -> None:
         if self._is_warming_up:
-            self._hub.lanes.abandon(self)
+            self._mover.abandon(self)
 
     def _forget_remote(self) -> None:
         if self._remote is not None:
-            self._hub.lanes.forget(self._remote)
+            self._mover.forget(self._remote)
             self._remote = None
 
     # ---- small moves -------------------------------------------------------------------
@@ -517,4 +513,4 @@ class Peer:
             self._since_s = self._now_s()
 
     def _now_s(self) -> float:
-        return self._hub.clock.monotonic_s()
+        return self._seams.clock.monotonic_s()

@@ -12,78 +12,40 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING
 
-import msgspec
-
-from pdserve.connectors.nixl.loads import Loads
-from pdserve.connectors.nixl.parties import PeerId
-from pdserve.connectors.nixl.peer import Peer, PeerState
-from pdserve.connectors.nixl.protocol import ToClient
 from pdserve.connectors.slicing import routes_to
+from pdserve.connectors.transfer.loads import Loads
+from pdserve.connectors.transfer.peer import Peer, PeerState
+from pdserve.connectors.transfer.peering import PeerId
 from pdserve.errors import PeerError
 from pdserve.observe.log import log_event
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    import msgspec
 
-    from torch import Tensor
-
-    from pdserve.connectors.base import ConnectorContext
     from pdserve.connectors.handover.instructions import Watch
-    from pdserve.connectors.nixl.lanes import Lanes
-    from pdserve.connectors.nixl.parties import PushReceiver
-    from pdserve.connectors.nixl.protocol import Process, Region
-    from pdserve.connectors.nixl.reactor import Reactor
-    from pdserve.observe.clock import Clock
+    from pdserve.connectors.transfer.peering import PushReceiver
+    from pdserve.connectors.transfer.protocol import Process
+    from pdserve.connectors.transfer.seams import Seams
     from pdserve.wire.transfer import EngineRef, LeaseEnd, LoadFailure
 
 _log = logging.getLogger(__name__)
 
 
 class Peers:
-    """All peers that this rank loads from or is written to by. A `Hub` for each.
-
-    Args:
-        kv: This rank's KV memory.
-        target: Metadata of the agent that peers write to, and its memory; asked for at each
-            handshake. None = there is no such agent now: nobody can be met.
+    """All peers that this rank loads from or is written to by.
 
     Attributes:
         loads: What is pulled.
         receiver: Who takes pushes; without one, a peer that speaks of any is dropped.
     """
 
-    def __init__(
-        self,
-        context: ConnectorContext,
-        *,
-        kv: Tensor,
-        secret: bytes,
-        reactor: Reactor,
-        clock: Clock,
-        lanes: Lanes,
-        target: Callable[[], tuple[bytes, Region] | None],
-    ) -> None:
-        self.context = context
-        self.secret = secret
-        self.reactor = reactor
-        self.clock = clock
-        self.lanes = lanes
-        self.decoder = msgspec.msgpack.Decoder(ToClient)
+    def __init__(self, seams: Seams) -> None:
+        self._seams = seams
         self.receiver: PushReceiver | None = None
         self.loads = Loads(
-            context,
-            kv=kv,
-            clock=clock,
-            lanes=lanes,
-            peer=lambda load, route: self._peer(PeerId(load.owner, route.source_rank)),
+            seams, peer=lambda load, route: self._peer(PeerId(load.owner, route.source_rank))
         )
-        self._target = target
         self._peers: dict[PeerId, Peer] = {}
-
-    @property
-    def target(self) -> tuple[bytes, Region] | None:
-        """See `Hub`."""
-        return self._target()
 
     def meet(self, owner: EngineRef) -> None:
         """Connect to the ranks of `owner` that have something for this one, before it is needed."""
@@ -151,7 +113,7 @@ class Peers:
     def _routed(self, owner: EngineRef) -> list[Peer]:
         """The ranks of `owner` on this rank's routes; none if its KV can never come here."""
         try:
-            routes = routes_to(owner.shape, self.context.shape, self.context.rank)
+            routes = routes_to(owner.shape, self._seams.context.shape, self._seams.context.rank)
         except PeerError as error:
             log_event(
                 _log,
@@ -169,5 +131,5 @@ class Peers:
 
     def _peer(self, peer_id: PeerId) -> Peer:
         if peer_id not in self._peers:
-            self._peers[peer_id] = Peer(peer_id, self)
+            self._peers[peer_id] = Peer(peer_id, self._seams, self)
         return self._peers[peer_id]

@@ -16,7 +16,8 @@ from typing import Generic, TypeVar
 
 import msgspec
 
-from pdserve.connectors.nixl.frames import MAX_PAYLOAD_BYTES, Fault, FrameError, FrameSession
+from pdserve.connectors.side_channel.frames import MAX_PAYLOAD_BYTES, FrameSession
+from pdserve.connectors.transfer.link import ClosedError, Fault, FrameError, UnreachableError
 from pdserve.errors import ConfigError, PeerError
 from pdserve.wire.seal import UNREADABLE
 from pdserve.wire.transfer import Endpoint
@@ -35,14 +36,6 @@ _OPTIONS = (
 )
 
 R = TypeVar("R")
-
-
-class ClosedError(PeerError):
-    """The peer closed the connection, or the network did."""
-
-
-class UnreachableError(ClosedError):
-    """A connection was never made."""
 
 
 class Connection(Generic[R]):

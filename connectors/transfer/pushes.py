@@ -11,10 +11,10 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from pdserve.connectors.handover.instructions import Chunk, Expect, Grant, Stop
-    from pdserve.connectors.nixl.destinations import Destination
-    from pdserve.connectors.nixl.protocol import Hello, Register
-    from pdserve.connectors.nixl.writing import Part
     from pdserve.connectors.slicing import Shard
+    from pdserve.connectors.transfer.destinations import Destination
+    from pdserve.connectors.transfer.protocol import Hello, Register
+    from pdserve.connectors.transfer.writing import OutgoingPart
     from pdserve.wire.ids import BlockId
     from pdserve.wire.transfer import KVShape, LeaseEnd
 
@@ -75,7 +75,7 @@ class Push:
     alive_s: float
     next_progress_s: float
     expect: Expect | None = None
-    parts: dict[tuple[str, str, int], Part] = field(default_factory=dict)
+    parts: dict[tuple[str, str, int], OutgoingPart] = field(default_factory=dict)
     is_registered: bool = False
     incomplete_since_s: float = float("inf")
     waits_since_s: float = float("inf")
@@ -98,7 +98,7 @@ class Push:
         return self.num_digesting > 0 or any(part.num_jobs for part in self.parts.values())
 
 
-def written_of(push: Push, part: Part, mine: Shard) -> tuple[int, int]:
+def written_of(push: Push, part: OutgoingPart, mine: Shard) -> tuple[int, int]:
     """What of a push is written to one rank of D, as `Progress` says it.
 
     Args:

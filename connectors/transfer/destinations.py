@@ -1,8 +1,8 @@
 """The ranks of D that this rank of P writes to: whose memory it is, met and warmed up once.
 
-A `Destination` is one connection of one rank of D. What NIXL knows of that rank's memory is kept
-between pushes, for wiring up takes milliseconds, and outlives the connection until nothing is
-written to it any more. It knows neither pushes nor blocks.
+A `Destination` is one link to one rank of D. What the mover knows of that rank's memory is kept
+between pushes, for wiring up takes milliseconds, and outlives the link until nothing is written to
+it any more. It knows neither pushes nor blocks.
 """
 
 from __future__ import annotations
@@ -15,9 +15,8 @@ if TYPE_CHECKING:
 
     import msgspec
 
-    from pdserve.connectors.nixl.jobs import Remote
-    from pdserve.connectors.nixl.lanes import Lanes
-    from pdserve.connectors.nixl.protocol import Hello, Region
+    from pdserve.connectors.transfer.mover import Mover, Remote
+    from pdserve.connectors.transfer.protocol import Hello, Region
 
 
 @dataclass(slots=True, eq=False)
@@ -60,11 +59,11 @@ class Destinations:
     """What is known of the memory of Ds, by their agents.
 
     Args:
-        lanes: What will write there.
+        mover: What will write there.
     """
 
-    def __init__(self, lanes: Lanes) -> None:
-        self._lanes = lanes
+    def __init__(self, mover: Mover) -> None:
+        self._mover = mover
         self._memories: dict[bytes, _Memory] = {}
 
     def use(
@@ -73,7 +72,7 @@ class Destinations:
         user: Hashable,
         on_ready: Callable[[str | None], None],
     ) -> Remote:
-        """Meet its memory, and have the lanes wire up to it.
+        """Meet its memory, and have the mover warm up to it.
 
         Args:
             user: Until it is `let_go`, and `destination` is `lost`, the memory stays known.
@@ -83,7 +82,7 @@ class Destinations:
         hello = destination.hello
         memory = self._memories.get(hello.agent_metadata)
         if memory is None:
-            remote = self._lanes.meet(hello.agent_metadata, hello.pool)
+            remote = self._mover.meet(hello.agent_metadata, hello.pool)
             memory = self._memories[hello.agent_metadata] = _Memory(remote, hello.pool)
         memory.connections.add(destination)
         memory.users.add(user)
@@ -117,7 +116,7 @@ class Destinations:
     def _warm_up(self, memory: _Memory) -> None:
         """Read a little of the pool itself: any of its bytes will do, and nothing is changed."""
         memory.is_warming = True
-        self._lanes.warm_up(
+        self._mover.warm_up(
             memory.remote,
             memory.pool,
             tag=memory,
@@ -137,7 +136,7 @@ class Destinations:
         if memory.users or memory.connections or self._memories.get(key) is not memory:
             return
         if memory.is_warming:
-            self._lanes.abandon(memory)  # it is forgotten when that has been told
+            self._mover.abandon(memory)  # it is forgotten when that has been told
             return
         del self._memories[key]
-        self._lanes.forget(memory.remote)
+        self._mover.forget(memory.remote)

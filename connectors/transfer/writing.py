@@ -1,7 +1,7 @@
 """What is written for one rank of D: which tokens of which layers, and how far it has come.
 
-A `Part` turns spans of tokens into jobs for the lanes, a few at a time: layers that come while
-enough is under way are posted together. It knows neither messages nor leases.
+An `OutgoingPart` turns spans of tokens into jobs for the mover, a few at a time: layers that come
+while enough is under way are posted together. It knows neither messages nor leases.
 """
 
 from __future__ import annotations
@@ -12,24 +12,23 @@ from collections import deque
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from pdserve.connectors.nixl.jobs import PIECE_BYTES, Direction, Job
 from pdserve.connectors.slicing import pieces
+from pdserve.connectors.transfer.mover import Direction, Job
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from pdserve.connectors.nixl.destinations import Destination
-    from pdserve.connectors.nixl.jobs import Remote, Settled
-    from pdserve.connectors.nixl.lanes import Lanes
-    from pdserve.connectors.nixl.protocol import Register
     from pdserve.connectors.slicing import Route
+    from pdserve.connectors.transfer.destinations import Destination
+    from pdserve.connectors.transfer.mover import JobEnd, Mover, Remote
+    from pdserve.connectors.transfer.protocol import Register
+    from pdserve.connectors.transfer.seams import Seams
     from pdserve.wire.ids import BlockId
-    from pdserve.wire.transfer import KVShape
 
 _MAX_JOBS = 4
 
 
-class PartState(enum.Enum):
+class OutgoingState(enum.Enum):
     """PARKED -> ACCEPTED -> PUSHED -> TAKEN, or OVER: D was told that it failed."""
 
     PARKED = "parked"
@@ -56,11 +55,11 @@ class _Begun:
     num_jobs: int = 0
 
 
-class Part:
+class OutgoingPart:
     """One rank of D. Compared by identity; it is the tag of its jobs.
 
     Attributes:
-        remote, is_ready: Its memory, and whether the lanes have wired up to it.
+        remote, is_ready: Its memory, and whether the mover has warmed up to it.
         num_jobs: What is submitted and has not settled.
         last_s: When the last byte was written.
         needs_agent: D was told that its agent is needed.
@@ -75,7 +74,7 @@ class Part:
         self.route = route
         self.remote: Remote | None = None
         self.is_ready = False
-        self.state = PartState.PARKED
+        self.state = OutgoingState.PARKED
         self.num_jobs = 0
         self.last_s = 0.0
         self.until_s = float("inf")
@@ -92,7 +91,7 @@ class Part:
     @property
     def is_through(self) -> bool:
         """Whether D needs nothing more of it: it has it, or was told that it failed."""
-        return self.state in (PartState.TAKEN, PartState.OVER)
+        return self.state in (OutgoingState.TAKEN, OutgoingState.OVER)
 
     @property
     def first_unsettled(self) -> Span | None:
@@ -127,11 +126,10 @@ class Part:
 
     def pump(
         self,
-        source: KVShape,
+        seams: Seams,
         block_ids: Sequence[BlockId],
-        lanes: Lanes,
-        on_settled: Callable[[Part, Settled], None],
-        on_slow: Callable[[Part], None],
+        on_settled: Callable[[OutgoingPart, JobEnd], None],
+        on_slow: Callable[[OutgoingPart], None],
     ) -> None:
         """Submit what waits, unless enough is under way.
 
@@ -145,7 +143,7 @@ class Part:
             span, register = self._todo.popleft(), self.register
             if self.remote is not None:
                 units = pieces(
-                    source,
+                    seams.context.shape,
                     self.destination.hello.shape,
                     self.route,
                     block_ids,
@@ -155,7 +153,7 @@ class Part:
                     layers=span.layers,
                 )
                 begun = _Begun(span)
-                for piece in units.parts(PIECE_BYTES):
+                for piece in units.parts(seams.piece_bytes):
                     if not begun.num_jobs:
                         self._begun.append(begun)
                     begun.num_jobs += 1
@@ -173,19 +171,19 @@ class Part:
                         on_slow=functools.partial(on_slow, self),
                         request_id=register.request_id,
                     )
-                    lanes.submit(job)
+                    seams.mover.submit(job)
 
-    def stop(self, lanes: Lanes) -> None:
+    def stop(self, mover: Mover) -> None:
         """Write nothing more; `num_jobs` are still to settle."""
         self._todo.clear()
-        self.num_jobs = lanes.abandon(self)
+        self.num_jobs = mover.abandon(self)
 
     def _on_settled(
         self,
         begun: _Begun,
         number: int,
-        on_settled: Callable[[Part, Settled], None],
-        settled: Settled,
+        on_settled: Callable[[OutgoingPart, JobEnd], None],
+        settled: JobEnd,
     ) -> None:
         job = self._jobs.pop(number)
         self.num_jobs -= 1

@@ -1,4 +1,4 @@
-"""Who a peer is, and who has to do with one: the seams around `peer`."""
+"""Identity of a peer, and what takes part in what is exchanged with one."""
 
 from __future__ import annotations
 
@@ -7,20 +7,14 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 if TYPE_CHECKING:
     import msgspec
 
-    from pdserve.connectors.base import ConnectorContext
-    from pdserve.connectors.nixl.lanes import Lanes
-    from pdserve.connectors.nixl.protocol import (
+    from pdserve.connectors.transfer.protocol import (
         Accept,
         Confirm,
         Fail,
         Process,
         Progress,
         Pushed,
-        Region,
-        ToClient,
     )
-    from pdserve.connectors.nixl.reactor import Reactor
-    from pdserve.observe.clock import Clock
     from pdserve.wire.transfer import EngineRef, LoadFailure
 
 
@@ -36,8 +30,8 @@ class PeerId(NamedTuple):
         return f"rank {self.rank} of {self.owner.engine_id}"
 
 
-class Visitor(Protocol):
-    """Has business with a peer, and keeps it met until it leaves."""
+class PeerUser(Protocol):
+    """Uses a peer, which stays connected until it leaves."""
 
     @property
     def num_unsettled(self) -> int:
@@ -48,7 +42,7 @@ class Visitor(Protocol):
         """The peer can be talked to and read from."""
 
     def on_confirm(self, confirm: Confirm) -> None:
-        """What the peer says of this visitor's read."""
+        """What the peer says of this user's read."""
 
     def on_lost(self, reason: LoadFailure, detail: str) -> None:
         """The connection has ended; the peer is tried again, perhaps after a while."""
@@ -77,50 +71,6 @@ class PushReceiver(Protocol):
 
     def on_lost(self, peer: PeerId, reason: LoadFailure, detail: str) -> None:
         """The connection has ended, or none could be made: nothing can be asked of it now."""
-
-
-class Hub(Protocol):
-    """What a peer needs of those around it; all of one transfer thread."""
-
-    @property
-    def context(self) -> ConnectorContext:
-        """This engine and rank."""
-        ...
-
-    @property
-    def secret(self) -> bytes:
-        """The deployment's."""
-        ...
-
-    @property
-    def reactor(self) -> Reactor:
-        """The thread's event loop."""
-        ...
-
-    @property
-    def clock(self) -> Clock:
-        """The thread's clock."""
-        ...
-
-    @property
-    def lanes(self) -> Lanes:
-        """Who posts."""
-        ...
-
-    @property
-    def decoder(self) -> msgspec.msgpack.Decoder[ToClient]:
-        """Of what peers say."""
-        ...
-
-    @property
-    def receiver(self) -> PushReceiver | None:
-        """Who takes pushes, if anybody does."""
-        ...
-
-    @property
-    def target(self) -> tuple[bytes, Region] | None:
-        """Metadata of the agent that peers write to, and its memory; None while there is none."""
-        ...
 
 
 class Line(Protocol):

@@ -13,7 +13,7 @@ is not through hears `Fail`, after which its blocks are its own again; then the 
 `Withdrawn`, or `Settled` if it was the one to stop it. Each push ends so exactly once.
 
 D is waited for as long as it says that it waits: by heartbeats, which name the nonce. What is
-written, and when, is `chunks`'s. It knows neither sockets nor NIXL; whoever runs the loop calls
+written, and when, is `chunks`'s. It knows neither links nor transports; whoever runs the loop calls
 `tick`.
 """
 
@@ -25,13 +25,13 @@ from collections import Counter
 from typing import TYPE_CHECKING
 
 from pdserve.connectors.bygone import LEASES_REMEMBERED, Bygone
-from pdserve.connectors.nixl.chunks import ChunkWriter
-from pdserve.connectors.nixl.destinations import Destinations
-from pdserve.connectors.nixl.overdue import due_s, why_overdue
-from pdserve.connectors.nixl.protocol import Accept, Fail
-from pdserve.connectors.nixl.pushes import Push, why_not_expected, why_not_of, why_not_writable
-from pdserve.connectors.nixl.writing import Part, PartState
 from pdserve.connectors.slicing import route_between, routes_from
+from pdserve.connectors.transfer.chunks import ChunkWriter
+from pdserve.connectors.transfer.destinations import Destinations
+from pdserve.connectors.transfer.overdue import due_s, why_overdue
+from pdserve.connectors.transfer.protocol import Accept, Fail
+from pdserve.connectors.transfer.pushes import Push, why_not_expected, why_not_of, why_not_writable
+from pdserve.connectors.transfer.writing import OutgoingPart, OutgoingState
 from pdserve.errors import PeerError
 from pdserve.observe.log import log_event
 from pdserve.wire.transfer import LeaseEnd, Registered, Withdrawn
@@ -40,16 +40,12 @@ if TYPE_CHECKING:
     from collections import deque
     from collections.abc import Hashable, Iterable
 
-    from pdserve.connectors.base import ConnectorContext
-    from pdserve.connectors.digests import BlockDigests
     from pdserve.connectors.handover.instructions import Expect, Grant, Stop
     from pdserve.connectors.handover.lease import LeaseTable
-    from pdserve.connectors.nixl.background import Background
-    from pdserve.connectors.nixl.destinations import Destination
-    from pdserve.connectors.nixl.lanes import Lanes
-    from pdserve.connectors.nixl.protocol import Abort, Register, Taken
-    from pdserve.connectors.nixl.pushes import ChunkStep, Observation
-    from pdserve.observe.clock import Clock
+    from pdserve.connectors.transfer.destinations import Destination
+    from pdserve.connectors.transfer.protocol import Abort, Register, Taken
+    from pdserve.connectors.transfer.pushes import ChunkStep, Observation
+    from pdserve.connectors.transfer.seams import Seams
 
 _log = logging.getLogger(__name__)
 
@@ -69,22 +65,13 @@ class Pushing:
         last_step_s: When this rank last ran a step; the thread that runs steps writes it.
     """
 
-    def __init__(
-        self,
-        context: ConnectorContext,
-        *,
-        leases: LeaseTable,
-        lanes: Lanes,
-        digests: BlockDigests,
-        background: Background,
-        clock: Clock,
-    ) -> None:
-        self._shape, self._rank = context.shape, context.rank
-        self._transfer = context.config.transfer
+    def __init__(self, seams: Seams, leases: LeaseTable) -> None:
+        self._shape, self._rank = seams.context.shape, seams.context.rank
+        self._transfer = seams.transfer
         self._leases = leases
-        self._lanes = lanes
-        self._clock = clock
-        self._destinations = Destinations(lanes)
+        self._mover = seams.mover
+        self._clock = seams.clock
+        self._destinations = Destinations(seams.mover)
         self._pushes: dict[str, Push] = {}
         self._by_request: dict[str, str] = {}
         self._over: Bygone[str] = Bygone()
@@ -92,17 +79,8 @@ class Pushing:
         self.registered: list[Registered] = []
         self.withdrawn: list[Withdrawn] = []
         self.faults: Counter[str] = Counter()
-        self.last_step_s = clock.monotonic_s()
-        self._chunks = ChunkWriter(
-            context,
-            lanes=lanes,
-            digests=digests,
-            background=background,
-            clock=clock,
-            faults=self.faults,
-            end=self._end,
-            settle=self._settle,
-        )
+        self.last_step_s = seams.clock.monotonic_s()
+        self._chunks = ChunkWriter(seams, faults=self.faults, end=self._end, settle=self._settle)
 
     @property
     def observations(self) -> deque[Observation]:
@@ -162,7 +140,7 @@ class Pushing:
         self._advance(push)
 
     def on_step(self, step: ChunkStep) -> None:
-        """Part of a chunk, or all of it, is complete in memory: write it."""
+        """OutgoingPart of a chunk, or all of it, is complete in memory: write it."""
         chunk = step.chunk
         push = self._pushes.get(chunk.nonce)
         if push is None or push.ending is not None:
@@ -237,7 +215,7 @@ class Pushing:
         if push is None:
             push = self._open(nonce)
         push.alive_s = self._now_s()
-        part = push.parts[destination.life] = Part(destination, message, route)
+        part = push.parts[destination.life] = OutgoingPart(destination, message, route)
         if route:
             ready = functools.partial(self._on_ready, push, part)
             part.remote = self._destinations.use(destination, part, ready)
@@ -250,12 +228,12 @@ class Pushing:
         if message.valid and self._overtaken.pop((destination.life, message.load_id)) is not None:
             return
         push, part = self._find(destination, message.load_id)
-        if push is None or part is None or part.state is not PartState.PUSHED or push.ending:
+        if push is None or part is None or part.state is not OutgoingState.PUSHED or push.ending:
             self.faults["push_unexpected"] += 1
             return
         push.alive_s = self._now_s()
         if message.valid:
-            self._close(part, PartState.TAKEN)
+            self._close(part, OutgoingState.TAKEN)
             self._finish_if_over(push)
             return
         self.faults["push_digest_mismatch"] += 1
@@ -303,8 +281,8 @@ class Pushing:
         if end is LeaseEnd.READ:
             for life, part in push.parts.items():
                 # Its `Taken` comes over another connection, and D has them all.
-                if part.state is PartState.PUSHED:
-                    self._close(part, PartState.TAKEN)
+                if part.state is OutgoingState.PUSHED:
+                    self._close(part, OutgoingState.TAKEN)
                     self._keep(self._overtaken, (life, part.register.load_id), nonce)
             self._finish_if_over(push)
             if nonce not in self._pushes:
@@ -318,7 +296,7 @@ class Pushing:
         self._destinations.lost(destination)
         for push in list(self._pushes.values()):
             for part in push.parts.values():
-                if part.destination is destination and part.state is not PartState.TAKEN:
+                if part.destination is destination and part.state is not OutgoingState.TAKEN:
                     self._end(push, f"the connection to {destination.hello.engine_id} is lost")
                     break
 
@@ -337,8 +315,8 @@ class Pushing:
         why = None if push is None else why_not_of(push, destination, message)
         return why or why_not_writable(self._shape, destination.hello, message)
 
-    def _on_ready(self, push: Push, part: Part, failure: str | None) -> None:
-        """The lanes have wired up to a rank of D, or cannot."""
+    def _on_ready(self, push: Push, part: OutgoingPart, failure: str | None) -> None:
+        """The mover has warmed up to a rank of D, or cannot."""
         part.is_ready = failure is None
         if failure is not None:
             self._end(push, f"{part.destination.hello.engine_id} cannot be written: {failure}")
@@ -350,8 +328,8 @@ class Pushing:
         if push.expect is None or push.ending is not None or push.is_registered:
             return
         for part in push.parts.values():
-            if part.state is PartState.PARKED and part.is_ready:
-                part.state = PartState.ACCEPTED
+            if part.state is OutgoingState.PARKED and part.is_ready:
+                part.state = OutgoingState.ACCEPTED
                 part.destination.send(Accept(part.register.load_id))
         wanted = {
             route.dest_rank
@@ -360,7 +338,7 @@ class Pushing:
         accepted = {
             part.destination.hello.rank
             for part in push.parts.values()
-            if part.state is PartState.ACCEPTED
+            if part.state is OutgoingState.ACCEPTED
         }
         if wanted <= accepted:
             push.is_registered = True
@@ -380,25 +358,25 @@ class Pushing:
             push.ending = reason
             for part in push.parts.values():
                 if not part.is_through:
-                    part.stop(self._lanes)
+                    part.stop(self._mover)
         self._settle(push)
 
     def _settle(self, push: Push) -> None:
         """Tell each D of a push that is ending, once nothing is in flight to it."""
         for part in push.parts.values():
             if not (part.num_jobs or part.is_through):
-                self._close(part, PartState.OVER)
+                self._close(part, OutgoingState.OVER)
                 part.destination.send(Fail(part.register.load_id, push.ending or ""))
         self._finish_if_over(push)
 
-    def _close(self, part: Part, state: PartState) -> None:
+    def _close(self, part: OutgoingPart, state: OutgoingState) -> None:
         part.state = state
         self._destinations.let_go(part)
 
     def _finish_if_over(self, push: Push) -> None:
         """Forget a push that has nothing left to do, and say how it ended if it ended badly."""
         parts = push.parts.values()
-        is_taken = bool(parts) and all(part.state is PartState.TAKEN for part in parts)
+        is_taken = bool(parts) and all(part.state is OutgoingState.TAKEN for part in parts)
         if push.is_reading or not (is_taken or push.ending is not None):
             return
         if self._pushes.pop(push.nonce, None) is None:
@@ -420,7 +398,7 @@ class Pushing:
 
     def _find(
         self, destination: Destination, load_id: int
-    ) -> tuple[Push, Part] | tuple[None, None]:
+    ) -> tuple[Push, OutgoingPart] | tuple[None, None]:
         """The part that this rank of D calls so, whatever connection it registered over."""
         for push in self._pushes.values():
             part = push.parts.get(destination.life)

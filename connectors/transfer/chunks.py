@@ -11,24 +11,20 @@ import functools
 from collections import deque
 from typing import TYPE_CHECKING
 
-from pdserve.connectors.nixl.protocol import Progress, Pushed
-from pdserve.connectors.nixl.pushes import Observation, written_of
-from pdserve.connectors.nixl.writing import PartState, Span
 from pdserve.connectors.slicing import shard_of
+from pdserve.connectors.transfer.protocol import Progress, Pushed
+from pdserve.connectors.transfer.pushes import Observation, written_of
+from pdserve.connectors.transfer.writing import OutgoingState, Span
 from pdserve.errors import PeerError
 
 if TYPE_CHECKING:
     from collections import Counter
     from collections.abc import Callable
 
-    from pdserve.connectors.base import ConnectorContext
-    from pdserve.connectors.digests import BlockDigests
-    from pdserve.connectors.nixl.background import Background
-    from pdserve.connectors.nixl.jobs import Settled
-    from pdserve.connectors.nixl.lanes import Lanes
-    from pdserve.connectors.nixl.pushes import ChunkStep, Push
-    from pdserve.connectors.nixl.writing import Part
-    from pdserve.observe.clock import Clock
+    from pdserve.connectors.transfer.mover import JobEnd
+    from pdserve.connectors.transfer.pushes import ChunkStep, Push
+    from pdserve.connectors.transfer.seams import Seams
+    from pdserve.connectors.transfer.writing import OutgoingPart
 
 _PROGRESS_PER_LEASE = 6
 _NEVER = float("inf")
@@ -49,23 +45,17 @@ class ChunkWriter:
 
     def __init__(
         self,
-        context: ConnectorContext,
+        seams: Seams,
         *,
-        lanes: Lanes,
-        digests: BlockDigests,
-        background: Background,
-        clock: Clock,
         faults: Counter[str],
         end: Callable[[Push, str], None],
         settle: Callable[[Push], None],
     ) -> None:
-        self._shape = context.shape
-        self._shard = shard_of(context.shape, context.rank)
-        self._transfer = context.config.transfer
-        self._lanes = lanes
-        self._digests = digests
-        self._background = background
-        self._clock = clock
+        self._seams = seams
+        self._shape = seams.context.shape
+        self._shard = shard_of(seams.context.shape, seams.context.rank)
+        self._transfer = seams.transfer
+        self._digests = seams.digests
         self._faults = faults
         self._end = end
         self._settle = settle
@@ -90,10 +80,10 @@ class ChunkWriter:
         self.tell_progress(push)
         self.say_if_pushed(push)
 
-    def rewrite(self, push: Push, part: Part) -> None:
+    def rewrite(self, push: Push, part: OutgoingPart) -> None:
         """Write everything once more to a rank of D."""
         part.was_rewritten = True
-        part.state, part.until_s = PartState.ACCEPTED, _NEVER
+        part.state, part.until_s = OutgoingState.ACCEPTED, _NEVER
         part.add(Span(part.register.first_token, part.register.num_tokens, None))
         self._pump(push, part)
 
@@ -126,25 +116,24 @@ class ChunkWriter:
         if not (step.is_over or push.num_digesting or push.ending):
             self._digest(push, push.announced, end, num_layers=layers_end)
 
-    def _pump(self, push: Push, part: Part) -> None:
+    def _pump(self, push: Push, part: OutgoingPart) -> None:
         try:
             part.pump(
-                self._shape,
+                self._seams,
                 push.table[0],
-                self._lanes,
                 functools.partial(self._on_settled, push),
                 functools.partial(self._on_slow, push),
             )
         except PeerError as error:
             self._end(push, str(error))
 
-    def _on_slow(self, push: Push, part: Part) -> None:
+    def _on_slow(self, push: Push, part: OutgoingPart) -> None:
         """Have D's agent driven. One that is not needed would only take time from D's steps."""
         if not (part.needs_agent or part.is_through):
             part.needs_agent = True
             self._say_progress(push, part)
 
-    def _on_settled(self, push: Push, part: Part, settled: Settled) -> None:
+    def _on_settled(self, push: Push, part: OutgoingPart, settled: JobEnd) -> None:
         if push.ending is not None:
             self._settle(push)
             return
@@ -156,7 +145,7 @@ class ChunkWriter:
         if part.is_idle:
             self._observe(push)
             self._say_if_pushed(push, part)
-        if part.state is PartState.ACCEPTED and written_of(push, part, self._shard) > part.told:
+        if part.state is OutgoingState.ACCEPTED and written_of(push, part, self._shard) > part.told:
             self._say_progress(push, part)
 
     def _digest(
@@ -181,7 +170,7 @@ class ChunkWriter:
                 return
             self.say_if_pushed(push)
 
-        self._background.submit(work, push.expect.request_id if push.expect else "")
+        self._seams.background.submit(work, push.expect.request_id if push.expect else "")
 
     def _observe(self, push: Push) -> None:
         """Learn from the last chunk, once it is written everywhere."""
@@ -198,14 +187,14 @@ class ChunkWriter:
             )
         )
 
-    def _say_if_pushed(self, push: Push, part: Part) -> None:
+    def _say_if_pushed(self, push: Push, part: OutgoingPart) -> None:
         """Give D the handoff, once there is one and every byte is written."""
         grant, register = push.grant, part.register
         if (
             grant is None
             or grant.handoff is None
             or push.ending is not None
-            or part.state is not PartState.ACCEPTED
+            or part.state is not OutgoingState.ACCEPTED
             or not part.is_idle
             or min(push.announced, push.digested) < grant.num_tokens
         ):
@@ -218,7 +207,7 @@ class ChunkWriter:
             digests = self._digests.of(
                 *push.table, grant.num_tokens, part.route, first_token=register.first_token
             )
-        part.state = PartState.PUSHED
+        part.state = OutgoingState.PUSHED
         part.until_s = self._now_s() + self._transfer.transfer_timeout_s
         part.destination.send(
             Pushed(
@@ -231,7 +220,7 @@ class ChunkWriter:
             )
         )
 
-    def _say_progress(self, push: Push, part: Part, num_tokens: int = 0) -> None:
+    def _say_progress(self, push: Push, part: OutgoingPart, num_tokens: int = 0) -> None:
         """Tell one rank of D how far its part is."""
         num_settled, layers_end = part.told = written_of(push, part, self._shard)
         part.destination.send(
@@ -248,4 +237,4 @@ class ChunkWriter:
         return num_tokens - num_tokens % self._shape.block_size
 
     def _now_s(self) -> float:
-        return self._clock.monotonic_s()
+        return self._seams.clock.monotonic_s()

@@ -9,23 +9,23 @@ import enum
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from pdserve.connectors.nixl.processes import is_alive, writes_directly
 from pdserve.wire.transfer import KVMode, Received
 
 if TYPE_CHECKING:
     from pdserve.config.schema import TransferConfig
     from pdserve.connectors.handover.instructions import Reserve
-    from pdserve.connectors.nixl.checking import Check
-    from pdserve.connectors.nixl.parties import PeerId
-    from pdserve.connectors.nixl.protocol import Process, Pushed
     from pdserve.connectors.slicing import Route
+    from pdserve.connectors.transfer.checking import Check
+    from pdserve.connectors.transfer.peering import PeerId
+    from pdserve.connectors.transfer.protocol import Process, Pushed
+    from pdserve.connectors.transfer.seams import Processes
     from pdserve.wire.transfer import KVHandoff, LoadFailure
 
 _ASK_AGAIN_S = 0.2
 _NEVER = float("inf")
 
 
-class PartState(enum.Enum):
+class IncomingState(enum.Enum):
     """See the docstring of `receiving`."""
 
     WAITING = "waiting"
@@ -37,19 +37,19 @@ class PartState(enum.Enum):
     LOST = "lost"
 
 
-EXPOSED = (PartState.SENT, PartState.ACCEPTED, PartState.LOST)
+EXPOSED = (IncomingState.SENT, IncomingState.ACCEPTED, IncomingState.LOST)
 """Where P may be writing."""
 
 
 @dataclass(slots=True, eq=False)
-class Part:
+class IncomingPart:
     """What one rank of P writes.
 
     Attributes:
         alive_s: P's last sign of life.
         check: The digests of what P has written.
         is_taking: One of its pieces is being taken.
-        needs_agent: P's transport does not write without this side's agent.
+        needs_agent: P's transport does not write unless this side is driven.
         asked_s: When P was last asked to end it.
         lost_s: Since when it is LOST.
         digest_s: What of the check came after `pushed`.
@@ -57,7 +57,7 @@ class Part:
 
     route: Route
     check: Check
-    state: PartState = PartState.WAITING
+    state: IncomingState = IncomingState.WAITING
     alive_s: float = 0.0
     is_taking: bool = False
     needs_agent: bool = False
@@ -69,11 +69,14 @@ class Part:
     pushed_s: float = 0.0
     digest_s: float = 0.0
 
-    @property
-    def is_stopped_by_fence(self) -> bool:
-        """Whether nothing is written any more once the agent that P writes to is gone."""
+    def is_stopped_by_fence(self, processes: Processes) -> bool:
+        """Whether nothing is written any more once the target that P writes to is gone."""
         process = self.process
-        return process is None or not writes_directly(process) or not is_alive(process)
+        return (
+            process is None
+            or not processes.writes_directly(process)
+            or not processes.is_alive(process)
+        )
 
 
 @dataclass(slots=True, eq=False)
@@ -88,7 +91,7 @@ class Reservation:
 
     reserve: Reserve
     since_s: float
-    parts: dict[int, Part] = field(default_factory=dict)
+    parts: dict[int, IncomingPart] = field(default_factory=dict)
     began_s: float = _NEVER
     failure: tuple[LoadFailure, str] | None = None
 
@@ -98,16 +101,16 @@ class Reservation:
         pushed = self._pushed
         return all(each.handoff == pushed[0].handoff for each in pushed)
 
-    def due_s(self, part: Part, transfer: TransferConfig) -> float:
+    def due_s(self, part: IncomingPart, transfer: TransferConfig) -> float:
         """When something has to be done about a part (monotonic seconds); inf = never."""
         match part.state:
-            case PartState.WAITING:
+            case IncomingState.WAITING:
                 return self.since_s + transfer.handshake_timeout_s
-            case PartState.SENT | PartState.ACCEPTED:
+            case IncomingState.SENT | IncomingState.ACCEPTED:
                 if self.failure is not None:
                     return part.asked_s + transfer.transfer_timeout_s
                 return part.alive_s + transfer.lease_s
-            case PartState.LOST:
+            case IncomingState.LOST:
                 return part.asked_s + _ASK_AGAIN_S
             case _:
                 return _NEVER
@@ -153,7 +156,7 @@ class Reservation:
 class Reservations(dict[int, Reservation]):
     """Those that are not reported, by the id of their load."""
 
-    def parts(self, *states: PartState) -> list[tuple[Reservation, Part]]:
+    def parts(self, *states: IncomingState) -> list[tuple[Reservation, IncomingPart]]:
         """All parts that are in one of these states."""
         return [
             (reservation, part)
@@ -162,7 +165,7 @@ class Reservations(dict[int, Reservation]):
             if part.state in states
         ]
 
-    def of(self, peer: PeerId) -> list[tuple[Reservation, Part]]:
+    def of(self, peer: PeerId) -> list[tuple[Reservation, IncomingPart]]:
         """All parts of a rank of P."""
         return [
             (reservation, reservation.parts[peer.rank])

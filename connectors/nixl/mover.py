@@ -1,0 +1,194 @@
+"""NIXL under the transfer protocol: lanes that post, and the agent that peers reach this rank by.
+
+That agent (the target) belongs to the transfer thread, which alone touches it. Where NIXL cannot
+make it again after a fence, that is tried now and then; until it can, nobody is met, and what needs
+a peer fails with that reason.
+"""
+
+from __future__ import annotations
+
+import logging
+import socket
+import uuid
+from collections import Counter
+from typing import TYPE_CHECKING
+
+import torch
+
+from pdserve.connectors.nixl.agent import AgentError, NixlAgent
+from pdserve.connectors.nixl.descriptors import TaintedNumbers
+from pdserve.connectors.nixl.devices import net_devices
+from pdserve.connectors.nixl.lanes import Lanes
+from pdserve.connectors.transfer.mover import ExposedMemory
+from pdserve.connectors.transfer.protocol import Region
+from pdserve.observe.log import log_event
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from pdserve.connectors.base import ConnectorContext
+    from pdserve.connectors.nixl.settings import NixlSettings
+    from pdserve.observe.clock import Clock
+
+_log = logging.getLogger(__name__)
+
+_TARGET_AGAIN_S = 0.5
+_NEVER = float("inf")
+_SCRATCH_UNIT_BYTES = 4096
+_SCRATCH_UNITS = 16
+
+
+class NixlMover(Lanes):
+    """See `Mover`.
+
+    Args:
+        kv: This rank's KV memory, contiguous.
+        host: Where the side channel listens.
+        wake: Called from a lane when `deliver` has something to say.
+
+    Attributes:
+        faults: What should stay rare, by name, since whoever reports it last emptied this.
+        due_s: When `tick` has to be called next; inf = never.
+    """
+
+    def __init__(
+        self,
+        context: ConnectorContext,
+        *,
+        kv: torch.Tensor,
+        host: str,
+        wake: Callable[[], None],
+        clock: Clock,
+        settings: NixlSettings,
+    ) -> None:
+        self._context = context
+        self._backends = settings.backends
+        self._kv = kv
+        self._scratch = torch.zeros(
+            _SCRATCH_UNITS * _SCRATCH_UNIT_BYTES, dtype=torch.uint8, device=kv.device
+        )
+        self._pool_region = _region(kv, context.layout.block_bytes)
+        self._scratch_region = _region(self._scratch, _SCRATCH_UNIT_BYTES)
+        self._net_devices = net_devices(host)
+        self._numbers = TaintedNumbers()
+        self._agent: NixlAgent | None = None
+        self.faults: Counter[str] = Counter()
+        self.due_s = _NEVER
+        super().__init__(
+            num_lanes=settings.lanes,
+            make_agent=self._make_lane_agent,
+            pool=self._pool_region,
+            scratch=self._scratch_region,
+            wake=wake,
+            clock=clock,
+            quarantine_s=context.config.transfer.quarantine_s,
+        )
+
+    @property
+    def target(self) -> ExposedMemory | None:
+        """See `Mover`."""
+        if self._agent is None:
+            return None
+        return ExposedMemory(self._agent.metadata(), self._pool_region, self._scratch_region)
+
+    def start(self) -> None:
+        """Make the target, in the thread that it will belong to.
+
+        Raises:
+            ConfigError: NIXL cannot be loaded.
+            AgentError: NIXL cannot make it.
+        """
+        self._use_device()
+        self._agent = self._make_target()
+
+    def tick(self) -> None:
+        """Make the target again, if that is due."""
+        if self._clock.monotonic_s() >= self.due_s:
+            self._renew_target()
+
+    def drive(self) -> None:
+        """Help what peers do here. That one of them has died is for its own end to report."""
+        if self._agent is None:
+            return
+        try:
+            self._agent.progress()
+        except AgentError as error:
+            log_event(_log, "kv peer's transfer failed here", level=logging.WARNING, reason=error)
+
+    def fence(self) -> None:
+        """See `Mover`: destroy the target, and make another."""
+        self._end_target()
+        self._renew_target()
+
+    def tidy(self) -> None:
+        """Close the connections to any agent here whose other sides have ended."""
+        self.drive()
+        super().tidy()
+
+    def take_faults(self) -> Counter[str]:
+        """What should stay rare, by name, since the last call."""
+        faults = self.faults.copy()
+        self.faults.clear()
+        num_resets = self.take_num_resets()
+        if num_resets:
+            faults["agent_reset"] += num_resets
+        return faults
+
+    def close(self, timeout_s: float) -> bool:
+        """End everything; return whether the lanes have ended in time."""
+        has_ended = super().close(timeout_s)
+        self._end_target()
+        return has_ended
+
+    def _end_target(self) -> None:
+        agent, self._agent = self._agent, None
+        if agent is not None:
+            agent.close()
+
+    def _renew_target(self) -> None:
+        try:
+            self._agent = self._make_target()
+        except AgentError as error:
+            self.faults["agent_not_made"] += 1
+            self.due_s = self._clock.monotonic_s() + _TARGET_AGAIN_S
+            log_event(_log, "kv target cannot be made", level=logging.ERROR, reason=error)
+        else:
+            self.due_s = _NEVER
+
+    def _make_target(self) -> NixlAgent:
+        return self._make_agent("")
+
+    def _make_lane_agent(self, number: int) -> NixlAgent:
+        self._use_device()
+        return self._make_agent(f"lane{number}-")
+
+    def _make_agent(self, part: str) -> NixlAgent:
+        role, rank = self._context.config.role.value, self._context.rank
+        name = f"{role}-{socket.gethostname()}-{rank}-{part}{uuid.uuid4().hex}"
+        try:
+            agent = NixlAgent(name, self._backends, net_devices=self._net_devices)
+        except AgentError:
+            self._numbers.take_out()
+            raise
+        try:
+            for region in (self._pool_region, self._scratch_region):
+                agent.register(region)
+        except AgentError:
+            agent.close()
+            raise
+        return agent
+
+    def _use_device(self) -> None:
+        """UCX uses the calling thread's current context."""
+        if self._kv.is_cuda:
+            torch.cuda.set_device(self._kv.device)
+
+
+def _region(tensor: torch.Tensor, stride_bytes: int) -> Region:
+    return Region(
+        address=tensor.data_ptr(),
+        stride_bytes=stride_bytes,
+        num_units=tensor.numel() * tensor.element_size() // stride_bytes,
+        memory="VRAM" if tensor.is_cuda else "DRAM",
+        device=tensor.device.index or 0,
+    )

@@ -1,0 +1,334 @@
+"""The transfer thread: the transfer protocol of one rank over NIXL, off the step clock.
+
+It owns the side channel and the agent that peers reach this rank's memory by, and is the only
+thread that touches them, or the protocol. What this side moves is posted by lanes, so this thread
+never waits inside NIXL. The worker's thread hands it instructions and takes facts, through two
+small locked boxes. While a peer's transport needs help it drives its agent; else it sleeps in the
+kernel until a socket, a deadline, a lane or an instruction wakes it, or a second has passed
+(`descriptors`), and costs nothing.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+import threading
+import time
+from collections import Counter, deque
+from typing import TYPE_CHECKING
+
+import msgspec
+import torch
+
+from pdserve.connectors.digests import BlockDigests, digests_of
+from pdserve.connectors.handover.instructions import Instructions
+from pdserve.connectors.nixl.background import BackgroundThread
+from pdserve.connectors.nixl.descriptors import (
+    DescriptorWatch,
+    max_descriptors,
+    num_open_descriptors,
+    num_silent_connections,
+)
+from pdserve.connectors.nixl.jobs import PIECE_BYTES
+from pdserve.connectors.nixl.mover import NixlMover
+from pdserve.connectors.nixl.processes import HostProcesses
+from pdserve.connectors.side_channel.channel import Listener
+from pdserve.connectors.side_channel.network import SideChannel
+from pdserve.connectors.side_channel.reactor import Reactor
+from pdserve.connectors.slicing import routes_to
+from pdserve.connectors.transfer.machine import TransferMachine
+from pdserve.connectors.transfer.seams import Seams
+from pdserve.errors import InternalError
+from pdserve.observe.log import log_event
+from pdserve.observe.trace import CLOCK_ID
+from pdserve.wire.ids import BlockId
+from pdserve.wire.transfer import ConnectorReport
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from pdserve.connectors.base import ConnectorContext, KVLayout
+    from pdserve.connectors.nixl.settings import NixlSettings
+    from pdserve.connectors.transfer.pushes import ChunkStep, Observation
+    from pdserve.observe.clock import Clock
+    from pdserve.wire.trace import RankSlice
+    from pdserve.wire.transfer import ConnectorMetadata, Endpoint
+
+_log = logging.getLogger(__name__)
+
+_POLL_S = 0.0003
+_START_TIMEOUT_S = 60.0
+_HELPERS_CLOSE_S = 2.0
+# A load takes the interpreter lock some eight times. A main thread that is busy in Python
+# gives it up only after the switch interval: at 5 ms, Python's own, a hand-over takes 43 ms.
+_SWITCH_INTERVAL_S = 0.0005
+_PAGE_BYTES = 4096
+
+
+class TransferThread:
+    """Moves KV for one rank. A `Runner`.
+
+    Args:
+        kv: `[num_blocks, num_layers, num_planes, num_kv_heads, block_size, head_dim]`, contiguous.
+        wake: Called from the thread when `take_report` has news.
+
+    It lowers the interpreter's switch interval, for the whole process.
+
+    Raises:
+        ConfigError: NIXL cannot be loaded, or the side channel cannot be bound.
+    """
+
+    def __init__(
+        self,
+        context: ConnectorContext,
+        *,
+        kv: torch.Tensor,
+        layout: KVLayout,
+        wake: Callable[[], None],
+        clock: Clock,
+        settings: NixlSettings,
+    ) -> None:
+        if not kv.is_contiguous() or kv.numel() * kv.element_size() != (
+            layout.num_blocks * layout.block_bytes
+        ):
+            raise InternalError(f"KV memory of shape {tuple(kv.shape)} is not laid out as {layout}")
+        _touch(kv)
+        _take_a_digest(kv, context)
+        transfer = context.config.transfer
+        self._context = context
+        self._wake = wake
+        self._clock = clock
+        self._inbox: deque[ConnectorMetadata] = deque()
+        self._steps: deque[ChunkStep] = deque()
+        self._lock = threading.Lock()
+        self._report = ConnectorReport()
+        self._stop_at_s: float | None = None
+        self._death: BaseException | None = None
+        self._is_closed = False
+        self._listener = Listener(
+            transfer.host, transfer.port + context.rank if transfer.port else 0
+        )
+        self._reactor = Reactor()
+        self._side_channel = SideChannel(self._reactor, transfer.secret.encode())
+        self._mover = NixlMover(
+            context,
+            kv=kv,
+            host=self._listener.endpoint.host,
+            wake=self._reactor.wake,
+            clock=clock,
+            settings=settings,
+        )
+        self._background = BackgroundThread("kv-digests", self._reactor.wake, clock)
+        self._machine = TransferMachine(
+            Seams(
+                context=context,
+                clock=clock,
+                dialer=self._side_channel,
+                mover=self._mover,
+                digests=BlockDigests(kv, context.shape, context.rank),
+                background=self._background,
+                processes=HostProcesses(),
+                quarantine_s=transfer.quarantine_s,
+                piece_bytes=PIECE_BYTES,
+            )
+        )
+        self._watch = DescriptorWatch(
+            tidy=self._mover.tidy,
+            renew=self._renew_agents,
+            faults=self._mover.faults,
+            clock=clock,
+            num_open=num_open_descriptors,
+            num_silent=num_silent_connections,
+            limit=max_descriptors,
+        )
+        sys.setswitchinterval(min(sys.getswitchinterval(), _SWITCH_INTERVAL_S))
+        self._started = threading.Event()
+        self._thread = threading.Thread(target=self._main, name="kv-transfer", daemon=True)
+        self._thread.start()
+        if not self._started.wait(_START_TIMEOUT_S):
+            raise InternalError(f"the KV transfer thread did not start in {_START_TIMEOUT_S} s")
+        self._raise_start_error()
+
+    @property
+    def endpoint(self) -> Endpoint:
+        """Where the side channel listens."""
+        return self._listener.endpoint
+
+    def submit(self, metadata: ConnectorMetadata) -> None:
+        """Hand over one step's instructions. Never blocks.
+
+        Raises:
+            InternalError: The thread has died, or was closed.
+        """
+        self._check_alive()
+        if self._is_closed:
+            raise InternalError("instructions came after the KV transfer thread was closed")
+        self._inbox.append(metadata)
+        self._reactor.wake()
+
+    def submit_step(self, step: ChunkStep) -> None:
+        """Say that KV of a chunk is complete. Never blocks."""
+        self._steps.append(step)
+        self._reactor.wake()
+
+    def note_step(self, now_s: float) -> None:
+        """Say that a step has run."""
+        self._machine.note_step(now_s)
+
+    @property
+    def observations(self) -> deque[Observation]:
+        """What pushed chunks have cost; whoever runs the steps takes them out."""
+        return self._machine.observations
+
+    def take_report(self) -> ConnectorReport:
+        """Facts since the last call.
+
+        Raises:
+            InternalError: The thread has died.
+        """
+        self._check_alive()
+        with self._lock:
+            report, self._report = self._report, ConnectorReport()
+        return report
+
+    def close(self, timeout_s: float) -> None:
+        """Let loads end, say goodbye, and join the thread.
+
+        If the thread is stuck inside NIXL after the time, it is left behind; it is a
+        daemon and keeps KV memory alive for as long as it runs. May be repeated.
+        """
+        if self._is_closed:
+            return
+        if self._stop_at_s is None:
+            self._stop_at_s = self._clock.monotonic_s() + timeout_s / 2
+        self._reactor.wake()
+        self._thread.join(timeout_s)
+        if self._thread.is_alive():
+            log_event(
+                _log, "kv transfer thread left behind", level=logging.ERROR, timeout_s=timeout_s
+            )
+            return
+        self._is_closed = True
+        self._reactor.close()
+        self._listener.close()
+
+    # ---- the thread ------------------------------------------------------------------------
+
+    def _main(self) -> None:
+        """Run, and let nobody wait for a thread that has died."""
+        try:
+            self._run()
+        except Exception as error:  # noqa: BLE001 - told to the engine by `_check_alive`
+            self._death = error
+            if self._started.is_set():
+                _log.exception("kv transfer thread died")
+                self._wake()
+        finally:
+            self._started.set()
+
+    def _run(self) -> None:
+        """Start, loop until told to stop, end."""
+        self._mover.start()
+        try:
+            self._side_channel.listen(self._listener, self._machine.accept)
+            self._started.set()
+            while not self._is_over():
+                self._turn()
+            self._machine.close()
+        finally:
+            for helpers in (self._mover, self._background):
+                if not helpers.close(_HELPERS_CLOSE_S):
+                    log_event(_log, "kv transfer helper left behind", level=logging.ERROR)
+
+    def _turn(self) -> None:
+        """Wait for something, or for the next time to drive the target; then do all there is."""
+        machine, mover = self._machine, self._mover
+        is_driving = machine.needs_progress or machine.is_polling
+        was_ready = self._reactor.wait(0 if is_driving else self._timeout_s())
+        while self._inbox:
+            machine.apply(Instructions.from_metadata(self._inbox.popleft()))
+        while self._steps:
+            machine.add_step(self._steps.popleft())
+        mover.tick()
+        if is_driving:
+            mover.drive()
+        self._watch.tick()
+        moved = mover.deliver() | self._background.deliver()
+        moved |= machine.tick()
+        self._publish()
+        if is_driving and not (was_ready or moved):
+            time.sleep(_POLL_S)
+
+    def _renew_agents(self, reason: str) -> None:
+        """Make all agents here again: the target now, each lane's when it has nothing to do."""
+        self._mover.renew(reason)
+        self._machine.receiving.stop_all(reason)
+
+    def _publish(self) -> None:
+        """Make facts visible, then wake whoever waits for them."""
+        news = self._machine.take_report()
+        faults = Counter(news.faults) + self._mover.take_faults()
+        if not (news or faults):
+            return
+        with self._lock:
+            report = self._report
+            self._report = ConnectorReport(
+                settled=report.settled + news.settled,
+                received=report.received + news.received,
+                failed=report.failed + news.failed,
+                faults=dict(Counter(report.faults) + faults),
+                registered=report.registered + news.registered,
+                withdrawn=report.withdrawn + news.withdrawn,
+                slices=report.slices + self._take_slices(),
+                clock_id=CLOCK_ID,
+            )
+        self._wake()
+
+    def _take_slices(self) -> list[RankSlice]:
+        """What the helpers did since they were asked last, each on a track of this rank."""
+        rank = f"rank {self._context.rank} " if self._context.num_ranks > 1 else ""
+        helpers = (self._mover.slices, self._background.slices)
+        # By number: a helper may add more meanwhile.
+        taken = [slices.popleft() for slices in helpers for _ in range(len(slices))]
+        if rank:
+            return [msgspec.structs.replace(each, track=rank + each.track) for each in taken]
+        return taken
+
+    def _timeout_s(self) -> float:
+        due_s = min(self._machine.due_s(), self._mover.due_s, self._watch.due_s)
+        if self._stop_at_s is not None:
+            due_s = min(due_s, self._stop_at_s)
+        return max(0.0, due_s - self._clock.monotonic_s())
+
+    def _is_over(self) -> bool:
+        if self._stop_at_s is None:
+            return False
+        # What was submitted before `close` (releases, aborts) is carried out.
+        if not self._inbox:
+            self._machine.end_all("this engine closes")
+        is_idle = not (self._inbox or self._machine.num_open)
+        return is_idle or self._clock.monotonic_s() >= self._stop_at_s
+
+    def _raise_start_error(self) -> None:
+        if self._death is not None:
+            self.close(timeout_s=1.0)
+            raise self._death
+
+    def _check_alive(self) -> None:
+        if self._death is not None:
+            raise InternalError(f"the KV transfer thread died: {self._death!r}") from self._death
+
+
+def _touch(kv: torch.Tensor) -> None:
+    """Have the kernel back every page now: a first READ into untouched memory is 10 x slower."""
+    if kv.is_cuda:
+        return
+    with torch.inference_mode():
+        kv.view(-1).view(torch.uint8)[::_PAGE_BYTES].add_(0)
+
+
+def _take_a_digest(kv: torch.Tensor, context: ConnectorContext) -> None:
+    """Have the kernel compiled and loaded now: the first load would wait for that."""
+    shape = context.shape
+    route = routes_to(shape, shape, context.rank)[0]
+    digests_of(kv, shape, shape, route, [BlockId(0)], first_token=0, num_tokens=1)

@@ -1,0 +1,155 @@
+"""Both sides of the protocol at one rank; see the package.
+
+Whoever owns it hands in what there is (instructions, steps, links that others have made), lets its
+links and its mover call back, and calls `tick`: after each of these, and when `due_s` has come.
+Everything belongs to one thread, or happens under one lock.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from typing import TYPE_CHECKING
+
+from pdserve.connectors.transfer.peers import Peers
+from pdserve.connectors.transfer.receiving import Receiving
+from pdserve.connectors.transfer.serving import Server
+from pdserve.observe.log import log_event
+from pdserve.wire.transfer import ConnectorReport
+
+if TYPE_CHECKING:
+    from collections import deque
+
+    from pdserve.connectors.handover.instructions import Instructions
+    from pdserve.connectors.transfer.link import PeerLink
+    from pdserve.connectors.transfer.pushes import ChunkStep, Observation
+    from pdserve.connectors.transfer.seams import Seams
+
+_log = logging.getLogger(__name__)
+
+
+class TransferMachine:
+    """What one rank is to others, as P and as D.
+
+    Attributes:
+        server: As P.
+        peers, receiving: As D: what is read, and what is written to it.
+    """
+
+    def __init__(self, seams: Seams) -> None:
+        self._mover = seams.mover
+        self.peers = Peers(seams)
+        self.server = Server(seams)
+        self.receiving = self.peers.receiver = Receiving(
+            seams, line=self.peers, fence=self.fence, is_alone=self._is_alone
+        )
+
+    @property
+    def needs_progress(self) -> bool:
+        """Whether some peer's transport waits for this side to be driven."""
+        return self.server.needs_progress or self.receiving.needs_progress
+
+    @property
+    def is_polling(self) -> bool:
+        """Whether `tick` waits for a device."""
+        return self.server.steps.is_polling
+
+    @property
+    def num_open(self) -> int:
+        """Transfers that are not over, but for leases."""
+        return len(self.peers.loads) + self.receiving.num_open + self.server.pushing.num_live
+
+    @property
+    def observations(self) -> deque[Observation]:
+        """What pushed chunks have cost; whoever runs the steps takes them out."""
+        return self.server.pushing.observations
+
+    def note_step(self, now_s: float) -> None:
+        """Say that a step has run. Any thread may."""
+        self.server.pushing.last_step_s = now_s
+
+    def apply(self, todo: Instructions) -> None:
+        """Begin, or end, what the scheduler half asks for."""
+        server, peers, receiving = self.server, self.peers, self.receiving
+        for expect in todo.expects:
+            server.pushing.expect(expect)
+        for grant in todo.grants:
+            server.grant(grant)
+        for watch in todo.watches:
+            peers.watch(watch)
+        for reserve in todo.reserves:
+            receiving.reserve(reserve)
+        for load in todo.loads:
+            peers.loads.begin(load)
+        for nonce in todo.unwatches:
+            peers.unwatch(nonce)
+        for release in todo.releases:
+            peers.release(release.nonce, release.owner, release.end)
+        for request_id in todo.aborts:
+            peers.loads.abort(request_id)
+            receiving.abort(request_id)
+        for stop in todo.stops:
+            server.stop(stop)
+        for end in todo.ends:
+            server.end(end.nonce, end.end)
+
+    def add_step(self, step: ChunkStep) -> None:
+        """KV of a chunk is complete once the device says so."""
+        self.server.steps.add(step)
+
+    def accept(self, link: PeerLink) -> None:
+        """Somebody has connected."""
+        self.server.accept(link)
+
+    def due_s(self) -> float:
+        """When `tick` has to be called next (monotonic seconds); inf = never by the clock."""
+        return min(self.peers.due_s(), self.server.due_s(), self.receiving.due_s())
+
+    def tick(self) -> bool:
+        """Do what is due; return whether there may be more to do at once."""
+        self.server.tick()
+        moved = self.peers.tick()
+        self.receiving.tick()
+        return moved
+
+    def fence(self, reason: str) -> None:
+        """Cut this memory off from peers: all of them have to meet this rank again."""
+        log_event(_log, "kv target reset", level=logging.ERROR, reason=reason)
+        self.server.faults["agent_reset"] += 1
+        self.server.drop_all(reason)
+        self.peers.drop_all(reason)
+        self._mover.fence()
+
+    def end_all(self, reason: str) -> None:
+        """Begin to end everything that is written, at both sides; loads go on."""
+        self.receiving.abort_all(reason)
+        self.server.pushing.end_all(reason)
+
+    def close(self) -> None:
+        """Say goodbye everywhere."""
+        self.peers.close()
+        self.server.drop_all("closing")
+
+    def take_report(self) -> ConnectorReport:
+        """Facts since the last call."""
+        loads, receiving, pushing = self.peers.loads, self.receiving, self.server.pushing
+        faults = Counter[str]()
+        for each in (self.server.faults, loads.faults, receiving.faults, pushing.faults):
+            faults.update(each)
+            each.clear()
+        report = ConnectorReport(
+            settled=self.server.take_settled(),
+            received=loads.received + receiving.received,
+            failed=loads.failed + receiving.failed,
+            faults=faults,
+            registered=pushing.registered,
+            withdrawn=pushing.withdrawn,
+        )
+        loads.received, loads.failed = [], []
+        receiving.received, receiving.failed = [], []
+        pushing.registered, pushing.withdrawn = [], []
+        return report
+
+    def _is_alone(self) -> bool:
+        """Whether nothing but reservations would suffer from a fence."""
+        return not (len(self.peers.loads) or self.server.pushing.num_live)
