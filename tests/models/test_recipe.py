@@ -1,4 +1,4 @@
-"""The worked example of docs/structure.md is code that runs, on one rank and on several."""
+"""The worked example of docs/extending.md is code that runs, on one rank and on several."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tests.ranks import run_ranks
 if TYPE_CHECKING:
     from pdserve.parallel.group import World
 
-STRUCTURE = Path(__file__).resolve().parents[2] / "docs" / "structure.md"
+EXTENDING = Path(__file__).resolve().parents[2] / "docs" / "extending.md"
 CONFIG: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
     "vocab_size": 64,
@@ -39,7 +39,7 @@ NUM_TOKENS = SPLIT_FROM + 2  # so that the residual stream is split, unevenly
 
 
 def example(arch: Any, placement: Placement) -> Any:
-    section = STRUCTURE.read_text().split("## Adding a model or a layer")[1].split("\n## ")[0]
+    section = EXTENDING.read_text().split("## Adding a model or a layer")[1].split("\n## ")[0]
     (text,) = re.findall(r"```python\n(.*?)```", section, re.DOTALL)
     names: dict[str, Any] = {
         "ColumnParallel": ColumnParallel,

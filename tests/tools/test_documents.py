@@ -5,6 +5,7 @@ import re
 from tests.chaos.failures import document as failures
 from tests.cli.process import ROOT
 from tools import module_list
+from tools.goals import PRODUCT
 
 GLOSSARY = ROOT / "docs" / "glossary.md"
 
@@ -23,6 +24,18 @@ def test_every_class_of_the_glossary_exists_and_its_words_are_in_order(this_tree
     named = {name for _, _, cell in rows for name in re.findall(r"`(\w+)`", cell)}
     assert len(named) > 40
     assert named - this_tree.class_names().keys() == set()
+
+
+def test_every_file_and_link_that_documents_name_exists():
+    named = []
+    for page in (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")):
+        text = page.read_text()
+        files = re.findall(rf"`((?:{'|'.join(PRODUCT)}|tests|configs)/[a-z\d_/]+\.\w+)`", text)
+        links = re.findall(r"\]\(([\w./-]+)\)", text)
+        named += [ROOT / file for file in files]
+        named += [page.parent / link for link in links]
+    assert len(named) > 50
+    assert [path for path in named if not path.exists()] == []
 
 
 def test_the_failure_table_is_what_its_source_says_but_for_what_was_measured():
