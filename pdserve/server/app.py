@@ -26,11 +26,11 @@ from pdserve.http.heap import keep_flat
 from pdserve.observe.clock import SystemClock
 from pdserve.observe.log import log_event
 from pdserve.observe.metrics import measure_loop_lag
-from pdserve.server import chat, completions, debug, hop, status
+from pdserve.server import chat, completions, debug, status
 from pdserve.server.errors import error_middleware
-from pdserve.server.intake import wants_stages
 from pdserve.server.metrics import ServerMetrics
 from pdserve.server.registration import Registrar
+from pdserve.server.reply import wants_stages
 from pdserve.server.service import REQUEST_ID, SERVICE, START_S, Service, request_id_of
 from pdserve.text.load import load_text
 from pdserve.wire.hop import INFO_PATH, LAYOUT_HEADER, RELEASE_PATH, REQUEST_ID_HEADER
@@ -110,8 +110,8 @@ def build_app(
             web.post("/tokenize", status.tokenize),
             web.post("/detokenize", status.detokenize),
             web.post("/reset_prefix_cache", status.reset_prefix_cache),
-            web.post(RELEASE_PATH, hop.release),
-            web.get(INFO_PATH, hop.info),
+            web.post(RELEASE_PATH, status.release),
+            web.get(INFO_PATH, status.info),
             openapi.route(openapi.document("pdserve engine", openapi.ENGINE)),
         ]
     )
@@ -270,7 +270,7 @@ async def _drain(service: Service, stop: _StopSignals, timeout_s: float) -> floa
     """Let running requests end; return the seconds that are left of `timeout_s`."""
     deadline_s = service.clock.monotonic_s() + timeout_s
     while (
-        service.num_jobs
+        service.jobs
         and not stop.insisted.is_set()
         and service.client.dead_reason is None
         and service.clock.monotonic_s() < deadline_s

@@ -9,22 +9,18 @@ from aiohttp import web
 
 from pdserve.errors import BadRequestError
 from pdserve.http.protocol import ChatRequest, parse_body
-from pdserve.server.intake import (
-    created_s,
-    encode_prompts,
-    make_job,
-    say_unknown_fields,
-    wants_stages,
-)
+from pdserve.server.account import serving
+from pdserve.server.intake import created_s, encode_prompts, make_job, say_unknown_fields
 from pdserve.server.logprobs import chat_logprobs, prompt_logprobs
-from pdserve.server.reply import finish_name, hop_events, send_json
+from pdserve.server.reply import EventStream, finish_name, hop_events, send_json
+from pdserve.server.sampling import Asked
 from pdserve.server.service import SERVICE, read_body
-from pdserve.server.sse import EventStream
 from pdserve.server.text_work import refuse_many_messages
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Sequence
 
+    from pdserve.http.protocol import TokenizeRequest
     from pdserve.server.job import Delta, Job
     from pdserve.server.text_work import TextWork
     from pdserve.text.load import Text
@@ -34,18 +30,16 @@ if TYPE_CHECKING:
 async def render_chat(
     work: TextWork,
     text: Text,
-    messages: Sequence[Mapping[str, Any]],
+    body: ChatRequest | TokenizeRequest,
     *,
     num_bytes: int,
     max_model_len: int,
     now_s: float,
-    add_generation_prompt: bool,
-    variables: Mapping[str, Any] | None,
 ) -> str:
-    """Return the prompt for `messages`, without holding up the event loop.
+    """Return the prompt for a body's messages, without holding up the event loop.
 
     Args:
-        num_bytes: How large the body is that they came in.
+        num_bytes: How large the body is.
 
     Raises:
         BadRequestError: The model has no chat template, it refuses the messages, or they are
@@ -58,13 +52,14 @@ async def render_chat(
             "--chat-template FILE",
             param="messages",
         )
+    messages = body.messages or []
     refuse_many_messages(len(messages), num_bytes, max_model_len)
     render = functools.partial(
         text.chat_template.render,
         messages,
         now_s=now_s,
-        add_generation_prompt=add_generation_prompt,
-        variables=variables,
+        add_generation_prompt=body.add_generation_prompt is not False,
+        variables=body.chat_template_kwargs,
     )
     return await work.run(render, num_bytes, len(messages))
 
@@ -81,21 +76,16 @@ async def create_chat_completion(request: web.Request) -> web.StreamResponse:
     prompt = await render_chat(
         service.prompt_work,
         text,
-        body.messages,
+        body,
         num_bytes=num_bytes,
         max_model_len=info.max_model_len,
         now_s=created_s(request, body),
-        add_generation_prompt=body.add_generation_prompt is not False,
-        variables=body.chat_template_kwargs,
     )
     # The template writes the special tokens itself.
     token_ids = await encode_prompts(
         request, [prompt], add_special_tokens=bool(body.add_special_tokens), field="messages"
     )
-    job = await make_job(
-        request,
-        body,
-        token_ids,
+    asked = Asked(
         prompt_field="messages",
         max_tokens=body.max_completion_tokens or body.max_tokens,
         max_tokens_field="max_completion_tokens" if body.max_completion_tokens else "max_tokens",
@@ -103,8 +93,9 @@ async def create_chat_completion(request: web.Request) -> web.StreamResponse:
         logprobs=(body.top_logprobs or 0) if body.logprobs else None,
         prompt_logprobs=body.prompt_logprobs,
     )
+    job = await make_job(request, body, token_ids, asked)
     form = _Form(body, job, text.tokenizer)
-    async with job:
+    async with serving(service, job):
         await job.start()
         if body.stream:
             return await _stream(request, body, job, form)
@@ -125,7 +116,7 @@ async def _stream(
             if body.continuous_usage:
                 chunk["usage"] = job.usage(delta.index)
             await stream.send(chunk)
-        last = hop_events(job, with_stages=wants_stages(request))
+        last = hop_events(request, job)
         if body.include_usage and not any(job.handoffs):
             last.insert(0, form.envelope([], "chat.completion.chunk") | {"usage": job.usage()})
         await stream.end(last)

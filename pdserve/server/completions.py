@@ -7,16 +7,12 @@ from typing import TYPE_CHECKING, Any
 from aiohttp import web
 
 from pdserve.http.protocol import CompletionRequest, parse_body
-from pdserve.server.intake import (
-    encode_prompts,
-    make_job,
-    say_unknown_fields,
-    wants_stages,
-)
+from pdserve.server.account import serving
+from pdserve.server.intake import encode_prompts, make_job, say_unknown_fields
 from pdserve.server.logprobs import completion_logprobs, echoed_logprobs, joined, prompt_logprobs
-from pdserve.server.reply import finish_name, hop_events, send_json
+from pdserve.server.reply import EventStream, finish_name, hop_events, send_json
+from pdserve.server.sampling import Asked
 from pdserve.server.service import SERVICE, read_body
-from pdserve.server.sse import EventStream
 
 if TYPE_CHECKING:
     from pdserve.server.job import Delta, Job
@@ -43,18 +39,16 @@ async def create_completion(request: web.Request) -> web.StreamResponse:
     wanted = body.prompt_logprobs
     if wanted is None and body.echo:
         wanted = body.logprobs
-    job = await make_job(
-        request,
-        body,
-        token_ids,
+    asked = Asked(
         prompt_field="prompt",
         max_tokens=body.max_tokens,
         default_max_tokens=DEFAULT_MAX_TOKENS,
         logprobs=body.logprobs,
         prompt_logprobs=wanted,
     )
+    job = await make_job(request, body, token_ids, asked)
     form = _Form(body, job, text.tokenizer, prompts)
-    async with job:
+    async with serving(service, job):
         await job.start()
         if body.stream:
             return await _stream(request, body, job, form)
@@ -76,7 +70,7 @@ async def _stream(
             if body.continuous_usage:
                 chunk["usage"] = form.usage(delta.index)
             await stream.send(chunk)
-        last = hop_events(job, with_stages=wants_stages(request))
+        last = hop_events(request, job)
         if body.include_usage and not any(job.handoffs):
             last.insert(0, form.envelope([]) | {"usage": form.usage()})
         await stream.end(last)

@@ -14,7 +14,7 @@ from aiohttp import web
 from pdserve.errors import BadRequestError, EngineDeadError
 from pdserve.observe.trace import reading, whole
 from pdserve.observe.trace_query import trace_query
-from pdserve.server.recent import running, traced
+from pdserve.server.account import running, traced
 from pdserve.server.service import SERVICE
 from pdserve.wire.finished import NUM_KEPT
 from pdserve.wire.trace import Alignment, Collected, Collection, Missing, Part
@@ -37,7 +37,7 @@ async def requests(request: web.Request) -> web.Response:
     finished = service.recent.as_json(
         min(_number_in(request, "finished"), NUM_KEPT), after_seq=_number_in(request, "after")
     )
-    told = [running(served()) for served in service.jobs.values()]
+    told = [running(job) for job in service.jobs.values()]
     return _json(msgspec.json.encode({"running": told, "finished": msgspec.Raw(finished)}))
 
 
@@ -81,7 +81,7 @@ async def _own(service: Service, seconds: float) -> ProcessTrace:
         part=Part.SERVER,
         role=service.engine_config.role.value,
         engine_id=info.engine_id if info is not None else service.engine_config.engine_id,
-        running=[traced(served(), "") for served in service.jobs.values()],
+        running=[traced(service, job, "") for job in service.jobs.values()],
     )
     pieces = []
     for piece in dump.pieces():

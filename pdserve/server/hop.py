@@ -1,37 +1,209 @@
-"""What proxies ask of an engine beside generation: leases, its load."""
+"""The engine's side of the P/D hop: `kv_transfer_params` in and out.
+
+Its keys are vLLM's, so that a proxy written for vLLM can drive our engines;
+what only our own proxy understands is under `pdserve`. A handoff and a ticket are carried sealed,
+so nothing on the way can edit them; what has left here open is believed. Knows no engine and no
+HTTP.
+"""
 
 from __future__ import annotations
 
+import base64
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, TypeVar
+
 import msgspec
-from aiohttp import web
 
-from pdserve.http.protocol import parse_body
-from pdserve.server.service import SERVICE, read_body
-from pdserve.wire.hop import EngineReport, ReleaseRequest
+from pdserve.errors import BadRequestError
+from pdserve.wire.hop import PARAMS, HandedOver, PdserveParams
+from pdserve.wire.outputs import TokenLogprobs
+from pdserve.wire.seal import UNREADABLE
+from pdserve.wire.transfer import HANDOFFS, TICKETS
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from pdserve.wire.hop import KVTransferParams
+    from pdserve.wire.request import RequestStages
+    from pdserve.wire.seal import Seal
+    from pdserve.wire.transfer import KVHandoff, PushTicket
+
+PromptLogprobs = list[TokenLogprobs | None]
 
 
-async def release(request: web.Request) -> web.Response:
-    """Give up a lease that nobody will read. Unknown nonces are ignored."""
-    service = request.app[SERVICE]
-    data = await read_body(request)
-    service.verifier.check(request, data)
-    await service.client.release_lease(parse_body(data, ReleaseRequest).nonce)
-    return web.Response()
+@dataclass(frozen=True, slots=True)
+class PrefillHop:
+    """This engine prefills, another one decodes.
+
+    Attributes:
+        final_length: Whether reaching max_tokens here ends the request. A proxy written
+            for vLLM asks for max_tokens = 1 and means: hand over after the first token.
+        ticket: The KV is written into the other engine's blocks as it is computed.
+    """
+
+    final_length: bool
+    ticket: PushTicket | None = None
 
 
-async def info(request: web.Request) -> web.Response:
-    """What the engine is and how busy it is: the load view of a proxy."""
-    service = request.app[SERVICE]
-    return web.Response(
-        body=msgspec.json.encode(
-            EngineReport(
-                ready=service.unready_reason is None,
-                reason=service.unready_reason,
-                models=service.model_names,
-                engine=service.client.info,
-                stats=service.client.stats,
-                wall_s=service.clock.wall_s(),
+@dataclass(frozen=True, slots=True)
+class DecodeHop:
+    """Another engine prefills; both lists have one entry per choice.
+
+    Attributes:
+        handoffs: None for a choice that ended at P: it is no concern of this engine.
+        first_delivered: Whether the client already has what the first tokens gave, or will
+            have it before anything of this engine.
+        ticket: The prefill is under way and its KV comes by itself, with the first token;
+            then there is one choice, and no handoff yet.
+    """
+
+    handoffs: list[KVHandoff | None]
+    prompt_logprobs: list[PromptLogprobs | None]
+    first_delivered: bool
+    ticket: PushTicket | None = None
+
+
+Hop = PrefillHop | DecodeHop
+
+
+def parse_hop(params: KVTransferParams | None, *, num_choices: int, secret: str) -> Hop | None:
+    """Return this engine's part in a disaggregated request; None if there is none.
+
+    Args:
+        secret: The deployment's, which handoffs and tickets were sealed with.
+
+    Raises:
+        BadRequestError: The parameters contradict each other, are malformed, or come from
+            an engine that is not ours.
+        HandoffRefusedError: A handoff or a ticket is of another protocol or another deployment,
+            or was edited.
+    """
+    if params is None or not (params.do_remote_decode or params.do_remote_prefill):
+        return None
+    ours = params.pdserve or PdserveParams()
+    if params.do_remote_decode and params.do_remote_prefill:
+        raise BadRequestError(
+            f"{PARAMS}: do_remote_decode and do_remote_prefill exclude each other", param=PARAMS
+        )
+    ticket = None if ours.ticket is None else _opened(ours.ticket, TICKETS, secret)
+    if ticket is not None and num_choices != 1:
+        raise BadRequestError(
+            f"{PARAMS}: pdserve.ticket is of one choice, and {num_choices} are asked for",
+            param=PARAMS,
+        )
+    if params.do_remote_decode:
+        return PrefillHop(final_length=ours.final_length, ticket=ticket)
+    if ticket is not None:
+        if ours.handoffs:
+            raise BadRequestError(
+                f"{PARAMS}: pdserve.ticket and pdserve.handoffs exclude each other", param=PARAMS
             )
-        ),
-        content_type="application/json",
+        return DecodeHop(
+            handoffs=[None],
+            prompt_logprobs=[None],
+            first_delivered=bool(ours.first_delivered),
+            ticket=ticket,
+        )
+    if not ours.handoffs:
+        raise BadRequestError(
+            f"{PARAMS}: do_remote_prefill without pdserve.handoffs; "
+            "the prefill ran on an engine whose KV this one cannot read",
+            param=PARAMS,
+        )
+    if len(ours.handoffs) != num_choices:
+        raise BadRequestError(
+            f"{PARAMS}: pdserve.handoffs has {len(ours.handoffs)} entries "
+            f"for {num_choices} choices",
+            param=PARAMS,
+        )
+    if all(handoff is None for handoff in ours.handoffs):
+        raise BadRequestError(
+            f"{PARAMS}: every choice ended at the prefill engine; nothing is left to decode",
+            param=PARAMS,
+        )
+    known = ours.prompt_logprobs or [None] * num_choices
+    if len(known) != num_choices:
+        raise BadRequestError(
+            f"{PARAMS}: pdserve.prompt_logprobs has {len(known)} entries for {num_choices} choices",
+            param=PARAMS,
+        )
+    return DecodeHop(
+        handoffs=[
+            None if text is None else _opened(text, HANDOFFS, secret) for text in ours.handoffs
+        ],
+        prompt_logprobs=[None if text is None else _decoded(text) for text in known],
+        first_delivered=bool(ours.first_delivered),
     )
+
+
+def response_params(
+    handoffs: Sequence[KVHandoff | None],
+    prompt_logprobs: Sequence[PromptLogprobs | None],
+    stages: Sequence[RequestStages | None],
+    cached_tokens: Sequence[int],
+    *,
+    created: int,
+    seed: int,
+    secret: str,
+) -> HandedOver:
+    """Return the `kv_transfer_params` that a decode engine takes; one entry per choice.
+
+    vLLM's keys speak of the first choice that was handed over, and of one address: the
+    first rank's.
+    """
+    first = next(handoff for handoff in handoffs if handoff is not None)
+    address = first.endpoints[0] if first.endpoints else None
+    has_scores = any(entry is not None for entry in prompt_logprobs)
+    return HandedOver(
+        remote_engine_id=first.engine_id,
+        remote_block_ids=first.block_ids,
+        remote_host=None if address is None else address.host,
+        remote_port=None if address is None else address.port,
+        remote_request_id=first.request_id,
+        tp_size=first.shape.tp_size,
+        pdserve=PdserveParams(
+            handoffs=[
+                None if handoff is None else HANDOFFS.seal(handoff, secret) for handoff in handoffs
+            ],
+            created=created,
+            seed=seed,
+            cached_tokens=list(cached_tokens),
+            stages=[None if stage is None else stage_fields(stage) for stage in stages],
+            prompt_logprobs=[_encode(entry) for entry in prompt_logprobs] if has_scores else None,
+        ),
+    )
+
+
+def stage_fields(stages: RequestStages) -> dict[str, float | int]:
+    """Return every stage by name, zeros included."""
+    return {name: getattr(stages, name) for name in stages.__struct_fields__}
+
+
+_PROMPT_LOGPROBS: msgspec.msgpack.Decoder[PromptLogprobs] = msgspec.msgpack.Decoder(PromptLogprobs)
+
+
+T = TypeVar("T")
+
+
+def _encode(value: object) -> str | None:
+    if value is None:
+        return None
+    return base64.b64encode(msgspec.msgpack.encode(value)).decode("ascii")
+
+
+def _opened(text: str, seal: Seal[T], secret: str) -> T:
+    try:
+        return seal.open(text, secret)
+    except BadRequestError as error:
+        raise _malformed(error) from error
+
+
+def _decoded(text: str) -> PromptLogprobs:
+    try:
+        return _PROMPT_LOGPROBS.decode(base64.b64decode(text, validate=True))
+    except (ValueError, *UNREADABLE) as error:
+        raise _malformed(error) from error
+
+
+def _malformed(error: Exception) -> BadRequestError:
+    return BadRequestError(f"{PARAMS}: an entry of pdserve is malformed: {error}", param=PARAMS)

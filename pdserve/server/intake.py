@@ -1,10 +1,16 @@
-"""From an HTTP request to a job: the steps that completions and chat have in common."""
+"""From an HTTP request to a job: the steps that completions and chat have in common.
+
+A job gets one engine request, and one text in the making, for each choice. Nothing is submitted
+here: the job does that.
+"""
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import math
 import secrets
+import uuid
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -13,13 +19,21 @@ from pdserve.config.schema import SchedulingPolicy, is_loopback
 from pdserve.errors import BadRequestError, HandoffRefusedError
 from pdserve.http.protocol import unknown_fields
 from pdserve.observe.log import log_event
-from pdserve.server.handoff import DecodeHop, PrefillHop, parse_hop
-from pdserve.server.planning import plan
-from pdserve.server.sampling import check_token_ids, output_limit, resolve_sampling, spellings_of
+from pdserve.server.hop import DecodeHop, PrefillHop, parse_hop
+from pdserve.server.job import Choice, Job
+from pdserve.server.sampling import (
+    check_token_ids,
+    choice_seed,
+    output_limit,
+    resolve_sampling,
+    spellings_of,
+)
 from pdserve.server.service import REQUEST_ID, SERVICE, START_S
 from pdserve.server.text_work import encode, refuse_long_prompt
-from pdserve.wire.hop import PARAMS, STAGES_HEADER, TIME_LEFT_HEADER
-from pdserve.wire.request import OnLoadFailure
+from pdserve.text.output import OutputProcessor
+from pdserve.wire.hop import PARAMS, TIME_LEFT_HEADER
+from pdserve.wire.ids import RequestId, request_id_of
+from pdserve.wire.request import GenerateRequest, OnLoadFailure
 from pdserve.wire.trace import SliceEvent
 
 if TYPE_CHECKING:
@@ -28,8 +42,11 @@ if TYPE_CHECKING:
     from aiohttp import web
 
     from pdserve.http.protocol import SamplingFields
-    from pdserve.server.job import Job
+    from pdserve.server.hop import Hop
+    from pdserve.server.sampling import Asked
+    from pdserve.text.load import Text
     from pdserve.wire.hop import PdserveParams
+    from pdserve.wire.sampling import SamplingParams
 
 _log = logging.getLogger(__name__)
 
@@ -84,31 +101,13 @@ def created_s(request: web.Request, fields: SamplingFields) -> int:
     return int(request.app[SERVICE].clock.wall_s())
 
 
-def wants_stages(request: web.Request) -> bool:
-    """Whether the caller (a proxy) asks for timings inside the answer."""
-    return request.headers.get(STAGES_HEADER) == "1"
-
-
 async def make_job(
-    request: web.Request,
-    fields: SamplingFields,
-    prompts: list[list[int]],
-    *,
-    prompt_field: str,
-    max_tokens: int | None,
-    max_tokens_field: str = "max_tokens",
-    default_max_tokens: int | None,
-    logprobs: int | None,
-    prompt_logprobs: int | None,
+    request: web.Request, fields: SamplingFields, prompts: list[list[int]], asked: Asked
 ) -> Job:
     """Check a request against the model and the engine, and plan it.
 
     Args:
         prompts: Token ids.
-        prompt_field: Where they stand in the body.
-        max_tokens: What the user asked for.
-        max_tokens_field: Where he did.
-        default_max_tokens: What the endpoint gives where he did not; None is all there is.
 
     Raises:
         PdserveError: The request cannot be served as it is, or not now.
@@ -116,22 +115,12 @@ async def make_job(
     service = request.app[SERVICE]
     text, info = service.require_ready()
     params = fields.kv_transfer_params
-    secret = service.engine_config.transfer.secret
-    hop = parse_hop(
-        params,
-        num_choices=fields.num_choices * len(prompts),
-        secret=secret,
-    )
-    if hop is not None and not (secret or is_loopback(request.remote or "")):
-        raise HandoffRefusedError(
-            f"{PARAMS} came from {request.remote}: without a secret only this host may "
-            "send them; give every engine and proxy the same one as PDSERVE_SECRET"
-        )
     ours = params.pdserve if params is not None else None
+    hop = _hop_of(request, fields, num_choices=fields.num_choices * len(prompts))
     if isinstance(hop, PrefillHop) and not hop.final_length:
         # A proxy written for vLLM asks for one token and keeps the user's limit for D. With
         # room for a second one, the first does not end the request here.
-        max_tokens = max(2, max_tokens or 2)
+        asked = dataclasses.replace(asked, max_tokens=max(2, asked.max_tokens or 2))
         fields = msgspec.structs.replace(fields, min_tokens=min(fields.min_tokens or 0, 2))
     drawn = ours.seed if ours is not None and ours.seed is not None else None
     if drawn is None:
@@ -142,19 +131,17 @@ async def make_job(
         _check_priority(fields.priority, service.engine_config.scheduler.policy)
     limits = []
     for prompt in prompts:
-        _check_prompt(prompt, text.vocab_size, prompt_field)
-        asked = max_tokens
+        _check_prompt(prompt, text.vocab_size, asked.prompt_field)
+        for_prompt = asked
         if isinstance(hop, PrefillHop) and not hop.final_length:
-            asked = min(asked or 0, max(1, info.max_model_len - len(prompt)))
+            room = max(1, info.max_model_len - len(prompt))
+            for_prompt = dataclasses.replace(asked, max_tokens=min(asked.max_tokens or 0, room))
         limit = output_limit(
             fields,
-            asked=asked,
-            default=default_max_tokens,
+            for_prompt,
             num_prompt_tokens=len(prompt),
             max_model_len=info.max_model_len,
             model_limit=text.defaults.max_new_tokens,
-            prompt_field=prompt_field,
-            max_tokens_field=max_tokens_field,
         )
         limits.append(max(1, limit))
     if not isinstance(hop, DecodeHop):  # what was taken elsewhere is not refused here
@@ -163,7 +150,7 @@ async def make_job(
             fields.num_choices,
             [len(prompt) + limit for prompt, limit in zip(prompts, limits, strict=True)],
             max(scheduler.max_request_tokens, info.max_num_seqs * info.max_model_len),
-            field="n" if fields.num_choices > 1 else prompt_field,
+            field="n" if fields.num_choices > 1 else asked.prompt_field,
         )
     bad_words = await encode(
         service.prompt_work,
@@ -172,13 +159,7 @@ async def make_job(
         add_special_tokens=False,
     )
     resolved = resolve_sampling(
-        fields,
-        text,
-        max_tokens=max(limits),
-        seed=seed,
-        bad_words=bad_words,
-        logprobs=logprobs,
-        prompt_logprobs=prompt_logprobs,
+        fields, asked, text, max_tokens=max(limits), seed=seed, bad_words=bad_words
     )
     sampling = [
         msgspec.structs.replace(
@@ -186,24 +167,114 @@ async def make_job(
         )
         for limit in limits
     ]
-    return plan(
-        service,
-        text,
-        fields,
-        request_id=request[REQUEST_ID],
-        model=service.resolve_model(fields.model),
-        prompts=prompts,
-        sampling=sampling,
-        seed=seed,
-        created=created_s(request, fields),
-        start_s=request[START_S],
-        hop=hop,
+    common = GenerateRequest(
+        request_id=RequestId(request[REQUEST_ID]),
+        prompt_token_ids=[],
+        sampling=resolved,
+        arrival_s=request[START_S],
         deadline_s=_deadline_s(request),
+        priority=fields.priority or 0,
+        cache_salt=fields.cache_salt or "",
+        remote_decode=isinstance(hop, PrefillHop),
+        ticket=hop.ticket if hop is not None else None,
         on_load_failure=ours.on_load_failure if ours is not None else OnLoadFailure.RECOMPUTE,
         is_fallback=is_fallback,
-        cached_tokens=_cached_tokens(ours, fields.num_choices * len(prompts)),
-        path=request.path,
     )
+    choices = choices_of(
+        text, fields, common, prompts=prompts, sampling=sampling, seed=seed, hop=hop
+    )
+    known = _cached_tokens(ours, len(choices))
+    for choice, num_cached in zip(choices, known or (), strict=False):
+        choice.num_cached_tokens = num_cached
+    return Job(
+        client=service.client,
+        clock=service.clock,
+        metrics=service.metrics,
+        request_id=request[REQUEST_ID],
+        model=service.resolve_model(fields.model),
+        created=created_s(request, fields),
+        seed=seed,
+        prompts=prompts,
+        choices=choices,
+        start_s=request[START_S],
+        path=request.path,
+        is_streamed=bool(fields.stream),
+    )
+
+
+def _hop_of(request: web.Request, fields: SamplingFields, *, num_choices: int) -> Hop | None:
+    """Return this engine's part in a disaggregated request; None if there is none.
+
+    Raises:
+        BadRequestError, HandoffRefusedError: See `parse_hop`; or who asks may not.
+    """
+    secret = request.app[SERVICE].engine_config.transfer.secret
+    hop = parse_hop(fields.kv_transfer_params, num_choices=num_choices, secret=secret)
+    if hop is not None and not (secret or is_loopback(request.remote or "")):
+        raise HandoffRefusedError(
+            f"{PARAMS} came from {request.remote}: without a secret only this host may "
+            "send them; give every engine and proxy the same one as PDSERVE_SECRET"
+        )
+    return hop
+
+
+def choices_of(
+    text: Text,
+    fields: SamplingFields,
+    common: GenerateRequest,
+    *,
+    prompts: list[list[int]],
+    sampling: Sequence[SamplingParams],
+    seed: int,
+    hop: Hop | None,
+) -> list[Choice]:
+    """Return the choices of a request; prompt p has those from p * n to p * n + n - 1.
+
+    Args:
+        common: What the engine requests of all choices share; its id is the client's.
+        prompts: Token ids.
+        sampling: One per prompt; each choice gets its own seed.
+        seed: The user's, or the one drawn for this request.
+    """
+    choices: list[Choice] = []
+    for prompt_index, prompt in enumerate(prompts):
+        params = sampling[prompt_index]
+        if isinstance(hop, DecodeHop):  # the engine that has prefilled scores the prompt
+            params = msgspec.structs.replace(params, prompt_logprobs=None)
+        for position in range(fields.num_choices):
+            index = len(choices)
+            choice = Choice(
+                index=index,
+                prompt_index=prompt_index,
+                request=None,
+                processor=OutputProcessor(
+                    text.tokenizer,
+                    stop=fields.stops,
+                    include_stop_str_in_output=bool(fields.include_stop_str_in_output),
+                    skip_special_tokens=fields.skip_special_tokens is not False,
+                    min_tokens=params.min_tokens,
+                ),
+            )
+            choices.append(choice)
+            handoff = hop.handoffs[index] if isinstance(hop, DecodeHop) else None
+            if isinstance(hop, DecodeHop):
+                if handoff is None and hop.ticket is None:
+                    continue  # it ended at P
+                # A push brings one first token, with the last byte of its KV.
+                choice.num_from_handoff = len(handoff.first_token_ids) if handoff else 1
+                choice.num_to_swallow = choice.num_from_handoff if hop.first_delivered else 0
+                choice.prompt_logprobs = hop.prompt_logprobs[index]
+            # With a seed of his own a user gets the same choices for a prompt, whatever
+            # else is in the request; without one, equal prompts differ.
+            seeded = choice_seed(seed, position if fields.seed is not None else index)
+            choice.request = msgspec.structs.replace(
+                common,
+                request_id=request_id_of(common.request_id, index, uuid.uuid4().hex[:8]),
+                prompt_token_ids=prompt,
+                sampling=msgspec.structs.replace(params, seed=seeded),
+                handoff=handoff,
+            )
+    return choices
 
 
 def _cached_tokens(ours: PdserveParams | None, num_choices: int) -> list[int] | None:

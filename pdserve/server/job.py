@@ -1,15 +1,14 @@
 """One HTTP request for text: its choices, from engine requests to pieces of text.
 
-The life of a job: `planning` builds one engine request per choice; entering the job submits
-them; `start` waits for the engine's first word (until then another status than 200 is
-possible); `deltas` yields what each choice gained; leaving the job aborts what still runs,
-gives back KV leases that nobody was told of, counts, and logs one line. Cancel-safe at
-every await. Knows the engine hop; does not know what JSON the text goes into.
+The life of a job: `intake` makes one engine request per choice; entering the job submits them;
+`start` waits for the engine's first word (until then another status than 200 is possible);
+`deltas` yields what each choice gained; leaving the job aborts what still runs and gives back KV
+leases that nobody was told of. Cancel-safe at every await. What is told of it is `account`'s; it
+does not know what JSON the text goes into.
 """
 
 from __future__ import annotations
 
-import logging
 from collections import deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -26,9 +25,7 @@ from pdserve.errors import (
     RecomputeBudgetError,
     UnavailableError,
 )
-from pdserve.observe.log import request_line
-from pdserve.server.handoff import stage_fields
-from pdserve.server.recent import Served, traced
+from pdserve.server.hop import stage_fields
 from pdserve.wire.hop import EngineStages
 from pdserve.wire.request import (
     ErrorCode,
@@ -42,15 +39,15 @@ if TYPE_CHECKING:
     from types import TracebackType
     from typing import Self
 
-    from pdserve.server.handoff import PromptLogprobs
-    from pdserve.server.service import Service
+    from pdserve.engine.client import EngineClient
+    from pdserve.observe.clock import Clock
+    from pdserve.server.hop import PromptLogprobs
+    from pdserve.server.metrics import ServerMetrics
     from pdserve.text.output import OutputProcessor
     from pdserve.wire.ids import RequestId
     from pdserve.wire.outputs import TokenLogprobs
     from pdserve.wire.request import EngineOutput, GenerateRequest
     from pdserve.wire.transfer import KVHandoff
-
-_log = logging.getLogger(__name__)
 
 PARTS_OF_STAGES = ("kv_digest_s", "step_wait_s")
 """Stages that lie inside another one, and are no terms of the sum."""
@@ -124,15 +121,19 @@ class Job:
     """See the module. Use as an async context manager.
 
     Attributes:
+        client: The engine.
         request_id: The client's.
         created: Timestamp of the answer.
         seed: The user's, or the one that was drawn.
         choices: In the order of their indexes.
         path: Of the endpoint that was asked.
         gaps_s: Seconds between output tokens.
+        failure: What the engine failed it with.
     """
 
-    service: Service
+    client: EngineClient
+    clock: Clock
+    metrics: ServerMetrics
     request_id: str
     model: str
     created: int
@@ -144,10 +145,10 @@ class Job:
     is_streamed: bool = False
     delivered: bool = False
     gaps_s: list[float] = field(default_factory=list)
+    failure: Exception | None = None
     _index_of: dict[RequestId, int] = field(default_factory=dict)
     _outputs: MergedOutputs | None = None
     _held: deque[tuple[int, EngineOutput]] = field(default_factory=deque)
-    _error: Exception | None = None
 
     async def __aenter__(self) -> Self:
         of_prompts: dict[int, list[GenerateRequest]] = {}
@@ -157,12 +158,10 @@ class Job:
                 of_prompts.setdefault(choice.prompt_index, []).append(choice.request)
         self._outputs = MergedOutputs(
             [
-                self.service.client.generate(first, [sibling_of(other) for other in others])
+                self.client.generate(first, [sibling_of(other) for other in others])
                 for first, *others in of_prompts.values()
             ]
         )
-        self.service.num_jobs += 1
-        self.service.jobs[id(self)] = self.served
         return self
 
     async def __aexit__(
@@ -171,17 +170,14 @@ class Job:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self.service.num_jobs -= 1
-        del self.service.jobs[id(self)]
         unread = await self._running.close()
-        self._record(error)
         if self.delivered:
             return
         unread += [output for _, output in self._held]
         handoffs = [*self.handoffs, *(output.handoff for output in unread)]
         for handoff in handoffs:
             if handoff is not None:
-                await self.service.client.release_lease(handoff.nonce)
+                await self.client.release_lease(handoff.nonce)
 
     async def start(self) -> None:
         """Wait for the engine's first output that gives the client something.
@@ -225,11 +221,9 @@ class Job:
                 raise InternalError(f"job {self.request_id} ended before its choices")
             index = self._index_of[output.request_id]
             if output.finish_reason is not None:
-                _raise_if_failed(
-                    output, self.choices[index].request, self.service.clock.monotonic_s()
-                )
+                _raise_if_failed(output, self.choices[index].request, self.clock.monotonic_s())
         except Exception as error:
-            self._error = error
+            self.failure = error
             raise
         return index, output
 
@@ -256,9 +250,9 @@ class Job:
         choice.finish_reason = text.finish_reason
         choice.handoff = output.handoff
         if text.finish_reason is not reason:  # a stop string: the engine does not know of it
-            await self.service.client.abort([output.request_id])
+            await self.client.abort([output.request_id])
             if choice.handoff is not None:
-                await self.service.client.release_lease(choice.handoff.nonce)
+                await self.client.release_lease(choice.handoff.nonce)
                 choice.handoff = None
         if output.prompt_logprobs is not None:
             choice.prompt_logprobs = output.prompt_logprobs
@@ -328,29 +322,19 @@ class Job:
         return EngineStages(
             **stages,
             load_failures=tuple(label for choice in self.choices for label in choice.load_failures),
-            prompt_tokens=sum(map(len, self.prompts)),
+            prompt_tokens=self.num_prompt_tokens,
             kv_mode=self.leader().kv_mode,
         )
 
-    def served(self) -> Served:
-        """Return how far it is now."""
-        clock = self.service.clock
-        return Served(
-            request_id=self.request_id,
-            path=self.path,
-            role=self.service.engine_config.role.value,
-            is_streamed=self.is_streamed,
-            start_s=self.start_s,
-            now_s=clock.monotonic_s(),
-            now_wall_s=clock.wall_s(),
-            ttft_s=self.ttft_s,
-            stages=self.stages(),
-            kv_mode=self.leader().kv_mode,
-            num_choices=len(self.choices),
-            num_prompt_tokens=sum(map(len, self.prompts)),
-            num_output_tokens=sum(choice.num_tokens for choice in self.choices),
-            gaps_s=self.gaps_s,
-        )
+    @property
+    def num_prompt_tokens(self) -> int:
+        """Over all prompts."""
+        return sum(map(len, self.prompts))
+
+    @property
+    def num_output_tokens(self) -> int:
+        """Over all choices, so far."""
+        return sum(choice.num_tokens for choice in self.choices)
 
     def leader(self) -> Choice:
         """The choice that stands for the job in timings: its first one here."""
@@ -366,86 +350,39 @@ class Job:
             return
         if choice.num_cached_tokens is None:
             choice.num_cached_tokens = output.num_cached_tokens
-        now_s = self.service.clock.monotonic_s()
+        now_s = self.clock.monotonic_s()
         if choice.last_token_s is None:
             choice.first_token_s = now_s
-            self.service.metrics.first_token(now_s - self.start_s)
+            self.metrics.first_token(now_s - self.start_s)
         else:
             gap_s = now_s - choice.last_token_s
             self.gaps_s.append(gap_s)
-            self.service.metrics.token_gap(gap_s)
+            self.metrics.token_gap(gap_s)
         choice.last_token_s = now_s
         num_tokens = choice.processor.num_tokens + len(output.new_token_ids)
         if choice.own_token_s is None and num_tokens > choice.num_from_handoff:
             choice.own_token_s = now_s
 
+    def end_unfinished(self, reason: FinishReason) -> int:
+        """Count the choices that did not end by themselves as ended so; return their number."""
+        unfinished = [c for c in self.choices if c.request is not None and c.finish_reason is None]
+        for choice in unfinished:
+            choice.finish_reason = reason
+            self._count(choice)
+        return len(unfinished)
+
     def _count(self, choice: Choice) -> None:
         """Count a choice that has ended."""
         assert choice.finish_reason is not None
-        now_s = self.service.clock.monotonic_s()
+        now_s = self.clock.monotonic_s()
         first_s = choice.first_token_s
-        self.service.metrics.finished(
+        self.metrics.finished(
             choice.finish_reason.value,
             num_prompt_tokens=len(self.prompts[choice.prompt_index]),
             num_output_tokens=choice.num_tokens,
             e2e_s=now_s - self.start_s,
             decode_s=now_s - first_s if first_s is not None else None,
         )
-
-    def _record(self, error: BaseException | None) -> None:
-        """Count what did not end by itself, and log the job's line."""
-        metrics = self.service.metrics
-        unfinished = [c for c in self.choices if c.request is not None and c.finish_reason is None]
-        failure = self._error or error
-        for choice in unfinished:
-            choice.finish_reason = (
-                FinishReason.ERROR if isinstance(failure, Exception) else FinishReason.ABORT
-            )
-            self._count(choice)
-        started = any(choice.first_token_s is not None for choice in self.choices)
-        outcome = "ok"
-        if isinstance(failure, PdserveError):
-            outcome = failure.error_code
-        elif isinstance(failure, Exception):
-            outcome = "internal_error"
-        elif unfinished or failure is not None:  # cancelled
-            outcome = "client_left"
-            metrics.disconnected("decode" if started else "queue")
-        elif any(choice.finish_reason is FinishReason.HANDOFF for choice in self.choices):
-            outcome = "handed_over"
-        fields = self.stages()
-        kv_bytes = int(fields.pop("kv_bytes"))
-        ttft_s = fields.pop("ttft_s")
-        digest_s, step_wait_s = (fields.pop(name) for name in PARTS_OF_STAGES)
-        seconds = {name.removesuffix("_s"): value for name, value in fields.items()}
-        timed = self.leader().own_token_s is not None
-        if timed:
-            metrics.stages(seconds, loaded_kv=kv_bytes > 0, step_wait_s=step_wait_s)
-        shown = {
-            "server": seconds["server"],
-            "queue": seconds["queue"],
-            "prefill": seconds["prefill"],
-            "kv": seconds["kv_wait"] + seconds["kv_transfer"],
-            "handover": seconds["handover"],
-            "first_step": seconds["first_step"],
-        }
-        line = request_line(
-            self.request_id,
-            outcome,
-            num_prompt_tokens=sum(len(prompt) for prompt in self.prompts),
-            num_output_tokens=sum(choice.num_tokens for choice in self.choices),
-            ttft_s=ttft_s if timed else None,
-            stages={name: value for name, value in shown.items() if value},
-            kv_bytes=kv_bytes,
-            kv_transfer_s=seconds["kv_transfer"],
-            kv_digest_s=digest_s,
-            kv_mode=self.leader().kv_mode,
-            gaps_s=self.gaps_s,
-        )
-        _log.info("%s", line)
-        served = self.served()
-        self.service.recent.add(served, outcome, line)
-        self.service.recorder.add(traced(served, outcome))
 
 
 def _raise_if_failed(output: EngineOutput, request: GenerateRequest | None, now_s: float) -> None:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from pdserve.server.handoff import PromptLogprobs
+    from pdserve.server.hop import PromptLogprobs
     from pdserve.text.tokenizer import Tokenizer
     from pdserve.wire.outputs import TokenLogprobs
 

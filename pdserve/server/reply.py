@@ -1,20 +1,129 @@
-"""What completions and chat say in the same words: finish reasons, the engine hop, JSON."""
+"""How an answer leaves, in the words that completions and chat share: whole, or as events.
+
+Server-sent events are as OpenAI's clients expect them (WHATWG HTML, section 9.2). A stream that has
+begun always ends in `[DONE]`, also after an error; only a client that has gone gets nothing more.
+Both have a part for the proxy where one asks: what another engine goes on from, and timings.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import uuid
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 from aiohttp import web
 
-from pdserve.server.handoff import response_params
-from pdserve.server.intake import wants_stages
-from pdserve.wire.hop import HANDOFF, PARAMS, STAGES
+from pdserve.errors import PdserveError
+from pdserve.http.answers import error_object
+from pdserve.server.errors import log_internal_error
+from pdserve.server.hop import response_params
+from pdserve.server.service import SERVICE
+from pdserve.wire.hop import HANDOFF, PARAMS, STAGES, STAGES_HEADER
 from pdserve.wire.request import FinishReason
 
 if TYPE_CHECKING:
-    from pdserve.server.job import Job
+    from collections.abc import Callable, Sequence
+    from types import TracebackType
+    from typing import Self
+
+    from pdserve.server.job import Delta, Job
     from pdserve.wire.hop import HandedOver
+
+_HEADERS = {
+    "Content-Type": "text/event-stream; charset=utf-8",
+    "Cache-Control": "no-cache",
+    "X-Accel-Buffering": "no",  # nginx would collect the stream otherwise
+}
+_DONE = b"data: [DONE]\n\n"
+_MARK = uuid.uuid4().hex
+
+
+class _StreamResponse(web.StreamResponse):
+    """Its headers wait for the first event, and leave in the same packet.
+
+    Apart they are two system calls here and two wake-ups for the reader; and on a machine that
+    has no core to spare it is the reader's turn between the two.
+    """
+
+    _send_headers_immediately = False
+
+
+class EventStream:
+    """One response of events. Its headers go with the first one; leaving it ends the stream.
+
+    An error inside the block becomes an error event. Once the block was entered there is no
+    way back to another status, so enter it with the first thing to send at hand.
+    """
+
+    def __init__(self, request: web.Request, headers: dict[str, str] | None = None) -> None:
+        self._request = request
+        self._encoder = msgspec.json.Encoder()
+        self._around: dict[int, tuple[bytes, bytes]] = {}
+        self._has_ended = False
+        self.response = _StreamResponse(headers=_HEADERS | (headers or {}))
+
+    async def __aenter__(self) -> Self:
+        await self.response.prepare(self._request)
+        return self
+
+    async def send(self, event: dict[str, Any]) -> None:
+        """Send one event.
+
+        Raises:
+            ConnectionError: The client has gone.
+        """
+        await self.response.write(self._framed(event))
+
+    async def send_text(self, delta: Delta, chunk_of: Callable[[Delta], dict[str, Any]]) -> None:
+        """Send the event for a delta that differs from its choice's others only in its text.
+
+        What stands around the text is encoded once per choice.
+
+        Raises:
+            ConnectionError: The client has gone.
+        """
+        around = self._around.get(delta.index)
+        if around is None:
+            event = self._encoder.encode(chunk_of(replace(delta, text=_MARK)))
+            head, tail = event.split(self._encoder.encode(_MARK))
+            around = self._around[delta.index] = (b"data: " + head, tail + b"\n\n")
+        await self.response.write(around[0] + self._encoder.encode(delta.text) + around[1])
+
+    async def end(self, events: Sequence[dict[str, Any]] = ()) -> None:
+        """Send the last events and the end mark, all at once.
+
+        Raises:
+            ConnectionError: The client has gone.
+        """
+        data = b"".join([*map(self._framed, events), _DONE])
+        self._has_ended = True
+        await self.response.write_eof(data)
+
+    def _framed(self, event: dict[str, Any]) -> bytes:
+        return b"data: " + self._encoder.encode(event) + b"\n\n"
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> bool:
+        if isinstance(error, ConnectionError):
+            return True
+        if error is not None and not isinstance(error, Exception):
+            return False  # cancelled: nobody reads any more
+        last = []
+        if isinstance(error, PdserveError):
+            last.append(error_object(error))
+        elif error is not None:
+            log_internal_error(self._request, error)
+            last.append(error_object(PdserveError("the server failed; its log has the details")))
+        if not self._has_ended:
+            with contextlib.suppress(ConnectionError):
+                await self.end(last)
+        return True
 
 
 def finish_name(reason: FinishReason | None) -> str | None:
@@ -22,7 +131,7 @@ def finish_name(reason: FinishReason | None) -> str | None:
     return reason.value if reason in (FinishReason.STOP, FinishReason.LENGTH) else None
 
 
-def transfer_params(job: Job) -> HandedOver | None:
+def _transfer_params(request: web.Request, job: Job) -> HandedOver | None:
     """Return what a decode engine needs to go on; None if every choice has ended here."""
     if not any(job.handoffs):
         return None
@@ -33,17 +142,22 @@ def transfer_params(job: Job) -> HandedOver | None:
         [choice.num_cached_tokens or 0 for choice in job.choices],
         created=job.created,
         seed=job.seed,
-        secret=job.service.engine_config.transfer.secret,
+        secret=request.app[SERVICE].engine_config.transfer.secret,
     )
 
 
-def hop_events(job: Job, *, with_stages: bool) -> list[dict[str, Any]]:
-    """Return the events that end an engine hop's stream; a proxy takes them out."""
+def wants_stages(request: web.Request) -> bool:
+    """Whether the caller (a proxy) asks for timings inside the answer."""
+    return request.headers.get(STAGES_HEADER) == "1"
+
+
+def hop_events(request: web.Request, job: Job) -> list[dict[str, Any]]:
+    """Return the events that end a stream to a proxy, which takes them out."""
     events: list[dict[str, Any]] = []
-    params = transfer_params(job)
+    params = _transfer_params(request, job)
     if params is not None:
         events.append({HANDOFF: params})
-    if with_stages:
+    if wants_stages(request):
         events.append({STAGES: job.account()})
     return events
 
@@ -54,7 +168,7 @@ async def send_json(request: web.Request, job: Job, answer: dict[str, Any]) -> w
     Sends at once rather than on return, so that a lease counts as handed over only when
     its answer is on the wire.
     """
-    params = transfer_params(job)
+    params = _transfer_params(request, job)
     if params is not None:
         answer[PARAMS] = params
     if wants_stages(request):

@@ -6,6 +6,7 @@ After this no field is left to anybody's default. Pure; knows no HTTP and no eng
 from __future__ import annotations
 
 import hashlib
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeVar
 
 from pdserve.errors import BadRequestError, ContextLengthError
@@ -24,6 +25,27 @@ _MAX_LOGIT_BIAS = 100.0
 _SEED_MASK = 2**63 - 1
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Asked:
+    """What a user asks for in fields whose names or defaults depend on the endpoint.
+
+    Attributes:
+        prompt_field: What the endpoint calls the prompt.
+        max_tokens: The user's limit; None if he gave none.
+        max_tokens_field: What the endpoint calls that.
+        default_max_tokens: The endpoint's own limit; None is the rest of the context.
+        logprobs, prompt_logprobs: Alternatives per token of the output and of the prompt; None
+            asks for no log-probabilities.
+    """
+
+    prompt_field: str
+    max_tokens: int | None
+    max_tokens_field: str = "max_tokens"
+    default_max_tokens: int | None
+    logprobs: int | None
+    prompt_logprobs: int | None
+
+
 def choice_seed(seed: int, index: int) -> int:
     """Return the seed of choice `index`: a function of both, and `seed` itself for 0."""
     if index == 0:
@@ -34,41 +56,37 @@ def choice_seed(seed: int, index: int) -> int:
 
 def output_limit(
     fields: SamplingFields,
+    asked: Asked,
     *,
-    asked: int | None,
-    default: int | None,
     num_prompt_tokens: int,
     max_model_len: int,
     model_limit: int | None,
-    prompt_field: str,
-    max_tokens_field: str,
 ) -> int:
     """Return how many tokens a request may get.
 
     Args:
-        asked: The user's limit, under whichever name the endpoint has for it.
-        default: The endpoint's own where the user gave none; None is the rest of the context.
         model_limit: `max_new_tokens` of the model's generation config.
-        prompt_field, max_tokens_field: What the endpoint calls the two.
 
     Raises:
         ContextLengthError: The prompt leaves no room, or not as much as was asked for.
     """
     room = max_model_len - num_prompt_tokens
-    if room < 1 or (asked or 0) > room:
-        wanted = f" and {asked} of output" if asked is not None else ""
+    wanted_tokens = asked.max_tokens
+    if room < 1 or (wanted_tokens or 0) > room:
+        wanted = f" and {wanted_tokens} of output" if wanted_tokens is not None else ""
         raise ContextLengthError(
             f"This model's maximum context length is {max_model_len} tokens, but the request "
             f"has {num_prompt_tokens} tokens of prompt{wanted}; "
             "shorten the prompt or ask for fewer tokens.",
-            param=prompt_field if room < 1 else max_tokens_field,
+            param=asked.prompt_field if room < 1 else asked.max_tokens_field,
         )
-    limit = asked if asked is not None else min(room, default or room)
+    limit = min(room, asked.default_max_tokens or room) if wanted_tokens is None else wanted_tokens
     if model_limit is not None:
         limit = min(limit, model_limit)
     if fields.min_tokens is not None and fields.min_tokens > max(limit, 1):
         raise BadRequestError(
-            f"min_tokens is {fields.min_tokens}: it must be at most {max_tokens_field} ({limit})",
+            f"min_tokens is {fields.min_tokens}: it must be at most "
+            f"{asked.max_tokens_field} ({limit})",
             param="min_tokens",
         )
     return limit
@@ -76,13 +94,12 @@ def output_limit(
 
 def resolve_sampling(
     fields: SamplingFields,
+    asked: Asked,
     text: Text,
     *,
     max_tokens: int,
     seed: int,
     bad_words: Iterable[Sequence[int]],
-    logprobs: int | None,
-    prompt_logprobs: int | None,
 ) -> SamplingParams:
     """Return what an engine needs to sample one choice.
 
@@ -125,8 +142,8 @@ def resolve_sampling(
         },
         allowed_token_ids=None if allowed is None else tuple(dict.fromkeys(allowed)),
         bad_words=tuple(words),
-        logprobs=logprobs,
-        prompt_logprobs=prompt_logprobs,
+        logprobs=asked.logprobs,
+        prompt_logprobs=asked.prompt_logprobs,
     )
 
 

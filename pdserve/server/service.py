@@ -17,20 +17,18 @@ from pdserve.errors import (
 )
 from pdserve.observe.clock import SystemClock
 from pdserve.observe.trace import Recorder
-from pdserve.server.recent import Recent
 from pdserve.server.text_work import TextWork
+from pdserve.wire.finished import FinishedRequests
 from pdserve.wire.hop import REQUEST_ID_HEADER
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from pdserve.config.schema import EngineConfig, ServerConfig
     from pdserve.engine.client import EngineClient
     from pdserve.http.bodies import Bodies
     from pdserve.http.control import Verifier
     from pdserve.observe.clock import Clock
+    from pdserve.server.job import Job
     from pdserve.server.metrics import ServerMetrics
-    from pdserve.server.recent import Served
     from pdserve.server.registration import Registrar
     from pdserve.text.load import Text
     from pdserve.wire.request import EngineInfo
@@ -46,8 +44,7 @@ class Service:
         text: None until it is loaded.
         created_s: Reported as the models' creation time.
         draining: Set on shutdown: what runs goes on, nothing more is taken.
-        num_jobs: Requests for text that are being answered.
-        jobs: What to call for each, to see how far it is.
+        jobs: Requests for text that are being answered.
         recent: Those that have ended.
         registration: Tells proxies of this engine, once it is ready, if any is named.
         recorder: What traces are made from.
@@ -68,10 +65,9 @@ class Service:
     text: Text | None = None
     clock: Clock = field(default_factory=SystemClock)
     draining: bool = False
-    num_jobs: int = 0
-    jobs: dict[int, Callable[[], Served]] = field(default_factory=dict)
+    jobs: dict[int, Job] = field(default_factory=dict)
     registration: Registrar | None = None
-    recent: Recent = field(default_factory=Recent)
+    recent: FinishedRequests = field(default_factory=FinishedRequests)
     recorder: Recorder = field(default_factory=Recorder)
     created_s: int = 0
     prompt_work: TextWork = field(

@@ -1,4 +1,4 @@
-"""Health, models, version, metrics, and the tokenizer over HTTP."""
+"""The paths beside generation: health, models, version, metrics, tokens, and what proxies ask."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from pdserve.server.chat import render_chat
 from pdserve.server.sampling import check_token_ids
 from pdserve.server.service import SERVICE, read_body
 from pdserve.server.text_work import refuse_more
+from pdserve.wire.hop import EngineReport, ReleaseRequest
 
 if TYPE_CHECKING:
     from pdserve.server.service import Service
@@ -122,12 +123,10 @@ async def tokenize(request: web.Request) -> web.Response:
         prompt = await render_chat(
             service.tool_work,
             text,
-            body.messages,
+            body,
             num_bytes=len(data),
             max_model_len=info.max_model_len,
             now_s=service.clock.wall_s(),
-            add_generation_prompt=body.add_generation_prompt is not False,
-            variables=body.chat_template_kwargs,
         )
     refuse_more("prompt", len(prompt), MAX_TOOL_CHARS, "characters")
 
@@ -163,6 +162,33 @@ async def detokenize(request: web.Request) -> web.Response:
         return msgspec.json.encode({"prompt": prompt})
 
     return _json_bytes(await service.tool_work.run(answer, len(token_ids)))
+
+
+async def release(request: web.Request) -> web.Response:
+    """Give up a lease that nobody will read. Unknown nonces are ignored."""
+    service = request.app[SERVICE]
+    data = await read_body(request)
+    service.verifier.check(request, data)
+    await service.client.release_lease(parse_body(data, ReleaseRequest).nonce)
+    return web.Response()
+
+
+async def info(request: web.Request) -> web.Response:
+    """What the engine is and how busy it is, for proxies."""
+    service = request.app[SERVICE]
+    return web.Response(
+        body=msgspec.json.encode(
+            EngineReport(
+                ready=service.unready_reason is None,
+                reason=service.unready_reason,
+                models=service.model_names,
+                engine=service.client.info,
+                stats=service.client.stats,
+                wall_s=service.clock.wall_s(),
+            )
+        ),
+        content_type="application/json",
+    )
 
 
 def _json(value: dict[str, Any]) -> web.Response:

@@ -12,7 +12,7 @@ from pdserve.observe.clock import ManualClock
 from pdserve.proxy.backends import Backends
 from pdserve.proxy.breakers import Breakers
 from pdserve.proxy.metrics import Metrics
-from pdserve.server.handoff import parse_hop
+from pdserve.server.hop import parse_hop
 from pdserve.wire.hop import Deregistration, KVTransferParams, PdserveParams, Registration
 from pdserve.wire.ids import EngineId, Incarnation
 from pdserve.wire.request import EngineInfo

@@ -13,12 +13,14 @@ from pdserve.http.control import proof_headers
 from pdserve.http.protocol import CompletionRequest
 from pdserve.observe.clock import ManualClock
 from pdserve.server.app import build_app
-from pdserve.server.handoff import PrefillHop
-from pdserve.server.planning import plan
+from pdserve.server.hop import PrefillHop
+from pdserve.server.intake import choices_of
+from pdserve.server.job import Job
 from pdserve.server.service import SERVICE
 from pdserve.text.chat import ChatTemplate
 from pdserve.wire.hop import FORMER_HEADER, PROOF_HEADER
-from pdserve.wire.request import FinishReason
+from pdserve.wire.ids import RequestId
+from pdserve.wire.request import FinishReason, GenerateRequest
 from pdserve.wire.sampling import SamplingParams
 from tests.server.conftest import Server, events, make_engine, scripted, serving, until
 from tests.server.engine import MemoryNetwork
@@ -283,19 +285,35 @@ def job_at_prefill(text, engine, n: int):
         engine_config=EngineConfig(model=ModelConfig(model="tiny")),
         server_config=ServerConfig(),
     )
-    return plan(
-        app[SERVICE],
+    service = app[SERVICE]
+    params = SamplingParams(max_tokens=8, seed=1)
+    common = GenerateRequest(
+        request_id=RequestId("one"),
+        prompt_token_ids=[],
+        sampling=params,
+        arrival_s=0.0,
+        remote_decode=True,
+    )
+    choices = choices_of(
         text,
         CompletionRequest(prompt="x", n=n),
+        common,
+        prompts=[[60, 61]],
+        sampling=[params],
+        seed=1,
+        hop=PrefillHop(final_length=True),
+    )
+    return Job(
+        client=service.client,
+        clock=service.clock,
+        metrics=service.metrics,
         request_id="one",
         model="tiny",
-        prompts=[[60, 61]],
-        sampling=[SamplingParams(max_tokens=8, seed=1)],
-        seed=1,
         created=0,
+        seed=1,
+        prompts=[[60, 61]],
+        choices=choices,
         start_s=0.0,
-        hop=PrefillHop(final_length=True),
-        deadline_s=None,
     )
 
 

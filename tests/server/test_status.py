@@ -280,10 +280,10 @@ async def test_an_error_is_counted_as_one(text):
 
 
 async def test_a_request_is_one_line_in_the_log(text, caplog):
-    caplog.set_level(logging.INFO, logger="pdserve.server.job")
+    caplog.set_level(logging.INFO, logger="pdserve.server.account")
     async with serving(text, scripted(text, "a dog", prefill_s=0.01)) as server:
         await server.ok("/v1/completions", {"prompt": "The"}, X_Request_Id="3f2a")
-    [record] = [r for r in caplog.records if r.name == "pdserve.server.job"]
+    [record] = [r for r in caplog.records if r.name == "pdserve.server.account"]
     line = record.getMessage()
     found = re.fullmatch(
         r"req 3f2a ok in=1 out=\d ttft=([\d.]+)ms = server ([\d.]+)(?: \+ queue ([\d.]+))?"
@@ -298,10 +298,10 @@ async def test_a_request_is_one_line_in_the_log(text, caplog):
 
 @pytest.mark.parametrize("body", [{"prompt": "The", "n": 2}, {"prompt": ["The", "dog"]}])
 async def test_several_choices_are_one_line(text, caplog, body):
-    caplog.set_level(logging.INFO, logger="pdserve.server.job")
+    caplog.set_level(logging.INFO, logger="pdserve.server.account")
     async with serving(text, scripted(text, "a dog")) as server:
         await server.ok("/v1/completions", body)
-    assert len([r for r in caplog.records if r.name == "pdserve.server.job"]) == 1
+    assert len([r for r in caplog.records if r.name == "pdserve.server.account"]) == 1
 
 
 async def test_a_stalled_engine_is_not_ready_and_says_why_until_it_goes_on(text) -> None:
