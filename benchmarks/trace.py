@@ -24,7 +24,7 @@ from pdserve.engine.core import EngineCore
 from pdserve.executor.toy import TOY_VOCAB_SIZE, ToyExecutor, toy_shape
 from pdserve.observe.clock import SystemClock
 from pdserve.observe.trace import CLOCK_ID, MAX_EVENTS, Recorder
-from pdserve.scheduler.inflight import Step
+from pdserve.scheduler.steps import Step
 from pdserve.wire.ids import EngineId, Incarnation, RequestId
 from pdserve.wire.request import GenerateRequest
 from pdserve.wire.sampling import SamplingParams
@@ -68,12 +68,12 @@ def _event_ns(number: int = 100_000) -> float:
 
 def _step_us(batch: int, number: int = 2000) -> float:
     scheduler = _running(batch)
-    recording = scheduler._recording
+    telemetry = scheduler.telemetry
     clock = SystemClock()
-    running = list(scheduler._roster.running.values())
+    running = list(scheduler.state.running.values())
     after = {request.request_id: request.num_computed_tokens for request in running}
 
-    # Both loops read what `Scheduler._build_step` has to read of each request anyway.
+    # Both loops read what `StepQueue.submit` has to read of each request anyway.
     def traced() -> None:
         num_prefill = 0
         for request in running:
@@ -85,9 +85,9 @@ def _step_us(batch: int, number: int = 2000) -> float:
                 pass
         now_s = clock.monotonic_s()
         step = Step(1, after, now_s, num_prefill_tokens=num_prefill, num_decode_tokens=batch)
-        recording.step(step, 0.004, now_s)
-        recording._sampled_s = float("-inf")  # as if every step were 10 ms
-        recording._last_sample = None  # and something had changed
+        telemetry.step(step, 0.004, now_s)
+        telemetry._sampled_s = float("-inf")  # as if every step were 10 ms
+        telemetry._last_sample = None  # and something had changed
         scheduler.sample_counters()
 
     def bare() -> None:
@@ -118,8 +118,8 @@ def _rank_step_us(number: int = MAX_SLICES // 2) -> float:
 def _told_us(number: int = 200, num_slices: int = 100) -> float:
     did = RankSlice(1e6, 1e6, "rank 0", "forward", {"step": 7, "batch_size": 32})
     report = ConnectorReport(slices=[did] * num_slices, clock_id=CLOCK_ID)
-    recording = _running(1)._recording
-    cost = timeit.timeit(lambda: recording.ranks(report, 1e6), number=number)
+    telemetry = _running(1).telemetry
+    cost = timeit.timeit(lambda: telemetry.ranks(report, 1e6), number=number)
     return cost / number / num_slices * 1e6
 
 

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from pdserve.engine.waves import Phase, Waves
 from pdserve.executor.base import RankDiedError
 from pdserve.scheduler.scheduler import Scheduler
+from pdserve.scheduler.state import Dimensions
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -60,13 +61,15 @@ class EngineCore:
         self.scheduler = Scheduler(
             config.scheduler,
             config.cache,
-            num_blocks=layout.num_blocks,
-            max_model_len=first.max_model_len,
-            vocab_size=first.vocab_size,
-            connector=connector,
-            clock=clock,
-            num_stages=config.parallel.pipeline_parallel_size,
-            kv_bytes_per_token=sum(w.layout.block_bytes for w in workers) // layout.block_size,
+            Dimensions(
+                num_blocks=layout.num_blocks,
+                max_model_len=first.max_model_len,
+                vocab_size=first.vocab_size,
+                num_stages=config.parallel.pipeline_parallel_size,
+                kv_bytes_per_token=sum(w.layout.block_bytes for w in workers) // layout.block_size,
+            ),
+            connector,
+            clock,
         )
         self.waves = Waves(self.scheduler) if in_waves else None
         self._plan = self.scheduler.schedule if self.waves is None else self.waves.schedule

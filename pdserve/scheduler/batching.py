@@ -1,63 +1,53 @@
-"""What the running requests do in a step: budget and blocks are divided, and the last preempted.
+"""Which requests a step computes: those that run, and with what is left those that wait.
 
-Looks at the batch, lets `plan` decide, and applies it. Knows no waiting requests (`admission`).
+Budget and blocks are divided over the running requests, and the last of them preempted where
+blocks lack. What is left of them is for the waiting ones, one after the other: the connector of
+each is asked what comes from elsewhere, it gets its blocks, and moves into the batch or to where
+its blocks are filled. `plan` decides; here it is looked up and applied.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from pdserve.scheduler.plan import Candidate, plan_running
+import msgspec
+
+from pdserve.kvcache.lease import BlockUser
+from pdserve.scheduler.plan import Candidate, Room, plan_admission, plan_running
 from pdserve.scheduler.request import State
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from pdserve.config.schema import SchedulerConfig
-    from pdserve.connectors.base import KVConnectorScheduler
-    from pdserve.kvcache.manager import KVCacheManager
-    from pdserve.scheduler.counts import Counts
-    from pdserve.scheduler.inflight import InFlight
+    from pdserve.connectors.base import Match
+    from pdserve.kvcache.manager import PrefixHit
     from pdserve.scheduler.request import Request
-    from pdserve.scheduler.roster import Roster
+    from pdserve.scheduler.state import SchedulerState
+    from pdserve.scheduler.transfers import Transfers
     from pdserve.wire.ids import BlockId, RequestId
 
 
 class Batcher:
-    """Fills steps with the batch of `roster`.
+    """Fills steps.
 
     Args:
-        max_model_len: Tokens of prompt and output together, at most.
-        num_stages: Pipeline stages; the decoding requests are shared out over as many steps.
-        end_broken: Ends a request alone, over which the connector has failed.
+        transfers: Ends a request alone, over which its connector fails.
     """
 
-    def __init__(
-        self,
-        config: SchedulerConfig,
-        *,
-        max_model_len: int,
-        num_stages: int,
-        kv: KVCacheManager,
-        roster: Roster,
-        inflight: InFlight,
-        connector: KVConnectorScheduler,
-        counts: Counts,
-        end_broken: Callable[[RequestId, Exception, float], None],
-    ) -> None:
-        self._config = config
-        self._max_model_len = max_model_len
-        self._num_stages, self._is_pipelined = num_stages, num_stages > 1
+    def __init__(self, state: SchedulerState, transfers: Transfers) -> None:
+        self._state = state
+        self._transfers = transfers
+        self._kv = state.kv
+        self._config = config = state.config
+        self._max_model_len = state.dimensions.max_model_len
+        self._num_stages = state.dimensions.num_stages
+        self._is_pipelined = self._num_stages > 1
         # A prompt that may not be spread over steps must fit into one.
         self._token_budget = max(
-            config.max_num_batched_tokens, 0 if config.enable_chunked_prefill else max_model_len
+            config.max_num_batched_tokens,
+            0 if config.enable_chunked_prefill else self._max_model_len,
         )
-        self._kv = kv
-        self._roster = roster
-        self._inflight = inflight
-        self._connector = connector
-        self._counts = counts
-        self._end_broken = end_broken
+        self._min_reserved_blocks = self._kv.pool.num_blocks // 100
+
+    # ---- running requests ----------------------------------------------------------
 
     def fill(
         self,
@@ -75,22 +65,18 @@ class Batcher:
             The budget left; None if it must stay unspent, because a running request
             lacks blocks, or a preemption just made room for one: neither may be given away.
         """
-        batch = list(self._roster.running.values())
-        candidates = [self._candidate(request) for request in batch]
+        running = self._state.running
+        batch = list(running.values())
 
         def freed_by(index: int) -> int:
             holding = batch[index].holding
             return 0 if holding is None else self._kv.pool.num_exclusive_among(holding.blocks)
 
         plan = plan_running(
-            candidates,
-            token_budget=self._token_budget,
-            num_free_blocks=self._kv.pool.num_free,
-            block_size=self._kv.block_size,
-            may_split=self._config.enable_chunked_prefill,
-            freed_by=None if self._inflight.is_computing else freed_by,
+            [self._candidate(request) for request in batch],
+            self._room(self._token_budget, self._config.long_prefill_token_threshold),
+            freed_by=None if self._state.steps.is_computing else freed_by,
             max_decodes=self._max_decodes(batch),
-            max_of_one=self._config.long_prefill_token_threshold,
         )
         are_free = [self._preempt(batch[index], now_s) for index in plan.preempted]
         if not all(are_free):
@@ -105,9 +91,17 @@ class Batcher:
             scheduled[request.request_id] = num_tokens
             if self._is_pipelined:
                 # Who was not in this step comes first in the next.
-                running = self._roster.running
                 running[request.request_id] = running.pop(request.request_id)
         return None if plan.preempted or plan.is_short_of_blocks else plan.budget_left
+
+    def _room(self, token_budget: int, max_of_one: int) -> Room:
+        return Room(
+            token_budget=token_budget,
+            num_free_blocks=self._kv.pool.num_free,
+            block_size=self._kv.block_size,
+            may_split=self._config.enable_chunked_prefill,
+            max_of_one=max_of_one,
+        )
 
     def _candidate(self, request: Request) -> Candidate:
         num_computed = request.num_computed_tokens
@@ -118,7 +112,7 @@ class Batcher:
             0 if sits_out else request.num_tokens - num_computed,
             num_computed,
             0 if holding is None else len(holding.blocks),
-            self._roster.waiting.rank(request),
+            request.rank,
             is_pipelined and request.is_decoding,
             request.is_pinned,
         )
@@ -140,16 +134,130 @@ class Batcher:
         blocks = request.holding.blocks
         generations = self._kv.pool.generations_of(blocks)
         try:
-            hold = self._connector.preempted(request, blocks, generations)
+            hold = self._state.connector.preempted(request, blocks, generations)
         except Exception as error:  # noqa: BLE001 - whatever it is, it ends this request alone
-            self._end_broken(request.request_id, error, now_s)
+            self._transfers.end_broken(request.request_id, error, now_s)
             return True
-        self._counts.preemptions += 1
-        request.num_preemptions += 1
+        self._state.counters.preemptions += 1
         if hold is None:
-            self._roster.give_back(request)
+            self._state.free(request)
         else:
-            self._roster.park(request, hold.hold_id)
-        request.begin_again(0)
-        self._roster.move(request, State.WAITING, now_s, "preempted")
+            self._state.hold(request, hold.hold_id)
+        request.preempt()
+        self._state.move(request, State.WAITING, now_s, "preempted")
         return hold is None
+
+    # ---- waiting requests ----------------------------------------------------------
+
+    def admit(self, now_s: float, budget: int) -> dict[RequestId, int]:
+        """Start waiting requests.
+
+        Args:
+            budget: Tokens that they may compute in the step that is being built. Loads cost none.
+
+        Returns:
+            The tokens that those which run now compute in it.
+        """
+        scheduled: dict[RequestId, int] = {}
+        state = self._state
+        while state.num_admitted < self._config.max_num_seqs:
+            request = state.waiting.peek()
+            if request is None:
+                break
+            try:
+                num_tokens = self._admit_next(request, now_s, budget)
+            except Exception as error:  # noqa: BLE001 - whatever it is, it ends this request alone
+                self._transfers.end_broken(request.request_id, error, now_s)
+                continue
+            if num_tokens is None:
+                break
+            if num_tokens:
+                scheduled[request.request_id] = num_tokens
+                budget -= num_tokens
+        return scheduled
+
+    def _admit_next(self, request: Request, now_s: float, budget: int) -> int | None:
+        """Start the request that comes next, or take it out of the line for now.
+
+        Returns:
+            The tokens that it computes in the step; None if there is no room for it.
+        """
+        waiting = self._state.waiting
+        hit = self._state.match_prefix(request)
+        match = self._match(request, hit)
+        if match is None:
+            waiting.stand_aside(request)
+            request.times.wait_for_peer(now_s)
+            request.note(now_s, "waits for its peer")
+            return 0
+        is_load = match.num_tokens > 0 and match.is_async
+        # What is pinned is not moved to make it grow: its first token has its block, too.
+        num_to_hold = request.num_tokens + match.is_pinned
+        # The last token is computed again if all are found, so that there are logits behind it.
+        computed = min(hit.num_tokens + match.num_tokens, num_to_hold - 1)
+        num_tokens = plan_admission(
+            self._room(
+                num_to_hold if is_load else budget,
+                0 if is_load else self._config.long_prefill_token_threshold,
+            ),
+            num_tokens=num_to_hold,
+            num_computed=computed,
+            num_hit_blocks=len(hit.blocks),
+            num_hit_free=hit.num_free,
+            num_reserved_blocks=self._num_reserved_blocks(),
+        )
+        if not num_tokens:
+            return None
+        waiting.note_start(request)
+        if is_load:
+            holding = self._kv.open(hit, num_to_hold)
+            request.open(holding, hit.num_tokens + match.num_tokens, is_pinned=match.is_pinned)
+            self._start_load(request, hit, match.num_tokens, now_s)
+            return 0
+        num_tokens = min(num_tokens, request.num_tokens - computed)
+        holding = self._kv.open(hit, num_to_hold if match.is_pinned else computed + num_tokens)
+        request.open(holding, computed, is_pinned=match.is_pinned)
+        self._start(request, hit, match.num_tokens, now_s)
+        return num_tokens
+
+    def _match(self, request: Request, hit: PrefixHit) -> Match | None:
+        """What comes from elsewhere behind what is here; None if that is not known yet."""
+        match = self._state.connector.get_num_new_matched_tokens(request, hit.num_tokens)
+        # Only who computes a prompt has its logprobs; and what has failed is not tried for ever.
+        is_computed = request.sampling.prompt_logprobs is not None or bool(request.load_failures)
+        if match is None or not match.num_tokens or not is_computed:
+            return match
+        return msgspec.structs.replace(match, num_tokens=0)
+
+    def _num_reserved_blocks(self) -> int:
+        """Blocks that stay free: whoever runs, or will once its KV is here, may need one soon."""
+        num_growing = self._state.num_admitted
+        return max(self._min_reserved_blocks, num_growing) if num_growing else 0
+
+    def _start(self, request: Request, hit: PrefixHit, num_external: int, now_s: float) -> None:
+        assert request.holding is not None
+        state, blocks = self._state, request.holding.blocks
+        state.connector.update_state_after_alloc(
+            request, blocks, num_external, generations=self._kv.pool.generations_of(blocks)
+        )
+        if num_external:  # counted once it has come
+            request.expect(hit.num_tokens, num_external, in_step=True)
+        else:
+            state.counters.prompt(request, num_hit=hit.num_tokens, num_external=0)
+        num_missing = max(0, len(request.prompt_token_ids) - hit.num_tokens - num_external)
+        state.counters.recompute_tokens += state.ladder.start(request, num_missing)
+        request.times.start(now_s)
+        why = f"{hit.num_tokens} tokens from the prefix cache"
+        state.move(request, State.RUNNING, now_s, why)
+
+    def _start_load(
+        self, request: Request, hit: PrefixHit, num_external: int, now_s: float
+    ) -> None:
+        assert request.holding is not None
+        state, holding = self._state, request.holding
+        request.expect(hit.num_tokens, num_external)
+        state.connector.update_state_after_alloc(request, holding.blocks, num_external)
+        request.times.start(now_s)
+        holding.become(BlockUser.RECEIVING)
+        why = f"loads {num_external} tokens behind {hit.num_tokens}"
+        state.move(request, State.RECEIVING, now_s, why)

@@ -1,11 +1,11 @@
-"""What a scheduler counts. Counters only grow, and each label is there from the start."""
+"""What a scheduler counts. A counter only grows, and each label is there from the start."""
 
 from __future__ import annotations
 
-import enum
 from collections import Counter
 from typing import TYPE_CHECKING
 
+from pdserve.scheduler.ladder import Remedy
 from pdserve.wire.transfer import KVMode, LeaseEnd, LoadFailure
 
 if TYPE_CHECKING:
@@ -13,21 +13,8 @@ if TYPE_CHECKING:
     from pdserve.wire.transfer import Received
 
 
-class Rung(enum.Enum):
-    """What is done about a load that failed, or instead of one that cannot be: the ladder.
-
-    RETRY: once more from the same engine. RECOMPUTE: the prompt is computed here, within the
-    budget. REPORT: whoever sent the request is told, and has other ways. SHED: over budget.
-    """
-
-    RETRY = "retry"
-    RECOMPUTE = "recompute"
-    REPORT = "report"
-    SHED = "shed"
-
-
-class Counts:
-    """Of one scheduler; see `EngineStats` for what each means."""
+class Counters:
+    """The counters of one scheduler; see `EngineStats` for what each means."""
 
     def __init__(self) -> None:
         self.preemptions = 0
@@ -43,7 +30,7 @@ class Counts:
         self.load_failures = Counter({each.value: 0 for each in LoadFailure})
         self.lease_ends = Counter({each.value: 0 for each in LeaseEnd})
         self.loads = Counter({each.value: 0 for each in KVMode})
-        self.ladder = Counter({each.value: 0 for each in Rung})
+        self.ladder = Counter({each.value: 0 for each in Remedy})
         self.faults: Counter[str] = Counter()
         self._kv_seconds = {"wait": 0.0, "transfer": 0.0, "digest": 0.0}
 
@@ -53,7 +40,7 @@ class Counts:
         return dict(self._kv_seconds)
 
     def prompt(self, request: Request, *, num_hit: int, num_external: int) -> None:
-        """The KV of a prompt is here, or being computed; the request's own counts are set, too.
+        """Count a prompt whose KV is here or being computed, in the request as well.
 
         Only once for each request, however often it is preempted.
         """
@@ -61,17 +48,14 @@ class Counts:
             return
         num_prompt = len(request.prompt_token_ids)
         num_hit = min(num_hit, num_prompt)
-        request.num_cached_tokens = num_hit + num_external
-        request.num_external_tokens = num_external
-        if not num_external:
-            request.note_cached(num_hit)
+        request.count_prompt(num_hit, num_external)
         self.prompt_tokens += num_prompt
         self.local_cache_hit_tokens += num_hit
         self.external_kv_tokens += num_external
         self.local_compute_tokens += num_prompt - num_hit - num_external
 
-    def arrived(self, received: Received) -> None:
-        """A load is complete."""
+    def loaded(self, received: Received) -> None:
+        """Count a load that is complete."""
         self.kv_bytes += received.num_bytes
         self.kv_descriptors += received.num_descriptors
         self.loads[received.mode.value] += 1
@@ -79,6 +63,10 @@ class Counts:
         self._kv_seconds["transfer"] += received.transfer_s
         self._kv_seconds["digest"] += received.digest_s
 
-    def climbed(self, rung: Rung) -> None:
-        """This was done about a request."""
-        self.ladder[rung.value] += 1
+    def count_failure(self, reason: LoadFailure) -> None:
+        """Count a load that failed."""
+        self.load_failures[reason.value] += 1
+
+    def count_remedy(self, remedy: Remedy) -> None:
+        """Count what was done about a request."""
+        self.ladder[remedy.value] += 1

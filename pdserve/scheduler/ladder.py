@@ -1,17 +1,16 @@
 """What is done about a request whose KV did not come from another engine. Pure but for its budget.
 
 The rungs above (the same engine once more) are the connector's to take, those below
-(another engine, the client) the sender's. See `Rung`.
+(another engine, the client) the sender's. See `Remedy`.
 """
 
 from __future__ import annotations
 
+import enum
 import math
 from typing import TYPE_CHECKING, NamedTuple
 
 from pdserve.connectors.base import KVSource
-from pdserve.scheduler.budget import TokenBucket
-from pdserve.scheduler.counts import Rung
 from pdserve.wire.request import OnLoadFailure
 
 if TYPE_CHECKING:
@@ -21,10 +20,23 @@ if TYPE_CHECKING:
 _RETRY_WITHOUT_BUDGET_S = 1.0
 
 
-class Verdict(NamedTuple):
-    """A rung; with SHED, the seconds after which the budget may allow it."""
+class Remedy(enum.Enum):
+    """What is done about a load that failed, or instead of one that cannot be: the ladder.
 
-    rung: Rung
+    RETRY: once more from the same engine. RECOMPUTE: the prompt is computed here, within the
+    budget. REPORT: whoever sent the request is told, and has other ways. SHED: over budget.
+    """
+
+    RETRY = "retry"
+    RECOMPUTE = "recompute"
+    REPORT = "report"
+    SHED = "shed"
+
+
+class Decision(NamedTuple):
+    """A remedy; with SHED, the seconds after which the budget may allow it."""
+
+    remedy: Remedy
     retry_after_s: float | None = None
 
 
@@ -48,26 +60,28 @@ class Ladder:
             f"{self._tokens_per_s} tokens per second)"
         )
 
-    def after_failure(self, request: Request, num_missing: int, now_s: float) -> Verdict:
+    def after_failure(self, request: Request, num_missing: int, now_s: float) -> Decision:
         """The load of `request` has failed for good; `num_missing` prompt tokens are not here.
 
         What no other engine was to compute is computed here in any case: the budget is for their
         outages. A push always goes back to its sender, who has the handoff and can have it pulled.
         """
         if request.source is KVSource.LOCAL:
-            return Verdict(Rung.RECOMPUTE)
+            return Decision(Remedy.RECOMPUTE)
         is_planned = request.source is KVSource.PLANNED
         if is_planned or request.on_load_failure is OnLoadFailure.REPORT:
-            return Verdict(Rung.REPORT)
+            return Decision(Remedy.REPORT)
         return self.compute_here(request, num_missing, now_s)
 
-    def compute_here(self, request: Request, num_missing: int, now_s: float) -> Verdict:
+    def compute_here(self, request: Request, num_missing: int, now_s: float) -> Decision:
         """Whether `num_missing` prompt tokens can be computed: RECOMPUTE or SHED."""
         wait_s = self._bucket.take(num_missing, now_s)
         if wait_s:
-            return Verdict(Rung.SHED, wait_s if math.isfinite(wait_s) else _RETRY_WITHOUT_BUDGET_S)
-        request.num_budgeted = num_missing
-        return Verdict(Rung.RECOMPUTE)
+            return Decision(
+                Remedy.SHED, wait_s if math.isfinite(wait_s) else _RETRY_WITHOUT_BUDGET_S
+            )
+        request.charge(num_missing)
+        return Decision(Remedy.RECOMPUTE)
 
     def start(self, request: Request, num_missing: int) -> int:
         """`request` is computed now. Returns the tokens that count as recomputed, 0 for others."""
@@ -75,11 +89,54 @@ class Ladder:
             return 0
         # What the prefix cache has may have changed since.
         self._bucket.correct(request.num_budgeted - num_missing)
-        request.num_budgeted = None
+        request.charge(None)
         return num_missing
 
     def leave(self, request: Request) -> None:
         """`request` ends; what it was to cost is there again if it has not begun."""
         if request.num_budgeted is not None:
             self._bucket.correct(request.num_budgeted)
-            request.num_budgeted = None
+            request.charge(None)
+
+
+class TokenBucket:
+    """A rate with a burst; it starts full. Knows tokens and seconds, not requests.
+
+    Without a limit, an outage of the prefill pool would bury the decode engines under prompts
+    and end the streams that run well.
+
+    Args:
+        tokens_per_s: What it regains; 0 means that nothing can ever be taken.
+        burst: The most that can be taken at once.
+        now_s: Monotonic seconds, as in every later call.
+    """
+
+    def __init__(self, tokens_per_s: int, burst: int, *, now_s: float) -> None:
+        self._tokens_per_s = tokens_per_s
+        self._burst = burst
+        self._level = float(burst)
+        self._at_s = now_s
+
+    def take(self, num_tokens: int, now_s: float) -> float:
+        """Take all or nothing.
+
+        Returns:
+            0.0 if they were taken; else the seconds until they could be, if nobody else takes
+            any: infinite if there is no budget at all, or they are more than a burst.
+        """
+        if self._tokens_per_s <= 0 or num_tokens > self._burst:
+            return math.inf
+        self._refill(now_s)
+        missing = num_tokens - self._level
+        if missing > 0:
+            return missing / self._tokens_per_s
+        self._level -= num_tokens
+        return 0.0
+
+    def correct(self, num_tokens: int) -> None:
+        """So many more than were taken were not needed; below 0: were needed, too."""
+        self._level = min(self._burst, self._level + num_tokens)
+
+    def _refill(self, now_s: float) -> None:
+        passed_s, self._at_s = now_s - self._at_s, now_s
+        self._level = min(self._burst, self._level + passed_s * self._tokens_per_s)

@@ -15,6 +15,24 @@ MAX_OVERTAKEN: Final = 8
 """So many requests whose KV lies ready may start in the place of one whose KV is planned."""
 
 
+class Room(msgspec.Struct, frozen=True, kw_only=True):
+    """What a step may still use.
+
+    Attributes:
+        token_budget: Tokens that it may still compute.
+        num_free_blocks: Blocks that could be taken.
+        block_size: Tokens per block.
+        may_split: Whether a request may compute less than it wants (chunked prefill).
+        max_of_one: Tokens of one request, at most; 0 sets no limit. Only with `may_split`.
+    """
+
+    token_budget: int
+    num_free_blocks: int
+    block_size: int
+    may_split: bool
+    max_of_one: int = 0
+
+
 class Candidate(msgspec.Struct, frozen=True):
     """A running request, as the plan sees it.
 
@@ -55,28 +73,19 @@ class RunningPlan(msgspec.Struct, frozen=True):
 
 def plan_running(
     candidates: Sequence[Candidate],
+    room: Room,
     *,
-    token_budget: int,
-    num_free_blocks: int,
-    block_size: int,
-    may_split: bool,
     freed_by: Callable[[int], int] | None,
     max_decodes: int | None = None,
-    max_of_one: int = 0,
 ) -> RunningPlan:
     """Divide the token budget over the running requests, preempting where blocks lack.
 
     Args:
         candidates: In the order in which they are served.
-        token_budget: Tokens of the step.
-        num_free_blocks: Blocks that could be taken.
-        block_size: Tokens per block.
-        may_split: Whether a request may compute less than it wants (chunked prefill).
         freed_by: Blocks that preempting a candidate would free; None forbids preemption,
             and a request that lacks blocks sits the step out.
         max_decodes: Decoding requests in the step, at most: the others are left for the steps
             that follow while this one is in flight. None sets no limit.
-        max_of_one: Tokens of one request, at most; 0 sets no limit. Only with `may_split`.
 
     Returns:
         A plan that fits the budget and the free blocks. O(candidates) without
@@ -85,7 +94,8 @@ def plan_running(
     tokens: dict[int, int] = {}
     new_blocks: dict[int, int] = {}
     preempted: list[int] = []
-    free, budget = num_free_blocks, token_budget
+    free, budget = room.num_free_blocks, room.token_budget
+    block_size, may_split, max_of_one = room.block_size, room.may_split, room.max_of_one
     decodes_left = len(candidates) if max_decodes is None else max_decodes
     is_short = False
     for index, request in enumerate(candidates):
@@ -130,7 +140,7 @@ def plan_running(
 
 
 def next_line(heads: Mapping[KVSource, tuple[int, int]], *, num_overtaken: int) -> KVSource | None:
-    """Whose first request is next.
+    """Return the line whose first request is next.
 
     The best rank, unless its KV is only planned while that of a request of no worse priority lies
     ready. An engine whose blocks are full of KV that is to be read cannot compute more: blocks
@@ -151,30 +161,16 @@ def next_line(heads: Mapping[KVSource, tuple[int, int]], *, num_overtaken: int) 
     return KVSource.READY if ready[0] <= heads[KVSource.PLANNED][0] else KVSource.PLANNED
 
 
-class Admission(msgspec.Struct, frozen=True):
-    """How the request at the head of the queue may start, if it fits.
-
-    Attributes:
-        num_tokens: Tokens to compute in this step.
-    """
-
-    num_tokens: int
-
-
 def plan_admission(
+    room: Room,
     *,
     num_tokens: int,
     num_computed: int,
     num_hit_blocks: int,
     num_hit_free: int,
-    token_budget: int,
-    num_free_blocks: int,
     num_reserved_blocks: int,
-    block_size: int,
-    may_split: bool,
-    max_of_one: int = 0,
-) -> Admission | None:
-    """Whether a waiting request may start now.
+) -> int | None:
+    """Return how many tokens a waiting request may compute if it starts now; None if it may not.
 
     All its tokens must fit into the pool now, although the blocks are taken chunk by
     chunk: a prompt that starts and cannot go on would only be preempted.
@@ -184,17 +180,12 @@ def plan_admission(
         num_computed: Tokens whose KV it starts with.
         num_hit_blocks: Cached blocks among them.
         num_hit_free: The part of those that leaves the free list.
-        token_budget: What is left of the step's.
-        num_free_blocks: Blocks that could be taken.
         num_reserved_blocks: Blocks kept for the growth of running requests.
-        block_size: Tokens per block.
-        may_split: Whether it may start with a part of what it wants.
-        max_of_one: Tokens of it in this step, at most; 0 sets no limit. Only with `may_split`.
     """
-    need = -(-num_tokens // block_size) - num_hit_blocks + num_hit_free
-    if need + num_reserved_blocks > num_free_blocks:
+    need = -(-num_tokens // room.block_size) - num_hit_blocks + num_hit_free
+    if need + num_reserved_blocks > room.num_free_blocks:
         return None
     wanted = num_tokens - num_computed
-    if wanted > token_budget and not may_split:
+    if wanted > room.token_budget and not room.may_split:
         return None
-    return Admission(min(wanted, token_budget, max_of_one or token_budget))
+    return min(wanted, room.token_budget, room.max_of_one or room.token_budget)

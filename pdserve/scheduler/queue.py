@@ -1,4 +1,4 @@
-"""The waiting requests, in the order in which they may start."""
+"""Requests in order: those that wait by rank, all of them by deadline. Pure."""
 
 from __future__ import annotations
 
@@ -6,31 +6,32 @@ import heapq
 import itertools
 from typing import TYPE_CHECKING
 
-from pdserve.config.schema import SchedulingPolicy
 from pdserve.connectors.base import KVSource
 from pdserve.scheduler.plan import next_line
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from pdserve.scheduler.request import Request
     from pdserve.wire.ids import RequestId
 
+_MIN_TO_SWEEP = 1024
+
 
 class WaitingQueue:
-    """A priority queue with removal by id.
+    """A priority queue by rank, with removal by id.
 
-    First come, first served orders by arrival, and a preempted request keeps its place,
-    so it comes before everything that arrived after it. The priority policy orders by
-    priority first. Push and pop are O(log n); removal is O(1), paid at a later pop.
+    A preempted request keeps its rank, so it comes before everything that arrived after it. Push
+    and pop are O(log n); removal is O(1), paid at a later pop.
 
-    In each order a request whose KV lies ready may take the place of one whose KV is only planned:
+    A request whose KV lies ready may take the place of one whose KV is only planned:
     the other engine may lack the blocks that are kept for it.
 
     A request may stand aside until its connector says that it is to be asked about again: it
     still waits, but it is not in the line, so nobody waits behind it and nobody looks at it.
     """
 
-    def __init__(self, policy: SchedulingPolicy) -> None:
-        self._by_priority = policy is SchedulingPolicy.PRIORITY
+    def __init__(self) -> None:
         self._heaps: dict[KVSource, list[tuple[int, int, int, Request]]] = {
             source: [] for source in KVSource
         }
@@ -54,7 +55,7 @@ class WaitingQueue:
     def push(self, request: Request) -> None:
         """Add a request."""
         push = next(self._pushes)
-        heapq.heappush(self._heaps[request.source], (*self.rank(request), push, request))
+        heapq.heappush(self._heaps[request.source], (*request.rank, push, request))
         self._members[request.request_id] = push
 
     def peek(self) -> Request | None:
@@ -62,16 +63,16 @@ class WaitingQueue:
         heads = self._heads()
         planned = heads.get(KVSource.PLANNED)
         line = next_line(
-            {line: self.rank(head) for line, head in heads.items()},
+            {line: head.rank for line, head in heads.items()},
             num_overtaken=0 if planned is None else planned.num_overtaken,
         )
         return None if line is None else heads[line]
 
     def note_start(self, request: Request) -> None:
-        """`request`, which came next, is about to start, perhaps in a planned one's place."""
+        """Note that `request`, which came next, starts, perhaps in a planned one's place."""
         planned = self._head(KVSource.PLANNED)
-        if planned is not None and self.rank(planned) < self.rank(request):
-            planned.num_overtaken += 1
+        if planned is not None and planned.rank < request.rank:
+            planned.overtaken()
 
     def remove(self, request: Request) -> None:
         """Take a request out, wherever it stands."""
@@ -96,10 +97,6 @@ class WaitingQueue:
         self.push(request)
         return True
 
-    def rank(self, request: Request) -> tuple[int, int]:
-        """Smaller comes first; also decides who is preempted (the largest)."""
-        return (request.wire.priority if self._by_priority else 0, request.order)
-
     def _heads(self) -> dict[KVSource, Request]:
         heads = {source: self._head(source) for source in KVSource}
         return {source: head for source, head in heads.items() if head is not None}
@@ -113,3 +110,46 @@ class WaitingQueue:
                 return request
             heapq.heappop(heap)
         return None
+
+
+class Deadlines:
+    """Which requests are too late to be of use. Monotonic seconds.
+
+    O(log requests) each; asking while none is late is O(1).
+
+    Args:
+        requests: Those that exist, by id. An entry of any other is void.
+    """
+
+    def __init__(self, requests: Mapping[RequestId, Request]) -> None:
+        self._requests = requests
+        self._heap: list[tuple[float, int, RequestId]] = []
+
+    def __len__(self) -> int:
+        """Entries, void ones included."""
+        return len(self._heap)
+
+    def add(self, request: Request) -> None:
+        """Watch a request that exists, if it has a deadline."""
+        deadline_s = request.wire.deadline_s
+        if deadline_s is None:
+            return
+        if len(self._heap) >= max(_MIN_TO_SWEEP, 2 * len(self._requests)):
+            self._heap = [entry for entry in self._heap if self._find(entry) is not None]
+            heapq.heapify(self._heap)
+        heapq.heappush(self._heap, (deadline_s, request.rank[1], request.request_id))
+
+    def take_late(self, now_s: float) -> list[Request]:
+        """Those whose deadline lies before `now_s`, each once, the latest last."""
+        late: list[Request] = []
+        while self._heap and self._heap[0][0] < now_s:
+            request = self._find(heapq.heappop(self._heap))
+            if request is not None:
+                late.append(request)
+        return late
+
+    def _find(self, entry: tuple[float, int, RequestId]) -> Request | None:
+        _, order, request_id = entry
+        request = self._requests.get(request_id)
+        # Another one may have come under the same id.
+        return request if request is not None and request.rank[1] == order else None

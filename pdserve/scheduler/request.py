@@ -8,19 +8,20 @@ from typing import TYPE_CHECKING
 
 from pdserve.connectors.base import KVSource
 from pdserve.errors import InternalError
-from pdserve.wire.request import RequestStages
-from pdserve.wire.trace import EngineRequest, Span
-from pdserve.wire.transfer import KVMode
+from pdserve.scheduler.timeline import Timeline
+from pdserve.wire.request import FinishReason
+from pdserve.wire.trace import EngineRequest
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from pdserve.connectors.base import Hold
     from pdserve.kvcache.lease import Holding
     from pdserve.kvcache.manager import HashChain, SharedPrompt
     from pdserve.wire.ids import BlockHash
     from pdserve.wire.outputs import TokenLogprobs
-    from pdserve.wire.request import FinishReason, GenerateRequest, OnLoadFailure
-    from pdserve.wire.transfer import Received
+    from pdserve.wire.request import GenerateRequest, OnLoadFailure
+    from pdserve.wire.transfer import Failed, KVMode, Received
 
 
 class State(enum.Enum):
@@ -76,7 +77,10 @@ class Wait(enum.Enum):
 
 
 class Request:
-    """One request inside one engine. Mutable; only the scheduler changes it.
+    """One request inside one engine. Its fields are written by its own methods alone.
+
+    Args:
+        rank: (priority, arrival). Smaller is served first; the largest is preempted.
 
     Attributes:
         num_computed_tokens: Tokens whose KV is, or will be once the steps in flight
@@ -124,10 +128,10 @@ class Request:
         "num_pending_tokens",
         "num_preemptions",
         "num_told_tokens",
-        "order",
         "output_token_ids",
         "prompt_logprobs",
         "prompt_token_ids",
+        "rank",
         "remote_decode",
         "request_id",
         "sampling",
@@ -146,7 +150,7 @@ class Request:
         chain: HashChain,
         shared: SharedPrompt,
         *,
-        order: int,
+        rank: tuple[int, int],
         now_s: float,
     ) -> None:
         self.wire = wire
@@ -158,7 +162,7 @@ class Request:
         self.prompt_token_ids = wire.prompt_token_ids
         self.sampling = wire.sampling
         self.chain = chain
-        self.order = order
+        self.rank = rank
         self.state = State.WAITING
         self.output_token_ids: list[int] = []
         self.num_computed_tokens = 0
@@ -184,7 +188,7 @@ class Request:
         self.num_external_tokens = 0
         self.num_preemptions = 0
         self.load_failures: list[str] = []
-        self.times = Times(queued_s=now_s)
+        self.times = Timeline(queued_s=now_s)
         self._story: deque[tuple[float, str]] = deque(maxlen=64)
         self.note(now_s, f"queued prompt={len(wire.prompt_token_ids)}")
 
@@ -197,11 +201,6 @@ class Request:
     def num_cached_prompt_tokens(self) -> int:
         """See `SharedPrompt.num_cached_tokens`."""
         return self._shared.num_cached_tokens or 0
-
-    def note_cached(self, num_tokens: int) -> None:
-        """It is prefilled, here or elsewhere, and so much of it was cached."""
-        if self._shared.num_cached_tokens is None:
-            self._shared.num_cached_tokens = num_tokens
 
     @property
     def cache_salt(self) -> str:
@@ -238,11 +237,163 @@ class Request:
             bool(self.output_token_ids) and self.num_computed_tokens == self.num_tokens - 1
         )
 
+    def finish_of_last_token(self, max_model_len: int) -> tuple[FinishReason | None, int | None]:
+        """Why the newest output token is the last one, and which of the user's stop ids it is.
+
+        (None, None) = it is not. Stop strings are text, and the server's business.
+        """
+        sampling = self.sampling
+        num_output, token_id = len(self.output_token_ids), self.output_token_ids[-1]
+        if num_output >= sampling.min_tokens:
+            if not sampling.ignore_eos and token_id in sampling.eos_token_ids:
+                return FinishReason.STOP, None
+            if token_id in sampling.stop_token_ids:
+                return FinishReason.STOP, token_id
+        if num_output >= sampling.max_tokens:
+            return FinishReason.LENGTH, None
+        if len(self.prompt_token_ids) + num_output >= max_model_len:
+            return FinishReason.LENGTH, None
+        return None, None
+
+    def accept(self, source: KVSource, *, hands_over: bool) -> None:
+        """Note where the connector says its KV is, and whether it may be decoded elsewhere."""
+        self.source = source
+        self.remote_decode = self.remote_decode and hands_over
+
+    def note_cached(self, num_tokens: int) -> None:
+        """Note how much of its prompt was cached when it was prefilled, here or elsewhere."""
+        if self._shared.num_cached_tokens is None:
+            self._shared.num_cached_tokens = num_tokens
+
+    def overtaken(self) -> None:
+        """Count a request that started in its place."""
+        self.num_overtaken += 1
+
+    def charge(self, num_tokens: int | None) -> None:
+        """Note what the recompute budget was charged for it; None = that is settled."""
+        self.num_budgeted = num_tokens
+
+    def open(self, holding: Holding, num_computed_tokens: int, *, is_pinned: bool) -> None:
+        """Take its blocks; they have, or will be loaded with, so many computed tokens."""
+        self.holding = holding
+        self.num_computed_tokens = num_computed_tokens
+        self.is_pinned = is_pinned
+
+    def let_go(self) -> Holding | None:
+        """Return its blocks, if it has any; they are the caller's to end."""
+        holding, self.holding = self.holding, None
+        return holding
+
+    def expect(self, num_hit: int, num_external: int, *, in_step: bool = False) -> None:
+        """Note that a load, perhaps inside the next step, brings tokens behind cached ones."""
+        self.num_cached_tokens, self.num_external_tokens = num_hit, num_external
+        self.is_loading = in_step
+
+    def count_prompt(self, num_hit: int, num_external: int) -> None:
+        """Note whose computation its prompt's KV was: cached here, or from elsewhere."""
+        self.num_cached_tokens = num_hit + num_external
+        self.num_external_tokens = num_external
+        if not num_external:
+            self.note_cached(num_hit)
+
+    def receive(self, received: Received, now_s: float) -> None:
+        """Take note of its KV, and of the handoff that came with it, if one did."""
+        num_tokens, brought = self.num_tokens, received.handoff
+        if brought is not None:
+            num_tokens += len(brought.first_token_ids)
+            self.source_id = brought.request_id
+            self.note_cached(brought.num_cached_tokens)
+        # Without a token behind them, the last one has to be computed again to sample it.
+        self.num_computed_tokens = min(self.num_computed_tokens, num_tokens - 1)
+        self.kv_mode = received.mode
+        self.times.receive(received, now_s)
+        self._forget_source()
+
+    def note_failure(self, failed: Failed, now_s: float) -> None:
+        """Note that a load has failed."""
+        self.load_failures.append(failed.reason.value)
+        self.note(now_s, f"load failed: {failed.reason.value} {failed.detail}".rstrip())
+
+    def lose_load(self) -> None:
+        """Forget what was to be loaded: its KV will not come from elsewhere."""
+        self.num_computed_tokens = 0
+        self.num_cached_tokens = self.num_external_tokens = 0
+        self._forget_source()
+
+    def _forget_source(self) -> None:
+        self.handoff, self.source, self.is_pinned = None, KVSource.LOCAL, False
+
     def begin_again(self, num_computed_tokens: int) -> None:
-        """It has its blocks, and so many tokens in them; nothing is pending."""
+        """Go on from so many computed tokens; nothing is pending."""
         self.num_computed_tokens = num_computed_tokens
         self.num_pending_tokens = 0
         self.prompt_logprobs = []
+
+    def preempt(self) -> None:
+        """Lose all that was computed."""
+        self.num_preemptions += 1
+        self.begin_again(0)
+
+    def advance(self, num_tokens: int) -> int:
+        """Count the tokens of a step that is built; return what is computed once it retires."""
+        self.is_loading = False
+        self.num_computed_tokens = num_computed = self.num_computed_tokens + num_tokens
+        # `num_tokens` of the request, spelled out: this runs for each request in each step.
+        num_output = len(self.output_token_ids) + self.num_pending_tokens
+        if num_computed == len(self.prompt_token_ids) + num_output:
+            self.num_pending_tokens += 1  # the step samples behind its last token
+        return num_computed
+
+    def tell_tokens(self) -> list[int]:
+        """Return the output tokens that the workers have not been told of, once."""
+        untold = self.output_token_ids[self.num_told_tokens :]
+        self.num_told_tokens = len(self.output_token_ids)
+        return untold
+
+    def sample(self, token_id: int, logprobs: TokenLogprobs | None, now_s: float) -> None:
+        """Take a token that a step sampled."""
+        self.num_pending_tokens -= 1
+        self.output_token_ids.append(token_id)
+        if len(self.output_token_ids) == 1:
+            self.first_logprobs = None if logprobs is None else [logprobs]
+        if self.times.first_token_s is None:
+            self.times.sample(now_s)
+
+    def take_over(self, token_id: int) -> None:
+        """Take an output token that another engine sampled."""
+        self.output_token_ids.append(token_id)
+
+    def add_prompt_logprobs(self, entries: Sequence[TokenLogprobs]) -> None:
+        """Keep what a step said of prompt tokens; after a preemption they may be out already."""
+        if not self.output_token_ids:
+            self.prompt_logprobs.extend(entries)
+
+    def take_prompt_logprobs(self) -> list[TokenLogprobs | None] | None:
+        """Return those of the whole prompt, once; None if they are not wanted."""
+        if self.sampling.prompt_logprobs is None:
+            return None
+        entries, self.prompt_logprobs = self.prompt_logprobs, []
+        return [None, *entries]  # the first token has none
+
+    def finish(self, reason: FinishReason) -> None:
+        """Note how it ends, for its connector to see."""
+        self.finish_reason = reason
+
+    def hold(self, hold: Hold | None) -> None:
+        """Note what its blocks are kept for behind its end, and the handoff, if there is one."""
+        self.hold_id = "" if hold is None else hold.hold_id
+        if hold is not None and hold.handoff is not None:
+            self.handoff = hold.handoff
+
+    def wait_for(self, waits: set[Wait]) -> None:
+        """Note what its blocks wait for before they may be given back."""
+        self.waits_for = waits
+
+    def stop_waiting(self, wait: Wait) -> bool:
+        """Note that one of the things that it waits for is over; False if it is none of them."""
+        is_waited_for = wait in self.waits_for
+        self.waits_for.discard(wait)
+        return is_waited_for
 
     def move(self, state: State, now_s: float, why: str) -> None:
         """Change state.
@@ -254,8 +405,8 @@ class Request:
             raise InternalError(
                 f"illegal move {self.state.value} -> {state.value} ({why})\n{self.story()}"
             )
-        if self.times.over_s is None and state in _OVER:
-            self.times.over_s = now_s
+        if state in _OVER:
+            self.times.end(now_s)
         self.state = state
         self.note(now_s, f"{state.value}: {why}")
 
@@ -295,136 +446,3 @@ class Request:
             notes=notes,
             facts=facts,
         )
-
-
-class Times:
-    """Marks on the engine's monotonic clock, in seconds, from which the stages follow.
-
-    The stages follow one another without a gap: their sum is the time from the arrival to the
-    end of the step that gave the first token, or at D the one behind the first.
-    """
-
-    def __init__(self, *, queued_s: float) -> None:
-        self.queued_s = queued_s
-        self.started_s: float | None = None
-        self.first_token_s: float | None = None
-        self.load_ready_s: float | None = None
-        self.load_transfer_s = 0.0
-        self.load_digest_s = 0.0
-        self.load_bytes = 0
-        self.first_step_at_s: float | None = None
-        self.first_step_end_s: float | None = None
-        self.step_wait_s = 0.0
-        self.over_s: float | None = None
-        self._spans: list[Span] = []
-        self._waits_since_s = queued_s
-        self._load_began_s = queued_s
-        self._queue_s = 0.0
-        self._peer_wait_s = 0.0
-        self._is_aside = False
-
-    def start(self, now_s: float) -> None:
-        """It leaves the queue: a step runs it, or its load begins."""
-        if self.started_s is None:
-            self.started_s = self._load_began_s = now_s
-            self._queue_s += now_s - self._waits_since_s
-            self._spans.append(Span("queue", self._waits_since_s, now_s))
-
-    def begin_load_again(self, now_s: float) -> None:
-        """What was lost on the first attempt counts as waiting for the peer."""
-        self._load_began_s = now_s
-
-    def wait_for_peer(self, now_s: float) -> None:
-        """It stands aside until its peer has done something."""
-        self._queue_s += now_s - self._waits_since_s
-        self._spans.append(Span("queue", self._waits_since_s, now_s))
-        self._waits_since_s = now_s
-        self._is_aside = True
-
-    def queue_again(self, now_s: float) -> None:
-        """It waited for a peer, or its load has failed, and stands in the queue from now on."""
-        since_s = self._waits_since_s if self.started_s is None else self.started_s
-        self._peer_wait_s += now_s - since_s
-        self._spans.append(Span("kv_wait", since_s, now_s))
-        self._waits_since_s, self.started_s, self._is_aside = now_s, None, False
-
-    def receive(self, received: Received, now_s: float) -> None:
-        """Its KV is here since some time before `now_s`."""
-        took_s = received.elapsed_s
-        if not took_s:
-            took_s = (
-                received.wait_s + received.transfer_s
-                if received.mode is KVMode.PULL
-                else now_s - self._load_began_s
-            )
-        # What lies between the last byte and this report is part of the hand-over.
-        ready_s = min(now_s, self._load_began_s + took_s)
-        self.load_ready_s = ready_s
-        self.load_transfer_s = min(received.transfer_s, ready_s - self._load_began_s)
-        self.load_digest_s = min(received.digest_s, self.load_transfer_s)
-        self.load_bytes = received.num_bytes
-
-    def stages(self) -> RequestStages:
-        """Durations between the marks that exist."""
-        started, ready = self.started_s, self.load_ready_s
-        first_step_at, first_token = self.first_step_at_s, self.first_token_s
-        peer_wait_s, handover_s, prefill_s, first_step_s = self._peer_wait_s, 0.0, 0.0, 0.0
-        if started is not None and ready is not None:
-            peer_wait_s += ready - started - self.load_transfer_s
-            if first_step_at is not None:
-                handover_s = first_step_at - ready
-                if self.first_step_end_s is not None:
-                    first_step_s = self.first_step_end_s - first_step_at
-        elif started is not None and first_token is not None:
-            prefill_s = first_token - started
-        return RequestStages(
-            queue_s=self._queue_s,
-            prefill_s=prefill_s,
-            kv_wait_s=peer_wait_s,
-            kv_transfer_s=self.load_transfer_s,
-            handover_s=handover_s,
-            first_step_s=first_step_s,
-            kv_bytes=self.load_bytes,
-            kv_digest_s=self.load_digest_s,
-            step_wait_s=self.step_wait_s,
-        )
-
-    def spans(self, now_s: float, *, after: str) -> list[Span]:
-        """The same as stretches of time, in order and without a gap, until `now_s`.
-
-        What has no end yet is in its last stretch. Where a request was preempted, its wait for
-        another turn lies inside `prefill` or `decode`.
-
-        Args:
-            after: What the time is called in which it is over here and not forgotten.
-        """
-        end_s = now_s if self.over_s is None else self.over_s
-        spans = list(self._spans)
-        started, ready = self.started_s, self.load_ready_s
-        marks: list[tuple[str, float | None]]
-        if started is None:
-            marks = [("kv_wait" if self._is_aside else "queue", None)]
-            begin_s = self._waits_since_s
-        elif ready is not None:
-            begin_s = started
-            marks = [
-                ("kv_wait", ready - self.load_transfer_s),
-                ("kv_transfer", ready),
-                ("handover", self.first_step_at_s),
-                ("first_step", self.first_step_end_s),
-                ("decode", None),
-            ]
-        else:
-            begin_s = started
-            marks = [("prefill", self.first_token_s), ("decode", None)]
-            if self.first_step_at_s is None:
-                marks = [("kv_wait", None)]  # its KV is on its way
-        for name, mark_s in marks:
-            until_s = end_s if mark_s is None else min(mark_s, end_s)
-            spans.append(Span(name, begin_s, until_s))
-            begin_s = until_s
-            if mark_s is None:
-                break
-        if self.over_s is not None and now_s > self.over_s:
-            spans.append(Span(after, self.over_s, now_s))
-        return [span for span in spans if span.end_s > span.start_s]

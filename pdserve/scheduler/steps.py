@@ -1,9 +1,16 @@
-"""What the workers are told of a step: a difference to what they know. Decides nothing."""
+"""Steps, from their making until their results are back.
+
+What the workers are told of a step is a difference to what they know. A step in flight may still
+write the blocks of every request in it, so a request that ends meanwhile keeps its blocks until
+the last such step has retired. Decides nothing.
+"""
 
 from __future__ import annotations
 
+from collections import deque
 from typing import TYPE_CHECKING
 
+from pdserve.errors import InternalError
 from pdserve.wire.step import KnownRequests, NewRequest, SchedulerOutput
 
 if TYPE_CHECKING:
@@ -11,10 +18,44 @@ if TYPE_CHECKING:
 
     from pdserve.scheduler.request import Request
     from pdserve.wire.ids import BlockId, RequestId
+    from pdserve.wire.transfer import ConnectorMetadata
+
+_NUM_REMEMBERED = 64
 
 
-class StepBuilder:
-    """Remembers which requests the workers know, and words the steps.
+class Step:
+    """One submitted step.
+
+    Attributes:
+        num_computed_after: For each request in it, the tokens computed once it retires.
+        num_prefill_tokens, num_decode_tokens: Prompt tokens it computes, and all others.
+        loading: Requests whose first tokens are loaded inside it.
+        closing: Requests that are over, and wait for it to retire.
+        void: Requests for which what it computes means nothing.
+    """
+
+    def __init__(
+        self,
+        step_id: int,
+        num_computed_after: dict[RequestId, int],
+        submitted_s: float,
+        *,
+        num_prefill_tokens: int = 0,
+        num_decode_tokens: int = 0,
+        loading: Sequence[RequestId] = (),
+    ) -> None:
+        self.step_id = step_id
+        self.num_computed_after = num_computed_after
+        self.submitted_s = submitted_s
+        self.num_prefill_tokens = num_prefill_tokens
+        self.num_decode_tokens = num_decode_tokens
+        self.loading = loading
+        self.closing: list[Request] = []
+        self.void: set[RequestId] = set()
+
+
+class StepQueue:
+    """Makes steps and keeps them until they retire, which they do in order.
 
     Args:
         is_pipelined: Whether there are stages that do not sample, and must be told the tokens.
@@ -29,45 +70,83 @@ class StepBuilder:
         self.num_built = 0
         self.known: set[RequestId] = set()
         self._gone: list[RequestId] = []
+        self._in_flight: deque[Step] = deque()
+        self._past: deque[tuple[float, float]] = deque(maxlen=_NUM_REMEMBERED)
+
+    def __len__(self) -> int:
+        """Steps in flight."""
+        return len(self._in_flight)
+
+    @property
+    def is_computing(self) -> bool:
+        """Whether any of those in flight has tokens, so that it may write blocks."""
+        return any(step.num_computed_after for step in self._in_flight)
 
     @property
     def has_gone(self) -> bool:
         """Whether there are requests that the workers are still to forget."""
         return bool(self._gone)
 
-    def forget(self, request_id: RequestId) -> None:
-        """The request is in no further step, or begins from the start."""
-        if request_id in self.known:
-            self.known.discard(request_id)
-            self._gone.append(request_id)
+    # ---- making --------------------------------------------------------------------
 
-    def build(
-        self, scheduled: Sequence[tuple[Request, int]], grown: Mapping[RequestId, list[BlockId]]
+    def submit(
+        self,
+        scheduled: Sequence[tuple[Request, int]],
+        grown: Mapping[RequestId, list[BlockId]],
+        metadata: ConnectorMetadata | None,
+        now_s: float,
     ) -> SchedulerOutput:
-        """The next step.
+        """Make the next step; it is in flight then.
 
         Args:
             scheduled: Requests that compute so many tokens behind their computed ones.
             grown: Blocks that some of them got for it.
+            metadata: What the connector sends along.
         """
         new: list[NewRequest] = []
         known_ids: list[RequestId] = []
         known_blocks: list[list[BlockId]] = []
         known_computed: list[int] = []
         known_sampled: list[list[int]] = []
-        for request, _ in scheduled:
-            request_id = request.request_id
+        num_scheduled: dict[RequestId, int] = {}
+        after: dict[RequestId, int] = {}
+        loading: list[RequestId] = []
+        num_total = num_prefill = 0
+        for request, num_tokens in scheduled:
+            request_id, num_computed = request.request_id, request.num_computed_tokens
             if request_id in self.known:
                 known_ids.append(request_id)
                 known_blocks.append(grown.get(request_id, []))
-                known_computed.append(request.num_computed_tokens)
+                known_computed.append(num_computed)
                 if self._is_pipelined:
-                    known_sampled.append(request.output_token_ids[request.num_told_tokens :])
-                    request.num_told_tokens = len(request.output_token_ids)
+                    known_sampled.append(request.tell_tokens())
             else:
                 new.append(self._introduce(request))
-        step = SchedulerOutput(
-            step_id=self.num_built,
+            num_missing = len(request.prompt_token_ids) - num_computed
+            if num_missing > 0:
+                num_prefill += min(num_missing, num_tokens)
+            if request.is_loading:
+                loading.append(request_id)
+            if request.times.first_step_at_s is None:
+                self._begin_first(request, now_s)
+            num_scheduled[request_id] = num_tokens
+            num_total += num_tokens
+            after[request_id] = request.advance(num_tokens)
+        step_id, gone = self.num_built, self._gone
+        self.num_built += 1
+        self._gone = []
+        self._in_flight.append(
+            Step(
+                step_id,
+                after,
+                now_s,
+                num_prefill_tokens=num_prefill,
+                num_decode_tokens=num_total - num_prefill,
+                loading=loading,
+            )
+        )
+        return SchedulerOutput(
+            step_id=step_id,
             new_requests=new,
             known_requests=KnownRequests(
                 request_ids=known_ids,
@@ -75,18 +154,23 @@ class StepBuilder:
                 num_computed_tokens=known_computed,
                 sampled_token_ids=known_sampled,
             ),
-            num_scheduled_tokens={request.request_id: num for request, num in scheduled},
-            gone_request_ids=self._gone,
+            num_scheduled_tokens=num_scheduled,
+            gone_request_ids=gone,
+            loading_request_ids=loading,
+            connector_metadata=metadata,
         )
-        self._gone = []
-        self.num_built += 1
-        return step
+
+    def forget(self, request_id: RequestId) -> None:
+        """Have the workers forget a request: it is in no further step, or begins anew."""
+        if request_id in self.known:
+            self.known.discard(request_id)
+            self._gone.append(request_id)
 
     def _introduce(self, request: Request) -> NewRequest:
         holding = request.holding
         assert holding is not None
         self.known.add(request.request_id)
-        request.num_told_tokens = len(request.output_token_ids)
+        request.tell_tokens()
         return NewRequest(
             request_id=request.request_id,
             prompt_token_ids=request.prompt_token_ids,
@@ -95,3 +179,46 @@ class StepBuilder:
             block_ids=list(holding.blocks),
             num_computed_tokens=request.num_computed_tokens,
         )
+
+    def _begin_first(self, request: Request, now_s: float) -> None:
+        ready_s = request.times.load_ready_s
+        waited_s = 0.0 if ready_s is None else self._step_wait_s(ready_s, now_s)
+        request.times.begin_step(now_s, waited_s=waited_s)
+
+    def _step_wait_s(self, since_s: float, now_s: float) -> float:
+        """How long something that came at `since_s` had to wait for the step that ran then.
+
+        0.0 if none did; until `now_s` if it still does.
+        """
+        for submitted_s, retired_s in self._past:
+            if submitted_s <= since_s <= retired_s:
+                return min(retired_s, now_s) - since_s
+        is_running = any(
+            step.num_computed_after and step.submitted_s <= since_s for step in self._in_flight
+        )
+        return now_s - since_s if is_running else 0.0
+
+    # ---- in flight -----------------------------------------------------------------
+
+    def retire(self, step_id: int, now_s: float) -> Step:
+        """Remove and return the oldest step, which must be `step_id`."""
+        if not self._in_flight or self._in_flight[0].step_id != step_id:
+            raise InternalError(f"step {step_id} retired out of order")
+        step = self._in_flight.popleft()
+        if step.num_computed_after:
+            self._past.append((step.submitted_s, now_s))
+        return step
+
+    def void(self, request_id: RequestId) -> None:
+        """Declare void what the steps in flight compute of this request."""
+        for step in self._in_flight:
+            if request_id in step.num_computed_after:
+                step.void.add(request_id)
+
+    def close_after(self, request: Request) -> bool:
+        """Have a request that is over wait for the last step that has it; False if none has."""
+        for step in reversed(self._in_flight):
+            if request.request_id in step.num_computed_after:
+                step.closing.append(request)
+                return True
+        return False

@@ -1,4 +1,4 @@
-"""What the connector is asked and told of requests, and what its news make of them.
+"""What the connector is asked and told of requests, and what its news mean for them.
 
 Before they are taken, when a step is built, when they have ended, and above all when a load has
 arrived or failed, or a hold is over. What it raises ends the request that it was about, and no
@@ -10,14 +10,13 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING, assert_never
 
-from pdserve.connectors.base import ConnectorNews, Hold, KVSource
+from pdserve.connectors.base import ConnectorNews, Hold
 from pdserve.connectors.views import ScheduledRequest, StepView
 from pdserve.errors import HandoffRefusedError, InternalError
 from pdserve.kvcache.lease import BlockUser
-from pdserve.scheduler.counts import Rung
+from pdserve.scheduler.ladder import Remedy
 from pdserve.scheduler.refusal import refusal_of_handoff
 from pdserve.scheduler.request import State, Wait
-from pdserve.scheduler.stopping import finish_reason
 from pdserve.wire.request import ErrorCode, FinishReason
 from pdserve.wire.transfer import (
     ConnectorReport,
@@ -28,14 +27,9 @@ from pdserve.wire.transfer import (
 )
 
 if TYPE_CHECKING:
-    from pdserve.connectors.base import KVConnectorScheduler
-    from pdserve.kvcache.manager import KVCacheManager
-    from pdserve.scheduler.counts import Counts
-    from pdserve.scheduler.ladder import Ladder, Verdict
-    from pdserve.scheduler.outbox import Outbox
-    from pdserve.scheduler.prefixes import Prefixes
+    from pdserve.scheduler.ladder import Decision
     from pdserve.scheduler.request import Request
-    from pdserve.scheduler.roster import Roster
+    from pdserve.scheduler.state import SchedulerState
     from pdserve.wire.ids import RequestId
     from pdserve.wire.transfer import ConnectorMetadata, Fact, KVHandoff, Received, Settled
 
@@ -45,45 +39,27 @@ _UNFINISHED = (State.WAITING, State.RECEIVING, State.RUNNING)
 
 
 class Transfers:
-    """Moves requests of `roster` as their transfers go.
+    """Moves requests as their transfers go."""
 
-    Args:
-        vocab_size: Every token id is below it.
-        max_model_len: Tokens of prompt and output together, at most.
-    """
-
-    def __init__(
-        self,
-        *,
-        vocab_size: int,
-        max_model_len: int,
-        kv: KVCacheManager,
-        prefixes: Prefixes,
-        roster: Roster,
-        connector: KVConnectorScheduler,
-        ladder: Ladder,
-        counts: Counts,
-        outbox: Outbox,
-    ) -> None:
-        self._vocab_size = vocab_size
-        self._max_model_len = max_model_len
-        self._kv = kv
-        self._prefixes = prefixes
-        self._roster = roster
-        self._connector = connector
-        self._ladder = ladder
-        self._counts = counts
-        self._outbox = outbox
+    def __init__(self, state: SchedulerState) -> None:
+        self._state = state
+        self._kv = state.kv
+        self._connector = state.connector
+        self._ladder = state.ladder
+        self._counters = state.counters
+        self._outputs = state.outputs
+        self._vocab_size = state.dimensions.vocab_size
+        self._max_model_len = state.dimensions.max_model_len
 
     # ---- requests come and go --------------------------------------------------------
 
     def arrive(self, request: Request) -> str | None:
-        """Tell of a request that is about to be taken; why it cannot be, or None."""
+        """Tell of a request that is about to be taken; return why it cannot be, or None."""
         try:
-            request.source = self._connector.request_arrived(request)
+            source = self._connector.request_arrived(request)
         except HandoffRefusedError as error:
             return f"{'handoff' if request.handoff is not None else 'ticket'} refused: {error}"
-        request.remote_decode = request.remote_decode and self._connector.hands_over
+        request.accept(source, hands_over=self._connector.hands_over)
         return None
 
     def leave(self, request: Request) -> None:
@@ -91,7 +67,7 @@ class Transfers:
         self._tell_end(request, FinishReason.ERROR)
 
     def begin(self, request: Request, now_s: float) -> None:
-        """`request` waits now, with what came with its handoff. It may be over already."""
+        """Take what came with the handoff of a request that waits now. It may be over then."""
         if request.handoff is not None:
             self._take_handed_over_tokens(request, request.handoff, now_s)
 
@@ -101,8 +77,8 @@ class Transfers:
         If the connector fails over it, those that a peer may be written from stay out of use.
         """
         hold = self._tell_end(request, reason)
-        request.hold_id = "" if hold is None else hold.hold_id
-        self._roster.end(request, now_s, why, is_held=hold is not None)
+        request.hold(hold)
+        self._state.end(request, now_s, why, is_held=hold is not None)
 
     def end_broken(
         self, request_id: RequestId, error: Exception, now_s: float, *, what: str = "take"
@@ -112,14 +88,14 @@ class Transfers:
         Args:
             what: Was being done to it.
         """
-        request = self._roster.requests.get(request_id)
+        request = self._state.requests.get(request_id)
         story = f"request {request_id}" if request is None else request.story()
         _log.error("request ended, could not %s it: %s", what, story, exc_info=error)
         if request is not None and request.state not in _UNFINISHED:
             return
         if request is not None:
             self.end(request, now_s, f"could not {what} it", FinishReason.ERROR)
-        self._outbox.refusal(
+        self._outputs.refusal(
             request_id, f"the engine could not {what} the request: {type(error).__name__}: {error}"
         )
 
@@ -132,7 +108,7 @@ class Transfers:
             return Hold("") if is_read else None
 
     def _finish(self, request: Request, reason: FinishReason) -> Hold | None:
-        request.finish_reason = reason
+        request.finish(reason)
         blocks = () if request.holding is None else request.holding.blocks
         generations = self._kv.pool.generations_of(blocks)
         return self._connector.request_finished(request, blocks, generations)
@@ -147,9 +123,9 @@ class Transfers:
         if hold is None or hold.handoff is None:
             raise InternalError(f"the connector made no handoff\n{request.story()}")
         assert request.holding is not None
-        request.hold_id, request.handoff = hold.hold_id, hold.handoff
+        request.hold(hold)
         request.holding.become(BlockUser.LEASED)
-        self._roster.move(request, State.LEASED, now_s, f"leased as {hold.hold_id}")
+        self._state.move(request, State.LEASED, now_s, f"leased as {hold.hold_id}")
 
     def give_up(self, hold_id: str, now_s: float) -> None:
         """Tell that nobody will read what is leased as `hold_id`."""
@@ -161,14 +137,12 @@ class Transfers:
         self._apply(news, now_s)
 
     def _take_handed_over_tokens(self, request: Request, handoff: KVHandoff, now_s: float) -> None:
-        """The tokens that came with a handoff are this request's first outputs."""
+        """Make the tokens that came with a handoff this request's first outputs."""
         for index, token_id in enumerate(handoff.first_token_ids):
-            request.output_token_ids.append(token_id)
-            finish, stop_reason = finish_reason(
-                request, token_id, max_model_len=self._max_model_len
-            )
+            request.take_over(token_id)
+            finish, stop_reason = request.finish_of_last_token(self._max_model_len)
             logprobs = handoff.first_logprobs
-            self._outbox.handed_over(
+            self._outputs.handed_over(
                 request,
                 None if logprobs is None else logprobs[index],
                 finish=finish,
@@ -202,29 +176,29 @@ class Transfers:
                     self.end_broken(request_id, error, now_s, what="run")
 
     def _scheduled(self, request_id: RequestId, num_tokens: int) -> ScheduledRequest:
-        request = self._roster.running[request_id]
+        request = self._state.running[request_id]
         assert request.holding is not None
         blocks, start = request.holding.blocks, request.num_computed_tokens
         generations = self._kv.pool.generations_of(blocks)
         return ScheduledRequest(request, blocks, generations, start, start + num_tokens)
 
     def load_in_step(self, request: Request, failed: Failed | None, now_s: float) -> None:
-        """The load inside a step is over; what of it failed is computed from the next step on."""
+        """End a load inside a step; what of it failed is computed from the next step on."""
         num_hit, num_external = request.num_cached_tokens, request.num_external_tokens
         if failed is not None:
             whole = failed.num_valid_tokens - failed.num_valid_tokens % self._kv.block_size
             num_external = min(max(0, whole - num_hit), num_external)
             self._note_failure(request, failed, now_s)
-            self._counts.climbed(Rung.RECOMPUTE)
+            self._counters.count_remedy(Remedy.RECOMPUTE)
             num_known = len(request.prompt_token_ids) + len(request.output_token_ids)
-            self._roster.begin_again(request, min(num_hit + num_external, num_known - 1))
-        self._counts.prompt(request, num_hit=num_hit, num_external=num_external)
+            self._state.begin_again(request, min(num_hit + num_external, num_known - 1))
+        self._counters.prompt(request, num_hit=num_hit, num_external=num_external)
 
     # ---- the connector's news --------------------------------------------------------
 
     def apply_report(self, report: ConnectorReport, now_s: float) -> None:
         """Take what the workers' connector halves saw. Unknown ids are ignored."""
-        self._counts.faults.update(report.faults)
+        self._counters.faults.update(report.faults)
         for fact, single in report.one_by_one():
             try:
                 news = self._connector.update_connector_output(single)
@@ -235,11 +209,11 @@ class Transfers:
 
     def _fail_over(self, fact: Fact, error: Exception, now_s: float) -> None:
         if isinstance(fact, Registered | Withdrawn):
-            broken = self._roster.waiting.aside  # one of them, and nobody can say which
+            broken = self._state.waiting.aside  # one of them, and nobody can say which
         else:
             broken = [fact.request_id]
         for request_id in broken:
-            if request_id in self._roster.requests:
+            if request_id in self._state.requests:
                 self.end_broken(request_id, error, now_s, what="go on with")
 
     def _apply(self, news: ConnectorNews, now_s: float) -> None:
@@ -256,27 +230,27 @@ class Transfers:
 
     def _come_back(self, request_id: RequestId, why: str, now_s: float) -> None:
         """A request is to be asked about again; it may have stood aside."""
-        request = self._roster.requests.get(request_id)
+        request = self._state.requests.get(request_id)
         if request is None:
             return
         request.note(now_s, why)
-        if self._roster.waiting.come_back(request):
+        if self._state.waiting.come_back(request):
             request.times.queue_again(now_s)
 
     def _settle(self, settled: Settled, now_s: float) -> None:
-        if self._roster.release_parked(settled.nonce):
+        if self._state.release(settled.nonce):
             return
-        request = self._roster.requests.get(settled.request_id)
+        request = self._state.requests.get(settled.request_id)
         if request is None or settled.nonce not in ("", request.hold_id):
             return  # of another request under this id, or of a push that never began
         if request.state is State.LEASED:
-            self._counts.lease_ends[settled.end.value] += 1
-            self._roster.close(request, now_s, f"lease ended: {settled.end.value}")
+            self._counters.lease_ends[settled.end.value] += 1
+            self._state.close(request, now_s, f"lease ended: {settled.end.value}")
         elif request.state is State.CLOSING:
-            self._roster.stop_waiting(request, Wait.HOLD, now_s)
+            self._state.stop_waiting(request, Wait.HOLD, now_s)
 
     def _receive(self, received: Received, now_s: float) -> None:
-        request = self._roster.receiving.get(received.request_id)
+        request = self._state.receiving.get(received.request_id)
         if request is None:
             self._settle_load(received.request_id, now_s)
             return
@@ -293,87 +267,77 @@ class Transfers:
             )
             return
         assert request.holding is not None
-        self._counts.arrived(received)
-        request.kv_mode = received.mode
-        num_tokens = request.num_tokens
-        if brought is not None:
-            num_tokens += len(brought.first_token_ids)
-            request.source_id = brought.request_id
-            request.note_cached(brought.num_cached_tokens)
-        # Without a token behind them, the last one has to be computed again to sample it.
-        request.num_computed_tokens = min(request.num_computed_tokens, num_tokens - 1)
-        request.times.receive(received, now_s)
-        request.handoff, request.source, request.is_pinned = None, KVSource.LOCAL, False
+        self._counters.loaded(received)
+        request.receive(received, now_s)
         request.holding.become(BlockUser.REQUEST)
-        self._prefixes.publish(request, request.num_computed_tokens)
-        self._counts.prompt(
+        self._state.publish_prefix(request, request.num_computed_tokens)
+        self._counters.prompt(
             request, num_hit=request.num_cached_tokens, num_external=request.num_external_tokens
         )
         what = f"received {received.num_bytes} bytes by {received.mode.value}"
-        self._roster.move(request, State.RUNNING, now_s, what)
+        self._state.move(request, State.RUNNING, now_s, what)
         if brought is not None:
             self._take_handed_over_tokens(request, brought, now_s)
 
     def _load_again(self, failed: Failed, now_s: float) -> None:
-        request = self._roster.receiving.get(failed.request_id)
+        request = self._state.receiving.get(failed.request_id)
         if request is not None:
             self._note_failure(request, failed, now_s)
-            self._counts.climbed(Rung.RETRY)
+            self._counters.count_remedy(Remedy.RETRY)
             request.times.begin_load_again(now_s)
             request.note(now_s, "loads once more from the same engine")
 
     def _fail_load(self, failed: Failed, now_s: float) -> None:
-        request = self._roster.receiving.get(failed.request_id)
+        request = self._state.receiving.get(failed.request_id)
         if request is None:
             self._settle_load(failed.request_id, now_s)
             return
         self._note_failure(request, failed, now_s)
         # They were confirmed and checked, so whoever computes the rest need not begin at 0.
-        self._prefixes.publish(request, min(failed.num_valid_tokens, len(request.prompt_token_ids)))
+        self._state.publish_prefix(
+            request, min(failed.num_valid_tokens, len(request.prompt_token_ids))
+        )
         self._end_load(request, f"{failed.reason.value} {failed.detail}".rstrip(), now_s)
 
     def _note_failure(self, request: Request, failed: Failed, now_s: float) -> None:
-        self._counts.load_failures[failed.reason.value] += 1
-        request.load_failures.append(failed.reason.value)
-        request.note(now_s, f"load failed: {failed.reason.value} {failed.detail}".rstrip())
+        self._counters.count_failure(failed.reason)
+        request.note_failure(failed, now_s)
 
     def _end_load(self, request: Request, why: str, now_s: float) -> None:
         """Its KV will not come, and nothing writes its blocks: take the next rung."""
-        self._roster.give_back(request)
-        request.num_computed_tokens = 0
-        request.num_cached_tokens = request.num_external_tokens = 0
-        num_missing = self._prefixes.num_missing(request)
-        verdict = self._ladder.after_failure(request, num_missing, now_s)
-        request.handoff, request.source, request.is_pinned = None, KVSource.LOCAL, False
-        self._counts.climbed(verdict.rung)
-        self._apply_verdict(request, verdict, why, now_s)
+        self._state.free(request)
+        num_missing = self._state.num_missing(request)
+        decision = self._ladder.after_failure(request, num_missing, now_s)
+        request.lose_load()
+        self._counters.count_remedy(decision.remedy)
+        self._apply_decision(request, decision, why, now_s)
 
-    def _apply_verdict(self, request: Request, verdict: Verdict, why: str, now_s: float) -> None:
-        match verdict.rung:
-            case Rung.RECOMPUTE:
-                self._roster.move(request, State.WAITING, now_s, "computed here")
+    def _apply_decision(self, request: Request, decision: Decision, why: str, now_s: float) -> None:
+        match decision.remedy:
+            case Remedy.RECOMPUTE:
+                self._state.move(request, State.WAITING, now_s, "computed here")
                 request.times.queue_again(now_s)
-            case Rung.REPORT:
+            case Remedy.REPORT:
                 error = f"the KV did not arrive: {why}"
-                self._outbox.error(request, error, ErrorCode.KV_TRANSFER_FAILED)
+                self._outputs.error(request, error, ErrorCode.KV_TRANSFER_FAILED)
                 self.leave(request)
-                self._roster.close(request, now_s, "reported to its sender")
-            case Rung.SHED:
-                self._outbox.error(
+                self._state.close(request, now_s, "reported to its sender")
+            case Remedy.SHED:
+                self._outputs.error(
                     request,
                     f"the KV did not arrive ({why}), and {self._ladder.over_budget}",
                     ErrorCode.RECOMPUTE_BUDGET_EXHAUSTED,
-                    retry_after_s=verdict.retry_after_s,
+                    retry_after_s=decision.retry_after_s,
                 )
                 self.leave(request)
-                self._roster.close(request, now_s, "shed: over the recompute budget")
-            case Rung.RETRY:
+                self._state.close(request, now_s, "shed: over the recompute budget")
+            case Remedy.RETRY:
                 raise InternalError(f"a load cannot be tried again now\n{request.story()}")
             case _:
-                assert_never(verdict.rung)
+                assert_never(decision.remedy)
 
     def _settle_load(self, request_id: RequestId, now_s: float) -> None:
         """A load was reported that no receiving request waits for."""
-        request = self._roster.requests.get(request_id)
+        request = self._state.requests.get(request_id)
         if request is not None and request.state is State.CLOSING:
-            self._roster.stop_waiting(request, Wait.LOAD, now_s)
+            self._state.stop_waiting(request, Wait.LOAD, now_s)

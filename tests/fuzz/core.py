@@ -115,7 +115,7 @@ class Pair:
         """
         for engine in (self.p, self.d):
             engine.scheduler.assert_nothing_held()
-            half: Any = engine.scheduler._connector
+            half: Any = engine.scheduler.state.connector
             assert not len(half._incoming)
             assert not len(half._outgoing)
             for rank in engine.executor.connectors:

@@ -138,7 +138,7 @@ def test_so_is_what_the_steps_behind_it_have_computed_where_several_are_in_fligh
 def save_of(engine: Engine, request_id: str) -> list[int]:
     """The blocks that a save of the request reads from now on."""
     engine.connector.saving.add(request_id)
-    request = engine.scheduler._requests[RequestId(request_id)]
+    request = engine.scheduler.state.requests[RequestId(request_id)]
     assert request.holding is not None
     return list(request.holding.blocks)
 
@@ -148,7 +148,7 @@ def given_to_others(engine: Engine) -> set[int]:
     pool = engine.scheduler.kv.pool
     held = {
         block
-        for request in engine.scheduler._requests.values()
+        for request in engine.scheduler.state.requests.values()
         if request.holding is not None and not request.waits_for
         for block in request.holding.blocks
     }

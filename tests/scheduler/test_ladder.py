@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from pdserve.executor.toy import expected_output
-from pdserve.scheduler.budget import TokenBucket
+from pdserve.scheduler.ladder import TokenBucket
 from pdserve.wire.ids import RequestId
 from pdserve.wire.request import EngineOutput, FinishReason, OnLoadFailure
 from pdserve.wire.transfer import LoadFailure

@@ -7,7 +7,6 @@ from typing import Any
 import msgspec
 import pytest
 
-from pdserve.config.schema import SchedulingPolicy
 from pdserve.connectors.memory.exchange import Exchange
 from pdserve.errors import InternalError
 from pdserve.executor.toy import expected_output
@@ -334,9 +333,9 @@ def test_nobody_starts_with_blocks_that_a_running_request_lacks() -> None:
 
 def test_who_starts_and_is_preempted_again_and_again_leaves_nothing_in_the_queue() -> None:
     chain = Pair().decode.scheduler.kv.chain("")
-    queue = WaitingQueue(SchedulingPolicy.FCFS)
+    queue = WaitingQueue()
     first, second = (
-        Request(make_request(f"r{order}", 8), chain, SharedPrompt(), order=order, now_s=0.0)
+        Request(make_request(f"r{order}", 8), chain, SharedPrompt(), rank=(0, order), now_s=0.0)
         for order in range(2)
     )
     queue.push(first)
@@ -353,7 +352,7 @@ def test_who_starts_and_is_preempted_again_and_again_leaves_nothing_in_the_queue
 def test_an_illegal_move_is_refused_with_the_story() -> None:
     pair = Pair()
     chain = pair.decode.scheduler.kv.chain("")
-    request = Request(make_request("r", 8), chain, SharedPrompt(), order=0, now_s=0.0)
+    request = Request(make_request("r", 8), chain, SharedPrompt(), rank=(0, 0), now_s=0.0)
     with pytest.raises(InternalError, match=r"waiting -> leased(.|\n)*queued prompt=20"):
         request.move(State.LEASED, 1.0, "by mistake")
     assert request.state is State.WAITING

@@ -9,12 +9,24 @@ from pdserve.connectors.base import KVSource
 from pdserve.scheduler.plan import (
     MAX_OVERTAKEN,
     Candidate,
+    Room,
     next_line,
     plan_admission,
     plan_running,
 )
 
 BLOCK = 4
+
+
+def room(budget: int, free: int, *, may_split: bool = True, max_of_one: int = 0) -> Room:
+    """What a step may use of tokens and blocks."""
+    return Room(
+        token_budget=budget,
+        num_free_blocks=free,
+        block_size=BLOCK,
+        may_split=may_split,
+        max_of_one=max_of_one,
+    )
 
 
 @st.composite
@@ -47,10 +59,7 @@ def test_a_plan_keeps_within_budget_and_blocks_and_preempts_the_lowest_first(
 ) -> None:
     plan = plan_running(
         batch,
-        token_budget=budget,
-        num_free_blocks=free,
-        block_size=BLOCK,
-        may_split=may_split,
+        room(budget, free, may_split=may_split),
         freed_by=(lambda index: batch[index].num_blocks) if may_preempt else None,
     )
     assert sum(plan.num_tokens.values()) + plan.budget_left == budget
@@ -79,10 +88,7 @@ def test_with_blocks_to_spare_the_first_request_always_advances(
 ) -> None:
     plan = plan_running(
         batch,
-        token_budget=budget,
-        num_free_blocks=1000,
-        block_size=BLOCK,
-        may_split=True,
+        room(budget, 1000),
         freed_by=None,
     )
     hungry = [index for index, request in enumerate(batch) if request.num_wanted]
@@ -100,12 +106,8 @@ def test_no_request_gets_more_of_a_step_than_one_may_have_and_what_is_left_goes_
 ) -> None:
     plan = plan_running(
         batch,
-        token_budget=budget,
-        num_free_blocks=free,
-        block_size=BLOCK,
-        may_split=True,
+        room(budget, free, max_of_one=max_of_one),
         freed_by=None,
-        max_of_one=max_of_one,
     )
     assert all(num_tokens <= max_of_one for num_tokens in plan.num_tokens.values())
     assert sum(plan.num_tokens.values()) + plan.budget_left == budget
@@ -124,10 +126,7 @@ def test_a_step_has_its_share_of_the_decoding_requests_and_no_more(
 ) -> None:
     plan = plan_running(
         batch,
-        token_budget=1000,
-        num_free_blocks=free,
-        block_size=BLOCK,
-        may_split=True,
+        room(1000, free),
         freed_by=(lambda index: batch[index].num_blocks) if may_preempt else None,
         max_decodes=max_decodes,
     )
@@ -147,10 +146,7 @@ def test_a_preempted_request_leaves_its_place_among_the_decoding_ones() -> None:
     )
     plan = plan_running(
         [late, early, other],
-        token_budget=10,
-        num_free_blocks=0,
-        block_size=BLOCK,
-        may_split=True,
+        room(10, 0),
         freed_by=lambda index: 2,
         max_decodes=2,
     )
@@ -179,16 +175,12 @@ def test_a_request_is_admitted_only_if_all_of_it_fits(
     computed = min(computed, num_tokens - 1) // BLOCK * BLOCK
     hit = computed // BLOCK
     admission = plan_admission(
+        room(budget, free, may_split=may_split, max_of_one=max_of_one),
         num_tokens=num_tokens,
         num_computed=computed,
         num_hit_blocks=hit,
         num_hit_free=hit,
-        token_budget=budget,
-        num_free_blocks=free,
         num_reserved_blocks=reserved,
-        block_size=BLOCK,
-        may_split=may_split,
-        max_of_one=max_of_one,
     )
     fits = -(-num_tokens // BLOCK) + reserved <= free
     if not fits:
@@ -198,7 +190,7 @@ def test_a_request_is_admitted_only_if_all_of_it_fits(
         assert num_tokens - computed > budget
     else:
         most = min(budget, max_of_one or budget)
-        assert admission.num_tokens == min(most, num_tokens - computed)
+        assert admission == min(most, num_tokens - computed)
 
 
 RANKS = st.tuples(st.integers(0, 2), st.integers(0, 9))

@@ -416,7 +416,7 @@ def test_a_client_that_leaves_while_its_request_waits_for_a_peer_leaves_nothing(
 
 def test_the_story_of_a_push_says_what_happened() -> None:
     engine = expecting()
-    request = engine.scheduler._requests[RequestId("p")]
+    request = engine.scheduler.state.requests[RequestId("p")]
     register(engine)
     engine.submit()
     engine.scheduler.abort([RequestId("p")])

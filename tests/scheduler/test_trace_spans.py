@@ -124,7 +124,7 @@ def test_a_nonce_does_not_leave_the_engine():
     engine = Engine()
     engine.scheduler.add(make_request("p", PROMPT, remote_decode=True))
     run(engine)
-    request = next(iter(engine.scheduler._requests.values()))
+    request = next(iter(engine.scheduler.state.requests.values()))
     assert request.handoff is not None
     assert request.handoff.nonce in request.story()
     assert request.handoff.nonce not in str(traced(engine))

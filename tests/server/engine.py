@@ -188,7 +188,7 @@ class ServedEngine(LocalEngine):
     @property
     def leases(self) -> set[str]:
         """Nonces of the leases this engine has granted and that have not ended."""
-        held = self.scheduler._requests
+        held = self.scheduler.state.requests
         return {nonce for nonce, request_id in self._granted.items() if request_id in held}
 
     @property

@@ -17,7 +17,7 @@ from pdserve.connectors.handover.lease import LeaseTable
 from pdserve.connectors.handover.scheduler import HandoverScheduler
 from pdserve.connectors.memory.worker import MemoryWorker
 from pdserve.scheduler.request import Wait
-from pdserve.scheduler.roster import Roster
+from pdserve.scheduler.state import SchedulerState
 from pdserve.wire.request import FinishReason
 
 if TYPE_CHECKING:
@@ -95,11 +95,11 @@ def free_on_abort_during_a_write() -> Iterator[None]:
 @contextmanager
 def free_on_abort_while_written() -> Iterator[None]:
     """D lets go of its blocks when a request is aborted, although a peer may write them."""
-    real = Roster.end
+    real = SchedulerState.end
 
-    def end(self: Roster, request: Any, now_s: float, why: str, **more: Any) -> None:
+    def end(self: SchedulerState, request: Any, now_s: float, why: str, **more: Any) -> None:
         real(self, request, now_s, why, **more)
         self.stop_waiting(request, Wait.LOAD, now_s)
 
-    with mock.patch.object(Roster, "end", end):
+    with mock.patch.object(SchedulerState, "end", end):
         yield

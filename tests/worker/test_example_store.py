@@ -11,6 +11,7 @@ from pdserve.config.schema import CacheConfig, SchedulerConfig
 from pdserve.connectors import registry
 from pdserve.observe.clock import ManualClock
 from pdserve.scheduler.scheduler import Scheduler
+from pdserve.scheduler.state import Dimensions
 from pdserve.wire.ids import RequestId
 from pdserve.wire.request import GenerateRequest
 from pdserve.wire.transfer import Failed, LoadFailure
@@ -76,11 +77,13 @@ class Engine:
         self.scheduler = Scheduler(
             config,
             cache,
-            num_blocks=64,
-            max_model_len=driver.info.max_model_len,
-            vocab_size=driver.info.vocab_size,
-            connector=connector.make_scheduler(connector.contexts[0], []),
-            clock=ManualClock(),
+            Dimensions(
+                num_blocks=64,
+                max_model_len=driver.info.max_model_len,
+                vocab_size=driver.info.vocab_size,
+            ),
+            connector.make_scheduler(connector.contexts[0], []),
+            ManualClock(),
         )
 
     def run(self, name: str, prompt: list[int], *, salt: str = "") -> list[int]:

@@ -1,4 +1,4 @@
-"""What is told of requests, until it is fetched. Changes no request."""
+"""What clients are told of requests, kept until it is fetched. Changes no request."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 _NUM_OUTPUTS_WITH_STAGES = 2  # at D, the first token has none of its own
 
 
-class Outbox:
+class OutputBuffer:
     """Outputs, those of one request in the order in which things happened."""
 
     def __init__(self) -> None:
@@ -23,7 +23,7 @@ class Outbox:
         self._beginning: set[RequestId] = set()
 
     def drain(self) -> list[EngineOutput]:
-        """All since the last call, requests that have just begun first.
+        """Return all since the last call, requests that have just begun first.
 
         Whoever passes outputs on needs a fraction of a millisecond for each: that is nothing
         between two tokens of a stream, and much of what is left to gain for a first one.
@@ -43,7 +43,7 @@ class Outbox:
         finish: FinishReason | None,
         stop_reason: int | None,
     ) -> None:
-        """`request` has one more output token; what it was leased as goes with a HANDOFF."""
+        """Tell the newest output token of `request`; with a HANDOFF goes what it was leased as."""
         is_last = finish is not None
         is_beginning = len(request.output_token_ids) <= _NUM_OUTPUTS_WITH_STAGES
         has_stages = is_last or is_beginning
@@ -73,7 +73,7 @@ class Outbox:
         finish: FinishReason | None,
         stop_reason: int | None,
     ) -> None:
-        """`request` has one more output token, which another engine has sampled."""
+        """Tell the newest output token of `request`, which another engine sampled."""
         self._outputs.append(
             EngineOutput(
                 request_id=request.request_id,
@@ -94,7 +94,7 @@ class Outbox:
         *,
         retry_after_s: float | None = None,
     ) -> None:
-        """A request was not taken."""
+        """Tell that a request was not taken."""
         self._outputs.append(
             EngineOutput(
                 request_id=request_id,
@@ -108,7 +108,7 @@ class Outbox:
     def error(
         self, request: Request, why: str, code: ErrorCode, *, retry_after_s: float | None = None
     ) -> None:
-        """`request` ends for a reason of its own."""
+        """Tell that `request` ends for a reason of its own."""
         self._outputs.append(
             EngineOutput(
                 request_id=request.request_id,
@@ -121,7 +121,7 @@ class Outbox:
         )
 
     def abort(self, request: Request, why: str) -> None:
-        """`request` could have been served, had there been time."""
+        """Tell that `request` could have been served, had there been time."""
         self._outputs.append(
             EngineOutput(request_id=request.request_id, finish_reason=FinishReason.ABORT, error=why)
         )

@@ -1,0 +1,134 @@
+"""What a scheduler says of itself: its statistics, and for traces its steps and counters.
+
+Recording costs a few microseconds a step (`python -m benchmarks.trace`). Requests are recorded
+where they leave (`state`). Decides nothing and has no clock.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import TYPE_CHECKING
+
+from pdserve.observe.trace import CLOCK_ID
+from pdserve.wire.request import EngineStats
+from pdserve.wire.trace import CountersEvent, SliceEvent, StepEvent
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from pdserve.scheduler.state import SchedulerState
+    from pdserve.scheduler.steps import Step
+    from pdserve.wire.step import ExpertBalance
+    from pdserve.wire.trace import EngineRequest
+    from pdserve.wire.transfer import ConnectorReport
+
+SAMPLE_INTERVAL_S = 0.01
+"""Between two looks at the counters while there are requests."""
+
+
+class Telemetry:
+    """Reads `state`, and fills its recorder."""
+
+    def __init__(self, state: SchedulerState) -> None:
+        self._state = state
+        self._recorder = state.recorder
+        self._is_pipelined = state.dimensions.num_stages > 1
+        self._last_retired_s = self._sampled_s = float("-inf")
+        self._last_sample: tuple[dict[str, int], dict[str, int], int] | None = None
+
+    def step(self, step: Step, forward_s: float, now_s: float) -> None:
+        """Record a step that has come back, if it had tokens.
+
+        One that was submitted while another ran began after that.
+        """
+        if step.num_computed_after:
+            submitted_s, last_s = step.submitted_s, self._last_retired_s
+            self._recorder.add(
+                StepEvent(
+                    now_s,
+                    submitted_s if self._is_pipelined or submitted_s > last_s else last_s,
+                    submitted_s,
+                    step.step_id,
+                    len(step.num_computed_after),
+                    step.num_prefill_tokens,
+                    step.num_decode_tokens,
+                    forward_s,
+                )
+            )
+        self._last_retired_s = now_s
+
+    def ranks(self, report: ConnectorReport, now_s: float) -> None:
+        """Record what threads of ranks did, unless it is told by another machine's clock."""
+        if report.clock_id == CLOCK_ID:
+            for each in report.slices:
+                start_s, end_s, track = each.start_s, each.end_s, each.track
+                self._recorder.add(SliceEvent(now_s, start_s, track, each.name, each.facts, end_s))
+
+    def sample(self, now_s: float) -> None:
+        """Record the counters if they have changed: every so often, and when all is quiet."""
+        state = self._state
+        if now_s - self._sampled_s < SAMPLE_INTERVAL_S and state.requests:
+            return
+        self._sampled_s = now_s
+        receiving = state.receiving
+        num_bytes = 0
+        if receiving:
+            num_tokens = sum(request.num_external_tokens for request in receiving.values())
+            num_bytes = num_tokens * state.dimensions.kv_bytes_per_token
+        blocks = state.kv.ledger.blocks_by_state()
+        requests = {
+            "waiting": len(state.waiting),
+            "receiving": len(receiving),
+            "running": len(state.running),
+            "leased": len(state.leased),
+        }
+        sample = (requests, blocks, num_bytes)
+        if sample == self._last_sample:
+            return
+        self._last_sample = sample
+        counters: dict[str, Mapping[str, float]] = {
+            "requests": requests,
+            "KV blocks": blocks,
+            "KV in flight": {"bytes": num_bytes},
+        }
+        self._recorder.add(CountersEvent(now_s, counters))
+
+    def stats(self, experts: ExpertBalance | None) -> EngineStats:
+        """Return a snapshot.
+
+        Args:
+            experts: How evenly the experts are loaded, where they are balanced.
+        """
+        state = self._state
+        counters = state.counters
+        return EngineStats(
+            num_running=len(state.running),
+            num_waiting=len(state.waiting),
+            num_receiving=len(state.receiving),
+            blocks=state.kv.ledger.blocks_by_state(),
+            num_blocks=state.kv.pool.num_blocks,
+            num_preemptions=counters.preemptions,
+            num_steps=state.steps.num_built,
+            prefix_cache_queries=counters.prompt_tokens,
+            prefix_cache_hits=counters.local_cache_hit_tokens,
+            prompt_tokens=counters.prompt_tokens,
+            generation_tokens=counters.generation_tokens,
+            local_compute_tokens=counters.local_compute_tokens,
+            local_cache_hit_tokens=counters.local_cache_hit_tokens,
+            external_kv_tokens=counters.external_kv_tokens,
+            kv_bytes_received=counters.kv_bytes,
+            kv_descriptors=counters.kv_descriptors,
+            kv_load_failures=dict(counters.load_failures),
+            kv_faults=dict(counters.faults + Counter(state.connector.faults)),
+            lease_ends=dict(counters.lease_ends),
+            forward_s=counters.forward_s,
+            experts=experts,
+            kv_loads=dict(counters.loads),
+            kv_ladder=dict(counters.ladder),
+            recompute_tokens=counters.recompute_tokens,
+            kv_seconds=counters.kv_seconds,
+        )
+
+    def requests(self, now_s: float) -> list[EngineRequest]:
+        """Return the time of each request that is not forgotten yet, until now."""
+        return [request.traced(now_s) for request in self._state.requests.values()]
