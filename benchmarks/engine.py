@@ -57,12 +57,7 @@ def main() -> None:
 
 
 async def _measure(model: Path, args: argparse.Namespace) -> dict[str, Any]:
-    from pdserve.config.schema import (
-        CacheConfig,
-        EngineConfig,
-        ModelConfig,
-        ParallelConfig,
-    )
+    from pdserve.config.schema import CacheConfig, EngineConfig, ModelConfig, ParallelConfig
     from pdserve.engine.zmq_client import launch_engine
     from pdserve.text.load import load_text
 

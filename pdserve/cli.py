@@ -32,19 +32,9 @@ from pdserve.commands.exit_codes import (
     EXIT_USAGE,
 )
 from pdserve.commands.lifeline import end_with_supervisor
-from pdserve.config.load import (
-    Required,
-    Resolved,
-    Setting,
-    Shorthand,
-    Table,
-    canonical,
-    nearest,
-    parse,
-    resolve,
-    unknown_variables,
-)
+from pdserve.config.load import Resolved, Table, nearest, resolve, unknown_variables
 from pdserve.config.schema import Role
+from pdserve.config.setting import Required, Setting, Shorthand, canonical, parse
 from pdserve.config.settings import (
     SHORT,
     bench_compare_table,

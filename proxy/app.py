@@ -46,7 +46,7 @@ from pdserve.wire.hop import PARAMS
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from pdserve.config.schema import ProxyConfig
+    from pdserve.config.http import ProxyConfig
     from pdserve.observe.clock import Clock
 
 log = logging.getLogger(__name__)

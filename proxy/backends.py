@@ -23,7 +23,7 @@ from pdserve.wire.transfer import KVMode
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from pdserve.config.schema import ProxyConfig
+    from pdserve.config.http import ProxyConfig
     from pdserve.observe.clock import Clock
     from pdserve.proxy.breakers import Breakers
     from pdserve.wire.hop import Registration

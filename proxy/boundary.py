@@ -23,7 +23,7 @@ from pdserve.wire.hop import REQUEST_ID_HEADER
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Mapping, Sequence
 
-    from pdserve.config.schema import ProxyConfig
+    from pdserve.config.http import ProxyConfig
     from pdserve.http.bodies import Bodies
 
     Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]

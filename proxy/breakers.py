@@ -22,7 +22,7 @@ from pdserve.proxy.errors import KvFailedError, WorkerError
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from pdserve.config.schema import ProxyConfig
+    from pdserve.config.http import ProxyConfig
     from pdserve.observe.clock import Clock
     from pdserve.proxy.backend import Backend
     from pdserve.proxy.client import Leg

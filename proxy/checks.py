@@ -21,7 +21,7 @@ from pdserve.wire.hop import INFO_PATH, EngineReport
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping
 
-    from pdserve.config.schema import ProxyConfig
+    from pdserve.config.http import ProxyConfig
     from pdserve.observe.clock import Clock
     from pdserve.proxy.backend import Backend
     from pdserve.proxy.backends import Backends

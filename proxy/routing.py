@@ -10,7 +10,8 @@ import itertools
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from pdserve.config.schema import KVTransfer, Role
+from pdserve.config.http import KVTransfer
+from pdserve.config.schema import Role
 from pdserve.errors import UnavailableError
 from pdserve.proxy.policies import RouteRequest, choose, policy_named
 from pdserve.proxy.story import NotPushed
@@ -18,7 +19,7 @@ from pdserve.proxy.story import NotPushed
 if TYPE_CHECKING:
     from collections.abc import Collection, Sequence
 
-    from pdserve.config.schema import ProxyConfig
+    from pdserve.config.http import ProxyConfig
     from pdserve.proxy.backend import Backend
     from pdserve.proxy.backends import Backends
     from pdserve.proxy.policies import Policy

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from pdserve.config.schema import ProxyConfig
+    from pdserve.config.http import ProxyConfig
     from pdserve.http.bodies import Bodies
     from pdserve.proxy.admission import AdmissionQueue
     from pdserve.proxy.backends import Backends

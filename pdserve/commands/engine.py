@@ -14,8 +14,9 @@ from pdserve.commands.announce import program, settings_text
 from pdserve.commands.model_directory import model_directory
 from pdserve.commands.running import exit_code, require_free, start_logging
 from pdserve.config.connectors import read_settings
+from pdserve.config.http import ServerConfig
 from pdserve.config.load import Resolved, Table, build
-from pdserve.config.schema import EngineConfig, Role, ServerConfig
+from pdserve.config.schema import EngineConfig, Role
 from pdserve.errors import EngineDeadError
 
 log = logging.getLogger("pdserve.engine")

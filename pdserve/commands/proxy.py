@@ -7,8 +7,8 @@ from collections.abc import Mapping
 
 from pdserve.commands.announce import program, settings_text
 from pdserve.commands.running import exit_code, require_free, start_logging
+from pdserve.config.http import ProxyConfig
 from pdserve.config.load import Resolved, Table, build
-from pdserve.config.schema import ProxyConfig
 
 
 def run(table: Table, resolved: Mapping[str, Resolved]) -> int:

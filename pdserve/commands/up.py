@@ -36,6 +36,7 @@ from pdserve.commands.model_directory import model_directory
 from pdserve.commands.running import require_free, run_until_signalled
 from pdserve.config.boxed import BOXED
 from pdserve.config.connectors import read_settings
+from pdserve.config.http import ProxyConfig, ServerConfig
 from pdserve.config.load import (
     ENVIRONMENT_PREFIX,
     Resolved,
@@ -45,8 +46,9 @@ from pdserve.config.load import (
     resolve,
     variable,
 )
-from pdserve.config.schema import EngineConfig, ProxyConfig, Role, ServerConfig
-from pdserve.config.settings import LogConfig, UpConfig, engine_table, proxy_table
+from pdserve.config.schema import EngineConfig, Role
+from pdserve.config.settings import LogConfig, engine_table, proxy_table
+from pdserve.config.up import UpConfig
 from pdserve.errors import ConfigError
 from pdserve.wire.hop import INFO_PATH
 

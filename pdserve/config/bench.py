@@ -13,8 +13,8 @@ from typing import Any, Final
 
 import msgspec
 
-from pdserve.config.load import declare
-from pdserve.errors import ConfigError
+from pdserve.config.checks import require
+from pdserve.config.setting import declare
 
 
 class RampUp(enum.Enum):
@@ -22,11 +22,6 @@ class RampUp(enum.Enum):
 
     LINEAR = "linear"
     EXPONENTIAL = "exponential"
-
-
-def _require(condition: bool, flag: str, value: object, remedy: str) -> None:
-    if not condition:
-        raise ConfigError(f"--{flag} is {value!r}: {remedy}", param=flag)
 
 
 class AskedBackend(enum.Enum):
@@ -89,27 +84,27 @@ class TargetConfig(msgspec.Struct, frozen=True, kw_only=True):
         return _named(self.header)
 
     def __post_init__(self) -> None:
-        _require(
+        require(
             not self.base_url or self.base_url.startswith(("http://", "https://")),
             "base-url",
             self.base_url,
             "write it as http://127.0.0.1:8000, without the API's path",
         )
-        _require(
+        require(
             not self.base_url.rstrip("/").endswith("/v1"),
             "base-url",
             self.base_url,
             "leave /v1 out: it belongs to --endpoint",
         )
-        _require(0 < self.port <= 65535, "port", self.port, "use 1 to 65535")
-        _require(
+        require(0 < self.port <= 65535, "port", self.port, "use 1 to 65535")
+        require(
             self.path.startswith("/") and self.path.endswith("/completions"),
             "endpoint",
             self.endpoint,
             "use completions, chat, or a path that ends in /completions or /chat/completions",
         )
         is_chat = self.path.endswith("/chat/completions")
-        _require(
+        require(
             self.backend is None or is_chat == (self.backend is AskedBackend.OPENAI_CHAT),
             "endpoint",
             self.endpoint,
@@ -117,7 +112,7 @@ class TargetConfig(msgspec.Struct, frozen=True, kw_only=True):
             "them out",
         )
         for each in self.header:
-            _require(_is_named(each), "header", each, "write it as NAME=VALUE")
+            require(_is_named(each), "header", each, "write it as NAME=VALUE")
 
 
 class TrafficConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -163,7 +158,7 @@ class TrafficConfig(msgspec.Struct, frozen=True, kw_only=True):
         return content
 
     def __post_init__(self) -> None:
-        _require(
+        require(
             self.request_timeout_s > 0,
             "request-timeout-secs",
             self.request_timeout_s,
@@ -173,14 +168,14 @@ class TrafficConfig(msgspec.Struct, frozen=True, kw_only=True):
             ("max-concurrency", self.max_concurrency),
             ("num-client-processes", self.num_client_processes),
         ):
-            _require(count is None or count > 0, flag, count, "it must be at least 1")
+            require(count is None or count > 0, flag, count, "it must be at least 1")
         for flag, number in (
             ("num-warmups", self.num_warmups),
             ("ready-check-timeout-sec", self.ready_check_timeout_s),
         ):
-            _require(number >= 0, flag, number, "it must not be negative")
-        _require(0 <= self.cancel_share <= 1, "cancel-share", self.cancel_share, "use 0 to 1")
-        _require(
+            require(number >= 0, flag, number, "it must not be negative")
+        require(0 <= self.cancel_share <= 1, "cancel-share", self.cancel_share, "use 0 to 1")
+        require(
             self.temperature is None or self.temperature >= 0,
             "temperature",
             self.temperature,
@@ -190,7 +185,7 @@ class TrafficConfig(msgspec.Struct, frozen=True, kw_only=True):
             content = json.loads(self.extra_body or "{}")
         except ValueError:
             content = None
-        _require(
+        require(
             isinstance(content, dict),
             "extra-body",
             self.extra_body,
@@ -242,27 +237,27 @@ class ResultConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         for name in self.metrics:
-            _require(
+            require(
                 name in _METRICS, "percentile-metrics", name, f"use some of {','.join(_METRICS)}"
             )
         try:
             is_right = all(0 < percent <= 100 for percent in self.percentiles)
         except ValueError:
             is_right = False
-        _require(
+        require(
             is_right,
             "metric-percentiles",
             ",".join(self.metric_percentiles),
             "write numbers above 0 and up to 100, as 50,90,99.9",
         )
-        _require(
+        require(
             not self.save_detailed or self.save_result,
             "save-detailed",
             self.save_detailed,
             "it needs --save-result",
         )
         for each in self.metadata:
-            _require(_is_named(each), "metadata", each, "write it as NAME=VALUE")
+            require(_is_named(each), "metadata", each, "write it as NAME=VALUE")
 
 
 def _is_named(text: str) -> bool:

@@ -12,8 +12,8 @@ from typing import Final
 import msgspec
 
 from pdserve.config.boxed import BOXED
-from pdserve.config.load import declare
-from pdserve.errors import ConfigError
+from pdserve.config.checks import require
+from pdserve.config.setting import declare
 
 CHUNK_TOKENS: Final = 512
 """Of a colocated engine on cores: the budget that vLLM's chunked prefill came with, for the sake of
@@ -91,34 +91,34 @@ class CompareConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         for flag, number in (("num-runs", self.num_runs), ("start-timeout", self.start_timeout_s)):
-            _require(number > 0, flag, number, "it must be positive")
-        _require(self.pause_s >= 0, "pause", self.pause_s, "it must not be negative")
+            require(number > 0, flag, number, "it must be positive")
+        require(self.pause_s >= 0, "pause", self.pause_s, "it must not be negative")
         for budget in self.chunk_tokens:
-            _require(budget > 0, "chunk-tokens", budget, "it must be positive")
+            require(budget > 0, "chunk-tokens", budget, "it must be positive")
         try:
             are_rates = all(0 < rate < math.inf for rate in self.rates)
         except ValueError:
             are_rates = False
-        _require(
+        require(
             are_rates,
             "request-rates",
             " ".join(self.request_rates),
             "write requests per second, as 1 2 4 8",
         )
-        _require(
+        require(
             not (self.cores and self.gpus),
             "gpus",
             self.gpus,
             "deployments share --cores or --gpus, not both",
         )
-        _require(
+        require(
             self.endpoint in ("completions", "chat"),
             "endpoint",
             self.endpoint,
             "use completions or chat",
         )
         for flag, units in (("cores", self.cores), ("gpus", self.gpus)):
-            _require(len(set(units)) == len(units), flag, units, "name each of them once")
+            require(len(set(units)) == len(units), flag, units, "name each of them once")
         for flag, words in (
             ("engine-args", self.engine_args),
             ("colocated-args", self.colocated_args),
@@ -129,7 +129,7 @@ class CompareConfig(msgspec.Struct, frozen=True, kw_only=True):
             try:
                 shlex.split(words)
             except ValueError as error:
-                _require(False, flag, words, f"it is not a line of words ({error})")
+                require(False, flag, words, f"it is not a line of words ({error})")
 
 
 class PlotConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -142,11 +142,6 @@ class PlotConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     files: tuple[str, ...] = ()
     output: str = "pdserve-plot.html"
-
-
-def _require(condition: bool, flag: str, value: object, remedy: str) -> None:
-    if not condition:
-        raise ConfigError(f"--{flag} is {value!r}: {remedy}", param=flag)
 
 
 def _split(given: tuple[str, ...]) -> tuple[str, ...]:

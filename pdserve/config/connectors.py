@@ -17,7 +17,7 @@ from typing import Any, Final, Protocol
 
 import msgspec
 
-from pdserve.config.load import Setting, canonical
+from pdserve.config.setting import Setting, canonical
 from pdserve.errors import ConfigError
 
 BUILT_IN: Final = {

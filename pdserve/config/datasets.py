@@ -10,7 +10,7 @@ from typing import Final
 
 import msgspec
 
-from pdserve.config.load import declare
+from pdserve.config.setting import declare
 from pdserve.errors import ConfigError
 
 

@@ -18,10 +18,13 @@ from pdserve.config.boxed import BOXED
 from pdserve.config.compare import COMPARE_SETTINGS, PLOT_SETTINGS
 from pdserve.config.connectors import connector_settings
 from pdserve.config.datasets import DATASET_SETTINGS, DatasetName
-from pdserve.config.load import Setting, Shorthand, Table, canonical, declare, parse_object
+from pdserve.config.http import ProxyConfig, ServerConfig
+from pdserve.config.load import Table
 from pdserve.config.policies import POLICIES
-from pdserve.config.schema import EngineConfig, ProxyConfig, Role, ServerConfig
+from pdserve.config.schema import EngineConfig, Role
+from pdserve.config.setting import Setting, Shorthand, canonical, declare, parse_object
 from pdserve.config.trace import TRACE_SETTINGS
+from pdserve.config.up import UP_SETTINGS
 from pdserve.errors import ConfigError
 
 
@@ -35,43 +38,6 @@ class LogConfig(msgspec.Struct, frozen=True, kw_only=True):
             raise ConfigError(
                 f"--log-level is {self.level!r}: use debug, info, warning or error",
                 param="log-level",
-            )
-
-
-class UpConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """A whole deployment on this host.
-
-    Attributes:
-        host: Address all its servers bind.
-        port: The proxy's.
-        prefill_port, decode_port: Of the first engine of the role; further ones count up.
-        once: End after the demo request.
-        prompt: What the demo request asks.
-    """
-
-    host: str = "127.0.0.1"
-    port: int = 8000
-    prefill_port: int = 8100
-    decode_port: int = 8200
-    prefill_replicas: int = 1
-    decode_replicas: int = 1
-    once: bool = False
-    prompt: str = "What is disaggregated serving?"
-    max_tokens: int = 128
-    start_timeout_s: float = 600.0
-
-    def __post_init__(self) -> None:
-        for flag, count in (
-            ("prefill-replicas", self.prefill_replicas),
-            ("decode-replicas", self.decode_replicas),
-            ("max-tokens", self.max_tokens),
-        ):
-            if count <= 0:
-                raise ConfigError(f"--{flag} is {count}: it must be positive", param=flag)
-        if not self.start_timeout_s > 0:
-            raise ConfigError(
-                f"--start-timeout is {self.start_timeout_s}: it must be positive",
-                param="start-timeout",
             )
 
 
@@ -267,30 +233,6 @@ _LOG: Final = declare(
     (("log-level", "level", "debug|info|warning|error", "least level of what is logged"),),
 )
 
-_UP: Final = declare(
-    "up",
-    UpConfig,
-    "deployment",
-    (
-        ("host", "host", "ADDRESS", "address all servers bind"),
-        ("port", "port", "PORT", "of the proxy"),
-        ("prefill-port", "prefill_port", "PORT", "of the first prefill engine; further ones count up"),
-        ("decode-port", "decode_port", "PORT", "of the first decode engine; further ones count up"),
-        ("prefill-replicas", "prefill_replicas", "N", "prefill engines to start"),
-        ("decode-replicas", "decode_replicas", "N", "decode engines to start"),
-        ("start-timeout", "start_timeout_s", "SECONDS", "for all of them to be ready"),
-    ),
-) + declare(
-    "up",
-    UpConfig,
-    "demo request",
-    (
-        ("prompt", "prompt", "TEXT", "what it asks"),
-        ("max-tokens", "max_tokens", "N", "how much it answers"),
-        ("once", "once", "", "end after it, with exit code 0"),
-    ),
-)
-
 _DOCTOR: Final = declare(
     "doctor",
     DoctorConfig,
@@ -397,7 +339,7 @@ ROLES_OF_UP: Final = ("prefill", "decode", "proxy")
 
 def up_table() -> Table:
     """The settings of `pdserve up`: its own, the engines', and one command's under its name."""
-    own = {setting.flag for setting in _UP}
+    own = {setting.flag for setting in UP_SETTINGS}
     own |= {"engine-id", "proxy", "advertise-url"}  # one per engine, chosen by the supervisor
     shared = tuple(s for s in _engine_settings() if s.flag not in own)
     below = {
@@ -410,7 +352,7 @@ def up_table() -> Table:
         if setting.flag not in own | {"model"}  # both roles serve the same one
     )
     return Table(
-        (*_UP, *shared, *per_role),
+        (*UP_SETTINGS, *shared, *per_role),
         (
             *_engine_shorthands(),
             *(

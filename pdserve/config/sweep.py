@@ -10,7 +10,8 @@ import msgspec
 
 from pdserve.config.bench import RESULT_SETTINGS, TARGET_SETTINGS, TRAFFIC_SETTINGS
 from pdserve.config.datasets import DATASET_SETTINGS
-from pdserve.config.load import Table, declare
+from pdserve.config.load import Table
+from pdserve.config.setting import declare
 from pdserve.errors import ConfigError
 
 DEFAULT_SHARE: Final = 0.9

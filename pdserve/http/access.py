@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Final
 
 from aiohttp import hdrs
 
-from pdserve.config.schema import is_loopback
+from pdserve.config.checks import is_loopback
 from pdserve.errors import ForbiddenError, UnauthorizedError
 
 if TYPE_CHECKING:

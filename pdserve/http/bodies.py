@@ -21,7 +21,7 @@ from pdserve.errors import (
 )
 
 if TYPE_CHECKING:
-    from pdserve.config.schema import HttpLimits
+    from pdserve.config.http import HttpLimits
 
 COPIES = 3
 """What a body takes of memory, in its own size: what came, and what is made of it for each of two

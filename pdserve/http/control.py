@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Final
 
 from aiohttp import hdrs
 
-from pdserve.config.schema import is_loopback
+from pdserve.config.checks import is_loopback
 from pdserve.errors import BadRequestError, UnauthorizedError
 from pdserve.http.answers import StaleProofError
 from pdserve.wire.hop import FORMER_HEADER, PROOF_HEADER

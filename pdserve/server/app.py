@@ -39,7 +39,8 @@ if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Awaitable, Callable
     from typing import Self
 
-    from pdserve.config.schema import EngineConfig, ServerConfig
+    from pdserve.config.http import ServerConfig
+    from pdserve.config.schema import EngineConfig
     from pdserve.engine.client import EngineClient
     from pdserve.observe.clock import Clock
     from pdserve.server.errors import Handler

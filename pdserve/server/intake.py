@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from pdserve.config.schema import SchedulingPolicy, is_loopback
+from pdserve.config.checks import is_loopback
+from pdserve.config.schema import SchedulingPolicy
 from pdserve.errors import BadRequestError, HandoffRefusedError
 from pdserve.http.protocol import unknown_fields
 from pdserve.observe.log import log_event

@@ -22,7 +22,8 @@ from pdserve.wire.finished import FinishedRequests
 from pdserve.wire.hop import REQUEST_ID_HEADER
 
 if TYPE_CHECKING:
-    from pdserve.config.schema import EngineConfig, ServerConfig
+    from pdserve.config.http import ServerConfig
+    from pdserve.config.schema import EngineConfig
     from pdserve.engine.client import EngineClient
     from pdserve.http.bodies import Bodies
     from pdserve.http.control import Verifier

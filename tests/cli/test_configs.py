@@ -7,9 +7,10 @@ import pytest
 
 from pdserve.cli import COMMANDS, make_parser, settings_of
 from pdserve.commands.up import arguments_of
+from pdserve.config.http import ProxyConfig, ServerConfig
 from pdserve.config.load import Source, build
-from pdserve.config.schema import EngineConfig, ProxyConfig, ServerConfig
-from pdserve.config.settings import UpConfig
+from pdserve.config.schema import EngineConfig
+from pdserve.config.up import UpConfig
 from tests.cli.process import ROOT
 
 FILES = sorted((ROOT / "configs").glob("*.yaml"))

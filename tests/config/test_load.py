@@ -8,18 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pdserve.config.load import (
-    Shorthand,
-    Source,
-    Table,
-    build,
-    declare,
-    parse,
-    parse_int,
-    parse_object,
-    resolve,
-    variable,
-)
+from pdserve.config.load import Source, Table, build, resolve, variable
+from pdserve.config.setting import Shorthand, declare, parse, parse_int, parse_object
 from pdserve.errors import ConfigError
 
 

@@ -10,18 +10,20 @@ from pdserve.config import connectors
 from pdserve.config.bench import ResultConfig, TargetConfig, TrafficConfig
 from pdserve.config.connectors import read_settings
 from pdserve.config.datasets import DatasetConfig
-from pdserve.config.load import Table, build, parse, resolve
-from pdserve.config.schema import EngineConfig, ProxyConfig, Role, ServerConfig, TransferConfig
+from pdserve.config.http import ProxyConfig, ServerConfig
+from pdserve.config.load import Table, build, resolve
+from pdserve.config.schema import EngineConfig, Role, TransferConfig
+from pdserve.config.setting import parse
 from pdserve.config.settings import (
     DoctorConfig,
     LogConfig,
-    UpConfig,
     bench_serve_table,
     doctor_table,
     engine_table,
     proxy_table,
     up_table,
 )
+from pdserve.config.up import UpConfig
 from pdserve.connectors.nixl.settings import NixlSettings
 from pdserve.connectors.registry import find
 from pdserve.errors import ConfigError

@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 from hypothesis import strategies as st
 
-from pdserve.config.schema import ProxyConfig
+from pdserve.config.http import ProxyConfig
 from pdserve.errors import PdserveError
 from pdserve.executor.toy import toy_shape
 from pdserve.observe.clock import ManualClock

@@ -8,7 +8,7 @@ import msgspec
 import pytest
 from blockbuster import blockbuster_ctx
 
-from pdserve.config.schema import HttpLimits, ProxyConfig
+from pdserve.config.http import HttpLimits, ProxyConfig
 from pdserve.proxy.app import Proxy
 from tests.proxy.scripted import ScriptedEngine
 from tests.server.conftest import make_engine, model_dir, serving, text

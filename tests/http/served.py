@@ -12,7 +12,8 @@ import threading
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from pdserve.config.schema import ModelConfig, ProxyConfig
+from pdserve.config.http import ProxyConfig
+from pdserve.config.schema import ModelConfig
 from pdserve.proxy.app import Proxy
 from pdserve.text.load import load_text
 from tests.server.conftest import make_engine, serving

@@ -10,7 +10,7 @@ import msgspec
 import pytest
 from aiohttp import web
 
-from pdserve.config.schema import HttpLimits
+from pdserve.config.http import HttpLimits
 from pdserve.errors import ConfigError
 from pdserve.http.bodies import COPIES
 from pdserve.http.connection import Connection

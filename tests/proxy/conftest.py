@@ -11,7 +11,7 @@ import aiohttp
 import pytest
 from blockbuster import BlockBuster, blockbuster_ctx
 
-from pdserve.config.schema import ProxyConfig
+from pdserve.config.http import ProxyConfig
 from pdserve.proxy.app import Proxy
 from tests.proxy.scripted import ScriptedEngine
 

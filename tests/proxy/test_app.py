@@ -13,7 +13,7 @@ import pytest
 from aiohttp import web
 
 import pdserve
-from pdserve.config.schema import HttpLimits, ProxyConfig
+from pdserve.config.http import HttpLimits, ProxyConfig
 from pdserve.errors import ConfigError
 from pdserve.proxy.app import Proxy, run_proxy
 from pdserve.proxy.story import SECOND_TERMS, TTFT_TERMS, Mode, Stage

@@ -10,7 +10,7 @@ from collections import Counter
 import pytest
 from aiohttp import web
 
-from pdserve.config.schema import KVTransfer
+from pdserve.config.http import KVTransfer
 from pdserve.proxy.story import LadderRung
 from tests.proxy.conftest import until
 from tests.proxy.hooks import (

@@ -8,7 +8,7 @@ import random
 import pytest
 from aiohttp import web
 
-from pdserve.config.schema import KVTransfer
+from pdserve.config.http import KVTransfer
 from pdserve.proxy import legs as proxy_legs
 from pdserve.proxy import strategies
 from pdserve.wire.transfer import TICKETS

@@ -10,7 +10,7 @@ import aiohttp
 import msgspec
 import pytest
 
-from pdserve.config.schema import KVTransfer
+from pdserve.config.http import KVTransfer
 from pdserve.observe.clock import SystemClock
 from tests.proxy.test_with_server import (
     BODIES,

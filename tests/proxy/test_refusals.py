@@ -8,7 +8,7 @@ import socket
 import pytest
 from aiohttp import web
 
-from pdserve.config.schema import KVTransfer
+from pdserve.config.http import KVTransfer
 from tests.proxy.conftest import until
 from tests.proxy.hooks import REFUSAL, answers, ask, drops, kv_failed, legs
 from tests.proxy.scripted import ScriptedEngine, text_of

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import msgspec
 import pytest
 
-from pdserve.config.schema import ProxyConfig
+from pdserve.config.http import ProxyConfig
 from pdserve.observe.clock import ManualClock
 from pdserve.proxy.backend import Health
 from pdserve.proxy.backends import Backends

@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from pdserve.config.schema import KVTransfer
+from pdserve.config.http import KVTransfer
 from tests.proxy.test_with_server import COMPLETIONS, ask, deployed, text
 from tests.server.conftest import EOS, events
 

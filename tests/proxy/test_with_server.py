@@ -11,7 +11,8 @@ import aiohttp
 import msgspec
 import pytest
 
-from pdserve.config.schema import ModelConfig, ProxyConfig
+from pdserve.config.http import ProxyConfig
+from pdserve.config.schema import ModelConfig
 from pdserve.observe.clock import Clock
 from pdserve.proxy.app import Proxy
 from pdserve.text.load import load_text

@@ -10,12 +10,12 @@ import pytest
 from aiohttp import web
 from blockbuster import blockbuster_ctx
 
+from pdserve.config.http import ServerConfig
 from pdserve.config.schema import (
     EngineConfig,
     ModelConfig,
     SchedulerConfig,
     SchedulingPolicy,
-    ServerConfig,
     TransferConfig,
 )
 from pdserve.http.connection import Listener

@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from pdserve.config.schema import HttpLimits
+from pdserve.config.http import HttpLimits
 from pdserve.text.tokenizer import Tokenizer
 from pdserve.wire.request import EngineOutput, FinishReason
 from tests.server.conftest import events, make_engine, serving

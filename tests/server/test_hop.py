@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from pdserve.config.schema import EngineConfig, ModelConfig, ServerConfig
+from pdserve.config.http import ServerConfig
+from pdserve.config.schema import EngineConfig, ModelConfig
 from pdserve.http.control import proof_headers
 from pdserve.http.protocol import CompletionRequest
 from pdserve.observe.clock import ManualClock

@@ -15,7 +15,8 @@ import aiohttp
 import pytest
 from aiohttp import web
 
-from pdserve.config.schema import EngineConfig, ModelConfig, ServerConfig, TransferConfig
+from pdserve.config.http import ServerConfig
+from pdserve.config.schema import EngineConfig, ModelConfig, TransferConfig
 from pdserve.errors import ConfigError, EngineDeadError
 from pdserve.http.answers import StaleProofError, error_answer
 from pdserve.http.control import Verifier

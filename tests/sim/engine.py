@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from pdserve.config.http import ServerConfig
 from pdserve.config.schema import (
     CacheConfig,
     EngineConfig,
     ModelConfig,
     Role,
     SchedulerConfig,
-    ServerConfig,
     TransferConfig,
 )
 from pdserve.connectors.faulty import FaultyConnector

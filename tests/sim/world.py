@@ -21,7 +21,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 
-from pdserve.config.schema import ProxyConfig, Role
+from pdserve.config.http import ProxyConfig
+from pdserve.config.schema import Role
 from pdserve.connectors.faulty import FaultKind, Plan
 from pdserve.connectors.faulty.worker import Fabric
 from pdserve.executor.toy import TOY_EOS, WrongKVError, expected_output

@@ -11,12 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from pdserve.commands import doctor
-from pdserve.config.schema import (
-    CacheConfig,
-    EngineConfig,
-    ModelConfig,
-    SchedulerConfig,
-)
+from pdserve.config.schema import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
 from pdserve.connectors import registry
 from pdserve.connectors.base import Capabilities, KVConnectorWorker
 from pdserve.errors import ConfigError, InternalError

@@ -1,0 +1,54 @@
+"""What settings are checked for when they are made: each refusal names flag, value and remedy."""
+
+from __future__ import annotations
+
+import ipaddress
+
+from pdserve.errors import ConfigError
+
+
+def require(condition: bool, flag: str, value: object, remedy: str) -> None:
+    """Refuse a value unless the condition holds.
+
+    Args:
+        remedy: What to do about it, for the message.
+
+    Raises:
+        ConfigError: It does not hold.
+    """
+    if not condition:
+        raise ConfigError(f"--{flag} is {value!r}: {remedy}", param=flag)
+
+
+def require_port(port: int, flag: str = "port") -> None:
+    """Refuse what is no TCP port."""
+    require(0 <= port <= 65535, flag, port, "use 1 to 65535, or 0 for a free one")
+
+
+def require_url(url: str, flag: str) -> None:
+    """Refuse what is no URL of HTTP."""
+    require(url.startswith(("http://", "https://")), flag, url, "write it as http://127.0.0.1:8100")
+
+
+def require_not_negative(flag: str, value: float) -> None:
+    """Refuse a negative number."""
+    require(value >= 0, flag, value, "it must not be negative")
+
+
+def require_keys(flag: str, keys: tuple[str, ...]) -> None:
+    """Refuse an empty key, of a variable that was not set: every client could send it."""
+    for key in keys:
+        require(bool(key.strip()), flag, key, "give a key, or leave the flag out")
+
+
+POSITIVE = "it must be positive"
+
+
+def is_loopback(host: str) -> bool:
+    """Whether an address, or the name localhost, is reached from this host alone."""
+    try:
+        return (
+            host == "localhost" or ipaddress.ip_address(host.split("%", maxsplit=1)[0]).is_loopback
+        )
+    except ValueError:
+        return False

@@ -1,0 +1,172 @@
+"""Every setting of the HTTP servers: those of engines, and the proxy."""
+
+from __future__ import annotations
+
+import enum
+
+import msgspec
+
+from pdserve.config.checks import (
+    POSITIVE,
+    require,
+    require_keys,
+    require_not_negative,
+    require_port,
+    require_url,
+)
+
+
+class KVTransfer(enum.Enum):
+    """How KV gets from a prefill to a decode engine.
+
+    AUTO: written by the prefill engine where both engines can and the pair's recent pushes
+    arrived, else read by the decode engine. PUSH: the same whatever became of former pushes. PULL:
+    always read.
+    """
+
+    AUTO = "auto"
+    PUSH = "push"
+    PULL = "pull"
+
+
+class HttpLimits(msgspec.Struct, frozen=True, kw_only=True):
+    """What a client may take of an HTTP server: bytes and time.
+
+    Attributes:
+        max_body_bytes: Of one request.
+        body_memory_bytes: For the bodies of all requests that run, with the copies that are made
+            of them; None is 256 MiB, or eight of the largest bodies if that is more.
+        header_timeout_s: From the first byte of a request's headers to their last, and from a
+            new connection to its first request.
+        body_timeout_s: How long a body may go without progress.
+    """
+
+    max_body_bytes: int = 16 << 20
+    body_memory_bytes: int | None = None
+    header_timeout_s: float = 30.0
+    body_timeout_s: float = 30.0
+
+    @property
+    def body_memory(self) -> int:
+        """Bytes for all bodies together."""
+        if self.body_memory_bytes is not None:
+            return self.body_memory_bytes
+        return max(256 << 20, 8 * self.max_body_bytes)
+
+    def __post_init__(self) -> None:
+        for flag, number in (
+            ("max-body-bytes", self.max_body_bytes),
+            ("header-timeout", self.header_timeout_s),
+            ("body-timeout", self.body_timeout_s),
+        ):
+            require(number > 0, flag, number, POSITIVE)
+        require(
+            self.body_memory >= 6 * self.max_body_bytes,
+            "body-memory-bytes",
+            self.body_memory,
+            "it must be at least six times --max-body-bytes: a body is held with two copies, and "
+            "leaves as much room for others",
+        )
+
+
+class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """The HTTP side of one engine.
+
+    Attributes:
+        port: 0 takes a free one.
+        proxy_urls: Proxies to register with, and to leave on shutdown.
+        advertise_url: What to register as; empty means http://host:port.
+        shutdown_timeout_s: How long running requests may go on after SIGTERM.
+        operator_keys: Open what only operators may ask; without any only this host may.
+        limits: What its clients may take.
+        accept_former_signatures: Whether engines and proxies of release 0.1 are believed, whose
+            words may be sent again by whoever has heard them.
+    """
+
+    host: str = "127.0.0.1"
+    port: int = 8000
+    api_keys: tuple[str, ...] = ()
+    operator_keys: tuple[str, ...] = ()
+    proxy_urls: tuple[str, ...] = ()
+    advertise_url: str = ""
+    shutdown_timeout_s: float = 30.0
+    limits: HttpLimits = HttpLimits()
+    accept_former_signatures: bool = False
+
+    def __post_init__(self) -> None:
+        require_port(self.port)
+        for url in self.proxy_urls:
+            require_url(url, "proxy")
+        if self.advertise_url:
+            require_url(self.advertise_url, "advertise-url")
+        require_keys("api-key", self.api_keys)
+        require_keys("operator-key", self.operator_keys)
+        require_not_negative("shutdown-timeout", self.shutdown_timeout_s)
+
+
+class ProxyConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """The routing proxy. It holds no state that a restart would miss.
+
+    Attributes:
+        prefill, decode: Base URLs of engines known from the start.
+        prefill_policy, decode_policy: Names of routing policies: see `policies`.
+        kv_mode: Who moves the KV. A request of several prompts or choices is always pulled.
+        max_concurrent_requests: Requests in flight at most; further ones queue.
+        queue_size: Requests that may queue; further ones get 429.
+        request_timeout_s: One absolute limit for a request, from arrival.
+        retry_max_retries: Further engines to try before the first byte.
+        cb_failure_threshold: Failures in a row that open an engine's breaker.
+        cb_timeout_s: How long it stays open before one request may try again.
+        secret: The deployment's secret; engines that register must know it.
+        operator_keys: Open what only operators may ask; without any only this host may.
+        limits: What its clients may take.
+        accept_former_signatures: Whether engines and proxies of release 0.1 are believed, whose
+            words may be sent again by whoever has heard them.
+    """
+
+    host: str = "127.0.0.1"
+    port: int = 8000
+    prefill: tuple[str, ...] = ()
+    decode: tuple[str, ...] = ()
+    prefill_policy: str = "least_loaded"
+    decode_policy: str = "least_loaded"
+    kv_mode: KVTransfer = KVTransfer.AUTO
+    api_keys: tuple[str, ...] = ()
+    operator_keys: tuple[str, ...] = ()
+    secret: str = ""
+    max_concurrent_requests: int = 1024
+    queue_size: int = 4096
+    queue_timeout_s: float = 60.0
+    request_timeout_s: float = 1800.0
+    retry_max_retries: int = 3
+    cb_failure_threshold: int = 3
+    cb_timeout_s: float = 5.0
+    health_check_interval_s: float = 1.0
+    health_check_timeout_s: float = 2.0
+    shutdown_timeout_s: float = 30.0
+    limits: HttpLimits = HttpLimits()
+    accept_former_signatures: bool = False
+
+    def __post_init__(self) -> None:
+        require_port(self.port)
+        require_keys("api-key", self.api_keys)
+        require_keys("operator-key", self.operator_keys)
+        for flag, urls in (("prefill", self.prefill), ("decode", self.decode)):
+            for url in urls:
+                require_url(url, flag)
+        for flag, number in (
+            ("max-concurrent-requests", self.max_concurrent_requests),
+            ("queue-timeout-secs", self.queue_timeout_s),
+            ("request-timeout-secs", self.request_timeout_s),
+            ("cb-failure-threshold", self.cb_failure_threshold),
+            ("health-check-interval-secs", self.health_check_interval_s),
+            ("health-check-timeout-secs", self.health_check_timeout_s),
+        ):
+            require(number > 0, flag, number, POSITIVE)
+        for flag, number in (
+            ("queue-size", self.queue_size),
+            ("retry-max-retries", self.retry_max_retries),
+            ("cb-timeout-duration-secs", self.cb_timeout_s),
+            ("shutdown-timeout", self.shutdown_timeout_s),
+        ):
+            require_not_negative(flag, number)

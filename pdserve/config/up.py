@@ -1,0 +1,77 @@
+"""What `pdserve up` may be told beside what its children may: one frozen struct, and its flags."""
+
+from __future__ import annotations
+
+from typing import Final
+
+import msgspec
+
+from pdserve.config.setting import declare
+from pdserve.errors import ConfigError
+
+
+class UpConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """A whole deployment on this host.
+
+    Attributes:
+        host: Address all its servers bind.
+        port: The proxy's.
+        prefill_port, decode_port: Of the first engine of the role; further ones count up.
+        once: End after the demo request.
+        prompt: What the demo request asks.
+    """
+
+    host: str = "127.0.0.1"
+    port: int = 8000
+    prefill_port: int = 8100
+    decode_port: int = 8200
+    prefill_replicas: int = 1
+    decode_replicas: int = 1
+    once: bool = False
+    prompt: str = "What is disaggregated serving?"
+    max_tokens: int = 128
+    start_timeout_s: float = 600.0
+
+    def __post_init__(self) -> None:
+        for flag, count in (
+            ("prefill-replicas", self.prefill_replicas),
+            ("decode-replicas", self.decode_replicas),
+            ("max-tokens", self.max_tokens),
+        ):
+            if count <= 0:
+                raise ConfigError(f"--{flag} is {count}: it must be positive", param=flag)
+        if not self.start_timeout_s > 0:
+            raise ConfigError(
+                f"--start-timeout is {self.start_timeout_s}: it must be positive",
+                param="start-timeout",
+            )
+
+
+UP_SETTINGS: Final = declare(
+    "up",
+    UpConfig,
+    "deployment",
+    (
+        ("host", "host", "ADDRESS", "address all servers bind"),
+        ("port", "port", "PORT", "of the proxy"),
+        (
+            "prefill-port",
+            "prefill_port",
+            "PORT",
+            "of the first prefill engine; further ones count up",
+        ),
+        ("decode-port", "decode_port", "PORT", "of the first decode engine; further ones count up"),
+        ("prefill-replicas", "prefill_replicas", "N", "prefill engines to start"),
+        ("decode-replicas", "decode_replicas", "N", "decode engines to start"),
+        ("start-timeout", "start_timeout_s", "SECONDS", "for all of them to be ready"),
+    ),
+) + declare(
+    "up",
+    UpConfig,
+    "demo request",
+    (
+        ("prompt", "prompt", "TEXT", "what it asks"),
+        ("max-tokens", "max_tokens", "N", "how much it answers"),
+        ("once", "once", "", "end after it, with exit code 0"),
+    ),
+)
