@@ -126,7 +126,7 @@ class Engine:
         report = self.worker.get_finished()
         self.scheduler.update_connector_output(report)
         self._num_leased -= len(report.settled)
-        if report.failed or report.withdrawn or report.faults:
+        if report.failed or report.faults:
             raise SystemExit(f"not as it should be: {report}")
         return report
 

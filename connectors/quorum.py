@@ -3,8 +3,8 @@
 A block is freed, or read, on all ranks at once. So a lease has settled when it has settled
 on the last of them, and a load is over when the last of them has received it or given it
 up: until then some rank's NIC may still write into its share of the blocks. A load of which
-one rank's part is missing has failed as a whole. A push begins when every rank of P has its
-registration, and is withdrawn as soon as one of them lost it.
+one rank's part is missing has failed as a whole. Payloads are passed on: only their connector can
+read them.
 
 Pure: it knows neither how the reports came nor what the engine does with them.
 """
@@ -22,7 +22,6 @@ from pdserve.wire.transfer import (
     LeaseEnd,
     LoadFailure,
     Received,
-    Registered,
     Settled,
 )
 
@@ -39,15 +38,15 @@ _SEVERITY: Final = {
         (LeaseEnd.READ, LeaseEnd.RELEASED, LeaseEnd.ABORTED, LeaseEnd.EXPIRED)
     )
 }
-_MAX_OPEN = 1 << 16
-_MAX_REMEMBERED = 1 << 12
+MAX_OPEN = 1 << 16
+MAX_REMEMBERED = 1 << 12
 
 
 class Quorum:
     """The votes of one engine's ranks, by fact.
 
-    Votes are per lease, per push and per load, which reports name (`Settled.nonce`,
-    `Registered.nonce`, `Received.load_id`), and not per request: a request may be loaded again.
+    Votes are per lease and per load, which reports name (`Settled.nonce`, `Received.load_id`), and
+    not per request: a request may be loaded again.
     What a rank says twice is ignored and counted as the fault `report_repeated`, also after the
     vote is over, and also if there is only one rank; a connector that does not name its loads
     gets a vote of its own for what comes then.
@@ -58,16 +57,13 @@ class Quorum:
 
     def __init__(self, num_ranks: int) -> None:
         self._num_ranks = num_ranks
-        self._leases: _Votes[Settled] = _Votes(num_ranks)
-        self._loads: _Votes[Received | Failed] = _Votes(num_ranks)
-        self._pushes: _Votes[Registered] = _Votes(num_ranks)
-        # By nonce, which ranks have said so; no vote, because the first of them decides.
-        self._withdrawn: OrderedDict[str, set[int]] = OrderedDict()
+        self._leases: Votes[Settled] = Votes(num_ranks)
+        self._loads: Votes[Received | Failed] = Votes(num_ranks)
 
     @property
     def num_open(self) -> int:
-        """Leases, loads and registrations that some ranks have reported, and others not yet."""
-        return len(self._leases) + len(self._loads) + len(self._pushes)
+        """Leases and loads that some ranks have reported, and others not yet."""
+        return len(self._leases) + len(self._loads)
 
     def add(self, rank: int, report: ConnectorReport) -> ConnectorReport:
         """Take what `rank` saw; return the facts that are complete with it.
@@ -84,18 +80,10 @@ class Quorum:
         received: list[Received] = []
         failed: list[Failed] = []
         failing: list[Failed] = []
-        registered = [
-            push
-            for push in report.registered
-            if push.nonce not in self._withdrawn
-            and self._pushes.add(push.nonce, True, rank, push) is not None
-        ]
         for lease in report.settled:
             ends = self._leases.add((lease.request_id, lease.nonce), bool(lease.nonce), rank, lease)
             if ends is not None:
                 settled.append(max(ends.values(), key=lambda each: _SEVERITY[each.end]))
-                # A push that was stopped before all ranks of D had registered on all of ours.
-                self._pushes.give_up(lease.nonce, is_over=True)
         loads: list[Received | Failed] = [*report.received, *report.failed]
         for load in loads:
             key = load.request_id, load.load_id
@@ -112,36 +100,22 @@ class Quorum:
                     received.append(whole)
                 case Failed() as whole:
                     failed.append(whole)
-        withdrawn = [end for end in report.withdrawn if self._is_first(rank, end.nonce, faults)]
-        for votes in (self._leases, self._loads, self._pushes):
+        for votes in (self._leases, self._loads):
             faults.update(votes.take_faults())
         return ConnectorReport(
             settled=settled,
             received=received,
             failed=failed,
             faults=dict(faults),
-            registered=registered,
-            withdrawn=withdrawn,
             failing=failing,
+            payloads=report.payloads,
             slices=report.slices,
             clock_id=report.clock_id,
         )
 
-    def _is_first(self, rank: int, nonce: str, faults: Counter[str]) -> bool:
-        """Take one rank's withdrawal; whether it is the first of this push."""
-        ranks = self._withdrawn.setdefault(nonce, set())
-        if rank in ranks:
-            faults["report_repeated"] += 1
-            return False
-        ranks.add(rank)
-        self._pushes.give_up(nonce)
-        if len(self._withdrawn) > _MAX_REMEMBERED:
-            self._withdrawn.popitem(last=False)
-        return len(ranks) == 1
 
-
-class _Votes(Generic[F]):
-    """What which rank has said of each lease, or of each load."""
+class Votes(Generic[F]):
+    """What which rank has said of each lease, load or push."""
 
     def __init__(self, num_ranks: int) -> None:
         self._num_ranks = num_ranks
@@ -165,7 +139,7 @@ class _Votes(Generic[F]):
             return None
         if vote is None:
             vote = self._open[key] = {}
-            if len(self._open) > _MAX_OPEN:
+            if len(self._open) > MAX_OPEN:
                 self._open.popitem(last=False)
                 self._faults["report_incomplete"] += 1
         vote[rank] = fact
@@ -196,7 +170,7 @@ class _Votes(Generic[F]):
 
     def _remember(self, key: Hashable) -> None:
         self._over[key] = None
-        if len(self._over) > _MAX_REMEMBERED:
+        if len(self._over) > MAX_REMEMBERED:
             self._over.popitem(last=False)
 
 

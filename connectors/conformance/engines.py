@@ -34,9 +34,7 @@ from pdserve.wire.transfer import (
     Failed,
     KVHandoff,
     Received,
-    Registered,
     Settled,
-    Withdrawn,
 )
 
 if TYPE_CHECKING:
@@ -145,7 +143,8 @@ class Engine:
 
     Attributes:
         news: Set whenever a worker half says that `get_finished` has something.
-        settled, received, failed, registered, withdrawn, faults: What all ranks have seen.
+        settled, received, failed, faults: What all ranks have seen.
+        ready: Who was to be asked about again, and why.
         retried: Failed loads that the scheduler half had tried once more; not in `failed`.
         said: What each rank reported, in order, before the quorum.
         endpoints: Of the ranks, in order; none if the connector has no peers.
@@ -196,8 +195,7 @@ class Engine:
         self.received: list[Received] = []
         self.failed: list[Failed] = []
         self.retried: list[Failed] = []
-        self.registered: list[Registered] = []
-        self.withdrawn: list[Withdrawn] = []
+        self.ready: list[tuple[RequestId, str]] = []
         self.faults: Counter[str] = Counter()
         self.said: list[tuple[int, ConnectorReport]] = []
         self._num_requests = 0
@@ -396,7 +394,7 @@ class Engine:
         metadata = self.scheduler.take_instructions()
         if metadata is not None:
             self.post(metadata)
-        whole = ConnectorReport(settled=[], received=[], failed=[], registered=[], withdrawn=[])
+        whole = ConnectorReport(settled=[], received=[], failed=[])
         for number, rank in enumerate(self.ranks):
             said = rank.worker.get_finished()
             if said:
@@ -407,14 +405,11 @@ class Engine:
             whole.settled.extend(news.released)
             whole.received.extend(news.loaded)
             whole.failed.extend(news.failed)
-            whole.registered.extend(report.registered)
-            whole.withdrawn.extend(report.withdrawn)
+            self.ready += news.ready
             self.faults.update(report.faults)
         self.settled += whole.settled
         self.received += whole.received
         self.failed += whole.failed
-        self.registered += whole.registered
-        self.withdrawn += whole.withdrawn
         return whole
 
     def until(
@@ -429,8 +424,7 @@ class Engine:
         while not condition():
             assert time.monotonic() < deadline_s, (
                 f"{self.context.engine_id}: not within {timeout_s} s: {self.settled} "
-                f"{self.received} {self.failed} {self.registered} {self.withdrawn} "
-                f"{dict(self.faults)}"
+                f"{self.received} {self.failed} {self.ready} {dict(self.faults)}"
             )
             self.news.wait(0.005)
             self.news.clear()

@@ -44,8 +44,7 @@ class PushConformance(Bench):
         p.until(lambda: p.settled, others=[d])
         assert [each.end for each in p.settled] == [LeaseEnd.READ]
         assert not d.failed
-        assert not p.withdrawn
-        assert [each.nonce for each in p.registered] == [received.handoff.nonce]
+        assert [request_id for request_id, _ in p.ready] == [ours.request_id]
 
     def test_p_waits_until_every_rank_of_d_has_registered(self) -> None:
         self.needs_push()
@@ -58,7 +57,7 @@ class PushConformance(Bench):
             assert p.is_asked_to_wait(ours)
         d.load(theirs, self.d_blocks(0))
         p.until(lambda: not p.is_asked_to_wait(ours), others=[d])
-        assert [each.nonce for each in p.registered] == [ticket.nonce]
+        assert [request_id for request_id, _ in p.ready] == [ours.request_id]
 
     def test_a_registration_that_comes_before_p_expects_it_counts(self) -> None:
         self.needs_push()
@@ -112,7 +111,7 @@ class PushConformance(Bench):
         d.abort(theirs)
         d.step()
         d.until(lambda: d.failed, others=[p])
-        p.until(lambda: p.withdrawn, others=[d])
+        p.until(lambda: len(p.ready) == 2, others=[d])
         assert {each.reason for each in d.failed} == {LoadFailure.ABORTED}
         self._still_goes_on(p, ours)
         assert len(d.failed) == 1
@@ -175,7 +174,7 @@ class PushConformance(Bench):
         p, d = self.new("P", lease_s=2.0), self.new("D", lease_s=2.0)
         ours, _ = self._registered(p, d)
         d.close()
-        p.until(lambda: p.withdrawn)
+        p.until(lambda: len(p.ready) == 2)
         self._still_goes_on(p, ours)
 
     def test_a_d_that_never_comes_is_waited_for_no_longer_than_a_lease(self) -> None:
@@ -184,7 +183,7 @@ class PushConformance(Bench):
         ticket = self.ticket(p, d)
         ours = p.take(p.new_request(PROMPT, remote_decode=True, ticket=ticket))
         assert p.is_asked_to_wait(ours)
-        p.until(lambda: p.withdrawn)
+        p.until(lambda: p.ready)
         self._still_goes_on(p, ours)
 
     def test_a_p_that_is_gone_is_noticed_and_the_load_has_failed(self) -> None:

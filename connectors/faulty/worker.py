@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import deque
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, TypeAlias
 
 import torch
 
@@ -23,23 +23,27 @@ from pdserve.connectors.handover.instructions import (
     Reserve,
     Watch,
 )
+from pdserve.connectors.handover.news import PushNews, Registered, Withdrawn
 from pdserve.connectors.slicing import routes
 from pdserve.wire.ids import RequestId
-from pdserve.wire.transfer import ConnectorReport, Failed, LoadFailure, Received
+from pdserve.wire.transfer import ConnectorReport, Fact, Failed, LoadFailure, Received
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     from pdserve.connectors.base import ConnectorContext, KVLayout
     from pdserve.connectors.faulty.plan import Plan
-    from pdserve.wire.transfer import ConnectorMetadata, Endpoint, Fact, KVShape
+    from pdserve.wire.transfer import ConnectorMetadata, Endpoint, KVShape
+
+_Fact: TypeAlias = Fact | Registered | Withdrawn
 
 MAX_POLLS_LATE: Final = 6
 _POLLS_TO_TIMEOUT: Final = 4
 _MAX_REMEMBERED: Final = 64
 
 _FIELDS: Final = Instructions.__struct_fields__
-_FACTS: Final = ("settled", "received", "failed", "registered", "withdrawn")
+_FACTS: Final = ("settled", "received", "failed")
+_PUSH_FACTS: Final = ("registered", "withdrawn")
 
 
 class Fabric:
@@ -87,9 +91,9 @@ class FaultyWorker(KVConnectorWorker):
         self._tampered: dict[int, FaultKind] = {}
         self._spoilt: dict[int, torch.Tensor] = {}
         self._lost: list[tuple[int, Failed]] = []
-        self._late: list[tuple[int, str, Fact]] = []
+        self._late: list[tuple[int, str, _Fact]] = []
         self._past_ends: deque[_Item] = deque(maxlen=_MAX_REMEMBERED)
-        self._past_facts: deque[tuple[str, Fact]] = deque(maxlen=_MAX_REMEMBERED)
+        self._past_facts: deque[tuple[str, _Fact]] = deque(maxlen=_MAX_REMEMBERED)
 
     def register_kv_caches(self, kv: torch.Tensor, layout: KVLayout) -> Endpoint | None:
         """See `KVConnectorWorker`."""
@@ -132,17 +136,21 @@ class FaultyWorker(KVConnectorWorker):
         self._send(self._due_items())
         with self._tampering():
             report = self._inner.get_finished()
-        facts: list[tuple[str, Fact]] = [
+        facts: list[tuple[str, _Fact]] = [
             (name, fact) for name in _FACTS for fact in getattr(report, name)
         ]
+        for news in map(PushNews.from_payload, report.payloads):
+            facts += [(name, fact) for name in _PUSH_FACTS for fact in getattr(news, name)]
         facts += [("failed", failed) for failed in self._due_losses()]
         told = self._told(facts)
         if self._is_holding:
             self._wake()
-        return ConnectorReport(
-            faults=report.faults,
-            **{name: [fact for kind, fact in told if kind == name] for name in _FACTS},  # type: ignore[arg-type]
-        )
+        by_name = {
+            name: [fact for kind, fact in told if kind == name] for name in _FACTS + _PUSH_FACTS
+        }
+        pushed = {name: by_name.pop(name) for name in _PUSH_FACTS}
+        payloads = PushNews(rank=self._context.rank, **pushed).to_payloads()  # type: ignore[arg-type]
+        return ConnectorReport(faults=report.faults, payloads=payloads, **by_name)  # type: ignore[arg-type]
 
     def close(self, timeout_s: float) -> None:
         """See `KVConnectorWorker`."""
@@ -314,7 +322,7 @@ class FaultyWorker(KVConnectorWorker):
         self._lost = [entry for entry in self._lost if entry[0] > self._num_polls]
         return due
 
-    def _told(self, facts: list[tuple[str, Fact]]) -> list[tuple[str, Fact]]:
+    def _told(self, facts: list[tuple[str, _Fact]]) -> list[tuple[str, _Fact]]:
         """What of these, and of what was held back, is told now."""
         plan = self._plan
         told = [(name, fact) for poll, name, fact in self._late if poll <= self._num_polls]
@@ -338,7 +346,7 @@ class FaultyWorker(KVConnectorWorker):
         return told
 
 
-def _key(fact: Fact) -> str:
+def _key(fact: _Fact) -> str:
     """Equal for facts whose order matters."""
     return fact.request_id if isinstance(fact, Received | Failed) else fact.nonce
 

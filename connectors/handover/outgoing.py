@@ -34,10 +34,11 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from pdserve.connectors.handover.instructions import Instructions
+    from pdserve.connectors.handover.news import Registered, Withdrawn
     from pdserve.connectors.views import RequestView, ScheduledRequest, StepView
     from pdserve.observe.clock import Clock
     from pdserve.wire.ids import BlockId, RequestId
-    from pdserve.wire.transfer import PushTicket, Registered, Settled, Withdrawn
+    from pdserve.wire.transfer import PushTicket, Settled
 
 _TICKETS_REMEMBERED: Final = 1 << 13
 """More than a quorum remembers pushes: of one that is over for it, nothing would come any more."""

@@ -14,6 +14,7 @@ from pdserve.connectors.base import ConnectorNews, Hold, KVConnectorScheduler, K
 from pdserve.connectors.handover.checks import why_not_handoff, why_not_ticket
 from pdserve.connectors.handover.incoming import Incoming
 from pdserve.connectors.handover.instructions import Grant, Instructions, StepInstructions
+from pdserve.connectors.handover.news import PushNews, PushQuorum
 from pdserve.connectors.handover.outgoing import Outgoing
 from pdserve.errors import HandoffRefusedError, InternalError
 from pdserve.wire.hashing import prompt_digest
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
     from pdserve.connectors.base import ConnectorContext
     from pdserve.connectors.views import RequestView, StepView
     from pdserve.observe.clock import Clock
-    from pdserve.wire.ids import BlockId
+    from pdserve.wire.ids import BlockId, RequestId
     from pdserve.wire.transfer import ConnectorMetadata, ConnectorReport, Endpoint, Received
 
 
@@ -44,6 +45,7 @@ class HandoverScheduler(KVConnectorScheduler):
         faults: `report_unknown`, about a request or nonce that has no entry: it is ignored.
             `ticket_replayed`, a request at P whose ticket was seen before: it is pulled.
             `ticket_expired`, likewise, whose ticket came after its time.
+        push_quorum: Puts together what the ranks say of pushes.
     """
 
     hands_over = True
@@ -69,6 +71,7 @@ class HandoverScheduler(KVConnectorScheduler):
         self._incoming = Incoming(
             block_size, staged=self._staged, faults=self.faults, load_ids=context.load_ids
         )
+        self.push_quorum = PushQuorum(context.num_ranks, self.faults)
         self._outgoing = Outgoing(block_size, staged=self._staged, faults=self.faults, clock=clock)
 
     def request_arrived(self, request: RequestView) -> KVSource:
@@ -215,16 +218,20 @@ class HandoverScheduler(KVConnectorScheduler):
         """
         for nonce in report.given_up:
             self._outgoing.release(nonce)
+        ready: list[tuple[RequestId | None, str]] = []
+        for payload in report.payloads:
+            news = self.push_quorum.add(PushNews.from_payload(payload))
+            ready += [
+                (self._outgoing.registered(each), "its blocks at D are registered")
+                for each in news.registered
+            ]
+            ready += [
+                (self._outgoing.withdrawn(each), f"push withdrawn: {each.reason}")
+                for each in news.withdrawn
+            ]
         for settled in report.settled:
             self._outgoing.settled(settled)
-        ready = [
-            (self._outgoing.registered(each), "its blocks at D are registered")
-            for each in report.registered
-        ]
-        ready += [
-            (self._outgoing.withdrawn(each), f"push withdrawn: {each.reason}")
-            for each in report.withdrawn
-        ]
+            self.push_quorum.settle(settled.nonce)
         for failing in report.failing:
             self._incoming.failing(failing)
         usable, refused = self._checked(report.received)

@@ -16,11 +16,11 @@ from collections import OrderedDict
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
+from pdserve.connectors.handover.news import PushNews, Registered, Withdrawn
 from pdserve.connectors.memory.copying import Copy
 from pdserve.connectors.memory.reserves import Written
 from pdserve.connectors.slicing import pieces, routes_from
 from pdserve.errors import PeerError
-from pdserve.wire.transfer import ConnectorReport, Registered, Withdrawn
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -212,7 +212,7 @@ class Pushes:
             for push in self._pushes.values()
         )
 
-    def poll(self, now_s: float) -> ConnectorReport:
+    def poll(self, now_s: float) -> PushNews:
         """Let a part of each write arrive and do what is due."""
         self._writes = [write for write in self._writes if not self._land(write, now_s)]
         registered: list[Registered] = []
@@ -232,7 +232,8 @@ class Pushes:
                 push.is_end_reported = True
                 withdrawn.append(Withdrawn(nonce=push.nonce, reason=push.ended))
             self._forget_if_over(push)
-        return ConnectorReport(registered=registered, withdrawn=withdrawn)
+        rank = self._here.context.rank
+        return PushNews(rank=rank, registered=registered, withdrawn=withdrawn)
 
     def close(self) -> None:
         """Nothing is written any more."""

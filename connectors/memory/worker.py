@@ -173,8 +173,7 @@ class MemoryWorker(KVConnectorWorker):
                 received=[*loads.received, *reserved.received],
                 failed=[*loads.failed, *reserved.failed],
                 faults=self._take_faults(),
-                registered=pushed.registered,
-                withdrawn=pushed.withdrawn,
+                payloads=pushed.to_payloads(),
             )
 
     def close(self, timeout_s: float) -> None:

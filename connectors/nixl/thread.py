@@ -277,8 +277,7 @@ class TransferThread:
                 received=report.received + news.received,
                 failed=report.failed + news.failed,
                 faults=dict(Counter(report.faults) + faults),
-                registered=report.registered + news.registered,
-                withdrawn=report.withdrawn + news.withdrawn,
+                payloads=report.payloads + news.payloads,
                 slices=report.slices + self._take_slices(),
                 clock_id=CLOCK_ID,
             )

@@ -11,6 +11,7 @@ import logging
 from collections import Counter
 from typing import TYPE_CHECKING
 
+from pdserve.connectors.handover.news import PushNews
 from pdserve.connectors.transfer.peers import Peers
 from pdserve.connectors.transfer.receiving import Receiving
 from pdserve.connectors.transfer.serving import Server
@@ -38,6 +39,7 @@ class TransferMachine:
 
     def __init__(self, seams: Seams) -> None:
         self._mover = seams.mover
+        self._rank = seams.context.rank
         self.peers = Peers(seams)
         self.server = Server(seams)
         self.receiving = self.peers.receiver = Receiving(
@@ -137,13 +139,13 @@ class TransferMachine:
         for each in (self.server.faults, loads.faults, receiving.faults, pushing.faults):
             faults.update(each)
             each.clear()
+        news = PushNews(rank=self._rank, registered=pushing.registered, withdrawn=pushing.withdrawn)
         report = ConnectorReport(
             settled=self.server.take_settled(),
             received=loads.received + receiving.received,
             failed=loads.failed + receiving.failed,
             faults=faults,
-            registered=pushing.registered,
-            withdrawn=pushing.withdrawn,
+            payloads=news.to_payloads(),
         )
         loads.received, loads.failed = [], []
         receiving.received, receiving.failed = [], []

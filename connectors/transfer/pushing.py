@@ -25,6 +25,7 @@ from collections import Counter
 from typing import TYPE_CHECKING
 
 from pdserve.connectors.bygone import LEASES_REMEMBERED, Bygone
+from pdserve.connectors.handover.news import Registered, Withdrawn
 from pdserve.connectors.slicing import route_between, routes_from
 from pdserve.connectors.transfer.chunks import ChunkWriter
 from pdserve.connectors.transfer.destinations import Destinations
@@ -34,7 +35,7 @@ from pdserve.connectors.transfer.pushes import Push, why_not_expected, why_not_o
 from pdserve.connectors.transfer.writing import OutgoingPart, OutgoingState
 from pdserve.errors import PeerError
 from pdserve.observe.log import log_event
-from pdserve.wire.transfer import LeaseEnd, Registered, Withdrawn
+from pdserve.wire.transfer import LeaseEnd
 
 if TYPE_CHECKING:
     from collections import deque

@@ -22,8 +22,6 @@ from pdserve.wire.transfer import (
     ConnectorReport,
     Failed,
     LoadFailure,
-    Registered,
-    Withdrawn,
 )
 
 if TYPE_CHECKING:
@@ -207,8 +205,8 @@ class Transfers:
                 news = ConnectorNews.of(single)  # it has happened all the same
             self._apply(news, now_s)
 
-    def _fail_over(self, fact: Fact, error: Exception, now_s: float) -> None:
-        if isinstance(fact, Registered | Withdrawn):
+    def _fail_over(self, fact: Fact | None, error: Exception, now_s: float) -> None:
+        if fact is None:
             broken = self._state.waiting.aside  # one of them, and nobody can say which
         else:
             broken = [fact.request_id]

@@ -252,23 +252,7 @@ class Failed(msgspec.Struct, frozen=True, kw_only=True):
     num_valid_tokens: int = 0
 
 
-class Registered(msgspec.Struct, frozen=True, kw_only=True):
-    """At P: D has reserved blocks for the push `nonce`. Counts once every rank has it."""
-
-    nonce: str
-
-
-class Withdrawn(msgspec.Struct, frozen=True, kw_only=True):
-    """At P: there will be no push under `nonce`, or no more of it. One rank is enough.
-
-    D gave it up or is gone. What is computed can still be leased and pulled.
-    """
-
-    nonce: str
-    reason: str = ""
-
-
-Fact: TypeAlias = Settled | Received | Failed | Registered | Withdrawn
+Fact: TypeAlias = Settled | Received | Failed
 
 
 class ConnectorReport(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -280,6 +264,8 @@ class ConnectorReport(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
             quorum, once each. They are in `failed` when all ranks have.
         given_up: Holds, by id, that nobody will read: their clients have left. Said by the engine,
             of any id, and not by workers.
+        payloads: What else the connector's worker halves tell its scheduler half, which alone can
+            read it: of single ranks, as they sent it.
         slices: What its threads did, for traces; they come along with news, and are none.
         clock_id: Whose monotonic clock those are by (see `wire.trace.Process`).
     """
@@ -288,10 +274,9 @@ class ConnectorReport(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
     received: list[Received] = []
     failed: list[Failed] = []
     faults: dict[str, int] = {}
-    registered: list[Registered] = []
-    withdrawn: list[Withdrawn] = []
     failing: list[Failed] = []
     given_up: list[str] = []
+    payloads: list[bytes] = []
     slices: list[RankSlice] = []
     clock_id: str = ""
 
@@ -301,15 +286,16 @@ class ConnectorReport(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
             or self.received
             or self.failed
             or self.faults
-            or self.registered
-            or self.withdrawn
             or self.failing
             or self.given_up
+            or self.payloads
         )
 
-    def one_by_one(self) -> Iterator[tuple[Fact, ConnectorReport]]:
-        """Yield each fact about a request, and a report of it alone."""
-        for field in ("settled", "registered", "withdrawn", "failing", "received", "failed"):
+    def one_by_one(self) -> Iterator[tuple[Fact | None, ConnectorReport]]:
+        """Yield each fact about a request, and a report of it alone; of a payload None."""
+        for payload in self.payloads:
+            yield None, msgspec.structs.replace(_NOTHING, payloads=[payload])
+        for field in ("settled", "failing", "received", "failed"):
             for fact in getattr(self, field):
                 yield fact, msgspec.structs.replace(_NOTHING, **{field: [fact]})
 

@@ -11,6 +11,7 @@ from pdserve.config.schema import EngineConfig, ModelConfig, TransferConfig
 from pdserve.connectors.base import ConnectorContext, KVLayout, Match
 from pdserve.connectors.conformance.engines import prompt_of
 from pdserve.connectors.handover.instructions import Instructions, Load, Reserve
+from pdserve.connectors.handover.news import PushNews, Registered, Withdrawn
 from pdserve.connectors.handover.scheduler import HandoverScheduler
 from pdserve.errors import HandoffRefusedError
 from pdserve.observe.clock import ManualClock
@@ -25,7 +26,6 @@ from pdserve.wire.transfer import (
     LoadFailure,
     PushTicket,
     Received,
-    Registered,
 )
 from tests.connectors.engines import FakeRequest, layout
 
@@ -170,11 +170,20 @@ def decode_of(planned: PushTicket) -> FakeRequest:
     return FakeRequest(RequestId("d"), PROMPT, ticket=planned)
 
 
+def pushed(*, registered: str = "", withdrawn: str = "", rank: int = 0) -> list[bytes]:
+    """What a rank of P says of the pushes of these names."""
+    return PushNews(
+        rank=rank,
+        registered=[Registered(nonce=registered)] if registered else [],
+        withdrawn=[Withdrawn(nonce=withdrawn)] if withdrawn else [],
+    ).to_payloads()
+
+
 def registered(p: HandoverScheduler, nonce: str = "push") -> FakeRequest:
     """A request at P whose D has registered and whose blocks are taken."""
     request = prefill_of(ticket(nonce))
     p.request_arrived(request)
-    p.update_connector_output(ConnectorReport(registered=[Registered(nonce=nonce)]))
+    p.update_connector_output(ConnectorReport(payloads=pushed(registered=nonce)))
     p.update_state_after_alloc(request, blocks(3, 4, 5), 0, generations=[7, 8, 9])
     staged(p)
     return request

@@ -30,6 +30,7 @@ from pdserve.connectors.handover.instructions import (
     Stop,
     Watch,
 )
+from pdserve.connectors.handover.news import PushNews
 from pdserve.connectors.nixl import NixlConnector
 from pdserve.wire.ids import BlockId, EngineId, Incarnation, RequestId
 from pdserve.wire.transfer import (
@@ -315,13 +316,9 @@ class PushEngine:
     def step(self) -> None:
         for rank, worker in enumerate(self.workers):
             report = worker.get_finished()
-            for facts in (
-                report.settled,
-                report.received,
-                report.failed,
-                report.registered,
-                report.withdrawn,
-            ):
+            for news in map(PushNews.from_payload, report.payloads):
+                self.facts += [(rank, fact) for fact in (*news.registered, *news.withdrawn)]
+            for facts in (report.settled, report.received, report.failed):
                 self.facts += [(rank, fact) for fact in facts]
             self.faults.update(report.faults)
 

@@ -16,9 +16,7 @@ from pdserve.wire.transfer import (
     TICKET_S,
     ConnectorReport,
     LeaseEnd,
-    Registered,
     Settled,
-    Withdrawn,
 )
 from tests.connectors.engines import FakeRequest
 from tests.connectors.halves import (
@@ -32,6 +30,7 @@ from tests.connectors.halves import (
     handed_off,
     handed_over,
     prefill_of,
+    pushed,
     registered,
     scheduler,
     staged,
@@ -57,7 +56,7 @@ def chunks(
 
 
 def withdraw(p: HandoverScheduler, nonce: str = "push") -> None:
-    p.update_connector_output(ConnectorReport(withdrawn=[Withdrawn(nonce=nonce)]))
+    p.update_connector_output(ConnectorReport(payloads=pushed(withdrawn=nonce)))
 
 
 def test_a_lease_is_released_by_its_nonce_until_it_has_settled() -> None:
@@ -103,7 +102,7 @@ def test_a_pushed_request_waits_at_p_until_d_has_registered() -> None:
         ("push", "p", end_of("D"))
     ]
     assert p.get_num_new_matched_tokens(request, 0) is None
-    news = p.update_connector_output(ConnectorReport(registered=[Registered(nonce="push")]))
+    news = p.update_connector_output(ConnectorReport(payloads=pushed(registered="push")))
     assert [request_id for request_id, _ in news.ready] == ["p"]
     assert p.get_num_new_matched_tokens(request, 0) == PINNED
 
@@ -113,7 +112,7 @@ def test_a_pushed_request_that_d_gave_up_is_prefilled_and_leased_under_another_n
     request = prefill_of(ticket())
     p.request_arrived(request)
     withdraw(p)
-    p.update_connector_output(ConnectorReport(registered=[Registered(nonce="push")]))
+    p.update_connector_output(ConnectorReport(payloads=pushed(registered="push")))
     assert p.get_num_new_matched_tokens(request, 0) == NOTHING
     p.update_state_after_alloc(request, blocks(3, 4, 5), 0)
     assert chunks(p, ("p", 0, 40)) == []
@@ -154,7 +153,7 @@ def test_a_pushed_request_without_its_whole_table_is_an_error(
     p = scheduler()
     request = prefill_of(ticket())
     p.request_arrived(request)
-    p.update_connector_output(ConnectorReport(registered=[Registered(nonce="push")]))
+    p.update_connector_output(ConnectorReport(payloads=pushed(registered="push")))
     with pytest.raises(InternalError, match="blocks with their generations at once"):
         p.update_state_after_alloc(request, blocks(*table), 0, generations=generations)
 
@@ -197,7 +196,7 @@ def test_an_abort_before_d_has_registered_holds_nothing_and_stops_the_push() -> 
     staged(p)
     assert not aborted(p, request)
     assert [s.nonce for s in staged(p).stops] == ["push"]
-    p.update_connector_output(ConnectorReport(registered=[Registered(nonce="push")]))
+    p.update_connector_output(ConnectorReport(payloads=pushed(registered="push")))
     withdraw(p)
     settled = Settled(request_id=RequestId("p"), end=LeaseEnd.ABORTED, nonce="push")
     p.update_connector_output(ConnectorReport(settled=[settled]))

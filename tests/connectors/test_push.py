@@ -11,15 +11,14 @@ import pytest
 from pdserve.connectors import digests
 from pdserve.connectors.conformance.values import make_shape
 from pdserve.connectors.handover.instructions import End
+from pdserve.connectors.handover.news import Registered, Withdrawn
 from pdserve.wire.transfer import (
     Failed,
     KVMode,
     LeaseEnd,
     LoadFailure,
     Received,
-    Registered,
     Settled,
-    Withdrawn,
 )
 from tests.connectors.making import making
 from tests.connectors.push_engines import PushEngine

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING
 import pytest
 
 from pdserve.connectors.conformance.values import make_shape
-from pdserve.wire.transfer import Failed, LoadFailure, Received, Registered, Withdrawn
+from pdserve.connectors.handover.news import Registered, Withdrawn
+from pdserve.wire.transfer import Failed, LoadFailure, Received
 from tests.connectors.engines import until_still
 from tests.connectors.making import making
 from tests.connectors.push_engines import PushEngine, RemotePushEngine

@@ -22,9 +22,7 @@ from pdserve.wire.transfer import (
     LeaseEnd,
     LoadFailure,
     Received,
-    Registered,
     Settled,
-    Withdrawn,
 )
 from tests.connectors.engines import layout
 
@@ -190,64 +188,16 @@ def test_one_ranks_reports_are_facts_at_once_and_only_once() -> None:
     report = ConnectorReport(
         settled=settled(LeaseEnd.READ).settled,
         received=received().received,
-        registered=[Registered(nonce="n")],
-        withdrawn=[Withdrawn(nonce="m")],
     )
     assert quorum.add(0, report) == report
-    assert quorum.add(0, report) == ConnectorReport(faults={"report_repeated": 4})
+    assert quorum.add(0, report) == ConnectorReport(faults={"report_repeated": 2})
 
 
-def test_a_push_begins_when_every_rank_has_its_registration() -> None:
-    quorum = Quorum(3)
-    report = ConnectorReport(registered=[Registered(nonce="n")])
-    assert not quorum.add(1, report)
-    assert quorum.add(1, report) == ConnectorReport(faults={"report_repeated": 1})
-    assert not quorum.add(0, report)
-    assert quorum.add(2, report) == report
-    assert quorum.num_open == 0
-
-
-def test_a_registration_that_one_rank_never_had_is_forgotten_with_the_lease() -> None:
+def test_what_only_the_connector_can_read_is_passed_on_from_each_rank() -> None:
     quorum = Quorum(2)
-    quorum.add(0, ConnectorReport(registered=[Registered(nonce="n")]))
-    for rank in range(2):
-        assert quorum.num_open > 0
-        quorum.add(rank, settled(LeaseEnd.ABORTED))
-    assert quorum.num_open == 0
-
-
-def test_a_registration_comes_too_late_for_a_lease_that_is_over() -> None:
-    quorum = Quorum(2)
-    early = ConnectorReport(registered=[Registered(nonce="n")])
-    quorum.add(0, early)
-    quorum.add(0, settled(LeaseEnd.ABORTED))
-    both = ConnectorReport(settled=settled(LeaseEnd.ABORTED).settled, registered=early.registered)
-    assert "report_repeated" not in quorum.add(1, both).faults
-    assert quorum.add(0, early) == ConnectorReport(faults={"report_repeated": 1})
-    assert quorum.num_open == 0
-
-
-def test_a_stopped_push_that_never_had_all_ranks_is_not_opened_again() -> None:
-    quorum = Quorum(2)
-    early = ConnectorReport(registered=[Registered(nonce="n")])
-    quorum.add(0, early)
-    for rank in range(2):
-        quorum.add(rank, settled(LeaseEnd.ABORTED))
-    assert quorum.add(0, early) == ConnectorReport(faults={"report_repeated": 1})
-    assert quorum.num_open == 0
-
-
-def test_a_push_is_withdrawn_once_and_with_the_first_rank() -> None:
-    quorum = Quorum(3)
-    registered = ConnectorReport(registered=[Registered(nonce="n")])
-    withdrawn = [ConnectorReport(withdrawn=[Withdrawn(nonce="n", reason=r)]) for r in "ab"]
-    quorum.add(0, registered)
-    assert quorum.add(1, withdrawn[0]) == withdrawn[0]
-    assert not quorum.add(2, withdrawn[1])
-    assert quorum.add(2, withdrawn[1]) == ConnectorReport(faults={"report_repeated": 1})
-    for rank in (1, 2):  # too late to matter
-        assert not quorum.add(rank, registered)
-    assert quorum.num_open == 0
+    for rank in (1, 0, 0):
+        report = ConnectorReport(payloads=[b"one", b"two"])
+        assert quorum.add(rank, report) == report
 
 
 def pushed(handoff: KVHandoff | None, **changes: Any) -> ConnectorReport:
@@ -292,8 +242,8 @@ def test_what_is_valid_of_a_load_is_what_the_worst_rank_has() -> None:
 def test_votes_that_are_never_complete_and_those_that_are_over_are_forgotten_in_time(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(quorum_module, "_MAX_OPEN", 4)
-    monkeypatch.setattr(quorum_module, "_MAX_REMEMBERED", 4)
+    monkeypatch.setattr(quorum_module, "MAX_OPEN", 4)
+    monkeypatch.setattr(quorum_module, "MAX_REMEMBERED", 4)
     quorum = Quorum(2)
     faults: Counter[str] = Counter()
     for load_id in range(1, 11):

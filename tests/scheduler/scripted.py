@@ -23,9 +23,7 @@ from pdserve.wire.transfer import (
     LoadFailure,
     PushTicket,
     Received,
-    Registered,
     Settled,
-    Withdrawn,
 )
 from tests.toy import HeldEngine, sampling, toy_config
 
@@ -172,24 +170,19 @@ class ScriptedConnector(KVConnectorScheduler):
 
     def update_connector_output(self, report: ConnectorReport) -> ConnectorNews:
         """See `KVConnectorScheduler`."""
-        for fact, _ in report.one_by_one():
-            named = fact.nonce if isinstance(fact, Registered | Withdrawn) else fact.request_id
-            self._fail_over(named)
+        told = [payload.decode() for payload in report.payloads]
+        for name in [*told, *(fact.request_id for fact, _ in report.one_by_one() if fact)]:
+            self._fail_over(name)
         self.reports.append(report)
         wanted = [each for each in report.failed if each.request_id not in self.ended]
         retried = wanted[: max(0, self.num_retries)]
         self.num_retries -= len(wanted)
-        told = [*report.registered, *report.withdrawn]
         return ConnectorNews(
             loaded=report.received,
             failed=[each for each in report.failed if each not in retried],
             retried=retried,
             released=report.settled,
-            ready=[
-                (self._by_ticket[each.nonce], "ready")
-                for each in told
-                if each.nonce in self._by_ticket
-            ],
+            ready=[(self._by_ticket[each], "ready") for each in told if each in self._by_ticket],
         )
 
 
@@ -326,11 +319,6 @@ def settled(request_id: str, end: LeaseEnd = LeaseEnd.READ, *, nonce: str = NONC
     return Settled(request_id=RequestId(request_id), end=end, nonce=nonce)
 
 
-def registered(nonce: str = NONCE) -> Registered:
-    """D has registered."""
-    return Registered(nonce=nonce)
-
-
-def withdrawn(nonce: str = NONCE) -> Withdrawn:
-    """There will be no push."""
-    return Withdrawn(nonce=nonce, reason="D is gone")
+def told_of(nonce: str = NONCE) -> bytes:
+    """A worker half's word to the scripted one: whoever waits for this is to be asked again."""
+    return nonce.encode()

@@ -18,8 +18,8 @@ from tests.scheduler.scripted import (
     make_request,
     make_ticket,
     received,
-    registered,
     settled,
+    told_of,
 )
 
 if TYPE_CHECKING:
@@ -170,5 +170,5 @@ def test_a_connector_that_fails_over_news_of_a_push_ends_who_waited_for_them() -
     engine.scheduler.add(make_request("good", PROMPT))
     outputs = engine.step()
     engine.connector.fails_over = NONCE
-    outputs += engine.report(registered=[registered()])
+    outputs += engine.report(payloads=[told_of()])
     ended_alone(engine, outputs)

@@ -21,9 +21,8 @@ from tests.scheduler.scripted import (
     make_request,
     make_ticket,
     received,
-    registered,
     settled,
-    withdrawn,
+    told_of,
 )
 from tests.toy import ToyEngine, sampling
 
@@ -252,7 +251,7 @@ def expecting(max_tokens: int = 8, **fields: int) -> Engine:
 def register(engine: Engine) -> None:
     """D has registered its blocks."""
     engine.connector.is_registered = True
-    engine.report(registered=[registered()])
+    engine.report(payloads=[told_of()])
 
 
 def test_the_connector_is_told_of_each_chunk_but_the_last_of_what_will_be_leased() -> None:
@@ -384,7 +383,7 @@ def test_settling_frees_only_what_it_names() -> None:
 def test_a_push_that_is_withdrawn_before_it_begins_is_leased_for_a_pull() -> None:
     engine = expecting()
     engine.connector.is_registered = True  # that is: there is an answer
-    engine.report(withdrawn=[withdrawn()])
+    engine.report(payloads=[told_of()])
     (output,) = engine.run()
     assert output.finish_reason is FinishReason.HANDOFF
     engine.report(settled=[settled("p")])
@@ -410,7 +409,7 @@ def test_a_client_that_leaves_while_its_request_waits_for_a_peer_leaves_nothing(
     engine.scheduler.abort([RequestId("p")])
     assert list(engine.connector.ended) == ["p"]
     engine.scheduler.assert_nothing_held()
-    engine.report(registered=[registered()])  # too late
+    engine.report(payloads=[told_of()])  # too late
     assert engine.run() == []
 
 

@@ -15,7 +15,7 @@ from tests.scheduler.scripted import (
     make_request,
     make_ticket,
     received,
-    registered,
+    told_of,
 )
 from tests.toy import sampling
 
@@ -153,7 +153,7 @@ def test_stages_of_a_push_at_p() -> None:
     assert engine.submit() is None
     engine.clock.advance(3.0)
     engine.connector.is_registered = True
-    engine.report(registered=[registered()])
+    engine.report(payloads=[told_of()])
     engine.clock.advance(0.25)
     stages = run(engine)
     assert stages.queue_s == pytest.approx(1.25)

@@ -19,7 +19,7 @@ from tests.scheduler.scripted import (
     make_request,
     make_ticket,
     received,
-    registered,
+    told_of,
 )
 from tests.scheduler.test_stages import FIRST, PROMPT, loading, run
 
@@ -78,7 +78,7 @@ def test_of_a_push_at_p():
     engine.step()
     engine.clock.advance(2.0)
     engine.connector.is_registered = True
-    engine.report(registered=[registered()])
+    engine.report(payloads=[told_of()])
     engine.clock.advance(0.5)
     stages = run(engine)
     assert stages.kv_wait_s == 2.0

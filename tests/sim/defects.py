@@ -75,7 +75,7 @@ def vote_counted_twice() -> Iterator[None]:
         vote[len(vote)] = fact
         return self._open.pop(key) if len(vote) == self._num_ranks else None
 
-    with mock.patch.object(quorum._Votes, "add", add):
+    with mock.patch.object(quorum.Votes, "add", add):
         yield
 
 
