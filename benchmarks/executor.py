@@ -46,7 +46,7 @@ from pdserve.executor.messages import FromRank, RunStep, StepDone, ToRank
 from pdserve.executor.multiprocess import MultiprocessExecutor
 from pdserve.executor.rings import RingEnds, RingHub, RingLink
 from pdserve.parallel.mesh import Axis
-from pdserve.parallel.seat import CoreSeat
+from pdserve.parallel.place import CorePlace
 from pdserve.wire.ids import BlockId, EngineId, Incarnation, RequestId
 from pdserve.wire.step import KnownRequests, ModelRunnerOutput, SchedulerOutput
 from pdserve.wire.transfer import ConnectorMetadata, ConnectorReport, LeaseEnd, Settled
@@ -56,7 +56,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
     from multiprocessing.connection import Connection
 
-    from pdserve.parallel.seat import Seat
+    from pdserve.parallel.place import RankPlace
 
     RoundTrip = Callable[[SchedulerOutput], object]
 
@@ -124,9 +124,9 @@ class AnsweringWorker:
     """A worker that has its answers at once."""
 
     def __init__(
-        self, config: EngineConfig, *, seat: Seat, wake: Callable[[], None], **_: object
+        self, config: EngineConfig, *, place: RankPlace, wake: Callable[[], None], **_: object
     ) -> None:
-        self._seat, self._wake = seat, wake
+        self._place, self._wake = place, wake
         self._num_posts = 0
 
     def start(self) -> WorkerInfo:
@@ -140,7 +140,7 @@ class AnsweringWorker:
             dtype_bytes=4,
         )
         return WorkerInfo(
-            rank=self._seat.engine_rank,
+            rank=self._place.engine_rank,
             layout=layout,
             layout_digest="",
             layout_fields={},
@@ -191,14 +191,14 @@ class StageWorker(AnsweringWorker):
         self,
         config: EngineConfig,
         *,
-        seat: Seat,
+        place: RankPlace,
         incarnation: Incarnation,
         wake: Callable[[], None],
         **_: object,
     ) -> None:
-        super().__init__(config, seat=seat, wake=wake)
-        self._stage = seat.mesh.index(Axis.PP)
-        self._is_last = self._stage == seat.mesh.shape.pp - 1
+        super().__init__(config, place=place, wake=wake)
+        self._stage = place.mesh.index(Axis.PP)
+        self._is_last = self._stage == place.mesh.shape.pp - 1
         self._name = f"\0pdserve-bench-{incarnation}-"
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
         self._socket.bind(f"{self._name}{self._stage}")
@@ -467,7 +467,7 @@ def _executor(worker: str, *, tp: int = 1, pp: int = 1) -> Iterator[Multiprocess
             model=ModelConfig(model="none"),
             parallel=ParallelConfig(tensor_parallel_size=tp, pipeline_parallel_size=pp),
         ),
-        core=CoreSeat(),
+        core=CorePlace(),
         engine_id=EngineId("benchmark"),
         incarnation=Incarnation(secrets.token_hex(8)),
         progress=lambda text: None,

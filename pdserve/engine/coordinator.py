@@ -98,11 +98,11 @@ class StartWave(msgspec.Struct, frozen=True, tag="start"):
     wave: int
 
 
-class End(msgspec.Struct, frozen=True, tag="end"):
+class EndCores(msgspec.Struct, frozen=True, tag="end"):
     """Every core has drained: end after the waves that were started."""
 
 
-ToCores = StartWave | End
+ToCores = StartWave | EndCores
 
 
 class Coordinator:
@@ -136,7 +136,7 @@ class Coordinator:
             case Drained(core):
                 self._drained.add(core)
                 if len(self._drained) == len(self.counts):
-                    self._orders.append(End())
+                    self._orders.append(EndCores())
             case _:
                 assert_never(message)
 

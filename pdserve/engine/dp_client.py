@@ -13,21 +13,15 @@ the core that made it (`ID-dp0` and so on) and that core's side channels.
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import os
 import secrets
-import subprocess
-import sys
 from collections import Counter
 from typing import TYPE_CHECKING
 
 import msgspec
-import zmq
-import zmq.asyncio
 
-from pdserve.engine.coordinator import Addresses, CoordinatorLaunch, Counts
+from pdserve.engine.coordinator import Counts
+from pdserve.engine.coordinator_process import CoordinatorProcess
 from pdserve.engine.launch import shares_experts
-from pdserve.engine.local_socket import LocalKeys, connect_local, local_name
 from pdserve.engine.merge import MergedOutputs
 from pdserve.engine.zmq_client import launch_engine
 from pdserve.errors import (
@@ -37,9 +31,9 @@ from pdserve.errors import (
     ShuttingDownError,
     StartingError,
 )
-from pdserve.observe.liveness import NUM_LOOKS, ProcessWatch
+from pdserve.observe.liveness import NUM_LOOKS
+from pdserve.parallel.place import CorePlace
 from pdserve.parallel.rendezvous import listen
-from pdserve.parallel.seat import CoreSeat
 from pdserve.wire.ids import EngineId, Incarnation
 from pdserve.wire.request import EngineStats, sibling_of, with_siblings
 
@@ -100,12 +94,12 @@ class DataParallelClient:
         self._is_closing = False
         self._is_ending = False
         self._ended = asyncio.Event()
-        self._coordinator: _CoordinatorProcess | None = None
+        self._coordinator: CoordinatorProcess | None = None
 
     async def start(self, progress: Callable[[str], None], *, is_shared: bool) -> None:
         """Start the processes. Once."""
         num_cores = len(self._counts)
-        self._coordinator = coordinator = _CoordinatorProcess(
+        self._coordinator = coordinator = CoordinatorProcess(
             num_cores,
             look_s=self._config.liveness.heartbeat_timeout_s / NUM_LOOKS,
             on_counts=self._learn,
@@ -114,18 +108,18 @@ class DataParallelClient:
         listener, rendezvous = listen(_HOST) if is_shared else (None, None)
         try:
             for index in range(num_cores):
-                seat = CoreSeat(local_index=index, num_local=num_cores)
+                place = CorePlace(local_index=index, num_local=num_cores)
                 if rendezvous is not None:
                     if index:
                         rendezvous = msgspec.structs.replace(rendezvous, listen_fd=None)
-                    seat = msgspec.structs.replace(
-                        seat, index=index, num_cores=num_cores, rendezvous=rendezvous
+                    place = msgspec.structs.replace(
+                        place, index=index, num_cores=num_cores, rendezvous=rendezvous
                     )
                 self._cores.append(
                     await launch_engine(
                         _core_config(self._config, self._engine_id, index),
                         progress=_prefixed(progress, f"dp{index}: "),
-                        core=seat,
+                        core=place,
                         coordinator=coordinator.addresses,
                         on_dead=self._on_dead,
                     )
@@ -229,13 +223,14 @@ class DataParallelClient:
     ) -> list[tuple[ZmqEngineClient, list[GenerateRequest]]]:
         """Give each choice to the core that has the least to do, then."""
         loads = [
-            Load(num_answering=core.num_answering, num_sent=core.num_sent) for core in self._cores
+            CoreLoad(num_answering=core.num_answering, num_sent=core.num_sent)
+            for core in self._cores
         ]
         shares: list[list[GenerateRequest]] = [[] for _ in self._cores]
         for choice in choices:
             index = least_busy(self._counts, loads)
             shares[index].append(choice)
-            loads[index] = Load(
+            loads[index] = CoreLoad(
                 num_answering=loads[index].num_answering + 1, num_sent=loads[index].num_sent + 1
             )
         return [(core, share) for core, share in zip(self._cores, shares, strict=True) if share]
@@ -301,90 +296,7 @@ class DataParallelClient:
                 core.fail(reason)
 
 
-class _CoordinatorProcess:
-    """The coordinator, as its server sees it.
-
-    Args:
-        look_s: Between two looks at it.
-        on_counts: Told the cores' newest counts.
-        on_end: Told why, if it ends before `close`.
-    """
-
-    def __init__(
-        self,
-        num_cores: int,
-        *,
-        look_s: float,
-        on_counts: Callable[[list[Counts]], None],
-        on_end: Callable[[str], None],
-    ) -> None:
-        keys = LocalKeys.make()
-        self.addresses = Addresses.beginning_with(local_name(), keys.public)
-        self._on_counts, self._on_end = on_counts, on_end
-        launch = CoordinatorLaunch(
-            parent_pid=os.getpid(), num_cores=num_cores, addresses=self.addresses, keys=keys
-        )
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "pdserve.engine.coordinator"], stdin=subprocess.PIPE
-        )
-        assert self._process.stdin is not None
-        with contextlib.suppress(BrokenPipeError):  # it has ended already, and that is noticed
-            self._process.stdin.write(msgspec.msgpack.encode(launch))
-            self._process.stdin.close()
-        self._pid_fd = os.pidfd_open(self._process.pid)
-        self._exited = asyncio.Event()
-        self._is_closing = False
-        asyncio.get_running_loop().add_reader(self._pid_fd, self._on_pid_fd)
-        self._context = zmq.asyncio.Context()
-        self._socket = self._context.socket(zmq.SUB)
-        self._socket.linger = 0
-        connect_local(self._socket, self.addresses.counts, keys.public)
-        self._socket.subscribe(b"")
-        self._tasks = [
-            asyncio.create_task(self._read(), name="coordinator-counts"),
-            asyncio.create_task(self._watch(look_s), name="coordinator-watch"),
-        ]
-
-    @property
-    def pid(self) -> int:
-        """Its process id."""
-        return self._process.pid
-
-    async def close(self) -> None:
-        """End it; it has nothing to lose. May be called twice."""
-        self._is_closing = True
-        self._process.kill()
-        await self._exited.wait()
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
-        self._socket.close()
-        self._context.term()
-
-    async def _read(self) -> None:
-        decoder = msgspec.msgpack.Decoder(list[Counts])
-        while True:
-            self._on_counts(decoder.decode(await self._socket.recv()))
-
-    async def _watch(self, look_s: float) -> None:
-        """End it if it is stopped for long: no wave would begin any more."""
-        watch = ProcessWatch(self._process.pid)
-        while watch.num_stopped < NUM_LOOKS:
-            watch.look()
-            await asyncio.sleep(look_s)
-        self._on_end("the coordinator was stopped for longer than --heartbeat-timeout")
-        self._process.kill()
-
-    def _on_pid_fd(self) -> None:
-        asyncio.get_running_loop().remove_reader(self._pid_fd)
-        os.close(self._pid_fd)
-        code = self._process.wait()
-        self._exited.set()
-        if not self._is_closing:
-            self._on_end(f"the coordinator ended with code {code}")
-
-
-class Load(msgspec.Struct, frozen=True, kw_only=True):
+class CoreLoad(msgspec.Struct, frozen=True, kw_only=True):
     """What a server knows by itself of a core: exact, but not which of them wait.
 
     Attributes:
@@ -396,7 +308,7 @@ class Load(msgspec.Struct, frozen=True, kw_only=True):
     num_sent: int
 
 
-def least_busy(counts: Sequence[Counts], loads: Sequence[Load]) -> int:
+def least_busy(counts: Sequence[Counts], loads: Sequence[CoreLoad]) -> int:
     """Index of the core with the least waiting * 4 + running; the first of several.
 
     Args:

@@ -26,7 +26,7 @@ _NUM_STOPPED_LOOKS = 2
 """Before a stopped core is not ready: a look may fall into a debugger's short stop."""
 
 
-class Heartbeat:
+class CoreWatch:
     """The watch over one core.
 
     Attributes:

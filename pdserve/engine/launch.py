@@ -10,7 +10,7 @@ from pdserve.config.schema import EngineConfig
 from pdserve.engine.coordinator import Addresses
 from pdserve.errors import ConfigError
 from pdserve.models.reading import read_arch
-from pdserve.parallel.seat import CoreSeat
+from pdserve.parallel.place import CorePlace
 
 
 class EngineLaunch(msgspec.Struct, frozen=True, kw_only=True):
@@ -19,7 +19,7 @@ class EngineLaunch(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         server_key: Of both addresses; a secret of the engine.
         log_level: As in `logging`; the core logs to standard error.
-        core: Its seat.
+        core: Its place.
         coordinator: Where the coordinator listens, if there are several cores.
     """
 
@@ -29,7 +29,7 @@ class EngineLaunch(msgspec.Struct, frozen=True, kw_only=True):
     inputs_address: str
     outputs_address: str
     server_key: bytes
-    core: CoreSeat = CoreSeat()
+    core: CorePlace = CorePlace()
     coordinator: Addresses | None = None
 
 

@@ -21,21 +21,21 @@ if TYPE_CHECKING:
     from pdserve.connectors.base import KVConnectorBase
     from pdserve.executor.base import Executor
     from pdserve.observe.clock import Clock
-    from pdserve.parallel.seat import CoreSeat
+    from pdserve.parallel.place import CorePlace
     from pdserve.worker.info import WorkerInfo
 
 
 def load_engine(
     config: EngineConfig,
     *,
-    seat: CoreSeat,
+    place: CorePlace,
     clock: Clock,
     progress: Callable[[str], None],
 ) -> tuple[EngineCore, EngineInfo]:
     """Load the engine that `config` describes.
 
     Args:
-        seat: The core among those of its world.
+        place: The core among those of its world.
         progress: Told, in words, how loading goes on.
 
     Returns:
@@ -49,7 +49,7 @@ def load_engine(
     engine_id = EngineId(config.engine_id or f"{config.role.value}-{incarnation[:6]}")
     connector = find(config.transfer.kv_connector, config.transfer.settings)
     executor = make_executor(
-        config, core=seat, engine_id=engine_id, incarnation=incarnation, progress=progress
+        config, core=place, engine_id=engine_id, incarnation=incarnation, progress=progress
     )
     return start_engine(
         executor,
@@ -58,7 +58,7 @@ def load_engine(
         config=config,
         engine_id=engine_id,
         incarnation=incarnation,
-        in_waves=seat.num_cores > 1,
+        in_waves=place.num_cores > 1,
     )
 
 

@@ -23,7 +23,7 @@ import msgspec
 import zmq
 
 from pdserve.engine.arrivals import Arrivals
-from pdserve.engine.coordinator import End, StartWave
+from pdserve.engine.coordinator import EndCores, StartWave
 from pdserve.engine.launch import EngineLaunch
 from pdserve.engine.link import CoordinatorLink
 from pdserve.engine.loading import load_engine
@@ -104,7 +104,7 @@ class EngineProcess:
         try:
             self.core, self._info = load_engine(
                 launch.config,
-                seat=launch.core,
+                place=launch.core,
                 clock=self._clock,
                 progress=lambda text: self._publish(Progress(text)),
             )
@@ -193,7 +193,7 @@ class EngineProcess:
                 case StartWave(started):
                     if self.core.waves is not None:
                         self.core.waves.start(started)
-                case End():
+                case EndCores():
                     self._may_end = True
                 case _:
                     assert_never(order)

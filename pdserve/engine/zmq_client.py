@@ -19,20 +19,20 @@ from typing import TYPE_CHECKING, assert_never
 import msgspec
 import zmq
 
-from pdserve.engine.heartbeat import Heartbeat
+from pdserve.engine.heartbeat import CoreWatch
 from pdserve.engine.launch import EngineLaunch
 from pdserve.engine.local_socket import LocalKeys, bind_local, local_name
+from pdserve.engine.open_requests import OpenRequests
 from pdserve.errors import (
     ConfigError,
     EngineDeadError,
     InternalError,
-    OverloadedError,
     ShuttingDownError,
     StartingError,
 )
 from pdserve.observe.liveness import ProcessWatch
 from pdserve.observe.trace import whole
-from pdserve.parallel.seat import CoreSeat
+from pdserve.parallel.place import CorePlace
 from pdserve.wire.codec import (
     MAJOR,
     Abort,
@@ -53,7 +53,7 @@ from pdserve.wire.codec import (
     from_engine,
     to_engine,
 )
-from pdserve.wire.request import EngineOutput, FinishReason
+from pdserve.wire.request import FinishReason
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Callable, Sequence
@@ -61,7 +61,7 @@ if TYPE_CHECKING:
     from pdserve.config.schema import EngineConfig
     from pdserve.engine.coordinator import Addresses
     from pdserve.wire.ids import RequestId
-    from pdserve.wire.request import EngineInfo, EngineStats, GenerateRequest, Sibling
+    from pdserve.wire.request import EngineInfo, EngineOutput, EngineStats, GenerateRequest, Sibling
     from pdserve.wire.trace import ProcessTrace
 
 _log = logging.getLogger(__name__)
@@ -75,19 +75,19 @@ async def launch_engine(
     config: EngineConfig,
     *,
     progress: Callable[[str], None],
-    core: CoreSeat | None = None,
+    core: CorePlace | None = None,
     coordinator: Addresses | None = None,
     on_dead: Callable[[], None] = lambda: None,
 ) -> ZmqEngineClient:
     """Start an engine core; it loads in the background (`wait_ready`).
 
     Args:
-        core: Its seat, if it is one of several; the listening socket of its rendezvous is
+        core: Its place, if it is one of several; the listening socket of its rendezvous is
             passed on to it.
         coordinator: Of the cores, if there are several.
         on_dead: Called when the core has ended without having been told to.
     """
-    core = core or CoreSeat()
+    core = core or CorePlace()
     name, keys = local_name(), LocalKeys.make()
     context = zmq.Context()
     inputs, outputs = context.socket(zmq.PUSH), context.socket(zmq.PULL)
@@ -165,16 +165,13 @@ class ZmqEngineClient:
         progress: Callable[[str], None],
         on_dead: Callable[[], None] = lambda: None,
     ) -> None:
-        self._max_waiting = config.scheduler.max_waiting
-        self._max_waiting_tokens = config.scheduler.max_waiting_tokens
         self._process = process
         self._context, self._inputs, self._outputs = context, inputs, outputs
         self._progress = progress
         self._on_dead = on_dead
         self._encode = to_engine()
         self._decode = from_engine()
-        self._queues: dict[RequestId, asyncio.Queue[EngineOutput | RequestId | None]] = {}
-        self._num_tokens_waiting: dict[RequestId, int] = {}
+        self._requests = OpenRequests(config.scheduler)
         self._dump_numbers = itertools.count(1)
         self._dumps: dict[int, _Dump] = {}
         self._info: EngineInfo | None = None
@@ -185,7 +182,7 @@ class ZmqEngineClient:
         self._is_closing = False
         self._settled = asyncio.Event()
         self._exited = asyncio.Event()
-        self._heartbeat = Heartbeat(ProcessWatch(process.pid), config.liveness)
+        self._heartbeat = CoreWatch(ProcessWatch(process.pid), config.liveness)
         self._pid_fd = os.pidfd_open(process.pid)
         self._loop = asyncio.get_running_loop()
         self._loop.add_reader(self._pid_fd, self._on_exit)
@@ -226,7 +223,7 @@ class ZmqEngineClient:
     @property
     def num_answering(self) -> int:
         """Requests that have not ended."""
-        return len(self._queues)
+        return len(self._requests)
 
     @property
     def num_sent(self) -> int:
@@ -245,7 +242,7 @@ class ZmqEngineClient:
 
     def serves(self, request_id: RequestId) -> bool:
         """Whether a request of this id is being answered."""
-        return request_id in self._queues
+        return request_id in self._requests
 
     async def wait_ready(self) -> EngineInfo:
         """Wait until the engine serves.
@@ -280,69 +277,30 @@ class ZmqEngineClient:
         if self._info is None:
             raise StartingError
         num_tokens = len(request.prompt_token_ids)
-        self._refuse_if_full(self._info, num_tokens * (1 + len(siblings)))
-        open_ids = {request.request_id, *(sibling.request_id for sibling in siblings)}
-        for request_id in open_ids:
-            if request_id in self._queues:
-                raise InternalError(f"request {request_id} is running already")
-        queue: asyncio.Queue[EngineOutput | RequestId | None] = asyncio.Queue()
-        self._queues.update(dict.fromkeys(open_ids, queue))
-        self._num_tokens_waiting.update(dict.fromkeys(open_ids, num_tokens))
+        self._requests.refuse_if_full(
+            num_tokens * (1 + len(siblings)),
+            max_running=self._info.max_num_seqs,
+            num_waiting=0 if self._stats is None else self._stats.num_waiting,
+        )
+        ids = {request.request_id, *(sibling.request_id for sibling in siblings)}
+        answers = self._requests.add(ids, num_tokens)
         try:
             self._send(Add(request, list(siblings)))
-            self._num_sent += len(open_ids)
-            while open_ids:
-                match await queue.get():
-                    case None:
-                        open_ids.clear()
-                        raise EngineDeadError(self._dead_reason or "the engine ended")
-                    case EngineOutput() as output:
-                        if output.finish_reason is not None:
-                            open_ids.discard(output.request_id)
-                            self._forget(output.request_id)
-                        yield output
-                    case request_id:
-                        open_ids.discard(request_id)
+            self._num_sent += len(ids)
+            while (output := await answers.next()) is not None:
+                if output.finish_reason is not None:
+                    self._requests.end(output.request_id)
+                yield output
         finally:
-            for request_id in open_ids:
-                self._forget(request_id)
-            if open_ids:
-                self._send(Abort(list(open_ids)))
-
-    def _refuse_if_full(self, info: EngineInfo, num_tokens: int) -> None:
-        """Refuse a request that would make the queue too long. An empty one takes any.
-
-        Args:
-            num_tokens: Prompt tokens, of all its choices.
-        """
-        # Snapshots are a step old: what was sent since then is known here alone.
-        num_unseated = len(self._queues) - info.max_num_seqs
-        num_waiting = max(num_unseated, 0 if self._stats is None else self._stats.num_waiting)
-        if num_waiting >= self._max_waiting:
-            raise OverloadedError(
-                f"{num_waiting} requests wait already (at most {self._max_waiting})",
-                retry_after_s=1.0,
-            )
-        num_tokens_waiting = sum(self._num_tokens_waiting.values())
-        if num_tokens_waiting and num_tokens_waiting + num_tokens > self._max_waiting_tokens:
-            raise OverloadedError(
-                f"{num_tokens_waiting} prompt tokens wait already, and this request has "
-                f"{num_tokens} (over all choices; at most {self._max_waiting_tokens} may wait)",
-                retry_after_s=1.0,
-            )
+            if unfinished := list(answers.open_ids):
+                for request_id in unfinished:
+                    self._requests.end(request_id)
+                self._send(Abort(unfinished))
 
     async def abort(self, request_ids: Sequence[RequestId]) -> None:
         """See `EngineClient`."""
-        known = [request_id for request_id in request_ids if request_id in self._queues]
-        for request_id in known:
-            self._queues[request_id].put_nowait(request_id)
-            self._forget(request_id)
-        if known:
+        if known := self._requests.abort(request_ids):
             self._send(Abort(known))
-
-    def _forget(self, request_id: RequestId) -> None:
-        self._queues.pop(request_id, None)
-        self._num_tokens_waiting.pop(request_id, None)
 
     async def release_lease(self, nonce: str) -> None:
         """See `EngineClient`."""
@@ -437,7 +395,10 @@ class ZmqEngineClient:
             case Outputs(outputs, stats):
                 self._stats = stats
                 for output in outputs:
-                    self._deliver(output)
+                    is_read = self._requests.deliver(output)
+                    if not is_read and output.finish_reason is FinishReason.HANDOFF:
+                        # The client left in the same moment: nobody else knows of this lease.
+                        self._send(Abort([output.request_id]))
             case Progress(text):
                 self._progress(text)
             case Ready(info, major):
@@ -457,23 +418,12 @@ class ZmqEngineClient:
             case _:
                 assert_never(message)
 
-    def _deliver(self, output: EngineOutput) -> None:
-        queue = self._queues.get(output.request_id)
-        if output.new_token_ids:
-            self._num_tokens_waiting.pop(output.request_id, None)
-        if queue is not None:
-            queue.put_nowait(output)
-        elif output.finish_reason is FinishReason.HANDOFF:
-            # The client left in the same moment: nobody else knows of this lease.
-            self._send(Abort([output.request_id]))
-
     def _die(self, reason: str, *, is_config: bool) -> None:
         if self._dead_reason is None:
             self._dead_reason = reason
             self._is_config_error = is_config
         self._settled.set()
-        for queue in self._queues.values():
-            queue.put_nowait(None)
+        self._requests.fail(self._dead_reason)
         for dump in self._dumps.values():
             dump.fail(reason)
         if not self._is_closing:
@@ -484,7 +434,7 @@ class ZmqEngineClient:
         os.close(self._pid_fd)
         code = self._process.wait()
         # Its last words may still be on the way through the socket, if anybody waits for them.
-        is_awaited = code or not self._is_closing or self._queues or self._dumps
+        is_awaited = code or not self._is_closing or self._requests or self._dumps
         asyncio.get_running_loop().call_later(0.2 if is_awaited else 0.0, self._on_silence, code)
 
     def _on_silence(self, code: int) -> None:

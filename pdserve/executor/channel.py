@@ -1,7 +1,7 @@
 """A byte ring in shared memory between processes: one writer, one or several readers.
 
-Every reader gets every frame, in order. The memory has no name (memfd) and the doorbell is
-an eventfd; both are inherited by file descriptor, so nothing is left behind however the
+Every reader gets every frame, in order. The memory has no name (memfd), and a reader is
+woken by an eventfd; both are inherited by file descriptor, so nothing is left behind however the
 processes end. A frame may be larger than the ring: it is written and read in pieces, and
 the writer waits for the slowest reader.
 
@@ -10,7 +10,7 @@ Positions only grow, are multiples of 8, and are each written by one side, after
 they cover were written or read. On x86-64 that is also the order in which others see it (total
 store order); elsewhere there is a fence between the two, and one behind the look at a position.
 
-One doorbell serves all readers of a ring: nobody reads it, every reader waits for its edges
+One eventfd serves all readers of a ring: nobody reads it, every reader waits for its edges
 by an epoll of its own (epoll(7), EPOLLET). So a broadcast is one system call however many
 readers there are, and waking up takes one too.
 """
@@ -54,11 +54,11 @@ class RingWriter:
     """The writing side.
 
     Args:
-        memory_fd: As made by `create`; closed by `close`, as `doorbell_fd` is.
+        memory_fd: As made by `create`; closed by `close`, as `event_fd` is.
     """
 
-    def __init__(self, memory_fd: int, doorbell_fd: int, *, num_readers: int = 1) -> None:
-        self.memory_fd, self.doorbell_fd = memory_fd, doorbell_fd
+    def __init__(self, memory_fd: int, event_fd: int, *, num_readers: int = 1) -> None:
+        self.memory_fd, self.event_fd = memory_fd, event_fd
         self._memory = _Memory(memory_fd, num_readers)
         self._readers = [_LINE_WORDS * (1 + reader) for reader in range(num_readers)]
         self._written = self._memory.words[0]
@@ -66,19 +66,19 @@ class RingWriter:
 
     @classmethod
     def create(
-        cls, *, capacity_bytes: int, num_readers: int = 1, doorbell_fd: int | None = None
+        cls, *, capacity_bytes: int, num_readers: int = 1, event_fd: int | None = None
     ) -> RingWriter:
         """Make a ring.
 
         Args:
             capacity_bytes: A multiple of 8.
-            doorbell_fd: An eventfd to ring; it becomes this writer's. None makes one.
+            event_fd: An eventfd to write to; it becomes this writer's. None makes one.
         """
         memory_fd = os.memfd_create("pdserve-ring")
         os.ftruncate(memory_fd, _LINE_BYTES * (1 + num_readers) + capacity_bytes)
         return cls(
             memory_fd,
-            make_doorbell() if doorbell_fd is None else doorbell_fd,
+            make_eventfd() if event_fd is None else event_fd,
             num_readers=num_readers,
         )
 
@@ -105,13 +105,13 @@ class RingWriter:
         """Unmap and close this side."""
         self._memory.close()
         os.close(self.memory_fd)
-        os.close(self.doorbell_fd)
+        os.close(self.event_fd)
 
     def _publish(self, at: int) -> None:
         if _NEEDS_FENCES:
             self._memory.fence()
         self._written = self._memory.words[0] = at
-        os.eventfd_write(self.doorbell_fd, 1)
+        os.eventfd_write(self.event_fd, 1)
 
     def _send_in_pieces(self, frame: bytes, on_full: Callable[[], None] | None) -> None:
         memory, at = self._memory, self._written
@@ -209,16 +209,16 @@ class RingReader:
 
 
 class Waiter:
-    """Waits for doorbells, and for descriptors that are readable."""
+    """Waits for eventfds, and for descriptors that are readable."""
 
     def __init__(self, *, spin_s: float) -> None:
         self._spin_s = spin_s
         self._epoll = select.epoll()
         self._watched: set[int] = set()
 
-    def hear(self, doorbell_fd: int) -> None:
-        """Wake at every ring of a doorbell."""
-        self._epoll.register(doorbell_fd, select.EPOLLIN | select.EPOLLET)
+    def hear(self, event_fd: int) -> None:
+        """Wake at every write to an eventfd."""
+        self._epoll.register(event_fd, select.EPOLLIN | select.EPOLLET)
 
     def watch(self, fd: int) -> None:
         """Wake while `fd` is readable."""
@@ -273,22 +273,22 @@ class Waiter:
         return bool(events) and any(fd in self._watched for fd, _ in events)
 
 
-class Bell:
-    """A doorbell for one process: any thread may ring it, also after it was closed."""
+class WakeEvent:
+    """Wakes a waiter of this process; any thread may set it, also after it was closed."""
 
     def __init__(self) -> None:
-        self.fd = make_doorbell()
+        self.fd = make_eventfd()
         self._lock = threading.Lock()
         self._is_closed = False
 
-    def ring(self) -> None:
+    def set(self) -> None:
         """Make `fd` readable."""
         with self._lock:
             if not self._is_closed:
                 os.eventfd_write(self.fd, 1)
 
-    def silence(self) -> bool:
-        """Make `fd` unreadable; whether it had rung."""
+    def clear(self) -> bool:
+        """Make `fd` unreadable; return whether it was set."""
         try:
             os.eventfd_read(self.fd)
         except BlockingIOError:
@@ -302,8 +302,8 @@ class Bell:
             os.close(self.fd)
 
 
-def make_doorbell() -> int:
-    """An eventfd."""
+def make_eventfd() -> int:
+    """Return an eventfd that does not block."""
     return os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
 
 

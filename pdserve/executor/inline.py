@@ -17,15 +17,15 @@ from typing import TYPE_CHECKING
 from pdserve.connectors.quorum import Quorum
 from pdserve.errors import InternalError, PeerLostError
 from pdserve.executor.base import RankDiedError
-from pdserve.executor.channel import Bell
-from pdserve.parallel.seat import seats
+from pdserve.executor.channel import WakeEvent
+from pdserve.parallel.place import rank_places
 from pdserve.worker.worker import Worker
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from pdserve.config.schema import EngineConfig
-    from pdserve.parallel.seat import CoreSeat
+    from pdserve.parallel.place import CorePlace
     from pdserve.wire.ids import EngineId, Incarnation
     from pdserve.wire.step import ModelRunnerOutput, SchedulerOutput
     from pdserve.wire.transfer import ConnectorMetadata, ConnectorReport
@@ -54,22 +54,22 @@ class InlineExecutor:
         self,
         config: EngineConfig,
         *,
-        core: CoreSeat,
+        core: CorePlace,
         engine_id: EngineId,
         incarnation: Incarnation,
         progress: Callable[[str], None],
     ) -> None:
-        (seat,) = seats(config.parallel, core, core.rendezvous)
+        (place,) = rank_places(config.parallel, core, core.rendezvous)
         if core.num_cores > 1 and core.rendezvous is None:
             raise InternalError(f"core {core.index} of {core.num_cores} has no rendezvous")
-        self._news, self._answered = Bell(), Bell()
+        self._news, self._answered = WakeEvent(), WakeEvent()
         self._quorum = Quorum(1)
         self._worker = Worker(
             config,
-            seat=seat,
+            place=place,
             engine_id=engine_id,
             incarnation=incarnation,
-            wake=self._news.ring,
+            wake=self._news.set,
             progress=progress,
         )
         self._submitted: queue.SimpleQueue[SchedulerOutput | None] = queue.SimpleQueue()
@@ -110,7 +110,7 @@ class InlineExecutor:
 
     def poll_result(self) -> ModelRunnerOutput | None:
         """See `Executor`."""
-        self._answered.silence()
+        self._answered.clear()
         if self._done:
             return self._done.popleft()
         self._refuse_if_broken()
@@ -119,7 +119,7 @@ class InlineExecutor:
     def poll_report(self) -> ConnectorReport | None:
         """See `Executor`."""
         self._refuse_if_broken()
-        if not self._news.silence():
+        if not self._news.clear():
             return None
         # Of one rank: what it says twice counts once here, too.
         return self._quorum.add(0, self._worker.poll()) or None
@@ -165,8 +165,8 @@ class InlineExecutor:
     def _run(self, step: SchedulerOutput) -> None:
         try:
             self._done.append(self._worker.execute(step))
-            self._answered.ring()
+            self._answered.set()
             self._worker.finish_step()
         except Exception as error:  # noqa: BLE001 - the top of a thread: the core raises it
             self._error = error
-            self._answered.ring()
+            self._answered.set()

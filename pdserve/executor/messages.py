@@ -7,7 +7,7 @@ import msgspec
 from pdserve.config.schema import EngineConfig
 from pdserve.executor.rings import RingEnds
 from pdserve.executor.zmq_links import ZmqEnds
-from pdserve.parallel.seat import Seat
+from pdserve.parallel.place import RankPlace
 from pdserve.wire.ids import EngineId, Incarnation
 from pdserve.wire.step import ModelRunnerOutput, SchedulerOutput
 from pdserve.wire.transfer import ConnectorMetadata, ConnectorReport
@@ -29,7 +29,7 @@ class Launch(msgspec.Struct, frozen=True, kw_only=True):
 
     log_level: int
     config: EngineConfig
-    seat: Seat
+    place: RankPlace
     engine_id: EngineId
     incarnation: Incarnation
     ends: RingEnds | ZmqEnds
@@ -68,7 +68,7 @@ class Tell(msgspec.Struct, frozen=True, tag="tell"):
     """Say now what was done, for a trace."""
 
 
-ToDesk = Post | Tell
+ToPostThread = Post | Tell
 
 
 class Started(msgspec.Struct, frozen=True, tag="started"):

@@ -21,8 +21,8 @@ from pdserve.executor.messages import WORKER, Launch
 from pdserve.executor.ranked import RankedExecutor
 from pdserve.executor.rings import RingEnds, RingHub
 from pdserve.observe.liveness import NUM_LOOKS, ProcessWatch
+from pdserve.parallel.place import rank_places
 from pdserve.parallel.rendezvous import listen
-from pdserve.parallel.seat import seats
 
 if TYPE_CHECKING:
     import socket
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
     from pdserve.config.schema import EngineConfig
     from pdserve.executor.channel import Waiter
-    from pdserve.parallel.seat import CoreSeat
+    from pdserve.parallel.place import CorePlace
     from pdserve.wire.ids import EngineId, Incarnation
 
 _log = logging.getLogger(__name__)
@@ -53,7 +53,7 @@ class MultiprocessExecutor(RankedExecutor):
         self,
         config: EngineConfig,
         *,
-        core: CoreSeat,
+        core: CorePlace,
         engine_id: EngineId,
         incarnation: Incarnation,
         progress: Callable[[str], None],
@@ -66,7 +66,7 @@ class MultiprocessExecutor(RankedExecutor):
             raise InternalError(f"core {core.index} of {core.num_cores} has no rendezvous")
         if rendezvous is None and num_ranks > 1:
             listener, rendezvous = listen(_LOOPBACK)
-        places = seats(parallel, core, rendezvous)
+        places = rank_places(parallel, core, rendezvous)
         hub = RingHub(num_ranks)
         posts = RingHub(num_ranks, step_bytes=_POST_BYTES, reply_bytes=_POST_BYTES)
         launches = [
@@ -74,22 +74,21 @@ class MultiprocessExecutor(RankedExecutor):
                 parent_pid=os.getpid(),
                 log_level=logging.getLogger("pdserve").getEffectiveLevel(),
                 config=config,
-                seat=seat,
+                place=place,
                 engine_id=engine_id,
                 incarnation=incarnation,
-                ends=hub.ends(seat.engine_rank, spin_s=SPIN_S),
-                post_ends=posts.ends(seat.engine_rank, spin_s=0.0),
+                ends=hub.ends(place.engine_rank, spin_s=SPIN_S),
+                post_ends=posts.ends(place.engine_rank, spin_s=0.0),
                 worker=worker,
             )
-            for seat in places
+            for place in places
         ]
         self._processes = RankProcesses(launches, listener)
         super().__init__(
             hub,
             posts,
             self._processes,
-            num_ranks=num_ranks,
-            output_rank=next(seat.engine_rank for seat in places if seat.is_output),
+            places=places,
             max_in_flight=max(2, parallel.pipeline_parallel_size),
             look_s=config.liveness.heartbeat_timeout_s / NUM_LOOKS,
             progress=progress,
@@ -193,7 +192,7 @@ def _inherited(launch: Launch) -> list[int]:
         if isinstance(ends, RingEnds)
         for fd in ends.fds
     ]
-    rendezvous = launch.seat.rendezvous
+    rendezvous = launch.place.rendezvous
     if rendezvous is not None and rendezvous.listen_fd is not None:
         fds.append(rendezvous.listen_fd)
     return fds

@@ -1,6 +1,6 @@
 """A rank: receive a step, run it, answer; and beside that, what connectors say.
 
-`serve` is the loop, over any link. A second link and a second thread (`PostDesk`) take posts to
+`serve` is the loop, over any link. A second link and a second thread (`PostThread`) take posts to
 the worker's connector and its news back, so that neither waits for a step. As a process,
 started as `python -m pdserve.executor.rank` with a `Launch` on standard input, a rank ends with
 the process that started it.
@@ -34,7 +34,7 @@ from pdserve.executor.messages import (
     Started,
     StepDone,
     Tell,
-    ToDesk,
+    ToPostThread,
     ToRank,
 )
 from pdserve.executor.rings import RingEnds, RingLink
@@ -56,7 +56,7 @@ _ENCODE = msgspec.msgpack.Encoder().encode
 # Made here and not in the threads that use them: when two threads of a process learn the same
 # type at once, msgspec 0.22 crashes.
 _DECODE = msgspec.msgpack.Decoder(ToRank).decode
-_DECODE_POST = msgspec.msgpack.Decoder(ToDesk).decode
+_DECODE_POST = msgspec.msgpack.Decoder(ToPostThread).decode
 
 
 class StepRunner(Protocol):
@@ -104,7 +104,7 @@ def run(launch: Launch) -> int:
             post_link = open_link(launch.post_ends)
             stack.callback(post_link.close)
         except ChannelClosedError as error:
-            print(f"rank {launch.seat.engine_rank}: {error}", file=sys.stderr)
+            print(f"rank {launch.place.engine_rank}: {error}", file=sys.stderr)
             return 1
         return serve(link, post_link, launch)
 
@@ -131,8 +131,8 @@ def serve(link: Link, post_link: Link, launch: Launch) -> int:
         link: For steps and answers.
         post_link: For posts and news.
     """
-    is_output = launch.seat.is_output
-    desk: PostDesk | None = None
+    is_output = launch.place.is_output
+    post_thread: PostThread | None = None
 
     def reply(message: FromRank) -> None:
         link.send(_ENCODE(message))
@@ -140,22 +140,22 @@ def serve(link: Link, post_link: Link, launch: Launch) -> int:
     try:
         worker = _make_worker(launch, post_link.interrupt, lambda text: reply(Loading(text)))
         reply(Started(worker.start()))
-        desk = PostDesk(post_link, worker, on_death=link.interrupt)
+        post_thread = PostThread(post_link, worker, on_death=link.interrupt)
         while True:
             frame = link.recv()
             if frame is None:
-                return 1  # the desk has said why
+                return 1  # that thread has said why
             message: ToRank = _DECODE(frame)
             match message:
                 case RunStep(step, num_posts):
-                    if not desk.wait_for(num_posts):
+                    if not post_thread.wait_for(num_posts):
                         return 1
                     output = worker.execute(step)
                     if is_output:
                         reply(StepDone(output))
                     worker.finish_step()
                 case Close(timeout_s):
-                    desk.close()
+                    post_thread.close()
                     worker.close(timeout_s)
                     return 0
                 case _:
@@ -172,11 +172,11 @@ def serve(link: Link, post_link: Link, launch: Launch) -> int:
         reply(RankFailed(traceback.format_exc(), is_config=False))
         return 1
     finally:
-        if desk is not None:
-            desk.close()
+        if post_thread is not None:
+            post_thread.close()
 
 
-class PostDesk:
+class PostThread:
     """Takes posts to a worker and its news back, on a thread of its own.
 
     Args:
@@ -223,7 +223,7 @@ class PostDesk:
         self._link.send(_ENCODE(Listening()))
         while not self._is_closing:
             frame = self._link.recv()
-            message: ToDesk = Tell() if frame is None else _DECODE_POST(frame)
+            message: ToPostThread = Tell() if frame is None else _DECODE_POST(frame)
             match message:
                 case Tell():
                     report = self._worker.poll()
@@ -246,7 +246,7 @@ def _make_worker(
         make = getattr(importlib.import_module(module), name)
     worker: StepRunner = make(
         launch.config,
-        seat=launch.seat,
+        place=launch.place,
         engine_id=launch.engine_id,
         incarnation=launch.incarnation,
         wake=wake,

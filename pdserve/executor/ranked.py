@@ -22,7 +22,7 @@ import msgspec
 from pdserve.connectors.quorum import Quorum
 from pdserve.errors import ConfigError, InternalError
 from pdserve.executor.base import RankDiedError
-from pdserve.executor.channel import Waiter, make_doorbell
+from pdserve.executor.channel import Waiter, make_eventfd
 from pdserve.executor.messages import (
     Close,
     FromRank,
@@ -40,9 +40,10 @@ from pdserve.executor.progress import StartProgress
 from pdserve.observe.clock import SystemClock
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from pdserve.executor.transport import Hub
+    from pdserve.parallel.place import RankPlace
     from pdserve.wire.step import ModelRunnerOutput, SchedulerOutput
     from pdserve.wire.transfer import ConnectorMetadata, ConnectorReport
     from pdserve.worker.info import WorkerInfo
@@ -90,7 +91,7 @@ class RankedExecutor:
     Args:
         hub: For steps and answers.
         posts: For posts and news.
-        output_rank: The rank that answers steps.
+        places: Of the ranks, in their order.
         max_in_flight: See `Executor`.
         look_s: Between two looks at the ranks.
         progress: Told, in words, how the start goes on.
@@ -102,15 +103,15 @@ class RankedExecutor:
         posts: Hub,
         ranks: Ranks,
         *,
-        num_ranks: int,
-        output_rank: int,
+        places: Sequence[RankPlace],
         max_in_flight: int,
         look_s: float,
         progress: Callable[[str], None],
     ) -> None:
         self.max_in_flight = max_in_flight
         self._hub, self._posts, self._ranks = hub, posts, ranks
-        self._num_ranks, self._output_rank = num_ranks, output_rank
+        self._num_ranks = num_ranks = len(places)
+        self._output_rank = next(place.engine_rank for place in places if place.is_output)
         self._clock = SystemClock()
         self._progress = StartProgress(num_ranks, clock=self._clock, tell=progress)
         self._look_s = look_s
@@ -122,7 +123,7 @@ class RankedExecutor:
         self._waiter = Waiter(spin_s=0.0)
         hub.wake_on(self._waiter)
         posts.wake_on(self._waiter)
-        self._again_fd = make_doorbell()
+        self._again_fd = make_eventfd()
         self._waiter.hear(self._again_fd)
         self._infos: dict[int, WorkerInfo] = {}
         self._listening: set[int] = set()

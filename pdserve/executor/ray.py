@@ -25,21 +25,21 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from pdserve.errors import ConfigError
 from pdserve.executor.base import RankDiedError
-from pdserve.executor.channel import Bell
+from pdserve.executor.channel import WakeEvent
 from pdserve.executor.messages import WORKER, Launch
 from pdserve.executor.ranked import RankedExecutor
 from pdserve.executor.zmq_links import ZmqHub
 from pdserve.observe.liveness import NUM_LOOKS
 from pdserve.observe.log import configure_logging
+from pdserve.parallel.place import RankPlace, rank_places
 from pdserve.parallel.rendezvous import Rendezvous, listen
-from pdserve.parallel.seat import Seat, seats
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     from pdserve.config.schema import EngineConfig
     from pdserve.executor.channel import Waiter
-    from pdserve.parallel.seat import CoreSeat
+    from pdserve.parallel.place import CorePlace
     from pdserve.wire.ids import EngineId, Incarnation
 
 # Somebody who uses the room may be about to leave; that more nodes join is another matter.
@@ -112,7 +112,7 @@ class RayExecutor(RankedExecutor):
         self,
         config: EngineConfig,
         *,
-        core: CoreSeat,
+        core: CorePlace,
         engine_id: EngineId,
         incarnation: Incarnation,
         progress: Callable[[str], None],
@@ -134,34 +134,33 @@ class RayExecutor(RankedExecutor):
             ranks.kill()
             ranks.close()
             raise
-        seats_of_ranks = seats(config.parallel, core, rendezvous)
+        of_ranks = rank_places(config.parallel, core, rendezvous)
         if ranks.has_gpus:
             # Ray shows each actor its own device alone.
-            seats_of_ranks = [
-                msgspec.structs.replace(seat, local_index=0, num_local=1) for seat in seats_of_ranks
+            of_ranks = [
+                msgspec.structs.replace(place, local_index=0, num_local=1) for place in of_ranks
             ]
         else:
-            seats_of_ranks = _by_machine(seats_of_ranks, [place.machine for place in places])
+            of_ranks = _by_machine(of_ranks, [place.machine for place in places])
         ranks.launches = [
             Launch(
                 log_level=logging.getLogger("pdserve").getEffectiveLevel(),
                 config=config,
-                seat=seat,
+                place=place,
                 engine_id=engine_id,
                 incarnation=incarnation,
-                ends=hub.ends(seat.engine_rank),
-                post_ends=posts.ends(seat.engine_rank),
+                ends=hub.ends(place.engine_rank),
+                post_ends=posts.ends(place.engine_rank),
                 worker=worker,
             )
-            for seat in seats_of_ranks
+            for place in of_ranks
         ]
         self.places = places
         super().__init__(
             hub,
             posts,
             ranks,
-            num_ranks=num_ranks,
-            output_rank=next(seat.engine_rank for seat in seats_of_ranks if seat.is_output),
+            places=of_ranks,
             max_in_flight=max(2, config.parallel.pipeline_parallel_size),
             look_s=config.liveness.heartbeat_timeout_s / NUM_LOOKS,
             progress=progress,
@@ -196,7 +195,7 @@ class RayRanks:
         self._runs: list[Any] = []
         self._ended: dict[int, str] = {}
         self._places: list[Place] = []
-        self._bell = Bell()
+        self._wake_event = WakeEvent()
         self._watcher: threading.Thread | None = None
         self._is_closing = threading.Event()
 
@@ -273,7 +272,7 @@ class RayRanks:
 
     def wake_on(self, waiter: Waiter) -> None:
         """See `Ranks`."""
-        waiter.watch(self._bell.fd)
+        waiter.watch(self._wake_event.fd)
 
     def ended(self) -> dict[int, str]:
         """See `Ranks`."""
@@ -302,7 +301,7 @@ class RayRanks:
         if self._has_connected:
             with _sigterm_kept():
                 ray.shutdown()
-        self._bell.close()
+        self._wake_event.close()
 
     def _watch(self) -> None:
         """Note each rank's end as Ray tells it: a return, or an actor or node that died."""
@@ -313,7 +312,7 @@ class RayRanks:
                 rank = left.pop(run)
                 place = self._places[rank]
                 self._ended[rank] = f"pid {place.pid} on {place.address} {_how(run)}"
-                self._bell.ring()
+                self._wake_event.set()
 
 
 def _hubs(num_ranks: int) -> tuple[ZmqHub, ZmqHub]:
@@ -369,13 +368,13 @@ def _require_listener(address: str) -> None:
         socket.create_connection((host.strip("[]"), int(port)), _CONNECT_TIMEOUT_S).close()
 
 
-def _by_machine(places: Sequence[Seat], machines: Sequence[str]) -> list[Seat]:
+def _by_machine(places: Sequence[RankPlace], machines: Sequence[str]) -> list[RankPlace]:
     """Number each machine's ranks on their own."""
     num_local, seen = Counter(machines), Counter[str]()
-    found: list[Seat] = []
-    for seat, machine in zip(places, machines, strict=True):
+    found: list[RankPlace] = []
+    for place, machine in zip(places, machines, strict=True):
         found.append(
-            msgspec.structs.replace(seat, local_index=seen[machine], num_local=num_local[machine])
+            msgspec.structs.replace(place, local_index=seen[machine], num_local=num_local[machine])
         )
         seen[machine] += 1
     return found

@@ -12,14 +12,14 @@ if TYPE_CHECKING:
 
     from pdserve.config.schema import EngineConfig
     from pdserve.executor.base import Executor
-    from pdserve.parallel.seat import CoreSeat
+    from pdserve.parallel.place import CorePlace
     from pdserve.wire.ids import EngineId, Incarnation
 
 
 def make_executor(
     config: EngineConfig,
     *,
-    core: CoreSeat,
+    core: CorePlace,
     engine_id: EngineId,
     incarnation: Incarnation,
     progress: Callable[[str], None],

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from pdserve.executor.channel import Bell, RingReader, RingWriter, Waiter, make_doorbell
+from pdserve.executor.channel import RingReader, RingWriter, Waiter, WakeEvent, make_eventfd
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -30,9 +30,9 @@ class RingEnds(msgspec.Struct, frozen=True, kw_only=True, tag="rings"):
     rank: int
     num_ranks: int
     steps_memory_fd: int
-    steps_doorbell_fd: int
+    steps_event_fd: int
     replies_memory_fd: int
-    replies_doorbell_fd: int
+    replies_event_fd: int
     spin_s: float
 
     @property
@@ -40,9 +40,9 @@ class RingEnds(msgspec.Struct, frozen=True, kw_only=True, tag="rings"):
         """What to inherit."""
         return (
             self.steps_memory_fd,
-            self.steps_doorbell_fd,
+            self.steps_event_fd,
             self.replies_memory_fd,
-            self.replies_doorbell_fd,
+            self.replies_event_fd,
         )
 
 
@@ -57,12 +57,12 @@ class RingHub:
         reply_bytes: int = _REPLY_BYTES,
     ) -> None:
         self._steps = RingWriter.create(capacity_bytes=step_bytes, num_readers=num_ranks)
-        self._replies_doorbell_fd = make_doorbell()
+        self._replies_event_fd = make_eventfd()
         # A reply ring's writer lives in the rank's process: only its memory is made here.
         self._replies: list[RingReader] = []
         for _ in range(num_ranks):
             writer = RingWriter.create(
-                capacity_bytes=reply_bytes, doorbell_fd=os.dup(self._replies_doorbell_fd)
+                capacity_bytes=reply_bytes, event_fd=os.dup(self._replies_event_fd)
             )
             self._replies.append(RingReader(os.dup(writer.memory_fd)))
             writer.close()
@@ -73,15 +73,15 @@ class RingHub:
             rank=rank,
             num_ranks=len(self._replies),
             steps_memory_fd=self._steps.memory_fd,
-            steps_doorbell_fd=self._steps.doorbell_fd,
+            steps_event_fd=self._steps.event_fd,
             replies_memory_fd=self._replies[rank].memory_fd,
-            replies_doorbell_fd=self._replies_doorbell_fd,
+            replies_event_fd=self._replies_event_fd,
             spin_s=spin_s,
         )
 
     def wake_on(self, waiter: Waiter) -> None:
         """See `Hub`."""
-        waiter.hear(self._replies_doorbell_fd)
+        waiter.hear(self._replies_event_fd)
 
     def broadcast(self, frame: bytes, *, on_full: Callable[[], None]) -> None:
         """See `Hub`."""
@@ -108,7 +108,7 @@ class RingHub:
         self._steps.close()
         for ring in self._replies:
             ring.close()
-        os.close(self._replies_doorbell_fd)
+        os.close(self._replies_event_fd)
 
 
 class RingLink:
@@ -116,18 +116,18 @@ class RingLink:
 
     def __init__(self, ends: RingEnds) -> None:
         self._steps = RingReader(ends.steps_memory_fd, reader=ends.rank, num_readers=ends.num_ranks)
-        self._replies = RingWriter(ends.replies_memory_fd, ends.replies_doorbell_fd)
-        self._steps_doorbell_fd = ends.steps_doorbell_fd
-        self._interrupt = Bell()
+        self._replies = RingWriter(ends.replies_memory_fd, ends.replies_event_fd)
+        self._steps_event_fd = ends.steps_event_fd
+        self._interrupt = WakeEvent()
         self._waiter = Waiter(spin_s=ends.spin_s)
-        self._waiter.hear(ends.steps_doorbell_fd)
+        self._waiter.hear(ends.steps_event_fd)
         self._waiter.watch(self._interrupt.fd)
 
     def recv(self) -> bytes | None:
         """See `Link`."""
         frame = self._waiter.wait(self._steps.take)
         if frame is None:
-            self._interrupt.silence()
+            self._interrupt.clear()
         return frame
 
     def send(self, frame: bytes) -> None:
@@ -136,12 +136,12 @@ class RingLink:
 
     def interrupt(self) -> None:
         """See `Link`."""
-        self._interrupt.ring()
+        self._interrupt.set()
 
     def close(self) -> None:
         """See `Link`."""
         self._waiter.close()
         self._steps.close()
         self._replies.close()
-        os.close(self._steps_doorbell_fd)
+        os.close(self._steps_event_fd)
         self._interrupt.close()

@@ -20,7 +20,7 @@ import msgspec
 import zmq
 
 from pdserve.errors import ConfigError
-from pdserve.executor.channel import Bell, ChannelClosedError, Waiter
+from pdserve.executor.channel import ChannelClosedError, Waiter, WakeEvent
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -83,7 +83,7 @@ class ZmqHub:
         self._socket.curve_publickey, self._socket.curve_secretkey = self._server_key, secret_key
         _tune(self._socket)
         self._monitor = self._socket.get_monitor_socket(zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED)
-        self._bell = Bell()
+        self._wake_event = WakeEvent()
         try:
             port = self._socket.bind_to_random_port(f"tcp://{host}")
         except zmq.ZMQError as error:
@@ -99,7 +99,7 @@ class ZmqHub:
 
     def wake_on(self, waiter: Waiter) -> None:
         """See `Hub`."""
-        waiter.hear(self._bell.fd)
+        waiter.hear(self._wake_event.fd)
         waiter.hear(self._socket.FD)
         waiter.watch(self._monitor.FD)
 
@@ -113,7 +113,7 @@ class ZmqHub:
                     raise
         # Sending may have consumed the signal of an answer (zmq_getsockopt(3), ZMQ_FD).
         if int(self._socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
-            self._bell.ring()
+            self._wake_event.set()
 
     def receive(self) -> tuple[int, bytes] | None:
         """See `Hub`."""
@@ -153,7 +153,7 @@ class ZmqHub:
         self._monitor.close(0)
         self._socket.close(0)
         self._context.term()
-        self._bell.close()
+        self._wake_event.close()
 
     def _meet(self, rank: int, fd: object) -> None:
         assert isinstance(fd, int)
@@ -180,7 +180,7 @@ class ZmqLink:
         self._socket.curve_publickey, self._socket.curve_secretkey = zmq.curve_keypair()
         _tune(self._socket)
         self._monitor = self._socket.get_monitor_socket(_BROKEN | zmq.EVENT_HANDSHAKE_SUCCEEDED)
-        self._interrupt = Bell()
+        self._interrupt = WakeEvent()
         self._waiter = Waiter(spin_s=0.0)
         self._waiter.hear(self._socket.FD)
         self._waiter.hear(self._monitor.FD)
@@ -198,7 +198,7 @@ class ZmqLink:
         """See `Link`."""
         frame = self._waiter.wait(self._take)
         if frame is None:
-            self._interrupt.silence()
+            self._interrupt.clear()
         return frame
 
     def send(self, frame: bytes) -> None:
@@ -207,7 +207,7 @@ class ZmqLink:
 
     def interrupt(self) -> None:
         """See `Link`."""
-        self._interrupt.ring()
+        self._interrupt.set()
 
     def close(self) -> None:
         """See `Link`."""

@@ -188,7 +188,7 @@ class Scheduler:
         return self._build_step(now_s, scheduled, grown)
 
     def admit_loads(self) -> None:
-        """Start the loads that are next in the queue: they need blocks and a seat, but no step.
+        """Start the loads that are next in the queue: they need no step.
 
         For when there is no room for another step. What `schedule` found last holds: if the
         running requests lacked blocks then, none are given away.

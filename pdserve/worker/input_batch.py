@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class Prepared:
+class PreparedStep:
     """One step's inputs and where its results belong. R requests, M of which sample.
 
     Attributes:
@@ -168,7 +168,7 @@ class InputBatch:
         except KeyError as error:
             raise InternalError(f"request {error.args[0]} is not known to this worker") from None
 
-    def prepare(self, num_scheduled_tokens: dict[RequestId, int]) -> Prepared:
+    def prepare(self, num_scheduled_tokens: dict[RequestId, int]) -> PreparedStep:
         """Cut a step's inputs.
 
         The result's tensors are overwritten by the next call.
@@ -210,7 +210,7 @@ class InputBatch:
         if len(sampling) != total:
             self._staged_logit_rows.array[: len(sampling)] = query_start[1:][sampling] - 1
             logit_rows = self._staged_logit_rows.upload(len(sampling))
-        return Prepared(
+        return PreparedStep(
             inputs=StepInputs(
                 token_ids=self._staged_token_ids.upload(total),
                 positions=self._staged_positions.upload(total),

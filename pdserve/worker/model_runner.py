@@ -26,7 +26,7 @@ import torch
 from pdserve.errors import InternalError
 from pdserve.parallel.pipeline import StageLink
 from pdserve.wire.step import ModelRunnerOutput
-from pdserve.worker.input_batch import InputBatch, Prepared
+from pdserve.worker.input_batch import InputBatch, PreparedStep
 from pdserve.worker.logprobs import token_logprobs
 from pdserve.worker.sampler import Sampler
 from pdserve.worker.spread_sampler import SpreadSampler
@@ -264,7 +264,7 @@ class ModelRunner:
             self._num_prompt_logprobs[request.request_id] = request.sampling.prompt_logprobs
 
     def _prompt_logprobs(
-        self, prepared: Prepared, hidden: Tensor
+        self, prepared: PreparedStep, hidden: Tensor
     ) -> dict[RequestId, list[TokenLogprobs]]:
         """Describe the prompt tokens that follow the positions of this step.
 
@@ -297,7 +297,7 @@ class ModelRunner:
             found[request_id] = entries
         return found
 
-    def _non_finite(self, prepared: Prepared, hidden: Tensor) -> set[RequestId]:
+    def _non_finite(self, prepared: PreparedStep, hidden: Tensor) -> set[RequestId]:
         """Requests of which a token that does not sample has final states that are not finite.
 
         A token attends to itself, so its states tell of its KV in every layer. The logits tell

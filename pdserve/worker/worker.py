@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from pdserve.config.schema import EngineConfig, ParallelConfig
     from pdserve.connectors.base import KVLayout
     from pdserve.models.registry import LoadedModel
-    from pdserve.parallel.seat import Seat
+    from pdserve.parallel.place import RankPlace
     from pdserve.wire.ids import EngineId, Incarnation, RequestId
     from pdserve.wire.step import ModelRunnerOutput, SchedulerOutput
     from pdserve.wire.transfer import ConnectorMetadata, ConnectorReport
@@ -51,7 +51,7 @@ class Worker:
     """One rank.
 
     Args:
-        seat: Its place in the mesh.
+        place: Its place in the mesh.
         incarnation: The engine's life, which its handoffs are fenced with.
         wake: Called from any thread when `poll` has news.
         progress: Told, in words, where the start-up stands.
@@ -61,14 +61,14 @@ class Worker:
         self,
         config: EngineConfig,
         *,
-        seat: Seat,
+        place: RankPlace,
         incarnation: Incarnation,
         engine_id: EngineId,
         wake: Callable[[], None],
         progress: Callable[[str], None],
     ) -> None:
         self._config = config
-        self._seat = seat
+        self._place = place
         self._incarnation = incarnation
         self._engine_id = engine_id
         self._wake = wake
@@ -85,13 +85,13 @@ class Worker:
             ConfigError: The model, the device, the memory or the connector cannot be had
                 as configured. Too little memory on one rank is said by every rank.
         """
-        config, seat = self._config, self._seat
-        device = _device(config.device, seat)
-        num_threads = _set_threads(config.parallel, seat)
+        config, place = self._config, self._place
+        device = _device(config.device, place)
+        num_threads = _set_threads(config.parallel, place)
         kernels = kernels_on(device, self._progress)
         world = self._world = self._join(device)
         if world.pp.size * world.tp.size > 1:
-            self._slices = StepSlices(seat.engine_rank, wake=self._wake)
+            self._slices = StepSlices(place.engine_rank, wake=self._wake)
         loaded = load_model(config, device, kernels, world, self._progress)
         layout = self._plan(loaded, device, world)
         mib = layout.num_blocks * layout.block_bytes / (1 << 20)
@@ -108,7 +108,7 @@ class Worker:
             layout_digest=digest,
             layout_fields=fields,
             shape=shape,
-            rank=seat.engine_rank,
+            rank=place.engine_rank,
             num_ranks=world.pp.size * world.tp.size,
         )
         transfer = config.transfer
@@ -125,7 +125,7 @@ class Worker:
             hooks=half if connector.capabilities.is_layerwise else None,
         )
         return WorkerInfo(
-            rank=seat.engine_rank,
+            rank=place.engine_rank,
             layout=layout,
             layout_digest=digest,
             layout_fields=fields,
@@ -142,12 +142,12 @@ class Worker:
         )
 
     def _join(self, device: torch.device) -> World:
-        seat = self._seat
-        if seat.mesh.shape.world_size == 1:
+        place = self._place
+        if place.mesh.shape.world_size == 1:
             return World.alone()
-        if seat.rendezvous is None:
-            raise InternalError(f"rank {seat.mesh.rank} was not told where its world meets")
-        return join(seat.mesh, seat.rendezvous, device)
+        if place.rendezvous is None:
+            raise InternalError(f"rank {place.mesh.rank} was not told where its world meets")
+        return join(place.mesh, place.rendezvous, device)
 
     def _plan(self, loaded: LoadedModel, device: torch.device, world: World) -> KVLayout:
         """Agree with the other ranks of the engine on how many blocks there are.
@@ -171,7 +171,7 @@ class Worker:
             cache,
             max_model_len=loaded.max_model_len,
             max_num_seqs=self._config.scheduler.max_num_seqs,
-            offer=kv_memory.offer(device, cache, num_local=self._seat.num_local),
+            offer=kv_memory.offer(device, cache, num_local=self._place.num_local),
         )
         # The scarcest of each stage, then of all stages.
         for group in (world.tp, world.pp):
@@ -288,7 +288,7 @@ def _shape(loaded: LoadedModel, layout: KVLayout, world: World) -> KVShape:
     )
 
 
-def _device(wanted: str, seat: Seat) -> torch.device:
+def _device(wanted: str, place: RankPlace) -> torch.device:
     """Resolve auto, cpu or cuda: each rank of this machine has a device of its own.
 
     Raises:
@@ -302,20 +302,20 @@ def _device(wanted: str, seat: Seat) -> torch.device:
         )
     if wanted == "cpu" or not num_devices:
         return torch.device("cpu")
-    if num_devices < seat.num_local:
+    if num_devices < place.num_local:
         raise ConfigError(
-            f"{seat.num_local} ranks of this machine need a CUDA device each, and {num_devices} "
+            f"{place.num_local} ranks of this machine need a CUDA device each, and {num_devices} "
             "are visible: use smaller parallel sizes, or --device cpu",
             param="device",
         )
-    device = torch.device("cuda", seat.local_index % num_devices)
+    device = torch.device("cuda", place.local_index % num_devices)
     torch.cuda.set_device(device)
     return device
 
 
-def _set_threads(parallel: ParallelConfig, seat: Seat) -> int:
+def _set_threads(parallel: ParallelConfig, place: RankPlace) -> int:
     """Give compute the configured number of threads, or this rank's share of the cores."""
     num_cores = len(os.sched_getaffinity(0))
-    num_threads = parallel.num_threads or max(1, num_cores // seat.num_local)
+    num_threads = parallel.num_threads or max(1, num_cores // place.num_local)
     torch.set_num_threads(num_threads)
     return num_threads

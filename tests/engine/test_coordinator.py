@@ -19,7 +19,7 @@ from pdserve.engine.coordinator import (
     CoordinatorLaunch,
     Counts,
     Drained,
-    End,
+    EndCores,
     StartWave,
     ToCores,
     Wish,
@@ -66,7 +66,7 @@ def test_the_end_comes_when_all_have_drained_and_after_the_waves() -> None:
     coordinator.take(Wish(1, 1))
     assert coordinator.drain_orders() == [StartWave(1)]
     coordinator.take(Drained(1))
-    assert coordinator.drain_orders() == [End()]
+    assert coordinator.drain_orders() == [EndCores()]
 
 
 class Rig:

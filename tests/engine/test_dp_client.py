@@ -21,7 +21,7 @@ from pdserve.config.schema import (
     SchedulerConfig,
 )
 from pdserve.engine.coordinator import Counts
-from pdserve.engine.dp_client import DataParallelClient, Load, launch, least_busy, merged_stats
+from pdserve.engine.dp_client import CoreLoad, DataParallelClient, launch, least_busy, merged_stats
 from pdserve.errors import ConfigError, EngineDeadError, InternalError
 from pdserve.wire.step import ExpertBalance
 from tests.engine.test_coordinator import stats
@@ -52,7 +52,7 @@ def test_a_request_goes_to_the_core_with_the_least_to_do(
 ) -> None:
     known = [Counts(core, *numbers) for core, numbers in enumerate(counts)]
     loads = [
-        Load(num_answering=num, num_sent=core.num_taken)
+        CoreLoad(num_answering=num, num_sent=core.num_taken)
         for core, num in zip(known, answering, strict=True)
     ]
     assert least_busy(known, loads) == chosen
@@ -60,7 +60,7 @@ def test_a_request_goes_to_the_core_with_the_least_to_do(
 
 def test_what_is_on_its_way_to_a_core_waits_there() -> None:
     counts = [Counts(0, num_running=1, num_taken=8), Counts(1, num_running=4, num_taken=4)]
-    loads = [Load(num_answering=2, num_sent=9), Load(num_answering=4, num_sent=4)]
+    loads = [CoreLoad(num_answering=2, num_sent=9), CoreLoad(num_answering=4, num_sent=4)]
     assert least_busy(counts, loads) == 1
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pdserve.config.schema import LivenessConfig
-from pdserve.engine.heartbeat import Heartbeat
+from pdserve.engine.heartbeat import CoreWatch
 from pdserve.observe.liveness import ProcessState, ProcessWatch
 
 CONFIG = LivenessConfig(heartbeat_timeout_s=5.0, step_timeout_s=600.0)
@@ -14,7 +14,7 @@ class Core:
 
     def __init__(self, *, has_begun: bool = True) -> None:
         self.letter, self.cpu_ticks = "S", 0
-        self.heartbeat = Heartbeat(
+        self.heartbeat = CoreWatch(
             ProcessWatch(1, read=lambda pid: ProcessState(self.letter, self.cpu_ticks)), CONFIG
         )
         if has_begun:

@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from pdserve.config.schema import EngineConfig
-    from pdserve.parallel.seat import Seat
+    from pdserve.parallel.place import RankPlace
     from pdserve.wire.ids import EngineId, Incarnation
     from pdserve.wire.step import SchedulerOutput
     from pdserve.wire.transfer import ConnectorMetadata
@@ -70,15 +70,15 @@ class ScriptedWorker:
         self,
         config: EngineConfig,
         *,
-        seat: Seat,
+        place: RankPlace,
         engine_id: EngineId,
         incarnation: Incarnation,
         wake: Callable[[], None],
         progress: Callable[[str], None],
     ) -> None:
         self._start = config.model.model
-        self._rank = seat.engine_rank
-        self._seat = seat
+        self._rank = place.engine_rank
+        self._place = place
         self._wake, self._progress = wake, progress
         self._digest = hashlib.sha256()
         self._last_step: int | None = None
@@ -185,9 +185,9 @@ class ScriptedWorker:
                 self._at_close.add(line)
 
     def _check_rendezvous(self) -> None:
-        rendezvous = self._seat.rendezvous
+        rendezvous = self._place.rendezvous
         assert rendezvous is not None
-        if self._seat.mesh.rank:
+        if self._place.mesh.rank:
             assert rendezvous.listen_fd is None
         else:
             assert rendezvous.listen_fd is not None

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pdserve.executor.channel import Bell, RingReader, RingWriter, Waiter
+from pdserve.executor.channel import RingReader, RingWriter, Waiter, WakeEvent
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -25,13 +25,13 @@ CAPACITY = 64
 ECHO = """
 import sys
 from pdserve.executor.channel import RingReader, RingWriter, Waiter
-memory, doorbell, back_memory, back_doorbell, reader, num_readers = map(int, sys.argv[1:])
+memory, eventfd, back_memory, back_eventfd, reader, num_readers = map(int, sys.argv[1:])
 inbox = RingReader(memory, reader=reader, num_readers=num_readers)
-outbox = RingWriter(back_memory, back_doorbell)
+back_writer = RingWriter(back_memory, back_eventfd)
 waiter = Waiter(spin_s=0.0)
-waiter.hear(doorbell)
+waiter.hear(eventfd)
 while (frame := waiter.wait(inbox.take)) != b"end":
-    outbox.send(frame)
+    back_writer.send(frame)
 """
 
 
@@ -41,9 +41,9 @@ def reader_of(ring: RingWriter, reader: int = 0, num_readers: int = 1) -> RingRe
 
 
 def waiter_for(ring: RingWriter, *, spin_s: float = 0.0) -> Waiter:
-    """What hears the ring's doorbell."""
+    """What hears the ring's eventfd."""
     waiter = Waiter(spin_s=spin_s)
-    waiter.hear(ring.doorbell_fd)
+    waiter.hear(ring.event_fd)
     return waiter
 
 
@@ -105,7 +105,7 @@ def test_a_writer_can_give_up_on_a_reader_that_never_reads() -> None:
     writer.close()
 
 
-def test_one_ring_of_the_doorbell_wakes_every_reader() -> None:
+def test_one_write_to_the_eventfd_wakes_every_reader() -> None:
     writer = RingWriter.create(capacity_bytes=CAPACITY, num_readers=3)
     readers = [reader_of(writer, index, 3) for index in range(3)]
     got: list[bytes | None] = []
@@ -139,16 +139,16 @@ def test_waiting_ends_after_the_timeout(spin_s: float) -> None:
 def test_a_watched_descriptor_ends_the_wait_but_a_frame_comes_first() -> None:
     writer = RingWriter.create(capacity_bytes=CAPACITY)
     reader, waiter = reader_of(writer), waiter_for(writer)
-    bell = Bell()
-    waiter.watch(bell.fd)
-    bell.ring()
+    event = WakeEvent()
+    waiter.watch(event.fd)
+    event.set()
     writer.send(b"x")
     assert waiter.wait(reader.take, 5) == b"x"
     assert waiter.wait(reader.take, 5) is None
     assert waiter.poll()
-    assert bell.silence()
+    assert event.clear()
     assert not waiter.poll()
-    for side in (writer, reader, waiter, bell):
+    for side in (writer, reader, waiter, event):
         side.close()
 
 
@@ -162,14 +162,14 @@ def test_a_frame_written_before_anybody_listens_is_found() -> None:
 
 
 def test_a_bell_may_be_rung_after_it_was_closed() -> None:
-    bell = Bell()
-    bell.close()
-    bell.ring()
+    event = WakeEvent()
+    event.close()
+    event.set()
 
 
 def test_a_frame_that_comes_within_the_spin_is_taken_without_a_sleep() -> None:
     writer = RingWriter.create(capacity_bytes=CAPACITY)
-    reader, waiter = reader_of(writer), Waiter(spin_s=10.0)  # which hears no doorbell
+    reader, waiter = reader_of(writer), Waiter(spin_s=10.0)  # which hears no eventfd
     thread = threading.Timer(0.01, writer.send, [b"x"])
     thread.start()
     assert waiter.wait(reader.take, 20) == b"x"
@@ -225,7 +225,7 @@ def echoing(there: RingWriter, backs: list[RingWriter]) -> Iterator[list[subproc
     """A process per ring back, each a reader of `there`; killed if still there at the end."""
     processes = []
     for index, back in enumerate(backs):
-        fds = [there.memory_fd, there.doorbell_fd, back.memory_fd, back.doorbell_fd]
+        fds = [there.memory_fd, there.event_fd, back.memory_fd, back.event_fd]
         numbers = map(str, [*fds, index, len(backs)])
         processes.append(subprocess.Popen([sys.executable, "-c", ECHO, *numbers], pass_fds=fds))
     try:

@@ -13,8 +13,8 @@ from pdserve.config.schema import EngineConfig, ModelConfig
 from pdserve.errors import ConfigError, InternalError
 from pdserve.executor import inline
 from pdserve.executor.base import RankDiedError
+from pdserve.parallel.place import CorePlace
 from pdserve.parallel.rendezvous import Rendezvous
-from pdserve.parallel.seat import CoreSeat
 from pdserve.wire.ids import EngineId, Incarnation, RequestId
 from pdserve.wire.step import KnownRequests, SchedulerOutput
 from pdserve.wire.transfer import ConnectorMetadata
@@ -33,10 +33,10 @@ def make(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., InlineExecut
     monkeypatch.setattr(inline, "Worker", ScriptedWorker)
     made: list[InlineExecutor] = []
 
-    def make(core: CoreSeat | None = None, script: str = "nothing") -> InlineExecutor:
+    def make(core: CorePlace | None = None, script: str = "nothing") -> InlineExecutor:
         executor = inline.InlineExecutor(
             EngineConfig(model=ModelConfig(model=script)),
-            core=core or CoreSeat(),
+            core=core or CorePlace(),
             engine_id=EngineId("e"),
             incarnation=Incarnation("i"),
             progress=lambda line: None,
@@ -223,15 +223,15 @@ def test_a_core_of_a_shared_world_has_its_rank_there(
     make: Callable[..., InlineExecutor],
 ) -> None:
     meets = Rendezvous(host="127.0.0.1", port=1)
-    executor = make(CoreSeat(index=1, num_cores=2, rendezvous=meets))
-    seat = executor._worker._seat
-    assert (seat.mesh.rank, seat.mesh.shape.world_size, seat.engine_rank) == (1, 2, 0)
-    assert seat.is_output
-    assert seat.rendezvous == meets
+    executor = make(CorePlace(index=1, num_cores=2, rendezvous=meets))
+    place = executor._worker._place
+    assert (place.mesh.rank, place.mesh.shape.world_size, place.engine_rank) == (1, 2, 0)
+    assert place.is_output
+    assert place.rendezvous == meets
 
 
 def test_a_core_of_a_shared_world_must_be_told_where_it_meets(
     make: Callable[..., InlineExecutor],
 ) -> None:
     with pytest.raises(InternalError, match="core 1 of 2 has no rendezvous"):
-        make(CoreSeat(index=1, num_cores=2))
+        make(CorePlace(index=1, num_cores=2))

@@ -24,8 +24,8 @@ from pdserve.executor.multiprocess import MultiprocessExecutor, RankProcesses
 from pdserve.executor.ranked import RankedExecutor
 from pdserve.executor.zmq_links import ZmqHub
 from pdserve.observe.liveness import NUM_LOOKS
+from pdserve.parallel.place import CorePlace, rank_places
 from pdserve.parallel.rendezvous import listen
-from pdserve.parallel.seat import CoreSeat, seats
 from pdserve.wire.ids import EngineId, Incarnation, RequestId
 from pdserve.wire.step import KnownRequests, SchedulerOutput
 from pdserve.wire.transfer import ConnectorMetadata
@@ -71,7 +71,7 @@ def config(script: str = "nothing", *, tp: int = 1, pp: int = 1) -> EngineConfig
 def over_rings(config: EngineConfig, lines: list[str]) -> RankedExecutor:
     return MultiprocessExecutor(
         config,
-        core=CoreSeat(),
+        core=CorePlace(),
         engine_id=EngineId("e"),
         incarnation=Incarnation("i"),
         progress=lines.append,
@@ -83,26 +83,25 @@ def over_zmq(config: EngineConfig, lines: list[str]) -> RankedExecutor:
     """Ranks of this machine that are reached as if they were elsewhere."""
     num_ranks = config.parallel.num_ranks
     hub, posts = (ZmqHub(num_ranks, host="127.0.0.1") for _ in range(2))
-    places = seats(config.parallel, CoreSeat(), None)
+    places = rank_places(config.parallel, CorePlace(), None)
     launches = [
         Launch(
             log_level=30,
             config=config,
-            seat=seat,
+            place=place,
             engine_id=EngineId("e"),
             incarnation=Incarnation("i"),
-            ends=hub.ends(seat.engine_rank),
-            post_ends=posts.ends(seat.engine_rank),
+            ends=hub.ends(place.engine_rank),
+            post_ends=posts.ends(place.engine_rank),
             worker=scripted_worker.PATH,
         )
-        for seat in places
+        for place in places
     ]
     return RankedExecutor(
         hub,
         posts,
         RankProcesses(launches),
-        num_ranks=num_ranks,
-        output_rank=next(seat.engine_rank for seat in places if seat.is_output),
+        places=places,
         max_in_flight=2,
         look_s=config.liveness.heartbeat_timeout_s / NUM_LOOKS,
         progress=lines.append,
@@ -488,7 +487,7 @@ def test_closing_before_the_start_leaves_nothing() -> None:
 @pytest.mark.parametrize("index", [0, 1])
 def test_rank_0_of_the_world_alone_inherits_the_socket_where_it_meets(index: int) -> None:
     listener, rendezvous = listen("127.0.0.1")
-    core = CoreSeat(index=index, num_cores=2, rendezvous=rendezvous)
+    core = CorePlace(index=index, num_cores=2, rendezvous=rendezvous)
     executor = MultiprocessExecutor(
         config("meet", tp=2),
         core=core,
@@ -508,7 +507,7 @@ def test_a_core_that_shares_a_world_must_be_told_where_it_meets() -> None:
     with pytest.raises(InternalError, match="core 1 of 2 has no rendezvous"):
         MultiprocessExecutor(
             config(),
-            core=CoreSeat(index=1, num_cores=2),
+            core=CorePlace(index=1, num_cores=2),
             engine_id=EngineId("e"),
             incarnation=Incarnation("i"),
             progress=lambda line: None,

@@ -16,7 +16,7 @@ from pdserve.config.schema import EngineConfig, ModelConfig, ParallelConfig
 from pdserve.errors import ConfigError
 from pdserve.executor.base import RankDiedError
 from pdserve.executor.ray import RayExecutor
-from pdserve.parallel.seat import CoreSeat
+from pdserve.parallel.place import CorePlace
 from pdserve.wire.ids import EngineId, Incarnation
 from pdserve.wire.step import KnownRequests, SchedulerOutput
 from tests.executor.driving import collect
@@ -44,7 +44,7 @@ def executor(tensor_parallel_size: int = 2) -> RayExecutor:
                 tensor_parallel_size=tensor_parallel_size, distributed_executor_backend="ray"
             ),
         ),
-        core=CoreSeat(),
+        core=CorePlace(),
         engine_id=EngineId("e"),
         incarnation=Incarnation("i"),
         progress=lambda text: None,

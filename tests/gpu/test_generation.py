@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from pdserve.config.schema import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
-from pdserve.parallel.seat import Seat
+from pdserve.parallel.place import RankPlace
 from pdserve.wire.ids import EngineId, Incarnation
 from pdserve.worker.worker import Worker
 from tests.tiny_models import greedy_by_transformers, write_tiny_model
@@ -37,7 +37,7 @@ def start() -> Iterator[Callable[..., Driver]]:
                 cache=CacheConfig(num_gpu_blocks_override=64),
                 scheduler=SchedulerConfig(max_num_seqs=8, max_num_batched_tokens=512),
             ),
-            seat=Seat(),
+            place=RankPlace(),
             incarnation=Incarnation("life"),
             engine_id=EngineId("engine"),
             wake=lambda: None,

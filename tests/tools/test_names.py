@@ -5,15 +5,9 @@ from tools.goals import class_names_of_several_modules
 # Only ever made shorter.
 STILL_SHARED = {
     "Abort",
-    "Admission",
     "Connection",
-    "Counts",
-    "End",
-    "Heartbeat",
     "Job",
     "Listener",
-    "Load",
-    "Prepared",
     "Process",
     "Progress",
     "Ready",

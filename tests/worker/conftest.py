@@ -14,7 +14,7 @@ from pdserve.config.schema import (
     ParallelConfig,
     SchedulerConfig,
 )
-from pdserve.parallel.seat import Seat
+from pdserve.parallel.place import RankPlace
 from pdserve.wire.ids import EngineId, Incarnation
 from pdserve.worker.worker import Worker
 from tests.worker.driver import TINY, Driver
@@ -46,7 +46,7 @@ def make_driver(tmp_path: Path) -> Iterator[Callable[..., Driver]]:
                 scheduler=scheduler or SchedulerConfig(max_num_seqs=8, max_num_batched_tokens=512),
                 parallel=ParallelConfig(num_threads=num_threads),
             ),
-            seat=Seat(),
+            place=RankPlace(),
             incarnation=Incarnation("life"),
             engine_id=EngineId("engine"),
             wake=lambda: None,

@@ -24,8 +24,8 @@ from pdserve.connectors.null import NullScheduler
 from pdserve.engine.core import EngineCore
 from pdserve.observe.clock import ManualClock
 from pdserve.parallel.mesh import MeshShape
+from pdserve.parallel.place import RankPlace
 from pdserve.parallel.rendezvous import Rendezvous, listen
-from pdserve.parallel.seat import Seat
 from pdserve.wire.ids import EngineId, Incarnation, RequestId
 from pdserve.wire.request import GenerateRequest
 from pdserve.worker.worker import Worker
@@ -89,11 +89,11 @@ def config_of(
     )
 
 
-def start_rank(world: World, config: EngineConfig) -> tuple[Worker, WorkerInfo, Seat]:
+def start_rank(world: World, config: EngineConfig) -> tuple[Worker, WorkerInfo, RankPlace]:
     """A started worker in a world of its own, whose ranks are those of `world`."""
-    seat = Seat()
+    place = RankPlace()
     if world.all.size > 1:
-        seat = Seat(
+        place = RankPlace(
             mesh=world.mesh,
             rendezvous=_meet_again(world),
             local_index=world.mesh.rank,
@@ -102,13 +102,13 @@ def start_rank(world: World, config: EngineConfig) -> tuple[Worker, WorkerInfo, 
         world.close()
     worker = Worker(
         config,
-        seat=seat,
+        place=place,
         incarnation=Incarnation("life"),
         engine_id=EngineId("engine"),
         wake=lambda: None,
         progress=lambda _: None,
     )
-    return worker, worker.start(), seat
+    return worker, worker.start(), place
 
 
 def _meet_again(world: World) -> Rendezvous:
@@ -124,9 +124,9 @@ def _meet_again(world: World) -> Rendezvous:
 def serve(world: World, config: EngineConfig, requests: Requests) -> Outcome:
     """Run `requests` to their end, on every rank of the engine."""
     store = _store(world)
-    worker, info, seat = start_rank(world, config)
+    worker, info, place = start_rank(world, config)
     try:
-        if not seat.is_output:
+        if not place.is_output:
             return _follow(worker, store)
         return _lead(worker, info, store, requests)
     finally:

@@ -13,7 +13,7 @@ from pdserve.config.schema import CacheConfig, EngineConfig
 from pdserve.errors import ConfigError, InternalError
 from pdserve.parallel.group import World
 from pdserve.parallel.mesh import Axis, Mesh, MeshShape
-from pdserve.parallel.seat import Seat
+from pdserve.parallel.place import RankPlace
 from pdserve.wire.step import ExpertBalance, KnownRequests, SchedulerOutput, WaveStep
 from pdserve.worker import kv_memory, worker
 from tests.ranks import run_ranks
@@ -141,8 +141,8 @@ def test_ranks_of_one_machine_share_what_is_free(monkeypatch: pytest.MonkeyPatch
 # ---- devices and threads -------------------------------------------------------------
 
 
-def seat_of(local_index: int, num_local: int) -> Seat:
-    return Seat(
+def place_of(local_index: int, num_local: int) -> RankPlace:
+    return RankPlace(
         mesh=Mesh(MeshShape(tp=num_local), local_index),
         local_index=local_index,
         num_local=num_local,
@@ -161,7 +161,7 @@ class Cuda:
 
 def test_each_rank_of_a_machine_takes_a_device_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     cuda = Cuda(monkeypatch, 4)
-    devices = [worker._device("auto", seat_of(index, 4)) for index in range(4)]
+    devices = [worker._device("auto", place_of(index, 4)) for index in range(4)]
     assert [str(device) for device in devices] == ["cuda:0", "cuda:1", "cuda:2", "cuda:3"]
     assert cuda.chosen == devices
 
@@ -169,7 +169,7 @@ def test_each_rank_of_a_machine_takes_a_device_of_its_own(monkeypatch: pytest.Mo
 def test_fewer_devices_than_ranks_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     Cuda(monkeypatch, 2)
     with pytest.raises(ConfigError, match=r"4 ranks of this machine need .* and 2 are visible"):
-        worker._device("cuda", seat_of(0, 4))
+        worker._device("cuda", place_of(0, 4))
 
 
 def test_ranks_without_a_device_share_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -179,8 +179,8 @@ def test_ranks_without_a_device_share_the_cores(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(torch, "set_num_threads", set_to.append)
     monkeypatch.setattr("os.sched_getaffinity", lambda _pid: set(range(6)))
     for num_local in (1, 2, 4, 12):
-        worker._set_threads(ParallelConfig(), seat_of(0, num_local))
-    worker._set_threads(ParallelConfig(num_threads=5), seat_of(0, 2))
+        worker._set_threads(ParallelConfig(), place_of(0, num_local))
+    worker._set_threads(ParallelConfig(num_threads=5), place_of(0, 2))
     assert set_to == [6, 3, 1, 1, 5]
 
 

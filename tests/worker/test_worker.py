@@ -15,7 +15,7 @@ from pdserve.config.schema import CacheConfig, EngineConfig, ModelConfig, Schedu
 from pdserve.connectors import registry
 from pdserve.connectors.base import Capabilities, KVConnectorWorker
 from pdserve.errors import ConfigError, InternalError
-from pdserve.parallel.seat import Seat
+from pdserve.parallel.place import RankPlace
 from pdserve.wire.ids import EngineId, Incarnation, RequestId
 from pdserve.wire.step import KnownRequests, ModelRunnerOutput, SchedulerOutput
 from pdserve.wire.transfer import (
@@ -224,7 +224,7 @@ def test_doctor_tells_checkpoints_apart_that_differ_in_a_middle_tensor(tmp_path:
                 device="cpu",
                 cache=CacheConfig(num_gpu_blocks_override=128),
             ),
-            seat=Seat(),
+            place=RankPlace(),
             incarnation=Incarnation("life"),
             engine_id=EngineId("engine"),
             wake=lambda: None,
@@ -250,7 +250,7 @@ def test_cuda_that_is_not_there_is_a_configuration_error(tmp_path: Path) -> None
         pytest.skip("there is a CUDA device")
     worker = Worker(
         EngineConfig(model=ModelConfig(model=str(tmp_path)), device="cuda"),
-        seat=Seat(),
+        place=RankPlace(),
         incarnation=Incarnation("life"),
         engine_id=EngineId("engine"),
         wake=lambda: None,

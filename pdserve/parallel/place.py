@@ -1,4 +1,4 @@
-"""Where an engine core and each of its ranks sit in the world. No torch."""
+"""The place of an engine core, and of each of its ranks, in the world. No torch."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from pdserve.config.schema import ParallelConfig
 
 
-class CoreSeat(msgspec.Struct, frozen=True, kw_only=True):
+class CorePlace(msgspec.Struct, frozen=True, kw_only=True):
     """An engine core among those whose ranks share one world.
 
     Data-parallel cores share a world only where their ranks share experts; else each core is
@@ -34,7 +34,7 @@ class CoreSeat(msgspec.Struct, frozen=True, kw_only=True):
     num_local: int | None = None
 
 
-class Seat(msgspec.Struct, frozen=True, kw_only=True):
+class RankPlace(msgspec.Struct, frozen=True, kw_only=True):
     """One rank's place.
 
     Attributes:
@@ -60,7 +60,7 @@ class Seat(msgspec.Struct, frozen=True, kw_only=True):
         return self.mesh.index(Axis.TP) == 0 and self.mesh.index(Axis.PP) == last_stage
 
 
-def mesh_shape(parallel: ParallelConfig, core: CoreSeat) -> MeshShape:
+def mesh_shape(parallel: ParallelConfig, core: CorePlace) -> MeshShape:
     """The world's grid."""
     return MeshShape(
         dp=core.num_cores,
@@ -69,8 +69,10 @@ def mesh_shape(parallel: ParallelConfig, core: CoreSeat) -> MeshShape:
     )
 
 
-def seats(parallel: ParallelConfig, core: CoreSeat, rendezvous: Rendezvous | None) -> list[Seat]:
-    """The seats of one engine core's ranks, in rank order, all on one machine.
+def rank_places(
+    parallel: ParallelConfig, core: CorePlace, rendezvous: Rendezvous | None
+) -> list[RankPlace]:
+    """The places of one engine core's ranks, in rank order, all on one machine.
 
     Args:
         rendezvous: Where the world meets; its listening socket goes to the world's rank 0.
@@ -79,13 +81,13 @@ def seats(parallel: ParallelConfig, core: CoreSeat, rendezvous: Rendezvous | Non
     num_ranks = parallel.num_ranks
     local_core = core.index if core.local_index is None else core.local_index
     num_local_cores = core.num_cores if core.num_local is None else core.num_local
-    found: list[Seat] = []
+    found: list[RankPlace] = []
     for rank in range(core.index * num_ranks, (core.index + 1) * num_ranks):
         place = rendezvous
         if place is not None and rank:
             place = msgspec.structs.replace(place, listen_fd=None)
         found.append(
-            Seat(
+            RankPlace(
                 mesh=Mesh(shape, rank),
                 rendezvous=place,
                 local_index=local_core * num_ranks + rank % num_ranks,
