@@ -16,7 +16,7 @@ import sys
 import time
 import uuid
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from typing import Final
+from typing import Final, NamedTuple
 
 import aiohttp
 import msgspec
@@ -109,7 +109,16 @@ class RunProgress(msgspec.Struct, frozen=True, kw_only=True):
     itl_p99_s: float | None
 
 
+class PlanOrigin(NamedTuple):
+    """Where a plan comes from, in words, with parameters; see `Run`."""
+
+    dataset: str = ""
+    arrivals: str = ""
+    seed: int = 0
+
+
 _AS_USUAL: Final = Options()
+_BY_HAND: Final = PlanOrigin()
 
 
 async def run_plan(
@@ -117,9 +126,7 @@ async def run_plan(
     target: Target,
     options: Options = _AS_USUAL,
     *,
-    dataset: str = "",
-    arrivals: str = "",
-    seed: int = 0,
+    origin: PlanOrigin = _BY_HAND,
     on_progress: Callable[[RunProgress], None] | None = None,
     environ: Mapping[str, str] | None = None,
 ) -> Run:
@@ -129,7 +136,7 @@ async def run_plan(
         plan: Every request has `at_s` or `after` (`arrivals.schedule` sees to it).
         target: Whom to ask.
         options: How.
-        dataset, arrivals, seed: Written into the run as they are.
+        origin: Written into the run as it is.
         on_progress: Called about five times a second, in the caller's loop.
         environ: Of the client processes; None gives them this process's.
 
@@ -170,9 +177,9 @@ async def run_plan(
         label=target.label or target.base_url,
         base_url=target.base_url,
         model=target.model,
-        dataset=dataset,
-        arrivals=arrivals,
-        seed=seed,
+        dataset=origin.dataset,
+        arrivals=origin.arrivals,
+        seed=origin.seed,
         started_wall_s=course.started_wall_s,
         duration_s=max((each.end_s for each in outcomes), default=0.0),
         outcomes=outcomes,

@@ -35,7 +35,7 @@ from pdserve.bench.preparing import (
 )
 from pdserve.bench.progress import ProgressLine
 from pdserve.bench.records import Planned, Run
-from pdserve.bench.runner import run_plan
+from pdserve.bench.runner import PlanOrigin, run_plan
 from pdserve.bench.target import Target
 from pdserve.commands.announce import given_lines, title
 from pdserve.commands.exit_codes import EXIT_DONE, EXIT_FAILED
@@ -85,9 +85,7 @@ def run_serve(table: Table, resolved: Mapping[str, Resolved]) -> int:
             requests,
             msgspec.structs.replace(target, model=served.model),
             options_of(traffic, keep_text=result.save_detailed),
-            dataset=plan.description,
-            arrivals=words,
-            seed=dataset.seed,
+            origin=PlanOrigin(plan.description, words, dataset.seed),
             on_progress=line if result.progress else None,
         )
         return run, requests, [*measured, *plan.notes]

@@ -15,7 +15,7 @@ from pdserve.bench.caches import reset_prefix_caches
 from pdserve.bench.compare.topology import Kind, Topology
 from pdserve.bench.progress import ProgressLine
 from pdserve.bench.records import Planned, Run
-from pdserve.bench.runner import Options, run_plan
+from pdserve.bench.runner import Options, PlanOrigin, run_plan
 from pdserve.bench.target import ApiEndpoint, Target
 from pdserve.commands.bench_deployments import Running
 from pdserve.config.compare import CompareConfig
@@ -82,9 +82,7 @@ class Player:
                     requests,
                     target,
                     options,
-                    dataset=dataset,
-                    arrivals=arrivals,
-                    seed=self._seed,
+                    origin=PlanOrigin(dataset, arrivals, self._seed),
                     on_progress=line if self._shows_progress else None,
                 )
             )

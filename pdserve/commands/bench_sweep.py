@@ -26,12 +26,12 @@ from pdserve.bench.caches import reset_prefix_caches
 from pdserve.bench.datasets.plan import RequestPlan
 from pdserve.bench.datasets.prompts import PromptMaker
 from pdserve.bench.datasets.registry import make_plan
-from pdserve.bench.endpoint import ServedModel, ask_served
+from pdserve.bench.endpoint import ask_served
 from pdserve.bench.figures import figures
 from pdserve.bench.goodput import Slo, parse_goodput
 from pdserve.bench.preparing import options_of, sampling_in_words, target_of, tokenizer_of
 from pdserve.bench.progress import ProgressLine
-from pdserve.bench.runner import run_plan
+from pdserve.bench.runner import PlanOrigin, run_plan
 from pdserve.bench.search import LoadAxis, Search
 from pdserve.bench.sweep import Point, Sweep, carry_out, heading, run_line, save, summary
 from pdserve.bench.target import Target
@@ -85,7 +85,14 @@ async def _run(
 ) -> int:
     served = await ask_served(target, traffic.ready_check_timeout_s)
     target = msgspec.structs.replace(target, model=served.model)
-    runs = _Runs(target, served, config, dataset, traffic, slos, tokenizer, result.progress)
+    prompts = PromptMaker(
+        tokenizer_of(tokenizer, served),
+        endpoint=target.endpoint,
+        max_model_len=served.max_model_len,
+    )
+    runs = _Runs(
+        target, prompts, config, dataset, traffic, slos=slos, shows_progress=result.progress
+    )
     sweep = Sweep(
         label=target.label or target.base_url,
         base_url=target.base_url,
@@ -155,12 +162,12 @@ class _Runs:
     def __init__(
         self,
         target: Target,
-        served: ServedModel,
+        prompts: PromptMaker,
         config: SweepConfig,
         dataset: DatasetConfig,
         traffic: TrafficConfig,
+        *,
         slos: tuple[Slo, ...],
-        tokenizer: str,
         shows_progress: bool,
     ) -> None:
         self._target = target
@@ -169,11 +176,7 @@ class _Runs:
         self._traffic = traffic
         self._slos = slos
         self._shows_progress = shows_progress
-        self._prompts = PromptMaker(
-            tokenizer_of(tokenizer, served),
-            endpoint=target.endpoint,
-            max_model_len=served.max_model_len,
-        )
+        self._prompts = prompts
         self._plans: dict[tuple[int, int], RequestPlan] = {}
         self._num_done = 0
         self._can_reset = config.reset_caches
@@ -213,9 +216,7 @@ class _Runs:
                 requests,
                 self._target,
                 options,
-                dataset=plan.description,
-                arrivals=words,
-                seed=seed,
+                origin=PlanOrigin(plan.description, words, seed),
                 on_progress=line if self._shows_progress else None,
             )
         finally:

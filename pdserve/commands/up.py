@@ -11,7 +11,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
-import enum
 import functools
 import itertools
 import json
@@ -22,55 +21,32 @@ import shlex
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Coroutine, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Coroutine, Mapping
 from typing import Any, Final, TypeVar
 
 import aiohttp
 
 from pdserve.commands.announce import given_lines, program, title
-from pdserve.commands.children import Child, ChildFailedError, ChildSpec
+from pdserve.commands.children import Child, ChildFailedError
 from pdserve.commands.demo import DemoFailedError, Question, ask, wait_ready
 from pdserve.commands.findings import Grade, RunningEngine, compatible
-from pdserve.commands.model_directory import model_directory
-from pdserve.commands.running import require_free, run_until_signalled
-from pdserve.config.boxed import BOXED
-from pdserve.config.connectors import read_settings
-from pdserve.config.http import ProxyConfig, ServerConfig
+from pdserve.commands.running import run_until_signalled
+from pdserve.commands.up_plan import DeploymentPlan, Member, plan
 from pdserve.config.load import (
-    ENVIRONMENT_PREFIX,
     Resolved,
-    Source,
     Table,
     build,
-    resolve,
-    variable,
 )
-from pdserve.config.schema import EngineConfig, Role
-from pdserve.config.settings import LogConfig, engine_table, proxy_table
 from pdserve.config.up import UpConfig
 from pdserve.errors import ConfigError
 from pdserve.wire.hop import INFO_PATH
 
 T = TypeVar("T")
 
-_BY_ENVIRONMENT: Final = ("secret", "api-key", "operator-key")
-"""Never on a command line, where every user of the machine can read them."""
-_CHOSEN_HERE: Final = ("host", "port", "model", "prefill", "decode", "proxy")
-"""Settings of the children that have another meaning on our own command line."""
 _LOG_LINE: Final = re.compile(r"[\d:]+ ([DIWEC]) pdserve\.")
 _LEVELS: Final = "DIWEC"
 _KILL_AFTER_S: Final = 10.0
 _DEMO_LINE_TIMEOUT_S: Final = 2.0
-
-
-@dataclass(frozen=True, slots=True)
-class Member:
-    """One process of the deployment."""
-
-    spec: ChildSpec
-    role: str
-    url: str
 
 
 def run(table: Table, resolved: Mapping[str, Resolved]) -> int:
@@ -80,215 +56,24 @@ def run(table: Table, resolved: Mapping[str, Resolved]) -> int:
         ConfigError: A setting or the model cannot be used, or a port is taken.
     """
     config = build("up", UpConfig, table, resolved)
-    members = plan(config, table, resolved, environ=os.environ)
-    supervisor = Supervisor(
-        config,
-        members,
-        model=str(resolved["model"].value),
-        api_keys=_texts(resolved["proxy.api-key"].value or resolved["api-key"].value),
-        shows_all=resolved["log-level"].value == "debug",
-        proxy_log_level=_proxy_log_level(resolved),
-        shutdown_timeout_s=float(str(resolved["shutdown-timeout"].value)),
-        heartbeat_timeout_s=float(str(resolved["heartbeat-timeout"].value)),
-    )
+    supervisor = Supervisor(config, plan(config, resolved, environ=os.environ))
     say("\n".join([title("up"), *given_lines(resolved)]))
     say(f"  (all else at its default: {program()} up --help)")
     return run_until_signalled(supervisor.run(), on_second_signal=supervisor.kill)
 
 
-def plan(
-    config: UpConfig, table: Table, resolved: Mapping[str, Resolved], *, environ: Mapping[str, str]
-) -> list[Member]:
-    """Decide which processes make up the deployment; engines first, the proxy last.
-
-    Raises:
-        ConfigError: The model cannot be used, two processes want one port, or a port is taken.
-    """
-    written = str(resolved["model"].value)
-    model = str(model_directory(written))
-    num_ranks = sum(
-        replicas * _num_ranks(role, resolved)
-        for role, replicas in (
-            ("prefill", config.prefill_replicas),
-            ("decode", config.decode_replicas),
-        )
-    )
-    threads = max(1, len(os.sched_getaffinity(0)) // num_ranks)
-    inherited = {k: v for k, v in environ.items() if not k.startswith(ENVIRONMENT_PREFIX)}
-    secret = str(resolved["secret"].value or secrets.token_hex(32))
-
-    ports: dict[int, str] = {}
-    members: list[Member] = []
-
-    def add(role: str, name: str, port: int, flag: str, arguments: list[str]) -> None:
-        if port in ports:
-            raise ConfigError(f"--{flag} {port} is already the port of {ports[port]}", param=flag)
-        ports[port] = name
-        require_free(config.host, port, flag=flag)
-        given = _given(role, resolved)
-        _check(role, given)
-        hidden = {flag: given[flag].value for flag in _BY_ENVIRONMENT if flag in given}
-        hidden["secret"] = secret
-        spec = ChildSpec(
-            name=name,
-            arguments=[
-                role,
-                *arguments,
-                "--host",
-                config.host,
-                "--port",
-                str(port),
-                *arguments_of(role, resolved),
-            ],
-            environ={**inherited, **{variable(f): _variable_text(v) for f, v in hidden.items()}},
-        )
-        members.append(Member(spec, role, f"http://{_url_host(config.host)}:{port}"))
-
-    for role, first_port, count in (
-        ("prefill", config.prefill_port, config.prefill_replicas),
-        ("decode", config.decode_port, config.decode_replicas),
-    ):
-        for index in range(count):
-            name = role if count == 1 else f"{role}{index}"
-            arguments = [model, "--engine-id", name]
-            if not resolved["served-model-name"].value:
-                arguments += ["--served-model-name", written]
-            if resolved["num-threads"].value is None:
-                arguments += ["--num-threads", str(threads)]
-            add(role, name, first_port + index, f"{role}-port", arguments)
-    engines = [
-        word
-        for role in ("prefill", "decode")
-        for word in (f"--{role}", *(member.url for member in members if member.role == role))
-    ]
-    add("proxy", "proxy", config.port, "port", engines)
-    return members
-
-
-def arguments_of(role: str, resolved: Mapping[str, Resolved]) -> list[str]:
-    """Return, as words of `role`'s command line, what somebody set for it."""
-    given = _given(role, resolved)
-    if role == "proxy" and _proxy_log_level(resolved) != "debug":
-        # Its line about the demo request is wanted at any level; the rest is left out here.
-        given.pop("log-level", None)
-    return [
-        word
-        for flag, item in given.items()
-        if flag not in _BY_ENVIRONMENT
-        for word in _words(flag, item.value)
-    ]
-
-
-def _proxy_log_level(resolved: Mapping[str, Resolved]) -> str:
-    """From which level up the proxy's log is to be shown."""
-    given = _given("proxy", resolved).get("log-level")
-    return "info" if given is None else str(given.value)
-
-
-def _given(role: str, resolved: Mapping[str, Resolved]) -> dict[str, Resolved]:
-    """What somebody set for `role`: for it alone, or for all that have the setting."""
-    table = proxy_table() if role == "proxy" else engine_table(Role(role))
-    given = {}
-    for setting in table.settings:
-        flag = setting.flag
-        shared = None if flag in _CHOSEN_HERE else resolved.get(flag)
-        for item in (resolved.get(f"{role}.{flag}"), shared):
-            if item is not None and item.source is not Source.DEFAULT:
-                given[flag] = item
-                break
-    return given
-
-
-def _num_ranks(role: str, resolved: Mapping[str, Resolved]) -> int:
-    """Ranks of one engine of `role`, of all its engine cores."""
-    flags = {flag: item.value for flag, item in _given(role, resolved).items()}
-    table = engine_table(Role(role))
-    values = resolve(table, command_line={"model": BOXED, **flags}, environ={})
-    parallel = build("engine", EngineConfig, table, values).parallel
-    return parallel.num_ranks * parallel.data_parallel_size
-
-
-def _check(role: str, given: Mapping[str, Resolved]) -> None:
-    """Refuse here what a child would refuse, before any is started.
-
-    Raises:
-        ConfigError: A setting cannot be used.
-    """
-    flags = {flag: item.value for flag, item in given.items()}
-    if role == "proxy":
-        table = proxy_table()
-        values = resolve(table, command_line=flags, environ={})
-        build("proxy", ProxyConfig, table, values)
-    else:
-        table = engine_table(Role(role))
-        values = resolve(table, command_line={"model": BOXED, **flags}, environ={})
-        transfer = build("engine", EngineConfig, table, values).transfer
-        read_settings(transfer.kv_connector, transfer.settings)
-        build("server", ServerConfig, table, values)
-    build("log", LogConfig, table, values)
-
-
-def _words(flag: str, value: object) -> list[str]:
-    """A setting as words of a command line."""
-    match value:
-        case bool():
-            return [f"--{flag}" if value else f"--no-{flag}"]
-        case None:
-            return [f"--{flag}", "auto"]
-        case tuple():
-            return [f"--{flag}", *map(str, value)]
-        case enum.Enum():
-            return [f"--{flag}={value.value}"]
-        case _:
-            return [f"--{flag}={value}"]
-
-
-def _variable_text(value: object) -> str:
-    return json.dumps(value) if isinstance(value, (list, tuple)) else str(value)
-
-
-def _texts(value: object) -> tuple[str, ...]:
-    return tuple(map(str, value)) if isinstance(value, tuple) else ()
-
-
-def _url_host(host: str) -> str:
-    if host in ("0.0.0.0", "::"):
-        return "127.0.0.1"
-    return f"[{host}]" if ":" in host else host
-
-
 class Supervisor:
-    """The members of a deployment as child processes, from first start to last exit.
+    """The members of a deployment as child processes, from first start to last exit."""
 
-    Args:
-        members: Engines first, the proxy last.
-        model: MODEL as it was written.
-        api_keys: The proxy's; the demo request sends the first.
-        shows_all: Whether all that the children log is shown.
-        proxy_log_level: What the proxy logs below it is not shown.
-        shutdown_timeout_s: How long the children may drain.
-        heartbeat_timeout_s: How long one may be stopped.
-    """
-
-    def __init__(
-        self,
-        config: UpConfig,
-        members: Sequence[Member],
-        *,
-        model: str,
-        api_keys: Sequence[str],
-        shows_all: bool,
-        proxy_log_level: str,
-        shutdown_timeout_s: float,
-        heartbeat_timeout_s: float,
-    ) -> None:
+    def __init__(self, config: UpConfig, deployment: DeploymentPlan) -> None:
         self._config = config
-        self._shows_all = shows_all
-        self._proxy_level = _LEVELS.index(proxy_log_level[0].upper())
-        self._shutdown_timeout_s = shutdown_timeout_s
-        self._model = model
-        self._members = members
+        self._shows_all = deployment.shows_all
+        self._proxy_level = _LEVELS.index(deployment.proxy_log_level[0].upper())
+        self._shutdown_timeout_s = deployment.shutdown_timeout_s
+        self._model = deployment.model
+        self._members = members = deployment.members
         self._proxy = members[-1]
+        api_keys = deployment.api_keys
         self._headers = {"Authorization": f"Bearer {api_keys[0]}"} if api_keys else {}
         self._demo_id = f"demo-{secrets.token_hex(4)}"
         self._question = Question(config.prompt, config.max_tokens, is_chat=True)
@@ -300,7 +85,7 @@ class Supervisor:
                 member.spec,
                 on_line=functools.partial(self._on_line, member.spec.name),
                 say=functools.partial(self._on_line, "up"),
-                heartbeat_timeout_s=heartbeat_timeout_s,
+                heartbeat_timeout_s=deployment.heartbeat_timeout_s,
             )
             for member in members
         ]

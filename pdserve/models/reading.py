@@ -7,7 +7,7 @@ read it. Knows neither weights nor devices.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 
@@ -59,18 +59,37 @@ def parse_arch(config: dict[str, Any]) -> ModelArch:
     return _FAMILIES[name](Fields(name, config))
 
 
+class _Defaults(NamedTuple):
+    """What a family means by a field that its `config.json` leaves out.
+
+    Attributes:
+        head_dim: None: the hidden size over the heads.
+    """
+
+    num_kv_heads: int
+    head_dim: int | None = None
+    eps: float = 1e-6
+    theta: float = 10_000.0
+
+
+class _Biases(NamedTuple):
+    """Which projections have a bias."""
+
+    qkv: bool = False
+    o: bool = False
+    mlp: bool = False
+
+
+_NO_BIAS = _Biases()
+
+
 def _decoder(
     fields: Fields,
     *,
     windows: tuple[int | None, ...],
-    default_kv_heads: int,
-    default_head_dim: int | None = None,
-    default_eps: float = 1e-6,
-    default_theta: float = 10_000.0,
+    defaults: _Defaults,
+    biases: _Biases = _NO_BIAS,
     qk_norm: bool = False,
-    qkv_bias: bool = False,
-    o_bias: bool = False,
-    mlp_bias: bool = False,
     moe: MoeArch | None = None,
 ) -> ModelArch:
     """What all families share."""
@@ -85,14 +104,12 @@ def _decoder(
     fields.only("partial_rotary_factor", 1, 1.0)
     hidden_size = fields.count("hidden_size")
     num_heads = fields.count("num_attention_heads")
-    num_kv_heads = fields.count("num_key_value_heads", default_kv_heads)
+    num_kv_heads = fields.count("num_key_value_heads", defaults.num_kv_heads)
     if num_heads % num_kv_heads:
         raise fields.error(
             "num_key_value_heads", num_kv_heads, f"it must divide num_attention_heads ({num_heads})"
         )
-    if default_head_dim is None:
-        default_head_dim = hidden_size // num_heads
-    head_dim = fields.count("head_dim", default_head_dim)
+    head_dim = fields.count("head_dim", defaults.head_dim or hidden_size // num_heads)
     if head_dim % 2:
         raise fields.error("head_dim", head_dim, "rotary embedding needs an even number")
     max_positions = fields.count("max_position_embeddings")
@@ -106,13 +123,13 @@ def _decoder(
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
-        rms_norm_eps=fields.number("rms_norm_eps", default_eps),
+        rms_norm_eps=fields.number("rms_norm_eps", defaults.eps),
         tie_embeddings=fields.flag("tie_word_embeddings", default=False),
-        rope=read_rope(fields, max_positions, default_theta),
+        rope=read_rope(fields, max_positions, defaults.theta),
         qk_norm=qk_norm,
-        qkv_bias=qkv_bias,
-        o_bias=o_bias,
-        mlp_bias=mlp_bias,
+        qkv_bias=biases.qkv,
+        o_bias=biases.o,
+        mlp_bias=biases.mlp,
         windows=windows,
         max_position_embeddings=max_positions,
         eos_token_ids=_token_ids(fields, "eos_token_id"),
@@ -137,21 +154,21 @@ def _llama(fields: Fields) -> ModelArch:
     return _decoder(
         fields,
         windows=_no_windows(fields),
-        default_kv_heads=fields.count("num_attention_heads"),
-        qkv_bias=bias,
-        o_bias=bias,
-        mlp_bias=fields.flag("mlp_bias", default=False),
+        defaults=_Defaults(fields.count("num_attention_heads")),
+        biases=_Biases(qkv=bias, o=bias, mlp=fields.flag("mlp_bias", default=False)),
     )
 
 
 def _mistral(fields: Fields) -> ModelArch:
     fields.only("layer_types")
     num_layers = fields.count("num_hidden_layers")
-    return _decoder(fields, windows=(_window(fields),) * num_layers, default_kv_heads=8)
+    return _decoder(fields, windows=(_window(fields),) * num_layers, defaults=_Defaults(8))
 
 
 def _qwen2(fields: Fields) -> ModelArch:
-    return _decoder(fields, windows=_qwen_windows(fields), default_kv_heads=32, qkv_bias=True)
+    return _decoder(
+        fields, windows=_qwen_windows(fields), defaults=_Defaults(32), biases=_Biases(qkv=True)
+    )
 
 
 def _qwen3(fields: Fields) -> ModelArch:
@@ -159,11 +176,9 @@ def _qwen3(fields: Fields) -> ModelArch:
     return _decoder(
         fields,
         windows=_qwen_windows(fields),
-        default_kv_heads=32,
-        default_head_dim=128,
+        defaults=_Defaults(32, head_dim=128),
+        biases=_Biases(qkv=bias, o=bias),
         qk_norm=True,
-        qkv_bias=bias,
-        o_bias=bias,
     )
 
 
@@ -173,9 +188,7 @@ def _mixtral(fields: Fields) -> ModelArch:
     return _decoder(
         fields,
         windows=(window,) * num_layers,
-        default_kv_heads=8,
-        default_eps=1e-5,
-        default_theta=1e6,
+        defaults=_Defaults(8, eps=1e-5, theta=1e6),
         moe=_moe(
             fields,
             (True,) * num_layers,
@@ -200,10 +213,9 @@ def _qwen3_moe(fields: Fields) -> ModelArch:
     return _decoder(
         fields,
         windows=(_window(fields) if slides else None,) * num_layers,
-        default_kv_heads=4,
+        defaults=_Defaults(4),
+        biases=_Biases(qkv=bias, o=bias),
         qk_norm=True,
-        qkv_bias=bias,
-        o_bias=bias,
         moe=_moe(
             fields,
             tuple(layer not in dense and (layer + 1) % step == 0 for layer in range(num_layers)),
@@ -322,9 +334,8 @@ def _latent(fields: Fields, moe: MoeArch | None, *, interleaved_rope: bool) -> M
     arch = _decoder(
         fields,
         windows=_no_windows(fields),
-        default_kv_heads=num_heads,
-        qkv_bias=bias,
-        o_bias=bias,
+        defaults=_Defaults(num_heads),
+        biases=_Biases(qkv=bias, o=bias),
         moe=moe,
     )
     section = rope_section(fields)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import logging
 import statistics
-from typing import TYPE_CHECKING, TextIO
+from typing import TYPE_CHECKING, NamedTuple, TextIO
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -51,46 +51,54 @@ def _one_line_for_what_is_no_request(record: logging.LogRecord) -> bool:
     return True
 
 
+class MovedKV(NamedTuple):
+    """KV that a request was given by another engine.
+
+    Attributes:
+        seconds: On the wire.
+        digest_s: Those of them that digests took.
+        mode: How it came: push or pull; empty if it did not.
+    """
+
+    num_bytes: int
+    seconds: float
+    digest_s: float = 0.0
+    mode: str = ""
+
+
 def request_line(
     request_id: str,
     outcome: str,
     *,
-    num_prompt_tokens: int,
-    num_output_tokens: int,
+    num_tokens: tuple[int, int],
     ttft_s: float | None,
     stages: Mapping[str, float],
-    kv_bytes: int = 0,
-    kv_transfer_s: float = 0.0,
-    kv_digest_s: float = 0.0,
-    kv_mode: str = "",
+    kv: MovedKV | None = None,
     gaps_s: Sequence[float] = (),
 ) -> str:
     """Return what happened to one request, in one line.
 
     Args:
+        num_tokens: Of the prompt, of the output.
         stages: Seconds by stage, in order of time; they sum to `ttft_s`. The stage `kv`
             is followed by the bytes moved and their rate.
-        kv_bytes: Bytes of KV received.
-        kv_transfer_s: Seconds they were on the wire.
-        kv_digest_s: Those of them that digests took.
-        kv_mode: How they came: push or pull.
         gaps_s: Seconds between output tokens.
     """
-    line = f"req {request_id} {outcome} in={num_prompt_tokens} out={num_output_tokens}"
+    line = f"req {request_id} {outcome} in={num_tokens[0]} out={num_tokens[1]}"
     if ttft_s is not None:
         line += f" ttft={ttft_s * 1e3:.1f}ms"
         parts = []
         for name, seconds in stages.items():
             part = f"{name.replace('_', ' ')} {seconds * 1e3:.1f}"
-            if name == "kv" and kv_bytes:
-                part += f" ({moved(kv_bytes, kv_transfer_s, digest_s=kv_digest_s)})"
+            if name == "kv" and kv is not None and kv.num_bytes:
+                part += f" ({moved(kv.num_bytes, kv.seconds, digest_s=kv.digest_s)})"
             parts.append(part)
         if parts:
             line += " = " + " + ".join(parts)
     if gaps_s:
         line += f" | itl p50 {statistics.median(gaps_s) * 1e3:.1f} max {max(gaps_s) * 1e3:.1f}"
-    if kv_mode:
-        line += f" | kv by {kv_mode}"
+    if kv is not None and kv.mode:
+        line += f" | kv by {kv.mode}"
     return line
 
 

@@ -4,9 +4,7 @@ Sockets cost a decode step more than its arithmetic, and far more where ranks sh
 a call is some copies and a look at a counter (kernels/cpu/exchange.cpp). `share` finds out
 which groups lie on one host; the others, and hosts without a compiler, stay with gloo.
 
-A segment has no name: one rank makes a memfd and the others open it through /proc, so the
-kernel frees it with its last rank, however that ends. A rank that waits for long sleeps, and
-raises `PeerLostError` when a rank of its group has ended.
+A rank that waits for long sleeps, and raises `PeerLostError` when a rank of its group has ended.
 """
 
 from __future__ import annotations
@@ -15,11 +13,10 @@ import ctypes
 import logging
 import mmap
 import os
-import secrets
 import select
 import struct
 import time
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
 import msgspec
 import torch
@@ -27,6 +24,7 @@ import torch.distributed as dist
 
 from pdserve.errors import InternalError, PeerLostError
 from pdserve.kernels.cpu import build
+from pdserve.parallel import segments
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -34,7 +32,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 _log = logging.getLogger(__name__)
-_T = TypeVar("_T")
 
 SUMMED = {
     torch.bfloat16: 0,
@@ -50,7 +47,6 @@ SUMMED = {
 _SLOT_BYTES = 128 << 10
 # Only touched pages cost memory. A step's activations fit several times.
 _RING_BYTES = 64 << 20
-_TOKEN_BYTES = 16
 _TIMEOUT_S = 600.0
 # How long a waiting rank looks before it sleeps, which costs it some 50 us more. It offers its
 # core meanwhile; where ranks share cores, all but the first look is somebody else's time.
@@ -91,8 +87,8 @@ class SharedExchange:
 
     Args:
         memory: The segment; owned from here on.
-        ranks: World ranks of the group, rising.
-        pids: Their process ids.
+        members: Process ids by world rank, rising.
+        index: This rank's place among them.
         is_crowded: Whether ranks must share cores.
         slot_bytes, ring_bytes: As the segment was made with.
     """
@@ -101,20 +97,19 @@ class SharedExchange:
         self,
         library: ctypes.CDLL,
         memory: mmap.mmap,
+        members: Mapping[int, int],
         index: int,
-        ranks: Sequence[int],
-        pids: Sequence[int],
         *,
         is_crowded: bool,
         slot_bytes: int,
         ring_bytes: int,
     ) -> None:
         self._memory = memory
-        self._ranks, self._pids = tuple(ranks), tuple(pids)
-        self._index, self._size = index, len(ranks)
+        self._ranks, self._pids = tuple(members), tuple(members.values())
+        self._index, self._size = index, len(members)
         self._poller = select.poll()
         self._peer_of: dict[int, int] = {}
-        for peer, pid in enumerate(pids):
+        for peer, pid in enumerate(self._pids):
             if peer != index:
                 fd = os.pidfd_open(pid)
                 self._peer_of[fd] = peer
@@ -344,8 +339,8 @@ def share(
     """
     library = _load()
     cores = frozenset(os.sched_getaffinity(0))
-    host = _Host(_place(), os.getpid(), cores, library is not None)
-    hosts = _gather(host, _Host, world)
+    host = _Host(segments.place(), os.getpid(), cores, library is not None)
+    hosts = segments.gather(host, _Host, world)
     here = [host for host in hosts if host.place == hosts[rank].place]
     is_crowded = len(here) > len(frozenset[int]().union(*(host.cores for host in here)))
     sharing = {
@@ -353,29 +348,28 @@ def share(
         for name, ranks in groups.items()
         if all(hosts[r].can_share and hosts[r].place == hosts[rank].place for r in ranks)
     }
-    made: dict[str, _Segment] = {}
+    made: dict[str, segments.SharedSegment] = {}
     opened: dict[str, SharedExchange] = {}
     try:
         if library is not None:
             for name, ranks in sharing.items():
                 num_bytes = library.pd_segment_bytes(len(ranks), slot_bytes, ring_bytes)
-                if ranks[0] == rank and (segment := _make(num_bytes)) is not None:
+                if ranks[0] == rank and (segment := segments.make(num_bytes)) is not None:
                     made[name] = segment
-        announced = _gather(made, dict[str, _Segment], world)
+        announced = segments.gather(made, dict[str, segments.SharedSegment], world)
         for name, ranks in sharing.items():
-            memory = _map(hosts[ranks[0]].pid, announced[ranks[0]].get(name))
+            memory = segments.open_segment(hosts[ranks[0]].pid, announced[ranks[0]].get(name))
             if library is not None and memory is not None:
                 opened[name] = SharedExchange(
                     library,
                     memory,
+                    {r: hosts[r].pid for r in ranks},
                     ranks.index(rank),
-                    ranks,
-                    [hosts[r].pid for r in ranks],
                     is_crowded=is_crowded,
                     slot_bytes=slot_bytes,
                     ring_bytes=ring_bytes,
                 )
-        for failed in _gather(set(sharing.keys() - opened.keys()), set[str], world):
+        for failed in segments.gather(set(sharing.keys() - opened.keys()), set[str], world):
             for name in failed & opened.keys():
                 opened.pop(name).close()
     finally:
@@ -395,75 +389,3 @@ def _load() -> ctypes.CDLL | None:
     library.pd_segment_bytes.argtypes = (ctypes.c_int32, ctypes.c_int64, ctypes.c_int64)
     library.pd_segment_bytes.restype = ctypes.c_int64
     return library
-
-
-def _place() -> str:
-    try:
-        with open("/proc/sys/kernel/random/boot_id") as file:
-            boot = file.read().strip()
-        return f"{boot}:{os.stat('/proc/self/ns/pid').st_ino}"
-    except OSError:
-        return f"alone:{secrets.token_hex(8)}"
-
-
-class _Segment(msgspec.Struct, frozen=True):
-    """A memfd of zeros, but for a token at its beginning, as its maker has it open."""
-
-    fd: int
-    num_bytes: int
-    token: bytes
-
-
-def _make(num_bytes: int) -> _Segment | None:
-    """None: the group has too many ranks, or there are no descriptors left."""
-    if num_bytes == 0:
-        return None
-    try:
-        fd = os.memfd_create("pdserve-exchange", os.MFD_CLOEXEC)
-    except OSError as error:
-        _log.warning("no memory to share with other ranks: %s", error)
-        return None
-    token = secrets.token_bytes(_TOKEN_BYTES)
-    os.ftruncate(fd, num_bytes)
-    os.pwrite(fd, token, 0)
-    return _Segment(fd, num_bytes, token)
-
-
-def _map(pid: int, segment: _Segment | None) -> mmap.mmap | None:
-    """Map what process `pid` has made; None: it has not, or it cannot be opened from here."""
-    if segment is None:
-        return None
-    try:
-        fd = os.open(f"/proc/{pid}/fd/{segment.fd}", os.O_RDWR | os.O_NONBLOCK)
-        try:
-            memory = mmap.mmap(fd, segment.num_bytes)
-        finally:
-            os.close(fd)
-    except (OSError, ValueError) as error:
-        _log.warning("cannot share memory with process %d: %s", pid, error)
-        return None
-    if memory[:_TOKEN_BYTES] != segment.token:
-        memory.close()
-        return None
-    return memory
-
-
-def _gather(value: _T, kind: type[_T], world: dist.ProcessGroup) -> list[_T]:
-    """Every rank's `value`, in rank order: as msgpack, since whoever unpickles runs what he gets.
-
-    Raises:
-        msgspec.DecodeError: A rank sent something else.
-    """
-    mine = torch.frombuffer(bytearray(msgspec.msgpack.encode(value)), dtype=torch.uint8)
-    num_ranks = dist.get_world_size(world)
-    sizes = torch.empty(num_ranks, dtype=torch.int64)
-    dist.all_gather_single(sizes, torch.tensor([len(mine)]), group=world)
-    num_bytes = int(sizes.max())
-    padded = torch.zeros(num_bytes, dtype=torch.uint8)
-    padded[: len(mine)] = mine
-    found = torch.empty(num_ranks * num_bytes, dtype=torch.uint8)
-    dist.all_gather_single(found, padded, group=world)
-    return [
-        msgspec.msgpack.decode(row[:size].numpy().tobytes(), type=kind)
-        for row, size in zip(found.view(num_ranks, -1), sizes.tolist(), strict=True)
-    ]

@@ -13,7 +13,7 @@ from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING
 
 from pdserve.errors import PdserveError
-from pdserve.observe.log import request_line
+from pdserve.observe.log import MovedKV, request_line
 from pdserve.server.job import PARTS_OF_STAGES
 from pdserve.wire.finished import Finished
 from pdserve.wire.request import FinishReason
@@ -75,14 +75,10 @@ def _account(service: Service, job: Job, error: BaseException | None) -> None:
     line = request_line(
         job.request_id,
         outcome,
-        num_prompt_tokens=job.num_prompt_tokens,
-        num_output_tokens=job.num_output_tokens,
+        num_tokens=(job.num_prompt_tokens, job.num_output_tokens),
         ttft_s=ttft_s if timed else None,
         stages={name: value for name, value in shown.items() if value},
-        kv_bytes=kv_bytes,
-        kv_transfer_s=seconds["kv_transfer"],
-        kv_digest_s=digest_s,
-        kv_mode=job.leader().kv_mode,
+        kv=MovedKV(kv_bytes, seconds["kv_transfer"], digest_s, job.leader().kv_mode),
         gaps_s=job.gaps_s,
     )
     _log.info("%s", line)

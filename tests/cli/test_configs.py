@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from pdserve.cli import COMMANDS, make_parser, settings_of
-from pdserve.commands.up import arguments_of
+from pdserve.commands.up_plan import arguments_of
 from pdserve.config.http import ProxyConfig, ServerConfig
 from pdserve.config.load import Source, build
 from pdserve.config.schema import EngineConfig

@@ -7,7 +7,7 @@ import logging
 import pytest
 from aiohttp import web
 
-from pdserve.observe.log import configure_logging, log_event, request_line
+from pdserve.observe.log import MovedKV, configure_logging, log_event, request_line
 
 
 @pytest.fixture
@@ -61,8 +61,7 @@ def test_a_requests_line_is_its_time_to_first_token_taken_apart():
     line = request_line(
         "3f2a",
         "ok",
-        num_prompt_tokens=512,
-        num_output_tokens=64,
+        num_tokens=(512, 64),
         ttft_s=0.0481,
         stages={
             "queue": 0.0004,
@@ -71,8 +70,7 @@ def test_a_requests_line_is_its_time_to_first_token_taken_apart():
             "handover": 0.0022,
             "first_step": 0.0073,
         },
-        kv_bytes=8_400_000,
-        kv_transfer_s=0.0063,
+        kv=MovedKV(8_400_000, 0.0063),
         gaps_s=[0.006, 0.0061, 0.0098],
     )
     assert line == (
@@ -82,7 +80,5 @@ def test_a_requests_line_is_its_time_to_first_token_taken_apart():
 
 
 def test_a_request_without_a_token_has_no_times():
-    line = request_line(
-        "a", "client_left", num_prompt_tokens=3, num_output_tokens=0, ttft_s=None, stages={}
-    )
+    line = request_line("a", "client_left", num_tokens=(3, 0), ttft_s=None, stages={})
     assert line == "req a client_left in=3 out=0"

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from pdserve.errors import InternalError, PeerLostError
-from pdserve.parallel import shared_memory
+from pdserve.parallel import segments, shared_memory
 from pdserve.parallel.mesh import MeshShape
 from tests.ranks import run_ranks
 
@@ -319,7 +319,7 @@ def test_ranks_of_one_host_share_memory() -> None:
 
 def _pretend_another_host(world: World) -> tuple[list[str], int]:
     """Ranks 0 and 1 on one host, 2 on another; groups of all and of the first two."""
-    shared_memory._place = lambda: "there" if world.mesh.rank == 2 else "here"
+    segments.place = lambda: "there" if world.mesh.rank == 2 else "here"
     groups = {"all": (0, 1, 2)}
     if world.mesh.rank < 2:
         groups["pair"] = (0, 1)
@@ -336,7 +336,7 @@ def test_groups_over_hosts_keep_their_sockets_and_others_do_not() -> None:
 
 def _pretend_closed_door(world: World) -> list[str]:
     if world.mesh.rank == 1:
-        shared_memory._map = lambda pid, segment: None
+        segments.open_segment = lambda pid, segment: None
     assert world.all.host is not None
     return list(shared_memory.share({"all": (0, 1)}, world.mesh.rank, world.all.host))
 

@@ -57,6 +57,27 @@ def drawn_of(sweeps: Sequence[Sweep]) -> list[Drawn]:
     return found
 
 
+@dataclass(frozen=True, kw_only=True)
+class _Figure:
+    """What is drawn over the load.
+
+    Attributes:
+        beside: Series that are drawn as they are, behind the sweeps' own.
+        with_failed: Loads at which nothing was answered have this figure, too.
+    """
+
+    anchor: str
+    title: str
+    unit: str
+    value: Value
+    note: str = ""
+    rules: Sequence[Rule] = ()
+    beside: Sequence[Series] = ()
+    is_log: bool = False
+    ends: tuple[float, float] | None = None
+    with_failed: bool = False
+
+
 def pictures(sweeps: Sequence[Drawn]) -> list[Picture]:
     """All pictures there is data for.
 
@@ -98,8 +119,7 @@ def _latency(sweeps: Sequence[Drawn], metric: str, percent: float) -> Picture | 
         share = percent_words(sweeps[0].sweep)
         note = f" The line across is the objective for {share} of the requests"
         note += ", of each one's own gaps." if metric == "itl" else "."
-    return _over_load(
-        sweeps,
+    figure = _Figure(
         anchor=f"{metric}-{word}".replace(".", "-"),
         title=title,
         unit="ms",
@@ -108,12 +128,12 @@ def _latency(sweeps: Sequence[Drawn], metric: str, percent: float) -> Picture | 
         rules=[] if slo is None else [Rule(slo, f"objective {slo:g} ms")],
         is_log=True,
     )
+    return _over_load(sweeps, figure)
 
 
 def _attainment(sweeps: Sequence[Drawn]) -> Picture | None:
     share, in_words = sweeps[0].sweep.share, percent_words(sweeps[0].sweep)
-    return _over_load(
-        sweeps,
+    figure = _Figure(
         anchor="kept",
         title="Requests that kept every objective",
         unit="share",
@@ -126,6 +146,7 @@ def _attainment(sweeps: Sequence[Drawn]) -> Picture | None:
         ends=(0.0, 1.0),
         with_failed=True,
     )
+    return _over_load(sweeps, figure)
 
 
 def _answered(sweeps: Sequence[Drawn]) -> Picture | None:
@@ -137,8 +158,7 @@ def _answered(sweeps: Sequence[Drawn]) -> Picture | None:
     asked = Series(
         name="as many as asked for", colour=7, points=[(0.0, 0.0), (end, end)], is_dashed=True
     )
-    return _over_load(
-        sweeps,
+    figure = _Figure(
         anchor="answered",
         title="Answered requests",
         unit="requests/s",
@@ -150,44 +170,33 @@ def _answered(sweeps: Sequence[Drawn]) -> Picture | None:
         beside=[asked] if is_rate else [],
         with_failed=True,
     )
+    return _over_load(sweeps, figure)
 
 
 def _tokens(sweeps: Sequence[Drawn]) -> Picture | None:
-    return _over_load(
-        sweeps,
+    figure = _Figure(
         anchor="tokens",
         title="Output tokens",
         unit="tokens/s",
         value=lambda run: float(run["output_throughput"]),
         with_failed=True,
     )
+    return _over_load(sweeps, figure)
 
 
-def _over_load(
-    sweeps: Sequence[Drawn],
-    *,
-    anchor: str,
-    title: str,
-    unit: str,
-    value: Value,
-    note: str = "",
-    rules: Sequence[Rule] = (),
-    beside: Sequence[Series] = (),
-    is_log: bool = False,
-    ends: tuple[float, float] | None = None,
-    with_failed: bool = False,
-) -> Picture | None:
-    """One figure over the load; None if no run has it.
-
-    Args:
-        with_failed: Loads at which nothing was answered have this figure, too.
-    """
+def _over_load(sweeps: Sequence[Drawn], figure: _Figure) -> Picture | None:
+    """One figure over the load; None if no run has it."""
+    title, unit = figure.title, figure.unit
     words = axis_words(sweeps[0].sweep)
     series = []
     for each in sweeps:
         have = []
         for point in each.sweep.points:
-            found = [value(run) for run in point.runs] if with_failed else values_of(point, value)
+            found = (
+                [figure.value(run) for run in point.runs]
+                if figure.with_failed
+                else values_of(point, figure.value)
+            )
             found = [one for one in found if math.isfinite(one)]
             if found:
                 have.append((point, statistics.median(found), min(found), max(found)))
@@ -217,10 +226,10 @@ def _over_load(
         if each.sweep.best is not None
     ]
     return Picture(
-        anchor,
+        figure.anchor,
         title,
         "Median of the runs, with the least and the greatest."
-        + note
+        + figure.note
         + (" The band is the highest load that holds." if markers else "")
         + (" Hollow: the client could not keep up." if any(s.hollow for s in series) else ""),
         [
@@ -229,10 +238,12 @@ def _over_load(
                 description=f"{title} of each sweep at each load.",
                 x=Scale(words, ends=(0.0, highest * _AIR)),
                 y=Scale(
-                    f"{title}, {unit}" if unit != "share" else "share", is_log=is_log, ends=ends
+                    f"{title}, {unit}" if unit != "share" else "share",
+                    is_log=figure.is_log,
+                    ends=figure.ends,
                 ),
-                series=[*beside, *series],
-                rules=rules,
+                series=[*figure.beside, *series],
+                rules=figure.rules,
                 markers=markers,
             )
         ],
