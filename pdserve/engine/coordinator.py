@@ -53,7 +53,7 @@ class Addresses(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class CoordinatorLaunch(msgspec.Struct, frozen=True, kw_only=True):
-    """All the process is told when it starts."""
+    """The start message of the process."""
 
     parent_pid: int
     num_cores: int
@@ -106,7 +106,7 @@ ToCores = StartWave | EndCores
 
 
 class Coordinator:
-    """What is decided, without sockets.
+    """Decides, without sockets.
 
     Attributes:
         counts: The newest of each core.
@@ -120,7 +120,7 @@ class Coordinator:
         self._orders: list[ToCores] = []
 
     def listening(self) -> None:
-        """One more core hears orders."""
+        """Note that one more core hears orders."""
         self._num_listening += 1
 
     def take(self, message: FromCore) -> None:
@@ -141,7 +141,7 @@ class Coordinator:
                 assert_never(message)
 
     def drain_orders(self) -> list[ToCores]:
-        """What to tell all cores now, in order; nothing before all of them listen."""
+        """Return what to tell all cores now, in order; nothing before all of them listen."""
         if self._num_listening < len(self.counts):
             return []
         orders, self._orders = self._orders, []
@@ -193,7 +193,7 @@ def run(launch: CoordinatorLaunch) -> None:
 
 
 def _frames(socket: zmq.Socket[bytes]) -> list[bytes]:
-    """All that has arrived."""
+    """Return all messages that have arrived."""
     frames: list[bytes] = []
     while True:
         try:

@@ -221,7 +221,7 @@ class DataParallelClient:
     def _spread(
         self, choices: Sequence[GenerateRequest]
     ) -> list[tuple[ZmqEngineClient, list[GenerateRequest]]]:
-        """Give each choice to the core that has the least to do, then."""
+        """Give each choice to the core with the least to do, those before it counted."""
         loads = [
             CoreLoad(num_answering=core.num_answering, num_sent=core.num_sent)
             for core in self._cores
@@ -297,7 +297,7 @@ class DataParallelClient:
 
 
 class CoreLoad(msgspec.Struct, frozen=True, kw_only=True):
-    """What a server knows by itself of a core: exact, but not which of them wait.
+    """The load of a core as its server knows it: exact, but not how many of its requests wait.
 
     Attributes:
         num_answering: Requests sent that have not ended.
@@ -309,7 +309,7 @@ class CoreLoad(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def least_busy(counts: Sequence[Counts], loads: Sequence[CoreLoad]) -> int:
-    """Index of the core with the least waiting * 4 + running; the first of several.
+    """Return the index of the core with the least waiting * 4 + running; the first of several.
 
     Args:
         counts: What each core said last, a moment ago.
@@ -324,7 +324,7 @@ def least_busy(counts: Sequence[Counts], loads: Sequence[CoreLoad]) -> int:
 
 
 def merged_stats(cores: Sequence[EngineStats]) -> EngineStats:
-    """Sums over engine cores; a count by name sums name by name.
+    """Sum statistics over engine cores; counts by name are summed name by name.
 
     Experts that are balanced are shared by all cores: what the first says of them is said once.
     """

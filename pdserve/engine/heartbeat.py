@@ -1,4 +1,4 @@
-"""What a server concludes from the answers of an engine core's loop. Pure.
+"""Judges an engine core by the answers of its loop and by what its process does. Pure.
 
 The loop never waits for a step, so a heartbeat is answered within milliseconds whatever the
 ranks do. One that is not is judged by what the core's process does meanwhile
@@ -27,7 +27,7 @@ _NUM_STOPPED_LOOKS = 2
 
 
 class CoreWatch:
-    """The watch over one core.
+    """Watches one core.
 
     Attributes:
         stall_reason: Why the core should get no requests now; None if it should.
@@ -44,18 +44,18 @@ class CoreWatch:
         self.stall_reason: str | None = None
 
     def expect(self) -> None:
-        """The core has begun its loop, and answers from now on."""
+        """Note that the core has begun its loop, and answers from now on."""
         self._is_expected = True
 
     def next(self) -> int | None:
-        """The number of the heartbeat to send now; None before the core answers any."""
+        """Return the number of the heartbeat to send now; None before the core answers any."""
         if not self._is_expected:
             return None
         self._last_sent += 1
         return self._last_sent
 
     def answered(self, number: int) -> None:
-        """The core's loop has answered."""
+        """Note that the core's loop has answered."""
         self._last_answered = number
 
     def look(self) -> str | None:

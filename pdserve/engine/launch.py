@@ -1,4 +1,4 @@
-"""What an engine core's process is told when it starts, and which cores share a world."""
+"""The start message of an engine core's process, and whether cores share a world."""
 
 from __future__ import annotations
 

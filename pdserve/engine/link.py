@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class CoordinatorLink:
-    """What the core with the number `core` says and hears. One thread.
+    """The link of the core numbered `core`. One thread.
 
     Attributes:
         socket: Readable when `orders` has some.
@@ -41,7 +41,7 @@ class CoordinatorLink:
         self._decoder: msgspec.msgpack.Decoder[ToCores] = msgspec.msgpack.Decoder(ToCores)
 
     def orders(self) -> list[ToCores]:
-        """What the coordinator has ordered since the last call."""
+        """Return what the coordinator has ordered since the last call."""
         found: list[ToCores] = []
         while True:
             try:

@@ -1,4 +1,4 @@
-"""Sockets between an engine's processes, which hear nobody else.
+"""Sockets between an engine's processes, closed to everybody else.
 
 Their addresses are abstract (unix(7)), so that nothing is left behind. Such an address is listed
 for everybody in the network namespace, other containers included, and has no permissions. So
@@ -23,14 +23,14 @@ if TYPE_CHECKING:
 
 
 class LocalKeys(msgspec.Struct, frozen=True, kw_only=True):
-    """Of one listening process. Whoever knows `public` may connect; `secret` is its own."""
+    """Keys of one listening process: those who know `public` may connect."""
 
     public: bytes
     secret: bytes
 
     @classmethod
     def make(cls) -> LocalKeys:
-        """Draw a pair.
+        """Draw a pair of keys.
 
         Raises:
             ConfigError: This ZMQ has no encryption.
@@ -42,7 +42,7 @@ class LocalKeys(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def local_name() -> str:
-    """The beginning of an engine's addresses, which no other has."""
+    """Return a unique prefix for the addresses of one engine."""
     return f"ipc://@pdserve-{secrets.token_hex(12)}"
 
 

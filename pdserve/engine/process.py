@@ -210,7 +210,7 @@ class EngineProcess:
             link.wish(wave)
 
     def _drain_inputs(self) -> bool:
-        """Take some of the messages that are there; whether one had to do with the scheduler.
+        """Take some of the messages that are there; return whether one concerned the scheduler.
 
         The others stay where they are, in order, until the next turn.
         """
@@ -255,7 +255,7 @@ class EngineProcess:
                 assert_never(message)
 
     def _begin_dumps(self) -> None:
-        """Those that were asked for, once the ranks have had their time to say something."""
+        """Begin the dumps that were asked for, once the ranks have had time to report."""
         while self._asked and self._asked[0][0] <= self._clock.monotonic_s():
             _, asked = self._asked.pop(0)
             self._pieces.append(self._dump(asked.dump, asked.seconds))

@@ -79,7 +79,7 @@ class Waves:
         return self.phase is Phase.OUTSIDE and not self._in_flight
 
     def start(self, wave: int) -> None:
-        """The coordinator starts `wave`; it begins here when the one before has drained.
+        """Take the start of `wave`; it begins here when the one before has drained.
 
         Raises:
             InternalError: It is not the next one.
@@ -90,7 +90,7 @@ class Waves:
         self._begin_if_ready()
 
     def news(self) -> None:
-        """Something happened: requests that could not run may be able to."""
+        """Note that something happened: requests that could not run may be able to."""
         self._is_stuck = False
 
     def wish(self) -> int | None:
@@ -102,7 +102,7 @@ class Waves:
         return self._last_asked
 
     def schedule(self) -> SchedulerOutput | None:
-        """The next step to submit; None = none now. For as long as there is room in flight."""
+        """Return the next step to submit, while there is room in flight; None = none now."""
         source = self._source
         step: SchedulerOutput | None
         match self.phase:
@@ -128,7 +128,7 @@ class Waves:
         return step
 
     def collected(self, output: ModelRunnerOutput) -> None:
-        """The oldest step in flight has come back."""
+        """Take the result of the oldest step in flight."""
         self._in_flight.popleft()
         if self.phase is Phase.INSIDE and output.is_wave_over:
             self.phase = Phase.DRAINING

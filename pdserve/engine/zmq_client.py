@@ -139,14 +139,14 @@ class _Dump:
         self._pieces: list[bytes] = []
 
     def take(self, piece: TracePiece) -> None:
-        """One more piece."""
+        """Take one more piece."""
         if piece.events:
             self._pieces.append(piece.events)
         if piece.process is not None and not self.trace.done():
             self.trace.set_result(whole(piece.process, self._pieces))
 
     def fail(self, reason: str) -> None:
-        """There will be no more pieces."""
+        """Fail the dump: there will be no more pieces."""
         if not self.trace.done():
             self.trace.set_exception(EngineDeadError(reason))
 

@@ -1,1 +1,1 @@
-"""Decides what each step computes: pure plans, one place that applies them."""
+"""Decides what each step computes: pure plans, and one place that applies them."""

@@ -1,9 +1,9 @@
-"""Which requests a step computes: those that run, and with what is left those that wait.
+"""Fills a step: running requests first, and waiting ones with the budget and blocks that remain.
 
-Budget and blocks are divided over the running requests, and the last of them preempted where
-blocks lack. What is left of them is for the waiting ones, one after the other: the connector of
-each is asked what comes from elsewhere, it gets its blocks, and moves into the batch or to where
-its blocks are filled. `plan` decides; here it is looked up and applied.
+Budget and blocks are divided over the running requests; where blocks run out, the last of them is
+preempted. Waiting requests then start one after the other: the connector is asked what KV it can
+bring, the request gets its blocks, and it moves into the batch, or to where its blocks are being
+filled. `plan` decides; this module gathers what the decision needs and applies it.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Batcher:
     """Fills steps.
 
     Args:
-        transfers: Ends a request alone, over which its connector fails.
+        transfers: Ends the one request over which its connector fails.
     """
 
     def __init__(self, state: SchedulerState, transfers: Transfers) -> None:
@@ -90,7 +90,7 @@ class Batcher:
                 grown[request.request_id] = request.holding.grow(num_blocks)
             scheduled[request.request_id] = num_tokens
             if self._is_pipelined:
-                # Who was not in this step comes first in the next.
+                # Requests that were not in this step come first in the next.
                 running[request.request_id] = running.pop(request.request_id)
         return None if plan.preempted or plan.is_short_of_blocks else plan.budget_left
 
@@ -118,18 +118,18 @@ class Batcher:
         )
 
     def _is_complete(self, request: Request) -> bool:
-        """Whether nothing more is computed for it, although its last tokens may be pending."""
+        """Return whether nothing more is to be computed for it; its last tokens may be pending."""
         return request.num_tokens >= self._max_model_len or request.is_output_complete
 
     def _max_decodes(self, batch: list[Request]) -> int | None:
-        """The share of the decoding requests that each stage has while all of them work."""
+        """Return how many requests may decode in one step, so that every stage has a share."""
         if not self._is_pipelined:
             return None
         num_decoding = sum(r.is_decoding and not self._is_complete(r) for r in batch)
         return -(-num_decoding // self._num_stages)
 
     def _preempt(self, request: Request, now_s: float) -> bool:
-        """Take a request's blocks from it; False if they are not free yet."""
+        """Take a request's blocks from it; return False if they are not free yet."""
         assert request.holding is not None
         blocks = request.holding.blocks
         generations = self._kv.pool.generations_of(blocks)
@@ -221,16 +221,16 @@ class Batcher:
         return num_tokens
 
     def _match(self, request: Request, hit: PrefixHit) -> Match | None:
-        """What comes from elsewhere behind what is here; None if that is not known yet."""
+        """Ask what KV can be brought beyond the local hit; None if that is not known yet."""
         match = self._state.connector.get_num_new_matched_tokens(request, hit.num_tokens)
-        # Only who computes a prompt has its logprobs; and what has failed is not tried for ever.
+        # Prompt logprobs need the prompt computed; and a failed load is not repeated for ever.
         is_computed = request.sampling.prompt_logprobs is not None or bool(request.load_failures)
         if match is None or not match.num_tokens or not is_computed:
             return match
         return msgspec.structs.replace(match, num_tokens=0)
 
     def _num_reserved_blocks(self) -> int:
-        """Blocks that stay free: whoever runs, or will once its KV is here, may need one soon."""
+        """Count the blocks to keep free: each request of the batch may need one soon."""
         num_growing = self._state.num_admitted
         return max(self._min_reserved_blocks, num_growing) if num_growing else 0
 

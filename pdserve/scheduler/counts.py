@@ -1,4 +1,4 @@
-"""What a scheduler counts. A counter only grows, and each label is there from the start."""
+"""Counters of a scheduler: they only grow, and each label is there from the start."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Counters:
 
     @property
     def kv_seconds(self) -> dict[str, float]:
-        """Sums over the loads that arrived; digest is a part of transfer."""
+        """Seconds, summed over the loads that arrived; digest is a part of transfer."""
         return dict(self._kv_seconds)
 
     def prompt(self, request: Request, *, num_hit: int, num_external: int) -> None:
@@ -68,5 +68,5 @@ class Counters:
         self.load_failures[reason.value] += 1
 
     def count_remedy(self, remedy: Remedy) -> None:
-        """Count what was done about a request."""
+        """Count a remedy that was chosen for a request."""
         self.ladder[remedy.value] += 1

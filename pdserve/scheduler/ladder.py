@@ -1,4 +1,4 @@
-"""What is done about a request whose KV did not come from another engine. Pure but for its budget.
+"""Chooses what to do with a request whose KV did not come from another engine.
 
 The rungs above (the same engine once more) are the connector's to take, those below
 (another engine, the client) the sender's. See `Remedy`.
@@ -21,7 +21,7 @@ _RETRY_WITHOUT_BUDGET_S = 1.0
 
 
 class Remedy(enum.Enum):
-    """What is done about a load that failed, or instead of one that cannot be: the ladder.
+    """What can be done when a load has failed, or cannot even begin: the rungs of the ladder.
 
     RETRY: once more from the same engine. RECOMPUTE: the prompt is computed here, within the
     budget. REPORT: whoever sent the request is told, and has other ways. SHED: over budget.
@@ -41,7 +41,7 @@ class Decision(NamedTuple):
 
 
 class Ladder:
-    """Decides, and keeps the budget. What it took for a request is in `num_budgeted`.
+    """Chooses a remedy, and keeps the recompute budget; a request's share is its `num_budgeted`.
 
     Args:
         tokens_per_s: Prompt tokens that may be computed here because others failed.
@@ -54,14 +54,14 @@ class Ladder:
 
     @property
     def over_budget(self) -> str:
-        """What to say of a request that is shed."""
+        """The message for a request that is shed."""
         return (
             "too many prompts are computed here already in place of other engines (at most "
             f"{self._tokens_per_s} tokens per second)"
         )
 
     def after_failure(self, request: Request, num_missing: int, now_s: float) -> Decision:
-        """The load of `request` has failed for good; `num_missing` prompt tokens are not here.
+        """Choose a remedy for a load that failed for good and left `num_missing` prompt tokens.
 
         What no other engine was to compute is computed here in any case: the budget is for their
         outages. A push always goes back to its sender, who has the handoff and can have it pulled.
@@ -74,7 +74,7 @@ class Ladder:
         return self.compute_here(request, num_missing, now_s)
 
     def compute_here(self, request: Request, num_missing: int, now_s: float) -> Decision:
-        """Whether `num_missing` prompt tokens can be computed: RECOMPUTE or SHED."""
+        """Charge `num_missing` prompt tokens to the budget: RECOMPUTE, or SHED if it lacks them."""
         wait_s = self._bucket.take(num_missing, now_s)
         if wait_s:
             return Decision(
@@ -84,7 +84,7 @@ class Ladder:
         return Decision(Remedy.RECOMPUTE)
 
     def start(self, request: Request, num_missing: int) -> int:
-        """`request` is computed now. Returns the tokens that count as recomputed, 0 for others."""
+        """Settle the charge of a request that starts; return its recomputed tokens, 0 if none."""
         if request.num_budgeted is None:
             return 0
         # What the prefix cache has may have changed since.
@@ -93,7 +93,7 @@ class Ladder:
         return num_missing
 
     def leave(self, request: Request) -> None:
-        """`request` ends; what it was to cost is there again if it has not begun."""
+        """Refund the charge of a request that ends before it has started."""
         if request.num_budgeted is not None:
             self._bucket.correct(request.num_budgeted)
             request.charge(None)
@@ -134,7 +134,7 @@ class TokenBucket:
         return 0.0
 
     def correct(self, num_tokens: int) -> None:
-        """So many more than were taken were not needed; below 0: were needed, too."""
+        """Give back tokens that were not needed; a negative number takes more."""
         self._level = min(self._burst, self._level + num_tokens)
 
     def _refill(self, now_s: float) -> None:

@@ -1,4 +1,4 @@
-"""What clients are told of requests, kept until it is fetched. Changes no request."""
+"""Outputs for clients, kept until they are fetched. Changes no request."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ _NUM_OUTPUTS_WITH_STAGES = 2  # at D, the first token has none of its own
 
 
 class OutputBuffer:
-    """Outputs, those of one request in the order in which things happened."""
+    """A buffer of outputs; those of one request keep their order."""
 
     def __init__(self) -> None:
         self._outputs: list[EngineOutput] = []
         self._beginning: set[RequestId] = set()
 
     def drain(self) -> list[EngineOutput]:
-        """Return all since the last call, requests that have just begun first.
+        """Return all outputs since the last call, those of requests that have just begun first.
 
         Whoever passes outputs on needs a fraction of a millisecond for each: that is nothing
         between two tokens of a stream, and much of what is left to gain for a first one.
@@ -43,7 +43,7 @@ class OutputBuffer:
         finish: FinishReason | None,
         stop_reason: int | None,
     ) -> None:
-        """Tell the newest output token of `request`; with a HANDOFF goes what it was leased as."""
+        """Add the newest output token of `request`, and its handoff if it ends as HANDOFF."""
         is_last = finish is not None
         is_beginning = len(request.output_token_ids) <= _NUM_OUTPUTS_WITH_STAGES
         has_stages = is_last or is_beginning
@@ -73,7 +73,7 @@ class OutputBuffer:
         finish: FinishReason | None,
         stop_reason: int | None,
     ) -> None:
-        """Tell the newest output token of `request`, which another engine sampled."""
+        """Add the newest output token of `request`, which another engine sampled."""
         self._outputs.append(
             EngineOutput(
                 request_id=request.request_id,
@@ -94,7 +94,7 @@ class OutputBuffer:
         *,
         retry_after_s: float | None = None,
     ) -> None:
-        """Tell that a request was not taken."""
+        """Add the error of a request that was not taken."""
         self._outputs.append(
             EngineOutput(
                 request_id=request_id,
@@ -108,7 +108,7 @@ class OutputBuffer:
     def error(
         self, request: Request, why: str, code: ErrorCode, *, retry_after_s: float | None = None
     ) -> None:
-        """Tell that `request` ends for a reason of its own."""
+        """Add the error that `request` ends with."""
         self._outputs.append(
             EngineOutput(
                 request_id=request.request_id,
@@ -121,7 +121,7 @@ class OutputBuffer:
         )
 
     def abort(self, request: Request, why: str) -> None:
-        """Tell that `request` could have been served, had there been time."""
+        """Add the end of a `request` that could have been served, had there been time."""
         self._outputs.append(
             EngineOutput(request_id=request.request_id, finish_reason=FinishReason.ABORT, error=why)
         )

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
 MAX_OVERTAKEN: Final = 8
-"""So many requests whose KV lies ready may start in the place of one whose KV is planned."""
+"""Requests whose KV is ready that may start ahead of one whose KV is only planned."""
 
 
 class Room(msgspec.Struct, frozen=True, kw_only=True):
@@ -34,7 +34,7 @@ class Room(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Candidate(msgspec.Struct, frozen=True):
-    """A running request, as the plan sees it.
+    """A running request as the plan sees it.
 
     Attributes:
         num_wanted: Tokens it would compute with an unlimited budget.
@@ -54,7 +54,7 @@ class Candidate(msgspec.Struct, frozen=True):
 
 
 class RunningPlan(msgspec.Struct, frozen=True):
-    """What the running requests do in this step, by their index.
+    """What each running request does in this step, by its index.
 
     Attributes:
         num_tokens: Tokens to compute; requests that sit this step out are absent.

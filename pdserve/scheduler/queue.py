@@ -44,12 +44,12 @@ class WaitingQueue:
 
     @property
     def num_in_line(self) -> int:
-        """How many do not stand aside."""
+        """Requests that do not stand aside."""
         return len(self._members)
 
     @property
     def aside(self) -> list[RequestId]:
-        """Who stands aside."""
+        """Requests that stand aside."""
         return list(self._aside)
 
     def push(self, request: Request) -> None:
@@ -59,7 +59,7 @@ class WaitingQueue:
         self._members[request.request_id] = push
 
     def peek(self) -> Request | None:
-        """The request that comes next."""
+        """Return the request that comes next, and leave it there."""
         heads = self._heads()
         planned = heads.get(KVSource.PLANNED)
         line = next_line(
@@ -75,7 +75,7 @@ class WaitingQueue:
             planned.overtaken()
 
     def remove(self, request: Request) -> None:
-        """Take a request out, wherever it stands."""
+        """Remove a request, whether it is in line or stands aside."""
         if request.request_id in self._aside:
             self._aside.discard(request.request_id)
             return
@@ -90,7 +90,7 @@ class WaitingQueue:
         self._aside.add(request.request_id)
 
     def come_back(self, request: Request) -> bool:
-        """Put a request that stands aside in line, where its rank belongs; False if it does not."""
+        """Put a request that stands aside back in line by its rank; False if it does not."""
         if request.request_id not in self._aside:
             return False
         self._aside.discard(request.request_id)
@@ -113,7 +113,7 @@ class WaitingQueue:
 
 
 class Deadlines:
-    """Which requests are too late to be of use. Monotonic seconds.
+    """Finds the requests whose deadline has passed. Monotonic seconds.
 
     O(log requests) each; asking while none is late is O(1).
 
@@ -140,7 +140,7 @@ class Deadlines:
         heapq.heappush(self._heap, (deadline_s, request.rank[1], request.request_id))
 
     def take_late(self, now_s: float) -> list[Request]:
-        """Those whose deadline lies before `now_s`, each once, the latest last."""
+        """Return each request whose deadline lies before `now_s`, once, the latest last."""
         late: list[Request] = []
         while self._heap and self._heap[0][0] < now_s:
             request = self._find(heapq.heappop(self._heap))

@@ -214,7 +214,7 @@ class Request:
 
     @property
     def on_load_failure(self) -> OnLoadFailure:
-        """What becomes of it if its KV does not arrive."""
+        """What to do with it if its KV does not arrive."""
         return self.wire.on_load_failure
 
     @property
@@ -238,7 +238,7 @@ class Request:
         )
 
     def finish_of_last_token(self, max_model_len: int) -> tuple[FinishReason | None, int | None]:
-        """Why the newest output token is the last one, and which of the user's stop ids it is.
+        """Return why the newest output token is the last, and which of the user's stop ids it is.
 
         (None, None) = it is not. Stop strings are text, and the server's business.
         """
@@ -280,7 +280,7 @@ class Request:
         self.is_pinned = is_pinned
 
     def let_go(self) -> Holding | None:
-        """Return its blocks, if it has any; they are the caller's to end."""
+        """Give up its blocks, if it has any; the caller has to end them."""
         holding, self.holding = self.holding, None
         return holding
 
@@ -290,14 +290,14 @@ class Request:
         self.is_loading = in_step
 
     def count_prompt(self, num_hit: int, num_external: int) -> None:
-        """Note whose computation its prompt's KV was: cached here, or from elsewhere."""
+        """Note how much of its prompt's KV was cached here, and how much came from elsewhere."""
         self.num_cached_tokens = num_hit + num_external
         self.num_external_tokens = num_external
         if not num_external:
             self.note_cached(num_hit)
 
     def receive(self, received: Received, now_s: float) -> None:
-        """Take note of its KV, and of the handoff that came with it, if one did."""
+        """Note that its KV has arrived, perhaps with a handoff."""
         num_tokens, brought = self.num_tokens, received.handoff
         if brought is not None:
             num_tokens += len(brought.first_token_ids)
@@ -330,7 +330,7 @@ class Request:
         self.prompt_logprobs = []
 
     def preempt(self) -> None:
-        """Lose all that was computed."""
+        """Lose everything computed so far."""
         self.num_preemptions += 1
         self.begin_again(0)
 
@@ -380,17 +380,17 @@ class Request:
         self.finish_reason = reason
 
     def hold(self, hold: Hold | None) -> None:
-        """Note what its blocks are kept for behind its end, and the handoff, if there is one."""
+        """Note the id under which its blocks are kept after its end, and its handoff if any."""
         self.hold_id = "" if hold is None else hold.hold_id
         if hold is not None and hold.handoff is not None:
             self.handoff = hold.handoff
 
     def wait_for(self, waits: set[Wait]) -> None:
-        """Note what its blocks wait for before they may be given back."""
+        """Note what has to happen before its blocks may be given back."""
         self.waits_for = waits
 
     def stop_waiting(self, wait: Wait) -> bool:
-        """Note that one of the things that it waits for is over; False if it is none of them."""
+        """Note that `wait` is over; return False if it did not wait for that."""
         is_waited_for = wait in self.waits_for
         self.waits_for.discard(wait)
         return is_waited_for
@@ -415,13 +415,13 @@ class Request:
         self._story.append((now_s, event))
 
     def story(self) -> str:
-        """What happened to this request, in order."""
+        """Return what happened to this request, in order."""
         start_s = self.times.queued_s
         lines = [f"  +{(at - start_s) * 1e3:9.2f} ms  {event}" for at, event in self._story]
         return "\n".join([f"request {self.request_id}", *lines])
 
     def traced(self, now_s: float) -> EngineRequest:
-        """Its time here, for a trace; what it is in at `now_s` ends there."""
+        """Return its time here, for a trace; the stretch that it is in ends at `now_s`."""
         nonce = "" if self.handoff is None else self.handoff.nonce
         # A nonce ends a lease: it stays here.
         notes = [(at_s, text.replace(nonce, "*") if nonce else text) for at_s, text in self._story]

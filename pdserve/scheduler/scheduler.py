@@ -2,9 +2,9 @@
 
 No clock of its own, no I/O, no tensors: a deterministic state machine. Per step it is
 called `schedule` -> (the workers run) -> `update`, with `apply_report` whenever a
-connector has news. Here is the order of things, and what comes of a step's results. What all
-parts share is in `state`; which requests a step computes is decided by `batching`, and what
-becomes of KV that travels by `transfers`.
+connector has news. This module has the order of
+these calls, and applies a step's results. What all parts share is in `state`; `batching` decides
+which requests a step computes, and `transfers` what happens to KV that travels.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ class Scheduler:
     def add(self, wire: GenerateRequest, shared: SharedPrompt | None = None) -> None:
         """Take a request. What cannot be served ends at once with an ERROR output.
 
-        So does what nobody thought of: others must not pay for it.
+        The same goes for a request over which we fail: others must not pay for it.
 
         Args:
             shared: What it shares with other requests of this prompt and salt, if there are any.
@@ -163,7 +163,7 @@ class Scheduler:
                     pass
 
     def release_lease(self, nonce: str) -> None:
-        """Nobody will read this lease."""
+        """Give up a lease that nobody will read."""
         self._transfers.give_up(nonce, self._clock.monotonic_s())
 
     def abort_all(self, why: str) -> None:
@@ -198,7 +198,7 @@ class Scheduler:
             self._batcher.admit(self._clock.monotonic_s(), 0)
 
     def empty_step(self) -> SchedulerOutput:
-        """A step without tokens, for engines that must step together; it is in flight then."""
+        """Submit a step without tokens, for engines that must step together."""
         return self._build_step(self._clock.monotonic_s(), {}, {})
 
     def update(self, result: ModelRunnerOutput) -> None:
@@ -247,14 +247,14 @@ class Scheduler:
         self.telemetry.sample(self._clock.monotonic_s())
 
     def take_instructions(self) -> ConnectorMetadata | None:
-        """What the workers' connector halves are to do now, whether or not a step runs.
+        """Return what the workers' connector halves are to do now, whether or not a step runs.
 
         To be asked for, and posted, after every call that can change a request.
         """
         return self.state.connector.take_instructions()
 
     def drain_outputs(self) -> list[EngineOutput]:
-        """Outputs since the last call."""
+        """Return the outputs since the last call."""
         return self._outputs.drain()
 
     # ---- questions -----------------------------------------------------------------
@@ -280,11 +280,11 @@ class Scheduler:
         return not self.state.requests
 
     def stats(self) -> EngineStats:
-        """A snapshot."""
+        """Return a snapshot of the statistics."""
         return self.telemetry.stats(self._experts)
 
     def trace_of_running(self) -> list[EngineRequest]:
-        """The time of each request that is not forgotten yet, until now."""
+        """Return the time until now of each request that is not forgotten yet."""
         return self.telemetry.requests(self._clock.monotonic_s())
 
     def assert_nothing_held(self) -> None:
@@ -311,7 +311,7 @@ class Scheduler:
     # ---- taking results ------------------------------------------------------------
 
     def _take_loads(self, step: Step, failed_loads: list[Failed], now_s: float) -> None:
-        """What was to be loaded inside a step has come, or what was computed from it is void."""
+        """Take the outcome of loads inside a step; what was computed from a failed one is void."""
         if not step.loading:
             return
         failed = {each.request_id: each for each in failed_loads}
@@ -350,16 +350,16 @@ class Scheduler:
     # ---- endings -------------------------------------------------------------------
 
     def _end_late(self) -> None:
-        """Nobody waits for what is late any more, wherever it stands."""
+        """End the requests whose deadline has passed, wherever they stand."""
         for request in self._deadlines.take_late(self._clock.monotonic_s()):
             state = {State.RECEIVING: "its KV was on its way", State.RUNNING: "it ran"}
             during = state.get(request.state, "it waited")
             self._give_up(request, f"the deadline passed while {during}")
 
     def _lose(self, request: Request, now_s: float) -> None:
-        """End a request that has become NaN, before anything of this step is published.
+        """End a request whose logits are not finite, before anything of this step is published.
 
-        What it was given of others may be what is wrong: nobody is given it again.
+        A cached block may be at fault, so the cache forgets the blocks that it used.
         """
         assert request.holding is not None
         self.kv.pool.forget(request.holding.blocks)

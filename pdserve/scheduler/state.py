@@ -1,10 +1,9 @@
-"""What all parts of one scheduler share: every request, the place where it stands, what it holds.
+"""The state that all parts of one scheduler share: every request, where it stands, what it holds.
 
 A request is in exactly one place, from its arrival until nothing is held for it: the waiting
 queue, `running` (the batch), `receiving` (a load or a peer fills its blocks), `leased` (a peer may
 read its blocks), or closing (over, while a transfer or a step may still touch its blocks). The
-methods here move it and free its blocks; why it moves is for others to decide, and the connector
-is theirs to ask and to tell.
+methods here move it and free its blocks. Others decide why it moves, and talk to the connector.
 """
 
 from __future__ import annotations
@@ -54,7 +53,7 @@ class Dimensions(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SchedulerState:
-    """The one value that every part of a scheduler is given.
+    """The state that every part of a scheduler is given.
 
     Args:
         connector: The scheduler half; the null connector if KV never leaves.
@@ -134,7 +133,7 @@ class SchedulerState:
         )
 
     def num_missing(self, request: Request) -> int:
-        """Prompt tokens that would have to be computed if `request` started now."""
+        """Count the prompt tokens to compute if `request` started now."""
         return max(0, len(request.prompt_token_ids) - self.match_prefix(request).num_tokens)
 
     def publish_prefix(self, request: Request, num_tokens: int) -> None:
@@ -193,7 +192,7 @@ class SchedulerState:
                 pass
 
     def begin_again(self, request: Request, num_computed_tokens: int) -> None:
-        """Void what steps computed of `request`, or will, behind so many tokens."""
+        """Void what steps compute of `request` beyond its first `num_computed_tokens` tokens."""
         self.steps.void(request.request_id)
         self.steps.forget(request.request_id)
         request.begin_again(num_computed_tokens)
@@ -233,7 +232,7 @@ class SchedulerState:
         self.move(request, State.CLOSING, now_s, f"{why}; waits for: {names}")
 
     def stop_waiting(self, request: Request, wait: Wait, now_s: float) -> None:
-        """Note that one of the things that a closing request waits for is over."""
+        """Note that `wait` is over for a closing request, and close it if that was the last."""
         if not request.stop_waiting(wait):
             return
         if not request.waits_for:
@@ -265,7 +264,7 @@ class SchedulerState:
         self.holds[hold_id] = holding
 
     def release(self, hold_id: str) -> bool:
-        """Free what a preempted request left under that id; False if there is nothing."""
+        """Free what a preempted request left under `hold_id`; False if there is nothing."""
         holding = self.holds.pop(hold_id, None)
         if holding is not None:
             holding.end()

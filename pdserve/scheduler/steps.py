@@ -1,6 +1,6 @@
-"""Steps, from their making until their results are back.
+"""Builds steps, and keeps them until their results are back.
 
-What the workers are told of a step is a difference to what they know. A step in flight may still
+The workers are told of a step as a difference to what they know. A step in flight may still
 write the blocks of every request in it, so a request that ends meanwhile keeps its blocks until
 the last such step has retired. Decides nothing.
 """
@@ -55,7 +55,7 @@ class Step:
 
 
 class StepQueue:
-    """Makes steps and keeps them until they retire, which they do in order.
+    """Builds steps and keeps them until they retire, in order.
 
     Args:
         is_pipelined: Whether there are stages that do not sample, and must be told the tokens.
@@ -79,12 +79,12 @@ class StepQueue:
 
     @property
     def is_computing(self) -> bool:
-        """Whether any of those in flight has tokens, so that it may write blocks."""
+        """Whether a step in flight has tokens, so that it may write blocks."""
         return any(step.num_computed_after for step in self._in_flight)
 
     @property
     def has_gone(self) -> bool:
-        """Whether there are requests that the workers are still to forget."""
+        """Whether the workers still have to be told to forget requests."""
         return bool(self._gone)
 
     # ---- making --------------------------------------------------------------------
@@ -96,7 +96,7 @@ class StepQueue:
         metadata: ConnectorMetadata | None,
         now_s: float,
     ) -> SchedulerOutput:
-        """Make the next step; it is in flight then.
+        """Build the next step and put it in flight.
 
         Args:
             scheduled: Requests that compute so many tokens behind their computed ones.
@@ -186,7 +186,7 @@ class StepQueue:
         request.times.begin_step(now_s, waited_s=waited_s)
 
     def _step_wait_s(self, since_s: float, now_s: float) -> float:
-        """How long something that came at `since_s` had to wait for the step that ran then.
+        """Return how long KV that came at `since_s` had to wait for the step that ran then.
 
         0.0 if none did; until `now_s` if it still does.
         """
@@ -210,7 +210,7 @@ class StepQueue:
         return step
 
     def void(self, request_id: RequestId) -> None:
-        """Declare void what the steps in flight compute of this request."""
+        """Void what the steps in flight compute of this request."""
         for step in self._in_flight:
             if request_id in step.num_computed_after:
                 step.void.add(request_id)

@@ -1,4 +1,4 @@
-"""What a scheduler says of itself: its statistics, and for traces its steps and counters.
+"""Statistics of a scheduler and, for traces, its steps and counters.
 
 Recording costs a few microseconds a step (`python -m benchmarks.trace`). Requests are recorded
 where they leave (`state`). Decides nothing and has no clock.
@@ -130,5 +130,5 @@ class Telemetry:
         )
 
     def requests(self, now_s: float) -> list[EngineRequest]:
-        """Return the time of each request that is not forgotten yet, until now."""
+        """Return the time until now of each request that is not forgotten yet."""
         return [request.traced(now_s) for request in self._state.requests.values()]

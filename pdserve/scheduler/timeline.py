@@ -1,4 +1,4 @@
-"""Where the time of one request goes, as stages for metrics and as spans for traces."""
+"""Accounts for the time of one request, as stages for metrics and as spans for traces."""
 
 from __future__ import annotations
 

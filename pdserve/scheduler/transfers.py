@@ -1,4 +1,4 @@
-"""What the connector is asked and told of requests, and what its news mean for them.
+"""Asks the connector about requests, tells it of them, and applies its news.
 
 Before they are taken, when a step is built, when they have ended, and above all when a load has
 arrived or failed, or a hold is over. What it raises ends the request that it was about, and no

@@ -39,6 +39,6 @@ def test_a_cycle_is_found() -> None:
     assert _cycle({"a": {"b"}, "b": {"c"}, "c": {"b"}}) in (["b", "c", "b"], ["c", "b", "c"])
 
 
-def test_no_modules_import_one_another_for_types_neither(imports: dict[str, set[str]]) -> None:
+def test_no_modules_import_one_another_not_even_for_types(imports: dict[str, set[str]]) -> None:
     cycle = _cycle(imports)
     assert not cycle, " <- ".join(cycle)
