@@ -1,4 +1,4 @@
-"""How many requests run at once, how many may wait, and for how long.
+"""Limits how many requests run at once, how many may wait, and for how long.
 
 Knows numbers and time only. First come, first served; O(1) per request.
 """
@@ -19,7 +19,7 @@ RETRY_AFTER_S = 1.0
 
 
 class AdmissionQueue:
-    """A counter of running requests with a bounded queue before it.
+    """A counter of running requests with a bounded queue in front of it.
 
     Args:
         max_concurrent: Requests that may run at once.
@@ -90,7 +90,7 @@ class AdmissionQueue:
             raise
 
     def _give_up(self, waiter: asyncio.Future[None]) -> None:
-        """Leave the queue; a place that was handed over in the same moment goes on."""
+        """Leave the queue; pass on a place that was granted in the same moment."""
         if waiter.done() and not waiter.cancelled():
             self._release()
         elif waiter in self._waiters:

@@ -1,8 +1,8 @@
-"""The proxy's process: its parts, its background work, its beginning and its end.
+"""The proxy's process: its parts, its background work, its start and its shutdown.
 
-Which path is served by what is its parts' to say (`generation`, `status`, `debug`, `dashboard`,
-`registration`); what all of them pass through is `boundary`'s. The proxy is stateless: a
-restarted one learns its engines again from its command line and from their registrations.
+Each part declares its own paths (`generation`, `status`, `debug`, `dashboard`, `registration`);
+every request passes through the middleware in `boundary`. The proxy is stateless: after a restart
+it learns its engines again from its command line and from their registrations.
 """
 
 from __future__ import annotations

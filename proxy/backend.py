@@ -1,9 +1,9 @@
-"""One engine: what the proxy knows of it, and the breaker that stops sending to it.
+"""One engine: what the proxy knows of it, and the breaker that keeps requests away from it.
 
     UNKNOWN -> READY <-> NOT_READY <-> UNREACHABLE               (`Health`, by health checks)
     CLOSED -> OPEN -(timeout)-> HALF_OPEN -> CLOSED or OPEN      (`Breaker`, by attempts)
 
-Which engines there are is `backends`'s; what is said for and against them is `breakers`'s.
+`backends` holds the set of engines; `breakers` tells each breaker how attempts ended.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class BreakerState(enum.Enum):
 
 
 class Breaker:
-    """Stops sending to what fails: `threshold` failures in a row open it for `timeout_s`.
+    """Keeps requests away from what fails: `threshold` failures in a row open it for `timeout_s`.
 
     After that one request at a time may try; its success closes the breaker.
     """
@@ -72,19 +72,19 @@ class Breaker:
                 return not self._trying
 
     def begin(self) -> None:
-        """A request goes through."""
+        """Note that a request goes through."""
         self._trying = self.state is BreakerState.HALF_OPEN
 
     def leave(self) -> None:
-        """A request ended without saying anything about the engine."""
+        """Note that a request ended without saying anything about the engine."""
         self._trying = False
 
     def succeed(self) -> None:
-        """A request went well."""
+        """Note that a request went well."""
         self._failures, self._opened_s, self._trying = 0, None, False
 
     def fail(self) -> None:
-        """A request failed, and the engine is to blame."""
+        """Note that a request failed and the engine is to blame."""
         self._failures += 1
         self._trying = False
         if self._failures >= self._threshold:
@@ -146,6 +146,6 @@ class Backend:
         return self.role is not Role.PREFILL
 
     def lose_legs(self) -> None:
-        """Fail whoever waits for it: it was found dead."""
+        """Fail every exchange with it: it was found dead."""
         for leg in list(self.legs):
             leg.lose()

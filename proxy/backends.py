@@ -1,8 +1,8 @@
 """The engines behind this proxy: which there are, which fit together, how loaded they are.
 
-Engines come from the command line, where they stay for good, or register themselves and stay
-while they renew their lease. How they are is found out by `checks`; what is held against them and
-their pairs is `breakers`'s. Knows nothing of requests but their number. Sends nothing.
+Engines from the command line stay for good; others register themselves and stay while they renew
+their lease. `checks` finds out how they are; `breakers` keeps what is held against them and their
+pairs. Knows nothing of requests but their number. Sends nothing.
 
 Costs: a choice is O(prefill engines x decode engines) at worst, O(engines) as soon as one
 compatible pair is found early.
@@ -35,7 +35,7 @@ MAX_LEASE_S = 3600.0
 _REVISION = frozenset({"protocol", "schema", "weights"})
 """Fields of a layout in which engines of one deployment may differ while it is rolled."""
 OUTAGE_MEMORY_S = 600.0
-"""How long a deployment whose last engine of a role went counts as one that has an outage; after
+"""How long a deployment that lost the last engine of a role counts as one with an outage; after
 that it is one without such engines."""
 
 
@@ -62,14 +62,14 @@ class Backends:
 
     @property
     def has_lost_prefill(self) -> bool:
-        """Whether there is a prefill engine, ready or not, or one went without taking its leave."""
+        """Whether a prefill engine is known, ready or not, or one has vanished lately."""
         return self._is_recent(self._prefill_lost_s) or any(b.role is Role.PREFILL for b in self)
 
     @property
     def has_lost_decode(self) -> bool:
-        """Whether there is an engine that decodes, ready or not, or one went in whatever way.
+        """Whether an engine that decodes is known, ready or not, or was until recently.
 
-        One that takes its leave counts as well: it may come back, and nobody else decodes for good.
+        One that deregistered counts as well: it may come back, and until then none decodes.
         """
         decoders = (Role.DECODE, Role.BOTH)
         return any(b.decodes() for b in self) or any(
@@ -78,7 +78,7 @@ class Backends:
 
     @property
     def has_missing(self) -> bool:
-        """Whether an engine can be waited for: a known one, or the last of a role, that went."""
+        """Whether waiting may help: a known engine is away, or the last one of a role has gone."""
         is_away = any(not each.available or each.num_late_checks for each in self)
         return is_away or any(map(self._is_recent, self._gone_s.values()))
 
@@ -166,14 +166,14 @@ class Backends:
             self._prefill_lost_s = self._clock.monotonic_s()
 
     def deregister(self, url: str) -> None:
-        """Send nothing more to an engine that takes its leave; what runs there goes on."""
+        """Stop sending to an engine that deregisters; what runs there goes on."""
         backend = self._backends.get(_bare(url))
         if backend is None:
             return
         if backend.is_static:
             backend.health, backend.reason = Health.NOT_READY, "it is shutting down"
         else:
-            self._forget(backend, "it took its leave")
+            self._forget(backend, "it deregistered")
 
     def _refuse_misfit(self, url: str, role: Role, engine: EngineInfo) -> None:
         known = self.get(url)
@@ -196,7 +196,7 @@ class Backends:
                 yield other
 
     def learn(self, backend: Backend, engine: EngineInfo) -> None:
-        """Take note of who answers at a URL; a new incarnation starts with a clean sheet."""
+        """Note which engine answers at a URL; a restarted one begins with a clean slate."""
         former, backend.info = backend.info, engine
         if former is None or former.incarnation != engine.incarnation:
             for other in self._counterparts(backend.url, backend.role):
@@ -272,7 +272,7 @@ def _bare(url: str) -> str:
 
 
 def _is_same_model(ours: EngineInfo, theirs: EngineInfo) -> bool:
-    """Whether two engines are what a deployment may be while it is rolled.
+    """Whether two engines may belong to one deployment, also while it is rolled.
 
     Weights may then differ, if both are served by one name, and so may what a version knows of a
     layout: only what both know is compared.

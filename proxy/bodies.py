@@ -153,11 +153,11 @@ class ClientBody:
             self._cached_tokens = cached_tokens
 
     def _pinned(self) -> dict[str, Any]:
-        """What every engine that has to do with this request is told alike."""
+        """Return what every engine of this request is told alike."""
         return {"created": self.created, "seed": self.seed, "cached_tokens": self._cached_tokens}
 
     def _encode(self, params: KVTransferParams | dict[str, Any]) -> bytes:
-        """Ours replace what a user sent by the same name: the engine hop's fields are not his."""
+        """Encode the body; a user's field of that name gives way, for it is the engine hop's."""
         return msgspec.json.encode({**self._fields, PARAMS: params})
 
 
@@ -173,7 +173,7 @@ def stages_in(data: bytes) -> EngineStages | None:
 
 
 def usage_at_end(stream: bytes) -> tuple[int, int] | None:
-    """The same for the last whole events of a stream: the last report counts."""
+    """Return the same for the end of a stream, whole events: the last report counts."""
     if b'"usage"' not in stream:
         return None
     reports = [usage_in(event.data) for event in SseParser().feed(stream)]

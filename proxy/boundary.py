@@ -1,6 +1,6 @@
-"""What every request passes through: it gets an id, its key is checked, its errors get a shape.
+"""The middleware of every request: gives it an id, checks its key, shapes its errors.
 
-Says also which key goes on to the engines: the deployment's, or whatever the client sent.
+Also chooses the key that is sent on to the engines: the deployment's, or the client's own.
 
 Knows no path's handler. Whatever a handler raises is answered here, in OpenAI's shape.
 """
@@ -48,7 +48,7 @@ class Boundary:
 
     @web.middleware
     async def middleware(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        """Give a request an id, check its key, and every error OpenAI's shape."""
+        """Give a request an id, check its key, and give every error OpenAI's shape."""
         given = request.headers.get(REQUEST_ID_HEADER, "")
         request_id = given if _GOOD_ID.fullmatch(given) else uuid.uuid4().hex
         request[REQUEST_ID_KEY] = request_id

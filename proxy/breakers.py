@@ -1,4 +1,4 @@
-"""What attempts say for or against engines and pairs of them: the life of all breakers.
+"""The circuit breakers of engines and of pairs of engines, and the attempts that move them.
 
 An engine has one for each life of it. A pair of a prefill and a decode engine has two, because two
 healthy engines may still not reach each other: one for pulls and one for pushes, which need not
@@ -6,7 +6,7 @@ fail together.
 
 An attempt ends well, or fails, or ends without saying anything: its leg was given up, or the
 request itself was refused (4xx). Whatever is held against an engine or a pair is counted and
-logged in the same place, also if nobody waits for the attempt any more. Sends nothing.
+logged in the same place, even if the request no longer waits for the attempt. Sends nothing.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class Breakers:
         return len(is_open)
 
     def _of_pair(self, prefill: Backend, decode: Backend, mode: KVMode) -> Breaker:
-        """Return the breaker of a pair; one that nobody keeps if an engine is gone."""
+        """Return the breaker of a pair; one that is not kept if an engine is gone."""
         key = (prefill.url, decode.url, mode)
         breaker = self._pairs.get(key) or self.for_engine()
         if not (prefill.is_gone or decode.is_gone):
@@ -154,11 +154,11 @@ class TransferAttempt:
         self.mode = mode
 
     def arrived(self) -> None:
-        """The KV got there."""
+        """Note that the KV got there."""
         self._breaker.succeed()
 
     def failed(self, failure: KvFailedError, *, kind: str) -> None:
-        """An engine says in place of an answer that the KV did not get there.
+        """Note that an engine says, in place of an answer, that the KV did not get there.
 
         Args:
             kind: Its leg, one of `metrics.LEGS`.
@@ -168,7 +168,7 @@ class TransferAttempt:
         self.lost(failure.load_failures or (failure.reason,))
 
     def lost(self, reasons: tuple[str, ...]) -> None:
-        """KV did not get there, for these reasons, whatever became of the request."""
+        """Note why KV did not get there, whatever became of the request."""
         self._breaker.fail()
         self._metrics.kv_load_failures.inc(len(reasons))
         log_event(

@@ -1,7 +1,7 @@
 """Asks every engine how it is, at an interval, and before a request gives up on one.
 
-Knows what an engine's answers mean for its health and its load; which engines there are is
-`backends`'s. Costs: one task and two small GETs per engine and interval.
+Knows what an engine's answers mean for its health and its load; `backends` holds the set of
+engines. Costs: one task and two small GETs per engine and interval.
 """
 
 from __future__ import annotations
@@ -160,7 +160,7 @@ class HealthChecks:
     def _note_failed_check(
         self, backend: Backend, failure: WorkerError, reads: Mapping[Leg, int]
     ) -> None:
-        """A refused connection is certain; a late answer may only mean a busy machine.
+        """Judge a failed check: a refusal is certain, a late answer may mean a busy machine.
 
         Args:
             reads: Of the legs there, when the check began. An engine of which something has come

@@ -1,8 +1,8 @@
 """HTTP towards the engines: legs of requests, leases to give back, small questions.
 
 Knows aiohttp and the engines' paths; decides nothing. A `Leg` is one exchange that can be
-left at any await: what had already been sent by the engine is still looked through, so that a
-lease granted in the very moment the client left can be given back.
+abandoned at any await: what the engine has already sent is still read, so that a lease that was
+granted in the moment the client left can be given back.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ _NOT_CONNECTED = (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError, 
 _OUT_OF_REACH = frozenset(
     {errno.EHOSTUNREACH, errno.EHOSTDOWN, errno.ENETUNREACH, errno.ENETDOWN, errno.ETIMEDOUT}
 )
-"""Nobody has refused the connection: what is open already may hang, and would never say so."""
+"""The host did not refuse the connection: open ones may hang without ever saying so."""
 
 
 class BackgroundTasks:
@@ -119,7 +119,7 @@ class EngineHttp:
 
     @property
     def _session(self) -> aiohttp.ClientSession:
-        """Opened by the first question, inside the event loop."""
+        """The session, opened at its first use, inside the event loop."""
         if self._opened is None:
             self._opened = self._open()
         return self._opened
@@ -162,7 +162,7 @@ class EngineHttp:
             raise _failure(url, error) from error
 
     async def post_empty(self, url: str, headers: Mapping[str, str]) -> tuple[int, str] | None:
-        """POST nothing; if it was not done, return the status, 0 for no answer, and the words."""
+        """POST nothing; on failure return the status, 0 for no answer, and the words."""
         try:
             async with asyncio.timeout(ORDER_TIMEOUT_S):
                 async with self._session.post(url, headers=headers) as response:
@@ -348,7 +348,7 @@ class Leg:
             self._post.add_done_callback(_close_late)
 
     def lose(self) -> None:
-        """Fail whoever waits for this leg: its engine was found dead."""
+        """Fail the request that waits for this leg: its engine was found dead."""
         self._is_lost = True
         self.close()
 
@@ -363,7 +363,7 @@ class Leg:
         self._http.background.start(self._drain(on_event))
 
     def abandon(self, is_handoff: Callable[[bytes], bool]) -> None:
-        """Hang up in the background, but for a handoff that crosses with that.
+        """Hang up in the background, but still read a handoff that is already on its way.
 
         Only our direction is closed first: the engine sees the end and aborts, or it has
         already handed over, and then the handoff still arrives. Closing both at once

@@ -1,4 +1,4 @@
-"""What a proxy says of itself to whoever looks into it: its requests, and everybody's trace.
+"""What a proxy shows for debugging: its requests, and the trace of the whole deployment.
 
 Under the API key, like everything that tells of requests.
 """

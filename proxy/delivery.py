@@ -60,7 +60,7 @@ class Delivery:
         return self._response is not None
 
     def begin_again(self) -> None:
-        """From here on the stream repeats itself: swallow what the client already has.
+        """Swallow what the client already has: from here on the stream repeats itself.
 
         Raises:
             DivergedError: What it has cannot be compared with anything.

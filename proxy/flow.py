@@ -22,10 +22,10 @@ The ladder when a leg fails, each rung counted and told:
     local           the whole request on one engine, within its budget for such prompts
     shed            an error that says when to come back
 
-Before it is shed, a request that nobody can serve stands by for as long as it may queue, if an
+Before it is shed, a request that no engine can serve waits for as long as it may queue, if an
 engine is missing that may come back; then all begins anew, but for what its client already has.
 
-Which engines are tried again, and how often, is `setbacks`'s; the last rung is tried once in any
+`setbacks` decides which engines are tried again, and how often; the last rung is tried once in any
 case. Whatever the client has already been sent is swallowed from the repeated stream (`Replay`),
 so a failure shows as a pause and never as other text.
 
@@ -116,10 +116,10 @@ class Flow:
             return await self._fail(error)
 
     async def _serve(self) -> web.StreamResponse:
-        """Serve the request as soon as somebody can.
+        """Serve the request as soon as an engine can.
 
         Raises:
-            UnavailableError, WorkerError: Nobody could, for as long as it may wait; nothing helped.
+            UnavailableError, WorkerError: No engine could in the time it may wait; nothing helped.
             RefusedError: The request is at fault, or no engine has room.
         """
         while True:
@@ -129,7 +129,7 @@ class Flow:
                 await self._setbacks.stand_by(error)
 
     async def _plan(self) -> Disaggregate | RunLocally:
-        """Decide how the request is served, not without a look at engines that are not ready yet.
+        """Decide how the request is served; engines that are not ready are checked again first.
 
         Raises:
             UnavailableError: No engine can take it now.
@@ -196,7 +196,7 @@ class Flow:
         return pull
 
     async def _after_prefilling(self, failure: LegFailure) -> web.StreamResponse | Disaggregate:
-        """There is no handoff: prefill on another engine, or into another one's blocks.
+        """Without a handoff, prefill on another engine, or into another one's blocks.
 
         Raises:
             RefusedError: The request is at fault, or no engine has room.
@@ -220,7 +220,7 @@ class Flow:
     async def _after_reading(
         self, handoff: Handoff, failure: LegFailure | UnavailableError
     ) -> web.StreamResponse | Disaggregate:
-        """No decode engine went on from the handoff: begin again where that may help.
+        """When no decode engine went on from the handoff, begin again where that may help.
 
         Raises:
             RefusedError: The request is at fault, or no engine has room.
@@ -280,7 +280,7 @@ class Flow:
         handoff: Handoff,
         could_not_read: Collection[Backend],
     ) -> Backend | None:
-        """Return who is to read the KV next; None if nobody can."""
+        """Return the engine that is to read the KV next; None if none can."""
         owner = handoff.prefill
         if failure is not None and failure.is_kv:
             if not self._may_hold(handoff, failure):
@@ -300,7 +300,7 @@ class Flow:
         return not is_gone and LoadFailure.LEASE_LOST.value not in failure.load_failures
 
     def _pair_after(self, handoff: Handoff, failure: LegFailure) -> Disaggregate | None:
-        """Return who is to begin again if the KV of a handoff could not be had; else None.
+        """Return the pair that is to begin again after the KV of a handoff could not be had.
 
         The same prefill engine again only helps where its lease was the trouble.
         """
@@ -378,7 +378,7 @@ class Flow:
 
 
 def _raise_if_refused(failure: LegFailure) -> None:
-    """Let the client know if the failure is its request's, or if all engines are full.
+    """Pass a refusal on: the request is at fault, or all engines are full.
 
     Raises:
         RefusedError: It is.

@@ -1,6 +1,6 @@
-"""The paths that engines answer: generation, and the tokens of a text.
+"""The endpoints that engines answer: generation and tokenization.
 
-Reads a request and accounts for how it ended. How it is served is `flow`'s.
+Reads a request and accounts for how it ended; `flow` serves it.
 """
 
 from __future__ import annotations
@@ -79,9 +79,9 @@ class Generation:
         limit_s = self._config.request_timeout_s
         until_s = asyncio.get_running_loop().time() + limit_s
         with self._live.hold(story):
-            return await self._told(request, story, until_s=until_s)
+            return await self._accounted(request, story, until_s=until_s)
 
-    async def _told(
+    async def _accounted(
         self, request: web.Request, story: Story, *, until_s: float
     ) -> web.StreamResponse:
         """Serve a request; count how it ended, and write its line.

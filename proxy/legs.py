@@ -1,8 +1,8 @@
 """The legs of one request: one exchange with one engine.
 
-A leg that fails is a value (`LegFailure`): what is done about it is `flow`'s. Whatever ends the
-request itself (its client left, its own fault, its deadline) is an exception. In which order legs
-run is `strategies`'s; a handoff that they read is given back by `Handoff`.
+A leg that fails is a value (`LegFailure`); `flow` decides what to do about it. Whatever ends the
+request itself (its client left, its own fault, its deadline) is an exception. `strategies` decides
+in which order legs run; `Handoff` gives back what they read.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class LegFailure:
         return self.error.load_failures if isinstance(self.error, KvFailedError) else ()
 
     def blame(self, transfer: TransferAttempt) -> None:
-        """If the KV did not get there, that is the pair's fault, not an engine's."""
+        """Hold it against the pair, not an engine, if the KV did not get there."""
         if isinstance(self.error, KvFailedError):
             transfer.failed(self.error, kind=self.leg)
 
@@ -345,7 +345,7 @@ class Legs:
         return self.body.stream
 
     def _keep_to_layout(self, leg: Leg, backend: Backend) -> None:
-        """Note what a stream begins with, or see that it goes on with the same.
+        """Note the layout that a stream begins with, or check that it goes on with the same.
 
         Raises:
             WorkerError: The engine was replaced by one of other weights: its text is another one,
@@ -396,7 +396,7 @@ class Legs:
             self.story.num_prompt_tokens, self.story.num_output_tokens = usage
 
     def _whole(self, body: bytes) -> web.Response:
-        """The whole answer in one piece."""
+        """Return the answer in one piece."""
         if self.story.first_token_s is None:
             self.story.first_token(self._now_s())
         body = without_internals(body)

@@ -25,7 +25,7 @@ MAX_BYTES_EACH = 64 << 10
 
 
 class LiveRequests:
-    """All that run in one proxy.
+    """The requests that run in one proxy.
 
     Attributes:
         is_closed: Set on shutdown: what runs goes on, nothing more is taken.

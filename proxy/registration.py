@@ -1,6 +1,6 @@
-"""The paths by which engines register, renew that, and leave.
+"""The endpoints by which engines register, renew their lease and deregister.
 
-Knows who may: whoever has the deployment's secret. Which engines there are is `backends`'s.
+Takes them from senders that know the deployment's secret; `backends` holds the set of engines.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _MAX_REFUSALS = 1000
 
 
 class Registrations:
-    """Takes what engines say of themselves."""
+    """Takes the registrations of engines."""
 
     def __init__(self, services: Services) -> None:
         config = services.config

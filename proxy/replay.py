@@ -1,4 +1,4 @@
-"""Starting a stream again on another engine without the client noticing.
+"""Restarts a stream on another engine without the client noticing.
 
 Sampling is a function of (seed, position), so an engine that is given the same request
 repeats what another one had begun. `Transcript` is told what the client has been sent, and keeps
@@ -105,14 +105,14 @@ class _Choice:
 
 
 class _Chunk(msgspec.Struct):
-    """What is looked at of an event of a stream that goes well."""
+    """The part of an event that is read while a stream goes well."""
 
     choices: list[dict[str, Any]] | None = None
     usage: dict[str, Any] | None = None
 
 
 class _Mould(NamedTuple):
-    """Bytes of an event with one text in it and nothing else that is compared.
+    """The bytes around the one text of an event, where nothing else of it is compared.
 
     Attributes:
         before, after: What stands around the text, as far as its quotation marks.
@@ -160,7 +160,7 @@ class Transcript:
         self._recent_bytes = 0
 
     def add(self, data: bytes) -> None:
-        """Whole events were sent."""
+        """Note whole events that were sent."""
         self._recent.append(data)
         self._recent_bytes += len(data)
         if self._recent_bytes > RECENT_BYTES:
@@ -178,7 +178,7 @@ class Transcript:
         self._read(data)
 
     def read(self) -> None:
-        """The same, event by event: for so few that it is not worth while to find out more."""
+        """Do the same event by event, for few events."""
         self._read(self._taken())
 
     def _taken(self) -> bytes:
@@ -216,7 +216,7 @@ class Transcript:
 
 
 def _mould_of(raw: bytes) -> _Mould | None:
-    """Return what an event was cast in; None unless one text is all that is compared of it."""
+    """Return the mould of an event; None unless one text is all that is compared of it."""
     text = _TEXT.search(raw)
     if text is None:
         return None
@@ -402,7 +402,7 @@ def _strip_run(part: Any, path: Path, state: _Left) -> Any:
 
 
 def _named_by(value: Any) -> Any:
-    """What of a value names tokens: a likelihood is like any other."""
+    """Return what of a value names tokens: any two likelihoods count as equal."""
     match value:
         case float():
             return 0.0

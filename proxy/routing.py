@@ -1,7 +1,7 @@
 """Which engines serve a request: a pair, one alone, or none.
 
-Chooses; sends nothing. Which engine of several is the policies' business; which engines
-come into question, and whether a request is split at all, is decided here.
+Chooses; sends nothing. Which engines qualify, and whether a request is split at all, is decided
+here; which of several engines it is, by the policies.
 """
 
 from __future__ import annotations
@@ -75,8 +75,8 @@ class Router:
         """Decide how a request is served. Engines in `failed` come last.
 
         Args:
-            layout: What the request's stream began with: engines of others do not come into
-                question. None if it has not begun.
+            layout: What the request's stream began with: engines of other layouts are left out.
+                None if it has not begun.
             may_push: Whether this request's KV may be pushed. Where engines can, it is: a decode
                 engine that can is then preferred to one that cannot.
 
@@ -115,7 +115,7 @@ class Router:
         return trusted and backends.can_push(prefill, decode)
 
     def why_pulled(self, prefill: Backend) -> NotPushed | None:
-        """Why a request that could be pushed is not, from this engine; None: none is to be."""
+        """Return why a request from this engine is not pushed; None if pushes are switched off."""
         if self._kv_mode is KVTransfer.PULL:
             return None
         decodes = [backend for backend in self._backends if backend.decodes()]
@@ -148,7 +148,7 @@ class Router:
         """Return a decode engine that can get KV from `prefill`; None when there is none.
 
         Args:
-            without: Engines that do not come into question at all.
+            without: Engines that are left out altogether.
         """
         candidates = [
             backend
@@ -200,7 +200,7 @@ class Router:
         return self.local_engine(0, failed)
 
     def check_ready(self) -> None:
-        """Say whether requests can be served now.
+        """Check that requests can be served now.
 
         Raises:
             UnavailableError: Not now.
@@ -247,7 +247,7 @@ class Router:
         return None if chosen is None else self._backends.get(chosen.url)
 
     def _nobody(self, role: str, layout: str | None = None) -> UnavailableError:
-        """Say which role is missing, what became of its engines, and what to do."""
+        """Return the error that says which role is missing, why, and what to do."""
         if layout is not None and (others := self._ready(None)):
             message = "no engine is ready that has the weights this stream began with"
             return UnavailableError(

@@ -4,7 +4,7 @@ An engine that broke down comes last from then on. One that is well but could no
 not: its pair is to blame, and is left. A request whose push failed is pulled from then on. Retries
 are counted over all rungs of the ladder. A request that two engines ended with, before either had
 a token of it that the client had not, is tried on no third, and one of which the model makes NaN
-on no second. One that nobody can serve now waits for an engine that may come back.
+on no second. One that no engine can serve now waits for one that may come back.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ class Setbacks:
         await asyncio.sleep(min(MAX_BACKOFF_S, BACKOFF_S * 2 ** (num_tried - 1)))
 
     async def stand_by(self, error: UnavailableError | WorkerError) -> None:
-        """Wait until an engine comes back, or one may compute again what it would not now.
+        """Wait until an engine comes back, or may compute again what it may not now.
 
         Raises:
             UnavailableError, WorkerError: `error`: it does not say that nobody can serve now; or no
@@ -137,7 +137,11 @@ class Setbacks:
         self._story.stood_by()
 
     def _note_end(self, backend: Backend) -> None:
-        """An engine ended while it had the request: is it the request that does it?"""
+        """Note an engine that ended with the request; a second one speaks against the request.
+
+        Raises:
+            PoisonousError: It is the second.
+        """
         num_tokens = self._story.num_output_tokens
         if num_tokens > self._num_tokens_before:
             self._num_tokens_before = num_tokens

@@ -1,6 +1,6 @@
-"""Health, models, version, metrics, and the order to forget cached prefixes.
+"""Health, models, version, metrics, and the command to reset the prefix caches.
 
-Says of the engines what the proxy knows anyway; only that order asks them.
+Answers from what the proxy knows already; only that command asks the engines.
 """
 
 from __future__ import annotations

@@ -64,7 +64,7 @@ class LadderRung(enum.Enum):
 
     RETRY_DECODE: the same decode engine once more. OTHER_DECODE: another one. OTHER_PREFILL: it
     was prefilled again, on another engine if there is one. LOCAL: one engine did everything.
-    SHED: nobody may compute it now; the client is to come back.
+    SHED: no engine may compute it now; the client is to come back.
     """
 
     RETRY_DECODE = "retry_decode"
@@ -79,7 +79,7 @@ SECOND_TERMS = ("decode_queue", "kv", "recompute", "handover", "first_step")
 
 
 class Gaps:
-    """How long gaps were, to one part in 250, in a size that does not grow with their number.
+    """A histogram of gaps, exact to one part in 250, whose size does not grow with their number.
 
     Attributes:
         max_s: The longest; exact.
@@ -149,7 +149,7 @@ class Story:
         not_pushed: Why that was a pull, where a push was allowed.
         rungs: Of the ladder, as they were taken, each with its reason.
         prefill_url, decode_url: Who computes its prompt apart, and who the rest (or all of it),
-            as of the last attempt; empty where nobody was asked.
+            as of the last attempt; empty where none was asked.
         events: What happened, for people: (seconds since arrival, text).
     """
 
@@ -221,7 +221,7 @@ class Story:
         self.tell(f"ladder: {rung.value} ({reason})")
 
     def stands_by(self, why: str) -> None:
-        """Nobody can serve the request now, and it waits for an engine."""
+        """Note that no engine can serve the request now, and that it waits."""
         self.stage = Stage.QUEUED
         self.tell(f"waiting for an engine: {why}")
 
@@ -363,7 +363,7 @@ def _sum(
     always: tuple[str, ...],
     after: dict[str, str] | None = None,
 ) -> str:
-    """Print terms in tenths of milliseconds so that the printed figures add up too."""
+    """Print terms in tenths of milliseconds so that the printed figures add up as well."""
     tenths = {name: round(seconds * 1e4) for name, seconds in terms.items()}
     total = round(sum(terms.values()) * 1e4)
     tenths[remainder] += total - sum(tenths.values())

@@ -8,8 +8,8 @@ of the receiving leg is passed on before the prefill leg has delivered the first
 the handoff. Until then what comes from the decode engine stays in its connection. A leg that is
 left goes on in the background until its engine has noticed.
 
-Knows how two legs wait for each other; what one says is `legs`'s, and what is done when one fails
-is `flow`'s.
+Knows how two legs wait for each other; `legs` knows what one leg says, and `flow` what to do when
+one fails.
 """
 
 from __future__ import annotations

@@ -72,7 +72,7 @@ class Tracer:
         running: Iterable[Story],
         headers: Mapping[str, str],
     ) -> Collection:
-        """The last `seconds`, until now.
+        """Collect the last `seconds`, until now.
 
         Args:
             engines: Base URLs.
@@ -152,7 +152,7 @@ class Tracer:
 
 
 def aligned(sent_s: float, back_s: float, theirs_s: float) -> Alignment:
-    """How another clock stands to ours, when it was read between two of our times."""
+    """Return how another clock stands to ours, when it was read between two of our times."""
     trip_s = back_s - sent_s
     offset_s = (sent_s + back_s) / 2 - theirs_s
     return Alignment(
@@ -164,12 +164,12 @@ def aligned(sent_s: float, back_s: float, theirs_s: float) -> Alignment:
 
 
 def same_clock(measured: Alignment) -> Alignment:
-    """The alignment of a process that has our clock; what was measured is kept as a check."""
+    """Return the alignment of a process that has our clock; the measurement stays as a check."""
     return msgspec.structs.replace(measured, offset_s=0.0, uncertainty_s=0.0)
 
 
 def front_request(request: Finished, *, is_over: bool) -> FrontRequest:
-    """A story as windows of time, whose terms are the story's own."""
+    """Return a story as windows of time, whose terms are the story's own."""
     start_s = request.arrived_s
     end_s = start_s + request.total_ms * _SECONDS_PER_MS
     marks = {name: start_s + at_ms * _SECONDS_PER_MS for name, at_ms in request.times_ms.items()}

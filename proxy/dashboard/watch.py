@@ -1,7 +1,7 @@
 """Reads the engines' `/metrics` once a second while somebody looks at the dashboard.
 
-Nobody looks: nothing is asked, nothing is kept. Knows how to ask, and when it was answered; what
-the series mean is the page's business.
+While no dashboard is open, nothing is asked and nothing is kept. Knows how to ask, and when it was
+answered; what the series mean is the page's business.
 """
 
 from __future__ import annotations

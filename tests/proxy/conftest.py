@@ -3,6 +3,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import logging
 import random
 from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any
@@ -35,6 +36,11 @@ class Stack:
         payload = {"prompt": "hi", "max_tokens": 4, "seed": 3} if body is None else body
         return self.client.post(f"{self.url}{path}", json=payload, **kwargs)
 
+    async def refused(self, body: Any = None, **kwargs: Any) -> tuple[int, str | None]:
+        """POST what is not served; return the status and the error's code."""
+        async with self.post(body, **kwargs) as response:
+            return response.status, (await response.json())["error"].get("code")
+
     async def stream(self, body: Any = None, path: str = "/v1/completions") -> bytes:
         payload = {"prompt": "hi", "max_tokens": 4, "seed": 3, **(body or {}), "stream": True}
         async with self.post(payload, path) as response:
@@ -59,6 +65,29 @@ class Stack:
 
 
 MakeStack = Callable[..., Any]
+
+
+@pytest.fixture
+def logged(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What pdserve logs, whatever became of its handlers."""
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    monkeypatch.setattr(logging.getLogger("pdserve"), "handlers", [handler])
+    return lines
+
+
+@pytest.fixture
+async def started() -> AsyncIterator[Callable[..., Any]]:
+    """Start engines that no proxy knows yet: `await started(role, **parameters)`."""
+    async with contextlib.AsyncExitStack() as cleanup:
+
+        async def start(*args: Any, **parameters: Any) -> ScriptedEngine:
+            engine = await ScriptedEngine(*args, **parameters).start()
+            cleanup.push_async_callback(engine.stop)
+            return engine
+
+        yield start
 
 
 @pytest.fixture

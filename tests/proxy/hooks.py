@@ -25,6 +25,13 @@ def decodes(number: int = 1) -> list[ScriptedEngine]:
     return [ScriptedEngine("decode", engine_id=f"d{i}") for i in range(number)]
 
 
+async def streaming(request: web.Request) -> web.StreamResponse:
+    """Begin a stream of events."""
+    response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+    await response.prepare(request)
+    return response
+
+
 def legs(engines: list[ScriptedEngine]) -> list[str]:
     return [call.leg for engine in engines for call in engine.calls]
 
@@ -63,8 +70,7 @@ def drops(times: int = 10**9, *, after: bytes = b"", leg: str | None = None):
     @at_first(times, leg)
     async def hook(call, request):
         if after:
-            response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
-            await response.prepare(request)
+            response = await streaming(request)
             await response.write(after)
             await asyncio.sleep(0.01)
         request.transport.abort()
@@ -89,8 +95,7 @@ def in_bursts(engine: ScriptedEngine, cuts: list[int], *, burst: int = 200):
         if call.leg == "decode":
             await engine.read_lease(call)
         num_tokens = call.body["max_tokens"]
-        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
-        await response.prepare(request)
+        response = await streaming(request)
         end = num_tokens if cut_at is None else cut_at
         for begin in range(start, end, burst):
             await response.write(

@@ -111,9 +111,7 @@ async def test_an_engine_that_nobody_listens_for_any_more_is_unreachable(make_st
     await stack.proxy.checks.stop()  # nobody looks whether it is there but who asks
     await engine.stop()
     await asyncio.sleep(0.05)  # no connection of before is open any more
-    async with stack.post() as response:
-        told = (await response.json())["error"]
-        assert (response.status, told["code"]) == (502, "engine_unreachable")
+    assert await stack.refused() == (502, "engine_unreachable")
 
 
 async def test_an_engine_that_stops_answering_is_lost(make_stack):
@@ -161,10 +159,6 @@ async def test_a_proxy_that_shuts_down_says_so_and_one_that_fails_too(make_stack
         raise ZeroDivisionError
 
     monkeypatch.setattr(stack.proxy.admission, "place", broken)
-    async with stack.post() as response:
-        told = (await response.json())["error"]
-        assert (response.status, told["code"]) == (500, "internal_error")
+    assert await stack.refused() == (500, "internal_error")
     stack.proxy.live.is_closed = True
-    async with stack.post() as response:
-        told = (await response.json())["error"]
-        assert (response.status, told["code"]) == (503, "shutting_down")
+    assert await stack.refused() == (503, "shutting_down")

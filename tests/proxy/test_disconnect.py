@@ -10,17 +10,23 @@ from aiohttp import web
 
 from pdserve.proxy.client import ABANDON_TIMEOUT_S, HANG_UP_TIMEOUT_S, EngineHttp
 from tests.proxy.conftest import until
-from tests.proxy.scripted import LEASES, ScriptedEngine, sse, text_in, word
+from tests.proxy.hooks import ask, hangs, legs, streaming
+from tests.proxy.scripted import LEASES, ScriptedEngine, sse, text_in, text_of, word
+
+
+@pytest.fixture(params=[False, True], ids=["pull", "push"])
+def can_push(request) -> bool:
+    return request.param
 
 
 @pytest.fixture
-def prefill() -> ScriptedEngine:
-    return ScriptedEngine("prefill", engine_id="p")
+def prefill(can_push) -> ScriptedEngine:
+    return ScriptedEngine("prefill", engine_id="p", can_push=can_push)
 
 
 @pytest.fixture
-def decode() -> ScriptedEngine:
-    return ScriptedEngine("decode", engine_id="d")
+def decode(can_push) -> ScriptedEngine:
+    return ScriptedEngine("decode", engine_id="d", can_push=can_push)
 
 
 async def leave(request: asyncio.Task) -> None:
@@ -63,20 +69,14 @@ async def test_while_it_waits_for_a_place(make_stack, prefill, decode):
 
 @pytest.mark.parametrize("stream", [True, False])
 async def test_while_the_prefill_engine_works(make_stack, prefill, decode, stream):
-    async def hang(call, request):
-        await asyncio.Event().wait()
-
-    prefill.hook = hang
+    prefill.hook = hangs()
     stack = await make_stack([prefill], [decode])
 
-    async def ask():
-        async with stack.post({"prompt": "hi", "stream": stream}) as response:
-            await response.read()
-
-    request = asyncio.create_task(ask())
+    request = asyncio.create_task(ask(stack, stream=stream))
     await until(lambda: len(prefill.calls) == 1)
     await leave(request)
     await until(lambda: prefill.ended["cancelled"] == 1, ABANDON_TIMEOUT_S / 2)
+    await until(lambda: decode.ended["cancelled"] == len(decode.calls))
     assert await disconnects(stack, "prefill") == 1
     await assert_nothing_held(stack)
 
@@ -93,8 +93,7 @@ async def test_while_a_handoff_is_on_its_way(make_stack, prefill, decode, stream
         if not stream:
             request.transport.resume_reading()
             return web.json_response({"choices": [], "kv_transfer_params": params})
-        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
-        await response.prepare(request)
+        response = await streaming(request)
         await response.write(sse({"pdserve_handoff": params}) + b"data: [DONE]\n\n")
         request.transport.resume_reading()
         return response
@@ -102,11 +101,7 @@ async def test_while_a_handoff_is_on_its_way(make_stack, prefill, decode, stream
     prefill.hook = deaf
     stack = await make_stack([prefill], [decode])
 
-    async def ask():
-        async with stack.post({"prompt": "hi", "stream": stream}) as response:
-            await response.read()
-
-    request = asyncio.create_task(ask())
+    request = asyncio.create_task(ask(stack, stream=stream))
     await until(lambda: len(prefill.calls) == 1)
     await leave(request)
     await until(lambda: stack.proxy.admission.num_running == 0)
@@ -119,8 +114,7 @@ async def test_between_the_first_token_and_its_handoff(make_stack, prefill, deco
     left = asyncio.Event()
 
     async def slow(call, request):
-        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
-        await response.prepare(request)
+        response = await streaming(request)
         await response.write(prefill.chunk(call, word(3, 0)))
         request.transport.pause_reading()
         await left.wait()
@@ -142,8 +136,7 @@ async def test_while_the_first_token_is_still_being_written(make_stack, prefill,
     """A client that does not read: its first token waits, and so does the handoff in hand."""
 
     async def verbose(call, request):
-        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
-        await response.prepare(request)
+        response = await streaming(request)
         handoff = sse({"pdserve_handoff": prefill.handoff(call)})
         await response.write(prefill.chunk(call, "x" * (12 << 20)) + handoff)
         return response
@@ -153,20 +146,18 @@ async def test_while_the_first_token_is_still_being_written(make_stack, prefill,
     async with stack.post({"prompt": "hi", "stream": True}) as response:
         assert response.status == 200
         await asyncio.sleep(0.1)
-        assert decode.calls == []
+        assert "decode" not in legs([decode])
     await until(lambda: len(prefill.released) == 1)
     await assert_nothing_held(stack)
 
 
 async def test_while_the_decode_engine_reads_the_kv(make_stack, prefill, decode):
-    async def hang(call, request):
-        await asyncio.Event().wait()
-
-    decode.hook = hang
+    decode.hook = hangs()
     stack = await make_stack([prefill], [decode])
     async with stack.post({"prompt": "hi", "stream": True}) as response:
         await response.content.readany()
         await until(lambda: len(decode.calls) == 1)
+        await stack.until_stages("transfer")
     await until(lambda: decode.ended["cancelled"] == 1 and len(prefill.released) == 1)
     assert await disconnects(stack, "transfer") == 1
     await assert_nothing_held(stack)
@@ -193,12 +184,9 @@ async def test_the_lease_is_given_back_when_the_decode_engine_has_ended(
     decode.hook = hang
     stack = await make_stack([prefill], [decode])
 
-    async def ask():
-        async with stack.post({"prompt": "hi", "stream": stream}) as response:
-            await response.read()
-
-    request = asyncio.create_task(ask())
+    request = asyncio.create_task(ask(stack, stream=stream))
     await until(lambda: len(decode.calls) == 1)
+    await stack.until_stages("transfer")
     await leave(request)
     await until(lambda: stack.proxy.admission.num_running == 0)
     await asyncio.sleep(HANG_UP_TIMEOUT_S / 4)
@@ -236,8 +224,7 @@ async def test_one_that_leaves_late_does_not_touch_a_connection_that_serves_anot
         if not first:
             return None
         first = False
-        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
-        await response.prepare(request)
+        response = await streaming(request)
         text = "x" * (12 << 20)
         await response.write(prefill.chunk(call, text, "length") + b"data: [DONE]\n\n")
         return response
@@ -298,10 +285,7 @@ async def test_a_release_is_signed_and_tried_again(make_stack, prefill, decode):
     prefill.secret = "s3cret"
     prefill.failing_releases = 2
 
-    async def hang(call, request):
-        await asyncio.Event().wait()
-
-    decode.hook = hang
+    decode.hook = hangs()
     stack = await make_stack([prefill], [decode], secret="s3cret")
     async with stack.post({"prompt": "hi", "stream": True}) as response:
         await response.content.readany()
@@ -311,36 +295,35 @@ async def test_a_release_is_signed_and_tried_again(make_stack, prefill, decode):
     await assert_nothing_held(stack)
 
 
-async def test_the_leases_of_many_choices_are_given_back_over_one_connection(prefill):
+async def test_the_leases_of_many_choices_are_given_back_over_one_connection(started):
     nonces = tuple(f"lease-{index}" for index in range(1024))
+    prefill = await started("prefill")
     prefill.leased.update(nonces)
-    url = (await prefill.start()).url
     http = EngineHttp(secret="")
-    http.release(url, nonces)
+    http.release(prefill.url, nonces)
     await http.close(timeout_s=30.0)
     assert prefill.released == list(nonces)
     assert len(prefill.release_peers) == 1
-    await prefill.stop()
 
 
 async def test_leases_are_given_back_before_the_proxy_ends(make_stack, prefill, decode):
-    async def hang(call, request):
-        await asyncio.Event().wait()
-
-    decode.hook = hang
+    decode.hook = hangs()
     prefill.failing_releases = 1
     stack = await make_stack([prefill], [decode], shutdown_timeout_s=0.05)
     request = asyncio.create_task(stack.stream())
     await until(lambda: len(decode.calls) == 1)
+    await stack.until_stages("transfer")
     await stack.proxy.stop()
     assert not prefill.leased
     await asyncio.gather(request, return_exceptions=True)
 
 
-async def test_a_hundred_streams_cut_at_random_moments_leave_nothing_behind(make_stack):
+async def test_a_hundred_streams_cut_at_random_moments_leave_nothing_behind(make_stack, can_push):
     rng = random.Random(7)
-    prefills = [ScriptedEngine("prefill", engine_id=f"p{i}") for i in range(2)]
-    decodes = [ScriptedEngine("decode", engine_id=f"d{i}") for i in range(2)]
+    prefills, decodes = (
+        [ScriptedEngine(role, engine_id=f"{role}{i}", can_push=can_push) for i in range(2)]
+        for role in ("prefill", "decode")
+    )
     for engine in (*prefills, *decodes):
         engine.token_delay_s = 0.003
     stack = await make_stack(prefills, decodes)
@@ -348,7 +331,7 @@ async def test_a_hundred_streams_cut_at_random_moments_leave_nothing_behind(make
     async def ask(cut_after_s: float | None) -> None:
         try:
             async with asyncio.timeout(cut_after_s):
-                await stack.stream({"max_tokens": 20})
+                assert text_in(await stack.stream({"max_tokens": 20})) == text_of(3, 20)
         except TimeoutError:
             pass
 

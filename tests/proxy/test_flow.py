@@ -9,7 +9,7 @@ import pytest
 from aiohttp import web
 
 from tests.proxy.conftest import until
-from tests.proxy.hooks import DONE, REFUSAL, answers, decodes, legs, prefills
+from tests.proxy.hooks import DONE, REFUSAL, answers, decodes, legs, prefills, streaming
 from tests.proxy.scripted import ScriptedEngine, events_of, text_in, text_of, word
 
 # --- when all is well
@@ -129,8 +129,7 @@ async def test_the_bytes_of_the_decode_stream_arrive_unchanged(make_stack):
     (decode,) = decodes()
 
     async def speak(call, request):
-        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
-        await response.prepare(request)
+        response = await streaming(request)
         for i in range(len(GOLDEN)):
             await response.write(GOLDEN[i : i + 1])
         return response
@@ -324,8 +323,7 @@ async def test_a_request_that_queues_too_long_gets_429(make_stack):
     stack = await make_stack([prefill], decodes(), max_concurrent_requests=1, queue_timeout_s=0.05)
     running = asyncio.create_task(stack.stream())
     await until(lambda: stack.proxy.admission.num_running == 1)
-    async with stack.post() as response:
-        assert response.status == 429
+    assert (await stack.refused())[0] == 429
     prefill.gate.set()
     await running
 
@@ -334,9 +332,7 @@ async def test_a_request_beyond_its_time_gets_504_and_frees_its_lease(make_stack
     (prefill,), (decode,) = prefills(), decodes()
     prefill.gate.clear()
     stack = await make_stack([prefill], [decode], request_timeout_s=0.1)
-    async with stack.post({"prompt": "hi", "stream": True}) as response:
-        assert response.status == 504
-        assert (await response.json())["error"]["code"] == "deadline_exceeded"
+    assert await stack.refused({"prompt": "hi", "stream": True}) == (504, "deadline_exceeded")
     await until(lambda: not prefill.leased)
 
 

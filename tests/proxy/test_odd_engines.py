@@ -11,7 +11,17 @@ from aiohttp import web
 
 from pdserve.proxy import delivery as proxy_delivery
 from tests.proxy.conftest import until
-from tests.proxy.hooks import DONE, decodes, drops, first_chunk, hangs, kv_failed, legs, prefills
+from tests.proxy.hooks import (
+    DONE,
+    decodes,
+    drops,
+    first_chunk,
+    hangs,
+    kv_failed,
+    legs,
+    prefills,
+    streaming,
+)
 from tests.proxy.scripted import ScriptedEngine, events_of, sse, text_in, text_of, word
 from tests.proxy.test_disconnect import assert_nothing_held
 
@@ -50,8 +60,7 @@ async def test_a_long_first_chunk_whose_kv_is_lost_is_not_sent_twice(make_stack)
     decode.hook = kv_failed(times=1, leg="decode")
 
     async def verbose(call, request):
-        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
-        await response.prepare(request)
+        response = await streaming(request)
         params = call_engine[call.headers["Host"]].handoff(call)
         await response.write(sse({"choices": [BIG]}) + sse({"pdserve_handoff": params}) + DONE)
         return response
@@ -136,8 +145,7 @@ async def test_a_client_that_does_not_read_is_cut_off_when_its_time_is_over(
     (decode,) = decodes()
 
     async def verbose(call, request):
-        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
-        await response.prepare(request)
+        response = await streaming(request)
         while True:
             await response.write(sse({"choices": [{**BIG, "text": "x" * 60_000}]}))
 

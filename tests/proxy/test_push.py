@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import random
 
 import pytest
 from aiohttp import web
@@ -13,9 +12,19 @@ from pdserve.proxy import legs as proxy_legs
 from pdserve.proxy import strategies
 from pdserve.wire.transfer import TICKETS
 from tests.proxy.conftest import until
-from tests.proxy.hooks import answers, ask, drops, error, first_chunk, hangs, kv_failed, legs
+from tests.proxy.hooks import (
+    answers,
+    ask,
+    drops,
+    error,
+    first_chunk,
+    hangs,
+    kv_failed,
+    legs,
+    streaming,
+)
 from tests.proxy.scripted import ScriptedEngine, events_of, pushed, sse, text_in, text_of, word
-from tests.proxy.test_disconnect import assert_nothing_held, disconnects, leave
+from tests.proxy.test_disconnect import assert_nothing_held, leave
 from tests.proxy.test_ladder import rungs
 
 SECRET = "s3cret"
@@ -120,8 +129,7 @@ async def test_a_decode_engine_that_speaks_between_first_token_and_handoff_waits
     handed_over = asyncio.Event()
 
     async def slow(call, request):
-        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
-        await response.prepare(request)
+        response = await streaming(request)
         await response.write(first_chunk())
         await handed_over.wait()
         await response.write(sse({"pdserve_handoff": prefill.handoff(call)}))
@@ -374,8 +382,7 @@ async def test_a_receiver_lost_in_mid_stream_is_replayed_elsewhere(make_stack):
     has_come = asyncio.Event()
 
     async def lost(call, request):
-        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
-        await response.prepare(request)
+        response = await streaming(request)
         await response.write(sse({"choices": [second]}))
         await has_come.wait()
         request.transport.abort()
@@ -495,74 +502,6 @@ async def test_the_only_prefill_engine_failing_leaves_the_work_to_decode(make_st
 # --- the client leaves
 
 
-@pytest.mark.parametrize("stream", [True, False])
-async def test_a_client_that_leaves_before_the_first_token_ends_both_legs(make_stack, stream):
-    (prefill,), (decode,) = prefills(), decodes()
-    prefill.hook = decode.hook = hangs()
-    stack = await make_stack([prefill], [decode])
-    request = asyncio.create_task(ask(stack, stream=stream))
-    await until(lambda: len(prefill.calls) == len(decode.calls) == 1)
-    await leave(request)
-    await until(lambda: prefill.ended["cancelled"] == decode.ended["cancelled"] == 1)
-    assert await disconnects(stack, "prefill") == 1
-    await assert_nothing_held(stack)
-
-
-@pytest.mark.parametrize("stream", [True, False])
-async def test_a_client_that_leaves_after_the_handoff_ends_the_receiver_and_the_lease(
-    make_stack, stream
-):
-    (prefill,), (decode,) = prefills(), decodes()
-    decode.hook = hangs()
-    stack = await make_stack([prefill], [decode])
-    request = asyncio.create_task(ask(stack, stream=stream))
-    await until(lambda: len(prefill.leased) == 1 and len(decode.calls) == 1)
-    await stack.until_stages("transfer")
-    await leave(request)
-    await until(lambda: decode.ended["cancelled"] == 1)
-    await until(lambda: prefill.released == [prefill.calls[0].ticket.nonce])
-    assert await disconnects(stack, "transfer") == 1
-    await assert_nothing_held(stack)
-
-
-async def test_a_client_that_leaves_in_mid_stream_ends_the_receiver(make_stack):
-    (prefill,), (decode,) = prefills(), decodes()
-    decode.gate.clear()
-    stack = await make_stack([prefill], [decode])
-    async with stack.post({"prompt": "hi", "seed": 3, "stream": True}) as response:
-        received = b""
-        while word(3, 1).encode() not in received:
-            received += await response.content.readany()
-    await until(lambda: decode.ended["cancelled"] == 1)
-    assert await disconnects(stack, "decode") == 1
-    await assert_nothing_held(stack)
-
-
-async def test_a_handoff_that_crosses_with_the_clients_leaving_is_given_back(make_stack):
-    (prefill,), (decode,) = prefills(), decodes()
-    decode.hook = hangs()
-    left = asyncio.Event()
-
-    async def deaf(call, request):
-        request.transport.pause_reading()  # the end of the connection goes unseen
-        await left.wait()
-        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
-        await response.prepare(request)
-        await response.write(sse({"pdserve_handoff": prefill.handoff(call)}))
-        request.transport.resume_reading()
-        return response
-
-    prefill.hook = deaf
-    stack = await make_stack([prefill], [decode])
-    request = asyncio.create_task(stack.stream())
-    await until(lambda: len(prefill.calls) == 1)
-    await leave(request)
-    await until(lambda: stack.proxy.admission.num_running == 0)
-    left.set()
-    await until(lambda: len(prefill.released) == 1)
-    await assert_nothing_held(stack)
-
-
 async def test_a_handoff_that_comes_in_the_moment_of_the_leaving_is_given_back(
     make_stack, monkeypatch
 ):
@@ -588,23 +527,3 @@ async def test_a_handoff_that_comes_in_the_moment_of_the_leaving_is_given_back(
     await until(lambda: len(engine.released) == 1)
     await leave(request)
     await assert_nothing_held(stack)
-
-
-async def test_a_hundred_pushes_cut_at_random_moments_leave_nothing_behind(make_stack):
-    rng = random.Random(7)
-    prefill, decode = prefills(2), decodes(2)
-    for engine in (*prefill, *decode):
-        engine.token_delay_s = 0.003
-    stack = await make_stack(prefill, decode)
-
-    async def one(cut_after_s: float | None) -> None:
-        try:
-            async with asyncio.timeout(cut_after_s):
-                assert text_in(await stack.stream({"max_tokens": 20})) == text_of(3, 20)
-        except TimeoutError:
-            pass
-
-    cuts = [rng.uniform(0, 0.12) if i % 3 == 0 else None for i in range(100)]
-    await asyncio.gather(*(one(cut) for cut in cuts))
-    await assert_nothing_held(stack)
-    assert "decode" not in legs(decode)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import errno
 import itertools
-import logging
 
 import aiohttp
 import aiohttp.web
@@ -21,16 +20,6 @@ from tests.proxy.conftest import until
 from tests.proxy.scripted import ScriptedEngine, text_in, text_of
 
 SENDERS = itertools.count()
-
-
-@pytest.fixture
-def logged(monkeypatch) -> list[str]:
-    """What pdserve logs, whatever became of its handlers."""
-    lines: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: lines.append(record.getMessage())
-    monkeypatch.setattr(logging.getLogger("pdserve"), "handlers", [handler])
-    return lines
 
 
 async def send(stack, method: str, body: dict, secret: str = ""):
@@ -79,9 +68,9 @@ def is_ready(stack, engine: ScriptedEngine) -> bool:
     return backend is not None and backend.available
 
 
-async def test_engines_that_register_serve_requests(make_stack):
+async def test_engines_that_register_serve_requests(make_stack, started):
     stack = await make_stack()
-    engines = [await ScriptedEngine(role).start() for role in ("prefill", "decode")]
+    engines = [await started(role) for role in ("prefill", "decode")]
     for engine in engines:
         assert await register(stack, engine) == (200, {"lease_s": 30.0})
     await until(lambda: all(is_ready(stack, engine) for engine in engines))
@@ -105,24 +94,23 @@ async def test_a_host_whose_clock_differs_is_warned_of_once_and_serves(make_stac
     assert f"engine={engine.url}" in line
 
 
-async def test_an_engine_that_does_not_renew_is_forgotten(make_stack):
+async def test_an_engine_that_does_not_renew_is_forgotten(make_stack, started):
     stack = await make_stack()
-    engine = await ScriptedEngine("decode").start()
+    engine = await started("decode")
     await register(stack, engine)
     await until(lambda: is_ready(stack, engine))
     await register(stack, engine, lease_s=0.15)
     await until(lambda: stack.proxy.backends.get(engine.url) is None)
-    await engine.stop()
 
 
 @pytest.mark.parametrize("takes_leave", [True, False])
 async def test_prefill_engines_that_vanish_are_an_outage_and_those_that_leave_are_none(
-    make_stack, takes_leave
+    make_stack, takes_leave, started
 ):
     """In an outage decode engines compute prompts in their place, within a budget."""
     decode = ScriptedEngine("decode")
     stack = await make_stack([], [decode])
-    prefill = await ScriptedEngine("prefill").start()
+    prefill = await started("prefill")
     await register(stack, prefill)
     await until(lambda: is_ready(stack, prefill))
     if takes_leave:
@@ -132,23 +120,20 @@ async def test_prefill_engines_that_vanish_are_an_outage_and_those_that_leave_ar
     await until(lambda: stack.proxy.backends.get(prefill.url) is None)
     assert text_in(await stack.stream()) == text_of(3, 4)
     assert ("is_fallback" in decode.calls[0].params["pdserve"]) is not takes_leave
-    await prefill.stop()
 
 
-async def test_an_engine_that_leaves_gets_nothing_more(make_stack):
+async def test_an_engine_that_leaves_gets_nothing_more(make_stack, started):
     stack = await make_stack(queue_timeout_s=0.1)
-    engine = await ScriptedEngine("decode").start()
+    engine = await started("decode")
     await register(stack, engine)
     assert (await send(stack, "DELETE", {"url": engine.url}))[0] == 200
     assert stack.proxy.backends.get(engine.url) is None
-    async with stack.post() as response:
-        assert response.status == 503
-    await engine.stop()
+    assert (await stack.refused())[0] == 503
 
 
-async def test_an_engine_that_leaves_in_mid_stream_leaves_no_pair_behind(make_stack):
+async def test_an_engine_that_leaves_in_mid_stream_leaves_no_pair_behind(make_stack, started):
     stack = await make_stack(cb_failure_threshold=1)
-    prefill, decode = [await ScriptedEngine(role).start() for role in ("prefill", "decode")]
+    prefill, decode = [await started(role) for role in ("prefill", "decode")]
     decode.stages = {"load_failures": ["unreachable"]}
     decode.gate.clear()
     for engine in (prefill, decode):
@@ -168,23 +153,22 @@ async def test_an_engine_that_leaves_in_mid_stream_leaves_no_pair_behind(make_st
     with stack.proxy.breakers.transfer(known, gone, KVMode.PULL, request_id="late") as late:
         late.lost(("unreachable",))
     assert stack.proxy.breakers.num_open_pairs == 0
-    for engine in (prefill, decode):
-        await engine.stop()
 
 
-async def test_a_layout_that_does_not_fit_is_refused_with_both_values(make_stack):
+async def test_a_layout_that_does_not_fit_is_refused_with_both_values(make_stack, started):
     stack = await make_stack([ScriptedEngine("prefill", digest="float32")])
-    engine = await ScriptedEngine("decode", digest="bfloat16").start()
+    engine = await started("decode", digest="bfloat16")
     status, body = await register(stack, engine)
     assert status == 409
     assert body["error"]["message"].endswith("dtype is bfloat16 here and float32 there")
     assert stack.proxy.backends.get(engine.url) is None
-    await engine.stop()
 
 
-async def test_an_engine_that_is_refused_again_and_again_is_one_line_in_the_log(make_stack, logged):
+async def test_an_engine_that_is_refused_again_and_again_is_one_line_in_the_log(
+    make_stack, logged, started
+):
     stack = await make_stack([ScriptedEngine("prefill", digest="float32")])
-    engine = await ScriptedEngine("decode", digest="bfloat16").start()
+    engine = await started("decode", digest="bfloat16")
     for _ in range(3):
         assert (await register(stack, engine))[0] == 409
     assert sum("registration refused" in line for line in logged) == 1
@@ -193,7 +177,6 @@ async def test_an_engine_that_is_refused_again_and_again_is_one_line_in_the_log(
     engine.digest = "bfloat16"
     assert (await register(stack, engine))[0] == 409
     assert sum("registration refused" in line for line in logged) == 2
-    await engine.stop()
 
 
 async def test_engines_of_the_command_line_that_do_not_fit_are_logged_with_both_values(
@@ -216,38 +199,35 @@ async def test_an_engine_that_is_not_ready_is_looked_at_again_soon(make_stack):
     await until(lambda: is_ready(stack, engine))
 
 
-async def test_engines_of_one_role_need_not_have_one_layout(make_stack):
+async def test_engines_of_one_role_need_not_have_one_layout(make_stack, started):
     stack = await make_stack([ScriptedEngine("prefill", digest="float32")])
-    engine = await ScriptedEngine("prefill", digest="bfloat16").start()
+    engine = await started("prefill", digest="bfloat16")
     assert (await register(stack, engine))[0] == 200
-    await engine.stop()
 
 
 @pytest.mark.parametrize("remote", ["192.0.2.7", "fe80::1%eth0", "2001:db8::1"])
 async def test_without_a_secret_no_engine_of_another_host_may_register(
-    make_stack, monkeypatch, remote
+    make_stack, monkeypatch, remote, started
 ):
     stack = await make_stack()
-    engine = await ScriptedEngine("decode").start()
+    engine = await started("decode")
     monkeypatch.setattr(aiohttp.web.BaseRequest, "remote", remote)
     status, body = await register(stack, engine)
     assert (status, body["error"]["code"]) == (401, "secret_required")
     assert stack.proxy.backends.get(engine.url) is None
     monkeypatch.setattr(aiohttp.web.BaseRequest, "remote", "::1")
     assert (await register(stack, engine))[0] == 200
-    await engine.stop()
 
 
-async def test_a_registration_must_be_signed_with_the_deployments_secret(make_stack):
+async def test_a_registration_must_be_signed_with_the_deployments_secret(make_stack, started):
     stack = await make_stack(secret="right")
-    engine = await ScriptedEngine("decode").start()
+    engine = await started("decode")
     for secret in ("", "wrong"):
         status, body = await register(stack, engine, secret=secret)
         assert status == 401
         assert body["error"]["code"] == "invalid_signature"
         assert (await send(stack, "DELETE", {"url": engine.url}, secret))[0] == 401
     assert (await register(stack, engine, secret="right"))[0] == 200
-    await engine.stop()
 
 
 class Wiretap:
@@ -378,9 +358,9 @@ async def test_a_registration_that_makes_no_sense_is_a_400(make_stack):
         assert status == 400, wrong
 
 
-async def test_a_restarted_engine_is_used_again_at_once(make_stack):
+async def test_a_restarted_engine_is_used_again_at_once(make_stack, started):
     stack = await make_stack(cb_failure_threshold=1, cb_timeout_s=600)
-    engine = await ScriptedEngine("decode", engine_id="d").start()
+    engine = await started("decode", engine_id="d")
     await register(stack, engine)
     await until(lambda: is_ready(stack, engine))
     backend = stack.proxy.backends.get(engine.url)
@@ -389,20 +369,17 @@ async def test_a_restarted_engine_is_used_again_at_once(make_stack):
     engine.incarnation = "life-2"
     await register(stack, engine)
     assert is_ready(stack, engine)
-    await engine.stop()
 
 
-async def test_a_restart_at_another_port_replaces_the_former_self(make_stack):
+async def test_a_restart_at_another_port_replaces_the_former_self(make_stack, started):
     stack = await make_stack()
-    former = await ScriptedEngine("decode", engine_id="d").start()
+    former = await started("decode", engine_id="d")
     await register(stack, former)
-    latter = await ScriptedEngine("decode", engine_id="d").start()
+    latter = await started("decode", engine_id="d")
     latter.incarnation = "life-2"
     await register(stack, latter)
     assert stack.proxy.backends.get(former.url) is None
     await until(lambda: is_ready(stack, latter))
-    for engine in (former, latter):
-        await engine.stop()
 
 
 async def test_a_static_engine_that_restarts_gets_a_clean_sheet_by_its_health_check(make_stack):
@@ -440,17 +417,17 @@ async def test_load_from_others_is_told_apart_from_ours(make_stack):
 
 @pytest.mark.parametrize("takes_leave", [True, False])
 async def test_a_stream_at_an_engine_that_is_gone_and_hangs_goes_on_elsewhere(
-    make_stack, takes_leave, monkeypatch
+    make_stack, takes_leave, monkeypatch, started
 ):
     """What runs at an engine that left may end there, but only as long as it answers at all."""
     stack = await make_stack(cb_failure_threshold=2)
-    stuck = await ScriptedEngine("decode").start()
+    stuck = await started("decode")
     await register(stack, stuck)
     await until(lambda: is_ready(stack, stuck))
     stuck.gate.clear()
     request = asyncio.create_task(stack.stream())
     await until(lambda: len(stuck.calls) == 1)
-    good = await ScriptedEngine("decode").start()
+    good = await started("decode")
     await register(stack, good)
     await until(lambda: is_ready(stack, good))
     if takes_leave:
@@ -462,8 +439,6 @@ async def test_a_stream_at_an_engine_that_is_gone_and_hangs_goes_on_elsewhere(
     cut_off(stuck, monkeypatch)
     assert text_in(await asyncio.wait_for(request, 30)) == text_of(3, 4)
     assert len(good.calls) == 1
-    for engine in (stuck, good):
-        await engine.stop()
 
 
 async def test_a_stream_at_a_host_that_cannot_be_reached_any_more_goes_on_elsewhere(
@@ -490,11 +465,11 @@ async def test_an_engine_whose_name_can_be_no_hosts_is_unreachable(make_stack):
     assert text_in(await stack.stream()) == text_of(3, 4)
 
 
-async def test_an_engine_may_stay_when_another_one_comes_that_does_not_fit(make_stack):
+async def test_an_engine_may_stay_when_another_one_comes_that_does_not_fit(make_stack, started):
     """Such as one of the command line that was started again with another model."""
     fits, other = ScriptedEngine("decode"), ScriptedEngine("decode")
     stack = await make_stack([], [fits, other])
-    prefill = await ScriptedEngine("prefill").start()
+    prefill = await started("prefill")
     assert (await register(stack, prefill))[0] == 200
     other.digest, other.incarnation = "d2", "life-2"
     known = stack.proxy.backends.get(other.url)
@@ -504,4 +479,3 @@ async def test_an_engine_may_stay_when_another_one_comes_that_does_not_fit(make_
     again = {**prefill.info(), "incarnation": "life-2"}
     body = {"url": prefill.url, "role": prefill.role, "engine": again, "lease_s": 30.0}
     assert (await send(stack, "POST", body, ""))[0] == 409
-    await prefill.stop()

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-import logging
-
 import pytest
 from aiohttp import web
 
 from tests.proxy.conftest import until
-from tests.proxy.scripted import ScriptedEngine
+from tests.proxy.hooks import DONE, drops
+from tests.proxy.scripted import ScriptedEngine, sse
 
 SECRET = "http://10.1.2.3:8200 failed at /srv/engine.py"
+
+
+ERROR_EVENT = {"error": {"message": SECRET, "type": "server_error", "param": None, "code": "x"}}
 
 
 def answers(status: int, body: bytes, content_type: str = "text/plain"):
@@ -18,21 +20,6 @@ def answers(status: int, body: bytes, content_type: str = "text/plain"):
         return web.Response(status=status, body=body, content_type=content_type)
 
     return hook
-
-
-async def breaks_off(call, request) -> web.StreamResponse:
-    response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
-    await response.prepare(request)
-    request.transport.close()
-    return response
-
-
-async def error_event(call, request) -> web.StreamResponse:
-    response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
-    await response.prepare(request)
-    error = b'{"error":{"message":"%b","type":"server_error","param":null,"code":"x"}}'
-    await response.write(b"data: " + error % SECRET.encode() + b"\n\ndata: [DONE]\n\n")
-    return response
 
 
 HOOKS = {
@@ -44,8 +31,8 @@ HOOKS = {
     "kv": answers(503, b'{"error":{"code":"kv_transfer_failed","message":"%b"}}' % SECRET.encode()),
     "garbled": answers(200, b"garbage " + SECRET.encode(), "application/json"),
     "another type": answers(200, SECRET.encode(), "text/html"),
-    "breaks off": breaks_off,
-    "error event": error_event,
+    "breaks off": drops(after=b"data: "),
+    "error event": drops(after=sse(ERROR_EVENT) + DONE),
 }
 
 
@@ -65,17 +52,12 @@ async def test_no_error_names_an_engine_or_repeats_its_words(make_stack, hook, s
         assert word not in headers
 
 
-async def test_an_operator_finds_in_the_log_what_a_client_is_not_told(make_stack, monkeypatch):
-    lines: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: lines.append(record.getMessage())
-    monkeypatch.setattr(logging.getLogger("pdserve"), "handlers", [handler])
+async def test_an_operator_finds_in_the_log_what_a_client_is_not_told(make_stack, logged):
     engine = ScriptedEngine("decode")
     engine.hook = answers(500, SECRET.encode())
     stack = await make_stack([], [engine], retry_max_retries=0)
-    async with stack.post(headers={"X-Request-Id": "mine"}) as response:
-        assert response.status == 502
-    (line,) = (line for line in lines if line.startswith("leg failed"))
+    assert (await stack.refused(headers={"X-Request-Id": "mine"}))[0] == 502
+    (line,) = (line for line in logged if line.startswith("leg failed"))
     assert engine.url in line
     assert SECRET in line
     assert "mine" in line

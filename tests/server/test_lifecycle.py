@@ -348,13 +348,3 @@ async def test_a_refusal_is_logged_again_and_again_but_not_each_time(text, monke
     lines = [each for each in caplog.records if "weights differ" in each.getMessage()]
     assert {each.levelname for each in lines} == {"WARNING"}
     assert len(proxy.calls) > 2 * len(lines)
-
-
-async def test_a_refused_registration_logs_the_proxys_reason(text, model_dir, caplog):
-    proxy = Proxy()
-    proxy.status, proxy.answer = 409, "block sizes 16 and 32 differ"
-    async with proxy.listening() as url:
-        running = Running(model_dir, make_engine(text), proxy_urls=(url,))
-        await until(lambda: 'reason="block sizes 16 and 32 differ"' in caplog.text)
-        terminate()
-        await running.task
