@@ -20,7 +20,7 @@ from aiohttp import web
 from pdserve.errors import ConfigError
 from pdserve.http import openapi
 from pdserve.http.bodies import Bodies
-from pdserve.http.connection import Listener
+from pdserve.http.connection import HttpListener
 from pdserve.http.heap import keep_flat
 from pdserve.observe.clock import SystemClock
 from pdserve.observe.log import log_event
@@ -170,7 +170,7 @@ class Proxy:
         host, port = self._config.host, self._config.port
         try:
             timeout_s = self._config.limits.header_timeout_s
-            await Listener(runner, host, port, header_timeout_s=timeout_s).start()
+            await HttpListener(runner, host, port, header_timeout_s=timeout_s).start()
         except OSError as error:
             await self.stop()
             raise _bind_error(host, port, error) from error

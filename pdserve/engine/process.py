@@ -34,16 +34,16 @@ from pdserve.lifeline import end_with_parent
 from pdserve.observe.clock import SystemClock
 from pdserve.observe.log import configure_logging
 from pdserve.wire.codec import (
-    Abort,
+    AbortRequests,
     Add,
+    CoreProgress,
+    CoreReady,
     Died,
     DumpTrace,
     FromEngine,
     Outputs,
     Ping,
     Pong,
-    Progress,
-    Ready,
     ReleaseLease,
     ResetPrefixCache,
     Shutdown,
@@ -106,7 +106,7 @@ class EngineProcess:
                 launch.config,
                 place=launch.core,
                 clock=self._clock,
-                progress=lambda text: self._publish(Progress(text)),
+                progress=lambda text: self._publish(CoreProgress(text)),
             )
         except ConfigError as error:
             self._publish(Died(error.message, is_config=True))
@@ -123,7 +123,7 @@ class EngineProcess:
             self._poller.register(fd, zmq.POLLIN)
         if self._link is not None:
             self._poller.register(self._link.socket, zmq.POLLIN)
-        self._publish(Ready(self._info))
+        self._publish(CoreReady(self._info))
         self._publish_outputs([])
         if self._link is not None:
             self._tell(self._link)
@@ -237,7 +237,7 @@ class EngineProcess:
         match message:
             case Add():
                 self._num_taken += self._arrivals.put(message)
-            case Abort(request_ids):
+            case AbortRequests(request_ids):
                 self._num_taken += self._arrivals.forget(request_ids)
                 scheduler.abort(request_ids)
             case ReleaseLease(nonce):

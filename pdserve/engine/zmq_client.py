@@ -35,16 +35,16 @@ from pdserve.observe.trace import whole
 from pdserve.parallel.place import CorePlace
 from pdserve.wire.codec import (
     MAJOR,
-    Abort,
+    AbortRequests,
     Add,
+    CoreProgress,
+    CoreReady,
     Died,
     DumpTrace,
     FromEngine,
     Outputs,
     Ping,
     Pong,
-    Progress,
-    Ready,
     ReleaseLease,
     ResetPrefixCache,
     Shutdown,
@@ -295,12 +295,12 @@ class ZmqEngineClient:
             if unfinished := list(answers.open_ids):
                 for request_id in unfinished:
                     self._requests.end(request_id)
-                self._send(Abort(unfinished))
+                self._send(AbortRequests(unfinished))
 
     async def abort(self, request_ids: Sequence[RequestId]) -> None:
         """See `EngineClient`."""
         if known := self._requests.abort(request_ids):
-            self._send(Abort(known))
+            self._send(AbortRequests(known))
 
     async def release_lease(self, nonce: str) -> None:
         """See `EngineClient`."""
@@ -398,10 +398,10 @@ class ZmqEngineClient:
                     is_read = self._requests.deliver(output)
                     if not is_read and output.finish_reason is FinishReason.HANDOFF:
                         # The client left in the same moment: nobody else knows of this lease.
-                        self._send(Abort([output.request_id]))
-            case Progress(text):
+                        self._send(AbortRequests([output.request_id]))
+            case CoreProgress(text):
                 self._progress(text)
-            case Ready(info, major):
+            case CoreReady(info, major):
                 if major != MAJOR:
                     raise InternalError(f"it speaks version {major}, the server {MAJOR}")
                 self._info = info

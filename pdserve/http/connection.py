@@ -26,7 +26,7 @@ BACKLOG = 2048
 """Connections that may wait to be accepted: a burst of streams arrives at once."""
 
 
-class Connection(web.RequestHandler):
+class ClientConnection(web.RequestHandler):
     """One connection of a client, from its first byte to its last.
 
     Args:
@@ -123,8 +123,8 @@ class Connection(web.RequestHandler):
         self.force_close()
 
 
-class Listener(web.TCPSite):
-    """A bound address whose connections are `Connection`s.
+class HttpListener(web.TCPSite):
+    """A bound address whose connections are `ClientConnection`s.
 
     Args:
         runner: Its server handles the requests; it has been set up.
@@ -157,12 +157,12 @@ class Listener(web.TCPSite):
             writer: AbstractStreamWriter,
             task: asyncio.Task[None],
         ) -> web.BaseRequest:
-            assert isinstance(protocol, Connection)
+            assert isinstance(protocol, ClientConnection)
             protocol.request_began()
             return make_request(message, payload, protocol, writer, task)
 
-        def connect() -> Connection:
-            return Connection(
+        def connect() -> ClientConnection:
+            return ClientConnection(
                 server, header_timeout_s=self._header_timeout_s, loop=loop, access_log=None
             )
 

@@ -29,14 +29,14 @@ from pdserve.wire.trace import (
     FrontRequest,
     Part,
     SliceEvent,
-    Span,
+    StageSpan,
     StepEvent,
 )
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
-    from pdserve.wire.trace import Alignment, Collection, Event, Process
+    from pdserve.wire.trace import Alignment, Collection, Event, TracedProcess
 
 _PARTS: Final = {Part.PROXY: "proxy", Part.SERVER: "server", Part.CORE: "engine"}
 _ROLES: Final = {"": 0, "prefill": 1, "decode": 2, "both": 3}
@@ -149,15 +149,15 @@ class _CoreRequest:
     def request_id_of_source(self) -> str:
         return self.event.source_id
 
-    def by_clock_of(self, tracks: _Tracks) -> list[Span]:
+    def by_clock_of(self, tracks: _Tracks) -> list[StageSpan]:
         """Its spans by another process's clock."""
         offset_s = self.tracks.offset_s - tracks.offset_s
         return [
-            Span(span.name, span.start_s + offset_s, span.end_s + offset_s)
+            StageSpan(span.name, span.start_s + offset_s, span.end_s + offset_s)
             for span in self.event.spans
         ]
 
-    def span(self, name: str) -> Span | None:
+    def span(self, name: str) -> StageSpan | None:
         """The last of a name."""
         return next((span for span in reversed(self.event.spans) if span.name == name), None)
 
@@ -197,7 +197,7 @@ class _Tracks:
     """One process."""
 
     def __init__(
-        self, pid: int, process: Process, alignment: Alignment, events: list[Event]
+        self, pid: int, process: TracedProcess, alignment: Alignment, events: list[Event]
     ) -> None:
         self.pid, self.process, self.alignment = pid, process, alignment
         self.of_events = events
@@ -290,7 +290,7 @@ class _Tracks:
     def _front_request(self, event: FrontRequest, cores: _Cores) -> Iterator[dict[str, Any]]:
         slices: list[tuple[str, float, float]] = []
         for window in event.windows:
-            spans: list[Span] = []
+            spans: list[StageSpan] = []
             uncertainty_s = 0.0
             if window.terms:
                 start_s, end_s = window.start_s + self.offset_s, window.end_s + self.offset_s
@@ -468,7 +468,7 @@ def _points(source: _CoreRequest, target: _CoreRequest) -> list[tuple[_Tracks, i
     ]
 
 
-def _rank(process: Process) -> tuple[bool, int, str, int, str, int]:
+def _rank(process: TracedProcess) -> tuple[bool, int, str, int, str, int]:
     """The proxy first, then prefill engines, then decode engines, each with its server."""
     parts = list(Part)
     return (

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Final
 
 import msgspec
 
-from pdserve.wire.trace import ClockReading, Process, ProcessTrace
+from pdserve.wire.trace import ClockReading, ProcessTrace, TracedProcess
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
@@ -132,7 +132,7 @@ class Dump:
         engine_id: str = "",
     ) -> None:
         self._events = events
-        self.process = Process(
+        self.process = TracedProcess(
             part=part,
             role=role,
             engine_id=engine_id,
@@ -151,7 +151,7 @@ class Dump:
             yield msgspec.json.encode(self._events[start : start + EVENTS_PER_PIECE])[1:-1]
 
 
-def whole(process: Process, pieces: Iterable[bytes]) -> ProcessTrace:
+def whole(process: TracedProcess, pieces: Iterable[bytes]) -> ProcessTrace:
     """A dump that was sent in pieces."""
     events = b"".join([b"[", b",".join(pieces), b"]"])
     return ProcessTrace(process=process, events=msgspec.Raw(events))

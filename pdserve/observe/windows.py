@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from pdserve.wire.trace import Span, Window
+    from pdserve.wire.trace import StageSpan, Window
 
 Slice = tuple[str, float, float]
 """Name, begin and end."""
 
 
-def laid_out(window: Window, spans: Sequence[Span], *, uncertainty_s: float) -> list[Slice]:
+def laid_out(window: Window, spans: Sequence[StageSpan], *, uncertainty_s: float) -> list[Slice]:
     """The window as slices.
 
     Args:

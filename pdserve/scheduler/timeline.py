@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from pdserve.wire.request import RequestStages
-from pdserve.wire.trace import Span
+from pdserve.wire.trace import StageSpan
 from pdserve.wire.transfer import KVMode
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ class Timeline:
         self.first_step_end_s: float | None = None
         self.step_wait_s = 0.0
         self.over_s: float | None = None
-        self._spans: list[Span] = []
+        self._spans: list[StageSpan] = []
         self._waits_since_s = queued_s
         self._load_began_s = queued_s
         self._queue_s = 0.0
@@ -60,7 +60,7 @@ class Timeline:
         if self.started_s is None:
             self.started_s = self._load_began_s = now_s
             self._queue_s += now_s - self._waits_since_s
-            self._spans.append(Span("queue", self._waits_since_s, now_s))
+            self._spans.append(StageSpan("queue", self._waits_since_s, now_s))
 
     def begin_load_again(self, now_s: float) -> None:
         """Load once more; the failed attempt counts as waiting for the peer."""
@@ -69,7 +69,7 @@ class Timeline:
     def wait_for_peer(self, now_s: float) -> None:
         """Stand aside until the peer has done something."""
         self._queue_s += now_s - self._waits_since_s
-        self._spans.append(Span("queue", self._waits_since_s, now_s))
+        self._spans.append(StageSpan("queue", self._waits_since_s, now_s))
         self._waits_since_s = now_s
         self._is_aside = True
 
@@ -77,7 +77,7 @@ class Timeline:
         """Queue again, after a wait for the peer or a failed load."""
         since_s = self._waits_since_s if self.started_s is None else self.started_s
         self._peer_wait_s += now_s - since_s
-        self._spans.append(Span("kv_wait", since_s, now_s))
+        self._spans.append(StageSpan("kv_wait", since_s, now_s))
         self._waits_since_s, self.started_s, self._is_aside = now_s, None, False
 
     def receive(self, received: Received, now_s: float) -> None:
@@ -121,7 +121,7 @@ class Timeline:
             step_wait_s=self.step_wait_s,
         )
 
-    def spans(self, now_s: float, *, after: str) -> list[Span]:
+    def spans(self, now_s: float, *, after: str) -> list[StageSpan]:
         """The same as stretches of time, in order and without a gap, until `now_s`.
 
         What has no end yet is in its last stretch. Where a request was preempted, its wait for
@@ -153,10 +153,10 @@ class Timeline:
                 marks = [("kv_wait", None)]  # its KV is on its way
         for name, mark_s in marks:
             until_s = end_s if mark_s is None else min(mark_s, end_s)
-            spans.append(Span(name, begin_s, until_s))
+            spans.append(StageSpan(name, begin_s, until_s))
             begin_s = until_s
             if mark_s is None:
                 break
         if self.over_s is not None and now_s > self.over_s:
-            spans.append(Span(after, self.over_s, now_s))
+            spans.append(StageSpan(after, self.over_s, now_s))
         return [span for span in spans if span.end_s > span.start_s]

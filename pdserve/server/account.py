@@ -22,7 +22,7 @@ from pdserve.wire.trace import FrontRequest, Term, Window
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
-    from pdserve.server.job import Job
+    from pdserve.server.job import TextRequest
     from pdserve.server.service import Service
 
 _log = logging.getLogger(__name__)
@@ -32,7 +32,7 @@ ENGINE_STAGES = ("queue", "prefill", "kv_wait", "kv_transfer", "handover", "firs
 
 
 @asynccontextmanager
-async def serving(service: Service, job: Job) -> AsyncIterator[None]:
+async def serving(service: Service, job: TextRequest) -> AsyncIterator[None]:
     """Let a job run while the block does; when that is over, account for it."""
     service.jobs[id(job)] = job
     error: BaseException | None = None
@@ -49,7 +49,7 @@ async def serving(service: Service, job: Job) -> AsyncIterator[None]:
         del service.jobs[id(job)]
 
 
-def _account(service: Service, job: Job, error: BaseException | None) -> None:
+def _account(service: Service, job: TextRequest, error: BaseException | None) -> None:
     """Count a job that is over, log its line, and keep it for who asks.
 
     Args:
@@ -86,7 +86,7 @@ def _account(service: Service, job: Job, error: BaseException | None) -> None:
     service.recorder.add(traced(service, job, outcome))
 
 
-def _outcome(service: Service, job: Job, failure: BaseException | None) -> str:
+def _outcome(service: Service, job: TextRequest, failure: BaseException | None) -> str:
     """Name how a job ended, and end those of its choices that have not."""
     is_failed = isinstance(failure, Exception)
     num_cut = job.end_unfinished(FinishReason.ERROR if is_failed else FinishReason.ABORT)
@@ -102,7 +102,7 @@ def _outcome(service: Service, job: Job, failure: BaseException | None) -> str:
     return "handed_over" if is_handoff else "ok"
 
 
-def running(job: Job) -> dict[str, object]:
+def running(job: TextRequest) -> dict[str, object]:
     """Return what `/debug/requests` shows of a request that runs."""
     return {
         "request_id": job.request_id,
@@ -115,7 +115,7 @@ def running(job: Job) -> dict[str, object]:
     }
 
 
-def traced(service: Service, job: Job, outcome: str) -> FrontRequest:
+def traced(service: Service, job: TextRequest, outcome: str) -> FrontRequest:
     """Return the stretches of a request's time until now, for traces."""
     now_s, ttft_s = job.clock.monotonic_s(), job.ttft_s
     if ttft_s is None:
@@ -144,7 +144,7 @@ def traced(service: Service, job: Job, outcome: str) -> FrontRequest:
     )
 
 
-def _terms(job: Job) -> dict[str, float]:
+def _terms(job: TextRequest) -> dict[str, float]:
     """Return the seconds to the first token computed here, by term; they add up to it."""
     stages = job.stages()
     terms = {"server": float(stages["server_s"])}
@@ -157,7 +157,7 @@ def _terms(job: Job) -> dict[str, float]:
     return terms
 
 
-def _finished(job: Job, seq: int, outcome: str, line: str) -> Finished:
+def _finished(job: TextRequest, seq: int, outcome: str, line: str) -> Finished:
     now_s, gaps_s = job.clock.monotonic_s(), job.gaps_s
     terms = _terms(job) if job.ttft_s is not None else {}
     terms_ms = {name: round(seconds * 1e3, 3) for name, seconds in terms.items()}

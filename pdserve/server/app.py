@@ -20,7 +20,7 @@ from pdserve.errors import ConfigError, EngineDeadError
 from pdserve.http import openapi
 from pdserve.http.access import Access
 from pdserve.http.bodies import Bodies
-from pdserve.http.connection import Listener
+from pdserve.http.connection import HttpListener
 from pdserve.http.control import Verifier
 from pdserve.http.heap import keep_flat
 from pdserve.observe.clock import SystemClock
@@ -232,7 +232,7 @@ async def _bind(runner: web.AppRunner, config: ServerConfig) -> str:
             param="advertise-url",
         )
     timeout_s = config.limits.header_timeout_s
-    site = Listener(runner, config.host, config.port, header_timeout_s=timeout_s)
+    site = HttpListener(runner, config.host, config.port, header_timeout_s=timeout_s)
     try:
         await site.start()
     except OSError as error:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from pdserve.http.protocol import TokenizeRequest
-    from pdserve.server.job import Delta, Job
+    from pdserve.server.job import Delta, TextRequest
     from pdserve.server.text_work import TextWork
     from pdserve.text.load import Text
     from pdserve.text.tokenizer import Tokenizer
@@ -104,7 +104,7 @@ async def create_chat_completion(request: web.Request) -> web.StreamResponse:
 
 
 async def _stream(
-    request: web.Request, body: ChatRequest, job: Job, form: _Form
+    request: web.Request, body: ChatRequest, job: TextRequest, form: _Form
 ) -> web.StreamResponse:
     stream = EventStream(request)
     async with stream:
@@ -124,7 +124,7 @@ async def _stream(
     return stream.response
 
 
-async def _collect(job: Job, form: _Form) -> dict[str, Any]:
+async def _collect(job: TextRequest, form: _Form) -> dict[str, Any]:
     """Run the job to its end; return the whole answer."""
     deltas: dict[int, list[Delta]] = {}
     async for delta in job.deltas():
@@ -135,7 +135,7 @@ async def _collect(job: Job, form: _Form) -> dict[str, Any]:
 class _Form:
     """Puts deltas into the endpoint's JSON. Keeps which choices were begun."""
 
-    def __init__(self, body: ChatRequest, job: Job, tokenizer: Tokenizer) -> None:
+    def __init__(self, body: ChatRequest, job: TextRequest, tokenizer: Tokenizer) -> None:
         self._body = body
         self._job = job
         self._tokenizer = tokenizer

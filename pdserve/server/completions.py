@@ -15,7 +15,7 @@ from pdserve.server.sampling import Asked
 from pdserve.server.service import SERVICE, read_body
 
 if TYPE_CHECKING:
-    from pdserve.server.job import Delta, Job
+    from pdserve.server.job import Delta, TextRequest
     from pdserve.text.tokenizer import Tokenizer
 
 DEFAULT_MAX_TOKENS = 16
@@ -58,7 +58,7 @@ async def create_completion(request: web.Request) -> web.StreamResponse:
 
 
 async def _stream(
-    request: web.Request, body: CompletionRequest, job: Job, form: _Form
+    request: web.Request, body: CompletionRequest, job: TextRequest, form: _Form
 ) -> web.StreamResponse:
     stream = EventStream(request)
     async with stream:
@@ -78,7 +78,7 @@ async def _stream(
     return stream.response
 
 
-async def _collect(job: Job, form: _Form) -> list[dict[str, Any]]:
+async def _collect(job: TextRequest, form: _Form) -> list[dict[str, Any]]:
     """Run the job to its end; return its choices in order."""
     choices: dict[int, dict[str, Any]] = {}
     texts: dict[int, list[str]] = {}
@@ -104,7 +104,7 @@ class _Form:
     def __init__(
         self,
         body: CompletionRequest,
-        job: Job,
+        job: TextRequest,
         tokenizer: Tokenizer,
         prompts: list[str] | list[list[int]],
     ) -> None:

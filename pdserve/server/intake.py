@@ -21,7 +21,7 @@ from pdserve.errors import BadRequestError, HandoffRefusedError
 from pdserve.http.protocol import unknown_fields
 from pdserve.observe.log import log_event
 from pdserve.server.hop import DecodeHop, PrefillHop, parse_hop
-from pdserve.server.job import Choice, Job
+from pdserve.server.job import Choice, TextRequest
 from pdserve.server.sampling import (
     check_token_ids,
     choice_seed,
@@ -104,7 +104,7 @@ def created_s(request: web.Request, fields: SamplingFields) -> int:
 
 async def make_job(
     request: web.Request, fields: SamplingFields, prompts: list[list[int]], asked: Asked
-) -> Job:
+) -> TextRequest:
     """Check a request against the model and the engine, and plan it.
 
     Args:
@@ -187,7 +187,7 @@ async def make_job(
     known = _cached_tokens(ours, len(choices))
     for choice, num_cached in zip(choices, known or (), strict=False):
         choice.num_cached_tokens = num_cached
-    return Job(
+    return TextRequest(
         client=service.client,
         clock=service.clock,
         metrics=service.metrics,

@@ -117,7 +117,7 @@ class Choice:
 
 
 @dataclass(slots=True)
-class Job:
+class TextRequest:
     """See the module. Use as an async context manager.
 
     Attributes:

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from types import TracebackType
     from typing import Self
 
-    from pdserve.server.job import Delta, Job
+    from pdserve.server.job import Delta, TextRequest
     from pdserve.wire.hop import HandedOver
 
 _HEADERS = {
@@ -131,7 +131,7 @@ def finish_name(reason: FinishReason | None) -> str | None:
     return reason.value if reason in (FinishReason.STOP, FinishReason.LENGTH) else None
 
 
-def _transfer_params(request: web.Request, job: Job) -> HandedOver | None:
+def _transfer_params(request: web.Request, job: TextRequest) -> HandedOver | None:
     """Return what a decode engine needs to go on; None if every choice has ended here."""
     if not any(job.handoffs):
         return None
@@ -151,7 +151,7 @@ def wants_stages(request: web.Request) -> bool:
     return request.headers.get(STAGES_HEADER) == "1"
 
 
-def hop_events(request: web.Request, job: Job) -> list[dict[str, Any]]:
+def hop_events(request: web.Request, job: TextRequest) -> list[dict[str, Any]]:
     """Return the events that end a stream to a proxy, which takes them out."""
     events: list[dict[str, Any]] = []
     params = _transfer_params(request, job)
@@ -162,7 +162,7 @@ def hop_events(request: web.Request, job: Job) -> list[dict[str, Any]]:
     return events
 
 
-async def send_json(request: web.Request, job: Job, answer: dict[str, Any]) -> web.Response:
+async def send_json(request: web.Request, job: TextRequest, answer: dict[str, Any]) -> web.Response:
     """Send a whole answer, with the hop's parts where there are any.
 
     Sends at once rather than on return, so that a lease counts as handed over only when

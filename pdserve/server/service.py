@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from pdserve.http.bodies import Bodies
     from pdserve.http.control import Verifier
     from pdserve.observe.clock import Clock
-    from pdserve.server.job import Job
+    from pdserve.server.job import TextRequest
     from pdserve.server.metrics import ServerMetrics
     from pdserve.server.registration import Registrar
     from pdserve.text.load import Text
@@ -66,7 +66,7 @@ class Service:
     text: Text | None = None
     clock: Clock = field(default_factory=SystemClock)
     draining: bool = False
-    jobs: dict[int, Job] = field(default_factory=dict)
+    jobs: dict[int, TextRequest] = field(default_factory=dict)
     registration: Registrar | None = None
     recent: FinishedRequests = field(default_factory=FinishedRequests)
     recorder: Recorder = field(default_factory=Recorder)

@@ -13,7 +13,7 @@ import msgspec
 from pdserve.wire.ids import RequestId
 from pdserve.wire.request import EngineInfo, EngineOutput, EngineStats, GenerateRequest, Sibling
 from pdserve.wire.seal import UNREADABLE
-from pdserve.wire.trace import Process
+from pdserve.wire.trace import TracedProcess
 
 MAJOR = 2
 MINOR = 2
@@ -28,7 +28,7 @@ class Add(msgspec.Struct, frozen=True, tag="add"):
     siblings: list[Sibling] = []
 
 
-class Abort(msgspec.Struct, frozen=True, tag="abort"):
+class AbortRequests(msgspec.Struct, frozen=True, tag="abort"):
     """Forget requests; unknown ids are ignored."""
 
     request_ids: list[RequestId]
@@ -63,10 +63,10 @@ class Ping(msgspec.Struct, frozen=True, tag="ping"):
     number: int
 
 
-ToEngine = Add | Abort | ReleaseLease | ResetPrefixCache | Shutdown | DumpTrace | Ping
+ToEngine = Add | AbortRequests | ReleaseLease | ResetPrefixCache | Shutdown | DumpTrace | Ping
 
 
-class Ready(msgspec.Struct, frozen=True, tag="ready"):
+class CoreReady(msgspec.Struct, frozen=True, tag="ready"):
     """The engine's weights are loaded and its KV memory is registered."""
 
     info: EngineInfo
@@ -74,7 +74,7 @@ class Ready(msgspec.Struct, frozen=True, tag="ready"):
     minor: int = MINOR
 
 
-class Progress(msgspec.Struct, frozen=True, tag="progress"):
+class CoreProgress(msgspec.Struct, frozen=True, tag="progress"):
     """Where a start-up stands, for people to read."""
 
     text: str
@@ -107,7 +107,7 @@ class TracePiece(msgspec.Struct, frozen=True, tag="trace_piece"):
 
     dump: int
     events: bytes
-    process: Process | None = None
+    process: TracedProcess | None = None
 
 
 class Pong(msgspec.Struct, frozen=True, tag="pong"):
@@ -116,7 +116,7 @@ class Pong(msgspec.Struct, frozen=True, tag="pong"):
     number: int
 
 
-FromEngine = Ready | Progress | Outputs | Died | TracePiece | Pong
+FromEngine = CoreReady | CoreProgress | Outputs | Died | TracePiece | Pong
 
 
 class _Named(msgspec.Struct):

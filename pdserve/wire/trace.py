@@ -44,7 +44,7 @@ class StepEvent(msgspec.Struct, frozen=True, array_like=True, gc=False, tag="ste
     forward_s: float
 
 
-class Span(msgspec.Struct, frozen=True, array_like=True, gc=False):
+class StageSpan(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """A stretch of a request's time, named as the field of `RequestStages` it counts in.
 
     Three names are no such field: `decode` (the tokens behind the first one computed here),
@@ -73,7 +73,7 @@ class EngineRequest(msgspec.Struct, frozen=True, array_like=True, gc=False, tag=
     request_id: str
     source_id: str
     outcome: str
-    spans: list[Span]
+    spans: list[StageSpan]
     notes: list[tuple[float, str]]
     facts: dict[str, int | float | str]
 
@@ -164,7 +164,7 @@ class CountersEvent(msgspec.Struct, frozen=True, array_like=True, gc=False, tag=
 Event = StepEvent | EngineRequest | FrontRequest | SliceEvent | CountersEvent
 
 
-class Process(msgspec.Struct, frozen=True, kw_only=True):
+class TracedProcess(msgspec.Struct, frozen=True, kw_only=True):
     """Who says something of its last seconds.
 
     Attributes:
@@ -195,7 +195,7 @@ class ProcessTrace(msgspec.Struct, frozen=True, kw_only=True):
         events: A JSON array of `Event`: whoever passes it on need not read it.
     """
 
-    process: Process
+    process: TracedProcess
     events: msgspec.Raw
 
     def decoded(self) -> list[Event]:

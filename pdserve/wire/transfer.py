@@ -267,7 +267,7 @@ class ConnectorReport(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
         payloads: What else the connector's worker halves tell its scheduler half, which alone can
             read it: of single ranks, as they sent it.
         slices: What its threads did, for traces; they come along with news, and are none.
-        clock_id: Whose monotonic clock those are by (see `wire.trace.Process`).
+        clock_id: Whose monotonic clock those are by (see `wire.trace.TracedProcess`).
     """
 
     settled: list[Settled] = []

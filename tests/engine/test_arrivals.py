@@ -20,7 +20,15 @@ from pdserve.config.schema import (
 from pdserve.engine.launch import EngineLaunch
 from pdserve.engine.local_socket import LocalKeys, bind_local, local_name
 from pdserve.engine.process import EngineProcess
-from pdserve.wire.codec import Abort, Add, Outputs, Shutdown, ToEngine, from_engine, to_engine
+from pdserve.wire.codec import (
+    AbortRequests,
+    Add,
+    Outputs,
+    Shutdown,
+    ToEngine,
+    from_engine,
+    to_engine,
+)
 from pdserve.wire.ids import RequestId
 from pdserve.wire.request import EngineOutput, FinishReason, GenerateRequest
 from pdserve.wire.sampling import SamplingParams
@@ -127,7 +135,7 @@ def test_a_burst_of_requests_is_taken_some_at_a_time(core: Core) -> None:
 def test_what_is_aborted_while_it_waits_to_be_taken_is_never_run(core: Core) -> None:
     for number in range(NUM_LATER):
         core.say(add(f"later{number}", 1))
-    core.say(Abort([RequestId(f"later{number}") for number in range(10, NUM_LATER)]))
+    core.say(AbortRequests([RequestId(f"later{number}") for number in range(10, NUM_LATER)]))
     ended = [output.request_id for output in core.run() if output.finish_reason is not None]
     assert ended[:10] == [f"later{number}" for number in range(10)]
     assert core.process.core.scheduler.is_idle

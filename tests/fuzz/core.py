@@ -16,7 +16,14 @@ from pdserve.connectors.memory.exchange import Exchange
 from pdserve.engine.arrivals import Arrivals
 from pdserve.executor.toy import expected_output
 from pdserve.observe.clock import ManualClock
-from pdserve.wire.codec import Abort, Add, ReleaseLease, ToEngine, id_in_unreadable, to_engine
+from pdserve.wire.codec import (
+    AbortRequests,
+    Add,
+    ReleaseLease,
+    ToEngine,
+    id_in_unreadable,
+    to_engine,
+)
 from pdserve.wire.ids import RequestId
 from pdserve.wire.request import GenerateRequest
 from pdserve.wire.seal import UNREADABLE
@@ -81,7 +88,7 @@ class Pair:
             case Add():
                 arrivals.put(message)
                 arrivals.hand_on(may_take_all=True)
-            case Abort(request_ids):
+            case AbortRequests(request_ids):
                 arrivals.forget(request_ids)
                 scheduler.abort(request_ids)
             case ReleaseLease(nonce):
@@ -164,7 +171,7 @@ def frames(draw: st.DrawFn, pair: Pair) -> list[tuple[ToyEngine, bytes]]:
             frame = draw(bent(frame))
         sent.append((engines[name], frame))
         if draw(st.integers(0, 3)) == 0:
-            other = Abort([request.request_id, RequestId("é"), request.request_id])
+            other = AbortRequests([request.request_id, RequestId("é"), request.request_id])
             sent.append((engines[name], msgspec.msgpack.encode(other)))
         if request.handoff is not None and draw(st.booleans()):
             release = ReleaseLease(request.handoff.nonce)

@@ -13,7 +13,7 @@ from aiohttp import web
 from pdserve.config.http import HttpLimits
 from pdserve.errors import ConfigError
 from pdserve.http.bodies import COPIES
-from pdserve.http.connection import Connection
+from pdserve.http.connection import ClientConnection
 from tests.http.conftest import connected
 from tests.proxy.conftest import make_stack, until
 from tests.proxy.scripted import ScriptedEngine
@@ -120,7 +120,7 @@ async def test_the_body_of_a_request_that_is_over_is_not_kept_with_its_connectio
         assert (await wire.answer())[0] == 200
         assert stack.proxy.bodies.num_held_bytes == 0
         kept = [each for each in gc.get_objects() if isinstance(each, web.BaseRequest)]
-        ours = [each for each in kept if isinstance(each.protocol, Connection)]
+        ours = [each for each in kept if isinstance(each.protocol, ClientConnection)]
         assert not any(each._read_bytes for each in ours)
 
 

@@ -19,12 +19,12 @@ from pdserve.wire.trace import (
     FrontRequest,
     Missing,
     Part,
-    Process,
     ProcessTrace,
     SliceEvent,
-    Span,
+    StageSpan,
     StepEvent,
     Term,
+    TracedProcess,
     Window,
 )
 from tests.observe.trace_checks import Checked, check
@@ -47,7 +47,8 @@ def process(part: Part, role: str, events: list, *, offset_s: float = 0.0, **fie
     }
     return Collected(
         trace=ProcessTrace(
-            process=Process(**(about | fields)), events=msgspec.Raw(msgspec.json.encode(events))
+            process=TracedProcess(**(about | fields)),
+            events=msgspec.Raw(msgspec.json.encode(events)),
         ),
         alignment=Alignment(offset_s=offset_s, uncertainty_s=0.001 if offset_s else 0.0),
     )
@@ -91,9 +92,9 @@ def front(start_s: float = 990.0, *, outcome: str = "ok") -> FrontRequest:
 
 def prefilled(t: float = 990.0) -> list:
     spans = [
-        Span("queue", t + 0.2, t + 0.3),
-        Span("prefill", t + 0.3, t + 0.8),
-        Span("leased", t + 0.8, t + 1.5),
+        StageSpan("queue", t + 0.2, t + 0.3),
+        StageSpan("prefill", t + 0.3, t + 0.8),
+        StageSpan("leased", t + 0.8, t + 1.5),
     ]
     return [
         step(1, t + 0.3, t + 0.8, prefill=64),
@@ -103,12 +104,12 @@ def prefilled(t: float = 990.0) -> list:
 
 def decoded(t: float = 990.0) -> list:
     spans = [
-        Span("queue", t + 1.1, t + 1.2),
-        Span("kv_wait", t + 1.2, t + 1.3),
-        Span("kv_transfer", t + 1.3, t + 1.5),
-        Span("handover", t + 1.5, t + 1.6),
-        Span("first_step", t + 1.6, t + 1.7),
-        Span("decode", t + 1.7, t + 3.5),
+        StageSpan("queue", t + 1.1, t + 1.2),
+        StageSpan("kv_wait", t + 1.2, t + 1.3),
+        StageSpan("kv_transfer", t + 1.3, t + 1.5),
+        StageSpan("handover", t + 1.5, t + 1.6),
+        StageSpan("first_step", t + 1.6, t + 1.7),
+        StageSpan("decode", t + 1.7, t + 3.5),
     ]
     facts = {"kv_mode": "pull", "kv_bytes": 4096}
     return [
@@ -167,7 +168,9 @@ def test_another_machines_clock_is_aligned():
 
 def test_the_latest_of_several_attempts_under_one_id_is_shown():
     """The request's first attempt, on the same engine, is not the one that gave its token."""
-    lost = EngineRequest(990.15, "r-0-0000", "", "aborted", [Span("queue", 990.11, 990.15)], [], {})
+    lost = EngineRequest(
+        990.15, "r-0-0000", "", "aborted", [StageSpan("queue", 990.11, 990.15)], [], {}
+    )
     _, checked = chrome(
         process(Part.PROXY, "", [front()]), process(Part.CORE, "prefill", [lost, *prefilled()])
     )
@@ -186,7 +189,9 @@ def test_equal_ids_at_different_times_are_different_requests():
 
 def test_transfers_that_overlap_are_on_threads_of_their_own():
     requests = [
-        EngineRequest(999.0, f"{n}-0-x", "", "", [Span("kv_transfer", 990.0 + n, 993.0)], [], {})
+        EngineRequest(
+            999.0, f"{n}-0-x", "", "", [StageSpan("kv_transfer", 990.0 + n, 993.0)], [], {}
+        )
         for n in range(3)
     ]
     _, checked = chrome(process(Part.CORE, "decode", requests))
@@ -194,7 +199,7 @@ def test_transfers_that_overlap_are_on_threads_of_their_own():
 
 
 def test_what_still_runs_has_an_end_and_says_so():
-    running = EngineRequest(UNTIL_S, "r-0-a", "", "", [Span("queue", 999.0, UNTIL_S)], [], {})
+    running = EngineRequest(UNTIL_S, "r-0-a", "", "", [StageSpan("queue", 999.0, UNTIL_S)], [], {})
     trace, checked = chrome(
         process(Part.PROXY, "", [front(outcome="")]), process(Part.CORE, "prefill", [running])
     )
@@ -228,10 +233,10 @@ def test_an_empty_collection_is_an_empty_trace():
 def test_any_spans_make_a_valid_trace(data):
     """Whatever times engines and proxies claim, all that begins ends and nothing overlaps."""
 
-    def spans(names: list[str]) -> list[Span]:
+    def spans(names: list[str]) -> list[StageSpan]:
         times = sorted(data.draw(st.lists(st.floats(980, 1000), min_size=len(names) + 1)))
         return [
-            Span(name, begin, end)
+            StageSpan(name, begin, end)
             for name, begin, end in zip(names, times, times[1:], strict=False)
             if end > begin
         ]

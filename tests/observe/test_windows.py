@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pdserve.observe.windows import laid_out
-from pdserve.wire.trace import Span, Term, Window
+from pdserve.wire.trace import StageSpan, Term, Window
 
 TERMS = [
     Term("queue", 1.0, ["queue"]),
@@ -21,7 +21,11 @@ def window(start_s: float, end_s: float) -> Window:
 
 
 def test_terms_lie_where_the_engine_says_and_the_remainder_around_them():
-    spans = [Span("queue", 11, 12), Span("kv_wait", 12, 14), Span("kv_transfer", 14, 15)]
+    spans = [
+        StageSpan("queue", 11, 12),
+        StageSpan("kv_wait", 12, 14),
+        StageSpan("kv_transfer", 14, 15),
+    ]
     assert laid_out(window(10, 20), spans, uncertainty_s=0.0) == [
         ("relay", 10, 11),
         ("queue", 11, 12),
@@ -31,7 +35,7 @@ def test_terms_lie_where_the_engine_says_and_the_remainder_around_them():
 
 
 def test_what_was_before_the_window_is_no_part_of_it():
-    spans = [Span("queue", 5, 6), Span("kv_wait", 6, 9), Span("kv_transfer", 9, 12)]
+    spans = [StageSpan("queue", 5, 6), StageSpan("kv_wait", 6, 9), StageSpan("kv_transfer", 9, 12)]
     assert laid_out(window(10, 20), spans, uncertainty_s=0.0) == [
         ("kv", 10, 12),
         ("relay", 12, 20),
@@ -47,10 +51,10 @@ def test_without_the_engines_word_terms_follow_one_another():
 
 
 def test_a_clock_that_is_off_is_put_right_as_far_as_it_may_be_wrong():
-    spans = [Span("queue", 9.5, 10.5)]
+    spans = [StageSpan("queue", 9.5, 10.5)]
     assert laid_out(window(10, 20), spans, uncertainty_s=1.0)[0] == ("queue", 10.0, 11.0)
     assert laid_out(window(10, 20), spans, uncertainty_s=0.0)[0] == ("queue", 10, 10.5)
-    late = [Span("queue", 19.5, 20.25)]
+    late = [StageSpan("queue", 19.5, 20.25)]
     assert laid_out(window(10, 20), late, uncertainty_s=1.0)[-1] == ("queue", 19.25, 20.0)
 
 
@@ -65,7 +69,7 @@ times = st.integers(0, 100)
 def test_slices_cover_the_window_without_gap_or_overlap(edges, ends, uncertainty):
     spans, at = [], 0
     for name, end in ends:
-        spans.append(Span(name, at, max(at, end)))
+        spans.append(StageSpan(name, at, max(at, end)))
         at = max(at, end)
     start, end = edges
     slices = laid_out(window(start, end), spans, uncertainty_s=uncertainty)

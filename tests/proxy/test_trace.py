@@ -24,8 +24,8 @@ from pdserve.wire.trace import (
     Collection,
     FrontRequest,
     Part,
-    Process,
     ProcessTrace,
+    TracedProcess,
 )
 from tests.proxy.test_story import seconds, stages, told
 
@@ -94,7 +94,7 @@ class Engines:
         if url.endswith("/debug/clock"):
             answer: object = ClockReading(clock_id=self.clock_id, monotonic_s=now_s)
         else:
-            process = Process(
+            process = TracedProcess(
                 part=Part.CORE,
                 role="decode",
                 engine_id="d",

@@ -18,7 +18,7 @@ from pdserve.config.schema import (
     SchedulingPolicy,
     TransferConfig,
 )
-from pdserve.http.connection import Listener
+from pdserve.http.connection import HttpListener
 from pdserve.observe.clock import ManualClock, SystemClock
 from pdserve.server.app import build_app
 from pdserve.server.service import SERVICE
@@ -132,7 +132,7 @@ async def serving(
     runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.1)
     await runner.setup()
     timeout_s = app[SERVICE].server_config.limits.header_timeout_s
-    await Listener(runner, "127.0.0.1", 0, header_timeout_s=timeout_s).start()
+    await HttpListener(runner, "127.0.0.1", 0, header_timeout_s=timeout_s).start()
     host, port = runner.addresses[0]
     try:
         async with aiohttp.ClientSession() as session:

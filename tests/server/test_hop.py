@@ -16,7 +16,7 @@ from pdserve.observe.clock import ManualClock
 from pdserve.server.app import build_app
 from pdserve.server.hop import PrefillHop
 from pdserve.server.intake import choices_of
-from pdserve.server.job import Job
+from pdserve.server.job import TextRequest
 from pdserve.server.service import SERVICE
 from pdserve.text.chat import ChatTemplate
 from pdserve.wire.hop import FORMER_HEADER, PROOF_HEADER
@@ -304,7 +304,7 @@ def job_at_prefill(text, engine, n: int):
         seed=1,
         hop=PrefillHop(final_length=True),
     )
-    return Job(
+    return TextRequest(
         client=service.client,
         clock=service.clock,
         metrics=service.metrics,
