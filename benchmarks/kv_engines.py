@@ -7,25 +7,25 @@ heads of 128, bf16: 128 KiB per token). P does what it is asked over a pipe, and
 from __future__ import annotations
 
 import gc
-import math
 import multiprocessing
 import os
 import threading
 import time
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 
 from pdserve.config.schema import CacheConfig, EngineConfig, ModelConfig, Role, TransferConfig
 from pdserve.connectors.base import ConnectorContext, KVLayout
+from pdserve.connectors.conformance.engines import KitRequest
 from pdserve.connectors.nixl.agent import NixlAgent
 from pdserve.connectors.registry import find
 from pdserve.connectors.transfer.protocol import Region
 from pdserve.connectors.views import ScheduledRequest, StepView
 from pdserve.wire.ids import BlockId, EngineId, Incarnation, RequestId
-from pdserve.wire.request import FinishReason, OnLoadFailure
+from pdserve.wire.request import FinishReason
 from pdserve.wire.transfer import ConnectorReport, EngineRef, KVHandoff, PushTicket
 
 if TYPE_CHECKING:
@@ -40,24 +40,6 @@ _HEAD_DIM = 128
 _LEASE_S = 900.0
 # Far less than any model takes for a token here, and twice what its digest takes.
 _DIGEST_S_PER_TOKEN = 25e-6
-
-
-@dataclass
-class Request:
-    """What the scheduler halves see of a request."""
-
-    request_id: RequestId
-    prompt_token_ids: list[int]
-    output_token_ids: list[int] = field(default_factory=lambda: [1])
-    first_logprobs: None = None
-    num_cached_prompt_tokens: int = 0
-    cache_salt: str = ""
-    remote_decode: bool = False
-    handoff: KVHandoff | None = None
-    ticket: PushTicket | None = None
-    on_load_failure: OnLoadFailure = OnLoadFailure.REPORT
-    finish_reason: FinishReason | None = None
-    arrival_s: float = math.inf
 
 
 class Engine:
@@ -141,7 +123,7 @@ class Engine:
         if not is_known:
             self._reuse_blocks()
         num_tokens = len(block_ids) * self.layout.block_size
-        request = Request(_new_id(), list(range(num_tokens)), remote_decode=True)
+        request = KitRequest(_new_id(), list(range(num_tokens)), [1], remote_decode=True)
         self.scheduler.request_arrived(request)
         table, generations = _blocks(block_ids), [self._num_generations] * len(block_ids)
         for first in range(0, num_tokens - chunk, chunk) if chunk else ():
@@ -156,7 +138,7 @@ class Engine:
         return handoff
 
     def _hand_over(
-        self, request: Request, table: list[BlockId], generations: list[int]
+        self, request: KitRequest, table: list[BlockId], generations: list[int]
     ) -> KVHandoff:
         request.finish_reason = FinishReason.HANDOFF
         hold = self.scheduler.request_finished(request, table, generations)
@@ -171,7 +153,9 @@ class Engine:
         Args:
             layer_s: What a layer of a chunk takes, of one core.
         """
-        request = Request(_new_id(), list(range(num_tokens)), [], remote_decode=True, ticket=ticket)
+        request = KitRequest(
+            _new_id(), list(range(num_tokens)), [], remote_decode=True, ticket=ticket
+        )
         self.scheduler.request_arrived(request)
         while self.scheduler.get_num_new_matched_tokens(request, 0) is None:
             self.step()
@@ -272,21 +256,21 @@ def pair(block_size: int, num_tokens: int) -> Iterator[Pair]:
         child.join(20)
 
 
-def queued(engine: Engine, request: Request) -> Request:
+def queued(engine: Engine, request: KitRequest) -> KitRequest:
     """Have the engine take the request, so that it meets its peer."""
     engine.scheduler.request_arrived(request)
     engine.step()
     return request
 
 
-def decode_request(handoff: KVHandoff) -> Request:
+def decode_request(handoff: KVHandoff) -> KitRequest:
     """What comes to D behind a handoff."""
-    return Request(_new_id(), list(range(handoff.num_tokens)), [], handoff=handoff)
+    return KitRequest(_new_id(), list(range(handoff.num_tokens)), [], handoff=handoff)
 
 
-def pushed_request(ticket: PushTicket, num_tokens: int) -> Request:
+def pushed_request(ticket: PushTicket, num_tokens: int) -> KitRequest:
     """What comes to D beside a push."""
-    return Request(_new_id(), list(range(num_tokens)), [], ticket=ticket)
+    return KitRequest(_new_id(), list(range(num_tokens)), [], ticket=ticket)
 
 
 def draw_ticket(pair: Pair) -> PushTicket:

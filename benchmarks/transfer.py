@@ -62,7 +62,7 @@ if TYPE_CHECKING:
 
     import numpy.typing as npt
 
-    from benchmarks.kv_engines import Request
+    from pdserve.connectors.conformance.engines import KitRequest
     from pdserve.wire.transfer import KVHandoff
 
 _BUSY = torch.ones(64, 512), torch.ones(512, 512)
@@ -89,7 +89,7 @@ def hand_over(pair: Pair, handoff: KVHandoff, mine: Sequence[int]) -> tuple[floa
     return taken_s, received[0]
 
 
-def begin(pair: Pair, request: Request, mine: Sequence[int]) -> None:
+def begin(pair: Pair, request: KitRequest, mine: Sequence[int]) -> None:
     """Stage the load of a request."""
     pair.d.scheduler.update_state_after_alloc(
         request, [BlockId(b) for b in mine], len(request.prompt_token_ids)

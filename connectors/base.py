@@ -232,6 +232,18 @@ class ConnectorContext(msgspec.Struct, frozen=True, kw_only=True):
     load_ids: LoadIds = msgspec.field(default_factory=LoadIds)
 
 
+def refuse_any(request: RequestView, why: str) -> None:
+    """Refuse a request that came with something from another engine.
+
+    Raises:
+        HandoffRefusedError: It did.
+    """
+    if request.handoff is not None:
+        raise HandoffRefusedError(f"handoff refused: {why}")
+    if request.kv_transfer_params.ticket is not None:
+        raise HandoffRefusedError(f"ticket refused: {why}")
+
+
 class KVConnectorScheduler:
     """The half beside the scheduler. One thread, no I/O, no clock of its own.
 
@@ -257,11 +269,10 @@ class KVConnectorScheduler:
         Nothing that came with it has been believed yet, but that it is from this deployment.
 
         Raises:
-            HandoffRefusedError: Its handoff or its ticket cannot be trusted or used here; the
-                message names both values of what differs.
+            HandoffRefusedError: What it came with cannot be trusted or used here; the message
+                says what that is, and names both values of what differs.
         """
-        if request.handoff is not None or request.ticket is not None:
-            raise HandoffRefusedError("the KV connector of this engine takes none")
+        refuse_any(request, "the KV connector of this engine takes none")
         return KVSource.LOCAL
 
     def get_num_new_matched_tokens(

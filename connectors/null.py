@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from pdserve.connectors.base import KVConnectorBase, KVConnectorScheduler, KVSource
-from pdserve.errors import HandoffRefusedError
+from pdserve.connectors.base import KVConnectorBase, KVConnectorScheduler, KVSource, refuse_any
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -20,10 +19,8 @@ class NullScheduler(KVConnectorScheduler):
 
     def request_arrived(self, request: RequestView) -> KVSource:
         """See `KVConnectorScheduler`. Every handoff is refused: nobody here can check it."""
-        if request.handoff is not None or request.ticket is not None:
-            raise HandoffRefusedError(
-                "this engine has no KV connector (kv_connector is null), so it takes no handoffs"
-            )
+        why = "this engine has no KV connector (kv_connector is null), so it takes no handoffs"
+        refuse_any(request, why)
         return KVSource.LOCAL
 
 

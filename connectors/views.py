@@ -13,6 +13,15 @@ if TYPE_CHECKING:
     from pdserve.wire.transfer import KVHandoff, PushTicket
 
 
+class ConnectorParams(Protocol):
+    """What came with a request, and nobody reads but its connector."""
+
+    @property
+    def ticket(self) -> PushTicket | None:
+        """The push that it is part of, at either end, if it is."""
+        ...
+
+
 class RequestView(Protocol):
     """What a connector may see of the scheduler's request."""
 
@@ -67,8 +76,8 @@ class RequestView(Protocol):
         ...
 
     @property
-    def ticket(self) -> PushTicket | None:
-        """The push that it is part of, at either end, if it is."""
+    def kv_transfer_params(self) -> ConnectorParams:
+        """What came with it for its connector alone."""
         ...
 
     @property

@@ -69,6 +69,11 @@ class KitRequest:
     block_size: int = 16
 
     @property
+    def kv_transfer_params(self) -> KitRequest:
+        """See `RequestView`."""
+        return self
+
+    @property
     def prompt_block_hashes(self) -> list[BlockHash]:
         """See `RequestView`."""
         hashes: list[BlockHash] = []

@@ -98,8 +98,9 @@ class Outgoing:
     def arrived(self, request: RequestView) -> None:
         """A request whose KV another engine is to have."""
         self._prefills.add(request.request_id)
-        if request.ticket is not None:
-            self._expect(request, request.ticket)
+        ticket = request.kv_transfer_params.ticket
+        if ticket is not None:
+            self._expect(request, ticket)
 
     def _expect(self, request: RequestView, ticket: PushTicket) -> None:
         """Let D's registration be known.

@@ -76,10 +76,11 @@ class HandoverScheduler(KVConnectorScheduler):
 
     def request_arrived(self, request: RequestView) -> KVSource:
         """See `KVConnectorScheduler`."""
+        handoff, ticket = request.handoff, request.kv_transfer_params.ticket
         refusal = self._refusal_of(request)
         if refusal is not None:
-            raise HandoffRefusedError(refusal)
-        handoff, ticket = request.handoff, request.ticket
+            what = "ticket" if handoff is None else "handoff"
+            raise HandoffRefusedError(f"{what} refused: {refusal}")
         if request.remote_decode:
             self._outgoing.arrived(request)
         if handoff is not None:
@@ -92,7 +93,7 @@ class HandoverScheduler(KVConnectorScheduler):
         return KVSource.PLANNED
 
     def _refusal_of(self, request: RequestView) -> str | None:
-        ticket = request.ticket
+        ticket = request.kv_transfer_params.ticket
         if ticket is not None:
             why = why_not_ticket(ticket, self._context, is_prefill=request.remote_decode)
             if why is not None:
@@ -110,7 +111,7 @@ class HandoverScheduler(KVConnectorScheduler):
             self._context,
             prompt_token_ids=request.prompt_token_ids,
             cache_salt=request.cache_salt,
-            ticket=request.ticket,
+            ticket=request.kv_transfer_params.ticket,
         )
 
     def get_num_new_matched_tokens(

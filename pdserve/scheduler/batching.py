@@ -8,6 +8,7 @@ filled. `plan` decides; this module gathers what the decision needs and applies 
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -78,7 +79,12 @@ class Batcher:
             freed_by=None if self._state.steps.is_computing else freed_by,
             max_decodes=self._max_decodes(batch),
         )
-        are_free = [self._preempt(batch[index], now_s) for index in plan.preempted]
+        are_free = [
+            self._transfers.attempt(
+                partial(self._preempt, each, now_s), each.request_id, now_s, otherwise=True
+            )
+            for each in map(batch.__getitem__, plan.preempted)
+        ]
         if not all(are_free):
             self.fill(now_s, scheduled, grown)  # with the blocks that there are
             return None
@@ -133,11 +139,7 @@ class Batcher:
         assert request.holding is not None
         blocks = request.holding.blocks
         generations = self._kv.pool.generations_of(blocks)
-        try:
-            hold = self._state.connector.preempted(request, blocks, generations)
-        except Exception as error:  # noqa: BLE001 - whatever it is, it ends this request alone
-            self._transfers.end_broken(request.request_id, error, now_s)
-            return True
+        hold = self._state.connector.preempted(request, blocks, generations)
         self._state.counters.preemptions += 1
         if hold is None:
             self._state.free(request)
@@ -164,11 +166,8 @@ class Batcher:
             request = state.waiting.peek()
             if request is None:
                 break
-            try:
-                num_tokens = self._admit_next(request, now_s, budget)
-            except Exception as error:  # noqa: BLE001 - whatever it is, it ends this request alone
-                self._transfers.end_broken(request.request_id, error, now_s)
-                continue
+            admit = partial(self._admit_next, request, now_s, budget)
+            num_tokens = self._transfers.attempt(admit, request.request_id, now_s, otherwise=0)
             if num_tokens is None:
                 break
             if num_tokens:

@@ -64,7 +64,7 @@ class Ladder:
         """Choose a remedy for a load that failed for good and left `num_missing` prompt tokens.
 
         What no other engine was to compute is computed here in any case: the budget is for their
-        outages. A push always goes back to its sender, who has the handoff and can have it pulled.
+        outages. What was only planned goes back to its sender, who can have it brought otherwise.
         """
         if request.source is KVSource.LOCAL:
             return Decision(Remedy.RECOMPUTE)

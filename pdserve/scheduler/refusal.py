@@ -42,8 +42,7 @@ def refusal_of(request: GenerateRequest, *, vocab_size: int, max_model_len: int)
         refusal = refusal_of_handoff(request.handoff, vocab_size=vocab_size)
         if refusal is not None:
             return refusal
-    is_computed_here = request.remote_decode or not (request.handoff or request.ticket)
-    if request.sampling.prompt_logprobs is not None and not is_computed_here:
+    if request.sampling.prompt_logprobs is not None and not request.is_computed_here:
         return "prompt_logprobs come from the engine that computes the prompt"
     return _refusal_of_sampling(request.sampling, vocab_size)
 

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 class State(enum.Enum):
     """Where a request stands.
 
-    WAITING has no blocks. RECEIVING has blocks that a load, or a peer that pushes, fills.
+    WAITING has no blocks. RECEIVING has blocks that a load, or a peer, fills.
     RUNNING is in the batch; its connector may have its blocks read meanwhile. LEASED has
     finished here, a peer may read its blocks. CLOSING is over for the client while a transfer
     or a step may still touch its blocks. DONE holds nothing.
@@ -88,12 +88,12 @@ class Request:
         num_pending_tokens: Tokens that steps in flight sample, one at most for each: they
             count as tokens, their ids are not known yet.
         num_told_tokens: Output tokens that the workers were told of, where they have to be.
-        handoff: As in the wire request, or as a push brought it, until its KV is here or its
-            load has failed; at P, what it was leased as.
+        handoff: As in the wire request, or as it came with its KV, until that is here or its
+            load has failed; at P, what its connector made of it.
         source: Where its KV is, until that is here or its load has failed.
         is_pinned: It may not be preempted: a peer writes its blocks, or is written from them.
         is_loading: The step that is being built loads its first tokens.
-        hold_id: What its blocks are leased as, or held for behind its end.
+        hold_id: What its blocks are held for behind its end.
         finish_reason: How it has ended.
         waits_for: While it is CLOSING.
         num_overtaken: Requests whose KV lies ready that started in its place, while its own was
@@ -102,8 +102,7 @@ class Request:
             starts; None if it is none of that budget's requests.
         kv_mode: How its KV came from another engine, if it did.
         source_id: What that engine called it; empty if its KV came from none.
-        prompt_logprobs: Those behind the first prompt token, until the first output token takes
-            them along.
+        prompt_logprobs: From the second prompt token on; they leave with the first output token.
     """
 
     # More than thirty attributes would make each of them slow in an ordinary object.
@@ -138,7 +137,6 @@ class Request:
         "source",
         "source_id",
         "state",
-        "ticket",
         "times",
         "waits_for",
         "wire",
@@ -170,7 +168,6 @@ class Request:
         self.num_told_tokens = 0
         self.holding: Holding | None = None
         self.handoff = wire.handoff
-        self.ticket = wire.ticket
         self.remote_decode = wire.remote_decode
         self.source = KVSource.LOCAL
         self.is_pinned = False
@@ -211,6 +208,11 @@ class Request:
     def prompt_block_hashes(self) -> Sequence[BlockHash]:
         """Of the blocks that its prompt fills."""
         return self.chain.of_prompt(self.prompt_token_ids)
+
+    @property
+    def kv_transfer_params(self) -> GenerateRequest:
+        """What came with it."""
+        return self.wire
 
     @property
     def on_load_failure(self) -> OnLoadFailure:
@@ -422,8 +424,8 @@ class Request:
 
     def traced(self, now_s: float) -> EngineRequest:
         """Return its time here, for a trace; the stretch that it is in ends at `now_s`."""
+        # Whoever knows it can let go of the blocks: it stays here.
         nonce = "" if self.handoff is None else self.handoff.nonce
-        # A nonce ends a lease: it stays here.
         notes = [(at_s, text.replace(nonce, "*") if nonce else text) for at_s, text in self._story]
         facts: dict[str, int | float | str] = {
             "prompt_tokens": len(self.prompt_token_ids),

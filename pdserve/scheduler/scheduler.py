@@ -9,6 +9,7 @@ which requests a step computes, and `transfers` what happens to KV that travels.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING
 
 from pdserve.config.schema import SchedulingPolicy
@@ -93,10 +94,8 @@ class Scheduler:
             shared: What it shares with other requests of this prompt and salt, if there are any.
         """
         now_s = self._clock.monotonic_s()
-        try:
-            self._take(wire, shared, now_s)
-        except Exception as error:  # noqa: BLE001 - whatever it is, it ends this request alone
-            self._transfers.end_broken(wire.request_id, error, now_s)
+        take = partial(self._take, wire, shared, now_s)
+        self._transfers.attempt(take, wire.request_id, now_s, otherwise=None)
 
     def _take(self, wire: GenerateRequest, shared: SharedPrompt | None, now_s: float) -> None:
         if wire.request_id in self.state.requests:
@@ -331,10 +330,7 @@ class Scheduler:
         prompt_logprobs = request.take_prompt_logprobs() if is_first else None
         finish, stop_reason = request.finish_of_last_token(self._max_model_len)
         if finish is None and request.remote_decode:
-            try:
-                self._transfers.hand_over(request, now_s)
-            except Exception as error:  # noqa: BLE001 - whatever it is, others go on
-                self._transfers.end_broken(request.request_id, error, now_s, what="hand over")
+            if not self._transfers.hand_over(request, now_s):
                 return
             finish = FinishReason.HANDOFF
         self._outputs.token(

@@ -8,7 +8,8 @@ other. Plans nothing and sends nothing: instructions go from the connector to th
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING, assert_never
+from functools import partial
+from typing import TYPE_CHECKING, TypeVar, assert_never
 
 from pdserve.connectors.base import ConnectorNews, Hold
 from pdserve.connectors.views import ScheduledRequest, StepView
@@ -25,6 +26,8 @@ from pdserve.wire.transfer import (
 )
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from pdserve.scheduler.ladder import Decision
     from pdserve.scheduler.request import Request
     from pdserve.scheduler.state import SchedulerState
@@ -33,7 +36,21 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
+T = TypeVar("T")
+F = TypeVar("F")
+
 _UNFINISHED = (State.WAITING, State.RECEIVING, State.RUNNING)
+
+
+def _guarded(call: Callable[[], T]) -> T | Exception:
+    """What `call` returns, or what it raises.
+
+    A connector is others' code, and one request's trouble with it must not be everybody's.
+    """
+    try:
+        return call()
+    except Exception as error:  # noqa: BLE001 - see above
+        return error
 
 
 class Transfers:
@@ -56,7 +73,7 @@ class Transfers:
         try:
             source = self._connector.request_arrived(request)
         except HandoffRefusedError as error:
-            return f"{'handoff' if request.handoff is not None else 'ticket'} refused: {error}"
+            return str(error)
         request.accept(source, hands_over=self._connector.hands_over)
         return None
 
@@ -78,6 +95,26 @@ class Transfers:
         request.hold(hold)
         self._state.end(request, now_s, why, is_held=hold is not None)
 
+    def attempt(
+        self,
+        do: Callable[[], T],
+        request_id: RequestId,
+        now_s: float,
+        *,
+        otherwise: F,
+        what: str = "take",
+    ) -> T | F:
+        """Do something to a request; whatever goes wrong ends that one alone, as `end_broken` says.
+
+        Returns:
+            What `do` does, or `otherwise` if it fails.
+        """
+        done = _guarded(do)
+        if isinstance(done, Exception):
+            self.end_broken(request_id, done, now_s, what=what)
+            return otherwise
+        return done
+
     def end_broken(
         self, request_id: RequestId, error: Exception, now_s: float, *, what: str = "take"
     ) -> None:
@@ -98,12 +135,12 @@ class Transfers:
         )
 
     def _tell_end(self, request: Request, reason: FinishReason) -> Hold | None:
-        try:
-            return self._finish(request, reason)
-        except Exception:  # noqa: BLE001 - whatever it is, others go on
-            _log.exception("the connector failed over the end of %s", request.story())
+        hold = _guarded(partial(self._finish, request, reason))
+        if isinstance(hold, Exception):
+            _log.error("the connector failed over the end of %s", request.story(), exc_info=hold)
             is_read = request.state is State.RUNNING and request.is_pinned
             return Hold("") if is_read else None
+        return hold
 
     def _finish(self, request: Request, reason: FinishReason) -> Hold | None:
         request.finish(reason)
@@ -111,12 +148,12 @@ class Transfers:
         generations = self._kv.pool.generations_of(blocks)
         return self._connector.request_finished(request, blocks, generations)
 
-    def hand_over(self, request: Request, now_s: float) -> None:
-        """Finish a prefill by leasing its blocks out.
+    def hand_over(self, request: Request, now_s: float) -> bool:
+        """Finish a prefill by leasing its blocks out; False if it has ended with an error."""
+        lease = partial(self._lease, request, now_s)
+        return self.attempt(lease, request.request_id, now_s, otherwise=False, what="hand over")
 
-        Raises:
-            Exception: The connector's; nothing has changed.
-        """
+    def _lease(self, request: Request, now_s: float) -> bool:
         hold = self._finish(request, FinishReason.HANDOFF)
         if hold is None or hold.handoff is None:
             raise InternalError(f"the connector made no handoff\n{request.story()}")
@@ -124,13 +161,14 @@ class Transfers:
         request.hold(hold)
         request.holding.become(BlockUser.LEASED)
         self._state.move(request, State.LEASED, now_s, f"leased as {hold.hold_id}")
+        return True
 
     def give_up(self, hold_id: str, now_s: float) -> None:
-        """Tell that nobody will read what is leased as `hold_id`."""
-        try:
-            news = self._connector.update_connector_output(ConnectorReport(given_up=[hold_id]))
-        except Exception:  # noqa: BLE001 - whatever it is, a lease ends by itself
-            _log.exception("the connector failed over a lease that was given up")
+        """Tell that nobody will read what is held as `hold_id`."""
+        report = ConnectorReport(given_up=[hold_id])
+        news = _guarded(partial(self._connector.update_connector_output, report))
+        if isinstance(news, Exception):  # it ends by itself, later
+            _log.error("the connector failed over a lease that was given up", exc_info=news)
             return
         self._apply(news, now_s)
 
@@ -162,16 +200,16 @@ class Transfers:
         """
         while True:
             step = StepView(scheduled, lambda each: self._scheduled(each, scheduled[each]))
-            try:
-                return self._connector.build_connector_meta(step)
-            except Exception as error:  # noqa: BLE001 - whatever it is, others go on
-                broken = [step.asked_about] if step.asked_about in scheduled else list(scheduled)
-                if not broken:
-                    _log.exception("the connector failed over a step without requests")
-                    return None
-                for request_id in broken:
-                    del scheduled[request_id]
-                    self.end_broken(request_id, error, now_s, what="run")
+            made = _guarded(partial(self._connector.build_connector_meta, step))
+            if not isinstance(made, Exception):
+                return made
+            broken = [step.asked_about] if step.asked_about in scheduled else list(scheduled)
+            if not broken:
+                _log.error("the connector failed over a step without requests", exc_info=made)
+                return None
+            for request_id in broken:
+                del scheduled[request_id]
+                self.end_broken(request_id, made, now_s, what="run")
 
     def _scheduled(self, request_id: RequestId, num_tokens: int) -> ScheduledRequest:
         request = self._state.running[request_id]
@@ -198,10 +236,9 @@ class Transfers:
         """Take what the workers' connector halves saw. Unknown ids are ignored."""
         self._counters.faults.update(report.faults)
         for fact, single in report.one_by_one():
-            try:
-                news = self._connector.update_connector_output(single)
-            except Exception as error:  # noqa: BLE001 - whatever it is, others go on
-                self._fail_over(fact, error, now_s)
+            news = _guarded(partial(self._connector.update_connector_output, single))
+            if isinstance(news, Exception):
+                self._fail_over(fact, news, now_s)
                 news = ConnectorNews.of(single)  # it has happened all the same
             self._apply(news, now_s)
 
@@ -240,7 +277,7 @@ class Transfers:
             return
         request = self._state.requests.get(settled.request_id)
         if request is None or settled.nonce not in ("", request.hold_id):
-            return  # of another request under this id, or of a push that never began
+            return  # of another request under this id, or of what never began
         if request.state is State.LEASED:
             self._counters.lease_ends[settled.end.value] += 1
             self._state.close(request, now_s, f"lease ended: {settled.end.value}")

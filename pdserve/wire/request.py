@@ -55,6 +55,11 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
     on_load_failure: OnLoadFailure = OnLoadFailure.RECOMPUTE
     is_fallback: bool = False
 
+    @property
+    def is_computed_here(self) -> bool:
+        """Whether the engine that gets it computes the prompt."""
+        return self.remote_decode or not (self.handoff or self.ticket)
+
 
 class Sibling(msgspec.Struct, frozen=True, array_like=True):
     """A further choice for the prompt of a `GenerateRequest`: what the two do not share.

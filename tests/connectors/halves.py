@@ -100,7 +100,8 @@ def refusal_of(half: HandoverScheduler, request: FakeRequest) -> str | None:
     try:
         half.request_arrived(request)
     except HandoffRefusedError as error:
-        return str(error)
+        what = "ticket" if request.handoff is None else "handoff"
+        return str(error).removeprefix(f"{what} refused: ")
     return None
 
 

@@ -86,14 +86,14 @@ class ScriptedConnector(KVConnectorScheduler):
 
     def request_arrived(self, request: RequestView) -> KVSource:
         """See `KVConnectorScheduler`."""
-        for each in (request.handoff, request.ticket):
+        for each in (request.handoff, request.kv_transfer_params.ticket):
             if each is not None and each.nonce in self.refusals:
                 raise HandoffRefusedError(self.refusals[each.nonce])
-        if request.ticket is not None:
-            self._by_ticket[request.ticket.nonce] = request.request_id
+        if request.kv_transfer_params.ticket is not None:
+            self._by_ticket[request.kv_transfer_params.ticket.nonce] = request.request_id
         if request.remote_decode:
             self._prefills.add(request.request_id)
-        if request.ticket is not None and not request.remote_decode:
+        if request.kv_transfer_params.ticket is not None and not request.remote_decode:
             return KVSource.PLANNED
         return KVSource.LOCAL if request.handoff is None else KVSource.READY
 
@@ -104,7 +104,7 @@ class ScriptedConnector(KVConnectorScheduler):
         self.num_asked += 1
         if request.request_id in self.offers:
             return self.offers[request.request_id]
-        is_push = request.ticket is not None
+        is_push = request.kv_transfer_params.ticket is not None
         if request.remote_decode and is_push:
             return Match(0, is_async=False, is_pinned=True) if self.is_registered else None
         is_offered = is_push or request.handoff is not None
@@ -149,11 +149,19 @@ class ScriptedConnector(KVConnectorScheduler):
         """See `KVConnectorScheduler`."""
         assert request.request_id not in self.ended, "ended twice"
         self.ended[request.request_id] = request.finish_reason
-        nonce = NONCE if request.ticket is None else request.ticket.nonce
+        nonce = (
+            NONCE
+            if request.kv_transfer_params.ticket is None
+            else request.kv_transfer_params.ticket.nonce
+        )
         if request.finish_reason is FinishReason.HANDOFF:
             tokens = list(request.output_token_ids)
             return Hold(nonce, make_handoff(nonce, tokens, request_id=request.request_id))
-        is_live = request.remote_decode and request.ticket is not None and self.is_registered
+        is_live = (
+            request.remote_decode
+            and request.kv_transfer_params.ticket is not None
+            and self.is_registered
+        )
         if self.is_read and is_live:
             return Hold(nonce)
         return self._hold(request, block_ids)
