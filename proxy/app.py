@@ -21,8 +21,8 @@ from pdserve.errors import ConfigError
 from pdserve.http import openapi
 from pdserve.http.bodies import Bodies
 from pdserve.http.connection import HttpListener
-from pdserve.http.heap import keep_flat
 from pdserve.observe.clock import SystemClock
+from pdserve.observe.heap import keep_flat
 from pdserve.observe.log import log_event
 from pdserve.observe.metrics import measure_loop_lag
 from pdserve.proxy.admission import AdmissionQueue

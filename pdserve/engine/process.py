@@ -32,6 +32,7 @@ from pdserve.errors import ConfigError
 from pdserve.executor.base import RankDiedError
 from pdserve.lifeline import end_with_parent
 from pdserve.observe.clock import SystemClock
+from pdserve.observe.heap import share_arenas
 from pdserve.observe.log import configure_logging
 from pdserve.wire.codec import (
     AbortRequests,
@@ -323,6 +324,7 @@ def main() -> None:
     # Signals reach the whole process group; the server decides how its engine ends.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
+    share_arenas()
     launch = msgspec.msgpack.decode(sys.stdin.buffer.read(), type=EngineLaunch)
     end_with_parent(launch.parent_pid)
     configure_logging(sys.stderr, level=launch.log_level)

@@ -41,6 +41,7 @@ from pdserve.executor.rings import RingEnds, RingLink
 from pdserve.executor.zmq_links import ZmqEnds, ZmqLink
 from pdserve.imports import large_imports
 from pdserve.lifeline import end_with_parent
+from pdserve.observe.heap import share_arenas
 from pdserve.observe.log import configure_logging
 
 if TYPE_CHECKING:
@@ -260,6 +261,7 @@ def main() -> None:
     # Signals reach the whole process group; the engine decides how its ranks end.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
+    share_arenas()
     launch = msgspec.msgpack.decode(sys.stdin.buffer.read(), type=Launch)
     if launch.parent_pid is not None:
         end_with_parent(launch.parent_pid)

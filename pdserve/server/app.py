@@ -22,8 +22,8 @@ from pdserve.http.access import Access
 from pdserve.http.bodies import Bodies
 from pdserve.http.connection import HttpListener
 from pdserve.http.control import Verifier
-from pdserve.http.heap import keep_flat
 from pdserve.observe.clock import SystemClock
+from pdserve.observe.heap import keep_flat
 from pdserve.observe.log import log_event
 from pdserve.observe.metrics import measure_loop_lag
 from pdserve.server import chat, completions, debug, status
