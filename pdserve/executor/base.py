@@ -44,7 +44,7 @@ class Executor(Protocol):
         ...
 
     def submit(self, step: SchedulerOutput) -> None:
-        """Hand a step to the ranks. Once it is answered they do what no answer need wait for.
+        """Hand a step to the ranks. Work that its answer need not wait for is done after it.
 
         Raises:
             RankDiedError: A rank ended; nothing more will come.
@@ -62,7 +62,7 @@ class Executor(Protocol):
         ...
 
     def ask_for_slices(self) -> bool:
-        """Have the ranks report what they did, for a trace, in a moment.
+        """Have the ranks report soon what they did, for a trace.
 
         Returns:
             Whether they have anything to say: one rank alone has not.
@@ -73,7 +73,7 @@ class Executor(Protocol):
         ...
 
     def poll_result(self) -> ModelRunnerOutput | None:
-        """The oldest submitted step, if it has come back. Never blocks.
+        """Return the result of the oldest submitted step, if it has come back. Never blocks.
 
         Raises:
             RankDiedError: A rank ended; nothing more will come.
@@ -81,7 +81,7 @@ class Executor(Protocol):
         ...
 
     def poll_report(self) -> ConnectorReport | None:
-        """What the connectors of all ranks have reported, also while steps run. Never blocks.
+        """Return what the connectors of all ranks have reported, if anything. Never blocks.
 
         Raises:
             RankDiedError: A rank ended; nothing more will come.

@@ -235,7 +235,7 @@ class Waiter:
         return self._epoll.fileno()
 
     def poll(self) -> bool:
-        """Consume what rang; look for frames after it, not before.
+        """Consume wake-ups; look for frames after it, not before.
 
         Returns:
             Whether a watched descriptor is readable.
@@ -266,7 +266,7 @@ class Waiter:
         return found
 
     def close(self) -> None:
-        """Let go of the descriptors, which stay their owners'."""
+        """Stop watching; the descriptors stay their owners'."""
         self._epoll.close()
 
     def _is_watched(self, events: list[tuple[int, int]]) -> bool:

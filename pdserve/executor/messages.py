@@ -1,4 +1,4 @@
-"""What an executor and its ranks say to one another."""
+"""Messages between an executor and its ranks."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ WORKER = "pdserve.worker.worker:Worker"
 
 
 class Launch(msgspec.Struct, frozen=True, kw_only=True):
-    """All a rank is told before it starts.
+    """The start message of a rank.
 
     Attributes:
         log_level: As in `logging`; the rank logs to standard error.
@@ -65,7 +65,7 @@ class Post(msgspec.Struct, frozen=True, tag="post"):
 
 
 class Tell(msgspec.Struct, frozen=True, tag="tell"):
-    """Say now what was done, for a trace."""
+    """Report now what was done, for a trace."""
 
 
 ToPostThread = Post | Tell
@@ -78,7 +78,7 @@ class Started(msgspec.Struct, frozen=True, tag="started"):
 
 
 class Loading(msgspec.Struct, frozen=True, tag="loading"):
-    """Where its start-up stands."""
+    """How far the start-up has come."""
 
     text: str
 

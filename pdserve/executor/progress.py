@@ -1,4 +1,4 @@
-"""What several ranks say while they start, as few lines."""
+"""Merges the progress messages of several ranks into few lines."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class StartProgress:
         self._last: dict[int, str] = {}
 
     def note(self, rank: int, text: str) -> None:
-        """A rank said `text`."""
+        """Take a message of a rank."""
         self._last[rank] = text
         if self._num_ranks == 1:
             self._tell(text)
@@ -47,14 +47,14 @@ class StartProgress:
         self._pass_on(f"all {self._num_ranks} ranks: {text}")
 
     def tick(self) -> None:
-        """Time has passed."""
+        """Pass on what has waited for too long."""
         if self._held and self._clock.monotonic_s() - self._told_at_s >= _QUIET_S:
             for rank in sorted(self._held):
                 self._pass_on(f"rank {rank}: {self._held[rank]}")
             self._held.clear()
 
     def last(self, rank: int) -> str | None:
-        """What a rank said last."""
+        """Return what a rank said last."""
         return self._last.get(rank)
 
     def _pass_on(self, line: str) -> None:

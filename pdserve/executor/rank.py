@@ -1,4 +1,4 @@
-"""A rank: receive a step, run it, answer; and beside that, what connectors say.
+"""The loop of a rank: receive a step, run it, answer; a second thread serves the connector.
 
 `serve` is the loop, over any link. A second link and a second thread (`PostThread`) take posts to
 the worker's connector and its news back, so that neither waits for a step. As a process,
@@ -75,7 +75,7 @@ class StepRunner(Protocol):
         ...
 
     def finish_step(self) -> None:
-        """The step is answered: do what the answer need not wait for."""
+        """Do what the answer to the step need not wait for."""
         ...
 
     def post(self, metadata: ConnectorMetadata) -> None:
@@ -83,7 +83,10 @@ class StepRunner(Protocol):
         ...
 
     def poll(self) -> ConnectorReport:
-        """What its connector saw, and it did, since the last call, also while a step runs."""
+        """Return what its connector saw, and what it did, since the last call.
+
+        May be called while a step runs.
+        """
         ...
 
     def close(self, timeout_s: float) -> None:
@@ -92,7 +95,7 @@ class StepRunner(Protocol):
 
 
 def run(launch: Launch) -> int:
-    """Be the rank that `launch` describes, until told to close.
+    """Run the rank that `launch` describes until told to close.
 
     Returns:
         What a process exits with: 0 after `Close`, 3 for a wrong setting, else 1. The core
@@ -195,7 +198,7 @@ class PostThread:
         self._thread.start()
 
     def wait_for(self, num_posts: int) -> bool:
-        """Return when so many posts were taken; False = the thread has ended before."""
+        """Wait until `num_posts` posts were taken; return False if the thread ends before."""
         if self._num_taken < num_posts:
             with self._changed:
                 self._changed.wait_for(lambda: self._num_taken >= num_posts or self._is_over)

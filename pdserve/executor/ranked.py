@@ -1,4 +1,4 @@
-"""What every executor of several ranks does, wherever they are.
+"""What all executors of several ranks have in common.
 
 Steps go to all ranks at once, results come from the output rank alone, in order. Posts go to
 all ranks beside the steps, and what the ranks' connectors report comes back that way; it goes
@@ -69,7 +69,7 @@ class Ranks(Protocol):
         ...
 
     def ended(self) -> dict[int, str]:
-        """Ranks that have ended, and how ("pid 12 was killed by SIGKILL"). Never blocks."""
+        """Return ranks that have ended, and how ("pid 12 was killed by SIGKILL"). Never blocks."""
         ...
 
     def look(self) -> dict[int, str]:
@@ -228,7 +228,7 @@ class RankedExecutor:
             _log.warning("ranks %s did not end within %.1f s: killed", stuck, timeout_s + _EXIT_S)
 
     def _next(self) -> tuple[int, bytes] | None:
-        """The next frame of any rank, over either hub. Never blocks."""
+        """Return the next frame of any rank, over either hub. Never blocks."""
         return self._hub.receive() or self._posts.receive()
 
     def _receive(self, timeout_s: float) -> None:

@@ -381,7 +381,7 @@ def _by_machine(places: Sequence[RankPlace], machines: Sequence[str]) -> list[Ra
 
 
 def _answers(calls: Sequence[Any]) -> list[bytes]:
-    """What actors that were just placed answer.
+    """Return the first answers of actors that were just placed.
 
     Raises:
         RankDiedError: One of them has died, or does not answer.
@@ -401,6 +401,6 @@ def _how(run: Any) -> str:
 
 
 def _story(error: Exception) -> str:
-    """What Ray says in many lines, in one, without what is always the same."""
+    """Shorten what Ray says in many lines to one, without what is always the same."""
     text = " ".join(str(error).split()).partition(" Some common causes")[0]
     return text[max(0, text.rfind("The actor ")) :][:_MAX_STORY]

@@ -20,7 +20,7 @@ _REPLY_BYTES = 256 << 10
 
 
 class RingEnds(msgspec.Struct, frozen=True, kw_only=True, tag="rings"):
-    """What a rank opens its `RingLink` with: file descriptors that it inherits.
+    """Ends of the rings that a rank inherits, to open its `RingLink` with.
 
     Attributes:
         rank: Within its engine, of `num_ranks`.

@@ -1,4 +1,4 @@
-"""The seam between an executor and the way its frames travel.
+"""The seam between an executor and the transport of its frames.
 
 A `Hub` is the engine core's end, a `Link` is one rank's. Both carry bytes and know nothing of
 what they say. Who starts a rank, and who notices that it has ended, is another seam:
@@ -40,7 +40,7 @@ class Hub(Protocol):
         ...
 
     def has_heard_out(self, rank: int) -> bool:
-        """Whether all that a rank said before it ended can be received by now."""
+        """Whether everything that a rank sent before it ended can be received by now."""
         ...
 
     def close(self) -> None:

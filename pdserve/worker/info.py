@@ -1,4 +1,4 @@
-"""What a rank says of itself once it is ready. No torch: engine cores read it too."""
+"""Description of a rank that is ready. No torch: engine cores read it too."""
 
 from __future__ import annotations
 

@@ -150,7 +150,7 @@ class InputBatch:
             self._append_tokens(rows, known.sampled_token_ids)
 
     def _append_tokens(self, rows: NDArray[np.int64], token_ids: list[list[int]]) -> None:
-        """Any number of tokens for each of `rows`, which are distinct."""
+        """Append any number of tokens to each of `rows`, which are distinct."""
         num = np.fromiter(map(len, token_ids), np.int64, len(rows))
         flat = np.fromiter(itertools.chain.from_iterable(token_ids), np.int32, num.sum())
         first = np.repeat(self._num_tokens[rows] - np.cumsum(num) + num, num)
@@ -248,7 +248,7 @@ class InputBatch:
             )
 
     def append(self, rows: NDArray[np.int64], token_ids: NDArray[np.int64]) -> None:
-        """One more token for each of `rows`."""
+        """Append one token to each of `rows`."""
         self._token_ids[rows, self._num_tokens[rows]] = token_ids
         self._num_tokens[rows] += 1
 

@@ -1,4 +1,4 @@
-"""How much KV memory a rank takes, and the one tensor it is.
+"""Sizes and allocates the KV memory of a rank, which is one tensor.
 
 Every rank of an engine has the same blocks, each of them its own layers and heads of them; so
 the scarcest rank says how many there are. Knows bytes and shapes; what blocks mean is the
@@ -30,7 +30,7 @@ _CPU_FREE_SHARE = 0.5
 
 @dataclass(frozen=True, slots=True)
 class Offer:
-    """What a device can give for KV.
+    """The memory that a device can give for KV.
 
     Attributes:
         default_bytes: Taken when nothing is configured.

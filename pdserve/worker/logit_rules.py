@@ -1,4 +1,4 @@
-"""What one request forbids, favours and penalises, applied to its row of logits.
+"""Logit rules of one request: what it forbids, favours and penalises.
 
 Order and formulas are vLLM's: bias, then repetition, frequency and presence penalties,
 then masks. Requests without any of these have no `LogitRules` and cost nothing. What does not
@@ -86,7 +86,7 @@ class LogitRules:
         )
 
     def note(self, token_id: int) -> None:
-        """A token is out."""
+        """Note an output token."""
         self._outputs.append(token_id)
         if self._penalties is not None:
             self._penalties.note(token_id)

@@ -1,4 +1,4 @@
-"""One step of one rank: from what the scheduler asks to what the model and the sampler answer.
+"""Runs one step on one rank: inputs, model, sampler, answer.
 
     SchedulerOutput -> forget, take, update rows -> inputs -> forward (KV is written)
     -> logits of the rows that sample -> tokens -> ModelRunnerOutput

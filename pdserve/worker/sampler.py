@@ -75,7 +75,7 @@ class Sampler:
     def add(
         self, row: int, params: SamplingParams, prompt: Sequence[int], outputs: Sequence[int]
     ) -> None:
-        """A request takes `row`, with the tokens it has already."""
+        """Give `row` to a request, with the tokens it has already."""
         self._temperature[row] = params.temperature
         self._top_k[row] = params.top_k if 0 < params.top_k < self._vocab_size else 0
         self._top_p[row] = params.top_p
@@ -92,7 +92,7 @@ class Sampler:
             self._num_logprobs[row] = params.logprobs
 
     def remove(self, row: int) -> None:
-        """The request of `row` is gone."""
+        """Free `row`: its request is gone."""
         self._random.discard(row)
         self._rules.pop(row, None)
         self._num_logprobs.pop(row, None)

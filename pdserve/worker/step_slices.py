@@ -1,4 +1,4 @@
-"""What one rank of several did in its steps, for traces: told now and then, or when it is asked.
+"""Records when a rank waited and computed in its steps, for traces.
 
 One thread adds, another one takes. Costs about a microsecond a step; knows no connector.
 """
@@ -22,7 +22,7 @@ MIN_WAIT_S = 0.0005
 
 
 class StepSlices:
-    """A bounded list.
+    """A bounded list of stretches of time.
 
     Args:
         rank: Of its engine.
@@ -36,7 +36,7 @@ class StepSlices:
         self._kept: deque[RankSlice] = deque(maxlen=MAX_SLICES)
 
     def add(self, step: SchedulerOutput, began_s: float, forward_s: float, end_s: float) -> None:
-        """A step is over.
+        """Record a step that is over.
 
         Args:
             began_s, forward_s, end_s: When it began here, when its forward did (what the stage
@@ -55,5 +55,5 @@ class StepSlices:
             self._wake()
 
     def take(self) -> list[RankSlice]:
-        """All since the last call."""
+        """Return all since the last call."""
         return [self._kept.popleft() for _ in range(len(self._kept))]

@@ -1,4 +1,4 @@
-"""Logits whose columns are spread over the ranks of a TP group, and what crosses between them.
+"""Exchange between the ranks of a TP group that each have some columns of the logits.
 
 The likeliest token of a row needs one value and one index of each rank. What needs a whole row
 is done on the group's first rank, to which the others send their columns. Knows columns and

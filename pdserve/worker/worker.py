@@ -215,7 +215,7 @@ class Worker:
         connector.post(metadata)
 
     def poll(self) -> ConnectorReport:
-        """What the connector saw, and among others this rank did, since the last report."""
+        """Return what the connector saw, and what this rank did, since the last report."""
         _, connector = self._started()
         report = connector.get_finished()
         if self._slices is None:
