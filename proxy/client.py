@@ -253,7 +253,7 @@ class Leg:
     ) -> None:
         self.url = url
         self._http = http
-        self._parser = SseParser()
+        self._parser: SseParser | None = None
         self._response: aiohttp.ClientResponse | None = None
         self._is_lost = False
         self._body = bytearray()
@@ -334,8 +334,9 @@ class Leg:
         Raises:
             WorkerError: The connection was lost.
         """
+        parser = self._parser = self._parser or SseParser()
         async for chunk in self.chunks():
-            if events := self._parser.feed(chunk):
+            if events := parser.feed(chunk):
                 yield events
 
     def close(self) -> None:

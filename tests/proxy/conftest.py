@@ -36,6 +36,11 @@ class Stack:
         payload = {"prompt": "hi", "max_tokens": 4, "seed": 3} if body is None else body
         return self.client.post(f"{self.url}{path}", json=payload, **kwargs)
 
+    async def get(self, path: str) -> Any:
+        """GET; return the parsed answer."""
+        async with self.client.get(self.url + path) as response:
+            return await response.json()
+
     async def refused(self, body: Any = None, **kwargs: Any) -> tuple[int, str | None]:
         """POST what is not served; return the status and the error's code."""
         async with self.post(body, **kwargs) as response:
@@ -51,8 +56,7 @@ class Stack:
         """Wait until just so many requests run, at these stages."""
         async with asyncio.timeout(30.0):
             while True:
-                async with self.client.get(f"{self.url}/debug/requests") as response:
-                    running = (await response.json())["running"]
+                running = (await self.get("/debug/requests"))["running"]
                 if sorted(each["stage"] for each in running) == sorted(stages):
                     return
                 await asyncio.sleep(0.005)

@@ -17,12 +17,12 @@ DONE = b"data: [DONE]\n\n"
 REFUSAL = b'{"error": {"message": "max_tokens  is -1", "type": "invalid_request_error"}}'
 
 
-def prefills(number: int = 1) -> list[ScriptedEngine]:
-    return [ScriptedEngine("prefill", engine_id=f"p{i}") for i in range(number)]
+def prefills(number: int = 1, **more: bool) -> list[ScriptedEngine]:
+    return [ScriptedEngine("prefill", engine_id=f"p{i}", **more) for i in range(number)]
 
 
-def decodes(number: int = 1) -> list[ScriptedEngine]:
-    return [ScriptedEngine("decode", engine_id=f"d{i}") for i in range(number)]
+def decodes(number: int = 1, **more: bool) -> list[ScriptedEngine]:
+    return [ScriptedEngine("decode", engine_id=f"d{i}", **more) for i in range(number)]
 
 
 async def streaming(request: web.Request) -> web.StreamResponse:

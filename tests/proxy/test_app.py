@@ -145,8 +145,7 @@ async def test_requests_in_flight_are_shown_with_their_story(make_stack):
     stack = await make_stack([prefill], [ScriptedEngine("decode")])
     request = asyncio.create_task(stack.stream())
     await until(lambda: len(prefill.calls) == 1)
-    async with stack.client.get(f"{stack.url}/debug/requests") as response:
-        (shown,) = (await response.json())["running"]
+    (shown,) = (await stack.get("/debug/requests"))["running"]
     assert shown["stage"] == "prefill"
     assert prefill.url in shown["story"][-1]["event"]
     prefill.gate.set()

@@ -43,8 +43,7 @@ async def assert_nothing_held(stack) -> None:
             and not any(engine.leased for engine in stack.engines)
         ),
     )
-    async with stack.client.get(f"{stack.url}/debug/requests") as response:
-        assert (await response.json())["running"] == []
+    assert (await stack.get("/debug/requests"))["running"] == []
 
 
 async def disconnects(stack, stage: str) -> float:

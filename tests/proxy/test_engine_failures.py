@@ -25,6 +25,8 @@ from tests.proxy.scripted import events_of, sse, text_in, text_of, word
 
 # --- the prefill engine fails
 
+PULL_AND_PUSH = pytest.mark.parametrize("can_push", [False, True], ids=["pull", "push"])
+
 
 @pytest.mark.parametrize("stream", [True, False])
 @pytest.mark.parametrize("hook", [answers(500, b"boom"), drops()], ids=["500", "dropped"])
@@ -55,34 +57,40 @@ async def test_an_engine_that_is_gone_is_passed_over(make_stack):
     assert metrics['pdserve_retries_total{leg="prefill"}'] >= 1
 
 
-async def test_a_first_token_without_a_handoff_is_not_sent_twice(make_stack):
-    bad, good = prefills(2)
+@PULL_AND_PUSH
+async def test_a_first_token_without_a_handoff_is_not_sent_twice(make_stack, can_push):
+    (bad, good), (decode,) = prefills(2, can_push=can_push), decodes(can_push=can_push)
     bad.hook = drops(after=first_chunk())
-    stack = await make_stack([bad, good], decodes(), prefill_policy="round_robin")
+    decode.eager = True
+    stack = await make_stack([bad, good], [decode], prefill_policy="round_robin")
     stream = await stack.stream()
     assert text_in(stream) == text_of(3, 4)
     assert [len(bad.calls), len(good.calls)] == [1, 1]
 
 
-async def test_a_first_token_that_does_not_repeat_ends_the_stream_with_an_error(make_stack):
-    bad, other = prefills(2)
+@PULL_AND_PUSH
+async def test_a_first_token_that_does_not_repeat_ends_the_stream_with_an_error(
+    make_stack, can_push
+):
+    (bad, other), (decode,) = prefills(2, can_push=can_push), decodes(can_push=can_push)
     bad.hook = drops(after=first_chunk())
-    other.seed_offset = 1
-    stack = await make_stack([bad, other], decodes(), prefill_policy="round_robin")
+    other.seed_offset = decode.seed_offset = 1
+    stack = await make_stack([bad, other], [decode], prefill_policy="round_robin")
     events = events_of(await stack.stream())
     assert len(events) == 2
     assert events[1]["error"]["code"] == "replay_diverged"
     await until(lambda: not other.leased)
 
 
-async def test_the_only_prefill_engine_failing_leaves_the_work_to_decode(make_stack):
-    (bad,) = prefills()
+@PULL_AND_PUSH
+async def test_the_only_prefill_engine_failing_leaves_the_work_to_decode(make_stack, can_push):
+    (bad,), (decode,) = prefills(can_push=can_push), decodes(can_push=can_push)
     bad.hook = drops(after=first_chunk())
-    (decode,) = decodes()
-    stack = await make_stack([bad], [decode], retry_max_retries=1)
+    stack = await make_stack([bad], [decode], retry_max_retries=1, cb_failure_threshold=9)
     assert text_in(await stack.stream()) == text_of(3, 4)
     assert legs([bad]) == ["prefill", "prefill"]
-    assert legs([decode]) == ["local"]
+    assert legs([decode]) == [*(["receive", "receive"] if can_push else []), "local"]
+    assert decode.calls[-1].params["pdserve"]["is_fallback"] is True
     metrics = await stack.metrics()
     key = 'pdserve_disagg_decisions_total{decision="local",reason="prefill_failed"}'
     assert metrics[key] == 1

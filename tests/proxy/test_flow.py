@@ -188,17 +188,6 @@ async def test_a_4xx_is_passed_on_word_for_word_and_blames_no_engine(make_stack,
     assert metrics['pdserve_requests_total{outcome="client_error"}'] == 3
 
 
-async def test_a_4xx_that_is_no_openai_error_is_wrapped_into_one(make_stack):
-    (prefill,) = prefills()
-    prefill.hook = answers(422, b"no such thing")
-    stack = await make_stack([prefill], decodes())
-    async with stack.post() as response:
-        assert response.status == 422
-        error = (await response.json())["error"]
-        assert error["code"] == "422"
-        assert "no such thing" not in error["message"]
-
-
 async def test_an_engine_without_room_is_passed_over_for_one_with_room(make_stack):
     busy, other = prefills(2)
     busy.hook = answers(429, b'{"error":{"message":"full"}}')

@@ -130,8 +130,7 @@ async def test_tokens_that_are_swallowed_are_not_counted(make_stack):
     bad.hook = drops(1, after=sse({"choices": [second]}), leg="decode")
     stack = await make_stack([prefill], [bad, good], decode_policy="round_robin")
     assert text_in(await stack.stream({"max_tokens": 8})) == text_of(3, 8)
-    async with stack.client.get(f"{stack.url}/debug/requests?finished=1") as response:
-        (told,) = (await response.json())["finished"]
+    (told,) = (await stack.get("/debug/requests?finished=1"))["finished"]
     assert told["output_tokens"] == 8
 
 

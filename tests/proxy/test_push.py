@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from functools import partial
 
 import pytest
 from aiohttp import web
@@ -11,6 +12,7 @@ from pdserve.config.http import KVTransfer
 from pdserve.proxy import legs as proxy_legs
 from pdserve.proxy import strategies
 from pdserve.wire.transfer import TICKETS
+from tests.proxy import hooks
 from tests.proxy.conftest import until
 from tests.proxy.hooks import (
     answers,
@@ -23,19 +25,15 @@ from tests.proxy.hooks import (
     legs,
     streaming,
 )
-from tests.proxy.scripted import ScriptedEngine, events_of, pushed, sse, text_in, text_of, word
+from tests.proxy.scripted import pushed, sse, text_in, text_of, word
 from tests.proxy.test_disconnect import assert_nothing_held, leave
 from tests.proxy.test_ladder import rungs
 
 SECRET = "s3cret"
 
 
-def prefills(number: int = 1) -> list[ScriptedEngine]:
-    return [ScriptedEngine("prefill", engine_id=f"p{i}", can_push=True) for i in range(number)]
-
-
-def decodes(number: int = 1) -> list[ScriptedEngine]:
-    return [ScriptedEngine("decode", engine_id=f"d{i}", can_push=True) for i in range(number)]
+prefills = partial(hooks.prefills, can_push=True)
+decodes = partial(hooks.decodes, can_push=True)
 
 
 # --- when all is well
@@ -466,37 +464,6 @@ async def test_another_pair_with_a_ticket_of_its_own_takes_over(make_stack, hook
     await until(lambda: decode.ended["cancelled"] == 1)
     assert (await rungs(stack))["other_prefill"] == 1
     await assert_nothing_held(stack)
-
-
-async def test_a_prefill_engine_lost_between_first_token_and_handoff_repeats_no_token(make_stack):
-    (bad, good), (decode,) = prefills(2), decodes()
-    bad.hook = drops(after=first_chunk())
-    decode.eager = True
-    stack = await make_stack([bad, good], [decode], prefill_policy="round_robin")
-    stream = await stack.stream()
-    assert text_in(stream) == text_of(3, 4)
-    assert [len(bad.calls), len(good.calls)] == [1, 1]
-    assert legs([decode]) == ["receive", "receive"]
-
-
-async def test_another_first_token_ends_the_stream_with_an_error_and_nothing_wrong(make_stack):
-    (bad, other), (decode,) = prefills(2), decodes()
-    bad.hook = drops(after=first_chunk())
-    other.seed_offset = decode.seed_offset = 1
-    stack = await make_stack([bad, other], [decode], prefill_policy="round_robin")
-    first, last = events_of(await stack.stream())
-    assert first["choices"][0]["text"] == word(3, 0)
-    assert last["error"]["code"] == "replay_diverged"
-    await assert_nothing_held(stack)
-
-
-async def test_the_only_prefill_engine_failing_leaves_the_work_to_decode(make_stack):
-    (bad,), (decode,) = prefills(), decodes()
-    bad.hook = drops(leg="prefill")
-    stack = await make_stack([bad], [decode], retry_max_retries=1, cb_failure_threshold=9)
-    assert await ask(stack, stream=True) == text_of(3, 4)
-    assert legs([decode]) == ["receive", "receive", "local"]
-    assert decode.calls[-1].params["pdserve"]["is_fallback"] is True
 
 
 # --- the client leaves

@@ -15,10 +15,8 @@ from pdserve.observe.clock import SystemClock
 from tests.proxy.test_with_server import (
     BODIES,
     COMPLETIONS,
-    EXTRAS,
     _said,
     ask,
-    by_choice,
     deployed,
     text,
 )
@@ -48,29 +46,6 @@ async def assert_same(deployment, body: dict, path: str = COMPLETIONS) -> None:
         ]
         got, whole = [answer | {"created": 0} for answer in answers]
     assert got == whole
-
-
-@pytest.mark.parametrize("path", BODIES)
-@pytest.mark.parametrize("extra", [*EXTRAS, {"stream_options": {"include_usage": True}}], ids=str)
-async def test_a_pushed_stream_is_the_stream_of_one_engine(text, path, extra):
-    body = BODIES[path] | extra | {"stream": True}
-    async with deployed(text, prefill=[PUSH], decode=[PUSH]) as both:
-        disaggregated = await ask(both.url, path, body)
-        is_pushed = body["max_tokens"] > 1 and "n" not in extra
-        assert pushes(both) == [0, int(is_pushed and not _ended_at_once(disaggregated))]
-        alone = await ask(both.servers[1].url, path, body)
-    assert by_choice(disaggregated) == by_choice(alone)
-
-
-def _ended_at_once(stream: bytes) -> bool:
-    return stream.count(b'"finish_reason":"stop"') > 0 and stream.count(b"data: {") <= 2
-
-
-@pytest.mark.parametrize("path", BODIES)
-@pytest.mark.parametrize("extra", [*EXTRAS, {"prompt_logprobs": 1}], ids=str)
-async def test_a_pushed_answer_is_the_answer_of_one_engine(text, path, extra):
-    async with deployed(text, prefill=[PUSH], decode=[PUSH]) as both:
-        await assert_same(both, BODIES[path] | extra, path)
 
 
 @pytest.mark.parametrize("stream", [True, False])

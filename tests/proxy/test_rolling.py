@@ -50,10 +50,8 @@ async def test_engines_of_both_weights_register_and_pairs_are_of_equal_ones(make
     assert set(texts) == {text_of(3, 4)}
     assert all(engine.calls for engine in engines), "each group has its share"
     assert_no_mixed_pair(old_ds + new_ds)
-    async with stack.client.get(f"{stack.url}/v1/models") as response:
-        assert [model["id"] for model in (await response.json())["data"]] == ["tiny"]
-    async with stack.client.get(f"{stack.url}/readyz") as response:
-        assert (await response.json())["engines"] == {"prefill": 2, "decode": 2, "both": 0}
+    assert [model["id"] for model in (await stack.get("/v1/models"))["data"]] == ["tiny"]
+    assert (await stack.get("/readyz"))["engines"] == {"prefill": 2, "decode": 2, "both": 0}
     for engine in engines:
         await engine.stop()
 

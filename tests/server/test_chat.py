@@ -108,13 +108,6 @@ async def test_several_choices_stream_side_by_side(server):
         assert "".join(delta["content"] for delta in mine) == choice["message"]["content"]
 
 
-async def test_the_usage_chunk_is_the_last_one(server):
-    body = {"messages": MESSAGES, "max_tokens": 2, "stream_options": {"include_usage": True}}
-    *_, last = events(await server.stream(PATH, body))
-    assert last["choices"] == []
-    assert last["usage"]["completion_tokens"] == 2
-
-
 async def test_a_model_without_a_template_names_the_remedy(text):
     plain = replace(text, chat_template=None)
     async with serving(plain, make_engine(text)) as server:
