@@ -22,7 +22,7 @@ from pdserve.config.schema import (
     SchedulerConfig,
 )
 from pdserve.engine.zmq_client import ZmqEngineClient, launch_engine
-from pdserve.errors import ConfigError, EngineDeadError, InternalError, OverloadedError
+from pdserve.errors import ConfigError, EngineDeadError, OverloadedError
 from pdserve.wire.codec import Codec
 from pdserve.wire.ids import RequestId
 from pdserve.wire.request import FinishReason, GenerateRequest, Sibling
@@ -303,20 +303,6 @@ async def test_strange_rules_that_can_be_served_are(tiny_model: Path) -> None:
         assert await tokens_of(client, wanted) == [5] * 8
 
 
-async def test_more_requests_at_once_than_may_wait_are_refused(tiny_model: Path) -> None:
-    config = msgspec.structs.replace(
-        engine_config(tiny_model), scheduler=SchedulerConfig(max_num_seqs=2, max_waiting=3)
-    )
-    async with running(config) as client:
-        answers = await asyncio.gather(
-            *(tokens_of(client, request(f"r{i}", PROMPTS[1], 4)) for i in range(10)),
-            return_exceptions=True,
-        )
-    refused = [answer for answer in answers if isinstance(answer, OverloadedError)]
-    assert len(refused) == 5
-    assert sum(isinstance(answer, list) for answer in answers) == 5
-
-
 async def test_more_prompt_tokens_than_may_wait_are_refused(tiny_model: Path) -> None:
     config = msgspec.structs.replace(
         engine_config(tiny_model), scheduler=SchedulerConfig(max_waiting_tokens=100)
@@ -356,15 +342,6 @@ async def test_of_several_choices_one_may_be_aborted(tiny_model: Path) -> None:
         )
         assert await tokens_of(client, alone) == tokens["r2"]
         await until_idle(client)
-
-
-async def test_a_second_use_of_a_running_id_leaves_the_first_alone(tiny_model: Path) -> None:
-    async with running(engine_config(tiny_model)) as client:
-        first = asyncio.create_task(tokens_of(client, request("r", PROMPTS[1], 50)))
-        await asyncio.sleep(0)
-        with pytest.raises(InternalError, match="running already"):
-            await tokens_of(client, request("r", PROMPTS[1], 50))
-        assert len(await first) == 50
 
 
 async def test_a_core_that_cannot_be_understood_is_dead_to_its_clients(tiny_model: Path) -> None:
