@@ -45,7 +45,7 @@ class Access:
         self._operator_keys = [key.encode() for key in operator_keys]
 
     def check(self, request: web.Request) -> None:
-        """Check that whoever asks may.
+        """Check that the sender of a request may ask for this.
 
         Raises:
             UnauthorizedError: The key is missing or wrong.

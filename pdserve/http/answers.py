@@ -1,4 +1,4 @@
-"""Values and errors as HTTP answers: one shape of an error, whoever found it.
+"""Values and errors as HTTP answers: every error has the same shape.
 
 Knows OpenAI's error object; knows nothing of who asked, nor of what.
 """

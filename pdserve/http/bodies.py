@@ -1,9 +1,8 @@
 """Reads request bodies: how large one may be, how slow, and how much memory all take together.
 
 A body is paid for before it is read, by its declared length or as it grows, and is paid back when
-its request is over. One that does not fit is refused at once: nobody waits, so that nobody can be
-kept waiting. It must leave as much room as it takes itself, so that large bodies never shut out
-small ones.
+its request is over. One that does not fit is refused at once rather than kept waiting. It must
+leave as much room as it takes itself, so that large bodies never shut out small ones.
 """
 
 from __future__ import annotations

@@ -113,7 +113,7 @@ class ClientConnection(web.RequestHandler):
             self._header_timer = None
 
     def _give_up(self) -> None:
-        """Hang up; whoever has begun to ask is told why."""
+        """Hang up; a client that has begun a request is told why."""
         self._header_timer = None
         if self._has_headers_begun and isinstance(self.transport, asyncio.Transport):
             late = RequestTimeoutError(

@@ -1,6 +1,6 @@
 """What a server tells of its requests: counts, a line of the log, `/debug/requests`, traces.
 
-The keys are those of a proxy's `/debug/requests`, so that whoever reads the one can read the other;
+The keys are those of a proxy's `/debug/requests`, so that one reader fits both;
 what only a proxy knows of is empty. Times are this server's own account: `server` is its part, all
 other terms are the engine core's.
 """

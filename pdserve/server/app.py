@@ -27,10 +27,9 @@ from pdserve.observe.heap import keep_flat
 from pdserve.observe.log import log_event
 from pdserve.observe.metrics import measure_loop_lag
 from pdserve.server import chat, completions, debug, status
-from pdserve.server.errors import error_middleware
 from pdserve.server.metrics import ServerMetrics
 from pdserve.server.registration import Registrar
-from pdserve.server.reply import wants_stages
+from pdserve.server.reply import error_middleware, wants_stages
 from pdserve.server.service import REQUEST_ID, SERVICE, START_S, Service, request_id_of
 from pdserve.text.load import load_text
 from pdserve.wire.hop import INFO_PATH, LAYOUT_HEADER, RELEASE_PATH, REQUEST_ID_HEADER
@@ -43,7 +42,7 @@ if TYPE_CHECKING:
     from pdserve.config.schema import EngineConfig
     from pdserve.engine.client import EngineClient
     from pdserve.observe.clock import Clock
-    from pdserve.server.errors import Handler
+    from pdserve.server.reply import Handler
     from pdserve.text.load import Text
 
 _log = logging.getLogger(__name__)

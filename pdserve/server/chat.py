@@ -85,15 +85,21 @@ async def create_chat_completion(request: web.Request) -> web.StreamResponse:
     token_ids = await encode_prompts(
         request, [prompt], add_special_tokens=bool(body.add_special_tokens), field="messages"
     )
-    asked = Asked(
-        prompt_field="messages",
-        max_tokens=body.max_completion_tokens or body.max_tokens,
-        max_tokens_field="max_completion_tokens" if body.max_completion_tokens else "max_tokens",
-        default_max_tokens=None,
-        logprobs=(body.top_logprobs or 0) if body.logprobs else None,
-        prompt_logprobs=body.prompt_logprobs,
+    job = await make_job(
+        request,
+        body,
+        token_ids,
+        Asked(
+            prompt_field="messages",
+            max_tokens=body.max_completion_tokens or body.max_tokens,
+            max_tokens_field="max_completion_tokens"
+            if body.max_completion_tokens
+            else "max_tokens",
+            default_max_tokens=None,
+            logprobs=(body.top_logprobs or 0) if body.logprobs else None,
+            prompt_logprobs=body.prompt_logprobs,
+        ),
     )
-    job = await make_job(request, body, token_ids, asked)
     form = _Form(body, job, text.tokenizer)
     async with serving(service, job):
         await job.start()

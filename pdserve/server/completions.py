@@ -39,14 +39,18 @@ async def create_completion(request: web.Request) -> web.StreamResponse:
     wanted = body.prompt_logprobs
     if wanted is None and body.echo:
         wanted = body.logprobs
-    asked = Asked(
-        prompt_field="prompt",
-        max_tokens=body.max_tokens,
-        default_max_tokens=DEFAULT_MAX_TOKENS,
-        logprobs=body.logprobs,
-        prompt_logprobs=wanted,
+    job = await make_job(
+        request,
+        body,
+        token_ids,
+        Asked(
+            prompt_field="prompt",
+            max_tokens=body.max_tokens,
+            default_max_tokens=DEFAULT_MAX_TOKENS,
+            logprobs=body.logprobs,
+            prompt_logprobs=wanted,
+        ),
     )
-    job = await make_job(request, body, token_ids, asked)
     form = _Form(body, job, text.tokenizer, prompts)
     async with serving(service, job):
         await job.start()

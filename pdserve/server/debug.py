@@ -1,4 +1,4 @@
-"""What an engine's server says of itself to whoever looks into it: requests, the trace, its clock.
+"""What an engine's server shows for debugging: its requests, the trace, its clock.
 
 Under the API key, like everything that tells of requests.
 """

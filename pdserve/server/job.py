@@ -3,8 +3,8 @@
 The life of a job: `intake` makes one engine request per choice; entering the job submits them;
 `start` waits for the engine's first word (until then another status than 200 is possible);
 `deltas` yields what each choice gained; leaving the job aborts what still runs and gives back KV
-leases that nobody was told of. Cancel-safe at every await. What is told of it is `account`'s; it
-does not know what JSON the text goes into.
+leases that were never handed over. Cancel-safe at every await. `account` counts and logs it; the
+JSON that the text goes into is not known here.
 """
 
 from __future__ import annotations
@@ -402,7 +402,7 @@ def _is_late(request: GenerateRequest | None, now_s: float) -> bool:
 
 
 def _failure(output: EngineOutput) -> PdserveError:
-    """What an engine's error code is to whoever asked; what has none is the engine's fault."""
+    """Return the error for an engine's error code; without one it is the engine's own fault."""
     message = output.error or "the engine failed this request"
     match output.error_code:
         case ErrorCode.KV_TRANSFER_FAILED.value:

@@ -1,4 +1,4 @@
-"""How an answer leaves, in the words that completions and chat share: whole, or as events.
+"""How an answer leaves: whole, as events, or as an error, in the words that all endpoints share.
 
 Server-sent events are as OpenAI's clients expect them (WHATWG HTML, section 9.2). A stream that has
 begun always ends in `[DONE]`, also after an error; only a client that has gone gets nothing more.
@@ -8,6 +8,7 @@ Both have a part for the proxy where one asks: what another engine goes on from,
 from __future__ import annotations
 
 import contextlib
+import logging
 import uuid
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -15,21 +16,24 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 from aiohttp import web
 
-from pdserve.errors import PdserveError
-from pdserve.http.answers import error_object
-from pdserve.server.errors import log_internal_error
+from pdserve.errors import KvTransferError, PdserveError
+from pdserve.http.answers import error_answer, error_object, refusal_of
 from pdserve.server.hop import response_params
 from pdserve.server.service import SERVICE
-from pdserve.wire.hop import HANDOFF, PARAMS, STAGES, STAGES_HEADER
+from pdserve.wire.hop import HANDOFF, LOAD_FAILURES_HEADER, PARAMS, STAGES, STAGES_HEADER
 from pdserve.wire.request import FinishReason
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Awaitable, Callable, Sequence
     from types import TracebackType
     from typing import Self
 
     from pdserve.server.job import Delta, TextRequest
     from pdserve.wire.hop import HandedOver
+
+    Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+_log = logging.getLogger(__name__)
 
 _HEADERS = {
     "Content-Type": "text/event-stream; charset=utf-8",
@@ -178,3 +182,35 @@ async def send_json(request: web.Request, job: TextRequest, answer: dict[str, An
     await response.write_eof()
     job.delivered = True
     return response
+
+
+def error_response(error: PdserveError) -> web.Response:
+    """Return `error` as a response.
+
+    A proxy also learns why KV did not arrive: whether another engine may still read it.
+    """
+    answer = error_answer(error)
+    if isinstance(error, KvTransferError) and error.load_failures:
+        answer.headers[LOAD_FAILURES_HEADER] = ",".join(error.load_failures)
+    return answer
+
+
+@web.middleware
+async def error_middleware(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """Turn what a handler raises before its response began into an error response."""
+    try:
+        return await handler(request)
+    except PdserveError as error:
+        return error_response(error)
+    except web.HTTPException as error:
+        return error_response(refusal_of(error, request))
+    except Exception as error:  # noqa: BLE001 (the top of a request: the server goes on)
+        log_internal_error(request, error)
+        return error_response(PdserveError("the server failed; its log has the details"))
+    finally:
+        request.app[SERVICE].bodies.free(request)
+
+
+def log_internal_error(request: web.Request, error: BaseException) -> None:
+    """Log what a handler raised; the client learns no details."""
+    _log.error("request failed path=%s", request.path, exc_info=error)
