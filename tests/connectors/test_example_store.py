@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -13,7 +14,7 @@ from pdserve.connectors.base import Hold
 from pdserve.connectors.conformance import StoreConformance, make_shape
 from pdserve.wire.ids import RequestId
 from pdserve.wire.transfer import ConnectorMetadata, ConnectorReport, LeaseEnd, Settled
-from tests.connectors.example_store import StoreConnector, StoreScheduler, StoreWorker
+from tests.connectors.example_store import KEPT, StoreConnector, StoreScheduler, StoreWorker
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -26,6 +27,7 @@ _LAYER_S = 0.003
 
 class TestStore(StoreConformance):
     def make_connector(self) -> KVConnectorBase:
+        KEPT.clear()
         return StoreConnector()
 
 
@@ -36,8 +38,8 @@ class TestStoreOfFourRanks(TestStore):
 class SlowScheduler(StoreScheduler):
     """Holds blocks until what is being saved of them is saved."""
 
-    def __init__(self, context: Any, stored: Any) -> None:
-        super().__init__(context, stored)
+    def __init__(self, shape: Any) -> None:
+        super().__init__(shape)
         self._num_holds = itertools.count()
         self._let_go: list[tuple[RequestId, str]] = []
 
@@ -56,10 +58,10 @@ class SlowScheduler(StoreScheduler):
 class SlowWorker(StoreWorker):
     """Layers come and go on a thread, one after the other, and each takes a while."""
 
-    def __init__(self, context: Any, stored: Any, wake: Callable[[], None]) -> None:
-        super().__init__(context, stored)
+    def __init__(self, rank: int, wake: Callable[[], None]) -> None:
+        super().__init__(rank)
         self._wake, self._thread = wake, ThreadPoolExecutor(1)
-        self._loads: list[Future[None]] = []
+        self._layers: list[Future[None]] = []
         self._settled: list[Settled] = []
 
     def _later(self, do: Callable[..., None], *arguments: Any) -> Future[None]:
@@ -71,14 +73,15 @@ class SlowWorker(StoreWorker):
 
     def start_load_kv(self, metadata: ConnectorMetadata) -> None:
         super().start_load_kv(metadata)
-        layers = range(self._num_layers)
-        self._loads = [self._later(self._load, self._step, layer) for layer in layers]
+        load, layers = super().wait_for_layer_load, range(self._kv.shape[1])
+        self._layers = [self._later(load, layer) for layer in layers]
 
     def wait_for_layer_load(self, layer: int) -> None:
-        self._loads[layer].result()
+        self._layers[layer].result()
 
     def save_kv_layer(self, layer: int) -> None:
-        self._later(self._save, self._step, layer)
+        this_step = copy.copy(self)
+        self._later(StoreWorker.save_kv_layer, this_step, layer)
 
     def post(self, metadata: ConnectorMetadata) -> None:
         for request_id, hold_id in msgspec.msgpack.decode(metadata.payload):
@@ -97,14 +100,15 @@ class SlowWorker(StoreWorker):
         self._thread.shutdown()
 
 
-class SlowConnector(StoreConnector, frozen=True, kw_only=True):
+class SlowConnector(StoreConnector):
     def make_scheduler(self, context: Any, endpoints: Any) -> SlowScheduler:
-        return SlowScheduler(context, self.stored)
+        return SlowScheduler(context.shape)
 
     def make_worker(self, context: Any, wake: Callable[[], None]) -> SlowWorker:
-        return SlowWorker(context, self.stored, wake)
+        return SlowWorker(context.rank, wake)
 
 
 class TestStoreWhoseLayersTakeTime(StoreConformance):
     def make_connector(self) -> KVConnectorBase:
+        KEPT.clear()
         return SlowConnector()

@@ -42,3 +42,9 @@ def test_the_failure_table_is_what_its_source_says_but_for_what_was_measured():
     text = (ROOT / "docs" / "failures.md").read_text()
     told, _, _ = failures([], "").partition("## Measured")
     assert text.startswith(told), "change tests/chaos/failures.py, which writes docs/failures.md"
+
+
+def test_the_connector_that_documents_show_is_the_one_that_is_tested():
+    text = (ROOT / "docs" / "extending.md").read_text()
+    example = (ROOT / "tests" / "connectors" / "example_store.py").read_text()
+    assert f"```python\n{example}```" in text, "paste tests/connectors/example_store.py"
