@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from typing import TYPE_CHECKING, ClassVar
 
+import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import rule
 
@@ -74,6 +75,7 @@ class RanksMachine(PairMachine):
             self.reached["aborted on one rank"] += failed.detail.count("aborted") == 1
 
 
+@pytest.mark.slow
 def test_two_ranks_that_differ_in_time_and_luck_give_only_right_tokens_and_keep_no_block() -> None:
     wanted = ("pulled", "pushed", "failed on one rank", "aborted on one rank", "expired")
     run_until_reached(RanksMachine, wanted, max_examples=150)

@@ -398,6 +398,7 @@ def test_a_peer_that_nixl_half_learned_or_half_forgot_can_be_met_again(
     pair.until(lambda: pair.received)
 
 
+@pytest.mark.slow
 def test_more_leases_than_fit_into_one_frame_are_all_kept_alive(pair: Pair) -> None:
     pair.load()
     pair.until(lambda: pair.received)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 import psutil
+import pytest
 import zmq
 
 from pdserve.engine.coordinator import (
@@ -168,6 +169,7 @@ def test_many_changes_are_published_as_few() -> None:
         assert num_messages <= 2 + (time.monotonic() - began_s) / 0.01
 
 
+@pytest.mark.slow
 def test_an_idle_coordinator_uses_no_processor_time() -> None:
     with running(2) as rig:
         rig.join().tell(stats(num_running=1), num_taken=1)
@@ -179,6 +181,7 @@ def test_an_idle_coordinator_uses_no_processor_time() -> None:
         assert sum(process.cpu_times()[:2]) - before <= 0.05
 
 
+@pytest.mark.slow
 def test_it_ends_with_the_process_that_started_it() -> None:
     script = (
         "import os, subprocess, sys, msgspec\n"

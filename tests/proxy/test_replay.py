@@ -147,6 +147,7 @@ def size_of(num_tokens: int, make: Any) -> int:
     return size
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "make",
     [

@@ -92,6 +92,7 @@ async def assert_answered_or_refused(url: str, body: bytes, **headers: str) -> d
     return error
 
 
+@pytest.mark.slow
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
 @given(request=bodies())
 def test_any_value_of_any_field_is_answered_or_named(text, request):

@@ -113,6 +113,7 @@ async def test_one_model_can_be_asked_for(text):
     assert (status, json.loads(body)["error"]["code"]) == (404, "model_not_found")
 
 
+@pytest.mark.slow
 async def test_traffic_adds_no_series(server):
     before = (await scrape(server)).keys()
     for path, body in (

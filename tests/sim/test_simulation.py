@@ -26,12 +26,14 @@ def summary() -> Summary:
     return simulate(NUM_LIVES, seed=FIRST_SEED, max_failing=1)
 
 
+@pytest.mark.slow
 def test_no_token_is_wrong_no_block_is_kept_and_every_request_ends(summary: Summary) -> None:
     assert not summary.failing
     assert summary.lives >= NUM_LIVES
     assert summary.outcomes["ok"] > NUM_LIVES * 0.7
 
 
+@pytest.mark.slow
 def test_the_simulation_gets_to_what_it_is_for(summary: Summary) -> None:
     reached = {name for name, number in summary.reached.items() if number}
     wanted = {
@@ -76,6 +78,7 @@ def test_a_seed_says_all_there_is_to_know() -> None:
     assert first.digest == second.digest
 
 
+@pytest.mark.slow
 def test_a_seed_says_it_in_another_process_with_other_hashes() -> None:
     # In this one an engine dies with three legs open: their order of being lost decides much.
     seed = 880054

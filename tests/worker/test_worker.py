@@ -216,6 +216,7 @@ def test_the_context_carries_the_digest_of_what_peers_must_share(
     assert other_sizes.layout_digest == same.layout_digest
 
 
+@pytest.mark.slow
 def test_doctor_tells_checkpoints_apart_that_differ_in_a_middle_tensor(tmp_path: Path) -> None:
     def peer(directory: Path) -> doctor.RunningEngine:
         worker = Worker(
