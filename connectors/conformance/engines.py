@@ -191,7 +191,7 @@ class Engine:
         )
         self.capabilities = connector.capabilities
         self.news = threading.Event()
-        self.ranks = [self._rank(connector, rank, dtype) for rank in range(shape.num_ranks)]
+        self.ranks = [self.make_rank(connector, rank, dtype) for rank in range(shape.num_ranks)]
         endpoints = [rank.endpoint for rank in self.ranks if rank.endpoint is not None]
         self.endpoints = tuple(endpoints)
         self.scheduler = connector.make_scheduler(self.context, endpoints)
@@ -205,7 +205,8 @@ class Engine:
         self.said: list[tuple[int, ConnectorReport]] = []
         self._num_requests = 0
 
-    def _rank(self, connector: KVConnectorBase, rank: int, dtype: str) -> Rank:
+    def make_rank(self, connector: KVConnectorBase, rank: int, dtype: str) -> Rank:
+        """Make one of the ranks."""
         layout = Share(self.context.shape, rank).layout(dtype)
         context = msgspec.structs.replace(self.context, layout=layout, rank=rank)
         return Rank(connector, context, self.news.set)

@@ -10,9 +10,7 @@ import contextlib
 import multiprocessing
 import os
 import signal
-import threading
 import time
-from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -21,18 +19,17 @@ import torch
 
 from pdserve.config.schema import CacheConfig, EngineConfig, ModelConfig, TransferConfig
 from pdserve.connectors.base import ConnectorContext, KVLayout
+from pdserve.connectors.conformance.engines import Engine as KitEngine
 from pdserve.connectors.conformance.engines import KitRequest
-from pdserve.connectors.quorum import Quorum
+from pdserve.connectors.conformance.values import Share
 from pdserve.connectors.registry import find
-from pdserve.wire.ids import BlockId, Incarnation, RequestId
-from pdserve.wire.request import FinishReason, OnLoadFailure
+from pdserve.wire.ids import Incarnation, RequestId
+from pdserve.wire.request import OnLoadFailure
 from pdserve.wire.transfer import (
     ConnectorMetadata,
     ConnectorReport,
     Endpoint,
-    Failed,
     KVHandoff,
-    Received,
     Settled,
 )
 
@@ -151,20 +148,22 @@ class Rank:
     def get_finished(self) -> ConnectorReport:
         return self.worker.get_finished()
 
-    def close(self) -> None:
-        self.worker.close(5.0)
+    def close(self, timeout_s: float = 5.0) -> None:
+        self.worker.close(timeout_s)
 
 
-class Engine:
-    """A scheduler half, and a worker half over a pool of blocks for each rank.
+class Engine(KitEngine):
+    """The kit's engine, over blocks whose contents say which block they are of.
 
     Args:
+        connector: A name of the registry, or a connector.
+        shape: Of each rank.
         num_ranks: Ranks of the engine.
         make_rank: Makes them; None makes them here, with the connector.
 
     Attributes:
         worker, kv, endpoint: The first rank's.
-        said: What each rank reported, in order.
+        failed: All loads that have failed, those that were tried once more among them.
     """
 
     def __init__(
@@ -172,156 +171,82 @@ class Engine:
         connector: str | KVConnectorBase,
         engine_id: str,
         *,
-        incarnation: str | None = None,
         shape: KVLayout | None = None,
         num_ranks: int = 1,
         make_rank: Callable[[ConnectorContext], Any] | None = None,
-        **transfer: Any,
+        **fields: Any,
     ) -> None:
-        name = connector if isinstance(connector, str) else "memory"
-        connector = find(connector) if isinstance(connector, str) else connector
-        self.news = threading.Event()
-        make_rank = make_rank or (lambda context: Rank(connector, context, self.news.set))
-        self.context = context(
+        self._make_rank = make_rank
+        self._num_prefills = 0
+        mine = shape or layout()
+        super().__init__(
+            find(connector) if isinstance(connector, str) else connector,
             engine_id,
-            incarnation=incarnation,
-            shape=shape,
-            kv_connector=name,
-            num_ranks=num_ranks,
-            **{"handshake_timeout_s": 30.0, **transfer},
+            shape=msgspec.structs.replace(
+                mine.shape_of_one_rank(),
+                tp_size=num_ranks,
+                num_kv_heads=num_ranks * mine.num_kv_heads,
+            ),
+            dtype=mine.dtype,
+            **{"secret": "", "handshake_timeout_s": 30.0, **fields},
         )
-        self.ranks = [
-            make_rank(msgspec.structs.replace(self.context, rank=rank)) for rank in range(num_ranks)
-        ]
-        self.scheduler = connector.make_scheduler(
-            self.context, [rank.endpoint for rank in self.ranks]
-        )
-        self.quorum = Quorum(num_ranks)
-        self.settled: list[Settled] = []
-        self.received: list[Received] = []
-        self.failed: list[Failed] = []
-        self.faults: Counter[str] = Counter()
-        self.said: list[tuple[int, ConnectorReport]] = []
-        self._count = 0
+
+    def make_rank(self, connector: KVConnectorBase, rank: int, dtype: str) -> Any:
+        shape = Share(self.context.shape, rank).layout(dtype)
+        context = msgspec.structs.replace(self.context, layout=shape, rank=rank)
+        if self._make_rank is not None:
+            return self._make_rank(context)
+        return Rank(connector, context, self.news.set)
 
     @property
     def worker(self) -> KVConnectorWorker:
-        worker: KVConnectorWorker = self.ranks[0].worker
-        return worker
+        return self.ranks[0].worker
 
     @property
     def kv(self) -> torch.Tensor:
-        kv: torch.Tensor = self.ranks[0].kv
-        return kv
+        return self.ranks[0].kv
 
     @property
     def endpoint(self) -> Endpoint:
-        endpoint: Endpoint = self.ranks[0].endpoint
-        return endpoint
+        return self.endpoints[0]
 
     @property
     def block_bytes(self) -> int:
         """Bytes of one block, on all ranks together."""
         return len(self.ranks) * self.context.layout.block_bytes
 
-    def fill(self, block_ids: Sequence[int], seed: int) -> None:
+    def fill(self, blocks: Sequence[int], seed: int) -> None:
         for rank in self.ranks:
-            rank.fill(block_ids, seed)
+            rank.fill(blocks, seed)
 
     def holds(self, local: Sequence[int], remote: Sequence[int], seed: int = 1) -> bool:
         """Whether `local` blocks are, on every rank, byte for byte what P wrote to `remote`."""
         return all(rank.holds(local, remote, seed) for rank in self.ranks)
 
-    def prefill(
-        self, prompt: list[int], block_ids: Sequence[int], *, seed: int = 1, step: bool = True
-    ) -> KVHandoff:
-        """Finish a prompt and lease its blocks."""
-        self._count += 1
-        self.fill(block_ids, seed)
-        request = FakeRequest(
-            RequestId(f"{self.context.engine_id}-{self._count}"),
-            prompt,
-            output_token_ids=[7],
-            remote_decode=True,
-            finish_reason=FinishReason.HANDOFF,
-        )
-        hold = self.scheduler.request_finished(
-            request, [BlockId(b) for b in block_ids], [self._count] * len(block_ids)
-        )
-        assert hold is not None
-        assert hold.handoff is not None
-        if step:
-            self.step()
-        return hold.handoff
-
-    def give_up(self, nonce: str) -> None:
-        """Nobody will read that lease."""
-        self.scheduler.update_connector_output(ConnectorReport(given_up=[nonce]))
-
-    def abort(self, request: FakeRequest) -> None:
-        request.finish_reason = FinishReason.ABORT
-        self.scheduler.request_finished(request, (), ())
+    def prefill(self, prompt: list[int], blocks: Sequence[int], **fields: Any) -> KVHandoff:
+        """The kit's, into blocks that are handed out anew each time."""
+        self._num_prefills += 1
+        generations = [self._num_prefills] * len(blocks)
+        return super().prefill(prompt, blocks, generations=generations, **fields)
 
     def queue(
         self, prompt: list[int], handoff: KVHandoff, request_id: str, *, step: bool = True
     ) -> FakeRequest:
         request = FakeRequest(RequestId(request_id), prompt, handoff=handoff)
-        self.scheduler.request_arrived(request)
+        self.arrive(request)
         if step:
             self.step()
         return request
 
-    def load(
-        self, request: FakeRequest, block_ids: Sequence[int], *, num_computed: int = 0
-    ) -> None:
-        match = self.scheduler.get_num_new_matched_tokens(request, num_computed)
-        assert match is not None
-        assert match.is_async
-        self.scheduler.update_state_after_alloc(
-            request, [BlockId(b) for b in block_ids], match.num_tokens
-        )
-        self.step()
-
     def step(self) -> ConnectorReport:
-        """One engine step: instructions out, report in."""
-        self._post()
-        settled, received, failed = [], [], []
-        for number, rank in enumerate(self.ranks):
-            said = rank.get_finished()
-            if said:
-                self.said.append((number, said))
-            report = self.quorum.add(number, said)
-            self.scheduler.update_connector_output(report)
-            settled += report.settled
-            received += report.received
-            failed += report.failed
-            self.faults.update(report.faults)
-        self._post()
-        self.settled += settled
-        self.received += received
-        self.failed += failed
-        return ConnectorReport(settled=settled, received=received, failed=failed)
-
-    def _post(self) -> None:
+        """One step of the kit's, and what follows from its news is begun."""
+        num_retried = len(self.retried)
+        report = super().step()
+        self.failed += self.retried[num_retried:]
         metadata = self.scheduler.take_instructions()
         if metadata is not None:
-            for rank in self.ranks:
-                rank.post(metadata)
-
-    def until(self, condition: Callable[[], object], timeout_s: float = 30.0) -> None:
-        """Step whenever there is news, until `condition` holds."""
-        deadline = time.monotonic() + timeout_s
-        while not condition():
-            assert time.monotonic() < deadline, (
-                f"not in {timeout_s} s: {self.settled} {self.received} {self.failed}"
-            )
-            self.news.wait(0.02)
-            self.news.clear()
-            self.step()
-
-    def close(self) -> None:
-        for rank in self.ranks:
-            rank.close()
+            self.post(metadata)
+        return report
 
 
 # ---- engines and ranks in other processes -----------------------------------------------------
@@ -389,7 +314,7 @@ class _Child:
         assert self._pipe.poll(40.0)
         return self._pipe.recv()
 
-    def close(self) -> None:
+    def close(self, timeout_s: float = 5.0) -> None:
         if self.process.is_alive() and not self.process.exitcode:
             with contextlib.suppress(ProcessLookupError):  # it may end at this very moment
                 os.kill(self.process.pid or 0, signal.SIGCONT)  # a test may have failed in between
@@ -430,6 +355,7 @@ class RemoteRank(_Child):
     def __init__(self, context: ConnectorContext, environment: dict[str, str]) -> None:
         super().__init__(_serve_rank, environment, context)
         self.endpoint: Endpoint = self.greeting
+        self.worker = self
 
     def kill(self) -> None:
         self.process.kill()
