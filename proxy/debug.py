@@ -11,12 +11,10 @@ from typing import TYPE_CHECKING
 import msgspec
 from aiohttp import web
 
-from pdserve.errors import BadRequestError
 from pdserve.http.answers import json_answer
 from pdserve.observe.trace_query import trace_query
 from pdserve.proxy.boundary import operator_headers
 from pdserve.proxy.trace import Tracer
-from pdserve.wire.finished import NUM_KEPT
 
 if TYPE_CHECKING:
     from pdserve.observe.clock import Clock
@@ -46,9 +44,7 @@ class Debug:
     async def _requests(self, request: web.Request) -> web.Response:
         """What runs; and with `?finished=N` the newest N that ended, those after `&after=SEQ`."""
         running = [story.as_json() for story in self._live.stories]
-        finished = self._recent.as_json(
-            _number_in(request, "finished", NUM_KEPT), after_seq=_number_in(request, "after")
-        )
+        finished = self._recent.asked_for(request.query)
         return json_answer({"running": running, "finished": msgspec.Raw(finished)})
 
     async def _trace(self, request: web.Request) -> web.Response:
@@ -62,15 +58,3 @@ class Debug:
         )
         body = await asyncio.to_thread(query.encode, collection)
         return web.Response(body=body, content_type="application/json")
-
-
-def _number_in(request: web.Request, name: str, largest: int | None = None) -> int:
-    """Return a number of the query; 0 without it, `largest` for more than that.
-
-    Raises:
-        BadRequestError: It is none, or below 0.
-    """
-    given = request.query.get(name, "0")
-    if not (given.isascii() and given.isdecimal() and len(given) <= 18):
-        raise BadRequestError(f"{name} is {given!r}: a whole number is needed", param=name)
-    return int(given) if largest is None else min(int(given), largest)

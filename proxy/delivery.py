@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from aiohttp import web
 
-from pdserve.http.answers import error_body, error_headers
+from pdserve.http.answers import StreamAnswer, error_body, error_headers
 from pdserve.proxy.errors import ClientGoneError, error_event
 from pdserve.proxy.relay import SseParser
 from pdserve.proxy.replay import Replay, Transcript
@@ -21,19 +21,8 @@ if TYPE_CHECKING:
     from pdserve.errors import PdserveError
     from pdserve.proxy.errors import RefusedError
 
-SSE = "text/event-stream"
 LAST_WORDS_S = 2.0
 """How long a client may take to read why its stream ends; it may read nothing at all."""
-
-
-class _StreamResponse(web.StreamResponse):
-    """Its headers wait for the first bytes, and leave in the same packet.
-
-    Apart they are two system calls here and two wake-ups for the client; and on a machine that
-    has no core to spare it is the client's turn between the two.
-    """
-
-    _send_headers_immediately = False
 
 
 class Delivery:
@@ -145,14 +134,7 @@ class Delivery:
             raise ClientGoneError from None
 
     async def _begin(self) -> None:
-        response = _StreamResponse(
-            headers={
-                **self._headers,
-                "Content-Type": f"{SSE}; charset=utf-8",
-                "Cache-Control": "no-cache",
-                "X-Accel-Buffering": "no",
-            }
-        )
+        response = StreamAnswer(self._headers)
         await response.prepare(self._request)
         self._response = response
 

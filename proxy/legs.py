@@ -11,8 +11,8 @@ import asyncio
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from pdserve.http.answers import SSE
 from pdserve.proxy.bodies import merged, stages_in, usage_at_end, usage_in, without_internals
-from pdserve.proxy.delivery import SSE
 from pdserve.proxy.errors import KvFailedError, RefusedError, WorkerError, failure_in_stream
 from pdserve.proxy.relay import Relay
 from pdserve.proxy.story import Mode, Stage

@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING
 import msgspec
 from aiohttp import web
 
-from pdserve.errors import BadRequestError, EngineDeadError
+from pdserve.errors import EngineDeadError
+from pdserve.http.answers import json_answer
 from pdserve.observe.trace import reading, whole
 from pdserve.observe.trace_query import trace_query
 from pdserve.server.account import running, traced
 from pdserve.server.service import SERVICE
-from pdserve.wire.finished import NUM_KEPT
 from pdserve.wire.trace import Alignment, Collected, Collection, Missing, Part
 
 if TYPE_CHECKING:
@@ -28,17 +28,15 @@ _CORE_TIMEOUT_S = 5.0
 
 async def clock(request: web.Request) -> web.Response:
     """The time by this process's monotonic clock, and which clock that is."""
-    return _json(msgspec.json.encode(reading(request.app[SERVICE].clock)))
+    return json_answer(reading(request.app[SERVICE].clock))
 
 
 async def requests(request: web.Request) -> web.Response:
     """What runs; and with `?finished=N` the newest N that ended, those after `&after=SEQ`."""
     service = request.app[SERVICE]
-    finished = service.recent.as_json(
-        min(_number_in(request, "finished"), NUM_KEPT), after_seq=_number_in(request, "after")
-    )
+    finished = service.recent.asked_for(request.query)
     told = [running(job) for job in service.jobs.values()]
-    return _json(msgspec.json.encode({"running": told, "finished": msgspec.Raw(finished)}))
+    return json_answer({"running": told, "finished": msgspec.Raw(finished)})
 
 
 async def trace(request: web.Request) -> web.Response:
@@ -48,7 +46,8 @@ async def trace(request: web.Request) -> web.Response:
     """
     query = trace_query(request.query)
     collection = await _collect(request.app[SERVICE], query.seconds)
-    return _json(await asyncio.to_thread(query.encode, collection))
+    body = await asyncio.to_thread(query.encode, collection)
+    return web.Response(body=body, content_type="application/json")
 
 
 async def _collect(service: Service, seconds: float) -> Collection:
@@ -88,14 +87,3 @@ async def _own(service: Service, seconds: float) -> ProcessTrace:
         pieces.append(piece)
         await asyncio.sleep(0)  # streams go on between two of them
     return whole(dump.process, pieces)
-
-
-def _number_in(request: web.Request, name: str) -> int:
-    given = request.query.get(name, "0")
-    if not (given.isascii() and given.isdecimal() and len(given) <= 18):
-        raise BadRequestError(f"{name} is {given!r}: a whole number is needed", param=name)
-    return int(given)
-
-
-def _json(body: bytes) -> web.Response:
-    return web.Response(body=body, content_type="application/json")

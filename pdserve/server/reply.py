@@ -17,7 +17,7 @@ import msgspec
 from aiohttp import web
 
 from pdserve.errors import KvTransferError, PdserveError
-from pdserve.http.answers import error_answer, error_object, refusal_of
+from pdserve.http.answers import StreamAnswer, error_answer, error_object, refusal_of
 from pdserve.server.hop import response_params
 from pdserve.server.service import SERVICE
 from pdserve.wire.hop import HANDOFF, LOAD_FAILURES_HEADER, PARAMS, STAGES, STAGES_HEADER
@@ -35,23 +35,8 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
-_HEADERS = {
-    "Content-Type": "text/event-stream; charset=utf-8",
-    "Cache-Control": "no-cache",
-    "X-Accel-Buffering": "no",  # nginx would collect the stream otherwise
-}
 _DONE = b"data: [DONE]\n\n"
 _MARK = uuid.uuid4().hex
-
-
-class _StreamResponse(web.StreamResponse):
-    """Its headers wait for the first event, and leave in the same packet.
-
-    Apart they are two system calls here and two wake-ups for the reader; and on a machine that
-    has no core to spare it is the reader's turn between the two.
-    """
-
-    _send_headers_immediately = False
 
 
 class EventStream:
@@ -61,12 +46,12 @@ class EventStream:
     way back to another status, so enter it with the first thing to send at hand.
     """
 
-    def __init__(self, request: web.Request, headers: dict[str, str] | None = None) -> None:
+    def __init__(self, request: web.Request) -> None:
         self._request = request
         self._encoder = msgspec.json.Encoder()
         self._around: dict[int, tuple[bytes, bytes]] = {}
         self._has_ended = False
-        self.response = _StreamResponse(headers=_HEADERS | (headers or {}))
+        self.response = StreamAnswer()
 
     async def __aenter__(self) -> Self:
         await self.response.prepare(self._request)

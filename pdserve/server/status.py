@@ -9,6 +9,7 @@ from aiohttp import web
 
 import pdserve
 from pdserve.errors import BadRequestError
+from pdserve.http.answers import json_answer
 from pdserve.http.protocol import DetokenizeRequest, TokenizeRequest, parse_body
 from pdserve.observe.metrics import CONTENT_TYPE
 from pdserve.server.chat import render_chat
@@ -47,7 +48,7 @@ async def readyz(request: web.Request) -> web.Response:
 
 async def version(request: web.Request) -> web.Response:
     """The version of pdserve."""
-    return _json({"version": pdserve.__version__})
+    return json_answer({"version": pdserve.__version__})
 
 
 async def metrics(request: web.Request) -> web.Response:
@@ -60,7 +61,7 @@ async def metrics(request: web.Request) -> web.Response:
 async def list_models(request: web.Request) -> web.Response:
     """The names this server answers to."""
     service = request.app[SERVICE]
-    return _json(
+    return json_answer(
         {"object": "list", "data": [_model_object(service, name) for name in service.model_names]}
     )
 
@@ -69,7 +70,7 @@ async def retrieve_model(request: web.Request) -> web.Response:
     """One of them."""
     service = request.app[SERVICE]
     name = service.resolve_model(request.match_info["model"])
-    return _json(_model_object(service, name))
+    return json_answer(_model_object(service, name))
 
 
 def _model_object(service: Service, name: str) -> dict[str, Any]:
@@ -144,7 +145,9 @@ async def tokenize(request: web.Request) -> web.Response:
             }
         )
 
-    return _json_bytes(await service.tool_work.run(answer, len(prompt)))
+    return web.Response(
+        body=await service.tool_work.run(answer, len(prompt)), content_type="application/json"
+    )
 
 
 async def detokenize(request: web.Request) -> web.Response:
@@ -161,7 +164,9 @@ async def detokenize(request: web.Request) -> web.Response:
         prompt = text.tokenizer.decode(token_ids, skip_special_tokens=False)
         return msgspec.json.encode({"prompt": prompt})
 
-    return _json_bytes(await service.tool_work.run(answer, len(token_ids)))
+    return web.Response(
+        body=await service.tool_work.run(answer, len(token_ids)), content_type="application/json"
+    )
 
 
 async def release(request: web.Request) -> web.Response:
@@ -176,24 +181,13 @@ async def release(request: web.Request) -> web.Response:
 async def info(request: web.Request) -> web.Response:
     """What the engine is and how busy it is, for proxies."""
     service = request.app[SERVICE]
-    return web.Response(
-        body=msgspec.json.encode(
-            EngineReport(
-                ready=service.unready_reason is None,
-                reason=service.unready_reason,
-                models=service.model_names,
-                engine=service.client.info,
-                stats=service.client.stats,
-                wall_s=service.clock.wall_s(),
-            )
-        ),
-        content_type="application/json",
+    return json_answer(
+        EngineReport(
+            ready=service.unready_reason is None,
+            reason=service.unready_reason,
+            models=service.model_names,
+            engine=service.client.info,
+            stats=service.client.stats,
+            wall_s=service.clock.wall_s(),
+        )
     )
-
-
-def _json(value: dict[str, Any]) -> web.Response:
-    return _json_bytes(msgspec.json.encode(value))
-
-
-def _json_bytes(body: bytes) -> web.Response:
-    return web.Response(body=body, content_type="application/json")

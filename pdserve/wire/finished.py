@@ -13,8 +13,10 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 
+from pdserve.errors import BadRequestError
+
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Mapping
 
 NUM_KEPT = 4096
 """How many of them a process keeps."""
@@ -122,6 +124,15 @@ class FinishedRequests:
         later = itertools.takewhile(lambda kept: kept.seq > after_seq, newest)
         return b"[" + b",".join(kept.json for kept in later) + b"]"
 
+    def asked_for(self, query: Mapping[str, str]) -> bytes:
+        """Return the same for a query of `finished=N` and `after=SEQ`, each 0 if it is left out.
+
+        Raises:
+            BadRequestError: One of them is no whole number, or below 0.
+        """
+        number = min(_number_in(query, "finished"), NUM_KEPT)
+        return self.as_json(number, after_seq=_number_in(query, "after"))
+
     def since(self, monotonic_s: float) -> list[Finished]:
         """Return those that ended at `monotonic_s` or later, newest first."""
         return [_decoder.decode(kept.json) for kept in self._since(monotonic_s)]
@@ -142,3 +153,10 @@ class FinishedRequests:
 
     def _since(self, monotonic_s: float) -> Iterator[_Kept]:
         return itertools.takewhile(lambda kept: kept.ended_s >= monotonic_s, reversed(self._kept))
+
+
+def _number_in(query: Mapping[str, str], name: str) -> int:
+    given = query.get(name, "0")
+    if not (given.isascii() and given.isdecimal() and len(given) <= 18):
+        raise BadRequestError(f"{name} is {given!r}: a whole number is needed", param=name)
+    return int(given)
