@@ -21,13 +21,15 @@ Whatever is dropped ends by somebody's deadline:
 | LATE_REPORT   | a fact, by some polls                     | itself                            |
 | REPEAT_REPORT | a fact comes twice                        | quorum, scheduler: it counts once |
 | REPLAY_REPORT | a fact of long ago comes again            | the same                          |
+| LATE_FRAME    | a frame between ranks, and what is behind it, by some polls | itself          |
+| LOST_LINK     | a link breaks with what is under way      | it is made again                  |
+| LATE_COPY     | bytes begin to arrive some polls late     | itself; the transfer's deadline   |
 
 A handoff that is replayed is none of these: it is carried by others than connectors.
 Instructions about one request keep their order: that is a property of the thread they go to and
-not of a network. Bytes that D reads are changed in P's memory while D's half is asked for news,
-and changed back, so P itself never sees them; bytes that P writes are changed in D's memory before
-D's half looks at them. That strikes connectors whose bytes move inside `get_finished`, in one
-process.
+not of a network. What strikes bytes and frames (CORRUPT, TRUNCATE and the last three) needs the
+memory connector, whose wire it is (`wire`): links keep the order of frames, as TCP does, so a frame
+that is dropped is a link that breaks.
 """
 
 from pdserve.connectors.faulty.factory import FaultyConnector

@@ -7,7 +7,9 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from pdserve.connectors.base import KVConnectorBase
-from pdserve.connectors.faulty.worker import Fabric, FaultyWorker
+from pdserve.connectors.faulty.wire import PlannedTrouble
+from pdserve.connectors.faulty.worker import FaultyWorker
+from pdserve.connectors.memory import MemoryConnector
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -22,25 +24,17 @@ class FaultyConnector(KVConnectorBase, frozen=True, kw_only=True):
 
     Attributes:
         inner: Makes the halves that do the work; built over `handover`.
-        fabric: Shared by connectors whose engines meet; one of its own if none is given.
     """
 
     inner: KVConnectorBase
     plan: Plan
-    fabric: Fabric = msgspec.field(default_factory=Fabric)
 
     @classmethod
-    def around(
-        cls, inner: KVConnectorBase, plan: Plan, *, fabric: Fabric | None = None
-    ) -> FaultyConnector:
+    def around(cls, inner: KVConnectorBase, plan: Plan) -> FaultyConnector:
         """Wrap a connector, which keeps its name and what it can do."""
-        return cls(
-            name=inner.name,
-            capabilities=inner.capabilities,
-            inner=inner,
-            plan=plan,
-            fabric=fabric or Fabric(),
-        )
+        if isinstance(inner, MemoryConnector):
+            inner = msgspec.structs.replace(inner, trouble=PlannedTrouble(plan))
+        return cls(name=inner.name, capabilities=inner.capabilities, inner=inner, plan=plan)
 
     def make_scheduler(
         self, context: ConnectorContext, endpoints: Sequence[Endpoint]
@@ -51,4 +45,4 @@ class FaultyConnector(KVConnectorBase, frozen=True, kw_only=True):
     def make_worker(self, context: ConnectorContext, wake: Callable[[], None]) -> FaultyWorker:
         """See `KVConnectorBase`."""
         inner = self.inner.make_worker(context, wake)
-        return FaultyWorker(inner, context, wake, plan=self.plan, fabric=self.fabric)
+        return FaultyWorker(inner, wake, plan=self.plan, rank=context.rank)

@@ -8,10 +8,12 @@ from __future__ import annotations
 import enum
 import random
 from collections import Counter
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping
+
+MAX_POLLS_LATE: Final = 6
 
 
 class FaultKind(enum.Enum):
@@ -27,6 +29,9 @@ class FaultKind(enum.Enum):
     LATE_REPORT = "late_report"
     REPEAT_REPORT = "repeat_report"
     REPLAY_REPORT = "replay_report"
+    LATE_FRAME = "late_frame"
+    LOST_LINK = "lost_link"
+    LATE_COPY = "late_copy"
 
 
 class Plan:

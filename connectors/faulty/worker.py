@@ -1,4 +1,4 @@
-"""The worker half: trouble with instructions on their way in, bytes, and facts on their way out.
+"""The worker half: trouble with instructions on their way in, and with facts on their way out.
 
 Time is counted in polls (calls of `get_finished`). It never blocks, and wakes the engine for as
 long as it holds something back.
@@ -7,14 +7,11 @@ long as it holds something back.
 from __future__ import annotations
 
 from collections import deque
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, TypeAlias
 
-import torch
-
 from pdserve.connectors.base import KVConnectorWorker
-from pdserve.connectors.faulty.plan import FaultKind
+from pdserve.connectors.faulty.plan import MAX_POLLS_LATE, FaultKind
 from pdserve.connectors.handover.instructions import (
     End,
     Instructions,
@@ -24,33 +21,26 @@ from pdserve.connectors.handover.instructions import (
     Watch,
 )
 from pdserve.connectors.handover.news import PushNews, Registered, Withdrawn
-from pdserve.connectors.slicing import routes
 from pdserve.wire.ids import RequestId
 from pdserve.wire.transfer import ConnectorReport, Fact, Failed, LoadFailure, Received
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Sequence
 
-    from pdserve.connectors.base import ConnectorContext, KVLayout
+    import torch
+
+    from pdserve.connectors.base import KVLayout
     from pdserve.connectors.faulty.plan import Plan
-    from pdserve.wire.transfer import ConnectorMetadata, Endpoint, KVShape
+    from pdserve.wire.transfer import ConnectorMetadata, Endpoint
 
 _Fact: TypeAlias = Fact | Registered | Withdrawn
 
-MAX_POLLS_LATE: Final = 6
 _POLLS_TO_TIMEOUT: Final = 4
 _MAX_REMEMBERED: Final = 64
 
 _FIELDS: Final = Instructions.__struct_fields__
 _FACTS: Final = ("settled", "received", "failed")
 _PUSH_FACTS: Final = ("registered", "withdrawn")
-
-
-class Fabric:
-    """Which memory is behind which endpoint, so that bytes can go wrong between two engines."""
-
-    def __init__(self) -> None:
-        self.memory: dict[Endpoint, torch.Tensor] = {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,26 +60,15 @@ class FaultyWorker(KVConnectorWorker):
     """See `KVConnectorWorker`."""
 
     def __init__(
-        self,
-        inner: KVConnectorWorker,
-        context: ConnectorContext,
-        wake: Callable[[], None],
-        *,
-        plan: Plan,
-        fabric: Fabric,
+        self, inner: KVConnectorWorker, wake: Callable[[], None], *, plan: Plan, rank: int
     ) -> None:
         self._inner = inner
-        self._context = context
+        self._rank = rank
         self._wake = wake
         self._plan = plan
-        self._fabric = fabric
-        self._endpoint: Endpoint | None = None
         self._num_polls = 0
         self._held: dict[str, deque[tuple[int, _Item]]] = {}
         self._nonces: dict[RequestId, str] = {}
-        self._loads: dict[int, Load | Reserve] = {}
-        self._tampered: dict[int, FaultKind] = {}
-        self._spoilt: dict[int, torch.Tensor] = {}
         self._lost: list[tuple[int, Failed]] = []
         self._late: list[tuple[int, str, _Fact]] = []
         self._past_ends: deque[_Item] = deque(maxlen=_MAX_REMEMBERED)
@@ -97,10 +76,7 @@ class FaultyWorker(KVConnectorWorker):
 
     def register_kv_caches(self, kv: torch.Tensor, layout: KVLayout) -> Endpoint | None:
         """See `KVConnectorWorker`."""
-        self._endpoint = self._inner.register_kv_caches(kv, layout)
-        if self._endpoint is not None:
-            self._fabric.memory[self._endpoint] = kv
-        return self._endpoint
+        return self._inner.register_kv_caches(kv, layout)
 
     def start_load_kv(self, metadata: ConnectorMetadata) -> None:
         """See `KVConnectorWorker`."""
@@ -134,8 +110,7 @@ class FaultyWorker(KVConnectorWorker):
         """See `KVConnectorWorker`."""
         self._num_polls += 1
         self._send(self._due_items())
-        with self._tampering():
-            report = self._inner.get_finished()
+        report = self._inner.get_finished()
         facts: list[tuple[str, _Fact]] = [
             (name, fact) for name in _FACTS for fact in getattr(report, name)
         ]
@@ -149,13 +124,11 @@ class FaultyWorker(KVConnectorWorker):
             name: [fact for kind, fact in told if kind == name] for name in _FACTS + _PUSH_FACTS
         }
         pushed = {name: by_name.pop(name) for name in _PUSH_FACTS}
-        payloads = PushNews(rank=self._context.rank, **pushed).to_payloads()  # type: ignore[arg-type]
+        payloads = PushNews(rank=self._rank, **pushed).to_payloads()  # type: ignore[arg-type]
         return ConnectorReport(faults=report.faults, payloads=payloads, **by_name)  # type: ignore[arg-type]
 
     def close(self, timeout_s: float) -> None:
         """See `KVConnectorWorker`."""
-        if self._endpoint is not None:
-            self._fabric.memory.pop(self._endpoint, None)
         self._inner.close(timeout_s)
 
     @property
@@ -237,8 +210,6 @@ class FaultyWorker(KVConnectorWorker):
         batch: dict[str, list[object]] = {}
         place = 0
         for item in items:
-            if isinstance(item.what, Load | Reserve):
-                self._begin(item.what)
             # A post is applied field by field: one that would overtake begins another post.
             if _FIELDS.index(item.field) < place:
                 self._post(batch)
@@ -250,70 +221,6 @@ class FaultyWorker(KVConnectorWorker):
     def _post(self, batch: dict[str, list[object]]) -> None:
         if batch:
             self._inner.post(Instructions(**batch).to_metadata())  # type: ignore[arg-type]
-
-    # --- bytes
-
-    @contextmanager
-    def _tampering(self) -> Iterator[None]:
-        """Change bytes that are about to be read, and change them back; spoil what is written."""
-        changed: list[tuple[torch.Tensor, torch.Tensor]] = []
-        for load in self._loads.values():
-            if load.load_id not in self._tampered:
-                continue
-            if isinstance(load, Reserve):
-                self._spoil(load)
-                continue
-            part = self._part_of(load)
-            if part is None:
-                continue
-            changed.append((part, part.clone()))
-            if self._tampered[load.load_id] is FaultKind.TRUNCATE:
-                part.zero_()
-            else:
-                part.view(torch.uint8)[..., 0] ^= 0x41
-        try:
-            yield
-        finally:
-            for part, former in reversed(changed):
-                part.copy_(former)
-
-    def _spoil(self, reserve: Reserve) -> None:
-        """Change what a P has written here since the last poll, in the first block's first layer.
-
-        Nothing that was looked at and found good is changed: it came whole.
-        """
-        endpoint, shape = self._endpoint, self._context.shape
-        memory = None if endpoint is None else self._fabric.memory.get(endpoint)
-        if memory is None:
-            return
-        part = memory[reserve.local_block_ids[reserve.first_token // shape.block_size], 0]
-        if self._tampered[reserve.load_id] is FaultKind.TRUNCATE:
-            part.zero_()
-            return
-        found = part.view(torch.uint8)[..., 0]
-        spoilt = self._spoilt.get(reserve.load_id)
-        is_new = torch.ones_like(found, dtype=torch.bool) if spoilt is None else found != spoilt
-        found[is_new] ^= 0x41
-        self._spoilt[reserve.load_id] = found.clone()
-
-    def _begin(self, load: Load | Reserve) -> None:
-        self._loads[load.load_id] = load
-        for kind in (FaultKind.CORRUPT, FaultKind.TRUNCATE):
-            if self._plan.strikes(kind):
-                self._tampered[load.load_id] = kind
-
-    def _part_of(self, load: Load) -> torch.Tensor | None:
-        """Memory of P that this load will read: the first layer of its first block."""
-        source, mine = load.owner.shape, self._context
-        for route in routes(source, mine.shape):
-            if route.dest_rank != mine.rank or not route:
-                continue
-            memory = self._fabric.memory.get(load.owner.endpoints[route.source_rank])
-            block = load.first_token // source.block_size
-            if memory is not None and block < len(load.remote_block_ids):
-                layer = route.layers.start - _first_layer(source, route.source_rank)
-                return memory[load.remote_block_ids[block], layer]
-        return None
 
     # --- facts
 
@@ -329,9 +236,6 @@ class FaultyWorker(KVConnectorWorker):
         self._late = [entry for entry in self._late if entry[0] > self._num_polls]
         for name, fact in facts:
             if isinstance(fact, Received | Failed):
-                self._loads.pop(fact.load_id, None)
-                self._tampered.pop(fact.load_id, None)
-                self._spoilt.pop(fact.load_id, None)
                 self._nonces.pop(fact.request_id, None)
             behind = [poll for poll, _, other in self._late if _key(other) == _key(fact)]
             if behind or plan.strikes(FaultKind.LATE_REPORT):
@@ -349,7 +253,3 @@ class FaultyWorker(KVConnectorWorker):
 def _key(fact: _Fact) -> str:
     """Equal for facts whose order matters."""
     return fact.request_id if isinstance(fact, Received | Failed) else fact.nonce
-
-
-def _first_layer(shape: KVShape, rank: int) -> int:
-    return shape.stages[rank // shape.tp_size][0]

@@ -232,6 +232,11 @@ class LeaseTable:
             default=float("inf"),
         )
 
+    @property
+    def has_settled(self) -> bool:
+        """Whether `take_settled` would return anything."""
+        return bool(self._settled)
+
     def take_settled(self) -> list[Settled]:
         """What has settled since the last call; each lease appears once."""
         settled, self._settled = self._settled, []

@@ -1,4 +1,9 @@
-"""KV between engines of one process: for tests and simulation."""
+"""KV between engines of one process: for tests and simulation.
+
+It is the transfer protocol that ships (`connectors.transfer`), over links and copies inside the
+process (`exchange`, `mover`), run by the calls of its engines (`rank`): no thread, and no time but
+that of the clock that is passed in.
+"""
 
 from __future__ import annotations
 
@@ -9,12 +14,21 @@ import msgspec
 
 from pdserve.connectors.base import Capabilities, KVConnectorBase
 from pdserve.connectors.memory.exchange import Exchange
+from pdserve.connectors.memory.trouble import Trouble
 from pdserve.observe.clock import SystemClock
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from pdserve.connectors.base import ConnectorContext, KVConnectorScheduler, KVConnectorWorker
+    from torch import Tensor
+
+    from pdserve.connectors.base import (
+        ConnectorContext,
+        KVConnectorScheduler,
+        KVConnectorWorker,
+        KVLayout,
+    )
+    from pdserve.connectors.memory.rank import MemoryRank
     from pdserve.observe.clock import Clock
     from pdserve.wire.transfer import Endpoint
 
@@ -26,13 +40,17 @@ class MemoryConnector(KVConnectorBase, frozen=True, kw_only=True):
         exchange: One of this connector's own if none is given.
         clock: Owns the lives of leases.
         new_nonce: Names leases; tests pass a counter.
+        trouble: What goes wrong on the wire of its ranks.
+        piece_bytes: Transfers are cut into copies of about so many bytes.
     """
 
     name: str = "memory"
-    capabilities: Capabilities = Capabilities(push=True)
+    capabilities: Capabilities = Capabilities(layerwise_save=True, push=True)
     exchange: Exchange = msgspec.field(default_factory=Exchange)
     clock: Clock = msgspec.field(default_factory=SystemClock)
     new_nonce: Callable[[], str] = secrets.token_urlsafe
+    trouble: Trouble = msgspec.field(default_factory=Trouble)
+    piece_bytes: int = 1 << 16
 
     def make_scheduler(
         self, context: ConnectorContext, endpoints: Sequence[Endpoint]
@@ -44,6 +62,18 @@ class MemoryConnector(KVConnectorBase, frozen=True, kw_only=True):
 
     def make_worker(self, context: ConnectorContext, wake: Callable[[], None]) -> KVConnectorWorker:
         """See `KVConnectorBase`."""
-        from pdserve.connectors.memory.worker import MemoryWorker
+        from pdserve.connectors.memory.rank import MemoryRank
+        from pdserve.connectors.transfer.worker import TransferWorker
 
-        return MemoryWorker(context, wake, exchange=self.exchange, clock=self.clock)
+        def start(kv: Tensor, layout: KVLayout) -> MemoryRank:
+            return MemoryRank(
+                context,
+                kv=kv,
+                exchange=self.exchange,
+                wake=wake,
+                clock=self.clock,
+                trouble=self.trouble,
+                piece_bytes=self.piece_bytes,
+            )
+
+        return TransferWorker(start, clock=self.clock)

@@ -1,39 +1,263 @@
-"""Where the engines of one process find one another's blocks."""
+"""The wire between the ranks of one process, and who is where on it.
+
+Nothing moves by itself: `turn` delivers what there is, has every rank do what is due, and goes on
+until nothing is left to do. So all ranks' protocols go on while any engine asks for anything, as
+transfer threads would, in an order that follows from the calls alone.
+"""
 
 from __future__ import annotations
 
 import itertools
 import threading
-from typing import TYPE_CHECKING
+from collections import deque
+from typing import TYPE_CHECKING, Any, Final, Protocol
 
+import msgspec
+
+from pdserve.connectors.transfer.link import ClosedError, UnreachableError
+from pdserve.connectors.transfer.protocol import ToClient, ToServer
+from pdserve.errors import PeerError
 from pdserve.wire.transfer import Endpoint
 
 if TYPE_CHECKING:
-    from pdserve.connectors.memory.worker import MemoryWorker
+    from collections.abc import Callable
+
+    import torch
+
+    from pdserve.connectors.base import ConnectorContext
+    from pdserve.connectors.memory.trouble import Trouble
+    from pdserve.connectors.transfer.link import PeerLink
+    from pdserve.connectors.transfer.protocol import Process
 
 _HOST = "memory"
+# A link across a cut is lost after so long, as TCP's would be.
+SILENCE_S: Final = 5.0
+
+
+class ExchangeMember(Protocol):
+    """A rank, as the wire and other ranks see it.
+
+    Attributes:
+        process: Stands for the process that it would be.
+        num_polls: How often its engine has asked for news: the time in which bytes move.
+        num_fences: How often its memory was cut off from peers.
+        trouble: What goes wrong on its wire.
+    """
+
+    context: ConnectorContext
+    endpoint: Endpoint
+    process: Process
+    kv: torch.Tensor
+    num_polls: int
+    num_fences: int
+    trouble: Trouble
+
+    @property
+    def needs_progress(self) -> bool:
+        """Whether it is driven for the sake of peers."""
+        ...
+
+    def now_s(self) -> float:
+        """Its monotonic clock."""
+        ...
+
+    def accept(self, link: PeerLink) -> None:
+        """Take a link that another rank has made."""
+
+    def turn(self) -> bool:
+        """Do what is due; return whether there may be more to do."""
+        ...
+
+    def tell(self) -> None:
+        """Wake its engine, if there is news."""
 
 
 class Exchange:
-    """Worker halves by endpoint. `lock` guards them and all that is reached through them."""
+    """Ranks by endpoint, and the links between them.
 
-    def __init__(self) -> None:
+    Args:
+        is_direct: Copies need nothing of the side that is written to, and go on behind a fence.
+        is_driven: A copy moves only while the other side is driven for its sake.
+
+    Attributes:
+        lock: Guards this, and all that is reached through it.
+    """
+
+    def __init__(self, *, is_direct: bool = False, is_driven: bool = False) -> None:
         self.lock = threading.RLock()
+        self.is_direct = is_direct
+        self.is_driven = is_driven
         self._ports = itertools.count(1)
-        self._workers: dict[Endpoint, MemoryWorker] = {}
+        self._ranks: dict[Endpoint, ExchangeMember] = {}
+        self._links: list[MemoryLink] = []
 
-    def join(self, worker: MemoryWorker) -> Endpoint:
-        """Add `worker` under an endpoint that was never used before."""
-        with self.lock:
-            endpoint = Endpoint(host=_HOST, port=next(self._ports))
-            self._workers[endpoint] = worker
-            return endpoint
+    def join(self, rank: ExchangeMember) -> Endpoint:
+        """Add a rank under an endpoint that was never used before."""
+        endpoint = self.place_of(rank)
+        self._ranks[endpoint] = rank
+        return endpoint
 
-    def leave(self, endpoint: Endpoint) -> None:
-        """Remove a worker; unknown endpoints are ignored."""
-        with self.lock:
-            self._workers.pop(endpoint, None)
+    def place_of(self, rank: ExchangeMember) -> Endpoint:
+        """Where a rank that joins is to be found."""
+        return Endpoint(host=_HOST, port=next(self._ports))
 
-    def find(self, endpoint: Endpoint) -> MemoryWorker | None:
-        """The worker at `endpoint`, if there is one. Call it with `lock` held."""
-        return self._workers.get(endpoint)
+    def leave(self, rank: ExchangeMember) -> None:
+        """Remove a rank, as if its process had ended; one that is not there is ignored."""
+        if self.find(rank.endpoint) is rank:
+            del self._ranks[rank.endpoint]
+        for link in self._links:
+            if link.owner is rank:
+                link.close()
+        self.turn()
+
+    def find(self, endpoint: Endpoint) -> ExchangeMember | None:
+        """The rank at an endpoint, if there is one."""
+        return self._ranks.get(endpoint)
+
+    def find_process(self, process: Process) -> ExchangeMember | None:
+        """The rank that runs as this process, if it still does."""
+        rank = self.find(Endpoint(host=process.host, port=process.pid))
+        return rank if rank is not None and rank.process == process else None
+
+    def is_waiting(self, rank: ExchangeMember) -> bool:
+        """Whether something is under way to a rank."""
+        return any(link.is_waiting for link in self._links if link.owner is rank)
+
+    def is_cut(self, one: ExchangeMember, other: ExchangeMember) -> bool:
+        """Whether nothing gets through between two ranks now."""
+        return False
+
+    def connect(self, caller: ExchangeMember, endpoint: Endpoint, peer: str) -> MemoryLink:
+        """Begin to connect.
+
+        Raises:
+            UnreachableError: Nobody is there.
+        """
+        called = self.find(endpoint)
+        if called is None:
+            raise UnreachableError(f"{peer}: nobody is there")
+        near, far = (
+            MemoryLink(self, caller, peer, ToClient),
+            MemoryLink(self, called, f"{caller.context.engine_id} in memory", ToServer),
+        )
+        near.other, far.other = far, near
+        far.is_accepted = False
+        self._links += (near, far)
+        return near
+
+    def turn(self) -> None:
+        """Let everything happen that can."""
+        has_moved = True
+        while has_moved:
+            has_moved = False
+            for link in list(self._links):
+                has_moved |= link.deliver()
+            self._links = [link for link in self._links if not link.is_closed]
+            for rank in list(self._ranks.values()):
+                has_moved |= rank.turn()
+        for rank in list(self._ranks.values()):
+            rank.tell()
+
+
+class MemoryLink:
+    """One end of a connection. See `PeerLink`.
+
+    Attributes:
+        owner: Whose end it is.
+        other: The other end.
+        is_accepted: It knows who takes what comes.
+        is_broken: It is lost, and nobody has noticed yet.
+    """
+
+    other: MemoryLink
+
+    def __init__(self, exchange: Exchange, owner: ExchangeMember, peer: str, receives: Any) -> None:
+        self.owner = owner
+        self.is_accepted = True
+        self.is_closed = False
+        self.is_broken = False
+        self._exchange = exchange
+        self._peer = peer
+        self._decoder = msgspec.msgpack.Decoder(receives)
+        self._inbox: deque[tuple[int, bytes]] = deque()
+        self._cut_since_s = float("inf")
+
+    @property
+    def peer(self) -> str:
+        """See `PeerLink`."""
+        return self._peer
+
+    @property
+    def is_authenticated(self) -> bool:
+        """See `PeerLink`."""
+        return True
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether something is under way to this end."""
+        return bool(self._inbox)
+
+    def attach(
+        self, on_message: Callable[[Any], None], on_lost: Callable[[PeerError], None]
+    ) -> None:
+        """See `PeerLink`."""
+        self._on_message, self._on_lost = on_message, on_lost
+
+    def send(self, message: msgspec.Struct) -> None:
+        """See `PeerLink`."""
+        if self.is_closed or self.is_broken or self.other.is_closed:
+            return
+        if self.owner.trouble.loses_link():
+            self.is_broken = self.other.is_broken = True
+        else:
+            self.other.carry(msgspec.msgpack.encode(message))
+
+    def carry(self, frame: bytes) -> None:
+        """Have a frame under way to this end."""
+        due = self.owner.num_polls + self.owner.trouble.frame_polls()
+        self._inbox.append((due, frame))
+
+    def close(self) -> None:
+        """See `PeerLink`."""
+        self.is_closed = True
+
+    def deliver(self) -> bool:
+        """Let come what has come; return whether anything has."""
+        if self.is_closed or self._is_cut():
+            return False
+        if not self.is_accepted:
+            self.is_accepted = True
+            self.owner.accept(self)
+        try:
+            return self._take()
+        except PeerError as error:
+            self.lose(error)
+            return True
+
+    def lose(self, error: PeerError) -> None:
+        """End it at this side, by no wish of whose end it is."""
+        self.close()
+        if self.is_accepted:
+            self._on_lost(error)
+
+    def _take(self) -> bool:
+        has_moved = False
+        if self.is_broken:
+            raise ClosedError(f"{self._peer}: reset the connection")
+        while self._inbox and self._inbox[0][0] <= self.owner.num_polls and not self.is_closed:
+            has_moved = True
+            self._on_message(self._decoder.decode(self._inbox.popleft()[1]))
+        if self.other.is_closed and not self._inbox and not self.is_closed:
+            raise ClosedError(f"{self._peer}: closed the connection")
+        return has_moved
+
+    def _is_cut(self) -> bool:
+        """Whether nothing gets through; after some time of that it is lost."""
+        if not self._exchange.is_cut(self.owner, self.other.owner):
+            self._cut_since_s = float("inf")
+            return False
+        now_s = self.owner.now_s()
+        self._cut_since_s = min(self._cut_since_s, now_s)
+        if now_s - self._cut_since_s >= SILENCE_S:
+            self.lose(ClosedError(f"{self._peer}: nothing was heard for {SILENCE_S} s"))
+        return True

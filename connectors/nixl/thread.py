@@ -266,17 +266,17 @@ class TransferThread:
 
     def _publish(self) -> None:
         """Make facts visible, then wake whoever waits for them."""
-        news = self._machine.take_report()
-        faults = Counter(news.faults) + self._mover.take_faults()
-        if not (news or faults):
+        faults = self._mover.take_faults()
+        if not (faults or self._machine.has_news):
             return
+        news = self._machine.take_report()
         with self._lock:
             report = self._report
             self._report = ConnectorReport(
                 settled=report.settled + news.settled,
                 received=report.received + news.received,
                 failed=report.failed + news.failed,
-                faults=dict(Counter(report.faults) + faults),
+                faults=dict(Counter(report.faults) + Counter(news.faults) + faults),
                 payloads=report.payloads + news.payloads,
                 slices=report.slices + self._take_slices(),
                 clock_id=CLOCK_ID,

@@ -79,6 +79,11 @@ class Loads:
         """Loads that are not reported."""
         return len(self._loads)
 
+    @property
+    def open(self) -> list[Load]:
+        """Those that are not reported."""
+        return [loading.load for loading in self._loads.values()]
+
     def begin(self, load: Load) -> None:
         """Begin to load."""
         loading = self._loads[load.load_id] = _Loading(load, self)

@@ -20,11 +20,13 @@ from pdserve.wire.transfer import ConnectorReport
 
 if TYPE_CHECKING:
     from collections import deque
+    from collections.abc import Iterator
 
-    from pdserve.connectors.handover.instructions import Instructions
+    from pdserve.connectors.handover.instructions import Instructions, Load, Reserve
     from pdserve.connectors.transfer.link import PeerLink
     from pdserve.connectors.transfer.pushes import ChunkStep, Observation
     from pdserve.connectors.transfer.seams import Seams
+    from pdserve.wire.ids import BlockId
 
 _log = logging.getLogger(__name__)
 
@@ -40,6 +42,7 @@ class TransferMachine:
     def __init__(self, seams: Seams) -> None:
         self._mover = seams.mover
         self._rank = seams.context.rank
+        self._block_size = seams.context.shape.block_size
         self.peers = Peers(seams)
         self.server = Server(seams)
         self.receiving = self.peers.receiver = Receiving(
@@ -132,6 +135,17 @@ class TransferMachine:
         self.peers.close()
         self.server.drop_all("closing")
 
+    @property
+    def has_news(self) -> bool:
+        """Whether `take_report` would say anything."""
+        loads, receiving, pushing = self.peers.loads, self.receiving, self.server.pushing
+        return bool(
+            (loads.received or loads.failed or loads.faults)
+            or (receiving.received or receiving.failed or receiving.faults)
+            or (pushing.registered or pushing.withdrawn or pushing.faults)
+            or (self.server.faults or self.server.has_settled)
+        )
+
     def take_report(self) -> ConnectorReport:
         """Facts since the last call."""
         loads, receiving, pushing = self.peers.loads, self.receiving, self.server.pushing
@@ -151,6 +165,18 @@ class TransferMachine:
         receiving.received, receiving.failed = [], []
         pushing.registered, pushing.withdrawn = [], []
         return report
+
+    def written_blocks(self) -> Iterator[BlockId]:
+        """This rank's blocks that something may still land in."""
+        size = self._block_size
+        filled: list[Load | Reserve] = [*self.peers.loads.open, *self.receiving.open]
+        for each in filled:
+            yield from each.local_block_ids[each.first_token // size :]
+
+    def read_blocks(self) -> Iterator[tuple[BlockId, int]]:
+        """This rank's blocks that pushes read from now, with their generations."""
+        for push in self.server.pushing.reading:
+            yield from zip(*push.table, strict=True)
 
     def _is_alone(self) -> bool:
         """Whether nothing but reservations would suffer from a fence."""

@@ -93,6 +93,11 @@ class Pushing:
         """Pushes that are not over."""
         return len(self._pushes)
 
+    @property
+    def reading(self) -> list[Push]:
+        """Those of which something reads from P's blocks now."""
+        return [push for push in self._pushes.values() if push.is_reading]
+
     def due_s(self) -> float:
         """When `tick` has to be called next. O(pushes x ranks of D)."""
         transfer, last_step_s = self._transfer, self.last_step_s

@@ -28,6 +28,7 @@ import logging
 from collections import Counter
 from typing import TYPE_CHECKING
 
+from pdserve.connectors import digests
 from pdserve.connectors.slicing import routes_to
 from pdserve.connectors.transfer.checking import Check
 from pdserve.connectors.transfer.protocol import Abort, Register, Taken
@@ -98,6 +99,11 @@ class Receiving:
     def num_open(self) -> int:
         """Reservations that are not reported."""
         return len(self._open)
+
+    @property
+    def open(self) -> list[Reserve]:
+        """Reservations that are not reported."""
+        return [reservation.reserve for reservation in self._open.values()]
 
     @property
     def needs_progress(self) -> bool:
@@ -302,7 +308,14 @@ class Receiving:
     ) -> None:
         """All digests of what a rank of P has written are taken: compare them with its own."""
         reserve = reservation.reserve
-        is_equal = part.check.found == pushed.digests
+        num_valid = digests.num_valid_tokens(
+            reserve.owner.shape,
+            pushed.digests,
+            part.check.found,
+            first_token=reserve.first_token,
+            num_tokens=reserve.num_tokens,
+        )
+        is_equal = num_valid == reserve.num_tokens
         was_heard = self._line.send_to(reserve.owner, rank, Taken(reserve.load_id, is_equal))
         if is_equal:
             part.state = IncomingState.GOOD

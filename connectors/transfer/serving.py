@@ -141,6 +141,11 @@ class Server:
         """Leases that have not settled."""
         return len(self._leases)
 
+    @property
+    def has_settled(self) -> bool:
+        """Whether `take_settled` would return anything."""
+        return self._leases.has_settled
+
     def due_s(self) -> float:
         """When `tick` has to be called next. O(clients + parked + pushes)."""
         return min(

@@ -189,6 +189,8 @@ async def error_middleware(request: web.Request, handler: Handler) -> web.Stream
         return error_response(error)
     except web.HTTPException as error:
         return error_response(refusal_of(error, request))
+    except ConnectionResetError:  # the client left before its answer: nobody is to be told
+        raise
     except Exception as error:  # noqa: BLE001 (the top of a request: the server goes on)
         log_internal_error(request, error)
         return error_response(PdserveError("the server failed; its log has the details"))

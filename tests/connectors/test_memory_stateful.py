@@ -26,6 +26,7 @@ from pdserve.connectors.conformance.engines import Engine, prompt_of
 from pdserve.connectors.conformance.values import make_shape
 from pdserve.connectors.memory import MemoryConnector
 from pdserve.connectors.memory.exchange import Exchange
+from pdserve.connectors.memory.trouble import Spoil, Trouble
 from pdserve.connectors.views import ScheduledRequest, StepView
 from pdserve.observe.clock import ManualClock
 from pdserve.wire.ids import BlockId
@@ -43,7 +44,7 @@ from tests.stateful.reaching import run_until_reached
 
 if TYPE_CHECKING:
     from pdserve.connectors.conformance.engines import KitRequest
-    from pdserve.connectors.memory.worker import MemoryWorker
+    from pdserve.connectors.memory.exchange import ExchangeMember
 
 LEASE_S = 6.0
 HITS = st.integers(0, 2)
@@ -73,18 +74,35 @@ SHAPES = [
 
 
 class OneAddress(Exchange):
-    """An exchange in which a restarted engine listens where its earlier life did."""
+    """An exchange in which a restarted engine listens where its earlier life did.
+
+    Attributes:
+        is_silent: Nothing gets through.
+    """
 
     def __init__(self) -> None:
         super().__init__()
+        self.is_silent = False
         self._places: dict[tuple[str, int], Endpoint] = {}
 
-    def join(self, worker: MemoryWorker) -> Endpoint:
-        place = (worker.context.engine_id, worker.context.rank)
+    def is_cut(self, one: ExchangeMember, other: ExchangeMember) -> bool:
+        return self.is_silent
+
+    def place_of(self, rank: ExchangeMember) -> Endpoint:
+        place = (rank.context.engine_id, rank.context.rank)
         if place not in self._places:
-            self._places[place] = super().join(worker)
-        self._workers[self._places[place]] = worker
+            self._places[place] = super().place_of(rank)
         return self._places[place]
+
+
+class Rot(Trouble):
+    """Spoils the next copy into a rank's memory."""
+
+    is_next = False
+
+    def spoils(self) -> Spoil | None:
+        is_next, self.is_next = self.is_next, False
+        return Spoil.CORRUPT if is_next else None
 
 
 @dataclass
@@ -138,13 +156,16 @@ class PairMachine(RuleBasedStateMachine):
 
     reached: ClassVar[Counter[str]] = Counter()
 
+    rot_at_d: Rot
+
     @initialize(shapes=st.sampled_from(SHAPES))
     def start(self, shapes: tuple[KVShape, KVShape]) -> None:
         self.exchange, self.clock = OneAddress(), ManualClock()
         self.shapes = {"P": shapes[0], "D": shapes[1]}
         self.life = 0
         self.count = 0
-        self.d = self.make("D")
+        self.rot_at_d = Rot()
+        self.d = self.make("D", self.rot_at_d)
         self.d_free = set(range(shapes[1].num_blocks))
         self.scribble(self.d_free)
         self.leases: list[Lease] = []
@@ -161,10 +182,13 @@ class PairMachine(RuleBasedStateMachine):
         self.read: set[str] = set()
         self.stopped: set[str] = set()
 
-    def make(self, name: str) -> Engine:
+    def make(self, name: str, trouble: Trouble | None = None) -> Engine:
         nonces = (f"{name}-{number}" for number in itertools.count())
         connector = MemoryConnector(
-            exchange=self.exchange, clock=self.clock, new_nonce=lambda: next(nonces)
+            exchange=self.exchange,
+            clock=self.clock,
+            new_nonce=lambda: next(nonces),
+            trouble=trouble or Trouble(),
         )
         return Engine(
             connector,
@@ -341,10 +365,7 @@ class PairMachine(RuleBasedStateMachine):
         if push is not None:
             self._finish(push)
             if is_rotten:
-                for _ in range(4):
-                    self.step_p()
-                for load in self.loads.values():
-                    self.d.ranks[0].kv[load.blocks[-1]] += load.push is push
+                self.rot_at_d.is_next = True
             self.step_both(num_steps)
 
     def step_both(self, num_steps: int) -> None:
@@ -411,7 +432,7 @@ class PairMachine(RuleBasedStateMachine):
     def _abort_push(self, push: Push) -> None:
         push.is_over_at_p = True
         if self.p.abort(push.at_p):
-            in_flight = sum(len(rank.worker.pushes._writes) for rank in self.p.ranks)
+            in_flight = sum(rank.worker._runner.mover.is_moving for rank in self.p.ranks)
             self.reached["aborted during a write"] += in_flight > 0
             self.held[push.at_p.request_id] = push.blocks
         else:
@@ -513,8 +534,7 @@ class PairMachine(RuleBasedStateMachine):
     @invariant()
     def nobody_reused_a_block_too_early(self) -> None:
         if hasattr(self, "p"):
-            assert not self.p.faults
-            assert not self.d.faults
+            assert not [name for name in self.p.faults | self.d.faults if "reused" in name]
 
     def teardown(self) -> None:
         if not hasattr(self, "p"):
@@ -539,12 +559,10 @@ class PairMachine(RuleBasedStateMachine):
         self.nobody_reused_a_block_too_early()
         assert not self.p.scheduler.faults["report_unknown"]
         for rank in (*self.p.ranks, *self.d.ranks):
-            worker = rank.worker
-            assert not len(worker.pulls)
-            assert not len(worker.reserves)
-            assert not len(worker.pushes)
-            assert not len(worker.leases)
-            assert not worker._watches
+            machine = rank.worker._runner.machine
+            assert not machine.num_open
+            assert not machine.server.num_leases
+            assert not any(peer._heartbeats for peer in machine.peers._peers.values())
         assert self.p.quorum.num_open == self.d.quorum.num_open == 0
         self.p.close()
         self.d.close()

@@ -17,7 +17,6 @@ from pdserve.config.schema import (
     TransferConfig,
 )
 from pdserve.connectors.faulty import FaultKind, FaultyConnector, Plan
-from pdserve.connectors.faulty.worker import Fabric
 from pdserve.connectors.memory import MemoryConnector
 from pdserve.connectors.memory.exchange import Exchange
 from pdserve.engine.loading import start_engine
@@ -49,7 +48,6 @@ class MemoryNetwork:
 
     def __init__(self) -> None:
         self.exchange = Exchange()
-        self.fabric = Fabric()
 
 
 class ScriptedModel(ToyModel):
@@ -81,7 +79,7 @@ class ServedEngine(LocalEngine):
         max_waiting: Further requests than this at once are refused; None refuses none.
         ready: Whether it is ready from the start; else `become_ready` makes it so.
         can_push: Whether it says that it takes tickets.
-        num_broken: So many transfers arrive with wrong bytes; a pull is tried twice.
+        num_broken: So many copies arrive with wrong bytes; a pull is tried twice, and so is a push.
         num_cached_tokens: What it says that its prefix cache has of every prompt.
         next_token, eos_after: Script its model: what follows an output, and that the token at this
             position (from 0) is the end of sequence.
@@ -131,7 +129,6 @@ class ServedEngine(LocalEngine):
         connector = FaultyConnector.around(
             MemoryConnector(exchange=network.exchange),
             Plan(script={FaultKind.CORRUPT: range(num_broken)}),
-            fabric=network.fabric,
         )
         identity = EngineId(engine_id), Incarnation(f"life-{next(_lives)}")
 

@@ -15,7 +15,7 @@ from unittest import mock
 from pdserve.connectors import digests, quorum
 from pdserve.connectors.handover.lease import LeaseTable
 from pdserve.connectors.handover.scheduler import HandoverScheduler
-from pdserve.connectors.memory.worker import MemoryWorker
+from pdserve.connectors.transfer.serving import Server
 from pdserve.scheduler.request import Wait
 from pdserve.scheduler.state import SchedulerState
 from pdserve.wire.request import FinishReason
@@ -55,14 +55,7 @@ def digest_check_off() -> Iterator[None]:
 @contextmanager
 def epoch_ignored() -> Iterator[None]:
     """A rank is taken for the one that is meant, whichever of its lives it is in."""
-
-    def peer(self: MemoryWorker, ref: Any, rank: int) -> MemoryWorker | None:
-        return self.exchange.find(ref.endpoints[rank]) if rank < len(ref.endpoints) else None
-
-    with (
-        mock.patch.object(MemoryWorker, "peer", peer),
-        mock.patch.object(MemoryWorker, "why_not", return_value=None),
-    ):
+    with mock.patch.object(Server, "_refusal", return_value=None):
         yield
 
 

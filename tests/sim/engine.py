@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from pdserve.connectors.faulty import Plan
     from pdserve.wire.request import GenerateRequest
     from pdserve.wire.step import ModelRunnerOutput, SchedulerOutput
-    from pdserve.wire.transfer import ConnectorMetadata, ConnectorReport, KVShape
+    from pdserve.wire.transfer import ConnectorReport, KVShape
     from tests.sim.world import World
 
 SECRET = "simulated"
@@ -64,19 +64,14 @@ class EngineSpec(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SimExecutor(TimedExecutor):
-    """Tells the world what its ranks do, and asks for other engines in this one's name."""
+    """Tells the world what its ranks do."""
 
     def __init__(self, world: World, engine: str, *args: Any, **named: Any) -> None:
         super().__init__(*args, clock=world.clock, **named)
         self._world, self._engine = world, engine
 
-    def post(self, metadata: ConnectorMetadata) -> None:
-        with self._world.exchange.asked_by(self._engine):
-            super().post(metadata)
-
     def poll_report(self) -> ConnectorReport | None:
-        with self._world.exchange.asked_by(self._engine):
-            report = super().poll_report()
+        report = super().poll_report()
         if report is not None:
             self._world.note(report)
         return report
@@ -88,8 +83,7 @@ class SimExecutor(TimedExecutor):
             [new.block_ids for new in step.new_requests],
             step.known_requests.new_block_ids,
         )
-        with self._world.exchange.asked_by(self._engine):
-            return super()._execute(step)
+        return super()._execute(step)
 
 
 class SimEngine(LocalEngine):
@@ -128,9 +122,9 @@ class SimEngine(LocalEngine):
                 exchange=world.exchange,
                 clock=world.clock,
                 new_nonce=lambda: f"{identity[1]}-{next(nonces)}",
+                piece_bytes=world.scenario.piece_bytes,
             ),
             plan,
-            fabric=world.fabric,
         )
         executor = SimExecutor(
             world,
@@ -152,8 +146,6 @@ class SimEngine(LocalEngine):
             engine_id=identity[0],
             incarnation=identity[1],
         )
-        for endpoint in info.endpoints:
-            world.exchange.name(endpoint, spec.name)
         info = msgspec.structs.replace(info, can_push=info.can_push and world.may_push)
         super().__init__(core, info, executor, world.clock, tick_s=spec.lease_s / 8)
         app = build_app(

@@ -67,6 +67,9 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True):
     rates: dict[str, float]
     replayed_handoffs: float
     may_push: bool
+    is_direct: bool
+    is_driven: bool
+    piece_bytes: int
 
 
 _PREFIXES = ([], [1] * 8, [2] * 8, [1] * 16, [1, 2, 3, 4, 5] * 5)
@@ -163,9 +166,14 @@ def draw(seed: int) -> Scenario:
         deaths=sorted(deaths, key=lambda death: death.at_s),
         cuts=cuts,
         slownesses=slownesses,
-        rates={kind.value: level for kind in FaultKind},
+        rates={kind.value: level for kind in FaultKind}
+        # A link carries a hundred frames, and waits a second and longer to be made again.
+        | {FaultKind.LOST_LINK.value: level / 20},
         replayed_handoffs=level,
         may_push=rng.random() < 0.6,
+        is_direct=rng.random() < 0.3,
+        is_driven=rng.random() < 0.3,
+        piece_bytes=rng.choice((64, 256, 4096)),
     )
 
 

@@ -24,7 +24,6 @@ import msgspec
 from pdserve.config.http import ProxyConfig
 from pdserve.config.schema import Role
 from pdserve.connectors.faulty import FaultKind, Plan
-from pdserve.connectors.faulty.worker import Fabric
 from pdserve.executor.toy import TOY_EOS, WrongKVError, expected_output
 from pdserve.observe.clock import ManualClock
 from pdserve.proxy.app import Proxy
@@ -47,7 +46,7 @@ T = TypeVar("T")
 
 PROXY = "http://proxy:80"
 REQUEST_TIMEOUT_S = 20.0
-_REUSE_FAULTS = {"lease_block_reused", "block_reused_under_write", "block_reused_under_load"}
+_REUSE_FAULTS = {"block_reused", "block_reused_under_write", "block_reused_under_load"}
 PATIENCE_S = REQUEST_TIMEOUT_S + 2.0
 SETTLE_S = 40.0
 
@@ -103,8 +102,7 @@ class World:
         self.may_push = scenario.may_push
         self.clock = ManualClock()
         self.net = Net()
-        self.exchange = SimExchange()
-        self.fabric = Fabric()
+        self.exchange = SimExchange(is_direct=scenario.is_direct, is_driven=scenario.is_driven)
         self.result = Result(scenario.seed)
         self.engines: dict[str, SimEngine] = {}
         self._former: list[SimEngine] = []
