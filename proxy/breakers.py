@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from pdserve.proxy.backend import Backend
     from pdserve.proxy.client import Leg
     from pdserve.proxy.metrics import Metrics
+    from pdserve.proxy.story import Story
     from pdserve.wire.transfer import KVMode
 
 log = logging.getLogger(__name__)
@@ -116,15 +117,13 @@ class Breakers:
 
     @contextmanager
     def transfer(
-        self, prefill: Backend, decode: Backend, mode: KVMode, *, request_id: str
+        self, prefill: Backend, decode: Backend, mode: KVMode, story: Story
     ) -> Iterator[TransferAttempt]:
         """Let KV go from one engine to another while the block runs."""
         breaker = self._of_pair(prefill, decode, mode)
         breaker.begin()
         try:
-            yield TransferAttempt(
-                breaker, self._metrics, prefill, decode, mode, request_id=request_id
-            )
+            yield TransferAttempt(breaker, self._metrics, prefill, decode, mode, story)
         finally:
             breaker.leave()
 
@@ -143,14 +142,13 @@ class TransferAttempt:
         prefill: Backend,
         decode: Backend,
         mode: KVMode,
-        *,
-        request_id: str,
+        story: Story,
     ) -> None:
         self._breaker = breaker
         self._metrics = metrics
         self._prefill_url = prefill.url
         self._decode_url = decode.url
-        self._request_id = request_id
+        self._story = story
         self.mode = mode
 
     def arrived(self) -> None:
@@ -164,7 +162,7 @@ class TransferAttempt:
             kind: Its leg, one of `metrics.LEGS`.
         """
         url = self._prefill_url if kind == "prefill" else self._decode_url
-        _note(self._metrics, kind, url, failure, self._request_id)
+        _note(self._metrics, kind, url, failure, self._story.request_id)
         self.lost(failure.load_failures or (failure.reason,))
 
     def lost(self, reasons: tuple[str, ...]) -> None:
@@ -178,7 +176,7 @@ class TransferAttempt:
             prefill=self._prefill_url,
             decode=self._decode_url,
             reasons=",".join(reasons),
-            request=self._request_id,
+            request=self._story.request_id,
         )
 
 

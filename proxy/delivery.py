@@ -11,9 +11,11 @@ from typing import TYPE_CHECKING
 from aiohttp import web
 
 from pdserve.http.answers import StreamAnswer, error_body, error_headers
+from pdserve.proxy.boundary import REQUEST_ID_KEY
 from pdserve.proxy.errors import ClientGoneError, error_event
 from pdserve.proxy.relay import SseParser
 from pdserve.proxy.replay import Replay, Transcript
+from pdserve.wire.hop import REQUEST_ID_HEADER
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -34,9 +36,8 @@ class Delivery:
         num_swallowed: Events of repeated streams that gave the client nothing.
     """
 
-    def __init__(self, request: web.Request, headers: Mapping[str, str]) -> None:
+    def __init__(self, request: web.Request) -> None:
         self._request = request
-        self._headers = headers
         self._response: web.StreamResponse | None = None
         self._transcript = Transcript()
         self._replay: Replay | None = None
@@ -114,7 +115,7 @@ class Delivery:
         return self._json(error.status, error_body(error), error_headers(error))
 
     def _json(self, status: int, body: bytes, headers: Mapping[str, str]) -> web.Response:
-        headers = {**self._headers, **headers, "Content-Type": "application/json"}
+        headers = {**headers, "Content-Type": "application/json"}
         return web.Response(status=status, body=body, headers=headers)
 
     async def _end_with_error(self, body: bytes) -> web.StreamResponse:
@@ -134,7 +135,7 @@ class Delivery:
             raise ClientGoneError from None
 
     async def _begin(self) -> None:
-        response = StreamAnswer(self._headers)
+        response = StreamAnswer({REQUEST_ID_HEADER: self._request[REQUEST_ID_KEY]})
         await response.prepare(self._request)
         self._response = response
 

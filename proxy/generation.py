@@ -108,14 +108,13 @@ class Generation:
             legs = Legs(
                 self._services,
                 body,
-                Delivery(request, {REQUEST_ID_HEADER: story.request_id}),
+                Delivery(request),
                 story,
                 path=request.path,
                 until_s=until_s,
                 headers={
                     **engine_headers(self._config.api_keys, request.headers),
                     hdrs.CONTENT_TYPE: "application/json",
-                    REQUEST_ID_HEADER: story.request_id,
                     STAGES_HEADER: "1",
                 },
             )

@@ -16,7 +16,7 @@ from pdserve.proxy.bodies import merged, stages_in, usage_at_end, usage_in, with
 from pdserve.proxy.errors import KvFailedError, RefusedError, WorkerError, failure_in_stream
 from pdserve.proxy.relay import Relay
 from pdserve.proxy.story import Mode, Stage
-from pdserve.wire.hop import KV_MODE_HEADER, TIME_LEFT_HEADER
+from pdserve.wire.hop import KV_MODE_HEADER, REQUEST_ID_HEADER, TIME_LEFT_HEADER
 from pdserve.wire.transfer import KVMode
 
 if TYPE_CHECKING:
@@ -83,7 +83,7 @@ class Legs:
     Args:
         path: The endpoint, the same at the engines.
         until_s: When the request is to be over, by the event loop's clock.
-        headers: For the engines.
+        headers: For the engines; the request's id is added.
 
     Attributes:
         body: What the client asks.
@@ -310,8 +310,7 @@ class Legs:
         self, prefill: Backend, decode: Backend, mode: KVMode
     ) -> AbstractContextManager[TransferAttempt]:
         """Let KV go from one engine to another while the block runs."""
-        breakers, request_id = self.services.breakers, self.story.request_id
-        return breakers.transfer(prefill, decode, mode, request_id=request_id)
+        return self.services.breakers.transfer(prefill, decode, mode, self.story)
 
     def _exchange(self, kind: str, backend: Backend, leg: Leg) -> AbstractContextManager[Breaker]:
         breakers, request_id = self.services.breakers, self.story.request_id
@@ -325,7 +324,11 @@ class Legs:
 
     def _send(self, backend: Backend, body: bytes, mode: KVMode | None) -> Leg:
         left_s = self.until_s - asyncio.get_running_loop().time()
-        headers = {**self._headers, TIME_LEFT_HEADER: f"{left_s:.3f}"}
+        headers = {
+            **self._headers,
+            REQUEST_ID_HEADER: self.story.request_id,
+            TIME_LEFT_HEADER: f"{left_s:.3f}",
+        }
         if mode is not None:
             headers[KV_MODE_HEADER] = mode.value
         return self.services.http.leg(f"{backend.url}{self._path}", body, headers)

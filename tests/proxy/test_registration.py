@@ -12,8 +12,10 @@ import msgspec
 import pytest
 
 from pdserve.http.control import Stamps, proof_headers
+from pdserve.observe.clock import SystemClock
 from pdserve.proxy import client as proxy_client
 from pdserve.proxy.backend import Health
+from pdserve.proxy.story import Story
 from pdserve.wire.hop import FORMER_HEADER, NONCE_HEADER, PROOF_HEADER
 from pdserve.wire.transfer import KVMode
 from tests.proxy.conftest import until
@@ -150,7 +152,8 @@ async def test_an_engine_that_leaves_in_mid_stream_leaves_no_pair_behind(make_st
     assert metrics["pdserve_open_edges"] == 0
     # A leg that was still to be sent when its engine left is judged by nobody.
     known = stack.proxy.backends.get(prefill.url)
-    with stack.proxy.breakers.transfer(known, gone, KVMode.PULL, request_id="late") as late:
+    story = Story("late", "/", SystemClock())
+    with stack.proxy.breakers.transfer(known, gone, KVMode.PULL, story) as late:
         late.lost(("unreachable",))
     assert stack.proxy.breakers.num_open_pairs == 0
 
