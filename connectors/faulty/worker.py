@@ -14,9 +14,9 @@ from pdserve.connectors.base import KVConnectorWorker
 from pdserve.connectors.faulty.plan import MAX_POLLS_LATE, FaultKind
 from pdserve.connectors.handover.instructions import (
     End,
+    EndLease,
     Instructions,
     Load,
-    Release,
     Reserve,
     Watch,
 )
@@ -173,9 +173,9 @@ class FaultyWorker(KVConnectorWorker):
         else:
             self._held[item.key].append((0, item))
             admitted = []
-        if isinstance(what, Release | End):
+        if isinstance(what, EndLease | End):
             self._past_ends.append(item)
-        may_repeat = isinstance(what, Watch | Release | End) or item.field == "aborts"
+        may_repeat = isinstance(what, Watch | EndLease | End) or item.field == "aborts"
         if admitted and may_repeat and plan.strikes(FaultKind.DUPLICATE):
             admitted.append(item)
         if self._past_ends and plan.strikes(FaultKind.REPLAY):

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Final
 import msgspec
 
 from pdserve.connectors.base import Match
-from pdserve.connectors.handover.instructions import Load, Release, Reserve, Watch
+from pdserve.connectors.handover.instructions import EndLease, Load, Reserve, Watch
 from pdserve.errors import InternalError
 from pdserve.wire.request import OnLoadFailure
 from pdserve.wire.transfer import LeaseEnd, LoadFailure
@@ -268,7 +268,7 @@ class Incoming:
 
     def _end(self, request_id: RequestId, entry: _Entry, end: LeaseEnd) -> None:
         self._forget(request_id, entry)
-        self._staged.releases.append(Release(entry.nonce, entry.owner, end))
+        self._staged.releases.append(EndLease(entry.nonce, entry.owner, end))
 
     def _edge_before(self, token: int) -> int:
         return token - token % self._block_size

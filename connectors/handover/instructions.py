@@ -93,7 +93,7 @@ class Reserve(msgspec.Struct, frozen=True, array_like=True):
     num_tokens: int
 
 
-class Release(msgspec.Struct, frozen=True, array_like=True):
+class EndLease(msgspec.Struct, frozen=True, array_like=True):
     """At D: tell the owner that its lease is not needed any more, and stop its heartbeats.
 
     Attributes:
@@ -138,7 +138,7 @@ class Instructions(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     watches: list[Watch] = []
     reserves: list[Reserve] = []
     loads: list[Load] = []
-    releases: list[Release] = []
+    releases: list[EndLease] = []
     unwatches: list[str] = []
     aborts: list[RequestId] = []
     stops: list[Stop] = []

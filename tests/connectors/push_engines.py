@@ -20,11 +20,11 @@ from pdserve.connectors.base import ConnectorContext
 from pdserve.connectors.conformance.values import Share, by_token, make_shape, write_tokens
 from pdserve.connectors.handover.instructions import (
     Chunk,
+    EndLease,
     Expect,
     Grant,
     Instructions,
     Load,
-    Release,
     Reserve,
     StepInstructions,
     Stop,
@@ -303,7 +303,7 @@ class PushEngine:
         self.post(watches=[Watch(nonce, owner, self.lease_s)], loads=[load])
 
     def release(self, nonce: str, owner: EngineRef, end: LeaseEnd = LeaseEnd.READ) -> None:
-        self.post(releases=[Release(nonce, owner, end)])
+        self.post(releases=[EndLease(nonce, owner, end)])
 
     def stop(self, nonce: str) -> None:
         self.post(stops=[Stop(nonce, RequestId(f"p-{nonce}"), "stopped")])

@@ -317,6 +317,7 @@ async def test_leases_are_given_back_before_the_proxy_ends(make_stack, prefill, 
     await asyncio.gather(request, return_exceptions=True)
 
 
+@pytest.mark.slow
 async def test_a_hundred_streams_cut_at_random_moments_leave_nothing_behind(make_stack, can_push):
     rng = random.Random(7)
     prefills, decodes = (

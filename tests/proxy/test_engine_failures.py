@@ -315,6 +315,7 @@ async def test_a_stream_whose_engine_hangs_goes_on_elsewhere(make_stack):
     assert legs([good]) == ["local"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
 async def test_a_stream_of_any_length_that_loses_its_engine_twice_has_the_same_text(
     make_stack, path

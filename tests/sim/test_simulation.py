@@ -62,6 +62,7 @@ def test_the_simulation_gets_to_what_it_is_for(summary: Summary) -> None:
     assert summary.outcomes["left"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", sorted(FAILED_ONCE))
 def test_a_seed_that_failed_once_holds(seed: int) -> None:
     result = run_seed(seed)

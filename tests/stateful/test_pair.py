@@ -314,7 +314,10 @@ SITUATIONS = (
 
 @pytest.mark.parametrize(
     ("machine", "max_examples", "wanted"),
-    [(PairMachine, 80, SITUATIONS), (PipelinePairMachine, 60, SITUATIONS)],
+    [
+        (PairMachine, 80, SITUATIONS),
+        pytest.param(PipelinePairMachine, 60, SITUATIONS, marks=pytest.mark.slow),
+    ],
 )
 def test_a_pair_of_engines_gives_only_right_tokens_and_keeps_no_block(
     machine: type[PairMachine], max_examples: int, wanted: tuple[str, ...]
