@@ -19,7 +19,7 @@ import msgspec
 
 from pdserve.bench.answer import Answer, error_of
 from pdserve.bench.bodies import Asking, adapt, follow, needs_ids
-from pdserve.bench.http import Connections, Door, HttpError, Reply
+from pdserve.bench.http import Address, Connections, HttpError, Reply
 from pdserve.bench.records import Outcome, Planned, Prompt
 
 _CANCEL_BEFORE_FIRST_S: Final = 0.002
@@ -60,7 +60,7 @@ class Client:
         self._asking = asking
         self._sending = sending
         self._on_outcome = on_outcome
-        self._connections = Connections(Door(asking.target.url), asking.target.headers)
+        self._connections = Connections(Address(asking.target.url), asking.target.headers)
         self._start_s = 0.0
         self._followers: dict[int, list[Planned]] = {}
         self._due: deque[tuple[Planned, Prompt, float]] = deque()

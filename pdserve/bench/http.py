@@ -33,7 +33,7 @@ class HttpError(Exception):
     """The exchange broke: no connection, not HTTP, or an end before the end."""
 
 
-class Door:
+class Address:
     """Where requests of a client go.
 
     Raises:
@@ -256,10 +256,10 @@ class _Connection(asyncio.Protocol):
 class Connections:
     """The connections of one client to one server."""
 
-    def __init__(self, door: Door, headers: Mapping[str, str]) -> None:
-        self._door = door
+    def __init__(self, address: Address, headers: Mapping[str, str]) -> None:
+        self._address = address
         fixed = {
-            "Host": door.host_header,
+            "Host": address.host_header,
             "Accept": "text/event-stream, application/json",
             "Accept-Encoding": "identity",
             "User-Agent": "pdserve-bench",
@@ -275,7 +275,7 @@ class Connections:
     def encode(self, body: bytes, request_id: str) -> bytes:
         """Return the bytes of a POST."""
         head = (
-            f"POST {self._door.path} HTTP/1.1\r\n{self._fixed}X-Request-Id: {request_id}\r\n"
+            f"POST {self._address.path} HTTP/1.1\r\n{self._fixed}X-Request-Id: {request_id}\r\n"
             f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
         )
         return head.encode("latin-1") + body
@@ -349,11 +349,11 @@ class Connections:
             self._idle[await self._connect()] = None
 
     async def _connect(self) -> _Connection:
-        door = self._door
+        address = self._address
         try:
             _, connection = await asyncio.get_running_loop().create_connection(
-                lambda: _Connection(self._forget), door.host, door.port, ssl=door.tls
+                lambda: _Connection(self._forget), address.host, address.port, ssl=address.tls
             )
         except OSError as error:
-            raise HttpError(f"no connection to {door.host}:{door.port}: {error}") from error
+            raise HttpError(f"no connection to {address.host}:{address.port}: {error}") from error
         return connection

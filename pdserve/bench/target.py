@@ -8,7 +8,7 @@ import msgspec
 
 
 class ApiEndpoint(enum.Enum):
-    """Which door of OpenAI's API requests go through."""
+    """Which endpoint of OpenAI's API requests go to."""
 
     COMPLETIONS = "completions"
     CHAT = "chat"

@@ -250,8 +250,8 @@ class RoutedTokens(PlacedExperts):
         tokens = goes_to.t().nonzero()[:, 1]
         rows = _pack(mine, slots, routing.weights[own])[tokens]
         rows = self._ep.all_to_all(rows, received, sent)
-        visitors, visitors_slots, weights = _unpack(rows, x, routing.weights)
-        y = experts(visitors, where.here(visitors_slots), weights)
+        received_rows, received_slots, weights = _unpack(rows, x, routing.weights)
+        y = experts(received_rows, where.here(received_slots), weights)
         found = self._ep.all_to_all(y, sent, received)
         total = torch.zeros(mine.shape, dtype=_sum_dtype(x), device=x.device)
         for part, of_tokens in zip(

@@ -12,7 +12,7 @@ from pdserve.bench import client as client_module
 from pdserve.bench import http
 from pdserve.bench.bodies import Asking
 from pdserve.bench.client import Client, Sending
-from pdserve.bench.http import Connections, Door, HttpError, Reply
+from pdserve.bench.http import Address, Connections, HttpError, Reply
 from pdserve.bench.records import Outcome, Planned
 from pdserve.bench.target import Target
 from tests.bench.scripted import request
@@ -94,7 +94,7 @@ def plan_of(*at_s: float) -> list[Planned]:
 
 async def test_a_connection_that_is_there_is_used() -> None:
     async with serving(answer) as server:
-        connections = Connections(Door(server.url), {})
+        connections = Connections(Address(server.url), {})
         connections.want(1)
         await connections.settle(10.0)
         assert await exchange(connections) == 200
@@ -142,7 +142,7 @@ async def test_a_kept_connection_that_the_server_closed_is_replaced(
             await answer(before, writer)
 
     async with serving(close_at_the_second) as server:
-        connections = Connections(Door(server.url), {})
+        connections = Connections(Address(server.url), {})
         assert await exchange(connections) == 200
         assert await exchange(connections) == 200
         assert server.num_connections == 2
@@ -162,7 +162,7 @@ async def test_a_request_that_the_server_had_taken_is_not_sent_again(
             await answer(before, writer)
 
     async with serving(die_at_the_second) as server:
-        connections = Connections(Door(server.url), {})
+        connections = Connections(Address(server.url), {})
         assert await exchange(connections) == 200
         with pytest.raises(HttpError, match="before it answered"):
             await exchange(connections)
@@ -173,7 +173,7 @@ async def test_a_request_that_the_server_had_taken_is_not_sent_again(
 async def test_a_connection_that_cannot_be_made_ahead_is_an_error_of_its_request_alone() -> None:
     async with serving(answer) as server:
         url = server.url
-    connections = Connections(Door(url), {})
+    connections = Connections(Address(url), {})
     connections.want(1)
     await connections.settle(10.0)
     with pytest.raises(HttpError, match="no connection"):

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 
 from tests.chaos.failures import document as failures
 from tests.cli.process import ROOT
@@ -26,6 +27,12 @@ def test_every_class_of_the_glossary_exists_and_its_words_are_in_order(this_tree
     assert named - this_tree.class_names().keys() == set()
 
 
+def _module(short: str) -> Path:
+    """A module or folder, as documents name it: by its path below the tree or below pdserve/."""
+    places = [ROOT / f"{top}{short}{end}" for top in ("pdserve/", "") for end in ("", ".py")]
+    return next((place for place in places if place.exists()), places[0])
+
+
 def test_every_file_and_link_that_documents_name_exists():
     named = []
     for page in (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")):
@@ -33,6 +40,7 @@ def test_every_file_and_link_that_documents_name_exists():
         files = re.findall(rf"`((?:{'|'.join(PRODUCT)}|tests|configs)/[a-z\d_/]+\.\w+)`", text)
         links = re.findall(r"\]\(([\w./-]+)\)", text)
         named += [ROOT / file for file in files]
+        named += [_module(short) for short in re.findall(r"`([a-z_]+(?:/[a-z_]+)+)`", text)]
         named += [page.parent / link for link in links]
     assert len(named) > 50
     assert [path for path in named if not path.exists()] == []
