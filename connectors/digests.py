@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from pdserve.connectors.slicing import Shard, block_table, shard_of
+from pdserve.connectors.pieces import block_table
+from pdserve.connectors.slicing import Shard, shard_of
 from pdserve.errors import ConfigError, InternalError
 from pdserve.kernels.digest import place_keys, word_constants
 from pdserve.kernels.registry import kernels_on

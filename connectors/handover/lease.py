@@ -25,7 +25,7 @@ import enum
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, TypeVar
 
-from pdserve.connectors.bygone import LEASES_REMEMBERED, Bygone
+from pdserve.connectors.remembered import LEASES_REMEMBERED, Remembered
 from pdserve.wire.transfer import LeaseEnd, Settled
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ K = TypeVar("K")
 V = TypeVar("V")
 
 
-class Verdict(enum.Enum):
+class ReadVerdict(enum.Enum):
     """What P says of a read that has ended.
 
     UNKNOWN is not yet a refusal: the handoff travels to D faster than the grant travels
@@ -82,8 +82,8 @@ class LeaseTable:
         self._by_block: dict[BlockId, set[str]] = {}
         self._by_request: dict[RequestId, set[str]] = {}
         self._writers: dict[RequestId, set[Hashable]] = {}
-        self._ended: Bygone[None] = Bygone()
-        self._released_early: Bygone[LeaseEnd] = Bygone()
+        self._ended: Remembered[None] = Remembered()
+        self._released_early: Remembered[LeaseEnd] = Remembered()
         self._settled: list[Settled] = []
         self._due_s = float("inf")
         self.num_regrants = 0
@@ -189,16 +189,16 @@ class LeaseTable:
         lease = self._leases.get(nonce) or self._add(nonce, request_id, now_s)
         self._finish(nonce, lease, LeaseEnd.ABORTED)
 
-    def confirm(self, nonce: str, reader: Hashable, now_s: float) -> Verdict:
+    def confirm(self, nonce: str, reader: Hashable, now_s: float) -> ReadVerdict:
         """`reader` has all bytes: were they leased until now? The lease goes on until released."""
         lease = self._leases.get(nonce)
         if lease is None:
-            return Verdict.LOST if nonce in self._ended else Verdict.UNKNOWN
+            return ReadVerdict.LOST if nonce in self._ended else ReadVerdict.UNKNOWN
         lease.readers.pop(reader, None)
         if self._live(nonce, now_s) is None:
             self._settle_if_over(nonce, lease)
-            return Verdict.LOST
-        return Verdict.VALID
+            return ReadVerdict.LOST
+        return ReadVerdict.VALID
 
     def release(self, nonce: str, now_s: float, end: LeaseEnd = LeaseEnd.RELEASED) -> None:
         """Nobody will read this lease. A release that overtakes its grant is remembered."""
@@ -268,7 +268,7 @@ class LeaseTable:
         self._remember(self._ended, nonce, None)
         self._settled.append(Settled(request_id=lease.request_id, end=lease.end, nonce=nonce))
 
-    def _remember(self, book: Bygone[V], nonce: str, value: V) -> None:
+    def _remember(self, book: Remembered[V], nonce: str, value: V) -> None:
         book.add(nonce, value, now_s=self._seen_s, until_s=self._seen_s + self._remembered_s)
 
 

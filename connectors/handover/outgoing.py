@@ -24,8 +24,8 @@ import math
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
-from pdserve.connectors.bygone import Bygone
 from pdserve.connectors.handover.instructions import Chunk, End, Expect, Stop
+from pdserve.connectors.remembered import Remembered
 from pdserve.errors import InternalError
 from pdserve.wire.transfer import LeaseEnd
 
@@ -84,7 +84,7 @@ class Outgoing:
         self._clock = clock
         self._pushes: dict[str, _Push] = {}
         self._push_of: dict[RequestId, _Push] = {}
-        self._tickets: Bygone[None] = Bygone(_TICKETS_REMEMBERED)
+        self._tickets: Remembered[None] = Remembered(_TICKETS_REMEMBERED)
         self._leased: dict[RequestId, str] = {}
         self._leased_by_nonce: dict[str, RequestId] = {}
         self._prefills: set[RequestId] = set()

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Final
 import torch
 
 from pdserve.connectors.memory.trouble import Spoil
-from pdserve.connectors.slicing import count_runs
+from pdserve.connectors.pieces import count_runs
 from pdserve.connectors.transfer.mover import Direction, ExposedMemory, JobEnd, Remote
 from pdserve.connectors.transfer.protocol import Process, Region
 

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from pdserve.connectors.nixl.parting import part_gently
+from pdserve.connectors.nixl.gentle_close import close_gently
 from pdserve.connectors.transfer.protocol import Region
 from pdserve.errors import ConfigError, PeerError
 
@@ -233,7 +233,7 @@ class NixlAgent:
         """Destroy the agent: nothing it posted moves afterwards.
 
         Args:
-            is_reading: A READ is in flight; its peer is to survive this (see `parting`).
+            is_reading: A READ is in flight; its peer is to survive this (see `gentle_close`).
         """
         for descriptors in self._registered:
             try:
@@ -242,7 +242,7 @@ class NixlAgent:
                 continue  # destroying the agent does it
         self._registered.clear()
         if is_reading:
-            part_gently(self._destroy)
+            close_gently(self._destroy)
         else:
             self._destroy()
 

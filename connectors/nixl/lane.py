@@ -5,17 +5,15 @@ It knows what it was told, its peers as NIXL knows them, and what it has in flig
 
 from __future__ import annotations
 
-import functools
 import logging
 import threading
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol, assert_never
-
-import msgspec
 
 from pdserve.connectors.nixl.agent import AgentError, TransferState
 from pdserve.connectors.nixl.jobs import WarmUp
-from pdserve.connectors.slicing import count_runs
+from pdserve.connectors.nixl.known_peers import REST_S, KnownPeers, in_units
+from pdserve.connectors.pieces import count_runs
 from pdserve.connectors.transfer.mover import Direction, Job, JobEnd
 from pdserve.errors import InternalError
 from pdserve.observe.log import log_event
@@ -35,9 +33,6 @@ _NEVER = float("inf")
 # What nobody wants any more mostly ends by itself, which is cheaper than a new agent.
 _SETTLE_S = 0.5
 _WARM_UP_BYTES = 4096
-# A peer that fails again within the one rests for the other: each try leaks descriptors in UCX.
-_SOON_S = 1.0
-_REST_S = 0.2
 
 
 class Dispatcher(Protocol):
@@ -70,32 +65,6 @@ class Dispatcher(Protocol):
 
     def say_death(self, error: BaseException) -> None:
         """A lane has ended by a mistake of ours."""
-
-
-@dataclass(slots=True)
-class _Known:
-    """What a lane's agent has learned of a peer.
-
-    Attributes:
-        pool: Prepared, by size of a unit.
-    """
-
-    name: str
-    pool: dict[int, Prepared] = field(default_factory=dict)
-
-
-@dataclass(slots=True)
-class _Trouble:
-    """How a peer has failed last.
-
-    Attributes:
-        is_over: It was learned again since.
-    """
-
-    error: AgentError
-    since_s: float
-    rests_until_s: float
-    is_over: bool = False
 
 
 @dataclass(slots=True, eq=False)
@@ -148,8 +117,7 @@ class Lane:
         self._rests_until_s = 0.0
         self._posted: list[_Posted] = []
         self._local: dict[int, Prepared] = {}
-        self._known: dict[Remote, _Known] = {}
-        self._troubles: dict[Remote, _Trouble] = {}
+        self._peers = KnownPeers(self._live_agent, self._has_posted, clock)
 
     def rouse(self) -> None:
         """Under the lock: have it look at what there is to do."""
@@ -194,7 +162,7 @@ class Lane:
         if why_renew and self._agent is not None:
             self._reset(why_renew)
         for remote in to_forget:
-            self._forget(remote)
+            self._peers.forget(remote)
         for warm_up in to_warm_up:
             self._warm_up(warm_up)
         if job is not None:
@@ -236,7 +204,7 @@ class Lane:
             self._agent = self._make_agent()
         except AgentError as error:
             self._why_broken = error
-            self._rests_until_s = self._clock.monotonic_s() + _REST_S
+            self._rests_until_s = self._clock.monotonic_s() + REST_S
             log_event(
                 _log,
                 "kv lane without an agent",
@@ -278,7 +246,7 @@ class Lane:
         try:
             self._check_bounds(job)
             local = self._prepare_local(job.unit_bytes)
-            remote = self._prepare_remote(job.remote, job.unit_bytes)
+            remote = self._peers.prepared(job.remote, job.unit_bytes)
             match job.direction:
                 case Direction.READ:
                     transfer, state = agent.read(local, job.local_units, remote, job.remote_units)
@@ -287,7 +255,7 @@ class Lane:
                 case _:
                     assert_never(job.direction)
         except AgentError as error:
-            self._break(job.remote, error)
+            self._peers.note_trouble(job.remote, error)
             self._settle(job, str(error))
             return
         if state is TransferState.DONE:
@@ -304,12 +272,12 @@ class Lane:
             return
         num_bytes = min(_WARM_UP_BYTES, warm_up.source.num_bytes, self._scratch.num_bytes)
         try:
-            known = self._learn(warm_up.remote)
+            known = self._peers.learn(warm_up.remote)
             transfer, state = self._agent.read_once(
                 self._scratch, known.name, warm_up.source, num_bytes
             )
         except AgentError as error:
-            self._break(warm_up.remote, error)
+            self._peers.note_trouble(warm_up.remote, error)
             self._dispatcher.say_warm(warm_up, str(error))
             return
         self._posted.append(_Posted(transfer, warm_up))
@@ -324,7 +292,7 @@ class Lane:
             if self._live_agent().poll(posted.transfer) is TransferState.IN_PROGRESS:
                 return
         except AgentError as error:
-            self._break(posted.what.remote, error)
+            self._peers.note_trouble(posted.what.remote, error)
             self._end(posted, str(error))
         else:
             self._end(posted, None)
@@ -376,83 +344,15 @@ class Lane:
                     raise InternalError(where)
                 raise AgentError(where)
 
-    # ---- peers -----------------------------------------------------------------------------
-
     def _prepare_local(self, unit_bytes: int) -> Prepared:
         prepared = self._local.get(unit_bytes)
         if prepared is None:
-            prepared = self._live_agent().prepare_local(_in_units(self._pool, unit_bytes))
+            prepared = self._live_agent().prepare_local(in_units(self._pool, unit_bytes))
             self._local[unit_bytes] = prepared
         return prepared
 
-    def _prepare_remote(self, remote: Remote, unit_bytes: int) -> Prepared:
-        known = self._learn(remote)
-        prepared = known.pool.get(unit_bytes)
-        if prepared is None:
-            region = _in_units(remote.pool, unit_bytes)
-            prepared = self._live_agent().prepare_remote(known.name, region)
-            known.pool[unit_bytes] = prepared
-        return prepared
-
-    def _learn(self, remote: Remote) -> _Known:
-        """What the agent knows of a peer; one that has failed is learned again.
-
-        Raises:
-            AgentError: It cannot be learned, or rests.
-        """
-        trouble = self._troubles.get(remote)
-        if trouble is not None and not trouble.is_over:
-            if self._clock.monotonic_s() < trouble.rests_until_s:
-                raise trouble.error
-            if not self._has_posted(remote):
-                trouble.is_over = True
-                self._unlearn(remote)
-        known = self._known.get(remote)
-        if known is None:
-            known = self._known[remote] = _Known(self._live_agent().add_peer(remote.metadata))
-        return known
-
-    def _break(self, remote: Remote, error: AgentError) -> None:
-        """Something has failed with this peer."""
-        now_s = self._clock.monotonic_s()
-        before = self._troubles.get(remote)
-        if before is not None and not before.is_over:
-            return
-        rest_s = _REST_S if before is not None and now_s - before.since_s < _SOON_S else 0.0
-        self._troubles[remote] = _Trouble(error, since_s=now_s, rests_until_s=now_s + rest_s)
-
     def _has_posted(self, remote: Remote) -> bool:
         return any(posted.what.remote is remote for posted in self._posted)
-
-    def _forget(self, remote: Remote) -> None:
-        """Nobody will ask for it again."""
-        self._troubles.pop(remote, None)
-        self._unlearn(remote)
-
-    def _unlearn(self, remote: Remote) -> None:
-        """In the order NIXL needs: prepared regions, the agent.
-
-        A step that is refused stops none after it: an agent that is not removed could never
-        be met again.
-        """
-        known = self._known.pop(remote, None)
-        if known is None:
-            return
-        agent = self._live_agent()
-        for forget in (
-            *(functools.partial(agent.unprepare, region) for region in known.pool.values()),
-            functools.partial(agent.remove_peer, known.name),
-        ):
-            try:
-                forget()
-            except AgentError as error:
-                log_event(
-                    _log,
-                    "kv peer not forgotten",
-                    level=logging.WARNING,
-                    peer=known.name,
-                    reason=error,
-                )
 
     # ---- the fence -------------------------------------------------------------------------
 
@@ -485,8 +385,7 @@ class Lane:
         self._agent = None
         posted, self._posted = self._posted, []
         self._local.clear()
-        self._known.clear()
-        self._troubles.clear()
+        self._peers.clear()
         self._dispatcher.say_reset()
         for each in posted:
             match each.what:
@@ -496,12 +395,3 @@ class Lane:
                     self._dispatcher.say_warm(each.what, reason)
                 case _:
                     assert_never(each.what)
-
-
-def _in_units(pool: Region, unit_bytes: int) -> Region:
-    """The same memory as a row of units of another size."""
-    if pool.num_bytes % unit_bytes:
-        raise AgentError(f"units of {unit_bytes} bytes do not fill {pool}")
-    return msgspec.structs.replace(
-        pool, stride_bytes=unit_bytes, num_units=pool.num_bytes // unit_bytes
-    )

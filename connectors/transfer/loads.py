@@ -23,7 +23,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from pdserve.connectors import digests
-from pdserve.connectors.slicing import pieces, routes_to
+from pdserve.connectors.pieces import pieces, token_ranges
+from pdserve.connectors.slicing import routes_to
 from pdserve.connectors.transfer.mover import Direction, Job
 from pdserve.connectors.transfer.peer import PeerState
 from pdserve.connectors.transfer.protocol import Assist, Begin, Done, EndRead
@@ -41,7 +42,6 @@ if TYPE_CHECKING:
     from pdserve.connectors.transfer.protocol import Confirm
     from pdserve.connectors.transfer.seams import Seams
     from pdserve.wire.ids import RequestId
-    from pdserve.wire.transfer import KVShape
 
 _log = logging.getLogger(__name__)
 
@@ -349,7 +349,7 @@ class _Part:
         seams, load = self.loading.loads.seams, self.loading.load
         source, dest, route = load.owner.shape, seams.context.shape, self.route
         tokens = (load.first_token, load.num_tokens)
-        for first, end in _token_ranges(source, route, tokens, seams.piece_bytes):
+        for first, end in token_ranges(source, route, tokens, seams.piece_bytes):
             piece = pieces(
                 source,
                 dest,
@@ -432,21 +432,3 @@ class _Part:
                 rank=self.route.source_rank,
                 first_bad_token=self.num_valid_tokens,
             )
-
-
-def _token_ranges(
-    source: KVShape, route: Route, tokens: tuple[int, int], piece_bytes: int
-) -> Iterator[tuple[int, int]]:
-    """Cut `[first, end)` tokens at edges of P's blocks into about `piece_bytes` each."""
-    if not route:
-        return
-    token_bytes = (
-        len(route.layers) * len(route.heads) * source.num_planes * source.head_dim
-    ) * source.dtype_bytes
-    num_blocks = max(1, piece_bytes // (token_bytes * source.block_size))
-    step = num_blocks * source.block_size
-    start, end_token = tokens
-    while start < end_token:
-        end = min(end_token, (start // step + 1) * step)
-        yield start, end
-        start = end

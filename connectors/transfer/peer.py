@@ -14,27 +14,28 @@ from __future__ import annotations
 
 import enum
 import logging
-from typing import TYPE_CHECKING, Protocol, assert_never
+from typing import TYPE_CHECKING, assert_never
 
+from pdserve.connectors.transfer.back_off import MAX_REST_S, MIN_REST_S, BackOff
+from pdserve.connectors.transfer.greeting import hello_to, why_incompatible
 from pdserve.connectors.transfer.heartbeats import Heartbeats
-from pdserve.connectors.transfer.link import ClosedError, Fault, FrameError, UnreachableError
+from pdserve.connectors.transfer.link import ClosedError, UnreachableError
+from pdserve.connectors.transfer.peering import hand_on
 from pdserve.connectors.transfer.protocol import (
     Accept,
     Bye,
     Confirm,
     Fail,
     Heartbeat,
-    Hello,
+    LeaseRelease,
     Progress,
     Pushed,
     Ready,
     Refuse,
     RefuseReason,
-    Release,
     Welcome,
 )
 from pdserve.observe.log import log_event
-from pdserve.wire.ids import EngineId
 from pdserve.wire.transfer import LeaseEnd, LoadFailure
 
 if TYPE_CHECKING:
@@ -43,15 +44,18 @@ if TYPE_CHECKING:
     from pdserve.connectors.handover.instructions import Watch
     from pdserve.connectors.transfer.link import PeerLink
     from pdserve.connectors.transfer.mover import Remote
-    from pdserve.connectors.transfer.peering import PeerId, PeerUser, PushReceiver
+    from pdserve.connectors.transfer.peering import PeerHub, PeerId, PeerUser
     from pdserve.connectors.transfer.protocol import Process, ToClient
     from pdserve.connectors.transfer.seams import Seams
     from pdserve.errors import PeerError
 
 _log = logging.getLogger(__name__)
 
-_BACKOFF_MIN_S, _BACKOFF_MAX_S = 1.0, 60.0
 _NEVER = float("inf")
+_REFUSED = {
+    RefuseReason.STALE: LoadFailure.LEASE_LOST,
+    RefuseReason.INCOMPATIBLE: LoadFailure.INCOMPATIBLE,
+}
 
 
 class PeerState(enum.Enum):
@@ -65,15 +69,6 @@ class PeerState(enum.Enum):
     REFUSED = "refused"
 
 
-class _Hub(Protocol):
-    """What all peers of a rank share."""
-
-    @property
-    def receiver(self) -> PushReceiver | None:
-        """Who takes pushes, if anybody does."""
-        ...
-
-
 class Peer:
     """The link to one rank of P, and the leases that are kept alive there.
 
@@ -81,7 +76,7 @@ class Peer:
         users: By the read id that the peer knows them by.
     """
 
-    def __init__(self, peer_id: PeerId, seams: Seams, hub: _Hub) -> None:
+    def __init__(self, peer_id: PeerId, seams: Seams, hub: PeerHub) -> None:
         self.id = peer_id
         self.users: dict[int, PeerUser] = {}
         self._seams = seams
@@ -97,12 +92,10 @@ class Peer:
         self._warm_up_began_s = 0.0
         self._is_called = False
         self._process: Process | None = None
-        self._back_off_s = 0.0
-        self._not_before_s = 0.0
-        self._trouble = (LoadFailure.PEER_LOST, "")
+        self._rest = BackOff()
         self._refusal: tuple[LoadFailure, str] | None = None
         self._heartbeats = Heartbeats()
-        self._releases: list[Release] = []
+        self._releases: list[LeaseRelease] = []
 
     # ---- questions -------------------------------------------------------------------
 
@@ -123,20 +116,12 @@ class Peer:
         return self._process
 
     @property
-    def since_s(self) -> float:
-        """When it came to be what it is."""
-        return self._since_s
-
-    @property
     def trouble(self) -> tuple[LoadFailure, str] | None:
         """Why it is not even tried to be met now; None = it is met, or may be soon."""
         if self._refusal is not None:
             return self._refusal
-        wait_s = self._not_before_s - self._now_s()
-        if self._state in (PeerState.IDLE, PeerState.DRAINING) and wait_s > 0:
-            reason, detail = self._trouble
-            return reason, f"{detail}; next try in {wait_s:.1f} s"
-        return None
+        is_away = self._state in (PeerState.IDLE, PeerState.DRAINING)
+        return self._rest.why(self._now_s()) if is_away else None
 
     @property
     def is_forgettable(self) -> bool:
@@ -144,7 +129,7 @@ class Peer:
         return (
             self._state in (PeerState.IDLE, PeerState.REFUSED)
             and not self._is_wanted
-            and self._now_s() >= self._not_before_s + _BACKOFF_MAX_S
+            and self._now_s() >= self._rest.until_s + MAX_REST_S
         )
 
     @property
@@ -165,7 +150,7 @@ class Peer:
             case PeerState.IDLE:
                 if self.users:
                     return -_NEVER  # they are carried on or turned away at once
-                return self._not_before_s if self._is_wanted else _NEVER
+                return self._rest.until_s if self._is_wanted else _NEVER
             case PeerState.CONNECTING | PeerState.WIRING:
                 return min(self._handshake_ends_s, self._heartbeats.due_s)
             case PeerState.READY:
@@ -202,12 +187,12 @@ class Peer:
     def release(self, nonce: str, end: LeaseEnd) -> None:
         """Give a lease back: now, or after a handshake; else the lease ends by itself."""
         self.unwatch(nonce)
-        release = Release(nonce, end)
+        release = LeaseRelease(nonce, end)
         if self._is_met:
             self.send(release)
         elif self._state is PeerState.CONNECTING or (
             self._state in (PeerState.IDLE, PeerState.DRAINING)
-            and self._now_s() >= self._not_before_s
+            and self._now_s() >= self._rest.until_s
         ):
             self._releases.append(release)
 
@@ -305,21 +290,7 @@ class Peer:
             self._give_up(LoadFailure.PEER_LOST, str(error))
             return
         self._link.attach(self._on_message, self._on_lost)
-        self.send(
-            Hello(
-                engine_id=EngineId(context.engine_id),
-                incarnation=context.incarnation,
-                rank=context.rank,
-                wants_engine_id=self._owner.engine_id,
-                wants_incarnation=self._owner.incarnation,
-                wants_rank=self.id.rank,
-                layout_digest=context.layout_digest,
-                layout_fields=context.layout_fields,
-                shape=context.shape,
-                agent_metadata=target.metadata,
-                pool=target.pool,
-            )
-        )
+        self.send(hello_to(self._owner, self.id.rank, context, target))
 
     def _on_message(self, message: ToClient) -> None:
         match message:
@@ -334,7 +305,7 @@ class Peer:
                 if user is not None:
                     user.on_confirm(message)
             case Accept() | Progress() | Pushed() | Fail():
-                self._hand_on(message)
+                hand_on(self._hub.receiver, self.id, message)
             case Bye():
                 link, self._link = self._link, None
                 if link is not None:
@@ -343,25 +314,9 @@ class Peer:
             case _:
                 assert_never(message)
 
-    def _hand_on(self, message: Accept | Progress | Pushed | Fail) -> None:
-        receiver = self._hub.receiver
-        if receiver is None:
-            raise FrameError(Fault.UNEXPECTED, f"{self.id}: {type(message).__name__} of no push")
-        match message:
-            case Accept():
-                receiver.on_accept(self.id, message)
-            case Progress():
-                receiver.on_progress(self.id, message)
-            case Pushed():
-                receiver.on_pushed(self.id, message)
-            case Fail():
-                receiver.on_fail(self.id, message)
-            case _:
-                assert_never(message)
-
     def _wire(self, welcome: Welcome) -> None:
         """Learn the peer's memory and read a little of it, so that no request pays."""
-        why = self._why_incompatible(welcome)
+        why = why_incompatible(welcome, self.id)
         if why is not None:
             self._give_up(LoadFailure.INCOMPATIBLE, why)
             return
@@ -375,15 +330,6 @@ class Peer:
         self._warm_up_began_s = self._now_s()
         self._mover.warm_up(self.remote, welcome.scratch, tag=self, on_settled=self._on_warm)
 
-    def _why_incompatible(self, welcome: Welcome) -> str | None:
-        expected = self._owner.shape
-        if welcome.shape != expected:
-            return (
-                f"the handoff says that {self.id} has the shape {expected}, it has {welcome.shape}"
-            )
-        why = welcome.pool.why_not_blocks_of(expected, self.id.rank)
-        return None if why is None else f"{self.id} {why}"
-
     def _on_warm(self, failure: str | None) -> None:
         """The warm-up has ended."""
         self._is_warming_up = False
@@ -392,7 +338,7 @@ class Peer:
         if failure is not None:
             self._give_up(LoadFailure.HANDSHAKE, failure)
             return
-        self._back_off_s = 0.0
+        self._rest.reset()
         self._become(PeerState.READY)
         self.send(Ready())
         self._send_heartbeats()
@@ -414,13 +360,7 @@ class Peer:
             self._hub.receiver.on_ready(self.id)
 
     def _on_refused(self, refuse: Refuse) -> None:
-        match refuse.reason:
-            case RefuseReason.STALE:
-                reason = LoadFailure.LEASE_LOST
-            case RefuseReason.INCOMPATIBLE:
-                reason = LoadFailure.INCOMPATIBLE
-            case _:
-                assert_never(refuse.reason)
+        reason = _REFUSED[refuse.reason]
         self._refusal = (reason, refuse.detail)
         self.say_bye("refused")
         self._forget_remote()
@@ -448,8 +388,8 @@ class Peer:
             after_s=lived_s,
             reason=error,
         )
-        if lived_s < _BACKOFF_MIN_S:
-            self._back_off(LoadFailure.PEER_LOST, str(error))
+        if lived_s < MIN_REST_S:
+            self._rest.begin(LoadFailure.PEER_LOST, str(error), self._now_s())
         self._end_connection(LoadFailure.PEER_LOST, str(error))
 
     def _end_connection(self, reason: LoadFailure, detail: str) -> None:
@@ -472,7 +412,7 @@ class Peer:
         self.say_bye("no handshake")
         self._stop_warming_up()
         self._is_remote_kept = False
-        self._back_off(reason, detail)
+        self._rest.begin(reason, detail, self._now_s())
         self._releases.clear()
         self._become(PeerState.DRAINING)
         self._turn_away(reason, detail)
@@ -485,12 +425,6 @@ class Peer:
     def _tell_receiver(self, reason: LoadFailure, detail: str) -> None:
         if self._hub.receiver is not None:
             self._hub.receiver.on_lost(self.id, reason, detail)
-
-    def _back_off(self, reason: LoadFailure, detail: str) -> None:
-        """Do not try again for a while; who comes meanwhile is turned away for this reason."""
-        self._trouble = (reason, detail)
-        self._back_off_s = min(_BACKOFF_MAX_S, max(_BACKOFF_MIN_S, 2 * self._back_off_s))
-        self._not_before_s = self._now_s() + self._back_off_s
 
     def _stop_warming_up(self) -> None:
         if self._is_warming_up:

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol, assert_never
+
+from pdserve.connectors.transfer.link import Fault, FrameError
+from pdserve.connectors.transfer.protocol import Accept, Fail, Progress, Pushed
 
 if TYPE_CHECKING:
     import msgspec
 
     from pdserve.connectors.transfer.protocol import (
-        Accept,
         Confirm,
-        Fail,
         Process,
-        Progress,
-        Pushed,
     )
     from pdserve.wire.transfer import EngineRef, LoadFailure
 
@@ -87,3 +86,35 @@ class Line(Protocol):
 
     def process_of(self, owner: EngineRef, rank: int) -> Process | None:
         """Who it is on its host; None before it was met."""
+
+
+class PeerHub(Protocol):
+    """What all peers of a rank share."""
+
+    @property
+    def receiver(self) -> PushReceiver | None:
+        """Who takes pushes, if anybody does."""
+        ...
+
+
+def hand_on(
+    receiver: PushReceiver | None, peer: PeerId, message: Accept | Progress | Pushed | Fail
+) -> None:
+    """Tell who takes pushes, if anybody does, what a P says of one.
+
+    Raises:
+        FrameError: Nobody does.
+    """
+    if receiver is None:
+        raise FrameError(Fault.UNEXPECTED, f"{peer}: {type(message).__name__} of no push")
+    match message:
+        case Accept():
+            receiver.on_accept(peer, message)
+        case Progress():
+            receiver.on_progress(peer, message)
+        case Pushed():
+            receiver.on_pushed(peer, message)
+        case Fail():
+            receiver.on_fail(peer, message)
+        case _:
+            assert_never(message)

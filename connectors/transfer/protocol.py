@@ -17,7 +17,7 @@ of these two lives and no others; loads are named by D's `load_id`, which is nev
     Done             ------------>
                      <------------   Confirm(valid, digests)
     EndRead          ------------>      (given up; the lease goes on, it may be read again)
-    Release          ------------>      (the lease is over: read by all ranks, or not wanted)
+    LeaseRelease     ------------>      (the lease is over: read by all ranks, or not wanted)
 
     push
     Register         ------------>
@@ -207,7 +207,7 @@ class EndRead(msgspec.Struct, frozen=True, tag="end_read"):
     read_id: int
 
 
-class Release(msgspec.Struct, frozen=True, tag="release"):
+class LeaseRelease(msgspec.Struct, frozen=True, tag="release"):
     """The lease is not needed any more."""
 
     nonce: str
@@ -309,7 +309,7 @@ ToServer = (
     | Assist
     | Done
     | EndRead
-    | Release
+    | LeaseRelease
     | Register
     | Taken
     | Abort

@@ -24,8 +24,8 @@ import logging
 from collections import Counter
 from typing import TYPE_CHECKING
 
-from pdserve.connectors.bygone import LEASES_REMEMBERED, Bygone
 from pdserve.connectors.handover.news import Registered, Withdrawn
+from pdserve.connectors.remembered import LEASES_REMEMBERED, Remembered
 from pdserve.connectors.slicing import route_between, routes_from
 from pdserve.connectors.transfer.chunks import ChunkWriter
 from pdserve.connectors.transfer.destinations import Destinations
@@ -75,8 +75,8 @@ class Pushing:
         self._destinations = Destinations(seams.mover)
         self._pushes: dict[str, Push] = {}
         self._by_request: dict[str, str] = {}
-        self._over: Bygone[str] = Bygone()
-        self._overtaken: Bygone[str] = Bygone()
+        self._over: Remembered[str] = Remembered()
+        self._overtaken: Remembered[str] = Remembered()
         self.registered: list[Registered] = []
         self.withdrawn: list[Withdrawn] = []
         self.faults: Counter[str] = Counter()
@@ -415,10 +415,10 @@ class Pushing:
     def _remember(self, nonce: str, reason: str) -> None:
         self._keep(self._over, nonce, reason)
 
-    def _keep(self, bygone: Bygone[str], key: Hashable, value: str) -> None:
+    def _keep(self, over: Remembered[str], key: Hashable, value: str) -> None:
         now_s = self._now_s()
         until_s = now_s + LEASES_REMEMBERED * self._transfer.lease_s
-        bygone.add(key, value, now_s=now_s, until_s=until_s)
+        over.add(key, value, now_s=now_s, until_s=until_s)
 
     def _now_s(self) -> float:
         return self._clock.monotonic_s()

@@ -30,8 +30,7 @@ from typing import TYPE_CHECKING
 
 from pdserve.connectors import digests
 from pdserve.connectors.slicing import routes_to
-from pdserve.connectors.transfer.checking import Check
-from pdserve.connectors.transfer.protocol import Abort, Register, Taken
+from pdserve.connectors.transfer.protocol import Abort, Taken
 from pdserve.connectors.transfer.reservations import (
     EXPOSED,
     IncomingPart,
@@ -47,7 +46,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from pdserve.connectors.handover.instructions import Reserve
-    from pdserve.connectors.slicing import Route
     from pdserve.connectors.transfer.checking import Piece
     from pdserve.connectors.transfer.peering import Line, PeerId
     from pdserve.connectors.transfer.protocol import Accept, Fail, Progress, Pushed
@@ -56,8 +54,6 @@ if TYPE_CHECKING:
     from pdserve.wire.transfer import Received
 
 _log = logging.getLogger(__name__)
-
-_NEVER = float("inf")
 
 
 class Receiving:
@@ -109,22 +105,13 @@ class Receiving:
     def needs_progress(self) -> bool:
         """Whether some P's transport may need this side to be driven: to wire up, or to write."""
         return any(
-            part.state is IncomingState.SENT
-            or (part.state is IncomingState.ACCEPTED and part.needs_agent)
-            for reservation in self._open.values()
-            for part in reservation.parts.values()
+            part.needs_agent or part.state is IncomingState.SENT
+            for _, part in self._open.parts(IncomingState.SENT, IncomingState.ACCEPTED)
         )
 
     def due_s(self) -> float:
         """When `tick` has to be called next. O(reservations x ranks of P)."""
-        return min(
-            (
-                reservation.due_s(part, self._transfer)
-                for reservation in self._open.values()
-                for part in reservation.parts.values()
-            ),
-            default=_NEVER,
-        )
+        return self._open.due_s(self._transfer)
 
     def tick(self) -> None:
         """Do what is due by the clock. O(reservations x ranks of P)."""
@@ -149,7 +136,9 @@ class Receiving:
             self._give_up(reservation, LoadFailure.INCOMPATIBLE, str(error))
             return
         reservation.parts = {
-            route.source_rank: IncomingPart(route, self._new_check(reserve, route))
+            route.source_rank: IncomingPart(
+                route, reservation.new_check(route, self._seams.digests)
+            )
             for route in routes
         }
         self._line.meet(reserve.owner)
@@ -245,27 +234,11 @@ class Receiving:
 
     def _register(self, reservation: Reservation, rank: int, part: IncomingPart) -> None:
         reserve = reservation.reserve
-        message = Register(
-            reserve.nonce,
-            reserve.load_id,
-            reserve.request_id,
-            reserve.local_block_ids,
-            reserve.first_token,
-            reserve.num_tokens,
-        )
-        if part.state is IncomingState.WAITING and self._line.send_to(reserve.owner, rank, message):
+        if part.state is IncomingState.WAITING and self._line.send_to(
+            reserve.owner, rank, reservation.registration
+        ):
             part.state, part.alive_s = IncomingState.SENT, self._now_s()
             part.process = self._line.process_of(reserve.owner, rank)
-
-    def _new_check(self, reserve: Reserve, route: Route) -> Check:
-        return Check(
-            self._seams.digests,
-            reserve.owner.shape,
-            route,
-            reserve.local_block_ids,
-            first_token=reserve.first_token,
-            num_tokens=reserve.num_tokens,
-        )
 
     def _go_on_checking(self, reservation: Reservation, rank: int, part: IncomingPart) -> None:
         """Take the digests of what is written; when they are all, and P's are here, compare."""
@@ -341,7 +314,10 @@ class Receiving:
             # It is answered by `Fail`.
             self._give_up(reservation, LoadFailure.DIGEST, detail)
         # Nothing is settled before P has said so of what it writes now, and that it says last.
-        part.was_rewritten, part.check = True, self._new_check(reserve, part.route)
+        part.was_rewritten, part.check = (
+            True,
+            reservation.new_check(part.route, self._seams.digests),
+        )
 
     def _give_up(self, reservation: Reservation, reason: LoadFailure, detail: str) -> None:
         """End a reservation without KV, once no rank of P can be writing any more."""
@@ -375,7 +351,7 @@ class Receiving:
         if reservation.failure is not None:
             if all(part.state in (IncomingState.OVER, IncomingState.GOOD) for part in parts):
                 del self._open[reserve.load_id]
-                self._report_failed(reserve, *reservation.failure)
+                self.failed.append(reservation.failed(*reservation.failure))
             return
         if not all(part.state is IncomingState.GOOD for part in parts):
             return
@@ -386,25 +362,6 @@ class Receiving:
             return
         del self._open[reserve.load_id]
         self.received.append(reservation.received(self._now_s()))
-
-    def _report_failed(self, reserve: Reserve, reason: LoadFailure, detail: str) -> None:
-        self.failed.append(
-            Failed(
-                request_id=reserve.request_id,
-                reason=reason,
-                detail=detail,
-                load_id=reserve.load_id,
-                num_valid_tokens=reserve.first_token,
-            )
-        )
-        log_event(
-            _log,
-            "kv push ended without kv",
-            level=logging.DEBUG if reason is LoadFailure.ABORTED else logging.WARNING,
-            request=reserve.request_id,
-            reason=reason.value,
-            detail=detail,
-        )
 
     # ---- the clock ---------------------------------------------------------------------
 

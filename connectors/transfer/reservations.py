@@ -6,20 +6,25 @@ Values, and what follows from them; `receiving` acts on them.
 from __future__ import annotations
 
 import enum
+import logging
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from pdserve.wire.transfer import KVMode, Received
+from pdserve.connectors.transfer.checking import Check
+from pdserve.connectors.transfer.protocol import Register
+from pdserve.observe.log import log_event
+from pdserve.wire.transfer import Failed, KVMode, LoadFailure, Received
 
 if TYPE_CHECKING:
     from pdserve.config.schema import TransferConfig
     from pdserve.connectors.handover.instructions import Reserve
     from pdserve.connectors.slicing import Route
-    from pdserve.connectors.transfer.checking import Check
     from pdserve.connectors.transfer.peering import PeerId
     from pdserve.connectors.transfer.protocol import Process, Pushed
-    from pdserve.connectors.transfer.seams import Processes
+    from pdserve.connectors.transfer.seams import Digests, Processes
     from pdserve.wire.transfer import KVHandoff, LoadFailure
+
+_log = logging.getLogger(__name__)
 
 _ASK_AGAIN_S = 0.2
 _NEVER = float("inf")
@@ -128,6 +133,50 @@ class Reservation:
                 return f"the handoff's {what} is {theirs}, not {ours}"
         return None
 
+    @property
+    def registration(self) -> Register:
+        """What D says to each rank of P."""
+        reserve = self.reserve
+        return Register(
+            reserve.nonce,
+            reserve.load_id,
+            reserve.request_id,
+            reserve.local_block_ids,
+            reserve.first_token,
+            reserve.num_tokens,
+        )
+
+    def new_check(self, route: Route, digests: Digests) -> Check:
+        """The digests of what is to come over a route, of which none is taken."""
+        reserve = self.reserve
+        return Check(
+            digests,
+            reserve.owner.shape,
+            route,
+            reserve.local_block_ids,
+            first_token=reserve.first_token,
+            num_tokens=reserve.num_tokens,
+        )
+
+    def failed(self, reason: LoadFailure, detail: str) -> Failed:
+        """What is reported of one that ends without KV; it is logged here."""
+        reserve = self.reserve
+        log_event(
+            _log,
+            "kv push ended without kv",
+            level=logging.DEBUG if reason is LoadFailure.ABORTED else logging.WARNING,
+            request=reserve.request_id,
+            reason=reason.value,
+            detail=detail,
+        )
+        return Failed(
+            request_id=reserve.request_id,
+            reason=reason,
+            detail=detail,
+            load_id=reserve.load_id,
+            num_valid_tokens=reserve.first_token,
+        )
+
     def received(self, now_s: float) -> Received:
         """What is reported of one whose parts are all GOOD."""
         reserve, parts, pushed = self.reserve, self.parts.values(), self._pushed
@@ -164,6 +213,13 @@ class Reservations(dict[int, Reservation]):
             for part in reservation.parts.values()
             if part.state in states
         ]
+
+    def due_s(self, transfer: TransferConfig) -> float:
+        """When something has to be done about one by the clock; inf = never."""
+        return min(
+            (each.due_s(part, transfer) for each in self.values() for part in each.parts.values()),
+            default=_NEVER,
+        )
 
     def of(self, peer: PeerId) -> list[tuple[Reservation, IncomingPart]]:
         """All parts of a rank of P."""

@@ -17,9 +17,10 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, assert_never
 
-from pdserve.connectors.handover.lease import LeaseTable, Verdict
-from pdserve.connectors.slicing import mismatch, route_between
+from pdserve.connectors.handover.lease import LeaseTable, ReadVerdict
+from pdserve.connectors.slicing import route_between
 from pdserve.connectors.transfer.destinations import Destination
+from pdserve.connectors.transfer.greeting import refusal_of
 from pdserve.connectors.transfer.link import Fault, FrameError
 from pdserve.connectors.transfer.protocol import (
     Abort,
@@ -31,11 +32,9 @@ from pdserve.connectors.transfer.protocol import (
     EndRead,
     Heartbeat,
     Hello,
+    LeaseRelease,
     Ready,
-    Refuse,
-    RefuseReason,
     Register,
-    Release,
     Taken,
     ToServer,
     Welcome,
@@ -263,7 +262,7 @@ class Server:
                 self._answer(client, message)
             case EndRead():
                 self._end_read(client, message.read_id, message.nonce)
-            case Release():
+            case LeaseRelease():
                 if not self.pushing.released(message.nonce, message.end):
                     self._leases.release(message.nonce, now_s, message.end)
             case Register() | Taken() | Abort():
@@ -292,7 +291,7 @@ class Server:
         if client.greeted:
             raise FrameError(Fault.UNEXPECTED, f"{client.link.peer}: a second Hello")
         client.greeted = True
-        refusal = self._refusal(hello)
+        refusal = refusal_of(self._context, hello)
         if refusal is not None:
             log_event(
                 _log,
@@ -322,42 +321,6 @@ class Server:
                 process=self._seams.processes.this,
             )
         )
-
-    def _refusal(self, hello: Hello) -> Refuse | None:
-        mine = self._context
-        if (hello.wants_engine_id, hello.wants_incarnation) != (mine.engine_id, mine.incarnation):
-            return Refuse(
-                RefuseReason.STALE,
-                f"the handoff is of {hello.wants_engine_id} incarnation "
-                f"{hello.wants_incarnation}, this is {mine.engine_id} incarnation "
-                f"{mine.incarnation}",
-            )
-        if hello.wants_rank != mine.rank:
-            return Refuse(
-                RefuseReason.INCOMPATIBLE,
-                f"rank {hello.rank} of {hello.engine_id} wants rank {hello.wants_rank} of "
-                f"{mine.engine_id}, this is its rank {mine.rank}",
-            )
-        if hello.layout_digest != mine.layout_digest:
-            names = sorted({*hello.layout_fields, *mine.layout_fields})
-            differ = [
-                f"{name} is {mine.layout_fields.get(name)} at {mine.engine_id} and "
-                f"{hello.layout_fields.get(name)} at {hello.engine_id}"
-                for name in names
-                if mine.layout_fields.get(name) != hello.layout_fields.get(name)
-            ] or [f"digest is {mine.layout_digest} and {hello.layout_digest}"]
-            return Refuse(RefuseReason.INCOMPATIBLE, "KV layouts differ: " + ", ".join(differ))
-        why = mismatch(mine.shape, hello.shape)
-        if why is None:
-            try:
-                route_between(mine.shape, hello.shape, mine.rank, hello.rank)
-            except PeerError as error:
-                why = str(error)
-        if why is not None:
-            return Refuse(
-                RefuseReason.INCOMPATIBLE, f"{hello.engine_id} and {mine.engine_id}: {why}"
-            )
-        return None
 
     def _take_digests(self, granted: _Granted) -> None:
         grant = granted.grant
@@ -390,12 +353,12 @@ class Server:
             self._parked.append(_Parked(client, done, now_s + self._transfer.transfer_timeout_s))
             return
         match self._leases.confirm(done.nonce, (client, done.read_id), now_s):
-            case Verdict.VALID:
+            case ReadVerdict.VALID:
                 client.reads.pop(done.read_id, None)
                 self._confirm(client, done)
-            case Verdict.LOST:
+            case ReadVerdict.LOST:
                 self._refuse(client, done)
-            case Verdict.UNKNOWN:
+            case ReadVerdict.UNKNOWN:
                 self._parked.append(_Parked(client, done, now_s + _GRANT_GRACE_S))
 
     def _confirm(self, client: _Client, done: Done) -> None:

@@ -12,7 +12,7 @@ from collections import deque
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from pdserve.connectors.slicing import pieces
+from pdserve.connectors.pieces import pieces
 from pdserve.connectors.transfer.mover import Direction, Job
 
 if TYPE_CHECKING:

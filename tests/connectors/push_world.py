@@ -24,10 +24,10 @@ from pdserve.connectors.transfer.protocol import (
     Accept,
     Fail,
     Hello,
+    LeaseRelease,
     Progress,
     Pushed,
     Register,
-    Release,
     Taken,
 )
 from pdserve.connectors.transfer.pushes import ChunkStep
@@ -222,7 +222,7 @@ class World:
                 self.pushing.taken(self.destination, message)
             case Abort():
                 self.pushing.abort(self.destination, message)
-            case Release():
+            case LeaseRelease():
                 if not self.pushing.released(message.nonce, message.end):
                     self.leases.release(message.nonce, self.clock.now_s, message.end)
 
@@ -388,7 +388,7 @@ class World:
         request = self.requests[nonce]
         is_read = any(isinstance(report, Received) for report in request.reports)
         if self.is_up and request.reports and (end is not LeaseEnd.READ or is_read):
-            self.to_p.append(Release(nonce, end))
+            self.to_p.append(LeaseRelease(nonce, end))
 
     def let_time_pass(self, by_s: float, is_heard: bool) -> None:
         self.clock.now_s += by_s

@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 
 from pdserve.connectors.conformance.values import make_shape
 from pdserve.connectors.digests import BlockDigests, digests_of
-from pdserve.connectors.slicing import pieces, routes
+from pdserve.connectors.pieces import pieces
+from pdserve.connectors.slicing import routes
 from pdserve.connectors.transfer.checking import Check
 from pdserve.wire.ids import BlockId
 

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 
 from pdserve.connectors import digests
 from pdserve.connectors.digests import BlockDigests, digests_of, num_equal, num_valid_tokens
-from pdserve.connectors.slicing import pieces, routes, routes_to, shard_of
+from pdserve.connectors.pieces import pieces
+from pdserve.connectors.slicing import routes, routes_to, shard_of
 from pdserve.errors import ConfigError, InternalError, PeerError
 from pdserve.kernels.backend import REFERENCE
 from pdserve.kvcache.block_pool import BlockPool

@@ -9,7 +9,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from pdserve.connectors.handover.lease import LeaseTable, Verdict
+from pdserve.connectors.handover.lease import LeaseTable, ReadVerdict
 from pdserve.wire.ids import BlockId, RequestId
 from pdserve.wire.transfer import LeaseEnd, Settled
 
@@ -30,19 +30,19 @@ def table_with_a_lease() -> LeaseTable:
 def test_a_confirmed_lease_goes_on_until_it_is_released_and_settles_once() -> None:
     table = table_with_a_lease()
     table.begin_read("n", "d", 1.0, until_s=10.0)
-    assert table.confirm("n", "d", 2.0) is Verdict.VALID
-    assert table.confirm("n", "d", 2.5) is Verdict.VALID
+    assert table.confirm("n", "d", 2.0) is ReadVerdict.VALID
+    assert table.confirm("n", "d", 2.5) is ReadVerdict.VALID
     assert table.take_settled() == []
     table.release("n", 2.0, LeaseEnd.READ)
     assert table.take_settled() == [Settled(request_id=R1, end=LeaseEnd.READ, nonce="n")]
-    assert table.confirm("n", "d", 3.0) is Verdict.LOST
+    assert table.confirm("n", "d", 3.0) is ReadVerdict.LOST
     table.release("n", 2.0)
     assert table.take_settled() == []
 
 
 def test_a_lease_that_was_confirmed_and_never_released_expires() -> None:
     table = table_with_a_lease()
-    assert table.confirm("n", "d", 2.0) is Verdict.VALID
+    assert table.confirm("n", "d", 2.0) is ReadVerdict.VALID
     table.expire(LEASE_S)
     assert table.take_settled() == [Settled(request_id=R1, end=LeaseEnd.EXPIRED, nonce="n")]
 
@@ -67,7 +67,7 @@ def test_a_heartbeat_renews_and_one_that_is_late_does_not() -> None:
 
 def test_a_read_that_ends_after_expiry_is_lost_even_before_anybody_noticed_the_expiry() -> None:
     table = table_with_a_lease()
-    assert table.confirm("n", "d", LEASE_S) is Verdict.LOST
+    assert table.confirm("n", "d", LEASE_S) is ReadVerdict.LOST
     table.expire(LEASE_S)
     assert table.take_settled() == [Settled(request_id=R1, end=LeaseEnd.EXPIRED, nonce="n")]
 
@@ -96,11 +96,11 @@ def test_several_readers_are_confirmed_while_the_lease_lives_and_hold_off_its_se
     table = table_with_a_lease()
     for reader in ("d1", "d2", "d3"):
         table.begin_read("n", reader, 1.0, until_s=10.0)
-    assert table.confirm("n", "d1", 2.0) is Verdict.VALID
-    assert table.confirm("n", "d2", 2.0) is Verdict.VALID
+    assert table.confirm("n", "d1", 2.0) is ReadVerdict.VALID
+    assert table.confirm("n", "d2", 2.0) is ReadVerdict.VALID
     table.release("n", 2.0, LeaseEnd.READ)
     assert table.take_settled() == []
-    assert table.confirm("n", "d3", 2.0) is Verdict.LOST
+    assert table.confirm("n", "d3", 2.0) is ReadVerdict.LOST
     assert table.take_settled() == [Settled(request_id=R1, end=LeaseEnd.READ, nonce="n")]
 
 
@@ -129,7 +129,7 @@ def test_a_stopped_push_settles_once_its_writers_are_through() -> None:
     table.begin_write(R1, "chunk")
     table.stop("n", R1, 1.0)
     assert table.take_settled() == []
-    assert table.confirm("n", "d", 1.0) is Verdict.LOST
+    assert table.confirm("n", "d", 1.0) is ReadVerdict.LOST
     table.end_write(R1, "chunk")
     assert table.take_settled() == [Settled(request_id=R1, end=LeaseEnd.ABORTED, nonce="n")]
     table.stop("n", R1, 2.0)
@@ -141,7 +141,7 @@ def test_a_push_that_was_stopped_before_it_wrote_settles_at_once_and_is_never_gr
     table.stop("n", R1, 1.0)
     assert table.take_settled() == [Settled(request_id=R1, end=LeaseEnd.ABORTED, nonce="n")]
     assert not table.grant("n", R1, 1.0)
-    assert table.confirm("n", "d", 1.0) is Verdict.LOST
+    assert table.confirm("n", "d", 1.0) is ReadVerdict.LOST
 
 
 def test_a_block_that_was_handed_out_again_takes_the_older_lease_with_it() -> None:
@@ -152,11 +152,11 @@ def test_a_block_that_was_handed_out_again_takes_the_older_lease_with_it() -> No
     assert table.num_reused == 0
     table.hand_out(blocks(4), [6])
     assert table.num_reused == 1
-    assert table.confirm("n", "d", 2.0) is Verdict.LOST
+    assert table.confirm("n", "d", 2.0) is ReadVerdict.LOST
     assert table.take_settled() == [Settled(request_id=R1, end=LeaseEnd.ABORTED, nonce="n")]
     table.grant("m", RequestId("r3"), 2.0, block_ids=blocks(3), generations=[2])
     assert table.num_reused == 2
-    assert table.confirm("m", "d", 2.0) is Verdict.VALID
+    assert table.confirm("m", "d", 2.0) is ReadVerdict.VALID
 
 
 def test_a_lease_that_has_ended_is_not_counted_as_reused() -> None:
@@ -171,7 +171,7 @@ def test_a_lease_that_has_ended_is_not_counted_as_reused() -> None:
 def test_a_release_that_overtakes_its_grant_is_not_forgotten() -> None:
     table = LeaseTable(LEASE_S)
     table.release("n", 2.0)
-    assert table.confirm("n", "d", 0.0) is Verdict.UNKNOWN
+    assert table.confirm("n", "d", 0.0) is ReadVerdict.UNKNOWN
     table.grant("n", R1, 0.0)
     assert table.take_settled() == [Settled(request_id=R1, end=LeaseEnd.RELEASED, nonce="n")]
 
@@ -182,7 +182,7 @@ def test_a_nonce_is_granted_once_and_again_is_counted_and_changes_nothing() -> N
     table.expire(LEASE_S)
     assert [settled.end for settled in table.take_settled()] == [LeaseEnd.EXPIRED]
     assert not table.grant("n", R1, LEASE_S)
-    assert table.confirm("n", "d", LEASE_S) is Verdict.LOST
+    assert table.confirm("n", "d", LEASE_S) is ReadVerdict.LOST
     assert table.num_regrants == 2
     assert len(table) == 0
 
@@ -193,11 +193,11 @@ def test_a_lease_that_is_over_is_known_as_such_for_its_time_and_never_valid_afte
     table.release("n", 5.0)
     table.grant("m", RequestId("r2"), 34.9)
     table.release("m", 34.9)
-    assert table.confirm("n", "d", 34.9) is Verdict.LOST
+    assert table.confirm("n", "d", 34.9) is ReadVerdict.LOST
     table.grant("k", RequestId("r3"), 35.0)
     table.release("k", 35.0)
-    assert table.confirm("n", "d", 35.0) is Verdict.UNKNOWN
-    assert table.confirm("m", "d", 35.0) is Verdict.LOST
+    assert table.confirm("n", "d", 35.0) is ReadVerdict.UNKNOWN
+    assert table.confirm("m", "d", 35.0) is ReadVerdict.LOST
 
 
 def test_a_release_that_no_grant_follows_is_forgotten_after_its_time() -> None:
@@ -205,9 +205,9 @@ def test_a_release_that_no_grant_follows_is_forgotten_after_its_time() -> None:
     table.release("n", 5.0)
     table.release("m", 35.0)
     table.grant("n", R1, 35.0)
-    assert table.confirm("n", "d", 35.0) is Verdict.VALID
+    assert table.confirm("n", "d", 35.0) is ReadVerdict.VALID
     table.grant("m", RequestId("r2"), 35.0)
-    assert table.confirm("m", "d", 35.0) is Verdict.LOST
+    assert table.confirm("m", "d", 35.0) is ReadVerdict.LOST
 
 
 def test_nothing_is_due_when_there_is_no_lease() -> None:
@@ -350,11 +350,11 @@ class LeaseMachine(RuleBasedStateMachine):
         verdict = self.table.confirm(nonce, reader, self.now_s)
         lease = self.model.get(nonce)
         if lease is None:
-            assert verdict is Verdict.UNKNOWN
+            assert verdict is ReadVerdict.UNKNOWN
             return
         lease.readers.pop(reader, None)
         live = lease.is_live(self.now_s)
-        assert verdict is (Verdict.VALID if live else Verdict.LOST)
+        assert verdict is (ReadVerdict.VALID if live else ReadVerdict.LOST)
         if live:
             assert not lease.is_settled  # bytes of freed blocks are never confirmed
         lease.settle()

@@ -22,8 +22,8 @@ from pdserve.connectors.transfer.protocol import (
     EndRead,
     Heartbeat,
     Hello,
+    LeaseRelease,
     Region,
-    Release,
 )
 from pdserve.errors import ConfigError
 from pdserve.wire.ids import EngineId, Incarnation
@@ -160,7 +160,7 @@ def test_a_replayed_release_is_refused_and_the_lease_lives(p: Engine, d: Engine)
 
     # The same words, recorded from a whole conversation and played in another connection.
     recorded = Caller(p.endpoint).meet()
-    said = recorded.say(hello(p)) + recorded.say(Release("no lease of this name"))
+    said = recorded.say(hello(p)) + recorded.say(LeaseRelease("no lease of this name"))
     recorded.sock.close()
     replay = Caller(p.endpoint)
     replay.sock.sendall(said)
@@ -177,7 +177,7 @@ def test_a_replayed_release_is_refused_and_the_lease_lives(p: Engine, d: Engine)
         (msgspec.msgpack.encode({"type": "no such message"}), "malformed"),
         (msgspec.msgpack.encode({"type": "heartbeat", "nonces": 5}), "malformed"),
         (msgspec.msgpack.encode(Done("n", 1, 0)), "unexpected"),
-        (msgspec.msgpack.encode(Release("value")).replace(b"value", b"\xff" * 5), "malformed"),
+        (msgspec.msgpack.encode(LeaseRelease("value")).replace(b"value", b"\xff" * 5), "malformed"),
         (
             msgspec.msgpack.encode({"type": "release", "nonce": "n", "more": 0})[:-1]
             + b"\x91" * 100_000,

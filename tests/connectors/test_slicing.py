@@ -14,18 +14,17 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pdserve.connectors.pieces import pieces, unit_bytes
 from pdserve.connectors.slicing import (
     Route,
     Shard,
     mismatch,
-    pieces,
     route_between,
     routes,
     routes_from,
     routes_to,
     shard_of,
     token_step,
-    unit_bytes,
 )
 from pdserve.errors import InternalError, PeerError
 from pdserve.kernels.backend import REFERENCE

@@ -21,7 +21,7 @@ from pdserve.connectors.handover.instructions import Instructions
 from pdserve.connectors.nixl import NixlConnector, thread
 from pdserve.connectors.nixl.agent import AgentError, NixlAgent
 from pdserve.connectors.nixl.settings import NixlSettings
-from pdserve.connectors.slicing import count_runs
+from pdserve.connectors.pieces import count_runs
 from pdserve.errors import ConfigError, InternalError
 from pdserve.wire.transfer import ConnectorMetadata, Endpoint, LeaseEnd, LoadFailure
 from tests.connectors.engines import Engine, layout

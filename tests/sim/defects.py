@@ -15,7 +15,7 @@ from unittest import mock
 from pdserve.connectors import digests, quorum
 from pdserve.connectors.handover.lease import LeaseTable
 from pdserve.connectors.handover.scheduler import HandoverScheduler
-from pdserve.connectors.transfer.serving import Server
+from pdserve.connectors.transfer import serving
 from pdserve.scheduler.request import Wait
 from pdserve.scheduler.state import SchedulerState
 from pdserve.wire.request import FinishReason
@@ -55,7 +55,7 @@ def digest_check_off() -> Iterator[None]:
 @contextmanager
 def epoch_ignored() -> Iterator[None]:
     """A rank is taken for the one that is meant, whichever of its lives it is in."""
-    with mock.patch.object(Server, "_refusal", return_value=None):
+    with mock.patch.object(serving, "refusal_of", return_value=None):
         yield
 
 

@@ -35,7 +35,7 @@ _MAX_QUIET = 60
 _one_at_a_time = threading.Lock()
 
 
-def part_gently(destroy: Callable[[], None], *, quiet_s: float = 1.0) -> None:
+def close_gently(destroy: Callable[[], None], *, quiet_s: float = 1.0) -> None:
     """Call `destroy`, and end the TCP connections it closes later, and with no reset.
 
     Args:
@@ -51,7 +51,7 @@ def part_gently(destroy: Callable[[], None], *, quiet_s: float = 1.0) -> None:
                 copies.pop(inode).close()
     if copies:
         threading.Thread(
-            target=_see_off, args=(list(copies.values()), quiet_s), name="kv-parting", daemon=True
+            target=_see_off, args=(list(copies.values()), quiet_s), name="kv-closing", daemon=True
         ).start()
 
 

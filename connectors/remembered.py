@@ -24,7 +24,7 @@ never a yes.
 _MAX_REMEMBERED: Final = 1 << 16
 
 
-class Bygone(Generic[V]):
+class Remembered(Generic[V]):
     """Keys that are over, each with a value, until a time of its own.
 
     A key is forgotten by a later `add`, never before its time, unless more than `max_remembered`

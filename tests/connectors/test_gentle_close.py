@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from pdserve.connectors.nixl.parting import part_gently
+from pdserve.connectors.nixl.gentle_close import close_gently
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -52,7 +52,7 @@ def test_a_peer_finds_the_end_behind_all_questions_though_its_answers_were_not_r
     with connection() as (here, there):
         there.sendall(b"an answer that nobody has read")
         here.sendall(b"a question")
-        part_gently(here.close, quiet_s=0.01)
+        close_gently(here.close, quiet_s=0.01)
         for _ in range(64):
             there.sendall(bytes(1 << 16))  # more than the sockets hold
         assert there.recv(100) == b"a question"
@@ -62,7 +62,7 @@ def test_a_peer_finds_the_end_behind_all_questions_though_its_answers_were_not_r
 def test_a_peer_that_sleeps_finds_no_end_before_it_has_woken_and_answered() -> None:
     with connection() as (here, there):
         there.sendall(b"an answer from before")
-        part_gently(here.close, quiet_s=0.2)
+        close_gently(here.close, quiet_s=0.2)
         there.settimeout(0.8)
         with pytest.raises(TimeoutError):
             there.recv(100)
@@ -74,7 +74,7 @@ def test_a_peer_that_sleeps_finds_no_end_before_it_has_woken_and_answered() -> N
 def test_nothing_is_left_once_the_peer_has_closed_its_side() -> None:
     with connection() as (here, there):
         inode = inode_of(here)
-        part_gently(here.close)
+        close_gently(here.close)
         assert num_holders(inode) == 1
         there.close()
         until(lambda: num_holders(inode) == 0)
@@ -82,7 +82,7 @@ def test_nothing_is_left_once_the_peer_has_closed_its_side() -> None:
 
 def test_connections_of_others_are_left_alone() -> None:
     with connection() as (here, there), connection() as (mine, theirs):
-        part_gently(here.close)
+        close_gently(here.close)
         assert num_holders(inode_of(mine)) == 1
         mine.sendall(b"on and on")
         assert theirs.recv(100) == b"on and on"
@@ -95,5 +95,5 @@ def test_what_cannot_be_destroyed_leaves_no_copies_behind() -> None:
 
     with connection() as (here, _):
         with pytest.raises(OSError, match="no"):
-            part_gently(fail)
+            close_gently(fail)
         assert num_holders(inode_of(here)) == 1

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from pdserve.connectors.bygone import Bygone
+from pdserve.connectors.remembered import Remembered
 
 
 def test_a_key_is_known_with_its_value_until_its_time_is_over() -> None:
-    over: Bygone[str] = Bygone()
+    over: Remembered[str] = Remembered()
     over.add("n", "D has it", now_s=0.0, until_s=10.0)
     over.add("m", "D left", now_s=9.9, until_s=19.9)
     assert over.get("n") == "D has it"
@@ -17,7 +17,7 @@ def test_a_key_is_known_with_its_value_until_its_time_is_over() -> None:
 
 
 def test_the_number_of_keys_is_that_of_one_period_however_many_came() -> None:
-    over: Bygone[None] = Bygone()
+    over: Remembered[None] = Remembered()
     for index in range(1000):
         over.add(index, None, now_s=float(index), until_s=index + 10.0)
         assert len(over) <= 10
@@ -25,14 +25,14 @@ def test_the_number_of_keys_is_that_of_one_period_however_many_came() -> None:
 
 
 def test_many_at_once_are_capped_and_the_oldest_goes_first() -> None:
-    over: Bygone[None] = Bygone(max_remembered=3)
+    over: Remembered[None] = Remembered(max_remembered=3)
     for index in range(5):
         over.add(index, None, now_s=0.0, until_s=10.0)
     assert [index for index in range(5) if index in over] == [2, 3, 4]
 
 
 def test_a_key_that_comes_again_is_remembered_anew() -> None:
-    over: Bygone[str] = Bygone()
+    over: Remembered[str] = Remembered()
     over.add("n", "first", now_s=0.0, until_s=10.0)
     over.add("m", "", now_s=0.0, until_s=10.0)
     over.add("n", "second", now_s=5.0, until_s=15.0)
@@ -42,7 +42,7 @@ def test_a_key_that_comes_again_is_remembered_anew() -> None:
 
 
 def test_no_key_is_forgotten_before_its_time_whatever_the_order_of_times() -> None:
-    over: Bygone[None] = Bygone()
+    over: Remembered[None] = Remembered()
     over.add("long", None, now_s=0.0, until_s=100.0)
     over.add("short", None, now_s=0.0, until_s=1.0)
     over.add("k", None, now_s=50.0, until_s=60.0)
@@ -53,7 +53,7 @@ def test_no_key_is_forgotten_before_its_time_whatever_the_order_of_times() -> No
 
 
 def test_a_key_that_is_taken_back_is_unknown() -> None:
-    over: Bygone[str] = Bygone()
+    over: Remembered[str] = Remembered()
     over.add("n", "read", now_s=0.0, until_s=10.0)
     assert over.pop("n") == "read"
     assert over.pop("n") is None

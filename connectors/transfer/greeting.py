@@ -1,0 +1,80 @@
+"""The handshake of two ranks: who they are, and whether each is the one that the other wants."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from pdserve.connectors.slicing import mismatch, route_between
+from pdserve.connectors.transfer.protocol import Hello, Refuse, RefuseReason
+from pdserve.errors import PeerError
+from pdserve.wire.ids import EngineId
+
+if TYPE_CHECKING:
+    from pdserve.connectors.base import ConnectorContext
+    from pdserve.connectors.transfer.mover import ExposedMemory
+    from pdserve.connectors.transfer.peering import PeerId
+    from pdserve.connectors.transfer.protocol import Welcome
+    from pdserve.wire.transfer import EngineRef
+
+
+def hello_to(
+    owner: EngineRef, rank: int, context: ConnectorContext, target: ExposedMemory
+) -> Hello:
+    """What D says to a rank of `owner`."""
+    return Hello(
+        engine_id=EngineId(context.engine_id),
+        incarnation=context.incarnation,
+        rank=context.rank,
+        wants_engine_id=owner.engine_id,
+        wants_incarnation=owner.incarnation,
+        wants_rank=rank,
+        layout_digest=context.layout_digest,
+        layout_fields=context.layout_fields,
+        shape=context.shape,
+        agent_metadata=target.metadata,
+        pool=target.pool,
+    )
+
+
+def refusal_of(mine: ConnectorContext, hello: Hello) -> Refuse | None:
+    """Why a D that says this is not served by this rank of P; None = it is."""
+    if (hello.wants_engine_id, hello.wants_incarnation) != (mine.engine_id, mine.incarnation):
+        return Refuse(
+            RefuseReason.STALE,
+            f"the handoff is of {hello.wants_engine_id} incarnation "
+            f"{hello.wants_incarnation}, this is {mine.engine_id} incarnation "
+            f"{mine.incarnation}",
+        )
+    if hello.wants_rank != mine.rank:
+        return Refuse(
+            RefuseReason.INCOMPATIBLE,
+            f"rank {hello.rank} of {hello.engine_id} wants rank {hello.wants_rank} of "
+            f"{mine.engine_id}, this is its rank {mine.rank}",
+        )
+    if hello.layout_digest != mine.layout_digest:
+        names = sorted({*hello.layout_fields, *mine.layout_fields})
+        differ = [
+            f"{name} is {mine.layout_fields.get(name)} at {mine.engine_id} and "
+            f"{hello.layout_fields.get(name)} at {hello.engine_id}"
+            for name in names
+            if mine.layout_fields.get(name) != hello.layout_fields.get(name)
+        ] or [f"digest is {mine.layout_digest} and {hello.layout_digest}"]
+        return Refuse(RefuseReason.INCOMPATIBLE, "KV layouts differ: " + ", ".join(differ))
+    why = mismatch(mine.shape, hello.shape)
+    if why is None:
+        try:
+            route_between(mine.shape, hello.shape, mine.rank, hello.rank)
+        except PeerError as error:
+            why = str(error)
+    if why is not None:
+        return Refuse(RefuseReason.INCOMPATIBLE, f"{hello.engine_id} and {mine.engine_id}: {why}")
+    return None
+
+
+def why_incompatible(welcome: Welcome, peer: PeerId) -> str | None:
+    """Why a P that says this is not the one that was meant; None = it is."""
+    expected = peer.owner.shape
+    if welcome.shape != expected:
+        return f"the handoff says that {peer} has the shape {expected}, it has {welcome.shape}"
+    why = welcome.pool.why_not_blocks_of(expected, peer.rank)
+    return None if why is None else f"{peer} {why}"
