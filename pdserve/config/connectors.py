@@ -7,6 +7,7 @@ variables and the help take it from there. Knows no particular setting.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import importlib
@@ -54,14 +55,23 @@ def load(name: str) -> HasSettings:
     """Return the connector called `name`, as it is if it is told nothing.
 
     Raises:
-        ConfigError: There is none; the message lists the known names.
+        ConfigError: There is none, and the message lists the known names; or another package's
+            cannot be imported.
     """
     make: Callable[[], HasSettings]
     if name in BUILT_IN:
         module, attribute = BUILT_IN[name].split(":")
         make = getattr(importlib.import_module(module), attribute)
     elif name in entry_points_by_name():
-        make = entry_points_by_name()[name].load()
+        entry = entry_points_by_name()[name]
+        try:
+            make = entry.load()
+        except ImportError as error:
+            raise ConfigError(
+                f"the KV connector {name!r} cannot be imported from {entry.value}: {error}; mend "
+                "or remove the package that brings it",
+                param="kv-transfer-config.kv-connector",
+            ) from error
     else:
         raise ConfigError(
             f"--kv-transfer-config.kv-connector is {name!r}: use one of {', '.join(names())}",
@@ -85,13 +95,16 @@ def read_settings(name: str, told: Mapping[str, Any]) -> msgspec.Struct:
 
 
 def connector_settings() -> dict[str, tuple[Setting, ...]]:
-    """The settings of each connector that has any: `kv-transfer-config.NAME.FIELD`."""
-    known = {name: msgspec.structs.fields(type(load(name).settings)) for name in names()}
-    return {
-        name: tuple(_setting(name, info) for info in infos)
-        for name, infos in known.items()
-        if infos
-    }
+    """The settings of each connector that has any: `kv-transfer-config.NAME.FIELD`.
+
+    One that cannot be imported has none: whoever chooses it is told why.
+    """
+    found = {}
+    for name in names():
+        with contextlib.suppress(ConfigError):
+            infos = msgspec.structs.fields(type(load(name).settings))
+            found[name] = tuple(_setting(name, info) for info in infos)
+    return {name: settings for name, settings in found.items() if settings}
 
 
 def _setting(name: str, info: msgspec.structs.FieldInfo) -> Setting:

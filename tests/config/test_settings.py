@@ -134,7 +134,9 @@ def test_the_connector_of_another_package_brings_its_flags_along(
     metadata = tmp_path / "shelf-1.0.dist-info"
     metadata.mkdir()
     (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: shelf\nVersion: 1.0\n")
-    (metadata / "entry_points.txt").write_text("[pdserve.connectors]\nmy_shelf = shelf:Shelf\n")
+    (metadata / "entry_points.txt").write_text(
+        "[pdserve.connectors]\nmy_shelf = shelf:Shelf\nlost = no_such_module:Lost\n"
+    )
     monkeypatch.syspath_prepend(tmp_path)
     connectors.entry_points_by_name.cache_clear()
     try:
@@ -145,6 +147,8 @@ def test_the_connector_of_another_package_brings_its_flags_along(
         shelf = find("my_shelf", transfer.settings)
         assert msgspec.structs.asdict(shelf.settings) == {"url": "tcp://[::1]:7", "depth": 2}
         assert next(s.help for s in table.settings if s.flag.endswith(".url")) == "where it stands"
+        with pytest.raises(ConfigError, match="'lost' cannot be imported from no_such_module:Lost"):
+            find("lost")
     finally:
         connectors.entry_points_by_name.cache_clear()
 
