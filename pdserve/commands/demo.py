@@ -29,7 +29,7 @@ class DemoFailedError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """What to ask, and through which of the API's two doors."""
+    """What to ask, and of which of the API's two endpoints."""
 
     text: str
     max_tokens: int

@@ -25,7 +25,7 @@ class RampUp(enum.Enum):
 
 
 class AskedBackend(enum.Enum):
-    """vLLM's names for the API's two doors."""
+    """vLLM's names for the API's two endpoints."""
 
     OPENAI = "openai"
     VLLM = "vllm"

@@ -180,7 +180,7 @@ COMPARE_SETTINGS: Final = (
         (
             ("num-runs", "num_runs", "N", "runs of each deployment, in turn with the others"),
             ("request-rates", "request_rates", "RPS", "compare at each of these rates, as 1 2 4; empty is --request-rate"),
-            ("endpoint", "endpoint", "completions|chat", "which of the API's doors requests go through"),
+            ("endpoint", "endpoint", "completions|chat", "which endpoint of the API requests go to"),
             ("bound", "bound", "", "measure one engine alone, for the rate-matched bound"),
             ("pause", "pause_s", "SECONDS", "between two runs"),
             ("report", "report", "FILE", "the page with table and pictures; empty writes none"),
