@@ -126,8 +126,9 @@ class Pair:
             assert not len(half._incoming)
             assert not len(half._outgoing)
             for rank in engine.executor.connectors:
-                assert not len(rank.leases)
-                assert not rank._watches
+                machine = rank._runner.machine
+                assert not machine.server.num_leases
+                assert not any(peer._heartbeats for peer in machine.peers._peers.values())
             engine.executor.reports.clear()
 
     def check_service(self) -> None:
@@ -219,7 +220,7 @@ class CoreTarget:
         return sum(
             engine.scheduler.kv.pool.num_blocks
             - engine.scheduler.kv.pool.num_free
-            + sum(len(rank.leases) for rank in engine.executor.connectors)
+            + sum(rank._runner.machine.server.num_leases for rank in engine.executor.connectors)
             for engine in (self._pair.p, self._pair.d)
         )
 
