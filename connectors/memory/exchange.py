@@ -41,6 +41,7 @@ class ExchangeMember(Protocol):
         process: Stands for the process that it would be.
         num_polls: How often its engine has asked for news: the time in which bytes move.
         num_fences: How often its memory was cut off from peers.
+        has_heard: Something came since it did last what was due.
         trouble: What goes wrong on its wire.
     """
 
@@ -50,6 +51,7 @@ class ExchangeMember(Protocol):
     kv: torch.Tensor
     num_polls: int
     num_fences: int
+    has_heard: bool
     trouble: Trouble
 
     @property
@@ -151,7 +153,8 @@ class Exchange:
         while has_moved:
             has_moved = False
             for link in list(self._links):
-                has_moved |= link.deliver()
+                if link.deliver():
+                    link.owner.has_heard = has_moved = True
             self._links = [link for link in self._links if not link.is_closed]
             for rank in list(self._ranks.values()):
                 has_moved |= rank.turn()

@@ -62,6 +62,7 @@ class MemoryRank:
         self.kv = kv
         self.num_polls = 0
         self.num_fences = 0
+        self.has_heard = False
         self.trouble = trouble
         self._clock = clock
         self._exchange = exchange
@@ -104,6 +105,7 @@ class MemoryRank:
             for grant in todo.grants:
                 self._note_handed_out(grant.block_ids, grant.generations)
             self.machine.apply(todo)
+            self.has_heard = True
             self._exchange.turn()
         self._wake()
 
@@ -112,6 +114,7 @@ class MemoryRank:
         with self._exchange.lock:
             self._note_handed_out(step.chunk.block_ids, step.chunk.generations)
             self.machine.add_step(step)
+            self.has_heard = True
             self._exchange.turn()
         self._wake()
 
@@ -177,7 +180,11 @@ class MemoryRank:
 
     def turn(self) -> bool:
         """See `ExchangeMember`."""
-        return self._later.run() | self.mover.deliver() | self.machine.tick()
+        has_moved = self._later.run() | self.mover.deliver()
+        if has_moved or self.has_heard or self.machine.due_s() <= self.now_s():
+            self.has_heard = False
+            has_moved |= self.machine.tick()
+        return has_moved
 
     def tell(self) -> None:
         """See `ExchangeMember`."""

@@ -6,7 +6,9 @@ import argparse
 import hashlib
 import json
 import os
+import subprocess
 import sys
+import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -91,13 +93,30 @@ def fix_hashes() -> None:
         os.execve(sys.executable, argv, {**os.environ, "PYTHONHASHSEED": "0"})
 
 
+def cover(arguments: list[str]) -> int:
+    """Run it once more, and print which lines of the transfer protocol that goes through."""
+    coverage = [sys.executable, "-m", "coverage"]
+    with tempfile.TemporaryDirectory() as directory:
+        files = [f"--data-file={directory}/lines", f"--rcfile={os.devnull}"]
+        sources = "--source=connectors/transfer,pdserve/connectors/transfer"
+        run = [*coverage, "run", *files, sources, "-m", "tests.sim", *arguments]
+        status = subprocess.run(run, check=False).returncode
+        subprocess.run([*coverage, "report", "-m", *files], check=True)
+    return status
+
+
 def main() -> int:
     """Print what came of it; 1 if anything broke."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--lives", type=int, default=10_000)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--max-failing", type=int, default=5, help="stop after so many")
+    parser.add_argument(
+        "--cover", action="store_true", help="and of connectors/transfer, the lines"
+    )
     args = parser.parse_args()
+    if args.cover:
+        return cover([each for each in sys.argv[1:] if each != "--cover"])
     start_s, start_cpu_s = time.perf_counter(), time.process_time()
     summary = simulate(args.lives, args.seed, max_failing=args.max_failing)
     wall_s, cpu_s = time.perf_counter() - start_s, time.process_time() - start_cpu_s
