@@ -30,6 +30,7 @@ PATH: Final = "/openapi.json"
 _SCHEMAS: Final = "#/components/schemas/{name}"
 _EMPTY: Final = "an empty answer"
 _STREAM: Final = "text/event-stream"
+_EVENTS: Final = "server-sent events; the data of each is a chunk of the answer, of the last [DONE]"
 _HTML: Final = "text/html"
 _TEXT: Final = "text/plain"
 
@@ -203,7 +204,7 @@ def _content(operation: Operation) -> dict[str, Any]:
         "application/json": {"schema": {"$ref": _SCHEMAS.format(name=answer.__name__)}}
     }
     if operation.streams:
-        content[_STREAM] = {"schema": {"type": "string"}}
+        content[_STREAM] = {"schema": {"description": _EVENTS}}
     return content
 
 
