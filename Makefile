@@ -67,16 +67,18 @@ clean: ## Remove caches and build outputs (the virtual environment stays)
 	@find . -name __pycache__ -not -path './$(VENV)/*' -prune -exec rm -rf {} +
 
 # torch goes first, pinned, so that no other package chooses its build.
-$(VENV)/.installed: pyproject.toml
+$(VENV)/.torch: pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
 	  || { echo "pdserve needs Python 3.11 or later: make PYTHON=/path/to/python3.11 ..."; exit 1; }
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@echo "Installing pdserve into $(VENV) (a few minutes the first time)"
 	@$(PIP) "torch==2.13.0"
+	@touch $@
+
+$(VENV)/.installed: $(VENV)/.torch
 	@$(PIP) --editable .
 	@touch $@
 
-$(VENV)/.installed-dev: $(VENV)/.installed
-	@echo "Installing the development tools into $(VENV)"
+$(VENV)/.installed-dev: $(VENV)/.torch
 	@$(PIP) --editable ".[dev]"
-	@touch $@
+	@touch $(VENV)/.installed $@

@@ -183,7 +183,7 @@ class PullConformance(Bench):
         assert [each.end for each in p.settled] == [LeaseEnd.READ]
 
     def test_a_nonce_that_was_never_granted_is_never_loaded(self) -> None:
-        p, d = self.pair()
+        p, d = self.new("P", lease_s=0.5), self.new("D")
         handoff = p.prefill(PROMPT, self.p_blocks(0))
         unknown = msgspec.structs.replace(handoff, nonce="never granted")
         d.load(d.queue(PROMPT, unknown), self.d_blocks(0))

@@ -57,7 +57,8 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 _MAX_UNAUTHENTICATED = 64
-# A grant reaches this thread at the latest when the step that runs beside it has ended.
+# A grant reaches this thread at the latest when the step that runs beside it has ended. After what
+# would have been its lease, nobody waits for it.
 _GRANT_GRACE_S = 5.0
 
 
@@ -359,7 +360,8 @@ class Server:
             case ReadVerdict.LOST:
                 self._refuse(client, done)
             case ReadVerdict.UNKNOWN:
-                self._parked.append(_Parked(client, done, now_s + _GRANT_GRACE_S))
+                grace_s = min(_GRANT_GRACE_S, self._transfer.lease_s)
+                self._parked.append(_Parked(client, done, now_s + grace_s))
 
     def _confirm(self, client: _Client, done: Done) -> None:
         """Say that the lease is valid, and what D should have."""

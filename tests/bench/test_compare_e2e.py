@@ -96,7 +96,6 @@ RANDOM = ("--dataset-name", "random", "--random-input-len", "24", "--random-outp
 
 
 @pytest.mark.e2e
-@pytest.mark.alone
 @pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_more_engines_than_cores_share_them_and_the_report_says_so(tmp_path):
@@ -116,7 +115,6 @@ def test_more_engines_than_cores_share_them_and_the_report_says_so(tmp_path):
 
 
 @pytest.mark.e2e
-@pytest.mark.alone
 @pytest.mark.timeout(400)
 def test_peers_are_compared_at_each_rate(tmp_path):
     with (
@@ -162,7 +160,6 @@ def test_the_first_peer_sets_the_pace_where_everything_runs_already(tmp_path):
 
 
 @pytest.mark.e2e
-@pytest.mark.alone
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize(
     ("words", "told"),
@@ -188,7 +185,6 @@ def test_what_cannot_be_is_refused_before_anything_starts(tmp_path, words, told)
 
 
 @pytest.mark.e2e
-@pytest.mark.alone
 @pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_ctrl_c_ends_every_process_and_says_130(tmp_path):
@@ -216,7 +212,6 @@ def test_ctrl_c_ends_every_process_and_says_130(tmp_path):
 
 
 @pytest.mark.e2e
-@pytest.mark.alone
 @pytest.mark.timeout(400)
 def test_a_deployment_that_cannot_start_shows_and_keeps_its_logs(tmp_path):
     done = subprocess.run(

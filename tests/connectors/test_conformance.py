@@ -68,10 +68,6 @@ class TestNixl(ConnectorConformance):
     def make_connector(self) -> KVConnectorBase:
         return NixlConnector()
 
-    @pytest.mark.slow  # its grant might still come: P waits for that
-    def test_a_nonce_that_was_never_granted_is_never_loaded(self) -> None:
-        super().test_a_nonce_that_was_never_granted_is_never_loaded()
-
 
 @pytest.mark.slow
 class TestNixlOfTwoRanks(PullConformance):

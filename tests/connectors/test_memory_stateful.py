@@ -510,6 +510,7 @@ class PairMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.count >= 5)
     @rule()
     def restart_p(self) -> None:
+        self.step_d()  # what had come whole while P lived is D's
         self.p.close()
         for push in self.pushes:
             if push.at_d is not None:

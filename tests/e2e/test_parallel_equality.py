@@ -60,7 +60,7 @@ MATRIX = [
 COVERING = {
     ("qwen3", "tp4"),
     ("llama", "pp3"),
-    ("deepseek_v3", "tp2 pp2"),
+    ("deepseek_v3", "ep2"),
     ("llama", "sp"),
     ("mixtral", "ep4 all_to_all"),
     ("qwen3_moe", "dp2 ep2"),
