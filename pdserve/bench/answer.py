@@ -37,9 +37,14 @@ class _Choice(msgspec.Struct):
     token_ids: list[int] | None = None
 
 
+class _PromptDetails(msgspec.Struct):
+    cached_tokens: int | None = None
+
+
 class _Usage(msgspec.Struct):
     prompt_tokens: int = 0
     completion_tokens: int = 0
+    prompt_tokens_details: _PromptDetails | None = None
 
 
 class _Event(msgspec.Struct):
@@ -63,6 +68,7 @@ class Answer:
         token_ids: Likewise, if the server tells them.
         finish_reason: As the server says.
         usage: Tokens of prompt and output by the server's count, if it tells.
+        num_cached_tokens: Those of the prompt that a cache had, likewise.
         error: What the server says went wrong, or what is wrong with its answer.
         is_done: `[DONE]` has come.
     """
@@ -73,6 +79,7 @@ class Answer:
         self.token_ids: list[int] = []
         self.finish_reason = ""
         self.usage: tuple[int, int] | None = None
+        self.num_cached_tokens: int | None = None
         self.error = ""
         self.is_done = False
         self._parser = EventParser()
@@ -118,6 +125,8 @@ class Answer:
         before = self.usage
         if event.usage is not None:
             self.usage = (event.usage.prompt_tokens, event.usage.completion_tokens)
+            if event.usage.prompt_tokens_details is not None:
+                self.num_cached_tokens = event.usage.prompt_tokens_details.cached_tokens
         if not event.choices:
             return
         choice = event.choices[0]

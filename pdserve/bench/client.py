@@ -268,6 +268,7 @@ class Client:
         told_in, told_out = answer.usage or (0, 0)
         outcome.num_prompt_tokens = told_in or planned.num_prompt_tokens or 0
         outcome.num_output_tokens = told_out or sum(answer.chunk_tokens)
+        outcome.num_cached_tokens = answer.num_cached_tokens
         if self._sending.keep_text:
             outcome.text = answer.text
 

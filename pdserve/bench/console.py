@@ -65,7 +65,12 @@ def block(
 def further(figures: Mapping[str, Any]) -> str:
     """Return what vLLM's block has no lines for: groups, stages, errors, the client's health."""
     own = figures["pdserve"]
-    parts = [_groups(own["groups"]), _stages(own["stages"]), _errors(own["errors"])]
+    parts = [
+        _groups(own["groups"]),
+        _prompts(own["prompts"]),
+        _stages(own["stages"]),
+        _errors(own["errors"]),
+    ]
     if own["cancelled"]:
         parts.append(f"{own['cancelled']} requests were given up on purpose (--cancel-share)")
     if own["max_in_flight"] != figures["max_concurrent_requests"]:
@@ -117,11 +122,25 @@ def _groups(groups: Mapping[str, Mapping[str, Any]]) -> str:
     columns = [("median_ttft_ms", "TTFT p50"), ("p99_ttft_ms", "TTFT p99")]
     columns += [("median_itl_ms", "ITL p50"), ("p99_itl_ms", "ITL p99")]
     head = "".join(f"{title:>10}" for _, title in columns)
-    lines = [f"{'group':<{width}}{'done':>6}{'failed':>8}{head}  (ms)"]
+    has_prompts = any(each["prompts"] for each in groups.values())
+    reuse = f"{'computed':>12}{'cached':>10}" if has_prompts else ""
+    lines = [f"{'group':<{width}}{'done':>6}{'failed':>8}{head}  (ms){reuse}"]
     for name, each in groups.items():
         cells = "".join(f"{each[key]:>10.2f}" for key, _ in columns)
+        if has_prompts:
+            prompts = each["prompts"] or {"computed_tokens": 0, "hit_rate": 0.0}
+            cells += f"{prompts['computed_tokens']:>18}{prompts['hit_rate']:>10.1%}"
         lines.append(f"{name or '-':<{width}}{each['completed']:>6}{each['failed']:>8}{cells}")
     return "\n".join(lines)
+
+
+def _prompts(prompts: Mapping[str, Any] | None) -> str:
+    if prompts is None:
+        return ""
+    return (
+        f"Prompts: {prompts['computed_tokens']} of {prompts['tokens']} tokens computed, "
+        f"{prompts['cached_tokens']} ({prompts['hit_rate']:.1%}) cached"
+    )
 
 
 def _stages(stages: Mapping[str, Any] | None) -> str:

@@ -42,8 +42,9 @@ def figures(
 
     Returns:
         vLLM's keys (`mean_ttft_ms`, `p99_itl_ms`, `request_throughput` ...), and under
-        `pdserve`: `groups` (the same keys per group, and of cancelled ones), `stages`,
-        `client`, `valid`, `why_not`, `topology`, `environment`.
+        `pdserve`: `groups` (the same keys per group, and of cancelled ones), `prompts` (tokens
+        that caches had, and that were computed), `stages`, `client`, `valid`, `why_not`,
+        `topology`, `environment`.
     """
     good = [each for each in run.outcomes if each.is_good]
     duration_s = run.duration_s or math.nan
@@ -97,6 +98,7 @@ def figures(
             "priority": run.health.priority,
         },
         "groups": _groups(run, goodput, percentiles),
+        "prompts": _prompts(good),
         "stages": _stages(good),
         "topology": run.engines,
         "finish_reasons": dict(Counter(each.finish_reason or "none" for each in good)),
@@ -167,9 +169,26 @@ def _groups(
             "total_input_tokens": sum(each.num_prompt_tokens for each in good),
             "total_output_tokens": sum(each.num_output_tokens for each in good),
             "request_goodput": within / duration_s if goodput else None,
+            "prompts": _prompts(good),
             **_latencies(good, percentiles),
         }
     return result
+
+
+def _prompts(good: Sequence[Outcome]) -> dict[str, float] | None:
+    """How much of the prompts was computed, of those whose server says what a cache had."""
+    told = [each for each in good if each.num_cached_tokens is not None]
+    if not told:
+        return None
+    num_tokens = sum(each.num_prompt_tokens for each in told)
+    num_cached = sum(each.num_cached_tokens or 0 for each in told)
+    return {
+        "told": len(told),
+        "tokens": num_tokens,
+        "cached_tokens": num_cached,
+        "computed_tokens": num_tokens - num_cached,
+        "hit_rate": num_cached / num_tokens if num_tokens else 0.0,
+    }
 
 
 def _stages(good: Sequence[Outcome]) -> dict[str, Any] | None:

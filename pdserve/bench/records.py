@@ -60,6 +60,8 @@ class Outcome(msgspec.Struct, kw_only=True, omit_defaults=True):
         end_s: When the answer had ended, or the error had come.
         num_prompt_tokens, num_output_tokens: By the server's own count (`usage`), else by the
             data set's and the chunks'.
+        num_cached_tokens: Those of the prompt that a cache had, by the server's count (`usage`);
+            None if it does not say. The others were computed.
         status: HTTP status; 0 if none came.
         error: Why it failed; empty if it did not.
         is_cancelled: The client hung up on purpose; such a request is no failure.
@@ -81,6 +83,7 @@ class Outcome(msgspec.Struct, kw_only=True, omit_defaults=True):
     end_s: float = 0.0
     num_prompt_tokens: int = 0
     num_output_tokens: int = 0
+    num_cached_tokens: int | None = None
     status: int = 0
     error: str = ""
     is_cancelled: bool = False

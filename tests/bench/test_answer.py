@@ -90,6 +90,13 @@ def test_tokens_are_ones_where_nobody_counts_them() -> None:
     assert fed(text("abc"), text("d", "length"), usage(3, 9)).chunk_tokens == [1, 1]
 
 
+def test_cached_tokens_are_those_that_the_usage_tells() -> None:
+    told = usage(9, 1)
+    told["usage"]["prompt_tokens_details"] = {"cached_tokens": 6}
+    assert fed(text("a", "stop"), told).num_cached_tokens == 6
+    assert fed(text("a", "stop"), usage(9, 1)).num_cached_tokens is None
+
+
 def test_an_error_event_is_an_error_though_tokens_came() -> None:
     answer = fed(text("a"), {"error": {"message": "out of memory"}})
     assert answer.error == "out of memory"

@@ -200,6 +200,11 @@ def test_pauses_have_the_mean_that_was_asked_for(ids):
     assert sum(pauses) / len(pauses) == pytest.approx(3.0, rel=0.1)
 
 
+def test_each_turn_of_a_conversation_is_a_group(ids):
+    requests = make_plan(small(DatasetName.MULTI_TURN, num_prompts=5), ids).requests
+    assert [each.group for each in requests] == ["turn 1", "turn 2", "turn 3", "turn 1", "turn 2"]
+
+
 def test_steady_users_ask_at_their_period_and_evenly_shifted(ids):
     config = DatasetConfig(
         name=DatasetName.PD_INTERFERENCE,

@@ -104,6 +104,30 @@ def test_requests_at_one_moment_are_told_where_those_of_one_second_are_more() ->
     assert "in flight" not in further(figures(make_run(FIRST)))
 
 
+def test_computed_and_cached_tokens_are_counted_by_group_where_the_server_tells_them() -> None:
+    first = outcome(0, group="turn 1", num_prompt_tokens=100, num_cached_tokens=0)
+    second = outcome(1, group="turn 2", num_prompt_tokens=300, num_cached_tokens=200)
+    found = figures(make_run(first, second, FAILED))
+    assert found["pdserve"]["prompts"] == {
+        "told": 2,
+        "tokens": 400,
+        "cached_tokens": 200,
+        "computed_tokens": 200,
+        "hit_rate": 0.5,
+    }
+    assert found["pdserve"]["groups"]["turn 2"]["prompts"]["computed_tokens"] == 100
+    shown = further(found)
+    assert "Prompts: 200 of 400 tokens computed, 200 (50.0%) cached" in shown
+    line = next(line for line in shown.splitlines() if line.startswith("turn 2"))
+    assert line.split()[-2:] == ["100", "66.7%"]
+
+
+def test_a_server_that_tells_no_cached_tokens_gives_no_figure_of_them() -> None:
+    found = figures(make_run(FIRST, SECOND))
+    assert found["pdserve"]["prompts"] is None
+    assert "cached" not in further(found)
+
+
 def test_groups_have_figures_of_their_own() -> None:
     steady = outcome(0, 0.0, [0.1, 0.2], group="steady")
     burst = outcome(1, 0.0, [0.5, 0.9], group="burst")

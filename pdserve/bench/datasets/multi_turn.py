@@ -3,7 +3,8 @@
 `num_prompts` counts turns; the last conversation is shorter if they do not divide. Conversations
 begin when arrivals say; a further turn is due a pause after the answer before it has ended. Only
 the tokens that a turn adds are planned: the client puts the history in front, with the answers it
-got. How long the whole prompt then is, the server says.
+got. How long the whole prompt then is, the server says. The turns are groups (`turn 1` ...) with
+figures of their own: from the second on, a cache where it lands can have all but what it adds.
 """
 
 from __future__ import annotations
@@ -35,12 +36,14 @@ def make(config: DatasetConfig, prompts: PromptMaker) -> RequestPlan:
     for index in range(config.num_prompts):
         session, turn = divmod(index, own.num_turns)
         key = f"session/{session}/{turn}"
+        group = f"turn {turn + 1:0{len(str(own.num_turns))}}"
         if turn == 0:
             first = Planned(
                 index=index,
                 prompt=prompts.make([Segment(key, own.input_len)]),
                 max_tokens=own.output_len,
                 num_prompt_tokens=own.input_len,
+                group=group,
             )
             requests.append(first)
             continue
@@ -52,6 +55,7 @@ def make(config: DatasetConfig, prompts: PromptMaker) -> RequestPlan:
                 max_tokens=own.output_len,
                 after=index - 1,
                 delay_s=pause_s,
+                group=group,
             )
         )
     return RequestPlan(
