@@ -13,8 +13,9 @@ of the minutes between.
 Prints a line a minute, and at the end one JSON object: wrong tokens, requests without a final
 state, blocks not free, and the slope of each survivor's memory, in bytes for each request that
 ended, over the second half of the run. Before it there are two minutes of as much load as the
-machine takes, hostile clients included: what is remembered up to a number or for a time (finished
-requests, the trace) has had more than its later size then, and allocators keep what they once had.
+machine takes, hostile clients included, half of that time on the survivors alone: what is
+remembered up to a number or for a time (finished requests, the trace) has had more than its later
+size then, and allocators keep what they once had.
 The last line is the verdict; the exit code is 0 if nothing speaks against it.
 
 An engine that is slow to come back is waited for and reported: a busy machine is no fault.
@@ -290,10 +291,22 @@ async def one_request(soak: Soak, session: aiohttp.ClientSession, rng: random.Ra
 
 
 async def warm_up(soak: Soak) -> None:
-    """Load without a pace, with hostile clients beside it."""
+    """Load without a pace, with hostile clients beside it, in the middle on the survivors alone."""
     until_s = time.monotonic() + WARM_UP_S
+
+    async def leave_the_survivors_alone() -> None:
+        await asyncio.sleep(WARM_UP_S / 4)
+        for name in VICTIMS:
+            soak.deployment.processes[name].kill()
+        await asyncio.sleep(WARM_UP_S / 2)
+        for name in VICTIMS:
+            restart(soak, name)
+        for name in VICTIMS:
+            await until_ready(soak, name, until_s + START_S)
+
     hostile = HostileClients(soak.deployment.url("proxy"), VOCAB_SIZE)
     await asyncio.gather(
+        leave_the_survivors_alone(),
         hostile.run(lambda: True, lambda: time.monotonic() > until_s),
         *(load(soak, until_s, seed, requests_per_s=float("inf")) for seed in range(CONCURRENCY)),
     )
