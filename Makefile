@@ -27,8 +27,8 @@ up: $(VENV)/.installed ## Install, start P + D + proxy, send one request, serve 
 # outnumber the cores, and figures, come last, one by one.
 test: $(VENV)/.installed-dev ## Everything that needs no GPU: side by side, but for what is better alone
 	@$(BIN)/python -m pytest -q -n 3 -m "not gpu and not matrix and not e2e and not chaos" $(ARGS)
-	@$(BIN)/python -m pytest -q -n 2 --dist loadgroup -m "e2e and not alone and not chaos and not gpu and not matrix" $(ARGS)
-	@$(BIN)/python -m pytest -m "(chaos or alone) and not gpu and not matrix" $(ARGS)
+	@$(BIN)/python -m pytest -q -n 2 --dist loadgroup -m "(e2e or chaos) and not alone and not gpu and not matrix" $(ARGS)
+	@$(BIN)/python -m pytest -m "alone and not gpu and not matrix" $(ARGS)
 
 matrix: $(VENV)/.installed-dev ## Every model family in every parallel shape, and every pair of shapes (about 25 minutes)
 	@$(BIN)/python -m pytest -m "not gpu" tests/e2e/test_parallel_equality.py tests/e2e/test_unequal_shapes.py $(ARGS)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import hypothesis
 import pytest
+from hypothesis.internal.conjecture import engine
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Iterator
@@ -17,9 +18,11 @@ if TYPE_CHECKING:
 hypothesis.settings.register_profile("dev", max_examples=50, deadline=None)
 hypothesis.settings.register_profile("ci", max_examples=100, deadline=None, derandomize=True)
 hypothesis.settings.register_profile("nightly", max_examples=2000, deadline=None)
-hypothesis.settings.load_profile(
-    os.environ.get("HYPOTHESIS_PROFILE") or ("ci" if os.environ.get("CI") else "dev")
-)
+_PROFILE = os.environ.get("HYPOTHESIS_PROFILE") or ("ci" if os.environ.get("CI") else "dev")
+hypothesis.settings.load_profile(_PROFILE)
+# A state machine's example is made shorter for five minutes, as a rule; most is gained at once.
+if _PROFILE != "nightly":
+    engine.MAX_SHRINKING_SECONDS = 15
 
 # What a shell starts in its background ignores Ctrl-C, and so would every process that tests start.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:

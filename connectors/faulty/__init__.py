@@ -32,7 +32,7 @@ memory connector, whose wire it is (`wire`): links keep the order of frames, as 
 that is dropped is a link that breaks.
 """
 
-from pdserve.connectors.faulty.factory import FaultyConnector
+from pdserve.connectors.faulty.connector import FaultyConnector
 from pdserve.connectors.faulty.plan import FaultKind, Plan
 
 __all__ = ["FaultKind", "FaultyConnector", "Plan"]

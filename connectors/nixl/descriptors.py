@@ -1,4 +1,4 @@
-"""Keeps strangers' connections to UCX's ports from using up this process's file descriptors.
+"""Keeps unused connections to UCX's ports from using up this process's file descriptors.
 
 UCX accepts every connection in a thread of its own, but notices that one has ended only while its
 agent is driven, which an idle one is not; and one that says nothing it keeps for good. Where
@@ -92,25 +92,25 @@ class DescriptorWatch:
         if is_excess:
             self._excess_due_s = now_s + _RENEWED_EVERY_S
             # UCX may have run into the limit, even if all of them have ended by now.
-            num_strangers = num_open - self._num_before + self._num_silent()
-            self._on_excess(num_open, num_strangers, budget)
+            num_unused = num_open - self._num_before + self._num_silent()
+            self._on_excess(num_open, num_unused, budget)
             self._num_before = self._num_open()
 
-    def _on_excess(self, num_open: int, num_strangers: int, budget: int) -> None:
-        is_renewed = num_open - num_strangers <= budget
+    def _on_excess(self, num_open: int, num_unused: int, budget: int) -> None:
+        is_renewed = num_open - num_unused <= budget
         self._faults["descriptors_over_budget"] += 1
         log_event(
             _log,
             "kv descriptors over budget",
             level=logging.ERROR,
             num_open=num_open,
-            num_strangers=num_strangers,
+            num_unused=num_unused,
             budget=budget,
             limit=self._limit(),
             remedy="NIXL agents are made again" if is_renewed else "raise ulimit -n",
         )
         if is_renewed:
-            self._renew(f"{num_strangers} connections that say nothing")
+            self._renew(f"{num_unused} connections that say nothing")
 
 
 class TaintedNumbers:

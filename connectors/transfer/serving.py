@@ -162,7 +162,11 @@ class Server:
         """A D, or anybody, has connected."""
         unknown = [c for c in self._clients if not c.link.is_authenticated]
         if len(unknown) >= _MAX_UNAUTHENTICATED:
-            self._drop(min(unknown, key=lambda c: c.since_s), Fault.SLOW, "too many strangers")
+            self._drop(
+                min(unknown, key=lambda c: c.since_s),
+                Fault.SLOW,
+                "too many have not said who they are",
+            )
         client = _Client(link, self._clock.monotonic_s())
         self._clients[client] = None
         link.attach(

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from pdserve.errors import PdserveError
 from pdserve.observe.log import MovedKV, request_line
-from pdserve.server.job import PARTS_OF_STAGES
+from pdserve.server.text_request import PARTS_OF_STAGES
 from pdserve.wire.finished import Finished
 from pdserve.wire.request import FinishReason
 from pdserve.wire.trace import FrontRequest, Term, Window
@@ -22,8 +22,8 @@ from pdserve.wire.trace import FrontRequest, Term, Window
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
-    from pdserve.server.job import TextRequest
     from pdserve.server.service import Service
+    from pdserve.server.text_request import TextRequest
 
 _log = logging.getLogger(__name__)
 

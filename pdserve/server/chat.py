@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from pdserve.http.protocol import TokenizeRequest
-    from pdserve.server.job import Delta, TextRequest
+    from pdserve.server.text_request import Delta, TextRequest
     from pdserve.server.text_work import TextWork
     from pdserve.text.load import Text
     from pdserve.text.tokenizer import Tokenizer

@@ -15,7 +15,7 @@ from pdserve.server.sampling import Asked
 from pdserve.server.service import SERVICE, read_body
 
 if TYPE_CHECKING:
-    from pdserve.server.job import Delta, TextRequest
+    from pdserve.server.text_request import Delta, TextRequest
     from pdserve.text.tokenizer import Tokenizer
 
 DEFAULT_MAX_TOKENS = 16

@@ -21,7 +21,6 @@ from pdserve.errors import BadRequestError, HandoffRefusedError
 from pdserve.http.protocol import unknown_fields
 from pdserve.observe.log import log_event
 from pdserve.server.hop import DecodeHop, PrefillHop, parse_hop
-from pdserve.server.job import Choice, TextRequest
 from pdserve.server.sampling import (
     check_token_ids,
     choice_seed,
@@ -30,6 +29,7 @@ from pdserve.server.sampling import (
     spellings_of,
 )
 from pdserve.server.service import REQUEST_ID, SERVICE, START_S
+from pdserve.server.text_request import Choice, TextRequest
 from pdserve.server.text_work import encode, refuse_long_prompt
 from pdserve.text.output import OutputProcessor
 from pdserve.wire.hop import PARAMS, TIME_LEFT_HEADER

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from types import TracebackType
     from typing import Self
 
-    from pdserve.server.job import Delta, TextRequest
+    from pdserve.server.text_request import Delta, TextRequest
     from pdserve.wire.hop import HandedOver
 
     Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]

@@ -28,9 +28,9 @@ if TYPE_CHECKING:
     from pdserve.http.bodies import Bodies
     from pdserve.http.control import Verifier
     from pdserve.observe.clock import Clock
-    from pdserve.server.job import TextRequest
     from pdserve.server.metrics import ServerMetrics
     from pdserve.server.registration import Registrar
+    from pdserve.server.text_request import TextRequest
     from pdserve.text.load import Text
     from pdserve.wire.request import EngineInfo
 

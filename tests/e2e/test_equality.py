@@ -1,4 +1,7 @@
-"""The same tokens from transformers, from one engine, and through P and D."""
+"""The same tokens from transformers, from one engine, and through P and D.
+
+The one engine is D, asked by itself: under a cache salt of its own it shares no KV with P.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,7 @@ from tests.e2e.conftest import pd_deployment
 from tests.tiny_models import greedy_by_transformers, margins_by_transformers
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
     from pathlib import Path
 
     from tests.e2e.deployment import Deployment
@@ -52,6 +55,13 @@ def complete_all(url: str, prompts: list[list[int]], **fields: Any) -> list[list
         return list(pool.map(lambda prompt: complete(url, prompt, **fields), prompts))
 
 
+def complete_alone(
+    deployment: Deployment, prompts: list[list[int]], **fields: Any
+) -> list[list[int]]:
+    """All prompts at once, by D alone: it computes them itself, at first."""
+    return complete_all(deployment.url("decode"), prompts, cache_salt="alone", **fields)
+
+
 def assert_kv_moved(deployment: Deployment, num_prompt_tokens: int) -> None:
     """D received KV over the wire and computed no prompt token itself."""
     received = deployment.metric("decode", "pdserve_kv_transfer_bytes_total")
@@ -65,41 +75,43 @@ def assert_kv_moved(deployment: Deployment, num_prompt_tokens: int) -> None:
     assert sum(v for k, v in found.items() if k.startswith(source)) == num_prompt_tokens
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "boxed"])
-def test_transformers_serve_and_pd_agree_on_greedy_tokens(
+@pytest.mark.parametrize("family", ["llama", "boxed"])
+def test_transformers_one_engine_and_pd_agree_on_greedy_tokens(
     family: str, model_of: Callable[[str], Path], tmp_path: Path
 ) -> None:
     model = boxed_model_dir() if family == "boxed" else model_of(family)
     expected = greedy_by_transformers(model, PROMPTS, NUM_TOKENS)
-    with pd_deployment(tmp_path, model, "--dtype", "float32", with_serve=True) as deployment:
-        assert complete_all(deployment.url("serve"), PROMPTS) == expected
+    with pd_deployment(tmp_path, model, "--dtype", "float32") as deployment:
         assert complete_all(deployment.url("proxy"), PROMPTS) == expected
         assert_kv_moved(deployment, sum(map(len, PROMPTS)))
-        # Again, now that the prefix caches of all three are warm, one at a time.
-        assert [complete(deployment.url("serve"), p) for p in PROMPTS] == expected
+        assert complete_alone(deployment, PROMPTS) == expected
+        # Again, now that all prefix caches are warm, one at a time.
         assert [complete(deployment.url("proxy"), p) for p in PROMPTS] == expected
-        deployment.wait_nothing_held("serve", "prefill", "decode", timeout_s=20.0)
+        assert [complete_alone(deployment, [p]) for p in PROMPTS] == [[each] for each in expected]
+        deployment.wait_nothing_held("prefill", "decode", timeout_s=20.0)
 
 
 @pytest.mark.parametrize(
-    "flags",
+    ("family", "flags"),
     [
-        ["--max-num-batched-tokens", "16"],
-        ["--max-num-batched-tokens", "512", "--distributed-executor-backend", "multiprocess"],
+        ("qwen2", ["--max-num-batched-tokens", "16"]),
+        (
+            "qwen3",
+            ["--max-num-batched-tokens", "512", "--distributed-executor-backend", "multiprocess"],
+        ),
     ],
     ids=["chunks of 16", "chunks of 512, rank in its own process"],
 )
 def test_chunking_changes_no_token(
-    flags: list[str], model_of: Callable[[str], Path], tmp_path: Path
+    family: str, flags: list[str], model_of: Callable[[str], Path], tmp_path: Path
 ) -> None:
-    model = model_of("llama")
+    model = model_of(family)
     expected = greedy_by_transformers(model, PROMPTS, NUM_TOKENS)
-    with pd_deployment(
-        tmp_path, model, "--dtype", "float32", *flags, with_serve=True
-    ) as deployment:
-        assert complete_all(deployment.url("serve"), PROMPTS) == expected
+    with pd_deployment(tmp_path, model, "--dtype", "float32", *flags) as deployment:
         assert complete_all(deployment.url("proxy"), PROMPTS) == expected
-        deployment.wait_nothing_held("serve", "prefill", "decode", timeout_s=20.0)
+        assert_kv_moved(deployment, sum(map(len, PROMPTS)))
+        assert complete_alone(deployment, PROMPTS) == expected
+        deployment.wait_nothing_held("prefill", "decode", timeout_s=20.0)
 
 
 def test_preemption_by_a_small_pool_changes_no_token(
@@ -110,22 +122,39 @@ def test_preemption_by_a_small_pool_changes_no_token(
     prompts = [[3 + (13 * i + 31 * n) % 311 for i in range(97)] for n in range(4)]
     expected = greedy_by_transformers(model, prompts, 400)
     flags = ["--dtype", "float32", "--num-gpu-blocks-override", "50", "--max-model-len", "800"]
-    with pd_deployment(tmp_path, model, *flags, with_serve=True) as deployment:
-        for name, preempts in (("serve", "serve"), ("proxy", "decode")):
-            got = complete_all(deployment.url(name), prompts, max_tokens=400)
-            assert got == expected
-            assert deployment.info(preempts)["stats"]["num_preemptions"] > 0
-        deployment.wait_nothing_held("serve", "prefill", "decode", timeout_s=20.0)
+    with pd_deployment(tmp_path, model, *flags) as deployment:
+
+        def num_preemptions() -> int:
+            return int(deployment.info("decode")["stats"]["num_preemptions"])
+
+        assert complete_alone(deployment, prompts, max_tokens=400) == expected
+        alone = num_preemptions()
+        assert alone > 0
+        assert complete_all(deployment.url("proxy"), prompts, max_tokens=400) == expected
+        assert num_preemptions() > alone
+        deployment.wait_nothing_held("prefill", "decode", timeout_s=20.0)
 
 
-@pytest.mark.parametrize("family", ["llama", "boxed"])
+@pytest.fixture(scope="module")
+def in_bf16(
+    request: pytest.FixtureRequest,
+    model_of: Callable[[str], Path],
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Iterator[tuple[Path, Deployment]]:
+    """P and D of a family, whose rounding shows in tokens."""
+    model = boxed_model_dir() if request.param == "boxed" else model_of(request.param)
+    directory = tmp_path_factory.mktemp("bf16")
+    with pd_deployment(directory, model, "--dtype", "bfloat16") as deployment:
+        yield model, deployment
+
+
+@pytest.mark.parametrize("in_bf16", ["llama", "boxed"], indirect=True)
 def test_in_bf16_no_token_is_chosen_that_lags_by_more_than_epsilon(
-    family: str, model_of: Callable[[str], Path], tmp_path: Path
+    in_bf16: tuple[Path, Deployment],
 ) -> None:
-    model = boxed_model_dir() if family == "boxed" else model_of(family)
-    with pd_deployment(tmp_path, model, "--dtype", "bfloat16", with_serve=True) as deployment:
-        outputs = complete_all(deployment.url("proxy"), PROMPTS)
-        assert complete_all(deployment.url("serve"), PROMPTS) == outputs
+    model, deployment = in_bf16
+    outputs = complete_all(deployment.url("proxy"), PROMPTS)
+    assert complete_alone(deployment, PROMPTS) == outputs
     clear = 0
     for prompt, output in zip(PROMPTS, outputs, strict=True):
         for token_id, (best, lead) in zip(
@@ -137,17 +166,15 @@ def test_in_bf16_no_token_is_chosen_that_lags_by_more_than_epsilon(
     assert clear > NUM_TOKENS * len(PROMPTS) // 4, "too few positions were clear to judge"
 
 
-def test_sampled_tokens_depend_on_the_seed_alone(
-    model_of: Callable[[str], Path], tmp_path: Path
-) -> None:
-    """`serve` == P/D in bf16, alone or in a batch: every row is computed independently."""
+@pytest.mark.parametrize("in_bf16", ["llama"], indirect=True)
+def test_sampled_tokens_depend_on_the_seed_alone(in_bf16: tuple[Path, Deployment]) -> None:
+    """One engine == P/D in bf16, alone or in a batch: every row is computed independently."""
     sampled: dict[str, Any] = {"temperature": 0.9, "top_p": 0.95, "top_k": 40, "seed": 1234}
-    with pd_deployment(
-        tmp_path, model_of("llama"), "--dtype", "bfloat16", with_serve=True
-    ) as deployment:
-        serve, proxy = deployment.url("serve"), deployment.url("proxy")
-        alone = [complete(serve, prompt, **sampled) for prompt in PROMPTS]
-        assert complete_all(serve, PROMPTS, **sampled) == alone
-        assert complete_all(proxy, PROMPTS, **sampled) == alone
-        assert [complete(proxy, prompt, **sampled) for prompt in PROMPTS] == alone
-        assert complete(proxy, PROMPTS[3], **{**sampled, "seed": 77}) != alone[3]
+    _, deployment = in_bf16
+    proxy = deployment.url("proxy")
+    # Nothing of these prompts is in a cache, wherever other tests have sent them.
+    one_by_one = [complete(proxy, p, **sampled, cache_salt="one by one") for p in PROMPTS]
+    assert complete_all(proxy, PROMPTS, **sampled, cache_salt="at once") == one_by_one
+    assert complete_alone(deployment, PROMPTS, **sampled) == one_by_one
+    assert [complete_alone(deployment, [p], **sampled)[0] for p in PROMPTS] == one_by_one
+    assert complete(proxy, PROMPTS[3], **{**sampled, "seed": 77}) != one_by_one[3]

@@ -12,7 +12,7 @@ import pytest
 
 from tests.e2e.conftest import pd_deployment
 from tests.e2e.deployment import Deployment
-from tests.e2e.test_equality import assert_kv_moved, complete_all
+from tests.e2e.test_equality import assert_kv_moved, complete_all, complete_alone
 from tests.ray_cluster import ray_cluster
 from tests.tiny_models import greedy_by_transformers, write_tiny_model
 
@@ -101,14 +101,13 @@ def test_many_ranks_write_the_tokens_of_one(
     model, expected = parallel_model_of(family)
     flags = ["--dtype", "float32", "--kv-cache-memory-bytes", "32MiB"]
     flags += {**SHAPES, **EXPERT_SHAPES}[shape]
-    with pd_deployment(tmp_path, model, *flags, with_serve=True) as deployment:
-        for name in ("serve", "proxy"):
-            got = complete_all(deployment.url(name), PROMPTS, max_tokens=NUM_TOKENS)
-            assert got == expected
+    with pd_deployment(tmp_path, model, *flags) as deployment:
+        assert complete_all(deployment.url("proxy"), PROMPTS, max_tokens=NUM_TOKENS) == expected
         assert_kv_moved(deployment, sum(map(len, PROMPTS)))
+        assert complete_alone(deployment, PROMPTS, max_tokens=NUM_TOKENS) == expected
         # Again, with warm prefix caches.
         assert complete_all(deployment.url("proxy"), PROMPTS, max_tokens=NUM_TOKENS) == expected
-        deployment.wait_nothing_held("serve", "prefill", "decode", timeout_s=20.0)
+        deployment.wait_nothing_held("prefill", "decode", timeout_s=20.0)
 
 
 @pytest.fixture(scope="module")

@@ -16,8 +16,8 @@ from pdserve.observe.clock import ManualClock
 from pdserve.server.app import build_app
 from pdserve.server.hop import PrefillHop
 from pdserve.server.intake import choices_of
-from pdserve.server.job import TextRequest
 from pdserve.server.service import SERVICE
+from pdserve.server.text_request import TextRequest
 from pdserve.text.chat import ChatTemplate
 from pdserve.wire.hop import FORMER_HEADER, PROOF_HEADER
 from pdserve.wire.ids import RequestId

@@ -9,8 +9,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from pdserve.server.job import _raise_if_failed
 from pdserve.server.reply import error_response
+from pdserve.server.text_request import _raise_if_failed
 from pdserve.wire.ids import RequestId
 from pdserve.wire.request import (
     EngineOutput,

@@ -1,9 +1,9 @@
 """One HTTP request for text: its choices, from engine requests to pieces of text.
 
-The life of a job: `intake` makes one engine request per choice; entering the job submits them;
-`start` waits for the engine's first word (until then another status than 200 is possible);
-`deltas` yields what each choice gained; leaving the job aborts what still runs and gives back KV
-leases that were never handed over. Cancel-safe at every await. `account` counts and logs it; the
+Its life: `intake` makes one engine request per choice; entering it submits them; `start` waits for
+the engine's first word (until then another status than 200 is possible); `deltas` yields what each
+choice gained; leaving it aborts what still runs and gives back KV leases that were never handed
+over. Cancel-safe at every await. `account` counts and logs it; the
 JSON that the text goes into is not known here.
 """
 
