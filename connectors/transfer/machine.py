@@ -46,7 +46,7 @@ class TransferMachine:
         self.peers = Peers(seams)
         self.server = Server(seams)
         self.receiving = self.peers.receiver = Receiving(
-            seams, line=self.peers, fence=self.fence, is_alone=self._is_alone
+            seams, peers=self.peers, fence=self.fence, is_alone=self._is_alone
         )
 
     @property

@@ -20,7 +20,6 @@ from pdserve.connectors.transfer.back_off import MAX_REST_S, MIN_REST_S, BackOff
 from pdserve.connectors.transfer.greeting import hello_to, why_incompatible
 from pdserve.connectors.transfer.heartbeats import Heartbeats
 from pdserve.connectors.transfer.link import ClosedError, UnreachableError
-from pdserve.connectors.transfer.peering import hand_on
 from pdserve.connectors.transfer.protocol import (
     Accept,
     Bye,
@@ -44,7 +43,7 @@ if TYPE_CHECKING:
     from pdserve.connectors.handover.instructions import Watch
     from pdserve.connectors.transfer.link import PeerLink
     from pdserve.connectors.transfer.mover import Remote
-    from pdserve.connectors.transfer.peering import PeerHub, PeerId, PeerUser
+    from pdserve.connectors.transfer.peering import PeerId, PeerUser, PushReceiver
     from pdserve.connectors.transfer.protocol import Process, ToClient
     from pdserve.connectors.transfer.seams import Seams
     from pdserve.errors import PeerError
@@ -76,12 +75,12 @@ class Peer:
         users: By the read id that the peer knows them by.
     """
 
-    def __init__(self, peer_id: PeerId, seams: Seams, hub: PeerHub) -> None:
+    def __init__(self, peer_id: PeerId, seams: Seams, receiver: PushReceiver) -> None:
         self.id = peer_id
         self.users: dict[int, PeerUser] = {}
         self._seams = seams
         self._mover = seams.mover
-        self._hub = hub
+        self._receiver = receiver
         self._owner = peer_id.owner
         self._state = PeerState.IDLE
         self._since_s = seams.clock.monotonic_s()
@@ -304,8 +303,14 @@ class Peer:
                 user = self.users.get(message.read_id)
                 if user is not None:
                     user.on_confirm(message)
-            case Accept() | Progress() | Pushed() | Fail():
-                hand_on(self._hub.receiver, self.id, message)
+            case Accept():
+                self._receiver.on_accept(self.id, message)
+            case Progress():
+                self._receiver.on_progress(self.id, message)
+            case Pushed():
+                self._receiver.on_pushed(self.id, message)
+            case Fail():
+                self._receiver.on_fail(self.id, message)
             case Bye():
                 link, self._link = self._link, None
                 if link is not None:
@@ -356,8 +361,7 @@ class Peer:
         )
         for user in list(self.users.values()):
             user.on_ready()
-        if self._hub.receiver is not None:
-            self._hub.receiver.on_ready(self.id)
+        self._receiver.on_ready(self.id)
 
     def _on_refused(self, refuse: Refuse) -> None:
         reason = _REFUSED[refuse.reason]
@@ -368,7 +372,7 @@ class Peer:
         self._releases.clear()
         self._become(PeerState.REFUSED)
         self._turn_away(reason, refuse.detail)
-        self._tell_receiver(reason, refuse.detail)
+        self._receiver.on_lost(self.id, reason, refuse.detail)
 
     def _on_lost(self, error: PeerError) -> None:
         """The connection is gone; one that served is tried again at once, others later."""
@@ -397,7 +401,7 @@ class Peer:
         self._become(PeerState.DRAINING)
         for user in list(self.users.values()):
             user.on_lost(reason, detail)
-        self._tell_receiver(reason, detail)
+        self._receiver.on_lost(self.id, reason, detail)
 
     def _give_up(self, reason: LoadFailure, detail: str) -> None:
         """This attempt to meet has failed: everybody who waits for it is turned away."""
@@ -416,15 +420,11 @@ class Peer:
         self._releases.clear()
         self._become(PeerState.DRAINING)
         self._turn_away(reason, detail)
-        self._tell_receiver(reason, detail)
+        self._receiver.on_lost(self.id, reason, detail)
 
     def _turn_away(self, reason: LoadFailure, detail: str) -> None:
         for user in list(self.users.values()):
             user.on_hopeless(reason, detail)
-
-    def _tell_receiver(self, reason: LoadFailure, detail: str) -> None:
-        if self._hub.receiver is not None:
-            self._hub.receiver.on_lost(self.id, reason, detail)
 
     def _stop_warming_up(self) -> None:
         if self._is_warming_up:

@@ -2,18 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple, Protocol, assert_never
-
-from pdserve.connectors.transfer.link import Fault, FrameError
-from pdserve.connectors.transfer.protocol import Accept, Fail, Progress, Pushed
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 if TYPE_CHECKING:
-    import msgspec
-
-    from pdserve.connectors.transfer.protocol import (
-        Confirm,
-        Process,
-    )
+    from pdserve.connectors.transfer.protocol import Accept, Confirm, Fail, Progress, Pushed
     from pdserve.wire.transfer import EngineRef, LoadFailure
 
 
@@ -70,51 +62,3 @@ class PushReceiver(Protocol):
 
     def on_lost(self, peer: PeerId, reason: LoadFailure, detail: str) -> None:
         """The connection has ended, or none could be made: nothing can be asked of it now."""
-
-
-class Line(Protocol):
-    """How the ranks of Ps are reached."""
-
-    def meet(self, owner: EngineRef) -> None:
-        """Connect to all of its ranks that this one has to do with, if that is not done."""
-
-    def send_to(self, owner: EngineRef, rank: int, message: msgspec.Struct) -> bool:
-        """Say something to a rank that is met and ready; whether it was."""
-
-    def trouble(self, owner: EngineRef, rank: int) -> tuple[LoadFailure, str] | None:
-        """Why it is not even tried to be met now."""
-
-    def process_of(self, owner: EngineRef, rank: int) -> Process | None:
-        """Who it is on its host; None before it was met."""
-
-
-class PeerHub(Protocol):
-    """What all peers of a rank share."""
-
-    @property
-    def receiver(self) -> PushReceiver | None:
-        """Who takes pushes, if anybody does."""
-        ...
-
-
-def hand_on(
-    receiver: PushReceiver | None, peer: PeerId, message: Accept | Progress | Pushed | Fail
-) -> None:
-    """Tell who takes pushes, if anybody does, what a P says of one.
-
-    Raises:
-        FrameError: Nobody does.
-    """
-    if receiver is None:
-        raise FrameError(Fault.UNEXPECTED, f"{peer}: {type(message).__name__} of no push")
-    match message:
-        case Accept():
-            receiver.on_accept(peer, message)
-        case Progress():
-            receiver.on_progress(peer, message)
-        case Pushed():
-            receiver.on_pushed(peer, message)
-        case Fail():
-            receiver.on_fail(peer, message)
-        case _:
-            assert_never(message)

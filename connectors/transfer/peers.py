@@ -36,12 +36,13 @@ class Peers:
 
     Attributes:
         loads: What is pulled.
-        receiver: Who takes pushes; without one, a peer that speaks of any is dropped.
+        receiver: Who takes pushes; whoever makes this says so.
     """
+
+    receiver: PushReceiver
 
     def __init__(self, seams: Seams) -> None:
         self._seams = seams
-        self.receiver: PushReceiver | None = None
         self.loads = Loads(
             seams, peer=lambda load, route: self._peer(PeerId(load.owner, route.source_rank))
         )
@@ -131,5 +132,5 @@ class Peers:
 
     def _peer(self, peer_id: PeerId) -> Peer:
         if peer_id not in self._peers:
-            self._peers[peer_id] = Peer(peer_id, self._seams, self)
+            self._peers[peer_id] = Peer(peer_id, self._seams, self.receiver)
         return self._peers[peer_id]

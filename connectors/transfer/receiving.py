@@ -47,7 +47,8 @@ if TYPE_CHECKING:
 
     from pdserve.connectors.handover.instructions import Reserve
     from pdserve.connectors.transfer.checking import Piece
-    from pdserve.connectors.transfer.peering import Line, PeerId
+    from pdserve.connectors.transfer.peering import PeerId
+    from pdserve.connectors.transfer.peers import Peers
     from pdserve.connectors.transfer.protocol import Accept, Fail, Progress, Pushed
     from pdserve.connectors.transfer.seams import Seams
     from pdserve.wire.ids import RequestId
@@ -60,7 +61,7 @@ class Receiving:
     """All reservations of one rank of D; takes what Ps say of them (see `PushReceiver`).
 
     Args:
-        line: How Ps are reached.
+        peers: How Ps are reached.
         fence: Cuts this memory off from Ps, and closes every link.
         is_alone: Whether nothing but reservations would suffer from that; else a LOST part waits
             for the others, but not for longer than the quarantine.
@@ -74,14 +75,14 @@ class Receiving:
         self,
         seams: Seams,
         *,
-        line: Line,
+        peers: Peers,
         fence: Callable[[str], None],
         is_alone: Callable[[], bool],
     ) -> None:
         self._seams = seams
         self._shape, self._rank = seams.context.shape, seams.context.rank
         self._transfer = seams.transfer
-        self._line = line
+        self._peers = peers
         self._fence = fence
         self._is_alone = is_alone
         self._is_fencing = False
@@ -141,7 +142,7 @@ class Receiving:
             )
             for route in routes
         }
-        self._line.meet(reserve.owner)
+        self._peers.meet(reserve.owner)
         for rank, part in list(reservation.parts.items()):
             self._register(reservation, rank, part)
 
@@ -234,11 +235,11 @@ class Receiving:
 
     def _register(self, reservation: Reservation, rank: int, part: IncomingPart) -> None:
         reserve = reservation.reserve
-        if part.state is IncomingState.WAITING and self._line.send_to(
+        if part.state is IncomingState.WAITING and self._peers.send_to(
             reserve.owner, rank, reservation.registration
         ):
             part.state, part.alive_s = IncomingState.SENT, self._now_s()
-            part.process = self._line.process_of(reserve.owner, rank)
+            part.process = self._peers.process_of(reserve.owner, rank)
 
     def _go_on_checking(self, reservation: Reservation, rank: int, part: IncomingPart) -> None:
         """Take the digests of what is written; when they are all, and P's are here, compare."""
@@ -289,7 +290,7 @@ class Receiving:
             num_tokens=reserve.num_tokens,
         )
         is_equal = num_valid == reserve.num_tokens
-        was_heard = self._line.send_to(reserve.owner, rank, Taken(reserve.load_id, is_equal))
+        was_heard = self._peers.send_to(reserve.owner, rank, Taken(reserve.load_id, is_equal))
         if is_equal:
             part.state = IncomingState.GOOD
             self._finish_if_over(reservation)
@@ -340,7 +341,7 @@ class Receiving:
         """Have P say that it writes nothing any more."""
         reserve = reservation.reserve
         part.asked_s = self._now_s()
-        was_heard = self._line.send_to(reserve.owner, rank, Abort(reserve.load_id))
+        was_heard = self._peers.send_to(reserve.owner, rank, Abort(reserve.load_id))
         if not was_heard and part.state in (IncomingState.SENT, IncomingState.ACCEPTED):
             part.state, part.lost_s = IncomingState.LOST, part.asked_s
 
@@ -371,7 +372,7 @@ class Receiving:
         owner = reservation.reserve.owner
         match part.state:
             case IncomingState.WAITING:
-                reason, detail = self._line.trouble(owner, rank) or (
+                reason, detail = self._peers.trouble(owner, rank) or (
                     LoadFailure.HANDSHAKE,
                     f"no connection to rank {rank} of {owner.engine_id} in time",
                 )
@@ -388,7 +389,7 @@ class Receiving:
                     part.state, part.lost_s, part.asked_s = IncomingState.LOST, now_s, now_s
             case IncomingState.LOST:
                 part.asked_s = now_s
-                self._line.meet(owner)
+                self._peers.meet(owner)
                 self._ask_to_end(reservation, rank, part)
             case _:
                 pass
@@ -418,7 +419,7 @@ class Receiving:
             part.state = IncomingState.OVER if self._is_stopped(part) else IncomingState.LOST
             self._give_up(reservation, LoadFailure.PEER_LOST, reason)
         for reservation, _ in self._open.parts(IncomingState.WAITING):
-            self._line.meet(reservation.reserve.owner)
+            self._peers.meet(reservation.reserve.owner)
 
     # ---- small answers -----------------------------------------------------------------
 

@@ -27,7 +27,6 @@ from pdserve.connectors.handover.instructions import (
     Load,
     Reserve,
     StepInstructions,
-    Stop,
     Watch,
 )
 from pdserve.connectors.handover.news import PushNews
@@ -80,7 +79,6 @@ class PushEngine:
         shape: KVShape | None = None,
         *,
         layerwise: bool = False,
-        quarantine_s: float = 30.0,
         lease_s: float = 6.0,
         **transfer: Any,
     ) -> None:
@@ -101,7 +99,7 @@ class PushEngine:
                 **{"handshake_timeout_s": 30.0, **transfer},
                 kv_connector="nixl",
                 lease_s=lease_s,
-                quarantine_s=quarantine_s,
+                quarantine_s=30.0,
             ),
         )
         endpoints: list[Endpoint] = []
@@ -166,10 +164,6 @@ class PushEngine:
             for share, kv in zip(self.shares, self.kvs, strict=True)
         )
 
-    def untouched(self, blocks: Sequence[int]) -> bool:
-        """Whether these blocks are zero, as they were made, on every rank."""
-        return not any(bool(kv[list(blocks)].any()) for kv in self.kvs)
-
     def fill_kv(self, value: float) -> None:
         for kv in self.kvs:
             kv.fill_(value)
@@ -179,17 +173,13 @@ class PushEngine:
 
     # ---- what a scheduler half would stage ---------------------------------------------------
 
-    def post(self, *, only_rank: int | None = None, **instructions: Any) -> None:
+    def post(self, **instructions: Any) -> None:
         metadata = Instructions(**instructions).to_metadata()
-        for rank, worker in enumerate(self.workers):
-            if only_rank in (None, rank):
-                worker.post(metadata)
+        for worker in self.workers:
+            worker.post(metadata)
 
     def expect(self, nonce: str, decode: EngineRef) -> None:
         self.post(expects=[Expect(nonce, RequestId(f"p-{nonce}"), decode)])
-
-    def watch(self, nonce: str, owner: EngineRef) -> None:
-        self.post(watches=[Watch(nonce, owner, self.lease_s)])
 
     def reserve(
         self,
@@ -200,10 +190,8 @@ class PushEngine:
         *,
         first: int = 0,
         load_id: int = 1,
-        only_rank: int | None = None,
     ) -> None:
         self.post(
-            only_rank=only_rank,
             watches=[Watch(nonce, owner, self.lease_s)],
             reserves=[
                 Reserve(
@@ -304,12 +292,6 @@ class PushEngine:
 
     def release(self, nonce: str, owner: EngineRef, end: LeaseEnd = LeaseEnd.READ) -> None:
         self.post(releases=[EndLease(nonce, owner, end)])
-
-    def stop(self, nonce: str) -> None:
-        self.post(stops=[Stop(nonce, RequestId(f"p-{nonce}"), "stopped")])
-
-    def abort(self, nonce: str) -> None:
-        self.post(aborts=[RequestId(f"d-{nonce}")])
 
     # ---- what was reported -------------------------------------------------------------------
 

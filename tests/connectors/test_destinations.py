@@ -137,3 +137,14 @@ def test_after_a_failure_the_next_push_wires_up_again(bench):
     bench.use(d, "second")
     bench.mover.settle()
     assert bench.told == [("first", "no route"), ("second", None)]
+
+
+def test_the_memory_of_an_agent_that_was_made_again_is_let_go_by_whoever_wrote_to_it(bench):
+    before, after = connection(b"agent"), connection(b"made again")
+    bench.use(before, "push")
+    bench.mover.settle()
+    bench.all.lost(before)
+    bench.use(after, "other push")
+    bench.mover.settle()
+    bench.all.let_go("push")
+    assert bench.mover.forgotten == [b"agent"]

@@ -10,15 +10,15 @@ import pytest
 
 from pdserve.connectors.conformance.engines import FIRST_TOKEN, Engine, prompt_of
 from pdserve.connectors.conformance.values import make_shape
-from pdserve.connectors.handover.instructions import Instructions, Reserve
+from pdserve.connectors.handover.instructions import Grant, Instructions, Reserve
 from pdserve.connectors.memory import MemoryConnector
+from pdserve.connectors.memory.exchange import Exchange
 from pdserve.connectors.memory.mover import POLLS_ON_THE_WIRE
 from pdserve.connectors.memory.trouble import Spoil, Trouble
 from pdserve.connectors.views import ScheduledRequest, StepView
 from pdserve.observe.clock import ManualClock
 from pdserve.wire.ids import BlockId
 from pdserve.wire.transfer import (
-    EngineRef,
     KVHandoff,
     KVMode,
     KVShape,
@@ -27,10 +27,12 @@ from pdserve.wire.transfer import (
     PushTicket,
 )
 from tests.connectors.test_memory_stateful import SHAPES, OneAddress
+from tests.connectors.test_pair_of_ranks import PartitionedExchange
 
 if TYPE_CHECKING:
     from pdserve.connectors.conformance.engines import KitRequest
-    from pdserve.connectors.memory.exchange import Exchange
+    from pdserve.connectors.transfer.machine import TransferMachine
+    from pdserve.wire.transfer import ConnectorMetadata
 
 LEASE_S = 6.0
 PROMPT = prompt_of(40)
@@ -38,10 +40,21 @@ SEED = 3
 
 
 class Rot(Trouble):
-    """Spoils the copies into a rank's memory of these numbers, counted from 0."""
+    """Spoils the copies into a rank's memory of these numbers, counted from 0.
+
+    Attributes:
+        late: For how many polls a frame to this rank, and a copy of it, is under way.
+    """
 
     def __init__(self, *numbers: int) -> None:
         self._numbers, self._count = numbers, itertools.count()
+        self.late = 0
+
+    def frame_polls(self) -> int:
+        return self.late
+
+    def copy_polls(self) -> int:
+        return self.late
 
     def spoils(self) -> Spoil | None:
         return Spoil.CORRUPT if next(self._count) in self._numbers else None
@@ -56,12 +69,13 @@ class World:
         exchange: Exchange,
         *,
         hit: int = 0,
+        trouble_at_p: Trouble | None = None,
         trouble_at_d: Trouble | None = None,
     ) -> None:
         self.exchange, self.clock = exchange, ManualClock()
-        self.p = self.engine("P", shapes[0])
+        self.p = self.engine("P", shapes[0], trouble=trouble_at_p)
         self.d = self.engine("D", shapes[1], trouble=trouble_at_d)
-        self.ticket = PushTicket(nonce="push", prefill=ref_of(self.p), decode=ref_of(self.d))
+        self.ticket = PushTicket(nonce="push", prefill=self.p.ref, decode=self.d.ref)
         self.at_p = self.p.new_request(PROMPT, ticket=self.ticket, remote_decode=True)
         self.at_d = self.d.new_request(PROMPT, ticket=self.ticket)
         self.p_blocks = list(range(-(-len(PROMPT) // shapes[0].block_size)))
@@ -91,6 +105,15 @@ class World:
         """Whether it was told that there is no push."""
         return any("withdrawn" in why for _, why in self.p.ready)
 
+    def why_withdrawn(self) -> str:
+        """What it was told of why."""
+        (why,) = (why for _, why in self.p.ready if "withdrawn" in why)
+        return why
+
+    def machine(self, engine: Engine) -> TransferMachine:
+        """What an engine's first rank runs."""
+        return engine.ranks[0].worker._runner.machine  # type: ignore[attr-defined]
+
     def reserve(self) -> None:
         """D takes blocks and registers them; P's request may run after that."""
         self.p.arrive(self.at_p)
@@ -104,18 +127,21 @@ class World:
 
     def compute(self, end: int) -> None:
         """One step of P, up to token `end`; its bytes begin to move with the next poll."""
-        table = [BlockId(block) for block in self.p_blocks]
+        self.run(self.plan(end))
+
+    def plan(self, end: int) -> ConnectorMetadata | None:
+        """What the scheduler half says of such a step."""
         if not self.num_computed:
-            match = self.p.scheduler.get_num_new_matched_tokens(self.at_p, 0)
-            assert match is not None, "D has not registered"
-            self.p.scheduler.update_state_after_alloc(
-                self.at_p, table, 0, generations=[1] * len(table)
-            )
+            self.p.start(self.at_p, self.p_blocks)
         start, self.num_computed = self.num_computed, end
         self.p.write(self.p_blocks, SEED, start, end)
+        table = [BlockId(block) for block in self.p_blocks]
         scheduled = ScheduledRequest(self.at_p, table, [1] * len(table), start, end)
         step = StepView({self.at_p.request_id: end - start}, lambda _: scheduled)
-        metadata = self.p.scheduler.build_connector_meta(step)
+        return self.p.scheduler.build_connector_meta(step)
+
+    def run(self, metadata: ConnectorMetadata | None = None) -> None:
+        """What the workers do in it; without metadata it is a step of other requests."""
         for rank in self.p.ranks:
             if metadata is not None:
                 rank.worker.start_load_kv(metadata)
@@ -131,15 +157,6 @@ class World:
 
     def rot(self, block: int) -> None:
         self.d.ranks[-1].kv[self.d_blocks[block]] += 1
-
-
-def ref_of(engine: Engine) -> EngineRef:
-    return EngineRef(
-        engine_id=engine.context.engine_id,
-        incarnation=engine.context.incarnation,
-        endpoints=tuple(rank.endpoint for rank in engine.ranks),
-        shape=engine.context.shape,
-    )
 
 
 @pytest.fixture
@@ -170,15 +187,6 @@ def test_a_push_is_there_soon_after_the_last_chunk_with_its_first_token(
     assert [settled.end for settled in world.p.settled] == [LeaseEnd.READ]
     assert not world.p.faults
     assert not world.d.faults
-
-
-def test_a_request_of_one_chunk_is_pushed_too(world: World) -> None:
-    world.reserve()
-    world.compute(40)
-    world.finish()
-    world.poll(POLLS_ON_THE_WIRE + 2)
-    assert world.d.received
-    assert world.d.holds(world.d_blocks, SEED, 0, 40)
 
 
 def test_bytes_of_an_aborted_reservation_land_until_it_is_reported_and_never_after(
@@ -253,17 +261,6 @@ def test_blocks_are_held_until_d_has_found_them_good_although_their_lease_is_ove
     assert world.d.holds(world.d_blocks, SEED, 0, 40)
     assert world.d.faults == {"push_digest_mismatch": 1}
     assert [settled.end for settled in world.p.settled] == [LeaseEnd.RELEASED]
-
-
-def test_what_arrived_damaged_is_written_once_more() -> None:
-    world = rotten(0)
-    world.reserve()
-    world.compute(40)
-    world.finish()
-    world.poll(2 * POLLS_ON_THE_WIRE + 2)
-    assert len(world.d.received) == 1
-    assert world.d.holds(world.d_blocks, SEED, 0, 40)
-    assert world.d.faults == {"push_digest_mismatch": 1}
 
 
 def test_what_arrives_damaged_twice_has_failed_and_is_no_kv() -> None:
@@ -359,13 +356,187 @@ def test_a_push_that_a_rank_of_d_never_registers_is_withdrawn_after_a_lease() ->
     assert [each.reason for each in failed] == [LoadFailure.WITHDRAWN]
 
 
+def test_p_waits_for_ds_blocks_as_long_as_d_does_while_it_runs_other_requests(
+    world: World,
+) -> None:
+    world.reserve()
+    for _ in range(6):
+        world.clock.advance(LEASE_S / 2)
+        world.run()
+        world.poll()
+    assert not world.withdrawn
+    assert not world.d.failed
+    world.compute(40)
+    world.finish()
+    world.poll(POLLS_ON_THE_WIRE + 2)
+    assert world.d.received
+
+
+def test_a_p_that_runs_no_step_gives_ds_blocks_back_after_a_lease(world: World) -> None:
+    world.reserve()
+    for _ in range(3):
+        world.clock.advance(LEASE_S / 3)
+        world.poll()
+    world.poll()
+    assert "no step has run" in world.why_withdrawn()
+    assert [failed.reason for failed in world.d.failed] == [LoadFailure.WITHDRAWN]
+
+
+def test_a_registration_without_a_request_fails_after_a_lease_and_so_does_the_request(
+    world: World,
+) -> None:
+    world.d.arrive(world.at_d)
+    world.d.stage_load(world.at_d, world.d_blocks)
+    for _ in range(3):
+        world.poll()
+        assert not world.d.failed
+        world.clock.advance(LEASE_S / 3)
+    world.poll(2)
+    assert [failed.reason for failed in world.d.failed] == [LoadFailure.WITHDRAWN]
+    assert "no request came" in world.d.failed[0].detail
+    world.p.arrive(world.at_p)
+    world.poll()
+    assert "no request came" in world.why_withdrawn()
+
+
+def test_a_write_that_never_ends_ends_its_push_though_both_sides_are_alive() -> None:
+    wire = Rot()
+    world = World((make_shape(), make_shape()), OneAddress(), trouble_at_p=wire)
+    world.reserve()
+    wire.late = 1000
+    world.compute(40)
+    wire.late = 0
+    for _ in range(int(world.p.context.config.transfer.transfer_timeout_s)):
+        world.poll()
+        assert not world.machine(world.p).server.pushing._pushes["push"].ending
+        world.clock.advance(1.0)
+    world.poll()
+    assert "has not ended" in str(world.machine(world.p).server.pushing._pushes["push"].ending)
+    assert not world.d.failed, "it may still land"
+    world.poll(1000 + POLLS_ON_THE_WIRE)
+    assert "has not ended" in world.why_withdrawn()
+    assert [failed.reason for failed in world.d.failed] == [LoadFailure.WITHDRAWN]
+
+
+def test_a_push_holds_its_blocks_also_before_its_first_chunk_is_told(world: World) -> None:
+    """The engine has the last token before its worker tells of the step that gave it."""
+    world.reserve()
+    told = world.plan(40)
+    world.finish()
+    world.p.give_up("push")
+    world.poll(3)
+    assert not world.p.settled
+    world.run(told)
+    world.poll(POLLS_ON_THE_WIRE + 2)
+    assert world.d.received
+    assert world.d.holds(world.d_blocks, SEED, 0, 40)
+    assert len(world.p.settled) == 1
+
+
+def test_a_lease_under_another_nonce_ends_the_push(world: World) -> None:
+    world.reserve()
+    world.compute(40)
+    blocks = [BlockId(block) for block in world.p_blocks]
+    grant = Grant("other", world.at_p.request_id, blocks, [1] * len(blocks), 40, None)
+    world.p.post(Instructions(grants=[grant]).to_metadata())
+    world.poll(POLLS_ON_THE_WIRE + 1)
+    assert [failed.reason for failed in world.d.failed] == [LoadFailure.WITHDRAWN]
+
+
+def test_what_p_said_before_it_writes_once_more_is_not_believed_of_that() -> None:
+    wire = Rot(0)
+    world = World((make_shape(), make_shape()), OneAddress(), trouble_at_d=wire)
+    world.reserve()
+    world.compute(40)
+    world.finish()
+    wire.late = 1
+    for _ in range(POLLS_ON_THE_WIRE + 1):
+        world.p.step()
+    wire.late = 2  # what P says from time to time, behind its word that all is written
+    world.clock.advance(LEASE_S / 6)
+    world.p.step()
+    wire.late = 0
+    world.d.step()
+    assert world.d.faults == {"push_digest_mismatch": 1}
+    world.d.step()
+    world.poll(POLLS_ON_THE_WIRE + 2)
+    assert world.d.received
+    assert world.d.holds(world.d_blocks, SEED, 0, 40)
+    assert world.d.faults == {"push_digest_mismatch": 1}
+
+
+def test_a_release_that_overtakes_what_a_rank_of_d_has_checked_is_no_fault() -> None:
+    """Each rank of D has a connection of its own, and the release comes over one of them."""
+    exchange, wire = PartitionedExchange(), Rot()
+    world = World((make_shape(), make_shape(tp=2)), exchange, trouble_at_p=wire)
+    world.reserve()
+    world.compute(40)
+    world.finish()
+    wire.late = 1
+    while not world.d.received:
+        world.poll()
+    world.d.step()
+    exchange.cut = {world.d.ranks[1].endpoint}  # type: ignore[arg-type]
+    world.p.step()
+    assert not world.machine(world.p).num_open
+    assert [settled.end for settled in world.p.settled] == [LeaseEnd.READ]
+    exchange.cut = set()
+    world.poll(2)
+    assert not world.p.faults
+
+
+def test_d_is_driven_only_for_writes_that_go_on_after_their_post() -> None:
+    world = World((make_shape(), make_shape()), Exchange(is_driven=True))
+    world.reserve()
+    assert not world.machine(world.d).needs_progress
+    world.compute(32)
+    world.poll()
+    assert world.machine(world.d).needs_progress
+    world.poll(POLLS_ON_THE_WIRE)
+    assert world.d.holds(world.d_blocks, SEED, 0, 32)
+    assert world.machine(world.d).needs_progress, "it was told for the whole push"
+
+
+@pytest.mark.parametrize("change", [{"num_units": 1 << 40}, {"stride_bytes": 4}], ids=str)
+def test_blocks_in_a_pool_of_another_size_are_refused(world: World, change: Any) -> None:
+    world.d.arrive(world.at_d)
+    world.poll()
+    (client,) = world.machine(world.p).server._clients
+    assert client.destination is not None
+    hello = client.destination.hello
+    pool = msgspec.structs.replace(hello.pool, **change)
+    client.destination.hello = msgspec.structs.replace(hello, pool=pool)
+    world.d.stage_load(world.at_d, world.d_blocks)
+    world.poll(2)
+    (failed,) = world.d.failed
+    assert f"it has {1 << 40}" in failed.detail or "of 4" in failed.detail
+
+
+def test_a_d_that_came_first_but_is_not_the_one_makes_way(world: World) -> None:
+    other = world.engine("E", make_shape())
+    forged = msgspec.structs.replace(world.ticket, decode=other.ref)
+    theirs = other.new_request(PROMPT, ticket=forged)
+    other.arrive(theirs)
+    other.stage_load(theirs, world.d_blocks)
+    other.step()
+    other.step()
+    assert not other.failed
+    world.reserve()
+    world.compute(40)
+    world.finish()
+    world.poll(POLLS_ON_THE_WIRE + 1)
+    other.step()
+    assert [failed.reason for failed in other.failed] == [LoadFailure.WITHDRAWN]
+    assert world.d.received
+
+
 def test_only_the_d_of_the_ticket_may_register() -> None:
     shape = make_shape()
     world = World((shape, shape), OneAddress())
     other = world.engine("E", shape)
     world.p.arrive(world.at_p)
     world.p.step()
-    forged = msgspec.structs.replace(world.ticket, decode=ref_of(other))
+    forged = msgspec.structs.replace(world.ticket, decode=other.ref)
     request = other.new_request(PROMPT, ticket=forged)
     other.arrive(request)
     other.stage_load(request, world.d_blocks)

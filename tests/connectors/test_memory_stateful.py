@@ -32,7 +32,6 @@ from pdserve.observe.clock import ManualClock
 from pdserve.wire.ids import BlockId
 from pdserve.wire.transfer import (
     Endpoint,
-    EngineRef,
     KVHandoff,
     KVMode,
     KVShape,
@@ -317,9 +316,7 @@ class PairMachine(RuleBasedStateMachine):
         if len(self.pushes) > 4:
             return
         self.count += 1
-        ticket = PushTicket(
-            nonce=f"push {self.count}", prefill=ref_of(self.p), decode=ref_of(self.d)
-        )
+        ticket = PushTicket(nonce=f"push {self.count}", prefill=self.p.ref, decode=self.d.ref)
         push = self.add_push(ticket, prompt_of(num_tokens), comes_to_d)
         if is_eager and push.at_d is not None:
             if self.reserve(push.at_d, hit, push.seed, push.life, push) is not None:
@@ -571,15 +568,6 @@ class PairMachine(RuleBasedStateMachine):
 
 def table(blocks: list[int]) -> list[BlockId]:
     return [BlockId(block) for block in blocks]
-
-
-def ref_of(engine: Engine) -> EngineRef:
-    return EngineRef(
-        engine_id=engine.context.engine_id,
-        incarnation=engine.context.incarnation,
-        endpoints=tuple(rank.endpoint for rank in engine.ranks),
-        shape=engine.context.shape,
-    )
 
 
 WANTED = (

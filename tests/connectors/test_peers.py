@@ -25,11 +25,10 @@ from pdserve.connectors.side_channel.network import SideChannel
 from pdserve.connectors.side_channel.reactor import Reactor
 from pdserve.connectors.slicing import routes_to
 from pdserve.connectors.transfer.link import UnreachableError
+from pdserve.connectors.transfer.machine import TransferMachine
 from pdserve.connectors.transfer.mover import ExposedMemory
-from pdserve.connectors.transfer.peers import Peers
 from pdserve.connectors.transfer.protocol import Refuse, RefuseReason, Region
 from pdserve.connectors.transfer.seams import Seams
-from pdserve.connectors.transfer.serving import Server
 from pdserve.observe.clock import ManualClock
 from pdserve.wire.ids import BlockId, EngineId, RequestId
 from pdserve.wire.transfer import Endpoint, EngineRef, Failed, LoadFailure, Received
@@ -161,9 +160,10 @@ class Pair:
                 piece_bytes=PIECE_BYTES,
             )
 
-        self.server = Server(seams(p, lambda: self.metadata, self.make_lanes(pool, scratch)))
+        lanes_of_p = self.make_lanes(pool, scratch)
+        self.server = TransferMachine(seams(p, lambda: self.metadata, lanes_of_p)).server
         self.network.listen(self.listener, self.server.accept)
-        self.peers = Peers(seams(d, lambda: b"agent-of-D", self.lanes))
+        self.peers = TransferMachine(seams(d, lambda: b"agent-of-D", self.lanes)).peers
         self.owner = EngineRef(
             engine_id=EngineId("P"),
             incarnation=p.incarnation,
