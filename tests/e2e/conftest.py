@@ -15,6 +15,10 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 
+OPENAI_MODEL = "tiny"
+OPENAI_KEY = "sk-of-this-deployment"
+
+
 @pytest.fixture(scope="session")
 def model_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     """Make (once) and return the tiny model of a family."""
@@ -32,6 +36,24 @@ def model_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
         return made[family]
 
     return make
+
+
+@pytest.fixture(scope="session")
+def asked_by_openai(
+    model_of: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Deployment]:
+    """P, D and proxy, and one engine to compare with, for OpenAI's clients; all ask for the key.
+
+    After all tests every block is free, and none became so by running out of its lease.
+    """
+    flags = ["--served-model-name", OPENAI_MODEL]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PDSERVE_API_KEY", OPENAI_KEY)
+        directory = tmp_path_factory.mktemp("openai")
+        with pd_deployment(directory, model_of("llama"), *flags, with_serve=True) as running:
+            yield running
+            running.wait_nothing_held("serve", "prefill", "decode", timeout_s=20.0)
+            assert running.metric("prefill", "pdserve_kv_lease_expired_total") == 0
 
 
 @contextmanager

@@ -16,20 +16,16 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from tests.e2e.conftest import pd_deployment
+from tests.e2e.conftest import OPENAI_KEY, OPENAI_MODEL
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-
     from tests.e2e.deployment import Deployment
 
     Answers = dict[str, Any]
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.e2e, pytest.mark.xdist_group("openai"), pytest.mark.timeout(400)]
 
 NODE = Path(__file__).parent / "node"
-MODEL = "tiny"
-KEY = "sk-of-this-deployment"
 COMPARED = [
     "completions, sampled",
     "completions, choices",
@@ -72,19 +68,23 @@ def openai_node() -> None:
 
 
 @pytest.fixture(scope="module")
-def deployment(
-    openai_node: None, model_of: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Deployment]:
-    directory = tmp_path_factory.mktemp("openai_node")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PDSERVE_API_KEY", KEY)
-        flags = ["--served-model-name", MODEL]
-        with pd_deployment(directory, model_of("llama"), *flags, with_serve=True) as running:
-            yield running
+def deployment(openai_node: None, asked_by_openai: Deployment) -> Deployment:
+    return asked_by_openai
 
 
 @pytest.fixture(scope="module")
-def proxy(deployment: Deployment) -> Answers:
+def num_left_before(deployment: Deployment) -> float:
+    return num_left(deployment)
+
+
+def num_left(deployment: Deployment) -> float:
+    """How many clients have left their streams."""
+    found = deployment.metrics("proxy")
+    return sum(v for k, v in found.items() if k.startswith("pdserve_client_disconnects_total"))
+
+
+@pytest.fixture(scope="module")
+def proxy(deployment: Deployment, num_left_before: float) -> Answers:
     """What the proxy answers. All that was asked is over a second later."""
     answers = ask_all(deployment.url("proxy"))
     deployment.wait_nothing_held("prefill", "decode", timeout_s=20.0)
@@ -98,7 +98,14 @@ def serve(deployment: Deployment) -> Answers:
 
 
 def ask_all(url: str) -> Answers:
-    printed = run("node", "ask.mjs", timeout_s=120, BASE_URL=f"{url}/v1", API_KEY=KEY, MODEL=MODEL)
+    printed = run(
+        "node",
+        "ask.mjs",
+        timeout_s=120,
+        BASE_URL=f"{url}/v1",
+        API_KEY=OPENAI_KEY,
+        MODEL=OPENAI_MODEL,
+    )
     answers: Answers = json.loads(printed)
     return answers
 
@@ -171,7 +178,7 @@ def test_the_clients_own_accumulator_takes_the_stream(proxy: Answers) -> None:
 
 
 def test_the_models_are_listed(proxy: Answers) -> None:
-    assert proxy["models"] == [MODEL]
+    assert proxy["models"] == [OPENAI_MODEL]
 
 
 @pytest.mark.parametrize(
@@ -191,12 +198,10 @@ def test_errors_are_the_clients_own_classes(
     assert found == expected
 
 
-def test_leaving_a_stream_is_noticed(proxy: Answers, deployment: Deployment) -> None:
+def test_leaving_a_stream_is_noticed(
+    proxy: Answers, deployment: Deployment, num_left_before: float
+) -> None:
     """The fixture has waited until nothing was held; here, that they did leave in mid stream."""
     assert proxy["completions, left by break"] == {"num_chunks": 5}
     assert 5 <= proxy["chat, left by abort"]["num_chunks"] < 900
-    disconnects = deployment.metrics("proxy")
-    left = sum(
-        v for k, v in disconnects.items() if k.startswith("pdserve_client_disconnects_total")
-    )
-    assert left == 3
+    assert num_left(deployment) == num_left_before + 3

@@ -12,19 +12,17 @@ import httpx
 import openai
 import pytest
 
-from tests.e2e.conftest import pd_deployment
+from tests.e2e.conftest import OPENAI_KEY, OPENAI_MODEL
 from tests.tiny_models import EOS_TOKEN_ID
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
-    from pathlib import Path
+    from collections.abc import Iterable, Iterator
 
     from tests.e2e.deployment import Deployment
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.e2e, pytest.mark.xdist_group("openai"), pytest.mark.timeout(400)]
 
-MODEL = "tiny"
-KEY = "sk-of-this-deployment"
+MODEL, KEY = OPENAI_MODEL, OPENAI_KEY
 PROMPT = "What is one part, and what are two?"
 MESSAGES = [
     {"role": "system", "content": "You are tiny."},
@@ -36,24 +34,11 @@ LETTER_IDS = [3 + ord(letter) - ord("!") for letter in string.ascii_lowercase]
 
 
 @pytest.fixture(scope="module")
-def deployment(
-    model_of: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Deployment]:
-    """P, D and proxy, and one engine to compare with; all ask for the key.
-
-    After all tests every block is free, and none became so by running out of its lease.
-    """
-    directory = tmp_path_factory.mktemp("openai_python")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PDSERVE_API_KEY", KEY)
-        flags = ["--served-model-name", MODEL]
-        with pd_deployment(directory, model_of("llama"), *flags, with_serve=True) as running:
-            with client_of(running.url("proxy")) as proxy, client_of(running.url("serve")) as serve:
-                for client in (proxy, serve):  # an engine has no numbers before its first step
-                    ask(client, "completions")
-            yield running
-            running.wait_nothing_held("serve", "prefill", "decode", timeout_s=20.0)
-            assert running.metric("prefill", "pdserve_kv_lease_expired_total") == 0
+def deployment(asked_by_openai: Deployment) -> Deployment:
+    for name in ("proxy", "serve"):  # an engine has no numbers before its first step
+        with client_of(asked_by_openai.url(name)) as client:
+            ask(client, "completions")
+    return asked_by_openai
 
 
 @pytest.fixture(scope="module")
