@@ -14,7 +14,8 @@ The product does not import it.
 """
 
 from pdserve.connectors.conformance.engines import Engine, KitRequest, prompt_of
-from pdserve.connectors.conformance.kit import ConnectorConformance
+from pdserve.connectors.conformance.pull import PullConformance
+from pdserve.connectors.conformance.push import PushConformance
 from pdserve.connectors.conformance.store import StoreConformance
 from pdserve.connectors.conformance.values import make_shape
 
@@ -26,3 +27,7 @@ __all__ = [
     "make_shape",
     "prompt_of",
 ]
+
+
+class ConnectorConformance(PullConformance, PushConformance):
+    """Everything a connector must do. Subclass it and give it `make_connector`."""

@@ -28,7 +28,7 @@ Whatever is dropped ends by somebody's deadline:
 A handoff that is replayed is none of these: it is carried by others than connectors.
 Instructions about one request keep their order: that is a property of the thread they go to and
 not of a network. What strikes bytes and frames (CORRUPT, TRUNCATE and the last three) needs the
-memory connector, whose wire it is (`wire`): links keep the order of frames, as TCP does, so a frame
+memory connector, whose wire it is: links keep the order of frames, as TCP does, so a frame
 that is dropped is a link that breaks.
 """
 

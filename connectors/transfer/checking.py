@@ -19,8 +19,8 @@ import numpy as np
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from pdserve.connectors.digests import BlockDigests
     from pdserve.connectors.slicing import Route
-    from pdserve.connectors.transfer.seams import Digests
     from pdserve.wire.ids import BlockId
     from pdserve.wire.transfer import KVShape
 
@@ -53,7 +53,7 @@ class Check:
 
     def __init__(
         self,
-        digests: Digests,
+        digests: BlockDigests,
         source: KVShape,
         route: Route,
         block_ids: Sequence[BlockId],

@@ -17,11 +17,12 @@ from pdserve.wire.transfer import Failed, KVMode, LoadFailure, Received
 
 if TYPE_CHECKING:
     from pdserve.config.schema import TransferConfig
+    from pdserve.connectors.digests import BlockDigests
     from pdserve.connectors.handover.instructions import Reserve
     from pdserve.connectors.slicing import Route
     from pdserve.connectors.transfer.peering import PeerId
     from pdserve.connectors.transfer.protocol import Process, Pushed
-    from pdserve.connectors.transfer.seams import Digests, Processes
+    from pdserve.connectors.transfer.seams import Processes
     from pdserve.wire.transfer import KVHandoff, LoadFailure
 
 _log = logging.getLogger(__name__)
@@ -146,7 +147,7 @@ class Reservation:
             reserve.num_tokens,
         )
 
-    def new_check(self, route: Route, digests: Digests) -> Check:
+    def new_check(self, route: Route, digests: BlockDigests) -> Check:
         """The digests of what is to come over a route, of which none is taken."""
         reserve = self.reserve
         return Check(

@@ -6,56 +6,15 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable
 
     from pdserve.config.schema import TransferConfig
     from pdserve.connectors.base import ConnectorContext
-    from pdserve.connectors.slicing import Route
+    from pdserve.connectors.digests import BlockDigests
     from pdserve.connectors.transfer.link import Dialer
     from pdserve.connectors.transfer.mover import Mover
     from pdserve.connectors.transfer.protocol import Process
     from pdserve.observe.clock import Clock
-    from pdserve.wire.ids import BlockId
-    from pdserve.wire.transfer import KVShape
-
-
-class Digests(Protocol):
-    """What this rank's blocks hold, in numbers that both sides can take (`connectors.digests`)."""
-
-    def take(
-        self,
-        block_ids: Sequence[BlockId],
-        generations: Sequence[int],
-        num_tokens: int,
-        *,
-        first_token: int = 0,
-        num_layers: int | None = None,
-    ) -> None:
-        """At P: compute what is not known. For any thread; heavy."""
-
-    def of(
-        self,
-        block_ids: Sequence[BlockId],
-        generations: Sequence[int],
-        num_tokens: int,
-        route: Route,
-        *,
-        first_token: int = 0,
-    ) -> bytes:
-        """At P: what D must find on a route."""
-        ...
-
-    def found(
-        self,
-        source: KVShape,
-        route: Route,
-        block_ids: Sequence[BlockId],
-        *,
-        first_token: int,
-        num_tokens: int,
-    ) -> bytes:
-        """At D: what has come over a route. For any thread; heavy."""
-        ...
 
 
 class Background(Protocol):
@@ -96,7 +55,7 @@ class Seams:
     clock: Clock
     dialer: Dialer
     mover: Mover
-    digests: Digests
+    digests: BlockDigests
     background: Background
     processes: Processes
     quarantine_s: float
