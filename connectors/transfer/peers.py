@@ -24,9 +24,8 @@ if TYPE_CHECKING:
 
     from pdserve.connectors.handover.instructions import Watch
     from pdserve.connectors.transfer.peering import PushReceiver
-    from pdserve.connectors.transfer.protocol import Process
     from pdserve.connectors.transfer.seams import Seams
-    from pdserve.wire.transfer import EngineRef, LeaseEnd, LoadFailure
+    from pdserve.wire.transfer import EngineRef, LeaseEnd
 
 _log = logging.getLogger(__name__)
 
@@ -70,22 +69,12 @@ class Peers:
 
     def send_to(self, owner: EngineRef, rank: int, message: msgspec.Struct) -> bool:
         """Say something to a rank that is READY; False = it is not, and nothing was sent."""
-        return self.is_ready(owner, rank) and self._peers[PeerId(owner, rank)].send(message)
+        peer = self.find(owner, rank)
+        return peer is not None and peer.state is PeerState.READY and peer.send(message)
 
-    def is_ready(self, owner: EngineRef, rank: int) -> bool:
-        """Whether a rank can be talked to now."""
-        peer = self._peers.get(PeerId(owner, rank))
-        return peer is not None and peer.state is PeerState.READY
-
-    def trouble(self, owner: EngineRef, rank: int) -> tuple[LoadFailure, str] | None:
-        """Why a rank is not even tried to be met now; None = it is met, or may be soon."""
-        peer = self._peers.get(PeerId(owner, rank))
-        return None if peer is None else peer.trouble
-
-    def process_of(self, owner: EngineRef, rank: int) -> Process | None:
-        """Who a rank is on its host; None before it was met."""
-        peer = self._peers.get(PeerId(owner, rank))
-        return None if peer is None else peer.process
+    def find(self, owner: EngineRef, rank: int) -> Peer | None:
+        """A rank that somebody has business with; None = nobody had for a while."""
+        return self._peers.get(PeerId(owner, rank))
 
     def due_s(self) -> float:
         """When `tick` has to be called next. O(peers + loads)."""

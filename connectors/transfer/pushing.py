@@ -29,9 +29,15 @@ from pdserve.connectors.remembered import LEASES_REMEMBERED, Remembered
 from pdserve.connectors.slicing import route_between, routes_from
 from pdserve.connectors.transfer.chunks import ChunkWriter
 from pdserve.connectors.transfer.destinations import Destinations
-from pdserve.connectors.transfer.overdue import due_s, why_overdue
 from pdserve.connectors.transfer.protocol import Accept, Fail
-from pdserve.connectors.transfer.pushes import Push, why_not_expected, why_not_of, why_not_writable
+from pdserve.connectors.transfer.pushes import (
+    Push,
+    push_due_s,
+    why_not_expected,
+    why_not_of,
+    why_not_writable,
+    why_overdue,
+)
 from pdserve.connectors.transfer.writing import OutgoingPart, OutgoingState
 from pdserve.errors import PeerError
 from pdserve.observe.log import log_event
@@ -103,7 +109,7 @@ class Pushing:
         transfer, last_step_s = self._transfer, self.last_step_s
         return min(
             (
-                due_s(push, transfer=transfer, last_step_s=last_step_s)
+                push_due_s(push, transfer=transfer, last_step_s=last_step_s)
                 for push in self._pushes.values()
             ),
             default=_NEVER,

@@ -234,12 +234,13 @@ class Receiving:
     # ---- parts -------------------------------------------------------------------------
 
     def _register(self, reservation: Reservation, rank: int, part: IncomingPart) -> None:
-        reserve = reservation.reserve
+        owner = reservation.reserve.owner
         if part.state is IncomingState.WAITING and self._peers.send_to(
-            reserve.owner, rank, reservation.registration
+            owner, rank, reservation.registration
         ):
             part.state, part.alive_s = IncomingState.SENT, self._now_s()
-            part.process = self._peers.process_of(reserve.owner, rank)
+            peer = self._peers.find(owner, rank)
+            part.process = None if peer is None else peer.process
 
     def _go_on_checking(self, reservation: Reservation, rank: int, part: IncomingPart) -> None:
         """Take the digests of what is written; when they are all, and P's are here, compare."""
@@ -372,11 +373,10 @@ class Receiving:
         owner = reservation.reserve.owner
         match part.state:
             case IncomingState.WAITING:
-                reason, detail = self._peers.trouble(owner, rank) or (
-                    LoadFailure.HANDSHAKE,
-                    f"no connection to rank {rank} of {owner.engine_id} in time",
-                )
-                self._give_up(reservation, reason, detail)
+                peer = self._peers.find(owner, rank)
+                late = f"no connection to rank {rank} of {owner.engine_id} in time"
+                reason = None if peer is None else peer.trouble
+                self._give_up(reservation, *(reason or (LoadFailure.HANDSHAKE, late)))
             case IncomingState.SENT | IncomingState.ACCEPTED:
                 # It may be late to say that it has ended; that is still the cheapest end.
                 quiet_s = now_s - part.alive_s
