@@ -24,11 +24,11 @@ up: $(VENV)/.installed ## Install, start P + D + proxy, send one request, serve 
 	@trap : INT; $(BIN)/pdserve up $(ARGS) || test $$? -eq 130
 
 # Many quick tests wait more than they compute, hence one process more than a laptop's two cores.
-# Deployments and faults are processes themselves, and those that share one are a group. Ranks that
+# Deployments and faults are processes themselves, and what shares one is run by one. Ranks that
 # outnumber the cores, and figures, come last, one by one.
 test: $(VENV)/.installed-dev ## Everything that needs no GPU: side by side, but for what is better alone
 	@$(BIN)/python -m pytest -q -n 3 -m "not gpu and not matrix and not e2e and not chaos" $(ARGS)
-	@$(BIN)/python -m pytest -q -n 2 --dist loadgroup -m "(e2e or chaos) and not alone and not gpu and not matrix" $(ARGS)
+	@$(BIN)/python -m pytest -q -n 2 --dist loadscope --no-loadscope-reorder -m "(e2e or chaos) and not alone and not gpu and not matrix" $(ARGS)
 	@$(BIN)/python -m pytest -m "alone and not gpu and not matrix" $(ARGS)
 
 matrix: $(VENV)/.installed-dev ## Every model family in every parallel shape, and every pair of shapes (about 25 minutes)

@@ -20,17 +20,10 @@ __all__ = ["model_of"]
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Leave to `make chaos` what is not in the short form for its transport and mode.
-
-    What shares a deployment is run by one process.
-    """
+    """Leave to `make chaos` what is not in the short form for its transport and mode."""
     for item in items:
         if Path(__file__).parent not in item.path.parents:
             continue
-        if "stage_of_transport" in item.fixturenames:
-            item.add_marker(
-                pytest.mark.xdist_group(f"chaos over {item.callspec.params['transport']}")
-            )
         chosen = item.get_closest_marker("short_form")
         if chosen is None or not any(_has_id(item, each) for each in chosen.args):
             item.add_marker(pytest.mark.matrix)

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     Answers = dict[str, Any]
 
-pytestmark = [pytest.mark.e2e, pytest.mark.xdist_group("openai"), pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(400)]
 
 NODE = Path(__file__).parent / "node"
 COMPARED = [

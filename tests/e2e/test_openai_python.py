@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from tests.e2e.deployment import Deployment
 
-pytestmark = [pytest.mark.e2e, pytest.mark.xdist_group("openai"), pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(400)]
 
 MODEL, KEY = OPENAI_MODEL, OPENAI_KEY
 PROMPT = "What is one part, and what are two?"
