@@ -45,10 +45,12 @@ if TYPE_CHECKING:
     from pdserve.config.schema import EngineConfig
     from pdserve.connectors.views import RequestView, StepView
     from pdserve.wire.ids import BlockId, EngineId, Incarnation, RequestId
+    from pdserve.wire.request import KVStoreStats
     from pdserve.wire.transfer import (
         ConnectorMetadata,
         Endpoint,
         Failed,
+        Fetched,
         KVHandoff,
         Received,
         Settled,
@@ -181,6 +183,7 @@ class ConnectorNews(msgspec.Struct, frozen=True, kw_only=True):
         released: Holds that are over.
         ready: Who was told to wait (`get_num_new_matched_tokens` gave None), and is to be asked
             again; and what has happened, for its story.
+        fetched: What came from a store, for the request's line; to be told before its first token.
     """
 
     loaded: Sequence[Received] = ()
@@ -188,6 +191,7 @@ class ConnectorNews(msgspec.Struct, frozen=True, kw_only=True):
     retried: Sequence[Failed] = ()
     released: Sequence[Settled] = ()
     ready: Sequence[tuple[RequestId, str]] = ()
+    fetched: Sequence[Fetched] = ()
 
     @staticmethod
     def of(report: ConnectorReport) -> ConnectorNews:
@@ -262,6 +266,11 @@ class KVConnectorScheduler:
 
     hands_over: bool = False
     faults: Mapping[str, int] = MappingProxyType({})
+
+    @property
+    def store_stats(self) -> KVStoreStats | None:
+        """What a store has done for this engine; None where there is none."""
+        return None
 
     def request_arrived(self, request: RequestView) -> KVSource:
         """A request is taken: peers may be met, leases kept alive, KV fetched from now on.

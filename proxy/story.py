@@ -10,8 +10,9 @@ with a measured remainder, so that its terms add up to what the client saw:
 
 A push has no KV left to move when the first token comes but the last of it: what was moved before
 is no part of the second token's wait (`kv 1.0 (of 6.3, ...)` took 6.3 from P's last computed chunk
-on). At its end the line says how the KV came (`kv by push`) and, if something failed, which rungs
-of the ladder were taken and why (`ladder other_decode(dropped),local(decode_failed)`).
+on). At its end the line says how the KV came (`kv by push`), what a store had of the prompt (`kv
+from store 3072 of 4096, 2.1 GB/s`) and, if something failed, which rungs of the ladder were taken
+and why (`ladder other_decode(dropped),local(decode_failed)`).
 
 `proxy` is this process before it asks an engine, the wait for a place, and for an engine that can
 be asked, apart (`admission`);
@@ -32,7 +33,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from pdserve.observe.log import moved
+from pdserve.observe.log import StoredKV, moved
 from pdserve.wire.transfer import KVMode
 
 if TYPE_CHECKING:
@@ -335,6 +336,11 @@ class Story:
         if self.kv_mode is not None:
             why = "" if self.not_pushed is None else f" (no push: {self.not_pushed.value})"
             parts.append(f"kv by {self.kv_mode.value}{why}")
+        stages = self.prefill_stages or self.decode_stages
+        if stages is not None:
+            stored = StoredKV(stages.store_tokens, stages.store_bytes, stages.store_s)
+            if told := stored.of(self.num_prompt_tokens or stages.prompt_tokens):
+                parts.append(told)
         if self.rungs:
             rungs = ",".join(f"{rung.value}({reason})" for rung, reason in self.rungs)
             parts.append(f"ladder {rungs}")

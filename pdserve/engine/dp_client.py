@@ -35,7 +35,7 @@ from pdserve.observe.liveness import NUM_LOOKS
 from pdserve.parallel.place import CorePlace
 from pdserve.parallel.rendezvous import listen
 from pdserve.wire.ids import EngineId, Incarnation
-from pdserve.wire.request import EngineStats, sibling_of, with_siblings
+from pdserve.wire.request import EngineStats, KVStoreStats, sibling_of, with_siblings
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Callable, Sequence
@@ -328,11 +328,13 @@ def merged_stats(cores: Sequence[EngineStats]) -> EngineStats:
 
     Experts that are balanced are shared by all cores: what the first says of them is said once.
     """
-    fields: dict[str, int | float | dict[str, int] | ExpertBalance | None] = {}
+    fields: dict[str, int | float | dict[str, int] | ExpertBalance | KVStoreStats | None] = {}
     for name in EngineStats.__struct_fields__:
         values = [getattr(core, name) for core in cores]
         if name == "experts":
             fields[name] = values[0]
+        elif name == "kv_store":
+            fields[name] = _merged_stores([each for each in values if each is not None])
         elif isinstance(values[0], dict):
             total: Counter[str] = Counter()
             for value in values:
@@ -341,6 +343,13 @@ def merged_stats(cores: Sequence[EngineStats]) -> EngineStats:
         else:
             fields[name] = sum(values)
     return msgspec.convert(fields, EngineStats)
+
+
+def _merged_stores(stores: Sequence[KVStoreStats]) -> KVStoreStats | None:
+    if not stores:
+        return None
+    is_up = all(each.is_up for each in stores)
+    return msgspec.structs.replace(stores[0].plus(stores[1:]), is_up=is_up)
 
 
 def _merged_info(

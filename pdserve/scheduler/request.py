@@ -295,8 +295,7 @@ class Request:
         """Note how much of its prompt's KV was cached here, and how much came from elsewhere."""
         self.num_cached_tokens = num_hit + num_external
         self.num_external_tokens = num_external
-        if not num_external:
-            self.note_cached(num_hit)
+        self.note_cached(num_hit + num_external)  # known already of what a peer has prefilled
 
     def receive(self, received: Received, now_s: float) -> None:
         """Note that its KV has arrived, perhaps with a handoff."""

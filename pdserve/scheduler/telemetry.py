@@ -127,6 +127,7 @@ class Telemetry:
             kv_ladder=dict(counters.ladder),
             recompute_tokens=counters.recompute_tokens,
             kv_seconds=counters.kv_seconds,
+            kv_store=state.connector.store_stats,
         )
 
     def requests(self, now_s: float) -> list[EngineRequest]:

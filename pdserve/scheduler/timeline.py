@@ -9,7 +9,7 @@ from pdserve.wire.trace import StageSpan
 from pdserve.wire.transfer import KVMode
 
 if TYPE_CHECKING:
-    from pdserve.wire.transfer import Received
+    from pdserve.wire.transfer import Fetched, Received
 
 
 class Timeline:
@@ -27,6 +27,7 @@ class Timeline:
         self.load_transfer_s = 0.0
         self.load_digest_s = 0.0
         self.load_bytes = 0
+        self.fetched: Fetched | None = None
         self.first_step_at_s: float | None = None
         self.first_step_end_s: float | None = None
         self.step_wait_s = 0.0
@@ -96,6 +97,10 @@ class Timeline:
         self.load_digest_s = min(received.digest_s, self.load_transfer_s)
         self.load_bytes = received.num_bytes
 
+    def fetch(self, fetched: Fetched) -> None:
+        """Take what came from a store; it lies inside other stages."""
+        self.fetched = fetched
+
     def stages(self) -> RequestStages:
         """Durations between the marks that exist."""
         started, ready = self.started_s, self.load_ready_s
@@ -119,6 +124,9 @@ class Timeline:
             kv_bytes=self.load_bytes,
             kv_digest_s=self.load_digest_s,
             step_wait_s=self.step_wait_s,
+            store_tokens=self.fetched.num_tokens if self.fetched else 0,
+            store_bytes=self.fetched.num_bytes if self.fetched else 0,
+            store_s=self.fetched.seconds if self.fetched else 0.0,
         )
 
     def spans(self, now_s: float, *, after: str) -> list[StageSpan]:

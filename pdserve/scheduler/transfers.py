@@ -32,7 +32,14 @@ if TYPE_CHECKING:
     from pdserve.scheduler.request import Request
     from pdserve.scheduler.state import SchedulerState
     from pdserve.wire.ids import RequestId
-    from pdserve.wire.transfer import ConnectorMetadata, Fact, KVHandoff, Received, Settled
+    from pdserve.wire.transfer import (
+        ConnectorMetadata,
+        Fact,
+        Fetched,
+        KVHandoff,
+        Received,
+        Settled,
+    )
 
 _log = logging.getLogger(__name__)
 
@@ -258,6 +265,8 @@ class Transfers:
             self._come_back(request_id, why, now_s)
         for received in news.loaded:
             self._receive(received, now_s)
+        for fetched in news.fetched:
+            self._note_fetched(fetched, now_s)
         for failed in news.retried:
             self._load_again(failed, now_s)
         for failed in news.failed:
@@ -271,6 +280,12 @@ class Transfers:
         request.note(now_s, why)
         if self._state.waiting.come_back(request):
             request.times.queue_again(now_s)
+
+    def _note_fetched(self, fetched: Fetched, now_s: float) -> None:
+        request = self._state.requests.get(fetched.request_id)
+        if request is not None:
+            request.times.fetch(fetched)
+            request.note(now_s, f"{fetched.num_tokens} tokens from the store")
 
     def _settle(self, settled: Settled, now_s: float) -> None:
         if self._state.release(settled.nonce):

@@ -13,7 +13,7 @@ from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING
 
 from pdserve.errors import PdserveError
-from pdserve.observe.log import MovedKV, request_line
+from pdserve.observe.log import MovedKV, StoredKV, request_line
 from pdserve.server.text_request import PARTS_OF_STAGES
 from pdserve.wire.finished import Finished
 from pdserve.wire.request import FinishReason
@@ -57,9 +57,11 @@ def _account(service: Service, job: TextRequest, error: BaseException | None) ->
     """
     outcome = _outcome(service, job, job.failure or error)
     fields = job.stages()
-    kv_bytes = int(fields.pop("kv_bytes"))
+    kv_bytes, store_tokens, store_bytes = (
+        int(fields.pop(name)) for name in ("kv_bytes", "store_tokens", "store_bytes")
+    )
     ttft_s = fields.pop("ttft_s")
-    digest_s, step_wait_s = (fields.pop(name) for name in PARTS_OF_STAGES)
+    digest_s, step_wait_s, store_s = (fields.pop(name) for name in PARTS_OF_STAGES)
     seconds = {name.removesuffix("_s"): value for name, value in fields.items()}
     timed = job.ttft_s is not None
     if timed:
@@ -78,7 +80,13 @@ def _account(service: Service, job: TextRequest, error: BaseException | None) ->
         num_tokens=(job.num_prompt_tokens, job.num_output_tokens),
         ttft_s=ttft_s if timed else None,
         stages={name: value for name, value in shown.items() if value},
-        kv=MovedKV(kv_bytes, seconds["kv_transfer"], digest_s, job.leader().kv_mode),
+        kv=MovedKV(
+            kv_bytes,
+            seconds["kv_transfer"],
+            digest_s,
+            job.leader().kv_mode,
+            StoredKV(store_tokens, store_bytes, store_s),
+        ),
         gaps_s=job.gaps_s,
     )
     _log.info("%s", line)

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
     from prometheus_client.metrics_core import Metric
 
-    from pdserve.wire.request import EngineInfo, EngineStats
+    from pdserve.wire.request import EngineInfo, EngineStats, KVStoreStats
     from pdserve.wire.step import ExpertBalance
 
 STAGES = ("server", "queue", "prefill", "kv_wait", "kv_transfer", "handover", "first_step")
@@ -295,6 +295,7 @@ class _EngineCollector(Collector):
             "mode",
             {mode.value: loads.get(mode.value, 0) for mode in KVMode},
         )
+        yield from self._store_families(stats.kv_store if stats is not None else None)
         rungs = stats.kv_ladder if stats is not None else {}
         yield self._counters(
             "pdserve_kv_ladder",
@@ -347,6 +348,45 @@ class _EngineCollector(Collector):
             ("pdserve_expert_rebalancing_seconds", "Seconds spent on that.", "rebalancing_s"),
         ):
             yield self._counter(name, documentation, getattr(experts, counter, 0))
+
+    def _store_families(self, store: KVStoreStats | None) -> Iterator[Metric]:
+        for name, documentation, counter in (
+            (
+                "vllm:external_prefix_cache_queries",
+                "Prompt tokens that the store of KV was asked for.",
+                "num_queried_tokens",
+            ),
+            (
+                "vllm:external_prefix_cache_hits",
+                "Prompt tokens that came from the store of KV.",
+                "num_hit_tokens",
+            ),
+            ("pdserve_kv_tier_loaded_bytes", "KV from the store.", "loaded_bytes"),
+            ("pdserve_kv_tier_load_seconds", "Seconds of copying it.", "load_s"),
+            ("pdserve_kv_tier_saved_bytes", "KV to the store.", "saved_bytes"),
+            ("pdserve_kv_tier_save_seconds", "Seconds of copying it.", "save_s"),
+            (
+                "pdserve_kv_tier_dropped_saves",
+                "Chunks of KV that were not offered to the store: it was gone, or behind.",
+                "num_dropped_chunks",
+            ),
+            (
+                "pdserve_kv_tier_digest_mismatches",
+                "Chunks from the store that were not what was saved; they were not used.",
+                "num_wrong_chunks",
+            ),
+            (
+                "pdserve_kv_tier_lookup_timeouts",
+                "Prompts that the store was asked for, and did not answer in time.",
+                "num_late_lookups",
+            ),
+        ):
+            yield self._counter(name, documentation, getattr(store, counter, 0))
+        yield self._gauge(
+            "pdserve_kv_tier_server_up",
+            "1 while the store's server answers all engine cores.",
+            float(store is not None and store.is_up),
+        )
 
     def _labels(self, name: str) -> dict[str, str]:
         return {"model_name": self._model_name} if name.startswith("vllm:") else {}

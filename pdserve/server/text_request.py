@@ -49,7 +49,7 @@ if TYPE_CHECKING:
     from pdserve.wire.request import EngineOutput, GenerateRequest
     from pdserve.wire.transfer import KVHandoff
 
-PARTS_OF_STAGES = ("kv_digest_s", "step_wait_s")
+PARTS_OF_STAGES = ("kv_digest_s", "step_wait_s", "store_s")
 """Stages that lie inside another one, and are no terms of the sum."""
 
 

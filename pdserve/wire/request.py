@@ -122,8 +122,8 @@ class ErrorCode(enum.Enum):
 class RequestStages(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Where a request's time went inside one engine, in seconds; they do not overlap.
 
-    All but the last two sum to the time from the arrival to the end of the step that gave the
-    first token computed here.
+    All but the last ones, from `kv_digest_s` on, sum to the time from the arrival to the end of the
+    step that gave the first token computed here.
 
     Attributes:
         queue_s: In the queue, from arrival at the engine core on: until the first step that
@@ -140,6 +140,8 @@ class RequestStages(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
         kv_bytes: Bytes received.
         kv_digest_s: The part of `kv_transfer_s` spent on digests.
         step_wait_s: The part of `handover_s` in which the step that ran already was finished.
+        store_tokens, store_bytes, store_s: Of the prompt, what came from a store, and how long that
+            took beside the rest.
     """
 
     queue_s: float = 0.0
@@ -151,6 +153,9 @@ class RequestStages(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     kv_bytes: int = 0
     kv_digest_s: float = 0.0
     step_wait_s: float = 0.0
+    store_tokens: int = 0
+    store_bytes: int = 0
+    store_s: float = 0.0
 
 
 class EngineOutput(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -162,8 +167,8 @@ class EngineOutput(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
         logprobs: One entry per new token, if asked for.
         prompt_logprobs: One entry per prompt token (the first is None), once, if asked for.
         stop_reason: The stop token id that ended the request, if one of the user's did.
-        num_cached_tokens: With tokens: prompt tokens that a prefix cache had when the prompt was
-            prefilled, at the engine that did; the same for all choices of a prompt.
+        num_cached_tokens: With tokens: prompt tokens that a prefix cache or a store had when the
+            prompt was prefilled, at the engine that did; the same for all choices of a prompt.
         stages: With the first token, and again with the last one.
         error: Human-readable reason when `finish_reason` is ERROR or ABORT.
         load_failures: Labels of failed KV loads, in order.
@@ -211,6 +216,52 @@ class EngineLoad(msgspec.Struct, frozen=True, kw_only=True):
         return 1 - free / self.num_blocks if self.num_blocks else 0.0
 
 
+class KVStoreStats(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """What an engine has had of a store of KV, and brought there. Counters only grow.
+
+    A chunk is what the store keeps under one name: some tokens' KV, or a rank's share of it.
+
+    Attributes:
+        is_up: The store answers.
+        num_lookups, num_late_lookups: Prompts that were asked for; without an answer in time.
+        num_queried_tokens: Prompt tokens that were asked for: whole chunks.
+        num_hit_tokens: Of these, loaded and found right.
+        num_loads, num_failed_loads: Ranks' loads; of which a part did not come, or was wrong.
+        num_wrong_chunks: Chunks whose bytes were not what was saved.
+        loaded_bytes, load_s: Copied from the store, and in how many seconds of copying.
+        saved_bytes, save_s: Copied to it.
+        num_saved_chunks: That it took.
+        num_refused_chunks: That it did not: it had them by then, or no room.
+        num_dropped_chunks: That were not offered: the store was gone, or too many waited.
+        num_replaced_chunks: Wrong ones that were written anew.
+    """
+
+    is_up: bool = False
+    num_lookups: int = 0
+    num_late_lookups: int = 0
+    num_queried_tokens: int = 0
+    num_hit_tokens: int = 0
+    num_loads: int = 0
+    num_failed_loads: int = 0
+    num_wrong_chunks: int = 0
+    loaded_bytes: int = 0
+    load_s: float = 0.0
+    saved_bytes: int = 0
+    save_s: float = 0.0
+    num_saved_chunks: int = 0
+    num_refused_chunks: int = 0
+    num_dropped_chunks: int = 0
+    num_replaced_chunks: int = 0
+
+    def plus(self, others: Iterable[KVStoreStats]) -> KVStoreStats:
+        """Sums of the counters; `is_up` is this one's."""
+        found = msgspec.structs.asdict(self)
+        for other in others:
+            for name, value in msgspec.structs.asdict(other).items():
+                found[name] += value
+        return KVStoreStats(**{**found, "is_up": self.is_up})
+
+
 class EngineStats(EngineLoad, frozen=True, kw_only=True):
     """A snapshot of one engine core. Counters only grow; gauges are as of the snapshot.
 
@@ -230,6 +281,7 @@ class EngineStats(EngineLoad, frozen=True, kw_only=True):
             (retry, recompute, report, shed).
         recompute_tokens: Prompt tokens computed here because a load or a prefill engine failed.
         kv_seconds: Sums over loads, by name (wait, transfer, digest).
+        kv_store: Of the store of KV; None where there is none.
     """
 
     num_preemptions: int
@@ -252,6 +304,7 @@ class EngineStats(EngineLoad, frozen=True, kw_only=True):
     kv_ladder: dict[str, int] = {}
     recompute_tokens: int = 0
     kv_seconds: dict[str, float] = {}
+    kv_store: KVStoreStats | None = None
 
 
 class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):

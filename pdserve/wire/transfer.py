@@ -252,6 +252,21 @@ class Failed(msgspec.Struct, frozen=True, kw_only=True):
     num_valid_tokens: int = 0
 
 
+class Fetched(msgspec.Struct, frozen=True, kw_only=True):
+    """A part of a prompt came from a store: what its request's line tells.
+
+    Attributes:
+        num_tokens: Leading ones but for those that blocks had.
+        num_bytes: Of all ranks.
+        seconds: From the first to the last byte copied, of the slowest rank.
+    """
+
+    request_id: RequestId
+    num_tokens: int
+    num_bytes: int
+    seconds: float
+
+
 Fact: TypeAlias = Settled | Received | Failed
 
 

@@ -23,6 +23,7 @@ from pdserve.config.schema import (
 from pdserve.engine.coordinator import Counts
 from pdserve.engine.dp_client import CoreLoad, DataParallelClient, launch, least_busy, merged_stats
 from pdserve.errors import ConfigError, EngineDeadError, InternalError
+from pdserve.wire.request import KVStoreStats
 from pdserve.wire.step import ExpertBalance
 from tests.engine.test_coordinator import stats
 from tests.engine.test_zmq_client import PROMPTS, impatient, request, tokens_of
@@ -77,6 +78,15 @@ def test_what_cores_say_of_the_experts_they_share_is_said_once() -> None:
     cores = [stats(experts=balance, num_steps=3), stats(experts=balance, num_steps=3)]
     assert merged_stats(cores) == stats(experts=balance, num_steps=6)
     assert merged_stats([stats(), stats()]).experts is None
+
+
+def test_stores_of_cores_are_summed_and_are_up_if_all_are() -> None:
+    up, down = KVStoreStats(is_up=True, num_hit_tokens=3), KVStoreStats(num_hit_tokens=4)
+    assert merged_stats([stats(kv_store=up), stats(kv_store=down)]).kv_store == KVStoreStats(
+        num_hit_tokens=7
+    )
+    assert merged_stats([stats(kv_store=up)] * 2).kv_store.is_up
+    assert merged_stats([stats(), stats()]).kv_store is None
 
 
 def dp_config(model: Path, num_cores: int = 2, **parallel: object) -> EngineConfig:

@@ -148,6 +148,14 @@ def test_what_the_decode_engine_computed_again_has_a_term_of_its_own():
     )
 
 
+def test_the_line_says_what_a_store_had_of_the_prompt():
+    prefill = EngineStages(
+        prefill_s=0.0319, prompt_tokens=4096, store_tokens=3072, store_bytes=21_000, store_s=1e-5
+    )
+    story = told(ManualClock(0.0), [0, 0, 0, 0.04, 0.0121, 0], prefill, EngineStages())
+    assert story.line("ok").endswith(" | kv from store 3072 of 4096, 2.1 GB/s")
+
+
 def test_a_request_that_never_got_a_token_has_a_line_without_figures():
     story = Story("3f2a", "/v1/completions", ManualClock())
     assert story.line("shed").startswith("req 3f2a shed in=? out=0")

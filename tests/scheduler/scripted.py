@@ -16,6 +16,7 @@ from pdserve.wire.transfer import (
     ConnectorReport,
     EngineRef,
     Failed,
+    Fetched,
     KVHandoff,
     KVMode,
     KVShape,
@@ -63,6 +64,7 @@ class ScriptedConnector(KVConnectorScheduler):
         fails_over: The request, or the push, over which steps and reports raise.
         num_asked: Calls of `get_num_new_matched_tokens`.
         reports: What it was told.
+        fetched: What it says with its next news.
     """
 
     hands_over = True
@@ -80,6 +82,7 @@ class ScriptedConnector(KVConnectorScheduler):
         self.fails_over = ""
         self.num_asked = 0
         self.reports: list[ConnectorReport] = []
+        self.fetched: list[Fetched] = []
         self.holds: list[str] = []
         self._by_ticket: dict[str, RequestId] = {}
         self._prefills: set[RequestId] = set()
@@ -185,7 +188,9 @@ class ScriptedConnector(KVConnectorScheduler):
         wanted = [each for each in report.failed if each.request_id not in self.ended]
         retried = wanted[: max(0, self.num_retries)]
         self.num_retries -= len(wanted)
+        fetched, self.fetched = self.fetched, []
         return ConnectorNews(
+            fetched=fetched,
             loaded=report.received,
             failed=[each for each in report.failed if each not in retried],
             retried=retried,

@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 
 from pdserve.executor.toy import expected_output
+from pdserve.wire.ids import RequestId
 from pdserve.wire.request import EngineOutput, RequestStages
-from pdserve.wire.transfer import KVMode
+from pdserve.wire.transfer import Fetched, KVMode
 from tests.scheduler.scripted import (
     NONCE,
     Engine,
@@ -58,6 +59,19 @@ def loading() -> Engine:
     engine.clock.advance(1.0)
     engine.step()
     return engine
+
+
+def test_what_came_from_a_store_lies_inside_other_stages() -> None:
+    engine = Engine()
+    engine.scheduler.add(make_request("r", PROMPT))
+    engine.connector.fetched.append(
+        Fetched(request_id=RequestId("r"), num_tokens=16, num_bytes=1600, seconds=0.25)
+    )
+    engine.report(payloads=[b"from the store"])
+    engine.clock.advance(1.0)
+    stages = run(engine)
+    assert (stages.store_tokens, stages.store_bytes, stages.store_s) == (16, 1600, 0.25)
+    assert total(stages) == pytest.approx(2.0)
 
 
 def test_stages_of_a_pull() -> None:

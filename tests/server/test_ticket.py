@@ -16,6 +16,7 @@ from pdserve.wire.request import (
     EngineOutput,
     EngineStats,
     FinishReason,
+    KVStoreStats,
     OnLoadFailure,
     RequestStages,
 )
@@ -230,6 +231,9 @@ STAGES = RequestStages(
     kv_bytes=8_400_000,
     kv_digest_s=0.0015,
     step_wait_s=0.002,
+    store_tokens=1,
+    store_bytes=4_200_000,
+    store_s=0.002,
 )
 
 
@@ -242,7 +246,8 @@ async def test_parts_of_stages_are_told_and_not_summed(text, caplog):
         told = (await server.ok(COMPLETIONS, body, X_Pdserve_Stages="1"))["pdserve_stages"]
         samples = await scrape(server)
     terms = {k: v for k, v in told.items() if k.endswith("_s") and k != "ttft_s"}
-    assert (terms.pop("kv_digest_s"), terms.pop("step_wait_s")) == (0.0015, 0.002)
+    parts = [terms.pop(name) for name in ("kv_digest_s", "step_wait_s", "store_s")]
+    assert parts == [0.0015, 0.002, 0.002]
     assert sum(terms.values()) == pytest.approx(told["ttft_s"])
     assert told["kv_mode"] == "push"
     waits = {
@@ -252,7 +257,7 @@ async def test_parts_of_stages_are_told_and_not_summed(text, caplog):
     assert waits == pytest.approx({"load": 0.0, "handover": 0.001, "step": 0.002})
     [record] = [r for r in caplog.records if r.name == "pdserve.server.account"]
     assert "kv 4.0 (8.4 MB, 2.1 GB/s, digest 1.5)" in record.getMessage()
-    assert record.getMessage().endswith("| kv by push")
+    assert record.getMessage().endswith("| kv by push | kv from store 1 of 1, 2.1 GB/s")
 
 
 async def test_what_the_engine_counts_of_kv_has_one_series_each(text):
@@ -263,6 +268,18 @@ async def test_what_the_engine_counts_of_kv_has_one_series_each(text):
         "recompute_tokens": 70,
         "kv_seconds": {"digest": 0.25},
         "kv_load_failures": {"withdrawn": 8},
+        "kv_store": KVStoreStats(
+            is_up=True,
+            num_queried_tokens=100,
+            num_hit_tokens=101,
+            loaded_bytes=102,
+            load_s=103,
+            saved_bytes=104,
+            save_s=105,
+            num_dropped_chunks=106,
+            num_wrong_chunks=107,
+            num_late_lookups=108,
+        ),
     }
     async with serving(text, engine) as server:
         before = await scrape(server)
@@ -282,6 +299,16 @@ async def test_what_the_engine_counts_of_kv_has_one_series_each(text):
         ("pdserve_recompute_tokens_total", {}, 70),
         ("pdserve_kv_digest_seconds_total", {}, 0.25),
         ("pdserve_kv_transfer_failures_total", {"reason": "withdrawn"}, 8),
+        ("vllm:external_prefix_cache_queries_total", {}, 100),
+        ("vllm:external_prefix_cache_hits_total", {}, 101),
+        ("pdserve_kv_tier_loaded_bytes_total", {}, 102),
+        ("pdserve_kv_tier_load_seconds_total", {}, 103),
+        ("pdserve_kv_tier_saved_bytes_total", {}, 104),
+        ("pdserve_kv_tier_save_seconds_total", {}, 105),
+        ("pdserve_kv_tier_dropped_saves_total", {}, 106),
+        ("pdserve_kv_tier_digest_mismatches_total", {}, 107),
+        ("pdserve_kv_tier_lookup_timeouts_total", {}, 108),
+        ("pdserve_kv_tier_server_up", {}, 1),
     ):
         assert named(before, name, **labels) == 0
         assert named(after, name, **labels) == value
