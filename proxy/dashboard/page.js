@@ -170,10 +170,14 @@ function compare(now, then) {
     if (isDead(data) && !isDead(was)) tell("bad", `${name} died: ${whyDead(data)}`);
     else if (!isDead(data) && data.health !== was.health) tell(data.health === "ready" ? "good" : "warn", `${name} is ${data.health.replace("_", " ")}${data.reason ? `: ${data.reason}` : ""}`);
     if (data.breaker !== was.breaker) tell({ open: "bad", closed: "good", half_open: "warn" }[data.breaker] ?? "", `breaker of ${name}: ${data.breaker.replace("_", " ")}`);
-    for (const [metric, text] of [["pdserve_kv_lease_expired_total", "leases that nobody read in time"], ["pdserve_kv_transfer_failures_total", "KV loads that failed"]]) {
+    for (const [metric, text] of [["pdserve_kv_lease_expired_total", "leases that nobody read in time"], ["pdserve_kv_transfer_failures_total", "KV loads that failed"], ["pdserve_kv_tier_digest_mismatches_total", "chunks from the store that were not what was saved"], ["pdserve_kv_tier_dropped_saves_total", "chunks that the store did not keep"]]) {
       const more = grown(now.engines.get(url).at, then.engines.get(url).at, metric);
       if (more && was.incarnation === data.incarnation && then.engines.get(url).at.size) tell("warn", `${text} at ${name}: ${plain(more)}`);
     }
+  }
+  for (const [url, { data, at }] of now.engines) {
+    const was = then.engines.get(url)?.at, [up, upBefore] = [at, was].map((each) => total(each, "pdserve_kv_tier_server_up"));
+    if (was?.size && at.size && up !== upBefore) tell(up > upBefore ? "good" : "bad", `${data.role} engine ${where(url)} ${up > upBefore ? "reaches" : "has lost"} its store of KV`);
   }
   for (const [url, { data }] of then.engines) if (!now.engines.has(url)) tell("bad", `${data.role} engine ${where(url)} is gone: it left, or its lease ran out`);
   const edges = new Map(then.edges.map((edge) => [`${edge.prefill} ${edge.decode} ${edge.mode}`, edge.state]));
@@ -275,6 +279,40 @@ function drawFlow(now, then) {
   figure($("way-edges").children[1], "proxy", "pdserve_open_edges", {}, plain, open);
   $("way-edges").classList.toggle("warn", open > 0);
   say($("flow-note"), `kv mode ${now.shown.kv_mode} · prefill by ${now.shown.prefill_policy} · decode by ${now.shown.decode_policy}`);
+}
+
+// What engines keep KV in beyond their own blocks; hidden where none of them has that.
+const STORE = [
+  ["loaded", "read", "pdserve_kv_tier_loaded_bytes_total", (v) => bytes(v).join(" "), false],
+  ["saved", "written", "pdserve_kv_tier_saved_bytes_total", (v) => bytes(v).join(" "), false],
+  ["dropped", "chunks not kept", "pdserve_kv_tier_dropped_saves_total", (v) => short(v), true],
+  ["mismatches", "digests that differ", "pdserve_kv_tier_digest_mismatches_total", (v) => short(v), true],
+  ["timeouts", "questions without an answer", "pdserve_kv_tier_lookup_timeouts_total", (v) => short(v), true],
+  ["up", "engines that reach it", "pdserve_kv_tier_server_up", plain, false],
+];
+function buildStore() {
+  for (const [id, name] of [["hits", "prompt tokens found"], ["rate", "read at"], ...STORE]) {
+    const pair = el("div");
+    pair.id = `store-${id}`;
+    pair.append(el("dt", "", name), el("dd", "", "–"));
+    $("store-figures").append(pair);
+  }
+}
+function drawStore(now, then) {
+  const first = then ? moments[0] : null;
+  const value = (name) => (first ? enginesGrowth(name)(now, first) : enginesTotal(name));
+  const [asked, found] = ["queries", "hits"].map((what) => value(`vllm:external_prefix_cache_${what}_total`));
+  $("store").hidden = !STORE.some(([, , name]) => enginesTotal(name)) && !enginesTotal("vllm:external_prefix_cache_queries_total");
+  const hits = $("store-hits").children[1];
+  say(hits, asked ? `${short(found)} of ${short(asked)}, ${Math.round((100 * found) / asked)} %` : "–");
+  hits.dataset.value = String(asked ? found / asked : 0);
+  const spent = value("pdserve_kv_tier_load_seconds_total");
+  say($("store-rate").children[1], spent ? `${bytes(value("pdserve_kv_tier_loaded_bytes_total") / spent).join(" ")}/s` : "–");
+  for (const [id, , name, text, warns] of STORE) {
+    const node = $(`store-${id}`), isNow = id === "up", amount = isNow ? enginesTotal(name) : value(name);
+    if (first && !isNow) { say(node.children[1], text(amount)); delete node.children[1].dataset.metric; } else figure(node.children[1], "engines", name, {}, text, amount);
+    node.classList.toggle("warn", warns ? amount > 0 : isNow && !amount);
+  }
 }
 
 const cards = new Map(); // url -> {root, parts}
@@ -534,6 +572,7 @@ function draw() {
   drawAbout(now);
   drawTiles(now, then);
   drawFlow(now, then);
+  drawStore(now, then);
   drawPools(now);
   drawHistogram("ttft", "pdserve_time_to_first_token_seconds", now, then);
   drawHistogram("itl", "pdserve_inter_token_latency_seconds", now, then);
@@ -601,5 +640,6 @@ for (const [id, minute] of [["span-all", false], ["span-minute", true]])
     draw();
   });
 buildFlow();
+buildStore();
 buildStages();
 run();

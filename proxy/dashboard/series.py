@@ -24,6 +24,15 @@ SHOWN_OF_ENGINES = frozenset(
         "pdserve_kv_transfer_failures_total",
         "pdserve_kv_lease_expired_total",
         "pdserve_recompute_tokens_total",
+        "vllm:external_prefix_cache_queries_total",
+        "vllm:external_prefix_cache_hits_total",
+        "pdserve_kv_tier_loaded_bytes_total",
+        "pdserve_kv_tier_load_seconds_total",
+        "pdserve_kv_tier_saved_bytes_total",
+        "pdserve_kv_tier_dropped_saves_total",
+        "pdserve_kv_tier_digest_mismatches_total",
+        "pdserve_kv_tier_lookup_timeouts_total",
+        "pdserve_kv_tier_server_up",
     }
 )
 """Names; an engine has several hundred series, of which its card draws these."""

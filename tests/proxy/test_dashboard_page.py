@@ -14,6 +14,13 @@ pytestmark = [pytest.mark.slow, needs_browser]
 
 STATE = """document.querySelector('.engine[data-url="%s"]')?.dataset.state"""
 VISIBLE = "document.getElementById('%s').getClientRects().length > 0"
+STORE_PAGE = """vllm:external_prefix_cache_queries_total{model_name="m"} 4096.0
+vllm:external_prefix_cache_hits_total{model_name="m"} 3072.0
+pdserve_kv_tier_loaded_bytes_total 6e+09
+pdserve_kv_tier_load_seconds_total 2.0
+pdserve_kv_tier_saved_bytes_total 8e+09
+pdserve_kv_tier_dropped_saves_total 3.0
+"""
 
 
 @pytest.fixture
@@ -187,6 +194,27 @@ async def test_breakers_and_the_ladder_are_told_as_events(make_stack, browser, e
     told = await page.evaluate("document.getElementById('events').textContent")
     assert f"breaker of decode engine {backend.url.removeprefix('http://')}: open" in told
     assert "ladder: took another decode engine, 3 requests" in told
+
+
+async def test_a_store_of_kv_is_shown_where_an_engine_has_one(make_stack, browser, engines):
+    stack = await make_stack(*engines)
+    page = await browser.open(f"{stack.url}/dashboard")
+    await page.wait_for("document.querySelectorAll('.engine').length == 2")
+    assert not await page.evaluate(VISIBLE % "store")
+    engines[0][0].metrics_page = STORE_PAGE + "pdserve_kv_tier_server_up 1.0\n"
+    await page.wait_for(VISIBLE % "store")
+    shown = await page.evaluate("document.getElementById('store').innerText")
+    assert "3,072 of 4,096, 75 %" in shown
+    assert "3.0 GB/s" in shown
+    warned = await page.evaluate(
+        "[...document.querySelectorAll('#store .warn')].map((e) => e.id).join()"
+    )
+    assert warned == "store-dropped"
+    engines[0][0].metrics_page = STORE_PAGE + "pdserve_kv_tier_server_up 0.0\n"
+    await page.wait_for(
+        "document.getElementById('events').textContent.includes('has lost its store of KV')"
+    )
+    assert not page.errors
 
 
 async def test_a_proxy_that_ends_is_said_so_and_one_that_comes_back_is_shown(
