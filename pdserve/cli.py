@@ -42,6 +42,7 @@ from pdserve.config.settings import (
     bench_serve_table,
     doctor_table,
     engine_table,
+    kv_server_table,
     proxy_table,
     trace_table,
     up_table,
@@ -128,6 +129,14 @@ COMMANDS: Final = (
         proxy_table,
         "pdserve.commands.proxy:run",
         "pdserve proxy --prefill http://127.0.0.1:8100 --decode http://127.0.0.1:8200",
+        positional="",
+    ),
+    Command(
+        "kv-server",
+        "keep KV for the engines of this host beyond requests and restarts (LMCache)",
+        kv_server_table,
+        "pdserve.commands.kv_server:run",
+        "pdserve kv-server --kv-tiers cpu:4GiB,disk:/data/kv:50GiB",
         positional="",
     ),
     Command(

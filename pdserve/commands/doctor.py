@@ -25,8 +25,10 @@ import pdserve
 from pdserve.commands.exit_codes import EXIT_DONE, EXIT_FAILED, EXIT_PEER
 from pdserve.commands.findings import Finding, Grade, RunningEngine, compatible
 from pdserve.commands.running import require_free
+from pdserve.commands.tier_checks import findings_of
 from pdserve.config.load import Resolved, Table, build
 from pdserve.config.settings import DoctorConfig
+from pdserve.config.tiers import parse_tiers
 from pdserve.errors import ConfigError
 from pdserve.wire.hop import INFO_PATH
 
@@ -71,6 +73,8 @@ def _findings(config: DoctorConfig) -> Iterator[Finding]:
     if not config.peer:  # with peers they are not expected to be free
         yield from (port(config.host, number, name) for name, number in _DEFAULT_PORTS)
     yield ptrace(Path("/proc/sys/kernel/yama/ptrace_scope"))
+    if config.kv_tiers:
+        yield from findings_of(parse_tiers(config.kv_tiers), os.environ)
     yield transfer()
     yield from peers(config.peer, fetch=_fetch)
 

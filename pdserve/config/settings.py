@@ -23,6 +23,7 @@ from pdserve.config.load import Table
 from pdserve.config.policies import POLICIES
 from pdserve.config.schema import EngineConfig, Role
 from pdserve.config.setting import Setting, Shorthand, canonical, declare, parse_object
+from pdserve.config.tiers import KV_SERVER_SETTINGS, parse_tiers
 from pdserve.config.trace import TRACE_SETTINGS
 from pdserve.config.up import UP_SETTINGS
 from pdserve.errors import ConfigError
@@ -47,11 +48,17 @@ class DoctorConfig(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         peer: Base URLs of running engines to compare with one another.
         host: Where the default ports should be free.
+        kv_tiers: Those that `pdserve up --kv-tiers` would be given, to see whether they can be had.
     """
 
     peer: tuple[str, ...] = ()
     json: bool = False
     host: str = "127.0.0.1"
+    kv_tiers: str = ""
+
+    def __post_init__(self) -> None:
+        if self.kv_tiers:
+            parse_tiers(self.kv_tiers)
 
 
 # fmt: off
@@ -241,6 +248,7 @@ _DOCTOR: Final = declare(
         ("peer", "peer", "URL", "running engines to compare with one another"),
         ("json", "json", "", "print one JSON object instead of lines"),
         ("host", "host", "ADDRESS", "where the default ports should be free"),
+        ("kv-tiers", "kv_tiers", "TIERS", "can a store with these run here? written as for `pdserve up`"),
     ),
 )
 # fmt: on
@@ -363,6 +371,11 @@ def up_table() -> Table:
         ),
         {"model": BOXED, "kv-transfer-config.kv-connector": "nixl"},
     )
+
+
+def kv_server_table() -> Table:
+    """The settings of `pdserve kv-server`."""
+    return Table(KV_SERVER_SETTINGS)
 
 
 def trace_table() -> Table:

@@ -1,0 +1,156 @@
+"""`pdserve kv-server`: an LMCache server that keeps KV for the engines of this host.
+
+Beside LMCache's own program it checks first what would only show later, names its shared memory so
+that none is left behind, takes all of it at once (memory that is promised and not there ends
+whoever writes to it), bounds its folder of files over restarts, and tells nobody what it does.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import runpy
+import signal
+import sys
+import threading
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Final
+
+from pdserve.commands.announce import settings_text
+from pdserve.commands.exit_codes import EXIT_CONFIG, EXIT_DONE
+from pdserve.commands.findings import Grade
+from pdserve.commands.running import require_free
+from pdserve.commands.segments import owned_segment
+from pdserve.commands.tier_checks import findings_of
+from pdserve.config.load import Resolved, Table, build
+from pdserve.config.tiers import LOOPBACK, DiskTier, KvServerConfig, Tiers, parse_tiers
+from pdserve.errors import ConfigError
+
+_PROGRAM: Final = "lmcache.v1.multiprocess.server"
+"""LMCache's server without HTTP, by which others could empty it."""
+_SILENT: Final = {"LMCACHE_TRACK_USAGE": "false", "DO_NOT_TRACK": "1"}
+_LOOK_S: Final = 0.02
+_GIB: Final = 1 << 30
+
+
+def run(table: Table, resolved: Mapping[str, Resolved]) -> int:
+    """Run `pdserve kv-server` until SIGTERM or Ctrl-C.
+
+    Raises:
+        ConfigError: A tier cannot be used here, or the port is taken.
+    """
+    config = build("kv", KvServerConfig, table, resolved)
+    tiers = parse_tiers(config.tiers)
+    require_free(LOOPBACK, config.port, flag="port")
+    for finding in findings_of(tiers, os.environ):
+        if finding.verdict is Grade.FAIL:
+            raise ConfigError(f"{finding.text}; {finding.remedy}", param="kv-tiers")
+        if finding.verdict is Grade.WARN:
+            print(f"pdserve kv-server: {finding.text}; {finding.remedy}", file=sys.stderr)
+    print(settings_text("kv-server", resolved))
+    print(
+        f"  engines find it with --kv-transfer-config.lmcache.url tcp://{LOOPBACK}:{config.port}",
+        flush=True,
+    )
+    with owned_segment() as segment:
+        reserving = _Reserving(segment, tiers.cpu_bytes)
+        reserving.start()
+        disk_bytes = 0 if tiers.disk is None else make_room(tiers.disk)
+        _serve(arguments_of(config, tiers, segment.name, disk_bytes=disk_bytes))
+        return EXIT_CONFIG if reserving.failure else EXIT_DONE
+
+
+def arguments_of(
+    config: KvServerConfig, tiers: Tiers, segment: str, *, disk_bytes: int = 0
+) -> list[str]:
+    """Return what LMCache's server is told.
+
+    Args:
+        segment: Name of its shared memory.
+        disk_bytes: What it may write into the folder of the disk tier.
+    """
+    words = ["--host", LOOPBACK, "--port", str(config.port)]
+    words += ["--chunk-size", str(config.chunk_size), "--hash-algorithm", "blake3"]
+    words += ["--l1-size-gb", repr(tiers.cpu_bytes / _GIB), "--no-l1-use-lazy"]
+    words += ["--eviction-policy", "LRU", "--shm-name", segment]
+    words += ["--supported-transfer-mode", "engine_driven", "--disable-observability"]
+    adapters: list[dict[str, Any]] = []
+    if tiers.disk is not None:
+        adapters.append(
+            {
+                "type": "fs_native",
+                "base_path": tiers.disk.path,
+                "max_capacity_gb": disk_bytes / _GIB,
+                "eviction": {"eviction_policy": "LRU"},
+            }
+        )
+    if tiers.redis is not None:
+        adapters.append({"type": "resp", "host": tiers.redis.host, "port": tiers.redis.port})
+    return words + [word for each in adapters for word in ("--l2-adapter", json.dumps(each))]
+
+
+def make_room(tier: DiskTier) -> int:
+    """Remove the oldest files until they take half of a disk tier; return the bytes that are left.
+
+    LMCache counts what it writes, not what an earlier life of it has written: that is found all the
+    same, and never removed. So it is told less than the tier has.
+    """
+    folder = Path(tier.path)
+    folder.mkdir(parents=True, exist_ok=True)
+    files = sorted((each.stat().st_mtime_ns, each.stat().st_size, each) for each in _files(folder))
+    num_taken = sum(size for _, size, _ in files)
+    for _, size, path in files:
+        if num_taken <= tier.num_bytes // 2:
+            break
+        path.unlink()
+        num_taken -= size
+    return tier.num_bytes - num_taken
+
+
+def _files(folder: Path) -> list[Path]:
+    return list(folder.glob("*.data"))
+
+
+class _Reserving(threading.Thread):
+    """Takes the pages of the segment once it is there; ends the server if there are not as many.
+
+    Attributes:
+        failure: Whether it did.
+    """
+
+    def __init__(self, segment: Path, num_bytes: int) -> None:
+        super().__init__(name="reserve", daemon=True)
+        self.failure = False
+        self._segment = segment
+        self._num_bytes = num_bytes
+
+    def run(self) -> None:
+        """Wait for the segment, and take its pages."""
+        while not self._segment.exists() or self._segment.stat().st_size < self._num_bytes:
+            time.sleep(_LOOK_S)
+        with self._segment.open("r+b") as file:
+            try:
+                os.posix_fallocate(file.fileno(), 0, self._num_bytes)
+            except OSError as error:
+                self.failure = True
+                print(
+                    f"pdserve kv-server: the cpu tier's {self._num_bytes >> 20} MiB of shared "
+                    f"memory cannot be had: {error.strerror}; make the tier smaller",
+                    file=sys.stderr,
+                    flush=True,
+                )
+                os.kill(os.getpid(), signal.SIGTERM)
+
+
+def _serve(arguments: list[str]) -> None:
+    """Run LMCache's server, in this process, until it is interrupted."""
+    os.environ.update(_SILENT)
+    os.environ.setdefault("LMCACHE_LOG_LEVEL", "WARNING")
+    sys.argv = [_PROGRAM, *arguments]
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        runpy.run_module(_PROGRAM, run_name="__main__")
+    except KeyboardInterrupt:
+        pass  # while it was starting: later it ends by itself

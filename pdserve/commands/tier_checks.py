@@ -1,0 +1,138 @@
+"""What tiers need of this machine: checks as those of the doctor. They start and change nothing."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import shutil
+import socket
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Final
+
+from pdserve.commands.findings import Finding, Grade
+from pdserve.commands.segments import SHARED_MEMORY
+from pdserve.config.tiers import REDIS_PASSWORD, REDIS_USERNAME, DiskTier, RedisTier, Tiers
+
+LMCACHE_VERSION: Final = "0.5.6"
+"""The one whose protocol the connector speaks."""
+_LEAST_DISK_BYTES: Final = 64 << 20
+_REDIS_TIMEOUT_S: Final = 2.0
+
+
+def findings_of(tiers: Tiers, environ: Mapping[str, str]) -> Iterator[Finding]:
+    """Can a server with these tiers run here?"""
+    yield installed()
+    yield shared_memory(tiers.cpu_bytes, SHARED_MEMORY)
+    if tiers.disk is not None:
+        yield disk(tiers.disk)
+    if tiers.redis is not None:
+        yield redis(tiers.redis, environ)
+
+
+def installed() -> Finding:
+    """Is LMCache there, in the version that the connector speaks with?"""
+    remedy = f"{sys.executable} -m pip install 'pdserve[lmcache]'"
+    try:
+        version = importlib.metadata.version("lmcache")
+    except importlib.metadata.PackageNotFoundError:
+        return Finding("lmcache", Grade.FAIL, "KV tiers need LMCache, which is not here", remedy)
+    if version != LMCACHE_VERSION:
+        return Finding(
+            "lmcache",
+            Grade.FAIL,
+            f"LMCache {version} is here, and {LMCACHE_VERSION} is needed: its protocol differs "
+            "from version to version",
+            remedy,
+        )
+    return Finding("lmcache", Grade.OK, f"LMCache {version}")
+
+
+def shared_memory(num_bytes: int, folder: Path) -> Finding:
+    """Is there room for the cpu tier?"""
+    free = shutil.disk_usage(folder).free
+    text = f"the cpu tier takes {_mib(num_bytes)} of {folder}, which has {_mib(free)} free"
+    if free < num_bytes:
+        return Finding(
+            "cpu tier",
+            Grade.FAIL,
+            text,
+            "make the tier smaller, or the folder larger: mount -o remount,size=8G /dev/shm; in a "
+            "container docker run --shm-size=8g, or an emptyDir of medium Memory",
+        )
+    return Finding("cpu tier", Grade.OK, text)
+
+
+def disk(tier: DiskTier) -> Finding:
+    """Can the folder be written, and is there room in it?"""
+    folder = Path(tier.path)
+    there = next(each for each in (folder, *folder.parents) if each.exists())
+    if not there.is_dir() or not _is_writable(there):
+        what = "cannot be written" if there.is_dir() else "is no folder"
+        return Finding(
+            "disk tier",
+            Grade.FAIL,
+            f"{there} {what}",
+            f"give it to user {os.getuid()}, or choose another folder for the disk tier",
+        )
+    free = shutil.disk_usage(there).free
+    text = f"the disk tier may take {_mib(tier.num_bytes)} in {folder}, where {_mib(free)} are free"
+    if free < _LEAST_DISK_BYTES:
+        return Finding("disk tier", Grade.FAIL, text, "make room, or choose another folder")
+    if free + _taken(folder) < tier.num_bytes:
+        return Finding(
+            "disk tier",
+            Grade.WARN,
+            text,
+            "what does not fit is not kept, and computed again: make the tier smaller",
+        )
+    return Finding("disk tier", Grade.OK, text)
+
+
+def redis(tier: RedisTier, environ: Mapping[str, str]) -> Finding:
+    """Does the server answer?"""
+    where = f"the Redis server at {tier.host}:{tier.port}"
+    words = []
+    if password := environ.get(REDIS_PASSWORD, ""):
+        user = environ.get(REDIS_USERNAME, "")
+        words.append(["AUTH", *([user] if user else []), password])
+    try:
+        with socket.create_connection((tier.host, tier.port), _REDIS_TIMEOUT_S) as connection:
+            for command in [*words, ["PING"]]:
+                parts = "".join(f"${len(each.encode())}\r\n{each}\r\n" for each in command)
+                connection.sendall(f"*{len(command)}\r\n{parts}".encode())
+                answer = connection.recv(512).decode(errors="replace").strip()
+                if not answer.startswith("+"):
+                    return Finding(
+                        "redis tier",
+                        Grade.FAIL,
+                        f"{where} refuses {command[0]}: {answer or 'it hung up'}",
+                        f"set {REDIS_USERNAME} and {REDIS_PASSWORD} to a user that may read and "
+                        "write",
+                    )
+    except OSError as error:
+        return Finding(
+            "redis tier",
+            Grade.FAIL,
+            f"{where} does not answer: {error}",
+            "start it, or leave the redis tier out",
+        )
+    return Finding("redis tier", Grade.OK, f"{where} answers")
+
+
+def _is_writable(folder: Path) -> bool:
+    try:
+        with tempfile.TemporaryFile(dir=folder):
+            return True
+    except OSError:
+        return False
+
+
+def _taken(folder: Path) -> int:
+    return sum(each.stat().st_size for each in folder.glob("*.data"))
+
+
+def _mib(num_bytes: int) -> str:
+    return f"{num_bytes / 2**20:,.0f} MiB"

@@ -1,0 +1,195 @@
+"""The tiers of a store that keeps KV beyond requests and engines: how they are written down.
+
+`cpu:4GiB,disk:/data/kv:50GiB,redis:redis://127.0.0.1:6379`: shared memory, which engines copy from
+and to, and what it is written through to. Knows no server: `commands.kv_server` starts one.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Final, NoReturn
+from urllib.parse import urlsplit
+
+import msgspec
+
+from pdserve.config.checks import POSITIVE, require, require_port
+from pdserve.config.setting import declare, parse_int
+from pdserve.errors import ConfigError
+
+_FLAG: Final = "kv-tiers"
+_FORM: Final = "write it as cpu:4GiB,disk:/data/kv:50GiB,redis:redis://127.0.0.1:6379"
+REDIS_USERNAME: Final = "LMCACHE_RESP_USERNAME"
+REDIS_PASSWORD: Final = "LMCACHE_RESP_PASSWORD"
+"""Variables that LMCache's adapter reads."""
+LOOPBACK: Final = "127.0.0.1"
+"""A store asks nobody for a key, and engines share its memory: it serves one host."""
+LEAST_CPU_BYTES: Final = 64 << 20
+"""Below this, a chunk or two of a model would fill it."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class DiskTier:
+    """A folder of files.
+
+    Attributes:
+        num_bytes: What they may take together.
+    """
+
+    path: str
+    num_bytes: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class RedisTier:
+    """A Redis or Valkey server, which has its own limits."""
+
+    host: str
+    port: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Tiers:
+    """What a store keeps KV in.
+
+    Attributes:
+        cpu_bytes: Of the shared memory that engines copy from and to.
+    """
+
+    cpu_bytes: int
+    disk: DiskTier | None = None
+    redis: RedisTier | None = None
+
+
+def parse_tiers(text: str) -> Tiers:
+    """Read what `--kv-tiers` says.
+
+    Raises:
+        ConfigError: It names no such tiers; the message has the part that is wrong.
+    """
+    found: dict[str, object] = {}
+    for part in text.split(","):
+        kind, _, rest = part.strip().partition(":")
+        if kind not in _READERS:
+            _refuse(f"{part!r} is no tier: they are {', '.join(_READERS)}; {_FORM}")
+        if kind in found:
+            _refuse(f"{text!r} has two tiers {kind!r}: give one of each")
+        found[kind] = _READERS[kind](part, rest)
+    cpu, disk, redis = (found.get(kind) for kind in _READERS)
+    if not isinstance(cpu, int):
+        _refuse(f"{text!r} has no cpu tier, which the others are filled from: add cpu:4GiB")
+    assert disk is None or isinstance(disk, DiskTier)
+    assert redis is None or isinstance(redis, RedisTier)
+    return Tiers(cpu_bytes=cpu, disk=disk, redis=redis)
+
+
+def _cpu(part: str, rest: str) -> int:
+    num_bytes = _size(part, rest)
+    if num_bytes < LEAST_CPU_BYTES:
+        _refuse(f"{part!r} is too small for a few chunks: give it at least 64MiB")
+    return num_bytes
+
+
+def _disk(part: str, rest: str) -> DiskTier:
+    path, _, size = rest.rpartition(":")
+    if not path.startswith("/"):
+        _refuse(f"{part!r} has no folder with an absolute path: write it as disk:/data/kv:50GiB")
+    return DiskTier(path, _size(part, size))
+
+
+def _redis(part: str, rest: str) -> RedisTier:
+    url = urlsplit(rest)
+    try:
+        port = url.port or 6379
+    except ValueError as error:
+        _refuse(f"{part!r}: {error}")
+    if url.username or url.password:
+        _refuse(
+            "a password in a redis tier would be on a command line, where every user can read it: "
+            f"set {REDIS_USERNAME} and {REDIS_PASSWORD} instead"
+        )
+    if url.scheme != "redis" or not url.hostname or url.path not in ("", "/") or url.query:
+        _refuse(f"{part!r} is no server: write it as redis:redis://127.0.0.1:6379, without more")
+    return RedisTier(url.hostname, port)
+
+
+_READERS: Final[dict[str, Callable[[str, str], object]]] = {
+    "cpu": _cpu,
+    "disk": _disk,
+    "redis": _redis,
+}
+
+
+def _size(part: str, text: str) -> int:
+    try:
+        num_bytes = parse_int(text)
+    except ValueError:
+        _refuse(f"{part!r} has no size: end it with one, as 4GiB or 500M")
+    if num_bytes <= 0:
+        _refuse(f"{part!r} has the size {num_bytes}: {POSITIVE}")
+    return num_bytes
+
+
+def _refuse(message: str) -> NoReturn:
+    raise ConfigError(f"--{_FLAG}: {message}", param=_FLAG)
+
+
+def store_words(connector: str, url: str) -> list[str]:
+    """Return what an engine is told, so that it keeps KV in a store.
+
+    What it has answered is kept as well: the next turn of a conversation asks for it.
+
+    Args:
+        connector: What it exchanges KV with other engines by; empty if it does not.
+        url: Of the store.
+    """
+    prefix = "--kv-transfer-config"
+    names = f"{connector},lmcache" if connector else "lmcache"
+    words = [f"{prefix}.kv-connector", names, f"{prefix}.lmcache.url", url]
+    return [*words, f"{prefix}.lmcache.save", "all"]
+
+
+class KvServerConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """A server that keeps KV for the engines of this host.
+
+    Attributes:
+        tiers: As `parse_tiers` reads it.
+        port: On loopback: it asks nobody for a key.
+        chunk_size: Tokens that are kept and found as one; a multiple of the engines' block size.
+    """
+
+    tiers: str = "cpu:4GiB"
+    port: int = 8300
+    chunk_size: int = 256
+
+    def __post_init__(self) -> None:
+        parse_tiers(self.tiers)
+        require_port(self.port)
+        require(self.port > 0, "port", self.port, "engines are told it: choose one")
+        require_chunk_size("chunk-size", self.chunk_size)
+
+
+def require_chunk_size(flag: str, chunk_size: int) -> None:
+    """Refuse a size that chunks cannot have.
+
+    Raises:
+        ConfigError: It is none.
+    """
+    require(chunk_size > 0, flag, chunk_size, f"{POSITIVE}, and a multiple of --block-size")
+
+
+KV_SERVER_SETTINGS: Final = declare(
+    "kv",
+    KvServerConfig,
+    "KV tiers",
+    (
+        ("kv-tiers", "tiers", "TIERS", "cpu:SIZE[,disk:FOLDER:SIZE][,redis:redis://HOST:PORT]"),
+        ("port", "port", "PORT", "on loopback"),
+        (
+            "chunk-size",
+            "chunk_size",
+            "N",
+            "tokens that are kept as one; a multiple of --block-size",
+        ),
+    ),
+)

@@ -1,0 +1,172 @@
+"""What tiers need of a machine, and what LMCache's server is told; the server itself is not run."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import socket
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from pdserve.commands import tier_checks
+from pdserve.commands.findings import Grade
+from pdserve.commands.kv_server import arguments_of, make_room
+from pdserve.config.tiers import DiskTier, KvServerConfig, RedisTier, Tiers, parse_tiers
+
+MIB = 1 << 20
+
+
+@pytest.mark.parametrize(
+    ("installed", "verdict", "says"),
+    [
+        (None, Grade.FAIL, "KV tiers need LMCache, which is not here"),
+        ("0.5.7", Grade.FAIL, "LMCache 0.5.7 is here, and 0.5.6 is needed"),
+        ("0.5.6", Grade.OK, "LMCache 0.5.6"),
+    ],
+)
+def test_another_version_of_lmcache_is_none(
+    installed: str | None, verdict: Grade, says: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def version(_: str) -> str:
+        if installed is None:
+            raise tier_checks.importlib.metadata.PackageNotFoundError
+        return installed
+
+    monkeypatch.setattr(tier_checks.importlib.metadata, "version", version)
+    finding = tier_checks.installed()
+    assert finding.verdict is verdict
+    assert says in finding.text
+    assert ("pip install" in finding.remedy) == (verdict is Grade.FAIL)
+
+
+def test_shared_memory_has_to_hold_the_whole_tier(tmp_path: Path) -> None:
+    assert tier_checks.shared_memory(MIB, tmp_path).verdict is Grade.OK
+    finding = tier_checks.shared_memory(1 << 60, tmp_path)
+    assert finding.verdict is Grade.FAIL
+    assert f"of {tmp_path}, which has" in finding.text
+    assert "--shm-size" in finding.remedy
+
+
+def test_a_folder_that_will_be_made_is_a_disk_tier(tmp_path: Path) -> None:
+    finding = tier_checks.disk(DiskTier(str(tmp_path / "a" / "b"), MIB))
+    assert finding.verdict is Grade.OK
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_file_is_no_disk_tier(tmp_path: Path) -> None:
+    (tmp_path / "kv").write_text("")
+    finding = tier_checks.disk(DiskTier(str(tmp_path / "kv"), MIB))
+    assert (finding.verdict, finding.text) == (Grade.FAIL, f"{tmp_path / 'kv'} is no folder")
+
+
+def test_a_folder_that_cannot_be_written_is_no_disk_tier() -> None:
+    finding = tier_checks.disk(DiskTier("/proc/kv", MIB))  # also for root
+    assert (finding.verdict, finding.text) == (Grade.FAIL, "/proc cannot be written")
+    assert str(os.getuid()) in finding.remedy
+
+
+def test_a_disk_that_is_too_small_is_a_warning(tmp_path: Path) -> None:
+    finding = tier_checks.disk(DiskTier(str(tmp_path), 1 << 60))
+    assert finding.verdict is Grade.WARN
+    assert "computed again" in finding.remedy
+
+
+class Redis(threading.Thread):
+    """Answers one connection, command by command."""
+
+    def __init__(self, *answers: bytes) -> None:
+        super().__init__()
+        self.heard = b""
+        self._answers = answers
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.tier = RedisTier("127.0.0.1", self._listener.getsockname()[1])
+
+    def run(self) -> None:
+        with self._listener, self._listener.accept()[0] as connection:
+            for answer in self._answers:
+                self.heard += connection.recv(512)
+                connection.sendall(answer)
+
+
+@pytest.fixture
+def redis(request: pytest.FixtureRequest) -> Iterator[Redis]:
+    server = Redis(*request.param)
+    server.start()
+    yield server
+    server.join(10)
+
+
+@pytest.mark.parametrize("redis", [[b"+PONG\r\n"]], indirect=True)
+def test_a_redis_server_that_answers_is_a_tier(redis: Redis) -> None:
+    assert tier_checks.redis(redis.tier, {}).verdict is Grade.OK
+    redis.join(10)
+    assert redis.heard == b"*1\r\n$4\r\nPING\r\n"
+
+
+@pytest.mark.parametrize("redis", [[b"+OK\r\n", b"+PONG\r\n"]], indirect=True)
+def test_a_redis_server_is_told_the_password_of_the_environment(redis: Redis) -> None:
+    given = {"LMCACHE_RESP_USERNAME": "me", "LMCACHE_RESP_PASSWORD": "sesame"}
+    assert tier_checks.redis(redis.tier, given).verdict is Grade.OK
+    redis.join(10)
+    assert redis.heard.startswith(b"*3\r\n$4\r\nAUTH\r\n$2\r\nme\r\n$6\r\nsesame\r\n")
+
+
+@pytest.mark.parametrize("redis", [[b"-NOAUTH Authentication required.\r\n"]], indirect=True)
+def test_a_redis_server_that_refuses_is_repeated_in_its_own_words(redis: Redis) -> None:
+    finding = tier_checks.redis(redis.tier, {})
+    assert finding.verdict is Grade.FAIL
+    assert "refuses PING: -NOAUTH Authentication required." in finding.text
+    assert "LMCACHE_RESP_PASSWORD" in finding.remedy
+
+
+def test_a_redis_server_that_is_not_there_is_no_tier() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+    finding = tier_checks.redis(RedisTier("127.0.0.1", port), {})
+    assert finding.verdict is Grade.FAIL
+    assert f"127.0.0.1:{port} does not answer" in finding.text
+
+
+def test_a_redis_server_that_says_nothing_is_no_tier(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tier_checks, "_REDIS_TIMEOUT_S", 0.05)
+    with socket.create_server(("127.0.0.1", 0)) as hung:
+        finding = tier_checks.redis(RedisTier("127.0.0.1", hung.getsockname()[1]), {})
+    assert finding.verdict is Grade.FAIL
+    assert "timed out" in finding.text
+
+
+def test_the_server_is_told_each_tier_and_listens_on_loopback_alone() -> None:
+    tiers = parse_tiers("cpu:512M,disk:/data/kv:4GiB,redis:redis://cache:6380")
+    config = KvServerConfig(port=8301, chunk_size=64)
+    words = arguments_of(config, tiers, "segment", disk_bytes=3 << 30)
+    told = dict(itertools.pairwise(words))
+    assert (told["--host"], told["--port"]) == ("127.0.0.1", "8301")
+    assert (told["--chunk-size"], told["--l1-size-gb"]) == ("64", "0.5")
+    assert told["--shm-name"] == "segment"
+    adapters = [json.loads(b) for a, b in itertools.pairwise(words) if a == "--l2-adapter"]
+    assert [each["type"] for each in adapters] == ["fs_native", "resp"]
+    assert (adapters[0]["base_path"], adapters[0]["max_capacity_gb"]) == ("/data/kv", 3.0)
+    assert adapters[0]["eviction"] == {"eviction_policy": "LRU"}
+    assert (adapters[1]["host"], adapters[1]["port"]) == ("cache", 6380)
+
+
+def test_without_further_tiers_nothing_is_written_through() -> None:
+    words = arguments_of(KvServerConfig(), Tiers(cpu_bytes=64 * MIB), "segment")
+    assert "--l2-adapter" not in words
+
+
+def test_the_oldest_files_make_room_for_what_a_life_of_the_server_writes(tmp_path: Path) -> None:
+    tier = DiskTier(str(tmp_path), 1000)
+    for age, name in enumerate(("newest", "newer", "old", "oldest")):
+        file = tmp_path / f"{name}.data"
+        file.write_bytes(bytes(200))
+        os.utime(file, (1000 - age, 1000 - age))
+    (tmp_path / "readme").write_bytes(bytes(200))
+    assert make_room(tier) == 600
+    assert {file.name for file in tmp_path.iterdir()} == {"newest.data", "newer.data", "readme"}
+    assert make_room(DiskTier(str(tmp_path / "other"), 1000)) == 1000
+    assert (tmp_path / "other").is_dir()

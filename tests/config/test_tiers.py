@@ -1,0 +1,52 @@
+from __future__ import annotations
+
+import pytest
+
+from pdserve.config.tiers import DiskTier, KvServerConfig, RedisTier, Tiers, parse_tiers
+from pdserve.errors import ConfigError
+
+
+def test_all_tiers_are_read() -> None:
+    assert parse_tiers("cpu:4GiB, disk:/data/kv:50G,redis:redis://cache:6380") == Tiers(
+        cpu_bytes=4 << 30, disk=DiskTier("/data/kv", 50 << 30), redis=RedisTier("cache", 6380)
+    )
+
+
+def test_a_redis_server_has_its_usual_port() -> None:
+    assert parse_tiers("redis:redis://cache,cpu:64M").redis == RedisTier("cache", 6379)
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("", "'' is no tier: they are cpu, disk, redis; write it as cpu:4GiB,"),
+        ("gpu:4GiB", "'gpu:4GiB' is no tier"),
+        ("cpu:4GiB,cpu:1GiB", "has two tiers 'cpu': give one of each"),
+        ("disk:/data:1GiB", "has no cpu tier, which the others are filled from: add cpu:4GiB"),
+        ("cpu:lots", "'cpu:lots' has no size: end it with one, as 4GiB or 500M"),
+        ("cpu", "'cpu' has no size"),
+        ("cpu:-1", "the size -1: it must be positive"),
+        ("cpu:1M", "is too small for a few chunks: give it at least 64MiB"),
+        ("cpu:4GiB,disk:data:1GiB", "has no folder with an absolute path"),
+        ("cpu:4GiB,disk:/data", "has no folder with an absolute path"),
+        ("cpu:4GiB,disk:/data:big", "'disk:/data:big' has no size"),
+        ("cpu:4GiB,redis:cache:6379", "is no server: write it as redis:redis://127.0.0.1:6379"),
+        ("cpu:4GiB,redis:redis://cache:70000", "'redis:redis://cache:70000': Port out of range"),
+        ("cpu:4GiB,redis:redis://cache/2", "is no server"),
+        ("cpu:4GiB,redis:redis://me:open@cache", "set LMCACHE_RESP_USERNAME and"),
+    ],
+)
+def test_what_is_no_tier_is_refused_with_what_to_write(text: str, says: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        parse_tiers(text)
+    assert refused.value.param == "kv-tiers"
+    assert str(refused.value).startswith("--kv-tiers: ")
+    assert says in str(refused.value)
+    assert "open" not in str(refused.value), "a password is not repeated"
+
+
+def test_settings_of_commands_are_checked_when_they_are_made() -> None:
+    with pytest.raises(ConfigError, match="has no size"):
+        KvServerConfig(tiers="cpu:no")
+    with pytest.raises(ConfigError, match="--chunk-size is 0"):
+        KvServerConfig(chunk_size=0)
