@@ -262,7 +262,7 @@ class _Session:
             f"    {at}{len(run.outcomes)} requests in {run.duration_s:.1f} s, "
             + ", ".join(
                 f"{figure.title} {number(found[figure])} {figure.unit}"
-                for figure in (Figure.TTFT_P50, Figure.ITL_P99, Figure.THROUGHPUT)
+                for figure in (Figure.TTFT_P50, Figure.ITL_P99, Figure.THROUGHPUT, Figure.CACHED)
                 if figure in found
             )
         )

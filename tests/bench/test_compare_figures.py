@@ -66,6 +66,18 @@ class TestTable:
         tokens = sum(o.num_output_tokens for o in run.outcomes)
         assert figures_of(run, [])[Figure.THROUGHPUT] == pytest.approx(tokens / run.duration_s)
 
+    def test_prompt_tokens_that_no_cache_had_were_computed(self, made):
+        run = made.runs("colocated", None)[0]
+        counts = [len([o for o in run.outcomes if o.group == each]) for each in ("steady", "burst")]
+        found = figures_of(run, [])
+        assert found[Figure.COMPUTED] == counts[0] * 24 + counts[1] * 512
+        prompts = counts[0] * 32 + counts[1] * 1024
+        assert found[Figure.CACHED] == pytest.approx(100 * (1 - found[Figure.COMPUTED] / prompts))
+        silent = msgspec.structs.replace(
+            run, outcomes=[msgspec.structs.replace(o, num_cached_tokens=None) for o in run.outcomes]
+        )
+        assert Figure.CACHED not in figures_of(silent, [])
+
     def test_goodput_counts_requests_that_keep_every_limit(self, made):
         run = made.runs("2 replicas", None)[0]
         kept = sum(

@@ -296,6 +296,17 @@ def test_a_window_of_the_trace_begins_at_zero(tmp_path, ids):
     ]
 
 
+def test_a_trace_says_what_of_its_prompts_an_earlier_one_had(tmp_path, ids):
+    config = trace(
+        tmp_path,
+        request(0, 1024, hash_ids=(1, 2)),
+        request(1, 1536, hash_ids=(1, 2, 3)),
+        request(2, 1024, hash_ids=(4, 2)),  # the second half of it is behind another first
+        request(3, 512, hash_ids=(5,)),
+    )
+    assert " shared=25%" in make_plan(config, ids).description
+
+
 def test_scaled_lengths_share_what_they_shared(tmp_path, ids):
     config = trace(
         tmp_path,

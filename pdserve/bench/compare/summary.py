@@ -39,6 +39,8 @@ class Figure(enum.Enum):
     TPOT_P50 = ("TPOT p50", "ms", True)
     THROUGHPUT = ("output", "tok/s", False)
     GOODPUT = ("goodput", "req/s", False)
+    COMPUTED = ("computed", "prompt tok", True)
+    CACHED = ("cached", "%", False)
 
     @property
     def title(self) -> str:
@@ -196,6 +198,12 @@ def figures_of(run: Run, slos: Sequence[Slo]) -> dict[Figure, float]:
         figures[Figure.ITL_MAX] = max(gaps)
     if tpot:
         figures[Figure.TPOT_P50] = percentiles(tpot, 50)[0]
+    told = [one for one in good if one.num_cached_tokens is not None]
+    if told:
+        num_cached = sum(one.num_cached_tokens or 0 for one in told)
+        num_prompt = sum(one.num_prompt_tokens for one in told)
+        figures[Figure.COMPUTED] = float(num_prompt - num_cached)
+        figures[Figure.CACHED] = 100 * num_cached / max(1, num_prompt)
     if run.duration_s > 0:
         tokens = sum(one.num_output_tokens for one in good)
         figures[Figure.THROUGHPUT] = tokens / run.duration_s

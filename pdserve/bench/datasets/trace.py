@@ -4,6 +4,7 @@ Each line is `{"timestamp": 2748, "input_length": 955, "output_length": 52, "has
 milliseconds, tokens, tokens, and an id for each 512 tokens of the prompt. The prompts themselves
 are not in it. Equal ids give equal tokens, so what prefix caching found in the traced system, it
 can find here; tokens behind the last whole id are the request's own. Lines are in order of time.
+`shared` in a run's description is what a cache that forgets nothing would have of the prompts.
 
 (Mooncake: Trading More Storage for Less Computation, FAST '25; the traces are in the project's
 repository.)
@@ -11,6 +12,7 @@ repository.)
 
 from __future__ import annotations
 
+import itertools
 import math
 from pathlib import Path
 from typing import Final
@@ -39,6 +41,8 @@ def make(config: DatasetConfig, prompts: PromptMaker) -> RequestPlan:
     first_ms: float | None = None
     before_ms = -math.inf
     notes = []
+    seen: set[int] = set()
+    num_tokens = num_shared = 0
     for entry in json_lines(path):
         at_ms = _timestamp(entry, before_ms)
         before_ms = at_ms
@@ -60,6 +64,8 @@ def make(config: DatasetConfig, prompts: PromptMaker) -> RequestPlan:
                 "(--num-prompts)"
             )
             break
+        num_tokens += num_prompt
+        num_shared += _num_shared(entry, segments, seen)
         requests.append(
             Planned(
                 index=len(requests),
@@ -76,12 +82,23 @@ def make(config: DatasetConfig, prompts: PromptMaker) -> RequestPlan:
             "them shorter)"
         )
     words = f"trace {path.name} speedup={own.speedup:g}"
+    if num_shared:
+        words += f" shared={num_shared / num_tokens:.0%}"
     if own.start_s or own.duration_s is not None:
         end = "" if own.duration_s is None else f"{own.start_s + own.duration_s:g}"
         words += f" window={own.start_s:g}..{end} s"
     if own.length_scale != 1:
         words += f" length_scale={own.length_scale:g}"
     return RequestPlan(requests=requests, description=words, notes=notes)
+
+
+def _num_shared(entry: Entry, segments: list[Segment], seen: set[int]) -> int:
+    """Leading tokens of a prompt that an earlier one had, which are then `seen`."""
+    hash_ids = entry.fields["hash_ids"]
+    known = itertools.takewhile(lambda pair: pair[0] in seen, zip(hash_ids, segments, strict=False))
+    num_shared = sum(segment.num_tokens for _, segment in known)
+    seen.update(hash_ids)
+    return num_shared
 
 
 def _timestamp(entry: Entry, before_ms: float) -> float:
