@@ -14,8 +14,8 @@ import msgspec
 
 from pdserve.errors import BadRequestError
 from pdserve.wire.hop import KVTransferParams, ReleaseRequest
+from pdserve.wire.sampling import MAX_LOGPROBS
 
-MAX_LOGPROBS = 20
 MAX_CHOICES = 1024
 MAX_STOPS = 64
 MAX_STOP_CHARS = 4096

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
+from pdserve.wire.sampling import MAX_LOGPROBS
+
 if TYPE_CHECKING:
     from pdserve.wire.request import GenerateRequest
     from pdserve.wire.sampling import SamplingParams
@@ -68,8 +70,8 @@ def _refusal_of_sampling(sampling: SamplingParams, vocab_size: int) -> str | Non
         ("logprobs", sampling.logprobs),
         ("prompt_logprobs", sampling.prompt_logprobs),
     ):
-        if number is not None and number < 0:
-            return f"{name} is {number}: it must not be negative"
+        if number is not None and not 0 <= number <= MAX_LOGPROBS:
+            return f"{name} is {number}: it must be from 0 to {MAX_LOGPROBS}"
     if not all(abs(bias) <= _MAX_LOGIT_BIAS for bias in sampling.logit_bias.values()):
         return f"logit_bias has a value beyond {_MAX_LOGIT_BIAS}"
     allowed = sampling.allowed_token_ids

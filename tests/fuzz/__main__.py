@@ -11,6 +11,7 @@ import gc
 import json
 import logging
 import os
+import resource
 import sys
 import time
 import traceback
@@ -41,6 +42,7 @@ TARGETS: dict[str, Callable[[], Target]] = {
 _BATCH = 500
 _WARM_UP = 2 * _BATCH
 _MAX_GROWTH_BYTES = 48 << 20
+_MAX_DATA_BYTES = 4 << 30
 
 
 class _Faults(logging.Handler):
@@ -148,6 +150,8 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--target", action="append", choices=sorted(TARGETS))
     asked = parser.parse_args()
+    # An input that takes all memory breaks its target, and not the machine.
+    resource.setrlimit(resource.RLIMIT_DATA, (_MAX_DATA_BYTES, _MAX_DATA_BYTES))
     names = asked.target or sorted(TARGETS)
     is_good = True
     for name in names:

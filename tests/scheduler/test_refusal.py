@@ -75,6 +75,11 @@ REFUSED = {
     "an infinite bias": (make_request([1], logit_bias={1: float("inf")}), "logit_bias"),
     "negative logprobs": (make_request([1], logprobs=-1), "logprobs"),
     "negative prompt logprobs": (make_request([1], prompt_logprobs=-1), "prompt_logprobs"),
+    "more logprobs than memory": (make_request([1], logprobs=1 << 40), "logprobs"),
+    "more prompt logprobs than memory": (
+        make_request([1], prompt_logprobs=1 << 40),
+        "prompt_logprobs",
+    ),
     "nothing allowed": (make_request([1], allowed_token_ids=()), "allowed_token_ids"),
     "only unknown ids allowed": (make_request([1], allowed_token_ids=(TOY_VOCAB_SIZE,)), "allowed"),
     "no first token": (make_request([1, 1], handoff=handoff(first_token_ids=[])), "first token"),
