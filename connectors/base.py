@@ -44,6 +44,7 @@ if TYPE_CHECKING:
 
     from pdserve.config.schema import EngineConfig
     from pdserve.connectors.views import RequestView, StepView
+    from pdserve.wire.events import KVEvent
     from pdserve.wire.ids import BlockId, EngineId, Incarnation, RequestId
     from pdserve.wire.request import KVStoreStats
     from pdserve.wire.transfer import (
@@ -255,8 +256,8 @@ class KVConnectorScheduler:
 
     Whatever a method raises over a request ends that request alone, with an error; the connector
     is left as it was before the call. What ends so at `preempted` or `request_finished` has
-    nothing under way in its blocks, unless it is pinned. Only `take_instructions` is about no
-    request, and does not fail.
+    nothing under way in its blocks, unless it is pinned. Only `take_instructions` and `take_events`
+    are about no request, and do not fail.
 
     Attributes:
         hands_over: Whether a request may end as HANDOFF. If not, it is decoded where it was
@@ -339,6 +340,14 @@ class KVConnectorScheduler:
     def update_connector_output(self, report: ConnectorReport) -> ConnectorNews:
         """Learn one fact that the workers saw, and say what it means for requests."""
         return ConnectorNews.of(report)
+
+    def take_events(self) -> Sequence[KVEvent]:
+        """Drain what the tiers that it owns have gained and lost, each with its own `medium`.
+
+        Called after each step if `ConnectorContext.config.cache.events` is enabled, else never:
+        then nothing is to be noted down.
+        """
+        return ()
 
 
 class KVConnectorWorker:

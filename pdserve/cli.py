@@ -42,6 +42,7 @@ from pdserve.config.settings import (
     bench_serve_table,
     doctor_table,
     engine_table,
+    kv_events_table,
     kv_server_table,
     proxy_table,
     trace_table,
@@ -145,6 +146,14 @@ COMMANDS: Final = (
         trace_table,
         "pdserve.commands.trace:run",
         "pdserve trace --url http://127.0.0.1:8000 --seconds 10 -o trace.json.gz",
+        positional="",
+    ),
+    Command(
+        "kv-events",
+        "show which prefixes an engine holds, as routers are told",
+        kv_events_table,
+        "pdserve.commands.kv_events:run",
+        "pdserve kv-events --url http://127.0.0.1:8100",
         positional="",
     ),
     Command(

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from pdserve.config.kv_events import KVEventsConfig
 from pdserve.config.schema import (
     CacheConfig,
     EngineConfig,
@@ -51,13 +52,18 @@ def toy_config(
     block_size: int = 8,
     num_stages: int = 1,
     enable_prefix_caching: bool = True,
+    tells: bool = False,
     **scheduler: Any,
 ) -> EngineConfig:
     """The settings of a toy engine; `scheduler` are fields of `SchedulerConfig`."""
     return EngineConfig(
         model=ModelConfig(model="toy"),
         engine_id=engine_id,
-        cache=CacheConfig(block_size=block_size, enable_prefix_caching=enable_prefix_caching),
+        cache=CacheConfig(
+            block_size=block_size,
+            enable_prefix_caching=enable_prefix_caching,
+            events=KVEventsConfig(enable_kv_cache_events=tells),
+        ),
         scheduler=SchedulerConfig(**{"max_num_seqs": 4, "max_num_batched_tokens": 16, **scheduler}),
         parallel=ParallelConfig(pipeline_parallel_size=num_stages),
     )

@@ -13,6 +13,7 @@ from typing import Any
 import msgspec
 
 from pdserve.config.checks import POSITIVE, is_loopback, require, require_not_negative, require_port
+from pdserve.config.kv_events import KVEventsConfig
 from pdserve.wire.transfer import MAX_LEASE_S, MIN_LEASE_S
 
 
@@ -93,6 +94,7 @@ class CacheConfig(msgspec.Struct, frozen=True, kw_only=True):
         kv_cache_memory_bytes: Size of the pool; None derives it from the device.
         num_gpu_blocks_override: Exact number of blocks, whatever the device.
         gpu_memory_utilization: Share of the device's memory for weights and KV (CUDA).
+        events: Who is told what it holds.
     """
 
     block_size: int = 16
@@ -100,6 +102,7 @@ class CacheConfig(msgspec.Struct, frozen=True, kw_only=True):
     num_gpu_blocks_override: int | None = None
     gpu_memory_utilization: float = 0.9
     enable_prefix_caching: bool = True
+    events: KVEventsConfig = KVEventsConfig()
 
     def __post_init__(self) -> None:
         require(
@@ -120,6 +123,7 @@ class CacheConfig(msgspec.Struct, frozen=True, kw_only=True):
         )
         size = self.kv_cache_memory_bytes
         require(size is None or size > 0, "kv-cache-memory-bytes", size, POSITIVE)
+        self.events.require_prefix_caching(is_on=self.enable_prefix_caching)
 
 
 class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -427,3 +431,4 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
         require(
             self.device in ("auto", "cpu", "cuda"), "device", self.device, "use auto, cpu or cuda"
         )
+        self.cache.events.require_secret(self.transfer.secret, self.transfer.host)

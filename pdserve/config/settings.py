@@ -19,6 +19,7 @@ from pdserve.config.compare import COMPARE_SETTINGS, PLOT_SETTINGS
 from pdserve.config.connectors import connector_settings
 from pdserve.config.datasets import DATASET_SETTINGS, DatasetName
 from pdserve.config.http import ProxyConfig, ServerConfig
+from pdserve.config.kv_events_reader import KV_EVENTS_READER_SETTINGS
 from pdserve.config.load import Table
 from pdserve.config.policies import POLICIES
 from pdserve.config.schema import EngineConfig, Role
@@ -154,6 +155,23 @@ _ENGINE: Final = (
             ("kv-transfer-config.quarantine-s", "transfer.quarantine_s", "SECONDS", "blocks of a lost transfer out of use before it is stopped, with others"),
         ),
     ),
+    *declare(
+        "engine",
+        EngineConfig,
+        "KV events",
+        (
+            ("kv-events-config.enable-kv-cache-events", "cache.events.enable_kv_cache_events", "", "tell routers which prefixes the engine holds"),
+            ("kv-events-config.publisher", "cache.events.publisher", "NAME", "zmq; null tells proxies of pdserve alone; auto: in vLLM's shape as well if there is an endpoint"),
+            ("kv-events-config.endpoint", "cache.events.endpoint", "ENDPOINT", "of vLLM's shape, unencrypted; one port behind the other for engine cores"),
+            ("kv-events-config.replay-endpoint", "cache.events.replay_endpoint", "ENDPOINT", "where its readers ask for what they missed"),
+            ("kv-events-config.buffer-steps", "cache.events.buffer_steps", "N", "batches kept for them"),
+            ("kv-events-config.hwm", "cache.events.hwm", "N", "batches that wait for one slow reader at most"),
+            ("kv-events-config.max-queue-size", "cache.events.max_queue_size", "N", "steps whose events wait to be published at most; more are lost, and counted"),
+            ("kv-events-config.topic", "cache.events.topic", "TEXT", "first frame of each batch in vLLM's shape"),
+            ("kv-events-config.replay-topic", "cache.events.replay_topic", "", "replayed batches have it, too; off for Dynamo and SGLang's readers"),
+            ("kv-events-config.port", "cache.events.port", "PORT", "of the stream for proxies of pdserve, and the next one; 0 takes free ones"),
+        ),
+    ),
 )
 
 _SERVER: Final = declare(
@@ -272,6 +290,7 @@ def _transfer_config(raw: object) -> Mapping[str, object]:
 
 
 _EPLB: Final = _object("eplb-config", "the settings below as one object", "parallelism")
+_EVENTS: Final = _object("kv-events-config", "the settings below as one object", "KV events")
 _TRANSFER: Final = Shorthand(
     "kv-transfer-config",
     _transfer_config,
@@ -311,7 +330,7 @@ def _engine_shorthands() -> tuple[Shorthand, ...]:
         )
         for name in connector_settings()
     ]
-    return (_TRANSFER, *own, _EPLB)
+    return (_TRANSFER, *own, _EVENTS, _EPLB)
 
 
 def engine_table(role: Role) -> Table:
@@ -381,6 +400,11 @@ def kv_server_table() -> Table:
 def trace_table() -> Table:
     """The settings of `pdserve trace`."""
     return Table(TRACE_SETTINGS)
+
+
+def kv_events_table() -> Table:
+    """The settings of `pdserve kv-events`."""
+    return Table(KV_EVENTS_READER_SETTINGS)
 
 
 def doctor_table() -> Table:

@@ -362,6 +362,7 @@ def _merged_info(
         num_blocks=sum(core.num_blocks for core in cores),
         max_num_seqs=sum(core.max_num_seqs for core in cores),
         endpoints=[endpoint for core in cores for endpoint in core.endpoints],
+        kv_events=[endpoint for core in cores for endpoint in core.kv_events],
         can_push=False,  # a ticket names one core, and who sends it cannot choose one
     )
 

@@ -24,6 +24,7 @@ import zmq
 
 from pdserve.engine.arrivals import Arrivals
 from pdserve.engine.coordinator import EndCores, StartWave
+from pdserve.engine.kv_events import KVEventPublisher
 from pdserve.engine.launch import EngineLaunch
 from pdserve.engine.link import CoordinatorLink
 from pdserve.engine.loading import load_engine
@@ -109,6 +110,7 @@ class EngineProcess:
                 clock=self._clock,
                 progress=lambda text: self._publish(CoreProgress(text)),
             )
+            self._events = self._publisher_of(launch)
         except ConfigError as error:
             self._publish(Died(error.message, is_config=True))
             self._close_sockets()
@@ -128,6 +130,24 @@ class EngineProcess:
         self._publish_outputs([])
         if self._link is not None:
             self._tell(self._link)
+
+    def _publisher_of(self, launch: EngineLaunch) -> KVEventPublisher | None:
+        """Begin to publish KV events, and announce it, if that is asked for."""
+        config = launch.config
+        if not config.cache.events.enable_kv_cache_events:
+            return None
+        try:
+            publisher = KVEventPublisher(
+                config.cache.events,
+                config.transfer,
+                incarnation=self._info.incarnation,
+                rank=launch.core.local_index or 0,
+            )
+        except ConfigError:
+            self.core.close(_CLOSE_TIMEOUT_S)
+            raise
+        self._info = msgspec.structs.replace(self._info, kv_events=[publisher.endpoint])
+        return publisher
 
     def run(self) -> None:
         """Serve until shut down. A failure is published before the process ends."""
@@ -150,6 +170,8 @@ class EngineProcess:
                 if self.core.waves is not None and (has_input or is_time_up):
                     self.core.waves.news()
                 has_news = self.core.step(self._publish_outputs)
+                if self._events is not None:
+                    self._events.publish(self.core.scheduler.take_events())
                 self._publish_late_stats(has_changed=has_input or has_news)
                 if self._link is not None:
                     self._ask(self._link)
@@ -163,6 +185,8 @@ class EngineProcess:
             raise
         finally:
             try:
+                if self._events is not None:
+                    self._events.close(_CLOSE_TIMEOUT_S)
                 self.core.close(_CLOSE_TIMEOUT_S)
             finally:
                 self._close_sockets()
@@ -293,7 +317,10 @@ class EngineProcess:
 
     def _publish_outputs(self, outputs: list[EngineOutput]) -> None:
         self._stats_due_s = None
-        self._publish(Outputs(outputs, self.core.scheduler.stats()))
+        stats = self.core.scheduler.stats()
+        if self._events is not None:
+            stats = msgspec.structs.replace(stats, kv_events=self._events.counts())
+        self._publish(Outputs(outputs, stats))
 
     def _publish_late_stats(self, *, has_changed: bool) -> None:
         """Send a snapshot alone if nothing came that it could have gone with."""

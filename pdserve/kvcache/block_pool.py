@@ -14,6 +14,8 @@ from pdserve.wire.ids import BlockHash, BlockId
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
+    from pdserve.kvcache.events import EventLog
+
 
 class OutOfBlocksError(Exception):
     """The pool has fewer free blocks than asked for; nothing was taken."""
@@ -30,11 +32,13 @@ class BlockPool:
 
     Args:
         num_blocks: Number of blocks, > 0.
+        events: Told of each hash that can be found no more; who publishes says what came.
     """
 
-    def __init__(self, num_blocks: int) -> None:
+    def __init__(self, num_blocks: int, events: EventLog | None = None) -> None:
         if num_blocks <= 0:
             raise InternalError(f"num_blocks must be > 0, got {num_blocks}")
+        self._events = events
         self._refs = [0] * num_blocks
         self._generations = [0] * num_blocks
         self._hash: list[BlockHash | None] = [None] * num_blocks
@@ -112,13 +116,19 @@ class BlockPool:
                 self._num_free_cached -= self._hash[block] is not None
             self._refs[block] += 1
 
-    def publish(self, block: BlockId, name: BlockHash) -> None:
-        """Make a full, held block findable by its hash. First writer wins."""
+    def publish(self, block: BlockId, name: BlockHash) -> bool:
+        """Make a full, held block findable by its hash. First writer wins.
+
+        Returns:
+            Whether nothing could be found by it before.
+        """
         if self._refs[block] == 0:
             raise InternalError(f"block {block} is free; only a held block can be published")
-        if name not in self._by_hash:
-            self._forget(block)
-            self._hash[block], self._by_hash[name] = name, block
+        if name in self._by_hash:
+            return False
+        self._forget(block)
+        self._hash[block], self._by_hash[name] = name, block
+        return True
 
     def release(self, blocks: Sequence[BlockId]) -> None:
         """Drop one reference on each block; at zero it becomes evictable.
@@ -148,6 +158,8 @@ class BlockPool:
         self._by_hash.clear()
         self._hash = [None] * len(self._refs)
         self._num_free_cached = 0
+        if self._events is not None:
+            self._events.cleared()
 
     def check(self) -> None:
         """Raise AssertionError if an invariant is broken. O(num_blocks)."""
@@ -162,3 +174,5 @@ class BlockPool:
         if name is not None:
             del self._by_hash[name]
             self._hash[block] = None
+            if self._events is not None:
+                self._events.removed(name)

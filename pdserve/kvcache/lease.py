@@ -79,11 +79,17 @@ class Holding:
         self._blocks.extend(fresh)
         return fresh
 
-    def publish(self, hashes: Sequence[BlockHash], num_full_blocks: int) -> None:
-        """Make the first `num_full_blocks` blocks findable; they are complete in memory."""
-        for index in range(self.num_published, num_full_blocks):
-            self._ledger.pool.publish(self._blocks[index], hashes[index])
+    def publish(self, hashes: Sequence[BlockHash], num_full_blocks: int) -> list[int]:
+        """Make the first `num_full_blocks` blocks findable; they are complete in memory.
+
+        Returns:
+            The indices of those whose contents nobody could find before, ascending.
+        """
+        indices = range(self.num_published, num_full_blocks)
+        publish, blocks = self._ledger.pool.publish, self._blocks
+        first = [index for index in indices if publish(blocks[index], hashes[index])]
         self.num_published = max(self.num_published, num_full_blocks)
+        return first
 
     def become(self, user: BlockUser) -> None:
         """Hand the same blocks to another kind of user. O(blocks)."""

@@ -7,11 +7,13 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from pdserve.kvcache.block_pool import BlockPool
+from pdserve.kvcache.events import EventLog
 from pdserve.kvcache.lease import Holding, Ledger
-from pdserve.wire.hashing import block_hash, root_hash
+from pdserve.wire.events import BlocksStored, Grain
+from pdserve.wire.hashing import GRAIN_TOKENS, block_hash, grain_hashes, root_hash
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
     from pdserve.wire.ids import BlockHash, BlockId
 
@@ -53,9 +55,11 @@ class HashChain:
 
     def __init__(self, block_size: int, salt: str, shared: SharedPrompt | None = None) -> None:
         self._block_size = block_size
+        self._salt = salt
         self._root = root_hash(salt)
         self._of_prompt = [] if shared is None else shared.hashes
         self.hashes: list[BlockHash] = []
+        self._grains: list[int] = []
 
     def of_prompt(self, prompt: Sequence[int]) -> Sequence[BlockHash]:
         """Of the blocks that the prompt fills."""
@@ -69,13 +73,42 @@ class HashChain:
         self.hashes += self._of_prompt[len(self.hashes) : num_blocks]
         for index in range(len(self.hashes), num_blocks):
             start, stop = index * size, (index + 1) * size
-            tokens = prompt[start:stop]
-            if stop > num_prompt:
-                tokens = [*tokens, *output[max(0, start - num_prompt) : stop - num_prompt]]
             parent = self.hashes[-1] if self.hashes else self._root
-            self.hashes.append(block_hash(parent, tokens))
+            self.hashes.append(block_hash(parent, _tokens(prompt, output, start, stop)))
             if stop <= num_prompt:
                 self._of_prompt.append(self.hashes[-1])
+
+    def stored(
+        self, prompt: Sequence[int], output: Sequence[int], first: int, stop: int
+    ) -> BlocksStored:
+        """Describe the blocks `first` to `stop`, whose hashes are known."""
+        size, per_grain = self._block_size, GRAIN_TOKENS // self._block_size
+        grains = range(first // per_grain, stop // per_grain)
+        if len(self._grains) < grains.stop:
+            rest = _tokens(prompt, output, len(self._grains) * GRAIN_TOKENS, stop * size)
+            parent = self._grains[-1] if self._grains else None
+            self._grains += grain_hashes(rest, self._salt, parent)
+        hashes = self.hashes
+        return BlocksStored(
+            blocks=hashes[first:stop],
+            parent=hashes[first - 1] if first else None,
+            token_ids=_tokens(prompt, output, first * size, stop * size),
+            block_size=size,
+            salt=self._salt,
+            grains=[
+                Grain(self._grains[i], tuple(hashes[i * per_grain : (i + 1) * per_grain]))
+                for i in grains
+            ],
+        )
+
+
+def _tokens(prompt: Sequence[int], output: Sequence[int], start: int, stop: int) -> Sequence[int]:
+    """Those from `start` to `stop` of a prompt and the output behind it."""
+    num_prompt = len(prompt)
+    tokens = prompt[start:stop]
+    if stop <= num_prompt:
+        return tokens
+    return [*tokens, *output[max(0, start - num_prompt) : stop - num_prompt]]
 
 
 class KVCacheManager:
@@ -85,12 +118,24 @@ class KVCacheManager:
         num_blocks: Size of the pool.
         block_size: Tokens per block.
         enable_prefix_caching: If not, `match` finds nothing and nothing is published.
+        log_events: Somebody drains `events`.
+
+    Attributes:
+        events: What can be found since they were drained, and what no more; None: nobody listens.
     """
 
-    def __init__(self, *, num_blocks: int, block_size: int, enable_prefix_caching: bool) -> None:
+    def __init__(
+        self,
+        *,
+        num_blocks: int,
+        block_size: int,
+        enable_prefix_caching: bool,
+        log_events: bool = False,
+    ) -> None:
         self.block_size = block_size
         self.enable_prefix_caching = enable_prefix_caching
-        self.pool = BlockPool(num_blocks)
+        self.events = EventLog() if log_events else None
+        self.pool = BlockPool(num_blocks, self.events)
         self.ledger = Ledger(self.pool)
 
     def blocks_for(self, num_tokens: int) -> int:
@@ -139,4 +184,16 @@ class KVCacheManager:
             num_full = num_computed_tokens // self.block_size
             if num_full > holding.num_published:
                 chain.extend_to(prompt, output, num_full)
-                holding.publish(chain.hashes, num_full)
+                first = holding.publish(chain.hashes, num_full)
+                if self.events is not None:
+                    for start, stop in _runs(first):
+                        self.events.stored(chain.stored(prompt, output, start, stop))
+
+
+def _runs(indices: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """Yield first and end of each run of consecutive numbers among ascending ones."""
+    start = 0
+    for i in range(1, len(indices) + 1):
+        if i == len(indices) or indices[i] != indices[i - 1] + 1:
+            yield indices[start], indices[i - 1] + 1
+            start = i

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from pdserve.observe.clock import Clock
     from pdserve.scheduler.state import Dimensions
     from pdserve.scheduler.steps import Step
+    from pdserve.wire.events import KVEvent
     from pdserve.wire.ids import BlockId, RequestId
     from pdserve.wire.outputs import TokenLogprobs
     from pdserve.wire.request import EngineOutput, EngineStats, GenerateRequest
@@ -255,6 +256,11 @@ class Scheduler:
     def drain_outputs(self) -> list[EngineOutput]:
         """Return the outputs since the last call."""
         return self._outputs.drain()
+
+    def take_events(self) -> list[KVEvent]:
+        """Return what the caches have gained and lost since the last call, if that is told."""
+        log = self.kv.events
+        return [] if log is None else [*log.drain(), *self.state.connector.take_events()]
 
     # ---- questions -----------------------------------------------------------------
 

@@ -89,6 +89,7 @@ class SchedulerState:
             num_blocks=dimensions.num_blocks,
             block_size=cache.block_size,
             enable_prefix_caching=cache.enable_prefix_caching,
+            log_events=cache.events.enable_kv_cache_events,
         )
         self.ladder = Ladder(
             config.recompute_tokens_per_s, max_model_len=dimensions.max_model_len, now_s=now_s

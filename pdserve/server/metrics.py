@@ -314,6 +314,17 @@ class _EngineCollector(Collector):
             "fault",
             {**dict.fromkeys(KV_FAULTS, 0), **faults},
         )
+        told = stats.kv_events if stats is not None else {}
+        for name, documentation, count in (
+            ("pdserve_kv_events_published", "KV events told to routers.", "published"),
+            ("pdserve_kv_events_dropped", "KV events lost, for the queue was full.", "dropped"),
+        ):
+            yield self._counter(name, documentation, told.get(count, 0))
+        yield self._gauge(
+            "pdserve_kv_events_queued",
+            "Steps whose KV events wait to be published.",
+            told.get("queued", 0),
+        )
         yield from self._expert_families(stats.experts if stats is not None else None)
         ends = stats.lease_ends if stats is not None else {}
         yield self._counter(

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import array
 import hashlib
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from pdserve.wire.ids import BlockHash
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+
+GRAIN_TOKENS: Final = 256
+"""The unit of KV events and of the indexes made from them: a multiple of every block size."""
 
 
 def root_hash(salt: str) -> BlockHash:
@@ -25,3 +28,21 @@ def block_hash(parent: BlockHash, token_ids: Sequence[int]) -> BlockHash:
 def prompt_digest(token_ids: Sequence[int], salt: str) -> str:
     """Short name of a whole prompt, to pair a handoff with the prompt it was made from."""
     return block_hash(root_hash(salt), token_ids).hex()[:32]
+
+
+def grain_hashes(token_ids: Sequence[int], salt: str, parent: int | None = None) -> list[int]:
+    """Return the 64-bit names of the grains that `token_ids` fill: BLAKE2b (RFC 7693) in a chain.
+
+    A name says where a prefix is likely to be found, never that it is the same one: that is for
+    `block_hash`.
+
+    Args:
+        parent: The grain before the tokens; None: they begin the prefix.
+    """
+    name = b"pdserve-grain\0" + salt.encode() if parent is None else parent.to_bytes(8)
+    found = []
+    for start in range(0, len(token_ids) - GRAIN_TOKENS + 1, GRAIN_TOKENS):
+        tokens = array.array("I", token_ids[start : start + GRAIN_TOKENS]).tobytes()
+        name = hashlib.blake2b(name + tokens, digest_size=8).digest()
+        found.append(int.from_bytes(name))
+    return found

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator
 
 import msgspec
 
+from pdserve.wire.events import EventEndpoint
 from pdserve.wire.ids import EngineId, Incarnation, RequestId
 from pdserve.wire.outputs import TokenLogprobs
 from pdserve.wire.sampling import SamplingParams
@@ -282,6 +283,8 @@ class EngineStats(EngineLoad, frozen=True, kw_only=True):
         recompute_tokens: Prompt tokens computed here because a load or a prefill engine failed.
         kv_seconds: Sums over loads, by name (wait, transfer, digest).
         kv_store: Of the store of KV; None where there is none.
+        kv_events: Told of this core's KV, by name: events published and dropped, and steps queued
+            now. Empty: nobody is told.
     """
 
     num_preemptions: int
@@ -305,6 +308,7 @@ class EngineStats(EngineLoad, frozen=True, kw_only=True):
     recompute_tokens: int = 0
     kv_seconds: dict[str, float] = {}
     kv_store: KVStoreStats | None = None
+    kv_events: dict[str, int] = {}
 
 
 class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
@@ -318,6 +322,7 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
         can_push: Its connector can write into a peer's blocks, and have its own written.
         kv_shape: How its KV is shared out over its ranks.
         protocol: `wire.seal.PROTOCOL` of its version; the first one did not say.
+        kv_events: Where each of its cores tells of its KV, in order; none if it does not.
     """
 
     engine_id: EngineId
@@ -335,3 +340,4 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     can_push: bool = False
     kv_shape: KVShape | None = None
     protocol: int = 1
+    kv_events: list[EventEndpoint] = []

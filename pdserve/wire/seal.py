@@ -44,6 +44,7 @@ class Purpose(enum.Enum):
     TICKET = "ticket"
     SIDE_CHANNEL = "side channel"
     CONTROL = "control"
+    EVENTS = "KV events"
 
 
 def key_for(secret: str | bytes, purpose: Purpose) -> bytes:

@@ -57,6 +57,9 @@ FROM_THE_START = {
     "pdserve_kv_tier_digest_mismatches_total",
     "pdserve_kv_tier_lookup_timeouts_total",
     "pdserve_kv_tier_server_up",
+    "pdserve_kv_events_published_total",
+    "pdserve_kv_events_dropped_total",
+    "pdserve_kv_events_queued",
     "pdserve_client_disconnects_total",
     "pdserve_event_loop_lag_seconds_count",
 }

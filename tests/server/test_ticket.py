@@ -280,6 +280,7 @@ async def test_what_the_engine_counts_of_kv_has_one_series_each(text):
             num_wrong_chunks=107,
             num_late_lookups=108,
         ),
+        "kv_events": {"published": 9, "dropped": 10, "queued": 11},
     }
     async with serving(text, engine) as server:
         before = await scrape(server)
@@ -309,6 +310,9 @@ async def test_what_the_engine_counts_of_kv_has_one_series_each(text):
         ("pdserve_kv_tier_digest_mismatches_total", {}, 107),
         ("pdserve_kv_tier_lookup_timeouts_total", {}, 108),
         ("pdserve_kv_tier_server_up", {}, 1),
+        ("pdserve_kv_events_published_total", {}, 9),
+        ("pdserve_kv_events_dropped_total", {}, 10),
+        ("pdserve_kv_events_queued", {}, 11),
     ):
         assert named(before, name, **labels) == 0
         assert named(after, name, **labels) == value

@@ -1,0 +1,182 @@
+"""`pdserve kv-events`: which prefixes an engine holds, and what comes and goes, as it happens.
+
+A reader like a proxy: what it prints is what routing knows of the engine.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+import urllib.error
+import urllib.request
+from typing import TYPE_CHECKING
+
+import msgspec
+import zmq
+
+from pdserve.commands.exit_codes import EXIT_DONE
+from pdserve.config.kv_events_reader import KVEventsReaderConfig
+from pdserve.config.load import build
+from pdserve.errors import ConfigError, PeerError
+from pdserve.wire.event_reader import EventReader, GrainSet, ReaderState
+from pdserve.wire.events import HASH_VERSION, Answer, Batch, EventEndpoint, curve_secret
+from pdserve.wire.hop import INFO_PATH, EngineReport
+from pdserve.wire.seal import UNREADABLE
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from pdserve.config.load import Resolved, Table
+    from pdserve.wire.events import GrainEvent
+
+_TIMEOUT_S = 5.0
+_POLL_MS = 50
+_PRINT_S = 0.25
+
+
+def run(table: Table, resolved: Mapping[str, Resolved]) -> int:
+    """Run `pdserve kv-events`."""
+    config = build("reader", KVEventsReaderConfig, table, resolved)
+    endpoints = fetch(config.url)
+    with zmq.Context() as context:
+        cores = [
+            CoreEvents(context, endpoint, config.secret, now_s=time.monotonic())
+            for endpoint in endpoints
+        ]
+        try:
+            _watch(cores, config.seconds or float("inf"))
+        finally:
+            for core in cores:
+                core.close()
+    return EXIT_DONE
+
+
+def fetch(url: str) -> Sequence[EventEndpoint]:
+    """Ask an engine where its cores tell of their KV.
+
+    Raises:
+        PeerError: It cannot be reached, or is no engine of pdserve.
+        ConfigError: It tells nobody, or names prefixes as this version does not.
+    """
+    try:
+        opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+        with opener.open(f"{url.rstrip('/')}{INFO_PATH}", timeout=_TIMEOUT_S) as response:
+            engine = msgspec.json.decode(response.read(), type=EngineReport).engine
+    except (OSError, *UNREADABLE, json.JSONDecodeError) as error:
+        reason = getattr(error, "reason", error)
+        raise PeerError(
+            f"{url} is no engine that answers: {reason}; give one with --url"
+        ) from error
+    if engine is None or not engine.kv_events:
+        raise ConfigError(
+            f"{url} tells nothing of its KV: start it with "
+            "--kv-events-config.enable-kv-cache-events, and wait until it is ready",
+            param="url",
+        )
+    for endpoint in engine.kv_events:
+        if endpoint.hash_version != HASH_VERSION:
+            raise ConfigError(
+                f"{url} names prefixes by version {endpoint.hash_version}, and this is version "
+                f"{HASH_VERSION}: use the engine's own release",
+                param="url",
+            )
+    return engine.kv_events
+
+
+class CoreEvents:
+    """The sockets of one engine core's reader, and what it has read.
+
+    Attributes:
+        index: What the core holds, as far as is known.
+        num_stored, num_removed: Grains that came and went since it was last looked at.
+    """
+
+    def __init__(
+        self,
+        context: zmq.Context[zmq.Socket[bytes]],
+        endpoint: EventEndpoint,
+        secret: str,
+        *,
+        now_s: float,
+    ) -> None:
+        self.index = GrainSet()
+        self.grain_tokens = endpoint.grain_tokens
+        self.num_stored = self.num_removed = 0
+        self.reader = EventReader(self, now_s=now_s)
+        self._batches = msgspec.msgpack.Decoder(Batch)
+        self._answers: msgspec.msgpack.Decoder[Answer] = msgspec.msgpack.Decoder(Answer)
+        self._sub, self._asks = context.socket(zmq.SUB), context.socket(zmq.DEALER)
+        self._sub.subscribe(b"")
+        for each, port in ((self._sub, endpoint.port), (self._asks, endpoint.snapshot_port)):
+            each.linger = 0
+            each.curve_serverkey = zmq.curve_public(curve_secret(secret))
+            each.curve_publickey, each.curve_secretkey = zmq.curve_keypair()
+            each.ipv6 = ":" in endpoint.host
+            host = f"[{endpoint.host}]" if each.ipv6 else endpoint.host
+            each.connect(f"tcp://{host}:{port}")
+
+    def retire(self) -> None:
+        """See `GrainIndex`."""
+        self.index.retire()
+
+    def apply(self, event: GrainEvent) -> None:
+        """See `GrainIndex`."""
+        before = self.num_grains
+        self.index.apply(event)
+        change = self.num_grains - before
+        self.num_stored += max(0, change)
+        self.num_removed += max(0, -change)
+
+    @property
+    def num_grains(self) -> int:
+        """Of all media together."""
+        return sum(map(len, self.index.grains.values()))
+
+    def read(self, timeout_ms: int) -> None:
+        """Take what has come, and ask for what is missing."""
+        now_s = time.monotonic()
+        ask = self.reader.due(now_s)
+        if ask is not None:
+            self._asks.send(msgspec.msgpack.encode(ask))
+        self._sub.poll(timeout_ms)
+        now_s = time.monotonic()
+        while self._sub.poll(0):
+            self.reader.heard(self._batches.decode(self._sub.recv()), now_s)
+        while self._asks.poll(0):
+            self.reader.answered(self._answers.decode(self._asks.recv()), now_s)
+
+    def close(self) -> None:
+        """Leave."""
+        self._sub.close()
+        self._asks.close()
+
+
+def _watch(cores: Sequence[CoreEvents], seconds: float) -> None:
+    start_s = time.monotonic()
+    printed: list[str] = [""] * len(cores)
+    printed_s = start_s
+    while (now_s := time.monotonic()) - start_s < seconds:
+        for core in cores:
+            core.read(_POLL_MS // len(cores))
+        if now_s - printed_s < _PRINT_S:
+            continue
+        printed_s = now_s
+        for number, core in enumerate(cores):
+            line = told(core, now_s)
+            if line != printed[number]:
+                printed[number] = line
+                name = f"core {number}: " if len(cores) > 1 else ""
+                print(f"{now_s - start_s:8.1f} s  {name}{line}", flush=True)
+
+
+def told(core: CoreEvents, now_s: float) -> str:
+    """One line: in step or not, what came and went since the last one, and what is there."""
+    state = core.reader.state(now_s)
+    if state is ReaderState.RESYNC:
+        return "asking for what it holds (is the secret its own?)"
+    came = f"+{core.num_stored} -{core.num_removed}"
+    core.num_stored = core.num_removed = 0
+    media = ", ".join(
+        f"{name} {len(grains)}" for name, grains in sorted(core.index.grains.items()) if grains
+    )
+    return f"{state.value:5}  {came:>12}  prefixes of {core.grain_tokens} tokens: {media or 'none'}"

@@ -1,0 +1,275 @@
+"""Publishes one engine core's KV events: to proxies of pdserve, and in vLLM's shape.
+
+The core's loop puts down what has happened since the last time and goes on; a thread numbers, keeps
+and sends it, and answers those who missed something. The loop waits for nothing: what finds the
+queue full is lost, counted, and told. The stream of pdserve then begins a new epoch, with what is
+there; vLLM's shape leaves the numbers of the lost batches out.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+import time
+from typing import TYPE_CHECKING
+
+import msgspec
+import zmq
+
+from pdserve.config.checks import is_loopback
+from pdserve.errors import ConfigError
+from pdserve.kvcache.grains import GrainTracker
+from pdserve.wire.event_stream import GrainStream
+from pdserve.wire.events import HEARTBEAT_S, Ask, EventEndpoint, curve_secret, first_epoch
+from pdserve.wire.seal import UNREADABLE
+from pdserve.wire.vllm_events import VllmEvents
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from typing import Any
+
+    from pdserve.config.kv_events import KVEventsConfig
+    from pdserve.config.schema import TransferConfig
+    from pdserve.wire.events import GrainEvent, KVEvent
+    from pdserve.wire.ids import Incarnation
+
+_FLUSH_S = 0.005
+_FLUSH_GRAINS = 64
+_LINGER_MS = 200
+
+
+class _Queue:
+    """What the loop has put down, and the thread has not taken.
+
+    Grains are followed here, so that what is there is known whatever is lost behind it.
+    """
+
+    def __init__(self, max_steps: int) -> None:
+        self._lock = threading.Lock()
+        self._tracker = GrainTracker()
+        self._max_steps = max_steps
+        self._steps: list[tuple[Sequence[KVEvent], Sequence[GrainEvent]]] = []
+        self._num_lost_steps = 0
+        self.num_lost_events = 0
+
+    def __len__(self) -> int:
+        return len(self._steps)
+
+    def put(self, events: Sequence[KVEvent]) -> bool:
+        """Add a step's events; whether the thread has to be woken."""
+        with self._lock:
+            grain_events = self._tracker.apply(events)
+            if len(self._steps) >= self._max_steps:
+                self._num_lost_steps += 1
+                self.num_lost_events += len(events)
+                return False
+            self._steps.append((events, grain_events))
+            return len(self._steps) == 1
+
+    def take(self) -> _Taken:
+        """Everything there is."""
+        with self._lock:
+            taken = _Taken(self._steps, self._num_lost_steps, {})
+            self._steps = []
+            if self._num_lost_steps:
+                taken.grains = self._tracker.grains()
+                self._num_lost_steps = 0
+            return taken
+
+
+class _Taken(msgspec.Struct):
+    """The steps in order, how many were lost behind them, and what is there if any were."""
+
+    steps: list[tuple[Sequence[KVEvent], Sequence[GrainEvent]]]
+    num_lost: int
+    grains: dict[str, set[int]]
+
+
+class KVEventPublisher:
+    """Sockets and a thread. Made where the scheduler runs.
+
+    Args:
+        transfer: Says which address is announced, and the deployment's secret.
+        rank: The core's among those of its engine.
+
+    Attributes:
+        endpoint: Where proxies of pdserve listen.
+
+    Raises:
+        ConfigError: An address cannot be taken.
+    """
+
+    def __init__(
+        self,
+        config: KVEventsConfig,
+        transfer: TransferConfig,
+        *,
+        incarnation: Incarnation,
+        rank: int,
+    ) -> None:
+        self._queue = _Queue(config.max_queue_size)
+        self._stream = GrainStream(first_epoch(incarnation))
+        self._context = zmq.Context()
+        self._pub = self._curve(zmq.PUB, transfer.secret)
+        self._pub.set_hwm(config.hwm)
+        self._snapshots = self._curve(zmq.ROUTER, transfer.secret)
+        self._vllm: VllmEvents | None = None
+        self._vllm_pub, self._replays = (
+            self._context.socket(zmq.PUB),
+            self._context.socket(zmq.ROUTER),
+        )
+        self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        try:
+            port = config.port + 2 * rank if config.port else 0
+            self.endpoint = EventEndpoint(
+                host=transfer.host,
+                port=_bind_port(self._pub, transfer.host, port),
+                snapshot_port=_bind_port(self._snapshots, transfer.host, port and port + 1),
+            )
+            if config.endpoint is not None and config.publisher != "null":
+                self._vllm = VllmEvents(
+                    rank=rank,
+                    topic=config.topic,
+                    num_kept=config.buffer_steps,
+                    replay_topic=config.replay_topic,
+                )
+                self._vllm_pub.set_hwm(config.hwm)
+                _open(self._vllm_pub, config.endpoint, rank, flag="endpoint")
+                self._replays.set_hwm(config.buffer_steps + 1)
+                if config.replay_endpoint is not None:
+                    _open(self._replays, config.replay_endpoint, rank, flag="replay-endpoint")
+        except BaseException:
+            self._close_sockets()
+            raise
+        self._num_published = 0
+        self._is_ending = False
+        self._thread = threading.Thread(target=self._run, name="kv-events", daemon=True)
+        self._thread.start()
+
+    def publish(self, events: Sequence[KVEvent]) -> None:
+        """Put down what a step has changed. Never waits."""
+        if events and self._queue.put(events):
+            os.eventfd_write(self._wake_fd, 1)
+
+    def counts(self) -> dict[str, int]:
+        """Events published and lost since the start, and steps that wait to be published."""
+        return {
+            "published": self._num_published,
+            "dropped": self._queue.num_lost_events,
+            "queued": len(self._queue),
+        }
+
+    def close(self, timeout_s: float) -> None:
+        """Send what there is, and end. Idempotent."""
+        self._is_ending = True
+        if self._thread.is_alive():
+            os.eventfd_write(self._wake_fd, 1)
+            self._thread.join(timeout_s)
+
+    # ---- the thread ----------------------------------------------------------------
+
+    def _run(self) -> None:
+        poller = zmq.Poller()
+        for source in (self._wake_fd, self._snapshots, self._replays):
+            poller.register(source, zmq.POLLIN)
+        encode = msgspec.msgpack.Encoder().encode
+        due_s = 0.0
+        try:
+            while True:
+                is_ending = self._is_ending
+                ready = dict(poller.poll(max(0.0, due_s - time.monotonic()) * 1e3))
+                if self._wake_fd in ready:
+                    os.eventfd_read(self._wake_fd)
+                    if self._take():
+                        due_s = min(due_s, time.monotonic() + _FLUSH_S)
+                is_full = self._stream.num_pending >= _FLUSH_GRAINS
+                if is_full or is_ending or self._snapshots in ready or due_s <= time.monotonic():
+                    self._pub.send(encode(self._stream.batch()))
+                    due_s = time.monotonic() + HEARTBEAT_S
+                if self._snapshots in ready:
+                    self._answer(encode)
+                if self._replays in ready:
+                    self._replay()
+                if is_ending:
+                    return
+        finally:
+            self._close_sockets()
+
+    def _take(self) -> bool:
+        """Publish what was put down in vLLM's shape; whether there is something for proxies."""
+        taken = self._queue.take()
+        for events, grain_events in taken.steps:
+            self._num_published += len(events)
+            self._stream.add(grain_events)
+            if self._vllm is not None:
+                self._vllm_pub.send_multipart(self._vllm.frames(events, wall_s=time.time()))
+        if taken.num_lost:
+            self._stream.restart(taken.grains)
+            if self._vllm is not None:
+                self._vllm.skip(taken.num_lost)
+        return self._stream.num_pending > 0 or taken.num_lost > 0
+
+    def _answer(self, encode: Any) -> None:
+        peer, *frames = self._snapshots.recv_multipart()
+        try:
+            ask = msgspec.msgpack.decode(frames[-1] if frames else b"", type=Ask)
+        except UNREADABLE:
+            return  # who knows the secret and sends this is not worth an answer
+        for answer in self._stream.answer(ask):
+            self._snapshots.send_multipart((peer, encode(answer)))
+
+    def _replay(self) -> None:
+        peer, *frames = self._replays.recv_multipart()
+        if self._vllm is not None:
+            for answer in self._vllm.replay(frames):
+                self._replays.send_multipart((peer, *answer))
+
+    def _curve(self, kind: int, secret: str) -> zmq.Socket[bytes]:
+        if not zmq.has("curve"):
+            raise ConfigError("pdserve needs a ZMQ with CURVE: install pyzmq from its wheels")
+        listening = self._context.socket(kind)
+        listening.curve_server = True
+        listening.curve_secretkey = curve_secret(secret)
+        return listening
+
+    def _close_sockets(self) -> None:
+        for each in (self._pub, self._snapshots, self._vllm_pub, self._replays):
+            each.close(linger=_LINGER_MS)
+        self._context.term()
+
+
+def _bind_port(bound: zmq.Socket[bytes], host: str, port: int) -> int:
+    """Listen at `host`; at a free port if `port` is 0. Return the port."""
+    try:
+        family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        bound.ipv6 = family == socket.AF_INET6
+        number = f"[{address[0]}]" if bound.ipv6 else address[0]
+        bound.bind(f"tcp://{number}:{port or '*'}")
+    except (OSError, zmq.ZMQError) as error:
+        raise ConfigError(
+            f"--kv-events-config.port is {port}: {host!r} cannot be taken: {error}; give another "
+            "one, or 0 for a free one",
+            param="kv-events-config.port",
+        ) from error
+    return int(bound.getsockopt_string(zmq.LAST_ENDPOINT).rpartition(":")[2])
+
+
+def _open(opened: zmq.Socket[bytes], endpoint: str, rank: int, *, flag: str) -> None:
+    """Bind or connect, as vLLM would; core `rank` takes the port so many behind."""
+    scheme, _, address = endpoint.partition("://")
+    if scheme == "tcp":
+        host, _, port = address.rpartition(":")
+        mine = f"tcp://{host}:{int(port) + rank}"
+        is_bound = host in ("*", "0.0.0.0", "[::]") or is_loopback(host.strip("[]"))
+        opened.ipv6 = "[" in host
+    else:
+        mine, is_bound = f"{endpoint}_dp{rank}" if rank else endpoint, True
+    try:
+        (opened.bind if is_bound else opened.connect)(mine)
+    except zmq.ZMQError as error:
+        raise ConfigError(
+            f"--kv-events-config.{flag} is {endpoint!r}: {mine} cannot be taken: {error}; give "
+            "another one, and each engine of a machine its own (--prefill.FLAG, --decode.FLAG)",
+            param=f"kv-events-config.{flag}",
+        ) from error

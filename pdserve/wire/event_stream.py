@@ -1,0 +1,101 @@
+"""The publisher's side of the KV events' wire: numbers batches, answers who lacks some. No I/O."""
+
+from __future__ import annotations
+
+from collections import deque
+from itertools import islice
+from typing import TYPE_CHECKING, Final
+
+from pdserve.wire.events import (
+    DEVICE,
+    Ask,
+    Batch,
+    GrainsCleared,
+    GrainsRemoved,
+    GrainsStored,
+    MissingBatches,
+    SnapshotPart,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Mapping
+
+    from pdserve.wire.events import Answer, GrainEvent
+
+_NUM_KEPT: Final = 1024
+"""Batches: some seconds of a busy engine. Who lacks more gets a snapshot."""
+PART_GRAINS: Final = 1 << 16
+"""In one part of a snapshot at most: about half a megabyte."""
+
+
+class GrainStream:
+    """One engine core's stream, and what its readers know once they have all of it.
+
+    Args:
+        epoch: Of the first batch.
+    """
+
+    def __init__(self, epoch: int) -> None:
+        self._epoch = epoch
+        self._next_seq = 0
+        self._kept: deque[Batch] = deque(maxlen=_NUM_KEPT)
+        self._pending: list[GrainEvent] = []
+        self._grains: dict[str, set[int]] = {}
+        self.num_pending = 0
+
+    def add(self, events: Iterable[GrainEvent]) -> None:
+        """Take events for the next batch."""
+        for event in events:
+            self._pending.append(event)
+            apply(event, self._grains)
+            self.num_pending += 1 if isinstance(event, GrainsCleared) else len(event.grains)
+
+    def batch(self) -> Batch:
+        """Return what has come since the last one: nothing, if it is a heartbeat."""
+        batch = Batch(self._epoch, self._next_seq, self._pending)
+        self._pending, self.num_pending = [], 0
+        self._next_seq += 1
+        self._kept.append(batch)
+        return batch
+
+    def restart(self, grains: Mapping[str, set[int]]) -> None:
+        """Begin a new epoch, of which all that is known is what is there now."""
+        self._epoch += 1
+        self._next_seq = 0
+        self._kept.clear()
+        self._pending, self.num_pending = [], 0
+        self._grains = {medium: set(each) for medium, each in grains.items()}
+
+    def answer(self, ask: Ask) -> Iterator[Answer]:
+        """Yield the missing batches, or the parts of a snapshot. Only between two batches."""
+        assert not self._pending, "a snapshot would be ahead of its number"
+        first = self._next_seq - len(self._kept)
+        if ask.epoch == self._epoch and first <= ask.next_seq <= self._next_seq:
+            yield MissingBatches(ask.ask, list(islice(self._kept, ask.next_seq - first, None)))
+            return
+        chunks = [
+            GrainsStored(list(chunk), medium)
+            for medium, grains in self._grains.items()
+            for chunk in _chunks(grains)
+        ]
+        for part, stored in enumerate(chunks or [GrainsStored([])]):
+            yield SnapshotPart(
+                ask.ask, self._epoch, self._next_seq, part, max(1, len(chunks)), [stored]
+            )
+
+
+def apply(event: GrainEvent, grains: dict[str, set[int]]) -> None:
+    """Change `grains`, by medium, as the event says."""
+    match event:
+        case GrainsStored():
+            grains.setdefault(event.medium, set()).update(event.grains)
+        case GrainsRemoved():
+            grains.setdefault(event.medium, set()).difference_update(event.grains)
+        case GrainsCleared():
+            grains.pop(DEVICE, None)
+
+
+def _chunks(grains: set[int]) -> Iterator[Iterable[int]]:
+    rest = iter(grains)
+    for _ in range(0, len(grains), PART_GRAINS):
+        yield islice(rest, PART_GRAINS)
