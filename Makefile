@@ -14,7 +14,7 @@ PIP    := $(BIN)/python -m pip --disable-pip-version-check install --quiet --no-
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help up test matrix check format bench gpu chaos soak fuzz clean
+.PHONY: help up test matrix check format bench gpu chaos soak fuzz readers clean
 
 help: ## This list
 	@awk -F':.*## ' '/^[a-z]+:.*## / {printf "make %-7s %s\n", $$1, $$2}' Makefile
@@ -61,6 +61,12 @@ soak: $(VENV)/.installed-dev ## Half an hour of load in which engines die or sto
 
 fuzz: $(VENV)/.installed-dev ## 100,000 inputs for what clients, peers and servers can send (about half an hour)
 	@$(BIN)/python -m tests.fuzz $(ARGS)
+
+# They want another pydantic than our tests, hence a place of their own.
+readers: $(VENV)/.installed-dev ## Released readers of KV events (Dynamo, vllm-router) against our cache
+	@test -x $(VENV)-readers/bin/vllm-router || { $(PYTHON) -m venv $(VENV)-readers && $(VENV)-readers/bin/pip \
+	  install --quiet "ai-dynamo-runtime==1.6.1" "vllm-router==0.1.17"; }
+	@$(BIN)/python -m tests.readers --python $(VENV)-readers/bin/python $(ARGS)
 
 clean: ## Remove caches and build outputs (the virtual environment stays)
 	@rm -rf build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

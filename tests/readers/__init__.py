@@ -1,0 +1,1 @@
+"""Proof with readers that nobody here wrote: `make readers` (see `__main__`)."""
