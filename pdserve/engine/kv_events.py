@@ -8,6 +8,7 @@ there; vLLM's shape leaves the numbers of the lost batches out.
 
 from __future__ import annotations
 
+import math
 import os
 import socket
 import threading
@@ -178,7 +179,8 @@ class KVEventPublisher:
         try:
             while True:
                 is_ending = self._is_ending
-                ready = dict(poller.poll(max(0.0, due_s - time.monotonic()) * 1e3))
+                wait_s = max(0.0, due_s - time.monotonic())
+                ready = dict(poller.poll(math.ceil(wait_s * 1e3)))
                 if self._wake_fd in ready:
                     os.eventfd_read(self._wake_fd)
                     if self._take():
