@@ -210,6 +210,37 @@ def test_bytes_of_an_aborted_reservation_land_until_it_is_reported_and_never_aft
     assert world.withdrawn
 
 
+def test_a_chunk_that_is_told_after_its_push_has_ended_is_not_written(world: World) -> None:
+    """The engine had staged it before it heard."""
+    world.reserve()
+    world.compute(16)
+    world.poll()
+    told = world.plan(40)
+    world.d.abort(world.at_d)
+    world.d.step()
+    world.p.step()
+    assert not world.withdrawn  # something is on the wire
+    world.run(told)
+    while not world.d.failed:
+        world.poll()
+    after = world.d.snapshot(world.d_blocks)
+    world.poll(5)
+    assert all(map(equal, after, world.d.snapshot(world.d_blocks)))
+    assert not world.d.holds(world.d_blocks, SEED, 16, 40)
+
+
+def test_a_registration_that_comes_twice_counts_once(world: World) -> None:
+    world.reserve()
+    pushing = world.machine(world.p).server.pushing
+    (part,) = pushing._pushes["push"].parts.values()
+    pushing.register(part.destination, part.register)
+    world.compute(40)
+    world.finish()
+    world.poll(POLLS_ON_THE_WIRE + 1)
+    assert world.d.received
+    assert world.p.faults == {"push_repeated": 1}
+
+
 def test_blocks_of_an_aborted_request_are_held_until_nothing_is_read_from_them(
     world: World,
 ) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING
 
 import pytest
@@ -47,13 +47,16 @@ def asked_by_openai(
     After all tests every block is free, and none became so by running out of its lease.
     """
     flags = ["--served-model-name", OPENAI_MODEL]
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PDSERVE_API_KEY", OPENAI_KEY)
-        directory = tmp_path_factory.mktemp("openai")
-        with pd_deployment(directory, model_of("llama"), *flags, with_serve=True) as running:
-            yield running
-            running.wait_nothing_held("serve", "prefill", "decode", timeout_s=20.0)
-            assert running.metric("prefill", "pdserve_kv_lease_expired_total") == 0
+    directory = tmp_path_factory.mktemp("openai")
+    with ExitStack() as stack:
+        with pytest.MonkeyPatch.context() as patch:  # for these processes, and no others
+            patch.setenv("PDSERVE_API_KEY", OPENAI_KEY)
+            running = stack.enter_context(
+                pd_deployment(directory, model_of("llama"), *flags, with_serve=True)
+            )
+        yield running
+        running.wait_nothing_held("serve", "prefill", "decode", timeout_s=20.0)
+        assert running.metric("prefill", "pdserve_kv_lease_expired_total") == 0
 
 
 @contextmanager
