@@ -15,7 +15,7 @@ import torch
 
 from pdserve.connectors.memory.trouble import Spoil
 from pdserve.connectors.pieces import count_runs
-from pdserve.connectors.transfer.mover import Direction, ExposedMemory, JobEnd, Remote
+from pdserve.connectors.transfer.mover import Direction, ExposedMemory, JobEnd, OneSided, Remote
 from pdserve.connectors.transfer.protocol import Process, Region
 
 if TYPE_CHECKING:
@@ -79,7 +79,7 @@ class _Copy:
         return True
 
 
-class MemoryMover:
+class MemoryMover(OneSided):
     """See `Mover`."""
 
     num_lanes = 1

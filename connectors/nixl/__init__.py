@@ -1,7 +1,7 @@
 """KV over NIXL: D reads P's leased blocks, or P writes into those that D has reserved.
 
-The protocol is `connectors.transfer`, which `thread` runs over the side channel. Bytes are moved by
-`mover`: by `lanes`, each a thread with an `agent` of its own.
+The protocol is `connectors.transfer`, which a `TransferThread` runs over the side channel. Bytes
+are moved by `mover`: by `lanes`, each a thread with an `agent` of its own.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
         KVConnectorWorker,
         KVLayout,
     )
+    from pdserve.connectors.side_channel.reactor import Reactor
     from pdserve.wire.transfer import Endpoint
 
 
@@ -45,14 +46,25 @@ class NixlConnector(KVConnectorBase, frozen=True, kw_only=True):
 
     def make_worker(self, context: ConnectorContext, wake: Callable[[], None]) -> KVConnectorWorker:
         """See `KVConnectorBase`."""
-        from pdserve.connectors.nixl.thread import TransferThread
+        from pdserve.connectors.nixl.mover import NixlMover
         from pdserve.connectors.transfer.worker import TransferWorker
+        from pdserve.connectors.transfer_thread.thread import TransferThread
 
         clock = SystemClock()
 
         def start(kv: Tensor, layout: KVLayout) -> TransferThread:
+            def make_mover(host: str, reactor: Reactor) -> NixlMover:
+                return NixlMover(
+                    context,
+                    kv=kv,
+                    host=host,
+                    wake=reactor.wake,
+                    clock=clock,
+                    settings=self.settings,
+                )
+
             return TransferThread(
-                context, kv=kv, layout=layout, wake=wake, clock=clock, settings=self.settings
+                context, kv=kv, layout=layout, wake=wake, clock=clock, make_mover=make_mover
             )
 
         return TransferWorker(start, clock=clock)

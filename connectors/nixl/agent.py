@@ -18,6 +18,7 @@ from __future__ import annotations
 import enum
 import importlib
 import os
+import sys
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -40,6 +41,7 @@ _UCX_DEFAULTS = {
     "UCX_TCP_CONN_NB": "y",
 }
 _NET_DEVICES = "UCX_NET_DEVICES"
+_OTHER_COPY = "ucxx"
 
 
 class AgentError(PeerError):
@@ -320,6 +322,12 @@ class _Typed:
 
 
 def _import_bindings() -> Any:
+    if _OTHER_COPY in sys.modules:
+        raise ConfigError(
+            "kv_connector 'nixl' cannot be used in a process that has loaded ucxx, which brings "
+            "another copy of UCX: use one of them",
+            param="kv-transfer-config.kv_connector",
+        )
     try:
         importlib.import_module("nixl")
         return importlib.import_module("nixl._bindings")

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol, assert_never
 
 from pdserve.connectors.nixl.agent import AgentError, TransferState
-from pdserve.connectors.nixl.jobs import WarmUp
 from pdserve.connectors.nixl.known_peers import REST_S, KnownPeers, in_units
 from pdserve.connectors.pieces import count_runs
 from pdserve.connectors.transfer.mover import Direction, Job, JobEnd
@@ -19,7 +18,7 @@ from pdserve.errors import InternalError
 from pdserve.observe.log import log_event
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Hashable
 
     from pdserve.connectors.nixl.agent import NixlAgent, Prepared, Transfer
     from pdserve.connectors.transfer.mover import Remote
@@ -33,6 +32,23 @@ _NEVER = float("inf")
 # What nobody wants any more mostly ends by itself, which is cheaper than a new agent.
 _SETTLE_S = 0.5
 _WARM_UP_BYTES = 4096
+
+
+@dataclass(slots=True, eq=False)
+class WarmUp:
+    """One small READ on each lane.
+
+    Attributes:
+        num_left: Lanes that have not said how theirs ended.
+    """
+
+    tag: Hashable
+    remote: Remote
+    source: Region
+    on_settled: Callable[[str | None], None]
+    num_left: int
+    failure: str | None = None
+    is_abandoned: bool = False
 
 
 class Dispatcher(Protocol):

@@ -28,9 +28,9 @@ import threading
 from collections import deque
 from typing import TYPE_CHECKING
 
-from pdserve.connectors.nixl.jobs import MAX_SLICES, WarmUp, slices_of
-from pdserve.connectors.nixl.lane import Lane
-from pdserve.connectors.transfer.mover import Job, Remote
+from pdserve.connectors.nixl.lane import Lane, WarmUp
+from pdserve.connectors.transfer.mover import Job, OneSided, Remote
+from pdserve.connectors.transfer_thread.slices import MAX_SLICES, slices_of
 from pdserve.errors import InternalError
 
 if TYPE_CHECKING:
@@ -47,7 +47,7 @@ if TYPE_CHECKING:
 _MAX_IN_FLIGHT = 2
 
 
-class Lanes:
+class Lanes(OneSided):
     """Some threads that post; all methods belong to one other thread, the transfer thread.
 
     Args:

@@ -16,11 +16,18 @@ from typing import TYPE_CHECKING
 import torch
 
 from pdserve.connectors.nixl.agent import AgentError, NixlAgent
-from pdserve.connectors.nixl.descriptors import TaintedNumbers
-from pdserve.connectors.nixl.devices import net_devices
+from pdserve.connectors.nixl.descriptors import (
+    DescriptorWatch,
+    TaintedNumbers,
+    max_descriptors,
+    num_open_descriptors,
+    num_silent_connections,
+)
 from pdserve.connectors.nixl.lanes import Lanes
 from pdserve.connectors.transfer.mover import ExposedMemory
 from pdserve.connectors.transfer.protocol import Region
+from pdserve.connectors.transfer_thread.devices import net_devices
+from pdserve.connectors.transfer_thread.processes import HostProcesses
 from pdserve.observe.log import log_event
 
 if TYPE_CHECKING:
@@ -48,7 +55,7 @@ class NixlMover(Lanes):
 
     Attributes:
         faults: What should stay rare, by name, since whoever reports it last emptied this.
-        due_s: When `tick` has to be called next; inf = never.
+        why_fence: See `ThreadMover`.
     """
 
     def __init__(
@@ -72,8 +79,19 @@ class NixlMover(Lanes):
         self._net_devices = net_devices(host)
         self._numbers = TaintedNumbers()
         self._agent: NixlAgent | None = None
+        self._target_due_s = _NEVER
         self.faults: Counter[str] = Counter()
-        self.due_s = _NEVER
+        self.why_fence = ""
+        self.processes = HostProcesses(is_direct=True)
+        self._watch = DescriptorWatch(
+            tidy=self.tidy,
+            renew=self._renew_all,
+            faults=self.faults,
+            clock=clock,
+            num_open=num_open_descriptors,
+            num_silent=num_silent_connections,
+            limit=max_descriptors,
+        )
         super().__init__(
             num_lanes=settings.lanes,
             make_agent=self._make_lane_agent,
@@ -91,6 +109,11 @@ class NixlMover(Lanes):
             return None
         return ExposedMemory(self._agent.metadata(), self._pool_region, self._scratch_region)
 
+    @property
+    def due_s(self) -> float:
+        """When `tick` has to be called next."""
+        return min(self._target_due_s, self._watch.due_s)
+
     def start(self) -> None:
         """Make the target, in the thread that it will belong to.
 
@@ -102,9 +125,14 @@ class NixlMover(Lanes):
         self._agent = self._make_target()
 
     def tick(self) -> None:
-        """Make the target again, if that is due."""
-        if self._clock.monotonic_s() >= self.due_s:
+        """Make the target again, if that is due; look at the descriptors once a second."""
+        if self._clock.monotonic_s() >= self._target_due_s:
             self._renew_target()
+        self._watch.tick()
+
+    def may_wait(self) -> bool:
+        """See `ThreadMover`: the lanes wake whoever waits."""
+        return True
 
     def drive(self) -> None:
         """Help what peers do here. That one of them has died is for its own end to report."""
@@ -117,6 +145,7 @@ class NixlMover(Lanes):
 
     def fence(self) -> None:
         """See `Mover`: destroy the target, and make another."""
+        self.why_fence = ""
         self._end_target()
         self._renew_target()
 
@@ -140,6 +169,11 @@ class NixlMover(Lanes):
         self._end_target()
         return has_ended
 
+    def _renew_all(self, reason: str) -> None:
+        """Make all agents here again: the target now, each lane's when it has nothing to do."""
+        self.renew(reason)
+        self.why_fence = reason
+
     def _end_target(self) -> None:
         agent, self._agent = self._agent, None
         if agent is not None:
@@ -150,10 +184,10 @@ class NixlMover(Lanes):
             self._agent = self._make_target()
         except AgentError as error:
             self.faults["agent_not_made"] += 1
-            self.due_s = self._clock.monotonic_s() + _TARGET_AGAIN_S
+            self._target_due_s = self._clock.monotonic_s() + _TARGET_AGAIN_S
             log_event(_log, "kv target cannot be made", level=logging.ERROR, reason=error)
         else:
-            self.due_s = _NEVER
+            self._target_due_s = _NEVER
 
     def _make_target(self) -> NixlAgent:
         return self._make_agent("")

@@ -71,6 +71,10 @@ class Reactor:
 
         self._selector.register(listener, selectors.EVENT_READ, on_ready)
 
+    def watch(self, descriptor: int) -> None:
+        """Come back from `wait` when a descriptor is readable."""
+        self._selector.register(descriptor, selectors.EVENT_READ, lambda mask: None)
+
     def attach(
         self,
         connection: Connection[R],
@@ -126,7 +130,7 @@ class Reactor:
             self._selector.register(listener, selectors.EVENT_READ, on_ready)
         for key, mask in ready:
             # An earlier callback of this round may have closed it.
-            if key.fileobj == self._wake_fd or key.fileobj.fileno() == key.fd:  # type: ignore[union-attr]
+            if isinstance(key.fileobj, int) or key.fileobj.fileno() == key.fd:
                 key.data(mask)
         return bool(ready)
 

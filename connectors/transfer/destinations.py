@@ -10,6 +10,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from pdserve.connectors.transfer.mover import MoverLink
+from pdserve.connectors.transfer.protocol import MoverFrame
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable
 
@@ -25,10 +28,19 @@ class Destination:
 
     Attributes:
         send: Sends it a message; after the connection is lost it does nothing.
+        link: The same for the mover.
     """
 
     hello: Hello
     send: Callable[[msgspec.Struct], None]
+    link: MoverLink = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.link = MoverLink(
+            self.hello.agent_metadata,
+            say=lambda body: self.send(MoverFrame(body)),
+            exposed=frozenset,  # a D writes nothing
+        )
 
     @property
     def life(self) -> tuple[str, str, int]:
@@ -85,6 +97,7 @@ class Destinations:
             remote = self._mover.meet(hello.agent_metadata, hello.pool)
             memory = self._memories[hello.agent_metadata] = _Memory(remote, hello.pool)
         memory.connections.add(destination)
+        memory.remote.link = destination.link
         memory.users.add(user)
         if memory.is_warm:
             on_ready(None)

@@ -8,6 +8,7 @@ from pdserve.connectors.slicing import mismatch, route_between
 from pdserve.connectors.transfer.protocol import Hello, Refuse, RefuseReason
 from pdserve.errors import PeerError
 from pdserve.wire.ids import EngineId
+from pdserve.wire.transfer import LoadFailure
 
 if TYPE_CHECKING:
     from pdserve.connectors.base import ConnectorContext
@@ -69,6 +70,12 @@ def refusal_of(mine: ConnectorContext, hello: Hello) -> Refuse | None:
     if why is not None:
         return Refuse(RefuseReason.INCOMPATIBLE, f"{hello.engine_id} and {mine.engine_id}: {why}")
     return None
+
+
+def failure_of(refuse: Refuse) -> LoadFailure:
+    """Why loads from a P fail that refuses."""
+    is_stale = refuse.reason is RefuseReason.STALE
+    return LoadFailure.LEASE_LOST if is_stale else LoadFailure.INCOMPATIBLE
 
 
 def why_incompatible(welcome: Welcome, peer: PeerId) -> str | None:

@@ -26,7 +26,7 @@ from pdserve.connectors import digests
 from pdserve.connectors.pieces import pieces, token_ranges
 from pdserve.connectors.slicing import routes_to
 from pdserve.connectors.transfer.mover import Direction, Job
-from pdserve.connectors.transfer.peer import PeerState
+from pdserve.connectors.transfer.peering import PeerState
 from pdserve.connectors.transfer.protocol import Assist, Begin, Done, EndRead
 from pdserve.errors import PeerError
 from pdserve.observe.log import log_event
@@ -379,6 +379,7 @@ class _Part:
                 ),
                 on_slow=self._on_slow,
                 request_id=load.request_id,
+                link=self.peer.remote.link,
             )
 
     def _on_slow(self) -> None:

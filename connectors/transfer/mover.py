@@ -11,15 +11,18 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, ClassVar, Protocol
+
+from pdserve.connectors.transfer.link import Fault, FrameError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Hashable
+    from collections.abc import Callable, Collection, Hashable
 
     import numpy as np
     import numpy.typing as npt
 
     from pdserve.connectors.transfer.protocol import Region
+    from pdserve.wire.ids import BlockId
 
 _NEVER = float("inf")
 
@@ -31,14 +34,34 @@ class Direction(enum.Enum):
     WRITE = "write"
 
 
-class Remote:
-    """A peer's memory, once met: how its mover named it, and its pool. Compared by identity."""
+@dataclass(frozen=True, slots=True, eq=False)
+class MoverLink:
+    """A link to a peer, for what this side's mover and the peer's have to say to one another.
 
-    __slots__ = ("metadata", "pool")
+    Attributes:
+        metadata: How the peer's mover is found.
+        say: Says something to it; after the link is lost it does nothing.
+        exposed: Returns the blocks of this side that the peer may write now.
+    """
+
+    metadata: bytes
+    say: Callable[[bytes], object]
+    exposed: Callable[[], Collection[BlockId]]
+
+
+class Remote:
+    """A peer's memory, once met: how its mover named it, and its pool. Compared by identity.
+
+    Attributes:
+        link: The latest to the peer, for warm-ups; the protocol sets it.
+    """
+
+    __slots__ = ("link", "metadata", "pool")
 
     def __init__(self, metadata: bytes, pool: Region) -> None:
         self.metadata = metadata
         self.pool = pool
+        self.link: MoverLink | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +115,7 @@ class Job:
         on_slow: Called at most once, like `on_settled`, if the post did not complete at once:
             the peer's side may have to be driven.
         request_id: Whose it is, for traces.
+        link: The link that it belongs to; no other may serve for it.
         posted_s: Written by the mover; inf before. Anybody may read it.
     """
 
@@ -105,6 +129,7 @@ class Job:
     then: Callable[[], object] | None = None
     on_slow: Callable[[], None] | None = None
     request_id: str = ""
+    link: MoverLink | None = None
     posted_s: float = field(default=_NEVER, init=False)
     abandoned_s: float = field(default=_NEVER, init=False)
 
@@ -165,9 +190,37 @@ class Mover(Protocol):
         """
         ...
 
+    def hear(self, link: MoverLink, body: bytes) -> None:
+        """Take what the peer's mover says.
+
+        Raises:
+            FrameError: It says what it should not.
+        """
+
+    def hang_up(self, link: MoverLink) -> None:
+        """Nothing is heard over this link any more."""
+
     def fence(self) -> None:
         """Cut this memory off from peers, and give it another `target`, now or later.
 
         On return, nothing that a peer posted to this side moves any more, but for what it copies
         behind the mover's back (`Processes.writes_directly`).
         """
+
+    @property
+    def outlives_links(self) -> bool:
+        """Whether what a peer writes may land after `hang_up`, until a fence."""
+        ...
+
+
+class OneSided:
+    """What is common to movers that need nothing of the peer's: they have nothing to say."""
+
+    outlives_links: ClassVar[bool] = True
+
+    def hear(self, link: MoverLink, body: bytes) -> None:
+        """See `Mover`."""
+        raise FrameError(Fault.UNEXPECTED, "a word to a mover that needs none")
+
+    def hang_up(self, link: MoverLink) -> None:
+        """See `Mover`."""

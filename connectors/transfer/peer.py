@@ -6,20 +6,19 @@ can be talked to and when not any more.
 
     IDLE -> CONNECTING -> WIRING -> READY -> DRAINING -> IDLE
                   `-----------`---- refused --> REFUSED (for ever)
-
-It knows neither loads nor pushes, no tensors and no threads.
 """
 
 from __future__ import annotations
 
-import enum
 import logging
 from typing import TYPE_CHECKING, assert_never
 
 from pdserve.connectors.transfer.back_off import MAX_REST_S, MIN_REST_S, BackOff
-from pdserve.connectors.transfer.greeting import hello_to, why_incompatible
+from pdserve.connectors.transfer.greeting import failure_of, hello_to, why_incompatible
 from pdserve.connectors.transfer.heartbeats import Heartbeats
 from pdserve.connectors.transfer.link import ClosedError, UnreachableError
+from pdserve.connectors.transfer.mover import MoverLink
+from pdserve.connectors.transfer.peering import PeerState
 from pdserve.connectors.transfer.protocol import (
     Accept,
     Bye,
@@ -27,11 +26,11 @@ from pdserve.connectors.transfer.protocol import (
     Fail,
     Heartbeat,
     LeaseRelease,
+    MoverFrame,
     Progress,
     Pushed,
     Ready,
     Refuse,
-    RefuseReason,
     Welcome,
 )
 from pdserve.observe.log import log_event
@@ -51,21 +50,6 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 _NEVER = float("inf")
-_REFUSED = {
-    RefuseReason.STALE: LoadFailure.LEASE_LOST,
-    RefuseReason.INCOMPATIBLE: LoadFailure.INCOMPATIBLE,
-}
-
-
-class PeerState(enum.Enum):
-    """See the module's docstring."""
-
-    IDLE = "idle"
-    CONNECTING = "connecting"
-    WIRING = "wiring"
-    READY = "ready"
-    DRAINING = "draining"
-    REFUSED = "refused"
 
 
 class Peer:
@@ -86,6 +70,7 @@ class Peer:
         self._since_s = seams.clock.monotonic_s()
         self._link: PeerLink | None = None
         self._remote: Remote | None = None
+        self._mover_link: MoverLink | None = None
         self._is_remote_kept = False
         self._is_warming_up = False
         self._warm_up_began_s = 0.0
@@ -228,7 +213,7 @@ class Peer:
         if self._link is not None:
             self.send(Bye(reason))
             self._link.close()
-            self._link = None
+            self._hang_up()
 
     # ---- the loop ----------------------------------------------------------------------
 
@@ -311,6 +296,9 @@ class Peer:
                 self._receiver.on_pushed(self.id, message)
             case Fail():
                 self._receiver.on_fail(self.id, message)
+            case MoverFrame():
+                if self._mover_link is not None:
+                    self._mover.hear(self._mover_link, message.body)
             case Bye():
                 link, self._link = self._link, None
                 if link is not None:
@@ -330,6 +318,11 @@ class Peer:
         if kept is None or (kept.metadata, kept.pool) != (welcome.agent_metadata, welcome.pool):
             self._forget_remote()
             self._remote = self._mover.meet(welcome.agent_metadata, welcome.pool)
+        self._mover_link = self.remote.link = MoverLink(
+            welcome.agent_metadata,
+            say=lambda body: self.send(MoverFrame(body)),
+            exposed=lambda: self._receiver.exposed_to(self.id),
+        )
         self._become(PeerState.WIRING, keep_clock=True)
         self._is_warming_up = True
         self._warm_up_began_s = self._now_s()
@@ -364,7 +357,7 @@ class Peer:
         self._receiver.on_ready(self.id)
 
     def _on_refused(self, refuse: Refuse) -> None:
-        reason = _REFUSED[refuse.reason]
+        reason = failure_of(refuse)
         self._refusal = (reason, refuse.detail)
         self.say_bye("refused")
         self._forget_remote()
@@ -376,7 +369,7 @@ class Peer:
 
     def _on_lost(self, error: PeerError) -> None:
         """The connection is gone; one that served is tried again at once, others later."""
-        self._link = None
+        self._hang_up()
         self._is_remote_kept = False
         if self._state is not PeerState.READY:
             is_unreachable = isinstance(error, UnreachableError)
@@ -434,6 +427,12 @@ class Peer:
         if self._remote is not None:
             self._mover.forget(self._remote)
             self._remote = None
+
+    def _hang_up(self) -> None:
+        self._link = None
+        link, self._mover_link = self._mover_link, None
+        if link is not None:
+            self._mover.hang_up(link)
 
     # ---- small moves -------------------------------------------------------------------
 

@@ -2,11 +2,24 @@
 
 from __future__ import annotations
 
+import enum
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 if TYPE_CHECKING:
     from pdserve.connectors.transfer.protocol import Accept, Confirm, Fail, Progress, Pushed
+    from pdserve.wire.ids import BlockId
     from pdserve.wire.transfer import EngineRef, LoadFailure
+
+
+class PeerState(enum.Enum):
+    """See the docstring of `peer`."""
+
+    IDLE = "idle"
+    CONNECTING = "connecting"
+    WIRING = "wiring"
+    READY = "ready"
+    DRAINING = "draining"
+    REFUSED = "refused"
 
 
 class PeerId(NamedTuple):
@@ -62,3 +75,7 @@ class PushReceiver(Protocol):
 
     def on_lost(self, peer: PeerId, reason: LoadFailure, detail: str) -> None:
         """The connection has ended, or none could be made: nothing can be asked of it now."""
+
+    def exposed_to(self, peer: PeerId) -> set[BlockId]:
+        """The blocks that it may write now."""
+        ...

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING
 
 from pdserve.connectors.slicing import routes_to
 from pdserve.connectors.transfer.loads import Loads
-from pdserve.connectors.transfer.peer import Peer, PeerState
-from pdserve.connectors.transfer.peering import PeerId
+from pdserve.connectors.transfer.peer import Peer
+from pdserve.connectors.transfer.peering import PeerId, PeerState
 from pdserve.errors import PeerError
 from pdserve.observe.log import log_event
 

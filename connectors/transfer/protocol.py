@@ -29,6 +29,9 @@ of these two lives and no others; loads are named by D's `load_id`, which is nev
     Abort            ------------>
                      <------------   Fail          (nothing is written any more)
 
+Where a copy needs both sides, their movers agree on it in `MoverFrame`s, which either may send
+once they have met.
+
 Each request has an answer: Register by Accept or Fail, Pushed by Taken or Abort, Abort by Fail
 or by a Pushed that was under way. After `Fail`, and only then, the blocks are D's again; if P
 cannot be asked any more, once D's own agent has been destroyed, and, where P writes without it
@@ -295,6 +298,12 @@ class Fail(msgspec.Struct, frozen=True, tag="fail"):
     reason: str
 
 
+class MoverFrame(msgspec.Struct, frozen=True, tag="mover"):
+    """What one side's mover says to the other's; the protocol does not look into it."""
+
+    body: bytes
+
+
 class Bye(msgspec.Struct, frozen=True, tag="bye"):
     """This side closes the connection on purpose."""
 
@@ -313,6 +322,7 @@ ToServer = (
     | Register
     | Taken
     | Abort
+    | MoverFrame
     | Bye
 )
-ToClient = Welcome | Refuse | Confirm | Accept | Progress | Pushed | Fail | Bye
+ToClient = Welcome | Refuse | Confirm | Accept | Progress | Pushed | Fail | MoverFrame | Bye

@@ -32,6 +32,7 @@ from pdserve.connectors import digests
 from pdserve.connectors.slicing import routes_to
 from pdserve.connectors.transfer.protocol import Abort, Taken
 from pdserve.connectors.transfer.reservations import (
+    CHECKED,
     EXPOSED,
     IncomingPart,
     IncomingState,
@@ -51,7 +52,7 @@ if TYPE_CHECKING:
     from pdserve.connectors.transfer.peers import Peers
     from pdserve.connectors.transfer.protocol import Accept, Fail, Progress, Pushed
     from pdserve.connectors.transfer.seams import Seams
-    from pdserve.wire.ids import RequestId
+    from pdserve.wire.ids import BlockId, RequestId
     from pdserve.wire.transfer import Received
 
 _log = logging.getLogger(__name__)
@@ -226,10 +227,14 @@ class Receiving:
                         part.state = IncomingState.OVER
                         self._give_up(reservation, reason, detail)
                 case IncomingState.SENT | IncomingState.ACCEPTED:
-                    part.state, part.lost_s, part.asked_s = IncomingState.LOST, now_s, now_s
+                    part.lose(now_s, self._seams.mover)
                     self._give_up(reservation, LoadFailure.PEER_LOST, detail)
                 case _:
                     pass
+
+    def exposed_to(self, peer: PeerId) -> set[BlockId]:
+        """See `PushReceiver`."""
+        return self._open.exposed_to(peer, self._shape.block_size)
 
     # ---- parts -------------------------------------------------------------------------
 
@@ -244,12 +249,7 @@ class Receiving:
 
     def _go_on_checking(self, reservation: Reservation, rank: int, part: IncomingPart) -> None:
         """Take the digests of what is written; when they are all, and P's are here, compare."""
-        is_wanted = part.state in (
-            IncomingState.SENT,
-            IncomingState.ACCEPTED,
-            IncomingState.CHECKING,
-        )
-        if part.is_taking or not is_wanted or reservation.failure is not None:
+        if part.is_taking or part.state not in CHECKED or reservation.failure is not None:
             return
         check = part.check
         piece = check.next_piece()
@@ -344,7 +344,7 @@ class Receiving:
         part.asked_s = self._now_s()
         was_heard = self._peers.send_to(reserve.owner, rank, Abort(reserve.load_id))
         if not was_heard and part.state in (IncomingState.SENT, IncomingState.ACCEPTED):
-            part.state, part.lost_s = IncomingState.LOST, part.asked_s
+            part.lose(part.asked_s, self._seams.mover)
 
     def _finish_if_over(self, reservation: Reservation) -> None:
         reserve, parts = reservation.reserve, list(reservation.parts.values())

@@ -20,9 +20,11 @@ if TYPE_CHECKING:
     from pdserve.connectors.digests import BlockDigests
     from pdserve.connectors.handover.instructions import Reserve
     from pdserve.connectors.slicing import Route
+    from pdserve.connectors.transfer.mover import Mover
     from pdserve.connectors.transfer.peering import PeerId
     from pdserve.connectors.transfer.protocol import Process, Pushed
     from pdserve.connectors.transfer.seams import Processes
+    from pdserve.wire.ids import BlockId
     from pdserve.wire.transfer import KVHandoff, LoadFailure
 
 _log = logging.getLogger(__name__)
@@ -45,6 +47,9 @@ class IncomingState(enum.Enum):
 
 EXPOSED = (IncomingState.SENT, IncomingState.ACCEPTED, IncomingState.LOST)
 """Where P may be writing."""
+
+CHECKED = (IncomingState.SENT, IncomingState.ACCEPTED, IncomingState.CHECKING)
+"""Where the digests of what is written are taken."""
 
 
 @dataclass(slots=True, eq=False)
@@ -74,6 +79,11 @@ class IncomingPart:
     pushed: Pushed | None = None
     pushed_s: float = 0.0
     digest_s: float = 0.0
+
+    def lose(self, now_s: float, mover: Mover) -> None:
+        """P cannot be told anything: it may still write, if the mover lets it."""
+        self.state = IncomingState.LOST if mover.outlives_links else IncomingState.OVER
+        self.lost_s = self.asked_s = now_s
 
     def is_stopped_by_fence(self, processes: Processes) -> bool:
         """Whether nothing is written any more once the target that P writes to is gone."""
@@ -229,3 +239,14 @@ class Reservations(dict[int, Reservation]):
             for reservation in self.values()
             if reservation.reserve.owner == peer.owner and peer.rank in reservation.parts
         ]
+
+    def exposed_to(self, peer: PeerId, block_size: int) -> set[BlockId]:
+        """The blocks, of so many tokens each, that a rank of P may write now."""
+        return {
+            block_id
+            for reservation, part in self.of(peer)
+            if part.state in (IncomingState.SENT, IncomingState.ACCEPTED)
+            for block_id in reservation.reserve.local_block_ids[
+                reservation.reserve.first_token // block_size :
+            ]
+        }

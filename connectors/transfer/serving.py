@@ -33,6 +33,7 @@ from pdserve.connectors.transfer.protocol import (
     Heartbeat,
     Hello,
     LeaseRelease,
+    MoverFrame,
     Ready,
     Register,
     Taken,
@@ -272,6 +273,9 @@ class Server:
                     self._leases.release(message.nonce, now_s, message.end)
             case Register() | Taken() | Abort():
                 self._on_push(client, message)
+            case MoverFrame():
+                if client.destination is not None:
+                    self._seams.mover.hear(client.destination.link, message.body)
             case Bye():
                 client.link.close()
                 self._forget(client)
@@ -438,3 +442,4 @@ class Server:
         client.assisting.clear()
         if client.destination is not None:
             self.pushing.lost(client.destination)
+            self._seams.mover.hang_up(client.destination.link)

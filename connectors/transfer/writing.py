@@ -170,6 +170,7 @@ class OutgoingPart:
                         on_settled=functools.partial(self._on_settled, begun, number, on_settled),
                         on_slow=functools.partial(on_slow, self),
                         request_id=register.request_id,
+                        link=self.destination.link,
                     )
                     seams.mover.submit(job)
 

@@ -25,6 +25,7 @@ BUILT_IN: Final = {
     "null": "pdserve.connectors.null:NullConnector",
     "memory": "pdserve.connectors.memory:MemoryConnector",
     "nixl": "pdserve.connectors.nixl:NixlConnector",
+    "ucx": "pdserve.connectors.ucx:UcxConnector",
 }
 """Each is called without arguments and returns the connector, as what an entry point names is."""
 

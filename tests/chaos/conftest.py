@@ -5,6 +5,7 @@ What is marked `short_form` runs in `make test`; all of it runs in `make chaos`.
 
 from __future__ import annotations
 
+import importlib.util
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -33,9 +34,11 @@ def _has_id(item: pytest.Item, parameters: str) -> bool:
     return not parameters or f"[{parameters}" in item.name
 
 
-@pytest.fixture(scope="package", params=["shared memory", "TCP"])
+@pytest.fixture(scope="package", params=["shared memory", "TCP", "UCX"])
 def transport(request: pytest.FixtureRequest) -> str:
-    """How KV travels."""
+    """How KV travels: NIXL's transports, or UCX's over TCP."""
+    if request.param == "UCX" and importlib.util.find_spec("ucxx") is None:
+        pytest.skip("pdserve[ucx] is not here")
     return str(request.param)
 
 

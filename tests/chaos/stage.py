@@ -54,6 +54,7 @@ class Stage:
         network: None has all of them on loopback, where KV goes through shared memory.
         mode: Who moves the KV, at first.
         num_ranks: TP ranks of each engine.
+        kv_connector: That of all engines.
     """
 
     def __init__(
@@ -64,18 +65,22 @@ class Stage:
         mode: str,
         *,
         num_ranks: int = 1,
+        kv_connector: str = "nixl",
     ) -> None:
         self.network = network
         self.mode = mode
         self.deployment = Deployment(directory)
         self._model = model
         self._num_ranks = num_ranks
+        self._kv_connector = kv_connector
         self._seeds = itertools.count(1)
         self._stopped: set[str] = set()
 
     @property
     def transport(self) -> str:
         """How KV travels."""
+        if self._kv_connector == "ucx":
+            return "UCX"
         return "shared memory" if self.network is None else "TCP"
 
     @property
@@ -108,7 +113,7 @@ class Stage:
 
     def connector(self, name: str) -> str:
         """Which connector an engine has."""
-        return "nixl"
+        return self._kv_connector
 
     def _start_engine(self, name: str, port: int = 0) -> None:
         where = None
@@ -342,8 +347,11 @@ class Stage:
 def started(directory: Path, model: Path, transport: str, *, num_ranks: int = 1) -> Iterator[Stage]:
     """One deployment for all faults of a transport."""
     with ExitStack() as stack:
-        network = stack.enter_context(Network()) if transport == "TCP" else None
-        stage = Stage(directory, model, network, "pull", num_ranks=num_ranks)
+        network = None if transport == "shared memory" else stack.enter_context(Network())
+        kv_connector = "ucx" if transport == "UCX" else "nixl"
+        stage = Stage(
+            directory, model, network, "pull", num_ranks=num_ranks, kv_connector=kv_connector
+        )
         stack.callback(stage.deployment.end)
         stage.start()
         yield stage

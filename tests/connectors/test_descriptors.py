@@ -20,7 +20,7 @@ from pdserve.connectors.nixl.descriptors import (
     num_open_descriptors,
     num_silent_connections,
 )
-from pdserve.connectors.nixl.processes import HostProcesses
+from pdserve.connectors.transfer_thread.processes import HostProcesses
 from pdserve.observe.clock import ManualClock
 from tests.connectors.engines import Engine, RemoteEngine
 from tests.connectors.making import making
@@ -125,7 +125,7 @@ def test_a_connection_is_silent_until_its_other_side_has_said_something() -> Non
 
 def test_a_writer_that_cannot_be_looked_at_is_not_taken_for_dead() -> None:
     # Its blocks would be free while it writes.
-    processes = HostProcesses()
+    processes = HostProcesses(is_direct=True)
     writer = processes.this
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (0, hard))

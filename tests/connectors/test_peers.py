@@ -16,10 +16,7 @@ import torch
 from pdserve.connectors.digests import BlockDigests, digests_of
 from pdserve.connectors.handover.instructions import Grant, Load, Watch
 from pdserve.connectors.nixl.agent import AgentError, Prepared, Transfer, TransferState
-from pdserve.connectors.nixl.background import BackgroundThread
-from pdserve.connectors.nixl.jobs import PIECE_BYTES
 from pdserve.connectors.nixl.lanes import Lanes
-from pdserve.connectors.nixl.processes import HostProcesses
 from pdserve.connectors.side_channel.channel import Listener
 from pdserve.connectors.side_channel.network import SideChannel
 from pdserve.connectors.side_channel.reactor import Reactor
@@ -29,6 +26,9 @@ from pdserve.connectors.transfer.machine import TransferMachine
 from pdserve.connectors.transfer.mover import ExposedMemory
 from pdserve.connectors.transfer.protocol import Refuse, RefuseReason, Region
 from pdserve.connectors.transfer.seams import Seams
+from pdserve.connectors.transfer_thread.background import BackgroundThread
+from pdserve.connectors.transfer_thread.processes import HostProcesses
+from pdserve.connectors.transfer_thread.slices import PIECE_BYTES
 from pdserve.observe.clock import ManualClock
 from pdserve.wire.ids import BlockId, EngineId, RequestId
 from pdserve.wire.transfer import Endpoint, EngineRef, Failed, LoadFailure, Received
@@ -155,7 +155,7 @@ class Pair:
                 mover=MoverOver(lanes, lambda: ExposedMemory(target(), pool, scratch)),
                 digests=digests,
                 background=self.background,
-                processes=HostProcesses(),
+                processes=HostProcesses(is_direct=True),
                 quarantine_s=30.0,
                 piece_bytes=PIECE_BYTES,
             )

@@ -6,6 +6,7 @@ are driven as a proxy drives them, without one, so that every pair is played.
 
 from __future__ import annotations
 
+import importlib.util
 import itertools
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
@@ -159,8 +160,23 @@ def loads(deployment: Deployment, name: str) -> dict[str, float]:
         for family in FAMILIES
     ],
 )
+@pytest.mark.parametrize(
+    "kv_connector",
+    [
+        "nixl",
+        pytest.param(
+            "ucx",
+            marks=[
+                pytest.mark.matrix,
+                pytest.mark.skipif(
+                    importlib.util.find_spec("ucxx") is None, reason="pdserve[ucx] is not here"
+                ),
+            ],
+        ),
+    ],
+)
 def test_engines_of_unequal_shapes_hand_over_to_one_another(
-    family: str, tmp_path_factory: pytest.TempPathFactory, tmp_path: Path
+    kv_connector: str, family: str, tmp_path_factory: pytest.TempPathFactory, tmp_path: Path
 ) -> None:
     kind, fields, shapes = FAMILIES[family]
     model = write_tiny_model(tmp_path_factory.mktemp("unequal") / "model", kind, **fields)
@@ -171,7 +187,8 @@ def test_engines_of_unequal_shapes_hand_over_to_one_another(
             deployment.start(
                 name,
                 *("serve", str(model), "--port", "0", "--num-threads", "1", "--dtype", "float32"),
-                *("--kv-cache-memory-bytes", "16MiB", "--kv-transfer-config.kv-connector", "nixl"),
+                *("--kv-cache-memory-bytes", "16MiB"),
+                *("--kv-transfer-config.kv-connector", kv_connector),
                 # Ranks of nine engines wire up to one another here, on two cores.
                 *("--kv-transfer-config.handshake-timeout-s", "30"),
                 *("--max-num-batched-tokens", "128", *flags),

@@ -1,17 +1,15 @@
-"""What lanes are given beside jobs, and what they say of both for traces."""
+"""How large the jobs of a transfer thread are, and what is said of them for traces."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from pdserve.wire.trace import RankSlice
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Hashable, Iterator
+    from collections.abc import Iterator
 
-    from pdserve.connectors.transfer.mover import Job, JobEnd, Remote
-    from pdserve.connectors.transfer.protocol import Region
+    from pdserve.connectors.transfer.mover import Job, JobEnd
 
 # Small enough for the last-level cache, where a digest finds it, and for all lanes to work on
 # one load; large enough to hide the 50 us of a post.
@@ -35,20 +33,3 @@ def slices_of(job: Job, end: JobEnd) -> Iterator[RankSlice]:
         yield RankSlice(
             end.moved_s, end.settled_s, "KV lanes", "digest", {"request": job.request_id}
         )
-
-
-@dataclass(slots=True, eq=False)
-class WarmUp:
-    """One small READ on each lane.
-
-    Attributes:
-        num_left: Lanes that have not said how theirs ended.
-    """
-
-    tag: Hashable
-    remote: Remote
-    source: Region
-    on_settled: Callable[[str | None], None]
-    num_left: int
-    failure: str | None = None
-    is_abandoned: bool = False

@@ -1,11 +1,9 @@
-"""The transfer thread: the transfer protocol of one rank over NIXL, off the step clock.
+"""The transfer thread: the transfer protocol of one rank, off the step clock.
 
-It owns the side channel and the agent that peers reach this rank's memory by, and is the only
-thread that touches them, or the protocol. What this side moves is posted by lanes, so this thread
-never waits inside NIXL. The worker's thread hands it instructions and takes facts, through two
-small locked boxes. While a peer's transport needs help it drives its agent; else it sleeps in the
-kernel until a socket, a deadline, a lane or an instruction wakes it, or a second has passed
-(`descriptors`), and costs nothing.
+It owns the side channel and the mover, and is the only thread that touches them, or the protocol.
+The worker's thread hands it instructions and takes facts, through two small locked boxes. While a
+peer's transport needs help it drives its mover; else it sleeps in the kernel until a socket, a
+deadline, the mover or an instruction wakes it, and costs nothing.
 """
 
 from __future__ import annotations
@@ -15,29 +13,22 @@ import sys
 import threading
 import time
 from collections import Counter, deque
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import msgspec
 import torch
 
 from pdserve.connectors.digests import BlockDigests, digests_of
 from pdserve.connectors.handover.instructions import Instructions
-from pdserve.connectors.nixl.background import BackgroundThread
-from pdserve.connectors.nixl.descriptors import (
-    DescriptorWatch,
-    max_descriptors,
-    num_open_descriptors,
-    num_silent_connections,
-)
-from pdserve.connectors.nixl.jobs import PIECE_BYTES
-from pdserve.connectors.nixl.mover import NixlMover
-from pdserve.connectors.nixl.processes import HostProcesses
 from pdserve.connectors.side_channel.channel import Listener
 from pdserve.connectors.side_channel.network import SideChannel
 from pdserve.connectors.side_channel.reactor import Reactor
 from pdserve.connectors.slicing import routes_to
 from pdserve.connectors.transfer.machine import TransferMachine
+from pdserve.connectors.transfer.mover import Mover
 from pdserve.connectors.transfer.seams import Seams
+from pdserve.connectors.transfer_thread.background import BackgroundThread
+from pdserve.connectors.transfer_thread.slices import PIECE_BYTES
 from pdserve.errors import InternalError
 from pdserve.observe.log import log_event
 from pdserve.observe.trace import CLOCK_ID
@@ -48,8 +39,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from pdserve.connectors.base import ConnectorContext, KVLayout
-    from pdserve.connectors.nixl.settings import NixlSettings
     from pdserve.connectors.transfer.pushes import ChunkStep, Observation
+    from pdserve.connectors.transfer.seams import Processes
     from pdserve.observe.clock import Clock
     from pdserve.wire.trace import RankSlice
     from pdserve.wire.transfer import ConnectorMetadata, Endpoint
@@ -65,17 +56,72 @@ _SWITCH_INTERVAL_S = 0.0005
 _PAGE_BYTES = 4096
 
 
+class ThreadMover(Mover, Protocol):
+    """A mover that a transfer thread drives; its methods belong to that thread."""
+
+    @property
+    def due_s(self) -> float:
+        """When `tick` has to be called next; inf = never."""
+        ...
+
+    @property
+    def why_fence(self) -> str:
+        """Why all peers are to be cut off now; empty where they are not."""
+        ...
+
+    @property
+    def processes(self) -> Processes:
+        """Peers' processes, as far as its transports matter."""
+        ...
+
+    @property
+    def slices(self) -> deque[RankSlice]:
+        """What it did last, for traces; whoever reports it takes it out."""
+        ...
+
+    def start(self) -> None:
+        """Begin, in the thread that it will belong to.
+
+        Raises:
+            ConfigError: What it stands on cannot be loaded.
+        """
+
+    def tick(self) -> None:
+        """Do what is due."""
+
+    def drive(self) -> None:
+        """Help what peers do here."""
+
+    def may_wait(self) -> bool:
+        """Whether nothing is left to do until the reactor has something."""
+        ...
+
+    def deliver(self) -> bool:
+        """Call back for what happened; return whether anything did."""
+        ...
+
+    def take_faults(self) -> Counter[str]:
+        """What should stay rare, by name, since the last call."""
+        ...
+
+    def close(self, timeout_s: float) -> bool:
+        """End everything; return whether that was done in time."""
+        ...
+
+
 class TransferThread:
     """Moves KV for one rank. A `Runner`.
 
     Args:
         kv: `[num_blocks, num_layers, num_planes, num_kv_heads, block_size, head_dim]`, contiguous.
         wake: Called from the thread when `take_report` has news.
+        make_mover: Called with the numeric address that the side channel is bound to, and with the
+            thread's event loop.
 
     It lowers the interpreter's switch interval, for the whole process.
 
     Raises:
-        ConfigError: NIXL cannot be loaded, or the side channel cannot be bound.
+        ConfigError: The mover cannot be loaded, or the side channel cannot be bound.
     """
 
     def __init__(
@@ -86,7 +132,7 @@ class TransferThread:
         layout: KVLayout,
         wake: Callable[[], None],
         clock: Clock,
-        settings: NixlSettings,
+        make_mover: Callable[[str, Reactor], ThreadMover],
     ) -> None:
         if not kv.is_contiguous() or kv.numel() * kv.element_size() != (
             layout.num_blocks * layout.block_bytes
@@ -110,14 +156,7 @@ class TransferThread:
         )
         self._reactor = Reactor()
         self._side_channel = SideChannel(self._reactor, transfer.secret.encode())
-        self._mover = NixlMover(
-            context,
-            kv=kv,
-            host=self._listener.endpoint.host,
-            wake=self._reactor.wake,
-            clock=clock,
-            settings=settings,
-        )
+        self._mover = make_mover(self._listener.endpoint.host, self._reactor)
         self._background = BackgroundThread("kv-digests", self._reactor.wake, clock)
         self._machine = TransferMachine(
             Seams(
@@ -127,19 +166,10 @@ class TransferThread:
                 mover=self._mover,
                 digests=BlockDigests(kv, context.shape, context.rank),
                 background=self._background,
-                processes=HostProcesses(),
+                processes=self._mover.processes,
                 quarantine_s=transfer.quarantine_s,
                 piece_bytes=PIECE_BYTES,
             )
-        )
-        self._watch = DescriptorWatch(
-            tidy=self._mover.tidy,
-            renew=self._renew_agents,
-            faults=self._mover.faults,
-            clock=clock,
-            num_open=num_open_descriptors,
-            num_silent=num_silent_connections,
-            limit=max_descriptors,
         )
         sys.setswitchinterval(min(sys.getswitchinterval(), _SWITCH_INTERVAL_S))
         self._started = threading.Event()
@@ -194,7 +224,7 @@ class TransferThread:
     def close(self, timeout_s: float) -> None:
         """Let loads end, say goodbye, and join the thread.
 
-        If the thread is stuck inside NIXL after the time, it is left behind; it is a
+        If the thread is stuck inside its transport after the time, it is left behind; it is a
         daemon and keeps KV memory alive for as long as it runs. May be repeated.
         """
         if self._is_closed:
@@ -244,7 +274,8 @@ class TransferThread:
         """Wait for something, or for the next time to drive the target; then do all there is."""
         machine, mover = self._machine, self._mover
         is_driving = machine.needs_progress or machine.is_polling
-        was_ready = self._reactor.wait(0 if is_driving else self._timeout_s())
+        may_wait = mover.may_wait() and not is_driving
+        was_ready = self._reactor.wait(self._timeout_s() if may_wait else 0)
         while self._inbox:
             machine.apply(Instructions.from_metadata(self._inbox.popleft()))
         while self._steps:
@@ -252,17 +283,13 @@ class TransferThread:
         mover.tick()
         if is_driving:
             mover.drive()
-        self._watch.tick()
+        if mover.why_fence:
+            machine.receiving.stop_all(mover.why_fence)
         moved = mover.deliver() | self._background.deliver()
         moved |= machine.tick()
         self._publish()
         if is_driving and not (was_ready or moved):
             time.sleep(_POLL_S)
-
-    def _renew_agents(self, reason: str) -> None:
-        """Make all agents here again: the target now, each lane's when it has nothing to do."""
-        self._mover.renew(reason)
-        self._machine.receiving.stop_all(reason)
 
     def _publish(self) -> None:
         """Make facts visible, then wake whoever waits for them."""
@@ -294,7 +321,7 @@ class TransferThread:
         return taken
 
     def _timeout_s(self) -> float:
-        due_s = min(self._machine.due_s(), self._mover.due_s, self._watch.due_s)
+        due_s = min(self._machine.due_s(), self._mover.due_s)
         if self._stop_at_s is not None:
             due_s = min(due_s, self._stop_at_s)
         return max(0.0, due_s - self._clock.monotonic_s())

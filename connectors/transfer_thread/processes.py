@@ -19,7 +19,14 @@ _PROC = Path("/proc")
 
 
 class HostProcesses:
-    """See `Processes`: those of this host."""
+    """See `Processes`: those of this host.
+
+    Args:
+        is_direct: The mover's transports may write without the other side's help.
+    """
+
+    def __init__(self, *, is_direct: bool) -> None:
+        self._is_direct = is_direct
 
     @property
     def this(self) -> Process:
@@ -28,7 +35,7 @@ class HostProcesses:
 
     def writes_directly(self, process: Process) -> bool:
         """See `Processes`."""
-        if process.host != self.this.host:
+        if not self._is_direct or process.host != self.this.host:
             return False
         transports = os.environ.get("UCX_TLS", "all").lower()
         if transports.startswith("^"):

@@ -11,7 +11,7 @@ import threading
 from collections import deque
 from typing import TYPE_CHECKING
 
-from pdserve.connectors.nixl.jobs import MAX_SLICES
+from pdserve.connectors.transfer_thread.slices import MAX_SLICES
 from pdserve.errors import InternalError
 from pdserve.wire.trace import RankSlice
 

@@ -1,0 +1,199 @@
+"""ucxx behind typed values: the only module that imports it, and it does so lazily.
+
+Choices made here, with their reasons:
+- Blocking progress: UCX's own descriptor says when there is something to do, so an idle worker
+  costs nothing, and a busy one no polling.
+- Receives are posted at an endpoint, not at the worker: closing it cancels them.
+- Endpoints by worker address, with error handling: the end of a peer's process ends what is under
+  way with it.
+- One copy of UCX in a process: NIXL brings its own, and two of them share signal handlers, memory
+  hooks and variables.
+
+It knows nothing of blocks or of peers' messages.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from typing import TYPE_CHECKING, Any
+
+from pdserve.errors import ConfigError, PeerError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    import torch
+
+# UCX notices a silent partition after about 5 s with the first three, and not at all without.
+# Without the fourth it waits inside `connect` for whoever does not answer.
+_UCX_DEFAULTS = {
+    "UCX_TCP_KEEPIDLE": "2s",
+    "UCX_TCP_KEEPINTVL": "1s",
+    "UCX_TCP_KEEPCNT": "3",
+    "UCX_TCP_CONN_NB": "y",
+    # Between two processes of one host it moves a third more than with 8 KiB.
+    "UCX_TCP_TX_SEG_SIZE": "256k",
+    "UCX_TCP_RX_SEG_SIZE": "256k",
+    "UCX_WARN_UNUSED_ENV_VARS": "n",
+}
+_OTHER_COPY = "nixl._bindings"
+
+
+class UcxError(PeerError):
+    """UCX refused or failed an operation that involves a peer."""
+
+
+class UcxRequest:
+    """A message that is under way."""
+
+    def __init__(self, request: Any, error: type[Exception]) -> None:
+        self._request = request
+        self._error = error
+
+    @property
+    def is_over(self) -> bool:
+        """Whether UCX is through with its memory."""
+        return bool(self._request.completed)
+
+    def failure(self) -> str | None:
+        """What went wrong with one that is over; None = nothing."""
+        try:
+            self._request.check_error()
+        except self._error as error:
+            return f"{type(error).__name__}: {error}"
+        return None
+
+
+class UcxEndpoint:
+    """The way to one peer; see `UcxWorker.connect`."""
+
+    def __init__(self, endpoint: Any, ucx: _Ucx) -> None:
+        self._endpoint = endpoint
+        self._ucx = ucx
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether anything can be posted to it."""
+        return bool(self._endpoint.alive)
+
+    def send(self, memory: torch.Tensor, tag: int) -> UcxRequest:
+        """Send a message; the memory is UCX's until it is over.
+
+        Raises:
+            UcxError: It could not be posted; nothing is under way.
+        """
+        return self._post(self._endpoint.tag_send, memory, tag)
+
+    def receive(self, memory: torch.Tensor, tag: int) -> UcxRequest:
+        """Receive the message of this tag, of at most this size; else as `send`."""
+        return self._post(self._endpoint.tag_recv, memory, tag)
+
+    def close(self) -> None:
+        """End what is under way; the peer is not waited for."""
+        try:
+            self._endpoint.close_blocking()
+        except self._ucx.error:
+            return  # the peer has closed it
+
+    def _post(self, post: Any, memory: torch.Tensor, tag: int) -> UcxRequest:
+        array = self._ucx.array(memory if memory.is_cuda else memory.numpy())
+        try:
+            return UcxRequest(post(array, self._ucx.tag(tag)), self._ucx.error)
+        except self._ucx.error as error:
+            raise UcxError(f"UCX {type(error).__name__}: {error}") from None
+
+
+class UcxWorker:
+    """One UCX worker. Not thread-safe: one thread creates, uses and closes it.
+
+    Args:
+        options: UCX's variables, without `UCX_`; a user's own values go before them.
+
+    Raises:
+        ConfigError: ucxx is not installed, another copy of UCX is loaded, or UCX refuses an option.
+    """
+
+    def __init__(self, options: Mapping[str, str]) -> None:
+        for variable, value in _UCX_DEFAULTS.items():
+            os.environ.setdefault(variable, value)
+        self._ucx = ucx = _Ucx()
+        own = {name: value for name, value in options.items() if f"UCX_{name}" not in os.environ}
+        feature = ucx.library.Feature
+        try:
+            self._context = ucx.library.UCXContext(own, (feature.TAG, feature.WAKEUP))
+            self._worker = ucx.library.UCXWorker(self._context)
+            self._worker.init_blocking_progress_mode()
+        except ucx.error as error:
+            raise ConfigError(
+                f"UCX cannot begin with {own}: {type(error).__name__}: {error}; look at "
+                "--kv-transfer-config.ucx.tls and at the variables UCX_*",
+                param="kv-transfer-config.ucx.tls",
+            ) from None
+
+    @property
+    def address(self) -> bytes:
+        """How peers connect to it."""
+        return bytes(self._worker.address.tobytes())
+
+    @property
+    def descriptor(self) -> int:
+        """Is readable when there is something to do, once `arm` has returned True."""
+        return int(self._worker.epoll_file_descriptor)
+
+    def progress(self) -> None:
+        """Do what there is to do."""
+        self._worker.progress()
+
+    def arm(self) -> bool:
+        """Have the descriptor say what comes; False = there is something to do at once."""
+        return bool(self._worker.arm())
+
+    def connect(self, address: bytes) -> UcxEndpoint:
+        """Begin to connect to a peer.
+
+        Raises:
+            UcxError: No transport reaches it, or this is no such address.
+        """
+        library = self._ucx.library
+        try:
+            there = library.UCXAddress.create_from_buffer(address)
+            endpoint = library.UCXEndpoint.create_from_worker_address(
+                self._worker, there, endpoint_error_handling=True
+            )
+        except self._ucx.error as error:
+            raise UcxError(f"UCX {type(error).__name__}: {error}") from None
+        return UcxEndpoint(endpoint, self._ucx)
+
+    def close(self) -> None:
+        """End everything."""
+        self._worker.cancel_inflight_requests()
+        del self._worker, self._context
+
+
+class _Ucx:
+    """What is used of ucxx.
+
+    Raises:
+        ConfigError: It cannot be loaded.
+    """
+
+    def __init__(self) -> None:
+        if _OTHER_COPY in sys.modules:
+            raise ConfigError(
+                "kv_connector 'ucx' cannot be used in a process that has loaded NIXL, which brings "
+                "its own copy of UCX: use one of them",
+                param="kv-transfer-config.kv_connector",
+            )
+        try:
+            ucxx = importlib.import_module("ucxx")
+            self.array: Any = importlib.import_module("ucxx._lib.arr").Array
+        except ImportError as error:
+            raise ConfigError(
+                f"kv_connector 'ucx' cannot load ucxx: {error}; install pdserve[ucx]",
+                param="kv-transfer-config.kv_connector",
+            ) from error
+        self.library: Any = ucxx.libucxx
+        self.tag: Any = ucxx.types.Tag
+        self.error: type[Exception] = ucxx.libucxx.UCXError

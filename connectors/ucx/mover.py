@@ -1,0 +1,423 @@
+"""UCX under the transfer protocol: copies that both sides' movers agree on (`frames`).
+
+    READ    this side posts a receive and has the peer send; what came is written to our blocks
+    WRITE   the peer is offered it, posts a receive, and writes it to its own blocks
+
+Everything happens in the transfer thread, and KV blocks are written nowhere but in `_read_over` and
+`_offer_over`: what was abandoned, withdrawn or lost before that has no effect on a block, whatever
+UCX still does with its message.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections import Counter, deque
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
+
+import msgspec
+import numpy as np
+import torch
+
+from pdserve.connectors.pieces import count_runs
+from pdserve.connectors.transfer.link import Fault, FrameError
+from pdserve.connectors.transfer.mover import Direction, ExposedMemory, JobEnd, Remote
+from pdserve.connectors.transfer.protocol import Region
+from pdserve.connectors.transfer_thread.devices import net_devices
+from pdserve.connectors.transfer_thread.processes import HostProcesses
+from pdserve.connectors.transfer_thread.slices import MAX_SLICES, slices_of
+from pdserve.connectors.ucx.frames import (
+    MAX_TRIAL_BYTES,
+    CopyLanded,
+    DropCopy,
+    FetchCopy,
+    OfferCopy,
+    TakeCopy,
+    WithdrawCopy,
+    decode,
+    encode,
+    to_units,
+)
+from pdserve.connectors.ucx.library import UcxWorker
+from pdserve.connectors.ucx.messages import Messages, TaggedMessage, nothing
+from pdserve.connectors.ucx.staging import Staging
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Hashable
+
+    import numpy.typing as npt
+
+    from pdserve.connectors.base import KVLayout
+    from pdserve.connectors.transfer.mover import Job, MoverLink
+    from pdserve.connectors.ucx.settings import UcxSettings
+    from pdserve.observe.clock import Clock
+    from pdserve.wire.trace import RankSlice
+
+_NEVER = float("inf")
+
+
+@dataclass(slots=True, eq=False)
+class _WarmUp:
+    """A message of no meaning that is fetched."""
+
+    tag: Hashable
+    on_settled: Callable[[str | None], None]
+
+
+@dataclass(slots=True, eq=False)
+class _Incoming:
+    """What a peer has offered."""
+
+    link: MoverLink
+    offer: OfferCopy
+    units: npt.NDArray[np.int32]
+
+
+class UcxMover:
+    """See `ThreadMover`.
+
+    Args:
+        kv: This rank's KV memory, contiguous.
+        host: Where the side channel listens.
+        watch: Has the thread's event loop wake up when a descriptor is readable.
+    """
+
+    num_lanes: ClassVar[int] = 1
+    outlives_links: ClassVar[bool] = False
+    due_s: float = _NEVER
+    why_fence: str = ""
+
+    def __init__(
+        self,
+        *,
+        kv: torch.Tensor,
+        layout: KVLayout,
+        host: str,
+        watch: Callable[[int], None],
+        clock: Clock,
+        settings: UcxSettings,
+    ) -> None:
+        self._kv = kv
+        self._staging = Staging(kv)
+        self._pool = Region(
+            address=kv.data_ptr(),
+            stride_bytes=layout.block_bytes,
+            num_units=layout.num_blocks,
+            memory="VRAM" if kv.is_cuda else "DRAM",
+            device=kv.device.index or 0,
+        )
+        self._host = host
+        self._watch = watch
+        self._clock = clock
+        self._settings = settings
+        self._worker: UcxWorker
+        self._messages: Messages
+        self.processes = HostProcesses(is_direct=False)
+        self.slices: deque[RankSlice] = deque(maxlen=MAX_SLICES)
+        self._faults: Counter[str] = Counter()
+        self._num_copies = 0
+        self._reads: dict[TaggedMessage, tuple[Job | _WarmUp, MoverLink]] = {}
+        self._writes: dict[int, tuple[Job, MoverLink]] = {}
+        self._incoming: dict[tuple[MoverLink, int], TaggedMessage] = {}
+        self._serving: dict[tuple[MoverLink, int], TaggedMessage] = {}
+        self._ended: deque[tuple[Job, JobEnd]] = deque()
+        self._warmed_up: deque[tuple[_WarmUp, str | None]] = deque()
+
+    # ---- the thread ------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """See `ThreadMover`."""
+        if self._kv.is_cuda:
+            torch.cuda.set_device(self._kv.device)  # UCX uses the calling thread's context
+        devices, tls = net_devices(self._host), self._settings.tls
+        options = {"NET_DEVICES": devices, "TLS": tls or None}
+        self._worker = UcxWorker({name: value for name, value in options.items() if value})
+        self._messages = Messages(self._worker, self._staging, self._settings.messages)
+        self._watch(self._worker.descriptor)
+
+    def tick(self) -> None:
+        """See `ThreadMover`."""
+        self._messages.advance()
+
+    def drive(self) -> None:
+        """See `ThreadMover`: `tick` does it."""
+
+    def may_wait(self) -> bool:
+        """See `ThreadMover`."""
+        self._messages.advance()
+        return not (self._ended or self._warmed_up) and self._worker.arm()
+
+    def deliver(self) -> bool:
+        """See `ThreadMover`."""
+        moved = bool(self._ended or self._warmed_up)
+        while self._ended:
+            job, end = self._ended.popleft()
+            job.on_settled(end)
+        while self._warmed_up:
+            warm_up, failure = self._warmed_up.popleft()
+            warm_up.on_settled(failure)
+        return moved
+
+    def take_faults(self) -> Counter[str]:
+        """See `ThreadMover`."""
+        faults, self._faults = self._faults, Counter()
+        return faults
+
+    def close(self, timeout_s: float) -> bool:
+        """See `ThreadMover`."""
+        self._messages.close()
+        return True
+
+    # ---- the protocol (`Mover`) ------------------------------------------------------------
+
+    @property
+    def target(self) -> ExposedMemory:
+        """See `Mover`."""
+        return ExposedMemory(self._worker.address, self._pool, self._pool)
+
+    def meet(self, metadata: bytes, pool: Region) -> Remote:
+        """See `Mover`."""
+        return Remote(metadata, pool)
+
+    def forget(self, remote: Remote) -> None:
+        """See `Mover`: a connection ends with its link."""
+
+    def warm_up(
+        self,
+        remote: Remote,
+        source: Region,
+        *,
+        tag: Hashable,
+        on_settled: Callable[[str | None], None],
+    ) -> None:
+        """See `Mover`."""
+        link = _linked(remote.link)
+        self._fetch(_WarmUp(tag, on_settled), link, MAX_TRIAL_BYTES, b"", MAX_TRIAL_BYTES)
+
+    def submit(self, job: Job) -> None:
+        """See `Mover`."""
+        for units, pool in ((job.local_units, self._pool), (job.remote_units, job.remote.pool)):
+            why = _why_outside(units, job.unit_bytes, pool)
+            if why is not None:
+                self._settle(job, why)
+                return
+        theirs, link = job.remote_units.astype("<i4").tobytes(), _linked(job.link)
+        if job.direction is Direction.READ:
+            self._fetch(job, link, job.unit_bytes, theirs, job.num_bytes)
+            return
+        self._num_copies += 1
+        self._writes[self._num_copies] = (job, link)
+        job.posted_s = self._clock.monotonic_s()
+        link.say(encode(OfferCopy(self._num_copies, job.unit_bytes, theirs)))
+
+    def abandon(self, tag: Hashable) -> int:
+        """See `Mover`: nothing of it can land any more on return."""
+        for message, (what, link) in list(self._reads.items()):
+            if what.tag == tag:
+                del self._reads[message]
+                self._messages.drop(message)
+                if message.is_posted:
+                    link.say(encode(DropCopy(message.tag)))
+                if isinstance(what, _WarmUp):
+                    self._warmed_up.append((what, "it was given up"))
+        for copy_id, (job, link) in list(self._writes.items()):
+            if job.tag == tag:
+                del self._writes[copy_id]
+                link.say(encode(WithdrawCopy(copy_id)))
+        self._ended = deque(each for each in self._ended if each[0].tag != tag)
+        return 0
+
+    def fence(self) -> None:
+        """See `Mover`."""
+        for link in {link for link, _ in self._incoming}:
+            self.hang_up(link)
+
+    def hang_up(self, link: MoverLink) -> None:
+        """See `Mover`: what was offered over it is not written."""
+        for table in (self._incoming, self._serving):
+            for key in [key for key in table if key[0] is link]:
+                self._messages.drop(table.pop(key))
+        self._messages.hang_up(link.metadata)
+
+    def hear(self, link: MoverLink, body: bytes) -> None:
+        """See `Mover`."""
+        try:
+            frame = decode(body)
+        except msgspec.DecodeError as error:
+            raise FrameError(Fault.MALFORMED, f"a word of the peer's mover: {error}") from None
+        match frame:
+            case FetchCopy():
+                self._serve(link, frame)
+            case DropCopy():
+                message = self._serving.get((link, frame.tag))
+                if message is not None:
+                    message.send_nothing()
+            case OfferCopy():
+                self._take(link, frame)
+            case TakeCopy():
+                self._send_offered(link, frame)
+            case CopyLanded():
+                written = self._writes.pop(frame.copy_id, None)
+                if written is not None:
+                    self._settle(written[0], frame.why_not or None)
+            case WithdrawCopy():
+                incoming = self._incoming.pop((link, frame.copy_id), None)
+                if incoming is not None:
+                    self._messages.drop(incoming)
+
+    # ---- READ ------------------------------------------------------------------------------
+
+    def _fetch(
+        self, what: Job | _WarmUp, link: MoverLink, unit_bytes: int, units: bytes, num_bytes: int
+    ) -> None:
+        """Have a peer send units of its memory, or, without any, so many bytes."""
+        tag = self._messages.new_tag()
+
+        def on_posted() -> None:
+            if not isinstance(what, _WarmUp):
+                what.posted_s = self._clock.monotonic_s()
+            link.say(encode(FetchCopy(tag, unit_bytes, units)))
+
+        def on_over(payload: torch.Tensor, failure: str | None) -> None:
+            del self._reads[message]
+            self._read_over(what, payload, failure)
+
+        message = TaggedMessage(link.metadata, tag, num_bytes, on_over, on_posted=on_posted)
+        self._reads[message] = (what, link)
+        self._messages.post(message)
+
+    def _read_over(self, what: Job | _WarmUp, payload: torch.Tensor, failure: str | None) -> None:
+        """What was fetched is here."""
+        if isinstance(what, _WarmUp):
+            self._warmed_up.append((what, failure))
+            return
+        if failure is None:
+            self._staging.scatter(payload, what.local_units, what.unit_bytes)
+        self._settle(what, failure)
+
+    def _serve(self, link: MoverLink, fetch: FetchCopy) -> None:
+        """Send what a peer wants to read."""
+        units = to_units(fetch.units)
+        self._check(units, fetch.unit_bytes, fetch.units)
+        num_bytes = len(units) * fetch.unit_bytes or fetch.unit_bytes
+
+        def fill(payload: torch.Tensor) -> None:
+            if len(units):
+                self._staging.gather(units, fetch.unit_bytes, payload)
+
+        self._send(link, fetch.tag, num_bytes, fill)
+
+    # ---- WRITE -----------------------------------------------------------------------------
+
+    def _send_offered(self, link: MoverLink, take: TakeCopy) -> None:
+        """The peer has posted a receive for what it was offered."""
+        written = self._writes.get(take.copy_id)
+        if written is None:  # withdrawn; the receive is to end all the same
+            self._send(link, take.tag, 0, nothing)
+            return
+        job = written[0]
+        fill = functools.partial(self._staging.gather, job.local_units, job.unit_bytes)
+        self._send(link, take.tag, job.num_bytes, fill, copy_id=take.copy_id)
+
+    def _take(self, link: MoverLink, offer: OfferCopy) -> None:
+        """Receive what a peer wants to write."""
+        units = to_units(offer.units)
+        self._check(units, offer.unit_bytes, offer.units)
+        if not len(units):
+            raise FrameError(Fault.UNEXPECTED, f"{offer} of nothing")
+        tag, key = self._messages.new_tag(), (link, offer.copy_id)
+        incoming = _Incoming(link, offer, units)
+
+        def on_over(payload: torch.Tensor, failure: str | None) -> None:
+            del self._incoming[key]
+            self._offer_over(incoming, payload, failure)
+
+        message = TaggedMessage(
+            link.metadata,
+            tag,
+            len(units) * offer.unit_bytes,
+            on_over,
+            on_posted=lambda: link.say(encode(TakeCopy(offer.copy_id, tag))),
+        )
+        if key in self._incoming:
+            raise FrameError(Fault.UNEXPECTED, f"copy {offer.copy_id} was offered already")
+        self._incoming[key] = message
+        self._messages.post(message)
+
+    def _offer_over(self, incoming: _Incoming, payload: torch.Tensor, failure: str | None) -> None:
+        """What was offered is here: write it where the peer still may."""
+        link, offer = incoming.link, incoming.offer
+        if failure is None:
+            first = incoming.units.astype(np.int64) * offer.unit_bytes
+            last = first + (offer.unit_bytes - 1)
+            blocks = np.unique(np.concatenate([first, last]) // self._pool.stride_bytes)
+            if not set(blocks.tolist()) <= set(link.exposed()):
+                self._faults["write_not_exposed"] += 1
+                failure = "the blocks are not its to write"
+        if failure is None:
+            self._staging.scatter(payload, incoming.units, offer.unit_bytes)
+        link.say(encode(CopyLanded(offer.copy_id, failure or "")))
+
+    # ---- both ------------------------------------------------------------------------------
+
+    def _send(
+        self,
+        link: MoverLink,
+        tag: int,
+        num_bytes: int,
+        fill: Callable[[torch.Tensor], None],
+        *,
+        copy_id: int | None = None,
+    ) -> None:
+        """Send a message; if it fails, a copy that this side offered fails with it."""
+
+        def on_over(payload: torch.Tensor, failure: str | None) -> None:
+            del self._serving[link, tag]
+            if failure is not None and copy_id in self._writes:
+                self._settle(self._writes.pop(copy_id)[0], failure)
+
+        if (link, tag) in self._serving:
+            raise FrameError(Fault.UNEXPECTED, f"tag {tag} is told twice")
+        message = TaggedMessage(link.metadata, tag, num_bytes, on_over, fill=fill)
+        self._serving[link, tag] = message
+        self._messages.post(message)
+
+    def _settle(self, job: Job, failure: str | None) -> None:
+        """A job is over; its owner is told by `deliver`."""
+        moved_s = self._clock.monotonic_s()
+        value = job.then() if failure is None and job.then is not None else None
+        end = JobEnd(
+            failure=failure,
+            value=value,
+            posted_s=min(job.posted_s, moved_s),
+            moved_s=moved_s,
+            settled_s=self._clock.monotonic_s(),
+            num_descriptors=count_runs(job.remote_units, job.local_units),
+        )
+        self.slices.extend(slices_of(job, end))
+        self._ended.append((job, end))
+
+    def _check(self, units: npt.NDArray[np.int32], unit_bytes: int, raw: bytes) -> None:
+        """Refuse what a peer cannot mean.
+
+        Raises:
+            FrameError: There is no such memory here.
+        """
+        is_trial = not len(units) and unit_bytes <= MAX_TRIAL_BYTES
+        why = None if is_trial else _why_outside(units, unit_bytes, self._pool)
+        if why is not None or (not len(units) and not is_trial):
+            raise FrameError(Fault.UNEXPECTED, why or f"{unit_bytes} bytes of no meaning")
+
+
+def _why_outside(units: npt.NDArray[np.int32], unit_bytes: int, pool: Region) -> str | None:
+    """Why these cannot be units of a pool; None = they can."""
+    if pool.num_bytes % unit_bytes:
+        return f"units of {unit_bytes} bytes do not fill {pool}"
+    if len(units) and not 0 <= units.min() <= units.max() < pool.num_bytes // unit_bytes:
+        return f"units {units.min()} to {units.max()} of {unit_bytes} bytes are not in {pool}"
+    return None
+
+
+def _linked(link: MoverLink | None) -> MoverLink:
+    assert link is not None, "the protocol copies only to and from peers that it is linked to"
+    return link

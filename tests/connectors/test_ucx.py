@@ -1,0 +1,58 @@
+"""UCX without NIXL: what can be said where both are, and its own tests in a process of theirs."""
+
+from __future__ import annotations
+
+import importlib.util
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from pdserve.connectors.ucx.settings import UcxSettings
+from pdserve.errors import ConfigError
+
+ROOT = Path(__file__).parents[2]
+_NEITHER = """
+import sys, types
+sys.modules[{loaded!r}] = types.ModuleType({loaded!r})
+from pdserve.errors import ConfigError
+{load}
+"""
+_UCX = "from pdserve.connectors.ucx.library import UcxWorker as Make; arguments = ({},)"
+_NIXL = "from pdserve.connectors.nixl.agent import NixlAgent as Make; arguments = ('a', ['UCX'])"
+
+
+@pytest.mark.parametrize(
+    ("load", "loaded", "says"),
+    [
+        (_UCX, "nixl._bindings", "'ucx' cannot be used in a process that has loaded NIXL"),
+        (_NIXL, "ucxx", "'nixl' cannot be used in a process that has loaded ucxx"),
+    ],
+)
+def test_a_second_copy_of_ucx_in_a_process_is_refused(load: str, loaded: str, says: str) -> None:
+    program = _NEITHER.format(loaded=loaded, load=load)
+    program += "\ntry:\n    Make(*arguments)\nexcept ConfigError as error:\n    print(error)\n"
+    said = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True
+    )
+    assert says in said.stdout
+
+
+def test_too_few_messages_are_refused_by_name() -> None:
+    with pytest.raises(ConfigError, match=r"--kv-transfer-config\.ucx\.messages is 1: it must be"):
+        UcxSettings(messages=1)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(importlib.util.find_spec("ucxx") is None, reason="pdserve[ucx] is not here")
+def test_the_tests_of_ucx_pass_in_a_process_of_their_own() -> None:
+    run = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-m", "not slow and not chaos", "tests/ucx"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
+    )
+    assert run.returncode == 0, run.stdout[-4000:]
