@@ -50,7 +50,9 @@ class Engine:
         news: Set when the worker half has something to report.
     """
 
-    def __init__(self, role: Role, block_size: int, num_tokens: int) -> None:
+    def __init__(
+        self, role: Role, block_size: int, num_tokens: int, kv_connector: str = "nixl"
+    ) -> None:
         engine_id = EngineId(role.value)
         self.layout = KVLayout(
             num_blocks=num_tokens // block_size,
@@ -66,7 +68,7 @@ class Engine:
                 model=ModelConfig(model="8B-like"),
                 role=role,
                 cache=CacheConfig(block_size=block_size),
-                transfer=TransferConfig(kv_connector="nixl", lease_s=_LEASE_S),
+                transfer=TransferConfig(kv_connector=kv_connector, lease_s=_LEASE_S),
             ),
             engine_id=engine_id,
             incarnation=Incarnation(os.urandom(8).hex()),
@@ -82,7 +84,7 @@ class Engine:
             1.0 if role is Role.PREFILL else 2.0,
             dtype=torch.bfloat16,
         )
-        connector = find("nixl")
+        connector = find(kv_connector)
         self.worker = connector.make_worker(context, self.news.set)
         endpoint = self.worker.register_kv_caches(self.kv, self.layout)
         assert endpoint is not None
@@ -203,7 +205,7 @@ class Pair:
     """D, and P at the other end of a pipe.
 
     Attributes:
-        bare_metadata, bare_region: Of a bare NIXL agent over P's pool.
+        bare_metadata, bare_region: Of a bare NIXL agent over P's pool, if NIXL moves the KV.
     """
 
     d: Engine
@@ -237,16 +239,16 @@ class Pair:
 
 
 @contextmanager
-def pair(block_size: int, num_tokens: int) -> Iterator[Pair]:
+def pair(block_size: int, num_tokens: int, kv_connector: str = "nixl") -> Iterator[Pair]:
     """Two engines whose pools have so many tokens each, until the end of the block."""
     _freeze_modules()
     context = multiprocessing.get_context("spawn")
     pipe, theirs = context.Pipe()
     child = context.Process(
-        target=_prefill_process, args=(theirs, block_size, num_tokens), daemon=True
+        target=_prefill_process, args=(theirs, block_size, num_tokens, kv_connector), daemon=True
     )
     child.start()
-    d = Engine(Role.DECODE, block_size, num_tokens)
+    d = Engine(Role.DECODE, block_size, num_tokens, kv_connector)
     p_ref, metadata, region = pipe.recv()
     try:
         yield Pair(d, p_ref, metadata, region, pipe)
@@ -278,16 +280,18 @@ def draw_ticket(pair: Pair) -> PushTicket:
     return PushTicket(nonce=os.urandom(8).hex(), prefill=pair.p_ref, decode=pair.d.ref)
 
 
-def _prefill_process(pipe: Connection, block_size: int, num_tokens: int) -> None:
+def _prefill_process(pipe: Connection, block_size: int, num_tokens: int, kv_connector: str) -> None:
     torch.set_num_threads(1)
     _freeze_modules()
-    engine = Engine(Role.PREFILL, block_size, num_tokens)
-    bare = NixlAgent("bare-P-" + os.urandom(8).hex(), ["UCX"])
-    bare.register(engine.region())
-    pipe.send((engine.ref, bare.metadata(), engine.region()))
+    engine = Engine(Role.PREFILL, block_size, num_tokens, kv_connector)
+    bare = None
+    if kv_connector == "nixl":
+        bare = NixlAgent("bare-P-" + os.urandom(8).hex(), ["UCX"])
+        bare.register(engine.region())
+    pipe.send((engine.ref, b"" if bare is None else bare.metadata(), engine.region()))
     is_driven = False
     while True:
-        if is_driven:
+        if is_driven and bare is not None:
             bare.progress()
         if not pipe.poll(0.0005 if is_driven else 0.02):
             engine.step()
@@ -304,7 +308,8 @@ def _prefill_process(pipe: Connection, block_size: int, num_tokens: int) -> None
             case ("close",):
                 break
     engine.worker.close(5.0)
-    bare.close()
+    if bare is not None:
+        bare.close()
 
 
 def _freeze_modules() -> None:

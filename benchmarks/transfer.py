@@ -20,6 +20,7 @@ median of those of the rounds, so that a noisy neighbour disturbs both alike.
 - `push`: what is `left` when P has computed the last layer until D's report says received, all
   of it checked, beside a pull of as many tokens: what the transfer would take after the prefill.
   In the first rounds it is learned how the last chunk is best written; `left_ms` is of the others.
+- `ucx` (with pdserve[ucx]): `pull` and `push` over the UCX connector, in their own processes.
 """
 
 from __future__ import annotations
@@ -27,12 +28,15 @@ from __future__ import annotations
 import argparse
 import functools
 import heapq
+import importlib.util
 import json
 import math
 import os
 import platform
 import random
 import statistics
+import subprocess
+import sys
 import time
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
@@ -144,15 +148,18 @@ def percentiles(samples: Sequence[float]) -> dict[str, float]:
     }
 
 
-def pull(block_size: int, num_tokens: int, chunk: int, repeat: int) -> dict[str, Any]:
-    """The rate of whole hand-overs."""
-    with pair(block_size, num_tokens) as engines:
+def pull(
+    block_size: int, num_tokens: int, chunk: int, repeat: int, kv_connector: str
+) -> dict[str, Any]:
+    """The rate of whole hand-overs; beside bare NIXL, if that moves them."""
+    with pair(block_size, num_tokens, kv_connector) as engines:
         d = engines.d
         num_bytes = d.layout.num_blocks * d.layout.block_bytes
         everything = list(range(d.layout.num_blocks))
         shuffled = random.Random(0).sample(everything, len(everything))
         units = np.array(everything, dtype=np.int32)
-        bare, half = BareReader(engines), d.layout.num_blocks // 2
+        bare = BareReader(engines) if kv_connector == "nixl" else None
+        half = d.layout.num_blocks // 2
 
         def leased(
             mine: Sequence[int], *, is_known: bool, chunk: int = 0
@@ -164,7 +171,7 @@ def pull(block_size: int, num_tokens: int, chunk: int, repeat: int) -> dict[str,
         rounds = [
             (
                 2 * timed(lambda: d.kv[:half].copy_(d.kv[half : 2 * half])),
-                bare.read(units),
+                bare.read(units) if bare is not None else math.nan,
                 leased(everything, is_known=False, chunk=chunk),
                 leased(everything, is_known=False),
                 leased(everything, is_known=True),
@@ -172,7 +179,8 @@ def pull(block_size: int, num_tokens: int, chunk: int, repeat: int) -> dict[str,
             )
             for _ in range(repeat)
         ]
-        bare.close()
+        if bare is not None:
+            bare.close()
 
     def gb_s(seconds: Sequence[float]) -> float:
         return round(num_bytes / statistics.median(seconds) / 1e9, 2)
@@ -184,13 +192,14 @@ def pull(block_size: int, num_tokens: int, chunk: int, repeat: int) -> dict[str,
     memcpy, raw = [r[0] for r in rounds], [r[1] for r in rounds]
     ours, nothing = [r[2][0] for r in rounds], [r[3][0] for r in rounds]
     known, scattered = [r[4][0] for r in rounds], [r[5][0] for r in rounds]
+    beside_bare = {"nixl_gb_s": gb_s(raw), "hand_over_of_nixl": of(ours, raw)} if bare else {}
     return {
         "block_size": block_size,
         "tokens": num_tokens,
         "chunk": chunk,
         "mib": num_bytes >> 20,
         "memcpy_gb_s": gb_s(memcpy),
-        "nixl_gb_s": gb_s(raw),
+        **beside_bare,
         "hand_over_gb_s": gb_s(ours),
         "nothing_known_gb_s": gb_s(nothing),
         "known_gb_s": gb_s(known),
@@ -199,7 +208,6 @@ def pull(block_size: int, num_tokens: int, chunk: int, repeat: int) -> dict[str,
         "nothing_known_of_memcpy": of(nothing, memcpy),
         "known_of_memcpy": of(known, memcpy),
         "scattered_of_memcpy": of(scattered, memcpy),
-        "hand_over_of_nixl": of(ours, raw),
         "descriptors_per_gb": round(rounds[0][2][1].num_descriptors / num_bytes * 1e9, 1),
         "scattered_descriptors_per_gb": round(rounds[0][5][1].num_descriptors / num_bytes * 1e9, 1),
         "digest_ms": percentiles([r[2][1].digest_s for r in rounds])["p50"],
@@ -307,10 +315,11 @@ def _stream(
 
 
 def push(
-    block_size: int, num_tokens: int, chunk: int, layer_ms: float, repeat: int
+    arguments: argparse.Namespace, block_size: int, num_tokens: int, repeat: int
 ) -> dict[str, Any]:
     """What a push leaves to do after the last layer."""
-    with pair(block_size, num_tokens) as engines:
+    chunk, layer_ms = arguments.chunk, arguments.layer_ms
+    with pair(block_size, num_tokens, arguments.kv_connector) as engines:
         d = engines.d
         everything = list(range(d.layout.num_blocks))
         pulls, left, facts = [], [], []
@@ -347,6 +356,18 @@ def push(
     }
 
 
+def over_ucx(arguments: argparse.Namespace) -> dict[str, Any]:
+    """The same over the UCX connector: not in a process that has loaded NIXL."""
+    flags = ["--kv-connector", "ucx", "--only", "pull", "push"]
+    flags += ["--tokens", *map(str, arguments.tokens), "--repeat", str(arguments.repeat)]
+    flags += ["--push-tokens", str(arguments.push_tokens), "--chunk", str(arguments.chunk)]
+    flags += ["--layer-ms", str(arguments.layer_ms)]
+    program = [sys.executable, "-m", "benchmarks.transfer", *flags]
+    run = subprocess.run(program, stdout=subprocess.PIPE, check=True)
+    found: dict[str, Any] = json.loads(run.stdout)
+    return {"ucxx": version("ucxx-cu13"), "pull": found["pull"], "push": found["push"]}
+
+
 def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0] if __doc__ else None)
@@ -361,27 +382,25 @@ def main() -> None:
     parser.add_argument("--chunk", type=int, default=512)
     parser.add_argument("--layer-ms", type=float, default=2.0, help="of one chunk")
     parser.add_argument(
-        "--only", nargs="+", choices=["pull", "digest_8k", "streams", "push"], default=None
+        "--only", nargs="+", choices=["pull", "digest_8k", "streams", "push", "ucx"], default=None
     )
+    parser.add_argument("--kv-connector", choices=["nixl", "ucx"], default="nixl")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     block_size = 16
     parts: dict[str, Callable[[], Any]] = {
         "pull": lambda: [
-            pull(block_size, n, arguments.chunk, arguments.repeat) for n in arguments.tokens
+            pull(block_size, n, arguments.chunk, arguments.repeat, arguments.kv_connector)
+            for n in arguments.tokens
         ],
         "digest_8k": lambda: digest(block_size),
         "streams": lambda: streams(
             block_size, arguments.streams, arguments.each, arguments.think_ms / 1e3
         ),
-        "push": lambda: push(
-            block_size,
-            arguments.push_tokens,
-            arguments.chunk,
-            arguments.layer_ms,
-            2 * arguments.repeat,
-        ),
+        "push": lambda: push(arguments, block_size, arguments.push_tokens, 2 * arguments.repeat),
     }
+    if arguments.kv_connector == "nixl" and importlib.util.find_spec("ucxx") is not None:
+        parts["ucx"] = lambda: over_ucx(arguments)
     print(
         json.dumps(
             {
