@@ -297,15 +297,14 @@ class UcxMover:
 
     def _serve(self, link: MoverLink, fetch: FetchCopy) -> None:
         """Send what a peer wants to read."""
-        units = to_units(fetch.units)
-        self._check(units, fetch.unit_bytes, fetch.units)
-        num_bytes = len(units) * fetch.unit_bytes or fetch.unit_bytes
-
-        def fill(payload: torch.Tensor) -> None:
-            if len(units):
-                self._staging.gather(units, fetch.unit_bytes, payload)
-
-        self._send(link, fetch.tag, num_bytes, fill)
+        if fetch.units:
+            units = self._named(fetch.unit_bytes, fetch.units)
+            fill = functools.partial(self._staging.gather, units, fetch.unit_bytes)
+            self._send(link, fetch.tag, len(units) * fetch.unit_bytes, fill)
+        elif fetch.unit_bytes <= MAX_TRIAL_BYTES:
+            self._send(link, fetch.tag, fetch.unit_bytes, nothing)
+        else:
+            raise FrameError(Fault.UNEXPECTED, f"{fetch.unit_bytes} bytes of no meaning")
 
     # ---- WRITE -----------------------------------------------------------------------------
 
@@ -321,10 +320,7 @@ class UcxMover:
 
     def _take(self, link: MoverLink, offer: OfferCopy) -> None:
         """Receive what a peer wants to write."""
-        units = to_units(offer.units)
-        self._check(units, offer.unit_bytes, offer.units)
-        if not len(units):
-            raise FrameError(Fault.UNEXPECTED, f"{offer} of nothing")
+        units = self._named(offer.unit_bytes, offer.units)
         tag, key = self._messages.new_tag(), (link, offer.copy_id)
         incoming = _Incoming(link, offer, units)
 
@@ -397,23 +393,29 @@ class UcxMover:
         self.slices.extend(slices_of(job, end))
         self._ended.append((job, end))
 
-    def _check(self, units: npt.NDArray[np.int32], unit_bytes: int, raw: bytes) -> None:
-        """Refuse what a peer cannot mean.
+    def _named(self, unit_bytes: int, raw: bytes) -> npt.NDArray[np.int32]:
+        """The units of this side's memory that a peer names.
 
         Raises:
-            FrameError: There is no such memory here.
+            FrameError: There are none such.
         """
-        is_trial = not len(units) and unit_bytes <= MAX_TRIAL_BYTES
-        why = None if is_trial else _why_outside(units, unit_bytes, self._pool)
-        if why is not None or (not len(units) and not is_trial):
-            raise FrameError(Fault.UNEXPECTED, why or f"{unit_bytes} bytes of no meaning")
+        if not raw or len(raw) % 4:
+            raise FrameError(Fault.UNEXPECTED, f"{len(raw)} bytes that name no units")
+        units = to_units(raw)
+        why = _why_outside(units, unit_bytes, self._pool)
+        if why is not None:
+            raise FrameError(Fault.UNEXPECTED, why)
+        return units
 
 
 def _why_outside(units: npt.NDArray[np.int32], unit_bytes: int, pool: Region) -> str | None:
     """Why these cannot be units of a pool; None = they can."""
     if pool.num_bytes % unit_bytes:
         return f"units of {unit_bytes} bytes do not fill {pool}"
-    if len(units) and not 0 <= units.min() <= units.max() < pool.num_bytes // unit_bytes:
+    num_units = pool.num_bytes // unit_bytes
+    if len(units) > num_units:
+        return f"{len(units)} units of {unit_bytes} bytes are more than {pool} has"
+    if len(units) and not 0 <= units.min() <= units.max() < num_units:
         return f"units {units.min()} to {units.max()} of {unit_bytes} bytes are not in {pool}"
     return None
 
