@@ -19,7 +19,8 @@ import timeit
 from typing import TYPE_CHECKING, Any
 
 from pdserve.config.schema import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
-from pdserve.connectors.null import NullConnector, NullScheduler
+from pdserve.connectors.base import KVConnectorScheduler
+from pdserve.connectors.null import NullConnector
 from pdserve.engine.core import EngineCore
 from pdserve.executor.toy import TOY_VOCAB_SIZE, ToyExecutor, toy_shape
 from pdserve.observe.clock import SystemClock
@@ -140,7 +141,7 @@ def _running(batch: int) -> Scheduler:
     )
     executor.max_in_flight = 1
     core = EngineCore(
-        executor, NullScheduler(), SystemClock(), config=config, workers=executor.start()
+        executor, KVConnectorScheduler(), SystemClock(), config=config, workers=executor.start()
     )
     for index in range(batch):
         core.scheduler.add(

@@ -12,9 +12,10 @@ channel, leases and transfers. All of them get the same metadata; what they repo
 through a `Quorum`, so the scheduler half learns of a fact once, when every rank has seen it.
 
 Every request passes the same calls of the scheduler half, whatever the connector does with it:
-`request_arrived` -> (`get_num_new_matched_tokens` -> `update_state_after_alloc` -> steps, and
-perhaps `preempted`, after which it begins again) -> `request_finished`, however it ended. Whatever
-the workers report of it comes in between, or behind that, in `update_connector_output`.
+`request_arrived` -> (`get_num_new_matched_tokens` -> `update_state_after_alloc`, both again behind
+each load that runs beside the steps -> steps, and perhaps `preempted`, after which it begins again)
+-> `request_finished`, however it ended. Whatever the workers report of it comes in between, or
+behind that, in `update_connector_output`.
 
 A load runs beside the steps (`Match.is_async`: the request waits for `Received` or `Failed`, and
 its blocks are never freed before), or inside the step that the request starts in: then each
@@ -29,11 +30,10 @@ from __future__ import annotations
 
 import enum
 from types import MappingProxyType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias, TypeVar
 
 import msgspec
 
-from pdserve.errors import HandoffRefusedError
 from pdserve.wire.seal import PROTOCOL
 from pdserve.wire.transfer import ConnectorReport, KVShape
 
@@ -56,6 +56,11 @@ if TYPE_CHECKING:
         Received,
         Settled,
     )
+
+
+T = TypeVar("T")
+HoldKey: TypeAlias = tuple[str, str]
+"""Connector and id of a hold."""
 
 
 class Capabilities(msgspec.Struct, frozen=True, kw_only=True):
@@ -166,12 +171,21 @@ class Hold(msgspec.Struct, frozen=True):
     """A request's blocks are not used for anything else until `Settled` has this id as its nonce.
 
     Attributes:
-        hold_id: Never used before by this engine.
+        hold_id: Never used before by this connector.
         handoff: Goes to the client's next hop. Only for a request that ended as HANDOFF.
+        connector: As in the `Settled` that ends it.
+        others: They have to end, too.
     """
 
     hold_id: str
     handoff: KVHandoff | None = None
+    connector: str = ""
+    others: tuple[Hold, ...] = ()
+
+    @property
+    def keys(self) -> set[HoldKey]:
+        """What has to settle: this one, and the others."""
+        return {(self.connector, self.hold_id)}.union(*(each.keys for each in self.others))
 
 
 class ConnectorNews(msgspec.Struct, frozen=True, kw_only=True):
@@ -180,6 +194,7 @@ class ConnectorNews(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         loaded: Their blocks may be read. With a handoff, its tokens are their first outputs.
         failed: Their loads are over, and nothing writes their blocks any more.
+        elsewhere: The same, of loads whose tokens another source has: it is asked for them.
         retried: Loads that have failed and are tried once more, into the same blocks.
         released: Holds that are over.
         ready: Who was told to wait (`get_num_new_matched_tokens` gave None), and is to be asked
@@ -189,6 +204,7 @@ class ConnectorNews(msgspec.Struct, frozen=True, kw_only=True):
 
     loaded: Sequence[Received] = ()
     failed: Sequence[Failed] = ()
+    elsewhere: Sequence[Failed] = ()
     retried: Sequence[Failed] = ()
     released: Sequence[Settled] = ()
     ready: Sequence[tuple[RequestId, str]] = ()
@@ -237,16 +253,15 @@ class ConnectorContext(msgspec.Struct, frozen=True, kw_only=True):
     load_ids: LoadIds = msgspec.field(default_factory=LoadIds)
 
 
-def refuse_any(request: RequestView, why: str) -> None:
-    """Refuse a request that came with something from another engine.
+def guarded(call: Callable[[], T]) -> T | Exception:
+    """Return what `call` returns, or what it raises.
 
-    Raises:
-        HandoffRefusedError: It did.
+    A connector is others' code, and one request's trouble with it must not be everybody's.
     """
-    if request.handoff is not None:
-        raise HandoffRefusedError(f"handoff refused: {why}")
-    if request.kv_transfer_params.ticket is not None:
-        raise HandoffRefusedError(f"ticket refused: {why}")
+    try:
+        return call()
+    except Exception as error:  # noqa: BLE001 - see above
+        return error
 
 
 class KVConnectorScheduler:
@@ -261,7 +276,7 @@ class KVConnectorScheduler:
 
     Attributes:
         hands_over: Whether a request may end as HANDOFF. If not, it is decoded where it was
-            prefilled.
+            prefilled, and what comes from another engine is refused.
         faults: Count by name of what should stay rare, since the engine started.
     """
 
@@ -282,17 +297,18 @@ class KVConnectorScheduler:
             HandoffRefusedError: What it came with cannot be trusted or used here; the message
                 says what that is, and names both values of what differs.
         """
-        refuse_any(request, "the KV connector of this engine takes none")
         return KVSource.LOCAL
 
     def get_num_new_matched_tokens(
         self, request: RequestView, num_computed_tokens: int
     ) -> Match | None:
-        """Tokens loadable beyond the `num_computed_tokens` (block-aligned) found locally.
+        """Tokens loadable beyond the `num_computed_tokens` (block-aligned, or all) that are here.
 
-        No side effect; called whenever the request may start. None = not known yet: it stands
-        aside, and is asked about again once `ConnectorNews.ready` names it. What is matched of
-        a request of which a load has failed is not loaded, but computed.
+        No side effect; called whenever the request may start, and again when a load beside the
+        steps has come: what there is behind it is loaded then, also beside the steps. None = not
+        known yet: it stands aside, and is asked about again once `ConnectorNews.ready` names it;
+        behind a load that is nothing. What is matched of a request of which a load has failed is
+        computed, but for `ConnectorNews.elsewhere`.
         """
         return Match(0, is_async=False)
 
@@ -304,11 +320,11 @@ class KVConnectorScheduler:
         *,
         generations: Sequence[int] = (),
     ) -> None:
-        """`block_ids` (the whole table) are held for the request.
+        """`block_ids` (the whole table) are held for the request: a load begins, or it starts.
 
         Args:
             num_external_tokens: What is to be loaded: as many as were matched, or 0 if nothing
-                will be (the local hit covers it, or an earlier load failed).
+                will be (the local hit covers it, loads have brought it, or one has failed).
             generations: Of each block, if the request starts; a load has none.
         """
 
@@ -338,7 +354,10 @@ class KVConnectorScheduler:
         return None
 
     def update_connector_output(self, report: ConnectorReport) -> ConnectorNews:
-        """Learn one fact that the workers saw, and say what it means for requests."""
+        """Learn one fact that the workers saw, and say what it means for requests.
+
+        A load inside a step that has failed is told, too; what it means is decided already.
+        """
         return ConnectorNews.of(report)
 
     def take_events(self) -> Sequence[KVEvent]:

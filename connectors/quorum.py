@@ -46,7 +46,7 @@ class Quorum:
     """The votes of one engine's ranks, by fact.
 
     Votes are per lease and per load, which reports name (`Settled.nonce`, `Received.load_id`), and
-    not per request: a request may be loaded again.
+    not per request: a request may be loaded again. What one connector says is no other's vote.
     What a rank says twice is ignored and counted as the fault `report_repeated`, also after the
     vote is over, and also if there is only one rank; a connector that does not name its loads
     gets a vote of its own for what comes then.
@@ -81,12 +81,13 @@ class Quorum:
         failed: list[Failed] = []
         failing: list[Failed] = []
         for lease in report.settled:
-            ends = self._leases.add((lease.request_id, lease.nonce), bool(lease.nonce), rank, lease)
+            name = lease.connector, lease.request_id, lease.nonce
+            ends = self._leases.add(name, bool(lease.nonce), rank, lease)
             if ends is not None:
                 settled.append(max(ends.values(), key=lambda each: _SEVERITY[each.end]))
         loads: list[Received | Failed] = [*report.received, *report.failed]
         for load in loads:
-            key = load.request_id, load.load_id
+            key = load.connector, load.request_id, load.load_id
             is_repeated = rank in self._loads.so_far(key)
             parts = self._loads.add(key, load.load_id > 0, rank, load)
             if parts is None:
@@ -189,6 +190,7 @@ def _whole(parts: dict[int, Received | Failed]) -> Received | Failed:
             load_id=first.load_id,
             # A rank that has all of it does not narrow down what the others have.
             num_valid_tokens=min(part.num_valid_tokens for part in failed.values()),
+            connector=first.connector,
         )
     received = [part for part in parts.values() if isinstance(part, Received)]
     first_part = received[0]
@@ -200,6 +202,7 @@ def _whole(parts: dict[int, Received | Failed]) -> Received | Failed:
                 reason=LoadFailure.DIGEST,
                 detail=f"ranks differ in {what}: {values}",
                 load_id=first_part.load_id,
+                connector=first_part.connector,
             )
     return msgspec.structs.replace(
         first_part,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
     from pdserve.wire.ids import BlockHash, BlockId, RequestId
     from pdserve.wire.outputs import TokenLogprobs
@@ -63,6 +63,14 @@ class RequestView(Protocol):
     @property
     def prompt_block_hashes(self) -> Sequence[BlockHash]:
         """Of the blocks that its prompt fills: each names all tokens up to there, and the salt."""
+        ...
+
+    @property
+    def is_unproven(self) -> bool:
+        """Whether a load inside a step in flight, or in the one that is built, may still fail.
+
+        What is in its blocks is nothing to be saved or sent until that is known.
+        """
         ...
 
     @property
@@ -134,6 +142,13 @@ class StepView:
     def __iter__(self) -> Iterator[RequestId]:
         """Ids of its requests, in its order."""
         return iter(self._num_scheduled_tokens)
+
+    def without(self, request_ids: Collection[RequestId]) -> StepView:
+        """The same step, but for some of its requests."""
+        left = {
+            name: n for name, n in self._num_scheduled_tokens.items() if name not in request_ids
+        }
+        return StepView(left, self.get)
 
     def get(self, request_id: RequestId) -> ScheduledRequest:
         """What it computes of one of them."""

@@ -66,6 +66,7 @@ class KitRequest:
     ticket: PushTicket | None = None
     on_load_failure: OnLoadFailure = OnLoadFailure.REPORT
     finish_reason: FinishReason | None = None
+    is_unproven: bool = False
     block_size: int = 16
 
     @property

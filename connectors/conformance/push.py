@@ -251,6 +251,43 @@ class PushConformance(Bench):
         assert [each.request_id for each in d.failed] == [theirs.request_id]
         assert d.failed[0].reason is LoadFailure.DIGEST
 
+    # --- loads inside P's steps
+
+    def test_what_was_to_be_loaded_and_has_not_come_is_not_written_but_what_is_computed_then(
+        self,
+    ) -> None:
+        self.needs_push()
+        p, d = self.pair()
+        ours, _ = self._registered(p, d)
+        blocks = self.p_blocks(0)
+        p.start(ours, blocks)
+        ours.is_unproven = True
+        p.compute(ours, blocks, 0, NUM_TOKENS, seed=9)
+        self._let_pass(p, d)
+        assert not d.holds(self.d_blocks(0), 9, 0, 1)
+        ours.is_unproven = False
+        p.compute(ours, blocks, 0, NUM_TOKENS)
+        p.finish(ours, blocks)
+        d.until(lambda: d.received or d.failed, others=[p])
+        assert not d.failed
+        assert d.holds(self.d_blocks(0), 1, 0, NUM_TOKENS)
+
+    def test_what_was_loaded_in_the_only_step_of_a_prompt_is_written_once_it_has_come(self) -> None:
+        self.needs_push()
+        p, d = self.pair()
+        ours, _ = self._registered(p, d)
+        blocks = self.p_blocks(0)
+        p.start(ours, blocks)
+        ours.is_unproven = True
+        p.compute(ours, blocks, 0, NUM_TOKENS)
+        self._let_pass(p, d)
+        assert not d.holds(self.d_blocks(0), 1, 0, 1)
+        ours.is_unproven = False
+        p.finish(ours, blocks)
+        d.until(lambda: d.received or d.failed, others=[p])
+        assert not d.failed
+        assert d.holds(self.d_blocks(0), 1, 0, NUM_TOKENS)
+
     # --- parts
 
     def _registered(

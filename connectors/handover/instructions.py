@@ -34,6 +34,7 @@ class Grant(msgspec.Struct, frozen=True, array_like=True):
         block_ids, generations: The request's whole table.
         num_tokens: Tokens in them.
         handoff: For a push that is under way under this nonce: what D gets with the last byte.
+        is_proof: The last chunk was unproven, and what it waited for has come.
     """
 
     nonce: str
@@ -42,6 +43,7 @@ class Grant(msgspec.Struct, frozen=True, array_like=True):
     generations: list[int]
     num_tokens: int
     handoff: KVHandoff | None = None
+    is_proof: bool = False
 
 
 class Watch(msgspec.Struct, frozen=True, array_like=True):
@@ -177,6 +179,8 @@ class Chunk(msgspec.Struct, frozen=True, array_like=True):
             the last chunk, whose end is `num_tokens`. There is no last one of what is pulled.
         num_tokens: Of the prompt.
         num_step_tokens: Tokens that the step computes, of all requests.
+        is_unproven: What was to be loaded inside the step may not have come. It is not written
+            before the grant says so; a chunk that follows has its tokens, too.
     """
 
     nonce: str
@@ -187,6 +191,7 @@ class Chunk(msgspec.Struct, frozen=True, array_like=True):
     end_token: int
     num_tokens: int
     num_step_tokens: int
+    is_unproven: bool = False
 
 
 class StepInstructions(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

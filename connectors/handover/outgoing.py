@@ -53,7 +53,7 @@ class _Stage(enum.Enum):
 
 @dataclass(slots=True)
 class _Push:
-    """`num_told` tokens of the prompt were announced to the workers."""
+    """`num_told` tokens of the prompt were announced to the workers, unproven ones not counted."""
 
     nonce: str
     request_id: RequestId
@@ -166,7 +166,7 @@ class Outgoing:
         planned = [(each, self._chunk_of(each, step)) for each in scheduled]
         for each, chunk in planned:
             push = self._push_of.get(each.view.request_id)
-            if push is not None and chunk is not None and chunk.nonce:
+            if push is not None and chunk is not None and chunk.nonce and not chunk.is_unproven:
                 push.num_told = chunk.end_token
         return [chunk for _, chunk in planned if chunk is not None]
 
@@ -174,7 +174,7 @@ class Outgoing:
         request_id, num_tokens = scheduled.view.request_id, len(scheduled.view.prompt_token_ids)
         push = self._push_of.get(request_id)
         if push is None or push.stage is not _Stage.LIVE:
-            if scheduled.end_token >= num_tokens:
+            if scheduled.end_token >= num_tokens or scheduled.view.is_unproven:
                 return None
             return Chunk(
                 nonce="",
@@ -197,20 +197,24 @@ class Outgoing:
             end_token=min(scheduled.end_token, num_tokens),
             num_tokens=num_tokens,
             num_step_tokens=step.num_tokens,
+            is_unproven=scheduled.view.is_unproven,
         )
 
-    def finish(self, request_id: RequestId) -> str | None:
-        """The request has its first token; return the nonce of its push, if that is live.
+    def finish(self, request_id: RequestId) -> tuple[str | None, bool]:
+        """The request has its first token.
 
-        A push that was withdrawn does not give the lease its nonce, because its D may have
-        released that already.
+        Returns:
+            The nonce of its push, if that is live: one that was withdrawn does not give the lease
+            its nonce, because its D may have released that already. And whether its last chunk
+            was unproven.
         """
         self._prefills.discard(request_id)
         push = self._push_of.get(request_id)
         if push is None:
-            return None
+            return None, False
         self._forget(push)
-        return push.nonce if push.stage is _Stage.LIVE else None
+        is_unproven = push.num_told < push.num_tokens
+        return (push.nonce, is_unproven) if push.stage is _Stage.LIVE else (None, False)
 
     def lease(self, request_id: RequestId, nonce: str) -> None:
         """The request's blocks are leased as `nonce` until that has settled."""

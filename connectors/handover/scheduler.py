@@ -178,7 +178,7 @@ class HandoverScheduler(KVConnectorScheduler):
         num_tokens = len(request.prompt_token_ids)
         blocks = list(block_ids[: -(-num_tokens // self._block_size)])
         known = list(generations[: len(blocks)])
-        pushed_as = self._outgoing.finish(request.request_id)
+        pushed_as, is_unproven = self._outgoing.finish(request.request_id)
         nonce = self._new_nonce() if pushed_as is None else pushed_as
         self._outgoing.lease(request.request_id, nonce)
         handoff = KVHandoff(
@@ -206,6 +206,7 @@ class HandoverScheduler(KVConnectorScheduler):
                 known,
                 num_tokens,
                 None if pushed_as is None else handoff,
+                is_unproven,
             )
         )
         return handoff

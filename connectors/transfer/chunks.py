@@ -73,7 +73,8 @@ class ChunkWriter:
         if not step.is_over:
             return
         if is_last:
-            push.computed_s, push.last_step = step.ended_s, step
+            push.computed_s = step.ended_s
+            push.last_step = None if chunk.is_unproven else step
         if end > push.announced:
             self._digest(push, push.announced, end)
             push.announced, push.layers_end = end, 0

@@ -73,6 +73,7 @@ class Push:
         digested: Tokens whose digests are taken.
         num_digesting: Work on digests that has not ended; it reads from the blocks.
         computed_s: When the last chunk was complete.
+        unproven: A step whose chunk may be written once the grant proves it.
         ending: Why it is ending.
     """
 
@@ -93,6 +94,7 @@ class Push:
     num_digesting: int = 0
     computed_s: float = 0.0
     last_step: ChunkStep | None = None
+    unproven: ChunkStep | None = None
     grant: Grant | None = None
     ending: str | None = None
     stop: Stop | None = None

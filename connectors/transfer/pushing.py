@@ -164,6 +164,10 @@ class Pushing:
             self.faults["push_unexpected"] += 1
             self._end(push, f"{chunk.num_tokens} tokens are computed, D has registered others")
             return
+        if chunk.is_unproven and not (push.grant is not None and push.grant.is_proof):
+            push.unproven = step
+            return
+        push.unproven = None
         self._chunks.write(push, step)
 
     def grant(self, grant: Grant) -> None:
@@ -180,6 +184,8 @@ class Pushing:
             return
         push.grant = grant
         push.table = (grant.block_ids, grant.generations)
+        if grant.is_proof and push.unproven is not None:  # if not, this rank's step is not over yet
+            self._chunks.write(push, push.unproven)
         self._chunks.say_if_pushed(push)
 
     def stop(self, stop: Stop) -> None:

@@ -106,7 +106,8 @@ class TransferWorker(KVConnectorWorker):
             )
         self._chunks = StepInstructions.from_metadata(metadata).chunks
         self._step_began_s = self._clock.monotonic_s()
-        last = [chunk for chunk in self._chunks if chunk.end_token >= chunk.num_tokens]
+        proven = [chunk for chunk in self._chunks if not chunk.is_unproven]
+        last = [chunk for chunk in proven if chunk.end_token >= chunk.num_tokens]
         if last and not self._is_cuda and self._choice.choose(last[0].num_step_tokens):
             self._layerwise = last
 

@@ -11,14 +11,10 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING
 
-import msgspec
-
-from pdserve.kvcache.lease import BlockUser
 from pdserve.scheduler.plan import Candidate, Room, plan_admission, plan_running
-from pdserve.scheduler.request import State
+from pdserve.scheduler.states import State
 
 if TYPE_CHECKING:
-    from pdserve.connectors.base import Match
     from pdserve.kvcache.manager import PrefixHit
     from pdserve.scheduler.request import Request
     from pdserve.scheduler.state import SchedulerState
@@ -144,7 +140,7 @@ class Batcher:
         if hold is None:
             self._state.free(request)
         else:
-            self._state.hold(request, hold.hold_id)
+            self._state.hold(request, hold)
         request.preempt()
         self._state.move(request, State.WAITING, now_s, "preempted")
         return hold is None
@@ -183,7 +179,7 @@ class Batcher:
         """
         waiting = self._state.waiting
         hit = self._state.match_prefix(request)
-        match = self._match(request, hit)
+        match = self._transfers.match(request, hit.num_tokens)
         if match is None:
             waiting.stand_aside(request)
             request.times.wait_for_peer(now_s)
@@ -211,7 +207,8 @@ class Batcher:
         if is_load:
             holding = self._kv.open(hit, num_to_hold)
             request.open(holding, hit.num_tokens + match.num_tokens, is_pinned=match.is_pinned)
-            self._start_load(request, hit, match.num_tokens, now_s)
+            request.expect(hit.num_tokens, match.num_tokens)
+            self._transfers.load(request, match.num_tokens, now_s)
             return 0
         num_tokens = min(num_tokens, request.num_tokens - computed)
         holding = self._kv.open(hit, num_to_hold if match.is_pinned else computed + num_tokens)
@@ -219,26 +216,14 @@ class Batcher:
         self._start(request, hit, match.num_tokens, now_s)
         return num_tokens
 
-    def _match(self, request: Request, hit: PrefixHit) -> Match | None:
-        """Ask what KV can be brought beyond the local hit; None if that is not known yet."""
-        match = self._state.connector.get_num_new_matched_tokens(request, hit.num_tokens)
-        # Prompt logprobs need the prompt computed; and a failed load is not repeated for ever.
-        is_computed = request.sampling.prompt_logprobs is not None or bool(request.load_failures)
-        if match is None or not match.num_tokens or not is_computed:
-            return match
-        return msgspec.structs.replace(match, num_tokens=0)
-
     def _num_reserved_blocks(self) -> int:
         """Count the blocks to keep free: each request of the batch may need one soon."""
         num_growing = self._state.num_admitted
         return max(self._min_reserved_blocks, num_growing) if num_growing else 0
 
     def _start(self, request: Request, hit: PrefixHit, num_external: int, now_s: float) -> None:
-        assert request.holding is not None
-        state, blocks = self._state, request.holding.blocks
-        state.connector.update_state_after_alloc(
-            request, blocks, num_external, generations=self._kv.pool.generations_of(blocks)
-        )
+        state = self._state
+        self._transfers.tell_start(request, num_external)
         if num_external:  # counted once it has come
             request.expect(hit.num_tokens, num_external, in_step=True)
         else:
@@ -248,15 +233,3 @@ class Batcher:
         request.times.start(now_s)
         why = f"{hit.num_tokens} tokens from the prefix cache"
         state.move(request, State.RUNNING, now_s, why)
-
-    def _start_load(
-        self, request: Request, hit: PrefixHit, num_external: int, now_s: float
-    ) -> None:
-        assert request.holding is not None
-        state, holding = self._state, request.holding
-        request.expect(hit.num_tokens, num_external)
-        state.connector.update_state_after_alloc(request, holding.blocks, num_external)
-        request.times.start(now_s)
-        holding.become(BlockUser.RECEIVING)
-        why = f"loads {num_external} tokens behind {hit.num_tokens}"
-        state.move(request, State.RECEIVING, now_s, why)

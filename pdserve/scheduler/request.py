@@ -1,13 +1,13 @@
-"""The scheduler's own request: its state, the legal moves, and its story."""
+"""The scheduler's own request: what it has, where it stands, and its story."""
 
 from __future__ import annotations
 
-import enum
 from collections import deque
 from typing import TYPE_CHECKING
 
 from pdserve.connectors.base import KVSource
 from pdserve.errors import InternalError
+from pdserve.scheduler.states import LEGAL_MOVES, OVER, State
 from pdserve.scheduler.timeline import Timeline
 from pdserve.wire.request import FinishReason
 from pdserve.wire.trace import EngineRequest
@@ -15,65 +15,14 @@ from pdserve.wire.trace import EngineRequest
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from pdserve.connectors.base import Hold
+    from pdserve.connectors.base import Hold, HoldKey
     from pdserve.kvcache.lease import Holding
     from pdserve.kvcache.manager import HashChain, SharedPrompt
+    from pdserve.scheduler.states import Wait
     from pdserve.wire.ids import BlockHash
     from pdserve.wire.outputs import TokenLogprobs
     from pdserve.wire.request import GenerateRequest, OnLoadFailure
-    from pdserve.wire.transfer import Failed, KVMode, Received
-
-
-class State(enum.Enum):
-    """Where a request stands.
-
-    WAITING has no blocks. RECEIVING has blocks that a load, or a peer, fills.
-    RUNNING is in the batch; its connector may have its blocks read meanwhile. LEASED has
-    finished here, a peer may read its blocks. CLOSING is over for the client while a transfer
-    or a step may still touch its blocks. DONE holds nothing.
-    """
-
-    WAITING = "waiting"
-    RECEIVING = "receiving"
-    RUNNING = "running"
-    LEASED = "leased"
-    CLOSING = "closing"
-    DONE = "done"
-
-
-LEGAL_MOVES = frozenset(
-    {
-        (State.WAITING, State.RUNNING),
-        (State.WAITING, State.RECEIVING),
-        (State.WAITING, State.DONE),
-        (State.RECEIVING, State.RUNNING),
-        (State.RECEIVING, State.WAITING),
-        (State.RECEIVING, State.CLOSING),
-        (State.RECEIVING, State.DONE),
-        (State.RUNNING, State.WAITING),
-        (State.RUNNING, State.LEASED),
-        (State.RUNNING, State.CLOSING),
-        (State.RUNNING, State.DONE),
-        (State.LEASED, State.DONE),
-        (State.CLOSING, State.DONE),
-    }
-)
-
-
-_OVER = frozenset({State.LEASED, State.CLOSING, State.DONE})
-"""Its client gets nothing more from here."""
-
-
-class Wait(enum.Enum):
-    """What a CLOSING request waits for before its blocks may be given back.
-
-    STEP: the last step in flight that has it. LOAD: the report of what writes its blocks.
-    HOLD: nothing that its connector began reads its blocks any more.
-    """
-
-    STEP = "step"
-    LOAD = "load"
-    HOLD = "hold"
+    from pdserve.wire.transfer import Failed, KVMode, Received, Settled
 
 
 class Request:
@@ -93,7 +42,9 @@ class Request:
         source: Where its KV is, until that is here or its load has failed.
         is_pinned: It may not be preempted: a peer writes its blocks, or is written from them.
         is_loading: The step that is being built loads its first tokens.
-        hold_id: What its blocks are held for behind its end.
+        is_unproven: What a step loads of it may still fail.
+        may_load: KV that its connector has may be loaded; if not, it is computed.
+        holds: What its blocks are held for behind its end.
         finish_reason: How it has ended.
         waits_for: While it is CLOSING.
         num_overtaken: Requests whose KV lies ready that started in its place, while its own was
@@ -113,12 +64,14 @@ class Request:
         "finish_reason",
         "first_logprobs",
         "handoff",
-        "hold_id",
         "holding",
+        "holds",
         "is_loading",
         "is_pinned",
+        "is_unproven",
         "kv_mode",
         "load_failures",
+        "may_load",
         "num_budgeted",
         "num_cached_tokens",
         "num_computed_tokens",
@@ -171,8 +124,9 @@ class Request:
         self.remote_decode = wire.remote_decode
         self.source = KVSource.LOCAL
         self.is_pinned = False
-        self.is_loading = False
-        self.hold_id = ""
+        self.is_loading = self.is_unproven = False
+        self.may_load = wire.sampling.prompt_logprobs is None  # those need the prompt computed
+        self.holds: set[HoldKey] = set()
         self.finish_reason: FinishReason | None = None
         self.waits_for: set[Wait] = set()
         self.num_overtaken = 0
@@ -289,7 +243,17 @@ class Request:
     def expect(self, num_hit: int, num_external: int, *, in_step: bool = False) -> None:
         """Note that a load, perhaps inside the next step, brings tokens behind cached ones."""
         self.num_cached_tokens, self.num_external_tokens = num_hit, num_external
-        self.is_loading = in_step
+        self.is_loading = self.is_unproven = in_step
+
+    def expect_more(self, num_tokens: int, now_s: float) -> None:
+        """Note that another load brings tokens behind those that a load has brought."""
+        self.num_external_tokens += num_tokens
+        self.num_computed_tokens = self.num_cached_tokens + self.num_external_tokens
+        self.times.begin_load_again(now_s)
+
+    def prove(self) -> None:
+        """Note that what a step was to load is known to have come, or not."""
+        self.is_unproven = False
 
     def count_prompt(self, num_hit: int, num_external: int) -> None:
         """Note how much of its prompt's KV was cached here, and how much came from elsewhere."""
@@ -308,21 +272,21 @@ class Request:
         self.num_computed_tokens = min(self.num_computed_tokens, num_tokens - 1)
         self.kv_mode = received.mode
         self.times.receive(received, now_s)
-        self._forget_source()
 
-    def note_failure(self, failed: Failed, now_s: float) -> None:
-        """Note that a load has failed."""
+    def note_failure(self, failed: Failed, now_s: float, *, may_load: bool = False) -> None:
+        """Note that a load has failed, and whether another source may be asked."""
         self.load_failures.append(failed.reason.value)
+        self.may_load = self.may_load and may_load
         self.note(now_s, f"load failed: {failed.reason.value} {failed.detail}".rstrip())
 
     def lose_load(self) -> None:
-        """Forget what was to be loaded: its KV will not come from elsewhere."""
+        """Forget what was to be loaded."""
         self.num_computed_tokens = 0
         self.num_cached_tokens = self.num_external_tokens = 0
-        self._forget_source()
 
-    def _forget_source(self) -> None:
-        self.handoff, self.source, self.is_pinned = None, KVSource.LOCAL, False
+    def forget_source(self, *, is_pinned: bool = False) -> None:
+        """Note that no KV will come from elsewhere any more."""
+        self.handoff, self.source, self.is_pinned = None, KVSource.LOCAL, is_pinned
 
     def begin_again(self, num_computed_tokens: int) -> None:
         """Go on from so many computed tokens; nothing is pending."""
@@ -381,10 +345,24 @@ class Request:
         self.finish_reason = reason
 
     def hold(self, hold: Hold | None) -> None:
-        """Note the id under which its blocks are kept after its end, and its handoff if any."""
-        self.hold_id = "" if hold is None else hold.hold_id
+        """Note what its blocks are kept for after its end, and its handoff if any."""
+        self.holds = set() if hold is None else hold.keys
         if hold is not None and hold.handoff is not None:
             self.handoff = hold.handoff
+
+    def settle(self, settled: Settled) -> bool:
+        """Note that a hold is over, the one of its connector if it has no name; False if none is.
+
+        Its blocks are kept for what is in `holds` then.
+        """
+        is_named = bool(settled.nonce)
+        over = {
+            key
+            for key in self.holds
+            if key[0] == settled.connector and (key[1] == settled.nonce or not is_named)
+        }
+        self.holds -= over
+        return bool(over)
 
     def wait_for(self, waits: set[Wait]) -> None:
         """Note what has to happen before its blocks may be given back."""
@@ -406,7 +384,7 @@ class Request:
             raise InternalError(
                 f"illegal move {self.state.value} -> {state.value} ({why})\n{self.story()}"
             )
-        if state in _OVER:
+        if state in OVER:
             self.times.end(now_s)
         self.state = state
         self.note(now_s, f"{state.value}: {why}")

@@ -19,8 +19,9 @@ from pdserve.scheduler.batching import Batcher
 from pdserve.scheduler.ladder import Remedy
 from pdserve.scheduler.queue import Deadlines
 from pdserve.scheduler.refusal import refusal_of
-from pdserve.scheduler.request import Request, State, Wait
+from pdserve.scheduler.request import Request
 from pdserve.scheduler.state import SchedulerState
+from pdserve.scheduler.states import State, Wait
 from pdserve.scheduler.telemetry import Telemetry
 from pdserve.scheduler.transfers import Transfers
 from pdserve.wire.request import ErrorCode, FinishReason
@@ -158,7 +159,8 @@ class Scheduler:
                     self._transfers.end(request, now_s, "aborted", FinishReason.ABORT)
                 case State.LEASED:
                     # The client left before it got the handoff: nobody else knows of it.
-                    self._transfers.give_up(request.hold_id, now_s)
+                    assert request.handoff is not None
+                    self._transfers.give_up(request.handoff.nonce, now_s)
                 case State.CLOSING | State.DONE:
                     pass
 

@@ -21,12 +21,12 @@ from pdserve.scheduler.counts import Counters
 from pdserve.scheduler.ladder import Ladder
 from pdserve.scheduler.outputs import OutputBuffer
 from pdserve.scheduler.queue import WaitingQueue
-from pdserve.scheduler.request import State, Wait
+from pdserve.scheduler.states import State, Wait
 from pdserve.scheduler.steps import StepQueue
 
 if TYPE_CHECKING:
     from pdserve.config.schema import CacheConfig, SchedulerConfig
-    from pdserve.connectors.base import KVConnectorScheduler
+    from pdserve.connectors.base import Hold, HoldKey, KVConnectorScheduler
     from pdserve.kvcache.lease import Holding
     from pdserve.scheduler.request import Request
     from pdserve.wire.ids import BlockId, RequestId
@@ -70,7 +70,8 @@ class SchedulerState:
         running: The batch, in the order in which it is served.
         receiving: Those whose blocks are being filled.
         leased: Those that have finished here, and may be read.
-        holds: By the hold's id, blocks that a preempted request lost and a save still reads.
+        holds: By connector and id of a hold, blocks that a preempted request lost and a save still
+            reads; they may be under several.
     """
 
     def __init__(
@@ -103,7 +104,7 @@ class SchedulerState:
         self.running: dict[RequestId, Request] = {}
         self.receiving: dict[RequestId, Request] = {}
         self.leased: dict[RequestId, Request] = {}
-        self.holds: dict[str, Holding] = {}
+        self.holds: dict[HoldKey, Holding] = {}
 
     @property
     def num_admitted(self) -> int:
@@ -257,17 +258,20 @@ class SchedulerState:
         if holding is not None:
             holding.end()
 
-    def hold(self, request: Request, hold_id: str) -> None:
-        """Take a preempted request's blocks from it, and keep them until `release`."""
+    def hold(self, request: Request, hold: Hold) -> None:
+        """Take a preempted request's blocks from it, and keep them until `release` of all keys."""
         holding = request.let_go()
         assert holding is not None
         holding.become(BlockUser.QUARANTINED)
-        self.holds[hold_id] = holding
+        self.holds.update(dict.fromkeys(hold.keys, holding))
 
-    def release(self, hold_id: str) -> bool:
-        """Free what a preempted request left under `hold_id`; False if there is nothing."""
-        holding = self.holds.pop(hold_id, None)
-        if holding is not None:
+    def release(self, key: HoldKey) -> bool:
+        """End a hold on what a preempted request left, and free that if it was the last.
+
+        False if there is none.
+        """
+        holding = self.holds.pop(key, None)
+        if holding is not None and holding not in self.holds.values():
             holding.end()
         return holding is not None
 

@@ -64,7 +64,7 @@ class Timeline:
             self._spans.append(StageSpan("queue", self._waits_since_s, now_s))
 
     def begin_load_again(self, now_s: float) -> None:
-        """Load once more; the failed attempt counts as waiting for the peer."""
+        """Load once more, or more; an attempt that failed counts as waiting for the peer."""
         self._load_began_s = now_s
 
     def wait_for_peer(self, now_s: float) -> None:
@@ -80,6 +80,7 @@ class Timeline:
         self._peer_wait_s += now_s - since_s
         self._spans.append(StageSpan("kv_wait", since_s, now_s))
         self._waits_since_s, self.started_s, self._is_aside = now_s, None, False
+        self.load_ready_s, self.load_transfer_s = None, 0.0
 
     def receive(self, received: Received, now_s: float) -> None:
         """Take the times of a load that was complete some time before `now_s`."""
@@ -93,9 +94,10 @@ class Timeline:
         # What lies between the last byte and this report is part of the hand-over.
         ready_s = min(now_s, self._load_began_s + took_s)
         self.load_ready_s = ready_s
-        self.load_transfer_s = min(received.transfer_s, ready_s - self._load_began_s)
-        self.load_digest_s = min(received.digest_s, self.load_transfer_s)
-        self.load_bytes = received.num_bytes
+        transfer_s = min(received.transfer_s, ready_s - self._load_began_s)
+        self.load_transfer_s += transfer_s
+        self.load_digest_s += min(received.digest_s, transfer_s)
+        self.load_bytes += received.num_bytes
 
     def fetch(self, fetched: Fetched) -> None:
         """Take what came from a store; it lies inside other stages."""

@@ -11,23 +11,22 @@ import logging
 from functools import partial
 from typing import TYPE_CHECKING, TypeVar, assert_never
 
-from pdserve.connectors.base import ConnectorNews, Hold
+import msgspec
+
+from pdserve.connectors.base import ConnectorNews, Hold, guarded
 from pdserve.connectors.views import ScheduledRequest, StepView
 from pdserve.errors import HandoffRefusedError, InternalError
 from pdserve.kvcache.lease import BlockUser
 from pdserve.scheduler.ladder import Remedy
 from pdserve.scheduler.refusal import refusal_of_handoff
-from pdserve.scheduler.request import State, Wait
+from pdserve.scheduler.states import State, Wait
 from pdserve.wire.request import ErrorCode, FinishReason
-from pdserve.wire.transfer import (
-    ConnectorReport,
-    Failed,
-    LoadFailure,
-)
+from pdserve.wire.transfer import ConnectorReport, Failed, LoadFailure
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from pdserve.connectors.base import Match
     from pdserve.scheduler.ladder import Decision
     from pdserve.scheduler.request import Request
     from pdserve.scheduler.state import SchedulerState
@@ -49,17 +48,6 @@ F = TypeVar("F")
 _UNFINISHED = (State.WAITING, State.RECEIVING, State.RUNNING)
 
 
-def _guarded(call: Callable[[], T]) -> T | Exception:
-    """What `call` returns, or what it raises.
-
-    A connector is others' code, and one request's trouble with it must not be everybody's.
-    """
-    try:
-        return call()
-    except Exception as error:  # noqa: BLE001 - see above
-        return error
-
-
 class Transfers:
     """Moves requests as their transfers go."""
 
@@ -77,6 +65,10 @@ class Transfers:
 
     def arrive(self, request: Request) -> str | None:
         """Tell of a request that is about to be taken; return why it cannot be, or None."""
+        if not self._connector.hands_over:
+            what = "handoff" if request.handoff else request.kv_transfer_params.ticket and "ticket"
+            if what:
+                return f"{what} refused: the KV connector of this engine takes none"
         try:
             source = self._connector.request_arrived(request)
         except HandoffRefusedError as error:
@@ -116,7 +108,7 @@ class Transfers:
         Returns:
             What `do` does, or `otherwise` if it fails.
         """
-        done = _guarded(do)
+        done = guarded(do)
         if isinstance(done, Exception):
             self.end_broken(request_id, done, now_s, what=what)
             return otherwise
@@ -142,7 +134,7 @@ class Transfers:
         )
 
     def _tell_end(self, request: Request, reason: FinishReason) -> Hold | None:
-        hold = _guarded(partial(self._finish, request, reason))
+        hold = guarded(partial(self._finish, request, reason))
         if isinstance(hold, Exception):
             _log.error("the connector failed over the end of %s", request.story(), exc_info=hold)
             is_read = request.state is State.RUNNING and request.is_pinned
@@ -173,7 +165,7 @@ class Transfers:
     def give_up(self, hold_id: str, now_s: float) -> None:
         """Tell that nobody will read what is held as `hold_id`."""
         report = ConnectorReport(given_up=[hold_id])
-        news = _guarded(partial(self._connector.update_connector_output, report))
+        news = guarded(partial(self._connector.update_connector_output, report))
         if isinstance(news, Exception):  # it ends by itself, later
             _log.error("the connector failed over a lease that was given up", exc_info=news)
             return
@@ -195,6 +187,33 @@ class Transfers:
                 self.end(request, now_s, finish.value, finish)
                 return
 
+    # ---- starts ----------------------------------------------------------------------
+
+    def match(self, request: Request, num_computed_tokens: int) -> Match | None:
+        """Ask what KV can be brought beyond what is here; None if that is not known yet."""
+        match = self._connector.get_num_new_matched_tokens(request, num_computed_tokens)
+        if match is None or not match.num_tokens or request.may_load:
+            return match
+        return msgspec.structs.replace(match, num_tokens=0)
+
+    def load(self, request: Request, num_tokens: int, now_s: float) -> None:
+        """Have the last so many of its computed tokens loaded beside the steps."""
+        assert request.holding is not None
+        self._connector.update_state_after_alloc(request, request.holding.blocks, num_tokens)
+        request.times.start(now_s)
+        request.holding.become(BlockUser.RECEIVING)
+        why = f"loads {num_tokens} tokens behind {request.num_computed_tokens - num_tokens}"
+        self._state.move(request, State.RECEIVING, now_s, why)
+
+    def tell_start(self, request: Request, num_tokens: int) -> None:
+        """Tell that a request starts; so many of its computed tokens are loaded in its step."""
+        assert request.holding is not None
+        blocks = request.holding.blocks
+        generations = self._kv.pool.generations_of(blocks)
+        self._connector.update_state_after_alloc(
+            request, blocks, num_tokens, generations=generations
+        )
+
     # ---- steps -----------------------------------------------------------------------
 
     def metadata_for(
@@ -207,7 +226,7 @@ class Transfers:
         """
         while True:
             step = StepView(scheduled, lambda each: self._scheduled(each, scheduled[each]))
-            made = _guarded(partial(self._connector.build_connector_meta, step))
+            made = guarded(partial(self._connector.build_connector_meta, step))
             if not isinstance(made, Exception):
                 return made
             broken = [step.asked_about] if step.asked_about in scheduled else list(scheduled)
@@ -228,11 +247,17 @@ class Transfers:
     def load_in_step(self, request: Request, failed: Failed | None, now_s: float) -> None:
         """End a load inside a step; what of it failed is computed from the next step on."""
         num_hit, num_external = request.num_cached_tokens, request.num_external_tokens
+        request.prove()
         if failed is not None:
             whole = failed.num_valid_tokens - failed.num_valid_tokens % self._kv.block_size
             num_external = min(max(0, whole - num_hit), num_external)
             self._note_failure(request, failed, now_s)
             self._counters.count_remedy(Remedy.RECOMPUTE)
+            told = ConnectorReport(failed=[failed])
+            error = guarded(partial(self._connector.update_connector_output, told))
+            if isinstance(error, Exception):
+                self.end_broken(request.request_id, error, now_s, what="go on with")
+                return
             num_known = len(request.prompt_token_ids) + len(request.output_token_ids)
             self._state.begin_again(request, min(num_hit + num_external, num_known - 1))
         self._counters.prompt(request, num_hit=num_hit, num_external=num_external)
@@ -243,7 +268,7 @@ class Transfers:
         """Take what the workers' connector halves saw. Unknown ids are ignored."""
         self._counters.faults.update(report.faults)
         for fact, single in report.one_by_one():
-            news = _guarded(partial(self._connector.update_connector_output, single))
+            news = guarded(partial(self._connector.update_connector_output, single))
             if isinstance(news, Exception):
                 self._fail_over(fact, news, now_s)
                 news = ConnectorNews.of(single)  # it has happened all the same
@@ -269,6 +294,8 @@ class Transfers:
             self._note_fetched(fetched, now_s)
         for failed in news.retried:
             self._load_again(failed, now_s)
+        for failed in news.elsewhere:
+            self._fail_load(failed, now_s, is_elsewhere=True)
         for failed in news.failed:
             self._fail_load(failed, now_s)
 
@@ -288,13 +315,17 @@ class Transfers:
             request.note(now_s, f"{fetched.num_tokens} tokens from the store")
 
     def _settle(self, settled: Settled, now_s: float) -> None:
-        if self._state.release(settled.nonce):
+        if self._state.release((settled.connector, settled.nonce)):
             return
         request = self._state.requests.get(settled.request_id)
-        if request is None or settled.nonce not in ("", request.hold_id):
+        if request is None or not request.settle(settled):
             return  # of another request under this id, or of what never began
-        if request.state is State.LEASED:
+        handoff = request.handoff if request.state is State.LEASED else None
+        if handoff is not None and settled.nonce in ("", handoff.nonce):
             self._counters.lease_ends[settled.end.value] += 1
+        if request.holds:
+            return
+        if request.state is State.LEASED:
             self._state.close(request, now_s, f"lease ended: {settled.end.value}")
         elif request.state is State.CLOSING:
             self._state.stop_waiting(request, Wait.HOLD, now_s)
@@ -321,13 +352,27 @@ class Transfers:
         request.receive(received, now_s)
         request.holding.become(BlockUser.REQUEST)
         self._state.publish_prefix(request, request.num_computed_tokens)
-        self._counters.prompt(
-            request, num_hit=request.num_cached_tokens, num_external=request.num_external_tokens
-        )
         what = f"received {received.num_bytes} bytes by {received.mode.value}"
         self._state.move(request, State.RUNNING, now_s, what)
-        if brought is not None:
+        go_on = partial(self._go_on, request, now_s)
+        is_here = self.attempt(go_on, request.request_id, now_s, otherwise=False, what="go on with")
+        if is_here and brought is not None:
             self._take_handed_over_tokens(request, brought, now_s)
+
+    def _go_on(self, request: Request, now_s: float) -> bool:
+        """Load what there is behind a load that has come; return whether it was the last."""
+        num_hit, num_external = request.num_cached_tokens, request.num_external_tokens
+        match = self.match(request, num_hit + num_external)
+        if match is not None and match.num_tokens and match.is_async:
+            request.expect_more(match.num_tokens, now_s)
+            self.load(request, match.num_tokens, now_s)
+            return False
+        self.tell_start(request, 0)
+        request.forget_source(is_pinned=match is not None and match.is_pinned)
+        self._counters.prompt(request, num_hit=num_hit, num_external=num_external)
+        num_missing = max(0, len(request.prompt_token_ids) - num_hit - num_external)
+        self._counters.recompute_tokens += self._ladder.start(request, num_missing)
+        return True
 
     def _load_again(self, failed: Failed, now_s: float) -> None:
         request = self._state.receiving.get(failed.request_id)
@@ -337,21 +382,29 @@ class Transfers:
             request.times.begin_load_again(now_s)
             request.note(now_s, "loads once more from the same engine")
 
-    def _fail_load(self, failed: Failed, now_s: float) -> None:
+    def _fail_load(self, failed: Failed, now_s: float, *, is_elsewhere: bool = False) -> None:
         request = self._state.receiving.get(failed.request_id)
         if request is None:
             self._settle_load(failed.request_id, now_s)
             return
-        self._note_failure(request, failed, now_s)
+        self._note_failure(request, failed, now_s, may_load=is_elsewhere)
         # They were confirmed and checked, so whoever computes the rest need not begin at 0.
         self._state.publish_prefix(
             request, min(failed.num_valid_tokens, len(request.prompt_token_ids))
         )
+        if is_elsewhere:
+            self._state.free(request)
+            request.lose_load()
+            self._state.move(request, State.WAITING, now_s, "another source has it")
+            request.times.queue_again(now_s)
+            return
         self._end_load(request, f"{failed.reason.value} {failed.detail}".rstrip(), now_s)
 
-    def _note_failure(self, request: Request, failed: Failed, now_s: float) -> None:
+    def _note_failure(
+        self, request: Request, failed: Failed, now_s: float, *, may_load: bool = False
+    ) -> None:
         self._counters.count_failure(failed.reason)
-        request.note_failure(failed, now_s)
+        request.note_failure(failed, now_s, may_load=may_load)
 
     def _end_load(self, request: Request, why: str, now_s: float) -> None:
         """Its KV will not come, and nothing writes its blocks: take the next rung."""
@@ -359,6 +412,7 @@ class Transfers:
         num_missing = self._state.num_missing(request)
         decision = self._ladder.after_failure(request, num_missing, now_s)
         request.lose_load()
+        request.forget_source()
         self._counters.count_remedy(decision.remedy)
         self._apply_decision(request, decision, why, now_s)
 

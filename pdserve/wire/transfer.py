@@ -185,11 +185,13 @@ class Settled(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         nonce: The lease's, which tells it from another one of the same request id; empty if
             the connector does not name its leases.
+        connector: Which of an engine's several connectors says it; empty if there is one.
     """
 
     request_id: RequestId
     end: LeaseEnd
     nonce: str = ""
+    connector: str = ""
 
 
 class Received(msgspec.Struct, frozen=True, kw_only=True):
@@ -209,6 +211,7 @@ class Received(msgspec.Struct, frozen=True, kw_only=True):
         digest_s: Seconds of `transfer_s` spent on checking digests.
         elapsed_s: From the load's request to the end of `transfer_s`; 0 if nobody measured it.
             It says when the KV was here, however late this report is read.
+        connector: See `Settled`.
     """
 
     request_id: RequestId
@@ -221,6 +224,7 @@ class Received(msgspec.Struct, frozen=True, kw_only=True):
     handoff: KVHandoff | None = None
     digest_s: float = 0.0
     elapsed_s: float = 0.0
+    connector: str = ""
 
 
 class LoadFailure(enum.Enum):
@@ -243,6 +247,7 @@ class Failed(msgspec.Struct, frozen=True, kw_only=True):
         load_id: See `Received`.
         num_valid_tokens: Leading tokens of the prompt whose KV is in the blocks and was
             confirmed and checked; the first bad block begins behind them.
+        connector: See `Settled`.
     """
 
     request_id: RequestId
@@ -250,6 +255,7 @@ class Failed(msgspec.Struct, frozen=True, kw_only=True):
     detail: str = ""
     load_id: int = 0
     num_valid_tokens: int = 0
+    connector: str = ""
 
 
 class Fetched(msgspec.Struct, frozen=True, kw_only=True):

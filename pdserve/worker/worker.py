@@ -257,6 +257,7 @@ def failed_anywhere(
             reason=mine[request_id].reason if request_id in mine else LoadFailure.PEER_LOST,
             detail=mine[request_id].detail if request_id in mine else "on another rank",
             num_valid_tokens=num,
+            connector=mine[request_id].connector if request_id in mine else "",
         )
         for request_id, num in zip(request_ids, num_valid, strict=True)
         if num != _ALL_CAME

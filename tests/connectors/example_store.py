@@ -28,6 +28,8 @@ class StoreScheduler(base.KVConnectorScheduler):
     def build_connector_meta(self, step):
         saves, loads, self._loads = [], self._loads, []
         for view, blocks, _, start, end in map(step.get, step):
+            if view.is_unproven:  # what a load may have failed for is not kept
+                continue
             full = slice(start // self._shape.block_size, end // self._shape.block_size)
             saves += zip(view.prompt_block_hashes[full], blocks[full], strict=False)
         return ConnectorMetadata(msgspec.msgpack.encode((loads, saves)))

@@ -176,6 +176,27 @@ def test_loads_without_a_number_are_told_apart_by_being_over() -> None:
         assert quorum.add(1, received(load_id=0)).received
 
 
+def test_what_one_connector_says_is_no_vote_for_what_another_says_under_the_same_names() -> None:
+    quorum = Quorum(2)
+    facts = (
+        received().received[0],
+        settled(LeaseEnd.READ).settled[0],
+        failed(LoadFailure.TIMEOUT).failed[0],
+    )
+    for rank in range(2):
+        for name in ("a", "b"):
+            load, lease, lost = (msgspec.structs.replace(each, connector=name) for each in facts)
+            first = quorum.add(rank, ConnectorReport(received=[load], settled=[lease]))
+            second = quorum.add(
+                rank, ConnectorReport(failed=[msgspec.structs.replace(lost, load_id=2)])
+            )
+            assert len(first.received) == len(first.settled) == len(second.failed) == rank
+            assert all(
+                each.connector == name for each in (*first.received, *first.settled, *second.failed)
+            )
+    assert not quorum.num_open
+
+
 def test_a_lease_and_a_load_of_one_request_are_different_facts() -> None:
     quorum = Quorum(2)
     assert not quorum.add(0, settled(LeaseEnd.READ))

@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from pdserve.config.schema import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
-from pdserve.connectors.base import Hold, KVLayout, Match
-from pdserve.connectors.null import NullScheduler
+from pdserve.connectors.base import Hold, KVConnectorScheduler, KVLayout, Match
 from pdserve.engine.core import EngineCore
 from pdserve.executor.base import RankDiedError
 from pdserve.observe.clock import ManualClock
@@ -31,7 +30,7 @@ BLOCK_SIZE = 8
 NUM_BLOCKS = 16
 
 
-class LoadingScheduler(NullScheduler):
+class LoadingScheduler(KVConnectorScheduler):
     """Has the KV of all but the last prompt block of requests that are named so."""
 
     def __init__(self) -> None:

@@ -56,6 +56,8 @@ class ScriptedConnector(KVConnectorScheduler):
         is_registered: At P: whether D has registered its blocks.
         is_read: At P: whether a push's blocks are held at its end, once it has begun.
         saving: Requests whose blocks are read by a save.
+        savers: Connectors that each hold them for theirs.
+        is_elsewhere: Another source has what a load that fails has not brought.
         num_retries: How many failed loads are tried again.
         ended: How requests ended, by id.
         tables: What blocks were held for, by request id, and their generations.
@@ -75,6 +77,8 @@ class ScriptedConnector(KVConnectorScheduler):
         self.is_registered = False
         self.is_read = True
         self.saving: set[str] = set()
+        self.savers = [""]
+        self.is_elsewhere = False
         self.num_retries = 0
         self.ended: dict[RequestId, FinishReason | None] = {}
         self.tables: dict[RequestId, tuple[list[BlockId], list[int]]] = {}
@@ -124,6 +128,8 @@ class ScriptedConnector(KVConnectorScheduler):
     ) -> None:
         """See `KVConnectorScheduler`."""
         self.tables[request.request_id] = (list(block_ids), list(generations))
+        if num_external_tokens:
+            self.offers.pop(request.request_id, None)
 
     def build_connector_meta(self, step: StepView) -> ConnectorMetadata | None:
         """See `KVConnectorScheduler`."""
@@ -159,7 +165,9 @@ class ScriptedConnector(KVConnectorScheduler):
         )
         if request.finish_reason is FinishReason.HANDOFF:
             tokens = list(request.output_token_ids)
-            return Hold(nonce, make_handoff(nonce, tokens, request_id=request.request_id))
+            handoff = make_handoff(nonce, tokens, request_id=request.request_id)
+            saved = self._hold(request, block_ids)
+            return Hold(nonce, handoff, others=() if saved is None else (saved,))
         is_live = (
             request.remote_decode
             and request.kv_transfer_params.ticket is not None
@@ -177,7 +185,8 @@ class ScriptedConnector(KVConnectorScheduler):
         if request.request_id not in self.saving or not block_ids:
             return None
         self.holds.append(f"save {len(self.holds)}")
-        return Hold(self.holds[-1])
+        first, *others = [Hold(self.holds[-1], connector=each) for each in self.savers]
+        return msgspec.structs.replace(first, others=tuple(others))
 
     def update_connector_output(self, report: ConnectorReport) -> ConnectorNews:
         """See `KVConnectorScheduler`."""
@@ -189,10 +198,12 @@ class ScriptedConnector(KVConnectorScheduler):
         retried = wanted[: max(0, self.num_retries)]
         self.num_retries -= len(wanted)
         fetched, self.fetched = self.fetched, []
+        lost = [each for each in report.failed if each not in retried]
         return ConnectorNews(
             fetched=fetched,
             loaded=report.received,
-            failed=[each for each in report.failed if each not in retried],
+            failed=[] if self.is_elsewhere else lost,
+            elsewhere=lost if self.is_elsewhere else [],
             retried=retried,
             released=report.settled,
             ready=[(self._by_ticket[each], "ready") for each in told if each in self._by_ticket],
@@ -327,9 +338,11 @@ def failed(
     )
 
 
-def settled(request_id: str, end: LeaseEnd = LeaseEnd.READ, *, nonce: str = NONCE) -> Settled:
+def settled(
+    request_id: str, end: LeaseEnd = LeaseEnd.READ, *, nonce: str = NONCE, connector: str = ""
+) -> Settled:
     """Nobody reads the blocks any more."""
-    return Settled(request_id=RequestId(request_id), end=end, nonce=nonce)
+    return Settled(request_id=RequestId(request_id), end=end, nonce=nonce, connector=connector)
 
 
 def told_of(nonce: str = NONCE) -> bytes:

@@ -13,9 +13,11 @@ from pdserve.wire.request import FinishReason, OnLoadFailure
 from pdserve.wire.transfer import LeaseEnd, LoadFailure
 from tests.scheduler.scripted import (
     BLOCK_SIZE,
+    NONCE,
     Engine,
     failed,
     make_request,
+    make_ticket,
     received,
     settled,
 )
@@ -132,6 +134,93 @@ def test_so_is_what_the_steps_behind_it_have_computed_where_several_are_in_fligh
     engine.scheduler.assert_nothing_held()
 
 
+def test_until_a_load_inside_a_step_is_known_to_have_come_its_request_is_unproven() -> None:
+    engine = engine_with("stored", Match(8, is_async=False), max_num_batched_tokens=8, num_stages=2)
+    request = engine.scheduler.state.requests[RequestId("stored")]
+    assert not request.is_unproven
+    engine.submit()
+    engine.submit()  # what the second step computes rests on the load of the first
+    assert request.is_unproven
+    engine.fill(PROMPT, "stored", 8)
+    engine.collect()
+    assert not request.is_unproven
+    assert tokens_of(engine.collect() + engine.run(), "stored") == right(8)
+
+
+def test_a_connector_hears_that_a_load_inside_a_step_has_failed() -> None:
+    engine = engine_with("stored", Match(16, is_async=False))
+    engine.submit()
+    engine.fill(PROMPT, "stored", 8)
+    engine.collect(failed_loads=[failed("stored", num_valid_tokens=8)])
+    (report,) = engine.connector.reports
+    assert report.failed == [failed("stored", num_valid_tokens=8)]
+    assert tokens_of(engine.run(), "stored")[-1:] == right(8)[-1:]
+
+
+# ---- loads in parts --------------------------------------------------------------------------
+
+
+def test_what_there_is_behind_a_load_that_has_come_is_loaded_too() -> None:
+    engine = engine_with("stored", Match(8, is_async=True))
+    outputs = engine.step()
+    engine.fill(PROMPT, "stored", 8)
+    engine.connector.offers["stored"] = Match(8, is_async=True)
+    outputs += engine.report(received=[received("stored")])
+    assert engine.scheduler.stats().num_receiving == 1
+    engine.fill(PROMPT, "stored", 16)
+    outputs += engine.report(received=[received("stored")]) + engine.run()
+    assert tokens_of(outputs, "stored") == right(8)
+    stats = engine.scheduler.stats()
+    assert (stats.external_kv_tokens, stats.local_compute_tokens) == (16, 8)
+    _, generations = engine.connector.tables[RequestId("stored")]
+    assert generations, "it was told that the request starts"
+    engine.scheduler.assert_nothing_held()
+
+
+def test_a_request_of_which_one_of_two_parts_fails_is_computed_from_where_the_first_ends() -> None:
+    engine = engine_with("stored", Match(8, is_async=True))
+    outputs = engine.step()
+    engine.fill(PROMPT, "stored", 8)
+    engine.connector.offers["stored"] = Match(16, is_async=True)
+    outputs += engine.report(received=[received("stored")])
+    outputs += engine.report(failed=[failed("stored", num_valid_tokens=8)]) + engine.run()
+    assert tokens_of(outputs, "stored") == right(8)
+    assert engine.scheduler.stats().local_cache_hit_tokens == 8
+    engine.scheduler.assert_nothing_held()
+
+
+def test_what_another_source_has_of_a_load_that_has_failed_is_loaded_from_there() -> None:
+    engine = engine_with("stored", Match(16, is_async=True), recompute_tokens_per_s=0)
+    outputs = engine.step()
+    engine.connector.is_elsewhere = True
+    engine.connector.offers["stored"] = Match(24, is_async=True)
+    outputs += engine.report(failed=[failed("stored")])
+    outputs += engine.step()
+    assert engine.scheduler.stats().num_receiving == 1
+    engine.fill(PROMPT, "stored")
+    outputs += engine.report(received=[received("stored")]) + engine.run()
+    assert tokens_of(outputs, "stored") == right(8)
+    stats = engine.scheduler.stats()
+    assert stats.external_kv_tokens == 24
+    assert not any(stats.kv_ladder.values())
+    engine.scheduler.assert_nothing_held()
+
+
+def test_a_prefill_that_is_pushed_stays_pinned_behind_a_load_from_a_store() -> None:
+    engine = Engine()
+    engine.connector.offers["p"] = Match(8, is_async=True, is_pinned=True)
+    engine.connector.is_registered = True
+    ticket = make_ticket()
+    engine.scheduler.add(make_request("p", PROMPT, remote_decode=True, ticket=ticket))
+    engine.step()
+    engine.fill(PROMPT, "p", 8)
+    engine.report(received=[received("p")])
+    assert engine.scheduler.state.running[RequestId("p")].is_pinned
+    engine.run()
+    engine.report(settled=[settled("p")])
+    engine.scheduler.assert_nothing_held()
+
+
 # ---- a save that goes on ---------------------------------------------------------------------
 
 
@@ -177,8 +266,30 @@ def test_blocks_that_a_save_reads_stay_as_they_are_when_their_request_ends(endin
     engine.scheduler.assert_nothing_held()
 
 
+@pytest.mark.parametrize("is_leased", [False, True])
+def test_blocks_that_several_connectors_hold_are_kept_until_the_last_lets_go(
+    is_leased: bool,
+) -> None:
+    engine = Engine()
+    engine.connector.savers = ["a", "b"]
+    engine.connector.saving.add("saved")
+    engine.scheduler.add(make_request("saved", PROMPT, 2, remote_decode=is_leased))
+    engine.run()
+    kind = "leased" if is_leased else "quarantined"
+    assert engine.blocks(kind)
+    names = ["", "a", "b"] if is_leased else ["a", "b"]
+    for name in names:
+        assert engine.blocks(kind)
+        nonce = "save 0" if name else NONCE
+        engine.report(settled=[settled("saved", nonce=nonce, connector="another")])
+        engine.report(settled=[settled("saved", nonce=nonce, connector=name)])
+    assert engine.scheduler.stats().lease_ends["read"] == is_leased
+    engine.scheduler.assert_nothing_held()
+
+
 def test_blocks_that_a_save_reads_stay_as_they_are_when_their_request_is_preempted() -> None:
     engine = Engine(num_blocks=7)
+    engine.connector.savers = ["a", "b"]
     engine.scheduler.add(make_request("first", [3] * 16, 30))
     engine.scheduler.add(make_request("saved", PROMPT, 20))
     outputs = engine.step() + engine.step() + engine.step()
@@ -191,7 +302,10 @@ def test_blocks_that_a_save_reads_stay_as_they_are_when_their_request_is_preempt
         outputs += engine.step()
         assert not given_to_others(engine) & set(blocks)
     engine.connector.saving.clear()
-    outputs += engine.report(settled=[settled("saved", LeaseEnd.RELEASED, nonce="save 0")])
+    for name in engine.connector.savers:
+        assert engine.blocks("quarantined") >= len(blocks)
+        end = LeaseEnd.RELEASED
+        outputs += engine.report(settled=[settled("saved", end, nonce="save 0", connector=name)])
     outputs += engine.run()
     assert tokens_of(outputs, "saved") == right(20)
     engine.scheduler.assert_nothing_held()

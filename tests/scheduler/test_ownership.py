@@ -67,7 +67,7 @@ def _is_of_request(part: ast.Attribute, *, in_scheduler: bool) -> bool:
 @pytest.mark.parametrize(
     "line",
     [
-        "request.hold_id = ''",
+        "request.holds = set()",
         "planned.num_overtaken += 1",
         "request.handoff, self.x = None, 1",
         "request.output_token_ids.append(1)",

@@ -15,7 +15,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pdserve.connectors.null import NullConnector, NullScheduler
+from pdserve.connectors.base import KVConnectorScheduler
+from pdserve.connectors.null import NullConnector
 from pdserve.engine.coordinator import Coordinator, StartWave, Wish
 from pdserve.engine.core import EngineCore
 from pdserve.executor.toy import ToyExecutor, expected_output, toy_shape
@@ -98,7 +99,7 @@ class Core:
         self.executor = WaveExecutor(world, index, max_in_flight, config)
         self.engine = EngineCore(
             self.executor,
-            NullScheduler(),
+            KVConnectorScheduler(),
             ManualClock(),
             config=config,
             workers=self.executor.start(),

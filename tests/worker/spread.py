@@ -20,7 +20,7 @@ from pdserve.config.schema import (
     ParallelConfig,
     SchedulerConfig,
 )
-from pdserve.connectors.null import NullScheduler
+from pdserve.connectors.base import KVConnectorScheduler
 from pdserve.engine.core import EngineCore
 from pdserve.observe.clock import ManualClock
 from pdserve.parallel.mesh import MeshShape
@@ -195,7 +195,9 @@ def _lead(worker: Worker, info: WorkerInfo, store: dist.Store, requests: Request
     """Run requests to their end, on the output rank."""
     config = worker._config
     executor = _StoreExecutor(worker, store, config.parallel.pipeline_parallel_size)
-    core = EngineCore(executor, NullScheduler(), ManualClock(), config=config, workers=[info])
+    core = EngineCore(
+        executor, KVConnectorScheduler(), ManualClock(), config=config, workers=[info]
+    )
     outcome = Outcome(says_nothing=False)
 
     def take(outputs: list[EngineOutput]) -> None:
