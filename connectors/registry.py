@@ -1,4 +1,4 @@
-"""From a connector's name and what it is told to the connector. Knows none itself."""
+"""From connectors' names and what they are told to the connector. Knows none itself."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING, Any, cast
 
 import msgspec
 
-from pdserve.config.connectors import load, read_settings
+from pdserve.config.connectors import chosen, load, read_settings
+from pdserve.connectors.multi import MultiConnector
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -16,14 +17,20 @@ if TYPE_CHECKING:
 _NOTHING: Mapping[str, Any] = {}
 
 
-def find(name: str, told: Mapping[str, Any] = _NOTHING) -> KVConnectorBase:
-    """Return the connector called `name`.
+def find(kv_connector: str, told: Mapping[str, Any] = _NOTHING) -> KVConnectorBase:
+    """Return the connector that an engine uses: one of several, if several are named.
 
     Args:
-        told: As `TransferConfig.settings`.
+        kv_connector, told: As `kv_connector` and `settings` of `TransferConfig`.
 
     Raises:
-        ConfigError: There is none, and the message lists the known names; or it refuses a setting.
+        ConfigError: There is none of a name, and the message lists the known names; one refuses a
+            setting; or they cannot be used together.
     """
-    connector = cast("KVConnectorBase", load(name))
-    return msgspec.structs.replace(connector, settings=read_settings(name, told))
+    connectors = [
+        msgspec.structs.replace(
+            cast("KVConnectorBase", load(name)), settings=read_settings(name, told)
+        )
+        for name in chosen(kv_connector, told)
+    ]
+    return connectors[0] if len(connectors) == 1 else MultiConnector.of(connectors)

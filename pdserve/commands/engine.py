@@ -13,7 +13,7 @@ import msgspec
 from pdserve.commands.announce import program, settings_text
 from pdserve.commands.model_directory import model_directory
 from pdserve.commands.running import exit_code, require_free, start_logging
-from pdserve.config.connectors import read_settings
+from pdserve.config.connectors import check_settings
 from pdserve.config.http import ServerConfig
 from pdserve.config.load import Resolved, Table, build
 from pdserve.config.schema import EngineConfig, Role
@@ -59,7 +59,7 @@ def engine_config(role: Role, table: Table, resolved: Mapping[str, Resolved]) ->
         ConfigError: A setting or the model cannot be used.
     """
     config = build("engine", EngineConfig, table, resolved)
-    read_settings(config.transfer.kv_connector, config.transfer.settings)
+    check_settings(config.transfer.kv_connector, config.transfer.settings)
     written = config.model.model
     model = msgspec.structs.replace(
         config.model,

@@ -14,7 +14,7 @@ from pdserve.commands.children import ChildSpec
 from pdserve.commands.model_directory import model_directory
 from pdserve.commands.running import require_free
 from pdserve.config.boxed import BOXED
-from pdserve.config.connectors import read_settings
+from pdserve.config.connectors import check_settings
 from pdserve.config.http import ProxyConfig, ServerConfig
 from pdserve.config.load import (
     ENVIRONMENT_PREFIX,
@@ -202,7 +202,7 @@ def _check(role: str, given: Mapping[str, Resolved]) -> None:
         table = engine_table(Role(role))
         values = resolve(table, command_line={"model": BOXED, **flags}, environ={})
         transfer = build("engine", EngineConfig, table, values).transfer
-        read_settings(transfer.kv_connector, transfer.settings)
+        check_settings(transfer.kv_connector, transfer.settings)
         build("server", ServerConfig, table, values)
     build("log", LogConfig, table, values)
 

@@ -81,6 +81,29 @@ def load(name: str) -> HasSettings:
     return make()
 
 
+def chosen(kv_connector: str, told: Mapping[str, Any]) -> list[str]:
+    """Return the names of an engine's connectors: those that are named, and stores with a `url`.
+
+    Args:
+        kv_connector: Names with commas between them.
+        told: As `TransferConfig.settings`.
+    """
+    named = [name.strip() for name in kv_connector.split(",")]
+    stores = [key.removesuffix(".url") for key in told if key.endswith(".url") and told[key]]
+    names = [*named, *(name for name in stores if name not in named)]
+    return [name for name in names if name != "null"] or ["null"]
+
+
+def check_settings(kv_connector: str, told: Mapping[str, Any]) -> None:
+    """Refuse what an engine's connectors would refuse.
+
+    Raises:
+        ConfigError: As of `read_settings`.
+    """
+    for name in chosen(kv_connector, told):
+        read_settings(name, told)
+
+
 def read_settings(name: str, told: Mapping[str, Any]) -> msgspec.Struct:
     """Make the settings of the connector called `name`.
 

@@ -333,7 +333,8 @@ class TransferConfig(msgspec.Struct, frozen=True, kw_only=True):
     """How KV leaves and enters this engine (`--kv-transfer-config`).
 
     Attributes:
-        kv_connector: One of `config.connectors`: null, memory, nixl, ucx, or another package's.
+        kv_connector: Names from `config.connectors`, with commas between several; a store that is
+            told its `url` is one of them without being named.
         host: Address the side channel binds and announces.
         port: Side channel port of rank 0; rank i takes the i-th after it. 0 takes free ones.
         secret: The deployment's shared secret; handoffs and side channel frames are

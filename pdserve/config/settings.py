@@ -146,7 +146,7 @@ _ENGINE: Final = (
         "KV transfer",
         (
             ("secret", "transfer.secret", "TEXT", "the deployment's shared secret (rather as PDSERVE_SECRET)"),
-            ("kv-transfer-config.kv-connector", "transfer.kv_connector", "NAME", "null, memory, nixl, ucx, or another package's"),
+            ("kv-transfer-config.kv-connector", "transfer.kv_connector", "NAME", "null, memory, nixl, ucx, or another package's; several with commas"),
             ("kv-transfer-config.host", "transfer.host", "ADDRESS", "the side channel binds and announces it"),
             ("kv-transfer-config.port", "transfer.port", "PORT", "of the side channel; 0 takes a free one"),
             ("kv-transfer-config.lease-s", "transfer.lease_s", "SECONDS", "a lease ends so long after its last heartbeat"),

@@ -13,7 +13,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 
-from tests.sim.scenario import Scenario, draw
+from tests.sim.scenario import Scenario, draw, with_store
 from tests.sim.world import Broken, Result, World
 
 
@@ -111,6 +111,7 @@ def main() -> int:
     parser.add_argument("--lives", type=int, default=10_000)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--max-failing", type=int, default=5, help="stop after so many")
+    parser.add_argument("--store", action="store_true", help="with a store behind all engines")
     parser.add_argument(
         "--cover", action="store_true", help="and of connectors/transfer, the lines"
     )
@@ -118,7 +119,12 @@ def main() -> int:
     if args.cover:
         return cover([each for each in sys.argv[1:] if each != "--cover"])
     start_s, start_cpu_s = time.perf_counter(), time.process_time()
-    summary = simulate(args.lives, args.seed, max_failing=args.max_failing)
+    summary = simulate(
+        args.lives,
+        args.seed,
+        max_failing=args.max_failing,
+        change=with_store if args.store else lambda scenario: scenario,
+    )
     wall_s, cpu_s = time.perf_counter() - start_s, time.process_time() - start_cpu_s
     print(json.dumps(summary.as_json(wall_s, cpu_s), indent=2))
     for seed, violations in summary.failing.items():

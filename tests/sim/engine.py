@@ -23,14 +23,17 @@ from pdserve.config.schema import (
 )
 from pdserve.connectors.faulty import FaultyConnector
 from pdserve.connectors.memory import MemoryConnector
+from pdserve.connectors.multi import MultiConnector
 from pdserve.engine.loading import start_engine
 from pdserve.server.app import build_app
 from pdserve.wire.ids import EngineId, Incarnation, client_id_of
 from tests.local_engine import LocalEngine, TimedExecutor
 from tests.sim.net import Host
 from tests.sim.text import TEXT
+from tests.toy_store import ToyStoreConnector
 
 if TYPE_CHECKING:
+    from pdserve.connectors.base import KVConnectorBase
     from pdserve.connectors.faulty import Plan
     from pdserve.wire.request import GenerateRequest
     from pdserve.wire.step import ModelRunnerOutput, SchedulerOutput
@@ -117,7 +120,7 @@ class SimEngine(LocalEngine):
         )
         identity = EngineId(spec.name), Incarnation(f"{spec.name}-life-{life}")
         nonces = itertools.count()
-        connector = FaultyConnector.around(
+        connector: KVConnectorBase = FaultyConnector.around(
             MemoryConnector(
                 exchange=world.exchange,
                 clock=world.clock,
@@ -126,6 +129,15 @@ class SimEngine(LocalEngine):
             ),
             plan,
         )
+        store = world.scenario.store
+        if store is not None:
+            beside = ToyStoreConnector(
+                store=world.store,
+                trouble=world.new_trouble(store),
+                is_async=store.is_async,
+                may_wait=store.may_wait,
+            )
+            connector = MultiConnector.of([connector, beside])
         executor = SimExecutor(
             world,
             spec.name,

@@ -55,6 +55,22 @@ class Slowness(msgspec.Struct, frozen=True, kw_only=True):
     factor: float
 
 
+class StoreSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """A store behind all engines, which outlives them.
+
+    Attributes:
+        is_async: It loads beside the steps, and not inside them.
+        may_wait: It has to look first what there is of a prompt.
+        loses: How often a block that was found is not there when it is loaded.
+        is_late: How often something takes some polls longer.
+    """
+
+    is_async: bool
+    may_wait: bool
+    loses: float
+    is_late: float
+
+
 class Scenario(msgspec.Struct, frozen=True, kw_only=True):
     """Everything that is decided before a run begins."""
 
@@ -70,6 +86,7 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True):
     is_direct: bool
     is_driven: bool
     piece_bytes: int
+    store: StoreSpec | None = None
 
 
 _PREFIXES = ([], [1] * 8, [2] * 8, [1] * 16, [1, 2, 3, 4, 5] * 5)
@@ -189,6 +206,18 @@ def _shape(rng: random.Random, block_size: int) -> KVShape:
         head_dim=1,
         dtype="int64",
     )
+
+
+def with_store(scenario: Scenario) -> Scenario:
+    """The same with a store behind the engines."""
+    rng = random.Random(scenario.seed)
+    store = StoreSpec(
+        is_async=rng.random() < 0.5,
+        may_wait=rng.random() < 0.5,
+        loses=rng.choice((0.0, 0.02, 0.2)),
+        is_late=rng.choice((0.0, 0.1, 0.5)),
+    )
+    return msgspec.structs.replace(scenario, store=store)
 
 
 def impatient(scenario: Scenario) -> Scenario:

@@ -14,6 +14,7 @@ from pdserve.connectors.faulty import FaultKind
 from pdserve.observe.clock import ManualClock
 from tests.sim import virtual_time
 from tests.sim.__main__ import Summary, simulate
+from tests.sim.scenario import with_store
 from tests.sim.seeds import FAILED_ONCE
 from tests.sim.world import run_seed
 
@@ -56,6 +57,17 @@ def assert_it_got_to_what_it_is_for(summary: Summary) -> None:
     assert summary.rungs["report"]
     assert not {kind.value for kind in FaultKind} - set(summary.faults)
     assert summary.outcomes["left"]
+
+
+@pytest.mark.slow
+def test_the_same_holds_with_a_store_behind_the_engines_that_is_late_and_loses_blocks() -> None:
+    summary = simulate(NUM_LIVES // 2, seed=FIRST_SEED, max_failing=1, change=with_store)
+    assert not summary.failing
+    assert summary.outcomes["ok"] > NUM_LIVES // 2 * 0.7
+    reached = {name for name, number in summary.reached.items() if number}
+    assert reached >= {"store received", "store failed: digest", "push received", "pull received"}
+    assert summary.reached["tokens from toystore"] > NUM_LIVES
+    assert summary.reached["tokens from memory"] > NUM_LIVES
 
 
 @pytest.mark.slow

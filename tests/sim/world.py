@@ -24,6 +24,7 @@ import msgspec
 from pdserve.config.http import ProxyConfig
 from pdserve.config.schema import Role
 from pdserve.connectors.faulty import FaultKind, Plan
+from pdserve.connectors.multi.scheduler import MultiScheduler
 from pdserve.executor.toy import TOY_EOS, WrongKVError, expected_output
 from pdserve.observe.clock import ManualClock
 from pdserve.proxy.app import Proxy
@@ -35,12 +36,13 @@ from tests.sim.net import Host, Net, Response, chunks_of
 from tests.sim.scenario import Scenario, draw
 from tests.sim.text import text_of
 from tests.sim.wire import SimExchange
+from tests.toy_store import STORE, ToyStore, Trouble
 
 if TYPE_CHECKING:
     from pdserve.wire.request import GenerateRequest
     from pdserve.wire.transfer import ConnectorReport, KVHandoff
     from tests.sim.engine import EngineSpec
-    from tests.sim.scenario import Cut, Death, LifeSpec, Slowness
+    from tests.sim.scenario import Cut, Death, LifeSpec, Slowness, StoreSpec
 
 T = TypeVar("T")
 
@@ -107,6 +109,8 @@ class World:
         self.engines: dict[str, SimEngine] = {}
         self._former: list[SimEngine] = []
         self._plans: list[Plan] = []
+        self.store = ToyStore()
+        self._troubles: list[Trouble] = []
         self._num_lives_of_engines = 0
         self._handoffs: dict[str, KVHandoff] = {}
         self._rng = random.Random(scenario.seed ^ 0x5EED)
@@ -148,14 +152,22 @@ class World:
         """Take an event into the digest; the same in every process."""
         self._happened.update(repr((self.clock.monotonic_s(), *what)).encode())
 
+    def new_trouble(self, spec: StoreSpec) -> Trouble:
+        """What goes wrong with the store as one life of an engine sees it."""
+        seed = self.scenario.seed * 1013 + len(self._troubles)
+        self._troubles.append(Trouble(seed=seed, loses=spec.loses, is_late=spec.is_late))
+        return self._troubles[-1]
+
     def note(self, report: ConnectorReport) -> None:
         """Take note of what came of transfers."""
         reached = self.result.reached
         for received in report.received:
-            reached[f"{received.mode.value} received"] += 1
+            is_store = received.connector == STORE
+            reached["store received" if is_store else f"{received.mode.value} received"] += 1
             self.result.kv_bytes += received.num_bytes
         for failed in report.failed:
-            reached[f"load failed: {failed.reason.value}"] += 1
+            is_store = failed.connector == STORE
+            reached[f"{'store' if is_store else 'load'} failed: {failed.reason.value}"] += 1
         for settled in report.settled:
             reached[f"lease {settled.end.value}"] += 1
 
@@ -208,6 +220,8 @@ class World:
         for plan in self._plans:
             self.result.faults.update({k.value: n for k, n in plan.num_struck.items() if n})
             plan.quiet()
+        for trouble in self._troubles:
+            trouble.quiet()
         await self._settle()
         for engine in [*self._former, *self.engines.values()]:
             stats = engine.stats
@@ -216,6 +230,10 @@ class World:
                 said = f"{engine.spec.name}: {name} {stats.kv_faults[name]}"
                 self.result.violations.append((Broken.REUSED, said))
             self.result.reached["preempted"] += stats.num_preemptions
+            half = engine.scheduler.state.connector
+            if isinstance(half, MultiScheduler):
+                for name, number in half.num_loaded.items():
+                    self.result.reached[f"tokens from {name}"] += number
         self._count_proxy()
         self.result.virtual_s = self.clock.monotonic_s() - start_s
         await self.proxy.checks.stop()
@@ -365,6 +383,10 @@ class World:
                 said = f"{engine.spec.name}: {error or traceback.format_exc(limit=2)}"
                 self.result.violations.append((Broken.BLOCKS_HELD, said))
         for engine in self.engines.values():
+            half = engine.scheduler.state.connector
+            if isinstance(half, MultiScheduler) and half.num_open:
+                said = f"{engine.spec.name}: {half.num_open} requests are known to its connector"
+                self.result.violations.append((Broken.NO_END, said))
             if engine.executor.quorum.num_open:
                 said = f"{engine.spec.name}: {engine.executor.quorum.num_open} votes lack a rank"
                 self.result.violations.append((Broken.NO_END, said))

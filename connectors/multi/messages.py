@@ -1,0 +1,71 @@
+"""What the two halves of the multi connector tell one another, around what their children tell."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from pdserve.wire.ids import RequestId
+from pdserve.wire.transfer import ConnectorMetadata
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+
+class MultiInstructions(msgspec.Struct, frozen=True, omit_defaults=True):
+    """To the worker halves, with a step or beside them.
+
+    Attributes:
+        payloads: What each child's scheduler half says, by the child's name.
+        num_loading: Tokens that each child loads inside this step.
+        lost: Requests whose loads inside this step their connectors have failed to begin.
+    """
+
+    payloads: dict[str, bytes]
+    num_loading: dict[str, int] = {}
+    lost: list[RequestId] = []
+
+    @classmethod
+    def of(cls, said: Mapping[str, ConnectorMetadata | None]) -> MultiInstructions:
+        """What the children say; whoever says nothing is left out."""
+        return cls({name: each.payload for name, each in said.items() if each is not None})
+
+    def to_metadata(self) -> ConnectorMetadata | None:
+        """Encode; None if there is nothing to say."""
+        is_empty = not (self.payloads or self.lost)
+        return None if is_empty else ConnectorMetadata(msgspec.msgpack.encode(self))
+
+    @staticmethod
+    def from_metadata(metadata: ConnectorMetadata) -> MultiInstructions:
+        """Decode what `to_metadata` made."""
+        return _INSTRUCTIONS.decode(metadata.payload)
+
+
+class ChildNews(msgspec.Struct, frozen=True, omit_defaults=True):
+    """To the scheduler half, from one rank.
+
+    Attributes:
+        child: Whose news it is.
+        payload: What its worker half says; None if it is our own.
+        num_tokens, waited_s: A load inside a step, and how long the step has waited for it.
+    """
+
+    child: str
+    payload: bytes | None = None
+    num_tokens: int = 0
+    waited_s: float = 0.0
+
+    def to_payload(self) -> bytes:
+        """Encode."""
+        return msgspec.msgpack.encode(self)
+
+    @staticmethod
+    def from_payload(payload: bytes) -> ChildNews:
+        """Decode what `to_payload` made."""
+        return _CHILD_NEWS.decode(payload)
+
+
+# Made here and not at the first use, which is in several threads: see `handover.instructions`.
+_INSTRUCTIONS = msgspec.msgpack.Decoder(MultiInstructions)
+_CHILD_NEWS = msgspec.msgpack.Decoder(ChildNews)

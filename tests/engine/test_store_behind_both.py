@@ -1,0 +1,187 @@
+"""A prefill and a decode engine with a store behind both: KV over real NIXL, a tiny model.
+
+The store is the example of the documentation, whose halves share a process.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from typing import TYPE_CHECKING
+
+import pytest
+
+from pdserve.config.connectors import BUILT_IN
+from pdserve.config.schema import (
+    CacheConfig,
+    EngineConfig,
+    ModelConfig,
+    SchedulerConfig,
+    TransferConfig,
+)
+from pdserve.connectors.multi.scheduler import MultiScheduler
+from pdserve.engine.loading import load_engine
+from pdserve.observe.clock import SystemClock
+from pdserve.parallel.place import CorePlace
+from pdserve.wire.ids import RequestId
+from pdserve.wire.request import GenerateRequest
+from pdserve.wire.sampling import SamplingParams
+from pdserve.wire.transfer import EngineRef, KVHandoff, PushTicket
+from tests.connectors.example_store import KEPT, StoreConnector
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from pathlib import Path
+
+    from pdserve.wire.request import EngineOutput
+
+BLOCK_SIZE = 16
+PROMPT = [(7 * i + 3) % 200 for i in range(3 * BLOCK_SIZE)]
+LONGER = [*PROMPT, *((5 * i + 1) % 200 for i in range(21))]
+NUM_TOKENS = 12
+TIMEOUT_S = 60.0
+
+_numbers = itertools.count()
+
+
+class Engine:
+    """An engine core over a worker with a tiny model; it has no prefix cache."""
+
+    def __init__(self, model: Path, kv_connector: str) -> None:
+        config = EngineConfig(
+            model=ModelConfig(model=str(model)),
+            device="cpu",
+            cache=CacheConfig(
+                num_gpu_blocks_override=64, block_size=BLOCK_SIZE, enable_prefix_caching=False
+            ),
+            scheduler=SchedulerConfig(max_num_seqs=8, max_num_batched_tokens=128),
+            transfer=TransferConfig(kv_connector=kv_connector, handshake_timeout_s=30.0),
+        )
+        self.core, self.info = load_engine(
+            config, place=CorePlace(), clock=SystemClock(), progress=lambda _: None
+        )
+        self.scheduler = self.core.scheduler
+        self.outputs: list[EngineOutput] = []
+
+    @property
+    def ref(self) -> EngineRef:
+        return EngineRef(
+            engine_id=self.info.engine_id,
+            incarnation=self.info.incarnation,
+            endpoints=tuple(self.info.endpoints),
+            shape=self.info.kv_shape,
+        )
+
+    def add(
+        self,
+        prompt: list[int],
+        *,
+        is_prefill: bool = False,
+        handoff: KVHandoff | None = None,
+        ticket: PushTicket | None = None,
+    ) -> None:
+        self.scheduler.add(
+            GenerateRequest(
+                request_id=RequestId(f"r{next(_numbers)}"),
+                prompt_token_ids=prompt,
+                sampling=SamplingParams(
+                    temperature=0.0, seed=0, max_tokens=NUM_TOKENS, ignore_eos=True
+                ),
+                arrival_s=time.monotonic(),
+                remote_decode=is_prefill,
+                handoff=handoff,
+                ticket=ticket,
+            )
+        )
+
+    @property
+    def loaded(self) -> dict[str, int]:
+        """Tokens by the connector that had them."""
+        half = self.scheduler.state.connector
+        assert isinstance(half, MultiScheduler)
+        return {name: number for name, number in half.num_loaded.items() if number}
+
+
+def run(*engines: Engine) -> list[int]:
+    """Step until all is over and nothing is held; the tokens of the last engine."""
+    until_s = time.monotonic() + TIMEOUT_S
+    while any(not each.scheduler.is_idle or each.scheduler.num_in_flight for each in engines):
+        assert time.monotonic() < until_s
+        for each in engines:
+            each.core.step(each.outputs.extend)
+        if len(engines) == 1 and any(each.handoff is not None for each in engines[0].outputs):
+            return []
+        time.sleep(0.0005)
+    for each in engines:
+        each.scheduler.assert_nothing_held()
+        assert not any(output.error for output in each.outputs)
+    return [token for output in engines[-1].outputs for token in output.new_token_ids]
+
+
+@pytest.fixture
+def make(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], Engine]]:
+    """Starts an engine with connectors."""
+    KEPT.clear()
+    monkeypatch.setitem(BUILT_IN, "store", f"{StoreConnector.__module__}:StoreConnector")  # type: ignore[misc]
+    engines: list[Engine] = []
+
+    def new(kv_connector: str = "nixl,store") -> Engine:
+        engines.append(Engine(tiny_model, kv_connector))
+        return engines[-1]
+
+    yield new
+    for engine in engines:
+        engine.core.close(5.0)
+
+
+def pulled(p: Engine, d: Engine, prompt: list[int]) -> list[int]:
+    """P computes and leases, D reads."""
+    p.add(prompt, is_prefill=True)
+    run(p)
+    (handoff,) = [each.handoff for each in p.outputs if each.handoff is not None]
+    d.add(prompt, handoff=handoff)
+    return run(p, d)
+
+
+def pushed(p: Engine, d: Engine, prompt: list[int]) -> list[int]:
+    """P writes while it computes."""
+    ticket = PushTicket(nonce=f"push {next(_numbers)}", prefill=p.ref, decode=d.ref)
+    d.add(prompt, ticket=ticket)
+    p.add(prompt, is_prefill=True, ticket=ticket)
+    return run(p, d)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("hand_over", [pulled, pushed])
+def test_p_loads_from_the_store_and_d_gets_all_of_it_from_p(
+    make: Callable[..., Engine], hand_over: Callable[[Engine, Engine, list[int]], list[int]]
+) -> None:
+    alone = make("null")
+    alone.add(LONGER)
+    right = run(alone)
+    assert len(set(right)) > 3
+    first = make()
+    first.add(PROMPT)
+    run(first)
+    assert first.loaded == {}
+    assert KEPT
+    p, d = make(), make()
+    assert hand_over(p, d, LONGER) == right
+    assert p.loaded == {"store": len(PROMPT)}
+    assert d.loaded == {"nixl": len(LONGER)}
+    assert p.scheduler.stats().local_compute_tokens == len(LONGER) - len(PROMPT)
+    assert p.scheduler.stats().lease_ends["read"] == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("hand_over", [pulled, pushed])
+def test_a_store_that_lies_about_the_prefix_changes_ds_answer_so_it_came_from_there(
+    make: Callable[..., Engine], hand_over: Callable[[Engine, Engine, list[int]], list[int]]
+) -> None:
+    first = make()
+    first.add(LONGER)
+    right = run(first)
+    for layers in KEPT.values():
+        for name in layers:
+            layers[name] = layers[name] + 1.0
+    assert hand_over(make(), make(), LONGER) != right
