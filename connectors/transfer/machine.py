@@ -119,7 +119,7 @@ class TransferMachine:
 
     def fence(self, reason: str) -> None:
         """Cut this memory off from peers: all of them have to meet this rank again."""
-        log_event(_log, "kv target reset", level=logging.ERROR, reason=reason)
+        log_event(_log, "kv target reset", level=logging.WARNING, reason=reason)
         self.server.faults["agent_reset"] += 1
         self.server.drop_all(reason)
         self.peers.drop_all(reason)
