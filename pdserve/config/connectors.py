@@ -82,15 +82,17 @@ def load(name: str) -> HasSettings:
 
 
 def chosen(kv_connector: str, told: Mapping[str, Any]) -> list[str]:
-    """Return the names of an engine's connectors: those that are named, and stores with a `url`.
+    """Return the names of an engine's connectors: those that are named, and stores told a `url`.
 
     Args:
         kv_connector: Names with commas between them.
         told: As `TransferConfig.settings`.
     """
-    named = [name.strip() for name in kv_connector.split(",")]
-    stores = [key.removesuffix(".url") for key in told if key.endswith(".url") and told[key]]
-    names = [*named, *(name for name in stores if name not in named)]
+    names = [name.strip() for name in kv_connector.split(",")]
+    for key, value in told.items():
+        name, _, field = key.partition(".")
+        if field == "url" and name not in names and value != getattr(load(name).settings, field):
+            names.append(name)
     return [name for name in names if name != "null"] or ["null"]
 
 
