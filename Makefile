@@ -88,4 +88,5 @@ $(VENV)/.installed: $(VENV)/.torch
 
 $(VENV)/.installed-dev: $(VENV)/.torch
 	@$(PIP) --editable ".[dev]"
+	@$(PIP) --no-deps "lmcache==0.5.6"
 	@touch $(VENV)/.installed $@

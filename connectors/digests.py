@@ -59,7 +59,7 @@ class BlockDigests:
         self._kv = kv
         self._shape = shape
         self._shard = shard_of(shape, rank)
-        self._memory = _grid(kv, shape, self._shard)
+        self._memory = byte_grid(kv, shape, self._shard)
         self._keys = _keys(shape, self._shard)
         self._kv_digests = kernels_on(kv.device).kv_digests
         self._lock = threading.Lock()
@@ -251,7 +251,7 @@ def digests_of(
     spans[:, 4] = starts % source.block_size
     share = Shard(route.layers, route.heads)
     mine = shard_of(dest, route.dest_rank)
-    memory = _grid(kv, dest, mine)[
+    memory = byte_grid(kv, dest, mine)[
         :, _within(route.layers, mine.layers), :, _within(route.heads, mine.heads)
     ]
     found = kernels_on(kv.device).kv_digests(
@@ -286,7 +286,7 @@ def num_valid_tokens(
     return max(first_token, min(num_tokens, good_blocks * source.block_size))
 
 
-def _grid(kv: Tensor, shape: KVShape, shard: Shard) -> Tensor:
+def byte_grid(kv: Tensor, shape: KVShape, shard: Shard) -> Tensor:
     """A view as bytes, `[num_blocks, layers, planes, heads, block_size, bytes of a vector]`."""
     vector_bytes = shape.head_dim * shape.dtype_bytes
     if vector_bytes % _WORD_BYTES:

@@ -13,6 +13,8 @@ import pytest
 from hypothesis.internal.conjecture import engine
 from xdist.scheduler import LoadScopeScheduling
 
+from tests.lmcache_server import LMCacheServer
+
 if TYPE_CHECKING:
     from collections.abc import Generator, Iterator
 
@@ -73,3 +75,11 @@ def _no_device_for_kv_is_left_in_the_environment() -> Iterator[None]:
         os.environ.pop("UCX_NET_DEVICES", None)
     else:
         os.environ["UCX_NET_DEVICES"] = before
+
+
+@pytest.fixture(scope="session")
+def lmcache_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LMCacheServer]:
+    """One with chunks of 16 tokens and no disk, for all tests that start none of their own."""
+    folder = tmp_path_factory.mktemp("lmcache")
+    with LMCacheServer(folder / "server.log") as server:
+        yield server

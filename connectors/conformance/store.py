@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from pdserve.connectors.conformance.bench import Bench
-from pdserve.connectors.conformance.engines import prompt_of
+from pdserve.connectors.conformance.engines import FIRST_TOKEN, prompt_of
 from pdserve.connectors.views import ScheduledRequest, StepView
 from pdserve.wire.request import FinishReason
 
@@ -82,7 +82,10 @@ class StoreConformance(Bench):
         return request
 
     def _match(self, engine: Engine, request: KitRequest, num_computed: int = 0) -> Match:
-        match = engine.scheduler.get_num_new_matched_tokens(request, num_computed)
+        """What can be loaded, once the connector knows."""
+        ask = engine.scheduler.get_num_new_matched_tokens
+        engine.until(lambda: ask(request, num_computed) is not None)
+        match = ask(request, num_computed)
         assert match is not None
         return match
 
@@ -95,6 +98,7 @@ class StoreConformance(Bench):
         engine.scheduler.update_state_after_alloc(request, table, 0, generations=generations)
         for start, end in ((0, 24), (24, _NUM_TOKENS)):
             self._step(engine, request, blocks, start, end)
+        request.output_token_ids.append(FIRST_TOKEN)
         request.finish_reason = ending
         scheduler = engine.scheduler
         let_go = scheduler.preempted if ending is None else scheduler.request_finished

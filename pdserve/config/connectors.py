@@ -26,6 +26,7 @@ BUILT_IN: Final = {
     "memory": "pdserve.connectors.memory:MemoryConnector",
     "nixl": "pdserve.connectors.nixl:NixlConnector",
     "ucx": "pdserve.connectors.ucx:UcxConnector",
+    "lmcache": "pdserve.connectors.lmcache:LMCacheConnector",
 }
 """Each is called without arguments and returns the connector, as what an entry point names is."""
 

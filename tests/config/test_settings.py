@@ -146,7 +146,8 @@ def test_the_connector_of_another_package_brings_its_flags_along(
         transfer = build("engine", EngineConfig, table, values).transfer
         shelf = find("my_shelf", transfer.settings)
         assert msgspec.structs.asdict(shelf.settings) == {"url": "tcp://[::1]:7", "depth": 2}
-        assert next(s.help for s in table.settings if s.flag.endswith(".url")) == "where it stands"
+        help_of = {setting.flag: setting.help for setting in table.settings}
+        assert help_of["kv-transfer-config.my-shelf.url"] == "where it stands"
         with pytest.raises(ConfigError, match="'lost' cannot be imported from no_such_module:Lost"):
             find("lost")
     finally:

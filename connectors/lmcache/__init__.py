@@ -1,0 +1,49 @@
+"""KV in an LMCache server: what one request computed, later ones of any engine load.
+
+`scheduler` decides what is looked up, loaded and saved; `worker` has the threads that do it, and
+`slots` what lies in the server's memory. `client` alone knows LMCache.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from pdserve.connectors.base import Capabilities, KVConnectorBase
+from pdserve.connectors.lmcache.settings import LMCacheSettings
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from pdserve.connectors.base import (
+        ConnectorContext,
+        KVConnectorScheduler,
+        KVConnectorWorker,
+    )
+    from pdserve.wire.transfer import Endpoint
+
+
+class LMCacheConnector(KVConnectorBase, frozen=True, kw_only=True):
+    """See `KVConnectorBase`.
+
+    Attributes:
+        checks_digests: See `loading.LoadingThread`.
+    """
+
+    name: str = "lmcache"
+    capabilities: Capabilities = Capabilities(layerwise_load=True)
+    settings: LMCacheSettings = LMCacheSettings()
+    checks_digests: bool = True
+
+    def make_scheduler(
+        self, context: ConnectorContext, endpoints: Sequence[Endpoint]
+    ) -> KVConnectorScheduler:
+        """See `KVConnectorBase`."""
+        from pdserve.connectors.lmcache.scheduler import LMCacheScheduler
+
+        return LMCacheScheduler(context, self.settings)
+
+    def make_worker(self, context: ConnectorContext, wake: Callable[[], None]) -> KVConnectorWorker:
+        """See `KVConnectorBase`."""
+        from pdserve.connectors.lmcache.worker import LMCacheWorker
+
+        return LMCacheWorker(context, self.settings, wake, checks_digests=self.checks_digests)

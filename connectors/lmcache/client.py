@@ -1,0 +1,412 @@
+"""All that is known of LMCache: how its server is called, and how its answers are read.
+
+Its server keeps objects in shared memory. Whoever registered a geometry for a (model, world size)
+may ask for slots to write, or to read what a lookup has locked. The geometry is ours to choose: an
+object is so many opaque bytes, of one *unit* (its `worker_id`) of the `world_size` units that make
+up the KV of a chunk. A chunk that lacks a unit is not found.
+
+Nothing here waits longer than it is told to. Knows no blocks, layers or digests. For any thread.
+"""
+
+from __future__ import annotations
+
+import array
+import functools
+import hashlib
+import importlib.metadata
+import mmap
+import os
+import time
+import urllib.error
+import urllib.request
+import warnings
+from typing import TYPE_CHECKING, Any, Final
+
+import msgspec
+import numpy as np
+import zmq
+
+from pdserve.errors import ConfigError, PdserveError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    import numpy.typing as npt
+
+    from pdserve.connectors.lmcache.messages import ChunkRange
+    from pdserve.connectors.lmcache.settings import LMCacheSettings
+    from pdserve.connectors.lmcache.slots import StoreLayout
+
+VERSION: Final = "0.5.6"
+_SHM: Final = "/dev/shm"
+_ASK_AGAIN_S: Final = 0.002
+_QUIET: Final = {
+    "LMCACHE_TRACK_USAGE": "false",
+    "DO_NOT_TRACK": "1",
+    "LMCACHE_LOG_LEVEL": "ERROR",
+}
+
+
+class StoreGoneError(PdserveError):
+    """The server does not answer in time, or not as it should."""
+
+
+class StoreMissError(PdserveError):
+    """The server has not got what a lookup found any more."""
+
+
+def require_lmcache() -> None:
+    """Refuse to start without the one version that this module was written for.
+
+    Raises:
+        ConfigError: It is not installed, or another version is.
+    """
+    flag = "kv-transfer-config.kv-connector"
+    try:
+        found = importlib.metadata.version("lmcache")
+    except importlib.metadata.PackageNotFoundError:
+        raise ConfigError(
+            f"--{flag} is 'lmcache', which is not installed: pip install 'pdserve[lmcache]'",
+            param=flag,
+        ) from None
+    if found != VERSION:
+        raise ConfigError(
+            f"--{flag} is 'lmcache', and lmcache {found} is installed: it must be {VERSION}; "
+            "pip install 'pdserve[lmcache]'",
+            param=flag,
+        )
+
+
+class StoreClient:
+    """A connection of one rank to a server.
+
+    Args:
+        layout: How chunks are cut into units, and what they are called.
+        engine: Begins the names of sessions; no two engines have the same.
+        instance_id: Unique among the ranks of all engines.
+
+    Attributes:
+        chunk_tokens: Of a chunk; 0 until it was connected once.
+
+    Raises:
+        ConfigError: See `require_lmcache`.
+    """
+
+    def __init__(
+        self, settings: LMCacheSettings, layout: StoreLayout, *, engine: str, instance_id: int
+    ) -> None:
+        require_lmcache()
+        for name, value in _QUIET.items():
+            os.environ.setdefault(name, value)
+        with warnings.catch_warnings(action="ignore"):  # of what it imports
+            from lmcache.v1.multiprocess.custom_types import (
+                IPCCacheServerKey,
+                RegisterEngineDrivenContextPayload,
+            )
+            from lmcache.v1.multiprocess.transport.zmq_impl import create_request_client
+
+        self._url = settings.url
+        self._http_url = settings.http_url.rstrip("/")
+        self._timeout_s = settings.timeout_s
+        self._layout = layout
+        self._engine = engine
+        self._instance_id = instance_id
+        self._slot_bytes = 0
+        self._make_key = IPCCacheServerKey
+        self._key_fields = {
+            "model_name": layout.model,
+            "world_size": layout.num_units,
+            "num_kv_readers": layout.num_readers,
+        }
+        self._make_geometry = functools.partial(
+            RegisterEngineDrivenContextPayload,
+            instance_id=instance_id,
+            model_name=layout.model,
+            world_size=layout.num_units,
+            block_size=1,
+            num_layers=1,
+            dtype_str="uint8",
+            use_mla=True,  # one plane
+            num_physical_slots=1,
+        )
+        self._context = zmq.Context()
+        self._client = create_request_client(settings.url, context=self._context)
+        self._pool: npt.NDArray[np.uint8] = np.empty(0, np.uint8)
+        self.chunk_tokens = 0
+
+    # --- the server
+
+    def connect(self) -> None:
+        """Register, anew if this rank was known, and map the server's memory.
+
+        Raises:
+            StoreGoneError: It does not answer.
+            ConfigError: Its memory is not this machine's, or it gives none out.
+        """
+        chunk_tokens = int(self._answer(self._client.get_chunk_size(), "get_chunk_size"))
+        if self.chunk_tokens not in (0, chunk_tokens):
+            raise ConfigError(
+                f"the LMCache server at {self._url} has come back with chunks of {chunk_tokens} "
+                f"tokens (--chunk-size) in place of {self.chunk_tokens}: restart the engine",
+                param="kv-transfer-config.lmcache.url",
+            )
+        if self.chunk_tokens:  # what this rank had begun before an interruption is over by that
+            leave = self._client.unregister_kv_cache_engine_driven_context
+            self._answer(leave(self._instance_id), "unregister")
+        self._slot_bytes = self._layout.slot_bytes(chunk_tokens)
+        geometry = self._make_geometry(hidden_dim_size=self._slot_bytes)
+        register = self._client.register_kv_cache_engine_driven_context
+        told = self._answer(register(geometry), "register")
+        self._pool = self._map(str(told.shm_name).lstrip("/"), int(told.pool_size))
+        self.chunk_tokens = chunk_tokens
+
+    def ping(self) -> Any:
+        """Ask whether it is there, and let it see that we are; the answer's future."""
+        return self._client.ping(self._instance_id)
+
+    def close(self, *, is_up: bool) -> None:
+        """Take leave, if it is there: then it has heard all that it was told before."""
+        leaving = self._client.unregister_kv_cache_engine_driven_context(self._instance_id)
+        leaving.wait(self._timeout_s if is_up else 0.0)
+        self._client.close()
+        self._context.destroy(linger=0)
+
+    def _map(self, name: str, num_bytes: int) -> npt.NDArray[np.uint8]:
+        flag = "kv-transfer-config.lmcache.url"
+        if not name or not num_bytes:
+            raise ConfigError(
+                f"the LMCache server at {self._url} (--{flag}) has no shared memory: start it with "
+                "--supported-transfer-mode engine_driven --shm-name NAME",
+                param=flag,
+            )
+        try:
+            descriptor = os.open(f"{_SHM}/{name}", os.O_RDWR | os.O_CLOEXEC)
+        except OSError as error:
+            raise ConfigError(
+                f"the LMCache server at {self._url} (--{flag}) has its memory in {_SHM}/{name}, "
+                f"which cannot be opened here ({error}): engines and server must share a machine, "
+                "a user and its /dev/shm",
+                param=flag,
+            ) from error
+        try:
+            return np.frombuffer(mmap.mmap(descriptor, num_bytes), np.uint8)
+        finally:
+            os.close(descriptor)
+
+    # --- prompts
+
+    def lookup(self, chunks: ChunkRange) -> PendingLookup:
+        """Begin to look for the leading chunks of a prompt, and to bring them into memory."""
+        return PendingLookup(self, self.keys(chunks, self._session(chunks)))
+
+    def release(self, chunks: ChunkRange, *, is_last: bool) -> list[Any]:
+        """Give up the read locks of a lookup on some chunks, and perhaps its session.
+
+        Returns:
+            The futures of that: the server has to have done it before this rank takes leave.
+        """
+        keys = self.keys(chunks, self._session(chunks))
+        told = []
+        if chunks.first < chunks.end:
+            told.append(self._client.free_lookup_locks(keys.of(None), 1))
+        if is_last:
+            told.append(self._client.end_session(keys.session))
+        return told
+
+    def locked(self, chunks: ChunkRange, units: Sequence[int]) -> list[list[npt.NDArray[np.uint8]]]:
+        """Where the chunks lie that a lookup has locked: by unit, and then by chunk.
+
+        They stay there until `unlock`, and for some minutes at most.
+
+        Raises:
+            StoreGoneError: The server does not answer.
+            StoreMissError: It has not got them.
+        """
+        keys = self.keys(chunks, self._session(chunks))
+        asked = [self._client.prepare_retrieve(keys.of(u), self._instance_id) for u in units]
+        deadline_s = time.monotonic() + self._timeout_s
+        found = []
+        for future in asked:
+            told = self._answer(future, "prepare_retrieve", deadline_s)
+            slots = [self._slot(each) for each in told.context.get("slots", ())]
+            if not told.success or len(slots) != chunks.end - chunks.first:
+                raise StoreMissError(f"{len(slots)} of {chunks.end - chunks.first} chunks are left")
+            found.append(slots)
+        return found
+
+    def unlock(self, chunks: ChunkRange, units: Sequence[int]) -> None:
+        """The chunks were read."""
+        keys = self.keys(chunks, self._session(chunks))
+        for unit in units:
+            self._client.commit_retrieve(keys.of(unit), self._instance_id)
+
+    def reserve(
+        self, chunks: ChunkRange, units: Sequence[int]
+    ) -> list[dict[int, npt.NDArray[np.uint8]]]:
+        """Slots for chunks that the server lacks: by unit, and then by index of the chunk.
+
+        Raises:
+            StoreGoneError: The server does not answer.
+        """
+        keys = self.keys(chunks, self._save_session(chunks))
+        asked = [self._client.prepare_store(keys.of(u), self._instance_id) for u in units]
+        deadline_s = time.monotonic() + self._timeout_s
+        reserved = []
+        for future in asked:
+            told = self._answer(future, "prepare_store", deadline_s).context
+            if "slots" not in told:
+                raise StoreGoneError(f"the LMCache server at {self._url} gives out no memory")
+            places = [chunks.first + index for index in told["chunk_indices"]]
+            reserved.append(dict(zip(places, map(self._slot, told["slots"]), strict=True)))
+        return reserved
+
+    def commit(self, chunks: ChunkRange, units: Sequence[int]) -> None:
+        """All that was reserved, of these units, is written.
+
+        Raises:
+            StoreGoneError: The server does not answer, or knows nothing of it.
+        """
+        keys = self.keys(chunks, self._save_session(chunks))
+        asked = [self._client.commit_store(keys.of(u), self._instance_id, b"") for u in units]
+        deadline_s = time.monotonic() + self._timeout_s
+        for future in asked:
+            if not self._answer(future, "commit_store", deadline_s):
+                raise StoreGoneError(f"the LMCache server at {self._url} has forgotten a save")
+
+    def forget(self, chunks: ChunkRange, units: Sequence[int]) -> bool:
+        """Have chunks deleted in all tiers, so that they can be saved anew; False if it cannot."""
+        if not self._http_url:
+            return False
+        keys = self.keys(chunks, self._save_session(chunks))
+        asked = [{**each, "object_group_id": 0} for unit in units for each in keys.encoded(unit)]
+        for tier in ("l1", "l2"):  # without a second one that is refused
+            body = msgspec.json.encode({"keys": asked, "tier": tier})
+            url, headers = f"{self._http_url}/cache/objects", {"Content-Type": "application/json"}
+            request = urllib.request.Request(url, body, headers, method="DELETE")
+            try:
+                urllib.request.urlopen(request, timeout=self._timeout_s).close()
+            except urllib.error.HTTPError as error:
+                error.close()
+            except OSError:
+                return False
+        return True
+
+    def end_save(self, chunks: ChunkRange) -> None:
+        """Nothing more comes of a save."""
+        self._client.end_session(self._save_session(chunks))
+
+    # --- its terms
+
+    def keys(self, chunks: ChunkRange, session: str) -> PromptKeys:
+        """Name chunks as the server does."""
+        return PromptKeys(self, chunks, session)
+
+    def make_key(self, **fields: Any) -> Any:
+        """The server's own key."""
+        return self._make_key(**self._key_fields, **fields)
+
+    @property
+    def calls(self) -> Any:
+        """The server's calls; each returns a future."""
+        return self._client
+
+    def _session(self, chunks: ChunkRange) -> str:
+        return f"{self._engine}-{chunks.session}"
+
+    def _save_session(self, chunks: ChunkRange) -> str:
+        return f"{self._engine}-{chunks.session}-{self._instance_id}"
+
+    def _slot(self, told: dict[str, Any]) -> npt.NDArray[np.uint8]:
+        start, end = int(told["offset"]), int(told["offset"]) + self._slot_bytes
+        if int(told["length"]) < self._slot_bytes or end > len(self._pool):
+            raise StoreGoneError(f"the LMCache server at {self._url} names a slot that is none")
+        return self._pool[start:end]
+
+    def _answer(self, future: Any, what: str, deadline_s: float | None = None) -> Any:
+        now_s = time.monotonic()
+        left_s = self._timeout_s if deadline_s is None else max(0.0, deadline_s - now_s)
+        if not future.wait(left_s):
+            raise StoreGoneError(
+                f"the LMCache server at {self._url} does not answer {what} in {self._timeout_s:g} s"
+            )
+        try:
+            return future.result(0)
+        except (OSError, ValueError, RuntimeError, zmq.ZMQError) as error:
+            raise StoreGoneError(f"{what} at {self._url} failed: {error}") from error
+
+
+class PromptKeys:
+    """Chunks of a prompt in the server's terms."""
+
+    def __init__(self, client: StoreClient, chunks: ChunkRange, session: str) -> None:
+        self.session = session
+        self._client = client
+        salt = hashlib.sha256(chunks.salt.encode()).hexdigest() if chunks.salt else ""
+        self._fields = {
+            "token_ids": tuple(array.array("I", chunks.token_ids)),
+            "start": chunks.first * client.chunk_tokens,
+            "end": chunks.end * client.chunk_tokens,
+            "request_id": session,
+            "cache_salt": salt,
+        }
+
+    def of(self, unit: int | None) -> Any:
+        """One unit of them; None = all units."""
+        return self._client.make_key(worker_id=unit, **self._fields)
+
+    def encoded(self, unit: int) -> list[dict[str, Any]]:
+        """The objects of a unit, as the HTTP side names them."""
+        from lmcache.v1.distributed.api import ipc_key_to_object_keys
+        from lmcache.v1.multiprocess.token_hasher import TokenHasher
+
+        key = self.of(unit)
+        hashes = TokenHasher(self._client.chunk_tokens).compute_chunk_hashes(
+            list(key.token_ids), end=key.end
+        )[key.start // self._client.chunk_tokens :]
+        return [
+            {
+                "chunk_hash_hex": each.chunk_hash.hex(),
+                "model_name": each.model_name,
+                "kv_rank": each.kv_rank,
+                "cache_salt": each.cache_salt,
+            }
+            for each in ipc_key_to_object_keys(key, hashes, [0])[0]
+        ]
+
+
+class PendingLookup:
+    """A look for the leading chunks of a prompt, which has begun. For one thread.
+
+    Attributes:
+        num_chunks: That were found, and are locked; None = not known yet.
+        has_answered: The server has said anything at all.
+    """
+
+    def __init__(self, client: StoreClient, keys: PromptKeys) -> None:
+        self.num_chunks: int | None = None
+        self.has_answered = False
+        self._calls = client.calls
+        self._session = keys.session
+        self._asked = self._calls.lookup(keys.of(None), 1)
+        self._is_asking_how_far = False
+        self._ask_at_s = 0.0
+
+    def poll(self, now_s: float) -> bool:
+        """Go on as far as the server has answered. Return whether the lookup is over."""
+        if self.num_chunks is not None:
+            return True
+        if self._asked is not None:
+            if not self._asked.query():
+                return False
+            self.has_answered = True
+            told = self._asked.result(0) if self._is_asking_how_far else None
+            self._asked = None
+            if told is not None:
+                self.num_chunks = int(told)
+                return True
+            # What is on a disk is brought into memory first: that is waited for in between.
+            self._ask_at_s = now_s + (_ASK_AGAIN_S if self._is_asking_how_far else 0.0)
+        if now_s >= self._ask_at_s:
+            self._is_asking_how_far = True
+            self._asked = self._calls.query_prefetch_status(self._session)
+        return False

@@ -1,0 +1,55 @@
+"""What only LMCache is told, by `--kv-transfer-config.lmcache.*`."""
+
+from __future__ import annotations
+
+from typing import Annotated, Final
+
+import msgspec
+from msgspec import Meta
+
+from pdserve.errors import ConfigError
+
+_PREFIX: Final = "kv-transfer-config.lmcache"
+_SCHEMES: Final = ("tcp://", "ipc://")
+_SAVES: Final = ("prompt", "all", "off")
+
+
+class LMCacheSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """See the module."""
+
+    url: Annotated[str, Meta(description="where the LMCache server listens, on this machine")] = (
+        "tcp://127.0.0.1:5555"
+    )
+    http_url: Annotated[
+        str, Meta(description="the server's HTTP side, by which wrong chunks are replaced")
+    ] = ""
+    save: Annotated[
+        str, Meta(description="whose KV is saved: prompt, all (answers too), or off")
+    ] = "prompt"
+    namespace: Annotated[
+        str, Meta(description="engines find only what was saved under the same one")
+    ] = ""
+    timeout_s: Annotated[
+        float, Meta(description="seconds after which a server that does not answer is a miss")
+    ] = 1.0
+    heartbeat_s: Annotated[
+        float, Meta(description="seconds between looks whether the server is there")
+    ] = 2.0
+    max_pending_chunks: Annotated[
+        int, Meta(description="chunks that may wait to be saved; what comes then is dropped")
+    ] = 256
+
+    def __post_init__(self) -> None:
+        if not self.url.startswith(_SCHEMES):
+            self._refuse("url", f"{self.url!r}: it must begin with {' or '.join(_SCHEMES)}")
+        if self.save not in _SAVES:
+            self._refuse("save", f"{self.save!r}: use one of {', '.join(_SAVES)}")
+        for name in ("timeout_s", "heartbeat_s", "max_pending_chunks"):
+            value = getattr(self, name)
+            if value <= 0:
+                self._refuse(name.replace("_", "-"), f"{value}: it must be more than 0")
+
+    @staticmethod
+    def _refuse(name: str, why: str) -> None:
+        flag = f"{_PREFIX}.{name}"
+        raise ConfigError(f"--{flag} is {why}", param=flag)

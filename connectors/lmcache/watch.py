@@ -1,0 +1,218 @@
+"""The thread that looks prompts up, gives locks back, and sees whether the server is there.
+
+Rank 0's asks for the whole engine. A lookup is answered in time or is a miss; what it may have
+locked by then is given back when the server has said what that is.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from pdserve.connectors.lmcache.client import StoreGoneError
+from pdserve.connectors.lmcache.messages import ChunkRelease, LookupDone, ServerState
+from pdserve.errors import ConfigError
+from pdserve.observe.log import log_event
+
+if TYPE_CHECKING:
+    from pdserve.connectors.lmcache.client import PendingLookup
+    from pdserve.connectors.lmcache.link import StoreLink
+    from pdserve.connectors.lmcache.messages import ChunkRange, StoreInstructions
+    from pdserve.connectors.lmcache.settings import LMCacheSettings
+
+_log = logging.getLogger(__name__)
+
+_POLL_S = 0.0005
+_FORGET_S = 60.0
+"""A lookup that was given up: by then the server has answered, or has lost it itself."""
+
+
+@dataclass
+class _Lookup:
+    """One that is under way.
+
+    Attributes:
+        is_wanted: Who asked is still there, and has not been told that it is late.
+    """
+
+    chunks: ChunkRange
+    pending: PendingLookup
+    began_s: float
+    is_wanted: bool = True
+
+
+class StoreWatch(threading.Thread):
+    """See the module.
+
+    Args:
+        block_size: Of the engine; a chunk is a whole number of blocks.
+        tells: It reports the server's state, and looks up: of one rank.
+    """
+
+    def __init__(
+        self, link: StoreLink, settings: LMCacheSettings, *, block_size: int, tells: bool
+    ) -> None:
+        super().__init__(name="lmcache-watch", daemon=True)
+        self._link = link
+        self._settings = settings
+        self._block_size = block_size
+        self._tells = tells
+        self._inbox: queue.SimpleQueue[ChunkRange | ChunkRelease | None] = queue.SimpleQueue()
+        self._lookups: dict[int, _Lookup] = {}
+        self._locked: dict[int, ChunkRange] = {}
+        self._told: list[Any] = []  # the last releases
+        self._ping: Any = None
+        self._next_ping_s = 0.0
+        self._is_refused = False
+
+    def post(self, instructions: StoreInstructions) -> None:
+        """Look up, and give back."""
+        for lookup in instructions.lookups:
+            self._inbox.put(lookup)
+        for release in instructions.releases:
+            self._inbox.put(release)
+
+    def are_read(self, chunks: ChunkRange) -> None:
+        """A load takes over the locks on these."""
+        self._locked.pop(chunks.session, None)
+
+    def connect(self) -> None:
+        """Meet the server, and say what came of it; if it is not there, later.
+
+        Raises:
+            ConfigError: It can never serve this engine.
+        """
+        link, client = self._link, self._link.client
+        try:
+            client.connect()
+        except StoreGoneError as error:
+            log_event(
+                _log,
+                "the KV store is not there: prompts are computed until it is",
+                level=logging.WARNING,
+                why=str(error),
+                remedy="start `lmcache server`, or look at --kv-transfer-config.lmcache.url",
+            )
+            return
+        if client.chunk_tokens % self._block_size:
+            raise ConfigError(
+                f"the LMCache server has chunks of {client.chunk_tokens} tokens (--chunk-size), "
+                f"which is no multiple of --block-size {self._block_size}: change one of them",
+                param="kv-transfer-config.lmcache.url",
+            )
+        link.found()
+        self._say(client.chunk_tokens)
+        log_event(_log, "the KV store is there", chunk_tokens=client.chunk_tokens)
+
+    def close(self) -> None:
+        """End the thread, if it runs."""
+        self._inbox.put(None)
+        if self.ident is not None:
+            self.join()
+
+    def run(self) -> None:
+        """Serve until closed."""
+        self._next_ping_s = time.monotonic() + self._settings.heartbeat_s
+        while True:
+            wait_s = _POLL_S
+            if not self._lookups and self._ping is None:
+                wait_s = max(0.0, self._next_ping_s - time.monotonic())
+            try:
+                taken = self._inbox.get(timeout=wait_s)
+                if taken is None:
+                    break
+                self._take(taken)
+            except queue.Empty:
+                pass
+            now_s = time.monotonic()
+            self._poll(now_s)
+            self._look_after_server(now_s)
+        self._give_all_back()
+
+    def _give_all_back(self) -> None:
+        if not self._link.is_up:
+            return
+        lost = [each.chunks for each in self._lookups.values()]
+        for chunks in (*self._locked.values(), *lost):
+            self._told += self._link.client.release(chunks, is_last=True)
+        deadline_s = time.monotonic() + self._settings.timeout_s
+        for told in self._told:
+            told.wait(max(0.0, deadline_s - time.monotonic()))
+
+    # --- the server
+
+    def _look_after_server(self, now_s: float) -> None:
+        link, settings = self._link, self._settings
+        if link.was_lost.is_set():
+            link.was_lost.clear()
+            self._say(0)
+        if self._ping is None and now_s >= self._next_ping_s:
+            self._ping = link.client.ping()
+            self._next_ping_s = now_s + max(settings.heartbeat_s, settings.timeout_s)
+        if self._ping is None:
+            return
+        if self._ping.query():
+            self._ping = None
+            if not link.is_up and not self._is_refused:
+                self._come_back()
+        elif now_s > self._next_ping_s:
+            self._ping = None
+            link.lost(StoreGoneError(f"no answer to a ping in {settings.heartbeat_s:g} s"))
+
+    def _come_back(self) -> None:
+        try:
+            self.connect()
+        except ConfigError as error:
+            self._is_refused = True
+            log_event(_log, "the KV store is of no use", level=logging.ERROR, why=str(error))
+
+    def _say(self, chunk_tokens: int) -> None:
+        if self._tells:
+            self._link.tell(ServerState(chunk_tokens))
+
+    # --- prompts
+
+    def _take(self, taken: ChunkRange | ChunkRelease) -> None:
+        now_s = time.monotonic()
+        if not isinstance(taken, ChunkRelease):
+            if not self._link.is_up:
+                self._link.tell(LookupDone(taken.session, 0, 0.0, is_late=True))
+                return
+            pending = self._link.client.lookup(taken)
+            self._lookups[taken.session] = _Lookup(taken, pending, now_s)
+            return
+        lookup = self._lookups.get(taken.chunks.session)
+        if lookup is not None:
+            lookup.is_wanted = False
+            return
+        if taken.is_last:
+            self._locked.pop(taken.chunks.session, None)
+        if self._link.is_up:
+            self._told = self._link.client.release(taken.chunks, is_last=taken.is_last)
+
+    def _poll(self, now_s: float) -> None:
+        for session, lookup in list(self._lookups.items()):
+            taken_s = now_s - lookup.began_s
+            if lookup.pending.poll(now_s):
+                del self._lookups[session]
+                self._finish(lookup, taken_s)
+            elif lookup.is_wanted and taken_s > self._settings.timeout_s:
+                lookup.is_wanted = False
+                self._link.tell(LookupDone(session, 0, taken_s, is_late=True))
+                if not lookup.pending.has_answered:
+                    late = f"no answer to a lookup in {taken_s:.1f} s"
+                    self._link.lost(StoreGoneError(late))
+            elif taken_s > _FORGET_S:
+                del self._lookups[session]
+
+    def _finish(self, lookup: _Lookup, taken_s: float) -> None:
+        num_chunks = lookup.pending.num_chunks or 0
+        if lookup.is_wanted:
+            self._locked[lookup.chunks.session] = lookup.chunks
+            self._link.tell(LookupDone(lookup.chunks.session, num_chunks, taken_s))
+        else:
+            self._link.client.release(lookup.chunks, is_last=True)

@@ -1,0 +1,166 @@
+"""LMCache's worker half: three threads of one rank beside its steps.
+
+`watch` asks the server and sees whether it is there, `loading` brings layers into blocks while the
+step waits for each, `saving` takes what was computed out of them.
+"""
+
+from __future__ import annotations
+
+import secrets
+from functools import partial
+from typing import TYPE_CHECKING
+
+from pdserve.connectors.base import KVConnectorWorker
+from pdserve.connectors.lmcache.client import StoreClient
+from pdserve.connectors.lmcache.link import StoreLink
+from pdserve.connectors.lmcache.loading import LayerwiseLoad, LoadingThread
+from pdserve.connectors.lmcache.messages import read_instructions, read_loads
+from pdserve.connectors.lmcache.saving import SavingThread
+from pdserve.connectors.lmcache.slots import ChunkMemory, StoreLayout
+from pdserve.connectors.lmcache.watch import StoreWatch
+from pdserve.errors import ConfigError, InternalError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    import torch
+
+    from pdserve.connectors.base import ConnectorContext, KVLayout
+    from pdserve.connectors.lmcache.settings import LMCacheSettings
+    from pdserve.wire.transfer import ConnectorMetadata, ConnectorReport, Endpoint, Failed
+
+
+class _Threads:
+    """What runs once the memory is known."""
+
+    def __init__(
+        self,
+        kv: torch.Tensor,
+        context: ConnectorContext,
+        settings: LMCacheSettings,
+        *,
+        wake: Callable[[], None],
+        checks_digests: bool,
+    ) -> None:
+        layout = StoreLayout(context, settings.namespace)
+        client = StoreClient(
+            settings,
+            layout,
+            engine=f"{context.engine_id}-{context.incarnation}",
+            instance_id=secrets.randbits(48),
+        )
+        make_memory = partial(ChunkMemory, kv, context, layout)
+        self.link = StoreLink(client, make_memory, rank=context.rank, wake=wake)
+        self.watch = StoreWatch(
+            self.link, settings, block_size=context.layout.block_size, tells=context.rank == 0
+        )
+        self.loading = LoadingThread(self.link, layout, checks_digests=checks_digests)
+        self.saving = SavingThread(self.link, layout, self.loading.is_idle)
+
+    def start(self) -> None:
+        self.watch.connect()
+        for thread in (self.watch, self.loading, self.saving):
+            thread.start()
+
+    def close(self) -> None:
+        for thread in (self.saving, self.loading, self.watch):
+            thread.close()
+        self.link.client.close(is_up=self.link.is_up)
+
+
+class LMCacheWorker(KVConnectorWorker):
+    """See `KVConnectorWorker` and the module.
+
+    Args:
+        checks_digests: See `LoadingThread`.
+    """
+
+    def __init__(
+        self,
+        context: ConnectorContext,
+        settings: LMCacheSettings,
+        wake: Callable[[], None],
+        *,
+        checks_digests: bool,
+    ) -> None:
+        self._context = context
+        self._settings = settings
+        self._wake = wake
+        self._checks_digests = checks_digests
+        self._threads: _Threads | None = None
+        self._loads: list[LayerwiseLoad] = []
+
+    def register_kv_caches(self, kv: torch.Tensor, layout: KVLayout) -> Endpoint | None:
+        """See `KVConnectorWorker`.
+
+        Raises:
+            ConfigError: LMCache is not there, its server cannot serve this engine, or the KV is
+                not in the CPU's memory.
+        """
+        if kv.device.type != "cpu":
+            raise ConfigError(
+                f"--kv-transfer-config.kv-connector is 'lmcache', and the KV is on {kv.device}: it "
+                "is built for engines on CPUs; use --device cpu",
+                param="kv-transfer-config.kv-connector",
+            )
+        self._threads = threads = _Threads(
+            kv,
+            self._context,
+            self._settings,
+            wake=self._wake,
+            checks_digests=self._checks_digests,
+        )
+        try:
+            threads.start()
+        except ConfigError:
+            threads.close()
+            raise
+        return None
+
+    def post(self, metadata: ConnectorMetadata) -> None:
+        """See `KVConnectorWorker`."""
+        threads, told = self._started(), read_instructions(metadata)
+        if self._context.rank == 0:
+            threads.watch.post(told)
+        for each in told.saves:
+            threads.saving.put(each)
+
+    def start_load_kv(self, metadata: ConnectorMetadata) -> None:
+        """See `KVConnectorWorker`."""
+        threads, num_layers = self._started(), self._context.layout.num_layers
+        self._loads = [LayerwiseLoad(load, num_layers) for load in read_loads(metadata)]
+        for load in self._loads:
+            threads.watch.are_read(load.load.chunks)
+            threads.loading.put(load)
+
+    def wait_for_layer_load(self, layer: int) -> None:
+        """See `KVConnectorWorker`."""
+        for load in self._loads:
+            load.wait_for(layer, self._settings.timeout_s)
+
+    def wait_for_save(self) -> Sequence[Failed]:
+        """See `KVConnectorWorker`. Saves wait for what the step's results say."""
+        if not self._loads:
+            return ()
+        loads, self._loads = self._loads, []
+        memory = self._started().link.memory
+        assert memory is not None
+        for load in loads:
+            load.cancel()  # after a step that went through all layers: what did not come
+        outcomes = [load.outcome(memory.chunk_tokens) for load in loads]
+        return [failed for failed in outcomes if failed is not None]
+
+    def get_finished(self) -> ConnectorReport:
+        """See `KVConnectorWorker`."""
+        return self._started().link.take_report()
+
+    def close(self, timeout_s: float) -> None:
+        """See `KVConnectorWorker`. Waits for the server once at most."""
+        threads, self._threads = self._threads, None
+        if threads is not None:
+            threads.close()
+
+    def _started(self) -> _Threads:
+        if self._threads is None:
+            raise InternalError("the memory is not registered, or the connector is closed")
+        return self._threads
