@@ -44,17 +44,22 @@ class Rot(Trouble):
 
     Attributes:
         late: For how many polls a frame to this rank, and a copy of it, is under way.
+        loses_next: A link breaks as this rank sends over it.
     """
 
     def __init__(self, *numbers: int) -> None:
         self._numbers, self._count = numbers, itertools.count()
-        self.late = 0
+        self.late, self.loses_next = 0, False
 
     def frame_polls(self) -> int:
         return self.late
 
     def copy_polls(self) -> int:
         return self.late
+
+    def loses_link(self) -> bool:
+        loses, self.loses_next = self.loses_next, False
+        return loses
 
     def spoils(self) -> Spoil | None:
         return Spoil.CORRUPT if next(self._count) in self._numbers else None
@@ -306,6 +311,19 @@ def test_what_arrives_damaged_twice_has_failed_and_is_no_kv() -> None:
     assert not world.p.settled  # its lease is for whoever pulls
 
 
+def test_p_forgets_the_memory_of_a_d_that_is_gone(world: World) -> None:
+    world.reserve()
+    world.compute(40)
+    world.finish()
+    world.poll(POLLS_ON_THE_WIRE + 2)
+    assert world.p.settled
+    memories = world.machine(world.p).server.pushing._destinations._memories
+    assert len(memories) == 1  # for the next push
+    world.d.close()
+    world.p.step()
+    assert not memories
+
+
 def test_a_p_that_dies_leaves_a_part_behind_and_d_learns_of_it(world: World) -> None:
     world.reserve()
     world.compute(40)
@@ -314,6 +332,23 @@ def test_a_p_that_dies_leaves_a_part_behind_and_d_learns_of_it(world: World) -> 
     world.d.step()
     assert [failed.reason for failed in world.d.failed] == [LoadFailure.PEER_LOST]
     assert any(tensor.any() for tensor in world.d.snapshot(world.d_blocks))
+
+
+def test_a_p_whose_writes_no_fence_stops_is_asked_again_until_it_says_that_it_is_over() -> None:
+    wire = Rot()
+    world = World((make_shape(), make_shape()), Exchange(is_direct=True), trouble_at_d=wire)
+    world.reserve()
+    world.compute(40)
+    world.clock.advance(LEASE_S / 6)
+    wire.loses_next = True  # with the next heartbeat
+    world.d.step()
+    assert not wire.loses_next
+    assert not world.d.failed, "P may still write"
+    world.clock.advance(1.0)
+    world.poll(POLLS_ON_THE_WIRE + 1)
+    assert [failed.reason for failed in world.d.failed] == [LoadFailure.PEER_LOST]
+    assert world.withdrawn
+    assert not world.d.faults
 
 
 def test_a_p_that_is_mute_is_given_up_after_a_lease_and_shut_out(world: World) -> None:
