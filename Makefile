@@ -27,7 +27,7 @@ up: $(VENV)/.installed ## Install, start P + D + proxy, send one request, serve 
 # Deployments and faults are processes themselves, and what shares one is run by one. Ranks that
 # outnumber the cores, and figures, come last, one by one.
 test: $(VENV)/.installed-dev ## Everything that needs no GPU: side by side, but for what is better alone
-	@$(BIN)/python -m pytest -q -n 3 -m "not gpu and not matrix and not e2e and not chaos" $(ARGS)
+	@$(BIN)/python -m pytest -q -n 3 --dist worksteal -m "not gpu and not matrix and not e2e and not chaos" $(ARGS)
 	@$(BIN)/python -m pytest -q -n 2 --dist loadscope --no-loadscope-reorder -m "(e2e or chaos) and not alone and not gpu and not matrix" $(ARGS)
 	@$(BIN)/python -m pytest -m "alone and not gpu and not matrix" $(ARGS)
 
@@ -39,7 +39,7 @@ check: $(VENV)/.installed-dev ## The quick loop: format, lint, types, layers, qu
 	@$(BIN)/ruff check .
 	@$(BIN)/mypy
 	@$(BIN)/lint-imports
-	@$(BIN)/python -m pytest -q -n 3 -m "not gpu and not matrix and not e2e and not chaos and not slow" $(ARGS)
+	@$(BIN)/python -m pytest -q -n 3 --dist worksteal -m "not gpu and not matrix and not e2e and not chaos and not slow" $(ARGS)
 
 format: $(VENV)/.installed-dev ## Let ruff format and mend what it can; write docs/modules.md
 	@$(BIN)/python -m tools.module_list

@@ -5,5 +5,5 @@ from __future__ import annotations
 import pytest
 
 pytest.register_assert_rewrite(
-    *(f"tests.connectors.{name}" for name in ("halves", "lane_bench", "push_parts", "push_world"))
+    *(f"tests.connectors.{name}" for name in ("halves", "lane_bench", "push_engines"))
 )
