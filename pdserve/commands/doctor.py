@@ -7,6 +7,7 @@ is 1 if one of them failed.
 from __future__ import annotations
 
 import importlib.metadata
+import importlib.util
 import itertools
 import json
 import os
@@ -76,6 +77,7 @@ def _findings(config: DoctorConfig) -> Iterator[Finding]:
     if config.kv_tiers:
         yield from findings_of(parse_tiers(config.kv_tiers), os.environ)
     yield transfer()
+    yield from ucx()
     yield from peers(config.peer, fetch=_fetch)
 
 
@@ -235,6 +237,25 @@ def transfer() -> Finding:
             "with permission to read one another's memory (see ptrace), and UCX_TLS unset",
         )
     return Finding("transfer", Grade.OK, text)
+
+
+def ucx() -> Iterator[Finding]:
+    """How fast does UCX move messages between two processes here? For whoever has pdserve[ucx]."""
+    if importlib.util.find_spec("ucxx") is None:
+        return
+    from pdserve.commands.transfer_probe import ProbeError
+    from pdserve.commands.ucx_probe import MESSAGE_BYTES, measure
+
+    try:
+        rate = measure()
+    except ProbeError as error:
+        remedy = (
+            "pip install 'pdserve[ucx]', or use the connector nixl; look at the variables UCX_*"
+        )
+        yield Finding("ucx", Grade.WARN, f"UCX without NIXL: {error}", remedy)
+        return
+    found = f"ucxx {importlib.metadata.version('ucxx-cu13')}: messages of {MESSAGE_BYTES >> 20} MiB"
+    yield Finding("ucx", Grade.OK, f"{found} at {rate / 1e9:.1f} GB/s between two processes")
 
 
 def peers(urls: Sequence[str], *, fetch: Callable[[str], Mapping[str, Any]]) -> Iterator[Finding]:

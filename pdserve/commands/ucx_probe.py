@@ -1,0 +1,106 @@
+"""How fast UCX moves messages between two processes of this machine.
+
+`measure` starts both; run as a program, this module is one of them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import select
+import subprocess
+import sys
+import threading
+import time
+from typing import IO, Final
+
+from pdserve.commands.transfer_probe import ProbeError
+from pdserve.errors import PdserveError
+
+MESSAGE_BYTES: Final = 8 << 20
+_NUM_MESSAGES: Final = 8
+_POLL_S: Final = 0.1
+
+
+def measure(*, timeout_s: float = 30.0) -> float:
+    """Send messages from one process to another; return the best rate, in bytes per second.
+
+    Raises:
+        ProbeError: ucxx cannot be loaded, or moves no messages between processes here.
+    """
+    with contextlib.ExitStack() as stack:
+        parts = [stack.enter_context(_start(name)) for name in ("sender", "receiver")]
+        for part in parts:
+            stack.callback(part.kill)
+        timer = threading.Timer(timeout_s, _kill, [parts])
+        timer.start()
+        stack.callback(timer.cancel)
+        addresses = [_said_by(part, b"address ") for part in parts]
+        for part, address in zip(parts, reversed(addresses), strict=True):
+            _pipe(part.stdin).write(address)
+            _pipe(part.stdin).flush()
+        return float(_said_by(parts[1], b"rate "))
+
+
+def _kill(parts: list[subprocess.Popen[bytes]]) -> None:
+    for part in parts:
+        part.kill()
+
+
+def _start(part: str) -> subprocess.Popen[bytes]:
+    return subprocess.Popen(
+        [sys.executable, "-m", __name__, part],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
+
+
+def _said_by(process: subprocess.Popen[bytes], word: bytes) -> bytes:
+    for line in _pipe(process.stdout):
+        if line.startswith(word):  # UCX logs there, too
+            return line.removeprefix(word)
+    lines = _pipe(process.stderr).read().decode(errors="replace").strip().splitlines()
+    raise ProbeError(lines[-1] if lines else "nothing arrived in time")
+
+
+def _pipe(pipe: IO[bytes] | None) -> IO[bytes]:
+    assert pipe is not None
+    return pipe
+
+
+def _run(part: str) -> None:
+    """Be the sender or the receiver: say where this is, hear where the other is, and do it."""
+    import torch
+
+    from pdserve.connectors.ucx.library import UcxWorker
+
+    worker = UcxWorker({"NET_DEVICES": "lo"})
+    print("address", worker.address.hex(), flush=True)
+    endpoint = worker.connect(bytes.fromhex(sys.stdin.readline()))
+    post = endpoint.send if part == "sender" else endpoint.receive
+    memory = torch.full((MESSAGE_BYTES,), 7 if part == "sender" else 0, dtype=torch.uint8)
+    best_s = float("inf")
+    for tag in range(_NUM_MESSAGES):  # the first one makes the two acquainted
+        started_s = time.perf_counter()
+        request = post(memory, tag)
+        worker.progress()
+        while not request.is_over:
+            if worker.arm():
+                select.select([worker.descriptor], [], [], _POLL_S)
+            worker.progress()
+        best_s = min(best_s, time.perf_counter() - started_s)
+        failure = request.failure()
+        if failure is not None:
+            sys.exit(failure)
+    if not bool((memory == 7).all()):
+        sys.exit("UCX says that all bytes came, and they did not")
+    print("rate", MESSAGE_BYTES / best_s, flush=True)
+    if part == "sender":  # it ends with whoever started it, after the last byte has left
+        sys.stdin.read()
+
+
+if __name__ == "__main__":
+    try:
+        _run(sys.argv[1])
+    except PdserveError as error:
+        sys.exit(error.message)
