@@ -1,7 +1,8 @@
 """What two movers say to one another, over the side channel, to agree on a copy.
 
 Whoever receives posts its receive first and draws the message's tag, so no message ever comes that
-nobody waits for, and none is taken for another. Each tag that is told gets one message.
+nobody waits for, and none is taken for another. Each tag that is told gets one message, or all that
+are awaited from there end with `SendBroken`. What UCX brings from strangers has no such tag.
 
     READ    FetchCopy ----->             WRITE   OfferCopy ----->
             <------ message                      <------ TakeCopy
@@ -71,7 +72,11 @@ class WithdrawCopy(msgspec.Struct, frozen=True, tag="withdraw"):
     copy_id: int
 
 
-Frame = FetchCopy | DropCopy | OfferCopy | TakeCopy | CopyLanded | WithdrawCopy
+class SendBroken(msgspec.Struct, frozen=True, tag="broken"):
+    """A message could not be sent: none of those that are awaited from here will come."""
+
+
+Frame = FetchCopy | DropCopy | OfferCopy | TakeCopy | CopyLanded | WithdrawCopy | SendBroken
 
 encode = msgspec.msgpack.Encoder().encode
 decode = msgspec.msgpack.Decoder(Frame).decode

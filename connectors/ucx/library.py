@@ -14,6 +14,7 @@ It knows nothing of blocks or of peers' messages.
 
 from __future__ import annotations
 
+import ctypes
 import importlib
 import os
 import sys
@@ -39,6 +40,8 @@ _UCX_DEFAULTS = {
     "UCX_WARN_UNUSED_ENV_VARS": "n",
 }
 _OTHER_COPY = "nixl._bindings"
+# UCX ends the process over an address that is none.
+_ADDRESS = b"UCX worker "
 
 
 class UcxError(PeerError):
@@ -135,7 +138,7 @@ class UcxWorker:
     @property
     def address(self) -> bytes:
         """How peers connect to it."""
-        return bytes(self._worker.address.tobytes())
+        return _ADDRESS + bytes(self._worker.address.tobytes())
 
     @property
     def descriptor(self) -> int:
@@ -157,8 +160,10 @@ class UcxWorker:
             UcxError: No transport reaches it, or this is no such address.
         """
         library = self._ucx.library
+        if not address.startswith(_ADDRESS):
+            raise UcxError("the peer has no UCX worker: its kv_connector is another one")
         try:
-            there = library.UCXAddress.create_from_buffer(address)
+            there = library.UCXAddress.create_from_buffer(address.removeprefix(_ADDRESS))
             endpoint = library.UCXEndpoint.create_from_worker_address(
                 self._worker, there, endpoint_error_handling=True
             )
@@ -167,9 +172,18 @@ class UcxWorker:
         return UcxEndpoint(endpoint, self._ucx)
 
     def close(self) -> None:
-        """End everything."""
-        self._worker.cancel_inflight_requests()
-        del self._worker, self._context
+        """End everything.
+
+        A worker that has got a message which nobody awaits is left to the end of the process: its
+        destructor waits for the rest of that message, for ever if its sender is gone, and holds
+        the interpreter lock.
+        """
+        ucx, worker = self._ucx, self._worker
+        worker.cancel_inflight_requests()
+        worker.progress()
+        if worker.tag_probe(ucx.tag(0), tag_mask=ucx.any_tag).matched:
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(worker))
+        del self._worker, self._context, worker
 
 
 class _Ucx:
@@ -196,4 +210,5 @@ class _Ucx:
             ) from error
         self.library: Any = ucxx.libucxx
         self.tag: Any = ucxx.types.Tag
+        self.any_tag: Any = ucxx.types.TagMask(0)
         self.error: type[Exception] = ucxx.libucxx.UCXError

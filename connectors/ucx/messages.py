@@ -199,7 +199,12 @@ class Messages:
         for endpoint in self._endpoints.values():
             endpoint.close()
         self._endpoints.clear()
+        under_way = [*self._stranded, *self._to_send.posted, *self._to_receive.posted]
+        buffers = [message.buffer for message in under_way]
+        for message in under_way:
+            message.request = None
         self._worker.close()
+        del buffers  # UCX's until now
 
     @property
     def _ways(self) -> tuple[_Way, _Way]:
@@ -258,6 +263,7 @@ class Messages:
         return self._staging.new_buffer(num_bytes)
 
     def _give_back(self, message: TaggedMessage) -> None:
+        message.request = None  # it would keep the worker
         buffer, message.buffer = message.buffer, None
         if buffer is not None:
             self._free.append(buffer)

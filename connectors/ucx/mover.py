@@ -32,6 +32,7 @@ from pdserve.connectors.ucx.frames import (
     DropCopy,
     FetchCopy,
     OfferCopy,
+    SendBroken,
     TakeCopy,
     WithdrawCopy,
     decode,
@@ -54,23 +55,21 @@ if TYPE_CHECKING:
     from pdserve.wire.trace import RankSlice
 
 _NEVER = float("inf")
+_TRY_AGAIN_S = 0.05
 
 
 @dataclass(slots=True, eq=False)
 class _WarmUp:
-    """A message of no meaning that is fetched."""
+    """A message of no meaning that is fetched, again for a while if it fails.
+
+    UCX may still take the connection of a moment ago for the way to a peer that is met again.
+    """
 
     tag: Hashable
-    on_settled: Callable[[str | None], None]
-
-
-@dataclass(slots=True, eq=False)
-class _Incoming:
-    """What a peer has offered."""
-
     link: MoverLink
-    offer: OfferCopy
-    units: npt.NDArray[np.int32]
+    on_settled: Callable[[str | None], None]
+    num_left: int = 30
+    due_s: float = -_NEVER
 
 
 class UcxMover:
@@ -84,7 +83,6 @@ class UcxMover:
 
     num_lanes: ClassVar[int] = 1
     outlives_links: ClassVar[bool] = False
-    due_s: float = _NEVER
     why_fence: str = ""
 
     def __init__(
@@ -121,7 +119,13 @@ class UcxMover:
         self._incoming: dict[tuple[MoverLink, int], TaggedMessage] = {}
         self._serving: dict[tuple[MoverLink, int], TaggedMessage] = {}
         self._ended: deque[tuple[Job, JobEnd]] = deque()
+        self._warm_ups: list[_WarmUp] = []  # those that are to be tried, or tried again
         self._warmed_up: deque[tuple[_WarmUp, str | None]] = deque()
+
+    @property
+    def due_s(self) -> float:
+        """See `ThreadMover`."""
+        return min((warm_up.due_s for warm_up in self._warm_ups), default=_NEVER)
 
     # ---- the thread ------------------------------------------------------------------------
 
@@ -138,6 +142,10 @@ class UcxMover:
     def tick(self) -> None:
         """See `ThreadMover`."""
         self._messages.advance()
+        now_s = self._clock.monotonic_s()
+        for warm_up in [each for each in self._warm_ups if each.due_s <= now_s]:
+            self._warm_ups.remove(warm_up)
+            self._fetch(warm_up, warm_up.link, MAX_TRIAL_BYTES, b"", MAX_TRIAL_BYTES)
 
     def drive(self) -> None:
         """See `ThreadMover`: `tick` does it."""
@@ -191,8 +199,7 @@ class UcxMover:
         on_settled: Callable[[str | None], None],
     ) -> None:
         """See `Mover`."""
-        link = _linked(remote.link)
-        self._fetch(_WarmUp(tag, on_settled), link, MAX_TRIAL_BYTES, b"", MAX_TRIAL_BYTES)
+        self._warm_ups.append(_WarmUp(tag, _linked(remote.link), on_settled))
 
     def submit(self, job: Job) -> None:
         """See `Mover`."""
@@ -220,6 +227,9 @@ class UcxMover:
                     link.say(encode(DropCopy(message.tag)))
                 if isinstance(what, _WarmUp):
                     self._warmed_up.append((what, "it was given up"))
+        for warm_up in [each for each in self._warm_ups if each.tag == tag]:
+            self._warm_ups.remove(warm_up)
+            self._warmed_up.append((warm_up, "it was given up"))
         for copy_id, (job, link) in list(self._writes.items()):
             if job.tag == tag:
                 del self._writes[copy_id]
@@ -264,6 +274,8 @@ class UcxMover:
                 incoming = self._incoming.pop((link, frame.copy_id), None)
                 if incoming is not None:
                     self._messages.drop(incoming)
+            case SendBroken():
+                self._messages.hang_up(link.metadata)
 
     # ---- READ ------------------------------------------------------------------------------
 
@@ -289,7 +301,12 @@ class UcxMover:
     def _read_over(self, what: Job | _WarmUp, payload: torch.Tensor, failure: str | None) -> None:
         """What was fetched is here."""
         if isinstance(what, _WarmUp):
-            self._warmed_up.append((what, failure))
+            what.num_left -= 1
+            if failure is None or not what.num_left:
+                self._warmed_up.append((what, failure))
+            else:
+                what.due_s = self._clock.monotonic_s() + _TRY_AGAIN_S
+                self._warm_ups.append(what)
             return
         if failure is None:
             self._staging.scatter(payload, what.local_units, what.unit_bytes)
@@ -322,11 +339,10 @@ class UcxMover:
         """Receive what a peer wants to write."""
         units = self._named(offer.unit_bytes, offer.units)
         tag, key = self._messages.new_tag(), (link, offer.copy_id)
-        incoming = _Incoming(link, offer, units)
 
         def on_over(payload: torch.Tensor, failure: str | None) -> None:
             del self._incoming[key]
-            self._offer_over(incoming, payload, failure)
+            self._offer_over(link, offer, units, payload, failure)
 
         message = TaggedMessage(
             link.metadata,
@@ -340,18 +356,24 @@ class UcxMover:
         self._incoming[key] = message
         self._messages.post(message)
 
-    def _offer_over(self, incoming: _Incoming, payload: torch.Tensor, failure: str | None) -> None:
+    def _offer_over(
+        self,
+        link: MoverLink,
+        offer: OfferCopy,
+        units: npt.NDArray[np.int32],
+        payload: torch.Tensor,
+        failure: str | None,
+    ) -> None:
         """What was offered is here: write it where the peer still may."""
-        link, offer = incoming.link, incoming.offer
         if failure is None:
-            first = incoming.units.astype(np.int64) * offer.unit_bytes
+            first = units.astype(np.int64) * offer.unit_bytes
             last = first + (offer.unit_bytes - 1)
             blocks = np.unique(np.concatenate([first, last]) // self._pool.stride_bytes)
             if not set(blocks.tolist()) <= set(link.exposed()):
                 self._faults["write_not_exposed"] += 1
                 failure = "the blocks are not its to write"
         if failure is None:
-            self._staging.scatter(payload, incoming.units, offer.unit_bytes)
+            self._staging.scatter(payload, units, offer.unit_bytes)
         link.say(encode(CopyLanded(offer.copy_id, failure or "")))
 
     # ---- both ------------------------------------------------------------------------------
@@ -369,7 +391,10 @@ class UcxMover:
 
         def on_over(payload: torch.Tensor, failure: str | None) -> None:
             del self._serving[link, tag]
-            if failure is not None and copy_id in self._writes:
+            if failure is None:
+                return
+            link.say(encode(SendBroken()))
+            if copy_id in self._writes:
                 self._settle(self._writes.pop(copy_id)[0], failure)
 
         if (link, tag) in self._serving:

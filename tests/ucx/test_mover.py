@@ -208,6 +208,13 @@ def test_a_read_fails_as_a_value_when_its_link_is_lost_and_the_next_one_works(
     until(sides, lambda: ours.ends, deaf=theirs)
     assert ours.ends[0].failure is not None
     theirs.inbox.clear()
+    theirs.mover.hang_up(theirs.link)
+    warmed_up: list[str | None] = []
+    remote = ours.mover.meet(ours.link.metadata, theirs.mover.target.pool)
+    remote.link = ours.link
+    ours.mover.warm_up(remote, remote.pool, tag="warm-up", on_settled=warmed_up.append)
+    until(sides, lambda: warmed_up)
+    assert warmed_up == [None]
     ours.copy(Direction.READ, "another")
     until(sides, lambda: len(ours.ends) == 2)
     assert ours.ends[1].failure is None
@@ -303,3 +310,21 @@ def test_a_region_of_another_size_than_the_units_is_refused_as_a_value(
     )
     ours.mover.deliver()
     assert "are not in" in (ours.ends[0].failure or "")
+
+
+def test_a_send_that_fails_ends_what_the_peer_awaits_and_the_next_one_works(
+    sides: tuple[Side, Side],
+) -> None:
+    ours, theirs = sides
+    ours.copy(Direction.READ)
+    until(sides, lambda: theirs.inbox, deaf=theirs)
+    # The peer cannot send: there is no such worker any more.
+    theirs.mover.hear(MoverLink(b"nobody", ours.inbox.append, frozenset), theirs.inbox.popleft())
+    until(sides, lambda: ours.ends)
+    assert ours.ends[0].failure is not None
+    assert ours.holds(1.0)
+    idle(sides)
+    ours.copy(Direction.READ, "another")
+    until(sides, lambda: len(ours.ends) == 2)
+    assert ours.ends[1].failure is None
+    assert ours.holds(2.0)
