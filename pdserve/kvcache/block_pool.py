@@ -5,7 +5,7 @@ Knows ids, references and hashes. Does not know requests, tokens or memory.
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from typing import TYPE_CHECKING
 
 from pdserve.errors import InternalError
@@ -28,7 +28,8 @@ class BlockPool:
     (references == 0, in eviction order). A free block may still carry the hash of its
     last contents, so a later prefix can take it back without recomputing. The free list
     is first in, first out: the window between a block's release and its reuse is as
-    long as it can be.
+    long as it can be. Contents can be found as long as one block has them, however many
+    were given them: so who holds a whole prefix is never found without its beginning.
 
     Args:
         num_blocks: Number of blocks, > 0.
@@ -43,6 +44,7 @@ class BlockPool:
         self._generations = [0] * num_blocks
         self._hash: list[BlockHash | None] = [None] * num_blocks
         self._by_hash: dict[BlockHash, BlockId] = {}
+        self._further: dict[BlockHash, list[BlockId]] = {}
         self._free: OrderedDict[BlockId, None] = OrderedDict(
             (BlockId(i), None) for i in range(num_blocks)
         )
@@ -74,14 +76,14 @@ class BlockPool:
         """
         if n > len(self._free):
             raise OutOfBlocksError(f"asked for {n} blocks, {len(self._free)} free")
-        taken = sorted(self._free.popitem(last=False)[0] for _ in range(n))
+        taken = [self._free.popitem(last=False)[0] for _ in range(n)]
         for block in taken:
             if self._hash[block] is not None:
                 self._num_free_cached -= 1
                 self._forget(block)
             self._refs[block] = 1
             self._generations[block] += 1
-        return taken
+        return sorted(taken)
 
     def generations_of(self, blocks: Iterable[BlockId]) -> list[int]:
         """How often each of `blocks` has been handed out: what it held before is not in it now."""
@@ -117,18 +119,26 @@ class BlockPool:
             self._refs[block] += 1
 
     def publish(self, block: BlockId, name: BlockHash) -> bool:
-        """Make a full, held block findable by its hash. First writer wins.
+        """Make a full, held block findable by its hash; behind others that have the same.
 
         Returns:
             Whether nothing could be found by it before.
         """
         if self._refs[block] == 0:
             raise InternalError(f"block {block} is free; only a held block can be published")
-        if name in self._by_hash:
+        if self._hash[block] == name:
             return False
         self._forget(block)
-        self._hash[block], self._by_hash[name] = name, block
+        self._hash[block] = name
+        if name in self._by_hash:
+            self._further.setdefault(name, []).append(block)
+            return False
+        self._by_hash[name] = block
         return True
+
+    def can_find(self, name: BlockHash) -> bool:
+        """Whether some block is found by `name`."""
+        return name in self._by_hash
 
     def release(self, blocks: Sequence[BlockId]) -> None:
         """Drop one reference on each block; at zero it becomes evictable.
@@ -156,6 +166,7 @@ class BlockPool:
     def forget_all(self) -> None:
         """Forget every hash. Held blocks keep their contents and their holders."""
         self._by_hash.clear()
+        self._further.clear()
         self._hash = [None] * len(self._refs)
         self._num_free_cached = 0
         if self._events is not None:
@@ -166,13 +177,30 @@ class BlockPool:
         free = {block for block, refs in enumerate(self._refs) if refs == 0}
         assert free == set(self._free)
         assert all(refs >= 0 for refs in self._refs)
-        assert {h: b for b, h in enumerate(self._hash) if h is not None} == self._by_hash
+        names = Counter(name for name in self._hash if name is not None)
+        assert names.keys() == self._by_hash.keys()
+        assert all(self._hash[block] == name for name, block in self._by_hash.items())
+        for name, number in names.items():
+            further = self._further.get(name, [])
+            assert len({self._by_hash[name], *further}) == number == len(further) + 1
+        assert [] not in self._further.values()
+        assert self._further.keys() <= names.keys()
         assert self._num_free_cached == sum(self._hash[block] is not None for block in free)
 
     def _forget(self, block: BlockId) -> None:
         name = self._hash[block]
-        if name is not None:
+        if name is None:
+            return
+        self._hash[block] = None
+        further = self._further.get(name)
+        if further is None:
             del self._by_hash[name]
-            self._hash[block] = None
             if self._events is not None:
                 self._events.removed(name)
+            return
+        if self._by_hash[name] == block:
+            self._by_hash[name] = further.pop(0)
+        else:
+            further.remove(block)
+        if not further:
+            del self._further[name]

@@ -46,7 +46,7 @@ class Holding:
         user: Who may touch the blocks now.
         num_cached: Leading blocks that were complete when it was opened: nothing that
             happens to this request writes them.
-        num_published: Leading blocks that can be found by their hash.
+        num_published: Leading blocks that were made findable, unless the cache was told to forget.
     """
 
     def __init__(self, ledger: Ledger, blocks: list[BlockId], num_cached: int) -> None:
@@ -82,14 +82,17 @@ class Holding:
     def publish(self, hashes: Sequence[BlockHash], num_full_blocks: int) -> list[int]:
         """Make the first `num_full_blocks` blocks findable; they are complete in memory.
 
+        Those behind a block that the cache was made to forget are of no use, and stay unfindable.
+
         Returns:
             The indices of those whose contents nobody could find before, ascending.
         """
-        indices = range(self.num_published, num_full_blocks)
-        publish, blocks = self._ledger.pool.publish, self._blocks
-        first = [index for index in indices if publish(blocks[index], hashes[index])]
-        self.num_published = max(self.num_published, num_full_blocks)
-        return first
+        start, pool, blocks = self.num_published, self._ledger.pool, self._blocks
+        self.num_published = max(start, num_full_blocks)
+        if start and not pool.can_find(hashes[start - 1]):
+            return []
+        indices = range(start, num_full_blocks)
+        return [index for index in indices if pool.publish(blocks[index], hashes[index])]
 
     def become(self, user: BlockUser) -> None:
         """Hand the same blocks to another kind of user. O(blocks)."""
