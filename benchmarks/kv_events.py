@@ -113,6 +113,8 @@ async def _engines(model: Path, args: argparse.Namespace) -> dict[str, Any]:
             )
             clients[name] = await launch_engine(config, progress=lambda text: None)
             await clients[name].wait_ready()
+            while clients[name].stats is None:
+                await asyncio.sleep(0.01)
         runs: dict[str, list[float]] = {"off": [], "on": []}
         for number in range(args.rounds + 1):
             for name in ("off", "on") if number % 2 else ("on", "off"):

@@ -120,7 +120,6 @@ class KVEventPublisher:
             self._context.socket(zmq.PUB),
             self._context.socket(zmq.ROUTER),
         )
-        self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         try:
             port = config.port + 2 * rank if config.port else 0
             self.endpoint = EventEndpoint(
@@ -145,6 +144,7 @@ class KVEventPublisher:
             raise
         self._num_published = 0
         self._is_ending = False
+        self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._thread = threading.Thread(target=self._run, name="kv-events", daemon=True)
         self._thread.start()
 
@@ -162,11 +162,12 @@ class KVEventPublisher:
         }
 
     def close(self, timeout_s: float) -> None:
-        """Send what there is, and end. Idempotent."""
-        self._is_ending = True
-        if self._thread.is_alive():
+        """Send what there is, and end. Nothing is published behind that. Idempotent."""
+        if not self._is_ending:
+            self._is_ending = True
             os.eventfd_write(self._wake_fd, 1)
             self._thread.join(timeout_s)
+            os.close(self._wake_fd)
 
     # ---- the thread ----------------------------------------------------------------
 

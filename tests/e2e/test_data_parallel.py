@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import signal
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -13,6 +14,7 @@ import httpx
 import psutil
 import pytest
 
+from tests.cli.process import pdserve
 from tests.e2e.conftest import pd_deployment
 from tests.e2e.test_equality import assert_kv_moved, complete, complete_all
 from tests.tiny_models import greedy_by_transformers
@@ -35,6 +37,7 @@ def test_cores_of_p_hand_over_to_cores_of_d_until_one_is_killed(
     model = model_of("llama")
     expected = greedy_by_transformers(model, PROMPTS, NUM_TOKENS)
     flags = ["--dtype", "float32", "--kv-cache-memory-bytes", "32MiB", "-dp", "2"]
+    flags.append("--kv-events-config.enable-kv-cache-events")
     with pd_deployment(tmp_path, model, *flags) as deployment:
         got = complete_all(deployment.url("proxy"), PROMPTS, max_tokens=NUM_TOKENS)
         assert got == expected
@@ -42,6 +45,12 @@ def test_cores_of_p_hand_over_to_cores_of_d_until_one_is_killed(
         for name in ("prefill", "decode"):
             engine = deployment.info(name)["engine"]
             assert len(engine["endpoints"]) == 2, "every core has a side channel of its own"
+        told = pdserve(
+            *("kv-events", "--url", deployment.url("prefill"), "--seconds", "3"),
+            variables={"PDSERVE_SECRET": deployment.secret},
+        )
+        held = re.findall(r"core (\d): live .* prefixes of 256 tokens: (.*)", told.stdout)
+        assert sorted(dict(held).values()) == ["GPU 1", "none"], told
         deployment.wait_nothing_held("prefill", "decode", timeout_s=20.0)
 
         with ThreadPoolExecutor(8) as pool:

@@ -141,8 +141,8 @@ class VllmRouter:
         """Nothing is to be done: it sees that numbers begin again."""
 
     def _post(self, prompt: str) -> int | None:
-        """Send a prompt; who got it."""
-        body = {"model": MODEL, "prompt": tokens_of(prompt), "max_tokens": 1}
+        """Send a prompt, and a token more: the last one is never looked up. Return who got it."""
+        body = {"model": MODEL, "prompt": [*tokens_of(prompt), 1], "max_tokens": 1}
         request = urllib.request.Request(
             f"http://127.0.0.1:{self._port}/v1/completions",
             data=json.dumps(body).encode(),
@@ -159,18 +159,18 @@ class VllmRouter:
         return self._workers.asked
 
     def depths(self, prompts: Sequence[str], expected: Sequence[int]) -> list[int]:
-        """How deep each prompt is found; as expected where both are as deep."""
-        found = [0] * len(prompts)
+        """How deep each prompt is found: as expected, or -1. Who has as much may be asked, too."""
+        asked_ours: list[set[int]] = [set() for _ in prompts]
         for depth in range(MAX_DEPTH + 1):
             self._control.hold(depth)
             time.sleep(0.1)
             for index, prompt in enumerate(prompts):
-                is_ours = self._post(prompt) == 0
-                if is_ours and expected[index] != depth:
-                    found[index] = max(found[index], depth + 1)
-                elif expected[index] == depth:
-                    found[index] = max(found[index], depth)
-        return found
+                if self._post(prompt) == 0:
+                    asked_ours[index].add(depth)
+        return [
+            depth if asked - {depth} == set(range(depth)) else -1
+            for depth, asked in zip(expected, asked_ours, strict=True)
+        ]
 
     def close(self) -> None:
         if self._process is not None:
