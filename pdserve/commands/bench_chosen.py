@@ -12,11 +12,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
-from pdserve.bench.compare.topology import STARTED, Topology, pairs, peers, plan
+from pdserve.bench.compare.topology import STARTED, Topology, pairs, peers, plan, with_store
 from pdserve.config.compare import CompareConfig
 from pdserve.config.load import nearest
 from pdserve.errors import ConfigError
 
+_STORE: Final = "+store"
 _LOOK_FOR_GPUS: Final = "import torch; print(torch.cuda.device_count(), torch.__version__)"
 
 
@@ -27,14 +28,13 @@ def topologies_of(config: CompareConfig) -> list[Topology]:
         ConfigError: There is none, or the machine cannot run them.
     """
     known = {kind.value: kind for kind in STARTED}
-    kinds = []
     for word in config.kinds:
-        if word not in known:
+        if word.removesuffix(_STORE) not in known:
             raise ConfigError(
-                f"--topologies {word}: use some of {', '.join(known)}; {nearest(word, known)}",
+                f"--topologies {word}: use some of {', '.join(known)}, each also with {_STORE} "
+                f"behind it; {nearest(word, known)}",
                 param="topologies",
             )
-        kinds.append(known[word])
     own = os.sched_getaffinity(0)
     for core in config.cores:
         if core not in own:
@@ -45,16 +45,23 @@ def topologies_of(config: CompareConfig) -> list[Topology]:
     units = config.gpus or config.cores or tuple(sorted(own))
     what = "GPUs" if config.gpus else "cores"
     ratios = pairs(tuple(w for word in config.pd for w in word.split(",") if w))
-    if config.gpus and kinds:
+    if config.gpus and config.kinds:
         _require_gpus(config.gpus)
-    found = plan(
-        kinds,
-        ratios,
-        units,
-        chunk_tokens=config.budgets,
-        what=what,
-        may_share=not config.gpus,
-    )
+    found: list[Topology] = []
+    for word in config.kinds:
+        planned = plan(
+            [known[word.removesuffix(_STORE)]],
+            ratios,
+            units,
+            chunk_tokens=config.budgets,
+            what=what,
+            may_share=not config.gpus,
+        )
+        found += map(with_store, planned) if word.endswith(_STORE) else planned
+    labels = [topology.label for topology in found]
+    if len(set(labels)) < len(labels):
+        twice = next(label for label in labels if labels.count(label) > 1)
+        raise ConfigError(f"the deployment {twice} stands there twice", param="topologies")
     found += peers(config.peer)
     if not found:
         raise ConfigError("nothing is compared: give --topologies or --peer", param="topologies")

@@ -163,10 +163,13 @@ class _Session:
             for place, topology in enumerate(order):
                 head = f"[{repeat * len(order) + place + 1}/{total}]"
                 say(f"{head} {topology.label}, run {repeat + 1} of {self._config.num_runs}")
-                async with self._reachable(topology) as running:
-                    for rate in self._rates:
-                        measured.append(await self._measure(topology, running, rate, repeat))
-                        await asyncio.sleep(self._config.pause_s)
+                # A store cannot be told to forget, so it is started anew for each rate.
+                one_by_one = [[rate] for rate in self._rates]
+                for in_turn in one_by_one if topology.has_store else [self._rates]:
+                    async with self._reachable(topology) as running:
+                        for rate in in_turn:
+                            measured.append(await self._measure(topology, running, rate, repeat))
+                            await asyncio.sleep(self._config.pause_s)
         return Comparison(
             title=f"{_name(self._config.model)}, {self._dataset.name.value}: "
             + ("colocated against disaggregated" if self._has_both else "deployments compared"),

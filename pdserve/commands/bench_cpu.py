@@ -11,33 +11,31 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Final
 
-from pdserve.config.schema import Role
-
 ENGINES: Final = "engines"
 SERVERS: Final = "API servers"
 PROXY: Final = "proxy"
+STORE: Final = "store"
 ALL: Final = "all"
 """Whatever the cores did, of whichever program; the kernel's own work, too."""
 
 _PROC: Final = Path("/proc")
 
 
-def cpu_seconds(processes: Mapping[int, Role | None], cores: Collection[int]) -> dict[str, float]:
-    """CPU time so far, in seconds, by `ENGINES`, `SERVERS`, `PROXY` and `ALL`.
+def cpu_seconds(processes: Mapping[int, str], cores: Collection[int]) -> dict[str, float]:
+    """CPU time so far, in seconds, by `ENGINES`, `SERVERS`, `PROXY`, `STORE` and `ALL`.
 
     Args:
-        processes: A deployment's processes by pid, with their roles; None is the proxy. Whatever
-            a server has started is its engine. Without any the answer is empty.
+        processes: A deployment's processes by pid: which of these each is. Whatever a server has
+            started is its engine. Without any the answer is empty.
         cores: That `ALL` is of.
     """
     if not processes:
         return {}
     own, parents = _all_processes()
     totals: dict[str, float] = {}
-    for pid, role in processes.items():
-        part = PROXY if role is None else SERVERS
+    for pid, part in processes.items():
         totals[part] = totals.get(part, 0.0) + own.get(pid, 0.0)
-        if role is not None:
+        if part == SERVERS:
             below = sum(own[each] for each in own if each != pid and _is_below(each, pid, parents))
             totals[ENGINES] = totals.get(ENGINES, 0.0) + below
     return {**totals, ALL: _busy_seconds(cores)}

@@ -23,11 +23,14 @@ from typing import Any, Final, Self, TypeVar
 import aiohttp
 
 from pdserve.bench.compare.topology import EnginePlace, Kind, Topology
+from pdserve.commands.bench_cpu import PROXY, SERVERS, STORE
 from pdserve.commands.children import Child, ChildFailedError, ChildSpec
 from pdserve.commands.demo import wait_ready
+from pdserve.commands.segments import remove_ownerless
 from pdserve.config.compare import CompareConfig
 from pdserve.config.load import ENVIRONMENT_PREFIX, variable
 from pdserve.config.schema import Role
+from pdserve.config.tiers import store_words
 from pdserve.errors import PdserveError
 
 T = TypeVar("T")
@@ -44,11 +47,17 @@ class DeploymentFailedError(PdserveError):
 
 @dataclass(frozen=True, slots=True)
 class DeployedProcess:
-    """One process of a deployment."""
+    """One process of a deployment.
+
+    Attributes:
+        part: Which of `bench_cpu`'s it is; an engine's is its server.
+        role: Of an engine.
+    """
 
     spec: ChildSpec
-    role: Role | None
+    part: str
     url: str
+    role: Role | None = None
 
 
 @dataclass(slots=True)
@@ -58,13 +67,13 @@ class Running:
     Attributes:
         url: Where clients send requests.
         ready_s: From its first process to ready.
-        processes: Roles by pid; None is the proxy's.
+        processes: What each of its processes is, by pid, in the words of `bench_cpu`.
     """
 
     url: str
     ready_s: float
     lives: Sequence[asyncio.Task[None]] = field(default=(), repr=False)
-    processes: Mapping[int, Role | None] = field(default_factory=dict)
+    processes: Mapping[int, str] = field(default_factory=dict)
 
     async def while_alive(self, work: Coroutine[Any, Any, T]) -> T:
         """Do `work`, unless a process of the deployment ends.
@@ -88,18 +97,20 @@ class Running:
 def members_of(
     topology: Topology, config: CompareConfig, *, model: str, ports: Sequence[int], secret: str
 ) -> list[DeployedProcess]:
-    """Which processes make up a deployment; engines first, the proxy last, if it has one.
+    """Which processes make up a deployment: the store, if it has one, engines, and the proxy.
 
     Args:
         topology: No peer.
         config: What users set for the processes.
         model: The model's directory.
-        ports: One for each process.
+        ports: One for each process, the store's last two.
         secret: The deployment's.
     """
     environ = {k: v for k, v in os.environ.items() if not k.startswith(ENVIRONMENT_PREFIX)}
     environ[variable("secret")] = secret
     members = []
+    if topology.has_store:
+        members.append(_store(config, ports[-2:], environ))
     for engine, port in zip(topology.engines, ports, strict=False):
         own = dict(environ)
         if config.gpus:
@@ -111,18 +122,35 @@ def members_of(
                     arguments=[
                         _COMMAND[engine.role],
                         model,
+                        *(_store_words(engine, ports[-2:]) if topology.has_store else ()),
                         *_engine_words(topology, engine, config, port),
                     ],
                     environ=own,
                     cores=engine.cores if config.pin and not config.gpus else (),
                 ),
-                engine.role,
+                SERVERS,
                 f"http://{_HOST}:{port}",
+                engine.role,
             )
         )
     if topology.has_proxy:
-        members.append(_proxy(members, config, ports[len(members)], environ))
+        members.append(_proxy(members, config, ports[len(topology.engines)], environ))
     return members
+
+
+def _store(
+    config: CompareConfig, ports: Sequence[int], environ: Mapping[str, str]
+) -> DeployedProcess:
+    words = ["kv-server", "--kv-tiers", config.kv_tiers]
+    words += ["--port", str(ports[0]), "--http-port", str(ports[1])]
+    words += ["--chunk-size", str(config.kv_chunk_size)]
+    spec = ChildSpec(name="kv", arguments=words, environ=environ)
+    return DeployedProcess(spec, STORE, f"tcp://{_HOST}:{ports[0]}")
+
+
+def _store_words(engine: EnginePlace, ports: Sequence[int]) -> list[str]:
+    connector = "" if engine.role is Role.BOTH else "nixl"
+    return store_words(connector, f"tcp://{_HOST}:{ports[0]}", f"http://{_HOST}:{ports[1]}")
 
 
 def _engine_words(
@@ -157,10 +185,10 @@ def _proxy(
     """A proxy that knows its engines from the start; one for both stands in both lists."""
     words = ["proxy", "--host", _HOST, "--port", str(port)]
     for flag, other in (("--prefill", Role.DECODE), ("--decode", Role.PREFILL)):
-        words += [flag, *(engine.url for engine in engines if engine.role is not other)]
+        words += [flag, *(e.url for e in engines if e.part == SERVERS and e.role is not other)]
     words += shlex.split(config.proxy_args)
     spec = ChildSpec(name="proxy", arguments=words, environ=environ)
-    return DeployedProcess(spec, None, f"http://{_HOST}:{port}")
+    return DeployedProcess(spec, PROXY, f"http://{_HOST}:{port}")
 
 
 def commands_of(topology: Topology, config: CompareConfig) -> tuple[str, ...]:
@@ -174,7 +202,7 @@ def commands_of(topology: Topology, config: CompareConfig) -> tuple[str, ...]:
     for engine in topology.engines:
         ports.append(counts[engine.role])
         counts[engine.role] += 1
-    ports.append(8000)
+    ports += [8000, 8300, 8301]
     found = []
     for member in members_of(topology, config, model=config.model, ports=ports, secret=""):
         words = shlex.join(["pdserve", *member.spec.arguments])
@@ -213,7 +241,7 @@ class Starter:
         Raises:
             DeploymentFailedError: It was not ready in time, or a process of it ended.
         """
-        num = len(topology.engines) + topology.has_proxy
+        num = len(topology.engines) + topology.has_proxy + 2 * topology.has_store
         members = members_of(
             topology,
             self._config,
@@ -262,7 +290,7 @@ class Starter:
         async def all_ready() -> None:
             async with aiohttp.ClientSession() as session:
                 for member, child in zip(members, children, strict=True):
-                    is_proxy = member.role is None
+                    is_proxy = member.part == PROXY
                     await wait_ready(session, member.url, engines=known if is_proxy else None)
                     child.was_ready = True
 
@@ -270,7 +298,7 @@ class Starter:
             await running.while_alive(all_ready())
         running.ready_s = time.monotonic() - since_s
         running.processes = {
-            child.pid: member.role
+            child.pid: member.part
             for member, child in zip(members, children, strict=True)
             if child.pid is not None
         }
@@ -282,12 +310,16 @@ class Starter:
         children: Sequence[Child],
         lives: Sequence[asyncio.Task[None]],
     ) -> None:
-        """The proxy, then those that read KV, then those that are read from."""
+        """The proxy, then those that read KV, then those that are read from, then the store."""
         try:
-            for roles in ((None,), (Role.DECODE,), (Role.PREFILL, Role.BOTH)):
+            for kinds in ((PROXY,), (Role.DECODE,), (Role.PREFILL, Role.BOTH), (STORE,)):
                 pairs = zip(members, children, strict=True)
                 await asyncio.gather(
-                    *(child.stop(_END_WITHIN_S) for member, child in pairs if member.role in roles)
+                    *(
+                        child.stop(_END_WITHIN_S)
+                        for member, child in pairs
+                        if (member.role or member.part) in kinds
+                    )
                 )
             await asyncio.gather(*lives, return_exceptions=True)
         finally:
@@ -295,6 +327,7 @@ class Starter:
                 child.kill()
             await asyncio.gather(*lives, return_exceptions=True)
             self._children = []
+            remove_ownerless()
 
 
 class _Logs:

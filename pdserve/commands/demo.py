@@ -6,6 +6,7 @@ Knows HTTP and the shape of OpenAI's stream; knows no engine.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -57,9 +58,13 @@ async def wait_ready(
     """Return once `url`'s server says that it is ready.
 
     Args:
+        url: Of a server without HTTP (`tcp://`), which is ready as soon as it listens, too.
         engines: What a proxy must also say: so many ready engines, by role. With fewer it
             is ready too, and sends requests whole to one engine.
     """
+    if url.startswith("tcp://"):
+        await _until_it_listens(url.removeprefix("tcp://"))
+        return
     while True:
         try:
             async with session.get(
@@ -71,6 +76,16 @@ async def wait_ready(
                         return
         except (aiohttp.ClientError, TimeoutError):
             pass  # not there yet
+        await asyncio.sleep(0.05)
+
+
+async def _until_it_listens(address: str) -> None:
+    host, _, port = address.rpartition(":")
+    while True:
+        with contextlib.suppress(OSError):
+            _, writer = await asyncio.open_connection(host, int(port))
+            writer.close()
+            return
         await asyncio.sleep(0.05)
 
 

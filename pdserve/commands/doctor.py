@@ -26,9 +26,9 @@ import pdserve
 from pdserve.commands.exit_codes import EXIT_DONE, EXIT_FAILED, EXIT_PEER
 from pdserve.commands.findings import Finding, Grade, RunningEngine, compatible
 from pdserve.commands.running import require_free
-from pdserve.commands.tier_checks import findings_of
+from pdserve.commands.tier_checks import findings_of, server
+from pdserve.config.doctor import DoctorConfig
 from pdserve.config.load import Resolved, Table, build
-from pdserve.config.settings import DoctorConfig
 from pdserve.config.tiers import parse_tiers
 from pdserve.errors import ConfigError
 from pdserve.wire.hop import INFO_PATH
@@ -76,6 +76,8 @@ def _findings(config: DoctorConfig) -> Iterator[Finding]:
     yield ptrace(Path("/proc/sys/kernel/yama/ptrace_scope"))
     if config.kv_tiers:
         yield from findings_of(parse_tiers(config.kv_tiers), os.environ)
+    if config.kv_server:
+        yield server(config.kv_server, config.block_size)
     yield transfer()
     yield from ucx()
     yield from peers(config.peer, fetch=_fetch)

@@ -8,6 +8,7 @@ whoever writes to it), bounds its folder of files over restarts, and tells nobod
 from __future__ import annotations
 
 import json
+import logging
 import os
 import runpy
 import signal
@@ -28,8 +29,7 @@ from pdserve.config.load import Resolved, Table, build
 from pdserve.config.tiers import LOOPBACK, DiskTier, KvServerConfig, Tiers, parse_tiers
 from pdserve.errors import ConfigError
 
-_PROGRAM: Final = "lmcache.v1.multiprocess.server"
-"""LMCache's server without HTTP, by which others could empty it."""
+_PROGRAM: Final = "lmcache.v1.multiprocess.http_server"
 _SILENT: Final = {"LMCACHE_TRACK_USAGE": "false", "DO_NOT_TRACK": "1"}
 _LOOK_S: Final = 0.02
 _GIB: Final = 1 << 30
@@ -44,6 +44,7 @@ def run(table: Table, resolved: Mapping[str, Resolved]) -> int:
     config = build("kv", KvServerConfig, table, resolved)
     tiers = parse_tiers(config.tiers)
     require_free(LOOPBACK, config.port, flag="port")
+    require_free(LOOPBACK, config.http_port, flag="http-port")
     for finding in findings_of(tiers, os.environ):
         if finding.verdict is Grade.FAIL:
             raise ConfigError(f"{finding.text}; {finding.remedy}", param="kv-tiers")
@@ -51,7 +52,8 @@ def run(table: Table, resolved: Mapping[str, Resolved]) -> int:
             print(f"pdserve kv-server: {finding.text}; {finding.remedy}", file=sys.stderr)
     print(settings_text("kv-server", resolved))
     print(
-        f"  engines find it with --kv-transfer-config.lmcache.url tcp://{LOOPBACK}:{config.port}",
+        f"  engines find it with --kv-transfer-config.lmcache.url tcp://{LOOPBACK}:{config.port} "
+        f"--kv-transfer-config.lmcache.http-url http://{LOOPBACK}:{config.http_port}",
         flush=True,
     )
     with owned_segment() as segment:
@@ -72,6 +74,7 @@ def arguments_of(
         disk_bytes: What it may write into the folder of the disk tier.
     """
     words = ["--host", LOOPBACK, "--port", str(config.port)]
+    words += ["--http-host", LOOPBACK, "--http-port", str(config.http_port)]
     words += ["--chunk-size", str(config.chunk_size), "--hash-algorithm", "blake3"]
     words += ["--l1-size-gb", repr(tiers.cpu_bytes / _GIB), "--no-l1-use-lazy"]
     words += ["--eviction-policy", "LRU", "--shm-name", segment]
@@ -147,10 +150,11 @@ class _Reserving(threading.Thread):
 def _serve(arguments: list[str]) -> None:
     """Run LMCache's server, in this process, until it is interrupted."""
     os.environ.update(_SILENT)
-    os.environ.setdefault("LMCACHE_LOG_LEVEL", "WARNING")
+    if os.environ.setdefault("LMCACHE_LOG_LEVEL", "WARNING") == "WARNING":
+        logging.disable(logging.INFO)  # uvicorn's as well, which has a line for each request
     sys.argv = [_PROGRAM, *arguments]
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         runpy.run_module(_PROGRAM, run_name="__main__")
     except KeyboardInterrupt:
-        pass  # while it was starting: later it ends by itself
+        pass  # it is asked to end

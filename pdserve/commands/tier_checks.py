@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import importlib.metadata
+import json
 import os
 import shutil
 import socket
 import sys
 import tempfile
+import urllib.error
+import urllib.request
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from pdserve.commands.findings import Finding, Grade
 from pdserve.commands.segments import SHARED_MEMORY
@@ -20,6 +23,7 @@ LMCACHE_VERSION: Final = "0.5.6"
 """The one whose protocol the connector speaks."""
 _LEAST_DISK_BYTES: Final = 64 << 20
 _REDIS_TIMEOUT_S: Final = 2.0
+_ANSWER_TIMEOUT_S: Final = 5.0
 
 
 def findings_of(tiers: Tiers, environ: Mapping[str, str]) -> Iterator[Finding]:
@@ -120,6 +124,52 @@ def redis(tier: RedisTier, environ: Mapping[str, str]) -> Finding:
             "start it, or leave the redis tier out",
         )
     return Finding("redis tier", Grade.OK, f"{where} answers")
+
+
+def server(http_url: str, block_size: int) -> Finding:
+    """Does a server that runs answer, in our version, with chunks that engines can take?
+
+    Args:
+        http_url: Of its HTTP side, as `lmcache.http-url` has it.
+        block_size: Of the engines.
+    """
+    flag = "--kv-transfer-config.lmcache.http-url"
+    try:
+        version = str(_ask(f"{http_url.rstrip('/')}/version")).partition("-")[0]
+        status = _ask(f"{http_url.rstrip('/')}/status")
+        chunk_size, is_healthy = int(status["chunk_size"]), bool(status["is_healthy"])
+    except urllib.error.HTTPError as error:
+        text = f"{http_url} is no LMCache server: HTTP {error.code}"
+        return Finding("kv server", Grade.FAIL, text, f"give {flag}")
+    except OSError as error:
+        reason = getattr(error, "reason", error)
+        return Finding(
+            "kv server",
+            Grade.FAIL,
+            f"{http_url} cannot be reached: {reason}",
+            f"pdserve kv-server --kv-tiers cpu:4GiB, or give {flag} as it is",
+        )
+    except (ValueError, KeyError, TypeError):
+        text = f"{http_url} is no LMCache server"
+        return Finding("kv server", Grade.FAIL, text, f"give {flag}")
+    text = f"{http_url} is LMCache {version} with chunks of {chunk_size} tokens"
+    if version != LMCACHE_VERSION:
+        return Finding("kv server", Grade.FAIL, text, f"run {LMCACHE_VERSION} there")
+    if chunk_size % block_size:
+        return Finding(
+            "kv server",
+            Grade.FAIL,
+            f"{text}, no multiple of --block-size {block_size}",
+            "change its --chunk-size or the engines' --block-size",
+        )
+    if not is_healthy:
+        return Finding("kv server", Grade.WARN, f"{text}, and is not well", f"{http_url}/status")
+    return Finding("kv server", Grade.OK, text)
+
+
+def _ask(url: str) -> Any:
+    with urllib.request.urlopen(url, timeout=_ANSWER_TIMEOUT_S) as response:
+        return json.load(response)
 
 
 def _is_writable(folder: Path) -> bool:

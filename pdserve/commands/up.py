@@ -21,7 +21,7 @@ import shlex
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any, Final, TypeVar
 
 import aiohttp
@@ -31,7 +31,8 @@ from pdserve.commands.children import Child, ChildFailedError
 from pdserve.commands.demo import DemoFailedError, Question, ask, wait_ready
 from pdserve.commands.findings import Grade, RunningEngine, compatible
 from pdserve.commands.running import run_until_signalled
-from pdserve.commands.up_plan import DeploymentPlan, Member, plan
+from pdserve.commands.segments import remove_ownerless
+from pdserve.commands.up_plan import ENGINE_ROLES, KV_SERVER, DeploymentPlan, Member, plan
 from pdserve.config.load import (
     Resolved,
     Table,
@@ -99,12 +100,13 @@ class Supervisor:
         """
         started_s = time.monotonic()
         self._demo_line = asyncio.get_running_loop().create_future()
-        self._lives = [asyncio.create_task(child.run()) for child in self._children]
         try:
             async with aiohttp.ClientSession() as session:
                 try:
                     async with asyncio.timeout(self._config.start_timeout_s):
-                        await self._while_alive(self._all_ready(session, started_s))
+                        # Engines ask for the store when they start.
+                        for roles in ((KV_SERVER,), (*ENGINE_ROLES, "proxy")):
+                            await self._start(session, roles, started_s)
                 except TimeoutError:
                     say(f"Not ready after {self._config.start_timeout_s:g} s (--start-timeout).")
                     return 1
@@ -140,8 +142,22 @@ class Supervisor:
         finally:
             task.cancel()
 
-    async def _all_ready(self, session: aiohttp.ClientSession, started_s: float) -> None:
-        roles = Counter(member.role for member in self._members if member.role != "proxy")
+    async def _start(
+        self, session: aiohttp.ClientSession, roles: Sequence[str], started_s: float
+    ) -> None:
+        """Start all members of some roles, and wait until they are ready."""
+        pairs = zip(self._members, self._children, strict=True)
+        chosen = [(member, child) for member, child in pairs if member.role in roles]
+        self._lives += [asyncio.create_task(child.run()) for _, child in chosen]
+        await self._while_alive(self._all_ready(session, chosen, started_s))
+
+    async def _all_ready(
+        self,
+        session: aiohttp.ClientSession,
+        chosen: Sequence[tuple[Member, Child]],
+        started_s: float,
+    ) -> None:
+        roles = Counter(member.role for member in self._members if member.role in ENGINE_ROLES)
 
         async def one(member: Member, child: Child) -> None:
             engines = roles if member.role == "proxy" else None
@@ -151,7 +167,7 @@ class Supervisor:
             say(f"  {name}  {member.url}  ready after {time.monotonic() - started_s:.1f} s")
 
         async with asyncio.TaskGroup() as group:
-            for member, child in zip(self._members, self._children, strict=True):
+            for member, child in chosen:
                 group.create_task(one(member, child))
 
     async def _require_pairs(self, session: aiohttp.ClientSession) -> None:
@@ -164,7 +180,7 @@ class Supervisor:
         """
         peers: dict[str, list[RunningEngine]] = {"prefill": [], "decode": []}
         for member in self._members:
-            if member.role != "proxy":
+            if member.role in ENGINE_ROLES:
                 async with session.get(f"{member.url}{INFO_PATH}") as response:
                     engine = (await response.json())["engine"]
                 digest, layout = engine["layout_digest"], engine["layout"]
@@ -256,19 +272,21 @@ See it at work, and what it counts:
 """
 
     async def _stop(self) -> None:
-        """Drain the proxy, then those that read KV, then those that are read from.
+        """Drain the proxy, then those that read KV, then those that are read from, then the store.
 
         Nothing is left when this returns.
         """
         timeout_s = self._shutdown_timeout_s + _KILL_AFTER_S
         try:
-            for role in ("proxy", "decode", "prefill"):
+            for role in ("proxy", "decode", "prefill", KV_SERVER):
                 pairs = zip(self._members, self._children, strict=True)
-                stops = (child.stop(timeout_s) for member, child in pairs if member.role == role)
+                within_s = timeout_s if role != KV_SERVER else _KILL_AFTER_S
+                stops = (child.stop(within_s) for member, child in pairs if member.role == role)
                 await asyncio.gather(*stops)
             await asyncio.gather(*self._lives, return_exceptions=True)
         finally:
             self.kill()
+            remove_ownerless()
 
 
 def say(text: str, end: str = "\n") -> None:

@@ -26,11 +26,15 @@ from pdserve.config.load import (
 )
 from pdserve.config.schema import EngineConfig, Role
 from pdserve.config.settings import LogConfig, engine_table, proxy_table
+from pdserve.config.tiers import LOOPBACK, store_words
 from pdserve.config.up import UpConfig
 from pdserve.errors import ConfigError
 
 _BY_ENVIRONMENT: Final = ("secret", "api-key", "operator-key")
 """Never on a command line, where every user of the machine can read them."""
+ENGINE_ROLES: Final = ("prefill", "decode")
+KV_SERVER: Final = "kv-server"
+"""Role of the member that keeps KV for the engines."""
 _CHOSEN_HERE: Final = ("host", "port", "model", "prefill", "decode", "proxy")
 """Settings of the children that have another meaning on our own command line."""
 
@@ -49,7 +53,7 @@ class DeploymentPlan:
     """A deployment that could be started.
 
     Attributes:
-        members: Engines first, the proxy last.
+        members: The store first, if there is one, then engines, the proxy last.
         model: MODEL as it was written.
         api_keys: The proxy's; the demo request sends the first.
         shows_all: Whether all that the children log is shown.
@@ -91,11 +95,14 @@ def plan(
     ports: dict[int, str] = {}
     members: list[Member] = []
 
-    def add(role: str, name: str, port: int, flag: str, arguments: list[str]) -> None:
+    def claim(name: str, host: str, port: int, flag: str) -> None:
         if port in ports:
             raise ConfigError(f"--{flag} {port} is already the port of {ports[port]}", param=flag)
         ports[port] = name
-        require_free(config.host, port, flag=flag)
+        require_free(host, port, flag=flag)
+
+    def add(role: str, name: str, port: int, flag: str, arguments: list[str]) -> None:
+        claim(name, config.host, port, flag)
         given = _given(role, resolved)
         _check(role, given)
         hidden = {flag: given[flag].value for flag in _BY_ENVIRONMENT if flag in given}
@@ -115,13 +122,19 @@ def plan(
         )
         members.append(Member(spec, role, f"http://{_url_host(config.host)}:{port}"))
 
+    store: list[str] = []
+    if config.kv_tiers:
+        claim("kv", LOOPBACK, config.kv_port, "kv-port")
+        claim("kv", LOOPBACK, config.kv_http_port, "kv-http-port")
+        members.append(_kv_server(config, inherited))
+        store = store_words("nixl", members[0].url, f"http://{LOOPBACK}:{config.kv_http_port}")
     for role, first_port, count in (
         ("prefill", config.prefill_port, config.prefill_replicas),
         ("decode", config.decode_port, config.decode_replicas),
     ):
         for index in range(count):
             name = role if count == 1 else f"{role}{index}"
-            arguments = [model, "--engine-id", name]
+            arguments = [model, "--engine-id", name, *store]
             if not resolved["served-model-name"].value:
                 arguments += ["--served-model-name", written]
             if resolved["num-threads"].value is None:
@@ -142,6 +155,14 @@ def plan(
         shutdown_timeout_s=float(str(resolved["shutdown-timeout"].value)),
         heartbeat_timeout_s=float(str(resolved["heartbeat-timeout"].value)),
     )
+
+
+def _kv_server(config: UpConfig, environ: Mapping[str, str]) -> Member:
+    words = ["--kv-tiers", config.kv_tiers, "--port", str(config.kv_port)]
+    words += ["--http-port", str(config.kv_http_port)]
+    words += ["--chunk-size", str(config.kv_chunk_size)]
+    spec = ChildSpec(name="kv", arguments=[KV_SERVER, *words], environ=environ)
+    return Member(spec, KV_SERVER, f"tcp://{LOOPBACK}:{config.kv_port}")
 
 
 def arguments_of(role: str, resolved: Mapping[str, Resolved]) -> list[str]:

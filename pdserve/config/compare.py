@@ -14,6 +14,7 @@ import msgspec
 from pdserve.config.boxed import BOXED
 from pdserve.config.checks import require
 from pdserve.config.setting import declare
+from pdserve.config.tiers import parse_tiers, require_chunk_size
 
 CHUNK_TOKENS: Final = 512
 """Of a colocated engine on cores: the budget that vLLM's chunked prefill came with, for the sake of
@@ -28,7 +29,10 @@ class CompareConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         model: What all of them serve.
-        topologies: Kinds of deployments, by name.
+        topologies: Kinds of deployments, by name; with `+store` behind it, over a store of KV.
+        kv_tiers: Of such a store, as `parse_tiers` reads it; shared memory alone, so that no run
+            finds what another one has left.
+        kv_chunk_size: Of such a store.
         pd: Prefill and decode engines of each P/D deployment, as `2:1`.
         chunk_tokens: Token budgets of a step; each chunked colocated kind is started with each
             of them. Empty takes `CHUNK_TOKENS` on cores, and on GPUs, or where the engines' own
@@ -52,6 +56,8 @@ class CompareConfig(msgspec.Struct, frozen=True, kw_only=True):
     model: str = ""
     topologies: tuple[str, ...] = ("colocated", "replicas", "colocated-unchunked", "pd")
     pd: tuple[str, ...] = ("1:1",)
+    kv_tiers: str = "cpu:1GiB"
+    kv_chunk_size: int = 256
     chunk_tokens: tuple[int, ...] = ()
     cores: tuple[int, ...] = ()
     gpus: tuple[int, ...] = ()
@@ -92,6 +98,14 @@ class CompareConfig(msgspec.Struct, frozen=True, kw_only=True):
     def __post_init__(self) -> None:
         for flag, number in (("num-runs", self.num_runs), ("start-timeout", self.start_timeout_s)):
             require(number > 0, flag, number, "it must be positive")
+        tiers = parse_tiers(self.kv_tiers)
+        require(
+            tiers.disk is None and tiers.redis is None,
+            "kv-tiers",
+            self.kv_tiers,
+            "compare with a cpu tier alone: what a run leaves elsewhere is the next one's hit",
+        )
+        require_chunk_size("kv-chunk-size", self.kv_chunk_size)
         require(self.pause_s >= 0, "pause", self.pause_s, "it must not be negative")
         for budget in self.chunk_tokens:
             require(budget > 0, "chunk-tokens", budget, "it must be positive")
@@ -157,8 +171,10 @@ COMPARE_SETTINGS: Final = (
         "deployments",
         (
             ("model", "model", "MODEL", f"what all deployments serve; a directory in Hugging Face format, or {BOXED}"),
-            ("topologies", "topologies", "KIND", "what is compared: colocated, replicas, colocated-unchunked, replicas-unchunked, pd"),
+            ("topologies", "topologies", "KIND", "what is compared: colocated, replicas, colocated-unchunked, replicas-unchunked, pd; each also with a store of KV, as pd+store"),
             ("pd", "pd", "P:D", "prefill and decode engines of each P/D deployment, as 1:1 2:1"),
+            ("kv-tiers", "kv_tiers", "cpu:SIZE", "of the stores"),
+            ("kv-chunk-size", "kv_chunk_size", "N", "tokens that stores keep as one"),
             ("chunk-tokens", "chunk_tokens", "N", "step budgets of colocated engines with chunks, one deployment each; empty is 512 on cores, and on GPUs the engine's default"),
             ("cores", "cores", "N", "cores that every deployment shares, as 0,1; empty is all there are"),
             ("gpus", "gpus", "N", "GPUs that every deployment shares, as 0,1; an engine with several gets --tensor-parallel-size"),

@@ -18,13 +18,14 @@ from pdserve.config.boxed import BOXED
 from pdserve.config.compare import COMPARE_SETTINGS, PLOT_SETTINGS
 from pdserve.config.connectors import connector_settings
 from pdserve.config.datasets import DATASET_SETTINGS, DatasetName
+from pdserve.config.doctor import DOCTOR_SETTINGS
 from pdserve.config.http import ProxyConfig, ServerConfig
 from pdserve.config.kv_events_reader import KV_EVENTS_READER_SETTINGS
 from pdserve.config.load import Table
 from pdserve.config.policies import POLICIES
 from pdserve.config.schema import EngineConfig, Role
 from pdserve.config.setting import Setting, Shorthand, canonical, declare, parse_object
-from pdserve.config.tiers import KV_SERVER_SETTINGS, parse_tiers
+from pdserve.config.tiers import KV_SERVER_SETTINGS
 from pdserve.config.trace import TRACE_SETTINGS
 from pdserve.config.up import UP_SETTINGS
 from pdserve.errors import ConfigError
@@ -41,25 +42,6 @@ class LogConfig(msgspec.Struct, frozen=True, kw_only=True):
                 f"--log-level is {self.level!r}: use debug, info, warning or error",
                 param="log-level",
             )
-
-
-class DoctorConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """What the doctor looks at.
-
-    Attributes:
-        peer: Base URLs of running engines to compare with one another.
-        host: Where the default ports should be free.
-        kv_tiers: Those that `pdserve up --kv-tiers` would be given, to see whether they can be had.
-    """
-
-    peer: tuple[str, ...] = ()
-    json: bool = False
-    host: str = "127.0.0.1"
-    kv_tiers: str = ""
-
-    def __post_init__(self) -> None:
-        if self.kv_tiers:
-            parse_tiers(self.kv_tiers)
 
 
 # fmt: off
@@ -258,17 +240,6 @@ _LOG: Final = declare(
     (("log-level", "level", "debug|info|warning|error", "least level of what is logged"),),
 )
 
-_DOCTOR: Final = declare(
-    "doctor",
-    DoctorConfig,
-    "doctor",
-    (
-        ("peer", "peer", "URL", "running engines to compare with one another"),
-        ("json", "json", "", "print one JSON object instead of lines"),
-        ("host", "host", "ADDRESS", "where the default ports should be free"),
-        ("kv-tiers", "kv_tiers", "TIERS", "can a store with these run here? written as for `pdserve up`"),
-    ),
-)
 # fmt: on
 
 
@@ -409,7 +380,7 @@ def kv_events_table() -> Table:
 
 def doctor_table() -> Table:
     """The settings of `pdserve doctor`."""
-    return Table(_DOCTOR)
+    return Table(DOCTOR_SETTINGS)
 
 
 def bench_serve_table() -> Table:

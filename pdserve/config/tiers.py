@@ -134,19 +134,19 @@ def _refuse(message: str) -> NoReturn:
     raise ConfigError(f"--{_FLAG}: {message}", param=_FLAG)
 
 
-def store_words(connector: str, url: str) -> list[str]:
+def store_words(connector: str, url: str, http_url: str) -> list[str]:
     """Return what an engine is told, so that it keeps KV in a store.
 
     What it has answered is kept as well: the next turn of a conversation asks for it.
 
     Args:
         connector: What it exchanges KV with other engines by; empty if it does not.
-        url: Of the store.
+        url, http_url: Of the store.
     """
     prefix = "--kv-transfer-config"
     names = f"{connector},lmcache" if connector else "lmcache"
-    words = [f"{prefix}.kv-connector", names, f"{prefix}.lmcache.url", url]
-    return [*words, f"{prefix}.lmcache.save", "all"]
+    words = [f"{prefix}.kv-connector", names, f"{prefix}.lmcache.save", "all"]
+    return [*words, f"{prefix}.lmcache.url", url, f"{prefix}.lmcache.http-url", http_url]
 
 
 class KvServerConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -155,17 +155,20 @@ class KvServerConfig(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         tiers: As `parse_tiers` reads it.
         port: On loopback: it asks nobody for a key.
+        http_port: Likewise; by it, engines have it drop chunks that are not what they saved.
         chunk_size: Tokens that are kept and found as one; a multiple of the engines' block size.
     """
 
     tiers: str = "cpu:4GiB"
     port: int = 8300
+    http_port: int = 8301
     chunk_size: int = 256
 
     def __post_init__(self) -> None:
         parse_tiers(self.tiers)
-        require_port(self.port)
-        require(self.port > 0, "port", self.port, "engines are told it: choose one")
+        for flag, port in (("port", self.port), ("http-port", self.http_port)):
+            require_port(port, flag)
+            require(port > 0, flag, port, "engines are told it: choose one")
         require_chunk_size("chunk-size", self.chunk_size)
 
 
@@ -185,6 +188,7 @@ KV_SERVER_SETTINGS: Final = declare(
     (
         ("kv-tiers", "tiers", "TIERS", "cpu:SIZE[,disk:FOLDER:SIZE][,redis:redis://HOST:PORT]"),
         ("port", "port", "PORT", "on loopback"),
+        ("http-port", "http_port", "PORT", "of its HTTP side, on loopback as well"),
         (
             "chunk-size",
             "chunk_size",

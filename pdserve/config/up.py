@@ -7,6 +7,7 @@ from typing import Final
 import msgspec
 
 from pdserve.config.setting import declare
+from pdserve.config.tiers import parse_tiers, require_chunk_size
 from pdserve.errors import ConfigError
 
 
@@ -17,6 +18,8 @@ class UpConfig(msgspec.Struct, frozen=True, kw_only=True):
         host: Address all its servers bind.
         port: The proxy's.
         prefill_port, decode_port: Of the first engine of the role; further ones count up.
+        kv_tiers: Of the store that the engines share, as `parse_tiers` reads it; empty starts none.
+        kv_port, kv_http_port, kv_chunk_size: The store's.
         once: End after the demo request.
         prompt: What the demo request asks.
     """
@@ -27,12 +30,19 @@ class UpConfig(msgspec.Struct, frozen=True, kw_only=True):
     decode_port: int = 8200
     prefill_replicas: int = 1
     decode_replicas: int = 1
+    kv_tiers: str = ""
+    kv_port: int = 8300
+    kv_http_port: int = 8301
+    kv_chunk_size: int = 256
     once: bool = False
     prompt: str = "What is disaggregated serving?"
     max_tokens: int = 128
     start_timeout_s: float = 600.0
 
     def __post_init__(self) -> None:
+        if self.kv_tiers:
+            parse_tiers(self.kv_tiers)
+        require_chunk_size("kv-chunk-size", self.kv_chunk_size)
         for flag, count in (
             ("prefill-replicas", self.prefill_replicas),
             ("decode-replicas", self.decode_replicas),
@@ -63,6 +73,15 @@ UP_SETTINGS: Final = declare(
         ("decode-port", "decode_port", "PORT", "of the first decode engine; further ones count up"),
         ("prefill-replicas", "prefill_replicas", "N", "prefill engines to start"),
         ("decode-replicas", "decode_replicas", "N", "decode engines to start"),
+        (
+            "kv-tiers",
+            "kv_tiers",
+            "TIERS",
+            "keep KV beyond requests and restarts: cpu:SIZE[,disk:FOLDER:SIZE][,redis:redis://HOST:PORT]",
+        ),
+        ("kv-port", "kv_port", "PORT", "of the server that keeps it"),
+        ("kv-http-port", "kv_http_port", "PORT", "of its HTTP side"),
+        ("kv-chunk-size", "kv_chunk_size", "N", "tokens that are kept as one"),
         ("start-timeout", "start_timeout_s", "SECONDS", "for all of them to be ready"),
     ),
 ) + declare(

@@ -21,14 +21,15 @@ from pdserve.bench.compare.summary import Figure, rows
 from pdserve.bench.compare.topology import Kind, peers, plan
 from pdserve.bench.digits import number
 from pdserve.commands.bench_alone import one_engine, sample_of
-from pdserve.commands.bench_cpu import cores_used, cpu_seconds
+from pdserve.commands.bench_chosen import topologies_of
+from pdserve.commands.bench_cpu import SERVERS, cores_used, cpu_seconds
 from pdserve.commands.bench_deployments import commands_of, members_of
 from pdserve.commands.exit_codes import EXIT_CONFIG
 from pdserve.config.compare import CompareConfig
-from pdserve.config.schema import Role
 from pdserve.errors import ConfigError
 from tests.bench.scripted import request, scripted_server
 
+CORES = tuple(sorted(os.sched_getaffinity(0)))[:2]
 SMALL = ["--engine-args=--kv-cache-memory-bytes 64MiB", "--no-progress", "--num-runs", "1"]
 
 
@@ -285,6 +286,44 @@ class TestProcesses:
         assert [m.spec.environ.get("CUDA_VISIBLE_DEVICES") for m in members[:2]] == ["4", "5"]
         assert all(m.spec.cores == () for m in members)
 
+    def test_a_store_is_started_first_and_every_engine_is_told_of_it(self):
+        (topology,) = topologies_of(CompareConfig(topologies=("pd+store",), cores=CORES))
+        assert (topology.label, topology.words[-18:]) == ("P/D 1:1 + store", "with a store of KV")
+        members = members_of(topology, self.CONFIG, model="/m", ports=[1, 2, 3, 4, 5], secret="s")
+        store, *engines, proxy = members
+        assert store.spec.arguments[:3] == ["kv-server", "--kv-tiers", "cpu:1GiB"]
+        assert store.url == "tcp://127.0.0.1:4"
+        for engine in engines:
+            words = " ".join(engine.spec.arguments)
+            assert "--kv-transfer-config.kv-connector nixl,lmcache" in words
+            assert "--kv-transfer-config.lmcache.url tcp://127.0.0.1:4" in words
+            assert "--kv-transfer-config.lmcache.http-url http://127.0.0.1:5" in words
+        assert "--prefill http://127.0.0.1:1 --decode http://127.0.0.1:2" in " ".join(
+            proxy.spec.arguments
+        )
+        assert commands_of(topology, self.CONFIG)[0].startswith("pdserve kv-server ")
+
+    def test_engines_that_hand_nothing_over_have_the_store_alone(self):
+        (topology,) = topologies_of(CompareConfig(topologies=("colocated+store",), cores=CORES))
+        _, engine = members_of(topology, self.CONFIG, model="/m", ports=[1, 2, 3], secret="s")
+        assert "--kv-transfer-config.kv-connector lmcache" in " ".join(engine.spec.arguments)
+
+    @pytest.mark.parametrize(
+        ("words", "says"),
+        [
+            (("pd+tiers",), "--topologies pd\\+tiers: use some of .*, each also with \\+store"),
+            (("pd", "pd"), "the deployment P/D 1:1 stands there twice"),
+            (("pd+store", "pd+store"), "the deployment P/D 1:1 \\+ store stands there twice"),
+        ],
+    )
+    def test_a_deployment_that_is_unknown_or_stands_there_twice_is_refused(self, words, says):
+        with pytest.raises(ConfigError, match=says):
+            topologies_of(CompareConfig(topologies=words, cores=CORES))
+
+    def test_a_store_that_outlives_a_run_is_refused(self):
+        with pytest.raises(ConfigError, match="compare with a cpu tier alone"):
+            CompareConfig(kv_tiers="cpu:1GiB,disk:/data:1GiB")
+
     def test_the_secret_is_on_no_command_line(self):
         assert not any("s" in m.spec.arguments for m in self.members(Kind.DISAGGREGATED))
 
@@ -312,7 +351,7 @@ class TestCoresInUse:
         ) as process:
             assert process.stdout is not None
             process.stdout.readline()  # the child has done its work
-            found = cpu_seconds({process.pid: Role.DECODE}, os.sched_getaffinity(0))
+            found = cpu_seconds({process.pid: SERVERS}, os.sched_getaffinity(0))
             process.communicate(b"\n")
         assert found["engines"] >= 0.55
         assert found["API servers"] < found["engines"]

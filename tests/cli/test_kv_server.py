@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import http.server
 import itertools
 import json
 import os
@@ -9,6 +10,7 @@ import socket
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 
@@ -137,6 +139,62 @@ def test_a_redis_server_that_says_nothing_is_no_tier(monkeypatch: pytest.MonkeyP
         finding = tier_checks.redis(RedisTier("127.0.0.1", hung.getsockname()[1]), {})
     assert finding.verdict is Grade.FAIL
     assert "timed out" in finding.text
+
+
+class Answers(http.server.BaseHTTPRequestHandler):
+    """Says what it was told to say, by path."""
+
+    said: ClassVar[dict[str, object]] = {}
+
+    def do_GET(self) -> None:
+        self.send_response(200 if self.path in self.said else 404)
+        self.end_headers()
+        self.wfile.write(json.dumps(self.said.get(self.path)).encode())
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+@pytest.fixture
+def lmcache() -> Iterator[str]:
+    with http.server.HTTPServer(("127.0.0.1", 0), Answers) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+        thread.join()
+
+
+@pytest.mark.parametrize(
+    ("version", "chunk_size", "verdict", "says"),
+    [
+        ("0.5.6-g3e11e108", 64, Grade.OK, "is LMCache 0.5.6 with chunks of 64 tokens"),
+        ("0.5.7", 64, Grade.FAIL, "is LMCache 0.5.7 with chunks"),
+        ("0.5.6", 40, Grade.FAIL, "chunks of 40 tokens, no multiple of --block-size 16"),
+    ],
+)
+def test_a_server_that_runs_says_its_version_and_its_chunks(
+    lmcache: str, version: str, chunk_size: int, verdict: Grade, says: str
+) -> None:
+    Answers.said = {
+        "/version": version,
+        "/status": {"chunk_size": chunk_size, "is_healthy": True},
+    }
+    finding = tier_checks.server(lmcache, 16)
+    assert finding.verdict is verdict
+    assert says in finding.text
+
+
+def test_what_is_no_lmcache_server_is_said_to_be_none(lmcache: str) -> None:
+    Answers.said = {"/version": "0.5.6", "/status": ["what"]}
+    assert "is no LMCache server" in tier_checks.server(lmcache, 16).text
+    Answers.said = {}
+    assert "is no LMCache server: HTTP 404" in tier_checks.server(lmcache, 16).text
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        gone = f"http://127.0.0.1:{taken.getsockname()[1]}"
+    finding = tier_checks.server(gone, 16)
+    assert (finding.verdict, "cannot be reached" in finding.text) == (Grade.FAIL, True)
+    assert "pdserve kv-server" in finding.remedy
 
 
 def test_the_server_is_told_each_tier_and_listens_on_loopback_alone() -> None:

@@ -10,12 +10,12 @@ from pdserve.config import connectors
 from pdserve.config.bench import ResultConfig, TargetConfig, TrafficConfig
 from pdserve.config.connectors import read_settings
 from pdserve.config.datasets import DatasetConfig
+from pdserve.config.doctor import DoctorConfig
 from pdserve.config.http import ProxyConfig, ServerConfig
 from pdserve.config.load import Table, build, resolve
 from pdserve.config.schema import EngineConfig, Role, TransferConfig
 from pdserve.config.setting import parse
 from pdserve.config.settings import (
-    DoctorConfig,
     LogConfig,
     bench_serve_table,
     doctor_table,

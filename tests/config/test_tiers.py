@@ -3,6 +3,7 @@ from __future__ import annotations
 import pytest
 
 from pdserve.config.tiers import DiskTier, KvServerConfig, RedisTier, Tiers, parse_tiers
+from pdserve.config.up import UpConfig
 from pdserve.errors import ConfigError
 
 
@@ -46,7 +47,10 @@ def test_what_is_no_tier_is_refused_with_what_to_write(text: str, says: str) -> 
 
 
 def test_settings_of_commands_are_checked_when_they_are_made() -> None:
-    with pytest.raises(ConfigError, match="has no size"):
-        KvServerConfig(tiers="cpu:no")
+    for make in (lambda: KvServerConfig(tiers="cpu:no"), lambda: UpConfig(kv_tiers="cpu:no")):
+        with pytest.raises(ConfigError, match="has no size"):
+            make()
     with pytest.raises(ConfigError, match="--chunk-size is 0"):
         KvServerConfig(chunk_size=0)
+    with pytest.raises(ConfigError, match="--kv-chunk-size is -1"):
+        UpConfig(kv_chunk_size=-1)

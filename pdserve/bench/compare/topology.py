@@ -11,6 +11,7 @@ decode share one only if there is no other.
 
 from __future__ import annotations
 
+import dataclasses
 import enum
 import re
 from collections.abc import Iterator, Sequence
@@ -73,6 +74,7 @@ class Topology:
         engines: None of a peer, which runs already.
         chunk_tokens: Token budget of a step of its colocated engines; None leaves the default.
         url: Of a peer.
+        has_store: Its engines share a store of KV, which begins empty.
     """
 
     label: str
@@ -80,6 +82,7 @@ class Topology:
     engines: tuple[EnginePlace, ...] = ()
     chunk_tokens: int | None = None
     url: str = ""
+    has_store: bool = False
 
     @property
     def has_proxy(self) -> bool:
@@ -103,6 +106,10 @@ class Topology:
     @property
     def words(self) -> str:
         """What it is, for people."""
+        return f"{self._words}, with a store of KV" if self.has_store else self._words
+
+    @property
+    def _words(self) -> str:
         num = len(self.engines)
         match self.kind:
             case Kind.PEER:
@@ -187,8 +194,7 @@ def plan(
             never more replicas than units.
 
     Raises:
-        ConfigError: Engines outnumber units and may not share them, or a deployment stands
-            there twice.
+        ConfigError: Engines outnumber units and may not share them.
     """
     num_replicas = max((p + d for p, d in ratios), default=2)
     if may_share:
@@ -203,11 +209,12 @@ def plan(
         num = num_replicas if kind in (Kind.REPLICAS, Kind.REPLICAS_UNCHUNKED) else 1
         for budget in budgets:
             found.append(_colocated(kind, num, budget, units, what, len(budgets) > 1))
-    labels = [topology.label for topology in found]
-    if len(set(labels)) < len(labels):
-        twice = next(label for label in labels if labels.count(label) > 1)
-        raise ConfigError(f"the deployment {twice} stands there twice", param="topologies")
     return found
+
+
+def with_store(topology: Topology) -> Topology:
+    """Return the same deployment with a store of KV that its engines share."""
+    return dataclasses.replace(topology, label=f"{topology.label} + store", has_store=True)
 
 
 def _colocated(
