@@ -14,7 +14,7 @@ PIP    := $(BIN)/python -m pip --disable-pip-version-check install --quiet --no-
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help up test matrix check format bench gpu chaos soak fuzz readers clean
+.PHONY: help up test matrix check format bench gpu chaos soak ucx fuzz readers clean
 
 help: ## This list
 	@awk -F':.*## ' '/^[a-z]+:.*## / {printf "make %-7s %s\n", $$1, $$2}' Makefile
@@ -58,6 +58,10 @@ chaos: $(VENV)/.installed-dev ## Every row of the failure table over every trans
 
 soak: $(VENV)/.installed-dev ## Half an hour of load in which engines die or stop, with hostile clients
 	@$(BIN)/python -m tests.chaos.soak $(ARGS)
+
+ucx: $(VENV)/.installed-dev ## Install pdserve[ucx] (345 MB), and run the tests of KV over UCX
+	@$(PIP) --editable ".[dev,ucx]"
+	@$(BIN)/python -m pytest -q tests/ucx $(ARGS)
 
 fuzz: $(VENV)/.installed-dev ## 100,000 inputs for what clients, peers and servers can send (about half an hour)
 	@$(BIN)/python -m tests.fuzz $(ARGS)
