@@ -105,7 +105,7 @@ class StoreClient:
             )
             from lmcache.v1.multiprocess.transport.zmq_impl import create_request_client
 
-        self._url = settings.url
+        self._url = settings.server_url
         self._http_url = settings.http_url.rstrip("/")
         self._timeout_s = settings.timeout_s
         self._layout = layout
@@ -130,7 +130,7 @@ class StoreClient:
             num_physical_slots=1,
         )
         self._context = zmq.Context()
-        self._client = create_request_client(settings.url, context=self._context)
+        self._client = create_request_client(settings.server_url, context=self._context)
         self._pool: npt.NDArray[np.uint8] = np.empty(0, np.uint8)
         self.chunk_tokens = 0
 

@@ -139,7 +139,9 @@ class LMCacheScheduler(KVConnectorScheduler):
         if tracked.looked_up is None:
             return
         if not num_external_tokens:
-            self._release(tracked, 0, num_found)
+            # What is loaded from elsewhere does not wait for the server's word.
+            is_known = tracked.num_found is not None
+            self._release(tracked, 0, num_found if is_known else tracked.looked_up.end)
             return
         end_token = num_found * self._chunk_tokens
         first_token = end_token - num_external_tokens
@@ -188,7 +190,7 @@ class LMCacheScheduler(KVConnectorScheduler):
     def _track(self, request: RequestView) -> None:
         tracked = self._tracked[request.request_id] = _Tracked(request)
         num_chunks = len(request.prompt_token_ids) // max(1, self._chunk_tokens)
-        if not self._counted.is_up or not num_chunks:
+        if not self._counted.is_up or not num_chunks or _is_brought(request):
             return
         tokens = request.prompt_token_ids[: num_chunks * self._chunk_tokens]
         tracked.looked_up = self._range(request, tokens, 0, num_chunks)
@@ -338,3 +340,9 @@ class LMCacheScheduler(KVConnectorScheduler):
             self._saved_up_to = min(each.saved_up_to for each in self._ranks.values())
         while self._pending_saves and self._pending_saves[0][0] <= self._saved_up_to:
             self._pending_saves.popleft()
+
+
+def _is_brought(request: RequestView) -> bool:
+    """Whether another engine brings its KV: no disk is to be read for it beside that."""
+    is_pushed = request.kv_transfer_params.ticket is not None and not request.remote_decode
+    return (is_pushed or request.handoff is not None) and not request.output_token_ids

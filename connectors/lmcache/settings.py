@@ -17,9 +17,10 @@ _SAVES: Final = ("prompt", "all", "off")
 class LMCacheSettings(msgspec.Struct, frozen=True, kw_only=True):
     """See the module."""
 
-    url: Annotated[str, Meta(description="where the LMCache server listens, on this machine")] = (
-        "tcp://127.0.0.1:5555"
-    )
+    url: Annotated[
+        str,
+        Meta(description="where the LMCache server listens, on this machine: tcp://127.0.0.1:5555"),
+    ] = ""
     http_url: Annotated[
         str, Meta(description="the server's HTTP side, by which wrong chunks are replaced")
     ] = ""
@@ -40,7 +41,7 @@ class LMCacheSettings(msgspec.Struct, frozen=True, kw_only=True):
     ] = 256
 
     def __post_init__(self) -> None:
-        if not self.url.startswith(_SCHEMES):
+        if not self.server_url.startswith(_SCHEMES):
             self._refuse("url", f"{self.url!r}: it must begin with {' or '.join(_SCHEMES)}")
         if self.save not in _SAVES:
             self._refuse("save", f"{self.save!r}: use one of {', '.join(_SAVES)}")
@@ -48,6 +49,11 @@ class LMCacheSettings(msgspec.Struct, frozen=True, kw_only=True):
             value = getattr(self, name)
             if value <= 0:
                 self._refuse(name.replace("_", "-"), f"{value}: it must be more than 0")
+
+    @property
+    def server_url(self) -> str:
+        """Where the server listens."""
+        return self.url or "tcp://127.0.0.1:5555"
 
     @staticmethod
     def _refuse(name: str, why: str) -> None:
