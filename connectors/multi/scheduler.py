@@ -50,8 +50,7 @@ class _Entry:
         plan: What was matched last.
         is_pinned: As it was matched then.
         loading: Who loads beside the steps, and how many tokens.
-        inside: Who loads inside the step that it starts in, which is not built yet.
-        begun: Who has loaded inside the step that it started in.
+        inside: Who loads inside the step that it starts in, and how many tokens.
         failed: Whose loads have failed.
         owed: Holds of a preemption that another child has failed over.
         is_over: It has ended, and its load has not.
@@ -62,7 +61,6 @@ class _Entry:
     is_pinned: bool = False
     loading: tuple[str, int] | None = None
     inside: dict[str, int] = field(default_factory=dict)
-    begun: set[str] = field(default_factory=set)
     failed: set[str] = field(default_factory=set)
     owed: list[Hold] = field(default_factory=list)
     is_over: bool = False
@@ -85,6 +83,7 @@ class MultiScheduler(KVConnectorScheduler):
         self._block_size = block_size
         self._entries: dict[RequestId, _Entry] = {}
         self._broken: dict[RequestId, Exception] = {}
+        self._starting: list[RequestId] = []
         self._costs = Costs()
         self._faults: Counter[str] = Counter()
         self.hands_over = any(each.hands_over for each in children.values())
@@ -132,7 +131,6 @@ class MultiScheduler(KVConnectorScheduler):
     ) -> Hold | None:
         """See `KVConnectorScheduler`."""
         entry = self._entries[request.request_id]
-        entry.inside = {}
         holds, errors = self._let_go(
             lambda child: child.preempted(request, block_ids, generations), self._children
         )
@@ -168,6 +166,8 @@ class MultiScheduler(KVConnectorScheduler):
             if entry.is_pinned and block_ids:  # a peer may be written from its blocks
                 others.append(Hold("", connector=name))
         entry.is_over = True
+        if request.request_id in self._starting:
+            self._starting.remove(request.request_id)
         if entry.loading is None:
             del self._entries[request.request_id]
         return _together([*holds, *others, *entry.owed])
@@ -244,7 +244,9 @@ class MultiScheduler(KVConnectorScheduler):
                 self._children[name].update_state_after_alloc(
                     request, block_ids, parts.get(name, 0), generations=generations
                 )
-            entry.inside, entry.begun = parts, set(parts)
+            entry.inside = parts
+            if parts:
+                self._starting.append(request.request_id)
             return
         ((name, num_tokens),) = plan.parts
         self._children[name].update_state_after_alloc(request, block_ids, num_tokens)
@@ -258,21 +260,21 @@ class MultiScheduler(KVConnectorScheduler):
         A request over which a child fails is not in the child's step; it ends before its next one,
         when no child has been told of that yet.
         """
-        for request_id in step:
-            error = self._broken.pop(request_id, None)
-            if error is not None:
-                step.get(request_id)  # it is about this one
-                raise error
+        over = next((each for each in step if each in self._broken), None) if self._broken else None
+        if over is not None:
+            step.get(over)  # it is about this one
+            raise self._broken.pop(over)
         num_loading: Counter[str] = Counter()
         lost: list[RequestId] = []
         said: dict[str, ConnectorMetadata | None] = {}
         for name, child in self._children.items():
             said[name], broken = self._said(name, child, step)
-            for request_id in step:
-                num_tokens = self._entries[request_id].inside.pop(name, 0)
+            for request_id in self._starting:
+                num_tokens = self._entries[request_id].inside.get(name, 0)
                 num_loading[name] += num_tokens
                 if num_tokens and request_id in broken:
                     lost.append(request_id)
+        self._starting.clear()
         self.num_loaded.update(num_loading)
         loads = {name: num_tokens for name, num_tokens in num_loading.items() if num_tokens}
         instructions = MultiInstructions.of(said)
@@ -285,7 +287,7 @@ class MultiScheduler(KVConnectorScheduler):
         """What a child has for a step, and the requests that it has failed over."""
         broken: set[RequestId] = set()
         while True:
-            left = step.without(broken)
+            left = step.without(broken) if broken else step
             said = guarded(partial(child.build_connector_meta, left))
             if not isinstance(said, Exception):
                 return said, broken
@@ -347,7 +349,7 @@ class MultiScheduler(KVConnectorScheduler):
         if fact.connector:
             return fact.connector == name
         entry = self._entries.get(fact.request_id)
-        return entry is not None and name in entry.begun
+        return entry is not None and name in entry.inside
 
     def _combined(self, name: str, news: ConnectorNews) -> ConnectorNews:
         """What a child's news mean beside those of the others."""
@@ -363,7 +365,7 @@ class MultiScheduler(KVConnectorScheduler):
                 self._costs.observe(name, num_tokens, took_s)
         for lost in news.failed:
             entry = self._entries.get(lost.request_id)
-            if entry is None or (entry.loading is None and name in entry.begun):
+            if entry is None or (entry.loading is None and name in entry.inside):
                 if entry is not None:
                     entry.failed.add(name)
             elif self._end_load(name, lost.request_id):

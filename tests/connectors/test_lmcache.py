@@ -9,9 +9,12 @@ import pytest
 
 from pdserve.connectors.base import KVConnectorBase
 from pdserve.connectors.conformance import Engine, make_shape
+from pdserve.connectors.conformance.pull import PullConformance
 from pdserve.connectors.conformance.store import StoreConformance
 from pdserve.connectors.lmcache import LMCacheConnector
 from pdserve.connectors.lmcache.settings import LMCacheSettings
+from pdserve.connectors.multi import MultiConnector
+from pdserve.connectors.nixl import NixlConnector
 
 if TYPE_CHECKING:
     from pdserve.wire.transfer import KVShape
@@ -48,6 +51,20 @@ class TestFourRanks(LMCacheConformance):
 
 class TestMoreRanksThanHeads(LMCacheConformance):
     prefill_shape: ClassVar[KVShape] = make_shape(tp=4, num_kv_heads=2, num_layers=3)
+
+
+class TestBesideNixl(PullConformance):
+    """Real NIXL, with the store told of every request."""
+
+    def make_connector(self) -> KVConnectorBase:
+        namespace = secrets.token_hex(4)
+        settings = LMCacheSettings(url=LMCacheConformance.url, namespace=namespace)
+        return MultiConnector.of([NixlConnector(), LMCacheConnector(settings=settings)])
+
+
+class TestBesideNixlAsAStore(LMCacheConformance):
+    def make_connector(self) -> KVConnectorBase:
+        return MultiConnector.of([NixlConnector(), super().make_connector()])
 
 
 class TestLatent(LMCacheConformance):

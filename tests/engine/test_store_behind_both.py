@@ -1,11 +1,13 @@
 """A prefill and a decode engine with a store behind both: KV over real NIXL, a tiny model.
 
-The store is the example of the documentation, whose halves share a process.
+The store is LMCache with a real server, or the example of the documentation, whose halves share a
+process.
 """
 
 from __future__ import annotations
 
 import itertools
+import secrets
 import time
 from typing import TYPE_CHECKING
 
@@ -34,6 +36,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from pdserve.wire.request import EngineOutput
+    from tests.lmcache_server import LMCacheServer
 
 BLOCK_SIZE = 16
 PROMPT = [(7 * i + 3) % 200 for i in range(3 * BLOCK_SIZE)]
@@ -47,15 +50,17 @@ _numbers = itertools.count()
 class Engine:
     """An engine core over a worker with a tiny model; it has no prefix cache."""
 
-    def __init__(self, model: Path, kv_connector: str) -> None:
+    def __init__(self, model: Path, kv_connector: str, settings: dict[str, str]) -> None:
         config = EngineConfig(
-            model=ModelConfig(model=str(model)),
+            model=ModelConfig(model=str(model), dtype="float32"),
             device="cpu",
             cache=CacheConfig(
                 num_gpu_blocks_override=64, block_size=BLOCK_SIZE, enable_prefix_caching=False
             ),
             scheduler=SchedulerConfig(max_num_seqs=8, max_num_batched_tokens=128),
-            transfer=TransferConfig(kv_connector=kv_connector, handshake_timeout_s=30.0),
+            transfer=TransferConfig(
+                kv_connector=kv_connector, handshake_timeout_s=30.0, settings=settings
+            ),
         )
         self.core, self.info = load_engine(
             config, place=CorePlace(), clock=SystemClock(), progress=lambda _: None
@@ -94,6 +99,19 @@ class Engine:
             )
         )
 
+    def until(self, condition: Callable[[], object]) -> None:
+        """Turn until something holds."""
+        until_s = time.monotonic() + TIMEOUT_S
+        while not condition():
+            assert time.monotonic() < until_s
+            self.core.step(self.outputs.extend)
+            time.sleep(0.0005)
+
+    @property
+    def store_is_up(self) -> bool:
+        stats = self.scheduler.stats().kv_store
+        return stats is not None and stats.is_up
+
     @property
     def loaded(self) -> dict[str, int]:
         """Tokens by the connector that had them."""
@@ -119,19 +137,27 @@ def run(*engines: Engine) -> list[int]:
 
 
 @pytest.fixture
-def make(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], Engine]]:
-    """Starts an engine with connectors."""
+def make(
+    tiny_model: Path, lmcache_server: LMCacheServer, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Callable[..., Engine]]:
+    """Starts an engine with connectors; those that have LMCache find one another's KV."""
     KEPT.clear()
     monkeypatch.setitem(BUILT_IN, "store", f"{StoreConnector.__module__}:StoreConnector")  # type: ignore[misc]
     engines: list[Engine] = []
+    at = {"url": lmcache_server.url, "namespace": secrets.token_hex(4), "save": "all"}
+    told = {f"lmcache.{name}": value for name, value in at.items()}
 
-    def new(kv_connector: str = "nixl,store") -> Engine:
-        engines.append(Engine(tiny_model, kv_connector))
-        return engines[-1]
+    def new(kv_connector: str) -> Engine:
+        settings = told if "lmcache" in kv_connector else {}
+        engines.append(engine := Engine(tiny_model, kv_connector, settings))
+        if settings:
+            engine.until(lambda: engine.store_is_up)
+        return engine
 
     yield new
     for engine in engines:
         engine.core.close(5.0)
+    lmcache_server.until(lambda status: not status["read_locked_count"])
 
 
 def pulled(p: Engine, d: Engine, prompt: list[int]) -> list[int]:
@@ -152,36 +178,55 @@ def pushed(p: Engine, d: Engine, prompt: list[int]) -> list[int]:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("store", ["store", "lmcache"])
 @pytest.mark.parametrize("hand_over", [pulled, pushed])
 def test_p_loads_from_the_store_and_d_gets_all_of_it_from_p(
-    make: Callable[..., Engine], hand_over: Callable[[Engine, Engine, list[int]], list[int]]
+    make: Callable[[str], Engine],
+    hand_over: Callable[[Engine, Engine, list[int]], list[int]],
+    store: str,
 ) -> None:
     alone = make("null")
     alone.add(LONGER)
     right = run(alone)
     assert len(set(right)) > 3
-    first = make()
+    first, p, d = (make(f"nixl,{store}") for _ in range(3))
     first.add(PROMPT)
     run(first)
     assert first.loaded == {}
-    assert KEPT
-    p, d = make(), make()
     assert hand_over(p, d, LONGER) == right
-    assert p.loaded == {"store": len(PROMPT)}
+    assert p.loaded == {store: len(PROMPT)}
     assert d.loaded == {"nixl": len(LONGER)}
     assert p.scheduler.stats().local_compute_tokens == len(LONGER) - len(PROMPT)
     assert p.scheduler.stats().lease_ends["read"] == 1
 
 
 @pytest.mark.slow
+def test_ds_answer_is_saved_so_the_next_turn_loads_it_wherever_it_lands(
+    make: Callable[[str], Engine],
+) -> None:
+    p, d, alone, landed = (
+        make(each) for each in ("nixl,lmcache", "nixl,lmcache", "null", "lmcache")
+    )
+    answer = pulled(p, d, LONGER)
+    turn = [*LONGER, *answer, *range(40, 60)]
+    alone.add(turn)
+    landed.add(turn)
+    assert run(landed) == run(alone)
+    # The newest token of the answer was never computed, so its KV is nowhere.
+    num_whole = (len(LONGER) + len(answer) - 1) // BLOCK_SIZE * BLOCK_SIZE
+    assert num_whole > len(LONGER)
+    assert landed.scheduler.stats().external_kv_tokens == num_whole
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("hand_over", [pulled, pushed])
 def test_a_store_that_lies_about_the_prefix_changes_ds_answer_so_it_came_from_there(
-    make: Callable[..., Engine], hand_over: Callable[[Engine, Engine, list[int]], list[int]]
+    make: Callable[[str], Engine], hand_over: Callable[[Engine, Engine, list[int]], list[int]]
 ) -> None:
-    first = make()
+    first, p, d = (make("nixl,store") for _ in range(3))
     first.add(LONGER)
     right = run(first)
     for layers in KEPT.values():
         for name in layers:
             layers[name] = layers[name] + 1.0
-    assert hand_over(make(), make(), LONGER) != right
+    assert hand_over(p, d, LONGER) != right
