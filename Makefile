@@ -6,7 +6,7 @@ PYTHON ?= python3
 VENV   ?= .venv
 ARGS   ?=
 BIN    := $(VENV)/bin
-BENCHMARKS := engine kernels executor collectives parallel transfer serving handover
+BENCHMARKS := engine kernels executor collectives parallel transfer serving handover tiers
 # Of 16,000 files a tenth is ever imported: each is compiled when it is.
 PIP    := $(BIN)/python -m pip --disable-pip-version-check install --quiet --no-compile
 
@@ -32,7 +32,7 @@ test: $(VENV)/.installed-dev ## Everything that needs no GPU: side by side, but 
 	@$(BIN)/python -m pytest -m "alone and not gpu and not matrix" $(ARGS)
 
 matrix: $(VENV)/.installed-dev ## Every model family in every parallel shape, and every pair of shapes (about 25 minutes)
-	@$(BIN)/python -m pytest -m "not gpu" tests/e2e/test_parallel_equality.py tests/e2e/test_unequal_shapes.py $(ARGS)
+	@$(BIN)/python -m pytest -m "not gpu" tests/e2e/test_parallel_equality.py tests/e2e/test_unequal_shapes.py tests/engine/test_lmcache_tiers.py $(ARGS)
 
 check: $(VENV)/.installed-dev ## The quick loop: format, lint, types, layers, quick tests
 	@$(BIN)/ruff format --check .
