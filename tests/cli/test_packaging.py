@@ -17,10 +17,15 @@ pytestmark = pytest.mark.slow
 OURS = {"pdserve", "tests", "benchmarks", "tools"}
 CODE = ("pdserve", "connectors", "proxy", "kernels")
 TOOLS = ("tests", "benchmarks", "tools")
+# Imported by one module alone, which is imported only where the extra that brings it is asked for,
+# or runs in an environment of its own.
+OPTIONAL = {
+    "dynamo": "tests/readers/dynamo_side.py",
+    "lmcache": "connectors/lmcache/client.py",
+    "ray": "pdserve/executor/ray.py",
+}
 # triton comes with torch's CUDA build, yarl with aiohttp, the hub's client with tokenizers; nixl
 # is a front for one of two packages.
-# Imported by one module, which is imported only where the extra of this name is asked for.
-OPTIONAL = {"ray": "pdserve/executor/ray.py"}
 ALONGSIDE = {"triton", "yarl", "huggingface-hub", "nixl-cu12", "nixl-cu13"}
 
 
