@@ -15,7 +15,6 @@ from collections import Counter, deque
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
-import msgspec
 import numpy as np
 import torch
 
@@ -42,6 +41,7 @@ from pdserve.connectors.ucx.frames import (
 from pdserve.connectors.ucx.library import UcxWorker
 from pdserve.connectors.ucx.messages import Messages, TaggedMessage, nothing
 from pdserve.connectors.ucx.staging import Staging
+from pdserve.wire.seal import UNREADABLE
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable
@@ -253,7 +253,7 @@ class UcxMover:
         """See `Mover`."""
         try:
             frame = decode(body)
-        except msgspec.DecodeError as error:
+        except UNREADABLE as error:
             raise FrameError(Fault.MALFORMED, f"a word of the peer's mover: {error}") from None
         match frame:
             case FetchCopy():

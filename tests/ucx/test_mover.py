@@ -14,7 +14,16 @@ from pdserve.connectors.base import KVLayout
 from pdserve.connectors.transfer.link import FrameError
 from pdserve.connectors.transfer.mover import Direction, Job, JobEnd, MoverLink
 from pdserve.connectors.transfer.protocol import Region
-from pdserve.connectors.ucx.frames import FetchCopy, OfferCopy, TakeCopy, encode
+from pdserve.connectors.ucx.frames import (
+    CopyLanded,
+    DropCopy,
+    FetchCopy,
+    OfferCopy,
+    SendBroken,
+    TakeCopy,
+    WithdrawCopy,
+    encode,
+)
 from pdserve.connectors.ucx.mover import UcxMover
 from pdserve.connectors.ucx.settings import UcxSettings
 from pdserve.connectors.ucx.staging import Staging
@@ -328,3 +337,32 @@ def test_a_send_that_fails_ends_what_the_peer_awaits_and_the_next_one_works(
     until(sides, lambda: len(ours.ends) == 2)
     assert ours.ends[1].failure is None
     assert ours.holds(2.0)
+
+
+def test_whatever_a_peer_says_is_done_or_ends_its_link(sides: tuple[Side, Side]) -> None:
+    ours, theirs = sides
+    rng = np.random.default_rng(7)
+    before = ours.kv.clone()
+    for _ in range(500):
+        numbers = [int(rng.choice([0, 1, 2, 4096, LAYOUT.block_bytes, 1 << 40])) for _ in range(2)]
+        units = rng.integers(-2, 18, int(rng.integers(0, 20)), dtype=np.int32).tobytes()
+        kinds = [
+            FetchCopy(numbers[0], max(1, numbers[1]), units),
+            OfferCopy(numbers[0], max(1, numbers[1]), units),
+            TakeCopy(numbers[0], numbers[1]),
+            DropCopy(numbers[0]),
+            CopyLanded(numbers[0]),
+            WithdrawCopy(numbers[0]),
+            SendBroken(),
+        ]
+        body = bytearray(encode(kinds[int(rng.integers(len(kinds)))]))
+        if rng.random() < 0.3:
+            body[int(rng.integers(len(body)))] ^= 1 << int(rng.integers(8))
+        try:
+            ours.mover.hear(ours.link, bytes(body))
+        except FrameError:
+            ours.mover.hang_up(ours.link)
+        ours.mover.tick()
+        ours.mover.deliver()
+        theirs.mover.tick()
+    assert torch.equal(ours.kv, before)
