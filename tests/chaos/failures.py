@@ -322,6 +322,12 @@ _LIMITS = (
     "(`ulimit -n`) are gone to such ones, its NIXL agents are made again, at most every 30 s",
     "(`pdserve_kv_transfer_faults_total`: `descriptors_over_budget`, `agent_reset`). Its peers",
     "then have to meet it again, as after a fence.",
+    "",
+    "Over UCX without NIXL (the connector `ucx`; `make chaos` plays the same rows over it where",
+    "its package is installed) a rank alone writes its blocks, from buffers, so a P that is",
+    "stopped keeps none of D's. There, too, whoever reaches UCX's ports can hold connections",
+    "open; what it sends has no tag that is awaited, reaches no block, and stays in memory",
+    "until the engine ends.",
 )
 
 _HOW_TO_READ = (
