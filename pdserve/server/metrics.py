@@ -66,6 +66,7 @@ KV_FAULTS = (
     "reserve_repeated",
     "ticket_expired",
     "ticket_replayed",
+    "write_not_exposed",
 )
 """Those of the connectors between processes; a connector of another package may have its own."""
 
