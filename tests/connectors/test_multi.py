@@ -20,7 +20,6 @@ from pdserve.connectors.base import (
 )
 from pdserve.connectors.conformance import ConnectorConformance, StoreConformance, prompt_of
 from pdserve.connectors.conformance.engines import KitRequest
-from pdserve.connectors.conformance.pull import PullConformance
 from pdserve.connectors.memory import MemoryConnector
 from pdserve.connectors.memory.exchange import Exchange
 from pdserve.connectors.multi import MultiConnector
@@ -73,12 +72,6 @@ class TestMemoryAndAStore(ConnectorConformance):
     def make_connector(self) -> KVConnectorBase:
         KEPT.clear()
         return MultiConnector.of([MemoryConnector(exchange=Exchange()), SavingConnector()])
-
-
-class TestNixlAndAStore(PullConformance):
-    def make_connector(self) -> KVConnectorBase:
-        KEPT.clear()
-        return MultiConnector.of([SavingConnector(), NixlConnector()])
 
 
 class TestTheStoreBesideMemory(StoreConformance):
