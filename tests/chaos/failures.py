@@ -235,6 +235,65 @@ ROWS = (
         ("test_an_engine_gets_sigterm",),
     ),
     Row(
+        "nobody listens at the store's URL",
+        "nothing",
+        "Engines start, warn with the flag that says where it should be, compute, and ask again "
+        "every `lmcache.heartbeat-s`; once it is there it is used.",
+        ("test_nobody_listens_at_the_stores_url_until_later",),
+    ),
+    Row(
+        "a store that cannot be had",
+        "-",
+        "Too little `/dev/shm`, a folder that cannot be written, a full disk, a Redis server that"
+        " does not answer, another LMCache: `pdserve kv-server`, and `up` with it, ends with code"
+        " 3, and says what and what to do. `pdserve doctor --kv-tiers` says so before. A server "
+        "without shared memory, or with chunks that are no multiple of `--block-size`, ends the "
+        "engine's start.",
+        ("test_a_store_that_cannot_be_had_is_refused_at_start",),
+    ),
+    Row(
+        "the store's server dies",
+        "nothing; TTFT grows",
+        "A load that does not come within `lmcache.timeout-s` is computed, in the same request; "
+        "saves are dropped and counted; nobody asks again until the server answers a ping. Then "
+        "engines register anew, and find what is on its disk.",
+        ("test_the_stores_server_is_killed",),
+    ),
+    Row(
+        "the store's server is stopped",
+        "TTFT grows by a second, once",
+        "The same: what is not answered in time is a miss.",
+        ("test_the_stores_server_is_stopped_and_goes_on",),
+    ),
+    Row(
+        "all engines and the store restart",
+        "nothing",
+        "What was on the store's disk is found and loaded.",
+        ("test_what_is_stored_survives_the_end_of_every_engine_and_of_the_server",),
+    ),
+    Row(
+        "KV on the store's disk changes",
+        "nothing; TTFT grows",
+        "A flipped bit or another chunk's bytes differ from the digests that were saved with the "
+        "chunk: counted, not used, and computed from there on. A file that is cut short is none "
+        "to the server.",
+        ("test_a_chunk_on_the_stores_disk_is_not_what_was_saved",),
+    ),
+    Row(
+        "the store's Redis server is gone",
+        "nothing",
+        "The store goes on with its other tiers; a lookup that waits for Redis for longer than "
+        "`lmcache.timeout-s` is a miss.",
+        ("test_the_stores_redis_server_ends_or_hangs",),
+    ),
+    Row(
+        "supervisor and store are killed",
+        "the connection is lost",
+        "The server ends with `pdserve up`, and takes its shared memory along; if it was killed as "
+        "well, whoever starts next removes what it has left.",
+        ("test_no_shared_memory_is_left_when_supervisor_and_server_are_killed",),
+    ),
+    Row(
         "no fault",
         "-",
         "For comparison: four requests at once.",
