@@ -225,14 +225,12 @@ class StoreClient:
         keys = self.keys(chunks, self._session(chunks))
         asked = [self._client.prepare_retrieve(keys.of(u), self._instance_id) for u in units]
         deadline_s = time.monotonic() + self._timeout_s
-        found = []
-        for future in asked:
-            told = self._answer(future, "prepare_retrieve", deadline_s)
-            slots = [self._slot(each) for each in told.context.get("slots", ())]
-            if not told.success or len(slots) != chunks.end - chunks.first:
-                raise StoreMissError(f"{len(slots)} of {chunks.end - chunks.first} chunks are left")
-            found.append(slots)
-        return found
+        told = [self._answer(future, "prepare_retrieve", deadline_s) for future in asked]
+        lost = [unit for unit, each in zip(units, told, strict=True) if not each.success]
+        if lost:
+            self.unlock(chunks, [unit for unit in units if unit not in lost])
+            raise StoreMissError(f"units {lost} of chunks {chunks.first} to {chunks.end} are gone")
+        return [[self._slot(slot) for slot in each.context["slots"]] for each in told]
 
     def unlock(self, chunks: ChunkRange, units: Sequence[int]) -> None:
         """The chunks were read."""
@@ -329,10 +327,19 @@ class StoreClient:
             raise StoreGoneError(
                 f"the LMCache server at {self._url} does not answer {what} in {self._timeout_s:g} s"
             )
-        try:
-            return future.result(0)
-        except (OSError, ValueError, RuntimeError, zmq.ZMQError) as error:
-            raise StoreGoneError(f"{what} at {self._url} failed: {error}") from error
+        return _result(future)
+
+
+def _result(future: Any) -> Any:
+    """What the server has answered.
+
+    Raises:
+        StoreGoneError: It could not be asked, or its answer could not be read.
+    """
+    try:
+        return future.result(0)
+    except (OSError, ValueError, RuntimeError, zmq.ZMQError) as error:
+        raise StoreGoneError(f"the LMCache server cannot be asked: {error}") from error
 
 
 class PromptKeys:
@@ -392,14 +399,18 @@ class PendingLookup:
         self._ask_at_s = 0.0
 
     def poll(self, now_s: float) -> bool:
-        """Go on as far as the server has answered. Return whether the lookup is over."""
+        """Go on as far as the server has answered. Return whether the lookup is over.
+
+        Raises:
+            StoreGoneError: It could not be asked.
+        """
         if self.num_chunks is not None:
             return True
         if self._asked is not None:
             if not self._asked.query():
                 return False
             self.has_answered = True
-            told = self._asked.result(0) if self._is_asking_how_far else None
+            told = _result(self._asked) if self._is_asking_how_far else None
             self._asked = None
             if told is not None:
                 self.num_chunks = int(told)

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 _POLL_S = 0.0005
+_POLL_UNWANTED_S = 0.05
 _FORGET_S = 60.0
 """A lookup that was given up: by then the server has answered, or has lost it itself."""
 
@@ -117,21 +118,44 @@ class StoreWatch(threading.Thread):
     def run(self) -> None:
         """Serve until closed."""
         self._next_ping_s = time.monotonic() + self._settings.heartbeat_s
-        while True:
-            wait_s = _POLL_S
-            if not self._lookups and self._ping is None:
-                wait_s = max(0.0, self._next_ping_s - time.monotonic())
+        is_open = True
+        while is_open:
             try:
-                taken = self._inbox.get(timeout=wait_s)
-                if taken is None:
-                    break
-                self._take(taken)
-            except queue.Empty:
-                pass
-            now_s = time.monotonic()
-            self._poll(now_s)
-            self._look_after_server(now_s)
+                is_open = self._turn()
+            except Exception as error:  # noqa: BLE001 - nobody may wait for an answer for ever
+                _log.exception("asking the store is broken")
+                self._link.lost(error)
+                self._give_up()
         self._give_all_back()
+
+    def _turn(self) -> bool:
+        """Take one instruction, if there is one, and what the server has said; False: the end."""
+        now_s = time.monotonic()
+        wait_s = max(0.0, self._next_ping_s - now_s)
+        if any(each.is_wanted for each in self._lookups.values()):
+            wait_s = min(wait_s, _POLL_S)
+        elif self._lookups or self._ping is not None:
+            wait_s = min(wait_s, _POLL_UNWANTED_S)
+        try:
+            taken = self._inbox.get(timeout=wait_s)
+        except queue.Empty:
+            pass
+        else:
+            if taken is None:
+                return False
+            self._take(taken)
+        now_s = time.monotonic()
+        self._poll(now_s)
+        self._look_after_server(now_s)
+        return True
+
+    def _give_up(self) -> None:
+        """Answer all who wait: there is nothing."""
+        lookups, self._lookups = self._lookups, {}
+        for session, lookup in lookups.items():
+            if lookup.is_wanted:
+                taken_s = time.monotonic() - lookup.began_s
+                self._link.tell(LookupDone(session, 0, taken_s, is_late=True))
 
     def _give_all_back(self) -> None:
         if not self._link.is_up:

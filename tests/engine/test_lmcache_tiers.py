@@ -142,18 +142,23 @@ def test_what_is_on_disk_outlives_server_and_engine_and_wrong_files_are_misses(
 
 
 def test_a_server_that_dies_is_a_miss_and_one_that_is_back_is_used(
-    make: Callable[..., StoreEngine], server: LMCacheServer, expected: list[list[int]]
+    make: Callable[..., StoreEngine],
+    server: LMCacheServer,
+    disk: Path,
+    expected: list[list[int]],
 ) -> None:
+    empty(disk)
     engine = make(heartbeat_s=0.3)
     engine.run(*PROMPTS)
+    files(disk)
     server.kill()
     began_s = time.monotonic()
     assert engine.run(*PROMPTS) == expected
-    assert time.monotonic() - began_s < LATE_S + 1.5
+    assert time.monotonic() - began_s < LATE_S + 4.0  # on a machine that does much else
     engine.until(lambda: not engine.stats.is_up)
-    began_s = time.monotonic()
+    num_lookups = engine.stats.num_lookups
     assert engine.run(*PROMPTS) == expected
-    assert time.monotonic() - began_s < LATE_S
+    assert engine.stats.num_lookups == num_lookups  # nobody waits for it any more
     restart(server)
     engine.until(lambda: engine.stats.is_up)
     before = engine.num_external
