@@ -267,7 +267,8 @@ def first_tokens(model: Path, server: LMCacheServer, args: argparse.Namespace) -
     rng = random.Random(5)
     half = args.tokens // 2 // CHUNK * CHUNK
     core = Core(model, server, args)
-    local = Core(model, server, args, save="off", prefix_caching=True)
+    # In a namespace of its own: it finds nothing that the other has saved.
+    local = Core(model, server, args, save="off", namespace="local", prefix_caching=True)
     core.ttft(_prompt(rng, 512))
     rows: dict[str, list[float]] = {}
     for _ in range(args.rounds):
