@@ -25,8 +25,8 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 CHUNK_TOKENS = 64
-READY_S = 120.0
-STARTED_AGAIN_S = 30.0
+READY_S = 180.0
+STARTED_AGAIN_S = 90.0
 
 
 class Store:
@@ -145,7 +145,7 @@ class StoreStage(Stage):
             url = f"{self.deployment.url(name)}/reset_prefix_cache"
             httpx.post(url, timeout=30, verify=False).raise_for_status()
 
-    def wait_store(self, *, is_up: bool, timeout_s: float = 30.0) -> None:
+    def wait_store(self, *, is_up: bool, timeout_s: float = 90.0) -> None:
         """Wait until all engines say so of the store."""
         wanted = len(ENGINES) if is_up else 0
         wait_until(lambda: self.count("pdserve_kv_tier_server_up") == wanted, timeout_s)

@@ -42,7 +42,7 @@ def only_stage(
 @pytest.fixture
 def stage(only_stage: StoreStage) -> Iterator[StoreStage]:
     """The deployment, whole and empty, with the store up."""
-    only_stage.wait_store(is_up=True, timeout_s=60.0)
+    only_stage.wait_store(is_up=True)
     yield only_stage
     only_stage.store.process.send_signal(signal.SIGCONT)
     only_stage.restore()
