@@ -16,6 +16,7 @@ from pdserve.errors import InternalError
 from pdserve.scheduler.refusal import refusal_of
 from pdserve.wire.ids import RequestId
 from pdserve.wire.request import GenerateRequest
+from pdserve.wire.sampling import MAX_LOGPROBS
 from pdserve.worker.philox import uniforms
 from pdserve.worker.sampler import Sampler
 from tests.worker.driver import params
@@ -276,7 +277,7 @@ SAMPLING = st.builds(
     bad_words=st.lists(st.lists(IDS, max_size=2).map(tuple), max_size=3).map(tuple),
     min_tokens=st.sampled_from([0, 50]),
     eos_token_ids=st.sampled_from([(), (7,)]),
-    logprobs=st.sampled_from([None, 0, VOCAB, 1 << 40]),
+    logprobs=st.sampled_from([None, 0, MAX_LOGPROBS]),
 )
 
 
