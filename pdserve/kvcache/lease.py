@@ -99,7 +99,8 @@ class Holding:
         self._ledger.leave(self)
         if user is not BlockUser.QUARANTINED:  # that is for what the user before began
             # A load begins behind what was complete; whoever reads may read all.
-            self._num_untouched = self.num_cached if user is BlockUser.RECEIVING else 0
+            is_load = user is BlockUser.RECEIVING
+            self._num_untouched = max(self.num_cached, self.num_published) if is_load else 0
         self.user = user
         self._ledger.enter(self)
 
