@@ -188,8 +188,10 @@ class Batcher:
         is_load = match.num_tokens > 0 and match.is_async
         # What is pinned is not moved to make it grow: its first token has its block, too.
         num_to_hold = request.num_tokens + match.is_pinned
-        # The last token is computed again if all are found, so that there are logits behind it.
-        computed = min(hit.num_tokens + match.num_tokens, num_to_hold - 1)
+        # The last token is computed again if all are found, so that there are logits behind it; but
+        # what is pinned and loaded has the token behind it, too.
+        num_to_find = num_to_hold if is_load else request.num_tokens
+        computed = min(hit.num_tokens + match.num_tokens, num_to_find - 1)
         num_tokens = plan_admission(
             self._room(
                 num_to_hold if is_load else budget,

@@ -13,7 +13,7 @@ from pdserve.connectors.conformance.values import make_shape
 from pdserve.connectors.handover.instructions import End, Instructions
 from pdserve.connectors.memory import MemoryConnector
 from pdserve.connectors.memory.exchange import Exchange
-from pdserve.connectors.nixl import NixlConnector, thread
+from pdserve.connectors.nixl import NixlConnector
 from pdserve.connectors.nixl.settings import NixlSettings
 from pdserve.wire.transfer import BlockOrder, LeaseEnd, LoadFailure
 from tests.connectors.making import making
@@ -228,7 +228,7 @@ def test_two_lanes_move_many_loads_in_many_pieces_and_mix_none_of_them_up(
 ) -> None:
     shape = make_shape(num_blocks=256)
     layout_bytes = 16 * shape.head_dim * shape.dtype_bytes * 2 * shape.num_layers * 4
-    monkeypatch.setattr(thread, "PIECE_BYTES", 2 * layout_bytes)
+    monkeypatch.setattr("pdserve.connectors.transfer_thread.thread.PIECE_BYTES", 2 * layout_bytes)
     p, q = make("P", shape=shape), make("Q", shape=msgspec.structs.replace(shape, tp_size=2))
     d = make("D", shape=shape, lanes=2)
     prompt = prompt_of(7 * BLOCK)

@@ -230,3 +230,23 @@ def test_a_store_that_lies_about_the_prefix_changes_ds_answer_so_it_came_from_th
         for name in layers:
             layers[name] = layers[name] + 1.0
     assert pushed(p, d, LONGER) != right
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("hand_over", [pulled, pushed])
+@pytest.mark.parametrize("store", ["store", "lmcache"])
+def test_a_prompt_that_the_store_has_whole_is_handed_over_like_any_other(
+    make: Callable[[str], Engine],
+    hand_over: Callable[[Engine, Engine, list[int]], list[int]],
+    store: str,
+) -> None:
+    alone = make("null")
+    alone.add(PROMPT)
+    right = run(alone)
+    first, p, d = (make(f"nixl,{store}") for _ in range(3))
+    first.add(PROMPT)
+    run(first)
+    assert hand_over(p, d, PROMPT) == right
+    assert p.loaded == {store: len(PROMPT)}
+    assert d.loaded == {"nixl": len(PROMPT)}
+    assert p.scheduler.stats().lease_ends["read"] == 1
