@@ -16,3 +16,8 @@ FAILED_ONCE = {
     4009: "a request that only its deadline ended",
     4098: "a request that only its deadline ended",
 }
+
+FAILED_ONCE_WITH_STORE = {
+    5080: "the second part of a load begins behind what the first part has brought and published",
+    5139: "likewise",
+}

@@ -14,9 +14,9 @@ from pdserve.connectors.faulty import FaultKind
 from pdserve.observe.clock import ManualClock
 from tests.sim import virtual_time
 from tests.sim.__main__ import Summary, simulate
-from tests.sim.scenario import with_store
-from tests.sim.seeds import FAILED_ONCE
-from tests.sim.world import run_seed
+from tests.sim.scenario import draw, with_store
+from tests.sim.seeds import FAILED_ONCE, FAILED_ONCE_WITH_STORE
+from tests.sim.world import World, run_seed
 
 # Seeds that get to everything in few lives: the rarest situation comes up twice.
 FIRST_SEED, NUM_LIVES = 307, 600
@@ -77,6 +77,12 @@ def test_a_seed_that_failed_once_holds(seed: int) -> None:
     result = run_seed(seed)
     assert not result.violations
     assert not [outcome for outcome in result.outcomes if "deadline" in outcome]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", sorted(FAILED_ONCE_WITH_STORE))
+def test_a_seed_that_failed_once_with_a_store_holds(seed: int) -> None:
+    assert not World(with_store(draw(seed))).run().violations
 
 
 def test_a_seed_says_all_there_is_to_know() -> None:
