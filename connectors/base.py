@@ -216,18 +216,6 @@ class ConnectorNews(msgspec.Struct, frozen=True, kw_only=True):
         return ConnectorNews(loaded=report.received, failed=report.failed, released=report.settled)
 
 
-class LoadIds:
-    """Numbers the loads of one engine, from 1."""
-
-    def __init__(self) -> None:
-        self._last = 0
-
-    def draw(self) -> int:
-        """A number that nobody else has been given."""
-        self._last += 1
-        return self._last
-
-
 class ConnectorContext(msgspec.Struct, frozen=True, kw_only=True):
     """What both halves know of the engine.
 
@@ -237,8 +225,6 @@ class ConnectorContext(msgspec.Struct, frozen=True, kw_only=True):
         layout_digest: Equal digests mean that KV can be exchanged, however it is shared out.
         layout_fields: What it was taken over.
         shape: How this engine's KV is shared out over its ranks.
-        load_ids: Where every connector of the engine draws its `load_id`s, so that none takes
-            the report of another's load for one of its own.
     """
 
     config: EngineConfig
@@ -250,7 +236,6 @@ class ConnectorContext(msgspec.Struct, frozen=True, kw_only=True):
     shape: KVShape
     rank: int = 0
     num_ranks: int = 1
-    load_ids: LoadIds = msgspec.field(default_factory=LoadIds)
 
 
 def guarded(call: Callable[[], T]) -> T | Exception:

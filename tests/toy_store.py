@@ -158,7 +158,7 @@ class ToyStoreScheduler(KVConnectorScheduler):
     def __init__(self, connector: ToyStoreConnector, context: ConnectorContext) -> None:
         self._store, self._trouble = connector.store, connector.trouble
         self._is_async, self._may_wait = connector.is_async, connector.may_wait
-        self._shape, self._load_ids = context.shape, context.load_ids
+        self._shape, self._load_ids = context.shape, itertools.count(1)
         self._orders = Orders()
         self._hold_ids = itertools.count()
         self._inside: dict[RequestId, Load] = {}
@@ -207,7 +207,7 @@ class ToyStoreScheduler(KVConnectorScheduler):
         first = len(found) - num_external_tokens // self._shape.block_size
         load = Load(request.request_id, found[first:], first * self._shape.block_size)
         if self._is_async:
-            load.load_id = self._load_ids.draw()
+            load.load_id = next(self._load_ids)
             self._orders.loads.append(load)
         else:
             self._inside[request.request_id] = load

@@ -14,6 +14,7 @@ A request's entry, by what was staged for it last:
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
@@ -29,7 +30,6 @@ if TYPE_CHECKING:
     from collections import Counter
     from collections.abc import Sequence
 
-    from pdserve.connectors.base import LoadIds
     from pdserve.connectors.handover.instructions import Instructions
     from pdserve.connectors.views import RequestView
     from pdserve.wire.ids import BlockId, RequestId
@@ -65,16 +65,13 @@ class Incoming:
         block_size: Of this engine.
         staged: Where instructions go.
         faults: Where `report_unknown` is counted.
-        load_ids: Where the numbers of loads come from.
     """
 
-    def __init__(
-        self, block_size: int, *, staged: Instructions, faults: Counter[str], load_ids: LoadIds
-    ) -> None:
+    def __init__(self, block_size: int, *, staged: Instructions, faults: Counter[str]) -> None:
         self._block_size = block_size
         self._staged = staged
         self._faults = faults
-        self._load_ids = load_ids
+        self._load_ids = itertools.count(1)
         self._entries: dict[RequestId, _Entry] = {}
         self._pushes: set[str] = set()
 
@@ -146,7 +143,7 @@ class Incoming:
         local = list(block_ids[:num_blocks])
         if entry.handoff is None:
             entry.load = Reserve(
-                self._load_ids.draw(),
+                next(self._load_ids),
                 request.request_id,
                 entry.nonce,
                 entry.owner,
@@ -157,7 +154,7 @@ class Incoming:
             self._staged.reserves.append(entry.load)
         else:
             entry.load = Load(
-                self._load_ids.draw(),
+                next(self._load_ids),
                 request.request_id,
                 entry.nonce,
                 entry.owner,
@@ -224,7 +221,7 @@ class Incoming:
             self._staged.aborts.remove(failed.request_id)
         entry.load = msgspec.structs.replace(
             entry.load,
-            load_id=self._load_ids.draw(),
+            load_id=next(self._load_ids),
             first_token=max(entry.load.first_token, edge),
         )
         self._staged.loads.append(entry.load)

@@ -68,9 +68,7 @@ class HandoverScheduler(KVConnectorScheduler):
         self._block_size = block_size = context.layout.block_size
         self.faults: Counter[str] = Counter()
         self._staged = Instructions()
-        self._incoming = Incoming(
-            block_size, staged=self._staged, faults=self.faults, load_ids=context.load_ids
-        )
+        self._incoming = Incoming(block_size, staged=self._staged, faults=self.faults)
         self.push_quorum = PushQuorum(context.num_ranks, self.faults)
         self._outgoing = Outgoing(block_size, staged=self._staged, faults=self.faults, clock=clock)
 

@@ -26,6 +26,7 @@ import msgspec
 import numpy as np
 import zmq
 
+from pdserve.config.tiers import LMCACHE_SILENT, LMCACHE_VERSION
 from pdserve.errors import ConfigError, PdserveError
 
 if TYPE_CHECKING:
@@ -37,14 +38,8 @@ if TYPE_CHECKING:
     from pdserve.connectors.lmcache.settings import LMCacheSettings
     from pdserve.connectors.lmcache.slots import StoreLayout
 
-VERSION: Final = "0.5.6"
 _SHM: Final = "/dev/shm"
 _ASK_AGAIN_S: Final = 0.002
-_QUIET: Final = {
-    "LMCACHE_TRACK_USAGE": "false",
-    "DO_NOT_TRACK": "1",
-    "LMCACHE_LOG_LEVEL": "ERROR",
-}
 
 
 class StoreGoneError(PdserveError):
@@ -69,10 +64,10 @@ def require_lmcache() -> None:
             f"--{flag} is 'lmcache', which is not installed: pip install 'pdserve[lmcache]'",
             param=flag,
         ) from None
-    if found != VERSION:
+    if found != LMCACHE_VERSION:
         raise ConfigError(
-            f"--{flag} is 'lmcache', and lmcache {found} is installed: it must be {VERSION}; "
-            "pip install 'pdserve[lmcache]'",
+            f"--{flag} is 'lmcache', and lmcache {found} is installed: it must be "
+            f"{LMCACHE_VERSION}; pip install 'pdserve[lmcache]'",
             param=flag,
         )
 
@@ -96,7 +91,7 @@ class StoreClient:
         self, settings: LMCacheSettings, layout: StoreLayout, *, engine: str, instance_id: int
     ) -> None:
         require_lmcache()
-        for name, value in _QUIET.items():
+        for name, value in (*LMCACHE_SILENT.items(), ("LMCACHE_LOG_LEVEL", "ERROR")):
             os.environ.setdefault(name, value)
         with warnings.catch_warnings(action="ignore"):  # of what it imports
             from lmcache.v1.multiprocess.custom_types import (
@@ -205,12 +200,12 @@ class StoreClient:
         Returns:
             The futures of that: the server has to have done it before this rank takes leave.
         """
-        keys = self.keys(chunks, self._session(chunks))
-        told = []
+        session, told = self._session(chunks), []
         if chunks.first < chunks.end:
-            told.append(self._client.free_lookup_locks(keys.of(None), 1))
+            locked = self.keys(chunks, session).of(None)
+            told.append(self._client.free_lookup_locks(locked, 1))
         if is_last:
-            told.append(self._client.end_session(keys.session))
+            told.append(self._client.end_session(session))
         return told
 
     def locked(self, chunks: ChunkRange, units: Sequence[int]) -> list[list[npt.NDArray[np.uint8]]]:

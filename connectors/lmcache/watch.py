@@ -96,7 +96,7 @@ class StoreWatch(threading.Thread):
                 "the KV store is not there: prompts are computed until it is",
                 level=logging.WARNING,
                 why=str(error),
-                remedy="start `lmcache server`, or look at --kv-transfer-config.lmcache.url",
+                remedy="start `pdserve kv-server`, or look at --kv-transfer-config.lmcache.url",
             )
             return
         if client.chunk_tokens % self._block_size:

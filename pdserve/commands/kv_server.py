@@ -24,13 +24,19 @@ from pdserve.commands.exit_codes import EXIT_CONFIG, EXIT_DONE
 from pdserve.commands.findings import Grade
 from pdserve.commands.running import require_free
 from pdserve.commands.segments import owned_segment
-from pdserve.commands.tier_checks import findings_of
+from pdserve.commands.tier_checks import files_of, findings_of
 from pdserve.config.load import Resolved, Table, build
-from pdserve.config.tiers import LOOPBACK, DiskTier, KvServerConfig, Tiers, parse_tiers
+from pdserve.config.tiers import (
+    LMCACHE_SILENT,
+    LOOPBACK,
+    DiskTier,
+    KvServerConfig,
+    Tiers,
+    parse_tiers,
+)
 from pdserve.errors import ConfigError
 
 _PROGRAM: Final = "lmcache.v1.multiprocess.http_server"
-_SILENT: Final = {"LMCACHE_TRACK_USAGE": "false", "DO_NOT_TRACK": "1"}
 _LOOK_S: Final = 0.02
 _GIB: Final = 1 << 30
 
@@ -102,7 +108,9 @@ def make_room(tier: DiskTier) -> int:
     """
     folder = Path(tier.path)
     folder.mkdir(parents=True, exist_ok=True)
-    files = sorted((each.stat().st_mtime_ns, each.stat().st_size, each) for each in _files(folder))
+    files = sorted(
+        (each.stat().st_mtime_ns, each.stat().st_size, each) for each in files_of(folder)
+    )
     num_taken = sum(size for _, size, _ in files)
     for _, size, path in files:
         if num_taken <= tier.num_bytes // 2:
@@ -110,10 +118,6 @@ def make_room(tier: DiskTier) -> int:
         path.unlink()
         num_taken -= size
     return tier.num_bytes - num_taken
-
-
-def _files(folder: Path) -> list[Path]:
-    return list(folder.glob("*.data"))
 
 
 class _Reserving(threading.Thread):
@@ -149,7 +153,7 @@ class _Reserving(threading.Thread):
 
 def _serve(arguments: list[str]) -> None:
     """Run LMCache's server, in this process, until it is interrupted."""
-    os.environ.update(_SILENT)
+    os.environ.update(LMCACHE_SILENT)
     if os.environ.setdefault("LMCACHE_LOG_LEVEL", "WARNING") == "WARNING":
         logging.disable(logging.INFO)  # uvicorn's as well, which has a line for each request
     sys.argv = [_PROGRAM, *arguments]

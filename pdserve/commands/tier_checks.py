@@ -17,10 +17,15 @@ from typing import Any, Final
 
 from pdserve.commands.findings import Finding, Grade
 from pdserve.commands.segments import SHARED_MEMORY
-from pdserve.config.tiers import REDIS_PASSWORD, REDIS_USERNAME, DiskTier, RedisTier, Tiers
+from pdserve.config.tiers import (
+    LMCACHE_VERSION,
+    REDIS_PASSWORD,
+    REDIS_USERNAME,
+    DiskTier,
+    RedisTier,
+    Tiers,
+)
 
-LMCACHE_VERSION: Final = "0.5.6"
-"""The one whose protocol the connector speaks."""
 _LEAST_DISK_BYTES: Final = 64 << 20
 _REDIS_TIMEOUT_S: Final = 2.0
 _ANSWER_TIMEOUT_S: Final = 5.0
@@ -85,7 +90,7 @@ def disk(tier: DiskTier) -> Finding:
     text = f"the disk tier may take {_mib(tier.num_bytes)} in {folder}, where {_mib(free)} are free"
     if free < _LEAST_DISK_BYTES:
         return Finding("disk tier", Grade.FAIL, text, "make room, or choose another folder")
-    if free + _taken(folder) < tier.num_bytes:
+    if free + sum(each.stat().st_size for each in files_of(folder)) < tier.num_bytes:
         return Finding(
             "disk tier",
             Grade.WARN,
@@ -180,8 +185,9 @@ def _is_writable(folder: Path) -> bool:
         return False
 
 
-def _taken(folder: Path) -> int:
-    return sum(each.stat().st_size for each in folder.glob("*.data"))
+def files_of(folder: Path) -> list[Path]:
+    """What a disk tier has in its folder."""
+    return list(folder.glob("*.data"))
 
 
 def _mib(num_bytes: int) -> str:

@@ -19,6 +19,10 @@ from pdserve.errors import ConfigError
 
 _FLAG: Final = "kv-tiers"
 _FORM: Final = "write it as cpu:4GiB,disk:/data/kv:50GiB,redis:redis://127.0.0.1:6379"
+LMCACHE_VERSION: Final = "0.5.6"
+"""The one whose protocol the connector speaks."""
+LMCACHE_SILENT: Final = {"LMCACHE_TRACK_USAGE": "false", "DO_NOT_TRACK": "1"}
+"""Variables with which LMCache, as server and as client, tells nobody that it is used."""
 REDIS_USERNAME: Final = "LMCACHE_RESP_USERNAME"
 REDIS_PASSWORD: Final = "LMCACHE_RESP_PASSWORD"
 """Variables that LMCache's adapter reads."""

@@ -9,10 +9,9 @@ class State(enum.Enum):
     """Where a request stands.
 
     WAITING has no blocks. RECEIVING has blocks that a load, or a peer, fills; one load may follow
-    another.
-    RUNNING is in the batch; its connector may have its blocks read meanwhile. LEASED has
-    finished here, a peer may read its blocks. CLOSING is over for the client while a transfer
-    or a step may still touch its blocks. DONE holds nothing.
+    another. RUNNING is in the batch; its connector may have its blocks read meanwhile. LEASED has
+    finished here, a peer may read its blocks. CLOSING is over for the client while a transfer or a
+    step may still touch its blocks. DONE holds nothing.
     """
 
     WAITING = "waiting"

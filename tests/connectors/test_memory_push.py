@@ -618,7 +618,7 @@ def test_a_nonce_is_registered_once(world: World) -> None:
     again = world.d.new_request(PROMPT, ticket=world.ticket)
     assert "another request has its nonce" in str(world.d.refusal(again))
     reserve = Reserve(
-        world.d.context.load_ids.draw(),
+        1 << 20,
         again.request_id,
         "push",
         world.ticket.prefill,
