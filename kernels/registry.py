@@ -21,6 +21,7 @@ _log = logging.getLogger(__name__)
 
 BACKENDS: Mapping[str, str] = {
     "cpu": "pdserve.kernels.cpu.backend",
+    "cuda": "pdserve.kernels.cuda.backend",
 }
 """Device type -> the module whose ``load`` makes its backend. Others have the reference."""
 

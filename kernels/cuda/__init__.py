@@ -1,0 +1,1 @@
+"""The backend of CUDA devices: Triton kernels, compiled at first use."""

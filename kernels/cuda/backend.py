@@ -1,0 +1,22 @@
+"""The backend of CUDA devices."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from pdserve.kernels.backend import KernelBackend, KernelsUnavailableError
+
+
+def load(device: torch.device, progress: Callable[[str], None]) -> KernelBackend:
+    """Import Triton and the kernels; each is compiled when it is first launched.
+
+    Raises:
+        KernelsUnavailableError: Triton is not installed.
+    """
+    try:
+        import triton
+    except ImportError as error:
+        raise KernelsUnavailableError(f"{error}: install triton") from error
+    return KernelBackend(name="cuda", description=f"Triton {triton.__version__} kernels")
