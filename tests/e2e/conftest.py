@@ -11,7 +11,7 @@ from tests.e2e.deployment import Deployment
 from tests.tiny_models import write_tiny_model
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Sequence
     from pathlib import Path
 
 
@@ -67,6 +67,7 @@ def pd_deployment(
     with_serve: bool = False,
     prefills: int = 1,
     decodes: int = 1,
+    proxy_flags: Sequence[str] = (),
 ) -> Iterator[Deployment]:
     """A proxy, prefill and decode engines that register with it, and maybe a colocated one."""
     deployment = Deployment(directory)
@@ -78,7 +79,7 @@ def pd_deployment(
     try:
         if with_serve:
             deployment.start("serve", "serve", *common)
-        deployment.start("proxy", "proxy", "--port", "0")
+        deployment.start("proxy", "proxy", "--port", "0", *proxy_flags)
         deployment.wait("proxy")
         for kind, num in (("prefill", prefills), ("decode", decodes)):
             for index in range(num):
