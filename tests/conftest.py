@@ -13,6 +13,7 @@ import pytest
 from hypothesis.internal.conjecture import engine
 from xdist.scheduler import LoadScopeScheduling
 
+import tests.interpreted_triton  # noqa: F401  # imports Triton before a test does
 from tests.lmcache_server import LMCacheServer
 
 if TYPE_CHECKING:

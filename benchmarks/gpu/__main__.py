@@ -1,0 +1,151 @@
+"""Measures what a CUDA device can do, and how much of it the kernels and the step reach.
+
+Each part runs in a process of its own, so that one which crashes or hangs leaves the others alone.
+The file is written after each part, and holds the environment that the figures belong to. Without a
+device it is a dry run, of small sizes on the CPU.
+
+    python -m benchmarks.gpu [PART ...] [--json FILE] [--limit-s N]     parts: see PARTS
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import importlib
+import importlib.util
+import json
+import platform
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+PARTS = ("peaks", "copies", "attention", "linear", "step")
+_ROOT = Path(__file__).resolve().parents[2]
+_GRACE_S = 60.0
+"""For a part's imports and its last experiment, before it is killed."""
+
+
+def existing_parts() -> list[str]:
+    """Return the parts whose module is there, in order."""
+    return [name for name in PARTS if importlib.util.find_spec(f"benchmarks.gpu.{name}")]
+
+
+def environment() -> dict[str, Any]:
+    """Return the device, the versions and the kernels that figures belong to."""
+    import torch
+    import triton
+
+    found: dict[str, Any] = {
+        "date": time.strftime("%Y-%m-%d", time.gmtime()),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "triton": triton.__version__,
+        "cuda": torch.version.cuda,
+        "commit": _output("git", "-C", str(_ROOT), "rev-parse", "HEAD"),
+        "kernels_sha256": kernels_hash(),
+        "driver": _smi("driver_version"),
+        "clocks": clocks(),
+    }
+    if torch.cuda.is_available():
+        properties = torch.cuda.get_device_properties(0)
+        found |= {
+            "device": properties.name,
+            "capability": f"{properties.major}.{properties.minor}",
+            "multiprocessors": properties.multi_processor_count,
+            "memory_bytes": properties.total_memory,
+            "l2_bytes": properties.L2_cache_size,
+        }
+    else:
+        found["device"] = "none: a dry run, whose figures mean nothing"
+    return found
+
+
+def kernels_hash() -> str:
+    """Return one hash of all CUDA kernels and their tables: figures of another are of others."""
+    digest = hashlib.sha256()
+    for path in sorted((_ROOT / "kernels" / "cuda").glob("*.py")):
+        digest.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
+    return digest.hexdigest()
+
+
+def clocks() -> str | None:
+    """Return clocks, power, temperature and what holds the clocks down, as nvidia-smi says."""
+    return _smi(
+        "clocks.sm,clocks.mem,clocks.max.sm,clocks.max.mem,power.draw,power.limit,temperature.gpu,"
+        "clocks_event_reasons.active"
+    )
+
+
+def _smi(fields: str) -> str | None:
+    return _output("nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader")
+
+
+def _output(*command: str) -> str | None:
+    try:
+        run = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return run.stdout.strip()
+
+
+def run_part(name: str, limit_s: float) -> dict[str, Any]:
+    """Run one part in its own process; never raises for what the part does."""
+    started = time.monotonic()
+    before = clocks()
+    with tempfile.TemporaryDirectory() as folder:
+        result = Path(folder) / "result.json"
+        command = [sys.executable, "-m", "benchmarks.gpu", name, "--here", "--json", str(result)]
+        try:
+            code: int | str = subprocess.run(
+                [*command, "--limit-s", str(limit_s)], timeout=limit_s + _GRACE_S, check=False
+            ).returncode
+        except subprocess.TimeoutExpired:
+            code = f"killed after {limit_s + _GRACE_S:.0f} s"
+        found = json.loads(result.read_text()) if result.exists() else {"error": f"ended by {code}"}
+    return {
+        "seconds": round(time.monotonic() - started, 1),
+        "clocks_before": before,
+        "clocks_after": clocks(),
+        "results": found,
+    }
+
+
+def write(path: Path | None, report: dict[str, Any]) -> None:
+    """Write the report so far, whole or not at all."""
+    if path is None:
+        return
+    path.parent.mkdir(parents=True, exist_ok=True)
+    beside = path.with_suffix(".partial")
+    beside.write_text(json.dumps(report, indent=1, default=str) + "\n")
+    beside.replace(path)
+
+
+def main() -> None:
+    parts = existing_parts()
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu", description=__doc__)
+    parser.add_argument("parts", nargs="*", metavar="PART", help=f"of {', '.join(parts)}; all")
+    parser.add_argument("--json", type=Path, help="file for the report")
+    parser.add_argument("--limit-s", type=float, default=120.0, help="seconds for each part")
+    parser.add_argument("--here", action="store_true", help="one part, in this process")
+    args = parser.parse_args()
+    if unknown := set(args.parts) - set(parts):
+        parser.error(f"no part {', '.join(sorted(unknown))}; there are {', '.join(parts)}")
+    if args.here:
+        (name,) = args.parts
+        module = importlib.import_module(f"benchmarks.gpu.{name}")
+        write(args.json, module.run(args.limit_s))
+        return
+    report: dict[str, Any] = {"benchmark": "gpu", "environment": environment(), "parts": {}}
+    print(json.dumps(report["environment"]), flush=True)
+    for name in args.parts or parts:
+        report["parts"][name] = run_part(name, args.limit_s)
+        write(args.json, report)
+    if args.json is None:
+        print(json.dumps(report, default=str))
+
+
+if __name__ == "__main__":
+    main()
