@@ -51,7 +51,12 @@ class Engine:
     """
 
     def __init__(
-        self, role: Role, block_size: int, num_tokens: int, kv_connector: str = "nixl"
+        self,
+        role: Role,
+        block_size: int,
+        num_tokens: int,
+        kv_connector: str = "nixl",
+        device: str = "cpu",
     ) -> None:
         engine_id = EngineId(role.value)
         self.layout = KVLayout(
@@ -83,6 +88,7 @@ class Engine:
             (self.layout.num_blocks, NUM_LAYERS, 2, _NUM_KV_HEADS, block_size, _HEAD_DIM),
             1.0 if role is Role.PREFILL else 2.0,
             dtype=torch.bfloat16,
+            device=device,
         )
         connector = find(kv_connector)
         self.worker = connector.make_worker(context, self.news.set)
@@ -196,7 +202,11 @@ class Engine:
     def region(self) -> Region:
         """Its pool, for a bare NIXL agent."""
         return Region(
-            self.kv.data_ptr(), self.layout.block_bytes, self.layout.num_blocks, "DRAM", 0
+            self.kv.data_ptr(),
+            self.layout.block_bytes,
+            self.layout.num_blocks,
+            "VRAM" if self.kv.is_cuda else "DRAM",
+            self.kv.device.index or 0,
         )
 
 
@@ -239,16 +249,24 @@ class Pair:
 
 
 @contextmanager
-def pair(block_size: int, num_tokens: int, kv_connector: str = "nixl") -> Iterator[Pair]:
-    """Two engines whose pools have so many tokens each, until the end of the block."""
+def pair(
+    block_size: int, num_tokens: int, kv_connector: str = "nixl", device: str = "cpu"
+) -> Iterator[Pair]:
+    """Two engines whose pools have so many tokens each, until the end of the block.
+
+    Args:
+        device: Where the pools lie; both on the same one.
+    """
     _freeze_modules()
     context = multiprocessing.get_context("spawn")
     pipe, theirs = context.Pipe()
     child = context.Process(
-        target=_prefill_process, args=(theirs, block_size, num_tokens, kv_connector), daemon=True
+        target=_prefill_process,
+        args=(theirs, block_size, num_tokens, kv_connector, device),
+        daemon=True,
     )
     child.start()
-    d = Engine(Role.DECODE, block_size, num_tokens, kv_connector)
+    d = Engine(Role.DECODE, block_size, num_tokens, kv_connector, device)
     p_ref, metadata, region = pipe.recv()
     try:
         yield Pair(d, p_ref, metadata, region, pipe)
@@ -280,10 +298,12 @@ def draw_ticket(pair: Pair) -> PushTicket:
     return PushTicket(nonce=os.urandom(8).hex(), prefill=pair.p_ref, decode=pair.d.ref)
 
 
-def _prefill_process(pipe: Connection, block_size: int, num_tokens: int, kv_connector: str) -> None:
+def _prefill_process(
+    pipe: Connection, block_size: int, num_tokens: int, kv_connector: str, device: str
+) -> None:
     torch.set_num_threads(1)
     _freeze_modules()
-    engine = Engine(Role.PREFILL, block_size, num_tokens, kv_connector)
+    engine = Engine(Role.PREFILL, block_size, num_tokens, kv_connector, device)
     bare = None
     if kv_connector == "nixl":
         bare = NixlAgent("bare-P-" + os.urandom(8).hex(), ["UCX"])

@@ -1,6 +1,7 @@
 """What a hand-over costs: the NIXL connector beside bare NIXL and memcpy, in one run.
 
     python -m benchmarks.transfer [--tokens 4096 32768] [--repeat 7] [--streams 16]
+    python -m benchmarks.transfer --device cuda --block-size 64 --only pull streams
 
 D is this process, P a child of it (`benchmarks.kv_engines`). Prints one JSON object. Times are
 in ms, rates in GB/s. What is compared is interleaved, and compared round by round: ratios are the
@@ -133,9 +134,11 @@ class BareReader:
 
 
 def timed(work: Callable[[], object]) -> float:
-    """Seconds that it takes."""
+    """Seconds that it takes, of the device too."""
     started_s = time.perf_counter()
     work()
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
     return time.perf_counter() - started_s
 
 
@@ -148,11 +151,11 @@ def percentiles(samples: Sequence[float]) -> dict[str, float]:
     }
 
 
-def pull(
-    block_size: int, num_tokens: int, chunk: int, repeat: int, kv_connector: str
-) -> dict[str, Any]:
+def pull(arguments: argparse.Namespace, num_tokens: int) -> dict[str, Any]:
     """The rate of whole hand-overs; beside bare NIXL, if that moves them."""
-    with pair(block_size, num_tokens, kv_connector) as engines:
+    block_size, chunk = arguments.block_size, arguments.chunk
+    kv_connector, repeat = arguments.kv_connector, arguments.repeat
+    with pair(block_size, num_tokens, kv_connector, arguments.device) as engines:
         d = engines.d
         num_bytes = d.layout.num_blocks * d.layout.block_bytes
         everything = list(range(d.layout.num_blocks))
@@ -245,9 +248,12 @@ def digest(block_size: int) -> dict[str, Any]:
     }
 
 
-def streams(block_size: int, num_streams: int, num_each: int, think_s: float) -> dict[str, Any]:
+def streams(arguments: argparse.Namespace) -> dict[str, Any]:
     """Hand-overs of one block, of many streams."""
-    with pair(block_size, 4 * num_streams * block_size) as engines:
+    block_size, num_streams = arguments.block_size, arguments.streams
+    num_each, think_s = arguments.each, arguments.think_ms / 1e3
+    num_tokens = 4 * num_streams * block_size
+    with pair(block_size, num_tokens, device=arguments.device) as engines:
         bare = BareReader(engines)
         wire = [bare.read(np.array([i % 4], dtype=np.int32)) for i in range(200)]
         bare.close()
@@ -314,12 +320,11 @@ def _stream(
     return taken
 
 
-def push(
-    arguments: argparse.Namespace, block_size: int, num_tokens: int, repeat: int
-) -> dict[str, Any]:
+def push(arguments: argparse.Namespace) -> dict[str, Any]:
     """What a push leaves to do after the last layer."""
-    chunk, layer_ms = arguments.chunk, arguments.layer_ms
-    with pair(block_size, num_tokens, arguments.kv_connector) as engines:
+    block_size, num_tokens = arguments.block_size, arguments.push_tokens
+    chunk, layer_ms, repeat = arguments.chunk, arguments.layer_ms, 2 * arguments.repeat
+    with pair(block_size, num_tokens, arguments.kv_connector, arguments.device) as engines:
         d = engines.d
         everything = list(range(d.layout.num_blocks))
         pulls, left, facts = [], [], []
@@ -361,11 +366,16 @@ def over_ucx(arguments: argparse.Namespace) -> dict[str, Any]:
     flags = ["--kv-connector", "ucx", "--only", "pull", "push"]
     flags += ["--tokens", *map(str, arguments.tokens), "--repeat", str(arguments.repeat)]
     flags += ["--push-tokens", str(arguments.push_tokens), "--chunk", str(arguments.chunk)]
-    flags += ["--layer-ms", str(arguments.layer_ms)]
+    flags += ["--layer-ms", str(arguments.layer_ms), "--block-size", str(arguments.block_size)]
+    flags += ["--device", arguments.device]
     program = [sys.executable, "-m", "benchmarks.transfer", *flags]
     run = subprocess.run(program, stdout=subprocess.PIPE, check=True)
     found: dict[str, Any] = json.loads(run.stdout)
     return {"ucxx": version("ucxx-cu13"), "pull": found["pull"], "push": found["push"]}
+
+
+def _device_name(device: str) -> str:
+    return torch.cuda.get_device_name(device) if device.startswith("cuda") else device
 
 
 def main() -> None:
@@ -384,20 +394,16 @@ def main() -> None:
     parser.add_argument(
         "--only", nargs="+", choices=["pull", "digest_8k", "streams", "push", "ucx"], default=None
     )
+    parser.add_argument("--block-size", type=int, default=16)
+    parser.add_argument("--device", default="cpu", help="where both pools lie")
     parser.add_argument("--kv-connector", choices=["nixl", "ucx"], default="nixl")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    block_size = 16
     parts: dict[str, Callable[[], Any]] = {
-        "pull": lambda: [
-            pull(block_size, n, arguments.chunk, arguments.repeat, arguments.kv_connector)
-            for n in arguments.tokens
-        ],
-        "digest_8k": lambda: digest(block_size),
-        "streams": lambda: streams(
-            block_size, arguments.streams, arguments.each, arguments.think_ms / 1e3
-        ),
-        "push": lambda: push(arguments, block_size, arguments.push_tokens, 2 * arguments.repeat),
+        "pull": lambda: [pull(arguments, num_tokens) for num_tokens in arguments.tokens],
+        "digest_8k": lambda: digest(arguments.block_size),
+        "streams": lambda: streams(arguments),
+        "push": lambda: push(arguments),
     }
     if arguments.kv_connector == "nixl" and importlib.util.find_spec("ucxx") is not None:
         parts["ucx"] = lambda: over_ucx(arguments)
@@ -408,6 +414,7 @@ def main() -> None:
                 "environment": {
                     **environment(1),
                     "kernel": platform.release(),
+                    "device": _device_name(arguments.device),
                     "nixl": version("nixl"),
                     "ucx_tls": os.environ.get("UCX_TLS", "default"),
                 },
