@@ -19,4 +19,15 @@ def load(device: torch.device, progress: Callable[[str], None]) -> KernelBackend
         import triton
     except ImportError as error:
         raise KernelsUnavailableError(f"{error}: install triton") from error
-    return KernelBackend(name="cuda", description=f"Triton {triton.__version__} kernels")
+    from pdserve.kernels.cuda import activation, digest, norm, rope
+
+    return KernelBackend(
+        name="cuda",
+        description=f"Triton {triton.__version__} kernels",
+        rms_norm=norm.rms_norm,
+        add_rms_norm=norm.add_rms_norm,
+        silu_and_mul=activation.silu_and_mul,
+        rope_and_cache=rope.rope_and_cache,
+        rope_and_latent=rope.rope_and_latent,
+        kv_digests=digest.kv_digests,
+    )

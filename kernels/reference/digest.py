@@ -34,18 +34,9 @@ def kv_digests(kv: Tensor, spans: Tensor, constants: Tensor, keys: Tensor, num_r
         TypeError: A vector is not a whole number of words.
         IndexError: A span is outside of the memory, the constants or the rows.
     """
-    num_blocks, num_layers, num_planes, num_heads, block_size, head_dim = kv.shape
-    if head_dim * kv.element_size() % 4:
-        raise TypeError(f"a vector of {head_dim} {kv.dtype} is no whole number of 32-bit words")
+    num_layers, num_planes, num_heads, block_size = kv.shape[1:5]
+    check_spans(kv, spans, len(constants), num_rows)
     row, block, first, tokens, place = spans.unbind(1)
-    for start, count, end in (
-        (row, 1, num_rows),
-        (block, 1, num_blocks),
-        (first, tokens, block_size),
-        (place, tokens, len(constants)),
-    ):
-        if bool(((start < 0) | (start + count > end)).any()) or bool((tokens < 0).any()):
-            raise IndexError("a span is outside of the memory, the constants or the rows")
     words = kv.view(torch.int32)
     table = constants.to(kv.device).long() & _LOW_32
     sums = torch.zeros(
@@ -65,3 +56,24 @@ def kv_digests(kv: Tensor, spans: Tensor, constants: Tensor, keys: Tensor, num_r
     of_spans = (sums.cpu() * keys).sum(2)
     out = torch.zeros((num_rows, num_layers, num_heads), dtype=torch.int64)
     return out.index_add_(0, row, of_spans)
+
+
+def check_spans(kv: Tensor, spans: Tensor, num_places: int, num_rows: int) -> None:
+    """Check the arguments of `kv_digests` that memory is read by.
+
+    Raises:
+        TypeError: A vector is not a whole number of words.
+        IndexError: A span is outside of the memory, the constants or the rows.
+    """
+    num_blocks, block_size, head_dim = kv.shape[0], kv.shape[4], kv.shape[5]
+    if head_dim * kv.element_size() % 4:
+        raise TypeError(f"a vector of {head_dim} {kv.dtype} is no whole number of 32-bit words")
+    row, block, first, tokens, place = spans.unbind(1)
+    for start, count, end in (
+        (row, 1, num_rows),
+        (block, 1, num_blocks),
+        (first, tokens, block_size),
+        (place, tokens, num_places),
+    ):
+        if bool(((start < 0) | (start + count > end)).any()) or bool((tokens < 0).any()):
+            raise IndexError("a span is outside of the memory, the constants or the rows")

@@ -1,0 +1,55 @@
+"""The gated activation, element by element."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from pdserve.kernels.cuda.checks import check_contiguous, same_type
+from pdserve.kernels.cuda.launch import Tuning, launch
+
+BLOCK = 1024
+TUNING = Tuning(warps=4)
+
+
+@triton.jit
+def gate_row(x: Any, out: Any, WIDTH: tl.constexpr, BLOCK: tl.constexpr) -> None:
+    """Gate a piece of one row; grid (rows, pieces)."""
+    dtype = x.dtype.element_ty
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < WIDTH
+    at = x + row * (2 * WIDTH) + column
+    gate = tl.load(at, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(at + WIDTH, mask=inside, other=0.0).to(tl.float32)
+    silu = (gate / (1.0 + tl.exp(-gate))).to(dtype).to(tl.float32)
+    tl.store(out + row * WIDTH + column, (silu * up).to(dtype), mask=inside)
+
+
+def silu_and_mul(x: Tensor) -> Tensor:
+    """See ``reference.activation.silu_and_mul``; contiguous.
+
+    Raises:
+        NotTakenError: The dtype is not taken.
+        TypeError: x is strided, or its width is odd.
+    """
+    same_type(x)
+    check_contiguous(x)
+    rows, both = x.shape
+    width, odd = divmod(both, 2)
+    if odd:
+        raise TypeError(f"want gate and up of one width, got {both} elements together")
+    out = x.new_empty((rows, width))
+    launch(
+        gate_row,
+        (rows, triton.cdiv(width, BLOCK)),
+        x,
+        out,
+        tuning=TUNING,
+        WIDTH=width,
+        BLOCK=BLOCK,
+    )
+    return out

@@ -1,0 +1,44 @@
+"""What calls of the kernels check: dtypes and layouts, which the host knows without waiting.
+
+Values (positions, slots, ids of blocks) are trusted: reading one would stop the host until the
+device is done.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from pdserve.kernels.backend import NotTakenError
+
+FLOATS = frozenset({torch.bfloat16, torch.float16, torch.float32})
+
+
+def same_type(first: Tensor, *others: Tensor | None) -> torch.dtype:
+    """Return the one dtype of tensors of a model; None stands for a tensor that is not given.
+
+    Raises:
+        NotTakenError: The kernels do not compute in it.
+        TypeError: Dtypes differ.
+    """
+    if first.dtype not in FLOATS:
+        raise NotTakenError(f"the CUDA kernels take bf16, fp16 and fp32, not {first.dtype}")
+    for other in others:
+        if other is not None and other.dtype != first.dtype:
+            raise TypeError(f"want {first.dtype}, got {other.dtype}")
+    return first.dtype
+
+
+def check_contiguous(*tensors: Tensor | None) -> None:
+    """Raise TypeError where a tensor is strided."""
+    for tensor in tensors:
+        if tensor is not None and not tensor.is_contiguous():
+            raise TypeError(f"want a contiguous tensor, got strides {tensor.stride()}")
+
+
+def check_integers(dtype: torch.dtype, *tensors: Tensor) -> None:
+    """Raise TypeError where a tensor is not contiguous or of another dtype."""
+    check_contiguous(*tensors)
+    for tensor in tensors:
+        if tensor.dtype != dtype:
+            raise TypeError(f"want {dtype}, got {tensor.dtype}")

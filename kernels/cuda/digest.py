@@ -1,0 +1,103 @@
+"""Digests of KV memory: integers, whose sum has the same bits in any order."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from pdserve.kernels.cuda.checks import check_integers
+from pdserve.kernels.cuda.launch import Tuning, launch
+from pdserve.kernels.reference.digest import check_spans
+
+TUNING = Tuning(warps=4)
+_TILE_WORDS = 2048
+
+
+@triton.jit
+def _unsigned(words: Any) -> Any:
+    return words.to(tl.uint32, bitcast=True).to(tl.int64)
+
+
+@triton.jit
+def digest_span(
+    words: Any,
+    spans: Any,
+    constants: Any,
+    keys: Any,
+    out: Any,
+    stride_block: Any,
+    stride_layer: Any,
+    stride_plane: Any,
+    stride_head: Any,
+    stride_token: Any,
+    PLANES: tl.constexpr,
+    HEADS: tl.constexpr,
+    WORDS: tl.constexpr,
+    WORDS_BLOCK: tl.constexpr,
+    TOKENS: tl.constexpr,
+) -> None:
+    """Add one span's share to the sum of its row, layer and head; grid (spans, layers * heads)."""
+    span = spans + tl.program_id(0) * 5
+    layer_head = tl.program_id(1)
+    layer, head = layer_head // HEADS, layer_head % HEADS
+    row, block, first = tl.load(span), tl.load(span + 1), tl.load(span + 2)
+    tokens, place = tl.load(span + 3), tl.load(span + 4)
+    word = tl.arange(0, WORDS_BLOCK)
+    base = words + block * stride_block + layer.to(tl.int64) * stride_layer + head * stride_head
+    total = tl.zeros([TOKENS, WORDS_BLOCK], tl.int64)
+    for plane in range(PLANES):
+        key = tl.load(keys + (layer * PLANES + plane) * HEADS + head)
+        for start in range(0, tokens, TOKENS):
+            token = start + tl.arange(0, TOKENS)
+            inside = (token < tokens)[:, None] & (word < WORDS)[None, :]
+            at = base + plane * stride_plane + ((first + token) * stride_token)[:, None]
+            value = tl.load(at + word[None, :], mask=inside, other=0)
+            factor = tl.load(
+                constants + ((place + token) * WORDS)[:, None] + word[None, :],
+                mask=inside,
+                other=0,
+            )
+            total += _unsigned(value) * _unsigned(factor) * key
+    into = out + row * tl.num_programs(1) + layer_head
+    tl.atomic_add(into, tl.sum(tl.sum(total, 1), 0), sem="relaxed")
+
+
+def kv_digests(kv: Tensor, spans: Tensor, constants: Tensor, keys: Tensor, num_rows: int) -> Tensor:
+    """See ``reference.digest.kv_digests``; waits for the device, as its result is on the CPU.
+
+    Raises:
+        TypeError: A vector is not a whole number of words, or an argument is of another shape or
+            dtype.
+        IndexError: A span is outside of the memory, the constants or the rows.
+    """
+    num_layers, num_planes, num_heads = kv.shape[1:4]
+    check_spans(kv, spans, len(constants), num_rows)
+    check_integers(torch.int64, spans, keys)
+    check_integers(torch.int32, constants)
+    words = kv.view(torch.int32)
+    num_words = words.shape[-1]
+    if keys.shape != kv.shape[1:4] or constants.shape[1] != num_words:
+        raise TypeError(f"got keys {keys.shape} and constants {constants.shape} for {kv.shape}")
+    out = torch.zeros((num_rows, num_layers, num_heads), dtype=torch.int64, device=kv.device)
+    words_block = triton.next_power_of_2(num_words)
+    launch(
+        digest_span,
+        (len(spans), num_layers * num_heads),
+        words,
+        spans.to(kv.device),
+        constants.to(kv.device),
+        keys.to(kv.device),
+        out,
+        *words.stride()[:5],
+        tuning=TUNING,
+        PLANES=num_planes,
+        HEADS=num_heads,
+        WORDS=num_words,
+        WORDS_BLOCK=words_block,
+        TOKENS=max(1, _TILE_WORDS // words_block),
+    )
+    return out.cpu()
