@@ -19,7 +19,7 @@ def load(device: torch.device, progress: Callable[[str], None]) -> KernelBackend
         import triton
     except ImportError as error:
         raise KernelsUnavailableError(f"{error}: install triton") from error
-    from pdserve.kernels.cuda import activation, digest, norm, rope
+    from pdserve.kernels.cuda import activation, digest, linear, norm, rope
 
     return KernelBackend(
         name="cuda",
@@ -30,4 +30,6 @@ def load(device: torch.device, progress: Callable[[str], None]) -> KernelBackend
         rope_and_cache=rope.rope_and_cache,
         rope_and_latent=rope.rope_and_latent,
         kv_digests=digest.kv_digests,
+        linear=linear.CudaLinear,
+        heads=linear.CudaHeads,
     )

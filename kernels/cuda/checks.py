@@ -21,12 +21,17 @@ def same_type(first: Tensor, *others: Tensor | None) -> torch.dtype:
         NotTakenError: The kernels do not compute in it.
         TypeError: Dtypes differ.
     """
-    if first.dtype not in FLOATS:
-        raise NotTakenError(f"the CUDA kernels take bf16, fp16 and fp32, not {first.dtype}")
+    check_float(first.dtype)
     for other in others:
         if other is not None and other.dtype != first.dtype:
             raise TypeError(f"want {first.dtype}, got {other.dtype}")
     return first.dtype
+
+
+def check_float(dtype: torch.dtype) -> None:
+    """Raise NotTakenError where the kernels do not compute in a dtype."""
+    if dtype not in FLOATS:
+        raise NotTakenError(f"the CUDA kernels take bf16, fp16 and fp32, not {dtype}")
 
 
 def check_contiguous(*tensors: Tensor | None) -> None:

@@ -1,0 +1,151 @@
+"""Products with weights that lie row by row: linear layers, and one matrix per head."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from pdserve.kernels.cuda.checks import check_float
+from pdserve.kernels.cuda.launch import launch
+from pdserve.kernels.cuda.product import place_of, product
+from pdserve.kernels.cuda.tiles import ProductTile, linear_tile
+from pdserve.kernels.reference.linear import PackedLinear
+from pdserve.kernels.reference.mla import PackedHeads
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def multiply_kernel(
+    x: tl.tensor,
+    weight: tl.tensor,
+    bias: tl.tensor,
+    out: tl.tensor,
+    num_rows: tl.tensor,
+    num_cols: tl.tensor,
+    depth: tl.tensor,
+    x_row: tl.tensor,
+    out_row: tl.tensor,
+    x_head: tl.tensor,
+    out_head: tl.tensor,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    EVEN_N: tl.constexpr,
+    EVEN_K: tl.constexpr,
+    SWAPPED: tl.constexpr,
+    GROUP: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+) -> None:
+    """Compute one tile of ``out[:, h] = x[:, h] @ weight[h].T + bias``; grid (tiles, heads).
+
+    Args:
+        x: ``[num_rows, heads, depth]``, strides ``x_row``, ``x_head`` and 1.
+        weight: ``[heads, num_cols, depth]``, contiguous.
+        bias: ``[num_cols]``; read if ``HAS_BIAS``.
+        out: ``[num_rows, heads, num_cols]``, strides ``out_row``, ``out_head`` and 1.
+    """
+    head = tl.program_id(1).to(tl.int64)
+    row_tile, col_tile = place_of(
+        tl.program_id(0), tl.cdiv(num_rows, BLOCK_M), tl.cdiv(num_cols, BLOCK_N), GROUP
+    )
+    m = row_tile.to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
+    n = col_tile.to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
+    total = product(
+        x + head * x_head + m * x_row,
+        m < num_rows,
+        weight + (head * num_cols + n) * depth,
+        n < num_cols,
+        depth,
+        BLOCK_M,
+        BLOCK_N,
+        BLOCK_K,
+        EVEN_N,
+        EVEN_K,
+        SWAPPED,
+    )
+    if HAS_BIAS:
+        total += tl.load(bias + n, mask=n < num_cols, other=0.0).to(tl.float32)[None, :]
+    tl.store(
+        out + head * out_head + (m * out_row)[:, None] + n[None, :],
+        total.to(out.dtype.element_ty),
+        mask=(m < num_rows)[:, None] & (n < num_cols)[None, :],
+    )
+
+
+def multiply(
+    x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, tile: ProductTile
+) -> None:
+    """Write ``x[:, h] @ weight[h].T + bias`` to ``out[:, h]``, summed in fp32 and rounded once.
+
+    Args:
+        x: ``[M, H, K]``, elements contiguous.
+        weight: ``[H, N, K]``, contiguous.
+        bias: ``[N]`` or None.
+        out: ``[M, H, N]``, elements contiguous.
+        tile: Any, but for fp32 always the same one.
+    """
+    num_rows, num_heads, depth = x.shape
+    num_cols = weight.shape[1]
+    grid = triton.cdiv(num_rows, tile.rows) * triton.cdiv(num_cols, tile.cols), num_heads
+    launch(
+        multiply_kernel,
+        grid,
+        x,
+        weight,
+        x if bias is None else bias,
+        out,
+        num_rows,
+        num_cols,
+        depth,
+        x.stride(0),
+        out.stride(0),
+        x.stride(1),
+        out.stride(1),
+        tuning=tile.tuning,
+        GROUP=tile.group,
+        HAS_BIAS=bias is not None,
+        **tile.constants(num_cols, depth),
+    )
+
+
+class CudaLinear(PackedLinear):
+    """A linear layer, one launch; the weight lies as in `PackedLinear`.
+
+    Raises:
+        NotTakenError: The dtype is none of bf16, fp16 and fp32.
+    """
+
+    def __init__(self, *sizes: int, **fields: Any) -> None:
+        check_float(fields["dtype"])
+        super().__init__(*sizes, **fields)
+
+    def __call__(self, x: Tensor, out: Tensor | None = None) -> Tensor:
+        """See `PackedLinear.__call__`."""
+        self._check(x, out)
+        num_rows = len(x)
+        if out is None:
+            out = torch.empty((num_rows, self.out_features), dtype=self.out_dtype, device=x.device)
+        tile = linear_tile(num_rows, self.out_features, self.in_features, self.dtype)
+        multiply(x[:, None], self._weight[None], self._bias, out[:, None], tile)
+        return out
+
+
+class CudaHeads(PackedHeads):
+    """One matrix per head, all in one launch.
+
+    Raises:
+        NotTakenError: The dtype is none of bf16, fp16 and fp32.
+    """
+
+    def _lay_out(self, weight: Tensor) -> None:
+        check_float(weight.dtype)
+        self._weight = weight.contiguous()
+
+    def _multiply(self, x: Tensor, out: Tensor) -> None:
+        if x.stride(2) != 1 or out.stride(2) != 1 or x.dtype != out.dtype:
+            raise TypeError(f"got {x.dtype} {x.stride()} for {out.dtype} {out.stride()}")
+        _, num_cols, depth = self._weight.shape
+        multiply(x, self._weight, None, out, linear_tile(len(x), num_cols, depth, x.dtype))

@@ -1,0 +1,95 @@
+"""The product that linear layers, heads and experts share, inside a Triton kernel.
+
+Each element is summed into one fp32 accumulator over ascending k, whatever the tile. On Hopper both
+instructions of the tensor core (``mma.sync`` for 16 rows, ``wgmma`` for 64) add 16 products at a
+time in the same way (arXiv 2511.10909), so that the tile never changes the bits of bf16 and fp16.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def product(
+    x_rows: tl.tensor,
+    x_live: tl.tensor,
+    weight_rows: tl.tensor,
+    weight_live: tl.tensor,
+    depth: tl.tensor,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    EVEN_N: tl.constexpr,
+    EVEN_K: tl.constexpr,
+    SWAPPED: tl.constexpr,
+) -> tl.tensor:
+    """Multiply rows of ``x`` by rows of a weight, both contiguous along k.
+
+    Args:
+        x_rows: ``[BLOCK_M]`` pointers to rows.
+        x_live: ``[BLOCK_M]``: whether the row is there; others count as zeros, and are not read.
+        weight_rows: ``[BLOCK_N]`` pointers to rows.
+        weight_live: ``[BLOCK_N]``, likewise; not asked if ``EVEN_N``.
+        depth: Elements of a row.
+        EVEN_N: All rows of the weight are there.
+        EVEN_K: ``depth`` is a multiple of ``BLOCK_K``.
+        SWAPPED: The weight is the left operand of the tensor core's instruction.
+
+    Returns:
+        ``[BLOCK_M, BLOCK_N]`` fp32.
+    """
+    k = tl.arange(0, BLOCK_K)
+    if SWAPPED:
+        total = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+    else:
+        total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    for at in range(0, depth, BLOCK_K):
+        x = load_rows(x_rows, x_live, at + k, depth, False, EVEN_K)
+        weight = load_rows(weight_rows, weight_live, at + k, depth, EVEN_N, EVEN_K)
+        if SWAPPED:
+            total = tl.dot(weight, tl.trans(x), total, input_precision="ieee")
+        else:
+            total = tl.dot(x, tl.trans(weight), total, input_precision="ieee")
+    if SWAPPED:
+        total = tl.trans(total)
+    return total
+
+
+@triton.jit
+def load_rows(
+    rows: tl.tensor,
+    live: tl.tensor,
+    k: tl.tensor,
+    depth: tl.tensor,
+    ALL_LIVE: tl.constexpr,
+    EVEN_K: tl.constexpr,
+) -> tl.tensor:
+    """Load columns ``k`` of rows, with zeros for what is not there."""
+    at = rows[:, None] + k[None, :]
+    if ALL_LIVE and EVEN_K:
+        tile = tl.load(at)
+    elif ALL_LIVE:
+        tile = tl.load(at, mask=(k < depth)[None, :], other=0.0)
+    elif EVEN_K:
+        tile = tl.load(at, mask=live[:, None], other=0.0)
+    else:
+        tile = tl.load(at, mask=live[:, None] & (k < depth)[None, :], other=0.0)
+    return tile
+
+
+@triton.jit
+def place_of(
+    program: tl.tensor, num_rows: tl.tensor, num_cols: tl.tensor, GROUP: tl.constexpr
+) -> tuple[tl.tensor, tl.tensor]:
+    """Return a program's row tile and column tile.
+
+    Programs that run at once take all columns of ``GROUP`` row tiles, so that what they read stays
+    in the L2 cache.
+    """
+    per_group = GROUP * num_cols
+    first = program // per_group * GROUP
+    size = tl.minimum(num_rows - first, GROUP)
+    inside = program % per_group
+    return first + inside % size, inside // size

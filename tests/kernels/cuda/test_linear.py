@@ -1,0 +1,131 @@
+"""Linear layers and heads in the interpreter: parity, and what a row's bits may not depend on.
+
+The order in which a tensor core sums is tested on a device (`tests/gpu`): here NumPy multiplies the
+tiles.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from pdserve.kernels.backend import KernelBackend, NotTakenError
+from pdserve.kernels.cases.case import Case
+from pdserve.kernels.cases.table import OPERATIONS, OperationSpec
+from pdserve.kernels.cuda import tiles
+from pdserve.kernels.cuda.launch import Tuning
+from pdserve.kernels.cuda.linear import CudaHeads, CudaLinear, multiply
+from pdserve.kernels.cuda.tiles import ProductTile, linear_tile
+
+CPU = torch.device("cpu")
+KERNELS = KernelBackend(name="cuda", description="", linear=CudaLinear, heads=CudaHeads)
+ROWS = [
+    pytest.param(OPERATIONS[name], case, dtype, id=f"{name}-{case.name}-{dtype}")
+    for name in ("linear", "head_linear")
+    for case in OPERATIONS[name].cases()
+    for dtype in (torch.float32, torch.float16)
+    # Half a minute, with the small tiles of fp32.
+    if (case.name, dtype) != ("131x576x4100_bias", torch.float32)
+]
+
+
+def random(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 1) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+@pytest.mark.parametrize(("op", "case", "dtype"), ROWS)
+def test_products_are_those_of_the_reference(
+    op: OperationSpec, case: Case, dtype: torch.dtype
+) -> None:
+    args = case.make(dtype, CPU)
+    expected, found = op.reference(*args), op.of(KERNELS)(*args)
+    tolerance = op.tolerance[dtype]
+    torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
+
+
+TILES = [
+    ProductTile(rows=16, cols=32, depth=64, tuning=Tuning(4)),
+    ProductTile(rows=16, cols=64, depth=32, tuning=Tuning(4), swapped=True),
+    ProductTile(rows=32, cols=16, depth=16, tuning=Tuning(4), group=2),
+]
+
+
+@pytest.mark.parametrize("tile", TILES, ids=["plain", "swapped", "grouped"])
+@pytest.mark.parametrize("shape", [(50, 96, 128), (33, 70, 72)], ids=["even", "odd"])
+def test_every_tile_gives_the_product(tile: ProductTile, shape: tuple[int, int, int]) -> None:
+    m, n, k = shape
+    x, weight, bias = random(m, 1, k), random(1, n, k, seed=2), random(n, seed=3)
+    out = torch.full((m, 1, n), float("nan"))
+    multiply(x, weight, bias, out, tile)
+    torch.testing.assert_close(out[:, 0], x[:, 0] @ weight[0].T + bias, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_a_row_has_the_same_bits_whatever_is_beside_it(dtype: torch.dtype) -> None:
+    # At the same place of a tile, which NumPy's product depends on.
+    layer = KERNELS.linear_of(random(80, 200, dtype=dtype), random(80, dtype=dtype, seed=4))
+    x = random(16, 200, dtype=dtype, seed=2)
+    alone = layer(x[:1])
+    x[1:] = float("nan")
+    for num_rows in (2, 7, 16):
+        assert torch.equal(layer(x[:num_rows])[:1], alone)
+
+
+def test_a_result_of_another_dtype_is_rounded_once() -> None:
+    x, weight = random(3, 64, dtype=torch.float16), random(40, 64, dtype=torch.float16, seed=2)
+    found = KERNELS.linear_of(weight, out_dtype=torch.float32)(x)
+    assert found.dtype == torch.float32
+    exact = (x.double() @ weight.double().T).float()
+    torch.testing.assert_close(found, exact, rtol=1e-5, atol=1e-5)
+
+
+def test_a_product_is_written_where_the_caller_says() -> None:
+    layer, x = KERNELS.linear_of(random(24, 32)), random(5, 32, seed=2)
+    out = torch.empty(5, 24)
+    assert layer(x, out) is out
+    assert torch.equal(out, layer(x))
+
+
+def test_heads_write_between_what_lies_there() -> None:
+    x, weight = random(5, 3, 20)[..., :16], random(3, 24, 16, seed=2)
+    out = torch.full((5, 3, 40), 7.0)
+    KERNELS.heads(weight)(x, out[..., :24])
+    expected = torch.einsum("thk,hnk->thn", x, weight)
+    torch.testing.assert_close(out[..., :24], expected, rtol=1e-4, atol=1e-4)
+    assert (out[..., 24:] == 7).all()
+
+
+def test_nan_in_a_row_stays_in_it() -> None:
+    x = random(4, 40)
+    x[1] = float("nan")
+    found = KERNELS.linear_of(random(33, 40, seed=2))(x)
+    assert found[1].isnan().all()
+    assert found[[0, 2, 3]].isfinite().all()
+
+
+def test_other_dtypes_are_not_taken() -> None:
+    weight = torch.ones(2, 4, 4, dtype=torch.float64)
+    with pytest.raises(NotTakenError, match="float64"):
+        KERNELS.linear_of(weight[0])
+    with pytest.raises(NotTakenError, match="float64"):
+        KERNELS.heads(weight)
+
+
+@pytest.mark.parametrize(
+    ("x", "out"),
+    [
+        (torch.ones(2, 5), None),
+        (torch.ones(2, 4).half(), None),
+        (torch.ones(4, 2).T, None),
+        (torch.ones(2, 4), torch.ones(2, 5)),
+    ],
+    ids=["depth", "dtype", "strided", "out"],
+)
+def test_rows_of_another_shape_are_refused(x: torch.Tensor, out: torch.Tensor | None) -> None:
+    with pytest.raises(TypeError):
+        KERNELS.linear_of(torch.ones(6, 4))(x, out)
+
+
+def test_fp32_has_one_tile_for_every_number_of_rows() -> None:
+    found = {linear_tile(m, n, 4096, torch.float32) for m in (1, 17, 9000) for n in (8, 128256)}
+    assert found == {tiles.FP32}
