@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -16,7 +14,7 @@ TUNING = Tuning(warps=4)
 
 
 @triton.jit
-def gate_row(x: Any, out: Any, WIDTH: tl.constexpr, BLOCK: tl.constexpr) -> None:
+def gate_row(x: tl.tensor, out: tl.tensor, WIDTH: tl.constexpr, BLOCK: tl.constexpr) -> None:
     """Gate a piece of one row; grid (rows, pieces)."""
     dtype = x.dtype.element_ty
     row = tl.program_id(0).to(tl.int64)

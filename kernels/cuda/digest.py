@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
@@ -18,22 +16,22 @@ _TILE_WORDS = 2048
 
 
 @triton.jit
-def _unsigned(words: Any) -> Any:
+def _unsigned(words: tl.tensor) -> tl.tensor:
     return words.to(tl.uint32, bitcast=True).to(tl.int64)
 
 
 @triton.jit
 def digest_span(
-    words: Any,
-    spans: Any,
-    constants: Any,
-    keys: Any,
-    out: Any,
-    stride_block: Any,
-    stride_layer: Any,
-    stride_plane: Any,
-    stride_head: Any,
-    stride_token: Any,
+    words: tl.tensor,
+    spans: tl.tensor,
+    constants: tl.tensor,
+    keys: tl.tensor,
+    out: tl.tensor,
+    stride_block: tl.tensor,
+    stride_layer: tl.tensor,
+    stride_plane: tl.tensor,
+    stride_head: tl.tensor,
+    stride_token: tl.tensor,
     PLANES: tl.constexpr,
     HEADS: tl.constexpr,
     WORDS: tl.constexpr,
@@ -74,14 +72,21 @@ def kv_digests(kv: Tensor, spans: Tensor, constants: Tensor, keys: Tensor, num_r
             dtype.
         IndexError: A span is outside of the memory, the constants or the rows.
     """
-    num_layers, num_planes, num_heads = kv.shape[1:4]
     check_spans(kv, spans, len(constants), num_rows)
     check_integers(torch.int64, spans, keys)
     check_integers(torch.int32, constants)
+    if keys.shape != kv.shape[1:4] or constants.shape[1] * 4 != kv.shape[5] * kv.element_size():
+        raise TypeError(f"got keys {keys.shape} and constants {constants.shape} for {kv.shape}")
+    return digests_on_device(kv, spans, constants, keys, num_rows).cpu()
+
+
+def digests_on_device(
+    kv: Tensor, spans: Tensor, constants: Tensor, keys: Tensor, num_rows: int
+) -> Tensor:
+    """Return `kv_digests` of checked spans where ``kv`` lies, without waiting for them."""
+    num_layers, num_planes, num_heads = kv.shape[1:4]
     words = kv.view(torch.int32)
     num_words = words.shape[-1]
-    if keys.shape != kv.shape[1:4] or constants.shape[1] != num_words:
-        raise TypeError(f"got keys {keys.shape} and constants {constants.shape} for {kv.shape}")
     out = torch.zeros((num_rows, num_layers, num_heads), dtype=torch.int64, device=kv.device)
     words_block = triton.next_power_of_2(num_words)
     launch(
@@ -100,4 +105,4 @@ def kv_digests(kv: Tensor, spans: Tensor, constants: Tensor, keys: Tensor, num_r
         WORDS_BLOCK=words_block,
         TOKENS=max(1, _TILE_WORDS // words_block),
     )
-    return out.cpu()
+    return out

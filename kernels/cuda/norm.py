@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
@@ -19,11 +17,11 @@ _MAX_WIDTH = 1 << 15
 
 @triton.jit
 def norm_row(
-    x: Any,
-    residual: Any,
-    weight: Any,
-    out: Any,
-    eps: Any,
+    x: tl.tensor,
+    residual: tl.tensor,
+    weight: tl.tensor,
+    out: tl.tensor,
+    eps: tl.tensor,
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
     ADDS: tl.constexpr,

@@ -6,8 +6,6 @@ whose order of summation is fixed by the model's sizes.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
@@ -27,18 +25,18 @@ _MAX_LATENT_DIM = 4096
 
 
 @triton.jit
-def _rounded(x: Any, dtype: tl.constexpr) -> Any:
+def _rounded(x: tl.tensor, dtype: tl.constexpr) -> tl.tensor:
     return x.to(dtype).to(tl.float32)
 
 
 @triton.jit
 def _angles(
-    cos_sin: Any,
-    position: Any,
+    cos_sin: tl.tensor,
+    position: tl.tensor,
     dtype: tl.constexpr,
     HALF: tl.constexpr,
     HALF_BLOCK: tl.constexpr,
-) -> Any:
+) -> tl.tensor:
     """Cosines and sines of one token, rounded to the model's dtype: ``[1, HALF_BLOCK]`` each."""
     i = tl.arange(0, HALF_BLOCK)
     at = cos_sin + position * (2 * HALF) + i
@@ -49,16 +47,16 @@ def _angles(
 
 @triton.jit
 def _rotate_heads(
-    source: Any,
-    target: Any,
-    heads: Any,
-    inside: Any,
-    source_head: Any,
-    target_head: Any,
-    norm: Any,
-    eps: Any,
-    cos: Any,
-    sin: Any,
+    source: tl.tensor,
+    target: tl.tensor,
+    heads: tl.tensor,
+    inside: tl.tensor,
+    source_head: tl.tensor,
+    target_head: tl.tensor,
+    norm: tl.tensor,
+    eps: tl.tensor,
+    cos: tl.tensor,
+    sin: tl.tensor,
     HEAD_DIM: tl.constexpr,
     HALF: tl.constexpr,
     HALF_BLOCK: tl.constexpr,
@@ -101,19 +99,19 @@ def _rotate_heads(
 
 @triton.jit
 def rope_heads(
-    qkv: Any,
-    positions: Any,
-    cos_sin: Any,
-    kv: Any,
-    slots: Any,
-    q_norm: Any,
-    k_norm: Any,
-    out: Any,
-    eps: Any,
-    stride_block: Any,
-    stride_plane: Any,
-    stride_head: Any,
-    stride_token: Any,
+    qkv: tl.tensor,
+    positions: tl.tensor,
+    cos_sin: tl.tensor,
+    kv: tl.tensor,
+    slots: tl.tensor,
+    q_norm: tl.tensor,
+    k_norm: tl.tensor,
+    out: tl.tensor,
+    eps: tl.tensor,
+    stride_block: tl.tensor,
+    stride_plane: tl.tensor,
+    stride_head: tl.tensor,
+    stride_token: tl.tensor,
     NUM_HEADS: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr,
     HEADS: tl.constexpr,
@@ -241,17 +239,17 @@ def heads_of_program(head_dim: int, num_heads: int) -> int:
 
 @triton.jit
 def rope_latent(
-    q: Any,
-    queries: Any,
-    latent: Any,
-    positions: Any,
-    cos_sin: Any,
-    kv: Any,
-    slots: Any,
-    norm: Any,
-    eps: Any,
-    stride_block: Any,
-    stride_token: Any,
+    q: tl.tensor,
+    queries: tl.tensor,
+    latent: tl.tensor,
+    positions: tl.tensor,
+    cos_sin: tl.tensor,
+    kv: tl.tensor,
+    slots: tl.tensor,
+    norm: tl.tensor,
+    eps: tl.tensor,
+    stride_block: tl.tensor,
+    stride_token: tl.tensor,
     NUM_HEADS: tl.constexpr,
     HEADS: tl.constexpr,
     Q_DIM: tl.constexpr,

@@ -1,0 +1,81 @@
+"""Norms, activation, rotation and digests on Hopper: wide accesses, no spills."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from pdserve.kernels.cuda import activation, digest, norm, rope
+from tests.kernels.cuda import gate
+
+
+def calls() -> gate.Calls:
+    """Calls of the sizes of Llama-3.1-8B, and of DeepSeek-V3's latents."""
+
+    def of(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype, device="meta")
+
+    places = of(8, dtype=torch.int64)
+    table, norms = of(8192, 128, dtype=torch.float32), of(128)
+    kv, latents = of(8, 32, 2, 8, 64, 128), of(8, 61, 1, 1, 64, 576)
+    spans, keys = of(4, 5, dtype=torch.int64), of(32, 2, 8, dtype=torch.int64)
+    constants = of(64, 64, dtype=torch.int32)
+    return {
+        "rms_norm": lambda: norm.rms_norm(of(8, 4096), of(4096), 1e-5),
+        "add_rms_norm": lambda: norm.add_rms_norm(of(8, 4096), of(8, 4096), of(4096), 1e-5),
+        "wide_norm": lambda: norm.rms_norm(of(8, 32768), of(32768), 1e-5),
+        "silu_and_mul": lambda: activation.silu_and_mul(of(8, 28672)),
+        "rope": lambda: rope.rope_and_cache(
+            of(8, 6144), places, table, kv[:, 1], places, None, None, 1e-5
+        ),
+        "rope_normed": lambda: rope.rope_and_cache(
+            of(8, 6144), places, table, kv[:, 1], places, norms, norms, 1e-5
+        ),
+        "rope_latent": lambda: rope.rope_and_latent(
+            of(8, 128, 192),
+            of(8, 128, 576),
+            of(8, 576),
+            places,
+            of(8192, 64, dtype=torch.float32),
+            latents[:, 1],
+            places,
+            of(512),
+            1e-6,
+        ),
+        "digests": lambda: digest.digests_on_device(kv, spans, constants, keys, 4),
+    }
+
+
+ROWS = {
+    # Registers at most, programs of an SM at least, loads and stores of 16 bytes at least.
+    "rms_norm": (48, 5, 4, 2),
+    "add_rms_norm": (48, 5, 6, 4),
+    "wide_norm": (128, 1, 16, 8),
+    "silu_and_mul": (32, 16, 2, 1),
+    "rope": (40, 24, 6, 6),
+    "rope_normed": (56, 16, 6, 6),
+    "rope_latent": (32, 16, 2, 0),
+    "digests": (128, 4, 16, 0),
+}
+
+
+@pytest.fixture(scope="module")
+def found() -> dict[str, list[gate.Compiled]]:
+    return gate.compiled(f"{__name__}:calls")
+
+
+def test_every_call_is_looked_at(found: dict[str, list[gate.Compiled]]) -> None:
+    assert found.keys() == ROWS.keys()
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_a_kernel_stays_in_registers_and_moves_16_bytes_at_once(
+    found: dict[str, list[gate.Compiled]], name: str
+) -> None:
+    registers, programs, loads, stores = ROWS[name]
+    (kernel,) = found[name]
+    assert kernel.spilled == 0
+    assert kernel.registers <= registers
+    assert kernel.programs_per_sm() >= programs
+    assert kernel.count("LDG.E.128") >= loads
+    assert kernel.count("STG.E.128") >= stores
