@@ -12,7 +12,7 @@ from pdserve.kernels.cuda.launch import Tuning, launch
 from pdserve.kernels.reference.digest import check_spans
 
 TUNING = Tuning(warps=4)
-_TILE_WORDS = 2048
+_TILE_WORDS = 1024
 
 
 @triton.jit
@@ -37,6 +37,7 @@ def digest_span(
     WORDS: tl.constexpr,
     WORDS_BLOCK: tl.constexpr,
     TOKENS: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
 ) -> None:
     """Add one span's share to the sum of its row, layer and head; grid (spans, layers * heads)."""
     span = spans + tl.program_id(0) * 5
@@ -49,7 +50,7 @@ def digest_span(
     total = tl.zeros([TOKENS, WORDS_BLOCK], tl.int64)
     for plane in range(PLANES):
         key = tl.load(keys + (layer * PLANES + plane) * HEADS + head)
-        for start in range(0, tokens, TOKENS):
+        for start in range(0, BLOCK_SIZE, TOKENS):
             token = start + tl.arange(0, TOKENS)
             inside = (token < tokens)[:, None] & (word < WORDS)[None, :]
             at = base + plane * stride_plane + ((first + token) * stride_token)[:, None]
@@ -104,5 +105,6 @@ def digests_on_device(
         WORDS=num_words,
         WORDS_BLOCK=words_block,
         TOKENS=max(1, _TILE_WORDS // words_block),
+        BLOCK_SIZE=kv.shape[4],
     )
     return out
