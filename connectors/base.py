@@ -379,6 +379,14 @@ class KVConnectorWorker:
     def start_load_kv(self, metadata: ConnectorMetadata) -> None:
         """Take the instructions of the step that is about to run. Never blocks."""
 
+    def has_layer_work(self) -> bool:
+        """Whether the two methods below do anything in the step that is about to run.
+
+        Asked behind `start_load_kv`, of layerwise connectors. If not, they are not called in this
+        step, which is quicker: a device may replay it whole.
+        """
+        return True
+
     def wait_for_layer_load(self, layer: int) -> None:
         """Return once `layer`'s KV may be read. Layerwise connectors override it."""
 

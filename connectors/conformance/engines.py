@@ -376,7 +376,7 @@ class Engine:
             if metadata is not None:
                 rank.worker.start_load_kv(metadata)
             rank.write(blocks, seed, first, end)
-            if self.capabilities.is_layerwise:
+            if self.capabilities.is_layerwise and rank.worker.has_layer_work():
                 for layer in range(len(rank.share.layers)):
                     rank.worker.wait_for_layer_load(layer)
                     rank.worker.save_kv_layer(layer)

@@ -143,11 +143,14 @@ class StoreConformance(Bench):
         for rank in engine.ranks:
             if metadata is not None:
                 rank.worker.start_load_kv(metadata)
+            has_work = rank.worker.has_layer_work()
             for index in range(len(rank.share.layers)):
                 layer = slice(index, index + 1)
-                rank.worker.wait_for_layer_load(index)
+                if has_work:
+                    rank.worker.wait_for_layer_load(index)
                 assert rank.holds(blocks, _SEED, *loaded, layers=layer), f"layer {index} lacks KV"
                 rank.write(blocks, _SEED, start, end, layers=layer)
-                rank.worker.save_kv_layer(index)
+                if has_work:
+                    rank.worker.save_kv_layer(index)
             assert not rank.worker.wait_for_save()
         engine.step()

@@ -82,6 +82,10 @@ class FaultyWorker(KVConnectorWorker):
         """See `KVConnectorWorker`."""
         self._inner.start_load_kv(metadata)
 
+    def has_layer_work(self) -> bool:
+        """See `KVConnectorWorker`."""
+        return self._inner.has_layer_work()
+
     def wait_for_layer_load(self, layer: int) -> None:
         """See `KVConnectorWorker`."""
         self._inner.wait_for_layer_load(layer)

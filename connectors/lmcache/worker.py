@@ -133,6 +133,10 @@ class LMCacheWorker(KVConnectorWorker):
             threads.watch.are_read(load.load.chunks)
             threads.loading.put(load)
 
+    def has_layer_work(self) -> bool:
+        """See `KVConnectorWorker`."""
+        return bool(self._loads)
+
     def wait_for_layer_load(self, layer: int) -> None:
         """See `KVConnectorWorker`."""
         for load in self._loads:

@@ -81,6 +81,11 @@ class MultiWorker(KVConnectorWorker):
         for name, payload in self._step.payloads.items():
             self._halves[name].start_load_kv(ConnectorMetadata(payload))
 
+    def has_layer_work(self) -> bool:
+        """See `KVConnectorWorker`."""
+        loads = [half for _, half in self._loads]
+        return any(half.has_layer_work() for half in (*loads, *self._saves))
+
     def wait_for_layer_load(self, layer: int) -> None:
         """See `KVConnectorWorker`."""
         for name, half in self._loads:

@@ -111,6 +111,10 @@ class TransferWorker(KVConnectorWorker):
         if last and not self._is_cuda and self._choice.choose(last[0].num_step_tokens):
             self._layerwise = last
 
+    def has_layer_work(self) -> bool:
+        """See `KVConnectorWorker`: only a prompt's last chunk may be written layer by layer."""
+        return bool(self._layerwise)
+
     def save_kv_layer(self, layer: int) -> None:
         """See `KVConnectorWorker`."""
         if self._layerwise:

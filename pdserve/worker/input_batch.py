@@ -11,21 +11,22 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
 
 from pdserve.errors import InternalError
-from pdserve.kernels.step import StepInputs
-from pdserve.worker.staging import Staged
+from pdserve.worker.step_buffers import StepBuffers
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
     from torch import Tensor
 
+    from pdserve.kernels.step import StepInputs
     from pdserve.wire.ids import BlockId, RequestId
     from pdserve.wire.step import KnownRequests, NewRequest
+    from pdserve.worker.device import Device
+    from pdserve.worker.graphs import StepGraphs
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +34,9 @@ class PreparedStep:
     """One step's inputs and where its results belong. R requests, M of which sample.
 
     Attributes:
+        inputs: Overwritten by the next step's.
+        graph_rows: Rows of the graph that runs it: R, and rows behind them that compute nothing.
+            None if it is launched kernel by kernel.
         request_ids: `R`, in batch order.
         rows: `[R]`, their rows.
         start, end: `[R]`, positions computed: from `start` up to and without `end`.
@@ -43,6 +47,7 @@ class PreparedStep:
     """
 
     inputs: StepInputs
+    graph_rows: int | None
     request_ids: list[RequestId]
     rows: NDArray[np.int64]
     start: NDArray[np.int64]
@@ -68,9 +73,10 @@ class InputBatch:
         max_model_len: int,
         max_num_tokens: int,
         block_size: int,
-        device: torch.device,
+        device: Device,
     ) -> None:
         self._block_size = block_size
+        self._num_rows = num_rows
         max_blocks = -(-max_model_len // block_size)
         # Zero pages are shared until they are written: long contexts cost nothing unused.
         self._token_ids = np.zeros((num_rows, max_model_len), dtype=np.int32)
@@ -84,13 +90,9 @@ class InputBatch:
         self._last_prompt: list[int] = []
         self._last_prompt_array = np.zeros(0, dtype=np.int32)
 
-        self._staged_token_ids = Staged(max_num_tokens, torch.int64, device)
-        self._staged_positions = Staged(max_num_tokens, torch.int64, device)
-        self._staged_slots = Staged(max_num_tokens, torch.int64, device)
-        self._staged_tables = Staged(num_rows * max_blocks, torch.int32, device)
-        self._staged_query_start = Staged(num_rows + 1, torch.int32, device)
-        self._staged_context_lens = Staged(num_rows, torch.int32, device)
-        self._staged_logit_rows = Staged(num_rows, torch.int64, device)
+        self._buffers = StepBuffers(
+            device, num_rows=num_rows, max_blocks=max_blocks, max_num_tokens=max_num_tokens
+        )
 
     def remove(self, request_id: RequestId) -> int | None:
         """Forget a request and return its row, or None if it is not known here."""
@@ -168,10 +170,15 @@ class InputBatch:
         except KeyError as error:
             raise InternalError(f"request {error.args[0]} is not known to this worker") from None
 
-    def prepare(self, num_scheduled_tokens: dict[RequestId, int]) -> PreparedStep:
-        """Cut a step's inputs.
+    def prepare(
+        self,
+        num_scheduled_tokens: dict[RequestId, int],
+        graphs: StepGraphs[Any] | None = None,
+    ) -> PreparedStep:
+        """Cut a step's inputs, and bring them to the device.
 
-        The result's tensors are overwritten by the next call.
+        Args:
+            graphs: May run it, if each request computes one token and samples the next.
 
         Raises:
             InternalError: A request is not known, would compute tokens it does not have, or
@@ -189,36 +196,35 @@ class InputBatch:
         np.cumsum(num_new, out=query_start[1:])
         total = int(query_start[-1])
 
+        arrays = self._buffers.begin()
         token_rows = np.repeat(rows, num_new)
-        positions = self._staged_positions.array[:total]
+        positions = arrays.positions[:total]
         np.subtract(np.arange(total), np.repeat(query_start[:-1] - start, num_new), out=positions)
-        self._staged_token_ids.array[:total] = self._token_ids[token_rows, positions]
+        arrays.token_ids[:total] = self._token_ids[token_rows, positions]
         block, offset = np.divmod(positions, self._block_size)
-        slots = self._staged_slots.array[:total]
+        slots = arrays.slot_mapping[:total]
         np.multiply(self._block_tables[token_rows, block], self._block_size, out=slots)
         slots += offset
 
         max_blocks = -(-int(end.max()) // self._block_size)
-        num_entries = num_requests * max_blocks
-        tables = self._staged_tables.array[:num_entries].reshape(num_requests, max_blocks)
-        tables[:] = self._block_tables[rows, :max_blocks]
-        self._staged_query_start.array[: num_requests + 1] = query_start
-        self._staged_context_lens.array[:num_requests] = end
+        width = self._buffers.table_width(max_blocks)
+        tables = arrays.block_tables[: num_requests * width].reshape(num_requests, width)
+        tables[:, :max_blocks] = self._block_tables[rows, :max_blocks]
+        arrays.query_start[: num_requests + 1] = query_start
+        arrays.context_lens[:num_requests] = end
 
         sampling = np.flatnonzero(end == num_tokens)
-        logit_rows = None
-        if len(sampling) != total:
-            self._staged_logit_rows.array[: len(sampling)] = query_start[1:][sampling] - 1
-            logit_rows = self._staged_logit_rows.upload(len(sampling))
+        does_all_sample = len(sampling) == total
+        if not does_all_sample:
+            arrays.logit_rows[: len(sampling)] = query_start[1:][sampling] - 1
+        padded = graphs.size_for(num_requests) if graphs and does_all_sample else None
+        if padded is not None:
+            self._buffers.pad(num_requests, padded)
+        num_sent = num_requests if padded is None else padded
+        self._buffers.upload(num_sent)
         return PreparedStep(
-            inputs=StepInputs(
-                token_ids=self._staged_token_ids.upload(total),
-                positions=self._staged_positions.upload(total),
-                slot_mapping=self._staged_slots.upload(total),
-                block_tables=self._staged_tables.upload(num_entries).view(num_requests, max_blocks),
-                query_start=self._staged_query_start.upload(num_requests + 1),
-                context_lens=self._staged_context_lens.upload(num_requests),
-            ),
+            inputs=self._buffers.inputs(total if padded is None else padded, num_sent, width),
+            graph_rows=padded,
             request_ids=request_ids,
             rows=rows,
             start=start,
@@ -226,8 +232,19 @@ class InputBatch:
             query_start=query_start,
             sampling=sampling,
             num_outputs=(num_tokens - self._num_prompt[rows])[sampling],
-            logit_rows=logit_rows,
+            logit_rows=None if does_all_sample else self._buffers.logit_rows(len(sampling)),
         )
+
+    def stage_padding(self) -> None:
+        """Bring rows to the device that compute nothing, as many as there are at most."""
+        self._buffers.begin()
+        self._buffers.pad(0, self._num_rows)
+        self._buffers.upload(self._num_rows)
+
+    def decode_inputs(self, num_rows: int) -> StepInputs:
+        """What the device reads in a step of so many rows of one token each."""
+        width = self._buffers.table_width(self._block_tables.shape[1])
+        return self._buffers.inputs(num_rows, num_rows, width)
 
     def _check(
         self,

@@ -2,6 +2,7 @@
 
     SchedulerOutput -> forget, take, update rows -> inputs -> forward (KV is written)
     -> logits of the rows that sample -> tokens -> ModelRunnerOutput
+       (forward and logits of a step of decode are a graph's, where the device has graphs)
     -> finish_step: what the answer need not wait for
 
 Every rank of an engine runs the same steps in the same order. A pipeline stage receives what
@@ -15,6 +16,7 @@ none: rows do not mix, and what KV of it is left in blocks is masked for whoever
 
 from __future__ import annotations
 
+import logging
 import math
 import time
 from typing import TYPE_CHECKING, Protocol
@@ -24,8 +26,11 @@ import numpy as np
 import torch
 
 from pdserve.errors import InternalError
+from pdserve.models.decoder import LayerHooks
+from pdserve.parallel.dispatch import SlicedExperts
 from pdserve.parallel.pipeline import StageLink
 from pdserve.wire.step import ModelRunnerOutput
+from pdserve.worker.graphs import StepGraphs
 from pdserve.worker.input_batch import InputBatch, PreparedStep
 from pdserve.worker.logprobs import token_logprobs
 from pdserve.worker.sampler import Sampler
@@ -33,14 +38,13 @@ from pdserve.worker.spread_sampler import SpreadSampler
 from pdserve.worker.vocabulary import SpreadVocabulary
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from numpy.typing import NDArray
     from torch import Tensor
 
     from pdserve.config.schema import SchedulerConfig
     from pdserve.connectors.base import KVLayout
-    from pdserve.models.decoder import LayerHooks
     from pdserve.models.registry import LoadedModel
     from pdserve.parallel.dispatch import ExpertParallel
     from pdserve.parallel.group import World
@@ -48,9 +52,20 @@ if TYPE_CHECKING:
     from pdserve.wire.outputs import TokenLogprobs
     from pdserve.wire.sampling import SamplingParams
     from pdserve.wire.step import ExpertBalance, NewRequest, SchedulerOutput
+    from pdserve.worker.device import Device
     from pdserve.worker.sampler import Sampled
 
+_log = logging.getLogger(__name__)
+
 _LOGITS_CHUNK_BYTES = 64 << 20
+
+
+class StepHooks(LayerHooks, Protocol):
+    """The layers' hooks, and whether a step needs them."""
+
+    def has_layer_work(self) -> bool:
+        """Whether they do anything in the step that is about to run."""
+        ...
 
 
 class _Sampler(Protocol):
@@ -72,7 +87,8 @@ class ModelRunner:
 
     Args:
         kv: `[num_blocks, num_layers, num_planes, num_kv_heads, block_size, head_dim]`.
-        hooks: Called around each layer, if the connector works layer by layer.
+        hooks: Called around each layer of the steps that they have work in, if the connector works
+            layer by layer.
     """
 
     def __init__(
@@ -82,9 +98,9 @@ class ModelRunner:
         layout: KVLayout,
         scheduler: SchedulerConfig,
         *,
-        device: torch.device,
+        device: Device,
         world: World,
-        hooks: LayerHooks | None = None,
+        hooks: StepHooks | None = None,
     ) -> None:
         self._model = loaded.model
         self._experts = loaded.experts
@@ -106,7 +122,7 @@ class ModelRunner:
             device=device,
         )
         self._dp, pp, tp = world.dp, world.pp, world.tp
-        self._link = None if pp.size == 1 else StageLink(pp, device, loaded.dtype)
+        self._link = None if pp.size == 1 else StageLink(pp, device.torch, loaded.dtype)
         self._receives, self._sends = not pp.is_first, not pp.is_last
         self._is_output = pp.is_last and tp.is_first
         # The ranks of the last stage share out the vocabulary.
@@ -114,14 +130,52 @@ class ModelRunner:
         self._sampler: _Sampler | None = None
         num_rows = scheduler.max_num_seqs
         if pp.is_last and tp.size == 1:
-            self._sampler = Sampler(num_rows, self._vocab_size, device)
+            self._sampler = Sampler(num_rows, self._vocab_size, device.torch)
         elif pp.is_last:
             self._vocabulary = SpreadVocabulary(
-                tp, loaded.vocab, vocab_size=self._vocab_size, device=device
+                tp, loaded.vocab, vocab_size=self._vocab_size, device=device.torch
             )
-            self._sampler = SpreadSampler(self._vocabulary, num_rows, self._vocab_size, device)
+            self._sampler = SpreadSampler(
+                self._vocabulary, num_rows, self._vocab_size, device.torch
+            )
         self._num_prompt_logprobs: dict[RequestId, int] = {}
         self.began_s = 0.0
+        # Other ranks are met inside a step, where the host has a hand in it.
+        is_alone = self._dp.size == pp.size == tp.size == 1
+        has_local_experts = isinstance(loaded.experts, SlicedExperts | None)
+        self._graphs: StepGraphs[Tensor] | None = None
+        if device.has_graphs and is_alone and has_local_experts:
+            self._graphs = StepGraphs(device, num_rows, self._captured_step)
+
+    def capture_graphs(self, progress: Callable[[str], None]) -> None:
+        """Capture the steps that will be replayed, before the first step; it takes seconds.
+
+        A model that cannot be captured, as the reference runs some of its operations, has none.
+
+        Args:
+            progress: Told, in words, what takes so long.
+        """
+        if self._graphs is None:
+            return
+        progress("capturing decode steps as graphs")
+        try:
+            with torch.inference_mode():
+                self._batch.stage_padding()
+                self._graphs.capture()
+        except RuntimeError as error:
+            self._graphs = None
+            _log.warning("decode steps run without graphs: %s", error)
+
+    def close(self) -> None:
+        """Give the graphs back."""
+        graphs, self._graphs = self._graphs, None
+        if graphs is not None:
+            graphs.close()
+
+    def _captured_step(self, num_rows: int) -> Tensor:
+        """Logits of a step of decode over the buffers' first rows."""
+        inputs = self._batch.decode_inputs(num_rows)
+        return self._model.logits(self._model.forward(inputs, self._kv_layers))
 
     def execute(self, step: SchedulerOutput) -> ModelRunnerOutput:
         """Run one step; when it returns, the device has finished it.
@@ -136,40 +190,44 @@ class ModelRunner:
             self._apply(step)
             if not step.num_scheduled_tokens:
                 return self._run_empty(step)
-            prepared = self._batch.prepare(step.num_scheduled_tokens)
+            hooks = self._hooks
+            if hooks is not None and not hooks.has_layer_work():
+                hooks = None
+            # What is replayed calls no hook.
+            graphs = self._graphs if hooks is None else None
+            prepared = self._batch.prepare(step.num_scheduled_tokens, graphs)
             is_wave_over = self._begin(step)
             hidden_before = self._receive(step) if self._receives else None
             started_s = time.perf_counter()
             self.began_s = time.monotonic()
-            hidden = self._model.forward(
-                prepared.inputs, self._kv_layers, self._hooks, hidden_before
-            )
-            if self._sends:
-                assert self._link is not None
-                self._synchronize()
-                self._link.send(hidden)
-                return ModelRunnerOutput(step_id=step.step_id)
-            prompt_logprobs = self._prompt_logprobs(prepared, hidden)
-            lost = self._non_finite(prepared, hidden)
-            lost |= {
-                request_id
-                for request_id, entries in prompt_logprobs.items()
-                if any(math.isnan(entry.logprob) for entry in entries)
-            }
-            if not len(prepared.sampling):
-                self._synchronize()
-                return self._answer(
-                    ModelRunnerOutput(
-                        step_id=step.step_id,
-                        non_finite_ids=sorted(lost),
-                        prompt_logprobs=prompt_logprobs,
-                        forward_s=time.perf_counter() - started_s,
-                        is_wave_over=is_wave_over,
+            prompt_logprobs: dict[RequestId, list[TokenLogprobs]] = {}
+            lost: set[RequestId] = set()
+            if graphs is not None and prepared.graph_rows is not None:
+                logits = graphs.replay(prepared.graph_rows)[: len(prepared.rows)]
+            else:
+                hidden = self._model.forward(prepared.inputs, self._kv_layers, hooks, hidden_before)
+                if self._sends:
+                    assert self._link is not None
+                    self._device.synchronize()
+                    self._link.send(hidden)
+                    return ModelRunnerOutput(step_id=step.step_id)
+                prompt_logprobs = self._prompt_logprobs(prepared, hidden)
+                lost = self._non_finite(prepared, hidden) | _not_a_number(prompt_logprobs)
+                if not len(prepared.sampling):
+                    self._device.synchronize()
+                    return self._answer(
+                        ModelRunnerOutput(
+                            step_id=step.step_id,
+                            non_finite_ids=sorted(lost),
+                            prompt_logprobs=prompt_logprobs,
+                            forward_s=time.perf_counter() - started_s,
+                            is_wave_over=is_wave_over,
+                        )
                     )
-                )
-            last = hidden if prepared.logit_rows is None else hidden[prepared.logit_rows]
-            logits = self._model.logits(last)
-            self._synchronize()
+                last = hidden if prepared.logit_rows is None else hidden[prepared.logit_rows]
+                logits = self._model.logits(last)
+            # Staged inputs may be rewritten then, and KV may leave.
+            self._device.synchronize()
             forward_s = time.perf_counter() - started_s
             request_ids = [prepared.request_ids[i] for i in prepared.sampling.tolist()]
             rows = prepared.rows[prepared.sampling]
@@ -217,7 +275,7 @@ class ModelRunner:
             return ModelRunnerOutput(step_id=step.step_id)
         is_wave_over = self._begin(step)
         self._model.idle_forward()
-        self._synchronize()
+        self._device.synchronize()
         return self._answer(ModelRunnerOutput(step_id=step.step_id, is_wave_over=is_wave_over))
 
     def _begin(self, step: SchedulerOutput) -> bool:
@@ -282,7 +340,7 @@ class ModelRunner:
                 self._batch.prompt_targets(
                     int(prepared.rows[i]), int(prepared.start[i]), int(prepared.end[i])
                 ).astype("int64")
-            ).to(self._device)
+            ).to(self._device.torch)
             if not len(targets):
                 continue
             first = int(prepared.query_start[i])
@@ -314,10 +372,10 @@ class ModelRunner:
         """`[M, vocab_size]` on the rank that answers, None on the others of its stage."""
         return logits if self._vocabulary is None else self._vocabulary.whole(logits)
 
-    def _synchronize(self) -> None:
-        """Wait for what this step computes: staged inputs may be rewritten, and KV may leave.
 
-        Not for what it sends: the next stage takes that in its own time.
-        """
-        if self._device.type == "cuda":
-            torch.cuda.current_stream(self._device).synchronize()
+def _not_a_number(entries: dict[RequestId, list[TokenLogprobs]]) -> set[RequestId]:
+    return {
+        request_id
+        for request_id, described in entries.items()
+        if any(math.isnan(entry.logprob) for entry in described)
+    }

@@ -29,6 +29,7 @@ from pdserve.observe.trace import CLOCK_ID
 from pdserve.parallel.group import World, join
 from pdserve.wire.transfer import Failed, KVShape, LoadFailure
 from pdserve.worker import kv_memory
+from pdserve.worker.device import device_of
 from pdserve.worker.info import WorkerInfo
 from pdserve.worker.model_runner import ModelRunner
 from pdserve.worker.step_slices import StepSlices
@@ -120,10 +121,11 @@ class Worker:
             kv,
             layout,
             config.scheduler,
-            device=device,
+            device=device_of(device),
             world=world,
             hooks=half if connector.capabilities.is_layerwise else None,
         )
+        self._runner.capture_graphs(self._progress)
         return WorkerInfo(
             rank=place.engine_rank,
             layout=layout,
@@ -225,7 +227,10 @@ class Worker:
 
     def close(self, timeout_s: float) -> None:
         """End transfers within `timeout_s` and let go of everything. May be called twice."""
-        connector, self._connector, self._runner = self._connector, None, None
+        connector, self._connector = self._connector, None
+        runner, self._runner = self._runner, None
+        if runner is not None:
+            runner.close()
         if connector is not None:
             connector.close(timeout_s)
         world, self._world = self._world, None

@@ -238,7 +238,7 @@ class PushEngine:
             if per_layer_s:
                 time.sleep(per_layer_s)
             for worker, kv in zip(self.workers, self.kvs, strict=True):
-                if layer < kv.shape[1]:
+                if layer < kv.shape[1] and worker.has_layer_work():
                     worker.save_kv_layer(layer)
         for worker in self.workers:
             worker.wait_for_save()

@@ -1,0 +1,212 @@
+"""The device of a rank, as its steps see it: memory that is copied to it, events, graphs.
+
+A device works through what it is given in order, behind the host's back. Everything in the step
+that depends on *when* the device does something goes through here, so that a test can put a device
+in its place which checks the order. On a CPU there is no such order, and memory is shared.
+"""
+
+from __future__ import annotations
+
+import gc
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+
+import torch
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from torch import Tensor
+
+T = TypeVar("T")
+
+
+class DeviceEvent(Protocol):
+    """A point in the device's order."""
+
+    def record(self) -> None:
+        """Put it behind all that the device has been given so far."""
+        ...
+
+    def wait(self) -> None:
+        """Return once the device has passed it; at once if it was never recorded."""
+        ...
+
+
+class DeviceGraph(Protocol):
+    """Work that was captured once."""
+
+    def replay(self) -> None:
+        """Give it to the device again: the same kernels, over the same addresses."""
+        ...
+
+    def close(self) -> None:
+        """Give back what it holds."""
+        ...
+
+
+class Device(Protocol):
+    """Where a rank computes.
+
+    Attributes:
+        torch: As torch names it.
+        shares_memory: Tensors on it are the host's memory: there is nothing to copy or to wait for.
+        has_graphs: Work can be captured.
+    """
+
+    torch: torch.device
+    shares_memory: bool
+    has_graphs: bool
+
+    def staging(self, num_bytes: int) -> Tensor:
+        """Return zeros in host memory, `[num_bytes]` uint8, that the device can copy by itself."""
+        ...
+
+    def copy(self, target: Tensor, source: Tensor) -> None:
+        """Give the device a copy, to or from staging memory.
+
+        The host may change the source, or read the target, once an event behind it has passed.
+        """
+        ...
+
+    def event(self) -> DeviceEvent:
+        """Make an event."""
+        ...
+
+    def capture(self, work: Callable[[], T]) -> tuple[DeviceGraph, T]:
+        """Run `work` once, then capture it.
+
+        The graphs of a device share one pool of memory: a replay may overwrite what others left.
+
+        Args:
+            work: Launches kernels on tensors that live as long as the graph. It asks nothing of the
+                device, and its second run is that which is captured.
+
+        Returns:
+            The graph, and what the captured run returned: tensors that each replay fills.
+
+        Raises:
+            RuntimeError: It cannot be captured.
+        """
+        ...
+
+    def synchronize(self) -> None:
+        """Return once the device has done all that it was given."""
+        ...
+
+
+def device_of(device: torch.device) -> Device:
+    """Return the device that torch names."""
+    return CudaDevice(device) if device.type == "cuda" else HostDevice(device)
+
+
+class HostDevice:
+    """A CPU: work is done when its call returns."""
+
+    shares_memory = True
+    has_graphs = False
+
+    def __init__(self, device: torch.device) -> None:
+        self.torch = device
+
+    def staging(self, num_bytes: int) -> Tensor:
+        """See `Device`."""
+        return torch.zeros(num_bytes, dtype=torch.uint8)
+
+    def copy(self, target: Tensor, source: Tensor) -> None:
+        """See `Device`."""
+        target.copy_(source)
+
+    def event(self) -> DeviceEvent:
+        """See `Device`."""
+        return _Passed()
+
+    def capture(self, work: Callable[[], T]) -> tuple[DeviceGraph, T]:
+        """See `Device`."""
+        raise RuntimeError(f"work on {self.torch} cannot be captured")
+
+    def synchronize(self) -> None:
+        """See `Device`."""
+
+
+class _Passed:
+    def record(self) -> None:
+        pass
+
+    def wait(self) -> None:
+        pass
+
+
+class CudaDevice:
+    """A CUDA device: all work goes to the stream that is current when this rank's thread runs."""
+
+    shares_memory = False
+    has_graphs = True
+
+    def __init__(self, device: torch.device) -> None:
+        self.torch = device
+        self._pool: Any = None
+        self._side: torch.cuda.Stream | None = None
+
+    def staging(self, num_bytes: int) -> Tensor:
+        """See `Device`: pinned, as only from such memory a copy does not hold up the host."""
+        return torch.zeros(num_bytes, dtype=torch.uint8, pin_memory=True)
+
+    def copy(self, target: Tensor, source: Tensor) -> None:
+        """See `Device`."""
+        target.copy_(source, non_blocking=True)
+
+    def event(self) -> DeviceEvent:
+        """See `Device`."""
+        return _CudaEvent()
+
+    def capture(self, work: Callable[[], T]) -> tuple[DeviceGraph, T]:
+        """See `Device`.
+
+        The run before it compiles kernels and makes what libraries keep for a stream. Other
+        threads may use the device meanwhile: only this one's calls are held to what can be
+        captured.
+        """
+        if self._side is None:
+            self._side = torch.cuda.Stream(self.torch)  # type: ignore[no-untyped-call]
+            self._pool = torch.cuda.graph_pool_handle()
+        here = torch.cuda.current_stream(self.torch)
+        graph = torch.cuda.CUDAGraph()
+        self._side.wait_stream(here)
+        with torch.cuda.stream(self._side):
+            work()
+            # An object that dies while work is captured may free device memory, which is an error.
+            torch.cuda.synchronize(self.torch)
+            gc.collect()
+            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+            try:
+                result = work()
+            finally:
+                graph.capture_end()
+        here.wait_stream(self._side)
+        return _CudaGraph(graph), result
+
+    def synchronize(self) -> None:
+        """See `Device`."""
+        torch.cuda.current_stream(self.torch).synchronize()
+
+
+class _CudaEvent:
+    def __init__(self) -> None:
+        self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+
+    def record(self) -> None:
+        self._event.record()
+
+    def wait(self) -> None:
+        self._event.synchronize()
+
+
+class _CudaGraph:
+    def __init__(self, graph: torch.cuda.CUDAGraph) -> None:
+        self._graph = graph
+
+    def replay(self) -> None:
+        self._graph.replay()
+
+    def close(self) -> None:
+        self._graph.reset()

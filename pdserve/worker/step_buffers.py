@@ -1,0 +1,164 @@
+"""One step's inputs, in one piece of host memory and one piece of the device's.
+
+The host fills arrays, one copy brings them over, and the device reads them at addresses that never
+change, as graphs must. There are two pieces of host memory, used in turn, so that a step can be
+filled in while the device has not yet copied the one before. Where memory is shared there is one,
+which the device reads itself.
+
+Knows what a step's fields are called and how large they get; not what is in them.
+"""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
+
+import torch
+
+from pdserve.kernels.step import StepInputs
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+    from torch import Tensor
+
+    from pdserve.worker.device import Device
+
+T = TypeVar("T")
+
+_ALIGNMENT = 256
+"""Bytes: kernels are compiled for aligned addresses, and for those alone."""
+_TABLE_ALIGNMENT = 16
+"""Entries of a table's row, on a device: the same kernels whatever the longest request is."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepFields(Generic[T]):
+    """Flat fields of a step of at most T tokens of R requests, each as large as it may get.
+
+    Attributes:
+        query_start: `[R + 1]` int32.
+        context_lens: `[R]` int32.
+        logit_rows: `[R]` int64, tokens whose logits are wanted.
+        token_ids, positions, slot_mapping: `[T]` int64.
+        block_tables: `[R * table_width]` int32. Last, as it is copied only as far as it is used.
+    """
+
+    query_start: T
+    context_lens: T
+    logit_rows: T
+    token_ids: T
+    positions: T
+    slot_mapping: T
+    block_tables: T
+
+
+class StepBuffers:
+    """The inputs of the step that is prepared, and of the one that runs.
+
+    Args:
+        num_rows: Requests of one step, at most.
+        max_blocks: Of one request, at most.
+        max_num_tokens: Of one step, at most.
+    """
+
+    def __init__(
+        self, device: Device, *, num_rows: int, max_blocks: int, max_num_tokens: int
+    ) -> None:
+        self._device = device
+        self._max_width = -(-max_blocks // _TABLE_ALIGNMENT) * _TABLE_ALIGNMENT
+        sizes = StepFields(
+            query_start=(torch.int32, num_rows + 1),
+            context_lens=(torch.int32, num_rows),
+            logit_rows=(torch.int64, num_rows),
+            token_ids=(torch.int64, max_num_tokens),
+            positions=(torch.int64, max_num_tokens),
+            slot_mapping=(torch.int64, max_num_tokens),
+            block_tables=(torch.int32, num_rows * self._max_width),
+        )
+        *_, self._tables_at, num_bytes = _places(sizes)
+        self._host = [device.staging(num_bytes) for _ in range(1 if device.shares_memory else 2)]
+        self._arrays = [
+            StepFields(*(field.numpy() for field in _values(_cut(memory, sizes))))
+            for memory in self._host
+        ]
+        self._copied = [device.event() for _ in self._host]
+        self._turn = 0
+        self._memory = (
+            self._host[0]
+            if device.shares_memory
+            else torch.zeros(num_bytes, dtype=torch.uint8, device=device.torch)
+        )
+        self._there = _cut(self._memory, sizes)
+
+    def begin(self) -> StepFields[NDArray[Any]]:
+        """Return the arrays of the next step, once nothing reads what they were filled with.
+
+        They hold whatever an earlier step left.
+        """
+        self._turn = (self._turn + 1) % len(self._host)
+        self._copied[self._turn].wait()
+        return self._arrays[self._turn]
+
+    def table_width(self, max_blocks: int) -> int:
+        """Entries of a row of this step's tables, whose longest request has `max_blocks`.
+
+        On a device it is always the same, as graphs must have it.
+        """
+        return max_blocks if self._device.shares_memory else self._max_width
+
+    def pad(self, first: int, end: int) -> None:
+        """Make rows of the arrays, of one token each, that read no context and store nothing."""
+        arrays, width = self._arrays[self._turn], self._max_width
+        arrays.token_ids[first:end] = 0
+        arrays.positions[first:end] = 0
+        arrays.slot_mapping[first:end] = -1
+        arrays.context_lens[first:end] = 0
+        arrays.query_start[first : end + 1] = range(first, end + 1)
+        arrays.block_tables[first * width : end * width] = 0
+
+    def upload(self, num_rows: int) -> None:
+        """Bring the arrays over, with the tables of the first `num_rows` requests."""
+        if self._device.shares_memory:
+            return
+        end = self._tables_at + num_rows * self._max_width * torch.int32.itemsize
+        self._device.copy(self._memory[:end], self._host[self._turn][:end])
+        self._copied[self._turn].record()
+
+    def inputs(self, num_tokens: int, num_rows: int, table_width: int) -> StepInputs:
+        """What the device reads, as the kernels take it; the next upload overwrites it."""
+        there = self._there
+        return StepInputs(
+            token_ids=there.token_ids[:num_tokens],
+            positions=there.positions[:num_tokens],
+            slot_mapping=there.slot_mapping[:num_tokens],
+            block_tables=there.block_tables[: num_rows * table_width].view(num_rows, table_width),
+            query_start=there.query_start[: num_rows + 1],
+            context_lens=there.context_lens[:num_rows],
+        )
+
+    def logit_rows(self, num_rows: int) -> Tensor:
+        """The first of the field, on the device, likewise."""
+        return self._there.logit_rows[:num_rows]
+
+
+def _values(each: StepFields[T]) -> list[T]:
+    return [getattr(each, field.name) for field in fields(each)]
+
+
+def _places(sizes: StepFields[tuple[torch.dtype, int]]) -> list[int]:
+    """The first byte of each field, one behind the other, and the end."""
+    lengths = [
+        -(-size * dtype.itemsize // _ALIGNMENT) * _ALIGNMENT for dtype, size in _values(sizes)
+    ]
+    return [0, *itertools.accumulate(lengths)]
+
+
+def _cut(memory: Tensor, sizes: StepFields[tuple[torch.dtype, int]]) -> StepFields[Tensor]:
+    """Views of the fields in `memory`."""
+    return StepFields(
+        *(
+            memory[start : start + size * dtype.itemsize].view(dtype)
+            for start, (dtype, size) in zip(_places(sizes), _values(sizes), strict=False)
+        )
+    )

@@ -1,0 +1,324 @@
+"""Steps on a device that notices what a real one would get wrong."""
+
+from __future__ import annotations
+
+import json
+import random
+from types import SimpleNamespace
+from typing import TYPE_CHECKING
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+
+from pdserve.config.schema import (
+    CacheConfig,
+    EngineConfig,
+    ModelConfig,
+    SchedulerConfig,
+)
+from pdserve.kernels.backend import REFERENCE
+from pdserve.models.registry import load_model
+from pdserve.parallel.group import World
+from pdserve.worker import kv_memory
+from pdserve.worker.graphs import StepGraphs, graph_sizes
+from pdserve.worker.model_runner import ModelRunner
+from pdserve.worker.step_buffers import StepBuffers
+from tests.worker.capturable import CAPTURABLE
+from tests.worker.driver import TINY, Driver, params
+from tests.worker.recorded_device import CannotBeCapturedError, RecordedDevice, RecordedError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from torch import Tensor
+
+    from pdserve.kernels.backend import KernelBackend
+
+CPU = torch.device("cpu")
+NUM_ROWS = 5
+SIZES = [5, 4, 2, 1]
+"""Of the graphs of so many rows, in the order of their capture."""
+
+
+class Hooks:
+    """A connector's; it has work in the steps whose number is in `busy`."""
+
+    def __init__(self, *busy: int) -> None:
+        self._busy = busy
+        self.step = 0
+        self.calls: list[str] = []
+
+    def has_layer_work(self) -> bool:
+        self.step += 1
+        return self.step in self._busy
+
+    def wait_for_layer_load(self, layer: int) -> None:
+        self.calls.append(f"{self.step} wait {layer}")
+
+    def save_kv_layer(self, layer: int) -> None:
+        self.calls.append(f"{self.step} save {layer}")
+
+
+class Engine(Driver):
+    """A driver of a runner on a recorded device; `kv` is its memory."""
+
+    def __init__(
+        self,
+        directory: Path,
+        device: RecordedDevice,
+        *,
+        kernels: KernelBackend = CAPTURABLE,
+        hooks: Hooks | None = None,
+    ) -> None:
+        (directory / "config.json").write_text(json.dumps(TINY))
+        scheduler = SchedulerConfig(max_num_seqs=NUM_ROWS, max_num_batched_tokens=256)
+        config = EngineConfig(
+            model=ModelConfig(model=str(directory), load_format="dummy"), scheduler=scheduler
+        )
+        loaded = load_model(config, CPU, kernels, World.alone(), lambda _: None)
+        layout = kv_memory.layout_of_block(
+            loaded.arch, loaded.dtype, CacheConfig(), num_layers=2, num_kv_heads=2
+        )
+        layout = msgspec.structs.replace(layout, num_blocks=40)
+        self.kv = kv_memory.allocate(layout, CPU)
+        self.device = device
+        self.runner = ModelRunner(
+            loaded,
+            self.kv,
+            layout,
+            scheduler,
+            device=device,
+            world=World.alone(),
+            hooks=hooks,
+        )
+        self.told: list[str] = []
+        self.runner.capture_graphs(self.told.append)
+        super().__init__(self.runner, SimpleNamespace(layout=layout))  # type: ignore[arg-type]
+
+
+def play(engine: Engine) -> dict[str, list[int]]:
+    """Requests come and go, in prompts, chunks of them and decode; returns their tokens."""
+    rng = random.Random(3)
+    arriving = [(f"r{i}", rng.choices(range(211), k=rng.choice((1, 9, 40)))) for i in range(9)]
+    running: list[str] = []
+    done: dict[str, list[int]] = {}
+    while arriving or running:
+        while arriving and len(running) < NUM_ROWS and rng.random() < 0.3:
+            name, prompt = arriving.pop()
+            engine.add(name, prompt, params(seed=len(prompt), temperature=0.7 * (len(name) % 2)))
+            running.append(name)
+        chosen = rng.sample(running, rng.randint(min(1, len(running)), len(running)))
+        if chosen:
+            engine.step({name: min(engine.remaining(name), 17) for name in chosen})
+        for name in chosen:
+            if len(engine.outputs[name]) == 12:
+                done[name] = engine.outputs[name]
+                running.remove(name)
+                engine.drop(name)
+    engine.device.synchronize()
+    return done
+
+
+@pytest.mark.parametrize(
+    ("max_num_rows", "sizes"),
+    [
+        (1, [1]),
+        (5, [1, 2, 4, 5]),
+        (64, [1, 2, 4, 8, 16, 24, 32, 48, 64]),
+        (130, [1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 130]),
+    ],
+)
+def test_sizes_rise_to_the_largest_step(max_num_rows: int, sizes: list[int]) -> None:
+    assert graph_sizes(max_num_rows) == sizes
+
+
+def test_replayed_steps_give_the_tokens_of_launched_ones(tmp_path: Path) -> None:
+    launched = Engine(tmp_path, RecordedDevice(has_graphs=False))
+    wanted = play(launched)
+    engine = Engine(tmp_path, RecordedDevice())
+    assert play(engine) == wanted
+    assert {SIZES[index] for index in engine.device.replays} == set(SIZES)
+    assert len({*map(tuple, wanted.values())}) == 9
+    torch.testing.assert_close(engine.kv, launched.kv, rtol=1e-4, atol=1e-4)
+
+
+def test_a_step_brings_its_inputs_in_one_copy(tmp_path: Path) -> None:
+    engine = Engine(tmp_path, RecordedDevice())
+    engine.add("r", [1, 2, 3])
+    engine.device.copies.clear()
+    engine.run("r", 4)
+    assert len(engine.device.copies) == 4
+    assert len(engine.device.replays) == 3
+
+
+def test_a_prompt_of_one_token_is_replayed_and_a_chunk_that_samples_nothing_is_not(
+    tmp_path: Path,
+) -> None:
+    engine = Engine(tmp_path, RecordedDevice())
+    engine.add("r", [7])
+    engine.step({"r": 1})
+    assert engine.device.replays == [SIZES.index(1)]
+    engine.add("cut", [7, 8])
+    engine.step({"cut": 1})
+    engine.step({"r": 1, "cut": 1})
+    assert [SIZES[index] for index in engine.device.replays] == [1, 2]
+
+
+def test_capturing_computes_nothing(tmp_path: Path) -> None:
+    engine = Engine(tmp_path, RecordedDevice())
+    assert not engine.kv.any()
+    assert engine.told == ["capturing decode steps as graphs"]
+
+
+def test_hooks_are_called_in_every_layer_of_the_steps_that_they_have_work_in(
+    tmp_path: Path,
+) -> None:
+    hooks = Hooks(3)
+    engine = Engine(tmp_path, RecordedDevice(), hooks=hooks)
+    wanted = Engine(tmp_path, RecordedDevice(has_graphs=False))
+    for each in (engine, wanted):
+        each.add("r", [1, 2, 3])
+        each.run("r", 5)
+    assert engine.outputs == wanted.outputs
+    assert hooks.calls == ["3 wait 0", "3 save 0", "3 wait 1", "3 save 1"]
+    assert len(engine.device.replays) == 3
+
+
+def test_a_model_that_cannot_be_captured_is_launched(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine = Engine(tmp_path, RecordedDevice(), kernels=REFERENCE)
+    assert "decode steps run without graphs" in caplog.text
+    assert play(engine) == play(Engine(tmp_path, RecordedDevice(has_graphs=False)))
+    assert not engine.device.replays
+
+
+def test_a_closed_runner_has_given_its_graphs_back(tmp_path: Path) -> None:
+    engine = Engine(tmp_path, RecordedDevice())
+    engine.runner.close()
+    assert all(graph.is_closed for graph in engine.device._graphs)
+
+
+# ---- seeded faults -------------------------------------------------------------------
+
+
+def test_padding_that_is_left_from_an_earlier_step_is_seen(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sound = Engine(tmp_path, RecordedDevice())
+    wanted = play(sound)
+    engine = Engine(tmp_path, RecordedDevice())
+    monkeypatch.setattr(StepBuffers, "pad", lambda *_: None)
+    assert (play(engine), engine.kv.tolist()) != (wanted, sound.kv.tolist())
+
+
+def test_padding_that_stores_in_block_0_is_seen(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pad = StepBuffers.pad
+
+    def to_block_0(self: StepBuffers, first: int, end: int) -> None:
+        pad(self, first, end)
+        self._arrays[self._turn].slot_mapping[first:end] = 0
+
+    monkeypatch.setattr(StepBuffers, "pad", to_block_0)
+    engine = Engine(tmp_path, RecordedDevice())
+    assert engine.kv[0].any()
+
+
+def buffers_on(device: RecordedDevice) -> StepBuffers:
+    return StepBuffers(device, num_rows=4, max_blocks=3, max_num_tokens=8)
+
+
+def fill(buffers: StepBuffers, token: int) -> None:
+    buffers.begin().token_ids[:] = token
+    buffers.upload(4)
+
+
+def test_staging_memory_is_filled_again_only_behind_its_copy() -> None:
+    device = RecordedDevice()
+    buffers = buffers_on(device)
+    for token in range(6):
+        fill(buffers, token)
+    assert device.num_pending == 2
+    device.synchronize()
+    assert buffers.inputs(8, 4, 16).token_ids.tolist() == [5] * 8
+
+
+def test_staging_memory_that_is_filled_too_early_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    device = RecordedDevice()
+    monkeypatch.setattr(device, "event", lambda: SimpleNamespace(wait=bool, record=bool))
+    buffers = buffers_on(device)
+    for token in range(3):
+        fill(buffers, token)
+    with pytest.raises(RecordedError, match="filled again"):
+        device.synchronize()
+
+
+def test_inputs_that_move_behind_a_capture_are_seen() -> None:
+    device = RecordedDevice()
+    moving = [buffers_on(device)]
+    graphs = StepGraphs(device, 1, lambda n: moving[0].inputs(n, n, 16).token_ids * 2)
+    graphs.capture()
+    moving[0] = buffers_on(device)
+    fill(moving[0], 21)
+    with pytest.raises(RecordedError, match="given back"):
+        graphs.replay(1)
+
+
+def test_a_copy_that_is_captured_is_seen() -> None:
+    device = RecordedDevice()
+    buffers = buffers_on(device)
+
+    def run(num_rows: int) -> Tensor:
+        fill(buffers, 1)
+        return buffers.inputs(num_rows, num_rows, 16).token_ids * 2
+
+    with pytest.raises(RecordedError, match="host"):
+        StepGraphs(device, 1, run).capture()
+
+
+@pytest.mark.parametrize(
+    "read",
+    [
+        lambda x: torch.full((2,), x[0].item()),
+        lambda x: torch.tensor(x.tolist()),
+        lambda x: x[x > 0],
+        lambda x: torch.from_numpy(x.numpy() + 1),
+        lambda x: x if x.sum() > 0 else -x,
+    ],
+    ids=["item", "tolist", "mask", "numpy", "branch"],
+)
+def test_a_step_that_asks_the_device_for_a_value_is_not_captured(
+    read: Callable[[Tensor], Tensor],
+) -> None:
+    device = RecordedDevice()
+    values = torch.arange(3.0)
+    graphs = StepGraphs(device, 1, lambda _: read(values * 2))
+    with pytest.raises(CannotBeCapturedError):
+        graphs.capture()
+    assert graphs.size_for(1) is None
+
+
+def test_results_of_a_graph_end_with_the_replay_of_another() -> None:
+    device = RecordedDevice()
+    values = torch.arange(2.0)
+    graphs = StepGraphs(device, 2, lambda n: values[:n] + 1)
+    graphs.capture()
+    first = graphs.replay(1)
+    assert first.tolist() == [1.0]
+    assert graphs.replay(2).tolist() == [1.0, 2.0]
+    assert np.isnan(first.tolist()).all()
+
+
+def test_what_comes_from_the_device_is_read_behind_its_copy() -> None:
+    device = RecordedDevice()
+    host, event = device.staging(16).view(torch.int64), device.event()
+    device.copy(host, torch.tensor([3, 4]))
+    event.record()
+    assert host.tolist() != [3, 4]
+    event.wait()
+    assert host.tolist() == [3, 4]
