@@ -48,6 +48,8 @@ SHAPES = sized(
 ROWS = sized((1, 2, 16, 64, 128, 2048), (1, 2, 5))
 SWEPT_ROWS = sized((1, 64, 16, 2048, 256), (1, 5))
 
+# Library, and whether it may split K: only cuBLASLt can be told not to.
+_CUBLAS = (("cublas", True), ("cublaslt", True), ("cublaslt", False))
 _WORKSPACES: dict[str, dict[str, str]] = {
     "default workspace": {},
     "small workspace": {"CUBLAS_WORKSPACE_CONFIG": ":16:8", "CUBLASLT_WORKSPACE_SIZE": "1"},
@@ -221,14 +223,16 @@ def cublas_digests() -> dict[str, dict[str, dict[int, Tensor]]]:
     found: dict[str, dict[str, dict[int, Tensor]]] = {}
     for name in SHAPES:
         x, (weight,) = inputs(name)
-        for library in ("cublas", "cublaslt"):
-            for may_split in (True, False):
-                choose_cublas(library, may_split=may_split)
-                way = found.setdefault(f"{library}{'' if may_split else ' without split'}", {})
-                for dtype in (DTYPE, torch.float32):
+        for library, may_split in _CUBLAS:
+            choose_cublas(library, may_split=may_split)
+            way = found.setdefault(f"{library}{'' if may_split else ' without split'}", {})
+            for dtype in (DTYPE, torch.float32):
+                try:
                     way[f"{name} {dtype}"] = {
                         m: row_digests(by_cublas(x[:m], weight, dtype)) for m in ROWS
                     }
+                except RuntimeError as error:  # a way that cannot give this dtype
+                    print(f"{library} {name} {dtype}: {error}", flush=True)
     return found
 
 
@@ -323,7 +327,7 @@ def sweep(name: str, num_rows: int, peak: dict[str, float]) -> dict[str, Any]:
     choose_cublas("cublas", may_split=True)
     rounded = torch.empty((num_rows, cols), dtype=DTYPE, device=DEVICE)
     cublas = row(lambda i: torch.mm(x, weights[i % len(weights)].T, out=rounded))
-    choose_cublas("cublas", may_split=False)
+    choose_cublas("cublaslt", may_split=False)
     whole = row(lambda i: torch.mm(x, weights[i % len(weights)].T, out=rounded))
     chosen = named(linear_tile(num_rows, cols, depth, DTYPE))
     return {
