@@ -15,6 +15,10 @@
         query_start, context_lens, scale, latent_dim)
     kv_digests(kv, spans, constants, keys, num_rows) [num_blocks, L, P, H, block_size, Dh]
                                                      -> [num_rows, L, H]; bit for bit
+    gather_chunks(kv, blocks, pool, starts,          [C, blocks of a chunk], [C, H] -> [C, L, H]:
+        constants, keys)                             digests of what is copied into the pool
+    scatter_chunks(kv, blocks, pool, starts,         the same, of what is copied into the blocks
+        constants, keys)
 
 ``T`` is the number of tokens of a step, over all its requests. Tensors are contiguous, of one dtype
 (bf16, fp16 or fp32) and on one device; ``kv_layer`` is the view ``kv[:, layer]`` of ``[num_blocks,
@@ -30,7 +34,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from pdserve.kernels.reference import activation, attention, digest, mla, moe, norm, rope
+from pdserve.kernels.reference import activation, attention, chunks, digest, mla, moe, norm, rope
 from pdserve.kernels.reference.moe import RoutingRule
 
 
@@ -58,3 +62,9 @@ class Ops:
         mla.latent_attention
     )
     kv_digests: Callable[[Tensor, Tensor, Tensor, Tensor, int], Tensor] = digest.kv_digests
+    gather_chunks: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor], Tensor] = (
+        chunks.gather_chunks
+    )
+    scatter_chunks: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor], Tensor] = (
+        chunks.scatter_chunks
+    )

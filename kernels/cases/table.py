@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from pdserve.kernels.backend import KernelBackend
-from pdserve.kernels.cases import attention, latent, moe, rows
+from pdserve.kernels.cases import attention, chunks, latent, moe, rows
 from pdserve.kernels.cases.case import Case
 from pdserve.kernels.ops import Ops
 from pdserve.kernels.reference import linear as products
@@ -100,5 +100,7 @@ OPERATIONS: dict[str, OperationSpec] = {
         _op("rope_and_latent", latent.rope_and_latent, _ELEMENTWISE, 1, 5),
         _op("latent_attention", latent.latent_attention, _ACCUMULATED),
         _op("kv_digests", attention.kv_digests, _EXACT),
+        _op("gather_chunks", chunks.gather_chunks, _EXACT, 2),
+        _op("scatter_chunks", chunks.scatter_chunks, _EXACT, 0),
     )
 }

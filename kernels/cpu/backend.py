@@ -41,7 +41,7 @@ def from_library(path: Path) -> KernelBackend:
     """Return the backend of one library that `build.library` made."""
     library = open_library(path)
     packing = Packing(library)
-    rows, attention = RowOps(library), AttentionOps(library)
+    rows, attention, digest = RowOps(library), AttentionOps(library), DigestOps(library)
     unit = ", bf16 on AMX tiles" if library.pd_has_tiles() else ""
     return KernelBackend(
         name="cpu",
@@ -54,7 +54,9 @@ def from_library(path: Path) -> KernelBackend:
         route=RouterOps(library).route,
         rope_and_latent=attention.rope_and_latent,
         latent_attention=attention.latent_attention,
-        kv_digests=DigestOps(library).kv_digests,
+        kv_digests=digest.kv_digests,
+        gather_chunks=digest.gather_chunks,
+        scatter_chunks=digest.scatter_chunks,
         linear=partial(CpuLinear, packing),
         heads=partial(CpuHeads, packing),
         experts=partial(CpuExperts, packing),

@@ -197,6 +197,22 @@ struct PdDigest {
     int64_t block_stride, layer_stride, plane_stride, head_stride, token_stride;
 };
 
+// Chunks in blocks, and in a pool: of each head of a chunk [layers, planes, blocks_per_chunk *
+// block_size, words] side by side, from starts on. out[chunk, layer, head] += the sum over planes
+// of key * sum of word * constant, mod 2^64, of what is copied. Strides and starts are in bytes.
+struct PdChunks {
+    void* memory;               // [num_blocks, layers, planes, heads, block_size, words], strided
+    void* pool;                 // [pool_bytes]
+    const int64_t* blocks;      // [chunks, blocks_per_chunk]; negative: its tokens stay in the pool
+    const int64_t* starts;      // [chunks, heads]; negative: not of this chunk, its digest stays 0
+    const uint32_t* constants;  // [blocks_per_chunk * block_size, words]
+    const uint64_t* keys;       // [layers, planes, heads]
+    uint64_t* out;              // [chunks, layers, heads], zero
+    int64_t chunks, blocks_per_chunk, pool_bytes;
+    int64_t num_blocks, layers, planes, heads, block_size, words;
+    int64_t block_stride, layer_stride, plane_stride, head_stride, token_stride;
+};
+
 void pd_linear(const PdLinear* p);
 int32_t pd_take_rows(const PdTakeRows* p);
 void pd_rms_norm(const PdRmsNorm* p);
@@ -208,6 +224,8 @@ int32_t pd_rope_and_latent(const PdRopeAndLatent* p);
 void pd_route(const PdRoute* p);
 int32_t pd_experts(const PdExperts* p);
 int32_t pd_digest(const PdDigest* p);
+int32_t pd_gather_chunks(const PdChunks* p);
+int32_t pd_scatter_chunks(const PdChunks* p);
 }
 
 namespace pd {
