@@ -23,6 +23,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from pdserve.kernels.cases.attention import attention_inputs, rope_table
+from pdserve.kernels.digest import place_keys, word_constants
 from pdserve.kernels.registry import kernels_on
 
 CPU = torch.device("cpu")
@@ -39,6 +40,7 @@ MATRICES = (
     (HIDDEN, INTERMEDIATE),
 )
 NUM_LAYERS = 16
+CHUNK, BLOCK_SIZE = 256, 16
 
 
 @dataclass(frozen=True)
@@ -198,6 +200,31 @@ def attentions(dtype: torch.dtype) -> Iterator[Measured]:
             yield measured(f"attention_decode_{CONTEXT}", rows, [1] * rows, [CONTEXT] * rows)
 
 
+def copies(dtype: torch.dtype) -> Iterator[Measured]:
+    """A chunk of a store, out of blocks and into them; torch copies as many bytes."""
+    each = CHUNK // BLOCK_SIZE
+    shape = (NUM_LAYERS * each, NUM_LAYERS, 2, KV_HEADS, BLOCK_SIZE, HEAD_DIM)
+    kv = torch.randn(shape).to(dtype)
+    memory = kv.view(torch.uint8)
+    blocks = torch.randperm(len(kv)).view(NUM_LAYERS, 1, each)
+    flat = memory.view(NUM_LAYERS, -1)
+    pool = torch.zeros_like(flat)
+    starts = torch.arange(KV_HEADS).view(1, KV_HEADS) * (flat.shape[1] // KV_HEADS)
+    constants = word_constants(CHUNK, memory.shape[5] // 4)
+    keys = place_keys(range(NUM_LAYERS), 2, range(KV_HEADS))
+    for op in ("gather_chunks", "scatter_chunks"):
+
+        def ours(i: int, op: str = op) -> None:
+            which = i % NUM_LAYERS
+            getattr(KERNELS, op)(memory, blocks[which], pool[which], starts, constants, keys)
+
+        def theirs(i: int, out: bool = op == "gather_chunks") -> None:
+            pair = flat[i % NUM_LAYERS], pool[i % NUM_LAYERS]
+            pair[out].copy_(pair[not out])
+
+        yield Measured(op, CHUNK, ours, theirs, 2 * flat[0].nbytes, 0)
+
+
 def memory_gb_per_s(budget_s: float) -> float:
     """Return the rate of torch's sum over tensors that no cache holds together."""
     tensors = [torch.ones(2 << 20) for _ in range(16)]
@@ -213,7 +240,7 @@ def run(seconds_each: float, thread_counts: list[int], dtypes: list[str]) -> dic
         rates[threads] = memory_gb_per_s(seconds_each)
         for name in dtypes:
             dtype = getattr(torch, name)
-            for ops in (linears, row_ops, attentions):
+            for ops in (linears, row_ops, attentions, copies):
                 for m in ops(dtype):
                     ours = best_s(m.ours, seconds_each)
                     theirs = best_s(m.torch, seconds_each)

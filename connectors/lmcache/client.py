@@ -20,7 +20,7 @@ import time
 import urllib.error
 import urllib.request
 import warnings
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import msgspec
 import numpy as np
@@ -40,6 +40,18 @@ if TYPE_CHECKING:
 
 _SHM: Final = "/dev/shm"
 _ASK_AGAIN_S: Final = 0.002
+
+
+class Slots(NamedTuple):
+    """Where chunks lie in the server's memory.
+
+    Attributes:
+        pool: All of that memory; mapped as long as anybody has it.
+        starts: `[chunks, units]` int64, in bytes; negative: there is none.
+    """
+
+    pool: npt.NDArray[np.uint8]
+    starts: npt.NDArray[np.int64]
 
 
 class StoreGoneError(PdserveError):
@@ -208,8 +220,8 @@ class StoreClient:
             told.append(self._client.end_session(session))
         return told
 
-    def locked(self, chunks: ChunkRange, units: Sequence[int]) -> list[list[npt.NDArray[np.uint8]]]:
-        """Where the chunks lie that a lookup has locked: by unit, and then by chunk.
+    def locked(self, chunks: ChunkRange, units: Sequence[int]) -> Slots:
+        """Where the chunks lie that a lookup has locked.
 
         They stay there until `unlock`, and for some minutes at most.
 
@@ -225,7 +237,8 @@ class StoreClient:
         if lost:
             self.unlock(chunks, [unit for unit in units if unit not in lost])
             raise StoreMissError(f"units {lost} of chunks {chunks.first} to {chunks.end} are gone")
-        return [[self._slot(slot) for slot in each.context["slots"]] for each in told]
+        starts = [[self._start(slot) for slot in each.context["slots"]] for each in told]
+        return Slots(self._pool, np.array(starts, np.int64).T.copy())
 
     def unlock(self, chunks: ChunkRange, units: Sequence[int]) -> None:
         """The chunks were read."""
@@ -233,10 +246,8 @@ class StoreClient:
         for unit in units:
             self._client.commit_retrieve(keys.of(unit), self._instance_id)
 
-    def reserve(
-        self, chunks: ChunkRange, units: Sequence[int]
-    ) -> list[dict[int, npt.NDArray[np.uint8]]]:
-        """Slots for chunks that the server lacks: by unit, and then by index of the chunk.
+    def reserve(self, chunks: ChunkRange, units: Sequence[int]) -> Slots:
+        """Slots for chunks that the server lacks.
 
         Raises:
             StoreGoneError: The server does not answer.
@@ -244,14 +255,13 @@ class StoreClient:
         keys = self.keys(chunks, self._save_session(chunks))
         asked = [self._client.prepare_store(keys.of(u), self._instance_id) for u in units]
         deadline_s = time.monotonic() + self._timeout_s
-        reserved = []
-        for future in asked:
+        starts = np.full((chunks.end - chunks.first, len(units)), -1, np.int64)
+        for unit, future in enumerate(asked):
             told = self._answer(future, "prepare_store", deadline_s).context
             if "slots" not in told:
                 raise StoreGoneError(f"the LMCache server at {self._url} gives out no memory")
-            places = [chunks.first + index for index in told["chunk_indices"]]
-            reserved.append(dict(zip(places, map(self._slot, told["slots"]), strict=True)))
-        return reserved
+            starts[told["chunk_indices"], unit] = [self._start(slot) for slot in told["slots"]]
+        return Slots(self._pool, starts)
 
     def commit(self, chunks: ChunkRange, units: Sequence[int]) -> None:
         """All that was reserved, of these units, is written.
@@ -309,11 +319,11 @@ class StoreClient:
     def _save_session(self, chunks: ChunkRange) -> str:
         return f"{self._engine}-{chunks.session}-{self._instance_id}"
 
-    def _slot(self, told: dict[str, Any]) -> npt.NDArray[np.uint8]:
+    def _start(self, told: dict[str, Any]) -> int:
         start, end = int(told["offset"]), int(told["offset"]) + self._slot_bytes
-        if int(told["length"]) < self._slot_bytes or end > len(self._pool):
+        if int(told["length"]) < self._slot_bytes or start < 0 or end > len(self._pool):
             raise StoreGoneError(f"the LMCache server at {self._url} names a slot that is none")
-        return self._pool[start:end]
+        return start
 
     def _answer(self, future: Any, what: str, deadline_s: float | None = None) -> Any:
         now_s = time.monotonic()

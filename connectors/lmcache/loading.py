@@ -8,14 +8,14 @@ import threading
 import time
 from typing import TYPE_CHECKING
 
-from pdserve.connectors.lmcache.client import StoreGoneError, StoreMissError
+from pdserve.connectors.lmcache.client import Slots, StoreGoneError, StoreMissError
 from pdserve.connectors.lmcache.messages import LoadDone
 from pdserve.wire.transfer import Failed, LoadFailure
 
 if TYPE_CHECKING:
     from pdserve.connectors.lmcache.link import StoreLink
     from pdserve.connectors.lmcache.messages import ChunkLoad
-    from pdserve.connectors.lmcache.slots import Bytes, StoreLayout
+    from pdserve.connectors.lmcache.slots import StoreLayout
 
 _log = logging.getLogger(__name__)
 
@@ -156,42 +156,34 @@ class LoadingThread(threading.Thread):
             job.keep(chunks.first, LoadFailure.PEER_LOST)
             return
         try:
-            self._copy(job, list(zip(*slots, strict=True)))
+            self._copy(job, slots)
         finally:
             client.unlock(chunks, units)
 
-    def _copy(self, job: LayerwiseLoad, slots: list[tuple[Bytes, ...]]) -> None:
-        """Copy what is right.
-
-        Args:
-            slots: By chunk, and then by unit.
-        """
+    def _copy(self, job: LayerwiseLoad, slots: Slots) -> None:
+        """Copy what is right."""
         memory, load = self._link.memory, job.load
         assert memory is not None
-        chunks, each = load.chunks, memory.chunk_tokens
+        chunks, size = load.chunks, memory.chunk_tokens
         with job.copying:
-            for index, prefix in enumerate(self._layout.prefixes(chunks, each)):
-                if not all(memory.names(slot, prefix, i) for i, slot in enumerate(slots[index])):
-                    self._is_wrong(job, chunks.first + index)
-                    break
-        tables = [memory.blocks_of(load.block_ids, i) for i in range(chunks.first, chunks.end)]
-        num_skipped = (load.first_token - chunks.first * each) // memory.block_size
+            there, saved = memory.check(slots, self._layout.prefixes(chunks, size))
+            self._keep(job, there)
+        blocks = memory.blocks_of(load.block_ids, chunks)
+        blocks[0, : (load.first_token - chunks.first * size) // memory.block_size] = -1
         for layer in range(memory.num_layers):
             with job.copying:
                 if job.is_cancelled:
                     return
-                for index in range(job.num_chunks - chunks.first):
-                    skipped = num_skipped if index == 0 else 0
-                    is_right = memory.load_layer(tables[index], slots[index], layer, skipped)
-                    if not is_right and self._is_wrong(job, chunks.first + index):
-                        break
+                good = slice(job.num_chunks - chunks.first)
+                part = Slots(slots.pool, slots.starts[good])
+                self._keep(job, memory.load_layer(blocks[good], part, layer, saved[good]))
             if layer + 1 < memory.num_layers:
                 job.layers_are_done(layer + 1)
         num_good = job.num_chunks - chunks.first
         job.num_bytes = num_good * memory.bytes_per_chunk * len(self._layout.units)
 
-    def _is_wrong(self, job: LayerwiseLoad, chunk: int) -> bool:
-        """A chunk is not what was saved: neither it nor what is behind it is loaded."""
-        if self._checks_digests:
-            job.keep(chunk, LoadFailure.DIGEST)
-        return self._checks_digests
+    def _keep(self, job: LayerwiseLoad, num_right: int) -> None:
+        """What is behind so many chunks is not what was saved: it does not count as loaded."""
+        end = job.load.chunks.first + num_right
+        if self._checks_digests and end < job.num_chunks:
+            job.keep(end, LoadFailure.DIGEST)

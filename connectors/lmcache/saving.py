@@ -9,8 +9,9 @@ import time
 from typing import TYPE_CHECKING
 
 import msgspec
+import numpy as np
 
-from pdserve.connectors.lmcache.client import StoreGoneError
+from pdserve.connectors.lmcache.client import Slots, StoreGoneError
 from pdserve.connectors.lmcache.messages import ChunkSave
 
 if TYPE_CHECKING:
@@ -86,21 +87,20 @@ class SavingThread(threading.Thread):
         for bad in save.replaced:
             wrong = msgspec.structs.replace(chunks, first=bad, end=bad + 1)
             link.count(num_replaced_chunks=link.client.forget(wrong, units))
-        reserved = link.client.reserve(chunks, units)
-        prefixes = self._layout.prefixes(chunks, memory.chunk_tokens)
-        num_bytes = num_saved = 0
-        for index, prefix in enumerate(prefixes, chunks.first):
-            slots = [each.get(index) for each in reserved]
-            num_there = sum(slot is not None for slot in slots)
-            if num_there:
+        slots = link.client.reserve(chunks, units)
+        is_wanted = slots.starts >= 0
+        blocks = memory.blocks_of(save.block_ids, chunks)
+        num_bytes = 0
+        for index, prefix in enumerate(self._layout.prefixes(chunks, memory.chunk_tokens)):
+            if is_wanted[index].any():
                 self._may_go_on.wait(_GIVE_WAY_S)
-                num_bytes += memory.save(memory.blocks_of(save.block_ids, index), slots, prefix)
-                num_saved += num_there
-        link.client.commit(chunks, [u for u, each in zip(units, reserved, strict=True) if each])
+                one = slice(index, index + 1)
+                num_bytes += memory.save(blocks[one], Slots(slots.pool, slots.starts[one]), prefix)
+        link.client.commit(chunks, [units[i] for i in np.flatnonzero(np.any(is_wanted, axis=0))])
         link.client.end_save(chunks)
         link.count(
-            num_saved_chunks=num_saved,
-            num_refused_chunks=len(prefixes) * len(units) - num_saved,
+            num_saved_chunks=int(is_wanted.sum()),
+            num_refused_chunks=int((~is_wanted).sum()),
             saved_bytes=num_bytes,
             save_s=time.monotonic() - began_s,
         )

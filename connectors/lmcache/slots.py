@@ -6,8 +6,8 @@
     then      KV: [layers, planes, chunk tokens, bytes of a vector]
 
 The bytes are the same whatever the TP size and block size of who wrote them. A digest is taken of
-the blocks in the engine's own memory, before they are saved and after they were loaded, so that it
-covers the way in and out, too; a slot that was begun and not finished has no magic.
+the very bytes that are copied, as they pass, on the way in and on the way out: what is loaded was
+read once. A slot that was begun and not finished has no magic.
 
 Knows memory and shapes; no server, and not when what is copied.
 """
@@ -15,7 +15,6 @@ Knows memory and shapes; no server, and not when what is copied.
 from __future__ import annotations
 
 import hashlib
-import math
 from typing import TYPE_CHECKING, Final
 
 import numpy as np
@@ -27,19 +26,20 @@ from pdserve.kernels.digest import place_keys, word_constants
 from pdserve.kernels.registry import kernels_on
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     import numpy.typing as npt
     from torch import Tensor
 
     from pdserve.connectors.base import ConnectorContext
+    from pdserve.connectors.lmcache.client import Slots
     from pdserve.connectors.lmcache.messages import ChunkRange
     from pdserve.wire.ids import BlockId
 
-    Bytes = npt.NDArray[np.uint8]
+    Table = npt.NDArray[np.int64]
+    Digests = npt.NDArray[np.uint64]
 
-_MAGIC: Final = np.frombuffer(b"pdserve1", np.uint8)
-_IDENTITY: Final = slice(8, 40)
+_MAGIC: Final = b"pdserve1"
 _DIGESTS_AT: Final = 40
 _ALIGN: Final = 64
 _WORD_BYTES: Final = 4
@@ -93,7 +93,7 @@ class StoreLayout:
 
 
 class ChunkMemory:
-    """Copies chunks between the blocks of one rank and slots.
+    """Copies chunks between the blocks of one rank and slots, all of its heads at once.
 
     Args:
         kv: This rank's KV memory, contiguous, on the CPU.
@@ -107,109 +107,82 @@ class ChunkMemory:
         self.chunk_tokens = chunk_tokens
         self.num_layers = len(shard.layers)
         self.bytes_per_chunk = layout.slot_bytes(chunk_tokens) - layout.header_bytes
-        self._layout = layout
         self.block_size = shape.block_size
+        self._layout = layout
         self._grid = byte_grid(kv, shape, shard)
-        self._bytes: Bytes = self._grid.numpy()
         vector_bytes = shape.head_dim * shape.dtype_bytes
+        self._layer_bytes = shape.num_planes * chunk_tokens * vector_bytes
         self._constants = word_constants(chunk_tokens, vector_bytes // _WORD_BYTES)
         self._keys = place_keys(shard.layers, shape.num_planes, shard.heads)
-        self._kv_digests = kernels_on(kv.device).kv_digests
-        num_blocks = chunk_tokens // shape.block_size
-        self._body = (self.num_layers, shape.num_planes, num_blocks, shape.block_size, vector_bytes)
+        kernels = kernels_on(kv.device)
+        self._gather, self._scatter = kernels.gather_chunks, kernels.scatter_chunks
 
-    def blocks_of(self, block_ids: Sequence[BlockId], chunk: int) -> npt.NDArray[np.int64]:
-        """The blocks of one chunk, of a whole table."""
-        each = self._body[2]
-        return np.asarray(block_ids[chunk * each : (chunk + 1) * each], dtype=np.int64)
+    def blocks_of(self, block_ids: Sequence[BlockId], chunks: ChunkRange) -> Table:
+        """The blocks of some chunks, `[chunks, blocks]`, of a whole table."""
+        each = self.chunk_tokens // self.block_size
+        ids = block_ids[chunks.first * each : chunks.end * each]
+        return np.array(ids, dtype=np.int64).reshape(-1, each)
 
-    # --- out
-
-    def save(
-        self, blocks: npt.NDArray[np.int64], slots: Sequence[Bytes | None], prefix: bytes
-    ) -> int:
-        """Fill the slots of a chunk, one for each of this rank's heads; None = it is not wanted.
+    def save(self, blocks: Table, slots: Slots, prefix: bytes) -> int:
+        """Fill the slots of one chunk, of those heads of this rank that have any.
 
         Returns:
             Bytes copied.
         """
-        digests = self._digests_of_blocks(blocks, slice(None), 0)
-        num_bytes = 0
-        for head, slot in enumerate(slots):
-            if slot is None:
-                continue
-            slot[: self._layout.header_bytes] = 0
-            body = self._body_of(slot)
-            found = self._bytes[:, :, :, head][blocks]  # [blocks, layers, planes, tokens, bytes]
-            body[...] = found.transpose(1, 2, 0, 3, 4)
-            num_bytes += body.nbytes
-            at = slice(_DIGESTS_AT, _DIGESTS_AT + 8 * self.num_layers)
-            slot[at] = np.ascontiguousarray(digests[:, head]).view(np.uint8)
-            slot[_IDENTITY] = np.frombuffer(self._identity(prefix, head), np.uint8)
-            slot[: len(_MAGIC)] = _MAGIC
-        return num_bytes
+        starts = enumerate(slots.starts[0].tolist())
+        size = self._layout.header_bytes
+        headers = {head: slots.pool[at : at + size] for head, at in starts if at >= 0}
+        for header in headers.values():
+            header[:] = 0
+        digests = self._pass(self._gather, blocks, slots, slice(0, self.num_layers))[0]
+        for head, header in headers.items():
+            found = np.ascontiguousarray(digests[:, head]).view(np.uint8)
+            header[_DIGESTS_AT : _DIGESTS_AT + len(found)] = found
+            header[len(_MAGIC) : _DIGESTS_AT] = np.frombuffer(self._identity(prefix, head), "u1")
+            header[: len(_MAGIC)] = np.frombuffer(_MAGIC, "u1")
+        return len(headers) * self._layer_bytes * self.num_layers
 
-    # --- in
-
-    def names(self, slot: Bytes, prefix: bytes, head: int) -> bool:
-        """Whether the slot says that it has this head of that chunk, and all of it."""
-        is_whole = bool((slot[: len(_MAGIC)] == _MAGIC).all())
-        return is_whole and slot[_IDENTITY].tobytes() == self._identity(prefix, head)
-
-    def load_layer(
-        self, blocks: npt.NDArray[np.int64], slots: Sequence[Bytes], layer: int, num_skipped: int
-    ) -> bool:
-        """Copy one layer of a chunk into its blocks, but for the first ones.
+    def check(self, slots: Slots, prefixes: Sequence[bytes]) -> tuple[int, Digests]:
+        """Read the headers of chunks.
 
         Returns:
-            Whether its digests are those that were saved.
+            How many leading ones are there, whole and under their own names; and the digests that
+            were saved with all of them, `[chunks, layers, heads]`.
         """
-        wanted = blocks[num_skipped:]
-        for head, slot in enumerate(slots):
-            source = self._body_of(slot)[layer].transpose(1, 0, 2, 3)
-            self._bytes[:, layer, :, head][wanted] = source[num_skipped:]
-        found = self._digests_of_blocks(wanted, slice(layer, layer + 1), num_skipped)[0]
-        if num_skipped:
-            found = found + self._digests_of_slots(slots, layer, num_skipped)
-        at = slice(_DIGESTS_AT + 8 * layer, _DIGESTS_AT + 8 * (layer + 1))
-        saved = np.concatenate([slot[at] for slot in slots]).view(np.uint64)
-        return bool((found == saved).all())
+        end = _DIGESTS_AT + 8 * self.num_layers
+        headers = slots.pool[slots.starts[:, :, None] + np.arange(end)]
+        heads = range(slots.starts.shape[1])
+        named = b"".join(_MAGIC + self._identity(prefix, i) for prefix in prefixes for i in heads)
+        wanted = np.frombuffer(named, "u1").reshape(*slots.starts.shape, _DIGESTS_AT)
+        is_there = (headers[:, :, :_DIGESTS_AT] == wanted).all((1, 2))
+        digests = np.ascontiguousarray(headers[:, :, _DIGESTS_AT:]).view(np.uint64)
+        return _num_leading(is_there), digests.transpose(0, 2, 1)
 
-    # --- digests
+    def load_layer(self, blocks: Table, slots: Slots, layer: int, saved: Digests) -> int:
+        """Copy one layer of chunks into their blocks; negative ones stay as they are.
 
-    def _digests_of_blocks(
-        self, blocks: npt.NDArray[np.int64], layers: slice, num_skipped: int
-    ) -> npt.NDArray[np.uint64]:
-        """`[layers, heads]`, of blocks that come behind so many others of their chunk."""
-        size = self.block_size
-        spans = np.zeros((len(blocks), 5), dtype=np.int64)
-        spans[:, 1] = blocks
-        spans[:, 3] = size
-        spans[:, 4] = (np.arange(len(blocks)) + num_skipped) * size
-        return self._sums(self._grid[:, layers], spans, self._keys[layers])
+        Args:
+            saved: Of these chunks, as `check` returns them.
 
-    def _digests_of_slots(
-        self, slots: Sequence[Bytes], layer: int, num_blocks: int
-    ) -> npt.NDArray[np.uint64]:
-        """`[heads]`, of the first blocks of a layer as they lie in the slots."""
-        spans = np.array([[0, 0, 0, num_blocks * self.block_size, 0]], dtype=np.int64)
-        found = []
-        for head, slot in enumerate(slots):
-            body = torch.from_numpy(self._body_of(slot)[layer]).flatten(1, 2)[None, None, :, None]
-            keys = self._keys[layer : layer + 1, :, head : head + 1].contiguous()
-            found.append(self._sums(body, spans, keys)[0])
-        return np.concatenate(found)
+        Returns:
+            How many leading chunks have the digests that were saved.
+        """
+        found = self._pass(self._scatter, blocks, slots, slice(layer, layer + 1))
+        return _num_leading((found[:, 0] == saved[:, layer]).all(1))
 
-    def _sums(
-        self, memory: Tensor, spans: npt.NDArray[np.int64], keys: Tensor
-    ) -> npt.NDArray[np.uint64]:
-        places = torch.from_numpy(spans)
-        sums = self._kv_digests(memory, places, self._constants, keys, 1)[0]
+    def _pass(
+        self, copy: Callable[..., Tensor], blocks: Table, slots: Slots, layers: slice
+    ) -> Digests:
+        """Copy some layers of chunks; their digests, `[chunks, layers, heads]`."""
+        within = self._layout.header_bytes + layers.start * self._layer_bytes
+        starts = np.where(slots.starts < 0, -1, slots.starts + within)
+        tables = [torch.from_numpy(each) for each in (blocks, slots.pool, starts)]
+        sums = copy(self._grid[:, layers], *tables, self._constants, self._keys[layers])
         return sums.numpy().view(np.uint64)
 
     def _identity(self, prefix: bytes, head: int) -> bytes:
         return hashlib.sha256(prefix + self._layout.units[head].to_bytes(4, "little")).digest()
 
-    def _body_of(self, slot: Bytes) -> Bytes:
-        start = self._layout.header_bytes
-        return slot[start : start + math.prod(self._body)].reshape(self._body)
+
+def _num_leading(is_good: npt.NDArray[np.bool_]) -> int:
+    return len(is_good) if is_good.all() else int(is_good.argmin())
