@@ -14,17 +14,23 @@ TUNING = Tuning(warps=4)
 
 
 @triton.jit
+def gated(gate: tl.tensor, up: tl.tensor) -> tl.tensor:
+    """Return SiLU of ``gate``, rounded to its dtype, times ``up``, rounded likewise."""
+    wide = gate.to(tl.float32)
+    silu = (wide / (1.0 + tl.exp(-wide))).to(gate.dtype)
+    return (silu.to(tl.float32) * up.to(tl.float32)).to(gate.dtype)
+
+
+@triton.jit
 def gate_row(x: tl.tensor, out: tl.tensor, WIDTH: tl.constexpr, BLOCK: tl.constexpr) -> None:
     """Gate a piece of one row; grid (rows, pieces)."""
-    dtype = x.dtype.element_ty
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < WIDTH
     at = x + row * (2 * WIDTH) + column
-    gate = tl.load(at, mask=inside, other=0.0).to(tl.float32)
-    up = tl.load(at + WIDTH, mask=inside, other=0.0).to(tl.float32)
-    silu = (gate / (1.0 + tl.exp(-gate))).to(dtype).to(tl.float32)
-    tl.store(out + row * WIDTH + column, (silu * up).to(dtype), mask=inside)
+    gate = tl.load(at, mask=inside, other=0.0)
+    up = tl.load(at + WIDTH, mask=inside, other=0.0)
+    tl.store(out + row * WIDTH + column, gated(gate, up), mask=inside)
 
 
 def silu_and_mul(x: Tensor) -> Tensor:

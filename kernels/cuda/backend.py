@@ -19,7 +19,7 @@ def load(device: torch.device, progress: Callable[[str], None]) -> KernelBackend
         import triton
     except ImportError as error:
         raise KernelsUnavailableError(f"{error}: install triton") from error
-    from pdserve.kernels.cuda import activation, digest, linear, norm, rope
+    from pdserve.kernels.cuda import activation, digest, linear, moe, norm, rope, router
 
     return KernelBackend(
         name="cuda",
@@ -28,8 +28,10 @@ def load(device: torch.device, progress: Callable[[str], None]) -> KernelBackend
         add_rms_norm=norm.add_rms_norm,
         silu_and_mul=activation.silu_and_mul,
         rope_and_cache=rope.rope_and_cache,
+        route=router.route,
         rope_and_latent=rope.rope_and_latent,
         kv_digests=digest.kv_digests,
         linear=linear.CudaLinear,
         heads=linear.CudaHeads,
+        experts=moe.CudaExperts,
     )

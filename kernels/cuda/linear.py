@@ -12,7 +12,7 @@ from torch import Tensor
 from pdserve.kernels.cuda.checks import check_float
 from pdserve.kernels.cuda.launch import launch
 from pdserve.kernels.cuda.product import place_of, product
-from pdserve.kernels.cuda.tiles import ProductTile, linear_tile
+from pdserve.kernels.cuda.tiles import ProductTile, heads_tile, linear_tile
 from pdserve.kernels.reference.linear import PackedLinear
 from pdserve.kernels.reference.mla import PackedHeads
 
@@ -147,5 +147,4 @@ class CudaHeads(PackedHeads):
     def _multiply(self, x: Tensor, out: Tensor) -> None:
         if x.stride(2) != 1 or out.stride(2) != 1 or x.dtype != out.dtype:
             raise TypeError(f"got {x.dtype} {x.stride()} for {out.dtype} {out.stride()}")
-        _, num_cols, depth = self._weight.shape
-        multiply(x, self._weight, None, out, linear_tile(len(x), num_cols, depth, x.dtype))
+        multiply(x, self._weight, None, out, heads_tile(len(x), x.dtype))

@@ -58,6 +58,45 @@ def product(
 
 
 @triton.jit
+def product_pair(
+    x_rows: tl.tensor,
+    x_live: tl.tensor,
+    weight_rows: tl.tensor,
+    weight_live: tl.tensor,
+    to_other: tl.tensor,
+    depth: tl.tensor,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    EVEN_N: tl.constexpr,
+    EVEN_K: tl.constexpr,
+    SWAPPED: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor]:
+    """Return `product` of two weights, the second of which lies ``to_other`` elements behind."""
+    k = tl.arange(0, BLOCK_K)
+    if SWAPPED:
+        first = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+        second = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+    else:
+        first = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+        second = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    for at in range(0, depth, BLOCK_K):
+        x = load_rows(x_rows, x_live, at + k, depth, False, EVEN_K)
+        one = load_rows(weight_rows, weight_live, at + k, depth, EVEN_N, EVEN_K)
+        other = load_rows(weight_rows + to_other, weight_live, at + k, depth, EVEN_N, EVEN_K)
+        if SWAPPED:
+            first = tl.dot(one, tl.trans(x), first, input_precision="ieee")
+            second = tl.dot(other, tl.trans(x), second, input_precision="ieee")
+        else:
+            first = tl.dot(x, tl.trans(one), first, input_precision="ieee")
+            second = tl.dot(x, tl.trans(other), second, input_precision="ieee")
+    if SWAPPED:
+        first = tl.trans(first)
+        second = tl.trans(second)
+    return first, second
+
+
+@triton.jit
 def load_rows(
     rows: tl.tensor,
     live: tl.tensor,

@@ -76,4 +76,45 @@ def linear_tile(num_rows: int, num_cols: int, depth: int, dtype: torch.dtype) ->
     if dtype == torch.float32:
         return FP32
     table = _BY_SHAPE.get((num_cols, depth), _WIDE if num_cols >= _WIDE_FROM else _NARROW)
+    return _chosen(table, num_rows)
+
+
+_HEADS: _Table = (
+    (16, ProductTile(rows=16, cols=32, depth=128, tuning=Tuning(4, 4))),
+    (64, _DECODE_64),
+    (_ANY, _MIXED),
+)
+
+
+def heads_tile(num_rows: int, dtype: torch.dtype) -> ProductTile:
+    """Return the tile of many small products at once, as of `linear_tile`."""
+    if dtype == torch.float32:
+        return FP32
+    return _chosen(_HEADS, num_rows)
+
+
+# Gate and up are two products at once: twice the weight and the sums of a tile.
+_GATE_UP: _Table = (
+    (16, ProductTile(rows=16, cols=32, depth=128, tuning=Tuning(4, 5))),
+    (64, ProductTile(rows=64, cols=64, depth=64, tuning=Tuning(4, 4))),
+    (_ANY, ProductTile(rows=128, cols=128, depth=64, tuning=Tuning(8, 3))),
+)
+_DOWN: _Table = (
+    (16, _DECODE_16_WIDE),
+    (64, _DECODE_64),
+    (_ANY, ProductTile(rows=128, cols=128, depth=64, tuning=Tuning(8, 4))),
+)
+
+
+def experts_tiles(
+    num_choices: int, num_experts: int, dtype: torch.dtype
+) -> tuple[ProductTile, ProductTile]:
+    """Return the tiles of gate and up, and of down, of as many rows, by rows for an expert."""
+    if dtype == torch.float32:
+        return FP32, FP32
+    mean = num_choices / num_experts
+    return _chosen(_GATE_UP, mean), _chosen(_DOWN, mean)
+
+
+def _chosen(table: _Table, num_rows: float) -> ProductTile:
     return next(tile for most, tile in table if num_rows <= most)
