@@ -22,7 +22,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-PARTS = ("peaks", "copies", "attention", "linear", "step")
+PARTS = ("peaks", "copies", "rows", "attention", "linear", "step")
 _ROOT = Path(__file__).resolve().parents[2]
 _GRACE_S = 60.0
 """For a part's imports and its last experiment, before it is killed."""
@@ -73,10 +73,8 @@ def kernels_hash() -> str:
 
 def clocks() -> str | None:
     """Return clocks, power, temperature and what holds the clocks down, as nvidia-smi says."""
-    return _smi(
-        "clocks.sm,clocks.mem,clocks.max.sm,clocks.max.mem,power.draw,power.limit,temperature.gpu,"
-        "clocks_event_reasons.active"
-    )
+    fields = "clocks.sm,clocks.mem,clocks.max.sm,clocks.max.mem,power.draw,power.limit"
+    return _smi(f"{fields},temperature.gpu,clocks_event_reasons.active") or _smi(fields)
 
 
 def _smi(fields: str) -> str | None:
