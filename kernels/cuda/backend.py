@@ -19,7 +19,7 @@ def load(device: torch.device, progress: Callable[[str], None]) -> KernelBackend
         import triton
     except ImportError as error:
         raise KernelsUnavailableError(f"{error}: install triton") from error
-    from pdserve.kernels.cuda import activation, digest, linear, moe, norm, rope, router
+    from pdserve.kernels.cuda import activation, attention, digest, linear, moe, norm, rope, router
 
     return KernelBackend(
         name="cuda",
@@ -30,6 +30,7 @@ def load(device: torch.device, progress: Callable[[str], None]) -> KernelBackend
         rope_and_cache=rope.rope_and_cache,
         route=router.route,
         rope_and_latent=rope.rope_and_latent,
+        paged_attention=attention.paged_attention,
         kv_digests=digest.kv_digests,
         linear=linear.CudaLinear,
         heads=linear.CudaHeads,

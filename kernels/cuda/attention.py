@@ -1,0 +1,274 @@
+"""Paged attention on CUDA: one body for prompts, chunks and single tokens, whole rows or segments.
+
+`segments` says why a row's bits do not depend on which of the two forms computed it. The choice is
+therefore free, and is made from shapes on the host and from lengths on the device, so that nothing
+waits: requests with one query token are cut into segments, which a fixed number of programs take
+in turn; requests with more are cut into tiles of tokens.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from triton import next_power_of_2
+
+from pdserve.kernels.backend import NotTakenError
+from pdserve.kernels.cuda.attend import attend_split, attend_whole
+from pdserve.kernels.cuda.launch import Tuning, launch
+from pdserve.kernels.cuda.segments import (
+    DTYPES,
+    LOG2_E,
+    merge,
+    merge_constants,
+    merge_tuning,
+    multiprocessors,
+    padded_requests,
+)
+
+_MAX_HEAD_DIM = 256
+_MAX_GROUP = 64
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionTiles:
+    """How rows and keys are cut.
+
+    Attributes:
+        tile: Keys of one product. With ``segment`` it fixes the order of operations: the bits.
+        segment: Keys whose softmax stands alone; a multiple of ``tile``.
+        split_rows: Rows (query token, head) of a program that computes one segment.
+        split: How that program is compiled.
+        programs_per_sm: Of such programs, that take segments in turn.
+        whole_rows: Rows of a program that computes all segments.
+        whole: How that one is compiled.
+    """
+
+    tile: int
+    segment: int
+    split_rows: int
+    split: Tuning
+    programs_per_sm: int
+    whole_rows: int
+    whole: Tuning
+
+
+_HALF = AttentionTiles(64, 512, 16, Tuning(4, 3), 3, 128, Tuning(8, 3))
+_HALF_WIDE = AttentionTiles(64, 512, 16, Tuning(4, 2), 1, 64, Tuning(8, 2))
+_FULL = AttentionTiles(32, 512, 16, Tuning(4, 2), 2, 32, Tuning(4, 2))
+_FULL_WIDE = AttentionTiles(32, 512, 16, Tuning(8, 1), 1, 16, Tuning(8, 1))
+
+
+def tiles_for(dtype: torch.dtype, head_dim: int) -> AttentionTiles:
+    """Return how attention over heads of ``head_dim`` elements is cut on Hopper."""
+    if dtype == torch.float32:
+        return _FULL if head_dim <= 128 else _FULL_WIDE
+    return _HALF if head_dim <= 128 else _HALF_WIDE
+
+
+class AttentionCall(NamedTuple):
+    """The arguments of ``paged_attention``; see its reference."""
+
+    q: Tensor
+    kv_layer: Tensor
+    block_tables: Tensor
+    query_start: Tensor
+    context_lens: Tensor
+    scale: float
+    window: int | None
+
+
+def paged_attention(
+    q: Tensor,
+    kv_layer: Tensor,
+    block_tables: Tensor,
+    query_start: Tensor,
+    context_lens: Tensor,
+    scale: float,
+    window: int | None = None,
+) -> Tensor:
+    """See ``reference.attention.paged_attention``; ``scale`` is above 0.
+
+    Raises:
+        NotTakenError: Heads are too wide, too many share one KV head, or a dtype or the cache's
+            strides are others than `ops` says.
+    """
+    tiles = tiles_for(q.dtype, q.shape[2])
+    call = AttentionCall(q, kv_layer, block_tables, query_start, context_lens, scale, window)
+    return attend(call, tiles)
+
+
+def attend(call: AttentionCall, tiles: AttentionTiles) -> Tensor:
+    """Run ``paged_attention`` as ``tiles`` says.
+
+    Raises:
+        NotTakenError: As `paged_attention`.
+    """
+    q, kv_layer = call.q, call.kv_layer
+    num_tokens, num_heads, head_dim = q.shape
+    num_requests = len(call.context_lens)
+    cut = _cut(
+        tiles,
+        (q.dtype, num_heads, head_dim),
+        (kv_layer.dtype, kv_layer.shape, kv_layer.stride()),
+        call.window is not None,
+    )
+    out = torch.empty((num_tokens, num_heads * head_dim), dtype=q.dtype, device=q.device)
+    if num_tokens > num_requests:
+        _launch_whole(call, cut, out)
+    if num_tokens == 1 or num_requests > 1:
+        _launch_split(call, cut, out)
+    return out
+
+
+@dataclass(frozen=True, slots=True)
+class _Cut:
+    """What is fixed by the model, the cache and the tiles.
+
+    Attributes:
+        tiles: Themselves.
+        whole: Constants of `attend_whole`.
+        split: Constants of `attend_split`.
+        merge: Constants of `merge`.
+        merging: How it is compiled.
+    """
+
+    tiles: AttentionTiles
+    whole: dict[str, Any]
+    split: dict[str, Any]
+    merge: dict[str, Any]
+    merging: Tuning
+
+
+@cache
+def _cut(
+    tiles: AttentionTiles,
+    query: tuple[torch.dtype, int, int],
+    layer: tuple[torch.dtype, torch.Size, tuple[int, ...]],
+    windowed: bool,
+) -> _Cut:
+    dtype, num_heads, head_dim = query
+    layer_dtype, (_, _, num_kv_heads, block_size, _), strides = layer
+    group = num_heads // num_kv_heads
+    inner = (num_kv_heads * block_size * head_dim, block_size * head_dim, head_dim, 1)
+    if (
+        dtype not in DTYPES
+        or layer_dtype != dtype
+        or head_dim > _MAX_HEAD_DIM
+        or group > _MAX_GROUP
+        or strides[1:] != inner
+    ):
+        raise NotTakenError(
+            f"the CUDA kernels take heads of at most {_MAX_HEAD_DIM}, at most {_MAX_GROUP} to a KV "
+            f"head, and queries and a cache, strided over blocks only, of one dtype of bf16, fp16 "
+            f"and fp32; not heads of {head_dim}, {group} to a KV head, {dtype} and {layer_dtype}, "
+            f"strides {strides}"
+        )
+    padded = max(16, next_power_of_2(head_dim))
+    both = {
+        "GROUP": group,
+        "KV_HEADS": num_kv_heads,
+        "D": head_dim,
+        "D_PADDED": padded,
+        "TILE": tiles.tile,
+        "SEGMENT": tiles.segment,
+        "BLOCK_SIZE": block_size,
+        "WINDOWED": windowed,
+    }
+    split_rows = max(tiles.split_rows, next_power_of_2(group))
+    whole_rows = max(tiles.whole_rows, split_rows)
+    return _Cut(
+        tiles,
+        both | {"M": whole_rows, "TOKENS": whole_rows // group},
+        both | {"M": split_rows, "TOKENS": split_rows // group},
+        merge_constants(num_heads, head_dim, tiles.segment) | {"WINDOWED": windowed},
+        merge_tuning(head_dim),
+    )
+
+
+def _launch_whole(call: AttentionCall, cut: _Cut, out: Tensor) -> None:
+    """Compute the requests with two query tokens or more."""
+    num_tokens, num_requests = len(call.q), len(call.context_lens)
+    constants = cut.whole
+    num_tiles = num_tokens // constants["TOKENS"] + min(num_requests, num_tokens // 2)
+    launch(
+        attend_whole,
+        (num_tiles * constants["KV_HEADS"],),
+        call.q,
+        call.kv_layer,
+        out,
+        call.block_tables,
+        call.query_start,
+        call.context_lens,
+        call.scale * LOG2_E,
+        call.window or 0,
+        call.kv_layer.stride(0),
+        call.block_tables.stride(0),
+        num_requests,
+        2,
+        tuning=cut.tiles.whole,
+        REQUESTS=padded_requests(num_requests),
+        **constants,
+    )
+
+
+def _launch_split(call: AttentionCall, cut: _Cut, out: Tensor) -> None:
+    """Compute the requests with one query token; all, where there are no more tokens than requests.
+
+    What the grid and the partial results are sized by is no length, which only the device knows,
+    but the widest that the tables, or the window, can hold.
+    """
+    num_tokens, num_requests = len(call.q), len(call.context_lens)
+    every = num_tokens <= num_requests
+    slots, most_tokens = (num_tokens, num_tokens) if every else (num_requests, 1)
+    constants, segment = cut.split, cut.tiles.segment
+    num_blocks = min(call.block_tables.shape[1], len(call.kv_layer))
+    num_segments = -(-num_blocks * constants["BLOCK_SIZE"] // segment)
+    if call.window is not None:
+        num_segments = min(num_segments, -(-(call.window + most_tokens) // segment) + 1)
+    num_heads, head_dim = call.q.shape[1:]
+    partial = torch.empty(
+        (slots, num_heads, num_segments, head_dim + 4), dtype=torch.float32, device=call.q.device
+    )
+    every_and_requests = {"EVERY": every, "REQUESTS": padded_requests(num_requests)}
+    items = slots * num_segments * constants["KV_HEADS"]
+    programs = cut.tiles.programs_per_sm * multiprocessors(call.q.device)
+    window, exponent_scale = call.window or 0, call.scale * LOG2_E
+    launch(
+        attend_split,
+        (min(items, programs),),
+        call.q,
+        call.kv_layer,
+        partial,
+        call.block_tables,
+        call.query_start,
+        call.context_lens,
+        exponent_scale,
+        window,
+        call.kv_layer.stride(0),
+        call.block_tables.stride(0),
+        num_requests,
+        num_segments,
+        most_tokens,
+        tuning=cut.tiles.split,
+        **constants,
+        **every_and_requests,
+    )
+    launch(
+        merge,
+        (slots, num_heads),
+        partial,
+        out,
+        call.query_start,
+        call.context_lens,
+        exponent_scale,
+        window,
+        num_requests,
+        num_segments,
+        tuning=cut.merging,
+        **cut.merge,
+        **every_and_requests,
+    )

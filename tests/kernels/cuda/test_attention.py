@@ -1,0 +1,200 @@
+"""Paged attention on CUDA: its results, bits that are a row's own, what it compiles to."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
+
+from pdserve.kernels.backend import NotTakenError
+from pdserve.kernels.cases.attention import attention_inputs
+from pdserve.kernels.cases.case import Case
+from pdserve.kernels.cases.table import OPERATIONS
+from pdserve.kernels.cuda.attention import (
+    AttentionCall,
+    attend,
+    paged_attention,
+    tiles_for,
+)
+from tests.kernels.cuda import gate
+
+CPU = torch.device("cpu")
+OPERATION = OPERATIONS["paged_attention"]
+SMALL = replace(tiles_for(torch.float16, 32), tile=16, segment=32, whole_rows=32, programs_per_sm=3)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=["fp16", "fp32"])
+@pytest.mark.parametrize("case", OPERATION.cases(), ids=lambda case: case.name)
+def test_attention_is_that_of_the_reference(case: Case, dtype: torch.dtype) -> None:
+    args = case.make(dtype, CPU)
+    tolerance = OPERATION.tolerance[dtype]
+    torch.testing.assert_close(
+        paged_attention(*args), OPERATION.reference(*args), rtol=tolerance, atol=tolerance
+    )
+
+
+@pytest.mark.parametrize("group", [1, 2, 5, 7, 16])
+def test_any_number_of_heads_shares_a_kv_head(group: int) -> None:
+    args = attention_inputs([1, 5], [40, 37], (2 * group, 2), 32, dtype=torch.float32, device=CPU)
+    torch.testing.assert_close(
+        attend(AttentionCall(*args), SMALL), OPERATION.reference(*args), rtol=5e-5, atol=5e-5
+    )
+
+
+@pytest.fixture
+def ordered_products(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have the interpreter multiply as tensor cores do: 16 elements of k at a time, ascending.
+
+    Its own products are those of a BLAS, whose order of summation depends on the number of rows.
+    """
+
+    def dot(_: Any, a: Any, b: Any, d: Any, *__: Any) -> TensorHandle:
+        found = d.data
+        for k in range(0, a.data.shape[1], 16):
+            part = a.data[:, k : k + 16].astype("f8") @ b.data[k : k + 16].astype("f8")
+            found = (found + part).astype(d.data.dtype)
+        return TensorHandle(found, d.dtype.scalar)
+
+    monkeypatch.setattr(InterpreterBuilder, "create_dot", dot)
+
+
+class Prompt:
+    """One request whose whole prompt is in a cache; what was never written is NaN."""
+
+    length = 150
+
+    def __init__(self, block_size: int, *, dtype: torch.dtype, window: int | None) -> None:
+        self.q, layer, tables, _, _, self.scale, _ = attention_inputs(
+            [self.length], [self.length], (6, 2), 32, dtype=dtype, device=CPU, block_size=block_size
+        )
+        num_blocks = -(-self.length // block_size)
+        self.layer = torch.full_like(layer, float("nan"))
+        self.table = tables[0, :num_blocks].long()
+        self.layer[self.table] = layer[self.table]
+        self.layer[self.table[-1], :, :, (self.length - 1) % block_size + 1 :] = float("nan")
+        self.window = window
+
+    def rows(self, *parts: tuple[int, int]) -> torch.Tensor:
+        """Attend tokens ``[first, last)`` of each part, all in one batch, each a request."""
+        lengths = torch.tensor([0] + [last - first for first, last in parts])
+        return attend(
+            AttentionCall(
+                torch.cat([self.q[first:last] for first, last in parts]),
+                self.layer,
+                torch.stack([self.table.int()] * len(parts)),
+                lengths.cumsum(0).int(),
+                torch.tensor([last for _, last in parts], dtype=torch.int32),
+                self.scale,
+                self.window,
+            ),
+            SMALL,
+        )
+
+
+@pytest.mark.usefixtures("ordered_products")
+@pytest.mark.parametrize("window", [None, 45])
+@pytest.mark.parametrize(("block_size", "dtype"), [(8, torch.float16), (32, torch.float32)])
+def test_bits_depend_on_neither_chunks_nor_batch_nor_form(
+    block_size: int, dtype: torch.dtype, window: int | None
+) -> None:
+    prompt = Prompt(block_size, dtype=dtype, window=window)
+    whole = prompt.rows((0, prompt.length))
+    assert whole.isfinite().all()
+    chunks = [(0, 7), (7, 64), (64, 65), (65, 150)]
+    assert torch.equal(torch.cat([prompt.rows(chunk) for chunk in chunks]), whole)
+    assert torch.equal(prompt.rows(*chunks), whole)
+    singles = [0, 15, 16, 31, 32, 33, 63, 64, 96, 127, 149]
+    found = prompt.rows(*((at, at + 1) for at in singles))
+    assert torch.equal(found, whole[singles])
+    assert torch.equal(prompt.rows((77, 78)), whole[77:78])
+
+
+@pytest.mark.usefixtures("ordered_products")
+def test_bits_do_not_depend_on_where_the_blocks_lie() -> None:
+    prompt = Prompt(16, dtype=torch.float16, window=None)
+    found = prompt.rows((0, 60), (149, 150))
+    order = torch.randperm(len(prompt.layer), generator=torch.Generator().manual_seed(2))
+    prompt.layer = prompt.layer[order]
+    prompt.table = order.argsort()[prompt.table]
+    assert torch.equal(prompt.rows((0, 60), (149, 150)), found)
+
+
+@pytest.mark.usefixtures("ordered_products")
+def test_more_requests_than_tokens_may_hold_chunks_too() -> None:
+    prompt = Prompt(16, dtype=torch.float16, window=None)
+    whole = prompt.rows((0, 150))
+    found = prompt.rows((9, 9), (40, 43), (9, 9), (60, 61), (9, 9))
+    assert torch.equal(found, whole[[40, 41, 42, 60]])
+
+
+@pytest.mark.usefixtures("ordered_products")
+def test_a_row_without_context_is_zero_and_leaves_others_alone() -> None:
+    prompt = Prompt(16, dtype=torch.float16, window=None)
+    q = prompt.q[[149, 3]]
+    tables = torch.stack([prompt.table.int(), torch.zeros_like(prompt.table.int())])
+    ints = torch.tensor([0, 1, 2, 150, 0], dtype=torch.int32)
+    call = AttentionCall(q, prompt.layer, tables, ints[:3], ints[3:], prompt.scale, None)
+    found = attend(call, SMALL)
+    assert torch.equal(found[:1], prompt.rows((149, 150)))
+    assert not found[1].any()
+
+
+def test_what_the_kernels_do_not_take_is_refused_before_anything_is_launched() -> None:
+    def args(dtype: torch.dtype, head_dim: int) -> tuple[Any, ...]:
+        return attention_inputs([1], [9], (2, 1), head_dim, dtype=dtype, device=CPU)
+
+    with pytest.raises(NotTakenError, match="heads of 320"):
+        paged_attention(*args(torch.float16, 320))
+    with pytest.raises(NotTakenError, match="float64"):
+        paged_attention(*args(torch.float64, 32))
+    q, layer, *rest = args(torch.float16, 32)
+    with pytest.raises(NotTakenError, match="strided"):
+        paged_attention(q, layer.transpose(3, 4).contiguous().transpose(3, 4), *rest)
+
+
+def meta_call(
+    num_tokens: int, num_requests: int, *, block_size: int = 64, dtype: torch.dtype = torch.bfloat16
+) -> AttentionCall:
+    """A layer of Llama-3.1-8B."""
+
+    def ints(*shape: int) -> torch.Tensor:
+        return torch.empty(shape, dtype=torch.int32, device="meta")
+
+    layer = torch.empty(100, 32, 2, 8, block_size, 128, dtype=dtype, device="meta")[:, 1]
+    q = torch.empty(num_tokens, 32, 128, dtype=dtype, device="meta")
+    tables = ints(num_requests, 128)
+    return AttentionCall(
+        q, layer, tables, ints(num_requests + 1), ints(num_requests), 128**-0.5, None
+    )
+
+
+def calls() -> gate.Calls:
+    def run(call: AttentionCall) -> object:
+        return attend(call, tiles_for(call.q.dtype, call.q.shape[2]))
+
+    return {
+        "decode": lambda: run(meta_call(64, 64)),
+        "decode, small blocks": lambda: run(meta_call(64, 64, block_size=16)),
+        "prefill": lambda: run(meta_call(4096, 1)),
+        "fp32": lambda: run(meta_call(64, 64, dtype=torch.float32)),
+    }
+
+
+def test_kernels_compile_for_hopper_without_spills() -> None:
+    found = gate.compiled(f"{__name__}:calls")
+    assert all(kernel.spilled == 0 for kernels in found.values() for kernel in kernels)
+    for name, least in ("decode", 3), ("decode, small blocks", 2):
+        split, merge = found[name]
+        assert (split.kernel, merge.kernel) == ("attend_split", "merge")
+        assert split.count("HMMA.16816") > 0
+        assert split.count("HGMMA") == 0
+        assert split.copies_of_16_bytes() >= 32
+        assert split.programs_per_sm() >= least
+    (whole,) = found["prefill"]
+    assert whole.count("HGMMA") > 0
+    assert whole.count("HMMA") == 0
+    assert whole.copies_of_16_bytes() >= 32
+    assert found["fp32"][0].count("HMMA") == 0
