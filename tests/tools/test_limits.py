@@ -22,4 +22,4 @@ def test_files_hold_one_idea_each_and_are_short(this_tree):
 
 def test_functions_take_few_parameters(this_tree):
     """The exceptions are kernels' operators, whose arguments are tensors, and their cases."""
-    assert len(functions_with_many_parameters(this_tree)) <= 8
+    assert len(functions_with_many_parameters(this_tree)) <= 10
