@@ -23,68 +23,124 @@ from pdserve.kernels.cuda.segments import (
 
 
 @triton.jit
-def _load_tile(
-    kv: tl.tensor,
+def _blocks(
     table: tl.tensor,
     at: tl.tensor,
     end: tl.tensor,
-    kv_head: tl.tensor,
+    TILE: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+) -> Any:
+    """Return the block of the tile at ``at``, or of each of its keys; 0 from ``end`` on.
+
+    Asked for one tile ahead, so that the addresses of keys and values wait for no load.
+    """
+    if BLOCK_SIZE % TILE == 0:
+        blocks = tl.load(table + at // BLOCK_SIZE, mask=at < end, other=0)
+    else:
+        t = at + tl.arange(0, TILE)
+        blocks = tl.load(table + t // BLOCK_SIZE, mask=t < end, other=0)
+    return blocks
+
+
+@triton.jit
+def _load_tile(
+    kv: tl.tensor,
+    blocks: tl.tensor,
+    at: tl.tensor,
+    end: tl.tensor,
     stride_block: tl.tensor,
-    KV_HEADS: tl.constexpr,
+    PLANE: tl.constexpr,
     D: tl.constexpr,
     D_PADDED: tl.constexpr,
+    ROTARY: tl.constexpr,
+    ROTARY_PADDED: tl.constexpr,
     TILE: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     MASKED: tl.constexpr,
 ) -> Any:
-    """Return keys and values ``[TILE, D_PADDED]`` at ``at`` and on.
+    """Return keys and values ``[TILE, D_PADDED]`` at ``at`` and on, of the head that ``kv`` is at.
 
     Those at ``end`` and after are 0 where ``MASKED``, and must not be asked for elsewhere: what was
-    never written may be NaN, and 0 * NaN is NaN.
+    never written may be NaN, and 0 * NaN is NaN. Of latents, which are keys and values at once, the
+    rotated rest of the keys comes third, ``[TILE, ROTARY]``.
     """
-    t = at + tl.arange(0, TILE)
+    t = tl.arange(0, TILE)
     d = tl.arange(0, D_PADDED)
     if BLOCK_SIZE % TILE == 0:
-        block = tl.load(table + at // BLOCK_SIZE).to(tl.int64)
-        head = kv + block * stride_block + (kv_head * BLOCK_SIZE + at % BLOCK_SIZE) * D
-        keys = head + (tl.arange(0, TILE) * D)[:, None] + d[None, :]
+        start = kv + blocks.to(tl.int64) * stride_block + at % BLOCK_SIZE * (D + ROTARY)
+        rows = start + t * (D + ROTARY)
     else:
-        if MASKED:
-            block = tl.load(table + t // BLOCK_SIZE, mask=t < end, other=0).to(tl.int64)
-        else:
-            block = tl.load(table + t // BLOCK_SIZE).to(tl.int64)
-        rows = block * stride_block + (kv_head * BLOCK_SIZE + t % BLOCK_SIZE) * D
-        keys = kv + rows[:, None] + d[None, :]
-    values = keys + KV_HEADS * BLOCK_SIZE * D
+        rows = kv + blocks.to(tl.int64) * stride_block + (at + t) % BLOCK_SIZE * (D + ROTARY)
     inside = (d < D)[None, :]
     if MASKED:
-        inside &= (t < end)[:, None]
+        inside &= (at + t < end)[:, None]
+    keys = rows[:, None] + d[None, :]
     if MASKED or D != D_PADDED:
         k = tl.load(keys, mask=inside, other=0.0)
-        v = tl.load(values, mask=inside, other=0.0)
     else:
         k = tl.load(keys)
-        v = tl.load(values)
-    return k, v
+    v = k
+    rest = k
+    if ROTARY > 0:
+        r = tl.arange(0, ROTARY_PADDED)
+        inside = (r < ROTARY)[None, :]
+        if MASKED:
+            inside &= (at + t < end)[:, None]
+        rest = tl.load(rows[:, None] + D + r[None, :], mask=inside, other=0.0)
+    elif MASKED or D != D_PADDED:
+        v = tl.load(keys + PLANE, mask=inside, other=0.0)
+    else:
+        v = tl.load(keys + PLANE)
+    return k, v, rest
 
 
 @triton.jit
 def _scores(
-    q: tl.tensor,
+    x: tl.tensor,
+    x_rest: tl.tensor,
     k: tl.tensor,
+    k_rest: tl.tensor,
     at: tl.tensor,
     position: tl.tensor,
     window: tl.tensor,
+    ROTARY: tl.constexpr,
     TILE: tl.constexpr,
+    MASKED: tl.constexpr,
     WINDOWED: tl.constexpr,
 ) -> Any:
     """Return the unscaled scores, -inf where a row does not see a key."""
-    s = tl.dot(q, tl.trans(k), input_precision="ieee")
-    t = at + tl.arange(0, TILE)
-    seen = t[None, :] <= position[:, None]
-    if WINDOWED:
-        seen &= t[None, :] > (position - window)[:, None]
-    return tl.where(seen, s, float("-inf"))
+    s = tl.dot(x, tl.trans(k), input_precision="ieee")
+    if ROTARY > 0:
+        s = tl.dot(x_rest, tl.trans(k_rest), s, input_precision="ieee")
+    if MASKED:
+        t = at + tl.arange(0, TILE)
+        seen = t[None, :] <= position[:, None]
+        if WINDOWED:
+            seen &= t[None, :] > (position - window)[:, None]
+        s = tl.where(seen, s, float("-inf"))
+    return s
+
+
+@triton.jit
+def _queries(
+    q: tl.tensor,
+    place: tl.tensor,
+    valid: tl.tensor,
+    D: tl.constexpr,
+    D_PADDED: tl.constexpr,
+    ROTARY: tl.constexpr,
+    ROTARY_PADDED: tl.constexpr,
+) -> Any:
+    """Return the queries of rows, and the rest that meets the rest of the keys; 0 if not valid."""
+    d = tl.arange(0, D_PADDED)
+    rows = q + place * (D + ROTARY)
+    x = tl.load(rows[:, None] + d[None, :], mask=valid[:, None] & (d < D)[None, :], other=0.0)
+    rest = x
+    if ROTARY > 0:
+        r = tl.arange(0, ROTARY_PADDED)
+        inside = valid[:, None] & (r < ROTARY)[None, :]
+        rest = tl.load(rows[:, None] + D + r[None, :], mask=inside, other=0.0)
+    return x, rest
 
 
 @triton.jit
@@ -128,8 +184,12 @@ def attend_split(
     TOKENS: tl.constexpr,
     M: tl.constexpr,
     KV_HEADS: tl.constexpr,
+    HEAD: tl.constexpr,
+    PLANE: tl.constexpr,
     D: tl.constexpr,
     D_PADDED: tl.constexpr,
+    ROTARY: tl.constexpr,
+    ROTARY_PADDED: tl.constexpr,
     TILE: tl.constexpr,
     SEGMENT: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
@@ -166,7 +226,7 @@ def attend_split(
             first, tile, kv_head, num_new, context, GROUP, TOKENS, M, KV_HEADS
         )
         inside = valid[:, None] & (d < D)[None, :]
-        x = tl.load(q + place[:, None] * D + d[None, :], mask=inside, other=0.0)
+        x, x_rest = _queries(q, place, valid, D, D_PADDED, ROTARY, ROTARY_PADDED)
         begin = (start + segment) * SEGMENT
         end = tl.minimum(context, context - num_new + (tile + 1) * TOKENS)
         stop = tl.minimum(begin + SEGMENT, end)
@@ -177,23 +237,29 @@ def attend_split(
         acc = tl.zeros([M, D_PADDED], tl.float32)
         mass = tl.zeros([M], tl.float32)
         top = tl.full([M], float("-inf"), tl.float32)
+        table = tables + request * stride_table
+        head = kv + kv_head * HEAD
+        blocks = _blocks(table, begin, stop, TILE, BLOCK_SIZE)
         for at in range(begin, stop, TILE):
-            k, v = _load_tile(
-                kv,
-                tables + request * stride_table,
+            ahead = _blocks(table, at + TILE, stop, TILE, BLOCK_SIZE)
+            k, v, k_rest = _load_tile(
+                head,
+                blocks,
                 at,
-                end,
-                kv_head,
+                stop,
                 stride_block,
-                KV_HEADS,
+                PLANE,
                 D,
                 D_PADDED,
+                ROTARY,
+                ROTARY_PADDED,
                 TILE,
                 BLOCK_SIZE,
                 True,
             )
-            s = _scores(x, k, at, position, window, TILE, WINDOWED)
+            s = _scores(x, x_rest, k, k_rest, at, position, window, ROTARY, TILE, True, WINDOWED)
             acc, mass, top = update(s, v, acc, mass, top, exponent_scale)
+            blocks = ahead
         slot = place
         if not EVERY:
             slot = place + ((request - first) * KV_HEADS * GROUP)
@@ -209,16 +275,18 @@ def _scan(
     end: tl.tensor,
     state: tl.tensor,
     x: tl.tensor,
+    x_rest: tl.tensor,
     kv: tl.tensor,
     table: tl.tensor,
     position: tl.tensor,
-    kv_head: tl.tensor,
     exponent_scale: tl.tensor,
     window: tl.tensor,
     stride_block: tl.tensor,
-    KV_HEADS: tl.constexpr,
+    PLANE: tl.constexpr,
     D: tl.constexpr,
     D_PADDED: tl.constexpr,
+    ROTARY: tl.constexpr,
+    ROTARY_PADDED: tl.constexpr,
     TILE: tl.constexpr,
     SEGMENT: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
@@ -227,25 +295,25 @@ def _scan(
 ) -> Any:
     """Go over keys from ``begin`` on; a segment is merged when the next one begins."""
     total, total_mass, total_top, acc, mass, top = state
+    blocks = _blocks(table, begin, end, TILE, BLOCK_SIZE)
     for at in range(begin, end, TILE):
-        k, v = _load_tile(
+        ahead = _blocks(table, at + TILE, end, TILE, BLOCK_SIZE)
+        k, v, k_rest = _load_tile(
             kv,
-            table,
+            blocks,
             at,
             end,
-            kv_head,
             stride_block,
-            KV_HEADS,
+            PLANE,
             D,
             D_PADDED,
+            ROTARY,
+            ROTARY_PADDED,
             TILE,
             BLOCK_SIZE,
             MASKED,
         )
-        if MASKED:
-            s = _scores(x, k, at, position, window, TILE, WINDOWED)
-        else:
-            s = tl.dot(x, tl.trans(k), input_precision="ieee")
+        s = _scores(x, x_rest, k, k_rest, at, position, window, ROTARY, TILE, MASKED, WINDOWED)
         if at % SEGMENT == 0:
             total, total_mass, total_top = merged(
                 total, total_mass, total_top, acc, mass, top, exponent_scale
@@ -254,6 +322,7 @@ def _scan(
             mass = tl.zeros_like(mass)
             top = tl.zeros_like(top) + float("-inf")
         acc, mass, top = update(s, v, acc, mass, top, exponent_scale)
+        blocks = ahead
     return total, total_mass, total_top, acc, mass, top
 
 
@@ -275,8 +344,12 @@ def attend_whole(
     TOKENS: tl.constexpr,
     M: tl.constexpr,
     KV_HEADS: tl.constexpr,
+    HEAD: tl.constexpr,
+    PLANE: tl.constexpr,
     D: tl.constexpr,
     D_PADDED: tl.constexpr,
+    ROTARY: tl.constexpr,
+    ROTARY_PADDED: tl.constexpr,
     TILE: tl.constexpr,
     SEGMENT: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
@@ -304,12 +377,13 @@ def attend_whole(
     )
     d = tl.arange(0, D_PADDED)
     inside = valid[:, None] & (d < D)[None, :]
-    x = tl.load(q + place[:, None] * D + d[None, :], mask=inside, other=0.0)
+    x, x_rest = _queries(q, place, valid, D, D_PADDED, ROTARY, ROTARY_PADDED)
     zeros = tl.zeros([M, D_PADDED], tl.float32)
     none = tl.zeros([M], tl.float32)
     least = tl.full([M], float("-inf"), tl.float32)
     state = (zeros, none, least, zeros, none, least)
     table = tables + request * stride_table
+    head = kv + kv_head * HEAD
     earliest = context - num_new + tile * TOKENS
     end = tl.minimum(context, earliest + TOKENS)
     begin = 0
@@ -322,16 +396,18 @@ def attend_whole(
             begin,
             state,
             x,
-            kv,
+            x_rest,
+            head,
             table,
             position,
-            kv_head,
             exponent_scale,
             window,
             stride_block,
-            KV_HEADS,
+            PLANE,
             D,
             D_PADDED,
+            ROTARY,
+            ROTARY_PADDED,
             TILE,
             SEGMENT,
             BLOCK_SIZE,
@@ -343,16 +419,18 @@ def attend_whole(
         end,
         state,
         x,
-        kv,
+        x_rest,
+        head,
         table,
         position,
-        kv_head,
         exponent_scale,
         window,
         stride_block,
-        KV_HEADS,
+        PLANE,
         D,
         D_PADDED,
+        ROTARY,
+        ROTARY_PADDED,
         TILE,
         SEGMENT,
         BLOCK_SIZE,

@@ -56,7 +56,7 @@ class AttentionTiles:
     whole: Tuning
 
 
-_HALF = AttentionTiles(64, 512, 16, Tuning(4, 3), 3, 128, Tuning(8, 3))
+_HALF = AttentionTiles(64, 512, 16, Tuning(4, 2), 3, 128, Tuning(8, 3))
 _HALF_WIDE = AttentionTiles(64, 512, 16, Tuning(4, 2), 1, 64, Tuning(8, 2))
 _FULL = AttentionTiles(32, 512, 16, Tuning(4, 2), 2, 32, Tuning(4, 2))
 _FULL_WIDE = AttentionTiles(32, 512, 16, Tuning(8, 1), 1, 16, Tuning(8, 1))
@@ -171,8 +171,12 @@ def _cut(
     both = {
         "GROUP": group,
         "KV_HEADS": num_kv_heads,
+        "HEAD": block_size * head_dim,
+        "PLANE": num_kv_heads * block_size * head_dim,
         "D": head_dim,
         "D_PADDED": padded,
+        "ROTARY": 0,
+        "ROTARY_PADDED": 0,
         "TILE": tiles.tile,
         "SEGMENT": tiles.segment,
         "BLOCK_SIZE": block_size,

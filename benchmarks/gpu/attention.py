@@ -1,0 +1,439 @@
+"""Paged attention of Llama-3.1-8B's shape: whose bits it has, and how fast each tiling is.
+
+*bits*: a prompt at once against chunks, single tokens, mixed batches and blocks that lie elsewhere.
+*decode* and *prefill*: times of each tiling at contexts that the L2 cache does not hold, beside
+torch's attention over contiguous keys and values, a copy, and a large product. The best tiling of
+each row is printed; one for all rows is picked by hand, since tile and segment fix the bits.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import time
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import scaled_dot_product_attention
+
+from benchmarks.gpu.timing import (
+    DEVICE,
+    IS_DRY,
+    Experiments,
+    Timing,
+    num_rotated,
+    sized,
+    time_eager,
+    time_in_graph,
+)
+from pdserve.kernels.cases.case import draw
+from pdserve.kernels.cuda.attention import (
+    AttentionCall,
+    AttentionTiles,
+    attend,
+    paged_attention,
+    tiles_for,
+)
+from pdserve.kernels.cuda.launch import Tuning
+
+DTYPE = sized(torch.bfloat16, torch.float16)
+HEADS = sized((32, 8), (4, 2))
+HEAD_DIM = sized(128, 32)
+BLOCK_SIZE = 64
+BASE = tiles_for(DTYPE, HEAD_DIM)
+
+DECODES = sized([(1, 32768), (8, 8192), (64, 2048), (64, 128)], [(1, 600), (3, 70)])
+"""Requests, and the context of each."""
+
+PROMPTS = sized([2048, 8192, 16384], [70])
+
+SPLITS = [
+    replace(BASE, segment=segment, split=Tuning(warps, stages), programs_per_sm=programs)
+    for segment in sized((512, 1024, 256), (512,))
+    for warps, stages in sized(((4, 2), (4, 3), (4, 4), (8, 3)), ((4, 2),))
+    for programs in sized((1, 2, 3, 4), (2,))
+]
+WHOLES = [
+    replace(BASE, tile=tile, segment=segment, whole_rows=rows, whole=Tuning(warps, stages))
+    for tile, rows, warps, stages in sized(
+        ((64, 128, 8, 3), (64, 128, 8, 2), (64, 128, 8, 4), (64, 64, 4, 2), (128, 128, 8, 2)),
+        ((64, 128, 8, 3),),
+    )
+    for segment in sized((512, 1024, 2048), (512,))
+]
+
+
+def named(tiles: AttentionTiles, *, split: bool) -> str:
+    """Name what of a tiling matters to one form."""
+    cut = f"tile {tiles.tile}, segment {tiles.segment}"
+    if split:
+        tuning, more = tiles.split, f"{tiles.programs_per_sm} programs"
+        rows = tiles.split_rows
+    else:
+        tuning, more, rows = tiles.whole, "", tiles.whole_rows
+    return f"{cut}, rows {rows}, warps {tuning.warps}, stages {tuning.stages} {more}".strip()
+
+
+# Inputs
+
+
+class Layers:
+    """The cache of some layers, each filled at random, and a table of scattered blocks."""
+
+    def __init__(
+        self,
+        num_requests: int,
+        context: int,
+        *,
+        num_layers: int = 1,
+        heads: tuple[int, int] = HEADS,
+        head_dim: int = HEAD_DIM,
+        block_size: int = BLOCK_SIZE,
+    ) -> None:
+        self.heads, self.head_dim, self.num_layers = heads, head_dim, num_layers
+        self.context = context
+        width = -(-context // block_size)
+        num_blocks = num_requests * width
+        generator = torch.Generator().manual_seed(4)
+        ids = torch.randperm(num_blocks, generator=generator).int()
+        self.tables = ids.view(num_requests, width).to(DEVICE)
+        shape = (num_blocks, num_layers, 2, heads[1], block_size, head_dim)
+        self.kv = torch.empty(shape, dtype=DTYPE, device=DEVICE)
+        for block in self.kv.split(512):
+            block.normal_()
+
+    def call(
+        self,
+        queries: list[int],
+        contexts: list[int],
+        *,
+        q: Tensor | None = None,
+        layer: int = 0,
+        window: int | None = None,
+    ) -> AttentionCall:
+        """Return a call over ``len(queries)`` requests; queries are drawn if not given."""
+        if q is None:
+            q = draw((sum(queries), self.heads[0], self.head_dim), DTYPE, DEVICE, seed=3)
+        return AttentionCall(
+            q,
+            self.kv[:, layer % self.num_layers],
+            self.tables[: len(queries)],
+            torch.tensor([0, *queries], device=DEVICE).cumsum(0).int(),
+            torch.tensor(contexts, dtype=torch.int32, device=DEVICE),
+            self.head_dim**-0.5,
+            window,
+        )
+
+    def contiguous(self, layer: int) -> Tensor:
+        """Return keys and values as ``[2, requests, kv heads, context, head_dim]``."""
+        blocks = self.kv[self.tables.long(), layer % self.num_layers]
+        return blocks.permute(2, 0, 3, 1, 4, 5).flatten(3, 4)[:, :, :, : self.context].contiguous()
+
+
+# Compiling, many at once
+
+
+def compile_tiles(tiles: AttentionTiles, num_requests: int, num_tokens: int) -> None:
+    """Run once with few keys: what is compiled is kept on disk."""
+    queries = [num_tokens // num_requests] * num_requests
+    attend(Layers(num_requests, 128).call(queries, [128] * num_requests), tiles)
+    if not IS_DRY:
+        torch.cuda.synchronize()
+
+
+def compile_all() -> dict[str, Any]:
+    """Compile every tiling."""
+    if IS_DRY:
+        return {"compiled": 0}
+    wanted: dict[Any, None] = {}
+    for tiles in SPLITS:
+        for num_requests in sorted({1 if n <= 16 else n for n, _ in DECODES}):
+            wanted[replace(tiles, programs_per_sm=1), num_requests, num_requests] = None
+    for tiles in WHOLES:
+        wanted[tiles, 1, 128] = None
+    context = multiprocessing.get_context("spawn")
+    failed = {}
+    with ProcessPoolExecutor(min(12, os.cpu_count() or 1), mp_context=context) as pool:
+        for of, result in [(of, pool.submit(compile_tiles, *of)) for of in wanted]:
+            if error := result.exception():
+                failed[str(of)] = str(error)[:300]
+    return {"compiled": len(wanted) - len(failed), **failed}
+
+
+# Bits
+
+
+def different(found: Tensor, wanted: Tensor) -> bool | dict[str, Any]:
+    """Return True where all bits are equal, else what differs."""
+    if torch.equal(found, wanted):
+        return True
+    apart = (found != wanted).flatten(1).any(1)
+    error = (found.float() - wanted.float()).abs().max().item()
+    return {"rows": int(apart.sum()), "of": len(found), "max": error}
+
+
+def bits(
+    heads: tuple[int, int],
+    head_dim: int,
+    block_size: int,
+    window: int | None,
+    tiles: AttentionTiles | None = None,
+) -> dict[str, Any]:
+    """Compare every way to compute a prompt with the prompt at once, and that with torch."""
+    length = sized(2900, 300)
+    chosen = tiles or tiles_for(DTYPE, head_dim)
+    layers = Layers(1, length, heads=heads, head_dim=head_dim, block_size=block_size)
+    used = (length - 1) % block_size + 1
+    layers.kv[layers.tables[0, -1].long(), :, :, :, used:] = float("nan")
+    q = draw((length, heads[0], head_dim), DTYPE, DEVICE, seed=3)
+
+    def rows(*parts: tuple[int, int]) -> Tensor:
+        queries = [last - first for first, last in parts]
+        layers.tables = layers.tables[:1].expand(len(parts), -1).contiguous()
+        rows_q = torch.cat([q[first:last] for first, last in parts])
+        call = layers.call(queries, [last for _, last in parts], q=rows_q, window=window)
+        return attend(call, chosen)
+
+    def chunked(size: int) -> Tensor:
+        cuts = [*range(0, length, size), length]
+        return torch.cat([rows(part) for part in pairwise(cuts)])
+
+    whole = rows((0, length))
+    some = sorted(
+        {*range(0, length, sized(37, 61)), 63, 64, 511 % length, 512 % length, length - 1}
+    )
+    mixed = [(0, 1), (5, 40), (length - 1, length), (length // 2, length - 3), (64, 65)]
+    single = torch.cat([rows((at, at + 1)) for at in some])
+    found = {
+        "error": _error(layers, q, whole, window),
+        "finite": bool(whole.isfinite().all()),
+        "single tokens alone": different(single, whole[some]),
+        "single tokens in one batch": different(rows(*((at, at + 1) for at in some)), whole[some]),
+        "mixed": different(rows(*mixed), torch.cat([whole[a:b] for a, b in mixed])),
+    }
+    for size in sized((7, 64, 512), (64,)):
+        found[f"chunks of {size}"] = different(chunked(size), whole)
+    order = torch.randperm(len(layers.kv), device=DEVICE)
+    layers.kv = layers.kv[order]
+    layers.tables = order.argsort().int()[layers.tables.long()]
+    found["blocks elsewhere"] = different(rows((0, length)), whole)
+    found["again"] = different(rows((0, length)), rows((0, length)))
+    return found
+
+
+def _error(layers: Layers, q: Tensor, found: Tensor, window: int | None) -> float:
+    """Largest difference from torch's attention in fp32 over some rows."""
+    length = len(q)
+    at = torch.arange(0, length, 29, device=DEVICE)
+    keys, values = layers.contiguous(0)[:, :, :, :length].float()
+    places = torch.arange(length, device=DEVICE)
+    seen = places[None] <= at[:, None]
+    if window is not None:
+        seen &= places[None] > at[:, None] - window
+    wanted = scaled_dot_product_attention(
+        q[at].transpose(0, 1)[None].float(),
+        keys.repeat_interleave(q.shape[1] // keys.shape[1], 1),
+        values.repeat_interleave(q.shape[1] // keys.shape[1], 1),
+        attn_mask=seen,
+    )
+    return (found[at].float() - wanted[0].transpose(0, 1).flatten(1)).abs().max().item()
+
+
+BITS: dict[str, tuple[Any, ...]] = {
+    "8B, blocks of 64": (HEADS, HEAD_DIM, 64, None),
+    "8B, blocks of 16": (HEADS, HEAD_DIM, 16, None),
+    "8B, window 700": (HEADS, HEAD_DIM, 64, 700),
+    "8B, decode of 64 rows": (HEADS, HEAD_DIM, 64, None, replace(BASE, split_rows=64)),
+    "group of 7, heads of 64": ((14, 2), 64, 32, None),
+    "heads of 80": ((4, 4), 80, 128, None),
+    "heads of 96, group of 3": ((9, 3), 96, 8, 300),
+    "heads of 256": ((8, 1), 256, 64, None),
+}
+
+
+# Times
+
+
+class Decode:
+    """Single tokens at one context: each tiling, and what it is compared with."""
+
+    def __init__(self, num_requests: int, context: int) -> None:
+        self.context = context
+        self.num_bytes = num_requests * context * HEADS[1] * HEAD_DIM * 2 * DTYPE.itemsize
+        self.num_layers = num_rotated(self.num_bytes, at_most=12)
+        self.layers = Layers(num_requests, context, num_layers=self.num_layers)
+        ones, contexts = [1] * num_requests, [context] * num_requests
+        self.calls = [self.layers.call(ones, contexts, layer=i) for i in range(self.num_layers)]
+        self.wanted = self.by_torch(self.layers.contiguous(0))
+
+    def by_torch(self, keys_and_values: Tensor) -> Tensor:
+        q = self.calls[0].q[:, :, None]
+        keys, values = keys_and_values
+        return scaled_dot_product_attention(q, keys, values, enable_gqa=True)
+
+    def row(self, timing: Timing) -> dict[str, Any]:
+        return timing.row(gb_per_s=timing.gb_per_s(self.num_bytes))
+
+    def ours(self, tiles: AttentionTiles, budget_s: float = 0.05) -> dict[str, Any]:
+        error = (attend(self.calls[0], tiles) - self.wanted.flatten(1)).abs().max().item()
+        assert error < 0.02, f"differs from torch by {error}"
+        calls = self.calls
+        timing = time_in_graph(
+            lambda i: attend(calls[i % self.num_layers], tiles), budget_s=budget_s
+        )
+        return self.row(timing)
+
+    def theirs(self, backend: SDPBackend) -> dict[str, Any]:
+        caches = [self.layers.contiguous(i) for i in range(self.num_layers)]
+        with sdpa_kernel([backend]):
+            return self.row(time_in_graph(lambda i: self.by_torch(caches[i % self.num_layers])))
+
+
+def decode(experiments: Experiments, num_requests: int, context: int) -> None:
+    """Time all tilings at one context, and print the best."""
+    name = f"decode {num_requests} x {context}"
+    made = experiments.run(f"{name}: inputs", lambda: {"made": Decode(num_requests, context)})
+    if made is None:
+        return
+    at: Decode = made["made"]
+    experiments.results[f"{name}: inputs"] = {"kv_bytes": at.num_bytes, "layers": at.num_layers}
+    found = {}
+    for tiles in SPLITS:
+        of = named(tiles, split=True)
+        result = experiments.run(f"{name}: {of}", lambda tiles=tiles: at.ours(tiles))
+        if result is not None:
+            found[of] = result
+    _best(experiments, name, found)
+    for backend in (SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION):
+        experiments.run(f"{name}: torch {backend.name}", lambda of=backend: at.theirs(of))
+
+
+def _best(experiments: Experiments, name: str, found: dict[str, dict[str, Any]]) -> None:
+    ranked = sorted(found.items(), key=lambda pair: float(pair[1]["us"]))[:5]
+    experiments.run(f"{name}: best", lambda: dict(ranked))
+
+
+class Prefill:
+    """One prompt's chunk at the end of a context."""
+
+    def __init__(self, num_tokens: int, context: int) -> None:
+        self.num_tokens, self.context = num_tokens, context
+        self.layers = Layers(1, context)
+        self.call = self.layers.call([num_tokens], [context])
+        seen = num_tokens * (context - num_tokens) + num_tokens * (num_tokens + 1) // 2
+        self.num_flops = 4 * HEADS[0] * HEAD_DIM * seen
+        self.q = self.call.q.transpose(0, 1)[None].contiguous()
+
+    def by_torch(self, keys_and_values: Tensor) -> Tensor:
+        keys, values = keys_and_values
+        return scaled_dot_product_attention(self.q, keys, values, is_causal=True, enable_gqa=True)
+
+    def row(self, timing: Timing) -> dict[str, Any]:
+        return timing.row(tflop_per_s=timing.tflop_per_s(self.num_flops))
+
+    def ours(self, tiles: AttentionTiles, budget_s: float = 0.1) -> dict[str, Any]:
+        if self.num_tokens == self.context:
+            wanted = self.by_torch(self.layers.contiguous(0))
+            apart = attend(self.call, tiles) - wanted[0].transpose(0, 1).flatten(1)
+            error = apart.abs().max().item()
+            assert error < 0.03, f"differs from torch by {error}"
+        return self.row(time_eager(lambda _: attend(self.call, tiles), budget_s=budget_s))
+
+    def theirs(self, backend: SDPBackend) -> dict[str, Any]:
+        cache = self.layers.contiguous(0)
+        with sdpa_kernel([backend]):
+            return self.row(time_eager(lambda _: self.by_torch(cache), budget_s=0.1))
+
+
+def prefill(experiments: Experiments) -> None:
+    """Time all tilings at each length of prompt, and print the best."""
+    for length in PROMPTS:
+        name = f"prefill {length}"
+        found = {}
+        at: list[Prefill] = []
+        experiments.run(f"{name}: inputs", lambda n=length, at=at: at.append(Prefill(n, n)))
+        if not at:
+            continue
+        for tiles in WHOLES:
+            of = named(tiles, split=False)
+            result = experiments.run(f"{name}: {of}", lambda one=at[0], of=tiles: one.ours(of))
+            if result is not None:
+                found[of] = result
+        _best(experiments, name, found)
+        for backend in (SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION):
+            experiments.run(
+                f"{name}: torch {backend.name}", lambda one=at[0], of=backend: one.theirs(of)
+            )
+
+
+def chunks() -> dict[str, Any]:
+    """Time chunks at the end of a long context, alone and with single tokens beside them."""
+    context, num_decodes = sized((8192, 32), (130, 3))
+    found: dict[str, Any] = {}
+    for size in sized((16, 128, 512, 2048), (20,)):
+        found[f"{size} at {context}"] = Prefill(size, context).ours(BASE)
+    layers = Layers(num_decodes + 1, context)
+    size = sized(512, 20)
+    batches = {
+        "decodes": [1] * num_decodes,
+        f"decodes and a chunk of {size}": [1] * num_decodes + [size],
+    }
+    for name, queries in batches.items():
+        call = layers.call(queries, [context] * len(queries))
+        timing = time_eager(lambda _, call=call: attend(call, BASE))
+        found[f"{num_decodes} {name} at {context}"] = timing.row()
+    return found
+
+
+def host() -> dict[str, Any]:
+    """Time what a call takes of the host."""
+    layers = Layers(8, 128)
+    found = {}
+    for name, queries in {"decode": [1] * 8, "prefill": [64], "mixed": [1] * 7 + [64]}.items():
+        call = layers.call(queries, [128] * len(queries))
+        paged_attention(*call)
+        samples = []
+        for _ in range(sized(60, 2)):
+            if not IS_DRY:
+                torch.cuda.synchronize()
+            start = time.perf_counter()
+            for _ in range(sized(10, 1)):
+                paged_attention(*call)
+            samples.append((time.perf_counter() - start) * 1e6 / sized(10, 1))
+        found[name] = {"us": round(sorted(samples)[len(samples) // 2], 1)}
+    return found
+
+
+def peaks() -> dict[str, Any]:
+    """Rates that the others are shares of: a copy, read and written, and a large product."""
+    size = sized(1 << 30, 1 << 16)
+    source = torch.empty(size, dtype=torch.uint8, device=DEVICE).random_()
+    into = torch.empty_like(source)
+    copy = time_eager(lambda _: into.copy_(source))
+    n = sized(8192, 64)
+    a, b = (torch.empty(n, n, dtype=DTYPE, device=DEVICE).normal_() for _ in range(2))
+    product = time_eager(lambda _: a @ b)
+    return {
+        "copy_gb_per_s": copy.gb_per_s(2 * size),
+        "matmul_tflop_per_s": product.tflop_per_s(2 * n**3),
+    }
+
+
+def run(limit_s: float) -> dict[str, Any]:
+    """Run all experiments."""
+    experiments = Experiments("attention", limit_s)
+    experiments.run("compile", compile_all)
+    for name, arguments in BITS.items():
+        experiments.run(f"bits: {name}", lambda of=arguments: bits(*of))
+    experiments.run("peaks", peaks)
+    experiments.run("host", host)
+    for num_requests, context in DECODES:
+        decode(experiments, num_requests, context)
+    prefill(experiments)
+    experiments.run("chunks", chunks)
+    return experiments.results
