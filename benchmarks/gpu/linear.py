@@ -13,12 +13,14 @@ import subprocess
 import sys
 import tempfile
 from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from benchmarks.gpu.descriptors import multiply_described
 from benchmarks.gpu.timing import (
     DEVICE,
     IS_DRY,
@@ -61,9 +63,6 @@ def tile(rows: int, cols: int, depth: int, warps: int, stages: int, **more: Any)
 
 
 DRY = [tile(16, 32, 32, 4, 3), tile(16, 64, 16, 4, 3, swapped=True), tile(32, 32, 16, 4, 3)]
-BASE = sized(tile(128, 256, 64, 8, 3), DRY[-1])
-"""Whose bits the others are compared with."""
-
 FEW_ROWS = [
     tile(16, 16, 256, 4, 4),
     tile(16, 16, 512, 4, 3),
@@ -101,22 +100,84 @@ MANY_ROWS = [
     tile(128, 128, 64, 4, 4),
     tile(128, 128, 64, 8, 4),
     tile(128, 128, 128, 8, 3),
-    BASE,
+    tile(128, 256, 64, 8, 3),
     tile(128, 256, 64, 8, 4),
     tile(128, 256, 64, 8, 4, group=16),
     tile(256, 128, 64, 8, 3),
     tile(256, 128, 64, 8, 4, group=4),
 ]
-BITS = sized([*FEW_ROWS, *SOME_ROWS, *MANY_ROWS], DRY)
 
 
-def swept(num_rows: int) -> list[ProductTile]:
-    """Return the tiles worth timing for a number of rows."""
-    if IS_DRY:
-        return DRY
+@dataclass(frozen=True)
+class Way:
+    """A tile, loaded through pointers, or through tensor descriptors (TMA)."""
+
+    tile: ProductTile
+    is_described: bool = False
+
+    def __str__(self) -> str:
+        return ("tma " if self.is_described else "") + named(self.tile)
+
+    def multiply(self, x: Tensor, weight: Tensor, out: Tensor) -> None:
+        if self.is_described:
+            multiply_described(x, weight, out, self.tile)
+        else:
+            multiply(x[:, None], weight[None], None, out[:, None], self.tile)
+
+
+DESCRIBED_FEW = [
+    tile(16, 16, 256, 4, 4),
+    tile(16, 32, 256, 4, 4),
+    tile(16, 32, 256, 4, 6),
+    tile(16, 32, 512, 4, 4),
+    tile(16, 64, 128, 4, 5),
+    tile(16, 64, 256, 4, 4),
+    tile(16, 64, 128, 4, 5, swapped=True),
+    tile(16, 64, 256, 4, 3, swapped=True),
+    tile(16, 128, 128, 4, 3, swapped=True),
+]
+DESCRIBED_SOME = [
+    tile(64, 32, 128, 4, 5),
+    tile(64, 32, 256, 4, 4),
+    tile(64, 64, 128, 4, 3),
+    tile(64, 64, 128, 4, 5),
+    tile(64, 64, 256, 4, 3),
+    tile(64, 128, 64, 4, 4),
+    tile(64, 128, 128, 4, 4),
+]
+DESCRIBED_MANY = [
+    tile(128, 128, 64, 4, 4),
+    tile(128, 128, 64, 8, 4),
+    tile(128, 256, 64, 8, 3),
+    tile(128, 256, 64, 8, 4),
+    tile(128, 256, 64, 8, 4, group=16),
+    tile(256, 128, 64, 8, 4),
+]
+
+
+BASE = Way(sized(tile(128, 256, 64, 8, 3), DRY[-1]))
+"""Whose bits the others are compared with."""
+
+
+def ways(tiles: list[ProductTile], described: list[ProductTile]) -> list[Way]:
+    return [Way(of) for of in tiles] + [Way(of, is_described=True) for of in described]
+
+
+FEW, SOME, MANY = sized(
+    (
+        ways(FEW_ROWS, DESCRIBED_FEW),
+        ways(SOME_ROWS, DESCRIBED_SOME),
+        ways(MANY_ROWS, DESCRIBED_MANY),
+    ),
+    (ways(DRY, DRY[:2]),) * 3,
+)
+
+
+def swept(num_rows: int) -> list[Way]:
+    """Return the ways worth timing for a number of rows."""
     if num_rows <= 16:
-        return FEW_ROWS
-    return SOME_ROWS if num_rows <= 64 else MANY_ROWS
+        return FEW
+    return SOME if num_rows <= 64 else MANY
 
 
 def named(of: ProductTile) -> str:
@@ -139,17 +200,17 @@ def inputs(name: str, copies: int = 1) -> tuple[Tensor, list[Tensor]]:
     return random(max(ROWS), depth, seed=1), weights
 
 
-def run_tile(x: Tensor, weight: Tensor, of: ProductTile, dtype: torch.dtype) -> Tensor:
+def run_way(x: Tensor, weight: Tensor, way: Way, dtype: torch.dtype) -> Tensor:
     out = torch.empty((len(x), len(weight)), dtype=dtype, device=x.device)
-    multiply(x[:, None], weight[None], None, out[:, None], of)
+    way.multiply(x, weight, out)
     return out
 
 
-def compile_tile(of: ProductTile) -> None:
+def compile_way(way: Way) -> None:
     """Compile both outputs' kernels into Triton's cache, which processes share."""
     x, weight = random(16, 1024, seed=1), random(512, 1024, seed=2)
     for dtype in (DTYPE, torch.float32):
-        run_tile(x, weight, of, dtype)
+        run_way(x, weight, way, dtype)
     torch.cuda.synchronize()
 
 
@@ -157,15 +218,15 @@ def compile_all() -> dict[str, int]:
     """Compile every tile, in several processes."""
     if IS_DRY:
         return {"compiled": 0}
-    tiles = list(dict.fromkeys([*FEW_ROWS, *SOME_ROWS, *MANY_ROWS]))
-    tiles.sort(key=lambda of: of.rows * of.cols, reverse=True)
+    all_ways = list(dict.fromkeys([*FEW, *SOME, *MANY]))
+    all_ways.sort(key=lambda way: way.tile.rows * way.tile.cols, reverse=True)
     context = multiprocessing.get_context("spawn")
     failed = {}
     with ProcessPoolExecutor(min(12, os.cpu_count() or 1), mp_context=context) as pool:
-        for of, result in [(of, pool.submit(compile_tile, of)) for of in tiles]:
+        for way, result in [(way, pool.submit(compile_way, way)) for way in all_ways]:
             if error := result.exception():
-                failed[named(of)] = str(error)[:300]
-    return {"compiled": len(tiles) - len(failed), **failed}
+                failed[str(way)] = str(error)[:300]
+    return {"compiled": len(all_ways) - len(failed), **failed}
 
 
 # Bits
@@ -189,19 +250,25 @@ def compared(found: Tensor, base: Tensor) -> bool | float:
 def tiles_against_base(name: str) -> dict[str, Any]:
     """Compare every tile of ours, for every number of rows, in fp32 before the last rounding."""
     x, (weight,) = inputs(name)
-    base = run_tile(x, weight, BASE, torch.float32)
+    base = run_way(x, weight, BASE, torch.float32)
     exact = (x[:16].double() @ weight.double().T).float()
-    differing = {}
-    for of in BITS:
-        rows = {}
+    equal, differing = [], {}
+    for way in dict.fromkeys([*FEW, *SOME, *MANY]):
+        rows: dict[int, float | str] = {}
         for m in ROWS:
-            found = run_tile(x[:m], weight, of, torch.float32)
+            try:
+                found = run_way(x[:m].contiguous(), weight, way, torch.float32)
+            except Exception as error:  # noqa: BLE001  # one that does not run leaves the others
+                rows[m] = str(error)[:200]
+                break
             if not torch.equal(found, base[:m]):
                 rows[m] = round((found == base[:m]).all(1).double().mean().item(), 4)
         if rows:
-            differing[named(of)] = rows
+            differing[str(way)] = rows
+        else:
+            equal.append(str(way))
     return {
-        "equal": [named(of) for of in BITS if named(of) not in differing],
+        "equal": equal,
         "equal_rows_of_others": differing,
         "largest_error": (base[: len(exact)] - exact).abs().max().item(),
     }
@@ -213,7 +280,7 @@ def base_digests() -> dict[str, Tensor]:
     for name in SHAPES:
         x, (weight,) = inputs(name)
         for dtype in (DTYPE, torch.float32):
-            result = run_tile(x, weight, BASE, dtype)
+            result = run_way(x, weight, BASE, dtype)
             digests[f"{name} {dtype}"] = row_digests(result)
     return digests
 
@@ -297,7 +364,7 @@ def sweep(name: str, num_rows: int, peak: dict[str, float]) -> dict[str, Any]:
     x, weights = inputs(name, num_rotated(cols * depth * 2))
     x = x[:num_rows].contiguous()
     out = torch.empty((num_rows, cols), dtype=dtype, device=DEVICE)
-    wanted = run_tile(x, weights[0], BASE, dtype)
+    wanted = run_way(x, weights[0], BASE, dtype)
     calls = len(weights) * sized(2, 1)
 
     def row(call: Any) -> dict[str, Any]:
@@ -308,20 +375,18 @@ def sweep(name: str, num_rows: int, peak: dict[str, float]) -> dict[str, Any]:
         return {"us": round(timing.us, 2), "share": round(share, 3)}
 
     found: dict[str, dict[str, Any]] = {}
-    for of in swept(num_rows):
+    for way in swept(num_rows):
         try:
             out.fill_(float("nan"))
-            multiply(x[:, None], weights[0][None], None, out[:, None], of)
+            way.multiply(x, weights[0], out)
             equal = torch.equal(out, wanted)
-            found[named(of)] = row(
-                lambda i, of=of: multiply(
-                    x[:, None], weights[i % len(weights)][None], None, out[:, None], of
-                )
+            found[str(way)] = row(
+                lambda i, way=way: way.multiply(x, weights[i % len(weights)], out)
             )
             if not equal:
-                found[named(of)]["bits"] = "differ"
+                found[str(way)]["bits"] = "differ"
         except Exception as error:  # noqa: BLE001  # a tile that does not fit leaves the others
-            found[named(of)] = {"us": float("inf"), "error": str(error)[:200]}
+            found[str(way)] = {"us": float("inf"), "error": str(error)[:200]}
     found = dict(sorted(found.items(), key=lambda item: item[1]["us"]))
     best = next(iter(found))
     choose_cublas("cublas", may_split=True)
