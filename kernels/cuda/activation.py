@@ -7,10 +7,10 @@ import triton.language as tl
 from torch import Tensor
 
 from pdserve.kernels.cuda.checks import check_contiguous, same_type
-from pdserve.kernels.cuda.launch import Tuning, launch
+from pdserve.kernels.cuda.launch import Tuning, launch, wait_for_previous
 
 BLOCK = 1024
-TUNING = Tuning(warps=4)
+TUNING = Tuning(warps=4, overlaps=True)
 
 
 @triton.jit
@@ -22,8 +22,15 @@ def gated(gate: tl.tensor, up: tl.tensor) -> tl.tensor:
 
 
 @triton.jit
-def gate_row(x: tl.tensor, out: tl.tensor, WIDTH: tl.constexpr, BLOCK: tl.constexpr) -> None:
+def gate_row(
+    x: tl.tensor,
+    out: tl.tensor,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+    OVERLAPS: tl.constexpr,
+) -> None:
     """Gate a piece of one row; grid (rows, pieces)."""
+    wait_for_previous(OVERLAPS)
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < WIDTH

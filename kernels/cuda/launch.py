@@ -2,14 +2,32 @@
 
 Triton's interpreter runs the same launches on a CPU, where ``TRITON_INTERPRET=1`` was set before
 the first kernel was defined.
+
+A number that differs from step to step, such as a count of tokens, is named in
+``@triton.jit(do_not_specialize=[...])`` by the kernel that takes it: Triton compiles a kernel again
+for a 1 and for a multiple of 16.
+
+A kernel may *overlap* with the one before it on its stream (CUDA's programmatic dependent launch):
+its programs are put on the device while the last ones of the other still run, and wait there.
+Such a kernel takes ``OVERLAPS: tl.constexpr`` and begins, in every program and before it reads or
+writes anything, with ``wait_for_previous(OVERLAPS)``: a program that left without waiting could
+let the kernel after it start before the one before it has ended.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
+import torch
+import triton
+import triton.language as tl
 from triton import knobs
+
+_HOPPER = (9, 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,10 +37,12 @@ class Tuning:
     Attributes:
         warps: Warps of a program.
         stages: Depth to which loads of a loop are prefetched.
+        overlaps: Whether the kernel waits for the one before it by itself.
     """
 
     warps: int
     stages: int = 1
+    overlaps: bool = False
 
 
 def launch(
@@ -41,13 +61,49 @@ def launch(
     """
     if 0 in grid:
         return
+    options: dict[str, Any] = {}
+    if tuning.overlaps:
+        overlaps = _overlapping and can_overlap()
+        constants["OVERLAPS"] = overlaps
+        options["launch_pdl"] = overlaps
     kernel[grid](
         *args,
         **constants,
+        **options,
         num_warps=tuning.warps,
         num_stages=tuning.stages,
         enable_fp_fusion=False,
     )
+
+
+@triton.jit
+def wait_for_previous(OVERLAPS: tl.constexpr) -> None:
+    """Let the next kernel's programs come, and wait until the kernel before has ended."""
+    if OVERLAPS:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+
+
+_overlapping = True
+
+
+@contextmanager
+def without_overlap() -> Iterator[None]:
+    """Have kernels that are launched meanwhile start when the one before has ended."""
+    global _overlapping  # noqa: PLW0603
+    before, _overlapping = _overlapping, False
+    try:
+        yield
+    finally:
+        _overlapping = before
+
+
+@lru_cache(maxsize=1)
+def can_overlap() -> bool:
+    """Whether the device lets kernels overlap: from Hopper on, and where code is but compiled."""
+    if is_interpreted():
+        return False
+    return not torch.cuda.is_available() or torch.cuda.get_device_capability() >= _HOPPER
 
 
 def is_interpreted() -> bool:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from pdserve.kernels.backend import NotTakenError
 from pdserve.kernels.cuda.checks import check_contiguous, same_type
-from pdserve.kernels.cuda.launch import Tuning, launch
+from pdserve.kernels.cuda.launch import Tuning, launch, wait_for_previous
 
 _MAX_WIDTH = 1 << 15
 """What a program holds in registers: 64 elements for each of 512 threads."""
@@ -25,8 +25,10 @@ def norm_row(
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
     ADDS: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ) -> None:
     """Norm one row of ``x``, or of ``residual += x``; grid (rows,)."""
+    wait_for_previous(OVERLAPS)
     dtype = x.dtype.element_ty
     first = tl.program_id(0).to(tl.int64) * WIDTH
     column = tl.arange(0, BLOCK)
@@ -67,7 +69,7 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Ten
 
 def tuning_of(width: int) -> Tuning:
     """Return how rows of a width are normed: 16 elements a thread, as far as 16 warps go."""
-    return Tuning(warps=min(16, max(1, triton.next_power_of_2(width) // 512)))
+    return Tuning(warps=min(16, max(1, triton.next_power_of_2(width) // 512)), overlaps=True)
 
 
 def _norm(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> Tensor:

@@ -13,13 +13,13 @@ from torch import Tensor
 
 from pdserve.kernels.backend import NotTakenError
 from pdserve.kernels.cuda.checks import check_contiguous, check_integers, same_type
-from pdserve.kernels.cuda.launch import Tuning, launch
+from pdserve.kernels.cuda.launch import Tuning, launch, wait_for_previous
 
 _TILE = 1024
 """Elements of the heads of a program: 16 for each thread of two warps."""
 
-HEADS_TUNING = Tuning(warps=2)
-LATENT_TUNING = Tuning(warps=4)
+HEADS_TUNING = Tuning(warps=2, overlaps=True)
+LATENT_TUNING = Tuning(warps=4, overlaps=True)
 _MAX_HEAD_DIM = 1024
 _MAX_LATENT_DIM = 4096
 
@@ -121,8 +121,10 @@ def rope_heads(
     HALF_BLOCK: tl.constexpr,
     REST_BLOCK: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ) -> None:
     """Rotate heads of q to ``out``, or of k to the cache, with v; grid (tokens, groups of both)."""
+    wait_for_previous(OVERLAPS)
     token = tl.program_id(0).to(tl.int64)
     group = tl.program_id(1)
     row = qkv + token * ((NUM_HEADS + 2 * NUM_KV_HEADS) * HEAD_DIM)
@@ -258,8 +260,10 @@ def rope_latent(
     HALF: tl.constexpr,
     HALF_BLOCK: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ) -> None:
     """Rotate queries' last elements, or store a latent with its key; grid (tokens, groups + 1)."""
+    wait_for_previous(OVERLAPS)
     token = tl.program_id(0).to(tl.int64)
     group = tl.program_id(1)
     dtype: tl.constexpr = q.dtype.element_ty

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 
 from pdserve.kernels.cuda import activation, digest, norm, rope
+from pdserve.kernels.cuda.launch import without_overlap
 from tests.kernels.cuda import gate
 
 
@@ -79,3 +82,29 @@ def test_a_kernel_stays_in_registers_and_moves_16_bytes_at_once(
     assert kernel.programs_per_sm() >= programs
     assert kernel.count("LDG.E.128") >= loads
     assert kernel.count("STG.E.128") >= stores
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_a_kernel_of_a_step_waits_for_the_one_before_by_itself(
+    found: dict[str, list[gate.Compiled]], name: str
+) -> None:
+    (kernel,) = found[name]
+    of_a_step = 0 if name == "digests" else 1
+    assert kernel.count("ACQBULK") == of_a_step
+    assert kernel.count("PREEXIT") == of_a_step
+
+
+def calls_without_overlap() -> gate.Calls:
+    def in_turn(call: Callable[[], object]) -> Callable[[], object]:
+        def run() -> None:
+            with without_overlap():
+                call()
+
+        return run
+
+    return {name: in_turn(call) for name, call in calls().items()}
+
+
+def test_overlap_can_be_left_out() -> None:
+    for (kernel,) in gate.compiled(f"{__name__}:calls_without_overlap").values():
+        assert kernel.count("ACQBULK") == kernel.count("PREEXIT") == 0
