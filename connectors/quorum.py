@@ -38,6 +38,19 @@ _SEVERITY: Final = {
         (LeaseEnd.READ, LeaseEnd.RELEASED, LeaseEnd.ABORTED, LeaseEnd.EXPIRED)
     )
 }
+# From the least to the most telling: what an engine took back, which either side's ranks follow, so
+# that the first to say it knows; what may go better at once; what will not; and wrong bytes, which
+# nothing hides.
+_TELLING: Final = {
+    LoadFailure.ABORTED: 0,
+    LoadFailure.WITHDRAWN: 0,
+    LoadFailure.TIMEOUT: 1,
+    LoadFailure.HANDSHAKE: 2,
+    LoadFailure.PEER_LOST: 3,
+    LoadFailure.INCOMPATIBLE: 4,
+    LoadFailure.LEASE_LOST: 5,
+    LoadFailure.DIGEST: 6,
+}
 MAX_OPEN = 1 << 16
 MAX_REMEMBERED = 1 << 12
 
@@ -179,18 +192,18 @@ def _whole(parts: dict[int, Received | Failed]) -> Received | Failed:
     """One load out of its ranks' parts, which are in the order of their reports."""
     failed = {rank: part for rank, part in parts.items() if isinstance(part, Failed)}
     if failed:
-        first = next(iter(failed.values()))
+        worst = max(failed.values(), key=lambda part: _TELLING[part.reason])
         return Failed(
-            request_id=first.request_id,
-            reason=first.reason,
+            request_id=worst.request_id,
+            reason=worst.reason,
             detail="; ".join(
                 f"rank {rank}: {part.reason.value} {part.detail}".rstrip()
                 for rank, part in failed.items()
             ),
-            load_id=first.load_id,
+            load_id=worst.load_id,
             # A rank that has all of it does not narrow down what the others have.
             num_valid_tokens=min(part.num_valid_tokens for part in failed.values()),
-            connector=first.connector,
+            connector=worst.connector,
         )
     received = [part for part in parts.values() if isinstance(part, Received)]
     first_part = received[0]

@@ -120,8 +120,47 @@ def test_a_load_that_one_rank_lacks_has_failed_once_all_have_reported() -> None:
     report = quorum.add(1, failed(LoadFailure.PEER_LOST, detail="P is gone"))
     assert not report.received
     (whole,) = report.failed
-    assert whole.reason is LoadFailure.TIMEOUT
+    assert whole.reason is LoadFailure.PEER_LOST
     assert whole.detail == "rank 2: timeout P is mute; rank 1: peer_lost P is gone"
+
+
+@pytest.mark.parametrize(
+    ("better", "worse"),
+    [
+        (LoadFailure.WITHDRAWN, LoadFailure.DIGEST),
+        (LoadFailure.ABORTED, LoadFailure.TIMEOUT),
+        (LoadFailure.TIMEOUT, LoadFailure.PEER_LOST),
+        (LoadFailure.PEER_LOST, LoadFailure.LEASE_LOST),
+        (LoadFailure.LEASE_LOST, LoadFailure.DIGEST),
+    ],
+)
+def test_a_load_has_failed_for_the_reason_that_says_most_whoever_comes_first(
+    better: LoadFailure, worse: LoadFailure
+) -> None:
+    for first, second in ((better, worse), (worse, better)):
+        quorum = Quorum(2)
+        quorum.add(0, failed(first))
+        (whole,) = quorum.add(1, failed(second)).failed
+        assert whole.reason is worse
+        assert whole.detail == f"rank 0: {first.value}; rank 1: {second.value}"
+
+
+@pytest.mark.parametrize("first", [LoadFailure.ABORTED, LoadFailure.WITHDRAWN])
+def test_of_two_engines_that_take_a_load_back_the_first_is_the_reason(first: LoadFailure) -> None:
+    (second,) = {LoadFailure.ABORTED, LoadFailure.WITHDRAWN} - {first}
+    quorum = Quorum(3)
+    quorum.add(1, failed(first))
+    quorum.add(0, failed(second))
+    (whole,) = quorum.add(2, failed(second)).failed
+    assert whole.reason is first
+
+
+def test_every_reason_of_a_failure_has_its_place_in_the_order() -> None:
+    for reason in LoadFailure:
+        quorum = Quorum(2)
+        quorum.add(0, failed(reason))
+        (whole,) = quorum.add(1, failed(reason)).failed
+        assert whole.reason is reason
 
 
 def test_that_a_load_is_failing_is_said_once_while_others_have_not_reported() -> None:
