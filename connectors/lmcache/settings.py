@@ -7,11 +7,13 @@ from typing import Annotated, Final
 import msgspec
 from msgspec import Meta
 
+from pdserve.config.tiers import KV_PORT, LOOPBACK
 from pdserve.errors import ConfigError
 
 _PREFIX: Final = "kv-transfer-config.lmcache"
 _SCHEMES: Final = ("tcp://", "ipc://")
 _SAVES: Final = ("prompt", "all", "off")
+_DEFAULT_URL: Final = f"tcp://{LOOPBACK}:{KV_PORT}"
 
 
 class LMCacheSettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -19,7 +21,7 @@ class LMCacheSettings(msgspec.Struct, frozen=True, kw_only=True):
 
     url: Annotated[
         str,
-        Meta(description="where the LMCache server listens, on this machine: tcp://127.0.0.1:5555"),
+        Meta(description=f"where the LMCache server listens, on this machine: {_DEFAULT_URL}"),
     ] = ""
     http_url: Annotated[
         str, Meta(description="the server's HTTP side, by which wrong chunks are replaced")
@@ -53,7 +55,7 @@ class LMCacheSettings(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def server_url(self) -> str:
         """Where the server listens."""
-        return self.url or "tcp://127.0.0.1:5555"
+        return self.url or _DEFAULT_URL
 
     @staticmethod
     def _refuse(name: str, why: str) -> None:

@@ -28,6 +28,12 @@ REDIS_PASSWORD: Final = "LMCACHE_RESP_PASSWORD"
 """Variables that LMCache's adapter reads."""
 LOOPBACK: Final = "127.0.0.1"
 """A store asks nobody for a key, and engines share its memory: it serves one host."""
+KV_PORT: Final = 8300
+"""Where `pdserve kv-server` listens and engines look for it.
+
+Not LMCache's own 5555: a server that was started for others gives out no memory that engines of
+ours can use (it was not told a --shm-name), and is not to be taken for one that does.
+"""
 LEAST_CPU_BYTES: Final = 64 << 20
 """Below this, a chunk or two of a model would fill it."""
 
@@ -164,7 +170,7 @@ class KvServerConfig(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     tiers: str = "cpu:4GiB"
-    port: int = 8300
+    port: int = KV_PORT
     http_port: int = 8301
     chunk_size: int = 256
 

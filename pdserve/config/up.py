@@ -7,7 +7,7 @@ from typing import Final
 import msgspec
 
 from pdserve.config.setting import declare
-from pdserve.config.tiers import parse_tiers, require_chunk_size
+from pdserve.config.tiers import KV_PORT, parse_tiers, require_chunk_size
 from pdserve.errors import ConfigError
 
 
@@ -31,7 +31,7 @@ class UpConfig(msgspec.Struct, frozen=True, kw_only=True):
     prefill_replicas: int = 1
     decode_replicas: int = 1
     kv_tiers: str = ""
-    kv_port: int = 8300
+    kv_port: int = KV_PORT
     kv_http_port: int = 8301
     kv_chunk_size: int = 256
     once: bool = False

@@ -4,6 +4,7 @@ import pytest
 
 from pdserve.config.tiers import DiskTier, KvServerConfig, RedisTier, Tiers, parse_tiers
 from pdserve.config.up import UpConfig
+from pdserve.connectors.lmcache.settings import LMCacheSettings
 from pdserve.errors import ConfigError
 
 
@@ -44,6 +45,12 @@ def test_what_is_no_tier_is_refused_with_what_to_write(text: str, says: str) -> 
     assert str(refused.value).startswith("--kv-tiers: ")
     assert says in str(refused.value)
     assert "open" not in str(refused.value), "a password is not repeated"
+
+
+def test_engines_look_for_the_store_where_it_listens_if_neither_is_told() -> None:
+    port = KvServerConfig().port
+    assert UpConfig().kv_port == port
+    assert LMCacheSettings().server_url == f"tcp://127.0.0.1:{port}"
 
 
 def test_settings_of_commands_are_checked_when_they_are_made() -> None:
