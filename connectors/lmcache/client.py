@@ -94,6 +94,7 @@ class StoreClient:
 
     Attributes:
         chunk_tokens: Of a chunk; 0 until it was connected once.
+        stages: Of the layout.
 
     Raises:
         ConfigError: See `require_lmcache`.
@@ -118,6 +119,7 @@ class StoreClient:
         self._layout = layout
         self._engine = engine
         self._instance_id = instance_id
+        self.stages = layout.stages
         self._slot_bytes = 0
         self._make_key = IPCCacheServerKey
         self._key_fields = {
@@ -170,6 +172,22 @@ class StoreClient:
     def ping(self) -> Any:
         """Ask whether it is there, and let it see that we are; the answer's future."""
         return self._client.ping(self._instance_id)
+
+    def other_stages(self) -> list[str]:
+        """Pipeline stages of engines at the server that would share KV, were they this one's.
+
+        As `StoreLayout.stages`; nothing is known without the server's HTTP side.
+        """
+        if not self._http_url:
+            return []
+        url = f"{self._http_url}/status"
+        try:
+            with urllib.request.urlopen(url, timeout=self._timeout_s) as told:
+                engines = msgspec.json.decode(told.read())["non_cuda_context_meta"].values()
+        except (OSError, msgspec.DecodeError, KeyError):
+            return []
+        found = {self._layout.stages_of(each["model_name"]) for each in engines}
+        return sorted(found - {""})
 
     def close(self, *, is_up: bool) -> None:
         """Take leave, if it is there: then it has heard all that it was told before."""

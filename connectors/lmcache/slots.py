@@ -57,6 +57,7 @@ class StoreLayout:
         num_units: Of each chunk.
         num_readers: Ranks of an engine that read each unit.
         model: Names what must be equal for KV to be shared.
+        stages: The layers at which stages begin, and the last one's end; the end of `model`.
     """
 
     def __init__(self, context: ConnectorContext, namespace: str) -> None:
@@ -68,8 +69,10 @@ class StoreLayout:
         self.num_units = len(stages) * shape.num_kv_heads
         self.num_readers = max(1, shape.tp_size // shape.num_kv_heads)
         self.written = self.units if tp_rank % self.num_readers == 0 else []
-        named = f"{namespace}|{context.layout_digest}|{shape.stages}"
-        self.model = f"pdserve-{hashlib.sha256(named.encode()).hexdigest()[:32]}"
+        named = f"{namespace}|{context.layout_digest}"
+        self._any_stages = f"pdserve-{hashlib.sha256(named.encode()).hexdigest()[:32]}-"
+        self.stages = "-".join(str(first) for first, _ in stages) + f"-{shape.num_layers}"
+        self.model = self._any_stages + self.stages
         # The server has one size for all units.
         max_layers = max(end - first for first, end in stages)
         self.header_bytes = -(-(_DIGESTS_AT + 8 * max_layers) // _ALIGN) * _ALIGN
@@ -78,6 +81,11 @@ class StoreLayout:
     def slot_bytes(self, chunk_tokens: int) -> int:
         """Bytes of a slot, for chunks of so many tokens."""
         return self.header_bytes + self._bytes_per_token * chunk_tokens
+
+    def stages_of(self, model: str) -> str:
+        """Those of an engine that has other ones and shares KV but for that; empty if not so."""
+        is_like = model.startswith(self._any_stages) and model != self.model
+        return model.removeprefix(self._any_stages) if is_like else ""
 
     def prefixes(self, chunks: ChunkRange, chunk_tokens: int) -> list[bytes]:
         """What names the tokens up to the end of each chunk, the salt and the model."""

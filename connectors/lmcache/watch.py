@@ -69,6 +69,7 @@ class StoreWatch(threading.Thread):
         self._ping: Any = None
         self._next_ping_s = 0.0
         self._is_refused = False
+        self._told_stages: set[str] = set()
 
     def post(self, instructions: StoreInstructions) -> None:
         """Look up, and give back."""
@@ -108,6 +109,8 @@ class StoreWatch(threading.Thread):
         link.found()
         self._say(client.chunk_tokens)
         log_event(_log, "the KV store is there", chunk_tokens=client.chunk_tokens)
+        if self._tells:
+            self._name_other_stages()
 
     def close(self) -> None:
         """End the thread, if it runs."""
@@ -186,6 +189,20 @@ class StoreWatch(threading.Thread):
         elif now_s > self._next_ping_s:
             self._ping = None
             link.lost(StoreGoneError(f"no answer to a ping in {settings.heartbeat_s:g} s"))
+
+    def _name_other_stages(self) -> None:
+        """A miss by name says nothing of why: engines that differ in their stages, once each."""
+        for stages in self._link.client.other_stages():
+            if stages not in self._told_stages:
+                self._told_stages.add(stages)
+                log_event(
+                    _log,
+                    "an engine's KV in the store is not taken: it has other pipeline stages",
+                    level=logging.WARNING,
+                    there=stages,
+                    here=self._link.client.stages,
+                    remedy="give both the same --pipeline-parallel-size",
+                )
 
     def _come_back(self) -> None:
         try:

@@ -41,6 +41,24 @@ def _server(lmcache_server: LMCacheServer) -> None:
     LMCacheConformance.url = lmcache_server.url
 
 
+def test_an_engine_whose_kv_is_not_taken_for_its_stages_is_named_once(
+    lmcache_server: LMCacheServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    settings = LMCacheSettings(
+        url=lmcache_server.url, http_url=lmcache_server.http_url, namespace=secrets.token_hex(4)
+    )
+    engines = []
+    for name, pp in (("first", 1), ("like it", 1), ("other", 2)):
+        assert "other pipeline stages" not in caplog.text
+        connector = LMCacheConnector(settings=settings)
+        engines.append(Engine(connector, name, shape=make_shape(pp=pp)))
+    lines = [line for line in caplog.messages if "other pipeline stages" in line]
+    assert len(lines) == 1
+    assert "there=0-4 here=0-2-4" in lines[0]
+    for engine in engines:
+        engine.close()
+
+
 class TestOneRank(LMCacheConformance):
     prefill_shape: ClassVar[KVShape] = make_shape()
 
