@@ -263,9 +263,12 @@ class KVConnectorScheduler:
         hands_over: Whether a request may end as HANDOFF. If not, it is decoded where it was
             prefilled, and what comes from another engine is refused.
         faults: Count by name of what should stay rare, since the engine started.
+        num_loaded: Tokens by the source that had them, where a connector has several: those that
+            have come beside the steps, and those that a step has begun to load.
     """
 
     hands_over: bool = False
+    num_loaded: Mapping[str, int] = MappingProxyType({})
     faults: Mapping[str, int] = MappingProxyType({})
 
     @property

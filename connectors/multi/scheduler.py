@@ -72,10 +72,6 @@ class MultiScheduler(KVConnectorScheduler):
     Args:
         children: Scheduler halves, by the names of their connectors.
         block_size: Tokens per block.
-
-    Attributes:
-        num_loaded: Tokens that have come beside the steps, or that a step has begun to load, by
-            the connector that had them.
     """
 
     def __init__(self, children: Mapping[str, KVConnectorScheduler], *, block_size: int) -> None:
@@ -87,7 +83,7 @@ class MultiScheduler(KVConnectorScheduler):
         self._costs = Costs()
         self._faults: Counter[str] = Counter()
         self.hands_over = any(each.hands_over for each in children.values())
-        self.num_loaded: Counter[str] = Counter()
+        self.num_loaded: Counter[str] = Counter(dict.fromkeys(children, 0))
 
     @property
     def faults(self) -> Mapping[str, int]:  # type: ignore[override]

@@ -128,6 +128,7 @@ class Telemetry:
             recompute_tokens=counters.recompute_tokens,
             kv_seconds=counters.kv_seconds,
             kv_store=state.connector.store_stats,
+            kv_source_tokens=dict(state.connector.num_loaded),
         )
 
     def requests(self, now_s: float) -> list[EngineRequest]:

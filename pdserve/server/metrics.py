@@ -296,6 +296,12 @@ class _EngineCollector(Collector):
             "mode",
             {mode.value: loads.get(mode.value, 0) for mode in KVMode},
         )
+        yield self._counters(
+            "pdserve_kv_source_tokens",
+            "Prompt tokens by the connector that loads them, of engines with several.",
+            "source",
+            stats.kv_source_tokens if stats is not None else {},
+        )
         yield from self._store_families(stats.kv_store if stats is not None else None)
         rungs = stats.kv_ladder if stats is not None else {}
         yield self._counters(

@@ -283,6 +283,7 @@ class EngineStats(EngineLoad, frozen=True, kw_only=True):
         recompute_tokens: Prompt tokens computed here because a load or a prefill engine failed.
         kv_seconds: Sums over loads, by name (wait, transfer, digest).
         kv_store: Of the store of KV; None where there is none.
+        kv_source_tokens: Prompt tokens by the connector that loads them, where there are several.
         kv_events: Told of this core's KV, by name: events published and dropped, and steps queued
             now. Empty: nobody is told.
     """
@@ -308,6 +309,7 @@ class EngineStats(EngineLoad, frozen=True, kw_only=True):
     recompute_tokens: int = 0
     kv_seconds: dict[str, float] = {}
     kv_store: KVStoreStats | None = None
+    kv_source_tokens: dict[str, int] = {}
     kv_events: dict[str, int] = {}
 
 

@@ -21,7 +21,6 @@ from pdserve.config.schema import (
     SchedulerConfig,
     TransferConfig,
 )
-from pdserve.connectors.multi.scheduler import MultiScheduler
 from pdserve.engine.loading import load_engine
 from pdserve.observe.clock import SystemClock
 from pdserve.parallel.place import CorePlace
@@ -115,9 +114,9 @@ class Engine:
     @property
     def loaded(self) -> dict[str, int]:
         """Tokens by the connector that had them."""
-        half = self.scheduler.state.connector
-        assert isinstance(half, MultiScheduler)
-        return {name: number for name, number in half.num_loaded.items() if number}
+        told = self.scheduler.stats().kv_source_tokens
+        assert len(told) > 1
+        return {name: number for name, number in told.items() if number}
 
 
 def run(*engines: Engine) -> list[int]:

@@ -280,16 +280,20 @@ async def test_what_the_engine_counts_of_kv_has_one_series_each(text):
             num_wrong_chunks=107,
             num_late_lookups=108,
         ),
+        "kv_source_tokens": {"nixl": 12, "lmcache": 0},
         "kv_events": {"published": 9, "dropped": 10, "queued": 11},
     }
     async with serving(text, engine) as server:
-        before = await scrape(server)
-        stats: EngineStats = msgspec.structs.replace(engine.stats, **counted)
-        type(engine).stats, saved = property(lambda self: stats), type(engine).stats
+        both = {"kv_source_tokens": {"nixl": 0, "lmcache": 0}}
+        plain, saved, pages = engine.stats, type(engine).stats, []
         try:
-            after = await scrape(server)
+            for changes in (both, counted):
+                stats: EngineStats = msgspec.structs.replace(plain, **changes)
+                type(engine).stats = property(lambda self, stats=stats: stats)
+                pages.append(await scrape(server))
         finally:
             type(engine).stats = saved
+    before, after = pages
     for name, labels, value in (
         ("pdserve_kv_loads_total", {"mode": "push"}, 3),
         ("pdserve_kv_loads_total", {"mode": "pull"}, 4),
@@ -300,6 +304,7 @@ async def test_what_the_engine_counts_of_kv_has_one_series_each(text):
         ("pdserve_recompute_tokens_total", {}, 70),
         ("pdserve_kv_digest_seconds_total", {}, 0.25),
         ("pdserve_kv_transfer_failures_total", {"reason": "withdrawn"}, 8),
+        ("pdserve_kv_source_tokens_total", {"source": "nixl"}, 12),
         ("vllm:external_prefix_cache_queries_total", {}, 100),
         ("vllm:external_prefix_cache_hits_total", {}, 101),
         ("pdserve_kv_tier_loaded_bytes_total", {}, 102),

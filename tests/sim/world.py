@@ -230,10 +230,8 @@ class World:
                 said = f"{engine.spec.name}: {name} {stats.kv_faults[name]}"
                 self.result.violations.append((Broken.REUSED, said))
             self.result.reached["preempted"] += stats.num_preemptions
-            half = engine.scheduler.state.connector
-            if isinstance(half, MultiScheduler):
-                for name, number in half.num_loaded.items():
-                    self.result.reached[f"tokens from {name}"] += number
+            for name, number in stats.kv_source_tokens.items():
+                self.result.reached[f"tokens from {name}"] += number
         self._count_proxy()
         self.result.virtual_s = self.clock.monotonic_s() - start_s
         await self.proxy.checks.stop()

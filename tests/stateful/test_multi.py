@@ -169,7 +169,7 @@ class StoresMachine(RuleBasedStateMachine):
         assert isinstance(half, MultiScheduler)
         assert not half.num_open
         stats = self.scheduler.stats()
-        num_sources = sum(number > 0 for number in half.num_loaded.values())
+        num_sources = sum(number > 0 for number in stats.kv_source_tokens.values())
         self.reached["loaded from one"] += num_sources == 1
         self.reached["loaded from several"] += num_sources > 1
         self.reached["failed loads"] += sum(stats.kv_load_failures.values()) > 0
