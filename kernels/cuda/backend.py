@@ -19,7 +19,17 @@ def load(device: torch.device, progress: Callable[[str], None]) -> KernelBackend
         import triton
     except ImportError as error:
         raise KernelsUnavailableError(f"{error}: install triton") from error
-    from pdserve.kernels.cuda import activation, attention, digest, linear, moe, norm, rope, router
+    from pdserve.kernels.cuda import (
+        activation,
+        attention,
+        digest,
+        halves,
+        linear,
+        moe,
+        norm,
+        rope,
+        router,
+    )
 
     return KernelBackend(
         name="cuda",
@@ -35,4 +45,5 @@ def load(device: torch.device, progress: Callable[[str], None]) -> KernelBackend
         linear=linear.CudaLinear,
         heads=linear.CudaHeads,
         experts=moe.CudaExperts,
+        mlp=halves.make_mlp,
     )

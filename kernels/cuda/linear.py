@@ -9,10 +9,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from pdserve.kernels.cuda.activation import gated
 from pdserve.kernels.cuda.checks import check_float
 from pdserve.kernels.cuda.launch import launch
-from pdserve.kernels.cuda.product import place_of, product
-from pdserve.kernels.cuda.tiles import ProductTile, heads_tile, linear_tile
+from pdserve.kernels.cuda.product import place_of, product, product_pair
+from pdserve.kernels.cuda.tiles import ProductTile, gated_tile, heads_tile, linear_tile
 from pdserve.kernels.reference.linear import PackedLinear
 from pdserve.kernels.reference.mla import PackedHeads
 
@@ -111,6 +112,95 @@ def multiply(
     )
 
 
+@triton.jit(do_not_specialize=["num_rows"])
+def multiply_gated_kernel(
+    x: tl.tensor,
+    weight: tl.tensor,
+    bias: tl.tensor,
+    out: tl.tensor,
+    num_rows: tl.tensor,
+    inner: tl.tensor,
+    depth: tl.tensor,
+    to_up: tl.tensor,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    EVEN_N: tl.constexpr,
+    EVEN_K: tl.constexpr,
+    SWAPPED: tl.constexpr,
+    GROUP: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+) -> None:
+    """Compute one tile of ``silu_and_mul(x @ weight.T + bias)``; grid (tiles,).
+
+    Args:
+        x: ``[num_rows, depth]``, contiguous.
+        weight: ``[2 * inner, depth]``, contiguous: gate, and ``to_up`` elements behind it up.
+        bias: ``[2 * inner]``; read if ``HAS_BIAS``.
+        out: ``[num_rows, inner]``, contiguous.
+    """
+    row_tile, col_tile = place_of(
+        tl.program_id(0), tl.cdiv(num_rows, BLOCK_M), tl.cdiv(inner, BLOCK_N), GROUP
+    )
+    m = row_tile.to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
+    n = col_tile * BLOCK_N + tl.arange(0, BLOCK_N)
+    gate, up = product_pair(
+        x + m * depth,
+        m < num_rows,
+        weight + n.to(tl.int64) * depth,
+        n < inner,
+        to_up,
+        depth,
+        BLOCK_M,
+        BLOCK_N,
+        BLOCK_K,
+        EVEN_N,
+        EVEN_K,
+        SWAPPED,
+    )
+    if HAS_BIAS:
+        gate += tl.load(bias + n, mask=n < inner, other=0.0).to(tl.float32)[None, :]
+        up += tl.load(bias + inner + n, mask=n < inner, other=0.0).to(tl.float32)[None, :]
+    dtype = out.dtype.element_ty
+    tl.store(
+        out + (m * inner)[:, None] + n[None, :],
+        gated(gate.to(dtype), up.to(dtype)),
+        mask=(m < num_rows)[:, None] & (n < inner)[None, :],
+    )
+
+
+def multiply_gated(
+    x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, tile: ProductTile
+) -> None:
+    """Write ``silu_and_mul(x @ weight.T + bias)`` to ``out``, with the bits of the two in turn.
+
+    Args:
+        x: ``[M, K]``, contiguous.
+        weight: ``[2 * I, K]``, contiguous.
+        bias: ``[2 * I]`` or None.
+        out: ``[M, I]``, contiguous, of the same dtype.
+        tile: As of `multiply`; its columns are those of gate, and of up.
+    """
+    num_rows, depth = x.shape
+    inner = len(weight) // 2
+    launch(
+        multiply_gated_kernel,
+        (triton.cdiv(num_rows, tile.rows) * triton.cdiv(inner, tile.cols),),
+        x,
+        weight,
+        x if bias is None else bias,
+        out,
+        num_rows,
+        inner,
+        depth,
+        inner * depth,
+        tuning=tile.tuning,
+        GROUP=tile.group,
+        HAS_BIAS=bias is not None,
+        **tile.constants(inner, depth),
+    )
+
+
 class CudaLinear(PackedLinear):
     """A linear layer, one launch; the weight lies as in `PackedLinear`.
 
@@ -130,6 +220,17 @@ class CudaLinear(PackedLinear):
             out = torch.empty((num_rows, self.out_features), dtype=self.out_dtype, device=x.device)
         tile = linear_tile(num_rows, self.out_features, self.in_features, self.dtype)
         multiply(x[:, None], self._weight[None], self._bias, out[:, None], tile)
+        return out
+
+    def call_gated(self, x: Tensor) -> Tensor:
+        """Return ``silu_and_mul(self(x))`` in one launch, ``[M, N / 2]``, bit for bit.
+
+        Raises:
+            TypeError: As of a call.
+        """
+        self._check(x, None)
+        out = torch.empty((len(x), self.out_features // 2), dtype=self.dtype, device=x.device)
+        multiply_gated(x, self._weight, self._bias, out, gated_tile(len(x), self.dtype))
         return out
 
 

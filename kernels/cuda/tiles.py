@@ -106,6 +106,11 @@ _DOWN: _Table = (
 )
 
 
+def gated_tile(num_rows: int, dtype: torch.dtype) -> ProductTile:
+    """Return the tile of a product whose gate and up are computed together."""
+    return FP32 if dtype == torch.float32 else _chosen(_GATE_UP, num_rows)
+
+
 def experts_tiles(
     num_choices: int, num_experts: int, dtype: torch.dtype
 ) -> tuple[ProductTile, ProductTile]:

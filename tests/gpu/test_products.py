@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
+from pdserve.kernels.cuda.linear import CudaLinear
 from pdserve.kernels.reference.moe import RoutingRule
 from pdserve.kernels.reference.moe import route as reference_route
 from pdserve.kernels.registry import kernels_on
@@ -65,6 +66,16 @@ def test_a_row_of_logits_in_fp32(cuda: torch.device, dtype: torch.dtype) -> None
 def test_a_row_of_heads(cuda: torch.device, dtype: torch.dtype) -> None:
     heads = kernels_on(cuda).heads(random(cuda, dtype, 16, 512, 128, scale=0.1))
     assert_rows_are_their_own(heads, random(cuda, dtype, 600, 16, 128))
+
+
+@dtypes
+def test_a_product_with_its_activation(cuda: torch.device, dtype: torch.dtype) -> None:
+    kernels = kernels_on(cuda)
+    layer = kernels.linear_of(random(cuda, dtype, 3000, 512, scale=0.05))
+    assert isinstance(layer, CudaLinear)
+    x = random(cuda, dtype, 600, 512)
+    assert torch.equal(layer.call_gated(x), kernels.silu_and_mul(layer(x)))
+    assert_rows_are_their_own(layer.call_gated, x)
 
 
 def experts_on(device: torch.device, dtype: torch.dtype) -> PackedExperts:

@@ -9,16 +9,27 @@ from __future__ import annotations
 import pytest
 import torch
 
-from pdserve.kernels.backend import KernelBackend, NotTakenError
+from pdserve.kernels.backend import REFERENCE, KernelBackend, NotTakenError
 from pdserve.kernels.cases.case import Case
 from pdserve.kernels.cases.table import OPERATIONS, OperationSpec
-from pdserve.kernels.cuda import tiles
+from pdserve.kernels.cuda import activation, tiles
+from pdserve.kernels.cuda.halves import CudaMlp, make_mlp
 from pdserve.kernels.cuda.launch import Tuning
 from pdserve.kernels.cuda.linear import CudaHeads, CudaLinear, multiply
 from pdserve.kernels.cuda.tiles import ProductTile, linear_tile
+from pdserve.kernels.reference.activation import silu_and_mul
+from pdserve.kernels.reference.halves import Mlp, MlpWeights
+from pdserve.kernels.reference.linear import linear as reference_linear
 
 CPU = torch.device("cpu")
-KERNELS = KernelBackend(name="cuda", description="", linear=CudaLinear, heads=CudaHeads)
+KERNELS = KernelBackend(
+    name="cuda",
+    description="",
+    silu_and_mul=activation.silu_and_mul,
+    linear=CudaLinear,
+    heads=CudaHeads,
+    mlp=make_mlp,
+)
 ROWS = [
     pytest.param(OPERATIONS[name], case, dtype, id=f"{name}-{case.name}-{dtype}")
     for name in ("linear", "head_linear")
@@ -129,3 +140,36 @@ def test_rows_of_another_shape_are_refused(x: torch.Tensor, out: torch.Tensor | 
 def test_fp32_has_one_tile_for_every_number_of_rows() -> None:
     found = {linear_tile(m, n, 4096, torch.float32) for m in (1, 17, 9000) for n in (8, 128256)}
     assert found == {tiles.FP32}
+
+
+@pytest.mark.parametrize("bias", [True, False], ids=["bias", "plain"])
+@pytest.mark.parametrize("num_rows", [0, 1, 40])
+def test_an_mlp_has_the_bits_of_its_operations(num_rows: int, bias: bool) -> None:
+    # Columns keep their places in tiles of 64, which NumPy's product depends on.
+    width, inner = 48, 64
+    gate_up = KERNELS.linear_of(random(2 * inner, width), random(2 * inner) if bias else None)
+    down = KERNELS.linear_of(random(width, inner, seed=3))
+    weights = MlpWeights(random(width, seed=4), 1e-5, gate_up, down)
+    x, residual = random(num_rows, width, seed=5), random(num_rows, width, seed=6)
+    expected_residual = residual.clone()
+    expected = Mlp(KERNELS, weights)(x, expected_residual)
+    mlp = KERNELS.mlp(KERNELS, weights)
+    assert isinstance(mlp, CudaMlp)
+    assert torch.equal(mlp(x, residual), expected)
+    assert torch.equal(residual, expected_residual)
+
+
+def test_an_mlp_in_half_precision_is_that_of_the_reference() -> None:
+    width, inner = 64, 72
+    weight = random(2 * inner, width, dtype=torch.float16) / width**0.5
+    x = random(19, width, dtype=torch.float16, seed=2)
+    layer = KERNELS.linear_of(weight)
+    assert isinstance(layer, CudaLinear)
+    torch.testing.assert_close(
+        layer.call_gated(x), silu_and_mul(reference_linear(x, weight)), rtol=4e-3, atol=4e-3
+    )
+
+
+def test_another_linear_layer_is_left_to_the_reference() -> None:
+    gate_up, down = REFERENCE.linear_of(random(8, 4)), REFERENCE.linear_of(random(4, 4))
+    assert type(KERNELS.mlp(KERNELS, MlpWeights(random(4), 1e-5, gate_up, down))) is Mlp

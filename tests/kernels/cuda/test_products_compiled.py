@@ -29,6 +29,9 @@ ROWS = {
     "linear 512x4096": Wanted(128, 1, "HGMMA.64x128x16.F32.BF16"),
     "linear 2048x4096": Wanted(208, 1, "HGMMA.64x256x16.F32.BF16"),
     "linear fp32": Wanted(104, 4, "FFMA"),
+    "gated 1": Wanted(80, 2, "HMMA.16816.F32.BF16"),
+    "gated 64": Wanted(144, 2, "HGMMA.64x64x16.F32.BF16"),
+    "gated 2048": Wanted(240, 1, "HGMMA.64x128x16.F32.BF16"),
     "heads 5": Wanted(80, 2, "HMMA.16816.F32.BF16"),
     "gate_up 1": Wanted(96, 2, "HMMA.16816.F32.BF16"),
     "gate_up 128": Wanted(160, 1, "HGMMA.64x64x16.F32.BF16"),
@@ -57,6 +60,10 @@ def calls() -> gate.Calls:
         layer = CudaLinear(n, 4096, dtype=dtype, device=META, out_dtype=out_dtype)
         layer(empty(m, 4096, dtype=dtype))
 
+    def gated(m: int) -> None:
+        layer = CudaLinear(28672, 4096, dtype=torch.bfloat16, device=META)
+        layer.call_gated(empty(m, 4096))
+
     def experts(tokens: int) -> None:
         layer = CudaExperts(8, 4096, 14336, dtype=torch.bfloat16, device=META)
         ids, weights = empty(tokens, 2, dtype=torch.int64), empty(tokens, 2, dtype=torch.float32)
@@ -71,6 +78,9 @@ def calls() -> gate.Calls:
         "linear 512x4096": lambda: linear(512, 4096),
         "linear 2048x4096": lambda: linear(2048, 4096),
         "linear fp32": lambda: linear(3, 4096, torch.float32),
+        "gated 1": lambda: gated(1),
+        "gated 64": lambda: gated(64),
+        "gated 2048": lambda: gated(2048),
         "heads 5": lambda: CudaHeads(empty(16, 512, 128))(empty(5, 16, 192)[..., :128]),
         "experts 1": lambda: experts(1),
         "experts 128": lambda: experts(128),
