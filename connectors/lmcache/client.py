@@ -20,13 +20,14 @@ import time
 import urllib.error
 import urllib.request
 import warnings
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 import numpy as np
 import zmq
 
 from pdserve.config.tiers import LMCACHE_SILENT, LMCACHE_VERSION
+from pdserve.connectors.lmcache.slots import Slots
 from pdserve.errors import ConfigError, PdserveError
 
 if TYPE_CHECKING:
@@ -40,18 +41,6 @@ if TYPE_CHECKING:
 
 _SHM: Final = "/dev/shm"
 _ASK_AGAIN_S: Final = 0.002
-
-
-class Slots(NamedTuple):
-    """Where chunks lie in the server's memory.
-
-    Attributes:
-        pool: All of that memory; mapped as long as anybody has it.
-        starts: `[chunks, units]` int64, in bytes; negative: there is none.
-    """
-
-    pool: npt.NDArray[np.uint8]
-    starts: npt.NDArray[np.int64]
 
 
 class StoreGoneError(PdserveError):

@@ -8,8 +8,9 @@ import threading
 import time
 from typing import TYPE_CHECKING
 
-from pdserve.connectors.lmcache.client import Slots, StoreGoneError, StoreMissError
+from pdserve.connectors.lmcache.client import StoreGoneError, StoreMissError
 from pdserve.connectors.lmcache.messages import LoadDone
+from pdserve.connectors.lmcache.slots import Slots
 from pdserve.wire.transfer import Failed, LoadFailure
 
 if TYPE_CHECKING:

@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING
 import msgspec
 import numpy as np
 
-from pdserve.connectors.lmcache.client import Slots, StoreGoneError
+from pdserve.connectors.lmcache.client import StoreGoneError
 from pdserve.connectors.lmcache.messages import ChunkSave
+from pdserve.connectors.lmcache.slots import Slots
 
 if TYPE_CHECKING:
     from pdserve.connectors.lmcache.link import StoreLink

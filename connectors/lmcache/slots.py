@@ -15,7 +15,7 @@ Knows memory and shapes; no server, and not when what is copied.
 from __future__ import annotations
 
 import hashlib
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 import numpy as np
 import torch
@@ -32,7 +32,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from pdserve.connectors.base import ConnectorContext
-    from pdserve.connectors.lmcache.client import Slots
     from pdserve.connectors.lmcache.messages import ChunkRange
     from pdserve.wire.ids import BlockId
 
@@ -43,6 +42,18 @@ _MAGIC: Final = b"pdserve1"
 _DIGESTS_AT: Final = 40
 _ALIGN: Final = 64
 _WORD_BYTES: Final = 4
+
+
+class Slots(NamedTuple):
+    """Where chunks lie in the server's memory.
+
+    Attributes:
+        pool: All of that memory; mapped as long as anybody has it.
+        starts: `[chunks, units]` int64, in bytes; negative: there is none.
+    """
+
+    pool: npt.NDArray[np.uint8]
+    starts: npt.NDArray[np.int64]
 
 
 class StoreLayout:
