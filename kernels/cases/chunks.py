@@ -16,16 +16,16 @@ _NUM_BLOCKS = 7
 def gather_chunks() -> list[Case]:
     """The six arguments: both orders of a block, shares of its layers and heads, some heads."""
     return [
-        _case("empty", (1, 2, 1), 64, []),
-        _case("chunks", (3, 2, 4), 128, [[3, 0], [6, 5]]),
-        _case("tokens_outside", (3, 2, 4), 128, [[3, 0], [6, 5]], tokens_outside=True),
-        _case("share", (3, 2, 4), 64, [[3, 0], [6, 5]], share=True),
-        _case("some_heads", (2, 2, 3), 64, [[3, 0], [6, 5]], absent=[(0, 1), (1, 0), (1, 2)]),
-        _case("latent", (2, 1, 1), 576, [[4, 1, 2]]),
-        _case("odd_words", (2, 2, 3), 18, [[4], [1], [2]]),
-        _case("small_blocks", (2, 2, 2), 6, [[4, 1, 2]], block_size=1),
+        _case("empty", (1, 2, 1, 64), []),
+        _case("chunks", (3, 2, 4, 128), [[3, 0], [6, 5]]),
+        _case("tokens_outside", (3, 2, 4, 128), [[3, 0], [6, 5]], tokens_outside=True),
+        _case("share", (3, 2, 4, 64), [[3, 0], [6, 5]], share=True),
+        _case("some_heads", (2, 2, 3, 64), [[3, 0], [6, 5]], absent=[(0, 1), (1, 0), (1, 2)]),
+        _case("latent", (2, 1, 1, 576), [[4, 1, 2]]),
+        _case("odd_words", (2, 2, 3, 18), [[4], [1], [2]]),
+        _case("small_blocks", (2, 2, 2, 6), [[4, 1, 2]], block_size=1),
         _case(
-            "small_blocks_tokens_outside", (2, 2, 2), 6, [[4]], block_size=3, tokens_outside=True
+            "small_blocks_tokens_outside", (2, 2, 2, 6), [[4]], block_size=3, tokens_outside=True
         ),
     ]
 
@@ -34,16 +34,15 @@ def scatter_chunks() -> list[Case]:
     """The same, and blocks that are not to be written."""
     return [
         *gather_chunks(),
-        _case("kept_blocks", (3, 2, 4), 128, [[-1, 0], [6, 5]]),
-        _case("kept_tokens_outside", (3, 2, 4), 32, [[-1, 0, 3]], tokens_outside=True),
-        _case("nothing_written", (1, 2, 2), 32, [[-1, -1]]),
+        _case("kept_blocks", (3, 2, 4, 128), [[-1, 0], [6, 5]]),
+        _case("kept_tokens_outside", (3, 2, 4, 32), [[-1, 0, 3]], tokens_outside=True),
+        _case("nothing_written", (1, 2, 2, 32), [[-1, -1]]),
     ]
 
 
 def _case(
     name: str,
-    grid: tuple[int, int, int],
-    head_dim: int,
+    grid: tuple[int, int, int, int],
     blocks: list[list[int]],
     *,
     block_size: int = 16,
@@ -54,13 +53,13 @@ def _case(
     """One of them.
 
     Args:
-        grid: Layers, planes, heads.
+        grid: Layers, planes, heads, elements of a vector.
         share: Of the layers and heads, the blocks have more.
         absent: Heads of chunks that are not copied.
     """
 
     def make(dtype: torch.dtype, device: torch.device) -> tuple[Any, ...]:
-        layers, planes, heads = grid
+        layers, planes, heads, head_dim = grid
         inner = (block_size, heads) if tokens_outside else (heads, block_size)
         kv = draw((_NUM_BLOCKS, layers, planes, *inner, head_dim), dtype, device, seed=9)
         # Bytes: what is in the pool need not be finite.
