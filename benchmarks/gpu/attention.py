@@ -1,4 +1,4 @@
-"""Paged attention of Llama-3.1-8B's shape: whose bits it has, and how fast each tiling is.
+"""Paged attention of Llama-3.1-8B's shape: that its bits are fixed, and how fast each tiling is.
 
 *bits*: a prompt at once against chunks, single tokens, mixed batches and blocks that lie elsewhere.
 *decode* and *prefill*: times of each tiling at contexts that the L2 cache does not hold, beside
@@ -8,6 +8,7 @@ each row is printed; one for all rows is picked by hand, since tile and segment 
 
 from __future__ import annotations
 
+import json
 import multiprocessing
 import os
 import time
@@ -147,22 +148,30 @@ def compile_tiles(tiles: AttentionTiles, num_requests: int, num_tokens: int) -> 
 
 
 def compile_all() -> dict[str, Any]:
-    """Compile every tiling."""
+    """Compile every tiling, and compare the bits meanwhile, in processes of their own."""
     if IS_DRY:
-        return {"compiled": 0}
+        return {"bits": {name: bits(*of) for name, of in BITS.items()}}
     wanted: dict[Any, None] = {}
     for tiles in SPLITS:
         for num_requests in sorted({1 if n <= 16 else n for n, _ in DECODES}):
             wanted[replace(tiles, programs_per_sm=1), num_requests, num_requests] = None
     for tiles in WHOLES:
         wanted[tiles, 1, 128] = None
+    found: dict[str, Any] = {"bits": {}, "failed": {}, "compiled": 0}
     context = multiprocessing.get_context("spawn")
-    failed = {}
     with ProcessPoolExecutor(min(12, os.cpu_count() or 1), mp_context=context) as pool:
-        for of, result in [(of, pool.submit(compile_tiles, *of)) for of in wanted]:
-            if error := result.exception():
-                failed[str(of)] = str(error)[:300]
-    return {"compiled": len(wanted) - len(failed), **failed}
+        compared = [(name, pool.submit(bits, *of)) for name, of in BITS.items()]
+        compiled = [(of, pool.submit(compile_tiles, *of)) for of in wanted]
+        for name, result in compared:
+            error = result.exception()
+            found["bits"][name] = {"error": str(error)[:600]} if error else result.result()
+            print(f"attention: bits: {name}: {json.dumps(found['bits'][name])}", flush=True)
+        for of, done in compiled:
+            if error := done.exception():
+                found["failed"][str(of)] = str(error)[:300]
+            else:
+                found["compiled"] += 1
+    return found
 
 
 # Bits
@@ -271,6 +280,9 @@ class Decode:
         self.calls = [self.layers.call(ones, contexts, layer=i) for i in range(self.num_layers)]
         self.wanted = self.by_torch(self.layers.contiguous(0))
 
+    def described(self) -> dict[str, Any]:
+        return {"kv_bytes": self.num_bytes, "layers": self.num_layers}
+
     def by_torch(self, keys_and_values: Tensor) -> Tensor:
         q = self.calls[0].q[:, :, None]
         keys, values = keys_and_values
@@ -297,11 +309,13 @@ class Decode:
 def decode(experiments: Experiments, num_requests: int, context: int) -> None:
     """Time all tilings at one context, and print the best."""
     name = f"decode {num_requests} x {context}"
-    made = experiments.run(f"{name}: inputs", lambda: {"made": Decode(num_requests, context)})
-    if made is None:
+    made: list[Decode] = []
+    experiments.run(
+        f"{name}: inputs", lambda: made.append(Decode(num_requests, context)) or made[0].described()
+    )
+    if not made:
         return
-    at: Decode = made["made"]
-    experiments.results[f"{name}: inputs"] = {"kv_bytes": at.num_bytes, "layers": at.num_layers}
+    at = made[0]
     found = {}
     for tiles in SPLITS:
         of = named(tiles, split=True)
@@ -427,9 +441,7 @@ def peaks() -> dict[str, Any]:
 def run(limit_s: float) -> dict[str, Any]:
     """Run all experiments."""
     experiments = Experiments("attention", limit_s)
-    experiments.run("compile", compile_all)
-    for name, arguments in BITS.items():
-        experiments.run(f"bits: {name}", lambda of=arguments: bits(*of))
+    experiments.run("bits and compiling", compile_all)
     experiments.run("peaks", peaks)
     experiments.run("host", host)
     for num_requests, context in DECODES:

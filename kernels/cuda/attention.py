@@ -108,24 +108,17 @@ def attend(call: AttentionCall, tiles: AttentionTiles) -> Tensor:
         NotTakenError: As `paged_attention`.
     """
     q, kv_layer = call.q, call.kv_layer
-    num_tokens, num_heads, head_dim = q.shape
-    num_requests = len(call.context_lens)
     cut = _cut(
         tiles,
-        (q.dtype, num_heads, head_dim),
+        (q.dtype, *q.shape[1:]),
         (kv_layer.dtype, kv_layer.shape, kv_layer.stride()),
         call.window is not None,
     )
-    out = torch.empty((num_tokens, num_heads * head_dim), dtype=q.dtype, device=q.device)
-    if num_tokens > num_requests:
-        _launch_whole(call, cut, out)
-    if num_tokens == 1 or num_requests > 1:
-        _launch_split(call, cut, out)
-    return out
+    return attend_as(cut, call)
 
 
 @dataclass(frozen=True, slots=True)
-class _Cut:
+class Cut:
     """What is fixed by the model, the cache and the tiles.
 
     Attributes:
@@ -149,7 +142,7 @@ def _cut(
     query: tuple[torch.dtype, int, int],
     layer: tuple[torch.dtype, torch.Size, tuple[int, ...]],
     windowed: bool,
-) -> _Cut:
+) -> Cut:
     dtype, num_heads, head_dim = query
     layer_dtype, (_, _, num_kv_heads, block_size, _), strides = layer
     group = num_heads // num_kv_heads
@@ -167,33 +160,60 @@ def _cut(
             f"and fp32; not heads of {head_dim}, {group} to a KV head, {dtype} and {layer_dtype}, "
             f"strides {strides}"
         )
-    padded = max(16, next_power_of_2(head_dim))
-    both = {
-        "GROUP": group,
-        "KV_HEADS": num_kv_heads,
+    constants = {
         "HEAD": block_size * head_dim,
         "PLANE": num_kv_heads * block_size * head_dim,
         "D": head_dim,
-        "D_PADDED": padded,
         "ROTARY": 0,
-        "ROTARY_PADDED": 0,
-        "TILE": tiles.tile,
-        "SEGMENT": tiles.segment,
         "BLOCK_SIZE": block_size,
         "WINDOWED": windowed,
     }
-    split_rows = max(tiles.split_rows, next_power_of_2(group))
-    whole_rows = max(tiles.whole_rows, split_rows)
-    return _Cut(
-        tiles,
-        both | {"M": whole_rows, "TOKENS": whole_rows // group},
-        both | {"M": split_rows, "TOKENS": split_rows // group},
-        merge_constants(num_heads, head_dim, tiles.segment) | {"WINDOWED": windowed},
-        merge_tuning(head_dim),
-    )
+    return cut_for(tiles, num_heads, (group, group), constants)
 
 
-def _launch_whole(call: AttentionCall, cut: _Cut, out: Tensor) -> None:
+def cut_for(
+    tiles: AttentionTiles, num_heads: int, groups: tuple[int, int], constants: dict[str, Any]
+) -> Cut:
+    """Complete the constants of the kernels.
+
+    Args:
+        tiles: How rows and keys are cut.
+        num_heads: Query heads.
+        groups: How many of them, that share keys, are rows of one program: of `attend_whole`, and
+            of `attend_split`.
+        constants: What is left.
+    """
+    constants |= {
+        "D_PADDED": max(16, next_power_of_2(constants["D"])),
+        "ROTARY_PADDED": max(16, next_power_of_2(constants["ROTARY"])),
+        "TILE": tiles.tile,
+        "SEGMENT": tiles.segment,
+    }
+    whole = constants | _rows_of(num_heads, groups[0], tiles.whole_rows)
+    split = constants | _rows_of(num_heads, groups[1], tiles.split_rows)
+    merging = merge_constants(num_heads, constants["D"], tiles.segment)
+    merging["WINDOWED"] = constants["WINDOWED"]
+    return Cut(tiles, whole, split, merging, merge_tuning(constants["D"]))
+
+
+def _rows_of(num_heads: int, group: int, rows: int) -> dict[str, Any]:
+    rows = max(rows, next_power_of_2(group))
+    return {"GROUP": group, "KV_HEADS": num_heads // group, "M": rows, "TOKENS": rows // group}
+
+
+def attend_as(cut: Cut, call: AttentionCall) -> Tensor:
+    """Launch what the numbers of tokens and requests leave possible; ``[T, H * D]``."""
+    q, num_requests = call.q, len(call.context_lens)
+    num_tokens, num_heads, _ = q.shape
+    out = torch.empty((num_tokens, num_heads * cut.whole["D"]), dtype=q.dtype, device=q.device)
+    if num_tokens > num_requests:
+        _launch_whole(call, cut, out)
+    if num_tokens == 1 or num_requests > 1:
+        _launch_split(call, cut, out)
+    return out
+
+
+def _launch_whole(call: AttentionCall, cut: Cut, out: Tensor) -> None:
     """Compute the requests with two query tokens or more."""
     num_tokens, num_requests = len(call.q), len(call.context_lens)
     constants = cut.whole
@@ -219,7 +239,7 @@ def _launch_whole(call: AttentionCall, cut: _Cut, out: Tensor) -> None:
     )
 
 
-def _launch_split(call: AttentionCall, cut: _Cut, out: Tensor) -> None:
+def _launch_split(call: AttentionCall, cut: Cut, out: Tensor) -> None:
     """Compute the requests with one query token; all, where there are no more tokens than requests.
 
     What the grid and the partial results are sized by is no length, which only the device knows,
@@ -233,13 +253,12 @@ def _launch_split(call: AttentionCall, cut: _Cut, out: Tensor) -> None:
     num_segments = -(-num_blocks * constants["BLOCK_SIZE"] // segment)
     if call.window is not None:
         num_segments = min(num_segments, -(-(call.window + most_tokens) // segment) + 1)
-    num_heads, head_dim = call.q.shape[1:]
-    partial = torch.empty(
-        (slots, num_heads, num_segments, head_dim + 4), dtype=torch.float32, device=call.q.device
-    )
+    num_heads, device = call.q.shape[1], call.q.device
+    shape = (slots, num_heads, num_segments, constants["D"] + 4)
+    partial = torch.empty(shape, dtype=torch.float32, device=device)
     every_and_requests = {"EVERY": every, "REQUESTS": padded_requests(num_requests)}
     items = slots * num_segments * constants["KV_HEADS"]
-    programs = cut.tiles.programs_per_sm * multiprocessors(call.q.device)
+    programs = cut.tiles.programs_per_sm * multiprocessors(device)
     window, exponent_scale = call.window or 0, call.scale * LOG2_E
     launch(
         attend_split,

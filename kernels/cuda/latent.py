@@ -1,0 +1,96 @@
+"""Latent attention on CUDA: paged attention whose values are the first elements of its keys.
+
+All heads share one latent of a token, so that a program's rows are heads of few tokens. Keys are
+read once, and are values too.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from pdserve.kernels.backend import NotTakenError
+from pdserve.kernels.cuda.attention import (
+    AttentionCall,
+    AttentionTiles,
+    Cut,
+    attend_as,
+    cut_for,
+)
+from pdserve.kernels.cuda.launch import Tuning
+from pdserve.kernels.cuda.segments import DTYPES
+
+_MAX_LATENT = 512
+_FEW_HEADS = AttentionTiles(32, 1024, 16, Tuning(8, 3), 1, 32, Tuning(8, 2))
+_SOME_HEADS = AttentionTiles(32, 1024, 32, Tuning(8, 2), 1, 32, Tuning(8, 2))
+_MANY_HEADS = AttentionTiles(32, 1024, 64, Tuning(8, 2), 1, 32, Tuning(8, 2))
+_FULL = AttentionTiles(32, 1024, 16, Tuning(8, 1), 1, 16, Tuning(8, 1))
+
+
+def latent_tiles(dtype: torch.dtype, num_heads: int) -> AttentionTiles:
+    """Return how latent attention is cut on Hopper: the more heads, the fewer read a latent."""
+    if dtype == torch.float32:
+        return _FULL
+    return _FEW_HEADS if num_heads < 32 else _SOME_HEADS if num_heads < 64 else _MANY_HEADS
+
+
+def latent_attention(
+    q: Tensor,
+    kv_layer: Tensor,
+    block_tables: Tensor,
+    query_start: Tensor,
+    context_lens: Tensor,
+    scale: float,
+    latent_dim: int,
+) -> Tensor:
+    """See ``reference.mla.latent_attention``; ``scale`` is above 0.
+
+    Raises:
+        NotTakenError: Latents are too wide, or a dtype or the cache's strides are others than
+            `ops` says.
+    """
+    cut = _cut(
+        (q.dtype, *q.shape[1:]),
+        (kv_layer.dtype, kv_layer.shape, kv_layer.stride()),
+        latent_dim,
+    )
+    call = AttentionCall(q, kv_layer, block_tables, query_start, context_lens, scale, None)
+    return attend_as(cut, call).view(len(q), q.shape[1], latent_dim)
+
+
+@cache
+def _cut(
+    query: tuple[torch.dtype, int, int],
+    layer: tuple[torch.dtype, torch.Size, tuple[int, ...]],
+    latent_dim: int,
+) -> Cut:
+    dtype, num_heads, width = query
+    layer_dtype, (_, _, _, block_size, _), strides = layer
+    rotary = width - latent_dim
+    if (
+        dtype not in DTYPES
+        or layer_dtype != dtype
+        or latent_dim > _MAX_LATENT
+        or strides[3:] != (width, 1)
+    ):
+        raise NotTakenError(
+            f"the CUDA kernels take latents of at most {_MAX_LATENT}, and queries and a cache, "
+            f"strided over blocks only, of one dtype of bf16, fp16 and fp32; not {latent_dim}, "
+            f"{dtype} and {layer_dtype}, strides {strides}"
+        )
+    tiles = latent_tiles(dtype, num_heads)
+    whole, split = (
+        max(n for n in range(1, rows + 1) if num_heads % n == 0)
+        for rows in (tiles.whole_rows, tiles.split_rows)
+    )
+    constants = {
+        "HEAD": 0,
+        "PLANE": 0,
+        "D": latent_dim,
+        "ROTARY": rotary,
+        "BLOCK_SIZE": block_size,
+        "WINDOWED": False,
+    }
+    return cut_for(tiles, num_heads, (whole, split), constants)

@@ -1,0 +1,98 @@
+"""A row of attention has the same bits in any chunk, batch and form, wherever its blocks lie."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from pdserve.kernels.cases.attention import attention_inputs
+from pdserve.kernels.cases.latent import latent_inputs
+from pdserve.kernels.registry import kernels_on
+
+pytestmark = pytest.mark.gpu
+
+LENGTH = 1200
+DTYPES = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+CHUNKS = [(0, 7), (7, 500), (500, 501), (501, 512), (512, 513), (513, LENGTH - 1), (1199, LENGTH)]
+
+
+def in_chunks(op, args, chunks) -> torch.Tensor:
+    """Attend chunks of the one request of ``args`` as the requests of one batch."""
+    q, layer, table, _, _, scale, last = args
+    starts = torch.tensor([0] + [b - a for a, b in chunks]).cumsum(0).int().to(q.device)
+    contexts = torch.tensor([b for _, b in chunks], dtype=torch.int32).to(q.device)
+    rows = torch.cat([q[a:b] for a, b in chunks])
+    tables = table.expand(len(chunks), -1).contiguous()
+    return op(rows, layer, tables, starts, contexts, scale, last)
+
+
+def assert_same_bits(op, args) -> None:
+    """Cut the request of ``args`` in every way, and move its blocks."""
+    q, layer, table, starts, contexts, scale, last = args
+    last_block = table[0, (LENGTH - 1) // layer.shape[3]].long()
+    layer[last_block, :, :, (LENGTH - 1) % layer.shape[3] + 1 :] = torch.nan
+    whole = op(*args)
+    assert whole.isfinite().all()
+    assert torch.equal(in_chunks(op, args, CHUNKS), whole)
+    assert torch.equal(torch.cat([in_chunks(op, args, [chunk]) for chunk in CHUNKS]), whole)
+    singles = list(range(0, LENGTH, 37))
+    found = in_chunks(op, args, [(at, at + 1) for at in singles])
+    assert torch.equal(found, whole[singles])
+    order = torch.randperm(len(layer), device=layer.device)
+    moved = order.argsort().int()[table.clamp(min=0).long()].contiguous()
+    assert torch.equal(op(q, layer[order], moved, starts, contexts, scale, last), whole)
+
+
+@DTYPES
+@pytest.mark.parametrize("window", [None, 700])
+@pytest.mark.parametrize(
+    ("heads", "head_dim", "block_size"),
+    [((8, 2), 128, 64), ((9, 3), 64, 16), ((4, 4), 80, 128), ((8, 1), 256, 8), ((6, 2), 96, 32)],
+)
+def test_a_row_of_paged_attention_has_its_own_bits(
+    cuda: torch.device,
+    dtype: torch.dtype,
+    heads: tuple[int, int],
+    head_dim: int,
+    block_size: int,
+    window: int | None,
+) -> None:
+    args = attention_inputs(
+        [LENGTH],
+        [LENGTH],
+        heads,
+        head_dim,
+        dtype=dtype,
+        device=cuda,
+        block_size=block_size,
+        window=window,
+    )
+    assert_same_bits(kernels_on(cuda).paged_attention, args)
+
+
+@DTYPES
+@pytest.mark.parametrize("num_heads", [16, 48, 128])
+def test_a_row_of_latent_attention_has_its_own_bits(
+    cuda: torch.device, dtype: torch.dtype, num_heads: int
+) -> None:
+    args = latent_inputs(
+        [LENGTH], [LENGTH], num_heads, (512, 64), dtype=dtype, device=cuda, block_size=64
+    )
+    assert_same_bits(kernels_on(cuda).latent_attention, args)
+
+
+def test_attention_of_single_tokens_is_captured_and_follows_its_inputs(cuda: torch.device) -> None:
+    op = kernels_on(cuda).paged_attention
+    args = attention_inputs(
+        [1] * 5, [700, 3, 64, 65, 512], (8, 2), 128, dtype=torch.bfloat16, device=cuda
+    )
+    op(*args)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = op(*args)
+    contexts = args[4]
+    for lengths in [700, 3, 64, 65, 512], [33, 2, 1, 0, 512]:
+        contexts.copy_(torch.tensor(lengths, dtype=torch.int32))
+        graph.replay()
+        assert torch.equal(found, op(*args))
