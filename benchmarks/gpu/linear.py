@@ -13,14 +13,13 @@ import subprocess
 import sys
 import tempfile
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from benchmarks.gpu.descriptors import multiply_described
+from benchmarks.gpu.mixtures import EXPERT_TOKENS, GATED_ROWS, experts_times, sweep_gated
 from benchmarks.gpu.timing import (
     DEVICE,
     IS_DRY,
@@ -30,9 +29,8 @@ from benchmarks.gpu.timing import (
     time_eager,
     time_in_graph,
 )
-from pdserve.kernels.cuda.launch import Tuning
-from pdserve.kernels.cuda.linear import multiply
-from pdserve.kernels.cuda.tiles import ProductTile, linear_tile
+from benchmarks.gpu.ways import BASE, FEW, MANY, SOME, Way, named, swept
+from pdserve.kernels.cuda.tiles import linear_tile
 
 DTYPE = sized(torch.bfloat16, torch.float16)
 SHAPES = sized(
@@ -56,135 +54,6 @@ _WORKSPACES: dict[str, dict[str, str]] = {
     "default workspace": {},
     "small workspace": {"CUBLAS_WORKSPACE_CONFIG": ":16:8", "CUBLASLT_WORKSPACE_SIZE": "1"},
 }
-
-
-def tile(rows: int, cols: int, depth: int, warps: int, stages: int, **more: Any) -> ProductTile:
-    return ProductTile(rows=rows, cols=cols, depth=depth, tuning=Tuning(warps, stages), **more)
-
-
-DRY = [tile(16, 32, 32, 4, 3), tile(16, 64, 16, 4, 3, swapped=True), tile(32, 32, 16, 4, 3)]
-FEW_ROWS = [
-    tile(16, 16, 256, 4, 4),
-    tile(16, 16, 512, 4, 3),
-    tile(16, 32, 128, 4, 6),
-    tile(16, 32, 256, 4, 3),
-    tile(16, 32, 256, 4, 4),
-    tile(16, 32, 512, 4, 3),
-    tile(16, 32, 128, 2, 6),
-    tile(16, 64, 128, 4, 3),
-    tile(16, 64, 128, 4, 5),
-    tile(16, 64, 256, 4, 3),
-    tile(16, 64, 256, 8, 3),
-    tile(16, 64, 64, 4, 8, swapped=True),
-    tile(16, 64, 128, 4, 4, swapped=True),
-    tile(16, 64, 128, 4, 5, swapped=True),
-    tile(16, 64, 256, 4, 3, swapped=True),
-    tile(16, 128, 128, 4, 3, swapped=True),
-    tile(16, 128, 128, 8, 4, swapped=True),
-]
-SOME_ROWS = [
-    tile(64, 16, 256, 4, 4),
-    tile(64, 32, 128, 4, 4),
-    tile(64, 32, 256, 4, 3),
-    tile(64, 64, 64, 4, 5),
-    tile(64, 64, 128, 4, 3),
-    tile(64, 64, 128, 4, 4),
-    tile(64, 64, 128, 4, 4, swapped=True),
-    tile(64, 128, 64, 4, 4),
-    tile(64, 128, 64, 4, 4, swapped=True),
-    tile(64, 128, 128, 8, 3),
-]
-MANY_ROWS = [
-    tile(64, 128, 64, 4, 4),
-    tile(64, 256, 64, 4, 4),
-    tile(128, 128, 64, 4, 4),
-    tile(128, 128, 64, 8, 4),
-    tile(128, 128, 128, 8, 3),
-    tile(128, 256, 64, 8, 3),
-    tile(128, 256, 64, 8, 4),
-    tile(128, 256, 64, 8, 4, group=16),
-    tile(256, 128, 64, 8, 3),
-    tile(256, 128, 64, 8, 4, group=4),
-]
-
-
-@dataclass(frozen=True)
-class Way:
-    """A tile, loaded through pointers, or through tensor descriptors (TMA)."""
-
-    tile: ProductTile
-    is_described: bool = False
-
-    def __str__(self) -> str:
-        return ("tma " if self.is_described else "") + named(self.tile)
-
-    def multiply(self, x: Tensor, weight: Tensor, out: Tensor) -> None:
-        if self.is_described:
-            multiply_described(x, weight, out, self.tile)
-        else:
-            multiply(x[:, None], weight[None], None, out[:, None], self.tile)
-
-
-DESCRIBED_FEW = [
-    tile(16, 16, 256, 4, 4),
-    tile(16, 32, 256, 4, 4),
-    tile(16, 32, 256, 4, 6),
-    tile(16, 32, 512, 4, 4),
-    tile(16, 64, 128, 4, 5),
-    tile(16, 64, 256, 4, 4),
-    tile(16, 64, 128, 4, 5, swapped=True),
-    tile(16, 64, 256, 4, 3, swapped=True),
-    tile(16, 128, 128, 4, 3, swapped=True),
-]
-DESCRIBED_SOME = [
-    tile(64, 32, 128, 4, 5),
-    tile(64, 32, 256, 4, 4),
-    tile(64, 64, 128, 4, 3),
-    tile(64, 64, 128, 4, 5),
-    tile(64, 64, 256, 4, 3),
-    tile(64, 128, 64, 4, 4),
-    tile(64, 128, 128, 4, 4),
-]
-DESCRIBED_MANY = [
-    tile(128, 128, 64, 4, 4),
-    tile(128, 128, 64, 8, 4),
-    tile(128, 256, 64, 8, 3),
-    tile(128, 256, 64, 8, 4),
-    tile(128, 256, 64, 8, 4, group=16),
-    tile(256, 128, 64, 8, 4),
-]
-
-
-BASE = Way(sized(tile(128, 256, 64, 8, 3), DRY[-1]))
-"""Whose bits the others are compared with."""
-
-
-def ways(tiles: list[ProductTile], described: list[ProductTile]) -> list[Way]:
-    return [Way(of) for of in tiles] + [Way(of, is_described=True) for of in described]
-
-
-FEW, SOME, MANY = sized(
-    (
-        ways(FEW_ROWS, DESCRIBED_FEW),
-        ways(SOME_ROWS, DESCRIBED_SOME),
-        ways(MANY_ROWS, DESCRIBED_MANY),
-    ),
-    (ways(DRY, DRY[:2]),) * 3,
-)
-
-
-def swept(num_rows: int) -> list[Way]:
-    """Return the ways worth timing for a number of rows."""
-    if num_rows <= 16:
-        return FEW
-    return SOME if num_rows <= 64 else MANY
-
-
-def named(of: ProductTile) -> str:
-    tuning = of.tuning
-    text = f"{of.rows}x{of.cols}x{of.depth} w{tuning.warps} s{tuning.stages}"
-    text += "" if of.group == 8 else f" g{of.group}"
-    return text + (" swapped" if of.swapped else "")
 
 
 def random(*shape: int, seed: int, scale: float = 1.0) -> Tensor:
@@ -406,12 +275,17 @@ def sweep(name: str, num_rows: int, peak: dict[str, float]) -> dict[str, Any]:
 
 def best_rows(results: dict[str, Any]) -> dict[str, str]:
     """Return the fastest tile of each shape and number of rows, in a line each."""
-    return {
-        name: " ".join(f"{of} {row['us']} us {row['share']:.0%}" for of, row in one["best"].items())
-        + f"; cuBLAS {one['cublas']['us']} us {one['cublas']['share']:.0%}"
-        for name, one in results.items()
-        if name.startswith("tiles ") and "best" in one
-    }
+    lines = {}
+    for name, one in results.items():
+        if not name.startswith("tiles ") or "best" not in one:
+            continue
+        beside = "cublas" if "cublas" in one else "in_turn"
+        ((of, row),) = one["best"].items()
+        lines[name] = (
+            f"{of} {row['us']} us {row.get('share', 0):.1%}; "
+            f"{beside} {one[beside]['us']} us {one[beside]['share']:.1%}"
+        )
+    return lines
 
 
 def run(limit_s: float) -> dict[str, Any]:
@@ -436,7 +310,16 @@ def run(limit_s: float) -> dict[str, Any]:
                 f"tiles {name} {num_rows}",
                 lambda name=name, num_rows=num_rows: sweep(name, num_rows, peak),
             )
-    experiments.run("best", lambda: best_rows(experiments.results))
+    for num_rows in GATED_ROWS:
+        experiments.run(
+            f"tiles gated {num_rows}", lambda num_rows=num_rows: sweep_gated(num_rows, peak)
+        )
+    for num_tokens in EXPERT_TOKENS:
+        experiments.run(
+            f"experts {num_tokens}", lambda num_tokens=num_tokens: experts_times(num_tokens, peak)
+        )
+    best = experiments.results["best"] = best_rows(experiments.results)
+    print(*(f"linear: best: {name}: {row}" for name, row in best.items()), sep="\n", flush=True)
     return experiments.results
 
 
