@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
-from pdserve.kernels.cuda.linear import CudaLinear
 from pdserve.kernels.reference.moe import RoutingRule
 from pdserve.kernels.reference.moe import route as reference_route
 from pdserve.kernels.registry import kernels_on
@@ -70,6 +69,9 @@ def test_a_row_of_heads(cuda: torch.device, dtype: torch.dtype) -> None:
 
 @dtypes
 def test_a_product_with_its_activation(cuda: torch.device, dtype: torch.dtype) -> None:
+    # Not interpreted: where there is no device, other tests are the first to import it.
+    from pdserve.kernels.cuda.linear import CudaLinear
+
     kernels = kernels_on(cuda)
     layer = kernels.linear_of(random(cuda, dtype, 3000, 512, scale=0.05))
     assert isinstance(layer, CudaLinear)
