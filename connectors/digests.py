@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import itertools
 import threading
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
 
 _WORD_BYTES = 4
 _DIGEST = np.dtype("<u8")
+_of_thread = threading.local()
 
 
 class BlockDigests:
@@ -194,13 +196,11 @@ class BlockDigests:
         """Read memory: digests `[num_rows, layers, heads]` of spans as `kv_digests` takes them."""
         constants = word_constants(self._shape.block_size, _words(self._shape))
         places = torch.from_numpy(np.asarray(spans, dtype=np.int64))
-        return (
-            self._kv_digests(
+        with _beside_steps(self._kv):
+            sums = self._kv_digests(
                 self._memory[:, layers], places, constants, self._keys[layers], num_rows
             )
-            .numpy()
-            .view(np.uint64)
-        )
+        return sums.numpy().view(np.uint64)
 
 
 def digests_of(
@@ -254,13 +254,14 @@ def digests_of(
     memory = byte_grid(kv, dest, mine)[
         :, _within(route.layers, mine.layers), :, _within(route.heads, mine.heads)
     ]
-    found = kernels_on(kv.device).kv_digests(
-        memory,
-        torch.from_numpy(spans),
-        word_constants(source.block_size, _words(source)),
-        _keys(source, share),
-        int(spans[-1, 0]) + 1,
-    )
+    with _beside_steps(kv):
+        found = kernels_on(kv.device).kv_digests(
+            memory,
+            torch.from_numpy(spans),
+            word_constants(source.block_size, _words(source)),
+            _keys(source, share),
+            int(spans[-1, 0]) + 1,
+        )
     return _bytes_of(found.numpy().view(np.uint64))
 
 
@@ -300,6 +301,20 @@ def byte_grid(kv: Tensor, shape: KVShape, shard: Shard) -> Tensor:
     dims = (shape.num_blocks, len(shard.layers), shape.num_planes, *inner, vector_bytes)
     blocks = kv.view(-1).view(torch.uint8).view(dims)
     return blocks if is_hnd else blocks.transpose(3, 4)
+
+
+def _beside_steps(kv: Tensor) -> AbstractContextManager[object]:
+    """On CUDA, a stream of this thread's own.
+
+    A step that the model's thread has queued does not write what is digested: there is no reason
+    to wait until it is over.
+    """
+    if not kv.is_cuda:
+        return nullcontext()
+    streams: dict[torch.device, torch.cuda.Stream] = _of_thread.__dict__.setdefault("streams", {})
+    if kv.device not in streams:
+        streams[kv.device] = torch.cuda.Stream(kv.device, priority=-1)  # type: ignore[no-untyped-call]
+    return torch.cuda.stream(streams[kv.device])
 
 
 def _equal_columns(table: npt.NDArray[np.bool_]) -> Iterator[slice]:
