@@ -24,7 +24,7 @@ from pdserve.connectors.null import NullConnector
 from pdserve.engine.core import EngineCore
 from pdserve.executor.toy import TOY_VOCAB_SIZE, ToyExecutor, toy_shape
 from pdserve.observe.clock import SystemClock
-from pdserve.observe.trace import CLOCK_ID, MAX_EVENTS, Recorder
+from pdserve.observe.trace import CLOCK_ID, Recorder
 from pdserve.scheduler.steps import Step
 from pdserve.wire.ids import EngineId, Incarnation, RequestId
 from pdserve.wire.request import GenerateRequest
@@ -159,9 +159,11 @@ def _running(batch: int) -> Scheduler:
 
 def _dump() -> dict[str, Any]:
     recorder = Recorder(horizon_s=1e9)
-    for index in range(MAX_EVENTS):
-        at_s = 1e5 + index * 0.001
-        recorder.add(StepEvent(at_s, at_s - 0.005, at_s - 0.005, index, 32, 0, 32, 0.004))
+    num_events = 0
+    while not recorder.num_dropped:
+        at_s = 1e5 + num_events * 0.001
+        recorder.add(StepEvent(at_s, at_s - 0.005, at_s - 0.005, num_events, 32, 0, 32, 0.004))
+        num_events += 1
     start_s = time.perf_counter()
     dump = recorder.dump(
         1e9, clock=SystemClock(), part=Part.CORE, role="both", engine_id="e", running=[]
@@ -169,12 +171,12 @@ def _dump() -> dict[str, Any]:
     copied_s = time.perf_counter() - start_s
     longest_s, num_bytes = 0.0, 0
     begun_s = time.perf_counter()
-    for piece in dump.pieces():
+    for piece in dump.pieces:
         now_s = time.perf_counter()
         longest_s, begun_s = max(longest_s, now_s - begun_s), now_s
         num_bytes += len(piece)
     return {
-        "events": MAX_EVENTS,
+        "events": num_events - recorder.num_dropped,
         "snapshot_ms": round(copied_s * 1e3, 2),
         "longest_piece_ms": round(longest_s * 1e3, 2),
         "all_ms": round((time.perf_counter() - start_s) * 1e3, 1),

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from pdserve.observe.trace import CLOCK_ID, Dump, whole
+from pdserve.observe.trace import CLOCK_ID, Dump, encoded, whole
 from pdserve.proxy.errors import WorkerError
 from pdserve.proxy.live import finished
 from pdserve.proxy.story import Mode
@@ -138,14 +138,14 @@ class Tracer:
             events += [front_request(each, is_over=True) for each in batch]
             await asyncio.sleep(0)  # streams go on between two batches
         dump = Dump(
-            [*events, *stories],
+            encoded([*events, *stories]),
             since_s=self._recent.complete_since_s(until_s - seconds),
             num_dropped=0,
             clock=self._clock,
             part=Part.PROXY,
         )
         pieces = []
-        for piece in dump.pieces():
+        for piece in dump.pieces:
             pieces.append(piece)
             await asyncio.sleep(0)
         return whole(dump.process, pieces)

@@ -296,7 +296,7 @@ class EngineProcess:
             engine_id=self._info.engine_id,
             running=scheduler.trace_of_running(),
         )
-        pieces = (TracePiece(number, events) for events in dump.pieces())
+        pieces = (TracePiece(number, events) for events in dump.pieces)
         return itertools.chain(pieces, [TracePiece(number, b"", dump.process)])
 
     def _publish_piece(self) -> None:

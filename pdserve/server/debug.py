@@ -83,7 +83,7 @@ async def _own(service: Service, seconds: float) -> ProcessTrace:
         running=[traced(service, job, "") for job in service.jobs.values()],
     )
     pieces = []
-    for piece in dump.pieces():
+    for piece in dump.pieces:
         pieces.append(piece)
         await asyncio.sleep(0)  # streams go on between two of them
     return whole(dump.process, pieces)

@@ -204,7 +204,7 @@ class ProcessTrace(msgspec.Struct, frozen=True, kw_only=True):
         Raises:
             msgspec.MsgspecError: They are not what they should be.
         """
-        return _EVENTS.decode(self.events)
+        return EVENTS.decode(self.events)
 
 
 class ClockReading(msgspec.Struct, frozen=True, kw_only=True):
@@ -259,4 +259,5 @@ class Collection(msgspec.Struct, frozen=True, kw_only=True):
     missing: list[Missing] = []
 
 
-_EVENTS: msgspec.json.Decoder[list[Event]] = msgspec.json.Decoder(list[Event])
+EVENTS: msgspec.json.Decoder[list[Event]] = msgspec.json.Decoder(list[Event])
+"""Reads what `ProcessTrace.events` holds."""
