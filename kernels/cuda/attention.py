@@ -2,8 +2,8 @@
 
 `segments` says why a row's bits do not depend on which of the two forms computed it. The choice is
 therefore free, and is made from shapes on the host and from lengths on the device, so that nothing
-waits: requests with one query token are cut into segments, which a fixed number of programs take
-in turn; requests with more are cut into tiles of tokens.
+waits: requests with one query token, and steps of few tokens, are cut into segments, which a fixed
+number of programs take in turn; requests with more are cut into tiles of tokens.
 """
 
 from __future__ import annotations
@@ -31,6 +31,8 @@ from pdserve.kernels.cuda.segments import (
 
 _MAX_HEAD_DIM = 256
 _MAX_GROUP = 64
+_FEW_TOKENS = 32
+"""At most so many are all cut into segments: their tiles would be too few for the device."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,10 +208,11 @@ def attend_as(cut: Cut, call: AttentionCall) -> Tensor:
     q, num_requests = call.q, len(call.context_lens)
     num_tokens, num_heads, _ = q.shape
     out = torch.empty((num_tokens, num_heads * cut.whole["D"]), dtype=q.dtype, device=q.device)
-    if num_tokens > num_requests:
+    every = num_tokens <= max(num_requests, _FEW_TOKENS)
+    if not every:
         _launch_whole(call, cut, out)
-    if num_tokens == 1 or num_requests > 1:
-        _launch_split(call, cut, out)
+    if every or num_requests > 1:
+        _launch_split(call, cut, out, every=every)
     return out
 
 
@@ -239,14 +242,13 @@ def _launch_whole(call: AttentionCall, cut: Cut, out: Tensor) -> None:
     )
 
 
-def _launch_split(call: AttentionCall, cut: Cut, out: Tensor) -> None:
-    """Compute the requests with one query token; all, where there are no more tokens than requests.
+def _launch_split(call: AttentionCall, cut: Cut, out: Tensor, *, every: bool) -> None:
+    """Compute the requests with one query token, or ``every`` request.
 
     What the grid and the partial results are sized by is no length, which only the device knows,
     but the widest that the tables, or the window, can hold.
     """
     num_tokens, num_requests = len(call.q), len(call.context_lens)
-    every = num_tokens <= num_requests
     slots, most_tokens = (num_tokens, num_tokens) if every else (num_requests, 1)
     constants, segment = cut.split, cut.tiles.segment
     num_blocks = min(call.block_tables.shape[1], len(call.kv_layer))

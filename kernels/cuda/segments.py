@@ -8,8 +8,9 @@ segments (prefill), or many do one each and `merge` brings them together (decode
 segments that a row does not see change no bit of it.
 
 Row sums are sums of integers, which no layout of threads can reorder: probabilities lie in [0, 1],
-and 2 + p, rounded to fp32, is a multiple of 2**-22. Scores are kept unscaled; the scale and the
-change of base are one factor of the exponent.
+so that 2 + p, rounded to fp32, has the bits of 2 plus a count of 2**-22. The bits of 2, once for
+each key of a tile, overflow out of the sum. Scores are kept unscaled; the scale and the change of
+base are one factor of the exponent.
 """
 
 from __future__ import annotations
@@ -81,8 +82,8 @@ def update(
     safe = tl.where(new_top == float("-inf"), 0.0, new_top)
     p = tl.exp2(tl.fma(s, exponent_scale, (safe * -exponent_scale)[:, None]))
     a = tl.exp2((top - safe) * exponent_scale)
-    units = (p + 2.0).to(tl.int32, bitcast=True) - 0x40000000
-    mass = mass * a + tl.sum(units, 1).to(tl.float32) * 2.384185791015625e-07
+    units = tl.sum((p + 2.0).to(tl.int32, bitcast=True), 1) & 0x3FFFFFFF
+    mass = mass * a + units.to(tl.float32) * 2.384185791015625e-07
     acc = tl.dot(p.to(v.dtype), v, acc * a[:, None], input_precision="ieee")
     return acc, mass, new_top
 
