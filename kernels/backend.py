@@ -15,13 +15,13 @@ colocated serving the same. The reference promises no such thing.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from pdserve.kernels.ops import Ops
+from pdserve.kernels.ops import Ops, SamplingOps
 from pdserve.kernels.reference.halves import Attention, AttentionWeights, Mlp, MlpWeights
 from pdserve.kernels.reference.linear import PackedLinear
 from pdserve.kernels.reference.mla import PackedHeads
@@ -82,6 +82,7 @@ class KernelBackend(Ops):
         experts: A layer's experts, likewise.
         mlp: A half layer.
         attention: The other half.
+        sampling: What is asked of it only where logits are not in the host's memory.
     """
 
     name: str
@@ -91,6 +92,7 @@ class KernelBackend(Ops):
     experts: MakeExperts = PackedExperts
     mlp: Callable[[Ops, MlpWeights], Mlp] = Mlp
     attention: Callable[[Ops, AttentionWeights], Attention] = Attention
+    sampling: SamplingOps = field(default_factory=SamplingOps)
 
     def linear_of(
         self, weight: Tensor, bias: Tensor | None = None, *, out_dtype: torch.dtype | None = None

@@ -31,11 +31,23 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Protocol
 
 from torch import Tensor
 
-from pdserve.kernels.reference import activation, attention, chunks, digest, mla, moe, norm, rope
+from pdserve.kernels.reference import (
+    activation,
+    attention,
+    chunks,
+    digest,
+    mla,
+    moe,
+    norm,
+    rope,
+    sampling,
+)
 from pdserve.kernels.reference.moe import RoutingRule
+from pdserve.kernels.reference.sampling import Draws
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,3 +80,27 @@ class Ops:
     scatter_chunks: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor], Tensor] = (
         chunks.scatter_chunks
     )
+
+
+class DrawTokens(Protocol):
+    """Draws tokens, as `reference.sampling.draw`, whose arguments these are."""
+
+    def __call__(
+        self,
+        logits: Tensor,
+        peaks: Tensor,
+        draws: Draws,
+        tokens: Tensor,
+        *,
+        by_k: bool,
+        by_p: bool,
+    ) -> None:
+        """Write the tokens of the drawn rows."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingOps:
+    """How tokens are chosen where logits lie, on a device with memory of its own."""
+
+    largest: Callable[[Tensor], tuple[Tensor, Tensor]] = sampling.largest
+    draw: DrawTokens = sampling.draw

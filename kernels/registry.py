@@ -25,7 +25,8 @@ BACKENDS: Mapping[str, str] = {
 }
 """Device type -> the module whose ``load`` makes its backend. Others have the reference."""
 
-_NOT_IMPLEMENTATIONS = frozenset({"name", "description"})
+_NOT_IMPLEMENTATIONS = frozenset({"name", "description", "sampling"})
+"""Of the fields of a backend; tokens are chosen on the host where that is the device."""
 
 _chosen: dict[torch.device, KernelBackend] = {}
 

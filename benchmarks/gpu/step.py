@@ -19,7 +19,10 @@ from torch import Tensor
 
 from benchmarks.gpu.llama import ARCH, Rows, StepBytes, layers_of, make_kv, make_model
 from benchmarks.gpu.plain_step import PlainStep
-from benchmarks.gpu.timing import DEVICE, IS_DRY, Experiments, sized, time_eager
+from benchmarks.gpu.timing import DEVICE, IS_DRY, Experiments, sized, time_eager, time_in_graph
+from pdserve.kernels.reference import sampling as reference
+from pdserve.kernels.reference.sampling import Draws
+from pdserve.kernels.registry import kernels_on
 from pdserve.kernels.step import StepInputs
 
 BATCHES = sized((1, 8, 64), dry=(1, 3))
@@ -67,6 +70,7 @@ class Engine:
         self._model = make_model(DEVICE)
         self.kv = make_kv(self.rows.num_blocks, DEVICE)
         self._layers = layers_of(self.kv)
+        self.sampling = kernels_on(DEVICE).sampling
         _wait()
         self.seconds = round(time.perf_counter() - began, 1)
 
@@ -79,7 +83,7 @@ class Engine:
     def step(self, inputs: StepInputs) -> tuple[Tensor, Tensor]:
         """Return logits, `[T, vocab_size]`, and the likeliest tokens, `[T]`."""
         logits = self._model.logits(self._model.forward(inputs, self._layers))
-        return logits, logits.argmax(-1)
+        return logits, self.sampling.largest(logits)[0]
 
     def last(self, inputs: StepInputs) -> Tensor:
         """Return the logits of the last token, `[vocab_size]`."""
@@ -146,6 +150,8 @@ def _measure(engine: Engine, experiments: Experiments, bytes_per_us: float) -> N
         experiments.run(
             f"eager B={batch} context={context}", lambda b=batch, c=context: run_eager(b, c)
         )
+    for batch in (BATCHES[0], BATCHES[-1]):
+        experiments.run(f"sampling B={batch}", lambda b=batch: _sampling(engine, b))
     if IS_DRY:
         return
     if experiments.run("graph with padding", lambda: _padded(engine)) is None:
@@ -157,7 +163,7 @@ def _measure(engine: Engine, experiments: Experiments, bytes_per_us: float) -> N
         found = _timed(graph.replay, StepBytes.of(batch, context), bytes_per_us)
         wanted = eager[batch, context]
         found["logits as eager"] = torch.equal(graph.logits, wanted)
-        found["tokens as eager"] = torch.equal(graph.tokens, wanted.argmax(-1))
+        found["tokens as eager"] = torch.equal(graph.tokens, engine.sampling.largest(wanted)[0])
         graph.close()
         return found
 
@@ -226,6 +232,43 @@ def _long_prompt(engine: Engine) -> dict[str, Any]:
     weights = StepBytes.of(0, 0).weights // 2 - ARCH.vocab_size * ARCH.hidden_size
     attention = 2 * ARCH.num_layers * ARCH.num_heads * ARCH.head_dim * LONG_PROMPT**2
     return timing.row(tflop_per_s=timing.tflop_per_s(2 * weights * LONG_PROMPT + attention))
+
+
+def _sampling(engine: Engine, batch: int) -> dict[str, Any]:
+    """Time the choice of tokens, and compare it with the reference's."""
+    logits = torch.randn(batch, ARCH.vocab_size, device=DEVICE) * 3
+    whole, rows = 1 << 53, torch.arange(batch, device=DEVICE)
+    draws = Draws(
+        rows=rows.int(),
+        scale=torch.full_like(rows, 1.6, dtype=torch.float32),
+        min_p=torch.zeros(batch, device=DEVICE),
+        top_k=torch.full_like(rows, 50, dtype=torch.int32),
+        top_p=torch.full_like(rows, int(0.9 * whole)),
+        uniform=(torch.rand(batch, device=DEVICE, dtype=torch.float64) * whole).long(),
+    )
+    largest, draw = engine.sampling.largest, engine.sampling.draw
+    tokens, peaks = largest(logits)
+    found: dict[str, Any] = {
+        "largest": time_in_graph(lambda _: largest(logits)).us,
+        "likeliest are the reference's": torch.equal(tokens, reference.largest(logits)[0]),
+    }
+    for by_k in (False, True):
+        for by_p in (False, True):
+            name = "drawn" + " by k" * by_k + " by p" * by_p
+            asked = draws._replace(
+                top_k=draws.top_k * by_k,
+                top_p=draws.top_p if by_p else torch.full_like(rows, whole),
+            )
+
+            def run(_: int, asked: Draws = asked, by_k: bool = by_k, by_p: bool = by_p) -> None:
+                draw(logits, peaks, asked, tokens, by_k=by_k, by_p=by_p)
+
+            run(0)
+            wanted = tokens.clone()
+            reference.draw(logits, peaks, asked, wanted, by_k=by_k, by_p=by_p)
+            found[f"{name}: as the reference, of {batch}"] = int((tokens == wanted).sum())
+            found[name] = time_in_graph(run).us
+    return found
 
 
 def _kernels(engine: Engine, batch: int) -> list[tuple[str, int, float]]:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 import torch
 
 from pdserve.kernels.backend import KernelBackend, KernelsUnavailableError
+from pdserve.kernels.ops import SamplingOps
 
 
 def load(device: torch.device, progress: Callable[[str], None]) -> KernelBackend:
@@ -30,6 +31,7 @@ def load(device: torch.device, progress: Callable[[str], None]) -> KernelBackend
         norm,
         rope,
         router,
+        sampling,
     )
 
     return KernelBackend(
@@ -46,6 +48,7 @@ def load(device: torch.device, progress: Callable[[str], None]) -> KernelBackend
         kv_digests=digest.kv_digests,
         linear=linear.CudaLinear,
         heads=linear.CudaHeads,
+        sampling=SamplingOps(largest=sampling.largest, draw=sampling.draw),
         experts=moe.CudaExperts,
         mlp=halves.make_mlp,
     )

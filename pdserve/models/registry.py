@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
     from pdserve.config.schema import EngineConfig, ModelConfig, ParallelConfig
     from pdserve.kernels.backend import KernelBackend
+    from pdserve.kernels.ops import SamplingOps
     from pdserve.kernels.step import StepInputs
     from pdserve.models.decoder import LayerHooks
     from pdserve.models.weights import Slot
@@ -103,6 +104,7 @@ class LoadedModel:
         num_kv_heads: Of this rank.
         vocab: Token ids whose logits this rank computes, on the last stage.
         experts: Where the experts are; None for a model without any.
+        sampling: How tokens are chosen where the logits are.
     """
 
     model: CausalLM
@@ -114,6 +116,7 @@ class LoadedModel:
     num_kv_heads: int
     vocab: range
     experts: ExpertParallel | None
+    sampling: SamplingOps
 
 
 def load_model(
@@ -170,6 +173,7 @@ def load_model(
         num_kv_heads=len(kv_heads_of(arch.num_kv_heads, placement)),
         vocab=model.vocab,
         experts=placement.experts,
+        sampling=kernels.sampling,
     )
 
 

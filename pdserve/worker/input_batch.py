@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from pdserve.errors import InternalError
-from pdserve.worker.step_buffers import StepBuffers
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -25,8 +24,8 @@ if TYPE_CHECKING:
     from pdserve.kernels.step import StepInputs
     from pdserve.wire.ids import BlockId, RequestId
     from pdserve.wire.step import KnownRequests, NewRequest
-    from pdserve.worker.device import Device
     from pdserve.worker.graphs import StepGraphs
+    from pdserve.worker.step_buffers import StepBuffers
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +62,7 @@ class InputBatch:
 
     Args:
         num_rows: Requests known at once, at most.
-        max_num_tokens: Tokens of one step, at most.
+        buffers: Where steps are written, of as many rows.
     """
 
     def __init__(
@@ -71,9 +70,8 @@ class InputBatch:
         *,
         num_rows: int,
         max_model_len: int,
-        max_num_tokens: int,
         block_size: int,
-        device: Device,
+        buffers: StepBuffers,
     ) -> None:
         self._block_size = block_size
         self._num_rows = num_rows
@@ -90,9 +88,7 @@ class InputBatch:
         self._last_prompt: list[int] = []
         self._last_prompt_array = np.zeros(0, dtype=np.int32)
 
-        self._buffers = StepBuffers(
-            device, num_rows=num_rows, max_blocks=max_blocks, max_num_tokens=max_num_tokens
-        )
+        self._buffers = buffers
 
     def remove(self, request_id: RequestId) -> int | None:
         """Forget a request and return its row, or None if it is not known here."""
@@ -175,7 +171,7 @@ class InputBatch:
         num_scheduled_tokens: dict[RequestId, int],
         graphs: StepGraphs[Any] | None = None,
     ) -> PreparedStep:
-        """Cut a step's inputs, and bring them to the device.
+        """Cut a step's inputs; they are the device's once they are uploaded.
 
         Args:
             graphs: May run it, if each request computes one token and samples the next.
@@ -220,10 +216,8 @@ class InputBatch:
         padded = graphs.size_for(num_requests) if graphs and does_all_sample else None
         if padded is not None:
             self._buffers.pad(num_requests, padded)
-        num_sent = num_requests if padded is None else padded
-        self._buffers.upload(num_sent)
         return PreparedStep(
-            inputs=self._buffers.inputs(total if padded is None else padded, num_sent, width),
+            inputs=self._buffers.inputs(padded or total, padded or num_requests, width),
             graph_rows=padded,
             request_ids=request_ids,
             rows=rows,
@@ -234,6 +228,10 @@ class InputBatch:
             num_outputs=(num_tokens - self._num_prompt[rows])[sampling],
             logit_rows=None if does_all_sample else self._buffers.logit_rows(len(sampling)),
         )
+
+    def upload(self, prepared: PreparedStep) -> None:
+        """Bring a step's inputs, and what else its buffers hold, to the device."""
+        self._buffers.upload(prepared.graph_rows or len(prepared.rows))
 
     def stage_padding(self) -> None:
         """Bring rows to the device that compute nothing, as many as there are at most."""

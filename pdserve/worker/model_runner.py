@@ -30,11 +30,13 @@ from pdserve.models.decoder import LayerHooks
 from pdserve.parallel.dispatch import SlicedExperts
 from pdserve.parallel.pipeline import StageLink
 from pdserve.wire.step import ModelRunnerOutput
+from pdserve.worker.device_sampler import DeviceSampler
 from pdserve.worker.graphs import StepGraphs
 from pdserve.worker.input_batch import InputBatch, PreparedStep
 from pdserve.worker.logprobs import token_logprobs
 from pdserve.worker.sampler import Sampler
 from pdserve.worker.spread_sampler import SpreadSampler
+from pdserve.worker.step_buffers import StepBuffers
 from pdserve.worker.vocabulary import SpreadVocabulary
 
 if TYPE_CHECKING:
@@ -111,15 +113,21 @@ class ModelRunner:
         self._kv_layers = [kv[:, layer] for layer in range(layout.num_layers)]
         self._device = device
         self._hooks = hooks
-        self._batch = InputBatch(
-            num_rows=scheduler.max_num_seqs,
-            max_model_len=loaded.max_model_len,
+        num_rows, block_size = scheduler.max_num_seqs, layout.block_size
+        buffers = StepBuffers(
+            device,
+            num_rows=num_rows,
+            max_blocks=-(-loaded.max_model_len // block_size),
             max_num_tokens=max(
                 scheduler.max_num_batched_tokens,
                 0 if scheduler.enable_chunked_prefill else loaded.max_model_len,
             ),
-            block_size=layout.block_size,
-            device=device,
+        )
+        self._batch = InputBatch(
+            num_rows=num_rows,
+            max_model_len=loaded.max_model_len,
+            block_size=block_size,
+            buffers=buffers,
         )
         self._dp, pp, tp = world.dp, world.pp, world.tp
         self._link = None if pp.size == 1 else StageLink(pp, device.torch, loaded.dtype)
@@ -128,8 +136,12 @@ class ModelRunner:
         # The ranks of the last stage share out the vocabulary.
         self._vocabulary: SpreadVocabulary | None = None
         self._sampler: _Sampler | None = None
-        num_rows = scheduler.max_num_seqs
-        if pp.is_last and tp.size == 1:
+        self._device_sampler: DeviceSampler | None = None
+        if pp.is_last and tp.size == 1 and not device.shares_memory:
+            self._sampler = self._device_sampler = DeviceSampler(
+                num_rows, self._vocab_size, device=device, buffers=buffers, ops=loaded.sampling
+            )
+        elif pp.is_last and tp.size == 1:
             self._sampler = Sampler(num_rows, self._vocab_size, device.torch)
         elif pp.is_last:
             self._vocabulary = SpreadVocabulary(
@@ -143,18 +155,21 @@ class ModelRunner:
         # Other ranks are met inside a step, where the host has a hand in it.
         is_alone = self._dp.size == pp.size == tp.size == 1
         has_local_experts = isinstance(loaded.experts, SlicedExperts | None)
-        self._graphs: StepGraphs[Tensor] | None = None
+        self._graphs: StepGraphs[tuple[Tensor, Tensor, Tensor]] | None = None
         if device.has_graphs and is_alone and has_local_experts:
             self._graphs = StepGraphs(device, num_rows, self._captured_step)
 
-    def capture_graphs(self, progress: Callable[[str], None]) -> None:
-        """Capture the steps that will be replayed, before the first step; it takes seconds.
+    def warm_up(self, progress: Callable[[str], None]) -> None:
+        """Compile what samples, and capture the steps that will be replayed; it takes seconds.
 
         A model that cannot be captured, as the reference runs some of its operations, has none.
 
         Args:
             progress: Told, in words, what takes so long.
         """
+        if self._device_sampler is not None:
+            with torch.inference_mode():
+                self._device_sampler.warm_up()
         if self._graphs is None:
             return
         progress("capturing decode steps as graphs")
@@ -172,10 +187,12 @@ class ModelRunner:
         if graphs is not None:
             graphs.close()
 
-    def _captured_step(self, num_rows: int) -> Tensor:
-        """Logits of a step of decode over the buffers' first rows."""
+    def _captured_step(self, num_rows: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Logits of a step of decode over the buffers' first rows, and the likeliest tokens."""
+        assert self._device_sampler is not None
         inputs = self._batch.decode_inputs(num_rows)
-        return self._model.logits(self._model.forward(inputs, self._kv_layers))
+        logits = self._model.logits(self._model.forward(inputs, self._kv_layers))
+        return logits, *self._device_sampler.choose(logits)
 
     def execute(self, step: SchedulerOutput) -> ModelRunnerOutput:
         """Run one step; when it returns, the device has finished it.
@@ -196,14 +213,20 @@ class ModelRunner:
             # What is replayed calls no hook.
             graphs = self._graphs if hooks is None else None
             prepared = self._batch.prepare(step.num_scheduled_tokens, graphs)
+            rows, sampler = prepared.rows[prepared.sampling], self._device_sampler
+            staged = None if sampler is None else sampler.stage(rows, prepared.num_outputs)
+            self._batch.upload(prepared)
             is_wave_over = self._begin(step)
             hidden_before = self._receive(step) if self._receives else None
             started_s = time.perf_counter()
             self.began_s = time.monotonic()
             prompt_logprobs: dict[RequestId, list[TokenLogprobs]] = {}
             lost: set[RequestId] = set()
+            likeliest: tuple[Tensor, Tensor] | None = None
             if graphs is not None and prepared.graph_rows is not None:
-                logits = graphs.replay(prepared.graph_rows)[: len(prepared.rows)]
+                results = graphs.replay(prepared.graph_rows)
+                logits, tokens, peaks = (each[: len(rows)] for each in results)
+                likeliest = tokens, peaks
             else:
                 hidden = self._model.forward(prepared.inputs, self._kv_layers, hooks, hidden_before)
                 if self._sends:
@@ -226,13 +249,16 @@ class ModelRunner:
                     )
                 last = hidden if prepared.logit_rows is None else hidden[prepared.logit_rows]
                 logits = self._model.logits(last)
-            # Staged inputs may be rewritten then, and KV may leave.
-            self._device.synchronize()
-            forward_s = time.perf_counter() - started_s
+            if sampler is not None and staged is not None:
+                sampled = sampler.take(logits, *(likeliest or sampler.choose(logits)), staged)
+                forward_s = time.perf_counter() - started_s
+            else:
+                # Staged inputs may be rewritten then, and KV may leave.
+                self._device.synchronize()
+                forward_s = time.perf_counter() - started_s
+                assert self._sampler is not None
+                sampled = self._sampler.sample(logits, rows, prepared.num_outputs)
             request_ids = [prepared.request_ids[i] for i in prepared.sampling.tolist()]
-            rows = prepared.rows[prepared.sampling]
-            assert self._sampler is not None
-            sampled = self._sampler.sample(logits, rows, prepared.num_outputs)
             if self._link is None:
                 self._batch.append(rows, sampled.token_ids)
             lost.update(request_ids[i] for i in sampled.non_finite)

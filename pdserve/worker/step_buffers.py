@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import torch
 
+from pdserve.kernels.reference.sampling import Draws
 from pdserve.kernels.step import StepInputs
 
 if TYPE_CHECKING:
@@ -40,6 +41,7 @@ class StepFields(Generic[T]):
         query_start: `[R + 1]` int32.
         context_lens: `[R]` int32.
         logit_rows: `[R]` int64, tokens whose logits are wanted.
+        drawn_rows, scale, min_p, top_k, top_p, uniform: `[R]`, as `Draws` names them.
         token_ids, positions, slot_mapping: `[T]` int64.
         block_tables: `[R * table_width]` int32. Last, as it is copied only as far as it is used.
     """
@@ -47,6 +49,12 @@ class StepFields(Generic[T]):
     query_start: T
     context_lens: T
     logit_rows: T
+    drawn_rows: T
+    scale: T
+    min_p: T
+    top_k: T
+    top_p: T
+    uniform: T
     token_ids: T
     positions: T
     slot_mapping: T
@@ -71,6 +79,12 @@ class StepBuffers:
             query_start=(torch.int32, num_rows + 1),
             context_lens=(torch.int32, num_rows),
             logit_rows=(torch.int64, num_rows),
+            drawn_rows=(torch.int32, num_rows),
+            scale=(torch.float32, num_rows),
+            min_p=(torch.float32, num_rows),
+            top_k=(torch.int32, num_rows),
+            top_p=(torch.int64, num_rows),
+            uniform=(torch.int64, num_rows),
             token_ids=(torch.int64, max_num_tokens),
             positions=(torch.int64, max_num_tokens),
             slot_mapping=(torch.int64, max_num_tokens),
@@ -91,6 +105,11 @@ class StepBuffers:
         )
         self._there = _cut(self._memory, sizes)
 
+    @property
+    def arrays(self) -> StepFields[NDArray[Any]]:
+        """Those that `begin` returned."""
+        return self._arrays[self._turn]
+
     def begin(self) -> StepFields[NDArray[Any]]:
         """Return the arrays of the next step, once nothing reads what they were filled with.
 
@@ -98,7 +117,7 @@ class StepBuffers:
         """
         self._turn = (self._turn + 1) % len(self._host)
         self._copied[self._turn].wait()
-        return self._arrays[self._turn]
+        return self.arrays
 
     def table_width(self, max_blocks: int) -> int:
         """Entries of a row of this step's tables, whose longest request has `max_blocks`.
@@ -109,7 +128,7 @@ class StepBuffers:
 
     def pad(self, first: int, end: int) -> None:
         """Make rows of the arrays, of one token each, that read no context and store nothing."""
-        arrays, width = self._arrays[self._turn], self._max_width
+        arrays, width = self.arrays, self._max_width
         arrays.token_ids[first:end] = 0
         arrays.positions[first:end] = 0
         arrays.slot_mapping[first:end] = -1
@@ -136,6 +155,19 @@ class StepBuffers:
             query_start=there.query_start[: num_rows + 1],
             context_lens=there.context_lens[:num_rows],
         )
+
+    def draws(self, num_draws: int) -> Draws:
+        """What is drawn of a step, likewise."""
+        there = self._there
+        columns = (
+            there.drawn_rows,
+            there.scale,
+            there.min_p,
+            there.top_k,
+            there.top_p,
+            there.uniform,
+        )
+        return Draws(*(column[:num_draws] for column in columns))
 
     def logit_rows(self, num_rows: int) -> Tensor:
         """The first of the field, on the device, likewise."""

@@ -125,7 +125,7 @@ class Worker:
             world=world,
             hooks=half if connector.capabilities.is_layerwise else None,
         )
-        self._runner.capture_graphs(self._progress)
+        self._runner.warm_up(self._progress)
         return WorkerInfo(
             rank=place.engine_rank,
             layout=layout,

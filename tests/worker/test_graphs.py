@@ -22,6 +22,7 @@ from pdserve.kernels.backend import REFERENCE
 from pdserve.models.registry import load_model
 from pdserve.parallel.group import World
 from pdserve.worker import kv_memory
+from pdserve.worker.device import HostDevice
 from pdserve.worker.graphs import StepGraphs, graph_sizes
 from pdserve.worker.model_runner import ModelRunner
 from pdserve.worker.step_buffers import StepBuffers
@@ -36,11 +37,25 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from pdserve.kernels.backend import KernelBackend
+    from pdserve.worker.device import Device
 
 CPU = torch.device("cpu")
 NUM_ROWS = 5
 SIZES = [5, 4, 2, 1]
 """Of the graphs of so many rows, in the order of their capture."""
+
+
+ASKED = {
+    "r0": params(),
+    "r1": params(temperature=0.7, seed=1),
+    "r2": params(temperature=1.2, seed=2, top_p=0.8),
+    "r3": params(),
+    "r4": params(temperature=0.9, seed=4, top_k=20, frequency_penalty=0.5),
+    "r5": params(logprobs=2),
+    "r6": params(repetition_penalty=1.5),
+    "r7": params(temperature=2.0, seed=7, min_p=0.02),
+    "r8": params(),
+}
 
 
 class Hooks:
@@ -68,7 +83,7 @@ class Engine(Driver):
     def __init__(
         self,
         directory: Path,
-        device: RecordedDevice,
+        device: Device,
         *,
         kernels: KernelBackend = CAPTURABLE,
         hooks: Hooks | None = None,
@@ -95,7 +110,7 @@ class Engine(Driver):
             hooks=hooks,
         )
         self.told: list[str] = []
-        self.runner.capture_graphs(self.told.append)
+        self.runner.warm_up(self.told.append)
         super().__init__(self.runner, SimpleNamespace(layout=layout))  # type: ignore[arg-type]
 
 
@@ -108,7 +123,7 @@ def play(engine: Engine) -> dict[str, list[int]]:
     while arriving or running:
         while arriving and len(running) < NUM_ROWS and rng.random() < 0.3:
             name, prompt = arriving.pop()
-            engine.add(name, prompt, params(seed=len(prompt), temperature=0.7 * (len(name) % 2)))
+            engine.add(name, prompt, ASKED[name])
             running.append(name)
         chosen = rng.sample(running, rng.randint(min(1, len(running)), len(running)))
         if chosen:
@@ -145,12 +160,19 @@ def test_replayed_steps_give_the_tokens_of_launched_ones(tmp_path: Path) -> None
     torch.testing.assert_close(engine.kv, launched.kv, rtol=1e-4, atol=1e-4)
 
 
-def test_a_step_brings_its_inputs_in_one_copy(tmp_path: Path) -> None:
+def test_tokens_chosen_on_a_device_are_those_chosen_on_the_host(tmp_path: Path) -> None:
+    host = Engine(tmp_path, HostDevice(CPU))
+    assert play(Engine(tmp_path, RecordedDevice())) == play(host)
+
+
+def test_a_step_is_one_copy_to_the_device_and_one_of_tokens_back(tmp_path: Path) -> None:
     engine = Engine(tmp_path, RecordedDevice())
     engine.add("r", [1, 2, 3])
     engine.device.copies.clear()
     engine.run("r", 4)
-    assert len(engine.device.copies) == 4
+    (brought, *_), came = engine.device.copies[::2], engine.device.copies[1::2]
+    assert engine.device.copies[::2] == [brought] * 4
+    assert came == [8] * 4  # a token
     assert len(engine.device.replays) == 3
 
 
