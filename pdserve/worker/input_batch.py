@@ -233,6 +233,26 @@ class InputBatch:
         """Bring a step's inputs, and what else its buffers hold, to the device."""
         self._buffers.upload(prepared.graph_rows or len(prepared.rows))
 
+    def rehearse(self, num_requests: int, num_tokens: int) -> StepInputs:
+        """Bring a step to the device that stores nothing, over prompts of equal length.
+
+        Args:
+            num_requests: At least as many as hold the tokens.
+            num_tokens: Of all of them together.
+        """
+        arrays = self._buffers.begin()
+        width = self._buffers.table_width(self._block_tables.shape[1])
+        ends = np.arange(1, num_requests + 1) * num_tokens // num_requests
+        arrays.token_ids[:num_tokens] = 0
+        arrays.positions[:num_tokens] = 0
+        arrays.slot_mapping[:num_tokens] = -1
+        arrays.query_start[0] = 0
+        arrays.query_start[1 : num_requests + 1] = ends
+        arrays.context_lens[:num_requests] = np.diff(ends, prepend=0)
+        arrays.block_tables[: num_requests * width] = 0
+        self._buffers.upload(num_requests)
+        return self._buffers.inputs(num_tokens, num_requests, width)
+
     def stage_padding(self) -> None:
         """Bring rows to the device that compute nothing, as many as there are at most."""
         self._buffers.begin()

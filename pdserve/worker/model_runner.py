@@ -31,7 +31,7 @@ from pdserve.parallel.dispatch import SlicedExperts
 from pdserve.parallel.pipeline import StageLink
 from pdserve.wire.step import ModelRunnerOutput
 from pdserve.worker.device_sampler import DeviceSampler
-from pdserve.worker.graphs import StepGraphs
+from pdserve.worker.graphs import StepGraphs, rehearsed_steps
 from pdserve.worker.input_batch import InputBatch, PreparedStep
 from pdserve.worker.logprobs import token_logprobs
 from pdserve.worker.sampler import Sampler
@@ -114,14 +114,16 @@ class ModelRunner:
         self._device = device
         self._hooks = hooks
         num_rows, block_size = scheduler.max_num_seqs, layout.block_size
+        max_num_tokens = max(
+            scheduler.max_num_batched_tokens,
+            0 if scheduler.enable_chunked_prefill else loaded.max_model_len,
+        )
+        self._rehearsed = rehearsed_steps(num_rows, max_num_tokens, loaded.max_model_len)
         buffers = StepBuffers(
             device,
             num_rows=num_rows,
             max_blocks=-(-loaded.max_model_len // block_size),
-            max_num_tokens=max(
-                scheduler.max_num_batched_tokens,
-                0 if scheduler.enable_chunked_prefill else loaded.max_model_len,
-            ),
+            max_num_tokens=max_num_tokens,
         )
         self._batch = InputBatch(
             num_rows=num_rows,
@@ -160,18 +162,23 @@ class ModelRunner:
             self._graphs = StepGraphs(device, num_rows, self._captured_step)
 
     def warm_up(self, progress: Callable[[str], None]) -> None:
-        """Compile what samples, and capture the steps that will be replayed; it takes seconds.
+        """Run what steps may launch, and capture what will be replayed; it takes seconds.
+
+        Kernels are compiled when they are first launched: no request is to wait for that.
 
         A model that cannot be captured, as the reference runs some of its operations, has none.
 
         Args:
             progress: Told, in words, what takes so long.
         """
-        if self._device_sampler is not None:
-            with torch.inference_mode():
-                self._device_sampler.warm_up()
-        if self._graphs is None:
+        if self._graphs is None or self._device_sampler is None:
             return
+        progress("compiling the device's kernels")
+        with torch.inference_mode():
+            self._device_sampler.warm_up()
+            for num_requests, num_tokens in self._rehearsed:
+                inputs = self._batch.rehearse(num_requests, num_tokens)
+                self._model.forward(inputs, self._kv_layers)
         progress("capturing decode steps as graphs")
         try:
             with torch.inference_mode():

@@ -23,7 +23,7 @@ from pdserve.models.registry import load_model
 from pdserve.parallel.group import World
 from pdserve.worker import kv_memory
 from pdserve.worker.device import HostDevice
-from pdserve.worker.graphs import StepGraphs, graph_sizes
+from pdserve.worker.graphs import StepGraphs, graph_sizes, rehearsed_steps
 from pdserve.worker.model_runner import ModelRunner
 from pdserve.worker.step_buffers import StepBuffers
 from tests.worker.capturable import CAPTURABLE
@@ -150,6 +150,19 @@ def test_sizes_rise_to_the_largest_step(max_num_rows: int, sizes: list[int]) -> 
     assert graph_sizes(max_num_rows) == sizes
 
 
+@pytest.mark.parametrize(("rows", "tokens", "length"), [(5, 256, 64), (128, 2048, 8192), (1, 7, 7)])
+def test_steps_of_every_size_are_rehearsed(rows: int, tokens: int, length: int) -> None:
+    steps = rehearsed_steps(rows, tokens, length)
+    assert len(set(steps)) == len(steps) < 24
+    for num_rows, num_tokens in steps:
+        assert num_rows <= rows
+        assert num_rows < num_tokens <= min(tokens, num_rows * length)
+    assert max(num_tokens for _, num_tokens in steps) == tokens
+    assert max(num_rows for num_rows, _ in steps) == rows
+    for num_tokens in range(2, tokens + 1):  # each size has one within its factor of two
+        assert any(num <= num_tokens < 2 * num for _, num in steps)
+
+
 def test_replayed_steps_give_the_tokens_of_launched_ones(tmp_path: Path) -> None:
     launched = Engine(tmp_path, RecordedDevice(has_graphs=False))
     wanted = play(launched)
@@ -192,7 +205,7 @@ def test_a_prompt_of_one_token_is_replayed_and_a_chunk_that_samples_nothing_is_n
 def test_capturing_computes_nothing(tmp_path: Path) -> None:
     engine = Engine(tmp_path, RecordedDevice())
     assert not engine.kv.any()
-    assert engine.told == ["capturing decode steps as graphs"]
+    assert engine.told == ["compiling the device's kernels", "capturing decode steps as graphs"]
 
 
 def test_hooks_are_called_in_every_layer_of_the_steps_that_they_have_work_in(
