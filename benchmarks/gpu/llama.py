@@ -166,6 +166,10 @@ class Rows:
         both = torch.cat([self._tokens[:batch, context - 1], tokens])
         return self._there(self._inputs(start, end, both, list(range(batch + 1))))
 
+    def blocks(self, row: int) -> list[int]:
+        """Return all blocks of a row, in order."""
+        return self._tables[row].tolist()
+
     def prompt(self, row: int, num_tokens: int) -> Tensor:
         """Return the first tokens of a row, on the host."""
         return self._tokens[row, :num_tokens]

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from benchmarks.gpu.llama import ARCH, Rows, StepBytes, layers_of, make_kv, make_model
 from benchmarks.gpu.plain_step import PlainStep
+from benchmarks.gpu.runner_step import ASKED, RunnerBench
 from benchmarks.gpu.timing import DEVICE, IS_DRY, Experiments, sized, time_eager, time_in_graph
 from pdserve.kernels.reference import sampling as reference
 from pdserve.kernels.reference.sampling import Draws
@@ -48,7 +49,10 @@ def run(limit_s: float) -> dict[str, Any]:
 
         experiments.run("model", build)
         if engines:
-            _measure(engines.pop(), experiments, bytes_per_us)
+            engine = engines.pop()
+            _measure(engine, experiments, bytes_per_us)
+            _measure_runner(engine, experiments)
+            del engine
         experiments.run("run as the reference", lambda: told.messages)
         gc.collect()
         if not IS_DRY:
@@ -67,7 +71,7 @@ class Engine:
     def __init__(self) -> None:
         began = time.perf_counter()
         self.rows = Rows(BATCHES[-1], max(*CONTEXTS, LONG_PROMPT + NUM_TOKENS), DEVICE)
-        self._model = make_model(DEVICE)
+        self.model = make_model(DEVICE)
         self.kv = make_kv(self.rows.num_blocks, DEVICE)
         self._layers = layers_of(self.kv)
         self.sampling = kernels_on(DEVICE).sampling
@@ -82,12 +86,12 @@ class Engine:
 
     def step(self, inputs: StepInputs) -> tuple[Tensor, Tensor]:
         """Return logits, `[T, vocab_size]`, and the likeliest tokens, `[T]`."""
-        logits = self._model.logits(self._model.forward(inputs, self._layers))
+        logits = self.model.logits(self.model.forward(inputs, self._layers))
         return logits, self.sampling.largest(logits)[0]
 
     def last(self, inputs: StepInputs) -> Tensor:
         """Return the logits of the last token, `[vocab_size]`."""
-        return self._model.logits(self._model.forward(inputs, self._layers)[-1:])[0]
+        return self.model.logits(self.model.forward(inputs, self._layers)[-1:])[0]
 
     def generate(self, prompt: Tensor, chunks: tuple[int, ...]) -> tuple[list[int], list[Tensor]]:
         """Compute a prompt in chunks, the last one the rest, then tokens one by one.
@@ -175,6 +179,22 @@ def _measure(engine: Engine, experiments: Experiments, bytes_per_us: float) -> N
         experiments.run(
             f"kernels B={batch} context={CONTEXTS[-1]}", lambda b=batch: _kernels(engine, b)
         )
+
+
+def _measure_runner(engine: Engine, experiments: Experiments) -> None:
+    """Run steps of decode through the model runner, as an engine does."""
+    benches: list[RunnerBench] = []
+
+    def build() -> dict[str, Any]:
+        benches.append(RunnerBench(engine.model, engine.kv, engine.rows, BATCHES[-1]))
+        return {"warm-up": benches[0].warm_up_s, "has graphs": benches[0].has_graphs}
+
+    experiments.run("runner", build)
+    for batch in BATCHES if benches else ():
+        for name, sampling in ASKED.items():
+            experiments.run(
+                f"runner B={batch} {name}", lambda b=batch, s=sampling: benches[0].run(b, s)
+            )
 
 
 def _chunks(engine: Engine) -> dict[str, Any]:

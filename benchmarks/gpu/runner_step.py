@@ -1,0 +1,139 @@
+"""Steps of decode through the engine's own model runner: what one costs, host and all.
+
+Requests come with KV that is there already, and each step computes a token of every one. Between
+steps nothing waits; the time is that from one step's call to the next one's.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from benchmarks.gpu.llama import ARCH, BLOCK_SIZE, DTYPE, MAX_POSITIONS
+from benchmarks.gpu.timing import DEVICE, sized
+from pdserve.config.schema import SchedulerConfig
+from pdserve.connectors.base import KVLayout
+from pdserve.kernels.registry import kernels_on
+from pdserve.models.registry import LoadedModel
+from pdserve.parallel.group import World
+from pdserve.wire.ids import BlockId, RequestId
+from pdserve.wire.sampling import SamplingParams
+from pdserve.wire.step import KnownRequests, NewRequest, SchedulerOutput
+from pdserve.worker.device import device_of
+from pdserve.worker.model_runner import ModelRunner
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from benchmarks.gpu.llama import Rows
+    from pdserve.models.decoder import Decoder
+
+CONTEXT = sized(1024, dry=20)
+NUM_STEPS = sized(60, dry=5)
+_GREEDY = SamplingParams(max_tokens=NUM_STEPS, seed=0, temperature=0.0)
+ASKED = {
+    "greedy": _GREEDY,
+    "drawn": msgspec.structs.replace(_GREEDY, temperature=0.8),
+    "drawn, top_p": msgspec.structs.replace(_GREEDY, temperature=0.8, top_p=0.9),
+    "penalties": msgspec.structs.replace(_GREEDY, frequency_penalty=0.5),
+}
+
+
+class RunnerBench:
+    """A model runner over a model and a pool of KV.
+
+    Attributes:
+        warm_up_s: Seconds that its warm-up took.
+        has_graphs: Whether it replays.
+    """
+
+    def __init__(self, model: Decoder, kv: Tensor, rows: Rows, max_num_rows: int) -> None:
+        self._rows = rows
+        self._step_id = 0
+        self._gone: list[RequestId] = []
+        loaded = LoadedModel(
+            model,
+            ARCH,
+            DTYPE,
+            MAX_POSITIONS,
+            weights_digest="",
+            layers=range(ARCH.num_layers),
+            num_kv_heads=ARCH.num_kv_heads,
+            vocab=model.vocab,
+            experts=None,
+            sampling=kernels_on(DEVICE).sampling,
+        )
+        layout = KVLayout(
+            num_blocks=len(kv),
+            num_layers=ARCH.num_layers,
+            num_kv_heads=ARCH.num_kv_heads,
+            block_size=BLOCK_SIZE,
+            head_dim=ARCH.head_dim,
+            dtype=str(DTYPE).removeprefix("torch."),
+            dtype_bytes=DTYPE.itemsize,
+        )
+        self._runner = ModelRunner(
+            loaded,
+            kv,
+            layout,
+            SchedulerConfig(max_num_seqs=max_num_rows, max_num_batched_tokens=2048),
+            device=device_of(DEVICE),
+            world=World.alone(),
+        )
+        began = time.perf_counter()
+        self._runner.warm_up(print)
+        self.warm_up_s = round(time.perf_counter() - began, 1)
+        self.has_graphs = self._runner._graphs is not None
+
+    def run(self, batch: int, sampling: SamplingParams) -> dict[str, Any]:
+        """Decode `batch` rows; microseconds of a step, and of the part in which the host waits."""
+        names = [RequestId(f"{batch} {sampling.temperature} {row}") for row in range(batch)]
+        new = [
+            NewRequest(
+                request_id=name,
+                prompt_token_ids=self._rows.prompt(row, CONTEXT).tolist(),
+                output_token_ids=[],
+                sampling=msgspec.structs.replace(sampling, seed=row),
+                block_ids=[BlockId(block) for block in self._rows.blocks(row)],
+                num_computed_tokens=CONTEXT - 1,
+            )
+            for row, name in enumerate(names)
+        ]
+        known = KnownRequests()
+        walls, waits = [], []
+        tokens: list[int] = []
+        for at in range(CONTEXT, CONTEXT + NUM_STEPS):
+            gone, self._gone = self._gone, []
+            self._step_id += 1
+            step = SchedulerOutput(
+                step_id=self._step_id,
+                new_requests=new,
+                known_requests=known,
+                num_scheduled_tokens=dict.fromkeys(names, 1),
+                gone_request_ids=gone,
+            )
+            began = time.perf_counter()
+            output = self._runner.execute(step)
+            walls.append((time.perf_counter() - began) * 1e6)
+            waits.append(output.forward_s * 1e6)
+            assert not output.non_finite_ids, output.non_finite_ids
+            tokens.append(output.sampled_token_ids[0])
+            new, known = (
+                [],
+                KnownRequests(
+                    request_ids=names,
+                    new_block_ids=[[] for _ in names],
+                    num_computed_tokens=[at] * batch,
+                ),
+            )
+        self._gone = names
+        return {
+            "us": round(statistics.median(walls), 1),
+            "forward_us": round(statistics.median(waits), 1),
+            "worst_us": round(max(walls[2:]), 1),
+            "tokens_per_s": round(batch / statistics.median(walls) * 1e6, 1),
+            "tokens": tokens[:8],
+        }
