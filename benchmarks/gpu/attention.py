@@ -33,6 +33,7 @@ from benchmarks.gpu.timing import (
     time_in_graph,
 )
 from pdserve.kernels.cases.case import draw
+from pdserve.kernels.cases.latent import latent_inputs
 from pdserve.kernels.cuda.attention import (
     AttentionCall,
     AttentionTiles,
@@ -40,7 +41,9 @@ from pdserve.kernels.cuda.attention import (
     paged_attention,
     tiles_for,
 )
+from pdserve.kernels.cuda.latent import latent_attention
 from pdserve.kernels.cuda.launch import Tuning
+from pdserve.kernels.reference import mla
 
 DTYPE = sized(torch.bfloat16, torch.float16)
 HEADS = sized((32, 8), (4, 2))
@@ -48,25 +51,42 @@ HEAD_DIM = sized(128, 32)
 BLOCK_SIZE = 64
 BASE = tiles_for(DTYPE, HEAD_DIM)
 
-DECODES = sized([(1, 32768), (8, 8192), (64, 2048), (64, 128)], [(1, 600), (3, 70)])
+DECODES = sized(
+    [(1, 32768), (8, 8192), (64, 2048), (64, 128), (1, 2048), (1, 512), (8, 2048)],
+    [(1, 600), (3, 70)],
+)
 """Requests, and the context of each."""
 
 PROMPTS = sized([2048, 8192, 16384], [70])
 
 SPLITS = [
-    replace(BASE, segment=segment, split=Tuning(warps, stages), programs_per_sm=programs)
+    replace(
+        BASE,
+        segment=segment,
+        split=Tuning(warps, stages, overlaps=True),
+        programs_per_sm=programs,
+    )
     for segment in sized((512, 1024, 256), (512,))
-    for warps, stages in sized(((4, 2), (4, 3), (4, 4), (8, 3)), ((4, 2),))
-    for programs in sized((1, 2, 3, 4), (2,))
+    for warps, stages, programs in sized(
+        ((4, 2, 2), (4, 2, 3), (4, 3, 2), (4, 3, 3), (4, 4, 2), (8, 3, 2)), ((4, 2, 2),)
+    )
 ]
 WHOLES = [
-    replace(BASE, tile=tile, segment=segment, whole_rows=rows, whole=Tuning(warps, stages))
+    replace(
+        BASE,
+        tile=tile,
+        segment=segment,
+        whole_rows=rows,
+        whole=Tuning(warps, stages, overlaps=True),
+    )
+    for segment in sized((512, 1024), (512,))
     for tile, rows, warps, stages in sized(
-        ((64, 128, 8, 3), (64, 128, 8, 2), (64, 128, 8, 4), (64, 64, 4, 2), (128, 128, 8, 2)),
+        ((64, 128, 8, 3), (64, 128, 8, 4), (64, 64, 4, 3), (64, 64, 4, 2), (128, 128, 8, 2)),
         ((64, 128, 8, 3),),
     )
-    for segment in sized((512, 1024, 2048), (512,))
 ]
+LATENTS = sized([(8, 8192, 16), (64, 2048, 16), (8, 8192, 128)], [(2, 70, 4)])
+"""Requests, the context of each, and heads."""
 
 
 def named(tiles: AttentionTiles, *, split: bool) -> str:
@@ -385,6 +405,38 @@ def prefill(experiments: Experiments) -> None:
             )
 
 
+def latents(num_requests: int, context: int, num_heads: int) -> dict[str, Any]:
+    """Time single tokens over DeepSeek-V3's latents, as shares of reading them once."""
+    dims = sized((512, 64), (32, 16))
+    num_bytes = num_requests * context * sum(dims) * DTYPE.itemsize
+    sets = [
+        latent_inputs(
+            [1] * num_requests,
+            [context] * num_requests,
+            num_heads,
+            dims,
+            dtype=DTYPE,
+            device=DEVICE,
+            block_size=BLOCK_SIZE,
+        )
+        for _ in range(min(3, num_rotated(num_bytes)))
+    ]
+    error = (latent_attention(*sets[0]) - mla.latent_attention(*sets[0])).abs().max().item()
+    timing = time_in_graph(lambda i: latent_attention(*sets[i % len(sets)]))
+    return timing.row(gb_per_s=timing.gb_per_s(num_bytes), error=error, sets=len(sets))
+
+
+def latent_prompt() -> dict[str, Any]:
+    """Time a prompt over latents."""
+    length, num_heads, dims = sized((4096, 16, (512, 64)), (70, 4, (32, 16)))
+    args = latent_inputs(
+        [length], [length], num_heads, dims, dtype=DTYPE, device=DEVICE, block_size=BLOCK_SIZE
+    )
+    timing = time_eager(lambda _: latent_attention(*args), budget_s=0.1)
+    num_flops = num_heads * (2 * dims[0] + dims[1]) * length * (length + 1)
+    return timing.row(tflop_per_s=timing.tflop_per_s(num_flops))
+
+
 def chunks() -> dict[str, Any]:
     """Time chunks at the end of a long context, alone and with single tokens beside them."""
     context, num_decodes = sized((8192, 32), (130, 3))
@@ -448,4 +500,8 @@ def run(limit_s: float) -> dict[str, Any]:
         decode(experiments, num_requests, context)
     prefill(experiments)
     experiments.run("chunks", chunks)
+    for of in LATENTS:
+        name = "latents: {} x {}, {} heads".format(*of)
+        experiments.run(name, lambda of=of: latents(*of))
+    experiments.run("latents: prompt", latent_prompt)
     return experiments.results

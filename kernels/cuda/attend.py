@@ -12,6 +12,7 @@ from typing import Any
 import triton
 import triton.language as tl
 
+from pdserve.kernels.cuda.launch import wait_for_previous
 from pdserve.kernels.cuda.segments import (
     find,
     first_segment,
@@ -196,6 +197,7 @@ def attend_split(
     REQUESTS: tl.constexpr,
     EVERY: tl.constexpr,
     WINDOWED: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ) -> None:
     """Compute segments of requests with at most ``most_tokens`` query tokens into ``partial``.
 
@@ -206,6 +208,7 @@ def attend_split(
         kv: One layer, ``[blocks, 2, KV_HEADS, BLOCK_SIZE, D]``, strided over blocks.
         partial: ``[slots, heads, num_segments, D + 4]`` fp32; see `segments.merge`.
     """
+    wait_for_previous(OVERLAPS)
     lengths, all_contexts = request_lengths(query_start, contexts, num_requests, REQUESTS)
     starts = first_segment(lengths, all_contexts, window, SEGMENT, WINDOWED)
     units = tl.cdiv(lengths, TOKENS) * (tl.cdiv(all_contexts, SEGMENT) - starts)
@@ -355,12 +358,14 @@ def attend_whole(
     BLOCK_SIZE: tl.constexpr,
     REQUESTS: tl.constexpr,
     WINDOWED: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ) -> None:
     """Compute rows of requests with at least ``least_tokens`` query tokens.
 
     Grid: at least as many programs as (token tile, KV head); the rest end at once. Within a request
     the tiles that see most keys come first.
     """
+    wait_for_previous(OVERLAPS)
     lengths, _ = request_lengths(query_start, contexts, num_requests, REQUESTS)
     ends = tl.cumsum(tl.where(lengths >= least_tokens, tl.cdiv(lengths, TOKENS), 0), 0)
     pid = tl.program_id(0)

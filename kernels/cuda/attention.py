@@ -58,10 +58,14 @@ class AttentionTiles:
     whole: Tuning
 
 
-_HALF = AttentionTiles(64, 512, 16, Tuning(4, 2), 3, 128, Tuning(8, 3))
-_HALF_WIDE = AttentionTiles(64, 512, 16, Tuning(4, 2), 1, 64, Tuning(8, 2))
-_FULL = AttentionTiles(32, 512, 16, Tuning(4, 2), 2, 32, Tuning(4, 2))
-_FULL_WIDE = AttentionTiles(32, 512, 16, Tuning(8, 1), 1, 16, Tuning(8, 1))
+def _tuned(warps: int, stages: int) -> Tuning:
+    return Tuning(warps, stages, overlaps=True)
+
+
+_HALF = AttentionTiles(64, 512, 16, _tuned(4, 3), 2, 128, _tuned(8, 3))
+_HALF_WIDE = AttentionTiles(64, 512, 16, _tuned(4, 2), 1, 64, _tuned(8, 2))
+_FULL = AttentionTiles(32, 512, 16, _tuned(4, 2), 2, 32, _tuned(4, 2))
+_FULL_WIDE = AttentionTiles(32, 512, 16, _tuned(8, 1), 1, 16, _tuned(8, 1))
 
 
 def tiles_for(dtype: torch.dtype, head_dim: int) -> AttentionTiles:
@@ -205,7 +209,7 @@ def _rows_of(num_heads: int, group: int, rows: int) -> dict[str, Any]:
 
 def attend_as(cut: Cut, call: AttentionCall) -> Tensor:
     """Launch what the numbers of tokens and requests leave possible; ``[T, H * D]``."""
-    q, num_requests = call.q, len(call.context_lens)
+    q, num_requests = call.q, call.context_lens.shape[0]
     num_tokens, num_heads, _ = q.shape
     out = torch.empty((num_tokens, num_heads * cut.whole["D"]), dtype=q.dtype, device=q.device)
     every = num_tokens <= max(num_requests, _FEW_TOKENS)
@@ -218,7 +222,7 @@ def attend_as(cut: Cut, call: AttentionCall) -> Tensor:
 
 def _launch_whole(call: AttentionCall, cut: Cut, out: Tensor) -> None:
     """Compute the requests with two query tokens or more."""
-    num_tokens, num_requests = len(call.q), len(call.context_lens)
+    num_tokens, num_requests = call.q.shape[0], call.context_lens.shape[0]
     constants = cut.whole
     num_tiles = num_tokens // constants["TOKENS"] + min(num_requests, num_tokens // 2)
     launch(
@@ -248,10 +252,10 @@ def _launch_split(call: AttentionCall, cut: Cut, out: Tensor, *, every: bool) ->
     What the grid and the partial results are sized by is no length, which only the device knows,
     but the widest that the tables, or the window, can hold.
     """
-    num_tokens, num_requests = len(call.q), len(call.context_lens)
+    num_tokens, num_requests = call.q.shape[0], call.context_lens.shape[0]
     slots, most_tokens = (num_tokens, num_tokens) if every else (num_requests, 1)
     constants, segment = cut.split, cut.tiles.segment
-    num_blocks = min(call.block_tables.shape[1], len(call.kv_layer))
+    num_blocks = min(call.block_tables.shape[1], call.kv_layer.shape[0])
     num_segments = -(-num_blocks * constants["BLOCK_SIZE"] // segment)
     if call.window is not None:
         num_segments = min(num_segments, -(-(call.window + most_tokens) // segment) + 1)

@@ -23,10 +23,18 @@ from pdserve.kernels.cuda.launch import Tuning
 from pdserve.kernels.cuda.segments import DTYPES
 
 _MAX_LATENT = 512
-_FEW_HEADS = AttentionTiles(32, 1024, 16, Tuning(8, 3), 1, 32, Tuning(8, 2))
-_SOME_HEADS = AttentionTiles(32, 1024, 32, Tuning(8, 2), 1, 32, Tuning(8, 2))
-_MANY_HEADS = AttentionTiles(32, 1024, 64, Tuning(8, 2), 1, 32, Tuning(8, 2))
-_FULL = AttentionTiles(32, 1024, 16, Tuning(8, 1), 1, 16, Tuning(8, 1))
+_FEW_HEADS = AttentionTiles(
+    32, 1024, 16, Tuning(8, 3, overlaps=True), 1, 32, Tuning(8, 2, overlaps=True)
+)
+_SOME_HEADS = AttentionTiles(
+    32, 1024, 32, Tuning(8, 2, overlaps=True), 1, 32, Tuning(8, 2, overlaps=True)
+)
+_MANY_HEADS = AttentionTiles(
+    32, 1024, 64, Tuning(8, 2, overlaps=True), 1, 32, Tuning(8, 2, overlaps=True)
+)
+_FULL = AttentionTiles(
+    32, 1024, 16, Tuning(8, 1, overlaps=True), 1, 16, Tuning(8, 1, overlaps=True)
+)
 
 
 def latent_tiles(dtype: torch.dtype, num_heads: int) -> AttentionTiles:

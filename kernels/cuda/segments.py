@@ -23,7 +23,7 @@ import triton
 import triton.language as tl
 from triton import next_power_of_2
 
-from pdserve.kernels.cuda.launch import Tuning
+from pdserve.kernels.cuda.launch import Tuning, wait_for_previous
 
 LOG2_E = 1.4426950408889634
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -50,13 +50,14 @@ def merge_constants(num_heads: int, dim: int, segment: int) -> dict[str, Any]:
         "D": dim,
         "D_PADDED": max(16, next_power_of_2(dim)),
         "SEGMENT": segment,
-        "UNROLL": 16,
+        "MANY": 16,
+        "FEW": 4,
     }
 
 
 def merge_tuning(dim: int) -> Tuning:
     """Return how `merge` is compiled: at most four elements of each segment to a thread."""
-    return Tuning(max(1, next_power_of_2(dim) // 128))
+    return Tuning(max(1, next_power_of_2(dim) // 128), overlaps=True)
 
 
 @triton.jit
@@ -160,9 +161,21 @@ def find(
     return tl.sum(before.to(tl.int32), 0), unit - tl.max(tl.where(before, ends, 0), 0)
 
 
-@triton.jit(
-    do_not_specialize=["window", "num_requests", "num_segments"],
-)
+@triton.jit
+def _load_segment(
+    rows: tl.tensor, segment: tl.tensor, count: tl.tensor, D: tl.constexpr, D_PADDED: tl.constexpr
+) -> Any:
+    """Return one segment's state; that of no key from ``count`` on."""
+    here = segment < count
+    row = rows + segment * (D + 4)
+    d = tl.arange(0, D_PADDED)[None, :]
+    one = tl.zeros([1], tl.int32)
+    acc = tl.load(row + d, mask=here & (d < D), other=0.0)
+    mass = tl.load(row + D + one, mask=here, other=0.0)
+    return acc, mass, tl.load(row + D + 1 + one, mask=here, other=float("-inf"))
+
+
+@triton.jit(do_not_specialize=["window", "num_requests", "num_segments"])
 def merge(
     partial: tl.tensor,
     out: tl.tensor,
@@ -179,17 +192,22 @@ def merge(
     REQUESTS: tl.constexpr,
     EVERY: tl.constexpr,
     WINDOWED: tl.constexpr,
-    UNROLL: tl.constexpr,
+    MANY: tl.constexpr,
+    FEW: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ) -> None:
     """Merge the segments of one (slot, head) and write its row of the output.
 
     Grid: slots, heads. A slot is a token where ``EVERY``, else a request, of which those with one
     query token are done and the others left alone.
 
+    Segments are asked for many at once, so that a long context waits few times.
+
     Args:
         partial: ``[slots, heads, num_segments, D + 4]`` fp32: acc, mass, top.
         out: ``[tokens, heads, D]``.
     """
+    wait_for_previous(OVERLAPS)
     slot, head = tl.program_id(0), tl.program_id(1)
     first = tl.load(query_start + slot)
     last = tl.load(query_start + slot + 1)
@@ -210,18 +228,20 @@ def merge(
     start = first_segment(last - first, context, window, SEGMENT, WINDOWED)
     count = tl.cdiv(context - last + token + 1, SEGMENT) - start
     d = tl.arange(0, D_PADDED)
-    one = tl.zeros([1], tl.int32)
     total = tl.zeros([1, D_PADDED], tl.float32)
     total_mass = tl.zeros([1], tl.float32)
     total_top = tl.full([1], float("-inf"), tl.float32)
     rows = partial + ((slot * NUM_HEADS + head).to(tl.int64) * num_segments) * (D + 4)
-    for base in range(0, count, UNROLL):
-        for i in tl.static_range(UNROLL):
-            here = base + i < count
-            row = rows + (base + i) * (D + 4)
-            acc = tl.load(row + d[None, :], mask=here & (d[None, :] < D), other=0.0)
-            mass = tl.load(row + D + one, mask=here, other=0.0)
-            top = tl.load(row + D + 1 + one, mask=here, other=float("-inf"))
+    whole = count // MANY * MANY
+    for base in range(0, whole, MANY):
+        for i in tl.static_range(MANY):
+            acc, mass, top = _load_segment(rows, base + i, count, D, D_PADDED)
+            total, total_mass, total_top = merged(
+                total, total_mass, total_top, acc, mass, top, exponent_scale
+            )
+    for base in range(whole, count, FEW):
+        for i in tl.static_range(FEW):
+            acc, mass, top = _load_segment(rows, base + i, count, D, D_PADDED)
             total, total_mass, total_top = merged(
                 total, total_mass, total_top, acc, mass, top, exponent_scale
             )

