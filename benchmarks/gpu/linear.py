@@ -29,8 +29,8 @@ from benchmarks.gpu.timing import (
     time_eager,
     time_in_graph,
 )
-from benchmarks.gpu.ways import BASE, FEW, MANY, SOME, Way, named, swept
-from pdserve.kernels.cuda.tiles import linear_tile
+from benchmarks.gpu.ways import BASE, FEW, MANY, SOME, named, run_tile, swept
+from pdserve.kernels.cuda.tiles import ProductTile, linear_tile
 
 DTYPE = sized(torch.bfloat16, torch.float16)
 SHAPES = sized(
@@ -69,13 +69,13 @@ def inputs(name: str, copies: int = 1) -> tuple[Tensor, list[Tensor]]:
     return random(max(ROWS), depth, seed=1), weights
 
 
-def run_way(x: Tensor, weight: Tensor, way: Way, dtype: torch.dtype) -> Tensor:
+def run_way(x: Tensor, weight: Tensor, way: ProductTile, dtype: torch.dtype) -> Tensor:
     out = torch.empty((len(x), len(weight)), dtype=dtype, device=x.device)
-    way.multiply(x, weight, out)
+    run_tile(way, x, weight, out)
     return out
 
 
-def compile_way(way: Way) -> None:
+def compile_way(way: ProductTile) -> None:
     """Compile both outputs' kernels into Triton's cache, which processes share."""
     x, weight = random(16, 1024, seed=1), random(512, 1024, seed=2)
     for dtype in (DTYPE, torch.float32):
@@ -94,7 +94,7 @@ def compile_all() -> dict[str, int]:
     with ProcessPoolExecutor(min(12, os.cpu_count() or 1), mp_context=context) as pool:
         for way, result in [(way, pool.submit(compile_way, way)) for way in all_ways]:
             if error := result.exception():
-                failed[str(way)] = str(error)[:300]
+                failed[named(way)] = str(error)[:300]
     return {"compiled": len(all_ways) - len(failed), **failed}
 
 
@@ -133,9 +133,9 @@ def tiles_against_base(name: str) -> dict[str, Any]:
             if not torch.equal(found, base[:m]):
                 rows[m] = round((found == base[:m]).all(1).double().mean().item(), 4)
         if rows:
-            differing[str(way)] = rows
+            differing[named(way)] = rows
         else:
-            equal.append(str(way))
+            equal.append(named(way))
     return {
         "equal": equal,
         "equal_rows_of_others": differing,
@@ -247,15 +247,15 @@ def sweep(name: str, num_rows: int, peak: dict[str, float]) -> dict[str, Any]:
     for way in swept(num_rows):
         try:
             out.fill_(float("nan"))
-            way.multiply(x, weights[0], out)
+            run_tile(way, x, weights[0], out)
             equal = torch.equal(out, wanted)
-            found[str(way)] = row(
-                lambda i, way=way: way.multiply(x, weights[i % len(weights)], out)
+            found[named(way)] = row(
+                lambda i, way=way: run_tile(way, x, weights[i % len(weights)], out)
             )
             if not equal:
-                found[str(way)]["bits"] = "differ"
+                found[named(way)]["bits"] = "differ"
         except Exception as error:  # noqa: BLE001  # a tile that does not fit leaves the others
-            found[str(way)] = {"us": float("inf"), "error": str(error)[:200]}
+            found[named(way)] = {"us": float("inf"), "error": str(error)[:200]}
     found = dict(sorted(found.items(), key=lambda item: item[1]["us"]))
     best = next(iter(found))
     choose_cublas("cublas", may_split=True)
@@ -263,7 +263,7 @@ def sweep(name: str, num_rows: int, peak: dict[str, float]) -> dict[str, Any]:
     cublas = row(lambda i: torch.mm(x, weights[i % len(weights)].T, out=rounded))
     choose_cublas("cublaslt", may_split=False)
     whole = row(lambda i: torch.mm(x, weights[i % len(weights)].T, out=rounded))
-    chosen = named(linear_tile(num_rows, cols, depth, DTYPE))
+    chosen = named(linear_tile(num_rows, cols, DTYPE))
     return {
         "best": {best: found[best]},
         "table": {chosen: found.get(chosen)},

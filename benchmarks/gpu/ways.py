@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from benchmarks.gpu.descriptors import multiply_described
 from benchmarks.gpu.timing import sized
 from pdserve.kernels.cuda.launch import Tuning
 from pdserve.kernels.cuda.linear import multiply
@@ -16,7 +15,8 @@ if TYPE_CHECKING:
 
 
 def tile(rows: int, cols: int, depth: int, warps: int, stages: int, **more: Any) -> ProductTile:
-    return ProductTile(rows=rows, cols=cols, depth=depth, tuning=Tuning(warps, stages), **more)
+    tuning = Tuning(warps, stages, overlaps=True)
+    return ProductTile(rows=rows, cols=cols, depth=depth, tuning=tuning, **more)
 
 
 DRY = [tile(16, 32, 32, 4, 3), tile(16, 64, 16, 4, 3, swapped=True), tile(32, 32, 16, 4, 3)]
@@ -65,23 +65,6 @@ MANY_ROWS = [
 ]
 
 
-@dataclass(frozen=True)
-class Way:
-    """A tile, loaded through pointers, or through tensor descriptors (TMA)."""
-
-    tile: ProductTile
-    is_described: bool = False
-
-    def __str__(self) -> str:
-        return ("tma " if self.is_described else "") + named(self.tile)
-
-    def multiply(self, x: Tensor, weight: Tensor, out: Tensor) -> None:
-        if self.is_described:
-            multiply_described(x, weight, out, self.tile)
-        else:
-            multiply(x[:, None], weight[None], None, out[:, None], self.tile)
-
-
 DESCRIBED_FEW = [
     tile(16, 16, 256, 4, 4),
     tile(16, 32, 256, 4, 4),
@@ -112,12 +95,12 @@ DESCRIBED_MANY = [
 ]
 
 
-BASE = Way(sized(tile(128, 256, 64, 8, 3), DRY[-1]))
+BASE = sized(tile(128, 256, 64, 8, 3), DRY[-1])
 """Whose bits the others are compared with."""
 
 
-def ways(tiles: list[ProductTile], described: list[ProductTile]) -> list[Way]:
-    return [Way(of) for of in tiles] + [Way(of, is_described=True) for of in described]
+def ways(tiles: list[ProductTile], described: list[ProductTile]) -> list[ProductTile]:
+    return tiles + [replace(of, described=True) for of in described]
 
 
 FEW, SOME, MANY = sized(
@@ -130,8 +113,8 @@ FEW, SOME, MANY = sized(
 )
 
 
-def swept(num_rows: int) -> list[Way]:
-    """Return the ways worth timing for a number of rows."""
+def swept(num_rows: int) -> list[ProductTile]:
+    """Return the tiles worth timing for a number of rows."""
     if num_rows <= 16:
         return FEW
     return SOME if num_rows <= 64 else MANY
@@ -139,6 +122,13 @@ def swept(num_rows: int) -> list[Way]:
 
 def named(of: ProductTile) -> str:
     tuning = of.tuning
-    text = f"{of.rows}x{of.cols}x{of.depth} w{tuning.warps} s{tuning.stages}"
+    text = "tma " if of.described else ""
+    text += f"{of.rows}x{of.cols}x{of.depth} w{tuning.warps} s{tuning.stages}"
     text += "" if of.group == 8 else f" g{of.group}"
-    return text + (" swapped" if of.swapped else "")
+    text += " swapped" if of.swapped else ""
+    return text + (f" a{of.ahead}" if of.ahead else "")
+
+
+def run_tile(of: ProductTile, x: Tensor, weight: Tensor, out: Tensor) -> None:
+    """Write ``x @ weight.T`` to ``out``, of contiguous matrices."""
+    multiply(x[:, None], weight[None], None, out[:, None], of)

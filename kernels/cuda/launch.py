@@ -11,7 +11,8 @@ A kernel may *overlap* with the one before it on its stream (CUDA's programmatic
 its programs are put on the device while the last ones of the other still run, and wait there.
 Such a kernel takes ``OVERLAPS: tl.constexpr`` and begins, in every program and before it reads or
 writes anything, with ``wait_for_previous(OVERLAPS)``: a program that left without waiting could
-let the kernel after it start before the one before it has ended.
+let the kernel after it start before the one before it has ended. To have the L2 cache fetch is not
+to read: that may come before.
 """
 
 from __future__ import annotations

@@ -8,11 +8,20 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from pdserve.kernels.cuda.activation import gated
 from pdserve.kernels.cuda.checks import check_float
-from pdserve.kernels.cuda.launch import launch
-from pdserve.kernels.cuda.product import place_of, product, product_pair
+from pdserve.kernels.cuda.descriptors import Descriptors, can_describe, is_aligned
+from pdserve.kernels.cuda.launch import launch, wait_for_previous
+from pdserve.kernels.cuda.product import (
+    bring_near,
+    described_pair,
+    described_product,
+    place_of,
+    product,
+    product_pair,
+)
 from pdserve.kernels.cuda.tiles import ProductTile, gated_tile, heads_tile, linear_tile
 from pdserve.kernels.reference.linear import PackedLinear
 from pdserve.kernels.reference.mla import PackedHeads
@@ -31,6 +40,8 @@ def multiply_kernel(
     out_row: tl.tensor,
     x_head: tl.tensor,
     out_head: tl.tensor,
+    x_tiles: tl.tensor_descriptor | None,
+    weight_tiles: tl.tensor_descriptor | None,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -39,6 +50,9 @@ def multiply_kernel(
     SWAPPED: tl.constexpr,
     GROUP: tl.constexpr,
     HAS_BIAS: tl.constexpr,
+    AHEAD: tl.constexpr,
+    THREADS: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ) -> None:
     """Compute one tile of ``out[:, h] = x[:, h] @ weight[h].T + bias``; grid (tiles, heads).
 
@@ -47,6 +61,9 @@ def multiply_kernel(
         weight: ``[heads, num_cols, depth]``, contiguous.
         bias: ``[num_cols]``; read if ``HAS_BIAS``.
         out: ``[num_rows, heads, num_cols]``, strides ``out_row``, ``out_head`` and 1.
+        x_tiles: None, or ``x`` of one head by its descriptor.
+        weight_tiles: None, or ``weight`` likewise.
+        AHEAD: As of `bring_near`, or 0; ``THREADS`` likewise.
     """
     head = tl.program_id(1).to(tl.int64)
     row_tile, col_tile = place_of(
@@ -54,19 +71,38 @@ def multiply_kernel(
     )
     m = row_tile.to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
     n = col_tile.to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
-    total = product(
-        x + head * x_head + m * x_row,
-        m < num_rows,
-        weight + (head * num_cols + n) * depth,
-        n < num_cols,
-        depth,
-        BLOCK_M,
-        BLOCK_N,
-        BLOCK_K,
-        EVEN_N,
-        EVEN_K,
-        SWAPPED,
-    )
+    weight_rows = weight + (head * num_cols + n) * depth
+    if OVERLAPS and AHEAD > 0:
+        first = col_tile * BLOCK_N
+        rows = weight + (head * num_cols + first) * depth
+        bring_near(rows, num_cols - first, depth, BLOCK_N, AHEAD, THREADS)
+    wait_for_previous(OVERLAPS)
+    if x_tiles is None:
+        total = product(
+            x + head * x_head + m * x_row,
+            m < num_rows,
+            weight_rows,
+            n < num_cols,
+            depth,
+            BLOCK_M,
+            BLOCK_N,
+            BLOCK_K,
+            EVEN_N,
+            EVEN_K,
+            SWAPPED,
+        )
+    else:
+        total = described_product(
+            x_tiles,
+            weight_tiles,
+            row_tile * BLOCK_M,
+            col_tile * BLOCK_N,
+            depth,
+            BLOCK_M,
+            BLOCK_N,
+            BLOCK_K,
+            SWAPPED,
+        )
     if HAS_BIAS:
         total += tl.load(bias + n, mask=n < num_cols, other=0.0).to(tl.float32)[None, :]
     tl.store(
@@ -77,7 +113,12 @@ def multiply_kernel(
 
 
 def multiply(
-    x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, tile: ProductTile
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    out: Tensor,
+    tile: ProductTile,
+    kept: Descriptors | None = None,
 ) -> None:
     """Write ``x[:, h] @ weight[h].T + bias`` to ``out[:, h]``, summed in fp32 and rounded once.
 
@@ -87,9 +128,14 @@ def multiply(
         bias: ``[N]`` or None.
         out: ``[M, H, N]``, elements contiguous.
         tile: Any, but for fp32 always the same one.
+        kept: Of ``weight``, if it stays where it is.
     """
     num_rows, num_heads, depth = x.shape
     num_cols = weight.shape[1]
+    x_tiles = weight_tiles = None
+    if tile.described and num_heads == 1 and can_describe(x[:, 0], weight[0]):
+        x_tiles = TensorDescriptor.from_tensor(x[:, 0], [tile.rows, tile.depth])
+        weight_tiles = (kept or Descriptors(weight[0])).of_tiles(tile.cols, tile.depth)
     grid = triton.cdiv(num_rows, tile.rows) * triton.cdiv(num_cols, tile.cols), num_heads
     launch(
         multiply_kernel,
@@ -105,9 +151,13 @@ def multiply(
         out.stride(0),
         x.stride(1),
         out.stride(1),
+        x_tiles,
+        weight_tiles,
         tuning=tile.tuning,
         GROUP=tile.group,
         HAS_BIAS=bias is not None,
+        AHEAD=tile.ahead if is_aligned(weight) else 0,
+        THREADS=32 * tile.tuning.warps,
         **tile.constants(num_cols, depth),
     )
 
@@ -122,6 +172,8 @@ def multiply_gated_kernel(
     inner: tl.tensor,
     depth: tl.tensor,
     to_up: tl.tensor,
+    x_tiles: tl.tensor_descriptor | None,
+    weight_tiles: tl.tensor_descriptor | None,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -130,6 +182,9 @@ def multiply_gated_kernel(
     SWAPPED: tl.constexpr,
     GROUP: tl.constexpr,
     HAS_BIAS: tl.constexpr,
+    AHEAD: tl.constexpr,
+    THREADS: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ) -> None:
     """Compute one tile of ``silu_and_mul(x @ weight.T + bias)``; grid (tiles,).
 
@@ -138,26 +193,48 @@ def multiply_gated_kernel(
         weight: ``[2 * inner, depth]``, contiguous: gate, and ``to_up`` elements behind it up.
         bias: ``[2 * inner]``; read if ``HAS_BIAS``.
         out: ``[num_rows, inner]``, contiguous.
+        x_tiles: As of `multiply_kernel`; ``weight_tiles`` and ``AHEAD`` likewise.
     """
     row_tile, col_tile = place_of(
         tl.program_id(0), tl.cdiv(num_rows, BLOCK_M), tl.cdiv(inner, BLOCK_N), GROUP
     )
     m = row_tile.to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
     n = col_tile * BLOCK_N + tl.arange(0, BLOCK_N)
-    gate, up = product_pair(
-        x + m * depth,
-        m < num_rows,
-        weight + n.to(tl.int64) * depth,
-        n < inner,
-        to_up,
-        depth,
-        BLOCK_M,
-        BLOCK_N,
-        BLOCK_K,
-        EVEN_N,
-        EVEN_K,
-        SWAPPED,
-    )
+    weight_rows = weight + n.to(tl.int64) * depth
+    if OVERLAPS and AHEAD > 0:
+        first = col_tile * BLOCK_N
+        rows = weight + first.to(tl.int64) * depth
+        bring_near(rows, inner - first, depth, BLOCK_N, AHEAD, THREADS)
+        bring_near(rows + to_up, inner - first, depth, BLOCK_N, AHEAD, THREADS)
+    wait_for_previous(OVERLAPS)
+    if x_tiles is None:
+        gate, up = product_pair(
+            x + m * depth,
+            m < num_rows,
+            weight_rows,
+            n < inner,
+            to_up,
+            depth,
+            BLOCK_M,
+            BLOCK_N,
+            BLOCK_K,
+            EVEN_N,
+            EVEN_K,
+            SWAPPED,
+        )
+    else:
+        gate, up = described_pair(
+            x_tiles,
+            weight_tiles,
+            row_tile * BLOCK_M,
+            col_tile * BLOCK_N,
+            inner,
+            depth,
+            BLOCK_M,
+            BLOCK_N,
+            BLOCK_K,
+            SWAPPED,
+        )
     if HAS_BIAS:
         gate += tl.load(bias + n, mask=n < inner, other=0.0).to(tl.float32)[None, :]
         up += tl.load(bias + inner + n, mask=n < inner, other=0.0).to(tl.float32)[None, :]
@@ -170,7 +247,12 @@ def multiply_gated_kernel(
 
 
 def multiply_gated(
-    x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, tile: ProductTile
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    out: Tensor,
+    tile: ProductTile,
+    kept: Descriptors | None = None,
 ) -> None:
     """Write ``silu_and_mul(x @ weight.T + bias)`` to ``out``, with the bits of the two in turn.
 
@@ -180,9 +262,14 @@ def multiply_gated(
         bias: ``[2 * I]`` or None.
         out: ``[M, I]``, contiguous, of the same dtype.
         tile: As of `multiply`; its columns are those of gate, and of up.
+        kept: As of `multiply`.
     """
     num_rows, depth = x.shape
     inner = len(weight) // 2
+    x_tiles = weight_tiles = None
+    if tile.described and can_describe(x, weight):
+        x_tiles = TensorDescriptor.from_tensor(x, [tile.rows, tile.depth])
+        weight_tiles = (kept or Descriptors(weight)).of_tiles(tile.cols, tile.depth)
     launch(
         multiply_gated_kernel,
         (triton.cdiv(num_rows, tile.rows) * triton.cdiv(inner, tile.cols),),
@@ -194,9 +281,13 @@ def multiply_gated(
         inner,
         depth,
         inner * depth,
+        x_tiles,
+        weight_tiles,
         tuning=tile.tuning,
         GROUP=tile.group,
         HAS_BIAS=bias is not None,
+        AHEAD=tile.ahead if is_aligned(weight) else 0,
+        THREADS=32 * tile.tuning.warps,
         **tile.constants(inner, depth),
     )
 
@@ -211,6 +302,7 @@ class CudaLinear(PackedLinear):
     def __init__(self, *sizes: int, **fields: Any) -> None:
         check_float(fields["dtype"])
         super().__init__(*sizes, **fields)
+        self._descriptors = Descriptors(self._weight)
 
     def __call__(self, x: Tensor, out: Tensor | None = None) -> Tensor:
         """See `PackedLinear.__call__`."""
@@ -218,8 +310,9 @@ class CudaLinear(PackedLinear):
         num_rows = len(x)
         if out is None:
             out = torch.empty((num_rows, self.out_features), dtype=self.out_dtype, device=x.device)
-        tile = linear_tile(num_rows, self.out_features, self.in_features, self.dtype)
-        multiply(x[:, None], self._weight[None], self._bias, out[:, None], tile)
+        tile = linear_tile(num_rows, self.out_features, self.dtype)
+        kept = self._descriptors
+        multiply(x[:, None], self._weight[None], self._bias, out[:, None], tile, kept)
         return out
 
     def call_gated(self, x: Tensor) -> Tensor:
@@ -230,7 +323,8 @@ class CudaLinear(PackedLinear):
         """
         self._check(x, None)
         out = torch.empty((len(x), self.out_features // 2), dtype=self.dtype, device=x.device)
-        multiply_gated(x, self._weight, self._bias, out, gated_tile(len(x), self.dtype))
+        tile = gated_tile(len(x), self.dtype)
+        multiply_gated(x, self._weight, self._bias, out, tile, self._descriptors)
         return out
 
 

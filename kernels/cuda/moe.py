@@ -13,7 +13,7 @@ from torch import Tensor
 
 from pdserve.kernels.cuda.activation import gated
 from pdserve.kernels.cuda.checks import check_float
-from pdserve.kernels.cuda.launch import Tuning, launch
+from pdserve.kernels.cuda.launch import Tuning, launch, wait_for_previous
 from pdserve.kernels.cuda.product import place_of, product, product_pair
 from pdserve.kernels.cuda.tiles import experts_tiles
 from pdserve.kernels.reference.moe import PackedExperts
@@ -23,15 +23,20 @@ _MOST_PARTS_BYTES = 512 << 20
 
 _IDS = 1024
 _COLUMNS = 1024
-_SORTING = Tuning(warps=4)
-_SUMMING = Tuning(warps=4)
+_SORTING = Tuning(warps=4, overlaps=True)
+_SUMMING = Tuning(warps=4, overlaps=True)
 
 
 @triton.jit(do_not_specialize=["num_ids"])
 def count_kernel(
-    ids: tl.tensor, counts: tl.tensor, num_ids: tl.tensor, BLOCK: tl.constexpr
+    ids: tl.tensor,
+    counts: tl.tensor,
+    num_ids: tl.tensor,
+    BLOCK: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ) -> None:
     """Count the choices of one expert; grid (experts,)."""
+    wait_for_previous(OVERLAPS)
     expert = tl.program_id(0)
     found = tl.zeros([BLOCK], tl.int32)
     for first in range(0, num_ids, BLOCK):
@@ -52,6 +57,7 @@ def sort_kernel(
     ROWS: tl.constexpr,
     EXPERTS: tl.constexpr,
     BLOCK: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ) -> None:
     """Place one expert's choices behind those of lower experts, in their order; grid (experts,).
 
@@ -63,6 +69,7 @@ def sort_kernel(
             the expert is -1 behind the last.
         EXPERTS: At least ``num_experts``, a power of two.
     """
+    wait_for_previous(OVERLAPS)
     expert = tl.program_id(0)
     every = tl.arange(0, EXPERTS)
     lower = tl.load(counts + every, mask=every < expert, other=0)
@@ -107,6 +114,7 @@ def gate_up_kernel(
     EVEN_K: tl.constexpr,
     SWAPPED: tl.constexpr,
     GROUP: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ) -> None:
     """Gate the sorted choices' tokens by one expert; grid (tiles * column tiles,).
 
@@ -117,6 +125,7 @@ def gate_up_kernel(
         out: ``[T * top_k, inner]``, by place.
         order: As of `sort_kernel`, and ``tiles``.
     """
+    wait_for_previous(OVERLAPS)
     tile, column = place_of(tl.program_id(0), num_tiles, tl.cdiv(inner, BLOCK_N), GROUP)
     expert = tl.load(tiles + tile * 3)
     if expert >= 0:
@@ -164,6 +173,7 @@ def down_kernel(
     EVEN_K: tl.constexpr,
     SWAPPED: tl.constexpr,
     GROUP: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ) -> None:
     """Multiply the gated rows by one expert's last weight; grid (tiles * column tiles,).
 
@@ -173,6 +183,7 @@ def down_kernel(
         out: ``[num_ids, num_cols]`` fp32, by choice.
         order: As of `sort_kernel`, and ``tiles``.
     """
+    wait_for_previous(OVERLAPS)
     tile, column = place_of(tl.program_id(0), num_tiles, tl.cdiv(num_cols, BLOCK_N), GROUP)
     expert = tl.load(tiles + tile * 3)
     if expert >= 0:
@@ -208,6 +219,7 @@ def sum_kernel(
     num_experts: tl.tensor,
     TOP_K: tl.constexpr,
     BLOCK: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ) -> None:
     """Sum a token's parts in the order of its choices, in fp32; grid (tokens, pieces).
 
@@ -217,6 +229,7 @@ def sum_kernel(
         weights: ``[T, TOP_K]`` fp32.
         out: ``[T, width]``.
     """
+    wait_for_previous(OVERLAPS)
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < width

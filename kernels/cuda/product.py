@@ -97,6 +97,120 @@ def product_pair(
 
 
 @triton.jit
+def described_product(
+    x: tl.tensor_descriptor,
+    weight: tl.tensor_descriptor,
+    row: tl.tensor,
+    col: tl.tensor,
+    depth: tl.tensor,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    SWAPPED: tl.constexpr,
+) -> tl.tensor:
+    """Return `product` of the tile whose first row and column are given, of two matrices.
+
+    Args:
+        x: Of tiles ``[BLOCK_M, BLOCK_K]``; what lies beyond the matrix are zeros.
+        weight: Of tiles ``[BLOCK_N, BLOCK_K]``, likewise.
+    """
+    if SWAPPED:
+        total = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+    else:
+        total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    for at in range(0, depth, BLOCK_K):
+        rows = x.load([row, at])
+        cols = weight.load([col, at])
+        if SWAPPED:
+            total = tl.dot(cols, tl.trans(rows), total)
+        else:
+            total = tl.dot(rows, tl.trans(cols), total)
+    if SWAPPED:
+        total = tl.trans(total)
+    return total
+
+
+@triton.jit
+def described_pair(
+    x: tl.tensor_descriptor,
+    weight: tl.tensor_descriptor,
+    row: tl.tensor,
+    col: tl.tensor,
+    to_other: tl.tensor,
+    depth: tl.tensor,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    SWAPPED: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor]:
+    """Return `described_product` of two weights, the second of which lies ``to_other`` rows on."""
+    if SWAPPED:
+        first = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+        second = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+    else:
+        first = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+        second = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    for at in range(0, depth, BLOCK_K):
+        rows = x.load([row, at])
+        one = weight.load([col, at])
+        other = weight.load([col + to_other, at])
+        if SWAPPED:
+            first = tl.dot(one, tl.trans(rows), first)
+            second = tl.dot(other, tl.trans(rows), second)
+        else:
+            first = tl.dot(rows, tl.trans(one), first)
+            second = tl.dot(rows, tl.trans(other), second)
+    if SWAPPED:
+        first = tl.trans(first)
+        second = tl.trans(second)
+    return first, second
+
+
+@triton.jit
+def bring_near(
+    first: tl.tensor,
+    num_rows: tl.tensor,
+    depth: tl.tensor,
+    ROWS: tl.constexpr,
+    AHEAD: tl.constexpr,
+    THREADS: tl.constexpr,
+) -> None:
+    """Have the L2 cache fetch the first ``AHEAD`` elements of ROWS rows, each thread its part.
+
+    Nothing is read: it may be called before the kernel waits for the one before it.
+
+    Args:
+        first: Pointer to the first row; each is aligned to 16 bytes.
+        num_rows: Rows from there on.
+        depth: Elements of a row.
+        AHEAD: Elements; a thread's part is of a multiple of 16 bytes.
+        THREADS: Of the program; at least ROWS.
+    """
+    parts: tl.constexpr = THREADS // ROWS
+    size: tl.constexpr = AHEAD // parts
+    wide: tl.constexpr = first.dtype.element_ty.primitive_bitwidth // 8
+    thread = tl.arange(0, THREADS)
+    row = thread // parts
+    at = thread % parts * size
+    inside = tl.where(row < num_rows, tl.minimum(depth - at, size), 0)
+    tl.inline_asm_elementwise(
+        """
+        {
+            .reg .pred live;
+            setp.gt.s32 live, $2, 0;
+            @live cp.async.bulk.prefetch.L2.global [$1], $2;
+            mov.b32 $0, 0;
+        }
+        """,
+        "=r,l,r",
+        [(first + row.to(tl.int64) * depth + at).to(tl.uint64), inside * wide],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@triton.jit
 def load_rows(
     rows: tl.tensor,
     live: tl.tensor,

@@ -2,11 +2,12 @@
 
 How many rows there are chooses a tile, and a tile never changes bits: of bf16 and fp16 because the
 tensor core sums any tile in the same order (`product`), of fp32 because it has only one.
+
+The times behind the tables are those of an H100 (benchmarks/results/2026-11-23-h100-*.json).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -25,6 +26,9 @@ class ProductTile:
         group: Row tiles whose columns are computed at about the same time.
         swapped: The weight is the left operand, whose tile has at least 64 rows: few rows of ``x``
             then still run as ``wgmma``, which reads the weight from shared memory.
+        described: Both operands are loaded by descriptors, where their addresses allow it.
+        ahead: Elements of each row of the weight that the L2 cache fetches while the kernel before
+            still runs.
         tuning: How the kernel is compiled.
     """
 
@@ -34,6 +38,8 @@ class ProductTile:
     tuning: Tuning
     group: int = 8
     swapped: bool = False
+    described: bool = False
+    ahead: int = 0
 
     def constants(self, num_cols: int, depth: int) -> dict[str, int | bool]:
         """Return the constants of a kernel for a weight ``[num_cols, depth]``."""
@@ -46,43 +52,80 @@ class ProductTile:
             "SWAPPED": self.swapped,
         }
 
+    def num_programs(self, num_rows: int, num_cols: int) -> int:
+        """Return how many of it a product has."""
+        return -(-num_rows // self.rows) * -(-num_cols // self.cols)
+
+
+def _tile(
+    rows: int, cols: int, depth: int, warps: int, stages: int, **more: bool | int
+) -> ProductTile:
+    tuning = Tuning(warps, stages, overlaps=True)
+    return ProductTile(rows=rows, cols=cols, depth=depth, tuning=tuning, **more)  # type: ignore[arg-type]
+
+
+_MULTIPROCESSORS = 132
+
+# fp32 runs on the plain cores, whose order of summation is the compiler's for a tile's shape.
+FP32 = _tile(32, 64, 16, 4, 3)
 
 _Table = tuple[tuple[int, ProductTile], ...]
-"""Most rows, ascending -> tile; the last takes any number."""
+"""Most columns, or rows, ascending -> tile; the last takes any number."""
 
 _ANY = 1 << 62
 
-# fp32 runs on the plain cores, whose order of summation is the compiler's for a tile's shape.
-FP32 = ProductTile(rows=32, cols=64, depth=16, tuning=Tuning(4, 3))
-
-_DECODE_16 = ProductTile(rows=16, cols=32, depth=256, tuning=Tuning(4, 4))
-_DECODE_16_WIDE = ProductTile(rows=16, cols=64, depth=128, tuning=Tuning(4, 5))
-_DECODE_64 = ProductTile(rows=64, cols=64, depth=128, tuning=Tuning(4, 3))
-_MIXED = ProductTile(rows=128, cols=128, depth=64, tuning=Tuning(8, 4))
-_PREFILL = ProductTile(rows=128, cols=256, depth=64, tuning=Tuning(8, 3))
-
-_NARROW: _Table = ((16, _DECODE_16), (64, _DECODE_64), (512, _MIXED), (_ANY, _PREFILL))
-_WIDE: _Table = ((16, _DECODE_16_WIDE), (64, _DECODE_64), (512, _MIXED), (_ANY, _PREFILL))
-
-# Not measured: chosen by registers and shared memory.
-_BY_SHAPE: Mapping[tuple[int, int], _Table] = {}
-
-# From so many columns on, tiles of 64 give every multiprocessor several.
-_WIDE_FROM = 8192
+# Few rows: the time is that of reading the weight, for which every multiprocessor should ask.
+# Narrow tiles where 64 columns a program would leave half of them idle, wide ones where there are
+# some programs for each.
+_FEW_ROWS = 16
+_FEW: _Table = (
+    (32 * _MULTIPROCESSORS, _tile(16, 32, 256, 4, 4, ahead=1024)),
+    (128 * _MULTIPROCESSORS, _tile(16, 64, 128, 4, 5, swapped=True, ahead=640)),
+    (_ANY, _tile(16, 128, 128, 8, 4, swapped=True, ahead=512)),
+)
+_SOME_ROWS = 64
+_SOME: _Table = (
+    (32 * _MULTIPROCESSORS, _tile(64, 32, 256, 4, 4, described=True, ahead=1024)),
+    (128 * _MULTIPROCESSORS, _tile(64, 64, 128, 4, 5, described=True, ahead=640)),
+    (_ANY, _tile(64, 64, 128, 4, 3, described=True, ahead=384)),
+)
 
 
-def linear_tile(num_rows: int, num_cols: int, depth: int, dtype: torch.dtype) -> ProductTile:
-    """Return the tile of ``[num_rows, depth] @ [num_cols, depth].T``."""
+@dataclass(frozen=True, slots=True)
+class _Cost:
+    """Microseconds of a tile whose depth is 4096, on a multiprocessor that has just this one."""
+
+    tile: ProductTile
+    us: float
+
+
+# Many rows: the time is that of the tensor cores, and a multiprocessor that has no tile of the last
+# wave waits for the others. So time is waves times that of a tile.
+_MANY = (
+    _Cost(_tile(256, 128, 64, 8, 4, described=True), 46.5),
+    _Cost(_tile(128, 128, 64, 8, 4, described=True), 27.0),
+    _Cost(_tile(64, 128, 128, 4, 4, described=True), 17.9),
+    _Cost(_tile(64, 64, 128, 4, 5, described=True), 14.9),
+)
+
+
+def linear_tile(num_rows: int, num_cols: int, dtype: torch.dtype) -> ProductTile:
+    """Return the tile of ``[num_rows, K] @ [num_cols, K].T``: K makes all waves equally longer."""
     if dtype == torch.float32:
         return FP32
-    table = _BY_SHAPE.get((num_cols, depth), _WIDE if num_cols >= _WIDE_FROM else _NARROW)
-    return _chosen(table, num_rows)
+    if num_rows <= _SOME_ROWS:
+        return _chosen(_FEW if num_rows <= _FEW_ROWS else _SOME, num_cols)
+
+    def us(of: _Cost) -> float:
+        return -(-of.tile.num_programs(num_rows, num_cols) // _MULTIPROCESSORS) * of.us
+
+    return min(_MANY, key=us).tile
 
 
 _HEADS: _Table = (
-    (16, ProductTile(rows=16, cols=32, depth=128, tuning=Tuning(4, 4))),
-    (64, _DECODE_64),
-    (_ANY, _MIXED),
+    (16, _tile(16, 32, 128, 4, 4, ahead=512)),
+    (64, _tile(64, 64, 128, 4, 3)),
+    (_ANY, _tile(128, 128, 64, 8, 4)),
 )
 
 
@@ -93,16 +136,17 @@ def heads_tile(num_rows: int, dtype: torch.dtype) -> ProductTile:
     return _chosen(_HEADS, num_rows)
 
 
-# Gate and up are two products at once: twice the weight and the sums of a tile.
+# Gate and up are two products at once: twice the weight and the sums of a tile. Not measured:
+# chosen by registers and shared memory.
 _GATE_UP: _Table = (
-    (16, ProductTile(rows=16, cols=32, depth=128, tuning=Tuning(4, 5))),
-    (64, ProductTile(rows=64, cols=64, depth=64, tuning=Tuning(4, 4))),
-    (_ANY, ProductTile(rows=128, cols=128, depth=64, tuning=Tuning(8, 3))),
+    (16, _tile(16, 32, 128, 4, 5, ahead=640)),
+    (64, _tile(64, 64, 64, 4, 4, described=True, ahead=256)),
+    (_ANY, _tile(128, 128, 64, 8, 3, described=True)),
 )
 _DOWN: _Table = (
-    (16, _DECODE_16_WIDE),
-    (64, _DECODE_64),
-    (_ANY, ProductTile(rows=128, cols=128, depth=64, tuning=Tuning(8, 4))),
+    (16, _tile(16, 64, 128, 4, 5)),
+    (64, _tile(64, 64, 128, 4, 3)),
+    (_ANY, _tile(128, 128, 64, 8, 4)),
 )
 
 
@@ -121,5 +165,5 @@ def experts_tiles(
     return _chosen(_GATE_UP, mean), _chosen(_DOWN, mean)
 
 
-def _chosen(table: _Table, num_rows: float) -> ProductTile:
-    return next(tile for most, tile in table if num_rows <= most)
+def _chosen(table: _Table, size: float) -> ProductTile:
+    return next(tile for most, tile in table if size <= most)

@@ -156,3 +156,37 @@ def test_a_graph_gives_the_bits_of_eager_calls(cuda: torch.device) -> None:
         logits.copy_(random(cuda, torch.float32, 5 + seed, 8)[:5])
         graph.replay()
         assert torch.equal(out, step())
+
+
+@pytest.mark.parametrize("num_rows", [1, 40, 100, 300])
+def test_products_that_overlap_wait_for_what_they_read(cuda: torch.device, num_rows: int) -> None:
+    from pdserve.kernels.cuda.launch import without_overlap
+
+    kernels = kernels_on(cuda)
+    width = 1024
+    layers = [
+        kernels.linear_of(random(cuda, torch.bfloat16, width, width + i, scale=0.03)[:, :width])
+        for i in range(8)
+    ]
+    norm = torch.ones(width, device=cuda, dtype=torch.bfloat16)
+    x = random(cuda, torch.bfloat16, num_rows, width)
+
+    def step() -> Tensor:
+        found = x
+        for i in range(40):
+            found = layers[i % 8](found)
+            if i % 3:
+                found = kernels.rms_norm(found, norm, 1e-5)
+        return found
+
+    step()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = step()
+    for seed in range(5):
+        x.copy_(random(cuda, torch.bfloat16, num_rows, width + seed)[:, :width])
+        with without_overlap():
+            expected = step()
+        assert torch.equal(step(), expected)
+        graph.replay()
+        assert torch.equal(out, expected)

@@ -145,8 +145,12 @@ def _compile(kernel: Any, args: tuple[Any, ...], options: dict[str, Any]) -> Com
 
 def _type(value: Any, specialized: bool) -> str:
     """Return the type that Triton's launcher gives to an argument."""
+    from triton.tools.tensor_descriptor import TensorDescriptor
+
     if isinstance(value, torch.Tensor):
         return _TYPES[value.dtype]
+    if isinstance(value, TensorDescriptor):
+        return f"tensordesc<{_TYPES[value.base.dtype][1:]}{list(value.block_shape)}>"
     if value is None or (specialized and type(value) is int and value == 1):
         return "constexpr"
     if isinstance(value, bool):

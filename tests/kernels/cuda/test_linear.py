@@ -13,9 +13,10 @@ from pdserve.kernels.backend import REFERENCE, KernelBackend, NotTakenError
 from pdserve.kernels.cases.case import Case
 from pdserve.kernels.cases.table import OPERATIONS, OperationSpec
 from pdserve.kernels.cuda import activation, tiles
+from pdserve.kernels.cuda.descriptors import Descriptors, can_describe
 from pdserve.kernels.cuda.halves import CudaMlp, make_mlp
 from pdserve.kernels.cuda.launch import Tuning
-from pdserve.kernels.cuda.linear import CudaHeads, CudaLinear, multiply
+from pdserve.kernels.cuda.linear import CudaHeads, CudaLinear, multiply, multiply_gated
 from pdserve.kernels.cuda.tiles import ProductTile, linear_tile
 from pdserve.kernels.reference.activation import silu_and_mul
 from pdserve.kernels.reference.halves import Mlp, MlpWeights
@@ -54,21 +55,68 @@ def test_products_are_those_of_the_reference(
     torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
 
 
-TILES = [
-    ProductTile(rows=16, cols=32, depth=64, tuning=Tuning(4)),
-    ProductTile(rows=16, cols=64, depth=32, tuning=Tuning(4), swapped=True),
-    ProductTile(rows=32, cols=16, depth=16, tuning=Tuning(4), group=2),
-]
+OVERLAPPING = Tuning(4, overlaps=True)
+TILES = {
+    "plain": ProductTile(rows=16, cols=32, depth=64, tuning=OVERLAPPING),
+    "swapped": ProductTile(rows=16, cols=64, depth=32, tuning=OVERLAPPING, swapped=True),
+    "grouped": ProductTile(rows=32, cols=16, depth=16, tuning=OVERLAPPING, group=2),
+    "described": ProductTile(rows=16, cols=32, depth=64, tuning=OVERLAPPING, described=True),
+    "described swapped": ProductTile(
+        rows=32, cols=64, depth=32, tuning=OVERLAPPING, described=True, swapped=True
+    ),
+}
 
 
-@pytest.mark.parametrize("tile", TILES, ids=["plain", "swapped", "grouped"])
-@pytest.mark.parametrize("shape", [(50, 96, 128), (33, 70, 72)], ids=["even", "odd"])
+@pytest.mark.parametrize("tile", TILES.values(), ids=TILES)
+@pytest.mark.parametrize("shape", [(50, 96, 128), (33, 70, 72), (5, 40, 33)], ids=str)
 def test_every_tile_gives_the_product(tile: ProductTile, shape: tuple[int, int, int]) -> None:
     m, n, k = shape
     x, weight, bias = random(m, 1, k), random(1, n, k, seed=2), random(n, seed=3)
     out = torch.full((m, 1, n), float("nan"))
     multiply(x, weight, bias, out, tile)
     torch.testing.assert_close(out[:, 0], x[:, 0] @ weight[0].T + bias, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("tile", TILES.values(), ids=TILES)
+@pytest.mark.parametrize("shape", [(20, 32, 64), (33, 70, 72)], ids=str)
+def test_every_tile_gives_the_product_and_its_activation(
+    tile: ProductTile, shape: tuple[int, int, int]
+) -> None:
+    m, inner, k = shape
+    x, weight, bias = random(m, k), random(2 * inner, k, seed=2), random(2 * inner, seed=3)
+    out = torch.full((m, inner), float("nan"))
+    multiply_gated(x, weight, bias, out, tile)
+    expected = silu_and_mul(x @ weight.T + bias)
+    torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_what_is_not_aligned_is_loaded_without_descriptors() -> None:
+    x, weight = random(5 * 64 + 1)[1:].view(5, 64), random(48, 64, seed=2)
+    assert can_describe(weight)
+    assert not can_describe(x)
+    assert not can_describe(random(48, 66))
+    assert not can_describe(weight[:0])
+    out = torch.empty(5, 1, 48)
+    multiply(x[:, None], weight[None], None, out, TILES["described"])
+    torch.testing.assert_close(out[:, 0], x @ weight.T, rtol=1e-4, atol=1e-4)
+
+
+def test_a_weight_keeps_its_descriptors() -> None:
+    weight = random(48, 64)
+    kept = Descriptors(weight)
+    assert kept.of_tiles(16, 32) is kept.of_tiles(16, 32)
+    assert kept.of_tiles(16, 32) is not kept.of_tiles(16, 64)
+
+
+@pytest.mark.parametrize("num_rows", [65, 96, 128, 200, 256, 300, 512, 2048, 8192])
+@pytest.mark.parametrize("num_cols", [1024, 4096, 6144, 28672])
+def test_many_rows_take_the_tile_whose_waves_are_shortest(num_rows: int, num_cols: int) -> None:
+    tile = linear_tile(num_rows, num_cols, torch.bfloat16)
+    assert tile.described
+    if num_rows >= 2048 and num_cols >= 4096:
+        assert (tile.rows, tile.cols) == (256, 128)
+    if num_rows <= 128 and num_cols <= 4096:
+        assert tile.num_programs(num_rows, num_cols) <= 132
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
@@ -138,7 +186,7 @@ def test_rows_of_another_shape_are_refused(x: torch.Tensor, out: torch.Tensor | 
 
 
 def test_fp32_has_one_tile_for_every_number_of_rows() -> None:
-    found = {linear_tile(m, n, 4096, torch.float32) for m in (1, 17, 9000) for n in (8, 128256)}
+    found = {linear_tile(m, n, torch.float32) for m in (1, 17, 9000) for n in (8, 128256)}
     assert found == {tiles.FP32}
 
 

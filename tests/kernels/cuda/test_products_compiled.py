@@ -14,31 +14,39 @@ META = torch.device("meta")
 
 @dataclass(frozen=True)
 class Wanted:
-    """Most registers, fewest programs an SM, and the instruction that multiplies."""
+    """Most registers, fewest programs an SM, the instruction that multiplies, and what loads."""
 
     registers: int
     programs: int
     opcode: str
+    loads: str = "LDGSTS"
+    ahead: int = 0
 
 
+TMA = "UTMALDG.2D"
+HMMA, HGMMA = "HMMA.16816.F32.BF16", "HGMMA.64x{}x16.F32.BF16"
 ROWS = {
-    "linear 1x4096": Wanted(80, 3, "HMMA.16816.F32.BF16"),
-    "linear 16x28672": Wanted(72, 2, "HMMA.16816.F32.BF16"),
-    "linear 1x128256 fp32": Wanted(72, 2, "HMMA.16816.F32.BF16"),
-    "linear 64x4096": Wanted(104, 2, "HGMMA.64x64x16.F32.BF16"),
-    "linear 512x4096": Wanted(128, 1, "HGMMA.64x128x16.F32.BF16"),
-    "linear 2048x4096": Wanted(208, 1, "HGMMA.64x256x16.F32.BF16"),
+    "linear 1x4096": Wanted(80, 3, HMMA, ahead=1),
+    "linear 16x28672": Wanted(72, 1, HGMMA.format(16), ahead=1),
+    "linear 1x6144": Wanted(72, 2, HGMMA.format(16), ahead=1),
+    "linear 1x128256 fp32": Wanted(72, 1, HGMMA.format(16), ahead=1),
+    "linear 64x4096": Wanted(56, 1, HGMMA.format(32), TMA, ahead=1),
+    "linear 64x28672": Wanted(80, 2, HGMMA.format(64), TMA, ahead=1),
+    "linear 128x4096": Wanted(80, 1, HGMMA.format(64), TMA),
+    "linear 128x6144": Wanted(120, 1, HGMMA.format(128), TMA),
+    "linear 512x4096": Wanted(112, 1, HGMMA.format(128), TMA),
+    "linear 2048x4096": Wanted(208, 1, HGMMA.format(128), TMA),
     "linear fp32": Wanted(104, 4, "FFMA"),
-    "gated 1": Wanted(80, 2, "HMMA.16816.F32.BF16"),
-    "gated 64": Wanted(144, 2, "HGMMA.64x64x16.F32.BF16"),
-    "gated 2048": Wanted(240, 1, "HGMMA.64x128x16.F32.BF16"),
-    "heads 5": Wanted(80, 2, "HMMA.16816.F32.BF16"),
-    "gate_up 1": Wanted(96, 2, "HMMA.16816.F32.BF16"),
-    "gate_up 128": Wanted(160, 1, "HGMMA.64x64x16.F32.BF16"),
-    "gate_up 2048": Wanted(240, 1, "HGMMA.64x128x16.F32.BF16"),
-    "down 1": Wanted(80, 2, "HMMA.16816.F32.BF16"),
-    "down 128": Wanted(112, 2, "HGMMA.64x64x16.F32.BF16"),
-    "down 2048": Wanted(136, 1, "HGMMA.64x128x16.F32.BF16"),
+    "gated 1": Wanted(80, 2, HMMA, ahead=2),
+    "gated 64": Wanted(112, 2, HGMMA.format(64), TMA, ahead=2),
+    "gated 2048": Wanted(240, 1, HGMMA.format(128), TMA),
+    "heads 5": Wanted(80, 2, HMMA, ahead=1),
+    "gate_up 1": Wanted(96, 2, HMMA),
+    "gate_up 128": Wanted(160, 1, HGMMA.format(64)),
+    "gate_up 2048": Wanted(240, 1, HGMMA.format(128)),
+    "down 1": Wanted(80, 2, HMMA),
+    "down 128": Wanted(112, 2, HGMMA.format(64)),
+    "down 2048": Wanted(136, 1, HGMMA.format(128)),
 }
 
 
@@ -74,7 +82,11 @@ def calls() -> gate.Calls:
         "linear 1x4096": lambda: linear(1, 4096),
         "linear 16x28672": lambda: linear(16, 28672),
         "linear 1x128256 fp32": lambda: linear(1, 128256, out_dtype=torch.float32),
+        "linear 1x6144": lambda: linear(1, 6144),
         "linear 64x4096": lambda: linear(64, 4096),
+        "linear 64x28672": lambda: linear(64, 28672),
+        "linear 128x4096": lambda: linear(128, 4096),
+        "linear 128x6144": lambda: linear(128, 6144),
         "linear 512x4096": lambda: linear(512, 4096),
         "linear 2048x4096": lambda: linear(2048, 4096),
         "linear fp32": lambda: linear(3, 4096, torch.float32),
@@ -105,7 +117,7 @@ def found() -> dict[str, gate.Compiled]:
 
 
 @pytest.mark.parametrize("name", ROWS)
-def test_a_product_runs_on_tensor_cores_and_copies_16_bytes_at_once(
+def test_a_product_runs_on_tensor_cores_and_copies_whole_tiles_or_16_bytes(
     found: dict[str, gate.Compiled], name: str
 ) -> None:
     kernel, wanted = found[name], ROWS[name]
@@ -113,8 +125,19 @@ def test_a_product_runs_on_tensor_cores_and_copies_16_bytes_at_once(
     assert kernel.registers <= wanted.registers
     assert kernel.programs_per_sm() >= wanted.programs
     assert kernel.count(wanted.opcode) > 0
+    assert kernel.count(wanted.loads) > 0
     copies = kernel.count("LDGSTS")
-    assert 0 < kernel.copies_of_16_bytes() == copies
+    assert kernel.copies_of_16_bytes() == copies
+    assert (copies == 0) == (wanted.loads == TMA)
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_a_product_waits_once_and_fetches_its_weight_before(
+    found: dict[str, gate.Compiled], name: str
+) -> None:
+    kernel = found[name]
+    assert kernel.count("ACQBULK") == kernel.count("PREEXIT") == 1
+    assert kernel.count("UBLKPF.L2") == ROWS[name].ahead
 
 
 @pytest.mark.parametrize("name", ["route", "count 128", "sort 128", "sum 128"])

@@ -1,0 +1,46 @@
+"""Descriptors of matrices, by which Hopper's copy engine (TMA) loads whole tiles of them.
+
+A tile that reaches beyond its matrix is filled with zeros there, and no thread computes addresses.
+The host writes a descriptor into the launch's own arguments, so that a graph keeps it.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+_ALIGNMENT = 16
+"""Bytes: of where a matrix and each of its rows begin."""
+
+
+class Descriptors:
+    """Descriptors of one matrix that stays where it is, each made once.
+
+    Args:
+        matrix: ``[N, K]``, contiguous.
+    """
+
+    def __init__(self, matrix: Tensor) -> None:
+        self._matrix = matrix
+        self._made: dict[tuple[int, int], TensorDescriptor] = {}
+
+    def of_tiles(self, rows: int, cols: int) -> TensorDescriptor:
+        """Return the descriptor of tiles ``[rows, cols]``."""
+        found = self._made.get((rows, cols))
+        if found is None:
+            found = TensorDescriptor.from_tensor(self._matrix, [rows, cols])
+            self._made[rows, cols] = found
+        return found
+
+
+def can_describe(*matrices: Tensor) -> bool:
+    """Return whether there is something in each matrix, and descriptors take it."""
+    return all(
+        matrix.numel() > 0 and matrix.stride(-1) == 1 and is_aligned(matrix) for matrix in matrices
+    )
+
+
+def is_aligned(tensor: Tensor) -> bool:
+    """Return whether rows begin at multiples of 16 bytes."""
+    row_bytes = tensor.stride(-2) * tensor.element_size()
+    return row_bytes % _ALIGNMENT == 0 and tensor.data_ptr() % _ALIGNMENT == 0
