@@ -209,8 +209,10 @@ def merge(
     """
     wait_for_previous(OVERLAPS)
     slot, head = tl.program_id(0), tl.program_id(1)
-    first = tl.load(query_start + slot)
-    last = tl.load(query_start + slot + 1)
+    # A slot may be past the last request; what lies there in a step's buffers is another step's.
+    here = slot < num_requests
+    first = tl.load(query_start + slot, mask=here, other=-1)
+    last = tl.load(query_start + slot + 1, mask=here, other=-1)
     request = slot
     if EVERY:
         token = slot

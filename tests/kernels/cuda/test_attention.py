@@ -112,6 +112,21 @@ def test_more_requests_than_tokens_may_hold_chunks_too() -> None:
     assert torch.equal(found, whole[[40, 41, 42, 60]])
 
 
+def test_what_lies_behind_a_steps_inputs_is_not_read() -> None:
+    q, kv, tables, starts, contexts, *rest = attention_inputs(
+        [1, 15, 1, 1], [20, 33, 5, 70], (4, 2), 32, dtype=torch.float16, device=CPU
+    )
+    # Buffers are used again: there lies a step of more requests, of one token each.
+    of_others = torch.arange(64, dtype=torch.int32)
+    of_others[: len(starts)] = starts
+    long = torch.zeros(64, dtype=torch.int32)
+    long[: len(contexts)] = contexts
+
+    found = paged_attention(q, kv, tables, of_others[:5], long[:4], *rest)
+
+    assert torch.equal(found, paged_attention(q, kv, tables, starts, contexts, *rest))
+
+
 @pytest.mark.usefixtures("ordered_products")
 def test_a_row_without_context_is_zero_and_leaves_others_alone() -> None:
     prompt = Prompt(16, dtype=torch.float16, window=None)
