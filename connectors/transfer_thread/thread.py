@@ -28,7 +28,7 @@ from pdserve.connectors.transfer.machine import TransferMachine
 from pdserve.connectors.transfer.mover import Mover
 from pdserve.connectors.transfer.seams import Seams
 from pdserve.connectors.transfer_thread.background import BackgroundThread
-from pdserve.connectors.transfer_thread.slices import PIECE_BYTES
+from pdserve.connectors.transfer_thread.slices import DEVICE_PIECE_BYTES, PIECE_BYTES
 from pdserve.errors import InternalError
 from pdserve.observe.log import log_event
 from pdserve.observe.trace import CLOCK_ID
@@ -168,7 +168,7 @@ class TransferThread:
                 background=self._background,
                 processes=self._mover.processes,
                 quarantine_s=transfer.quarantine_s,
-                piece_bytes=PIECE_BYTES,
+                piece_bytes=DEVICE_PIECE_BYTES if kv.is_cuda else PIECE_BYTES,
             )
         )
         sys.setswitchinterval(min(sys.getswitchinterval(), _SWITCH_INTERVAL_S))
