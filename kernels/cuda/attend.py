@@ -13,6 +13,13 @@ import triton
 import triton.language as tl
 
 from pdserve.kernels.cuda.launch import wait_for_previous
+from pdserve.kernels.cuda.paged import (
+    load_blocks,
+    load_queries,
+    load_tile,
+    masked_scores,
+    number_rows,
+)
 from pdserve.kernels.cuda.segments import (
     find,
     first_segment,
@@ -24,144 +31,56 @@ from pdserve.kernels.cuda.segments import (
 
 
 @triton.jit
-def _blocks(
-    table: tl.tensor,
-    at: tl.tensor,
+def _segment(
+    begin: tl.tensor,
     end: tl.tensor,
-    TILE: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-) -> Any:
-    """Return the block of the tile at ``at``, or of each of its keys; 0 from ``end`` on.
-
-    Asked for one tile ahead, so that the addresses of keys and values wait for no load.
-    """
-    if BLOCK_SIZE % TILE == 0:
-        blocks = tl.load(table + at // BLOCK_SIZE, mask=at < end, other=0)
-    else:
-        t = at + tl.arange(0, TILE)
-        blocks = tl.load(table + t // BLOCK_SIZE, mask=t < end, other=0)
-    return blocks
-
-
-@triton.jit
-def _load_tile(
+    x: tl.tensor,
+    x_rest: tl.tensor,
     kv: tl.tensor,
-    blocks: tl.tensor,
-    at: tl.tensor,
-    end: tl.tensor,
+    table: tl.tensor,
+    position: tl.tensor,
+    exponent_scale: tl.tensor,
+    window: tl.tensor,
     stride_block: tl.tensor,
     PLANE: tl.constexpr,
+    M: tl.constexpr,
     D: tl.constexpr,
     D_PADDED: tl.constexpr,
     ROTARY: tl.constexpr,
     ROTARY_PADDED: tl.constexpr,
     TILE: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
-    MASKED: tl.constexpr,
-) -> Any:
-    """Return keys and values ``[TILE, D_PADDED]`` at ``at`` and on, of the head that ``kv`` is at.
-
-    Those at ``end`` and after are 0 where ``MASKED``, and must not be asked for elsewhere: what was
-    never written may be NaN, and 0 * NaN is NaN. Of latents, which are keys and values at once, the
-    rotated rest of the keys comes third, ``[TILE, ROTARY]``.
-    """
-    t = tl.arange(0, TILE)
-    d = tl.arange(0, D_PADDED)
-    if BLOCK_SIZE % TILE == 0:
-        start = kv + blocks.to(tl.int64) * stride_block + at % BLOCK_SIZE * (D + ROTARY)
-        rows = start + t * (D + ROTARY)
-    else:
-        rows = kv + blocks.to(tl.int64) * stride_block + (at + t) % BLOCK_SIZE * (D + ROTARY)
-    inside = (d < D)[None, :]
-    if MASKED:
-        inside &= (at + t < end)[:, None]
-    keys = rows[:, None] + d[None, :]
-    if MASKED or D != D_PADDED:
-        k = tl.load(keys, mask=inside, other=0.0)
-    else:
-        k = tl.load(keys)
-    v = k
-    rest = k
-    if ROTARY > 0:
-        r = tl.arange(0, ROTARY_PADDED)
-        inside = (r < ROTARY)[None, :]
-        if MASKED:
-            inside &= (at + t < end)[:, None]
-        rest = tl.load(rows[:, None] + D + r[None, :], mask=inside, other=0.0)
-    elif MASKED or D != D_PADDED:
-        v = tl.load(keys + PLANE, mask=inside, other=0.0)
-    else:
-        v = tl.load(keys + PLANE)
-    return k, v, rest
-
-
-@triton.jit
-def _scores(
-    x: tl.tensor,
-    x_rest: tl.tensor,
-    k: tl.tensor,
-    k_rest: tl.tensor,
-    at: tl.tensor,
-    position: tl.tensor,
-    window: tl.tensor,
-    ROTARY: tl.constexpr,
-    TILE: tl.constexpr,
     MASKED: tl.constexpr,
     WINDOWED: tl.constexpr,
 ) -> Any:
-    """Return the unscaled scores, -inf where a row does not see a key."""
-    s = tl.dot(x, tl.trans(k), input_precision="ieee")
-    if ROTARY > 0:
-        s = tl.dot(x_rest, tl.trans(k_rest), s, input_precision="ieee")
-    if MASKED:
-        t = at + tl.arange(0, TILE)
-        seen = t[None, :] <= position[:, None]
-        if WINDOWED:
-            seen &= t[None, :] > (position - window)[:, None]
-        s = tl.where(seen, s, float("-inf"))
-    return s
-
-
-@triton.jit
-def _queries(
-    q: tl.tensor,
-    place: tl.tensor,
-    valid: tl.tensor,
-    D: tl.constexpr,
-    D_PADDED: tl.constexpr,
-    ROTARY: tl.constexpr,
-    ROTARY_PADDED: tl.constexpr,
-) -> Any:
-    """Return the queries of rows, and the rest that meets the rest of the keys; 0 if not valid."""
-    d = tl.arange(0, D_PADDED)
-    rows = q + place * (D + ROTARY)
-    x = tl.load(rows[:, None] + d[None, :], mask=valid[:, None] & (d < D)[None, :], other=0.0)
-    rest = x
-    if ROTARY > 0:
-        r = tl.arange(0, ROTARY_PADDED)
-        inside = valid[:, None] & (r < ROTARY)[None, :]
-        rest = tl.load(rows[:, None] + D + r[None, :], mask=inside, other=0.0)
-    return x, rest
-
-
-@triton.jit
-def _rows(
-    first: tl.tensor,
-    tile: tl.tensor,
-    kv_head: tl.tensor,
-    num_new: tl.tensor,
-    context: tl.tensor,
-    GROUP: tl.constexpr,
-    TOKENS: tl.constexpr,
-    M: tl.constexpr,
-    KV_HEADS: tl.constexpr,
-) -> Any:
-    """Return the rows' numbers in ``[tokens * heads]``, which are real, and their positions."""
-    row = tl.arange(0, M)
-    token = tile * TOKENS + row // GROUP
-    valid = (row < TOKENS * GROUP) & (token < num_new)
-    place = ((first + token) * KV_HEADS + kv_head).to(tl.int64) * GROUP + row % GROUP
-    return place, valid, tl.where(valid, context - num_new + token, -1)
+    """Return the state of the keys from ``begin`` to ``end``, all of one segment; see `update`."""
+    acc = tl.zeros([M, D_PADDED], tl.float32)
+    mass = tl.zeros([M], tl.float32)
+    top = tl.full([M], float("-inf"), tl.float32)
+    blocks = load_blocks(table, begin, end, TILE, BLOCK_SIZE)
+    for at in range(begin, end, TILE):
+        ahead = load_blocks(table, at + TILE, end, TILE, BLOCK_SIZE)
+        k, v, k_rest = load_tile(
+            kv,
+            blocks,
+            at,
+            end,
+            stride_block,
+            PLANE,
+            D,
+            D_PADDED,
+            ROTARY,
+            ROTARY_PADDED,
+            TILE,
+            BLOCK_SIZE,
+            MASKED,
+        )
+        s = masked_scores(
+            x, x_rest, k, k_rest, at, position, window, ROTARY, TILE, MASKED, WINDOWED
+        )
+        acc, mass, top = update(s, v, acc, mass, top, exponent_scale)
+        blocks = ahead
+    return acc, mass, top
 
 
 @triton.jit(
@@ -225,11 +144,11 @@ def attend_split(
         count = tl.cdiv(context, SEGMENT) - start
         tile = unit // count
         segment = unit % count
-        place, valid, position = _rows(
+        place, valid, position = number_rows(
             first, tile, kv_head, num_new, context, GROUP, TOKENS, M, KV_HEADS
         )
         inside = valid[:, None] & (d < D)[None, :]
-        x, x_rest = _queries(q, place, valid, D, D_PADDED, ROTARY, ROTARY_PADDED)
+        x, x_rest = load_queries(q, place, valid, D, D_PADDED, ROTARY, ROTARY_PADDED)
         begin = (start + segment) * SEGMENT
         end = tl.minimum(context, context - num_new + (tile + 1) * TOKENS)
         stop = tl.minimum(begin + SEGMENT, end)
@@ -237,32 +156,28 @@ def attend_split(
             begin = tl.maximum(
                 begin, (context - num_new + tile * TOKENS + 1 - window) // TILE * TILE
             )
-        acc = tl.zeros([M, D_PADDED], tl.float32)
-        mass = tl.zeros([M], tl.float32)
-        top = tl.full([M], float("-inf"), tl.float32)
-        table = tables + request * stride_table
-        head = kv + kv_head * HEAD
-        blocks = _blocks(table, begin, stop, TILE, BLOCK_SIZE)
-        for at in range(begin, stop, TILE):
-            ahead = _blocks(table, at + TILE, stop, TILE, BLOCK_SIZE)
-            k, v, k_rest = _load_tile(
-                head,
-                blocks,
-                at,
-                stop,
-                stride_block,
-                PLANE,
-                D,
-                D_PADDED,
-                ROTARY,
-                ROTARY_PADDED,
-                TILE,
-                BLOCK_SIZE,
-                True,
-            )
-            s = _scores(x, x_rest, k, k_rest, at, position, window, ROTARY, TILE, True, WINDOWED)
-            acc, mass, top = update(s, v, acc, mass, top, exponent_scale)
-            blocks = ahead
+        acc, mass, top = _segment(
+            begin,
+            stop,
+            x,
+            x_rest,
+            kv + kv_head * HEAD,
+            tables + request * stride_table,
+            position,
+            exponent_scale,
+            window,
+            stride_block,
+            PLANE,
+            M,
+            D,
+            D_PADDED,
+            ROTARY,
+            ROTARY_PADDED,
+            TILE,
+            BLOCK_SIZE,
+            True,
+            WINDOWED,
+        )
         slot = place
         if not EVERY:
             slot = place + ((request - first) * KV_HEADS * GROUP)
@@ -286,6 +201,7 @@ def _scan(
     window: tl.tensor,
     stride_block: tl.tensor,
     PLANE: tl.constexpr,
+    M: tl.constexpr,
     D: tl.constexpr,
     D_PADDED: tl.constexpr,
     ROTARY: tl.constexpr,
@@ -296,18 +212,22 @@ def _scan(
     MASKED: tl.constexpr,
     WINDOWED: tl.constexpr,
 ) -> Any:
-    """Go over keys from ``begin`` on; a segment is merged when the next one begins."""
-    total, total_mass, total_top, acc, mass, top = state
-    blocks = _blocks(table, begin, end, TILE, BLOCK_SIZE)
-    for at in range(begin, end, TILE):
-        ahead = _blocks(table, at + TILE, end, TILE, BLOCK_SIZE)
-        k, v, k_rest = _load_tile(
+    """Merge the segments of the keys from ``begin`` to ``end`` into ``state``, ascending."""
+    total, total_mass, total_top = state
+    for start in range(begin // SEGMENT * SEGMENT, end, SEGMENT):
+        acc, mass, top = _segment(
+            tl.maximum(start, begin),
+            tl.minimum(start + SEGMENT, end),
+            x,
+            x_rest,
             kv,
-            blocks,
-            at,
-            end,
+            table,
+            position,
+            exponent_scale,
+            window,
             stride_block,
             PLANE,
+            M,
             D,
             D_PADDED,
             ROTARY,
@@ -315,18 +235,12 @@ def _scan(
             TILE,
             BLOCK_SIZE,
             MASKED,
+            WINDOWED,
         )
-        s = _scores(x, x_rest, k, k_rest, at, position, window, ROTARY, TILE, MASKED, WINDOWED)
-        if at % SEGMENT == 0:
-            total, total_mass, total_top = merged(
-                total, total_mass, total_top, acc, mass, top, exponent_scale
-            )
-            acc = tl.zeros_like(acc)
-            mass = tl.zeros_like(mass)
-            top = tl.zeros_like(top) + float("-inf")
-        acc, mass, top = update(s, v, acc, mass, top, exponent_scale)
-        blocks = ahead
-    return total, total_mass, total_top, acc, mass, top
+        total, total_mass, total_top = merged(
+            total, total_mass, total_top, acc, mass, top, exponent_scale
+        )
+    return total, total_mass, total_top
 
 
 @triton.jit(do_not_specialize=["window", "stride_table", "num_requests", "least_tokens"])
@@ -377,16 +291,14 @@ def attend_whole(
     first = tl.load(query_start + request)
     num_new = tl.load(query_start + request + 1) - first
     context = tl.load(contexts + request)
-    place, valid, position = _rows(
+    place, valid, position = number_rows(
         first, tile, kv_head, num_new, context, GROUP, TOKENS, M, KV_HEADS
     )
     d = tl.arange(0, D_PADDED)
     inside = valid[:, None] & (d < D)[None, :]
-    x, x_rest = _queries(q, place, valid, D, D_PADDED, ROTARY, ROTARY_PADDED)
-    zeros = tl.zeros([M, D_PADDED], tl.float32)
-    none = tl.zeros([M], tl.float32)
+    x, x_rest = load_queries(q, place, valid, D, D_PADDED, ROTARY, ROTARY_PADDED)
     least = tl.full([M], float("-inf"), tl.float32)
-    state = (zeros, none, least, zeros, none, least)
+    state = (tl.zeros([M, D_PADDED], tl.float32), tl.zeros([M], tl.float32), least)
     table = tables + request * stride_table
     head = kv + kv_head * HEAD
     earliest = context - num_new + tile * TOKENS
@@ -395,7 +307,7 @@ def attend_whole(
     if WINDOWED:
         begin = tl.maximum(earliest + 1 - window, 0) // TILE * TILE
     else:
-        begin = (earliest + 1) // TILE * TILE
+        begin = (earliest + 1) // SEGMENT * SEGMENT
         state = _scan(
             0,
             begin,
@@ -409,6 +321,7 @@ def attend_whole(
             window,
             stride_block,
             PLANE,
+            M,
             D,
             D_PADDED,
             ROTARY,
@@ -432,6 +345,7 @@ def attend_whole(
         window,
         stride_block,
         PLANE,
+        M,
         D,
         D_PADDED,
         ROTARY,
@@ -442,9 +356,6 @@ def attend_whole(
         True,
         WINDOWED,
     )
-    total, total_mass, total_top, acc, mass, top = state
-    total, total_mass, total_top = merged(
-        total, total_mass, total_top, acc, mass, top, exponent_scale
-    )
+    total, total_mass, _ = state
     value = normalized(total, total_mass).to(out.dtype.element_ty)
     tl.store(out + place[:, None] * D + d[None, :], value, mask=inside)

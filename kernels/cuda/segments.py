@@ -112,8 +112,8 @@ def normalized(
     total: tl.tensor,
     total_mass: tl.tensor,
 ) -> Any:
-    """Divide by the sum of weights; rows that see no key are 0."""
-    return total / tl.where(total_mass == 0.0, 1.0, total_mass)[:, None]
+    """Divide by the sum of weights; rows that see no key are 0, and no 0 is negative."""
+    return total / tl.where(total_mass == 0.0, 1.0, total_mass)[:, None] + 0.0
 
 
 @triton.jit
