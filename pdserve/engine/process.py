@@ -33,7 +33,7 @@ from pdserve.errors import ConfigError
 from pdserve.executor.base import RankDiedError
 from pdserve.lifeline import end_with_parent
 from pdserve.observe.clock import SystemClock
-from pdserve.observe.heap import share_arenas
+from pdserve.observe.heap import BurstTrim, share_arenas
 from pdserve.observe.log import configure_logging
 from pdserve.wire.codec import (
     AbortRequests,
@@ -120,6 +120,7 @@ class EngineProcess:
             self._close_sockets()
             raise
         self._arrivals = Arrivals(self.core.scheduler)
+        self._heap = BurstTrim()
         self._poller = zmq.Poller()
         self._poller.register(self._inputs, zmq.POLLIN)
         for fd in self.core.executor.wake_fds:
@@ -170,6 +171,8 @@ class EngineProcess:
                 if self.core.waves is not None and (has_input or is_time_up):
                     self.core.waves.news()
                 has_news = self.core.step(self._publish_outputs)
+                num_requests = len(self._arrivals) + self.core.scheduler.num_requests
+                self._heap.note(num_requests, self._clock.monotonic_s())
                 if self._events is not None:
                     self._events.publish(self.core.scheduler.take_events())
                 self._publish_late_stats(has_changed=has_input or has_news)

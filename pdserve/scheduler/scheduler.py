@@ -282,8 +282,13 @@ class Scheduler:
         return self.state.num_runnable
 
     @property
+    def num_requests(self) -> int:
+        """Requests in any state, leased ones included."""
+        return len(self.state.requests)
+
+    @property
     def is_idle(self) -> bool:
-        """Whether no request is left in any state, leased ones included."""
+        """Whether no request is left in any state."""
         return not self.state.requests
 
     def stats(self) -> EngineStats:

@@ -34,6 +34,36 @@ libc.malloc_info(0, stream)
 libc.fflush(None)
 """
 
+LEFT_BY_A_BURST = """
+import psutil, sys
+from pdserve.observe.heap import BurstTrim
+
+def mib():
+    return psutil.Process().memory_full_info().uss / (1 << 20)
+
+num_most = int(sys.argv[1])
+trim = BurstTrim()
+before = mib()
+each = [bytes(1000) for _ in range(40_000)]
+trim.note(num_most, 100.0)
+of_others = each[::100]
+del each
+trim.note(5, 109.9)
+held = mib()
+trim.note(5, 110.1)
+print(held - before, mib() - before)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="glibc's allocator")
+@pytest.mark.parametrize(("num_most", "is_burst"), [(1024, True), (255, False)])
+def test_holes_that_a_burst_leaves_in_the_heap_are_given_back(num_most: int, is_burst: bool):
+    command = [sys.executable, "-c", LEFT_BY_A_BURST, str(num_most)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
+    held, left = map(float, done.stdout.split())
+    assert held > 30
+    assert (left < 6) == is_burst
+
 
 @pytest.mark.skipif(sys.platform != "linux", reason="glibc's allocator")
 def test_threads_of_an_engine_share_two_arenas() -> None:
