@@ -2,8 +2,8 @@
 
 *bits*: a prompt at once against chunks, single tokens, mixed batches and blocks that lie elsewhere.
 *decode* and *prefill*: times of each tiling at contexts that the L2 cache does not hold, beside
-torch's attention over contiguous keys and values, a copy, and a large product. The best tiling of
-each row is printed; one for all rows is picked by hand, since tile and segment fix the bits.
+torch's attention over contiguous keys and values; *peaks* has what they are shares of. The best
+tiling of each row is printed; one for all is picked by hand: tile and segment fix the bits.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
+from benchmarks.gpu.latents import LATENTS
 from benchmarks.gpu.timing import (
     DEVICE,
     IS_DRY,
@@ -33,7 +34,6 @@ from benchmarks.gpu.timing import (
     time_in_graph,
 )
 from pdserve.kernels.cases.case import draw
-from pdserve.kernels.cases.latent import latent_inputs
 from pdserve.kernels.cuda.attention import (
     AttentionCall,
     AttentionTiles,
@@ -41,9 +41,7 @@ from pdserve.kernels.cuda.attention import (
     paged_attention,
     tiles_for,
 )
-from pdserve.kernels.cuda.latent import latent_attention
 from pdserve.kernels.cuda.launch import Tuning
-from pdserve.kernels.reference import mla
 
 DTYPE = sized(torch.bfloat16, torch.float16)
 HEADS = sized((32, 8), (4, 2))
@@ -85,8 +83,6 @@ WHOLES = [
         ((64, 128, 8, 3),),
     )
 ]
-LATENTS = sized([(8, 8192, 16), (64, 2048, 16), (8, 8192, 128)], [(2, 70, 4)])
-"""Requests, the context of each, and heads."""
 
 
 def named(tiles: AttentionTiles, *, split: bool) -> str:
@@ -405,38 +401,6 @@ def prefill(experiments: Experiments) -> None:
             )
 
 
-def latents(num_requests: int, context: int, num_heads: int) -> dict[str, Any]:
-    """Time single tokens over DeepSeek-V3's latents, as shares of reading them once."""
-    dims = sized((512, 64), (32, 16))
-    num_bytes = num_requests * context * sum(dims) * DTYPE.itemsize
-    sets = [
-        latent_inputs(
-            [1] * num_requests,
-            [context] * num_requests,
-            num_heads,
-            dims,
-            dtype=DTYPE,
-            device=DEVICE,
-            block_size=BLOCK_SIZE,
-        )
-        for _ in range(min(3, num_rotated(num_bytes)))
-    ]
-    error = (latent_attention(*sets[0]) - mla.latent_attention(*sets[0])).abs().max().item()
-    timing = time_in_graph(lambda i: latent_attention(*sets[i % len(sets)]))
-    return timing.row(gb_per_s=timing.gb_per_s(num_bytes), error=error, sets=len(sets))
-
-
-def latent_prompt() -> dict[str, Any]:
-    """Time a prompt over latents."""
-    length, num_heads, dims = sized((4096, 16, (512, 64)), (70, 4, (32, 16)))
-    args = latent_inputs(
-        [length], [length], num_heads, dims, dtype=DTYPE, device=DEVICE, block_size=BLOCK_SIZE
-    )
-    timing = time_eager(lambda _: latent_attention(*args), budget_s=0.1)
-    num_flops = num_heads * (2 * dims[0] + dims[1]) * length * (length + 1)
-    return timing.row(tflop_per_s=timing.tflop_per_s(num_flops))
-
-
 def chunks() -> dict[str, Any]:
     """Time chunks at the end of a long context, alone and with single tokens beside them."""
     context, num_decodes = sized((8192, 32), (130, 3))
@@ -475,33 +439,15 @@ def host() -> dict[str, Any]:
     return found
 
 
-def peaks() -> dict[str, Any]:
-    """Rates that the others are shares of: a copy, read and written, and a large product."""
-    size = sized(1 << 30, 1 << 16)
-    source = torch.empty(size, dtype=torch.uint8, device=DEVICE).random_()
-    into = torch.empty_like(source)
-    copy = time_eager(lambda _: into.copy_(source))
-    n = sized(8192, 64)
-    a, b = (torch.empty(n, n, dtype=DTYPE, device=DEVICE).normal_() for _ in range(2))
-    product = time_eager(lambda _: a @ b)
-    return {
-        "copy_gb_per_s": copy.gb_per_s(2 * size),
-        "matmul_tflop_per_s": product.tflop_per_s(2 * n**3),
-    }
-
-
 def run(limit_s: float) -> dict[str, Any]:
     """Run all experiments."""
     experiments = Experiments("attention", limit_s)
     experiments.run("bits and compiling", compile_all)
-    experiments.run("peaks", peaks)
     experiments.run("host", host)
     for num_requests, context in DECODES:
         decode(experiments, num_requests, context)
     prefill(experiments)
     experiments.run("chunks", chunks)
-    for of in LATENTS:
-        name = "latents: {} x {}, {} heads".format(*of)
-        experiments.run(name, lambda of=of: latents(*of))
-    experiments.run("latents: prompt", latent_prompt)
+    for name, experiment in LATENTS.items():
+        experiments.run(f"latents: {name}", experiment)
     return experiments.results
