@@ -22,7 +22,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-PARTS = ("peaks", "copies", "rows", "attention", "linear", "step")
+PARTS = ("peaks", "copies", "rows", "attention", "bits", "linear", "step")
 _ROOT = Path(__file__).resolve().parents[2]
 _GRACE_S = 60.0
 """For a part's imports and its last experiment, before it is killed."""

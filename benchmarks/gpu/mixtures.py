@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.gpu.timing import DEVICE, IS_DRY, num_rotated, sized, time_in_graph
-from benchmarks.gpu.ways import named, tile
+from benchmarks.gpu.ways import Build, described, named, tile
 from pdserve.kernels.cuda.activation import silu_and_mul
 from pdserve.kernels.cuda.linear import CudaLinear, multiply_gated
 from pdserve.kernels.cuda.moe import CudaExperts
@@ -17,7 +17,7 @@ from pdserve.kernels.cuda.tiles import ProductTile, gated_tile
 from pdserve.kernels.reference.moe import RoutingRule
 
 DTYPE = sized(torch.bfloat16, torch.float16)
-GATED_ROWS = sized((1, 16, 64, 2048), (5,))
+GATED_ROWS = sized((1, 64, 256, 2048), (5,))
 EXPERT_TOKENS = sized((1, 16, 64, 2048), (3,))
 
 _WIDTH, _INNER = sized((4096, 14336), (64, 48))
@@ -25,29 +25,30 @@ _NUM_EXPERTS = sized(8, 4)
 
 
 _FEW = [
-    tile(16, 16, 256, 4, 4),
-    tile(16, 32, 128, 4, 4),
     tile(16, 32, 128, 4, 5),
-    tile(16, 32, 256, 4, 3),
-    tile(16, 32, 128, 4, 3),
-    tile(16, 64, 64, 4, 5),
     tile(16, 64, 128, 4, 3),
-    tile(16, 64, 64, 4, 4, swapped=True),
-    tile(16, 64, 128, 4, 4, swapped=True),
+    tile(16, 64, 64, 4, 6, swapped=True),
+    tile(16, 64, 128, 4, 3, swapped=True),
+    tile(16, 64, 128, 4, 5, swapped=True),
+    described(16, 64, 128, 4, 5),
+    described(16, 64, 128, 4, 5, swapped=True),
+    tile(16, 128, 64, 8, 5, swapped=True),
 ]
 _SOME = [
-    tile(64, 32, 128, 4, 3),
-    tile(64, 32, 128, 4, 4),
-    tile(64, 64, 64, 4, 3),
-    tile(64, 64, 64, 4, 4),
-    tile(64, 64, 128, 4, 3),
-    tile(64, 128, 64, 8, 4),
+    described(64, 32, 128, 4, 4),
+    described(64, 32, 128, 4, 5),
+    described(64, 64, 64, 4, 4),
+    described(64, 64, 64, 4, 6),
+    described(64, 64, 128, 4, 3),
+    described(64, 64, 128, 4, 4),
+    described(64, 128, 64, 8, 4),
 ]
 _MANY = [
-    tile(128, 64, 64, 4, 4),
-    tile(128, 64, 64, 8, 4),
-    tile(128, 128, 64, 8, 3),
-    tile(128, 128, 64, 8, 4),
+    described(128, 64, 64, 4, 4),
+    described(128, 64, 64, 8, 4),
+    described(128, 128, 64, 8, 3),
+    described(128, 128, 64, 8, 4),
+    described(256, 64, 64, 8, 4),
 ]
 _DRY = [tile(16, 32, 32, 4, 3)]
 
@@ -56,8 +57,15 @@ def _swept(num_rows: int) -> list[ProductTile]:
     if IS_DRY:
         return _DRY
     if num_rows <= 16:
-        return _FEW
-    return _SOME if num_rows <= 64 else _MANY
+        found = _FEW
+    else:
+        found = _SOME if num_rows <= 64 else _MANY
+    return list(dict.fromkeys([gated_tile(num_rows, DTYPE), *found]))
+
+
+def gated_builds() -> list[Build]:
+    """Return what `sweep_gated` is to find compiled."""
+    return [Build(of, gated=True) for num_rows in GATED_ROWS for of in _swept(num_rows)]
 
 
 def _random(*shape: int, scale: float = 1.0) -> Tensor:

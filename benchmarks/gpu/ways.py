@@ -1,17 +1,38 @@
-"""Ways to compute the product of a linear layer, of which the best for each shape is sought."""
+"""Products of Llama-3.1-8B's shapes, and the tiles to compute them by, of which the best is sought.
+
+Tiles of 16 and of 64 rows, and those for thousands, are settled: the tables of the kernels hold the
+best (benchmarks/results/2026-11-23-h100-*.json). Swept are those for 65 to 512 rows.
+"""
 
 from __future__ import annotations
 
-from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+import multiprocessing
+import os
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
 
-from benchmarks.gpu.timing import sized
-from pdserve.kernels.cuda.launch import Tuning
-from pdserve.kernels.cuda.linear import multiply
-from pdserve.kernels.cuda.tiles import ProductTile
+import torch
+from torch import Tensor
 
-if TYPE_CHECKING:
-    from torch import Tensor
+from benchmarks.gpu.timing import DEVICE, IS_DRY, sized
+from pdserve.kernels.cuda.launch import Tuning, without_overlap
+from pdserve.kernels.cuda.linear import multiply, multiply_gated
+from pdserve.kernels.cuda.tiles import ProductTile, linear_tile
+
+DTYPE = sized(torch.bfloat16, torch.float16)
+SHAPES = sized(
+    {
+        "qkv": (6144, 4096),
+        "out": (4096, 4096),
+        "gate_up": (28672, 4096),
+        "down": (4096, 14336),
+        "head": (128256, 4096),
+    },
+    {"qkv": (96, 64), "head": (160, 32)},
+)
+"""Name -> N and K."""
 
 
 def tile(rows: int, cols: int, depth: int, warps: int, stages: int, **more: Any) -> ProductTile:
@@ -19,105 +40,125 @@ def tile(rows: int, cols: int, depth: int, warps: int, stages: int, **more: Any)
     return ProductTile(rows=rows, cols=cols, depth=depth, tuning=tuning, **more)
 
 
-DRY = [tile(16, 32, 32, 4, 3), tile(16, 64, 16, 4, 3, swapped=True), tile(32, 32, 16, 4, 3)]
-FEW_ROWS = [
-    tile(16, 16, 256, 4, 4),
-    tile(16, 16, 512, 4, 3),
-    tile(16, 32, 128, 4, 6),
-    tile(16, 32, 256, 4, 3),
-    tile(16, 32, 256, 4, 4),
-    tile(16, 32, 512, 4, 3),
-    tile(16, 32, 128, 2, 6),
-    tile(16, 64, 128, 4, 3),
-    tile(16, 64, 128, 4, 5),
-    tile(16, 64, 256, 4, 3),
-    tile(16, 64, 256, 8, 3),
-    tile(16, 64, 64, 4, 8, swapped=True),
-    tile(16, 64, 128, 4, 4, swapped=True),
-    tile(16, 64, 128, 4, 5, swapped=True),
-    tile(16, 64, 256, 4, 3, swapped=True),
-    tile(16, 128, 128, 4, 3, swapped=True),
-    tile(16, 128, 128, 8, 4, swapped=True),
-]
-SOME_ROWS = [
-    tile(64, 16, 256, 4, 4),
-    tile(64, 32, 128, 4, 4),
-    tile(64, 32, 256, 4, 3),
-    tile(64, 64, 64, 4, 5),
-    tile(64, 64, 128, 4, 3),
-    tile(64, 64, 128, 4, 4),
-    tile(64, 64, 128, 4, 4, swapped=True),
-    tile(64, 128, 64, 4, 4),
-    tile(64, 128, 64, 4, 4, swapped=True),
-    tile(64, 128, 128, 8, 3),
-]
-MANY_ROWS = [
-    tile(64, 128, 64, 4, 4),
-    tile(64, 256, 64, 4, 4),
-    tile(128, 128, 64, 4, 4),
-    tile(128, 128, 64, 8, 4),
-    tile(128, 128, 128, 8, 3),
-    tile(128, 256, 64, 8, 3),
-    tile(128, 256, 64, 8, 4),
-    tile(128, 256, 64, 8, 4, group=16),
-    tile(256, 128, 64, 8, 3),
-    tile(256, 128, 64, 8, 4, group=4),
-]
+def described(*sizes: int, **more: Any) -> ProductTile:
+    """Return a tile that is loaded by descriptors."""
+    return tile(*sizes, described=True, **more)
 
 
-DESCRIBED_FEW = [
-    tile(16, 16, 256, 4, 4),
-    tile(16, 32, 256, 4, 4),
-    tile(16, 32, 256, 4, 6),
-    tile(16, 32, 512, 4, 4),
-    tile(16, 64, 128, 4, 5),
-    tile(16, 64, 256, 4, 4),
-    tile(16, 64, 128, 4, 5, swapped=True),
-    tile(16, 64, 256, 4, 3, swapped=True),
-    tile(16, 128, 128, 4, 3, swapped=True),
-]
-DESCRIBED_SOME = [
-    tile(64, 32, 128, 4, 5),
-    tile(64, 32, 256, 4, 4),
-    tile(64, 64, 128, 4, 3),
-    tile(64, 64, 128, 4, 5),
-    tile(64, 64, 256, 4, 3),
-    tile(64, 128, 64, 4, 4),
-    tile(64, 128, 128, 4, 4),
-]
-DESCRIBED_MANY = [
-    tile(128, 128, 64, 4, 4),
-    tile(128, 128, 64, 8, 4),
-    tile(128, 256, 64, 8, 3),
-    tile(128, 256, 64, 8, 4),
-    tile(128, 256, 64, 8, 4, group=16),
-    tile(256, 128, 64, 8, 4),
-]
-
-
-BASE = sized(tile(128, 256, 64, 8, 3), DRY[-1])
+_DRY = [tile(32, 32, 16, 4, 3), tile(16, 64, 16, 4, 3, swapped=True), described(16, 32, 32, 4, 3)]
+BASE = sized(tile(128, 256, 64, 8, 3), _DRY[0])
 """Whose bits the others are compared with."""
 
+_TO_128 = [
+    described(64, 64, 128, 4, 3),
+    described(64, 64, 128, 4, 5),
+    described(64, 128, 64, 4, 4),
+    described(64, 128, 128, 4, 4),
+    described(64, 128, 128, 4, 4, swapped=True),
+    described(128, 64, 128, 4, 4),
+    described(128, 128, 64, 8, 4),
+    described(128, 256, 64, 8, 4, swapped=True),
+]
+_TO_512 = [
+    described(64, 128, 64, 4, 4),
+    described(64, 128, 128, 4, 4),
+    described(64, 256, 64, 4, 4),
+    described(128, 64, 64, 4, 4),
+    described(128, 64, 128, 4, 4),
+    described(128, 128, 64, 4, 4),
+    described(128, 128, 64, 8, 3),
+    described(128, 128, 64, 8, 4),
+    described(128, 256, 64, 8, 4, swapped=True),
+    described(256, 64, 64, 8, 4),
+    described(256, 128, 64, 8, 4),
+]
 
-def ways(tiles: list[ProductTile], described: list[ProductTile]) -> list[ProductTile]:
-    return tiles + [replace(of, described=True) for of in described]
+
+def swept(num_rows: int, num_cols: int) -> list[ProductTile]:
+    """Return the table's tile for a product, and others worth timing."""
+    if IS_DRY:
+        return _DRY
+    found = [linear_tile(num_rows, num_cols, DTYPE)]
+    if 64 < num_rows <= 512:
+        found += _TO_128 if num_rows <= 128 else _TO_512
+    return list(dict.fromkeys(found))
 
 
-FEW, SOME, MANY = sized(
-    (
-        ways(FEW_ROWS, DESCRIBED_FEW),
-        ways(SOME_ROWS, DESCRIBED_SOME),
-        ways(MANY_ROWS, DESCRIBED_MANY),
-    ),
-    (ways(DRY, DRY[:2]),) * 3,
-)
+def every_tile() -> list[ProductTile]:
+    """Return what `swept` returns for any shape and number of rows."""
+    rows = (1, 64, 128, 512, 2048)
+    return list(dict.fromkeys(one for m in rows for n, _ in SHAPES.values() for one in swept(m, n)))
 
 
-def swept(num_rows: int) -> list[ProductTile]:
-    """Return the tiles worth timing for a number of rows."""
-    if num_rows <= 16:
-        return FEW
-    return SOME if num_rows <= 64 else MANY
+def random(*shape: int, seed: int, scale: float = 1.0) -> Tensor:
+    """Return values that a process of its own can draw again."""
+    generator = torch.Generator(DEVICE).manual_seed(seed)
+    return torch.randn(shape, device=DEVICE, generator=generator).mul_(scale).to(DTYPE)
+
+
+def inputs(name: str, num_rows: int, copies: int = 1) -> tuple[Tensor, list[Tensor]]:
+    """Return x and weights."""
+    cols, depth = SHAPES[name]
+    weights = [random(cols, depth, seed=2 + i, scale=depth**-0.5) for i in range(copies)]
+    return random(num_rows, depth, seed=1), weights
+
+
+def run_tile(of: ProductTile, x: Tensor, weight: Tensor, out: Tensor) -> None:
+    """Write ``x @ weight.T`` to ``out``, of contiguous matrices."""
+    multiply(x[:, None], weight[None], None, out[:, None], of)
+
+
+def run_way(x: Tensor, weight: Tensor, way: ProductTile, dtype: torch.dtype) -> Tensor:
+    out = torch.empty((len(x), len(weight)), dtype=dtype, device=x.device)
+    run_tile(way, x, weight, out)
+    return out
+
+
+@dataclass(frozen=True, slots=True)
+class Build:
+    """A kernel to compile before it is timed.
+
+    Attributes:
+        tile: Its tile.
+        dtype: Of its result.
+        gated: Whether it computes gate, up and their activation.
+        overlaps: Whether it overlaps with the kernel before it.
+    """
+
+    tile: ProductTile
+    dtype: torch.dtype = DTYPE
+    gated: bool = False
+    overlaps: bool = True
+
+    def run(self) -> None:
+        """Compile it into Triton's cache, which processes share."""
+        x, weight = random(16, 1024, seed=1), random(1024, 1024, seed=2)
+        with nullcontext() if self.overlaps else without_overlap():
+            if self.gated:
+                out = torch.empty((16, 512), dtype=self.dtype, device=DEVICE)
+                multiply_gated(x, weight, None, out, self.tile)
+            else:
+                run_way(x, weight, self.tile, self.dtype)
+        torch.cuda.synchronize()
+
+
+def compile_all(builds: list[Build]) -> dict[str, Any]:
+    """Compile in several processes."""
+    if IS_DRY:
+        return {"compiled": 0}
+    builds = sorted(dict.fromkeys(builds), key=lambda b: b.tile.rows * b.tile.cols, reverse=True)
+    context = multiprocessing.get_context("spawn")
+    failed = {}
+    with ProcessPoolExecutor(min(14, os.cpu_count() or 1), mp_context=context) as pool:
+        for build, result in [(build, pool.submit(build.run)) for build in builds]:
+            if error := result.exception():
+                failed[f"{named(build.tile)} {build.gated}"] = str(error)[:300]
+    return {"compiled": len(builds) - len(failed), **failed}
+
+
+def least_us(num_bytes: int, num_flops: int, peak: dict[str, float]) -> float:
+    """Return the time of copying, or of multiplying, as much: whichever is longer."""
+    return max(num_bytes / peak["copy_gb_per_s"] / 1e3, num_flops / peak["tflop_per_s"] / 1e6)
 
 
 def named(of: ProductTile) -> str:
@@ -129,6 +170,9 @@ def named(of: ProductTile) -> str:
     return text + (f" a{of.ahead}" if of.ahead else "")
 
 
-def run_tile(of: ProductTile, x: Tensor, weight: Tensor, out: Tensor) -> None:
-    """Write ``x @ weight.T`` to ``out``, of contiguous matrices."""
-    multiply(x[:, None], weight[None], None, out[:, None], of)
+def choose_cublas(library: str, *, may_split: bool) -> None:
+    """Choose the library, and whether it may split K and add the parts in bf16."""
+    if IS_DRY:
+        return
+    torch.backends.cuda.preferred_blas_library(library)
+    torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = (may_split, may_split)
