@@ -5,12 +5,13 @@ from __future__ import annotations
 from torch import Tensor
 
 from pdserve.kernels.cuda.linear import CudaLinear
+from pdserve.kernels.cuda.tiles import GATED_ROWS
 from pdserve.kernels.ops import Ops
 from pdserve.kernels.reference.halves import Mlp, MlpWeights
 
 
 def make_mlp(ops: Ops, weights: MlpWeights) -> Mlp:
-    """Return the feed-forward half, in one launch less if gate and up lie here together."""
+    """Return the feed-forward half, in a launch less if gate and up lie here together."""
     gate_up = weights.gate_up
     if isinstance(gate_up, CudaLinear) and gate_up.out_dtype == gate_up.dtype:
         return CudaMlp(ops, weights, gate_up)
@@ -18,7 +19,7 @@ def make_mlp(ops: Ops, weights: MlpWeights) -> Mlp:
 
 
 class CudaMlp(Mlp):
-    """The feed-forward half in three launches."""
+    """The feed-forward half in three launches where rows are few, and in four else."""
 
     def __init__(self, ops: Ops, weights: MlpWeights, gate_up: CudaLinear) -> None:
         super().__init__(ops, weights)
@@ -26,4 +27,6 @@ class CudaMlp(Mlp):
 
     def after_norm(self, normed: Tensor) -> Tensor:
         """See `Mlp.after_norm`."""
+        if len(normed) > GATED_ROWS:
+            return super().after_norm(normed)
         return self._weights.down(self._gate_up.call_gated(normed))

@@ -136,6 +136,10 @@ def heads_tile(num_rows: int, dtype: torch.dtype) -> ProductTile:
     return _chosen(_HEADS, num_rows)
 
 
+GATED_ROWS = 64
+"""Most rows of ``x`` whose gate and up are computed at once with their activation: the tiles that
+are best for more rows have no registers left for twice the sums."""
+
 # Gate and up are two products at once: twice the weight and the sums of a tile. Not measured:
 # chosen by registers and shared memory.
 _GATE_UP: _Table = (

@@ -191,7 +191,7 @@ def test_fp32_has_one_tile_for_every_number_of_rows() -> None:
 
 
 @pytest.mark.parametrize("bias", [True, False], ids=["bias", "plain"])
-@pytest.mark.parametrize("num_rows", [0, 1, 40])
+@pytest.mark.parametrize("num_rows", [0, 1, 40, 65])
 def test_an_mlp_has_the_bits_of_its_operations(num_rows: int, bias: bool) -> None:
     # Columns keep their places in tiles of 64, which NumPy's product depends on.
     width, inner = 48, 64
