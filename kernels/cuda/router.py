@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from pdserve.kernels.cuda.launch import Tuning, launch
+from pdserve.kernels.cuda.launch import Tuning, launch, wait_for_previous
 from pdserve.kernels.reference.moe import RoutingRule
 
 
@@ -82,6 +82,7 @@ def route_kernel(
     CHOICES: tl.constexpr,
     GROUPS: tl.constexpr,
     SIZE: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ) -> None:
     """Choose one token's experts; grid (tokens,). TOP_GROUPS is 0 where all groups are open.
 
@@ -92,6 +93,7 @@ def route_kernel(
         weights: ``[T, TOP_K]`` fp32.
         CHOICES: TOP_K, as the next power of two; GROUPS and SIZE likewise.
     """
+    wait_for_previous(OVERLAPS)
     token = tl.program_id(0).to(tl.int64)
     group = tl.arange(0, GROUPS)[:, None]
     member = tl.arange(0, SIZE)[None, :]
@@ -156,7 +158,7 @@ def route(logits: Tensor, bias: Tensor | None, rule: RoutingRule) -> tuple[Tenso
         float(rule.scale),
         num_groups,
         group_size,
-        tuning=Tuning(warps=1 if num_experts <= 512 else 4),
+        tuning=Tuning(warps=1 if num_experts <= 512 else 4, overlaps=True),
         HAS_BIAS=bias is not None,
         SIGMOID=rule.sigmoid,
         NORMALIZE=rule.normalize,

@@ -146,3 +146,4 @@ def test_what_is_around_the_products_stays_in_registers(
 ) -> None:
     assert found[name].spilled == 0
     assert found[name].programs_per_sm() >= 8
+    assert found[name].count("ACQBULK") == 1
