@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import deque
 from typing import TYPE_CHECKING
 
 from pdserve.connectors.base import KVSource
@@ -23,6 +22,9 @@ if TYPE_CHECKING:
     from pdserve.wire.outputs import TokenLogprobs
     from pdserve.wire.request import GenerateRequest, OnLoadFailure
     from pdserve.wire.transfer import Failed, KVMode, Received, Settled
+
+_MAX_STORY = 64
+"""Lines."""
 
 
 class Request:
@@ -140,7 +142,7 @@ class Request:
         self.num_preemptions = 0
         self.load_failures: list[str] = []
         self.times = Timeline(queued_s=now_s)
-        self._story: deque[tuple[float, str]] = deque(maxlen=64)
+        self._story: list[tuple[float, str]] = []
         self.note(now_s, f"queued prompt={len(wire.prompt_token_ids)}")
 
     @property
@@ -391,6 +393,9 @@ class Request:
 
     def note(self, now_s: float, event: str) -> None:
         """Add a line to the story; the oldest of more than 64 are forgotten."""
+        # A deque would take 600 bytes from the first line on, as a hole in the heap later.
+        if len(self._story) == _MAX_STORY:
+            del self._story[0]
         self._story.append((now_s, event))
 
     def story(self) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tracemalloc
 from typing import Any
 
 import msgspec
@@ -285,6 +286,20 @@ def test_a_prefill_with_prompt_logprobs_is_handed_over_like_any_other() -> None:
     (output,) = pair.prefill.settle()
     assert output.finish_reason is FinishReason.HANDOFF
     assert output.prompt_logprobs is not None
+
+
+def test_a_request_that_waits_leaves_no_hole_in_the_heap_and_takes_little() -> None:
+    engine, shared = Engine(), SharedPrompt()
+    requests = [make_request(f"r{index}", 2) for index in range(200)]
+    engine.scheduler.add(requests.pop(), shared)
+    tracemalloc.start(1)
+    for request in requests:
+        engine.scheduler.add(request, shared)
+    sizes = [trace.size for trace in tracemalloc.take_snapshot().traces]
+    tracemalloc.stop()
+    # Larger ones are the system's allocator's; a few are tables of all requests.
+    assert sum(size > 512 for size in sizes) < 10
+    assert sum(sizes) / len(requests) < 3000
 
 
 # ---- who may start -------------------------------------------------------------------
