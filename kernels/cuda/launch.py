@@ -63,6 +63,8 @@ def launch(
     if 0 in grid:
         return
     options: dict[str, Any] = {}
+    if "OVERLAPS" in kernel.arg_names:
+        constants["OVERLAPS"] = False
     if tuning.overlaps:
         overlaps = _overlapping and can_overlap()
         constants["OVERLAPS"] = overlaps

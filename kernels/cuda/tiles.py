@@ -60,7 +60,7 @@ class ProductTile:
 def _tile(
     rows: int, cols: int, depth: int, warps: int, stages: int, **more: bool | int
 ) -> ProductTile:
-    tuning = Tuning(warps, stages, overlaps=True)
+    tuning = Tuning(warps, stages, overlaps=rows > 16)
     return ProductTile(rows=rows, cols=cols, depth=depth, tuning=tuning, **more)  # type: ignore[arg-type]
 
 
@@ -79,15 +79,15 @@ _ANY = 1 << 62
 # some programs for each.
 _FEW_ROWS = 16
 _FEW: _Table = (
-    (32 * _MULTIPROCESSORS, _tile(16, 32, 256, 4, 4, ahead=1024)),
-    (128 * _MULTIPROCESSORS, _tile(16, 64, 128, 4, 5, swapped=True, ahead=640)),
-    (_ANY, _tile(16, 128, 128, 8, 4, swapped=True, ahead=512)),
+    (32 * _MULTIPROCESSORS, _tile(16, 32, 256, 4, 4)),
+    (128 * _MULTIPROCESSORS, _tile(16, 64, 128, 4, 5, swapped=True)),
+    (_ANY, _tile(16, 128, 128, 8, 4, swapped=True)),
 )
 _SOME_ROWS = 64
 _SOME: _Table = (
-    (32 * _MULTIPROCESSORS, _tile(64, 32, 256, 4, 4, described=True, ahead=1024)),
-    (128 * _MULTIPROCESSORS, _tile(64, 64, 128, 4, 5, described=True, ahead=640)),
-    (_ANY, _tile(64, 64, 128, 4, 3, described=True, ahead=384)),
+    (32 * _MULTIPROCESSORS, _tile(64, 32, 256, 4, 4, described=True)),
+    (128 * _MULTIPROCESSORS, _tile(64, 64, 128, 4, 5, described=True)),
+    (_ANY, _tile(64, 64, 128, 4, 3, described=True)),
 )
 
 
@@ -123,7 +123,7 @@ def linear_tile(num_rows: int, num_cols: int, dtype: torch.dtype) -> ProductTile
 
 
 _HEADS: _Table = (
-    (16, _tile(16, 32, 128, 4, 4, ahead=512)),
+    (16, _tile(16, 32, 128, 4, 4)),
     (64, _tile(64, 64, 128, 4, 3)),
     (_ANY, _tile(128, 128, 64, 8, 4)),
 )
@@ -143,8 +143,8 @@ are best for more rows have no registers left for twice the sums."""
 # Gate and up are two products at once: twice the weight and the sums of a tile. Not measured:
 # chosen by registers and shared memory.
 _GATE_UP: _Table = (
-    (16, _tile(16, 32, 128, 4, 5, ahead=640)),
-    (64, _tile(64, 64, 64, 4, 4, described=True, ahead=256)),
+    (16, _tile(16, 32, 128, 4, 5)),
+    (64, _tile(64, 64, 64, 4, 4, described=True)),
     (_ANY, _tile(128, 128, 64, 8, 3, described=True)),
 )
 _DOWN: _Table = (
