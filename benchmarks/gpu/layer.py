@@ -1,8 +1,7 @@
 """A layer's products and the row kernels between them, in turn, as a decode step has them.
 
-What it asks: what overlapping gains, how much of a weight the L2 cache should fetch while the
-kernel before still runs, and whether gate and up should be one launch with their activation. There
-is no attention: a norm stands in its place.
+What it asks: for how many rows products, and the kernels between them, should overlap. There is no
+attention: a norm stands in its place.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from pdserve.kernels.cuda.activation import silu_and_mul
 from pdserve.kernels.cuda.launch import without_overlap
 from pdserve.kernels.cuda.linear import multiply_gated
 from pdserve.kernels.cuda.norm import add_rms_norm, rms_norm
-from pdserve.kernels.cuda.tiles import ProductTile, gated_tile, linear_tile
+from pdserve.kernels.cuda.tiles import GATED_ROWS, ProductTile, gated_tile, linear_tile
 
 LAYER_ROWS = sized((1, 16, 64, 256), (3,))
 
@@ -34,27 +33,23 @@ class _Variant:
     """One way to run a layer.
 
     Attributes:
-        overlaps: Whether kernels do.
-        ahead: Factor on what the tables say that the L2 cache fetches early.
-        fused: Whether gate, up and their activation are one launch.
+        overlaps: Whether any kernel does.
+        products: Whether every product does, whatever the tables say.
     """
 
     overlaps: bool = True
-    ahead: int = 1
-    fused: bool = False
+    products: bool = False
 
     def tile(self, of: ProductTile) -> ProductTile:
-        return replace(of, ahead=of.ahead * self.ahead)
+        if not self.products:
+            return of
+        return replace(of, tuning=replace(of.tuning, overlaps=True))
 
 
 _VARIANTS = {
     "without overlap": _Variant(overlaps=False),
-    "nothing ahead": _Variant(ahead=0),
     "as the tables": _Variant(),
-    "twice ahead": _Variant(ahead=2),
-    "four times ahead": _Variant(ahead=4),
-    "gated at once": _Variant(fused=True),
-    "gated at once, nothing ahead": _Variant(fused=True, ahead=0),
+    "every product overlaps": _Variant(products=True),
 }
 
 
@@ -78,8 +73,9 @@ def layer_builds() -> list[Build]:
         for variant in _VARIANTS.values():
             tiles = [linear_tile(num_rows, n, DTYPE) for n in (_QKV, _WIDTH, 2 * _INNER)]
             found += [Build(variant.tile(of), overlaps=variant.overlaps) for of in tiles]
-            if variant.fused:
-                found.append(Build(variant.tile(gated_tile(num_rows, DTYPE)), gated=True))
+            if num_rows <= GATED_ROWS:
+                of = variant.tile(gated_tile(num_rows, DTYPE))
+                found.append(Build(of, gated=True, overlaps=variant.overlaps))
     return found
 
 
@@ -94,7 +90,7 @@ def _run(x: Tensor, residual: Tensor, layer: _Layer, variant: _Variant) -> Tenso
     qkv = _product(add_rms_norm(x, residual, layer.norm, 1e-5), layer.qkv, variant)
     middle = rms_norm(qkv.view(-1)[: x.numel()].view(x.shape), layer.norm, 1e-5)
     normed = add_rms_norm(_product(middle, layer.out, variant), residual, layer.norm, 1e-5)
-    if variant.fused:
+    if len(x) <= GATED_ROWS:
         gated = torch.empty((len(x), _INNER), dtype=DTYPE, device=DEVICE)
         multiply_gated(normed, layer.gate_up, None, gated, variant.tile(gated_tile(len(x), DTYPE)))
     else:

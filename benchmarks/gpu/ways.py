@@ -19,7 +19,7 @@ from torch import Tensor
 from benchmarks.gpu.timing import DEVICE, IS_DRY, sized
 from pdserve.kernels.cuda.launch import Tuning, without_overlap
 from pdserve.kernels.cuda.linear import multiply, multiply_gated
-from pdserve.kernels.cuda.tiles import ProductTile, linear_tile
+from pdserve.kernels.cuda.tiles import FEW_ROWS, ProductTile, linear_tile
 
 DTYPE = sized(torch.bfloat16, torch.float16)
 SHAPES = sized(
@@ -36,7 +36,7 @@ SHAPES = sized(
 
 
 def tile(rows: int, cols: int, depth: int, warps: int, stages: int, **more: Any) -> ProductTile:
-    tuning = Tuning(warps, stages, overlaps=True)
+    tuning = Tuning(warps, stages, overlaps=rows > FEW_ROWS)
     return ProductTile(rows=rows, cols=cols, depth=depth, tuning=tuning, **more)
 
 
@@ -166,8 +166,7 @@ def named(of: ProductTile) -> str:
     text = "tma " if of.described else ""
     text += f"{of.rows}x{of.cols}x{of.depth} w{tuning.warps} s{tuning.stages}"
     text += "" if of.group == 8 else f" g{of.group}"
-    text += " swapped" if of.swapped else ""
-    return text + (f" a{of.ahead}" if of.ahead else "")
+    return text + (" swapped" if of.swapped else "")
 
 
 def choose_cublas(library: str, *, may_split: bool) -> None:

@@ -36,11 +36,11 @@ class Descriptors:
 def can_describe(*matrices: Tensor) -> bool:
     """Return whether there is something in each matrix, and descriptors take it."""
     return all(
-        matrix.numel() > 0 and matrix.stride(-1) == 1 and is_aligned(matrix) for matrix in matrices
+        matrix.numel() > 0 and matrix.stride(-1) == 1 and _is_aligned(matrix) for matrix in matrices
     )
 
 
-def is_aligned(tensor: Tensor) -> bool:
+def _is_aligned(tensor: Tensor) -> bool:
     """Return whether rows begin at multiples of 16 bytes."""
     row_bytes = tensor.stride(-2) * tensor.element_size()
     return row_bytes % _ALIGNMENT == 0 and tensor.data_ptr() % _ALIGNMENT == 0

@@ -11,8 +11,8 @@ A kernel may *overlap* with the one before it on its stream (CUDA's programmatic
 its programs are put on the device while the last ones of the other still run, and wait there.
 Such a kernel takes ``OVERLAPS: tl.constexpr`` and begins, in every program and before it reads or
 writes anything, with ``wait_for_previous(OVERLAPS)``: a program that left without waiting could
-let the kernel after it start before the one before it has ended. To have the L2 cache fetch is not
-to read: that may come before.
+let the kernel after it start before the one before it has ended. Whether it overlaps is its
+`Tuning`'s to say, which may differ from tile to tile.
 """
 
 from __future__ import annotations
@@ -62,17 +62,12 @@ def launch(
     """
     if 0 in grid:
         return
-    options: dict[str, Any] = {}
-    if "OVERLAPS" in kernel.arg_names:
-        constants["OVERLAPS"] = False
-    if tuning.overlaps:
-        overlaps = _overlapping and can_overlap()
-        constants["OVERLAPS"] = overlaps
-        options["launch_pdl"] = overlaps
+    if tuning.overlaps or "OVERLAPS" in kernel.arg_names:
+        overlaps = tuning.overlaps and _overlapping and can_overlap()
+        constants |= {"OVERLAPS": overlaps, "launch_pdl": overlaps}
     kernel[grid](
         *args,
         **constants,
-        **options,
         num_warps=tuning.warps,
         num_stages=tuning.stages,
         enable_fp_fusion=False,

@@ -12,10 +12,9 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from pdserve.kernels.cuda.activation import gated
 from pdserve.kernels.cuda.checks import check_float
-from pdserve.kernels.cuda.descriptors import Descriptors, can_describe, is_aligned
+from pdserve.kernels.cuda.descriptors import Descriptors, can_describe
 from pdserve.kernels.cuda.launch import launch, wait_for_previous
 from pdserve.kernels.cuda.product import (
-    bring_near,
     described_pair,
     described_product,
     place_of,
@@ -50,8 +49,6 @@ def multiply_kernel(
     SWAPPED: tl.constexpr,
     GROUP: tl.constexpr,
     HAS_BIAS: tl.constexpr,
-    AHEAD: tl.constexpr,
-    THREADS: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ) -> None:
     """Compute one tile of ``out[:, h] = x[:, h] @ weight[h].T + bias``; grid (tiles, heads).
@@ -63,8 +60,8 @@ def multiply_kernel(
         out: ``[num_rows, heads, num_cols]``, strides ``out_row``, ``out_head`` and 1.
         x_tiles: None, or ``x`` of one head by its descriptor.
         weight_tiles: None, or ``weight`` likewise.
-        AHEAD: As of `bring_near`, or 0; ``THREADS`` likewise.
     """
+    wait_for_previous(OVERLAPS)
     head = tl.program_id(1).to(tl.int64)
     row_tile, col_tile = place_of(
         tl.program_id(0), tl.cdiv(num_rows, BLOCK_M), tl.cdiv(num_cols, BLOCK_N), GROUP
@@ -72,11 +69,6 @@ def multiply_kernel(
     m = row_tile.to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
     n = col_tile.to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
     weight_rows = weight + (head * num_cols + n) * depth
-    if OVERLAPS and AHEAD > 0:
-        first = col_tile * BLOCK_N
-        rows = weight + (head * num_cols + first) * depth
-        bring_near(rows, num_cols - first, depth, BLOCK_N, AHEAD, THREADS)
-    wait_for_previous(OVERLAPS)
     if x_tiles is None:
         total = product(
             x + head * x_head + m * x_row,
@@ -156,8 +148,6 @@ def multiply(
         tuning=tile.tuning,
         GROUP=tile.group,
         HAS_BIAS=bias is not None,
-        AHEAD=tile.ahead if is_aligned(weight) else 0,
-        THREADS=32 * tile.tuning.warps,
         **tile.constants(num_cols, depth),
     )
 
@@ -182,8 +172,6 @@ def multiply_gated_kernel(
     SWAPPED: tl.constexpr,
     GROUP: tl.constexpr,
     HAS_BIAS: tl.constexpr,
-    AHEAD: tl.constexpr,
-    THREADS: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ) -> None:
     """Compute one tile of ``silu_and_mul(x @ weight.T + bias)``; grid (tiles,).
@@ -193,20 +181,15 @@ def multiply_gated_kernel(
         weight: ``[2 * inner, depth]``, contiguous: gate, and ``to_up`` elements behind it up.
         bias: ``[2 * inner]``; read if ``HAS_BIAS``.
         out: ``[num_rows, inner]``, contiguous.
-        x_tiles: As of `multiply_kernel`; ``weight_tiles`` and ``AHEAD`` likewise.
+        x_tiles: As of `multiply_kernel`; ``weight_tiles`` likewise.
     """
+    wait_for_previous(OVERLAPS)
     row_tile, col_tile = place_of(
         tl.program_id(0), tl.cdiv(num_rows, BLOCK_M), tl.cdiv(inner, BLOCK_N), GROUP
     )
     m = row_tile.to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
     n = col_tile * BLOCK_N + tl.arange(0, BLOCK_N)
     weight_rows = weight + n.to(tl.int64) * depth
-    if OVERLAPS and AHEAD > 0:
-        first = col_tile * BLOCK_N
-        rows = weight + first.to(tl.int64) * depth
-        bring_near(rows, inner - first, depth, BLOCK_N, AHEAD, THREADS)
-        bring_near(rows + to_up, inner - first, depth, BLOCK_N, AHEAD, THREADS)
-    wait_for_previous(OVERLAPS)
     if x_tiles is None:
         gate, up = product_pair(
             x + m * depth,
@@ -286,8 +269,6 @@ def multiply_gated(
         tuning=tile.tuning,
         GROUP=tile.group,
         HAS_BIAS=bias is not None,
-        AHEAD=tile.ahead if is_aligned(weight) else 0,
-        THREADS=32 * tile.tuning.warps,
         **tile.constants(inner, depth),
     )
 

@@ -167,50 +167,6 @@ def described_pair(
 
 
 @triton.jit
-def bring_near(
-    first: tl.tensor,
-    num_rows: tl.tensor,
-    depth: tl.tensor,
-    ROWS: tl.constexpr,
-    AHEAD: tl.constexpr,
-    THREADS: tl.constexpr,
-) -> None:
-    """Have the L2 cache fetch the first ``AHEAD`` elements of ROWS rows, each thread its part.
-
-    Nothing is read: it may be called before the kernel waits for the one before it.
-
-    Args:
-        first: Pointer to the first row; each is aligned to 16 bytes.
-        num_rows: Rows from there on.
-        depth: Elements of a row.
-        AHEAD: Elements; a thread's part is of a multiple of 16 bytes.
-        THREADS: Of the program; at least ROWS.
-    """
-    parts: tl.constexpr = THREADS // ROWS
-    size: tl.constexpr = AHEAD // parts
-    wide: tl.constexpr = first.dtype.element_ty.primitive_bitwidth // 8
-    thread = tl.arange(0, THREADS)
-    row = thread // parts
-    at = thread % parts * size
-    inside = tl.where(row < num_rows, tl.minimum(depth - at, size), 0)
-    tl.inline_asm_elementwise(
-        """
-        {
-            .reg .pred live;
-            setp.gt.s32 live, $2, 0;
-            @live cp.async.bulk.prefetch.L2.global [$1], $2;
-            mov.b32 $0, 0;
-        }
-        """,
-        "=r,l,r",
-        [(first + row.to(tl.int64) * depth + at).to(tl.uint64), inside * wide],
-        dtype=tl.int32,
-        is_pure=False,
-        pack=1,
-    )
-
-
-@triton.jit
 def load_rows(
     rows: tl.tensor,
     live: tl.tensor,

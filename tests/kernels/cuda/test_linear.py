@@ -31,8 +31,22 @@ KERNELS = KernelBackend(
     heads=CudaHeads,
     mlp=make_mlp,
 )
+LARGE = {
+    ("131x576x4100_bias", torch.float16),
+    ("1x16x512x128_strided", torch.float32),
+    ("33x4x128x512", torch.float32),
+    ("64x320x1536", torch.float32),
+}
+"""What takes more than a second, and in another dtype or shape less."""
+
 ROWS = [
-    pytest.param(OPERATIONS[name], case, dtype, id=f"{name}-{case.name}-{dtype}")
+    pytest.param(
+        OPERATIONS[name],
+        case,
+        dtype,
+        id=f"{name}-{case.name}-{dtype}",
+        marks=[pytest.mark.matrix] if (case.name, dtype) in LARGE else [],
+    )
     for name in ("linear", "head_linear")
     for case in OPERATIONS[name].cases()
     for dtype in (torch.float32, torch.float16)

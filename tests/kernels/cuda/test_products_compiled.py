@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import pytest
@@ -14,43 +15,50 @@ META = torch.device("meta")
 
 @dataclass(frozen=True)
 class Wanted:
-    """Most registers, fewest programs an SM, the instruction that multiplies, and what loads."""
+    """Most registers, fewest programs an SM, the instruction that multiplies, and what loads.
+
+    ``waits``: whether it waits for the kernel before by itself, as products of few rows do not.
+    """
 
     registers: int
     programs: int
     opcode: str
     loads: str = "LDGSTS"
-    ahead: int = 0
+    waits: bool = True
 
 
 TMA = "UTMALDG.2D"
 HMMA, HGMMA = "HMMA.16816.F32.BF16", "HGMMA.64x{}x16.F32.BF16"
 ROWS = {
-    "linear 1x4096": Wanted(80, 3, HMMA, ahead=1),
-    "linear 16x28672": Wanted(72, 1, HGMMA.format(16), ahead=1),
-    "linear 1x6144": Wanted(72, 2, HGMMA.format(16), ahead=1),
-    "linear 1x128256 fp32": Wanted(72, 1, HGMMA.format(16), ahead=1),
-    "linear 64x4096": Wanted(56, 1, HGMMA.format(32), TMA, ahead=1),
-    "linear 64x28672": Wanted(80, 2, HGMMA.format(64), TMA, ahead=1),
+    "linear 1x4096": Wanted(80, 3, HMMA, waits=False),
+    "linear 16x28672": Wanted(72, 1, HGMMA.format(16), waits=False),
+    "linear 1x6144": Wanted(72, 2, HGMMA.format(16), waits=False),
+    "linear 1x128256 fp32": Wanted(72, 1, HGMMA.format(16), waits=False),
+    "linear 64x4096": Wanted(56, 1, HGMMA.format(32), TMA),
+    "linear 64x28672": Wanted(80, 2, HGMMA.format(64), TMA),
     "linear 128x4096": Wanted(80, 1, HGMMA.format(64), TMA),
     "linear 128x6144": Wanted(120, 1, HGMMA.format(128), TMA),
     "linear 512x4096": Wanted(112, 1, HGMMA.format(128), TMA),
     "linear 2048x4096": Wanted(208, 1, HGMMA.format(128), TMA),
     "linear fp32": Wanted(104, 4, "FFMA"),
-    "gated 1": Wanted(80, 2, HMMA, ahead=2),
-    "gated 64": Wanted(112, 2, HGMMA.format(64), TMA, ahead=2),
+    "gated 1": Wanted(80, 2, HMMA, waits=False),
+    "gated 64": Wanted(112, 2, HGMMA.format(64), TMA),
     "gated 2048": Wanted(240, 1, HGMMA.format(128), TMA),
-    "heads 5": Wanted(80, 2, HMMA, ahead=1),
-    "gate_up 1": Wanted(96, 2, HMMA),
+    "heads 5": Wanted(80, 2, HMMA, waits=False),
+    "gate_up 1": Wanted(96, 2, HMMA, waits=False),
     "gate_up 128": Wanted(160, 1, HGMMA.format(64)),
     "gate_up 2048": Wanted(240, 1, HGMMA.format(128)),
-    "down 1": Wanted(80, 2, HMMA),
+    "down 1": Wanted(80, 2, HMMA, waits=False),
     "down 128": Wanted(112, 2, HGMMA.format(64)),
     "down 2048": Wanted(136, 1, HGMMA.format(128)),
 }
 
 
-def calls() -> gate.Calls:
+COVERING = ("linear 1x4096", "linear 64x4096", "gated 1", "experts 1")
+"""Calls of each kind: `make test` compiles no more."""
+
+
+def every_call() -> gate.Calls:
     from pdserve.kernels.cuda.linear import CudaHeads, CudaLinear
     from pdserve.kernels.cuda.moe import CudaExperts
     from pdserve.kernels.cuda.router import route
@@ -103,11 +111,36 @@ def calls() -> gate.Calls:
     }
 
 
-@pytest.fixture(scope="module")
-def found() -> dict[str, gate.Compiled]:
-    """The kernels by the names of ROWS; those of a call of experts by kernel."""
+def covering_calls() -> gate.Calls:
+    return {name: call for name, call in every_call().items() if name in COVERING}
+
+
+def other_calls() -> gate.Calls:
+    return {name: call for name, call in every_call().items() if name not in COVERING}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("calls", "num_products"),
+    [
+        pytest.param(covering_calls, 5, id="of each kind"),
+        pytest.param(other_calls, len(ROWS) - 5, id="others", marks=pytest.mark.matrix),
+    ],
+)
+def test_what_a_product_becomes(calls: Callable[[], gate.Calls], num_products: int) -> None:
+    found = _by_row(gate.compiled(f"{__name__}:{calls.__name__}"))
+    assert len(found.keys() & ROWS.keys()) == num_products
+    for name, kernel in found.items():
+        if name in ROWS:
+            _check_product(name, kernel)
+        else:
+            _check_what_is_around_it(name, kernel)
+
+
+def _by_row(found: dict[str, list[gate.Compiled]]) -> dict[str, gate.Compiled]:
+    """Return kernels by the names of ROWS; those of a call of experts by kernel."""
     kernels: dict[str, gate.Compiled] = {}
-    for name, launched in gate.compiled(f"{__name__}:calls").items():
+    for name, launched in found.items():
         if name.startswith("experts"):
             for kernel in launched:
                 kernels[name.replace("experts", kernel.kernel.removesuffix("_kernel"))] = kernel
@@ -116,34 +149,22 @@ def found() -> dict[str, gate.Compiled]:
     return kernels
 
 
-@pytest.mark.parametrize("name", ROWS)
-def test_a_product_runs_on_tensor_cores_and_copies_whole_tiles_or_16_bytes(
-    found: dict[str, gate.Compiled], name: str
-) -> None:
-    kernel, wanted = found[name], ROWS[name]
-    assert kernel.spilled == 0
-    assert kernel.registers <= wanted.registers
-    assert kernel.programs_per_sm() >= wanted.programs
-    assert kernel.count(wanted.opcode) > 0
-    assert kernel.count(wanted.loads) > 0
+def _check_product(name: str, kernel: gate.Compiled) -> None:
+    """It runs on tensor cores, and copies whole tiles or 16 bytes at once."""
+    wanted = ROWS[name]
+    assert kernel.spilled == 0, name
+    assert kernel.registers <= wanted.registers, name
+    assert kernel.programs_per_sm() >= wanted.programs, name
+    assert kernel.count(wanted.opcode) > 0, name
+    assert kernel.count(wanted.loads) > 0, name
     copies = kernel.count("LDGSTS")
-    assert kernel.copies_of_16_bytes() == copies
-    assert (copies == 0) == (wanted.loads == TMA)
+    assert kernel.copies_of_16_bytes() == copies, name
+    assert (copies == 0) == (wanted.loads == TMA), name
+    assert kernel.count("ACQBULK") == kernel.count("PREEXIT") == wanted.waits, name
 
 
-@pytest.mark.parametrize("name", ROWS)
-def test_a_product_waits_once_and_fetches_its_weight_before(
-    found: dict[str, gate.Compiled], name: str
-) -> None:
-    kernel = found[name]
-    assert kernel.count("ACQBULK") == kernel.count("PREEXIT") == 1
-    assert kernel.count("UBLKPF.L2") == ROWS[name].ahead
-
-
-@pytest.mark.parametrize("name", ["route", "count 128", "sort 128", "sum 128"])
-def test_what_is_around_the_products_stays_in_registers(
-    found: dict[str, gate.Compiled], name: str
-) -> None:
-    assert found[name].spilled == 0
-    assert found[name].programs_per_sm() >= 8
-    assert found[name].count("ACQBULK") == 1
+def _check_what_is_around_it(name: str, kernel: gate.Compiled) -> None:
+    """It stays in registers, and waits for the kernel before by itself."""
+    assert kernel.spilled == 0, name
+    assert kernel.programs_per_sm() >= 8, name
+    assert kernel.count("ACQBULK") == 1, name
