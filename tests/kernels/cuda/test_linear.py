@@ -34,6 +34,7 @@ KERNELS = KernelBackend(
 LARGE = {
     ("131x576x4100_bias", torch.float16),
     ("1x16x512x128_strided", torch.float32),
+    ("1x16x512x128_strided", torch.float16),
     ("33x4x128x512", torch.float32),
     ("64x320x1536", torch.float32),
 }

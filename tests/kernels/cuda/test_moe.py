@@ -53,8 +53,22 @@ def test_logits_of_another_kind_are_refused(logits: torch.Tensor, groups: int) -
         route(logits, None, RoutingRule(1, num_groups=groups, top_k_groups=1))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-@pytest.mark.parametrize("case", OPERATIONS["experts"].cases(), ids=lambda case: case.name)
+@pytest.mark.parametrize(
+    ("case", "dtype"),
+    [
+        pytest.param(
+            case,
+            dtype,
+            id=f"{case.name}-{dtype}",
+            # The slowest, with the small tiles of fp32.
+            marks=[pytest.mark.matrix]
+            if (case.name, dtype) == ("many_tokens", torch.float32)
+            else [],
+        )
+        for case in OPERATIONS["experts"].cases()
+        for dtype in (torch.float32, torch.float16)
+    ],
+)
 def test_experts_give_what_the_reference_does(case: Case, dtype: torch.dtype) -> None:
     op = OPERATIONS["experts"]
     args = case.make(dtype, CPU)
