@@ -35,18 +35,18 @@ ENGINE_STAGES = ("queue", "prefill", "kv_wait", "kv_transfer", "handover", "firs
 async def serving(service: Service, job: TextRequest) -> AsyncIterator[None]:
     """Let a job run while the block does; when that is over, account for it."""
     service.jobs[id(job)] = job
-    error: BaseException | None = None
     try:
         async with job:
             try:
                 yield
-            except BaseException as raised:
-                error = raised
-                raise
-            finally:
+            except BaseException as error:
                 _account(service, job, error)
+                raise
+            _account(service, job, None)
     finally:
         del service.jobs[id(job)]
+        # An error's traceback has the job: together they would wait for the garbage collector.
+        job.failure = None
 
 
 def _account(service: Service, job: TextRequest, error: BaseException | None) -> None:

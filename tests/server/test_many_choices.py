@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import asyncio
+import gc
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from pdserve.server.text_request import Choice
 from pdserve.wire.codec import Add, to_engine
 from tests.server.conftest import events, make_engine, serving
 from tests.server.engine import ServedEngine
@@ -84,3 +87,28 @@ async def test_as_many_choices_as_may_run_at_once_may_have_a_whole_context_each(
     async with server.session.post(server.url + PATH, json=body | {"stream": True}) as response:
         assert response.status == 200
         response.close()
+
+
+@pytest.mark.parametrize("end", ["answered", "refused", "left"])
+async def test_choices_that_are_over_wait_for_no_collector(text, end):
+    engine = make_engine(text, recompute_tokens_per_s=1, max_model_len=16, step_s=0.01)
+    body: dict[str, Any] = {"prompt": [60] * 10, "n": 4, "max_tokens": 3}
+    if end == "refused":
+        body["kv_transfer_params"] = {"pdserve": {"is_fallback": True}}
+    async with serving(text, engine) as server:
+        await server.post(PATH, body)
+        gc.collect()
+        gc.disable()
+        try:
+            if end == "left":
+                with pytest.raises(TimeoutError):
+                    async with asyncio.timeout(0.02):
+                        await server.post(PATH, body)
+            else:
+                status, _ = await server.post(PATH, body)
+                assert (status == 200) == (end == "answered")
+            await asyncio.sleep(0.1)
+            left = [each for each in gc.get_objects() if isinstance(each, Choice)]
+        finally:
+            gc.enable()
+    assert not left
