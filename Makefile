@@ -31,8 +31,8 @@ test: $(VENV)/.installed-dev ## Everything that needs no GPU: side by side, but 
 	@$(BIN)/python -m pytest -q -n 2 --dist loadscope --no-loadscope-reorder -m "(e2e or chaos) and not alone and not gpu and not matrix" $(ARGS)
 	@$(BIN)/python -m pytest -m "alone and not gpu and not matrix" $(ARGS)
 
-matrix: $(VENV)/.installed-dev ## Every model family in every parallel shape, and every pair of shapes (about 25 minutes)
-	@$(BIN)/python -m pytest -m "not gpu" tests/e2e/test_parallel_equality.py tests/e2e/test_unequal_shapes.py tests/engine/test_lmcache_tiers.py $(ARGS)
+matrix: $(VENV)/.installed-dev ## Every model family in every parallel shape, every pair of shapes, every case of CUDA kernels (half an hour)
+	@$(BIN)/python -m pytest -m "not gpu" tests/e2e/test_parallel_equality.py tests/e2e/test_unequal_shapes.py tests/engine/test_lmcache_tiers.py tests/kernels/cuda $(ARGS)
 
 check: $(VENV)/.installed-dev ## The quick loop: format, lint, types, layers, quick tests
 	@$(BIN)/ruff format --check .

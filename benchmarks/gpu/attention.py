@@ -1,6 +1,6 @@
 """Paged attention of Llama-3.1-8B's shape: that its bits are fixed, and how fast each tiling is.
 
-*bits*: a prompt at once against chunks, single tokens, mixed batches and blocks that lie elsewhere.
+*bits*: see `paged_bits`.
 *decode* and *prefill*: times of each tiling at contexts that the L2 cache does not hold, beside
 torch's attention over contiguous keys and values; *peaks* has what they are shares of. The best
 tiling of each row is printed; one for all is picked by hand: tile and segment fix the bits.
@@ -14,7 +14,6 @@ import os
 import time
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -23,8 +22,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 from benchmarks.gpu.latents import LATENTS
+from benchmarks.gpu.paged import BASE, DTYPE, HEAD_DIM, HEADS, Layers
+from benchmarks.gpu.paged_bits import BITS, bits
 from benchmarks.gpu.timing import (
-    DEVICE,
     IS_DRY,
     Experiments,
     Timing,
@@ -33,21 +33,8 @@ from benchmarks.gpu.timing import (
     time_eager,
     time_in_graph,
 )
-from pdserve.kernels.cases.case import draw
-from pdserve.kernels.cuda.attention import (
-    AttentionCall,
-    AttentionTiles,
-    attend,
-    paged_attention,
-    tiles_for,
-)
+from pdserve.kernels.cuda.attention import AttentionTiles, attend, paged_attention
 from pdserve.kernels.cuda.launch import Tuning
-
-DTYPE = sized(torch.bfloat16, torch.float16)
-HEADS = sized((32, 8), (4, 2))
-HEAD_DIM = sized(128, 32)
-BLOCK_SIZE = 64
-BASE = tiles_for(DTYPE, HEAD_DIM)
 
 DECODES = sized(
     [(1, 32768), (8, 8192), (64, 2048), (64, 128), (1, 2048), (1, 512), (8, 2048)],
@@ -96,62 +83,6 @@ def named(tiles: AttentionTiles, *, split: bool) -> str:
     return f"{cut}, rows {rows}, warps {tuning.warps}, stages {tuning.stages} {more}".strip()
 
 
-# Inputs
-
-
-class Layers:
-    """The cache of some layers, each filled at random, and a table of scattered blocks."""
-
-    def __init__(
-        self,
-        num_requests: int,
-        context: int,
-        *,
-        num_layers: int = 1,
-        heads: tuple[int, int] = HEADS,
-        head_dim: int = HEAD_DIM,
-        block_size: int = BLOCK_SIZE,
-    ) -> None:
-        self.heads, self.head_dim, self.num_layers = heads, head_dim, num_layers
-        self.context = context
-        width = -(-context // block_size)
-        num_blocks = num_requests * width
-        generator = torch.Generator().manual_seed(4)
-        ids = torch.randperm(num_blocks, generator=generator).int()
-        self.tables = ids.view(num_requests, width).to(DEVICE)
-        shape = (num_blocks, num_layers, 2, heads[1], block_size, head_dim)
-        self.kv = torch.empty(shape, dtype=DTYPE, device=DEVICE)
-        for block in self.kv.split(512):
-            block.normal_()
-
-    def call(
-        self,
-        queries: list[int],
-        contexts: list[int],
-        *,
-        q: Tensor | None = None,
-        layer: int = 0,
-        window: int | None = None,
-    ) -> AttentionCall:
-        """Return a call over ``len(queries)`` requests; queries are drawn if not given."""
-        if q is None:
-            q = draw((sum(queries), self.heads[0], self.head_dim), DTYPE, DEVICE, seed=3)
-        return AttentionCall(
-            q,
-            self.kv[:, layer % self.num_layers],
-            self.tables[: len(queries)],
-            torch.tensor([0, *queries], device=DEVICE).cumsum(0).int(),
-            torch.tensor(contexts, dtype=torch.int32, device=DEVICE),
-            self.head_dim**-0.5,
-            window,
-        )
-
-    def contiguous(self, layer: int) -> Tensor:
-        """Return keys and values as ``[2, requests, kv heads, context, head_dim]``."""
-        blocks = self.kv[self.tables.long(), layer % self.num_layers]
-        return blocks.permute(2, 0, 3, 1, 4, 5).flatten(3, 4)[:, :, :, : self.context].contiguous()
-
-
 # Compiling, many at once
 
 
@@ -188,97 +119,6 @@ def compile_all() -> dict[str, Any]:
             else:
                 found["compiled"] += 1
     return found
-
-
-# Bits
-
-
-def different(found: Tensor, wanted: Tensor) -> bool | dict[str, Any]:
-    """Return True where all bits are equal, else what differs."""
-    if torch.equal(found, wanted):
-        return True
-    apart = (found != wanted).flatten(1).any(1)
-    error = (found.float() - wanted.float()).abs().max().item()
-    return {"rows": int(apart.sum()), "of": len(found), "max": error}
-
-
-def bits(
-    heads: tuple[int, int],
-    head_dim: int,
-    block_size: int,
-    window: int | None,
-    tiles: AttentionTiles | None = None,
-) -> dict[str, Any]:
-    """Compare every way to compute a prompt with the prompt at once, and that with torch."""
-    length = sized(2900, 300)
-    chosen = tiles or tiles_for(DTYPE, head_dim)
-    layers = Layers(1, length, heads=heads, head_dim=head_dim, block_size=block_size)
-    used = (length - 1) % block_size + 1
-    layers.kv[layers.tables[0, -1].long(), :, :, :, used:] = float("nan")
-    q = draw((length, heads[0], head_dim), DTYPE, DEVICE, seed=3)
-
-    def rows(*parts: tuple[int, int]) -> Tensor:
-        queries = [last - first for first, last in parts]
-        layers.tables = layers.tables[:1].expand(len(parts), -1).contiguous()
-        rows_q = torch.cat([q[first:last] for first, last in parts])
-        call = layers.call(queries, [last for _, last in parts], q=rows_q, window=window)
-        return attend(call, chosen)
-
-    def chunked(size: int) -> Tensor:
-        cuts = [*range(0, length, size), length]
-        return torch.cat([rows(part) for part in pairwise(cuts)])
-
-    whole = rows((0, length))
-    some = sorted(
-        {*range(0, length, sized(37, 61)), 63, 64, 511 % length, 512 % length, length - 1}
-    )
-    mixed = [(0, 1), (5, 40), (length - 1, length), (length // 2, length - 3), (64, 65)]
-    single = torch.cat([rows((at, at + 1)) for at in some])
-    found = {
-        "error": _error(layers, q, whole, window),
-        "finite": bool(whole.isfinite().all()),
-        "single tokens alone": different(single, whole[some]),
-        "single tokens in one batch": different(rows(*((at, at + 1) for at in some)), whole[some]),
-        "mixed": different(rows(*mixed), torch.cat([whole[a:b] for a, b in mixed])),
-    }
-    for size in sized((7, 64, 512), (64,)):
-        found[f"chunks of {size}"] = different(chunked(size), whole)
-    order = torch.randperm(len(layers.kv), device=DEVICE)
-    layers.kv = layers.kv[order]
-    layers.tables = order.argsort().int()[layers.tables.long()]
-    found["blocks elsewhere"] = different(rows((0, length)), whole)
-    found["again"] = different(rows((0, length)), rows((0, length)))
-    return found
-
-
-def _error(layers: Layers, q: Tensor, found: Tensor, window: int | None) -> float:
-    """Largest difference from torch's attention in fp32 over some rows."""
-    length = len(q)
-    at = torch.arange(0, length, 29, device=DEVICE)
-    keys, values = layers.contiguous(0)[:, :, :, :length].float()
-    places = torch.arange(length, device=DEVICE)
-    seen = places[None] <= at[:, None]
-    if window is not None:
-        seen &= places[None] > at[:, None] - window
-    wanted = scaled_dot_product_attention(
-        q[at].transpose(0, 1)[None].float(),
-        keys.repeat_interleave(q.shape[1] // keys.shape[1], 1),
-        values.repeat_interleave(q.shape[1] // keys.shape[1], 1),
-        attn_mask=seen,
-    )
-    return (found[at].float() - wanted[0].transpose(0, 1).flatten(1)).abs().max().item()
-
-
-BITS: dict[str, tuple[Any, ...]] = {
-    "8B, blocks of 64": (HEADS, HEAD_DIM, 64, None),
-    "8B, blocks of 16": (HEADS, HEAD_DIM, 16, None),
-    "8B, window 700": (HEADS, HEAD_DIM, 64, 700),
-    "8B, decode of 64 rows": (HEADS, HEAD_DIM, 64, None, replace(BASE, split_rows=64)),
-    "group of 7, heads of 64": ((14, 2), 64, 32, None),
-    "heads of 80": ((4, 4), 80, 128, None),
-    "heads of 96, group of 3": ((9, 3), 96, 8, 300),
-    "heads of 256": ((8, 1), 256, 64, None),
-}
 
 
 # Times

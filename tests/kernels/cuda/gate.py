@@ -74,11 +74,12 @@ class Compiled:
         return min(by_registers, _SHARED_BYTES // (self.shared + 1024), 64 // self.warps, 32)
 
 
-def compiled(calls: str) -> dict[str, list[Compiled]]:
+def compiled(calls: str, *names: str) -> dict[str, list[Compiled]]:
     """Compile what some calls launch.
 
     Args:
         calls: ``module:function``; the function returns named calls on meta tensors.
+        names: Of the calls; all if there are none.
 
     Returns:
         For each call the kernels that it launched, in order.
@@ -86,7 +87,7 @@ def compiled(calls: str) -> dict[str, list[Compiled]]:
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     root = Path(__file__).parents[3]
     run = subprocess.run(
-        [sys.executable, "-m", "tests.kernels.cuda.gate", calls],
+        [sys.executable, "-m", "tests.kernels.cuda.gate", calls, *names],
         env=environment | {"PYTHONPATH": os.pathsep.join([str(root), *sys.path])},
         cwd=root,
         capture_output=True,
@@ -97,6 +98,7 @@ def compiled(calls: str) -> dict[str, list[Compiled]]:
     assert run.returncode == 0, run.stderr[-4000:]
     found = json.loads(run.stdout.splitlines()[-1])
     assert found
+    assert not names or found.keys() == set(names)
     assert all(found.values()), "a call that launches nothing proves nothing"
     return {name: [Compiled(**one) for one in launches] for name, launches in found.items()}
 
@@ -192,5 +194,6 @@ def _output(*command: str | Path) -> str:
 
 if __name__ == "__main__":
     module, function = sys.argv[1].split(":")
-    results = _compile_all(getattr(importlib.import_module(module), function)())
+    calls = getattr(importlib.import_module(module), function)()
+    results = _compile_all({name: calls[name] for name in sys.argv[2:] or calls})
     print(json.dumps({name: [asdict(one) for one in them] for name, them in results.items()}))

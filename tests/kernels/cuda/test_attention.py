@@ -21,12 +21,32 @@ from pdserve.kernels.cuda.attention import (
 from tests.kernels.cuda import gate
 
 CPU = torch.device("cpu")
+FP16, FP32 = torch.float16, torch.float32
 OPERATION = OPERATIONS["paged_attention"]
 SMALL = replace(tiles_for(torch.float16, 32), tile=16, segment=32, whole_rows=32, programs_per_sm=3)
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=["fp16", "fp32"])
-@pytest.mark.parametrize("case", OPERATION.cases(), ids=lambda case: case.name)
+QUICK = {
+    *((name, FP16) for name in ("empty", "first_token", "decode", "prefill", "chunk", "mixed")),
+    *((name, FP16) for name in ("window", "window_long", "window_of_one")),
+    ("mixed", FP32),
+}
+"""Both forms, several segments and tiles, every kind of window."""
+
+
+@pytest.mark.parametrize(
+    ("case", "dtype"),
+    [
+        pytest.param(
+            case,
+            dtype,
+            id=f"{case.name}-{dtype}",
+            marks=[] if (case.name, dtype) in QUICK else pytest.mark.matrix,
+        )
+        for case in OPERATION.cases()
+        for dtype in (FP16, FP32)
+    ],
+)
 def test_attention_is_that_of_the_reference(case: Case, dtype: torch.dtype) -> None:
     args = case.make(dtype, CPU)
     tolerance = OPERATION.tolerance[dtype]
@@ -35,9 +55,16 @@ def test_attention_is_that_of_the_reference(case: Case, dtype: torch.dtype) -> N
     )
 
 
-@pytest.mark.parametrize("group", [1, 2, 5, 7, 16])
-def test_any_number_of_heads_shares_a_kv_head(group: int) -> None:
-    args = attention_inputs([1, 5], [40, 37], (2 * group, 2), 32, dtype=torch.float32, device=CPU)
+@pytest.mark.parametrize(
+    ("group", "head_dim"),
+    [
+        (5, 24),
+        *(pytest.param(group, 32, marks=pytest.mark.matrix) for group in (1, 2, 5, 7, 16)),
+    ],
+)
+def test_any_number_of_heads_shares_a_kv_head(group: int, head_dim: int) -> None:
+    heads = 2 * group, 2
+    args = attention_inputs([1, 3], [40, 37], heads, head_dim, dtype=torch.float32, device=CPU)
     torch.testing.assert_close(
         attend(AttentionCall(*args), SMALL), OPERATION.reference(*args), rtol=5e-5, atol=5e-5
     )
@@ -46,11 +73,18 @@ def test_any_number_of_heads_shares_a_kv_head(group: int) -> None:
 class Prompt:
     """One request whose whole prompt is in a cache; what was never written is NaN."""
 
-    length = 70
+    length = 42
 
-    def __init__(self, block_size: int, *, dtype: torch.dtype, window: int | None) -> None:
+    def __init__(
+        self,
+        block_size: int,
+        *,
+        heads: tuple[int, int] = (3, 1),
+        dtype: torch.dtype = FP16,
+        window: int | None = None,
+    ) -> None:
         self.q, layer, tables, _, _, self.scale, _ = attention_inputs(
-            [self.length], [self.length], (6, 2), 32, dtype=dtype, device=CPU, block_size=block_size
+            [self.length], [self.length], heads, 32, dtype=dtype, device=CPU, block_size=block_size
         )
         num_blocks = -(-self.length // block_size)
         self.layer = torch.full_like(layer, float("nan"))
@@ -77,44 +111,52 @@ class Prompt:
 
 
 @pytest.mark.usefixtures("ordered_products")
-@pytest.mark.parametrize("window", [None, 37])
-@pytest.mark.parametrize(("block_size", "dtype"), [(8, torch.float16), (32, torch.float32)])
+@pytest.mark.parametrize(
+    ("block_size", "heads", "dtype", "window"),
+    [
+        (8, (3, 1), FP16, 9),  # shorter than a segment: of the last rows one is left out
+        pytest.param(8, (6, 2), FP16, 21, marks=pytest.mark.matrix),
+        pytest.param(8, (6, 2), FP16, None, marks=pytest.mark.matrix),
+        pytest.param(32, (6, 2), FP32, None, marks=pytest.mark.matrix),
+        pytest.param(32, (6, 2), FP32, 21, marks=pytest.mark.matrix),
+    ],
+)
 def test_bits_depend_on_neither_chunks_nor_batch_nor_form(
-    block_size: int, dtype: torch.dtype, window: int | None
+    block_size: int, heads: tuple[int, int], dtype: torch.dtype, window: int | None
 ) -> None:
-    prompt = Prompt(block_size, dtype=dtype, window=window)
+    prompt = Prompt(block_size, heads=heads, dtype=dtype, window=window)
     whole = prompt.rows((0, prompt.length))
     assert whole.isfinite().all()
-    chunks = [(0, 7), (7, 32), (32, 33), (33, 70)]
+    chunks = [(0, 7), (7, 32), (32, 33), (33, 42)]
     assert torch.equal(torch.cat([prompt.rows(chunk) for chunk in chunks]), whole)
     assert torch.equal(prompt.rows(*chunks), whole)
-    singles = [0, 15, 16, 31, 32, 63, 64, 69]
+    singles = [0, 16, 31, 41]
     found = prompt.rows(*((at, at + 1) for at in singles))
     assert torch.equal(found, whole[singles])
-    assert torch.equal(prompt.rows((47, 48)), whole[47:48])
+    assert torch.equal(prompt.rows((38, 39)), whole[38:39])
 
 
 @pytest.mark.usefixtures("ordered_products")
 def test_bits_do_not_depend_on_where_the_blocks_lie() -> None:
-    prompt = Prompt(16, dtype=torch.float16, window=None)
-    found = prompt.rows((0, 60), (69, 70))
+    prompt = Prompt(16)
+    found = prompt.rows((0, 35), (41, 42))
     order = torch.randperm(len(prompt.layer), generator=torch.Generator().manual_seed(2))
     prompt.layer = prompt.layer[order]
     prompt.table = order.argsort()[prompt.table]
-    assert torch.equal(prompt.rows((0, 60), (69, 70)), found)
+    assert torch.equal(prompt.rows((0, 35), (41, 42)), found)
 
 
 @pytest.mark.usefixtures("ordered_products")
 def test_more_requests_than_tokens_may_hold_chunks_too() -> None:
-    prompt = Prompt(16, dtype=torch.float16, window=None)
-    whole = prompt.rows((0, 70))
-    found = prompt.rows((9, 9), (40, 43), (9, 9), (60, 61), (9, 9))
-    assert torch.equal(found, whole[[40, 41, 42, 60]])
+    prompt = Prompt(16)
+    whole = prompt.rows((0, 42))
+    found = prompt.rows((9, 9), (31, 34), (9, 9), (40, 41), (9, 9))
+    assert torch.equal(found, whole[[31, 32, 33, 40]])
 
 
 def test_what_lies_behind_a_steps_inputs_is_not_read() -> None:
     q, kv, tables, starts, contexts, *rest = attention_inputs(
-        [1, 15, 1, 1], [20, 33, 5, 70], (4, 2), 32, dtype=torch.float16, device=CPU
+        [1, 5, 1, 1], [20, 33, 5, 70], (4, 2), 32, dtype=torch.float16, device=CPU
     )
     # Buffers are used again: there lies a step of more requests, of one token each.
     of_others = torch.arange(64, dtype=torch.int32)
@@ -129,13 +171,13 @@ def test_what_lies_behind_a_steps_inputs_is_not_read() -> None:
 
 @pytest.mark.usefixtures("ordered_products")
 def test_a_row_without_context_is_zero_and_leaves_others_alone() -> None:
-    prompt = Prompt(16, dtype=torch.float16, window=None)
-    q = prompt.q[[69, 3]]
+    prompt = Prompt(16)
+    q = prompt.q[[41, 3]]
     tables = torch.stack([prompt.table.int(), torch.zeros_like(prompt.table.int())])
-    ints = torch.tensor([0, 1, 2, 70, 0], dtype=torch.int32)
+    ints = torch.tensor([0, 1, 2, 42, 0], dtype=torch.int32)
     call = AttentionCall(q, prompt.layer, tables, ints[:3], ints[3:], prompt.scale, None)
     found = attend(call, SMALL)
-    assert torch.equal(found[:1], prompt.rows((69, 70)))
+    assert torch.equal(found[:1], prompt.rows((41, 42)))
     assert not found[1].any()
 
 
@@ -180,19 +222,31 @@ def calls() -> gate.Calls:
     }
 
 
-def test_kernels_compile_for_hopper_without_spills() -> None:
-    found = gate.compiled(f"{__name__}:calls")
-    assert all(kernel.spilled == 0 for name in found if name != "prefill" for kernel in found[name])
-    for name in "decode", "decode, small blocks":
-        split, merge = found[name]
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "names",
+    [
+        ("decode", "prefill"),
+        pytest.param(("decode, small blocks", "fp32"), marks=pytest.mark.matrix),
+    ],
+    ids=" and ".join,
+)
+def test_kernels_compile_for_hopper_without_spills(names: tuple[str, ...]) -> None:
+    for name, kernels in gate.compiled(f"{__name__}:calls", *names).items():
+        if name == "prefill":
+            (whole,) = kernels
+            assert whole.spilled <= 32  # of what is merged between segments
+            assert whole.count("HGMMA") > 0
+            assert whole.count("HMMA") == 0
+            assert whole.copies_of_16_bytes() >= 32
+            continue
+        split, merge = kernels
         assert (split.kernel, merge.kernel) == ("attend_split", "merge")
-        assert split.count("HMMA.16816") > 0
-        assert split.count("HGMMA") == 0
-        assert split.copies_of_16_bytes() >= 32
-        assert split.programs_per_sm() >= 2
-    (whole,) = found["prefill"]
-    assert whole.spilled <= 32  # of what is merged between segments
-    assert whole.count("HGMMA") > 0
-    assert whole.count("HMMA") == 0
-    assert whole.copies_of_16_bytes() >= 32
-    assert found["fp32"][0].count("HMMA") == 0
+        assert split.spilled == merge.spilled == 0
+        if name == "fp32":
+            assert split.count("HMMA") == 0
+        else:
+            assert split.count("HMMA.16816") > 0
+            assert split.count("HGMMA") == 0
+            assert split.copies_of_16_bytes() >= 32
+            assert split.programs_per_sm() >= 2

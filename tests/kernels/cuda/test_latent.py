@@ -17,16 +17,27 @@ from tests.kernels.cuda import gate
 
 CPU = torch.device("cpu")
 OPERATION = OPERATIONS["latent_attention"]
-LENGTH = 45
+LENGTH = 35
+FP16, FP32 = torch.float16, torch.float32
+QUICK = {
+    *((name, FP16) for name in ("empty", "first_token", "decode_batch", "deepseek_decode")),
+    ("one_head", FP16),
+    ("mixed", FP32),
+}
 
 
 @pytest.mark.parametrize(
     ("case", "dtype"),
     [
-        pytest.param(case, dtype, id=f"{case.name}-{str(dtype).split('.')[1]}")
+        pytest.param(
+            case,
+            dtype,
+            id=f"{case.name}-{dtype}",
+            marks=[] if (case.name, dtype) in QUICK else pytest.mark.matrix,
+        )
         for case in OPERATION.cases()
-        for dtype in (torch.float16, torch.float32)
-        if dtype == torch.float16 or case.name != "deepseek_chunk"  # seconds
+        for dtype in (FP16, FP32)
+        if dtype == FP16 or case.name != "deepseek_chunk"  # half a minute
     ],
 )
 def test_latent_attention_is_that_of_the_reference(case: Case, dtype: torch.dtype) -> None:
@@ -38,9 +49,17 @@ def test_latent_attention_is_that_of_the_reference(case: Case, dtype: torch.dtyp
 
 
 @pytest.mark.usefixtures("ordered_products")
-@pytest.mark.parametrize("num_heads", [3, 20])
+@pytest.mark.parametrize(
+    ("num_heads", "chunks"),
+    [
+        (3, [(0, 7), (7, 32), (32, 33), (33, LENGTH)]),
+        pytest.param(20, [(0, 1), (15, 17), (33, LENGTH)], marks=pytest.mark.slow),
+        pytest.param(20, [(0, 7), (7, 32), (32, 33), (33, LENGTH)], marks=pytest.mark.matrix),
+    ],
+    ids=["few heads", "many heads", "many heads, every token"],
+)
 def test_bits_depend_on_neither_chunks_nor_batch_nor_form(
-    num_heads: int, monkeypatch: pytest.MonkeyPatch
+    num_heads: int, chunks: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tiles = replace(latent.latent_tiles(torch.float16, num_heads), tile=16, segment=16)
     monkeypatch.setattr(latent, "latent_tiles", lambda *_: tiles)
@@ -59,9 +78,9 @@ def test_bits_depend_on_neither_chunks_nor_batch_nor_form(
 
     whole = rows((0, LENGTH))
     assert whole.isfinite().all()
-    chunks = [(0, 7), (7, 32), (32, 33), (33, 45)]
-    assert torch.equal(rows(*chunks), whole)
-    assert torch.equal(torch.cat([rows(chunk) for chunk in chunks]), whole)
+    wanted = torch.cat([whole[first:last] for first, last in chunks])
+    assert torch.equal(rows(*chunks), wanted)
+    assert torch.equal(torch.cat([rows(chunk) for chunk in chunks]), wanted)
     latent._cut.cache_clear()
 
 
@@ -90,12 +109,19 @@ def calls() -> gate.Calls:
     }
 
 
+@pytest.mark.slow
+@pytest.mark.matrix
 def test_kernels_compile_for_hopper_and_keep_their_sums_in_registers() -> None:
-    found = gate.compiled(f"{__name__}:calls")
-    decode, _ = found["decode"]
+    decode, _ = gate.compiled(f"{__name__}:calls", "decode")["decode"]
     assert decode.spilled == 0
     assert decode.count("HMMA.16816") > 0
     assert decode.copies_of_16_bytes() >= 18
+
+
+@pytest.mark.slow
+@pytest.mark.matrix
+def test_many_heads_and_prompts_compile_for_hopper() -> None:
+    found = gate.compiled(f"{__name__}:calls", "decode, all heads", "prefill")
     every, _ = found["decode, all heads"]
     assert every.spilled <= 8
     assert every.count("HGMMA") > 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 
 import pytest
 import torch
@@ -62,39 +63,19 @@ ROWS = {
 }
 
 
-@pytest.fixture(scope="module")
-def found() -> dict[str, list[gate.Compiled]]:
-    return gate.compiled(f"{__name__}:calls")
+QUICK = ("rms_norm", "silu_and_mul", "rope", "rope_latent", "digests")
+"""One call of each kernel."""
+
+names = pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.slow if name in QUICK else pytest.mark.matrix)
+        for name in ROWS
+    ],
+)
 
 
-def test_every_call_is_looked_at(found: dict[str, list[gate.Compiled]]) -> None:
-    assert found.keys() == ROWS.keys()
-
-
-@pytest.mark.parametrize("name", ROWS)
-def test_a_kernel_stays_in_registers_and_moves_16_bytes_at_once(
-    found: dict[str, list[gate.Compiled]], name: str
-) -> None:
-    registers, programs, loads, stores = ROWS[name]
-    (kernel,) = found[name]
-    assert kernel.spilled == 0
-    assert kernel.registers <= registers
-    assert kernel.programs_per_sm() >= programs
-    assert kernel.count("LDG.E.128") >= loads
-    assert kernel.count("STG.E.128") >= stores
-
-
-@pytest.mark.parametrize("name", ROWS)
-def test_a_kernel_of_a_step_waits_for_the_one_before_by_itself(
-    found: dict[str, list[gate.Compiled]], name: str
-) -> None:
-    (kernel,) = found[name]
-    of_a_step = 0 if name == "digests" else 1
-    assert kernel.count("ACQBULK") == of_a_step
-    assert kernel.count("PREEXIT") == of_a_step
-
-
-def calls_without_overlap() -> gate.Calls:
+def calls_with_and_without_overlap() -> gate.Calls:
     def in_turn(call: Callable[[], object]) -> Callable[[], object]:
         def run() -> None:
             with without_overlap():
@@ -102,9 +83,51 @@ def calls_without_overlap() -> gate.Calls:
 
         return run
 
-    return {name: in_turn(call) for name, call in calls().items()}
+    return calls() | {f"{name}, in turn": in_turn(call) for name, call in calls().items()}
 
 
-def test_overlap_can_be_left_out() -> None:
-    for (kernel,) in gate.compiled(f"{__name__}:calls_without_overlap").values():
-        assert kernel.count("ACQBULK") == kernel.count("PREEXIT") == 0
+@cache
+def _compiled(*, quick: bool) -> dict[str, list[gate.Compiled]]:
+    chosen = [name for name in ROWS if (name in QUICK) == quick]
+    # All without overlap are of the matrix, but one.
+    in_turn = [name for name in ROWS if (name == "rms_norm") == quick]
+    return gate.compiled(
+        f"{__name__}:calls_with_and_without_overlap",
+        *chosen,
+        *(f"{name}, in turn" for name in in_turn),
+    )
+
+
+def test_every_call_is_looked_at() -> None:
+    assert calls().keys() == ROWS.keys()
+
+
+@names
+def test_a_kernel_stays_in_registers_and_moves_16_bytes_at_once(name: str) -> None:
+    registers, programs, loads, stores = ROWS[name]
+    (kernel,) = _compiled(quick=name in QUICK)[name]
+    assert kernel.spilled == 0
+    assert kernel.registers <= registers
+    assert kernel.programs_per_sm() >= programs
+    assert kernel.count("LDG.E.128") >= loads
+    assert kernel.count("STG.E.128") >= stores
+
+
+@names
+def test_a_kernel_of_a_step_waits_for_the_one_before_by_itself(name: str) -> None:
+    (kernel,) = _compiled(quick=name in QUICK)[name]
+    of_a_step = 0 if name == "digests" else 1
+    assert kernel.count("ACQBULK") == of_a_step
+    assert kernel.count("PREEXIT") == of_a_step
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.slow if name == "rms_norm" else pytest.mark.matrix)
+        for name in ROWS
+    ],
+)
+def test_overlap_can_be_left_out(name: str) -> None:
+    (kernel,) = _compiled(quick=name == "rms_norm")[f"{name}, in turn"]
+    assert kernel.count("ACQBULK") == kernel.count("PREEXIT") == 0

@@ -77,6 +77,17 @@ def test_the_likeliest_token_is_the_lowest_of_equal_ones() -> None:
     torch.testing.assert_close(peaks, wanted_peaks, rtol=0, atol=0, equal_nan=True)
 
 
+@pytest.mark.slow
+def test_a_token_is_drawn_as_the_reference_draws_it_and_alone_as_in_company() -> None:
+    logits, draws = logits_of(2), draws_of(*ASKED[3:5])
+    found = drawn(sampling, logits, draws, by_k=True, by_p=True)
+    assert found == drawn(reference, logits, draws, by_k=True, by_p=True)
+    one = Draws(*(column[1:] for column in draws))._replace(rows=draws.rows[:1])
+    assert drawn(sampling, logits[1:], one, by_k=True, by_p=True) == found[1:]
+
+
+@pytest.mark.slow
+@pytest.mark.matrix
 def test_tokens_are_drawn_as_the_reference_draws_them_and_alone_as_in_company() -> None:
     logits, draws = logits_of(len(ASKED)), draws_of(*ASKED)
     found = drawn(sampling, logits, draws, by_k=True, by_p=True)
@@ -107,6 +118,8 @@ def test_only_the_rows_that_are_drawn_change_and_no_token_comes_of_nan() -> None
         assert found[3] != greedy[3]
 
 
+@pytest.mark.slow
+@pytest.mark.matrix
 def test_what_is_masked_is_never_drawn() -> None:
     logits = torch.full((3, VOCAB), -INF)
     logits[:, 2498] = 1.0
@@ -116,10 +129,11 @@ def test_what_is_masked_is_never_drawn() -> None:
 
 
 def test_ties_with_the_last_that_is_kept_stay() -> None:
-    logits = torch.full((2, VOCAB), -20.0)
+    logits = torch.full((1, VOCAB), -20.0)
     logits[:, [10, 700, 2300]] = 2.0
     asked = [(1.0, 0.0, 2, 1.0, 0.99), (1.0, 0.0, 0, 0.1, 0.99)]
-    assert drawn(sampling, logits, draws_of(*asked), by_k=True, by_p=True) == [2300, 2300]
+    for draw, by_k in zip(asked, (True, False), strict=True):
+        assert drawn(sampling, logits, draws_of(draw), by_k=by_k, by_p=not by_k) == [2300]
 
 
 def test_the_share_of_a_total_is_exact() -> None:
@@ -153,17 +167,34 @@ def calls() -> gate.Calls:
         of(5, dtype=torch.int64),
     )
     tokens = of(8, dtype=torch.int64)
+
+    def bounded_by_one_digit() -> None:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(sampling, "_NUM_DIGITS", 1)
+            sampling.draw(logits, peaks, draws, tokens, by_k=False, by_p=True)
+
     return {
         "largest": lambda: sampling.largest(logits),
         "draw": lambda: sampling.draw(logits, peaks, draws, tokens, by_k=False, by_p=False),
         "bounded": lambda: sampling.draw(logits, peaks, draws, tokens, by_k=True, by_p=True),
+        "bounded by one digit": bounded_by_one_digit,
     }
 
 
 @pytest.mark.slow
-def test_on_hopper_nothing_spills_and_logits_come_16_bytes_at_once() -> None:
-    found = gate.compiled("tests.kernels.cuda.test_sampling:calls")
-    assert [len(launches) for launches in found.values()] == [2, 2, 14]
+@pytest.mark.parametrize(
+    "launches",
+    [
+        {"largest": 2, "bounded by one digit": 3},
+        pytest.param({"draw": 2, "bounded": 14}, marks=pytest.mark.matrix),
+    ],
+    ids=" and ".join,
+)
+def test_on_hopper_nothing_spills_and_logits_come_16_bytes_at_once(
+    launches: dict[str, int],
+) -> None:
+    found = gate.compiled(f"{__name__}:calls", *launches)
+    assert {name: len(launched) for name, launched in found.items()} == launches
     for kernel in (one for launched in found.values() for one in launched):
         assert kernel.spilled == 0, kernel
         assert kernel.programs_per_sm() >= 4, kernel
