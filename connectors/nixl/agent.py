@@ -33,16 +33,16 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
 # UCX notices a silent partition after about 5 s with the first three, and not at all without.
-# Without the fourth it connects inside `add_peer` and waits there, for minutes if nobody answers.
-# Without the last, GPUs of a machine that has no NVLink, one GPU alone included, are read from over
-# TCP: 0.4 GB/s on an H100, and 1,100 with it.
+# Without the last it connects inside `add_peer` and waits there, for minutes if nobody answers.
 _UCX_DEFAULTS = {
     "UCX_TCP_KEEPIDLE": "2s",
     "UCX_TCP_KEEPINTVL": "1s",
     "UCX_TCP_KEEPCNT": "3",
     "UCX_TCP_CONN_NB": "y",
-    "UCX_CUDA_IPC_ENABLE_GET_ZCOPY": "on",
 }
+# UCX reads from GPUs of a machine without NVLink, one GPU alone included, over TCP: 0.4 GB/s on an
+# H100, and 1,100 with this. Where it has not loaded its CUDA part, it warns of the variable.
+_UCX_GPU_DEFAULTS = {"UCX_CUDA_IPC_ENABLE_GET_ZCOPY": "on"}
 _NET_DEVICES = "UCX_NET_DEVICES"
 _OTHER_COPY = "ucxx"
 
@@ -84,6 +84,7 @@ class NixlAgent:
         backends: NIXL backends, in order.
         net_devices: What UCX may use of the network, as in `UCX_NET_DEVICES`; None is all. It
             is of the whole process: the first agent decides, and a user's own value before it.
+        is_on_gpu: Whether it moves memory of GPUs; of the whole process, too.
 
     Raises:
         ConfigError: NIXL or one of the backends is not installed.
@@ -91,9 +92,14 @@ class NixlAgent:
     """
 
     def __init__(
-        self, name: str, backends: Sequence[str], *, net_devices: str | None = None
+        self,
+        name: str,
+        backends: Sequence[str],
+        *,
+        net_devices: str | None = None,
+        is_on_gpu: bool = False,
     ) -> None:
-        for variable, value in _UCX_DEFAULTS.items():
+        for variable, value in (_UCX_DEFAULTS | (_UCX_GPU_DEFAULTS if is_on_gpu else {})).items():
             os.environ.setdefault(variable, value)
         if net_devices is not None:
             os.environ.setdefault(_NET_DEVICES, net_devices)

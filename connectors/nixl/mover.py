@@ -200,7 +200,12 @@ class NixlMover(Lanes):
         role, rank = self._context.config.role.value, self._context.rank
         name = f"{role}-{socket.gethostname()}-{rank}-{part}{uuid.uuid4().hex}"
         try:
-            agent = NixlAgent(name, self._backends, net_devices=self._net_devices)
+            agent = NixlAgent(
+                name,
+                self._backends,
+                net_devices=self._net_devices,
+                is_on_gpu=self._kv.is_cuda,
+            )
         except AgentError:
             self._numbers.take_out()
             raise
