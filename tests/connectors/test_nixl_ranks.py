@@ -158,9 +158,9 @@ def test_the_name_of_an_agent_says_whose_rank_it_is(
 ) -> None:
     names: list[str] = []
 
-    def agent(name: str, backends: Sequence[str], *, net_devices: str | None) -> NixlAgent:
+    def agent(name: str, backends: Sequence[str], **how: Any) -> NixlAgent:
         names.append(name)
-        return NixlAgent(name, backends, net_devices=net_devices)
+        return NixlAgent(name, backends, **how)
 
     monkeypatch.setattr(mover, "NixlAgent", agent)
     make("P", num_ranks=3)
