@@ -1,7 +1,7 @@
 """The last seconds of this process, always at hand: a ring of events, bounded in time and bytes.
 
-Recording an event costs half a microsecond beside the making of it. It is kept as the JSON that a
-dump sends, in buffers that are used again: as objects, events of requests would take ten times as
+Recording an event costs under a microsecond beside the making of it. It is kept as the JSON that a
+dump sends, in buffers that are used again: as objects, events of requests would take eight times as
 much memory as those of steps, and lie for minutes among whatever was made for a moment beside
 them, so that the heap cannot shrink behind a burst. Who records passes the time along. Knows no
 sockets, and nothing of what the events mean.
