@@ -4,8 +4,8 @@
 
 `long` is one stream of 20,000 tokens, `many` are 200 streams of 4,000 at once; sampled, at a
 temperature of 1, and half of them with token ids. When every stream has a third of its tokens, and
-again at two thirds, the proxy learns of another decode engine, and the one that serves them all is
-killed.
+again when every one has a tenth more than it had then, the proxy learns of another decode engine,
+and the one that serves them all is killed: no stream is done by then, however far ahead it is.
 Each stream must have the text that it has where nothing fails. Prints one JSON object with the
 proxy's resident memory: with no stream, and what each stream adds when all of them are at a third,
 and at most afterwards. The exit code is 0 if nothing speaks against it.
@@ -185,10 +185,14 @@ async def play(lengths: Lengths, num_streams: int, num_tokens: int) -> dict[str,
         began_s, idle = time.monotonic(), lengths.proxy_bytes()
         streams, done = await read_all(num_streams)
         settled = most = 0
-        for share in (1, 2):
-            wanted = num_tokens * share / 3
-            while not done.done() and min(s.num_tokens for s in streams[::2]) < wanted:
+        told = streams[::2]
+        wanted = [num_tokens / 3] * len(told)
+        for _ in range(2):
+            while not done.done() and any(
+                stream.num_tokens < num for stream, num in zip(told, wanted, strict=True)
+            ):
                 await asyncio.sleep(0.1)
+            wanted = [stream.num_tokens + num_tokens / 10 for stream in told]
             settled = settled or lengths.proxy_bytes()
             ends = {stream.end for stream in streams}
             assert not done.done(), f"the streams have ended before their engine was lost: {ends}"
