@@ -47,6 +47,9 @@ def test_a_backend_of_one_operation_drives_a_whole_model(
     (line,) = said(caplog)
     assert line.startswith("TINY kernels have no rms_norm, ")
     assert "paged_attention" not in line
+    # Halves are made of what it has.
+    assert " mlp" not in line
+    assert " attention" not in line
 
 
 def test_calls_that_a_twin_does_not_take_are_the_references_and_one_line_says_so(
