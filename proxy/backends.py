@@ -228,7 +228,7 @@ class Backends:
     # --- pairs
 
     def can_pair(self, prefill: Backend, decode: Backend) -> bool:
-        """Whether KV can go from one to the other, as far as is known.
+        """Whether KV of the one is KV of the other, as far as they say.
 
         Equal digests say that it means the same at both: model, weights, dtype. How it is
         shared out over ranks and blocks may differ.
@@ -236,12 +236,10 @@ class Backends:
         if prefill is decode:
             return False
         ours, theirs = prefill.info, decode.info
-        if ours and theirs and ours.layout_digest != theirs.layout_digest:
-            return False
-        return self._breakers.lets_through(prefill, decode, KVMode.PULL)
+        return not (ours and theirs) or ours.layout_digest == theirs.layout_digest
 
     def can_push(self, prefill: Backend, decode: Backend) -> bool:
-        """Whether one can write into the other's blocks, as both say, if they can pair at all."""
+        """Whether one can write into the other's blocks, as both say."""
         ours, theirs = prefill.info, decode.info
         return (
             ours is not None
@@ -250,6 +248,10 @@ class Backends:
             and ours.protocol == theirs.protocol == PROTOCOL  # the ticket is ours
             and all(e.can_push and e.endpoints and e.kv_shape is not None for e in (ours, theirs))
         )
+
+    def pulls_well(self, prefill: Backend, decode: Backend) -> bool:
+        """Whether the pair's breaker lets a pull through."""
+        return self._breakers.lets_through(prefill, decode, KVMode.PULL)
 
     def pushes_well(self, prefill: Backend, decode: Backend) -> bool:
         """Whether the pair's breaker lets a push through."""

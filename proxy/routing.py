@@ -17,7 +17,7 @@ from pdserve.proxy.policies import RouteRequest, choose, policy_named
 from pdserve.proxy.story import NotPushed
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Sequence
+    from collections.abc import Collection, Iterable, Sequence
 
     from pdserve.config.http import ProxyConfig
     from pdserve.proxy.backend import Backend
@@ -97,7 +97,7 @@ class Router:
                 reason = "no_prefill" if dedicated else "colocated"
                 is_outage = self._backends.has_lost_prefill
                 return self._locally(decodes, body_bytes, failed, reason, is_outage=is_outage)
-        paired = [p for p in prefills if any(self._backends.can_pair(p, d) for d in decodes)]
+        paired = [p for p in prefills if self._serves(p, decodes, may_push=may_push)]
         if not paired:
             return self._locally(decodes, body_bytes, failed, "no_pair", is_outage=True)
         prefill = self._choose_prefill(paired, body_bytes, failed)
@@ -106,13 +106,26 @@ class Router:
             return Disaggregate(prefill, self._choose_decode(receivers, body_bytes, failed))
         return Disaggregate(prefill)
 
-    def _pushes(self, prefill: Backend, decode: Backend) -> bool:
-        """Whether a request is to be pushed over this pair."""
+    def _serves(self, prefill: Backend, decodes: Iterable[Backend], *, may_push: bool) -> bool:
+        """Whether KV can come from this engine to one of those in some way."""
+        return any(
+            self._pulls(prefill, decode) or (may_push and self._pushes(prefill, decode))
+            for decode in decodes
+        )
+
+    def _pulls(self, prefill: Backend, decode: Backend) -> bool:
+        """Whether a request can be pulled over this pair."""
         backends = self._backends
-        if self._kv_mode is KVTransfer.PULL or not backends.can_pair(prefill, decode):
+        return backends.can_pair(prefill, decode) and backends.pulls_well(prefill, decode)
+
+    def _pushes(self, prefill: Backend, decode: Backend) -> bool:
+        """Whether a request that may be is to be pushed over this pair."""
+        backends = self._backends
+        can = backends.can_pair(prefill, decode) and backends.can_push(prefill, decode)
+        if self._kv_mode is KVTransfer.PULL or not can:
             return False
-        trusted = self._kv_mode is KVTransfer.PUSH or backends.pushes_well(prefill, decode)
-        return trusted and backends.can_push(prefill, decode)
+        insists = self._kv_mode is KVTransfer.PUSH and backends.pulls_well(prefill, decode)
+        return insists or backends.pushes_well(prefill, decode)
 
     def why_pulled(self, prefill: Backend) -> NotPushed | None:
         """Return why a request from this engine is not pushed; None if pushes are switched off."""
@@ -164,7 +177,7 @@ class Router:
 
     def _can_decode_for(self, prefill: Backend, decode: Backend) -> bool:
         is_fit = decode.available and decode.decodes()
-        return is_fit and self._backends.can_pair(prefill, decode)
+        return is_fit and self._pulls(prefill, decode)
 
     def local_engine(
         self, body_bytes: int, failed: Collection[Backend], *, layout: str | None = None

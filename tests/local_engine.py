@@ -138,6 +138,11 @@ class LocalEngine:
             self.scheduler.release_lease(nonce)
             self.wake()
 
+    async def keep_leases(self, nonces: Sequence[str]) -> None:
+        if self.dead_reason is None:
+            self.scheduler.keep_leases(list(nonces))
+            self.wake()
+
     async def reset_prefix_cache(self) -> None:
         self.scheduler.kv.pool.forget_all()
 

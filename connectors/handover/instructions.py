@@ -132,6 +132,7 @@ class Instructions(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     Attributes:
         unwatches: At D: nonces whose heartbeats are to stop, unknown ones too. Their owners are
             not told: the leases are left to whoever takes over, or to expire.
+        keeps: At P: nonces of leases that nobody can read yet, as their handoffs are still here.
         aborts: Requests whose load or reservation is to stop; each still ends in one report.
     """
 
@@ -145,6 +146,7 @@ class Instructions(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     aborts: list[RequestId] = []
     stops: list[Stop] = []
     ends: list[End] = []
+    keeps: list[str] = []
 
     def __bool__(self) -> bool:
         return any(getattr(self, field) for field in self.__struct_fields__)

@@ -31,7 +31,7 @@ from pdserve.wire.transfer import LeaseEnd
 
 if TYPE_CHECKING:
     from collections import Counter
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
 
     from pdserve.connectors.handover.instructions import Instructions
     from pdserve.connectors.handover.news import Registered, Withdrawn
@@ -225,6 +225,10 @@ class Outgoing:
         """Nobody will read this lease. Unknown nonces are ignored."""
         if nonce in self._leased_by_nonce:
             self._staged.ends.append(End(nonce, LeaseEnd.RELEASED))
+
+    def keep(self, nonces: Iterable[str]) -> None:
+        """Nobody can read these leases yet. Unknown nonces are ignored."""
+        self._staged.keeps.extend(nonce for nonce in nonces if nonce in self._leased_by_nonce)
 
     def abort(self, request_id: RequestId) -> str | None:
         """The request has ended without a lease: stop its push.

@@ -218,6 +218,7 @@ class HandoverScheduler(KVConnectorScheduler):
         """
         for nonce in report.given_up:
             self._outgoing.release(nonce)
+        self._outgoing.keep(report.kept)
         ready: list[tuple[RequestId | None, str]] = []
         for payload in report.payloads:
             news = self.push_quorum.add(PushNews.from_payload(payload))

@@ -321,6 +321,7 @@ class MultiScheduler(KVConnectorScheduler):
                 failed=self._of(name, report.failed),
                 failing=self._of(name, report.failing),
                 given_up=report.given_up,
+                kept=report.kept,
                 payloads=payloads[name],
             )
             if not own:

@@ -97,6 +97,7 @@ class TransferMachine:
             server.stop(stop)
         for end in todo.ends:
             server.end(end.nonce, end.end)
+        server.keep(todo.keeps)
 
     def add_step(self, step: ChunkStep) -> None:
         """KV of a chunk is complete once the device says so."""

@@ -46,7 +46,7 @@ from pdserve.errors import PeerError
 from pdserve.observe.log import log_event
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     import msgspec
 
@@ -211,6 +211,10 @@ class Server:
     def end(self, nonce: str, end: LeaseEnd) -> None:
         """End a lease from this side."""
         self._leases.release(nonce, self._clock.monotonic_s(), end)
+
+    def keep(self, nonces: Sequence[str]) -> None:
+        """Renew leases that nobody can read yet."""
+        self._leases.heartbeat(nonces, self._clock.monotonic_s())
 
     def stop(self, stop: Stop) -> None:
         """Stop a push from this side; `Settled` follows."""

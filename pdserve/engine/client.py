@@ -73,6 +73,13 @@ class EngineClient(Protocol):
         """Give up a lease that nobody will read. Unknown nonces are ignored."""
         ...
 
+    async def keep_leases(self, nonces: Sequence[str]) -> None:
+        """Keep leases whose handoffs nobody has yet, for another lease's time from now on.
+
+        Unknown nonces are ignored.
+        """
+        ...
+
     async def reset_prefix_cache(self) -> None:
         """Forget cached prefixes."""
         ...

@@ -245,6 +245,11 @@ class DataParallelClient:
         for core in self._cores:
             await core.release_lease(nonce)
 
+    async def keep_leases(self, nonces: Sequence[str]) -> None:
+        """See `EngineClient`. Cores ignore the leases of others."""
+        for core in self._cores:
+            await core.keep_leases(nonces)
+
     async def reset_prefix_cache(self) -> None:
         """See `EngineClient`."""
         for core in self._cores:

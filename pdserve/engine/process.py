@@ -43,6 +43,7 @@ from pdserve.wire.codec import (
     Died,
     DumpTrace,
     FromEngine,
+    KeepLeases,
     Outputs,
     Ping,
     Pong,
@@ -270,6 +271,8 @@ class EngineProcess:
                 scheduler.abort(request_ids)
             case ReleaseLease(nonce):
                 scheduler.release_lease(nonce)
+            case KeepLeases(nonces):
+                scheduler.keep_leases(nonces)
             case ResetPrefixCache():
                 scheduler.kv.pool.forget_all()
             case DumpTrace():

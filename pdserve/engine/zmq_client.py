@@ -42,6 +42,7 @@ from pdserve.wire.codec import (
     Died,
     DumpTrace,
     FromEngine,
+    KeepLeases,
     Outputs,
     Ping,
     Pong,
@@ -305,6 +306,10 @@ class ZmqEngineClient:
     async def release_lease(self, nonce: str) -> None:
         """See `EngineClient`."""
         self._send(ReleaseLease(nonce))
+
+    async def keep_leases(self, nonces: Sequence[str]) -> None:
+        """See `EngineClient`."""
+        self._send(KeepLeases(list(nonces)))
 
     async def reset_prefix_cache(self) -> None:
         """See `EngineClient`."""

@@ -168,6 +168,10 @@ class Scheduler:
         """Give up a lease that nobody will read."""
         self._transfers.give_up(nonce, self._clock.monotonic_s())
 
+    def keep_leases(self, nonces: list[str]) -> None:
+        """Keep leases whose handoffs nobody has been given yet."""
+        self._transfers.keep(nonces, self._clock.monotonic_s())
+
     def abort_all(self, why: str) -> None:
         """End every request that has not finished, with an ABORT output."""
         for request in list(self.state.requests.values()):

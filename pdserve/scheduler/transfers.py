@@ -164,10 +164,16 @@ class Transfers:
 
     def give_up(self, hold_id: str, now_s: float) -> None:
         """Tell that nobody will read what is held as `hold_id`."""
-        report = ConnectorReport(given_up=[hold_id])
+        self._tell(ConnectorReport(given_up=[hold_id]), now_s)
+
+    def keep(self, hold_ids: list[str], now_s: float) -> None:
+        """Tell that nobody can read these holds yet, as their handoffs are still here."""
+        self._tell(ConnectorReport(kept=hold_ids), now_s)
+
+    def _tell(self, report: ConnectorReport, now_s: float) -> None:
         news = guarded(partial(self._connector.update_connector_output, report))
         if isinstance(news, Exception):  # it ends by itself, later
-            _log.error("the connector failed over a lease that was given up", exc_info=news)
+            _log.error("the connector failed over what it was told of leases", exc_info=news)
             return
         self._apply(news, now_s)
 

@@ -9,6 +9,7 @@ JSON that the text goes into is not known here.
 
 from __future__ import annotations
 
+import asyncio
 from collections import deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -51,6 +52,8 @@ if TYPE_CHECKING:
 
 PARTS_OF_STAGES = ("kv_digest_s", "step_wait_s", "store_s")
 """Stages that lie inside another one, and are no terms of the sum."""
+_KEPT_PER_LEASE = 4
+"""How often a lease is kept before it would end: one word may be late, or two."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,6 +152,7 @@ class TextRequest:
     _index_of: dict[RequestId, int] = field(default_factory=dict)
     _outputs: MergedOutputs | None = None
     _held: deque[tuple[int, EngineOutput]] = field(default_factory=deque)
+    _keeping: asyncio.Task[None] | None = None
 
     async def __aenter__(self) -> Self:
         of_prompts: dict[int, list[GenerateRequest]] = {}
@@ -171,6 +175,9 @@ class TextRequest:
         trace: TracebackType | None,
     ) -> None:
         unread = await self._running.close()
+        if self._keeping is not None:
+            self._keeping.cancel()
+            await asyncio.gather(self._keeping, return_exceptions=True)
         if self.delivered:
             return
         unread += [output for _, output in self._held]
@@ -214,6 +221,13 @@ class TextRequest:
                 if delta is not None:
                     yield delta
 
+    async def _keep_leases(self, lease_s: float) -> None:
+        """Keep what has been handed over while other choices run: no engine knows of it yet."""
+        while True:
+            await asyncio.sleep(lease_s / _KEPT_PER_LEASE)
+            nonces = [handoff.nonce for handoff in self.handoffs if handoff is not None]
+            await self.client.keep_leases(nonces)
+
     async def _next(self) -> tuple[int, EngineOutput]:
         try:
             output = await self._running.next()
@@ -249,6 +263,8 @@ class TextRequest:
         text = choice.processor.push(token_ids, reason)
         choice.finish_reason = text.finish_reason
         choice.handoff = output.handoff
+        if choice.handoff is not None and self._keeping is None and len(self.choices) > 1:
+            self._keeping = asyncio.create_task(self._keep_leases(choice.handoff.lease_s))
         if text.finish_reason is not reason:  # a stop string: the engine does not know of it
             await self.client.abort([output.request_id])
             if choice.handoff is not None:

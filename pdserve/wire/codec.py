@@ -40,6 +40,12 @@ class ReleaseLease(msgspec.Struct, frozen=True, tag="release"):
     nonce: str
 
 
+class KeepLeases(msgspec.Struct, frozen=True, tag="keep"):
+    """Their reader is not known yet: they do not end for want of it; unknown nonces are ignored."""
+
+    nonces: list[str]
+
+
 class ResetPrefixCache(msgspec.Struct, frozen=True, tag="reset_prefix_cache"):
     """Forget cached prefixes (benchmarks); held blocks keep their contents."""
 
@@ -63,7 +69,9 @@ class Ping(msgspec.Struct, frozen=True, tag="ping"):
     number: int
 
 
-ToEngine = Add | AbortRequests | ReleaseLease | ResetPrefixCache | Shutdown | DumpTrace | Ping
+ToEngine = (
+    Add | AbortRequests | ReleaseLease | KeepLeases | ResetPrefixCache | Shutdown | DumpTrace | Ping
+)
 
 
 class CoreReady(msgspec.Struct, frozen=True, tag="ready"):

@@ -285,6 +285,8 @@ class ConnectorReport(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
             quorum, once each. They are in `failed` when all ranks have.
         given_up: Holds, by id, that nobody will read: their clients have left. Said by the engine,
             of any id, and not by workers.
+        kept: Holds, by id, whose handoffs the engine has not given to anybody yet: they do not end
+            for want of a reader. Said by the engine, at an interval.
         payloads: What else the connector's worker halves tell its scheduler half, which alone can
             read it: of single ranks, as they sent it.
         slices: What its threads did, for traces; they come along with news, and are none.
@@ -297,6 +299,7 @@ class ConnectorReport(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
     faults: dict[str, int] = {}
     failing: list[Failed] = []
     given_up: list[str] = []
+    kept: list[str] = []
     payloads: list[bytes] = []
     slices: list[RankSlice] = []
     clock_id: str = ""
@@ -309,6 +312,7 @@ class ConnectorReport(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
             or self.faults
             or self.failing
             or self.given_up
+            or self.kept
             or self.payloads
         )
 

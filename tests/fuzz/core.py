@@ -19,6 +19,7 @@ from pdserve.observe.clock import ManualClock
 from pdserve.wire.codec import (
     AbortRequests,
     Add,
+    KeepLeases,
     ReleaseLease,
     ToEngine,
     id_in_unreadable,
@@ -93,6 +94,8 @@ class Pair:
                 scheduler.abort(request_ids)
             case ReleaseLease(nonce):
                 scheduler.release_lease(nonce)
+            case KeepLeases(nonces):
+                scheduler.keep_leases(nonces)
             case _:
                 pass
 
@@ -175,8 +178,9 @@ def frames(draw: st.DrawFn, pair: Pair) -> list[tuple[ToyEngine, bytes]]:
             other = AbortRequests([request.request_id, RequestId("é"), request.request_id])
             sent.append((engines[name], msgspec.msgpack.encode(other)))
         if request.handoff is not None and draw(st.booleans()):
-            release = ReleaseLease(request.handoff.nonce)
-            sent.append((pair.p, msgspec.msgpack.encode(release)))
+            nonce = request.handoff.nonce
+            said = draw(st.sampled_from([ReleaseLease(nonce), KeepLeases([nonce, "é", nonce])]))
+            sent.append((pair.p, msgspec.msgpack.encode(said)))
     return sent
 
 

@@ -256,6 +256,19 @@ async def test_a_pair_whose_pushes_fail_is_pulled_from_and_both_engines_serve(ma
     assert metrics['pdserve_backends{role="decode",state="ready"}'] == 1
 
 
+async def test_what_is_pulled_in_vain_does_not_keep_others_from_being_pushed(make_stack):
+    """One client's requests, as those for many choices, may fail where nobody else's do."""
+    (prefill,), (decode,) = prefills(), decodes()
+    decode.hook = kv_failed(leg="decode")
+    stack = await make_stack([prefill], [decode], cb_failure_threshold=2, cb_timeout_s=600)
+    for _ in range(2):
+        assert await ask(stack, stream=False, n=2)
+    decode.hook = None
+    before = len(decode.calls)
+    assert await ask(stack, stream=True) == text_of(3, 4)
+    assert legs([decode])[before:] == ["receive"]
+
+
 async def test_push_means_push_whatever_became_of_former_ones(make_stack):
     (prefill,), (decode,) = prefills(), decodes()
     decode.hook = kv_failed(3, leg="receive")

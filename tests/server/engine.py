@@ -84,6 +84,8 @@ class ServedEngine(LocalEngine):
         next_token, eos_after: Script its model: what follows an output, and that the token at this
             position (from 0) is the end of sequence.
         vocab_size, first_token_id: See `ToyModel`.
+        max_num_seqs: Requests of a step.
+        lease_s: How long the KV of what it hands over is kept without a word.
         prefill_s, step_s: Seconds of a step that computes prompts, and of others.
 
     Attributes:
@@ -112,6 +114,8 @@ class ServedEngine(LocalEngine):
         eos_after: int | None = None,
         vocab_size: int = 256,
         first_token_id: int = 0,
+        max_num_seqs: int = 128,
+        lease_s: float = 30.0,
         prefill_s: float = _STEP_S,
         step_s: float = _STEP_S,
     ) -> None:
@@ -121,9 +125,9 @@ class ServedEngine(LocalEngine):
             engine_id=engine_id,
             cache=CacheConfig(block_size=16),
             scheduler=SchedulerConfig(
-                max_num_seqs=128, recompute_tokens_per_s=recompute_tokens_per_s
+                max_num_seqs=max_num_seqs, recompute_tokens_per_s=recompute_tokens_per_s
             ),
-            transfer=TransferConfig(kv_connector="memory"),
+            transfer=TransferConfig(kv_connector="memory", lease_s=lease_s),
         )
         network = network or MemoryNetwork()
         connector = FaultyConnector.around(

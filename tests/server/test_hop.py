@@ -90,6 +90,20 @@ async def pair(text, **parameters: Any):
         await until(both.is_quiet)
 
 
+async def test_choices_wait_for_their_siblings_for_longer_than_a_lease(text):
+    """The first of them is done long before the answer with all handoffs leaves the engine."""
+    body = {"prompt": "The quick", "max_tokens": 3, "n": 6, "seed": 5}
+    async with pair(text, max_num_seqs=1, lease_s=0.2, prefill_s=0.1) as both:
+        disaggregated = await both.stream(COMPLETIONS, body)
+        alone = {"kv_transfer_params": {"pdserve": {"created": 1700000000}}}
+        colocated = events(await both.decode.stream(COMPLETIONS, body | alone, X_Request_Id="one"))
+        stats = both.decode.engine.stats
+    for index in range(6):
+        assert of_choice(disaggregated, index) == of_choice(colocated, index)
+    assert stats.kv_loads["pull"] == 6
+    assert not any(stats.kv_ladder.values())
+
+
 @pytest.mark.parametrize("path", BODIES)
 @pytest.mark.parametrize(
     "extra",
