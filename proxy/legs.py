@@ -43,11 +43,13 @@ class LegFailure:
 
     Attributes:
         leg: prefill, decode or local.
+        was_idle: It had nothing of the request to compute yet: it waited for another's KV.
     """
 
     leg: str
     backend: Backend
     error: WorkerError | RefusedError
+    was_idle: bool = False
 
     @property
     def reason(self) -> str:
@@ -238,7 +240,7 @@ class Legs:
             with self._exchange("decode", backend, leg) as breaker:
                 return await self._decoded(leg, breaker, backend, transfer, handoff)
         except (WorkerError, RefusedError) as error:
-            return LegFailure("decode", backend, error)
+            return LegFailure("decode", backend, error, was_idle=not handoff.is_complete)
 
     async def _decoded(
         self,

@@ -75,7 +75,8 @@ class Setbacks:
         """Take note of a failed leg; tell whether another attempt may be made.
 
         Where an engine has ended, others may have ended with it: all are looked at, so that none is
-        tried, and blamed on the request, that was gone before the request came to it.
+        tried, and blamed on the request, that was gone before the request came to it. Nor is one
+        that ends while it waits for another's KV.
 
         Raises:
             NonFiniteError: The model makes NaN of the request.
@@ -92,7 +93,8 @@ class Setbacks:
         if isinstance(error, NonFiniteError):
             raise error
         if isinstance(error, WorkerError) and error.is_end:
-            self._note_end(backend)
+            if not failure.was_idle:
+                self._note_end(backend)
             await self._checks.look_again(frozenset(self._backends))
         if isinstance(error, BudgetSpentError):
             return True  # it did nothing: each engine is asked once, whatever is left of retries

@@ -9,6 +9,7 @@ import pytest
 from aiohttp import web
 
 from pdserve.observe.clock import SystemClock
+from pdserve.proxy import strategies
 from tests.proxy.conftest import until
 from tests.proxy.hooks import (
     DONE,
@@ -417,3 +418,28 @@ async def test_an_engine_that_had_ended_with_another_is_not_held_against_a_reque
     assert text_in(await stack.stream()) == text_of(3, 4)
     assert legs([first, second, third]) == ["prefill", "local"]
     assert not second.calls
+
+
+async def test_an_engine_that_ends_while_it_waits_for_kv_is_not_held_against_a_request(
+    make_stack, monkeypatch
+):
+    """As where the machine that had both of a pair is lost, and its parts go one by one."""
+    monkeypatch.setattr(strategies, "LOST_RECEIVER_PATIENCE_S", 0.01)
+    (first, second), (third,) = prefills(2, can_push=True), decodes(can_push=True)
+    goes_on = asyncio.Event()
+
+    async def ends_later(call, request):
+        if len(third.calls) > 2:
+            return None
+        await goes_on.wait()
+        return await drops()(call, request)
+
+    async def takes_its_time(call, request):
+        goes_on.set()
+        await asyncio.sleep(0.2)
+
+    first.hook, second.hook, third.hook = drops(), takes_its_time, ends_later
+    stack = await make_stack([first, second], [third], prefill_policy="round_robin")
+    assert text_in(await stack.stream()) == text_of(3, 4)
+    assert legs([first]) == ["prefill"]
+    assert legs([third])[:2] == ["receive", "receive"]
