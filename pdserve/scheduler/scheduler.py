@@ -25,7 +25,7 @@ from pdserve.scheduler.states import State, Wait
 from pdserve.scheduler.telemetry import Telemetry
 from pdserve.scheduler.transfers import Transfers
 from pdserve.wire.request import ErrorCode, FinishReason
-from pdserve.wire.transfer import LoadFailure
+from pdserve.wire.transfer import ConnectorReport, LoadFailure
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from pdserve.wire.request import EngineOutput, EngineStats, GenerateRequest
     from pdserve.wire.step import ExpertBalance, ModelRunnerOutput, SchedulerOutput
     from pdserve.wire.trace import EngineRequest
-    from pdserve.wire.transfer import ConnectorMetadata, ConnectorReport, Failed
+    from pdserve.wire.transfer import ConnectorMetadata, Failed
 
 
 class Scheduler:
@@ -160,17 +160,17 @@ class Scheduler:
                 case State.LEASED:
                     # The client left before it got the handoff: nobody else knows of it.
                     assert request.handoff is not None
-                    self._transfers.give_up(request.handoff.nonce, now_s)
+                    self.release_lease(request.handoff.nonce)
                 case State.CLOSING | State.DONE:
                     pass
 
     def release_lease(self, nonce: str) -> None:
         """Give up a lease that nobody will read."""
-        self._transfers.give_up(nonce, self._clock.monotonic_s())
+        self._transfers.tell(ConnectorReport(given_up=[nonce]), self._clock.monotonic_s())
 
     def keep_leases(self, nonces: list[str]) -> None:
         """Keep leases whose handoffs nobody has been given yet."""
-        self._transfers.keep(nonces, self._clock.monotonic_s())
+        self._transfers.tell(ConnectorReport(kept=nonces), self._clock.monotonic_s())
 
     def abort_all(self, why: str) -> None:
         """End every request that has not finished, with an ABORT output."""

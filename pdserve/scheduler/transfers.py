@@ -162,15 +162,8 @@ class Transfers:
         self._state.move(request, State.LEASED, now_s, f"leased as {hold.hold_id}")
         return True
 
-    def give_up(self, hold_id: str, now_s: float) -> None:
-        """Tell that nobody will read what is held as `hold_id`."""
-        self._tell(ConnectorReport(given_up=[hold_id]), now_s)
-
-    def keep(self, hold_ids: list[str], now_s: float) -> None:
-        """Tell that nobody can read these holds yet, as their handoffs are still here."""
-        self._tell(ConnectorReport(kept=hold_ids), now_s)
-
-    def _tell(self, report: ConnectorReport, now_s: float) -> None:
+    def tell(self, report: ConnectorReport, now_s: float) -> None:
+        """Tell what the engine, and not a worker, knows of holds: `given_up` and `kept`."""
         news = guarded(partial(self._connector.update_connector_output, report))
         if isinstance(news, Exception):  # it ends by itself, later
             _log.error("the connector failed over what it was told of leases", exc_info=news)

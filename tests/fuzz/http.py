@@ -7,6 +7,7 @@ OpenAI's shape, nothing is held when it is over, and a good request is served as
 
 from __future__ import annotations
 
+import io
 import json
 from typing import Any, Final
 
@@ -149,7 +150,8 @@ class HttpTarget:
     ) -> tuple[int, bytes, bool]:
         """Return the status, 0 if its client left, the answer, and whether that is JSON."""
         try:
-            async with self._session.request(method, url, data=body, headers=given) as response:
+            sent = io.BytesIO(body)  # bytes of a MiB and more would be warned of
+            async with self._session.request(method, url, data=sent, headers=given) as response:
                 answer = await response.read()
                 return response.status, answer, response.content_type == "application/json"
         except TimeoutError:
