@@ -7,7 +7,10 @@ import textwrap
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
+import msgspec
+
 from pdserve.bench.figures import METRICS, percentile_word
+from pdserve.bench.records import CoresUsed
 
 _WIDTH: Final = 50
 _HEADINGS: Final = {
@@ -78,7 +81,7 @@ def further(figures: Mapping[str, Any]) -> str:
             f"At most {own['max_in_flight']} requests were in flight at one moment (the peak above "
             "counts all of one second, as vLLM's does)"
         )
-    parts.append(_client(own))
+    parts += [_client(own), _cores(own["cores"])]
     return "\n".join(part for part in parts if part)
 
 
@@ -169,6 +172,14 @@ def _errors(errors: Mapping[str, int]) -> str:
         if errors
         else []
     )
+
+
+def _cores(used: Mapping[str, Any] | None) -> str:
+    if used is None:
+        return ""
+    cores = msgspec.convert(used, CoresUsed)
+    parts = ", ".join(f"{name} {share:.2f}" for name, share in cores.by_name.items())
+    return f"Cores in use on average: {cores.total:.2f} of {cores.num_cores} ({parts})"
 
 
 def _client(own: Mapping[str, Any]) -> str:

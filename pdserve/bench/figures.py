@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final
 
+import msgspec
 import numpy as np
 
 import pdserve
@@ -43,8 +44,8 @@ def figures(
     Returns:
         vLLM's keys (`mean_ttft_ms`, `p99_itl_ms`, `request_throughput` ...), and under
         `pdserve`: `groups` (the same keys per group, and of cancelled ones), `prompts` (tokens
-        that caches had, and that were computed), `stages`, `client`, `valid`, `why_not`,
-        `topology`, `environment`.
+        that caches had, and that were computed), `stages`, `client`, `cores`, `valid`,
+        `why_not`, `topology`, `environment`.
     """
     good = [each for each in run.outcomes if each.is_good]
     duration_s = run.duration_s or math.nan
@@ -75,6 +76,7 @@ def figures(
         "base_url": run.base_url,
         "dataset": run.dataset,
         "arrivals": run.arrivals,
+        "sampling": run.sampling,
         "seed": run.seed,
         "started_wall_s": run.started_wall_s,
         "valid": run.health.valid,
@@ -97,6 +99,7 @@ def figures(
             "cpu_share": run.health.cpu_share,
             "priority": run.health.priority,
         },
+        "cores": msgspec.to_builtins(run.cores),
         "groups": _groups(run, goodput, percentiles),
         "prompts": _prompts(good),
         "stages": _stages(good),

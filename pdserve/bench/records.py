@@ -125,8 +125,39 @@ class Outcome(msgspec.Struct, kw_only=True, omit_defaults=True):
         return (self.e2el_s - self.ttft_s) / (self.num_output_tokens - 1)
 
 
-class ClientHealth(msgspec.Struct, kw_only=True):
-    """Whether the client itself could keep up.
+class CoresUsed(msgspec.Struct, frozen=True, kw_only=True):
+    """Cores that were busy on average in a run whose server is on the client's machine.
+
+    Attributes:
+        num_cores: That server and client may use.
+        parts: By what the benchmark and the server did with them.
+        others: By other programs, and by the kernel.
+        hypervisor: That other machines had of the same processor (steal).
+        greediest: Name and id of the other program that used most.
+        greediest_cores: How much that was.
+    """
+
+    num_cores: int
+    parts: dict[str, float]
+    others: float = 0.0
+    hypervisor: float = 0.0
+    greediest: str = ""
+    greediest_cores: float = 0.0
+
+    @property
+    def total(self) -> float:
+        """All but idle ones."""
+        return sum(self.by_name.values())
+
+    @property
+    def by_name(self) -> dict[str, float]:
+        """All parts, in words."""
+        stolen = {"the hypervisor": self.hypervisor} if self.hypervisor else {}
+        return {**self.parts, "other programs and the kernel": self.others, **stolen}
+
+
+class RunHealth(msgspec.Struct, kw_only=True):
+    """Whether the figures may be believed: the client kept up, and nobody took cores.
 
     Attributes:
         num_processes: Client processes.
@@ -159,10 +190,12 @@ class Run(msgspec.Struct, kw_only=True):
         dataset, arrivals: In words, with their parameters, as `random in=512 out=64`,
             `poisson rate=4`.
         seed: Of data set and arrivals.
+        sampling: What requests say of it, in words.
         started_wall_s: Unix time of its start.
         duration_s: To the last answer's end.
         outcomes: By `index`.
         engines: Of a deployment that tells: what `/pdserve/v1/info` or the proxy says.
+        cores: None if the server's processes are not on this machine, or cannot be seen.
     """
 
     label: str
@@ -171,8 +204,10 @@ class Run(msgspec.Struct, kw_only=True):
     dataset: str
     arrivals: str
     seed: int
+    sampling: str = ""
     started_wall_s: float
     duration_s: float
     outcomes: list[Outcome]
-    health: ClientHealth
+    health: RunHealth
     engines: list[dict[str, str]] = []
+    cores: CoresUsed | None = None

@@ -8,14 +8,11 @@ time went. Knows no data set and no figure.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import math
 import os
-import signal
-import sys
 import time
 import uuid
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Final, NamedTuple
 
 import aiohttp
@@ -23,24 +20,12 @@ import msgspec
 
 from pdserve.bench.bodies import Asking, adapt, unlike
 from pdserve.bench.client import Sending
+from pdserve.bench.clients import ClientProcess, client_processes
+from pdserve.bench.cores import CpuReading, Watched, read_cpu, serving, used_cores
 from pdserve.bench.endpoint import ask_served, until_answers
 from pdserve.bench.histogram import Histogram
-from pdserve.bench.job import (
-    LENGTH_BYTES,
-    BeginJob,
-    Broken,
-    ClientJob,
-    Ended,
-    JobNews,
-    JobReady,
-    Says,
-    Told,
-    decode_says,
-    frame,
-    length,
-    to_send,
-)
-from pdserve.bench.records import Outcome, Planned, Run
+from pdserve.bench.job import BeginJob, ClientJob, Ended, JobNews, JobReady, to_send
+from pdserve.bench.records import CoresUsed, Outcome, Planned, Run
 from pdserve.bench.stages import FETCH_EVERY, Stages
 from pdserve.bench.target import Target
 from pdserve.bench.validity import judge
@@ -53,7 +38,6 @@ _RATE_OF_A_PROCESS: Final = 400.0
 _PLACES_OF_A_PROCESS: Final = 512
 _ASKING_AGAIN_S: Final = 0.05
 _NUM_ASKED_AGAIN: Final = 10
-_END_TIMEOUT_S: Final = 5.0
 
 
 class Options(msgspec.Struct, frozen=True, kw_only=True):
@@ -114,6 +98,7 @@ class PlanOrigin(NamedTuple):
 
     dataset: str = ""
     arrivals: str = ""
+    sampling: str = ""
     seed: int = 0
 
 
@@ -129,6 +114,7 @@ async def run_plan(
     origin: PlanOrigin = _BY_HAND,
     on_progress: Callable[[RunProgress], None] | None = None,
     environ: Mapping[str, str] | None = None,
+    watched: Watched | None = None,
 ) -> Run:
     """Send every request of `plan` when it is due, and return what became of each.
 
@@ -139,6 +125,7 @@ async def run_plan(
         origin: Written into the run as it is.
         on_progress: Called about five times a second, in the caller's loop.
         environ: Of the client processes; None gives them this process's.
+        watched: The server's processes; None looks for them at its URLs.
 
     Raises:
         ConfigError: The plan does not fit the endpoint (token ids for chat), or has no due time.
@@ -162,7 +149,7 @@ async def run_plan(
             await stages.begin()
         course = _Course(plan, on_progress)
         jobs = _share_out(plan, asking, options)
-        async with _processes(len(jobs), environ) as clients:
+        async with client_processes(len(jobs), environ) as clients:
             ended = await _carry_out(clients, jobs, course, stages)
         for _ in range(_NUM_ASKED_AGAIN if stages.is_told else 0):
             await stages.fetch()
@@ -171,6 +158,9 @@ async def run_plan(
             await asyncio.sleep(_ASKING_AGAIN_S)
         stages.fill_in(course.outcomes)
         engines = await stages.engines()
+    urls = [each["url"] for each in engines]
+    watched = watched or await asyncio.to_thread(serving, target.base_url, urls)
+    cores = course.cores_used(watched) if watched is not None else None
     outcomes = sorted(course.outcomes, key=lambda outcome: outcome.index)
     lags = [lag for each in ended for lag in each.loop_lags_s]
     return Run(
@@ -180,6 +170,7 @@ async def run_plan(
         dataset=origin.dataset,
         arrivals=origin.arrivals,
         seed=origin.seed,
+        sampling=origin.sampling,
         started_wall_s=course.started_wall_s,
         duration_s=max((each.end_s for each in outcomes), default=0.0),
         outcomes=outcomes,
@@ -188,8 +179,10 @@ async def run_plan(
             lags,
             [each.cpu_share for each in ended],
             priority=ended[0].priority,
+            cores=cores,
         ),
         engines=engines,
+        cores=cores,
     )
 
 
@@ -219,15 +212,26 @@ class _Course:
         self._last_due_s = max((each.at_s or 0.0 for each in plan), default=0.0)
         self._on_progress = on_progress
         self._start_s = 0.0
+        self._cpu_before = self._cpu_after = CpuReading(0.0, {}, {})
         self._in_flight: dict[int, int] = {}
         self._failed = 0
         self._tokens = 0
         self._ttft = Histogram()
         self._itl = Histogram()
 
-    def begin(self, start_s: float) -> None:
-        self._start_s = start_s
-        self.started_wall_s = time.time() + (start_s - time.monotonic())
+    def begin(self) -> float:
+        """Return when the run begins."""
+        self._cpu_before = read_cpu()
+        self._start_s = time.monotonic() + _BEGIN_IN_S
+        self.started_wall_s = time.time() + _BEGIN_IN_S
+        return self._start_s
+
+    def end(self) -> None:
+        self._cpu_after = read_cpu()
+        self.tell()
+
+    def cores_used(self, watched: Watched) -> CoresUsed | None:
+        return used_cores(self._cpu_before, self._cpu_after, watched)
 
     def take(self, process: int, news: JobNews) -> None:
         self._in_flight[process] = news.num_in_flight
@@ -329,79 +333,8 @@ def _warmups(plan: Sequence[Planned], number: int) -> list[Planned]:
     ]
 
 
-class _Process:
-    """One client process and its two pipes."""
-
-    def __init__(self, process: asyncio.subprocess.Process) -> None:
-        assert process.stdin is not None
-        assert process.stdout is not None
-        self.process = process
-        self._in, self._out = process.stdin, process.stdout
-
-    async def tell(self, message: Told) -> None:
-        """Send a message; that the client has ended is told by `hear`."""
-        self._in.write(frame(message))
-        with contextlib.suppress(ConnectionError):
-            await self._in.drain()
-
-    async def hear(self) -> Says:
-        """Wait for a message.
-
-        Raises:
-            ConfigError: The client cannot do its job.
-            RuntimeError: It ended.
-        """
-        try:
-            head = await self._out.readexactly(LENGTH_BYTES)
-            message: Says = decode_says(await self._out.readexactly(length(head)))
-        except asyncio.IncompleteReadError:
-            code = await self.process.wait()
-            raise RuntimeError(f"a client process ended with exit code {code}") from None
-        if isinstance(message, Broken):
-            raise ConfigError(message.message, param=message.param)
-        return message
-
-
-@contextlib.asynccontextmanager
-async def _processes(
-    number: int, environ: Mapping[str, str] | None
-) -> AsyncIterator[list[_Process]]:
-    """Client processes; those that have not ended by themselves soon after the block are killed."""
-    started: list[_Process] = []
-    try:
-        for _ in range(number):
-            process = await asyncio.create_subprocess_exec(
-                sys.executable,
-                "-m",
-                "pdserve.bench.client_process",
-                str(os.getpid()),
-                stdin=asyncio.subprocess.PIPE,
-                stdout=asyncio.subprocess.PIPE,
-                env=dict(environ) if environ is not None else None,
-                start_new_session=True,  # Ctrl-C is for the one that started them
-            )
-            started.append(_Process(process))
-        yield started
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(_END_TIMEOUT_S):
-                await _all_ended(started)
-    finally:
-        for each in started:
-            if each.process.returncode is None:
-                # Not its `kill`, which first looks whether it has ended, and so takes the exit
-                # status that asyncio is waiting for.
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(each.process.pid, signal.SIGKILL)
-        await _all_ended(started)
-
-
-async def _all_ended(clients: Sequence[_Process]) -> None:
-    for each in clients:
-        await each.process.wait()
-
-
 async def _carry_out(
-    clients: Sequence[_Process], jobs: Sequence[ClientJob], course: _Course, stages: Stages
+    clients: Sequence[ClientProcess], jobs: Sequence[ClientJob], course: _Course, stages: Stages
 ) -> list[Ended]:
     """Give each client its job, begin all at one moment, and collect until all have ended."""
     for client, job in zip(clients, jobs, strict=True):
@@ -411,8 +344,7 @@ async def _carry_out(
         assert isinstance(ready, JobReady)
         if ready.warmup_errors:
             raise PeerError(f"a warm-up request failed: {ready.warmup_errors[0]}")
-    start_s = time.monotonic() + _BEGIN_IN_S
-    course.begin(start_s)
+    start_s = course.begin()
     for client in clients:
         await client.tell(BeginJob(start_s=start_s))
 
@@ -441,5 +373,5 @@ async def _carry_out(
         raise error.exceptions[0] from None
     finally:
         looking.cancel()
-    course.tell()
+    course.end()
     return [task.result() for task in tasks]

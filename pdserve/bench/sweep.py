@@ -174,11 +174,12 @@ def _verdicts(points: Mapping[float, Point]) -> dict[float, bool]:
 def conclude(sweep: Sweep, search: Search) -> None:
     """Write into `sweep` which load is the best, and what must be said about it."""
     axis, points = search.axis, {point.load: point for point in sweep.points}
-    late = [point.load for point in sweep.points if point.why_not]
-    if late:
+    doubtful = [point for point in sweep.points if point.why_not]
+    if doubtful:
         sweep.statements.append(
-            f"The client itself could not keep up at {_loads(late, axis)}: figures there are the "
-            "client's, not the server's. See why_not of the runs."
+            f"Not valid at {_loads([point.load for point in doubtful], axis)}, where figures are "
+            f"not the server's alone. {doubtful[0].why_not[0]} All reasons are in why_not of the "
+            "runs."
         )
     failed = [load for load, point in points.items() if any(run["failed"] for run in point.runs)]
     if failed:
@@ -276,7 +277,7 @@ def run_line(point: Point, repeat: int) -> str:
     figures = point.runs[-1]
     goodput = figures["pdserve"]["goodput"]
     kept = "" if goodput is None else f"{goodput['good'] / max(1, _num_counted(figures)):.1%}"
-    marks = "" if figures["pdserve"]["valid"] else "  not valid: the client was late"
+    marks = "" if figures["pdserve"]["valid"] else "  not valid"
     return (
         _line(
             [

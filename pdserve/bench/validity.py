@@ -1,8 +1,9 @@
-"""Whether the client itself could keep up, in figures and in plain words.
+"""Whether a run's figures may be believed, in figures and in plain words.
 
 A benchmark that runs out of client measures itself. Three things tell: requests that were sent
 late, timers that went off late (the times of chunks are late by as much), and a client process
-that had no time left.
+that had no time left. And one whose server has to share its cores with programs that are no part
+of the run measures those, too.
 """
 
 from __future__ import annotations
@@ -14,11 +15,13 @@ from typing import Final
 import numpy as np
 
 from pdserve.bench.priority import Priority
-from pdserve.bench.records import ClientHealth, Outcome
+from pdserve.bench.records import CoresUsed, Outcome, RunHealth
 
 MAX_LAG_SHARE: Final = 0.05
 """Of the median TTFT: how late 99 of 100 requests may be sent, and how late timers may be."""
 MAX_CPU_SHARE: Final = 0.9
+MAX_STOLEN_SHARE: Final = 0.1
+"""Of the cores: what others may use. The kernel's own work for a run is half of that."""
 _NOTED_ITL_SHARE: Final = 0.2
 
 
@@ -28,14 +31,16 @@ def judge(
     cpu_shares: Sequence[float],
     *,
     priority: Priority = Priority.USUAL,
-) -> ClientHealth:
-    """Judge a run's client.
+    cores: CoresUsed | None = None,
+) -> RunHealth:
+    """Judge a run by its client, and by who used the cores.
 
     Args:
         outcomes: Of all client processes.
         loop_lags_s: How late timers were, of all of them.
         cpu_shares: Of one core, by process.
         priority: How they were scheduled.
+        cores: None if nobody knows.
     """
     sent = [max(0.0, each.sent_s - each.scheduled_s) for each in outcomes if each.status]
     good = [each for each in outcomes if each.is_good]
@@ -70,7 +75,9 @@ def judge(
             f"A client process used {share:.0%} of a core: it had no time left. Use more of them "
             "(--num-client-processes)."
         )
-    return ClientHealth(
+    if cores is not None and cores.others + cores.hypervisor > MAX_STOLEN_SHARE * cores.num_cores:
+        why_not.append(_stolen_words(cores))
+    return RunHealth(
         num_processes=max(1, len(cpu_shares)),
         send_lag_p50_s=lag_p50,
         send_lag_p99_s=lag_p99,
@@ -80,6 +87,21 @@ def judge(
         valid=not why_not,
         why_not=why_not,
         notes=notes,
+    )
+
+
+def _stolen_words(cores: CoresUsed) -> str:
+    takers = []
+    if cores.others:
+        most = f" (most of it {cores.greediest}: {cores.greediest_cores:.2f})"
+        is_one = cores.greediest_cores > cores.others / 2
+        takers.append(f"other programs used {cores.others:.2f}{most if is_one else ''}")
+    if cores.hypervisor:
+        takers.append(f"the hypervisor took {cores.hypervisor:.2f}")
+    words = " and ".join(takers)
+    return (
+        f"{words[0].upper()}{words[1:]} of the {cores.num_cores} cores, which is over "
+        f"{MAX_STOLEN_SHARE:.0%} of them."
     )
 
 

@@ -1,7 +1,7 @@
 """`pdserve bench serve`: send a data set to an endpoint, and print what users would feel.
 
-Exit code 0 if every request was answered and the client kept up; 1 if one failed, or if the
-client itself was too slow for its figures to be believed (unless `--allow-invalid`).
+Exit code 0 if every request was answered and the run is valid; 1 if one failed, or if its figures
+may not be believed (unless `--allow-invalid`): the client was too slow, or others took the cores.
 """
 
 from __future__ import annotations
@@ -79,13 +79,14 @@ def run_serve(table: Table, resolved: Mapping[str, Resolved]) -> int:
             cancel_share=traffic.cancel_share,
         )
         words = arrivals_in_words(dataset, traffic)
-        load = f"{plan.description}; {words}; {sampling_in_words(traffic)}"
+        sampling = sampling_in_words(traffic)
+        load = f"{plan.description}; {words}; {sampling}"
         print(f"{served.model} at {target.url}: {load}", flush=True)
         run = await run_plan(
             requests,
             msgspec.structs.replace(target, model=served.model),
             options_of(traffic, keep_text=result.save_detailed),
-            origin=PlanOrigin(plan.description, words, dataset.seed),
+            origin=PlanOrigin(plan.description, words, sampling, dataset.seed),
             on_progress=line if result.progress else None,
         )
         return run, requests, [*measured, *plan.notes]
@@ -123,7 +124,6 @@ def figures_of(
 ) -> dict[str, Any]:
     """Return a run's figures with what was asked for, as `vllm bench serve` saves them."""
     found = figures(run, slos, percentiles=result.percentiles, environment=environment.describe())
-    found["pdserve"]["sampling"] = sampling_in_words(traffic)
     rate = traffic.request_rate
     own = {
         "endpoint_type": "openai-chat" if target.endpoint.value == "chat" else "openai",

@@ -2,7 +2,7 @@
 
 Deployments use the same cores, are started one at a time, each anew for every run, and take
 turns, so that whatever drifts on the machine meets all of them. Exit code 0 if every request
-was answered and the client kept up (or `--allow-invalid`), else 1.
+was answered and every run is valid (or `--allow-invalid`), else 1.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ import math
 import os
 import shlex
 import sys
-import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 from pathlib import Path
 
@@ -24,8 +23,6 @@ from pdserve.bench import calibration, environment
 from pdserve.bench.arrivals import ArrivalLaw
 from pdserve.bench.compare import console, verdict
 from pdserve.bench.compare.result import (
-    CLIENT,
-    OTHERS,
     Comparison,
     Deployment,
     EngineRates,
@@ -49,6 +46,7 @@ from pdserve.bench.preparing import (
     options_of,
     plan_of,
     prompts_of,
+    sampling_in_words,
 )
 from pdserve.bench.records import Planned
 from pdserve.bench.report.page import chosen_rate, render
@@ -56,7 +54,6 @@ from pdserve.bench.target import Target
 from pdserve.commands.announce import given_lines, title
 from pdserve.commands.bench_alone import measure_rates, one_engine, why_no_bound
 from pdserve.commands.bench_chosen import paths_of, topologies_of
-from pdserve.commands.bench_cpu import ALL, cores_used, cpu_seconds
 from pdserve.commands.bench_deployments import Running, Starter, commands_of
 from pdserve.commands.bench_playing import Player
 from pdserve.commands.exit_codes import EXIT_DONE, EXIT_FAILED
@@ -138,7 +135,12 @@ class _Session:
         self._slos = slos
         self._model = str(model_directory(config.model))
         self._starter = Starter(config, self._model, say)
-        self._player = Player(config, seed=dataset.seed, shows_progress=shows_progress)
+        self._player = Player(
+            config,
+            sampling=sampling_in_words(traffic),
+            seed=dataset.seed,
+            shows_progress=shows_progress,
+        )
         self._plans: dict[float | None, tuple[RequestPlan, list[Planned]]] = {}
         self._ready_s: dict[str, list[float]] = {}
         self._flags: tuple[str, ...] = ()
@@ -241,8 +243,6 @@ class _Session:
             else arrivals_in_words(self._dataset, self._traffic)
         )
         description = self._plans[rate][0].description
-        cores = {core for engine in topology.engines for core in engine.cores}
-        since_s, before = time.monotonic(), cpu_seconds(running.processes, cores)
         run = await self._player.play(
             running,
             requests,
@@ -251,14 +251,6 @@ class _Session:
             dataset=description,
             arrivals=words,
         )
-        elapsed_s = time.monotonic() - since_s
-        used = cores_used(before, cpu_seconds(running.processes, cores), elapsed_s)
-        if used:
-            # The client tells the share of its run; the other figures are of all that elapsed.
-            share = run.health.cpu_share * run.health.num_processes
-            used[CLIENT] = round(share * min(1.0, run.duration_s / elapsed_s), 3)
-            ours = sum(used.values()) - used[ALL]
-            used[OTHERS] = round(max(0.0, used.pop(ALL) - ours), 3)
         found = figures_of(run, self._slos)
         at = "" if rate is None else f"{rate:g} requests/s: "
         say(
@@ -269,13 +261,7 @@ class _Session:
                 if figure in found
             )
         )
-        return Measured(
-            deployment=topology.label,
-            rate=rate,
-            repeat=repeat,
-            run=compact(run),
-            cores_used=used,
-        )
+        return Measured(deployment=topology.label, rate=rate, repeat=repeat, run=compact(run))
 
     # --- before the first deployment
 

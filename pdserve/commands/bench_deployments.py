@@ -23,7 +23,7 @@ from typing import Any, Final, Self, TypeVar
 import aiohttp
 
 from pdserve.bench.compare.topology import EnginePlace, Kind, Topology
-from pdserve.commands.bench_cpu import PROXY, SERVERS, STORE
+from pdserve.bench.cores import PROXY, SERVERS, STORE, Watched
 from pdserve.commands.children import Child, ChildFailedError, ChildSpec
 from pdserve.commands.demo import wait_ready
 from pdserve.commands.segments import remove_ownerless
@@ -50,7 +50,7 @@ class DeployedProcess:
     """One process of a deployment.
 
     Attributes:
-        part: Which of `bench_cpu`'s it is; an engine's is its server.
+        part: Which of `bench.cores`'s it is; an engine's is its server.
         role: Of an engine.
     """
 
@@ -67,13 +67,13 @@ class Running:
     Attributes:
         url: Where clients send requests.
         ready_s: From its first process to ready.
-        processes: What each of its processes is, by pid, in the words of `bench_cpu`.
+        watched: Its processes and its cores; None of what ran already.
     """
 
     url: str
     ready_s: float
     lives: Sequence[asyncio.Task[None]] = field(default=(), repr=False)
-    processes: Mapping[int, str] = field(default_factory=dict)
+    watched: Watched | None = None
 
     async def while_alive(self, work: Coroutine[Any, Any, T]) -> T:
         """Do `work`, unless a process of the deployment ends.
@@ -297,11 +297,15 @@ class Starter:
         async with asyncio.timeout(self._config.start_timeout_s):
             await running.while_alive(all_ready())
         running.ready_s = time.monotonic() - since_s
-        running.processes = {
+        processes = {
             child.pid: member.part
             for member, child in zip(members, children, strict=True)
             if child.pid is not None
         }
+        cores = {core for engine in topology.engines for core in engine.cores}
+        running.watched = Watched(
+            processes, os.sched_getaffinity(0) if self._config.gpus else cores
+        )
         return running
 
     async def _stop(

@@ -30,16 +30,19 @@ class Player:
 
     Args:
         config: The model's name, and what peers are sent.
-        seed: Written into runs.
+        sampling, seed: Written into runs.
         shows_progress: A line on stderr while a run goes on.
 
     Attributes:
         notes: Sentences about what happened, in order, each once.
     """
 
-    def __init__(self, config: CompareConfig, *, seed: int, shows_progress: bool) -> None:
+    def __init__(
+        self, config: CompareConfig, *, sampling: str, seed: int, shows_progress: bool
+    ) -> None:
         self._config = config
         self._endpoint = ApiEndpoint(config.endpoint)
+        self._sampling = sampling
         self._seed = seed
         self._shows_progress = shows_progress
         self.notes: dict[str, None] = {}
@@ -82,8 +85,9 @@ class Player:
                     requests,
                     target,
                     options,
-                    origin=PlanOrigin(dataset, arrivals, self._seed),
+                    origin=PlanOrigin(dataset, arrivals, self._sampling, self._seed),
                     on_progress=line if self._shows_progress else None,
+                    watched=running.watched,
                 )
             )
         finally:

@@ -1,9 +1,9 @@
 """`pdserve bench sweep`: measure several loads, and find the highest that keeps the objectives.
 
 Prints a line per run as it goes, then the table, then what it means; saves one JSON file with the
-figures of every run. Exit code 0 if the sweep came to its end and the client kept up, whatever it
-found: requests that fail under overload are a finding. Else 1, unless `--allow-invalid` bears a
-client that was late; what was measured is saved in any case.
+figures of every run. Exit code 0 if the sweep came to its end and every run is valid, whatever it
+found: requests that fail under overload are a finding. Else 1, unless `--allow-invalid` bears
+runs that are not; what was measured is saved in any case.
 """
 
 from __future__ import annotations
@@ -216,7 +216,7 @@ class _Runs:
                 requests,
                 self._target,
                 options,
-                origin=PlanOrigin(plan.description, words, seed),
+                origin=PlanOrigin(plan.description, words, sampling_in_words(self._traffic), seed),
                 on_progress=line if self._shows_progress else None,
             )
         finally:

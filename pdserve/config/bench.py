@@ -206,7 +206,7 @@ class ResultConfig(msgspec.Struct, frozen=True, kw_only=True):
         save_detailed: Save each request, too (`pdserve bench plot` draws from it).
         result_filename: Empty makes one of label, rate, model and date.
         metadata: Further entries of the saved result, as `NAME=VALUE`.
-        allow_invalid: End with 0 although the client could not keep up.
+        allow_invalid: End with 0 although the figures may not be believed.
     """
 
     goodput: tuple[str, ...] = ()
@@ -331,7 +331,7 @@ RESULT_SETTINGS: Final = declare(
         ("result-filename", "result_filename", "FILE", "how it is called; empty is LABEL-RATEqps-MODEL-DATE.json"),
         ("metadata", "metadata", "NAME=VALUE", "further entries of the saved JSON, as of a version or a machine"),
         ("progress", "progress", "", "say on stderr how far it is"),
-        ("allow-invalid", "allow_invalid", "", "exit with 0 although the client itself was too slow"),
+        ("allow-invalid", "allow_invalid", "", "exit with 0 although the client was too slow, or others took its cores"),
     ),
 )
 # fmt: on

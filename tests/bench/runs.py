@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from pdserve.bench.records import ClientHealth, Outcome, Run
+from pdserve.bench.records import Outcome, Run, RunHealth
 
 
 def outcome(
@@ -42,7 +42,7 @@ def make_run(*outcomes: Outcome, **fields: Any) -> Run:
             "started_wall_s": 1_800_000_000.0,
             "duration_s": max((each.end_s for each in outcomes), default=0.0),
             "outcomes": list(outcomes),
-            "health": ClientHealth(),
+            "health": RunHealth(),
             **fields,
         }
     )

@@ -6,7 +6,7 @@ import random
 
 from pdserve.bench.compare.result import Comparison, Deployment, EngineRates, Measured, compact
 from pdserve.bench.goodput import Slo, SloMetric
-from pdserve.bench.records import ClientHealth, Outcome, Run
+from pdserve.bench.records import Outcome, Run, RunHealth
 
 
 def run(
@@ -73,7 +73,7 @@ def run(
         started_wall_s=1.0,
         duration_s=max(one.end_s for one in outcomes),
         outcomes=outcomes,
-        health=ClientHealth(
+        health=RunHealth(
             valid=valid, why_not=[] if valid else ["p99 send lag is 9 ms, 40 % of the median TTFT."]
         ),
     )

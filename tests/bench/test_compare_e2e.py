@@ -22,7 +22,6 @@ from pdserve.bench.compare.topology import Kind, peers, plan
 from pdserve.bench.digits import number
 from pdserve.commands.bench_alone import one_engine, sample_of
 from pdserve.commands.bench_chosen import topologies_of
-from pdserve.commands.bench_cpu import SERVERS, cores_used, cpu_seconds
 from pdserve.commands.bench_deployments import commands_of, members_of
 from pdserve.commands.exit_codes import EXIT_CONFIG
 from pdserve.config.compare import CompareConfig
@@ -70,8 +69,11 @@ def test_a_small_comparison_gives_table_report_and_file_and_leaves_nothing(tmp_p
     assert [o.scheduled_s for o in colocated.outcomes] == [o.scheduled_s for o in pd.outcomes]
     assert all(o.kv_mode for o in pd.outcomes)
     assert not any(o.kv_mode for o in colocated.outcomes)
-    assert set(found.measured[1].cores_used) == {
-        *("engines", "API servers", "proxy", "client", "other programs and the kernel")
+    used = found.measured[1].run.cores
+    assert used is not None
+    assert used.num_cores == 2
+    assert {part for part, share in used.parts.items() if share} == {
+        *("engines", "API servers", "proxy", "client")
     }
     assert "Cores in use on average: colocated " in done.stdout
     assert found.rates is not None
@@ -333,38 +335,6 @@ class TestProcesses:
         assert prefill.startswith("taskset -c 0 pdserve prefill boxed ")
         assert decode.startswith("taskset -c 1 pdserve decode boxed ")
         assert proxy.startswith("pdserve proxy ")
-
-
-class TestCoresInUse:
-    def test_a_server_and_what_it_started_are_told_apart(self):
-        burn = (
-            "import time\nend = time.process_time() + {}\nwhile time.process_time() < end: pass\n"
-        )
-        child = f"{burn.format(0.6)}print(flush=True); input()"
-        parent = (
-            "import subprocess, sys; "
-            f"c = subprocess.Popen([sys.executable, '-c', {child!r}], stdin=subprocess.PIPE); "
-            "input(); c.kill()"
-        )
-        with subprocess.Popen(
-            [sys.executable, "-c", parent], stdin=subprocess.PIPE, stdout=subprocess.PIPE
-        ) as process:
-            assert process.stdout is not None
-            process.stdout.readline()  # the child has done its work
-            found = cpu_seconds({process.pid: SERVERS}, os.sched_getaffinity(0))
-            process.communicate(b"\n")
-        assert found["engines"] >= 0.55
-        assert found["API servers"] < found["engines"]
-        assert found["all"] >= found["engines"]
-
-    def test_a_peer_has_no_processes_of_ours(self):
-        assert cpu_seconds({}, [0]) == {}
-
-    def test_what_was_used_before_the_run_does_not_count(self):
-        assert cores_used({"engines": 4.0}, {"engines": 7.0, "proxy": 0.5}, 2.0) == {
-            "engines": 1.5,
-            "proxy": 0.25,
-        }
 
 
 class TestOneEngineAlone:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from pdserve.bench.compare import bound, console, verdict
-from pdserve.bench.compare.result import OTHERS, EngineRates, compact, load, save
+from pdserve.bench.compare.result import EngineRates, compact, load, save
 from pdserve.bench.compare.summary import (
     Figure,
     beside_prefills,
@@ -20,6 +20,8 @@ from pdserve.bench.compare.summary import (
 )
 from pdserve.bench.compare.topology import Kind, baseline, pairs, peers, plan, share
 from pdserve.bench.figures import figures
+from pdserve.bench.records import CoresUsed
+from pdserve.bench.validity import judge
 from pdserve.config.schema import Role
 from pdserve.errors import ConfigError
 from tests.bench import synthetic
@@ -198,31 +200,28 @@ class TestWords:
             one.chunk_s = [*one.chunk_s, one.sent_s + 20.0]
         assert not fell_behind(run)
 
-    def test_cores_that_were_full_or_used_by_others_are_told(self, made):
-        made.environment.pop("device", None)
-
-        def told(**used: float) -> str:
-            for index, each in enumerate(made.measured):
-                made.measured[index] = msgspec.structs.replace(each, cores_used=used)
+    def test_cores_in_use_are_told_and_whether_they_were_full(self, made):
+        def told(**parts: float) -> str:
+            for each in made.measured:
+                each.run.cores = CoresUsed(num_cores=2, parts=parts, others=0.1)
             return " ".join(verdict.caveats(made))
 
         quiet = told(engines=1.0, proxy=0.25)
-        assert "colocated 1.25 (engines 1.00, proxy 0.25)" in quiet
+        words = "colocated 1.35 (engines 1.00, proxy 0.25, other programs and the kernel 0.10)"
+        assert words in quiet
         assert "cores were full" not in quiet
-        assert "Other programs used" not in quiet
-        assert "The 2 cores were full with" in told(engines=1.5, proxy=0.4)
-        disturbed = told(engines=1.0, **{OTHERS: 0.4})
-        assert "colocated: not valid. Other programs used 0.40 of its 2 cores." in disturbed
+        assert "The 2 cores were full with" in told(engines=1.5, proxy=0.3)
 
     def test_cores_that_others_took_from_one_run_make_the_headline_not_valid(self, made, tmp_path):
-        made.environment.pop("device", None)
         before = verdict.headline(made, None)
         assert before.ratio.median > 1
-        index = next(i for i, m in enumerate(made.measured) if m.deployment == made.baseline)
-        used = {"engines": 0.8, OTHERS: 1.15}
-        made.measured[index] = msgspec.structs.replace(made.measured[index], cores_used=used)
+        run = next(m.run for m in made.measured if m.deployment == made.baseline)
+        run.cores = CoresUsed(num_cores=2, parts={"engines": 0.8}, others=1.15)
+        run.health = judge(run.outcomes, [], [], cores=run.cores)
         found = verdict.headline(made, None)
-        why = f"{made.baseline}: Other programs used 1.15 of its 2 cores."
+        why = (
+            f"{made.baseline}: Other programs used 1.15 of the 2 cores, which is over 10% of them."
+        )
         assert list(found.why_not) == [why]
         assert found.text == f"{before.text} (NOT VALID: {why})"
         assert verdict.goal_words(found) == "; whether the goal was reached is not known"
@@ -233,13 +232,7 @@ class TestWords:
         assert (facts["valid"], facts["why_not"]) == (False, [why])
         assert why in facts["text"]
         assert any(why.partition(": ")[2] in caveat for caveat in facts["caveats"])
-        assert load(path).measured[index].cores_used == used
-
-    def test_what_the_kernel_does_for_a_deployment_is_not_stolen(self, made):
-        made.environment.pop("device", None)
-        for index, each in enumerate(made.measured):
-            made.measured[index] = msgspec.structs.replace(each, cores_used={OTHERS: 0.2})
-        assert verdict.headline(made, None).why_not == []
+        assert run.cores in [each.run.cores for each in load(path).measured]
 
     def test_small_differences_of_one_run_are_none(self):
         assert verdict.is_within_noise(verdict.Ratio(1.08, 1.08, 1.08))

@@ -9,7 +9,7 @@ from pdserve.bench.console import block, further, verdict
 from pdserve.bench.figures import details, figures
 from pdserve.bench.files import load, save
 from pdserve.bench.goodput import parse_goodput
-from pdserve.bench.records import ClientHealth
+from pdserve.bench.records import RunHealth
 from pdserve.errors import ConfigError
 from tests.bench.runs import make_run, outcome
 
@@ -185,7 +185,7 @@ def test_the_block_has_vllms_lines() -> None:
 
 
 def test_a_run_that_is_not_valid_says_so_and_why() -> None:
-    health = ClientHealth(valid=False, why_not=["The client was late."])
+    health = RunHealth(valid=False, why_not=["The client was late."])
     text = verdict(figures(make_run(FIRST, health=health)))
     assert "NOT VALID" in text
     assert "The client was late." in text

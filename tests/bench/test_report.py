@@ -11,10 +11,11 @@ import numpy as np
 import pytest
 
 from pdserve.bench import files
-from pdserve.bench.compare.result import OTHERS, save
+from pdserve.bench.compare.result import save
 from pdserve.bench.compare.summary import Figure, figures_of, prefill_of, rows
 from pdserve.bench.digits import number
 from pdserve.bench.figures import figures
+from pdserve.bench.records import RunHealth
 from pdserve.bench.report import distributions, over_rate, over_time, stages
 from pdserve.bench.report.charts import Marks, Rule
 from pdserve.bench.report.page import chosen_rate, render
@@ -120,14 +121,16 @@ class TestPage:
         assert [tag for tag, _ in page.elements].count("script") == scripts
 
     def test_cards_of_figures_that_do_not_count_say_why(self, made):
-        used = {"engines": 0.8, OTHERS: 1.15}
+        health = RunHealth(valid=False, why_not=["Other programs used 1.15 of the 2 cores."])
         stolen = [
-            msgspec.structs.replace(m, cores_used=used) if m.deployment == made.baseline else m
+            msgspec.structs.replace(m, run=msgspec.structs.replace(m.run, health=health))
+            if m.deployment == made.baseline
+            else m
             for m in made.measured
         ]
         page = render(msgspec.structs.replace(made, measured=stolen))
         lead = page[page.index('<div class="lead">') : page.index("<h2>")]
-        assert "Other programs used 1.15 of its 2 cores." in lead
+        assert "Other programs used 1.15 of the 2 cores." in lead
         assert "better, not valid" in lead
         assert "fact good" not in lead
 

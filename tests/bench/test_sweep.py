@@ -210,7 +210,10 @@ async def test_a_client_that_was_late_is_told():
     how = search(loads=(1.0, 2.0), is_narrowing=False)
     sweep = await swept(Bench(lambda wanted, repeat: late if wanted == 2 else 100), how)
     assert [point.why_not for point in sweep.points] == [[], ["The client was late."]]
-    assert told(sweep, "The client itself could not keep up at 2 req/s")
+    assert told(
+        sweep,
+        "Not valid at 2 req/s, where figures are not the server's alone. The client was late.",
+    )
     assert "not valid" in run_line(sweep.points[1], 0)
 
 

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
-from pdserve.bench.records import Outcome
+import pytest
+
+from pdserve.bench.records import CoresUsed, Outcome
 from pdserve.bench.validity import judge
 from tests.bench.runs import outcome
 
@@ -51,3 +53,30 @@ def test_a_process_without_time_left_is_not_valid() -> None:
 def test_turns_that_were_never_sent_do_not_count_as_late() -> None:
     unsent = outcome(500, 90.0, [], scheduled_s=0.0, status=0, error="not answered")
     assert judge([*outcomes(0.0), unsent], [], []).send_lag_p99_s < 0.001
+
+
+@pytest.mark.parametrize(
+    ("others", "hypervisor", "words"),
+    [
+        (1.15, 0.0, "Other programs used 1.15 (most of it node (812): 0.90) of the 2 cores"),
+        (0.0, 0.3, "The hypervisor took 0.30 of the 2 cores, which is over 10% of them."),
+        (0.15, 0.15, "Other programs used 0.15 (most of it node (812): 0.90) and the hypervisor"),
+    ],
+)
+def test_cores_that_others_took_are_not_valid(others: float, hypervisor: float, words: str) -> None:
+    cores = CoresUsed(
+        num_cores=2,
+        parts={"engines": 0.5},
+        others=others,
+        hypervisor=hypervisor,
+        greediest="node (812)",
+        greediest_cores=0.9,
+    )
+    health = judge(outcomes(0.0), [], [], cores=cores)
+    assert not health.valid
+    assert health.why_not[0].startswith(words)
+
+
+def test_what_the_kernel_does_for_a_run_is_not_stolen() -> None:
+    cores = CoresUsed(num_cores=2, parts={"engines": 1.6}, others=0.15, hypervisor=0.04)
+    assert judge(outcomes(0.0), [], [], cores=cores).valid

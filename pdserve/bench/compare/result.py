@@ -21,13 +21,6 @@ FORMAT: Final = "pdserve-comparison-1"
 _TICKS_PER_S: Final = 100_000
 
 
-CLIENT: Final = "client"
-OTHERS: Final = "other programs and the kernel"
-"""In `Measured.cores_used`, beside the deployment's own parts."""
-MAX_STOLEN_SHARE: Final = 0.1
-"""Of a deployment's cores: what others may use. The kernel's own work for it is half of that."""
-
-
 class Deployment(msgspec.Struct, frozen=True, kw_only=True):
     """One side of the comparison.
 
@@ -61,14 +54,12 @@ class Measured(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         rate: Requests per second; None if the data set says when requests are due.
         repeat: 0, 1, ...; runs of one repeat are near one another in time.
-        cores_used: On average, by what they were used for; empty of a peer.
     """
 
     deployment: str
     rate: float | None
     repeat: int
     run: Run
-    cores_used: dict[str, float] = {}
 
 
 class EngineRates(msgspec.Struct, frozen=True, kw_only=True):
@@ -127,15 +118,8 @@ class Comparison(msgspec.Struct, kw_only=True):
 
     def why_not(self, label: str, rate: float | None) -> list[str]:
         """Why runs of a deployment at a rate do not count; empty if all of them do."""
-        measured = [m for m in self.measured if (m.deployment, m.rate) == (label, rate)]
-        health = [each.run.health for each in measured if not each.run.health.valid]
-        found = ["The client could not keep up."] if health else []
-        found += dict.fromkeys(reason for each in health for reason in each.why_not)
-        cores = 0 if self.environment.get("device") == "cuda" else self.deployment(label).num_cores
-        stolen = max((each.cores_used.get(OTHERS, 0.0) for each in measured), default=0.0)
-        if cores and stolen > MAX_STOLEN_SHARE * cores:
-            found.append(f"Other programs used {stolen:.2f} of its {cores} cores.")
-        return found
+        runs = self.runs(label, rate)
+        return list(dict.fromkeys(reason for run in runs for reason in run.health.why_not))
 
     @property
     def request_rates(self) -> list[float | None]:

@@ -6,6 +6,7 @@ difference within the spread of the repeats is called one. Knows no picture.
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -309,7 +310,7 @@ def _sharing(comparison: Comparison, ours: Sequence[Deployment]) -> list[str]:
             "servers ran on these cores too, so each token that is read or relayed takes time from "
             "an engine; on a machine of its own for each engine that part would be gone."
         ),
-        *_cores_used(comparison, cores),
+        *_cores_used(comparison),
         (
             "The cores share one memory bus and one last-level cache: a prefill on one core slows "
             "the decode steps on another, which separate machines or GPUs would not. The other way "
@@ -322,19 +323,19 @@ def _sharing(comparison: Comparison, ours: Sequence[Deployment]) -> list[str]:
     return found
 
 
-def _cores_used(comparison: Comparison, cores: int) -> list[str]:
+def _cores_used(comparison: Comparison) -> list[str]:
     """Who used the cores, and who had none to spare."""
-    words, full = [], []
+    words, full, cores = [], [], 0
     for each in comparison.deployments:
-        used = [m.cores_used for m in comparison.measured if m.deployment == each.label]
-        used = [one for one in used if one]
+        runs = [m.run for m in comparison.measured if m.deployment == each.label]
+        used = [run.cores for run in runs if run.cores is not None]
         if not used:
             continue
+        names = dict.fromkeys(name for one in used for name in one.by_name)
         parts = {
-            part: sum(one.get(part, 0.0) for one in used) / len(used)
-            for part in dict.fromkeys(part for one in used for part in one)
+            name: statistics.fmean(one.by_name.get(name, 0.0) for one in used) for name in names
         }
-        total = sum(parts.values())
+        total, cores = sum(parts.values()), used[0].num_cores
         inner = ", ".join(f"{part} {share:.2f}" for part, share in parts.items())
         words.append(f"{each.label} {total:.2f} ({inner})")
         if total >= _FULL_SHARE * cores:

@@ -140,9 +140,7 @@ def _table(each: Drawn) -> list[str]:
 
 def _row(sweep: Sweep, point: Point) -> str:
     failed = sum(run["failed"] for run in point.runs)
-    notes = (
-        [f'<small class="bad">{text("client late: not valid")}</small>'] if point.why_not else []
-    )
+    notes = ['<small class="bad">not valid</small>'] if point.why_not else []
     if point == sweep.best:
         notes.append('<small class="good">highest that holds</small>')
     cells = [str(len(point.runs)), str(sum(run["completed"] for run in point.runs))]

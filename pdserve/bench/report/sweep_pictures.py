@@ -231,7 +231,7 @@ def _over_load(sweeps: Sequence[Drawn], figure: _Figure) -> Picture | None:
         "Median of the runs, with the least and the greatest."
         + figure.note
         + (" The band is the highest load that holds." if markers else "")
-        + (" Hollow: the client could not keep up." if any(s.hollow for s in series) else ""),
+        + (" Hollow: not valid." if any(s.hollow for s in series) else ""),
         [
             Chart(
                 title=f"{title} over the load",
@@ -267,5 +267,5 @@ def best_words(sweep: Sweep) -> str:
 def _doubt(point: Point) -> str:
     failed = sum(run["failed"] for run in point.runs)
     words = [f"{failed} failed"] if failed else []
-    words += ["the client could not keep up"] if point.why_not else []
+    words += ["not valid"] if point.why_not else []
     return "".join(f"; {each}" for each in words)
