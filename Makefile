@@ -59,9 +59,10 @@ chaos: $(VENV)/.installed-dev ## Every row of the failure table over every trans
 soak: $(VENV)/.installed-dev ## Half an hour of load in which engines die or stop, with hostile clients
 	@$(BIN)/python -m tests.chaos.soak $(ARGS)
 
-ucx: $(VENV)/.installed-dev ## Install pdserve[ucx] (345 MB), and run the tests of KV over UCX
+ucx: $(VENV)/.installed-dev ## Install pdserve[ucx] (345 MB), run the tests of KV over UCX: units, failure table, unequal shapes
 	@$(PIP) --editable ".[dev,ucx]"
 	@$(BIN)/python -m pytest -q tests/ucx $(ARGS)
+	@HYPOTHESIS_PROFILE=nightly $(BIN)/python -m pytest -k UCX tests/chaos tests/e2e/test_unequal_shapes.py $(ARGS)
 
 fuzz: $(VENV)/.installed-dev ## 100,000 inputs for what clients, peers and servers can send (about half an hour)
 	@$(BIN)/python -m tests.fuzz $(ARGS)

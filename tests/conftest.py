@@ -49,6 +49,7 @@ def pytest_collection() -> Generator[None, Any, Any]:
 # pytest 9.2 the names that it sorts by are without them.
 _SHARED = {
     "chaos over TCP": r"tests/chaos/.*\[TCP-",
+    "chaos over UCX": r"tests/chaos/.*\[UCX-",
     "chaos over shared memory": r"tests/chaos/.*\[shared memory-",
     "OpenAI's clients": r"tests/e2e/test_openai_",
 }

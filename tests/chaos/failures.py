@@ -27,6 +27,8 @@ _COLUMNS = (
     ("shared memory", "push"),
     ("TCP", "pull"),
     ("TCP", "push"),
+    ("UCX", "pull"),
+    ("UCX", "push"),
 )
 
 
@@ -382,17 +384,17 @@ _LIMITS = (
     "(`pdserve_kv_transfer_faults_total`: `descriptors_over_budget`, `agent_reset`). Its peers",
     "then have to meet it again, as after a fence.",
     "",
-    "Over UCX without NIXL (the connector `ucx`; `make chaos` plays the same rows over it where",
-    "its package is installed) a rank alone writes its blocks, from buffers, so a P that is",
-    "stopped keeps none of D's. There, too, whoever reaches UCX's ports can hold connections",
-    "open; what it sends has no tag that is awaited, reaches no block, and stays in memory",
-    "until the engine ends.",
+    "Over UCX without NIXL (the connector `ucx`; `make ucx` plays the same rows over it) a rank",
+    "alone writes its blocks, from buffers, so a P that is stopped keeps none of D's. There, too,",
+    "whoever reaches UCX's ports can hold connections open; what it sends has no tag that is",
+    "awaited, reaches no block, and stays in memory until the engine ends.",
 )
 
 _HOW_TO_READ = (
     "One prefill and two decode engines, a tiny model (640 tokens are half a megabyte of KV);",
-    "lease 3 s, handshake 2 s, transfer time-out 5 s, quarantine 2 s. Over TCP the engines are in",
-    "network namespaces, and a transfer that a fault falls into is slowed down by a token bucket",
+    "lease 3 s, handshake 2 s, transfer time-out 5 s, quarantine 2 s. Shared memory and TCP are",
+    "NIXL's, UCX is the connector `ucx` over TCP. Over TCP the engines are in network namespaces,",
+    "and a transfer that a fault falls into is slowed down by a token bucket",
     "(1.5 Mbit/s: 2.6 s; `netem` is not in every kernel). Each cell: seconds from the fault until",
     "every request had ended (a dash: none was under way) / until every block was free. Wrong",
     "tokens and lost blocks: 0 in every cell. A lone dash: not played there, or not measured.",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import socket
 import time
@@ -260,10 +261,24 @@ def num_faults(stage: Stage) -> float:
     )
 
 
-@pytest.mark.short_form("")
-def test_a_bit_flips_in_a_leased_block(model_of: Callable[[str], Path], tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "kv_connector",
+    [
+        "nixl",
+        pytest.param(
+            "ucx",
+            marks=pytest.mark.skipif(
+                importlib.util.find_spec("ucxx") is None, reason="pdserve[ucx] is not here"
+            ),
+        ),
+    ],
+)
+@pytest.mark.short_form("nixl")
+def test_a_bit_flips_in_a_leased_block(
+    kv_connector: str, model_of: Callable[[str], Path], tmp_path: Path
+) -> None:
     flip = tmp_path / "flip"
-    stage = FlippableStage(tmp_path, model_of("llama"), None, "pull")
+    stage = FlippableStage(tmp_path, model_of("llama"), None, "pull", kv_connector=kv_connector)
     stage.flip_file = flip
     try:
         stage.start()
@@ -304,10 +319,13 @@ class FlippableStage(Stage):
         if name != "prefill":
             return super().environment(name)
         return {
-            "PYTHONPATH": str(Path(__file__).parent / "plugin"),
+            "PYTHONPATH": os.pathsep.join(
+                [str(Path(__file__).parent / "plugin"), os.environ.get("PYTHONPATH", "")]
+            ),
             "FLIP_FILE": str(self.flip_file),
+            "FLIPPED": super().connector(name),
         }
 
     def connector(self, name: str) -> str:
         """The plugin, on P."""
-        return "flipped" if name == "prefill" else "nixl"
+        return "flipped" if name == "prefill" else super().connector(name)

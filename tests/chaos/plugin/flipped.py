@@ -1,4 +1,4 @@
-"""A connector as another package adds one: NIXL's, over memory in which a bit can flip.
+"""A connector as another package adds one: the one `FLIPPED` names, over memory that can flip.
 
 The test writes the number of a block into the file that `FLIP_FILE` names; one bit of that block
 changes then, behind the engine's back, and the file is removed.
@@ -29,21 +29,24 @@ if TYPE_CHECKING:
     from pdserve.wire.transfer import Endpoint
 
 
+_INNER = find(os.environ["FLIPPED"])
+
+
 class FlippedConnector(KVConnectorBase, frozen=True, kw_only=True):
-    """NIXL, but for the bit."""
+    """The inner one, but for the bit."""
 
     name: str = "flipped"
-    capabilities: Capabilities = find("nixl").capabilities
+    capabilities: Capabilities = _INNER.capabilities
 
     def make_scheduler(
         self, context: ConnectorContext, endpoints: Sequence[Endpoint]
     ) -> KVConnectorScheduler:
-        """NIXL's."""
-        return find("nixl").make_scheduler(context, endpoints)
+        """The inner one's."""
+        return _INNER.make_scheduler(context, endpoints)
 
     def make_worker(self, context: ConnectorContext, wake: Callable[[], None]) -> KVConnectorWorker:
-        """NIXL's, which tells where the memory is."""
-        worker = find("nixl").make_worker(context, wake)
+        """The inner one's, which tells where the memory is."""
+        worker = _INNER.make_worker(context, wake)
         register = worker.register_kv_caches
 
         def register_and_watch(kv: torch.Tensor, layout: KVLayout) -> Endpoint | None:
