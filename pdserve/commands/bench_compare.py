@@ -135,9 +135,10 @@ class _Session:
         self._slos = slos
         self._model = str(model_directory(config.model))
         self._starter = Starter(config, self._model, say)
+        self._sampling = sampling_in_words(traffic)
         self._player = Player(
             config,
-            sampling=sampling_in_words(traffic),
+            sampling=self._sampling,
             seed=dataset.seed,
             shows_progress=shows_progress,
         )
@@ -223,6 +224,7 @@ class _Session:
                 cancel_share=self._traffic.cancel_share,
             )
             self._player.note(*self._plans[rate][0].notes)
+            say(f"    requests: {self._plans[rate][0].description}; {self._sampling}")
         return self._plans[rate][1]
 
     def _arrivals(self, rate: float | None) -> ArrivalLaw:
@@ -261,6 +263,8 @@ class _Session:
                 if figure in found
             )
         )
+        for reason in run.health.why_not:
+            say(f"    NOT VALID: {reason}")
         return Measured(deployment=topology.label, rate=rate, repeat=repeat, run=compact(run))
 
     # --- before the first deployment

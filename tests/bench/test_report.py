@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import html.parser
 import json
 import re
@@ -11,6 +12,7 @@ import numpy as np
 import pytest
 
 from pdserve.bench import files
+from pdserve.bench.compare import verdict
 from pdserve.bench.compare.result import save
 from pdserve.bench.compare.summary import Figure, figures_of, prefill_of, rows
 from pdserve.bench.digits import number
@@ -18,7 +20,8 @@ from pdserve.bench.figures import figures
 from pdserve.bench.records import RunHealth
 from pdserve.bench.report import distributions, over_rate, over_time, stages
 from pdserve.bench.report.charts import Marks, Rule
-from pdserve.bench.report.page import chosen_rate, render
+from pdserve.bench.report.document import QuestionPage, document
+from pdserve.bench.report.page import chosen_rate, pictures, render
 from pdserve.cli import main
 from pdserve.commands.bench_plot import read
 from pdserve.errors import ConfigError
@@ -81,7 +84,8 @@ class TestPage:
         page = Page(text)
         assert not [tag for tag, _ in page.elements if tag in ("link", "img", "iframe")]
         for _, attributes in page.elements:
-            assert not {"src", "href", "srcset", "xlink:href"} & set(attributes)
+            assert not {"src", "srcset", "xlink:href"} & set(attributes)
+            assert attributes.get("href", "#").startswith("#")
         assert "default-src 'none'" in page.elements[3][1]["content"]
 
     def test_every_chart_has_values_and_a_name(self, text):
@@ -104,6 +108,29 @@ class TestPage:
                     number(float(np.median([run[figure] for run in per_run]))) for figure in Figure
                 ]
         assert shown[: len(expected)] == expected
+
+    def test_every_picture_is_on_one_page(self, made, text):
+        sections = re.findall(r'<section class="page" id="(\w+)">(.*?)</section>', text, re.DOTALL)
+        assert [name for name, _ in sections] == [
+            *("answer", "stalls", "begin", "load", "where", "runs")
+        ]
+        shown = [
+            anchor for _, inner in sections for anchor in re.findall(r'<figure id="(.*?)"', inner)
+        ]
+        assert sorted(shown) == sorted(each.anchor for each in pictures(made, 4.0))
+        assert text.count("<figure") == len(shown)
+
+    def test_what_must_be_known_of_the_figures_stands_beside_them(self, made, text):
+        answer = text[text.index('id="answer"') : text.index('id="stalls"')]
+        assert '<div class="lead">' in answer
+        aside = answer[answer.index("<aside>") : answer.index("</aside>")]
+        for sentence in verdict.caveats(made):
+            assert html.escape(sentence) in aside
+
+    def test_a_page_without_anything_is_left_out(self):
+        page = document("t", "", [QuestionPage("a", "A?", ["x"]), QuestionPage("b", "B?", [""])])
+        assert page.count("<section") == 1
+        assert "<nav>" not in page
 
     def test_the_same_comparison_makes_the_same_page(self, made, text):
         assert render(made) == text
@@ -129,7 +156,7 @@ class TestPage:
             for m in made.measured
         ]
         page = render(msgspec.structs.replace(made, measured=stolen))
-        lead = page[page.index('<div class="lead">') : page.index("<h2>")]
+        lead = page[page.index('<div class="lead">') : page.index("<aside>")]
         assert "Other programs used 1.15 of the 2 cores." in lead
         assert "better, not valid" in lead
         assert "fact good" not in lead

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from pdserve.bench.report.charts import Band, Chart, Marker, Marks, Rule, Scale, Series, Track
-from pdserve.bench.report.document import document, figure
+from pdserve.bench.report.document import QuestionPage, document, figure
 from pdserve.bench.report.page import render
 from pdserve.bench.report.picture import Picture
 from tests.bench import synthetic
@@ -23,10 +23,17 @@ INK = """(() => { const canvas = document.querySelectorAll('.uplot canvas')[%d];
   for (let i = 0; i < data.length; i += 4)
     if (data[i + 3] === 255 && wanted.every((part, at) => data[i + at] === part)) return true;
   return false; })()"""
+# Pages that are shown; and of each chart there, how wide it is drawn, and the room for it.
+SHOWN = (
+    """[...document.querySelectorAll('section')].filter((s) => s.offsetHeight).map((s) => s.id)"""
+)
+WIDTHS = """[...document.querySelectorAll('.chart')].filter((c) => c.clientWidth)
+  .map((c) => [c.querySelector('.u-wrap').offsetWidth, c.clientWidth])"""
 
 
 def page_of(*charts: Chart) -> str:
-    return document("a page", [figure(Picture("it", "It", "A caption.", charts))])
+    parts = [figure(Picture("it", "It", "A caption.", charts))]
+    return document("a file", "", [QuestionPage("one", "What?", parts)])
 
 
 def chart(**fields) -> Chart:
@@ -71,8 +78,34 @@ async def test_a_report_is_drawn_asks_nobody_and_fits(opened, width, scheme):
     assert page.hosts() == {""}
     num = await page.evaluate("document.querySelectorAll('.chart').length")
     assert num == await page.evaluate("document.querySelectorAll('.uplot canvas').length") > 10
-    assert await page.evaluate("document.documentElement.scrollWidth") == width
+    for anchor in await page.evaluate("[...document.querySelectorAll('nav a')].map((a) => a.hash)"):
+        await page.evaluate(f"document.querySelector('nav a[href=\"{anchor}\"]').click()")
+        await page.wait_for(f"document.querySelector('nav a[aria-current]').hash === '{anchor}'")
+        assert await page.evaluate(SHOWN) == [anchor[1:]]
+        assert await page.evaluate("document.documentElement.scrollWidth") == width
+        widths = await page.evaluate(WIDTHS)
+        assert all(0 < drawn <= room for drawn, room in widths), widths
     assert await page.evaluate(INK % (0, "--c0"))
+
+
+async def test_an_address_of_a_picture_shows_the_page_that_it_is_on(opened):
+    page = await opened(render(synthetic.comparison(num_runs=1)))
+    assert await page.evaluate(SHOWN) == ["answer"]
+    await page.evaluate("location.hash = '#rate-matched'")
+    await page.wait_for(f"{SHOWN}[0] === 'load'")
+    # Resized while it was not shown.
+    await page.resize(700, 900)
+    await page.evaluate("location.hash = '#stalls'")
+    await page.wait_for(f"{SHOWN}[0] === 'stalls'")
+    await page.wait_for(f"{WIDTHS}.every(([drawn, room]) => drawn === room)")
+    assert page.errors == []
+
+
+async def test_on_paper_stand_all_pages(opened):
+    page = await opened(render(synthetic.comparison(num_runs=1)))
+    num = await page.evaluate("document.querySelectorAll('section').length")
+    await page.call("Emulation.setEmulatedMedia", media="print")
+    assert len(await page.evaluate(SHOWN)) == num > 3
 
 
 async def test_a_change_of_the_scheme_changes_the_colours_that_are_drawn(opened):

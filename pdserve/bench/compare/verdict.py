@@ -178,12 +178,12 @@ def _times(ratio: float) -> str:
 
 def caveats(comparison: Comparison) -> list[str]:
     """What has to be known before the figures are believed."""
-    found = list(comparison.notes)
+    found = []
     ours = [each for each in comparison.deployments if not each.is_peer]
-    found += _repeats(comparison)
     for rate in comparison.request_rates:
         found += _validity(rows(comparison, rate), rate)
         found += _schedule(comparison, rate)
+    found += [*_repeats(comparison), *comparison.notes]
     if ours:
         found += _others_work(comparison)
         found += _sharing(comparison, ours)

@@ -328,7 +328,8 @@
     // The ends of x are what a double click goes back to; what is drawn, uPlot need not know.
     const u = new uPlot(options, [home.x, ...keys.map(() => [null, null])], place);
     u.over.append(tip);
-    const fit = () => u.setSize({ width: place.clientWidth, height: height() });
+    // A chart on a page that is not shown has no width, and keeps the one it had.
+    const fit = () => place.clientWidth && u.setSize({ width: place.clientWidth, height: height() });
     new ResizeObserver(fit).observe(place);
     return { fit, redraw: () => u.redraw() };
   }

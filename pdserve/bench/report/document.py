@@ -1,7 +1,7 @@
-"""A self-contained HTML page and the parts that all reports are made of: nothing is loaded.
+"""A self-contained HTML file and the parts that all reports are made of: nothing is loaded.
 
-Its policy lets exactly its own style and scripts in, by their digests, and lets it ask nobody.
-Knows no figure.
+It has a page for each question of a reader's. Its policy lets exactly its own style and scripts in,
+by their digests, and lets it ask nobody. Knows no figure.
 """
 
 from __future__ import annotations
@@ -9,7 +9,8 @@ from __future__ import annotations
 import base64
 import hashlib
 import html
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
@@ -19,16 +20,33 @@ from pdserve.bench.report.picture import Picture
 _NO_SCRIPT: Final = "The pictures are drawn by a script, which this viewer does not run."
 
 
-def document(title: str, parts: Iterable[str]) -> str:
-    """Return a page.
+@dataclass(frozen=True, slots=True)
+class QuestionPage:
+    """What answers one question.
+
+    Attributes:
+        anchor: Unique in the file.
+        question: Text.
+        parts: Markup, taken as it is; without any the page is left out.
+    """
+
+    anchor: str
+    question: str
+    parts: Sequence[str]
+
+
+def document(title: str, subtitle: str, pages: Sequence[QuestionPage]) -> str:
+    """Return a file of pages, of which a reader sees one at a time, the first one first.
 
     Args:
-        title: Text.
-        parts: Markup of its body, taken as it is.
+        title, subtitle: Text.
+        pages: In the order of the questions.
     """
     style = _read("uplot/uPlot.min.css") + _read("page.css")
     licence = _read("uplot/LICENSE").strip()
-    scripts = [f"/*!\n{licence}\n*/\n{_read('uplot/uPlot.iife.min.js')}", _read("charts.js")]
+    scripts = [f"/*!\n{licence}\n*/\n{_read('uplot/uPlot.iife.min.js')}"]
+    scripts += [_read("charts.js"), _read("pages.js")]
+    shown = [page for page in pages if any(page.parts)]
     policy = (
         f"default-src 'none'; style-src {_source(style)}; "
         f"script-src {' '.join(map(_source, scripts))}; base-uri 'none'; form-action 'none'"
@@ -38,8 +56,26 @@ def document(title: str, parts: Iterable[str]) -> str:
         f'<meta http-equiv="Content-Security-Policy" content="{policy}">'
         '<meta name="viewport" content="width=device-width,initial-scale=1">'
         f"<title>{text(title)}</title><style>{style}</style></head>"
-        f"<body><main><noscript><p>{_NO_SCRIPT}</p></noscript>{''.join(parts)}</main>"
+        f"<body><main><h1>{text(title)}</h1><p class='soft'>{text(subtitle)}</p>"
+        f"<noscript><p>{_NO_SCRIPT}</p></noscript>{_navigation(shown)}"
+        f"{''.join(_section(page, shown[at + 1 :]) for at, page in enumerate(shown))}</main>"
         f"{''.join(f'<script>{script}</script>' for script in scripts)}</body></html>\n"
+    )
+
+
+def _navigation(pages: Sequence[QuestionPage]) -> str:
+    links = "".join(f'<a href="#{page.anchor}">{text(page.question)}</a>' for page in pages)
+    return f"<nav>{links}</nav>" if len(pages) > 1 else ""
+
+
+def _section(page: QuestionPage, following: Sequence[QuestionPage]) -> str:
+    on = ""
+    if following:
+        after = following[0]
+        on = f'<p class="on"><a href="#{after.anchor}">{text(after.question)} →</a></p>'
+    return (
+        f'<section class="page" id="{page.anchor}"><h2>{text(page.question)}</h2>'
+        f"{''.join(page.parts)}{on}</section>"
     )
 
 
@@ -51,6 +87,12 @@ def _source(content: str) -> str:
     """What a policy calls an inline element of this content (CSP 3, section 2.3.1)."""
     digest = base64.b64encode(hashlib.sha256(content.encode()).digest()).decode()
     return f"'sha256-{digest}'"
+
+
+def figures(pictures: Sequence[Picture]) -> str:
+    """Pictures side by side, where there is room."""
+    inner = "".join(figure(picture) for picture in pictures)
+    return f'<div class="grid2">{inner}</div>' if inner else ""
 
 
 def figure(picture: Picture) -> str:

@@ -149,7 +149,8 @@ def timelines(comparison: Comparison, rate: float | None) -> list[Picture]:
             "timeline",
             "Requests over time",
             "A track for each request, in the order in which they were sent; what it was waiting "
-            f"for, and when it got its tokens. The same runs as in the first picture.{cut}",
+            "for, and when it got its tokens. Shown is the run with the median ITL p99 of each "
+            f"deployment{at_rate(rate)}.{cut}",
             charts,
             names,
             is_wide=True,

@@ -1,4 +1,4 @@
-"""The report: one HTML page with table, words, pictures and commands; it asks nobody for anything.
+"""The report: one HTML file with a page for each question; it asks nobody for anything.
 
 No reference to another file: what it says and shows stands in it. Knows no endpoint; takes all
 figures from a `Comparison`.
@@ -7,40 +7,50 @@ figures from a `Comparison`.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Final
 
 from pdserve.bench.compare import verdict
 from pdserve.bench.compare.result import Comparison
 from pdserve.bench.compare.summary import Figure, Ratio, Row, Value, has_steady, rows
 from pdserve.bench.digits import number
 from pdserve.bench.report.distributions import cdfs
-from pdserve.bench.report.document import bullets, document, figure, text, two_columns
+from pdserve.bench.report.document import (
+    QuestionPage,
+    bullets,
+    document,
+    figures,
+    text,
+    two_columns,
+)
 from pdserve.bench.report.over_rate import latency_over_rate, pareto, rate_matched
 from pdserve.bench.report.over_time import itl_over_time, timelines
 from pdserve.bench.report.picture import Picture, colours
 from pdserve.bench.report.stages import stages
 
+_PICTURED: Final = (
+    (
+        "stalls",
+        "Does an answer stall?",
+        ("itl-over-time", "itl-cdf", "itl-tail", "rate-itl-p99"),
+    ),
+    ("begin", "How soon does it begin?", ("ttft-cdf", "rate-ttft-p50", "rate-ttft-p99")),
+    ("load", "How much can it take?", ("rate-tpot-p50", "pareto", "rate-matched")),
+    ("where", "Where does the time go?", ("stages", "timeline")),
+)
+"""Questions that pictures answer, with the anchors of each one's pictures."""
+
 
 def render(comparison: Comparison) -> str:
-    """Return the whole page."""
+    """Return the whole file."""
     rate = chosen_rate(comparison)
-    parts = [
-        f"<h1>{text(comparison.title)}</h1>",
-        f'<p class="soft">{text(_subtitle(comparison))}</p>',
-        _facts(comparison, rate),
-        *_tables(comparison),
-        "<h2>What the figures say</h2>",
-        bullets(_said(comparison, rate)),
-        "<h2>What they cannot say</h2>",
-        bullets(verdict.caveats(comparison)),
-        "<h2>Pictures</h2>",
-        f'<div class="grid2">{"".join(map(figure, pictures(comparison, rate)))}</div>',
-        "<h2>Deployments</h2>",
-        _deployments(comparison),
-        "<h2>To repeat it</h2>",
-        f"<pre>{text(comparison.command)}</pre>" if comparison.command else "",
-        two_columns(comparison.environment),
-    ]
-    return document(comparison.title, parts)
+    found = {picture.anchor: picture for picture in pictures(comparison, rate)}
+    question = "Which is better?" if len(comparison.deployments) > 1 else "How good is it?"
+    pages = [QuestionPage("answer", question, _answer(comparison, rate))]
+    for page, question, anchors in _PICTURED:
+        chosen = [found[anchor] for anchor in anchors if anchor in found]
+        pages.append(QuestionPage(page, question, [figures(chosen)]))
+    pages.append(QuestionPage("runs", "What was run?", _runs(comparison)))
+    return document(comparison.title, _subtitle(comparison), pages)
 
 
 def chosen_rate(comparison: Comparison) -> float | None:
@@ -66,31 +76,59 @@ def pictures(comparison: Comparison, rate: float | None) -> list[Picture]:
     return [picture for picture in found if picture is not None]
 
 
+def _answer(comparison: Comparison, rate: float | None) -> list[str]:
+    """The figures that most people came for, what must be known of them, and all the others."""
+    found = verdict.headline(comparison, rate)
+    doubts = "" if found is None else _doubts(found)
+    cards = "" if found is None else _cards(comparison, rate, found)
+    said = _said(comparison, rate)
+    words = f"<h3>What the figures say</h3>{bullets(said)}" if said else ""
+    caveats = bullets(verdict.caveats(comparison))
+    return [
+        '<div class="beside">',
+        f'<div class="figures">{cards}{doubts}</div>',
+        f"<aside><h3>Before you believe it</h3>{caveats}</aside>",
+        f'<div class="said">{words}</div></div>',
+        *_tables(comparison),
+    ]
+
+
+def _runs(comparison: Comparison) -> list[str]:
+    """What makes the same figures again."""
+    command = f"<h3>To repeat it</h3><pre>{text(comparison.command)}</pre>"
+    return [
+        command if comparison.command else "",
+        "<h3>Deployments</h3>",
+        _deployments(comparison),
+        "<h3>Measured on</h3>" if comparison.environment else "",
+        two_columns(comparison.environment) if comparison.environment else "",
+    ]
+
+
 def _subtitle(comparison: Comparison) -> str:
     runs = [each.run for each in comparison.measured]
     arrivals = "; ".join(dict.fromkeys(run.arrivals for run in runs))
     dataset = "; ".join(dict.fromkeys(run.dataset for run in runs))
+    sampling = "; ".join(dict.fromkeys(run.sampling for run in runs))
     num = max(each.repeat for each in comparison.measured) + 1
     when = comparison.environment.get("date", "")
-    words = [dataset, arrivals, f"{num} run{'' if num == 1 else 's'} each", when]
+    words = [dataset, arrivals, sampling, f"{num} run{'' if num == 1 else 's'} each", when]
     return " · ".join(word for word in words if word)
 
 
-def _facts(comparison: Comparison, rate: float | None) -> str:
-    """The figures that most people came for, in large type."""
-    found = verdict.headline(comparison, rate)
-    if found is None:
-        return ""
+def _cards(comparison: Comparison, rate: float | None, found: verdict.Headline) -> str:
     table = {row.label: row for row in rows(comparison, rate)}
-    row = table[found.label]
-    base = table[comparison.baseline]
+    row, base = table[found.label], table[comparison.baseline]
     cards = [
         _card(row, figure, base, row.ratios[figure])
         for figure in (Figure.ITL_P99, Figure.TTFT_P50, Figure.TTFT_P99, Figure.THROUGHPUT)
         if figure in row.ratios
     ]
-    doubts = "".join(f'<p class="bad">Not valid: {text(why)}</p>' for why in found.why_not)
-    return f'<div class="lead">{"".join(cards)}</div>{doubts}'
+    return f'<div class="lead">{"".join(cards)}</div>'
+
+
+def _doubts(found: verdict.Headline) -> str:
+    return "".join(f'<p class="bad">Not valid: {text(why)}</p>' for why in found.why_not)
 
 
 def _card(row: Row, figure: Figure, base: Row, ratio: Ratio) -> str:
@@ -132,8 +170,8 @@ def _tables(comparison: Comparison) -> list[str]:
     parts = []
     rates = comparison.request_rates
     for rate in rates:
-        title = "Table" if len(rates) == 1 else f"Table: {rate:g} requests/s"
-        parts += [f"<h2>{text(title)}</h2>", _table(comparison, rows(comparison, rate))]
+        title = "All figures" if rate is None else f"All figures at {rate:g} requests/s"
+        parts += [f"<h3>{text(title)}</h3>", _table(comparison, rows(comparison, rate))]
     parts.append(f'<p class="soft">{text(_legend(comparison))}</p>')
     return parts
 
@@ -201,7 +239,7 @@ def _deployments(comparison: Comparison) -> str:
         ready = f"ready after {number(max(each.ready_s))} s at most" if each.ready_s else ""
         commands = f"<pre>{text(chr(10).join(each.commands))}</pre>" if each.commands else ""
         body.append(
-            f"<h3>{text(each.label)}</h3><p class='soft'>{text(each.words)}"
+            f"<h4>{text(each.label)}</h4><p class='soft'>{text(each.words)}"
             f"{'; ' if ready else ''}{ready}</p>{commands}"
         )
     return "".join(body)

@@ -1,4 +1,4 @@
-"""The page of one or several sweeps: the highest load of each, pictures, all loads, and words.
+"""The report of one or several sweeps: the highest load of each, pictures, all loads, and words.
 
 Knows no endpoint; takes all figures from the sweeps.
 """
@@ -11,7 +11,14 @@ from operator import itemgetter
 from typing import Final
 
 from pdserve.bench.digits import number
-from pdserve.bench.report.document import bullets, document, figure, text, two_columns
+from pdserve.bench.report.document import (
+    QuestionPage,
+    bullets,
+    document,
+    figures,
+    text,
+    two_columns,
+)
 from pdserve.bench.report.sweep_pictures import (
     Drawn,
     axis_words,
@@ -27,28 +34,40 @@ from pdserve.errors import ConfigError
 _COLUMN_NAMES: Final = {"p99": "TTFT p99"}
 
 
+_HOLDING: Final = ("kept", "answered", "tokens")
+"""Anchors of the pictures of what a load yields; the others are of what users feel."""
+
+
 def render_sweeps(sweeps: Sequence[Sweep]) -> str:
-    """Return the whole page.
+    """Return the whole file.
 
     Raises:
         ConfigError: The sweeps cannot stand in one picture, or nothing in them was answered.
     """
     _check(sweeps)
     drawn = drawn_of(sweeps)
-    title = "pdserve bench sweep: " + ", ".join(dict.fromkeys(each.model for each in sweeps))
+    found = pictures(drawn)
+    tables = [part for each in drawn for part in _table(each)]
     return document(
-        title,
+        "pdserve bench sweep: " + ", ".join(dict.fromkeys(each.model for each in sweeps)),
+        _subtitle(sweeps),
         [
-            f"<h1>{text(title)}</h1>",
-            f'<p class="soft">{text(_subtitle(sweeps))}</p>',
-            _cards(drawn),
-            "<h2>What the figures say</h2>",
-            bullets(_said(drawn)),
-            "<h2>Pictures</h2>",
-            f'<div class="grid2">{"".join(map(figure, pictures(drawn)))}</div>',
-            *(part for each in drawn for part in _table(each)),
-            "<h2>Measured on</h2>",
-            _measured_on(sweeps),
+            QuestionPage(
+                "answer",
+                "How much can it take?",
+                [
+                    _cards(drawn),
+                    bullets(_said(drawn)),
+                    figures([each for each in found if each.anchor in _HOLDING]),
+                ],
+            ),
+            QuestionPage(
+                "felt",
+                "What do users feel at each load?",
+                [figures([each for each in found if each.anchor not in _HOLDING])],
+            ),
+            QuestionPage("loads", "What was measured at each load?", tables),
+            QuestionPage("runs", "Where was it measured?", [_measured_on(sweeps)]),
         ],
     )
 
@@ -132,7 +151,7 @@ def _table(each: Drawn) -> list[str]:
     table = f"<thead><tr><th>{load}</th>{head}</tr></thead><tbody>{body}</tbody>"
     legend = "Latencies in milliseconds. Medians over the runs; small print: least and greatest."
     return [
-        f'<h2><i class="swatch c{each.colour}"></i>{text(each.name)}</h2>',
+        f'<h3><i class="swatch c{each.colour}"></i>{text(each.name)}</h3>',
         f'<div class="scroll"><table>{table}</table></div>',
         f'<p class="soft">{legend}</p>',
     ]
