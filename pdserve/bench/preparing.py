@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
+import msgspec
+
 from pdserve.bench.arrivals import ArrivalLaw, cancel_some, schedule
 from pdserve.bench.datasets.plan import RequestPlan
 from pdserve.bench.datasets.prompts import PromptMaker
@@ -55,6 +57,13 @@ def arrivals_of(config: TrafficConfig) -> ArrivalLaw:
     )
 
 
+def traffic_of(config: TrafficConfig, dataset: DatasetConfig) -> TrafficConfig:
+    """Return the traffic with what it leaves open decided by the data set."""
+    if config.ignore_eos is not None:
+        return config
+    return msgspec.structs.replace(config, ignore_eos=dataset.name.has_exact_lengths)
+
+
 def options_of(config: TrafficConfig, *, keep_text: bool = False) -> Options:
     """Return how the settings want a plan carried out."""
     return Options(
@@ -63,7 +72,7 @@ def options_of(config: TrafficConfig, *, keep_text: bool = False) -> Options:
         num_warmups=config.num_warmups,
         request_timeout_s=config.request_timeout_s,
         ready_timeout_s=config.ready_check_timeout_s,
-        ignore_eos=config.ignore_eos,
+        ignore_eos=bool(config.ignore_eos),
         temperature=config.temperature,
         extra_body=config.extra_fields,
         keep_text=keep_text,
@@ -153,6 +162,6 @@ def arrivals_in_words(dataset: DatasetConfig, traffic: TrafficConfig) -> str:
 
 def sampling_in_words(traffic: TrafficConfig) -> str:
     """Return what requests say of sampling; what they do not say is the server's to choose."""
-    if traffic.temperature is None:
-        return "temperature left to the server"
-    return f"temperature {traffic.temperature:g}"
+    left = traffic.temperature is None
+    words = "temperature left to the server" if left else f"temperature {traffic.temperature:g}"
+    return f"{words}, ends of text ignored" if traffic.ignore_eos else words

@@ -32,6 +32,7 @@ from pdserve.bench.preparing import (
     prompts_of,
     sampling_in_words,
     target_of,
+    traffic_of,
 )
 from pdserve.bench.progress import ProgressLine
 from pdserve.bench.records import Planned, Run
@@ -47,8 +48,8 @@ from pdserve.config.load import Resolved, Table, build
 def run_serve(table: Table, resolved: Mapping[str, Resolved]) -> int:
     """Run `pdserve bench serve`."""
     target_config = build("target", TargetConfig, table, resolved)
-    traffic = build("traffic", TrafficConfig, table, resolved)
     dataset = build("dataset", DatasetConfig, table, resolved)
+    traffic = traffic_of(build("traffic", TrafficConfig, table, resolved), dataset)
     result = build("result", ResultConfig, table, resolved)
     slos = parse_goodput(result.goodput)
     arrivals_of(traffic)  # before anything is asked

@@ -47,6 +47,7 @@ from pdserve.bench.preparing import (
     plan_of,
     prompts_of,
     sampling_in_words,
+    traffic_of,
 )
 from pdserve.bench.records import Planned
 from pdserve.bench.report.page import chosen_rate, render
@@ -75,8 +76,8 @@ def run_compare(table: Table, resolved: Mapping[str, Resolved]) -> int:
         PdserveError: A deployment could not be started or died.
     """
     config = build("compare", CompareConfig, table, resolved)
-    traffic = build("traffic", TrafficConfig, table, resolved)
     dataset = build("dataset", DatasetConfig, table, resolved)
+    traffic = traffic_of(build("traffic", TrafficConfig, table, resolved), dataset)
     result = build("result", ResultConfig, table, resolved)
     slos = parse_goodput(result.goodput)
     law = arrivals_of(traffic)

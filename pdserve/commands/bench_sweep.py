@@ -29,7 +29,13 @@ from pdserve.bench.datasets.registry import make_plan
 from pdserve.bench.endpoint import ask_served
 from pdserve.bench.figures import figures
 from pdserve.bench.goodput import Slo, parse_goodput
-from pdserve.bench.preparing import options_of, sampling_in_words, target_of, tokenizer_of
+from pdserve.bench.preparing import (
+    options_of,
+    sampling_in_words,
+    target_of,
+    tokenizer_of,
+    traffic_of,
+)
 from pdserve.bench.progress import ProgressLine
 from pdserve.bench.runner import PlanOrigin, run_plan
 from pdserve.bench.search import LoadAxis, Search
@@ -47,8 +53,8 @@ from pdserve.errors import ConfigError
 def run_sweep(table: Table, resolved: Mapping[str, Resolved]) -> int:
     """Run `pdserve bench sweep`."""
     target_config = build("target", TargetConfig, table, resolved)
-    traffic = build("traffic", TrafficConfig, table, resolved)
     dataset = build("dataset", DatasetConfig, table, resolved)
+    traffic = traffic_of(build("traffic", TrafficConfig, table, resolved), dataset)
     config = build("sweep", SweepConfig, table, resolved)
     result = build("result", ResultConfig, table, resolved)
     slos = parse_goodput(config.objectives, flag="slo")

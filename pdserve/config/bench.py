@@ -131,7 +131,8 @@ class TrafficConfig(msgspec.Struct, frozen=True, kw_only=True):
         ready_check_timeout_s: How long to wait for the endpoint; 0 asks once.
         request_timeout_s: For one request, from when it is sent.
         num_client_processes: None chooses by the rate.
-        temperature: None leaves it to the server.
+        ignore_eos: None asks for it where the data set's lengths are exact, as vLLM's client does.
+        temperature: None leaves it to the server, as vLLM's client does.
         extra_body: A JSON object with further fields of every request.
     """
 
@@ -146,7 +147,7 @@ class TrafficConfig(msgspec.Struct, frozen=True, kw_only=True):
     ready_check_timeout_s: float = 0.0
     request_timeout_s: float = 1800.0
     num_client_processes: int | None = None
-    ignore_eos: bool = False
+    ignore_eos: bool | None = None
     temperature: float | None = None
     extra_body: str = ""
 
@@ -311,8 +312,8 @@ TRAFFIC_SETTINGS: Final = declare(
         ("ready-check-timeout-sec", "ready_check_timeout_s", "SECONDS", "how long to wait for the server; 0 asks once"),
         ("request-timeout-secs", "request_timeout_s", "SECONDS", "for one request; then it has failed"),
         ("num-client-processes", "num_client_processes", "N", "processes that send; auto is one per 400 requests/s"),
-        ("ignore-eos", "ignore_eos", "", "ask for exactly as many tokens as the data set says (vLLM's ignore_eos)"),
-        ("temperature", "temperature", "T", "of every request; none leaves it to the server"),
+        ("ignore-eos", "ignore_eos", "", "ask for exactly as many tokens as the data set says (vLLM's ignore_eos); auto does for random and trace, as vLLM's client"),
+        ("temperature", "temperature", "T", "of every request; none leaves it to the server, as vLLM's client"),
         ("extra-body", "extra_body", "JSON", "further fields of every request"),
     ),
 )

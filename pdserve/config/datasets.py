@@ -45,6 +45,11 @@ class DatasetName(enum.Enum):
         """Whether it says itself when each request is due, so that no arrivals are drawn."""
         return self in (DatasetName.TRACE, DatasetName.PD_INTERFERENCE)
 
+    @property
+    def has_exact_lengths(self) -> bool:
+        """Whether vLLM's client asks such data sets' answers to go on to their full lengths."""
+        return self in (DatasetName.RANDOM, DatasetName.TRACE)
+
 
 class RandomConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Prompts of random tokens, of exact lengths.

@@ -19,6 +19,9 @@ from tests.cli.process import ROOT, environment, pdserve, pdserve_here
 
 pytestmark = pytest.mark.slow
 
+# Of random prompts; main of November 2026: `vllm/benchmarks/serve.py`.
+AS_VLLMS_CLIENT = "temperature left to the server, ends of text ignored"
+
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[ScriptedServer]:
@@ -46,7 +49,7 @@ def test_a_run_prints_vllms_block_and_saves_what_it_saw(
     assert done.returncode == 0, done.stderr
     assert "Successful requests:                     12" in done.stdout
     assert "Client: 1 process" in done.stdout
-    assert "poisson rate=30; temperature left to the server\n" in done.stdout
+    assert f"poisson rate=30; {AS_VLLMS_CLIENT}\n" in done.stdout
     run, figures = load(tmp_path / "r.json")
     assert figures["completed"] == len(run.outcomes) == 12
     assert figures["total_input_tokens"] == 12 * 32
@@ -55,7 +58,11 @@ def test_a_run_prints_vllms_block_and_saves_what_it_saw(
     assert figures["median_ttft_ms"] >= 200
     assert figures["pdserve"]["goodput"]["good"] == 12
     assert figures["pdserve"]["environment"]["cores"] > 0
-    assert figures["pdserve"]["sampling"] == "temperature left to the server"
+    assert figures["pdserve"]["sampling"] == AS_VLLMS_CLIENT
+    [body] = {
+        body.get("ignore_eos") for body in server.bodies().values() if body.get("max_tokens", 0) > 1
+    }
+    assert body is True
 
 
 def test_a_file_name_is_made_of_what_was_run(server: ScriptedServer, tmp_path: Path) -> None:
