@@ -8,9 +8,6 @@ import signal
 import sys
 from typing import Final
 
-SUPERVISOR_VARIABLE: Final = "PDSERVE_SUPERVISOR_PID"
-"""Names the supervisor's process id to a child."""
-
 _PR_SET_PDEATHSIG: Final = 1
 
 

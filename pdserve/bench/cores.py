@@ -10,15 +10,18 @@ from __future__ import annotations
 import os
 import socket
 import time
-from collections.abc import Collection, Iterable, Mapping
+from collections import deque
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 from urllib.parse import urlsplit
 
 import psutil
 
 from pdserve.bench.records import CoresUsed
-from pdserve.lifeline import SUPERVISOR_VARIABLE
+
+Place = tuple[str, int]
+"""Address and port."""
 
 ENGINES: Final = "engines"
 SERVERS: Final = "API servers"
@@ -94,7 +97,7 @@ def used_cores(before: CpuReading, after: CpuReading, watched: Watched) -> Cores
     foreign = {
         pid: process.cpu_s - (then.cpu_s if (then := before.processes.get(pid)) else 0.0)
         for pid, process in after.processes.items()
-        if _part_of(pid, roots, after.processes) is None
+        if _part_of(pid, roots, after) is None
     }
     greediest = max(foreign, key=lambda pid: foreign[pid], default=None)
     busy = sum(after.cores[core].busy_s - before.cores[core].busy_s for core in cores)
@@ -117,88 +120,107 @@ def _by_part(reading: CpuReading, roots: Mapping[int, str]) -> dict[str | None, 
     """Seconds so far by part; None is what other programs have used."""
     totals: dict[str | None, float] = dict.fromkeys(roots.values(), 0.0)
     for pid, process in reading.processes.items():
-        part = _part_of(pid, roots, reading.processes)
+        part = _part_of(pid, roots, reading)
         totals[part] = totals.get(part, 0.0) + process.cpu_s
     return totals
 
 
-def _part_of(pid: int, roots: Mapping[int, str], processes: Mapping[int, _Process]) -> str | None:
+def _part_of(pid: int, roots: Mapping[int, str], reading: CpuReading) -> str | None:
     """What a process is by the nearest of its ancestors that is known; None = of other programs."""
-    at = pid
-    while at not in roots:
-        if at not in processes:
-            return None
-        at = processes[at].parent
-    return ENGINES if roots[at] == SERVERS and at != pid else roots[at]
+    for at in _line(pid, reading):
+        if at in roots:
+            return ENGINES if roots[at] == SERVERS and at != pid else roots[at]
+    return None
 
 
 # ---- which processes serve a URL
 
 
-def serving(base_url: str, engine_urls: Iterable[str]) -> Watched | None:
-    """Find the server's processes by who listens where.
+def serving(base_url: str, engine_urls: Collection[str], reading: CpuReading) -> Watched | None:
+    """Find the server's processes: who listens there, and whom that one is connected with.
 
     Args:
         base_url: What the client asks.
         engine_urls: Of those behind it, if it is a proxy and tells.
+        reading: Says who has started whom.
 
     Returns:
-        None if the server is not on this machine, or a part of it that is cannot be seen: in
-        another container, or another user's.
+        None if some of the server is on another machine, or cannot be seen: in another container,
+        or another user's.
     """
-    engines = [each for each in engine_urls if each != base_url]
     try:
-        listening = _listening()
+        sockets = _Sockets()
     except (psutil.Error, OSError):
         return None
-    found: dict[int, str] = {}
-    for url in (base_url, *engines):
-        place = _here(url)
-        if place is None:
-            continue
-        pid = next((listening[each] for each in place if each in listening), None)
-        if pid is None:
-            return None
-        found[pid] = PROXY if url == base_url and engines else SERVERS
-    if not found:
+    entrance = sockets.listener(base_url)
+    if entrance is None:
         return None
-    return Watched({**_supervisors(found), **found}, _allowed([os.getpid(), *found]))
+    engines = {sockets.listener(url) for url in engine_urls} - {entrance}
+    found = {entrance: PROXY if engines else SERVERS}
+    unseen = deque([entrance])
+    while unseen:
+        root = unseen.popleft()
+        below = [pid for pid in reading.processes if root in _line(pid, reading)]
+        for pid in sockets.asked_by({root, *below}):
+            if pid is None:
+                return None
+            if found.keys().isdisjoint(_line(pid, reading)):
+                found[pid] = STORE if engines and pid not in engines else SERVERS
+                unseen.append(pid)
+    return Watched(found, _allowed([os.getpid(), *found]))
 
 
-def _listening() -> dict[tuple[str, int], int]:
-    """Who listens, by address and port."""
-    return {
-        (each.laddr.ip, each.laddr.port): each.pid
-        for each in psutil.net_connections("tcp")
-        if each.status == psutil.CONN_LISTEN and each.pid is not None
-    }
+class _Sockets:
+    """The TCP sockets of this machine, and whose they are."""
 
+    def __init__(self) -> None:
+        self._listeners: dict[Place, int | None] = {}
+        self._ends: dict[tuple[Place, Place], int | None] = {}
+        for each in psutil.net_connections("tcp"):
+            if each.status == psutil.CONN_LISTEN:
+                self._listeners[_place(each.laddr)] = each.pid
+            elif each.status == psutil.CONN_ESTABLISHED:
+                self._ends[_place(each.laddr), _place(each.raddr)] = each.pid
 
-def _here(url: str) -> list[tuple[str, int]] | None:
-    """Addresses that a listener of this URL may have; None if they are another machine's."""
-    parts = urlsplit(url)
-    port = parts.port or _HTTP_PORT.get(parts.scheme, 80)
-    own = {each.address for those in psutil.net_if_addrs().values() for each in those}
-    try:
-        known = socket.getaddrinfo(parts.hostname, port, type=socket.SOCK_STREAM)
-    except OSError:
-        return None
-    addresses = [str(where[0]) for *_, where in known]
-    if not any(each in own or each.startswith("127.") for each in addresses):
-        return None
-    return [(each, port) for each in (*addresses, "0.0.0.0", "::")]
-
-
-def _supervisors(pids: Iterable[int]) -> dict[int, str]:
-    """`pdserve up` above them: what else it has started is a store."""
-    found = {}
-    for pid in pids:
+    def listener(self, url: str) -> int | None:
+        """Who listens at a URL; None if nobody does on this machine, or nobody who can be seen."""
+        parts = urlsplit(url)
+        port = parts.port or _HTTP_PORT.get(parts.scheme, 80)
+        own = {each.address for those in psutil.net_if_addrs().values() for each in those}
         try:
-            supervisor = psutil.Process(pid).environ().get(SUPERVISOR_VARIABLE, "")
-        except (psutil.Error, OSError):
-            continue
-        if supervisor.isdigit() and int(supervisor) != os.getpid():
-            found[int(supervisor)] = STORE
+            known = socket.getaddrinfo(parts.hostname, port, type=socket.SOCK_STREAM)
+        except OSError:
+            return None
+        hosts = [str(where[0]) for *_, where in known]
+        if not any(host in own or host.startswith("127.") for host in hosts):
+            return None
+        listening = (self._listeners.get(at) for host in hosts for at in _places((host, port)))
+        return next(filter(None, listening), None)
+
+    def asked_by(self, pids: Collection[int]) -> Iterator[int | None]:
+        """Who is at the other end of connections that these have made; None = not seen."""
+        for (here, there), pid in self._ends.items():
+            if pid in pids and not any(at in self._listeners for at in _places(here)):
+                taken = self._ends.get((there, here))
+                waits_at = (self._listeners.get(at) for at in _places(there))
+                yield taken if taken is not None else next(filter(None, waits_at), None)
+
+
+def _place(address: Any) -> Place:
+    return address.ip.removeprefix("::ffff:"), address.port
+
+
+def _places(place: Place) -> list[Place]:
+    """Where a listener may be bound who is reached there."""
+    host, port = place
+    return [(host, port), ("0.0.0.0", port), ("::", port)]
+
+
+def _line(pid: int, reading: CpuReading) -> list[int]:
+    """A process, its parent, and so on."""
+    found = [pid]
+    while (process := reading.processes.get(found[-1])) is not None:
+        found.append(process.parent)
     return found
 
 

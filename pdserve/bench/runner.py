@@ -159,8 +159,7 @@ async def run_plan(
         stages.fill_in(course.outcomes)
         engines = await stages.engines()
     urls = [each["url"] for each in engines]
-    watched = watched or await asyncio.to_thread(serving, target.base_url, urls)
-    cores = course.cores_used(watched) if watched is not None else None
+    cores = await asyncio.to_thread(course.cores_used, watched, target.base_url, urls)
     outcomes = sorted(course.outcomes, key=lambda outcome: outcome.index)
     lags = [lag for each in ended for lag in each.loop_lags_s]
     return Run(
@@ -230,8 +229,11 @@ class _Course:
         self._cpu_after = read_cpu()
         self.tell()
 
-    def cores_used(self, watched: Watched) -> CoresUsed | None:
-        return used_cores(self._cpu_before, self._cpu_after, watched)
+    def cores_used(
+        self, watched: Watched | None, base_url: str, engine_urls: Sequence[str]
+    ) -> CoresUsed | None:
+        watched = watched or serving(base_url, engine_urls, self._cpu_after)
+        return used_cores(self._cpu_before, self._cpu_after, watched) if watched else None
 
     def take(self, process: int, news: JobNews) -> None:
         self._in_flight[process] = news.num_in_flight

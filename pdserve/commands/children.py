@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from pdserve.commands.exit_codes import EXIT_CONFIG, EXIT_USAGE
-from pdserve.lifeline import SUPERVISOR_VARIABLE
+from pdserve.commands.lifeline import SUPERVISOR_VARIABLE
 from pdserve.observe.liveness import NUM_LOOKS, ProcessWatch
 
 _BACK_OFF_S: Final = (0.5, 1.0, 2.0, 4.0, 8.0)

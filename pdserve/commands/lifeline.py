@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import os
 import signal
+from typing import Final
 
-from pdserve.lifeline import SUPERVISOR_VARIABLE, end_with_parent
+from pdserve.lifeline import end_with_parent
+
+SUPERVISOR_VARIABLE: Final = "PDSERVE_SUPERVISOR_PID"
+"""Names the supervisor's process id to a child."""
 
 
 def end_with_supervisor() -> None:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import pytest
@@ -23,7 +24,6 @@ from pdserve.bench.cores import (
     used_cores,
 )
 from pdserve.bench.records import CoresUsed
-from pdserve.lifeline import SUPERVISOR_VARIABLE
 from tests.bench.scripted import scripted_server
 from tests.cli.process import pdserve
 
@@ -102,41 +102,63 @@ def test_without_proc_nothing_is_known(tmp_path: Path) -> None:
     assert used_cores(nothing, nothing._replace(at_s=1e9), Watched({}, [0])) is None
 
 
+LISTEN = "s = socket.create_server(('127.0.0.1', 0)); print(s.getsockname()[1], flush=True)"
+CONNECT = "c = socket.create_connection(('127.0.0.1', {}))"
+
+
+@contextlib.contextmanager
+def program(words: str) -> Iterator[tuple[int, int]]:
+    """A process that listens, after it has done something: its id, and its port."""
+    script = f"import socket; {words}; {LISTEN}; input()"
+    with subprocess.Popen(
+        [sys.executable, "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as process:
+        assert process.stdout is not None
+        port = int(process.stdout.readline())
+        try:
+            yield process.pid, port
+        finally:
+            process.kill()
+
+
+def url(port: int) -> str:
+    return f"http://localhost:{port}"
+
+
 class TestServing:
     def test_who_listens_serves(self) -> None:
-        with socket.create_server(("127.0.0.1", 0)) as sock:
-            url = f"http://localhost:{sock.getsockname()[1]}"
-            found = serving(url, [])
+        with program("pass") as (pid, port):
+            found = serving(url(port), [], read_cpu())
         assert found is not None
-        assert found.processes == {ME: SERVERS}
+        assert found.processes == {pid: SERVERS}
         assert found.cores == os.sched_getaffinity(0)
 
-    def test_behind_a_proxy_are_engines_and_beside_it_what_its_supervisor_has_started(self) -> None:
-        listen = (
-            "import socket; s = socket.create_server(('127.0.0.1', 0)); "
-            "print(s.getsockname()[1], flush=True); input()"
-        )
-        environ = {**os.environ, SUPERVISOR_VARIABLE: "1"}
+    def test_whom_the_server_is_connected_with_serves_too(self) -> None:
         with (
-            subprocess.Popen(
-                [sys.executable, "-c", listen],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                env=environ,
-            ) as engine,
-            socket.create_server(("0.0.0.0", 0)) as proxy,
+            program("pass") as (store, store_port),
+            program(CONNECT.format(store_port)) as (engine, engine_port),
+            program(CONNECT.format(engine_port)) as (proxy, port),
         ):
-            assert engine.stdout is not None
-            port = int(engine.stdout.readline())
-            base_url = f"http://127.0.0.1:{proxy.getsockname()[1]}"
-            found = serving(base_url, [f"http://127.0.0.1:{port}"])
-            engine.communicate(b"\n")
-        assert found is not None
-        assert found.processes == {ME: PROXY, engine.pid: SERVERS, 1: STORE}
+            reading = read_cpu()
+            untold = serving(url(port), [], reading)
+            told = serving(url(port), [url(engine_port)], reading)
+        assert untold is not None
+        assert untold.processes == {proxy: SERVERS, engine: SERVERS, store: SERVERS}
+        assert told is not None
+        assert told.processes == {proxy: PROXY, engine: SERVERS, store: STORE}
 
-    @pytest.mark.parametrize("url", ["http://192.0.2.1:80", "http://127.0.0.1:9"])
-    def test_of_another_machine_or_an_unseen_process_nothing_is_known(self, url: str) -> None:
-        assert serving(url, []) is None
+    def test_clients_do_not_serve(self) -> None:
+        with (
+            program("pass") as (engine, port),
+            socket.create_connection(("127.0.0.1", port)),
+        ):
+            found = serving(url(port), [], read_cpu())
+        assert found is not None
+        assert found.processes == {engine: SERVERS}
+
+    @pytest.mark.parametrize("elsewhere", ["http://192.0.2.1:80", "http://127.0.0.1:9"])
+    def test_of_another_machine_or_an_unseen_process_nothing_is_known(self, elsewhere: str) -> None:
+        assert serving(elsewhere, [], read_cpu()) is None
 
 
 @pytest.mark.slow
