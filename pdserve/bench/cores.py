@@ -20,7 +20,7 @@ import psutil
 
 from pdserve.bench.records import CoresUsed
 
-Place = tuple[str, int]
+_Place = tuple[str, int]
 """Address and port."""
 
 ENGINES: Final = "engines"
@@ -152,12 +152,14 @@ def serving(base_url: str, engine_urls: Collection[str], reading: CpuReading) ->
         sockets = _Sockets()
     except (psutil.Error, OSError):
         return None
-    entrance = sockets.listener(base_url)
-    if entrance is None:
-        return None
-    engines = {sockets.listener(url) for url in engine_urls} - {entrance}
-    found = {entrance: PROXY if engines else SERVERS}
-    unseen = deque([entrance])
+    found: dict[int, str] = {}
+    for url in (*engine_urls, base_url):
+        pid = sockets.listener(url)
+        if pid is None:
+            return None
+        found.setdefault(pid, SERVERS if url in engine_urls or not found else PROXY)
+    further = STORE if len(found) > 1 else SERVERS
+    unseen = deque(found)
     while unseen:
         root = unseen.popleft()
         below = [pid for pid in reading.processes if root in _line(pid, reading)]
@@ -165,7 +167,7 @@ def serving(base_url: str, engine_urls: Collection[str], reading: CpuReading) ->
             if pid is None:
                 return None
             if found.keys().isdisjoint(_line(pid, reading)):
-                found[pid] = STORE if engines and pid not in engines else SERVERS
+                found[pid] = further
                 unseen.append(pid)
     return Watched(found, _allowed([os.getpid(), *found]))
 
@@ -174,8 +176,8 @@ class _Sockets:
     """The TCP sockets of this machine, and whose they are."""
 
     def __init__(self) -> None:
-        self._listeners: dict[Place, int | None] = {}
-        self._ends: dict[tuple[Place, Place], int | None] = {}
+        self._listeners: dict[_Place, int | None] = {}
+        self._ends: dict[tuple[_Place, _Place], int | None] = {}
         for each in psutil.net_connections("tcp"):
             if each.status == psutil.CONN_LISTEN:
                 self._listeners[_place(each.laddr)] = each.pid
@@ -206,11 +208,11 @@ class _Sockets:
                 yield taken if taken is not None else next(filter(None, waits_at), None)
 
 
-def _place(address: Any) -> Place:
+def _place(address: Any) -> _Place:
     return address.ip.removeprefix("::ffff:"), address.port
 
 
-def _places(place: Place) -> list[Place]:
+def _places(place: _Place) -> list[_Place]:
     """Where a listener may be bound who is reached there."""
     host, port = place
     return [(host, port), ("0.0.0.0", port), ("::", port)]
