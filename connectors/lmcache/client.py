@@ -17,16 +17,14 @@ import importlib.metadata
 import mmap
 import os
 import time
-import urllib.error
-import urllib.request
 import warnings
 from typing import TYPE_CHECKING, Any, Final
 
-import msgspec
 import numpy as np
 import zmq
 
 from pdserve.config.tiers import LMCACHE_SILENT, LMCACHE_VERSION
+from pdserve.connectors.lmcache.http_side import StoreHttpSide
 from pdserve.connectors.lmcache.slots import Slots
 from pdserve.errors import ConfigError, PdserveError
 
@@ -103,7 +101,7 @@ class StoreClient:
             from lmcache.v1.multiprocess.transport.zmq_impl import create_request_client
 
         self._url = settings.server_url
-        self._http_url = settings.http_url.rstrip("/")
+        self._http = StoreHttpSide(settings.http_url, settings.timeout_s)
         self._timeout_s = settings.timeout_s
         self._layout = layout
         self._engine = engine
@@ -128,6 +126,10 @@ class StoreClient:
             num_physical_slots=1,
         )
         self._context = zmq.Context()
+        # Of a server that is gone nobody takes the messages in. Without these, LMCache's thread
+        # would stand once a thousand wait, and `close` would wait for the last one to be sent.
+        self._context.setsockopt(zmq.SNDHWM, 0)
+        self._context.setsockopt(zmq.LINGER, 0)
         self._client = create_request_client(settings.server_url, context=self._context)
         self._pool: npt.NDArray[np.uint8] = np.empty(0, np.uint8)
         self.chunk_tokens = 0
@@ -167,15 +169,7 @@ class StoreClient:
 
         As `StoreLayout.stages`; nothing is known without the server's HTTP side.
         """
-        if not self._http_url:
-            return []
-        url = f"{self._http_url}/status"
-        try:
-            with urllib.request.urlopen(url, timeout=self._timeout_s) as told:
-                engines = msgspec.json.decode(told.read())["non_cuda_context_meta"].values()
-        except (OSError, msgspec.DecodeError, KeyError):
-            return []
-        found = {self._layout.stages_of(each["model_name"]) for each in engines}
+        found = {self._layout.stages_of(model) for model in self._http.models()}
         return sorted(found - {""})
 
     def close(self, *, is_up: bool) -> None:
@@ -183,7 +177,7 @@ class StoreClient:
         leaving = self._client.unregister_kv_cache_engine_driven_context(self._instance_id)
         leaving.wait(self._timeout_s if is_up else 0.0)
         self._client.close()
-        self._context.destroy(linger=0)
+        self._context.term()
 
     def _map(self, name: str, num_bytes: int) -> npt.NDArray[np.uint8]:
         flag = "kv-transfer-config.lmcache.url"
@@ -283,23 +277,12 @@ class StoreClient:
             if not self._answer(future, "commit_store", deadline_s):
                 raise StoreGoneError(f"the LMCache server at {self._url} has forgotten a save")
 
-    def forget(self, chunks: ChunkRange, units: Sequence[int]) -> bool:
-        """Have chunks deleted in all tiers, so that they can be saved anew; False if it cannot."""
-        if not self._http_url:
-            return False
+    def forget(self, chunks: ChunkRange, units: Sequence[int]) -> None:
+        """Have chunks dropped, so that they can be saved anew, if the server has an HTTP side."""
+        if not self._http.url:
+            return
         keys = self.keys(chunks, self._save_session(chunks))
-        asked = [{**each, "object_group_id": 0} for unit in units for each in keys.encoded(unit)]
-        for tier in ("l1", "l2"):  # without a second one that is refused
-            body = msgspec.json.encode({"keys": asked, "tier": tier})
-            url, headers = f"{self._http_url}/cache/objects", {"Content-Type": "application/json"}
-            request = urllib.request.Request(url, body, headers, method="DELETE")
-            try:
-                urllib.request.urlopen(request, timeout=self._timeout_s).close()
-            except urllib.error.HTTPError as error:
-                error.close()
-            except OSError:
-                return False
-        return True
+        self._http.drop([each for unit in units for each in keys.encoded(unit)])
 
     def end_save(self, chunks: ChunkRange) -> None:
         """Nothing more comes of a save."""
@@ -388,6 +371,7 @@ class PromptKeys:
                 "model_name": each.model_name,
                 "kv_rank": each.kv_rank,
                 "cache_salt": each.cache_salt,
+                "object_group_id": 0,
             }
             for each in ipc_key_to_object_keys(key, hashes, [0])[0]
         ]

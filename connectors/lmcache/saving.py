@@ -87,7 +87,7 @@ class SavingThread(threading.Thread):
         began_s = time.monotonic()
         for bad in save.replaced:
             wrong = msgspec.structs.replace(chunks, first=bad, end=bad + 1)
-            link.count(num_replaced_chunks=link.client.forget(wrong, units))
+            link.client.forget(wrong, units)
         slots = link.client.reserve(chunks, units)
         is_wanted = slots.starts >= 0
         blocks = memory.blocks_of(save.block_ids, chunks)
@@ -102,6 +102,9 @@ class SavingThread(threading.Thread):
         link.count(
             num_saved_chunks=int(is_wanted.sum()),
             num_refused_chunks=int((~is_wanted).sum()),
+            num_replaced_chunks=sum(
+                bool(is_wanted[bad - chunks.first].any()) for bad in save.replaced
+            ),
             saved_bytes=num_bytes,
             save_s=time.monotonic() - began_s,
         )

@@ -12,6 +12,7 @@ from pdserve.errors import ConfigError
 
 _PREFIX: Final = "kv-transfer-config.lmcache"
 _SCHEMES: Final = ("tcp://", "ipc://")
+_HTTP_SCHEMES: Final = ("http://", "https://")
 _SAVES: Final = ("prompt", "all", "off")
 _DEFAULT_URL: Final = f"tcp://{LOOPBACK}:{KV_PORT}"
 
@@ -45,6 +46,9 @@ class LMCacheSettings(msgspec.Struct, frozen=True, kw_only=True):
     def __post_init__(self) -> None:
         if not self.server_url.startswith(_SCHEMES):
             self._refuse("url", f"{self.url!r}: it must begin with {' or '.join(_SCHEMES)}")
+        if self.http_url and not self.http_url.startswith(_HTTP_SCHEMES):
+            told = " or ".join(_HTTP_SCHEMES)
+            self._refuse("http-url", f"{self.http_url!r}: it must begin with {told}")
         if self.save not in _SAVES:
             self._refuse("save", f"{self.save!r}: use one of {', '.join(_SAVES)}")
         for name in ("timeout_s", "heartbeat_s", "max_pending_chunks"):

@@ -53,6 +53,13 @@ def test_engines_look_for_the_store_where_it_listens_if_neither_is_told() -> Non
     assert LMCacheSettings().server_url == f"tcp://127.0.0.1:{port}"
 
 
+def test_a_store_is_reached_by_urls_with_a_scheme() -> None:
+    for name in ("url", "http_url"):
+        flag = f"--kv-transfer-config.lmcache.{name.replace('_', '-')}"
+        with pytest.raises(ConfigError, match=f"{flag} is '127.0.0.1:83': it must begin with"):
+            LMCacheSettings(**{name: "127.0.0.1:83"})
+
+
 def test_settings_of_commands_are_checked_when_they_are_made() -> None:
     for make in (lambda: KvServerConfig(tiers="cpu:no"), lambda: UpConfig(kv_tiers="cpu:no")):
         with pytest.raises(ConfigError, match="has no size"):

@@ -125,7 +125,7 @@ def test_a_local_prefix_is_not_loaded_again_even_if_it_ends_inside_a_chunk(
 def test_wrong_bytes_are_a_miss_that_is_counted_and_replaced(
     make: Callable[..., StoreEngine], lmcache_server: LMCacheServer, expected: list[list[int]]
 ) -> None:
-    engine = make()
+    engine = make(timeout_s=20.0)
     engine.run(LONG)
     for memory, at in bodies(lmcache_server):
         memory[at + 100] ^= 1
