@@ -164,12 +164,11 @@ def test_a_request_that_is_aborted_at_any_moment_leaves_nothing_behind(
     assert_no_locks(lmcache_server)
 
 
-def test_requests_that_are_preempted_write_the_tokens_that_they_write_alone(
-    make: Callable[..., StoreEngine],
+def test_requests_that_are_preempted_write_the_tokens_of_transformers(
+    make: Callable[..., StoreEngine], tiny_model: Path
 ) -> None:
-    prompts = LONG[:60], LONG[20:80]
-    alone = make(save="off")
-    wanted = [alone.run(prompt, num_tokens=60)[0] for prompt in prompts]
+    prompts = [LONG[:60], LONG[20:80]]
+    wanted = greedy_by_transformers(tiny_model, prompts, 60)
     engine = make(num_blocks=10, save="all", max_tokens=200, max_model_len=144)
     assert engine.run(*prompts, num_tokens=60) == wanted
     assert engine.scheduler.stats().num_preemptions > 0

@@ -18,6 +18,7 @@ from pdserve.connectors.handover.scheduler import HandoverScheduler
 from pdserve.connectors.transfer import serving
 from pdserve.scheduler.state import SchedulerState
 from pdserve.scheduler.states import Wait
+from pdserve.scheduler.transfers import Transfers
 from pdserve.wire.request import FinishReason
 
 if TYPE_CHECKING:
@@ -95,4 +96,16 @@ def free_on_abort_while_written() -> Iterator[None]:
         self.stop_waiting(request, Wait.LOAD, now_s)
 
     with mock.patch.object(SchedulerState, "end", end):
+        yield
+
+
+@contextmanager
+def lost_chunks_believed() -> Iterator[None]:
+    """What a store has lost by the time that it is loaded inside a step counts as loaded."""
+    real = Transfers.load_in_step
+
+    def load(self: Transfers, request: Any, failed: Any, now_s: float) -> None:
+        real(self, request, None, now_s)
+
+    with mock.patch.object(Transfers, "load_in_step", load):
         yield

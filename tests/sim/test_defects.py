@@ -12,7 +12,7 @@ from pdserve.connectors.memory.exchange import Exchange
 from tests.connectors import test_lease, test_quorum
 from tests.sim import defects
 from tests.sim.__main__ import simulate
-from tests.sim.scenario import impatient
+from tests.sim.scenario import impatient, with_store
 from tests.sim.world import Broken
 
 if TYPE_CHECKING:
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
     from pdserve.connectors.base import KVConnectorBase
+    from tests.sim.scenario import Scenario
 
 MAX_LIVES = 1000
 
@@ -40,18 +41,22 @@ class Kit(ConnectorConformance):
 
 
 @pytest.mark.parametrize(
-    ("defect", "kinds"),
+    ("defect", "change", "first_seed", "kinds"),
     [
-        (defects.digest_check_off, {Broken.WRONG_TOKEN}),
-        (defects.free_on_abort_while_written, {Broken.WRONG_TOKEN, Broken.REUSED}),
+        (defects.digest_check_off, impatient, 0, {Broken.WRONG_TOKEN}),
+        (defects.free_on_abort_while_written, impatient, 0, {Broken.WRONG_TOKEN, Broken.REUSED}),
+        (defects.lost_chunks_believed, with_store, 15, {Broken.WRONG_TOKEN}),
     ],
     ids=lambda value: getattr(value, "__name__", ""),
 )
 def test_the_simulation_catches(
-    defect: Callable[[], AbstractContextManager[None]], kinds: set[Broken]
+    defect: Callable[[], AbstractContextManager[None]],
+    change: Callable[[Scenario], Scenario],
+    first_seed: int,
+    kinds: set[Broken],
 ) -> None:
     with defect():
-        summary = simulate(MAX_LIVES, seed=0, max_failing=1, change=impatient)
+        summary = simulate(MAX_LIVES, first_seed, max_failing=1, change=change)
     assert summary.failing, "nothing was noticed"
     (violations,) = summary.failing.values()
     assert {kind for kind, _ in violations} & kinds, violations
