@@ -13,7 +13,8 @@ compared is interleaved; ratios are the median of those of the rounds.
   page cache is as warm as it is), over computing it. SmolLM2-135M's shape.
 - `layerwise`: the same, of a prompt whose first half is in memory, over the longer of loading that
   half, and computing the other one behind a local first half.
-- `saves`: tokens per second of a full engine that saves prompts and answers, over one without.
+- `saves`: tokens per second of a full engine that saves prompts and answers, over one without; and
+  the CPU time of a round, of whom, as engine and store share the cores here.
 - `dead`: seconds that the first prompt takes longer when the server has just been killed, and later
   ones, than before with nothing found.
 """
@@ -24,13 +25,16 @@ import argparse
 import json
 import random
 import secrets
+import select
 import statistics
 import tempfile
+import threading
 import time
 import urllib.request
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+import psutil
 import torch
 
 from benchmarks.engine import environment
@@ -63,6 +67,7 @@ if TYPE_CHECKING:
 CHUNK = 256
 COPIED_TOKENS = 4096
 BLOCK_SIZE = 16
+_LOOK_S = 0.1
 GOALS = {
     "copy_over_memcpy": 0.6,
     "ttft_l1_over_computing": 0.15,
@@ -145,9 +150,10 @@ class Core:
         self._outputs.clear()
 
     def _until(self, holds: Callable[[], object]) -> None:
+        """Turn as an engine's process does: when there is news, and else now and then."""
         while not holds():
             self.core.step(self._outputs.extend)
-            time.sleep(0.0002)
+            select.select(self.core.executor.wake_fds, [], [], _LOOK_S)
 
 
 def main() -> None:
@@ -159,12 +165,10 @@ def main() -> None:
     args = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="pdserve-bench-") as name:
         directory = Path(name)
-        (directory / "tier").mkdir()
-        adapter = json.dumps({"type": "fs", "base_path": str(directory / "tier")})
         model = write_model(directory / "m", SMOLLM2_135M)
         result: dict[str, Any] = {"copy": copy(directory / "copy.log", args.rounds)}
         with LMCacheServer(
-            directory / "log", chunk_tokens=CHUNK, l1_size_gb=4, arguments=["--l2-adapter", adapter]
+            directory / "log", chunk_tokens=CHUNK, cpu_bytes=4 << 30, disk=directory / "tier"
         ) as server:
             result |= first_tokens(model, server, args)
             result["saves"] = saves(model, server, args)
@@ -189,8 +193,7 @@ def copy(log: Path, rounds: int) -> dict[str, Any]:
     )
     num_blocks = COPIED_TOKENS // BLOCK_SIZE
     rows = []
-    taken = ["--no-l1-use-lazy"]  # as `pdserve kv-server` has it
-    with LMCacheServer(log, chunk_tokens=CHUNK, l1_size_gb=2, arguments=taken) as server:
+    with LMCacheServer(log, chunk_tokens=CHUNK, cpu_bytes=2 << 30) as server:
         settings = LMCacheSettings(url=server.url, max_pending_chunks=1 << 20)
         engine = Engine(LMCacheConnector(settings=settings), "P", shape=shape, dtype="bfloat16")
         engine.until(lambda: engine.scheduler.store_stats.is_up)
@@ -309,24 +312,58 @@ def first_tokens(model: Path, server: LMCacheServer, args: argparse.Namespace) -
 
 
 def saves(model: Path, server: LMCacheServer, args: argparse.Namespace) -> dict[str, Any]:
-    """Tokens per second with and without."""
+    """Tokens per second with and without, and the CPU time of a round."""
     rng = random.Random(6)
     cores = {save: Core(model, server, args, save=save) for save in ("all", "off")}
     rows: dict[str, list[float]] = {save: [] for save in cores}
+    spent: dict[str, list[Spent]] = {save: [] for save in cores}
     for round_id in range(args.rounds + 1):
-        for save, core in cores.items():
-            found = core.throughput([_prompt(rng, 500) for _ in range(16)], 64)
+        for save in sorted(cores, reverse=bool(round_id % 2)):
+            before = spent_so_far(server)
+            found = cores[save].throughput([_prompt(rng, 500) for _ in range(16)], 64)
             if round_id:  # the first one warms up
                 rows[save].append(found)
+                after = spent_so_far(server)
+                spent[save].append(Spent(*(b - a for a, b in zip(before, after, strict=True))))
     stats = cores["all"].stats
     for core in cores.values():
         core.close()
     return {
         "tok_per_s": {save: _median(found) for save, found in rows.items()},
         "with_over_without": _ratio(rows["all"], rows["off"]),
+        "cpu_s": {
+            save: {name: _median(getattr(each, name) for each in found) for name in Spent._fields}
+            for save, found in spent.items()
+        },
         "saved_mib": stats.saved_bytes >> 20,
+        "saved_units": stats.num_saved_chunks,
         "dropped_chunks": stats.num_dropped_chunks,
     }
+
+
+class Spent(NamedTuple):
+    """CPU time in seconds.
+
+    Attributes:
+        steps: Of the threads that run steps.
+        steps_wait: That these could run and had no core.
+        engine: Of this process.
+        store: Of the store's server.
+    """
+
+    steps: float
+    steps_wait: float
+    engine: float
+    store: float
+
+
+def spent_so_far(server: LMCacheServer) -> Spent:
+    """Since each of them began."""
+    threads = [each.native_id for each in threading.enumerate() if each.name == "steps"]
+    told = [Path(f"/proc/self/task/{each}/schedstat").read_text().split() for each in threads]
+    steps, steps_wait = (sum(int(each[i]) for each in told) / 1e9 for i in (0, 1))
+    store = psutil.Process(server.pid).cpu_times()
+    return Spent(steps, steps_wait, time.process_time(), store.user + store.system)
 
 
 def dead(model: Path, server: LMCacheServer, args: argparse.Namespace) -> dict[str, Any]:

@@ -1,10 +1,10 @@
-"""A real LMCache server on loopback, for tests: its own ports, shared memory and disk tier."""
+"""A real LMCache server on loopback: `pdserve kv-server`, as users run it."""
 
 from __future__ import annotations
 
 import json
 import os
-import secrets
+import re
 import signal
 import socket
 import subprocess
@@ -14,9 +14,12 @@ import urllib.request
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+from pdserve.commands.segments import SHARED_MEMORY, remove_ownerless
 
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+_DISK_SIZE = "8GiB"
 _START_S = 60.0
 
 
@@ -27,13 +30,27 @@ def free_port() -> int:
         return int(listener.getsockname()[1])
 
 
-def _memory_status(status: Any) -> dict[str, Any]:
-    """The part of its status that tells of locks, wherever it is."""
+def segment_of(pid: int) -> Path:
+    """The shared memory of a server that runs."""
+    maps = Path(f"/proc/{pid}/maps").read_text()
+    found = re.search(rf"{SHARED_MEMORY}/\S*pool_pdserve-\w+", maps)
+    assert found is not None, maps
+    return Path(found[0])
+
+
+def memory_status(http_url: str) -> dict[str, Any]:
+    """What a server says of its memory: objects and locks, by LMCache's names."""
+    with urllib.request.urlopen(f"{http_url}/status", timeout=5) as got:
+        return _with_locks(json.loads(got.read()))
+
+
+def _with_locks(status: Any) -> dict[str, Any]:
+    """The part of a status that tells of locks, wherever it is."""
     if isinstance(status, dict) and "read_locked_count" in status:
         return status
     parts = status.values() if isinstance(status, dict) else status
     for part in parts if isinstance(status, dict | list) else ():
-        if isinstance(part, dict | list) and (found := _memory_status(part)):
+        if isinstance(part, dict | list) and (found := _with_locks(part)):
             return found
     return {}
 
@@ -43,11 +60,12 @@ class LMCacheServer:
 
     Args:
         log: Where its output goes.
-        chunk_tokens: `--chunk-size`.
-        arguments: Further ones, as `--l2-adapter`.
+        disk: Folder of its disk tier, if it has one.
+        redis_port: Of its Redis tier, if it has one.
 
     Attributes:
         url, http_url: What engines are told.
+        shm: Its shared memory, once it has started.
     """
 
     def __init__(
@@ -55,43 +73,37 @@ class LMCacheServer:
         log: Path,
         *,
         chunk_tokens: int = 16,
-        l1_size_gb: float = 0.1,
-        arguments: Sequence[str] = (),
+        cpu_bytes: int = 100 << 20,
+        disk: Path | None = None,
+        redis_port: int | None = None,
     ) -> None:
         self._log = log
-        self._port, self._http_port = free_port(), free_port()
-        self._shm_name = f"lmcache_l1_pool_test_{secrets.token_hex(6)}"
+        port, http_port = free_port(), free_port()
+        tiers = f"cpu:{cpu_bytes}"
+        tiers += "" if disk is None else f",disk:{disk}:{_DISK_SIZE}"
+        tiers += "" if redis_port is None else f",redis:redis://127.0.0.1:{redis_port}"
         self._arguments = [
-            *("--host", "127.0.0.1", "--port", str(self._port)),
-            *("--http-host", "127.0.0.1", "--http-port", str(self._http_port)),
-            *("--chunk-size", str(chunk_tokens), "--l1-size-gb", str(l1_size_gb)),
-            *("--eviction-policy", "LRU", "--supported-transfer-mode", "engine_driven"),
-            *("--shm-name", self._shm_name),
-            *arguments,
+            *("--kv-tiers", tiers, "--chunk-size", str(chunk_tokens)),
+            *("--port", str(port), "--http-port", str(http_port)),
         ]
         self._process: subprocess.Popen[bytes] | None = None
-        self.url = f"tcp://127.0.0.1:{self._port}"
-        self.http_url = f"http://127.0.0.1:{self._http_port}"
+        self.url = f"tcp://127.0.0.1:{port}"
+        self.http_url = f"http://127.0.0.1:{http_port}"
+        self.shm = Path()
 
     @property
     def pid(self) -> int:
         assert self._process is not None
         return self._process.pid
 
-    @property
-    def shm(self) -> Path:
-        """Its shared memory."""
-        return Path("/dev/shm") / self._shm_name
-
     def start(self) -> Self:
         """Start it, and return once it answers."""
-        quiet = {"LMCACHE_TRACK_USAGE": "false", "DO_NOT_TRACK": "1", "LMCACHE_LOG_LEVEL": "INFO"}
         with self._log.open("ab") as log:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "lmcache.cli.main", "server", *self._arguments],
+                [sys.executable, "-m", "pdserve", "kv-server", *self._arguments],
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                env={**os.environ, **quiet, "OMP_NUM_THREADS": "1"},
+                env={**os.environ, "OMP_NUM_THREADS": "1"},
                 start_new_session=True,
             )
         deadline_s = time.monotonic() + _START_S
@@ -101,25 +113,20 @@ class LMCacheServer:
                 self.close()
                 raise AssertionError(f"no LMCache server: {self._log.read_text()[-3000:]}")
             time.sleep(0.1)
+        self.shm = segment_of(self.pid)
         return self
 
     def _answers(self) -> bool:
         try:
-            self.ask("/healthcheck")
+            urllib.request.urlopen(f"{self.http_url}/healthcheck", timeout=5).close()
         except OSError:
             return False
         return True
 
-    def ask(self, path: str) -> bytes:
-        """What its HTTP side says."""
-        with urllib.request.urlopen(f"{self.http_url}{path}", timeout=5) as got:
-            answer: bytes = got.read()
-        return answer
-
     def until(self, holds: Callable[[dict[str, Any]], object], timeout_s: float = 10.0) -> None:
         """Wait until something holds of its memory's status."""
         deadline_s = time.monotonic() + timeout_s
-        while not holds(status := _memory_status(json.loads(self.ask("/status")))):
+        while not holds(status := memory_status(self.http_url)):
             assert time.monotonic() < deadline_s, status
             time.sleep(0.02)
 
@@ -134,9 +141,9 @@ class LMCacheServer:
             self._process.wait()
 
     def close(self) -> None:
-        """End it, and remove what it leaves."""
+        """End it, and have removed what it leaves."""
         self.kill()
-        self.shm.unlink(missing_ok=True)
+        remove_ownerless()
 
     def __enter__(self) -> Self:
         return self.start()

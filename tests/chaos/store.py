@@ -19,6 +19,7 @@ from pdserve.commands.segments import SHARED_MEMORY, remove_ownerless
 from tests.chaos.stage import ENGINES, Stage
 from tests.chaos.streams import wait_until
 from tests.cli.process import free_ports
+from tests.lmcache_server import segment_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -49,6 +50,11 @@ class Store:
         return f"tcp://127.0.0.1:{self.port}"
 
     @property
+    def http_url(self) -> str:
+        """Its HTTP side."""
+        return f"http://127.0.0.1:{self.http_port}"
+
+    @property
     def log(self) -> str:
         """All it has said."""
         return self._log.read_text(errors="replace")
@@ -58,6 +64,11 @@ class Store:
         """As long as it runs."""
         assert self._process is not None
         return psutil.Process(self._process.pid)
+
+    @property
+    def segment(self) -> Path:
+        """Its shared memory, as long as it runs."""
+        return segment_of(self.process.pid)
 
     def start(self, *, waits: bool = True) -> None:
         """Start it, and wait until it listens."""
@@ -100,9 +111,7 @@ class Store:
     def _listens(self) -> bool:
         assert self._process is not None
         assert self._process.poll() is None, f"the store ended:\n{self.log}"
-        with suppress(OSError), socket.create_connection(("127.0.0.1", self.port), 1.0):
-            return True
-        return False
+        return listens(self.port)
 
 
 class StoreStage(Stage):
@@ -121,7 +130,7 @@ class StoreStage(Stage):
         prefix = "PDSERVE_KV_TRANSFER_CONFIG_LMCACHE"
         return {
             f"{prefix}_URL": self.store.url,
-            f"{prefix}_HTTP_URL": f"http://127.0.0.1:{self.store.http_port}",
+            f"{prefix}_HTTP_URL": self.store.http_url,
             f"{prefix}_SAVE": "all",
             f"{prefix}_HEARTBEAT_S": "1",
         }
@@ -182,6 +191,13 @@ class StoreStage(Stage):
         self.wait_store(is_up=False)
         self.store.start()
         self.wait_store(is_up=True)
+
+
+def listens(port: int) -> bool:
+    """Whether somebody does, on loopback."""
+    with suppress(OSError), socket.create_connection(("127.0.0.1", port), 1.0):
+        return True
+    return False
 
 
 def segments() -> set[str]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import shutil
 import signal
 import subprocess
@@ -41,10 +40,8 @@ def disk(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory, disk: Path) -> Iterator[LMCacheServer]:
     """One with a tier on disk; tests may end it, and leave it running."""
-    adapter = json.dumps({"type": "fs", "base_path": str(disk)})
     log = tmp_path_factory.mktemp("lmcache") / "server.log"
-    arguments = ["--l2-adapter", adapter]
-    with LMCacheServer(log, chunk_tokens=CHUNK, arguments=arguments) as running:
+    with LMCacheServer(log, chunk_tokens=CHUNK, disk=disk) as running:
         yield running
 
 
@@ -227,16 +224,17 @@ def test_the_latent_of_mla_comes_from_the_store(
 
 
 @contextlib.contextmanager
-def redis() -> Iterator[int]:
-    """A redis-server on loopback that keeps nothing on disk; its port."""
+def redis() -> Iterator[tuple[int, subprocess.Popen[bytes]]]:
+    """A redis-server on loopback that keeps nothing on disk: its port, and its process."""
     program = shutil.which("redis-server")
     assert program is not None, "apt-get install redis-server"
     port = free_port()
     arguments = ["--port", str(port), "--bind", "127.0.0.1", "--save", "", "--appendonly", "no"]
     process = subprocess.Popen([program, *arguments], stdout=subprocess.DEVNULL)
     try:
-        yield port
+        yield port, process
     finally:
+        process.send_signal(signal.SIGCONT)
         process.kill()
         process.wait()
 
@@ -245,17 +243,26 @@ def redis() -> Iterator[int]:
 def test_redis_behind_the_server_keeps_what_its_memory_loses_and_may_hang(
     make: Callable[..., StoreEngine], tmp_path: Path, expected: list[list[int]]
 ) -> None:
-    with redis() as port:
-        adapter = json.dumps({"type": "resp", "host": "127.0.0.1", "port": port})
-        own = LMCacheServer(
-            tmp_path / "log", chunk_tokens=CHUNK, arguments=["--l2-adapter", adapter]
-        )
-        with own:
-            engine = make(at=own, heartbeat_s=0.3)
-            assert engine.run(*PROMPTS) == expected
-            time.sleep(1.0)  # nothing says when the second tier has it
-            restart(own)
-            engine.until(lambda: not engine.stats.is_up)
-            engine.until(lambda: engine.stats.is_up)
-            assert engine.run(*PROMPTS) == expected
-            assert engine.num_external == NUM_CHUNKS * CHUNK
+    with (
+        redis() as (port, process),
+        LMCacheServer(tmp_path / "log", chunk_tokens=CHUNK, redis_port=port) as own,
+    ):
+        engine = make(at=own, heartbeat_s=0.3)
+        assert engine.run(*PROMPTS) == expected
+        time.sleep(1.0)  # nothing says when the second tier has it
+        restart(own)
+        engine.until(lambda: not engine.stats.is_up)
+        engine.until(lambda: engine.stats.is_up)
+        assert engine.run(*PROMPTS) == expected
+        assert engine.num_external == NUM_CHUNKS * CHUNK
+        process.send_signal(signal.SIGSTOP)
+        others = [[5 + each % 300 for each in prompt] for prompt in PROMPTS]
+        engine.run(*others)
+        assert engine.stats.num_late_lookups == len(others)
+        began_s = time.monotonic()
+        engine.run(*([7, *prompt] for prompt in others))
+        assert time.monotonic() - began_s < LATE_S  # only the first ones have waited for so long
+        before = engine.num_external
+        assert engine.run(*PROMPTS) == expected
+        assert engine.num_external == before + NUM_CHUNKS * CHUNK  # from the server's memory
+        assert engine.stats.is_up
