@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from pdserve.bench.records import Outcome, Planned
 
 _READY = re.compile(r"(?:ready url=|Listening on )(http://[^\s(]+)")
-_LINE = re.compile(r"\breq (?P<id>\S+) (?P<rest>\S+ in=.*)")
+_LINE = re.compile(r"\breq (?P<id>\S+) (?P<rest>\S+ status=.*)")
 _TTFT = re.compile(r"ttft=([\d.]+)ms = ([^|]*)")
 _SECOND = re.compile(r"second token \+([\d.]+)ms = ([^|]*)")
 _TERM = re.compile(r"(?P<name>[a-z][a-z ]*?) (?P<ms>[\d.]+)(?: \((?P<parts>[^)]*)\))?(?: \+ |\s*$)")

@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Final, TypeAlias
 
 import pdserve
+from pdserve.commands.announce import tell_failure
 from pdserve.commands.exit_codes import (
     EXIT_CONFIG,
     EXIT_FAILED,
@@ -32,7 +33,14 @@ from pdserve.commands.exit_codes import (
     EXIT_USAGE,
 )
 from pdserve.commands.lifeline import end_with_supervisor
-from pdserve.config.load import Resolved, Table, nearest, resolve, unknown_variables
+from pdserve.config.load import (
+    Resolved,
+    Table,
+    did_you_mean,
+    nearest,
+    resolve,
+    unknown_variables,
+)
 from pdserve.config.schema import Role
 from pdserve.config.setting import Required, Setting, Shorthand, canonical, parse
 from pdserve.config.settings import (
@@ -55,7 +63,6 @@ MODEL_HELP: Final = (
     "a directory in Hugging Face format, a name of the hub, or the word boxed for the model that "
     "comes with pdserve"
 )
-
 
 _WANTED_DESCRIPTORS: Final = 65536
 
@@ -207,6 +214,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     _raise_descriptor_limit()
     arguments = normalise(sys.argv[1:] if argv is None else argv)
     parser = make_parser()
+    _require_command(parser, arguments)
     given = vars(parser.parse_args(arguments))
     name = given.pop("command", None)
     if name is None:
@@ -228,21 +236,33 @@ def main(argv: Sequence[str] | None = None) -> int:
                 f"MODEL is missing: pdserve {name} MODEL, where MODEL is a directory in Hugging "
                 "Face format, or the word boxed for the model that comes with pdserve"
             )
-        for variable in unknown_variables((each.table() for each in COMMANDS), os.environ):
-            print(f"pdserve: warning: {variable} is no setting", file=sys.stderr)
+        others = [each.table() for each in COMMANDS]
+        for unknown in unknown_variables(table, others, os.environ):
+            print(f"pdserve: warning: {unknown}", file=sys.stderr)
         module, function = command.target.split(":")
         run: Callable[[Table, Mapping[str, Resolved]], int] = getattr(
             importlib.import_module(module), function
         )
         return run(table, resolved)
-    except ConfigError as error:
-        print(f"pdserve {name}: {error.message}", file=sys.stderr)
-        return EXIT_CONFIG
     except PdserveError as error:
-        print(f"pdserve {name}: {error.message}", file=sys.stderr)
+        tell_failure(name, error)
+        if isinstance(error, ConfigError):
+            return EXIT_CONFIG
         return EXIT_PEER if isinstance(error, PeerError) else EXIT_FAILED
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
+
+
+def _require_command(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> None:
+    """End with the usage if the first words are no command, and name the nearest that is one."""
+    first, second = (*arguments, "", "")[:2]
+    known = [command.name for command in COMMANDS if command.family == first]
+    words = [first, second] if known else [first]
+    known = known or sorted({command.family or command.name for command in COMMANDS})
+    typed = " ".join(words)
+    if words[-1] and not words[-1].startswith("-") and typed not in known:
+        hint = did_you_mean(typed, known) or "."
+        parser.error(f"there is no command {typed!r}{hint} There are: {', '.join(known)}")
 
 
 def _raise_descriptor_limit() -> None:

@@ -33,7 +33,15 @@ mistake* is an `InternalError`: it ends the engine, with the request's story.
 
 from __future__ import annotations
 
-from typing import ClassVar
+import re
+from typing import ClassVar, Final
+
+_TRACEBACK: Final = re.compile(r"Traceback \(most recent call last\):\n(?: .*\n)+")
+
+
+def without_tracebacks(story: str) -> str:
+    """Return why something ended, without the calls that led there."""
+    return _TRACEBACK.sub("", story).strip()
 
 
 class PdserveError(Exception):
@@ -198,11 +206,18 @@ class KvTransferError(PdserveError):
 
 
 class EngineDeadError(PdserveError):
-    """The engine behind this server has ended; its message says why."""
+    """The engine behind this server has ended.
+
+    Args:
+        story: Why, maybe with tracebacks: those are for the log alone.
+    """
 
     status = 503
     type = "service_unavailable_error"
     code = "engine_dead"
+
+    def __init__(self, story: str) -> None:
+        super().__init__(without_tracebacks(story), detail=story)
 
 
 class NonFiniteLogitsError(PdserveError):

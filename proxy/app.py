@@ -25,6 +25,7 @@ from pdserve.observe.clock import SystemClock
 from pdserve.observe.heap import keep_flat
 from pdserve.observe.log import log_event
 from pdserve.observe.metrics import measure_loop_lag
+from pdserve.observe.stats_log import log_stats
 from pdserve.proxy.admission import AdmissionQueue
 from pdserve.proxy.backends import Backends
 from pdserve.proxy.boundary import Boundary, engine_headers
@@ -39,6 +40,7 @@ from pdserve.proxy.metrics import Metrics
 from pdserve.proxy.registration import Registrations
 from pdserve.proxy.routing import Router
 from pdserve.proxy.services import Services
+from pdserve.proxy.stats_log import ProxyStatsLog
 from pdserve.proxy.status import Status
 from pdserve.wire.finished import FinishedRequests
 from pdserve.wire.hop import PARAMS
@@ -130,6 +132,7 @@ class Proxy:
         )
         self.live = LiveRequests()
         self.recent = FinishedRequests()
+        self.stats_log = ProxyStatsLog(services, self.live, self._clock)
         status = Status(services, self.live)
         self.dashboard = Dashboard(
             services,
@@ -145,6 +148,7 @@ class Proxy:
                 rng or random.SystemRandom(),
                 live=self.live,
                 recent=self.recent,
+                stats_log=self.stats_log,
             ),
             status,
             Debug(services, self._clock, self.live, self.recent),
@@ -152,7 +156,7 @@ class Proxy:
             Registrations(services),
         )
         self._runner: web.AppRunner | None = None
-        self._lag_task: asyncio.Task[None] | None = None
+        self._tasks: list[asyncio.Task[None]] = []
 
     async def start(self) -> str:
         """Check the engines once and accept connections; return the base URL.
@@ -174,7 +178,10 @@ class Proxy:
         except OSError as error:
             await self.stop()
             raise _bind_error(host, port, error) from error
-        self._lag_task = asyncio.create_task(measure_loop_lag(self.metrics.loop_lag, self._clock))
+        self._tasks = [
+            asyncio.create_task(measure_loop_lag(self.metrics.loop_lag, self._clock)),
+            asyncio.create_task(log_stats(self.stats_log.read)),
+        ]
         await self.checks.start()
         bound_port = runner.addresses[0][1]
         return f"http://{f'[{host}]' if ':' in host else host}:{bound_port}"
@@ -202,9 +209,9 @@ class Proxy:
             await self._runner.cleanup()
         await self.dashboard.stop()
         await self.checks.stop()
-        if self._lag_task is not None:
-            self._lag_task.cancel()
-            await asyncio.gather(self._lag_task, return_exceptions=True)
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
         await self._http.close(_RELEASE_TIMEOUT_S)
 
     @property

@@ -104,6 +104,7 @@ class Backend:
         legs: Exchanges in flight.
         is_watched: Its health is being checked.
         is_gone: It was forgotten; what runs there goes on.
+        told_s: Monotonic; when the log last said how it is.
         ahead_s: By how much its host's wall clock is ahead of this one's, at least; 0 where they
             agree as far as can be told.
     """
@@ -125,6 +126,7 @@ class Backend:
     legs: set[Leg] = field(default_factory=set)
     is_watched: bool = False
     is_gone: bool = False
+    told_s: float = float("inf")
     ahead_s: float = 0.0
 
     @property

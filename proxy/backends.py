@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 from pdserve.config.schema import Role
 from pdserve.errors import BadRequestError, HandshakeError
+from pdserve.observe.log import log_event
 from pdserve.proxy.backend import Backend, BreakerState, Health
 from pdserve.proxy.policies import BackendView
 from pdserve.wire.seal import PROTOCOL
@@ -101,8 +102,15 @@ class Backends:
         self._backends[url] = backend
         return backend
 
-    def _forget(self, backend: Backend, why: str) -> None:
-        log.info("engine gone: url=%s role=%s (%s)", backend.url, backend.role.value, why)
+    def _forget(self, backend: Backend, why: str, *, level: int = logging.INFO) -> None:
+        log_event(
+            log,
+            "engine gone",
+            level=level,
+            url=backend.url,
+            role=backend.role.value,
+            reason=why,
+        )
         del self._backends[backend.url]
         backend.is_gone = True
         self._breakers.forget_pairs(backend.url)
@@ -146,7 +154,7 @@ class Backends:
         backend = self._backends.get(url)
         if backend is None:
             backend = self._add(url, role, is_static=False)
-            log.info("engine registered: url=%s role=%s", url, backend.role.value)
+            log_event(log, "engine registered", url=url, role=backend.role.value)
         elif not backend.is_static:
             backend.role = role
         self._gone_s[backend.role] = float("-inf")
@@ -161,7 +169,7 @@ class Backends:
         """Forget an engine whose lease ran out; harmless if it did not, or the engine is gone."""
         if backend.is_gone or self._clock.monotonic_s() <= backend.lease_end_s:
             return
-        self._forget(backend, "its lease ran out")
+        self._forget(backend, "its lease ran out", level=logging.WARNING)
         if backend.role is Role.PREFILL:
             self._prefill_lost_s = self._clock.monotonic_s()
 
@@ -203,13 +211,14 @@ class Backends:
                 assert other.info is not None
                 if other.info.layout_digest != engine.layout_digest:
                     is_other_revision = _is_same_model(engine, other.info)
-                    log.log(
-                        logging.WARNING if is_other_revision else logging.ERROR,
-                        "requests will not be split between these two: %s",
-                        _cannot_exchange(backend.url, engine, other.url, other.info),
+                    log_event(
+                        log,
+                        "requests will not be split between two engines",
+                        level=logging.WARNING if is_other_revision else logging.ERROR,
+                        reason=_cannot_exchange(backend.url, engine, other.url, other.info),
                     )
         if former is not None and former.incarnation != engine.incarnation:
-            log.info("engine restarted: url=%s engine=%s", backend.url, engine.engine_id)
+            log_event(log, "engine restarted", url=backend.url, engine=engine.engine_id)
             self._breakers.renew(backend)
             backend.models = []
             backend.lose_legs()

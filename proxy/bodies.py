@@ -35,6 +35,9 @@ UNREADABLE = (msgspec.MsgspecError, ValueError, RecursionError)
 _STAGES = f'"{STAGES}"'.encode()
 """As it stands in JSON: what is without it is not decoded."""
 
+MAX_MODEL_CHARS = 256
+"""Of the name that a client gives, in logs."""
+
 Fields = dict[str, msgspec.Raw]
 
 
@@ -62,7 +65,9 @@ class ClientBody:
     def __init__(self, raw: bytes, *, created: int, fallback_seed: int) -> None:
         try:
             self._fields: Fields = msgspec.json.decode(raw, type=Fields)
-            stream, seed = (_value(self._fields.get(name)) for name in ("stream", "seed"))
+            stream, seed, model = (
+                _value(self._fields.get(name)) for name in ("stream", "seed", "model")
+            )
             self.stream = stream is True
             self._is_pushable = self._looks_pushable()
         except RecursionError:
@@ -73,6 +78,7 @@ class ClientBody:
             ) from None
         self._cached_tokens: list[int] | None = None
         self.num_bytes = len(raw)
+        self.model = model[:MAX_MODEL_CHARS] if isinstance(model, str) else ""
         self.created = created
         self.seed = seed if isinstance(seed, int) else fallback_seed
 

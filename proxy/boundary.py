@@ -16,7 +16,9 @@ from aiohttp import hdrs, web
 
 from pdserve.errors import PdserveError
 from pdserve.http.access import Access
-from pdserve.http.answers import error_answer, refusal_of
+from pdserve.http.answers import IS_TOLD, error_answer, is_work, refusal_of
+from pdserve.observe.log import log_event
+from pdserve.observe.request_log import log_refusal
 from pdserve.proxy.errors import ClientGoneError
 from pdserve.wire.hop import REQUEST_ID_HEADER
 
@@ -56,13 +58,20 @@ class Boundary:
             self._access.check(request)
             response = await handler(request)
         except PdserveError as error:
-            response = error_answer(error)
+            response = _refuse(request, error)
         except web.HTTPException as error:
-            response = error_answer(refusal_of(error, request))
+            response = _refuse(request, refusal_of(error, request))
         except ClientGoneError:
             response = web.Response(status=499)  # written to nobody
-        except Exception:
-            log.exception("request failed: request=%s path=%s", request_id, request.path)
+        except Exception as error:  # noqa: BLE001 - the top of a request: the proxy goes on
+            log_event(
+                log,
+                "request failed",
+                level=logging.ERROR,
+                exc_info=error,
+                request=request_id,
+                endpoint=request.path,
+            )
             failed = "the proxy failed; its log says why, under this request's id"
             response = error_answer(PdserveError(failed))
         finally:
@@ -70,6 +79,13 @@ class Boundary:
         if not response.prepared:
             response.headers[REQUEST_ID_HEADER] = request_id
         return response
+
+
+def _refuse(request: web.Request, error: PdserveError) -> web.Response:
+    """Answer with an error; a request to the API that has no line yet gets one."""
+    if is_work(request) and IS_TOLD not in request:
+        log_refusal(request[REQUEST_ID_KEY], request.path, error)
+    return error_answer(error)
 
 
 def engine_headers(keys: Sequence[str], client: Mapping[str, str]) -> dict[str, str]:

@@ -32,6 +32,8 @@ log = logging.getLogger(__name__)
 _MAX_SKEW_S = 1.0
 _SOON_S = 0.2
 _STOPPED_S = 1.0
+_REMIND_S = 60.0
+"""How often it is said again that an engine is away."""
 LOOK_AGAIN_S = 0.25
 """How long an engine that is looked at out of turn may take to say that it is ready."""
 
@@ -95,8 +97,8 @@ class HealthChecks:
                 return
             try:
                 await self.check(backend)
-            except Exception:
-                log.exception("health check failed: url=%s", backend.url)
+            except Exception as error:  # noqa: BLE001 - the top of a loop that must go on
+                _tell_failure(backend.url, error)
             delay_s = self._interval_s(backend)
 
     def _interval_s(self, backend: Backend) -> float:
@@ -126,7 +128,7 @@ class HealthChecks:
     def _looked(self, url: str, look: asyncio.Task[None]) -> None:
         del self._looks[url]
         if not look.cancelled() and (error := look.exception()) is not None:
-            log.error("health check failed: url=%s", url, exc_info=error)
+            _tell_failure(url, error)
 
     async def check(self, backend: Backend) -> None:
         """Ask an engine how it is."""
@@ -148,14 +150,35 @@ class HealthChecks:
             else:
                 backend.health = Health.NOT_READY
                 backend.reason = f"/readyz answers {status}: {body[:200].decode(errors='replace')}"
+        self._tell(backend, before)
+
+    def _tell(self, backend: Backend, before: Health) -> None:
+        """Log a change of health, and at intervals that an engine is still away.
+
+        That it is away before it was ever seen is no fault for a while: any start order works. A
+        proxy without a single engine that is ready is one for somebody to look at now.
+        """
+        now_s = self._clock.monotonic_s()
+        is_ready = backend.health is Health.READY
+        level = logging.INFO
         if backend.health is not before:
-            log.info(
-                "engine %s: url=%s role=%s %s",
-                backend.health.value,
-                backend.url,
-                backend.role.value,
-                backend.reason,
-            )
+            backend.told_s = now_s
+            if before is Health.READY:
+                is_last = all(each.health is not Health.READY for each in self._backends)
+                level = logging.ERROR if is_last else logging.WARNING
+        elif is_ready or now_s < backend.told_s + _REMIND_S:
+            return
+        else:
+            backend.told_s = now_s
+            level = logging.WARNING
+        log_event(
+            log,
+            f"engine {backend.health.value.replace('_', ' ')}",
+            level=level,
+            url=backend.url,
+            role=backend.role.value,
+            reason=backend.reason or None,
+        )
 
     def _note_failed_check(
         self, backend: Backend, failure: WorkerError, reads: Mapping[Leg, int]
@@ -229,3 +252,7 @@ class HealthChecks:
 
     async def _get(self, backend: Backend, path: str, timeout_s: float) -> tuple[int, bytes]:
         return await self._http.get_json(f"{backend.url}{path}", timeout_s, self._headers)
+
+
+def _tell_failure(url: str, error: BaseException) -> None:
+    log_event(log, "health check failed", level=logging.ERROR, exc_info=error, url=url)

@@ -19,6 +19,7 @@ import msgspec
 
 from pdserve.errors import DeadlineError
 from pdserve.http.control import proof_headers
+from pdserve.observe.log import log_event
 from pdserve.proxy.errors import RefusedError, WorkerError, failure_in
 from pdserve.proxy.reading import SharedReader
 from pdserve.proxy.relay import MAX_EVENT_BYTES, SseParser
@@ -72,7 +73,7 @@ class BackgroundTasks:
     def _ended(self, task: asyncio.Task[Any]) -> None:
         self._tasks.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
-            log.error("a background task failed", exc_info=error)
+            log_event(log, "background task failed", level=logging.ERROR, exc_info=error)
 
     async def join(self, timeout_s: float) -> None:
         """Wait until all have ended; those that have not by then are cancelled."""
@@ -200,6 +201,7 @@ class EngineHttp:
             "Content-Type": "application/json",
             **proof_headers(self._secret, "POST", RELEASE_PATH, body),
         }
+        tell = partial(log_event, log, level=logging.WARNING, engine=prefill_url, nonce=nonce)
         failure: object = None
         for attempt in range(RELEASE_TRIES):
             try:
@@ -209,11 +211,7 @@ class EngineHttp:
                     ) as response:
                         if response.status < 500:
                             if response.status >= 400:
-                                log.error(
-                                    "release refused: engine=%s status=%d",
-                                    prefill_url,
-                                    response.status,
-                                )
+                                tell("release refused", status=response.status)
                             return True
                         failure = response.status
             except aiohttp.ClientConnectorError:
@@ -221,7 +219,7 @@ class EngineHttp:
             except _FAILURES as error:
                 failure = error
             await asyncio.sleep(0.05 * 2**attempt)
-        log.warning("leases left to expire: engine=%s nonce=%s (%s)", prefill_url, nonce, failure)
+        tell("lease left to expire", reason=str(failure))
         return False
 
     async def close(self, timeout_s: float) -> None:

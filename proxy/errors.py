@@ -145,12 +145,16 @@ class RefusedError(Exception):
     Args:
         body: The engine's answer, in OpenAI's shape whatever the engine sent.
         retry_after: The engine's Retry-After header, if it sent one.
+
+    Attributes:
+        code: What the engine calls it.
     """
 
     def __init__(self, status: int, body: bytes, retry_after: str | None = None) -> None:
         super().__init__(f"engine answered {status}")
         self.status = status
         self.body = openai_shaped(status, body)
+        self.code = str(_error_of(self.body).get("code") or status)
         self.retry_after = retry_after
 
 

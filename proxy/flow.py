@@ -41,6 +41,7 @@ from typing import TYPE_CHECKING
 from aiohttp import web
 
 from pdserve.errors import DeadlineError, PdserveError, UnavailableError
+from pdserve.observe.request_log import outcome_of
 from pdserve.proxy.backend import Health
 from pdserve.proxy.errors import BudgetSpentError, RefusedError, WorkerError
 from pdserve.proxy.handoff import Handoff
@@ -93,10 +94,10 @@ class Flow:
             async with asyncio.timeout_at(self._legs.until_s), self._services.admission.place():
                 self._story.admitted()
                 response = await self._serve()
-                self.outcome = "ok"
+                self.outcome, self._story.reason = "ok", ""
                 return response
         except RefusedError as refusal:
-            self.outcome = "client_error"
+            self.outcome, self._story.reason = outcome_of(refusal.status), refusal.code
             return await self._delivery.refuse(refusal)
         except TimeoutError:
             limit_s = self._config.request_timeout_s
@@ -372,7 +373,9 @@ class Flow:
         self._story.tell(f"{decision}: {reason}")
 
     async def _fail(self, error: PdserveError) -> web.StreamResponse:
-        self.outcome = "shed" if error.status in {429, 503} else "error"
+        has_begun = self._delivery.has_begun
+        self.outcome = "error" if has_begun else outcome_of(error.status)
+        self._story.reason = error.error_code
         self._story.tell(f"{error.error_code}: {error.detail}")
         return await self._delivery.fail(error)
 

@@ -6,7 +6,6 @@ Reads a request and accounts for how it ended; `flow` serves it.
 from __future__ import annotations
 
 import asyncio
-import logging
 from typing import TYPE_CHECKING
 
 from aiohttp import hdrs, web
@@ -14,10 +13,11 @@ from aiohttp import hdrs, web
 from pdserve.errors import (
     DeadlineError,
     InternalError,
-    OverloadedError,
     PdserveError,
     ShuttingDownError,
 )
+from pdserve.http.answers import IS_TOLD
+from pdserve.observe.request_log import CLIENT_LEFT, log_request, outcome_of
 from pdserve.proxy.bodies import ClientBody
 from pdserve.proxy.boundary import REQUEST_ID_KEY, engine_headers
 from pdserve.proxy.delivery import Delivery
@@ -35,9 +35,8 @@ if TYPE_CHECKING:
     from pdserve.proxy.backend import Backend
     from pdserve.proxy.live import LiveRequests
     from pdserve.proxy.services import Services
+    from pdserve.proxy.stats_log import ProxyStatsLog
     from pdserve.wire.finished import FinishedRequests
-
-log = logging.getLogger(__name__)
 
 
 class Generation:
@@ -46,6 +45,7 @@ class Generation:
     Args:
         rng: Draws the seeds of requests that bring none.
         live: Holds each request while it runs; `recent` has it afterwards.
+        stats_log: Told of each that has ended.
     """
 
     def __init__(
@@ -56,6 +56,7 @@ class Generation:
         *,
         live: LiveRequests,
         recent: FinishedRequests,
+        stats_log: ProxyStatsLog,
     ) -> None:
         self._services = services
         self._config = services.config
@@ -64,6 +65,7 @@ class Generation:
         self._rng = rng
         self._live = live
         self._recent = recent
+        self._stats_log = stats_log
 
     def routes(self) -> list[web.RouteDef]:
         """Its paths."""
@@ -76,6 +78,7 @@ class Generation:
 
     async def _generate(self, request: web.Request) -> web.StreamResponse:
         story = Story(request[REQUEST_ID_KEY], request.path, self._clock)
+        request[IS_TOLD] = True
         limit_s = self._config.request_timeout_s
         until_s = asyncio.get_running_loop().time() + limit_s
         with self._live.hold(story):
@@ -91,20 +94,8 @@ class Generation:
         """
         outcome = "error"
         try:
-            if self._live.is_closed:
-                outcome = "shed"
-                raise ShuttingDownError("this proxy")
-            try:
-                self._services.admission.require_room()
-                body = ClientBody(
-                    await self._body_of(request, until_s),
-                    created=int(self._clock.wall_s()),
-                    fallback_seed=self._rng.getrandbits(48),
-                )
-            except PdserveError as error:
-                outcome = "shed" if isinstance(error, OverloadedError) else "client_error"
-                raise
-            story.streamed = body.stream
+            body = await self._body_of(request, until_s)
+            story.streamed, story.model = body.stream, body.model
             legs = Legs(
                 self._services,
                 body,
@@ -120,21 +111,48 @@ class Generation:
             )
             flow = Flow(self._services, legs)
             response = await flow.run()
-            outcome = flow.outcome
+            outcome, story.status = flow.outcome, response.status
             return response
+        except PdserveError as error:  # before any engine was asked
+            outcome = "shed" if outcome_of(error.status) == "shed" else "client_error"
+            story.status, story.reason = error.status, error.error_code
+            raise
         except (ClientGoneError, asyncio.CancelledError):
-            outcome = "disconnected"
+            outcome, story.status, story.reason = "disconnected", CLIENT_LEFT, "client_left"
             self._metrics.disconnects.labels(story.stage.value).inc()
             raise
         finally:
             self._metrics.requests.labels(outcome).inc()
             if outcome == "ok":
                 self._metrics.observe(story)
+            story.model = story.model or self._model_of(story)
             ended = finished(story, outcome, seq=self._recent.next_seq)
             self._recent.add(ended)
-            log.info("%s", ended.line)
+            self._stats_log.add(ended)
+            log_request(ended)
 
-    async def _body_of(self, request: web.Request, until_s: float) -> bytes:
+    def _model_of(self, story: Story) -> str:
+        """What serves a request whose client named no model; empty if nobody was asked."""
+        engine = self._services.backends.get(story.decode_url or story.prefill_url)
+        return engine.info.model if engine is not None and engine.info is not None else ""
+
+    async def _body_of(self, request: web.Request, until_s: float) -> ClientBody:
+        """Read a request, if it may be served.
+
+        Raises:
+            ShuttingDownError, OverloadedError: Nothing more is taken, or not now.
+            PdserveError: It cannot be read.
+        """
+        if self._live.is_closed:
+            raise ShuttingDownError("this proxy")
+        self._services.admission.require_room()
+        return ClientBody(
+            await self._bytes_of(request, until_s),
+            created=int(self._clock.wall_s()),
+            fallback_seed=self._rng.getrandbits(48),
+        )
+
+    async def _bytes_of(self, request: web.Request, until_s: float) -> bytes:
         """Read a body.
 
         Raises:
@@ -154,7 +172,7 @@ class Generation:
         """Ask any engine, within the time that a request may take."""
         limit_s = self._config.request_timeout_s
         until_s = asyncio.get_running_loop().time() + limit_s
-        body = await self._body_of(request, until_s)
+        body = await self._bytes_of(request, until_s)
         try:
             async with asyncio.timeout_at(until_s):
                 return await self._answer_of_any(request, body)

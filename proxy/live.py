@@ -10,6 +10,7 @@ import asyncio
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
+from pdserve.observe.request_log import with_line
 from pdserve.wire.finished import Finished, Told
 
 if TYPE_CHECKING:
@@ -19,7 +20,6 @@ if TYPE_CHECKING:
 
 MAX_EVENTS = 48
 MAX_EVENT_CHARS = 200
-MAX_LINE_CHARS = 2000
 MAX_BYTES_EACH = 64 << 10
 """Above what the limits before add up to, with every character escaped."""
 
@@ -69,12 +69,16 @@ def finished(story: Story, outcome: str, *, seq: int) -> Finished:
         "first_token": story.first_token_s,
         "second_token": story.second_token_s,
     }
-    stages = story.decode_stages
-    return Finished(
+    stages, first_stages = story.decode_stages, story.prefill_stages or story.decode_stages
+    ended = Finished(
         seq=seq,
         request_id=story.request_id,
         outcome=outcome,
+        status=story.status,
+        reason=story.reason,
+        stage="" if outcome == "ok" else story.stage.value,
         path=story.path,
+        model=story.model,
         mode=story.mode.value,
         streamed=story.streamed,
         arrived_wall_s=round(story.clock.wall_s() - (now_s - story.arrived_s), 6),
@@ -89,10 +93,13 @@ def finished(story: Story, outcome: str, *, seq: int) -> Finished:
         num_gaps=len(gaps),
         kv_mode=story.kv_mode.value if story.kv_mode is not None else None,
         kv_bytes=stages.kv_bytes if stages is not None else 0,
+        kv_path=story.kv_path,
         rungs=[rung.value for rung, _ in story.rungs],
         rung_reasons=[reason for _, reason in story.rungs],
         prompt_tokens=story.num_prompt_tokens
         or (story.prefill_stages.prompt_tokens if story.prefill_stages is not None else 0),
+        cached_tokens=first_stages.cached_tokens if first_stages is not None else 0,
+        store_tokens=first_stages.store_tokens if first_stages is not None else 0,
         output_tokens=story.num_output_tokens,
         prefill=story.prefill_url,
         decode=story.decode_url,
@@ -101,12 +108,12 @@ def finished(story: Story, outcome: str, *, seq: int) -> Finished:
             for name, at_s in times.items()
             if at_s is not None
         },
-        line=story.line(outcome)[:MAX_LINE_CHARS],
         story=[
             Told(at_ms=round(at_s * 1e3, 3), event=text[:MAX_EVENT_CHARS])
             for at_s, text in story.events[-MAX_EVENTS:]
         ],
     )
+    return with_line(ended, story.times())
 
 
 def _ms(terms: dict[str, float]) -> dict[str, float]:

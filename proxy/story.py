@@ -4,15 +4,16 @@ The first token comes from the prefill engine and the second from the decode eng
 line has two sums: what the first token waited for, and what the second one did. Each closes
 with a measured remainder, so that its terms add up to what the client saw:
 
-    req 3f2a ok in=512 out=64 ttft=33.2ms = proxy 0.5 + queue 0.4 + prefill 31.9 + relay 0.4
+    req 3f2a ok status=200 endpoint=/v1/completions path=pull model=m in=512 cached=0 out=64
+    total=412.0ms ttft=33.2ms = proxy 0.5 + queue 0.4 + prefill 31.9 + relay 0.4
     | second token +12.1ms = kv 6.3 (8.4 MB, 1.3 GB/s) + handover 2.2 + first step 3.6
     | itl p50 6.1 max 9.8
 
 A push has no KV left to move when the first token comes but the last of it: what was moved before
 is no part of the second token's wait (`kv 1.0 (of 6.3, ...)` took 6.3 from P's last computed chunk
-on). At its end the line says how the KV came (`kv by push`), what a store had of the prompt (`kv
-from store 3072 of 4096, 2.1 GB/s`) and, if something failed, which rungs of the ladder were taken
-and why (`ladder other_decode(dropped),local(decode_failed)`).
+on). At its end the line says why KV was pulled that might have been pushed (`no push: failed`),
+what a store had of the prompt (`kv from store 3072 of 4096, 2.1 GB/s`) and, if something failed,
+which rungs of the ladder were taken and why (`ladder other_decode(dropped),local(decode_failed)`).
 
 `proxy` is this process before it asks an engine, the wait for a place, and for an engine that can
 be asked, apart (`admission`);
@@ -33,7 +34,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from pdserve.observe.log import StoredKV, moved
+from pdserve.observe.request_log import StoredKV, kv_path, moved
 from pdserve.wire.transfer import KVMode
 
 if TYPE_CHECKING:
@@ -138,6 +139,9 @@ class Story:
     """The record of one request. Times are monotonic seconds of `clock`.
 
     Attributes:
+        model: As its client called it; else, in the end, what serves it.
+        status: Of the answer.
+        reason: The code of the error that it ended with; empty if it ended well.
         queued_s, admitted_s: It asked for a place, and got one, and somebody could serve it.
         first_leg_s: The first leg was sent to an engine.
         leg_s: The leg that gave the first token was sent.
@@ -161,6 +165,9 @@ class Story:
     stage: Stage = Stage.QUEUED
     mode: Mode = Mode.LOCAL
     streamed: bool = False
+    model: str = ""
+    status: int = 500
+    reason: str = "internal_error"
     queued_s: float | None = None
     admitted_s: float | None = None
     first_leg_s: float | None = None
@@ -317,37 +324,39 @@ class Story:
         step = f" (step {stages.step_wait_s * 1e3:.1f})" if stages.step_wait_s >= 5e-5 else ""
         return {"kv": f" ({kv})", "handover": step}
 
-    def line(self, outcome: str) -> str:
-        """Return the log line."""
-        counted = self.prefill_stages.prompt_tokens if self.prefill_stages is not None else 0
-        tokens_in = self.num_prompt_tokens or counted or "?"
-        parts = [
-            f"req {self.request_id} {outcome} in={tokens_in} out={self.num_output_tokens}",
-        ]
+    @property
+    def kv_path(self) -> str:
+        """How the KV came; see `Finished`."""
+        stages = self.prefill_stages or self.decode_stages
+        has_store = stages is not None and stages.store_tokens > 0
+        if self.mode is Mode.DISAGGREGATED:
+            return kv_path(self.kv_mode.value if self.kv_mode else "", has_store=has_store)
+        return kv_path("local" if self.decode_url else "", has_store=has_store)
+
+    def times(self) -> str:
+        """Return where the time went: how the log line ends."""
+        told = ""
         if terms := self.ttft_terms():
             name = "ttft" if self.streamed else "first token"
-            parts[0] += f" {name}={_sum(terms, 'relay', always=('proxy', 'relay'))}"
+            told = f" {name}={_sum(terms, 'relay', always=('proxy', 'relay'))}"
+        parts = []
         if terms := self.second_token_terms():
             always = ("kv", "handover", "first_step")
             total = _sum(terms, "handover", always=always, after=self._parts_of(terms))
             parts.append(f"second token +{total}")
         if gaps := self.token_gaps:
             parts.append(f"itl p50 {gaps.median_s * 1e3:.1f} max {gaps.max_s * 1e3:.1f}")
-        if self.kv_mode is not None:
-            why = "" if self.not_pushed is None else f" (no push: {self.not_pushed.value})"
-            parts.append(f"kv by {self.kv_mode.value}{why}")
+        if self.not_pushed is not None:
+            parts.append(f"no push: {self.not_pushed.value}")
         stages = self.prefill_stages or self.decode_stages
         if stages is not None:
             stored = StoredKV(stages.store_tokens, stages.store_bytes, stages.store_s)
-            if told := stored.of(self.num_prompt_tokens or stages.prompt_tokens):
-                parts.append(told)
+            if words := stored.of(self.num_prompt_tokens or stages.prompt_tokens):
+                parts.append(words)
         if self.rungs:
             rungs = ",".join(f"{rung.value}({reason})" for rung, reason in self.rungs)
             parts.append(f"ladder {rungs}")
-        if not self.streamed:
-            total_s = self.clock.monotonic_s() - self.arrived_s
-            parts.append(f"total {total_s * 1e3:.1f}ms")
-        return " | ".join(parts)
+        return told + "".join(f" | {part}" for part in parts)
 
     def as_json(self) -> dict[str, object]:
         """Return what `/debug/requests` shows."""

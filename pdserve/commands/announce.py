@@ -1,20 +1,25 @@
-"""What a command says when it starts: its settings, once, and how to call further ones."""
+"""What a command says when it starts and when it fails, and how to call further ones."""
 
 from __future__ import annotations
 
 import enum
+import logging
 import shlex
 import shutil
 import sys
-import textwrap
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Final
 
 import pdserve
 from pdserve.config.load import Resolved, Source
+from pdserve.errors import PdserveError
+from pdserve.observe.log import LogEvent
 
-_WIDTH: Final = 100
+START: Final = "pdserve.start"
+"""Logger of how a command starts, and why it ends."""
+_log = logging.getLogger(START)
+
 _SECRET: Final = ("secret", "api-key", "operator-key")
 
 
@@ -37,22 +42,32 @@ def program() -> str:
     return shlex.quote(str(called))
 
 
-def settings_text(command: str, resolved: Mapping[str, Resolved]) -> str:
-    """Return a command's settings: those somebody gave, then the defaults but the empty ones."""
-    defaults = " ".join(
-        f"{flag}={_shown(flag, item.value)}"
+def log_start(command: str, resolved: Mapping[str, Resolved]) -> None:
+    """Log that a command starts, with each setting that somebody gave, and who did."""
+    given = {
+        flag: {"value": _shown(flag, item.value), "from": _origin(item)}
         for flag, item in resolved.items()
-        if item.source is Source.DEFAULT and item.value not in ("", ())
-    )
-    lines = textwrap.wrap(
-        f"defaults: {defaults}",
-        width=_WIDTH,
-        initial_indent="  ",
-        subsequent_indent="    ",
-        break_long_words=False,
-        break_on_hyphens=False,
-    )
-    return "\n".join([title(command), *given_lines(resolved), *lines])
+        if item.source is not Source.DEFAULT
+    }
+    words = [f"{flag} = {each['value']} ({each['from']})" for flag, each in given.items()]
+    rest = "all else at its default" if given else "all at its default"
+    fields = {"command": command, "version": pdserve.__version__, "settings": given}
+    text = f"{title(command)}: {', '.join([*words, rest])}"
+    _log.info(LogEvent("start", fields, text))
+
+
+def tell_failure(command: str, error: PdserveError) -> None:
+    """Say once why a command ends: in its log, if it has one, else on stderr alone."""
+    if not logging.getLogger("pdserve").handlers:
+        print(f"pdserve {command}: {error.message}", file=sys.stderr)
+        return
+    is_long = error.detail != error.message
+    fields = {
+        "command": command,
+        "reason": error.message,
+        "exception": error.detail if is_long else None,
+    }
+    _log.error(LogEvent("failed", fields, f"pdserve {command}: {error.detail}"))
 
 
 def given_lines(resolved: Mapping[str, Resolved]) -> list[str]:

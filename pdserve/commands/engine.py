@@ -6,11 +6,11 @@ import asyncio
 import logging
 import time
 from collections.abc import Mapping
-from typing import assert_never
+from typing import TYPE_CHECKING
 
 import msgspec
 
-from pdserve.commands.announce import program, settings_text
+from pdserve.commands.announce import START, program
 from pdserve.commands.model_directory import model_directory
 from pdserve.commands.running import exit_code, require_free, start_logging
 from pdserve.config.connectors import check_settings
@@ -18,6 +18,10 @@ from pdserve.config.http import ServerConfig
 from pdserve.config.load import Resolved, Table, build
 from pdserve.config.schema import EngineConfig, Role
 from pdserve.errors import EngineDeadError
+from pdserve.observe.log import log_event
+
+if TYPE_CHECKING:
+    from pdserve.wire.request import EngineInfo
 
 log = logging.getLogger("pdserve.engine")
 
@@ -42,13 +46,12 @@ def run_serve(table: Table, resolved: Mapping[str, Resolved]) -> int:
 
 
 def _run(role: Role, table: Table, resolved: Mapping[str, Resolved]) -> int:
+    start_logging(_COMMAND[role], table, resolved)
     engine = engine_config(role, table, resolved)
     server = build("server", ServerConfig, table, resolved)
     engine.transfer.require_secret("host", server.host)
     if server.port:
         require_free(server.host, server.port, flag="port")
-    print(settings_text(_COMMAND[role], resolved), flush=True)
-    start_logging(table, resolved)
     return asyncio.run(_serve(engine, server))
 
 
@@ -81,7 +84,7 @@ async def _serve(engine: EngineConfig, server: ServerConfig) -> int:
             client,
             engine_config=engine,
             server_config=server,
-            on_ready=lambda url: print(_next_steps(engine, server, url), flush=True),
+            on_ready=lambda url: _tell_ready(engine, server, client.info, url),
         )
     except EngineDeadError:
         if client.info is None:
@@ -109,15 +112,28 @@ class _Progress:
         log.info("%s", text)
 
 
-def _next_steps(engine: EngineConfig, server: ServerConfig, url: str) -> str:
-    match engine.role:
-        case Role.BOTH:
-            return f"Ready: OpenAI's API on {url} ({url}/metrics)"
-        case Role.PREFILL | Role.DECODE:
-            role = engine.role.value
-            ready = f"Ready: {role} engine on {url} ({url}/metrics)."
-            if server.proxy_urls:
-                return f"{ready} Its users talk to {', '.join(server.proxy_urls)}"
-            return f"{ready} Its users talk to a proxy:\n  {program()} proxy --{role} {url} ..."
-        case _:
-            assert_never(engine.role)
+def _tell_ready(
+    engine: EngineConfig, server: ServerConfig, info: EngineInfo | None, url: str
+) -> None:
+    """Log what there is now, and, of an engine of a pair that no proxy knows, what it lacks."""
+    assert info is not None
+    start = logging.getLogger(START)
+    num_tokens = info.num_blocks * info.block_size
+    log_event(
+        start,
+        "ready",
+        url=url,
+        role=info.role,
+        model=info.model,
+        dtype=info.dtype,
+        max_model_len=info.max_model_len,
+        kv_tokens=num_tokens,
+        max_concurrency=round(num_tokens / info.max_model_len, 2),
+        proxy=",".join(server.proxy_urls) or None,
+    )
+    if engine.role is not Role.BOTH and not server.proxy_urls:
+        log_event(
+            start,
+            "its users talk to a proxy, and it was told of none",
+            start=f"{program()} proxy --{engine.role.value} {url} ...",
+        )

@@ -21,7 +21,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
-from pdserve.commands.announce import settings_text
+from pdserve.commands.announce import given_lines, title
 from pdserve.commands.exit_codes import EXIT_CONFIG, EXIT_DONE
 from pdserve.commands.findings import Grade
 from pdserve.commands.running import require_free
@@ -60,7 +60,7 @@ def run(table: Table, resolved: Mapping[str, Resolved]) -> int:
             raise ConfigError(f"{finding.text}; {finding.remedy}", param="kv-tiers")
         if finding.verdict is Grade.WARN:
             print(f"pdserve kv-server: {finding.text}; {finding.remedy}", file=sys.stderr)
-    print(settings_text("kv-server", resolved))
+    print("\n".join([title("kv-server"), *given_lines(resolved)]))
     print(
         f"  engines find it with --kv-transfer-config.lmcache.url tcp://{LOOPBACK}:{config.port} "
         f"--kv-transfer-config.lmcache.http-url http://{LOOPBACK}:{config.http_port}",

@@ -3,38 +3,36 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Mapping
 
-from pdserve.commands.announce import program, settings_text
+from pdserve.commands.announce import START, program
 from pdserve.commands.running import exit_code, require_free, start_logging
 from pdserve.config.http import ProxyConfig
 from pdserve.config.load import Resolved, Table, build
+from pdserve.observe.log import log_event
+
+log = logging.getLogger(START)
 
 
 def run(table: Table, resolved: Mapping[str, Resolved]) -> int:
     """Run `pdserve proxy`."""
+    start_logging("proxy", table, resolved)
     config = build("proxy", ProxyConfig, table, resolved)
     if config.port:
         require_free(config.host, config.port, flag="port")
-    print(settings_text("proxy", resolved), flush=True)
-    start_logging(table, resolved)
     return asyncio.run(_serve(config))
 
 
 async def _serve(config: ProxyConfig) -> int:
     from pdserve.proxy.app import run_proxy
 
-    return exit_code(
-        await run_proxy(config, on_ready=lambda url: print(_next_steps(config, url), flush=True))
-    )
+    return exit_code(await run_proxy(config, on_ready=lambda url: _tell_ready(config, url)))
 
 
-def _next_steps(config: ProxyConfig, url: str) -> str:
-    lines = [f"Listening on {url} (OpenAI's API; {url}/metrics)"]
+def _tell_ready(config: ProxyConfig, url: str) -> None:
+    log_event(log, "ready", url=url, prefill=len(config.prefill), decode=len(config.decode))
     for role, port, known in (("prefill", 8100, config.prefill), ("decode", 8200, config.decode)):
         if not known:
-            lines.append(
-                f"No {role} engine yet: start one with\n"
-                f"  {program()} {role} MODEL --port {port} --proxy {url}"
-            )
-    return "\n".join(lines)
+            start = f"{program()} {role} MODEL --port {port} --proxy {url}"
+            log_event(log, f"no {role} engine yet", start=start)

@@ -10,11 +10,13 @@ import signal
 import socket
 import sys
 from collections.abc import Callable, Coroutine, Mapping
+from types import TracebackType
 from typing import Any
 
+from pdserve.commands.announce import START, log_start
 from pdserve.commands.exit_codes import EXIT_DONE, EXIT_INTERRUPTED
 from pdserve.config.load import Resolved, Table, build
-from pdserve.config.settings import LogConfig
+from pdserve.config.log import LogConfig
 from pdserve.errors import ConfigError
 from pdserve.observe.log import configure_logging
 
@@ -61,14 +63,19 @@ def exit_code(stopped_by: signal.Signals) -> int:
     return EXIT_INTERRUPTED if stopped_by is signal.SIGINT else EXIT_DONE
 
 
-def start_logging(table: Table, resolved: Mapping[str, Resolved]) -> None:
-    """Send this process's logs to stderr, from `--log-level` up.
+def start_logging(command: str, table: Table, resolved: Mapping[str, Resolved]) -> None:
+    """Send this process's logs to stderr, and begin them with its settings.
 
     Raises:
         ConfigError: There is no such level.
     """
-    level = build("log", LogConfig, table, resolved).level
-    configure_logging(sys.stderr, level=logging.getLevelNamesMapping()[level.upper()])
+    configure_logging(sys.stderr, build("log", LogConfig, table, resolved))
+    sys.excepthook = _log_bug
+    log_start(command, resolved)
+
+
+def _log_bug(kind: type[BaseException], bug: BaseException, trace: TracebackType | None) -> None:
+    logging.getLogger(START).critical("failed", exc_info=(kind, bug, trace))
 
 
 def require_free(host: str, port: int, *, flag: str) -> None:

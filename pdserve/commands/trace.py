@@ -19,7 +19,7 @@ import msgspec
 from pdserve.commands.exit_codes import EXIT_DONE
 from pdserve.config.load import build
 from pdserve.config.trace import TraceConfig
-from pdserve.errors import ConfigError, PeerError
+from pdserve.errors import ConfigError, PdserveError, PeerError
 from pdserve.observe.chrome_trace import ChromeTrace
 from pdserve.wire.trace import Collection
 
@@ -35,7 +35,11 @@ _SLACK_S = 0.5
 
 
 def run(table: Table, resolved: Mapping[str, Resolved]) -> int:
-    """Run `pdserve trace`."""
+    """Run `pdserve trace`.
+
+    Raises:
+        PdserveError: There is nothing to write, or nobody to ask.
+    """
     config = build("trace", TraceConfig, table, resolved)
     path = Path(config.output)
     if not path.parent.is_dir():
@@ -44,6 +48,12 @@ def run(table: Table, resolved: Mapping[str, Resolved]) -> int:
             param="output",
         )
     trace = ChromeTrace(fetch(config))
+    if trace.summary.is_empty:
+        missing = "".join(f"; missing: {each}" for each in trace.summary.missing)
+        raise PdserveError(
+            f"nothing ran in the last {config.seconds:g} s, so {path} was not written: ask while "
+            f"requests run, or for more with --seconds (120 are kept){missing}"
+        )
     num_bytes = _write(trace, path)
     print("\n".join(told(trace.summary, path, num_bytes)))
     return EXIT_DONE

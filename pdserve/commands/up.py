@@ -14,8 +14,8 @@ import dataclasses
 import functools
 import itertools
 import json
+import logging
 import os
-import re
 import secrets
 import shlex
 import sys
@@ -26,7 +26,8 @@ from typing import Any, Final, TypeVar
 
 import aiohttp
 
-from pdserve.commands.announce import given_lines, program, title
+from pdserve.commands import child_log
+from pdserve.commands.announce import START, given_lines, program, title
 from pdserve.commands.children import Child, ChildFailedError
 from pdserve.commands.demo import DemoFailedError, Question, ask, wait_ready
 from pdserve.commands.findings import Grade, RunningEngine, compatible
@@ -38,14 +39,13 @@ from pdserve.config.load import (
     Table,
     build,
 )
+from pdserve.config.log import LOG_LEVELS
 from pdserve.config.up import UpConfig
 from pdserve.errors import ConfigError
 from pdserve.wire.hop import INFO_PATH
 
 T = TypeVar("T")
 
-_LOG_LINE: Final = re.compile(r"[\d:]+ ([DIWEC]) pdserve\.")
-_LEVELS: Final = "DIWEC"
 _KILL_AFTER_S: Final = 10.0
 _DEMO_LINE_TIMEOUT_S: Final = 2.0
 
@@ -69,7 +69,9 @@ class Supervisor:
     def __init__(self, config: UpConfig, deployment: DeploymentPlan) -> None:
         self._config = config
         self._shows_all = deployment.shows_all
-        self._proxy_level = _LEVELS.index(deployment.proxy_log_level[0].upper())
+        self._proxy_level = LOG_LEVELS[deployment.proxy_log_level]
+        self._log_format = deployment.log_format
+        self._tells_requests = deployment.tells_requests
         self._shutdown_timeout_s = deployment.shutdown_timeout_s
         self._model = deployment.model
         self._members = members = deployment.members
@@ -220,6 +222,8 @@ class Supervisor:
             say(f"\nThe demo request failed: {error}")
             return False
         say("\n")
+        if not self._tells_requests:
+            return True
         assert self._demo_line is not None
         try:
             line = await asyncio.wait_for(self._demo_line, _DEMO_LINE_TIMEOUT_S)
@@ -233,23 +237,24 @@ class Supervisor:
         """Show a log line of a child, or of our own.
 
         Not shown, below warnings and but for --log-level debug: what the proxy says while
-        the engines start, what the engines say of requests that the proxy tells of as well,
+        the engines start, what the engines say of requests that the proxy tells of as well, the
+        settings and the readiness of each, which were told here,
         and the demo request, of which the proxy's line becomes the summary.
         """
         is_proxy = name == self._proxy.spec.name
+        told = child_log.read(line)
         if self._demo_id in line:
-            _, found, rest = line.partition(f"req {self._demo_id} ")
-            if found and is_proxy and self._demo_line is not None and not self._demo_line.done():
-                self._demo_line.set_result(rest)
+            is_demo = is_proxy and told.request[0] == self._demo_id
+            if is_demo and self._demo_line is not None and not self._demo_line.done():
+                self._demo_line.set_result(told.request[1])
             return
-        match = _LOG_LINE.match(line)
-        if match is not None:
-            level = _LEVELS.index(match[1])
-            if is_proxy and level < self._proxy_level:
+        if told.level is not None:
+            if is_proxy and told.level < self._proxy_level:
                 return
-            if is_proxy != self._is_ready and match[1] == "I" and not self._shows_all:
+            is_known = told.logger == START or is_proxy != self._is_ready
+            if is_known and told.level == logging.INFO and not self._shows_all:
                 return
-        print(f"{name.ljust(self._width)} | {line}", file=sys.stderr, flush=True)
+        child_log.show(name, told, self._log_format, width=self._width)
 
     def _next_steps(self) -> str:
         url = self._proxy.url

@@ -24,8 +24,9 @@ from pdserve.config.load import (
     resolve,
     variable,
 )
+from pdserve.config.log import LogConfig, LogFormat
 from pdserve.config.schema import EngineConfig, Role
-from pdserve.config.settings import LogConfig, engine_table, proxy_table
+from pdserve.config.settings import engine_table, proxy_table
 from pdserve.config.tiers import LOOPBACK, store_words
 from pdserve.config.up import UpConfig
 from pdserve.errors import ConfigError
@@ -58,6 +59,8 @@ class DeploymentPlan:
         api_keys: The proxy's; the demo request sends the first.
         shows_all: Whether all that the children log is shown.
         proxy_log_level: What the proxy logs below it is not shown.
+        log_format: Of what the children log.
+        tells_requests: Whether the proxy has a line for each request.
         shutdown_timeout_s: How long the children may drain.
         heartbeat_timeout_s: How long one may be stopped.
     """
@@ -67,6 +70,8 @@ class DeploymentPlan:
     api_keys: Sequence[str]
     shows_all: bool
     proxy_log_level: str
+    log_format: LogFormat
+    tells_requests: bool
     shutdown_timeout_s: float
     heartbeat_timeout_s: float
 
@@ -152,6 +157,8 @@ def plan(
         api_keys=_texts(resolved["proxy.api-key"].value or resolved["api-key"].value),
         shows_all=resolved["log-level"].value == "debug",
         proxy_log_level=_proxy_log_level(resolved),
+        log_format=LogFormat(resolved["log-format"].value),
+        tells_requests=_tells_requests(resolved),
         shutdown_timeout_s=float(str(resolved["shutdown-timeout"].value)),
         heartbeat_timeout_s=float(str(resolved["heartbeat-timeout"].value)),
     )
@@ -183,6 +190,11 @@ def _proxy_log_level(resolved: Mapping[str, Resolved]) -> str:
     """From which level up the proxy's log is to be shown."""
     given = _given("proxy", resolved).get("log-level")
     return "info" if given is None else str(given.value)
+
+
+def _tells_requests(resolved: Mapping[str, Resolved]) -> bool:
+    given = _given("proxy", resolved).get("log-requests")
+    return given is None or bool(given.value)
 
 
 def _given(role: str, resolved: Mapping[str, Resolved]) -> dict[str, Resolved]:

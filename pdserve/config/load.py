@@ -15,14 +15,17 @@ import typing
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Final, TypeVar
+from typing import Final, TypeVar
 
 import msgspec
 
 from pdserve.config.setting import Required, Setting, Shorthand, canonical, parse
+from pdserve.config.yaml_file import read_yaml
 from pdserve.errors import ConfigError
 
 ENVIRONMENT_PREFIX: Final = "PDSERVE_"
+_LIKE: Final = 0.6
+"""How much alike two names are, from 0 to 1, if one is taken for the other."""
 
 StructT = TypeVar("StructT", bound=msgspec.Struct)
 
@@ -77,41 +80,6 @@ def variable(flag: str) -> str:
     return ENVIRONMENT_PREFIX + re.sub(r"[-.]", "_", flag).upper()
 
 
-def read_yaml(path: Path) -> dict[str, object]:
-    """Read a file of settings.
-
-    Raises:
-        ConfigError: The file is missing, not YAML, not a mapping, or has a key twice.
-    """
-    import yaml  # costs 20 ms, and most commands have no file
-
-    class Loader(yaml.SafeLoader):
-        def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-            mapping = super().construct_mapping(node, deep=True)
-            if len(mapping) < len(node.value):
-                names = [self.construct_object(key, deep=True) for key, _ in node.value]
-                twice = next(name for name in names if names.count(name) > 1)
-                raise yaml.MarkedYAMLError(
-                    problem=f"the key {twice!r} stands there twice", problem_mark=node.start_mark
-                )
-            return mapping
-
-    try:
-        with path.open(encoding="utf-8") as file:  # errors name an open file
-            content = yaml.load(file, Loader)  # a SafeLoader
-    except OSError as error:
-        raise ConfigError(f"--config {path}: {error.strerror}", param="config") from error
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ConfigError(f"--config {path} is not valid YAML: {error}", param="config") from error
-    if content is None:
-        return {}
-    if not isinstance(content, dict):
-        raise ConfigError(
-            f"--config {path} must map flag names to values, as `port: 8100`", param="config"
-        )
-    return {str(key): value for key, value in content.items()}
-
-
 def resolve(
     table: Table,
     *,
@@ -135,9 +103,10 @@ def resolve(
             the file is unknown (names the nearest flag), or a required value is missing.
     """
     given = _expand(table, command_line, lambda flag: f"--{flag}")
-    in_file = (
-        {} if file is None else _expand(table, read_yaml(file), lambda flag: f"{flag} in {file}")
-    )
+    in_file: dict[str, object] = {}
+    if file is not None:
+        read = read_yaml(file)
+        in_file = _expand(table, read.values, read.place)
     names = table.variables
     variables = {flag: environ[name] for flag, name in names.items() if name in environ}
     in_environ = _expand(table, variables, lambda flag: names.get(flag, flag))
@@ -202,12 +171,29 @@ def nearest(name: str, known: Iterable[str]) -> str:
     return f"did you mean {found[0]}?" if found else "there are none"
 
 
-def unknown_variables(tables: Iterable[Table], environ: Mapping[str, str]) -> list[str]:
-    """The `PDSERVE_` variables in `environ` that no command reads."""
-    known = {name for table in tables for name in table.variables.values()}
-    return sorted(
-        name for name in environ if name.startswith(ENVIRONMENT_PREFIX) and name not in known
-    )
+def unknown_variables(
+    table: Table, others: Iterable[Table], environ: Mapping[str, str]
+) -> list[str]:
+    """A sentence for each `PDSERVE_` variable in `environ` that no command reads.
+
+    Args:
+        table: Of the command that runs: what a name is like is looked for there first.
+    """
+    own = set(table.variables.values())
+    known = own.union(*(other.variables.values() for other in others))
+    return [
+        f"{name} is no setting{did_you_mean(name, own) or did_you_mean(name, known)}"
+        for name in sorted(environ)
+        if name.startswith(ENVIRONMENT_PREFIX) and name not in known
+    ]
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """Return a question for the one of `known` that `name` is like; empty if there is none."""
+    import difflib
+
+    found = difflib.get_close_matches(name, sorted(known), n=1, cutoff=_LIKE)
+    return f": did you mean {found[0]}?" if found else ""
 
 
 def build(

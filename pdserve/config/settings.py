@@ -11,8 +11,6 @@ import itertools
 from collections.abc import Mapping
 from typing import Final
 
-import msgspec
-
 from pdserve.config.bench import RESULT_SETTINGS, TARGET_SETTINGS, TRAFFIC_SETTINGS
 from pdserve.config.boxed import BOXED
 from pdserve.config.compare import COMPARE_SETTINGS, PLOT_SETTINGS
@@ -22,27 +20,13 @@ from pdserve.config.doctor import DOCTOR_SETTINGS
 from pdserve.config.http import ProxyConfig, ServerConfig
 from pdserve.config.kv_events_reader import KV_EVENTS_READER_SETTINGS
 from pdserve.config.load import Table
+from pdserve.config.log import LOG_SETTINGS
 from pdserve.config.policies import POLICIES
 from pdserve.config.schema import EngineConfig, Role
 from pdserve.config.setting import Setting, Shorthand, canonical, declare, parse_object
 from pdserve.config.tiers import KV_SERVER_SETTINGS
 from pdserve.config.trace import TRACE_SETTINGS
 from pdserve.config.up import UP_SETTINGS
-from pdserve.errors import ConfigError
-
-
-class LogConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """What a process says on stderr."""
-
-    level: str = "info"
-
-    def __post_init__(self) -> None:
-        if self.level not in ("debug", "info", "warning", "error"):
-            raise ConfigError(
-                f"--log-level is {self.level!r}: use debug, info, warning or error",
-                param="log-level",
-            )
-
 
 # fmt: off
 _ENGINE: Final = (
@@ -233,13 +217,6 @@ _PROXY: Final = (
     ),
 )
 
-_LOG: Final = declare(
-    "log",
-    LogConfig,
-    "output",
-    (("log-level", "level", "debug|info|warning|error", "least level of what is logged"),),
-)
-
 # fmt: on
 
 
@@ -289,7 +266,7 @@ def _below(role: str, shorthand: Shorthand) -> Shorthand:
 
 
 def _engine_settings() -> tuple[Setting, ...]:
-    return (*_ENGINE, *itertools.chain(*connector_settings().values()), *_SERVER, *_LOG)
+    return (*_ENGINE, *itertools.chain(*connector_settings().values()), *_SERVER, *LOG_SETTINGS)
 
 
 def _engine_shorthands() -> tuple[Shorthand, ...]:
@@ -320,7 +297,7 @@ def engine_table(role: Role) -> Table:
 
 def proxy_table() -> Table:
     """The settings of `pdserve proxy`."""
-    return Table((*_PROXY, *_LOG), (_POLICY,))
+    return Table((*_PROXY, *LOG_SETTINGS), (_POLICY,))
 
 
 SHORT: Final = {

@@ -12,18 +12,22 @@ ends with it. It knows no requests and no tokens: `Coordinator` decides, `run` m
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import sys
 import time
-import traceback
 from typing import assert_never
 
 import msgspec
 import zmq
 
+from pdserve.config.log import LogConfig
 from pdserve.engine.local_socket import LocalKeys, bind_local
 from pdserve.lifeline import end_with_parent
+from pdserve.observe.log import configure_logging
+
+_log = logging.getLogger(__name__)
 
 _COUNTS_INTERVAL_S = 0.01
 _SUBSCRIBED = b"\x01"
@@ -53,9 +57,14 @@ class Addresses(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class CoordinatorLaunch(msgspec.Struct, frozen=True, kw_only=True):
-    """The start message of the process."""
+    """The start message of the process.
+
+    Attributes:
+        log: How it logs, to standard error.
+    """
 
     parent_pid: int
+    log: LogConfig = LogConfig()
     num_cores: int
     addresses: Addresses
     keys: LocalKeys
@@ -209,10 +218,11 @@ def main() -> None:
         signal.signal(number, signal.SIG_IGN)
     launch = msgspec.msgpack.decode(sys.stdin.buffer.read(), type=CoordinatorLaunch)
     end_with_parent(launch.parent_pid)
+    configure_logging(sys.stderr, launch.log)
     try:
         run(launch)
     except Exception:  # noqa: BLE001 - the top of a process
-        traceback.print_exc()
+        _log.exception("the coordinator has failed")
     sys.stderr.flush()
     os._exit(1)
 

@@ -16,6 +16,7 @@ import zmq.asyncio
 from pdserve.engine.coordinator import Addresses, CoordinatorLaunch, Counts
 from pdserve.engine.local_socket import LocalKeys, connect_local, local_name
 from pdserve.observe.liveness import NUM_LOOKS, ProcessWatch
+from pdserve.observe.log import log_config
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -42,7 +43,11 @@ class CoordinatorProcess:
         self.addresses = Addresses.beginning_with(local_name(), keys.public)
         self._on_counts, self._on_end = on_counts, on_end
         launch = CoordinatorLaunch(
-            parent_pid=os.getpid(), num_cores=num_cores, addresses=self.addresses, keys=keys
+            parent_pid=os.getpid(),
+            log=log_config(),
+            num_cores=num_cores,
+            addresses=self.addresses,
+            keys=keys,
         )
         self._process = subprocess.Popen(
             [sys.executable, "-m", "pdserve.engine.coordinator"], stdin=subprocess.PIPE

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import msgspec
 
+from pdserve.config.log import LogConfig
 from pdserve.config.schema import EngineConfig
 from pdserve.engine.coordinator import Addresses
 from pdserve.errors import ConfigError
@@ -18,13 +19,13 @@ class EngineLaunch(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         server_key: Of both addresses; a secret of the engine.
-        log_level: As in `logging`; the core logs to standard error.
+        log: How the core logs, to standard error.
         core: Its place.
         coordinator: Where the coordinator listens, if there are several cores.
     """
 
     parent_pid: int
-    log_level: int
+    log: LogConfig
     config: EngineConfig
     inputs_address: str
     outputs_address: str

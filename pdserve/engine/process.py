@@ -119,7 +119,7 @@ class EngineProcess:
         except Exception as error:
             self._publish(Died(_story(error)))
             self._close_sockets()
-            raise
+            raise _ToldError from error
         self._arrivals = Arrivals(self.core.scheduler)
         self._heap = BurstTrim()
         self._poller = zmq.Poller()
@@ -186,7 +186,7 @@ class EngineProcess:
             self._publish(Died("shut down"))
         except Exception as error:  # the top of the engine's loop: nothing may end it silently
             self._publish(Died(_story(error)))
-            raise
+            raise _ToldError from error
         finally:
             try:
                 if self._events is not None:
@@ -347,6 +347,10 @@ class EngineProcess:
         self._context.term()
 
 
+class _ToldError(Exception):
+    """The core ends, and the server knows why: it tells."""
+
+
 def _story(error: Exception) -> str:
     """Why the core ends: a rank that died has said all there is to say."""
     return str(error) if isinstance(error, RankDiedError) else traceback.format_exc()
@@ -360,16 +364,16 @@ def main() -> None:
     share_arenas()
     launch = msgspec.msgpack.decode(sys.stdin.buffer.read(), type=EngineLaunch)
     end_with_parent(launch.parent_pid)
-    configure_logging(sys.stderr, level=launch.log_level)
+    configure_logging(sys.stderr, launch.log)
     code = 0
     try:
         EngineProcess(launch).run()
     except ConfigError:
         code = 3
-    except RankDiedError:  # its story is the server's to tell
+    except _ToldError:
         code = 1
     except Exception:  # noqa: BLE001 - the top of a process
-        traceback.print_exc()
+        _log.exception("the engine core has failed")
         code = 1
     # Threads of native libraries must not keep a finished engine alive.
     sys.stdout.flush()

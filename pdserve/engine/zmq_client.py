@@ -31,6 +31,7 @@ from pdserve.errors import (
     StartingError,
 )
 from pdserve.observe.liveness import ProcessWatch
+from pdserve.observe.log import log_config
 from pdserve.observe.trace import whole
 from pdserve.parallel.place import CorePlace
 from pdserve.wire.codec import (
@@ -99,7 +100,7 @@ async def launch_engine(
         bind_local(socket, address, keys)
     launch = EngineLaunch(
         parent_pid=os.getpid(),
-        log_level=logging.getLogger("pdserve").getEffectiveLevel(),
+        log=log_config(),
         config=config,
         inputs_address=addresses[0],
         outputs_address=addresses[1],

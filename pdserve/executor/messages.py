@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
+from pdserve.config.log import LogConfig
 from pdserve.config.schema import EngineConfig
 from pdserve.executor.rings import RingEnds
 from pdserve.executor.zmq_links import ZmqEnds
@@ -20,14 +21,14 @@ class Launch(msgspec.Struct, frozen=True, kw_only=True):
     """The start message of a rank.
 
     Attributes:
-        log_level: As in `logging`; the rank logs to standard error.
+        log: How the rank logs, to standard error.
         ends: How it reaches the engine core with steps and answers.
         post_ends: How it does with what connectors say, which waits for no step.
         parent_pid: The process that it ends with; None for a rank that something else ends.
         worker: What runs its steps, as "module:name" of something called as `Worker` is.
     """
 
-    log_level: int
+    log: LogConfig
     config: EngineConfig
     place: RankPlace
     engine_id: EngineId

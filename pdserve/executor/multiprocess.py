@@ -21,6 +21,7 @@ from pdserve.executor.messages import WORKER, Launch
 from pdserve.executor.ranked import RankedExecutor
 from pdserve.executor.rings import RingEnds, RingHub
 from pdserve.observe.liveness import NUM_LOOKS, ProcessWatch
+from pdserve.observe.log import log_config
 from pdserve.parallel.place import rank_places
 from pdserve.parallel.rendezvous import listen
 
@@ -72,7 +73,7 @@ class MultiprocessExecutor(RankedExecutor):
         launches = [
             Launch(
                 parent_pid=os.getpid(),
-                log_level=logging.getLogger("pdserve").getEffectiveLevel(),
+                log=log_config(),
                 config=config,
                 place=place,
                 engine_id=engine_id,

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import logging
 import os
 import signal
 import sys
@@ -42,7 +43,7 @@ from pdserve.executor.zmq_links import ZmqEnds, ZmqLink
 from pdserve.imports import large_imports
 from pdserve.lifeline import end_with_parent
 from pdserve.observe.heap import share_arenas
-from pdserve.observe.log import configure_logging
+from pdserve.observe.log import configure_logging, log_event
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -51,6 +52,8 @@ if TYPE_CHECKING:
     from pdserve.wire.step import ModelRunnerOutput, SchedulerOutput
     from pdserve.wire.transfer import ConnectorMetadata, ConnectorReport
     from pdserve.worker.info import WorkerInfo
+
+_log = logging.getLogger(__name__)
 
 _JOIN_S = 5.0
 _ENCODE = msgspec.msgpack.Encoder().encode
@@ -108,7 +111,7 @@ def run(launch: Launch) -> int:
             post_link = open_link(launch.post_ends)
             stack.callback(post_link.close)
         except ChannelClosedError as error:
-            print(f"rank {launch.place.engine_rank}: {error}", file=sys.stderr)
+            log_event(_log, "rank cannot reach its core", level=logging.ERROR, reason=str(error))
             return 1
         return serve(link, post_link, launch)
 
@@ -268,7 +271,7 @@ def main() -> None:
     launch = msgspec.msgpack.decode(sys.stdin.buffer.read(), type=Launch)
     if launch.parent_pid is not None:
         end_with_parent(launch.parent_pid)
-    configure_logging(sys.stderr, level=launch.log_level)
+    configure_logging(sys.stderr, launch.log)
     code = run(launch)
     # Threads of native libraries must not keep a finished rank alive.
     sys.stdout.flush()

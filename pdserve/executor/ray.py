@@ -9,7 +9,6 @@ neighbours in the mesh.
 from __future__ import annotations
 
 import contextlib
-import logging
 import os
 import signal
 import socket
@@ -30,7 +29,7 @@ from pdserve.executor.messages import WORKER, Launch
 from pdserve.executor.ranked import RankedExecutor
 from pdserve.executor.zmq_links import ZmqHub
 from pdserve.observe.liveness import NUM_LOOKS
-from pdserve.observe.log import configure_logging
+from pdserve.observe.log import configure_logging, log_config
 from pdserve.parallel.place import RankPlace, rank_places
 from pdserve.parallel.rendezvous import Rendezvous, listen
 
@@ -92,7 +91,7 @@ class RankActor:
         from pdserve.executor import rank
 
         told = msgspec.msgpack.decode(launch, type=Launch)
-        configure_logging(sys.stderr, level=told.log_level)  # which Ray keeps
+        configure_logging(sys.stderr, told.log)  # which Ray keeps
         return rank.run(told)
 
 
@@ -144,7 +143,7 @@ class RayExecutor(RankedExecutor):
             of_ranks = _by_machine(of_ranks, [place.machine for place in places])
         ranks.launches = [
             Launch(
-                log_level=logging.getLogger("pdserve").getEffectiveLevel(),
+                log=log_config(),
                 config=config,
                 place=place,
                 engine_id=engine_id,

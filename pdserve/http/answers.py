@@ -25,6 +25,14 @@ if TYPE_CHECKING:
 
 SSE = "text/event-stream"
 
+IS_TOLD: web.RequestKey[bool] = web.RequestKey("is_told", bool)
+"""Set where a request's end is logged by who serves it."""
+
+
+def is_work(request: web.BaseRequest) -> bool:
+    """Whether a request asks for work, which has a line in the log, however it ends."""
+    return request.method == "POST" and request.path.startswith("/v1/")
+
 
 class MethodNotAllowedError(NotFoundError):
     """The path exists, but not for this method.

@@ -14,6 +14,7 @@ from aiohttp import web
 
 from pdserve.errors import BadRequestError, PdserveError, RequestTimeoutError
 from pdserve.http.answers import error_answer, error_body, refusal_of
+from pdserve.observe.log import log_event
 
 if TYPE_CHECKING:
     from aiohttp.abc import AbstractStreamWriter
@@ -92,7 +93,8 @@ class ClientConnection(web.RequestHandler):
             reason = (message or "it cannot be read").strip().split("\n", 1)[0].rstrip(":")
             error = BadRequestError(f"this is no HTTP request: {reason}", code="invalid_http")
         else:
-            _log.error("request failed path=%s", request.path, exc_info=exc)
+            failed = "request failed"
+            log_event(_log, failed, level=logging.ERROR, exc_info=exc, endpoint=request.path)
             error = PdserveError("the server failed; its log has the details")
         answer = error_answer(error)
         answer.force_close()

@@ -1,41 +1,129 @@
-"""Logs as events: a fixed text, then fields; and the one line per request.
+"""Logs as events: a fixed text, then fields; as lines for people, or as JSON objects.
 
-Knows nothing of what the fields mean.
+Nothing is formatted before a handler takes it. Knows nothing of what the fields mean.
 """
 
 from __future__ import annotations
 
 import json
 import logging
-import statistics
-from typing import TYPE_CHECKING, NamedTuple, TextIO
+import math
+import time
+from typing import TYPE_CHECKING, Any, Final, TextIO
+
+from pdserve.config.log import LOG_LEVELS, LogConfig, LogFormat
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Mapping
+
+REQUESTS: Final = "pdserve.requests"
+"""Logger of the lines of requests."""
+STATS: Final = "pdserve.stats"
+"""Logger of what is summed up while there is work."""
+_DEFAULT: Final = LogConfig()
+_OTHERS: Final = ("aiohttp", "asyncio", "py.warnings")
+"""Loggers of libraries that speak where we do, from warnings up."""
+
+
+class LogEvent:
+    """What a log record says, as the object that its message is.
+
+    Args:
+        name: A fixed text.
+        fields: What differs from event to event; None fields are left out.
+        text: The line for people; empty is the name, and `key=value` for each field.
+    """
+
+    __slots__ = ("fields", "name", "text")
+
+    def __init__(self, name: str, fields: Mapping[str, object], text: str = "") -> None:
+        self.name = name
+        self.fields = fields
+        self.text = text
+
+    def __str__(self) -> str:
+        return self.text or " ".join([self.name, *_pairs(self.fields)])
 
 
 def log_event(
-    logger: logging.Logger, event: str, *, level: int = logging.INFO, **fields: object
+    logger: logging.Logger,
+    event: str,
+    *,
+    level: int = logging.INFO,
+    exc_info: BaseException | None = None,
+    **fields: object,
 ) -> None:
-    """Log `event` followed by `key=value` for each field; None fields are left out."""
+    """Log `event` and its fields, and the traceback of `exc_info` if there is one."""
     if logger.isEnabledFor(level):
-        logger.log(level, "%s", " ".join([event, *_pairs(fields)]))
+        logger.log(level, LogEvent(event, fields), exc_info=exc_info)
 
 
-def configure_logging(stream: TextIO, *, level: int = logging.INFO) -> None:
-    """Send pdserve's logs to `stream`, one line each with the time and the module."""
+def configure_logging(stream: TextIO, config: LogConfig = _DEFAULT) -> None:
+    """Send pdserve's logs to `stream`, one line each, with time and level."""
     handler = logging.StreamHandler(stream)
-    handler.setFormatter(
-        logging.Formatter("%(asctime)s %(levelname).1s %(name)s %(message)s", "%H:%M:%S")
-    )
+    handler.setFormatter(_FORMATTERS[config.format](config))
+    level = LOG_LEVELS[config.level]
     logger = logging.getLogger("pdserve")
-    logger.handlers[:] = [handler]
     logger.setLevel(level)
-    logger.propagate = False
-    http = logging.getLogger("aiohttp.server")
-    http.handlers[:] = [handler]
-    http.filters[:] = [_one_line_for_what_is_no_request]
-    http.propagate = False
+    others = [logging.getLogger(name) for name in _OTHERS]
+    for each in (logger, *others):
+        each.handlers[:] = [handler]
+        each.propagate = False
+    for name, is_wanted in ((REQUESTS, config.requests), (STATS, config.stats)):
+        least = logging.NOTSET if is_wanted else max(level, logging.WARNING)
+        logging.getLogger(name).setLevel(least)
+    logging.getLogger("aiohttp.server").filters[:] = [_one_line_for_what_is_no_request]
+    logging.captureWarnings(capture=True)
+
+
+def log_config() -> LogConfig:
+    """Return how this process logs, for the processes that it starts."""
+    logger = logging.getLogger("pdserve")
+    for handler in logger.handlers:
+        if isinstance(handler.formatter, _Formatter):
+            return handler.formatter.config
+    least = logger.getEffectiveLevel()
+    return LogConfig(
+        level=next((name for name, level in LOG_LEVELS.items() if level >= least), "error")
+    )
+
+
+class _Formatter(logging.Formatter):
+    """Lines that begin with the time in UTC, to the millisecond (RFC 3339)."""
+
+    def __init__(self, config: LogConfig) -> None:
+        super().__init__("%(asctime)s %(levelname)s %(name)s %(message)s")
+        self.config = config
+
+    def formatTime(  # noqa: N802 - the name that `logging` calls
+        self, record: logging.LogRecord, datefmt: str | None = None
+    ) -> str:
+        """See `logging.Formatter`."""
+        seconds, ms = divmod(int(record.created * 1e3), 1000)
+        return f"{time.strftime('%Y-%m-%dT%H:%M:%S', time.gmtime(seconds))}.{ms:03d}Z"
+
+
+class _JsonFormatter(_Formatter):
+    """One JSON object per line, exceptions inside."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """See `logging.Formatter`."""
+        said = record.msg
+        line: dict[str, object] = {
+            "time": self.formatTime(record),
+            "level": record.levelname,
+            "logger": record.name,
+            "event": said.name if isinstance(said, LogEvent) else record.getMessage(),
+        }
+        if isinstance(said, LogEvent):
+            fields = {name: _plain(value) for name, value in said.fields.items()}
+            line |= {name: value for name, value in fields.items() if value is not None}
+        if record.exc_info:
+            line["exception"] = self.formatException(record.exc_info)
+        return json.dumps(line, default=str)
+
+
+_FORMATTERS: Final = {LogFormat.TEXT: _Formatter, LogFormat.JSON: _JsonFormatter}
 
 
 def _one_line_for_what_is_no_request(record: logging.LogRecord) -> bool:
@@ -51,105 +139,18 @@ def _one_line_for_what_is_no_request(record: logging.LogRecord) -> bool:
     return True
 
 
-class StoredKV(NamedTuple):
-    """What a store had of a prompt.
-
-    Attributes:
-        num_tokens: Leading tokens that it gave, beyond those that were in blocks.
-        seconds: Copying them took, beside computing.
-    """
-
-    num_tokens: int = 0
-    num_bytes: int = 0
-    seconds: float = 0.0
-
-    def of(self, num_prompt_tokens: int) -> str:
-        """Return it in words, as `kv from store 3072 of 4096, 2.1 GB/s`; empty if it had none."""
-        if not self.num_tokens:
-            return ""
-        words = f"kv from store {self.num_tokens} of {num_prompt_tokens}"
-        return f"{words}, {_rate(self.num_bytes, self.seconds)}" if self.seconds > 0 else words
-
-
-class MovedKV(NamedTuple):
-    """KV that a request was given by another engine, and by a store.
-
-    Attributes:
-        seconds: On the wire.
-        digest_s: Those of them that digests took.
-        mode: How it came: push or pull; empty if it did not.
-        store: What a store gave.
-    """
-
-    num_bytes: int
-    seconds: float
-    digest_s: float = 0.0
-    mode: str = ""
-    store: StoredKV = StoredKV()
-
-
-def request_line(
-    request_id: str,
-    outcome: str,
-    *,
-    num_tokens: tuple[int, int],
-    ttft_s: float | None,
-    stages: Mapping[str, float],
-    kv: MovedKV | None = None,
-    gaps_s: Sequence[float] = (),
-) -> str:
-    """Return what happened to one request, in one line.
-
-    Args:
-        num_tokens: Of the prompt, of the output.
-        stages: Seconds by stage, in order of time; they sum to `ttft_s`. The stage `kv`
-            is followed by the bytes moved and their rate.
-        gaps_s: Seconds between output tokens.
-    """
-    line = f"req {request_id} {outcome} in={num_tokens[0]} out={num_tokens[1]}"
-    if ttft_s is not None:
-        line += f" ttft={ttft_s * 1e3:.1f}ms"
-        parts = []
-        for name, seconds in stages.items():
-            part = f"{name.replace('_', ' ')} {seconds * 1e3:.1f}"
-            if name == "kv" and kv is not None and kv.num_bytes:
-                part += f" ({moved(kv.num_bytes, kv.seconds, digest_s=kv.digest_s)})"
-            parts.append(part)
-        if parts:
-            line += " = " + " + ".join(parts)
-    if gaps_s:
-        line += f" | itl p50 {statistics.median(gaps_s) * 1e3:.1f} max {max(gaps_s) * 1e3:.1f}"
-    if kv is not None and kv.mode:
-        line += f" | kv by {kv.mode}"
-    if kv is not None and (told := kv.store.of(num_tokens[0])):
-        line += f" | {told}"
-    return line
-
-
-def moved(num_bytes: int, seconds: float, *, digest_s: float = 0.0) -> str:
-    """Return what was moved and how fast, as `8.4 MB, 1.3 GB/s, digest 0.2`.
-
-    Args:
-        digest_s: The part of `seconds` that digests took; shown in milliseconds if any.
-    """
-    parts = [f"{num_bytes / 1e6:.1f} MB" if num_bytes >= 1e5 else f"{num_bytes / 1e3:.1f} kB"]
-    if seconds > 0:
-        parts.append(_rate(num_bytes, seconds))
-    if digest_s > 0:
-        parts.append(f"digest {digest_s * 1e3:.1f}")
-    return ", ".join(parts)
-
-
-def _rate(num_bytes: int, seconds: float) -> str:
-    rate = num_bytes / seconds
-    return f"{rate / 1e9:.1f} GB/s" if rate >= 1e8 else f"{rate / 1e6:.1f} MB/s"
+def _plain(value: object) -> Any:
+    """A value as JSON can hold it: floats to six digits, as in the line for people."""
+    if isinstance(value, float):
+        return float(f"{value:.6g}") if math.isfinite(value) else str(value)
+    return value
 
 
 def _pairs(fields: Mapping[str, object]) -> list[str]:
-    return [f"{name}={_value(value)}" for name, value in fields.items() if value is not None]
+    return [f"{name}={word(value)}" for name, value in fields.items() if value is not None]
 
 
-def _value(value: object) -> str:
+def word(value: object) -> str:
     """A value that stays one word: what holds spaces, quotes or newlines is quoted."""
     if isinstance(value, float):
         return f"{value:.6g}"

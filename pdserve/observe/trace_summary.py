@@ -39,6 +39,11 @@ class Summary:
     clocks: list[str] = field(default_factory=list)
     missing: list[str] = field(default_factory=list)
 
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing ran."""
+        return not (self.num_requests or self.num_steps)
+
 
 def clock_in_words(name: str, alignment: Alignment) -> str:
     """How a process's clock stands to the collector's."""

@@ -7,34 +7,47 @@ other terms are the engine core's.
 
 from __future__ import annotations
 
-import logging
 import statistics
 from contextlib import asynccontextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from pdserve.errors import PdserveError
-from pdserve.observe.log import MovedKV, StoredKV, request_line
+from pdserve.http.answers import IS_TOLD
+from pdserve.observe.request_log import (
+    CLIENT_LEFT,
+    MovedKV,
+    StoredKV,
+    kv_path,
+    log_request,
+    outcome_of,
+    times_of,
+    with_line,
+)
+from pdserve.server.service import SERVICE
 from pdserve.server.text_request import PARTS_OF_STAGES
 from pdserve.wire.finished import Finished
 from pdserve.wire.request import FinishReason
 from pdserve.wire.trace import FrontRequest, Term, Window
+from pdserve.wire.transfer import KVMode
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
+    from aiohttp import web
+
     from pdserve.server.service import Service
     from pdserve.server.text_request import TextRequest
-
-_log = logging.getLogger(__name__)
 
 ENGINE_STAGES = ("queue", "prefill", "kv_wait", "kv_transfer", "handover", "first_step")
 """The engine core's terms of the time to the first token, in order."""
 
 
 @asynccontextmanager
-async def serving(service: Service, job: TextRequest) -> AsyncIterator[None]:
+async def serving(request: web.Request, job: TextRequest) -> AsyncIterator[None]:
     """Let a job run while the block does; when that is over, account for it."""
+    service = request.app[SERVICE]
     service.jobs[id(job)] = job
+    request[IS_TOLD] = True
     try:
         async with job:
             try:
@@ -53,9 +66,9 @@ def _account(service: Service, job: TextRequest, error: BaseException | None) ->
     """Count a job that is over, log its line, and keep it for who asks.
 
     Args:
-        error: What ended the block that it ran in.
+        error: What ended the block that it ran in; what ends a stream that has begun does not.
     """
-    outcome = _outcome(service, job, job.failure or error)
+    ending = _ending(service, job, job.failure or error, has_begun=error is None)
     fields = job.stages()
     kv_bytes, store_tokens, store_bytes = (
         int(fields.pop(name)) for name in ("kv_bytes", "store_tokens", "store_bytes")
@@ -74,40 +87,55 @@ def _account(service: Service, job: TextRequest, error: BaseException | None) ->
         "handover": seconds["handover"],
         "first_step": seconds["first_step"],
     }
-    line = request_line(
-        job.request_id,
-        outcome,
-        num_tokens=(job.num_prompt_tokens, job.num_output_tokens),
-        ttft_s=ttft_s if timed else None,
-        stages={name: value for name, value in shown.items() if value},
+    times = times_of(
+        ttft_s if timed else None,
+        {name: value for name, value in shown.items() if value},
+        num_prompt_tokens=job.num_prompt_tokens,
         kv=MovedKV(
             kv_bytes,
             seconds["kv_transfer"],
             digest_s,
-            job.leader().kv_mode,
             StoredKV(store_tokens, store_bytes, store_s),
         ),
         gaps_s=job.gaps_s,
     )
-    _log.info("%s", line)
-    service.recent.add(_finished(job, service.recent.next_seq, outcome, line))
-    service.recorder.add(traced(service, job, outcome))
+    ended = with_line(_finished(job, service.recent.next_seq, ending), times)
+    log_request(ended)
+    service.recent.add(ended)
+    service.recorder.add(traced(service, job, ending.outcome))
 
 
-def _outcome(service: Service, job: TextRequest, failure: BaseException | None) -> str:
-    """Name how a job ended, and end those of its choices that have not."""
-    is_failed = isinstance(failure, Exception)
+class _Ending(NamedTuple):
+    """How a job ended; see `Finished`."""
+
+    outcome: str
+    status: int = 200
+    reason: str = ""
+
+
+def _ending(
+    service: Service, job: TextRequest, failure: BaseException | None, *, has_begun: bool
+) -> _Ending:
+    """Say how a job ended, and end those of its choices that have not.
+
+    Args:
+        has_begun: The client has a status, which says that all is well.
+    """
+    is_failed = isinstance(failure, Exception) and not isinstance(failure, ConnectionError)
     num_cut = job.end_unfinished(FinishReason.ERROR if is_failed else FinishReason.ABORT)
     if isinstance(failure, PdserveError):
-        return failure.error_code
+        if has_begun:
+            return _Ending("error", reason=failure.error_code)
+        return _Ending(outcome_of(failure.status), failure.status, failure.error_code)
     if is_failed:
-        return "internal_error"
+        return _Ending("error", 200 if has_begun else 500, PdserveError.code)
     if num_cut or failure is not None:  # cancelled
-        has_begun = any(choice.first_token_s is not None for choice in job.choices)
-        service.metrics.disconnected("decode" if has_begun else "queue")
-        return "client_left"
+        has_tokens = any(choice.first_token_s is not None for choice in job.choices)
+        service.metrics.disconnected("decode" if has_tokens else "queue")
+        return _Ending("disconnected", CLIENT_LEFT, "client_left")
     is_handoff = any(choice.finish_reason is FinishReason.HANDOFF for choice in job.choices)
-    return "handed_over" if is_handoff else "ok"
+    failures = dict.fromkeys(label for each in job.choices for label in each.load_failures)
+    return _Ending("handed_over" if is_handoff else "ok", reason=",".join(failures))
 
 
 def running(job: TextRequest) -> dict[str, object]:
@@ -165,36 +193,46 @@ def _terms(job: TextRequest) -> dict[str, float]:
     return terms
 
 
-def _finished(job: TextRequest, seq: int, outcome: str, line: str) -> Finished:
+def _finished(job: TextRequest, seq: int, ending: _Ending) -> Finished:
     now_s, gaps_s = job.clock.monotonic_s(), job.gaps_s
     terms = _terms(job) if job.ttft_s is not None else {}
     terms_ms = {name: round(seconds * 1e3, 3) for name, seconds in terms.items()}
     ttft_ms = round(sum(terms_ms.values()), 3) if terms_ms else None
+    kv_mode, stages = _kv_mode(job), job.stages()
     return Finished(
         seq=seq,
         request_id=job.request_id,
-        outcome=outcome,
+        outcome=ending.outcome,
+        status=ending.status,
+        reason=ending.reason,
         path=job.path,
-        mode="local",
+        model=job.model,
         streamed=job.is_streamed,
         arrived_wall_s=round(job.clock.wall_s() - (now_s - job.start_s), 6),
         arrived_s=round(job.start_s, 6),
         total_ms=round((now_s - job.start_s) * 1e3, 3),
         ttft_ms=ttft_ms,
         ttft_terms=terms_ms,
-        second_token_ms=None,
-        second_token_terms={},
         itl_p50_ms=round(statistics.median_high(gaps_s) * 1e3, 3) if gaps_s else None,
         itl_max_ms=round(max(gaps_s) * 1e3, 3) if gaps_s else None,
         num_gaps=len(gaps_s),
-        kv_mode=job.leader().kv_mode or None,
-        kv_bytes=int(job.stages()["kv_bytes"]),
-        rungs=[],
+        kv_mode=kv_mode or None,
+        kv_bytes=int(stages["kv_bytes"]),
+        kv_path=kv_path(kv_mode or "local", has_store=stages["store_tokens"] > 0),
         prompt_tokens=job.num_prompt_tokens,
+        cached_tokens=job.num_cached_tokens,
+        store_tokens=int(stages["store_tokens"]),
         output_tokens=job.num_output_tokens,
-        prefill="",
-        decode="",
         times_ms={} if ttft_ms is None else {"first_token": ttft_ms},
-        line=line,
-        story=[],
     )
+
+
+def _kv_mode(job: TextRequest) -> str:
+    """Return how its KV goes from engine to engine: push, pull, or empty if it does not."""
+    leader = job.leader()
+    if leader.kv_mode or leader.request is None:
+        return leader.kv_mode
+    if leader.request.ticket is not None:
+        return KVMode.PUSH.value
+    is_split = leader.request.remote_decode or leader.request.handoff is not None
+    return KVMode.PULL.value if is_split else ""

@@ -26,11 +26,13 @@ from pdserve.observe.clock import SystemClock
 from pdserve.observe.heap import keep_flat
 from pdserve.observe.log import log_event
 from pdserve.observe.metrics import measure_loop_lag
+from pdserve.observe.stats_log import log_stats
 from pdserve.server import chat, completions, debug, status
 from pdserve.server.metrics import ServerMetrics
 from pdserve.server.registration import Registrar
 from pdserve.server.reply import error_middleware, wants_stages
 from pdserve.server.service import REQUEST_ID, SERVICE, START_S, Service, request_id_of
+from pdserve.server.stats_log import EngineStatsLog
 from pdserve.text.load import load_text
 from pdserve.wire.hop import INFO_PATH, LAYOUT_HEADER, RELEASE_PATH, REQUEST_ID_HEADER
 
@@ -91,6 +93,7 @@ def build_app(
     )
     app[SERVICE] = service
     app.cleanup_ctx.append(_loop_lag)
+    app.cleanup_ctx.append(_stats_log)
     app.cleanup_ctx.append(_text_work)
     app.on_response_prepare.append(_return_id)
     app.add_routes(
@@ -166,11 +169,11 @@ async def run_server(
                 await registration.start()
                 await _until_taken(service, registration, stop)
             if stop.first is None and client.dead_reason is None:
-                log_event(_log, "ready", url=url, model=service.model_names[0])
                 on_ready(url)
             await _until_stopped(service, stop)
             service.draining = True
-            log_event(_log, "shutting down", cause=stop.cause or client.dead_reason)
+            if stop.first is not None:  # what ends by itself is told by who runs this
+                log_event(_log, "shutting down", cause=stop.first.name, running=len(service.jobs))
             if registration is not None:
                 await registration.stop()
             left_s = await _drain(service, stop, server_config.shutdown_timeout_s)
@@ -201,11 +204,6 @@ class _StopSignals:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.remove_signal_handler(number)
-
-    @property
-    def cause(self) -> str | None:
-        """The first signal's name, for the log."""
-        return None if self.first is None else self.first.name
 
     def _receive(self, number: signal.Signals) -> None:
         if self.first is None:
@@ -309,6 +307,14 @@ async def _loop_lag(app: web.Application) -> AsyncGenerator[None, None]:
     task.cancel()
     with contextlib.suppress(asyncio.CancelledError):
         await task
+
+
+async def _stats_log(app: web.Application) -> AsyncGenerator[None, None]:
+    service = app[SERVICE]
+    task = asyncio.create_task(log_stats(EngineStatsLog(service.client, service.clock).read))
+    yield
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
 
 
 @web.middleware

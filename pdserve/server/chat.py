@@ -101,7 +101,7 @@ async def create_chat_completion(request: web.Request) -> web.StreamResponse:
         ),
     )
     form = _Form(body, job, text.tokenizer)
-    async with serving(service, job):
+    async with serving(request, job):
         await job.start()
         if body.stream:
             return await _stream(request, body, job, form)

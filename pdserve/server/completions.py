@@ -52,7 +52,7 @@ async def create_completion(request: web.Request) -> web.StreamResponse:
         ),
     )
     form = _Form(body, job, text.tokenizer, prompts)
-    async with serving(service, job):
+    async with serving(request, job):
         await job.start()
         if body.stream:
             return await _stream(request, body, job, form)

@@ -62,7 +62,7 @@ def say_unknown_fields(request: web.Request, data: bytes, kind: type[SamplingFie
         if name not in told and len(told) < _MAX_IGNORED:
             told.add(name)
             shown = ascii(name[:_MAX_NAME_CHARS])
-            log_event(_log, "request field ignored", level=logging.WARNING, field=shown)
+            log_event(_log, "request field ignored", field=shown)
 
 
 async def encode_prompts(

@@ -17,9 +17,18 @@ import msgspec
 from aiohttp import web
 
 from pdserve.errors import KvTransferError, PdserveError
-from pdserve.http.answers import StreamAnswer, error_answer, error_object, refusal_of
+from pdserve.http.answers import (
+    IS_TOLD,
+    StreamAnswer,
+    error_answer,
+    error_object,
+    is_work,
+    refusal_of,
+)
+from pdserve.observe.log import log_event
+from pdserve.observe.request_log import log_refusal
 from pdserve.server.hop import response_params
-from pdserve.server.service import SERVICE
+from pdserve.server.service import REQUEST_ID, SERVICE, START_S
 from pdserve.wire.hop import HANDOFF, LOAD_FAILURES_HEADER, PARAMS, STAGES, STAGES_HEADER
 from pdserve.wire.request import FinishReason
 
@@ -186,18 +195,33 @@ async def error_middleware(request: web.Request, handler: Handler) -> web.Stream
     try:
         return await handler(request)
     except PdserveError as error:
-        return error_response(error)
+        return _refuse(request, error)
     except web.HTTPException as error:
-        return error_response(refusal_of(error, request))
+        return _refuse(request, refusal_of(error, request))
     except ConnectionResetError:  # the client left before its answer: nobody is to be told
         raise
     except Exception as error:  # noqa: BLE001 (the top of a request: the server goes on)
         log_internal_error(request, error)
-        return error_response(PdserveError("the server failed; its log has the details"))
+        return _refuse(request, PdserveError("the server failed; its log has the details"))
     finally:
         request.app[SERVICE].bodies.free(request)
 
 
+def _refuse(request: web.Request, error: PdserveError) -> web.StreamResponse:
+    """Answer with an error; a request to the API that has no line yet gets one."""
+    if is_work(request) and IS_TOLD not in request:
+        total_s = request.app[SERVICE].clock.monotonic_s() - request[START_S]
+        log_refusal(request[REQUEST_ID], request.path, error, total_s=total_s)
+    return error_response(error)
+
+
 def log_internal_error(request: web.Request, error: BaseException) -> None:
     """Log what a handler raised; the client learns no details."""
-    _log.error("request failed path=%s", request.path, exc_info=error)
+    log_event(
+        _log,
+        "request failed",
+        level=logging.ERROR,
+        exc_info=error,
+        request=request.get(REQUEST_ID),
+        endpoint=request.path,
+    )

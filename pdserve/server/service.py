@@ -14,6 +14,7 @@ from pdserve.errors import (
     ShuttingDownError,
     StartingError,
     UnavailableError,
+    without_tracebacks,
 )
 from pdserve.observe.clock import SystemClock
 from pdserve.observe.trace import Recorder
@@ -90,7 +91,7 @@ class Service:
     def not_ready_reason(self) -> str | None:
         """Why no request can be taken now, if none can."""
         if self.client.dead_reason is not None:
-            return f"the engine has ended: {self.client.dead_reason}"
+            return f"the engine has ended: {without_tracebacks(self.client.dead_reason)}"
         if self.client.stall_reason is not None:
             return self.client.stall_reason
         if self.draining:

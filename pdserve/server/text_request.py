@@ -36,7 +36,7 @@ from pdserve.wire.request import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator
+    from collections.abc import AsyncGenerator, Sequence
     from types import TracebackType
     from typing import Self
 
@@ -298,7 +298,7 @@ class TextRequest:
         prefix cache had before the first of them was prefilled.
         """
         choices = self.choices if choice_index is None else [self.choices[choice_index]]
-        num_cached = {choice.prompt_index: choice.num_cached_tokens or 0 for choice in choices}
+        num_cached = _cached_by_prompt(choices)
         num_prompt = sum(len(self.prompts[index]) for index in num_cached)
         num_output = sum(choice.num_tokens for choice in choices)
         return {
@@ -339,6 +339,7 @@ class TextRequest:
             **stages,
             load_failures=tuple(label for choice in self.choices for label in choice.load_failures),
             prompt_tokens=self.num_prompt_tokens,
+            cached_tokens=self.num_cached_tokens,
             kv_mode=self.leader().kv_mode,
         )
 
@@ -346,6 +347,11 @@ class TextRequest:
     def num_prompt_tokens(self) -> int:
         """Over all prompts."""
         return sum(map(len, self.prompts))
+
+    @property
+    def num_cached_tokens(self) -> int:
+        """Those of the prompts' that a prefix cache had."""
+        return sum(_cached_by_prompt(self.choices).values())
 
     @property
     def num_output_tokens(self) -> int:
@@ -399,6 +405,10 @@ class TextRequest:
             e2e_s=now_s - self.start_s,
             decode_s=now_s - first_s if first_s is not None else None,
         )
+
+
+def _cached_by_prompt(choices: Sequence[Choice]) -> dict[int, int]:
+    return {choice.prompt_index: choice.num_cached_tokens or 0 for choice in choices}
 
 
 def _raise_if_failed(output: EngineOutput, request: GenerateRequest | None, now_s: float) -> None:

@@ -34,8 +34,13 @@ class Finished(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         seq: Counts the finished requests of this process's life, from 1.
-        outcome: At a proxy one of `OUTCOMES` of its metrics; at an engine "ok", "handed_over",
-            "client_left" or an error's code.
+        outcome: ok, client_error (4xx), shed (429, 503), error or disconnected; at an engine also
+            handed_over.
+        status: Of the answer; 499 if the client left.
+        reason: The error's code; empty if it ended well.
+        stage: Where it was when it ended, if not well.
+        path: Of the endpoint.
+        model: As the client called it; else the name that serves it.
         mode: Whether the prompt and the rest were computed apart ("disaggregated") or on one
             engine ("local", as always at an engine).
         arrived_wall_s: Unix time of its arrival; `arrived_s` is the same in monotonic seconds.
@@ -48,6 +53,10 @@ class Finished(msgspec.Struct, frozen=True, kw_only=True):
         itl_p50_ms, itl_max_ms, num_gaps: Of the gaps between output tokens; at a proxy between
             chunks from the decode engine on.
         kv_mode, kv_bytes: Who moved the KV, if anyone did, and how much.
+        kv_path: How its KV came to where it was used: push, pull or local, with `+store` behind it
+            if a store had some; empty if no engine was asked.
+        cached_tokens: What a prefix cache had of the prompt.
+        store_tokens: What a store had of it beyond that.
         rungs, rung_reasons: Of the ladder, which is a proxy's, and why each was taken.
         prefill, decode: Base URLs of the engines of the last attempt; where `prefill` is
             empty, `decode` did everything. Both are empty at an engine.
@@ -58,33 +67,40 @@ class Finished(msgspec.Struct, frozen=True, kw_only=True):
         story: Empty at an engine, whose core's is in its trace.
     """
 
-    seq: int
+    seq: int = 0
     request_id: str
     outcome: str
+    status: int
+    reason: str = ""
+    stage: str = ""
     path: str
-    mode: str
-    streamed: bool
-    arrived_wall_s: float
-    arrived_s: float
-    total_ms: float
-    ttft_ms: float | None
-    ttft_terms: dict[str, float]
-    second_token_ms: float | None
-    second_token_terms: dict[str, float]
-    itl_p50_ms: float | None
-    itl_max_ms: float | None
-    num_gaps: int
-    kv_mode: str | None
-    kv_bytes: int
-    rungs: list[str]
+    model: str = ""
+    mode: str = "local"
+    streamed: bool = False
+    arrived_wall_s: float = 0.0
+    arrived_s: float = 0.0
+    total_ms: float = 0.0
+    ttft_ms: float | None = None
+    ttft_terms: dict[str, float] = {}
+    second_token_ms: float | None = None
+    second_token_terms: dict[str, float] = {}
+    itl_p50_ms: float | None = None
+    itl_max_ms: float | None = None
+    num_gaps: int = 0
+    kv_mode: str | None = None
+    kv_bytes: int = 0
+    kv_path: str = ""
+    rungs: list[str] = []
     rung_reasons: list[str] = []
-    prompt_tokens: int
-    output_tokens: int
-    prefill: str
-    decode: str
-    times_ms: dict[str, float]
-    line: str
-    story: list[Told]
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    store_tokens: int = 0
+    output_tokens: int = 0
+    prefill: str = ""
+    decode: str = ""
+    times_ms: dict[str, float] = {}
+    line: str = ""
+    story: list[Told] = []
 
 
 class _Kept(NamedTuple):

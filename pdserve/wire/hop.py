@@ -125,6 +125,7 @@ class EngineStages(RequestStages, frozen=True, kw_only=True, omit_defaults=False
         ttft_s: From its arrival to the first token computed there.
         load_failures: Labels of KV loads that failed.
         prompt_tokens: Over all prompts; 0 if the engine does not say.
+        cached_tokens: Those of them that a prefix cache had when they were prefilled.
         kv_mode: How KV came from another engine, if it did: push or pull.
     """
 
@@ -132,6 +133,7 @@ class EngineStages(RequestStages, frozen=True, kw_only=True, omit_defaults=False
     ttft_s: float = 0.0
     load_failures: tuple[str, ...] = ()
     prompt_tokens: int = 0
+    cached_tokens: int = 0
     kv_mode: str = ""
 
 

@@ -95,8 +95,7 @@ class Worker:
             self._slices = StepSlices(place.engine_rank, wake=self._wake)
         loaded = load_model(config, device, kernels, world, self._progress)
         layout = self._plan(loaded, device, world)
-        mib = layout.num_blocks * layout.block_bytes / (1 << 20)
-        self._progress(f"KV memory: {layout.num_blocks} blocks, {mib:.0f} MiB")
+        self._progress(_in_words(layout, loaded.max_model_len))
         kv = kv_memory.allocate(layout, device)
         fields = _layout_fields(loaded, layout)
         shape = _shape(loaded, layout, world)
@@ -267,6 +266,17 @@ def failed_anywhere(
         for request_id, num in zip(request_ids, num_valid, strict=True)
         if num != _ALL_CAME
     ]
+
+
+def _in_words(layout: KVLayout, max_model_len: int) -> str:
+    """Return how much KV there is room for, in tokens and in requests of the greatest length."""
+    num_tokens = layout.num_blocks * layout.block_size
+    mib = layout.num_blocks * layout.block_bytes / (1 << 20)
+    return (
+        f"KV cache: {num_tokens:,} tokens in {layout.num_blocks:,} blocks of {layout.block_size} "
+        f"({mib:,.0f} MiB), maximum concurrency for {max_model_len:,} tokens per request: "
+        f"{num_tokens / max_model_len:.2f}x"
+    )
 
 
 def _layout_fields(loaded: LoadedModel, layout: KVLayout) -> dict[str, str]:

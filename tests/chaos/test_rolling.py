@@ -83,7 +83,7 @@ def test_every_mixture_of_the_release_and_this_version_serves_every_request(
             if proxy == "new":
                 is_mixed = prefill != decode
                 assert ("ladder local(no_pair)" in started.processes[name].log) is is_mixed
-                assert ("kv by" in started.processes[name].log) is not is_mixed
+                assert ("path=pu" in started.processes[name].log) is not is_mixed
 
 
 def test_a_deployment_is_rolled_from_the_release_to_this_version_under_load(

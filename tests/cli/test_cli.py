@@ -182,7 +182,22 @@ def test_up_refuses_two_processes_on_one_port(tmp_path: Path) -> None:
 
 def test_a_misspelt_variable_is_reported() -> None:
     done = pdserve("proxy", "--port", "70000", variables={"PDSERVE_PROT": "3"})
-    assert "warning: PDSERVE_PROT is no setting" in done.stderr
+    assert "warning: PDSERVE_PROT is no setting: did you mean PDSERVE_PORT?" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "hint"),
+    [
+        (["server", "boxed"], "no command 'server': did you mean serve? There are: "),
+        (["prefil"], "did you mean prefill?"),
+        (["bench", "swep"], "no command 'bench swep': did you mean bench sweep? There are: bench "),
+        (["xyzzy"], "no command 'xyzzy'. There are: bench, decode, "),
+    ],
+)
+def test_a_misspelt_command_names_the_nearest(arguments: list[str], hint: str) -> None:
+    done = pdserve_here(*arguments)
+    assert done.returncode == 2
+    assert hint in done.stderr
 
 
 def test_interrupting_a_command_is_code_130() -> None:

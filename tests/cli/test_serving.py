@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 import signal
 import subprocess
 import sys
@@ -79,9 +80,12 @@ def test_a_proxy_says_what_it_lacks_and_ends_when_told(number: signal.Signals, c
     (port,) = free_ports(1)
     with started("proxy", "--port", str(port)) as proxy:
         said = read_until(proxy, "pdserve decode MODEL")
-        assert said.startswith(
-            f"pdserve proxy 0.1.0\n  port = {port}  (command line)\n  defaults: "
+        first, ready, *_ = said.splitlines()
+        assert first.endswith(
+            f"Z INFO pdserve.start pdserve proxy 0.1.0: port = {port} (command line), "
+            "all else at its default"
         )
+        assert f"ready url=http://127.0.0.1:{port} " in ready
         assert f"pdserve prefill MODEL --port 8100 --proxy http://127.0.0.1:{port}" in said
         proxy.send_signal(number)
         assert proxy.wait(60) == code
@@ -96,8 +100,10 @@ def test_an_engine_serves_under_the_name_it_was_given_until_interrupted(
 ) -> None:
     (port,) = free_ports(1)
     with started(command, str(model), "--port", str(port)) as engine:
-        said = read_until(engine, "Ready: ")
-        assert f"  model = {model}  (command line)\n" in said
+        said = read_until(engine, " ready url=")
+        assert f": model = {model} (command line), " in said.splitlines()[0]
+        assert re.search(r"KV cache: [\d,]+ tokens .*maximum concurrency .* [\d.]+x", said)
+        assert re.search(r" ready url=.* kv_tokens=\d+ max_concurrency=[\d.]+", said)
         core = psutil.Process(engine.pid).children()
         with urllib.request.urlopen(f"http://127.0.0.1:{port}/pdserve/info") as response:
             info = json.load(response)
@@ -119,6 +125,45 @@ def test_a_model_that_cannot_be_loaded_is_code_3(tmp_path: Path, model: Path) ->
     assert done.returncode == 3
     assert "git lfs" in done.stderr.lower()
     assert "Traceback" not in done.stderr
+    about = [line for line in done.stderr.splitlines() if "git lfs" in line.lower()]
+    assert len(about) == 1, done.stderr
+    assert " ERROR pdserve.start pdserve serve: " in about[0]
+
+
+@pytest.mark.e2e
+def test_an_engine_core_that_dies_is_one_error_and_code_1(model: Path) -> None:
+    (port,) = free_ports(1)
+    with started("serve", str(model), "--port", str(port)) as engine:
+        read_until(engine, " ready url=")
+        psutil.Process(engine.pid).children()[0].kill()
+        assert engine.stdout is not None
+        said = engine.stdout.read()
+        assert engine.wait(60) == 1
+    errors = [line for line in said.splitlines() if "ended with code -9" in line]
+    assert len(errors) == 1, said
+    assert " ERROR pdserve.start pdserve serve: the engine has ended: " in errors[0]
+
+
+def test_as_json_every_line_of_a_proxys_life_is_one_object() -> None:
+    (port,) = free_ports(1)
+    with started("proxy", "--port", str(port), "--log-format", "json") as proxy:
+        lines = read_until(proxy, '"no decode engine yet"').splitlines()
+        proxy.send_signal(signal.SIGTERM)
+        assert proxy.stdout is not None
+        lines += proxy.stdout.read().splitlines()
+        assert proxy.wait(60) == 0
+    told = [json.loads(line) for line in lines]
+    assert [each["event"] for each in told[:2]] == ["start", "ready"]
+    assert told[0]["settings"]["port"] == {"value": str(port), "from": "command line"}
+    assert told[1]["url"] == f"http://127.0.0.1:{port}"
+
+
+def test_what_a_proxy_cannot_start_with_is_one_dated_error() -> None:
+    done = pdserve("proxy", "--max-concurrent-requests", "0")
+    assert done.returncode == 3
+    last = done.stderr.splitlines()[-1]
+    assert re.match(r"\S+Z ERROR pdserve\.start pdserve proxy: --max-concurrent-requests", last)
+    assert done.stderr.count("ERROR") == 1
 
 
 @pytest.mark.e2e

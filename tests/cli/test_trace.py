@@ -79,6 +79,19 @@ def test_the_file_is_a_trace_and_what_is_printed_says_what_it_holds(tmp_path, na
         assert told in done.stdout
 
 
+def test_a_deployment_that_was_idle_leaves_no_file_and_is_told(tmp_path):
+    path = tmp_path / "t.json"
+    idle = msgspec.structs.replace(
+        COLLECTION, processes=[process(Part.PROXY, "", []), process(Part.CORE, "prefill", [])]
+    )
+    with answering(200, msgspec.json.encode(idle)) as url:
+        done = pdserve("trace", "--url", url, "-o", str(path), "--api-key", "k")
+    assert done.returncode == 1
+    assert "nothing ran in the last 10 s" in done.stderr
+    assert "missing: http://127.0.0.1:1: cannot connect" in done.stderr
+    assert not path.exists()
+
+
 def test_nobody_at_the_url_is_told_with_what_to_give():
     (port,) = free_ports(1)
     done = pdserve("trace", "--url", f"http://127.0.0.1:{port}")

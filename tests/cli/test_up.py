@@ -99,9 +99,11 @@ def test_the_demo_answers_shows_where_its_time_went_and_ends(
     make.append(up)
     up.wait_for("ttft=")
     assert up.end() == 0
-    question, answer = up.out.index("Tell me something\n"), up.out.index("ok in=")
+    question, answer = up.out.index("Tell me something\n"), up.out.index("ok status=200 ")
     assert answer > question
-    summary = re.search(r"ok in=\d+ out=12 ttft=([\d.]+)ms = ([^|]*)", up.out)
+    summary = re.search(
+        r" in=\d+ cached=\d+ out=12 total=[\d.]+ms ttft=([\d.]+)ms = ([^|]*)", up.out
+    )
     assert summary is not None
     stages = [float(stage) for stage in re.findall(r" ([\d.]+)(?= \+|\s*$| \()", summary[2])]
     assert sum(stages) == pytest.approx(float(summary[1]), abs=0.1 * len(stages))

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import enum
+import re
 from pathlib import Path
 
 import msgspec
@@ -196,8 +197,9 @@ def test_an_unknown_key_of_an_object_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_wrong_value_is_refused_with_the_place_it_came_from(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"size in .*engine.yaml: 'x' is not a whole number"):
-        resolve(TABLE, command_line={}, file=_file(tmp_path, "size: x"), environ={})
+    said = r"size in .*engine.yaml, line 2: 'x' is not a whole number"
+    with pytest.raises(ConfigError, match=said):
+        resolve(TABLE, command_line={}, file=_file(tmp_path, "# so\nsize: x"), environ={})
     with pytest.raises(ConfigError, match=r"PDSERVE_SIZE: 'x' is not a whole number"):
         resolve(TABLE, command_line={}, environ={"PDSERVE_SIZE": "x"})
 
@@ -219,6 +221,24 @@ def test_a_key_given_twice_is_refused(tmp_path: Path, text: str) -> None:
 def test_a_key_given_twice_in_an_object_is_refused(raw: object) -> None:
     with pytest.raises(ConfigError, match=r"--inner: the key .* stands there twice"):
         resolve(TABLE, command_line={"inner": raw}, environ={})
+
+
+@pytest.mark.parametrize(
+    ("text", "place"),
+    [
+        ("colour: red\nsize: [1\nis-on: true", "line 2 (size)"),
+        ("colour: red\nsize 3\n", "line 2 (size)"),
+        ("colour: 'red\nsize: 3\n", "line 1 (colour)"),
+        ("colour: red\nsize: 3: 4\n", "line 2 (size)"),
+        ("colour: red\ninner:\n  depth: 3\n names: a\n", "line 4 (inner)"),
+        ("size: 1\ncolour: red\nsize: 2", "line 3 (size)"),
+    ],
+)
+def test_what_is_no_yaml_is_told_with_its_line_and_its_setting(
+    tmp_path: Path, text: str, place: str
+) -> None:
+    with pytest.raises(ConfigError, match=re.escape(f"engine.yaml, {place}: ")):
+        resolve(TABLE, command_line={}, file=_file(tmp_path, text), environ={})
 
 
 @pytest.mark.parametrize("text", ["- a\n- b", "just words", "size: [", "\x00"])

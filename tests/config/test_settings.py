@@ -13,10 +13,10 @@ from pdserve.config.datasets import DatasetConfig
 from pdserve.config.doctor import DoctorConfig
 from pdserve.config.http import ProxyConfig, ServerConfig
 from pdserve.config.load import Table, build, resolve
+from pdserve.config.log import LogConfig
 from pdserve.config.schema import EngineConfig, Role, TransferConfig
 from pdserve.config.setting import parse
 from pdserve.config.settings import (
-    LogConfig,
     bench_serve_table,
     doctor_table,
     engine_table,

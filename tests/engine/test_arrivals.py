@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import itertools
-import logging
 import os
 from typing import TYPE_CHECKING
 
 import pytest
 import zmq
 
+from pdserve.config.log import LogConfig
 from pdserve.config.schema import (
     CacheConfig,
     EngineConfig,
@@ -59,7 +59,7 @@ class Core:
         self.process = EngineProcess(
             EngineLaunch(
                 parent_pid=os.getpid(),
-                log_level=logging.WARNING,
+                log=LogConfig(level="warning"),
                 config=EngineConfig(
                     model=ModelConfig(model=str(model), dtype="float32", max_model_len=256),
                     cache=CacheConfig(num_gpu_blocks_override=200),

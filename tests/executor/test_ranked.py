@@ -15,6 +15,7 @@ import msgspec
 import psutil
 import pytest
 
+from pdserve.config.log import LogConfig
 from pdserve.config.schema import EngineConfig, LivenessConfig, ModelConfig, ParallelConfig
 from pdserve.errors import ConfigError, InternalError
 from pdserve.executor import ranked
@@ -86,7 +87,7 @@ def over_zmq(config: EngineConfig, lines: list[str]) -> RankedExecutor:
     places = rank_places(config.parallel, CorePlace(), None)
     launches = [
         Launch(
-            log_level=30,
+            log=LogConfig(level="warning"),
             config=config,
             place=place,
             engine_id=EngineId("e"),

@@ -2,31 +2,128 @@ from __future__ import annotations
 
 import asyncio
 import io
+import json
 import logging
+import re
+import warnings
 
 import pytest
 from aiohttp import web
 
-from pdserve.observe.log import MovedKV, configure_logging, log_event, request_line
+from pdserve.config.log import LogConfig, LogFormat
+from pdserve.observe.log import LogEvent, configure_logging, log_config, log_event
+from tests.logs import unchanged_logging
+
+JSON = LogConfig(format=LogFormat.JSON)
 
 
 @pytest.fixture
 def stream():
     stream = io.StringIO()
-    loggers = [logging.getLogger(name) for name in ("pdserve", "aiohttp.server")]
-    before = [(each.handlers[:], each.filters[:], each.level, each.propagate) for each in loggers]
-    configure_logging(stream)
-    yield stream
-    for each, values in zip(loggers, before, strict=True):
-        each.handlers[:], each.filters[:], each.level, each.propagate = values
+    with unchanged_logging():
+        configure_logging(stream)
+        yield stream
 
 
-def test_an_event_is_fixed_text_and_fields(stream: io.StringIO):
+class Unprintable:
+    """Nothing may look at it."""
+
+    def __str__(self) -> str:
+        raise AssertionError("it was formatted")
+
+
+def happen() -> None:
     logger = logging.getLogger("pdserve.x")
     log_event(logger, "it happened", count=3, seconds=0.25, left_out=None, text='a "b"\n')
-    assert stream.getvalue().endswith(
-        'I pdserve.x it happened count=3 seconds=0.25 text="a \\"b\\"\\n"\n'
+
+
+def test_an_event_is_a_date_a_level_fixed_text_and_fields(stream: io.StringIO):
+    happen()
+    assert re.fullmatch(
+        r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z INFO pdserve\.x it happened "
+        r'count=3 seconds=0\.25 text="a \\"b\\"\\n"\n',
+        stream.getvalue(),
     )
+
+
+def test_times_are_utc_to_the_millisecond(stream: io.StringIO):
+    record = logging.LogRecord("pdserve.x", logging.INFO, "", 0, "x", (), None)
+    record.created = 1e9 + 0.0625
+    logging.getLogger("pdserve").handle(record)
+    assert stream.getvalue().startswith("2001-09-09T01:46:40.062Z ")
+
+
+def test_as_json_an_event_has_the_same_keys(stream: io.StringIO):
+    configure_logging(stream, JSON)
+    happen()
+    told = json.loads(stream.getvalue())
+    assert re.fullmatch(r"\d{4}-\d\d-\d\dT[\d:]{8}\.\d{3}Z", told.pop("time"))
+    assert told == {
+        "level": "INFO",
+        "logger": "pdserve.x",
+        "event": "it happened",
+        "count": 3,
+        "seconds": 0.25,
+        "text": 'a "b"\n',
+    }
+
+
+def test_as_json_an_exception_is_inside_of_its_line(stream: io.StringIO):
+    configure_logging(stream, JSON)
+    try:
+        raise RuntimeError("a fault of ours")
+    except RuntimeError as error:
+        log_event(logging.getLogger("pdserve.x"), "failed", level=logging.ERROR, exc_info=error)
+    [line] = stream.getvalue().splitlines()
+    told = json.loads(line)
+    assert (told["level"], told["event"]) == ("ERROR", "failed")
+    assert told["exception"].endswith("RuntimeError: a fault of ours")
+
+
+def test_what_is_no_json_number_is_text(stream: io.StringIO):
+    configure_logging(stream, JSON)
+    log_event(logging.getLogger("pdserve.x"), "counted", share=float("nan"))
+    assert json.loads(stream.getvalue())["share"] == "nan"
+
+
+@pytest.mark.parametrize("name", ["aiohttp.server", "asyncio"])
+def test_what_libraries_say_has_the_same_form(stream: io.StringIO, name: str):
+    configure_logging(stream, JSON)
+    logging.getLogger(name).error("it is %d", 3)
+    assert json.loads(stream.getvalue())["event"] == "it is 3"
+
+
+def test_a_warning_of_python_has_the_same_form(stream: io.StringIO):
+    configure_logging(stream, JSON)
+    with warnings.catch_warnings():
+        warnings.simplefilter("always")
+        configure_logging(stream, JSON)
+        warnings.warn("mind this", stacklevel=1)
+    assert "mind this" in json.loads(stream.getvalue())["event"]
+
+
+def test_nothing_is_formatted_that_is_not_logged(stream: io.StringIO):
+    configure_logging(stream, LogConfig(requests=False))
+    log_event(logging.getLogger("pdserve.x"), "x", level=logging.DEBUG, field=Unprintable())
+    logging.getLogger("pdserve.requests").info(LogEvent("request", {"field": Unprintable()}))
+    logging.getLogger("pdserve.requests").warning(LogEvent("request", {}, "req a failed"))
+    assert stream.getvalue().endswith("WARNING pdserve.requests req a failed\n")
+    assert stream.getvalue().count("\n") == 1
+
+
+@pytest.mark.parametrize("config", [JSON, LogConfig(level="error", requests=False, stats=False)])
+def test_processes_that_are_started_log_as_their_parent(stream: io.StringIO, config: LogConfig):
+    configure_logging(stream, config)
+    assert log_config() == config
+
+
+def test_without_a_configuration_they_log_from_the_level_of_their_parent(
+    caplog: pytest.LogCaptureFixture,
+):
+    with unchanged_logging():
+        logging.getLogger("pdserve").handlers.clear()
+        caplog.set_level(logging.ERROR, "pdserve")
+        assert log_config() == LogConfig(level="error")
 
 
 def test_a_level_that_is_off_is_not_logged(stream: io.StringIO):
@@ -46,7 +143,7 @@ async def test_what_is_no_http_is_one_line_and_no_traceback(stream: io.StringIO)
     finally:
         await runner.cleanup()
     [line] = stream.getvalue().splitlines()
-    assert line.endswith("I aiohttp.server refused what is no HTTP request (BadHttpMessage)")
+    assert line.endswith("INFO aiohttp.server refused what is no HTTP request (BadHttpMessage)")
 
 
 def test_what_a_handler_raises_keeps_its_traceback(stream: io.StringIO):
@@ -55,30 +152,3 @@ def test_what_a_handler_raises_keeps_its_traceback(stream: io.StringIO):
     except RuntimeError:
         logging.getLogger("aiohttp.server").exception("Error handling request")
     assert "Traceback" in stream.getvalue()
-
-
-def test_a_requests_line_is_its_time_to_first_token_taken_apart():
-    line = request_line(
-        "3f2a",
-        "ok",
-        num_tokens=(512, 64),
-        ttft_s=0.0481,
-        stages={
-            "queue": 0.0004,
-            "prefill": 0.0319,
-            "kv": 0.0063,
-            "handover": 0.0022,
-            "first_step": 0.0073,
-        },
-        kv=MovedKV(8_400_000, 0.0063),
-        gaps_s=[0.006, 0.0061, 0.0098],
-    )
-    assert line == (
-        "req 3f2a ok in=512 out=64 ttft=48.1ms = queue 0.4 + prefill 31.9 + kv 6.3 "
-        "(8.4 MB, 1.3 GB/s) + handover 2.2 + first step 7.3 | itl p50 6.1 max 9.8"
-    )
-
-
-def test_a_request_without_a_token_has_no_times():
-    line = request_line("a", "client_left", num_tokens=(3, 0), ttft_s=None, stages={})
-    assert line == "req a client_left in=3 out=0"

@@ -219,13 +219,13 @@ async def test_the_stages_add_up_to_the_time_to_first_token(stack, caplog):
     assert stages["prefill"] == pytest.approx(5 * 0.0002)
     lines = [record.getMessage() for record in caplog.records if " ttft=" in record.getMessage()]
     assert len(lines) == 5
-    assert " ok in=7 out=4 ttft=" in lines[0]
+    assert " in=7 cached=0 out=4 " in lines[0]
 
 
 async def test_a_usage_chunk_gives_the_counts_of_the_log_line(stack, caplog):
     with caplog.at_level("INFO"):
         await stack.stream({"max_tokens": 6, "stream_options": {"include_usage": True}})
-    assert " ok in=7 out=6 " in caplog.text
+    assert " in=7 cached=0 out=6 " in caplog.text
 
 
 # --- keys

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import time
 
 import pytest
@@ -137,6 +138,7 @@ async def test_tools_that_are_not_to_be_called_are_left_out(server):
 
 
 async def test_a_field_that_nobody_knows_is_ignored_and_logged_once(server, caplog):
+    caplog.set_level(logging.INFO, "pdserve.server")
     for name in ("temprature", "temprature", "a\nb"):
         await server.ok(COMPLETIONS, PROMPT | {name: 0.5})
     await server.ok(CHAT, MESSAGES | {"temprature": 0.5, "max_tokens": 2})
@@ -154,6 +156,7 @@ async def test_a_name_that_is_no_text_is_no_json(server):
 
 
 async def test_fields_that_nobody_knows_fill_no_memory_and_no_log(server, caplog):
+    caplog.set_level(logging.INFO, "pdserve.server")
     await server.ok(COMPLETIONS, PROMPT | {f"x{i}": 0 for i in range(200)})
     assert sum("field ignored" in each.getMessage() for each in caplog.records) == 64
 

@@ -294,13 +294,14 @@ async def test_an_error_is_counted_as_one(text):
 
 
 async def test_a_request_is_one_line_in_the_log(text, caplog):
-    caplog.set_level(logging.INFO, logger="pdserve.server.account")
+    caplog.set_level(logging.INFO, logger="pdserve.requests")
     async with serving(text, scripted(text, "a dog", prefill_s=0.01)) as server:
         await server.ok("/v1/completions", {"prompt": "The"}, X_Request_Id="3f2a")
-    [record] = [r for r in caplog.records if r.name == "pdserve.server.account"]
+    [record] = [r for r in caplog.records if r.name == "pdserve.requests"]
     line = record.getMessage()
     found = re.fullmatch(
-        r"req 3f2a ok in=1 out=\d ttft=([\d.]+)ms = server ([\d.]+)(?: \+ queue ([\d.]+))?"
+        r"req 3f2a ok status=200 endpoint=/v1/completions path=local model=tiny in=1 cached=0"
+        r" out=\d total=[\d.]+ms ttft=([\d.]+)ms = server ([\d.]+)(?: \+ queue ([\d.]+))?"
         r" \+ prefill ([\d.]+)"
         r" \| itl p50 [\d.]+ max [\d.]+",
         line,
@@ -312,10 +313,10 @@ async def test_a_request_is_one_line_in_the_log(text, caplog):
 
 @pytest.mark.parametrize("body", [{"prompt": "The", "n": 2}, {"prompt": ["The", "dog"]}])
 async def test_several_choices_are_one_line(text, caplog, body):
-    caplog.set_level(logging.INFO, logger="pdserve.server.account")
+    caplog.set_level(logging.INFO, logger="pdserve.requests")
     async with serving(text, scripted(text, "a dog")) as server:
         await server.ok("/v1/completions", body)
-    assert len([r for r in caplog.records if r.name == "pdserve.server.account"]) == 1
+    assert len([r for r in caplog.records if r.name == "pdserve.requests"]) == 1
 
 
 async def test_a_stalled_engine_is_not_ready_and_says_why_until_it_goes_on(text) -> None:

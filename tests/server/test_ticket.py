@@ -238,7 +238,7 @@ STAGES = RequestStages(
 
 
 async def test_parts_of_stages_are_told_and_not_summed(text, caplog):
-    caplog.set_level(logging.INFO, logger="pdserve.server.account")
+    caplog.set_level(logging.INFO, logger="pdserve.requests")
     engine = make_engine(text, prefill_s=0.03)
     with_stages(engine, STAGES, kv_mode="push")
     async with serving(text, engine) as server:
@@ -255,9 +255,9 @@ async def test_parts_of_stages_are_told_and_not_summed(text, caplog):
         for kind in ("load", "handover", "step")
     }
     assert waits == pytest.approx({"load": 0.0, "handover": 0.001, "step": 0.002})
-    [record] = [r for r in caplog.records if r.name == "pdserve.server.account"]
+    [record] = [r for r in caplog.records if r.name == "pdserve.requests"]
     assert "kv 4.0 (8.4 MB, 2.1 GB/s, digest 1.5)" in record.getMessage()
-    assert record.getMessage().endswith("| kv by push | kv from store 1 of 1, 2.1 GB/s")
+    assert record.getMessage().endswith(" | kv from store 1 of 1, 2.1 GB/s")
 
 
 async def test_what_the_engine_counts_of_kv_has_one_series_each(text):
