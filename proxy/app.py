@@ -225,7 +225,7 @@ class Proxy:
         for part in self._parts:
             app.add_routes(part.routes())
         # What engines and proxies say to one another by the way is no client's.
-        described = openapi.document("pdserve", openapi.PROXY, without=[PARAMS])
+        described = openapi.document("pdserve", openapi.PROXY, without=(PARAMS,))
         app.add_routes([openapi.route(described)])
         return app
 

@@ -7,6 +7,7 @@ what is said of them here. Knows no handler.
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
@@ -24,7 +25,7 @@ from pdserve.http.protocol import (
 from pdserve.wire.hop import INFO_PATH, RELEASE_PATH, ReleaseRequest
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Mapping
 
 PATH: Final = "/openapi.json"
 _SCHEMAS: Final = "#/components/schemas/{name}"
@@ -111,10 +112,11 @@ ENGINE: Final = (
 )
 
 
+@functools.cache
 def document(
-    title: str, operations: Sequence[Operation], *, without: Iterable[str] = ()
-) -> dict[str, Any]:
-    """Return the document.
+    title: str, operations: tuple[Operation, ...], *, without: tuple[str, ...] = ()
+) -> Mapping[str, Any]:
+    """Return the document, the same one each time: it takes longer than all else of an app.
 
     Args:
         without: Fields of bodies that are not the client's to send.

@@ -25,7 +25,7 @@ NUM_EXAMPLES = max(5, hypothesis.settings().max_examples // 20)
 OPERATIONS = {"proxy": openapi.PROXY, "engine": openapi.ENGINE}
 engines_schema = schemathesis.openapi.from_dict(openapi.document("engine", openapi.ENGINE))
 proxys_schema = schemathesis.openapi.from_dict(
-    openapi.document("proxy", openapi.PROXY, without=["kv_transfer_params"])
+    openapi.document("proxy", openapi.PROXY, without=("kv_transfer_params",))
 )
 thorough = settings(
     max_examples=NUM_EXAMPLES, deadline=None, suppress_health_check=list(HealthCheck)
