@@ -1,14 +1,15 @@
 """A real browser for tests: Debian's chromium without a window, driven over its DevTools protocol.
 
-    async with open_browser(tmp_path) as browser:
+    async def test_it(browser):
         page = await browser.open("http://127.0.0.1:8000/dashboard", width=1440, height=900)
         assert await page.evaluate("document.title") == "pdserve"
         assert not page.errors
         assert page.hosts() == {"127.0.0.1:8000"}
 
-Each browser has a profile of its own and ends by pid. It resolves no names, so that nothing it
-loads can come from outside; what it asked for is in `Page.requests`. Use `needs_browser` on tests:
-where chromium is missing they are skipped, and fail in CI.
+All tests of a process share one chromium, whose start takes a second of a core; each has a context
+of its own there: cookies, passwords, cache, tabs. It ends by pid. It resolves no names, so that
+nothing it loads can come from outside; what it asked for is in `Page.requests`. Use `needs_browser`
+on tests: where chromium is missing they are skipped, and fail in CI.
 """
 
 from __future__ import annotations
@@ -19,8 +20,12 @@ import contextlib
 import os
 import shutil
 import signal
+import subprocess
 import sys
-from collections.abc import AsyncIterator, Mapping
+import tempfile
+import time
+from collections.abc import AsyncIterator, Iterator, Mapping
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -249,11 +254,11 @@ class Page:
 
 
 class Browser:
-    """A chromium process with as many tabs as are opened."""
+    """A context of a chromium, with as many tabs as are opened."""
 
-    def __init__(self, socket: aiohttp.ClientWebSocketResponse, pid: int) -> None:
-        self.pid = pid
+    def __init__(self, socket: aiohttp.ClientWebSocketResponse) -> None:
         self._socket = socket
+        self._context = ""
         self._next_id = 0
         self._answers: dict[int, asyncio.Future[dict[str, Any]]] = {}
         self._pages: dict[str, Page] = {}
@@ -270,7 +275,11 @@ class Browser:
         scheme: str = "light",
     ) -> Page:
         """Open a tab on `url`; `scheme` is the preferred colour scheme."""
-        target = (await self.call("Target.createTarget", {"url": "about:blank"}))["targetId"]
+        if not self._context:
+            context = await self.call("Target.createBrowserContext", {"disposeOnDetach": True})
+            self._context = context["browserContextId"]
+        where = {"url": "about:blank", "browserContextId": self._context}
+        target = (await self.call("Target.createTarget", where))["targetId"]
         attached = await self.call("Target.attachToTarget", {"targetId": target, "flatten": True})
         page = Page(self, target, attached["sessionId"])
         self._pages[attached["sessionId"]] = page
@@ -309,7 +318,7 @@ class Browser:
         task.add_done_callback(self._tasks.discard)
 
     async def close(self) -> None:
-        """End the browser's own side; the process is ended by `open_browser`."""
+        """End the connection, with which its context and its tabs end."""
         for task in (self._reader, *self._tasks):
             task.cancel()
         await asyncio.gather(self._reader, *self._tasks, return_exceptions=True)
@@ -330,19 +339,34 @@ class Browser:
                 page.on_event(said["method"], said["params"])
 
 
-@contextlib.asynccontextmanager
-async def open_browser(directory: Path) -> AsyncIterator[Browser]:
+@dataclass(frozen=True)
+class Chromium:
+    """A process, and where it takes connections."""
+
+    pid: int
+    url: str
+
+    @contextlib.asynccontextmanager
+    async def connect(self) -> AsyncIterator[Browser]:
+        """A context of its own, until the block ends."""
+        async with aiohttp.ClientSession() as client:
+            browser = Browser(await client.ws_connect(self.url, max_msg_size=0))
+            try:
+                yield browser
+            finally:
+                await browser.close()
+
+
+@contextlib.contextmanager
+def start_chromium(directory: Path) -> Iterator[Chromium]:
     """Start chromium with a profile in `directory`; end it and all its processes afterwards."""
     assert CHROMIUM is not None, "chromium is not installed: apt-get install chromium"
-    profile = directory / "chromium"
+    profile, log_path = directory / "chromium", directory / "chromium.log"
     profile.mkdir(parents=True)
-    with (directory / "chromium.log").open("wb") as log:
-        process = await asyncio.create_subprocess_exec(
-            CHROMIUM,
-            *_FLAGS,
-            f"--user-data-dir={profile}",
-            "about:blank",
-            stdin=asyncio.subprocess.DEVNULL,
+    with log_path.open("wb") as log:
+        process = subprocess.Popen(
+            [CHROMIUM, *_FLAGS, f"--user-data-dir={profile}", "about:blank"],
+            stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=log,
             env={**os.environ, "HOME": str(directory), "DBUS_SESSION_BUS_ADDRESS": "disabled:"},
@@ -351,32 +375,24 @@ async def open_browser(directory: Path) -> AsyncIterator[Browser]:
             preexec_fn=partial(end_with_parent, os.getpid(), signal.SIGTERM),
         )
     try:
-        url = await _debugger_url(process, profile, directory / "chromium.log")
-        async with aiohttp.ClientSession() as client:
-            socket = await client.ws_connect(url, max_msg_size=0)
-            browser = Browser(socket, process.pid)
-            try:
-                yield browser
-            finally:
-                await browser.close()
+        yield Chromium(process.pid, _debugger_url(process, profile, log_path))
     finally:
         # Its own session: no other process is in the group.
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
-        await process.wait()
-        await asyncio.to_thread(shutil.rmtree, profile, ignore_errors=True)
+        process.wait()
+        shutil.rmtree(profile, ignore_errors=True)
 
 
-async def _debugger_url(process: asyncio.subprocess.Process, profile: Path, log: Path) -> str:
+def _debugger_url(process: subprocess.Popen[bytes], profile: Path, log: Path) -> str:
     """Wait until the browser has written where it listens."""
     found = profile / "DevToolsActivePort"
-    with contextlib.suppress(TimeoutError):
-        async with asyncio.timeout(START_TIMEOUT_S):
-            while process.returncode is None:
-                lines = found.read_text().splitlines() if found.exists() else []
-                if len(lines) == 2:
-                    return f"ws://127.0.0.1:{lines[0]}{lines[1]}"
-                await asyncio.sleep(0.02)
+    deadline_s = time.monotonic() + START_TIMEOUT_S
+    while process.poll() is None and time.monotonic() < deadline_s:
+        lines = found.read_text().splitlines() if found.exists() else []
+        if len(lines) == 2:
+            return f"ws://127.0.0.1:{lines[0]}{lines[1]}"
+        time.sleep(0.02)
     raise BrowserError(f"chromium did not start:\n{log.read_text(errors='replace')}")
 
 
@@ -387,12 +403,12 @@ def _describe(details: dict[str, Any]) -> str:
 
 async def _main(url: str, path: str, width: int, scheme: str) -> None:
     """`python -m tests.browser URL FILE.png [WIDTH] [light|dark]`: a picture of a page."""
-    async with open_browser(Path(path).parent / f"browser-{os.getpid()}") as browser:
-        page = await browser.open(url, width=width, height=900, scheme=scheme)
-        await asyncio.sleep(2)
-        await page.screenshot(Path(path), full=True)
-        print({"errors": page.errors, "hosts": sorted(page.hosts())})
-    shutil.rmtree(Path(path).parent / f"browser-{os.getpid()}", ignore_errors=True)
+    with tempfile.TemporaryDirectory() as directory, start_chromium(Path(directory)) as chromium:
+        async with chromium.connect() as browser:
+            page = await browser.open(url, width=width, height=900, scheme=scheme)
+            await asyncio.sleep(2)
+            await page.screenshot(Path(path), full=True)
+            print({"errors": page.errors, "hosts": sorted(page.hosts())})
 
 
 if __name__ == "__main__":

@@ -1,4 +1,7 @@
-"""Settings every test shares. Fixtures live beside the tests that use them."""
+"""Settings every test shares, and fixtures that files of several folders do.
+
+The others live beside the tests that use them.
+"""
 
 from __future__ import annotations
 
@@ -17,9 +20,13 @@ import tests.interpreted_triton  # noqa: F401  # imports Triton before a test do
 from tests.lmcache_server import LMCacheServer
 
 if TYPE_CHECKING:
-    from collections.abc import Generator, Iterator
+    from collections.abc import AsyncIterator, Generator, Iterator
 
-# dev: quick; ci: the same examples at every run, so that red means a change; nightly: a search.
+    from tests.browser import Browser, Chromium
+
+# check: a few; dev: quick; ci: the same examples at every run, so that red means a change;
+# nightly: a search.
+hypothesis.settings.register_profile("check", max_examples=10, deadline=None)
 hypothesis.settings.register_profile("dev", max_examples=50, deadline=None)
 hypothesis.settings.register_profile("ci", max_examples=100, deadline=None, derandomize=True)
 hypothesis.settings.register_profile("nightly", max_examples=2000, deadline=None)
@@ -85,3 +92,19 @@ def lmcache_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LMCache
     folder = tmp_path_factory.mktemp("lmcache")
     with LMCacheServer(folder / "server.log") as server:
         yield server
+
+
+@pytest.fixture(scope="session")
+def chromium(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Chromium]:
+    """One browser for all tests."""
+    from tests.browser import start_chromium
+
+    with start_chromium(tmp_path_factory.mktemp("browser")) as process:
+        yield process
+
+
+@pytest.fixture
+async def browser(chromium: Chromium) -> AsyncIterator[Browser]:
+    """The test's own context of it."""
+    async with chromium.connect() as connected:
+        yield connected

@@ -9,7 +9,7 @@ from pdserve.bench.report.document import QuestionPage, document, figure
 from pdserve.bench.report.page import render
 from pdserve.bench.report.picture import Picture
 from tests.bench import synthetic
-from tests.browser import needs_browser, open_browser
+from tests.browser import needs_browser
 
 pytestmark = [pytest.mark.slow, needs_browser]
 
@@ -42,17 +42,15 @@ def chart(**fields) -> Chart:
 
 
 @pytest.fixture
-async def opened(tmp_path):
-    async with open_browser(tmp_path) as browser:
+def opened(browser, tmp_path):
+    async def open_page(text: str, **how):
+        path = tmp_path / "page.html"
+        path.write_text(text, encoding="utf-8")
+        page = await browser.open(path.as_uri(), **how)
+        await page.wait_for("document.querySelectorAll('.uplot canvas').length > 0")
+        return page
 
-        async def open_page(text: str, **how):
-            path = tmp_path / "page.html"
-            path.write_text(text, encoding="utf-8")
-            page = await browser.open(path.as_uri(), **how)
-            await page.wait_for("document.querySelectorAll('.uplot canvas').length > 0")
-            return page
-
-        yield open_page
+    return open_page
 
 
 async def rest(page, x: float, y: float) -> str:

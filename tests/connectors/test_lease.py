@@ -5,13 +5,13 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 
-from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from pdserve.connectors.handover.lease import LeaseTable, ReadVerdict
 from pdserve.wire.ids import BlockId, RequestId
 from pdserve.wire.transfer import LeaseEnd, Settled
+from tests.stateful.reaching import in_ci
 
 LEASE_S = 6.0
 R1 = RequestId("r1")
@@ -402,4 +402,4 @@ class LeaseMachine(RuleBasedStateMachine):
 
 
 TestLeaseMachine = LeaseMachine.TestCase
-TestLeaseMachine.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+TestLeaseMachine.settings = in_ci(150)

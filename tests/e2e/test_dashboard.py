@@ -10,7 +10,7 @@ import httpx
 import pytest
 
 from pdserve.proxy.story import SECOND_TERMS, TTFT_TERMS
-from tests.browser import needs_browser, open_browser
+from tests.browser import needs_browser
 from tests.e2e.conftest import pd_deployment
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(400), needs_browser]
@@ -79,73 +79,72 @@ def quantile(q: float, series: dict[str, float], name: str) -> float:
     raise AssertionError
 
 
-async def test_every_figure_equals_metrics_and_what_was_killed_is_seen(deployment, tmp_path):
+async def test_every_figure_equals_metrics_and_what_was_killed_is_seen(deployment, browser):
     proxy = deployment.url("proxy")
     engines = ("prefill", "decode", "decode1")
-    async with open_browser(tmp_path) as browser:
-        page = await browser.open(f"{proxy}/dashboard")
-        await page.wait_for("document.querySelectorAll('.engine[data-state=ready]').length == 3")
-        await generate(proxy, 24)
+    page = await browser.open(f"{proxy}/dashboard")
+    await page.wait_for("document.querySelectorAll('.engine[data-state=ready]').length == 3")
+    await generate(proxy, 24)
 
-        # Quiet now: the page catches up within a second or two.
-        for _ in range(160):
-            shown = await page.evaluate(FIGURES)
-            told = {"proxy": deployment.metrics("proxy")}
-            for name in engines:
-                told[deployment.url(name)] = deployment.metrics(name)
-            told["engines"] = {
-                f"{key}{'' if '{' in key else '{}'}@{name}": value
-                for name in engines
-                for key, value in told[deployment.url(name)].items()
-            }
-            wrong = [
-                (of, metric, value, total(told[of], metric))
-                for of, metric, value, _ in shown
-                if value != total(told[of], metric)
-            ]
-            if not wrong and total(told["proxy"], 'pdserve_requests_total{outcome="ok"}') == 24:
-                break
-            await asyncio.sleep(0.25)
-        assert not wrong
-        assert len(shown) >= 45
-        assert {of for of, *_ in shown} == set(told)
-        text = {metric: shown_as for of, metric, _, shown_as in shown if of == "proxy"}
-        assert text['pdserve_requests_total{outcome="ok"}'] == "24 answered since start"
+    # Quiet now: the page catches up within a second or two.
+    for _ in range(160):
+        shown = await page.evaluate(FIGURES)
+        told = {"proxy": deployment.metrics("proxy")}
+        for name in engines:
+            told[deployment.url(name)] = deployment.metrics(name)
+        told["engines"] = {
+            f"{key}{'' if '{' in key else '{}'}@{name}": value
+            for name in engines
+            for key, value in told[deployment.url(name)].items()
+        }
+        wrong = [
+            (of, metric, value, total(told[of], metric))
+            for of, metric, value, _ in shown
+            if value != total(told[of], metric)
+        ]
+        if not wrong and total(told["proxy"], 'pdserve_requests_total{outcome="ok"}') == 24:
+            break
+        await asyncio.sleep(0.25)
+    assert not wrong
+    assert len(shown) >= 45
+    assert {of for of, *_ in shown} == set(told)
+    text = {metric: shown_as for of, metric, _, shown_as in shown if of == "proxy"}
+    assert text['pdserve_requests_total{outcome="ok"}'] == "24 answered since start"
 
-        for kind, name in (
-            ("ttft", "pdserve_time_to_first_token_seconds"),
-            ("itl", "pdserve_inter_token_latency_seconds"),
-        ):
-            marks = await page.evaluate(VALUES % (f"#{kind}-quantiles", 0))
-            assert marks == {
-                f"p{q}": pytest.approx(quantile(q / 100, told["proxy"], name)) for q in (50, 90, 99)
-            }
-        for kind, terms in (("ttft", TTFT_TERMS), ("second", SECOND_TERMS)):
-            means = await page.evaluate(VALUES % (f"#stack-{kind} .key", 1))
-            stage = 'pdserve_stage_duration_seconds_%s{stage="%s"}'
-            assert means == {
-                term.replace("_", " "): pytest.approx(
-                    total(told["proxy"], stage % ("sum", term))
-                    / total(told["proxy"], stage % ("count", term))
-                )
-                for term in terms
-            }
+    for kind, name in (
+        ("ttft", "pdserve_time_to_first_token_seconds"),
+        ("itl", "pdserve_inter_token_latency_seconds"),
+    ):
+        marks = await page.evaluate(VALUES % (f"#{kind}-quantiles", 0))
+        assert marks == {
+            f"p{q}": pytest.approx(quantile(q / 100, told["proxy"], name)) for q in (50, 90, 99)
+        }
+    for kind, terms in (("ttft", TTFT_TERMS), ("second", SECOND_TERMS)):
+        means = await page.evaluate(VALUES % (f"#stack-{kind} .key", 1))
+        stage = 'pdserve_stage_duration_seconds_%s{stage="%s"}'
+        assert means == {
+            term.replace("_", " "): pytest.approx(
+                total(told["proxy"], stage % ("sum", term))
+                / total(told["proxy"], stage % ("count", term))
+            )
+            for term in terms
+        }
 
-        assert page.hosts() == {proxy.removeprefix("http://")}
-        assert not page.errors
+    assert page.hosts() == {proxy.removeprefix("http://")}
+    assert not page.errors
 
-        deployment.processes["decode1"].kill()
-        await page.wait_for(
-            f"""document.querySelector('[data-url="{deployment.url("decode1")}"]')
-                .dataset.state == 'dead'""",
-        )
-        await page.wait_for("document.getElementById('events').textContent.includes('died')")
-        await generate(proxy, 4)
-        await page.wait_for("document.getElementById('k-total').dataset.value == '28'")
+    deployment.processes["decode1"].kill()
+    await page.wait_for(
+        f"""document.querySelector('[data-url="{deployment.url("decode1")}"]')
+            .dataset.state == 'dead'""",
+    )
+    await page.wait_for("document.getElementById('events').textContent.includes('died')")
+    await generate(proxy, 4)
+    await page.wait_for("document.getElementById('k-total').dataset.value == '28'")
 
-        deployment.processes["proxy"].kill()
-        await page.wait_for("document.body.classList.contains('stale')")
-        alarm = await page.evaluate("document.getElementById('alarm').textContent")
-        assert "does not answer" in alarm
-        assert re.search(r"last seen at \d\d:\d\d:\d\d", alarm)
-        assert await page.evaluate("document.getElementById('k-total').dataset.value == '28'")
+    deployment.processes["proxy"].kill()
+    await page.wait_for("document.body.classList.contains('stale')")
+    alarm = await page.evaluate("document.getElementById('alarm').textContent")
+    assert "does not answer" in alarm
+    assert re.search(r"last seen at \d\d:\d\d:\d\d", alarm)
+    assert await page.evaluate("document.getElementById('k-total').dataset.value == '28'")

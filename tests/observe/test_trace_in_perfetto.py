@@ -16,7 +16,7 @@ import pytest
 from aiohttp import web
 
 from pdserve.wire.trace import CountersEvent, Part, SliceEvent
-from tests.browser import needs_browser, open_browser
+from tests.browser import needs_browser
 from tests.observe.test_chrome_trace import (
     chrome,
     decoded,
@@ -83,17 +83,14 @@ async def rows(page: Page, sql: str) -> list[list[Any]]:
 
 
 @pytest.mark.timeout(120)
-async def test_perfetto_reads_a_trace_without_an_error_and_every_slice_has_its_end(tmp_path):
+async def test_perfetto_reads_a_trace_without_an_error_and_every_slice_has_its_end(browser):
     trace, checked = chrome(
         process(Part.PROXY, "", [front()]),
         process(Part.SERVER, "prefill", TOKENIZED),
         process(Part.CORE, "prefill", prefilled()),
         process(Part.CORE, "decode", [*decoded(), *COUNTERS]),
     )
-    async with (
-        serving(perfetto(), b"".join(trace.pieces())) as url,
-        open_browser(tmp_path) as browser,
-    ):
+    async with serving(perfetto(), b"".join(trace.pieces())) as url:
         page = await browser.open(f"{url}/#!/?url={url}/trace.json", width=1600, height=1000)
         await page.wait_for("!!(window.app && window.app.trace)", timeout_s=90.0)
         errors = await rows(

@@ -6,7 +6,7 @@ import aiohttp
 import pytest
 
 from pdserve.proxy.dashboard import watch
-from tests.browser import needs_browser, open_browser
+from tests.browser import needs_browser
 from tests.proxy.conftest import until
 from tests.proxy.scripted import ScriptedEngine
 
@@ -21,12 +21,6 @@ pdserve_kv_tier_load_seconds_total 2.0
 pdserve_kv_tier_saved_bytes_total 8e+09
 pdserve_kv_tier_dropped_saves_total 3.0
 """
-
-
-@pytest.fixture
-async def browser(tmp_path):
-    async with open_browser(tmp_path) as opened:
-        yield opened
 
 
 @pytest.fixture

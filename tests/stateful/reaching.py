@@ -1,7 +1,8 @@
-"""State machines that must have met every situation that they are there for."""
+"""How much state machines are run, and that they have met every situation that they are for."""
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Sequence
 from typing import Protocol, cast
@@ -10,6 +11,14 @@ from hypothesis import seed, settings
 from hypothesis.stateful import RuleBasedStateMachine, run_state_machine_as_test
 
 MAX_ROUNDS = 10
+
+
+def in_ci(num_examples: int, num_steps: int = 40) -> settings:
+    """Settings of a machine that is run on so many examples in CI, in proportion elsewhere."""
+    share = settings().max_examples / settings.get_profile("ci").max_examples
+    return settings(
+        max_examples=math.ceil(num_examples * share), stateful_step_count=num_steps, deadline=None
+    )
 
 
 class _Counting(Protocol):

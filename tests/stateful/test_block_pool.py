@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 
 import pytest
-from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
     Bundle,
@@ -19,6 +18,7 @@ from hypothesis.stateful import (
 from pdserve.errors import InternalError
 from pdserve.kvcache.block_pool import BlockPool, OutOfBlocksError
 from pdserve.wire.ids import BlockHash, BlockId
+from tests.stateful.reaching import in_ci
 
 NUM_BLOCKS = 4
 HASHES = st.sampled_from([BlockHash(name) for name in (b"a", b"b", b"c")])
@@ -91,7 +91,7 @@ class PoolMachine(RuleBasedStateMachine):
 
 
 TestPool = PoolMachine.TestCase
-TestPool.settings = settings(max_examples=200, stateful_step_count=40, deadline=None)
+TestPool.settings = in_ci(200)
 
 
 def test_a_free_block_can_neither_be_released_nor_published() -> None:

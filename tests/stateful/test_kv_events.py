@@ -8,7 +8,6 @@ import random
 
 import msgspec
 import pytest
-from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
@@ -31,6 +30,7 @@ from pdserve.wire.events import (
 )
 from pdserve.wire.hashing import GRAIN_TOKENS, block_hash, grain_hashes, root_hash
 from pdserve.wire.ids import Incarnation
+from tests.stateful.reaching import in_ci
 
 BLOCK = 128
 NUM_BLOCKS = 7
@@ -240,7 +240,7 @@ class KVEventsMachine(RuleBasedStateMachine):
 
 
 TestKVEvents = KVEventsMachine.TestCase
-TestKVEvents.settings = settings(max_examples=150, stateful_step_count=50, deadline=None)
+TestKVEvents.settings = in_ci(150, num_steps=50)
 
 
 def synced(stream: GrainStream, *, now_s: float = 0.0) -> tuple[EventReader, GrainSet]:

@@ -312,11 +312,12 @@ SITUATIONS = (
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("machine", "max_examples", "wanted"),
     [
         (PairMachine, 80, SITUATIONS),
-        pytest.param(PipelinePairMachine, 60, SITUATIONS, marks=pytest.mark.slow),
+        (PipelinePairMachine, 60, SITUATIONS),
     ],
 )
 def test_a_pair_of_engines_gives_only_right_tokens_and_keeps_no_block(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
@@ -11,6 +10,7 @@ from pdserve.executor.toy import expected_output, toy_shape
 from pdserve.observe.clock import ManualClock
 from pdserve.wire.ids import RequestId
 from pdserve.wire.request import FinishReason, GenerateRequest
+from tests.stateful.reaching import in_ci
 from tests.toy import HeldEngine, sampling, toy_config
 
 MAX_MODEL_LEN = 32
@@ -158,7 +158,7 @@ class ShallowPipelineSchedulerMachine(PrioritySchedulerMachine):
     depth = 2
 
 
-SETTINGS = settings(max_examples=60, stateful_step_count=40, deadline=None)
+SETTINGS = in_ci(60)
 
 TestFcfs = SchedulerMachine.TestCase
 TestFcfs.settings = SETTINGS

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from pdserve.connectors.base import KVConnectorScheduler
@@ -226,7 +226,6 @@ class Simulation:
 
 
 @pytest.mark.parametrize(("num_cores", "max_in_flight"), [(2, 1), (2, 2), (3, 2)])
-@settings(max_examples=2 * settings().max_examples)
 @given(seed=st.integers(0, 1 << 32))
 def test_cores_step_together_and_serve_everything(
     num_cores: int, max_in_flight: int, seed: int
