@@ -132,12 +132,6 @@ def test_a_transfer_that_breaks_off_is_tried_once_more(
 
 
 @pytest.mark.slow
-def test_the_probe_moves_bytes_between_two_processes() -> None:
-    rates = measure(timeout_s=200)
-    assert 0 < rates.transfer < 4 * rates.memcpy
-
-
-@pytest.mark.slow
 def test_the_probe_says_why_it_cannot() -> None:
     with pytest.raises(ProbeError, match="no_such_backend"):
         measure(backends=["no_such_backend"], timeout_s=200)
@@ -150,6 +144,8 @@ def test_json_holds_every_check_and_an_unreachable_peer_is_code_4() -> None:
     done = pdserve("doctor", "--json", "--peer", url, timeout_s=200)
     checks = {check["check"]: check for check in json.loads(done.stdout)["checks"]}
     assert {"versions", "cpu", "devices", "kernels", "shared memory", "transfer"} <= set(checks)
+    assert checks["transfer"]["verdict"] in {"ok", "warn"}
+    assert "NIXL over UCX reads 64 MiB at " in checks["transfer"]["text"]
     assert checks["peer"]["verdict"] == "fail"
     assert done.returncode == 4
 

@@ -109,11 +109,8 @@ def test_the_demo_answers_shows_where_its_time_went_and_ends(
     assert sum(stages) == pytest.approx(float(summary[1]), abs=0.1 * len(stages))
 
 
-@pytest.mark.parametrize("once", [["--once"], []])
-def test_engines_that_cannot_pair_are_an_error(
-    model: Path, tmp_path: Path, make: list[Up], once: list[str]
-) -> None:
-    up = Up(model, tmp_path, *once, "--prefill.dtype", "float32", "--decode.dtype", "bfloat16")
+def test_engines_that_cannot_pair_are_an_error(model: Path, tmp_path: Path, make: list[Up]) -> None:
+    up = Up(model, tmp_path, "--prefill.dtype", "float32", "--decode.dtype", "bfloat16")
     make.append(up)
     assert up.process.wait(150) == 3, up.out + up.err
     assert up.end() == 3

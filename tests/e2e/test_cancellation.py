@@ -16,10 +16,12 @@ import pytest
 from tests.e2e.conftest import pd_deployment
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
     from pathlib import Path
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(400)]
+    from tests.e2e.deployment import Deployment
+
+pytestmark = [pytest.mark.e2e, pytest.mark.alone, pytest.mark.timeout(400)]
 
 NUM_STREAMS = 200
 
@@ -73,90 +75,106 @@ def footprint(processes: list[psutil.Process]) -> tuple[Counter[int], Counter[in
     return threads, descriptors
 
 
-@pytest.mark.alone
-async def test_a_third_of_200_streams_cut_off_leaves_every_block_free(
-    model_of: Callable[[str], Path], tmp_path: Path
-) -> None:
-    with pd_deployment(tmp_path, model_of("llama")) as deployment:
-        url = deployment.url("proxy")
-        connector = aiohttp.TCPConnector(limit=0, force_close=True)
-        async with aiohttp.ClientSession(connector=connector) as session:
-            warm = [stream(session, url, 10_000 + index) for index in range(20)]
-            assert set(await asyncio.gather(*warm)) == {"finished"}
-            family = [c for p in deployment.processes.values() for c in p.family()]
-            threads_before, fds_before = footprint(family)
+@dataclass(frozen=True)
+class Left:
+    """A deployment behind 200 streams, of which a third was cut off.
 
-            # By the clock: in a queue, in the prefill or in the transfer. By the chunk: in the
-            # decode, however quick the machine is.
-            rng = random.Random(5)
-            leaves = {
-                index: Leave(after_s=rng.uniform(0.0, 1.0))
-                if index % 2
-                else Leave(after_chunks=rng.randrange(1, 25))
-                for index in range(0, NUM_STREAMS, 3)
-            }
-            ends = await asyncio.gather(
-                *(stream(session, url, i, leaves.get(i, STAY)) for i in range(NUM_STREAMS))
-            )
-        started = time.monotonic()
-        await asyncio.to_thread(deployment.wait_nothing_held, "prefill", "decode", timeout_s=20.0)
-        freed_after_s = time.monotonic() - started
-        counts = Counter(ends)
-        assert counts["left"] >= NUM_STREAMS // 6, counts
-        assert counts["finished"] + counts["left"] == NUM_STREAMS
-
-        for name in ("prefill", "decode"):
-            stats = deployment.info(name)["stats"]
-            assert stats["num_running"] + stats["num_waiting"] + stats["num_receiving"] == 0
-        assert deployment.metric("proxy", "pdserve_requests_running") == 0
-        threads, _ = footprint(family)
-        # A pool may have grown by a few; a stream that leaves one behind would show as dozens.
-        assert all(num - threads_before[pid] < 8 for pid, num in threads.items())
-        await _wait_few_descriptors(family, fds_before)
-        stages = {
-            key.split('"')[1]: int(value)
-            for key, value in deployment.metrics("proxy").items()
-            if key.startswith("pdserve_client_disconnects_total")
-        }
-        # Some hung up before the proxy had seen their request at all.
-        assert sum(stages.values()) <= counts["left"]
-        assert stages["prefill"] > 0
-        assert stages["decode"] > 0
-        print(
-            f"\n{dict(counts)}, left in {stages}; "
-            f"every block was free {freed_after_s * 1e3:.0f} ms after the end"
-        )
-
-
-async def _wait_few_descriptors(family: list[psutil.Process], before: Counter[int]) -> None:
-    """Wait until the connections that 200 streams needed are closed again.
-
-    The proxy keeps idle connections to its engines for some seconds, for the next request.
+    Attributes:
+        ends: How many streams ended how.
+        freed_after_s: When every block was free.
+        threads, descriptors: Of each process before the streams.
     """
+
+    deployment: Deployment
+    family: list[psutil.Process]
+    ends: Counter[str]
+    freed_after_s: float
+    threads: Counter[int]
+    descriptors: Counter[int]
+
+
+@pytest.fixture(scope="module")
+def left(
+    model_of: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Left]:
+    with pd_deployment(tmp_path_factory.mktemp("cut-off"), model_of("llama")) as deployment:
+        yield asyncio.run(_cut_off(deployment))
+
+
+async def _cut_off(deployment: Deployment) -> Left:
+    url = deployment.url("proxy")
+    connector = aiohttp.TCPConnector(limit=0, force_close=True)
+    async with aiohttp.ClientSession(connector=connector) as session:
+        warm = [stream(session, url, 10_000 + index) for index in range(20)]
+        assert set(await asyncio.gather(*warm)) == {"finished"}
+        family = [c for p in deployment.processes.values() for c in p.family()]
+        before = footprint(family)
+
+        # By the clock: in a queue, in the prefill or in the transfer. By the chunk: in the
+        # decode, however quick the machine is.
+        rng = random.Random(5)
+        leaves = {
+            index: Leave(after_s=rng.uniform(0.0, 1.0))
+            if index % 2
+            else Leave(after_chunks=rng.randrange(1, 25))
+            for index in range(0, NUM_STREAMS, 3)
+        }
+        ends = await asyncio.gather(
+            *(stream(session, url, i, leaves.get(i, STAY)) for i in range(NUM_STREAMS))
+        )
+    began_s = time.monotonic()
+    deployment.wait_nothing_held("prefill", "decode", timeout_s=20.0)
+    return Left(deployment, family, Counter(ends), time.monotonic() - began_s, *before)
+
+
+def test_a_third_of_200_streams_cut_off_leaves_every_block_free(left: Left) -> None:
+    deployment, counts = left.deployment, left.ends
+    assert counts["left"] >= NUM_STREAMS // 6, counts
+    assert counts["finished"] + counts["left"] == NUM_STREAMS
+    for name in ("prefill", "decode"):
+        stats = deployment.info(name)["stats"]
+        assert stats["num_running"] + stats["num_waiting"] + stats["num_receiving"] == 0
+    assert deployment.metric("proxy", "pdserve_requests_running") == 0
+    threads, _ = footprint(left.family)
+    # A pool may have grown by a few; a stream that leaves one behind would show as dozens.
+    assert all(num - left.threads[pid] < 8 for pid, num in threads.items())
+    stages = {
+        key.split('"')[1]: int(value)
+        for key, value in deployment.metrics("proxy").items()
+        if key.startswith("pdserve_client_disconnects_total")
+    }
+    # Some hung up before the proxy had seen their request at all.
+    assert sum(stages.values()) <= counts["left"]
+    assert stages["prefill"] > 0
+    assert stages["decode"] > 0
+    print(
+        f"\n{dict(counts)}, left in {stages}; "
+        f"every block was free {left.freed_after_s * 1e3:.0f} ms after the end"
+    )
+
+
+def test_an_idle_deployment_uses_under_5_percent_of_one_core(left: Left) -> None:
+    def cpu_s() -> float:
+        return sum(sum(p.cpu_times()[:2]) for p in left.family)
+
+    before = cpu_s()
+    time.sleep(8.0)
+    share = (cpu_s() - before) / 8.0
+    print(f"\nidle: {share:.1%} of one core, {len(left.family)} processes")
+    assert share < 0.05
+
+
+def test_the_connections_that_200_streams_needed_are_closed_again(left: Left) -> None:
+    """The proxy keeps idle ones to its engines for some seconds, for the next request."""
     deadline = time.monotonic() + 60.0
     while True:
-        _, now = footprint(family)
-        grown = {pid: num - before[pid] for pid, num in now.items() if num > before[pid]}
+        _, now = footprint(left.family)
+        grown = {
+            pid: num - left.descriptors[pid]
+            for pid, num in now.items()
+            if num > left.descriptors[pid]
+        }
         if not grown:
             return
         assert time.monotonic() < deadline, f"descriptors grew: {grown}"
-        await asyncio.sleep(0.25)
-
-
-async def test_an_idle_deployment_uses_under_5_percent_of_one_core(
-    model_of: Callable[[str], Path], tmp_path: Path
-) -> None:
-    with pd_deployment(tmp_path, model_of("llama")) as deployment:
-        async with aiohttp.ClientSession() as session:
-            assert await stream(session, deployment.url("proxy"), 1) == "finished"
-        family = [c for p in deployment.processes.values() for c in p.family()]
-
-        def cpu_s() -> float:
-            return sum(sum(p.cpu_times()[:2]) for p in family)
-
-        await asyncio.sleep(1.0)
-        before = cpu_s()
-        await asyncio.sleep(8.0)
-        share = (cpu_s() - before) / 8.0
-        print(f"\nidle: {share:.1%} of one core, {len(family)} processes")
-        assert share < 0.05
+        time.sleep(0.25)

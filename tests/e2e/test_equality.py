@@ -118,19 +118,20 @@ def test_preemption_by_a_small_pool_changes_no_token(
     model_of: Callable[[str], Path], tmp_path: Path
 ) -> None:
     model = model_of("llama")
-    # Each fits with its prompt, no two fit with their whole outputs: 50 blocks of 16.
+    # Each fits with its prompt, no two fit with their whole outputs: 32 blocks of 16.
     prompts = [[3 + (13 * i + 31 * n) % 311 for i in range(97)] for n in range(4)]
-    expected = greedy_by_transformers(model, prompts, 400)
-    flags = ["--dtype", "float32", "--num-gpu-blocks-override", "50", "--max-model-len", "800"]
+    num_tokens = 160
+    expected = greedy_by_transformers(model, prompts, num_tokens)
+    flags = ["--dtype", "float32", "--num-gpu-blocks-override", "32", "--max-model-len", "320"]
     with pd_deployment(tmp_path, model, *flags) as deployment:
 
         def num_preemptions() -> int:
             return int(deployment.info("decode")["stats"]["num_preemptions"])
 
-        assert complete_alone(deployment, prompts, max_tokens=400) == expected
+        assert complete_alone(deployment, prompts, max_tokens=num_tokens) == expected
         alone = num_preemptions()
         assert alone > 0
-        assert complete_all(deployment.url("proxy"), prompts, max_tokens=400) == expected
+        assert complete_all(deployment.url("proxy"), prompts, max_tokens=num_tokens) == expected
         assert num_preemptions() > alone
         deployment.wait_nothing_held("prefill", "decode", timeout_s=20.0)
 
@@ -148,7 +149,9 @@ def in_bf16(
         yield model, deployment
 
 
-@pytest.mark.parametrize("in_bf16", ["llama", "boxed"], indirect=True)
+@pytest.mark.parametrize(
+    "in_bf16", ["llama", pytest.param("boxed", marks=pytest.mark.matrix)], indirect=True
+)
 def test_in_bf16_no_token_is_chosen_that_lags_by_more_than_epsilon(
     in_bf16: tuple[Path, Deployment],
 ) -> None:

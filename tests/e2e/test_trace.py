@@ -80,12 +80,13 @@ def assert_ttft_is_the_sum(
     assert -ROUNDED_MS <= min(own_ms) <= TTFT_TOLERANCE_MS
 
 
-def assert_the_trace_of_a_deployment(deployment: Deployment, tmp_path: Path, mode: str) -> None:
+def assert_the_trace_of_a_deployment(deployment: Deployment, tmp_path: Path, mode: str) -> Checked:
     url = deployment.url("proxy")
     ttft_s = {
         f"{mode}-{n}": stream(url, f"{mode}-{n}", num_prompt=40 + 30 * n, max_tokens=6)
         for n in range(4)
     }
+    traced(url, tmp_path / "early.json")  # on a busy machine ranks may answer after it
     printed, trace = traced(url, tmp_path / f"{mode}.json.gz")
     checked = check(trace)
     told = httpx.get(f"{url}/debug/requests?finished=99", verify=False).json()["finished"]
@@ -124,6 +125,7 @@ def assert_the_trace_of_a_deployment(deployment: Deployment, tmp_path: Path, mod
         "KV blocks",
         "KV in flight",
     }
+    return checked
 
 
 def assert_the_threads_moved_what_arrived(checked: Checked, mode: str) -> None:
@@ -146,29 +148,26 @@ def assert_the_threads_moved_what_arrived(checked: Checked, mode: str) -> None:
     assert of("decode", "digest")
 
 
-def test_each_rank_has_a_track_with_every_step(model_of, tmp_path):
-    with pd_deployment(tmp_path, model_of("llama"), "--tensor-parallel-size", "2") as deployment:
-        url = deployment.url("proxy")
-        stream(url, "one", num_prompt=40, max_tokens=6)
-        traced(url, tmp_path / "early.json")  # on a busy machine ranks may answer after it
-        _, trace = traced(url, tmp_path / "ranks.json")
-    checked = check(trace)
-    steps = sorted((e["pid"], e["args"]["step"]) for e in checked.slices if e["cat"] == "step")
-    assert steps
-    for rank in ("rank 0", "rank 1"):
-        forwards = [e for e in checked.slices if e["name"] == "forward"]
-        of_rank = [(e["pid"], e["args"]["step"]) for e in forwards if e["cat"] == rank]
-        assert sorted(of_rank) == steps
-
-
-@pytest.mark.parametrize("mode", ["push", "pull"])
+@pytest.mark.parametrize(("mode", "num_ranks"), [("push", 1), ("pull", 2)])
 def test_a_trace_of_pd_requests_is_valid_and_its_stages_sum_to_ttft(
-    model_of, tmp_path, monkeypatch, mode
+    model_of, tmp_path, monkeypatch, mode, num_ranks
 ):
     monkeypatch.setenv("PDSERVE_KV_MODE", mode)
-    with pd_deployment(tmp_path, model_of("llama")) as deployment:
-        assert_the_trace_of_a_deployment(deployment, tmp_path, mode)
+    ranks = ["--tensor-parallel-size", str(num_ranks)]
+    with pd_deployment(tmp_path, model_of("llama"), *ranks) as deployment:
+        checked = assert_the_trace_of_a_deployment(deployment, tmp_path, mode)
         assert_the_trace_of_an_engine(deployment, tmp_path, mode)
+    if num_ranks > 1:
+        assert_each_rank_has_a_track_with_every_step(checked, num_ranks)
+
+
+def assert_each_rank_has_a_track_with_every_step(checked: Checked, num_ranks: int) -> None:
+    steps = sorted((e["pid"], e["args"]["step"]) for e in checked.slices if e["cat"] == "step")
+    assert steps
+    for rank in range(num_ranks):
+        forwards = [e for e in checked.slices if e["name"] == "forward"]
+        of_rank = [(e["pid"], e["args"]["step"]) for e in forwards if e["cat"] == f"rank {rank}"]
+        assert sorted(of_rank) == steps
 
 
 def assert_the_trace_of_an_engine(deployment: Deployment, tmp_path: Path, mode: str) -> None:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 import pytest
+import pytest_asyncio
 
 from pdserve.config.schema import (
     CacheConfig,
@@ -65,6 +66,18 @@ async def running(config: EngineConfig) -> AsyncIterator[ZmqEngineClient]:
         await client.close(timeout_s=0.5)
 
 
+@pytest_asyncio.fixture(params=["inline", "multiprocess"], scope="module", loop_scope="module")
+async def engine(
+    request: pytest.FixtureRequest, tiny_model: Path
+) -> AsyncIterator[ZmqEngineClient]:
+    """One that tests leave alive and idle, as its start takes longer than most of them."""
+    async with running(engine_config(tiny_model, backend=request.param)) as client:
+        yield client
+
+
+in_its_loop = pytest.mark.asyncio(loop_scope="module")
+
+
 def request(request_id: str, prompt: list[int], max_tokens: int) -> GenerateRequest:
     """A greedy request."""
     return GenerateRequest(
@@ -94,13 +107,12 @@ async def until_idle(client: ZmqEngineClient) -> None:
     raise AssertionError(f"blocks are still held: {client.stats}")
 
 
-@pytest.mark.parametrize("backend", ["inline", "multiprocess"])
-async def test_a_batch_equals_transformers(tiny_model: Path, backend: str) -> None:
+@in_its_loop
+async def test_a_batch_equals_transformers(tiny_model: Path, engine: ZmqEngineClient) -> None:
     expected = greedy_by_transformers(tiny_model, PROMPTS, 24)
-    async with running(engine_config(tiny_model, backend=backend)) as client:
-        got = await asyncio.gather(
-            *(tokens_of(client, request(f"r{i}", p, 24)) for i, p in enumerate(PROMPTS))
-        )
+    got = await asyncio.gather(
+        *(tokens_of(engine, request(f"r{i}", p, 24)) for i, p in enumerate(PROMPTS))
+    )
     assert got == expected
 
 
@@ -124,32 +136,35 @@ async def test_preemption_by_a_small_pool_changes_no_token(tiny_model: Path) -> 
     assert got == expected
 
 
-async def test_leaving_early_frees_the_blocks(tiny_model: Path) -> None:
-    async with running(engine_config(tiny_model)) as client:
-        async with aclosing(client.generate(request("r", PROMPTS[2], 900))) as outputs:
-            async for _ in outputs:
-                break
-        await until_idle(client)
+@in_its_loop
+async def test_leaving_early_frees_the_blocks(engine: ZmqEngineClient) -> None:
+    async with aclosing(engine.generate(request("r", PROMPTS[2], 900))) as outputs:
+        async for _ in outputs:
+            break
+    await until_idle(engine)
 
 
-async def test_what_comes_after_a_reset_finds_nothing_cached_before_it(tiny_model: Path) -> None:
-    async with running(engine_config(tiny_model)) as client:
+@in_its_loop
+async def test_what_comes_after_a_reset_finds_nothing_cached_before_it(
+    engine: ZmqEngineClient,
+) -> None:
+    prompt = [11, *PROMPTS[3][1:]]  # that no other test has left in the cache
 
-        async def run(name: str) -> tuple[list[int], int]:
-            """The tokens, and how many of the prompt's were cached."""
-            before = client.stats.prefix_cache_hits if client.stats else 0
-            tokens = await tokens_of(client, request(name, PROMPTS[3], 4))
-            await until_idle(client)
-            assert client.stats is not None
-            return tokens, client.stats.prefix_cache_hits - before
+    async def run(name: str) -> tuple[list[int], int]:
+        """The tokens, and how many of the prompt's were cached."""
+        before = engine.stats.prefix_cache_hits if engine.stats else 0
+        tokens = await tokens_of(engine, request(name, prompt, 4))
+        await until_idle(engine)
+        assert engine.stats is not None
+        return tokens, engine.stats.prefix_cache_hits - before
 
-        first, num_cold = await run("cold")
-        second, num_warm = await run("warm")
-        async with aclosing(client.generate(request("other", PROMPTS[2], 900))) as outputs:
-            await anext(outputs)
-            await client.reset_prefix_cache()  # under way: what it computed is forgotten, too
-            await anext(outputs)
-        third, num_reset = await run("reset")
+    first, num_cold = await run("cold")
+    second, num_warm = await run("warm")
+    async with aclosing(engine.generate(request("other", PROMPTS[2], 900))) as outputs:
+        await anext(outputs)
+        await engine.reset_prefix_cache()  # under way: what it computed is forgotten, too
+        await anext(outputs)
+    third, num_reset = await run("reset")
     assert (num_cold, num_warm, num_reset) == (0, 288, 0)
     assert first == second == third
 
@@ -253,15 +268,15 @@ async def test_a_wrong_model_is_a_config_error_that_names_it(tmp_path: Path) -> 
     await client.close(timeout_s=0)
 
 
-async def test_a_prompt_beyond_the_context_ends_in_an_error_output(tiny_model: Path) -> None:
-    async with running(engine_config(tiny_model)) as client:
-        outputs = [o async for o in client.generate(request("r", [5] * 1024, 1))]
-        assert outputs[-1].finish_reason is FinishReason.ERROR
-        assert "maximum context length" in str(outputs[-1].error)
+@in_its_loop
+async def test_a_prompt_beyond_the_context_ends_in_an_error_output(engine: ZmqEngineClient) -> None:
+    outputs = [o async for o in engine.generate(request("r", [5] * 1024, 1))]
+    assert outputs[-1].finish_reason is FinishReason.ERROR
+    assert "maximum context length" in str(outputs[-1].error)
 
 
-@pytest.mark.parametrize("backend", ["inline", "multiprocess"])
-async def test_bad_requests_end_alone(tiny_model: Path, backend: str) -> None:
+@in_its_loop
+async def test_bad_requests_end_alone(engine: ZmqEngineClient) -> None:
     """Whatever the server lets through, and even what is no request at all."""
     replace = msgspec.structs.replace
     good = request("good", PROMPTS[1], 8)
@@ -274,20 +289,20 @@ async def test_bad_requests_end_alone(tiny_model: Path, backend: str) -> None:
         replace(good, request_id="words", sampling=_params(max_tokens="many")),
         replace(good, request_id="no ids", prompt_token_ids=["seven"]),
     ]
-    async with running(engine_config(tiny_model, backend=backend)) as client:
-        expected = await tokens_of(client, good)
-        goes_on = asyncio.create_task(tokens_of(client, request("other", PROMPTS[2], 100)))
-        for wrong in bad:
-            (output,) = [output async for output in client.generate(wrong)]
-            assert output.finish_reason is FinishReason.ERROR, wrong.request_id
-            assert output.error
-        client._inputs.send(b"\xc1 is never msgpack")
-        assert await tokens_of(client, good) == expected
-        assert len(await goes_on) == 100
-        await until_idle(client)
+    expected = await tokens_of(engine, good)
+    goes_on = asyncio.create_task(tokens_of(engine, request("other", PROMPTS[2], 100)))
+    for wrong in bad:
+        (output,) = [output async for output in engine.generate(wrong)]
+        assert output.finish_reason is FinishReason.ERROR, wrong.request_id
+        assert output.error
+    engine._inputs.send(b"\xc1 is never msgpack")
+    assert await tokens_of(engine, good) == expected
+    assert len(await goes_on) == 100
+    await until_idle(engine)
 
 
-async def test_strange_rules_that_can_be_served_are(tiny_model: Path) -> None:
+@in_its_loop
+async def test_strange_rules_that_can_be_served_are(engine: ZmqEngineClient) -> None:
     huge = 1 << 40
     strange = _params(
         logit_bias={huge: 5.0, -3: 1.0},
@@ -298,9 +313,8 @@ async def test_strange_rules_that_can_be_served_are(tiny_model: Path) -> None:
         repetition_penalty=1.5,
         logprobs=3,
     )
-    async with running(engine_config(tiny_model)) as client:
-        wanted = msgspec.structs.replace(request("r", PROMPTS[1], 8), sampling=strange)
-        assert await tokens_of(client, wanted) == [5] * 8
+    wanted = msgspec.structs.replace(request("r", PROMPTS[1], 8), sampling=strange)
+    assert await tokens_of(engine, wanted) == [5] * 8
 
 
 async def test_more_prompt_tokens_than_may_wait_are_refused(tiny_model: Path) -> None:
@@ -322,26 +336,26 @@ async def test_more_prompt_tokens_than_may_wait_are_refused(tiny_model: Path) ->
         assert len(await tokens_of(client, request("b", PROMPTS[1], 4))) == 4
 
 
-async def test_of_several_choices_one_may_be_aborted(tiny_model: Path) -> None:
-    async with running(engine_config(tiny_model)) as client:
-        sampled = msgspec.structs.replace(
-            request("r0", PROMPTS[1], 30), sampling=_params(max_tokens=30, temperature=1.0)
-        )
-        siblings = [Sibling(RequestId(f"r{i}"), 1 + i) for i in (1, 2)]
-        tokens: dict[str, list[int]] = {"r0": [], "r1": [], "r2": []}
-        async for output in client.generate(sampled, siblings):
-            tokens[output.request_id] += output.new_token_ids
-            if output.request_id == "r1" and len(tokens["r1"]) == 3:
-                await client.abort([RequestId("r1")])
-        assert len(tokens["r0"]) == len(tokens["r2"]) == 30
-        assert 3 <= len(tokens["r1"]) < 30
-        alone = msgspec.structs.replace(
-            sampled,
-            request_id=RequestId("x"),
-            sampling=_params(max_tokens=30, temperature=1.0, seed=3),
-        )
-        assert await tokens_of(client, alone) == tokens["r2"]
-        await until_idle(client)
+@in_its_loop
+async def test_of_several_choices_one_may_be_aborted(engine: ZmqEngineClient) -> None:
+    sampled = msgspec.structs.replace(
+        request("r0", PROMPTS[1], 30), sampling=_params(max_tokens=30, temperature=1.0)
+    )
+    siblings = [Sibling(RequestId(f"r{i}"), 1 + i) for i in (1, 2)]
+    tokens: dict[str, list[int]] = {"r0": [], "r1": [], "r2": []}
+    async for output in engine.generate(sampled, siblings):
+        tokens[output.request_id] += output.new_token_ids
+        if output.request_id == "r1" and len(tokens["r1"]) == 3:
+            await engine.abort([RequestId("r1")])
+    assert len(tokens["r0"]) == len(tokens["r2"]) == 30
+    assert 3 <= len(tokens["r1"]) < 30
+    alone = msgspec.structs.replace(
+        sampled,
+        request_id=RequestId("x"),
+        sampling=_params(max_tokens=30, temperature=1.0, seed=3),
+    )
+    assert await tokens_of(engine, alone) == tokens["r2"]
+    await until_idle(engine)
 
 
 async def test_a_core_that_cannot_be_understood_is_dead_to_its_clients(tiny_model: Path) -> None:
