@@ -14,7 +14,7 @@ PIP    := $(BIN)/python -m pip --disable-pip-version-check install --quiet --no-
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help up test matrix check format bench gpu chaos soak ucx fuzz readers clean
+.PHONY: help up test matrix check lint types layers quick format bench gpu chaos soak ucx fuzz readers clean
 
 help: ## This list
 	@awk -F':.*## ' '/^[a-z]+:.*## / {printf "make %-7s %s\n", $$1, $$2}' Makefile
@@ -32,14 +32,25 @@ test: $(VENV)/.installed-dev ## Everything that needs no GPU: side by side, but 
 	@$(BIN)/python -m pytest -m "alone and not gpu and not matrix" $(ARGS)
 
 matrix: $(VENV)/.installed-dev ## Every model family in every parallel shape, every pair of shapes, every case of CUDA kernels (half an hour)
-	@$(BIN)/python -m pytest -m "not gpu" tests/e2e/test_parallel_equality.py tests/e2e/test_unequal_shapes.py tests/engine/test_lmcache_tiers.py tests/kernels/cuda $(ARGS)
+	@$(BIN)/python -m pytest -m "not gpu" tests/e2e/test_equality.py tests/e2e/test_parallel_equality.py tests/e2e/test_unequal_shapes.py tests/engine/test_lmcache_tiers.py tests/kernels/cuda $(ARGS)
 
-check: $(VENV)/.installed-dev ## The quick loop: format, lint, types, layers, quick tests
+# All at once: what waits leaves its core to the others. What `+` begins tells as it goes on; of the
+# rest one reads the end.
+check: $(VENV)/.installed-dev ## The quick loop: format, lint, types, layers, quick tests (a minute)
+	@$(MAKE) --no-print-directory --jobs --output-sync lint types layers quick
+
+lint:
 	@$(BIN)/ruff format --check .
 	@$(BIN)/ruff check .
+
+types:
 	@$(BIN)/mypy
+
+layers:
 	@$(BIN)/lint-imports
-	@$(BIN)/python -m pytest -q -n 3 --dist worksteal -m "not gpu and not matrix and not e2e and not chaos and not slow" $(ARGS)
+
+quick:
+	+@HYPOTHESIS_PROFILE=check $(BIN)/python -m pytest -q -n 3 --dist worksteal -m "not gpu and not matrix and not e2e and not chaos and not slow" $(ARGS)
 
 format: $(VENV)/.installed-dev ## Let ruff format and mend what it can; write docs/modules.md
 	@$(BIN)/python -m tools.module_list

@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from pdserve.wire.transfer import KVShape
     from tests.lmcache_server import LMCacheServer
 
+pytestmark = pytest.mark.slow
+
 
 class LMCacheConformance(StoreConformance):
     """Each test has a namespace of its own in the server that all of them share."""

@@ -13,6 +13,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, ClassVar
 
+import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import (
     RuleBasedStateMachine,
@@ -585,5 +586,6 @@ WANTED = (
 )
 
 
+@pytest.mark.slow
 def test_a_pair_of_any_shapes_gives_right_kv_or_none_and_keeps_no_block() -> None:
     run_until_reached(PairMachine, WANTED, max_examples=30, stateful_step_count=50)

@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
     from tests.lmcache_server import LMCacheServer
 
+pytestmark = pytest.mark.slow
+
 CHUNK = 16
 HEADER_BYTES = 64
 PROMPTS = [[3 + (17 * i + 5 * n) % 311 for i in range(n)] for n in (5, 16, 33, 100)]

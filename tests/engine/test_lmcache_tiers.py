@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
     from pathlib import Path
 
+pytestmark = pytest.mark.slow
+
 CHUNK = 64
 PROMPTS = [[3 + (17 * i + 5 * n) % 311 for i in range(n)] for n in (70, 200, 128)]
 NUM_CHUNKS = sum(len(prompt) // CHUNK for prompt in PROMPTS)

@@ -89,6 +89,7 @@ async def test_as_many_choices_as_may_run_at_once_may_have_a_whole_context_each(
         response.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("end", ["answered", "refused", "left"])
 async def test_choices_that_are_over_wait_for_no_collector(text, end):
     engine = make_engine(text, recompute_tokens_per_s=1, max_model_len=16, step_s=0.01)
