@@ -11,12 +11,14 @@ descriptors are watched. Every second minute there are hostile clients beside th
 of the minutes between.
 
 Prints a line a minute, and at the end one JSON object: wrong tokens, requests without a final
-state, blocks not free, and the slope of each survivor's memory, in bytes for each request that
-ended, over the second half of the run. Before it there are two minutes of as much load as the
-machine takes, hostile clients included, half of that time on the survivors alone: what is
-remembered up to a number or for a time (finished requests, the trace) has had more than its later
-size then, and allocators keep what they once had.
-The last line is the verdict; the exit code is 0 if nothing speaks against it.
+state, blocks not free, and how each survivor's memory grows over the second half of the run: what
+it has in use, in bytes for each request that ended, and its unique set size. At the half and at
+the end clients rest for a while, and what is in use is counted by type. Before the run there are
+two minutes of as much load as the machine takes, hostile clients included, half of that time on
+the survivors alone: what is remembered up to a number or for a time (finished requests, the trace)
+has had more than its later size then, and allocators keep what they once had.
+The last line is the verdict; the exit code is 0 if nothing speaks against it. Logs are kept if
+something does, or if a request ended in another way than by being served or hanging up.
 
 An engine that is slow to come back is waited for and reported: a busy machine is no fault.
 """
@@ -30,6 +32,7 @@ import json
 import os
 import platform
 import random
+import shutil
 import signal
 import sys
 import tempfile
@@ -43,6 +46,7 @@ import aiohttp
 import numpy as np
 import psutil
 
+from tests.chaos import memory
 from tests.chaos.hostile import HostileClients
 from tests.chaos.stage import LEASE_S, QUARANTINE_S
 from tests.e2e.deployment import Deployment
@@ -74,10 +78,8 @@ START_S = 120.0
 """An engine that starts under this load, and others', takes what it takes; longer is reported."""
 WARM_UP_S = 120.0
 """Before the run: pools, caches and buffers reach their size."""
-FLAT_BYTES_PER_REQUEST = 100.0
-"""Less is not told from the noise of memory: one MiB in ten thousand requests."""
-MIN_SAMPLES = 12
-"""A slope over fewer is none."""
+REST_S = 30.0
+"""Without load, at the half of the run and at its end: what is in use is counted then."""
 
 SURVIVORS = ("proxy", "prefill1", "decode1")
 VICTIMS = ("prefill", "decode")
@@ -105,10 +107,18 @@ class Soak:
     num_stops: int = 0
     given_up: list[str] = field(default_factory=list)
     late_starts: list[str] = field(default_factory=list)
-    memory: dict[str, list[tuple[float, int, float]]] = field(default_factory=dict)
+    odd_ends: list[str] = field(default_factory=list)
+    samples: dict[str, list[memory.Sample]] = field(default_factory=dict)
+    counts: list[tuple[int, dict[str, Any]]] = field(default_factory=list)
     descriptors: dict[str, list[int]] = field(default_factory=dict)
     itl_s: dict[str, list[float]] = field(default_factory=lambda: {"plain": [], "hostile": []})
     started_s: float = float("inf")
+    rest_s: float = float("inf")
+
+    @property
+    def folder(self) -> Path:
+        """Where processes answer what memory they use."""
+        return self.model.parent / "census"
 
     def prompt(self, index: int) -> list[int]:
         """One of a fixed set; some begin alike."""
@@ -128,7 +138,16 @@ class Soak:
             *(("-tp", "2") if name == "prefill" else ()),
             *("--kv-transfer-config.lease-s", str(LEASE_S)),
             *("--kv-transfer-config.quarantine-s", str(QUARANTINE_S)),
+            env=self.counted(),
         )
+
+    def counted(self) -> dict[str, str]:
+        """Environment of a process that can be asked what memory it uses."""
+        path = [str(memory.CENSUS), os.getcwd(), os.environ.get("PYTHONPATH", "")]
+        return {
+            "PYTHONPATH": os.pathsep.join(filter(None, path)),
+            "CENSUS_FOLDER": str(self.folder),
+        }
 
     def phase(self, at_s: float) -> str | None:
         """Whether hostile clients are there; None amid a change, and before the run."""
@@ -138,6 +157,10 @@ class Soak:
         if into_s % PHASE_S < SETTLE_S:
             return None
         return "plain" if into_s < PHASE_S else "hostile"
+
+    def is_resting(self) -> bool:
+        """Whether clients wait, so that what is in use can be counted."""
+        return 0.0 <= time.monotonic() - self.rest_s < REST_S
 
     def is_hostile(self) -> bool:
         """Whether hostile clients are at work."""
@@ -150,10 +173,26 @@ class Soak:
         """
         for name in SURVIVORS:
             family = self.deployment.processes[name].family()
-            total = sum(process.memory_full_info().uss for process in family)
-            each = (at_s, self.ends.total(), total / (1 << 20))
-            self.memory.setdefault(name, []).append(each)
+            seen = memory.look(family, self.folder, at_s, self.ends.total())
+            self.samples.setdefault(name, []).append(seen)
             self.descriptors.setdefault(name, []).append(sum(p.num_fds() for p in family))
+
+    def count(self) -> None:
+        """Count what the survivors have in use while there is no load."""
+        families = {name: self.deployment.processes[name].family() for name in SURVIVORS}
+        found = {name: memory.census(each, self.folder) for name, each in families.items()}
+        self.counts.append((self.ends.total(), found))
+
+    def memory(self) -> dict[str, dict[str, Any]]:
+        """How each survivor's memory has grown."""
+        (requests_before, before), (requests, after) = self.counts
+        return {
+            name: {
+                **memory.slope(samples),
+                "idle": memory.grown(before[name], after[name], requests - requests_before),
+            }
+            for name, samples in self.samples.items()
+        }
 
     def gaps(self) -> dict[str, Any]:
         """Gaps between tokens with and without hostile clients, in ms, and their ratio."""
@@ -171,36 +210,6 @@ class Soak:
             found["p99_ratio"] = round(ratio, 2)
         return found
 
-    def slopes(self) -> dict[str, dict[str, float | bool | None]]:
-        """What `slope` says of each survivor."""
-        return {name: slope(samples) for name, samples in self.memory.items()}
-
-
-def slope(samples: list[tuple[float, int, float]]) -> dict[str, float | bool | None]:
-    """How memory grows over the second half of a run, by least squares.
-
-    Args:
-        samples: (seconds, requests so far, MiB), in order.
-
-    Returns:
-        `is_flat` is None, and there is no slope, if the run was too short to tell.
-    """
-    from_s = samples[-1][0] / 2
-    settled = np.array([sample for sample in samples if sample[0] >= from_s])
-    if len(settled) < MIN_SAMPLES or settled[0, 1] == settled[-1, 1]:
-        return {"from_s": round(from_s, 1), "is_flat": None}
-    at_s, requests, mib = settled.T
-    bytes_per_request = float(np.polyfit(requests, mib, 1)[0]) * (1 << 20)
-    return {
-        "from_s": round(from_s, 1),
-        "first_mib": round(float(mib[0]), 1),
-        "last_mib": round(float(mib[-1]), 1),
-        "requests": int(requests[-1] - requests[0]),
-        "mib_per_minute": round(float(np.polyfit(at_s / 60.0, mib, 1)[0]), 3),
-        "bytes_per_request": round(bytes_per_request, 1),
-        "is_flat": bytes_per_request <= FLAT_BYTES_PER_REQUEST,
-    }
-
 
 def objections(result: dict[str, Any]) -> list[str]:
     """What speaks against a soak's result; nothing if it is good."""
@@ -217,7 +226,10 @@ def objections(result: dict[str, Any]) -> list[str]:
         if each["is_flat"] is None:
             found.append(f"{name}: too short a run for the slope of its memory")
         elif not each["is_flat"]:
-            found.append(f"{name} grows by {each['bytes_per_request']} B per request")
+            found.append(
+                f"{name} grows by {each['bytes_per_request']} B per request in use, "
+                f"and by {each['own_growth']:.1%} of its own memory"
+            )
     for name, counts in result["descriptors"].items():
         more = counts["last_quarter"] - counts["third_quarter"]
         if more > MAX_NEW_DESCRIPTORS:
@@ -246,12 +258,12 @@ async def one_request(soak: Soak, session: aiohttp.ClientSession, rng: random.Ra
         **({"cache_salt": str(rng.random())} if rng.random() < 0.5 else {}),
     }
     tokens: list[int] = []
+    name = f"soak-{rng.getrandbits(48):x}"
 
     async def read() -> str:
         end, last_s = "cut off", 0.0
-        async with session.post(
-            f"{soak.deployment.url('proxy')}/v1/completions", json=body
-        ) as answer:
+        url = f"{soak.deployment.url('proxy')}/v1/completions"
+        async with session.post(url, json=body, headers={"X-Request-Id": name}) as answer:
             if answer.status != 200:
                 return str((await answer.json())["error"]["code"])
             async for line in answer.content:
@@ -288,6 +300,8 @@ async def one_request(soak: Soak, session: aiohttp.ClientSession, rng: random.Ra
     if end == "finished" and len(tokens) != len(right):
         soak.num_wrong_tokens += 1
     soak.ends[end] += 1
+    if end not in {"finished", "left"}:
+        soak.odd_ends.append(f"{(time.monotonic() - soak.started_s) / 60.0:.2f} min: {end}, {name}")
 
 
 async def warm_up(soak: Soak) -> None:
@@ -322,7 +336,8 @@ async def load(
     async with aiohttp.ClientSession(connector=connector) as session:
         await asyncio.sleep(rng.random() * period_s)
         while (began_s := time.monotonic()) < until_s:
-            await one_request(soak, session, rng)
+            if not soak.is_resting():
+                await one_request(soak, session, rng)
             await asyncio.sleep(max(0.0, began_s + period_s - time.monotonic()))
 
 
@@ -339,8 +354,10 @@ async def faults(soak: Soak, until_s: float) -> None:
             owner, module = STOPS[soak.num_stops // 2 % len(STOPS)]
             await stop(soak, owner, module, until_s)
         # What hostile clients make it hold for a moment is no growth.
-        if soak.phase(time.monotonic()) == "plain":
+        if soak.phase(time.monotonic()) == "plain" and not soak.is_resting():
             soak.sample(time.monotonic() - soak.started_s)
+        if not soak.counts and now_s >= soak.rest_s + REST_S - 2.0 * SAMPLE_EVERY_S:
+            soak.count()
         await asyncio.sleep(SAMPLE_EVERY_S)
 
 
@@ -353,10 +370,9 @@ async def kill(soak: Soak, until_s: float) -> None:
     for name in VICTIMS:
         await until_ready(soak, name, until_s + START_S)
     minutes = (time.monotonic() - soak.started_s) / 60.0
-    memory = {n: round(v[-1][2], 1) for n, v in soak.memory.items()}
+    own = {name: round(samples[-1].own_mib, 1) for name, samples in soak.samples.items()}
     print(
-        f"{minutes:5.1f} min: {dict(soak.ends)}, {soak.num_wrong_tokens} wrong tokens, "
-        f"{memory} MiB",
+        f"{minutes:5.1f} min: {dict(soak.ends)}, {soak.num_wrong_tokens} wrong tokens, {own} MiB",
         file=sys.stderr,
         flush=True,
     )
@@ -416,56 +432,62 @@ def still_held(deployment: Deployment, names: tuple[str, ...]) -> dict[str, int]
     return {}
 
 
-async def run(minutes: float) -> dict[str, Any]:
-    """Play it, and say what was seen."""
-    with tempfile.TemporaryDirectory(prefix="pdserve-soak-") as folder:
-        directory = Path(folder)
-        model = write_tiny_model(
-            directory / "model", "llama", tie_word_embeddings=True, vocab_size=VOCAB_SIZE
+async def learn_answers(soak: Soak) -> None:
+    """Ask one engine alone for what is right."""
+    async with aiohttp.ClientSession() as session:
+        for index in range(NUM_PROMPTS):
+            body = {
+                "prompt": soak.prompt(index),
+                "max_tokens": MAX_TOKENS,
+                "temperature": 0.0,
+                "ignore_eos": True,
+                "return_token_ids": True,
+                "cache_salt": "the right answer",
+            }
+            url = f"{soak.deployment.url('decode1')}/v1/completions"
+            async with session.post(url, json=body) as answer:
+                soak.answers[index] = (await answer.json())["choices"][0]["token_ids"]
+
+
+async def run(minutes: float, directory: Path) -> dict[str, Any]:
+    """Play it, and say what was seen; logs are left in the directory."""
+    model = write_tiny_model(
+        directory / "model", "llama", tie_word_embeddings=True, vocab_size=VOCAB_SIZE
+    )
+    soak = Soak(Deployment(directory), model)
+    soak.folder.mkdir()
+    deployment = soak.deployment
+    try:
+        deployment.start("proxy", "proxy", "--port", "0", env=soak.counted())
+        deployment.wait("proxy")
+        for name in (*VICTIMS, *SURVIVORS[1:]):
+            soak.start_engine(name)
+        deployment.wait()
+        deployment.wait_routable(2, 2)
+        await learn_answers(soak)
+        await warm_up(soak)
+        soak.started_s = time.monotonic()
+        until_s = soak.started_s + 60.0 * minutes
+        # With a phase without hostile clients.
+        soak.rest_s = soak.started_s + 2 * PHASE_S * int(60.0 * minutes / (4 * PHASE_S))
+        hostile = HostileClients(deployment.url("proxy"), VOCAB_SIZE)
+        await asyncio.gather(
+            faults(soak, until_s),
+            hostile.run(soak.is_hostile, lambda: time.monotonic() > until_s),
+            *(load(soak, until_s, seed) for seed in range(CONCURRENCY)),
         )
-        soak = Soak(Deployment(directory), model)
-        deployment = soak.deployment
-        try:
-            deployment.start("proxy", "proxy", "--port", "0")
-            deployment.wait("proxy")
-            for name in (*VICTIMS, *SURVIVORS[1:]):
-                soak.start_engine(name)
-            deployment.wait()
-            deployment.wait_routable(2, 2)
-            async with aiohttp.ClientSession() as session:
-                for index in range(NUM_PROMPTS):
-                    body = {
-                        "prompt": soak.prompt(index),
-                        "max_tokens": MAX_TOKENS,
-                        "temperature": 0.0,
-                        "ignore_eos": True,
-                        "return_token_ids": True,
-                        "cache_salt": "the right answer",
-                    }
-                    url = f"{deployment.url('decode1')}/v1/completions"
-                    async with session.post(url, json=body) as answer:
-                        soak.answers[index] = (await answer.json())["choices"][0]["token_ids"]
-            await warm_up(soak)
-            soak.started_s = time.monotonic()
-            until_s = soak.started_s + 60.0 * minutes
-            hostile = HostileClients(deployment.url("proxy"), VOCAB_SIZE)
-            await asyncio.gather(
-                faults(soak, until_s),
-                hostile.run(soak.is_hostile, lambda: time.monotonic() > until_s),
-                *(load(soak, until_s, seed) for seed in range(CONCURRENCY)),
-            )
-            everybody = (*VICTIMS, *SURVIVORS[1:])
-            freed_s = time.monotonic()
-            held = await asyncio.to_thread(still_held, deployment, everybody)
-            freed_s = time.monotonic() - freed_s
-            stats = {name: deployment.info(name)["stats"] for name in SURVIVORS[1:]}
-            moved = sum(each["kv_bytes_received"] for each in stats.values())
-            running = deployment.metric("proxy", "pdserve_requests_running")
-            lost = sum(
-                process.popen.poll() is not None for process in deployment.processes.values()
-            )
-        finally:
-            deployment.end()
+        everybody = (*VICTIMS, *SURVIVORS[1:])
+        freed_s = time.monotonic()
+        held = await asyncio.to_thread(still_held, deployment, everybody)
+        freed_s = time.monotonic() - freed_s
+        await asyncio.sleep(REST_S - 2.0 * SAMPLE_EVERY_S)
+        soak.count()
+        stats = {name: deployment.info(name)["stats"] for name in SURVIVORS[1:]}
+        moved = sum(each["kv_bytes_received"] for each in stats.values())
+        running = deployment.metric("proxy", "pdserve_requests_running")
+        lost = sum(process.popen.poll() is not None for process in deployment.processes.values())
+    finally:
+        deployment.end()
     return {
         "benchmark": "soak",
         "environment": {
@@ -477,6 +499,7 @@ async def run(minutes: float) -> dict[str, Any]:
         "minutes": minutes,
         "requests": soak.ends.total(),
         "ends": dict(soak.ends),
+        "odd_ends": soak.odd_ends,
         "hostile": dict(sorted(hostile.answers.items())),
         "kills": soak.num_kills,
         "stops": soak.num_stops,
@@ -496,7 +519,7 @@ async def run(minutes: float) -> dict[str, Any]:
             }
             for name, counts in soak.descriptors.items()
         },
-        "memory": soak.slopes(),
+        "memory": soak.memory(),
     }
 
 
@@ -506,7 +529,8 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=30.0)
     parser.add_argument("--report", type=Path, help="also write the JSON object here")
     arguments = parser.parse_args()
-    result = asyncio.run(run(arguments.minutes))
+    directory = Path(tempfile.mkdtemp(prefix="pdserve-soak-"))
+    result = asyncio.run(run(arguments.minutes, directory))
     against = result["objections"] = objections(result)
     text = json.dumps(result, indent=2)
     print(text)
@@ -516,9 +540,14 @@ def main() -> None:
         if each["is_flat"] is not None:
             verdict = "flat" if each["is_flat"] else "GROWS"
             print(
-                f"{name}: {verdict}, {each['bytes_per_request']:+.1f} B per request over "
-                f"{each['requests']} requests ({each['first_mib']} to {each['last_mib']} MiB)"
+                f"{name}: {verdict}, {each['bytes_per_request']:+.1f} B in use per request over "
+                f"{each['requests']} requests, {each['used_mib']} MiB; its own memory "
+                f"{each['first_mib']} to {each['last_mib']} MiB ({each['own_growth']:+.1%})"
             )
+    if against or result["odd_ends"]:
+        print(f"logs: {directory}")
+    else:
+        shutil.rmtree(directory)
     print("soak: PASSED" if not against else f"soak: FAILED: {'; '.join(against)}")
     sys.exit(1 if against else 0)
 
