@@ -2,27 +2,41 @@
 
 from __future__ import annotations
 
+import os
 import random
+import subprocess
+import sys
+from typing import TYPE_CHECKING
 
+import psutil
 import pytest
 
-from tests.chaos.soak import MIN_SAMPLES, objections, slope
+from tests.chaos.memory import CENSUS, MIN_SAMPLES, Sample, census, grown, look, slope
+from tests.chaos.soak import objections
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 MIB = 1 << 20
 pytestmark = pytest.mark.short_form("")
 
 
-def grown(bytes_per_request: float, *, num: int = 120) -> list[tuple[float, int, float]]:
-    """Ten minutes of samples: memory that has a warm-up, some noise, and a slope."""
+def samples(
+    bytes_per_request: float, *, num: int = 120, holes_per_request: float = 0.0
+) -> list[Sample]:
+    """Ten minutes: memory that has a warm-up, some noise, and a slope."""
     noise = random.Random(0)
-    return [
-        (
-            5.0 * at,
-            60 * at,
-            100 + min(at, 20) + 60 * at * bytes_per_request / MIB + noise.uniform(-0.05, 0.05),
+
+    def sample(at: int) -> Sample:
+        used_mib = 100 + min(at, 20) + 60 * at * bytes_per_request / MIB
+        return Sample(
+            at_s=5.0 * at,
+            requests=60 * at,
+            used_mib=used_mib + noise.uniform(-0.05, 0.05),
+            own_mib=20 + used_mib + 60 * at * holes_per_request / MIB,
         )
-        for at in range(num)
-    ]
+
+    return [sample(at) for at in range(num)]
 
 
 def result(**changes: object) -> dict[str, object]:
@@ -33,7 +47,7 @@ def result(**changes: object) -> dict[str, object]:
         "engines_lost": 0,
         "ends": {"finished": 100},
         "kv_bytes_to_survivor": 1,
-        "memory": {"proxy": slope(grown(0.0))},
+        "memory": {"proxy": slope(samples(0.0))},
         "descriptors": {"proxy": {"third_quarter": 50, "last_quarter": 52}},
         "itl": {"p99_ratio": 1.5},
         **changes,
@@ -41,19 +55,60 @@ def result(**changes: object) -> dict[str, object]:
 
 
 def test_what_grows_while_it_warms_up_is_flat_if_it_does_not_go_on() -> None:
-    assert slope(grown(0.0))["is_flat"] is True
+    assert slope(samples(0.0))["is_flat"] is True
 
 
 def test_a_few_hundred_bytes_per_request_are_growth() -> None:
-    found = slope(grown(400.0))
+    found = slope(samples(400.0))
     assert found["is_flat"] is False
     assert found["bytes_per_request"] is not None
     assert abs(found["bytes_per_request"] - 400.0) < 40.0
 
 
+def test_own_memory_may_grow_by_holes_but_not_without_bound() -> None:
+    found = slope(samples(0.0, holes_per_request=400.0))
+    assert found["is_flat"] is True  # one percent
+    assert found["own_bytes_per_request"] is not None
+    assert abs(found["own_bytes_per_request"] - 400.0) < 40.0
+    assert slope(samples(0.0, holes_per_request=4000.0))["is_flat"] is False
+
+
+def test_a_process_says_what_it_has_in_use_and_what_it_has_more_of(tmp_path: Path) -> None:
+    """A real one, that keeps 100 objects and 8 MiB for each line it reads."""
+    program = (
+        "import sys\nclass Kept: pass\nall = []\n"
+        "print('ready', flush=True)\n"
+        "for line in sys.stdin:\n"
+        "    all += [(Kept(), bytearray(80 << 10)) for _ in range(100)]; print('kept', flush=True)"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(CENSUS), "CENSUS_FOLDER": str(tmp_path)}
+    with subprocess.Popen(
+        [sys.executable, "-c", program],
+        env=environment,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as popen:
+        assert popen.stdin is not None
+        assert popen.stdout is not None
+        assert popen.stdout.readline() == "ready\n"
+        family = [psutil.Process(popen.pid)]
+        before, sample = census(family, tmp_path), look(family, tmp_path, 0.0, 0)
+        popen.stdin.write("more\n")
+        popen.stdin.flush()
+        assert popen.stdout.readline() == "kept\n"
+        more = grown(before, census(family, tmp_path), requests=100)
+        later = look(family, tmp_path, 1.0, 100)
+        popen.stdin.close()
+    assert 80 << 10 <= more["bytes_per_request"] < 90 << 10
+    assert 3.0 <= more["blocks_per_request"] < 6.0
+    assert more["types"]["Kept"] == 100
+    assert 7.8 <= later.used_mib - sample.used_mib < 9.0
+
+
 def test_a_run_without_enough_samples_in_its_second_half_has_no_slope() -> None:
-    assert slope(grown(400.0, num=2 * MIN_SAMPLES - 2))["is_flat"] is None
-    assert slope(grown(400.0, num=2 * MIN_SAMPLES))["is_flat"] is False
+    assert slope(samples(400.0, num=2 * MIN_SAMPLES - 2))["is_flat"] is None
+    assert slope(samples(400.0, num=2 * MIN_SAMPLES))["is_flat"] is False
 
 
 def test_nothing_speaks_against_a_good_soak() -> None:
@@ -68,9 +123,9 @@ def test_each_fault_speaks_against_a_soak_by_its_name() -> None:
 
 
 def test_memory_that_grows_speaks_against_a_soak_and_so_does_too_short_a_run() -> None:
-    (growth,) = objections(result(memory={"prefill1": slope(grown(400.0))}))
+    (growth,) = objections(result(memory={"prefill1": slope(samples(400.0))}))
     assert growth.startswith("prefill1 grows by ")
-    (unknown,) = objections(result(memory={"proxy": slope(grown(0.0, num=3))}))
+    (unknown,) = objections(result(memory={"proxy": slope(samples(0.0, num=3))}))
     assert "too short" in unknown
 
 
