@@ -105,11 +105,12 @@ class Soak:
     num_wrong_tokens: int = 0
     num_kills: int = 0
     num_stops: int = 0
+    num_starts: int = 0
     given_up: list[str] = field(default_factory=list)
     late_starts: list[str] = field(default_factory=list)
     odd_ends: list[str] = field(default_factory=list)
     samples: dict[str, list[memory.Sample]] = field(default_factory=dict)
-    counts: list[tuple[int, dict[str, Any]]] = field(default_factory=list)
+    counts: list[tuple[int, int, dict[str, Any]]] = field(default_factory=list)
     descriptors: dict[str, list[int]] = field(default_factory=dict)
     itl_s: dict[str, list[float]] = field(default_factory=lambda: {"plain": [], "hostile": []})
     started_s: float = float("inf")
@@ -129,6 +130,7 @@ class Soak:
 
     def start_engine(self, name: str, port: int = 0) -> None:
         """Start an engine, where it was if `port` says so."""
+        self.num_starts += 1
         self.deployment.start(
             name,
             name.rstrip("1"),
@@ -181,15 +183,20 @@ class Soak:
         """Count what the survivors have in use while there is no load."""
         families = {name: self.deployment.processes[name].family() for name in SURVIVORS}
         found = {name: memory.census(each, self.folder) for name, each in families.items()}
-        self.counts.append((self.ends.total(), found))
+        self.counts.append((self.ends.total(), self.num_starts, found))
 
     def memory(self) -> dict[str, dict[str, Any]]:
         """How each survivor's memory has grown."""
-        (requests_before, before), (requests, after) = self.counts
+        (requests_before, starts_before, before), (requests, starts, after) = self.counts
         return {
             name: {
                 **memory.slope(samples),
-                "idle": memory.grown(before[name], after[name], requests - requests_before),
+                "idle": memory.grown(
+                    before[name],
+                    after[name],
+                    requests=requests - requests_before,
+                    lives=starts - starts_before,
+                ),
             }
             for name, samples in self.samples.items()
         }
@@ -226,9 +233,11 @@ def objections(result: dict[str, Any]) -> list[str]:
         if each["is_flat"] is None:
             found.append(f"{name}: too short a run for the slope of its memory")
         elif not each["is_flat"]:
+            found.append(f"{name}'s own memory grows by {each['own_growth']:.1%}")
+        if not (idle := each["idle"])["is_flat"]:
             found.append(
-                f"{name} grows by {each['bytes_per_request']} B per request in use, "
-                f"and by {each['own_growth']:.1%} of its own memory"
+                f"{name} has {idle['bytes']} B more in use after {idle['requests']} requests, and "
+                f"{idle['blocks_per_request']} objects more for each"
             )
     for name, counts in result["descriptors"].items():
         more = counts["last_quarter"] - counts["third_quarter"]
@@ -538,10 +547,12 @@ def main() -> None:
         arguments.report.write_text(text + "\n")
     for name, each in result["memory"].items():
         if each["is_flat"] is not None:
-            verdict = "flat" if each["is_flat"] else "GROWS"
+            idle = each["idle"]
+            verdict = "flat" if each["is_flat"] and idle["is_flat"] else "GROWS"
             print(
-                f"{name}: {verdict}, {each['bytes_per_request']:+.1f} B in use per request over "
-                f"{each['requests']} requests, {each['used_mib']} MiB; its own memory "
+                f"{name}: {verdict}, {idle['bytes']:+} B in use of {each['used_mib']} MiB and "
+                f"{idle['blocks_per_request']:+} objects a request over {idle['requests']} "
+                f"requests and {idle['lives_of_peers']} lives of others; its own memory "
                 f"{each['first_mib']} to {each['last_mib']} MiB ({each['own_growth']:+.1%})"
             )
     if against or result["odd_ends"]:

@@ -6,7 +6,8 @@ import os
 import random
 import subprocess
 import sys
-from typing import TYPE_CHECKING
+from collections import Counter
+from typing import TYPE_CHECKING, Any
 
 import psutil
 import pytest
@@ -21,22 +22,31 @@ MIB = 1 << 20
 pytestmark = pytest.mark.short_form("")
 
 
-def samples(
-    bytes_per_request: float, *, num: int = 120, holes_per_request: float = 0.0
-) -> list[Sample]:
+def samples(bytes_per_request: float, *, num: int = 120) -> list[Sample]:
     """Ten minutes: memory that has a warm-up, some noise, and a slope."""
     noise = random.Random(0)
 
     def sample(at: int) -> Sample:
-        used_mib = 100 + min(at, 20) + 60 * at * bytes_per_request / MIB
+        mib = 100 + min(at, 20) + 60 * at * bytes_per_request / MIB
         return Sample(
             at_s=5.0 * at,
             requests=60 * at,
-            used_mib=used_mib + noise.uniform(-0.05, 0.05),
-            own_mib=20 + used_mib + 60 * at * holes_per_request / MIB,
+            used_mib=mib,
+            own_mib=20 + mib + noise.uniform(-0.05, 0.05),
         )
 
     return [sample(at) for at in range(num)]
+
+
+def idle(*, num_bytes: int = 0, blocks: int = 0, lives: int = 0) -> dict[str, Any]:
+    """What two counts say with a thousand requests between them."""
+    before = {"bytes": 1 << 20, "blocks": 10_000, "types": Counter(str=7)}
+    after = {
+        "bytes": before["bytes"] + num_bytes,
+        "blocks": before["blocks"] + blocks,
+        "types": Counter(str=7, deque=2),
+    }
+    return grown(before, after, requests=1000, lives=lives)
 
 
 def result(**changes: object) -> dict[str, object]:
@@ -47,7 +57,7 @@ def result(**changes: object) -> dict[str, object]:
         "engines_lost": 0,
         "ends": {"finished": 100},
         "kv_bytes_to_survivor": 1,
-        "memory": {"proxy": slope(samples(0.0))},
+        "memory": {"proxy": {**slope(samples(0.0)), "idle": idle()}},
         "descriptors": {"proxy": {"third_quarter": 50, "last_quarter": 52}},
         "itl": {"p99_ratio": 1.5},
         **changes,
@@ -58,19 +68,20 @@ def test_what_grows_while_it_warms_up_is_flat_if_it_does_not_go_on() -> None:
     assert slope(samples(0.0))["is_flat"] is True
 
 
-def test_a_few_hundred_bytes_per_request_are_growth() -> None:
-    found = slope(samples(400.0))
-    assert found["is_flat"] is False
-    assert found["bytes_per_request"] is not None
-    assert abs(found["bytes_per_request"] - 400.0) < 40.0
-
-
 def test_own_memory_may_grow_by_holes_but_not_without_bound() -> None:
-    found = slope(samples(0.0, holes_per_request=400.0))
-    assert found["is_flat"] is True  # one percent
+    found = slope(samples(400.0))
+    assert found["is_flat"] is True  # not by two percent
     assert found["own_bytes_per_request"] is not None
     assert abs(found["own_bytes_per_request"] - 400.0) < 40.0
-    assert slope(samples(0.0, holes_per_request=4000.0))["is_flat"] is False
+    assert slope(samples(4000.0))["is_flat"] is False
+
+
+def test_a_request_leaves_no_object_and_few_bytes_beside_what_lives_of_peers_leave() -> None:
+    assert idle(num_bytes=90_000, blocks=990)["is_flat"]
+    assert not idle(blocks=1000)["is_flat"]
+    assert not idle(num_bytes=110_000)["is_flat"]
+    assert idle(num_bytes=110_000, lives=1)["is_flat"]
+    assert idle()["types"] == {"deque": 2, "str": 0}
 
 
 def test_a_process_says_what_it_has_in_use_and_what_it_has_more_of(tmp_path: Path) -> None:
@@ -97,18 +108,18 @@ def test_a_process_says_what_it_has_in_use_and_what_it_has_more_of(tmp_path: Pat
         popen.stdin.write("more\n")
         popen.stdin.flush()
         assert popen.stdout.readline() == "kept\n"
-        more = grown(before, census(family, tmp_path), requests=100)
+        more = grown(before, census(family, tmp_path), requests=100, lives=0)
         later = look(family, tmp_path, 1.0, 100)
         popen.stdin.close()
-    assert 80 << 10 <= more["bytes_per_request"] < 90 << 10
+    assert 100 * (80 << 10) <= more["bytes"] < 100 * (90 << 10)
     assert 3.0 <= more["blocks_per_request"] < 6.0
     assert more["types"]["Kept"] == 100
     assert 7.8 <= later.used_mib - sample.used_mib < 9.0
 
 
 def test_a_run_without_enough_samples_in_its_second_half_has_no_slope() -> None:
-    assert slope(samples(400.0, num=2 * MIN_SAMPLES - 2))["is_flat"] is None
-    assert slope(samples(400.0, num=2 * MIN_SAMPLES))["is_flat"] is False
+    assert slope(samples(4000.0, num=2 * MIN_SAMPLES - 2))["is_flat"] is None
+    assert slope(samples(4000.0, num=2 * MIN_SAMPLES))["is_flat"] is False
 
 
 def test_nothing_speaks_against_a_good_soak() -> None:
@@ -123,9 +134,14 @@ def test_each_fault_speaks_against_a_soak_by_its_name() -> None:
 
 
 def test_memory_that_grows_speaks_against_a_soak_and_so_does_too_short_a_run() -> None:
-    (growth,) = objections(result(memory={"prefill1": slope(samples(400.0))}))
-    assert growth.startswith("prefill1 grows by ")
-    (unknown,) = objections(result(memory={"proxy": slope(samples(0.0, num=3))}))
+    def said(samples: list[Sample], counts: dict[str, Any]) -> list[str]:
+        return objections(result(memory={"prefill1": {**slope(samples), "idle": counts}}))
+
+    (growth,) = said(samples(4000.0), idle())
+    assert growth.startswith("prefill1's own memory grows by ")
+    (leak,) = said(samples(0.0), idle(blocks=2000))
+    assert leak.endswith("2.0 objects more for each")
+    (unknown,) = said(samples(0.0, num=3), idle())
     assert "too short" in unknown
 
 
