@@ -9,8 +9,6 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from pdserve.config.kv_events import KVEventsConfig
-from pdserve.config.kv_events import KVEventsConfig
-from pdserve.config.kv_events import KVEventsConfig
 from pdserve.config.schema import (
     CacheConfig,
     EngineConfig,
