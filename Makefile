@@ -52,8 +52,9 @@ layers:
 quick:
 	+@HYPOTHESIS_PROFILE=check $(BIN)/python -m pytest -q -n 3 --dist worksteal -m "not gpu and not matrix and not e2e and not chaos and not slow" $(ARGS)
 
-format: $(VENV)/.installed-dev ## Let ruff format and mend what it can; write docs/modules.md
+format: $(VENV)/.installed-dev ## Let ruff format and mend what it can; write docs/modules.md and docs/vllm-flags.md
 	@$(BIN)/python -m tools.module_list
+	@$(BIN)/python -m tools.vllm_names
 	@$(BIN)/ruff format .
 	@$(BIN)/ruff check --fix .
 

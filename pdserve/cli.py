@@ -19,12 +19,12 @@ import os
 import resource
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, TypeAlias
 
 import pdserve
 from pdserve.commands.announce import tell_failure
+from pdserve.commands.catalogue import COMMANDS, FAMILIES, Command
 from pdserve.commands.exit_codes import (
     EXIT_CONFIG,
     EXIT_FAILED,
@@ -33,30 +33,11 @@ from pdserve.commands.exit_codes import (
     EXIT_USAGE,
 )
 from pdserve.commands.lifeline import end_with_supervisor
-from pdserve.config.load import (
-    Resolved,
-    Table,
-    did_you_mean,
-    nearest,
-    resolve,
-    unknown_variables,
-)
-from pdserve.config.schema import Role
+from pdserve.config.load import Resolved, Table, did_you_mean, resolve, unknown_variables
 from pdserve.config.setting import Required, Setting, Shorthand, canonical, parse
-from pdserve.config.settings import (
-    SHORT,
-    bench_compare_table,
-    bench_plot_table,
-    bench_serve_table,
-    doctor_table,
-    engine_table,
-    kv_events_table,
-    kv_server_table,
-    proxy_table,
-    trace_table,
-    up_table,
-)
-from pdserve.config.sweep import sweep_table
+from pdserve.config.settings import SHORT
+from pdserve.config.vllm.answers import unread
+from pdserve.config.vllm.commands import ABSENT_COMMANDS
 from pdserve.errors import ConfigError, PdserveError, PeerError
 
 MODEL_HELP: Final = (
@@ -65,147 +46,8 @@ MODEL_HELP: Final = (
 )
 
 _WANTED_DESCRIPTORS: Final = 65536
-
-
-@dataclass(frozen=True)
-class Command:
-    """One command of the command line.
-
-    Attributes:
-        name: As it is typed; of two words for a command of a family (`FAMILIES`).
-        target: `module:function`, called with the table and the resolved settings; returns
-            the exit code.
-        positional: MODEL or FILE... as the usage shows it, if there is one.
-    """
-
-    name: str
-    summary: str
-    table: Callable[[], Table]
-    target: str
-    example: str
-    positional: str = "MODEL "
-
-    @property
-    def takes_model(self) -> bool:
-        """Whether the command needs a model."""
-        return "MODEL" in self.positional
-
-    @property
-    def family(self) -> str:
-        """The first of two words; empty if the name is one."""
-        return self.name.rpartition(" ")[0]
-
-    @property
-    def last_word(self) -> str:
-        """What is typed last."""
-        return self.name.rpartition(" ")[2]
-
-
-COMMANDS: Final = (
-    Command(
-        "up",
-        "start prefill, decode and proxy on this host and send one demo request",
-        up_table,
-        "pdserve.commands.up:run",
-        "pdserve up --once",
-        positional="[MODEL] ",
-    ),
-    Command(
-        "prefill",
-        "start an engine for prompts",
-        functools.partial(engine_table, Role.PREFILL),
-        "pdserve.commands.engine:run_prefill",
-        "pdserve prefill MODEL --proxy http://127.0.0.1:8000",
-    ),
-    Command(
-        "decode",
-        "start an engine for outputs",
-        functools.partial(engine_table, Role.DECODE),
-        "pdserve.commands.engine:run_decode",
-        "pdserve decode MODEL --proxy http://127.0.0.1:8000",
-    ),
-    Command(
-        "serve",
-        "start one engine for both (colocated, the baseline)",
-        functools.partial(engine_table, Role.BOTH),
-        "pdserve.commands.engine:run_serve",
-        "pdserve serve MODEL --port 8000",
-    ),
-    Command(
-        "proxy",
-        "start the routing proxy",
-        proxy_table,
-        "pdserve.commands.proxy:run",
-        "pdserve proxy --prefill http://127.0.0.1:8100 --decode http://127.0.0.1:8200",
-        positional="",
-    ),
-    Command(
-        "kv-server",
-        "keep KV for the engines of this host beyond requests and restarts (LMCache)",
-        kv_server_table,
-        "pdserve.commands.kv_server:run",
-        "pdserve kv-server --kv-tiers cpu:4GiB,disk:/data/kv:50GiB",
-        positional="",
-    ),
-    Command(
-        "trace",
-        "write the last seconds of a running deployment as a timeline for Perfetto",
-        trace_table,
-        "pdserve.commands.trace:run",
-        "pdserve trace --url http://127.0.0.1:8000 --seconds 10 -o trace.json.gz",
-        positional="",
-    ),
-    Command(
-        "kv-events",
-        "show which prefixes an engine holds, as routers are told",
-        kv_events_table,
-        "pdserve.commands.kv_events:run",
-        "pdserve kv-events --url http://127.0.0.1:8100",
-        positional="",
-    ),
-    Command(
-        "doctor",
-        "check this machine, and whether running engines fit together",
-        doctor_table,
-        "pdserve.commands.doctor:run",
-        "pdserve doctor --peer http://127.0.0.1:8100 http://127.0.0.1:8200",
-        positional="",
-    ),
-    Command(
-        "bench serve",
-        "send requests to an endpoint and measure what users feel",
-        bench_serve_table,
-        "pdserve.commands.bench:run_serve",
-        "pdserve bench serve --base-url http://127.0.0.1:8000 --num-prompts 100 --request-rate 4",
-        positional="",
-    ),
-    Command(
-        "bench compare",
-        "start colocated and disaggregated deployments on the same cores and compare them",
-        bench_compare_table,
-        "pdserve.commands.bench_compare:run_compare",
-        "pdserve bench compare boxed --dataset-name pd-interference --report compare.html",
-    ),
-    Command(
-        "bench plot",
-        "draw the report of saved runs",
-        bench_plot_table,
-        "pdserve.commands.bench_plot:run_plot",
-        "pdserve bench plot run.json --output run.html",
-        positional="FILE... ",
-    ),
-    Command(
-        "bench sweep",
-        "measure an endpoint at several loads and find the highest that keeps objectives",
-        sweep_table,
-        "pdserve.commands.bench_sweep:run_sweep",
-        "pdserve bench sweep --slo ttft:500 itl:50 --random-input-len 512 --num-prompts 60",
-        positional="",
-    ),
-)
-
-FAMILIES: Final = {"bench": "measure deployments"}
-"""First words of commands of two words, and what the commands are for."""
+_WITHOUT_FLAG: Final = ("files", "filters")
+"""Settings whose words stand behind the command."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -214,6 +56,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     _raise_descriptor_limit()
     arguments = normalise(sys.argv[1:] if argv is None else argv)
     parser = make_parser()
+    if (refusal := _of_vllm_alone(arguments)) is not None:
+        parser.error(refusal)
     _require_command(parser, arguments)
     given = vars(parser.parse_args(arguments))
     name = given.pop("command", None)
@@ -239,6 +83,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         others = [each.table() for each in COMMANDS]
         for unknown in unknown_variables(table, others, os.environ):
             print(f"pdserve: warning: {unknown}", file=sys.stderr)
+        for line in table.notes(resolved) + (unread(os.environ) if table.absent else []):
+            print(f"pdserve: {line}", file=sys.stderr)
         module, function = command.target.split(":")
         run: Callable[[Table, Mapping[str, Resolved]], int] = getattr(
             importlib.import_module(module), function
@@ -265,6 +111,14 @@ def _require_command(parser: argparse.ArgumentParser, arguments: Sequence[str]) 
         parser.error(f"there is no command {typed!r}{hint} There are: {', '.join(known)}")
 
 
+def _of_vllm_alone(arguments: Sequence[str]) -> str | None:
+    """Say what to do in place of a command that only vLLM has; None if it is none."""
+    for name in (" ".join(arguments[:2]), *arguments[:1]):
+        if name in ABSENT_COMMANDS:
+            return f"vLLM's `{name}` is not here: {ABSENT_COMMANDS[name]}"
+    return None
+
+
 def _raise_descriptor_limit() -> None:
     """Let this process and those it starts open as many descriptors as the system permits.
 
@@ -286,14 +140,19 @@ def settings_of(
 
 
 def normalise(argv: Sequence[str]) -> list[str]:
-    """Write every flag's name with dashes; its value and what follows `--` stay as they are."""
+    """Write every flag's name with dashes; its value and what follows `--` stay as they are.
+
+    vLLM writes a further item of a list with a + behind the flag: here every item is a further one.
+    """
     result: list[str] = []
     for index, word in enumerate(argv):
         if word == "--":
             return [*result, *argv[index:]]
         if word.startswith("--"):
             name, equals, value = word.partition("=")
-            word = canonical(name) + equals + value
+            if name == "--help":  # vLLM's names a group or a flag: all of them are shown
+                equals = value = ""
+            word = canonical(name).removesuffix("+") + equals + value
         result.append(word)
     return result
 
@@ -339,7 +198,13 @@ def _add_family(commands: _Commands, name: str) -> _Commands:
 
 
 class _Parser(argparse.ArgumentParser):
-    """Names the nearest flag when one is unknown."""
+    """Says what to do about a flag that is unknown.
+
+    Attributes:
+        table: The settings of its command; None of a parser that has no flags.
+    """
+
+    table: Table | None = None
 
     def parse_known_args(  # type: ignore[override]
         self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
@@ -348,9 +213,8 @@ class _Parser(argparse.ArgumentParser):
         if unknown:
             flag = unknown[0].partition("=")[0]
             hint = ""
-            if flag.startswith("--"):
-                flags = [option for option in self._option_string_actions if option[:2] == "--"]
-                hint = f": {nearest(flag, flags)}"
+            if flag.startswith("-") and self.table is not None:
+                hint = f": {self.table.hint(flag.lstrip('-'), '--')}"
             self.error(f"unknown argument {unknown[0]}{hint}")
         return known, unknown
 
@@ -358,12 +222,12 @@ class _Parser(argparse.ArgumentParser):
 _Commands: TypeAlias = "argparse._SubParsersAction[_Parser]"
 
 
-def _add_settings(parser: argparse.ArgumentParser, command: Command) -> None:
-    table = command.table()
+def _add_settings(parser: _Parser, command: Command) -> None:
+    table = parser.table = command.table()
     model = next((setting for setting in table.settings if setting.flag == "model"), None)
-    files = next((setting for setting in table.settings if setting.flag == "files"), None)
+    files = next((setting for setting in table.settings if setting.flag in _WITHOUT_FLAG), None)
     if files is not None:
-        parser.add_argument("files", nargs="*", metavar=files.metavar, help=_text(files.help))
+        parser.add_argument(files.flag, nargs="*", metavar=files.metavar, help=_text(files.help))
     if model is not None and command.positional:
         parser.add_argument(
             "model",
@@ -383,12 +247,13 @@ def _add_settings(parser: argparse.ArgumentParser, command: Command) -> None:
     for item in sorted(items, key=lambda item: order.index(item.group)):
         group = groups.setdefault(item.group, parser.add_argument_group(item.group))
         if isinstance(item, Shorthand):
-            group.add_argument(
-                f"--{item.flag}",
-                dest=item.flag,
-                metavar=item.metavar,
-                help=argparse.SUPPRESS if item.hidden else _text(item.help),
-            )
+            text = argparse.SUPPRESS if item.hidden else _text(item.help)
+            if item.is_switch:
+                switch = argparse.BooleanOptionalAction
+                group.add_argument(f"--{item.flag}", dest=item.flag, action=switch, help=text)
+            else:
+                metavar = item.metavar
+                group.add_argument(f"--{item.flag}", dest=item.flag, metavar=metavar, help=text)
         else:
             hidden = item.hidden or (item.flag == "model" and bool(command.positional))
             if item is files:
@@ -404,20 +269,21 @@ def _add_setting(
         text = argparse.SUPPRESS
     else:
         text = _text(f"{setting.help}{_shown(setting, default)}")
+    short = SHORT.get(setting.flag)
+    names = [name] if short is None else [short, name]
     if kind is bool and setting.flag.startswith("no-"):  # vLLM's name; nobody denies it twice
         group.add_argument(name, dest=setting.flag, action="store_true", help=text)
     elif kind is bool:
         group.add_argument(
-            name, dest=setting.flag, action=argparse.BooleanOptionalAction, help=text
+            *names, dest=setting.flag, action=argparse.BooleanOptionalAction, help=text
         )
     elif kind is tuple:
         group.add_argument(
             name, dest=setting.flag, nargs="+", action="extend", metavar=setting.metavar, help=text
         )
     else:
-        short = SHORT.get(setting.flag)
         group.add_argument(
-            *([name] if short is None else [short, name]),
+            *names,
             dest=setting.flag,
             type=functools.partial(_argument, setting),
             metavar=setting.metavar,

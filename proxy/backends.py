@@ -119,11 +119,8 @@ class Backends:
 
     # --- registration
 
-    def register(self, registration: Registration) -> Backend:
-        """Take an engine in, or renew its lease.
-
-        A new life of a known engine replaces the former one, whose failures say nothing
-        about it.
+    def require_fit(self, registration: Registration) -> None:
+        """Refuse an engine that cannot be taken in among the others.
 
         Raises:
             BadRequestError: A field is out of range.
@@ -139,9 +136,19 @@ class Backends:
                 f"lease_s is {registration.lease_s:g}: between 0 and {MAX_LEASE_S:g} is possible",
                 param="lease_s",
             )
-        role = Role(registration.role)
-        self._refuse_misfit(url, role, registration.engine)
-        engine = registration.engine
+        self._refuse_misfit(url, Role(registration.role), registration.engine)
+
+    def register(self, registration: Registration) -> Backend:
+        """Take an engine in, or renew its lease.
+
+        A new life of a known engine replaces the former one, whose failures say nothing
+        about it.
+
+        Raises:
+            BadRequestError, HandshakeError: As of `require_fit`.
+        """
+        self.require_fit(registration)
+        url, role, engine = _bare(registration.url), Role(registration.role), registration.engine
         for other in self:
             if (
                 other.url != url
@@ -183,19 +190,26 @@ class Backends:
         else:
             self._forget(backend, "it deregistered")
 
+    def knows(self, url: str, engine: EngineInfo) -> bool:
+        """Whether this life of an engine was taken in already: others have to fit it."""
+        known = self.get(_bare(url))
+        return (
+            known is not None
+            and known.info is not None
+            and known.info.incarnation == engine.incarnation
+            and known.info.layout_digest == engine.layout_digest
+        )
+
     def _refuse_misfit(self, url: str, role: Role, engine: EngineInfo) -> None:
-        known = self.get(url)
-        if known is not None and known.info is not None:
-            known_as = (known.info.incarnation, known.info.layout_digest)
-            if known_as == (engine.incarnation, engine.layout_digest):
-                return  # it was here first: it is another one that does not fit
-        for other in self._counterparts(url, role):
+        if self.knows(url, engine):
+            return
+        for other in self.counterparts(url, role):
             assert other.info is not None
             if not _is_same_model(engine, other.info):
                 raise HandshakeError(_cannot_exchange(url, engine, other.url, other.info))
 
-    def _counterparts(self, url: str, role: Role) -> Iterator[Backend]:
-        """Yield the engines that one of this role would exchange KV with."""
+    def counterparts(self, url: str, role: Role) -> Iterator[Backend]:
+        """Yield the engines that one of this role, at `url`, would exchange KV with."""
         for other in self:
             pairs = (role is not Role.DECODE and other.decodes()) or (
                 role is not Role.PREFILL and other.prefills()
@@ -207,7 +221,7 @@ class Backends:
         """Note which engine answers at a URL; a restarted one begins with a clean slate."""
         former, backend.info = backend.info, engine
         if former is None or former.incarnation != engine.incarnation:
-            for other in self._counterparts(backend.url, backend.role):
+            for other in self.counterparts(backend.url, backend.role):
                 assert other.info is not None
                 if other.info.layout_digest != engine.layout_digest:
                     is_other_revision = _is_same_model(engine, other.info)

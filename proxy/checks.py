@@ -13,9 +13,11 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from pdserve.errors import HandshakeError
 from pdserve.observe.log import log_event
 from pdserve.proxy.backend import Health
 from pdserve.proxy.errors import WorkerError
+from pdserve.proxy.reach import Reach
 from pdserve.wire.hop import INFO_PATH, EngineReport
 
 if TYPE_CHECKING:
@@ -26,6 +28,7 @@ if TYPE_CHECKING:
     from pdserve.proxy.backend import Backend
     from pdserve.proxy.backends import Backends
     from pdserve.proxy.client import EngineHttp, Leg
+    from pdserve.wire.request import EngineInfo
 
 log = logging.getLogger(__name__)
 
@@ -43,6 +46,9 @@ class HealthChecks:
 
     Args:
         headers: Sent with every check.
+
+    Attributes:
+        reach: Has engines find out whether they reach one another.
     """
 
     def __init__(
@@ -58,6 +64,7 @@ class HealthChecks:
         self._http = http
         self._clock = clock
         self._headers = dict(headers or {})
+        self.reach = Reach(backends, http)
         self._watchers: set[asyncio.Task[None]] = set()
         self._looks: dict[str, asyncio.Task[None]] = {}
 
@@ -208,7 +215,10 @@ class HealthChecks:
                 message = f"{backend.url}{INFO_PATH} cannot be read: {error}"
                 raise WorkerError(message, reason="garbled") from error
             if report.engine is not None:
+                is_known = self._backends.knows(backend.url, report.engine)
                 self._backends.learn(backend, report.engine)
+                if not is_known:
+                    self._http.background.start(self._tell_reach(backend, report.engine))
             if report.stats is not None:
                 load = report.stats
                 backend.load_s = self._clock.monotonic_s()
@@ -219,6 +229,13 @@ class HealthChecks:
                 self._compare_clocks(backend, asked_s, report.wall_s)
         if not backend.models:
             await self._read_models(backend, timeout_s)
+
+    async def _tell_reach(self, backend: Backend, engine: EngineInfo) -> None:
+        """Log it if an engine that did not register, and was not refused then, is out of reach."""
+        try:
+            await self.reach.require(backend.url, backend.role, engine)
+        except HandshakeError as error:
+            log_event(log, "KV cannot be handed over", level=logging.ERROR, reason=error.message)
 
     def _compare_clocks(self, backend: Backend, asked_s: float, wall_s: float) -> None:
         """Note how far two hosts' wall clocks are apart; warn when that changes.

@@ -12,7 +12,7 @@ import errno
 import logging
 from contextvars import ContextVar
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import aiohttp
 import msgspec
@@ -20,13 +20,14 @@ import msgspec
 from pdserve.errors import DeadlineError
 from pdserve.http.control import proof_headers
 from pdserve.observe.log import log_event
+from pdserve.proxy.background import BackgroundTasks
 from pdserve.proxy.errors import RefusedError, WorkerError, failure_in
 from pdserve.proxy.reading import SharedReader
 from pdserve.proxy.relay import MAX_EVENT_BYTES, SseParser
 from pdserve.wire.hop import LAYOUT_HEADER, LOAD_FAILURES_HEADER, RELEASE_PATH, ReleaseRequest
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
+    from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 
     from aiohttp.connector import Connection
     from aiohttp.tracing import Trace
@@ -53,34 +54,6 @@ _OUT_OF_REACH = frozenset(
     {errno.EHOSTUNREACH, errno.EHOSTDOWN, errno.ENETUNREACH, errno.ENETDOWN, errno.ETIMEDOUT}
 )
 """The host did not refuse the connection: open ones may hang without ever saying so."""
-
-
-class BackgroundTasks:
-    """Tasks that outlive the request that started them; awaited when the proxy ends."""
-
-    def __init__(self) -> None:
-        self._tasks: set[asyncio.Task[Any]] = set()
-
-    def __len__(self) -> int:
-        return len(self._tasks)
-
-    def start(self, work: Coroutine[Any, Any, Any]) -> None:
-        """Run `work`; an exception it ends with is logged."""
-        task = asyncio.create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._ended)
-
-    def _ended(self, task: asyncio.Task[Any]) -> None:
-        self._tasks.discard(task)
-        if not task.cancelled() and (error := task.exception()) is not None:
-            log_event(log, "background task failed", level=logging.ERROR, exc_info=error)
-
-    async def join(self, timeout_s: float) -> None:
-        """Wait until all have ended; those that have not by then are cancelled."""
-        while self._tasks:
-            _, late = await asyncio.wait(self._tasks, timeout=timeout_s)
-            for task in late:
-                task.cancel()
 
 
 _sending: ContextVar[Leg | None] = ContextVar("_sending", default=None)
@@ -196,31 +169,43 @@ class EngineHttp:
 
     async def _release(self, prefill_url: str, nonce: str) -> bool:
         """Give one lease back; return whether the engine answers."""
-        body = msgspec.json.encode(ReleaseRequest(nonce=nonce))
-        headers = {
-            "Content-Type": "application/json",
-            **proof_headers(self._secret, "POST", RELEASE_PATH, body),
-        }
         tell = partial(log_event, log, level=logging.WARNING, engine=prefill_url, nonce=nonce)
         failure: object = None
         for attempt in range(RELEASE_TRIES):
             try:
-                async with asyncio.timeout(RELEASE_TIMEOUT_S):
-                    async with self._session.post(
-                        f"{prefill_url}{RELEASE_PATH}", data=body, headers=headers
-                    ) as response:
-                        if response.status < 500:
-                            if response.status >= 400:
-                                tell("release refused", status=response.status)
-                            return True
-                        failure = response.status
-            except aiohttp.ClientConnectorError:
-                return False  # nobody listens: the lease died with its engine
-            except _FAILURES as error:
+                status, _ = await self.order(
+                    prefill_url, RELEASE_PATH, ReleaseRequest(nonce=nonce), RELEASE_TIMEOUT_S
+                )
+                if status < 500:
+                    if status >= 400:
+                        tell("release refused", status=status)
+                    return True
+                failure = status
+            except WorkerError as error:
+                if error.reason == "connect":
+                    return False  # nobody listens: the lease died with its engine
                 failure = error
             await asyncio.sleep(0.05 * 2**attempt)
         tell("lease left to expire", reason=str(failure))
         return False
+
+    async def order(
+        self, url: str, path: str, body: msgspec.Struct, timeout_s: float
+    ) -> tuple[int, bytes]:
+        """POST what only a part of the deployment may ask; return the status and the answer.
+
+        Raises:
+            WorkerError: No answer, or none in time.
+        """
+        data = msgspec.json.encode(body)
+        proof = proof_headers(self._secret, "POST", path, data)
+        headers = {"Content-Type": "application/json", **proof}
+        try:
+            async with asyncio.timeout(timeout_s):
+                async with self._session.post(url + path, data=data, headers=headers) as response:
+                    return response.status, await response.read()
+        except _FAILURES as error:
+            raise _failure(url + path, error) from error
 
     async def close(self, timeout_s: float) -> None:
         """Finish the background work, then close every connection."""

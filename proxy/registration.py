@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, TypeVar
 import msgspec
 from aiohttp import web
 
+from pdserve.config.schema import Role
 from pdserve.errors import BadRequestError, HandshakeError
 from pdserve.http.answers import error_answer, json_answer
 from pdserve.http.control import Verifier
@@ -53,7 +54,11 @@ class Registrations:
 
     async def _register(self, request: web.Request) -> web.Response:
         registration = await self._signed(request, Registration)
+        url, engine = registration.url.rstrip("/"), registration.engine
         try:
+            self._backends.require_fit(registration)
+            if not self._backends.knows(url, engine):
+                await self._checks.reach.require(url, Role(registration.role), engine)
             self._checks.watch(self._backends.register(registration))
         except HandshakeError as error:
             # The engine goes on asking: once is enough.

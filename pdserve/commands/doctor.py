@@ -13,12 +13,14 @@ import json
 import os
 import platform
 import shutil
+import socket
 import sys
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
+from urllib.parse import urlsplit
 
 import msgspec
 
@@ -27,6 +29,7 @@ from pdserve.commands.exit_codes import EXIT_DONE, EXIT_FAILED, EXIT_PEER
 from pdserve.commands.findings import Finding, Grade, RunningEngine, compatible
 from pdserve.commands.running import require_free
 from pdserve.commands.tier_checks import findings_of, server
+from pdserve.config.checks import is_loopback
 from pdserve.config.doctor import DoctorConfig
 from pdserve.config.load import Resolved, Table, build
 from pdserve.config.tiers import parse_tiers
@@ -80,7 +83,7 @@ def _findings(config: DoctorConfig) -> Iterator[Finding]:
         yield server(config.kv_server, config.block_size)
     yield transfer()
     yield from ucx()
-    yield from peers(config.peer, fetch=_fetch)
+    yield from peers(config.peer, fetch=_fetch, connect=_connect)
 
 
 def versions() -> Finding:
@@ -260,8 +263,19 @@ def ucx() -> Iterator[Finding]:
     yield Finding("ucx", Grade.OK, f"{found} at {rate / 1e9:.1f} GB/s between two processes")
 
 
-def peers(urls: Sequence[str], *, fetch: Callable[[str], Mapping[str, Any]]) -> Iterator[Finding]:
-    """Can the engines at `urls` exchange KV with one another?"""
+def peers(
+    urls: Sequence[str],
+    *,
+    fetch: Callable[[str], Mapping[str, Any]],
+    connect: Callable[[str, int], str | None],
+) -> Iterator[Finding]:
+    """Can the engines at `urls` exchange KV with one another?
+
+    Args:
+        fetch: Returns what the engine at a URL says of itself.
+        connect: Tries an address; returns why it cannot be reached, or None.
+    """
+    hosts = {urlsplit(url).hostname for url in urls}
     reached: list[RunningEngine] = []
     for url in urls:
         try:
@@ -270,6 +284,7 @@ def peers(urls: Sequence[str], *, fetch: Callable[[str], Mapping[str, Any]]) -> 
                 yield Finding("peer", Grade.WARN, f"{url} is still loading", "ask again later")
                 continue
             peer = RunningEngine(url, engine["role"], engine["layout_digest"], engine["layout"])
+            addresses = [(each["host"], each["port"]) for each in engine["endpoints"]]
         except OSError as error:
             reason = getattr(error, "reason", error)
             yield Finding("peer", Grade.FAIL, f"{url} cannot be reached: {reason}")
@@ -283,6 +298,8 @@ def peers(urls: Sequence[str], *, fetch: Callable[[str], Mapping[str, Any]]) -> 
             )
             continue
         yield Finding("peer", Grade.OK, f"{url} is a {peer.role} engine of {_model(peer)}")
+        for host, port in addresses[:1]:  # the further ranks' lie beside it
+            yield kv_address(url, host, port, is_one_host=len(hosts) == 1, connect=connect)
         reached.append(peer)
     for one, other in itertools.pairwise(reached):
         yield compatible(one, other)
@@ -293,6 +310,36 @@ def peers(urls: Sequence[str], *, fetch: Callable[[str], Mapping[str, Any]]) -> 
         yield Finding(
             "roles", Grade.WARN, f"all of them are {role} engines", f"pdserve {missing} MODEL"
         )
+
+
+def kv_address(
+    url: str, host: str, port: int, *, is_one_host: bool, connect: Callable[[str, int], str | None]
+) -> Finding:
+    """Can others reach the address at which an engine exchanges KV?
+
+    Args:
+        is_one_host: Whether all of its peers are on its own host.
+    """
+    text = f"KV of {url} is exchanged at {host}:{port}"
+    remedy = (
+        "start it with --kv-transfer-config.host and an address that the other engines reach; "
+        "left out, it follows --host"
+    )
+    if is_loopback(host) and not is_one_host:
+        return Finding("kv address", Grade.FAIL, f"{text}: only its own host reaches that", remedy)
+    reason = connect(host, port)
+    if reason is not None:
+        text = f"{text}, which is not reached from here: {reason}"
+        return Finding("kv address", Grade.WARN, text, f"if engines do not reach it, {remedy}")
+    return Finding("kv address", Grade.OK, text)
+
+
+def _connect(host: str, port: int) -> str | None:
+    try:
+        socket.create_connection((host, port), timeout=_PEER_TIMEOUT_S).close()
+    except OSError as error:
+        return error.strerror or str(error)
+    return None
 
 
 def _model(peer: RunningEngine) -> str:

@@ -11,12 +11,14 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from pdserve.commands.announce import START, program
+from pdserve.commands.kv_host import kv_host
 from pdserve.commands.model_directory import model_directory
 from pdserve.commands.running import exit_code, require_free, start_logging
 from pdserve.config.connectors import check_settings
 from pdserve.config.http import ServerConfig
-from pdserve.config.load import Resolved, Table, build
+from pdserve.config.load import Resolved, Source, Table, build
 from pdserve.config.schema import EngineConfig, Role
+from pdserve.config.vllm.translate import ROLE, role_of
 from pdserve.errors import EngineDeadError
 from pdserve.observe.log import log_event
 
@@ -26,6 +28,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("pdserve.engine")
 
 _PROGRESS_INTERVAL_S = 1.0
+_KV_HOST = "kv-transfer-config.host"
 
 _COMMAND = {Role.PREFILL: "prefill", Role.DECODE: "decode", Role.BOTH: "serve"}
 
@@ -47,9 +50,10 @@ def run_serve(table: Table, resolved: Mapping[str, Resolved]) -> int:
 
 def _run(role: Role, table: Table, resolved: Mapping[str, Resolved]) -> int:
     start_logging(_COMMAND[role], table, resolved)
-    engine = engine_config(role, table, resolved)
+    engine = engine_config(role_of(role, str(resolved[ROLE].value)), table, resolved)
     server = build("server", ServerConfig, table, resolved)
     engine.transfer.require_secret("host", server.host)
+    engine = with_kv_host(engine, server, resolved)
     if server.port:
         require_free(server.host, server.port, flag="port")
     return asyncio.run(_serve(engine, server))
@@ -70,6 +74,19 @@ def engine_config(role: Role, table: Table, resolved: Mapping[str, Resolved]) ->
         served_model_name=config.model.served_model_name or (written,),
     )
     return msgspec.structs.replace(config, role=role, model=model)
+
+
+def with_kv_host(
+    engine: EngineConfig, server: ServerConfig, resolved: Mapping[str, Resolved]
+) -> EngineConfig:
+    """Let KV be exchanged where HTTP is served, unless somebody says another address."""
+    if resolved[_KV_HOST].source is not Source.DEFAULT:
+        return engine
+    host = kv_host(server)
+    if host != engine.transfer.host:
+        log_event(logging.getLogger(START), "KV follows --host", kv_host=host)
+    transfer = msgspec.structs.replace(engine.transfer, host=host)
+    return msgspec.structs.replace(engine, transfer=transfer)
 
 
 async def _serve(engine: EngineConfig, server: ServerConfig) -> int:

@@ -29,6 +29,7 @@ from pdserve.config.schema import EngineConfig, Role
 from pdserve.config.settings import engine_table, proxy_table
 from pdserve.config.tiers import LOOPBACK, store_words
 from pdserve.config.up import UpConfig
+from pdserve.config.vllm.translate import ROLE, role_of
 from pdserve.errors import ConfigError
 
 _BY_ENVIRONMENT: Final = ("secret", "api-key", "operator-key")
@@ -94,7 +95,8 @@ def plan(
         )
     )
     threads = max(1, len(os.sched_getaffinity(0)) // num_ranks)
-    inherited = {k: v for k, v in environ.items() if not k.startswith(ENVIRONMENT_PREFIX)}
+    told_here = (ENVIRONMENT_PREFIX, "VLLM_")  # children are told what it means
+    inherited = {k: v for k, v in environ.items() if not k.startswith(told_here)}
     secret = str(resolved["secret"].value or secrets.token_hex(32))
 
     ports: dict[int, str] = {}
@@ -139,7 +141,9 @@ def plan(
     ):
         for index in range(count):
             name = role if count == 1 else f"{role}{index}"
-            arguments = [model, "--engine-id", name, *store]
+            # All are on this host, whoever else reaches the proxy.
+            kv_host = ["--kv-transfer-config.host", LOOPBACK]
+            arguments = [model, "--engine-id", name, *kv_host, *store]
             if not resolved["served-model-name"].value:
                 arguments += ["--served-model-name", written]
             if resolved["num-threads"].value is None:
@@ -203,6 +207,8 @@ def _given(role: str, resolved: Mapping[str, Resolved]) -> dict[str, Resolved]:
     given = {}
     for setting in table.settings:
         flag = setting.flag
+        if setting.note:
+            continue  # it was said here
         shared = None if flag in _CHOSEN_HERE else resolved.get(flag)
         for item in (resolved.get(f"{role}.{flag}"), shared):
             if item is not None and item.source is not Source.DEFAULT:
@@ -234,6 +240,7 @@ def _check(role: str, given: Mapping[str, Resolved]) -> None:
     else:
         table = engine_table(Role(role))
         values = resolve(table, command_line={"model": BOXED, **flags}, environ={})
+        role_of(Role(role), str(values[ROLE].value))
         transfer = build("engine", EngineConfig, table, values).transfer
         check_settings(transfer.kv_connector, transfer.settings)
         build("server", ServerConfig, table, values)

@@ -58,11 +58,18 @@ class Table:
 
     Attributes:
         defaults: Values by flag that stand in for the fields' own defaults.
+        other_variables: Variables of another program, and how each becomes raw values by flag; of
+            two for one flag the first wins, and ours over all of them.
+        absent: Flags of another program that are not here, and a sentence that says why.
     """
 
     settings: tuple[Setting, ...]
     shorthands: tuple[Shorthand, ...] = ()
     defaults: Mapping[str, object] = field(default_factory=dict)
+    other_variables: Mapping[str, Callable[[str], Mapping[str, object]]] = field(
+        default_factory=dict
+    )
+    absent: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def variables(self) -> dict[str, str]:
@@ -73,6 +80,37 @@ class Table:
     def default(self, setting: Setting) -> object:
         """The value of `setting` when nobody gives one."""
         return self.defaults.get(setting.flag, setting.default)
+
+    def hint(self, name: str, dashes: str = "") -> str:
+        """Say what to do about a flag that is not here.
+
+        Args:
+            name: Without dashes in front.
+            dashes: How flags are written where it was found.
+        """
+        import difflib
+
+        for each in (name, name.removeprefix("no-"), name.partition(".")[0]):
+            if each in self.absent:
+                return self.absent[each]
+        items: list[Setting | Shorthand] = [*self.settings, *self.shorthands]
+        known = [item.flag for item in items]
+        near = difflib.get_close_matches(name, [*known, *self.absent], n=1, cutoff=_LIKE)
+        if not near:
+            return "nothing here has a name like it"
+        return f"did you mean {dashes}{near[0]}?" + (
+            f" {self.absent[near[0]]}" if near[0] in self.absent else ""
+        )
+
+    def notes(self, resolved: Mapping[str, Resolved]) -> list[str]:
+        """Return a line for each setting that somebody gave and that changes nothing."""
+        given = [(each, resolved[each.flag]) for each in self.settings if each.note]
+        return [
+            f"{setting.flag + ' in ' if item.source is Source.FILE else ''}{item.origin} changes "
+            f"nothing: {setting.note}"
+            for setting, item in given
+            if item.source is not Source.DEFAULT
+        ]
 
 
 def variable(flag: str) -> str:
@@ -93,7 +131,8 @@ def resolve(
         table: The command's settings.
         command_line: Raw values by flag.
         file: YAML with flags as keys.
-        environ: The process's environment; names outside `PDSERVE_` are not looked at.
+        environ: The process's environment; of names outside `PDSERVE_` only the table's others
+            are looked at.
 
     Returns:
         A value per flag, in the table's order.
@@ -110,6 +149,7 @@ def resolve(
     names = table.variables
     variables = {flag: environ[name] for flag, name in names.items() if name in environ}
     in_environ = _expand(table, variables, lambda flag: names.get(flag, flag))
+    others, other_names = _other_variables(table, environ)
 
     resolved = {}
     for setting in table.settings:
@@ -118,6 +158,7 @@ def resolve(
             (Source.COMMAND_LINE, given, f"--{flag}"),
             (Source.FILE, in_file, file.name if file else ""),
             (Source.ENVIRONMENT, in_environ, names[flag]),
+            (Source.ENVIRONMENT, others, other_names.get(flag, "")),
         ):
             if flag in values:
                 resolved[flag] = Resolved(values[flag], source, origin)
@@ -128,6 +169,24 @@ def resolve(
                 raise ConfigError(f"--{flag} is needed and nobody gave it", param=flag)
             resolved[flag] = Resolved(default, Source.DEFAULT, "default")
     return resolved
+
+
+def _other_variables(
+    table: Table, environ: Mapping[str, str]
+) -> tuple[dict[str, object], dict[str, str]]:
+    """Return the values that other programs' variables give, by flag, and which one gives each."""
+    values: dict[str, object] = {}
+    names: dict[str, str] = {}
+    for name, read in table.other_variables.items():
+        if name in environ:
+            for flag, value in _expand(table, read(environ[name]), _always(name)).items():
+                if flag not in values:
+                    values[flag], names[flag] = value, name
+    return values, names
+
+
+def _always(text: str) -> Callable[[str], str]:
+    return lambda _: text
 
 
 def _expand(
@@ -152,8 +211,7 @@ def _expand(
                     values[flag] = parse(settings[flag], value)
                 else:
                     raise ConfigError(
-                        f"{where(names[flag])}: no such setting; "
-                        f"{nearest(flag, [*settings, *shorthands])}",
+                        f"{where(names[flag])}: no such setting; {table.hint(flag)}",
                         param=flag,
                     )
             except ValueError as error:

@@ -32,11 +32,14 @@ class Setting:
         flag: Long name, in dashes, without the leading ones.
         path: The field, from its root: `engine.cache.block_size`.
         annotation: The field's type: bool, int, float, str, tuple[str, ...],
-            tuple[int, ...], an enum, or one of them or None.
+            tuple[int, ...], an enum, or one of them or None; object, if any value will do.
         default: The field's default, or `Required.REQUIRED`.
         metavar: What stands for the value in the help.
         group: Heading in the help.
         hidden: Left out of the help.
+        note: Said at the start if somebody gives the flag: why it changes nothing.
+        read: Turns another program's words for a value into ours, before it is parsed. Raises
+            ValueError.
     """
 
     flag: str
@@ -47,6 +50,8 @@ class Setting:
     metavar: str = ""
     group: str = ""
     hidden: bool = False
+    note: str = ""
+    read: Callable[[object], object] | None = None
 
     @property
     def optional(self) -> bool:
@@ -69,6 +74,7 @@ class Shorthand:
 
     Attributes:
         expand: From the raw value to raw values by flag. Raises ValueError.
+        is_switch: It is on or off, and has no value behind it.
     """
 
     flag: str
@@ -77,6 +83,7 @@ class Shorthand:
     metavar: str = ""
     group: str = ""
     hidden: bool = False
+    is_switch: bool = False
 
 
 def canonical(name: str) -> str:
@@ -155,11 +162,13 @@ def parse(setting: Setting, raw: object) -> object:
     Raises:
         ValueError: It does not fit; the message begins with the value.
     """
+    if setting.read is not None:
+        raw = setting.read(raw)
     if setting.optional and raw in (None, "auto", "none"):
         return None
     kind = setting.kind
     if kind is bool:
-        return _parse_bool(raw)
+        return parse_bool(raw)
     if kind is int:
         if isinstance(raw, str):
             return parse_int(raw)
@@ -192,7 +201,12 @@ def parse(setting: Setting, raw: object) -> object:
     return raw
 
 
-def _parse_bool(raw: object) -> bool:
+def parse_bool(raw: object) -> bool:
+    """Read a switch.
+
+    Raises:
+        ValueError: It is neither on nor off.
+    """
     if isinstance(raw, bool):
         return raw
     words = {"true": True, "1": True, "yes": True, "on": True}

@@ -27,6 +27,10 @@ from pdserve.config.setting import Setting, Shorthand, canonical, declare, parse
 from pdserve.config.tiers import KV_SERVER_SETTINGS
 from pdserve.config.trace import TRACE_SETTINGS
 from pdserve.config.up import UP_SETTINGS
+from pdserve.config.vllm import translate
+from pdserve.config.vllm.answers import absent_bench_flags, absent_flags
+from pdserve.config.vllm.flags import SHORT as SHORT_FORMS
+from pdserve.config.vllm_flags import VLLM_FLAGS_SETTINGS
 
 # fmt: off
 _ENGINE: Final = (
@@ -113,7 +117,7 @@ _ENGINE: Final = (
         (
             ("secret", "transfer.secret", "TEXT", "the deployment's shared secret (rather as PDSERVE_SECRET)"),
             ("kv-transfer-config.kv-connector", "transfer.kv_connector", "NAME", "null, memory, nixl, ucx, or another package's; several with commas"),
-            ("kv-transfer-config.host", "transfer.host", "ADDRESS", "the side channel binds and announces it"),
+            ("kv-transfer-config.host", "transfer.host", "ADDRESS", "the side channel binds and announces it; follows --host unless given"),
             ("kv-transfer-config.port", "transfer.port", "PORT", "of the side channel; 0 takes a free one"),
             ("kv-transfer-config.lease-s", "transfer.lease_s", "SECONDS", "a lease ends so long after its last heartbeat"),
             ("kv-transfer-config.handshake-timeout-s", "transfer.handshake_timeout_s", "SECONDS", "for a peer's first answer"),
@@ -229,19 +233,11 @@ def _object(flag: str, text: str, group: str) -> Shorthand:
     return Shorthand(flag, expand, text, "JSON", group)
 
 
-def _transfer_config(raw: object) -> Mapping[str, object]:
-    """`--kv-transfer-config`; its secret has a flag without the prefix."""
-    return {
-        "secret" if key == "secret" else f"kv-transfer-config.{canonical(key)}": value
-        for key, value in parse_object(raw).items()
-    }
-
-
 _EPLB: Final = _object("eplb-config", "the settings below as one object", "parallelism")
 _EVENTS: Final = _object("kv-events-config", "the settings below as one object", "KV events")
 _TRANSFER: Final = Shorthand(
     "kv-transfer-config",
-    _transfer_config,
+    translate.transfer_config,
     "the settings below as one object",
     "JSON",
     "KV transfer",
@@ -265,8 +261,19 @@ def _below(role: str, shorthand: Shorthand) -> Shorthand:
     return dataclasses.replace(shorthand, flag=flag, expand=expand, hidden=True)
 
 
-def _engine_settings() -> tuple[Setting, ...]:
+def _own_settings() -> tuple[Setting, ...]:
     return (*_ENGINE, *itertools.chain(*connector_settings().values()), *_SERVER, *LOG_SETTINGS)
+
+
+def _engine_settings() -> tuple[Setting, ...]:
+    own = translate.with_words(_own_settings())
+    return (*own, *translate.settings("engine", engine_flags()))
+
+
+def engine_flags() -> frozenset[str]:
+    """The flags that engines' commands have of their own, and not for vLLM's sake."""
+    items: list[Setting | Shorthand] = [*_own_settings(), _TRANSFER, _EVENTS, _EPLB]
+    return frozenset(item.flag for item in items)
 
 
 def _engine_shorthands() -> tuple[Shorthand, ...]:
@@ -278,7 +285,8 @@ def _engine_shorthands() -> tuple[Shorthand, ...]:
         )
         for name in connector_settings()
     ]
-    return (_TRANSFER, *own, _EVENTS, _EPLB)
+    renamed = translate.shorthands("engine", engine_flags())
+    return (_TRANSFER, *own, _EVENTS, _EPLB, *renamed)
 
 
 def engine_table(role: Role) -> Table:
@@ -292,20 +300,19 @@ def engine_table(role: Role) -> Table:
         _engine_settings(),
         _engine_shorthands(),
         {"model": "", "port": port, "kv-transfer-config.kv-connector": connector},
+        translate.variable_readers(),
+        absent_flags(),
     )
 
 
 def proxy_table() -> Table:
     """The settings of `pdserve proxy`."""
-    return Table((*_PROXY, *LOG_SETTINGS), (_POLICY,))
+    settings = (*_PROXY, *LOG_SETTINGS)
+    readers = translate.variable_readers({setting.flag for setting in settings})
+    return Table(settings, (_POLICY,), other_variables=readers)
 
 
-SHORT: Final = {
-    "tensor-parallel-size": "-tp",
-    "pipeline-parallel-size": "-pp",
-    "data-parallel-size": "-dp",
-    "output": "-o",
-}
+SHORT: Final = {"output": "-o"} | {flag: f"-{short}" for short, flag in SHORT_FORMS.items()}
 """Flags that have a short name too, on the command line only."""
 
 ROLES_OF_UP: Final = ("prefill", "decode", "proxy")
@@ -337,6 +344,8 @@ def up_table() -> Table:
             *(_below(role, item) for role, table in below.items() for item in table.shorthands),
         ),
         {"model": BOXED, "kv-transfer-config.kv-connector": "nixl"},
+        translate.variable_readers(),
+        absent_flags(),
     )
 
 
@@ -360,9 +369,19 @@ def doctor_table() -> Table:
     return Table(DOCTOR_SETTINGS)
 
 
+def vllm_flags_table() -> Table:
+    """The settings of `pdserve vllm-flags`; its words stand behind it without a flag."""
+    return Table(tuple(dataclasses.replace(s, hidden=True) for s in VLLM_FLAGS_SETTINGS))
+
+
 def bench_serve_table() -> Table:
     """The settings of `pdserve bench serve`."""
-    return Table((*TARGET_SETTINGS, *DATASET_SETTINGS, *TRAFFIC_SETTINGS, *RESULT_SETTINGS))
+    own = (*TARGET_SETTINGS, *DATASET_SETTINGS, *TRAFFIC_SETTINGS, *RESULT_SETTINGS)
+    return Table(
+        (*own, *translate.bench_settings("endpoint")),
+        translate.bench_shorthands("endpoint"),
+        absent=absent_bench_flags(),
+    )
 
 
 def bench_compare_table() -> Table:

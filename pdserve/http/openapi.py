@@ -22,7 +22,7 @@ from pdserve.http.protocol import (
     DetokenizeRequest,
     TokenizeRequest,
 )
-from pdserve.wire.hop import INFO_PATH, RELEASE_PATH, ReleaseRequest
+from pdserve.wire.hop import INFO_PATH, REACH_PATH, RELEASE_PATH, ReachRequest, ReleaseRequest
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -109,6 +109,7 @@ ENGINE: Final = (
     Operation("get", "/debug/clock", "Its clock", answer="application/json", is_operators=True),
     Operation("get", INFO_PATH, "What it is, and its load", answer="application/json"),
     Operation("post", RELEASE_PATH, "Give a lease back", ReleaseRequest),
+    Operation("post", REACH_PATH, "Whether it reaches others' side channels", ReachRequest),
 )
 
 

@@ -13,7 +13,7 @@ from typing import Any, ClassVar, TypeVar, cast
 import msgspec
 
 from pdserve.errors import BadRequestError
-from pdserve.wire.hop import KVTransferParams, ReleaseRequest
+from pdserve.wire.hop import KVTransferParams, ReachRequest, ReleaseRequest
 from pdserve.wire.sampling import MAX_LOGPROBS
 
 MAX_CHOICES = 1024
@@ -286,6 +286,7 @@ _DECODERS: dict[type[msgspec.Struct], msgspec.json.Decoder[Any]] = {
         TokenizeRequest,
         DetokenizeRequest,
         ReleaseRequest,
+        ReachRequest,
     )
 }
 

@@ -29,12 +29,19 @@ from pdserve.observe.metrics import measure_loop_lag
 from pdserve.observe.stats_log import log_stats
 from pdserve.server import chat, completions, debug, status
 from pdserve.server.metrics import ServerMetrics
+from pdserve.server.reach import reach
 from pdserve.server.registration import Registrar
 from pdserve.server.reply import error_middleware, wants_stages
 from pdserve.server.service import REQUEST_ID, SERVICE, START_S, Service, request_id_of
 from pdserve.server.stats_log import EngineStatsLog
 from pdserve.text.load import load_text
-from pdserve.wire.hop import INFO_PATH, LAYOUT_HEADER, RELEASE_PATH, REQUEST_ID_HEADER
+from pdserve.wire.hop import (
+    INFO_PATH,
+    LAYOUT_HEADER,
+    REACH_PATH,
+    RELEASE_PATH,
+    REQUEST_ID_HEADER,
+)
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Awaitable, Callable
@@ -115,6 +122,7 @@ def build_app(
             web.post("/reset_prefix_cache", status.reset_prefix_cache),
             web.post(RELEASE_PATH, status.release),
             web.get(INFO_PATH, status.info),
+            web.post(REACH_PATH, reach),
             openapi.route(openapi.document("pdserve engine", openapi.ENGINE)),
         ]
     )

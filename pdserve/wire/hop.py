@@ -4,6 +4,7 @@
                                       DELETE `Deregistration`
     proxy -> engine   INFO_PATH       GET `EngineReport`
                       RELEASE_PATH    POST `ReleaseRequest`: a lease that nobody will read
+                      REACH_PATH      POST `ReachRequest`, answered by `ReachReport`
                       OpenAI's paths  the client's body, with `KVTransferParams` under PARAMS
 
 A whole answer has what is the proxy's under PARAMS (`HandedOver`) and STAGES (`EngineStages`). A
@@ -22,10 +23,12 @@ from typing import Any, Final, Literal
 import msgspec
 
 from pdserve.wire.request import EngineInfo, EngineLoad, OnLoadFailure, RequestStages
+from pdserve.wire.transfer import Endpoint
 
 REGISTER_PATH: Final = "/pdserve/register"
 RELEASE_PATH: Final = "/pdserve/release"
 INFO_PATH: Final = "/pdserve/info"
+REACH_PATH: Final = "/pdserve/reach"
 
 REQUEST_ID_HEADER: Final = "X-Request-Id"
 STAGES_HEADER: Final = "X-Pdserve-Stages"
@@ -141,6 +144,18 @@ class ReleaseRequest(msgspec.Struct, frozen=True, kw_only=True):
     """The body of `POST /pdserve/release`."""
 
     nonce: str
+
+
+class ReachRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """The body of `POST /pdserve/reach`: side channels of other engines."""
+
+    endpoints: list[Endpoint]
+
+
+class ReachReport(msgspec.Struct, frozen=True, kw_only=True):
+    """The answer: for each endpoint, why the engine cannot connect to it, or None."""
+
+    reasons: list[str | None]
 
 
 class EngineReport(msgspec.Struct, frozen=True, kw_only=True):

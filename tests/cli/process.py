@@ -37,14 +37,14 @@ def pdserve(
     )
 
 
-def pdserve_here(*arguments: str) -> subprocess.CompletedProcess[str]:
+def pdserve_here(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
     """The same in this process, for what ends before it does anything."""
     out, err = io.StringIO(), io.StringIO()
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     with (
         contextlib.redirect_stdout(out),
         contextlib.redirect_stderr(err),
-        mock.patch.dict(os.environ, environment(), clear=True),
+        mock.patch.dict(os.environ, environment(**variables), clear=True),
     ):
         try:
             code = main(arguments)

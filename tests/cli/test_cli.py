@@ -10,7 +10,9 @@ from pathlib import Path
 import pytest
 
 import pdserve as package
-from pdserve.cli import COMMANDS, Command, make_parser, normalise, settings_of
+from pdserve.cli import make_parser, normalise, settings_of
+from pdserve.commands import engine
+from pdserve.commands.catalogue import COMMANDS, Command
 from pdserve.config.load import Source
 from tests.cli.process import ROOT, environment, pdserve, pdserve_here
 
@@ -75,6 +77,7 @@ def test_every_flag_in_the_help_belongs_to_a_setting(command: Command) -> None:
     table = command.table()
     known = {s.flag for s in table.settings} | {s.flag for s in table.shorthands}
     known |= {f"no-{s.flag}" for s in table.settings if s.kind is bool}
+    known |= {f"no-{s.flag}" for s in table.shorthands if s.is_switch}
     assert flags - known == {"help", "config"}
 
 
@@ -113,6 +116,63 @@ def test_an_unknown_flag_names_the_nearest() -> None:
     done = pdserve_here("prefill", "m", "--max-modellen", "3")
     assert done.returncode == 2
     assert "did you mean --max-model-len?" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("--quantization", "awq"), "vLLM's --quantization is not here: weights are used as"),
+        (("-q", "awq"), "vLLM's --quantization is not here"),
+        (("--quantisation", "awq"), "did you mean --quantization? vLLM's --quantization is not"),
+        (("--no-enable-lora",), "vLLM's --enable-lora is not here: there are no LoRA adapters"),
+        (("--data_parallel_rank", "1"), "start several behind `pdserve proxy`"),
+        (("--kv-cache-dtype", "fp8"), "'fp8' is not here, only auto: KV has the dtype"),
+        (("--some-flag-of-next-year",), "nothing here has a name like it"),
+    ],
+    ids=lambda value: value[0] if isinstance(value, tuple) else "",
+)
+def test_a_flag_of_vllm_that_is_not_here_says_why(arguments: tuple[str, ...], words: str) -> None:
+    done = pdserve_here("serve", "m", *arguments)
+    assert done.returncode == 2
+    assert words in done.stderr
+
+
+def test_a_command_of_vllm_that_is_not_here_says_what_to_do() -> None:
+    done = pdserve_here("run-batch", "-i", "x")
+    assert done.returncode == 2
+    assert "vLLM's `run-batch` is not here: requests come over HTTP" in done.stderr
+
+
+def test_what_changes_nothing_is_said_and_not_passed_over_in_silence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine, "run_serve", lambda *_: 0)
+    config = tmp_path / "engine.yaml"
+    config.write_text("swap-space: 4\nuvicorn-log-level: info\n")
+    done = pdserve_here(
+        "serve", "m", "--enforce-eager", "--config", str(config),
+        VLLM_USE_V1="1", VLLM_ATTENTION_BACKEND="FLASH_ATTN",
+    )  # fmt: skip
+    lines = [line for line in done.stderr.splitlines() if "changes nothing" in line]
+    assert [line.partition(" changes")[0] for line in lines] == [
+        "pdserve: --enforce-eager",
+        "pdserve: swap-space in engine.yaml",
+        "pdserve: uvicorn-log-level in engine.yaml",
+        "pdserve: VLLM_USE_V1",
+    ]
+    assert "VLLM_ATTENTION_BACKEND is not read: the kernels of each device" in done.stderr
+
+
+def test_the_table_of_vllms_names_is_printed_by_words_of_a_row() -> None:
+    done = pdserve_here("vllm-flags", "kv_connector", "nixl")
+    assert done.returncode == 0
+    assert "VLLM_NIXL" not in done.stdout
+    done = pdserve_here("vllm-flags", "NIXL")
+    assert "  NixlConnector" in done.stdout
+    assert "-> --kv-transfer-config.host" in done.stdout
+    assert pdserve_here("vllm-flags", "no such word").returncode == 1
+    whole = pdserve_here("vllm-flags").stdout
+    assert len(whole.splitlines()) > 450
 
 
 def _refused(*arguments: str, **variables: str) -> str:

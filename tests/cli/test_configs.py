@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from pdserve.cli import COMMANDS, make_parser, settings_of
+from pdserve.cli import make_parser, settings_of
+from pdserve.commands.catalogue import COMMANDS
 from pdserve.commands.up_plan import arguments_of
 from pdserve.config.http import ProxyConfig, ServerConfig
 from pdserve.config.load import Source, build

@@ -21,22 +21,24 @@ LAYOUT = {"model": "/models/tiny", "dtype": "float32", "num_kv_heads": "2"}
 def engine(role: str, **layout: str) -> dict[str, Any]:
     fields = {**LAYOUT, **layout}
     digest = json.dumps(fields, sort_keys=True)
-    return {"engine": {"role": role, "layout_digest": digest, "layout": fields}}
+    endpoints = [{"host": "127.0.0.1", "port": 5600}]
+    described = {"role": role, "layout_digest": digest, "layout": fields, "endpoints": endpoints}
+    return {"engine": described}
 
 
-def peers(**engines: Any) -> list[Finding]:
+def peers(reason: str | None = None, /, **engines: Any) -> list[Finding]:
     def fetch(url: str) -> Mapping[str, Any]:
         answer = engines[url]
         if isinstance(answer, Exception):
             raise answer
         return answer  # type: ignore[no-any-return]
 
-    return list(doctor.peers(list(engines), fetch=fetch))
+    return list(doctor.peers(list(engines), fetch=fetch, connect=lambda host, port: reason))
 
 
 def test_engines_of_one_layout_fit_together() -> None:
     findings = peers(p=engine("prefill"), d=engine("decode"))
-    assert [finding.verdict for finding in findings] == [Grade.OK] * 3
+    assert [finding.verdict for finding in findings] == [Grade.OK] * 5
     assert findings[-1].text == "p and d can exchange KV"
 
 
@@ -45,6 +47,24 @@ def test_engines_that_differ_are_named_with_both_values() -> None:
     assert finding.verdict is Grade.FAIL
     assert finding.text == "p and d differ: dtype float32 and bfloat16, num_kv_heads 2 and 4"
     assert "--dtype" in finding.remedy
+
+
+def test_kv_on_the_loopback_device_of_one_of_two_hosts_fails_with_the_remedy() -> None:
+    engines = {
+        f"http://10.0.0.{n}:8100": engine(role) for n, role in ((1, "prefill"), (2, "decode"))
+    }
+    findings = [finding for finding in peers(**engines) if finding.check == "kv address"]
+    assert [finding.verdict for finding in findings] == [Grade.FAIL] * 2
+    assert findings[0].text == (
+        "KV of http://10.0.0.1:8100 is exchanged at 127.0.0.1:5600: only its own host reaches that"
+    )
+    assert "--kv-transfer-config.host" in findings[0].remedy
+
+
+def test_kv_that_is_not_reached_from_here_is_a_warning() -> None:
+    (finding,) = [f for f in peers("Connection refused", x=engine("both")) if f.check != "peer"]
+    assert (finding.check, finding.verdict) == ("kv address", Grade.WARN)
+    assert "not reached from here: Connection refused" in finding.text
 
 
 def test_two_engines_of_one_role_lack_the_other() -> None:

@@ -74,6 +74,9 @@ class ScriptedEngine:
         read: Nonces whose KV a decode engine has read, in order.
         peers, release_peers: Connections that generation requests and releases came over.
         ahead_s: By how much its host's wall clock is ahead.
+        kv_host: Where it says that KV is exchanged.
+        reaches: Such addresses of others that it can connect to; None of a release that is not
+            asked for them.
         eager: As the receiver of a push it does not wait for the prefill engine.
     """
 
@@ -117,6 +120,9 @@ class ScriptedEngine:
         self.stages: dict[str, Any] = {}
         self.seed_offset = 0
         self.ahead_s = 0.0
+        self.kv_host = "127.0.0.1"
+        self.reaches: set[str] | None = {"127.0.0.1"}
+        self.asked_to_reach: list[str] = []
         self.hang_health: asyncio.Event | None = None
         self.metrics_page: str | None = None
         self.hang_metrics: asyncio.Event | None = None
@@ -138,6 +144,7 @@ class ScriptedEngine:
                 web.post("/detokenize", self._detokenize),
                 web.post("/reset_prefix_cache", self._reset_prefix_cache),
                 web.get("/pdserve/info", self._info),
+                web.post("/pdserve/reach", self._reach),
                 web.get("/readyz", self._readyz),
                 web.get("/metrics", self._metrics),
                 web.get("/v1/models", self._models),
@@ -174,7 +181,7 @@ class ScriptedEngine:
             "block_size": self.block_size,
             "num_blocks": 100,
             "max_num_seqs": 8,
-            "endpoints": [{"host": "127.0.0.1", "port": 1}],
+            "endpoints": [{"host": self.kv_host, "port": 1}],
             "layout_digest": self.layout_digest,
             "layout": {"dtype": self.digest, "weights": self.weights},
             "can_push": self.can_push,
@@ -201,6 +208,17 @@ class ScriptedEngine:
         stats = {**self.load, "num_blocks": 100, "blocks": {"free": 80, "cached": 10, "held": 10}}
         wall_s = time.time() + self.ahead_s
         return web.json_response({"engine": self.info(), "stats": stats, "wall_s": wall_s})
+
+    async def _reach(self, request: web.Request) -> web.Response:
+        body = await request.read()
+        if self.secret:
+            Verifier(self.secret, accept_former=False).check(request, body)
+        if self.reaches is None:
+            raise web.HTTPNotFound
+        asked = [each["host"] for each in msgspec.json.decode(body)["endpoints"]]
+        self.asked_to_reach += asked
+        reasons = [None if host in self.reaches else "Connection refused" for host in asked]
+        return web.json_response({"reasons": reasons})
 
     async def _readyz(self, request: web.Request) -> web.Response:
         if self.hang_health is not None:

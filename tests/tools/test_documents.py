@@ -5,7 +5,7 @@ from pathlib import Path
 
 from tests.chaos.failures import document as failures
 from tests.cli.process import ROOT
-from tools import module_list
+from tools import module_list, vllm_names
 from tools.goals import PRODUCT
 
 GLOSSARY = ROOT / "docs" / "glossary.md"
@@ -15,6 +15,12 @@ def test_the_list_of_modules_is_what_their_docstrings_say(this_tree):
     text = module_list.document(this_tree)
     assert "\n| `block_pool.py` | Reference-counted pool of fixed-size KV blocks" in text
     assert module_list.DOCUMENT.read_text() == text, "run: python -m tools.module_list"
+
+
+def test_the_page_of_vllms_names_is_what_the_command_says():
+    assert vllm_names.DOCUMENT.read_text() == vllm_names.document(), (
+        "run: python -m tools.vllm_names"
+    )
 
 
 def test_every_class_of_the_glossary_exists_and_its_words_are_in_order(this_tree):

@@ -1,0 +1,174 @@
+"""The commands there are: names, settings, and what runs each. Imports none of them."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Final
+
+from pdserve.config.load import Table
+from pdserve.config.schema import Role
+from pdserve.config.settings import (
+    bench_compare_table,
+    bench_plot_table,
+    bench_serve_table,
+    doctor_table,
+    engine_table,
+    kv_events_table,
+    kv_server_table,
+    proxy_table,
+    trace_table,
+    up_table,
+    vllm_flags_table,
+)
+from pdserve.config.sweep import sweep_table
+
+
+@dataclass(frozen=True)
+class Command:
+    """One command of the command line.
+
+    Attributes:
+        name: As it is typed; of two words for a command of a family (`FAMILIES`).
+        target: `module:function`, called with the table and the resolved settings; returns
+            the exit code.
+        positional: MODEL or FILE... as the usage shows it, if there is one.
+    """
+
+    name: str
+    summary: str
+    table: Callable[[], Table]
+    target: str
+    example: str
+    positional: str = "MODEL "
+
+    @property
+    def takes_model(self) -> bool:
+        """Whether the command needs a model."""
+        return "MODEL" in self.positional
+
+    @property
+    def family(self) -> str:
+        """The first of two words; empty if the name is one."""
+        return self.name.rpartition(" ")[0]
+
+    @property
+    def last_word(self) -> str:
+        """What is typed last."""
+        return self.name.rpartition(" ")[2]
+
+
+COMMANDS: Final = (
+    Command(
+        "up",
+        "start prefill, decode and proxy on this host and send one demo request",
+        up_table,
+        "pdserve.commands.up:run",
+        "pdserve up --once",
+        positional="[MODEL] ",
+    ),
+    Command(
+        "prefill",
+        "start an engine for prompts",
+        functools.partial(engine_table, Role.PREFILL),
+        "pdserve.commands.engine:run_prefill",
+        "pdserve prefill MODEL --proxy http://127.0.0.1:8000",
+    ),
+    Command(
+        "decode",
+        "start an engine for outputs",
+        functools.partial(engine_table, Role.DECODE),
+        "pdserve.commands.engine:run_decode",
+        "pdserve decode MODEL --proxy http://127.0.0.1:8000",
+    ),
+    Command(
+        "serve",
+        "start one engine for both (colocated, the baseline)",
+        functools.partial(engine_table, Role.BOTH),
+        "pdserve.commands.engine:run_serve",
+        "pdserve serve MODEL --port 8000",
+    ),
+    Command(
+        "proxy",
+        "start the routing proxy",
+        proxy_table,
+        "pdserve.commands.proxy:run",
+        "pdserve proxy --prefill http://127.0.0.1:8100 --decode http://127.0.0.1:8200",
+        positional="",
+    ),
+    Command(
+        "kv-server",
+        "keep KV for the engines of this host beyond requests and restarts (LMCache)",
+        kv_server_table,
+        "pdserve.commands.kv_server:run",
+        "pdserve kv-server --kv-tiers cpu:4GiB,disk:/data/kv:50GiB",
+        positional="",
+    ),
+    Command(
+        "trace",
+        "write the last seconds of a running deployment as a timeline for Perfetto",
+        trace_table,
+        "pdserve.commands.trace:run",
+        "pdserve trace --url http://127.0.0.1:8000 --seconds 10 -o trace.json.gz",
+        positional="",
+    ),
+    Command(
+        "kv-events",
+        "show which prefixes an engine holds, as routers are told",
+        kv_events_table,
+        "pdserve.commands.kv_events:run",
+        "pdserve kv-events --url http://127.0.0.1:8100",
+        positional="",
+    ),
+    Command(
+        "doctor",
+        "check this machine, and whether running engines fit together",
+        doctor_table,
+        "pdserve.commands.doctor:run",
+        "pdserve doctor --peer http://127.0.0.1:8100 http://127.0.0.1:8200",
+        positional="",
+    ),
+    Command(
+        "vllm-flags",
+        "say what becomes of vLLM's flags, variables and connectors here",
+        vllm_flags_table,
+        "pdserve.commands.vllm_flags:run",
+        "pdserve vllm-flags quantization",
+        positional="[FILTER...] ",
+    ),
+    Command(
+        "bench serve",
+        "send requests to an endpoint and measure what users feel",
+        bench_serve_table,
+        "pdserve.commands.bench:run_serve",
+        "pdserve bench serve --base-url http://127.0.0.1:8000 --num-prompts 100 --request-rate 4",
+        positional="",
+    ),
+    Command(
+        "bench compare",
+        "start colocated and disaggregated deployments on the same cores and compare them",
+        bench_compare_table,
+        "pdserve.commands.bench_compare:run_compare",
+        "pdserve bench compare boxed --dataset-name pd-interference --report compare.html",
+    ),
+    Command(
+        "bench plot",
+        "draw the report of saved runs",
+        bench_plot_table,
+        "pdserve.commands.bench_plot:run_plot",
+        "pdserve bench plot run.json --output run.html",
+        positional="FILE... ",
+    ),
+    Command(
+        "bench sweep",
+        "measure an endpoint at several loads and find the highest that keeps objectives",
+        sweep_table,
+        "pdserve.commands.bench_sweep:run_sweep",
+        "pdserve bench sweep --slo ttft:500 itl:50 --random-input-len 512 --num-prompts 60",
+        positional="",
+    ),
+)
+
+FAMILIES: Final = {"bench": "measure deployments"}
+"""First words of commands of two words, and what the commands are for."""

@@ -1,0 +1,10 @@
+"""What vLLM's names mean here: flags, environment variables, KV connectors, commands.
+
+`flags`, `variables`, `connectors` and `commands` are the data, read from the source of vLLM's
+release `RELEASE`. `answers` looks a name up in them; `translate` makes settings of what can be
+taken.
+"""
+
+from typing import Final
+
+RELEASE: Final = "0.29"

@@ -1,0 +1,322 @@
+"""Every flag of `vllm serve`, and what becomes of it here: data, without the dashes in front.
+
+A flag that has a setting of its own name is the same, whatever stands here. Each of the others
+stands once: in `RENAMED`, `NO_EFFECT`, `ONLY` or `ABSENT`.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+SAME: Final = """
+    model served-model-name tokenizer dtype max-model-len load-format seed generation-config
+    chat-template device tensor-parallel-size pipeline-parallel-size data-parallel-size
+    enable-expert-parallel all2all-backend expert-placement-strategy enable-eplb eplb-config
+    distributed-executor-backend block-size kv-cache-memory-bytes num-gpu-blocks-override
+    gpu-memory-utilization enable-prefix-caching max-num-seqs max-num-batched-tokens
+    enable-chunked-prefill long-prefill-token-threshold scheduling-policy kv-transfer-config
+    kv-events-config host port api-key shutdown-timeout config
+"""
+
+DIFFERENCES: Final = {
+    "api-key": "VLLM_API_KEY and PDSERVE_API_KEY as well",
+    "all2all-backend": "all_gather or all_to_all; vLLM's allgather_reducescatter is all_gather",
+    "config": "YAML with the flags as keys",
+    "distributed-executor-backend": "vLLM's mp is multiprocess, uni is inline",
+    "dtype": "vLLM's half and float are float16 and float32",
+    "host": "without it only this host is served (127.0.0.1); vLLM serves all",
+    "kv-transfer-config": "connectors and keys: see below",
+    "load-format": "auto, safetensors or dummy; vLLM's hf is auto",
+    "max-model-len": "vLLM's -1 is auto",
+    "shutdown-timeout": "30 seconds without it; vLLM ends at once",
+}
+"""What a flag of the same name takes or does otherwise."""
+
+SHORT: Final = {
+    "ac": "attention-config",
+    "asc": "api-server-count",
+    "cc": "compilation-config",
+    "dc": "diffusion-config",
+    "dcp": "decode-context-parallel-size",
+    "dp": "data-parallel-size",
+    "dpa": "data-parallel-address",
+    "dpb": "data-parallel-backend",
+    "dpe": "data-parallel-external-lb",
+    "dph": "data-parallel-hybrid-lb",
+    "dpl": "data-parallel-size-local",
+    "dpm": "data-parallel-multi-port-external-lb",
+    "dpn": "data-parallel-rank",
+    "dpp": "data-parallel-rpc-port",
+    "dpr": "data-parallel-start-rank",
+    "ep": "enable-expert-parallel",
+    "n": "nnodes",
+    "O": "optimization-level",
+    "pcp": "prefill-context-parallel-size",
+    "pp": "pipeline-parallel-size",
+    "q": "quantization",
+    "r": "node-rank",
+    "sc": "speculative-config",
+    "tp": "tensor-parallel-size",
+}
+"""vLLM's short forms, without the dash."""
+
+WORDS: Final = {
+    "all2all-backend": {"allgather_reducescatter": "all_gather", "naive": "all_gather"},
+    "distributed-executor-backend": {"mp": "multiprocess", "uni": "inline"},
+    "dtype": {"half": "float16", "float": "float32"},
+    "load-format": {"hf": "auto"},
+    "max-model-len": {"-1": "auto"},
+}
+"""vLLM's words for values of settings, and ours."""
+
+RENAMED_SWITCHES: Final = {
+    "disable-log-requests": ("log-requests", False),
+    "disable-log-stats": ("log-stats", False),
+    "enable-log-requests": ("log-requests", True),
+}
+"""Switches that have another name here, and what of ours is meant where one is on."""
+
+RENAMED: Final = {
+    "distributed-timeout-seconds": "step-timeout",
+    "max-num-queued-reqs": "max-waiting",
+    "max-num-queued-tokens": "max-waiting-tokens",
+    "max-num-scheduled-tokens": "max-num-batched-tokens",
+    "model-tag": "model",
+}
+"""Flags that have another name here."""
+
+NO_EFFECT: Final = {
+    "aggregate-engine-logging": "the engine cores of one server are always counted together",
+    "async-scheduling": "as many steps are under way as there are pipeline stages",
+    "disable-access-log-for-endpoints": "there is no access log; requests have a line each",
+    "disable-cascade-attn": "there is no cascade attention",
+    "disable-chunked-mm-input": "only text is served",
+    "disable-custom-all-reduce": "there is no such all-reduce",
+    "disable-hybrid-kv-cache-manager": "there is no hybrid KV cache manager",
+    "disable-nccl-for-dp-synchronization": "data-parallel engine cores meet without NCCL",
+    "disable-uvicorn-access-log": "there is no access log",
+    "enable-log-deltas": "outputs are never logged",
+    "enable-prompt-tokens-details": "usage always says how many prompt tokens were cached",
+    "enable-request-id-headers": "X-Request-Id is always taken, returned and passed on",
+    "enforce-eager": "nothing is compiled or captured on CPUs; on CUDA steps stay graphs",
+    "exclude-tools-when-tool-choice-none": "tools are then always left out of the prompt",
+    "fail-on-environ-validation": "variables that mean nothing are said at the start",
+    "language-model-only": "only text is served",
+    "skip-mm-profiling": "only text is served",
+    "trust-remote-code": "code that comes with a checkpoint is never run",
+    "use-tqdm-on-load": "the log says how far loading is",
+    "use-v2-block-manager": "there is one block manager",
+}
+"""Switches that are taken and change nothing, and what is true in place of it."""
+
+ONLY: Final[dict[str, tuple[tuple[str, ...], str]]] = {
+    "api-server-count": (("1",), "one process serves HTTP; start engines behind `pdserve proxy`"),
+    "chat-template-content-format": (("auto", "string"), "templates get a text"),
+    "code-revision": ((), "code that comes with a checkpoint is never run"),
+    "collect-detailed-traces": (("none",), "`pdserve trace` has every step, without a collector"),
+    "compilation-config": ((), "nothing is compiled; kernels are built beforehand"),
+    "config-format": (("auto", "hf"), "config.json of Hugging Face's format is read"),
+    "convert": (("auto", "none"), "only models that generate text are served"),
+    "cpu-offload-gb": (("0", "0.0"), "weights stay on the device"),
+    "data-parallel-backend": (("mp",), "engine cores are processes of this host"),
+    "decode-context-parallel-size": (("1",), "a sequence's KV is not split over ranks"),
+    "guided-decoding-backend": (("auto",), "there is no structured output"),
+    "kv-cache-dtype": (("auto",), "KV has the dtype of the weights: see --dtype"),
+    "logprobs-mode": (("raw_logprobs",), "logprobs are the model's own, as by vLLM's default"),
+    "mamba-cache-dtype": (("auto",), "there are no Mamba models"),
+    "max-log-len": ((), "prompts and answers are never logged"),
+    "max-logprobs": (("20",), "a request may ask for 20 tokens at each place"),
+    "max-parallel-loading-workers": ((), "each rank reads its own part of the files"),
+    "max-seq-len-to-capture": ((), "graphs do not depend on the length of sequences"),
+    "mm-processor-cache-gb": ((), "only text is served"),
+    "model-impl": (("auto", "vllm"), "the models are pdserve's own"),
+    "nnodes": (("1",), "one command starts all ranks: use --distributed-executor-backend ray"),
+    "node-rank": (("0",), "one command starts all ranks: use --distributed-executor-backend ray"),
+    "optimization-level": ((), "nothing is compiled; kernels are built beforehand"),
+    "performance-mode": (
+        ("balanced",),
+        "--max-num-seqs and --max-num-batched-tokens set the balance",
+    ),
+    "prefill-context-parallel-size": (("1",), "a sequence is not split over ranks"),
+    "prefix-caching-hash-algo": ((), "prefixes are found by pdserve's own hash"),
+    "preemption-mode": (("recompute",), "requests that are preempted are computed again"),
+    "renderer-num-workers": ((), "prompts are tokenized by two threads"),
+    "response-role": (("assistant",), "answers are the assistant's"),
+    "runner": (("auto", "generate"), "only models that generate text are served"),
+    "stream-interval": (("1",), "every token is streamed at once"),
+    "swap-space": ((), "requests that are preempted are computed again, as in vLLM's V1"),
+    "task": (("auto", "generate"), "only models that generate text are served"),
+    "tokenizer-mode": (("auto", "hf"), "tokenizer.json is read"),
+    "uvicorn-log-level": ((), "there is no uvicorn; --log-level sets what is logged"),
+    "worker-cls": (("auto",), "the worker is pdserve's own"),
+}
+"""Flags whose named values (any, if none is named) are true here and change nothing."""
+
+ABSENT: Final = {
+    "weights are used as the checkpoint has them: convert a quantised one to bf16": """
+        quantization quantization-config allow-deprecated-quantization quantization-param-path
+        kv-cache-dtype-skip-layers calculate-kv-scales
+    """,
+    "there are no LoRA adapters: merge them into the checkpoint": """
+        enable-lora enable-lora-bias lora-modules max-loras max-lora-rank lora-dtype
+        max-cpu-loras fully-sharded-loras lora-target-modules default-mm-loras
+        specialize-active-lora enable-mixed-moe-lora-format enable-moe-shared-loras
+        enable-tower-connector-lora lora-extra-vocab-size long-lora-scaling-factors
+        enable-prompt-adapter max-prompt-adapters max-prompt-adapter-token prompt-adapters
+    """,
+    "there is no speculative decoding": """
+        speculative-config spec-method spec-model spec-tokens per-request-spec-decode-metrics
+        speculative-model num-speculative-tokens num-lookahead-slots
+        speculative-draft-tensor-parallel-size speculative-max-model-len
+        speculative-disable-by-batch-size ngram-prompt-lookup-max ngram-prompt-lookup-min
+        spec-decoding-acceptance-method qlora-adapter-name-or-path
+    """,
+    "only text is served": """
+        limit-mm-per-prompt enable-mm-embeds media-io-kwargs mm-processor-kwargs
+        mm-processor-cache-type mm-hasher-algorithm mm-shm-cache-max-object-size-mb
+        mm-encoder-only mm-encoder-tp-mode mm-encoder-attn-backend mm-encoder-attn-dtype
+        mm-encoder-fp8-scale-path mm-encoder-fp8-scale-save-path
+        mm-encoder-fp8-scale-save-margin interleave-mm-strings video-pruning-rate
+        video-pruning-method mm-tensor-ipc mm-processor-device mm-ipc-gpu-memory-gb
+        mm-device-do-normalize allowed-local-media-path allowed-media-domains
+        disable-mm-preprocessor-cache ec-transfer-config ec-manager-config
+        enable-flash-late-interaction
+    """,
+    "there are no Mamba models": """
+        mamba-ssm-cache-dtype mamba-block-size mamba-cache-mode mamba-backend
+        mamba-ssu-algorithm enable-mamba-cache-stochastic-rounding mamba-cache-philox-rounds
+        use-replayssm enable-mamba-fine-grained-prefix-cache replayssm-buffer-len
+        gdn-prefill-backend kda-prefill-backend prefix-match-unit
+    """,
+    "only models that generate text are served": """
+        pooler-config override-pooler-config diffusion-config io-processor-plugin
+    """,
+    "tool calls are not parsed: requests with tools get 400": """
+        enable-auto-tool-choice tool-call-parser tool-parser-plugin tool-server
+    """,
+    "reasoning is part of the answer's text": """
+        reasoning-parser reasoning-parser-plugin reasoning-config enable-reasoning
+    """,
+    "there is no structured output: requests for it get 400": """
+        structured-outputs-config logits-processor-pattern disable-any-whitespace
+        guided-decoding-disable-fallback guided-decoding-disable-any-whitespace
+        guided-decoding-disable-additional-properties
+    """,
+    "each engine is a server of its own: start several behind `pdserve proxy`": """
+        data-parallel-rank data-parallel-start-rank data-parallel-size-local
+        data-parallel-address data-parallel-rpc-port data-parallel-hybrid-lb
+        data-parallel-external-lb data-parallel-multi-port-external-lb
+        data-parallel-supervisor-port dp-supervisor-probe-interval-s
+        dp-supervisor-probe-timeout-s dp-supervisor-probe-failure-threshold headless
+    """,
+    "one command starts all ranks: use --distributed-executor-backend ray for several hosts": """
+        master-addr master-port cpu-distributed-timeout-seconds
+    """,
+    "say it for the process, by CUDA_VISIBLE_DEVICES, taskset or numactl": """
+        device-ids numa-bind numa-bind-nodes numa-bind-cpus
+    """,
+    "a sequence's KV is not split over ranks": """
+        dcp-comm-backend dcp-q-replicate dcp-kv-cache-interleave-size
+        cp-kv-cache-interleave-size
+    """,
+    "steps are not split into micro-batches": """
+        enable-dbo ubatch-size dbo-decode-token-threshold dbo-prefill-token-threshold
+    """,
+    "the number of ranks stays as it was at the start": """
+        enable-elastic-ep enable-fault-tolerance fault-tolerance-config
+    """,
+    "each rank reads what it needs of the files": """
+        enable-ep-weight-filter safetensors-load-strategy safetensors-prefetch-num-threads
+        safetensors-prefetch-block-size model-loader-extra-config ignore-patterns
+        pt-load-map-location
+    """,
+    "the worker and the scheduler are pdserve's own": """
+        worker-extension-cls scheduler-cls additional-config ray-workers-use-nsight
+        enable-batch-sharded-sampling logits-processors override-neuron-config
+        scheduler-reserve-full-isl
+    """,
+    "the kernels of each device are chosen by themselves: `pdserve doctor` names them": """
+        attention-backend attention-config kernel-config moe-backend linear-backend
+        sparse-indexer-topk-backend ir-op-priority enable-flashinfer-autotune
+        enable-bf16x3-router-gemm enable-cutedsl-warmup override-attention-dtype use-fp64-gumbel
+        jit-monitor-mode jit-monitor-verbose
+    """,
+    "graphs are captured for as many requests as --max-num-seqs allows": """
+        cudagraph-capture-sizes max-cudagraph-capture-size cuda-graph-sizes cudagraph-metrics
+    """,
+    "keep KV in a store: `pdserve up --kv-tiers`, or `pdserve kv-server`": """
+        kv-offloading-size kv-offloading-backend
+    """,
+    "KV blocks go when nobody needs them, the longest unused first": """
+        prefix-cache-retention-interval watermark kv-sharing-fast-prefill kv-cache-metrics
+        kv-cache-metrics-sample
+    """,
+    "weights stay on the device": """
+        offload-backend cpu-offload-params offload-group-size offload-num-in-group
+        offload-prefetch-step offload-params enable-sleep-mode enable-cumem-allocator
+        weight-transfer-config
+    """,
+    "--max-num-batched-tokens and --long-prefill-token-threshold say what a step takes": """
+        prefill-schedule-interval max-num-partial-prefills max-long-partial-prefills
+        scheduler-delay-factor num-scheduler-steps multi-step-stream-outputs
+    """,
+    "give a directory of the revision, as huggingface_hub downloads it": """
+        revision tokenizer-revision hf-config-path model-weights
+    """,
+    "the hub's client reads HF_TOKEN": """
+        hf-token
+    """,
+    "the hub's client reads HF_HOME": """
+        download-dir
+    """,
+    "config.json is read as it is: change a copy of it": """
+        hf-overrides model-class-overrides rope-scaling rope-theta
+    """,
+    "requests have these parameters, and generation_config.json their defaults": """
+        override-generation-config
+    """,
+    "a request asks for it: return_token_ids, stream_options, chat_template_kwargs": """
+        return-tokens-as-token-ids enable-force-include-usage default-chat-template-kwargs
+    """,
+    "layers have the window that config.json gives them": """
+        disable-sliding-window
+    """,
+    "templates of requests are never used": """
+        trust-request-chat-template
+    """,
+    "prompts become tokens here: the proxy splits requests by them": """
+        skip-tokenizer-init enable-prompt-embeds tokens-only tokenizer-pool-size
+        tokenizer-pool-type tokenizer-pool-extra-config
+    """,
+    "there is no such output": """
+        enable-return-routed-experts return-sampling-mask enable-trace-replay
+        enable-per-request-metrics fingerprint-mode fingerprint-value
+    """,
+    "`pdserve trace` and `/metrics` say it, without a collector": """
+        otlp-traces-endpoint show-hidden-metrics-for-version enable-layerwise-nvtx-tracing
+        enable-mfu-metrics enable-logging-iteration-details profiler-config
+    """,
+    "prompts and answers are never logged; --log-level sets what is": """
+        enable-log-outputs log-config-file log-error-stack
+    """,
+    "no page is served but the proxy's dashboard; /openapi.json describes the API": """
+        disable-fastapi-docs enable-offline-docs enable-tokenizer-info-endpoint
+    """,
+    "--max-body-bytes, --header-timeout and --body-timeout limit what clients may take": """
+        h11-max-incomplete-event-size h11-max-header-count
+    """,
+    "HTTP is served over TCP": """
+        uds grpc
+    """,
+    "requests pass no foreign code: put a gateway in front": """
+        middleware
+    """,
+    "put a gateway in front that ends TLS, or answers other origins": """
+        ssl-keyfile ssl-certfile ssl-ca-certs ssl-cert-reqs ssl-ciphers enable-ssl-refresh
+        allowed-origins allow-credentials allowed-methods allowed-headers root-path
+    """,
+    "`/metrics` says how many requests run and wait": """
+        enable-server-load-tracking
+    """,
+}
+"""Reasons, and the flags that are not here for them."""

@@ -1,0 +1,42 @@
+"""Work of the proxy that goes on when the request that began it is over."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from typing import TYPE_CHECKING, Any
+
+from pdserve.observe.log import log_event
+
+if TYPE_CHECKING:
+    from collections.abc import Coroutine
+
+log = logging.getLogger(__name__)
+
+
+class BackgroundTasks:
+    """Tasks that outlive the request that started them; awaited when the proxy ends."""
+
+    def __init__(self) -> None:
+        self._tasks: set[asyncio.Task[Any]] = set()
+
+    def __len__(self) -> int:
+        return len(self._tasks)
+
+    def start(self, work: Coroutine[Any, Any, Any]) -> None:
+        """Run `work`; an exception it ends with is logged."""
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._ended)
+
+    def _ended(self, task: asyncio.Task[Any]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            log_event(log, "background task failed", level=logging.ERROR, exc_info=error)
+
+    async def join(self, timeout_s: float) -> None:
+        """Wait until all have ended; those that have not by then are cancelled."""
+        while self._tasks:
+            _, late = await asyncio.wait(self._tasks, timeout=timeout_s)
+            for task in late:
+                task.cancel()
