@@ -111,7 +111,9 @@ def used_cores(before: CpuReading, after: CpuReading, watched: Watched) -> Cores
         parts={part: share(spent) for part, spent in parts.items()},
         others=share(busy - sum(parts.values())),
         hypervisor=share(stolen),
-        greediest="" if greediest is None else f"{after.processes[greediest].name} ({greediest})",
+        greediest=""
+        if greediest is None
+        else f"process {greediest}, {after.processes[greediest].name}",
         greediest_cores=0.0 if greediest is None else share(foreign[greediest]),
     )
 

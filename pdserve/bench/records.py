@@ -8,6 +8,7 @@ a run are seconds since its start. Knows no endpoint, no clock and no figure.
 from __future__ import annotations
 
 import itertools
+from typing import Final
 
 import msgspec
 
@@ -125,6 +126,10 @@ class Outcome(msgspec.Struct, kw_only=True, omit_defaults=True):
         return (self.e2el_s - self.ttft_s) / (self.num_output_tokens - 1)
 
 
+TOLD: Final = 0.005
+"""Of a core: less is shown as nothing."""
+
+
 class CoresUsed(msgspec.Struct, frozen=True, kw_only=True):
     """Cores that were busy on average in a run whose server is on the client's machine.
 
@@ -133,7 +138,7 @@ class CoresUsed(msgspec.Struct, frozen=True, kw_only=True):
         parts: By what the benchmark and the server did with them.
         others: By other programs, and by the kernel.
         hypervisor: That other machines had of the same processor (steal).
-        greediest: Name and id of the other program that used most.
+        greediest: Id and name of the other program that used most.
         greediest_cores: How much that was.
     """
 
@@ -152,7 +157,7 @@ class CoresUsed(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def by_name(self) -> dict[str, float]:
         """All parts, in words."""
-        stolen = {"the hypervisor": self.hypervisor} if self.hypervisor else {}
+        stolen = {"the hypervisor": self.hypervisor} if self.hypervisor >= TOLD else {}
         return {**self.parts, "other programs and the kernel": self.others, **stolen}
 
 

@@ -15,7 +15,7 @@ from typing import Final
 import numpy as np
 
 from pdserve.bench.priority import Priority
-from pdserve.bench.records import CoresUsed, Outcome, RunHealth
+from pdserve.bench.records import TOLD, CoresUsed, Outcome, RunHealth
 
 MAX_LAG_SHARE: Final = 0.05
 """Of the median TTFT: how late 99 of 100 requests may be sent, and how late timers may be."""
@@ -92,11 +92,11 @@ def judge(
 
 def _stolen_words(cores: CoresUsed) -> str:
     takers = []
-    if cores.others:
-        most = f" (most of it {cores.greediest}: {cores.greediest_cores:.2f})"
-        is_one = cores.greediest_cores > cores.others / 2
-        takers.append(f"other programs used {cores.others:.2f}{most if is_one else ''}")
-    if cores.hypervisor:
+    if cores.others >= TOLD:
+        most = f" (of which {cores.greediest}: {cores.greediest_cores:.2f})"
+        is_seen = cores.greediest_cores >= TOLD
+        takers.append(f"other programs used {cores.others:.2f}{most if is_seen else ''}")
+    if cores.hypervisor >= TOLD:
         takers.append(f"the hypervisor took {cores.hypervisor:.2f}")
     words = " and ".join(takers)
     return (

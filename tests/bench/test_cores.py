@@ -83,7 +83,7 @@ def test_what_nobody_of_the_run_has_used_is_others_and_the_greediest_is_named(
     # user nice system idle iowait irq softirq steal guest guest_nice
     found = used(tmp_path, before, after, core="200 0 200 300 100 10 90 0 100 0")
     assert found.others == 0.4
-    assert (found.greediest, found.greediest_cores) == ("a (b) c (90)", 0.3)
+    assert (found.greediest, found.greediest_cores) == ("process 90, a (b) c", 0.3)
     assert found.hypervisor == 0.0
 
 

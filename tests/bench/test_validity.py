@@ -58,9 +58,13 @@ def test_turns_that_were_never_sent_do_not_count_as_late() -> None:
 @pytest.mark.parametrize(
     ("others", "hypervisor", "words"),
     [
-        (1.15, 0.0, "Other programs used 1.15 (most of it node (812): 0.90) of the 2 cores"),
-        (0.0, 0.3, "The hypervisor took 0.30 of the 2 cores, which is over 10% of them."),
-        (0.15, 0.15, "Other programs used 0.15 (most of it node (812): 0.90) and the hypervisor"),
+        (1.15, 0.0, "Other programs used 1.15 (of which process 812, node: 0.90) of the 2 cores"),
+        (0.004, 0.3, "The hypervisor took 0.30 of the 2 cores, which is over 10% of them."),
+        (
+            0.15,
+            0.15,
+            "Other programs used 0.15 (of which process 812, node: 0.90) and the hypervisor",
+        ),
     ],
 )
 def test_cores_that_others_took_are_not_valid(others: float, hypervisor: float, words: str) -> None:
@@ -69,7 +73,7 @@ def test_cores_that_others_took_are_not_valid(others: float, hypervisor: float, 
         parts={"engines": 0.5},
         others=others,
         hypervisor=hypervisor,
-        greediest="node (812)",
+        greediest="process 812, node",
         greediest_cores=0.9,
     )
     health = judge(outcomes(0.0), [], [], cores=cores)
