@@ -23,6 +23,7 @@ _UNIT_BYTES = 4096
 _NUM_UNITS = 16
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(90)
 def test_a_peer_that_never_answers_a_connect_holds_nobody_up() -> None:
     context = multiprocessing.get_context("spawn")

@@ -64,6 +64,7 @@ class TestFaultyWithoutFaults(TestMemory):
         return FaultyConnector.around(super().make_connector(), Plan())
 
 
+@pytest.mark.slow
 class TestNixl(ConnectorConformance):
     def make_connector(self) -> KVConnectorBase:
         return NixlConnector()

@@ -25,6 +25,12 @@ NEEDS = {
 }
 """The targets, and the feature in /proc/cpuinfo that tells whether their code runs here."""
 
+TARGETS = [
+    pytest.param(target, marks=[] if target == build.NATIVE else pytest.mark.slow)
+    for target in NEEDS
+]
+"""The same as parameters: the quick loop runs what this CPU runs."""
+
 
 def kernels_for(target: str) -> KernelBackend:
     """Return the kernels built for `target`, or skip the test where they cannot be built or run."""

@@ -18,7 +18,7 @@ from torch import Tensor
 from pdserve.kernels.cases.attention import attention_inputs, kv_cache, rope_table
 from pdserve.kernels.cases.latent import latent_cache, latent_inputs
 from pdserve.kernels.reference.moe import RoutingRule
-from tests.kernels.builds import CPU, KERNELS, NEEDS, kernels_for, needs_native
+from tests.kernels.builds import CPU, KERNELS, TARGETS, kernels_for, needs_native
 
 pytestmark = needs_native
 
@@ -36,7 +36,10 @@ def threads(num_threads: int) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-@pytest.fixture(params=[1, 2, 5], ids="threads={}".format)
+@pytest.fixture(
+    params=[2, *(pytest.param(num, marks=pytest.mark.slow) for num in (1, 5))],
+    ids="threads={}".format,
+)
 def any_threads(request: pytest.FixtureRequest) -> Iterator[None]:
     with threads(request.param):
         yield
@@ -299,7 +302,7 @@ def test_latent_attention_is_the_same_in_any_company_and_for_any_heads(dtype: to
 
 
 @pytest.mark.timeout(300)  # it may wait for a compiler
-@pytest.mark.parametrize("target", NEEDS)
+@pytest.mark.parametrize("target", TARGETS)
 def test_builds_for_lesser_cpus_are_invariant_too(target: str) -> None:
     generic = kernels_for(target)
     x = torch.randn(17, 131, generator=_seeded()).bfloat16()

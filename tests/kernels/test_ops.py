@@ -10,7 +10,7 @@ import torch
 from pdserve.kernels.backend import KernelBackend
 from pdserve.kernels.cases.case import Case
 from pdserve.kernels.cases.table import OPERATIONS, OperationSpec
-from tests.kernels.builds import CPU, NEEDS, kernels_for
+from tests.kernels.builds import CPU, TARGETS, kernels_for
 
 # The first test of each build waits for a compiler.
 pytestmark = pytest.mark.timeout(300)
@@ -24,7 +24,7 @@ ROWS = [
 ]
 
 
-@pytest.fixture(scope="session", params=NEEDS)
+@pytest.fixture(scope="session", params=TARGETS)
 def kernels(request: pytest.FixtureRequest) -> KernelBackend:
     """The kernels built for this CPU, and those without its best instructions."""
     return kernels_for(request.param)

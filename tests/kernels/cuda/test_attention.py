@@ -34,6 +34,7 @@ QUICK = {
 """Both forms, several segments and tiles, every kind of window."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("case", "dtype"),
     [
@@ -55,6 +56,7 @@ def test_attention_is_that_of_the_reference(case: Case, dtype: torch.dtype) -> N
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("group", "head_dim"),
     [
@@ -110,6 +112,7 @@ class Prompt:
         )
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("ordered_products")
 @pytest.mark.parametrize(
     ("block_size", "heads", "dtype", "window"),
@@ -136,6 +139,7 @@ def test_bits_depend_on_neither_chunks_nor_batch_nor_form(
     assert torch.equal(prompt.rows((38, 39)), whole[38:39])
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("ordered_products")
 def test_bits_do_not_depend_on_where_the_blocks_lie() -> None:
     prompt = Prompt(16)

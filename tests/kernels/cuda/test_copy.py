@@ -49,6 +49,7 @@ def test_a_share_of_blocks_is_scattered_and_the_rest_left_alone(view: tuple[slic
     assert torch.equal(kv, wanted)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_tokens", [0, 3, 13, 16, 40])
 @pytest.mark.parametrize(("from_size", "to_size"), [(4, 16), (16, 4), (8, 8)])
 def test_tokens_move_to_blocks_of_another_size(

@@ -26,6 +26,7 @@ QUICK = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("case", "dtype"),
     [
@@ -48,6 +49,7 @@ def test_latent_attention_is_that_of_the_reference(case: Case, dtype: torch.dtyp
     )
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("ordered_products")
 @pytest.mark.parametrize(
     ("num_heads", "chunks"),

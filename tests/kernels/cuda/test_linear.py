@@ -60,6 +60,7 @@ def random(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 1) -> to
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("op", "case", "dtype"), ROWS)
 def test_products_are_those_of_the_reference(
     op: OperationSpec, case: Case, dtype: torch.dtype
@@ -82,6 +83,7 @@ TILES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tile", TILES.values(), ids=TILES)
 @pytest.mark.parametrize("shape", [(50, 96, 128), (33, 70, 72), (5, 40, 33)], ids=str)
 def test_every_tile_gives_the_product(tile: ProductTile, shape: tuple[int, int, int]) -> None:
@@ -92,6 +94,7 @@ def test_every_tile_gives_the_product(tile: ProductTile, shape: tuple[int, int, 
     torch.testing.assert_close(out[:, 0], x[:, 0] @ weight[0].T + bias, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tile", TILES.values(), ids=TILES)
 @pytest.mark.parametrize("shape", [(20, 32, 64), (33, 70, 72)], ids=str)
 def test_every_tile_gives_the_product_and_its_activation(
@@ -205,6 +208,7 @@ def test_fp32_has_one_tile_for_every_number_of_rows() -> None:
     assert found == {tiles.FP32}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("bias", [True, False], ids=["bias", "plain"])
 @pytest.mark.parametrize("num_rows", [0, 1, 40, 65])
 def test_an_mlp_has_the_bits_of_its_operations(num_rows: int, bias: bool) -> None:

@@ -20,6 +20,7 @@ CPU = torch.device("cpu")
 KERNELS = KernelBackend(name="cuda", description="", route=route, experts=CudaExperts)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", OPERATIONS["route"].cases(), ids=lambda case: case.name)
 def test_chosen_experts_are_those_of_the_reference(case: Case) -> None:
     args = case.make(torch.float32, CPU)
@@ -53,6 +54,7 @@ def test_logits_of_another_kind_are_refused(logits: torch.Tensor, groups: int) -
         route(logits, None, RoutingRule(1, num_groups=groups, top_k_groups=1))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("case", "dtype"),
     [

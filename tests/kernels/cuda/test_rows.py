@@ -50,6 +50,7 @@ def kernels() -> KernelBackend:
     return load(CPU, print)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("op", "case", "dtype"), ROWS)
 def test_an_operation_agrees_with_its_reference(
     kernels: KernelBackend, op: OperationSpec, case: Case, dtype: torch.dtype
@@ -83,6 +84,7 @@ def test_row_operations_are_the_same_in_any_batch(
     assert torch.equal(kernels.silu_and_mul(x), torch.cat(gated))
 
 
+@pytest.mark.slow
 @dtypes
 def test_heads_are_rotated_the_same_in_any_batch_and_any_block(
     kernels: KernelBackend, dtype: torch.dtype
