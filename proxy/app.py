@@ -183,6 +183,7 @@ class Proxy:
             asyncio.create_task(log_stats(self.stats_log.read)),
         ]
         await self.checks.start()
+        self.dashboard.start()
         bound_port = runner.addresses[0][1]
         return f"http://{f'[{host}]' if ':' in host else host}:{bound_port}"
 

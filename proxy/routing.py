@@ -84,11 +84,10 @@ class Router:
             UnavailableError: No engine can take it now.
         """
         ready = self._ready(layout)
+        self._check(ready, layout)
         decodes = [backend for backend in ready if backend.decodes()]
-        if not decodes and ready and self._backends.has_lost_decode:
-            return self._locally(ready, body_bytes, failed, "no_decode", is_outage=True)
         if not decodes:
-            raise self._nobody("prefill" if not ready else "decode", layout)
+            return self._locally(ready, body_bytes, failed, "no_decode", is_outage=True)
         prefills = [backend for backend in ready if backend.role is Role.PREFILL]
         if not prefills:
             dedicated = [backend for backend in decodes if backend.role is Role.DECODE]
@@ -218,7 +217,14 @@ class Router:
         Raises:
             UnavailableError: Not now.
         """
-        self.plan(0)
+        self._check(self._ready(None), None)
+
+    def _check(self, ready: Sequence[Backend], layout: str | None) -> None:
+        """Check that one of these engines can do everything, or all that has to be done now."""
+        if not ready:
+            raise self._nobody("prefill", layout)
+        if not self._backends.has_lost_decode and not any(b.decodes() for b in ready):
+            raise self._nobody("decode", layout)
 
     def _locally(
         self,

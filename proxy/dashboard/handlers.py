@@ -1,19 +1,35 @@
 """`/dashboard` and `/dashboard/data`.
 
 The figures are those of `/metrics`, the proxy's own and the engines', word for word: nothing is
-counted here. Beside them the answer says which engines there are, and which requests were slow.
+counted here. Beside them the answer says what users feel, which engines there are, what has
+happened since the proxy began, and which requests were slow.
 """
 
 from __future__ import annotations
 
+import asyncio
+import logging
 from typing import TYPE_CHECKING
 
 import msgspec
 from aiohttp import hdrs, web
 
 import pdserve
+from pdserve.config.schema import Role
+from pdserve.errors import UnavailableError
+from pdserve.proxy.backend import Health
+from pdserve.proxy.dashboard.banner import Banner, Felt, banner
+from pdserve.proxy.dashboard.journal import (
+    OF_ENGINES,
+    STORE_UP,
+    EngineSight,
+    Event,
+    Journal,
+    Sight,
+)
+from pdserve.proxy.dashboard.minute import Counts, Minute, Waits, totals
 from pdserve.proxy.dashboard.page import PAGE, POLICY
-from pdserve.proxy.dashboard.series import series_in
+from pdserve.proxy.dashboard.series import series_in, summed
 from pdserve.proxy.dashboard.watch import EngineWatch
 from pdserve.wire.finished import Finished
 
@@ -27,6 +43,9 @@ if TYPE_CHECKING:
 
 NUM_SLOWEST = 8
 SLOWEST_SINCE_S = 300.0
+SIGHT_INTERVAL_S = 1.0
+
+log = logging.getLogger(__name__)
 
 _COMMON_HEADERS = {
     "X-Content-Type-Options": "nosniff",
@@ -97,11 +116,18 @@ class Data(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         at_s: Monotonic seconds; what rates are taken over.
         wall_s: Unix time.
+        began_s: Monotonic seconds at which this proxy began: another one's is another.
+        banner: What users feel now.
+        events: Newest first, from `events_since_s` (Unix time) on.
         slowest: Requests of the last `slowest_since_s`, longest to their first token first.
     """
 
     at_s: float
     wall_s: float
+    began_s: float
+    banner: Banner
+    events: list[Event]
+    events_since_s: float
     proxy: ProxyShown
     engines: list[EngineShown]
     edges: list[EdgeShown]
@@ -127,20 +153,94 @@ class Dashboard:
         headers: Mapping[str, str],
     ) -> None:
         self._config = services.config
+        self._services = services
         self._backends = services.backends
         self._breakers = services.breakers
         self._clock = clock
         self._recent = recent
         self._exposition = exposition
         self.watch = EngineWatch(services.backends, services.http, clock, headers)
+        self._journal = Journal()
+        self._minute = Minute()
+        self._began_s = clock.monotonic_s()
+        self._looking: asyncio.Task[None] | None = None
 
     def routes(self) -> list[web.RouteDef]:
         """Its paths; all of them are to be under the key."""
         return [web.get("/dashboard", self._page), web.get("/dashboard/data", self._data)]
 
+    def start(self) -> None:
+        """Begin to remember what happens, whether somebody looks or not."""
+        self.see()
+        self._looking = asyncio.create_task(self._look())
+
     async def stop(self) -> None:
         """End what runs in the background."""
+        if self._looking is not None:
+            self._looking.cancel()
+            await asyncio.gather(self._looking, return_exceptions=True)
         await self.watch.stop()
+
+    async def _look(self) -> None:
+        while True:
+            await asyncio.sleep(SIGHT_INTERVAL_S)
+            try:
+                self.see()
+            except Exception:
+                log.exception("the dashboard cannot see the deployment")
+
+    def see(self) -> None:
+        """Remember how things stand now."""
+        metrics = self._services.metrics
+        requests = {outcome: number for (outcome,), number in totals(metrics.requests).items()}
+        counts = Counts(requests, Waits.of(metrics.ttft), Waits.of(metrics.inter_token))
+        self._minute.note(counts, self._clock.monotonic_s())
+        sight = Sight(
+            engines={backend.url: self._sight_of(backend) for backend in self._backends},
+            pairs={
+                (prefill, decode, mode.value): state.value
+                for prefill, decode, mode, state in self._breakers.pairs()
+            },
+            rungs={
+                (rung, reason): number
+                for (rung, reason), number in totals(metrics.ladder).items()
+                if number
+            },
+            outcomes=requests,
+        )
+        self._journal.see(sight, self._clock.wall_s())
+
+    def _sight_of(self, backend: Backend) -> EngineSight:
+        return EngineSight(
+            role=backend.role.value,
+            health=backend.health.value,
+            reason=backend.reason,
+            incarnation=backend.info.incarnation if backend.info is not None else "",
+            breaker=backend.breaker.state.value,
+            figures=summed(self.watch.reading(backend).series, {*OF_ENGINES, STORE_UP}),
+        )
+
+    def _banner(self) -> Banner:
+        try:
+            self._services.router.check_ready()
+            unserved = None
+        except UnavailableError as error:
+            unserved = error.message
+        backends, minute = list(self._backends), self._minute.grown
+        assert minute is not None  # `start` has seen
+        known = {role.value: sum(b.role is role for b in backends) for role in Role}
+        ready = {role.value: sum(b.role is role and b.available for b in backends) for role in Role}
+        return banner(
+            Felt(
+                unserved=unserved,
+                ready=ready,
+                known=known,
+                unwell=[_ailing(backend) for backend in backends if not backend.available],
+                num_waiting=self._services.admission.num_waiting,
+                minute=minute,
+                span_s=self._minute.span_s,
+            )
+        )
 
     async def _page(self, request: web.Request) -> web.Response:
         return web.Response(
@@ -166,6 +266,10 @@ class Dashboard:
         return Data(
             at_s=round(now_s, 4),
             wall_s=round(self._clock.wall_s(), 3),
+            began_s=round(self._began_s, 4),
+            banner=self._banner(),
+            events=self._journal.events,
+            events_since_s=self._journal.since_s or 0.0,
             proxy=ProxyShown(
                 version=pdserve.__version__,
                 kv_mode=config.kv_mode.value,
@@ -208,3 +312,11 @@ class Dashboard:
             can_push=info.can_push if info is not None else False,
             series=reading.series,
         )
+
+
+def _ailing(backend: Backend) -> str:
+    """Which engine is not available, and why."""
+    name = f"{backend.role.value} engine {backend.url.partition('://')[2]}"
+    if backend.health is not Health.READY:
+        return f"{name} is {backend.health.value.replace('_', ' ')}: {backend.reason}"
+    return f"{name} is ready, but what it was asked has failed: its breaker is open"

@@ -2,7 +2,7 @@
 // Draws what /dashboard/data says, once a second. Every figure is a sum of series of /metrics, the
 // proxy's or an engine's; rates are their differences. All that is remembered is bounded.
 
-const INTERVAL_MS = 1000, TIMEOUT_MS = 4000, KEPT_S = 61, GAP_S = 5, TIMELINE_S = 30, RATE_S = 5, GHOST_S = 120, MAX_EVENTS = 100;
+const INTERVAL_MS = 1000, TIMEOUT_MS = 4000, KEPT_S = 61, GAP_S = 5, TIMELINE_S = 30, RATE_S = 5, GHOST_S = 120;
 const STATES = ["held", "leased", "receiving", "quarantined", "cached", "free"];
 const TTFT = ["admission", "proxy", "retry", "queue", "reserve", "prefill", "relay"];
 const SECOND = ["decode_queue", "kv", "recompute", "handover", "first_step"];
@@ -14,7 +14,6 @@ const STAGES = [
   ["decode", "Decode", "teal", "tokens come"],
   ["local", "One engine", "violet", "does everything"],
 ];
-const RUNGS = { retry_decode: "asked the same decode engine again", other_decode: "took another decode engine", other_prefill: "prefilled again", local: "one engine did everything", shed: "sent the client away" };
 
 const $ = (id) => document.getElementById(id);
 const el = (tag, cls = "", text = "") => {
@@ -119,7 +118,6 @@ function big(node, number, unit) {
 let moments = []; // [{at_s, wall_s, proxy, engines: Map(url -> {data, at})}] of the last KEPT_S
 let spansMinute = false;
 let lastAnswer = 0;
-let since = null;
 const ghosts = new Map(); // url -> {data, at_s}
 const last = () => moments.at(-1);
 // The newest moment that is at least `ago_s` old, else the oldest one.
@@ -143,57 +141,30 @@ const enginesGrowth = (name) => (now, then) => {
 };
 const enginesTotal = (name) => [...last().engines.values()].reduce((sum, engine) => sum + total(engine.at, name), 0);
 
-// --- events
+// --- what the proxy says of itself and its engines
 
-const eventList = [];
-function tell(tone, text) {
-  eventList.unshift({ tone, text, wall_s: last().wall_s });
-  eventList.length = Math.min(eventList.length, MAX_EVENTS);
-  const item = el("li", tone);
-  const time = el("time", "", clock(last().wall_s));
-  item.append(time, el("i"), el("span", "", text));
-  const list = $("events");
-  list.prepend(item);
-  while (list.children.length > MAX_EVENTS) list.lastChild.remove();
-  $("events-empty").hidden = true;
-}
 const where = (url) => url.replace(/^https?:\/\//, "");
 const whyDead = (engine) => (engine.is_refused || engine.reason.startsWith("cannot connect") ? "nobody listens there any more" : engine.reason);
 const isDead = (engine) => engine.is_refused || engine.health === "unreachable";
-function compare(now, then) {
-  if (now.at_s < then.at_s || total(now.proxy, "pdserve_requests_total") < total(then.proxy, "pdserve_requests_total")) return "restarted";
-  for (const [url, { data }] of now.engines) {
-    const was = then.engines.get(url)?.data;
-    const name = `${data.role} engine ${where(url)}`;
-    if (!was) { tell("good", `${name} joined${data.health === "ready" ? "" : `: ${data.health.replace("_", " ")}`}`); continue; }
-    if (was.incarnation && data.incarnation && was.incarnation !== data.incarnation) tell("warn", `${name} was started again`);
-    if (isDead(data) && !isDead(was)) tell("bad", `${name} died: ${whyDead(data)}`);
-    else if (!isDead(data) && data.health !== was.health) tell(data.health === "ready" ? "good" : "warn", `${name} is ${data.health.replace("_", " ")}${data.reason ? `: ${data.reason}` : ""}`);
-    if (data.breaker !== was.breaker) tell({ open: "bad", closed: "good", half_open: "warn" }[data.breaker] ?? "", `breaker of ${name}: ${data.breaker.replace("_", " ")}`);
-    for (const [metric, text] of [["pdserve_kv_lease_expired_total", "leases that nobody read in time"], ["pdserve_kv_transfer_failures_total", "KV loads that failed"], ["pdserve_kv_tier_digest_mismatches_total", "chunks from the store that were not what was saved"], ["pdserve_kv_tier_dropped_saves_total", "chunks that the store did not keep"]]) {
-      const more = grown(now.engines.get(url).at, then.engines.get(url).at, metric);
-      if (more && was.incarnation === data.incarnation && then.engines.get(url).at.size) tell("warn", `${text} at ${name}: ${plain(more)}`);
-    }
+function drawBanner({ banner }) {
+  $("banner").className = `banner ${banner.tone || "plain"}`;
+  say($("banner-headline"), banner.headline);
+  const list = $("banner-details");
+  banner.details.forEach((text, i) => say(list.children[i] ?? list.appendChild(el("li")), text));
+  while (list.children.length > banner.details.length) list.lastChild.remove();
+}
+function drawEvents(now) {
+  const list = $("events"), newest = Number(list.firstElementChild?.dataset.seq ?? 0);
+  if (newest > (now.events[0]?.seq ?? 0)) list.replaceChildren();
+  for (const event of now.events.filter(({ seq }) => seq > newest).reverse()) {
+    const item = el("li", event.tone);
+    item.dataset.seq = event.seq;
+    item.append(el("time", "", clock(event.wall_s)), el("i"), el("span", "", event.text));
+    list.prepend(item);
   }
-  for (const [url, { data, at }] of now.engines) {
-    const was = then.engines.get(url)?.at, [up, upBefore] = [at, was].map((each) => total(each, "pdserve_kv_tier_server_up"));
-    if (was?.size && at.size && up !== upBefore) tell(up > upBefore ? "good" : "bad", `${data.role} engine ${where(url)} ${up > upBefore ? "reaches" : "has lost"} its store of KV`);
-  }
-  for (const [url, { data }] of then.engines) if (!now.engines.has(url)) tell("bad", `${data.role} engine ${where(url)} is gone: it left, or its lease ran out`);
-  const edges = new Map(then.edges.map((edge) => [`${edge.prefill} ${edge.decode} ${edge.mode}`, edge.state]));
-  for (const edge of now.edges) {
-    const was = edges.get(`${edge.prefill} ${edge.decode} ${edge.mode}`) ?? "closed";
-    if (edge.state !== was) tell({ open: "bad", closed: "good", half_open: "warn" }[edge.state] ?? "", `${edge.mode} from ${where(edge.prefill)} to ${where(edge.decode)}: breaker ${edge.state.replace("_", " ")}`);
-  }
-  for (const rung of Object.keys(RUNGS)) {
-    const more = grown(now.proxy, then.proxy, "pdserve_kv_ladder_total", { rung });
-    if (more) tell(rung === "shed" ? "bad" : "warn", `ladder: ${RUNGS[rung]}${more > 1 ? `, ${plain(more)} requests` : ""}`);
-  }
-  for (const [outcome, text] of [["error", "failed"], ["shed", "sent away (429 or 503)"]]) {
-    const more = grown(now.proxy, then.proxy, "pdserve_requests_total", { outcome });
-    if (more) tell("bad", `${plain(more)} request${more > 1 ? "s" : ""} ${text}`);
-  }
-  return "";
+  while (list.children.length > now.events.length) list.lastChild.remove();
+  $("events-empty").hidden = now.events.length > 0;
+  say($("events-since"), `since ${clock(now.events_since_s)}`);
 }
 
 // --- drawing
@@ -447,8 +418,9 @@ function drawHistogram(kind, name, now, then) {
   if (then) { say(node, `${short(count)} in ${Math.round(now.at_s - moments[0].at_s)} s`); delete node.dataset.metric; }
   else figure(node, "proxy", `${name}_count`, {}, (v) => `${short(v)} since start`, total(now.proxy, `${name}_count`));
   if (!quantiles.firstChild) for (const q of ["p50", "p90", "p99"]) { const part = el("span", "", q); part.append(el("b")); quantiles.append(part); }
-  const marks = [0.5, 0.9, 0.99].map((q) => quantile(q, found));
-  marks.forEach((value, i) => { const b = quantiles.children[i].lastChild; say(b, ms(value)); b.dataset.value = String(value); });
+  // One that fewer than one wait lies beyond is moved by the next as far as that likes.
+  const marks = [0.5, 0.9, 0.99].map((q) => (count * (1 - q) < 1 - 1e-9 ? NaN : quantile(q, found)));
+  marks.forEach((value, i) => { const b = quantiles.children[i].lastChild; say(b, ms(value)); b.dataset.value = String(value); b.title = Number.isNaN(value) ? "too few to tell" : ""; });
   chart.replaceChildren();
   chart.append(svg("line", { class: "base", x1: 0, x2: 400, y1: 170.5, y2: 170.5 }));
   const each = found.cumulative.map((c, i) => c - (i ? found.cumulative[i - 1] : 0));
@@ -516,7 +488,7 @@ function drawStages(now, then) {
 
 const slowRows = new Map(); // seq -> element
 function drawSlowest(now) {
-  const longest = Math.max(1, ...now.slowest.map((told) => (told.ttft_ms ?? told.total_ms) + (told.second_token_ms ?? 0)));
+  const longest = Math.max(1, ...now.slowest.map((told) => told.ttft_ms ?? told.total_ms));
   const wanted = new Set(now.slowest.map((told) => told.seq));
   for (const [seq, row] of slowRows) if (!wanted.has(seq)) { row.remove(); slowRows.delete(seq); }
   now.slowest.forEach((told, i) => {
@@ -528,7 +500,7 @@ function drawSlowest(now) {
   $("slow-empty").hidden = $("curl").hidden = now.slowest.length > 0;
   $("slow-key").hidden = !now.slowest.length;
   if (!$("slow-key").firstChild)
-    for (const [name, text] of [["admission", "admission"], ["proxy", "proxy"], ["queue", "queue"], ["reserve", "reserve"], ["prefill", "prefill, first step"], ["relay", "relay, handover"], ["kv", "kv"], ["retry", "retry, recompute"]]) {
+    for (const [name, text] of [["admission", "admission"], ["proxy", "proxy"], ["queue", "queue"], ["reserve", "reserve"], ["prefill", "prefill"], ["relay", "relay"], ["retry", "retry"]]) {
       const item = el("span");
       item.append(el("i", `t-${name}`), document.createTextNode(text));
       $("slow-key").append(item);
@@ -536,7 +508,7 @@ function drawSlowest(now) {
 }
 function slowRow(told) {
   const row = el("li"), details = el("details"), summary = el("summary"), bar = el("span", "bar");
-  const terms = [...Object.entries(told.ttft_terms), ...Object.entries(told.second_token_terms)];
+  const terms = Object.entries(told.ttft_terms);
   for (const [name, value] of terms) {
     const part = el("i", `t-${name}`);
     part.ms = value;
@@ -570,6 +542,8 @@ function draw() {
   if (!now) return;
   const then = spansMinute ? moments[0].proxy : null;
   drawAbout(now);
+  drawBanner(now);
+  drawEvents(now);
   drawTiles(now, then);
   drawFlow(now, then);
   drawStore(now, then);
@@ -584,15 +558,15 @@ function draw() {
 
 function take(data) {
   const former = last();
-  const now = { at_s: data.at_s, wall_s: data.wall_s, shown: data.proxy, proxy: index(data.proxy.series), edges: data.edges, slowest: data.slowest, engines: new Map(data.engines.map((engine) => [engine.url, { data: engine, at: index(engine.series) }])) };
+  const now = { at_s: data.at_s, wall_s: data.wall_s, began_s: data.began_s, banner: data.banner, events: data.events, events_since_s: data.events_since_s, shown: data.proxy, proxy: index(data.proxy.series), edges: data.edges, slowest: data.slowest, engines: new Map(data.engines.map((engine) => [engine.url, { data: engine, at: index(engine.series) }])) };
   // An engine that cannot be asked any more keeps the figures it gave last.
   if (former) for (const [url, engine] of now.engines) { const was = former.engines.get(url); if (!engine.at.size && was && was.data.incarnation === engine.data.incarnation) { engine.at = was.at; } }
   // Nobody has looked for a while: what happened meanwhile is not drawn as if it were known.
   if (former && now.at_s - former.at_s > GAP_S) moments = [];
   moments.push(now);
   while (moments.length > 1 && now.at_s - moments[0].at_s > KEPT_S) moments.shift();
-  if (!former) { since = now.wall_s; say($("events-since"), `since ${clock(since)}`); return; }
-  if (compare(now, former) === "restarted") { moments = [now]; ghosts.clear(); tell("warn", "the proxy was started again"); return; }
+  if (!former) return;
+  if (now.began_s !== former.began_s) { moments = [now]; ghosts.clear(); return; } // another life of the proxy
   for (const [url, engine] of former.engines) if (!now.engines.has(url)) ghosts.set(url, { ...engine, at_s: now.at_s });
 }
 function lost(why) {

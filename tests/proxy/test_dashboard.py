@@ -8,6 +8,7 @@ import re
 
 import pytest
 
+from pdserve.proxy.backend import Health
 from pdserve.proxy.dashboard import watch
 from pdserve.proxy.dashboard.page import PAGE, POLICY
 from pdserve.proxy.dashboard.series import SHOWN_OF_ENGINES, series_in
@@ -214,6 +215,22 @@ async def test_the_slowest_requests_come_with_their_line(make_stack):
     assert len(slowest) == 8
     assert [s["ttft_ms"] for s in slowest] == sorted((s["ttft_ms"] for s in slowest), reverse=True)
     assert slowest[0]["line"].startswith(f"req {slowest[0]['request_id']} ok ")
+
+
+async def test_what_happened_and_what_users_feel_are_known_without_anybody_looking(make_stack):
+    prefill, decode = ScriptedEngine("prefill"), ScriptedEngine("decode")
+    stack = await make_stack([prefill], [decode], health_check_interval_s=0.05)
+    await decode.stop()
+    dashboard = stack.proxy.dashboard
+    await until(lambda: stack.proxy.backends.get(decode.url).health is Health.UNREACHABLE)
+    dashboard.see()
+    data = await data_of(stack)
+    assert data["banner"]["headline"].startswith("Prefill engines do everything")
+    assert any("is unreachable: cannot connect" in each for each in data["banner"]["details"])
+    (event,) = data["events"]
+    assert event["tone"] == "bad"
+    assert event["text"].startswith(f"decode engine {decode.url.removeprefix('http://')} died")
+    assert data["events_since_s"] <= event["wall_s"]
 
 
 def test_only_finite_values_are_read_and_only_the_names_that_are_wanted() -> None:
