@@ -218,7 +218,9 @@ class ScriptedEngine:
         asked = [each["host"] for each in msgspec.json.decode(body)["endpoints"]]
         self.asked_to_reach += asked
         reasons = [None if host in self.reaches else "Connection refused" for host in asked]
-        return web.json_response({"reasons": reasons})
+        answer = web.json_response({"reasons": reasons})
+        answer.force_close()  # or a request might find this connection and not the one it is to
+        return answer
 
     async def _readyz(self, request: web.Request) -> web.Response:
         if self.hang_health is not None:
