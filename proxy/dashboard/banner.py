@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Final
 import msgspec
 
 from pdserve.proxy.dashboard.journal import BAD, FAILED, GOOD, PLAIN, WARN
-from pdserve.proxy.dashboard.minute import Counts, Waits
+from pdserve.proxy.dashboard.minute import Tally, Waits
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -51,7 +51,7 @@ class Felt:
     unserved: str | None
     ready: Mapping[str, int]
     known: Mapping[str, int]
-    minute: Counts
+    minute: Tally
     span_s: float
     unwell: Sequence[str] = field(default=())
     num_waiting: int = 0

@@ -23,11 +23,11 @@ from pdserve.proxy.dashboard.journal import (
     OF_ENGINES,
     STORE_UP,
     EngineSight,
-    Event,
     Journal,
+    JournalEntry,
     Sight,
 )
-from pdserve.proxy.dashboard.minute import Counts, Minute, Waits, totals
+from pdserve.proxy.dashboard.minute import Minute, Tally, Waits, totals
 from pdserve.proxy.dashboard.page import PAGE, POLICY
 from pdserve.proxy.dashboard.series import series_in, summed
 from pdserve.proxy.dashboard.watch import EngineWatch
@@ -126,7 +126,7 @@ class Data(msgspec.Struct, frozen=True, kw_only=True):
     wall_s: float
     began_s: float
     banner: Banner
-    events: list[Event]
+    events: list[JournalEntry]
     events_since_s: float
     proxy: ProxyShown
     engines: list[EngineShown]
@@ -193,7 +193,7 @@ class Dashboard:
         """Remember how things stand now."""
         metrics = self._services.metrics
         requests = {outcome: number for (outcome,), number in totals(metrics.requests).items()}
-        counts = Counts(requests, Waits.of(metrics.ttft), Waits.of(metrics.inter_token))
+        counts = Tally(requests, Waits.of(metrics.ttft), Waits.of(metrics.inter_token))
         self._minute.note(counts, self._clock.monotonic_s())
         sight = Sight(
             engines={backend.url: self._sight_of(backend) for backend in self._backends},

@@ -47,7 +47,7 @@ STORE_UP: Final = "pdserve_kv_tier_server_up"
 _BREAKER_TONES: Final = {"open": BAD, "closed": GOOD, "half_open": WARN}
 
 
-class Event(msgspec.Struct, frozen=True, kw_only=True):
+class JournalEntry(msgspec.Struct, frozen=True, kw_only=True):
     """Something that has happened.
 
     Attributes:
@@ -111,13 +111,13 @@ class Journal:
     """
 
     def __init__(self) -> None:
-        self._events: deque[Event] = deque(maxlen=MAX_EVENTS)
+        self._events: deque[JournalEntry] = deque(maxlen=MAX_EVENTS)
         self._seq = 0
         self._last: Sight | None = None
         self.since_s: float | None = None
 
     @property
-    def events(self) -> list[Event]:
+    def events(self) -> list[JournalEntry]:
         """Newest first."""
         return list(reversed(self._events))
 
@@ -128,7 +128,9 @@ class Journal:
         else:
             for tone, text in changes(self._last, sight):
                 self._seq += 1
-                self._events.append(Event(seq=self._seq, wall_s=wall_s, tone=tone, text=text))
+                self._events.append(
+                    JournalEntry(seq=self._seq, wall_s=wall_s, tone=tone, text=text)
+                )
         self._last = sight
 
 

@@ -27,7 +27,7 @@ class Waits:
 
     Attributes:
         bounds: Seconds, ascending; the last one is infinite.
-        cumulative: Counts.
+        cumulative: Tally.
     """
 
     bounds: tuple[float, ...]
@@ -72,7 +72,7 @@ class Waits:
 
 
 @dataclass(frozen=True, slots=True)
-class Counts:
+class Tally:
     """What a proxy has counted at a moment, or between two.
 
     Attributes:
@@ -84,10 +84,10 @@ class Counts:
     ttft: Waits
     gaps: Waits
 
-    def since(self, before: Counts) -> Counts:
+    def since(self, before: Tally) -> Tally:
         """Return what has come after `before`."""
         grown = {name: n - before.outcomes.get(name, 0) for name, n in self.outcomes.items()}
-        return Counts(grown, self.ttft.since(before.ttft), self.gaps.since(before.gaps))
+        return Tally(grown, self.ttft.since(before.ttft), self.gaps.since(before.gaps))
 
     def ended(self, outcomes: Iterable[str]) -> int:
         """Return how many requests ended in one of these ways."""
@@ -98,9 +98,9 @@ class Minute:
     """The counts of the last `SPAN_S`, remembered once a second."""
 
     def __init__(self) -> None:
-        self._kept: deque[tuple[float, Counts]] = deque()
+        self._kept: deque[tuple[float, Tally]] = deque()
 
-    def note(self, counts: Counts, now_s: float) -> None:
+    def note(self, counts: Tally, now_s: float) -> None:
         """Remember what is counted at `now_s`, monotonic."""
         self._kept.append((now_s, counts))
         while len(self._kept) > 1 and now_s - self._kept[1][0] >= SPAN_S:
@@ -112,7 +112,7 @@ class Minute:
         return self._kept[-1][0] - self._kept[0][0] if self._kept else 0.0
 
     @property
-    def grown(self) -> Counts | None:
+    def grown(self) -> Tally | None:
         """What has come in that time; None before the first counts."""
         return self._kept[-1][1].since(self._kept[0][1]) if self._kept else None
 

@@ -8,7 +8,7 @@ import pytest
 from prometheus_client import CollectorRegistry, Histogram
 
 from pdserve.proxy.dashboard.banner import Felt, banner
-from pdserve.proxy.dashboard.minute import SPAN_S, Counts, Minute, Waits
+from pdserve.proxy.dashboard.minute import SPAN_S, Minute, Tally, Waits
 
 BOUNDS = (0.01, 0.1, 1.0)
 
@@ -21,8 +21,8 @@ def waits(*seconds: float) -> Waits:
     return Waits.of(histogram)
 
 
-def counts(ttft: Waits | None = None, **outcomes: int) -> Counts:
-    return Counts(outcomes, ttft or waits(), waits())
+def counts(ttft: Waits | None = None, **outcomes: int) -> Tally:
+    return Tally(outcomes, ttft or waits(), waits())
 
 
 WELL = Felt(
