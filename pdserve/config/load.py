@@ -2,7 +2,8 @@
 
 `resolve` finds each setting's value and remembers who gave it, `build` makes the struct. The same
 names serve everywhere: the flag `--max-model-len`, the YAML key `max-model-len` (or
-`max_model_len`), the variable `PDSERVE_MAX_MODEL_LEN`.
+`max_model_len`), the variable `PDSERVE_MAX_MODEL_LEN`, or `PDSERVE_MAX_MODEL_LEN_FILE`, which
+names a file that holds the value.
 
 Knows no particular setting (`settings` lists them) and no command.
 """
@@ -26,6 +27,8 @@ from pdserve.errors import ConfigError
 ENVIRONMENT_PREFIX: Final = "PDSERVE_"
 _LIKE: Final = 0.6
 """How much alike two names are, from 0 to 1, if one is taken for the other."""
+_FILE: Final = "_FILE"
+"""Behind a variable's name: the value stands in a file, as secrets of containers do."""
 
 StructT = TypeVar("StructT", bound=msgspec.Struct)
 
@@ -147,7 +150,11 @@ def resolve(
         read = read_yaml(file)
         in_file = _expand(table, read.values, read.place)
     names = table.variables
-    variables = {flag: environ[name] for flag, name in names.items() if name in environ}
+    variables = {
+        flag: text
+        for flag, name in names.items()
+        if (text := _in_environment(name, environ)) is not None
+    }
     in_environ = _expand(table, variables, lambda flag: names.get(flag, flag))
     others, other_names = _other_variables(table, environ)
 
@@ -187,6 +194,22 @@ def _other_variables(
 
 def _always(text: str) -> Callable[[str], str]:
     return lambda _: text
+
+
+def _in_environment(name: str, environ: Mapping[str, str]) -> str | None:
+    """Return a variable's value; None if it is not set.
+
+    Raises:
+        ConfigError: It stands in a file that cannot be read.
+    """
+    path = environ.get(name + _FILE)
+    if path is None or name in environ:
+        return environ.get(name)
+    try:
+        return Path(path).read_text(encoding="utf-8").strip()
+    except (OSError, UnicodeDecodeError) as error:
+        why = error.strerror if isinstance(error, OSError) else "it is no text"
+        raise ConfigError(f"{name}{_FILE} is {path}, which cannot be read: {why}") from error
 
 
 def _expand(
@@ -242,7 +265,7 @@ def unknown_variables(
     return [
         f"{name} is no setting{did_you_mean(name, own) or did_you_mean(name, known)}"
         for name in sorted(environ)
-        if name.startswith(ENVIRONMENT_PREFIX) and name not in known
+        if name.startswith(ENVIRONMENT_PREFIX) and not {name, name.removesuffix(_FILE)} & known
     ]
 
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pdserve.config.load import Source, Table, build, resolve, variable
+from pdserve.config.load import Source, Table, build, resolve, unknown_variables, variable
 from pdserve.config.setting import Shorthand, declare, parse, parse_int, parse_object
 from pdserve.errors import ConfigError
 
@@ -172,6 +172,24 @@ def test_a_multiplied_number_is_its_product(number: int, suffix: str) -> None:
 def test_a_value_of_another_type_is_refused(flag: str, raw: object) -> None:
     with pytest.raises(ValueError, match=r".+"):
         parse(BY_FLAG[flag], raw)
+
+
+def test_a_variable_may_name_a_file_that_holds_the_value(tmp_path: Path) -> None:
+    file = tmp_path / "title"
+    file.write_text("from a file\n")
+    environ = {"PDSERVE_TITLE_FILE": str(file)}
+    found = resolve(TABLE, command_line={}, environ=environ)["title"]
+    assert (found.value, found.source) == ("from a file", Source.ENVIRONMENT)
+    assert unknown_variables(TABLE, [], environ) == []
+    environ["PDSERVE_TITLE"] = "itself"
+    assert resolve(TABLE, command_line={}, environ=environ)["title"].value == "itself"
+    with pytest.raises(ConfigError, match="PDSERVE_TITLE_FILE is /nowhere, which cannot be read"):
+        resolve(TABLE, command_line={}, environ={"PDSERVE_TITLE_FILE": "/nowhere"})
+
+
+def test_a_list_on_the_command_line_may_be_json_as_vllm_takes_it() -> None:
+    for raw, names in ((['["a,b", "c"]'], ("a,b", "c")), (["a", "b"], ("a", "b"))):
+        assert parse(BY_FLAG["inner.names"], raw) == names
 
 
 def test_a_list_in_the_environment_may_be_json_where_items_hold_commas() -> None:
