@@ -68,7 +68,8 @@ class Processes:
             SystemExit: It ended.
         """
         argv = [sys.executable, "-m", "pdserve", command, *arguments]
-        process, log = self._run(name, argv, {"PDSERVE_SECRET": "benchmark"})
+        settings = {"PDSERVE_SECRET": "benchmark", "PDSERVE_DRAIN_DELAY": "0"}
+        process, log = self._run(name, argv, settings)
         while not (ready := _READY.search(log.read_text())):
             await _still_runs(process, f"pdserve {command}", log)
         return ready.group(1), log

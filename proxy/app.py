@@ -8,11 +8,9 @@ it learns its engines again from its command line and from their registrations.
 from __future__ import annotations
 
 import asyncio
-import errno
 import logging
 import random
 import secrets
-import signal
 from typing import TYPE_CHECKING
 
 from aiohttp import web
@@ -21,6 +19,9 @@ from pdserve.errors import ConfigError
 from pdserve.http import openapi
 from pdserve.http.bodies import Bodies
 from pdserve.http.connection import HttpListener
+from pdserve.http.cors import let_pages_ask
+from pdserve.http.stopping import StopSignals, wait_for
+from pdserve.http.tls import client_context
 from pdserve.observe.clock import SystemClock
 from pdserve.observe.heap import keep_flat
 from pdserve.observe.log import log_event
@@ -46,6 +47,7 @@ from pdserve.wire.finished import FinishedRequests
 from pdserve.wire.hop import PARAMS
 
 if TYPE_CHECKING:
+    import signal
     from collections.abc import Callable
 
     from pdserve.config.http import ProxyConfig
@@ -59,7 +61,8 @@ _RELEASE_TIMEOUT_S = 5.0
 async def run_proxy(config: ProxyConfig, *, on_ready: Callable[[str], None]) -> signal.Signals:
     """Serve until SIGINT or SIGTERM; return which one it was.
 
-    What runs may finish within the shutdown timeout; a second signal cuts it off.
+    After SIGTERM requests are taken for the drain delay, and what runs then may finish within the
+    shutdown timeout; a second signal cuts it off.
 
     Args:
         on_ready: Called with the base URL once connections are accepted.
@@ -67,26 +70,18 @@ async def run_proxy(config: ProxyConfig, *, on_ready: Callable[[str], None]) -> 
     Raises:
         ConfigError: The address cannot be bound, or a setting names nothing that exists.
     """
-    loop = asyncio.get_running_loop()
-    received: list[signal.Signals] = []
-    stopped, insisted = asyncio.Event(), asyncio.Event()
-
-    def receive(number: signal.Signals) -> None:
-        (insisted if received else stopped).set()
-        received.append(number)
-
     proxy = Proxy(config)
-    for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, receive, number)
-    try:
-        on_ready(await proxy.start())
-        keep_flat()
-        await stopped.wait()
-    finally:
-        await proxy.stop(cut=insisted)
-        for number in (signal.SIGINT, signal.SIGTERM):
-            loop.remove_signal_handler(number)
-    return received[0]
+    with StopSignals() as stop:
+        try:
+            on_ready(await proxy.start())
+            keep_flat()
+            await stop.asked.wait()
+            assert stop.first is not None
+            running = len(proxy.live.stories)
+            log_event(log, "shutting down", cause=stop.first.name, running=running)
+        finally:
+            await proxy.stop(cut=stop.insisted, delay_s=stop.delay_s(config.drain_delay_s))
+    return stop.first
 
 
 class Proxy:
@@ -156,14 +151,16 @@ class Proxy:
             Registrations(services),
         )
         self._runner: web.AppRunner | None = None
+        self._listener: HttpListener | None = None
         self._tasks: list[asyncio.Task[None]] = []
 
     async def start(self) -> str:
         """Check the engines once and accept connections; return the base URL.
 
         Raises:
-            ConfigError: The address cannot be bound.
+            ConfigError: The address cannot be bound, or a file of TLS cannot be used.
         """
+        self._http.tls = await asyncio.to_thread(client_context, self._config.tls)
         runner = self._runner = web.AppRunner(
             self.build_app(),
             handler_cancellation=True,  # or a client that leaves would go unnoticed
@@ -171,32 +168,38 @@ class Proxy:
             shutdown_timeout=0.1,  # `stop` has waited for them already
         )
         await runner.setup()
-        host, port = self._config.host, self._config.port
+        listener = HttpListener(runner, self._config)
         try:
-            timeout_s = self._config.limits.header_timeout_s
-            await HttpListener(runner, host, port, header_timeout_s=timeout_s).start()
-        except OSError as error:
+            await listener.start()
+        except ConfigError:
             await self.stop()
-            raise _bind_error(host, port, error) from error
+            raise
+        self._listener = listener
         self._tasks = [
             asyncio.create_task(measure_loop_lag(self.metrics.loop_lag, self._clock)),
             asyncio.create_task(log_stats(self.stats_log.read)),
         ]
         await self.checks.start()
         self.dashboard.start()
-        bound_port = runner.addresses[0][1]
-        return f"http://{f'[{host}]' if ':' in host else host}:{bound_port}"
+        return listener.url
 
-    async def stop(self, *, cut: asyncio.Event | None = None) -> None:
-        """Refuse what is asked from now on, finish what runs, give leases back, close.
+    async def stop(self, *, cut: asyncio.Event | None = None, delay_s: float = 0.0) -> None:
+        """Turn unready, take no connections, finish what runs, give leases back, close.
+
+        Requests that still come over open connections are served, each as its connection's last.
 
         Args:
             cut: Once set, what still runs is cut off.
+            delay_s: How long connections are still taken: who sends requests looks at `/readyz`.
         """
-        self.live.is_closed = True
-        ends = [asyncio.create_task(self.live.is_idle.wait())]
-        if cut is not None:
-            ends.append(asyncio.create_task(cut.wait()))
+        cut = cut or asyncio.Event()
+        self.live.is_leaving = True
+        listener, self._listener = self._listener, None
+        if listener is not None:
+            listener.leave()
+            await wait_for(cut, delay_s)
+            await listener.stop()
+        ends = [asyncio.create_task(each.wait()) for each in (self.live.is_idle, cut)]
         await asyncio.wait(
             ends,
             timeout=self._config.shutdown_timeout_s,
@@ -223,20 +226,12 @@ class Proxy:
     def build_app(self) -> web.Application:
         """Return the application, not running yet."""
         app = web.Application(middlewares=[Boundary(self._config, self.bodies).middleware])
+        let_pages_ask(app, self._config.cors)
         for part in self._parts:
             app.add_routes(part.routes())
         # What engines and proxies say to one another by the way is no client's.
-        described = openapi.document("pdserve", openapi.PROXY, without=(PARAMS,))
+        described = openapi.document(
+            "pdserve", openapi.PROXY, without=(PARAMS,), root_path=self._config.root_path
+        )
         app.add_routes([openapi.route(described)])
         return app
-
-
-def _bind_error(host: str, port: int, error: OSError) -> ConfigError:
-    if error.errno == errno.EADDRINUSE:
-        return ConfigError(
-            f"port {port} on {host} is in use: choose another one with --port", param="port"
-        )
-    return ConfigError(
-        f"cannot listen on {host}:{port} ({error.strerror or error}): see --host and --port",
-        param="host",
-    )

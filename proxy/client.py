@@ -27,6 +27,7 @@ from pdserve.proxy.relay import MAX_EVENT_BYTES, SseParser
 from pdserve.wire.hop import LAYOUT_HEADER, LOAD_FAILURES_HEADER, RELEASE_PATH, ReleaseRequest
 
 if TYPE_CHECKING:
+    import ssl
     from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 
     from aiohttp.connector import Connection
@@ -45,7 +46,6 @@ DRAIN_TIMEOUT_S = 2.0
 RELEASE_TRIES = 4
 RELEASE_TIMEOUT_S = 2.0
 ORDER_TIMEOUT_S = 5.0
-
 
 _FAILURES = (aiohttp.ClientError, ConnectionError, TimeoutError, UnicodeError)
 """UnicodeError is for a host name that cannot be one, such as `a..b`."""
@@ -89,6 +89,8 @@ class EngineHttp:
     def __init__(self, *, secret: str) -> None:
         self._secret = secret
         self.background = BackgroundTasks()
+        self.tls: ssl.SSLContext | bool = True
+        """For https engines; to be set before anything is asked. True: the system's CAs."""
         self._opened: aiohttp.ClientSession | None = None
 
     @property
@@ -98,10 +100,9 @@ class EngineHttp:
             self._opened = self._open()
         return self._opened
 
-    @staticmethod
-    def _open() -> aiohttp.ClientSession:
+    def _open(self) -> aiohttp.ClientSession:
         return aiohttp.ClientSession(
-            connector=_Connector(limit=0, keepalive_timeout=10.0),
+            connector=_Connector(limit=0, keepalive_timeout=10.0, ssl=self.tls),
             # A prefill may wait in a queue for as long as its client does: the request's own
             # deadline is the limit. Only connecting has one of its own.
             timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT_S),
@@ -127,12 +128,11 @@ class EngineHttp:
                 async with self._session.get(url, headers=headers) as response:
                     return response.status, await response.read()
         except TimeoutError as error:
-            message = f"{url}: no answer within {timeout_s:g} s"
-            raise WorkerError(message, reason="timeout") from error
+            late = f"{url}: no answer within {timeout_s:g} s"
+            raise WorkerError(late, reason="timeout") from error
         except _FAILURES as error:
             if isinstance(error, aiohttp.ClientOSError) and error.errno in _OUT_OF_REACH:
-                message = f"{url} cannot be reached: {error}"
-                raise WorkerError(message, reason="timeout") from error
+                raise WorkerError(f"{url} cannot be reached: {error}", reason="timeout") from error
             raise _failure(url, error) from error
 
     async def post_empty(self, url: str, headers: Mapping[str, str]) -> tuple[int, str] | None:

@@ -14,7 +14,6 @@ from pdserve.errors import (
     DeadlineError,
     InternalError,
     PdserveError,
-    ShuttingDownError,
 )
 from pdserve.http.answers import IS_TOLD
 from pdserve.observe.request_log import CLIENT_LEFT, log_request, outcome_of
@@ -140,11 +139,9 @@ class Generation:
         """Read a request, if it may be served.
 
         Raises:
-            ShuttingDownError, OverloadedError: Nothing more is taken, or not now.
+            OverloadedError: No more is taken now.
             PdserveError: It cannot be read.
         """
-        if self._live.is_closed:
-            raise ShuttingDownError("this proxy")
         self._services.admission.require_room()
         return ClientBody(
             await self._bytes_of(request, until_s),

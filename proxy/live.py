@@ -1,4 +1,4 @@
-"""The requests of one proxy: those that run, whether more are taken, and what is told at their end.
+"""The requests of one proxy: those that run, whether more are wanted, what is told at their end.
 
 What is told is cut to a bounded size (`MAX_BYTES_EACH` at worst, about 1.5 kB as JSON as a rule).
 The gaps between tokens are summed up as their median and maximum.
@@ -28,13 +28,13 @@ class LiveRequests:
     """The requests that run in one proxy.
 
     Attributes:
-        is_closed: Set on shutdown: what runs goes on, nothing more is taken.
+        is_leaving: Set on shutdown: no more are wanted.
         is_idle: Set while nothing runs.
     """
 
     def __init__(self) -> None:
         self._stories: dict[int, Story] = {}
-        self.is_closed = False
+        self.is_leaving = False
         self.is_idle = asyncio.Event()
         self.is_idle.set()
 

@@ -20,6 +20,7 @@ from pdserve.errors import (
     UpstreamError,
 )
 from pdserve.http.answers import json_answer
+from pdserve.http.replies import ServerLoad
 from pdserve.observe.metrics import CONTENT_TYPE
 from pdserve.proxy.backend import Health
 from pdserve.proxy.boundary import operator_headers
@@ -42,6 +43,9 @@ class Status:
             web.get("/v1/models", self._models),
             web.get("/v1/models/{model:.+}", self._model),
             web.get("/health", self._alive),
+            web.get("/ping", self._alive),
+            web.post("/ping", self._alive),
+            web.get("/load", self._load),
             web.get("/livez", self._alive),
             web.get("/readyz", self._readyz),
             web.get("/metrics", self._metrics),
@@ -85,8 +89,11 @@ class Status:
     async def _alive(self, request: web.Request) -> web.Response:
         return web.Response()
 
+    async def _load(self, request: web.Request) -> web.Response:
+        return json_answer(ServerLoad(len(self._live.stories)))
+
     async def _readyz(self, request: web.Request) -> web.Response:
-        if self._live.is_closed:
+        if self._live.is_leaving:
             raise ShuttingDownError("this proxy")
         self._services.router.check_ready()
         counts = self._services.backends.count()

@@ -107,7 +107,7 @@ def members_of(
         secret: The deployment's.
     """
     environ = {k: v for k, v in os.environ.items() if not k.startswith(ENVIRONMENT_PREFIX)}
-    environ[variable("secret")] = secret
+    environ |= {variable("secret"): secret, variable("drain-delay"): "0"}
     members = []
     if topology.has_store:
         members.append(_store(config, ports[-2:], environ))

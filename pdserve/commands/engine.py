@@ -13,7 +13,7 @@ import msgspec
 from pdserve.commands.announce import START, program
 from pdserve.commands.kv_host import kv_host
 from pdserve.commands.model_directory import model_directory
-from pdserve.commands.running import exit_code, require_free, start_logging
+from pdserve.commands.running import exit_code, require_free, require_tls, start_logging
 from pdserve.config.connectors import check_settings
 from pdserve.config.http import ServerConfig
 from pdserve.config.load import Resolved, Source, Table, build
@@ -56,6 +56,7 @@ def _run(role: Role, table: Table, resolved: Mapping[str, Resolved]) -> int:
     engine = with_kv_host(engine, server, resolved)
     if server.port:
         require_free(server.host, server.port, flag="port")
+    require_tls(server.tls)
     return asyncio.run(_serve(engine, server))
 
 

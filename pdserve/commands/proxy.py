@@ -7,7 +7,7 @@ import logging
 from collections.abc import Mapping
 
 from pdserve.commands.announce import START, program
-from pdserve.commands.running import exit_code, require_free, start_logging
+from pdserve.commands.running import exit_code, require_free, require_tls, start_logging
 from pdserve.config.http import ProxyConfig
 from pdserve.config.load import Resolved, Table, build
 from pdserve.observe.log import log_event
@@ -21,6 +21,7 @@ def run(table: Table, resolved: Mapping[str, Resolved]) -> int:
     config = build("proxy", ProxyConfig, table, resolved)
     if config.port:
         require_free(config.host, config.port, flag="port")
+    require_tls(config.tls)
     return asyncio.run(_serve(config))
 
 

@@ -15,9 +15,11 @@ from typing import Any
 
 from pdserve.commands.announce import START, log_start
 from pdserve.commands.exit_codes import EXIT_DONE, EXIT_INTERRUPTED
+from pdserve.config.http import TlsConfig
 from pdserve.config.load import Resolved, Table, build
 from pdserve.config.log import LogConfig
 from pdserve.errors import ConfigError
+from pdserve.http.tls import client_context, server_context
 from pdserve.observe.log import configure_logging
 
 
@@ -76,6 +78,16 @@ def start_logging(command: str, table: Table, resolved: Mapping[str, Resolved]) 
 
 def _log_bug(kind: type[BaseException], bug: BaseException, trace: TracebackType | None) -> None:
     logging.getLogger(START).critical("failed", exc_info=(kind, bug, trace))
+
+
+def require_tls(tls: TlsConfig) -> None:
+    """Check that certificates and keys can be used, before anything slow begins.
+
+    Raises:
+        ConfigError: One cannot; the message names the file.
+    """
+    server_context(tls)
+    client_context(tls)
 
 
 def require_free(host: str, port: int, *, flag: str) -> None:

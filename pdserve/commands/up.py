@@ -42,6 +42,7 @@ from pdserve.config.load import (
 from pdserve.config.log import LOG_LEVELS
 from pdserve.config.up import UpConfig
 from pdserve.errors import ConfigError
+from pdserve.http.tls import client_context
 from pdserve.wire.hop import INFO_PATH
 
 T = TypeVar("T")
@@ -72,6 +73,7 @@ class Supervisor:
         self._proxy_level = LOG_LEVELS[deployment.proxy_log_level]
         self._log_format = deployment.log_format
         self._tells_requests = deployment.tells_requests
+        self._tls = deployment.tls
         self._shutdown_timeout_s = deployment.shutdown_timeout_s
         self._model = deployment.model
         self._members = members = deployment.members
@@ -103,7 +105,8 @@ class Supervisor:
         started_s = time.monotonic()
         self._demo_line = asyncio.get_running_loop().create_future()
         try:
-            async with aiohttp.ClientSession() as session:
+            connector = aiohttp.TCPConnector(ssl=client_context(self._tls))
+            async with aiohttp.ClientSession(connector=connector) as session:
                 try:
                     async with asyncio.timeout(self._config.start_timeout_s):
                         # Engines ask for the store when they start.
@@ -260,6 +263,8 @@ class Supervisor:
         url = self._proxy.url
         body = json.dumps(self._question.body)
         key = ' -H "Authorization: Bearer $PDSERVE_API_KEY"' if self._headers else ""
+        if self._tls.ca_certs:
+            key += f" --cacert {shlex.quote(self._tls.ca_certs)}"
         engines = "\n".join(
             f"  {member.spec.name.ljust(self._width)}  {member.url}" for member in self._members
         )

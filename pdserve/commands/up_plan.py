@@ -12,10 +12,10 @@ from typing import Final
 
 from pdserve.commands.children import ChildSpec
 from pdserve.commands.model_directory import model_directory
-from pdserve.commands.running import require_free
+from pdserve.commands.running import require_free, require_tls
 from pdserve.config.boxed import BOXED
 from pdserve.config.connectors import check_settings
-from pdserve.config.http import ProxyConfig, ServerConfig
+from pdserve.config.http import ProxyConfig, ServerConfig, TlsConfig
 from pdserve.config.load import (
     ENVIRONMENT_PREFIX,
     Resolved,
@@ -62,6 +62,7 @@ class DeploymentPlan:
         proxy_log_level: What the proxy logs below it is not shown.
         log_format: Of what the children log.
         tells_requests: Whether the proxy has a line for each request.
+        tls: The proxy's, with which the members are asked, too.
         shutdown_timeout_s: How long the children may drain.
         heartbeat_timeout_s: How long one may be stopped.
     """
@@ -73,6 +74,7 @@ class DeploymentPlan:
     proxy_log_level: str
     log_format: LogFormat
     tells_requests: bool
+    tls: TlsConfig
     shutdown_timeout_s: float
     heartbeat_timeout_s: float
 
@@ -111,7 +113,7 @@ def plan(
     def add(role: str, name: str, port: int, flag: str, arguments: list[str]) -> None:
         claim(name, config.host, port, flag)
         given = _given(role, resolved)
-        _check(role, given)
+        tls = _check(role, given)
         hidden = {flag: given[flag].value for flag in _BY_ENVIRONMENT if flag in given}
         hidden["secret"] = secret
         spec = ChildSpec(
@@ -123,11 +125,14 @@ def plan(
                 config.host,
                 "--port",
                 str(port),
+                "--drain-delay",
+                str(resolved["drain-delay"].value),
                 *arguments_of(role, resolved),
             ],
             environ={**inherited, **{variable(f): _variable_text(v) for f, v in hidden.items()}},
         )
-        members.append(Member(spec, role, f"http://{_url_host(config.host)}:{port}"))
+        scheme = "https" if tls.certfile else "http"
+        members.append(Member(spec, role, f"{scheme}://{_url_host(config.host)}:{port}"))
 
     store: list[str] = []
     if config.kv_tiers:
@@ -163,7 +168,10 @@ def plan(
         proxy_log_level=_proxy_log_level(resolved),
         log_format=LogFormat(resolved["log-format"].value),
         tells_requests=_tells_requests(resolved),
-        shutdown_timeout_s=float(str(resolved["shutdown-timeout"].value)),
+        tls=_check("proxy", _given("proxy", resolved)),
+        shutdown_timeout_s=sum(
+            float(str(resolved[flag].value)) for flag in ("drain-delay", "shutdown-timeout")
+        ),
         heartbeat_timeout_s=float(str(resolved["heartbeat-timeout"].value)),
     )
 
@@ -226,8 +234,8 @@ def _num_ranks(role: str, resolved: Mapping[str, Resolved]) -> int:
     return parallel.num_ranks * parallel.data_parallel_size
 
 
-def _check(role: str, given: Mapping[str, Resolved]) -> None:
-    """Refuse here what a child would refuse, before any is started.
+def _check(role: str, given: Mapping[str, Resolved]) -> TlsConfig:
+    """Refuse here what a child would refuse, before any is started; return its TLS.
 
     Raises:
         ConfigError: A setting cannot be used.
@@ -236,15 +244,17 @@ def _check(role: str, given: Mapping[str, Resolved]) -> None:
     if role == "proxy":
         table = proxy_table()
         values = resolve(table, command_line=flags, environ={})
-        build("proxy", ProxyConfig, table, values)
+        tls = build("proxy", ProxyConfig, table, values).tls
     else:
         table = engine_table(Role(role))
         values = resolve(table, command_line={"model": BOXED, **flags}, environ={})
         role_of(Role(role), str(values[ROLE].value))
         transfer = build("engine", EngineConfig, table, values).transfer
         check_settings(transfer.kv_connector, transfer.settings)
-        build("server", ServerConfig, table, values)
+        tls = build("server", ServerConfig, table, values).tls
     build("log", LogConfig, table, values)
+    require_tls(tls)
+    return tls
 
 
 def _words(flag: str, value: object) -> list[str]:

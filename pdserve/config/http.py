@@ -69,15 +69,79 @@ class HttpLimits(msgspec.Struct, frozen=True, kw_only=True):
         )
 
 
-class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """The HTTP side of one engine.
+class TlsConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """TLS of one process: what it shows of itself, and whom it believes. Files are PEM.
+
+    Attributes:
+        keyfile: Key of the certificate; empty if it stands in `certfile`.
+        certfile: What is shown to clients, and to servers that ask for it; with what stands
+            between it and the CA. Empty: HTTP without TLS.
+        ca_certs: CAs of others' certificates; empty believes the system's.
+        cert_reqs: Of clients: 0 wants no certificate, 1 checks those that are shown, 2 wants one.
+    """
+
+    keyfile: str = ""
+    certfile: str = ""
+    ca_certs: str = ""
+    cert_reqs: int = 0
+
+    def __post_init__(self) -> None:
+        require(
+            bool(self.certfile) or not self.keyfile,
+            "ssl-keyfile",
+            self.keyfile,
+            "it needs the certificate that it belongs to, --ssl-certfile",
+        )
+        require(
+            self.cert_reqs in (0, 1, 2),
+            "ssl-cert-reqs",
+            self.cert_reqs,
+            "use 0 (no certificate of clients), 1 (checked if there is one) or 2 (needed)",
+        )
+        require(
+            not self.cert_reqs or bool(self.certfile and self.ca_certs),
+            "ssl-cert-reqs",
+            self.cert_reqs,
+            "clients' certificates are checked where there is TLS (--ssl-certfile), and against "
+            "CAs that are named (--ssl-ca-certs)",
+        )
+
+
+class CorsConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """Which pages of other origins browsers let ask what is a client's; `*` stands for all.
+
+    Attributes:
+        allowed_methods, allowed_headers: What they may send.
+        allow_credentials: Whether browsers may add cookies.
+    """
+
+    allowed_origins: tuple[str, ...] = ("*",)
+    allowed_methods: tuple[str, ...] = ("*",)
+    allowed_headers: tuple[str, ...] = ("*",)
+    allow_credentials: bool = False
+
+    def __post_init__(self) -> None:
+        for origin in self.allowed_origins:
+            scheme, _, host = origin.partition("://")
+            is_origin = bool(scheme and host) and "/" not in host
+            require(
+                origin == "*" or is_origin,
+                "allowed-origins",
+                origin,
+                "write origins as https://chat.example.com, without a path, or * for all",
+            )
+
+
+class HttpConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """What the servers of engines and proxies have in common.
 
     Attributes:
         port: 0 takes a free one.
-        proxy_urls: Proxies to register with, and to leave on shutdown.
-        advertise_url: What to register as; empty means http://host:port.
-        shutdown_timeout_s: How long running requests may go on after SIGTERM.
         operator_keys: Open what only operators may ask; without any only this host may.
+        root_path: What a reverse proxy before this server leaves at the front of paths.
+        drain_delay_s: How long requests are still taken after SIGTERM, while `/readyz` says that
+            none are wanted: whoever sends them has to notice.
+        shutdown_timeout_s: How long running requests may go on then.
         limits: What its clients may take.
         accept_former_signatures: Whether engines and proxies of release 0.1 are believed, whose
             words may be sent again by whoever has heard them.
@@ -87,24 +151,48 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
     port: int = 8000
     api_keys: tuple[str, ...] = ()
     operator_keys: tuple[str, ...] = ()
-    proxy_urls: tuple[str, ...] = ()
-    advertise_url: str = ""
+    root_path: str = ""
+    tls: TlsConfig = TlsConfig()
+    cors: CorsConfig = CorsConfig()
+    drain_delay_s: float = 5.0
     shutdown_timeout_s: float = 30.0
     limits: HttpLimits = HttpLimits()
     accept_former_signatures: bool = False
 
     def __post_init__(self) -> None:
         require_port(self.port)
+        require_keys("api-key", self.api_keys)
+        require_keys("operator-key", self.operator_keys)
+        require(
+            not self.root_path or (self.root_path[0] == "/" and self.root_path[-1] != "/"),
+            "root-path",
+            self.root_path,
+            "write it as /models/llama, without a slash at its end",
+        )
+        require_not_negative("drain-delay", self.drain_delay_s)
+        require_not_negative("shutdown-timeout", self.shutdown_timeout_s)
+
+
+class ServerConfig(HttpConfig, frozen=True, kw_only=True):
+    """The HTTP side of one engine.
+
+    Attributes:
+        proxy_urls: Proxies to register with, and to leave on shutdown.
+        advertise_url: What to register as; empty means the address that is bound.
+    """
+
+    proxy_urls: tuple[str, ...] = ()
+    advertise_url: str = ""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
         for url in self.proxy_urls:
             require_url(url, "proxy")
         if self.advertise_url:
             require_url(self.advertise_url, "advertise-url")
-        require_keys("api-key", self.api_keys)
-        require_keys("operator-key", self.operator_keys)
-        require_not_negative("shutdown-timeout", self.shutdown_timeout_s)
 
 
-class ProxyConfig(msgspec.Struct, frozen=True, kw_only=True):
+class ProxyConfig(HttpConfig, frozen=True, kw_only=True):
     """The routing proxy. It holds no state that a restart would miss.
 
     Attributes:
@@ -118,21 +206,13 @@ class ProxyConfig(msgspec.Struct, frozen=True, kw_only=True):
         cb_failure_threshold: Failures in a row that open an engine's breaker.
         cb_timeout_s: How long it stays open before one request may try again.
         secret: The deployment's secret; engines that register must know it.
-        operator_keys: Open what only operators may ask; without any only this host may.
-        limits: What its clients may take.
-        accept_former_signatures: Whether engines and proxies of release 0.1 are believed, whose
-            words may be sent again by whoever has heard them.
     """
 
-    host: str = "127.0.0.1"
-    port: int = 8000
     prefill: tuple[str, ...] = ()
     decode: tuple[str, ...] = ()
     prefill_policy: str = "least_loaded"
     decode_policy: str = "least_loaded"
     kv_mode: KVTransfer = KVTransfer.AUTO
-    api_keys: tuple[str, ...] = ()
-    operator_keys: tuple[str, ...] = ()
     secret: str = ""
     max_concurrent_requests: int = 1024
     queue_size: int = 4096
@@ -143,14 +223,9 @@ class ProxyConfig(msgspec.Struct, frozen=True, kw_only=True):
     cb_timeout_s: float = 5.0
     health_check_interval_s: float = 1.0
     health_check_timeout_s: float = 2.0
-    shutdown_timeout_s: float = 30.0
-    limits: HttpLimits = HttpLimits()
-    accept_former_signatures: bool = False
 
     def __post_init__(self) -> None:
-        require_port(self.port)
-        require_keys("api-key", self.api_keys)
-        require_keys("operator-key", self.operator_keys)
+        super().__post_init__()
         for flag, urls in (("prefill", self.prefill), ("decode", self.decode)):
             for url in urls:
                 require_url(url, flag)
@@ -167,6 +242,5 @@ class ProxyConfig(msgspec.Struct, frozen=True, kw_only=True):
             ("queue-size", self.queue_size),
             ("retry-max-retries", self.retry_max_retries),
             ("cb-timeout-duration-secs", self.cb_timeout_s),
-            ("shutdown-timeout", self.shutdown_timeout_s),
         ):
             require_not_negative(flag, number)

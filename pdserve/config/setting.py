@@ -187,7 +187,8 @@ def parse(setting: Setting, raw: object) -> object:
         if int in typing.get_args(setting.annotation):
             parts = [p for i in items for p in (_parse_list(i) if isinstance(i, str) else [i])]
             return tuple(parse_int(str(part)) for part in parts)
-        return tuple(_text_of(item) for item in items)
+        is_json = len(items) == 1 and isinstance(items[0], str) and items[0].startswith("[")
+        return tuple(_text_of(item) for item in (_parse_list(items[0]) if is_json else items))
     if isinstance(raw, kind):
         return raw
     if not isinstance(raw, str):

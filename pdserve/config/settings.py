@@ -144,23 +144,36 @@ _ENGINE: Final = (
     ),
 )
 
+_HTTP: Final = (
+    ("host", "host", "ADDRESS", "address to bind"),
+    ("port", "port", "PORT", "0 takes a free one"),
+    ("api-key", "api_keys", "KEY", "keys that clients must send one of (rather as PDSERVE_API_KEY)"),
+    ("operator-key", "operator_keys", "KEY", "keys for /debug, /dashboard and /reset_prefix_cache (rather as PDSERVE_OPERATOR_KEY); without any, only this host may ask"),
+    ("root-path", "root_path", "PATH", "what a reverse proxy leaves at the front of paths, as /llm"),
+    ("ssl-keyfile", "tls.keyfile", "FILE", "key of the certificate, if it is not in --ssl-certfile"),
+    ("ssl-certfile", "tls.certfile", "FILE", "certificate to serve HTTPS with, and to show to servers that ask for one"),
+    ("ssl-ca-certs", "tls.ca_certs", "FILE", "CAs of clients, engines and proxies, in place of the system's"),
+    ("ssl-cert-reqs", "tls.cert_reqs", "N", "certificates of clients: 0 none, 1 checked if one is shown, 2 needed"),
+    ("allowed-origins", "cors.allowed_origins", "JSON", "origins whose pages may ask (CORS)"),
+    ("allowed-methods", "cors.allowed_methods", "JSON", "methods that they may use"),
+    ("allowed-headers", "cors.allowed_headers", "JSON", "headers that they may send"),
+    ("allow-credentials", "cors.allow_credentials", "", "browsers may send cookies along"),
+    ("drain-delay", "drain_delay_s", "SECONDS", "how long requests are still taken after SIGTERM, while /readyz says 503; Ctrl-C does not wait"),
+    ("shutdown-timeout", "shutdown_timeout_s", "SECONDS", "how long running requests may go on then, or after Ctrl-C"),
+    ("max-body-bytes", "limits.max_body_bytes", "BYTES", "larger request bodies get 413"),
+    ("body-memory-bytes", "limits.body_memory_bytes", "BYTES", "memory for the bodies of all requests; what does not fit gets 429; auto is 256 MiB, or 8 x the largest body"),
+    ("header-timeout", "limits.header_timeout_s", "SECONDS", "for the headers of a request to arrive"),
+    ("body-timeout", "limits.body_timeout_s", "SECONDS", "how long a request body may go without progress"),
+)
 _SERVER: Final = declare(
     "server",
     ServerConfig,
     "server",
     (
-        ("host", "host", "ADDRESS", "address to bind"),
-        ("port", "port", "PORT", "0 takes a free one"),
-        ("api-key", "api_keys", "KEY", "keys that clients must send one of (rather as PDSERVE_API_KEY)"),
-        ("operator-key", "operator_keys", "KEY", "keys for /debug, /dashboard and /reset_prefix_cache (rather as PDSERVE_OPERATOR_KEY); without any, only this host may ask"),
+        *_HTTP,
         ("proxy", "proxy_urls", "URL", "proxies to register with"),
-        ("advertise-url", "advertise_url", "URL", "what to register as; empty is http://host:port"),
+        ("advertise-url", "advertise_url", "URL", "what to register as; empty is http(s)://host:port"),
         ("accept-former-signatures", "accept_former_signatures", "", "believe proxies of release 0.1 that give leases back; while rolling only"),
-        ("shutdown-timeout", "shutdown_timeout_s", "SECONDS", "how long running requests may go on after SIGTERM or Ctrl-C"),
-        ("max-body-bytes", "limits.max_body_bytes", "BYTES", "larger request bodies get 413"),
-        ("body-memory-bytes", "limits.body_memory_bytes", "BYTES", "memory for the bodies of all requests; what does not fit gets 429; auto is 256 MiB, or 8 x the largest body"),
-        ("header-timeout", "limits.header_timeout_s", "SECONDS", "for the headers of a request to arrive"),
-        ("body-timeout", "limits.body_timeout_s", "SECONDS", "how long a request body may go without progress"),
     ),
 )
 
@@ -203,22 +216,7 @@ _PROXY: Final = (
             ("health-check-timeout-secs", "health_check_timeout_s", "SECONDS", "for its answer"),
         ),
     ),
-    *declare(
-        "proxy",
-        ProxyConfig,
-        "server",
-        (
-            ("host", "host", "ADDRESS", "address to bind"),
-            ("port", "port", "PORT", "0 takes a free one"),
-            ("api-key", "api_keys", "KEY", "keys that clients must send one of (rather as PDSERVE_API_KEY)"),
-            ("operator-key", "operator_keys", "KEY", "keys for /debug, /dashboard and /reset_prefix_cache (rather as PDSERVE_OPERATOR_KEY); without any, only this host may ask"),
-            ("shutdown-timeout", "shutdown_timeout_s", "SECONDS", "how long running requests may go on after SIGTERM or Ctrl-C"),
-            ("max-body-bytes", "limits.max_body_bytes", "BYTES", "larger request bodies get 413"),
-            ("body-memory-bytes", "limits.body_memory_bytes", "BYTES", "memory for the bodies of all requests; what does not fit gets 429; auto is 256 MiB, or 8 x the largest body"),
-            ("header-timeout", "limits.header_timeout_s", "SECONDS", "for the headers of a request to arrive"),
-            ("body-timeout", "limits.body_timeout_s", "SECONDS", "how long a request body may go without progress"),
-        ),
-    ),
+    *declare("proxy", ProxyConfig, "server", _HTTP),
 )
 
 # fmt: on
@@ -343,7 +341,8 @@ def up_table() -> Table:
             ),
             *(_below(role, item) for role, table in below.items() for item in table.shorthands),
         ),
-        {"model": BOXED, "kv-transfer-config.kv-connector": "nixl"},
+        # Who sends requests to children stops before they do.
+        {"model": BOXED, "kv-transfer-config.kv-connector": "nixl", "drain-delay": 0.0},
         translate.variable_readers(),
         absent_flags(),
     )

@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 
 _CLIENTS: Final = ("/v1/", "/tokenize", "/detokenize")
 _OPERATORS: Final = ("/debug/", "/dashboard", "/reset_prefix_cache")
+_PARTS: Final = "/pdserve/"
+"""What engines and proxies of one deployment ask of one another."""
 _FORWARDED: Final = (hdrs.FORWARDED, hdrs.X_FORWARDED_FOR)
 """Who sends one of these passes on what another host has asked."""
 
@@ -82,6 +84,11 @@ class Access:
                 "host may ask; start the server with one (PDSERVE_OPERATOR_KEY), and send it as "
                 "`Authorization: Bearer KEY`"
             )
+
+
+def is_clients(path: str) -> bool:
+    """Whether `path` is for clients: neither for operators alone, nor for other parts."""
+    return not path.startswith((*_OPERATORS, _PARTS))
 
 
 def _is_for_people(path: str) -> bool:

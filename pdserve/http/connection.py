@@ -7,19 +7,23 @@ refuse as plain text. Knows no path and no application.
 from __future__ import annotations
 
 import asyncio
+import errno
 import logging
 from typing import TYPE_CHECKING, Any
 
 from aiohttp import web
 
-from pdserve.errors import BadRequestError, PdserveError, RequestTimeoutError
+from pdserve.errors import BadRequestError, ConfigError, PdserveError, RequestTimeoutError
 from pdserve.http.answers import error_answer, error_body, refusal_of
+from pdserve.http.tls import server_context
 from pdserve.observe.log import log_event
 
 if TYPE_CHECKING:
     from aiohttp.abc import AbstractStreamWriter
     from aiohttp.http import RawRequestMessage
     from aiohttp.streams import StreamReader
+
+    from pdserve.config.http import HttpConfig
 
 _log = logging.getLogger(__name__)
 
@@ -130,22 +134,24 @@ class HttpListener(web.TCPSite):
 
     Args:
         runner: Its server handles the requests; it has been set up.
+        config: Address, TLS, limits, and what stands at the front of paths.
     """
 
-    __slots__ = ("_header_timeout_s",)
+    __slots__ = ("_config", "_is_leaving")
 
-    def __init__(
-        self, runner: web.AppRunner, host: str, port: int, *, header_timeout_s: float
-    ) -> None:
-        super().__init__(runner, host, port, backlog=BACKLOG)
-        self._header_timeout_s = header_timeout_s
+    def __init__(self, runner: web.AppRunner, config: HttpConfig) -> None:
+        super().__init__(runner, config.host, config.port, backlog=BACKLOG)
+        self._config = config
+        self._is_leaving = False
 
     async def start(self) -> None:
         """Accept connections.
 
         Raises:
-            OSError: The address cannot be bound.
+            ConfigError: The address cannot be bound, or a file of TLS cannot be used.
         """
+        config = self._config
+        tls = await asyncio.to_thread(server_context, config.tls)
         await web.BaseSite.start(self)
         server = self._runner.server
         assert server is not None
@@ -161,17 +167,59 @@ class HttpListener(web.TCPSite):
         ) -> web.BaseRequest:
             assert isinstance(protocol, ClientConnection)
             protocol.request_began()
-            return make_request(message, payload, protocol, writer, task)
+            return make_request(self._as_served(message), payload, protocol, writer, task)
+
+        header_timeout_s = config.limits.header_timeout_s
 
         def connect() -> ClientConnection:
             return ClientConnection(
-                server, header_timeout_s=self._header_timeout_s, loop=loop, access_log=None
+                server, header_timeout_s=header_timeout_s, loop=loop, access_log=None
             )
 
         server.request_factory = request_began
-        self._server = await loop.create_server(
-            connect, self._host, self._port, backlog=self._backlog
+        try:
+            self._server = await loop.create_server(
+                connect,
+                config.host,
+                config.port,
+                backlog=BACKLOG,
+                ssl=tls,
+                ssl_handshake_timeout=None if tls is None else header_timeout_s,
+            )
+        except OSError as error:
+            raise _bind_error(config.host, config.port, error) from error
+
+    @property
+    def url(self) -> str:
+        """Where it listens."""
+        host = self._config.host or "0.0.0.0"
+        port = self._runner.addresses[0][1]
+        scheme = "https" if self._config.tls.certfile else "http"
+        return f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}"
+
+    def leave(self) -> None:
+        """Close each connection behind its next answer, which says so."""
+        self._is_leaving = True
+
+    def _as_served(self, message: RawRequestMessage) -> RawRequestMessage:
+        """Return a request as if no reverse proxy stood before this server."""
+        root = self._config.root_path
+        path = message.url.raw_path
+        if root and path.startswith(f"{root}/"):
+            url = message.url.with_path(path.removeprefix(root), encoded=True, keep_query=True)
+            message = message._replace(url=url)
+        return message._replace(should_close=True) if self._is_leaving else message
+
+
+def _bind_error(host: str, port: int, error: OSError) -> ConfigError:
+    if error.errno == errno.EADDRINUSE:
+        return ConfigError(
+            f"port {port} on {host} is in use: choose another one with --port", param="port"
         )
+    return ConfigError(
+        f"cannot listen on {host}:{port} ({error.strerror or error}): see --host and --port",
+        param="host",
+    )
 
 
 def _raw_answer(error: PdserveError) -> bytes:

@@ -75,6 +75,7 @@ COMMON: Final = (
     Operation("post", "/detokenize", "Tokens as text", DetokenizeRequest, replies.Detokenized),
     Operation("get", "/metrics", "Prometheus' series", answer=_TEXT),
     Operation("get", "/version", "The version of pdserve", answer=replies.Version),
+    Operation("get", "/load", "How many requests run", answer=replies.ServerLoad),
     Operation("get", PATH, "This document", answer="application/json"),
     Operation(
         "post", "/reset_prefix_cache", "Forget cached prefixes", is_operators=True,
@@ -94,6 +95,8 @@ COMMON: Final = (
 PROXY: Final = (
     *COMMON,
     Operation("get", "/health", "Whether it is there"),
+    Operation("get", "/ping", "Whether it is there"),
+    Operation("post", "/ping", "Whether it is there"),
     Operation("get", "/livez", "Whether its event loop turns"),
     Operation("get", "/readyz", "Whether requests can be served", answer="application/json"),
     Operation("get", "/dashboard", "A page for people", answer=_HTML, is_operators=True),
@@ -104,6 +107,8 @@ PROXY: Final = (
 ENGINE: Final = (
     *COMMON,
     Operation("get", "/health", "Whether requests can be served", also=(503,)),
+    Operation("get", "/ping", "Whether requests can be served", also=(503,)),
+    Operation("post", "/ping", "Whether requests can be served", also=(503,)),
     Operation("get", "/livez", "Whether its event loop turns", answer=_TEXT),
     Operation("get", "/readyz", "Whether traffic is wanted", answer=_TEXT, also=(503,)),
     Operation("get", "/debug/clock", "Its clock", answer="application/json", is_operators=True),
@@ -115,12 +120,17 @@ ENGINE: Final = (
 
 @functools.cache
 def document(
-    title: str, operations: tuple[Operation, ...], *, without: tuple[str, ...] = ()
+    title: str,
+    operations: tuple[Operation, ...],
+    *,
+    without: tuple[str, ...] = (),
+    root_path: str = "",
 ) -> Mapping[str, Any]:
     """Return the document, the same one each time: it takes longer than all else of an app.
 
     Args:
         without: Fields of bodies that are not the client's to send.
+        root_path: What stands before the paths.
     """
     types = [each for one in operations for each in (one.body, one.answer) if _is_struct(each)]
     _, components = msgspec.json.schema_components(
@@ -138,6 +148,7 @@ def document(
     return {
         "openapi": "3.1.0",
         "info": {"title": title, "version": pdserve.__version__},
+        "servers": [{"url": root_path or "/"}],
         "paths": paths,
         "components": {
             "schemas": components,

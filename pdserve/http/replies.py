@@ -122,3 +122,13 @@ class Version(msgspec.Struct, frozen=True):
     """The answer of `/version`."""
 
     version: str
+
+
+class ServerLoad(msgspec.Struct, frozen=True):
+    """The answer of `/load`.
+
+    Attributes:
+        server_load: Requests for text that run. vLLM counts them where it is told to.
+    """
+
+    server_load: int

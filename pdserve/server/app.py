@@ -2,16 +2,15 @@
 
 It binds before the engine is ready, so that `/livez` and `/readyz` can tell the two apart;
 registers with proxies once it is; and on SIGTERM or SIGINT turns unready, leaves the
-proxies, lets running requests finish within the shutdown timeout, and ends the engine.
+proxies (where there are none: waits until others have noticed), lets running requests finish
+within the shutdown timeout, and ends the engine.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import errno
 import logging
-import signal
 from typing import TYPE_CHECKING
 
 from aiohttp import web
@@ -22,6 +21,8 @@ from pdserve.http.access import Access
 from pdserve.http.bodies import Bodies
 from pdserve.http.connection import HttpListener
 from pdserve.http.control import Verifier
+from pdserve.http.cors import let_pages_ask
+from pdserve.http.stopping import StopSignals, wait_for
 from pdserve.observe.clock import SystemClock
 from pdserve.observe.heap import keep_flat
 from pdserve.observe.log import log_event
@@ -44,8 +45,8 @@ from pdserve.wire.hop import (
 )
 
 if TYPE_CHECKING:
+    import signal
     from collections.abc import AsyncGenerator, Awaitable, Callable
-    from typing import Self
 
     from pdserve.config.http import ServerConfig
     from pdserve.config.schema import EngineConfig
@@ -103,6 +104,7 @@ def build_app(
     app.cleanup_ctx.append(_stats_log)
     app.cleanup_ctx.append(_text_work)
     app.on_response_prepare.append(_return_id)
+    let_pages_ask(app, server_config.cors)
     app.add_routes(
         [
             web.post("/v1/completions", completions.create_completion),
@@ -110,6 +112,9 @@ def build_app(
             web.get("/v1/models", status.list_models),
             web.get("/v1/models/{model:.+}", status.retrieve_model),
             web.get("/health", status.health),
+            web.get("/ping", status.health),
+            web.post("/ping", status.health),
+            web.get("/load", status.load),
             web.get("/livez", status.livez),
             web.get("/readyz", status.readyz),
             web.get("/metrics", status.metrics),
@@ -123,7 +128,11 @@ def build_app(
             web.post(RELEASE_PATH, status.release),
             web.get(INFO_PATH, status.info),
             web.post(REACH_PATH, reach),
-            openapi.route(openapi.document("pdserve engine", openapi.ENGINE)),
+            openapi.route(
+                openapi.document(
+                    "pdserve engine", openapi.ENGINE, root_path=server_config.root_path
+                )
+            ),
         ]
     )
     return app
@@ -145,7 +154,8 @@ async def run_server(
             that was named refuses the engine.
 
     Raises:
-        ConfigError: The address cannot be bound, or the model's text files are unusable.
+        ConfigError: The address cannot be bound, or files of TLS or of the model's text side
+            cannot be used.
         EngineDeadError: The engine ended by itself.
     """
     app = build_app(client, None, engine_config=engine_config, server_config=server_config)
@@ -158,11 +168,14 @@ async def run_server(
         shutdown_timeout=_CLOSE_TIMEOUT_S,
     )
     await runner.setup()
-    with _StopSignals() as stop:
+    with StopSignals() as stop:
         close_timeout_s = _CLOSE_TIMEOUT_S
         registration: Registrar | None = None
         try:
-            url = await _bind(runner, server_config)
+            _require_address(server_config)
+            listener = HttpListener(runner, server_config)
+            await listener.start()
+            url = listener.url
             await _until_ready(service, stop)
             if stop.first is None and client.info is not None:
                 # To look through what is there by now takes 10 ms, in which every stream waits.
@@ -172,6 +185,7 @@ async def run_server(
                     url=server_config.advertise_url or url,
                     info=client.info,
                     secret=engine_config.transfer.secret,
+                    tls=server_config.tls,
                 )
                 service.registration = registration
                 await registration.start()
@@ -179,12 +193,18 @@ async def run_server(
             if stop.first is None and client.dead_reason is None:
                 on_ready(url)
             await _until_stopped(service, stop)
-            service.draining = True
+            service.is_leaving = True
+            listener.leave()
             if stop.first is not None:  # what ends by itself is told by who runs this
                 log_event(_log, "shutting down", cause=stop.first.name, running=len(service.jobs))
             if registration is not None:
                 await registration.stop()
-            left_s = await _drain(service, stop, server_config.shutdown_timeout_s)
+            if not server_config.proxy_urls and service.not_ready_reason is None:
+                delay_s = stop.delay_s(server_config.drain_delay_s)
+                await _wait_while(lambda: True, service, stop, delay_s)
+            service.draining = True
+            timeout_s = server_config.shutdown_timeout_s
+            left_s = await _wait_while(lambda: bool(service.jobs), service, stop, timeout_s)
             close_timeout_s = max(close_timeout_s, left_s)
         finally:
             await _end_engine(client, stop, close_timeout_s)
@@ -194,98 +214,54 @@ async def run_server(
     return stop.first
 
 
-class _StopSignals:
-    """Counts SIGINT and SIGTERM while the block runs; the first asks, the second insists."""
+def _require_address(config: ServerConfig) -> None:
+    """Check that proxies can call back.
 
-    def __init__(self) -> None:
-        self.first: signal.Signals | None = None
-        self.asked = asyncio.Event()
-        self.insisted = asyncio.Event()
-
-    def __enter__(self) -> Self:
-        loop = asyncio.get_running_loop()
-        for number in (signal.SIGINT, signal.SIGTERM):
-            loop.add_signal_handler(number, self._receive, number)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        loop = asyncio.get_running_loop()
-        for number in (signal.SIGINT, signal.SIGTERM):
-            loop.remove_signal_handler(number)
-
-    def _receive(self, number: signal.Signals) -> None:
-        if self.first is None:
-            self.first = number
-            self.asked.set()
-        else:
-            self.insisted.set()
-
-
-async def _wait(event: asyncio.Event, seconds: float) -> None:
-    """Wait for `event`, but not longer than `seconds`."""
-    with contextlib.suppress(TimeoutError):
-        async with asyncio.timeout(seconds):
-            await event.wait()
-
-
-async def _bind(runner: web.AppRunner, config: ServerConfig) -> str:
-    """Listen; return the URL."""
+    Raises:
+        ConfigError: The settings do not say where.
+    """
     if config.proxy_urls and not config.advertise_url and config.host in ("0.0.0.0", "::", ""):
         raise ConfigError(
             f"--host is {config.host!r}, which proxies cannot call back: say where they reach "
             "this engine with --advertise-url",
             param="advertise-url",
         )
-    timeout_s = config.limits.header_timeout_s
-    site = HttpListener(runner, config.host, config.port, header_timeout_s=timeout_s)
-    try:
-        await site.start()
-    except OSError as error:
-        if error.errno == errno.EADDRINUSE:
-            raise ConfigError(
-                f"port {config.port} on {config.host} is in use: choose another with --port",
-                param="port",
-            ) from error
-        raise ConfigError(
-            f"cannot listen on {config.host}:{config.port}: {error.strerror or error}",
-            param="host",
-        ) from error
-    host, port = runner.addresses[0][:2]
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
-async def _until_ready(service: Service, stop: _StopSignals) -> None:
+async def _until_ready(service: Service, stop: StopSignals) -> None:
     """Wait for the text side and the engine, or for a reason not to."""
     service.text = await asyncio.to_thread(load_text, service.engine_config.model)
     while service.client.info is None and service.client.dead_reason is None and stop.first is None:
-        await _wait(stop.asked, _POLL_S / 5)
+        await wait_for(stop.asked, _POLL_S / 5)
 
 
-async def _until_taken(service: Service, registration: Registrar, stop: _StopSignals) -> None:
+async def _until_taken(service: Service, registration: Registrar, stop: StopSignals) -> None:
     """Wait until no proxy refuses the engine, of those that are there, or for a reason not to."""
     while not registration.is_settled and stop.first is None and service.client.dead_reason is None:
-        await _wait(stop.asked, _POLL_S / 5)
+        await wait_for(stop.asked, _POLL_S / 5)
 
 
-async def _until_stopped(service: Service, stop: _StopSignals) -> None:
+async def _until_stopped(service: Service, stop: StopSignals) -> None:
     while stop.first is None and service.client.dead_reason is None:
-        await _wait(stop.asked, _POLL_S)
+        await wait_for(stop.asked, _POLL_S)
 
 
-async def _drain(service: Service, stop: _StopSignals, timeout_s: float) -> float:
-    """Let running requests end; return the seconds that are left of `timeout_s`."""
+async def _wait_while(
+    is_wanted: Callable[[], bool], service: Service, stop: StopSignals, timeout_s: float
+) -> float:
+    """Let the engine go on while it is wanted, and can; return what is left of `timeout_s`."""
     deadline_s = service.clock.monotonic_s() + timeout_s
     while (
-        service.jobs
+        is_wanted()
         and not stop.insisted.is_set()
         and service.client.dead_reason is None
         and service.clock.monotonic_s() < deadline_s
     ):
-        await _wait(stop.insisted, _POLL_S / 5)
+        await wait_for(stop.insisted, _POLL_S / 5)
     return deadline_s - service.clock.monotonic_s()
 
 
-async def _end_engine(client: EngineClient, stop: _StopSignals, timeout_s: float) -> None:
+async def _end_engine(client: EngineClient, stop: StopSignals, timeout_s: float) -> None:
     """End the engine; it may use the time to settle KV leases that peers still read."""
     ending = asyncio.create_task(client.close(timeout_s=timeout_s))
     insisted = asyncio.create_task(stop.insisted.wait())

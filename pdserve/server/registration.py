@@ -15,7 +15,9 @@ from typing import TYPE_CHECKING, cast
 import aiohttp
 import msgspec
 
+from pdserve.config.http import TlsConfig
 from pdserve.http.control import Stamps, proof_headers
+from pdserve.http.tls import client_context
 from pdserve.observe.log import log_event
 from pdserve.wire.hop import NONCE_HEADER, REGISTER_PATH, Deregistration, Registration
 
@@ -28,6 +30,7 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 LEASE_S = 9.0
+_NO_TLS = TlsConfig()
 _TIMEOUT = aiohttp.ClientTimeout(total=3.0)
 _RETRY_S = 1.0
 _REPEAT_S = 30.0
@@ -44,6 +47,7 @@ class Registrar:
         url: Where proxies reach this engine.
         info: The engine's description.
         secret: The deployment's; empty signs nothing.
+        tls: What https proxies are asked with.
         lease_s: How long a proxy believes a registration.
     """
 
@@ -54,12 +58,14 @@ class Registrar:
         url: str,
         info: EngineInfo,
         secret: str,
+        tls: TlsConfig = _NO_TLS,
         lease_s: float = LEASE_S,
     ) -> None:
         self._proxy_urls = [proxy.rstrip("/") for proxy in proxy_urls]
         self._url = url
         self._info = info
         self._secret = secret
+        self._tls = tls
         self._stamps = Stamps(secrets.token_urlsafe(12))
         self._lease_s = lease_s
         self._session: aiohttp.ClientSession | None = None
@@ -79,8 +85,14 @@ class Registrar:
         return "; ".join(told) or None
 
     async def start(self) -> None:
-        """Begin to register; returns at once."""
-        self._session = aiohttp.ClientSession(timeout=_TIMEOUT)
+        """Begin to register.
+
+        Raises:
+            ConfigError: A file of TLS cannot be used.
+        """
+        context = await asyncio.to_thread(client_context, self._tls)
+        connector = aiohttp.TCPConnector(ssl=context)
+        self._session = aiohttp.ClientSession(timeout=_TIMEOUT, connector=connector)
         self._tasks = [
             asyncio.create_task(self._keep(proxy), name=f"register with {proxy}")
             for proxy in self._proxy_urls
@@ -129,6 +141,8 @@ class Registrar:
             if nonce is not None and self._stamps.learn(proxy, nonce):
                 status, answer, _ = await self._send(method, proxy, data)
             return status, None if status < 300 else _reason(status, answer)
+        except aiohttp.ClientSSLError as error:
+            return 0, f"its certificate is not believed, or ours: {error} (see --ssl-ca-certs)"
         except (aiohttp.ClientConnectorError, TimeoutError):
             return 0, "no answer there yet; asking again until there is one"
         except (aiohttp.ClientError, OSError) as error:

@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from pdserve.wire.request import EngineInfo
 
 _MAX_ID_CHARS = 128
+_LEAVING = "the server is shutting down"
 
 
 @dataclass(slots=True)
@@ -45,7 +46,8 @@ class Service:
     Attributes:
         text: None until it is loaded.
         created_s: Reported as the models' creation time.
-        draining: Set on shutdown: what runs goes on, nothing more is taken.
+        is_leaving: Set on shutdown: traffic is not wanted any more.
+        draining: Set after that: what runs goes on, nothing more is taken.
         jobs: Requests for text that are being answered.
         recent: Those that have ended.
         registration: Tells proxies of this engine, once it is ready, if any is named.
@@ -66,6 +68,7 @@ class Service:
     verifier: Verifier
     text: Text | None = None
     clock: Clock = field(default_factory=SystemClock)
+    is_leaving: bool = False
     draining: bool = False
     jobs: dict[int, TextRequest] = field(default_factory=dict)
     registration: Registrar | None = None
@@ -95,37 +98,35 @@ class Service:
         if self.client.stall_reason is not None:
             return self.client.stall_reason
         if self.draining:
-            return "the server is shutting down"
+            return _LEAVING
         if self.client.info is None or self.text is None:
             return "the engine is starting"
         return None
 
     @property
     def unready_reason(self) -> str | None:
-        """Why traffic is not to be sent here: it cannot be served, or a proxy refuses this engine.
+        """Why traffic is not to be sent here: it cannot be served, not for long, or is refused.
 
         A refused engine still serves who asks it itself. A proxy that does not answer is no
         reason: where it waits for ready engines, both would wait for ever.
         """
         refusal = self.registration.refusal if self.registration is not None else None
-        return self.not_ready_reason or refusal
+        return self.not_ready_reason or (_LEAVING if self.is_leaving else refusal)
 
     def resolve_model(self, name: str | None) -> str:
-        """Return the name to answer with.
+        """Return the name to answer with: the first, whichever was asked for, as vLLM does.
 
         Raises:
             NotFoundError: No such model here.
         """
-        if not name:
-            return self.model_names[0]
-        if name not in self.model_names:
+        if name and name not in self.model_names:
             known = ", ".join(self.model_names)
             raise NotFoundError(
                 f"the model {name!r} does not exist here; this server has: {known}",
                 param="model",
                 code="model_not_found",
             )
-        return name
+        return self.model_names[0]
 
     def require_ready(self) -> tuple[Text, EngineInfo]:
         """Return the text side and the engine's description.

@@ -11,6 +11,7 @@ import pdserve
 from pdserve.errors import BadRequestError
 from pdserve.http.answers import json_answer
 from pdserve.http.protocol import DetokenizeRequest, TokenizeRequest, parse_body
+from pdserve.http.replies import ServerLoad
 from pdserve.observe.metrics import CONTENT_TYPE
 from pdserve.server.chat import render_chat
 from pdserve.server.sampling import check_token_ids
@@ -30,6 +31,11 @@ async def health(request: web.Request) -> web.Response:
     """200 while requests can be served."""
     ready = request.app[SERVICE].not_ready_reason is None
     return web.Response(status=200 if ready else 503)
+
+
+async def load(request: web.Request) -> web.Response:
+    """How many requests for text run, in vLLM's shape."""
+    return json_answer(ServerLoad(len(request.app[SERVICE].jobs)))
 
 
 async def livez(request: web.Request) -> web.Response:
@@ -69,7 +75,8 @@ async def list_models(request: web.Request) -> web.Response:
 async def retrieve_model(request: web.Request) -> web.Response:
     """One of them."""
     service = request.app[SERVICE]
-    name = service.resolve_model(request.match_info["model"])
+    name = request.match_info["model"]
+    service.resolve_model(name)
     return json_answer(_model_object(service, name))
 
 

@@ -581,7 +581,7 @@ function lost(why) {
 async function ask() {
   const stop = new AbortController(), timer = setTimeout(() => stop.abort(), TIMEOUT_MS);
   try {
-    const response = await fetch("/dashboard/data", { signal: stop.signal, cache: "no-store" });
+    const response = await fetch("dashboard/data", { signal: stop.signal, cache: "no-store" });
     if (response.status === 401) return lost("The proxy does not take this key any more: reload the page to give another one.");
     if (!response.ok) return lost(`The proxy answers ${response.status}.`);
     take(await response.json());

@@ -230,6 +230,13 @@ ROWS = (
         ("test_the_proxy_dies_and_a_restart_knows_its_pools_again",),
     ),
     Row(
+        "proxy gets SIGTERM",
+        "nothing, if it comes by another proxy from then on",
+        "`/readyz` says 503, but requests are taken for `--drain-delay`, each as its connection's "
+        "last; then no connections are, and what runs may end within `--shutdown-timeout`.",
+        ("test_every_process_is_restarted_in_turn_at_20_requests_a_second_and_none_fails",),
+    ),
+    Row(
         "engine gets SIGTERM",
         "nothing",
         "It is not ready any more, ends what it has within `--shutdown-timeout` and leaves; the "

@@ -7,14 +7,20 @@ processes are started by the same commands.
 from __future__ import annotations
 
 import io
+import itertools
 import json
 import subprocess
 import tarfile
 import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import httpx
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 RELEASE = "d0043bb"
 """0.1, which spoke protocol 1."""
@@ -69,6 +75,82 @@ def complete(url: str, index: int, *, stream: bool, num_tokens: int = 24) -> lis
             for choice in event["choices"]:
                 tokens += choice["token_ids"] or []
     return tokens
+
+
+class Balancer:
+    """A load balancer's part: sends requests to proxies that say that they are ready.
+
+    It sends a request once. A request that fails has failed.
+    """
+
+    def __init__(self, urls: Sequence[str], interval_s: float = 0.2) -> None:
+        self._urls = list(urls)
+        self._interval_s = interval_s
+        self._turn = itertools.count()
+        self._ready: list[str] = []
+        self._is_over = threading.Event()
+        self._thread = threading.Thread(target=self._look, daemon=True)
+        self._thread.start()
+
+    def url(self) -> str:
+        """Whom the next request goes to."""
+        ready = self._ready or self._urls
+        return ready[next(self._turn) % len(ready)]
+
+    def end(self) -> None:
+        """Look no more."""
+        self._is_over.set()
+        self._thread.join()
+
+    def _look(self) -> None:
+        while not self._is_over.wait(self._interval_s):
+            self._ready = [url for url in self._urls if _is_ready(url)]
+
+
+def _is_ready(url: str) -> bool:
+    try:
+        return httpx.get(f"{url}/readyz", timeout=1.0, verify=False).status_code == 200
+    except httpx.HTTPError:
+        return False
+
+
+class SteadyLoad:
+    """Requests at a rate, whatever becomes of those before.
+
+    Attributes:
+        answers: (prompt's index, tokens or an error), as they came.
+    """
+
+    def __init__(self, balancer: Balancer, *, rate: float, num_tokens: int) -> None:
+        self.answers: list[tuple[int, list[int] | str]] = []
+        self._balancer = balancer
+        self._num_tokens = num_tokens
+        self._is_over = threading.Event()
+        self._pool = ThreadPoolExecutor(64)
+        self._thread = threading.Thread(target=self._send, args=(1 / rate,), daemon=True)
+        self._thread.start()
+
+    def end(self) -> None:
+        """Let every request have its answer."""
+        self._is_over.set()
+        self._thread.join()
+        self._pool.shutdown()
+
+    def _send(self, gap_s: float) -> None:
+        due_s = time.monotonic()
+        for turn in itertools.count():
+            due_s += gap_s
+            if self._is_over.wait(max(0.0, due_s - time.monotonic())):
+                return
+            self._pool.submit(self._ask, turn)
+
+    def _ask(self, turn: int) -> None:
+        index, url = turn % NUM_PROMPTS, self._balancer.url()
+        try:
+            found = complete(url, index, stream=turn % 3 != 0, num_tokens=self._num_tokens)
+        except httpx.HTTPError as error:
+            found = f"{url}: {error!r}"
+        self.answers.append((index, found))
 
 
 class Load:

@@ -11,7 +11,15 @@ from typing import TYPE_CHECKING
 import pytest
 from safetensors.torch import load_file, save_file
 
-from tests.chaos.rolling import NUM_PROMPTS, Load, complete, release_tree
+from tests.chaos.rolling import (
+    NUM_PROMPTS,
+    Balancer,
+    Load,
+    SteadyLoad,
+    complete,
+    release_tree,
+)
+from tests.cli.process import free_ports
 from tests.e2e.deployment import Deployment
 from tests.tiny_models import write_tiny_model
 
@@ -24,6 +32,8 @@ pytestmark = [pytest.mark.chaos, pytest.mark.timeout(500)]
 VERSIONS = ("old", "new")
 ENGINE = ("--port", "0", "--num-threads", "1", "--dtype", "float32", "--max-num-seqs", "32")
 SMALL = ("--kv-cache-memory-bytes", "64MiB", "--served-model-name", "tiny")
+NOTICED = ("--drain-delay", "2")
+"""How long a load balancer that looks every 0.2 s may take, and more."""
 OFTEN = ("--port", "0", "--health-check-interval-secs", "0.3")
 
 
@@ -162,3 +172,47 @@ def test_weights_are_rolled_behind_one_proxy_under_load(tmp_path: Path) -> None:
     assert kinds[-4:] == ["v2"] * 4
     assert pushed > 0
     assert "handoff_refused" not in log
+
+
+def test_every_process_is_restarted_in_turn_at_20_requests_a_second_and_none_fails(
+    model_of: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """Two of each role; a load balancer stands before the proxies, and engines know both."""
+    ports = dict(zip(("proxy-0", "proxy-1"), free_ports(2), strict=True))
+    urls = [f"http://127.0.0.1:{port}" for port in ports.values()]
+    names = [*(f"{kind}-{n}" for kind in ("prefill", "decode") for n in range(2)), *ports]
+    with deployment(tmp_path / "logs") as started:
+
+        def start(name: str) -> None:
+            if name in ports:
+                started.start(name, "proxy", *OFTEN[2:], "--port", str(ports[name]), *NOTICED)
+            else:
+                kind = name.partition("-")[0]
+                words = (*ENGINE, *SMALL, "--proxy", *urls)
+                started.start(name, kind, str(model_of("llama")), *words)
+            started.wait(name)
+
+        def until_all_are_known() -> None:
+            for name in ports:
+                started.wait_routable(2, 2, proxy=name)
+
+        for name in reversed(names):
+            start(name)
+        until_all_are_known()
+        balancer = Balancer(urls)
+        load = SteadyLoad(balancer, rate=20.0, num_tokens=16)
+        for name in names:
+            process = started.processes[name].popen
+            process.send_signal(signal.SIGTERM)
+            assert process.wait(60) == 0, started.processes[name].log
+            start(name)
+            until_all_are_known()
+        load.end()
+        balancer.end()
+        expected = [
+            complete(urls[0], index, stream=False, num_tokens=16) for index in range(NUM_PROMPTS)
+        ]
+    failed = [(index, found) for index, found in load.answers if found != expected[index]]
+    print(f"{len(load.answers)} requests, {len(failed)} failed; restarted: {', '.join(names)}")
+    assert len(load.answers) > 200
+    assert not failed, f"{len(failed)} of {len(load.answers)}: {failed[:5]}"

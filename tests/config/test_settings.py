@@ -188,6 +188,10 @@ def test_one_policy_sets_both_and_either_may_differ() -> None:
         ("proxy", ("127.0.0.1:8000",)),
         ("shutdown-timeout", -1),
         ("shutdown-timeout", "nan"),
+        ("drain-delay", -1),
+        ("root-path", "llm"),
+        ("root-path", "/llm/"),
+        ("allowed-origins", ("chat.example.com",)),
         ("api-key", ("right", "")),
     ],
 )

@@ -24,7 +24,7 @@ import psutil
 # Of a dozen ranks on two busy cores; a quiet machine takes a few seconds.
 READY_TIMEOUT_S = 180.0
 END_TIMEOUT_S = 60.0
-_READY = re.compile(r"(?:ready url=|Listening on )(http://[^\s(]+)")
+_READY = re.compile(r"(?:ready url=|Listening on )(https?://[^\s(]+)")
 
 
 @dataclass
@@ -88,6 +88,7 @@ class Deployment:
                 env={
                     **os.environ,
                     "PDSERVE_SECRET": self.secret,
+                    "PDSERVE_DRAIN_DELAY": "0",
                     "OMP_NUM_THREADS": "1",
                     **({} if tree is None else {"PYTHONPATH": str(tree)}),
                     **(env or {}),
@@ -109,11 +110,13 @@ class Deployment:
                 time.sleep(0.05)
             process.url = found.group(1)
 
-    def wait_routable(self, num_prefill: int = 1, num_decode: int = 1) -> None:
-        """Wait until the proxy sees so many ready engines."""
+    def wait_routable(
+        self, num_prefill: int = 1, num_decode: int = 1, *, proxy: str = "proxy"
+    ) -> None:
+        """Wait until a proxy sees so many ready engines."""
         deadline = time.monotonic() + READY_TIMEOUT_S
         while time.monotonic() < deadline:
-            backends = self.metrics("proxy")
+            backends = self.metrics(proxy)
             ready = {
                 role: sum(
                     value
@@ -127,7 +130,7 @@ class Deployment:
             if ready["prefill"] >= num_prefill and ready["decode"] >= num_decode:
                 return
             time.sleep(0.05)
-        raise AssertionError(f"the proxy sees too few engines:\n{self.processes['proxy'].log}")
+        raise AssertionError(f"the proxy sees too few engines:\n{self.processes[proxy].log}")
 
     def url(self, name: str) -> str:
         """Base URL of a process."""

@@ -53,6 +53,20 @@ async def test_models_of_all_engines_are_listed_once(stack):
     assert b'"max_model_len":2048' in body
 
 
+async def test_load_is_the_number_of_requests_that_run_in_vllms_shape(make_stack):
+    engine = ScriptedEngine("decode")
+    stack = await make_stack([], [engine])
+    assert await stack.get("/load") == {"server_load": 0}
+    engine.gate.clear()
+    request = asyncio.create_task(stack.stream())
+    await until(lambda: len(engine.calls) == 1)
+    assert await stack.get("/load") == {"server_load": 1}
+    engine.gate.set()
+    await request
+    await until(lambda: stack.proxy.live.is_idle.is_set())
+    assert await stack.get("/load") == {"server_load": 0}
+
+
 async def test_one_model_can_be_asked_for(stack):
     assert (await get(stack, "/v1/models/tiny"))[0] == 200
     async with stack.client.get(f"{stack.url}/v1/models/no/such") as response:
@@ -363,12 +377,32 @@ async def test_a_port_in_use_is_named_with_its_flag():
             await run_proxy(ProxyConfig(port=port), on_ready=lambda url: None)
 
 
+async def statuses(client: aiohttp.ClientSession, url: str) -> tuple[int, int]:
+    """What a request for one token gets, and what is said of readiness."""
+    body = {"prompt": "hi", "max_tokens": 1}
+    async with client.post(f"{url}/v1/completions", json=body) as response:
+        assert response.headers["Connection"] == "close"
+    async with client.get(f"{url}/readyz") as ready:
+        assert ready.headers["Connection"] == "close"
+    return response.status, ready.status
+
+
+async def until_nobody_listens(client: aiohttp.ClientSession, url: str) -> None:
+    async with asyncio.timeout(20.0):
+        while True:
+            try:
+                async with client.get(f"{url}/livez"):
+                    await asyncio.sleep(0.005)
+            except aiohttp.ClientError:
+                return
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-async def test_a_signal_lets_what_runs_finish_and_takes_nothing_more(number, started):
+async def test_a_signal_lets_what_runs_finish_and_sigterm_takes_more_for_a_while(number, started):
     engine = await started("decode")
     engine.gate.clear()
     ready: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-    config = ProxyConfig(port=0, decode=(engine.url,), shutdown_timeout_s=5.0)
+    config = ProxyConfig(port=0, decode=(engine.url,), shutdown_timeout_s=5.0, drain_delay_s=1.0)
     running = asyncio.create_task(run_proxy(config, on_ready=ready.set_result))
     url = await ready
     body = {"prompt": "hi", "seed": 3, "max_tokens": 4, "stream": True}
@@ -378,14 +412,34 @@ async def test_a_signal_lets_what_runs_finish_and_takes_nothing_more(number, sta
     ):
         os.kill(os.getpid(), number)
         await asyncio.sleep(0.02)
-        async with client.get(f"{url}/readyz") as late:
-            assert late.status == 503
-        async with client.post(f"{url}/v1/completions", json=body) as late:
-            assert late.status == 503
-            assert "Retry-After" in late.headers
+        if number is signal.SIGTERM:
+            assert await statuses(client, url) == (200, 503)
+        await until_nobody_listens(client, url)
+        assert not running.done()
         engine.gate.set()
         assert text_in(await response.read()) == text_of(3, 4)
     assert await asyncio.wait_for(running, 20) is number
+
+
+async def test_what_comes_over_an_open_connection_is_served_as_its_last(started):
+    engine = await started("decode")
+    ready: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+    config = ProxyConfig(port=0, decode=(engine.url,), shutdown_timeout_s=20.0)
+    running = asyncio.create_task(run_proxy(config, on_ready=ready.set_result))
+    url = await ready
+    engine.gate.clear()
+    async with aiohttp.ClientSession() as client, aiohttp.ClientSession() as other:
+        async with client.get(f"{url}/livez"):
+            pass
+        body = {"prompt": "hi", "seed": 3, "max_tokens": 4, "stream": True}
+        async with other.post(f"{url}/v1/completions", json=body) as response:
+            os.kill(os.getpid(), signal.SIGINT)
+            await until_nobody_listens(other, url)
+            async with client.get(f"{url}/readyz") as late:
+                assert (late.status, late.headers["Connection"]) == (503, "close")
+            engine.gate.set()
+            assert text_in(await response.read()) == text_of(3, 4)
+    await asyncio.wait_for(running, 20)
 
 
 async def test_a_second_signal_cuts_off_what_runs(started):

@@ -160,5 +160,7 @@ async def test_a_proxy_that_shuts_down_says_so_and_one_that_fails_too(make_stack
 
     monkeypatch.setattr(stack.proxy.admission, "place", broken)
     assert await stack.refused() == (500, "internal_error")
-    stack.proxy.live.is_closed = True
-    assert await stack.refused() == (503, "shutting_down")
+    stack.proxy.live.is_leaving = True
+    async with stack.client.get(f"{stack.url}/readyz") as response:
+        told = (await response.json())["error"]
+    assert (response.status, told["code"]) == (503, "shutting_down")

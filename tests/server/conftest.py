@@ -126,13 +126,12 @@ async def serving(
             scheduler=SchedulerConfig(policy=policy),
             transfer=TransferConfig(secret=secret),
         ),
-        server_config=ServerConfig(**server),
+        server_config=ServerConfig(**{"port": 0} | server),
         clock=clock or SystemClock(),
     )
     runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.1)
     await runner.setup()
-    timeout_s = app[SERVICE].server_config.limits.header_timeout_s
-    await HttpListener(runner, "127.0.0.1", 0, header_timeout_s=timeout_s).start()
+    await HttpListener(runner, app[SERVICE].server_config).start()
     host, port = runner.addresses[0]
     try:
         async with aiohttp.ClientSession() as session:

@@ -36,14 +36,15 @@ class Running:
         self.ready: list[str] = []
         with socket.create_server(("127.0.0.1", 0)) as probe:
             self.port = probe.getsockname()[1]
-        self.url = f"http://127.0.0.1:{self.port}"
+        scheme = "https" if "tls" in server and server["tls"].certfile else "http"
+        self.url = f"{scheme}://127.0.0.1:{self.port}"
         self.task = asyncio.create_task(
             run_server(
                 engine,
                 engine_config=EngineConfig(
                     model=ModelConfig(model=str(model_dir)), transfer=TransferConfig(secret=secret)
                 ),
-                server_config=ServerConfig(port=self.port, **server),
+                server_config=ServerConfig(**{"port": self.port, "drain_delay_s": 0.0} | server),
                 on_ready=self.ready.append,
             )
         )
@@ -113,6 +114,38 @@ async def test_what_runs_at_sigterm_may_finish_and_nothing_more_is_taken(text, m
     assert not running.task.done()
     assert len(events(await client)) == 15
     assert await running.task is signal.SIGTERM
+
+
+async def test_after_sigterm_requests_are_taken_until_others_have_noticed(text, model_dir):
+    running = Running(model_dir, make_engine(text), drain_delay_s=100.0)
+    await running.until_ready()
+    terminate()
+    await eventually(running.url + "/readyz", 503)
+    async with aiohttp.ClientSession() as session:
+        async with session.post(running.url + "/v1/completions", json={"prompt": "x"}) as response:
+            assert response.status == 200
+            assert response.headers["Connection"] == "close"
+    assert await get(running.url + "/health") == 200
+    assert not running.task.done()
+    terminate()
+    assert await running.task is signal.SIGTERM
+
+
+async def test_nobody_waits_for_others_to_notice_after_ctrl_c_or_a_second_signal(text, model_dir):
+    for numbers in ((signal.SIGINT,), (signal.SIGTERM, signal.SIGTERM)):
+        running = Running(model_dir, make_engine(text), drain_delay_s=100.0)
+        await running.until_ready()
+        for number in numbers:
+            os.kill(os.getpid(), number)
+            await until_unready(running)
+        async with asyncio.timeout(30.0):
+            assert await running.task is numbers[0]
+
+
+async def until_unready(running: Running) -> None:
+    async with asyncio.timeout(30.0):
+        while await get(running.url + "/readyz") == 200:
+            await asyncio.sleep(0.005)
 
 
 async def test_what_has_not_finished_in_time_ends_with_an_error_event(text, model_dir):
@@ -253,6 +286,16 @@ async def test_an_engine_leaves_its_proxies_before_it_refuses(text, model_dir):
         await running.task
 
 
+async def test_an_engine_that_has_told_its_proxies_does_not_wait_for_them(text, model_dir):
+    proxy = Proxy()
+    async with proxy.listening() as url:
+        running = Running(model_dir, make_engine(text), proxy_urls=(url,), drain_delay_s=100.0)
+        await running.until_ready()
+        terminate()
+        async with asyncio.timeout(30.0):
+            await running.task
+
+
 async def test_a_proxy_that_comes_later_learns_of_the_engine(text, model_dir, monkeypatch, caplog):
     monkeypatch.setattr(registration, "_RETRY_S", 0.05)
     caplog.set_level(logging.INFO, logger="pdserve.server.registration")
@@ -272,7 +315,8 @@ async def test_a_proxy_that_comes_later_learns_of_the_engine(text, model_dir, mo
         assert proxy.calls[0][1]["url"] == "http://engine.example:1"
         terminate()
         await running.task
-    logged = [record.getMessage().split(" proxy=")[0] for record in caplog.records]
+    told = [each.getMessage() for each in caplog.records if each.name == registration.__name__]
+    logged = [line.split(" proxy=")[0] for line in told]
     assert logged == ["registration failed", "registered"]
 
 

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
 import re
@@ -13,7 +14,7 @@ from pdserve.connectors.side_channel.frames import Fault
 from pdserve.server.metrics import KV_FAULTS, ServerMetrics
 from pdserve.wire.transfer import LoadFailure
 from tests.cli.process import ROOT
-from tests.server.conftest import make_engine, scripted, serving
+from tests.server.conftest import make_engine, scripted, serving, until
 
 FROM_THE_START = {
     "vllm:num_requests_running",
@@ -113,6 +114,25 @@ async def test_models_are_listed_with_root_and_length(server):
     _, body = await server.get("/v1/models")
     [model] = json.loads(body)["data"]
     assert (model["id"], model["root"], model["max_model_len"]) == ("tiny", "tiny", 2048)
+
+
+async def test_every_name_is_answered_under_the_first(text):
+    """As vLLM does, and as it documents --served-model-name."""
+    async with serving(text, make_engine(text), served_model_name=("org/tiny", "t")) as server:
+        for name in ("org/tiny", "t"):
+            answer = await server.ok("/v1/completions", {"prompt": "The", "model": name})
+            assert answer["model"] == "org/tiny"
+
+
+async def test_load_is_the_number_of_requests_that_run_in_vllms_shape(text):
+    async with serving(text, make_engine(text, step_s=0.2)) as server:
+        assert json.loads((await server.get("/load"))[1]) == {"server_load": 0}
+        request = asyncio.create_task(server.ok("/v1/completions", {"prompt": "The"}))
+        await until(lambda: bool(server.engine.running))
+        assert json.loads((await server.get("/load"))[1]) == {"server_load": 1}
+        request.cancel()
+        await until(lambda: not server.service.jobs)
+        assert json.loads((await server.get("/load"))[1]) == {"server_load": 0}
 
 
 async def test_one_model_can_be_asked_for(text):

@@ -15,7 +15,9 @@ SAME: Final = """
     distributed-executor-backend block-size kv-cache-memory-bytes num-gpu-blocks-override
     gpu-memory-utilization enable-prefix-caching max-num-seqs max-num-batched-tokens
     enable-chunked-prefill long-prefill-token-threshold scheduling-policy kv-transfer-config
-    kv-events-config host port api-key shutdown-timeout config
+    kv-events-config host port api-key shutdown-timeout config root-path
+    ssl-keyfile ssl-certfile ssl-ca-certs ssl-cert-reqs
+    allowed-origins allowed-methods allowed-headers allow-credentials
 """
 
 DIFFERENCES: Final = {
@@ -28,7 +30,8 @@ DIFFERENCES: Final = {
     "kv-transfer-config": "connectors and keys: see below",
     "load-format": "auto, safetensors or dummy; vLLM's hf is auto",
     "max-model-len": "vLLM's -1 is auto",
-    "shutdown-timeout": "30 seconds without it; vLLM ends at once",
+    "ssl-ca-certs": "proxies and engines are believed by it, too",
+    "shutdown-timeout": "after --drain-delay; 30 seconds without it; vLLM ends at once",
 }
 """What a flag of the same name takes or does otherwise."""
 
@@ -98,6 +101,7 @@ NO_EFFECT: Final = {
     "enable-log-deltas": "outputs are never logged",
     "enable-prompt-tokens-details": "usage always says how many prompt tokens were cached",
     "enable-request-id-headers": "X-Request-Id is always taken, returned and passed on",
+    "enable-server-load-tracking": "/load always says how many requests run",
     "enforce-eager": "nothing is compiled or captured on CPUs; on CUDA steps stay graphs",
     "exclude-tools-when-tool-choice-none": "tools are then always left out of the prompt",
     "fail-on-environ-validation": "variables that mean nothing are said at the start",
@@ -311,12 +315,8 @@ ABSENT: Final = {
     "requests pass no foreign code: put a gateway in front": """
         middleware
     """,
-    "put a gateway in front that ends TLS, or answers other origins": """
-        ssl-keyfile ssl-certfile ssl-ca-certs ssl-cert-reqs ssl-ciphers enable-ssl-refresh
-        allowed-origins allow-credentials allowed-methods allowed-headers root-path
-    """,
-    "`/metrics` says how many requests run and wait": """
-        enable-server-load-tracking
+    "TLS has OpenSSL's ciphers, and files are read at start: restart, which loses no request": """
+        ssl-ciphers enable-ssl-refresh
     """,
 }
 """Reasons, and the flags that are not here for them."""

@@ -1,0 +1,53 @@
+"""How a server is asked to end: by whom, and how urgently.
+
+SIGTERM comes from a machine that also tells others that this server goes, which takes them a
+moment; SIGINT from a person who waits.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import signal
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from typing import Self
+
+
+class StopSignals:
+    """Counts SIGINT and SIGTERM while the block runs; the first asks, the second insists."""
+
+    def __init__(self) -> None:
+        self.first: signal.Signals | None = None
+        self.asked = asyncio.Event()
+        self.insisted = asyncio.Event()
+
+    def __enter__(self) -> Self:
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(number, self._receive, number)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.remove_signal_handler(number)
+
+    def delay_s(self, configured_s: float) -> float:
+        """How long requests are still to be taken: those who send them learn it elsewhere."""
+        return configured_s if self.first is signal.SIGTERM else 0.0
+
+    def _receive(self, number: signal.Signals) -> None:
+        if self.first is None:
+            self.first = number
+            self.asked.set()
+        else:
+            self.insisted.set()
+
+
+async def wait_for(event: asyncio.Event, seconds: float) -> None:
+    """Wait for `event`, but not longer than `seconds`."""
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(seconds):
+            await event.wait()
