@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Final, TypeAlias
 
 import pdserve
-from pdserve.commands.announce import tell_failure
+from pdserve.commands.announce import tell_failure, tell_note
 from pdserve.commands.catalogue import COMMANDS, FAMILIES, Command
 from pdserve.commands.exit_codes import (
     EXIT_CONFIG,
@@ -80,11 +80,12 @@ def main(argv: Sequence[str] | None = None) -> int:
                 f"MODEL is missing: pdserve {name} MODEL, where MODEL is a directory in Hugging "
                 "Face format, or the word boxed for the model that comes with pdserve"
             )
-        others = [each.table() for each in COMMANDS]
-        for unknown in unknown_variables(table, others, os.environ):
-            print(f"pdserve: warning: {unknown}", file=sys.stderr)
-        for line in table.notes(resolved) + (unread(os.environ) if table.absent else []):
-            print(f"pdserve: {line}", file=sys.stderr)
+        if command.logs:
+            from pdserve.commands.running import start_logging
+
+            start_logging(name, table, resolved)
+        for note in _notes(table, resolved):
+            tell_note(note)
         module, function = command.target.split(":")
         run: Callable[[Table, Mapping[str, Resolved]], int] = getattr(
             importlib.import_module(module), function
@@ -97,6 +98,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         return EXIT_PEER if isinstance(error, PeerError) else EXIT_FAILED
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
+
+
+def _notes(table: Table, resolved: Mapping[str, Resolved]) -> list[str]:
+    """Return a sentence for whatever somebody set without effect."""
+    others = [each.table() for each in COMMANDS]
+    ours = unknown_variables(table, others, os.environ)
+    return [*ours, *table.notes(resolved), *(unread(os.environ) if table.absent else ())]
 
 
 def _require_command(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> None:

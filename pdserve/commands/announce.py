@@ -56,6 +56,14 @@ def log_start(command: str, resolved: Mapping[str, Resolved]) -> None:
     _log.info(LogEvent("start", fields, text))
 
 
+def tell_note(text: str) -> None:
+    """Say that something was set without effect: in the command's log, or on stderr alone."""
+    if logging.getLogger("pdserve").handlers:
+        _log.warning("%s", text)
+    else:
+        print(f"pdserve: {text}", file=sys.stderr)
+
+
 def tell_failure(command: str, error: PdserveError) -> None:
     """Say once why a command ends: in its log, if it has one, else on stderr alone."""
     if not logging.getLogger("pdserve").handlers:

@@ -49,6 +49,11 @@ class Command:
         return "MODEL" in self.positional
 
     @property
+    def logs(self) -> bool:
+        """Whether it serves, and so has a log."""
+        return self.name in ("prefill", "decode", "serve", "proxy")
+
+    @property
     def family(self) -> str:
         """The first of two words; empty if the name is one."""
         return self.name.rpartition(" ")[0]

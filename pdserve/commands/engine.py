@@ -13,7 +13,7 @@ import msgspec
 from pdserve.commands.announce import START, program
 from pdserve.commands.kv_host import kv_host
 from pdserve.commands.model_directory import model_directory
-from pdserve.commands.running import exit_code, require_free, require_tls, start_logging
+from pdserve.commands.running import exit_code, require_free, require_tls
 from pdserve.config.connectors import check_settings
 from pdserve.config.http import ServerConfig
 from pdserve.config.load import Resolved, Source, Table, build
@@ -29,8 +29,6 @@ log = logging.getLogger("pdserve.engine")
 
 _PROGRESS_INTERVAL_S = 1.0
 _KV_HOST = "kv-transfer-config.host"
-
-_COMMAND = {Role.PREFILL: "prefill", Role.DECODE: "decode", Role.BOTH: "serve"}
 
 
 def run_prefill(table: Table, resolved: Mapping[str, Resolved]) -> int:
@@ -49,7 +47,6 @@ def run_serve(table: Table, resolved: Mapping[str, Resolved]) -> int:
 
 
 def _run(role: Role, table: Table, resolved: Mapping[str, Resolved]) -> int:
-    start_logging(_COMMAND[role], table, resolved)
     engine = engine_config(role_of(role, str(resolved[ROLE].value)), table, resolved)
     server = build("server", ServerConfig, table, resolved)
     engine.transfer.require_secret("host", server.host)

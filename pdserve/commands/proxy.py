@@ -7,7 +7,7 @@ import logging
 from collections.abc import Mapping
 
 from pdserve.commands.announce import START, program
-from pdserve.commands.running import exit_code, require_free, require_tls, start_logging
+from pdserve.commands.running import exit_code, require_free, require_tls
 from pdserve.config.http import ProxyConfig
 from pdserve.config.load import Resolved, Table, build
 from pdserve.observe.log import log_event
@@ -17,7 +17,6 @@ log = logging.getLogger(START)
 
 def run(table: Table, resolved: Mapping[str, Resolved]) -> int:
     """Run `pdserve proxy`."""
-    start_logging("proxy", table, resolved)
     config = build("proxy", ProxyConfig, table, resolved)
     if config.port:
         require_free(config.host, config.port, flag="port")

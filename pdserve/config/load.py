@@ -263,17 +263,21 @@ def unknown_variables(
     own = set(table.variables.values())
     known = own.union(*(other.variables.values() for other in others))
     return [
-        f"{name} is no setting{did_you_mean(name, own) or did_you_mean(name, known)}"
+        f"{name} is no setting{did_you_mean(name, own, least=0.85) or did_you_mean(name, known)}"
         for name in sorted(environ)
         if name.startswith(ENVIRONMENT_PREFIX) and not {name, name.removesuffix(_FILE)} & known
     ]
 
 
-def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """Return a question for the one of `known` that `name` is like; empty if there is none."""
+def did_you_mean(name: str, known: Iterable[str], *, least: float = _LIKE) -> str:
+    """Return a question for the one of `known` that `name` is like; empty if there is none.
+
+    Args:
+        least: How much alike they are, from 0 to 1.
+    """
     import difflib
 
-    found = difflib.get_close_matches(name, sorted(known), n=1, cutoff=_LIKE)
+    found = difflib.get_close_matches(name, sorted(known), n=1, cutoff=least)
     return f": did you mean {found[0]}?" if found else ""
 
 

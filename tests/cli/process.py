@@ -14,6 +14,7 @@ from pathlib import Path
 from unittest import mock
 
 from pdserve.cli import main
+from tests.logs import unchanged_logging
 
 ROOT = Path(__file__).parents[2]
 
@@ -42,6 +43,7 @@ def pdserve_here(*arguments: str, **variables: str) -> subprocess.CompletedProce
     out, err = io.StringIO(), io.StringIO()
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     with (
+        unchanged_logging(),
         contextlib.redirect_stdout(out),
         contextlib.redirect_stderr(err),
         mock.patch.dict(os.environ, environment(**variables), clear=True),

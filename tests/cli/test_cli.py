@@ -154,11 +154,11 @@ def test_what_changes_nothing_is_said_and_not_passed_over_in_silence(
         VLLM_USE_V1="1", VLLM_ATTENTION_BACKEND="FLASH_ATTN",
     )  # fmt: skip
     lines = [line for line in done.stderr.splitlines() if "changes nothing" in line]
-    assert [line.partition(" changes")[0] for line in lines] == [
-        "pdserve: --enforce-eager",
-        "pdserve: swap-space in engine.yaml",
-        "pdserve: uvicorn-log-level in engine.yaml",
-        "pdserve: VLLM_USE_V1",
+    assert [line.partition("Z ")[2].partition(" changes")[0] for line in lines] == [
+        "WARNING pdserve.start --enforce-eager",
+        "WARNING pdserve.start swap-space in engine.yaml",
+        "WARNING pdserve.start uvicorn-log-level in engine.yaml",
+        "WARNING pdserve.start VLLM_USE_V1",
     ]
     assert "VLLM_ATTENTION_BACKEND is not read: the kernels of each device" in done.stderr
 
@@ -241,8 +241,11 @@ def test_up_refuses_two_processes_on_one_port(tmp_path: Path) -> None:
 
 
 def test_a_misspelt_variable_is_reported() -> None:
-    done = pdserve("proxy", "--port", "70000", variables={"PDSERVE_PROT": "3"})
-    assert "warning: PDSERVE_PROT is no setting: did you mean PDSERVE_PORT?" in done.stderr
+    given = {"PDSERVE_PROT": "3", "PDSERVE_MAX_MODL_LEN": "9"}
+    done = pdserve("proxy", "--port", "70000", variables=given)
+    for name, like in (("PROT", "PORT"), ("MAX_MODL_LEN", "MAX_MODEL_LEN")):
+        said = f" WARNING pdserve.start PDSERVE_{name} is no setting: did you mean PDSERVE_{like}?"
+        assert said in done.stderr
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @contextlib.contextmanager
-def started(*arguments: str) -> Iterator[subprocess.Popen[str]]:
+def started(*arguments: str, **variables: str) -> Iterator[subprocess.Popen[str]]:
     """A command that serves; it ends with the block."""
     process = subprocess.Popen(
         [sys.executable, "-m", "pdserve", *arguments],
@@ -32,7 +32,7 @@ def started(*arguments: str) -> Iterator[subprocess.Popen[str]]:
         stderr=subprocess.STDOUT,
         text=True,
         cwd=ROOT,
-        env=environment(),
+        env=environment(**variables),
     )
     assert process.stdout is not None
     try:
@@ -143,16 +143,20 @@ def test_an_engine_core_that_dies_is_one_error_and_code_1(model: Path) -> None:
 
 def test_as_json_every_line_of_a_proxys_life_is_one_object() -> None:
     (port,) = free_ports(1)
-    with started("proxy", "--port", str(port), "--log-format", "json") as proxy:
+    with started("proxy", "--port", str(port), "--log-format", "json", PDSERVE_PROT="3") as proxy:
         lines = read_until(proxy, '"no decode engine yet"').splitlines()
         proxy.send_signal(signal.SIGTERM)
         assert proxy.stdout is not None
         lines += proxy.stdout.read().splitlines()
         assert proxy.wait(60) == 0
     told = [json.loads(line) for line in lines]
-    assert [each["event"] for each in told[:2]] == ["start", "ready"]
+    assert [told[0]["event"], told[2]["event"]] == ["start", "ready"]
     assert told[0]["settings"]["port"] == {"value": str(port), "from": "command line"}
-    assert told[1]["url"] == f"http://127.0.0.1:{port}"
+    assert (told[1]["level"], told[1]["event"].partition(":")[0]) == (
+        "WARNING",
+        "PDSERVE_PROT is no setting",
+    )
+    assert told[2]["url"] == f"http://127.0.0.1:{port}"
 
 
 def test_what_a_proxy_cannot_start_with_is_one_dated_error() -> None:

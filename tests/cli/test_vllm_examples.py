@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import re
 import shlex
 from collections.abc import Mapping
@@ -52,13 +51,10 @@ def nothing_starts(monkeypatch: pytest.MonkeyPatch) -> None:
             build(root, struct, table, resolved)
         return 0
 
-    monkeypatch.setattr(logging.getLogger("pdserve"), "handlers", [])  # errors go to stderr
     monkeypatch.setattr(engine, "model_directory", lambda written: written)
     monkeypatch.setattr(engine, "require_free", lambda *_, **__: None)
-    monkeypatch.setattr(engine, "start_logging", lambda *_: None)
     monkeypatch.setattr(engine, "_serve", serve)
     monkeypatch.setattr(proxy, "require_free", lambda *_, **__: None)
-    monkeypatch.setattr(proxy, "start_logging", lambda *_: None)
     monkeypatch.setattr(proxy, "_serve", serve)
     monkeypatch.setattr(bench, "run_serve", run_bench)
 
