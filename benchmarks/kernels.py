@@ -76,14 +76,14 @@ def best_s(call: Callable[[int], object], budget_s: float) -> float:
     return best
 
 
-def linears(dtype: torch.dtype) -> Iterator[Measured]:
+def linears(dtype: torch.dtype, all_rows: tuple[int, ...] = ROWS) -> Iterator[Measured]:
     """All matrices of a layer in turn."""
     weights = [
         [torch.randn(n, k).to(dtype) / k**0.5 for n, k in MATRICES] for _ in range(NUM_LAYERS)
     ]
     packed = [[KERNELS.linear_of(weight) for weight in layer] for layer in weights]
     elements = sum(n * k for n, k in MATRICES)
-    for rows in ROWS:
+    for rows in all_rows:
         inputs = {k: torch.randn(rows, k).to(dtype) for _, k in MATRICES}
 
         def ours(i: int, inputs: dict[int, Tensor] = inputs) -> None:
@@ -172,32 +172,34 @@ def rotations(rows: int, dtype: torch.dtype) -> Measured:
 
 
 def attentions(dtype: torch.dtype) -> Iterator[Measured]:
-    """Prefill of one prompt, and decode of a batch; torch reads a cache without blocks."""
-
-    def measured(op: str, rows: int, queries: list[int], contexts: list[int]) -> Measured:
-        inputs: Any = attention_inputs(
-            queries, contexts, (HEADS, KV_HEADS), HEAD_DIM, dtype=dtype, device=CPU
-        )
-        batch, context = len(queries), contexts[0]
-        q = torch.randn(batch, HEADS, queries[0], HEAD_DIM).to(dtype)
-        kv = torch.randn(2, batch, KV_HEADS, context, HEAD_DIM).to(dtype)
-        seen = sum(n * c - n * (n - 1) // 2 for n, c in zip(queries, contexts, strict=True))
-        return Measured(
-            op,
-            rows,
-            lambda _: KERNELS.paged_attention(*inputs),
-            lambda _: functional.scaled_dot_product_attention(
-                q, kv[0], kv[1], is_causal=queries[0] > 1, enable_gqa=True
-            ),
-            kv.nbytes + 2 * q.nbytes,
-            4 * seen * HEADS * HEAD_DIM,
-        )
-
+    """Prefill of one prompt, and decode of a batch."""
     for rows in ROWS:
         if rows > 1:
-            yield measured("attention_prefill", rows, [rows], [rows])
+            yield attention("attention_prefill", [rows], [rows], dtype)
         if rows < ROWS[-1]:
-            yield measured(f"attention_decode_{CONTEXT}", rows, [1] * rows, [CONTEXT] * rows)
+            decodes = [1] * rows, [CONTEXT] * rows
+            yield attention(f"attention_decode_{CONTEXT}", *decodes, dtype)
+
+
+def attention(op: str, queries: list[int], contexts: list[int], dtype: torch.dtype) -> Measured:
+    """Attention of requests of equal length; torch reads a cache without blocks."""
+    inputs: Any = attention_inputs(
+        queries, contexts, (HEADS, KV_HEADS), HEAD_DIM, dtype=dtype, device=CPU
+    )
+    batch, context = len(queries), contexts[0]
+    q = torch.randn(batch, HEADS, queries[0], HEAD_DIM).to(dtype)
+    kv = torch.randn(2, batch, KV_HEADS, context, HEAD_DIM).to(dtype)
+    seen = sum(n * c - n * (n - 1) // 2 for n, c in zip(queries, contexts, strict=True))
+    return Measured(
+        op,
+        sum(queries),
+        lambda _: KERNELS.paged_attention(*inputs),
+        lambda _: functional.scaled_dot_product_attention(
+            q, kv[0], kv[1], is_causal=queries[0] > 1, enable_gqa=True
+        ),
+        kv.nbytes + 2 * q.nbytes,
+        4 * seen * HEADS * HEAD_DIM,
+    )
 
 
 def copies(dtype: torch.dtype) -> Iterator[Measured]:

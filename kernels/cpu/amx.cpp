@@ -24,9 +24,3 @@ bool have_tiles() {
 #endif
 
 }  // namespace pd
-
-extern "C" {
-
-// Whether products of bf16 are computed with tiles in this process.
-int32_t pd_has_tiles() { return pd::have_tiles(); }
-}

@@ -29,6 +29,7 @@
 #include "kernels.h"
 #include "pool.h"
 #include "product.h"
+#include "transpose.h"
 
 namespace pd {
 namespace {
@@ -37,49 +38,6 @@ constexpr int kMaxHeadDim = 1024;
 
 // Rows that share a packed tile. More of them dilute the packing, fewer spread better.
 constexpr int64_t kManyRows = 96, kFewRows = 24;
-
-#ifdef PD_AVX512
-// Transposes 16 rows of 16 words and stores the first num_words of the result, stride words apart.
-inline void store_transposed(const F16* rows, float* to, int64_t stride, int num_words) {
-    __m512 a[16], b[16];
-    for (int i = 0; i < 16; i += 2) {
-        a[i] = _mm512_unpacklo_ps(rows[i].v, rows[i + 1].v);
-        a[i + 1] = _mm512_unpackhi_ps(rows[i].v, rows[i + 1].v);
-    }
-    // b[4 g + j]: word j of each 4-word lane, of rows 4 g to 4 g + 3.
-    for (int g = 0; g < 4; g++) {
-        const __m512d low0 = _mm512_castps_pd(a[4 * g]), low1 = _mm512_castps_pd(a[4 * g + 2]);
-        const __m512d high0 = _mm512_castps_pd(a[4 * g + 1]);
-        const __m512d high1 = _mm512_castps_pd(a[4 * g + 3]);
-        b[4 * g] = _mm512_castpd_ps(_mm512_unpacklo_pd(low0, low1));
-        b[4 * g + 1] = _mm512_castpd_ps(_mm512_unpackhi_pd(low0, low1));
-        b[4 * g + 2] = _mm512_castpd_ps(_mm512_unpacklo_pd(high0, high1));
-        b[4 * g + 3] = _mm512_castpd_ps(_mm512_unpackhi_pd(high0, high1));
-    }
-    // Result row 4 k + j: lane k of b[j], b[4 + j], b[8 + j], b[12 + j].
-    for (int j = 0; j < 4; j++) {
-        const __m512 even01 = _mm512_shuffle_f32x4(b[j], b[4 + j], 0x88);
-        const __m512 odd01 = _mm512_shuffle_f32x4(b[j], b[4 + j], 0xdd);
-        const __m512 even23 = _mm512_shuffle_f32x4(b[8 + j], b[12 + j], 0x88);
-        const __m512 odd23 = _mm512_shuffle_f32x4(b[8 + j], b[12 + j], 0xdd);
-        const __m512 words[4] = {
-            _mm512_shuffle_f32x4(even01, even23, 0x88), _mm512_shuffle_f32x4(odd01, odd23, 0x88),
-            _mm512_shuffle_f32x4(even01, even23, 0xdd), _mm512_shuffle_f32x4(odd01, odd23, 0xdd)};
-        for (int k = 0; k < 4; k++) {
-            const int word = 4 * k + j;
-            if (word < num_words) _mm512_storeu_ps(to + word * stride, words[k]);
-        }
-    }
-}
-#else
-inline void store_transposed(const F16* rows, float* to, int64_t stride, int num_words) {
-    for (int i = 0; i < kLanes; i++) {
-        float words[kLanes];
-        store(words, rows[i]);
-        for (int word = 0; word < num_words; word++) to[word * stride + i] = words[word];
-    }
-}
-#endif
 
 #ifdef PD_DPBF16
 // a0 b0 a1 b1 ...; size is a multiple of 16.
@@ -311,8 +269,9 @@ class Attention {
                 for (int j = 0; j < kLanes; j++) {
                     rows[j] = load_words(tile.key[i + j] + word * kDepth, n);
                 }
+                transpose(rows);
                 float* at = reinterpret_cast<float*>(to + (word * kTile + i) * kDepth);
-                store_transposed(rows, at, kTile, n);
+                for (int j = 0; j < n; j++) store(at + j * kTile, rows[j]);
                 ahead.ask(kLanes);
             }
         }

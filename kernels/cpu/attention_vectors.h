@@ -7,10 +7,13 @@
 
 namespace pd {
 
+// Rows of a band, and vectors of each that are summed at once: 24 sums for 32 registers, or 6 (of
+// two registers each) for 16.
+constexpr int kMaxRows = 6;
 #ifdef PD_AVX512
-constexpr int kMaxRows = 6;  // with 4 vectors each: 24 accumulators of 32 registers
+constexpr int kAtOnce = 4;
 #else
-constexpr int kMaxRows = 1;
+constexpr int kAtOnce = 1;
 #endif
 
 // What packed tiles do to the states of rows; the same for all types with one packed form.
@@ -54,20 +57,32 @@ class RowMath {
                    const Unit* keys, const Unit* values, State state) const {
         const int64_t head_dim = p_.head_dim, group = group_;
         F16 score[kRows][kUsed];
-#pragma GCC unroll 6
-        for (int r = 0; r < kRows; r++) {
+        constexpr int kNum = std::min(kUsed, kAtOnce);
+        static_assert(kUsed % kNum == 0);
 #pragma GCC unroll 4
-            for (int v = 0; v < kUsed; v++) score[r][v] = zero();
-        }
-        for (int64_t k = 0; k < head_dim; k += kDepth) {
+        for (int first = 0; first < kUsed; first += kNum) {
+            F16 sum[kRows][kNum];
 #pragma GCC unroll 6
             for (int r = 0; r < kRows; r++) {
 #pragma GCC unroll 4
-                for (int v = 0; v < kUsed; v++) {
-                    score[r][v] = Format<Unit>::step(
-                        score[r][v], keys + k * kTile + v * kLanes * kDepth,
-                        queries + r * head_dim + k);
+                for (int v = 0; v < kNum; v++) sum[r][v] = zero();
+            }
+            const Unit* at = keys + first * kLanes * kDepth;
+            for (int64_t k = 0; k < head_dim; k += kDepth) {
+#pragma GCC unroll 6
+                for (int r = 0; r < kRows; r++) {
+#pragma GCC unroll 4
+                    for (int v = 0; v < kNum; v++) {
+                        sum[r][v] = Format<Unit>::step(
+                            sum[r][v], at + k * kTile + v * kLanes * kDepth,
+                            queries + r * head_dim + k);
+                    }
                 }
+            }
+#pragma GCC unroll 6
+            for (int r = 0; r < kRows; r++) {
+#pragma GCC unroll 4
+                for (int v = 0; v < kNum; v++) score[r][first + v] = sum[r][v];
             }
         }
 
@@ -104,15 +119,20 @@ class RowMath {
         }
         int64_t d = 0;
         for (; d + 4 * kLanes <= p_.value_dim; d += 4 * kLanes) {
-            take_values<kRows, kUsed, 4>(weights, shrink, values + d * kTile, state.out + d);
+            for (int v = 0; v < 4; v += kAtOnce) {
+                take_values<kRows, kUsed, kAtOnce, 4>(weights, shrink,
+                                                      values + d * kTile + v * kLanes * kDepth,
+                                                      state.out + d + v * kLanes);
+            }
         }
         for (; d < p_.value_dim; d += kLanes) {
-            take_values<kRows, kUsed, 1>(weights, shrink, values + d * kTile, state.out + d);
+            take_values<kRows, kUsed, 1, 1>(weights, shrink, values + d * kTile, state.out + d);
         }
     }
 
-    // out = out * shrink + weights * values, for kRows rows and kCols vectors of dimensions.
-    template <int kRows, int kUsed, int kCols>
+    // out = out * shrink + weights * values, for kRows rows and kCols vectors of dimensions, of
+    // kStrip that lie together.
+    template <int kRows, int kUsed, int kCols, int kStrip>
     void take_values(const Unit (&weights)[kRows][kTile], const float* shrink, const Unit* values,
                      float* out) const {
         const int64_t value_dim = p_.value_dim;
@@ -130,7 +150,7 @@ class RowMath {
 #pragma GCC unroll 4
                 for (int c = 0; c < kCols; c++) {
                     sum[r][c] = Format<Unit>::step(
-                        sum[r][c], values + (i * kCols + c * kDepth) * kLanes, weights[r] + i);
+                        sum[r][c], values + (i * kStrip + c * kDepth) * kLanes, weights[r] + i);
                 }
             }
         }
@@ -157,17 +177,15 @@ class RowMath {
 
     template <class... Args>
     void take_tile_of_height(int height, int vectors, const Args&... args) const {
-        static_assert(kMaxRows == 6 || kMaxRows == 1);
-        if constexpr (kMaxRows == 6) {
-            switch (height) {
-                case 2: return take_tile_of_width<2>(vectors, args...);
-                case 3: return take_tile_of_width<3>(vectors, args...);
-                case 4: return take_tile_of_width<4>(vectors, args...);
-                case 5: return take_tile_of_width<5>(vectors, args...);
-                case 6: return take_tile_of_width<6>(vectors, args...);
-            }
+        static_assert(kMaxRows == 6);
+        switch (height) {
+            case 1: return take_tile_of_width<1>(vectors, args...);
+            case 2: return take_tile_of_width<2>(vectors, args...);
+            case 3: return take_tile_of_width<3>(vectors, args...);
+            case 4: return take_tile_of_width<4>(vectors, args...);
+            case 5: return take_tile_of_width<5>(vectors, args...);
+            default: return take_tile_of_width<6>(vectors, args...);
         }
-        take_tile_of_width<1>(vectors, args...);
     }
 
     const PdPagedAttention& p_;

@@ -22,6 +22,8 @@ from pdserve.kernels.cpu.moe import CpuExperts, RouterOps
 from pdserve.kernels.cpu.packing import Packing
 from pdserve.kernels.cpu.rows import RowOps
 
+_UNITS = ("by fp32 FMA", "by VDPBF16PS", "on AMX tiles")
+
 
 def load(device: torch.device, progress: Callable[[str], None]) -> KernelBackend:
     """Build the kernels where no process of this machine has, and load them.
@@ -42,10 +44,10 @@ def from_library(path: Path) -> KernelBackend:
     library = open_library(path)
     packing = Packing(library)
     rows, attention, digest = RowOps(library), AttentionOps(library), DigestOps(library)
-    unit = ", bf16 on AMX tiles" if library.pd_has_tiles() else ""
+    unit = _UNITS[library.pd_bf16_unit()]
     return KernelBackend(
         name="cpu",
-        description=f"C++ kernels for this CPU{unit}: {path}",
+        description=f"C++ kernels for this CPU, bf16 {unit}: {path}",
         rms_norm=rows.rms_norm,
         add_rms_norm=rows.add_rms_norm,
         silu_and_mul=rows.silu_and_mul,

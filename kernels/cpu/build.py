@@ -4,11 +4,18 @@ The library lies in a cache folder, named by a hash of what decides its contents
 flags, and the CPU's own features (it is built for the CPU it runs on). Of several processes that
 start together one compiles, the others wait for it. To build ahead, for an image that has no
 compiler at run time: ``python -m pdserve.kernels.cpu.build``.
+
+Where vectors can multiply bf16 in pairs (VDPBF16PS) as well as widened to fp32 (VFMADD231PS), it is
+measured first which of the two this CPU does faster: pairs on AMD's, fp32 by twice on Sapphire
+Rapids. ``PD_CPU_TARGET`` builds for another CPU than this one, by GCC's name of its architecture,
+so that a fleet of unequal ones computes the same bits: ``cooperlake`` multiplies pairs,
+``x86-64-v4`` (AVX-512) and ``x86-64-v3`` (AVX2) fp32.
 """
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import fcntl
 import hashlib
 import os
@@ -23,6 +30,7 @@ from pdserve.config.user_cache import user_cache
 
 SOURCE_DIR = Path(__file__).resolve().parent
 NATIVE = "-march=native"
+_WITHOUT_PAIRS = "-mno-avx512bf16"
 _FLAGS = ("-O3", "-std=c++17", "-fPIC", "-pthread", "-ffp-contract=fast", "-fvisibility=default")
 
 
@@ -34,11 +42,11 @@ class NoCompilerError(BuildError):
     """There is no compiler."""
 
 
-def library(target: str = NATIVE, cache_dir: Path | None = None) -> Path:
+def library(target: str | None = None, cache_dir: Path | None = None) -> Path:
     """Return the shared library, compiling it if the cache has none.
 
     Args:
-        target: The ``-march=`` flag.
+        target: The ``-march=`` flag; None is that of ``PD_CPU_TARGET``, or else of this CPU.
         cache_dir: Folder of the result; None is ``pdserve`` in ``$XDG_CACHE_HOME`` or ``~/.cache``.
 
     Raises:
@@ -47,6 +55,7 @@ def library(target: str = NATIVE, cache_dir: Path | None = None) -> Path:
     folder = user_cache() if cache_dir is None else cache_dir
     if folder is None:
         raise BuildError("no home folder for the built kernels: set XDG_CACHE_HOME")
+    target = target or _own_target()
     path = folder / f"kernels-{_fingerprint(target)}.so"
     if path.exists():
         return path
@@ -66,7 +75,12 @@ def library(target: str = NATIVE, cache_dir: Path | None = None) -> Path:
 def is_built() -> bool:
     """Whether `library` will find its result in the cache, and not take seconds."""
     folder = user_cache()
-    return folder is not None and (folder / f"kernels-{_fingerprint(NATIVE)}.so").exists()
+    return folder is not None and (folder / f"kernels-{_fingerprint(_own_target())}.so").exists()
+
+
+def _own_target() -> str:
+    name = os.environ.get("PD_CPU_TARGET")
+    return f"-march={name}" if name else NATIVE
 
 
 def _compiler() -> str | None:
@@ -100,15 +114,30 @@ def _locked(path: Path) -> Iterator[None]:
 def _compile(compiler: str, target: str, path: Path) -> None:
     sources = sorted(SOURCE_DIR.glob("*.cpp"))
     with tempfile.TemporaryDirectory(dir=path.parent) as scratch:
+        flags = [*_FLAGS, target]
+        if target == NATIVE and _is_faster_without_pairs(compiler, Path(scratch)):
+            flags.append(_WITHOUT_PAIRS)
         objects = [Path(scratch) / f"{source.stem}.o" for source in sources]
         commands = [
-            [compiler, *_FLAGS, target, "-c", str(source), "-o", str(compiled)]
+            [compiler, *flags, "-c", str(source), "-o", str(compiled)]
             for source, compiled in zip(sources, objects, strict=True)
         ]
         _run_all(commands)
         linked = Path(scratch) / path.name
         _run_all([[compiler, "-shared", "-pthread", *map(str, objects), "-o", str(linked)]])
         linked.replace(path)
+
+
+def _is_faster_without_pairs(compiler: str, scratch: Path) -> bool:
+    """Whether this CPU multiplies pairs of bf16 by vectors, and is faster without."""
+    features = _cpu_features().split()
+    if "avx512_bf16" not in features or "amx_bf16" in features:
+        return False
+    peaks = scratch / "peaks.so"
+    _run_all(
+        [[compiler, *_FLAGS, NATIVE, "-shared", str(SOURCE_DIR / "peaks.cpp"), "-o", str(peaks)]]
+    )
+    return bool(ctypes.CDLL(str(peaks)).pd_fma_is_much_faster())
 
 
 def _run_all(commands: list[list[str]]) -> None:

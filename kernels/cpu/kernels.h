@@ -14,6 +14,8 @@
 extern "C" {
 
 enum PdType : int32_t { kBf16 = 0, kFp16 = 1, kFp32 = 2 };
+// What multiplies: VFMADD231PS or the like, VDPBF16PS, AMX' TDPBF16PS.
+enum PdUnit : int32_t { kFma = 0, kPairs = 1, kTiles = 2 };
 enum PdStatus : int32_t { kOk = 0, kBadPosition = 1, kBadSlot = 2, kBadBlock = 3, kBadId = 4 };
 
 // y = x weight^T + bias
@@ -213,6 +215,12 @@ struct PdChunks {
     int64_t block_stride, layer_stride, plane_stride, head_stride, token_stride;
 };
 
+// What products of bf16 are computed with in this process.
+PdUnit pd_bf16_unit();
+// What a unit reaches on one core, in GFLOP/s; 0 where this build has none. Takes 10 ms.
+double pd_peak_gflops(PdUnit unit);
+// Whether bf16 should be widened and multiplied as fp32 on this CPU.
+int32_t pd_fma_is_much_faster();
 void pd_linear(const PdLinear* p);
 int32_t pd_take_rows(const PdTakeRows* p);
 void pd_rms_norm(const PdRmsNorm* p);

@@ -2,7 +2,7 @@
 //
 // Groups of 32 columns (rows of W), each group holding for k = 0, 1, ... the 32 weights of step k
 // side by side, so a group is read as one stream. A step is one k, or in the interleaved order of
-// product.h a pair of them: [N / 32][K][32] or [N / 32][K / 2][32][2], padded with zeros.
+// product.h (that of bf16) a pair of them: [N / 32][K][32] or [N / 32][K / 2][32][2], padded with zeros.
 
 #pragma once
 

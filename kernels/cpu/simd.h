@@ -85,6 +85,18 @@ inline F16 load(const T* p, int count) {
     return widen(_mm256_maskz_loadu_epi16(first_lanes(count), p), T{});
 }
 
+// Sixteen pairs, as floats.
+struct Pair {
+    F16 even, odd;
+};
+
+inline Pair load_pairs(const Bf16* p) {
+    const __m512i pairs = _mm512_loadu_si512(p);
+    const __m512i odd_half = _mm512_set1_epi32(static_cast<int>(0xffff0000));
+    return {{_mm512_castsi512_ps(_mm512_slli_epi32(pairs, 16))},
+            {_mm512_castsi512_ps(_mm512_and_si512(pairs, odd_half))}};
+}
+
 inline __m256i narrow(F16 a, Fp16) {
     return _mm512_cvtps_ph(a.v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
 }
@@ -211,6 +223,13 @@ inline Fp16 narrow_one<Fp16>(float x) {
     return {static_cast<uint16_t>(sign | bits)};
 }
 
+// By halves: GCC does not keep in registers what it copies whole.
+typedef V8 Unaligned __attribute__((aligned(4), may_alias));
+
+inline F16 load(const float* p) {
+    const Unaligned* half = reinterpret_cast<const Unaligned*>(p);
+    return {{half[0], half[1]}};
+}
 template <class T>
 inline F16 load(const T* p) {
     float wide[kLanes];
@@ -227,11 +246,35 @@ inline F16 load(const T* p, int count) {
     std::memcpy(&a, wide, sizeof a);
     return a;
 }
+// Sixteen pairs, as floats.
+struct Pair {
+    F16 even, odd;
+};
+
+inline Pair load_pairs(const Bf16* p) {
+    Pair pair;
+    for (int half = 0; half < 2; half++) {
+        I8 bits;
+        std::memcpy(&bits, p + half * kLanes, sizeof bits);
+        pair.even.v[half] = reinterpret_cast<V8>(bits << 16);
+        pair.odd.v[half] = reinterpret_cast<V8>(bits & static_cast<int32_t>(0xffff0000));
+    }
+    return pair;
+}
+
 template <class T>
-inline void store(T* p, F16 a, int count = kLanes) {
+inline void store(T* p, F16 a, int count) {
     float wide[kLanes];
     std::memcpy(wide, &a, sizeof wide);
     for (int i = 0; i < count; i++) p[i] = narrow_one<T>(wide[i]);
+}
+template <class T>
+inline void store(T* p, F16 a) {
+    store(p, a, kLanes);
+}
+inline void store(float* p, F16 a) {
+    Unaligned* half = reinterpret_cast<Unaligned*>(p);
+    half[0] = a.v[0], half[1] = a.v[1];
 }
 template <class T>
 inline F16 rounded_to(F16 a) {

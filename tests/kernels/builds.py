@@ -21,6 +21,7 @@ needs_native = pytest.mark.skipif(KERNELS is REFERENCE, reason="no compiler")
 NEEDS = {
     build.NATIVE: "",
     "-march=cooperlake": "avx512_bf16",  # pairs of bf16 in AVX-512, but no tiles
+    "-march=x86-64-v4": "avx512vl",  # bf16 as fp32 in AVX-512
     "-march=x86-64-v3": "avx2",
 }
 """The targets, and the feature in /proc/cpuinfo that tells whether their code runs here."""

@@ -302,15 +302,18 @@ def test_latent_attention_is_the_same_in_any_company_and_for_any_heads(dtype: to
 
 
 @pytest.mark.timeout(300)  # it may wait for a compiler
+@dtypes
 @pytest.mark.parametrize("target", TARGETS)
-def test_builds_for_lesser_cpus_are_invariant_too(target: str) -> None:
-    generic = kernels_for(target)
-    x = torch.randn(17, 131, generator=_seeded()).bfloat16()
-    weight = torch.randn(70, 131, generator=_seeded()).bfloat16()
-    inputs = attention_inputs([150], [150], (2, 1), 32, dtype=torch.bfloat16, device=CPU)
+def test_builds_for_lesser_cpus_are_invariant_too(target: str, dtype: torch.dtype) -> None:
+    kernels = kernels_for(target)
+    x = torch.randn(600, 701, generator=_seeded()).to(dtype)
+    layer = kernels.linear_of(torch.randn(70, 701, generator=_seeded()).to(dtype))
+    inputs = attention_inputs([150], [150], (2, 1), 32, dtype=dtype, device=CPU)
     q, kv, tables, _, contexts, scale, window = inputs
     last = (q[-1:], kv, tables, torch.tensor([0, 1], dtype=torch.int32), contexts, scale, window)
 
-    layer = generic.linear_of(weight)
-    assert torch.equal(layer(x)[3:4], layer(x[3:4]))
-    assert torch.equal(generic.paged_attention(*inputs)[-1:], generic.paged_attention(*last))
+    # In one band of vectors and in several, by streams and by slices, in one panel and in more.
+    expected = layer(x)
+    for rows in (1, 2, 5, 7, 13, 24, 25, 63, 130):
+        assert torch.equal(layer(x[-rows:]), expected[-rows:])
+    assert torch.equal(kernels.paged_attention(*inputs)[-1:], kernels.paged_attention(*last))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import subprocess
 import sys
@@ -69,12 +70,51 @@ def test_processes_that_start_together_compile_once(tmp_path: Path) -> None:
     )
     compiler.chmod(0o755)
     code = "from pdserve.kernels.cpu import build; print(build.library())"
-    environment = {**os.environ, "CXX": str(compiler), "XDG_CACHE_HOME": str(tmp_path)}
+    # For another CPU nothing is measured.
+    environment = {
+        **os.environ,
+        "CXX": str(compiler),
+        "XDG_CACHE_HOME": str(tmp_path),
+        "PD_CPU_TARGET": "x86-64-v3",
+    }
     started = [subprocess.Popen([sys.executable, "-c", code], env=environment) for _ in range(3)]
 
     assert [process.wait(60) for process in started] == [0, 0, 0]
     num_sources = len(list(build.SOURCE_DIR.glob("*.cpp")))
     assert len((tmp_path / "runs").read_text().split()) == num_sources + 1
+
+
+@needs_native
+def test_the_unit_that_multiplies_bf16_is_the_fastest_of_this_cpus() -> None:
+    library = ctypes.CDLL(str(build.library()))
+    library.pd_peak_gflops.restype = ctypes.c_double
+    by_fma, pairs, tiles = (library.pd_peak_gflops(unit) for unit in range(3))
+
+    assert by_fma > 0
+    assert (by_fma, pairs, tiles)[library.pd_bf16_unit()] >= max(by_fma, pairs, tiles) / 1.5
+
+
+@needs_native
+@pytest.mark.parametrize("much_faster", [0, 1])
+def test_pairs_of_bf16_are_left_out_where_fp32_is_much_faster(
+    much_faster: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiler = tmp_path / "recording"
+    compiler.write_text(
+        f'#!/bin/sh\necho "$@" >> {tmp_path}/runs\nwhile [ "$1" != -o ]; do shift; done\n'
+        f'case $2 in */peaks.so) echo "int pd_fma_is_much_faster() {{ return {much_faster}; }}" |\n'
+        'gcc -shared -x c - -o "$2" ;; *) echo > "$2" ;; esac\n'
+    )
+    compiler.chmod(0o755)
+    monkeypatch.setenv("CXX", str(compiler))
+    monkeypatch.delenv("PD_CPU_TARGET", raising=False)
+    monkeypatch.setattr(build, "_cpu_features", lambda: "flags : avx512f avx512_bf16")
+
+    build.library(cache_dir=tmp_path / "cache")
+
+    compiled = [line for line in (tmp_path / "runs").read_text().splitlines() if " -c " in line]
+    assert compiled
+    assert all(("-mno-avx512bf16" in line) == bool(much_faster) for line in compiled)
 
 
 @needs_native
