@@ -1,6 +1,6 @@
 """What KV in an LMCache server costs and saves: beside memcpy, computing, and no store, in one run.
 
-    python -m benchmarks.tiers [--rounds N] [--tokens N] [--threads N]
+    python -m benchmarks.tiers [copy] [ttft] [saves] [dead] [--rounds N] [--tokens N] [--threads N]
 
 A real server with a tier on disk, and engine cores in this process. Prints one JSON object. What is
 compared is interleaved; ratios are the median of those of the rounds.
@@ -159,20 +159,27 @@ class Core:
 def main() -> None:
     """Run and print."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("parts", nargs="*", help="of what is measured; all if none is named")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--tokens", type=int, default=8000, help="of the prompts of `ttft`")
     parser.add_argument("--threads", type=int, default=1)
     args = parser.parse_args()
-    with tempfile.TemporaryDirectory(prefix="pdserve-bench-") as name:
-        directory = Path(name)
+    parts = {"copy": copy, "ttft": first_tokens, "saves": saves, "dead": dead}
+    chosen = args.parts or list(parts)
+    if unknown := set(chosen) - set(parts):
+        parser.error(f"no such part: {', '.join(sorted(unknown))}")
+    result: dict[str, Any] = {}
+    with tempfile.TemporaryDirectory(prefix="pdserve-bench-") as folder:
+        directory = Path(folder)
         model = write_model(directory / "m", SMOLLM2_135M)
-        result: dict[str, Any] = {"copy": copy(directory / "copy.log", args.rounds)}
-        with LMCacheServer(
-            directory / "log", chunk_tokens=CHUNK, cpu_bytes=4 << 30, disk=directory / "tier"
-        ) as server:
-            result |= first_tokens(model, server, args)
-            result["saves"] = saves(model, server, args)
-            result["dead"] = dead(model, server, args)
+        for name in chosen:  # each with a store of its own: what one has saved is no other's load
+            with LMCacheServer(
+                directory / f"{name}.log",
+                chunk_tokens=CHUNK,
+                cpu_bytes=4 << 30,
+                disk=None if name == "copy" else directory / name,
+            ) as server:
+                result |= parts[name](model, server, args)
     print(
         json.dumps(
             {
@@ -186,45 +193,46 @@ def main() -> None:
     )
 
 
-def copy(log: Path, rounds: int) -> dict[str, Any]:
-    """Rates in GB/s."""
+def copy(model: Path, server: LMCacheServer, args: argparse.Namespace) -> dict[str, Any]:
+    """Rates in GB/s; not of the model."""
     shape = make_shape(
         num_layers=32, num_kv_heads=8, head_dim=128, dtype="bfloat16", num_blocks=2 * 256
     )
     num_blocks = COPIED_TOKENS // BLOCK_SIZE
     rows = []
-    with LMCacheServer(log, chunk_tokens=CHUNK, cpu_bytes=2 << 30) as server:
-        settings = LMCacheSettings(url=server.url, max_pending_chunks=1 << 20)
-        engine = Engine(LMCacheConnector(settings=settings), "P", shape=shape, dtype="bfloat16")
-        engine.until(lambda: engine.scheduler.store_stats.is_up)
-        kv = engine.ranks[0].kv
-        kv.view(torch.int16).random_(0, 1 << 14)
-        here, there = (range(i * num_blocks, (i + 1) * num_blocks) for i in range(2))
-        num_bytes = kv[: len(here)].numel() * kv.element_size()
-        for round_id in range(rounds + 1):
-            prompt = list(range(round_id, round_id + COPIED_TOKENS + 1))
-            saved_s = _save(engine, prompt, [BlockId(b) for b in here])
-            loaded_s = _load(engine, prompt, [BlockId(b) for b in there])
-            assert torch.equal(kv[list(here)], kv[list(there)])
-            kv[there.start : there.stop].zero_()
-            threads = torch.get_num_threads()
-            torch.set_num_threads(1)
-            began_s = time.perf_counter()
-            kv[there.start : there.stop].copy_(kv[here.start : here.stop])
-            copied_s = time.perf_counter() - began_s
-            torch.set_num_threads(threads)
-            rows.append([num_bytes / each / 1e9 for each in (loaded_s, saved_s, copied_s)])
-            _clear(server)
-        engine.close()
+    settings = LMCacheSettings(url=server.url, max_pending_chunks=1 << 20)
+    engine = Engine(LMCacheConnector(settings=settings), "P", shape=shape, dtype="bfloat16")
+    engine.until(lambda: engine.scheduler.store_stats.is_up)
+    kv = engine.ranks[0].kv
+    kv.view(torch.int16).random_(0, 1 << 14)
+    here, there = (range(i * num_blocks, (i + 1) * num_blocks) for i in range(2))
+    num_bytes = kv[: len(here)].numel() * kv.element_size()
+    for round_id in range(args.rounds + 1):
+        prompt = list(range(round_id, round_id + COPIED_TOKENS + 1))
+        saved_s = _save(engine, prompt, [BlockId(b) for b in here])
+        loaded_s = _load(engine, prompt, [BlockId(b) for b in there])
+        assert torch.equal(kv[list(here)], kv[list(there)])
+        kv[there.start : there.stop].zero_()
+        threads = torch.get_num_threads()
+        torch.set_num_threads(1)
+        began_s = time.perf_counter()
+        kv[there.start : there.stop].copy_(kv[here.start : here.stop])
+        copied_s = time.perf_counter() - began_s
+        torch.set_num_threads(threads)
+        rows.append([num_bytes / each / 1e9 for each in (loaded_s, saved_s, copied_s)])
+        _clear(server)
+    engine.close()
     first, *others = rows
     return {
-        "mib": num_bytes >> 20,
-        "load_gb_s": _median(load for load, _, _ in others),
-        "save_gb_s": _median(save for _, save, _ in others),
-        "first_save_gb_s": round(first[1], 2),
-        "memcpy_gb_s": _median(memcpy for _, _, memcpy in others),
-        "load_over_memcpy": _median(load / memcpy for load, _, memcpy in others),
-        "save_over_memcpy": _median(save / memcpy for _, save, memcpy in others),
+        "copy": {
+            "mib": num_bytes >> 20,
+            "load_gb_s": _median(load for load, _, _ in others),
+            "save_gb_s": _median(save for _, save, _ in others),
+            "first_save_gb_s": round(first[1], 2),
+            "memcpy_gb_s": _median(memcpy for _, _, memcpy in others),
+            "load_over_memcpy": _median(load / memcpy for load, _, memcpy in others),
+            "save_over_memcpy": _median(save / memcpy for _, save, memcpy in others),
+        }
     }
 
 
@@ -329,15 +337,17 @@ def saves(model: Path, server: LMCacheServer, args: argparse.Namespace) -> dict[
     for core in cores.values():
         core.close()
     return {
-        "tok_per_s": {save: _median(found) for save, found in rows.items()},
-        "with_over_without": _ratio(rows["all"], rows["off"]),
-        "cpu_s": {
-            save: {name: _median(getattr(each, name) for each in found) for name in Spent._fields}
-            for save, found in spent.items()
-        },
-        "saved_mib": stats.saved_bytes >> 20,
-        "saved_units": stats.num_saved_chunks,
-        "dropped_chunks": stats.num_dropped_chunks,
+        "saves": {
+            "tok_per_s": {save: _median(found) for save, found in rows.items()},
+            "with_over_without": _ratio(rows["all"], rows["off"]),
+            "cpu_s": {
+                save: {each: _median(getattr(s, each) for s in found) for each in Spent._fields}
+                for save, found in spent.items()
+            },
+            "saved_mib": stats.saved_bytes >> 20,
+            "saved_units": stats.num_saved_chunks,
+            "dropped_chunks": stats.num_dropped_chunks,
+        }
     }
 
 
@@ -377,9 +387,11 @@ def dead(model: Path, server: LMCacheServer, args: argparse.Namespace) -> dict[s
     core.close()
     usual = statistics.median(before)
     return {
-        "ttft_ms": round(usual * 1e3, 2),
-        "first_ms_more": round((first - usual) * 1e3, 2),
-        "later_ms_more": round((statistics.median(later) - usual) * 1e3, 2),
+        "dead": {
+            "ttft_ms": round(usual * 1e3, 2),
+            "first_ms_more": round((first - usual) * 1e3, 2),
+            "later_ms_more": round((statistics.median(later) - usual) * 1e3, 2),
+        }
     }
 
 

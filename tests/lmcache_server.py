@@ -30,12 +30,10 @@ def free_port() -> int:
         return int(listener.getsockname()[1])
 
 
-def segment_of(pid: int) -> Path:
-    """The shared memory of a server that runs."""
+def segments_of(pid: int) -> set[Path]:
+    """The shared memory of a server that runs: one segment, once it has made it."""
     maps = Path(f"/proc/{pid}/maps").read_text()
-    found = re.search(rf"{SHARED_MEMORY}/\S*pool_pdserve-\w+", maps)
-    assert found is not None, maps
-    return Path(found[0])
+    return {Path(each) for each in re.findall(rf"{SHARED_MEMORY}/\S*pool_pdserve-\w+", maps)}
 
 
 def memory_status(http_url: str) -> dict[str, Any]:
@@ -113,7 +111,7 @@ class LMCacheServer:
                 self.close()
                 raise AssertionError(f"no LMCache server: {self._log.read_text()[-3000:]}")
             time.sleep(0.1)
-        self.shm = segment_of(self.pid)
+        (self.shm,) = segments_of(self.pid)
         return self
 
     def _answers(self) -> bool:

@@ -1,7 +1,8 @@
 """The thread that looks prompts up, gives locks back, and sees whether the server is there.
 
 Rank 0's asks for the whole engine. A lookup is answered in time or is a miss; what it may have
-locked by then is given back when the server has said what that is.
+locked by then is given back when the server has said what that is. Until then a tier behind the
+server hangs, perhaps, and nobody else waits for long.
 """
 
 from __future__ import annotations
@@ -28,6 +29,8 @@ _log = logging.getLogger(__name__)
 
 _POLL_S = 0.0005
 _POLL_UNWANTED_S = 0.05
+_SHARE_BEHIND_LATE = 0.05
+"""Of the time-out: what lookups get while another one is late."""
 _FORGET_S = 60.0
 """A lookup that was given up: by then the server has answered, or has lost it itself."""
 
@@ -38,12 +41,14 @@ class _Lookup:
 
     Attributes:
         is_wanted: Who asked is still there, and has not been told that it is late.
+        is_late: The server has taken it in, and does not come to its end.
     """
 
     chunks: ChunkRange
     pending: PendingLookup
     began_s: float
     is_wanted: bool = True
+    is_late: bool = False
 
 
 class StoreWatch(threading.Thread):
@@ -205,6 +210,8 @@ class StoreWatch(threading.Thread):
                 )
 
     def _come_back(self) -> None:
+        for each in self._lookups.values():
+            each.is_late = False
         try:
             self.connect()
         except ConfigError as error:
@@ -236,15 +243,19 @@ class StoreWatch(threading.Thread):
             self._told = self._link.client.release(taken.chunks, is_last=taken.is_last)
 
     def _poll(self, now_s: float) -> None:
+        timeout_s = self._settings.timeout_s
+        is_slow = any(each.is_late for each in self._lookups.values())
         for session, lookup in list(self._lookups.items()):
             taken_s = now_s - lookup.began_s
+            has_answered = lookup.pending.has_answered
+            patience_s = timeout_s * _SHARE_BEHIND_LATE if is_slow and has_answered else timeout_s
             if lookup.pending.poll(now_s):
                 del self._lookups[session]
                 self._finish(lookup, taken_s)
-            elif lookup.is_wanted and taken_s > self._settings.timeout_s:
-                lookup.is_wanted = False
+            elif lookup.is_wanted and taken_s > patience_s:
+                lookup.is_wanted, lookup.is_late = False, has_answered
                 self._link.tell(LookupDone(session, 0, taken_s, is_late=True))
-                if not lookup.pending.has_answered:
+                if not has_answered:
                     late = f"no answer to a lookup in {taken_s:.1f} s"
                     self._link.lost(StoreGoneError(late))
             elif taken_s > _FORGET_S:

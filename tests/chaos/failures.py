@@ -289,11 +289,39 @@ ROWS = (
         ("test_a_chunk_on_the_stores_disk_is_not_what_was_saved",),
     ),
     Row(
+        "the store's disk fills",
+        "nothing",
+        "What does not fit is in the store's memory alone; what was written is found after a "
+        "restart. Once there is room again it is written to.",
+        ("test_the_stores_disk_fills_while_it_runs",),
+    ),
+    Row(
+        "a store with KV of another model or layout",
+        "nothing",
+        "Chunks are named by weights, dtype and layout, so nothing is found, and what is computed "
+        "is kept beside the others'.",
+        ("test_engines_of_another_model_or_layout_share_a_store_and_find_nothing",),
+    ),
+    Row(
         "the store's Redis server is gone",
         "nothing",
-        "The store goes on with its other tiers; a lookup that waits for Redis for longer than "
-        "`lmcache.timeout-s` is a miss.",
+        "The store goes on with its other tiers; Redis is used again once the store's server was "
+        "started again.",
         ("test_the_stores_redis_server_ends_or_hangs",),
+    ),
+    Row(
+        "the store's Redis server hangs",
+        "TTFT grows by a second, for whoever asks first",
+        "LMCache asks Redis for what it has in memory, too, so every lookup is a miss: the first "
+        "one after `lmcache.timeout-s`, others after a twentieth of that until Redis goes on.",
+        ("test_the_stores_redis_server_ends_or_hangs",),
+    ),
+    Row(
+        "the store's server, P and D die",
+        "tokens come later; `engines_ended` if P and then its D had the request",
+        "All of the above at once: prompts are computed, another engine goes on, and who was "
+        "killed starts again in the midst of it.",
+        ("test_the_stores_server_p_and_a_d_are_killed_in_a_storm_of_streams",),
     ),
     Row(
         "supervisor and store are killed",

@@ -161,7 +161,9 @@ class Stage:
         """Begin a request through the proxy."""
         return Stream(self.url, prompt, num_tokens)
 
-    def right_answer(self, prompt: list[int], num_tokens: int = NUM_TOKENS) -> list[int]:
+    def right_answer(
+        self, prompt: list[int], num_tokens: int = NUM_TOKENS, *, engine: str = "decode1"
+    ) -> list[int]:
         """What one engine says alone, under a salt of its own: it shares no KV with others."""
         body = {
             "prompt": prompt,
@@ -171,7 +173,7 @@ class Stage:
             "return_token_ids": True,
             "cache_salt": "the right answer",
         }
-        url = self.deployment.url("decode1")
+        url = self.deployment.url(engine)
         answer = httpx.post(f"{url}/v1/completions", json=body, timeout=60, verify=False)
         assert answer.status_code == 200, answer.text
         tokens: list[int] = answer.json()["choices"][0]["token_ids"]

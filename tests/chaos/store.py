@@ -19,7 +19,7 @@ from pdserve.commands.segments import SHARED_MEMORY, remove_ownerless
 from tests.chaos.stage import ENGINES, Stage
 from tests.chaos.streams import wait_until
 from tests.cli.process import free_ports
-from tests.lmcache_server import segment_of
+from tests.lmcache_server import segments_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -35,6 +35,7 @@ class Store:
 
     Attributes:
         folder: Of its disk tier.
+        segments: The shared memory of its lives that are over.
     """
 
     def __init__(self, directory: Path, more_tiers: str = "") -> None:
@@ -43,6 +44,7 @@ class Store:
         self.tiers = f"cpu:64MiB,disk:{self.folder}:1GiB{more_tiers}"
         self._log = directory / "kv-server.log"
         self._process: subprocess.Popen[bytes] | None = None
+        self.segments: set[Path] = set()
 
     @property
     def url(self) -> str:
@@ -65,11 +67,6 @@ class Store:
         assert self._process is not None
         return psutil.Process(self._process.pid)
 
-    @property
-    def segment(self) -> Path:
-        """Its shared memory, as long as it runs."""
-        return segment_of(self.process.pid)
-
     def start(self, *, waits: bool = True) -> None:
         """Start it, and wait until it listens."""
         with self._log.open("ab") as log:
@@ -89,6 +86,7 @@ class Store:
     def kill(self) -> None:
         """kill -9."""
         assert self._process is not None
+        self.segments |= segments_of(self._process.pid)
         self._process.kill()
         self._process.wait()
 
@@ -96,6 +94,7 @@ class Store:
         """SIGTERM; the exit code."""
         if self._process is None or self._process.poll() is not None:
             return 0
+        self.segments |= segments_of(self._process.pid)
         self._process.send_signal(signal.SIGCONT)
         self._process.terminate()
         try:
@@ -208,8 +207,6 @@ def segments() -> set[str]:
 @contextmanager
 def started_with_store(directory: Path, model: Path, more_tiers: str = "") -> Iterator[StoreStage]:
     """The deployment; when it has ended, none of its shared memory is left."""
-    remove_ownerless()
-    before = segments()
     store = Store(directory, more_tiers)
     stage = StoreStage(directory, model, store)
     try:
@@ -221,4 +218,5 @@ def started_with_store(directory: Path, model: Path, more_tiers: str = "") -> It
         stage.deployment.end()
         store.end()
     remove_ownerless()
-    assert segments() <= before
+    assert store.segments
+    assert not any(each.exists() for each in store.segments)

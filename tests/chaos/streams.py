@@ -78,8 +78,10 @@ class Stream:
     def leave(self) -> None:
         """Hang up at once."""
         self._has_left = True
-        with contextlib.suppress(OSError):
-            self._connection.sock.shutdown(socket.SHUT_RDWR)
+        connected: socket.socket | None = self._connection.sock
+        if connected is not None:  # else it has ended meanwhile
+            with contextlib.suppress(OSError):
+                connected.shutdown(socket.SHUT_RDWR)
 
     def join(self, timeout_s: float) -> None:
         """Wait for the end."""

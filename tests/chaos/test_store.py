@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import signal
 import subprocess
 import sys
 import time
+from functools import partial
 from typing import TYPE_CHECKING
 
 import pytest
+from safetensors.torch import load_file, save_file
 
 from tests.chaos.stage import ENGINES, RECOVERY_S
-from tests.chaos.store import STARTED_AGAIN_S, Store, segments, started_with_store
-from tests.chaos.streams import wait_until
+from tests.chaos.store import STARTED_AGAIN_S, Store, listens, segments, started_with_store
+from tests.chaos.store_storm import storm
+from tests.chaos.streams import Stream, wait_until
 from tests.cli.process import ROOT, environment, free_ports, pdserve
+from tests.tiny_models import write_tiny_model
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -136,6 +141,102 @@ def test_a_chunk_on_the_stores_disk_is_not_what_was_saved(stage: StoreStage, wha
         assert stage.count("pdserve_kv_tier_digest_mismatches_total") > before
 
 
+def test_the_stores_server_p_and_a_d_are_killed_in_a_storm_of_streams(stage: StoreStage) -> None:
+    storm(stage, 36)
+
+
+def test_engines_of_another_model_or_layout_share_a_store_and_find_nothing(
+    stage: StoreStage, model_of: Callable[[str], Path], tmp_path: Path
+) -> None:
+    prompts = [stage.prompt() for _ in range(2)]
+    right = stage.keep(prompts)
+    alike = write_tiny_model(tmp_path / "alike", tie_word_embeddings=True)
+    weights = load_file(alike / "model.safetensors")
+    weights["model.embed_tokens.weight"] += 0.1
+    save_file(weights, alike / "model.safetensors", {"format": "pt"})
+    others = {"weights": (alike, "float32"), "layout": (model_of("llama"), "bfloat16")}
+    deployment = stage.deployment
+    try:
+        for name, (model, dtype) in others.items():
+            deployment.start(
+                name,
+                *("serve", str(model), "--dtype", dtype, "--num-threads", "1"),
+                *("--host", "127.0.0.1", "--port", "0"),
+                *("--num-gpu-blocks-override", "640", "--max-num-batched-tokens", "256"),
+                *("--kv-transfer-config.kv-connector", "lmcache"),
+                env=stage.environment(name),
+            )
+        deployment.wait(*others)
+        for name in others:
+            wait_until(partial(metric, stage, name, "pdserve_kv_tier_server_up"), 90.0)
+            answers = [stage.right_answer(prompt, engine=name) for prompt in prompts]
+            since = time.monotonic()
+            stage.settle(
+                "a store with KV of another model or layout",
+                f"other {name}",
+                [Stream(deployment.url(name), prompt) for prompt in prompts],
+                answers,
+                since_s=since,
+                bound_s=RECOVERY_S,
+                expect={"finished"},
+                alive=(*ENGINES, name),
+            )
+            assert metric(stage, name, "vllm:external_prefix_cache_queries_total") == 4 * 640
+            assert metric(stage, name, "vllm:external_prefix_cache_hits_total") == 0
+    finally:
+        for name in others:
+            deployment.processes.pop(name).kill()
+    before = stage.hits()
+    assert stage.ask(prompts) == right
+    assert stage.hits() - before >= 2 * 576
+
+
+def metric(stage: StoreStage, name: str, series: str) -> float:
+    """A series of one engine, labels apart."""
+    found = stage.deployment.metrics(name)
+    return sum(value for each, value in found.items() if each.partition("{")[0] == series)
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """The store's folder, on a file system of its own."""
+    if os.geteuid() != 0:
+        pytest.skip("a file system of a size needs root")
+    folder = tmp_path / "kv"
+    folder.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=128m", "tmpfs", folder], check=True)
+    yield folder
+    subprocess.run(["umount", folder], check=True)
+
+
+def test_the_stores_disk_fills_while_it_runs(
+    small_disk: Path, model_of: Callable[[str], Path], tmp_path: Path
+) -> None:
+    with started_with_store(tmp_path, model_of("llama")) as stage:
+        others = small_disk / "of somebody else"
+        with others.open("wb") as file:  # they leave room for the KV of a few prompts
+            os.posix_fallocate(file.fileno(), 0, shutil.disk_usage(small_disk).free - (2 << 20))
+        prompts = [stage.prompt() for _ in range(8)]
+        right = stage.keep(prompts)
+        assert shutil.disk_usage(small_disk).free < 1 << 18, "it is full"
+        row, before, since = "the store's disk fills", stage.hits(), time.monotonic()
+        settle(stage, row, "all is in memory", prompts, right, since)
+        assert stage.hits() - before >= 8 * 576
+        others.unlink()
+        stage.restart_store()
+        stage.forget()
+        before, since = stage.hits(), time.monotonic()
+        settle(stage, row, "some is on disk", prompts, right, since)
+        assert 0 < stage.hits() - before < 8 * 576
+        more = [stage.prompt()]
+        right = stage.keep(more)
+        stage.restart_store()
+        stage.forget()
+        before = stage.hits()
+        assert stage.ask(more) == right
+        assert stage.hits() - before >= 576, "it is written to again"
+
+
 def test_nobody_listens_at_the_stores_url_until_later(
     model_of: Callable[[str], Path], tmp_path: Path
 ) -> None:
@@ -162,44 +263,50 @@ def test_nobody_listens_at_the_stores_url_until_later(
         stage.store.end()
 
 
-@pytest.mark.skipif(shutil.which("redis-server") is None, reason="needs redis-server")
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
-def test_the_stores_redis_server_ends_or_hangs(
-    number: signal.Signals, model_of: Callable[[str], Path], tmp_path: Path
-) -> None:
+@pytest.fixture
+def redis(tmp_path: Path) -> Iterator[tuple[subprocess.Popen[bytes], int]]:
+    """A Redis server that keeps nothing on disk: its process and its port."""
+    program = shutil.which("redis-server")
+    if program is None:
+        pytest.skip("needs redis-server")
     (port,) = free_ports(1)
-    redis = subprocess.Popen(
-        [
-            "redis-server",
-            "--port",
-            str(port),
-            "--bind",
-            "127.0.0.1",
-            "--save",
-            "",
-            "--dir",
-            tmp_path,
-        ],
-        stdout=subprocess.DEVNULL,
-    )
-    try:
-        time.sleep(0.5)
-        with started_with_store(
-            tmp_path, model_of("llama"), f",redis:redis://127.0.0.1:{port}"
-        ) as stage:
-            prompts = [stage.prompt() for _ in range(4)]
-            right = stage.keep(prompts)
-            more = [stage.prompt() for _ in range(4)]
-            right += [stage.right_answer(prompt) for prompt in more]
-            since = time.monotonic()
-            redis.send_signal(number)
-            what = "ends" if number is signal.SIGKILL else "hangs"
-            settle(stage, "the store's Redis server is gone", what, prompts + more, right, since)
-            assert stage.count("pdserve_kv_tier_server_up") == len(ENGINES)
-    finally:
-        redis.send_signal(signal.SIGCONT)
-        redis.kill()
-        redis.wait()
+    words = (program, "--port", str(port), "--bind", "127.0.0.1", "--save", "", "--dir", tmp_path)
+    process = subprocess.Popen(words, stdout=subprocess.DEVNULL)
+    wait_until(partial(listens, port), 10.0)
+    yield process, port
+    process.send_signal(signal.SIGCONT)
+    process.kill()
+    process.wait()
+
+
+@pytest.mark.parametrize(
+    ("number", "row"),
+    [
+        (signal.SIGKILL, "the store's Redis server is gone"),
+        (signal.SIGSTOP, "the store's Redis server hangs"),
+    ],
+)
+def test_the_stores_redis_server_ends_or_hangs(
+    number: signal.Signals,
+    row: str,
+    redis: tuple[subprocess.Popen[bytes], int],
+    model_of: Callable[[str], Path],
+    tmp_path: Path,
+) -> None:
+    process, port = redis
+    tiers = f",redis:redis://127.0.0.1:{port}"
+    with started_with_store(tmp_path, model_of("llama"), tiers) as stage:
+        prompts, more = ([stage.prompt() for _ in range(4)] for _ in range(2))
+        right = stage.keep(prompts)
+        process.send_signal(number)
+        before, since = stage.hits(), time.monotonic()
+        settle(stage, row, "all is in memory", prompts, right, since)
+        if number is signal.SIGKILL:  # else LMCache waits for Redis, for what it has as well
+            assert stage.hits() - before >= 4 * 576
+        right = [stage.right_answer(prompt) for prompt in more]
+        since = time.monotonic()
+        settle(stage, row, "unknown prompts", more, right, since)
+        assert stage.count("pdserve_kv_tier_server_up") == len(ENGINES)
 
 
 @pytest.mark.short_form("")
