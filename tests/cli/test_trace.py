@@ -20,6 +20,8 @@ from tests.observe.trace_checks import check
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+pytestmark = pytest.mark.slow
+
 COLLECTION = Collection(
     seconds=10.0,
     until_s=UNTIL_S,

@@ -13,6 +13,7 @@ from tests.connectors.engines import context
 from tests.lmcache_server import free_port
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_pings", [0, 1800])  # of an hour
 def test_a_client_of_a_server_that_is_not_there_is_closed_at_once(num_pings: int) -> None:
     settings = LMCacheSettings(url=f"tcp://127.0.0.1:{free_port()}")

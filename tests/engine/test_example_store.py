@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 
     from pdserve.wire.request import EngineOutput
 
+pytestmark = pytest.mark.slow
+
 BLOCK_SIZE = 16
 AGAIN = RequestId("again")
 PROMPT = [(7 * i + 3) % 200 for i in range(3 * BLOCK_SIZE)]

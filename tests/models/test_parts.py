@@ -108,6 +108,7 @@ def _share(world: World, num_tokens: int) -> dict[str, Tensor]:
     return {"shared": shared, "summed": summed, "gathered": gathered}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_tokens", [0, 1, 2, 3, 7])
 def test_a_split_stream_gathers_and_sums_any_number_of_tokens(num_tokens: int) -> None:
     whole = torch.arange(num_tokens * 3.0).view(num_tokens, 3) + 1

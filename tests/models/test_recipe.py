@@ -25,6 +25,8 @@ from tests.ranks import run_ranks
 if TYPE_CHECKING:
     from pdserve.parallel.group import World
 
+pytestmark = pytest.mark.slow
+
 EXTENDING = Path(__file__).resolve().parents[2] / "docs" / "extending.md"
 CONFIG: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],

@@ -62,6 +62,7 @@ def one_request(at_s: float) -> EngineRequest:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make", [step, one_request])
 def test_a_ring_takes_the_same_memory_whatever_its_events_are(make: Callable[[float], Event]):
     max_bytes = 16 * PIECE_BYTES
@@ -75,6 +76,7 @@ def test_a_ring_takes_the_same_memory_whatever_its_events_are(make: Callable[[fl
     assert max_bytes < size < max_bytes + PIECE_BYTES
 
 
+@pytest.mark.slow
 def test_memory_of_events_that_are_old_is_used_again():
     tracemalloc.start()
     recorder = Recorder(horizon_s=NUM_STEPS)

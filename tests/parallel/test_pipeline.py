@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 
     from pdserve.parallel.group import World
 
+pytestmark = pytest.mark.slow
+
 CPU = torch.device("cpu")
 NUM_STEPS = 20
 

@@ -131,6 +131,7 @@ async def test_between_the_first_token_and_its_handoff(make_stack, prefill, deco
     await assert_nothing_held(stack)
 
 
+@pytest.mark.slow
 async def test_while_the_first_token_is_still_being_written(make_stack, prefill, decode):
     """A client that does not read: its first token waits, and so does the handoff in hand."""
 

@@ -85,6 +85,7 @@ def test_a_seed_that_failed_once_with_a_store_holds(seed: int) -> None:
     assert not World(with_store(draw(seed))).run().violations
 
 
+@pytest.mark.slow
 def test_a_seed_says_all_there_is_to_know() -> None:
     first, second = run_seed(7), run_seed(7)
     assert first.outcomes == second.outcomes

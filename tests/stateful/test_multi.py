@@ -194,9 +194,10 @@ SITUATIONS = (
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "machine",
-    [StoresMachine, pytest.param(StagesMachine, marks=pytest.mark.slow)],
+    [StoresMachine, StagesMachine],
 )
 def test_several_stores_give_only_right_tokens_and_keep_no_block(
     machine: type[StoresMachine],

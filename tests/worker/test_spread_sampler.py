@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from pdserve.wire.outputs import TokenLogprobs
     from pdserve.wire.sampling import SamplingParams
 
+pytestmark = pytest.mark.slow
+
 CPU = torch.device("cpu")
 NAN, INF = float("nan"), float("inf")
 

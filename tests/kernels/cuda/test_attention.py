@@ -150,6 +150,7 @@ def test_bits_do_not_depend_on_where_the_blocks_lie() -> None:
     assert torch.equal(prompt.rows((0, 35), (41, 42)), found)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("ordered_products")
 def test_more_requests_than_tokens_may_hold_chunks_too() -> None:
     prompt = Prompt(16)
@@ -158,6 +159,7 @@ def test_more_requests_than_tokens_may_hold_chunks_too() -> None:
     assert torch.equal(found, whole[[31, 32, 33, 40]])
 
 
+@pytest.mark.slow
 def test_what_lies_behind_a_steps_inputs_is_not_read() -> None:
     q, kv, tables, starts, contexts, *rest = attention_inputs(
         [1, 5, 1, 1], [20, 33, 5, 70], (4, 2), 32, dtype=torch.float16, device=CPU

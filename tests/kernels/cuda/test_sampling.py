@@ -128,6 +128,7 @@ def test_what_is_masked_is_never_drawn() -> None:
     assert drawn(sampling, logits, draws_of(*asked), by_k=True, by_p=True) == [2, 2498, 2498]
 
 
+@pytest.mark.slow
 def test_ties_with_the_last_that_is_kept_stay() -> None:
     logits = torch.full((1, VOCAB), -20.0)
     logits[:, [10, 700, 2300]] = 2.0
