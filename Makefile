@@ -14,7 +14,7 @@ PIP    := $(BIN)/python -m pip --disable-pip-version-check install --quiet --no-
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help up test matrix check lint types layers quick format bench gpu chaos soak ucx fuzz readers clean
+.PHONY: help up test matrix check lint types layers quick format bench gpu chaos soak ucx fuzz readers board clean
 
 help: ## This list
 	@awk -F':.*## ' '/^[a-z]+:.*## / {printf "make %-7s %s\n", $$1, $$2}' Makefile
@@ -52,9 +52,10 @@ layers:
 quick:
 	+@HYPOTHESIS_PROFILE=check $(BIN)/python -m pytest -q -n 3 --dist worksteal -m "not gpu and not matrix and not e2e and not chaos and not slow" $(ARGS)
 
-format: $(VENV)/.installed-dev ## Let ruff format and mend what it can; write docs/modules.md and docs/vllm-flags.md
+format: $(VENV)/.installed-dev ## Let ruff format and mend what it can; write what is generated in docs/
 	@$(BIN)/python -m tools.module_list
 	@$(BIN)/python -m tools.vllm_names
+	@$(BIN)/python -m tools.metric_table
 	@$(BIN)/ruff format .
 	@$(BIN)/ruff check --fix .
 
@@ -84,6 +85,9 @@ readers: $(VENV)/.installed-dev ## Released readers of KV events (Dynamo, vllm-r
 	@test -x $(VENV)-readers/bin/vllm-router || { $(PYTHON) -m venv $(VENV)-readers && $(VENV)-readers/bin/pip \
 	  install --quiet "ai-dynamo-runtime==1.6.1" "vllm-router==0.1.17"; }
 	@$(BIN)/python -m tests.readers --python $(VENV)-readers/bin/python $(ARGS)
+
+board: $(VENV)/.installed-dev ## Our Grafana board against a real Prometheus (apt-get install prometheus) and deployment
+	@$(BIN)/python -m tests.board $(ARGS)
 
 clean: ## Remove caches and build outputs (the virtual environment stays)
 	@rm -rf build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -108,7 +108,14 @@ class Proxy:
         headers = engine_headers(config.api_keys, {})
         self.breakers = Breakers(config, self._clock, self.metrics)
         self.backends = Backends(config, self._clock, self.breakers)
-        self.checks = HealthChecks(config, self.backends, self._http, self._clock, headers)
+        self.checks = HealthChecks(
+            config,
+            self.backends,
+            self._http,
+            self._clock,
+            totals=self.metrics.totals,
+            headers=headers,
+        )
         self.admission = AdmissionQueue(
             config.max_concurrent_requests, config.queue_size, config.queue_timeout_s
         )
@@ -225,7 +232,8 @@ class Proxy:
 
     def build_app(self) -> web.Application:
         """Return the application, not running yet."""
-        app = web.Application(middlewares=[Boundary(self._config, self.bodies).middleware])
+        boundary = Boundary(self._config, self.bodies)
+        app = web.Application(middlewares=[self.metrics.http.middleware, boundary.middleware])
         let_pages_ask(app, self._config.cors)
         for part in self._parts:
             app.add_routes(part.routes())
@@ -234,4 +242,5 @@ class Proxy:
             "pdserve", openapi.PROXY, without=(PARAMS,), root_path=self._config.root_path
         )
         app.add_routes([openapi.route(described)])
+        self.metrics.http.create(app)
         return app

@@ -17,7 +17,7 @@ from pdserve.config.schema import Role
 if TYPE_CHECKING:
     from pdserve.observe.clock import Clock
     from pdserve.proxy.client import Leg
-    from pdserve.wire.request import EngineInfo
+    from pdserve.wire.request import EngineInfo, EngineStats
 
 
 class Health(enum.Enum):
@@ -105,6 +105,7 @@ class Backend:
         is_watched: Its health is being checked.
         is_gone: It was forgotten; what runs there goes on.
         told_s: Monotonic; when the log last said how it is.
+        snapshot: Which life of it said what of itself last.
         ahead_s: By how much its host's wall clock is ahead of this one's, at least; 0 where they
             agree as far as can be told.
     """
@@ -127,6 +128,7 @@ class Backend:
     is_watched: bool = False
     is_gone: bool = False
     told_s: float = float("inf")
+    snapshot: tuple[str, EngineStats] | None = None
     ahead_s: float = 0.0
 
     @property

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from pdserve.proxy.backend import Backend
     from pdserve.proxy.backends import Backends
     from pdserve.proxy.client import EngineHttp, Leg
+    from pdserve.proxy.totals import Totals
     from pdserve.wire.request import EngineInfo
 
 log = logging.getLogger(__name__)
@@ -45,6 +46,7 @@ class HealthChecks:
     """Checks the engines of `backends`.
 
     Args:
+        totals: Told what each engine has counted.
         headers: Sent with every check.
 
     Attributes:
@@ -57,12 +59,15 @@ class HealthChecks:
         backends: Backends,
         http: EngineHttp,
         clock: Clock,
+        *,
+        totals: Totals,
         headers: Mapping[str, str] | None = None,
     ) -> None:
         self._config = config
         self._backends = backends
         self._http = http
         self._clock = clock
+        self._totals = totals
         self._headers = dict(headers or {})
         self.reach = Reach(backends, http)
         self._watchers: set[asyncio.Task[None]] = set()
@@ -229,6 +234,8 @@ class HealthChecks:
                 self._compare_clocks(backend, asked_s, report.wall_s)
         if not backend.models:
             await self._read_models(backend, timeout_s)
+        if status == 200 and report.stats is not None:
+            self._totals.add(backend, report.stats)
 
     async def _tell_reach(self, backend: Backend, engine: EngineInfo) -> None:
         """Log it if an engine that did not register, and was not refused then, is out of reach."""

@@ -121,9 +121,7 @@ class Generation:
             self._metrics.disconnects.labels(story.stage.value).inc()
             raise
         finally:
-            self._metrics.requests.labels(outcome).inc()
-            if outcome == "ok":
-                self._metrics.observe(story)
+            self._metrics.ended(story, outcome)
             story.model = story.model or self._model_of(story)
             ended = finished(story, outcome, seq=self._recent.next_seq)
             self._recent.add(ended)

@@ -140,6 +140,8 @@ class Legs:
             return LegFailure("local", backend, error)
         if self.story.mode is Mode.LOCAL:
             self.story.prefill_stages = stages
+        else:
+            self.story.fallback_stages = stages
         return response
 
     # --- prefill

@@ -96,8 +96,7 @@ def finished(story: Story, outcome: str, *, seq: int) -> Finished:
         kv_path=story.kv_path,
         rungs=[rung.value for rung, _ in story.rungs],
         rung_reasons=[reason for _, reason in story.rungs],
-        prompt_tokens=story.num_prompt_tokens
-        or (story.prefill_stages.prompt_tokens if story.prefill_stages is not None else 0),
+        prompt_tokens=story.num_known_prompt_tokens,
         cached_tokens=first_stages.cached_tokens if first_stages is not None else 0,
         store_tokens=first_stages.store_tokens if first_stages is not None else 0,
         output_tokens=story.num_output_tokens,

@@ -11,20 +11,25 @@ from typing import TYPE_CHECKING
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
+from pdserve.http.series import HttpSeries
 from pdserve.observe.metrics import (
     LATENCY_BUCKETS_S,
     STAGE_BUCKETS_S,
-    TokenHistogram,
+    HistogramFamily,
     exposition,
     loop_lag_histogram,
 )
+from pdserve.observe.processes import ProcessSeries
+from pdserve.observe.request_series import EndedRequest, RequestSeries
 from pdserve.proxy.errors import CAUSES
 from pdserve.proxy.story import SECOND_TERMS, TTFT_TERMS, LadderRung, Mode, NotPushed, Stage
+from pdserve.proxy.totals import ALL, Totals
 from pdserve.wire.transfer import KVMode
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
+    from pdserve.observe.request_series import RequestObserver
     from pdserve.proxy.story import Story
 
 OUTCOMES = ("ok", "client_error", "shed", "error", "disconnected")
@@ -50,12 +55,20 @@ RUNG_REASONS: Mapping[LadderRung, tuple[str, ...]] = {
     LadderRung.SHED: ("budget", "no_engine"),
 }
 
+_REASONS = {"disconnected": ("abort",), "error": ("error",)}
+"""Of requests that did not end well, what vLLM calls that; it does not count those it refused."""
+
 
 class Metrics:
     """The proxy's counters, in one registry of their own."""
 
     def __init__(self) -> None:
         self.registry = registry = CollectorRegistry()
+        self.process = ProcessSeries({})
+        self.totals = Totals()
+        registry.register(self.totals)
+        self._of_clients = RequestSeries(registry)
+        self.http = HttpSeries(registry)
         self.ttft = Histogram(
             "pdserve_time_to_first_token_seconds",
             "From a request's arrival to its first streamed bytes, by how it was served.",
@@ -72,13 +85,13 @@ class Metrics:
             registry=registry,
             buckets=STAGE_BUCKETS_S,
         )
-        self.inter_token = TokenHistogram(
+        self.inter_token = HistogramFamily(
             "pdserve_inter_token_latency_seconds",
             "Gaps between streamed chunks after the second token.",
-            labels={},
             buckets=LATENCY_BUCKETS_S,
             registry=registry,
         )
+        self._gaps = self.inter_token.of()
         self.requests = Counter(
             "pdserve_requests", "Requests ended, by outcome.", ["outcome"], registry=registry
         )
@@ -186,12 +199,28 @@ class Metrics:
         for result in ("resumed", "diverged"):
             self.replays.labels(result)
 
-    def observe(self, story: Story) -> None:
-        """Add a request's measurements."""
+    def ended(self, story: Story, outcome: str) -> None:
+        """Count a request that is over, with what was measured of it if all went well.
+
+        Args:
+            outcome: One of `OUTCOMES`.
+        """
+        self.requests.labels(outcome).inc()
+        self.totals.ended(story)
+        model_name = self.totals.model_name
+        if outcome == "ok":
+            self._observe(story)
+        if model_name:
+            reasons = story.finish_reasons if outcome == "ok" else _REASONS.get(outcome, ())
+            self._of_clients.count_ends(model_name, ALL, reasons)
+            if outcome == "ok":
+                _observe_as_vllm(self._of_clients.of(model_name, ALL), story)
+
+    def _observe(self, story: Story) -> None:
         for stage, seconds in story.second_token_terms().items():
             self.stage_duration.labels(stage).observe(seconds)
         for gap_s, number in story.token_gaps:
-            self.inter_token.observe(gap_s, number)
+            self._gaps.observe(gap_s, number)
         terms = story.ttft_terms()
         if story.streamed and terms:
             self.ttft.labels(story.mode.value).observe(sum(terms.values()))
@@ -212,6 +241,8 @@ class Metrics:
         Args:
             stages: Where each request that has not ended is.
         """
+        if self.totals.model_name:
+            self._of_clients.of(self.totals.model_name, ALL)
         by_stage = CountOf(stages)
         for where in Stage:
             self.in_flight.labels(where.value).set(by_stage[where])
@@ -221,3 +252,49 @@ class Metrics:
         self.running.set(running)
         self.waiting.set(waiting)
         return exposition(self.registry)
+
+
+def _observe_as_vllm(observer: RequestObserver, story: Story) -> None:
+    """Observe a request that ended well, as its client saw it.
+
+    The text of an answer in one piece comes at once: when its first token was there is what the
+    engine says that has sampled it.
+    """
+    now_s, first_s = story.clock.monotonic_s(), story.first_token_s
+    accounts, stages = story.accounts, story.prefill_stages
+    if not story.streamed:
+        if stages is None or story.leg_s is None:
+            first_s = None
+        else:
+            first_s = story.leg_s + stages.ttft_s
+    terms = story.ttft_terms()
+    prefill_s = terms.get("prefill", 0.0)
+    if terms:
+        observer.began(queue_s=terms["admission"] + terms["queue"], prefill_s=prefill_s)
+    if first_s is not None:
+        observer.first_token(first_s - story.arrived_s)
+    if story.second_token_s is not None and first_s is not None:
+        observer.token_gap(story.second_token_s - first_s)
+    for gap_s, number in story.token_gaps:
+        observer.token_gap(gap_s, number)
+    last_s = story.last_chunk_s if story.streamed else now_s
+    observer.ended(
+        EndedRequest(
+            num_prompt_tokens=story.num_known_prompt_tokens,
+            num_output_tokens=story.num_output_tokens,
+            num_computed_tokens=sum(each.computed_tokens for each in accounts),
+            max_tokens=max((each.max_tokens for each in accounts), default=0),
+            num_preemptions=sum(each.num_preemptions for each in accounts),
+            e2e_s=now_s - story.arrived_s,
+            prefill_s=prefill_s,
+            decode_s=None if first_s is None else max(0.0, last_s - first_s),
+        )
+    )
+    if accounts:
+        observer.ended_together(
+            num_choices=max(each.num_choices for each in accounts),
+            num_longest=story.num_output_tokens,
+        )
+    decode = story.decode_stages
+    if decode is not None and decode.kv_bytes:
+        observer.loaded(seconds=decode.kv_transfer_s, num_bytes=decode.kv_bytes)

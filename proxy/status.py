@@ -54,14 +54,16 @@ class Status:
         ]
 
     def exposition(self) -> bytes:
-        """Return what `/metrics` says now."""
+        """Return what `/metrics` says now, but for the process itself."""
         backends, admission = self._services.backends, self._services.admission
-        return self._services.metrics.exposition(
+        metrics, stories = self._services.metrics, self._live.stories
+        metrics.totals.look(list(backends), stories)
+        return metrics.exposition(
             backends=backends.count(),
             open_edges=self._services.breakers.num_open_pairs,
             running=admission.num_running,
             waiting=admission.num_waiting,
-            stages=[story.stage for story in self._live.stories],
+            stages=[story.stage for story in stories],
         )
 
     def _known_models(self) -> list[dict[str, Any]]:
@@ -101,7 +103,8 @@ class Status:
         return json_answer({"status": "ready", "engines": engines})
 
     async def _metrics(self, request: web.Request) -> web.Response:
-        return web.Response(body=self.exposition(), headers={hdrs.CONTENT_TYPE: CONTENT_TYPE})
+        body = self.exposition() + await self._services.metrics.process.exposition()
+        return web.Response(body=body, headers={hdrs.CONTENT_TYPE: CONTENT_TYPE})
 
     async def _version(self, request: web.Request) -> web.Response:
         return json_answer({"version": pdserve.__version__})

@@ -80,6 +80,9 @@ TTFT_TERMS = ("admission", "proxy", "retry", "queue", "reserve", "prefill", "rel
 SECOND_TERMS = ("decode_queue", "kv", "recompute", "handover", "first_step")
 
 
+_FINISHED = ("stop", "length", "abort", "error")
+
+
 class Gaps:
     """A histogram of gaps, exact to one part in 250, whose size does not grow with their number.
 
@@ -149,7 +152,8 @@ class Story:
             answer comes in one piece, had come from the engine).
         second_token_s: The decode engine's first bytes were.
         token_gaps: Between the chunks from the decode engine on.
-        prefill_stages, decode_stages: The engines' own accounts.
+        prefill_stages, decode_stages: The engines' own accounts; `fallback_stages` that of one
+            that did everything after another had begun.
         kv_mode: Who moved the KV, as of the last attempt.
         not_pushed: Why that was a pull, where a push was allowed.
         rungs: Of the ladder, as they were taken, each with its reason.
@@ -178,6 +182,7 @@ class Story:
     token_gaps: Gaps = field(default_factory=Gaps)
     prefill_stages: EngineStages | None = None
     decode_stages: EngineStages | None = None
+    fallback_stages: EngineStages | None = None
     kv_mode: KVMode | None = None
     not_pushed: NotPushed | None = None
     rungs: list[tuple[LadderRung, str]] = field(default_factory=list)
@@ -189,6 +194,24 @@ class Story:
 
     def __post_init__(self) -> None:
         self.arrived_s = self.clock.monotonic_s()
+
+    @property
+    def num_known_prompt_tokens(self) -> int:
+        """Tokens of its prompts, as far as an engine has said; 0 before that."""
+        stages = self.prefill_stages
+        return self.num_prompt_tokens or (0 if stages is None else stages.prompt_tokens)
+
+    @property
+    def finish_reasons(self) -> list[str]:
+        """Why its choices ended, as far as the engines say; what was handed over went on."""
+        told = (reason for account in self.accounts for reason in account.finish_reasons)
+        return [reason for reason in told if reason in _FINISHED]
+
+    @property
+    def accounts(self) -> list[EngineStages]:
+        """What engines say of it, each once."""
+        told = (self.prefill_stages, self.decode_stages, self.fallback_stages)
+        return [each for each in told if each is not None]
 
     def tell(self, text: str) -> None:
         """Add an event."""

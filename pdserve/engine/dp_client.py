@@ -13,6 +13,7 @@ the core that made it (`ID-dp0` and so on) and that core's side channels.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import secrets
 from collections import Counter
 from typing import TYPE_CHECKING
@@ -45,7 +46,6 @@ if TYPE_CHECKING:
     from pdserve.engine.zmq_client import ZmqEngineClient
     from pdserve.wire.ids import RequestId
     from pdserve.wire.request import EngineInfo, EngineOutput, GenerateRequest, Sibling
-    from pdserve.wire.step import ExpertBalance
     from pdserve.wire.trace import ProcessTrace
 
 _HOST = "127.0.0.1"
@@ -203,8 +203,8 @@ class DataParallelClient:
                 raise InternalError(f"request {choice.request_id} is running already")
         outputs = MergedOutputs(
             [
-                core.generate(first, [sibling_of(other) for other in others])
-                for core, (first, *others) in self._spread(choices)
+                _of_core(index, core.generate(first, [sibling_of(other) for other in others]))
+                for index, core, (first, *others) in self._spread(choices)
             ]
         )
         try:
@@ -220,7 +220,7 @@ class DataParallelClient:
 
     def _spread(
         self, choices: Sequence[GenerateRequest]
-    ) -> list[tuple[ZmqEngineClient, list[GenerateRequest]]]:
+    ) -> list[tuple[int, ZmqEngineClient, list[GenerateRequest]]]:
         """Give each choice to the core with the least to do, those before it counted."""
         loads = [
             CoreLoad(num_answering=core.num_answering, num_sent=core.num_sent)
@@ -233,7 +233,11 @@ class DataParallelClient:
             loads[index] = CoreLoad(
                 num_answering=loads[index].num_answering + 1, num_sent=loads[index].num_sent + 1
             )
-        return [(core, share) for core, share in zip(self._cores, shares, strict=True) if share]
+        return [
+            (index, core, share)
+            for index, (core, share) in enumerate(zip(self._cores, shares, strict=True))
+            if share
+        ]
 
     async def abort(self, request_ids: Sequence[RequestId]) -> None:
         """See `EngineClient`. Cores ignore the ids of others."""
@@ -328,18 +332,33 @@ def least_busy(counts: Sequence[Counts], loads: Sequence[CoreLoad]) -> int:
     return scores.index(min(scores))
 
 
+async def _of_core(
+    index: int, outputs: AsyncGenerator[EngineOutput, None]
+) -> AsyncGenerator[EngineOutput, None]:
+    """Yield `outputs`; the first of each request says which core it is from."""
+    told: set[RequestId] = set()
+    async with contextlib.aclosing(outputs):
+        async for output in outputs:
+            if index and output.request_id not in told:
+                told.add(output.request_id)
+                output = msgspec.structs.replace(output, core=index)
+            yield output
+
+
 def merged_stats(cores: Sequence[EngineStats]) -> EngineStats:
     """Sum statistics over engine cores; counts by name are summed name by name.
 
     Experts that are balanced are shared by all cores: what the first says of them is said once.
     """
-    fields: dict[str, int | float | dict[str, int] | ExpertBalance | KVStoreStats | None] = {}
+    fields: dict[str, object] = {}
     for name in EngineStats.__struct_fields__:
         values = [getattr(core, name) for core in cores]
         if name == "experts":
             fields[name] = values[0]
         elif name == "kv_store":
             fields[name] = _merged_stores([each for each in values if each is not None])
+        elif isinstance(values[0], list):
+            fields[name] = [sum(each) for each in zip(*values, strict=True)]
         elif isinstance(values[0], dict):
             total: Counter[str] = Counter()
             for value in values:

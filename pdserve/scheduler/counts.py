@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import Counter
 from typing import TYPE_CHECKING
 
 from pdserve.scheduler.ladder import Remedy
+from pdserve.wire.request import STEP_TOKEN_BOUNDS
 from pdserve.wire.transfer import KVMode, LeaseEnd, LoadFailure
 
 if TYPE_CHECKING:
@@ -27,6 +29,9 @@ class Counters:
         self.kv_descriptors = 0
         self.recompute_tokens = 0
         self.forward_s = 0.0
+        self.steps_by_tokens = [0] * (len(STEP_TOKEN_BOUNDS) + 1)
+        self.step_tokens = 0
+        self.corrupted = 0
         self.load_failures = Counter({each.value: 0 for each in LoadFailure})
         self.lease_ends = Counter({each.value: 0 for each in LeaseEnd})
         self.loads = Counter({each.value: 0 for each in KVMode})
@@ -38,6 +43,13 @@ class Counters:
     def kv_seconds(self) -> dict[str, float]:
         """Seconds, summed over the loads that arrived; digest is a part of transfer."""
         return dict(self._kv_seconds)
+
+    def step(self, num_tokens: int, forward_s: float) -> None:
+        """Count a step that has come back; one without tokens computed nothing."""
+        self.forward_s += forward_s
+        if num_tokens:
+            self.steps_by_tokens[bisect_left(STEP_TOKEN_BOUNDS, num_tokens)] += 1
+            self.step_tokens += num_tokens
 
     def prompt(self, request: Request, *, num_hit: int, num_external: int) -> None:
         """Count a prompt whose KV is here or being computed, in the request as well.

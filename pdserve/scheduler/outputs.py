@@ -62,6 +62,7 @@ class OutputBuffer:
                 stages=request.times.stages() if has_stages else None,
                 load_failures=request.load_failures if is_last else [],
                 kv_mode="" if request.kv_mode is None else request.kv_mode.value,
+                num_preemptions=request.num_preemptions if is_last else 0,
             )
         )
 

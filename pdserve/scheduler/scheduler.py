@@ -211,7 +211,7 @@ class Scheduler:
         """Take a step's results. Outputs are there for `drain_outputs`."""
         now_s = self._clock.monotonic_s()
         step = self.state.steps.retire(result.step_id, now_s)
-        self._counters.forward_s += result.forward_s
+        self._counters.step(step.num_prefill_tokens + step.num_decode_tokens, result.forward_s)
         self.telemetry.step(step, result.forward_s, now_s)
         if result.experts is not None:
             self._experts = result.experts
@@ -375,6 +375,7 @@ class Scheduler:
         A cached block may be at fault, so the cache forgets the blocks that it used.
         """
         assert request.holding is not None
+        self._counters.corrupted += 1
         self.kv.pool.forget(request.holding.blocks)
         num_tokens = len(request.prompt_token_ids) + len(request.output_token_ids)
         self._outputs.error(

@@ -129,6 +129,9 @@ class Telemetry:
             kv_seconds=counters.kv_seconds,
             kv_store=state.connector.store_stats,
             kv_source_tokens=dict(state.connector.num_loaded),
+            steps_by_tokens=list(counters.steps_by_tokens),
+            num_step_tokens=counters.step_tokens,
+            num_corrupted=counters.corrupted,
         )
 
     def requests(self, now_s: float) -> list[EngineRequest]:

@@ -78,7 +78,9 @@ def _account(service: Service, job: TextRequest, error: BaseException | None) ->
     seconds = {name.removesuffix("_s"): value for name, value in fields.items()}
     timed = job.ttft_s is not None
     if timed:
-        service.metrics.stages(seconds, loaded_kv=kv_bytes > 0, step_wait_s=step_wait_s)
+        core = job.leader().core
+        service.metrics.stages(core, seconds, kv_bytes=kv_bytes, step_wait_s=step_wait_s)
+    _count_prompts(service, job)
     shown = {
         "server": seconds["server"],
         "queue": seconds["queue"],
@@ -103,6 +105,16 @@ def _account(service: Service, job: TextRequest, error: BaseException | None) ->
     log_request(ended)
     service.recent.add(ended)
     service.recorder.add(traced(service, job, ending.outcome))
+
+
+def _count_prompts(service: Service, job: TextRequest) -> None:
+    of_prompts: dict[int, list[int]] = {}
+    for choice in job.choices:
+        of_prompts.setdefault(choice.prompt_index, []).append(choice.num_tokens)
+    for tokens in of_prompts.values():
+        service.metrics.choices_ended(
+            job.leader().core, num_choices=len(tokens), num_longest=max(tokens)
+        )
 
 
 class _Ending(NamedTuple):

@@ -80,17 +80,16 @@ def build_app(
     """
     clock = clock or SystemClock()
     access = Access(server_config.api_keys, server_config.operator_keys)
-    app = web.Application(
-        middlewares=[_identify, error_middleware, _admitting(access)],
-    )
     names = engine_config.model.served_model_name or (engine_config.model.model,)
+    metrics = ServerMetrics(names[0], client, engine_config.cache)
+    app = web.Application(
+        middlewares=[metrics.http.middleware, _identify, error_middleware, _admitting(access)],
+    )
     service = Service(
         client=client,
         engine_config=engine_config,
         server_config=server_config,
-        metrics=ServerMetrics(
-            names[0], lambda: client.stats, lambda: client.core_stats, lambda: client.info
-        ),
+        metrics=metrics,
         text=text,
         bodies=Bodies(server_config.limits),
         verifier=Verifier(
@@ -135,6 +134,7 @@ def build_app(
             ),
         ]
     )
+    metrics.http.create(app)
     return app
 
 

@@ -59,9 +59,8 @@ async def version(request: web.Request) -> web.Response:
 
 async def metrics(request: web.Request) -> web.Response:
     """Prometheus' exposition."""
-    return web.Response(
-        body=request.app[SERVICE].metrics.render(), headers={"Content-Type": CONTENT_TYPE}
-    )
+    body = await request.app[SERVICE].metrics.render()
+    return web.Response(body=body, headers={"Content-Type": CONTENT_TYPE})
 
 
 async def list_models(request: web.Request) -> web.Response:

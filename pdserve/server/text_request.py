@@ -15,25 +15,12 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from pdserve.engine.merge import MergedOutputs
-from pdserve.errors import (
-    BadRequestError,
-    DeadlineError,
-    HandoffRefusedError,
-    InternalError,
-    KvTransferError,
-    NonFiniteLogitsError,
-    PdserveError,
-    RecomputeBudgetError,
-    UnavailableError,
-)
+from pdserve.errors import InternalError
+from pdserve.observe.request_series import EndedRequest
+from pdserve.server.failed_output import raise_if_failed
 from pdserve.server.hop import stage_fields
 from pdserve.wire.hop import EngineStages
-from pdserve.wire.request import (
-    ErrorCode,
-    FinishReason,
-    RequestStages,
-    sibling_of,
-)
+from pdserve.wire.request import FinishReason, RequestStages, sibling_of
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Sequence
@@ -94,6 +81,7 @@ class Choice:
         prompt_logprobs: What the prefill engine computed of them.
         kv_mode: How KV came from another engine, if it did: push or pull.
         num_cached_tokens: What a prefix cache had of its prompt; None until an engine says so.
+        core: Index of the engine core that serves it.
     """
 
     index: int
@@ -109,6 +97,8 @@ class Choice:
     load_failures: list[str] = field(default_factory=list)
     kv_mode: str = ""
     num_cached_tokens: int | None = None
+    num_preemptions: int = 0
+    core: int = 0
     first_token_s: float | None = None
     own_token_s: float | None = None
     last_token_s: float | None = None
@@ -235,7 +225,7 @@ class TextRequest:
                 raise InternalError(f"job {self.request_id} ended before its choices")
             index = self._index_of[output.request_id]
             if output.finish_reason is not None:
-                _raise_if_failed(output, self.choices[index].request, self.clock.monotonic_s())
+                raise_if_failed(output, self.choices[index].request, self.clock.monotonic_s())
         except Exception as error:
             self.failure = error
             raise
@@ -333,14 +323,20 @@ class TextRequest:
         return fields | {"server_s": max(0.0, ttft_s - in_engine_s), "ttft_s": ttft_s}
 
     def account(self) -> EngineStages:
-        """Return what the proxy asks for: stages, prompt tokens, how KV came or why it did not."""
+        """Return what the proxy asks for: stages, tokens, how KV came or why it did not."""
         stages: dict[str, Any] = self.stages()
+        served = [choice for choice in self.choices if choice.request is not None]
         return EngineStages(
             **stages,
             load_failures=tuple(label for choice in self.choices for label in choice.load_failures),
             prompt_tokens=self.num_prompt_tokens,
             cached_tokens=self.num_cached_tokens,
             kv_mode=self.leader().kv_mode,
+            computed_tokens=sum(map(self._num_computed, served)),
+            finish_reasons=tuple(each.finish_reason.value for each in served if each.finish_reason),
+            num_choices=len(self.choices) // len(self.prompts),
+            max_tokens=max(each.request.sampling.max_tokens for each in served if each.request),
+            num_preemptions=sum(choice.num_preemptions for choice in served),
         )
 
     @property
@@ -368,6 +364,8 @@ class TextRequest:
             choice.stages = output.stages
         choice.load_failures += output.load_failures
         choice.kv_mode = output.kv_mode or choice.kv_mode
+        choice.core = output.core or choice.core
+        choice.num_preemptions = output.num_preemptions
         if not output.new_token_ids:
             return
         if choice.num_cached_tokens is None:
@@ -375,11 +373,11 @@ class TextRequest:
         now_s = self.clock.monotonic_s()
         if choice.last_token_s is None:
             choice.first_token_s = now_s
-            self.metrics.first_token(now_s - self.start_s)
+            self.metrics.first_token(choice.core, now_s - self.start_s)
         else:
             gap_s = now_s - choice.last_token_s
             self.gaps_s.append(gap_s)
-            self.metrics.token_gap(gap_s)
+            self.metrics.token_gap(choice.core, gap_s)
         choice.last_token_s = now_s
         num_tokens = choice.processor.num_tokens + len(output.new_token_ids)
         if choice.own_token_s is None and num_tokens > choice.num_from_handoff:
@@ -397,49 +395,25 @@ class TextRequest:
         """Count a choice that has ended."""
         assert choice.finish_reason is not None
         now_s = self.clock.monotonic_s()
-        first_s = choice.first_token_s
-        self.metrics.finished(
-            choice.finish_reason.value,
+        first_s, request = choice.first_token_s, choice.request
+        ended = EndedRequest(
             num_prompt_tokens=len(self.prompts[choice.prompt_index]),
             num_output_tokens=choice.num_tokens,
+            num_computed_tokens=self._num_computed(choice),
+            max_tokens=request.sampling.max_tokens if request is not None else 0,
+            num_preemptions=choice.num_preemptions,
             e2e_s=now_s - self.start_s,
+            prefill_s=choice.stages.prefill_s if choice.stages is not None else 0.0,
             decode_s=now_s - first_s if first_s is not None else None,
         )
+        self.metrics.choice_ended(choice.core, choice.finish_reason.value, ended)
+
+    def _num_computed(self, choice: Choice) -> int:
+        """Prompt tokens whose KV was computed here for a choice."""
+        if choice.kv_mode or choice.first_token_s is None:
+            return 0
+        return len(self.prompts[choice.prompt_index]) - (choice.num_cached_tokens or 0)
 
 
 def _cached_by_prompt(choices: Sequence[Choice]) -> dict[int, int]:
     return {choice.prompt_index: choice.num_cached_tokens or 0 for choice in choices}
-
-
-def _raise_if_failed(output: EngineOutput, request: GenerateRequest | None, now_s: float) -> None:
-    """An engine reports failures of a single request as outputs."""
-    match output.finish_reason:
-        case FinishReason.ERROR:
-            raise _failure(output)
-        case FinishReason.ABORT if _is_late(request, now_s):
-            raise DeadlineError("the request's deadline passed before it was complete")
-        case FinishReason.ABORT:
-            why = output.error or "the engine gave the request up: it is shutting down"
-            raise UnavailableError(why, retry_after_s=1.0, code="shutting_down")
-
-
-def _is_late(request: GenerateRequest | None, now_s: float) -> bool:
-    return request is not None and request.deadline_s is not None and request.deadline_s < now_s
-
-
-def _failure(output: EngineOutput) -> PdserveError:
-    """Return the error for an engine's error code; without one it is the engine's own fault."""
-    message = output.error or "the engine failed this request"
-    match output.error_code:
-        case ErrorCode.KV_TRANSFER_FAILED.value:
-            return KvTransferError(message, load_failures=tuple(output.load_failures))
-        case ErrorCode.RECOMPUTE_BUDGET_EXHAUSTED.value:
-            return RecomputeBudgetError(message, retry_after_s=output.retry_after_s or 1.0)
-        case ErrorCode.HANDOFF_REFUSED.value:
-            return HandoffRefusedError(message)
-        case ErrorCode.BAD_REQUEST.value:
-            return BadRequestError(message)
-        case ErrorCode.NON_FINITE_LOGITS.value:
-            return NonFiniteLogitsError(message)
-        case _:
-            return PdserveError(message, retry_after_s=output.retry_after_s)

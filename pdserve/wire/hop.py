@@ -22,7 +22,7 @@ from typing import Any, Final, Literal
 
 import msgspec
 
-from pdserve.wire.request import EngineInfo, EngineLoad, OnLoadFailure, RequestStages
+from pdserve.wire.request import EngineInfo, EngineStats, OnLoadFailure, RequestStages
 from pdserve.wire.transfer import Endpoint
 
 REGISTER_PATH: Final = "/pdserve/register"
@@ -130,6 +130,11 @@ class EngineStages(RequestStages, frozen=True, kw_only=True, omit_defaults=False
         prompt_tokens: Over all prompts; 0 if the engine does not say.
         cached_tokens: Those of them that a prefix cache had when they were prefilled.
         kv_mode: How KV came from another engine, if it did: push or pull.
+        computed_tokens: Prompt tokens whose KV was computed there, over all choices.
+        finish_reasons: `FinishReason` values of the choices that were served there.
+        num_choices: For each prompt, as the client asked.
+        max_tokens: Of a choice, as it applies; 0 if the engine does not say.
+        num_preemptions: Over all choices.
     """
 
     server_s: float = 0.0
@@ -138,6 +143,11 @@ class EngineStages(RequestStages, frozen=True, kw_only=True, omit_defaults=False
     prompt_tokens: int = 0
     cached_tokens: int = 0
     kv_mode: str = ""
+    computed_tokens: int = 0
+    finish_reasons: tuple[str, ...] = ()
+    num_choices: int = 1
+    max_tokens: int = 0
+    num_preemptions: int = 0
 
 
 class ReleaseRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -164,7 +174,7 @@ class EngineReport(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         reason: Why it is not ready.
         models: The names it serves its model under.
-        stats: All of `EngineStats` where an engine says it; a proxy reads the part it routes by.
+        stats: What an engine of another version does not count is 0.
         wall_s: Unix time when it was said.
     """
 
@@ -172,7 +182,7 @@ class EngineReport(msgspec.Struct, frozen=True, kw_only=True):
     reason: str | None = None
     models: tuple[str, ...] = ()
     engine: EngineInfo | None = None
-    stats: EngineLoad | None = None
+    stats: EngineStats | None = None
     wall_s: float | None = None
 
 

@@ -14,6 +14,9 @@ from pdserve.wire.sampling import SamplingParams
 from pdserve.wire.step import ExpertBalance
 from pdserve.wire.transfer import Endpoint, KVHandoff, KVShape, PushTicket
 
+STEP_TOKEN_BOUNDS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
+"""Upper bounds of the buckets in which steps are counted by their number of tokens; vLLM's."""
+
 
 class OnLoadFailure(enum.Enum):
     """What D does with a request whose KV did not arrive, after its own retries.
@@ -176,6 +179,8 @@ class EngineOutput(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
         error_code: An `ErrorCode` value; empty for an error of no kind.
         retry_after_s: With an error that will pass: when to try again.
         kv_mode: "push" or "pull" if KV came from another engine, else empty.
+        num_preemptions: With the last token: how often it was preempted.
+        core: With its first output: index of the engine core that serves it.
     """
 
     request_id: RequestId
@@ -192,6 +197,8 @@ class EngineOutput(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     error_code: str = ""
     retry_after_s: float | None = None
     kv_mode: str = ""
+    num_preemptions: int = 0
+    core: int = 0
 
 
 class EngineLoad(msgspec.Struct, frozen=True, kw_only=True):
@@ -286,21 +293,25 @@ class EngineStats(EngineLoad, frozen=True, kw_only=True):
         kv_source_tokens: Prompt tokens by the connector that loads them, where there are several.
         kv_events: Told of this core's KV, by name: events published and dropped, and steps queued
             now. Empty: nobody is told.
+        steps_by_tokens: Steps by the number of tokens that they computed: one count for each of
+            `STEP_TOKEN_BOUNDS`, and one for more. Empty where that is not said.
+        num_step_tokens: Tokens computed, all steps together.
+        num_corrupted: Requests that ended because their logits were not finite.
     """
 
-    num_preemptions: int
-    num_steps: int
-    prefix_cache_queries: int
-    prefix_cache_hits: int
-    prompt_tokens: int
-    generation_tokens: int
-    local_compute_tokens: int
-    local_cache_hit_tokens: int
-    external_kv_tokens: int
-    kv_bytes_received: int
-    kv_descriptors: int
-    kv_load_failures: dict[str, int]
-    lease_ends: dict[str, int]
+    num_preemptions: int = 0
+    num_steps: int = 0
+    prefix_cache_queries: int = 0
+    prefix_cache_hits: int = 0
+    prompt_tokens: int = 0
+    generation_tokens: int = 0
+    local_compute_tokens: int = 0
+    local_cache_hit_tokens: int = 0
+    external_kv_tokens: int = 0
+    kv_bytes_received: int = 0
+    kv_descriptors: int = 0
+    kv_load_failures: dict[str, int] = {}
+    lease_ends: dict[str, int] = {}
     forward_s: float = 0.0
     kv_faults: dict[str, int] = {}
     experts: ExpertBalance | None = None
@@ -311,6 +322,9 @@ class EngineStats(EngineLoad, frozen=True, kw_only=True):
     kv_store: KVStoreStats | None = None
     kv_source_tokens: dict[str, int] = {}
     kv_events: dict[str, int] = {}
+    steps_by_tokens: list[int] = []
+    num_step_tokens: int = 0
+    num_corrupted: int = 0
 
 
 class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):

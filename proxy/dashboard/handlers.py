@@ -29,7 +29,7 @@ from pdserve.proxy.dashboard.journal import (
 )
 from pdserve.proxy.dashboard.minute import Minute, Tally, Waits, totals
 from pdserve.proxy.dashboard.page import PAGE, POLICY
-from pdserve.proxy.dashboard.series import series_in, summed
+from pdserve.proxy.dashboard.series import SHOWN_OF_PROXY, series_in, summed
 from pdserve.proxy.dashboard.watch import EngineWatch
 from pdserve.wire.finished import Finished
 
@@ -55,7 +55,7 @@ _COMMON_HEADERS = {
 
 
 class ProxyShown(msgspec.Struct, frozen=True, kw_only=True):
-    """The proxy itself; `series` are those of its `/metrics`."""
+    """The proxy itself; `series` are those of its `/metrics` that are shown."""
 
     version: str
     kv_mode: str
@@ -278,7 +278,7 @@ class Dashboard:
                 max_concurrent_requests=config.max_concurrent_requests,
                 queue_size=config.queue_size,
                 needs_key=bool(config.operator_keys or config.api_keys),
-                series=series_in(self._exposition().decode()),
+                series=series_in(self._exposition().decode(), SHOWN_OF_PROXY),
             ),
             engines=[self._engine(backend, now_s) for backend in self._backends],
             edges=[

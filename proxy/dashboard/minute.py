@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from prometheus_client import Counter, Histogram
 
-    from pdserve.observe.metrics import TokenHistogram
+    from pdserve.observe.metrics import HistogramFamily
 
 SPAN_S: Final = 60.0
 
@@ -34,7 +34,7 @@ class Waits:
     cumulative: tuple[float, ...]
 
     @staticmethod
-    def of(histogram: Histogram | TokenHistogram) -> Waits:
+    def of(histogram: Histogram | HistogramFamily) -> Waits:
         """Return what a histogram has now, over all its labels."""
         counts: dict[float, float] = {}
         for family in histogram.collect():

@@ -189,7 +189,7 @@ function drawTiles(now, then) {
   big($("k-rate"), rate(perSecond(now, near, proxyGrowth("pdserve_requests_total"))), "ended/s");
   figure($("k-total"), "proxy", "pdserve_requests_total", { outcome: "ok" }, (v) => `${short(v)} answered since start`, total(now.proxy, "pdserve_requests_total", { outcome: "ok" }));
   big($("k-tokens"), rate(perSecond(now, near, enginesGrowth("vllm:generation_tokens_total"))), "tok/s");
-  figure($("k-tokens-total"), "engines", "vllm:generation_tokens_total", {}, (v) => `${short(v)} tokens by these engines`, enginesTotal("vllm:generation_tokens_total"));
+  figure($("k-tokens-total"), "proxy", "vllm:generation_tokens_total", {}, (v) => `${short(v)} tokens since start`, total(now.proxy, "vllm:generation_tokens_total"));
   big($("k-moved"), ...bytes(perSecond(now, near, enginesGrowth("pdserve_kv_transfer_bytes_total"))));
   say($("k-moved").unit, `${$("k-moved").unit.textContent}/s`);
   figure($("k-moved-total"), "engines", "pdserve_kv_transfer_bytes_total", {}, (v) => `${bytes(v).join(" ")} by these engines`, enginesTotal("pdserve_kv_transfer_bytes_total"));
@@ -342,8 +342,8 @@ function drawEngine(url, data, at, now, gone) {
   made.why.hidden = !made.why.textContent;
   const of = gone ? "gone" : url;
   figure(made.values.running, of, "vllm:num_requests_running", {}, plain, total(at, "vllm:num_requests_running"));
-  figure(made.values.waiting, of, "vllm:num_requests_waiting", {}, plain, total(at, "vllm:num_requests_waiting"));
-  figure(made.values.receiving, of, "pdserve_num_requests_receiving", {}, plain, total(at, "pdserve_num_requests_receiving"));
+  for (const [value, reason] of [[made.values.waiting, "capacity"], [made.values.receiving, "deferred"]])
+    figure(value, of, "vllm:num_requests_waiting_by_reason", { reason }, plain, total(at, "vllm:num_requests_waiting_by_reason", { reason }));
   const near = before(RATE_S), was = near.engines.get(url);
   const own = (name) => (was && !gone && !dead && was.data.incarnation === data.incarnation && now.at_s > near.at_s ? grown(at, was.at, name) / (now.at_s - near.at_s) : 0);
   say(made.values.tokens, rate(own("vllm:generation_tokens_total")));

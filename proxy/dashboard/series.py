@@ -6,6 +6,7 @@ Knows the format of `/metrics` and which of an engine's series are shown; knows 
 from __future__ import annotations
 
 import math
+import re
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -14,8 +15,7 @@ if TYPE_CHECKING:
 SHOWN_OF_ENGINES = frozenset(
     {
         "vllm:num_requests_running",
-        "vllm:num_requests_waiting",
-        "pdserve_num_requests_receiving",
+        "vllm:num_requests_waiting_by_reason",
         "vllm:prompt_tokens_total",
         "vllm:generation_tokens_total",
         "vllm:prefix_cache_queries_total",
@@ -42,14 +42,17 @@ SHOWN_OF_ENGINES = frozenset(
 """Names; an engine has several hundred series, of which its card draws these."""
 
 
-def series_in(text: str, names: frozenset[str] | None = None) -> dict[str, float]:
+SHOWN_OF_PROXY = re.compile(r"pdserve_|vllm:(?:prompt|generation)_tokens_total")
+"""How names begin; what else it says of HTTP, itself and under vLLM's names is for Prometheus."""
+
+
+def series_in(text: str, names: frozenset[str] | re.Pattern[str]) -> dict[str, float]:
     """Return the value of every series by its name with its labels, as they stand in `text`.
 
-    Left out are those that have no finite value, which JSON cannot carry, and when series were
-    made (`_created`).
+    Left out are those that have no finite value, which JSON cannot carry.
 
     Args:
-        names: Only series of these names, labels apart; all, if None.
+        names: Only series of these names, labels apart, or whose names begin so.
     """
     found = {}
     for line in text.splitlines():
@@ -57,7 +60,8 @@ def series_in(text: str, names: frozenset[str] | None = None) -> dict[str, float
             continue
         series, _, value = line.rpartition(" ")
         name = series.partition("{")[0]
-        if name.endswith("_created") or (names is not None and name not in names):
+        is_shown = name in names if isinstance(names, frozenset) else names.match(name)
+        if not is_shown:
             continue
         try:
             number = float(value)

@@ -207,7 +207,7 @@ def swept(
 def cached_tokens(deployment: Deployment) -> float:
     return deployment.metric(
         "prefill",
-        'vllm:prompt_tokens_by_source_total{model_name="boxed",source="local_cache_hit"}',
+        'vllm:prompt_tokens_by_source_total{engine="0",model_name="boxed",source="local_cache_hit"}',
     )
 
 
@@ -286,7 +286,7 @@ class Running:
 def wait_for_answers(deployment: Deployment, name: str, number: int) -> None:
     """Wait until an engine has ended so many more requests."""
     deadline = time.monotonic() + 60
-    series = 'vllm:request_success_total{finished_reason="length",model_name="boxed"}'
+    series = 'vllm:request_success_total{engine="0",finished_reason="length",model_name="boxed"}'
     before = deployment.metric(name, series)
     while deployment.metric(name, series) < before + number:
         assert time.monotonic() < deadline

@@ -81,11 +81,15 @@ def _complete_until_refused(url: str, prompt: list[int]) -> None:
 
 
 def _wait_until_both_run(deployment: Deployment) -> None:
-    series = [f'pdserve_core_requests{{engine="{core}",state="running"}}' for core in (0, 1)]
     deadline = time.monotonic() + 90
     while time.monotonic() < deadline:
         found = deployment.metrics("decode")
-        if all(found[name] >= 2 for name in series):
+        running = {
+            name: value
+            for name, value in found.items()
+            if name.startswith("vllm:num_requests_running{")
+        }
+        if len(running) == 2 and min(running.values()) >= 2:
             return
         time.sleep(0.02)
     raise AssertionError(f"requests do not spread: {found}")

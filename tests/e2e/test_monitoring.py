@@ -22,7 +22,7 @@ GRAFANA = ROOT / "configs" / "grafana" / "pdserve.json"
 JOBS = {"pdserve-proxy": ("proxy",), "pdserve-engine": ("prefill", "decode")}
 TARGET_LABELS = {"job", "instance"}
 FUNCTIONS = {
-    "histogram_quantile", "increase", "max", "min", "min_over_time", "rate", "sum",
+    "histogram_quantile", "increase", "max", "min", "min_over_time", "rate", "sum", "vector",
 }  # fmt: skip
 KEYWORDS = {"by", "without", "and", "or", "unless", "on", "ignoring", "bool"}
 SELECTOR = re.compile(r"([a-zA-Z_:][a-zA-Z0-9_:]*)(\{[^}]*\})?")
@@ -43,18 +43,18 @@ MUST_HAVE = {
         "pdserve_kv_mode_total{mode}",
     ),
     "pdserve-engine": (
-        "vllm:num_requests_running{model_name}",
-        "vllm:num_requests_waiting{model_name}",
-        "vllm:kv_cache_usage_perc{model_name}",
-        "vllm:prefix_cache_queries_total{model_name}",
-        "vllm:prefix_cache_hits_total{model_name}",
-        "vllm:prompt_tokens_total{model_name}",
-        "vllm:generation_tokens_total{model_name}",
-        "vllm:prompt_tokens_by_source_total{model_name,source}",
-        "vllm:request_success_total{model_name,finished_reason}",
-        "vllm:time_to_first_token_seconds_count{model_name}",
-        "vllm:inter_token_latency_seconds_count{model_name}",
-        "vllm:request_queue_time_seconds_count{model_name}",
+        "vllm:num_requests_running{model_name,engine}",
+        "vllm:num_requests_waiting{model_name,engine}",
+        "vllm:kv_cache_usage_perc{model_name,engine}",
+        "vllm:prefix_cache_queries_total{model_name,engine}",
+        "vllm:prefix_cache_hits_total{model_name,engine}",
+        "vllm:prompt_tokens_total{model_name,engine}",
+        "vllm:generation_tokens_total{model_name,engine}",
+        "vllm:prompt_tokens_by_source_total{model_name,engine,source}",
+        "vllm:request_success_total{model_name,engine,finished_reason}",
+        "vllm:time_to_first_token_seconds_count{model_name,engine}",
+        "vllm:inter_token_latency_seconds_count{model_name,engine}",
+        "vllm:request_queue_time_seconds_count{model_name,engine}",
         "pdserve_stage_duration_seconds_count{stage}",
         "pdserve_kv_blocks{state}",
         "pdserve_kv_transfer_seconds_count",

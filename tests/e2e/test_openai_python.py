@@ -620,7 +620,8 @@ def test_a_proxy_written_for_vllm_drives_our_engines(
     def prompt_tokens() -> tuple[float, float]:
         """What D has computed itself, and what it has received or had in its cache."""
         found = deployment.metrics("decode")
-        name = f'vllm:prompt_tokens_by_source_total{{model_name="{MODEL}",source='
+        labels = f'engine="0",model_name="{MODEL}",source='
+        name = f"vllm:prompt_tokens_by_source_total{{{labels}"
         sources = {key.removeprefix(name): value for key, value in found.items()}
         return sources['"local_compute"}'], sum(
             sources[source] for source in ('"external_kv_transfer"}', '"local_cache_hit"}')

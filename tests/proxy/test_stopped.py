@@ -17,6 +17,7 @@ from pdserve.proxy.breakers import Breakers
 from pdserve.proxy.checks import HealthChecks
 from pdserve.proxy.errors import WorkerError
 from pdserve.proxy.metrics import Metrics
+from pdserve.proxy.totals import Totals
 from pdserve.wire.hop import Registration
 from pdserve.wire.request import EngineInfo
 from tests.proxy.scripted import ScriptedEngine
@@ -83,7 +84,7 @@ def played(play: Callable[[Scene], Awaitable[T]], **config: Any) -> T:
     async def main() -> T:
         settings = ProxyConfig(**config)
         backends = Backends(settings, clock, Breakers(settings, clock, Metrics()))
-        checks = HealthChecks(settings, backends, network, clock)
+        checks = HealthChecks(settings, backends, network, clock, totals=Totals())
         await checks.start()
         found = await play(Scene(clock, network, backends, checks))
         await checks.stop()

@@ -346,7 +346,9 @@ async def test_a_bug_in_mid_stream_ends_it_with_an_error_event(text, caplog):
     assert len(chunks) == 2
     assert last["error"]["code"] == "internal_error"
     assert "ZeroDivisionError" in caplog.text
-    assert 'request_success_total{finished_reason="error",model_name="tiny"} 1.0' in metrics
+    assert (
+        'request_success_total{engine="0",finished_reason="error",model_name="tiny"} 1.0' in metrics
+    )
     assert 'client_disconnects_total{stage="decode"} 0.0' in metrics
 
 

@@ -5,13 +5,18 @@ import json
 import logging
 import re
 from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 import pdserve
+from pdserve.config.schema import CacheConfig
 from pdserve.connectors.side_channel.frames import Fault
-from pdserve.server.metrics import KV_FAULTS, ServerMetrics
+from pdserve.observe.vllm_series import VLLM_SERIES, SeriesScope
+from pdserve.server.counted import KV_FAULTS
+from pdserve.server.metrics import ServerMetrics
+from pdserve.wire.request import EngineStats
 from pdserve.wire.transfer import LoadFailure
 from tests.cli.process import ROOT
 from tests.server.conftest import make_engine, scripted, serving, until
@@ -36,7 +41,6 @@ FROM_THE_START = {
     "vllm:request_prompt_tokens_count",
     "vllm:request_generation_tokens_count",
     "pdserve_stage_duration_seconds_count",
-    "pdserve_core_requests",
     "pdserve_kv_blocks",
     "pdserve_kv_transfer_seconds_count",
     "pdserve_kv_transfer_wait_seconds_count",
@@ -161,18 +165,62 @@ async def test_traffic_adds_no_series(server):
     assert (await scrape(server)).keys() == before
 
 
-def test_every_engine_core_has_its_own_load():
-    cores = [None, SimpleNamespace(num_running=3, num_waiting=2, num_receiving=1)]
-    metrics = ServerMetrics("m", lambda: None, lambda: cores, lambda: None)
-    lines = metrics.render().decode().splitlines()
-    for core, state, value in (
-        (0, "running", 0),
-        (0, "waiting", 0),
-        (1, "running", 3),
-        (1, "waiting", 2),
-        (1, "receiving", 1),
+async def test_every_engine_core_has_series_of_its_own():
+    stats = EngineStats(num_running=3, num_waiting=2, num_receiving=1, generation_tokens=7)
+    client = SimpleNamespace(core_stats=[None, stats], stats=stats, info=None)
+    metrics = ServerMetrics("m", cast(Any, client), CacheConfig())
+    metrics.first_token(1, 0.5)
+    lines = (await metrics.render()).decode().splitlines()
+    for series, *values in (
+        ('num_requests_running{engine="%",model_name="m"}', 0, 3),
+        ('num_requests_waiting{engine="%",model_name="m"}', 0, 3),
+        ('num_requests_waiting_by_reason{engine="%",model_name="m",reason="capacity"}', 0, 2),
+        ('num_requests_waiting_by_reason{engine="%",model_name="m",reason="deferred"}', 0, 1),
+        ('generation_tokens_total{engine="%",model_name="m"}', 0, 7),
+        ('time_to_first_token_seconds_count{engine="%",model_name="m"}', 0, 1),
     ):
-        assert f'pdserve_core_requests{{engine="{core}",state="{state}"}} {value:.1f}' in lines
+        for core, value in enumerate(values):
+            assert f"vllm:{series.replace('%', str(core))} {value:.1f}" in lines
+
+
+async def test_every_series_of_vllms_that_is_here_is_there_and_no_other(server):
+    names = {name for name, _ in await scrape(server) if name.startswith("vllm:")}
+    bare = {re.sub(r"_(?:bucket|sum|count|total)$", "", name) for name in names}
+    bare |= names  # one name of vLLM's ends in _total by itself
+    here = {
+        each.name
+        for each in VLLM_SERIES
+        if each.scope in (SeriesScope.SUMMED, SeriesScope.OBSERVED)
+    }
+    assert here <= bare
+    own = {name.removesuffix("_total") for name in here}
+    assert {
+        re.sub(r"_(?:bucket|sum|count)$", "", name).removesuffix("_total") for name in names
+    } <= own
+
+
+async def test_steps_are_counted_by_their_tokens(text):
+    async with serving(text, scripted(text, "a dog")) as server:
+        await server.ok("/v1/completions", {"prompt": "The", "max_tokens": 4})
+        samples = await scrape(server)
+    num_steps = named(samples, "vllm:iteration_tokens_total_count")
+    assert num_steps >= 2
+    assert named(samples, "vllm:iteration_tokens_total_sum") >= num_steps
+    assert named(samples, "vllm:iteration_tokens_total_bucket", le="1.0") >= 1
+
+
+async def test_http_requests_are_counted_by_path_method_and_status(server):
+    await server.ok("/v1/completions", {"prompt": "The", "max_tokens": 1})
+    await server.refused("/v1/completions", {"prompt": 3})
+    async with server.session.request("PATCH", server.url + "/pot") as response:
+        assert response.status == 404
+    samples = await scrape(server)
+    post = {"handler": "/v1/completions", "method": "POST"}
+    assert named(samples, "http_requests_total", status="2xx", **post) == 1
+    assert named(samples, "http_requests_total", status="4xx", **post) == 1
+    assert named(samples, "http_request_duration_seconds_count", **post) == 2
+    assert named(samples, "http_requests_total", status="4xx", handler="none", method="other") == 1
+    assert not any(dict(labels).get("handler") == "/metrics" for _, labels in samples)
 
 
 async def test_the_version_is_the_packages(server):
@@ -257,7 +305,7 @@ async def test_every_series_is_there_from_the_start(text):
         value == 0
         for (name, _), value in samples.items()
         if name.endswith(("_total", "_count", "_sum"))
-        if "event_loop_lag" not in name
+        if "event_loop_lag" not in name and not name.startswith(("process_", "python_"))
     )
     for failure in LoadFailure:
         assert named(samples, "pdserve_kv_transfer_failures_total", reason=failure.value) == 0
@@ -287,6 +335,11 @@ async def test_a_request_is_counted_once_everywhere(text):
     assert named(samples, "vllm:inter_token_latency_seconds_count") == num_output - 1
     assert named(samples, "vllm:request_generation_tokens_sum") == num_output
     assert named(samples, "vllm:request_prompt_tokens_sum") == answer["usage"]["prompt_tokens"]
+    for parameter in ("params_n", "params_max_tokens", "num_preemptions", "inference_time_seconds"):
+        assert named(samples, f"vllm:request_{parameter}_count") == 1
+    assert named(samples, "vllm:request_max_num_generation_tokens_sum") == num_output
+    assert named(samples, "vllm:request_prefill_kv_computed_tokens_sum") == 1
+    assert named(samples, "vllm:request_time_per_output_token_seconds_count") == 1
     assert named(samples, "vllm:prompt_tokens_by_source_total", source="local_compute") == 1
 
 

@@ -9,8 +9,8 @@ from typing import Any
 import msgspec
 import pytest
 
+from pdserve.server.failed_output import raise_if_failed
 from pdserve.server.reply import error_response
-from pdserve.server.text_request import _raise_if_failed
 from pdserve.wire.ids import RequestId
 from pdserve.wire.request import (
     EngineOutput,
@@ -204,7 +204,7 @@ def test_an_engines_error_code_decides_the_status(code, status, retry_after):
         retry_after_s=2.5,
     )
     with pytest.raises(Exception, match="why") as raised:
-        _raise_if_failed(output, None, 0.0)
+        raise_if_failed(output, None, 0.0)
     response = error_response(raised.value)
     assert (response.status, response.headers.get("Retry-After")) == (status, retry_after)
     if code not in ("", "something_else", "bad_request"):

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from tests.chaos.failures import document as failures
 from tests.cli.process import ROOT
-from tools import module_list, vllm_names
+from tools import metric_table, module_list, vllm_names
 from tools.goals import PRODUCT
 
 GLOSSARY = ROOT / "docs" / "glossary.md"
@@ -20,6 +20,12 @@ def test_the_list_of_modules_is_what_their_docstrings_say(this_tree):
 def test_the_page_of_vllms_names_is_what_the_command_says():
     assert vllm_names.DOCUMENT.read_text() == vllm_names.document(), (
         "run: python -m tools.vllm_names"
+    )
+
+
+def test_the_table_of_metrics_is_what_its_source_says():
+    assert metric_table.DOCUMENT.read_text() == metric_table.document(), (
+        "run: python -m tools.metric_table"
     )
 
 
