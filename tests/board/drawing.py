@@ -6,7 +6,7 @@ import html
 from typing import TYPE_CHECKING
 
 from tests.board.grafana import filled
-from tests.browser import open_browser
+from tests.browser import start_chromium
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -125,7 +125,9 @@ def _chart(panel: Panel, lines: Sequence[Line]) -> str:
 async def draw(document: str, path: Path, directory: Path) -> None:
     """Write a PNG of a document, with a browser in `directory`."""
     source = directory / "board.html"
+    directory.mkdir()
     source.write_text(document)
-    async with open_browser(directory) as browser:
-        tab = await browser.open(source.as_uri(), width=24 * COLUMN_PX + 12, height=900)
-        await tab.screenshot(path, full=True)
+    with start_chromium(directory) as chromium:
+        async with chromium.connect() as browser:
+            tab = await browser.open(source.as_uri(), width=24 * COLUMN_PX + 12, height=900)
+            await tab.screenshot(path, full=True)
