@@ -86,7 +86,7 @@ def _play(stage: StoreStage, streams: list[Stream], leavers: dict[int, int]) -> 
     until_s = time.monotonic() + BOUND_S
     num_played = 0
     while any(stream.end is None for stream in streams) and time.monotonic() < until_s:
-        num_begun = sum(bool(stream.tokens) for stream in streams)
+        num_begun = sum(bool(stream.tokens or stream.end) for stream in streams)
         if num_played < len(faults) and num_begun > each * (num_played + 1):
             faults[num_played]()
             num_played += 1
