@@ -66,4 +66,4 @@ async def test_a_served_request_tells_its_model_its_path_and_its_sizes(text, lin
         await server.ok(COMPLETIONS, {"prompt": "The", "model": "other"})
     [(level, line)] = lines()
     assert level == "INFO"
-    assert " ok status=200 endpoint=/v1/completions path=local model=other in=1 cached=0 " in line
+    assert " ok status=200 endpoint=/v1/completions path=local model=mine in=1 cached=0 " in line
