@@ -162,6 +162,8 @@ inline F16 round_to_integer(F16 a) {
 
 typedef float V8 __attribute__((vector_size(32)));
 typedef int32_t I8 __attribute__((vector_size(32)));
+typedef uint32_t U8 __attribute__((vector_size(32)));
+typedef uint16_t H8 __attribute__((vector_size(16)));
 
 struct F16 {
     V8 v[2];
@@ -230,6 +232,16 @@ inline F16 load(const float* p) {
     const Unaligned* half = reinterpret_cast<const Unaligned*>(p);
     return {{half[0], half[1]}};
 }
+// GCC makes vectors of neither conversion of bf16 by itself.
+inline F16 load(const Bf16* p) {
+    F16 a;
+    for (int half = 0; half < 2; half++) {
+        H8 bits;
+        std::memcpy(&bits, p + 8 * half, sizeof bits);
+        a.v[half] = reinterpret_cast<V8>(__builtin_convertvector(bits, U8) << 16);
+    }
+    return a;
+}
 template <class T>
 inline F16 load(const T* p) {
     float wide[kLanes];
@@ -271,6 +283,15 @@ inline void store(T* p, F16 a, int count) {
 template <class T>
 inline void store(T* p, F16 a) {
     store(p, a, kLanes);
+}
+inline void store(Bf16* p, F16 a) {
+    for (int half = 0; half < 2; half++) {
+        const U8 raw = reinterpret_cast<U8>(a.v[half]);
+        const U8 rounded = raw + 0x7fff + ((raw >> 16) & 1);
+        const U8 wide = a.v[half] == a.v[half] ? rounded : raw | 0x400000;
+        const H8 bits = __builtin_convertvector(wide >> 16, H8);
+        std::memcpy(p + 8 * half, &bits, sizeof bits);
+    }
 }
 inline void store(float* p, F16 a) {
     Unaligned* half = reinterpret_cast<Unaligned*>(p);
