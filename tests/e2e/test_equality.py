@@ -69,7 +69,7 @@ def assert_kv_moved(deployment: Deployment, num_prompt_tokens: int) -> None:
     source = "vllm:prompt_tokens_by_source_total"
     found = deployment.metrics("decode")
     computed = [v for k, v in found.items() if k.startswith(source) and "local_compute" in k]
-    assert computed == [0.0]
+    assert set(computed) == {0.0}  # of each core
     external = [v for k, v in found.items() if k.startswith(source) and "external_kv" in k]
     assert sum(external) > 0
     assert sum(v for k, v in found.items() if k.startswith(source)) == num_prompt_tokens
