@@ -2,10 +2,10 @@
 
 A path is a build of the kernels for a lesser CPU, in a process of its own. Its limit on a core is
 what a loop of its instruction reaches with all operands in registers, the best of those that run
-between the products; `of_peak` is the share of it on all threads. torch (oneDNN), held to the same
-instructions, multiplies the same matrices in bf16 and in fp32, in turns with ours. Times are the
-best of several calls, which on a shared machine is the one that nobody disturbed; on one thread
-they are that thread's CPU time. Prints one JSON object.
+between the products; `of_peak` is the share of it on all threads. torch multiplies the same
+matrices in turns with ours: in bf16 (oneDNN) held to the same instructions, and in fp32 (MKL) with
+those that it likes. Times are the best of several calls, which on a shared machine is the one that
+nobody disturbed; on one thread they are that thread's CPU time. Prints one JSON object.
 
     python -m benchmarks.kernel_paths [--paths avx512_bf16,avx512,avx2] [--shapes 135M,1B]
                                       [--rows 16 512] [--threads 1 2] [--seconds-each 0.2]
