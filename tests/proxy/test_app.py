@@ -230,7 +230,8 @@ async def test_the_stages_add_up_to_the_time_to_first_token(stack, caplog):
     stages = {n: metrics[f'pdserve_stage_duration_seconds_sum{{stage="{n}"}}'] for n in TTFT_TERMS}
     assert ttft > 0
     assert sum(stages.values()) == pytest.approx(ttft, rel=1e-9)
-    assert stages["prefill"] == pytest.approx(5 * 0.0002)
+    # What an engine claims is cut where its answer took less.
+    assert 2 * 0.0002 < stages["prefill"] <= 5 * 0.0002 + 1e-9
     lines = [record.getMessage() for record in caplog.records if " ttft=" in record.getMessage()]
     assert len(lines) == 5
     assert " in=7 cached=0 out=4 " in lines[0]
