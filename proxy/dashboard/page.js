@@ -488,7 +488,7 @@ function drawStages(now, then) {
 
 const slowRows = new Map(); // seq -> element
 function drawSlowest(now) {
-  const longest = Math.max(1, ...now.slowest.map((told) => told.ttft_ms ?? told.total_ms));
+  const longest = Math.max(1e-3, ...now.slowest.map((told) => told.ttft_ms ?? told.total_ms));
   const wanted = new Set(now.slowest.map((told) => told.seq));
   for (const [seq, row] of slowRows) if (!wanted.has(seq)) { row.remove(); slowRows.delete(seq); }
   now.slowest.forEach((told, i) => {
