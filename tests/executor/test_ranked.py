@@ -55,7 +55,9 @@ def _nothing_is_left_behind() -> Iterator[None]:
     yield
     assert _open_fds() <= fds
     assert set(psutil.Process().children(recursive=True)) <= others
-    assert not [name for name in set(os.listdir("/dev/shm")) - segments if name.startswith("pdserve")]
+    assert not [
+        name for name in set(os.listdir("/dev/shm")) - segments if name.startswith("pdserve")
+    ]
 
 
 def _open_fds() -> int:
