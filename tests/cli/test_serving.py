@@ -141,6 +141,7 @@ def test_an_engine_core_that_dies_is_one_error_and_code_1(model: Path) -> None:
     assert " ERROR pdserve.start pdserve serve: the engine has ended: " in errors[0]
 
 
+@pytest.mark.slow
 def test_as_json_every_line_of_a_proxys_life_is_one_object() -> None:
     (port,) = free_ports(1)
     with started("proxy", "--port", str(port), "--log-format", "json", PDSERVE_PROT="3") as proxy:

@@ -34,6 +34,7 @@ def tokens(directory: Path, kernels: KernelBackend) -> list[list[int]]:
     return greedy(load(directory, kernels=kernels), PROMPTS, NUM_STEPS)[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["llama", "mixtral"])
 def test_a_backend_of_one_operation_drives_a_whole_model(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, family: str

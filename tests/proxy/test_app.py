@@ -299,6 +299,7 @@ async def test_the_openai_client_streams_and_raises_its_own_errors(make_stack):
             await client.completions.create(model="tiny", prompt="hi")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("status", [429, 503])
 async def test_the_openai_client_tries_again_when_told_to(make_stack, status):
     decode = ScriptedEngine("decode")

@@ -76,6 +76,7 @@ def test_figures_of_a_tree_whose_figures_are_known(tree):
     assert places_that_give_a_handoff_back(tree) == ["proxy/legs.py:9", "proxy/legs.py:9"]
 
 
+@pytest.mark.slow
 def test_every_figure_can_be_taken_of_this_tree(this_tree):
     for figure in FIGURES.values():
         figure(this_tree)
