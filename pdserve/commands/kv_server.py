@@ -43,6 +43,8 @@ _LOOK_S: Final = 0.02
 _GIB: Final = 1 << 30
 _POPULATE_WRITE: Final = 23
 """MADV_POPULATE_WRITE of Linux' mman.h; Python has no name for it."""
+_CLEARED_BYTES: Final = 32 << 20
+"""At a time: some ten milliseconds."""
 
 
 def run(table: Table, resolved: Mapping[str, Resolved]) -> int:
@@ -162,12 +164,15 @@ class _Reserving(threading.Thread):
 def _clear(descriptor: int, num_bytes: int) -> None:
     """Have the kernel clear a file's pages now, and leave what is in them; not before Linux 5.14.
 
-    By ctypes, which lets the server's other threads go on: 100 GiB take half a minute.
+    By ctypes, which lets the server's other threads go on, and a piece at a time: whoever maps or
+    unmaps memory meanwhile waits for the piece. 100 GiB take half a minute or more.
     """
     with mmap.mmap(descriptor, num_bytes) as pages:
         first = ctypes.c_char.from_buffer(pages)
-        start, size = ctypes.c_void_p(ctypes.addressof(first)), ctypes.c_size_t(num_bytes)
-        ctypes.CDLL(None).madvise(start, size, _POPULATE_WRITE)
+        start, madvise = ctypes.addressof(first), ctypes.CDLL(None).madvise
+        for offset in range(0, num_bytes, _CLEARED_BYTES):
+            size = min(_CLEARED_BYTES, num_bytes - offset)
+            madvise(ctypes.c_void_p(start + offset), ctypes.c_size_t(size), _POPULATE_WRITE)
         del first  # else the mapping cannot be closed
 
 

@@ -7,6 +7,7 @@ import itertools
 import json
 import os
 import socket
+import tempfile
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,7 +15,7 @@ from typing import ClassVar
 
 import pytest
 
-from pdserve.commands import tier_checks
+from pdserve.commands import kv_server, tier_checks
 from pdserve.commands.findings import Grade
 from pdserve.commands.kv_server import arguments_of, make_room
 from pdserve.config.tiers import DiskTier, KvServerConfig, RedisTier, Tiers, parse_tiers
@@ -228,3 +229,13 @@ def test_the_oldest_files_make_room_for_what_a_life_of_the_server_writes(tmp_pat
     assert {file.name for file in tmp_path.iterdir()} == {"newest.data", "newer.data", "readme"}
     assert make_room(DiskTier(str(tmp_path / "other"), 1000)) == 1000
     assert (tmp_path / "other").is_dir()
+
+
+def test_all_of_a_stores_memory_is_cleared_piece_by_piece() -> None:
+    """A single long madvise would hold up every thread of the server that maps memory."""
+    size = 2 * kv_server._CLEARED_BYTES + (1 << 20)
+    with tempfile.TemporaryFile(dir="/dev/shm") as file:
+        file.truncate(size)
+        assert os.fstat(file.fileno()).st_blocks == 0
+        kv_server._clear(file.fileno(), size)
+        assert os.fstat(file.fileno()).st_blocks * 512 == size
