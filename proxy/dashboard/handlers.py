@@ -27,7 +27,7 @@ from pdserve.proxy.dashboard.journal import (
     JournalEntry,
     Sight,
 )
-from pdserve.proxy.dashboard.minute import Minute, Tally, Waits, totals
+from pdserve.proxy.dashboard.minute import Minute, Tally, Waits, by_labels
 from pdserve.proxy.dashboard.page import PAGE, POLICY
 from pdserve.proxy.dashboard.series import SHOWN_OF_PROXY, series_in, summed
 from pdserve.proxy.dashboard.watch import EngineWatch
@@ -186,15 +186,15 @@ class Dashboard:
             await asyncio.sleep(SIGHT_INTERVAL_S)
             try:
                 self.see()
-            except Exception:
+            except Exception:  # the top of a loop that must go on
                 log.exception("the dashboard cannot see the deployment")
 
     def see(self) -> None:
         """Remember how things stand now."""
         metrics = self._services.metrics
-        requests = {outcome: number for (outcome,), number in totals(metrics.requests).items()}
-        counts = Tally(requests, Waits.of(metrics.ttft), Waits.of(metrics.inter_token))
-        self._minute.note(counts, self._clock.monotonic_s())
+        requests = {outcome: number for (outcome,), number in by_labels(metrics.requests).items()}
+        tally = Tally(requests, Waits.of(metrics.ttft), Waits.of(metrics.inter_token))
+        self._minute.note(tally, self._clock.monotonic_s())
         sight = Sight(
             engines={backend.url: self._sight_of(backend) for backend in self._backends},
             pairs={
@@ -203,7 +203,7 @@ class Dashboard:
             },
             rungs={
                 (rung, reason): number
-                for (rung, reason), number in totals(metrics.ladder).items()
+                for (rung, reason), number in by_labels(metrics.ladder).items()
                 if number
             },
             outcomes=requests,

@@ -27,7 +27,7 @@ class Waits:
 
     Attributes:
         bounds: Seconds, ascending; the last one is infinite.
-        cumulative: Tally.
+        cumulative: How many waited no longer than the bound at the same place.
     """
 
     bounds: tuple[float, ...]
@@ -100,9 +100,9 @@ class Minute:
     def __init__(self) -> None:
         self._kept: deque[tuple[float, Tally]] = deque()
 
-    def note(self, counts: Tally, now_s: float) -> None:
+    def note(self, tally: Tally, now_s: float) -> None:
         """Remember what is counted at `now_s`, monotonic."""
-        self._kept.append((now_s, counts))
+        self._kept.append((now_s, tally))
         while len(self._kept) > 1 and now_s - self._kept[1][0] >= SPAN_S:
             self._kept.popleft()
 
@@ -117,7 +117,7 @@ class Minute:
         return self._kept[-1][1].since(self._kept[0][1]) if self._kept else None
 
 
-def totals(counter: Counter) -> dict[tuple[str, ...], int]:
+def by_labels(counter: Counter) -> dict[tuple[str, ...], int]:
     """Return a counter's values by the values of its labels."""
     return {
         tuple(sample.labels.values()): int(sample.value)
