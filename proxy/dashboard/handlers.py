@@ -7,29 +7,17 @@ happened since the proxy began, and which requests were slow.
 
 from __future__ import annotations
 
-import asyncio
-import logging
 from typing import TYPE_CHECKING
 
 import msgspec
 from aiohttp import hdrs, web
 
 import pdserve
-from pdserve.config.schema import Role
-from pdserve.errors import UnavailableError
-from pdserve.proxy.backend import Health
-from pdserve.proxy.dashboard.banner import Banner, Felt, banner
-from pdserve.proxy.dashboard.journal import (
-    OF_ENGINES,
-    STORE_UP,
-    EngineSight,
-    Journal,
-    JournalEntry,
-    Sight,
-)
-from pdserve.proxy.dashboard.minute import Minute, Tally, Waits, by_labels
+from pdserve.proxy.dashboard.banner import Banner
+from pdserve.proxy.dashboard.journal import JournalEntry
+from pdserve.proxy.dashboard.lookout import Lookout
 from pdserve.proxy.dashboard.page import PAGE, POLICY
-from pdserve.proxy.dashboard.series import SHOWN_OF_PROXY, series_in, summed
+from pdserve.proxy.dashboard.series import SHOWN_OF_PROXY, series_in
 from pdserve.proxy.dashboard.watch import EngineWatch
 from pdserve.wire.finished import Finished
 
@@ -43,9 +31,6 @@ if TYPE_CHECKING:
 
 NUM_SLOWEST = 8
 SLOWEST_SINCE_S = 300.0
-SIGHT_INTERVAL_S = 1.0
-
-log = logging.getLogger(__name__)
 
 _COMMON_HEADERS = {
     "X-Content-Type-Options": "nosniff",
@@ -153,17 +138,13 @@ class Dashboard:
         headers: Mapping[str, str],
     ) -> None:
         self._config = services.config
-        self._services = services
         self._backends = services.backends
         self._breakers = services.breakers
         self._clock = clock
         self._recent = recent
         self._exposition = exposition
         self.watch = EngineWatch(services.backends, services.http, clock, headers)
-        self._journal = Journal()
-        self._minute = Minute()
-        self._began_s = clock.monotonic_s()
-        self._looking: asyncio.Task[None] | None = None
+        self.lookout = Lookout(services, clock, self.watch)
 
     def routes(self) -> list[web.RouteDef]:
         """Its paths; all of them are to be under the key."""
@@ -171,76 +152,12 @@ class Dashboard:
 
     def start(self) -> None:
         """Begin to remember what happens, whether somebody looks or not."""
-        self.see()
-        self._looking = asyncio.create_task(self._look())
+        self.lookout.start()
 
     async def stop(self) -> None:
         """End what runs in the background."""
-        if self._looking is not None:
-            self._looking.cancel()
-            await asyncio.gather(self._looking, return_exceptions=True)
+        await self.lookout.stop()
         await self.watch.stop()
-
-    async def _look(self) -> None:
-        while True:
-            await asyncio.sleep(SIGHT_INTERVAL_S)
-            try:
-                self.see()
-            except Exception:  # the top of a loop that must go on
-                log.exception("the dashboard cannot see the deployment")
-
-    def see(self) -> None:
-        """Remember how things stand now."""
-        metrics = self._services.metrics
-        requests = {outcome: number for (outcome,), number in by_labels(metrics.requests).items()}
-        tally = Tally(requests, Waits.of(metrics.ttft), Waits.of(metrics.inter_token))
-        self._minute.note(tally, self._clock.monotonic_s())
-        sight = Sight(
-            engines={backend.url: self._sight_of(backend) for backend in self._backends},
-            pairs={
-                (prefill, decode, mode.value): state.value
-                for prefill, decode, mode, state in self._breakers.pairs()
-            },
-            rungs={
-                (rung, reason): number
-                for (rung, reason), number in by_labels(metrics.ladder).items()
-                if number
-            },
-            outcomes=requests,
-        )
-        self._journal.see(sight, self._clock.wall_s())
-
-    def _sight_of(self, backend: Backend) -> EngineSight:
-        return EngineSight(
-            role=backend.role.value,
-            health=backend.health.value,
-            reason=backend.reason,
-            incarnation=backend.info.incarnation if backend.info is not None else "",
-            breaker=backend.breaker.state.value,
-            figures=summed(self.watch.reading(backend).series, {*OF_ENGINES, STORE_UP}),
-        )
-
-    def _banner(self) -> Banner:
-        try:
-            self._services.router.check_ready()
-            unserved = None
-        except UnavailableError as error:
-            unserved = error.message
-        backends, minute = list(self._backends), self._minute.grown
-        assert minute is not None  # `start` has seen
-        known = {role.value: sum(b.role is role for b in backends) for role in Role}
-        ready = {role.value: sum(b.role is role and b.available for b in backends) for role in Role}
-        return banner(
-            Felt(
-                unserved=unserved,
-                ready=ready,
-                known=known,
-                unwell=[_ailing(backend) for backend in backends if not backend.available],
-                num_waiting=self._services.admission.num_waiting,
-                minute=minute,
-                span_s=self._minute.span_s,
-            )
-        )
 
     async def _page(self, request: web.Request) -> web.Response:
         return web.Response(
@@ -266,10 +183,10 @@ class Dashboard:
         return Data(
             at_s=round(now_s, 4),
             wall_s=round(self._clock.wall_s(), 3),
-            began_s=round(self._began_s, 4),
-            banner=self._banner(),
-            events=self._journal.events,
-            events_since_s=self._journal.since_s or 0.0,
+            began_s=round(self.lookout.began_s, 4),
+            banner=self.lookout.banner(),
+            events=self.lookout.journal.events,
+            events_since_s=self.lookout.journal.since_s or 0.0,
             proxy=ProxyShown(
                 version=pdserve.__version__,
                 kv_mode=config.kv_mode.value,
@@ -312,11 +229,3 @@ class Dashboard:
             can_push=info.can_push if info is not None else False,
             series=reading.series,
         )
-
-
-def _ailing(backend: Backend) -> str:
-    """Which engine is not available, and why."""
-    name = f"{backend.role.value} engine {backend.url.partition('://')[2]}"
-    if backend.health is not Health.READY:
-        return f"{name} is {backend.health.value.replace('_', ' ')}: {backend.reason}"
-    return f"{name} is ready, but what it was asked has failed: its breaker is open"

@@ -221,7 +221,7 @@ async def test_what_happened_and_what_users_feel_are_known_without_anybody_looki
     await decode.stop()
     dashboard = stack.proxy.dashboard
     await until(lambda: stack.proxy.backends.get(decode.url).health is Health.UNREACHABLE)
-    dashboard.see()
+    dashboard.lookout.see()
     data = await data_of(stack)
     assert data["banner"]["headline"].startswith("Prefill engines do everything")
     assert any("is unreachable: cannot connect" in each for each in data["banner"]["details"])

@@ -195,7 +195,7 @@ async def test_what_users_feel_stands_above_all(make_stack, browser, engines):
 async def test_what_happened_before_the_page_was_opened_is_told(make_stack, browser, engines):
     stack = await make_stack(*engines)
     stack.proxy.metrics.ladder.labels("local", "no_pair").inc()
-    stack.proxy.dashboard.see()
+    stack.proxy.dashboard.lookout.see()
     page = await browser.open(f"{stack.url}/dashboard")
     await page.wait_for("document.getElementById('events').children.length == 1")
     told = await page.evaluate("document.getElementById('events').textContent")

@@ -1,0 +1,137 @@
+"""Sees once a second how the deployment stands, whether somebody looks at the dashboard or not.
+
+What has changed since the last sight goes into the journal, and what the proxy has counted into the
+minute that the banner is judged by.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from typing import TYPE_CHECKING
+
+from pdserve.config.schema import Role
+from pdserve.errors import UnavailableError
+from pdserve.proxy.backend import Health
+from pdserve.proxy.dashboard.banner import Banner, Felt, banner
+from pdserve.proxy.dashboard.journal import (
+    OF_ENGINES,
+    STORE_UP,
+    EngineSight,
+    Journal,
+    Sight,
+)
+from pdserve.proxy.dashboard.minute import Minute, Tally, Waits, by_labels
+from pdserve.proxy.dashboard.series import summed
+
+if TYPE_CHECKING:
+    from pdserve.observe.clock import Clock
+    from pdserve.proxy.backend import Backend
+    from pdserve.proxy.dashboard.watch import EngineWatch
+    from pdserve.proxy.services import Services
+
+SIGHT_INTERVAL_S = 1.0
+
+log = logging.getLogger(__name__)
+
+
+class Lookout:
+    """What one proxy remembers of its deployment.
+
+    Args:
+        watch: Has the engines' own figures while somebody looks.
+
+    Attributes:
+        journal: What has happened.
+        began_s: Monotonic seconds at which this proxy began.
+    """
+
+    def __init__(self, services: Services, clock: Clock, watch: EngineWatch) -> None:
+        self._services = services
+        self._clock = clock
+        self._watch = watch
+        self.journal = Journal()
+        self._minute = Minute()
+        self.began_s = clock.monotonic_s()
+        self._looking: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        """Begin to see."""
+        self.see()
+        self._looking = asyncio.create_task(self._look())
+
+    async def stop(self) -> None:
+        """End at once."""
+        if self._looking is not None:
+            self._looking.cancel()
+            await asyncio.gather(self._looking, return_exceptions=True)
+
+    async def _look(self) -> None:
+        while True:
+            await asyncio.sleep(SIGHT_INTERVAL_S)
+            try:
+                self.see()
+            except Exception:  # the top of a loop that must go on
+                log.exception("the dashboard cannot see the deployment")
+
+    def see(self) -> None:
+        """Remember how things stand now."""
+        metrics = self._services.metrics
+        requests = {outcome: number for (outcome,), number in by_labels(metrics.requests).items()}
+        tally = Tally(requests, Waits.of(metrics.ttft), Waits.of(metrics.inter_token))
+        self._minute.note(tally, self._clock.monotonic_s())
+        sight = Sight(
+            engines={backend.url: self._sight_of(backend) for backend in self._services.backends},
+            pairs={
+                (prefill, decode, mode.value): state.value
+                for prefill, decode, mode, state in self._services.breakers.pairs()
+            },
+            rungs={
+                (rung, reason): number
+                for (rung, reason), number in by_labels(metrics.ladder).items()
+                if number
+            },
+            outcomes=requests,
+        )
+        self.journal.see(sight, self._clock.wall_s())
+
+    def _sight_of(self, backend: Backend) -> EngineSight:
+        return EngineSight(
+            role=backend.role.value,
+            health=backend.health.value,
+            reason=backend.reason,
+            incarnation=backend.info.incarnation if backend.info is not None else "",
+            breaker=backend.breaker.state.value,
+            figures=summed(self._watch.reading(backend).series, {*OF_ENGINES, STORE_UP}),
+        )
+
+    def banner(self) -> Banner:
+        """Return what users feel now."""
+        try:
+            self._services.router.check_ready()
+            unserved = None
+        except UnavailableError as error:
+            unserved = error.message
+        backends, minute = list(self._services.backends), self._minute.grown
+        assert minute is not None  # `start` has seen
+        known = {role.value: sum(b.role is role for b in backends) for role in Role}
+        ready = {role.value: sum(b.role is role and b.available for b in backends) for role in Role}
+        return banner(
+            Felt(
+                unserved=unserved,
+                ready=ready,
+                known=known,
+                unwell=[_ailing(backend) for backend in backends if not backend.available],
+                num_waiting=self._services.admission.num_waiting,
+                minute=minute,
+                span_s=self._minute.span_s,
+            )
+        )
+
+
+def _ailing(backend: Backend) -> str:
+    """Which engine is not available, and why."""
+    name = f"{backend.role.value} engine {backend.url.partition('://')[2]}"
+    if backend.health is not Health.READY:
+        return f"{name} is {backend.health.value.replace('_', ' ')}: {backend.reason}"
+    return f"{name} is ready, but what it was asked has failed: its breaker is open"
