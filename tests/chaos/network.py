@@ -8,14 +8,17 @@ iproute2.
 
 from __future__ import annotations
 
+import json
 import os
 import secrets
 import shutil
 import subprocess
 from dataclasses import dataclass
+from ipaddress import IPv4Network
 from typing import TYPE_CHECKING, Self
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
     from types import TracebackType
 
 
@@ -27,8 +30,38 @@ class Host:
     address: str
 
 
-def _ip(*arguments: str) -> None:
-    subprocess.run(["ip", *arguments], check=True, capture_output=True, text=True)
+def _ip(*arguments: str) -> str:
+    done = subprocess.run(["ip", *arguments], check=True, capture_output=True, text=True)
+    return done.stdout
+
+
+def _require_tools() -> None:
+    missing = [tool for tool in ("ip", "tc") if shutil.which(tool) is None]
+    if missing:
+        raise RuntimeError(f"no {' and no '.join(missing)} here: install iproute2")
+    if os.geteuid() != 0:
+        raise RuntimeError("network namespaces need root, and this is another user")
+
+
+def free_nets(known: Iterable[IPv4Network]) -> list[str]:
+    """Draw three neighbouring /24 nets of which no address is in a known one, as `10.64.0`.
+
+    Raises:
+        RuntimeError: There are none.
+    """
+    whole = list(IPv4Network("10.64.0.0/10").subnets(new_prefix=22))
+    free = [net for net in whole if not any(net.overlaps(each) for each in known)]
+    if not free:
+        raise RuntimeError("every net of 10.64.0.0/10 is routed already; end what made them")
+    nets = list(secrets.choice(free).subnets(new_prefix=24))[:3]
+    return [str(net.network_address).removesuffix(".0") for net in nets]
+
+
+def _known_nets() -> list[IPv4Network]:
+    """What this machine has routes to, but for the one to everywhere."""
+    routes = json.loads(_ip("-json", "-4", "route", "show", "table", "all"))
+    named = {str(route["dst"]) for route in routes} - {"default"}
+    return [IPv4Network(each) for each in named]
 
 
 class Network:
@@ -40,10 +73,9 @@ class Network:
     """
 
     def __init__(self) -> None:
+        _require_tools()
         self._name = secrets.token_hex(3)
-        subnet = f"10.{64 + secrets.randbelow(60)}"
-        third = secrets.randbelow(60) * 4
-        self._nets = [f"{subnet}.{third + i}" for i in range(3)]
+        self._nets = free_nets(_known_nets())
         self._router = f"r{self._name}"
         self.proxy = f"{self._nets[0]}.2"
         self.prefill = Host(f"p{self._name}", f"{self._nets[1]}.2")
@@ -52,11 +84,6 @@ class Network:
         self._is_slow = False
 
     def __enter__(self) -> Self:
-        missing = [tool for tool in ("ip", "tc") if shutil.which(tool) is None]
-        if missing:
-            raise RuntimeError(f"no {' and no '.join(missing)} here: install iproute2")
-        if os.geteuid() != 0:
-            raise RuntimeError("network namespaces need root, and this is another user")
         try:
             self._build()
         except subprocess.CalledProcessError as error:

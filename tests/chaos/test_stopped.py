@@ -18,9 +18,14 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from pathlib import Path
 
+    from tests.chaos.streams import Stream
+
 pytestmark = [pytest.mark.e2e, pytest.mark.chaos, pytest.mark.timeout(400)]
 
 SILENCE_S = 10.0
+SILENT_S = 1.0
+"""Who has said nothing for so long is taken for stopped."""
+MAX_STOPS = 5
 PAUSE_S = LEASE_S + 1.0
 PARTS = ["server", "core", "rank"]
 
@@ -58,6 +63,25 @@ def assert_given_up(stage: Stage, name: str, part: str) -> None:
         assert process.popen.wait(30) != 0
         assert "stopped" in process.log
         assert "--heartbeat-timeout" in process.log
+
+
+def stopped_in_mid_stream(stage: Stage, part: str) -> tuple[list[Stream], list[list[int]], float]:
+    """Streams of which one fell silent when a part of D was stopped; right answers; since when.
+
+    How far they are when they are heard of is the machine's business, and so is which engine has
+    them: where the stop came too late for all, it is undone, and others are begun.
+    """
+    for _ in range(MAX_STOPS):
+        streams, right = many(stage, 4, 600, num_begun=4)
+        since = time.monotonic()
+        stage.stop_one("decode", part)
+        while not all(stream.end for stream in streams):
+            heard_s = [max(since, *each.heard_s) for each in streams if each.end is None]
+            if heard_s and time.monotonic() - min(heard_s) > SILENT_S:
+                return streams, right, since
+            time.sleep(0.01)
+        stage.restore()
+    raise AssertionError(f"{MAX_STOPS} stops of D came after all streams")
 
 
 @pytest.mark.parametrize("part", PARTS)
@@ -109,11 +133,7 @@ def test_a_part_is_stopped_in_mid_hand_over(slow_stage: Stage, part: str, side: 
 @pytest.mark.parametrize("part", PARTS)
 @pytest.mark.short_form("TCP-pull-server")
 def test_a_part_of_d_is_stopped_after_the_hand_over(stage: Stage, part: str) -> None:
-    streams, right = many(stage, 4, 600, num_begun=4)
-    for stream in streams:
-        stream.wait_tokens(5)
-    since = time.monotonic()
-    stage.stop_one("decode", part)
+    streams, right, since = stopped_in_mid_stream(stage, part)
     stage.settle(
         row(part),
         "after, of D",
@@ -125,7 +145,6 @@ def test_a_part_of_d_is_stopped_after_the_hand_over(stage: Stage, part: str) -> 
         alive=ENGINES - {"decode"},
         silence_s=SILENCE_S,
     )
-    assert max(stream.silence_s(since) for stream in streams) > 1.0, "all had ended"
     assert_given_up(stage, "decode", part)
 
 
