@@ -144,7 +144,7 @@ class Dashboard:
         self._recent = recent
         self._exposition = exposition
         self.watch = EngineWatch(services.backends, services.http, clock, headers)
-        self.lookout = Lookout(services, clock, self.watch)
+        self.lookout = Lookout(services, clock)
 
     def routes(self) -> list[web.RouteDef]:
         """Its paths; all of them are to be under the key."""

@@ -8,13 +8,18 @@ ladder. Pure: it asks nobody, and reads no clock.
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 import msgspec
 
+from pdserve.wire.request import KVStoreStats
+from pdserve.wire.transfer import LeaseEnd
+
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
+
+    from pdserve.wire.request import EngineStats
 
 MAX_EVENTS: Final = 100
 
@@ -32,17 +37,6 @@ RUNGS: Final[Mapping[str, str]] = {
 
 FAILED: Final[Mapping[str, str]] = {"error": "failed", "shed": "sent away (429 or 503)"}
 """What is said of requests that ended so."""
-
-OF_ENGINES: Final[Mapping[str, str]] = {
-    "pdserve_kv_lease_expired_total": "leases that nobody read in time",
-    "pdserve_kv_transfer_failures_total": "KV loads that failed",
-    "pdserve_kv_tier_digest_mismatches_total": "chunks from the store that were not what was saved",
-    "pdserve_kv_tier_dropped_saves_total": "chunks that the store did not keep",
-}
-"""Counters of engines whose growth is an event."""
-
-STORE_UP: Final = "pdserve_kv_tier_server_up"
-"""An engine's gauge: whether it reaches its store. Absent where it has none."""
 
 _BREAKER_TONES: Final = {"open": BAD, "closed": GOOD, "half_open": WARN}
 
@@ -70,7 +64,7 @@ class EngineSight:
         health, reason: As of the last check.
         incarnation: Of its life; empty if it does not say.
         breaker: Its state.
-        figures: Of `OF_ENGINES` and `STORE_UP`, summed over labels; what it did not say is absent.
+        stats: What this life of it said last; None before it has.
     """
 
     role: str
@@ -78,7 +72,7 @@ class EngineSight:
     reason: str = ""
     incarnation: str = ""
     breaker: str = "closed"
-    figures: Mapping[str, float] = field(default_factory=dict)
+    stats: EngineStats | None = None
 
     @property
     def is_dead(self) -> bool:
@@ -176,21 +170,31 @@ def _of_engine(url: str, was: EngineSight | None, engine: EngineSight) -> Iterat
         yield tone, f"{name} is {_spoken(engine.health)}{why}"
     if engine.breaker != was.breaker:
         yield _BREAKER_TONES[engine.breaker], f"breaker of {name}: {_spoken(engine.breaker)}"
-    if not is_other_life and was.figures and engine.figures:
-        yield from _of_figures(name, was.figures, engine.figures)
+    if not is_other_life and was.stats is not None and engine.stats is not None:
+        yield from _of_stats(name, was.stats, engine.stats)
 
 
-def _of_figures(
-    name: str, was: Mapping[str, float], figures: Mapping[str, float]
-) -> Iterator[tuple[str, str]]:
-    for series, text in OF_ENGINES.items():
-        more = figures.get(series, 0.0) - was.get(series, 0.0)
-        if more > 0:
-            yield WARN, f"{text} at {name}: {more:.0f}"
-    up, was_up = figures.get(STORE_UP), was.get(STORE_UP)
-    if up is not None and was_up is not None and up != was_up:
-        tone, what = (GOOD, "reaches") if up > was_up else (BAD, "has lost")
+def _of_stats(name: str, was: EngineStats, stats: EngineStats) -> Iterator[tuple[str, str]]:
+    before = _setbacks_of(was)
+    for text, number in _setbacks_of(stats).items():
+        if (more := number - before[text]) > 0:
+            yield WARN, f"{text} at {name}: {more}"
+    if was.kv_store is None or stats.kv_store is None:
+        return
+    if was.kv_store.is_up != stats.kv_store.is_up:
+        tone, what = (GOOD, "reaches") if stats.kv_store.is_up else (BAD, "has lost")
         yield tone, f"{name} {what} its store of KV"
+
+
+def _setbacks_of(stats: EngineStats) -> Mapping[str, int]:
+    """What an engine has counted of which more is an event, by what is said of it."""
+    store = stats.kv_store or KVStoreStats()
+    return {
+        "leases that nobody read in time": stats.lease_ends.get(LeaseEnd.EXPIRED.value, 0),
+        "KV loads that failed": sum(stats.kv_load_failures.values()),
+        "chunks from the store that were not what was saved": store.num_wrong_chunks,
+        "chunks that the store did not keep": store.num_dropped_chunks,
+    }
 
 
 def _name(url: str, engine: EngineSight) -> str:

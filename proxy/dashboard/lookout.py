@@ -14,20 +14,12 @@ from pdserve.config.schema import Role
 from pdserve.errors import UnavailableError
 from pdserve.proxy.backend import Health
 from pdserve.proxy.dashboard.banner import Banner, Felt, banner
-from pdserve.proxy.dashboard.journal import (
-    OF_ENGINES,
-    STORE_UP,
-    EngineSight,
-    Journal,
-    Sight,
-)
+from pdserve.proxy.dashboard.journal import EngineSight, Journal, Sight
 from pdserve.proxy.dashboard.minute import Minute, Tally, Waits, by_labels
-from pdserve.proxy.dashboard.series import summed
 
 if TYPE_CHECKING:
     from pdserve.observe.clock import Clock
     from pdserve.proxy.backend import Backend
-    from pdserve.proxy.dashboard.watch import EngineWatch
     from pdserve.proxy.services import Services
 
 SIGHT_INTERVAL_S = 1.0
@@ -38,18 +30,14 @@ log = logging.getLogger(__name__)
 class Lookout:
     """What one proxy remembers of its deployment.
 
-    Args:
-        watch: Has the engines' own figures while somebody looks.
-
     Attributes:
         journal: What has happened.
         began_s: Monotonic seconds at which this proxy began.
     """
 
-    def __init__(self, services: Services, clock: Clock, watch: EngineWatch) -> None:
+    def __init__(self, services: Services, clock: Clock) -> None:
         self._services = services
         self._clock = clock
-        self._watch = watch
         self.journal = Journal()
         self._minute = Minute()
         self.began_s = clock.monotonic_s()
@@ -81,7 +69,7 @@ class Lookout:
         tally = Tally(requests, Waits.of(metrics.ttft), Waits.of(metrics.inter_token))
         self._minute.note(tally, self._clock.monotonic_s())
         sight = Sight(
-            engines={backend.url: self._sight_of(backend) for backend in self._services.backends},
+            engines={backend.url: _sight_of(backend) for backend in self._services.backends},
             pairs={
                 (prefill, decode, mode.value): state.value
                 for prefill, decode, mode, state in self._services.breakers.pairs()
@@ -94,16 +82,6 @@ class Lookout:
             outcomes=requests,
         )
         self.journal.see(sight, self._clock.wall_s())
-
-    def _sight_of(self, backend: Backend) -> EngineSight:
-        return EngineSight(
-            role=backend.role.value,
-            health=backend.health.value,
-            reason=backend.reason,
-            incarnation=backend.info.incarnation if backend.info is not None else "",
-            breaker=backend.breaker.state.value,
-            figures=summed(self._watch.reading(backend).series, {*OF_ENGINES, STORE_UP}),
-        )
 
     def banner(self) -> Banner:
         """Return what users feel now."""
@@ -127,6 +105,19 @@ class Lookout:
                 span_s=self._minute.span_s,
             )
         )
+
+
+def _sight_of(backend: Backend) -> EngineSight:
+    incarnation = "" if backend.info is None else backend.info.incarnation
+    life, stats = backend.snapshot or ("", None)
+    return EngineSight(
+        role=backend.role.value,
+        health=backend.health.value,
+        reason=backend.reason,
+        incarnation=incarnation,
+        breaker=backend.breaker.state.value,
+        stats=stats if life == incarnation else None,
+    )
 
 
 def _ailing(backend: Backend) -> str:

@@ -7,10 +7,6 @@ from __future__ import annotations
 
 import math
 import re
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from collections.abc import Collection, Mapping
 
 SHOWN_OF_ENGINES = frozenset(
     {
@@ -69,14 +65,4 @@ def series_in(text: str, names: frozenset[str] | re.Pattern[str]) -> dict[str, f
             continue  # an engine of another make may say more than we read
         if math.isfinite(number):
             found[series] = number
-    return found
-
-
-def summed(series: Mapping[str, float], names: Collection[str]) -> dict[str, float]:
-    """Return the sum over all labels of each of these names that is there at all."""
-    found: dict[str, float] = {}
-    for key, value in series.items():
-        name = key.partition("{")[0]
-        if name in names:
-            found[name] = found.get(name, 0.0) + value
     return found

@@ -231,6 +231,17 @@ async def test_what_happened_and_what_users_feel_are_known_without_anybody_looki
     assert data["events_since_s"] <= event["wall_s"]
 
 
+async def test_what_engines_count_is_an_event_without_anybody_looking(make_stack):
+    prefill = ScriptedEngine("prefill")
+    stack = await make_stack([prefill], [ScriptedEngine("decode")])
+    backend, lookout = stack.proxy.backends.get(prefill.url), stack.proxy.dashboard.lookout
+    prefill.load["lease_ends"] = {"expired": 2}
+    await until(lambda: backend.snapshot[1].lease_ends)
+    lookout.see()
+    texts = [event.text for event in lookout.journal.events]
+    assert texts == [f"leases that nobody read in time at prefill engine {prefill.url[7:]}: 2"]
+
+
 def test_only_finite_values_are_read_and_only_the_names_that_are_wanted() -> None:
     every = re.compile("")
     assert series_in("a 1\nb NaN\nc +Inf\nd x\n\n# e 1\n", every) == {"a": 1.0}

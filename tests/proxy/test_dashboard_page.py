@@ -251,6 +251,7 @@ async def test_breakers_and_the_ladder_are_told_as_events(make_stack, browser, e
 
 
 async def test_a_store_of_kv_is_shown_where_an_engine_has_one(make_stack, browser, engines):
+    engines[0][0].load["kv_store"] = {"is_up": True}
     stack = await make_stack(*engines)
     page = await browser.open(f"{stack.url}/dashboard")
     await page.wait_for("document.querySelectorAll('.engine').length == 2")
@@ -264,7 +265,7 @@ async def test_a_store_of_kv_is_shown_where_an_engine_has_one(make_stack, browse
         "[...document.querySelectorAll('#store .warn')].map((e) => e.id).join()"
     )
     assert warned == "store-dropped"
-    engines[0][0].metrics_page = STORE_PAGE + "pdserve_kv_tier_server_up 0.0\n"
+    engines[0][0].load["kv_store"] = {"is_up": False}
     await page.wait_for(
         "document.getElementById('events').textContent.includes('has lost its store of KV')"
     )

@@ -10,7 +10,6 @@ from pdserve.proxy.dashboard.journal import (
     FAILED,
     MAX_EVENTS,
     RUNGS,
-    STORE_UP,
     EngineSight,
     Journal,
     Sight,
@@ -18,12 +17,20 @@ from pdserve.proxy.dashboard.journal import (
 )
 from pdserve.proxy.metrics import OUTCOMES
 from pdserve.proxy.story import LadderRung
+from pdserve.wire.request import EngineStats, KVStoreStats
 
 P, D = "http://p:1", "http://d:2"
+
+
+def stats(*, is_up: bool = True, **counted: object) -> EngineStats:
+    load = {"num_running": 0, "num_waiting": 0, "num_receiving": 0, "blocks": {}, "num_blocks": 8}
+    return EngineStats(**load, kv_store=KVStoreStats(is_up=is_up), **counted)
+
+
 WELL = Sight(
     engines={
         P: EngineSight("prefill", "ready", incarnation="a"),
-        D: EngineSight("decode", "ready", incarnation="b", figures={STORE_UP: 1.0}),
+        D: EngineSight("decode", "ready", incarnation="b", stats=stats()),
     },
     pairs={(P, D, "push"): "closed"},
     rungs={("other_decode", "dropped"): 2},
@@ -58,11 +65,11 @@ def with_engine(url: str, **changed: object) -> Sight:
         (with_engine(D, incarnation="c"), [("warn", "decode engine d:2 was started again")]),
         (with_engine(P, breaker="open"), [("bad", "breaker of prefill engine p:1: open")]),
         (
-            with_engine(D, figures={STORE_UP: 0.0}),
+            with_engine(D, stats=stats(is_up=False)),
             [("bad", "decode engine d:2 has lost its store of KV")],
         ),
         (
-            with_engine(D, figures={STORE_UP: 1.0, "pdserve_kv_lease_expired_total": 3.0}),
+            with_engine(D, stats=stats(lease_ends={"expired": 3})),
             [("warn", "leases that nobody read in time at decode engine d:2: 3")],
         ),
         (
@@ -87,9 +94,8 @@ def test_each_change_is_one_sentence(now: Sight, said: list[tuple[str, str]]) ->
 
 
 def test_counters_of_another_life_are_no_change() -> None:
-    before = with_engine(D, figures={"pdserve_kv_lease_expired_total": 0.0})
-    now = with_engine(D, incarnation="c", figures={"pdserve_kv_lease_expired_total": 9.0})
-    assert list(changes(before, now)) == [("warn", "decode engine d:2 was started again")]
+    now = with_engine(D, incarnation="c", stats=stats(lease_ends={"expired": 9}))
+    assert list(changes(WELL, now)) == [("warn", "decode engine d:2 was started again")]
 
 
 def test_the_first_sight_is_no_event_and_the_newest_events_are_kept() -> None:
