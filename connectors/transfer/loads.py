@@ -24,12 +24,14 @@ from typing import TYPE_CHECKING
 
 from pdserve.connectors import digests
 from pdserve.connectors.pieces import pieces, token_ranges
+from pdserve.connectors.remembered import Remembered
 from pdserve.connectors.slicing import routes_to
 from pdserve.connectors.transfer.mover import Direction, Job
 from pdserve.connectors.transfer.peering import PeerState
 from pdserve.connectors.transfer.protocol import Assist, Begin, Done, EndRead
 from pdserve.errors import PeerError
 from pdserve.observe.log import log_event
+from pdserve.wire.ids import client_id_of
 from pdserve.wire.transfer import Failed, LoadFailure, Received
 
 if TYPE_CHECKING:
@@ -46,6 +48,8 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 _NEVER = float("inf")
+_WARNED_S = 60.0
+"""For how long it is remembered that a request's KV was lost: its choices are loaded together."""
 
 
 class ReadState(enum.Enum):
@@ -74,6 +78,7 @@ class Loads:
         self.faults: Counter[str] = Counter()
         self._peer = peer
         self._loads: dict[int, _Loading] = {}
+        self._warned: Remembered[None] = Remembered()
 
     def __len__(self) -> int:
         """Loads that are not reported."""
@@ -133,11 +138,20 @@ class Loads:
         log_event(
             _log,
             "kv load ended without kv",
-            level=logging.DEBUG if fact.reason is LoadFailure.ABORTED else logging.WARNING,
+            level=self._level_of(fact),
             request=fact.request_id,
             reason=fact.reason.value,
             detail=fact.detail,
         )
+
+    def _level_of(self, fact: Failed) -> int:
+        """Warn once of what a client has sent, however many choices of it are lost."""
+        client_id, _ = client_id_of(fact.request_id)
+        if fact.reason is LoadFailure.ABORTED or client_id in self._warned:
+            return logging.DEBUG
+        now_s = self.seams.clock.monotonic_s()
+        self._warned.add(client_id, None, now_s=now_s, until_s=now_s + _WARNED_S)
+        return logging.WARNING
 
 
 class _Loading:

@@ -30,7 +30,7 @@ from pdserve.connectors.transfer_thread.background import BackgroundThread
 from pdserve.connectors.transfer_thread.processes import HostProcesses
 from pdserve.connectors.transfer_thread.slices import PIECE_BYTES
 from pdserve.observe.clock import ManualClock
-from pdserve.wire.ids import BlockId, EngineId, RequestId
+from pdserve.wire.ids import BlockId, EngineId, RequestId, request_id_of
 from pdserve.wire.transfer import Endpoint, EngineRef, Failed, LoadFailure, Received
 from tests.connectors.engines import context, layout
 
@@ -190,11 +190,11 @@ class Pair:
         """Another engine, which is not there or not one."""
         return msgspec.structs.replace(self.owner, engine_id=EngineId(name), endpoints=(where,))
 
-    def load(self, owner: EngineRef | None = None) -> RequestId:
+    def load(self, owner: EngineRef | None = None, *, name: str = "") -> RequestId:
         """Queue a request and begin to load it."""
         self._num_loads += 1
         owner = owner or self.owner
-        nonce, request_id = f"n{self._num_loads}", RequestId(f"r{self._num_loads}")
+        nonce, request_id = f"n{self._num_loads}", RequestId(name or f"r{self._num_loads}")
         blocks = [BlockId(1), BlockId(2)]
         self.server.grant(Grant(nonce, request_id, blocks, [self._num_loads] * 2, NUM_TOKENS))
         self.peers.watch(Watch(nonce, owner, 30.0))
@@ -429,6 +429,21 @@ def test_a_request_that_was_given_up_here_is_no_warning(
     assert pair.reasons == [LoadFailure.ABORTED]
     about = [record for record in caplog.records if "kv load" in record.message]
     assert [record.levelno for record in about] == [logging.DEBUG]
+
+
+def test_kv_that_is_lost_of_all_choices_of_a_request_is_one_warning(
+    pair: Pair, caplog: pytest.LogCaptureFixture
+) -> None:
+    away = pair.away("away", nowhere())
+    with caplog.at_level(logging.DEBUG, logger="pdserve.connectors.transfer.loads"):
+        for index in range(3):
+            pair.load(away, name=request_id_of("asked", index, "aa"))
+        pair.load(away, name=request_id_of("another", 0, "aa"))
+        pair.until(lambda: len(pair.failed) == 4)
+    about = [record for record in caplog.records if "kv load ended" in record.message]
+    named = [record.message.split()[5] for record in about if record.levelno == logging.WARNING]
+    assert named == ["request=asked-0-aa", "request=another-0-aa"]
+    assert len(about) == 4
 
 
 def test_a_listener_without_free_descriptors_rests_and_serves_again_later(
