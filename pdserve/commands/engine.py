@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from pdserve.commands.announce import START, program
-from pdserve.commands.kv_host import kv_host
 from pdserve.commands.model_directory import model_directory
 from pdserve.commands.running import exit_code, require_free, require_tls
 from pdserve.config.connectors import check_settings
@@ -20,6 +19,7 @@ from pdserve.config.load import Resolved, Source, Table, build
 from pdserve.config.schema import EngineConfig, Role
 from pdserve.config.vllm.translate import ROLE, role_of
 from pdserve.errors import EngineDeadError
+from pdserve.http.own_address import own_address
 from pdserve.observe.log import log_event
 
 if TYPE_CHECKING:
@@ -80,7 +80,7 @@ def with_kv_host(
     """Let KV be exchanged where HTTP is served, unless somebody says another address."""
     if resolved[_KV_HOST].source is not Source.DEFAULT:
         return engine
-    host = kv_host(server)
+    host = own_address(server)
     if host != engine.transfer.host:
         log_event(logging.getLogger(START), "KV follows --host", kv_host=host)
     transfer = msgspec.structs.replace(engine.transfer, host=host)

@@ -74,7 +74,6 @@ class Supervisor:
         self._log_format = deployment.log_format
         self._tells_requests = deployment.tells_requests
         self._tls = deployment.tls
-        self._shutdown_timeout_s = deployment.shutdown_timeout_s
         self._model = deployment.model
         self._members = members = deployment.members
         self._proxy = members[-1]
@@ -286,12 +285,14 @@ See it at work, and what it counts:
 
         Nothing is left when this returns.
         """
-        timeout_s = self._shutdown_timeout_s + _KILL_AFTER_S
+        pairs = list(zip(self._members, self._children, strict=True))
         try:
             for role in ("proxy", "decode", "prefill", KV_SERVER):
-                pairs = zip(self._members, self._children, strict=True)
-                within_s = timeout_s if role != KV_SERVER else _KILL_AFTER_S
-                stops = (child.stop(within_s) for member, child in pairs if member.role == role)
+                stops = (
+                    child.stop(member.drain_s + _KILL_AFTER_S)
+                    for member, child in pairs
+                    if member.role == role
+                )
                 await asyncio.gather(*stops)
             await asyncio.gather(*self._lives, return_exceptions=True)
         finally:

@@ -43,11 +43,16 @@ _CHOSEN_HERE: Final = ("host", "port", "model", "prefill", "decode", "proxy")
 
 @dataclass(frozen=True, slots=True)
 class Member:
-    """One process of the deployment."""
+    """One process of the deployment.
+
+    Attributes:
+        drain_s: How long it may go on with what it has when it is asked to end.
+    """
 
     spec: ChildSpec
     role: str
     url: str
+    drain_s: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,7 +68,6 @@ class DeploymentPlan:
         log_format: Of what the children log.
         tells_requests: Whether the proxy has a line for each request.
         tls: The proxy's, with which the members are asked, too.
-        shutdown_timeout_s: How long the children may drain.
         heartbeat_timeout_s: How long one may be stopped.
     """
 
@@ -75,7 +79,6 @@ class DeploymentPlan:
     log_format: LogFormat
     tells_requests: bool
     tls: TlsConfig
-    shutdown_timeout_s: float
     heartbeat_timeout_s: float
 
 
@@ -132,7 +135,17 @@ def plan(
             environ={**inherited, **{variable(f): _variable_text(v) for f, v in hidden.items()}},
         )
         scheme = "https" if tls.certfile else "http"
-        members.append(Member(spec, role, f"{scheme}://{_url_host(config.host)}:{port}"))
+        members.append(
+            Member(
+                spec,
+                role,
+                f"{scheme}://{_url_host(config.host)}:{port}",
+                drain_s=sum(
+                    float(str(given.get(flag, resolved[flag]).value))
+                    for flag in ("drain-delay", "shutdown-timeout")
+                ),
+            )
+        )
 
     store: list[str] = []
     if config.kv_tiers:
@@ -169,9 +182,6 @@ def plan(
         log_format=LogFormat(resolved["log-format"].value),
         tells_requests=_tells_requests(resolved),
         tls=_check("proxy", _given("proxy", resolved)),
-        shutdown_timeout_s=sum(
-            float(str(resolved[flag].value)) for flag in ("drain-delay", "shutdown-timeout")
-        ),
         heartbeat_timeout_s=float(str(resolved["heartbeat-timeout"].value)),
     )
 

@@ -178,7 +178,8 @@ class ServerConfig(HttpConfig, frozen=True, kw_only=True):
 
     Attributes:
         proxy_urls: Proxies to register with, and to leave on shutdown.
-        advertise_url: What to register as; empty means the address that is bound.
+        advertise_url: What to register as; empty means the address that is bound, and of a
+            wildcard the one that the way to the proxy leads from.
     """
 
     proxy_urls: tuple[str, ...] = ()

@@ -172,7 +172,7 @@ _SERVER: Final = declare(
     (
         *_HTTP,
         ("proxy", "proxy_urls", "URL", "proxies to register with"),
-        ("advertise-url", "advertise_url", "URL", "what to register as; empty is http(s)://host:port"),
+        ("advertise-url", "advertise_url", "URL", "what to register as; empty is http(s)://host:port, of a wildcard the address that leads to the proxy"),
         ("accept-former-signatures", "accept_former_signatures", "", "believe proxies of release 0.1 that give leases back; while rolling only"),
     ),
 )

@@ -12,16 +12,18 @@ import asyncio
 import contextlib
 import logging
 from typing import TYPE_CHECKING
+from urllib.parse import urlsplit
 
 from aiohttp import web
 
-from pdserve.errors import ConfigError, EngineDeadError
+from pdserve.errors import EngineDeadError
 from pdserve.http import openapi
 from pdserve.http.access import Access
 from pdserve.http.bodies import Bodies
 from pdserve.http.connection import HttpListener
 from pdserve.http.control import Verifier
 from pdserve.http.cors import let_pages_ask
+from pdserve.http.own_address import WILDCARDS, own_address
 from pdserve.http.stopping import StopSignals, wait_for
 from pdserve.observe.clock import SystemClock
 from pdserve.observe.heap import keep_flat
@@ -172,7 +174,6 @@ async def run_server(
         close_timeout_s = _CLOSE_TIMEOUT_S
         registration: Registrar | None = None
         try:
-            _require_address(server_config)
             listener = HttpListener(runner, server_config)
             await listener.start()
             url = listener.url
@@ -182,7 +183,7 @@ async def run_server(
                 keep_flat()
                 registration = Registrar(
                     server_config.proxy_urls,
-                    url=server_config.advertise_url or url,
+                    url=await asyncio.to_thread(_announced_url, server_config, url),
                     info=client.info,
                     secret=engine_config.transfer.secret,
                     tls=server_config.tls,
@@ -214,18 +215,13 @@ async def run_server(
     return stop.first
 
 
-def _require_address(config: ServerConfig) -> None:
-    """Check that proxies can call back.
-
-    Raises:
-        ConfigError: The settings do not say where.
-    """
-    if config.proxy_urls and not config.advertise_url and config.host in ("0.0.0.0", "::", ""):
-        raise ConfigError(
-            f"--host is {config.host!r}, which proxies cannot call back: say where they reach "
-            "this engine with --advertise-url",
-            param="advertise-url",
-        )
+def _announced_url(config: ServerConfig, url: str) -> str:
+    """Return where proxies are to call back an engine that listens at `url`."""
+    if config.advertise_url or config.host not in WILDCARDS:
+        return config.advertise_url or url
+    address, parts = own_address(config), urlsplit(url)
+    host = f"[{address}]" if ":" in address else address
+    return f"{parts.scheme}://{host}:{parts.port}"
 
 
 async def _until_ready(service: Service, stop: StopSignals) -> None:

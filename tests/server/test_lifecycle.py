@@ -215,12 +215,6 @@ async def test_a_model_without_tokenizer_ends_the_start(text, tmp_path):
         await running.task
 
 
-async def test_an_address_proxies_cannot_call_back_needs_one_to_advertise(text, model_dir):
-    running = Running(model_dir, make_engine(text), host="0.0.0.0", proxy_urls=("http://x",))
-    with pytest.raises(ConfigError, match="--advertise-url"):
-        await running.task
-
-
 class Proxy:
     """Takes registrations and keeps them."""
 
@@ -270,6 +264,19 @@ async def test_an_engine_registers_renews_and_leaves(text):
     assert (first["url"], first["role"], first["lease_s"]) == ("http://me", "both", 0.15)
     assert first["engine"]["engine_id"] == "toy"
     assert (method, left["url"]) == ("DELETE", "http://me")
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", ""])
+async def test_proxies_call_a_wildcard_back_at_the_address_that_leads_to_them(
+    text, model_dir, host
+):
+    proxy = Proxy()
+    async with proxy.listening() as url:
+        running = Running(model_dir, make_engine(text), proxy_urls=(url,), host=host)
+        await until(lambda: bool(proxy.calls))
+        terminate()
+        await running.task
+    assert proxy.calls[0][1]["url"] == running.url
 
 
 async def test_an_engine_leaves_its_proxies_before_it_refuses(text, model_dir):

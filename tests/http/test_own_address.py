@@ -1,17 +1,17 @@
-"""KV is exchanged where HTTP is served, unless somebody says another address."""
+"""KV is exchanged, and an engine called back, where HTTP is served, unless somebody says where."""
 
 from __future__ import annotations
 
 import pytest
 
 from pdserve.commands import engine
-from pdserve.commands import kv_host as module
-from pdserve.commands.kv_host import kv_host
 from pdserve.config.boxed import BOXED
 from pdserve.config.http import ServerConfig
 from pdserve.config.load import build, resolve
 from pdserve.config.schema import EngineConfig, Role
 from pdserve.config.settings import engine_table
+from pdserve.http import own_address as module
+from pdserve.http.own_address import own_address
 
 
 @pytest.fixture
@@ -27,11 +27,11 @@ def routes(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
     ("host", "address"), [("127.0.0.1", "127.0.0.1"), ("10.0.0.2", "10.0.0.2"), ("::1", "::1")]
 )
 def test_it_is_the_address_that_http_binds(host: str, address: str) -> None:
-    assert kv_host(ServerConfig(host=host)) == address
+    assert own_address(ServerConfig(host=host)) == address
 
 
 def test_a_name_becomes_an_address() -> None:
-    assert kv_host(ServerConfig(host="localhost")) == "127.0.0.1"
+    assert own_address(ServerConfig(host="localhost")) == "127.0.0.1"
 
 
 @pytest.mark.parametrize(
@@ -58,14 +58,14 @@ def test_a_name_becomes_an_address() -> None:
 def test_of_a_wildcard_it_is_where_others_come_from(
     host: str, server: dict[str, object], address: str, routes: dict[str, str]
 ) -> None:
-    assert kv_host(ServerConfig(host=host, **server)) == address  # type: ignore[arg-type]
+    assert own_address(ServerConfig(host=host, **server)) == address  # type: ignore[arg-type]
 
 
 def test_without_a_way_out_it_is_the_loopback_one(
     routes: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "_source_towards", lambda address: None)
-    assert kv_host(ServerConfig(host="0.0.0.0")) == "127.0.0.1"
+    assert own_address(ServerConfig(host="0.0.0.0")) == "127.0.0.1"
 
 
 def test_the_way_to_an_address_of_this_host_leads_from_it() -> None:

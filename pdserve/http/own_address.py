@@ -1,4 +1,4 @@
-"""Which address an engine exchanges KV at, where nobody says one: it follows `--host`."""
+"""Which address of this host others reach, where nobody says one: it follows `--host`."""
 
 from __future__ import annotations
 
@@ -10,11 +10,13 @@ from urllib.parse import urlsplit
 
 from pdserve.config.http import ServerConfig
 
+WILDCARDS: Final = ("0.0.0.0", "::", "")
+"""Hosts that are every address of this one."""
 _ELSEWHERE: Final = "192.0.2.1"
 """An address of no host (RFC 5737): the way to it is the way out of this host."""
 
 
-def kv_host(server: ServerConfig) -> str:
+def own_address(server: ServerConfig) -> str:
     """Return a numeric address of this host that peers reach.
 
     It is the one that HTTP binds. Of a wildcard it is the one that is announced, if that is of this
