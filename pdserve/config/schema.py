@@ -44,6 +44,8 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
         load_format: auto, safetensors, or dummy (random weights from `seed`).
         generation_config: auto (the model's generation_config.json) or none.
         chat_template: A file; empty means the model's.
+        enforce_eager: Whether every step is launched; else decode steps are replayed as graphs
+            where the device has them.
     """
 
     model: str
@@ -55,6 +57,7 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     seed: int = 0
     generation_config: str = "auto"
     chat_template: str = ""
+    enforce_eager: bool = False
 
     def __post_init__(self) -> None:
         require(

@@ -48,6 +48,7 @@ _ENGINE: Final = (
             ("seed", "model.seed", "N", "of dummy weights and of requests without one"),
             ("generation-config", "model.generation_config", "auto|none", "defaults of sampling: the model's generation_config.json, or none"),
             ("chat-template", "model.chat_template", "FILE", "a Jinja file, if not the model's"),
+            ("enforce-eager", "model.enforce_eager", "", "launch every step (CUDA: decode steps are replayed as graphs without it)"),
         ),
     ),
     *declare(

@@ -94,9 +94,11 @@ class Device(Protocol):
         ...
 
 
-def device_of(device: torch.device) -> Device:
-    """Return the device that torch names."""
-    return CudaDevice(device) if device.type == "cuda" else HostDevice(device)
+def device_of(device: torch.device, *, has_graphs: bool = True) -> Device:
+    """Return the device that torch names; `has_graphs` False has nothing captured on it."""
+    if device.type == "cuda":
+        return CudaDevice(device, has_graphs=has_graphs)
+    return HostDevice(device)
 
 
 class HostDevice:
@@ -140,10 +142,10 @@ class CudaDevice:
     """A CUDA device: all work goes to the stream that is current when this rank's thread runs."""
 
     shares_memory = False
-    has_graphs = True
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, *, has_graphs: bool) -> None:
         self.torch = device
+        self.has_graphs = has_graphs
         self._pool: Any = None
         self._side: torch.cuda.Stream | None = None
 

@@ -156,9 +156,9 @@ class ModelRunner:
         self.began_s = 0.0
         # Other ranks are met inside a step, where the host has a hand in it.
         is_alone = self._dp.size == pp.size == tp.size == 1
-        has_local_experts = isinstance(loaded.experts, SlicedExperts | None)
+        self._rehearses = is_alone and isinstance(loaded.experts, SlicedExperts | None)
         self._graphs: StepGraphs[tuple[Tensor, Tensor, Tensor]] | None = None
-        if device.has_graphs and is_alone and has_local_experts:
+        if device.has_graphs and self._rehearses:
             self._graphs = StepGraphs(device, num_rows, self._captured_step)
 
     def warm_up(self, progress: Callable[[str], None]) -> None:
@@ -171,7 +171,7 @@ class ModelRunner:
         Args:
             progress: Told, in words, what takes so long.
         """
-        if self._graphs is None or self._device_sampler is None:
+        if self._device_sampler is None or not self._rehearses:
             return
         progress("compiling the device's kernels")
         with torch.inference_mode():
@@ -179,6 +179,8 @@ class ModelRunner:
             for num_requests, num_tokens in self._rehearsed:
                 inputs = self._batch.rehearse(num_requests, num_tokens)
                 self._model.forward(inputs, self._kv_layers)
+        if self._graphs is None:
+            return
         progress("capturing decode steps as graphs")
         try:
             with torch.inference_mode():

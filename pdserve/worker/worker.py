@@ -120,7 +120,7 @@ class Worker:
             kv,
             layout,
             config.scheduler,
-            device=device_of(device),
+            device=device_of(device, has_graphs=not config.model.enforce_eager),
             world=world,
             hooks=half if connector.capabilities.is_layerwise else None,
         )

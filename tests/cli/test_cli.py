@@ -150,12 +150,12 @@ def test_what_changes_nothing_is_said_and_not_passed_over_in_silence(
     config = tmp_path / "engine.yaml"
     config.write_text("swap-space: 4\nuvicorn-log-level: info\n")
     done = pdserve_here(
-        "serve", "m", "--enforce-eager", "--config", str(config),
+        "serve", "m", "--async-scheduling", "--config", str(config),
         VLLM_USE_V1="1", VLLM_ATTENTION_BACKEND="FLASH_ATTN",
     )  # fmt: skip
     lines = [line for line in done.stderr.splitlines() if "changes nothing" in line]
     assert [line.partition("Z ")[2].partition(" changes")[0] for line in lines] == [
-        "WARNING pdserve.start --enforce-eager",
+        "WARNING pdserve.start --async-scheduling",
         "WARNING pdserve.start swap-space in engine.yaml",
         "WARNING pdserve.start uvicorn-log-level in engine.yaml",
         "WARNING pdserve.start VLLM_USE_V1",

@@ -35,7 +35,7 @@ def test_two_engines_of_serve_are_prefill_and_decode_behind_a_proxy(
                 name,
                 "serve",
                 str(model_of("llama")),
-                *("--port", str(port), "--enforce-eager", "--dtype", "float"),
+                *("--port", str(port), "--enforce-eager", "--async-scheduling", "--dtype", "float"),
                 *("--kv-transfer-config", json.dumps(TRANSFER)),
                 env={"VLLM_NIXL_SIDE_CHANNEL_PORT": str(free_ports(1)[0])},
             )
@@ -47,7 +47,7 @@ def test_two_engines_of_serve_are_prefill_and_decode_behind_a_proxy(
         tokens = complete(running.url("proxy"), prompt)
         assert_kv_moved(running, len(prompt))
         assert complete(running.url("decode"), prompt, cache_salt="alone") == tokens
-        assert "--enforce-eager changes nothing" in running.processes["decode"].log
+        assert "--async-scheduling changes nothing" in running.processes["decode"].log
     finally:
         running.end()
 

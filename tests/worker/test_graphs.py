@@ -208,6 +208,12 @@ def test_capturing_computes_nothing(tmp_path: Path) -> None:
     assert engine.told == ["compiling the device's kernels", "capturing decode steps as graphs"]
 
 
+def test_without_graphs_kernels_are_compiled_and_nothing_is_captured(tmp_path: Path) -> None:
+    engine = Engine(tmp_path, RecordedDevice(has_graphs=False))
+    assert engine.told == ["compiling the device's kernels"]
+    assert not engine.kv.any()
+
+
 def test_hooks_are_called_in_every_layer_of_the_steps_that_they_have_work_in(
     tmp_path: Path,
 ) -> None:

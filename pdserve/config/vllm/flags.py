@@ -102,7 +102,6 @@ NO_EFFECT: Final = {
     "enable-prompt-tokens-details": "usage always says how many prompt tokens were cached",
     "enable-request-id-headers": "X-Request-Id is always taken, returned and passed on",
     "enable-server-load-tracking": "/load always says how many requests run",
-    "enforce-eager": "nothing is compiled or captured on CPUs; on CUDA steps stay graphs",
     "exclude-tools-when-tool-choice-none": "tools are then always left out of the prompt",
     "fail-on-environ-validation": "variables that mean nothing are said at the start",
     "language-model-only": "only text is served",
