@@ -60,8 +60,13 @@ def _copies_of_connections() -> dict[int, socket.socket]:
     copies = {}
     for inode, descriptor in open_sockets().items():
         try:
-            copy = socket.socket(fileno=os.dup(descriptor))
+            duplicate = os.dup(descriptor)
         except OSError:  # another thread has closed it, or there are too many
+            continue
+        try:
+            copy = socket.socket(fileno=duplicate)
+        except OSError:  # it is no socket any more
+            os.close(duplicate)
             continue
         if is_connection(copy) and os.fstat(copy.fileno()).st_ino == inode:
             copies[inode] = copy

@@ -51,7 +51,7 @@ class Command:
     @property
     def logs(self) -> bool:
         """Whether it serves, and so has a log."""
-        return self.name in ("prefill", "decode", "serve", "proxy")
+        return self.name in ("prefill", "decode", "serve", "proxy", "kv-server")
 
     @property
     def family(self) -> str:

@@ -21,7 +21,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
-from pdserve.commands.announce import given_lines, title
+from pdserve.commands.announce import START
 from pdserve.commands.exit_codes import EXIT_CONFIG, EXIT_DONE
 from pdserve.commands.findings import Grade
 from pdserve.commands.running import require_free
@@ -37,6 +37,8 @@ from pdserve.config.tiers import (
     parse_tiers,
 )
 from pdserve.errors import ConfigError
+
+_log = logging.getLogger(START)
 
 _PROGRAM: Final = "lmcache.v1.multiprocess.http_server"
 _LOOK_S: Final = 0.02
@@ -61,12 +63,11 @@ def run(table: Table, resolved: Mapping[str, Resolved]) -> int:
         if finding.verdict is Grade.FAIL:
             raise ConfigError(f"{finding.text}; {finding.remedy}", param="kv-tiers")
         if finding.verdict is Grade.WARN:
-            print(f"pdserve kv-server: {finding.text}; {finding.remedy}", file=sys.stderr)
-    print("\n".join([title("kv-server"), *given_lines(resolved)]))
-    print(
-        f"  engines find it with --kv-transfer-config.lmcache.url tcp://{LOOPBACK}:{config.port} "
-        f"--kv-transfer-config.lmcache.http-url http://{LOOPBACK}:{config.http_port}",
-        flush=True,
+            _log.warning("%s; %s", finding.text, finding.remedy)
+    _log.info(
+        "engines find it with --kv-transfer-config.lmcache.url tcp://%s:%d "
+        "--kv-transfer-config.lmcache.http-url http://%s:%d",
+        *(LOOPBACK, config.port, LOOPBACK, config.http_port),
     )
     with owned_segment() as segment:
         reserving = _Reserving(segment, tiers.cpu_bytes)
@@ -152,11 +153,10 @@ class _Reserving(threading.Thread):
                 _clear(file.fileno(), self._num_bytes)
             except OSError as error:
                 self.failure = True
-                print(
-                    f"pdserve kv-server: the cpu tier's {self._num_bytes >> 20} MiB of shared "
-                    f"memory cannot be had: {error.strerror}; make the tier smaller",
-                    file=sys.stderr,
-                    flush=True,
+                _log.error(
+                    "the cpu tier's %d MiB of shared memory cannot be had: %s; make the tier "
+                    "smaller",
+                    *(self._num_bytes >> 20, error.strerror),
                 )
                 os.kill(os.getpid(), signal.SIGTERM)
 

@@ -151,7 +151,7 @@ def plan(
     if config.kv_tiers:
         claim("kv", LOOPBACK, config.kv_port, "kv-port")
         claim("kv", LOOPBACK, config.kv_http_port, "kv-http-port")
-        members.append(_kv_server(config, inherited))
+        members.append(_kv_server(config, resolved, inherited))
         store = store_words("nixl", members[0].url, f"http://{LOOPBACK}:{config.kv_http_port}")
     for role, first_port, count in (
         ("prefill", config.prefill_port, config.prefill_replicas),
@@ -186,10 +186,14 @@ def plan(
     )
 
 
-def _kv_server(config: UpConfig, environ: Mapping[str, str]) -> Member:
+def _kv_server(
+    config: UpConfig, resolved: Mapping[str, Resolved], environ: Mapping[str, str]
+) -> Member:
     words = ["--kv-tiers", config.kv_tiers, "--port", str(config.kv_port)]
     words += ["--http-port", str(config.kv_http_port)]
     words += ["--chunk-size", str(config.kv_chunk_size)]
+    for flag in ("log-level", "log-format"):
+        words += _words(flag, resolved[flag].value)
     spec = ChildSpec(name="kv", arguments=[KV_SERVER, *words], environ=environ)
     return Member(spec, KV_SERVER, f"tcp://{LOOPBACK}:{config.kv_port}")
 

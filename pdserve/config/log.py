@@ -43,13 +43,22 @@ class LogConfig(msgspec.Struct, frozen=True, kw_only=True):
             )
 
 
-LOG_SETTINGS: Final = declare(
+LOG_FORM_SETTINGS: Final = declare(
     "log",
     LogConfig,
     "output",
     (
         ("log-level", "level", "|".join(LOG_LEVELS), "least level of what is logged"),
         ("log-format", "format", "text|json", "lines for people, or one JSON object each"),
+    ),
+)
+"""Of what has no requests."""
+
+LOG_SETTINGS: Final = LOG_FORM_SETTINGS + declare(
+    "log",
+    LogConfig,
+    "output",
+    (
         (
             "log-requests",
             "requests",

@@ -20,7 +20,7 @@ from pdserve.config.doctor import DOCTOR_SETTINGS
 from pdserve.config.http import ProxyConfig, ServerConfig
 from pdserve.config.kv_events_reader import KV_EVENTS_READER_SETTINGS
 from pdserve.config.load import Table
-from pdserve.config.log import LOG_SETTINGS
+from pdserve.config.log import LOG_FORM_SETTINGS, LOG_SETTINGS
 from pdserve.config.policies import POLICIES
 from pdserve.config.schema import EngineConfig, Role
 from pdserve.config.setting import Setting, Shorthand, canonical, declare, parse_object
@@ -351,7 +351,7 @@ def up_table() -> Table:
 
 def kv_server_table() -> Table:
     """The settings of `pdserve kv-server`."""
-    return Table(KV_SERVER_SETTINGS)
+    return Table((*KV_SERVER_SETTINGS, *LOG_FORM_SETTINGS))
 
 
 def trace_table() -> Table:

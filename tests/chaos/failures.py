@@ -141,6 +141,16 @@ ROWS = (
         ("test_p_and_d_cannot_reach_each_other", "test_a_silent_partition_in_mid_transfer"),
     ),
     Row(
+        "the address of an engine's KV is out of reach",
+        "nothing",
+        "When the engine registers, the proxy has it and its counterparts connect to one another's "
+        "KV, and refuses it. It is not ready, says which of the two cannot reach which address and "
+        "which flag sets it (`--kv-transfer-config.host`), and registers again at intervals. Of "
+        "engines that were named on the proxy's command line the proxy's log says so, once, as an "
+        "error; requests of such a pair go down the ladder.",
+        ("test_an_engine_whose_kv_is_out_of_reach_is_not_taken_in",),
+    ),
+    Row(
         "slow link",
         "the second token is late",
         "Nothing fails.",

@@ -115,15 +115,20 @@ class Stage:
         """Which connector an engine has."""
         return self._kv_connector
 
-    def _start_engine(self, name: str, port: int = 0) -> None:
+    def start_out_of_reach(self, name: str) -> None:
+        """Start a further engine, which has others look for its KV at their own loopback."""
+        self._start_engine(name, kv_host="127.0.0.1")
+
+    def _start_engine(self, name: str, port: int = 0, *, kv_host: str = "") -> None:
         where = None
         host = "127.0.0.1"
         if self.network is not None:
-            side = self.network.prefill if name == "prefill" else self.network.decode
+            is_prefill = name.startswith("prefill")
+            side = self.network.prefill if is_prefill else self.network.decode
             where, host = side.namespace, side.address
         transfer = {
             "kv-connector": self.connector(name),
-            "host": host,
+            "host": kv_host or host,
             "lease-s": LEASE_S,
             "handshake-timeout-s": HANDSHAKE_S,
             "transfer-timeout-s": TRANSFER_S,

@@ -10,6 +10,7 @@ import signal
 import time
 from typing import TYPE_CHECKING
 
+import httpx
 import pytest
 
 from tests.chaos.stage import (
@@ -20,7 +21,7 @@ from tests.chaos.stage import (
     RECOVERY_S,
     TRANSFER_S,
 )
-from tests.chaos.streams import LATE, many, midway
+from tests.chaos.streams import LATE, many, midway, wait_until
 
 if TYPE_CHECKING:
     from tests.chaos.stage import Stage
@@ -245,6 +246,29 @@ def test_p_and_d_cannot_reach_each_other(slow_stage: Stage) -> None:
         bound_s=FENCED_S + 2 * HANDSHAKE_S + RECOVERY_S,
         expect={"finished"},
     )
+
+
+def test_an_engine_whose_kv_is_out_of_reach_is_not_taken_in(slow_stage: Stage) -> None:
+    stage, name = slow_stage, "prefill1"
+    prompts, right = stage.prompts(3)
+    since = time.monotonic()
+    stage.start_out_of_reach(name)
+    process = stage.deployment.processes.pop(name)
+    try:
+        wait_until(lambda: "cannot reach the address for KV of" in process.log, 60.0)
+        assert httpx.get(f"{process.url}/readyz").status_code == 503
+        streams = [stage.stream(prompt) for prompt in prompts]
+        stage.settle(
+            "the address of an engine's KV is out of reach",
+            "at its start",
+            streams,
+            right,
+            since_s=since,
+            bound_s=60.0 + RECOVERY_S,
+            expect={"finished"},
+        )
+    finally:
+        process.kill()
 
 
 @pytest.mark.short_form("TCP-pull")

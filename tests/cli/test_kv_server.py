@@ -19,6 +19,7 @@ from pdserve.commands import kv_server, tier_checks
 from pdserve.commands.findings import Grade
 from pdserve.commands.kv_server import arguments_of, make_room
 from pdserve.config.tiers import DiskTier, KvServerConfig, RedisTier, Tiers, parse_tiers
+from tests.cli.process import pdserve_here
 
 MIB = 1 << 20
 
@@ -239,3 +240,12 @@ def test_all_of_a_stores_memory_is_cleared_piece_by_piece() -> None:
         assert os.fstat(file.fileno()).st_blocks == 0
         kv_server._clear(file.fileno(), size)
         assert os.fstat(file.fileno()).st_blocks * 512 == size
+
+
+def test_what_it_says_has_the_form_of_every_log() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        flags = ("--kv-tiers", "cpu:64MiB", "--port", port, "--log-format", "json")
+        done = pdserve_here("kv-server", *flags)
+    assert [json.loads(line)["event"] for line in done.stderr.splitlines()] == ["start", "failed"]
+    assert (done.returncode, done.stdout) == (3, "")

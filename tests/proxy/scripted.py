@@ -22,6 +22,7 @@ from pdserve.wire.hop import LAYOUT_HEADER
 from pdserve.wire.ids import EngineId, Incarnation, RequestId
 from pdserve.wire.seal import PROTOCOL
 from pdserve.wire.transfer import HANDOFFS, TICKETS, Endpoint, KVHandoff, KVShape, PushTicket
+from tests.web_runner import cleaned_up
 
 WORDS = ("alpha", "beta", "gamma", "delta", "epsilon", "zeta", "eta", "theta")
 PROMPT_TOKENS = 7
@@ -164,7 +165,7 @@ class ScriptedEngine:
             for server in list(runner.server.connections if runner.server else []):
                 if server.transport is not None:
                     server.transport.abort()
-            await runner.cleanup()
+            await cleaned_up(runner)
 
     @property
     def layout_digest(self) -> str:

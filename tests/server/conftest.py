@@ -25,6 +25,7 @@ from pdserve.server.service import SERVICE
 from pdserve.text.load import load_text
 from tests.server.engine import ServedEngine
 from tests.text.tiny import SPECIAL, write_model_files
+from tests.web_runner import cleaned_up
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Iterator
@@ -137,7 +138,7 @@ async def serving(
         async with aiohttp.ClientSession() as session:
             yield Server(f"http://{host}:{port}", engine, session, app)
     finally:
-        await runner.cleanup()
+        await cleaned_up(runner)
         engine.die("closed")
 
 

@@ -24,6 +24,7 @@ from pdserve.server import registration
 from pdserve.server.app import run_server
 from pdserve.server.registration import Registrar
 from tests.server.conftest import events, make_engine, serving, until
+from tests.web_runner import cleaned_up
 
 pytestmark = pytest.mark.slow
 
@@ -244,7 +245,7 @@ class Proxy:
         await web.TCPSite(runner, "127.0.0.1", port).start()
         host, port = runner.addresses[0]
         yield f"http://{host}:{port}"
-        await runner.cleanup()
+        await cleaned_up(runner)
 
 
 async def test_an_engine_registers_renews_and_leaves(text):
