@@ -40,7 +40,8 @@ class BreakerState(enum.Enum):
 class Breaker:
     """Keeps requests away from what fails: `threshold` failures in a row open it for `timeout_s`.
 
-    After that one request at a time may try; its success closes the breaker.
+    After that one request may try, and another one when that has ended, or has said nothing for as
+    long. A success closes the breaker, but for one from before the last failure.
     """
 
     def __init__(self, clock: Clock, threshold: int, timeout_s: float) -> None:
@@ -49,7 +50,8 @@ class Breaker:
         self._timeout_s = timeout_s
         self._failures = 0
         self._opened_s: float | None = None
-        self._trying = False
+        self._failed_s = float("-inf")
+        self._trial_s: float | None = None
 
     @property
     def state(self) -> BreakerState:
@@ -69,26 +71,36 @@ class Breaker:
             case BreakerState.OPEN:
                 return False
             case BreakerState.HALF_OPEN:
-                return not self._trying
+                trial_s = self._trial_s
+                return trial_s is None or self._clock.monotonic_s() - trial_s >= self._timeout_s
 
-    def begin(self) -> None:
-        """Note that a request goes through."""
-        self._trying = self.state is BreakerState.HALF_OPEN
+    def begin(self) -> float | None:
+        """Note that a request goes through; return its name if it is one that tries."""
+        if self.state is not BreakerState.HALF_OPEN or not self.allows:
+            return None
+        self._trial_s = self._clock.monotonic_s()
+        return self._trial_s
 
-    def leave(self) -> None:
-        """Note that a request ended without saying anything about the engine."""
-        self._trying = False
+    def leave(self, trial_s: float | None) -> None:
+        """Note that a request has ended, or that nothing more can be learnt from it.
 
-    def succeed(self) -> None:
-        """Note that a request went well."""
-        self._failures, self._opened_s, self._trying = 0, None, False
+        Args:
+            trial_s: What `begin` said of it. Others of before the breaker opened may still run.
+        """
+        if trial_s is not None and trial_s == self._trial_s:
+            self._trial_s = None
+
+    def succeed(self, at_s: float = float("inf")) -> None:
+        """Note that something went well at `at_s` (monotonic seconds), or just now."""
+        if at_s >= self._failed_s:
+            self._failures, self._opened_s, self._trial_s = 0, None, None
 
     def fail(self) -> None:
         """Note that a request failed and the engine is to blame."""
         self._failures += 1
-        self._trying = False
+        self._failed_s = self._clock.monotonic_s()
         if self._failures >= self._threshold:
-            self._opened_s = self._clock.monotonic_s()
+            self._opened_s = self._failed_s
 
 
 @dataclass(eq=False, slots=True)

@@ -100,7 +100,7 @@ class Breakers:
         breaker = backend.breaker  # of this life: a restarted engine gets another one
         backend.in_flight += 1
         backend.legs.add(leg)
-        breaker.begin()
+        trial_s = breaker.begin()
         try:
             yield breaker
         except KvFailedError:
@@ -111,7 +111,7 @@ class Breakers:
             _note(self._metrics, kind, backend.url, failure, request_id)
             raise
         finally:
-            breaker.leave()
+            breaker.leave(trial_s)
             backend.legs.discard(leg)
             backend.in_flight -= 1
 
@@ -121,11 +121,11 @@ class Breakers:
     ) -> Iterator[TransferAttempt]:
         """Let KV go from one engine to another while the block runs."""
         breaker = self._of_pair(prefill, decode, mode)
-        breaker.begin()
+        attempt = TransferAttempt(breaker, self._metrics, prefill, decode, mode, story)
         try:
-            yield TransferAttempt(breaker, self._metrics, prefill, decode, mode, story)
+            yield attempt
         finally:
-            breaker.leave()
+            attempt.end()
 
 
 class TransferAttempt:
@@ -145,15 +145,31 @@ class TransferAttempt:
         story: Story,
     ) -> None:
         self._breaker = breaker
+        self._trial_s = breaker.begin()
+        self._is_lost = False
         self._metrics = metrics
         self._prefill_url = prefill.url
         self._decode_url = decode.url
         self._story = story
         self.mode = mode
 
-    def arrived(self) -> None:
-        """Note that the KV got there."""
-        self._breaker.succeed()
+    def end(self) -> None:
+        """Note that no KV is on its way any more; may be repeated."""
+        self._breaker.leave(self._trial_s)
+
+    def told(self, *, has_come: bool, load_failures: tuple[str, ...], at_s: float) -> None:
+        """Note what the decode engine says once it needs no more KV; may be repeated.
+
+        Args:
+            has_come: There was KV to get, and it got there.
+            load_failures: Loads that failed before it did.
+            at_s: When (monotonic seconds).
+        """
+        self.end()
+        if load_failures:
+            self.lost(load_failures)
+        elif has_come:
+            self._breaker.succeed(at_s)
 
     def failed(self, failure: KvFailedError, *, kind: str) -> None:
         """Note that an engine says, in place of an answer, that the KV did not get there.
@@ -166,7 +182,10 @@ class TransferAttempt:
         self.lost(failure.load_failures or (failure.reason,))
 
     def lost(self, reasons: tuple[str, ...]) -> None:
-        """Note why KV did not get there, whatever became of the request."""
+        """Note why KV did not get there, whatever became of the request; once."""
+        if self._is_lost:
+            return
+        self._is_lost = True
         self._breaker.fail()
         self._metrics.kv_load_failures.inc(len(reasons))
         log_event(

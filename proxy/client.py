@@ -24,7 +24,13 @@ from pdserve.proxy.background import BackgroundTasks
 from pdserve.proxy.errors import RefusedError, WorkerError, failure_in
 from pdserve.proxy.reading import SharedReader
 from pdserve.proxy.relay import MAX_EVENT_BYTES, SseParser
-from pdserve.wire.hop import LAYOUT_HEADER, LOAD_FAILURES_HEADER, RELEASE_PATH, ReleaseRequest
+from pdserve.wire.hop import (
+    KV_MODE_HEADER,
+    LAYOUT_HEADER,
+    LOAD_FAILURES_HEADER,
+    RELEASE_PATH,
+    ReleaseRequest,
+)
 
 if TYPE_CHECKING:
     import ssl
@@ -222,6 +228,8 @@ class Leg:
         connection: What carries it, as long as it has a protocol; None until connected.
         layout: Digest of the layout that the answer's engine has; None until it has begun, and
             where it does not say.
+        has_kv: The answer began by saying that KV came from another engine.
+        load_failures: Labels of KV loads that failed before, as the answer began by saying.
         ended: The engine has ended its side, or is not waited for any more.
         num_reads: How often something came.
     """
@@ -242,6 +250,8 @@ class Leg:
         self._body = bytearray()
         self.connection: Connection | None = None
         self.layout: str | None = None
+        self.has_kv = False
+        self.load_failures: tuple[str, ...] = ()
         self.ended = asyncio.Event()
         self.num_reads = 0
         # A task of its own, because cancelling the post itself would close the connection
@@ -274,7 +284,10 @@ class Leg:
         except _FAILURES as error:
             raise _failure(self.url, error) from error
         if response.status == 200:
-            self.layout = response.headers.get(LAYOUT_HEADER)
+            headers = response.headers
+            self.layout, self.has_kv = headers.get(LAYOUT_HEADER), KV_MODE_HEADER in headers
+            failures = headers.get(LOAD_FAILURES_HEADER, "")
+            self.load_failures = tuple(filter(None, failures.split(",")))
             return response.content_type
         raise failure_in(
             self.url,

@@ -254,17 +254,21 @@ class Legs:
     ) -> web.StreamResponse:
         """Pass on what a decode engine says, and learn from it whether the KV came."""
         response: web.StreamResponse
+        sent_s = self._now_s()
         try:
             if await self._opens_stream(leg):
+                transfer.told(
+                    has_come=leg.has_kv, load_failures=leg.load_failures, at_s=self._now_s()
+                )
                 await handoff.completed()
                 stages = await self._pass_on(leg, breaker, backend, Stage.DECODE)
                 response = await self.delivery.end()
-                self._note_decode_stages(transfer, stages)
+                self._note_decode_stages(transfer, stages, sent_s)
             else:
                 answer = await leg.read()
                 await handoff.completed()
                 response = self._whole(merged(handoff.answer, answer) if handoff.answer else answer)
-                self._note_decode_stages(transfer, stages_in(answer))
+                self._note_decode_stages(transfer, stages_in(answer), sent_s)
                 breaker.succeed()
             return response
         except WorkerError:
@@ -385,15 +389,17 @@ class Legs:
         if (stages := stages_in(event.data)) is not None:
             self.story.prefill_stages = stages
 
-    def _note_decode_stages(self, transfer: TransferAttempt, stages: EngineStages | None) -> None:
-        """Learn from the decode engine's account whether the KV came over this pair."""
+    def _note_decode_stages(
+        self, transfer: TransferAttempt, stages: EngineStages | None, sent_s: float
+    ) -> None:
+        """Learn from the decode engine's account whether the KV came over this pair, and when."""
         self.story.decode_stages = stages
-        if stages is None:
-            return
-        if stages.load_failures:
-            transfer.lost(stages.load_failures)
-        elif stages.kv_bytes:
-            transfer.arrived()
+        if stages is not None:
+            transfer.told(
+                has_come=stages.kv_bytes > 0,
+                load_failures=stages.load_failures,
+                at_s=sent_s + stages.ttft_s,
+            )
 
     def _now_s(self) -> float:
         return self.story.clock.monotonic_s()

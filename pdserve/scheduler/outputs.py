@@ -60,7 +60,7 @@ class OutputBuffer:
                 handoff=request.handoff if finish is FinishReason.HANDOFF else None,
                 num_cached_tokens=request.num_cached_prompt_tokens,
                 stages=request.times.stages() if has_stages else None,
-                load_failures=request.load_failures if is_last else [],
+                load_failures=request.load_failures if has_stages else [],
                 kv_mode="" if request.kv_mode is None else request.kv_mode.value,
                 num_preemptions=request.num_preemptions if is_last else 0,
             )

@@ -64,7 +64,7 @@ async def create_completion(request: web.Request) -> web.StreamResponse:
 async def _stream(
     request: web.Request, body: CompletionRequest, job: TextRequest, form: _Form
 ) -> web.StreamResponse:
-    stream = EventStream(request)
+    stream = EventStream(request, job)
     async with stream:
         async for delta in job.deltas():
             if form.is_plain(delta):

@@ -29,7 +29,14 @@ from pdserve.observe.log import log_event
 from pdserve.observe.request_log import log_refusal
 from pdserve.server.hop import response_params
 from pdserve.server.service import REQUEST_ID, SERVICE, START_S
-from pdserve.wire.hop import HANDOFF, LOAD_FAILURES_HEADER, PARAMS, STAGES, STAGES_HEADER
+from pdserve.wire.hop import (
+    HANDOFF,
+    KV_MODE_HEADER,
+    LOAD_FAILURES_HEADER,
+    PARAMS,
+    STAGES,
+    STAGES_HEADER,
+)
 from pdserve.wire.request import FinishReason
 
 if TYPE_CHECKING:
@@ -55,12 +62,12 @@ class EventStream:
     way back to another status, so enter it with the first thing to send at hand.
     """
 
-    def __init__(self, request: web.Request) -> None:
+    def __init__(self, request: web.Request, job: TextRequest) -> None:
         self._request = request
         self._encoder = msgspec.json.Encoder()
         self._around: dict[int, tuple[bytes, bytes]] = {}
         self._has_ended = False
-        self.response = StreamAnswer()
+        self.response = StreamAnswer(_kv_headers(job) if wants_stages(request) else None)
 
     async def __aenter__(self) -> Self:
         await self.response.prepare(self._request)
@@ -122,6 +129,13 @@ class EventStream:
             with contextlib.suppress(ConnectionError):
                 await self.end(last)
         return True
+
+
+def _kv_headers(job: TextRequest) -> dict[str, str]:
+    """Return what a proxy learns of KV when a stream begins: who moved it, and what failed."""
+    mode, failures = job.kv_at_start()
+    headers = {KV_MODE_HEADER: mode, LOAD_FAILURES_HEADER: ",".join(failures)}
+    return {name: text for name, text in headers.items() if text}
 
 
 def finish_name(reason: FinishReason | None) -> str | None:

@@ -195,6 +195,13 @@ class TextRequest:
             if num_known[index] > self.choices[index].num_to_swallow:
                 return
 
+    def kv_at_start(self) -> tuple[str, list[str]]:
+        """Return how KV came from another engine, and why loads failed, as `start` has heard."""
+        outputs = [output for _, output in self._held]
+        modes = (output.kv_mode for output in outputs if output.kv_mode)
+        failures = [label for output in outputs for label in output.load_failures]
+        return next(modes, ""), failures
+
     async def deltas(self) -> AsyncGenerator[Delta, None]:
         """Yield what the choices gain, until all have ended.
 
@@ -362,7 +369,7 @@ class TextRequest:
         """Keep times and counts of an output."""
         if output.stages is not None:
             choice.stages = output.stages
-        choice.load_failures += output.load_failures
+        choice.load_failures = output.load_failures or choice.load_failures
         choice.kv_mode = output.kv_mode or choice.kv_mode
         choice.core = output.core or choice.core
         choice.num_preemptions = output.num_preemptions

@@ -175,7 +175,7 @@ class EngineOutput(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
             prompt was prefilled, at the engine that did; the same for all choices of a prompt.
         stages: With the first token, and again with the last one.
         error: Human-readable reason when `finish_reason` is ERROR or ABORT.
-        load_failures: Labels of failed KV loads, in order.
+        load_failures: Labels of failed KV loads, in order; with the first tokens, and the last.
         error_code: An `ErrorCode` value; empty for an error of no kind.
         retry_after_s: With an error that will pass: when to try again.
         kv_mode: "push" or "pull" if KV came from another engine, else empty.

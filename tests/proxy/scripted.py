@@ -69,6 +69,7 @@ class ScriptedEngine:
 
     Attributes:
         hook: Called first for every generation; may answer by itself, hang, or fall through.
+        kv_headers: What a stream from another engine's KV begins with.
         gate: While cleared, a stream stops before its second token of its own.
         leased: Nonces handed out, not yet read or released.
         released: Nonces given back, in order.
@@ -101,6 +102,7 @@ class ScriptedEngine:
         self.protocol = PROTOCOL
         self.ready = True
         self.hook: Hook | None = None
+        self.kv_headers: dict[str, str] = {}
         self.gate = asyncio.Event()
         self.gate.set()
         self.secret = ""
@@ -356,6 +358,7 @@ class ScriptedEngine:
             return response
         start = 0
         if call.leg in ("decode", "receive"):
+            response.headers.update(self.kv_headers)
             start = int(call.params["pdserve"]["first_delivered"])
             await self.read_lease(call)
         last = 0 if call.leg == "prefill" and self.finish_at_prefill else num_tokens - 1

@@ -49,8 +49,8 @@ def test_a_load_that_fails_is_tried_once_more_into_the_same_blocks() -> None:
     engine.fill(PROMPT, "d")
     outputs = engine.report(received=[received("d")]) + engine.run()
     assert tokens(outputs) == expected(8)[1:]
-    assert outputs[-1].load_failures == ["peer_lost"]
-    assert outputs[-1].kv_mode == "pull"
+    assert outputs[0].load_failures == outputs[-1].load_failures == ["peer_lost"]
+    assert outputs[0].kv_mode == outputs[-1].kv_mode == "pull"
     assert engine.connector.tables[RequestId("d")][0] == table[0]
     stats = engine.scheduler.stats()
     assert stats.kv_ladder == {"retry": 1, "recompute": 0, "report": 0, "shed": 0}

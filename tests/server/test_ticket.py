@@ -11,6 +11,7 @@ import pytest
 
 from pdserve.server.failed_output import raise_if_failed
 from pdserve.server.reply import error_response
+from pdserve.wire.hop import KV_MODE_HEADER, LOAD_FAILURES_HEADER, STAGES_HEADER
 from pdserve.wire.ids import RequestId
 from pdserve.wire.request import (
     EngineOutput,
@@ -235,6 +236,19 @@ STAGES = RequestStages(
     store_bytes=4_200_000,
     store_s=0.002,
 )
+
+
+@pytest.mark.parametrize(("asks", "says"), [("1", ["pull", "peer_lost"]), ("0", [None, None])])
+async def test_a_stream_says_as_it_begins_how_its_kv_came(text, asks, says):
+    engine = make_engine(text)
+    with_stages(engine, STAGES, kv_mode="pull", load_failures=["peer_lost"])
+    async with serving(text, engine) as server:
+        body, headers = {"prompt": "x", "max_tokens": 3, "stream": True}, {STAGES_HEADER: asks}
+        url = server.url + COMPLETIONS
+        async with server.session.post(url, json=body, headers=headers) as answer:
+            names = (KV_MODE_HEADER, LOAD_FAILURES_HEADER)
+            assert [answer.headers.get(name) for name in names] == says
+            assert (await answer.text()).count("peer_lost") == int(asks)
 
 
 async def test_parts_of_stages_are_told_and_not_summed(text, caplog):
