@@ -1,4 +1,4 @@
-"""One choice's tokens to the text a client sees.
+"""One choice's tokens to what a client sees: text, and of a chat's answer also calls and reasoning.
 
 A pure state machine: two processors that are fed the same tokens give out the same text,
 which is what lets one engine send the first token and another one the rest. Does not know
@@ -7,35 +7,41 @@ HTTP, engines or time.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from pdserve.text.answer.pieces import Content, Piece, Reasoning, ToolCall
 from pdserve.text.detokenizer import make_detokenizer
-from pdserve.text.stops import Released, StopMatcher
+from pdserve.text.stops import StopMatcher
 from pdserve.wire.request import FinishReason
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
+    from pdserve.text.answer.machine import AnswerMachine
     from pdserve.text.tokenizer import Tokenizer
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class TextDelta:
     """What some tokens added.
 
     Attributes:
-        text: Text that may be shown now; later tokens cannot change it.
+        text: Content that may be shown now; later tokens cannot change it.
         offsets: For each token that counts (those after a stop string do not), the number
             of characters decoded before it.
         finish_reason: STOP when a stop string ended the text; else the engine's own.
         stop_reason: The stop string that ended it, if one did.
+        reasoning: The same as `text`, of the reasoning.
+        calls: Tool calls that became whole.
     """
 
-    text: str
-    offsets: list[int]
-    finish_reason: FinishReason | None
+    text: str = ""
+    offsets: list[int] = field(default_factory=list)
+    finish_reason: FinishReason | None = None
     stop_reason: str | None = None
+    reasoning: str = ""
+    calls: list[ToolCall] = field(default_factory=list)
 
 
 class OutputProcessor:
@@ -47,6 +53,14 @@ class OutputProcessor:
         include_stop_str_in_output: Also shows the stop string or stop token that ended it.
         skip_special_tokens: Special tokens have no text.
         min_tokens: A stop string must end after so many tokens.
+        machine: Takes the text apart; without one all of it is content. Stop strings are looked
+            for in content only.
+        marks: The texts of the tokens that the machine knows as markers, whether special or not.
+
+    Attributes:
+        num_tokens: Tokens so far that count.
+        num_reasoning_tokens: Those of them that stand inside of the reasoning.
+        num_calls: Tool calls so far.
     """
 
     def __init__(
@@ -57,13 +71,20 @@ class OutputProcessor:
         include_stop_str_in_output: bool = False,
         skip_special_tokens: bool = True,
         min_tokens: int = 0,
+        machine: AnswerMachine | None = None,
+        marks: Mapping[int, str] | None = None,
     ) -> None:
+        self._tokenizer = tokenizer
+        self._machine = machine
+        self._marks = marks or {}
         self._detokenizer = make_detokenizer(tokenizer, skip_special_tokens=skip_special_tokens)
         self._stops = StopMatcher(stop, include_stop=include_stop_str_in_output)
         self._include_stop = include_stop_str_in_output
         self._min_tokens = min_tokens
         self._num_chars = 0
         self.num_tokens = 0
+        self.num_reasoning_tokens = 0
+        self.num_calls = 0
 
     def push(self, token_ids: Sequence[int], finish_reason: FinishReason | None) -> TextDelta:
         """Add tokens, the last ones if `finish_reason` says so.
@@ -71,29 +92,66 @@ class OutputProcessor:
         A token at which the engine stopped (EOS, a stop id) has no text unless stops are
         included. A handoff ends the tokens here but not the text.
         """
-        text = ""
-        offsets: list[int] = []
+        delta = TextDelta(finish_reason=finish_reason)
         num_shown = len(token_ids)
         if finish_reason is FinishReason.STOP and not self._include_stop:
             num_shown -= 1
         for position, token_id in enumerate(token_ids):
-            offsets.append(self._num_chars)
+            delta.offsets.append(self._num_chars)
             self.num_tokens += 1
-            piece = self._detokenizer.push(token_id) if position < num_shown else ""
-            released = self._release(piece)
-            text += released.text
-            if released.stop is not None:
-                return TextDelta(text, offsets, FinishReason.STOP, released.stop)
+            if position < num_shown and self._release(self._read(token_id), delta):
+                return delta
         if finish_reason in (None, FinishReason.HANDOFF):
-            return TextDelta(text, offsets, finish_reason)
-        released = self._release(self._detokenizer.flush())
-        text += released.text
-        if released.stop is not None:
-            return TextDelta(text, offsets, FinishReason.STOP, released.stop)
-        return TextDelta(text + self._stops.flush(), offsets, finish_reason)
+            return delta
+        rest = self._rest(is_cut=finish_reason is not FinishReason.STOP)
+        if not self._release(rest, delta):
+            delta.text += self._stops.flush()
+        return delta
 
-    def _release(self, text: str) -> Released:
-        if not text:
-            return Released("")
-        self._num_chars += len(text)
-        return self._stops.push(text, may_stop=self.num_tokens > self._min_tokens)
+    def _read(self, token_id: int) -> list[Piece]:
+        """Return what a token makes certain."""
+        machine = self._machine
+        if machine is None:
+            return _content(self._detokenizer.push(token_id))
+        was_reasoning = machine.is_reasoning
+        marker = self._marks.get(token_id)
+        if marker is None and machine.is_in_call and token_id in self._tokenizer.special_ids:
+            marker = self._tokenizer.token_text(token_id)  # a value may quote any token
+        if marker is None:
+            pieces = machine.push(self._detokenizer.push(token_id))
+        else:
+            pieces = machine.push(self._detokenizer.flush())
+            pieces += machine.push(marker, is_marker=True)
+        self.num_reasoning_tokens += was_reasoning and machine.is_reasoning
+        return pieces
+
+    def _rest(self, *, is_cut: bool) -> list[Piece]:
+        """Return what was held back."""
+        text = self._detokenizer.flush()
+        if self._machine is None:
+            return _content(text)
+        return self._machine.push(text) + self._machine.finish(is_cut=is_cut)
+
+    def _release(self, pieces: Sequence[Piece], delta: TextDelta) -> bool:
+        """Give pieces out; tell whether a stop string has ended them."""
+        for piece in pieces:
+            match piece:
+                case Reasoning(text):
+                    delta.reasoning += text
+                case ToolCall():
+                    delta.calls.append(piece)
+                    self.num_calls += 1
+                case Content(text):
+                    self._num_chars += len(text)
+                    may_stop = self.num_tokens > self._min_tokens
+                    released = self._stops.push(text, may_stop=may_stop)
+                    delta.text += released.text
+                    if released.stop is not None:
+                        delta.finish_reason = FinishReason.STOP
+                        delta.stop_reason = released.stop
+                        return True
+        return False
+
+
+def _content(text: str) -> list[Piece]:
+    return [Content(text)] if text else []

@@ -3,6 +3,9 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pdserve.text.answer.machine import AnswerMachine
+from pdserve.text.answer.parsers import REASONING_PARSERS, TOOL_PARSERS
+from pdserve.text.answer.pieces import ToolCall
 from pdserve.text.output import OutputProcessor
 from pdserve.wire.request import FinishReason
 from tests.text.tiny import make_tokenizer
@@ -95,3 +98,53 @@ def test_special_tokens_are_text_only_when_asked_for():
         token_ids, FinishReason.LENGTH
     )
     assert (skipped.text, kept.text) == ("a", "<|im_start|>a")
+
+
+def processor_with(parser: str, *, stop: tuple[str, ...] = ()) -> OutputProcessor:
+    machine = AnswerMachine(
+        calls=TOOL_PARSERS[parser],
+        reasoning=REASONING_PARSERS["qwen3"],
+        tools={},
+        vocabulary=frozenset(["<think>"]),
+        in_reasoning=False,
+    )
+    marks = {THINK: "<think>"}
+    return OutputProcessor(TOKENIZER, machine=machine, marks=marks, stop=stop)
+
+
+THINK = TOKENIZER.encode("<think>", add_special_tokens=False)[0]
+ANSWER = [
+    THINK,
+    *encode(' a quick dog</think>the fox<tool_call>{"name": "f", "arguments": {}}</tool_call>'),
+]
+
+
+@given(cut=st.integers(0, len(ANSWER)))
+def test_calls_and_reasoning_do_not_depend_on_which_engine_sent_the_first_tokens(cut):
+    processor = processor_with("hermes")
+    first = processor.push(ANSWER[:cut], FinishReason.HANDOFF)
+    second = processor.push(ANSWER[cut:], FinishReason.LENGTH)
+    assert first.reasoning + second.reasoning == "a quick dog"
+    assert first.text + second.text == "the fox"
+    assert first.calls + second.calls == [ToolCall("f", "{}")]
+    assert processor.num_calls == 1
+    assert processor.num_reasoning_tokens == len(encode(" a quick dog</think>")) - 1
+
+
+def test_stop_strings_do_not_look_into_reasoning_and_calls():
+    delta = processor_with("hermes", stop=("quick", '"f"', "x")).push(ANSWER, FinishReason.LENGTH)
+    assert (delta.text, delta.reasoning) == ("the fo", "a quick dog")
+    assert (delta.stop_reason, delta.finish_reason) == ("x", FinishReason.STOP)
+
+
+def test_special_tokens_have_text_inside_of_a_call():
+    quoted = TOKENIZER.encode("<|im_end|>", add_special_tokens=False)
+    token_ids = [
+        *encode('<tool_call>{"name": "f", "arguments": {"s": "'),
+        *quoted,
+        *encode('"}}</tool_call>'),
+        *quoted,
+    ]
+    delta = processor_with("hermes").push(token_ids, FinishReason.LENGTH)
+    assert delta.calls == [ToolCall("f", '{"s": "<|im_end|>"}')]
+    assert delta.text == ""

@@ -1,0 +1,97 @@
+"""How models write reasoning and tool calls: what a format is, not which there are."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from pdserve.text.answer.pieces import ToolCall, Tools
+
+
+class ParseCalls(Protocol):
+    """Reads what stands between an opening and a closing marker."""
+
+    def __call__(self, opening: str, body: str, tools: Tools, *, is_last: bool) -> list[ToolCall]:
+        """Return the calls in `body`.
+
+        Args:
+            opening: The marker that opened them; empty where the format needs none.
+            body: The text behind it, as far as the closing marker.
+            tools: Those that were offered.
+            is_last: Nothing follows: small omissions at the end are forgiven.
+
+        Raises:
+            UnfinishedCallError: The closing marker was a part of a value.
+            MalformedCallError: They are none.
+        """
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CallFormat:
+    """One way of writing tool calls.
+
+    Attributes:
+        openings: Markers that begin a call.
+        closings: Markers that end one. An opening may be among them: it also begins the next.
+        parse: Reads what stands between.
+        sections: Markers around all calls of an answer; text between the calls is noise.
+        fragments: Special tokens that markers are made of, and whose text is therefore needed.
+        may_begin: Whether an answer that begins like this, without an opening, may be a call;
+            None where every call has one.
+        ends_reasoning: An opening also ends the reasoning.
+    """
+
+    openings: tuple[str, ...]
+    closings: tuple[str, ...]
+    parse: ParseCalls
+    sections: tuple[tuple[str, str], ...] = ()
+    fragments: tuple[str, ...] = ()
+    may_begin: Callable[[str], bool] | None = None
+    ends_reasoning: bool = False
+
+    @property
+    def markers(self) -> tuple[str, ...]:
+        """All of them."""
+        return (
+            *self.openings,
+            *self.closings,
+            *(marker for pair in self.sections for marker in pair),
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReasoningFormat:
+    """One way of marking reasoning.
+
+    Attributes:
+        pairs: Opening and closing markers.
+        label: What stands behind the opening, and is no reasoning.
+    """
+
+    pairs: tuple[tuple[str, str], ...]
+    label: str = ""
+
+    @property
+    def markers(self) -> tuple[str, ...]:
+        """All of them."""
+        return tuple(marker for pair in self.pairs for marker in pair)
+
+    def is_open_after(self, prompt: str) -> bool:
+        """Whether an answer to `prompt` begins inside of the reasoning."""
+        end = prompt.rstrip()
+        return any(end.endswith(opening + self.label) for opening, _ in self.pairs)
+
+
+def first_of(text: str, markers: Sequence[str], start: int = 0) -> tuple[int, str] | None:
+    """Return where the first of some markers stands, and which: the longest at its place."""
+    found = [
+        (at, -len(marker), marker) for marker in markers if (at := text.find(marker, start)) >= 0
+    ]
+    if not found:
+        return None
+    at, _, marker = min(found)
+    return at, marker

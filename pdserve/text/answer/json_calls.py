@@ -1,0 +1,184 @@
+"""Formats whose arguments are a JSON object: Hermes, Llama 3, Mistral, DeepSeek V3, Kimi K2.
+
+Arguments keep the model's own spelling, so that no number loses a digit.
+"""
+
+from __future__ import annotations
+
+import re
+from json import JSONDecodeError, JSONDecoder
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from pdserve.text.answer.formats import CallFormat
+from pdserve.text.answer.pieces import MalformedCallError, ToolCall, UnfinishedCallError
+
+if TYPE_CHECKING:
+    from pdserve.text.answer.pieces import Tools
+
+_ESCAPED = re.compile(r"\\.", re.DOTALL)
+_V11 = re.compile(r"\s*([^\s\[\]{}]+)\s*(?:\[CALL_ID\][^\[]*)?(?:\[ARGS\])?\s*(?=\{)")
+_DEEPSEEK = re.compile(
+    r"\s*(?:function<｜tool▁sep｜>([^\n]+)\n```(?:json)?\n(.*?)(?:\n```)?|(.+?)<｜tool▁sep｜>(.*))\s*",
+    re.DOTALL,
+)
+_KIMI = re.compile(r"\s*((?:functions\.)?([^\s:]+)(?::\d+)?)\s*<\|tool_call_argument_begin\|>")
+_KIMI_ID = re.compile(r"functions\.[^\s:]+:\d+")
+_KEYS = ("name", "parameters", "arguments", "type", "function", "id")
+
+
+class _Call(msgspec.Struct):
+    """A call as JSON; which of the names stands for the arguments depends on the model."""
+
+    name: str
+    arguments: msgspec.Raw = msgspec.Raw()
+    parameters: msgspec.Raw = msgspec.Raw()
+
+
+_call_in = msgspec.json.Decoder(_Call).decode
+_calls_in = msgspec.json.Decoder(list[_Call]).decode
+_value_in = msgspec.json.Decoder().decode
+_skip_value = JSONDecoder(strict=False).raw_decode
+
+_BAD_JSON = (msgspec.MsgspecError, RecursionError, UnicodeEncodeError)
+
+
+def is_in_string(text: str) -> bool:
+    """Whether JSON text ends inside a string."""
+    return _ESCAPED.sub("", text).count('"') % 2 == 1
+
+
+def refusal_of(text: str) -> MalformedCallError | UnfinishedCallError:
+    """Return why a text that is no JSON is no call: it has not ended, or cannot be one."""
+    if is_in_string(text):
+        return UnfinishedCallError()
+    return MalformedCallError()
+
+
+def _object(raw: msgspec.Raw) -> str:
+    """Return the text of a JSON object; a string that holds one stands for it.
+
+    Raises:
+        MalformedCallError: It is something else.
+    """
+    text = bytes(raw).decode() or "{}"
+    if text.startswith('"'):
+        text = _value_in(text)
+    try:
+        value = _value_in(text)
+    except _BAD_JSON as error:
+        raise MalformedCallError from error
+    if value is None:
+        return "{}"
+    if not isinstance(value, dict):
+        raise MalformedCallError
+    return text.strip()
+
+
+def object_text(text: str) -> str:
+    """Return arguments as they are, if they are a JSON object.
+
+    Raises:
+        UnfinishedCallError: They end inside a string.
+        MalformedCallError: They are something else.
+    """
+    try:
+        return _object(msgspec.Raw(text.strip().encode()))
+    except MalformedCallError as error:
+        raise refusal_of(text) from error
+    except _BAD_JSON as error:
+        raise MalformedCallError from error
+
+
+def _tool_call(call: _Call) -> ToolCall:
+    if not call.name.strip():
+        raise MalformedCallError
+    return ToolCall(call.name.strip(), _object(call.arguments or call.parameters))
+
+
+def _named_call(text: str) -> ToolCall:
+    try:
+        return _tool_call(_call_in(text.strip()))
+    except _BAD_JSON as error:
+        raise refusal_of(text) from error
+
+
+def _hermes(opening: str, body: str, tools: Tools, *, is_last: bool) -> list[ToolCall]:
+    return [_named_call(body)]
+
+
+def _llama(opening: str, body: str, tools: Tools, *, is_last: bool) -> list[ToolCall]:
+    """One object, or several with semicolons between; without the opening, of known tools only."""
+    calls = []
+    rest = body.strip()
+    while rest:
+        try:
+            _, end = _skip_value(rest)
+        except (JSONDecodeError, RecursionError) as error:
+            raise MalformedCallError from error
+        calls.append(_named_call(rest[:end]))
+        rest = rest[end:].lstrip("; \n\t")
+    if not opening and not {call.name for call in calls} <= tools.keys():
+        raise MalformedCallError
+    return calls
+
+
+def may_begin_llama(text: str) -> bool:
+    """Whether a text may be a Llama call: an object whose first key is one of a call's."""
+    squeezed = "".join(text.split())
+    return any(
+        squeezed.startswith('{"' + key + '"') or ('{"' + key + '"').startswith(squeezed)
+        for key in _KEYS
+    )
+
+
+def _mistral(opening: str, body: str, tools: Tools, *, is_last: bool) -> list[ToolCall]:
+    """`name[ARGS]{...}`, with an id between where the model gives one; in V3 a list of objects."""
+    if named := _V11.match(body):
+        return [ToolCall(named[1], object_text(body[named.end() :]))]
+    text = body.strip()
+    try:
+        return [_tool_call(call) for call in _calls_in(text)]
+    except _BAD_JSON as error:
+        raise refusal_of(text) from error
+
+
+def _deepseek(opening: str, body: str, tools: Tools, *, is_last: bool) -> list[ToolCall]:
+    """V3 writes the arguments into a block of code, V3.1 as they are."""
+    parts = _DEEPSEEK.fullmatch(body)
+    if parts is None:
+        raise refusal_of(body)
+    name, arguments = (parts[1], parts[2]) if parts[1] else (parts[3], parts[4])
+    return [ToolCall(name.strip(), object_text(arguments))]
+
+
+def _kimi(opening: str, body: str, tools: Tools, *, is_last: bool) -> list[ToolCall]:
+    head = _KIMI.match(body)
+    if head is None:
+        raise refusal_of(body)
+    call_id = head[1] if _KIMI_ID.fullmatch(head[1]) else None
+    return [ToolCall(head[2], object_text(body[head.end() :]), call_id)]
+
+
+HERMES = CallFormat(openings=("<tool_call>",), closings=("</tool_call>",), parse=_hermes)
+LLAMA_JSON = CallFormat(
+    openings=("<|python_tag|>",), closings=(), parse=_llama, may_begin=may_begin_llama
+)
+MISTRAL = CallFormat(
+    openings=("[TOOL_CALLS]",),
+    closings=("[TOOL_CALLS]",),
+    parse=_mistral,
+)
+DEEPSEEK = CallFormat(
+    openings=("<｜tool▁call▁begin｜>",),
+    closings=("<｜tool▁call▁end｜>",),
+    sections=(("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"),),
+    parse=_deepseek,
+)
+KIMI = CallFormat(
+    openings=("<|tool_call_begin|>",),
+    closings=("<|tool_call_end|>",),
+    sections=(("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"),),
+    parse=_kimi,
+)

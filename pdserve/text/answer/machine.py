@@ -1,0 +1,349 @@
+"""One answer's text, as it arrives, to content, reasoning and tool calls.
+
+A pure state machine. What it has given out, and what it gives out at the end, does not depend on
+how the text is cut into pieces: two machines that read the same tokens give the same pieces. A call
+is given out when it is whole: one that was cut off by the token limit is none, because a client
+would run what the model never asked for.
+
+Markers that are tokens of the vocabulary are known by their ids alone, so that their letters in a
+text are text; other markers are found in the text. Does not know tokens' bytes, stops or HTTP.
+"""
+
+from __future__ import annotations
+
+from enum import Enum, auto
+from typing import TYPE_CHECKING
+
+from pdserve.text.answer.formats import first_of
+from pdserve.text.answer.pieces import (
+    Content,
+    MalformedCallError,
+    Piece,
+    Reasoning,
+    ToolCall,
+    UnfinishedCallError,
+)
+
+if TYPE_CHECKING:
+    from pdserve.text.answer.formats import CallFormat, ReasoningFormat
+    from pdserve.text.answer.pieces import Tools
+
+_MAX_BEGINNING_CHARS = 128
+"""By then it is clear whether a text without an opening marker may be a call."""
+
+
+class _State(Enum):
+    REASONING = auto()
+    CONTENT = auto()
+    SECTION = auto()
+    CALL = auto()
+
+
+class _Flow:
+    """Text of one kind. Holds back what may be the white space at its end.
+
+    Attributes:
+        has_text: Some of it was given out.
+        drops_leading: White space at its beginning is none of it.
+        label: What its beginning may be, and is none of it.
+    """
+
+    def __init__(self, *, drops_leading: bool, label: str = "") -> None:
+        self.has_text = False
+        self.drops_leading = drops_leading
+        self.label = label
+        self._held = ""
+
+    def add(self, text: str) -> str:
+        """Add text; return what is certain not to be at the end."""
+        text = self._held + text
+        if not self.has_text and self.drops_leading:
+            text = text.lstrip()
+            if self.label and self.label.startswith(text):
+                self._held = text
+                return ""
+            text = text.removeprefix(self.label).lstrip() if self.label else text
+        kept = text.rstrip()
+        self._held = text[len(kept) :]
+        if kept:
+            self.has_text, self.label = True, ""
+        return kept
+
+    def end(self) -> str:
+        """Return what was held back."""
+        held, self._held = self._held, ""
+        return "" if self.label and not self.has_text else held
+
+
+class AnswerMachine:
+    """See the module.
+
+    Args:
+        calls: How the model writes calls; None if they are not looked for.
+        reasoning: How it marks reasoning; None if that is not looked for.
+        tools: Those that were offered.
+        vocabulary: Markers that are tokens of their own.
+        in_reasoning: The prompt has opened the reasoning already.
+    """
+
+    def __init__(
+        self,
+        *,
+        calls: CallFormat | None,
+        reasoning: ReasoningFormat | None,
+        tools: Tools,
+        vocabulary: frozenset[str],
+        in_reasoning: bool,
+    ) -> None:
+        self._calls = calls
+        self._reasoning = reasoning
+        self._tools = tools
+        self._vocabulary = vocabulary
+        self._state = _State.REASONING if in_reasoning else _State.CONTENT
+        self._thought = _Flow(drops_leading=True)
+        self._content = _Flow(drops_leading=in_reasoning)
+        self._section_end = ""
+        self._noise = ""
+        self._held = ""
+        self._may_begin = calls is not None and calls.may_begin is not None
+        self._opening = ""
+        self._body: list[str] = []
+        self._num_searched = 0
+        self._tail = ""
+        self._has_calls = False
+        self._pieces: list[Piece] = []
+
+    @property
+    def is_reasoning(self) -> bool:
+        """Whether the text that comes next is reasoning, as far as is known."""
+        return self._state is _State.REASONING
+
+    @property
+    def is_in_call(self) -> bool:
+        """Whether a call has begun and not ended."""
+        return self._state is _State.CALL
+
+    def push(self, text: str, *, is_marker: bool = False) -> list[Piece]:
+        """Add text; return what became certain by it.
+
+        Args:
+            is_marker: The text is that of a token in the vocabulary's markers.
+        """
+        if is_marker and text in self._watched():
+            self._meet(text)
+        elif text:
+            self._read(text)
+        return self._taken()
+
+    def finish(self, *, is_cut: bool) -> list[Piece]:
+        """End the text; return what was held back.
+
+        Args:
+            is_cut: The model had not ended it: a call that is not whole is dropped.
+        """
+        match self._state:
+            case _State.CALL:
+                self._finish_call(is_cut=is_cut)
+            case _State.SECTION if not is_cut:
+                self._leave_section()
+            case _:
+                self._pass(self._held)
+        self._say(Reasoning, self._thought.end())
+        if not self._has_calls:
+            self._say(Content, self._content.end())
+        return self._taken()
+
+    def _taken(self) -> list[Piece]:
+        pieces, self._pieces = self._pieces, []
+        return pieces
+
+    def _watched(self) -> list[str]:
+        """The markers that mean something now."""
+        calls, reasoning = self._calls, self._reasoning
+        match self._state:
+            case _State.REASONING:
+                watched = [closing for _, closing in reasoning.pairs] if reasoning else []
+                if calls is not None and calls.ends_reasoning:
+                    watched += calls.openings
+            case _State.CONTENT:
+                watched = [*calls.openings, *dict(calls.sections)] if calls is not None else []
+                if reasoning is not None and not self._content.has_text and not self._has_calls:
+                    watched += dict(reasoning.pairs)
+            case _State.SECTION:
+                watched = [*calls.openings, self._section_end] if calls is not None else []
+            case _State.CALL:
+                watched = [*calls.closings] if calls is not None else []
+        return watched
+
+    def _written(self) -> list[str]:
+        """The markers that are to be found in the text."""
+        return [marker for marker in self._watched() if marker not in self._vocabulary]
+
+    def _read(self, text: str) -> None:
+        """Take text, and what is behind each marker in it."""
+        while text:
+            if self._state is _State.CALL:
+                text = self._read_call(text)
+                continue
+            text = self._held + text
+            self._held = ""
+            if self._may_begin and self._state is _State.CONTENT:
+                if not text.strip():
+                    self._held = text
+                    return
+                self._may_begin = self._may_still_be_call(text)
+                if self._may_begin:
+                    self._open("")
+                    continue
+            written = self._written()
+            found = first_of(text, written)
+            if found is None:
+                keep = max((_overlap(text, marker) for marker in written), default=0)
+                self._pass(text[: len(text) - keep])
+                self._held = text[len(text) - keep :]
+                return
+            at, marker = found
+            self._pass(text[:at])
+            text = text[at + len(marker) :]
+            if marker in self._watched():  # what stood before it may have changed that
+                self._meet(marker)
+            else:
+                self._pass(marker)
+
+    def _pass(self, text: str) -> None:
+        """Take text that is no marker."""
+        match self._state:
+            case _State.REASONING:
+                self._say(Reasoning, self._thought.add(text))
+            case _State.SECTION:
+                self._noise += text
+            case _:
+                self._say(Content, self._content.add(text))
+
+    def _say(self, kind: type[Content | Reasoning], text: str) -> None:
+        if text:
+            self._pieces.append(kind(text))
+
+    def _meet(self, marker: str) -> None:
+        """Do what a watched marker asks for."""
+        if self._state is _State.CALL:
+            body = "".join(self._body)
+            if not self._close(body, marker):
+                self._body = [body, marker]
+                self._num_searched = len(body) + len(marker)
+            return
+        self._pass(self._held)
+        self._held = ""
+        self._may_begin = False
+        calls, reasoning = self._calls, self._reasoning
+        sections = dict(calls.sections) if calls is not None else {}
+        if calls is not None and marker in calls.openings:
+            if self.is_reasoning:
+                self._thought.end()
+                self._content.drops_leading = True
+            self._open(marker)
+        elif marker in sections:
+            self._state, self._section_end = _State.SECTION, sections[marker]
+        elif self._state is _State.SECTION:
+            self._leave_section()
+        elif self._state is _State.REASONING:
+            self._state = _State.CONTENT
+            self._thought.end()
+            self._content.drops_leading = True
+            self._may_begin = calls is not None and calls.may_begin is not None
+        elif reasoning is not None:
+            self._state = _State.REASONING
+            self._thought.label = reasoning.label
+
+    def _leave_section(self) -> None:
+        """Go on behind a section; where it had no call, what it had is shown."""
+        self._state, self._section_end = _State.CONTENT, ""
+        noise, self._noise, self._held = self._noise + self._held, "", ""
+        if not self._has_calls and noise.strip():
+            self._pass(noise)
+
+    def _open(self, marker: str) -> None:
+        self._state, self._opening = _State.CALL, marker
+        self._body, self._num_searched, self._tail = [], 0, ""
+
+    def _read_call(self, text: str) -> str:
+        """Take text of an open call; return what is behind its end."""
+        self._body.append(text)
+        written = self._written()
+        window = self._tail + text
+        self._tail = window[-max(map(len, written), default=1) :]
+        if not self._opening:
+            body = "".join(self._body)
+            if not self._may_still_be_call(body):
+                self._state, self._may_begin, self._body = _State.CONTENT, False, []
+                return body
+        if first_of(window, written) is None:
+            return ""
+        body = "".join(self._body)
+        self._body = [body]
+        while (found := first_of(body, written, self._num_searched)) is not None:
+            at, marker = found
+            self._num_searched = at + len(marker)
+            if self._close(body[:at], marker):
+                return body[at + len(marker) :]
+        return ""
+
+    def _may_still_be_call(self, text: str) -> bool:
+        """Whether what has no opening may be a call."""
+        assert self._calls is not None
+        assert self._calls.may_begin is not None
+        return self._calls.may_begin(text.lstrip()[:_MAX_BEGINNING_CHARS])
+
+    def _close(self, body: str, marker: str) -> bool:
+        """End a call at a closing marker; tell whether it was the end."""
+        assert self._calls is not None
+        try:
+            calls = self._calls.parse(self._opening, body, self._tools, is_last=False)
+        except UnfinishedCallError:
+            return False
+        except MalformedCallError:
+            ends_only = marker not in self._calls.openings
+            self._end_call()
+            self._pass(self._opening + body + (marker if ends_only else ""))
+        else:
+            self._end_call()
+            self._give(calls)
+        if marker in self._calls.openings:
+            self._open(marker)
+        return True
+
+    def _finish_call(self, *, is_cut: bool) -> None:
+        """End a call at the end of the text."""
+        assert self._calls is not None
+        body = text = "".join(self._body)
+        is_closed = False
+        for closing in self._calls.closings:
+            if body.rstrip().endswith(closing):
+                body, is_closed = body.rstrip().removesuffix(closing), True
+        ends_itself = set(self._calls.closings) <= set(self._calls.openings)
+        try:
+            if is_cut and not ends_itself:
+                raise UnfinishedCallError
+            calls = self._calls.parse(self._opening, body, self._tools, is_last=is_closed)
+        except (UnfinishedCallError, MalformedCallError):
+            self._state = _State.CONTENT
+            if not is_cut or not self._opening:
+                self._pass(self._opening + text)
+        else:
+            self._give(calls)
+
+    def _end_call(self) -> None:
+        self._state = _State.SECTION if self._section_end else _State.CONTENT
+        self._body = []
+
+    def _give(self, calls: list[ToolCall]) -> None:
+        self._has_calls = self._has_calls or bool(calls)
+        self._pieces += calls
+
+
+def _overlap(text: str, marker: str) -> int:
+    """Length of the longest end of `text` that is a beginning of `marker`, but not all of it."""
+    for length in range(min(len(marker) - 1, len(text)), 0, -1):
+        if text.endswith(marker[:length]):
+            return length
+    return 0

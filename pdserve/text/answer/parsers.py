@@ -1,0 +1,81 @@
+"""Which formats there are, by the names that vLLM has for their parsers, and which a model has."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+from pdserve.text.answer.formats import ReasoningFormat
+from pdserve.text.answer.json_calls import DEEPSEEK, HERMES, KIMI, LLAMA_JSON, MISTRAL
+from pdserve.text.answer.pythonic_calls import PYTHONIC
+from pdserve.text.answer.tagged_calls import (
+    DEEPSEEK_V4,
+    DEEPSEEK_V32,
+    DEEPSEEK_V41,
+    GLM,
+    QWEN_XML,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from pdserve.text.answer.formats import CallFormat
+
+_THINK = ReasoningFormat(pairs=(("<think>", "</think>"),))
+_MISTRAL = ReasoningFormat(pairs=(("[THINK]", "[/THINK]"), ("<think>", "</think>")))
+
+TOOL_PARSERS: Final[Mapping[str, CallFormat]] = {
+    "deepseek_v3": DEEPSEEK,
+    "deepseek_v31": DEEPSEEK,
+    "deepseek_v32": DEEPSEEK_V32,
+    "deepseek_v4": DEEPSEEK_V4,
+    "deepseek_v41": DEEPSEEK_V41,
+    "glm45": GLM,
+    "glm47": GLM,
+    "hermes": HERMES,
+    "kimi_k2": KIMI,
+    "llama3_json": LLAMA_JSON,
+    "llama4_json": LLAMA_JSON,
+    "llama4_pythonic": PYTHONIC,
+    "mistral": MISTRAL,
+    "pythonic": PYTHONIC,
+    "qwen3_coder": QWEN_XML,
+    "qwen3_xml": QWEN_XML,
+}
+REASONING_PARSERS: Final[Mapping[str, ReasoningFormat]] = {
+    "deepseek_r1": _THINK,
+    "deepseek_v3": _THINK,
+    "glm45": _THINK,
+    "kimi_k2": _THINK,
+    "mistral": _MISTRAL,
+    "qwen3": _THINK,
+}
+
+_TOOL_SIGNS: Final[tuple[tuple[tuple[str, ...], str], ...]] = (
+    (("<｜tool▁call▁begin｜>",), "deepseek_v3"),
+    (("<|tool_call_begin|>",), "kimi_k2"),
+    (("[TOOL_CALLS]",), "mistral"),
+    (("<tool_call>", "<function="), "qwen3_coder"),
+    (("<tool_call>", "<arg_key>"), "glm45"),
+    (("<tool_call>", "arguments"), "hermes"),
+    (("<|start_header_id|>", '{"name": function name, "parameters"'), "llama3_json"),
+)
+"""What stands in the chat template of a model that writes calls in a format."""
+_REASONING_SIGNS: Final[tuple[tuple[tuple[str, ...], str], ...]] = (
+    (("[THINK]",), "mistral"),
+    (("</think>",), "deepseek_r1"),
+)
+
+
+def tool_parser_of(template: str) -> str:
+    """Return the name of the format that a chat template teaches; empty where that is not sure."""
+    return _named_by(template, _TOOL_SIGNS)
+
+
+def reasoning_parser_of(template: str) -> str:
+    """Return the same of reasoning."""
+    return _named_by(template, _REASONING_SIGNS)
+
+
+def _named_by(template: str, signs: tuple[tuple[tuple[str, ...], str], ...]) -> str:
+    found = (name for parts, name in signs if all(part in template for part in parts))
+    return next(found, "")

@@ -1,0 +1,51 @@
+"""The parts of an answer, and how a text can fail to be a tool call."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    Tools = Mapping[str, Mapping[str, Any]]
+    """The JSON Schema of each offered tool's parameters, by the tool's name."""
+
+
+@dataclass(frozen=True, slots=True)
+class Content:
+    """Text for the user."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Reasoning:
+    """Text in which the model thinks."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCall:
+    """A whole call of a tool.
+
+    Attributes:
+        arguments: The text of a JSON object.
+        call_id: The model's own name for the call, where its format has one.
+    """
+
+    name: str
+    arguments: str
+    call_id: str | None = None
+
+
+Piece = Content | Reasoning | ToolCall
+
+
+class UnfinishedCallError(ValueError):
+    """What looked like the end of a call stands inside one of its values."""
+
+
+class MalformedCallError(ValueError):
+    """The text is no call, whatever follows."""

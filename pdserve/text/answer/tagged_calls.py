@@ -1,0 +1,176 @@
+"""Formats that write each argument between tags: DeepSeek V3.2 and V4, Qwen3-Coder, GLM.
+
+Values stand there unquoted, so what type one has is said by its tag or by the tool's schema, and
+a closing tag ends a value only where something may follow that can follow a value.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from pdserve.text.answer.formats import CallFormat
+from pdserve.text.answer.pieces import MalformedCallError, ToolCall, UnfinishedCallError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+    from pdserve.text.answer.pieces import Tools
+
+_NAME = re.compile(r'[^"<>\s]+')
+_DSML_HEAD = re.compile(r'([^"<>\s]+)"\s*>')
+_DSML_OPENING = re.compile(r'<｜DSML｜ ?parameter name="([^"]+)" string="(true|false)">')
+_DSML_CLOSING = re.compile(r"</｜DSML｜ ?parameter>")
+_QWEN = re.compile(r"\s*(?:<function=)?([^>\n]+)>(.*)</function>\s*", re.DOTALL)
+_QWEN_OPENING = re.compile(r"<parameter=([^>\n]+)>\n?")
+_QWEN_CLOSING = re.compile(r"\n?</parameter>|\n(?=<parameter=[^>\n]+>\n)")
+_GLM_HEAD = re.compile(r"\s*([^\s<]+)\s*(?=<arg_key>|$)")
+_GLM_OPENING = re.compile(r"<arg_key>([^<]+)</arg_key>\s*<arg_value>")
+_GLM_CLOSING = re.compile(r"</arg_value>")
+_SPACE = re.compile(r"\s*")
+_PYTHON_LITERALS = {"True": "true", "False": "false", "None": "null"}
+_NAMES = {dict: "object", list: "array", str: "string", bool: "boolean", type(None): "null"}
+
+_value_in = msgspec.json.Decoder().decode
+
+
+def _values(
+    text: str, opening: re.Pattern[str], closing: re.Pattern[str], *, is_last: bool
+) -> Iterator[tuple[re.Match[str], str]]:
+    """Yield each argument's opening tag and its value.
+
+    Raises:
+        UnfinishedCallError: The last value has no end.
+        MalformedCallError: Something else stands between the arguments.
+    """
+    at = _after_space(text, 0)
+    while at < len(text):
+        tag = opening.match(text, at)
+        if tag is None:
+            raise MalformedCallError
+        for end in closing.finditer(text, tag.end()):
+            at = _after_space(text, end.end())
+            if at == len(text) or opening.match(text, at):
+                yield tag, text[tag.end() : end.start()]
+                break
+        else:
+            if not is_last:
+                raise UnfinishedCallError
+            yield tag, text[tag.end() :].removesuffix("\n")
+            return
+
+
+def _after_space(text: str, at: int) -> int:
+    space = _SPACE.match(text, at)
+    return space.end() if space is not None else at
+
+
+def _arguments(values: Mapping[str, str]) -> str:
+    """Return the object whose members have these names and JSON texts."""
+    members = (f"{msgspec.json.encode(name).decode()}: {text}" for name, text in values.items())
+    return "{" + ", ".join(members) + "}"
+
+
+def _quoted(text: str) -> str:
+    return msgspec.json.encode(text).decode()
+
+
+def _types(schema: object) -> set[str]:
+    """Return the JSON types that a schema names."""
+    if not isinstance(schema, dict):
+        return set()
+    given = schema.get("type")
+    found = {given} if isinstance(given, str) else set()
+    found |= {each for each in given if isinstance(each, str)} if isinstance(given, list) else set()
+    for key in ("anyOf", "oneOf", "allOf"):
+        branches = schema.get(key)
+        for branch in branches if isinstance(branches, list) else ():
+            found |= _types(branch)
+    return found
+
+
+def _typed(text: str, schema: object) -> str:
+    """Return a value's JSON text by the types that its schema names; without one, a string."""
+    types = _types(schema)
+    if types <= {"string"}:
+        return _quoted(text)
+    literal = _PYTHON_LITERALS.get(text.strip(), text.strip())
+    try:
+        value = _value_in(literal)
+    except (msgspec.MsgspecError, RecursionError):
+        return _quoted(text)
+    name = "number" if type(value) in (int, float) else _NAMES[type(value)]
+    fits = name in types or (name == "number" and "integer" in types)
+    return literal if fits or "string" not in types else _quoted(text)
+
+
+def _properties(tools: Tools, name: str) -> Mapping[str, Any]:
+    properties = tools.get(name, {}).get("properties")
+    return properties if isinstance(properties, dict) else {}
+
+
+def _dsml(opening: str, body: str, tools: Tools, *, is_last: bool) -> list[ToolCall]:
+    if _NAME.fullmatch(body):  # closed in the tag that began it
+        return [ToolCall(body, "{}")]
+    head = _DSML_HEAD.match(body)
+    if head is None:
+        raise MalformedCallError
+    found = _values(body[head.end() :], _DSML_OPENING, _DSML_CLOSING, is_last=is_last)
+    values = {}
+    for tag, text in found:
+        values[tag[1]] = _quoted(text) if tag[2] == "true" else _checked(text.strip())
+    return [ToolCall(head[1], _arguments(values))]
+
+
+def _checked(text: str) -> str:
+    try:
+        _value_in(text)
+    except (msgspec.MsgspecError, RecursionError) as error:
+        raise MalformedCallError from error
+    return text
+
+
+def _qwen(opening: str, body: str, tools: Tools, *, is_last: bool) -> list[ToolCall]:
+    whole = _QWEN.fullmatch(body)
+    if whole is None:
+        raise UnfinishedCallError
+    name = whole[1].strip()
+    properties = _properties(tools, name)
+    found = _values(whole[2], _QWEN_OPENING, _QWEN_CLOSING, is_last=is_last)
+    values = {tag[1].strip(): _typed(text, properties.get(tag[1].strip())) for tag, text in found}
+    return [ToolCall(name, _arguments(values))]
+
+
+def _glm(opening: str, body: str, tools: Tools, *, is_last: bool) -> list[ToolCall]:
+    head = _GLM_HEAD.match(body)
+    if head is None:
+        raise MalformedCallError
+    name = head[1]
+    properties = _properties(tools, name)
+    found = _values(body[head.end() :], _GLM_OPENING, _GLM_CLOSING, is_last=is_last)
+    values = {tag[1].strip(): _typed(text, properties.get(tag[1].strip())) for tag, text in found}
+    return [ToolCall(name, _arguments(values))]
+
+
+def _dsml_format(space: str, section: str) -> CallFormat:
+    return CallFormat(
+        openings=(f'<｜DSML｜{space}invoke name="',),
+        closings=(f"</｜DSML｜{space}invoke>", '"/>'),
+        sections=((f"<｜DSML｜{section}>", f"</｜DSML｜{section}>"),),
+        fragments=("｜DSML｜",),
+        parse=_dsml,
+    )
+
+
+DEEPSEEK_V32 = _dsml_format("", "function_calls")
+DEEPSEEK_V4 = _dsml_format("", "tool_calls")
+DEEPSEEK_V41 = _dsml_format(" ", " calls")
+QWEN_XML = CallFormat(
+    openings=("<tool_call>", "<function="),
+    closings=("</tool_call>",),
+    parse=_qwen,
+    ends_reasoning=True,
+)
+GLM = CallFormat(openings=("<tool_call>",), closings=("</tool_call>",), parse=_glm)

@@ -1,0 +1,154 @@
+"""Recorded outputs of models (canitoolcall), as the tokens that a machine here would read.
+
+The models' tokenizers are not at hand. What matters of them is which markers were tokens of their
+own in an output: its token ids say that, and all other text may be cut anywhere.
+"""
+
+from __future__ import annotations
+
+import random
+import re
+from functools import cache
+from typing import TYPE_CHECKING
+
+from canitoolcall.fixtures import load_fixtures
+from canitoolcall.pytest_plugin import family_for
+from canitoolcall.results import ParsedToolCall, ParseResult
+
+from pdserve.text.answer.machine import AnswerMachine
+from pdserve.text.answer.parsers import REASONING_PARSERS, TOOL_PARSERS
+from pdserve.text.answer.pieces import Content, Reasoning, ToolCall
+
+if TYPE_CHECKING:
+    from canitoolcall.fixtures import Fixture
+
+    from pdserve.text.answer.pieces import Piece
+
+PARSERS = {
+    "qwen3-hybrid": ("hermes", "qwen3"),
+    "qwen3-thinking-2507": ("hermes", "qwen3"),
+    "qwen3-instruct-2507": ("hermes", "qwen3"),
+    "llama3-json": ("llama3_json", None),
+    "llama4-pythonic": ("llama4_pythonic", None),
+    "deepseek-v3": ("deepseek_v3", "deepseek_v3"),
+    "deepseek-v31": ("deepseek_v31", "deepseek_v3"),
+    "deepseek-v32": ("deepseek_v32", "deepseek_v3"),
+    "deepseek-v4": ("deepseek_v4", "deepseek_v3"),
+    "deepseek-v41": ("deepseek_v41", "deepseek_v3"),
+    "glm45-newline": ("glm45", "glm45"),
+    "glm47-compact": ("glm47", "glm45"),
+    "glm53-compact": ("glm47", "glm45"),
+    "kimi-k2-thinking": ("kimi_k2", "kimi_k2"),
+    "kimi-k2-instruct": ("kimi_k2", "kimi_k2"),
+}
+"""vLLM's names of the parsers for each variant; all of Mistral's and of Qwen3-Coder's have one."""
+FAMILIES = ("qwen3-hermes", "llama", "mistral", "deepseek", "qwen3-xml", "glm", "kimi")
+NOT_TOKENS = ("<｜DSML｜", "</｜DSML｜", '"/>', "<function=")
+"""Beginnings of markers that are no token of any tokenizer."""
+TEXT_MARKERS = {
+    "mistral/v13think-marker-in-arguments": (0, 2, 3),
+    "mistral/vllm-v11-think-text": (),
+}
+"""Of outputs where some markers are ordinary text, which are tokens, counted from 0."""
+
+
+@cache
+def fixtures() -> tuple[Fixture, ...]:
+    """The outputs of the families that are served."""
+    return tuple(
+        fixture
+        for fixture in load_fixtures(None, families=list(FAMILIES), tags=None)
+        if "x-kimi-k3" not in fixture.tags
+    )
+
+
+def parsers_of(fixture: Fixture) -> tuple[str, str | None]:
+    """Return the names of a fixture's parsers for calls and reasoning."""
+    if fixture.family == "mistral":
+        return "mistral", "mistral"
+    if fixture.family == "qwen3-xml":
+        return "qwen3_coder", "qwen3"
+    return PARSERS[_reference(fixture).variant]
+
+
+def _reference(fixture: Fixture):
+    models = family_for(fixture).reference_models
+    return next(model for model in models if model.repo == fixture.models[0])
+
+
+def make_machine(fixture: Fixture) -> AnswerMachine:
+    """Return a machine at the beginning of a fixture's output."""
+    tool_parser, reasoning_parser = parsers_of(fixture)
+    calls = TOOL_PARSERS[tool_parser]
+    reasoning = REASONING_PARSERS[reasoning_parser] if reasoning_parser else None
+    prompt = fixture.generation_prompt
+    if prompt is None:
+        prompt = _reference(fixture).default_generation_prompt or ""
+    return AnswerMachine(
+        calls=calls,
+        reasoning=reasoning,
+        tools={
+            tool["function"]["name"]: tool["function"].get("parameters", {})
+            for tool in fixture.tools
+        },
+        vocabulary=frozenset(markers_of(fixture)),
+        in_reasoning=reasoning is not None and reasoning.is_open_after(prompt),
+    )
+
+
+def markers_of(fixture: Fixture) -> list[str]:
+    """Return the markers that are tokens of a fixture's tokenizer."""
+    tool_parser, reasoning_parser = parsers_of(fixture)
+    markers = list(TOOL_PARSERS[tool_parser].markers)
+    if reasoning_parser:
+        markers += REASONING_PARSERS[reasoning_parser].markers
+    if fixture.id == "mistral/vllm-v11-think-text":
+        markers = [marker for marker in markers if "think" not in marker]
+    return [marker for marker in markers if not marker.startswith(NOT_TOKENS)]
+
+
+def units_of(fixture: Fixture) -> list[tuple[str, bool]]:
+    """Return an output as texts, and whether each is a marker's token."""
+    markers = markers_of(fixture)
+    parts = re.split("(" + "|".join(map(re.escape, markers)) + ")", fixture.raw_output)
+    tokens = TEXT_MARKERS.get(fixture.id)
+    units = []
+    for position, part in enumerate(parts):
+        is_token = position % 2 == 1 and (tokens is None or position // 2 in tokens)
+        units.append((part, is_token))
+    return [unit for unit in units if unit[0]]
+
+
+def cut(units: list[tuple[str, bool]], seed: int, longest: int) -> list[tuple[str, bool]]:
+    """Cut the texts, but no marker's token, into pieces of up to `longest` characters."""
+    drawn = random.Random(seed)
+    pieces = []
+    for text, is_token in units:
+        rest = text
+        while rest and not is_token:
+            length = drawn.randint(1, longest)
+            pieces.append((rest[:length], False))
+            rest = rest[length:]
+        if is_token:
+            pieces.append((text, True))
+    return pieces
+
+
+def parsed(fixture: Fixture, units: list[tuple[str, bool]]) -> ParseResult:
+    """Return what a machine makes of an output."""
+    machine = make_machine(fixture)
+    pieces = [piece for text, is_token in units for piece in machine.push(text, is_marker=is_token)]
+    return result_of(pieces + machine.finish(is_cut=fixture.truncated))
+
+
+def result_of(pieces: list[Piece]) -> ParseResult:
+    """Return pieces as the suite compares them."""
+    return ParseResult(
+        content="".join(piece.text for piece in pieces if isinstance(piece, Content)) or None,
+        reasoning_content="".join(p.text for p in pieces if isinstance(p, Reasoning)) or None,
+        tool_calls=[
+            ParsedToolCall(name=piece.name, arguments_raw=piece.arguments)
+            for piece in pieces
+            if isinstance(piece, ToolCall)
+        ],
+    )
