@@ -9,9 +9,9 @@ wrong text is never sent.
 
 Engines may cut the same text into other chunks, so text is compared by choice, not by event:
 strings and lists (log-probabilities, token ids) are runs, wherever they stand in a choice, and
-each is consumed as a prefix. Which tokens stand there must be the same; how likely they were is
-measured, and no two engines measure the same to the last digit. Knows the shape of a chunk;
-knows no engine.
+each is consumed as a prefix; a tool call stands at its index. Which tokens stand there must be the
+same; how likely they were is measured, and no two engines measure the same to the last digit.
+Knows the shape of a chunk; knows no engine.
 """
 
 from __future__ import annotations
@@ -33,9 +33,14 @@ RECENT_BYTES = 16 << 10
 """What is kept of a stream as it was sent, about 60 tokens, before it is hashed at one go: most
 streams end before, and are never read."""
 
-_TEXTS = frozenset({"text", "content", "reasoning_content"})
-_TEXT = re.compile(rb'"(?:text|content|reasoning_content)":"((?:[^"\\]|\\.)*+)"')
+_TEXTS = frozenset({"text", "content", "reasoning", "reasoning_content", "name", "arguments"})
+_TEXT = re.compile(
+    rb'"(?:text|content|reasoning|reasoning_content|arguments)":"((?:[^"\\]|\\.)*+)"'
+)
 """The text of a chunk, as JSON."""
+_CALLS = "tool_calls"
+_ONCE = frozenset({"role", "id", "type"})
+"""Sent once for each choice or call. A call's id may be drawn at random: it is not compared."""
 _NUM_LEADING = 3
 """Events at the beginning of a stream that are unlike the others: the role, the first token."""
 _ALTERNATIVES = "top_logprobs"
@@ -95,7 +100,7 @@ class _Choice:
 
     Attributes:
         runs: Text and lists, by where they stand in a chunk's choice.
-        roles: Paths of the roles that were sent; sent once per choice.
+        roles: Paths of what is sent once, of what was sent.
         has_ended: The client has its finish reason.
     """
 
@@ -363,9 +368,12 @@ def _collect(value: dict[str, Any], path: Path, state: _Choice) -> None:
         here = (*path, key)
         if isinstance(part, dict):
             _collect(part, here, state)
+        elif key == _CALLS and part:
+            for call in part:
+                _collect(call, (*here, str(call["index"])), state)
         elif isinstance(part, list) or (key in _TEXTS and isinstance(part, str)):
             state.runs.setdefault(here, _Run()).add(part, here)
-        elif key == "role" and part is not None:
+        elif key in _ONCE and part is not None:
             state.roles.add(here)
 
 
@@ -378,6 +386,9 @@ def _strip(value: dict[str, Any], path: Path, state: _Left) -> tuple[dict[str, A
         if isinstance(part, dict):
             rest[key], more = _strip(part, here, state)
             has_more = has_more or more
+        elif key == _CALLS and part:
+            rest[key] = _strip_calls(part, here, state)
+            has_more = has_more or bool(rest[key])
         elif isinstance(part, list) or (key in _TEXTS and isinstance(part, str)):
             rest[key] = _strip_run(part, here, state)
             has_more = has_more or bool(rest[key])
@@ -386,6 +397,26 @@ def _strip(value: dict[str, Any], path: Path, state: _Left) -> tuple[dict[str, A
         else:
             rest[key] = part
     return rest, has_more
+
+
+def _strip_calls(calls: list[dict[str, Any]], path: Path, state: _Left) -> list[dict[str, Any]]:
+    """Take what was delivered off calls; of those begun, what is empty then is left out.
+
+    Raises:
+        DivergedError: One of them has no place.
+    """
+    kept = []
+    for call in calls:
+        if not isinstance(call, dict) or not isinstance(call.get("index"), int):
+            raise DivergedError("a repeated stream cannot be read")
+        where = (*path, str(call["index"]))
+        is_begun = any(run[: len(where)] == where for run in state.runs)
+        rest, has_more = _strip(call, where, state)
+        if is_begun and isinstance(rest.get("function"), dict):
+            rest["function"] = {key: part for key, part in rest["function"].items() if part}
+        if has_more or not is_begun:
+            kept.append(rest)
+    return kept
 
 
 def _strip_run(part: Any, path: Path, state: _Left) -> Any:

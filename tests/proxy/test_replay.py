@@ -93,6 +93,72 @@ def test_a_stream_broken_anywhere_goes_on_as_if_it_had_not_been(data):
     assert what_a_client_sees(stream) == expected
 
 
+def call_events(draw: st.DrawFn, calls: list[tuple[str, str]], ids: str) -> list[bytes]:
+    """Calls of one choice, the arguments cut anywhere; some with more than a call in an event."""
+    deltas = []
+    for index, (name, arguments) in enumerate(calls):
+        at = draw(st.integers(0, len(arguments)))
+        function = {"name": name, "arguments": arguments[:at]}
+        begun = {"index": index, "id": f"{ids}{index}", "type": "function", "function": function}
+        deltas.append(begun)
+        rest = arguments[at:]
+        deltas += [{"index": index, "function": {"arguments": letter}} for letter in rest]
+    groups = []
+    while deltas:
+        size = draw(st.integers(1, 3))
+        group, deltas = deltas[:size], deltas[size:]
+        groups.append(group)
+    events = [event({"index": 0, "delta": {"role": "assistant", "reasoning": "hm"}})]
+    events += [event({"index": 0, "delta": {"tool_calls": group}}) for group in groups]
+    return [*events, event({"index": 0, "delta": {}, "finish_reason": "tool_calls"})]
+
+
+def called(stream: bytes) -> tuple[str, dict[int, tuple[str, str, str]]]:
+    """The reasoning, and (id, name, arguments) of each call, as clients add them up."""
+    reasoning, calls = "", {}
+    for one in SseParser().feed(stream):
+        for choice in [] if one.is_done else msgspec.json.decode(one.data)["choices"]:
+            reasoning += choice["delta"].get("reasoning", "")
+            for call in choice["delta"].get("tool_calls", ()):
+                known = calls.get(call["index"], ("", "", ""))
+                function = call["function"]
+                gained = call.get("id", ""), function.get("name", ""), function.get("arguments", "")
+                calls[call["index"]] = tuple(map("".join, zip(known, gained, strict=True)))
+    return reasoning, calls
+
+
+@given(st.data())
+def test_calls_broken_anywhere_go_on_however_they_are_cut_and_whatever_ids_are_drawn(data):
+    one = st.tuples(st.sampled_from(["see", "hear"]), st.text('{"a1', min_size=1, max_size=6))
+    calls = data.draw(st.lists(one, min_size=1, max_size=3))
+    former, repeated = (call_events(data.draw, calls, ids) for ids in ("a", "b"))
+    former = former[: data.draw(st.integers(0, len(former)))]
+    replay = after(*former)
+    stream = b"".join(former)
+    for event_ in SseParser().feed(b"".join(repeated) + DONE):
+        stream += event_.raw if replay.is_over else replay.feed(event_)
+    reasoning, found = called(stream)
+    assert reasoning == "hm"
+    assert [part[1:] for _, part in sorted(found.items())] == calls
+    assert all(part[0] in (f"a{index}", f"b{index}") for index, part in found.items())
+
+
+@pytest.mark.parametrize(
+    "calls",
+    [
+        [{"index": 0, "function": {"name": "hear", "arguments": "{}"}}],
+        [{"index": 0, "function": {"name": "see", "arguments": "{x"}}],
+        [{"function": {"name": "see", "arguments": "{}"}}],
+        ["see"],
+    ],
+)
+def test_other_calls_are_never_passed_on(calls):
+    sent = {"index": 0, "id": "a", "function": {"name": "see", "arguments": "{}"}}
+    replay = after(event({"index": 0, "delta": {"tool_calls": [sent]}}))
+    with pytest.raises(DivergedError):
+        run(replay, event({"index": 0, "delta": {"tool_calls": calls}}))
+
+
 def compared(*sent: bytes) -> dict[tuple[int, tuple[str, ...]], tuple[int, bytes]]:
     """(length, hash) of each run of a client's stream, by choice and path."""
     transcript = Transcript()
