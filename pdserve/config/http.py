@@ -180,10 +180,12 @@ class ServerConfig(HttpConfig, frozen=True, kw_only=True):
         proxy_urls: Proxies to register with, and to leave on shutdown.
         advertise_url: What to register as; empty means the address that is bound, and of a
             wildcard the one that the way to the proxy leads from.
+        reasoning_field: What answers call the reasoning.
     """
 
     proxy_urls: tuple[str, ...] = ()
     advertise_url: str = ""
+    reasoning_field: str = "reasoning"
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -191,6 +193,12 @@ class ServerConfig(HttpConfig, frozen=True, kw_only=True):
             require_url(url, "proxy")
         if self.advertise_url:
             require_url(self.advertise_url, "advertise-url")
+        require(
+            self.reasoning_field in ("reasoning", "reasoning_content"),
+            "reasoning-field",
+            self.reasoning_field,
+            "use reasoning or reasoning_content",
+        )
 
 
 class ProxyConfig(HttpConfig, frozen=True, kw_only=True):

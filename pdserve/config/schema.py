@@ -46,6 +46,9 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
         chat_template: A file; empty means the model's.
         enforce_eager: Whether every step is launched; else decode steps are replayed as graphs
             where the device has them.
+        tool_call_parser, reasoning_parser: Names of formats, none, or auto: what the chat template
+            teaches, if that is sure.
+        enable_auto_tool_choice: Whether a model may be asked to choose tools by itself.
     """
 
     model: str
@@ -58,6 +61,9 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     generation_config: str = "auto"
     chat_template: str = ""
     enforce_eager: bool = False
+    tool_call_parser: str = "auto"
+    reasoning_parser: str = "auto"
+    enable_auto_tool_choice: bool = True
 
     def __post_init__(self) -> None:
         require(

@@ -49,6 +49,9 @@ _ENGINE: Final = (
             ("generation-config", "model.generation_config", "auto|none", "defaults of sampling: the model's generation_config.json, or none"),
             ("chat-template", "model.chat_template", "FILE", "a Jinja file, if not the model's"),
             ("enforce-eager", "model.enforce_eager", "", "launch every step (CUDA: decode steps are replayed as graphs without it)"),
+            ("tool-call-parser", "model.tool_call_parser", "NAME", "how the model writes tool calls: hermes, llama3_json, mistral and so on, none, or auto, which reads the chat template"),
+            ("enable-auto-tool-choice", "model.enable_auto_tool_choice", "", "models choose tools by themselves (tool_choice auto)"),
+            ("reasoning-parser", "model.reasoning_parser", "NAME", "how the model marks reasoning: qwen3, deepseek_r1, mistral and so on, none, or auto"),
         ),
     ),
     *declare(
@@ -174,6 +177,7 @@ _SERVER: Final = declare(
         *_HTTP,
         ("proxy", "proxy_urls", "URL", "proxies to register with"),
         ("advertise-url", "advertise_url", "URL", "what to register as; empty is http(s)://host:port, of a wildcard the address that leads to the proxy"),
+        ("reasoning-field", "reasoning_field", "reasoning|reasoning_content", "what answers call the reasoning; older clients know reasoning_content"),
         ("accept-former-signatures", "accept_former_signatures", "", "believe proxies of release 0.1 that give leases back; while rolling only"),
     ),
 )

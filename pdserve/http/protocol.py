@@ -8,7 +8,7 @@ unknown fields are ignored. Knows no tokenizer and no model.
 from __future__ import annotations
 
 import re
-from typing import Any, ClassVar, TypeVar, cast
+from typing import Any, ClassVar, Literal, TypeVar, cast
 
 import msgspec
 
@@ -29,10 +29,8 @@ MAX_TEMPERATURE = 1000.0
 MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY = 0.01, 100.0
 """Beyond these, logits are no longer finite in single precision."""
 _MAX_INT32 = 2**31 - 1
-_REMEDIES = {
-    "tools": "; with tool_choice none they are left out",
-    "functions": "; with function_call none they are left out",
-}
+_REMEDIES = {"functions": "; call them tools, or use function_call none"}
+ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 _FIELD = re.compile(r" - at (?:`key` in )?`\$\.?([^`.\[]*)[^`]*`$")
 
 
@@ -213,25 +211,26 @@ class ChatRequest(SamplingFields, frozen=True, kw_only=True):
     add_generation_prompt: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 
-    tools: Any = None
-    tool_choice: Any = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+    reasoning_effort: ReasoningEffort | None = None
+    include_reasoning: bool | None = None
+
     functions: Any = None
     function_call: Any = None
     modalities: Any = None
     audio: Any = None
     prediction: Any = None
     web_search_options: Any = None
-    reasoning_effort: Any = None
     documents: Any = None
     chat_template: Any = None
     continue_final_message: Any = None
-    include_reasoning: Any = None
     return_prompt_text: Any = None
     echo: Any = None
     verbosity: Any = None
 
     unsupported: ClassVar[dict[str, tuple[object, ...]]] = SamplingFields.unsupported | {
-        "tools": ([],),
         "tool_choice": ("none", "auto"),
         "functions": ([],),
         "function_call": ("none", "auto"),
@@ -239,11 +238,9 @@ class ChatRequest(SamplingFields, frozen=True, kw_only=True):
         "audio": (),
         "prediction": (),
         "web_search_options": (),
-        "reasoning_effort": (),
         "documents": ([],),
         "chat_template": (),
         "continue_final_message": (False,),
-        "include_reasoning": (True,),
         "return_prompt_text": (False,),
         "echo": (False,),
         "verbosity": ("medium",),
@@ -251,13 +248,17 @@ class ChatRequest(SamplingFields, frozen=True, kw_only=True):
 
     @property
     def unused(self) -> frozenset[str]:
-        """Tools that are not to be called; they do not stand in the prompt either."""
-        pairs = (("tools", self.tool_choice), ("functions", self.function_call))
-        return frozenset(name for name, choice in pairs if choice == "none")
+        """Functions that are not to be called; they do not stand in the prompt either."""
+        return frozenset(["functions"] if self.function_call == "none" else [])
+
+    @property
+    def offered_tools(self) -> list[dict[str, Any]]:
+        """Tools that may be called; others do not stand in the prompt."""
+        return [] if self.tool_choice == "none" else self.tools or []
 
 
 class TokenizeRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """The body of `POST /tokenize`: a prompt or chat messages."""
+    """The body of `POST /tokenize`: a prompt or chat messages, with tools if they have some."""
 
     model: str | None = None
     prompt: str | None = None
@@ -265,6 +266,7 @@ class TokenizeRequest(msgspec.Struct, frozen=True, kw_only=True):
     add_special_tokens: bool | None = None
     add_generation_prompt: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    tools: list[dict[str, Any]] | None = None
     return_token_strs: bool | None = None
 
 

@@ -6,7 +6,7 @@ the tests hold what they write against these.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
@@ -32,6 +32,12 @@ class PromptTokensDetails(msgspec.Struct, frozen=True):
     cached_tokens: int
 
 
+class CompletionTokensDetails(msgspec.Struct, frozen=True):
+    """What of the output was reasoning, where that is told apart."""
+
+    reasoning_tokens: int
+
+
 class Usage(msgspec.Struct, frozen=True):
     """Counts of tokens."""
 
@@ -39,6 +45,7 @@ class Usage(msgspec.Struct, frozen=True):
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails
+    completion_tokens_details: CompletionTokensDetails | msgspec.UnsetType = msgspec.UNSET
 
 
 class TextChoice(msgspec.Struct, frozen=True):
@@ -61,11 +68,28 @@ class Completion(msgspec.Struct, frozen=True):
     usage: Usage
 
 
+class CalledFunction(msgspec.Struct, frozen=True):
+    """What the assistant calls; the arguments are the text of a JSON object."""
+
+    name: str
+    arguments: str
+
+
+class MessageToolCall(msgspec.Struct, frozen=True):
+    """A call of one of the tools that were offered."""
+
+    id: str
+    type: Literal["function"]
+    function: CalledFunction
+
+
 class Message(msgspec.Struct, frozen=True):
-    """What the assistant says."""
+    """What the assistant says, how it came to that, and what it calls."""
 
     role: str
-    content: str
+    content: str | None
+    reasoning: str | msgspec.UnsetType = msgspec.UNSET
+    tool_calls: list[MessageToolCall] | msgspec.UnsetType = msgspec.UNSET
 
 
 class ChatChoice(msgspec.Struct, frozen=True):

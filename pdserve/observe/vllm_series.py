@@ -196,7 +196,7 @@ VLLM_SERIES = (
         ("vllm:diffusion_*", "counter", "There are no diffusion models."),
         ("vllm:rl_*", "histogram", "Weights are not updated in place."),
         ("vllm:sleep_mode_*", "histogram", "Engines do not sleep."),
-        ("vllm:tool_call_*", "counter", "Tool calls are not parsed."),
+        ("vllm:tool_call_*", "counter", "Tool calls are not counted."),
         ("vllm:websocket_*", "counter", "There are no WebSockets."),
         ("vllm:mm_cache_*", "counter", "Models take text only."),
         ("vllm:spec_decode_*", "counter", "There is no speculative decoding."),

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import functools
+import hashlib
+from base64 import b32encode
 from typing import TYPE_CHECKING, Any
 
 from aiohttp import web
 
 from pdserve.errors import BadRequestError
 from pdserve.http.protocol import ChatRequest, parse_body
+from pdserve.http.tools import tools_by_name
 from pdserve.server.account import serving
 from pdserve.server.intake import created_s, encode_prompts, make_job, say_unknown_fields
 from pdserve.server.logprobs import chat_logprobs, prompt_logprobs
@@ -18,11 +21,14 @@ from pdserve.server.service import SERVICE, read_body
 from pdserve.server.text_work import refuse_many_messages
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from pdserve.http.protocol import TokenizeRequest
     from pdserve.server.text_request import Delta, TextRequest
     from pdserve.server.text_work import TextWork
+    from pdserve.text.answer.harmony import HarmonyMachine
+    from pdserve.text.answer.machine import AnswerMachine
+    from pdserve.text.answer.pieces import ToolCall
     from pdserve.text.load import Text
     from pdserve.text.tokenizer import Tokenizer
 
@@ -42,8 +48,8 @@ async def render_chat(
         num_bytes: How large the body is.
 
     Raises:
-        BadRequestError: The model has no chat template, it refuses the messages, or they are
-            too many.
+        BadRequestError: The model has no chat template, it refuses the messages, they are too
+            many, or tools are malformed.
         OverloadedError: Too many long ones wait already.
     """
     if text.chat_template is None:
@@ -53,15 +59,56 @@ async def render_chat(
             param="messages",
         )
     messages = body.messages or []
+    tools = (body.offered_tools if isinstance(body, ChatRequest) else body.tools) or []
+    tools_by_name(tools)  # before a template meets them
     refuse_many_messages(len(messages), num_bytes, max_model_len)
     render = functools.partial(
         text.chat_template.render,
         messages,
         now_s=now_s,
+        tools=tools,
         add_generation_prompt=body.add_generation_prompt is not False,
-        variables=body.chat_template_kwargs,
+        variables=_template_variables(body),
     )
     return await work.run(render, num_bytes, len(messages))
+
+
+def _template_variables(body: ChatRequest | TokenizeRequest) -> dict[str, Any]:
+    """Return what a body tells the chat template beside messages and tools."""
+    said: dict[str, Any] = {}
+    effort = body.reasoning_effort if isinstance(body, ChatRequest) else None
+    if effort is not None:
+        said["reasoning_effort"] = effort
+    if effort == "none":  # as templates of several families call it
+        said |= {"enable_thinking": False, "thinking": False}
+    return said | (body.chat_template_kwargs or {})
+
+
+def _machines(
+    body: ChatRequest, text: Text, prompt: str
+) -> Callable[[], AnswerMachine | HarmonyMachine | None]:
+    """Return what makes, for each choice, what takes its answer apart.
+
+    Raises:
+        BadRequestError: Tools are offered whose calls cannot be read.
+    """
+    tools = tools_by_name(body.offered_tools)
+    style = text.answers
+    if tools and not style.reads_calls:
+        raise BadRequestError(
+            "how this model writes tool calls is not known: start the server with "
+            "--tool-call-parser NAME, or leave tools out",
+            param="tools",
+            code="unsupported_parameter",
+        )
+    if tools and not style.may_choose:
+        raise BadRequestError(
+            "this server runs with --no-enable-auto-tool-choice: use tool_choice none",
+            param="tool_choice",
+            code="unsupported_parameter",
+        )
+    is_parallel = body.parallel_tool_calls is not False
+    return functools.partial(style.machine, prompt, tools, is_parallel=is_parallel)
 
 
 async def create_chat_completion(request: web.Request) -> web.StreamResponse:
@@ -81,6 +128,7 @@ async def create_chat_completion(request: web.Request) -> web.StreamResponse:
         max_model_len=info.max_model_len,
         now_s=created_s(request, body),
     )
+    new_machine = _machines(body, text, prompt)
     # The template writes the special tokens itself.
     token_ids = await encode_prompts(
         request, [prompt], add_special_tokens=bool(body.add_special_tokens), field="messages"
@@ -98,9 +146,10 @@ async def create_chat_completion(request: web.Request) -> web.StreamResponse:
             default_max_tokens=None,
             logprobs=(body.top_logprobs or 0) if body.logprobs else None,
             prompt_logprobs=body.prompt_logprobs,
+            new_machine=new_machine,
         ),
     )
-    form = _Form(body, job, text.tokenizer)
+    form = _Form(body, job, text.tokenizer, service.server_config.reasoning_field)
     async with serving(request, job):
         await job.start()
         if body.stream:
@@ -141,8 +190,11 @@ async def _collect(job: TextRequest, form: _Form) -> dict[str, Any]:
 class _Form:
     """Puts deltas into the endpoint's JSON. Keeps which choices were begun."""
 
-    def __init__(self, body: ChatRequest, job: TextRequest, tokenizer: Tokenizer) -> None:
+    def __init__(
+        self, body: ChatRequest, job: TextRequest, tokenizer: Tokenizer, reasoning_field: str
+    ) -> None:
         self._body = body
+        self._reasoning_field = reasoning_field
         self._job = job
         self._tokenizer = tokenizer
         # With logprobs asked for, a choice's chunk has a list of them even where it has no token.
@@ -167,10 +219,15 @@ class _Form:
         """Return the stream's event for `delta`; a choice's first one names the role."""
         first = delta.index not in self._begun
         self._begun.add(delta.index)
-        content = {"content": delta.text}
+        num_before = delta.num_calls - len(delta.calls)
+        gained = self._gained([delta], num_before)
+        if delta.text or not gained:
+            gained["content"] = delta.text
+        for index, call in enumerate(gained.get("tool_calls", ()), num_before):
+            call["index"] = index
         choice = {
             "index": delta.index,
-            "delta": {"role": "assistant"} | content if first else content,
+            "delta": {"role": "assistant"} | gained if first else gained,
             **self._facts([delta]),
         }
         chunk = self.envelope([choice], "chat.completion.chunk")
@@ -184,10 +241,7 @@ class _Form:
             [
                 {
                     "index": deltas[0].index,
-                    "message": {
-                        "role": "assistant",
-                        "content": "".join(delta.text for delta in deltas),
-                    },
+                    "message": self._message(deltas),
                     **self._facts(deltas),
                 }
                 for deltas in choices
@@ -202,6 +256,40 @@ class _Form:
             answer["prompt_token_ids"] = self._job.prompts[0]
         return answer
 
+    def _message(self, deltas: Sequence[Delta]) -> dict[str, Any]:
+        """Return the whole message of a choice."""
+        gained = self._gained(deltas, 0)
+        content = "".join(delta.text for delta in deltas)
+        is_call = "tool_calls" in gained and not content
+        return {"role": "assistant", "content": None if is_call else content, **gained}
+
+    def _gained(self, deltas: Sequence[Delta], num_calls: int) -> dict[str, Any]:
+        """Return reasoning and calls of some deltas of a choice in a row, where they have some.
+
+        Args:
+            num_calls: The choice's calls before them.
+        """
+        gained: dict[str, Any] = {}
+        reasoning = "".join(delta.reasoning for delta in deltas)
+        if reasoning and self._body.include_reasoning is not False:
+            gained[self._reasoning_field] = reasoning
+        calls = [call for delta in deltas for call in delta.calls]
+        if calls:
+            gained["tool_calls"] = [
+                self._call(call, deltas[0].index, index)
+                for index, call in enumerate(calls, num_calls)
+            ]
+        return gained
+
+    def _call(self, call: ToolCall, choice: int, index: int) -> dict[str, Any]:
+        """Return a call; its id is the same whichever engine sends it, and when it is repeated."""
+        digest = hashlib.sha256(f"{self._job.request_id}:{choice}:{index}".encode()).digest()
+        return {
+            "id": call.call_id or f"call_{b32encode(digest).decode()[:24]}",
+            "type": "function",
+            "function": {"name": call.name, "arguments": call.arguments},
+        }
+
     def _facts(self, deltas: Sequence[Delta]) -> dict[str, Any]:
         """What stands beside the text in a choice, for some of its deltas in a row."""
         entries = [entry for delta in deltas for entry in delta.logprobs or ()]
@@ -209,7 +297,9 @@ class _Form:
             "logprobs": chat_logprobs(self._tokenizer, entries, self._body.top_logprobs or 0)
             if self._body.logprobs
             else None,
-            "finish_reason": finish_name(deltas[-1].finish_reason),
+            "finish_reason": finish_name(
+                deltas[-1].finish_reason, has_calls=deltas[-1].num_calls > 0
+            ),
             "stop_reason": deltas[-1].stop_reason,
         }
         if self._body.return_token_ids:

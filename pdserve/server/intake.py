@@ -38,7 +38,7 @@ from pdserve.wire.request import GenerateRequest, OnLoadFailure
 from pdserve.wire.trace import SliceEvent
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from aiohttp import web
 
@@ -182,7 +182,13 @@ async def make_job(
         is_fallback=is_fallback,
     )
     choices = choices_of(
-        text, fields, common, prompts=prompts, sampling=sampling, seed=seed, hop=hop
+        _processors(text, fields, asked),
+        fields,
+        common,
+        prompts=prompts,
+        sampling=sampling,
+        seed=seed,
+        hop=hop,
     )
     known = _cached_tokens(ours, len(choices))
     for choice, num_cached in zip(choices, known or (), strict=False):
@@ -219,8 +225,26 @@ def _hop_of(request: web.Request, fields: SamplingFields, *, num_choices: int) -
     return hop
 
 
+def _processors(
+    text: Text, fields: SamplingFields, asked: Asked
+) -> Callable[[SamplingParams], OutputProcessor]:
+    """Return what makes a choice's text of its tokens."""
+
+    def make(params: SamplingParams) -> OutputProcessor:
+        return OutputProcessor(
+            text.tokenizer,
+            stop=fields.stops,
+            include_stop_str_in_output=bool(fields.include_stop_str_in_output),
+            skip_special_tokens=fields.skip_special_tokens is not False,
+            min_tokens=params.min_tokens,
+            machine=asked.new_machine() if asked.new_machine is not None else None,
+        )
+
+    return make
+
+
 def choices_of(
-    text: Text,
+    new_processor: Callable[[SamplingParams], OutputProcessor],
     fields: SamplingFields,
     common: GenerateRequest,
     *,
@@ -232,6 +256,7 @@ def choices_of(
     """Return the choices of a request; prompt p has those from p * n to p * n + n - 1.
 
     Args:
+        new_processor: See `_processors`.
         common: What the engine requests of all choices share; its id is the client's.
         prompts: Token ids.
         sampling: One per prompt; each choice gets its own seed.
@@ -248,13 +273,7 @@ def choices_of(
                 index=index,
                 prompt_index=prompt_index,
                 request=None,
-                processor=OutputProcessor(
-                    text.tokenizer,
-                    stop=fields.stops,
-                    include_stop_str_in_output=bool(fields.include_stop_str_in_output),
-                    skip_special_tokens=fields.skip_special_tokens is not False,
-                    min_tokens=params.min_tokens,
-                ),
+                processor=new_processor(params),
             )
             choices.append(choice)
             handoff = hop.handoffs[index] if isinstance(hop, DecodeHop) else None

@@ -138,8 +138,10 @@ def _kv_headers(job: TextRequest) -> dict[str, str]:
     return {name: text for name, text in headers.items() if text}
 
 
-def finish_name(reason: FinishReason | None) -> str | None:
+def finish_name(reason: FinishReason | None, *, has_calls: bool = False) -> str | None:
     """Return OpenAI's word; a handoff is no end for the client."""
+    if reason is FinishReason.STOP and has_calls:
+        return "tool_calls"
     return reason.value if reason in (FinishReason.STOP, FinishReason.LENGTH) else None
 
 

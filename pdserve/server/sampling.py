@@ -13,9 +13,11 @@ from pdserve.errors import BadRequestError, ContextLengthError
 from pdserve.wire.sampling import SamplingParams
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Sequence
+    from collections.abc import Callable, Collection, Iterable, Sequence
 
     from pdserve.http.protocol import SamplingFields
+    from pdserve.text.answer.harmony import HarmonyMachine
+    from pdserve.text.answer.machine import AnswerMachine
     from pdserve.text.load import Text
 
 T = TypeVar("T")
@@ -36,6 +38,7 @@ class Asked:
         default_max_tokens: The endpoint's own limit; None is the rest of the context.
         logprobs, prompt_logprobs: Alternatives per token of the output and of the prompt; None
             asks for no log-probabilities.
+        new_machine: Makes what takes one choice's answer apart; None where all of it is text.
     """
 
     prompt_field: str
@@ -44,6 +47,7 @@ class Asked:
     default_max_tokens: int | None
     logprobs: int | None
     prompt_logprobs: int | None
+    new_machine: Callable[[], AnswerMachine | HarmonyMachine | None] | None = None
 
 
 def choice_seed(seed: int, index: int) -> int:

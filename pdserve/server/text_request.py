@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from pdserve.observe.clock import Clock
     from pdserve.server.hop import PromptLogprobs
     from pdserve.server.metrics import ServerMetrics
+    from pdserve.text.answer.pieces import ToolCall
     from pdserve.text.output import OutputProcessor
     from pdserve.wire.ids import RequestId
     from pdserve.wire.outputs import TokenLogprobs
@@ -49,6 +50,8 @@ class Delta:
 
     Attributes:
         offsets: Per token, where its text begins in the choice's text, in characters.
+        reasoning, calls: Of a chat's answer, what is no content.
+        num_calls: Calls of the choice so far, with these.
         finish_reason: STOP or LENGTH on the choice's last delta, HANDOFF when another
             engine goes on from here.
         stop_reason: The stop string or the user's stop token that ended it.
@@ -63,11 +66,20 @@ class Delta:
     finish_reason: FinishReason | None
     stop_reason: str | int | None
     prompt_logprobs: PromptLogprobs | None
+    reasoning: str = ""
+    calls: Sequence[ToolCall] = ()
+    num_calls: int = 0
 
     @property
     def is_text_only(self) -> bool:
         """Whether it says nothing but text and the tokens it is made of."""
-        return self.finish_reason is None and self.logprobs is None and self.prompt_logprobs is None
+        return (
+            self.finish_reason is None
+            and self.logprobs is None
+            and self.prompt_logprobs is None
+            and not self.reasoning
+            and not self.calls
+        )
 
 
 @dataclass(slots=True)
@@ -262,7 +274,7 @@ class TextRequest:
         choice.handoff = output.handoff
         if choice.handoff is not None and self._keeping is None and len(self.choices) > 1:
             self._keeping = asyncio.create_task(self._keep_leases(choice.handoff.lease_s))
-        if text.finish_reason is not reason:  # a stop string: the engine does not know of it
+        if text.finish_reason is not reason:  # the text has ended: the engine does not know of it
             await self.client.abort([output.request_id])
             if choice.handoff is not None:
                 await self.client.release_lease(choice.handoff.nonce)
@@ -281,6 +293,9 @@ class TextRequest:
             finish_reason=text.finish_reason,
             stop_reason=text.stop_reason if text.stop_reason is not None else output.stop_reason,
             prompt_logprobs=choice.prompt_logprobs if first and not swallowed else None,
+            reasoning=text.reasoning,
+            calls=text.calls,
+            num_calls=choice.processor.num_calls,
         )
 
     @property
@@ -298,12 +313,16 @@ class TextRequest:
         num_cached = _cached_by_prompt(choices)
         num_prompt = sum(len(self.prompts[index]) for index in num_cached)
         num_output = sum(choice.num_tokens for choice in choices)
-        return {
+        usage: dict[str, Any] = {
             "prompt_tokens": num_prompt,
             "total_tokens": num_prompt + num_output,
             "completion_tokens": num_output,
             "prompt_tokens_details": {"cached_tokens": sum(num_cached.values())},
         }
+        if choices[0].processor.reads_reasoning:
+            num_reasoning = sum(choice.processor.num_reasoning_tokens for choice in choices)
+            usage["completion_tokens_details"] = {"reasoning_tokens": num_reasoning}
+        return usage
 
     @property
     def ttft_s(self) -> float | None:

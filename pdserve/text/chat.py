@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from jinja2 import nodes
     from jinja2.parser import Parser
 
+_REASONING = ("reasoning", "reasoning_content")
 _ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 
 
@@ -100,15 +101,18 @@ class ChatTemplate:
         messages: Sequence[Mapping[str, Any]],
         *,
         now_s: float,
+        tools: Sequence[Mapping[str, Any]] = (),
         add_generation_prompt: bool = True,
         variables: Mapping[str, Any] | None = None,
     ) -> str:
         """Return the prompt.
 
         Args:
-            messages: OpenAI's: `role`, and `content` as a string or a list of text parts.
+            messages: OpenAI's: `role`, `content` as a string or a list of text parts, and what the
+                assistant called and thought.
             now_s: Unix time for templates that print the date. The same on every engine that
                 renders a request, and shown in UTC: hosts may be in different time zones.
+            tools: OpenAI's, as they came.
             add_generation_prompt: Whether the prompt ends where the assistant begins.
             variables: Further names for the template (`chat_template_kwargs`).
 
@@ -117,6 +121,7 @@ class ChatTemplate:
         """
         names = {
             **self._special_tokens,
+            "tools": list(tools) or None,
             **(variables or {}),
             "messages": [self._plain(message, index) for index, message in enumerate(messages)],
             "add_generation_prompt": add_generation_prompt,
@@ -163,7 +168,14 @@ class ChatTemplate:
             raise BadRequestError(
                 f"{where}.content must be a string or a list of text parts", param="messages"
             )
-        return {**message, "content": content}
+        plain = {**message, "content": content}
+        if message.get("tool_calls") is not None:
+            plain["tool_calls"] = _with_objects(message["tool_calls"], f"{where}.tool_calls")
+        for name in _REASONING:  # templates know it by either name
+            if isinstance(message.get(name), str):
+                plain |= dict.fromkeys(_REASONING, message[name])
+                break
+        return plain
 
     def _knows(self, role: str) -> bool:
         """Whether a role is OpenAI's, or one that the template speaks of.
@@ -172,6 +184,33 @@ class ChatTemplate:
         """
         is_named = role.isidentifier() and any(f"{q}{role}{q}" in self._source for q in "'\"")
         return role in _ROLES or is_named
+
+
+def _with_objects(calls: object, where: str) -> list[dict[str, Any]]:
+    """Return an assistant's calls with arguments as templates expect them: objects, not texts."""
+    if not isinstance(calls, list):
+        raise BadRequestError(f"{where} must be a list of calls", param="messages")
+    parsed = []
+    for index, call in enumerate(calls):
+        function = call.get("function") if isinstance(call, dict) else None
+        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+            raise BadRequestError(
+                f"{where}[{index}].function must be an object with a name and arguments",
+                param="messages",
+            )
+        arguments = function.get("arguments")
+        if isinstance(arguments, str):
+            try:
+                arguments = json.loads(arguments) if arguments.strip() else {}
+            except (ValueError, RecursionError):
+                arguments = None
+        if not isinstance(arguments, dict):
+            raise BadRequestError(
+                f"{where}[{index}].function.arguments must be the text of a JSON object",
+                param="messages",
+            )
+        parsed.append({**call, "function": {**function, "arguments": arguments}})
+    return parsed
 
 
 def _part_text(part: object, where: str) -> str:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pdserve.errors import ConfigError
+from pdserve.text.answer.style import AnswerStyle, style_of
 from pdserve.text.chat import ChatTemplate
 from pdserve.text.generation import GenerationDefaults, load_generation_defaults
 from pdserve.text.tokenizer import Tokenizer, read_json
@@ -22,12 +23,14 @@ class Text:
     Attributes:
         vocab_size: Ids the model takes: every prompt token id is below it.
         chat_template: None if the model has none.
+        answers: How it writes reasoning and tool calls.
     """
 
     tokenizer: Tokenizer
     defaults: GenerationDefaults
     vocab_size: int
     chat_template: ChatTemplate | None = None
+    answers: AnswerStyle = field(default_factory=AnswerStyle)
 
 
 def load_text(model: ModelConfig) -> Text:
@@ -57,4 +60,5 @@ def load_text(model: ModelConfig) -> Text:
         ),
         vocab_size=vocab_size if isinstance(vocab_size, int) else tokenizer.vocab_size,
         chat_template=ChatTemplate(source, tokenizer.special_tokens) if source else None,
+        answers=style_of(model, tokenizer, source or ""),
     )

@@ -16,8 +16,9 @@ from pdserve.text.stops import StopMatcher
 from pdserve.wire.request import FinishReason
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Sequence
 
+    from pdserve.text.answer.harmony import HarmonyMachine
     from pdserve.text.answer.machine import AnswerMachine
     from pdserve.text.tokenizer import Tokenizer
 
@@ -55,11 +56,11 @@ class OutputProcessor:
         min_tokens: A stop string must end after so many tokens.
         machine: Takes the text apart; without one all of it is content. Stop strings are looked
             for in content only.
-        marks: The texts of the tokens that the machine knows as markers, whether special or not.
 
     Attributes:
         num_tokens: Tokens so far that count.
         num_reasoning_tokens: Those of them that stand inside of the reasoning.
+        reads_reasoning: Whether reasoning is looked for.
         num_calls: Tool calls so far.
     """
 
@@ -71,12 +72,10 @@ class OutputProcessor:
         include_stop_str_in_output: bool = False,
         skip_special_tokens: bool = True,
         min_tokens: int = 0,
-        machine: AnswerMachine | None = None,
-        marks: Mapping[int, str] | None = None,
+        machine: AnswerMachine | HarmonyMachine | None = None,
     ) -> None:
         self._tokenizer = tokenizer
         self._machine = machine
-        self._marks = marks or {}
         self._detokenizer = make_detokenizer(tokenizer, skip_special_tokens=skip_special_tokens)
         self._stops = StopMatcher(stop, include_stop=include_stop_str_in_output)
         self._include_stop = include_stop_str_in_output
@@ -84,6 +83,7 @@ class OutputProcessor:
         self._num_chars = 0
         self.num_tokens = 0
         self.num_reasoning_tokens = 0
+        self.reads_reasoning = machine is not None and machine.reads_reasoning
         self.num_calls = 0
 
     def push(self, token_ids: Sequence[int], finish_reason: FinishReason | None) -> TextDelta:
@@ -114,7 +114,7 @@ class OutputProcessor:
         if machine is None:
             return _content(self._detokenizer.push(token_id))
         was_reasoning = machine.is_reasoning
-        marker = self._marks.get(token_id)
+        marker = machine.vocabulary.get(token_id)
         if marker is None and machine.is_in_call and token_id in self._tokenizer.special_ids:
             marker = self._tokenizer.token_text(token_id)  # a value may quote any token
         if marker is None:
@@ -133,7 +133,7 @@ class OutputProcessor:
         return self._machine.push(text) + self._machine.finish(is_cut=is_cut)
 
     def _release(self, pieces: Sequence[Piece], delta: TextDelta) -> bool:
-        """Give pieces out; tell whether a stop string has ended them."""
+        """Give pieces out; tell whether the answer ends here, whatever the engine says."""
         for piece in pieces:
             match piece:
                 case Reasoning(text):
@@ -141,6 +141,9 @@ class OutputProcessor:
                 case ToolCall():
                     delta.calls.append(piece)
                     self.num_calls += 1
+                    if self._machine is not None and self._machine.is_over:
+                        delta.finish_reason = FinishReason.STOP
+                        return True
                 case Content(text):
                     self._num_chars += len(text)
                     may_stop = self.num_tokens > self._min_tokens

@@ -58,6 +58,7 @@ class Tokenizer:
         chat_template: The model's own Jinja source, if it has one.
 
     Attributes:
+        added_tokens: The texts of tokens that no text is cut within, special or not, by their ids.
         max_chars_per_token: A text of so many characters, and one more, has two tokens at least;
             None where tokens may swallow any length of text.
     """
@@ -79,11 +80,9 @@ class Tokenizer:
         }
         self.bos_token_id = self._special_id("bos_token")
         self.eos_token_id = self._special_id("eos_token")
-        self.special_ids = frozenset(
-            token_id
-            for token_id, token in backend.get_added_tokens_decoder().items()
-            if token.special
-        )
+        added = backend.get_added_tokens_decoder()
+        self.added_tokens = {token_id: token.content for token_id, token in added.items()}
+        self.special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
         vocabulary: dict[str, int] = backend.get_vocab(with_added_tokens=True)
         self.vocab_size = 1 + max(vocabulary.values(), default=-1)
         described = json.loads(backend.to_str())

@@ -66,6 +66,25 @@ anything = st.recursive(
     lambda inner: st.lists(inner, max_size=4) | st.dictionaries(of(str), inner, max_size=3),
     max_leaves=8,
 )
+_function = st.fixed_dictionaries(
+    {}, optional={"name": of(str) | anything, "parameters": anything, "strict": anything}
+)
+_calls = st.lists(anything | st.fixed_dictionaries({"function": _function | anything}), max_size=2)
+SHAPES: Final[dict[str, st.SearchStrategy[Any]]] = {
+    "tools": st.lists(
+        st.fixed_dictionaries({"function": _function}, optional={"type": anything}), max_size=3
+    ),
+    "tool_choice": st.sampled_from(("none", "auto", "required", ""))
+    | st.fixed_dictionaries({"type": st.just("function"), "function": _function}),
+    "messages": st.lists(
+        st.fixed_dictionaries(
+            {"role": st.sampled_from(("assistant", "user"))},
+            optional={"content": anything, "tool_calls": _calls | anything, "reasoning": anything},
+        ),
+        max_size=3,
+    ),
+}
+"""Values of fields that say more than their types."""
 headers = st.dictionaries(
     st.sampled_from(HEADERS),
     st.sampled_from(("", "1", "-1", "nan", "1e400", "gzip", "application/json", "Bearer x", "x/y"))
@@ -79,7 +98,9 @@ def bodies(draw: st.DrawFn, kind: type[msgspec.Struct], good: dict[str, Any]) ->
     """A body of an endpoint."""
     kinds = fields_of(kind)
     names = draw(st.lists(st.sampled_from(sorted(kinds)), max_size=4, unique=True))
-    changed = {name: draw(anything | of(kinds[name])) for name in names}
+    changed = {
+        name: draw(SHAPES.get(name, anything) | anything | of(kinds[name])) for name in names
+    }
     body = json.dumps({**good, **msgspec.to_builtins(changed, str_keys=True)}).encode()
     return draw(st.just(body) | bent(body) if draw(st.integers(0, 9)) == 0 else st.just(body))
 

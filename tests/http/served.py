@@ -63,7 +63,13 @@ class Served:
 
     async def _start(self) -> None:
         folder = self._cleanup.enter_context(tempfile.TemporaryDirectory())
-        text = load_text(ModelConfig(model=str(write_model_files(Path(folder)))))
+        text = load_text(
+            ModelConfig(
+                model=str(write_model_files(Path(folder))),
+                tool_call_parser="hermes",
+                reasoning_parser="qwen3",
+            )
+        )
         network = MemoryNetwork()
         for role in ("prefill", "decode"):
             engine = make_engine(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import random
+from dataclasses import replace
 from typing import Any
 
 import aiohttp
@@ -14,9 +15,11 @@ from pdserve.config.http import ProxyConfig
 from pdserve.config.schema import ModelConfig
 from pdserve.observe.clock import Clock
 from pdserve.proxy.app import Proxy
+from pdserve.text.answer.parsers import TOOL_PARSERS
+from pdserve.text.answer.style import AnswerStyle
 from pdserve.text.load import load_text
 from tests.proxy.scripted import events_of
-from tests.server.conftest import Server, make_engine, serving, until
+from tests.server.conftest import Server, make_engine, script, serving, until
 from tests.server.engine import MemoryNetwork
 from tests.text.tiny import write_model_files
 
@@ -200,3 +203,36 @@ def _said(stream: bytes) -> tuple[str, list[Any]]:
             logprobs = choice["logprobs"] or {}
             tokens += logprobs.get("tokens") or [e["token"] for e in logprobs.get("content", [])]
     return text, tokens
+
+
+CALLS = (
+    'a<tool_call>{"name": "see", "arguments": {"x": "the fox"}}</tool_call>'
+    '<tool_call>{"name": "hear", "arguments": {"y": "the dog"}}</tool_call>'
+)
+
+
+@pytest.mark.parametrize("engine", [{}, {"can_push": True}], ids=["pull", "push"])
+@pytest.mark.parametrize("share", [0.0, 0.1, 0.4, 0.6, 0.9])
+async def test_a_call_is_the_same_when_its_decode_engine_dies_in_it(text, share, engine):
+    calling = replace(text, answers=AnswerStyle(calls=TOOL_PARSERS["hermes"]))
+    num_tokens = len(text.tokenizer.encode(CALLS, add_special_tokens=False))
+    scripted = {"next_token": script(text, CALLS)} | engine
+    dying = scripted | {"die_after": int(share * num_tokens)}
+    tools = [{"type": "function", "function": {"name": name}} for name in ("see", "hear")]
+    body = {"messages": [{"role": "user", "content": "hi"}], "tools": tools, "stream": True}
+    async with deployed(calling, prefill=[scripted], decode=[dying, scripted]) as both:
+        broken = await ask(both.url, CHAT, body)
+        whole = await ask(both.servers[2].url, CHAT, body)
+    calls = _calls(broken)
+    assert calls == _calls(whole)
+    assert [call["function"]["name"] for call in calls] == ["see", "hear"]
+    assert broken.count(b'"finish_reason":"tool_calls"') == 1
+
+
+def _calls(stream: bytes) -> list[Any]:
+    return [
+        call
+        for chunk in events_of(stream)
+        for choice in chunk["choices"]
+        for call in choice["delta"].get("tool_calls", ())
+    ]

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 
     from pdserve.observe.clock import Clock
     from pdserve.text.load import Text
+    from tests.server.engine import NextToken
 
 EOS = SPECIAL.index("</s>")
 
@@ -160,12 +161,15 @@ def clock() -> ManualClock:
     return ManualClock(1700000000.0)
 
 
-def scripted(text: Text, answer: str, **parameters: Any) -> ServedEngine:
-    """An engine that answers every prompt with `answer` and the end of sequence."""
+def script(text: Text, answer: str) -> NextToken:
+    """What a model does that answers every prompt with `answer` and the end of sequence."""
     token_ids = [*text.tokenizer.encode(answer, add_special_tokens=False), EOS]
-    return make_engine(
-        text, next_token=lambda request, output: token_ids[len(output)], **parameters
-    )
+    return lambda request, output: token_ids[len(output)]
+
+
+def scripted(text: Text, answer: str, **parameters: Any) -> ServedEngine:
+    """An engine of such a model."""
+    return make_engine(text, next_token=script(text, answer), **parameters)
 
 
 def events(stream: bytes) -> list[Any]:

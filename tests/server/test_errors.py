@@ -94,15 +94,22 @@ async def test_a_wrong_completion_field_is_named(server, field, value):
         ("logprobs", 3),
         ("top_logprobs", 2),
         ("tools", [{"type": "function"}]),
+        ("tools", [{"type": "retrieval"}]),
+        ("tools", [{"function": {"name": ""}}]),
+        ("tools", [{"function": {"name": "f", "parameters": []}}]),
+        ("tools", [{"function": {"name": "f"}}, {"function": {"name": "f"}}]),
+        ("tools", [{"function": {"name": "f"}}]),
         ("tool_choice", "required"),
+        ("tool_choice", 1),
+        ("parallel_tool_calls", 1),
         ("functions", [{}]),
         ("modalities", ["audio"]),
         ("audio", {"voice": "x"}),
         ("response_format", {"type": "json_schema"}),
-        ("reasoning_effort", "high"),
+        ("reasoning_effort", "very"),
         ("chat_template", "{{ 1 }}"),
         ("continue_final_message", True),
-        ("include_reasoning", False),
+        ("include_reasoning", "no"),
         ("verbosity", "low"),
     ],
 )
@@ -134,7 +141,7 @@ async def test_tools_that_are_not_to_be_called_are_left_out(server):
     for choice in ({}, {"tool_choice": "auto"}):
         status, error = await server.refused(CHAT, MESSAGES | {"tools": tools} | choice)
         assert (status, error["param"]) == (400, "tools")
-        assert "with tool_choice none" in error["message"]
+        assert "--tool-call-parser" in error["message"]
 
 
 async def test_a_field_that_nobody_knows_is_ignored_and_logged_once(server, caplog):

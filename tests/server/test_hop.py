@@ -19,6 +19,7 @@ from pdserve.server.intake import choices_of
 from pdserve.server.service import SERVICE
 from pdserve.server.text_request import TextRequest
 from pdserve.text.chat import ChatTemplate
+from pdserve.text.output import OutputProcessor
 from pdserve.wire.hop import FORMER_HEADER, PROOF_HEADER
 from pdserve.wire.ids import RequestId
 from pdserve.wire.request import FinishReason, GenerateRequest
@@ -310,7 +311,7 @@ def job_at_prefill(text, engine, n: int):
         remote_decode=True,
     )
     choices = choices_of(
-        text,
+        lambda params: OutputProcessor(text.tokenizer, min_tokens=params.min_tokens),
         CompletionRequest(prompt="x", n=n),
         common,
         prompts=[[60, 61]],

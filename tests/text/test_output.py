@@ -105,11 +105,10 @@ def processor_with(parser: str, *, stop: tuple[str, ...] = ()) -> OutputProcesso
         calls=TOOL_PARSERS[parser],
         reasoning=REASONING_PARSERS["qwen3"],
         tools={},
-        vocabulary=frozenset(["<think>"]),
+        vocabulary={THINK: "<think>"},
         in_reasoning=False,
     )
-    marks = {THINK: "<think>"}
-    return OutputProcessor(TOKENIZER, machine=machine, marks=marks, stop=stop)
+    return OutputProcessor(TOKENIZER, machine=machine, stop=stop)
 
 
 THINK = TOKENIZER.encode("<think>", add_special_tokens=False)[0]

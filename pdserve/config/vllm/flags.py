@@ -18,11 +18,15 @@ SAME: Final = """
     kv-events-config host port api-key shutdown-timeout config root-path
     ssl-keyfile ssl-certfile ssl-ca-certs ssl-cert-reqs
     allowed-origins allowed-methods allowed-headers allow-credentials
+    tool-call-parser enable-auto-tool-choice reasoning-parser
 """
 
 DIFFERENCES: Final = {
     "api-key": "VLLM_API_KEY and PDSERVE_API_KEY as well",
     "all2all-backend": "all_gather or all_to_all; vLLM's allgather_reducescatter is all_gather",
+    "enable-auto-tool-choice": "on without it, where the model's format is known",
+    "reasoning-parser": "auto without it: what the chat template teaches, if that is sure",
+    "tool-call-parser": "auto without it: what the chat template teaches, if that is sure",
     "config": "YAML with the flags as keys",
     "distributed-executor-backend": "vLLM's mp is multiprocess, uni is inline",
     "dtype": "vLLM's half and float are float16 and float32",
@@ -100,6 +104,7 @@ NO_EFFECT: Final = {
     "disable-uvicorn-access-log": "there is no access log",
     "enable-log-deltas": "outputs are never logged",
     "enable-prompt-tokens-details": "usage always says how many prompt tokens were cached",
+    "enable-reasoning": "reasoning is parsed where --reasoning-parser or the template says how",
     "enable-request-id-headers": "X-Request-Id is always taken, returned and passed on",
     "enable-server-load-tracking": "/load always says how many requests run",
     "exclude-tools-when-tool-choice-none": "tools are then always left out of the prompt",
@@ -194,12 +199,11 @@ ABSENT: Final = {
     "only models that generate text are served": """
         pooler-config override-pooler-config diffusion-config io-processor-plugin
     """,
-    "tool calls are not parsed: requests with tools get 400": """
-        enable-auto-tool-choice tool-call-parser tool-parser-plugin tool-server
+    "parsers are those that are built in: --tool-call-parser, --reasoning-parser": """
+        tool-parser-plugin reasoning-parser-plugin
     """,
-    "reasoning is part of the answer's text": """
-        reasoning-parser reasoning-parser-plugin reasoning-config enable-reasoning
-    """,
+    "clients call tools; this server calls none": "tool-server",
+    "there is no budget of reasoning tokens": "reasoning-config",
     "there is no structured output: requests for it get 400": """
         structured-outputs-config logits-processor-pattern disable-any-whitespace
         guided-decoding-disable-fallback guided-decoding-disable-any-whitespace

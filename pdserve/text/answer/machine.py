@@ -25,6 +25,8 @@ from pdserve.text.answer.pieces import (
 )
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from pdserve.text.answer.formats import CallFormat, ReasoningFormat
     from pdserve.text.answer.pieces import Tools
 
@@ -82,8 +84,9 @@ class AnswerMachine:
         calls: How the model writes calls; None if they are not looked for.
         reasoning: How it marks reasoning; None if that is not looked for.
         tools: Those that were offered.
-        vocabulary: Markers that are tokens of their own.
+        vocabulary: Markers that are tokens of their own, by their ids.
         in_reasoning: The prompt has opened the reasoning already.
+        is_parallel: There may be several calls; else the first one ends the answer.
     """
 
     def __init__(
@@ -92,13 +95,16 @@ class AnswerMachine:
         calls: CallFormat | None,
         reasoning: ReasoningFormat | None,
         tools: Tools,
-        vocabulary: frozenset[str],
+        vocabulary: Mapping[int, str],
         in_reasoning: bool,
+        is_parallel: bool = True,
     ) -> None:
+        self.vocabulary = vocabulary
         self._calls = calls
         self._reasoning = reasoning
         self._tools = tools
-        self._vocabulary = vocabulary
+        self._tokens = frozenset(vocabulary.values())
+        self._is_parallel = is_parallel
         self._state = _State.REASONING if in_reasoning else _State.CONTENT
         self._thought = _Flow(drops_leading=True)
         self._content = _Flow(drops_leading=in_reasoning)
@@ -119,6 +125,16 @@ class AnswerMachine:
         return self._state is _State.REASONING
 
     @property
+    def reads_reasoning(self) -> bool:
+        """Whether reasoning is looked for."""
+        return self._reasoning is not None
+
+    @property
+    def is_over(self) -> bool:
+        """Whether nothing may follow any more."""
+        return self._has_calls and not self._is_parallel
+
+    @property
     def is_in_call(self) -> bool:
         """Whether a call has begun and not ended."""
         return self._state is _State.CALL
@@ -127,7 +143,7 @@ class AnswerMachine:
         """Add text; return what became certain by it.
 
         Args:
-            is_marker: The text is that of a token in the vocabulary's markers.
+            is_marker: The text is that of a token in `vocabulary`.
         """
         if is_marker and text in self._watched():
             self._meet(text)
@@ -177,7 +193,7 @@ class AnswerMachine:
 
     def _written(self) -> list[str]:
         """The markers that are to be found in the text."""
-        return [marker for marker in self._watched() if marker not in self._vocabulary]
+        return [marker for marker in self._watched() if marker not in self._tokens]
 
     def _read(self, text: str) -> None:
         """Take text, and what is behind each marker in it."""
@@ -338,7 +354,7 @@ class AnswerMachine:
 
     def _give(self, calls: list[ToolCall]) -> None:
         self._has_calls = self._has_calls or bool(calls)
-        self._pieces += calls
+        self._pieces += calls if self._is_parallel else calls[:1]
 
 
 def _overlap(text: str, marker: str) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final
 
 from pdserve.text.answer.formats import ReasoningFormat
+from pdserve.text.answer.gemma_calls import GEMMA
 from pdserve.text.answer.json_calls import DEEPSEEK, HERMES, KIMI, LLAMA_JSON, MISTRAL
 from pdserve.text.answer.pythonic_calls import PYTHONIC
 from pdserve.text.answer.tagged_calls import (
@@ -20,7 +21,10 @@ if TYPE_CHECKING:
 
     from pdserve.text.answer.formats import CallFormat
 
+HARMONY: Final = frozenset({"openai", "openai_gptoss"})
+"""vLLM's names of the format whose calls and reasoning are read together, by `HarmonyMachine`."""
 _THINK = ReasoningFormat(pairs=(("<think>", "</think>"),))
+_GEMMA = ReasoningFormat(pairs=(("<|channel>", "<channel|>"),), label="thought")
 _MISTRAL = ReasoningFormat(pairs=(("[THINK]", "[/THINK]"), ("<think>", "</think>")))
 
 TOOL_PARSERS: Final[Mapping[str, CallFormat]] = {
@@ -29,6 +33,7 @@ TOOL_PARSERS: Final[Mapping[str, CallFormat]] = {
     "deepseek_v32": DEEPSEEK_V32,
     "deepseek_v4": DEEPSEEK_V4,
     "deepseek_v41": DEEPSEEK_V41,
+    "gemma4": GEMMA,
     "glm45": GLM,
     "glm47": GLM,
     "hermes": HERMES,
@@ -44,6 +49,7 @@ TOOL_PARSERS: Final[Mapping[str, CallFormat]] = {
 REASONING_PARSERS: Final[Mapping[str, ReasoningFormat]] = {
     "deepseek_r1": _THINK,
     "deepseek_v3": _THINK,
+    "gemma4": _GEMMA,
     "glm45": _THINK,
     "kimi_k2": _THINK,
     "mistral": _MISTRAL,
@@ -54,6 +60,8 @@ _TOOL_SIGNS: Final[tuple[tuple[tuple[str, ...], str], ...]] = (
     (("<｜tool▁call▁begin｜>",), "deepseek_v3"),
     (("<|tool_call_begin|>",), "kimi_k2"),
     (("[TOOL_CALLS]",), "mistral"),
+    (("<|tool_call>",), "gemma4"),
+    (("<|channel|>", "<|message|>"), "openai"),
     (("<tool_call>", "<function="), "qwen3_coder"),
     (("<tool_call>", "<arg_key>"), "glm45"),
     (("<tool_call>", "arguments"), "hermes"),
@@ -62,6 +70,8 @@ _TOOL_SIGNS: Final[tuple[tuple[tuple[str, ...], str], ...]] = (
 """What stands in the chat template of a model that writes calls in a format."""
 _REASONING_SIGNS: Final[tuple[tuple[tuple[str, ...], str], ...]] = (
     (("[THINK]",), "mistral"),
+    (("<|channel>",), "gemma4"),
+    (("<|channel|>", "<|message|>"), "openai_gptoss"),
     (("</think>",), "deepseek_r1"),
 )
 

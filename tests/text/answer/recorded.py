@@ -15,6 +15,7 @@ from canitoolcall.fixtures import load_fixtures
 from canitoolcall.pytest_plugin import family_for
 from canitoolcall.results import ParsedToolCall, ParseResult
 
+from pdserve.text.answer.harmony import MARKERS, HarmonyMachine
 from pdserve.text.answer.machine import AnswerMachine
 from pdserve.text.answer.parsers import REASONING_PARSERS, TOOL_PARSERS
 from pdserve.text.answer.pieces import Content, Reasoning, ToolCall
@@ -40,14 +41,20 @@ PARSERS = {
     "glm53-compact": ("glm47", "glm45"),
     "kimi-k2-thinking": ("kimi_k2", "kimi_k2"),
     "kimi-k2-instruct": ("kimi_k2", "kimi_k2"),
+    "gemma4": ("gemma4", "gemma4"),
 }
 """vLLM's names of the parsers for each variant; all of Mistral's and of Qwen3-Coder's have one."""
-FAMILIES = ("qwen3-hermes", "llama", "mistral", "deepseek", "qwen3-xml", "glm", "kimi")
+FAMILIES = (
+    *("qwen3-hermes", "llama", "mistral", "deepseek", "qwen3-xml"),
+    *("glm", "kimi", "gemma4", "gpt-oss"),
+)
 NOT_TOKENS = ("<｜DSML｜", "</｜DSML｜", '"/>', "<function=")
 """Beginnings of markers that are no token of any tokenizer."""
 TEXT_MARKERS = {
     "mistral/v13think-marker-in-arguments": (0, 2, 3),
     "mistral/vllm-v11-think-text": (),
+    "gpt-oss/harmony-marker-in-arguments": range(7),
+    "gpt-oss/harmony-marker-in-reasoning": (0, 1, 4, 5, 6, 7, 8),
 }
 """Of outputs where some markers are ordinary text, which are tokens, counted from 0."""
 
@@ -76,8 +83,11 @@ def _reference(fixture: Fixture):
     return next(model for model in models if model.repo == fixture.models[0])
 
 
-def make_machine(fixture: Fixture) -> AnswerMachine:
+def make_machine(fixture: Fixture) -> AnswerMachine | HarmonyMachine:
     """Return a machine at the beginning of a fixture's output."""
+    if fixture.family == "gpt-oss":
+        vocabulary = dict(enumerate(MARKERS))
+        return HarmonyMachine("<|start|>assistant", vocabulary=vocabulary, reads_calls=True)
     tool_parser, reasoning_parser = parsers_of(fixture)
     calls = TOOL_PARSERS[tool_parser]
     reasoning = REASONING_PARSERS[reasoning_parser] if reasoning_parser else None
@@ -91,13 +101,15 @@ def make_machine(fixture: Fixture) -> AnswerMachine:
             tool["function"]["name"]: tool["function"].get("parameters", {})
             for tool in fixture.tools
         },
-        vocabulary=frozenset(markers_of(fixture)),
+        vocabulary=dict(enumerate(markers_of(fixture))),
         in_reasoning=reasoning is not None and reasoning.is_open_after(prompt),
     )
 
 
 def markers_of(fixture: Fixture) -> list[str]:
     """Return the markers that are tokens of a fixture's tokenizer."""
+    if fixture.family == "gpt-oss":
+        return list(MARKERS)
     tool_parser, reasoning_parser = parsers_of(fixture)
     markers = list(TOOL_PARSERS[tool_parser].markers)
     if reasoning_parser:

@@ -21,15 +21,17 @@ def make_machine(
     parser: str | None = "hermes",
     *,
     reasoning: str | None = "qwen3",
-    vocabulary: frozenset[str] = frozenset(),
+    tokens: tuple[str, ...] = (),
     in_reasoning: bool = False,
+    is_parallel: bool = True,
 ) -> AnswerMachine:
     return AnswerMachine(
         calls=TOOL_PARSERS[parser] if parser else None,
         reasoning=REASONING_PARSERS[reasoning] if reasoning else None,
         tools=TOOLS,
-        vocabulary=vocabulary,
+        vocabulary=dict(enumerate(tokens)),
         in_reasoning=in_reasoning,
+        is_parallel=is_parallel,
     )
 
 
@@ -111,9 +113,9 @@ def test_arguments_keep_the_models_own_spelling():
 
 
 def test_markers_that_are_tokens_are_text_where_they_are_spelled_in_letters():
-    machine = make_machine(vocabulary=frozenset(["<tool_call>", "</tool_call>"]))
+    machine = make_machine(tokens=("<tool_call>", "</tool_call>"))
     assert read(machine, "Write <tool_call> first") == ("Write <tool_call> first", "", [])
-    machine = make_machine(vocabulary=frozenset(["<tool_call>", "</tool_call>"]))
+    machine = make_machine(tokens=("<tool_call>", "</tool_call>"))
     pieces = machine.push("<tool_call>", is_marker=True)
     pieces += machine.push('{"name": "f", "arguments": {"s": "a </tool_call> in letters, ')
     pieces += machine.push("</tool_call>", is_marker=True)
@@ -132,6 +134,15 @@ def test_a_call_without_its_end_counts_unless_the_token_limit_cut_it_off():
     open_call = CALL.removesuffix("</tool_call>")
     assert len(read(make_machine(), open_call)[2]) == 1
     assert read(make_machine(), "Hm. " + open_call, is_cut=True) == ("Hm. ", "", [])
+
+
+def test_without_parallel_calls_the_first_one_is_the_last():
+    machine = make_machine(is_parallel=False)
+    [call] = machine.push(CALL)
+    assert (call.name, machine.is_over) == ("f", True)
+    several = make_machine("llama3_json", reasoning=None, is_parallel=False)
+    texts = '{"name": "f", "parameters": {}}; {"name": "f", "parameters": {}}'
+    assert len(read(several, texts)[2]) == 1
 
 
 def test_white_space_between_calls_is_nothing_and_around_text_is_kept():

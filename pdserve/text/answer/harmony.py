@@ -1,0 +1,155 @@
+"""The answers of gpt-oss: messages in channels, each with a header (OpenAI's harmony format).
+
+`<|channel|>analysis<|message|>...<|end|><|start|>assistant<|channel|>final<|message|>...`: what a
+message is stands in its header, and a call's header names the function. All markers are tokens; in
+letters they are text. Interface and promises are `AnswerMachine`'s.
+"""
+
+from __future__ import annotations
+
+import re
+from enum import Enum, auto
+from typing import TYPE_CHECKING
+
+from pdserve.text.answer.json_calls import object_text
+from pdserve.text.answer.pieces import (
+    Content,
+    MalformedCallError,
+    Piece,
+    Reasoning,
+    ToolCall,
+    UnfinishedCallError,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+START, MESSAGE = "<|start|>", "<|message|>"
+_ENDS = frozenset({"<|end|>", "<|call|>", "<|return|>"})
+MARKERS = (START, MESSAGE, *sorted(_ENDS), "<|channel|>", "<|constrain|>")
+_CHANNEL = re.compile(r"<\|channel\|>\s*(\w+)")
+_RECIPIENT = re.compile(r"to=([^\s<]+)")
+_FUNCTIONS = "functions."
+_TURN = START + "assistant"
+
+
+class _Kind(Enum):
+    HEADER = auto()
+    REASONING = auto()
+    CONTENT = auto()
+    CALL = auto()
+    BUILT_IN = auto()
+
+
+class HarmonyMachine:
+    """See the module.
+
+    Args:
+        prompt: What the answer goes on from: it may end inside of a header or a message.
+        vocabulary: Markers by their token ids.
+        reads_calls: Calls of functions are looked for; else they are content.
+        is_parallel: There may be several calls; else the first one ends the answer.
+    """
+
+    def __init__(
+        self,
+        prompt: str,
+        *,
+        vocabulary: Mapping[int, str],
+        reads_calls: bool,
+        is_parallel: bool = True,
+    ) -> None:
+        self.vocabulary = vocabulary
+        self.reads_reasoning = True
+        self._reads_calls = reads_calls
+        self._is_parallel = is_parallel
+        self._kind = _Kind.HEADER
+        self._text: list[str] = []
+        self._name = ""
+        self._num_calls = 0
+        _, turn, header = prompt.rpartition(_TURN)
+        if turn and MESSAGE in header:
+            self._begin(header.partition(MESSAGE)[0])
+        elif turn:
+            self._text.append(header)
+
+    @property
+    def is_reasoning(self) -> bool:
+        """Whether the text that comes next is reasoning, as far as is known."""
+        return self._kind is _Kind.REASONING
+
+    @property
+    def is_in_call(self) -> bool:
+        """Whether a call has begun and not ended."""
+        return self._kind is _Kind.CALL
+
+    @property
+    def is_over(self) -> bool:
+        """Whether nothing may follow any more."""
+        return self._num_calls > 0 and not self._is_parallel
+
+    def push(self, text: str, *, is_marker: bool = False) -> list[Piece]:
+        """Add text, or a marker's token; return what became certain by it."""
+        if not is_marker:
+            return self._pass(text)
+        if self._kind is _Kind.HEADER:
+            if text == MESSAGE:
+                self._begin("".join(self._text))
+            elif text == START or text in _ENDS:
+                self._text = []
+            else:
+                self._text.append(text)
+            return []
+        if text == START or text in _ENDS:
+            return self._end(text)
+        return self._pass(text)
+
+    def finish(self, *, is_cut: bool) -> list[Piece]:
+        """End the text; a call that is not whole is dropped if the token limit cut it off."""
+        if self._kind is _Kind.CALL:
+            return [] if is_cut else self._end("")
+        header, self._text = "".join(self._text), []
+        return [Content(header)] if header.strip() and not is_cut else []
+
+    def _pass(self, text: str) -> list[Piece]:
+        match self._kind:
+            case _Kind.REASONING:
+                return [Reasoning(text)] if text else []
+            case _Kind.CONTENT:
+                return [Content(text)] if text else []
+            case _Kind.HEADER | _Kind.CALL:
+                self._text.append(text)
+        return []
+
+    def _begin(self, header: str) -> None:
+        """Begin the message that a header announces."""
+        self._text = []
+        recipient, channels = _RECIPIENT.search(header), _CHANNEL.findall(header)
+        name = recipient[1] if recipient is not None else ""
+        if name.startswith(_FUNCTIONS) and self._reads_calls:
+            self._kind, self._name = _Kind.CALL, name.removeprefix(_FUNCTIONS)
+        elif name and name != "assistant" and not name.startswith(_FUNCTIONS):
+            self._kind = _Kind.BUILT_IN
+        else:
+            is_reasoning = channels[-1:] == ["analysis"]
+            self._kind = _Kind.REASONING if is_reasoning else _Kind.CONTENT
+
+    def _end(self, marker: str) -> list[Piece]:
+        """End a message at a marker, or at the end of the text; a call's strings may quote one."""
+        pieces: list[Piece] = []
+        if self._kind is _Kind.CALL:
+            text = "".join(self._text)
+            try:
+                call = ToolCall(self._name, object_text(text))
+            except UnfinishedCallError:
+                if marker:
+                    self._text.append(marker)
+                    return []
+                pieces = [Content(text)]
+            except MalformedCallError:
+                pieces = [Content(text)]
+            else:
+                self._num_calls += 1
+                pieces = [call] if self._num_calls == 1 or self._is_parallel else []
+        self._kind, self._text = _Kind.HEADER, []
+        return pieces

@@ -1,0 +1,133 @@
+"""How one model writes answers: the formats it has, and which of their markers are its tokens."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from pdserve.errors import ConfigError
+from pdserve.text.answer.harmony import MARKERS, HarmonyMachine
+from pdserve.text.answer.machine import AnswerMachine
+from pdserve.text.answer.parsers import (
+    HARMONY,
+    REASONING_PARSERS,
+    TOOL_PARSERS,
+    reasoning_parser_of,
+    tool_parser_of,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Mapping
+
+    from pdserve.config.schema import ModelConfig
+    from pdserve.text.answer.formats import CallFormat, ReasoningFormat
+    from pdserve.text.answer.pieces import Tools
+    from pdserve.text.tokenizer import Tokenizer
+
+_AUTO, _NONE = "auto", "none"
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerStyle:
+    """See the module.
+
+    Attributes:
+        calls: None if calls are not parsed by markers.
+        reasoning: None if reasoning is not.
+        is_harmony: Both are read from the headers of messages.
+        vocabulary: Markers, and parts of markers, that are tokens of their own, by their ids.
+        may_choose: The model may be asked to choose tools by itself.
+    """
+
+    calls: CallFormat | None = None
+    reasoning: ReasoningFormat | None = None
+    is_harmony: bool = False
+    vocabulary: Mapping[int, str] = field(default_factory=dict)
+    may_choose: bool = True
+
+    @property
+    def reads_calls(self) -> bool:
+        """Whether it is known how calls are written."""
+        return self.is_harmony or self.calls is not None
+
+    def machine(
+        self, prompt: str, tools: Tools, *, is_parallel: bool = True
+    ) -> AnswerMachine | HarmonyMachine | None:
+        """Return what takes an answer to `prompt` apart; None if all of it is content."""
+        if self.is_harmony:
+            return HarmonyMachine(
+                prompt,
+                vocabulary=self.vocabulary,
+                reads_calls=bool(tools),
+                is_parallel=is_parallel,
+            )
+        calls = self.calls if tools else None
+        if calls is None and self.reasoning is None:
+            return None
+        return AnswerMachine(
+            calls=calls,
+            reasoning=self.reasoning,
+            tools=tools,
+            vocabulary=self.vocabulary,
+            in_reasoning=self.reasoning is not None and self.reasoning.is_open_after(prompt),
+            is_parallel=is_parallel,
+        )
+
+
+def style_of(model: ModelConfig, tokenizer: Tokenizer, template: str) -> AnswerStyle:
+    """Return a model's style: what the settings name, or else what its chat template teaches.
+
+    Raises:
+        ConfigError: A setting names no parser, or one whose markers the tokenizer lacks.
+    """
+    call_parser = _name(
+        "tool-call-parser", model.tool_call_parser, tool_parser_of(template), TOOL_PARSERS
+    )
+    reasoning_parser = _name(
+        "reasoning-parser",
+        model.reasoning_parser,
+        reasoning_parser_of(template),
+        REASONING_PARSERS,
+    )
+    is_harmony = not HARMONY.isdisjoint((call_parser, reasoning_parser))
+    calls = TOOL_PARSERS.get(call_parser)
+    reasoning = REASONING_PARSERS.get(reasoning_parser)
+    markers = {
+        *(MARKERS if is_harmony else ()),
+        *(calls.markers if calls is not None else ()),
+        *(calls.fragments if calls is not None else ()),
+        *(reasoning.markers if reasoning is not None else ()),
+    }
+    vocabulary = {
+        token_id: text for token_id, text in tokenizer.added_tokens.items() if text in markers
+    }
+    if is_harmony and markers != set(vocabulary.values()):
+        lacking = ", ".join(sorted(markers - set(vocabulary.values())))
+        raise ConfigError(
+            f"--tool-call-parser openai reads tokens that this tokenizer lacks ({lacking}): "
+            "name the model's own format, or none",
+            param="tool-call-parser",
+        )
+    return AnswerStyle(
+        calls=calls,
+        reasoning=reasoning,
+        is_harmony=is_harmony,
+        vocabulary=vocabulary,
+        may_choose=model.enable_auto_tool_choice,
+    )
+
+
+def _name(flag: str, name: str, found: str, parsers: Collection[str]) -> str:
+    """Return a parser's name, or that of the one that was found where it is auto.
+
+    Raises:
+        ConfigError: There is none of that name.
+    """
+    if name == _AUTO:
+        return found
+    if name != _NONE and name not in parsers and name not in HARMONY:
+        known = ", ".join(sorted({*parsers, *HARMONY}))
+        raise ConfigError(
+            f"--{flag} is {name!r}: use {_AUTO}, {_NONE} or one of {known}", param=flag
+        )
+    return name

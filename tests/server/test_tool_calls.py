@@ -1,0 +1,220 @@
+"""Tool calls and reasoning in chats, whole and streamed, at one engine and over two."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from pdserve.text.answer.parsers import REASONING_PARSERS, TOOL_PARSERS
+from pdserve.text.answer.style import AnswerStyle
+from pdserve.text.chat import ChatTemplate
+from tests.server.conftest import events, script, scripted, serving
+from tests.server.test_hop import pair
+
+PATH = "/v1/chat/completions"
+TOOLS = [
+    {"type": "function", "function": {"name": name, "parameters": {"type": "object"}}}
+    for name in ("see", "hear")
+]
+BODY = {"messages": [{"role": "user", "content": "hi"}], "tools": TOOLS}
+ANSWER = (
+    "<think>a dog?</think>\n\nthe fox<tool_call>\n"
+    '{"name": "see", "arguments": {"x": 1.0}}\n</tool_call>\n<tool_call>\n'
+    '{"name": "hear", "arguments": {}}\n</tool_call>'
+)
+
+
+@pytest.fixture
+def calling(text):
+    """A model that writes calls as Hermes and reasoning as Qwen3."""
+    added = {content: token_id for token_id, content in text.tokenizer.added_tokens.items()}
+    style = AnswerStyle(
+        calls=TOOL_PARSERS["hermes"],
+        reasoning=REASONING_PARSERS["qwen3"],
+        vocabulary={added["<think>"]: "<think>"},
+    )
+    return replace(text, answers=style)
+
+
+def joined(chunks: list[Any]) -> dict[str, Any]:
+    """The message that a client makes of a stream's chunks, and how it ended."""
+    message: dict[str, Any] = {"content": "", "reasoning": "", "calls": []}
+    for chunk in chunks:
+        [choice] = chunk["choices"]
+        delta = choice["delta"]
+        message["content"] += delta.get("content") or ""
+        message["reasoning"] += delta.get("reasoning") or ""
+        for call in delta.get("tool_calls", ()):
+            assert call["index"] == len(message["calls"])
+            message["calls"].append({key: call[key] for key in call if key != "index"})
+        message["finish"] = choice["finish_reason"]
+    return message
+
+
+async def test_an_answer_has_content_reasoning_and_calls_apart(calling):
+    async with serving(calling, scripted(calling, ANSWER)) as server:
+        answer = await server.ok(PATH, BODY, X_Request_Id="one")
+    [choice] = answer["choices"]
+    first, second = choice["message"].pop("tool_calls")
+    assert choice["message"] == {"role": "assistant", "content": "the fox", "reasoning": "a dog?"}
+    assert choice["finish_reason"] == "tool_calls"
+    assert first["function"] == {"name": "see", "arguments": '{"x": 1.0}'}
+    assert second["function"] == {"name": "hear", "arguments": "{}"}
+    assert first["id"] != second["id"]
+    assert all(call["id"].startswith("call_") for call in (first, second))
+    thought = len(calling.tokenizer.encode("a dog?", add_special_tokens=False))
+    details = answer["usage"]["completion_tokens_details"]
+    assert details["reasoning_tokens"] >= thought
+    assert details["reasoning_tokens"] < answer["usage"]["completion_tokens"]
+
+
+async def test_a_stream_has_what_the_whole_answer_has(calling):
+    async with serving(calling, scripted(calling, ANSWER)) as server:
+        answer = await server.ok(PATH, BODY, X_Request_Id="one")
+        chunks = events(await server.stream(PATH, BODY, X_Request_Id="one"))
+    message = answer["choices"][0]["message"]
+    assert joined(chunks) == {
+        "content": message["content"],
+        "reasoning": message["reasoning"],
+        "calls": message["tool_calls"],
+        "finish": "tool_calls",
+    }
+
+
+async def test_two_engines_stream_the_calls_that_one_streams(calling):
+    body = BODY | {"seed": 1}
+    async with pair(calling, next_token=script(calling, ANSWER)) as both:
+        disaggregated = await both.stream(PATH, body)
+        alone = events(await both.decode.stream(PATH, body, X_Request_Id="one"))
+    assert joined(disaggregated) == joined(alone)
+    assert len(joined(alone)["calls"]) == 2
+
+
+async def test_without_parallel_calls_the_first_call_ends_the_answer(calling):
+    engine = scripted(calling, ANSWER)
+    async with serving(calling, engine) as server:
+        answer = await server.ok(PATH, BODY | {"parallel_tool_calls": False})
+    [choice] = answer["choices"]
+    assert [call["function"]["name"] for call in choice["message"]["tool_calls"]] == ["see"]
+    assert choice["finish_reason"] == "tool_calls"
+    assert len(engine.aborted) == 1
+
+
+async def test_a_call_that_the_limit_cuts_off_is_none(calling):
+    async with serving(calling, scripted(calling, ANSWER)) as server:
+        whole = await server.ok(PATH, BODY)
+        limit = whole["usage"]["completion_tokens"] - 3
+        answer = await server.ok(PATH, BODY | {"max_tokens": limit})
+    [choice] = answer["choices"]
+    assert [call["function"]["name"] for call in choice["message"]["tool_calls"]] == ["see"]
+    assert choice["finish_reason"] == "length"
+    assert choice["message"]["content"] == "the fox"
+
+
+async def test_an_answer_of_calls_alone_has_no_content(calling):
+    only = ANSWER[ANSWER.index("<tool_call>") :]
+    async with serving(calling, scripted(calling, only)) as server:
+        answer = await server.ok(PATH, BODY)
+    assert answer["choices"][0]["message"]["content"] is None
+
+
+async def test_without_tools_or_with_none_of_them_calls_are_text(calling):
+    only = ANSWER[ANSWER.index("<tool_call>") :]
+    async with serving(calling, scripted(calling, only)) as server:
+        plain = await server.ok(PATH, BODY | {"tools": None})
+        none = await server.ok(PATH, BODY | {"tool_choice": "none"})
+    for answer in (plain, none):
+        assert answer["choices"][0]["message"] == {"role": "assistant", "content": only}
+        assert answer["choices"][0]["finish_reason"] == "stop"
+
+
+async def test_reasoning_is_left_out_where_it_is_not_wanted_and_named_as_the_server_is_told(
+    calling,
+):
+    async with serving(calling, scripted(calling, ANSWER)) as server:
+        answer = await server.ok(PATH, BODY | {"include_reasoning": False})
+    assert "reasoning" not in answer["choices"][0]["message"]
+    engine = scripted(calling, ANSWER)
+    async with serving(calling, engine, reasoning_field="reasoning_content") as server:
+        answer = await server.ok(PATH, BODY)
+    assert answer["choices"][0]["message"]["reasoning_content"] == "a dog?"
+
+
+async def test_a_server_may_leave_the_choice_to_its_clients(calling):
+    strict = replace(calling, answers=replace(calling.answers, may_choose=False))
+    async with serving(strict, scripted(strict, "a dog")) as server:
+        status, error = await server.refused(PATH, BODY)
+        assert (status, error["param"]) == (400, "tool_choice")
+        await server.ok(PATH, BODY | {"tool_choice": "none"})
+
+
+async def test_templates_get_tools_calls_as_objects_and_reasoning_by_both_names(calling):
+    source = (
+        "{{ tools | map(attribute='function.name') | join('+') }}|{{ reasoning_effort }}|"
+        "{% for m in messages %}{{ m.role }}:{{ m.content }}{{ m.reasoning_content }}"
+        "{% for c in m.tool_calls or [] %}{{ c.function.name }}={{ c.function.arguments.x }}"
+        "{% endfor %}{{ m.tool_call_id }};{% endfor %}"
+    )
+    templated = replace(calling, chat_template=ChatTemplate(source, {}))
+    call = {"id": "c1", "type": "function", "function": {"name": "see", "arguments": '{"x": 7}'}}
+    messages = [
+        {"role": "user", "content": "hi"},
+        {"role": "assistant", "content": None, "reasoning": "hm", "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "c1", "content": "a fox"},
+    ]
+    engine = scripted(calling, "a dog")
+    async with serving(templated, engine) as server:
+        body = BODY | {"messages": messages, "reasoning_effort": "low"}
+        await server.ok(PATH, body)
+        counted = await server.ok("/tokenize", {"messages": messages, "tools": TOOLS})
+    shown = calling.tokenizer.decode(engine.requests[0].prompt_token_ids)
+    assert shown == "see+hear|low|user:hi;assistant:hmsee=7;tool:a foxc1;"
+    effort = len(calling.tokenizer.encode("low", add_special_tokens=False))
+    assert abs(counted["count"] + effort - len(engine.requests[0].prompt_token_ids)) <= 2
+
+
+@pytest.mark.parametrize(
+    "calls",
+    [
+        "see",
+        ["see"],
+        [{"function": {"name": 1}}],
+        [{"function": {"name": "see", "arguments": "[1]"}}],
+        [{"function": {"name": "see", "arguments": '{"x": '}}],
+        [{"function": {"name": "see", "arguments": "[" * 100_000}}],
+    ],
+)
+async def test_malformed_calls_in_messages_are_named(calling, calls):
+    messages = [*BODY["messages"], {"role": "assistant", "tool_calls": calls}]
+    async with serving(calling, scripted(calling, "a dog")) as server:
+        status, error = await server.refused(PATH, BODY | {"messages": messages})
+    assert (status, error["param"]) == (400, "messages")
+    assert "messages[1].tool_calls" in error["message"]
+
+
+async def test_effort_none_asks_the_template_not_to_think(calling):
+    templated = replace(calling, chat_template=ChatTemplate("{{ enable_thinking }}", {}))
+    engine = scripted(calling, "a dog")
+    async with serving(templated, engine) as server:
+        await server.ok(PATH, BODY | {"reasoning_effort": "none"})
+        await server.ok(
+            PATH,
+            BODY | {"reasoning_effort": "none", "chat_template_kwargs": {"enable_thinking": 1}},
+        )
+    shown = [calling.tokenizer.decode(request.prompt_token_ids) for request in engine.requests]
+    assert shown == ["False", "1"]
+
+
+async def test_an_answer_that_begins_in_the_reasoning_needs_no_opening(calling):
+    thinking = replace(
+        calling, chat_template=ChatTemplate("{{ messages[0].content }}<think>\n", {})
+    )
+    async with serving(thinking, scripted(thinking, "a dog?</think>the fox")) as server:
+        answer = await server.ok(PATH, BODY)
+    assert answer["choices"][0]["message"] == {
+        "role": "assistant",
+        "content": "the fox",
+        "reasoning": "a dog?",
+    }
