@@ -30,6 +30,7 @@ from pdserve.observe.stats_log import log_stats
 from pdserve.proxy.admission import AdmissionQueue
 from pdserve.proxy.backends import Backends
 from pdserve.proxy.boundary import Boundary, engine_headers
+from pdserve.proxy.brain.prefixes import make_prefixes
 from pdserve.proxy.breakers import Breakers
 from pdserve.proxy.checks import HealthChecks
 from pdserve.proxy.client import EngineHttp
@@ -52,6 +53,8 @@ if TYPE_CHECKING:
 
     from pdserve.config.http import ProxyConfig
     from pdserve.observe.clock import Clock
+    from pdserve.proxy.brain.index import PrefixIndex
+    from pdserve.proxy.brain.prefixes import Feed
 
 log = logging.getLogger(__name__)
 
@@ -91,6 +94,7 @@ class Proxy:
         clock: Measures requests and leases.
         rng: Draws the seeds of requests that bring none.
         new_nonce: Returns a string never returned before; unguessable outside of tests.
+        make_feed: Makes what brings engines' KV events; None: from their sockets.
     """
 
     def __init__(
@@ -100,6 +104,7 @@ class Proxy:
         clock: Clock | None = None,
         rng: random.Random | None = None,
         new_nonce: Callable[[], str] = secrets.token_urlsafe,
+        make_feed: Callable[[PrefixIndex], Feed] | None = None,
     ) -> None:
         self._config = config
         self._clock = clock or SystemClock()
@@ -120,13 +125,17 @@ class Proxy:
             config.max_concurrent_requests, config.queue_size, config.queue_timeout_s
         )
         self.bodies = Bodies(config.limits)
+        self._prefixes = make_prefixes(
+            config, self.backends, self._clock, self.metrics.prefixes, make_feed=make_feed
+        )
         services = Services(
             config=config,
             http=self._http,
             backends=self.backends,
             checks=self.checks,
             breakers=self.breakers,
-            router=Router(config, self.backends),
+            router=Router(config, self.backends, self._prefixes),
+            prefixes=self._prefixes,
             admission=self.admission,
             bodies=self.bodies,
             metrics=self.metrics,
@@ -165,9 +174,12 @@ class Proxy:
         """Check the engines once and accept connections; return the base URL.
 
         Raises:
-            ConfigError: The address cannot be bound, or a file of TLS cannot be used.
+            ConfigError: The address cannot be bound, or a file of TLS or the tokenizer cannot be
+                used.
         """
         self._http.tls = await asyncio.to_thread(client_context, self._config.tls)
+        if self._prefixes is not None:
+            await self._prefixes.start()
         runner = self._runner = web.AppRunner(
             self.build_app(),
             handler_cancellation=True,  # or a client that leaves would go unnoticed
@@ -220,6 +232,8 @@ class Proxy:
             await self._runner.cleanup()
         await self.dashboard.stop()
         await self.checks.stop()
+        if self._prefixes is not None:
+            await self._prefixes.stop()
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)

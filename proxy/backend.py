@@ -111,6 +111,8 @@ class Backend:
         url: Base URL, without a slash at the end; names the engine.
         is_static: Given on the command line: stays without a lease.
         lease_end_s: Monotonic; when a registered engine is forgotten.
+        pending_tokens: Of the prompts of the requests in flight, without what it had of them;
+            counted only for policies that look at prefixes.
         num_foreign: Requests there that are not this proxy's, as of `load_s`.
         models: Entries of its `/v1/models`.
         legs: Exchanges in flight.
@@ -131,6 +133,7 @@ class Backend:
     reason: str = "not checked yet"
     lease_end_s: float = float("inf")
     in_flight: int = 0
+    pending_tokens: int = 0
     num_foreign: int = 0
     kv_usage: float = 0.0
     load_s: float = float("-inf")

@@ -237,8 +237,16 @@ class Backends:
             backend.models = []
             backend.lose_legs()
 
-    def view(self, backend: Backend) -> BackendView:
-        """Return what a policy may know of an engine."""
+    def max_model_len(self) -> int:
+        """The longest context of any engine; 0 if none has said."""
+        return max((b.info.max_model_len for b in self if b.info is not None), default=0)
+
+    def view(self, backend: Backend, *, hit_tokens: int = 0) -> BackendView:
+        """Return what a policy may know of an engine.
+
+        Args:
+            hit_tokens: Of the prompt that is asked about, how much it has.
+        """
         return BackendView(
             url=backend.url,
             available=backend.available,
@@ -246,6 +254,8 @@ class Backends:
             num_foreign=backend.num_foreign,
             kv_usage=backend.kv_usage,
             age_s=self._clock.monotonic_s() - backend.load_s,
+            hit_tokens=hit_tokens,
+            pending_tokens=backend.pending_tokens,
         )
 
     # --- pairs

@@ -82,6 +82,10 @@ class ClientBody:
         self.created = created
         self.seed = seed if isinstance(seed, int) else fallback_seed
 
+    def raw(self, name: str) -> msgspec.Raw | None:
+        """Return a field's JSON, as the client wrote it; None if it is not there."""
+        return self._fields.get(name)
+
     def can_be_pushed(self) -> bool:
         """Whether its KV may be written to the decode engine while it is prefilled.
 

@@ -85,7 +85,7 @@ class Breakers:
 
     @contextmanager
     def exchange(
-        self, backend: Backend, leg: Leg, *, kind: str, request_id: str
+        self, backend: Backend, leg: Leg, *, kind: str, request_id: str, num_tokens: int = 0
     ) -> Iterator[Breaker]:
         """Count a leg towards its engine's load and, by how the block ends, its breaker.
 
@@ -93,12 +93,14 @@ class Breakers:
 
         Args:
             kind: One of `metrics.LEGS`.
+            num_tokens: What it adds to `Backend.pending_tokens`.
 
         Yields:
             That breaker: `succeed` is said once, when the engine begins to answer as it should.
         """
         breaker = backend.breaker  # of this life: a restarted engine gets another one
         backend.in_flight += 1
+        backend.pending_tokens += num_tokens
         backend.legs.add(leg)
         trial_s = breaker.begin()
         try:
@@ -114,6 +116,7 @@ class Breakers:
             breaker.leave(trial_s)
             backend.legs.discard(leg)
             backend.in_flight -= 1
+            backend.pending_tokens -= num_tokens
 
     @contextmanager
     def transfer(

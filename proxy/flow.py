@@ -5,7 +5,8 @@
       |          +----------+----------+---> LOCAL -> end
       +-------- no prefill engine ---------^
 
-QUEUED    waits for a place (`AdmissionQueue`), then for a plan (`Router`).
+QUEUED    waits for a place (`AdmissionQueue`), then for a plan (`Router`); where a policy looks at
+          prefixes, its prompt is read between (`Prefixes`).
 PREFILL   the prefill engine has the request; in a push the decode engine has it too. Its first
           token goes to the client the moment it comes; a handoff follows it, or the end of the
           stream if the request ends there.
@@ -79,7 +80,6 @@ class Flow:
         self._legs = legs
         self._story = legs.story
         self._delivery = legs.delivery
-        self._num_bytes = legs.body.num_bytes
         self._setbacks = Setbacks(services, legs.story, is_pushable=legs.body.can_be_pushed())
         self.outcome = "error"
 
@@ -93,6 +93,8 @@ class Flow:
             self._story.queued()
             async with asyncio.timeout_at(self._legs.until_s), self._services.admission.place():
                 self._story.admitted()
+                if self._services.prefixes is not None:
+                    self._legs.prompt = await self._services.prefixes.read(self._legs.body)
                 response = await self._serve()
                 self.outcome, self._story.reason = "ok", ""
                 return response
@@ -147,7 +149,7 @@ class Flow:
 
     def _planned(self) -> Disaggregate | RunLocally:
         return self._router.plan(
-            self._num_bytes,
+            self._legs.prompt,
             failed=self._setbacks.failed,
             may_push=self._setbacks.may_push,
             layout=self._delivery.layout,
@@ -290,7 +292,7 @@ class Flow:
             if receiver not in could_not_read and self._router.can_decode_for(owner, receiver):
                 return receiver  # it could not be written to; it may still read
         return self._router.decode_for(
-            owner, self._num_bytes, self._setbacks.failed, without=could_not_read
+            owner, self._legs.prompt, self._setbacks.failed, without=could_not_read
         )
 
     def _may_hold(self, handoff: Handoff, failure: LegFailure) -> bool:
@@ -316,7 +318,7 @@ class Flow:
 
     def _another_pair(self, failed: Collection[Backend]) -> Disaggregate | None:
         return self._router.another_pair(
-            self._num_bytes,
+            self._legs.prompt,
             failed,
             may_push=self._setbacks.may_push,
             layout=self._delivery.layout,
@@ -360,7 +362,7 @@ class Flow:
 
     def _local_engine(self) -> Backend:
         failed, layout = self._setbacks.failed, self._delivery.layout
-        return self._router.local_engine(self._num_bytes, failed, layout=layout)
+        return self._router.local_engine(self._legs.prompt, failed, layout=layout)
 
     # --- what is told of it
 

@@ -121,12 +121,23 @@ class Generation:
             self._metrics.disconnects.labels(story.stage.value).inc()
             raise
         finally:
+            self._compare_hits(story)
             self._metrics.ended(story, outcome)
             story.model = story.model or self._model_of(story)
             ended = finished(story, outcome, seq=self._recent.next_seq)
             self._recent.add(ended)
             self._stats_log.add(ended)
             log_request(ended)
+
+    def _compare_hits(self, story: Story) -> None:
+        """Have what was taken for the engine's prefix compared with what it says it had."""
+        prefixes, stages = self._services.prefixes, story.prefill_stages
+        leg = "prefill" if story.prefill_url else "local"
+        engine = self._services.backends.get(story.prefill_url or story.decode_url)
+        if prefixes is None or story.prompt is None or stages is None or engine is None:
+            return
+        if leg in story.known:
+            prefixes.answered(story.prompt, engine, story.known[leg], stages)
 
     def _model_of(self, story: Story) -> str:
         """What serves a request whose client named no model; empty if nobody was asked."""

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from pdserve.http.answers import SSE
 from pdserve.proxy.bodies import merged, stages_in, usage_at_end, usage_in, without_internals
+from pdserve.proxy.brain.prompt import RoutePrompt
 from pdserve.proxy.errors import KvFailedError, RefusedError, WorkerError, failure_in_stream
 from pdserve.proxy.relay import Relay
 from pdserve.proxy.story import Mode, Stage
@@ -91,6 +92,7 @@ class Legs:
         body: What the client asks.
         delivery: The way back to it.
         story: What becomes of the request.
+        prompt: As routing sees it.
     """
 
     def __init__(
@@ -109,6 +111,7 @@ class Legs:
         self.delivery = delivery
         self.story = story
         self.until_s = until_s
+        self.prompt = RoutePrompt(body.num_bytes)
         self._path = path
         self._headers = headers
 
@@ -321,8 +324,15 @@ class Legs:
         return self.services.breakers.transfer(prefill, decode, mode, self.story)
 
     def _exchange(self, kind: str, backend: Backend, leg: Leg) -> AbstractContextManager[Breaker]:
+        num_tokens = 0
+        if self.services.prefixes is not None:
+            known = self.services.prefixes.sent(self.prompt, backend)
+            self.story.looked_up(kind, self.prompt, known)
+            num_tokens = self.prompt.num_tokens - known.num_tokens
         breakers, request_id = self.services.breakers, self.story.request_id
-        return breakers.exchange(backend, leg, kind=kind, request_id=request_id)
+        return breakers.exchange(
+            backend, leg, kind=kind, request_id=request_id, num_tokens=num_tokens
+        )
 
     def begin(self, mode: KVMode) -> None:
         """Count a hand-over that begins; `mode` says who is to move the KV."""

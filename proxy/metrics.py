@@ -21,6 +21,7 @@ from pdserve.observe.metrics import (
 )
 from pdserve.observe.processes import ProcessSeries
 from pdserve.observe.request_series import EndedRequest, RequestSeries
+from pdserve.proxy.brain.metrics import PrefixMetrics
 from pdserve.proxy.errors import CAUSES
 from pdserve.proxy.story import SECOND_TERMS, TTFT_TERMS, LadderRung, Mode, NotPushed, Stage
 from pdserve.proxy.totals import ALL, Totals
@@ -171,6 +172,7 @@ class Metrics:
             registry=registry,
         )
         self.loop_lag = loop_lag_histogram(registry)
+        self.prefixes = PrefixMetrics(registry)
         self._create_series()
 
     def _create_series(self) -> None:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from pdserve.config.http import KVTransfer
 from pdserve.config.schema import Role
 from pdserve.errors import UnavailableError
+from pdserve.proxy.brain.prompt import RoutePrompt
 from pdserve.proxy.policies import RouteRequest, choose, policy_named
 from pdserve.proxy.story import NotPushed
 
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from pdserve.config.http import ProxyConfig
     from pdserve.proxy.backend import Backend
     from pdserve.proxy.backends import Backends
+    from pdserve.proxy.brain.prefixes import Prefixes
     from pdserve.proxy.policies import Policy
 
 RETRY_AFTER_S = 1.0
@@ -54,10 +56,17 @@ class RunLocally:
 
 
 class Router:
-    """Applies the policies to the engines there are."""
+    """Applies the policies to the engines there are.
 
-    def __init__(self, config: ProxyConfig, backends: Backends) -> None:
+    Args:
+        prefixes: Asked which engine has what of a prompt; None: no policy looks at that.
+    """
+
+    def __init__(
+        self, config: ProxyConfig, backends: Backends, prefixes: Prefixes | None = None
+    ) -> None:
         self._backends = backends
+        self._prefixes = prefixes
         self._kv_mode = config.kv_mode
         self._prefill_policy = policy_named(config.prefill_policy, flag="prefill-policy")
         self._decode_policy = policy_named(config.decode_policy, flag="decode-policy")
@@ -66,7 +75,7 @@ class Router:
 
     def plan(
         self,
-        body_bytes: int,
+        prompt: RoutePrompt,
         *,
         failed: Collection[Backend] = (),
         may_push: bool = False,
@@ -87,7 +96,7 @@ class Router:
         self._check(ready, layout)
         decodes = [backend for backend in ready if backend.decodes()]
         if not decodes:
-            return self._locally(ready, body_bytes, failed, "no_decode", is_outage=True)
+            return self._locally(ready, prompt, failed, "no_decode", is_outage=True)
         prefills = [backend for backend in ready if backend.role is Role.PREFILL]
         if not prefills:
             dedicated = [backend for backend in decodes if backend.role is Role.DECODE]
@@ -95,14 +104,14 @@ class Router:
             if not prefills:
                 reason = "no_prefill" if dedicated else "colocated"
                 is_outage = self._backends.has_lost_prefill
-                return self._locally(decodes, body_bytes, failed, reason, is_outage=is_outage)
+                return self._locally(decodes, prompt, failed, reason, is_outage=is_outage)
         paired = [p for p in prefills if self._serves(p, decodes, may_push=may_push)]
         if not paired:
-            return self._locally(decodes, body_bytes, failed, "no_pair", is_outage=True)
-        prefill = self._choose_prefill(paired, body_bytes, failed)
+            return self._locally(decodes, prompt, failed, "no_pair", is_outage=True)
+        prefill = self._choose_prefill(paired, prompt, failed)
         receivers = [d for d in decodes if self._pushes(prefill, d)] if may_push else []
         if receivers:
-            return Disaggregate(prefill, self._choose_decode(receivers, body_bytes, failed))
+            return Disaggregate(prefill, self._choose_decode(receivers, prompt, failed))
         return Disaggregate(prefill)
 
     def _serves(self, prefill: Backend, decodes: Iterable[Backend], *, may_push: bool) -> bool:
@@ -136,7 +145,7 @@ class Router:
 
     def another_pair(
         self,
-        body_bytes: int,
+        prompt: RoutePrompt,
         failed: Collection[Backend],
         *,
         may_push: bool,
@@ -144,7 +153,7 @@ class Router:
     ) -> Disaggregate | None:
         """Return engines for a further attempt from the start; None when there are none."""
         try:
-            plan = self.plan(body_bytes, failed=failed, may_push=may_push, layout=layout)
+            plan = self.plan(prompt, failed=failed, may_push=may_push, layout=layout)
         except UnavailableError:
             return None
         return plan if isinstance(plan, Disaggregate) else None
@@ -152,7 +161,7 @@ class Router:
     def decode_for(
         self,
         prefill: Backend,
-        body_bytes: int,
+        prompt: RoutePrompt,
         failed: Collection[Backend],
         *,
         without: Collection[Backend] = (),
@@ -167,7 +176,7 @@ class Router:
             for backend in self._backends
             if backend not in without and self._can_decode_for(prefill, backend)
         ]
-        return self._choose_decode(candidates, body_bytes, failed)
+        return self._choose_decode(candidates, prompt, failed)
 
     def can_decode_for(self, prefill: Backend, decode: Backend) -> bool:
         """Whether a decode engine can be sent a handoff of `prefill` now."""
@@ -179,7 +188,7 @@ class Router:
         return is_fit and self._pulls(prefill, decode)
 
     def local_engine(
-        self, body_bytes: int, failed: Collection[Backend], *, layout: str | None = None
+        self, prompt: RoutePrompt, failed: Collection[Backend], *, layout: str | None = None
     ) -> Backend:
         """Return an engine that can do everything: decode engines first, then any.
 
@@ -194,7 +203,7 @@ class Router:
             [backend for backend in ready if backend.decodes()],
             ready,
         ):
-            if (engine := self._choose_decode(pool, body_bytes, ())) is not None:
+            if (engine := self._choose_decode(pool, prompt, ())) is not None:
                 return engine
         raise self._nobody("decode", layout)
 
@@ -209,7 +218,7 @@ class Router:
         Raises:
             UnavailableError: No engine is ready.
         """
-        return self.local_engine(0, failed)
+        return self.local_engine(RoutePrompt(0), failed)
 
     def check_ready(self) -> None:
         """Check that requests can be served now.
@@ -229,40 +238,42 @@ class Router:
     def _locally(
         self,
         engines: Sequence[Backend],
-        body_bytes: int,
+        prompt: RoutePrompt,
         failed: Collection[Backend],
         reason: str,
         *,
         is_outage: bool,
     ) -> RunLocally:
-        engine = self._choose_decode(engines, body_bytes, failed)
+        engine = self._choose_decode(engines, prompt, failed)
         assert engine is not None
         return RunLocally(engine, reason, is_outage)
 
     def _choose_prefill(
-        self, candidates: Sequence[Backend], body_bytes: int, failed: Collection[Backend]
+        self, candidates: Sequence[Backend], prompt: RoutePrompt, failed: Collection[Backend]
     ) -> Backend:
-        request = RouteRequest(next(self._prefill_sequence), body_bytes)
-        chosen = self._choose(self._prefill_policy, request, candidates, failed)
+        number = next(self._prefill_sequence)
+        chosen = self._choose(self._prefill_policy, number, prompt, candidates, failed)
         assert chosen is not None
         return chosen
 
     def _choose_decode(
-        self, candidates: Sequence[Backend], body_bytes: int, failed: Collection[Backend]
+        self, candidates: Sequence[Backend], prompt: RoutePrompt, failed: Collection[Backend]
     ) -> Backend | None:
-        request = RouteRequest(next(self._decode_sequence), body_bytes)
-        return self._choose(self._decode_policy, request, candidates, failed)
+        number = next(self._decode_sequence)
+        return self._choose(self._decode_policy, number, prompt, candidates, failed)
 
     def _choose(
         self,
         policy: Policy,
-        request: RouteRequest,
+        number: int,
+        prompt: RoutePrompt,
         candidates: Sequence[Backend],
         failed: Collection[Backend],
     ) -> Backend | None:
-        untried = [backend for backend in candidates if backend not in failed]
-        views = [self._backends.view(backend) for backend in untried or candidates]
-        chosen = choose(policy, request, views)
+        engines = [backend for backend in candidates if backend not in failed] or candidates
+        known = {} if self._prefixes is None else self._prefixes.known(prompt, engines)
+        views = [self._backends.view(each, hit_tokens=known.get(each.url, 0)) for each in engines]
+        chosen = choose(policy, RouteRequest(number, prompt.num_bytes, prompt.num_tokens), views)
         return None if chosen is None else self._backends.get(chosen.url)
 
     def _nobody(self, role: str, layout: str | None = None) -> UnavailableError:

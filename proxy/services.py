@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from pdserve.http.bodies import Bodies
     from pdserve.proxy.admission import AdmissionQueue
     from pdserve.proxy.backends import Backends
+    from pdserve.proxy.brain.prefixes import Prefixes
     from pdserve.proxy.breakers import Breakers
     from pdserve.proxy.checks import HealthChecks
     from pdserve.proxy.client import EngineHttp
@@ -24,6 +25,7 @@ class Services:
     """What every request shares.
 
     Attributes:
+        prefixes: None unless a policy looks at them.
         new_nonce: Returns a string never returned before; unguessable outside of tests.
     """
 
@@ -33,6 +35,7 @@ class Services:
     checks: HealthChecks
     breakers: Breakers
     router: Router
+    prefixes: Prefixes | None
     admission: AdmissionQueue
     bodies: Bodies
     metrics: Metrics

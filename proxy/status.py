@@ -57,6 +57,8 @@ class Status:
         """Return what `/metrics` says now, but for the process itself."""
         backends, admission = self._services.backends, self._services.admission
         metrics, stories = self._services.metrics, self._live.stories
+        if self._services.prefixes is not None:
+            self._services.prefixes.measure()
         metrics.totals.look(list(backends), stories)
         return metrics.exposition(
             backends=backends.count(),

@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from pdserve.observe.clock import Clock
+    from pdserve.proxy.brain.prompt import KnownPrefix, RoutePrompt
     from pdserve.wire.hop import EngineStages
 
 
@@ -156,6 +157,8 @@ class Story:
             that did everything after another had begun.
         kv_mode: Who moved the KV, as of the last attempt.
         not_pushed: Why that was a pull, where a push was allowed.
+        prompt, known: What routing knew of its prompt and, by leg, of what the engine had of it,
+            as of the last attempt; None and empty unless a policy looks at that.
         rungs: Of the ladder, as they were taken, each with its reason.
         prefill_url, decode_url: Who computes its prompt apart, and who the rest (or all of it),
             as of the last attempt; empty where none was asked.
@@ -185,6 +188,8 @@ class Story:
     fallback_stages: EngineStages | None = None
     kv_mode: KVMode | None = None
     not_pushed: NotPushed | None = None
+    prompt: RoutePrompt | None = None
+    known: dict[str, KnownPrefix] = field(default_factory=dict)
     rungs: list[tuple[LadderRung, str]] = field(default_factory=list)
     num_prompt_tokens: int = 0
     num_output_tokens: int = 0
@@ -240,6 +245,11 @@ class Story:
         if stage is Stage.LOCAL and self.first_token_s is None:
             self.prefill_url = ""
         self.tell(f"{stage.value} at {url}")
+
+    def looked_up(self, leg: str, prompt: RoutePrompt, known: KnownPrefix) -> None:
+        """Note what an engine is taken to have of the prompt that it is about to be sent."""
+        if prompt.grains:
+            self.prompt, self.known[leg] = prompt, known
 
     def receiver_sent(self, url: str) -> None:
         """The leg that receives a push is on its way to an engine, beside the prefill leg."""
@@ -376,10 +386,26 @@ class Story:
             stored = StoredKV(stages.store_tokens, stages.store_bytes, stages.store_s)
             if words := stored.of(self.num_prompt_tokens or stages.prompt_tokens):
                 parts.append(words)
+        if words := self.hits():
+            parts.append(words)
         if self.rungs:
             rungs = ",".join(f"{rung.value}({reason})" for rung, reason in self.rungs)
             parts.append(f"ladder {rungs}")
         return told + "".join(f" | {part}" for part in parts)
+
+    def hits(self) -> str:
+        """Return what engines had of the prompt, as `hit prefill 3072 decode ~512 of 4096`.
+
+        What is known from what was sent there has a tilde; what another engine has more of, a best.
+        """
+        if self.prompt is None:
+            return ""
+        told = []
+        for leg, known in self.known.items():
+            best = f" (best {known.num_best})" if known.num_best > known.num_tokens else ""
+            told.append(f"{leg} {'' if known.is_exact else '~'}{known.num_tokens}{best}")
+        unread = f" (by bytes: {self.prompt.unread})" if self.prompt.unread else ""
+        return f"hit {' '.join(told)} of {self.prompt.num_tokens}{unread}"
 
     def as_json(self) -> dict[str, object]:
         """Return what `/debug/requests` shows."""

@@ -18,8 +18,9 @@ from pdserve.commands.exit_codes import EXIT_DONE
 from pdserve.config.kv_events_reader import KVEventsReaderConfig
 from pdserve.config.load import build
 from pdserve.errors import ConfigError, PeerError
-from pdserve.wire.event_reader import EventReader, GrainSet, ReaderState
-from pdserve.wire.events import HASH_VERSION, Answer, Batch, EventEndpoint, curve_secret
+from pdserve.proxy.brain.subscription import CoreSubscription
+from pdserve.wire.event_reader import GrainSet, ReaderState
+from pdserve.wire.events import HASH_VERSION, EventEndpoint
 from pdserve.wire.hop import INFO_PATH, EngineReport
 from pdserve.wire.seal import UNREADABLE
 
@@ -84,7 +85,7 @@ def fetch(url: str) -> Sequence[EventEndpoint]:
 
 
 class CoreEvents:
-    """The sockets of one engine core's reader, and what it has read.
+    """What one engine core has told.
 
     Attributes:
         index: What the core holds, as far as is known.
@@ -102,18 +103,8 @@ class CoreEvents:
         self.index = GrainSet()
         self.grain_tokens = endpoint.grain_tokens
         self.num_stored = self.num_removed = 0
-        self.reader = EventReader(self, now_s=now_s)
-        self._batches = msgspec.msgpack.Decoder(Batch)
-        self._answers: msgspec.msgpack.Decoder[Answer] = msgspec.msgpack.Decoder(Answer)
-        self._sub, self._asks = context.socket(zmq.SUB), context.socket(zmq.DEALER)
-        self._sub.subscribe(b"")
-        for each, port in ((self._sub, endpoint.port), (self._asks, endpoint.snapshot_port)):
-            each.linger = 0
-            each.curve_serverkey = zmq.curve_public(curve_secret(secret))
-            each.curve_publickey, each.curve_secretkey = zmq.curve_keypair()
-            each.ipv6 = ":" in endpoint.host
-            host = f"[{endpoint.host}]" if each.ipv6 else endpoint.host
-            each.connect(f"tcp://{host}:{port}")
+        self._subscription = CoreSubscription(context, endpoint, secret, self, now_s=now_s)
+        self.reader = self._subscription.reader
 
     def retire(self) -> None:
         """See `GrainIndex`."""
@@ -134,21 +125,13 @@ class CoreEvents:
 
     def read(self, timeout_ms: int) -> None:
         """Take what has come, and ask for what is missing."""
-        now_s = time.monotonic()
-        ask = self.reader.due(now_s)
-        if ask is not None:
-            self._asks.send(msgspec.msgpack.encode(ask))
-        self._sub.poll(timeout_ms)
-        now_s = time.monotonic()
-        while self._sub.poll(0):
-            self.reader.heard(self._batches.decode(self._sub.recv()), now_s)
-        while self._asks.poll(0):
-            self.reader.answered(self._answers.decode(self._asks.recv()), now_s)
+        self._subscription.wait(timeout_ms)
+        while self._subscription.pump(time.monotonic()):
+            pass
 
     def close(self) -> None:
         """Leave."""
-        self._sub.close()
-        self._asks.close()
+        self._subscription.close()
 
 
 def _watch(cores: Sequence[CoreEvents], seconds: float) -> None:

@@ -25,6 +25,7 @@ from pdserve.config.load import (
     variable,
 )
 from pdserve.config.log import LogConfig, LogFormat
+from pdserve.config.policies import looks_at_prefixes
 from pdserve.config.schema import EngineConfig, Role
 from pdserve.config.settings import engine_table, proxy_table
 from pdserve.config.tiers import LOOPBACK, store_words
@@ -99,6 +100,7 @@ def plan(
             ("decode", config.decode_replicas),
         )
     )
+    looks = _looks_at_prefixes(resolved)
     threads = max(1, len(os.sched_getaffinity(0)) // num_ranks)
     told_here = (ENVIRONMENT_PREFIX, "VLLM_")  # children are told what it means
     inherited = {k: v for k, v in environ.items() if not k.startswith(told_here)}
@@ -164,6 +166,8 @@ def plan(
             arguments = [model, "--engine-id", name, *kv_host, *store]
             if not resolved["served-model-name"].value:
                 arguments += ["--served-model-name", written]
+            if looks and _caches_prefixes(role, resolved):
+                arguments.append("--kv-events-config.enable-kv-cache-events")
             if resolved["num-threads"].value is None:
                 arguments += ["--num-threads", str(threads)]
             add(role, name, first_port + index, f"{role}-port", arguments)
@@ -172,6 +176,8 @@ def plan(
         for role in ("prefill", "decode")
         for word in (f"--{role}", *(member.url for member in members if member.role == role))
     ]
+    if looks:
+        engines += ["--tokenizer", model]
     add("proxy", "proxy", config.port, "port", engines)
     return DeploymentPlan(
         members=members,
@@ -210,6 +216,18 @@ def arguments_of(role: str, resolved: Mapping[str, Resolved]) -> list[str]:
         if flag not in _BY_ENVIRONMENT
         for word in _words(flag, item.value)
     ]
+
+
+def _caches_prefixes(role: str, resolved: Mapping[str, Resolved]) -> bool:
+    given = _given(role, resolved).get("enable-prefix-caching")
+    return given is None or bool(given.value)
+
+
+def _looks_at_prefixes(resolved: Mapping[str, Resolved]) -> bool:
+    """Whether the proxy is to know what the engines have of a prompt."""
+    given = _given("proxy", resolved)
+    flags = ("prefill-policy", "decode-policy")
+    return looks_at_prefixes(*(str(given[flag].value) for flag in flags if flag in given))
 
 
 def _proxy_log_level(resolved: Mapping[str, Resolved]) -> str:

@@ -207,6 +207,9 @@ class ProxyConfig(HttpConfig, frozen=True, kw_only=True):
     Attributes:
         prefill, decode: Base URLs of engines known from the start.
         prefill_policy, decode_policy: Names of routing policies: see `policies`.
+        tokenizer, chat_template: The directory of the engines' tokenizer, and a file in place of
+            its template; for policies that look at prefixes. Without a tokenizer, prompts of text
+            are known by their bytes.
         kv_mode: Who moves the KV. A request of several prompts or choices is always pulled.
         max_concurrent_requests: Requests in flight at most; further ones queue.
         queue_size: Requests that may queue; further ones get 429.
@@ -221,6 +224,8 @@ class ProxyConfig(HttpConfig, frozen=True, kw_only=True):
     decode: tuple[str, ...] = ()
     prefill_policy: str = "least_loaded"
     decode_policy: str = "least_loaded"
+    tokenizer: str = ""
+    chat_template: str = ""
     kv_mode: KVTransfer = KVTransfer.AUTO
     secret: str = ""
     max_concurrent_requests: int = 1024

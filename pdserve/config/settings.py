@@ -202,6 +202,8 @@ _PROXY: Final = (
         (
             ("prefill-policy", "prefill_policy", _POLICIES, "how a prefill engine is chosen"),
             ("decode-policy", "decode_policy", _POLICIES, "how a decode engine is chosen"),
+            ("tokenizer", "tokenizer", "DIR", "the engines', for prefix_sticky and cache_aware; without one they go by a prompt's bytes"),
+            ("chat-template", "chat_template", "FILE", "the engines', if it is not in that directory"),
             ("kv-mode", "kv_mode", "auto|push|pull", "who moves the KV: the prefill engine writes it, or the decode engine reads it"),
             ("max-concurrent-requests", "max_concurrent_requests", "N", "requests in flight; further ones queue"),
             ("queue-size", "queue_size", "N", "requests that may queue; further ones get 429"),

@@ -27,10 +27,12 @@ class RouteRequest:
     Attributes:
         sequence: Counts up by one per choice made by this proxy.
         body_bytes: Size of the request's body, a cheap stand-in for its prompt's length.
+        prompt_tokens: Of its prompt; 0 unless the policy is one that looks at prefixes.
     """
 
     sequence: int
     body_bytes: int = 0
+    prompt_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +46,10 @@ class BackendView:
         num_foreign: Requests others have there, by the engine's newest snapshot.
         kv_usage: Share of the engine's KV blocks in use, 0 to 1, by the same snapshot.
         age_s: Age of that snapshot; infinite before the first.
+        hit_tokens: Of the request's prompt, whose KV it has, from the first one on; 0 unless the
+            policy is one that looks at prefixes, like the next.
+        pending_tokens: Of the prompts that this proxy has running there, without what the engine
+            had of them: to be computed where it prefills, to be kept where it decodes.
     """
 
     url: str
@@ -52,6 +58,8 @@ class BackendView:
     num_foreign: int = 0
     kv_usage: float = 0.0
     age_s: float = float("inf")
+    hit_tokens: int = 0
+    pending_tokens: int = 0
 
 
 Policy = Callable[[RouteRequest, Sequence[BackendView]], BackendView]

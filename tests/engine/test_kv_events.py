@@ -114,7 +114,7 @@ def test_who_does_not_know_the_secret_hears_nothing_and_is_not_answered():
 
 
 def test_after_a_restart_at_the_same_place_a_reader_has_what_the_next_life_has():
-    port = free_port()
+    port = free_neighbours()
     with publishing(port=port) as publisher, reading(publisher) as core:
         publisher.publish(computed(prompt(1)))
         read_until(core, lambda: core.num_grains == 2)

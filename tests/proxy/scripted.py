@@ -18,6 +18,7 @@ import msgspec
 from aiohttp import web
 
 from pdserve.http.control import Verifier
+from pdserve.wire.events import EventEndpoint
 from pdserve.wire.hop import LAYOUT_HEADER
 from pdserve.wire.ids import EngineId, Incarnation, RequestId
 from pdserve.wire.seal import PROTOCOL
@@ -79,6 +80,7 @@ class ScriptedEngine:
         kv_host: Where it says that KV is exchanged.
         reaches: Such addresses of others that it can connect to; None of a release that is not
             asked for them.
+        kv_events: Where it says that it tells of its KV.
         eager: As the receiver of a push it does not wait for the prefill engine.
     """
 
@@ -117,6 +119,7 @@ class ScriptedEngine:
         self.requests: Counter[str] = Counter()
         self.load = {"num_running": 0, "num_waiting": 0, "num_receiving": 0}
         self.token_delay_s = 0.0
+        self.kv_events: list[EventEndpoint] = []
         self.resets: list[web.Request] = []
         self.reset_status = 200
         self.finish_at_prefill = False
@@ -190,6 +193,7 @@ class ScriptedEngine:
             "can_push": self.can_push,
             "kv_shape": msgspec.to_builtins(self.shape()),
             "protocol": self.protocol,
+            "kv_events": msgspec.to_builtins(self.kv_events),
         }
 
     def shape(self) -> KVShape:

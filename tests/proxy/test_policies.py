@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from pdserve.cli import make_parser
-from pdserve.config.policies import POLICIES
+from pdserve.config.policies import POLICIES, PREFIX_POLICIES
 from pdserve.errors import ConfigError
 from pdserve.proxy.policies import BackendView, RouteRequest, choose, policy_named
+from pdserve.proxy.policies.cache_aware import cache_aware
 from pdserve.proxy.policies.least_loaded import least_loaded
+from pdserve.proxy.policies.prefix_sticky import prefix_sticky
 from tests.proxy.scripted import ScriptedEngine, text_of
 
 views = st.lists(
@@ -22,12 +26,20 @@ views = st.lists(
         num_foreign=st.integers(0, 5),
         kv_usage=st.floats(0, 1),
         age_s=st.one_of(st.floats(0, 100), st.just(float("inf"))),
+        hit_tokens=st.sampled_from([0, 256, 512, 1024]),
+        pending_tokens=st.sampled_from([0, 100, 20_000]),
     ),
     max_size=6,
     unique_by=lambda view: view.url,
 )
-requests = st.builds(RouteRequest, sequence=st.integers(0, 1000), body_bytes=st.integers(0, 10))
+requests = st.builds(
+    RouteRequest,
+    sequence=st.integers(0, 1000),
+    body_bytes=st.integers(0, 10),
+    prompt_tokens=st.sampled_from([0, 1024, 1100]),
+)
 each_policy = pytest.mark.parametrize("name", sorted(POLICIES))
+each_prefix_policy = pytest.mark.parametrize("name", sorted(PREFIX_POLICIES))
 
 
 @each_policy
@@ -72,8 +84,77 @@ def test_least_loaded_forgets_a_snapshot_that_is_too_old():
     assert chosen is busy_long_ago
 
 
+@each_prefix_policy
+@given(request=requests, candidates=views, more=st.sampled_from([256, 512]))
+def test_an_engine_that_has_more_of_the_prompt_is_not_less_attractive(
+    name, request, candidates, more
+):
+    policy = policy_named(name, flag="policy")
+    chosen = choose(policy, request, candidates)
+    if chosen is None:
+        return
+    warmer = dataclasses.replace(chosen, hit_tokens=chosen.hit_tokens + more)
+    others = [warmer if view is chosen else view for view in candidates]
+    assert choose(policy, request, others) is warmer
+
+
+@each_prefix_policy
+@given(request=requests, candidates=views, which=st.integers(0, 5))
+def test_an_engine_that_has_more_to_do_is_not_more_attractive(name, request, candidates, which):
+    policy = policy_named(name, flag="policy")
+    chosen = choose(policy, request, candidates)
+    if chosen is None:
+        return
+    busier = [
+        dataclasses.replace(
+            view, in_flight=view.in_flight + 100, pending_tokens=view.pending_tokens + 50_000
+        )
+        if view is not chosen and index == which
+        else view
+        for index, view in enumerate(candidates)
+    ]
+    assert choose(policy, request, busier) in (chosen, *(v for v in busier if v in candidates))
+
+
+def warm(url: str, hit_tokens: int, pending_tokens: int = 0, in_flight: int = 0) -> BackendView:
+    return BackendView(
+        url,
+        available=True,
+        in_flight=in_flight,
+        age_s=0.0,
+        hit_tokens=hit_tokens,
+        pending_tokens=pending_tokens,
+    )
+
+
+def test_a_prompt_stays_with_its_engine_until_that_is_saturated():
+    request = RouteRequest(0, prompt_tokens=4000)
+    cold = warm("cold", 0)
+    for pending, stays in ((0, True), (9_000, True), (16_384, True), (16_385, False)):
+        engine = warm("warm", 3584, pending, in_flight=3)
+        chosen = choose(prefix_sticky, request, [cold, engine])
+        assert (chosen is engine) is stays, pending
+
+
+def test_a_prompt_that_is_new_for_the_most_part_goes_where_it_is_computed_first():
+    request = RouteRequest(0, prompt_tokens=4000)
+    cold = warm("cold", 0)
+    assert choose(prefix_sticky, request, [cold, warm("w", 1024, 1000)]).url == "w"
+    assert choose(prefix_sticky, request, [cold, warm("w", 1024, 1025)]).url == "cold"
+
+
+def test_cache_aware_follows_the_longest_match_while_the_load_is_balanced():
+    request = RouteRequest(0, prompt_tokens=1000)
+    idle, some = warm("idle", 0), warm("some", 256)
+    assert choose(cache_aware, request, [idle, some, warm("w", 512, in_flight=60)]).url == "w"
+    assert choose(cache_aware, request, [idle, some, warm("w", 512, in_flight=65)]).url != "w"
+    assert (
+        choose(cache_aware, request, [warm("idle", 0), warm("s", 256, in_flight=1)]).url == "idle"
+    )
+
+
 def test_an_unknown_policy_is_refused_with_the_names_there_are():
-    with pytest.raises(ConfigError, match="least_loaded, round_robin"):
+    with pytest.raises(ConfigError, match="cache_aware, least_loaded, prefix_sticky, round_robin"):
         policy_named("best", flag="decode-policy")
 
 
@@ -97,5 +178,5 @@ async def test_a_policy_is_a_function_and_its_line(make_stack, monkeypatch):
         async with stack.post() as response:
             assert (await response.json())["choices"][0]["text"] == text_of(3, 4)
     assert [len(engine.calls) for engine in engines] == [0, 0, 3]
-    with pytest.raises(ConfigError, match="use one of last, least_loaded, round_robin"):
+    with pytest.raises(ConfigError, match="use one of cache_aware, last, least_loaded"):
         policy_named("first", flag="decode-policy")

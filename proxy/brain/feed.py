@@ -1,0 +1,187 @@
+"""Brings the engines' KV events into the index: one subscription for each engine core.
+
+Who there is to listen to is looked up at each turn, like whom to believe: an engine that falls
+silent, or lost events that have not been made up for, has nothing in the index until it is in step
+again. Everything happens on the event loop, when a socket has something, and ten times a second.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
+
+import zmq
+
+from pdserve.observe.log import log_event
+from pdserve.proxy.brain.index import Holder
+from pdserve.proxy.brain.subscription import CoreSubscription
+from pdserve.wire.events import HASH_VERSION
+from pdserve.wire.hashing import GRAIN_TOKENS
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from pdserve.observe.clock import Clock
+    from pdserve.proxy.backend import Backend
+    from pdserve.proxy.brain.index import PrefixIndex
+    from pdserve.wire.event_reader import ReaderState
+    from pdserve.wire.events import EventEndpoint
+    from pdserve.wire.ids import Incarnation
+
+log = logging.getLogger(__name__)
+
+_TURN_S: Final = 0.1
+_SWEPT: Final = 10_000
+"""Entries that are looked at in one turn for what retired holders left: a few milliseconds."""
+
+
+@dataclass(frozen=True, slots=True)
+class _CoreName:
+    url: str
+    life: Incarnation
+    rank: int
+
+
+@dataclass(slots=True)
+class _Core:
+    holder: Holder
+    subscription: CoreSubscription
+    is_exact: bool = False
+
+
+class EventFeed:
+    """The subscriptions of one proxy.
+
+    Args:
+        backends: The engines, as they are at each turn.
+        secret: The deployment's.
+    """
+
+    def __init__(
+        self, index: PrefixIndex, backends: Iterable[Backend], clock: Clock, *, secret: str
+    ) -> None:
+        self._index = index
+        self._backends = backends
+        self._clock = clock
+        self._secret = secret
+        self._context: zmq.Context[zmq.Socket[bytes]] | None = None
+        self._cores: dict[_CoreName, _Core] = {}
+        self._exact: dict[str, tuple[int, ...]] = {}
+        self._refused: set[tuple[str, Incarnation]] = set()
+        self._num_former_resyncs = 0
+        self._task: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        """Begin to listen, on the running event loop."""
+        self._context = zmq.Context()
+        self._task = asyncio.create_task(self._run())
+
+    async def stop(self) -> None:
+        """Leave all engines."""
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+        for name in list(self._cores):
+            self._leave(name)
+        if self._context is not None:
+            self._context.term()
+
+    def exact(self, url: str) -> Sequence[int]:
+        """The numbers in the index of an engine's cores; none if it is not known what they have."""
+        return self._exact.get(url, ())
+
+    def states(self) -> list[ReaderState]:
+        """How each core's reader is."""
+        now_s = self._clock.monotonic_s()
+        return [core.subscription.reader.state(now_s) for core in self._cores.values()]
+
+    @property
+    def num_resyncs(self) -> int:
+        """How often events had to be asked for, the first time of each core included."""
+        cores = self._cores.values()
+        return self._num_former_resyncs + sum(c.subscription.reader.num_resyncs for c in cores)
+
+    async def _run(self) -> None:
+        while True:
+            self._turn()
+            await asyncio.sleep(_TURN_S)
+
+    def _turn(self) -> None:
+        wanted = {
+            _CoreName(backend.url, backend.info.incarnation, rank): endpoint
+            for backend in self._backends
+            if backend.info is not None and self._speaks(backend.url, backend.info.incarnation)
+            for rank, endpoint in enumerate(self._readable(backend))
+        }
+        for name in self._cores.keys() - wanted.keys():
+            self._leave(name)
+        for name in wanted.keys() - self._cores.keys():
+            self._join(name, wanted[name])
+        for name in list(self._cores):
+            self._pump(name)
+        self._believe()
+        self._index.sweep(_SWEPT, self._clock.monotonic_s())
+
+    def _speaks(self, url: str, life: Incarnation) -> bool:
+        return (url, life) not in self._refused
+
+    def _readable(self, backend: Backend) -> Sequence[EventEndpoint]:
+        """Where an engine tells of its KV, if it names it as this proxy does."""
+        assert backend.info is not None
+        endpoints = backend.info.kv_events
+        named = {(each.hash_version, each.grain_tokens) for each in endpoints}
+        if named <= {(HASH_VERSION, GRAIN_TOKENS)}:
+            return endpoints
+        self._refused.add((backend.url, backend.info.incarnation))
+        log_event(
+            log,
+            "its KV events are not read: it names prefixes otherwise",
+            level=logging.WARNING,
+            url=backend.url,
+            remedy="use one release for engines and proxies",
+        )
+        return ()
+
+    def _join(self, name: _CoreName, endpoint: EventEndpoint) -> None:
+        assert self._context is not None
+        holder = Holder(self._index)
+        holder.believe(is_believed=False)
+        subscription = CoreSubscription(
+            self._context, endpoint, self._secret, holder, now_s=self._clock.monotonic_s()
+        )
+        self._cores[name] = _Core(holder, subscription)
+        loop = asyncio.get_running_loop()
+        for descriptor in subscription.file_descriptors:
+            loop.add_reader(descriptor, self._pump, name)
+
+    def _leave(self, name: _CoreName) -> None:
+        core = self._cores.pop(name)
+        loop = asyncio.get_running_loop()
+        for descriptor in core.subscription.file_descriptors:
+            loop.remove_reader(descriptor)
+        self._num_former_resyncs += core.subscription.reader.num_resyncs
+        core.holder.close()
+        core.subscription.close()
+
+    def _pump(self, name: _CoreName) -> None:
+        core = self._cores.get(name)
+        if core is not None and core.subscription.pump(self._clock.monotonic_s()):
+            asyncio.get_running_loop().call_soon(self._pump, name)
+
+    def _believe(self) -> None:
+        """Take into account who is in step now."""
+        now_s = self._clock.monotonic_s()
+        exact: dict[str, tuple[int, ...]] = {}
+        doubtful: set[str] = set()
+        for name, core in self._cores.items():
+            is_exact = core.subscription.reader.is_exact(now_s)
+            if is_exact is not core.is_exact:
+                core.is_exact = is_exact
+                core.holder.believe(is_believed=is_exact)
+            if is_exact:
+                exact[name.url] = (*exact.get(name.url, ()), core.holder.bit)
+            else:
+                doubtful.add(name.url)
+        self._exact = {url: bits for url, bits in exact.items() if url not in doubtful}

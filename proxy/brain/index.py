@@ -1,0 +1,202 @@
+"""Which engine has which prefix: one dictionary for all of them. No I/O, no clock.
+
+An entry is a grain and the set of *holders* that have it, as the bits of an int: a prompt's way
+through the engines is one look-up and one AND for each of its grains, however many engines there
+are. A holder is forgotten by clearing one bit; its entries are swept away later, some at a time,
+and then its number is used again.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final, assert_never
+
+from pdserve.wire.events import DEVICE, GrainsCleared, GrainsRemoved, GrainsStored
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from pdserve.wire.events import GrainEvent
+
+_MAX_SHARED: Final = 1 << 16
+"""Sets of holders that entries share, at most; further ones have their own."""
+
+
+class PrefixIndex:
+    """The grains of all holders.
+
+    Expected grains are those that a holder is about to compute: they count until they are
+    confirmed, or their time is over.
+    """
+
+    def __init__(self) -> None:
+        self._entries: dict[int, int] = {}
+        self._shared: dict[int, int] = {}
+        self._expected: dict[int, dict[int, float]] = {}
+        self._believed = 0
+        self._num_bits = 0
+        self._free: list[int] = []
+        self._retired = 0
+        self._sweeping = 0
+        self._to_sweep: list[int] = []
+
+    def __len__(self) -> int:
+        """Grains that somebody has, or had until lately."""
+        return len(self._entries)
+
+    def open(self) -> int:
+        """Return a number for a holder that has nothing, and is believed."""
+        if self._free:
+            bit = self._free.pop()
+        else:
+            bit = self._num_bits
+            self._num_bits += 1
+        self._believed |= 1 << bit
+        return bit
+
+    def retire(self, bit: int) -> None:
+        """Forget a holder and all it has. O(1); its number is another's once it is swept."""
+        self._believed &= ~(1 << bit)
+        self._retired |= 1 << bit
+
+    def believe(self, bit: int, *, is_believed: bool) -> None:
+        """Say whether what a holder has counts."""
+        if is_believed:
+            self._believed |= 1 << bit
+        else:
+            self._believed &= ~(1 << bit)
+
+    def add(self, bit: int, grains: Iterable[int]) -> None:
+        """Note that a holder has these."""
+        entries, expected, mine = self._entries, self._expected, 1 << bit
+        for grain in grains:
+            entries[grain] = self._share(entries.get(grain, 0) | mine)
+            if grain in expected:
+                self._forget_expected(grain, bit)
+
+    def remove(self, bit: int, grains: Iterable[int]) -> None:
+        """Note that a holder has these no more."""
+        entries, others = self._entries, ~(1 << bit)
+        for grain in grains:
+            left = entries.get(grain, 0) & others
+            if left:
+                entries[grain] = self._share(left)
+            else:
+                entries.pop(grain, None)
+
+    def expect(self, bit: int, grains: Iterable[int], until_s: float) -> None:
+        """Note that a holder is about to have these."""
+        mine = 1 << bit
+        for grain in grains:
+            if not self._entries.get(grain, 0) & mine:
+                self._expected.setdefault(grain, {})[bit] = until_s
+
+    def sweep(self, num_entries: int, now_s: float) -> None:
+        """Clear what retired holders left, so many entries of it; and what was expected in vain."""
+        gone = self._retired | self._sweeping
+        for grain, bits in list(self._expected.items()):
+            for bit, until_s in list(bits.items()):
+                if until_s <= now_s or gone >> bit & 1:
+                    self._forget_expected(grain, bit)
+        if not self._to_sweep:
+            if not self._retired:
+                return
+            self._sweeping, self._retired = self._retired, 0
+            self._to_sweep = list(self._entries)
+        entries, kept = self._entries, ~self._sweeping
+        for grain in self._to_sweep[-num_entries:]:
+            mask = entries.get(grain, 0)
+            if mask & self._sweeping:
+                if mask & kept:
+                    entries[grain] = self._share(mask & kept)
+                else:
+                    del entries[grain]
+        del self._to_sweep[-num_entries:]
+        if not self._to_sweep:
+            self._free += _bits_of(self._sweeping)
+            self._sweeping = 0
+
+    def depths(self, grains: Sequence[int], now_s: float) -> dict[int, int]:
+        """Return how many of a prompt's grains each holder has, from the first one on.
+
+        Holders that lack the first are left out. O(grains), and O(1) for each holder returned.
+        """
+        found: dict[int, int] = {}
+        entries, expected, going_on = self._entries, self._expected, self._believed
+        for depth, grain in enumerate(grains):
+            here = entries.get(grain, 0)
+            if grain in expected:
+                for bit, until_s in expected[grain].items():
+                    if until_s > now_s:
+                        here |= 1 << bit
+            if depth and (ended := going_on & ~here):
+                found.update(dict.fromkeys(_bits_of(ended), depth))
+            going_on &= here
+            if not going_on:
+                return found
+        found.update(dict.fromkeys(_bits_of(going_on), len(grains)))
+        return found
+
+    def _share(self, mask: int) -> int:
+        shared = self._shared
+        if len(shared) >= _MAX_SHARED:
+            shared.clear()
+        return shared.setdefault(mask, mask)
+
+    def _forget_expected(self, grain: int, bit: int) -> None:
+        bits = self._expected[grain]
+        bits.pop(bit, None)
+        if not bits:
+            del self._expected[grain]
+
+
+class Holder:
+    """One engine core's part of an index, as an `EventReader` keeps it in step.
+
+    A tier's grains are left out: what an engine has to load first is no hit of its own.
+
+    Attributes:
+        bit: Its number in the index, another one after each `retire`.
+    """
+
+    def __init__(self, index: PrefixIndex) -> None:
+        self._index = index
+        self.bit = index.open()
+        self._is_believed = True
+
+    def retire(self) -> None:
+        """See `GrainIndex`."""
+        self._index.retire(self.bit)
+        self.bit = self._index.open()
+        self._index.believe(self.bit, is_believed=self._is_believed)
+
+    def apply(self, event: GrainEvent) -> None:
+        """See `GrainIndex`."""
+        match event:
+            case GrainsStored(grains, medium):
+                if medium == DEVICE:
+                    self._index.add(self.bit, grains)
+            case GrainsRemoved(grains, medium):
+                if medium == DEVICE:
+                    self._index.remove(self.bit, grains)
+            case GrainsCleared():
+                self.retire()
+            case _:
+                assert_never(event)
+
+    def believe(self, *, is_believed: bool) -> None:
+        """Say whether it counts."""
+        self._is_believed = is_believed
+        self._index.believe(self.bit, is_believed=is_believed)
+
+    def close(self) -> None:
+        """Leave the index for good."""
+        self._index.retire(self.bit)
+
+
+def _bits_of(mask: int) -> list[int]:
+    bits = []
+    while mask:
+        lowest = mask & -mask
+        bits.append(lowest.bit_length() - 1)
+        mask ^= lowest
+    return bits

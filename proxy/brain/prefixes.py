@@ -1,0 +1,229 @@
+"""Which engine has how much of a prompt, as routing asks; and what it learns from the answers.
+
+An engine whose events are whole is asked for in the index. Of another one, and of a prompt that is
+named by its bytes, what was sent there is all that is known.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import Counter
+from typing import TYPE_CHECKING, Final, Protocol
+
+from pdserve.config.policies import looks_at_prefixes
+from pdserve.observe.log import log_event
+from pdserve.proxy.brain.index import PrefixIndex
+from pdserve.proxy.brain.metrics import TOKENIZED
+from pdserve.proxy.brain.prompt import KnownPrefix
+from pdserve.proxy.brain.routed import RoutedPrefixes
+from pdserve.wire.event_reader import ReaderState
+from pdserve.wire.hashing import GRAIN_TOKENS
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Sequence
+
+    from pdserve.config.http import ProxyConfig
+    from pdserve.observe.clock import Clock
+    from pdserve.proxy.backend import Backend
+    from pdserve.proxy.backends import Backends
+    from pdserve.proxy.bodies import ClientBody
+    from pdserve.proxy.brain.metrics import PrefixMetrics
+    from pdserve.proxy.brain.prompt import RoutePrompt
+    from pdserve.proxy.brain.prompt_reader import PromptReader
+    from pdserve.wire.hop import EngineStages
+
+log = logging.getLogger(__name__)
+
+_EXPECTED_S: Final = 10.0
+"""How long a prompt that was sent to an engine counts as its own before its events say so."""
+_UNKNOWN_GRAINS: Final = 1024
+"""Room of an engine that does not say how much it has."""
+
+
+class Feed(Protocol):
+    """What brings engines' events into the index."""
+
+    def start(self) -> None:
+        """See `EventFeed.start`."""
+
+    async def stop(self) -> None:
+        """See `EventFeed.stop`."""
+
+    def exact(self, url: str) -> Sequence[int]:
+        """See `EventFeed.exact`."""
+
+    def states(self) -> Sequence[ReaderState]:
+        """See `EventFeed.states`."""
+
+    @property
+    def num_resyncs(self) -> int:
+        """See `EventFeed.num_resyncs`."""
+
+
+class Prefixes:
+    """See the module.
+
+    Args:
+        feed: Brings events into `index`.
+        backends: The engines.
+    """
+
+    def __init__(
+        self,
+        reader: PromptReader,
+        index: PrefixIndex,
+        feed: Feed,
+        backends: Iterable[Backend],
+        clock: Clock,
+        metrics: PrefixMetrics,
+    ) -> None:
+        self._reader = reader
+        self._index = index
+        self._feed = feed
+        self._backends = backends
+        self._clock = clock
+        self._metrics = metrics
+        self._routed: dict[str, tuple[object, RoutedPrefixes]] = {}
+        self._has_told_misread = False
+
+    async def start(self) -> None:
+        """Read the tokenizer, and listen to the engines.
+
+        Raises:
+            ConfigError: The tokenizer cannot be used.
+        """
+        await asyncio.to_thread(self._reader.load)
+        self._feed.start()
+
+    async def stop(self) -> None:
+        """End what `start` began."""
+        await self._feed.stop()
+        self._reader.close()
+
+    async def read(self, body: ClientBody) -> RoutePrompt:
+        """Return a request's prompt; never raises for what is in it."""
+        start_s = self._clock.monotonic_s()
+        prompt = await self._reader.read(body)
+        if prompt.grains:
+            self._metrics.prompts.labels(prompt.unread or TOKENIZED).inc()
+            self._metrics.read.observe(self._clock.monotonic_s() - start_s)
+        return prompt
+
+    def known(self, prompt: RoutePrompt, engines: Iterable[Backend]) -> dict[str, int]:
+        """Return how many tokens of a prompt engines have, by URL; those with none are left out."""
+        if not prompt.grains:
+            return {}
+        depths = self._index.depths(prompt.grains, self._clock.monotonic_s())
+        found = {}
+        for engine in engines:
+            bits = self._bits(prompt, engine)[0]
+            if depth := max((depths.get(bit, 0) for bit in bits), default=0):
+                found[engine.url] = depth * GRAIN_TOKENS
+        return found
+
+    def sent(self, prompt: RoutePrompt, engine: Backend) -> KnownPrefix:
+        """Note that an engine has a prompt to compute, or its KV to take; return what it had."""
+        known = self.known(prompt, self._backends)
+        bits, is_exact = self._bits(prompt, engine)
+        num_tokens = known.get(engine.url, 0)
+        if is_exact:
+            until_s = self._clock.monotonic_s() + _EXPECTED_S
+            for bit in bits:
+                self._index.expect(bit, prompt.grains, until_s)
+        elif prompt.grains:
+            self._routed_of(engine).sent(prompt.grains)
+        return KnownPrefix(num_tokens, is_exact, max(known.values(), default=0))
+
+    def answered(
+        self, prompt: RoutePrompt, engine: Backend, known: KnownPrefix, stages: EngineStages
+    ) -> None:
+        """Compare what an engine was taken to have of a prompt with what it says it had."""
+        if not prompt.grains or not stages.prompt_tokens or stages.num_choices != 1:
+            return
+        if not prompt.unread and stages.prompt_tokens != prompt.num_tokens:
+            self._tell_misread(prompt, engine, stages)
+            return
+        error = abs(known.num_tokens - stages.cached_tokens)
+        self._metrics.hit_error.labels("events" if known.is_exact else "routed").observe(error)
+        if not known.is_exact:
+            num_found = -(-stages.cached_tokens // GRAIN_TOKENS)
+            self._routed_of(engine).answered(
+                prompt.grains,
+                num_expected=known.num_tokens // GRAIN_TOKENS,
+                num_found=num_found,
+            )
+
+    def measure(self) -> None:
+        """Set the gauges to what is now."""
+        states = Counter(self._feed.states())
+        for state in ReaderState:
+            self._metrics.cores.labels(state.value).set(states[state])
+        self._metrics.entries.set(len(self._index))
+        self._metrics.resyncs.set(self._feed.num_resyncs)
+
+    def _bits(self, prompt: RoutePrompt, engine: Backend) -> tuple[Sequence[int], bool]:
+        """An engine's numbers in the index for such a prompt; whether its events are behind it."""
+        bits = () if prompt.unread else self._feed.exact(engine.url)
+        return (bits, True) if bits else ((self._routed_of(engine).bit,), False)
+
+    def _routed_of(self, engine: Backend) -> RoutedPrefixes:
+        """What was sent to this life of an engine."""
+        info = engine.info
+        life = None if info is None else info.incarnation
+        known = self._routed.get(engine.url)
+        if known is not None:
+            if known[0] == life:
+                return known[1]
+            known[1].close()
+        room = _UNKNOWN_GRAINS
+        if info is not None:
+            room = info.num_blocks * info.block_size // GRAIN_TOKENS
+        routed = RoutedPrefixes(self._index, room)
+        self._routed[engine.url] = life, routed
+        for url in self._routed.keys() - {each.url for each in self._backends}:
+            self._routed.pop(url)[1].close()
+        return routed
+
+    def _tell_misread(self, prompt: RoutePrompt, engine: Backend, stages: EngineStages) -> None:
+        """Count a prompt that the engine has tokenized otherwise; say it once."""
+        self._metrics.misread.inc()
+        if not self._has_told_misread:
+            self._has_told_misread = True
+            log_event(
+                log,
+                "prompts are tokenized here otherwise than at an engine: its KV is not found",
+                level=logging.WARNING,
+                engine=engine.url,
+                tokens_here=prompt.num_tokens,
+                tokens_there=stages.prompt_tokens,
+                remedy="give --tokenizer and --chat-template what the engines have",
+            )
+
+
+def make_prefixes(
+    config: ProxyConfig,
+    backends: Backends,
+    clock: Clock,
+    metrics: PrefixMetrics,
+    *,
+    make_feed: Callable[[PrefixIndex], Feed] | None = None,
+) -> Prefixes | None:
+    """Return what a proxy's policies are to be told of prefixes; None if they look at none.
+
+    Args:
+        make_feed: Makes what brings events; None: from the engines' sockets.
+    """
+    if not looks_at_prefixes(config.prefill_policy, config.decode_policy):
+        return None
+    # Tokenizers and ZMQ are for those who look at prefixes.
+    from pdserve.proxy.brain.feed import EventFeed
+    from pdserve.proxy.brain.prompt_reader import PromptReader
+
+    index = PrefixIndex()
+    if make_feed is None:
+        feed: Feed = EventFeed(index, backends, clock, secret=config.secret)
+    else:
+        feed = make_feed(index)
+    reader = PromptReader(config, backends.max_model_len)
+    return Prefixes(reader, index, feed, backends, clock, metrics)

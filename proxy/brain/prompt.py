@@ -1,0 +1,42 @@
+"""A prompt as routing sees it, and what is known of where it is. Values only."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+UNREAD: Final = ("no tokenizer", "no chat template", "fields", "refused", "long", "busy", "slow")
+"""Why prompts are named by their bytes."""
+
+
+@dataclass(frozen=True, slots=True)
+class RoutePrompt:
+    """A prompt as routing sees it.
+
+    Attributes:
+        num_bytes: Of the request's body.
+        num_tokens: Of the prompt; an estimate by its bytes if it is not tokenized; 0 if no policy
+            looks at it.
+        grains: Names of its prefixes, `GRAIN_TOKENS` tokens more each.
+        unread: Why it is not tokenized, one of `UNREAD`; empty if it is, or need not be.
+    """
+
+    num_bytes: int
+    num_tokens: int = 0
+    grains: tuple[int, ...] = ()
+    unread: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class KnownPrefix:
+    """What an engine has of a prompt.
+
+    Attributes:
+        num_tokens: From its first one on; whole grains.
+        is_exact: By the engine's word; else by what was sent there.
+        num_best: The most that any engine has.
+    """
+
+    num_tokens: int
+    is_exact: bool
+    num_best: int = 0

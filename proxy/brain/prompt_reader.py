@@ -1,0 +1,256 @@
+"""From a request's body to the names of its prompt's grains: tokenized once, in a thread.
+
+A prompt that cannot be tokenized here (no tokenizer, tools, several prompts ...) is named by the
+bytes it comes in. What begins alike has the same names then, too, but no engine's events have them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import re
+from collections import OrderedDict
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+import msgspec
+
+from pdserve.errors import ConfigError, PdserveError
+from pdserve.proxy.brain.prompt import RoutePrompt
+from pdserve.text.chat import ChatTemplate
+from pdserve.text.tokenizer import Tokenizer
+from pdserve.wire.hashing import GRAIN_TOKENS, grain_hashes
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from pdserve.config.http import ProxyConfig
+    from pdserve.proxy.bodies import ClientBody
+
+BYTES_PER_TOKEN: Final = 4
+"""Of English prose, about; for prompts of which nothing better is known."""
+_GRAIN_BYTES: Final = GRAIN_TOKENS * BYTES_PER_TOKEN
+_MAX_CHARS_PER_TOKEN: Final = 32
+"""As at the engines: what has more for each token of the context is no prompt that fits."""
+_MAX_TOKENIZED_BYTES: Final = 4 << 20
+_MAX_WAITING: Final = 64
+_PATIENCE_S: Final = 0.1
+"""An engine had better begin than wait longer for the best one."""
+_KEPT_CHARS: Final = 16 << 20
+"""Of segments whose tokens are remembered: a few hundred megabytes at worst."""
+_UNRENDERED: Final = ("tools", "functions", "documents", "chat_template", "continue_final_message")
+"""Fields that change what a template makes of the messages."""
+
+
+class _UnreadError(Exception):
+    """A prompt cannot be tokenized here, for one of the reasons in `UNREAD`."""
+
+
+class _Fields(msgspec.Struct, frozen=True, kw_only=True):
+    """What of a body the prompt depends on."""
+
+    prompt: str | list[int] | None = None
+    messages: list[dict[str, Any]] | None = None
+    cache_salt: str | None = None
+    add_special_tokens: bool | None = None
+    add_generation_prompt: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+
+class PromptReader:
+    """Reads prompts; has a thread of its own.
+
+    Args:
+        max_model_len: Returns the engines' longest context; 0 if it is not known yet.
+    """
+
+    def __init__(self, config: ProxyConfig, max_model_len: Callable[[], int]) -> None:
+        self._config = config
+        self._max_model_len = max_model_len
+        self._tokenizer: SegmentedTokenizer | None = None
+        self._template: ChatTemplate | None = None
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="prompts")
+        self._num_waiting = 0
+
+    def load(self) -> None:
+        """Read the tokenizer and the chat template, if there are some. Blocks.
+
+        Raises:
+            ConfigError: They cannot be used.
+        """
+        if not self._config.tokenizer:
+            return
+        tokenizer = Tokenizer.from_directory(Path(self._config.tokenizer))
+        source = tokenizer.chat_template
+        if self._config.chat_template:
+            source = _read(self._config.chat_template)
+        if source:
+            self._template = ChatTemplate(source, tokenizer.special_tokens)
+        self._tokenizer = SegmentedTokenizer(tokenizer)
+
+    async def read(self, body: ClientBody) -> RoutePrompt:
+        """Return a request's prompt; never raises for what is in it."""
+        fields = {name: raw for name in _Fields.__struct_fields__ if (raw := body.raw(name))}
+        written = sum(len(fields[name]) for name in ("prompt", "messages") if name in fields)
+        if written < GRAIN_TOKENS:  # each token is of one byte at least
+            return RoutePrompt(body.num_bytes, num_tokens=written // BYTES_PER_TOKEN)
+        try:
+            has_unrendered = any(_asks(body.raw(name)) for name in _UNRENDERED)
+            token_ids, salt = await self._tokens(fields, body.created, has_unrendered)
+        except _UnreadError as reason:
+            return _by_bytes(body, str(reason))
+        grains = tuple(grain_hashes(token_ids, salt))
+        return RoutePrompt(body.num_bytes, len(token_ids), grains)
+
+    def close(self) -> None:
+        """End the thread, once it has nothing to do."""
+        self._thread.shutdown(wait=False, cancel_futures=True)
+
+    async def _tokens(
+        self, raw: Mapping[str, msgspec.Raw], now_s: int, has_unrendered: bool
+    ) -> tuple[list[int], str]:
+        if sum(map(len, raw.values())) > _MAX_TOKENIZED_BYTES:
+            raise _UnreadError("long")
+        try:
+            asked = msgspec.json.decode(msgspec.json.encode(raw), type=_Fields)
+        except (msgspec.MsgspecError, ValueError, RecursionError) as error:
+            raise _UnreadError("fields") from error
+        salt = asked.cache_salt or ""
+        if asked.messages is None and isinstance(asked.prompt, list):
+            if not all(0 <= each < 1 << 32 for each in asked.prompt):
+                raise _UnreadError("refused")
+            return asked.prompt, salt
+        if self._tokenizer is None:
+            raise _UnreadError("no tokenizer")
+        if has_unrendered or (asked.messages is None) is (asked.prompt is None):
+            raise _UnreadError("fields")
+        if self._num_waiting >= _MAX_WAITING:
+            raise _UnreadError("busy")
+        self._num_waiting += 1
+        work = asyncio.get_running_loop().run_in_executor(
+            self._thread, self._tokenize, asked, now_s
+        )
+        work.add_done_callback(self._left)
+        done, _ = await asyncio.wait((work,), timeout=_PATIENCE_S)
+        if not done:
+            raise _UnreadError("slow")
+        return work.result(), salt
+
+    def _left(self, work: asyncio.Future[list[int]]) -> None:
+        self._num_waiting -= 1
+        if not work.cancelled():
+            work.exception()  # seen, if nobody waits for it any more
+
+    def _tokenize(self, asked: _Fields, now_s: int) -> list[int]:
+        """Render and tokenize. In the thread."""
+        assert self._tokenizer is not None
+        try:
+            if asked.messages is None:
+                assert isinstance(asked.prompt, str)
+                self._require_length(asked.prompt)
+                if asked.add_special_tokens is not False:
+                    return self._tokenizer.encode_alone(asked.prompt)
+                return self._tokenizer.encode(asked.prompt)
+            if self._template is None:
+                raise _UnreadError("no chat template")
+            text = self._template.render(
+                asked.messages,
+                now_s=now_s,
+                add_generation_prompt=asked.add_generation_prompt is not False,
+                variables=asked.chat_template_kwargs,
+            )
+            self._require_length(text)
+            if asked.add_special_tokens:
+                return self._tokenizer.encode_alone(text)
+            return self._tokenizer.encode(text)
+        except PdserveError as error:  # the engine says so to the client
+            raise _UnreadError("refused") from error
+
+    def _require_length(self, text: str) -> None:
+        longest = self._max_model_len()
+        if longest and len(text) > _MAX_CHARS_PER_TOKEN * longest:
+            raise _UnreadError("long")
+
+
+class SegmentedTokenizer:
+    """Tokenizes text between special tokens piece by piece, and remembers the pieces.
+
+    A turn of a conversation costs what it adds. Tokens that swallow what is beside them, or after
+    which text is spelled in another way, are no boundaries: that is tried out.
+    """
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._ids: dict[str, int] = {}
+        for token_id in tokenizer.special_ids:
+            token = tokenizer.token(token_id)
+            if token and self._is_boundary(token, token_id):
+                self._ids[token] = token_id
+        longest_first = sorted(map(re.escape, self._ids), key=len, reverse=True)
+        self._boundary = re.compile(f"({'|'.join(longest_first)})") if longest_first else None
+        self._known: OrderedDict[str, list[int]] = OrderedDict()
+        self._num_chars = 0
+
+    def encode(self, text: str) -> list[int]:
+        """Return the ids of a text that has its special tokens. One thread."""
+        if self._boundary is None:
+            return self._encode(text)
+        ids: list[int] = []
+        for piece in self._boundary.split(text):
+            if piece in self._ids:
+                ids.append(self._ids[piece])
+            elif piece:
+                ids += self._remembered(piece)
+        return ids
+
+    def encode_alone(self, text: str) -> list[int]:
+        """Return the ids of a text that is to get its special tokens."""
+        return self._tokenizer.encode(text)
+
+    def _remembered(self, piece: str) -> list[int]:
+        ids = self._known.get(piece)
+        if ids is not None:
+            self._known.move_to_end(piece)
+            return ids
+        ids = self._known[piece] = self._encode(piece)
+        self._num_chars += len(piece)
+        while self._num_chars > _KEPT_CHARS:
+            oldest, _ = self._known.popitem(last=False)
+            self._num_chars -= len(oldest)
+        return ids
+
+    def _encode(self, text: str) -> list[int]:
+        return self._tokenizer.encode(text, add_special_tokens=False)
+
+    def _is_boundary(self, token: str, token_id: int) -> bool:
+        return all(
+            self._encode(f"{before}{token}{after}")
+            == [*self._encode(before), token_id, *self._encode(after)]
+            for before, after in (("a b", "c d"), (" a \n", "\n\n c"), ("b ", " d"), ("", "e"))
+        )
+
+
+def _read(path: str) -> str:
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(
+            f"--chat-template {path} cannot be read: {error}", param="chat-template"
+        ) from error
+
+
+def _asks(raw: msgspec.Raw | None) -> bool:
+    """Whether a field is there and asks for something."""
+    return raw is not None and bytes(raw).strip() not in (b"null", b"[]", b"false")
+
+
+def _by_bytes(body: ClientBody, why: str) -> RoutePrompt:
+    """Name a prompt by its bytes; those of fields before it that templates write first."""
+    data = b"".join(bytes(body.raw(name) or b"") for name in ("tools", "messages", "prompt"))
+    name = b"pdserve-bytes\0" + bytes(body.raw("cache_salt") or b"")
+    grains = []
+    for start in range(0, len(data) - _GRAIN_BYTES + 1, _GRAIN_BYTES):
+        name = hashlib.blake2b(name + data[start : start + _GRAIN_BYTES], digest_size=8).digest()
+        grains.append(int.from_bytes(name))
+    return RoutePrompt(body.num_bytes, len(data) // BYTES_PER_TOKEN, tuple(grains), why)
