@@ -20,6 +20,7 @@ from pdserve.http import openapi
 from pdserve.http.bodies import Bodies
 from pdserve.http.connection import HttpListener
 from pdserve.http.cors import let_pages_ask
+from pdserve.http.ignored import tell_ignored
 from pdserve.http.stopping import StopSignals, wait_for
 from pdserve.http.tls import client_context
 from pdserve.observe.clock import SystemClock
@@ -249,6 +250,7 @@ class Proxy:
         boundary = Boundary(self._config, self.bodies)
         app = web.Application(middlewares=[self.metrics.http.middleware, boundary.middleware])
         let_pages_ask(app, self._config.cors)
+        app.on_response_prepare.append(tell_ignored)
         for part in self._parts:
             app.add_routes(part.routes())
         # What engines and proxies say to one another by the way is no client's.

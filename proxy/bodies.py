@@ -58,15 +58,18 @@ class ClientBody:
         created: Unix time that every answer carries, whichever engine it is from.
         fallback_seed: The seed if the client sent none, so that a replay repeats itself.
 
+    Attributes:
+        fields: Of its top level, undecoded.
+
     Raises:
         BadRequestError: The body is not a JSON object.
     """
 
     def __init__(self, raw: bytes, *, created: int, fallback_seed: int) -> None:
         try:
-            self._fields: Fields = msgspec.json.decode(raw, type=Fields)
+            self.fields: Fields = msgspec.json.decode(raw, type=Fields)
             stream, seed, model = (
-                _value(self._fields.get(name)) for name in ("stream", "seed", "model")
+                _value(self.fields.get(name)) for name in ("stream", "seed", "model")
             )
             self.stream = stream is True
             self._is_pushable = self._looks_pushable()
@@ -96,16 +99,16 @@ class ClientBody:
         return self._is_pushable
 
     def _looks_pushable(self) -> bool:
-        if _value(self._fields.get("n")) not in (None, 1) or self._num_prompts() != 1:
+        if _value(self.fields.get("n")) not in (None, 1) or self._num_prompts() != 1:
             return False
-        if any(_value(self._fields.get(name)) in (0, 1) for name in _OUTPUT_LIMITS):
+        if any(_value(self.fields.get(name)) in (0, 1) for name in _OUTPUT_LIMITS):
             return False
-        asked = {name for name in _PROMPT_SCORES if _value(self._fields.get(name)) is not None}
+        asked = {name for name in _PROMPT_SCORES if _value(self.fields.get(name)) is not None}
         wants_scores = "prompt_logprobs" in asked or asked == {"echo", "logprobs"}
         return self.stream or not wants_scores
 
     def _num_prompts(self) -> int:
-        raw = self._fields.get("prompt")
+        raw = self.fields.get("prompt")
         if raw is None or _MAY_BE_SEVERAL.match(raw) is None:
             return 1  # one text, one list of tokens, or a chat
         return len(msgspec.json.decode(raw, type=list[msgspec.Raw]))
@@ -168,7 +171,7 @@ class ClientBody:
 
     def _encode(self, params: KVTransferParams | dict[str, Any]) -> bytes:
         """Encode the body; a user's field of that name gives way, for it is the engine hop's."""
-        return msgspec.json.encode({**self._fields, PARAMS: params})
+        return msgspec.json.encode({**self.fields, PARAMS: params})
 
 
 def stages_in(data: bytes) -> EngineStages | None:

@@ -6,7 +6,7 @@ Reads a request and accounts for how it ended; `flow` serves it.
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from aiohttp import hdrs, web
 
@@ -16,6 +16,14 @@ from pdserve.errors import (
     PdserveError,
 )
 from pdserve.http.answers import IS_TOLD
+from pdserve.http.ignored import note_ignored
+from pdserve.http.parsing import top_level
+from pdserve.http.protocol import (
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    TokenizeRequest,
+)
 from pdserve.observe.request_log import CLIENT_LEFT, log_request, outcome_of
 from pdserve.proxy.bodies import ClientBody
 from pdserve.proxy.boundary import REQUEST_ID_KEY, engine_headers
@@ -36,6 +44,14 @@ if TYPE_CHECKING:
     from pdserve.proxy.services import Services
     from pdserve.proxy.stats_log import ProxyStatsLog
     from pdserve.wire.finished import FinishedRequests
+
+
+_GENERATED: Final = {
+    "/v1/completions": CompletionRequest,
+    "/v1/chat/completions": ChatRequest,
+}
+_FORWARDED: Final = {"/tokenize": TokenizeRequest, "/detokenize": DetokenizeRequest}
+"""What engines decode bodies into, by path."""
 
 
 class Generation:
@@ -69,10 +85,8 @@ class Generation:
     def routes(self) -> list[web.RouteDef]:
         """Its paths."""
         return [
-            web.post("/v1/completions", self._generate),
-            web.post("/v1/chat/completions", self._generate),
-            web.post("/tokenize", self._forward),
-            web.post("/detokenize", self._forward),
+            *(web.post(path, self._generate) for path in _GENERATED),
+            *(web.post(path, self._forward) for path in _FORWARDED),
         ]
 
     async def _generate(self, request: web.Request) -> web.StreamResponse:
@@ -95,6 +109,7 @@ class Generation:
         try:
             body = await self._body_of(request, until_s)
             story.streamed, story.model = body.stream, body.model
+            note_ignored(request, body.fields, _GENERATED[request.path])
             legs = Legs(
                 self._services,
                 body,
@@ -179,6 +194,7 @@ class Generation:
         limit_s = self._config.request_timeout_s
         until_s = asyncio.get_running_loop().time() + limit_s
         body = await self._bytes_of(request, until_s)
+        note_ignored(request, top_level(body), _FORWARDED[request.path])
         try:
             async with asyncio.timeout_at(until_s):
                 return await self._answer_of_any(request, body)

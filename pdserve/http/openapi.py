@@ -139,7 +139,7 @@ def document(
     for schema in components.values():
         for name in without:
             schema.get("properties", {}).pop(name, None)
-    for kind in (CompletionRequest, ChatRequest):
+    for kind in (CompletionRequest, ChatRequest, TokenizeRequest):
         for name, harmless in kind.unsupported.items():
             components[kind.__name__]["properties"][name] = {"enum": [None, *harmless]}
     paths: dict[str, dict[str, Any]] = {}

@@ -1,37 +1,20 @@
-"""What a client may ask: the OpenAI request bodies, parsed and checked.
+"""What a client may ask: the OpenAI request bodies.
 
-Fields have vLLM's names and meanings. A wrong value is a 400 that names the field; a field
-this server knows of but does not support is a 400 unless its value asks for nothing;
-unknown fields are ignored. Knows no tokenizer and no model.
+Fields have vLLM's names and meanings; each that vLLM's server knows is here. `parsing` refuses
+those that are not supported, unless their value asks for nothing. Knows no tokenizer and no model.
 """
 
 from __future__ import annotations
 
-import re
-from typing import Any, ClassVar, Literal, TypeVar, cast
+from typing import Any, ClassVar, Literal, cast
 
 import msgspec
 
 from pdserve.errors import BadRequestError
-from pdserve.wire.hop import KVTransferParams, ReachRequest, ReleaseRequest
-from pdserve.wire.sampling import MAX_LOGPROBS
+from pdserve.wire.hop import KVTransferParams
 
 MAX_CHOICES = 1024
-MAX_STOPS = 64
-MAX_STOP_CHARS = 4096
-"""Over all stop strings: the end of the text is held against each of them for each token."""
-MAX_STOP_TOKEN_IDS = 128
-MAX_BAD_WORDS = 1024
-MAX_BAD_WORDS_CHARS = 1 << 14
-MAX_LOGIT_BIAS = 1024
-"""As vLLM has it, like the number of stop token ids."""
-MAX_TEMPERATURE = 1000.0
-MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY = 0.01, 100.0
-"""Beyond these, logits are no longer finite in single precision."""
-_MAX_INT32 = 2**31 - 1
-_REMEDIES = {"functions": "; call them tools, or use function_call none"}
 ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
-_FIELD = re.compile(r" - at (?:`key` in )?`\$\.?([^`.\[]*)[^`]*`$")
 
 
 class StreamOptions(msgspec.Struct, frozen=True, kw_only=True):
@@ -41,8 +24,31 @@ class StreamOptions(msgspec.Struct, frozen=True, kw_only=True):
     continuous_usage_stats: bool | None = None
 
 
-class SamplingFields(msgspec.Struct, frozen=True, kw_only=True):
-    """The fields that completions and chat have in common; None means not given."""
+class TextFields(msgspec.Struct, frozen=True, kw_only=True):
+    """A body about text.
+
+    Attributes:
+        unsupported: Fields that are known and not supported, each with the values that ask for
+            nothing, beside its absence.
+    """
+
+    unsupported: ClassVar[dict[str, tuple[object, ...]]] = {}
+
+    @property
+    def unused(self) -> frozenset[str]:
+        """Fields that are not supported, and whose values another field takes out of use."""
+        return frozenset()
+
+
+class SamplingFields(TextFields, frozen=True, kw_only=True):
+    """The fields that completions and chat have in common; None means not given.
+
+    Attributes:
+        user, session_id: Name who asks; nothing depends on them, as in vLLM.
+        truncate_prompt_tokens: Cut prompts down to so many tokens; -1 is to what has room.
+        truncation_side: The end that is cut off: left, if it is not given.
+        stream_interval: Tokens to an event of a stream, but for its first and last one.
+    """
 
     model: str | None = None
     n: int | None = None
@@ -72,12 +78,16 @@ class SamplingFields(msgspec.Struct, frozen=True, kw_only=True):
     priority: int | None = None
     cache_salt: str | None = None
     user: str | None = None
+    session_id: str | None = None
+    truncate_prompt_tokens: int | None = None
+    truncation_side: Literal["left", "right"] | None = None
+    return_tokens_as_token_ids: bool | None = None
+    stream_interval: int | None = None
     kv_transfer_params: KVTransferParams | None = None
 
     # Known, not supported: each must have one of the values in `unsupported`, or be absent.
     use_beam_search: Any = None
     length_penalty: Any = None
-    truncate_prompt_tokens: Any = None
     structured_outputs: Any = None
     guided_json: Any = None
     guided_regex: Any = None
@@ -87,17 +97,19 @@ class SamplingFields(msgspec.Struct, frozen=True, kw_only=True):
     logits_processors: Any = None
     logprob_token_ids: Any = None
     repetition_detection: Any = None
-    return_tokens_as_token_ids: Any = None
     spaces_between_special_tokens: Any = None
-    stream_interval: Any = None
     thinking_token_budget: Any = None
     vllm_xargs: Any = None
     watermarking: Any = None
+    request_id: Any = None
+    ec_transfer_params: Any = None
+    routed_experts_prompt_start: Any = None
+    return_token_offsets: Any = None
+    return_mm_kwargs: Any = None
 
     unsupported: ClassVar[dict[str, tuple[object, ...]]] = {
         "use_beam_search": (False,),
         "length_penalty": (1,),
-        "truncate_prompt_tokens": (),
         "structured_outputs": (),
         "guided_json": (),
         "guided_regex": (),
@@ -107,18 +119,16 @@ class SamplingFields(msgspec.Struct, frozen=True, kw_only=True):
         "logits_processors": ([],),
         "logprob_token_ids": (),
         "repetition_detection": (),
-        "return_tokens_as_token_ids": (False,),
         "spaces_between_special_tokens": (True,),
-        "stream_interval": (1,),
         "thinking_token_budget": (-1,),
         "vllm_xargs": ({},),
         "watermarking": (False,),
+        "request_id": (),
+        "ec_transfer_params": (),
+        "routed_experts_prompt_start": (0,),
+        "return_token_offsets": (False,),
+        "return_mm_kwargs": (True,),
     }
-
-    @property
-    def unused(self) -> frozenset[str]:
-        """Fields that are not supported, and whose values another field takes out of use."""
-        return frozenset()
 
     @property
     def num_choices(self) -> int:
@@ -202,14 +212,24 @@ class CompletionRequest(SamplingFields, frozen=True, kw_only=True):
 
 
 class ChatRequest(SamplingFields, frozen=True, kw_only=True):
-    """The body of `POST /v1/chat/completions`."""
+    """The body of `POST /v1/chat/completions`.
+
+    Attributes:
+        continue_final_message: The answer goes on with the last message, which is left open.
+        documents: For the chat template, like `chat_template_kwargs`.
+        echo: An answer begins with the last message, if that is the assistant's.
+    """
 
     messages: list[dict[str, Any]]
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
     add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    documents: list[dict[str, Any]] | None = None
+    echo: bool | None = None
+    return_prompt_text: bool | None = None
 
     tools: list[dict[str, Any]] | None = None
     tool_choice: str | dict[str, Any] | None = None
@@ -223,12 +243,10 @@ class ChatRequest(SamplingFields, frozen=True, kw_only=True):
     audio: Any = None
     prediction: Any = None
     web_search_options: Any = None
-    documents: Any = None
     chat_template: Any = None
-    continue_final_message: Any = None
-    return_prompt_text: Any = None
-    echo: Any = None
     verbosity: Any = None
+    media_io_kwargs: Any = None
+    mm_processor_kwargs: Any = None
 
     unsupported: ClassVar[dict[str, tuple[object, ...]]] = SamplingFields.unsupported | {
         "tool_choice": ("none", "auto"),
@@ -238,12 +256,10 @@ class ChatRequest(SamplingFields, frozen=True, kw_only=True):
         "audio": (),
         "prediction": (),
         "web_search_options": (),
-        "documents": ([],),
         "chat_template": (),
-        "continue_final_message": (False,),
-        "return_prompt_text": (False,),
-        "echo": (False,),
         "verbosity": ("medium",),
+        "media_io_kwargs": ({},),
+        "mm_processor_kwargs": ({},),
     }
 
     @property
@@ -257,7 +273,7 @@ class ChatRequest(SamplingFields, frozen=True, kw_only=True):
         return [] if self.tool_choice == "none" else self.tools or []
 
 
-class TokenizeRequest(msgspec.Struct, frozen=True, kw_only=True):
+class TokenizeRequest(TextFields, frozen=True, kw_only=True):
     """The body of `POST /tokenize`: a prompt or chat messages, with tools if they have some."""
 
     model: str | None = None
@@ -265,9 +281,20 @@ class TokenizeRequest(msgspec.Struct, frozen=True, kw_only=True):
     messages: list[dict[str, Any]] | None = None
     add_special_tokens: bool | None = None
     add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     tools: list[dict[str, Any]] | None = None
     return_token_strs: bool | None = None
+
+    chat_template: Any = None
+    media_io_kwargs: Any = None
+    mm_processor_kwargs: Any = None
+
+    unsupported: ClassVar[dict[str, tuple[object, ...]]] = {
+        "chat_template": (),
+        "media_io_kwargs": ({},),
+        "mm_processor_kwargs": ({},),
+    }
 
 
 class DetokenizeRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -275,175 +302,3 @@ class DetokenizeRequest(msgspec.Struct, frozen=True, kw_only=True):
 
     tokens: list[int]
     model: str | None = None
-
-
-Body = TypeVar("Body", bound=msgspec.Struct)
-
-# Built on import: it takes milliseconds, which the first request should not pay.
-_DECODERS: dict[type[msgspec.Struct], msgspec.json.Decoder[Any]] = {
-    kind: msgspec.json.Decoder(kind)
-    for kind in (
-        CompletionRequest,
-        ChatRequest,
-        TokenizeRequest,
-        DetokenizeRequest,
-        ReleaseRequest,
-        ReachRequest,
-    )
-}
-
-_TOP_LEVEL: msgspec.json.Decoder[dict[str, msgspec.Raw]] = msgspec.json.Decoder(
-    dict[str, msgspec.Raw]
-)
-
-
-def parse_body(data: bytes, kind: type[Body]) -> Body:
-    """Return the request body in `data`.
-
-    Raises:
-        BadRequestError: It is not JSON, a field has the wrong type or an impossible value,
-            or asks for something that is not supported.
-    """
-    try:
-        body: Body = _DECODERS[kind].decode(data)
-    except msgspec.ValidationError as error:
-        raise _named(error) from error
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise BadRequestError(
-            f"the body is not valid JSON: {error}", code="invalid_json"
-        ) from error
-    except RecursionError as error:
-        raise BadRequestError("the body is nested too deeply", code="invalid_json") from error
-    if isinstance(body, SamplingFields):
-        _refuse_unsupported(body)
-        _check_ranges(body)
-    return body
-
-
-def unknown_fields(data: bytes, kind: type[msgspec.Struct]) -> list[str]:
-    """The names in the top level of a body that `parse_body` has taken, and ignored.
-
-    Raises:
-        BadRequestError: One of them is no text.
-    """
-    try:
-        names = _TOP_LEVEL.decode(data)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise BadRequestError(
-            f"the body is not valid JSON: {error}", code="invalid_json"
-        ) from error
-    return [name for name in names if name not in kind.__struct_encode_fields__]
-
-
-def _named(error: msgspec.ValidationError) -> BadRequestError:
-    """The decoder names the place at the end of its message."""
-    message = str(error)
-    place = _FIELD.search(message)
-    if place is not None and place[1]:
-        return BadRequestError(
-            f"{place[1]}: {message[: place.start()]}", param=place[1], code="invalid_type"
-        )
-    if missing := re.search(r"missing required field `(\w+)`", message):
-        return BadRequestError(
-            f"{missing[1]} is missing", param=missing[1], code="missing_required_parameter"
-        )
-    return BadRequestError(message)
-
-
-def _refuse_unsupported(body: SamplingFields) -> None:
-    for name, harmless in body.unsupported.items():
-        value = getattr(body, name)
-        if value is None or value in harmless or name in body.unused:
-            continue
-        raise BadRequestError(
-            f"{name} is not supported by this server{_REMEDIES.get(name, '')}",
-            param=name,
-            code="unsupported_parameter",
-        )
-
-
-def _check_ranges(body: SamplingFields) -> None:
-    _check("n", body.n, 1, MAX_CHOICES)
-    _check("max_tokens", body.max_tokens, 0, None)
-    _check("min_tokens", body.min_tokens, 0, None)
-    _check("temperature", body.temperature, 0, MAX_TEMPERATURE)
-    _check("top_p", body.top_p, 0, 1)
-    _check("top_k", body.top_k, -1, _MAX_INT32)
-    _check("min_p", body.min_p, 0, 1)
-    _check("presence_penalty", body.presence_penalty, -2, 2)
-    _check("frequency_penalty", body.frequency_penalty, -2, 2)
-    _check(
-        "repetition_penalty",
-        body.repetition_penalty,
-        MIN_REPETITION_PENALTY,
-        MAX_REPETITION_PENALTY,
-    )
-    _check("priority", body.priority, -_MAX_INT32, _MAX_INT32)
-    _check("seed", body.seed, -(2**63), 2**63 - 1)
-    _check("prompt_logprobs", body.prompt_logprobs, 0, MAX_LOGPROBS)
-    if body.top_p == 0:
-        raise BadRequestError("top_p is 0: it must be above 0 and at most 1", param="top_p")
-    if "" in body.stops:
-        raise BadRequestError("stop must not contain an empty string", param="stop")
-    _check_sizes(body)
-    if body.bad_words is not None and not all(word.strip() for word in body.bad_words):
-        raise BadRequestError("bad_words must not contain an empty word", param="bad_words")
-    if body.allowed_token_ids == []:
-        raise BadRequestError(
-            "allowed_token_ids is empty: nothing is left to sample", param="allowed_token_ids"
-        )
-    if body.cache_salt == "":
-        raise BadRequestError("cache_salt must not be empty", param="cache_salt")
-    if body.stream_options is not None and not body.stream:
-        raise BadRequestError(
-            "stream_options is only allowed when stream is true", param="stream_options"
-        )
-    if body.stream and body.prompt_logprobs is not None:
-        raise BadRequestError(
-            "prompt_logprobs is not available when stream is true", param="prompt_logprobs"
-        )
-    match body:
-        case CompletionRequest():
-            _check("logprobs", body.logprobs, 0, MAX_LOGPROBS)
-            if body.max_tokens == 0 and not body.echo:
-                raise BadRequestError(
-                    "max_tokens is 0: it must be at least 1, or echo must be true",
-                    param="max_tokens",
-                )
-        case ChatRequest():
-            _check("max_tokens", body.max_tokens, 1, None)
-            _check("max_completion_tokens", body.max_completion_tokens, 1, None)
-            _check("top_logprobs", body.top_logprobs, 0, MAX_LOGPROBS)
-            if body.top_logprobs and not body.logprobs:
-                raise BadRequestError(
-                    "top_logprobs is only allowed when logprobs is true", param="top_logprobs"
-                )
-            if not body.messages:
-                raise BadRequestError("messages is empty", param="messages")
-
-
-def _check(name: str, value: float | None, minimum: float, maximum: float | None) -> None:
-    if value is None or (value >= minimum and (maximum is None or value <= maximum)):
-        return
-    limits = f"at least {minimum}" if maximum is None else f"between {minimum} and {maximum}"
-    raise BadRequestError(f"{name} is {value}: it must be {limits}", param=name)
-
-
-def _check_sizes(body: SamplingFields) -> None:
-    """Bound what an engine, or this event loop, looks through for each token."""
-    stops, words = body.stops, body.bad_words or ()
-    biases, stop_ids = body.logit_bias or (), body.stop_token_ids or ()
-    chars = "characters in all"
-    many = "to allow or forbid many tokens, use allowed_token_ids"
-    for name, size, maximum, what, remedy in (
-        ("stop", len(stops), MAX_STOPS, "strings", "give fewer"),
-        ("stop", sum(map(len, stops)), MAX_STOP_CHARS, chars, "shorten the strings"),
-        ("stop_token_ids", len(stop_ids), MAX_STOP_TOKEN_IDS, "ids", "give fewer"),
-        ("bad_words", len(words), MAX_BAD_WORDS, "words", "forbid single tokens by logit_bias"),
-        ("bad_words", sum(map(len, words)), MAX_BAD_WORDS_CHARS, chars, "give fewer words"),
-        ("logit_bias", len(biases), MAX_LOGIT_BIAS, "tokens", many),
-    ):
-        if size > maximum:
-            raise BadRequestError(
-                f"{name} has {size} {what}: it may have {maximum} at most; {remedy}", param=name
-            )

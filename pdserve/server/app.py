@@ -23,6 +23,7 @@ from pdserve.http.bodies import Bodies
 from pdserve.http.connection import HttpListener
 from pdserve.http.control import Verifier
 from pdserve.http.cors import let_pages_ask
+from pdserve.http.ignored import tell_ignored
 from pdserve.http.own_address import WILDCARDS, own_address
 from pdserve.http.stopping import StopSignals, wait_for
 from pdserve.observe.clock import SystemClock
@@ -105,6 +106,7 @@ def build_app(
     app.cleanup_ctx.append(_stats_log)
     app.cleanup_ctx.append(_text_work)
     app.on_response_prepare.append(_return_id)
+    app.on_response_prepare.append(tell_ignored)
     let_pages_ask(app, server_config.cors)
     app.add_routes(
         [

@@ -10,15 +10,24 @@ from typing import TYPE_CHECKING, Any
 from aiohttp import web
 
 from pdserve.errors import BadRequestError
-from pdserve.http.protocol import ChatRequest, parse_body
+from pdserve.http.parsing import parse_body
+from pdserve.http.protocol import ChatRequest
 from pdserve.http.tools import tools_by_name
 from pdserve.server.account import serving
-from pdserve.server.intake import created_s, encode_prompts, make_job, say_unknown_fields
-from pdserve.server.logprobs import chat_logprobs, prompt_logprobs
+from pdserve.server.intake import (
+    created_s,
+    cut_prompts,
+    encode_prompts,
+    make_job,
+    say_unknown_fields,
+)
+from pdserve.server.logprobs import TokenNames, chat_logprobs, prompt_logprobs
 from pdserve.server.reply import EventStream, finish_name, hop_events, send_json
 from pdserve.server.sampling import Asked
 from pdserve.server.service import SERVICE, read_body
+from pdserve.server.spacing import spaced
 from pdserve.server.text_work import refuse_many_messages
+from pdserve.text.chat import content_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -68,6 +77,7 @@ async def render_chat(
         now_s=now_s,
         tools=tools,
         add_generation_prompt=body.add_generation_prompt is not False,
+        continue_final_message=bool(body.continue_final_message),
         variables=_template_variables(body),
     )
     return await work.run(render, num_bytes, len(messages))
@@ -76,6 +86,8 @@ async def render_chat(
 def _template_variables(body: ChatRequest | TokenizeRequest) -> dict[str, Any]:
     """Return what a body tells the chat template beside messages and tools."""
     said: dict[str, Any] = {}
+    if isinstance(body, ChatRequest) and body.documents is not None:
+        said["documents"] = body.documents
     effort = body.reasoning_effort if isinstance(body, ChatRequest) else None
     if effort is not None:
         said["reasoning_effort"] = effort
@@ -131,15 +143,16 @@ async def create_chat_completion(request: web.Request) -> web.StreamResponse:
     new_machine = _machines(body, text, prompt)
     # The template writes the special tokens itself.
     token_ids = await encode_prompts(
-        request, [prompt], add_special_tokens=bool(body.add_special_tokens), field="messages"
+        request, body, [prompt], add_special_tokens=bool(body.add_special_tokens), field="messages"
     )
+    max_tokens = body.max_completion_tokens or body.max_tokens
     job = await make_job(
         request,
         body,
-        token_ids,
+        cut_prompts(token_ids, body, max_tokens=max_tokens, max_model_len=info.max_model_len),
         Asked(
             prompt_field="messages",
-            max_tokens=body.max_completion_tokens or body.max_tokens,
+            max_tokens=max_tokens,
             max_tokens_field="max_completion_tokens"
             if body.max_completion_tokens
             else "max_tokens",
@@ -149,7 +162,7 @@ async def create_chat_completion(request: web.Request) -> web.StreamResponse:
             new_machine=new_machine,
         ),
     )
-    form = _Form(body, job, text.tokenizer, service.server_config.reasoning_field)
+    form = _Form(body, job, text.tokenizer, prompt, service.server_config.reasoning_field)
     async with serving(request, job):
         await job.start()
         if body.stream:
@@ -163,7 +176,7 @@ async def _stream(
 ) -> web.StreamResponse:
     stream = EventStream(request, job)
     async with stream:
-        async for delta in job.deltas():
+        async for delta in spaced(job.deltas(), body.stream_interval or 1):
             if form.is_plain(delta):
                 await stream.send_text(delta, form.chunk)
                 continue
@@ -191,12 +204,21 @@ class _Form:
     """Puts deltas into the endpoint's JSON. Keeps which choices were begun."""
 
     def __init__(
-        self, body: ChatRequest, job: TextRequest, tokenizer: Tokenizer, reasoning_field: str
+        self,
+        body: ChatRequest,
+        job: TextRequest,
+        tokenizer: Tokenizer,
+        prompt: str,
+        reasoning_field: str,
     ) -> None:
         self._body = body
         self._reasoning_field = reasoning_field
         self._job = job
-        self._tokenizer = tokenizer
+        self._prompt = prompt
+        self._tokens = TokenNames(tokenizer, as_ids=bool(body.return_tokens_as_token_ids))
+        last = body.messages[-1]
+        is_echoed = body.echo and last.get("role") == "assistant"
+        self._echo = content_of(last, "messages[-1]") if is_echoed else ""
         # With logprobs asked for, a choice's chunk has a list of them even where it has no token.
         self._may_be_plain = not (body.return_token_ids or body.continuous_usage or body.logprobs)
         self._begun = {choice.index for choice in job.choices if choice.num_to_swallow}
@@ -221,8 +243,9 @@ class _Form:
         self._begun.add(delta.index)
         num_before = delta.num_calls - len(delta.calls)
         gained = self._gained([delta], num_before)
-        if delta.text or not gained:
-            gained["content"] = delta.text
+        text = self._echo + delta.text if first else delta.text
+        if text or not gained:
+            gained["content"] = text
         for index, call in enumerate(gained.get("tool_calls", ()), num_before):
             call["index"] = index
         choice = {
@@ -231,9 +254,7 @@ class _Form:
             **self._facts([delta]),
         }
         chunk = self.envelope([choice], "chat.completion.chunk")
-        if first and self._body.return_token_ids:
-            chunk["prompt_token_ids"] = self._job.prompts[0]
-        return chunk
+        return chunk | self._of_prompt() if first else chunk
 
     def answer(self, choices: Sequence[Sequence[Delta]]) -> dict[str, Any]:
         """Return the whole answer from all deltas of each choice."""
@@ -251,15 +272,22 @@ class _Form:
         answer["usage"] = self._job.usage()
         entries = choices[0][0].prompt_logprobs
         if entries is not None:
-            answer["prompt_logprobs"] = prompt_logprobs(self._tokenizer, entries)
+            answer["prompt_logprobs"] = prompt_logprobs(self._tokens, entries)
+        return answer | self._of_prompt()
+
+    def _of_prompt(self) -> dict[str, Any]:
+        """What is told of the prompt, once."""
+        told: dict[str, Any] = {}
         if self._body.return_token_ids:
-            answer["prompt_token_ids"] = self._job.prompts[0]
-        return answer
+            told["prompt_token_ids"] = self._job.prompts[0]
+        if self._body.return_prompt_text:
+            told["prompt_text"] = self._prompt
+        return told
 
     def _message(self, deltas: Sequence[Delta]) -> dict[str, Any]:
         """Return the whole message of a choice."""
         gained = self._gained(deltas, 0)
-        content = "".join(delta.text for delta in deltas)
+        content = self._echo + "".join(delta.text for delta in deltas)
         is_call = "tool_calls" in gained and not content
         return {"role": "assistant", "content": None if is_call else content, **gained}
 
@@ -294,7 +322,7 @@ class _Form:
         """What stands beside the text in a choice, for some of its deltas in a row."""
         entries = [entry for delta in deltas for entry in delta.logprobs or ()]
         facts: dict[str, Any] = {
-            "logprobs": chat_logprobs(self._tokenizer, entries, self._body.top_logprobs or 0)
+            "logprobs": chat_logprobs(self._tokens, entries, self._body.top_logprobs or 0)
             if self._body.logprobs
             else None,
             "finish_reason": finish_name(

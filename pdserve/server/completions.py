@@ -6,13 +6,21 @@ from typing import TYPE_CHECKING, Any
 
 from aiohttp import web
 
-from pdserve.http.protocol import CompletionRequest, parse_body
+from pdserve.http.parsing import parse_body
+from pdserve.http.protocol import CompletionRequest
 from pdserve.server.account import serving
-from pdserve.server.intake import encode_prompts, make_job, say_unknown_fields
-from pdserve.server.logprobs import completion_logprobs, echoed_logprobs, joined, prompt_logprobs
+from pdserve.server.intake import cut_prompts, encode_prompts, make_job, say_unknown_fields
+from pdserve.server.logprobs import (
+    TokenNames,
+    completion_logprobs,
+    echoed_logprobs,
+    joined,
+    prompt_logprobs,
+)
 from pdserve.server.reply import EventStream, finish_name, hop_events, send_json
 from pdserve.server.sampling import Asked
 from pdserve.server.service import SERVICE, read_body
+from pdserve.server.spacing import spaced
 
 if TYPE_CHECKING:
     from pdserve.server.text_request import Delta, TextRequest
@@ -29,13 +37,20 @@ async def create_completion(request: web.Request) -> web.StreamResponse:
     del data  # the answer may take minutes
     service = request.app[SERVICE]
     service.resolve_model(body.model)
-    text, _ = service.require_ready()
+    text, info = service.require_ready()
     prompts = body.prompts()
     texts = [prompt for prompt in prompts if isinstance(prompt, str)]
     token_ids = [prompt for prompt in prompts if not isinstance(prompt, str)]
     if texts:
         special = body.add_special_tokens is not False
-        token_ids = await encode_prompts(request, texts, add_special_tokens=special, field="prompt")
+        token_ids = await encode_prompts(
+            request, body, texts, add_special_tokens=special, field="prompt"
+        )
+    if body.truncate_prompt_tokens is not None:
+        max_tokens = DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
+        prompts = token_ids = cut_prompts(
+            token_ids, body, max_tokens=max_tokens, max_model_len=info.max_model_len
+        )
     wanted = body.prompt_logprobs
     if wanted is None and body.echo:
         wanted = body.logprobs
@@ -66,7 +81,7 @@ async def _stream(
 ) -> web.StreamResponse:
     stream = EventStream(request, job)
     async with stream:
-        async for delta in job.deltas():
+        async for delta in spaced(job.deltas(), body.stream_interval or 1):
             if form.is_plain(delta):
                 await stream.send_text(delta, form.chunk)
                 continue
@@ -114,7 +129,7 @@ class _Form:
     ) -> None:
         self._body = body
         self._job = job
-        self._tokenizer = tokenizer
+        self._tokens = TokenNames(tokenizer, as_ids=bool(body.return_tokens_as_token_ids))
         self._echo: list[str] = []
         if body.echo:
             self._echo = [
@@ -154,7 +169,7 @@ class _Form:
 
     def choice(self, delta: Delta, *, streaming: bool) -> dict[str, Any]:
         """Return the choice object for `delta`."""
-        body, tokenizer = self._body, self._tokenizer
+        body, tokens = self._body, self._tokens
         first = delta.index not in self._begun
         self._begun.add(delta.index)
         prompt_index = self._job.choices[delta.index].prompt_index
@@ -165,10 +180,10 @@ class _Form:
         logprobs = None
         if entries is not None:
             offsets = [len(echo) + offset for offset in delta.offsets[: len(entries)]]
-            logprobs = completion_logprobs(tokenizer, entries, offsets)
+            logprobs = completion_logprobs(tokens, entries, offsets)
             if first and echo and delta.prompt_logprobs is not None:
                 prompt = self._job.prompts[prompt_index]
-                echoed = echoed_logprobs(tokenizer, prompt, delta.prompt_logprobs, echo)
+                echoed = echoed_logprobs(tokens, prompt, delta.prompt_logprobs, echo)
                 logprobs = joined(echoed, logprobs)
         choice: dict[str, Any] = {
             "index": delta.index,
@@ -178,7 +193,7 @@ class _Form:
             "stop_reason": delta.stop_reason,
         }
         if not streaming and body.prompt_logprobs is not None and delta.prompt_logprobs is not None:
-            choice["prompt_logprobs"] = prompt_logprobs(tokenizer, delta.prompt_logprobs)
+            choice["prompt_logprobs"] = prompt_logprobs(tokens, delta.prompt_logprobs)
         if body.return_token_ids:
             if first:
                 choice["prompt_token_ids"] = self._job.prompts[prompt_index]

@@ -18,7 +18,8 @@ import msgspec
 from pdserve.config.checks import is_loopback
 from pdserve.config.schema import SchedulingPolicy
 from pdserve.errors import BadRequestError, HandoffRefusedError
-from pdserve.http.protocol import unknown_fields
+from pdserve.http.ignored import MAX_NAME_CHARS, note_ignored
+from pdserve.http.parsing import top_level
 from pdserve.observe.log import log_event
 from pdserve.server.hop import DecodeHop, PrefillHop, parse_hop
 from pdserve.server.sampling import (
@@ -52,25 +53,31 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 _SEED_BITS = 63
-_MAX_IGNORED, _MAX_NAME_CHARS = 64, 64
+_MAX_IGNORED = 64
 
 
-def say_unknown_fields(request: web.Request, data: bytes, kind: type[SamplingFields]) -> None:
-    """Log each field that no request here has, once; it is ignored, as vLLM does."""
+def say_unknown_fields(request: web.Request, data: bytes, kind: type[msgspec.Struct]) -> None:
+    """Name fields that no request here has in the answer, and log each of them once."""
     told = request.app[SERVICE].ignored_fields
-    for name in unknown_fields(data, kind):
+    for name in note_ignored(request, top_level(data), kind):
         if name not in told and len(told) < _MAX_IGNORED:
             told.add(name)
-            shown = ascii(name[:_MAX_NAME_CHARS])
+            shown = ascii(name[:MAX_NAME_CHARS])
             log_event(_log, "request field ignored", field=shown)
 
 
 async def encode_prompts(
-    request: web.Request, texts: Sequence[str], *, add_special_tokens: bool, field: str
+    request: web.Request,
+    fields: SamplingFields,
+    texts: Sequence[str],
+    *,
+    add_special_tokens: bool,
+    field: str,
 ) -> list[list[int]]:
     """Tokenize a request's prompts; how long that took is in the trace.
 
     Args:
+        fields: Say whether prompts without room are cut down, and not refused.
         field: Where they stand in the body.
 
     Raises:
@@ -79,8 +86,11 @@ async def encode_prompts(
     """
     service = request.app[SERVICE]
     text, info = service.require_ready()
+    widest = None
+    if fields.truncate_prompt_tokens is None:
+        widest = text.tokenizer.max_chars_per_token
     for prompt in texts:
-        refuse_long_prompt(prompt, text.tokenizer, info.max_model_len, field=field)
+        refuse_long_prompt(prompt, widest, info.max_model_len, field=field)
     start_s = service.clock.monotonic_s()
     prompts = await encode(
         service.prompt_work, text.tokenizer, texts, add_special_tokens=add_special_tokens
@@ -92,6 +102,29 @@ async def encode_prompts(
     now_s = service.clock.monotonic_s()
     service.recorder.add(SliceEvent(now_s, start_s, "tokenizer", "tokenize", facts))
     return prompts
+
+
+def cut_prompts(
+    prompts: list[list[int]],
+    fields: SamplingFields,
+    *,
+    max_tokens: int | None,
+    max_model_len: int,
+) -> list[list[int]]:
+    """Return prompts as a request wants them cut; the same on every engine that gets it.
+
+    Args:
+        prompts: Token ids.
+        max_tokens: Of output, for which a cut to what has room leaves room.
+    """
+    limit = fields.truncate_prompt_tokens
+    if limit is None:
+        return prompts
+    if limit == -1:
+        limit = max(1, max_model_len - (max_tokens or 1))
+    if fields.truncation_side == "right":
+        return [prompt[:limit] for prompt in prompts]
+    return [prompt[-limit:] for prompt in prompts]
 
 
 def created_s(request: web.Request, fields: SamplingFields) -> int:

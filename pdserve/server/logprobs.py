@@ -12,20 +12,40 @@ if TYPE_CHECKING:
     from pdserve.wire.outputs import TokenLogprobs
 
 
+class TokenNames:
+    """What tokens are called where their log-probabilities are told.
+
+    Args:
+        as_ids: By their ids: several tokens may have one text, and some have none.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, *, as_ids: bool) -> None:
+        self._tokenizer = tokenizer
+        self._as_ids = as_ids
+
+    def text(self, token_id: int) -> str:
+        """Return a token's name."""
+        return f"token_id:{token_id}" if self._as_ids else self._tokenizer.token_text(token_id)
+
+    def bytes(self, token_id: int) -> bytes:
+        """Return what a token stands for."""
+        return self._tokenizer.token_bytes(token_id)
+
+
 def completion_logprobs(
-    tokenizer: Tokenizer, entries: Sequence[TokenLogprobs], offsets: Sequence[int]
+    names: TokenNames, entries: Sequence[TokenLogprobs], offsets: Sequence[int]
 ) -> dict[str, list[Any]]:
     """Return the object of `/v1/completions`: one column per fact."""
     return {
         "text_offset": list(offsets),
         "token_logprobs": [entry.logprob for entry in entries],
-        "tokens": [tokenizer.token_text(entry.token_id) for entry in entries],
-        "top_logprobs": [_alternatives(tokenizer, entry) for entry in entries],
+        "tokens": [names.text(entry.token_id) for entry in entries],
+        "top_logprobs": [_alternatives(names, entry) for entry in entries],
     }
 
 
 def echoed_logprobs(
-    tokenizer: Tokenizer, token_ids: Sequence[int], entries: PromptLogprobs, echo: str
+    names: TokenNames, token_ids: Sequence[int], entries: PromptLogprobs, echo: str
 ) -> dict[str, list[Any]]:
     """Return the prompt's part of the object of `/v1/completions` when it is echoed.
 
@@ -42,9 +62,9 @@ def echoed_logprobs(
     for token_id, entry in zip(token_ids, entries, strict=True):
         columns["text_offset"].append(num_chars)
         columns["token_logprobs"].append(None if entry is None else entry.logprob)
-        columns["tokens"].append(tokenizer.token_text(token_id))
-        columns["top_logprobs"].append(None if entry is None else _alternatives(tokenizer, entry))
-        spelling = tokenizer.token_bytes(token_id)
+        columns["tokens"].append(names.text(token_id))
+        columns["top_logprobs"].append(None if entry is None else _alternatives(names, entry))
+        spelling = names.bytes(token_id)
         for found in (spelling, spelling.lstrip(b" ")):  # a first word may have no space
             if data.startswith(found, position):
                 position += len(found)
@@ -59,15 +79,15 @@ def joined(first: dict[str, list[Any]], second: dict[str, list[Any]]) -> dict[st
 
 
 def chat_logprobs(
-    tokenizer: Tokenizer, entries: Sequence[TokenLogprobs], num_top: int
+    names: TokenNames, entries: Sequence[TokenLogprobs], num_top: int
 ) -> dict[str, Any]:
     """Return the object of `/v1/chat/completions`: one row per token."""
     return {
         "content": [
-            _row(tokenizer, entry.token_id, entry.logprob)
+            _row(names, entry.token_id, entry.logprob)
             | {
                 "top_logprobs": [
-                    _row(tokenizer, token_id, logprob) for token_id, logprob in entry.top[:num_top]
+                    _row(names, token_id, logprob) for token_id, logprob in entry.top[:num_top]
                 ]
             }
             for entry in entries
@@ -76,13 +96,13 @@ def chat_logprobs(
 
 
 def prompt_logprobs(
-    tokenizer: Tokenizer, entries: PromptLogprobs
+    names: TokenNames, entries: PromptLogprobs
 ) -> list[dict[str, dict[str, Any]] | None]:
     """Return vLLM's object: per prompt token, alternatives by token id."""
-    return [None if entry is None else _by_id(tokenizer, entry) for entry in entries]
+    return [None if entry is None else _by_id(names, entry) for entry in entries]
 
 
-def _by_id(tokenizer: Tokenizer, entry: TokenLogprobs) -> dict[str, dict[str, Any]]:
+def _by_id(names: TokenNames, entry: TokenLogprobs) -> dict[str, dict[str, Any]]:
     ranked = [(entry.token_id, entry.logprob, entry.rank)]
     ranked += [
         (token_id, logprob, rank)
@@ -93,23 +113,23 @@ def _by_id(tokenizer: Tokenizer, entry: TokenLogprobs) -> dict[str, dict[str, An
         str(token_id): {
             "logprob": logprob,
             "rank": rank,
-            "decoded_token": tokenizer.token_text(token_id),
+            "decoded_token": names.text(token_id),
         }
         for token_id, logprob, rank in ranked
     }
 
 
-def _alternatives(tokenizer: Tokenizer, entry: TokenLogprobs) -> dict[str, float]:
+def _alternatives(names: TokenNames, entry: TokenLogprobs) -> dict[str, float]:
     """The likeliest tokens, and the one that stands there; the likelier of equal spellings."""
     found: dict[str, float] = {}
     for token_id, logprob in (*entry.top, (entry.token_id, entry.logprob)):
-        found.setdefault(tokenizer.token_text(token_id), logprob)
+        found.setdefault(names.text(token_id), logprob)
     return found
 
 
-def _row(tokenizer: Tokenizer, token_id: int, logprob: float) -> dict[str, Any]:
+def _row(names: TokenNames, token_id: int, logprob: float) -> dict[str, Any]:
     return {
-        "token": tokenizer.token_text(token_id),
+        "token": names.text(token_id),
         "logprob": logprob,
-        "bytes": list(tokenizer.token_bytes(token_id)),
+        "bytes": list(names.bytes(token_id)),
     }

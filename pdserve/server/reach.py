@@ -12,7 +12,7 @@ import os
 from typing import TYPE_CHECKING, Final
 
 from pdserve.http.answers import json_answer
-from pdserve.http.protocol import parse_body
+from pdserve.http.parsing import parse_body
 from pdserve.server.service import SERVICE, read_body
 from pdserve.wire.hop import ReachReport, ReachRequest
 

@@ -10,10 +10,12 @@ from aiohttp import web
 import pdserve
 from pdserve.errors import BadRequestError
 from pdserve.http.answers import json_answer
-from pdserve.http.protocol import DetokenizeRequest, TokenizeRequest, parse_body
+from pdserve.http.parsing import parse_body
+from pdserve.http.protocol import DetokenizeRequest, TokenizeRequest
 from pdserve.http.replies import ServerLoad
 from pdserve.observe.metrics import CONTENT_TYPE
 from pdserve.server.chat import render_chat
+from pdserve.server.intake import say_unknown_fields
 from pdserve.server.sampling import check_token_ids
 from pdserve.server.service import SERVICE, read_body
 from pdserve.server.text_work import refuse_more
@@ -119,6 +121,7 @@ async def tokenize(request: web.Request) -> web.Response:
     """The token ids of a prompt or of chat messages."""
     data = await read_body(request)
     body = parse_body(data, TokenizeRequest)
+    say_unknown_fields(request, data, TokenizeRequest)
     service = request.app[SERVICE]
     service.resolve_model(body.model)
     text, info = service.require_ready()
@@ -158,7 +161,9 @@ async def tokenize(request: web.Request) -> web.Response:
 
 async def detokenize(request: web.Request) -> web.Response:
     """The text of token ids, special tokens included."""
-    body = parse_body(await read_body(request), DetokenizeRequest)
+    data = await read_body(request)
+    body = parse_body(data, DetokenizeRequest)
+    say_unknown_fields(request, data, DetokenizeRequest)
     service = request.app[SERVICE]
     service.resolve_model(body.model)
     text, _ = service.require_ready()

@@ -84,13 +84,15 @@ class TextWork:
         self._executor.shutdown(wait=False, cancel_futures=True)
 
 
-def refuse_long_prompt(text: str, tokenizer: Tokenizer, max_model_len: int, *, field: str) -> None:
+def refuse_long_prompt(text: str, widest: int | None, max_model_len: int, *, field: str) -> None:
     """Refuse a text that can be no prompt, before it is tokenized, which may take minutes.
+
+    Args:
+        widest: Characters of a token at most; None if that is not known, or the prompt is cut.
 
     Raises:
         ContextLengthError: It is longer than any that has room.
     """
-    widest = tokenizer.max_chars_per_token
     if widest is not None and len(text) > widest * max_model_len:
         num_tokens = -(-len(text) // widest)
         raise ContextLengthError(

@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from jinja2 import nodes
     from jinja2.parser import Parser
 
+_END_MARK = "PDSERVE_END_OF_FINAL_MESSAGE "
+"""Put behind a message that is to be left open. Its space tells a template that cuts them off."""
 _REASONING = ("reasoning", "reasoning_content")
 _ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 
@@ -103,6 +105,7 @@ class ChatTemplate:
         now_s: float,
         tools: Sequence[Mapping[str, Any]] = (),
         add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
         variables: Mapping[str, Any] | None = None,
     ) -> str:
         """Return the prompt.
@@ -114,21 +117,26 @@ class ChatTemplate:
                 renders a request, and shown in UTC: hosts may be in different time zones.
             tools: OpenAI's, as they came.
             add_generation_prompt: Whether the prompt ends where the assistant begins.
+            continue_final_message: Whether it ends with the content of the last message, as
+                transformers has it; there is one then.
             variables: Further names for the template (`chat_template_kwargs`).
 
         Raises:
             BadRequestError: A message is malformed, or the template refuses them.
         """
+        plain = [self._plain(message, index) for index, message in enumerate(messages)]
+        if continue_final_message and plain:
+            plain[-1]["content"] += _END_MARK
         names = {
             **self._special_tokens,
             "tools": list(tools) or None,
             **(variables or {}),
-            "messages": [self._plain(message, index) for index, message in enumerate(messages)],
-            "add_generation_prompt": add_generation_prompt,
+            "messages": plain,
+            "add_generation_prompt": add_generation_prompt and not continue_final_message,
             "strftime_now": lambda form: _in_utc(form, now_s),
         }
         try:
-            return self._template.render(names)
+            prompt = self._template.render(names)
         except _TemplateRefusalError as error:
             raise BadRequestError(str(error), param="messages") from error
         except (
@@ -145,9 +153,10 @@ class ChatTemplate:
                 f"the model's chat template cannot render these messages: {error}",
                 param="messages",
             ) from error
+        return _left_open(prompt) if continue_final_message else prompt
 
     def _plain(self, message: Mapping[str, Any], index: int) -> dict[str, Any]:
-        """Check one message and join its text parts, as templates for text expect them."""
+        """Check one message and join its text parts."""
         where = f"messages[{index}]"
         role = message.get("role")
         if not isinstance(role, str):
@@ -156,19 +165,7 @@ class ChatTemplate:
             raise BadRequestError(
                 f"{where}.role is {role!r}: use one of {', '.join(_ROLES)}", param="messages"
             )
-        content = message.get("content")
-        if isinstance(content, list):
-            content = "\n".join(
-                _part_text(part, f"{where}.content[{position}]")
-                for position, part in enumerate(content)
-            )
-        elif content is None:
-            content = ""
-        elif not isinstance(content, str):
-            raise BadRequestError(
-                f"{where}.content must be a string or a list of text parts", param="messages"
-            )
-        plain = {**message, "content": content}
+        plain = {**message, "content": content_of(message, where)}
         if message.get("tool_calls") is not None:
             plain["tool_calls"] = _with_objects(message["tool_calls"], f"{where}.tool_calls")
         for name in _REASONING:  # templates know it by either name
@@ -211,6 +208,47 @@ def _with_objects(calls: object, where: str) -> list[dict[str, Any]]:
             )
         parsed.append({**call, "function": {**function, "arguments": arguments}})
     return parsed
+
+
+def content_of(message: Mapping[str, Any], where: str) -> str:
+    """Return a message's text; its parts are joined as templates for text expect them.
+
+    Args:
+        where: What the message is called in an error.
+
+    Raises:
+        BadRequestError: It has anything else but text.
+    """
+    content = message.get("content")
+    if isinstance(content, list):
+        return "\n".join(
+            _part_text(part, f"{where}.content[{position}]")
+            for position, part in enumerate(content)
+        )
+    if content is None:
+        return ""
+    if isinstance(content, str):
+        return content
+    raise BadRequestError(
+        f"{where}.content must be a string or a list of text parts", param="messages"
+    )
+
+
+def _left_open(prompt: str) -> str:
+    """Cut a prompt off where its last message's content ends.
+
+    Raises:
+        BadRequestError: The template does not show it.
+    """
+    end = prompt.rfind(_END_MARK.rstrip())
+    if end < 0:
+        raise BadRequestError(
+            "continue_final_message: the model's chat template leaves the last message out",
+            param="continue_final_message",
+        )
+    # Where it cuts spaces off it would have cut off those of the message, too.
+    is_kept = prompt.startswith(_END_MARK, end)
+    return prompt[:end] if is_kept else prompt[:end].rstrip()
 
 
 def _part_text(part: object, where: str) -> str:

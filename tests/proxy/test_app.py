@@ -147,6 +147,23 @@ async def test_tokenize_is_answered_by_any_engine_that_works(make_stack):
             assert (await response.json())["by"] == good.engine_id
 
 
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/completions", {"prompt": "hi", "max_tokens": 4}),
+        ("/v1/completions", {"prompt": "hi", "max_tokens": 4, "stream": True}),
+        ("/v1/chat/completions", {"messages": [], "max_tokens": 4, "stream": True}),
+        ("/tokenize", {"prompt": "hi"}),
+    ],
+)
+async def test_fields_that_mean_nothing_are_named_in_a_header(stack, path, body):
+    async with stack.post(body | {"stpo": "x"}, path) as response:
+        assert response.status == 200
+        assert response.headers["X-Pdserve-Ignored-Fields"] == "stpo"
+    async with stack.post(body, path) as response:
+        assert "X-Pdserve-Ignored-Fields" not in response.headers
+
+
 async def test_a_request_id_that_could_break_a_log_is_replaced(stack):
     async with stack.post(headers={"X-Request-Id": "a b\tc"}) as response:
         assert response.headers["X-Request-Id"] != "a b\tc"

@@ -1,0 +1,59 @@
+"""What of a request body means nothing here, and how its client is told.
+
+As in vLLM such fields do no harm. Unlike there they are named in a header of the answer, each once,
+so that a misspelt one is seen.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+from urllib.parse import quote
+
+import msgspec
+from aiohttp import web
+
+from pdserve.http.parsing import top_level
+from pdserve.http.protocol import StreamOptions
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+IGNORED_HEADER: Final = "X-Pdserve-Ignored-Fields"
+MAX_NAMED: Final = 16
+MAX_NAME_CHARS: Final = 64
+_OPTIONS: Final = "stream_options"
+_IGNORED: web.RequestKey[list[str]] = web.RequestKey("ignored_fields", list)
+
+
+def note_ignored(
+    request: web.Request, fields: Mapping[str, msgspec.Raw], kind: type[msgspec.Struct]
+) -> Sequence[str]:
+    """Have the answer name the fields of a body that mean nothing; return their names.
+
+    Args:
+        fields: The body, undecoded.
+        kind: What bodies of this endpoint are decoded into.
+
+    Raises:
+        BadRequestError: A name is no text.
+    """
+    ignored = [name for name in fields if name not in kind.__struct_encode_fields__]
+    options = bytes(fields.get(_OPTIONS, b""))
+    if _OPTIONS not in ignored and options.startswith(b"{"):
+        known = StreamOptions.__struct_encode_fields__
+        ignored += [f"{_OPTIONS}.{name}" for name in top_level(options) if name not in known]
+    request[_IGNORED] = ignored
+    return ignored
+
+
+async def tell_ignored(request: web.Request, response: web.StreamResponse) -> None:
+    """Name in a header what was noted of a request; an app's `on_response_prepare`."""
+    ignored = request.get(_IGNORED)
+    if not ignored:
+        return
+    named = [
+        quote(name[:MAX_NAME_CHARS], safe=".", errors="replace") for name in ignored[:MAX_NAMED]
+    ]
+    if len(ignored) > MAX_NAMED:
+        named.append("...")
+    response.headers[IGNORED_HEADER] = ", ".join(named)

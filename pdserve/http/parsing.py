@@ -1,0 +1,264 @@
+"""From the bytes of a request body to its struct, checked.
+
+A wrong value is a 400 that names the field; a field this server knows of but does not support is
+a 400 with a remedy, unless its value asks for nothing. Knows no tokenizer and no model.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import msgspec
+
+from pdserve.errors import BadRequestError
+from pdserve.http.protocol import (
+    MAX_CHOICES,
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    SamplingFields,
+    TextFields,
+    TokenizeRequest,
+)
+from pdserve.wire.hop import ReachRequest, ReleaseRequest
+from pdserve.wire.sampling import MAX_LOGPROBS
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+MAX_STOPS = 64
+MAX_STOP_CHARS = 4096
+"""Over all stop strings: the end of the text is held against each of them for each token."""
+MAX_STOP_TOKEN_IDS = 128
+MAX_BAD_WORDS = 1024
+MAX_BAD_WORDS_CHARS = 1 << 14
+MAX_LOGIT_BIAS = 1024
+"""As vLLM has it, like the number of stop token ids."""
+MAX_TEMPERATURE = 1000.0
+MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY = 0.01, 100.0
+"""Beyond these, logits are no longer finite in single precision."""
+_MAX_INT32 = 2**31 - 1
+_ONLY_TEXT = "only text is served"
+_NO_TEMPLATES = "a client's template is not run: start the engines with --chat-template FILE"
+_REMEDIES = {
+    "audio": _ONLY_TEXT,
+    "best_of": "ask for n choices with logprobs, and take the likeliest",
+    "chat_template": _NO_TEMPLATES,
+    "ec_transfer_params": _ONLY_TEXT,
+    "functions": "call them tools, or use function_call none",
+    "length_penalty": "it means something to a beam search only",
+    "logits_processors": "use logit_bias, allowed_token_ids or bad_words",
+    "media_io_kwargs": _ONLY_TEXT,
+    "mm_processor_kwargs": _ONLY_TEXT,
+    "modalities": _ONLY_TEXT,
+    "prompt_embeds": "send the prompt as text or as token ids",
+    "repetition_detection": "use repetition_penalty, or stop",
+    "request_id": "send it as the header X-Request-Id",
+    "return_token_offsets": "/tokenize has the tokens of a text",
+    "routed_experts_prompt_start": "which experts a token takes is not told",
+    "spaces_between_special_tokens": "special tokens are written as the tokenizer writes them",
+    "suffix": "write the prompt with the model's own tokens for filling in",
+    "use_beam_search": "ask for n choices with logprobs instead",
+    "verbosity": "say in a message how long the answer is to be",
+    "vllm_xargs": "there are no extensions that would read it",
+    "watermarking": "answers are not marked",
+    "web_search_options": "put what was found into a message",
+}
+_FIELD = re.compile(r" - at (?:`key` in )?`\$\.?([^`.\[]*)[^`]*`$")
+
+Body = TypeVar("Body", bound=msgspec.Struct)
+
+# Built on import: it takes milliseconds, which the first request should not pay.
+_DECODERS: dict[type[msgspec.Struct], msgspec.json.Decoder[Any]] = {
+    kind: msgspec.json.Decoder(kind)
+    for kind in (
+        CompletionRequest,
+        ChatRequest,
+        TokenizeRequest,
+        DetokenizeRequest,
+        ReleaseRequest,
+        ReachRequest,
+    )
+}
+
+_TOP_LEVEL: msgspec.json.Decoder[dict[str, msgspec.Raw]] = msgspec.json.Decoder(
+    dict[str, msgspec.Raw]
+)
+
+
+def parse_body(data: bytes, kind: type[Body]) -> Body:
+    """Return the request body in `data`.
+
+    Raises:
+        BadRequestError: It is not JSON, a field has the wrong type or an impossible value,
+            or asks for something that is not supported.
+    """
+    try:
+        body: Body = _DECODERS[kind].decode(data)
+    except msgspec.ValidationError as error:
+        raise _named(error) from error
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise BadRequestError(
+            f"the body is not valid JSON: {error}", code="invalid_json"
+        ) from error
+    except RecursionError as error:
+        raise BadRequestError("the body is nested too deeply", code="invalid_json") from error
+    if isinstance(body, TextFields):
+        _refuse_unsupported(body)
+    if isinstance(body, TokenizeRequest):
+        _refuse_two_ends(body)
+    if isinstance(body, SamplingFields):
+        _check_ranges(body)
+    return body
+
+
+def top_level(data: bytes) -> Mapping[str, msgspec.Raw]:
+    """Return the fields of a body, undecoded.
+
+    Raises:
+        BadRequestError: It is no JSON object, or one of its names is no text.
+    """
+    try:
+        return _TOP_LEVEL.decode(data)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise BadRequestError(
+            f"the body is not valid JSON: {error}", code="invalid_json"
+        ) from error
+
+
+def _named(error: msgspec.ValidationError) -> BadRequestError:
+    """The decoder names the place at the end of its message."""
+    message = str(error)
+    place = _FIELD.search(message)
+    if place is not None and place[1]:
+        return BadRequestError(
+            f"{place[1]}: {message[: place.start()]}", param=place[1], code="invalid_type"
+        )
+    if missing := re.search(r"missing required field `(\w+)`", message):
+        return BadRequestError(
+            f"{missing[1]} is missing", param=missing[1], code="missing_required_parameter"
+        )
+    return BadRequestError(message)
+
+
+def _refuse_unsupported(body: TextFields) -> None:
+    for name, harmless in body.unsupported.items():
+        value = getattr(body, name)
+        if value is None or value in harmless or name in body.unused:
+            continue
+        remedy = f"; {_REMEDIES[name]}" if name in _REMEDIES else ""
+        raise BadRequestError(
+            f"{name} is not supported by this server{remedy}",
+            param=name,
+            code="unsupported_parameter",
+        )
+
+
+def _check_ranges(body: SamplingFields) -> None:
+    _check("n", body.n, 1, MAX_CHOICES)
+    _check("max_tokens", body.max_tokens, 0, None)
+    _check("min_tokens", body.min_tokens, 0, None)
+    _check("temperature", body.temperature, 0, MAX_TEMPERATURE)
+    _check("top_p", body.top_p, 0, 1)
+    _check("top_k", body.top_k, -1, _MAX_INT32)
+    _check("min_p", body.min_p, 0, 1)
+    _check("presence_penalty", body.presence_penalty, -2, 2)
+    _check("frequency_penalty", body.frequency_penalty, -2, 2)
+    _check(
+        "repetition_penalty",
+        body.repetition_penalty,
+        MIN_REPETITION_PENALTY,
+        MAX_REPETITION_PENALTY,
+    )
+    _check("priority", body.priority, -_MAX_INT32, _MAX_INT32)
+    _check("seed", body.seed, -(2**63), 2**63 - 1)
+    _check("prompt_logprobs", body.prompt_logprobs, 0, MAX_LOGPROBS)
+    _check("stream_interval", body.stream_interval, 1, None)
+    _check("truncate_prompt_tokens", body.truncate_prompt_tokens, -1, None)
+    if body.truncate_prompt_tokens == 0:
+        raise BadRequestError(
+            "truncate_prompt_tokens is 0: it must be at least 1, or -1 for what has room",
+            param="truncate_prompt_tokens",
+        )
+    if body.top_p == 0:
+        raise BadRequestError("top_p is 0: it must be above 0 and at most 1", param="top_p")
+    if "" in body.stops:
+        raise BadRequestError("stop must not contain an empty string", param="stop")
+    _check_sizes(body)
+    if body.bad_words is not None and not all(word.strip() for word in body.bad_words):
+        raise BadRequestError("bad_words must not contain an empty word", param="bad_words")
+    if body.allowed_token_ids == []:
+        raise BadRequestError(
+            "allowed_token_ids is empty: nothing is left to sample", param="allowed_token_ids"
+        )
+    if body.cache_salt == "":
+        raise BadRequestError("cache_salt must not be empty", param="cache_salt")
+    if body.stream_options is not None and not body.stream:
+        raise BadRequestError(
+            "stream_options is only allowed when stream is true", param="stream_options"
+        )
+    if body.stream and body.prompt_logprobs is not None:
+        raise BadRequestError(
+            "prompt_logprobs is not available when stream is true", param="prompt_logprobs"
+        )
+    match body:
+        case CompletionRequest():
+            _check("logprobs", body.logprobs, 0, MAX_LOGPROBS)
+            if body.max_tokens == 0 and not body.echo:
+                raise BadRequestError(
+                    "max_tokens is 0: it must be at least 1, or echo must be true",
+                    param="max_tokens",
+                )
+        case ChatRequest():
+            _check("max_tokens", body.max_tokens, 1, None)
+            _check("max_completion_tokens", body.max_completion_tokens, 1, None)
+            _check("top_logprobs", body.top_logprobs, 0, MAX_LOGPROBS)
+            if body.top_logprobs and not body.logprobs:
+                raise BadRequestError(
+                    "top_logprobs is only allowed when logprobs is true", param="top_logprobs"
+                )
+            if not body.messages:
+                raise BadRequestError("messages is empty", param="messages")
+            _refuse_two_ends(body)
+
+
+def _refuse_two_ends(body: ChatRequest | TokenizeRequest) -> None:
+    """Refuse a last message that is to be gone on with and answered.
+
+    Raises:
+        BadRequestError: It is.
+    """
+    if body.continue_final_message and body.add_generation_prompt:
+        raise BadRequestError(
+            "continue_final_message and add_generation_prompt are both true: the answer either "
+            "goes on with the last message or follows it; leave one out",
+            param="continue_final_message",
+        )
+
+
+def _check(name: str, value: float | None, minimum: float, maximum: float | None) -> None:
+    if value is None or (value >= minimum and (maximum is None or value <= maximum)):
+        return
+    limits = f"at least {minimum}" if maximum is None else f"between {minimum} and {maximum}"
+    raise BadRequestError(f"{name} is {value}: it must be {limits}", param=name)
+
+
+def _check_sizes(body: SamplingFields) -> None:
+    """Bound what an engine, or this event loop, looks through for each token."""
+    stops, words = body.stops, body.bad_words or ()
+    biases, stop_ids = body.logit_bias or (), body.stop_token_ids or ()
+    chars = "characters in all"
+    many = "to allow or forbid many tokens, use allowed_token_ids"
+    for name, size, maximum, what, remedy in (
+        ("stop", len(stops), MAX_STOPS, "strings", "give fewer"),
+        ("stop", sum(map(len, stops)), MAX_STOP_CHARS, chars, "shorten the strings"),
+        ("stop_token_ids", len(stop_ids), MAX_STOP_TOKEN_IDS, "ids", "give fewer"),
+        ("bad_words", len(words), MAX_BAD_WORDS, "words", "forbid single tokens by logit_bias"),
+        ("bad_words", sum(map(len, words)), MAX_BAD_WORDS_CHARS, chars, "give fewer words"),
+        ("logit_bias", len(biases), MAX_LOGIT_BIAS, "tokens", many),
+    ):
+        if size > maximum:
+            raise BadRequestError(
+                f"{name} has {size} {what}: it may have {maximum} at most; {remedy}", param=name
+            )
