@@ -87,7 +87,7 @@ class ClientBody:
 
     def raw(self, name: str) -> msgspec.Raw | None:
         """Return a field's JSON, as the client wrote it; None if it is not there."""
-        return self._fields.get(name)
+        return self.fields.get(name)
 
     def can_be_pushed(self) -> bool:
         """Whether its KV may be written to the decode engine while it is prefilled.

@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING
 
 from aiohttp import hdrs, web
 
+from pdserve.dialects.paths import error_of
 from pdserve.errors import PdserveError
-from pdserve.http.access import Access
+from pdserve.http.access import API_KEY_HEADER, Access
 from pdserve.http.answers import IS_TOLD, error_answer, is_work, refusal_of
 from pdserve.observe.log import log_event
 from pdserve.observe.request_log import log_refusal
@@ -77,8 +78,16 @@ class Boundary:
         finally:
             self._bodies.free(request)
         if not response.prepared:
+            if isinstance(response, web.Response) and response.status >= 400:
+                _shape(request, response)
             response.headers[REQUEST_ID_HEADER] = request_id
         return response
+
+
+def _shape(request: web.Request, refusal: web.Response) -> None:
+    """Say what is wrong as the clients of this path expect it."""
+    if isinstance(body := refusal.body, bytes):
+        refusal.body = error_of(request.path, refusal.status, body)
 
 
 def _refuse(request: web.Request, error: PdserveError) -> web.Response:
@@ -92,10 +101,11 @@ def engine_headers(keys: Sequence[str], client: Mapping[str, str]) -> dict[str, 
     """Return the header that engines want: with the first of `keys`, or the client's own key."""
     if keys:
         return {hdrs.AUTHORIZATION: f"Bearer {keys[0]}"}
+    given = client.get(hdrs.AUTHORIZATION)
+    if given is None and API_KEY_HEADER in client:
+        given = f"Bearer {client[API_KEY_HEADER]}"
     # One that is not ASCII is no key, and could not be sent on.
-    if client.get(hdrs.AUTHORIZATION, "\x80").isascii():
-        return {hdrs.AUTHORIZATION: client[hdrs.AUTHORIZATION]}
-    return {}
+    return {hdrs.AUTHORIZATION: given} if given is not None and given.isascii() else {}
 
 
 def operator_headers(config: ProxyConfig, client: Mapping[str, str]) -> dict[str, str]:

@@ -20,6 +20,7 @@ from pdserve.wire.hop import REQUEST_ID_HEADER
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from pdserve.dialects.answer import Dialect
     from pdserve.errors import PdserveError
     from pdserve.proxy.errors import RefusedError
 
@@ -30,14 +31,18 @@ LAST_WORDS_S = 2.0
 class Delivery:
     """One client's answer.
 
+    Args:
+        dialect: What the client speaks in place of the engines' protocol.
+
     Attributes:
         layout: Digest of the layout that the stream began with; None before that, and if its engine
             does not say. Nothing of engines with another one is sent then.
         num_swallowed: Events of repeated streams that gave the client nothing.
     """
 
-    def __init__(self, request: web.Request) -> None:
+    def __init__(self, request: web.Request, dialect: Dialect | None = None) -> None:
         self._request = request
+        self._dialect = dialect
         self._response: web.StreamResponse | None = None
         self._transcript = Transcript()
         self._replay: Replay | None = None
@@ -74,7 +79,10 @@ class Delivery:
             assert self._response is not None
             # Noted first: whoever is cancelled while the client is slow to read has sent it.
             self._transcript.add(data)
-            await self._response.write(data)
+            if self._dialect is not None:
+                data = self._dialect.events(data)
+            if data:
+                await self._response.write(data)
         except ConnectionResetError:
             raise ClientGoneError from None
         return True
@@ -90,7 +98,7 @@ class Delivery:
 
     def whole(self, body: bytes) -> web.Response:
         """Return an answer in one piece."""
-        return self._json(200, body, {})
+        return self._json(200, body if self._dialect is None else self._dialect.whole(body), {})
 
     async def refuse(self, refusal: RefusedError) -> web.StreamResponse:
         """Pass on what an engine says against the request.

@@ -8,20 +8,24 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING, Final
 
+import msgspec
 from aiohttp import hdrs, web
 
+from pdserve.dialects import paths
 from pdserve.errors import (
     DeadlineError,
     InternalError,
     PdserveError,
 )
 from pdserve.http.answers import IS_TOLD
+from pdserve.http.dialect_bodies import CountTokensRequest, MessagesRequest, ResponsesRequest
 from pdserve.http.ignored import note_ignored
 from pdserve.http.parsing import top_level
 from pdserve.http.protocol import (
     ChatRequest,
     CompletionRequest,
     DetokenizeRequest,
+    TextFields,
     TokenizeRequest,
 )
 from pdserve.observe.request_log import CLIENT_LEFT, log_request, outcome_of
@@ -37,7 +41,9 @@ from pdserve.wire.hop import REQUEST_ID_HEADER, STAGES_HEADER
 
 if TYPE_CHECKING:
     import random
+    from collections.abc import Mapping
 
+    from pdserve.dialects.answer import Dialect
     from pdserve.observe.clock import Clock
     from pdserve.proxy.backend import Backend
     from pdserve.proxy.live import LiveRequests
@@ -46,11 +52,17 @@ if TYPE_CHECKING:
     from pdserve.wire.finished import FinishedRequests
 
 
-_GENERATED: Final = {
+_GENERATED: Final[Mapping[str, type[TextFields]]] = {
     "/v1/completions": CompletionRequest,
-    "/v1/chat/completions": ChatRequest,
+    paths.CHAT: ChatRequest,
+    paths.RESPONSES: ResponsesRequest,
+    paths.MESSAGES: MessagesRequest,
 }
-_FORWARDED: Final = {"/tokenize": TokenizeRequest, "/detokenize": DetokenizeRequest}
+_FORWARDED: Final[Mapping[str, type[msgspec.Struct]]] = {
+    paths.TOKENIZE: TokenizeRequest,
+    "/detokenize": DetokenizeRequest,
+    paths.COUNT_TOKENS: CountTokensRequest,
+}
 """What engines decode bodies into, by path."""
 
 
@@ -107,15 +119,14 @@ class Generation:
         """
         outcome = "error"
         try:
-            body = await self._body_of(request, until_s)
+            body, dialect = await self._body_of(request, until_s)
             story.streamed, story.model = body.stream, body.model
-            note_ignored(request, body.fields, _GENERATED[request.path])
             legs = Legs(
                 self._services,
                 body,
-                Delivery(request),
+                Delivery(request, dialect),
                 story,
-                path=request.path,
+                path=request.path if dialect is None else paths.CHAT,
                 until_s=until_s,
                 headers={
                     **engine_headers(self._config.api_keys, request.headers),
@@ -159,19 +170,29 @@ class Generation:
         engine = self._services.backends.get(story.decode_url or story.prefill_url)
         return engine.info.model if engine is not None and engine.info is not None else ""
 
-    async def _body_of(self, request: web.Request, until_s: float) -> ClientBody:
-        """Read a request, if it may be served.
+    async def _body_of(
+        self, request: web.Request, until_s: float
+    ) -> tuple[ClientBody, Dialect | None]:
+        """Read a request, if it may be served, and say what its client speaks.
 
         Raises:
             OverloadedError: No more is taken now.
             PdserveError: It cannot be read.
         """
         self._services.admission.require_room()
-        return ClientBody(
-            await self._bytes_of(request, until_s),
+        data = await self._bytes_of(request, until_s)
+        dialect = paths.dialect_of(request.path, data, request[REQUEST_ID_KEY])
+        body = ClientBody(
+            data if dialect is None else dialect.chat_body(),
             created=int(self._clock.wall_s()),
             fallback_seed=self._rng.getrandbits(48),
         )
+        if dialect is None:
+            note_ignored(request, body.fields, _GENERATED[request.path])
+        else:
+            fields = top_level(data)
+            note_ignored(request, fields, _GENERATED[request.path], also=dialect.ignored)
+        return body, dialect
 
     async def _bytes_of(self, request: web.Request, until_s: float) -> bytes:
         """Read a body.
@@ -195,15 +216,20 @@ class Generation:
         until_s = asyncio.get_running_loop().time() + limit_s
         body = await self._bytes_of(request, until_s)
         note_ignored(request, top_level(body), _FORWARDED[request.path])
+        path = request.path
+        if path == paths.COUNT_TOKENS:
+            path, body = paths.TOKENIZE, paths.tokens_asked(body)
         try:
             async with asyncio.timeout_at(until_s):
-                return await self._answer_of_any(request, body)
+                return await self._answer_of_any(request, path, body)
         except TimeoutError:
             raise DeadlineError(
                 f"no engine answered within {limit_s:g} s (--request-timeout-secs)"
             ) from None
 
-    async def _answer_of_any(self, request: web.Request, body: bytes) -> web.StreamResponse:
+    async def _answer_of_any(
+        self, request: web.Request, path: str, body: bytes
+    ) -> web.StreamResponse:
         """Ask any engine; a failing one is replaced by another."""
         headers = {
             **engine_headers(self._config.api_keys, request.headers),
@@ -214,7 +240,7 @@ class Generation:
         failed: set[Backend] = set()
         for attempt in range(self._config.retry_max_retries + 1):
             engine = services.router.any_engine(failed)
-            leg = services.http.leg(f"{engine.url}{request.path}", body, headers)
+            leg = services.http.leg(f"{engine.url}{path}", body, headers)
             try:
                 with services.breakers.exchange(
                     engine, leg, kind="forward", request_id=request[REQUEST_ID_KEY]
@@ -222,6 +248,8 @@ class Generation:
                     content_type = await leg.open()
                     answer = await leg.read()
                     breaker.succeed()
+                if request.path == paths.COUNT_TOKENS:
+                    answer = paths.tokens_counted(answer)
                 return web.Response(body=answer, content_type=content_type)
             except RefusedError as refusal:
                 refused = web.Response(

@@ -5,8 +5,8 @@ what they get (`/debug`, the dashboard, `/reset_prefix_cache`) is an operator's:
 operator key where one is configured. Where none is, only this host may ask, with an API key if
 there are any. An operator may do whatever a client may.
 
-Programs send `Authorization: Bearer KEY`. Pages that people open take it as the password of a
-Basic dialog, too, which a browser shows by itself.
+Programs send `Authorization: Bearer KEY`, or those of Anthropic's API `X-Api-Key: KEY`. Pages that
+people open take it as the password of a Basic dialog, too, which a browser shows by itself.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
 _CLIENTS: Final = ("/v1/", "/tokenize", "/detokenize")
 _OPERATORS: Final = ("/debug/", "/dashboard", "/reset_prefix_cache")
+API_KEY_HEADER: Final = "X-Api-Key"
 _PARTS: Final = "/pdserve/"
 """What engines and proxies of one deployment ask of one another."""
 _FORWARDED: Final = (hdrs.FORWARDED, hdrs.X_FORWARDED_FOR)
@@ -98,6 +99,8 @@ def _is_for_people(path: str) -> bool:
 
 def _offered(request: web.Request) -> bytes:
     """Return the key that a request brings; empty if it brings none."""
+    if API_KEY_HEADER in request.headers and hdrs.AUTHORIZATION not in request.headers:
+        return request.headers[API_KEY_HEADER].strip().encode("utf-8", "surrogateescape")
     scheme, _, given = request.headers.get(hdrs.AUTHORIZATION, "").partition(" ")
     # A header's bytes need not be UTF-8: aiohttp escapes those that are not.
     token = given.strip().encode("utf-8", "surrogateescape")

@@ -149,8 +149,8 @@ def refusal_of(error: web.HTTPException, request: web.BaseRequest) -> PdserveErr
             return BodyTooLargeError("the request body is larger than this server accepts")
         case web.HTTPNotFound() if request.path.startswith("/v1/"):
             return NotFoundError(
-                f"{request.path} is not served here: of OpenAI's API there are "
-                "/v1/chat/completions, /v1/completions and /v1/models"
+                f"{request.path} is not served here: there are /v1/chat/completions, "
+                "/v1/completions, /v1/responses, /v1/messages and /v1/models"
             )
         case web.HTTPNotFound():
             return NotFoundError(

@@ -26,13 +26,18 @@ _IGNORED: web.RequestKey[list[str]] = web.RequestKey("ignored_fields", list)
 
 
 def note_ignored(
-    request: web.Request, fields: Mapping[str, msgspec.Raw], kind: type[msgspec.Struct]
+    request: web.Request,
+    fields: Mapping[str, msgspec.Raw],
+    kind: type[msgspec.Struct],
+    *,
+    also: Sequence[str] = (),
 ) -> Sequence[str]:
     """Have the answer name the fields of a body that mean nothing; return their names.
 
     Args:
         fields: The body, undecoded.
         kind: What bodies of this endpoint are decoded into.
+        also: Names of parts deeper inside that mean nothing, either.
 
     Raises:
         BadRequestError: A name is no text.
@@ -42,6 +47,7 @@ def note_ignored(
     if _OPTIONS not in ignored and options.startswith(b"{"):
         known = StreamOptions.__struct_encode_fields__
         ignored += [f"{_OPTIONS}.{name}" for name in top_level(options) if name not in known]
+    ignored += also
     request[_IGNORED] = ignored
     return ignored
 

@@ -16,10 +16,12 @@ from aiohttp import web
 
 import pdserve
 from pdserve.http import replies
+from pdserve.http.dialect_bodies import CountTokensRequest, MessagesRequest, ResponsesRequest
 from pdserve.http.protocol import (
     ChatRequest,
     CompletionRequest,
     DetokenizeRequest,
+    TextFields,
     TokenizeRequest,
 )
 from pdserve.wire.hop import INFO_PATH, REACH_PATH, RELEASE_PATH, ReachRequest, ReleaseRequest
@@ -47,6 +49,7 @@ class Operation:
         streams: Whether it answers with server-sent events where the body asks for them.
         is_operators: Whether it is an operator's, and not a client's.
         query: Parameters of its query.
+        error: The shape of its errors.
     """
 
     method: str
@@ -58,6 +61,7 @@ class Operation:
     streams: bool = False
     is_operators: bool = False
     query: tuple[str, ...] = ()
+    error: type[msgspec.Struct] = replies.ErrorAnswer
 
 
 COMMON: Final = (
@@ -68,6 +72,18 @@ COMMON: Final = (
     Operation(
         "post", "/v1/chat/completions", "Answer a conversation", ChatRequest,
         replies.ChatCompletion, streams=True,
+    ),
+    Operation(
+        "post", "/v1/responses", "Answer a conversation, as OpenAI's Responses", ResponsesRequest,
+        replies.Response, streams=True,
+    ),
+    Operation(
+        "post", "/v1/messages", "Answer a conversation, as Anthropic's Messages", MessagesRequest,
+        replies.AnthropicMessage, streams=True, error=replies.AnthropicErrorAnswer,
+    ),
+    Operation(
+        "post", "/v1/messages/count_tokens", "How many tokens a message has", CountTokensRequest,
+        replies.InputTokens, error=replies.AnthropicErrorAnswer,
     ),
     Operation("get", "/v1/models", "The models", answer=replies.Models),
     Operation("get", "/v1/models/{model}", "One model", answer=replies.Model),
@@ -132,14 +148,15 @@ def document(
         without: Fields of bodies that are not the client's to send.
         root_path: What stands before the paths.
     """
-    types = [each for one in operations for each in (one.body, one.answer) if _is_struct(each)]
-    _, components = msgspec.json.schema_components(
-        [replies.ErrorAnswer, *types], ref_template=_SCHEMAS
-    )
+    named = [each for one in operations for each in (one.error, one.body, one.answer)]
+    types = [each for each in dict.fromkeys(named) if isinstance(each, type)]
+    _, components = msgspec.json.schema_components(types, ref_template=_SCHEMAS)
     for schema in components.values():
         for name in without:
             schema.get("properties", {}).pop(name, None)
-    for kind in (CompletionRequest, ChatRequest, TokenizeRequest):
+    for kind in types:
+        if not issubclass(kind, TextFields):
+            continue
         for name, harmless in kind.unsupported.items():
             components[kind.__name__]["properties"][name] = {"enum": [None, *harmless]}
     paths: dict[str, dict[str, Any]] = {}
@@ -167,10 +184,6 @@ def route(described: Mapping[str, Any]) -> web.RouteDef:
     return web.get(PATH, answer)
 
 
-def _is_struct(kind: object) -> bool:
-    return isinstance(kind, type)
-
-
 def _described(operation: Operation) -> dict[str, Any]:
     responses: dict[str, Any] = {"200": {"description": operation.summary}}
     content = _content(operation)
@@ -178,9 +191,9 @@ def _described(operation: Operation) -> dict[str, Any]:
         responses["200"]["content"] = content
     for status in operation.also:
         responses[str(status)] = {"description": "not now"}
-    error = {"schema": {"$ref": _SCHEMAS.format(name=replies.ErrorAnswer.__name__)}}
+    error = {"schema": {"$ref": _SCHEMAS.format(name=operation.error.__name__)}}
     responses["default"] = {
-        "description": "an error in OpenAI's shape",
+        "description": "an error",
         "content": {"application/json": error},
     }
     told: dict[str, Any] = {

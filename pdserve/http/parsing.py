@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import msgspec
 
 from pdserve.errors import BadRequestError
+from pdserve.http.dialect_bodies import CountTokensRequest, MessagesRequest, ResponsesRequest
 from pdserve.http.protocol import (
     MAX_CHOICES,
     ChatRequest,
@@ -40,24 +41,34 @@ MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY = 0.01, 100.0
 """Beyond these, logits are no longer finite in single precision."""
 _MAX_INT32 = 2**31 - 1
 _ONLY_TEXT = "only text is served"
+_NO_MEMORY = "nothing is kept: send the whole conversation each time"
 _NO_TEMPLATES = "a client's template is not run: start the engines with --chat-template FILE"
 _REMEDIES = {
     "audio": _ONLY_TEXT,
+    "background": "stream the answer instead",
     "best_of": "ask for n choices with logprobs, and take the likeliest",
     "chat_template": _NO_TEMPLATES,
+    "conversation": _NO_MEMORY,
     "ec_transfer_params": _ONLY_TEXT,
     "functions": "call them tools, or use function_call none",
     "length_penalty": "it means something to a beam search only",
+    "kv_transfer_params": "engines are asked for chat completions",
     "logits_processors": "use logit_bias, allowed_token_ids or bad_words",
+    "mcp_servers": "call them yourself, and offer what they can do as tools",
     "media_io_kwargs": _ONLY_TEXT,
     "mm_processor_kwargs": _ONLY_TEXT,
     "modalities": _ONLY_TEXT,
+    "previous_input_messages": _NO_MEMORY,
+    "previous_response": _NO_MEMORY,
+    "previous_response_id": _NO_MEMORY,
+    "prompt": "send instructions and input",
     "prompt_embeds": "send the prompt as text or as token ids",
     "repetition_detection": "use repetition_penalty, or stop",
     "request_id": "send it as the header X-Request-Id",
     "return_token_offsets": "/tokenize has the tokens of a text",
     "routed_experts_prompt_start": "which experts a token takes is not told",
     "spaces_between_special_tokens": "special tokens are written as the tokenizer writes them",
+    "store": "nothing is kept; leave it out, or send false",
     "suffix": "write the prompt with the model's own tokens for filling in",
     "use_beam_search": "ask for n choices with logprobs instead",
     "verbosity": "say in a message how long the answer is to be",
@@ -77,6 +88,9 @@ _DECODERS: dict[type[msgspec.Struct], msgspec.json.Decoder[Any]] = {
         ChatRequest,
         TokenizeRequest,
         DetokenizeRequest,
+        ResponsesRequest,
+        MessagesRequest,
+        CountTokensRequest,
         ReleaseRequest,
         ReachRequest,
     )

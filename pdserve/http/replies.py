@@ -112,6 +112,51 @@ class ChatCompletion(msgspec.Struct, frozen=True):
     usage: Usage
 
 
+class Response(msgspec.Struct, frozen=True):
+    """The answer of `/v1/responses`."""
+
+    id: str
+    object: str
+    created_at: int
+    status: str
+    model: str
+    output: list[dict[str, Any]]
+    usage: dict[str, Any]
+
+
+class AnthropicMessage(msgspec.Struct, frozen=True):
+    """The answer of `/v1/messages`."""
+
+    id: str
+    type: str
+    role: str
+    model: str
+    content: list[dict[str, Any]]
+    stop_reason: str
+    stop_sequence: str | None
+    usage: dict[str, int]
+
+
+class InputTokens(msgspec.Struct, frozen=True):
+    """The answer of `/v1/messages/count_tokens`."""
+
+    input_tokens: int
+
+
+class AnthropicErrorObject(msgspec.Struct, frozen=True):
+    """What went wrong, for clients of Anthropic's API."""
+
+    type: str
+    message: str
+
+
+class AnthropicErrorAnswer(msgspec.Struct, frozen=True):
+    """Every error of `/v1/messages`."""
+
+    type: str
+    error: AnthropicErrorObject
+
+
 class Model(msgspec.Struct, frozen=True):
     """A model."""
 

@@ -129,6 +129,17 @@ async def create_chat_completion(request: web.Request) -> web.StreamResponse:
     body, num_bytes = parse_body(data, ChatRequest), len(data)
     say_unknown_fields(request, data, ChatRequest)
     del data  # the answer may take minutes
+    return await answer_chat(request, body, num_bytes)
+
+
+async def answer_chat(
+    request: web.Request, body: ChatRequest, num_bytes: int
+) -> web.StreamResponse:
+    """Answer a chat request, in the dialect of whoever sent it.
+
+    Args:
+        num_bytes: The size of its body.
+    """
     service = request.app[SERVICE]
     service.resolve_model(body.model)
     text, info = service.require_ready()

@@ -56,10 +56,16 @@ _SEED_BITS = 63
 _MAX_IGNORED = 64
 
 
-def say_unknown_fields(request: web.Request, data: bytes, kind: type[msgspec.Struct]) -> None:
-    """Name fields that no request here has in the answer, and log each of them once."""
+def say_unknown_fields(
+    request: web.Request, data: bytes, kind: type[msgspec.Struct], *, also: Sequence[str] = ()
+) -> None:
+    """Name fields that no request here has in the answer, and log each of them once.
+
+    Args:
+        also: See `note_ignored`.
+    """
     told = request.app[SERVICE].ignored_fields
-    for name in note_ignored(request, top_level(data), kind):
+    for name in note_ignored(request, top_level(data), kind, also=also):
         if name not in told and len(told) < _MAX_IGNORED:
             told.add(name)
             shown = ascii(name[:MAX_NAME_CHARS])

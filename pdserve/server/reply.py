@@ -16,11 +16,14 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 from aiohttp import web
 
+from pdserve.dialects.answer import Dialect
+from pdserve.dialects.paths import error_of
 from pdserve.errors import KvTransferError, PdserveError
 from pdserve.http.answers import (
     IS_TOLD,
     StreamAnswer,
     error_answer,
+    error_body,
     error_object,
     is_work,
     refusal_of,
@@ -51,6 +54,8 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
+DIALECT: web.RequestKey[Dialect] = web.RequestKey("dialect", Dialect)
+"""What its client speaks in place of chat completions, if it does."""
 _DONE = b"data: [DONE]\n\n"
 _MARK = uuid.uuid4().hex
 
@@ -64,6 +69,7 @@ class EventStream:
 
     def __init__(self, request: web.Request, job: TextRequest) -> None:
         self._request = request
+        self._dialect = request.get(DIALECT)
         self._encoder = msgspec.json.Encoder()
         self._around: dict[int, tuple[bytes, bytes]] = {}
         self._has_ended = False
@@ -79,7 +85,7 @@ class EventStream:
         Raises:
             ConnectionError: The client has gone.
         """
-        await self.response.write(self._framed(event))
+        await self._write(self._framed(event))
 
     async def send_text(self, delta: Delta, chunk_of: Callable[[Delta], dict[str, Any]]) -> None:
         """Send the event for a delta that differs from its choice's others only in its text.
@@ -94,7 +100,7 @@ class EventStream:
             event = self._encoder.encode(chunk_of(replace(delta, text=_MARK)))
             head, tail = event.split(self._encoder.encode(_MARK))
             around = self._around[delta.index] = (b"data: " + head, tail + b"\n\n")
-        await self.response.write(around[0] + self._encoder.encode(delta.text) + around[1])
+        await self._write(around[0] + self._encoder.encode(delta.text) + around[1])
 
     async def end(self, events: Sequence[dict[str, Any]] = ()) -> None:
         """Send the last events and the end mark, all at once.
@@ -104,7 +110,13 @@ class EventStream:
         """
         data = b"".join([*map(self._framed, events), _DONE])
         self._has_ended = True
-        await self.response.write_eof(data)
+        await self.response.write_eof(data if self._dialect is None else self._dialect.events(data))
+
+    async def _write(self, data: bytes) -> None:
+        if self._dialect is not None:
+            data = self._dialect.events(data)
+        if data:
+            await self.response.write(data)
 
     def _framed(self, event: dict[str, Any]) -> bytes:
         return b"data: " + self._encoder.encode(event) + b"\n\n"
@@ -187,19 +199,23 @@ async def send_json(request: web.Request, job: TextRequest, answer: dict[str, An
         answer[PARAMS] = params
     if wants_stages(request):
         answer[STAGES] = job.account()
-    response = web.Response(body=msgspec.json.encode(answer), content_type="application/json")
+    body = msgspec.json.encode(answer)
+    if (dialect := request.get(DIALECT)) is not None:
+        body = dialect.whole(body)
+    response = web.Response(body=body, content_type="application/json")
     await response.prepare(request)
     await response.write_eof()
     job.delivered = True
     return response
 
 
-def error_response(error: PdserveError) -> web.Response:
-    """Return `error` as a response.
+def error_response(error: PdserveError, path: str) -> web.Response:
+    """Return `error` as a response, as the clients of a path expect it.
 
     A proxy also learns why KV did not arrive: whether another engine may still read it.
     """
     answer = error_answer(error)
+    answer.body = error_of(path, answer.status, error_body(error))
     if isinstance(error, KvTransferError) and error.load_failures:
         answer.headers[LOAD_FAILURES_HEADER] = ",".join(error.load_failures)
     return answer
@@ -228,7 +244,7 @@ def _refuse(request: web.Request, error: PdserveError) -> web.StreamResponse:
     if is_work(request) and IS_TOLD not in request:
         total_s = request.app[SERVICE].clock.monotonic_s() - request[START_S]
         log_refusal(request[REQUEST_ID], request.path, error, total_s=total_s)
-    return error_response(error)
+    return error_response(error, request.path)
 
 
 def log_internal_error(request: web.Request, error: BaseException) -> None:

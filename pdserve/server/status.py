@@ -120,8 +120,17 @@ async def reset_prefix_cache(request: web.Request) -> web.Response:
 async def tokenize(request: web.Request) -> web.Response:
     """The token ids of a prompt or of chat messages."""
     data = await read_body(request)
-    body = parse_body(data, TokenizeRequest)
+    answer = await tokens_of(request, parse_body(data, TokenizeRequest), len(data))
     say_unknown_fields(request, data, TokenizeRequest)
+    return web.Response(body=answer, content_type="application/json")
+
+
+async def tokens_of(request: web.Request, body: TokenizeRequest, num_bytes: int) -> bytes:
+    """Return what `/tokenize` answers.
+
+    Args:
+        num_bytes: The size of the body.
+    """
     service = request.app[SERVICE]
     service.resolve_model(body.model)
     text, info = service.require_ready()
@@ -134,7 +143,7 @@ async def tokenize(request: web.Request) -> web.Response:
             service.tool_work,
             text,
             body,
-            num_bytes=len(data),
+            num_bytes=num_bytes,
             max_model_len=info.max_model_len,
             now_s=service.clock.wall_s(),
         )
@@ -154,9 +163,7 @@ async def tokenize(request: web.Request) -> web.Response:
             }
         )
 
-    return web.Response(
-        body=await service.tool_work.run(answer, len(prompt)), content_type="application/json"
-    )
+    return await service.tool_work.run(answer, len(prompt))
 
 
 async def detokenize(request: web.Request) -> web.Response:

@@ -15,6 +15,8 @@ import aiohttp
 import msgspec
 from hypothesis import strategies as st
 
+from pdserve.dialects import paths
+from pdserve.http.dialect_bodies import CountTokensRequest, MessagesRequest, ResponsesRequest
 from pdserve.http.protocol import (
     ChatRequest,
     CompletionRequest,
@@ -30,6 +32,15 @@ PATHS: Final[dict[str, tuple[type[msgspec.Struct], dict[str, Any]]]] = {
     "/v1/chat/completions": (
         ChatRequest,
         {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 2},
+    ),
+    paths.RESPONSES: (ResponsesRequest, {"input": "hi", "max_output_tokens": 2}),
+    paths.MESSAGES: (
+        MessagesRequest,
+        {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 2},
+    ),
+    paths.COUNT_TOKENS: (
+        CountTokensRequest,
+        {"messages": [{"role": "user", "content": "hi"}]},
     ),
     "/tokenize": (TokenizeRequest, {"prompt": "The"}),
     "/detokenize": (DetokenizeRequest, {"tokens": [60]}),
@@ -55,6 +66,11 @@ _HOP_CODES: Final = frozenset({"kv_transfer_failed", "handoff_refused", "deadlin
 """What an engine says to a proxy that hands over what is none, or asks too late."""
 _PATIENCE_S: Final = 5.0
 """Such a client leaves then; an answer of 1024 choices takes longer."""
+_NAMES: Final = ("type", "role", "content", "text", "name", "call_id", "id", "input", "tool_use_id")
+_WORDS: Final = (
+    "user", "assistant", "system", "message", "text", "input_text", "reasoning", "thinking",
+    "function", "function_call", "function_call_output", "tool_use", "tool_result", "incomplete",
+)  # fmt: skip
 
 anything = st.recursive(
     st.none()
@@ -63,9 +79,14 @@ anything = st.recursive(
     | st.integers(-(1 << 70), 1 << 70)
     | st.floats(allow_nan=False, allow_infinity=False)
     | of(str),
-    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(of(str), inner, max_size=3),
+    lambda inner: (
+        st.lists(inner, max_size=4)
+        | st.dictionaries(of(str), inner, max_size=3)
+        | st.fixed_dictionaries({}, optional=dict.fromkeys(_NAMES, inner | st.sampled_from(_WORDS)))
+    ),
     max_leaves=8,
 )
+"""Values of any kind, with the names and the words that messages and their parts have."""
 _function = st.fixed_dictionaries(
     {}, optional={"name": of(str) | anything, "parameters": anything, "strict": anything}
 )
@@ -142,6 +163,10 @@ class HttpTarget:
         self.num_refused += 1
         assert is_json, (status, answer)
         error = msgspec.json.decode(answer)["error"]
+        if path in (paths.MESSAGES, paths.COUNT_TOKENS):
+            assert status < 500, (status, error)
+            assert set(error) == {"message", "type"}, error
+            return
         assert set(error) == {"message", "type", "param", "code"}, error
         assert isinstance(error["code"], str), error
         is_of_the_hop = who == "engine" and error["code"] in _HOP_CODES

@@ -78,7 +78,7 @@ async def test_one_model_can_be_asked_for(stack):
     ("method", "path", "status", "words"),
     [
         ("POST", "/chat/completions", 404, "the OpenAI API is under /v1"),
-        ("POST", "/v1/responses", 404, "/v1/responses is not served here"),
+        ("POST", "/v1/audio/speech", 404, "/v1/audio/speech is not served here"),
         ("GET", "/v1/completions", 405, "use POST"),
     ],
 )

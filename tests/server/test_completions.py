@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from pdserve.config.schema import SchedulingPolicy
-from pdserve.server.logprobs import echoed_logprobs
+from pdserve.server.logprobs import TokenNames, echoed_logprobs
 from tests.server.conftest import EOS, events, make_engine, scripted, serving
 from tests.text.tiny import make_tokenizer
 
@@ -174,7 +174,8 @@ def test_offsets_of_an_echo_are_where_its_tokens_stand(kind, offsets):
     tokenizer = make_tokenizer(kind)
     prompt = "The 🙂 dog"
     token_ids = tokenizer.encode(prompt)
-    columns = echoed_logprobs(tokenizer, token_ids, [None] * len(token_ids), prompt)
+    names = TokenNames(tokenizer, as_ids=False)
+    columns = echoed_logprobs(names, token_ids, [None] * len(token_ids), prompt)
     assert columns["text_offset"] == offsets
 
 

@@ -206,7 +206,7 @@ def test_an_engines_error_code_decides_the_status(code, status, retry_after):
     )
     with pytest.raises(Exception, match="why") as raised:
         raise_if_failed(output, None, 0.0)
-    response = error_response(raised.value)
+    response = error_response(raised.value, "/v1/completions")
     assert (response.status, response.headers.get("Retry-After")) == (status, retry_after)
     if code not in ("", "something_else", "bad_request"):
         assert msgspec.json.decode(response.body)["error"]["code"] == code

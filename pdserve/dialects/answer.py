@@ -1,0 +1,325 @@
+"""The way back of an answer: chat completions in, another protocol's events or object out.
+
+A chat's choice is a run of parts: reasoning, text, calls of functions. They are found here, one
+after the other; a dialect says how each begins, grows and ends.
+"""
+
+from __future__ import annotations
+
+import abc
+import enum
+import re
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from pdserve.errors import BadRequestError, UpstreamError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+_BOUNDARY = re.compile(rb"\r?\n\r?\n")
+_PREFIX = b"data:"
+_DONE = b"[DONE]"
+_SPARE_DEPTH = 32
+"""By how much deeper an answer may be nested, or be made, than the request that it repeats."""
+
+
+class PartKind(enum.Enum):
+    """What a part of an answer is."""
+
+    REASONING = "reasoning"
+    TEXT = "text"
+    CALL = "call"
+
+
+@dataclass(slots=True)
+class AnswerPart:
+    """One part.
+
+    Attributes:
+        position: Among the answer's parts.
+        call: Index of the function call, if it is one.
+        pieces: Of its text; of a call its arguments, which are JSON.
+        call_id, name: Of a call.
+        logprobs: Rows of a chat completion's `logprobs.content`.
+        is_cut: The answer was as long as it may be, and ends with this part.
+    """
+
+    kind: PartKind
+    position: int
+    call: int = 0
+    call_id: str = ""
+    name: str = ""
+    pieces: list[str] = field(default_factory=list)
+    logprobs: list[dict[str, Any]] = field(default_factory=list)
+    is_cut: bool = False
+
+    @property
+    def text(self) -> str:
+        """All of it so far."""
+        return "".join(self.pieces)
+
+
+class DialectEvent(msgspec.Struct, frozen=True):
+    """A server-sent event; its data names it, too."""
+
+    type: str
+    data: dict[str, Any]
+
+
+class _Function(msgspec.Struct, frozen=True):
+    name: str | None = None
+    arguments: str | None = None
+
+
+class _Call(msgspec.Struct, frozen=True):
+    index: int = 0
+    id: str | None = None
+    function: _Function | None = None
+
+
+class _Delta(msgspec.Struct, frozen=True):
+    content: str | None = None
+    reasoning: str | None = None
+    reasoning_content: str | None = None
+    tool_calls: list[_Call] | None = None
+
+
+class _Logprobs(msgspec.Struct, frozen=True):
+    content: list[dict[str, Any]] | None = None
+
+
+class _Choice(msgspec.Struct, frozen=True):
+    delta: _Delta | None = None
+    message: _Delta | None = None
+    finish_reason: str | None = None
+    stop_reason: str | int | None = None
+    logprobs: _Logprobs | None = None
+
+
+class _PromptDetails(msgspec.Struct, frozen=True):
+    cached_tokens: int | None = None
+
+
+class _OutputDetails(msgspec.Struct, frozen=True):
+    reasoning_tokens: int | None = None
+
+
+class ChatUsage(msgspec.Struct, frozen=True):
+    """Tokens, as a chat completion counts them."""
+
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    prompt_tokens_details: _PromptDetails | None = None
+    completion_tokens_details: _OutputDetails | None = None
+
+    @property
+    def cached_tokens(self) -> int:
+        """Those of the prompt that a prefix cache had."""
+        return (self.prompt_tokens_details and self.prompt_tokens_details.cached_tokens) or 0
+
+    @property
+    def reasoning_tokens(self) -> int:
+        """Those of the output that were reasoning."""
+        details = self.completion_tokens_details
+        return (details and details.reasoning_tokens) or 0
+
+
+class ChatError(msgspec.Struct, frozen=True):
+    """An error as the chat has it."""
+
+    message: str = ""
+    type: str | None = None
+    param: str | None = None
+    code: str | int | None = None
+
+
+class ChatChunk(msgspec.Struct, frozen=True):
+    """An event of a chat's stream, or its whole answer."""
+
+    model: str = ""
+    created: int = 0
+    choices: list[_Choice] = []
+    usage: ChatUsage | None = None
+    error: ChatError | None = None
+
+
+_decode_chunk = msgspec.json.Decoder(ChatChunk).decode
+
+
+class Dialect(abc.ABC):
+    """One request in another protocol. It has one choice.
+
+    Args:
+        chat: The body of the chat completion that answers it.
+
+    Attributes:
+        ignored: Parts of its body, by name, that mean nothing here.
+        parts: Of the answer so far; the last one may still grow.
+        usage: As it was last told.
+        finish_reason: As the chat has it; None until then.
+        stop_reason: The stop string or token that ended it, if one did.
+    """
+
+    def __init__(self, chat: dict[str, Any], ignored: tuple[str, ...] = ()) -> None:
+        self.chat = chat
+        self.ignored = ignored
+        self.parts: list[AnswerPart] = []
+        self.usage = ChatUsage()
+        self.finish_reason: str | None = None
+        self.stop_reason: str | int | None = None
+        self.model = ""
+        self.created = 0
+        self._has_begun = self._has_ended = self._is_growing = False
+
+    def chat_body(self) -> bytes:
+        """Return the body of the chat completion.
+
+        Raises:
+            BadRequestError: It, or what of it the answer repeats, is nested too deeply.
+        """
+        repeated: object = self.answer()
+        for _ in range(_SPARE_DEPTH):
+            repeated = [repeated]
+        try:
+            msgspec.json.encode(repeated)
+            return msgspec.json.encode(self.chat)
+        except RecursionError:
+            raise BadRequestError("the body is nested too deeply", code="invalid_json") from None
+
+    def events(self, data: bytes) -> bytes:
+        """Translate whole events of the chat's stream.
+
+        Raises:
+            UpstreamError: They are not what a chat completion has.
+        """
+        sent = []
+        for block in _BOUNDARY.split(data):
+            if block.startswith(_PREFIX):
+                sent += [_framed(event) for event in self._read(block[len(_PREFIX) :].strip())]
+        return b"".join(sent)
+
+    def whole(self, body: bytes) -> bytes:
+        """Translate a whole answer.
+
+        Raises:
+            UpstreamError: It is not what a chat completion has.
+        """
+        for _ in self._read(body):
+            pass  # what they said is in the parts
+        for _ in self._read(_DONE):
+            pass
+        return msgspec.json.encode(self.answer())
+
+    def _read(self, payload: bytes) -> Iterator[DialectEvent]:
+        if self._has_ended:
+            return
+        if payload == _DONE:
+            self._has_ended = True
+            yield from self._end_part(is_cut=self.finish_reason == "length")
+            yield from self.ended()
+            return
+        try:
+            chunk = _decode_chunk(payload)
+        except (msgspec.MsgspecError, ValueError, RecursionError) as error:
+            raise UpstreamError(f"an engine's answer is no chat completion: {error}") from error
+        if chunk.error is not None:
+            self._has_ended = True
+            yield from self.failed(chunk.error)
+            return
+        self.usage = chunk.usage or self.usage
+        if chunk.choices:
+            yield from self._take(chunk, chunk.choices[0])
+
+    def _take(self, chunk: ChatChunk, choice: _Choice) -> Iterator[DialectEvent]:
+        if not self._has_begun:
+            self._has_begun = True
+            self.model, self.created = chunk.model, chunk.created
+            yield from self.begun()
+        delta = choice.delta or choice.message or _Delta()
+        logprobs = (choice.logprobs and choice.logprobs.content) or []
+        if reasoning := delta.reasoning or delta.reasoning_content:
+            yield from self._add(PartKind.REASONING, reasoning)
+        if delta.content:
+            yield from self._add(PartKind.TEXT, delta.content, logprobs=logprobs)
+        for position, call in enumerate(delta.tool_calls or ()):
+            # Whole answers number none of them.
+            index = call.index if choice.delta is not None else position
+            function = call.function or _Function()
+            yield from self._add(
+                PartKind.CALL,
+                function.arguments or "",
+                call=index,
+                call_id=call.id or "",
+                name=function.name or "",
+            )
+        self.finish_reason = choice.finish_reason or self.finish_reason
+        self.stop_reason = self.stop_reason if choice.stop_reason is None else choice.stop_reason
+
+    def _add(
+        self,
+        kind: PartKind,
+        text: str,
+        *,
+        call: int = 0,
+        call_id: str = "",
+        name: str = "",
+        logprobs: list[dict[str, Any]] | None = None,
+    ) -> Iterator[DialectEvent]:
+        """Let the last part grow, or end it and begin another one."""
+        part = self.parts[-1] if self._is_growing else None
+        if part is None or (part.kind, part.call) != (kind, call):
+            yield from self._end_part(is_cut=False)
+            part = AnswerPart(kind, len(self.parts), call, call_id, name)
+            self.parts.append(part)
+            self._is_growing = True
+            yield from self.part_begun(part)
+        part.logprobs += logprobs or ()
+        if text:
+            part.pieces.append(text)
+            yield from self.part_grown(part, text, logprobs or [])
+
+    def _end_part(self, *, is_cut: bool) -> Iterator[DialectEvent]:
+        if self._is_growing:
+            self._is_growing = False
+            self.parts[-1].is_cut = is_cut
+            yield from self.part_ended(self.parts[-1])
+
+    # --- what a dialect says
+
+    @abc.abstractmethod
+    def begun(self) -> Iterator[DialectEvent]:
+        """The answer begins."""
+
+    @abc.abstractmethod
+    def part_begun(self, part: AnswerPart) -> Iterator[DialectEvent]:
+        """A part begins, with nothing in it."""
+
+    @abc.abstractmethod
+    def part_grown(
+        self, part: AnswerPart, text: str, logprobs: list[dict[str, Any]]
+    ) -> Iterator[DialectEvent]:
+        """A part has more text."""
+
+    @abc.abstractmethod
+    def part_ended(self, part: AnswerPart) -> Iterator[DialectEvent]:
+        """A part is complete."""
+
+    @abc.abstractmethod
+    def ended(self) -> Iterator[DialectEvent]:
+        """The answer is complete."""
+
+    @abc.abstractmethod
+    def failed(self, error: ChatError) -> Iterator[DialectEvent]:
+        """The answer ends with an error."""
+
+    @abc.abstractmethod
+    def answer(self) -> dict[str, Any]:
+        """Return the whole answer."""
+
+
+def _framed(event: DialectEvent) -> bytes:
+    data = msgspec.json.encode({"type": event.type, **event.data})
+    return b"event: " + event.type.encode() + b"\ndata: " + data + b"\n\n"

@@ -1,0 +1,71 @@
+"""Which paths speak which dialect, and in which shape they say what went wrong."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Final
+
+import msgspec
+
+from pdserve.dialects.messages import MessagesDialect, anthropic_error, tokenize_body
+from pdserve.dialects.responses import PARAMS, ResponsesDialect
+from pdserve.errors import BadRequestError
+from pdserve.http.dialect_bodies import CountTokensRequest, MessagesRequest, ResponsesRequest
+from pdserve.http.parsing import parse_body
+
+if TYPE_CHECKING:
+    from pdserve.dialects.answer import Dialect
+
+CHAT: Final = "/v1/chat/completions"
+TOKENIZE: Final = "/tokenize"
+RESPONSES: Final = "/v1/responses"
+MESSAGES: Final = "/v1/messages"
+COUNT_TOKENS: Final = "/v1/messages/count_tokens"
+
+
+def dialect_of(path: str, data: bytes, request_id: str) -> Dialect | None:
+    """Return the translator of a request; None if its path is no dialect's.
+
+    Args:
+        data: Its body.
+
+    Raises:
+        BadRequestError: It cannot be read, or asks for what is not served.
+    """
+    if path == RESPONSES:
+        return ResponsesDialect(parse_body(data, ResponsesRequest), request_id)
+    if path == MESSAGES:
+        return MessagesDialect(parse_body(data, MessagesRequest), request_id)
+    return None
+
+
+def tokens_asked(data: bytes) -> bytes:
+    """Return the body of `/tokenize` for one of `/v1/messages/count_tokens`.
+
+    Raises:
+        BadRequestError: It cannot be read, or asks for what is not served.
+    """
+    asked = tokenize_body(parse_body(data, CountTokensRequest))
+    try:
+        return msgspec.json.encode(asked)
+    except RecursionError:
+        raise BadRequestError("the body is nested too deeply", code="invalid_json") from None
+
+
+def tokens_counted(answer: bytes) -> bytes:
+    """Return what `/v1/messages/count_tokens` answers where `/tokenize` has given an answer."""
+    return msgspec.json.encode({"input_tokens": msgspec.json.decode(answer)["count"]})
+
+
+def error_of(path: str, status: int, body: bytes) -> bytes:
+    """Return an error as the clients of a path expect it.
+
+    Args:
+        body: In the shape of OpenAI's chat completions.
+    """
+    if path not in (RESPONSES, MESSAGES, COUNT_TOKENS):
+        return body
+    error: dict[str, Any] = msgspec.json.decode(body)["error"]
+    if path == RESPONSES:
+        param = error.get("param")
+        return msgspec.json.encode({"error": {**error, "param": PARAMS.get(str(param), param)}})
+    return msgspec.json.encode(anthropic_error(status, error))

@@ -1,0 +1,270 @@
+from __future__ import annotations
+
+import msgspec
+import pytest
+
+from pdserve.dialects.paths import RESPONSES, error_of
+from pdserve.errors import BadRequestError, UpstreamError
+from tests.dialects.chats import (
+    ALL,
+    DONE,
+    USAGE,
+    WHOLE,
+    chunk,
+    events_in,
+    sse,
+    translated,
+    translator,
+)
+
+
+def asked(**body):
+    """The chat that a request becomes."""
+    return translator(RESPONSES, body).chat
+
+
+def messages(items, **body):
+    return asked(input=items, **body)["messages"]
+
+
+def says(role, text, **more):
+    return {"type": "message", "role": role, "content": text, **more}
+
+
+def test_a_text_is_what_the_user_says_and_instructions_are_the_systems():
+    assert messages("hi") == [{"role": "user", "content": "hi"}]
+    assert messages("hi", instructions="Be brief.") == [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "hi"},
+    ]
+
+
+def test_what_the_system_says_first_is_one_message():
+    parts = [{"type": "input_text", "text": "a"}, {"type": "input_text", "text": "b"}]
+    items = [says("developer", parts), {"role": "user", "content": "hi"}, says("developer", "c")]
+    assert messages(items, instructions="Be brief.") == [
+        {"role": "system", "content": "Be brief.\n\na\nb"},
+        {"role": "user", "content": "hi"},
+        {"role": "system", "content": "c"},
+    ]
+
+
+def test_a_turn_of_the_assistant_is_one_message_and_outputs_of_calls_are_others():
+    output = [{"type": "output_text", "text": "So: ", "annotations": []}]
+    items = [
+        says("user", "hi"),
+        {"type": "reasoning", "id": "rs", "summary": [], "content": [
+            {"type": "reasoning_text", "text": "I think."}]},
+        says("assistant", output, id="msg", status="completed"),
+        {"type": "function_call", "call_id": "a", "name": "look", "arguments": "{}"},
+        {"type": "function_call", "call_id": "b", "name": "see", "arguments": "{}"},
+        {"type": "function_call_output", "call_id": "a", "output": "1"},
+        {"type": "function_call_output", "call_id": "b", "output": [
+            {"type": "input_text", "text": "2"}]},
+    ]  # fmt: skip
+    calls = [
+        {"id": call_id, "type": "function", "function": {"name": name, "arguments": "{}"}}
+        for call_id, name in (("a", "look"), ("b", "see"))
+    ]
+    thought = {"reasoning": "I think.", "tool_calls": calls}
+    assert messages(items) == [
+        {"role": "user", "content": "hi"},
+        {"role": "assistant", "content": "So: ", **thought},
+        {"role": "tool", "tool_call_id": "a", "content": "1"},
+        {"role": "tool", "tool_call_id": "b", "content": "2"},
+    ]
+
+
+def test_a_message_that_was_cut_off_is_gone_on_with():
+    items = [says("user", "hi"), says("assistant", "a la", status="incomplete")]
+    assert asked(input=items)["continue_final_message"] is True
+    items[-1]["status"] = "completed"
+    assert "continue_final_message" not in asked(input=items)
+
+
+def test_fields_of_a_chat_have_their_names_there():
+    tool = {"type": "function", "name": "look", "parameters": {}, "strict": True}
+    schema = {"name": "s", "schema": {"type": "object"}, "strict": True}
+    chat = asked(
+        input="hi",
+        max_output_tokens=7,
+        temperature=0,
+        seed=3,
+        stream=True,
+        truncation="auto",
+        reasoning={"effort": "low", "summary": "auto"},
+        text={"format": {"type": "json_schema", **schema}, "verbosity": "low"},
+        include=["message.output_text.logprobs", "reasoning.encrypted_content"],
+        top_logprobs=2,
+        tools=[tool],
+        tool_choice={"type": "function", "name": "look"},
+        parallel_tool_calls=False,
+        store=False,
+        metadata={"a": "b"},
+    )
+    del chat["messages"]
+    assert chat == {
+        "max_completion_tokens": 7,
+        "temperature": 0,
+        "seed": 3,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+        "truncate_prompt_tokens": -1,
+        "reasoning_effort": "low",
+        "response_format": {"type": "json_schema", "json_schema": schema},
+        "verbosity": "low",
+        "logprobs": True,
+        "top_logprobs": 2,
+        "tools": [
+            {"type": "function", "function": {"name": "look", "parameters": {}, "strict": True}}
+        ],
+        "tool_choice": {"type": "function", "function": {"name": "look"}},
+        "parallel_tool_calls": False,
+    }
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("store", True),
+        ("background", True),
+        ("previous_response_id", "resp_1"),
+        ("conversation", "c"),
+        ("prompt", {"id": "p"}),
+        ("service_tier", "flex"),
+        ("tools", [{"type": "web_search"}]),
+        ("include", ["web_search_call.results"]),
+        ("kv_transfer_params", {}),
+        ("text", {"format": "json"}),
+        ("input", 3),
+        ("input", [3]),
+        ("input", [{}]),
+        ("input", [{"role": "user", "content": 3}]),
+        ("input", [{"role": "user", "content": [3]}]),
+        ("input", [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]),
+        ("input", [{"type": "item_reference", "id": "x"}]),
+        ("input", [{"type": "computer_call"}]),
+        ("input", [{"type": ["a"]}]),
+        ("input", [{"type": "function_call", "call_id": "a"}]),
+        ("input", [{"type": "function_call_output", "output": "a"}]),
+    ],
+)
+def test_what_is_not_served_is_named(field, value):
+    with pytest.raises(BadRequestError) as raised:
+        asked(**{"input": "hi", field: value})
+    assert raised.value.param == field
+    assert field in raised.value.message
+
+
+def test_a_tool_that_is_not_there_cannot_be_chosen():
+    tool = {"type": "function", "name": "look"}
+    with pytest.raises(BadRequestError, match="tool_choice"):
+        asked(input="hi", tools=[tool], tool_choice={"type": "web_search"})
+
+
+def test_a_stream_has_openais_events_in_their_order():
+    events = translated(translator(RESPONSES, {"input": "hi", "stream": True}), ALL)
+    added, done = "response.output_item.added", "response.output_item.done"
+    part_added, part_done = "response.content_part.added", "response.content_part.done"
+    arguments = "response.function_call_arguments"
+    assert [name for name, _ in events] == [
+        "response.created",
+        "response.in_progress",
+        *(added, part_added, *["response.reasoning_text.delta"] * 2),
+        *("response.reasoning_text.done", part_done, done),
+        *(added, part_added, *["response.output_text.delta"] * 2),
+        *("response.output_text.done", part_done, done),
+        *(added, *[f"{arguments}.delta"] * 2, f"{arguments}.done", done),
+        *(added, f"{arguments}.delta", f"{arguments}.done", done),
+        "response.completed",
+    ]
+    assert [data["sequence_number"] for _, data in events] == list(range(len(events)))
+    positions = [data["output_index"] for name, data in events if name == added]
+    assert positions == [0, 1, 2, 3]
+    items = [data["item"] for name, data in events if name == done]
+    assert events[-1][1]["response"]["output"] == items
+    assert len({item["id"] for item in items}) == 4
+
+
+def test_a_whole_answer_is_the_last_event_of_the_stream():
+    body = {"input": "hi", "instructions": "Be brief.", "metadata": {"a": "b"}}
+    whole = msgspec.json.decode(translator(RESPONSES, body).whole(WHOLE))
+    (_, last) = translated(translator(RESPONSES, body | {"stream": True}), ALL)[-1]
+    assert last["response"] == whole
+    assert (whole["id"], whole["object"], whole["status"]) == ("resp_r", "response", "completed")
+    assert (whole["model"], whole["created_at"], whole["store"]) == ("tiny", 17, False)
+    assert (whole["instructions"], whole["metadata"]) == ("Be brief.", {"a": "b"})
+    reasoning, message, *calls = whole["output"]
+    assert reasoning["content"] == [{"type": "reasoning_text", "text": "I think."}]
+    assert message["content"][0]["text"] == "So: "
+    assert [(call["call_id"], call["name"], call["arguments"]) for call in calls] == [
+        ("call_a", "look", '{"x": 1}'),
+        ("call_b", "see", '{"y": 2}'),
+    ]
+    assert whole["usage"] == {
+        "input_tokens": 9,
+        "input_tokens_details": {"cached_tokens": 4, "cache_write_tokens": 0},
+        "output_tokens": 5,
+        "output_tokens_details": {"reasoning_tokens": 0},
+        "total_tokens": 14,
+    }
+
+
+def test_how_a_stream_is_cut_does_not_matter():
+    def text(chunks):
+        events = translated(translator(RESPONSES, {"input": "hi", "stream": True}), chunks)
+        return events[-1][1]["response"]
+
+    assert text([b"".join(ALL)]) == text(ALL)
+    assert text([each.replace(b"\n", b"\r\n") for each in ALL]) == text(ALL)
+
+
+def test_an_answer_that_is_as_long_as_it_may_be_is_incomplete():
+    chunks = [chunk({"content": "a la"}), chunk({"content": "zy"}, "length"), DONE]
+    events = translated(translator(RESPONSES, {"input": "hi", "stream": True}), chunks)
+    name, last = events[-1]
+    assert name == "response.incomplete"
+    assert last["response"]["incomplete_details"] == {"reason": "max_output_tokens"}
+    assert last["response"]["output"][0]["status"] == "incomplete"
+
+
+def test_log_probabilities_come_with_the_text():
+    row = {"token": "a", "logprob": -1.0, "bytes": [97], "top_logprobs": []}
+    top = {**row, "top_logprobs": [{"token": "b", "logprob": -2.0, "bytes": [98]}]}
+    chunks = [chunk({"content": "a"}, "stop", logprobs={"content": [top]}), DONE]
+    events = dict(translated(translator(RESPONSES, {"input": "hi", "stream": True}), chunks))
+    short = {"token": "a", "logprob": -1.0, "top_logprobs": [{"token": "b", "logprob": -2.0}]}
+    assert events["response.output_text.delta"]["logprobs"] == [short]
+    [item] = events["response.completed"]["response"]["output"]
+    assert item["content"][0]["logprobs"] == [top]
+
+
+def test_a_stream_that_fails_ends_with_what_went_wrong_and_nothing_follows():
+    error = {"message": "gone", "type": "server_error", "param": None, "code": "engine_lost"}
+    chunks = [chunk({"content": "a"}), sse({"error": error}), DONE, chunk({"content": "b"})]
+    events = translated(translator(RESPONSES, {"input": "hi", "stream": True}), chunks)
+    name, last = events[-1]
+    assert (name, last["response"]["status"]) == ("response.failed", "failed")
+    assert last["response"]["error"] == {"code": "server_error", "message": "gone"}
+    assert last["response"]["usage"] is None
+
+
+@pytest.mark.parametrize("data", [b"data: {", b"data: []", b'data: {"choices": [{"delta": 3}]}'])
+def test_what_is_no_chat_is_an_engines_fault(data):
+    with pytest.raises(UpstreamError):
+        translator(RESPONSES, {"input": "hi", "stream": True}).events(data + b"\n\n")
+
+
+def test_events_that_say_nothing_are_no_events():
+    dialect = translator(RESPONSES, {"input": "hi", "stream": True})
+    assert dialect.events(sse({"choices": [], "usage": USAGE}) + b": a comment\n\n") == b""
+    assert events_in(dialect.events(chunk({"content": ""})))[0][0] == "response.created"
+    assert dialect.events(chunk({"content": ""})) == b""
+
+
+def test_an_error_names_the_field_as_its_client_knows_it():
+    error = {"message": "no", "type": "invalid_request_error", "param": "messages", "code": "x"}
+    body = msgspec.json.encode({"error": error})
+    told = msgspec.json.decode(error_of(RESPONSES, 400, body))["error"]
+    assert told == error | {"param": "input"}
+    assert error_of("/v1/chat/completions", 400, body) == body
