@@ -72,7 +72,7 @@ _REQUEST_IDS = [RequestId(f"cmpl-{secrets.token_hex(12)}-0") for _ in range(NUM_
 _OUTPUT = ModelRunnerOutput(
     step_id=0,
     request_ids=_REQUEST_IDS,
-    sampled_token_ids=[17 * i for i in range(NUM_REQUESTS)],
+    sampled_token_ids=[[17 * i] for i in range(NUM_REQUESTS)],
     forward_s=0.01,
 )
 

@@ -61,8 +61,9 @@ class Totals(Collector):
         if before is not None and before[0] == life:
             known = _engines_own(before[1])
             for key, number in counts.items():
-                # An engine of another make may begin again without saying so.
-                sums[key] += max(0.0, number - known[key])
+                # An engine of another make may begin again without saying so; drafts of one engine
+                # have more positions than those of another.
+                sums[key] = sums.get(key, 0.0) + max(0.0, number - known.get(key, 0.0))
 
     def ended(self, story: Story) -> None:
         """Count the tokens of a request that is over."""

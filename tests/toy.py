@@ -16,6 +16,7 @@ from pdserve.config.schema import (
     ParallelConfig,
     SchedulerConfig,
 )
+from pdserve.config.speculative import SpeculativeConfig
 from pdserve.connectors.memory import MemoryConnector
 from pdserve.connectors.null import NullConnector
 from pdserve.engine.core import EngineCore
@@ -53,6 +54,7 @@ def toy_config(
     num_stages: int = 1,
     enable_prefix_caching: bool = True,
     tells: bool = False,
+    max_drafted: int = 0,
     **scheduler: Any,
 ) -> EngineConfig:
     """The settings of a toy engine; `scheduler` are fields of `SchedulerConfig`."""
@@ -66,6 +68,9 @@ def toy_config(
         ),
         scheduler=SchedulerConfig(**{"max_num_seqs": 4, "max_num_batched_tokens": 16, **scheduler}),
         parallel=ParallelConfig(pipeline_parallel_size=num_stages),
+        speculative=SpeculativeConfig(
+            method="ngram" if max_drafted else "", num_speculative_tokens=max_drafted or 1
+        ),
     )
 
 

@@ -14,7 +14,7 @@ import msgspec
 
 from benchmarks.gpu.llama import ARCH, BLOCK_SIZE, DTYPE, MAX_POSITIONS
 from benchmarks.gpu.timing import DEVICE, sized
-from pdserve.config.schema import SchedulerConfig
+from pdserve.config.schema import EngineConfig, ModelConfig, SchedulerConfig
 from pdserve.connectors.base import KVLayout
 from pdserve.kernels.registry import kernels_on
 from pdserve.models.registry import LoadedModel
@@ -79,7 +79,10 @@ class RunnerBench:
             loaded,
             kv,
             layout,
-            SchedulerConfig(max_num_seqs=max_num_rows, max_num_batched_tokens=2048),
+            EngineConfig(
+                model=ModelConfig(model="m"),
+                scheduler=SchedulerConfig(max_num_seqs=max_num_rows, max_num_batched_tokens=2048),
+            ),
             device=device_of(DEVICE),
             world=World.alone(),
         )
@@ -120,7 +123,7 @@ class RunnerBench:
             walls.append((time.perf_counter() - began) * 1e6)
             waits.append(output.forward_s * 1e6)
             assert not output.non_finite_ids, output.non_finite_ids
-            tokens.append(output.sampled_token_ids[0])
+            tokens.append(output.sampled_token_ids[0][0])
             new, known = (
                 [],
                 KnownRequests(

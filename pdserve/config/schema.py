@@ -14,6 +14,7 @@ import msgspec
 
 from pdserve.config.checks import POSITIVE, is_loopback, require, require_not_negative, require_port
 from pdserve.config.kv_events import KVEventsConfig
+from pdserve.config.speculative import SpeculativeConfig
 from pdserve.wire.transfer import MAX_LEASE_S, MIN_LEASE_S
 
 
@@ -436,6 +437,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     parallel: ParallelConfig = ParallelConfig()
     transfer: TransferConfig = TransferConfig()
     liveness: LivenessConfig = LivenessConfig()
+    speculative: SpeculativeConfig = SpeculativeConfig()
 
     def __post_init__(self) -> None:
         require(

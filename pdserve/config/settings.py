@@ -117,6 +117,17 @@ _ENGINE: Final = (
     *declare(
         "engine",
         EngineConfig,
+        "speculation",
+        (
+            ("speculative-config.method", "speculative.method", "ngram", "draft what followed the last tokens where they stood before; empty drafts nothing"),
+            ("speculative-config.num-speculative-tokens", "speculative.num_speculative_tokens", "N", "tokens of a draft at most; fewer where they do not pay"),
+            ("speculative-config.prompt-lookup-max", "speculative.prompt_lookup_max", "N", "last tokens that are looked up, at most"),
+            ("speculative-config.prompt-lookup-min", "speculative.prompt_lookup_min", "N", "tokens that must be alike before a draft"),
+        ),
+    ),
+    *declare(
+        "engine",
+        EngineConfig,
         "KV transfer",
         (
             ("secret", "transfer.secret", "TEXT", "the deployment's shared secret (rather as PDSERVE_SECRET)"),
@@ -239,6 +250,9 @@ def _object(flag: str, text: str, group: str) -> Shorthand:
 
 
 _EPLB: Final = _object("eplb-config", "the settings below as one object", "parallelism")
+_SPECULATIVE: Final = _object(
+    "speculative-config", "the settings below as one object", "speculation"
+)
 _EVENTS: Final = _object("kv-events-config", "the settings below as one object", "KV events")
 _TRANSFER: Final = Shorthand(
     "kv-transfer-config",
@@ -277,7 +291,13 @@ def _engine_settings() -> tuple[Setting, ...]:
 
 def engine_flags() -> frozenset[str]:
     """The flags that engines' commands have of their own, and not for vLLM's sake."""
-    items: list[Setting | Shorthand] = [*_own_settings(), _TRANSFER, _EVENTS, _EPLB]
+    items: list[Setting | Shorthand] = [
+        *_own_settings(),
+        _TRANSFER,
+        _EVENTS,
+        _EPLB,
+        _SPECULATIVE,
+    ]
     return frozenset(item.flag for item in items)
 
 
@@ -291,7 +311,7 @@ def _engine_shorthands() -> tuple[Shorthand, ...]:
         for name in connector_settings()
     ]
     renamed = translate.shorthands("engine", engine_flags())
-    return (_TRANSFER, *own, _EVENTS, _EPLB, *renamed)
+    return (_TRANSFER, *own, _EVENTS, _EPLB, _SPECULATIVE, *renamed)
 
 
 def engine_table(role: Role) -> Table:

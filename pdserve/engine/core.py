@@ -67,6 +67,8 @@ class EngineCore:
                 vocab_size=first.vocab_size,
                 num_stages=config.parallel.pipeline_parallel_size,
                 kv_bytes_per_token=sum(w.layout.block_bytes for w in workers) // layout.block_size,
+                max_drafted=config.speculative.max_drafted,
+                row_costs=next((w.row_costs for w in workers if w.row_costs), ()),
             ),
             connector,
             clock,

@@ -19,15 +19,14 @@ from typing import TYPE_CHECKING
 
 import msgspec
 import numpy as np
-import torch
 
 from pdserve.connectors.base import ConnectorContext, KVLayout
 from pdserve.connectors.quorum import Quorum
-from pdserve.connectors.slicing import shard_of
 from pdserve.errors import InternalError
+from pdserve.executor.toy_memory import TOY_DTYPE, ToyMemory
 from pdserve.wire.outputs import TokenLogprobs
 from pdserve.wire.step import ModelRunnerOutput
-from pdserve.wire.transfer import BlockOrder, ConnectorReport
+from pdserve.wire.transfer import ConnectorReport
 from pdserve.worker.info import WorkerInfo
 
 if TYPE_CHECKING:
@@ -42,7 +41,6 @@ if TYPE_CHECKING:
 
 TOY_VOCAB_SIZE = 7
 TOY_EOS = 6
-_DTYPE = "int64"
 
 
 class WrongKVError(InternalError):
@@ -111,7 +109,7 @@ def toy_shape(
         num_kv_heads=num_kv_heads,
         block_size=block_size,
         head_dim=1,
-        dtype=_DTYPE,
+        dtype=TOY_DTYPE,
         dtype_bytes=8,
     )
     stages = tuple((2 * stage, 2 * stage + 2) for stage in range(pp))
@@ -131,6 +129,7 @@ class ToyExecutor:
 
     Attributes:
         model: What is sampled; may be set before `start`.
+        drafter: Makes a draft of so many tokens, right or wrong, where steps have room for one.
         max_in_flight: May be set at any time.
         in_flight: Steps that have not come back, the oldest first.
         connectors: The worker halves, by rank.
@@ -149,6 +148,7 @@ class ToyExecutor:
         wake: Callable[[], None] = lambda: None,
     ) -> None:
         self.model = ToyModel()
+        self.drafter: Callable[[ToyRequest, int], list[int]] | None = None
         self.max_in_flight = 2
         self.wake_fds: list[int] = []
         self.in_flight: deque[SchedulerOutput] = deque()
@@ -157,7 +157,7 @@ class ToyExecutor:
         self._block_size = shape.block_size
         self._is_told = config.parallel.pipeline_parallel_size > 1
         self._requests: dict[RequestId, ToyRequest] = {}
-        self._ranks = [_Rank(shape, rank) for rank in range(shape.num_ranks)]
+        self._ranks = [ToyMemory(shape, rank) for rank in range(shape.num_ranks)]
         whole = msgspec.structs.replace(
             self._ranks[0].layout, num_layers=shape.num_layers, num_kv_heads=shape.num_kv_heads
         )
@@ -198,7 +198,7 @@ class ToyExecutor:
                     endpoint=endpoint,
                     max_model_len=self._max_model_len,
                     architecture="toy",
-                    dtype=_DTYPE,
+                    dtype=TOY_DTYPE,
                     vocab_size=self.model.vocab_size,
                     eos_token_ids=(TOY_EOS,),
                     device="cpu",
@@ -261,15 +261,18 @@ class ToyExecutor:
                 connector.wait_for_layer_load(layer)
         computed = self._take(step)
         ids: list[RequestId] = []
-        sampled: list[int] = []
-        logprobs: dict[RequestId, TokenLogprobs] = {}
+        sampled: list[list[int]] = []
+        drafted: dict[RequestId, int] = {}
+        logprobs: dict[RequestId, list[TokenLogprobs]] = {}
         prompt_logprobs: dict[RequestId, list[TokenLogprobs]] = {}
         for request_id, num_tokens in step.num_scheduled_tokens.items():
             request, start = self._requests[request_id], computed[request_id]
             end = start + num_tokens
-            if end > len(request.tokens) or end > len(request.blocks) * self._block_size:
+            draft = self._draft(request, step.num_draft_rows.get(request_id, 0))
+            room = len(request.blocks) * self._block_size
+            if end > len(request.tokens) or end + len(draft) > room:
                 raise InternalError(f"a step for {request_id} without tokens or blocks for it")
-            self._compute(request, start, end)
+            self._compute(request, start, end, draft)
             sampling = request.sampling
             if sampling.prompt_logprobs is not None and start < request.num_prompt:
                 told = request.tokens[start + 1 : min(end + 1, request.num_prompt)]
@@ -277,19 +280,24 @@ class ToyExecutor:
                     self.model.logprobs(each, sampling.prompt_logprobs) for each in told
                 ]
             if end == len(request.tokens):
-                token_id = self.model.next_token(request.values[end - 1], request)
+                tokens = self._sample(request, draft)
                 if sampling.logprobs is not None:
-                    logprobs[request_id] = self.model.logprobs(token_id, sampling.logprobs)
+                    logprobs[request_id] = [
+                        self.model.logprobs(each, sampling.logprobs) for each in tokens
+                    ]
+                if draft:
+                    drafted[request_id] = len(draft)
                 if not self._is_told:
-                    request.tokens.append(token_id)
+                    request.tokens.extend(tokens)
                 ids.append(request_id)
-                sampled.append(token_id)
+                sampled.append(tokens)
         failed = self._finish_kv() if step.num_scheduled_tokens else []
         self._look_at_wrong_kv(failed)
         return ModelRunnerOutput(
             step_id=step.step_id,
             request_ids=ids,
             sampled_token_ids=sampled,
+            num_drafted=drafted,
             logprobs=logprobs,
             prompt_logprobs=prompt_logprobs,
             failed_loads=failed,
@@ -346,8 +354,27 @@ class ToyExecutor:
             computed[request.request_id] = request.num_computed_tokens
         return computed
 
-    def _compute(self, request: ToyRequest, start: int, end: int) -> None:
+    def _draft(self, request: ToyRequest, num_rows: int) -> list[int]:
+        if self.drafter is None or not num_rows:
+            return []
+        return self.drafter(request, num_rows)[:num_rows]
+
+    def _sample(self, request: ToyRequest, draft: Sequence[int]) -> list[int]:
+        """What follows its last token, and each token of the draft while that is right."""
+        value = request.values[-1]
+        sampled: list[int] = []
+        for drafted in (*draft, None):
+            token_id = self.model.next_token(value, request)
+            sampled.append(token_id)
+            if token_id != drafted:
+                break
+            value = chain(value, token_id)
+        return sampled
+
+    def _compute(self, request: ToyRequest, start: int, end: int, draft: Sequence[int]) -> None:
         values = _values(request.values, request.tokens[:end])
+        if draft:  # whose KV may be wrong: it is nobody's until the tokens prove right
+            values = _values(list(request.values), [*request.tokens[:end], *draft])
         for number, rank in enumerate(self._ranks):
             wrong = rank.check(request.blocks, values[:start]) if start else None
             if wrong is not None:
@@ -389,55 +416,3 @@ class ToyRequest:
     def output_token_ids(self) -> list[int]:
         """What was sampled so far."""
         return self.tokens[self.num_prompt :]
-
-
-class _Rank:
-    """One rank's KV memory.
-
-    Attributes:
-        kv: As `KVShape` says, int64; -1 where nothing was written.
-    """
-
-    def __init__(self, shape: KVShape, rank: int) -> None:
-        shard = shard_of(shape, rank)
-        self.layout = KVLayout(
-            num_blocks=shape.num_blocks,
-            num_layers=len(shard.layers),
-            num_kv_heads=len(shard.heads),
-            block_size=shape.block_size,
-            head_dim=shape.head_dim,
-            dtype=_DTYPE,
-            dtype_bytes=8,
-            num_planes=shape.num_planes,
-        )
-        inner = [len(shard.heads), shape.block_size]
-        if shape.order is BlockOrder.NHD:
-            inner.reverse()
-        outer = [shape.num_blocks, len(shard.layers), shape.num_planes]
-        self.kv = torch.full([*outer, *inner, shape.head_dim], -1, dtype=torch.int64)
-        # [blocks, block_size, layers, planes, heads, head_dim]: a token is a row.
-        axes = (0, 4, 1, 2, 3, 5) if shape.order is BlockOrder.HND else (0, 3, 1, 2, 4, 5)
-        self._rows = self.kv.numpy().transpose(axes)
-        self._offsets: np.ndarray = (
-            np.array(shard.layers)[:, None, None, None] * 100_003
-            + np.arange(shape.num_planes)[None, :, None, None] * 10_007
-            + np.array(shard.heads)[None, None, :, None] * 1009
-            + np.arange(shape.head_dim)[None, None, None, :]
-        ).astype(np.int64)
-
-    def check(self, blocks: Sequence[int], values: np.ndarray) -> str | None:
-        """Say which of a table's first positions is not as it must be; None if all are."""
-        size = self.layout.block_size
-        found = self._rows[blocks[: -(-len(values) // size)]]
-        found = found.reshape(-1, *found.shape[2:])[: len(values)]
-        right = found == values[:, None, None, None, None] + self._offsets
-        if right.all():
-            return None
-        position = int(np.argmin(right.reshape(len(values), -1).all(axis=1)))
-        return f"position {position} of {len(values)}, block {blocks[position // size]}"
-
-    def write(self, blocks: Sequence[int], start: int, values: np.ndarray) -> None:
-        """Write positions from `start` on."""
-        for position, value in enumerate(values, start):
-            block, slot = divmod(position, self.layout.block_size)
-            self._rows[blocks[block], slot] = value + self._offsets

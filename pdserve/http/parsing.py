@@ -232,6 +232,8 @@ def _check_ranges(body: SamplingFields) -> None:
                 raise BadRequestError(
                     "top_logprobs is only allowed when logprobs is true", param="top_logprobs"
                 )
+            if body.prediction is not None:
+                body.prediction.predicted()
             if not body.messages:
                 raise BadRequestError("messages is empty", param="messages")
             _refuse_two_ends(body)

@@ -11,6 +11,7 @@ from typing import Any, ClassVar, Literal, cast
 import msgspec
 
 from pdserve.errors import BadRequestError
+from pdserve.http.prediction import Prediction
 from pdserve.wire.hop import KVTransferParams
 
 MAX_CHOICES = 1024
@@ -241,7 +242,7 @@ class ChatRequest(SamplingFields, frozen=True, kw_only=True):
     function_call: Any = None
     modalities: Any = None
     audio: Any = None
-    prediction: Any = None
+    prediction: Prediction | None = None
     web_search_options: Any = None
     chat_template: Any = None
     verbosity: Any = None
@@ -254,7 +255,6 @@ class ChatRequest(SamplingFields, frozen=True, kw_only=True):
         "function_call": ("none", "auto"),
         "modalities": (["text"],),
         "audio": (),
-        "prediction": (),
         "web_search_options": (),
         "chat_template": (),
         "verbosity": ("medium",),

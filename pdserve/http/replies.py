@@ -33,9 +33,11 @@ class PromptTokensDetails(msgspec.Struct, frozen=True):
 
 
 class CompletionTokensDetails(msgspec.Struct, frozen=True):
-    """What of the output was reasoning, where that is told apart."""
+    """What of the output was reasoning, and how drafts of a prediction did, where that is told."""
 
-    reasoning_tokens: int
+    reasoning_tokens: int | msgspec.UnsetType = msgspec.UNSET
+    accepted_prediction_tokens: int | msgspec.UnsetType = msgspec.UNSET
+    rejected_prediction_tokens: int | msgspec.UnsetType = msgspec.UNSET
 
 
 class Usage(msgspec.Struct, frozen=True):

@@ -30,7 +30,9 @@ _OWN_LABEL = {
     "vllm:num_requests_waiting_by_reason": "reason",
     "vllm:prompt_tokens_by_source": "source",
     "vllm:prompt_tokens_cached_by_source": "source",
+    "vllm:spec_decode_num_accepted_tokens_per_pos": "position",
 }
+_ACCEPTED = "vllm:spec_decode_num_accepted_tokens_per_pos"
 _LABELS = ("model_name", "engine")
 
 SeriesCounts = dict[tuple[str, str], float]
@@ -44,6 +46,7 @@ def counts_of(stats: EngineStats) -> SeriesCounts:
     cached, external = stats.local_cache_hit_tokens, stats.external_kv_tokens
     by_source = "vllm:prompt_tokens_by_source"
     cached_by_source = "vllm:prompt_tokens_cached_by_source"
+    accepted = stats.accepted_by_position or [0]
     steps = stats.steps_by_tokens or [0] * (len(STEP_TOKEN_BOUNDS) + 1)
     return {
         ("vllm:prefix_cache_queries", ""): stats.prefix_cache_queries,
@@ -61,6 +64,10 @@ def counts_of(stats: EngineStats) -> SeriesCounts:
         (cached_by_source, "p2p"): max(0, external - store.num_hit_tokens),
         (cached_by_source, "external_unspecified"): store.num_hit_tokens,
         ("vllm:corrupted_requests", ""): stats.num_corrupted,
+        ("vllm:spec_decode_num_drafts", ""): stats.num_drafts,
+        ("vllm:spec_decode_num_draft_tokens", ""): stats.num_draft_tokens,
+        ("vllm:spec_decode_num_accepted_tokens", ""): sum(accepted),
+        **{(_ACCEPTED, str(position)): number for position, number in enumerate(accepted)},
         ("vllm:nixl_num_failed_transfers", ""): sum(stats.kv_load_failures.values()),
         ("vllm:nixl_num_kv_expired_reqs", ""): stats.lease_ends.get(LeaseEnd.EXPIRED.value, 0),
         **{(_STEP_TOKENS, str(index)): number for index, number in enumerate(steps)},

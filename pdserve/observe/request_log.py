@@ -130,6 +130,7 @@ def fields_of(ended: Finished) -> dict[str, object]:
         "second_token_terms_ms": ended.second_token_terms or None,
         "itl_p50_ms": ended.itl_p50_ms,
         "itl_max_ms": ended.itl_max_ms,
+        "tokens_per_step": ended.tokens_per_step,
         "kv_bytes": ended.kv_bytes or None,
         "store_tokens": ended.store_tokens or None,
         "ladder": [f"{rung}({reason})" for rung, reason in rungs] or None,
@@ -159,13 +160,15 @@ def times_of(
     num_prompt_tokens: int,
     kv: MovedKV | None = None,
     gaps_s: Sequence[float] = (),
+    tokens_per_step: float | None = None,
 ) -> str:
     """Return where the time of a request went that one engine served.
 
     Args:
         stages: Seconds by stage, in order of time; they sum to `ttft_s`. The stage `kv`
             is followed by the bytes moved and their rate.
-        gaps_s: Seconds between output tokens.
+        gaps_s: Seconds between outputs.
+        tokens_per_step: Where drafts were verified.
     """
     told = ""
     if ttft_s is not None:
@@ -180,6 +183,8 @@ def times_of(
             told += " = " + " + ".join(parts)
     if gaps_s:
         told += f" | itl p50 {statistics.median(gaps_s) * 1e3:.1f} max {max(gaps_s) * 1e3:.1f}"
+    if tokens_per_step is not None:
+        told += f" | spec {tokens_per_step:.1f}/step"
     if kv is not None and (stored := kv.store.of(num_prompt_tokens)):
         told += f" | {stored}"
     return told

@@ -104,6 +104,22 @@ VLLM_SERIES = (
             "counter",
             "Leases of KV that nobody read in time; counted where the prompt was prefilled.",
         ),
+        (
+            "vllm:spec_decode_num_drafts",
+            "counter",
+            "Drafts that were verified, each of some tokens of one request.",
+        ),
+        ("vllm:spec_decode_num_draft_tokens", "counter", "Tokens of these drafts."),
+        (
+            "vllm:spec_decode_num_accepted_tokens",
+            "counter",
+            "Of these tokens, those that proved right.",
+        ),
+        (
+            "vllm:spec_decode_num_accepted_tokens_per_pos",
+            "counter",
+            "The same by their position in the draft, from 0 on.",
+        ),
         ("vllm:cache_config_info", "gauge", "1; its labels are settings of the KV cache."),
     ),
     *_rows(
@@ -199,7 +215,6 @@ VLLM_SERIES = (
         ("vllm:tool_call_*", "counter", "Tool calls are not counted."),
         ("vllm:websocket_*", "counter", "There are no WebSockets."),
         ("vllm:mm_cache_*", "counter", "Models take text only."),
-        ("vllm:spec_decode_*", "counter", "There is no speculative decoding."),
         (
             "vllm:kv_block_*",
             "histogram",

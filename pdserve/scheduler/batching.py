@@ -11,6 +11,7 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING
 
+from pdserve.scheduler.drafts import DraftWish, RowBudget
 from pdserve.scheduler.plan import Candidate, Room, plan_admission, plan_running
 from pdserve.scheduler.states import State
 
@@ -18,8 +19,9 @@ if TYPE_CHECKING:
     from pdserve.kvcache.manager import PrefixHit
     from pdserve.scheduler.request import Request
     from pdserve.scheduler.state import SchedulerState
+    from pdserve.scheduler.steps import Filling
     from pdserve.scheduler.transfers import Transfers
-    from pdserve.wire.ids import BlockId, RequestId
+    from pdserve.wire.ids import RequestId
 
 
 class Batcher:
@@ -43,20 +45,17 @@ class Batcher:
             0 if config.enable_chunked_prefill else self._max_model_len,
         )
         self._min_reserved_blocks = self._kv.pool.num_blocks // 100
+        self._max_drafted = state.dimensions.max_drafted
+        costs = state.dimensions.row_costs
+        self._row_budget = RowBudget(costs) if self._max_drafted else None
 
     # ---- running requests ----------------------------------------------------------
 
-    def fill(
-        self,
-        now_s: float,
-        scheduled: dict[RequestId, int],
-        grown: dict[RequestId, list[BlockId]],
-    ) -> int | None:
-        """Put running requests into a step that is empty.
+    def fill(self, now_s: float, filling: Filling) -> int | None:
+        """Put running requests into a step.
 
         Args:
-            scheduled: Gets the tokens that each computes in it.
-            grown: Gets the blocks that some are given for that.
+            filling: The step, which is empty.
 
         Returns:
             The budget left; None if it must stay unspent, because a running request
@@ -82,19 +81,86 @@ class Batcher:
             for each in map(batch.__getitem__, plan.preempted)
         ]
         if not all(are_free):
-            self.fill(now_s, scheduled, grown)  # with the blocks that there are
+            self.fill(now_s, filling)  # with the blocks that there are
             return None
         for index, num_tokens in plan.num_tokens.items():
             request = batch[index]
             assert request.holding is not None
             num_blocks = plan.num_new_blocks[index]
             if num_blocks:
-                grown[request.request_id] = request.holding.grow(num_blocks)
-            scheduled[request.request_id] = num_tokens
+                filling.grown[request.request_id] = request.holding.grow(num_blocks)
+            filling.num_tokens[request.request_id] = num_tokens
             if self._is_pipelined:
                 # Requests that were not in this step come first in the next.
                 running[request.request_id] = running.pop(request.request_id)
-        return None if plan.preempted or plan.is_short_of_blocks else plan.budget_left
+        if plan.preempted or plan.is_short_of_blocks:
+            return None
+        if self._row_budget is None:
+            return plan.budget_left
+        return plan.budget_left - self._grant_drafts(self._row_budget, filling, plan.budget_left)
+
+    # ---- drafts --------------------------------------------------------------------
+
+    def _grant_drafts(self, budget: RowBudget, filling: Filling, max_rows: int) -> int:
+        """Give requests that decode rows for their drafts, and blocks for them.
+
+        Args:
+            max_rows: Rows that may be given out, at most.
+
+        Returns:
+            Rows that were given out.
+        """
+        running = self._state.running
+        able: list[Request] = []
+        wishes: list[DraftWish] = []
+        for request_id in filling.num_tokens:
+            request = running[request_id]
+            num = min(self._max_draft_rows(request), max_rows)
+            if num > 0:
+                able.append(request)
+                wishes.append(DraftWish(request.drafts.acceptance, request.drafts.found, num))
+        shares = budget.share(
+            wishes,
+            num_rows=sum(filling.num_tokens.values()),
+            num_requests=len(filling.num_tokens),
+        )
+        num_left = max_rows
+        for request, share in zip(able, shares, strict=True):
+            wanted = min(share or int(request.drafts.pass_over()), num_left)
+            num = self._room_for_drafts(request, wanted, filling) if wanted else 0
+            if num:
+                filling.num_draft_rows[request.request_id] = num
+                num_left -= num
+        return max_rows - num_left
+
+    def _max_draft_rows(self, request: Request) -> int:
+        """Return how long a draft of `request` may be in a step that computes its last token."""
+        num_tokens = request.num_tokens
+        num_output = num_tokens - len(request.prompt_token_ids)
+        if not num_output or request.num_computed_tokens != num_tokens - 1:
+            return 0
+        # One token more than the draft may come of it.
+        return min(
+            self._max_drafted,
+            request.sampling.max_tokens - num_output - 1,
+            self._max_model_len - num_tokens - 1,
+        )
+
+    def _room_for_drafts(self, request: Request, num_rows: int, filling: Filling) -> int:
+        """Take blocks for `num_rows` behind the last token; return for how many there are some.
+
+        A block for each request of the step is left, which it may need soon.
+        """
+        assert request.holding is not None
+        end, block_size = request.num_tokens, self._kv.block_size
+        num_held = len(request.holding.blocks)
+        num_spare = self._kv.pool.num_free - len(filling.num_tokens)
+        num_lacking = min(self._kv.blocks_for(end + num_rows) - num_held, num_spare)
+        if num_lacking > 0:
+            blocks = request.holding.grow(num_lacking)
+            filling.grown.setdefault(request.request_id, []).extend(blocks)
+            num_held += num_lacking
+        return min(num_rows, num_held * block_size - end)
 
     def _room(self, token_budget: int, max_of_one: int) -> Room:
         return Room(
@@ -109,7 +175,9 @@ class Batcher:
         num_computed = request.num_computed_tokens
         holding = request.holding
         is_pipelined = self._is_pipelined
-        sits_out = request.num_pending_tokens > 0 and (is_pipelined or self._is_complete(request))
+        sits_out = request.num_pending_tokens > 0 and (
+            is_pipelined or self._state.steps.has_drafts or self._is_complete(request)
+        )
         return Candidate(
             0 if sits_out else request.num_tokens - num_computed,
             num_computed,

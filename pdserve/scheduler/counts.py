@@ -16,9 +16,13 @@ if TYPE_CHECKING:
 
 
 class Counters:
-    """The counters of one scheduler; see `EngineStats` for what each means."""
+    """The counters of one scheduler; see `EngineStats` for what each means.
 
-    def __init__(self) -> None:
+    Args:
+        max_drafted: Tokens of a draft, at most.
+    """
+
+    def __init__(self, *, max_drafted: int) -> None:
         self.preemptions = 0
         self.generation_tokens = 0
         self.prompt_tokens = 0
@@ -32,6 +36,9 @@ class Counters:
         self.steps_by_tokens = [0] * (len(STEP_TOKEN_BOUNDS) + 1)
         self.step_tokens = 0
         self.corrupted = 0
+        self.drafts = 0
+        self.draft_tokens = 0
+        self.accepted_by_position = [0] * max_drafted
         self.load_failures = Counter({each.value: 0 for each in LoadFailure})
         self.lease_ends = Counter({each.value: 0 for each in LeaseEnd})
         self.loads = Counter({each.value: 0 for each in KVMode})
@@ -50,6 +57,13 @@ class Counters:
         if num_tokens:
             self.steps_by_tokens[bisect_left(STEP_TOKEN_BOUNDS, num_tokens)] += 1
             self.step_tokens += num_tokens
+
+    def draft(self, num_tokens: int, num_accepted: int) -> None:
+        """Count a draft that was verified, of which so many tokens were right."""
+        self.drafts += 1
+        self.draft_tokens += num_tokens
+        for position in range(num_accepted):
+            self.accepted_by_position[position] += 1
 
     def prompt(self, request: Request, *, num_hit: int, num_external: int) -> None:
         """Count a prompt whose KV is here or being computed, in the request as well.

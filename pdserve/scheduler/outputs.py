@@ -34,26 +34,32 @@ class OutputBuffer:
             outputs.sort(key=lambda output: output.request_id not in beginning)
         return outputs
 
-    def token(
+    def tokens(
         self,
         request: Request,
-        logprobs: TokenLogprobs | None,
+        num_tokens: int,
+        logprobs: list[TokenLogprobs] | None,
         *,
         prompt_logprobs: list[TokenLogprobs | None] | None = None,
         finish: FinishReason | None,
         stop_reason: int | None,
     ) -> None:
-        """Add the newest output token of `request`, and its handoff if it ends as HANDOFF."""
+        """Add the newest output tokens of `request`, and its handoff if it ends as HANDOFF.
+
+        Args:
+            logprobs: Of as many tokens, at least.
+        """
         is_last = finish is not None
-        is_beginning = len(request.output_token_ids) <= _NUM_OUTPUTS_WITH_STAGES
+        num_before = len(request.output_token_ids) - num_tokens
+        is_beginning = num_before < _NUM_OUTPUTS_WITH_STAGES
         has_stages = is_last or is_beginning
         if is_beginning:
             self._beginning.add(request.request_id)
         self._outputs.append(
             EngineOutput(
                 request_id=request.request_id,
-                new_token_ids=[request.output_token_ids[-1]],
-                logprobs=None if logprobs is None else [logprobs],
+                new_token_ids=request.output_token_ids[num_before:],
+                logprobs=None if logprobs is None else logprobs[:num_tokens],
                 prompt_logprobs=prompt_logprobs,
                 finish_reason=finish,
                 stop_reason=stop_reason,
@@ -63,6 +69,8 @@ class OutputBuffer:
                 load_failures=request.load_failures if has_stages else [],
                 kv_mode="" if request.kv_mode is None else request.kv_mode.value,
                 num_preemptions=request.num_preemptions if is_last else 0,
+                num_drafted=request.drafts.num_drafted,
+                num_accepted=request.drafts.num_accepted,
             )
         )
 

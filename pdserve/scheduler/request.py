@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from pdserve.connectors.base import KVSource
 from pdserve.errors import InternalError
+from pdserve.scheduler.drafts import DraftRecord
 from pdserve.scheduler.states import LEGAL_MOVES, OVER, State
 from pdserve.scheduler.timeline import Timeline
 from pdserve.wire.request import FinishReason
@@ -34,10 +35,9 @@ class Request:
         rank: (priority, arrival). Smaller is served first; the largest is preempted.
 
     Attributes:
-        num_computed_tokens: Tokens whose KV is, or will be once the steps in flight
-            retire, in its blocks.
-        num_pending_tokens: Tokens that steps in flight sample, one at most for each: they
-            count as tokens, their ids are not known yet.
+        num_computed_tokens: Tokens whose KV its blocks have, or will once steps in flight retire.
+        num_pending_tokens: Tokens that steps in flight sample without drafts, one at most for
+            each: they count as tokens, their ids are not known yet.
         num_told_tokens: Output tokens that the workers were told of, where they have to be.
         handoff: As in the wire request, or as it came with its KV, until that is here or its
             load has failed; at P, what its connector made of it.
@@ -49,13 +49,13 @@ class Request:
         holds: What its blocks are held for behind its end.
         finish_reason: How it has ended.
         waits_for: While it is CLOSING.
-        num_overtaken: Requests whose KV lies ready that started in its place, while its own was
-            only planned.
+        num_overtaken: Requests with KV that started in its place, while its own was planned.
         num_budgeted: Prompt tokens that the recompute budget was charged for it, until it
             starts; None if it is none of that budget's requests.
         kv_mode: How its KV came from another engine, if it did.
         source_id: What that engine called it; empty if its KV came from none.
         prompt_logprobs: From the second prompt token on; they leave with the first output token.
+        drafts: How its drafts have done.
     """
 
     # More than thirty attributes would make each of them slow in an ordinary object.
@@ -63,6 +63,7 @@ class Request:
         "_shared",
         "_story",
         "chain",
+        "drafts",
         "finish_reason",
         "first_logprobs",
         "handoff",
@@ -140,6 +141,7 @@ class Request:
         self.num_cached_tokens = 0
         self.num_external_tokens = 0
         self.num_preemptions = 0
+        self.drafts = DraftRecord()
         self.load_failures: list[str] = []
         self.times = Timeline(queued_s=now_s)
         self._story: list[tuple[float, str]] = []
@@ -317,14 +319,30 @@ class Request:
         self.num_told_tokens = len(self.output_token_ids)
         return untold
 
-    def sample(self, token_id: int, logprobs: TokenLogprobs | None, now_s: float) -> None:
-        """Take a token that a step sampled."""
+    def sample(
+        self,
+        token_ids: Sequence[int],
+        logprobs: list[TokenLogprobs] | None,
+        now_s: float,
+        *,
+        max_model_len: int,
+    ) -> tuple[int, FinishReason | None, int | None]:
+        """Take what a step sampled up to its end; return how many, and `finish_of_last_token`."""
         self.num_pending_tokens -= 1
-        self.output_token_ids.append(token_id)
-        if len(self.output_token_ids) == 1:
-            self.first_logprobs = None if logprobs is None else [logprobs]
+        outputs = self.output_token_ids
+        if not outputs and logprobs is not None:
+            self.first_logprobs = logprobs[:1]
         if self.times.first_token_s is None:
             self.times.sample(now_s)
+        num_before = len(outputs)
+        for token_id in token_ids:
+            outputs.append(token_id)
+            finish, stop_reason = self.finish_of_last_token(max_model_len)
+            if finish is not None:
+                break
+        num_taken = len(outputs) - num_before
+        self.num_computed_tokens += num_taken - 1  # the others were drafts that proved right
+        return num_taken, finish, stop_reason
 
     def take_over(self, token_id: int) -> None:
         """Take an output token that another engine sampled."""

@@ -22,6 +22,7 @@ from pdserve.scheduler.refusal import refusal_of
 from pdserve.scheduler.request import Request
 from pdserve.scheduler.state import SchedulerState
 from pdserve.scheduler.states import State, Wait
+from pdserve.scheduler.steps import Filling
 from pdserve.scheduler.telemetry import Telemetry
 from pdserve.scheduler.transfers import Transfers
 from pdserve.wire.request import ErrorCode, FinishReason
@@ -36,7 +37,7 @@ if TYPE_CHECKING:
     from pdserve.scheduler.state import Dimensions
     from pdserve.scheduler.steps import Step
     from pdserve.wire.events import KVEvent
-    from pdserve.wire.ids import BlockId, RequestId
+    from pdserve.wire.ids import RequestId
     from pdserve.wire.outputs import TokenLogprobs
     from pdserve.wire.request import EngineOutput, EngineStats, GenerateRequest
     from pdserve.wire.step import ExpertBalance, ModelRunnerOutput, SchedulerOutput
@@ -183,15 +184,14 @@ class Scheduler:
         """Plan the next step and apply the plan. None = nothing to do now."""
         now_s = self._clock.monotonic_s()
         self._end_late()
-        scheduled: dict[RequestId, int] = {}
-        grown: dict[RequestId, list[BlockId]] = {}
-        budget = self._batcher.fill(now_s, scheduled, grown)
+        filling = Filling()
+        budget = self._batcher.fill(now_s, filling)
         self._may_admit = budget is not None
         if budget is not None:
-            scheduled.update(self._batcher.admit(now_s, budget))
-        if not scheduled and not self.state.steps.has_gone:
+            filling.num_tokens.update(self._batcher.admit(now_s, budget))
+        if not filling.num_tokens and not self.state.steps.has_gone:
             return None
-        return self._build_step(now_s, scheduled, grown)
+        return self._build_step(now_s, filling)
 
     def admit_loads(self) -> None:
         """Start the loads that are next in the queue: they need no step.
@@ -205,13 +205,16 @@ class Scheduler:
 
     def empty_step(self) -> SchedulerOutput:
         """Submit a step without tokens, for engines that must step together."""
-        return self._build_step(self._clock.monotonic_s(), {}, {})
+        return self._build_step(self._clock.monotonic_s(), Filling())
 
     def update(self, result: ModelRunnerOutput) -> None:
         """Take a step's results. Outputs are there for `drain_outputs`."""
         now_s = self._clock.monotonic_s()
         step = self.state.steps.retire(result.step_id, now_s)
-        self._counters.step(step.num_prefill_tokens + step.num_decode_tokens, result.forward_s)
+        num_tokens = step.num_prefill_tokens + step.num_decode_tokens
+        if result.num_drafted:
+            num_tokens += sum(result.num_drafted.values())
+        self._counters.step(num_tokens, result.forward_s)
         self.telemetry.step(step, result.forward_s, now_s)
         if result.experts is not None:
             self._experts = result.experts
@@ -234,10 +237,12 @@ class Scheduler:
                     request.times.end_step(now_s)
                 if request.holding is not None:
                     self.state.publish_prefix(request, num_computed)
-        for request_id, token_id in zip(result.request_ids, result.sampled_token_ids, strict=True):
+        if step.num_draft_rows:
+            self._count_drafts(step, result)
+        for request_id, token_ids in zip(result.request_ids, result.sampled_token_ids, strict=True):
             request = running.get(request_id)
             if request is not None:
-                self._take_token(request, token_id, result.logprobs.get(request_id), now_s)
+                self._take_tokens(request, token_ids, result.logprobs.get(request_id), now_s)
         for request in step.closing:
             self.state.stop_waiting(request, Wait.STEP, now_s)
 
@@ -313,16 +318,9 @@ class Scheduler:
 
     # ---- building a step -------------------------------------------------------------
 
-    def _build_step(
-        self,
-        now_s: float,
-        scheduled: dict[RequestId, int],
-        grown: dict[RequestId, list[BlockId]],
-    ) -> SchedulerOutput:
-        metadata = self._transfers.metadata_for(scheduled, now_s)
-        running = self.state.running
-        batch = [(running[request_id], num) for request_id, num in scheduled.items()]
-        return self.state.steps.submit(batch, grown, metadata, now_s)
+    def _build_step(self, now_s: float, filling: Filling) -> SchedulerOutput:
+        metadata = self._transfers.metadata_for(filling.num_tokens, now_s)
+        return self.state.steps.submit(self.state.running, filling, metadata, now_s)
 
     # ---- taking results ------------------------------------------------------------
 
@@ -338,20 +336,41 @@ class Scheduler:
             if request is not None:
                 self._transfers.load_in_step(request, failed.get(request_id), now_s)
 
-    def _take_token(
-        self, request: Request, token_id: int, logprobs: TokenLogprobs | None, now_s: float
+    def _count_drafts(self, step: Step, result: ModelRunnerOutput) -> None:
+        """Note how the step's drafts have done."""
+        num_sampled = dict(zip(result.request_ids, map(len, result.sampled_token_ids), strict=True))
+        for request_id in step.num_draft_rows:
+            request = self.state.running.get(request_id)
+            if request is None or request_id not in num_sampled:
+                continue
+            num_drafted = result.num_drafted.get(request_id, 0)
+            num_accepted = num_sampled[request_id] - 1
+            request.drafts.note(num_drafted, num_accepted)
+            if num_drafted:
+                self._counters.draft(num_drafted, num_accepted)
+
+    def _take_tokens(
+        self,
+        request: Request,
+        token_ids: list[int],
+        logprobs: list[TokenLogprobs] | None,
+        now_s: float,
     ) -> None:
-        request.sample(token_id, logprobs, now_s)
-        self._counters.generation_tokens += 1
-        is_first = len(request.output_token_ids) == 1
+        num_tokens, finish, stop_reason = request.sample(
+            token_ids, logprobs, now_s, max_model_len=self._max_model_len
+        )
+        self._counters.generation_tokens += num_tokens
+        if num_tokens > 1:
+            self.state.publish_prefix(request, request.num_computed_tokens)
+        is_first = len(request.output_token_ids) == num_tokens
         prompt_logprobs = request.take_prompt_logprobs() if is_first else None
-        finish, stop_reason = request.finish_of_last_token(self._max_model_len)
         if finish is None and request.remote_decode:
             if not self._transfers.hand_over(request, now_s):
                 return
             finish = FinishReason.HANDOFF
-        self._outputs.token(
+        self._outputs.tokens(
             request,
+            num_tokens,
             logprobs,
             prompt_logprobs=prompt_logprobs,
             finish=finish,

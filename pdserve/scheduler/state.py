@@ -43,6 +43,8 @@ class Dimensions(msgspec.Struct, frozen=True, kw_only=True):
         vocab_size: Every token id is below it.
         num_stages: Pipeline stages.
         kv_bytes_per_token: To count, for traces, what is on its way here.
+        max_drafted: Tokens of a draft, at most; 0: nothing is drafted.
+        row_costs: See `RowBudget`.
     """
 
     num_blocks: int
@@ -50,6 +52,8 @@ class Dimensions(msgspec.Struct, frozen=True, kw_only=True):
     vocab_size: int
     num_stages: int = 1
     kv_bytes_per_token: int = 0
+    max_drafted: int = 0
+    row_costs: tuple[tuple[int, float], ...] = ()
 
 
 class SchedulerState:
@@ -95,7 +99,7 @@ class SchedulerState:
         self.ladder = Ladder(
             config.recompute_tokens_per_s, max_model_len=dimensions.max_model_len, now_s=now_s
         )
-        self.counters = Counters()
+        self.counters = Counters(max_drafted=dimensions.max_drafted)
         self.steps = StepQueue(is_pipelined=dimensions.num_stages > 1)
         self.outputs = OutputBuffer()
         self.recorder = Recorder()

@@ -8,6 +8,7 @@ the last such step has retired. Decides nothing.
 from __future__ import annotations
 
 from collections import deque
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from pdserve.errors import InternalError
@@ -23,12 +24,28 @@ if TYPE_CHECKING:
 _NUM_REMEMBERED = 64
 
 
+@dataclass(slots=True)
+class Filling:
+    """What a step that is being built has so far.
+
+    Attributes:
+        num_tokens: Tokens that each request computes behind its computed ones.
+        grown: Blocks that some of them got for it.
+        num_draft_rows: Tokens of drafts that may be computed behind those.
+    """
+
+    num_tokens: dict[RequestId, int] = field(default_factory=dict)
+    grown: dict[RequestId, list[BlockId]] = field(default_factory=dict)
+    num_draft_rows: dict[RequestId, int] = field(default_factory=dict)
+
+
 class Step:
     """One submitted step.
 
     Attributes:
         num_computed_after: For each request in it, the tokens computed once it retires.
         num_prefill_tokens, num_decode_tokens: Prompt tokens it computes, and all others.
+        num_draft_rows: As the workers are told.
         loading: Requests whose first tokens are loaded inside it.
         closing: Requests that are over, and wait for it to retire.
         void: Requests for which what it computes means nothing.
@@ -42,6 +59,7 @@ class Step:
         *,
         num_prefill_tokens: int = 0,
         num_decode_tokens: int = 0,
+        num_draft_rows: Mapping[RequestId, int],
         loading: Sequence[RequestId] = (),
     ) -> None:
         self.step_id = step_id
@@ -49,6 +67,7 @@ class Step:
         self.submitted_s = submitted_s
         self.num_prefill_tokens = num_prefill_tokens
         self.num_decode_tokens = num_decode_tokens
+        self.num_draft_rows = num_draft_rows
         self.loading = loading
         self.closing: list[Request] = []
         self.void: set[RequestId] = set()
@@ -83,6 +102,11 @@ class StepQueue:
         return any(step.num_computed_after for step in self._in_flight)
 
     @property
+    def has_drafts(self) -> bool:
+        """Whether it is open how far a step in flight brings some of its requests."""
+        return any(step.num_draft_rows for step in self._in_flight)
+
+    @property
     def has_gone(self) -> bool:
         """Whether the workers still have to be told to forget requests."""
         return bool(self._gone)
@@ -91,16 +115,15 @@ class StepQueue:
 
     def submit(
         self,
-        scheduled: Sequence[tuple[Request, int]],
-        grown: Mapping[RequestId, list[BlockId]],
+        running: Mapping[RequestId, Request],
+        filling: Filling,
         metadata: ConnectorMetadata | None,
         now_s: float,
     ) -> SchedulerOutput:
         """Build the next step and put it in flight.
 
         Args:
-            scheduled: Requests that compute so many tokens behind their computed ones.
-            grown: Blocks that some of them got for it.
+            running: Has the requests that are in it.
             metadata: What the connector sends along.
         """
         new: list[NewRequest] = []
@@ -108,12 +131,13 @@ class StepQueue:
         known_blocks: list[list[BlockId]] = []
         known_computed: list[int] = []
         known_sampled: list[list[int]] = []
-        num_scheduled: dict[RequestId, int] = {}
+        grown, num_draft_rows = filling.grown, filling.num_draft_rows
         after: dict[RequestId, int] = {}
         loading: list[RequestId] = []
         num_total = num_prefill = 0
-        for request, num_tokens in scheduled:
-            request_id, num_computed = request.request_id, request.num_computed_tokens
+        for request_id, num_tokens in filling.num_tokens.items():
+            request = running[request_id]
+            num_computed = request.num_computed_tokens
             if request_id in self.known:
                 known_ids.append(request_id)
                 known_blocks.append(grown.get(request_id, []))
@@ -129,12 +153,13 @@ class StepQueue:
                 loading.append(request_id)
             if request.times.first_step_at_s is None:
                 self._begin_first(request, now_s)
-            num_scheduled[request_id] = num_tokens
             num_total += num_tokens
             after[request_id] = request.advance(num_tokens)
         step_id, gone = self.num_built, self._gone
         self.num_built += 1
         self._gone = []
+        if num_draft_rows:  # a request may have been taken out
+            num_draft_rows = {i: n for i, n in num_draft_rows.items() if i in after}
         self._in_flight.append(
             Step(
                 step_id,
@@ -142,6 +167,7 @@ class StepQueue:
                 now_s,
                 num_prefill_tokens=num_prefill,
                 num_decode_tokens=num_total - num_prefill,
+                num_draft_rows=num_draft_rows,
                 loading=loading,
             )
         )
@@ -154,7 +180,8 @@ class StepQueue:
                 num_computed_tokens=known_computed,
                 sampled_token_ids=known_sampled,
             ),
-            num_scheduled_tokens=num_scheduled,
+            num_scheduled_tokens=filling.num_tokens,
+            num_draft_rows=num_draft_rows,
             gone_request_ids=gone,
             loading_request_ids=loading,
             connector_metadata=metadata,
@@ -178,6 +205,7 @@ class StepQueue:
             sampling=request.sampling,
             block_ids=list(holding.blocks),
             num_computed_tokens=request.num_computed_tokens,
+            prediction_token_ids=request.wire.prediction_token_ids,
         )
 
     def _begin_first(self, request: Request, now_s: float) -> None:

@@ -132,6 +132,9 @@ class Telemetry:
             steps_by_tokens=list(counters.steps_by_tokens),
             num_step_tokens=counters.step_tokens,
             num_corrupted=counters.corrupted,
+            num_drafts=counters.drafts,
+            num_draft_tokens=counters.draft_tokens,
+            accepted_by_position=list(counters.accepted_by_position),
         )
 
     def requests(self, now_s: float) -> list[EngineRequest]:

@@ -100,6 +100,7 @@ def _account(service: Service, job: TextRequest, error: BaseException | None) ->
             StoredKV(store_tokens, store_bytes, store_s),
         ),
         gaps_s=job.gaps_s,
+        tokens_per_step=job.tokens_per_step,
     )
     ended = with_line(_finished(job, service.recent.next_seq, ending), times)
     log_request(ended)
@@ -210,7 +211,7 @@ def _finished(job: TextRequest, seq: int, ending: _Ending) -> Finished:
     terms = _terms(job) if job.ttft_s is not None else {}
     terms_ms = {name: round(seconds * 1e3, 3) for name, seconds in terms.items()}
     ttft_ms = round(sum(terms_ms.values()), 3) if terms_ms else None
-    kv_mode, stages = _kv_mode(job), job.stages()
+    kv_mode, stages, per_step = _kv_mode(job), job.stages(), job.tokens_per_step
     return Finished(
         seq=seq,
         request_id=job.request_id,
@@ -228,6 +229,7 @@ def _finished(job: TextRequest, seq: int, ending: _Ending) -> Finished:
         itl_p50_ms=round(statistics.median_high(gaps_s) * 1e3, 3) if gaps_s else None,
         itl_max_ms=round(max(gaps_s) * 1e3, 3) if gaps_s else None,
         num_gaps=len(gaps_s),
+        tokens_per_step=None if per_step is None else round(per_step, 3),
         kv_mode=kv_mode or None,
         kv_bytes=int(stages["kv_bytes"]),
         kv_path=kv_path(kv_mode or "local", has_store=stages["store_tokens"] > 0),

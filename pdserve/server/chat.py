@@ -171,6 +171,7 @@ async def answer_chat(
             logprobs=(body.top_logprobs or 0) if body.logprobs else None,
             prompt_logprobs=body.prompt_logprobs,
             new_machine=new_machine,
+            prediction=None if body.prediction is None else body.prediction.predicted(),
         ),
     )
     form = _Form(body, job, text.tokenizer, prompt, service.server_config.reasoning_field)

@@ -21,6 +21,7 @@ from pdserve.errors import BadRequestError, HandoffRefusedError
 from pdserve.http.ignored import MAX_NAME_CHARS, note_ignored
 from pdserve.http.parsing import top_level
 from pdserve.observe.log import log_event
+from pdserve.server.choice import Choice
 from pdserve.server.hop import DecodeHop, PrefillHop, parse_hop
 from pdserve.server.sampling import (
     check_token_ids,
@@ -30,7 +31,7 @@ from pdserve.server.sampling import (
     spellings_of,
 )
 from pdserve.server.service import REQUEST_ID, SERVICE, START_S
-from pdserve.server.text_request import Choice, TextRequest
+from pdserve.server.text_request import TextRequest
 from pdserve.server.text_work import encode, refuse_long_prompt
 from pdserve.text.output import OutputProcessor
 from pdserve.wire.hop import PARAMS, TIME_LEFT_HEADER
@@ -46,6 +47,7 @@ if TYPE_CHECKING:
     from pdserve.http.protocol import SamplingFields
     from pdserve.server.hop import Hop
     from pdserve.server.sampling import Asked
+    from pdserve.server.service import Service
     from pdserve.text.load import Text
     from pdserve.wire.hop import PdserveParams
     from pdserve.wire.sampling import SamplingParams
@@ -201,6 +203,9 @@ async def make_job(
     resolved = resolve_sampling(
         fields, asked, text, max_tokens=max(limits), seed=seed, bad_words=bad_words
     )
+    prediction: list[int] = []
+    if asked.prediction and not isinstance(hop, PrefillHop):
+        prediction = await _prediction_of(service, asked.prediction)
     sampling = [
         msgspec.structs.replace(
             resolved, max_tokens=limit, min_tokens=min(resolved.min_tokens, limit)
@@ -219,6 +224,7 @@ async def make_job(
         ticket=hop.ticket if hop is not None else None,
         on_load_failure=ours.on_load_failure if ours is not None else OnLoadFailure.RECOMPUTE,
         is_fallback=is_fallback,
+        prediction_token_ids=prediction,
     )
     choices = choices_of(
         _processors(text, fields, asked),
@@ -245,7 +251,25 @@ async def make_job(
         start_s=request[START_S],
         path=request.path,
         is_streamed=bool(fields.stream),
+        has_prediction=asked.prediction is not None,
     )
+
+
+async def _prediction_of(service: Service, prediction: str) -> list[int]:
+    """Return the tokens that drafts may be made of; none where nothing is drafted.
+
+    Raises:
+        ContextLengthError: It is longer than any answer can be.
+    """
+    if not service.engine_config.speculative.method:
+        return []
+    text, info = service.require_ready()
+    widest = text.tokenizer.max_chars_per_token
+    refuse_long_prompt(prediction, widest, info.max_model_len, field="prediction")
+    (token_ids,) = await encode(
+        service.prompt_work, text.tokenizer, [prediction], add_special_tokens=False
+    )
+    return token_ids[: info.max_model_len]
 
 
 def _hop_of(request: web.Request, fields: SamplingFields, *, num_choices: int) -> Hop | None:

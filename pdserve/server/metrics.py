@@ -32,6 +32,7 @@ STAGES = ("server", "queue", "prefill", "kv_wait", "kv_transfer", "handover", "f
 """Parts of the time to an engine's first own token, in order; together they are all of it."""
 
 DISCONNECT_STAGES = ("queue", "decode")
+_EVENT_TOKENS = (1, 2, 3, 4, 6, 8, 12, 16, 32)
 _CHILDREN = {
     "pdserve.engine.process": "core",
     "pdserve.engine.coordinator": "coordinator",
@@ -82,6 +83,12 @@ class ServerMetrics:
             registry=self.registry,
         )
         self._kv_wait = {kind: wait.labels(kind) for kind in ("load", "handover", "step")}
+        self._event_tokens = Histogram(
+            "pdserve_event_tokens",
+            "Tokens of an output: one, and one for each token of a draft that was right.",
+            buckets=_EVENT_TOKENS,
+            registry=self.registry,
+        )
         disconnects = Counter(
             "pdserve_client_disconnects",
             "Connections closed before the answer was complete.",
@@ -101,6 +108,10 @@ class ServerMetrics:
     def token_gap(self, core: int, seconds: float) -> None:
         """A choice's next token came `seconds` after the one before it."""
         self._of_core[core].token_gap(seconds)
+
+    def event(self, num_tokens: int) -> None:
+        """An engine core gave a choice so many tokens at once."""
+        self._event_tokens.observe(num_tokens)
 
     def stages(
         self, core: int, seconds: Mapping[str, float], *, kv_bytes: int, step_wait_s: float = 0.0

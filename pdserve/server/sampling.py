@@ -39,6 +39,7 @@ class Asked:
         logprobs, prompt_logprobs: Alternatives per token of the output and of the prompt; None
             asks for no log-probabilities.
         new_machine: Makes what takes one choice's answer apart; None where all of it is text.
+        prediction: What the answer may be much like.
     """
 
     prompt_field: str
@@ -48,6 +49,7 @@ class Asked:
     logprobs: int | None
     prompt_logprobs: int | None
     new_machine: Callable[[], AnswerMachine | HarmonyMachine | None] | None = None
+    prediction: str | None = None
 
 
 def choice_seed(seed: int, index: int) -> int:

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from pdserve.engine.merge import MergedOutputs
 from pdserve.errors import InternalError
 from pdserve.observe.request_series import EndedRequest
+from pdserve.server.choice import Choice, cached_by_prompt, usage_of
 from pdserve.server.failed_output import raise_if_failed
 from pdserve.server.hop import stage_fields
 from pdserve.wire.hop import EngineStages
@@ -32,7 +33,6 @@ if TYPE_CHECKING:
     from pdserve.server.hop import PromptLogprobs
     from pdserve.server.metrics import ServerMetrics
     from pdserve.text.answer.pieces import ToolCall
-    from pdserve.text.output import OutputProcessor
     from pdserve.wire.ids import RequestId
     from pdserve.wire.outputs import TokenLogprobs
     from pdserve.wire.request import EngineOutput, GenerateRequest
@@ -83,45 +83,6 @@ class Delta:
 
 
 @dataclass(slots=True)
-class Choice:
-    """One choice and how far it is.
-
-    Attributes:
-        request: None if the choice ended at the prefill engine, with one token.
-        num_from_handoff: Leading tokens that another engine sampled.
-        num_to_swallow: Those of them whose text the client already has.
-        prompt_logprobs: What the prefill engine computed of them.
-        kv_mode: How KV came from another engine, if it did: push or pull.
-        num_cached_tokens: What a prefix cache had of its prompt; None until an engine says so.
-        core: Index of the engine core that serves it.
-    """
-
-    index: int
-    prompt_index: int
-    request: GenerateRequest | None
-    processor: OutputProcessor
-    num_from_handoff: int = 0
-    num_to_swallow: int = 0
-    prompt_logprobs: PromptLogprobs | None = None
-    handoff: KVHandoff | None = None
-    finish_reason: FinishReason | None = None
-    stages: RequestStages | None = None
-    load_failures: list[str] = field(default_factory=list)
-    kv_mode: str = ""
-    num_cached_tokens: int | None = None
-    num_preemptions: int = 0
-    core: int = 0
-    first_token_s: float | None = None
-    own_token_s: float | None = None
-    last_token_s: float | None = None
-
-    @property
-    def num_tokens(self) -> int:
-        """Output tokens so far, wherever they were sampled."""
-        return 1 if self.request is None else self.processor.num_tokens
-
-
-@dataclass(slots=True)
 class TextRequest:
     """See the module. Use as an async context manager.
 
@@ -132,7 +93,8 @@ class TextRequest:
         seed: The user's, or the one that was drawn.
         choices: In the order of their indexes.
         path: Of the endpoint that was asked.
-        gaps_s: Seconds between output tokens.
+        has_prediction: The user has said what the answer may be much like.
+        gaps_s: Seconds between outputs, each of which has a token, or more by a draft.
         failure: What the engine failed it with.
     """
 
@@ -148,6 +110,7 @@ class TextRequest:
     start_s: float
     path: str = ""
     is_streamed: bool = False
+    has_prediction: bool = False
     delivered: bool = False
     gaps_s: list[float] = field(default_factory=list)
     failure: Exception | None = None
@@ -304,25 +267,17 @@ class TextRequest:
         return [choice.handoff for choice in self.choices]
 
     def usage(self, choice_index: int | None = None) -> dict[str, Any]:
-        """Return OpenAI's usage object: of one choice so far, or of the whole job.
-
-        A prompt counts once however many choices it has. Its cached tokens are those that a
-        prefix cache had before the first of them was prefilled.
-        """
+        """Return OpenAI's usage object: of one choice so far, or of the whole job."""
         choices = self.choices if choice_index is None else [self.choices[choice_index]]
-        num_cached = _cached_by_prompt(choices)
-        num_prompt = sum(len(self.prompts[index]) for index in num_cached)
-        num_output = sum(choice.num_tokens for choice in choices)
-        usage: dict[str, Any] = {
-            "prompt_tokens": num_prompt,
-            "total_tokens": num_prompt + num_output,
-            "completion_tokens": num_output,
-            "prompt_tokens_details": {"cached_tokens": sum(num_cached.values())},
-        }
-        if choices[0].processor.reads_reasoning:
-            num_reasoning = sum(choice.processor.num_reasoning_tokens for choice in choices)
-            usage["completion_tokens_details"] = {"reasoning_tokens": num_reasoning}
-        return usage
+        return usage_of(choices, self.prompts, has_prediction=self.has_prediction)
+
+    @property
+    def tokens_per_step(self) -> float | None:
+        """Own tokens per step of the engine that gave some; None where nothing was drafted."""
+        if not any(choice.num_drafted for choice in self.choices):
+            return None
+        num_events = sum(choice.num_events for choice in self.choices)
+        return 1 + sum(choice.num_accepted for choice in self.choices) / num_events
 
     @property
     def ttft_s(self) -> float | None:
@@ -373,7 +328,7 @@ class TextRequest:
     @property
     def num_cached_tokens(self) -> int:
         """Those of the prompts' that a prefix cache had."""
-        return sum(_cached_by_prompt(self.choices).values())
+        return sum(cached_by_prompt(self.choices).values())
 
     @property
     def num_output_tokens(self) -> int:
@@ -392,6 +347,8 @@ class TextRequest:
         choice.kv_mode = output.kv_mode or choice.kv_mode
         choice.core = output.core or choice.core
         choice.num_preemptions = output.num_preemptions
+        choice.num_drafted = output.num_drafted or choice.num_drafted
+        choice.num_accepted = output.num_accepted or choice.num_accepted
         if not output.new_token_ids:
             return
         if choice.num_cached_tokens is None:
@@ -406,6 +363,9 @@ class TextRequest:
             self.metrics.token_gap(choice.core, gap_s)
         choice.last_token_s = now_s
         num_tokens = choice.processor.num_tokens + len(output.new_token_ids)
+        if num_tokens > choice.num_from_handoff:
+            choice.num_events += 1
+            self.metrics.event(len(output.new_token_ids))
         if choice.own_token_s is None and num_tokens > choice.num_from_handoff:
             choice.own_token_s = now_s
 
@@ -439,7 +399,3 @@ class TextRequest:
         if choice.kv_mode or choice.first_token_s is None:
             return 0
         return len(self.prompts[choice.prompt_index]) - (choice.num_cached_tokens or 0)
-
-
-def _cached_by_prompt(choices: Sequence[Choice]) -> dict[int, int]:
-    return {choice.prompt_index: choice.num_cached_tokens or 0 for choice in choices}

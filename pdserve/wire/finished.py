@@ -52,6 +52,7 @@ class Finished(msgspec.Struct, frozen=True, kw_only=True):
             and empty at an engine, which no other one follows.
         itl_p50_ms, itl_max_ms, num_gaps: Of the gaps between output tokens; at a proxy between
             chunks from the decode engine on.
+        tokens_per_step: Where drafts were verified, which is at engines.
         kv_mode, kv_bytes: Who moved the KV, if anyone did, and how much.
         kv_path: How its KV came to where it was used: push, pull or local, with `+store` behind it
             if a store had some; empty if no engine was asked.
@@ -87,6 +88,7 @@ class Finished(msgspec.Struct, frozen=True, kw_only=True):
     itl_p50_ms: float | None = None
     itl_max_ms: float | None = None
     num_gaps: int = 0
+    tokens_per_step: float | None = None
     kv_mode: str | None = None
     kv_bytes: int = 0
     kv_path: str = ""

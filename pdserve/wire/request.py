@@ -35,6 +35,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
     Attributes:
         prompt_token_ids: At least one id, each below the vocabulary's size.
         arrival_s: When the server took the request, in seconds of this host's monotonic clock.
+        prediction_token_ids: What the answer may be much like: drafts are made of it.
         deadline_s: From when on the answer is of no use, by the same clock; or None.
         priority: Lower runs first under the priority policy.
         cache_salt: Requests share cached prefixes only with requests of the same salt.
@@ -58,6 +59,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
     ticket: PushTicket | None = None
     on_load_failure: OnLoadFailure = OnLoadFailure.RECOMPUTE
     is_fallback: bool = False
+    prediction_token_ids: list[int] = []
 
     @property
     def is_computed_here(self) -> bool:
@@ -180,6 +182,8 @@ class EngineOutput(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
         retry_after_s: With an error that will pass: when to try again.
         kv_mode: "push" or "pull" if KV came from another engine, else empty.
         num_preemptions: With the last token: how often it was preempted.
+        num_drafted, num_accepted: Draft tokens of it that were verified here so far; of these,
+            right.
         core: With its first output: index of the engine core that serves it.
     """
 
@@ -198,6 +202,8 @@ class EngineOutput(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     retry_after_s: float | None = None
     kv_mode: str = ""
     num_preemptions: int = 0
+    num_drafted: int = 0
+    num_accepted: int = 0
     core: int = 0
 
 
@@ -297,6 +303,9 @@ class EngineStats(EngineLoad, frozen=True, kw_only=True):
             `STEP_TOKEN_BOUNDS`, and one for more. Empty where that is not said.
         num_step_tokens: Tokens computed, all steps together.
         num_corrupted: Requests that ended because their logits were not finite.
+        num_drafts, num_draft_tokens: Drafts that were verified, and their tokens.
+        accepted_by_position: Of those tokens the right ones, by their position in the draft. Empty
+            where nothing is drafted.
     """
 
     num_preemptions: int = 0
@@ -325,6 +334,9 @@ class EngineStats(EngineLoad, frozen=True, kw_only=True):
     steps_by_tokens: list[int] = []
     num_step_tokens: int = 0
     num_corrupted: int = 0
+    num_drafts: int = 0
+    num_draft_tokens: int = 0
+    accepted_by_position: list[int] = []
 
 
 class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):

@@ -15,6 +15,7 @@ class NewRequest(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         output_token_ids: Tokens already out: after a preemption, or taken from a handoff.
+        prediction_token_ids: See `GenerateRequest`.
         block_ids: Its whole block table.
         num_computed_tokens: Tokens whose KV the blocks hold before this step.
     """
@@ -25,6 +26,7 @@ class NewRequest(msgspec.Struct, frozen=True, kw_only=True):
     sampling: SamplingParams
     block_ids: list[BlockId]
     num_computed_tokens: int
+    prediction_token_ids: list[int] = []
 
 
 class KnownRequests(msgspec.Struct, frozen=True, kw_only=True):
@@ -68,6 +70,8 @@ class SchedulerOutput(msgspec.Struct, frozen=True, kw_only=True):
             that only load KV are absent.
         gone_request_ids: Finished or preempted since the last step: forget them.
         loading_request_ids: Those whose first tokens the connector loads inside this step.
+        num_draft_rows: For requests whose drafts may be verified in this step, how many tokens of
+            one: there are blocks for them. The others are absent.
         wave: Not None: the ranks run the layers that they share with other engines, even if
             there is no token here.
     """
@@ -78,12 +82,13 @@ class SchedulerOutput(msgspec.Struct, frozen=True, kw_only=True):
     num_scheduled_tokens: dict[RequestId, int]
     gone_request_ids: list[RequestId]
     loading_request_ids: list[RequestId] = []
+    num_draft_rows: dict[RequestId, int] = {}
     connector_metadata: ConnectorMetadata | None = None
     wave: WaveStep | None = None
 
     @property
     def num_tokens(self) -> int:
-        """Tokens to compute in this step."""
+        """Tokens to compute in this step, without drafts."""
         return sum(self.num_scheduled_tokens.values())
 
 
@@ -115,12 +120,14 @@ class ModelRunnerOutput(msgspec.Struct, frozen=True, kw_only=True, omit_defaults
     """A step's results, in columns.
 
     Attributes:
-        sampled_token_ids: One token for each of `request_ids` (those that sampled).
+        sampled_token_ids: What each of `request_ids` (those that sampled) has sampled: one token,
+            and one more for each token of its draft that was right.
+        num_drafted: Tokens of each draft that was computed, for requests that had one.
         non_finite_ids: Requests whose states or logits of this step are NaN or infinite. Nothing
             else that is said of them means anything, nor does the KV that they have written.
         failed_loads: Of the step's `loading_request_ids`, on whichever rank. What else is said of
             such a request means nothing.
-        logprobs: For requests that asked for them.
+        logprobs: For requests that asked for them: one entry per sampled token.
         prompt_logprobs: Logprobs of the prompt tokens computed in this step; the entry
             for prompt position p is produced by the step that computes position p - 1.
         forward_s: Seconds in the model's forward alone.
@@ -130,10 +137,11 @@ class ModelRunnerOutput(msgspec.Struct, frozen=True, kw_only=True, omit_defaults
 
     step_id: int
     request_ids: list[RequestId] = []
-    sampled_token_ids: list[int] = []
+    sampled_token_ids: list[list[int]] = []
+    num_drafted: dict[RequestId, int] = {}
     non_finite_ids: list[RequestId] = []
     failed_loads: list[Failed] = []
-    logprobs: dict[RequestId, TokenLogprobs] = {}
+    logprobs: dict[RequestId, list[TokenLogprobs]] = {}
     prompt_logprobs: dict[RequestId, list[TokenLogprobs]] = {}
     forward_s: float = 0.0
     is_wave_over: bool = False

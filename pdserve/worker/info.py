@@ -22,6 +22,8 @@ class WorkerInfo(msgspec.Struct, frozen=True, kw_only=True):
         endpoint: The connector's side channel, if it has one.
         eos_token_ids: As in `config.json`.
         num_threads: CPU threads of its compute.
+        row_costs: Seconds of a product of the model by its number of rows, rising, if drafts are
+            verified and this rank makes logits.
     """
 
     rank: int
@@ -38,3 +40,4 @@ class WorkerInfo(msgspec.Struct, frozen=True, kw_only=True):
     eos_token_ids: tuple[int, ...]
     device: str
     num_threads: int
+    row_costs: tuple[tuple[int, float], ...] = ()

@@ -18,6 +18,8 @@ import numpy as np
 from pdserve.errors import InternalError
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from numpy.typing import NDArray
     from torch import Tensor
 
@@ -32,17 +34,23 @@ if TYPE_CHECKING:
 class PreparedStep:
     """One step's inputs and where its results belong. R requests, M of which sample.
 
+    A request that samples wants the logits of its last token, and of its draft behind that.
+
     Attributes:
         inputs: Overwritten by the next step's.
         graph_rows: Rows of the graph that runs it: R, and rows behind them that compute nothing.
             None if it is launched kernel by kernel.
         request_ids: `R`, in batch order.
         rows: `[R]`, their rows.
-        start, end: `[R]`, positions computed: from `start` up to and without `end`.
+        start, end: `[R]`, positions computed: from `start` up to and without `end`, drafts
+            included.
         query_start: `[R + 1]`, first token of each request in the step.
         sampling: `[M]`, indices of those that reach the end of their tokens.
         num_outputs: `[M]`, tokens they have put out before.
-        logit_rows: `[M]` int64 on the device, their last tokens; None if every token is one.
+        drafts: `M` of them, of which some are empty; None if all are.
+        draft_tokens: `[D]`, the step's tokens that are of drafts.
+        logit_rows: `[M + D]` int64 on the device, tokens whose logits are wanted; None if every
+            one's are.
     """
 
     inputs: StepInputs
@@ -54,7 +62,14 @@ class PreparedStep:
     query_start: NDArray[np.int64]
     sampling: NDArray[np.int64]
     num_outputs: NDArray[np.int64]
+    drafts: list[list[int]] | None
+    draft_tokens: NDArray[np.int64]
     logit_rows: Tensor | None
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens computed."""
+        return int(self.query_start[-1])
 
 
 class InputBatch:
@@ -139,15 +154,26 @@ class InputBatch:
         """
         if not known.request_ids:
             return
-        rows = self._rows(known.request_ids)
+        rows = self.rows(known.request_ids)
         self._num_computed[rows] = known.num_computed_tokens
         for row, block_ids in zip(rows.tolist(), known.new_block_ids, strict=True):
             if block_ids:
                 self._append_blocks(row, block_ids)
         if known.sampled_token_ids:
-            self._append_tokens(rows, known.sampled_token_ids)
+            self.extend(rows, known.sampled_token_ids)
 
-    def _append_tokens(self, rows: NDArray[np.int64], token_ids: list[list[int]]) -> None:
+    def rows(self, request_ids: list[RequestId]) -> NDArray[np.int64]:
+        """Return the rows of requests.
+
+        Raises:
+            InternalError: One of them is not known.
+        """
+        try:
+            return np.array([self._row_of[i] for i in request_ids], dtype=np.int64)
+        except KeyError as error:
+            raise InternalError(f"request {error.args[0]} is not known to this worker") from None
+
+    def extend(self, rows: NDArray[np.int64], token_ids: list[list[int]]) -> None:
         """Append any number of tokens to each of `rows`, which are distinct."""
         num = np.fromiter(map(len, token_ids), np.int64, len(rows))
         flat = np.fromiter(itertools.chain.from_iterable(token_ids), np.int32, num.sum())
@@ -160,33 +186,35 @@ class InputBatch:
         self._block_tables[row, have : have + len(block_ids)] = block_ids
         self._num_blocks[row] += len(block_ids)
 
-    def _rows(self, request_ids: list[RequestId]) -> NDArray[np.int64]:
-        try:
-            return np.array([self._row_of[i] for i in request_ids], dtype=np.int64)
-        except KeyError as error:
-            raise InternalError(f"request {error.args[0]} is not known to this worker") from None
-
     def prepare(
         self,
         num_scheduled_tokens: dict[RequestId, int],
         graphs: StepGraphs[Any] | None = None,
+        drafts: Mapping[RequestId, list[int]] | None = None,
     ) -> PreparedStep:
         """Cut a step's inputs; they are the device's once they are uploaded.
 
         Args:
             graphs: May run it, if each request computes one token and samples the next.
+            drafts: Computed behind the last tokens of their requests; none is empty.
 
         Raises:
             InternalError: A request is not known, would compute tokens it does not have, or
                 lacks blocks for them.
         """
         request_ids = list(num_scheduled_tokens)
-        rows = self._rows(request_ids)
+        rows = self.rows(request_ids)
         num_requests = len(request_ids)
         num_new = np.fromiter(num_scheduled_tokens.values(), np.int64, num_requests)
         start = self._num_computed[rows]
         end = start + num_new
         num_tokens = self._num_tokens[rows]
+        num_drafted = np.zeros(num_requests, dtype=np.int64)
+        if drafts:
+            num_drafted = self._write_drafts(request_ids, end == num_tokens, drafts)
+            num_new += num_drafted
+            end += num_drafted
+            num_tokens = num_tokens + num_drafted
         self._check(request_ids, rows, start, end, num_tokens)
         query_start = np.zeros(num_requests + 1, dtype=np.int64)
         np.cumsum(num_new, out=query_start[1:])
@@ -210,10 +238,21 @@ class InputBatch:
         arrays.context_lens[:num_requests] = end
 
         sampling = np.flatnonzero(end == num_tokens)
-        does_all_sample = len(sampling) == total
+        num_logits = len(sampling)
+        draft_tokens = np.zeros(0, dtype=np.int64)
+        if drafts:
+            num_wanted = num_drafted[sampling] + 1
+            num_logits = int(num_wanted.sum())
+            ends = np.cumsum(num_wanted)
+            wanted = np.arange(num_logits) + np.repeat(query_start[1:][sampling] - ends, num_wanted)
+            draft_tokens = np.delete(wanted, ends - num_wanted)
+        else:
+            wanted = query_start[1:][sampling] - 1
+        does_all_sample = num_logits == total
         if not does_all_sample:
-            arrays.logit_rows[: len(sampling)] = query_start[1:][sampling] - 1
-        padded = graphs.size_for(num_requests) if graphs and does_all_sample else None
+            arrays.logit_rows[:num_logits] = wanted
+        may_replay = does_all_sample and not drafts
+        padded = graphs.size_for(num_requests) if graphs and may_replay else None
         if padded is not None:
             self._buffers.pad(num_requests, padded)
         return PreparedStep(
@@ -225,9 +264,35 @@ class InputBatch:
             end=end,
             query_start=query_start,
             sampling=sampling,
-            num_outputs=(num_tokens - self._num_prompt[rows])[sampling],
-            logit_rows=None if does_all_sample else self._buffers.logit_rows(len(sampling)),
+            num_outputs=(num_tokens - num_drafted - self._num_prompt[rows])[sampling],
+            drafts=[drafts.get(request_ids[i], []) for i in sampling] if drafts else None,
+            draft_tokens=draft_tokens,
+            logit_rows=None if does_all_sample else self._buffers.logit_rows(num_logits),
         )
+
+    def _write_drafts(
+        self,
+        request_ids: list[RequestId],
+        ends_there: NDArray[np.bool_],
+        drafts: Mapping[RequestId, list[int]],
+    ) -> NDArray[np.int64]:
+        """Write drafts behind their requests' tokens, which they do not count as; how long each is.
+
+        Args:
+            ends_there: For which requests the step computes the last token.
+        """
+        lengths = np.zeros(len(request_ids), dtype=np.int64)
+        for index, request_id in enumerate(request_ids):
+            draft = drafts.get(request_id)
+            if draft is None:
+                continue
+            row = self._row_of[request_id]
+            first = int(self._num_tokens[row])
+            if not ends_there[index] or first + len(draft) > self._token_ids.shape[1]:
+                raise InternalError(f"request {request_id} cannot have a draft at token {first}")
+            self._token_ids[row, first : first + len(draft)] = draft
+            lengths[index] = len(draft)
+        return lengths
 
     def upload(self, prepared: PreparedStep) -> None:
         """Bring a step's inputs, and what else its buffers hold, to the device."""
@@ -281,11 +346,6 @@ class InputBatch:
                 f"request {request_ids[i]} cannot compute tokens {start[i]} to {end[i]}: it has "
                 f"{num_tokens[i]} tokens and blocks for {held[i]}"
             )
-
-    def append(self, rows: NDArray[np.int64], token_ids: NDArray[np.int64]) -> None:
-        """Append one token to each of `rows`."""
-        self._token_ids[rows, self._num_tokens[rows]] = token_ids
-        self._num_tokens[rows] += 1
 
     def prompt_targets(self, row: int, start: int, end: int) -> NDArray[np.int32]:
         """The prompt tokens that positions `start` to `end` predict: those after them."""

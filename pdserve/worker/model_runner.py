@@ -1,9 +1,9 @@
 """Runs one step on one rank: inputs, model, sampler, answer.
 
     SchedulerOutput -> forget, take, update rows -> inputs -> forward (KV is written)
-    -> logits of the rows that sample -> tokens -> ModelRunnerOutput
+    -> logits of the rows that sample, and of drafts -> tokens -> ModelRunnerOutput
        (forward and logits of a step of decode are a graph's, where the device has graphs)
-    -> finish_step: what the answer need not wait for
+    -> finish_step: what the answer need not wait for, as the next drafts
 
 Every rank of an engine runs the same steps in the same order. A pipeline stage receives what
 the one before computed, and sends on what it has; the last one samples. Its ranks share the
@@ -31,31 +31,33 @@ from pdserve.parallel.dispatch import SlicedExperts
 from pdserve.parallel.pipeline import StageLink
 from pdserve.wire.step import ModelRunnerOutput
 from pdserve.worker.device_sampler import DeviceSampler
+from pdserve.worker.drafting.costs import measure_rows
+from pdserve.worker.drafting.drafts import drafts_of
 from pdserve.worker.graphs import StepGraphs, rehearsed_steps
 from pdserve.worker.input_batch import InputBatch, PreparedStep
 from pdserve.worker.logprobs import token_logprobs
 from pdserve.worker.sampler import Sampler
 from pdserve.worker.spread_sampler import SpreadSampler
 from pdserve.worker.step_buffers import StepBuffers
+from pdserve.worker.verifying import single, verify
 from pdserve.worker.vocabulary import SpreadVocabulary
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable
 
     from numpy.typing import NDArray
     from torch import Tensor
 
-    from pdserve.config.schema import SchedulerConfig
+    from pdserve.config.schema import EngineConfig
     from pdserve.connectors.base import KVLayout
     from pdserve.models.registry import LoadedModel
     from pdserve.parallel.dispatch import ExpertParallel
     from pdserve.parallel.group import World
     from pdserve.wire.ids import RequestId
     from pdserve.wire.outputs import TokenLogprobs
-    from pdserve.wire.sampling import SamplingParams
     from pdserve.wire.step import ExpertBalance, NewRequest, SchedulerOutput
     from pdserve.worker.device import Device
-    from pdserve.worker.sampler import Sampled
+    from pdserve.worker.verifying import RowSampler, Verified
 
 _log = logging.getLogger(__name__)
 
@@ -68,20 +70,6 @@ class StepHooks(LayerHooks, Protocol):
     def has_layer_work(self) -> bool:
         """Whether they do anything in the step that is about to run."""
         ...
-
-
-class _Sampler(Protocol):
-    """`Sampler`, or several ranks' together."""
-
-    def add(
-        self, row: int, params: SamplingParams, prompt: Sequence[int], outputs: Sequence[int]
-    ) -> None: ...
-
-    def remove(self, row: int) -> None: ...
-
-    def sample(
-        self, logits: Tensor, rows: NDArray[np.int64], num_outputs: NDArray[np.int64]
-    ) -> Sampled: ...
 
 
 class ModelRunner:
@@ -98,7 +86,7 @@ class ModelRunner:
         loaded: LoadedModel,
         kv: Tensor,
         layout: KVLayout,
-        scheduler: SchedulerConfig,
+        config: EngineConfig,
         *,
         device: Device,
         world: World,
@@ -113,6 +101,7 @@ class ModelRunner:
         self._kv_layers = [kv[:, layer] for layer in range(layout.num_layers)]
         self._device = device
         self._hooks = hooks
+        scheduler, max_drafted = config.scheduler, config.speculative.max_drafted
         num_rows, block_size = scheduler.max_num_seqs, layout.block_size
         max_num_tokens = max(
             scheduler.max_num_batched_tokens,
@@ -124,7 +113,9 @@ class ModelRunner:
             num_rows=num_rows,
             max_blocks=-(-loaded.max_model_len // block_size),
             max_num_tokens=max_num_tokens,
+            max_drafted=max_drafted,
         )
+        self._drafts = drafts_of(config.speculative, vocab_size=self._vocab_size)
         self._batch = InputBatch(
             num_rows=num_rows,
             max_model_len=loaded.max_model_len,
@@ -137,7 +128,7 @@ class ModelRunner:
         self._is_output = pp.is_last and tp.is_first
         # The ranks of the last stage share out the vocabulary.
         self._vocabulary: SpreadVocabulary | None = None
-        self._sampler: _Sampler | None = None
+        self._sampler: RowSampler | None = None
         self._device_sampler: DeviceSampler | None = None
         if pp.is_last and tp.size == 1 and not device.shares_memory:
             self._sampler = self._device_sampler = DeviceSampler(
@@ -190,6 +181,19 @@ class ModelRunner:
             self._graphs = None
             _log.warning("decode steps run without graphs: %s", error)
 
+    def row_costs(self) -> tuple[tuple[int, float], ...]:
+        """Measure the largest product of the model for a few numbers of rows, if there are drafts.
+
+        Returns:
+            Rows and seconds, rising; nothing on a rank that has no part of the vocabulary.
+        """
+        if self._drafts is None or self._sampler is None:
+            return ()
+        dtype, size = self._kv_layers[0].dtype, self._hidden_size
+        hidden = torch.zeros(128, size, dtype=dtype, device=self._device.torch)
+        with torch.inference_mode():
+            return measure_rows(lambda rows: self._model.logits(hidden[:rows]))
+
     def close(self) -> None:
         """Give the graphs back."""
         graphs, self._graphs = self._graphs, None
@@ -221,12 +225,13 @@ class ModelRunner:
                 hooks = None
             # What is replayed calls no hook.
             graphs = self._graphs if hooks is None else None
-            prepared = self._batch.prepare(step.num_scheduled_tokens, graphs)
+            drafts = self._drafts.take(step.num_draft_rows) if self._drafts else None
+            prepared = self._batch.prepare(step.num_scheduled_tokens, graphs, drafts)
             rows, sampler = prepared.rows[prepared.sampling], self._device_sampler
             staged = None if sampler is None else sampler.stage(rows, prepared.num_outputs)
             self._batch.upload(prepared)
-            is_wave_over = self._begin(step)
-            hidden_before = self._receive(step) if self._receives else None
+            is_wave_over = self._begin(step, prepared.num_tokens)
+            hidden_before = self._receive(prepared.num_tokens) if self._receives else None
             started_s = time.perf_counter()
             self.began_s = time.monotonic()
             prompt_logprobs: dict[RequestId, list[TokenLogprobs]] = {}
@@ -259,38 +264,53 @@ class ModelRunner:
                 last = hidden if prepared.logit_rows is None else hidden[prepared.logit_rows]
                 logits = self._model.logits(last)
             if sampler is not None and staged is not None:
-                sampled = sampler.take(logits, *(likeliest or sampler.choose(logits)), staged)
+                taken = sampler.take(logits, *(likeliest or sampler.choose(logits)), staged)
+                verified = single(taken)
                 forward_s = time.perf_counter() - started_s
             else:
                 # Staged inputs may be rewritten then, and KV may leave.
                 self._device.synchronize()
                 forward_s = time.perf_counter() - started_s
-                assert self._sampler is not None
-                sampled = self._sampler.sample(logits, rows, prepared.num_outputs)
+                verified = self._sample(prepared, logits, rows)
             request_ids = [prepared.request_ids[i] for i in prepared.sampling.tolist()]
             if self._link is None:
-                self._batch.append(rows, sampled.token_ids)
-            lost.update(request_ids[i] for i in sampled.non_finite)
+                self._note(rows, verified.token_ids)
+            lost.update(request_ids[i] for i in verified.non_finite)
             return self._answer(
                 ModelRunnerOutput(
                     step_id=step.step_id,
                     request_ids=request_ids,
-                    sampled_token_ids=sampled.token_ids.tolist(),
+                    sampled_token_ids=verified.token_ids,
+                    num_drafted={each: len(draft) for each, draft in (drafts or {}).items()},
                     non_finite_ids=sorted(lost),
-                    logprobs={request_ids[i]: entry for i, entry in sampled.logprobs.items()},
+                    logprobs={request_ids[i]: told for i, told in verified.logprobs.items()},
                     prompt_logprobs=prompt_logprobs,
                     forward_s=forward_s,
                     is_wave_over=is_wave_over,
                 )
             )
 
+    def _sample(self, prepared: PreparedStep, logits: Tensor, rows: NDArray[np.int64]) -> Verified:
+        assert self._sampler is not None
+        if prepared.drafts is None:
+            return single(self._sampler.sample(logits, rows, prepared.num_outputs))
+        return verify(self._sampler, logits, rows, prepared.num_outputs, prepared.drafts)
+
+    def _note(self, rows: NDArray[np.int64], token_ids: list[list[int]]) -> None:
+        """Take tokens that requests have sampled."""
+        self._batch.extend(rows, token_ids)
+        if self._drafts is not None:
+            self._drafts.note(rows.tolist(), token_ids)
+
     def finish_step(self) -> None:
-        """Do what the step's answer need not wait for: experts may be moved.
+        """Do what the step's answer need not wait for: drafts are made, experts may be moved.
 
         A collective of all ranks that share experts, which run the same steps: each comes here
         after a step, or, if nobody calls, at the latest before its next one. A step that
         raised on one rank does not keep the others any longer than the next would.
         """
+        if self._drafts is not None:
+            self._drafts.make()
         if self._is_step_open:
             self._is_step_open = False
             assert self._experts is not None
@@ -308,12 +328,12 @@ class ModelRunner:
         """A step without tokens: nothing, but in a wave the layers shared with other engines."""
         if step.wave is None:
             return ModelRunnerOutput(step_id=step.step_id)
-        is_wave_over = self._begin(step)
+        is_wave_over = self._begin(step, 0)
         self._model.idle_forward()
         self._device.synchronize()
         return self._answer(ModelRunnerOutput(step_id=step.step_id, is_wave_over=is_wave_over))
 
-    def _begin(self, step: SchedulerOutput) -> bool:
+    def _begin(self, step: SchedulerOutput, num_tokens: int) -> bool:
         """Tell the experts how many tokens come, from which engine; is the step's wave over?"""
         self.finish_step()
         if step.wave is None:
@@ -323,33 +343,40 @@ class ModelRunner:
                         f"step {step.step_id} is in no wave: its experts are shared by "
                         f"{self._dp.size} engines"
                     )
-                self._begin_experts(self._experts, [step.num_tokens])
+                self._begin_experts(self._experts, [num_tokens])
             return False
-        engines = self._dp.gather_ints([step.num_tokens, step.wave.is_unfinished])
+        engines = self._dp.gather_ints([num_tokens, step.wave.is_unfinished])
         if self._experts is not None:
-            self._begin_experts(self._experts, [num_tokens for num_tokens, _ in engines])
+            self._begin_experts(self._experts, [num for num, _ in engines])
         return not any(is_unfinished for _, is_unfinished in engines)
 
     def _begin_experts(self, experts: ExpertParallel, num_tokens: list[int]) -> None:
         experts.begin_step(num_tokens)
         self._is_step_open = True
 
-    def _receive(self, step: SchedulerOutput) -> Tensor:
+    def _receive(self, num_tokens: int) -> Tensor:
         assert self._link is not None
-        return self._link.recv(self._model.hidden_rows(step.num_tokens), self._hidden_size)
+        return self._link.recv(self._model.hidden_rows(num_tokens), self._hidden_size)
 
     def _apply(self, step: SchedulerOutput) -> None:
         for request_id in step.gone_request_ids:
             row = self._batch.remove(request_id)
+            if self._drafts is not None:
+                self._drafts.remove(request_id)
             if row is not None and self._sampler is not None:
                 self._sampler.remove(row)
                 self._num_prompt_logprobs.pop(request_id, None)
         for request in step.new_requests:
             self._add(request)
-        self._batch.update(step.known_requests)
+        self._batch.update(known := step.known_requests)
+        if self._drafts is not None and known.sampled_token_ids:
+            rows = self._batch.rows(known.request_ids)
+            self._drafts.note(rows.tolist(), known.sampled_token_ids)
 
     def _add(self, request: NewRequest) -> None:
         row = self._batch.add(request)
+        if self._drafts is not None:
+            self._drafts.add(row, request)
         if self._sampler is None:
             return
         self._sampler.add(row, request.sampling, request.prompt_token_ids, request.output_token_ids)
@@ -394,12 +421,12 @@ class ModelRunner:
         """Requests of which a token that does not sample has final states that are not finite.
 
         A token attends to itself, so its states tell of its KV in every layer. The logits tell
-        of those that sample, which are all tokens of most steps.
+        of those that sample, which are all tokens of most steps. Drafts are nobody's tokens yet.
         """
         if prepared.logit_rows is None or not self._is_output:
             return set()
         sums = hidden.sum(-1, dtype=torch.float32).cpu().numpy()
-        tokens = np.flatnonzero(~np.isfinite(sums))
+        tokens = np.setdiff1d(np.flatnonzero(~np.isfinite(sums)), prepared.draft_tokens)
         requests = np.searchsorted(prepared.query_start, tokens, side="right") - 1
         return {prepared.request_ids[i] for i in requests.tolist()}
 

@@ -97,6 +97,15 @@ class Sampler:
         self._rules.pop(row, None)
         self._num_logprobs.pop(row, None)
 
+    def are_largest(self, rows: NDArray[np.int64]) -> NDArray[np.bool_]:
+        """Tell of which rows the token is the largest logit, and nothing else is asked.
+
+        Args:
+            rows: `[M]`.
+        """
+        others = self._random | self._rules.keys() | self._num_logprobs.keys()
+        return np.fromiter((row not in others for row in rows.tolist()), np.bool_, len(rows))
+
     def sample(
         self, logits: Tensor, rows: NDArray[np.int64], num_outputs: NDArray[np.int64]
     ) -> Sampled:

@@ -56,6 +56,10 @@ class SpreadSampler:
         if self._sampler is not None:
             self._sampler.remove(row)
 
+    def are_largest(self, rows: NDArray[np.int64]) -> NDArray[np.bool_]:
+        """See `Sampler`."""
+        return np.fromiter((row not in self._whole for row in rows.tolist()), np.bool_, len(rows))
+
     def sample(
         self, logits: Tensor, rows: NDArray[np.int64], num_outputs: NDArray[np.int64]
     ) -> Sampled:

@@ -40,7 +40,7 @@ class StepFields(Generic[T]):
     Attributes:
         query_start: `[R + 1]` int32.
         context_lens: `[R]` int32.
-        logit_rows: `[R]` int64, tokens whose logits are wanted.
+        logit_rows: `[L]` int64, tokens whose logits are wanted.
         drawn_rows, scale, min_p, top_k, top_p, uniform: `[R]`, as `Draws` names them.
         token_ids, positions, slot_mapping: `[T]` int64.
         block_tables: `[R * table_width]` int32. Last, as it is copied only as far as it is used.
@@ -68,17 +68,24 @@ class StepBuffers:
         num_rows: Requests of one step, at most.
         max_blocks: Of one request, at most.
         max_num_tokens: Of one step, at most.
+        max_drafted: Tokens of a request, at most, whose logits are wanted beside its last one's.
     """
 
     def __init__(
-        self, device: Device, *, num_rows: int, max_blocks: int, max_num_tokens: int
+        self,
+        device: Device,
+        *,
+        num_rows: int,
+        max_blocks: int,
+        max_num_tokens: int,
+        max_drafted: int = 0,
     ) -> None:
         self._device = device
         self._max_width = -(-max_blocks // _TABLE_ALIGNMENT) * _TABLE_ALIGNMENT
         sizes = StepFields(
             query_start=(torch.int32, num_rows + 1),
             context_lens=(torch.int32, num_rows),
-            logit_rows=(torch.int64, num_rows),
+            logit_rows=(torch.int64, num_rows * (1 + max_drafted)),
             drawn_rows=(torch.int32, num_rows),
             scale=(torch.float32, num_rows),
             min_p=(torch.float32, num_rows),

@@ -89,6 +89,12 @@ class Worker:
         config, place = self._config, self._place
         device = _device(config.device, place)
         num_threads = _set_threads(config.parallel, place)
+        if config.speculative.method and device.type != "cpu":
+            raise ConfigError(
+                f"--speculative-config is for CPUs, and this is {device}, whose decode steps are "
+                "graphs of one token per request: leave it out, or use --device cpu",
+                param="speculative-config",
+            )
         kernels = kernels_on(device, self._progress)
         world = self._world = self._join(device)
         if world.pp.size * world.tp.size > 1:
@@ -119,7 +125,7 @@ class Worker:
             loaded,
             kv,
             layout,
-            config.scheduler,
+            config,
             device=device_of(device, has_graphs=not config.model.enforce_eager),
             world=world,
             hooks=half if connector.capabilities.is_layerwise else None,
@@ -140,6 +146,7 @@ class Worker:
             eos_token_ids=loaded.arch.eos_token_ids,
             device=str(device),
             num_threads=num_threads,
+            row_costs=self._runner.row_costs(),
         )
 
     def _join(self, device: torch.device) -> World:

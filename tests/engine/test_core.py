@@ -128,7 +128,7 @@ class PlayedExecutor:
             ModelRunnerOutput(
                 step_id=step.step_id,
                 request_ids=request_ids,
-                sampled_token_ids=[1] * len(request_ids),
+                sampled_token_ids=[[1]] * len(request_ids),
             )
         )
 

@@ -116,7 +116,7 @@ class ScriptedWorker:
             self._do(line)
         return ModelRunnerOutput(
             step_id=step.step_id,
-            sampled_token_ids=[os.getpid()],
+            sampled_token_ids=[[os.getpid()]],
         )
 
     def finish_step(self) -> None:

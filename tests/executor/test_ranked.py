@@ -162,7 +162,7 @@ def test_every_rank_gets_every_step_in_order_and_the_output_rank_alone_answers(
         executor.submit(step(len(sizes) + 1, "digest"))
         outputs += [collect(executor), collect(executor)]
         assert [output.step_id for output in outputs] == list(range(8))
-        answering = {output.sampled_token_ids[0] for output in outputs}
+        answering = {output.sampled_token_ids[0][0] for output in outputs}
         assert len(answering) == 1
         # A report is complete when all ranks name the same request: the digest of all steps.
         assert len(wait_report(executor).settled) == 1

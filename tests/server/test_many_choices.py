@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from pdserve.server.text_request import Choice
+from pdserve.server.choice import Choice
 from pdserve.wire.codec import Add, to_engine
 from tests.server.conftest import events, make_engine, serving
 from tests.server.engine import ServedEngine

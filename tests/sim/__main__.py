@@ -13,7 +13,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 
-from tests.sim.scenario import Scenario, draw, with_store
+from tests.sim.scenario import Scenario, draw, with_drafts, with_store
 from tests.sim.world import Broken, Result, World
 
 
@@ -112,18 +112,26 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--max-failing", type=int, default=5, help="stop after so many")
     parser.add_argument("--store", action="store_true", help="with a store behind all engines")
+    parser.add_argument("--drafts", action="store_true", help="with engines that draft")
     parser.add_argument(
         "--cover", action="store_true", help="and of connectors/transfer, the lines"
     )
     args = parser.parse_args()
     if args.cover:
         return cover([each for each in sys.argv[1:] if each != "--cover"])
+    changes = [with_store] * args.store + [with_drafts] * args.drafts
+
+    def change(scenario: Scenario) -> Scenario:
+        for each in changes:
+            scenario = each(scenario)
+        return scenario
+
     start_s, start_cpu_s = time.perf_counter(), time.process_time()
     summary = simulate(
         args.lives,
         args.seed,
         max_failing=args.max_failing,
-        change=with_store if args.store else lambda scenario: scenario,
+        change=change,
     )
     wall_s, cpu_s = time.perf_counter() - start_s, time.process_time() - start_cpu_s
     print(json.dumps(summary.as_json(wall_s, cpu_s), indent=2))

@@ -21,6 +21,7 @@ from pdserve.config.schema import (
     SchedulerConfig,
     TransferConfig,
 )
+from pdserve.config.speculative import SpeculativeConfig
 from pdserve.connectors.faulty import FaultyConnector
 from pdserve.connectors.memory import MemoryConnector
 from pdserve.connectors.multi import MultiConnector
@@ -30,6 +31,7 @@ from pdserve.wire.ids import EngineId, Incarnation, client_id_of
 from tests.local_engine import LocalEngine, TimedExecutor
 from tests.sim.net import Host
 from tests.sim.text import TEXT
+from tests.toy_drafts import TOY_DRAFTERS
 from tests.toy_store import ToyStoreConnector
 
 if TYPE_CHECKING:
@@ -46,7 +48,11 @@ _CHECK_EVERY = 16
 
 
 class EngineSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """What stays the same over an engine's lives."""
+    """What stays the same over an engine's lives.
+
+    Attributes:
+        drafter: One of `TOY_DRAFTERS`; empty drafts nothing.
+    """
 
     name: str
     role: Role
@@ -56,6 +62,7 @@ class EngineSpec(msgspec.Struct, frozen=True, kw_only=True):
     lease_s: float
     transfer_timeout_s: float
     recompute_tokens_per_s: float
+    drafter: str = ""
 
     @property
     def address(self) -> str:
@@ -117,6 +124,7 @@ class SimEngine(LocalEngine):
                 lease_s=spec.lease_s,
                 transfer_timeout_s=spec.transfer_timeout_s,
             ),
+            speculative=SpeculativeConfig(method="ngram" if spec.drafter else ""),
         )
         identity = EngineId(spec.name), Incarnation(f"{spec.name}-life-{life}")
         nonces = itertools.count()
@@ -150,6 +158,7 @@ class SimEngine(LocalEngine):
             wake=self.woken,
             step_s=lambda step: self.speed * world.step_s(step.num_tokens),
         )
+        executor.drafter = TOY_DRAFTERS.get(spec.drafter)
         core, info = start_engine(
             executor,
             connector,

@@ -11,6 +11,7 @@ from pdserve.connectors.conformance import make_shape
 from pdserve.connectors.faulty import FaultKind
 from pdserve.wire.transfer import KVShape
 from tests.sim.engine import EngineSpec
+from tests.toy_drafts import TOY_DRAFTERS
 
 
 class LifeSpec(msgspec.Struct, frozen=True, kw_only=True):
@@ -218,6 +219,16 @@ def with_store(scenario: Scenario) -> Scenario:
         is_late=rng.choice((0.0, 0.1, 0.5)),
     )
     return msgspec.structs.replace(scenario, store=store)
+
+
+def with_drafts(scenario: Scenario) -> Scenario:
+    """The same with engines that draft, each in its own way, or not at all."""
+    rng = random.Random(scenario.seed)
+    engines = [
+        msgspec.structs.replace(engine, drafter=rng.choice(("", *TOY_DRAFTERS)))
+        for engine in scenario.engines
+    ]
+    return msgspec.structs.replace(scenario, engines=engines)
 
 
 def impatient(scenario: Scenario) -> Scenario:

@@ -14,7 +14,7 @@ from pdserve.connectors.faulty import FaultKind
 from pdserve.observe.clock import ManualClock
 from tests.sim import virtual_time
 from tests.sim.__main__ import Summary, simulate
-from tests.sim.scenario import draw, with_store
+from tests.sim.scenario import draw, with_drafts, with_store
 from tests.sim.seeds import FAILED_ONCE, FAILED_ONCE_WITH_STORE
 from tests.sim.world import World, run_seed
 
@@ -69,6 +69,15 @@ def test_the_same_holds_with_a_store_behind_the_engines_that_is_late_and_loses_b
     assert reached >= {"store received", "store failed: digest", "push received", "pull received"}
     assert summary.reached["tokens from toystore"] > num_lives
     assert summary.reached["tokens from memory"] > num_lives
+
+
+@pytest.mark.slow
+def test_the_same_holds_where_engines_draft_each_in_its_own_way() -> None:
+    num_lives = 400
+    summary = simulate(num_lives, seed=FIRST_SEED, max_failing=1, change=with_drafts)
+    assert not summary.failing
+    assert summary.outcomes["ok"] > num_lives * 0.7
+    assert summary.reached["decode died during decode"]
 
 
 @pytest.mark.slow

@@ -12,6 +12,7 @@ from pdserve.wire.ids import RequestId
 from pdserve.wire.request import FinishReason, GenerateRequest
 from tests.stateful.reaching import in_ci
 from tests.toy import HeldEngine, sampling, toy_config
+from tests.toy_drafts import mixed
 
 MAX_MODEL_LEN = 32
 
@@ -23,6 +24,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     may_split = True
     num_stages = 1
     depth = 2
+    max_drafted = 0
 
     def __init__(self) -> None:
         super().__init__()
@@ -33,11 +35,13 @@ class SchedulerMachine(RuleBasedStateMachine):
                 enable_chunked_prefill=self.may_split,
                 policy=self.policy,
                 num_stages=self.num_stages,
+                max_drafted=self.max_drafted,
             ),
             toy_shape(11, 8),
             clock=self.clock,
             max_model_len=MAX_MODEL_LEN,
         )
+        self.engine.executor.drafter = mixed
         self.scheduler = self.engine.scheduler
         self.expected: dict[RequestId, list[int]] = {}
         self.out: dict[RequestId, list[int]] = {}
@@ -76,7 +80,8 @@ class SchedulerMachine(RuleBasedStateMachine):
     def submit(self) -> None:
         step = self.engine.submit()
         if step is not None:
-            assert step.num_tokens <= (12 if self.may_split else MAX_MODEL_LEN)
+            num_rows = step.num_tokens + sum(step.num_draft_rows.values())
+            assert num_rows <= (12 if self.may_split else MAX_MODEL_LEN)
             assert len(step.num_scheduled_tokens) <= 4
 
     @precondition(lambda self: len(self.engine.in_flight) < self.depth)
@@ -151,6 +156,18 @@ class ThreeStageSchedulerMachine(SchedulerMachine):
     depth = 3
 
 
+class DraftingSchedulerMachine(SchedulerMachine):
+    """The same with drafts that are right for a while."""
+
+    max_drafted = 4
+
+
+class DraftingPipelineSchedulerMachine(DraftingSchedulerMachine):
+    """The same with tokens that the worker has to be told."""
+
+    num_stages = 2
+
+
 class ShallowPipelineSchedulerMachine(PrioritySchedulerMachine):
     """The same with fewer steps in flight than stages, and with priorities."""
 
@@ -172,3 +189,7 @@ TestThreeStages = ThreeStageSchedulerMachine.TestCase
 TestThreeStages.settings = SETTINGS
 TestShallowPipeline = ShallowPipelineSchedulerMachine.TestCase
 TestShallowPipeline.settings = SETTINGS
+TestDrafting = DraftingSchedulerMachine.TestCase
+TestDrafting.settings = SETTINGS
+TestDraftingPipeline = DraftingPipelineSchedulerMachine.TestCase
+TestDraftingPipeline.settings = SETTINGS

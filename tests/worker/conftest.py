@@ -14,6 +14,7 @@ from pdserve.config.schema import (
     ParallelConfig,
     SchedulerConfig,
 )
+from pdserve.config.speculative import SpeculativeConfig
 from pdserve.parallel.place import RankPlace
 from pdserve.wire.ids import EngineId, Incarnation
 from pdserve.worker.worker import Worker
@@ -34,6 +35,7 @@ def make_driver(tmp_path: Path) -> Iterator[Callable[..., Driver]]:
         arch: dict[str, Any] | None = None,
         cache: CacheConfig | None = None,
         scheduler: SchedulerConfig | None = None,
+        speculative: SpeculativeConfig | None = None,
         num_threads: int = 1,
         **model: Any,
     ) -> Driver:
@@ -45,6 +47,7 @@ def make_driver(tmp_path: Path) -> Iterator[Callable[..., Driver]]:
                 cache=cache or CacheConfig(num_gpu_blocks_override=128),
                 scheduler=scheduler or SchedulerConfig(max_num_seqs=8, max_num_batched_tokens=512),
                 parallel=ParallelConfig(num_threads=num_threads),
+                speculative=speculative or SpeculativeConfig(),
             ),
             place=RankPlace(),
             incarnation=Incarnation("life"),

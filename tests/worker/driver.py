@@ -71,11 +71,18 @@ class Driver:
         self._free += self._blocks.pop(name)
         del self.tokens[name], self._num_computed[name]
 
-    def step(self, num_tokens: dict[str, int]) -> ModelRunnerOutput:
-        """Compute so many tokens of each request, and take what was sampled."""
+    def step(
+        self, num_tokens: dict[str, int], rows: dict[str, int] | None = None
+    ) -> ModelRunnerOutput:
+        """Compute so many tokens of each request, and take what was sampled.
+
+        Args:
+            rows: For drafts behind them.
+        """
+        rows = rows or {}
         new, known = [], []
         for name, num in num_tokens.items():
-            end = self._num_computed[name] + num
+            end = self._num_computed[name] + num + rows.get(name, 0)
             lacking = -(-end // self.info.layout.block_size) - len(self._blocks[name])
             fresh = [self._free.pop() for _ in range(max(0, lacking))]
             self._blocks[name] += fresh
@@ -105,14 +112,16 @@ class Driver:
                     num_computed_tokens=[k[2] for k in known],
                 ),
                 num_scheduled_tokens={RequestId(n): t for n, t in num_tokens.items()},
+                num_draft_rows={RequestId(n): t for n, t in rows.items()},
                 gone_request_ids=gone,
             )
         )
         for name, num in num_tokens.items():
             self._num_computed[name] += num
-        for name, token in zip(output.request_ids, output.sampled_token_ids, strict=True):
-            self.tokens[name].append(token)
-            self.outputs[name].append(token)
+        for name, tokens in zip(output.request_ids, output.sampled_token_ids, strict=True):
+            self.tokens[name] += tokens
+            self.outputs[name] += tokens
+            self._num_computed[name] += len(tokens) - 1
         return output
 
     def remaining(self, name: str) -> int:

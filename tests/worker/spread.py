@@ -9,6 +9,7 @@ from __future__ import annotations
 import pickle
 from collections import deque
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 import torch.distributed as dist
@@ -20,6 +21,7 @@ from pdserve.config.schema import (
     ParallelConfig,
     SchedulerConfig,
 )
+from pdserve.config.speculative import SpeculativeConfig
 from pdserve.connectors.base import KVConnectorScheduler
 from pdserve.engine.core import EngineCore
 from pdserve.observe.clock import ManualClock
@@ -31,6 +33,7 @@ from pdserve.wire.request import GenerateRequest
 from pdserve.worker.worker import Worker
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
     from pathlib import Path
 
     from pdserve.parallel.group import World
@@ -58,6 +61,8 @@ class Outcome:
     logprobs: dict[str, list[TokenLogprobs]] = field(default_factory=dict)
     prompt_logprobs: dict[str, list[TokenLogprobs | None]] = field(default_factory=dict)
     num_preemptions: int = 0
+    num_drafted: int = 0
+    num_accepted: int = 0
     num_steps: int = 0
     most_in_flight: int = 0
     says_nothing: bool = True
@@ -71,6 +76,7 @@ def config_of(
     scheduler: SchedulerConfig | None = None,
     pipeline_layers: tuple[int, ...] = (),
     enable_sequence_parallel: bool = False,
+    speculative: SpeculativeConfig | None = None,
 ) -> EngineConfig:
     """An engine of `shape` with dummy weights."""
     return EngineConfig(
@@ -86,6 +92,7 @@ def config_of(
             distributed_executor_backend="multiprocess",
             num_threads=1,
         ),
+        speculative=speculative or SpeculativeConfig(),
     )
 
 
@@ -121,14 +128,19 @@ def _meet_again(world: World) -> Rendezvous:
     return Rendezvous(host="127.0.0.1", port=world.all.gather_ints([0])[0][0])
 
 
-def serve(world: World, config: EngineConfig, requests: Requests) -> Outcome:
+def serve(
+    world: World,
+    config: EngineConfig,
+    requests: Requests,
+    predictions: Mapping[str, list[int]] = MappingProxyType({}),
+) -> Outcome:
     """Run `requests` to their end, on every rank of the engine."""
     store = _store(world)
     worker, info, place = start_rank(world, config)
     try:
         if not place.is_output:
             return _follow(worker, store)
-        return _lead(worker, info, store, requests)
+        return _lead(worker, info, store, requests, predictions)
     finally:
         assert worker._world is not None
         worker._world.all.barrier()  # the first rank has the store, and must not leave early
@@ -191,7 +203,13 @@ class _StoreExecutor:
         self._store.set(f"step {self.num_steps}", pickle.dumps(step))
 
 
-def _lead(worker: Worker, info: WorkerInfo, store: dist.Store, requests: Requests) -> Outcome:
+def _lead(
+    worker: Worker,
+    info: WorkerInfo,
+    store: dist.Store,
+    requests: Requests,
+    predictions: Mapping[str, list[int]],
+) -> Outcome:
     """Run requests to their end, on the output rank."""
     config = worker._config
     executor = _StoreExecutor(worker, store, config.parallel.pipeline_parallel_size)
@@ -218,12 +236,18 @@ def _lead(worker: Worker, info: WorkerInfo, store: dist.Store, requests: Request
                 prompt_token_ids=prompt,
                 sampling=sampling,
                 arrival_s=0.0,
+                prediction_token_ids=predictions.get(name, []),
             )
         )
     while core.step(take):
         pass
     core.close(0.0)
     core.scheduler.assert_nothing_held()
-    outcome.num_preemptions = core.scheduler.stats().num_preemptions
+    stats = core.scheduler.stats()
+    outcome.num_preemptions = stats.num_preemptions
+    outcome.num_drafted, outcome.num_accepted = (
+        stats.num_draft_tokens,
+        sum(stats.accepted_by_position),
+    )
     outcome.num_steps, outcome.most_in_flight = executor.num_steps, executor.most_in_flight
     return outcome

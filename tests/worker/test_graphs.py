@@ -104,7 +104,7 @@ class Engine(Driver):
             loaded,
             self.kv,
             layout,
-            scheduler,
+            EngineConfig(model=ModelConfig(model="m"), scheduler=scheduler),
             device=device,
             world=World.alone(),
             hooks=hooks,

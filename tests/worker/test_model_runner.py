@@ -156,7 +156,7 @@ def test_prompt_logprobs_are_those_of_each_prefix_however_it_is_cut(
     assert [entry.token_id for entry in by_chunk[0]] == prompt[1:]
     for length in (1, 20, 49):
         driver.add("prefix", prompt[:length], params(logprobs=VOCAB))
-        top = dict(driver.step({"prefix": length}).logprobs[RequestId("prefix")].top)
+        top = dict(driver.step({"prefix": length}).logprobs[RequestId("prefix")][0].top)
         entry = by_chunk[0][length - 1]
         assert entry.logprob == top[prompt[length]]
         assert entry.rank == 1 + sum(value > entry.logprob for value in top.values())
@@ -170,7 +170,8 @@ def test_a_step_says_which_requests_sampled(make_driver: Callable[..., Driver]) 
     driver.add("short", prompt_of(5, 2), params(logprobs=1))
     output = driver.step({"long": 20, "short": 5})
     assert output.request_ids == ["short"]
-    assert output.sampled_token_ids == [output.logprobs[RequestId("short")].token_id]
+    (entry,) = output.logprobs[RequestId("short")]
+    assert output.sampled_token_ids == [[entry.token_id]]
     assert output.forward_s > 0
     assert driver.step({"short": 1, "long": 10}).request_ids == ["short", "long"]
 

@@ -246,7 +246,7 @@ def _beside_nan(world: World, config: EngineConfig) -> tuple[list[list[str]], li
         driver.add(sound, [4, 9] * 10)
         output = driver.step({sound: 20, "bad": num_bad})
         named.append(list(map(str, output.non_finite_ids)))
-        tokens += output.sampled_token_ids[:1]
+        tokens += [token for each in output.sampled_token_ids[:1] for token in each]
     rank.close(1.0)
     return named, tokens
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from pdserve.config.schema import CacheConfig, EngineConfig, SchedulerConfig
+from pdserve.config.speculative import SpeculativeConfig
 from pdserve.parallel.group import World
 from pdserve.parallel.mesh import MeshShape
 from pdserve.wire.ids import RequestId
@@ -90,9 +91,11 @@ def expected(directory: Path) -> Outcome:
     return serve(World.alone(), config_of(directory, MeshShape(), scheduler=ROOMY), REQUESTS)
 
 
-def output_of(shape: MeshShape, config: EngineConfig) -> Outcome:
+def output_of(
+    shape: MeshShape, config: EngineConfig, predictions: dict[str, list[int]] | None = None
+) -> Outcome:
     """What the output rank of `shape` gives; the others say nothing."""
-    outcomes: list[Outcome] = run_ranks(shape, serve, config, REQUESTS)
+    outcomes: list[Outcome] = run_ranks(shape, serve, config, REQUESTS, predictions or {})
     output = outcomes.pop((shape.pp - 1) * shape.tp)
     assert all(other.says_nothing for other in outcomes)
     assert {other.num_steps for other in outcomes} == {output.num_steps}
@@ -129,6 +132,25 @@ def test_ranks_give_the_tokens_and_logprobs_of_one(
     assert_equal(found, expected)
     assert found.most_in_flight == shape.pp
     assert len({tuple(tokens) for tokens in found.tokens.values()}) == len(REQUESTS)
+
+
+@pytest.mark.parametrize("shape", MESHES, ids=name_of)
+@pytest.mark.parametrize("tight", [False, True], ids=["", "tight"])
+def test_so_they_do_with_drafts(
+    directory: Path, expected: Outcome, shape: MeshShape, tight: bool
+) -> None:
+    scheduler, cache = (TIGHT, TIGHT_CACHE) if tight else (ROOMY, None)
+    drafting = SpeculativeConfig(method="ngram", num_speculative_tokens=5, prompt_lookup_min=1)
+    config = config_of(directory, shape, scheduler=scheduler, cache=cache, speculative=drafting)
+    # Right but for every eleventh token.
+    predictions = {
+        name: [token if place % 11 else 0 for place, token in enumerate(tokens, 1)]
+        for name, tokens in expected.tokens.items()
+    }
+    found = output_of(shape, config, predictions)
+    assert_equal(found, expected)
+    assert found.num_drafted > found.num_accepted > 200
+    assert found.num_preemptions > 0 or not tight
 
 
 @pytest.mark.parametrize("shape", MESHES, ids=name_of)

@@ -161,6 +161,9 @@ def absent_flags() -> dict[str, str]:
     for key, text in connectors.ABSENT_KEYS.items():
         flag = f"kv-transfer-config.{key}"
         found[flag] = _not_here(flag, text)
+    for key, text in _one_by_one(flags.ABSENT_SPECULATIVE_KEYS):
+        flag = f"speculative-config.{key}"
+        found[flag] = _not_here(flag, text)
     return found
 
 

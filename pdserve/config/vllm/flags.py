@@ -12,6 +12,7 @@ SAME: Final = """
     model served-model-name tokenizer dtype max-model-len load-format seed generation-config
     chat-template device tensor-parallel-size pipeline-parallel-size data-parallel-size
     enable-expert-parallel all2all-backend expert-placement-strategy enable-eplb eplb-config
+    speculative-config
     distributed-executor-backend block-size kv-cache-memory-bytes num-gpu-blocks-override
     gpu-memory-utilization enable-prefix-caching max-num-seqs max-num-batched-tokens
     enable-chunked-prefill long-prefill-token-threshold scheduling-policy kv-transfer-config
@@ -89,6 +90,11 @@ RENAMED: Final = {
     "max-num-queued-tokens": "max-waiting-tokens",
     "max-num-scheduled-tokens": "max-num-batched-tokens",
     "model-tag": "model",
+    "ngram-prompt-lookup-max": "speculative-config.prompt-lookup-max",
+    "ngram-prompt-lookup-min": "speculative-config.prompt-lookup-min",
+    "num-speculative-tokens": "speculative-config.num-speculative-tokens",
+    "spec-method": "speculative-config.method",
+    "spec-tokens": "speculative-config.num-speculative-tokens",
 }
 """Flags that have another name here."""
 
@@ -160,6 +166,23 @@ ONLY: Final[dict[str, tuple[tuple[str, ...], str]]] = {
 }
 """Flags whose named values (any, if none is named) are true here and change nothing."""
 
+ABSENT_SPECULATIVE_KEYS: Final = {
+    "drafts are made without a model: use the method ngram": """
+        model draft-tensor-parallel-size quantization max-model-len revision code-revision
+        draft-load-config moe-backend attention-backend draft-sample-method eagle-config
+        use-heterogeneous-vocab
+    """,
+    "tokens are those without drafts, whatever the drafts": """
+        rejection-sample-method synthetic-acceptance-rate synthetic-acceptance-rates
+        posterior-threshold posterior-alpha acceptance-method
+    """,
+    "a request gets as long a draft as pays in its batch": """
+        disable-by-batch-size disable-padded-drafter-batch enable-adaptive-draft-length
+        parallel-drafting
+    """,
+}
+"""Keys of `--speculative-config` that are not here."""
+
 ABSENT: Final = {
     "weights are used as the checkpoint has them: convert a quantised one to bf16": """
         quantization quantization-config allow-deprecated-quantization quantization-param-path
@@ -171,13 +194,20 @@ ABSENT: Final = {
         specialize-active-lora enable-mixed-moe-lora-format enable-moe-shared-loras
         enable-tower-connector-lora lora-extra-vocab-size long-lora-scaling-factors
         enable-prompt-adapter max-prompt-adapters max-prompt-adapter-token prompt-adapters
+        qlora-adapter-name-or-path
     """,
-    "there is no speculative decoding": """
-        speculative-config spec-method spec-model spec-tokens per-request-spec-decode-metrics
-        speculative-model num-speculative-tokens num-lookahead-slots
-        speculative-draft-tensor-parallel-size speculative-max-model-len
-        speculative-disable-by-batch-size ngram-prompt-lookup-max ngram-prompt-lookup-min
-        spec-decoding-acceptance-method qlora-adapter-name-or-path
+    "drafts are made without a model: use --speculative-config with the method ngram": """
+        spec-model speculative-model speculative-draft-tensor-parallel-size
+        speculative-max-model-len
+    """,
+    "tokens are those without drafts, whatever the drafts": """
+        spec-decoding-acceptance-method
+    """,
+    "a request gets as long a draft as pays in its batch": """
+        speculative-disable-by-batch-size num-lookahead-slots
+    """,
+    "a request's line in the log says how its drafts did": """
+        per-request-spec-decode-metrics
     """,
     "only text is served": """
         limit-mm-per-prompt enable-mm-embeds media-io-kwargs mm-processor-kwargs

@@ -1,0 +1,44 @@
+"""`prediction` of a chat request: what the answer may be much like, as a file that is rewritten.
+
+It changes no token, only how fast they come.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from pdserve.errors import BadRequestError
+
+
+class PredictionPart(msgspec.Struct, frozen=True, kw_only=True):
+    """A part of a prediction."""
+
+    type: str
+    text: str
+
+
+class Prediction(msgspec.Struct, frozen=True, kw_only=True):
+    """Static predicted output, as OpenAI has it."""
+
+    type: str
+    content: str | list[PredictionPart]
+
+    def predicted(self) -> str:
+        """Return its text.
+
+        Raises:
+            BadRequestError: It is, or has, something else than text.
+        """
+        if self.type != "content":
+            raise BadRequestError(
+                f"prediction.type is {self.type!r}: it must be 'content'", param="prediction"
+            )
+        if isinstance(self.content, str):
+            return self.content
+        for part in self.content:
+            if part.type != "text":
+                raise BadRequestError(
+                    f"prediction.content has a part of type {part.type!r}: it may have 'text' only",
+                    param="prediction",
+                )
+        return "".join(part.text for part in self.content)

@@ -1,0 +1,154 @@
+"""How many draft tokens of each request a step verifies. Pure but for each request's record.
+
+A row more makes a step longer for all requests in it, and brings one of them a token if the draft
+is right so far. It is worth that where the logarithm of the one's tokens per step grows by more
+than the logarithm of the step's time, summed over all (proportional fairness, Kelly 1997): alone a
+request takes as many rows as raise its speed, and in a batch few that bring nothing to the others.
+
+Knows neither drafts nor tokens: what a row costs was measured, how often a request's drafts are
+right is counted.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import lru_cache
+from typing import TYPE_CHECKING, Final, NamedTuple
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+_MEMORY: Final = 0.9
+"""What of a record is left after a draft: the last ten count."""
+_FOUND_WEIGHT: Final = 0.125
+_LEVELS: Final = 32
+"""Acceptances that are told apart."""
+_TRIAL_INTERVAL: Final = 32
+"""Steps without rows before a request whose drafts fail is given one again."""
+_MAX_TABLE: Final = 1 << 14
+"""Rows of a step that are told apart."""
+DEFAULT_COSTS: Final = ((1, 1.0), (4, 1.05), (16, 1.14), (32, 1.39), (64, 2.0))
+"""Times by rows where nobody has measured any: bf16 by AMX, as `benchmarks/engine` found them."""
+
+
+class DraftRecord:
+    """How a request's drafts have done. Lasts as long as the request.
+
+    Attributes:
+        found: Running share of the steps with rows for which there was a draft.
+        num_drafted, num_accepted: Draft tokens verified in all; of these, right.
+    """
+
+    __slots__ = ("_num_idle", "_right", "_tried", "found", "num_accepted", "num_drafted")
+
+    def __init__(self) -> None:
+        self.found = 1.0
+        self.num_drafted = self.num_accepted = 0
+        self._right, self._tried = 1.5, 2.0
+        self._num_idle = 0
+
+    @property
+    def acceptance(self) -> float:
+        """How often the next token of a draft is right if those before it are, by the last few."""
+        return self._right / self._tried
+
+    def note(self, num_drafted: int, num_accepted: int) -> None:
+        """Note a step in which it had rows; without a draft, that says nothing of others."""
+        self._num_idle = 0
+        if not num_drafted:
+            self.found -= self.found * _FOUND_WEIGHT
+            return
+        self.found += (1.0 - self.found) * _FOUND_WEIGHT
+        self.num_drafted += num_drafted
+        self.num_accepted += num_accepted
+        self._right = self._right * _MEMORY + num_accepted
+        self._tried = self._tried * _MEMORY + num_accepted + (num_accepted < num_drafted)
+
+    def pass_over(self) -> bool:
+        """Count a step without rows; return whether the next draft should be tried again."""
+        self._num_idle += 1
+        return self._num_idle >= _TRIAL_INTERVAL
+
+
+class DraftWish(NamedTuple):
+    """A request that could have a draft verified.
+
+    Attributes:
+        acceptance, found: See `DraftRecord`.
+        max_rows: Tokens of a draft, at most.
+    """
+
+    acceptance: float
+    found: float
+    max_rows: int
+
+
+class RowBudget:
+    """Shares a step's rows out.
+
+    Args:
+        costs: Seconds, or any multiple, of a step by its number of rows, rising; between and
+            behind them the time is taken to rise evenly.
+    """
+
+    def __init__(self, costs: Sequence[tuple[int, float]]) -> None:
+        self._logs = _log_costs(costs or DEFAULT_COSTS)
+
+    def share(self, wishes: Sequence[DraftWish], *, num_rows: int, num_requests: int) -> list[int]:
+        """Return how many rows each request gets.
+
+        Args:
+            num_rows: Rows that the step has without drafts.
+            num_requests: Requests in it, which all wait for its end.
+        """
+        shares = [0] * len(wishes)
+        rows = float(num_rows)
+        least = num_requests * self._growth(rows)
+        # Falls from row to row of a request, so that sorting leaves its rows in order.
+        gains = [
+            (gain, index)
+            for index, wish in enumerate(wishes)
+            for gain in _gains(round(wish.acceptance * _LEVELS), wish.max_rows)
+            if gain > least
+        ]
+        gains.sort(reverse=True)
+        for gain, index in gains:
+            if gain <= num_requests * self._growth(rows):
+                break
+            shares[index] += 1
+            rows += wishes[index].found
+        return shares
+
+    def _growth(self, rows: float) -> float:
+        """How much a row more adds to the logarithm of the step's time."""
+        at = min(int(rows), len(self._logs) - 2)
+        return self._logs[at + 1] - self._logs[at]
+
+
+@lru_cache(maxsize=4096)
+def _gains(level: int, max_rows: int) -> tuple[float, ...]:
+    """What each row adds to the logarithm of a request's expected tokens per step."""
+    acceptance = level / _LEVELS
+    gains = []
+    expected = chance = 1.0
+    for _ in range(max_rows):
+        chance *= acceptance
+        gains.append(math.log1p(chance / expected))
+        expected += chance
+    return tuple(gains)
+
+
+def _log_costs(points: Sequence[tuple[int, float]]) -> list[float]:
+    """Logarithms of the time of steps of 0, 1, 2 ... rows; they never fall."""
+    logs: list[float] = []
+    (first, cost), *others = points
+    logs += [math.log(cost)] * (first + 1)
+    slope = 0.0
+    for rows, measured in others:
+        start, higher = len(logs) - 1, max(cost, measured)
+        slope = (higher - cost) / (rows - start)
+        logs += [math.log(cost + slope * step) for step in range(1, rows - start + 1)]
+        cost = higher
+    num_left = max(1, _MAX_TABLE - len(logs))
+    logs += [math.log(cost + slope * step) for step in range(1, num_left + 1)]
+    return logs

@@ -1,0 +1,98 @@
+"""One choice of a request for text, and what it counts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from pdserve.server.hop import PromptLogprobs
+    from pdserve.text.output import OutputProcessor
+    from pdserve.wire.request import FinishReason, GenerateRequest, RequestStages
+    from pdserve.wire.transfer import KVHandoff
+
+
+@dataclass(slots=True)
+class Choice:
+    """One choice and how far it is.
+
+    Attributes:
+        request: None if the choice ended at the prefill engine, with one token.
+        num_from_handoff: Leading tokens that another engine sampled.
+        num_to_swallow: Those of them whose text the client already has.
+        prompt_logprobs: What the prefill engine computed of them.
+        kv_mode: How KV came from another engine, if it did: push or pull.
+        num_cached_tokens: What a prefix cache had of its prompt; None until an engine says so.
+        num_drafted, num_accepted: Draft tokens that were verified here; of these, right.
+        num_events: Outputs of this engine's own tokens.
+        core: Index of the engine core that serves it.
+    """
+
+    index: int
+    prompt_index: int
+    request: GenerateRequest | None
+    processor: OutputProcessor
+    num_from_handoff: int = 0
+    num_to_swallow: int = 0
+    prompt_logprobs: PromptLogprobs | None = None
+    handoff: KVHandoff | None = None
+    finish_reason: FinishReason | None = None
+    stages: RequestStages | None = None
+    load_failures: list[str] = field(default_factory=list)
+    kv_mode: str = ""
+    num_cached_tokens: int | None = None
+    num_preemptions: int = 0
+    num_drafted: int = 0
+    num_accepted: int = 0
+    num_events: int = 0
+    core: int = 0
+    first_token_s: float | None = None
+    own_token_s: float | None = None
+    last_token_s: float | None = None
+
+    @property
+    def num_tokens(self) -> int:
+        """Output tokens so far, wherever they were sampled."""
+        return 1 if self.request is None else self.processor.num_tokens
+
+
+def usage_of(
+    choices: Sequence[Choice], prompts: Sequence[Sequence[int]], *, has_prediction: bool
+) -> dict[str, Any]:
+    """Return OpenAI's usage object of some choices.
+
+    A prompt counts once however many choices it has. Its cached tokens are those that a prefix
+    cache had before the first of them was prefilled.
+
+    Args:
+        prompts: All of the request.
+        has_prediction: Tells how drafts did, which are made of it.
+    """
+    num_cached = cached_by_prompt(choices)
+    num_prompt = sum(len(prompts[index]) for index in num_cached)
+    num_output = sum(choice.num_tokens for choice in choices)
+    usage: dict[str, Any] = {
+        "prompt_tokens": num_prompt,
+        "total_tokens": num_prompt + num_output,
+        "completion_tokens": num_output,
+        "prompt_tokens_details": {"cached_tokens": sum(num_cached.values())},
+    }
+    details: dict[str, int] = {}
+    if choices[0].processor.reads_reasoning:
+        reasoning = [choice.processor.num_reasoning_tokens for choice in choices]
+        details["reasoning_tokens"] = sum(reasoning)
+    if has_prediction:
+        num_accepted = sum(choice.num_accepted for choice in choices)
+        num_drafted = sum(choice.num_drafted for choice in choices)
+        details["accepted_prediction_tokens"] = num_accepted
+        details["rejected_prediction_tokens"] = num_drafted - num_accepted
+    if details:
+        usage["completion_tokens_details"] = details
+    return usage
+
+
+def cached_by_prompt(choices: Sequence[Choice]) -> dict[int, int]:
+    """Return the cached tokens of each prompt, by its index."""
+    return {choice.prompt_index: choice.num_cached_tokens or 0 for choice in choices}

@@ -1,0 +1,98 @@
+"""The drafts of one rank, made ahead of the steps that verify them.
+
+While an answer is on its way, the tokens in it are told to the drafter and the next drafts are
+made; a step takes as much of them as the scheduler has room for. What the model could not run, or
+what would end the request, is cut off here, so that a drafter may propose anything.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from pdserve.worker.drafting.ngram import NgramDrafter
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping, Sequence
+
+    from pdserve.config.speculative import SpeculativeConfig
+    from pdserve.wire.ids import RequestId
+    from pdserve.wire.step import NewRequest
+    from pdserve.worker.drafting.drafter import Drafter
+
+
+class Drafts:
+    """Drafts by request.
+
+    Args:
+        max_tokens: Of a draft.
+    """
+
+    def __init__(self, drafter: Drafter, *, vocab_size: int, max_tokens: int) -> None:
+        self._drafter = drafter
+        self._vocab_size = vocab_size
+        self._max_tokens = max_tokens
+        self._rows: dict[RequestId, int] = {}
+        self._ends: dict[int, frozenset[int]] = {}
+        self._told: dict[int, list[int]] = {}
+        self._ready: dict[int, list[int]] = {}
+
+    def add(self, row: int, request: NewRequest) -> None:
+        """Take a request."""
+        sampling = request.sampling
+        ends = sampling.stop_token_ids
+        if not sampling.ignore_eos:
+            ends += sampling.eos_token_ids
+        self._rows[request.request_id] = row
+        self._ends[row] = frozenset(ends)
+        self._drafter.add(row, request)
+        self._told[row] = []
+
+    def remove(self, request_id: RequestId) -> None:
+        """Forget a request, if it is known."""
+        row = self._rows.pop(request_id, None)
+        if row is not None:
+            del self._ends[row]
+            self._told.pop(row, None)
+            self._ready.pop(row, None)
+            self._drafter.remove(row)
+
+    def note(self, rows: Iterable[int], token_ids: Iterable[Sequence[int]]) -> None:
+        """Note what requests have put out; what was made for them is void."""
+        for row, tokens in zip(rows, token_ids, strict=True):
+            self._told.setdefault(row, []).extend(tokens)
+
+    def make(self) -> None:
+        """Make drafts for the requests that tokens were noted for."""
+        told, self._told = self._told, {}
+        for row, tokens in told.items():
+            self._drafter.note(row, tokens)
+            self._ready[row] = self._cut(row, self._drafter.propose(row, self._max_tokens))
+
+    def take(self, num_rows: Mapping[RequestId, int]) -> dict[RequestId, list[int]]:
+        """Return the drafts of a step, by request; those that are empty are left out.
+
+        Args:
+            num_rows: How long each may be.
+        """
+        self.make()
+        drafts = {}
+        for request_id, most in num_rows.items():
+            draft = self._ready.get(self._rows[request_id], [])[:most]
+            if draft:
+                drafts[request_id] = draft
+        return drafts
+
+    def _cut(self, row: int, draft: list[int]) -> list[int]:
+        ends, vocab_size = self._ends[row], self._vocab_size
+        for index, token_id in enumerate(draft):
+            if not 0 <= token_id < vocab_size or token_id in ends:
+                return draft[:index]
+        return draft
+
+
+def drafts_of(config: SpeculativeConfig, *, vocab_size: int) -> Drafts | None:
+    """Return drafts by the method that is configured; None if none is."""
+    if not config.method:
+        return None
+    drafter = NgramDrafter(longest=config.prompt_lookup_max, shortest=config.prompt_lookup_min)
+    return Drafts(drafter, vocab_size=vocab_size, max_tokens=config.max_drafted)

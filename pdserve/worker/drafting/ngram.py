@@ -1,0 +1,100 @@
+"""Drafts by looking up where the last tokens stood before (prompt lookup decoding).
+
+The longest run of last tokens that stands elsewhere too is looked for, in the prompt, the
+prediction and the answer so far; of equally long ones the latest is taken, and what followed it
+there is the draft. Costs a few operations over the tokens, no memory beyond a copy of them.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from numpy.typing import NDArray
+
+    from pdserve.wire.step import NewRequest
+
+_SPARE = 256
+"""Tokens that a corpus has room for beyond its first ones; it doubles when they are used up."""
+
+
+class NgramDrafter:
+    """See the module.
+
+    Args:
+        longest, shortest: Tokens that are compared at most, and that must be alike at least.
+    """
+
+    def __init__(self, *, longest: int, shortest: int) -> None:
+        self._longest, self._shortest = longest, shortest
+        self._corpora: dict[int, _Corpus] = {}
+
+    def add(self, row: int, request: NewRequest) -> None:
+        """See `Drafter`."""
+        self._corpora[row] = _Corpus(request, self._longest)
+
+    def remove(self, row: int) -> None:
+        """See `Drafter`."""
+        self._corpora.pop(row, None)
+
+    def note(self, row: int, token_ids: Sequence[int]) -> None:
+        """See `Drafter`."""
+        self._corpora[row].append(token_ids)
+
+    def propose(self, row: int, max_tokens: int) -> list[int]:
+        """See `Drafter`. A run that reaches the newest token goes on as it began."""
+        corpus = self._corpora[row]
+        tokens, last = corpus.tokens, corpus.last
+        ends = np.flatnonzero(tokens[:-1] == last[-1]) if last else np.zeros(0, np.int64)
+        length = min(len(ends), 1)
+        while ends.size and length < len(last):
+            earlier = ends[ends >= length]
+            earlier = earlier[tokens[earlier - length] == last[-1 - length]]
+            if not earlier.size:
+                break
+            ends = earlier
+            length += 1
+        if length < self._shortest or not ends.size:
+            return []
+        followed: list[int] = np.resize(tokens[ends[-1] + 1 :], max_tokens).tolist()
+        return followed
+
+
+class _Corpus:
+    """Prompt, prediction and answer of one request, one behind the other.
+
+    The prediction stands behind a copy of the prompt's end, as the answer does: its first tokens
+    are found by what comes before them.
+
+    Attributes:
+        last: The newest tokens of prompt and answer, as many as are compared.
+    """
+
+    def __init__(self, request: NewRequest, num_compared: int) -> None:
+        prompt, outputs = request.prompt_token_ids, request.output_token_ids
+        prediction = request.prediction_token_ids
+        tail = prompt[-num_compared:] if prediction else []
+        known = [prompt, tail, prediction, outputs]
+        self._num = sum(map(len, known))
+        self._tokens = np.zeros(self._num + _SPARE, dtype=np.int32)
+        self._tokens[: self._num] = [token for part in known for token in part]
+        self._num_compared = num_compared
+        self.last = [*prompt[-num_compared:], *outputs[-num_compared:]][-num_compared:]
+
+    @property
+    def tokens(self) -> NDArray[np.int32]:
+        """All of them."""
+        return self._tokens[: self._num]
+
+    def append(self, token_ids: Sequence[int]) -> None:
+        """Add what was put out."""
+        end = self._num + len(token_ids)
+        if end > len(self._tokens):
+            self._tokens = np.concatenate([self._tokens, np.zeros(end + _SPARE, dtype=np.int32)])
+        self._tokens[self._num : end] = token_ids
+        self._num = end
+        self.last = [*self.last, *token_ids][-self._num_compared :]

@@ -1,0 +1,157 @@
+"""Sampling for requests with drafts: all their tokens of one step, exactly those without drafts.
+
+A step has a row of logits behind a request's last token and behind each token of its draft. Row
+j says what follows only if the draft is right up to there, so rows are sampled one wave after the
+other, each over all requests that have come so far. A token is drawn with its own (seed, index) and
+its own rules, and only if it is put out: nothing that a sampler notes ever has to be taken back
+(Daliri, Musco, Suresh, arXiv 2408.07978, call such drafts drafter-invariant).
+
+Where a token is the largest logit and nothing else, all rows of a request are looked at together.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Protocol
+
+import numpy as np
+import torch
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from numpy.typing import NDArray
+    from torch import Tensor
+
+    from pdserve.wire.outputs import TokenLogprobs
+    from pdserve.wire.sampling import SamplingParams
+    from pdserve.worker.sampler import Sampled
+
+
+class RowSampler(Protocol):
+    """`Sampler`, or several ranks' together."""
+
+    def add(
+        self, row: int, params: SamplingParams, prompt: Sequence[int], outputs: Sequence[int]
+    ) -> None:
+        """Give `row` to a request, with the tokens it has already."""
+        ...
+
+    def remove(self, row: int) -> None:
+        """Free `row`."""
+        ...
+
+    def are_largest(self, rows: NDArray[np.int64]) -> NDArray[np.bool_]:
+        """Tell which rows' tokens are the largest logit, of which nothing else is asked."""
+        ...
+
+    def sample(
+        self, logits: Tensor, rows: NDArray[np.int64], num_outputs: NDArray[np.int64]
+    ) -> Sampled:
+        """Choose a token for each row of logits."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Verified:
+    """What requests have sampled in a step.
+
+    Attributes:
+        token_ids: Of each request; at least one.
+        logprobs: By index into the requests, for those that asked: one entry per token.
+        non_finite: Indices of requests of which a logit is NaN or infinite.
+    """
+
+    token_ids: list[list[int]]
+    logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)
+    non_finite: set[int] = field(default_factory=set)
+
+
+def single(sampled: Sampled) -> Verified:
+    """Return one token of each request."""
+    return Verified(
+        sampled.token_ids[:, None].tolist(),
+        {index: [entry] for index, entry in sampled.logprobs.items()},
+        set(sampled.non_finite),
+    )
+
+
+def verify(
+    sampler: RowSampler,
+    logits: Tensor,
+    rows: NDArray[np.int64],
+    num_outputs: NDArray[np.int64],
+    drafts: Sequence[Sequence[int]],
+) -> Verified:
+    """Sample M requests, each as far as its draft is right, and one token beyond.
+
+    Args:
+        logits: `[L, vocab_size]` fp32: for each request a row, and one for each token of its draft.
+        rows: `[M]`, the batch row of each request.
+        num_outputs: `[M]`, tokens each has put out before.
+        drafts: `M` of them; may be empty.
+    """
+    lengths = np.fromiter(map(len, drafts), np.int64, len(drafts)) + 1
+    first = np.cumsum(lengths) - lengths
+    verified = Verified([[] for _ in drafts])
+    is_largest = sampler.are_largest(rows)
+    largest = np.flatnonzero(is_largest)
+    if len(largest):
+        num = lengths[largest]
+        at = np.repeat(first[largest] - np.cumsum(num) + num, num) + np.arange(num.sum())
+        repeated = np.repeat(largest, num)
+        sampled = sampler.sample(_rows_of(logits, at), rows[repeated], num_outputs[repeated])
+        _take_largest(verified, sampled, largest.tolist(), drafts)
+    alive = np.flatnonzero(~is_largest)
+    depth = 0
+    while len(alive):
+        at = first[alive] + depth
+        sampled = sampler.sample(_rows_of(logits, at), rows[alive], num_outputs[alive] + depth)
+        alive = np.array(_take_wave(verified, sampled, alive.tolist(), drafts, depth), np.int64)
+        depth += 1
+    return verified
+
+
+def _rows_of(logits: Tensor, at: NDArray[np.int64]) -> Tensor:
+    """Return some rows, for a sampler to own: whoever asks for all needs them no more."""
+    if len(at) == len(logits):
+        return logits
+    return logits[torch.from_numpy(at).to(logits.device)]
+
+
+def _take_largest(
+    verified: Verified, sampled: Sampled, requests: list[int], drafts: Sequence[Sequence[int]]
+) -> None:
+    """Take the tokens of requests whose rows were all sampled at once."""
+    tokens, lost = sampled.token_ids.tolist(), set(sampled.non_finite)
+    at = 0
+    for index in requests:
+        draft, taken = drafts[index], verified.token_ids[index]
+        for place, drafted in enumerate((*draft, None), at):
+            taken.append(tokens[place])
+            if place in lost:
+                verified.non_finite.add(index)
+            if tokens[place] != drafted or place in lost:
+                break
+        at += len(draft) + 1
+
+
+def _take_wave(
+    verified: Verified,
+    sampled: Sampled,
+    requests: list[int],
+    drafts: Sequence[Sequence[int]],
+    depth: int,
+) -> list[int]:
+    """Take a token of each request; return those whose next row counts."""
+    verified.non_finite.update(requests[place] for place in sampled.non_finite)
+    for place, entry in sampled.logprobs.items():
+        verified.logprobs.setdefault(requests[place], []).append(entry)
+    going_on = []
+    for index, token_id in zip(requests, sampled.token_ids.tolist(), strict=True):
+        verified.token_ids[index].append(token_id)
+        draft = drafts[index]
+        is_right = depth < len(draft) and draft[depth] == token_id
+        if is_right and index not in verified.non_finite:
+            going_on.append(index)
+    return going_on

@@ -1,0 +1,307 @@
+"""Drafts in a worker: tokens and log-probabilities to the bit as without, whoever drafts."""
+
+from __future__ import annotations
+
+import random
+from typing import TYPE_CHECKING
+
+import msgspec
+import numpy as np
+import pytest
+
+from pdserve.config.speculative import SpeculativeConfig
+from pdserve.errors import InternalError
+from pdserve.wire.ids import RequestId
+from pdserve.wire.step import NewRequest
+from pdserve.worker.drafting.costs import measure_rows
+from pdserve.worker.drafting.drafts import Drafts
+from pdserve.worker.drafting.ngram import NgramDrafter
+from tests.worker.driver import GREEDY, TINY, params
+from tests.worker.test_model_runner import QWEN3, WINDOWED, prompt_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    import torch
+
+    from pdserve.wire.outputs import TokenLogprobs
+    from pdserve.wire.sampling import SamplingParams
+    from tests.worker.driver import Driver
+
+VOCAB = TINY["vocab_size"]
+NUM_ROWS = 6
+NUM_OUTPUTS = 40
+DRAFTING = SpeculativeConfig(method="ngram", num_speculative_tokens=NUM_ROWS)
+REQUESTS: dict[str, tuple[list[int], SamplingParams]] = {
+    "greedy": (prompt_of(60, 1), GREEDY),
+    "sampled": (prompt_of(33, 2), params(temperature=0.9, seed=4)),
+    "nucleus": (prompt_of(1, 3), params(temperature=1.2, top_p=0.8, min_p=0.01, seed=5)),
+    "penalised": (
+        prompt_of(90, 4),
+        params(temperature=0.5, frequency_penalty=0.7, repetition_penalty=1.2, seed=6),
+    ),
+    "ruled": (
+        prompt_of(20, 7),
+        params(logit_bias={5: 4.0}, bad_words=((9,), (5, 7)), min_tokens=5, stop_token_ids=(3,)),
+    ),
+    "described": (prompt_of(17, 5), params(logprobs=5)),
+    "sampled and described": (prompt_of(8, 6), params(temperature=1.0, logprobs=2, seed=7)),
+    "allowed": (prompt_of(8, 9), params(allowed_token_ids=tuple(range(50)))),
+}
+
+
+class Recall:
+    """Drafts what it has been told beforehand, and what the test makes of that."""
+
+    def __init__(
+        self, known: dict[str, list[int]], change: Callable[[list[int]], list[int]]
+    ) -> None:
+        self._known, self._change = known, change
+        self._outputs: dict[int, tuple[str, int]] = {}
+
+    def add(self, row: int, request: NewRequest) -> None:
+        self._outputs[row] = (str(request.request_id), len(request.output_token_ids))
+
+    def remove(self, row: int) -> None:
+        del self._outputs[row]
+
+    def note(self, row: int, token_ids: Sequence[int]) -> None:
+        name, num = self._outputs[row]
+        self._outputs[row] = name, num + len(token_ids)
+
+    def propose(self, row: int, max_tokens: int) -> list[int]:
+        name, num = self._outputs[row]
+        return self._change(self._known[name][num : num + max_tokens])
+
+
+def drafts_by(driver: Driver, drafter: Recall) -> None:
+    """Give a worker another drafter."""
+    runner = driver.worker._runner
+    assert runner is not None
+    runner._drafts = Drafts(drafter, vocab_size=VOCAB, max_tokens=NUM_ROWS)
+
+
+def noisy(draft: list[int]) -> list[int]:
+    """Some tokens are others."""
+    rng = random.Random(sum(draft))
+    return [token if rng.random() < 0.8 else rng.randrange(VOCAB) for token in draft]
+
+
+CHANGES: dict[str, Callable[[list[int]], list[int]]] = {
+    "right": lambda draft: draft,
+    "noisy": noisy,
+    "wrong": lambda draft: [(token + 1) % VOCAB for token in draft],
+    "outside the vocabulary": lambda draft: [*draft[:2], VOCAB, -1, 2**40],
+    "too long": lambda draft: [*draft, *range(100)],
+    "one token for ever": lambda draft: [3] * NUM_ROWS,
+}
+
+
+def run(
+    driver: Driver, *, rows: int, num_outputs: int = NUM_OUTPUTS
+) -> tuple[dict[str, list[int]], dict[str, list[TokenLogprobs]], int]:
+    """All requests together, with so many rows for drafts; and how many steps they took in all."""
+    logprobs: dict[str, list[TokenLogprobs]] = {}
+    for name, (prompt, sampling) in REQUESTS.items():
+        driver.add(name, prompt, sampling)
+    running, outputs, num_steps = list(REQUESTS), {}, 0
+    while running:
+        num_tokens = {name: min(driver.remaining(name), 25) for name in running}
+        granted = {
+            name: min(rows, num_outputs - len(driver.outputs[name]) - 1)
+            for name, num in num_tokens.items()
+            if driver.outputs[name] and num == 1
+        }
+        answer = driver.step(num_tokens, {name: num for name, num in granted.items() if num > 0})
+        assert not answer.non_finite_ids
+        driver.worker.finish_step()
+        num_steps += len(answer.request_ids)
+        for name, entries in answer.logprobs.items():
+            logprobs.setdefault(str(name), []).extend(entries)
+        for name in list(running):
+            if len(driver.outputs[name]) == num_outputs:
+                outputs[name] = driver.outputs[name]
+                running.remove(name)
+                driver.drop(name)
+    return outputs, logprobs, num_steps
+
+
+@pytest.mark.parametrize("arch", [{}, QWEN3, WINDOWED], ids=["llama", "qwen3 bf16", "window"])
+def test_tokens_and_logprobs_are_those_without_drafts(
+    make_driver: Callable[..., Driver], arch: dict[str, object]
+) -> None:
+    wanted, described, num_steps = run(make_driver(arch=arch), rows=0)
+    assert len({tuple(tokens) for tokens in wanted.values()}) == len(REQUESTS)
+    driver = make_driver(arch=arch, speculative=DRAFTING)
+    found = {}
+    for name, change in CHANGES.items():
+        drafts_by(driver, Recall(wanted, change))
+        tokens, entries, found[name] = run(driver, rows=NUM_ROWS)
+        assert tokens == wanted, name
+        assert entries == described, name
+    # "ruled" has a stop id, which no draft goes beyond.
+    assert found["right"] < num_steps / 3
+    assert found["wrong"] == num_steps
+
+
+def test_drafts_of_looked_up_tokens_change_nothing(make_driver: Callable[..., Driver]) -> None:
+    wanted, described, num_steps = run(make_driver(), rows=0)
+    drafting = msgspec.structs.replace(DRAFTING, prompt_lookup_min=1)
+    tokens, entries, fewer = run(make_driver(speculative=drafting), rows=NUM_ROWS)
+    assert (tokens, entries) == (wanted, described)
+    assert fewer < num_steps
+
+
+def test_a_draft_ends_before_a_token_that_ends_its_request(
+    make_driver: Callable[..., Driver],
+) -> None:
+    driver = make_driver(speculative=DRAFTING)
+    driver.add("r", prompt_of(9, 1))
+    wanted = list(driver.run("r", 12))
+    driver.drop("r")
+    at = next(place for place in range(2, 6) if wanted.index(wanted[place]) == place)
+    stop = wanted[at]
+    for sampling, length in (
+        (params(eos_token_ids=(stop,)), at + 1),
+        (params(stop_token_ids=(stop,), ignore_eos=True), at + 1),
+        (params(eos_token_ids=(stop,), ignore_eos=True), 1 + NUM_ROWS + 1),
+    ):
+        drafts_by(driver, Recall({"r": wanted}, lambda draft: draft))
+        driver.add("r", prompt_of(9, 1), sampling)
+        driver.step({"r": 9})
+        answer = driver.step({"r": 1}, {"r": NUM_ROWS})
+        assert driver.outputs["r"] == wanted[:length]
+        assert answer.num_drafted == {"r": length - 2}
+        driver.drop("r")
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, params(temperature=1.0, seed=3)])
+def test_logits_behind_a_wrong_draft_that_are_not_finite_are_nobodys_fault(
+    make_driver: Callable[..., Driver], sampling: SamplingParams
+) -> None:
+    driver = make_driver(speculative=DRAFTING)
+    driver.add("r", prompt_of(9, 1), sampling)
+    wanted = list(driver.run("r", 20))
+    driver.drop("r")
+    drafts_by(driver, Recall({"r": wanted}, lambda draft: [*draft[:2], (draft[2] + 1) % VOCAB]))
+    driver.add("r", prompt_of(9, 1), sampling)
+    driver.step({"r": 9})
+    runner = driver.worker._runner
+    assert runner is not None
+    compute = runner._model.logits
+
+    def poisoned(hidden: torch.Tensor) -> torch.Tensor:
+        logits = compute(hidden)
+        logits[-1, 0] = float("nan")
+        return logits
+
+    runner._model.logits = poisoned  # type: ignore[method-assign]
+    for _ in range(4):
+        assert driver.step({"r": 1}, {"r": 3}).non_finite_ids == []
+    assert driver.outputs["r"] == wanted[:13]
+
+
+def test_a_draft_without_its_requests_last_token_is_refused(
+    make_driver: Callable[..., Driver],
+) -> None:
+    driver = make_driver(speculative=DRAFTING)
+    drafts_by(driver, Recall({"r": [1, 2, 3]}, lambda draft: draft))
+    driver.add("r", prompt_of(9, 1))
+    with pytest.raises(InternalError, match="cannot have a draft"):
+        driver.step({"r": 5}, {"r": 3})
+
+
+class TestNgram:
+    """What is looked up, and where."""
+
+    @staticmethod
+    def draft(
+        prompt: list[int],
+        outputs: list[int],
+        max_tokens: int,
+        *,
+        prediction: list[int] | None = None,
+        longest: int = 4,
+        shortest: int = 2,
+    ) -> list[int]:
+        drafter = NgramDrafter(longest=longest, shortest=shortest)
+        drafter.add(
+            3,
+            NewRequest(
+                request_id=RequestId("r"),
+                prompt_token_ids=prompt,
+                output_token_ids=outputs[:1],
+                sampling=GREEDY,
+                block_ids=[],
+                num_computed_tokens=0,
+                prediction_token_ids=prediction or [],
+            ),
+        )
+        for token_id in outputs[1:]:
+            drafter.note(3, [token_id])
+        return drafter.propose(3, max_tokens)
+
+    def test_what_followed_the_last_tokens_is_the_draft(self) -> None:
+        assert self.draft([1, 2, 3, 4, 5, 6, 9], [2, 3], 3) == [4, 5, 6]
+
+    def test_the_longest_run_wins_and_of_equal_ones_the_latest(self) -> None:
+        assert self.draft([1, 2, 3, 7, 0, 2, 3, 8], [1, 2, 3], 1) == [7]
+        assert self.draft([1, 2, 3, 7, 0, 2, 3, 8], [2, 3], 1) == [8]
+
+    def test_fewer_equal_tokens_than_asked_are_no_run(self) -> None:
+        assert self.draft([1, 2, 3, 4], [5, 3], 2) == []
+        assert self.draft([1, 2, 3, 4], [5, 3], 2, shortest=1) == [4, 5]
+
+    def test_the_answer_itself_is_looked_up(self) -> None:
+        assert self.draft([1], [7, 8, 9, 5, 7, 8], 2) == [9, 5]
+
+    def test_a_run_up_to_the_end_goes_on_as_it_began(self) -> None:
+        assert self.draft([1], [7, 8, 7, 8], 5) == [7, 8, 7, 8, 7]
+
+    def test_a_prediction_is_followed_from_its_first_token(self) -> None:
+        prediction = [20, 21, 22, 23, 24, 25]
+        assert self.draft([1, 2, 3], [20], 3, prediction=prediction) == [21, 22, 23]
+        assert self.draft([1, 2, 3], [20, 21, 5, 22, 23], 4, prediction=prediction)[:2] == [24, 25]
+        assert self.draft([1, 2, 3], [9], 3, prediction=prediction) == []
+
+    def test_one_token_is_no_corpus(self) -> None:
+        assert self.draft([1], [], 3, shortest=1) == []
+
+    def test_a_long_answer_finds_what_a_search_of_every_place_finds(self) -> None:
+        rng = random.Random(1)
+        prompt = rng.choices(range(5), k=40)
+        outputs = rng.choices(range(5), k=700)
+        drafter = NgramDrafter(longest=4, shortest=2)
+        drafter.add(
+            0,
+            NewRequest(
+                request_id=RequestId("r"),
+                prompt_token_ids=prompt,
+                output_token_ids=[],
+                sampling=GREEDY,
+                block_ids=[],
+                num_computed_tokens=0,
+            ),
+        )
+        tokens = list(prompt)
+        for start in range(0, 700, 7):
+            drafter.note(0, outputs[start : start + 7])
+            tokens += outputs[start : start + 7]
+            assert drafter.propose(0, 3) == searched(tokens, 3)
+
+
+def searched(tokens: list[int], max_tokens: int) -> list[int]:
+    """The same by looking at every place."""
+    for length in (4, 3, 2):
+        for end in range(len(tokens) - 1, length - 1, -1):
+            if tokens[end - length : end] == tokens[-length:]:
+                followed = tokens[end:]
+                return np.resize(followed, max_tokens).tolist()
+    return []
+
+
+def test_costs_are_of_rising_numbers_of_rows() -> None:
+    calls: list[int] = []
+    costs = measure_rows(calls.append)
+    assert [rows for rows, _ in costs] == sorted(set(calls))
+    assert min(seconds for _, seconds in costs) > 0
