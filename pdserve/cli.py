@@ -188,7 +188,7 @@ def make_parser() -> argparse.ArgumentParser:
             allow_abbrev=False,
             argument_default=argparse.SUPPRESS,
         )
-        _add_settings(child, command)
+        child.asked = command
     return parser
 
 
@@ -206,17 +206,22 @@ def _add_family(commands: _Commands, name: str) -> _Commands:
 
 
 class _Parser(argparse.ArgumentParser):
-    """Says what to do about a flag that is unknown.
+    """Takes a command's flags in when it is asked; says what to do about one that is unknown.
 
     Attributes:
-        table: The settings of its command; None of a parser that has no flags.
+        asked: Its command, of which it has no flag yet; None of a parser without flags.
+        table: The settings of its command, once it has their flags.
     """
 
+    asked: Command | None = None
     table: Table | None = None
 
     def parse_known_args(  # type: ignore[override]
         self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
     ) -> tuple[argparse.Namespace, list[str]]:
+        command, self.asked = self.asked, None
+        if command is not None:
+            _add_settings(self, command)
         known, unknown = super().parse_known_args(args, namespace)
         if unknown:
             flag = unknown[0].partition("=")[0]
@@ -253,7 +258,9 @@ def _add_settings(parser: _Parser, command: Command) -> None:
     items: list[Setting | Shorthand] = [*table.shorthands, *table.settings]
     order = [setting.group for setting in table.settings]
     for item in sorted(items, key=lambda item: order.index(item.group)):
-        group = groups.setdefault(item.group, parser.add_argument_group(item.group))
+        if item.group not in groups:
+            groups[item.group] = parser.add_argument_group(item.group)
+        group = groups[item.group]
         if isinstance(item, Shorthand):
             text = argparse.SUPPRESS if item.hidden else _text(item.help)
             if item.is_switch:

@@ -69,6 +69,7 @@ def test_every_flag_in_the_help_belongs_to_a_setting(command: Command) -> None:
     parser: argparse.ArgumentParser = make_parser()
     for word in command.name.split():
         parser = parser._subparsers._group_actions[0].choices[word]  # type: ignore[union-attr,index,call-overload]
+    parser.parse_args([])  # it has no flag before
     flags = {
         option.removeprefix("--")
         for option in parser._option_string_actions

@@ -85,6 +85,12 @@ def test_the_first_source_that_has_a_value_wins(
     assert (resolved["size"].value, resolved["size"].source) == (expected, winner)
 
 
+@pytest.fixture(scope="module")
+def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Written anew for each example: a folder for each takes longer than all else."""
+    return tmp_path_factory.mktemp("config") / "x.yaml"
+
+
 @given(
     raw=st.fixed_dictionaries(
         {},
@@ -99,12 +105,9 @@ def test_the_first_source_that_has_a_value_wins(
         },
     )
 )
-def test_the_environment_and_the_file_mean_the_same(
-    raw: dict[str, object], tmp_path_factory: pytest.TempPathFactory
-) -> None:
+def test_the_environment_and_the_file_mean_the_same(raw: dict[str, object], file: Path) -> None:
     import yaml
 
-    file = tmp_path_factory.mktemp("config") / "x.yaml"
     file.write_text(yaml.safe_dump(raw))
 
     def text(value: object) -> str:

@@ -92,7 +92,7 @@ async def test_a_refusal_opens_no_breaker_and_engines_keep_serving(
 
     prefill.hook = decode.hook = refuses
     stack = await make_stack([prefill], [decode], kv_mode=mode, **NEVER_AGAIN)
-    for _ in range(10):
+    for _ in range(3):
         refusals = [refused(stack, stream=stream) for _ in range(8)]
         *_, text = await asyncio.gather(*refusals, ask(stack, stream=stream, max_tokens=4))
         assert text == text_of(3, 4)
