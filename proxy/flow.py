@@ -93,7 +93,7 @@ class Flow:
             self._story.queued()
             async with asyncio.timeout_at(self._legs.until_s), self._services.admission.place():
                 self._story.admitted()
-                if self._services.prefixes is not None:
+                if self._services.prefixes is not None and not self._legs.ends_with_prompt:
                     self._legs.prompt = await self._services.prefixes.read(self._legs.body)
                 response = await self._serve()
                 self.outcome, self._story.reason = "ok", ""
@@ -148,6 +148,8 @@ class Flow:
         return self._planned()
 
     def _planned(self) -> Disaggregate | RunLocally:
+        if self._legs.ends_with_prompt:
+            return RunLocally(self._local_engine(), "prompt_only", is_outage=False)
         return self._router.plan(
             self._legs.prompt,
             failed=self._setbacks.failed,
@@ -362,7 +364,9 @@ class Flow:
 
     def _local_engine(self) -> Backend:
         failed, layout = self._setbacks.failed, self._delivery.layout
-        return self._router.local_engine(self._legs.prompt, failed, layout=layout)
+        return self._router.local_engine(
+            self._legs.prompt, failed, layout=layout, ends_with_prompt=self._legs.ends_with_prompt
+        )
 
     # --- what is told of it
 

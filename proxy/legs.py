@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from pdserve.http.answers import SSE
 from pdserve.proxy.bodies import merged, stages_in, usage_at_end, usage_in, without_internals
@@ -36,6 +36,10 @@ if TYPE_CHECKING:
     from pdserve.proxy.services import Services
     from pdserve.proxy.story import Story
     from pdserve.wire.hop import EngineStages
+
+
+POOLING_PATHS: Final = frozenset({"/v1/embeddings", "/v1/score", "/v1/rerank"})
+"""Where prompts become vectors."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,6 +118,11 @@ class Legs:
         self.prompt = RoutePrompt(body.num_bytes)
         self._path = path
         self._headers = headers
+
+    @property
+    def ends_with_prompt(self) -> bool:
+        """Whether nothing is generated: one engine computes the prompt, and that is all."""
+        return self._path in POOLING_PATHS
 
     async def local(
         self, backend: Backend, *, is_fallback: bool

@@ -42,6 +42,7 @@ DECISIONS = (
     ("local", "no_decode"),
     ("local", "no_pair"),
     ("local", "colocated"),
+    ("local", "prompt_only"),
     ("local", "prefill_failed"),
     ("local", "decode_failed"),
     ("local", "kv_failed"),

@@ -188,19 +188,28 @@ class Router:
         return is_fit and self._pulls(prefill, decode)
 
     def local_engine(
-        self, prompt: RoutePrompt, failed: Collection[Backend], *, layout: str | None = None
+        self,
+        prompt: RoutePrompt,
+        failed: Collection[Backend],
+        *,
+        layout: str | None = None,
+        ends_with_prompt: bool = False,
     ) -> Backend:
         """Return an engine that can do everything: decode engines first, then any.
+
+        Args:
+            ends_with_prompt: All there is to do is the prompt: prefill engines come first.
 
         Raises:
             UnavailableError: No engine is ready; or none has this layout, if there is one.
         """
         ready = self._ready(layout)
         untried = [backend for backend in ready if backend not in failed]
+        last = Role.DECODE if ends_with_prompt else Role.PREFILL
         for pool in (
-            [backend for backend in untried if backend.decodes()],
+            [backend for backend in untried if backend.role is not last],
             untried,
-            [backend for backend in ready if backend.decodes()],
+            [backend for backend in ready if backend.role is not last],
             ready,
         ):
             if (engine := self._choose_decode(pool, prompt, ())) is not None:

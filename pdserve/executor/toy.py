@@ -77,6 +77,10 @@ class ToyModel:
         num_choices = self.vocab_size - self._first_token_id
         return self._first_token_id + int.from_bytes(digest, "little") % num_choices
 
+    def vector(self, prompt: Sequence[int]) -> bytes:
+        """Return what a prompt is pooled to: how many of its tokens have each rest by 8."""
+        return np.bincount(np.asarray(prompt) % 8, minlength=8).astype("<f4").tobytes()
+
     def logprobs(self, token_id: int, num_top: int) -> TokenLogprobs:
         """Return log-probabilities that depend on the token alone, which is the likeliest."""
         logprob = -1.0 - (token_id % 8) / 8
@@ -265,6 +269,7 @@ class ToyExecutor:
         drafted: dict[RequestId, int] = {}
         logprobs: dict[RequestId, list[TokenLogprobs]] = {}
         prompt_logprobs: dict[RequestId, list[TokenLogprobs]] = {}
+        pooled: dict[RequestId, bytes] = {}
         for request_id, num_tokens in step.num_scheduled_tokens.items():
             request, start = self._requests[request_id], computed[request_id]
             end = start + num_tokens
@@ -279,6 +284,8 @@ class ToyExecutor:
                 prompt_logprobs[request_id] = [
                     self.model.logprobs(each, sampling.prompt_logprobs) for each in told
                 ]
+            if sampling.pooling is not None and start < request.num_prompt <= end:
+                pooled[request_id] = self.model.vector(request.tokens[: request.num_prompt])
             if end == len(request.tokens):
                 tokens = self._sample(request, draft)
                 if sampling.logprobs is not None:
@@ -300,6 +307,7 @@ class ToyExecutor:
             num_drafted=drafted,
             logprobs=logprobs,
             prompt_logprobs=prompt_logprobs,
+            pooled=pooled,
             failed_loads=failed,
         )
 

@@ -150,7 +150,8 @@ def refusal_of(error: web.HTTPException, request: web.BaseRequest) -> PdserveErr
         case web.HTTPNotFound() if request.path.startswith("/v1/"):
             return NotFoundError(
                 f"{request.path} is not served here: there are /v1/chat/completions, "
-                "/v1/completions, /v1/responses, /v1/messages and /v1/models"
+                "/v1/completions, /v1/responses, /v1/messages, /v1/embeddings, /v1/score, "
+                "/v1/rerank and /v1/models"
             )
         case web.HTTPNotFound():
             return NotFoundError(

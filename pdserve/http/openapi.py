@@ -17,6 +17,7 @@ from aiohttp import web
 import pdserve
 from pdserve.http import replies
 from pdserve.http.dialect_bodies import CountTokensRequest, MessagesRequest, ResponsesRequest
+from pdserve.http.pooling_bodies import EmbeddingRequest, RerankRequest, ScoreRequest
 from pdserve.http.protocol import (
     ChatRequest,
     CompletionRequest,
@@ -84,6 +85,14 @@ COMMON: Final = (
     Operation(
         "post", "/v1/messages/count_tokens", "How many tokens a message has", CountTokensRequest,
         replies.InputTokens, error=replies.AnthropicErrorAnswer,
+    ),
+    Operation(
+        "post", "/v1/embeddings", "Vectors of texts", EmbeddingRequest, replies.Embeddings
+    ),
+    Operation("post", "/v1/score", "How alike texts are", ScoreRequest, replies.Scores),
+    Operation(
+        "post", "/v1/rerank", "Documents, the likest to a query first", RerankRequest,
+        replies.Ranking,
     ),
     Operation("get", "/v1/models", "The models", answer=replies.Models),
     Operation("get", "/v1/models/{model}", "One model", answer=replies.Model),

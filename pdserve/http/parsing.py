@@ -13,6 +13,13 @@ import msgspec
 
 from pdserve.errors import BadRequestError
 from pdserve.http.dialect_bodies import CountTokensRequest, MessagesRequest, ResponsesRequest
+from pdserve.http.pooling_bodies import (
+    MAX_TEXTS,
+    EmbeddingRequest,
+    PoolingFields,
+    RerankRequest,
+    ScoreRequest,
+)
 from pdserve.http.protocol import (
     MAX_CHOICES,
     ChatRequest,
@@ -21,6 +28,7 @@ from pdserve.http.protocol import (
     SamplingFields,
     TextFields,
     TokenizeRequest,
+    prompts_of,
 )
 from pdserve.wire.hop import ReachRequest, ReleaseRequest
 from pdserve.wire.sampling import MAX_LOGPROBS
@@ -50,14 +58,18 @@ _REMEDIES = {
     "chat_template": _NO_TEMPLATES,
     "conversation": _NO_MEMORY,
     "ec_transfer_params": _ONLY_TEXT,
+    "embed_dtype": "numbers are float32",
+    "endianness": "numbers are little endian",
     "functions": "call them tools, or use function_call none",
     "length_penalty": "it means something to a beam search only",
     "kv_transfer_params": "engines are asked for chat completions",
     "logits_processors": "use logit_bias, allowed_token_ids or bad_words",
+    "messages": "render them by /tokenize, and send the tokens as input",
     "mcp_servers": "call them yourself, and offer what they can do as tools",
     "media_io_kwargs": _ONLY_TEXT,
     "mm_processor_kwargs": _ONLY_TEXT,
     "modalities": _ONLY_TEXT,
+    "padding": "texts are taken as they are",
     "previous_input_messages": _NO_MEMORY,
     "previous_response": _NO_MEMORY,
     "previous_response_id": _NO_MEMORY,
@@ -69,6 +81,7 @@ _REMEDIES = {
     "routed_experts_prompt_start": "which experts a token takes is not told",
     "spaces_between_special_tokens": "special tokens are written as the tokenizer writes them",
     "store": "nothing is kept; leave it out, or send false",
+    "stream": "vectors come in one piece",
     "suffix": "write the prompt with the model's own tokens for filling in",
     "use_beam_search": "ask for n choices with logprobs instead",
     "verbosity": "say in a message how long the answer is to be",
@@ -91,6 +104,9 @@ _DECODERS: dict[type[msgspec.Struct], msgspec.json.Decoder[Any]] = {
         ResponsesRequest,
         MessagesRequest,
         CountTokensRequest,
+        EmbeddingRequest,
+        ScoreRequest,
+        RerankRequest,
         ReleaseRequest,
         ReachRequest,
     )
@@ -124,6 +140,8 @@ def parse_body(data: bytes, kind: type[Body]) -> Body:
         _refuse_two_ends(body)
     if isinstance(body, SamplingFields):
         _check_ranges(body)
+    if isinstance(body, PoolingFields):
+        _check_pooling(body)
     return body
 
 
@@ -185,16 +203,10 @@ def _check_ranges(body: SamplingFields) -> None:
         MIN_REPETITION_PENALTY,
         MAX_REPETITION_PENALTY,
     )
-    _check("priority", body.priority, -_MAX_INT32, _MAX_INT32)
     _check("seed", body.seed, -(2**63), 2**63 - 1)
     _check("prompt_logprobs", body.prompt_logprobs, 0, MAX_LOGPROBS)
     _check("stream_interval", body.stream_interval, 1, None)
-    _check("truncate_prompt_tokens", body.truncate_prompt_tokens, -1, None)
-    if body.truncate_prompt_tokens == 0:
-        raise BadRequestError(
-            "truncate_prompt_tokens is 0: it must be at least 1, or -1 for what has room",
-            param="truncate_prompt_tokens",
-        )
+    _check_what_prompts_share(body)
     if body.top_p == 0:
         raise BadRequestError("top_p is 0: it must be above 0 and at most 1", param="top_p")
     if "" in body.stops:
@@ -206,8 +218,6 @@ def _check_ranges(body: SamplingFields) -> None:
         raise BadRequestError(
             "allowed_token_ids is empty: nothing is left to sample", param="allowed_token_ids"
         )
-    if body.cache_salt == "":
-        raise BadRequestError("cache_salt must not be empty", param="cache_salt")
     if body.stream_options is not None and not body.stream:
         raise BadRequestError(
             "stream_options is only allowed when stream is true", param="stream_options"
@@ -237,6 +247,41 @@ def _check_ranges(body: SamplingFields) -> None:
             if not body.messages:
                 raise BadRequestError("messages is empty", param="messages")
             _refuse_two_ends(body)
+
+
+def _check_pooling(body: PoolingFields) -> None:
+    _check_what_prompts_share(body)
+    match body:
+        case EmbeddingRequest():
+            _check("dimensions", body.dimensions, 1, None)
+            _check_number_of_texts("input", len(prompts_of(body.input, "input")))
+        case ScoreRequest():
+            _check_number_of_texts("text_2", len(body.pairs()))
+        case RerankRequest():
+            _check("top_n", body.top_n, 0, None)
+            _check_number_of_texts("documents", len(body.documents))
+            if not body.documents:
+                raise BadRequestError("documents is empty", param="documents")
+
+
+def _check_number_of_texts(field: str, number: int) -> None:
+    if number > MAX_TEXTS:
+        raise BadRequestError(
+            f"{field} has {number} texts: {MAX_TEXTS} are taken at once; send several requests",
+            param=field,
+        )
+
+
+def _check_what_prompts_share(body: SamplingFields | PoolingFields) -> None:
+    _check("priority", body.priority, -_MAX_INT32, _MAX_INT32)
+    _check("truncate_prompt_tokens", body.truncate_prompt_tokens, -1, None)
+    if body.truncate_prompt_tokens == 0:
+        raise BadRequestError(
+            "truncate_prompt_tokens is 0: it must be at least 1, or -1 for what has room",
+            param="truncate_prompt_tokens",
+        )
+    if body.cache_salt == "":
+        raise BadRequestError("cache_salt must not be empty", param="cache_salt")
 
 
 def _refuse_two_ends(body: ChatRequest | TokenizeRequest) -> None:

@@ -158,10 +158,40 @@ class SamplingFields(TextFields, frozen=True, kw_only=True):
         return self.include_usage and options is not None and bool(options.continuous_usage_stats)
 
 
+Prompts = str | list[str | int | list[int]]
+"""One text or one list of token ids, or several of one kind."""
+
+
+def prompts_of(prompts: Prompts, field: str) -> list[str] | list[list[int]]:
+    """Return the prompts of a field, all as texts or all as token ids.
+
+    Raises:
+        BadRequestError: There is none, or they are of mixed kinds.
+    """
+    match prompts:
+        case str(text):
+            return [text]
+        case [] | [[]]:
+            raise BadRequestError(f"{field} is empty", param=field)
+        case items:
+            kinds = set(map(type, items))
+            if kinds == {int}:
+                return [cast("list[int]", items)]
+            if kinds == {list}:
+                return cast("list[list[int]]", items)
+            if kinds == {str}:
+                return cast("list[str]", items)
+    raise BadRequestError(
+        f"{field} must be a string, a list of strings, a list of token ids or a list of "
+        "lists of token ids, not a mixture",
+        param=field,
+    )
+
+
 class CompletionRequest(SamplingFields, frozen=True, kw_only=True):
     """The body of `POST /v1/completions`."""
 
-    prompt: str | list[str | int | list[int]]
+    prompt: Prompts
     echo: bool | None = None
     logprobs: int | None = None
 
@@ -181,7 +211,7 @@ class CompletionRequest(SamplingFields, frozen=True, kw_only=True):
         Raises:
             BadRequestError: There is none, there are too many, or they are of mixed kinds.
         """
-        found = self._prompts()
+        found = prompts_of(self.prompt, "prompt")
         num_choices = self.num_choices * len(found)
         if num_choices > MAX_CHOICES:
             raise BadRequestError(
@@ -190,26 +220,6 @@ class CompletionRequest(SamplingFields, frozen=True, kw_only=True):
                 param="n" if self.num_choices > 1 else "prompt",
             )
         return found
-
-    def _prompts(self) -> list[str] | list[list[int]]:
-        match self.prompt:
-            case str(text):
-                return [text]
-            case [] | [[]]:
-                raise BadRequestError("prompt is empty", param="prompt")
-            case items:
-                kinds = set(map(type, items))
-                if kinds == {int}:
-                    return [cast("list[int]", items)]
-                if kinds == {list}:
-                    return cast("list[list[int]]", items)
-                if kinds == {str}:
-                    return cast("list[str]", items)
-        raise BadRequestError(
-            "prompt must be a string, a list of strings, a list of token ids or a list of "
-            "lists of token ids, not a mixture",
-            param="prompt",
-        )
 
 
 class ChatRequest(SamplingFields, frozen=True, kw_only=True):

@@ -159,6 +159,67 @@ class AnthropicErrorAnswer(msgspec.Struct, frozen=True):
     error: AnthropicErrorObject
 
 
+class PromptUsage(msgspec.Struct, frozen=True):
+    """Counts of tokens where nothing is generated."""
+
+    prompt_tokens: int
+    total_tokens: int
+
+
+class EmbeddingRow(msgspec.Struct, frozen=True):
+    """One vector: its numbers, or their bytes in base64."""
+
+    object: str
+    index: int
+    embedding: list[float] | str
+
+
+class Embeddings(msgspec.Struct, frozen=True):
+    """The answer of `/v1/embeddings`."""
+
+    id: str
+    object: str
+    created: int
+    model: str
+    data: list[EmbeddingRow]
+    usage: PromptUsage
+
+
+class Score(msgspec.Struct, frozen=True):
+    """How alike two texts are: at most 1."""
+
+    index: int
+    object: str
+    score: float
+
+
+class Scores(msgspec.Struct, frozen=True):
+    """The answer of `/v1/score`."""
+
+    id: str
+    object: str
+    created: int
+    model: str
+    data: list[Score]
+    usage: PromptUsage
+
+
+class Ranked(msgspec.Struct, frozen=True):
+    """A document, by its index among those that were sent."""
+
+    index: int
+    relevance_score: float
+
+
+class Ranking(msgspec.Struct, frozen=True):
+    """The answer of `/v1/rerank`."""
+
+    id: str
+    model: str
+    results: list[Ranked]
+    usage: PromptUsage
+
+
 class Model(msgspec.Struct, frozen=True):
     """A model."""
 

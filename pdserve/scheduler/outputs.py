@@ -41,6 +41,7 @@ class OutputBuffer:
         logprobs: list[TokenLogprobs] | None,
         *,
         prompt_logprobs: list[TokenLogprobs | None] | None = None,
+        pooled: bytes | None = None,
         finish: FinishReason | None,
         stop_reason: int | None,
     ) -> None:
@@ -61,6 +62,7 @@ class OutputBuffer:
                 new_token_ids=request.output_token_ids[num_before:],
                 logprobs=None if logprobs is None else logprobs[:num_tokens],
                 prompt_logprobs=prompt_logprobs,
+                pooled=pooled,
                 finish_reason=finish,
                 stop_reason=stop_reason,
                 handoff=request.handoff if finish is FinishReason.HANDOFF else None,

@@ -46,6 +46,8 @@ def refusal_of(request: GenerateRequest, *, vocab_size: int, max_model_len: int)
             return refusal
     if request.sampling.prompt_logprobs is not None and not request.is_computed_here:
         return "prompt_logprobs come from the engine that computes the prompt"
+    if request.sampling.pooling is not None and (request.remote_decode or request.handoff):
+        return "the vector of a prompt comes from an engine that has the request alone"
     return _refusal_of_sampling(request.sampling, vocab_size)
 
 

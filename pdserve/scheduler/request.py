@@ -128,7 +128,7 @@ class Request:
         self.source = KVSource.LOCAL
         self.is_pinned = False
         self.is_loading = self.is_unproven = False
-        self.may_load = wire.sampling.prompt_logprobs is None  # those need the prompt computed
+        self.may_load = not wire.sampling.needs_whole_prompt
         self.holds: set[HoldKey] = set()
         self.finish_reason: FinishReason | None = None
         self.waits_for: set[Wait] = set()

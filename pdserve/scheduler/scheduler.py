@@ -242,7 +242,8 @@ class Scheduler:
         for request_id, token_ids in zip(result.request_ids, result.sampled_token_ids, strict=True):
             request = running.get(request_id)
             if request is not None:
-                self._take_tokens(request, token_ids, result.logprobs.get(request_id), now_s)
+                logprobs, pooled = result.logprobs.get(request_id), result.pooled.get(request_id)
+                self._take_tokens(request, token_ids, logprobs, now_s, pooled)
         for request in step.closing:
             self.state.stop_waiting(request, Wait.STEP, now_s)
 
@@ -355,6 +356,7 @@ class Scheduler:
         token_ids: list[int],
         logprobs: list[TokenLogprobs] | None,
         now_s: float,
+        pooled: bytes | None,
     ) -> None:
         num_tokens, finish, stop_reason = request.sample(
             token_ids, logprobs, now_s, max_model_len=self._max_model_len
@@ -373,6 +375,7 @@ class Scheduler:
             num_tokens,
             logprobs,
             prompt_logprobs=prompt_logprobs,
+            pooled=pooled,
             finish=finish,
             stop_reason=stop_reason,
         )

@@ -129,7 +129,7 @@ class SchedulerState:
 
     def match_prefix(self, request: Request) -> PrefixHit:
         """Return the longest cached prefix that `request` may begin with. Takes no blocks."""
-        if request.sampling.prompt_logprobs is not None:
+        if request.sampling.needs_whole_prompt:
             return _NO_HIT
         # At least one token is computed, so that there are logits to sample from; the
         # prompt of a handed-over request may be covered whole, for its next token is out.

@@ -32,7 +32,7 @@ from pdserve.observe.heap import keep_flat
 from pdserve.observe.log import log_event
 from pdserve.observe.metrics import measure_loop_lag
 from pdserve.observe.stats_log import log_stats
-from pdserve.server import chat, completions, debug, dialects, status
+from pdserve.server import chat, completions, debug, dialects, embeddings, status
 from pdserve.server.metrics import ServerMetrics
 from pdserve.server.reach import reach
 from pdserve.server.registration import Registrar
@@ -113,6 +113,9 @@ def build_app(
         [
             web.post("/v1/completions", completions.create_completion),
             web.post("/v1/chat/completions", chat.create_chat_completion),
+            web.post("/v1/embeddings", embeddings.create_embedding),
+            web.post("/v1/score", embeddings.create_score),
+            web.post("/v1/rerank", embeddings.create_rerank),
             web.post(paths.RESPONSES, dialects.create_response),
             web.post(paths.MESSAGES, dialects.create_message),
             web.post(paths.COUNT_TOKENS, dialects.count_tokens),

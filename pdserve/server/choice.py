@@ -27,6 +27,7 @@ class Choice:
         num_cached_tokens: What a prefix cache had of its prompt; None until an engine says so.
         num_drafted, num_accepted: Draft tokens that were verified here; of these, right.
         num_events: Outputs of this engine's own tokens.
+        pooled: Its prompt's vector, if that was asked for; fp32.
         core: Index of the engine core that serves it.
     """
 
@@ -43,6 +44,7 @@ class Choice:
     load_failures: list[str] = field(default_factory=list)
     kv_mode: str = ""
     num_cached_tokens: int | None = None
+    pooled: bytes | None = None
     num_preemptions: int = 0
     num_drafted: int = 0
     num_accepted: int = 0

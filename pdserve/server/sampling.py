@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from pdserve.text.answer.harmony import HarmonyMachine
     from pdserve.text.answer.machine import AnswerMachine
     from pdserve.text.load import Text
+    from pdserve.wire.sampling import Pooling
 
 T = TypeVar("T")
 
@@ -38,6 +39,7 @@ class Asked:
         default_max_tokens: The endpoint's own limit; None is the rest of the context.
         logprobs, prompt_logprobs: Alternatives per token of the output and of the prompt; None
             asks for no log-probabilities.
+        pooling: How the prompt becomes a vector, where that is asked for.
         new_machine: Makes what takes one choice's answer apart; None where all of it is text.
         prediction: What the answer may be much like.
     """
@@ -48,6 +50,7 @@ class Asked:
     default_max_tokens: int | None
     logprobs: int | None
     prompt_logprobs: int | None
+    pooling: Pooling | None = None
     new_machine: Callable[[], AnswerMachine | HarmonyMachine | None] | None = None
     prediction: str | None = None
 
@@ -150,6 +153,7 @@ def resolve_sampling(
         bad_words=tuple(words),
         logprobs=asked.logprobs,
         prompt_logprobs=asked.prompt_logprobs,
+        pooling=asked.pooling,
     )
 
 

@@ -346,6 +346,7 @@ class TextRequest:
         choice.load_failures = output.load_failures or choice.load_failures
         choice.kv_mode = output.kv_mode or choice.kv_mode
         choice.core = output.core or choice.core
+        choice.pooled = output.pooled or choice.pooled
         choice.num_preemptions = output.num_preemptions
         choice.num_drafted = output.num_drafted or choice.num_drafted
         choice.num_accepted = output.num_accepted or choice.num_accepted

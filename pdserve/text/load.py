@@ -10,6 +10,7 @@ from pdserve.errors import ConfigError
 from pdserve.text.answer.style import AnswerStyle, style_of
 from pdserve.text.chat import ChatTemplate
 from pdserve.text.generation import GenerationDefaults, load_generation_defaults
+from pdserve.text.pooling import PoolingStyle, load_pooling
 from pdserve.text.tokenizer import Tokenizer, read_json
 
 if TYPE_CHECKING:
@@ -22,6 +23,7 @@ class Text:
 
     Attributes:
         vocab_size: Ids the model takes: every prompt token id is below it.
+        pooling: How a text becomes a vector.
         chat_template: None if the model has none.
         answers: How it writes reasoning and tool calls.
     """
@@ -30,6 +32,7 @@ class Text:
     defaults: GenerationDefaults
     vocab_size: int
     chat_template: ChatTemplate | None = None
+    pooling: PoolingStyle = field(default_factory=PoolingStyle)
     answers: AnswerStyle = field(default_factory=AnswerStyle)
 
 
@@ -60,5 +63,6 @@ def load_text(model: ModelConfig) -> Text:
         ),
         vocab_size=vocab_size if isinstance(vocab_size, int) else tokenizer.vocab_size,
         chat_template=ChatTemplate(source, tokenizer.special_tokens) if source else None,
+        pooling=load_pooling(directory),
         answers=style_of(model, tokenizer, source or ""),
     )

@@ -172,6 +172,7 @@ class EngineOutput(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
             from its handoff and is reported here like any other.
         logprobs: One entry per new token, if asked for.
         prompt_logprobs: One entry per prompt token (the first is None), once, if asked for.
+        pooled: The prompt's vector, with the first token, if asked for; fp32, little endian.
         stop_reason: The stop token id that ended the request, if one of the user's did.
         num_cached_tokens: With tokens: prompt tokens that a prefix cache or a store had when the
             prompt was prefilled, at the engine that did; the same for all choices of a prompt.
@@ -191,6 +192,7 @@ class EngineOutput(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     new_token_ids: list[int] = []
     logprobs: list[TokenLogprobs] | None = None
     prompt_logprobs: list[TokenLogprobs | None] | None = None
+    pooled: bytes | None = None
     finish_reason: FinishReason | None = None
     stop_reason: int | None = None
     handoff: KVHandoff | None = None

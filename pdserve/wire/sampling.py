@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import enum
 from typing import Final
 
 import msgspec
 
 MAX_LOGPROBS: Final = 20
 """Alternatives that may be asked for per token."""
+
+
+class Pooling(enum.Enum):
+    """How the final hidden states of a prompt's tokens become one vector."""
+
+    LAST = "last"
+    MEAN = "mean"
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -28,6 +36,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
             0 only the sampled token's.
         prompt_logprobs: The same for prompt tokens.
         allowed_token_ids: If not None, every other token is impossible.
+        pooling: If not None, the prompt's vector is reported with the first token.
         bad_words: Token sequences whose last token is impossible after the others.
     """
 
@@ -49,3 +58,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     bad_words: tuple[tuple[int, ...], ...] = ()
     logprobs: int | None = None
     prompt_logprobs: int | None = None
+    pooling: Pooling | None = None
+
+    @property
+    def needs_whole_prompt(self) -> bool:
+        """Whether every token of the prompt is to be computed, cached or not."""
+        return self.prompt_logprobs is not None or self.pooling is Pooling.MEAN

@@ -130,6 +130,8 @@ class ModelRunnerOutput(msgspec.Struct, frozen=True, kw_only=True, omit_defaults
         logprobs: For requests that asked for them: one entry per sampled token.
         prompt_logprobs: Logprobs of the prompt tokens computed in this step; the entry
             for prompt position p is produced by the step that computes position p - 1.
+        pooled: Vectors of prompts that end in this step, where they are asked for: fp32, little
+            endian.
         forward_s: Seconds in the model's forward alone.
         is_wave_over: For a step of a wave: no engine was unfinished in it.
         experts: As of before this step, where experts are balanced and it has changed.
@@ -143,6 +145,7 @@ class ModelRunnerOutput(msgspec.Struct, frozen=True, kw_only=True, omit_defaults
     failed_loads: list[Failed] = []
     logprobs: dict[RequestId, list[TokenLogprobs]] = {}
     prompt_logprobs: dict[RequestId, list[TokenLogprobs]] = {}
+    pooled: dict[RequestId, bytes] = {}
     forward_s: float = 0.0
     is_wave_over: bool = False
     experts: ExpertBalance | None = None

@@ -36,6 +36,7 @@ from pdserve.worker.drafting.drafts import drafts_of
 from pdserve.worker.graphs import StepGraphs, rehearsed_steps
 from pdserve.worker.input_batch import InputBatch, PreparedStep
 from pdserve.worker.logprobs import token_logprobs
+from pdserve.worker.prompt_pooler import PromptPooler
 from pdserve.worker.sampler import Sampler
 from pdserve.worker.spread_sampler import SpreadSampler
 from pdserve.worker.step_buffers import StepBuffers
@@ -144,6 +145,7 @@ class ModelRunner:
                 self._vocabulary, num_rows, self._vocab_size, device.torch
             )
         self._num_prompt_logprobs: dict[RequestId, int] = {}
+        self._pooler = PromptPooler()
         self.began_s = 0.0
         # Other ranks are met inside a step, where the host has a hand in it.
         is_alone = self._dp.size == pp.size == tp.size == 1
@@ -224,7 +226,7 @@ class ModelRunner:
             if hooks is not None and not hooks.has_layer_work():
                 hooks = None
             # What is replayed calls no hook.
-            graphs = self._graphs if hooks is None else None
+            graphs = self._graphs if hooks is None and self._pooler.is_idle else None
             drafts = self._drafts.take(step.num_draft_rows) if self._drafts else None
             prepared = self._batch.prepare(step.num_scheduled_tokens, graphs, drafts)
             rows, sampler = prepared.rows[prepared.sampling], self._device_sampler
@@ -235,6 +237,7 @@ class ModelRunner:
             started_s = time.perf_counter()
             self.began_s = time.monotonic()
             prompt_logprobs: dict[RequestId, list[TokenLogprobs]] = {}
+            pooled: dict[RequestId, bytes] = {}
             lost: set[RequestId] = set()
             likeliest: tuple[Tensor, Tensor] | None = None
             if graphs is not None and prepared.graph_rows is not None:
@@ -249,6 +252,7 @@ class ModelRunner:
                     self._link.send(hidden)
                     return ModelRunnerOutput(step_id=step.step_id)
                 prompt_logprobs = self._prompt_logprobs(prepared, hidden)
+                pooled = self._pooler.take(prepared, hidden)
                 lost = self._non_finite(prepared, hidden) | _not_a_number(prompt_logprobs)
                 if not len(prepared.sampling):
                     self._device.synchronize()
@@ -285,6 +289,7 @@ class ModelRunner:
                     non_finite_ids=sorted(lost),
                     logprobs={request_ids[i]: told for i, told in verified.logprobs.items()},
                     prompt_logprobs=prompt_logprobs,
+                    pooled=pooled,
                     forward_s=forward_s,
                     is_wave_over=is_wave_over,
                 )
@@ -366,6 +371,7 @@ class ModelRunner:
             if row is not None and self._sampler is not None:
                 self._sampler.remove(row)
                 self._num_prompt_logprobs.pop(request_id, None)
+                self._pooler.remove(request_id)
         for request in step.new_requests:
             self._add(request)
         self._batch.update(known := step.known_requests)
@@ -380,6 +386,7 @@ class ModelRunner:
         if self._sampler is None:
             return
         self._sampler.add(row, request.sampling, request.prompt_token_ids, request.output_token_ids)
+        self._pooler.add(request)
         if request.sampling.prompt_logprobs is not None:
             self._num_prompt_logprobs[request.request_id] = request.sampling.prompt_logprobs
 

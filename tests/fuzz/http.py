@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 
 from pdserve.dialects import paths
 from pdserve.http.dialect_bodies import CountTokensRequest, MessagesRequest, ResponsesRequest
+from pdserve.http.pooling_bodies import EmbeddingRequest, RerankRequest, ScoreRequest
 from pdserve.http.protocol import (
     ChatRequest,
     CompletionRequest,
@@ -42,6 +43,9 @@ PATHS: Final[dict[str, tuple[type[msgspec.Struct], dict[str, Any]]]] = {
         CountTokensRequest,
         {"messages": [{"role": "user", "content": "hi"}]},
     ),
+    "/v1/embeddings": (EmbeddingRequest, {"input": "The"}),
+    "/v1/score": (ScoreRequest, {"text_1": "The", "text_2": "dog"}),
+    "/v1/rerank": (RerankRequest, {"query": "The", "documents": ["dog"]}),
     "/tokenize": (TokenizeRequest, {"prompt": "The"}),
     "/detokenize": (DetokenizeRequest, {"tokens": [60]}),
 }

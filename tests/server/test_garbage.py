@@ -14,6 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from pdserve.http.dialect_bodies import ResponsesRequest
+from pdserve.http.pooling_bodies import EmbeddingRequest, RerankRequest
 from pdserve.http.protocol import (
     ChatRequest,
     CompletionRequest,
@@ -31,6 +32,8 @@ PATHS: dict[str, tuple[type[msgspec.Struct], dict[str, Any]]] = {
         {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 2},
     ),
     "/v1/responses": (ResponsesRequest, {"input": "hi", "max_output_tokens": 2}),
+    "/v1/embeddings": (EmbeddingRequest, {"input": "The"}),
+    "/v1/rerank": (RerankRequest, {"query": "The", "documents": ["dog"]}),
     "/tokenize": (TokenizeRequest, {"prompt": "The"}),
     "/detokenize": (DetokenizeRequest, {"tokens": [60]}),
 }

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 @pytest.fixture
 def make_driver(tmp_path: Path) -> Iterator[Callable[..., Driver]]:
-    """Start a worker with a tiny random model, and a driver for it."""
+    """Start a worker with a tiny random model, or that of a directory, and a driver for it."""
     workers: list[Worker] = []
 
     def make(
@@ -37,12 +37,15 @@ def make_driver(tmp_path: Path) -> Iterator[Callable[..., Driver]]:
         scheduler: SchedulerConfig | None = None,
         speculative: SpeculativeConfig | None = None,
         num_threads: int = 1,
+        directory: Path | None = None,
         **model: Any,
     ) -> Driver:
-        (tmp_path / "config.json").write_text(json.dumps({**TINY, **(arch or {})}))
+        if directory is None:
+            (tmp_path / "config.json").write_text(json.dumps({**TINY, **(arch or {})}))
+            model = {"load_format": "dummy", **model}
         worker = Worker(
             EngineConfig(
-                model=ModelConfig(model=str(tmp_path), load_format="dummy", **model),
+                model=ModelConfig(model=str(directory or tmp_path), **model),
                 device="cpu",
                 cache=cache or CacheConfig(num_gpu_blocks_override=128),
                 scheduler=scheduler or SchedulerConfig(max_num_seqs=8, max_num_batched_tokens=512),

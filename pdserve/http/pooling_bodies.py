@@ -1,0 +1,143 @@
+"""The request bodies that ask for vectors of texts, or for what follows from them."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar, Literal
+
+from pdserve.errors import BadRequestError
+from pdserve.http.protocol import Prompts, TextFields
+from pdserve.wire.hop import KVTransferParams
+
+MAX_TEXTS = 2048
+"""OpenAI's."""
+
+
+class PoolingFields(TextFields, frozen=True, kw_only=True):
+    """What such bodies have in common, as with vLLM.
+
+    Attributes:
+        user: Nothing depends on it.
+        truncate_prompt_tokens, truncation_side: As for completions.
+        kv_transfer_params: What a proxy tells; there is no other engine's part in it.
+    """
+
+    model: str | None = None
+    user: str | None = None
+    truncate_prompt_tokens: int | None = None
+    truncation_side: Literal["left", "right"] | None = None
+    priority: int | None = None
+    cache_salt: str | None = None
+    kv_transfer_params: KVTransferParams | None = None
+
+    request_id: Any = None
+    padding: Any = None
+    mm_processor_kwargs: Any = None
+    task: Any = None
+    stream: Any = None
+
+    unsupported: ClassVar[dict[str, tuple[object, ...]]] = {
+        "request_id": (),
+        "padding": ("do_not_pad",),
+        "mm_processor_kwargs": ({},),
+        "task": ("embed",),
+        "stream": (False,),
+    }
+
+
+class EmbeddingRequest(PoolingFields, frozen=True, kw_only=True):
+    """The body of `POST /v1/embeddings`.
+
+    Attributes:
+        dimensions: So many of a vector's first numbers; it is scaled to length 1 again.
+        use_activation: Whether vectors are scaled to length 1; if not given, as the model says.
+    """
+
+    input: Prompts
+    encoding_format: Literal["float", "base64"] | None = None
+    dimensions: int | None = None
+    use_activation: bool | None = None
+    add_special_tokens: bool | None = None
+
+    messages: Any = None
+    embed_dtype: Any = None
+    endianness: Any = None
+
+    unsupported: ClassVar[dict[str, tuple[object, ...]]] = PoolingFields.unsupported | {
+        "messages": (),
+        "embed_dtype": ("float32",),
+        "endianness": ("native", "little"),
+    }
+
+
+class ScoreRequest(PoolingFields, frozen=True, kw_only=True):
+    """The body of `POST /v1/score`: one text and several others, or as many of each.
+
+    The two go by several names, as with vLLM.
+    """
+
+    text_1: str | list[str] | None = None
+    text_2: str | list[str] | None = None
+    data_1: str | list[str] | None = None
+    data_2: str | list[str] | None = None
+    queries: str | list[str] | None = None
+    documents: str | list[str] | None = None
+    items: str | list[str] | None = None
+
+    use_activation: Any = None
+
+    unsupported: ClassVar[dict[str, tuple[object, ...]]] = PoolingFields.unsupported | {
+        "use_activation": (True,)
+    }
+
+    def pairs(self) -> list[tuple[str, str]]:
+        """Return the pairs of texts that are scored.
+
+        Raises:
+            BadRequestError: There are none, too many, or not as many of each.
+        """
+        for first, second in (
+            ("text_1", "text_2"), ("queries", "documents"), ("queries", "items"),
+            ("data_1", "data_2"),
+        ):  # fmt: skip
+            ours, theirs = getattr(self, first), getattr(self, second)
+            if ours is not None and theirs is not None:
+                return _paired(_listed(ours, first), _listed(theirs, second), second)
+        raise BadRequestError("text_1 or text_2 is missing: give both", param="text_1")
+
+
+class RerankRequest(PoolingFields, frozen=True, kw_only=True):
+    """The body of `POST /v1/rerank`.
+
+    Attributes:
+        top_n: So many of the best; 0 or none is all.
+    """
+
+    query: str
+    documents: list[str]
+    top_n: int | None = None
+    return_documents: bool | None = None
+
+    use_activation: Any = None
+
+    unsupported: ClassVar[dict[str, tuple[object, ...]]] = PoolingFields.unsupported | {
+        "use_activation": (True,)
+    }
+
+
+def _listed(texts: str | list[str], field: str) -> list[str]:
+    listed = [texts] if isinstance(texts, str) else texts
+    if not listed:
+        raise BadRequestError(f"{field} is empty", param=field)
+    return listed
+
+
+def _paired(ours: list[str], theirs: list[str], field: str) -> list[tuple[str, str]]:
+    if len(ours) == 1:
+        ours = ours * len(theirs)
+    if len(ours) != len(theirs):
+        raise BadRequestError(
+            f"{field} has {len(theirs)} texts for {len(ours)}: give as many, or one text and "
+            "several others",
+            param=field,
+        )
+    return list(zip(ours, theirs, strict=True))

@@ -1,0 +1,220 @@
+"""`POST /v1/embeddings`, `/v1/score` and `/v1/rerank`: vectors of texts, and how alike they are.
+
+A vector is made with the prompt alone: one step computes it, and the token that it samples too is
+nobody's. So any engine can do it that computes prompts, and nothing is handed over.
+"""
+
+from __future__ import annotations
+
+import base64
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from aiohttp import web
+
+from pdserve.errors import BadRequestError, InternalError
+from pdserve.http.parsing import parse_body
+from pdserve.http.pooling_bodies import EmbeddingRequest, RerankRequest, ScoreRequest
+from pdserve.http.protocol import CompletionRequest, prompts_of
+from pdserve.server.account import serving
+from pdserve.server.intake import cut_prompts, encode_prompts, make_job, say_unknown_fields
+from pdserve.server.reply import send_json
+from pdserve.server.sampling import Asked
+from pdserve.server.service import SERVICE, read_body
+from pdserve.text.pooling import PoolingStyle
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from numpy.typing import NDArray
+
+    from pdserve.http.pooling_bodies import PoolingFields
+    from pdserve.server.text_request import TextRequest
+
+    Vectors = NDArray[np.float32]
+
+
+async def create_embedding(request: web.Request) -> web.StreamResponse:
+    """Answer with a vector for each text."""
+    data = await read_body(request)
+    body = parse_body(data, EmbeddingRequest)
+    say_unknown_fields(request, data, EmbeddingRequest)
+    del data
+    special = body.add_special_tokens is not False
+
+    def answer(job: TextRequest, style: PoolingStyle, vectors: Vectors) -> dict[str, Any]:
+        if body.dimensions is not None:
+            if body.dimensions > vectors.shape[1]:
+                raise BadRequestError(
+                    f"dimensions is {body.dimensions}: this model's vectors have "
+                    f"{vectors.shape[1]} numbers",
+                    param="dimensions",
+                )
+            vectors = vectors[:, : body.dimensions]
+        is_scaled = style.is_normalized if body.use_activation is None else body.use_activation
+        if is_scaled:
+            vectors = _scaled(vectors)
+        rows = [
+            base64.b64encode(row.astype("<f4").tobytes()).decode()
+            if body.encoding_format == "base64"
+            else row.tolist()
+            for row in vectors
+        ]
+        data = [
+            {"object": "embedding", "index": index, "embedding": row}
+            for index, row in enumerate(rows)
+        ]
+        return _around(job, "embd") | {"object": "list", "data": data}
+
+    texts = prompts_of(body.input, "input")
+    return await _answer(request, body, texts, answer, field="input", special=special)
+
+
+async def create_score(request: web.Request) -> web.StreamResponse:
+    """Answer with how alike the texts of each pair are: the cosine between their vectors."""
+    data = await read_body(request)
+    body = parse_body(data, ScoreRequest)
+    say_unknown_fields(request, data, ScoreRequest)
+    del data
+    pairs = body.pairs()
+
+    def answer(job: TextRequest, style: PoolingStyle, vectors: Vectors) -> dict[str, Any]:
+        at = {text: index for index, text in enumerate(texts)}
+        scaled = _scaled(vectors)
+        data = [
+            {"index": index, "object": "score", "score": _cosine(scaled, at[one], at[other])}
+            for index, (one, other) in enumerate(pairs)
+        ]
+        return _around(job, "score") | {"object": "list", "data": data}
+
+    texts = list(dict.fromkeys(text for pair in pairs for text in pair))
+    return await _answer(request, body, texts, answer, field="text_2")
+
+
+async def create_rerank(request: web.Request) -> web.StreamResponse:
+    """Answer with the documents, the likest to the query first."""
+    data = await read_body(request)
+    body = parse_body(data, RerankRequest)
+    say_unknown_fields(request, data, RerankRequest)
+    del data
+
+    def answer(job: TextRequest, style: PoolingStyle, vectors: Vectors) -> dict[str, Any]:
+        scaled = _scaled(vectors)
+        at = {text: index for index, text in enumerate(texts)}
+        scores = [_cosine(scaled, 0, at[document]) for document in body.documents]
+        best = sorted(range(len(scores)), key=lambda index: -scores[index])
+        results = [
+            {"index": index, "relevance_score": scores[index]}
+            | (
+                {"document": {"text": body.documents[index]}}
+                if body.return_documents is not False
+                else {}
+            )
+            for index in best[: body.top_n or None]
+        ]
+        return _around(job, "rerank") | {"results": results}
+
+    texts = list(dict.fromkeys([body.query, *body.documents]))
+    return await _answer(request, body, texts, answer, field="documents")
+
+
+async def _answer(
+    request: web.Request,
+    body: PoolingFields,
+    texts: Sequence[str] | Sequence[list[int]],
+    answer: Callable[[TextRequest, PoolingStyle, Vectors], dict[str, Any]],
+    *,
+    field: str,
+    special: bool = True,
+) -> web.StreamResponse:
+    """Make the vectors of texts, and answer with what follows from them.
+
+    Args:
+        field: Where the texts stand in the body.
+        special: Add the tokens that the tokenizer adds to a text.
+    """
+    service = request.app[SERVICE]
+    service.resolve_model(body.model)
+    text, info = service.require_ready()
+    if text.pooling.pooling is None:
+        raise BadRequestError(text.pooling.refusal, param="model", code="unsupported_parameter")
+    fields = _fields(body)
+    words = [each for each in texts if isinstance(each, str)]
+    token_ids = [each for each in texts if not isinstance(each, str)]
+    if words:
+        token_ids = await encode_prompts(
+            request, fields, words, add_special_tokens=special, field=field
+        )
+    token_ids = cut_prompts(token_ids, fields, max_tokens=1, max_model_len=info.max_model_len)
+    job = await make_job(
+        request,
+        fields,
+        token_ids,
+        Asked(
+            prompt_field=field,
+            max_tokens=1,
+            default_max_tokens=1,
+            logprobs=None,
+            prompt_logprobs=None,
+            pooling=text.pooling.pooling,
+        ),
+    )
+    async with serving(request, job):
+        await job.start()
+        async for _ in job.deltas():
+            pass  # of whose token nobody is told
+        vectors = np.stack([_vector(choice.pooled) for choice in job.choices])
+        return await send_json(request, job, answer(job, text.pooling, vectors))
+
+
+def _fields(body: PoolingFields) -> CompletionRequest:
+    """Return a body's fields as those of a completion of one token.
+
+    Raises:
+        BadRequestError: Another engine is to have a part in it.
+    """
+    params = body.kv_transfer_params
+    if params is not None and (params.do_remote_prefill or params.do_remote_decode):
+        raise BadRequestError(
+            "kv_transfer_params: a vector is made by one engine alone", param="kv_transfer_params"
+        )
+    return CompletionRequest(
+        prompt=[],
+        model=body.model,
+        max_tokens=1,
+        temperature=0.0,
+        truncate_prompt_tokens=body.truncate_prompt_tokens,
+        truncation_side=body.truncation_side,
+        priority=body.priority,
+        cache_salt=body.cache_salt,
+        kv_transfer_params=params,
+    )
+
+
+def _vector(pooled: bytes | None) -> NDArray[np.float32]:
+    if pooled is None:
+        raise InternalError("an engine has given no vector for a prompt")
+    return np.frombuffer(pooled, dtype="<f4")
+
+
+def _scaled(vectors: Vectors) -> Vectors:
+    """Return vectors of length 1; those of zeros stay as they are."""
+    lengths = np.linalg.norm(vectors, axis=1, keepdims=True)
+    lengths[lengths == 0] = 1
+    scaled: Vectors = vectors / lengths
+    return scaled
+
+
+def _cosine(scaled: Vectors, one: int, other: int) -> float:
+    return float(np.dot(scaled[one], scaled[other]))
+
+
+def _around(job: TextRequest, kind: str) -> dict[str, Any]:
+    """What every answer has."""
+    num_tokens = job.num_prompt_tokens
+    return {
+        "id": f"{kind}-{job.request_id}",
+        "created": job.created,
+        "model": job.model,
+        "usage": {"prompt_tokens": num_tokens, "total_tokens": num_tokens},
+    }
