@@ -43,6 +43,8 @@ DECISIONS = (
     ("local", "no_pair"),
     ("local", "colocated"),
     ("local", "prompt_only"),
+    ("local", "never_split"),
+    ("local", "mostly_cached"),
     ("local", "prefill_failed"),
     ("local", "decode_failed"),
     ("local", "kv_failed"),

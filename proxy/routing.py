@@ -14,7 +14,8 @@ from pdserve.config.http import KVTransfer
 from pdserve.config.schema import Role
 from pdserve.errors import UnavailableError
 from pdserve.proxy.brain.prompt import RoutePrompt
-from pdserve.proxy.policies import RouteRequest, choose, policy_named
+from pdserve.proxy.policies import RouteRequest, choose, policy_named, split_policy_named
+from pdserve.proxy.policies.splitting import always
 from pdserve.proxy.story import NotPushed
 
 if TYPE_CHECKING:
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
     from pdserve.proxy.backend import Backend
     from pdserve.proxy.backends import Backends
     from pdserve.proxy.brain.prefixes import Prefixes
-    from pdserve.proxy.policies import Policy
+    from pdserve.proxy.policies import BackendView, Policy
 
 RETRY_AFTER_S = 1.0
 
@@ -70,6 +71,7 @@ class Router:
         self._kv_mode = config.kv_mode
         self._prefill_policy = policy_named(config.prefill_policy, flag="prefill-policy")
         self._decode_policy = policy_named(config.decode_policy, flag="decode-policy")
+        self._split = split_policy_named(config.split_policy, flag="split-policy")
         self._prefill_sequence = itertools.count()
         self._decode_sequence = itertools.count()
 
@@ -109,10 +111,24 @@ class Router:
         if not paired:
             return self._locally(decodes, prompt, failed, "no_pair", is_outage=True)
         prefill = self._choose_prefill(paired, prompt, failed)
+        if self._split is not always:
+            local = self._choose_decode(decodes, prompt, failed)
+            assert local is not None
+            if reason := self._split(*self._seen(prompt, prefill, local)):
+                return RunLocally(local, reason)
         receivers = [d for d in decodes if self._pushes(prefill, d)] if may_push else []
         if receivers:
             return Disaggregate(prefill, self._choose_decode(receivers, prompt, failed))
         return Disaggregate(prefill)
+
+    def _seen(
+        self, prompt: RoutePrompt, prefill: Backend, local: Backend
+    ) -> tuple[RouteRequest, BackendView, BackendView]:
+        """Return what a split policy is shown."""
+        both = (prefill, local)
+        known = {} if self._prefixes is None else self._prefixes.known(prompt, both)
+        views = [self._backends.view(each, hit_tokens=known.get(each.url, 0)) for each in both]
+        return RouteRequest(0, prompt.num_bytes, prompt.num_tokens), views[0], views[1]
 
     def _serves(self, prefill: Backend, decodes: Iterable[Backend], *, may_push: bool) -> bool:
         """Whether KV can come from this engine to one of those in some way."""

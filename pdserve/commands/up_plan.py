@@ -226,7 +226,7 @@ def _caches_prefixes(role: str, resolved: Mapping[str, Resolved]) -> bool:
 def _looks_at_prefixes(resolved: Mapping[str, Resolved]) -> bool:
     """Whether the proxy is to know what the engines have of a prompt."""
     given = _given("proxy", resolved)
-    flags = ("prefill-policy", "decode-policy")
+    flags = ("prefill-policy", "decode-policy", "split-policy")
     return looks_at_prefixes(*(str(given[flag].value) for flag in flags if flag in given))
 
 

@@ -207,6 +207,7 @@ class ProxyConfig(HttpConfig, frozen=True, kw_only=True):
     Attributes:
         prefill, decode: Base URLs of engines known from the start.
         prefill_policy, decode_policy: Names of routing policies: see `policies`.
+        split_policy: Name of the one that says whether a request is split between two engines.
         tokenizer, chat_template: The directory of the engines' tokenizer, and a file in place of
             its template; for policies that look at prefixes. Without a tokenizer, prompts of text
             are known by their bytes.
@@ -224,6 +225,7 @@ class ProxyConfig(HttpConfig, frozen=True, kw_only=True):
     decode: tuple[str, ...] = ()
     prefill_policy: str = "least_loaded"
     decode_policy: str = "least_loaded"
+    split_policy: str = "always"
     tokenizer: str = ""
     chat_template: str = ""
     kv_mode: KVTransfer = KVTransfer.AUTO

@@ -12,11 +12,29 @@ POLICIES: Final = {
     "least_loaded": "pdserve.proxy.policies.least_loaded:least_loaded",
     "prefix_sticky": "pdserve.proxy.policies.prefix_sticky:prefix_sticky",
     "cache_aware": "pdserve.proxy.policies.cache_aware:cache_aware",
+    "power_of_two": "pdserve.proxy.policies.power_of_two:power_of_two",
+    "dynamo_cost": "pdserve.proxy.policies.dynamo_cost:dynamo_cost",
+    "llmd_blend": "pdserve.proxy.policies.llmd_blend:llmd_blend",
 }
 """By name, `module:function`."""
-PREFIX_POLICIES: Final = frozenset({"cache_aware", "prefix_sticky"})
-"""Those that look at which engine has what of a prompt. For them the proxy tokenizes prompts and
-reads the engines' KV events."""
+SPLIT_POLICIES: Final = {
+    name: f"pdserve.proxy.policies.splitting:{name}"
+    for name in ("always", "never", "llmd", "ppd", "isl_bounding")
+}
+"""Whether a request is split between two engines; by name, `module:function`."""
+PREFIX_POLICIES: Final = frozenset(
+    {
+        "cache_aware",
+        "dynamo_cost",
+        "isl_bounding",
+        "llmd",
+        "llmd_blend",
+        "ppd",
+        "prefix_sticky",
+    }
+)
+"""Those of both kinds that look at which engine has what of a prompt. For them the proxy tokenizes
+prompts and reads the engines' KV events."""
 
 
 def looks_at_prefixes(*names: str) -> bool:

@@ -21,7 +21,7 @@ from pdserve.config.http import ProxyConfig, ServerConfig
 from pdserve.config.kv_events_reader import KV_EVENTS_READER_SETTINGS
 from pdserve.config.load import Table
 from pdserve.config.log import LOG_FORM_SETTINGS, LOG_SETTINGS
-from pdserve.config.policies import POLICIES
+from pdserve.config.policies import POLICIES, SPLIT_POLICIES
 from pdserve.config.schema import EngineConfig, Role
 from pdserve.config.setting import Setting, Shorthand, canonical, declare, parse_object
 from pdserve.config.tiers import KV_SERVER_SETTINGS
@@ -194,6 +194,7 @@ _SERVER: Final = declare(
 )
 
 _POLICIES: Final = "|".join(POLICIES)
+_SPLIT_POLICIES: Final = "|".join(SPLIT_POLICIES)
 _PROXY: Final = (
     *declare(
         "proxy",
@@ -213,7 +214,8 @@ _PROXY: Final = (
         (
             ("prefill-policy", "prefill_policy", _POLICIES, "how a prefill engine is chosen"),
             ("decode-policy", "decode_policy", _POLICIES, "how a decode engine is chosen"),
-            ("tokenizer", "tokenizer", "DIR", "the engines', for prefix_sticky and cache_aware; without one they go by a prompt's bytes"),
+            ("split-policy", "split_policy", _SPLIT_POLICIES, "which requests get a prefill engine for their prompt; others are a decode engine's alone"),
+            ("tokenizer", "tokenizer", "DIR", "the engines', for policies that look at prefixes; without one they go by a prompt's bytes"),
             ("chat-template", "chat_template", "FILE", "the engines', if it is not in that directory"),
             ("kv-mode", "kv_mode", "auto|push|pull", "who moves the KV: the prefill engine writes it, or the decode engine reads it"),
             ("max-concurrent-requests", "max_concurrent_requests", "N", "requests in flight; further ones queue"),

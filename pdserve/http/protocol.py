@@ -282,6 +282,18 @@ class ChatRequest(SamplingFields, frozen=True, kw_only=True):
         """Tools that may be called; others do not stand in the prompt."""
         return [] if self.tool_choice == "none" else self.tools or []
 
+    @property
+    def template_variables(self) -> dict[str, Any]:
+        """What it tells the chat template beside messages and tools."""
+        said: dict[str, Any] = {}
+        if self.documents is not None:
+            said["documents"] = self.documents
+        if self.reasoning_effort is not None:
+            said["reasoning_effort"] = self.reasoning_effort
+        if self.reasoning_effort == "none":  # as templates of several families call it
+            said |= {"enable_thinking": False, "thinking": False}
+        return said | (self.chat_template_kwargs or {})
+
 
 class TokenizeRequest(TextFields, frozen=True, kw_only=True):
     """The body of `POST /tokenize`: a prompt or chat messages, with tools if they have some."""
@@ -305,6 +317,11 @@ class TokenizeRequest(TextFields, frozen=True, kw_only=True):
         "media_io_kwargs": ({},),
         "mm_processor_kwargs": ({},),
     }
+
+    @property
+    def template_variables(self) -> dict[str, Any]:
+        """See `ChatRequest`."""
+        return self.chat_template_kwargs or {}
 
 
 class DetokenizeRequest(msgspec.Struct, frozen=True, kw_only=True):

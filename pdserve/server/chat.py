@@ -78,22 +78,9 @@ async def render_chat(
         tools=tools,
         add_generation_prompt=body.add_generation_prompt is not False,
         continue_final_message=bool(body.continue_final_message),
-        variables=_template_variables(body),
+        variables=body.template_variables,
     )
     return await work.run(render, num_bytes, len(messages))
-
-
-def _template_variables(body: ChatRequest | TokenizeRequest) -> dict[str, Any]:
-    """Return what a body tells the chat template beside messages and tools."""
-    said: dict[str, Any] = {}
-    if isinstance(body, ChatRequest) and body.documents is not None:
-        said["documents"] = body.documents
-    effort = body.reasoning_effort if isinstance(body, ChatRequest) else None
-    if effort is not None:
-        said["reasoning_effort"] = effort
-    if effort == "none":  # as templates of several families call it
-        said |= {"enable_thinking": False, "thinking": False}
-    return said | (body.chat_template_kwargs or {})
 
 
 def _machines(

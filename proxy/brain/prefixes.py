@@ -214,7 +214,8 @@ def make_prefixes(
     Args:
         make_feed: Makes what brings events; None: from the engines' sockets.
     """
-    if not looks_at_prefixes(config.prefill_policy, config.decode_policy):
+    names = (config.prefill_policy, config.decode_policy, config.split_policy)
+    if not looks_at_prefixes(*names):
         return None
     # Tokenizers and ZMQ are for those who look at prefixes.
     from pdserve.proxy.brain.feed import EventFeed

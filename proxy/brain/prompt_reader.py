@@ -12,21 +12,24 @@ import re
 from collections import OrderedDict
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final, TypeVar
 
 import msgspec
 
 from pdserve.errors import ConfigError, PdserveError
+from pdserve.http.protocol import ChatRequest
 from pdserve.proxy.brain.prompt import RoutePrompt
 from pdserve.text.chat import ChatTemplate
 from pdserve.text.tokenizer import Tokenizer
 from pdserve.wire.hashing import GRAIN_TOKENS, grain_hashes
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable
 
     from pdserve.config.http import ProxyConfig
     from pdserve.proxy.bodies import ClientBody
+
+T = TypeVar("T")
 
 BYTES_PER_TOKEN: Final = 4
 """Of English prose, about; for prompts of which nothing better is known."""
@@ -39,23 +42,26 @@ _PATIENCE_S: Final = 0.1
 """An engine had better begin than wait longer for the best one."""
 _KEPT_CHARS: Final = 16 << 20
 """Of segments whose tokens are remembered: a few hundred megabytes at worst."""
-_UNRENDERED: Final = ("tools", "functions", "documents", "chat_template", "continue_final_message")
-"""Fields that change what a template makes of the messages."""
+_OF_TEXT: Final = "prompt add_special_tokens cache_salt"
+_OF_CHAT: Final = (
+    "messages tools tool_choice documents reasoning_effort chat_template_kwargs "
+    "add_generation_prompt continue_final_message add_special_tokens cache_salt"
+)
+"""Fields that a prompt depends on."""
+_UNRENDERED: Final = ("functions", "chat_template", "truncate_prompt_tokens")
+"""Fields that would change it, and are not looked at here."""
 
 
 class _UnreadError(Exception):
     """A prompt cannot be tokenized here, for one of the reasons in `UNREAD`."""
 
 
-class _Fields(msgspec.Struct, frozen=True, kw_only=True):
-    """What of a body the prompt depends on."""
+class _TextFields(msgspec.Struct, frozen=True, kw_only=True):
+    """What of a completion's body its prompt depends on."""
 
-    prompt: str | list[int] | None = None
-    messages: list[dict[str, Any]] | None = None
-    cache_salt: str | None = None
+    prompt: str | list[int]
     add_special_tokens: bool | None = None
-    add_generation_prompt: bool | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
+    cache_salt: str | None = None
 
 
 class PromptReader:
@@ -91,40 +97,37 @@ class PromptReader:
 
     async def read(self, body: ClientBody) -> RoutePrompt:
         """Return a request's prompt; never raises for what is in it."""
-        fields = {name: raw for name in _Fields.__struct_fields__ if (raw := body.raw(name))}
-        written = sum(len(fields[name]) for name in ("prompt", "messages") if name in fields)
-        if written < GRAIN_TOKENS:  # each token is of one byte at least
-            return RoutePrompt(body.num_bytes, num_tokens=written // BYTES_PER_TOKEN)
+        messages, text = body.raw("messages"), body.raw("prompt")
+        num_bytes = len(messages or b"") + len(text or b"")
+        if num_bytes < GRAIN_TOKENS:  # each token is of one byte at least
+            return RoutePrompt(body.num_bytes, num_tokens=num_bytes // BYTES_PER_TOKEN)
         try:
-            has_unrendered = any(_asks(body.raw(name)) for name in _UNRENDERED)
-            token_ids, salt = await self._tokens(fields, body.created, has_unrendered)
+            if (messages is None) is (text is None) or any(_asks(body, n) for n in _UNRENDERED):
+                raise _UnreadError("fields")
+            if body.num_bytes > _MAX_TOKENIZED_BYTES:
+                raise _UnreadError("long")
+            asked: _TextFields | ChatRequest = (
+                _part(body, _OF_TEXT, _TextFields)
+                if messages is None
+                else _part(body, _OF_CHAT, ChatRequest)
+            )
+            token_ids = await self._tokens(asked, body.created)
         except _UnreadError as reason:
             return _by_bytes(body, str(reason))
-        grains = tuple(grain_hashes(token_ids, salt))
+        grains = tuple(grain_hashes(token_ids, asked.cache_salt or ""))
         return RoutePrompt(body.num_bytes, len(token_ids), grains)
 
     def close(self) -> None:
         """End the thread, once it has nothing to do."""
         self._thread.shutdown(wait=False, cancel_futures=True)
 
-    async def _tokens(
-        self, raw: Mapping[str, msgspec.Raw], now_s: int, has_unrendered: bool
-    ) -> tuple[list[int], str]:
-        if sum(map(len, raw.values())) > _MAX_TOKENIZED_BYTES:
-            raise _UnreadError("long")
-        try:
-            asked = msgspec.json.decode(msgspec.json.encode(raw), type=_Fields)
-        except (msgspec.MsgspecError, ValueError, RecursionError) as error:
-            raise _UnreadError("fields") from error
-        salt = asked.cache_salt or ""
-        if asked.messages is None and isinstance(asked.prompt, list):
+    async def _tokens(self, asked: _TextFields | ChatRequest, now_s: int) -> list[int]:
+        if isinstance(asked, _TextFields) and isinstance(asked.prompt, list):
             if not all(0 <= each < 1 << 32 for each in asked.prompt):
                 raise _UnreadError("refused")
-            return asked.prompt, salt
+            return asked.prompt
         if self._tokenizer is None:
             raise _UnreadError("no tokenizer")
-        if has_unrendered or (asked.messages is None) is (asked.prompt is None):
-            raise _UnreadError("fields")
         if self._num_waiting >= _MAX_WAITING:
             raise _UnreadError("busy")
         self._num_waiting += 1
@@ -135,42 +138,41 @@ class PromptReader:
         done, _ = await asyncio.wait((work,), timeout=_PATIENCE_S)
         if not done:
             raise _UnreadError("slow")
-        return work.result(), salt
+        return work.result()
 
     def _left(self, work: asyncio.Future[list[int]]) -> None:
         self._num_waiting -= 1
         if not work.cancelled():
             work.exception()  # seen, if nobody waits for it any more
 
-    def _tokenize(self, asked: _Fields, now_s: int) -> list[int]:
+    def _tokenize(self, asked: _TextFields | ChatRequest, now_s: int) -> list[int]:
         """Render and tokenize. In the thread."""
         assert self._tokenizer is not None
         try:
-            if asked.messages is None:
+            if isinstance(asked, _TextFields):
                 assert isinstance(asked.prompt, str)
-                self._require_length(asked.prompt)
-                if asked.add_special_tokens is not False:
-                    return self._tokenizer.encode_alone(asked.prompt)
-                return self._tokenizer.encode(asked.prompt)
-            if self._template is None:
+                text, adds = asked.prompt, asked.add_special_tokens is not False
+            elif self._template is None:
                 raise _UnreadError("no chat template")
-            text = self._template.render(
-                asked.messages,
-                now_s=now_s,
-                add_generation_prompt=asked.add_generation_prompt is not False,
-                variables=asked.chat_template_kwargs,
-            )
-            self._require_length(text)
-            if asked.add_special_tokens:
-                return self._tokenizer.encode_alone(text)
-            return self._tokenizer.encode(text)
+            else:
+                text, adds = self._rendered(asked, now_s), bool(asked.add_special_tokens)
+            longest = self._max_model_len()
+            if longest and len(text) > _MAX_CHARS_PER_TOKEN * longest:
+                raise _UnreadError("long")
+            return self._tokenizer.encode_alone(text) if adds else self._tokenizer.encode(text)
         except PdserveError as error:  # the engine says so to the client
             raise _UnreadError("refused") from error
 
-    def _require_length(self, text: str) -> None:
-        longest = self._max_model_len()
-        if longest and len(text) > _MAX_CHARS_PER_TOKEN * longest:
-            raise _UnreadError("long")
+    def _rendered(self, asked: ChatRequest, now_s: int) -> str:
+        assert self._template is not None
+        return self._template.render(
+            asked.messages,
+            now_s=now_s,
+            tools=asked.offered_tools,
+            add_generation_prompt=asked.add_generation_prompt is not False,
+            continue_final_message=bool(asked.continue_final_message),
+            variables=asked.template_variables,
+        )
 
 
 class SegmentedTokenizer:
@@ -240,9 +242,19 @@ def _read(path: str) -> str:
         ) from error
 
 
-def _asks(raw: msgspec.Raw | None) -> bool:
+def _asks(body: ClientBody, name: str) -> bool:
     """Whether a field is there and asks for something."""
+    raw = body.raw(name)
     return raw is not None and bytes(raw).strip() not in (b"null", b"[]", b"false")
+
+
+def _part(body: ClientBody, names: str, kind: type[T]) -> T:
+    """Decode some fields of a body."""
+    fields = {name: raw for name in names.split() if (raw := body.raw(name)) is not None}
+    try:
+        return msgspec.json.decode(msgspec.json.encode(fields), type=kind)
+    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
+        raise _UnreadError("fields") from error
 
 
 def _by_bytes(body: ClientBody, why: str) -> RoutePrompt:

@@ -11,12 +11,12 @@ property suite take all from there.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pkgutil import resolve_name
 from typing import cast
 
-from pdserve.config.policies import POLICIES
+from pdserve.config.policies import POLICIES, SPLIT_POLICIES
 from pdserve.errors import ConfigError
 
 
@@ -66,16 +66,34 @@ Policy = Callable[[RouteRequest, Sequence[BackendView]], BackendView]
 """Picks one of the views, which are never empty and all available."""
 
 
+SplitPolicy = Callable[[RouteRequest, BackendView, BackendView], str]
+"""Says why a request is not to be split between the first and the second engine, but served whole
+by the second; empty: it is split."""
+
+
 def policy_named(name: str, *, flag: str) -> Policy:
     """Return the policy called `name`.
 
     Raises:
         ConfigError: There is none; the message lists those there are.
     """
-    if name not in POLICIES:
-        known = ", ".join(sorted(POLICIES))
+    return cast("Policy", _named(POLICIES, name, flag))
+
+
+def split_policy_named(name: str, *, flag: str) -> SplitPolicy:
+    """Return the split policy called `name`.
+
+    Raises:
+        ConfigError: There is none; the message lists those there are.
+    """
+    return cast("SplitPolicy", _named(SPLIT_POLICIES, name, flag))
+
+
+def _named(policies: Mapping[str, str], name: str, flag: str) -> object:
+    if name not in policies:
+        known = ", ".join(sorted(policies))
         raise ConfigError(f"--{flag} is {name!r}: use one of {known}", param=flag)
-    return cast("Policy", resolve_name(POLICIES[name]))
+    return resolve_name(policies[name])
 
 
 def choose(

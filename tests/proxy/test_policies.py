@@ -11,7 +11,13 @@ from hypothesis import strategies as st
 from pdserve.cli import make_parser
 from pdserve.config.policies import POLICIES, PREFIX_POLICIES
 from pdserve.errors import ConfigError
-from pdserve.proxy.policies import BackendView, RouteRequest, choose, policy_named
+from pdserve.proxy.policies import (
+    BackendView,
+    RouteRequest,
+    choose,
+    policy_named,
+    split_policy_named,
+)
 from pdserve.proxy.policies.cache_aware import cache_aware
 from pdserve.proxy.policies.least_loaded import least_loaded
 from pdserve.proxy.policies.prefix_sticky import prefix_sticky
@@ -39,7 +45,7 @@ requests = st.builds(
     prompt_tokens=st.sampled_from([0, 1024, 1100]),
 )
 each_policy = pytest.mark.parametrize("name", sorted(POLICIES))
-each_prefix_policy = pytest.mark.parametrize("name", sorted(PREFIX_POLICIES))
+each_prefix_policy = pytest.mark.parametrize("name", sorted(PREFIX_POLICIES & POLICIES.keys()))
 
 
 @each_policy
@@ -154,7 +160,7 @@ def test_cache_aware_follows_the_longest_match_while_the_load_is_balanced():
 
 
 def test_an_unknown_policy_is_refused_with_the_names_there_are():
-    with pytest.raises(ConfigError, match="cache_aware, least_loaded, prefix_sticky, round_robin"):
+    with pytest.raises(ConfigError, match="cache_aware, dynamo_cost, least_loaded"):
         policy_named("best", flag="decode-policy")
 
 
@@ -178,5 +184,44 @@ async def test_a_policy_is_a_function_and_its_line(make_stack, monkeypatch):
         async with stack.post() as response:
             assert (await response.json())["choices"][0]["text"] == text_of(3, 4)
     assert [len(engine.calls) for engine in engines] == [0, 0, 3]
-    with pytest.raises(ConfigError, match="use one of cache_aware, last, least_loaded"):
+    with pytest.raises(ConfigError, match="use one of cache_aware, dynamo_cost, last"):
         policy_named("first", flag="decode-policy")
+
+
+def test_a_split_policy_weighs_what_the_decode_engine_lacks():
+    prefill = warm("p", 0)
+    expected = {
+        (1000, 0): {
+            "always": "",
+            "never": "never_split",
+            "llmd": "",
+            "ppd": "",
+            "isl_bounding": "",
+        },
+        (1000, 990): {"llmd": "mostly_cached", "ppd": "mostly_cached"},
+        (1000, 600): {"llmd": "", "ppd": "mostly_cached", "isl_bounding": "mostly_cached"},
+        (10_000, 7000): {"ppd": "", "isl_bounding": ""},
+        (10_000, 8000): {"ppd": "", "isl_bounding": "mostly_cached"},
+        (0, 0): {"always": "", "never": "never_split"},
+    }
+    for (prompt_tokens, hit), reasons in expected.items():
+        for name, reason in reasons.items():
+            policy = split_policy_named(name, flag="split-policy")
+            request = RouteRequest(0, prompt_tokens=prompt_tokens)
+            assert policy(request, prefill, warm("d", hit)) == reason, (name, prompt_tokens, hit)
+    with pytest.raises(ConfigError, match="use one of always, isl_bounding, llmd, never, ppd"):
+        split_policy_named("perhaps", flag="split-policy")
+
+
+async def test_what_is_not_split_is_a_decode_engines_alone_and_it_is_said_why(make_stack):
+    prefill, decode = [ScriptedEngine("prefill")], [ScriptedEngine("decode") for _ in range(2)]
+    stack = await make_stack(prefill, decode, split_policy="ppd", decode_policy="prefix_sticky")
+    body = {"prompt": list(range(2000)), "max_tokens": 4, "seed": 3}
+    for _ in range(3):
+        async with stack.post(body) as response:
+            assert (await response.json())["choices"][0]["text"] == text_of(3, 4)
+    assert len(prefill[0].calls) == 1
+    assert sorted(len(engine.calls) for engine in decode) == [0, 3]
+    metrics = await stack.metrics()
+    name = 'pdserve_disagg_decisions_total{decision="local",reason="mostly_cached"}'
+    assert metrics[name] == 2

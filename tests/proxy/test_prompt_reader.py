@@ -68,6 +68,21 @@ async def test_a_chat_is_named_as_the_engine_names_what_it_renders(make_reader, 
     assert prompt.unread == ""
 
 
+async def test_tools_and_what_else_a_template_is_told_are_in_the_names(
+    make_reader, model, tmp_path
+):
+    template = tmp_path / "template"
+    template.write_text("{{ tools | tojson }}{{ reasoning_effort }}{{ messages[0].content }}")
+    reader = await make_reader(chat_template=str(template))
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    asked = {"messages": messages(LONG), "tools": tools, "reasoning_effort": "low"}
+    text = json.dumps(tools) + "low" + LONG
+    tokenizer = await asyncio.to_thread(Tokenizer.from_directory, model)
+    ids = tokenizer.encode(text, add_special_tokens=False)
+    prompt = await reader.read(body(**asked))
+    assert (prompt.unread, prompt.grains) == ("", tuple(grain_hashes(ids, "")))
+
+
 @pytest.mark.parametrize("adds", [None, True, False])
 async def test_a_text_is_named_with_the_special_tokens_that_the_engine_adds(
     make_reader, model, adds
@@ -96,7 +111,8 @@ async def test_the_next_turn_begins_with_the_names_of_the_last(make_reader):
     ("fields", "settings", "why"),
     [
         ({"messages": messages(LONG)}, {"tokenizer": ""}, "no tokenizer"),
-        ({"messages": messages(LONG), "tools": [{"type": "function"}]}, {}, "fields"),
+        ({"messages": messages(LONG), "chat_template": "x"}, {}, "fields"),
+        ({"messages": messages(LONG), "tools": 7}, {}, "fields"),
         ({"prompt": [LONG, LONG]}, {}, "fields"),
         ({"prompt": [[1] * 300, [2] * 300]}, {}, "fields"),
         ({"prompt": [-1] * 300}, {}, "refused"),

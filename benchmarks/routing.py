@@ -1,0 +1,133 @@
+"""Which routing policy serves a workload best: a table, in virtual time.
+
+Real router, policies, schedulers, prefix caches and KV events; modelled steps and transfers
+(`routing_fleet`). Goodput is the share of requests whose first token came within max(1 s, three
+times what its prompt takes alone) and whose further tokens took 30 ms each on average, the
+hand-over included. `computed` are prompt tokens computed for each that had to be (each prefix once,
+kept for ever, by whoever).
+
+    python -m benchmarks.routing [--workload NAME RATE] [--layout 4P4D 8B] [--policy NAME[/SPLIT]]
+
+Workloads: turns (conversations), conv (Mooncake), azure-conv, azure-code; the last three need
+`--traces FOLDER`. Prints a table, and with --json one JSON object.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import statistics
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from benchmarks import routing_work
+from benchmarks.routing_fleet import Costs, Fleet, Layout
+from pdserve.config.policies import POLICIES
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from benchmarks.routing_fleet import Outcome, Work
+
+_TPOT_S = 0.030
+_LAYOUT = re.compile(r"(?:(\d+)P)?(?:(\d+)D)?(?:(\d+)B)?")
+
+
+def main() -> None:
+    """Run and print."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--workload", action="append", nargs=2, metavar=("NAME", "RATE"))
+    parser.add_argument("--layout", nargs="+", default=["2P2D"])
+    parser.add_argument("--policy", nargs="+", default=sorted(POLICIES))
+    parser.add_argument("--requests", type=int, default=500)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--traces", type=Path, default=Path("traces"))
+    parser.add_argument("--json", action="store_true")
+    args = parser.parse_args()
+    rows = []
+    for name, rate in args.workload or [("turns", "4")]:
+        workload = work_of(name, float(rate), args.requests, args.traces, args.seed)
+        least = routing_work.least_computed(workload)
+        for layout in args.layout:
+            for policy in args.policy:
+                start_s = time.perf_counter()
+                outcomes = Fleet(layout_of(layout), settings_of(policy)).run(workload)
+                row = {"workload": name, "per_s": float(rate), "layout": layout, "policy": policy}
+                row |= figures(outcomes, least) | {"cpu_s": round(time.perf_counter() - start_s, 1)}
+                rows.append(row)
+                if not args.json:
+                    print(line(row, has_head=len(rows) == 1), flush=True)
+    if args.json:
+        json.dump(
+            {"benchmark": "routing", "requests": args.requests, "rows": rows}, sys.stdout, indent=1
+        )
+
+
+def work_of(name: str, per_s: float, num: int, traces: Path, seed: int) -> list[Work]:
+    """Return the workload of a name."""
+    match name:
+        case "turns":
+            return routing_work.conversations(num, per_s, seed=seed)
+        case "conv":
+            return routing_work.mooncake(traces / "mooncake_conversation.jsonl", num, per_s)
+        case "azure-conv":
+            return routing_work.azure(traces / "azure_2023_conversation.csv", num, per_s)
+        case "azure-code":
+            return routing_work.azure(traces / "azure_2023_code.csv", num, per_s)
+    raise SystemExit(f"--workload {name}: use turns, conv, azure-conv or azure-code")
+
+
+def layout_of(text: str) -> Layout:
+    """Return the layout that 4P4D, 6P2D or 8B means."""
+    found = _LAYOUT.fullmatch(text)
+    if found is None or not text:
+        raise SystemExit(f"--layout {text}: write it as 4P4D, or 8B for engines that do both")
+    return Layout(*(int(number or 0) for number in found.groups()))
+
+
+def settings_of(policy: str) -> dict[str, Any]:
+    """Return what a proxy is told: of `prefix_sticky/isl_bounding` the last is the split policy."""
+    name, _, split = policy.partition("/")
+    return {"prefill_policy": name, "decode_policy": name, "split_policy": split or "always"}
+
+
+def figures(outcomes: Sequence[Outcome], least_computed: int) -> dict[str, Any]:
+    """Return what is measured of a run."""
+    costs = Costs()
+    good = sum(
+        each.end_s is not None
+        and each.ttft_s is not None
+        and each.ttft_s <= max(1.0, 3 * costs.of_prompt(each.num_prompt))
+        and each.tpot_s <= _TPOT_S
+        for each in outcomes
+    )
+    ttfts = sorted(each.ttft_s if each.ttft_s is not None else 600.0 for each in outcomes)
+    computed = sum(each.num_prompt - each.num_cached for each in outcomes)
+    return {
+        "goodput": round(100 * good / len(outcomes), 1),
+        "ttft_p50_ms": round(1e3 * statistics.median(ttfts), 1),
+        "ttft_p99_ms": round(1e3 * ttfts[int(0.99 * (len(ttfts) - 1))], 1),
+        "tpot_p50_ms": round(1e3 * statistics.median(each.tpot_s for each in outcomes), 2),
+        "tpot_p99_ms": round(
+            1e3 * sorted(each.tpot_s for each in outcomes)[int(0.99 * (len(outcomes) - 1))], 2
+        ),
+        "computed": round(computed / least_computed, 3),
+        "computed_tokens": computed,
+        "split": round(100 * sum(each.was_split for each in outcomes) / len(outcomes), 1),
+        "unfinished": sum(each.end_s is None for each in outcomes),
+    }
+
+
+def line(row: dict[str, Any], *, has_head: bool) -> str:
+    """Return a row of the table; with its head, if it is the first."""
+    names = [name for name in row if name != "computed_tokens"]
+    cells = "  ".join(f"{row[name]!s:>{max(len(name), 9)}}" for name in names)
+    head = "  ".join(f"{name:>{max(len(name), 9)}}" for name in names)
+    return f"{head}\n{cells}" if has_head else cells
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,469 @@
+"""Engines in virtual time behind the real router: what a routing policy makes of a workload.
+
+Real are the router, its policies and what they look at (backends, prefix index, pending work), and
+of each engine the scheduler, the prefix cache and the KV events. A step takes the time that a
+formula gives it, KV on its way to a decode engine the time of its bytes; a hop and an event take a
+constant. There is no HTTP, no text and no model: a run of minutes takes seconds, and the same
+again each time.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, cast
+
+from pdserve.config.http import ProxyConfig
+from pdserve.config.kv_events import KVEventsConfig
+from pdserve.config.schema import CacheConfig, SchedulerConfig
+from pdserve.connectors.base import KVConnectorScheduler, Match
+from pdserve.kvcache.grains import GrainTracker
+from pdserve.observe.clock import ManualClock
+from pdserve.proxy.backend import Health
+from pdserve.proxy.backends import Backends
+from pdserve.proxy.brain.index import Holder
+from pdserve.proxy.brain.prefixes import make_prefixes
+from pdserve.proxy.brain.prompt import RoutePrompt
+from pdserve.proxy.breakers import Breakers
+from pdserve.proxy.metrics import Metrics
+from pdserve.proxy.routing import Disaggregate, Router
+from pdserve.scheduler.scheduler import Scheduler
+from pdserve.scheduler.state import Dimensions
+from pdserve.wire.hashing import grain_hashes
+from pdserve.wire.ids import RequestId
+from pdserve.wire.request import GenerateRequest
+from pdserve.wire.sampling import SamplingParams
+from pdserve.wire.step import ModelRunnerOutput
+from pdserve.wire.transfer import ConnectorReport, Received
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from pdserve.connectors.views import RequestView
+    from pdserve.proxy.backend import Backend
+    from pdserve.proxy.brain.index import PrefixIndex
+    from pdserve.wire.ids import BlockId
+    from pdserve.wire.step import SchedulerOutput
+
+VOCAB_SIZE = 50_000
+_BLOCK_TOKENS = 64
+_EVENT_S = 0.005
+
+
+@dataclass(frozen=True)
+class Costs:
+    """What takes how long, in seconds.
+
+    Attributes:
+        prefill, prefill_token, prefill_pair: Of a step with prompt tokens alone: constant, each
+            token, each pair of a token and one before it.
+        decode, decode_request, decode_token: Of a step with output tokens: constant, each
+            request, each token of its context.
+        hop: From engine to engine through the proxy.
+        wire, wire_token: Of KV: constant, each token.
+    """
+
+    prefill: float = 4e-3
+    prefill_token: float = 45e-6
+    prefill_pair: float = 2.5e-9
+    decode: float = 7e-3
+    decode_request: float = 60e-6
+    decode_token: float = 6e-8
+    hop: float = 3e-3
+    wire: float = 1e-3
+    wire_token: float = 8e-6
+
+    def of_prompt(self, num_tokens: int, num_cached: int = 0) -> float:
+        """Seconds to compute a prompt, with nothing beside it."""
+        num = num_tokens - num_cached
+        pairs = num * (num_cached + num / 2)
+        return self.prefill + self.prefill_token * num + self.prefill_pair * pairs
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How many engines of each role there are, and how large they are.
+
+    Attributes:
+        kv_tokens: Room of one engine's cache.
+        step_tokens: Token budget of one step.
+    """
+
+    num_prefill: int
+    num_decode: int
+    num_both: int = 0
+    kv_tokens: int = 700_000
+    step_tokens: int = 2048
+    max_model_len: int = 131_072
+
+
+@dataclass(frozen=True)
+class Work:
+    """One request of a workload."""
+
+    at_s: float
+    prompt: Sequence[int]
+    num_output: int
+
+
+@dataclass
+class Outcome:
+    """What became of one request.
+
+    Attributes:
+        num_cached: Tokens of its prompt that were not computed for it.
+        ttft_s, end_s: Since its arrival; None: it was refused, or not over at the end.
+        was_split: Whether its prompt was computed by another engine than the rest.
+    """
+
+    num_prompt: int
+    num_output: int
+    num_cached: int = 0
+    ttft_s: float | None = None
+    end_s: float | None = None
+    was_split: bool = False
+
+    @property
+    def tpot_s(self) -> float:
+        """Mean time of each token behind the first one, the hand-over included."""
+        if self.ttft_s is None or self.end_s is None or self.num_output < 2:
+            return 0.0
+        return (self.end_s - self.ttft_s) / (self.num_output - 1)
+
+
+@dataclass
+class _Leg:
+    """A request at one engine."""
+
+    request: GenerateRequest
+    on_first: Callable[[int], None]
+    on_end: Callable[[], None]
+    num_tokens: int = 0
+    num_computed: int = 0
+    has_begun: bool = False
+
+
+class _Wire(KVConnectorScheduler):
+    """KV of prompts that come from another engine."""
+
+    def __init__(self, begin: Callable[[RequestId, int], None]) -> None:
+        self._begin = begin
+        self.expected: dict[RequestId, int] = {}
+
+    def get_num_new_matched_tokens(self, request: RequestView, num_computed_tokens: int) -> Match:
+        num_tokens = self.expected.get(request.request_id, 0) - num_computed_tokens
+        return Match(max(0, num_tokens), is_async=num_tokens > 0)
+
+    def update_state_after_alloc(
+        self,
+        request: RequestView,
+        block_ids: Sequence[BlockId],
+        num_external_tokens: int,
+        *,
+        generations: Sequence[int] = (),
+    ) -> None:
+        if num_external_tokens:
+            self._begin(request.request_id, num_external_tokens)
+
+
+class _Engine:
+    """One engine: steps one after the other."""
+
+    def __init__(self, fleet: Fleet, holder: Holder | None, layout: Layout) -> None:
+        self._fleet = fleet
+        self._holder = holder
+        self._tracker = GrainTracker()
+        self._wire = _Wire(self._load)
+        self.scheduler = Scheduler(
+            SchedulerConfig(max_num_seqs=256, max_num_batched_tokens=layout.step_tokens),
+            CacheConfig(
+                block_size=_BLOCK_TOKENS,
+                events=KVEventsConfig(enable_kv_cache_events=holder is not None),
+            ),
+            Dimensions(
+                num_blocks=layout.kv_tokens // _BLOCK_TOKENS,
+                max_model_len=layout.max_model_len,
+                vocab_size=VOCAB_SIZE,
+            ),
+            self._wire,
+            fleet.clock,
+        )
+        self._legs: dict[RequestId, _Leg] = {}
+        self._is_stepping = False
+
+    def add(self, leg: _Leg, *, num_received: int = 0) -> None:
+        """Take a request.
+
+        Args:
+            num_received: Tokens of its prompt whose KV comes from another engine.
+        """
+        leg.num_tokens = len(leg.request.prompt_token_ids)
+        self._legs[leg.request.request_id] = leg
+        if num_received:
+            self._wire.expected[leg.request.request_id] = num_received
+        self.scheduler.add(leg.request)
+        self._turn()
+
+    def _load(self, request_id: RequestId, num_tokens: int) -> None:
+        costs = self._fleet.costs
+        self._fleet.after(
+            costs.wire + costs.wire_token * num_tokens, lambda: self._loaded(request_id)
+        )
+
+    def _loaded(self, request_id: RequestId) -> None:
+        received = Received(
+            request_id=request_id, num_bytes=1, num_descriptors=1, wait_s=0.0, transfer_s=0.0
+        )
+        self.scheduler.apply_report(ConnectorReport(received=[received]))
+        self._turn()
+
+    def _turn(self) -> None:
+        while not self._is_stepping:
+            step = self.scheduler.schedule()
+            self._publish()
+            if step is None:
+                return
+            self._is_stepping = True
+            self._fleet.after(self._begin(step), lambda step=step: self._end(step))
+
+    def _begin(self, step: SchedulerOutput) -> float:
+        """Take note of what a step computes; return how long it takes."""
+        legs, costs = self._legs, self._fleet.costs
+        for new in step.new_requests:
+            legs[new.request_id].num_computed = new.num_computed_tokens
+        known = step.known_requests
+        for request_id, num in zip(known.request_ids, known.num_computed_tokens, strict=True):
+            legs[request_id].num_computed = num
+        num_decoding, context, num_prefill, pairs = 0, 0, 0, 0.0
+        for request_id, num in step.num_scheduled_tokens.items():
+            leg = legs[request_id]
+            if leg.has_begun and num == 1:
+                num_decoding += 1
+                context += leg.num_computed
+            else:
+                num_prefill += num
+                pairs += num * (leg.num_computed + num / 2)
+        if not step.num_scheduled_tokens:
+            return 0.0
+        total_s = costs.prefill_token * num_prefill + costs.prefill_pair * pairs
+        if num_decoding:
+            total_s += costs.decode + costs.decode_request * num_decoding
+            return total_s + costs.decode_token * context
+        return total_s + costs.prefill
+
+    def _end(self, step: SchedulerOutput) -> None:
+        self._is_stepping = False
+        sampled = {
+            request_id: self._token(leg)
+            for request_id, num in step.num_scheduled_tokens.items()
+            if (leg := self._legs[request_id]).num_computed + num >= leg.num_tokens
+        }
+        self.scheduler.update(
+            ModelRunnerOutput(
+                step_id=step.step_id,
+                request_ids=list(sampled),
+                sampled_token_ids=[[token] for token in sampled.values()],
+            )
+        )
+        self._publish()
+        for output in self.scheduler.drain_outputs():
+            self._told(output)
+        self._turn()
+
+    @staticmethod
+    def _token(leg: _Leg) -> int:
+        """Output tokens of a request follow from its seed, so that its next turn has them."""
+        return output_token(leg.request.sampling.seed, leg.num_tokens)
+
+    def _told(self, output: Any) -> None:
+        leg = self._legs[output.request_id]
+        leg.num_tokens += len(output.new_token_ids)
+        if output.new_token_ids and not leg.has_begun:
+            leg.has_begun = True
+            leg.on_first(output.num_cached_tokens)
+        if output.finish_reason is not None:
+            self._wire.expected.pop(output.request_id, None)
+            leg.on_end()
+
+    def _publish(self) -> None:
+        """Tell the proxy's index, a moment later, what the cache has gained and lost."""
+        holder = self._holder
+        if holder is None:
+            return
+        for event in self._tracker.apply(self.scheduler.take_events()):
+            self._fleet.after(_EVENT_S, lambda event=event: holder.apply(event))
+
+
+class _Told:
+    """Events that are never lost. See `Feed`."""
+
+    num_resyncs = 0
+
+    def __init__(self, index: PrefixIndex) -> None:
+        self.holders: dict[str, Holder] = {}
+        self._index = index
+
+    def start(self) -> None:
+        """Nothing is to be done."""
+
+    async def stop(self) -> None:
+        """Nothing is to be done."""
+
+    def states(self) -> list[Any]:
+        """Nobody asks."""
+        return []
+
+    def holder(self, url: str) -> Holder:
+        """An engine's part of the index."""
+        holder = self.holders[url] = Holder(self._index)
+        return holder
+
+    def exact(self, url: str) -> tuple[int, ...]:
+        """See `Feed`."""
+        return (self.holders[url].bit,)
+
+
+@dataclass
+class Fleet:
+    """A deployment under one policy.
+
+    Args:
+        settings: Fields of `ProxyConfig` that name the policies.
+    """
+
+    layout: Layout
+    settings: dict[str, Any]
+    costs: Costs = field(default_factory=Costs)
+
+    def __post_init__(self) -> None:
+        layout = self.layout
+        self.clock = ManualClock(0.0)
+        self._queue: list[tuple[float, int, Callable[[], None]]] = []
+        self._numbers = itertools.count()
+        both = [f"http://b{i}" for i in range(layout.num_both)]
+        prefill = [f"http://p{i}" for i in range(layout.num_prefill)] + both
+        decode = [f"http://d{i}" for i in range(layout.num_decode)] + both
+        config = ProxyConfig(prefill=tuple(prefill), decode=tuple(decode), **self.settings)
+        metrics = Metrics()
+        self._breakers = Breakers(config, self.clock, metrics)
+        self.backends = Backends(config, self.clock, self._breakers)
+        for backend in self.backends:
+            backend.health = Health.READY
+        feeds: list[_Told] = []
+
+        def make_feed(index: PrefixIndex) -> _Told:
+            feeds.append(_Told(index))
+            return feeds[0]
+
+        self._prefixes = make_prefixes(
+            config, self.backends, self.clock, metrics.prefixes, make_feed=make_feed
+        )
+        self._router = Router(config, self.backends, self._prefixes)
+        self._engines = {
+            each.url: _Engine(self, feeds[0].holder(each.url) if feeds else None, layout)
+            for each in self.backends
+        }
+
+    def after(self, seconds: float, do: Callable[[], None]) -> None:
+        """Do something later."""
+        at_s = self.clock.monotonic_s() + seconds
+        heapq.heappush(self._queue, (at_s, next(self._numbers), do))
+
+    def run(self, workload: Sequence[Work], *, patience_s: float = 600.0) -> list[Outcome]:
+        """Serve a workload, until all is over or so long after its last arrival."""
+        outcomes = []
+        for number, work in enumerate(workload):
+            outcome = Outcome(len(work.prompt), work.num_output)
+            outcomes.append(outcome)
+            self.after(work.at_s, lambda w=work, o=outcome, n=number: self._arrive(w, o, n))
+        end_s = max(work.at_s for work in workload) + patience_s
+        while self._queue and self._queue[0][0] <= end_s:
+            at_s, _, do = heapq.heappop(self._queue)
+            self.clock.now_s = max(self.clock.now_s, at_s)
+            do()
+        return outcomes
+
+    # --- one request
+
+    def _arrive(self, work: Work, outcome: Outcome, number: int) -> None:
+        grains = tuple(grain_hashes(work.prompt, "")) if self._prefixes else ()
+        known_tokens = len(work.prompt) if self._prefixes else 0
+        prompt = RoutePrompt(4 * len(work.prompt), known_tokens, grains)
+        at_s = self.clock.monotonic_s()
+
+        def first(num_cached: int) -> None:
+            outcome.num_cached = num_cached
+            outcome.ttft_s = self.clock.monotonic_s() - at_s + self.costs.hop
+
+        def end() -> None:
+            outcome.end_s = self.clock.monotonic_s() - at_s + self.costs.hop
+
+        plan = self._router.plan(prompt)
+        if not isinstance(plan, Disaggregate):
+            request = self._request(f"{number}", work.prompt, work.num_output, number)
+            self._send("local", plan.engine, prompt, _Leg(request, first, end))
+            return
+        outcome.was_split = True
+        prefill = plan.prefill
+
+        def hand_over() -> None:
+            if work.num_output < 2:
+                end()
+                return
+            decode = self._router.decode_for(prefill, prompt, ())
+            assert decode is not None
+            token = output_token(number, len(work.prompt))
+            rest = self._request(f"{number}d", [*work.prompt, token], work.num_output - 1, number)
+            leg = _Leg(rest, lambda _: None, end)
+            self._send("decode", decode, prompt, leg, num_received=len(work.prompt))
+
+        request = self._request(f"{number}p", work.prompt, 1, number)
+        leg = _Leg(request, first, lambda: self.after(self.costs.hop, hand_over))
+        self._send("prefill", prefill, prompt, leg)
+
+    def _send(
+        self, kind: str, engine: Backend, prompt: RoutePrompt, leg: _Leg, *, num_received: int = 0
+    ) -> None:
+        """Begin an exchange with an engine, as `Legs` does; it ends with the leg."""
+        num_tokens = 0
+        if self._prefixes is not None:
+            known = self._prefixes.sent(prompt, engine)
+            num_tokens = prompt.num_tokens - known.num_tokens
+        stack = ExitStack()
+        stack.enter_context(
+            self._breakers.exchange(
+                engine,
+                cast("Any", leg.request.request_id),
+                kind=kind,
+                request_id=leg.request.request_id,
+                num_tokens=num_tokens,
+            )
+        )
+        on_end = leg.on_end
+
+        def end() -> None:
+            stack.close()
+            on_end()
+
+        leg.on_end = end
+        self.after(
+            self.costs.hop,
+            lambda: self._engines[engine.url].add(leg, num_received=num_received),
+        )
+
+    def _request(
+        self, name: str, prompt: Sequence[int], num_output: int, seed: int
+    ) -> GenerateRequest:
+        return GenerateRequest(
+            request_id=RequestId(name),
+            prompt_token_ids=list(prompt),
+            sampling=SamplingParams(max_tokens=num_output, seed=seed, ignore_eos=True),
+            arrival_s=self.clock.monotonic_s(),
+        )
+
+
+def output_token(seed: int, position: int) -> int:
+    """The token that a request of this seed has at a position."""
+    return 1 + (seed * 7919 + position * 104_729) % (VOCAB_SIZE - 1)

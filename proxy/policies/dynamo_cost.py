@@ -1,0 +1,28 @@
+"""The engine with the least cost as NVIDIA Dynamo's router counts it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+from pdserve.proxy.policies.least_loaded import least_loaded
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from pdserve.proxy.policies import BackendView, RouteRequest
+
+_BLOCK_TOKENS: Final = 16
+
+
+def dynamo_cost(request: RouteRequest, candidates: Sequence[BackendView]) -> BackendView:
+    """Return the candidate with the fewest blocks: new ones of the prompt and those in use there.
+
+    Its defaults: all weights 1, no temperature; ties to the least loaded.
+    """
+
+    def cost(view: BackendView) -> int:
+        new = max(0, request.prompt_tokens - view.hit_tokens)
+        return -(-new // _BLOCK_TOKENS) - (-view.pending_tokens // _BLOCK_TOKENS)
+
+    least = min(map(cost, candidates))
+    return least_loaded(request, [view for view in candidates if cost(view) == least])

@@ -1,0 +1,32 @@
+"""The engine with the best weighted score, as llm-d's scheduler blended them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+from pdserve.proxy.policies.least_loaded import least_loaded
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from pdserve.proxy.policies import BackendView, RouteRequest
+
+_PREFIX, _QUEUE, _KV = 3.0, 2.0, 2.0
+_PRECISION: Final = 9
+
+
+def llmd_blend(request: RouteRequest, candidates: Sequence[BackendView]) -> BackendView:
+    """Return the candidate that is best by prefix (3), requests (2) and free KV (2), each 0 to 1.
+
+    Without its score for engines that were not used lately, which needs a memory.
+    """
+    most = max(view.in_flight for view in candidates)
+
+    def score(view: BackendView) -> float:
+        prefix = min(1.0, view.hit_tokens / request.prompt_tokens) if request.prompt_tokens else 0.0
+        queue = 1.0 - view.in_flight / most if most else 1.0
+        total = _PREFIX * prefix + _QUEUE * queue + _KV * (1.0 - view.kv_usage)
+        return round(total, _PRECISION)
+
+    best = max(map(score, candidates))
+    return least_loaded(request, [view for view in candidates if score(view) == best])

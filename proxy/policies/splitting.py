@@ -1,0 +1,50 @@
+"""Whether a prompt is computed apart from the rest: one pure function per split policy.
+
+Each sees the prefill engine that would compute the prompt and the decode engine that would do all
+of it, and returns why it is to be done there, or nothing: the request is split.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+if TYPE_CHECKING:
+    from pdserve.proxy.policies import BackendView, RouteRequest
+
+SPLIT: Final = ""
+MOSTLY_CACHED: Final = "mostly_cached"
+_LLMD_TOKENS: Final = 16
+_PPD_TOKENS: Final = 512
+_ISL_TOKENS: Final = 2048
+_ISL_RATIO: Final = 0.7
+
+
+def always(request: RouteRequest, prefill: BackendView, local: BackendView) -> str:
+    """Split every request."""
+    return SPLIT
+
+
+def never(request: RouteRequest, prefill: BackendView, local: BackendView) -> str:
+    """Split none."""
+    return "never_split"
+
+
+def llmd(request: RouteRequest, prefill: BackendView, local: BackendView) -> str:
+    """Split what lacks 16 tokens of KV at the decode engine, as llm-d does."""
+    return SPLIT if _missing(request, local) >= _LLMD_TOKENS else MOSTLY_CACHED
+
+
+def ppd(request: RouteRequest, prefill: BackendView, local: BackendView) -> str:
+    """Split what lacks 512 tokens there: fewer hardly disturb it (PPD, arXiv:2603.13358)."""
+    return SPLIT if _missing(request, local) >= _PPD_TOKENS else MOSTLY_CACHED
+
+
+def isl_bounding(request: RouteRequest, prefill: BackendView, local: BackendView) -> str:
+    """Split what lacks 2048 tokens there, or 70 % of its prompt, as Dynamo does."""
+    missing = _missing(request, local)
+    is_small = missing < min(_ISL_TOKENS, _ISL_RATIO * request.prompt_tokens)
+    return MOSTLY_CACHED if is_small else SPLIT
+
+
+def _missing(request: RouteRequest, local: BackendView) -> int:
+    return max(0, request.prompt_tokens - local.hit_tokens)

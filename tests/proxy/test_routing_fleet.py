@@ -1,0 +1,70 @@
+"""What the comparison of routing policies is made of: nothing is lost, and the order is known."""
+
+from __future__ import annotations
+
+import pytest
+
+from benchmarks.routing import figures, layout_of, settings_of
+from benchmarks.routing_fleet import Fleet, Layout, Work, output_token
+from benchmarks.routing_work import conversations, least_computed
+from pdserve.config.policies import POLICIES, SPLIT_POLICIES
+
+TURNS = conversations(40, 8.0, num_turns=4, num_systems=2, seed=1)
+
+
+def run(policy: str, layout: str = "2P2D", workload: list[Work] = TURNS):
+    fleet = Fleet(layout_of(layout), settings_of(policy))
+    outcomes = fleet.run(workload)
+    for backend in fleet.backends:
+        assert (backend.in_flight, backend.pending_tokens) == (0, 0), backend.url
+    for engine in fleet._engines.values():
+        engine.scheduler.assert_nothing_held()
+    assert all(each.end_s is not None for each in outcomes)
+    return figures(outcomes, least_computed(workload))
+
+
+@pytest.mark.parametrize("policy", [*sorted(POLICIES), "least_loaded/never", "prefix_sticky/ppd"])
+def test_every_request_ends_and_leaves_nothing_under_every_policy(policy):
+    assert run(policy)["unfinished"] == 0
+
+
+def test_policies_that_look_at_prefixes_compute_fewer_tokens():
+    blind, sticky, aware = (
+        run(policy)["computed_tokens"]
+        for policy in ("least_loaded", "prefix_sticky", "cache_aware")
+    )
+    assert sticky < 0.8 * blind
+    assert aware < 0.8 * blind
+
+
+def test_split_policies_split_all_none_or_what_is_not_cached():
+    shares = {name: run(f"prefix_sticky/{name}")["split"] for name in SPLIT_POLICIES}
+    assert shares["always"] == 100.0
+    assert shares["never"] == 0.0
+    assert 0.0 < shares["isl_bounding"] < 100.0
+    assert shares["isl_bounding"] <= shares["ppd"] <= shares["llmd"]
+
+
+def test_engines_that_do_both_are_a_layout_too():
+    assert run("prefix_sticky", "4B")["split"] == 0.0
+    assert layout_of("4P4D") == Layout(4, 4, 0)
+    assert layout_of("8B") == Layout(0, 0, 8)
+
+
+def test_the_same_run_is_the_same_again():
+    assert run("prefix_sticky") == run("prefix_sticky")
+
+
+def test_a_turn_repeats_what_was_answered_before_it():
+    numbers = {id(work): number for number, work in enumerate(TURNS)}
+    num_found = 0
+    for work in TURNS:
+        for later in TURNS:
+            start = len(work.prompt)
+            if later is work or list(later.prompt[:start]) != list(work.prompt):
+                continue
+            num_found += 1
+            answer = later.prompt[start : start + work.num_output]
+            seed = numbers[id(work)]
+            assert list(answer) == [output_token(seed, start + i) for i in range(len(answer))]
+    assert num_found >= len(TURNS) // 2
