@@ -128,11 +128,18 @@ def test_preemption_by_a_small_pool_changes_no_token(
         def num_preemptions() -> int:
             return int(deployment.info("decode")["stats"]["num_preemptions"])
 
-        assert complete_alone(deployment, prompts, max_tokens=num_tokens) == expected
-        alone = num_preemptions()
-        assert alone > 0
-        assert complete_all(deployment.url("proxy"), prompts, max_tokens=num_tokens) == expected
-        assert num_preemptions() > alone
+        def until_preempted(complete: Callable[[], list[list[int]]]) -> None:
+            # On a busy machine requests may come so late after one another that none meets.
+            before = num_preemptions()
+            for _ in range(10):
+                assert complete() == expected
+                if num_preemptions() > before:
+                    return
+            pytest.fail("no request was preempted in ten rounds")
+
+        until_preempted(lambda: complete_alone(deployment, prompts, max_tokens=num_tokens))
+        proxy = deployment.url("proxy")
+        until_preempted(lambda: complete_all(proxy, prompts, max_tokens=num_tokens))
         deployment.wait_nothing_held("prefill", "decode", timeout_s=20.0)
 
 
