@@ -8,6 +8,7 @@ mistake* is an `InternalError`: it ends the engine, with the request's story.
     PdserveError                    somebody else's mistake, or the world's
     |- BadRequestError        400   a field of the request is wrong (names it)
     |  |- ContextLengthError  400   prompt + output exceed the model's context
+    |  |- GrammarDeadEndError 400   the grammar allows no way to go on with the output
     |- UnauthorizedError      401
     |- ForbiddenError         403   not from where it was asked
     |- NotFoundError          404   unknown path or model
@@ -91,6 +92,12 @@ class ContextLengthError(BadRequestError):
     """The prompt, or the prompt and the output asked for, exceed the model's context."""
 
     code = "context_length_exceeded"
+
+
+class GrammarDeadEndError(BadRequestError):
+    """The grammar, or what it allows together with other fields, leaves the output no way on."""
+
+    code = "grammar_dead_end"
 
 
 class UnauthorizedError(PdserveError):

@@ -12,10 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from benchmarks.gpu.llama import ARCH, BLOCK_SIZE, DTYPE, MAX_POSITIONS
+from benchmarks.gpu.llama import ARCH, DTYPE, MAX_POSITIONS
 from benchmarks.gpu.timing import DEVICE, sized
 from pdserve.config.schema import EngineConfig, ModelConfig, SchedulerConfig
-from pdserve.connectors.base import KVLayout
 from pdserve.kernels.registry import kernels_on
 from pdserve.models.registry import LoadedModel
 from pdserve.parallel.group import World
@@ -66,19 +65,9 @@ class RunnerBench:
             experts=None,
             sampling=kernels_on(DEVICE).sampling,
         )
-        layout = KVLayout(
-            num_blocks=len(kv),
-            num_layers=ARCH.num_layers,
-            num_kv_heads=ARCH.num_kv_heads,
-            block_size=BLOCK_SIZE,
-            head_dim=ARCH.head_dim,
-            dtype=str(DTYPE).removeprefix("torch."),
-            dtype_bytes=DTYPE.itemsize,
-        )
         self._runner = ModelRunner(
             loaded,
             kv,
-            layout,
             EngineConfig(
                 model=ModelConfig(model="m"),
                 scheduler=SchedulerConfig(max_num_seqs=max_num_rows, max_num_batched_tokens=2048),

@@ -6,6 +6,8 @@ step computes, all KV that its requests depend on is read through their block ta
 on every rank. So a stale, misplaced, missing or wrongly sliced block ends the step that reads it,
 and can never give a right token.
 
+A grammar allows even tokens only, whatever its text is, and is late now and then, for one step.
+
 A step computes when its result is asked for, as on an asynchronous device: what was planned
 meanwhile must not have touched its blocks. Everything around the model is real: connectors' worker
 halves over KV memory of any shape, and their quorum. Not selectable by users.
@@ -24,6 +26,7 @@ from pdserve.connectors.base import ConnectorContext, KVLayout
 from pdserve.connectors.quorum import Quorum
 from pdserve.errors import InternalError
 from pdserve.executor.toy_memory import TOY_DTYPE, ToyMemory
+from pdserve.executor.toy_request import ToyRequest
 from pdserve.wire.outputs import TokenLogprobs
 from pdserve.wire.step import ModelRunnerOutput
 from pdserve.wire.transfer import ConnectorReport
@@ -36,7 +39,7 @@ if TYPE_CHECKING:
     from pdserve.connectors.base import KVConnectorBase, KVConnectorWorker
     from pdserve.wire.ids import EngineId, Incarnation, RequestId
     from pdserve.wire.sampling import SamplingParams
-    from pdserve.wire.step import NewRequest, SchedulerOutput
+    from pdserve.wire.step import SchedulerOutput
     from pdserve.wire.transfer import ConnectorMetadata, Failed, KVShape
 
 TOY_VOCAB_SIZE = 7
@@ -75,7 +78,8 @@ class ToyModel:
         said = value.to_bytes(8, "little") + seed.to_bytes(8, "little", signed=True)
         digest = hashlib.blake2b(said, digest_size=4).digest()
         num_choices = self.vocab_size - self._first_token_id
-        return self._first_token_id + int.from_bytes(digest, "little") % num_choices
+        token_id = self._first_token_id + int.from_bytes(digest, "little") % num_choices
+        return token_id if sampling.grammar is None else token_id - token_id % 2
 
     def vector(self, prompt: Sequence[int]) -> bytes:
         """Return what a prompt is pooled to: how many of its tokens have each rest by 8."""
@@ -267,11 +271,15 @@ class ToyExecutor:
         ids: list[RequestId] = []
         sampled: list[list[int]] = []
         drafted: dict[RequestId, int] = {}
+        unready: list[RequestId] = []
+        rejected: list[RequestId] = []
         logprobs: dict[RequestId, list[TokenLogprobs]] = {}
         prompt_logprobs: dict[RequestId, list[TokenLogprobs]] = {}
         pooled: dict[RequestId, bytes] = {}
         for request_id, num_tokens in step.num_scheduled_tokens.items():
             request, start = self._requests[request_id], computed[request_id]
+            if request.sat_out_at == len(request.tokens):
+                start = min(start, len(request.tokens) - num_tokens)
             end = start + num_tokens
             draft = self._draft(request, step.num_draft_rows.get(request_id, 0))
             room = len(request.blocks) * self._block_size
@@ -286,7 +294,11 @@ class ToyExecutor:
                 ]
             if sampling.pooling is not None and start < request.num_prompt <= end:
                 pooled[request_id] = self.model.vector(request.tokens[: request.num_prompt])
-            if end == len(request.tokens):
+            if end == len(request.tokens) and request.is_rejected:
+                rejected.append(request_id)
+            elif end == len(request.tokens) and request.sits_out():
+                unready.append(request_id)
+            elif end == len(request.tokens):
                 tokens = self._sample(request, draft)
                 if sampling.logprobs is not None:
                     logprobs[request_id] = [
@@ -308,6 +320,8 @@ class ToyExecutor:
             logprobs=logprobs,
             prompt_logprobs=prompt_logprobs,
             pooled=pooled,
+            unready_ids=unready,
+            rejected_ids=rejected,
             failed_loads=failed,
         )
 
@@ -395,32 +409,3 @@ def _values(known: list[int], token_ids: Sequence[int]) -> np.ndarray:
     while len(known) < len(token_ids):
         known.append(chain(known[-1] if known else 0, token_ids[len(known)]))
     return np.array(known[: len(token_ids)], dtype=np.int64)
-
-
-class ToyRequest:
-    """What the ranks know of a request.
-
-    Attributes:
-        wrong: Which KV was not what its tokens make it.
-        is_lost: It was to be loaded, and has not come.
-    """
-
-    def __init__(self, request: NewRequest) -> None:
-        self.request_id = request.request_id
-        self.wrong: str | None = None
-        self.is_lost = False
-        self.num_prompt = len(request.prompt_token_ids)
-        self.tokens = [*request.prompt_token_ids, *request.output_token_ids]
-        self.blocks: list[int] = list(request.block_ids)
-        self.sampling: SamplingParams = request.sampling
-        self.values: list[int] = []
-
-    @property
-    def prompt_token_ids(self) -> list[int]:
-        """Its prompt."""
-        return self.tokens[: self.num_prompt]
-
-    @property
-    def output_token_ids(self) -> list[int]:
-        """What was sampled so far."""
-        return self.tokens[self.num_prompt :]

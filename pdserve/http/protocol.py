@@ -12,6 +12,7 @@ import msgspec
 
 from pdserve.errors import BadRequestError
 from pdserve.http.prediction import Prediction
+from pdserve.http.structured import ResponseFormat, StructuredOutputs
 from pdserve.wire.hop import KVTransferParams
 
 MAX_CHOICES = 1024
@@ -85,16 +86,16 @@ class SamplingFields(TextFields, frozen=True, kw_only=True):
     return_tokens_as_token_ids: bool | None = None
     stream_interval: int | None = None
     kv_transfer_params: KVTransferParams | None = None
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: Any = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
 
     # Known, not supported: each must have one of the values in `unsupported`, or be absent.
     use_beam_search: Any = None
     length_penalty: Any = None
-    structured_outputs: Any = None
-    guided_json: Any = None
-    guided_regex: Any = None
-    guided_choice: Any = None
-    guided_grammar: Any = None
-    response_format: Any = None
     logits_processors: Any = None
     logprob_token_ids: Any = None
     repetition_detection: Any = None
@@ -111,12 +112,6 @@ class SamplingFields(TextFields, frozen=True, kw_only=True):
     unsupported: ClassVar[dict[str, tuple[object, ...]]] = {
         "use_beam_search": (False,),
         "length_penalty": (1,),
-        "structured_outputs": (),
-        "guided_json": (),
-        "guided_regex": (),
-        "guided_choice": (),
-        "guided_grammar": (),
-        "response_format": ({"type": "text"},),
         "logits_processors": ([],),
         "logprob_token_ids": (),
         "repetition_detection": (),

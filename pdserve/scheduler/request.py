@@ -119,9 +119,7 @@ class Request:
         self.rank = rank
         self.state = State.WAITING
         self.output_token_ids: list[int] = []
-        self.num_computed_tokens = 0
-        self.num_pending_tokens = 0
-        self.num_told_tokens = 0
+        self.num_computed_tokens = self.num_pending_tokens = self.num_told_tokens = 0
         self.holding: Holding | None = None
         self.handoff = wire.handoff
         self.remote_decode = wire.remote_decode
@@ -138,9 +136,7 @@ class Request:
         self.source_id = "" if wire.handoff is None else wire.handoff.request_id
         self.first_logprobs: list[TokenLogprobs] | None = None
         self.prompt_logprobs: list[TokenLogprobs | None] = []
-        self.num_cached_tokens = 0
-        self.num_external_tokens = 0
-        self.num_preemptions = 0
+        self.num_cached_tokens = self.num_external_tokens = self.num_preemptions = 0
         self.drafts = DraftRecord()
         self.load_failures: list[str] = []
         self.times = Timeline(queued_s=now_s)
@@ -204,16 +200,15 @@ class Request:
         """
         sampling = self.sampling
         num_output, token_id = len(self.output_token_ids), self.output_token_ids[-1]
-        if num_output >= sampling.min_tokens:
+        # Under a grammar an end that comes too early was the only way to go on.
+        if num_output >= sampling.min_tokens or sampling.grammar is not None:
             if not sampling.ignore_eos and token_id in sampling.eos_token_ids:
                 return FinishReason.STOP, None
             if token_id in sampling.stop_token_ids:
                 return FinishReason.STOP, token_id
-        if num_output >= sampling.max_tokens:
-            return FinishReason.LENGTH, None
-        if len(self.prompt_token_ids) + num_output >= max_model_len:
-            return FinishReason.LENGTH, None
-        return None, None
+        is_full = len(self.prompt_token_ids) + num_output >= max_model_len
+        is_full = is_full or num_output >= sampling.max_tokens
+        return FinishReason.LENGTH if is_full else None, None
 
     def accept(self, source: KVSource, *, hands_over: bool) -> None:
         """Note where the connector says its KV is, and whether it may be decoded elsewhere."""
@@ -343,6 +338,11 @@ class Request:
         num_taken = len(outputs) - num_before
         self.num_computed_tokens += num_taken - 1  # the others were drafts that proved right
         return num_taken, finish, stop_reason
+
+    def take_back(self) -> None:
+        """Note that a step has sampled nothing: its last token is computed again."""
+        self.num_pending_tokens -= 1
+        self.num_computed_tokens -= 1
 
     def take_over(self, token_id: int) -> None:
         """Take an output token that another engine sampled."""

@@ -244,6 +244,20 @@ class Scheduler:
             if request is not None:
                 logprobs, pooled = result.logprobs.get(request_id), result.pooled.get(request_id)
                 self._take_tokens(request, token_ids, logprobs, now_s, pooled)
+        for request_id in result.unready_ids:
+            request = running.get(request_id)
+            if request is not None:
+                self.state.steps.take_back(request)
+        for request_id, why in result.dead_ends.items():
+            request = running.get(request_id)
+            if request is not None:
+                num = len(request.output_token_ids)
+                why = f"the grammar allows nothing behind {num} tokens of output: {why}"
+                self._end_constrained(request, why, ErrorCode.GRAMMAR_DEAD_END, now_s)
+        for request_id in result.rejected_ids:
+            request = running.get(request_id)
+            if request is not None:
+                self._reject(request, now_s)
         for request in step.closing:
             self.state.stop_waiting(request, Wait.STEP, now_s)
 
@@ -407,6 +421,19 @@ class Scheduler:
             ErrorCode.NON_FINITE_LOGITS,
         )
         self._transfers.end(request, now_s, "its logits are not finite", FinishReason.ERROR)
+
+    def _reject(self, request: Request, now_s: float) -> None:
+        """End a request whose grammar does not allow the first token that its handoff brought."""
+        self._counters.count_failure(LoadFailure.INCOMPATIBLE)
+        why = (
+            "the grammar does not allow the first token that another engine sampled: see that both "
+            "have the same tokenizer and release of llguidance"
+        )
+        self._end_constrained(request, why, ErrorCode.HANDOFF_REFUSED, now_s)
+
+    def _end_constrained(self, request: Request, why: str, code: ErrorCode, now_s: float) -> None:
+        self._outputs.error(request, why, code)
+        self._transfers.end(request, now_s, why, FinishReason.ERROR)
 
     def _give_up(self, request: Request, why: str) -> None:
         """End a request that could have been served, had there been time."""

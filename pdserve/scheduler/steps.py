@@ -243,6 +243,13 @@ class StepQueue:
             if request_id in step.num_computed_after:
                 step.void.add(request_id)
 
+    def take_back(self, request: Request) -> None:
+        """Note that a step has sampled nothing: those in flight are one token behind their plan."""
+        request.take_back()
+        for step in self._in_flight:
+            if request.request_id in step.num_computed_after:
+                step.num_computed_after[request.request_id] -= 1
+
     def close_after(self, request: Request) -> bool:
         """Have a request that is over wait for the last step that has it; False if none has."""
         for step in reversed(self._in_flight):

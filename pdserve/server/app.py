@@ -235,7 +235,8 @@ def _announced_url(config: ServerConfig, url: str) -> str:
 
 async def _until_ready(service: Service, stop: StopSignals) -> None:
     """Wait for the text side and the engine, or for a reason not to."""
-    service.text = await asyncio.to_thread(load_text, service.engine_config.model)
+    service.text = text = await asyncio.to_thread(load_text, service.engine_config.model)
+    service.grammars(text)
     while service.client.info is None and service.client.dead_reason is None and stop.first is None:
         await wait_for(stop.asked, _POLL_S / 5)
 
@@ -285,8 +286,7 @@ async def _end_engine(client: EngineClient, stop: StopSignals, timeout_s: float)
 async def _text_work(app: web.Application) -> AsyncGenerator[None, None]:
     service = app[SERVICE]
     yield
-    service.prompt_work.close()
-    service.tool_work.close()
+    service.close_text()
 
 
 async def _loop_lag(app: web.Application) -> AsyncGenerator[None, None]:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from pdserve.errors import (
     BadRequestError,
     DeadlineError,
+    GrammarDeadEndError,
     HandoffRefusedError,
     KvTransferError,
     NonFiniteLogitsError,
@@ -62,5 +63,7 @@ def _failure(output: EngineOutput) -> PdserveError:
             return BadRequestError(message)
         case ErrorCode.NON_FINITE_LOGITS.value:
             return NonFiniteLogitsError(message)
+        case ErrorCode.GRAMMAR_DEAD_END.value:
+            return GrammarDeadEndError(message)
         case _:
             return PdserveError(message, retry_after_s=output.retry_after_s)

@@ -200,8 +200,16 @@ async def make_job(
         spellings_of(fields.bad_words or ()),
         add_special_tokens=False,
     )
+    checks = service.grammars(text)
+    grammar = await checks.grammar_of(fields, is_checked=isinstance(hop, DecodeHop))
     resolved = resolve_sampling(
-        fields, asked, text, max_tokens=max(limits), seed=seed, bad_words=bad_words
+        fields,
+        asked,
+        text,
+        max_tokens=max(limits),
+        seed=seed,
+        bad_words=bad_words,
+        grammar=grammar,
     )
     prediction: list[int] = []
     if asked.prediction and not isinstance(hop, PrefillHop):

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from pdserve.text.answer.harmony import HarmonyMachine
     from pdserve.text.answer.machine import AnswerMachine
     from pdserve.text.load import Text
-    from pdserve.wire.sampling import Pooling
+    from pdserve.wire.sampling import Grammar, Pooling
 
 T = TypeVar("T")
 
@@ -109,6 +109,7 @@ def resolve_sampling(
     max_tokens: int,
     seed: int,
     bad_words: Iterable[Sequence[int]],
+    grammar: Grammar | None,
 ) -> SamplingParams:
     """Return what an engine needs to sample one choice.
 
@@ -151,6 +152,7 @@ def resolve_sampling(
         },
         allowed_token_ids=None if allowed is None else tuple(dict.fromkeys(allowed)),
         bad_words=tuple(words),
+        grammar=grammar,
         logprobs=asked.logprobs,
         prompt_logprobs=asked.prompt_logprobs,
         pooling=asked.pooling,

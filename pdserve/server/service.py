@@ -18,6 +18,7 @@ from pdserve.errors import (
 )
 from pdserve.observe.clock import SystemClock
 from pdserve.observe.trace import Recorder
+from pdserve.server.constraints import GrammarChecks
 from pdserve.server.text_work import TextWork
 from pdserve.wire.finished import FinishedRequests
 from pdserve.wire.hop import REQUEST_ID_HEADER
@@ -83,6 +84,7 @@ class Service:
     )
 
     ignored_fields: set[str] = field(default_factory=set)
+    _grammars: GrammarChecks | None = None
 
     @property
     def model_names(self) -> tuple[str, ...]:
@@ -112,6 +114,19 @@ class Service:
         """
         refusal = self.registration.refusal if self.registration is not None else None
         return self.not_ready_reason or (_LEAVING if self.is_leaving else refusal)
+
+    def grammars(self, text: Text) -> GrammarChecks:
+        """Return what makes grammars; it begins with the model's tokenizer when first asked for."""
+        if self._grammars is None:
+            self._grammars = GrammarChecks(text)
+        return self._grammars
+
+    def close_text(self) -> None:
+        """Let go of the threads that work on texts; what runs in them ends by itself."""
+        self.prompt_work.close()
+        self.tool_work.close()
+        if self._grammars is not None:
+            self._grammars.close()
 
     def resolve_model(self, name: str | None) -> str:
         """Return the name to answer with: the first, whichever was asked for, as vLLM does.

@@ -144,6 +144,11 @@ class Tokenizer:
             )
         return text
 
+    def as_json(self) -> str:
+        """Return it as a `tokenizer.json`."""
+        described: str = self._backend.to_str()
+        return described
+
     def token(self, token_id: int) -> str | None:
         """Return the vocabulary's own spelling of `token_id`; None outside the vocabulary."""
         spelling: str | None = self._backend.id_to_token(token_id)

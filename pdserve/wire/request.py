@@ -116,6 +116,7 @@ class ErrorCode(enum.Enum):
     HANDOFF_REFUSED: its handoff or its ticket is not to be trusted, or not for this engine.
     BAD_REQUEST: no engine could serve it as it is.
     NON_FINITE_LOGITS: the model made NaN or infinite values of it, and of no other request.
+    GRAMMAR_DEAD_END: its grammar, with what else it asks for, allows no further token.
     """
 
     KV_TRANSFER_FAILED = "kv_transfer_failed"
@@ -123,6 +124,7 @@ class ErrorCode(enum.Enum):
     HANDOFF_REFUSED = "handoff_refused"
     BAD_REQUEST = "bad_request"
     NON_FINITE_LOGITS = "non_finite_logits"
+    GRAMMAR_DEAD_END = "grammar_dead_end"
 
 
 class RequestStages(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

@@ -18,6 +18,21 @@ class Pooling(enum.Enum):
     MEAN = "mean"
 
 
+class Grammar(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What an output must be, as every engine of a request compiles it.
+
+    Which tokens may follow is a function of this and of the output tokens so far, so nothing
+    else has to travel with a request.
+
+    Attributes:
+        text: llguidance's: Lark, or its JSON of grammars. Made once, by the server.
+        starts_after: Output is free up to and with these tokens; None begins with the first one.
+    """
+
+    text: str
+    starts_after: tuple[int, ...] | None = None
+
+
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """How one request's tokens are chosen.
 
@@ -38,6 +53,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         allowed_token_ids: If not None, every other token is impossible.
         pooling: If not None, the prompt's vector is reported with the first token.
         bad_words: Token sequences whose last token is impossible after the others.
+        grammar: If not None, every token that it does not allow is impossible.
     """
 
     max_tokens: int
@@ -59,6 +75,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     pooling: Pooling | None = None
+    grammar: Grammar | None = None
 
     @property
     def needs_whole_prompt(self) -> bool:

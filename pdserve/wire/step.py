@@ -125,6 +125,10 @@ class ModelRunnerOutput(msgspec.Struct, frozen=True, kw_only=True, omit_defaults
         num_drafted: Tokens of each draft that was computed, for requests that had one.
         non_finite_ids: Requests whose states or logits of this step are NaN or infinite. Nothing
             else that is said of them means anything, nor does the KV that they have written.
+        unready_ids: Requests without a token because it is not known yet which their grammars
+            allow: they compute their last token again in the next step.
+        dead_ends: Requests without a token because none may follow, and why.
+        rejected_ids: Requests without a token because their grammars do not allow those they have.
         failed_loads: Of the step's `loading_request_ids`, on whichever rank. What else is said of
             such a request means nothing.
         logprobs: For requests that asked for them: one entry per sampled token.
@@ -142,6 +146,9 @@ class ModelRunnerOutput(msgspec.Struct, frozen=True, kw_only=True, omit_defaults
     sampled_token_ids: list[list[int]] = []
     num_drafted: dict[RequestId, int] = {}
     non_finite_ids: list[RequestId] = []
+    unready_ids: list[RequestId] = []
+    dead_ends: dict[RequestId, str] = {}
+    rejected_ids: list[RequestId] = []
     failed_loads: list[Failed] = []
     logprobs: dict[RequestId, list[TokenLogprobs]] = {}
     prompt_logprobs: dict[RequestId, list[TokenLogprobs]] = {}

@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 
     from pdserve.kernels.ops import SamplingOps
     from pdserve.worker.device import Device
+    from pdserve.worker.grammar import GrammarPool
+    from pdserve.worker.logit_rules import Hindered
     from pdserve.worker.step_buffers import StepBuffers
 
 _AHEAD = 32
@@ -69,8 +71,9 @@ class DeviceSampler(Sampler):
         device: Device,
         buffers: StepBuffers,
         ops: SamplingOps,
+        grammars: GrammarPool | None = None,
     ) -> None:
-        super().__init__(num_rows, vocab_size, device.torch)
+        super().__init__(num_rows, vocab_size, device.torch, grammars)
         self._there = device
         self._buffers = buffers
         self._ops = ops
@@ -142,9 +145,9 @@ class DeviceSampler(Sampler):
             staged: The step's.
         """
         unmodified = logits[staged.described] if staged.described else None
+        hindered: dict[int, Hindered] = {}
         if staged.ruled:
-            for i in staged.ruled:
-                self._rules[staged.rows[i]].apply(logits[i])
+            hindered = self._apply_rules(staged.rows, staged.ruled, logits)
             # A rule may hide what is not finite.
             is_lost = tokens == NOT_FINITE
             tokens, peaks = self._ops.largest(logits)
@@ -154,19 +157,18 @@ class DeviceSampler(Sampler):
             draws = self._buffers.draws(staged.num_drawn)
             self._ops.draw(logits, peaks, draws, tokens, by_k=staged.by_k, by_p=staged.by_p)
         chosen = self._brought(tokens)
-        non_finite = np.flatnonzero(chosen == NOT_FINITE)
-        chosen[non_finite] = 0
-        for i in staged.ruled:
-            self._rules[staged.rows[i]].note(int(chosen[i]))
+        lost = np.flatnonzero(chosen == NOT_FINITE)
+        chosen[lost] = 0
+        non_finite = self._note(staged.rows, staged.ruled, chosen, lost, hindered)
         if unmodified is None:
-            return Sampled(chosen, {}, non_finite.tolist())
+            return Sampled(chosen, {}, non_finite, hindered)
         described = token_logprobs(
             unmodified,
             torch.from_numpy(chosen[staged.described]).to(self._device),
             [self._num_logprobs[staged.rows[i]] for i in staged.described],
         )
         logprobs = dict(zip(staged.described, described, strict=True))
-        return Sampled(chosen, logprobs, non_finite.tolist())
+        return Sampled(chosen, logprobs, non_finite, hindered)
 
     def warm_up(self) -> None:
         """Have everything compiled that a step may launch."""

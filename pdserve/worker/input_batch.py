@@ -98,6 +98,7 @@ class InputBatch:
         self._num_prompt = np.zeros(num_rows, dtype=np.int64)
         self._num_tokens = np.zeros(num_rows, dtype=np.int64)
         self._num_computed = np.zeros(num_rows, dtype=np.int64)
+        self._sits_out = np.zeros(num_rows, dtype=np.bool_)
         self._row_of: dict[RequestId, int] = {}
         self._free_rows = list(range(num_rows - 1, -1, -1))
         self._last_prompt: list[int] = []
@@ -136,6 +137,7 @@ class InputBatch:
         self._num_prompt[row] = num_prompt
         self._num_tokens[row] = num_tokens
         self._num_computed[row] = request.num_computed_tokens
+        self._sits_out[row] = False
         self._num_blocks[row] = 0
         self._append_blocks(row, request.block_ids)
         return row
@@ -180,6 +182,7 @@ class InputBatch:
         first = np.repeat(self._num_tokens[rows] - np.cumsum(num) + num, num)
         self._token_ids[np.repeat(rows, num), first + np.arange(len(flat))] = flat
         self._num_tokens[rows] += num
+        self._sits_out[rows] &= num == 0
 
     def _append_blocks(self, row: int, block_ids: list[BlockId]) -> None:
         have = self._num_blocks[row]
@@ -207,8 +210,10 @@ class InputBatch:
         num_requests = len(request_ids)
         num_new = np.fromiter(num_scheduled_tokens.values(), np.int64, num_requests)
         start = self._num_computed[rows]
-        end = start + num_new
         num_tokens = self._num_tokens[rows]
+        if self._sits_out[rows].any():
+            start = np.where(self._sits_out[rows], np.minimum(start, num_tokens - num_new), start)
+        end = start + num_new
         num_drafted = np.zeros(num_requests, dtype=np.int64)
         if drafts:
             num_drafted = self._write_drafts(request_ids, end == num_tokens, drafts)
@@ -346,6 +351,13 @@ class InputBatch:
                 f"request {request_ids[i]} cannot compute tokens {start[i]} to {end[i]}: it has "
                 f"{num_tokens[i]} tokens and blocks for {held[i]}"
             )
+
+    def sit_out(self, rows: NDArray[np.int64]) -> None:
+        """Have `rows` compute their last token again until they get another one.
+
+        Steps that were planned before that is known would have them compute one that there is not.
+        """
+        self._sits_out[rows] = True
 
     def prompt_targets(self, row: int, start: int, end: int) -> NDArray[np.int32]:
         """The prompt tokens that positions `start` to `end` predict: those after them."""

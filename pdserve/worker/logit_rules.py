@@ -1,29 +1,51 @@
 """Logit rules of one request: what it forbids, favours and penalises.
 
 Order and formulas are vLLM's: bias, then repetition, frequency and presence penalties,
-then masks. Requests without any of these have no `LogitRules` and cost nothing. What does not
-change from token to token is made once, when a request joins the batch; a token costs a few
-operations on its row, however many rules there are.
+then masks, a grammar's behind that of allowed ids. Requests without any of these have no
+`LogitRules` and cost nothing. What does not change from token to token is made once, when a request
+joins the batch; a token costs a few operations on its row, however many rules there are.
 """
 
 from __future__ import annotations
 
+import enum
 from collections import defaultdict
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
 from pdserve.errors import InternalError
+from pdserve.worker.grammar import Constraint
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     from torch import Tensor
 
-    from pdserve.wire.sampling import SamplingParams
+    from pdserve.wire.sampling import Grammar, SamplingParams
+    from pdserve.worker.grammar import GrammarPool
 
 
 _MIN_GROWTH = 64
+
+
+class Hindrance(enum.Enum):
+    """Why a row has no token.
+
+    UNREADY: it is not known yet which its grammar allows. DEAD_END: none may follow. REJECTED: its
+    grammar does not allow the tokens that it has.
+    """
+
+    UNREADY = enum.auto()
+    DEAD_END = enum.auto()
+    REJECTED = enum.auto()
+
+
+class Hindered(NamedTuple):
+    """That a row has no token, in words for DEAD_END."""
+
+    by: Hindrance
+    why: str = ""
 
 
 class LogitRules:
@@ -34,9 +56,11 @@ class LogitRules:
     Args:
         prompt: The prompt's token ids.
         outputs: Token ids already out.
+        grammars: Works out what grammars allow.
 
     Raises:
-        InternalError: `allowed_token_ids` leaves nothing of the vocabulary.
+        InternalError: `allowed_token_ids` leaves nothing of the vocabulary, or there is a grammar
+            and nobody to work it out.
     """
 
     def __init__(
@@ -47,6 +71,7 @@ class LogitRules:
         *,
         vocab_size: int,
         device: torch.device,
+        grammars: GrammarPool | None = None,
     ) -> None:
         self._device = device
         self._vocab_size = vocab_size
@@ -73,6 +98,9 @@ class LogitRules:
         self._penalties = (
             _Penalties(params, prompt, outputs, device) if _has_penalties(params) else None
         )
+        self._constraint = (
+            None if params.grammar is None else self._constraint_of(params.grammar, grammars)
+        )
 
     @staticmethod
     def needed(params: SamplingParams) -> bool:
@@ -83,6 +111,7 @@ class LogitRules:
             or params.allowed_token_ids is not None
             or params.bad_words
             or params.min_tokens > 0
+            or params.grammar is not None
         )
 
     def note(self, token_id: int) -> None:
@@ -90,19 +119,36 @@ class LogitRules:
         self._outputs.append(token_id)
         if self._penalties is not None:
             self._penalties.note(token_id)
+        if self._constraint is not None:
+            self._constraint.note(token_id)
 
-    def apply(self, row: Tensor) -> None:
+    def apply(self, row: Tensor, until_s: float = 0.0) -> Hindered | None:
         """Change `row`, `[vocab_size]` fp32, in place.
 
-        `allowed_token_ids` always holds. Where bad words and minimum tokens would leave
-        no token at all, they give way.
+        `allowed_token_ids` and the grammar always hold. Where bad words and minimum tokens would
+        leave no token at all, they give way.
+
+        Args:
+            until_s: How long to wait for what the grammar allows, in monotonic seconds.
+
+        Returns:
+            Why the row has no token, if it has none: nothing is to be noted then.
         """
+        constraint = self._constraint
+        if constraint is not None and not constraint.has_begun:
+            constraint = None
+        if constraint is not None and not constraint.is_known(until_s):
+            return Hindered(Hindrance.UNREADY)
         if len(self._biased):
             row[self._biased] += self._bias
         if self._penalties is not None:
             self._penalties.apply(row)
         if self._forbidden is not None:
             row.masked_fill_(self._forbidden, -torch.inf)
+        if constraint is not None:
+            hindered = self._constrain(row, constraint)
+            if hindered is not None:
+                return hindered
         is_at_first = len(self._outputs) < self._min_tokens
         avoided = self._avoided_at_first if is_at_first else self._avoided
         completed = self._bad_words.completed_by(self._outputs)
@@ -113,6 +159,25 @@ class LogitRules:
             row[avoided] = -torch.inf
             if row.max() == -torch.inf:
                 row[avoided] = before
+        return None
+
+    def _constraint_of(self, grammar: Grammar, grammars: GrammarPool | None) -> Constraint:
+        if grammars is None:
+            raise InternalError("a request has a grammar on a rank that works out none")
+        return Constraint(grammars, grammar, self._outputs, vocab_size=self._vocab_size)
+
+    def _constrain(self, row: Tensor, constraint: Constraint) -> Hindered | None:
+        if constraint.is_rejected:
+            return Hindered(Hindrance.REJECTED)
+        if constraint.error:
+            return Hindered(Hindrance.DEAD_END, constraint.error)
+        if constraint.is_over:  # nothing is left to choose: no other rule keeps it from ending
+            row.zero_()
+        row.masked_fill_(constraint.forbidden.to(self._device), -torch.inf)
+        if row.max() == -torch.inf:
+            why = "no token is left of those that the other fields of the request allow"
+            return Hindered(Hindrance.DEAD_END, why)
+        return None
 
     def _indices(self, token_ids: Iterable[int]) -> Tensor:
         inside = sorted({t for t in token_ids if 0 <= t < self._vocab_size})

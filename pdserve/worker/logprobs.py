@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING
 
 from pdserve.wire.outputs import TokenLogprobs
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
     from torch import Tensor
+
+    from pdserve.wire.ids import RequestId
 
 
 def token_logprobs(logits: Tensor, token_ids: Tensor, num_top: list[int]) -> list[TokenLogprobs]:
@@ -40,3 +45,12 @@ def token_logprobs(logits: Tensor, token_ids: Tensor, num_top: list[int]) -> lis
             token_ids.tolist(), values, ranks, top_tokens, top_values, num_top, strict=True
         )
     ]
+
+
+def not_a_number(entries: Mapping[RequestId, Sequence[TokenLogprobs]]) -> set[RequestId]:
+    """Return the requests of which a token was described by a NaN."""
+    return {
+        request_id
+        for request_id, described in entries.items()
+        if any(math.isnan(entry.logprob) for entry in described)
+    }

@@ -17,7 +17,6 @@ none: rows do not mix, and what KV of it is left in blocks is masked for whoever
 from __future__ import annotations
 
 import logging
-import math
 import time
 from typing import TYPE_CHECKING, Protocol
 
@@ -35,12 +34,12 @@ from pdserve.worker.drafting.costs import measure_rows
 from pdserve.worker.drafting.drafts import drafts_of
 from pdserve.worker.graphs import StepGraphs, rehearsed_steps
 from pdserve.worker.input_batch import InputBatch, PreparedStep
-from pdserve.worker.logprobs import token_logprobs
+from pdserve.worker.logprobs import not_a_number, token_logprobs
 from pdserve.worker.prompt_pooler import PromptPooler
 from pdserve.worker.sampler import Sampler
 from pdserve.worker.spread_sampler import SpreadSampler
 from pdserve.worker.step_buffers import StepBuffers
-from pdserve.worker.verifying import single, verify
+from pdserve.worker.verifying import single, verify, without_hindered
 from pdserve.worker.vocabulary import SpreadVocabulary
 
 if TYPE_CHECKING:
@@ -50,7 +49,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from pdserve.config.schema import EngineConfig
-    from pdserve.connectors.base import KVLayout
     from pdserve.models.registry import LoadedModel
     from pdserve.parallel.dispatch import ExpertParallel
     from pdserve.parallel.group import World
@@ -58,6 +56,7 @@ if TYPE_CHECKING:
     from pdserve.wire.outputs import TokenLogprobs
     from pdserve.wire.step import ExpertBalance, NewRequest, SchedulerOutput
     from pdserve.worker.device import Device
+    from pdserve.worker.grammar import GrammarPool
     from pdserve.worker.verifying import RowSampler, Verified
 
 _log = logging.getLogger(__name__)
@@ -80,18 +79,19 @@ class ModelRunner:
         kv: `[num_blocks, num_layers, num_planes, num_kv_heads, block_size, head_dim]`.
         hooks: Called around each layer of the steps that they have work in, if the connector works
             layer by layer.
+        grammars: On the engine's output rank.
     """
 
     def __init__(
         self,
         loaded: LoadedModel,
         kv: Tensor,
-        layout: KVLayout,
         config: EngineConfig,
         *,
         device: Device,
         world: World,
         hooks: StepHooks | None = None,
+        grammars: GrammarPool | None = None,
     ) -> None:
         self._model = loaded.model
         self._experts = loaded.experts
@@ -99,11 +99,11 @@ class ModelRunner:
         self._told_balance: ExpertBalance | None = None
         self._vocab_size = loaded.arch.vocab_size
         self._hidden_size = loaded.arch.hidden_size
-        self._kv_layers = [kv[:, layer] for layer in range(layout.num_layers)]
+        self._kv_layers = list(kv.unbind(1))
         self._device = device
         self._hooks = hooks
         scheduler, max_drafted = config.scheduler, config.speculative.max_drafted
-        num_rows, block_size = scheduler.max_num_seqs, layout.block_size
+        num_rows, block_size = scheduler.max_num_seqs, kv.shape[-2]
         max_num_tokens = max(
             scheduler.max_num_batched_tokens,
             0 if scheduler.enable_chunked_prefill else loaded.max_model_len,
@@ -133,16 +133,21 @@ class ModelRunner:
         self._device_sampler: DeviceSampler | None = None
         if pp.is_last and tp.size == 1 and not device.shares_memory:
             self._sampler = self._device_sampler = DeviceSampler(
-                num_rows, self._vocab_size, device=device, buffers=buffers, ops=loaded.sampling
+                num_rows,
+                self._vocab_size,
+                device=device,
+                buffers=buffers,
+                ops=loaded.sampling,
+                grammars=grammars,
             )
         elif pp.is_last and tp.size == 1:
-            self._sampler = Sampler(num_rows, self._vocab_size, device.torch)
+            self._sampler = Sampler(num_rows, self._vocab_size, device.torch, grammars)
         elif pp.is_last:
             self._vocabulary = SpreadVocabulary(
                 tp, loaded.vocab, vocab_size=self._vocab_size, device=device.torch
             )
             self._sampler = SpreadSampler(
-                self._vocabulary, num_rows, self._vocab_size, device.torch
+                self._vocabulary, num_rows, self._vocab_size, device.torch, grammars
             )
         self._num_prompt_logprobs: dict[RequestId, int] = {}
         self._pooler = PromptPooler()
@@ -253,7 +258,7 @@ class ModelRunner:
                     return ModelRunnerOutput(step_id=step.step_id)
                 prompt_logprobs = self._prompt_logprobs(prepared, hidden)
                 pooled = self._pooler.take(prepared, hidden)
-                lost = self._non_finite(prepared, hidden) | _not_a_number(prompt_logprobs)
+                lost = self._non_finite(prepared, hidden) | not_a_number(prompt_logprobs)
                 if not len(prepared.sampling):
                     self._device.synchronize()
                     return self._answer(
@@ -279,21 +284,21 @@ class ModelRunner:
             request_ids = [prepared.request_ids[i] for i in prepared.sampling.tolist()]
             if self._link is None:
                 self._note(rows, verified.token_ids)
+                self._batch.sit_out(rows[list(verified.hindered)])
             lost.update(request_ids[i] for i in verified.non_finite)
-            return self._answer(
-                ModelRunnerOutput(
-                    step_id=step.step_id,
-                    request_ids=request_ids,
-                    sampled_token_ids=verified.token_ids,
-                    num_drafted={each: len(draft) for each, draft in (drafts or {}).items()},
-                    non_finite_ids=sorted(lost),
-                    logprobs={request_ids[i]: told for i, told in verified.logprobs.items()},
-                    prompt_logprobs=prompt_logprobs,
-                    pooled=pooled,
-                    forward_s=forward_s,
-                    is_wave_over=is_wave_over,
-                )
+            output = ModelRunnerOutput(
+                step_id=step.step_id,
+                request_ids=request_ids,
+                sampled_token_ids=verified.token_ids,
+                num_drafted={each: len(draft) for each, draft in (drafts or {}).items()},
+                non_finite_ids=sorted(lost),
+                logprobs={request_ids[i]: told for i, told in verified.logprobs.items()},
+                prompt_logprobs=prompt_logprobs,
+                pooled=pooled,
+                forward_s=forward_s,
+                is_wave_over=is_wave_over,
             )
+            return self._answer(without_hindered(output, verified.hindered))
 
     def _sample(self, prepared: PreparedStep, logits: Tensor, rows: NDArray[np.int64]) -> Verified:
         assert self._sampler is not None
@@ -440,11 +445,3 @@ class ModelRunner:
     def _whole(self, logits: Tensor) -> Tensor | None:
         """`[M, vocab_size]` on the rank that answers, None on the others of its stage."""
         return logits if self._vocabulary is None else self._vocabulary.whole(logits)
-
-
-def _not_a_number(entries: dict[RequestId, list[TokenLogprobs]]) -> set[RequestId]:
-    return {
-        request_id
-        for request_id, described in entries.items()
-        if any(math.isnan(entry.logprob) for entry in described)
-    }

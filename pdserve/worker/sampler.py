@@ -10,8 +10,9 @@ penalties and masks, then temperature, min-p, top-k, top-p.
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 import numpy as np
 import torch
@@ -29,7 +30,12 @@ if TYPE_CHECKING:
 
     from pdserve.wire.outputs import TokenLogprobs
     from pdserve.wire.sampling import SamplingParams
+    from pdserve.worker.grammar import GrammarPool
+    from pdserve.worker.logit_rules import Hindered
 
+PATIENCE_S: Final = 0.002
+"""How long a step waits for what grammars allow, all rows together. Masks that were begun behind
+the step before are there by then, but for the slowest."""
 _GREEDY_BELOW = 1e-5
 _NUCLEUS_GUESS = 256
 _GROUP = 64
@@ -45,11 +51,13 @@ class Sampled:
         logprobs: By index into the rows, for those that asked.
         non_finite: Indices of rows whose logits are NaN or infinite; what is said of them means
             nothing.
+        hindered: By index, rows that have no token, and why.
     """
 
     token_ids: NDArray[np.int64]
     logprobs: dict[int, TokenLogprobs]
     non_finite: list[int] = field(default_factory=list)
+    hindered: dict[int, Hindered] = field(default_factory=dict)
 
 
 class Sampler:
@@ -57,11 +65,19 @@ class Sampler:
 
     Args:
         num_rows: Rows of the batch.
+        grammars: Works out what grammars allow; None where no request has one.
     """
 
-    def __init__(self, num_rows: int, vocab_size: int, device: torch.device) -> None:
+    def __init__(
+        self,
+        num_rows: int,
+        vocab_size: int,
+        device: torch.device,
+        grammars: GrammarPool | None = None,
+    ) -> None:
         self._vocab_size = vocab_size
         self._device = device
+        self._grammars = grammars
         self._temperature = np.zeros(num_rows, dtype=np.float32)
         self._top_k = np.zeros(num_rows, dtype=np.int64)
         self._top_p = np.ones(num_rows, dtype=np.float64)
@@ -86,7 +102,12 @@ class Sampler:
             self._random.add(row)
         if LogitRules.needed(params):
             self._rules[row] = LogitRules(
-                params, prompt, outputs, vocab_size=self._vocab_size, device=self._device
+                params,
+                prompt,
+                outputs,
+                vocab_size=self._vocab_size,
+                device=self._device,
+                grammars=self._grammars,
             )
         if params.logprobs is not None:
             self._num_logprobs[row] = params.logprobs
@@ -129,8 +150,7 @@ class Sampler:
         reported = [i for i, row in enumerate(at) if row in self._num_logprobs]
         random = [i for i, row in enumerate(at) if row in self._random]
         unmodified = logits[reported] if reported else None
-        for i in ruled:
-            self._rules[at[i]].apply(logits[i])
+        hindered = self._apply_rules(at, ruled, logits)
         if ruled:
             chosen[ruled], peaks = _argmax(logits[ruled])
             is_finite[ruled] &= np.isfinite(peaks)
@@ -138,17 +158,38 @@ class Sampler:
             owned = logits if len(random) == len(at) else logits[random]
             chosen[random], is_drawn = self._draw(owned, rows[random], num_outputs[random])
             is_finite[random] &= is_drawn
-        for i in ruled:
-            self._rules[at[i]].note(int(chosen[i]))
-        non_finite = np.flatnonzero(~is_finite).tolist()
+        non_finite = self._note(at, ruled, chosen, np.flatnonzero(~is_finite), hindered)
         if unmodified is None:
-            return Sampled(chosen, {}, non_finite)
+            return Sampled(chosen, {}, non_finite, hindered)
         described = token_logprobs(
             unmodified,
             torch.from_numpy(chosen[reported]).to(self._device),
             [self._num_logprobs[at[i]] for i in reported],
         )
-        return Sampled(chosen, dict(zip(reported, described, strict=True)), non_finite)
+        logprobs = dict(zip(reported, described, strict=True))
+        return Sampled(chosen, logprobs, non_finite, hindered)
+
+    def _apply_rules(self, at: list[int], ruled: list[int], logits: Tensor) -> dict[int, Hindered]:
+        """Apply the rules of the rows that have some; tell of those that have no token."""
+        if not ruled:
+            return {}
+        until_s = time.monotonic() + PATIENCE_S
+        said = ((i, self._rules[at[i]].apply(logits[i], until_s)) for i in ruled)
+        return {i: hindered for i, hindered in said if hindered is not None}
+
+    def _note(
+        self,
+        at: list[int],
+        ruled: list[int],
+        chosen: NDArray[np.int64],
+        non_finite: NDArray[np.int64],
+        hindered: dict[int, Hindered],
+    ) -> list[int]:
+        """Note the tokens of the rows with rules; return which of the others are not finite."""
+        for i in ruled:
+            if i not in hindered:
+                self._rules[at[i]].note(int(chosen[i]))
+        return [i for i in non_finite.tolist() if i not in hindered]
 
     def _draw(
         self, logits: Tensor, rows: NDArray[np.int64], num_outputs: NDArray[np.int64]

@@ -2,7 +2,7 @@
 
 Greedy rows cost one value and one index per rank. Rows that need more are gathered on the
 first rank, whose `Sampler` does with them what it does alone; their tokens go to all. So every
-rank has every token, and knows of which rows the logits are not finite.
+rank has every token, and knows of which rows the logits are not finite, and which have no token.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from pdserve.worker.logit_rules import Hindered, Hindrance
 from pdserve.worker.sampler import Sampled, Sampler, needs_whole_row
 
 if TYPE_CHECKING:
@@ -22,9 +23,11 @@ if TYPE_CHECKING:
 
     from pdserve.wire.outputs import TokenLogprobs
     from pdserve.wire.sampling import SamplingParams
+    from pdserve.worker.grammar import GrammarPool
     from pdserve.worker.vocabulary import SpreadVocabulary
 
 _NOT_FINITE = -1
+_NO_TOKEN = -2
 
 
 class SpreadSampler:
@@ -32,13 +35,21 @@ class SpreadSampler:
 
     Args:
         num_rows: Rows of the batch.
+        grammars: Of the first rank.
     """
 
     def __init__(
-        self, vocabulary: SpreadVocabulary, num_rows: int, vocab_size: int, device: torch.device
+        self,
+        vocabulary: SpreadVocabulary,
+        num_rows: int,
+        vocab_size: int,
+        device: torch.device,
+        grammars: GrammarPool | None = None,
     ) -> None:
         self._vocabulary = vocabulary
-        self._sampler = Sampler(num_rows, vocab_size, device) if vocabulary.is_first else None
+        self._sampler = (
+            Sampler(num_rows, vocab_size, device, grammars) if vocabulary.is_first else None
+        )
         self._whole: set[int] = set()
 
     def add(
@@ -71,7 +82,7 @@ class SpreadSampler:
             num_outputs: `[M]`, tokens each request has put out before.
 
         Returns:
-            Tokens; log-probabilities on the first rank only.
+            Tokens; log-probabilities, and why rows have no token, on the first rank only.
         """
         is_whole = np.fromiter((row in self._whole for row in rows.tolist()), np.bool_, len(rows))
         if not is_whole.any():
@@ -85,13 +96,18 @@ class SpreadSampler:
             chosen[plain] = np.where(np.isfinite(peaks), picked, _NOT_FINITE)
         gathered = self._vocabulary.whole(logits[whole] if len(plain) else logits)
         told = np.zeros(len(whole), dtype=np.int64)
+        hindered: dict[int, Hindered] = {}
         if gathered is not None:
             assert self._sampler is not None
             sampled = self._sampler.sample(gathered, rows[whole], num_outputs[whole])
             told = sampled.token_ids
             told[sampled.non_finite] = _NOT_FINITE
+            told[list(sampled.hindered)] = _NO_TOKEN
+            hindered = {int(whole[i]): why for i, why in sampled.hindered.items()}
             described = {int(whole[i]): entry for i, entry in sampled.logprobs.items()}
         chosen[whole] = self._vocabulary.announce(told)
-        is_lost = chosen == _NOT_FINITE
-        chosen[is_lost] = 0
-        return Sampled(chosen, described, np.flatnonzero(is_lost).tolist())
+        is_lost, has_none = chosen == _NOT_FINITE, chosen == _NO_TOKEN
+        chosen[is_lost | has_none] = 0
+        for i in np.flatnonzero(has_none).tolist():
+            hindered.setdefault(i, Hindered(Hindrance.UNREADY))
+        return Sampled(chosen, described, np.flatnonzero(is_lost).tolist(), hindered)

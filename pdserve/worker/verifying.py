@@ -14,17 +14,23 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
+import msgspec
 import numpy as np
 import torch
 
+from pdserve.worker.logit_rules import Hindrance
+
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from numpy.typing import NDArray
     from torch import Tensor
 
+    from pdserve.wire.ids import RequestId
     from pdserve.wire.outputs import TokenLogprobs
     from pdserve.wire.sampling import SamplingParams
+    from pdserve.wire.step import ModelRunnerOutput
+    from pdserve.worker.logit_rules import Hindered
     from pdserve.worker.sampler import Sampled
 
 
@@ -57,22 +63,55 @@ class Verified:
     """What requests have sampled in a step.
 
     Attributes:
-        token_ids: Of each request; at least one.
+        token_ids: Of each request; at least one, if it is not hindered.
         logprobs: By index into the requests, for those that asked: one entry per token.
         non_finite: Indices of requests of which a logit is NaN or infinite.
+        hindered: By index, requests that have no token, and why.
     """
 
     token_ids: list[list[int]]
     logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)
     non_finite: set[int] = field(default_factory=set)
+    hindered: dict[int, Hindered] = field(default_factory=dict)
 
 
 def single(sampled: Sampled) -> Verified:
     """Return one token of each request."""
-    return Verified(
+    verified = Verified(
         sampled.token_ids[:, None].tolist(),
         {index: [entry] for index, entry in sampled.logprobs.items()},
         set(sampled.non_finite),
+        sampled.hindered,
+    )
+    for index in sampled.hindered:
+        verified.token_ids[index] = []
+    return verified
+
+
+def without_hindered(
+    output: ModelRunnerOutput, hindered: Mapping[int, Hindered]
+) -> ModelRunnerOutput:
+    """Return a step's results with requests that have no token named for that.
+
+    Args:
+        hindered: By index into the output's requests.
+    """
+    if not hindered:
+        return output
+    ids = output.request_ids
+    having = [index for index in range(len(ids)) if index not in hindered]
+
+    def named(by: Hindrance) -> list[RequestId]:
+        return [ids[index] for index, each in hindered.items() if each.by is by]
+
+    why = {ids[index]: each.why for index, each in hindered.items()}
+    return msgspec.structs.replace(
+        output,
+        request_ids=[ids[index] for index in having],
+        sampled_token_ids=[output.sampled_token_ids[index] for index in having],
+        unready_ids=named(Hindrance.UNREADY),
+        dead_ends={each: why[each] for each in named(Hindrance.DEAD_END)},
+        rejected_ids=named(Hindrance.REJECTED),
     )
 
 
@@ -145,10 +184,16 @@ def _take_wave(
 ) -> list[int]:
     """Take a token of each request; return those whose next row counts."""
     verified.non_finite.update(requests[place] for place in sampled.non_finite)
+    if depth == 0:
+        verified.hindered.update({requests[at]: why for at, why in sampled.hindered.items()})
     for place, entry in sampled.logprobs.items():
-        verified.logprobs.setdefault(requests[place], []).append(entry)
+        if place not in sampled.hindered:
+            verified.logprobs.setdefault(requests[place], []).append(entry)
     going_on = []
-    for index, token_id in zip(requests, sampled.token_ids.tolist(), strict=True):
+    for place, token_id in enumerate(sampled.token_ids.tolist()):
+        if place in sampled.hindered:
+            continue  # further in, it only ends what is known of the draft
+        index = requests[place]
         verified.token_ids[index].append(token_id)
         draft = drafts[index]
         is_right = depth < len(draft) and draft[depth] == token_id

@@ -27,9 +27,12 @@ from pdserve.kernels.registry import kernels_on
 from pdserve.models.registry import load_model
 from pdserve.observe.trace import CLOCK_ID
 from pdserve.parallel.group import World, join
+from pdserve.text.grammar import GrammarCompiler
+from pdserve.text.load import load_text
 from pdserve.wire.transfer import Failed, KVShape, LoadFailure
 from pdserve.worker import kv_memory
 from pdserve.worker.device import device_of
+from pdserve.worker.grammar import GrammarPool
 from pdserve.worker.info import WorkerInfo
 from pdserve.worker.model_runner import ModelRunner
 from pdserve.worker.step_slices import StepSlices
@@ -78,6 +81,7 @@ class Worker:
         self._connector: KVConnectorWorker | None = None
         self._slices: StepSlices | None = None
         self._world: World | None = None
+        self._grammars: GrammarPool | None = None
 
     def start(self) -> WorkerInfo:
         """Meet the other ranks, load the weights, allocate KV memory, register it.
@@ -97,6 +101,9 @@ class Worker:
             )
         kernels = kernels_on(device, self._progress)
         world = self._world = self._join(device)
+        if world.pp.is_last and world.tp.is_first:
+            model = config.model
+            self._grammars = GrammarPool(lambda: GrammarCompiler(load_text(model)))
         if world.pp.size * world.tp.size > 1:
             self._slices = StepSlices(place.engine_rank, wake=self._wake)
         loaded = load_model(config, device, kernels, world, self._progress)
@@ -124,11 +131,11 @@ class Worker:
         self._runner = ModelRunner(
             loaded,
             kv,
-            layout,
             config,
             device=device_of(device, has_graphs=not config.model.enforce_eager),
             world=world,
             hooks=half if connector.capabilities.is_layerwise else None,
+            grammars=self._grammars,
         )
         self._runner.warm_up(self._progress)
         return WorkerInfo(
@@ -239,6 +246,9 @@ class Worker:
             runner.close()
         if connector is not None:
             connector.close(timeout_s)
+        grammars, self._grammars = self._grammars, None
+        if grammars is not None:
+            grammars.close()
         world, self._world = self._world, None
         if world is not None:
             world.close()

@@ -91,11 +91,39 @@ anything = st.recursive(
     max_leaves=8,
 )
 """Values of any kind, with the names and the words that messages and their parts have."""
+schemas = st.recursive(
+    st.sampled_from(({}, {"type": "string"}, {"type": "integer"}, {"$ref": "#"}, True, False))
+    | st.fixed_dictionaries({"enum": st.lists(anything, max_size=3)}),
+    lambda inner: st.fixed_dictionaries(
+        {},
+        optional={
+            "type": st.sampled_from(("object", "array", "null", "x")),
+            "properties": st.dictionaries(of(str), inner, max_size=3),
+            "required": st.lists(of(str), max_size=2),
+            "items": inner,
+            "anyOf": st.lists(inner, max_size=3),
+            "allOf": st.lists(inner, max_size=2),
+            "maxItems": of(int),
+            "pattern": of(str),
+        },
+    ),
+    max_leaves=6,
+)
 _function = st.fixed_dictionaries(
     {}, optional={"name": of(str) | anything, "parameters": anything, "strict": anything}
 )
 _calls = st.lists(anything | st.fixed_dictionaries({"function": _function | anything}), max_size=2)
 SHAPES: Final[dict[str, st.SearchStrategy[Any]]] = {
+    "response_format": st.fixed_dictionaries(
+        {"type": st.sampled_from(("text", "json_object", "json_schema", "x"))},
+        optional={"json_schema": st.fixed_dictionaries({"schema": schemas | anything})},
+    ),
+    "guided_json": schemas,
+    "guided_regex": st.text("ab[](){}^$|*+?.-\\0123dw", max_size=12),
+    "guided_choice": st.lists(of(str), max_size=3),
+    "guided_grammar": st.lists(
+        st.sampled_from(("root ::= ", "start: ", '"a"', "[a-z]", "x", "/b+/", "|", "*", "(", "\n"))
+    ).map("".join),
     "tools": st.lists(
         st.fixed_dictionaries({"function": _function}, optional={"type": anything}), max_size=3
     ),

@@ -30,7 +30,7 @@ from tests.local_engine import LocalEngine, TimedExecutor
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from pdserve.executor.toy import ToyRequest
+    from pdserve.executor.toy_request import ToyRequest
     from pdserve.wire.ids import RequestId
     from pdserve.wire.request import EngineOutput, EngineStats, GenerateRequest
     from pdserve.wire.step import SchedulerOutput

@@ -117,7 +117,7 @@ class Driver:
             )
         )
         for name, num in num_tokens.items():
-            self._num_computed[name] += num
+            self._num_computed[name] += num - (name in output.unready_ids)
         for name, tokens in zip(output.request_ids, output.sampled_token_ids, strict=True):
             self.tokens[name] += tokens
             self.outputs[name] += tokens

@@ -103,7 +103,6 @@ class Engine(Driver):
         self.runner = ModelRunner(
             loaded,
             self.kv,
-            layout,
             EngineConfig(model=ModelConfig(model="m"), scheduler=scheduler),
             device=device,
             world=World.alone(),

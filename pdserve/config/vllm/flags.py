@@ -134,7 +134,7 @@ ONLY: Final[dict[str, tuple[tuple[str, ...], str]]] = {
     "cpu-offload-gb": (("0", "0.0"), "weights stay on the device"),
     "data-parallel-backend": (("mp",), "engine cores are processes of this host"),
     "decode-context-parallel-size": (("1",), "a sequence's KV is not split over ranks"),
-    "guided-decoding-backend": (("auto",), "there is no structured output"),
+    "guided-decoding-backend": (("auto",), "llguidance alone is there"),
     "kv-cache-dtype": (("auto",), "KV has the dtype of the weights: see --dtype"),
     "logprobs-mode": (("raw_logprobs",), "logprobs are the model's own, as by vLLM's default"),
     "mamba-cache-dtype": (("auto",), "there are no Mamba models"),
@@ -234,11 +234,11 @@ ABSENT: Final = {
     """,
     "clients call tools; this server calls none": "tool-server",
     "there is no budget of reasoning tokens": "reasoning-config",
-    "there is no structured output: requests for it get 400": """
-        structured-outputs-config logits-processor-pattern disable-any-whitespace
-        guided-decoding-disable-fallback guided-decoding-disable-any-whitespace
-        guided-decoding-disable-additional-properties
+    "llguidance alone is there; a request says how its JSON is spaced, in structured_outputs": """
+        structured-outputs-config disable-any-whitespace guided-decoding-disable-fallback
+        guided-decoding-disable-any-whitespace guided-decoding-disable-additional-properties
     """,
+    "code of requests is never run": "logits-processor-pattern",
     "each engine is a server of its own: start several behind `pdserve proxy`": """
         data-parallel-rank data-parallel-start-rank data-parallel-size-local
         data-parallel-address data-parallel-rpc-port data-parallel-hybrid-lb

@@ -128,7 +128,7 @@ ABSENT_VARIABLES: Final = {
         VLLM_GPT_OSS_SYSTEM_TOOL_MCP_LABELS VLLM_GPT_OSS_HARMONY_SYSTEM_INSTRUCTIONS
         VLLM_SYSTEM_START_DATE VLLM_ENABLE_RESPONSES_API_STORE
     """,
-    "there is no structured output": """
+    "grammars are compiled by llguidance, in bounded time": """
         VLLM_XGRAMMAR_CACHE_MB VLLM_REGEX_COMPILATION_TIMEOUT_S VLLM_V1_USE_OUTLINES_CACHE
     """,
     "there are no LoRA adapters": """

@@ -1,0 +1,307 @@
+"""What a request's output must be: from its fields to one grammar, checked before it runs.
+
+`response_format`, `structured_outputs` and `guided_*` (as vLLM's before 0.12) all become a text of
+llguidance's. It is made and compiled in threads of its own, in bounded time, so that what nobody
+can compile is a 400 that names the field, and holds nobody up. Knows no engine.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import json
+import threading
+from collections import OrderedDict
+from concurrent.futures import Future
+from typing import TYPE_CHECKING, Any, Final
+
+import llguidance
+import msgspec
+from llguidance.gbnf_to_lark import is_lark_syntax
+
+from pdserve.errors import BadRequestError, ConfigError, OverloadedError, PdserveError
+from pdserve.text.grammar import DeepThreads, GrammarCompiler, in_short
+from pdserve.wire.sampling import Grammar
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from pdserve.http.protocol import SamplingFields
+    from pdserve.http.structured import ResponseFormat, StructuredOutputs
+    from pdserve.text.load import Text
+
+MAX_GBNF_CHARS: Final = 1 << 15
+"""It is translated to Lark in Python."""
+TIMEOUT_S: Final = 0.9
+"""Of one check, so that its answer is there within a second."""
+_NUM_THREADS: Final = 2
+_MAX_WAITING: Final = 64
+_NUM_REMEMBERED: Final = 256
+_ANY_OBJECT: Final = {"type": "object"}
+_GUIDED: Final = ("json", "regex", "choice", "grammar")
+
+
+class Wanted(msgspec.Struct, frozen=True):
+    """One constraint as a client gave it.
+
+    Attributes:
+        param: The field that has it.
+        kind: json, regex, choice or grammar.
+        value: A schema, a text or a list of texts.
+        options: llguidance's, for JSON.
+    """
+
+    param: str
+    kind: str
+    value: Any
+    options: dict[str, Any] = {}
+
+
+class GrammarChecks:
+    """Makes grammars of what clients ask for, and refuses what cannot be compiled.
+
+    Args:
+        text: The model's text side.
+    """
+
+    def __init__(self, text: Text) -> None:
+        self._text = text
+        self._compiler: Future[GrammarCompiler] = Future()
+        self._known: OrderedDict[str, str] = OrderedDict()
+        self._lock = threading.Lock()
+        self._num_waiting = 0
+        self._threads = DeepThreads("grammar-checks", num_threads=_NUM_THREADS)
+        self._threads.submit(self._make_compiler)
+
+    async def grammar_of(self, fields: SamplingFields, *, is_checked: bool) -> Grammar | None:
+        """Return what a request's output must be; None if it is free.
+
+        Args:
+            is_checked: Another engine has compiled it.
+
+        Raises:
+            BadRequestError: Fields contradict one another, or it cannot be compiled.
+            OverloadedError: Others' take too long.
+        """
+        wanted = constraint_in(fields)
+        if wanted is None:
+            return None
+        if is_checked:
+            return Grammar(text=await self._in_thread(lambda: text_of(wanted), wanted.param))
+        if not self._compiler.done():  # the engine has just begun
+            await asyncio.wait([asyncio.wrap_future(self._compiler)])
+        return Grammar(text=await self._in_thread(lambda: self._checked(wanted), wanted.param))
+
+    async def _in_thread(self, make: Callable[[], str], param: str) -> str:
+        if self._num_waiting >= _MAX_WAITING:
+            raise OverloadedError(
+                f"{self._num_waiting} requests wait for their grammars to be compiled already",
+                retry_after_s=1.0,
+            )
+        made: Future[str] = Future()
+        self._num_waiting += 1
+        self._threads.submit(functools.partial(_fulfil, made, make))
+        try:
+            async with asyncio.timeout(TIMEOUT_S):
+                return await asyncio.wrap_future(made)
+        except TimeoutError:
+            if made.cancel():
+                raise OverloadedError(
+                    "the grammars of other requests take long to compile", retry_after_s=1.0
+                ) from None
+            raise BadRequestError(
+                f"{param}: it takes more than {TIMEOUT_S:g} s to compile; ask for less",
+                param=param,
+            ) from None
+        finally:
+            self._num_waiting -= 1
+
+    def close(self) -> None:
+        """Take nothing more; what runs ends by itself."""
+        self._threads.close()
+
+    def _checked(self, wanted: Wanted) -> str:
+        text = text_of(wanted)
+        with self._lock:
+            said = self._known.get(text)
+        if said is None:
+            said = self._objection_to(text)
+            with self._lock:
+                self._known[text] = said
+                if len(self._known) > _NUM_REMEMBERED:
+                    self._known.popitem(last=False)
+        if said:
+            raise BadRequestError(f"{wanted.param}: {said}", param=wanted.param)
+        return text
+
+    def _objection_to(self, text: str) -> str:
+        try:
+            self._compiler.result().compile(text)
+        except (BadRequestError, ConfigError) as error:
+            return error.message
+        return ""
+
+    def _make_compiler(self) -> None:
+        try:
+            self._compiler.set_result(GrammarCompiler(self._text))
+        except ConfigError as error:
+            self._compiler.set_exception(error)
+
+
+def constraint_in(fields: SamplingFields) -> Wanted | None:
+    """Return the constraint that a request's fields ask for; None if its output is free.
+
+    Raises:
+        BadRequestError: They ask for two, or for what is not served.
+    """
+    found = [
+        *_in_response_format(fields.response_format),
+        *_in_structured_outputs(fields.structured_outputs),
+        *_in_guided(fields),
+    ]
+    if not found:
+        return None
+    if len(found) > 1:
+        names = " and ".join(wanted.param for wanted in found)
+        raise BadRequestError(
+            f"{names} ask for two kinds of output: give one of them", param=found[1].param
+        )
+    if fields.ignore_eos:
+        raise BadRequestError(
+            f"ignore_eos goes with no {found[0].param}: an output that must be whole has an end",
+            param="ignore_eos",
+        )
+    return found[0]
+
+
+def _in_response_format(given: ResponseFormat | None) -> Iterator[Wanted]:
+    param = "response_format"
+    match given.type if given is not None else "text":
+        case "text":
+            pass
+        case "json_object":
+            yield Wanted(param, "json", _ANY_OBJECT)
+        case "json_schema":
+            described = given.json_schema if given is not None else None
+            if described is None or described.json_schema is None:
+                raise BadRequestError(
+                    "response_format has type json_schema and no json_schema with a schema",
+                    param=param,
+                )
+            yield Wanted(param, "json", described.json_schema)
+        case other:
+            raise BadRequestError(
+                f"response_format has type {other!r}: it must be text, json_object or json_schema",
+                param=param,
+            )
+
+
+def _in_structured_outputs(given: StructuredOutputs | None) -> Iterator[Wanted]:
+    if given is None:
+        return
+    param = "structured_outputs"
+    for name in ("structural_tag", "disable_additional_properties"):
+        if getattr(given, name):
+            raise BadRequestError(
+                f"structured_outputs.{name} is not supported by this server",
+                param=param,
+                code="unsupported_parameter",
+            )
+    found = [name for name in _GUIDED if getattr(given, name) is not None]
+    options: dict[str, Any] = {}
+    if given.disable_any_whitespace:
+        options["whitespace_flexible"] = False
+    if given.whitespace_pattern is not None:
+        options["whitespace_pattern"] = given.whitespace_pattern
+    if not found and not given.json_object:
+        raise BadRequestError(
+            "structured_outputs asks for nothing: it must have one of json, regex, choice, "
+            "grammar and json_object",
+            param=param,
+        )
+    if options and not (given.json_object or "json" in found):
+        raise BadRequestError(
+            "structured_outputs says how JSON is spaced, and asks for none", param=param
+        )
+    for name in found:
+        yield Wanted(param, name, getattr(given, name), options if name == "json" else {})
+    if given.json_object:
+        yield Wanted(param, "json", _ANY_OBJECT, options)
+
+
+def _in_guided(fields: SamplingFields) -> Iterator[Wanted]:
+    for kind in _GUIDED:
+        value = getattr(fields, f"guided_{kind}")
+        if value is not None:
+            yield Wanted(f"guided_{kind}", kind, value)
+
+
+def text_of(wanted: Wanted) -> str:
+    """Return a constraint as llguidance's text. The same for the same request, on any engine.
+
+    Raises:
+        BadRequestError: It is of no such kind.
+    """
+    value = wanted.value
+    match wanted.kind:
+        case "json":
+            grammar = {"grammars": [{"json_schema": _schema(wanted)}]}
+            return msgspec.json.encode(grammar).decode()
+        case "regex":
+            return llguidance.LLMatcher.grammar_from_regex(value)
+        case "choice":
+            if not value:
+                raise BadRequestError(f"{wanted.param}: there is no choice", param=wanted.param)
+            return "start: " + " | ".join(map(json.dumps, value))
+        case _:
+            return _lark(wanted)
+
+
+def _schema(wanted: Wanted) -> dict[str, Any] | bool:
+    schema = wanted.value
+    if isinstance(schema, str):
+        try:
+            schema = msgspec.json.decode(schema)
+        except (msgspec.DecodeError, RecursionError) as error:
+            raise BadRequestError(
+                f"{wanted.param}: the schema is not JSON: {error}", param=wanted.param
+            ) from error
+    if isinstance(schema, bool) and not wanted.options:
+        return schema
+    if not isinstance(schema, dict):
+        raise BadRequestError(
+            f"{wanted.param}: a JSON schema is an object, not {type(schema).__name__}",
+            param=wanted.param,
+        )
+    if not wanted.options:
+        return schema
+    given = schema.get("x-guidance")
+    own = given if isinstance(given, dict) else {}
+    return schema | {"x-guidance": own | wanted.options}
+
+
+def _lark(wanted: Wanted) -> str:
+    text: str = wanted.value
+    if is_lark_syntax(text):
+        return text
+    if len(text) > MAX_GBNF_CHARS:
+        raise BadRequestError(
+            f"{wanted.param}: a grammar in EBNF has {MAX_GBNF_CHARS} characters at most, not "
+            f"{len(text)}: write it in Lark's syntax",
+            param=wanted.param,
+        )
+    try:
+        return llguidance.grammar_from("grammar", text)
+    except ValueError as error:
+        raise BadRequestError(
+            f"{wanted.param}: {in_short(str(error))}", param=wanted.param
+        ) from error
+
+
+def _fulfil(made: Future[str], make: Callable[[], str]) -> None:
+    if not made.set_running_or_notify_cancel():
+        return
+    try:
+        made.set_result(make())
+    except PdserveError as error:
+        made.set_exception(error)

@@ -1,0 +1,125 @@
+"""Compiles grammars against a model's tokenizer, by llguidance.
+
+Servers compile to refuse what cannot be compiled, workers to know which tokens may follow. Both
+have the same tokenizer, limits and version, so what the one takes the other takes. Knows neither
+requests nor logits.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from queue import SimpleQueue
+from typing import TYPE_CHECKING, Final
+
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+
+from pdserve.errors import BadRequestError, ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from pdserve.text.load import Text
+
+_log = logging.getLogger(__name__)
+
+MAX_GRAMMAR_BYTES: Final = 1 << 18
+MAX_RULES: Final = 1000
+"""Of a grammar in Lark, which has one on a line: long chains of them cost more than they say."""
+_MAX_MESSAGE_CHARS: Final = 400
+_STACK_BYTES: Final = 256 << 20
+# Defaults are 2,000 items and 250,000 states: the first refuses objects of some hundred optional
+# properties, the second allows a grammar half a gigabyte.
+_LIMITS: Final = LLParserLimits(
+    max_items_in_row=50_000, max_lexer_states=50_000, max_grammar_size=100_000, verbose_errors=False
+)
+
+
+class GrammarCompiler:
+    """A model's tokenizer as llguidance needs it. Thread-safe.
+
+    To make one takes up to a second (a vocabulary of 131,072).
+
+    Raises:
+        ConfigError: The model names no token that ends an output, or llguidance cannot use its
+            tokenizer.
+    """
+
+    def __init__(self, text: Text) -> None:
+        eos_token_ids = text.defaults.eos_token_ids
+        if not eos_token_ids:
+            raise ConfigError(
+                "the model names no end-of-sequence token: its outputs cannot follow a grammar"
+            )
+        tokenizer = text.tokenizer
+        try:
+            self._tokenizer = LLTokenizer(
+                tokenizer.as_json(),
+                n_vocab=max(text.vocab_size, tokenizer.vocab_size),
+                eos_token=list(eos_token_ids),
+            )
+        except ValueError as error:
+            raise ConfigError(f"llguidance cannot use the model's tokenizer: {error}") from error
+
+    def compile(self, grammar: str) -> LLMatcher:
+        """Return a matcher of `grammar` at its beginning, where it allows something.
+
+        Takes milliseconds, a grammar at the limits a second. Call it in `DeepThreads`.
+
+        Raises:
+            BadRequestError: It is no grammar, or beyond the limits.
+        """
+        num_bytes = len(grammar.encode())
+        if num_bytes > MAX_GRAMMAR_BYTES:
+            raise BadRequestError(
+                f"it has {num_bytes} bytes, at most {MAX_GRAMMAR_BYTES} are taken"
+            )
+        if not grammar.lstrip().startswith("{") and grammar.count("\n") > MAX_RULES:
+            raise BadRequestError(f"it has more than {MAX_RULES} lines")
+        matcher = LLMatcher(self._tokenizer, grammar, log_level=0, limits=_LIMITS)
+        matcher.compute_bitmask()  # what can begin no output is found out by that
+        for said in (matcher.get_error(), *matcher.get_grammar_warnings()):
+            if said:
+                raise BadRequestError(in_short(said))
+        return matcher
+
+
+def in_short(said: str) -> str:
+    """What llguidance says of an error, without the grammar that it repeats."""
+    line = " ".join(part for part in said.splitlines() if part and " | " not in part)
+    return line.strip(" ^")[:_MAX_MESSAGE_CHARS]
+
+
+class DeepThreads:
+    """Threads in which llguidance may recurse as deep as the largest grammar is.
+
+    It follows rules and references on the stack: of the text that is taken, a part would overflow
+    the 8 MiB that threads have otherwise, and end the process. Memory that is not used is not
+    taken.
+    """
+
+    def __init__(self, name: str, *, num_threads: int) -> None:
+        self._num_threads = num_threads
+        self._work: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        before = threading.stack_size(_STACK_BYTES)
+        try:
+            for _ in range(num_threads):
+                threading.Thread(target=self._run, name=name, daemon=True).start()
+        finally:
+            threading.stack_size(before)
+
+    def submit(self, work: Callable[[], None]) -> None:
+        """Have something done; in order, where there is one thread."""
+        self._work.put(work)
+
+    def close(self) -> None:
+        """End the threads, each behind what is submitted by now. May be called twice."""
+        for _ in range(self._num_threads):
+            self._work.put(None)
+
+    def _run(self) -> None:
+        while (work := self._work.get()) is not None:
+            try:
+                work()
+            except Exception:  # noqa: BLE001 (the top of a thread: other grammars go on)
+                _log.exception("a grammar's thread failed")

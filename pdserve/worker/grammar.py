@@ -1,0 +1,195 @@
+"""Which tokens the grammars of requests allow next, worked out beside the steps.
+
+    a request joins the batch -> compile (or find compiled), consume its output tokens, mask
+    its token is sampled      ->                             consume it,                mask
+
+All of it is done by threads of the pool, which leave the interpreter's lock: most masks take some
+microseconds, but nothing bounds what a grammar can ask for. A step that needs a mask which is not
+there goes on without that row; nobody else waits for it.
+
+Where a request stands is a function of its grammar and its output tokens alone: it is built anew
+from them behind a hand-over, or a preemption. Knows neither logits nor rows.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import OrderedDict
+from concurrent.futures import Future
+from typing import TYPE_CHECKING, Final
+
+import numpy as np
+import torch
+
+from pdserve.errors import PdserveError
+from pdserve.text.grammar import DeepThreads, in_short
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from llguidance import LLMatcher
+
+    from pdserve.text.grammar import GrammarCompiler
+    from pdserve.wire.sampling import Grammar
+
+_NUM_THREADS: Final = 4
+_MAX_COMPILED: Final = 64
+"""Grammars that are kept compiled, the ones used last; each may have some megabytes."""
+
+
+class GrammarPool:
+    """Compiled grammars, and the threads that work on them.
+
+    Args:
+        load: Makes the compiler: called once, at once, in one of the threads.
+
+    Attributes:
+        submit: Has something done in one of the threads.
+    """
+
+    def __init__(self, load: Callable[[], GrammarCompiler]) -> None:
+        self._load = load
+        self._compiler: Future[GrammarCompiler] = Future()
+        self._compiled: OrderedDict[str, Future[LLMatcher]] = OrderedDict()
+        self._lock = threading.Lock()
+        self._threads = DeepThreads("grammars", num_threads=_NUM_THREADS)
+        self._threads.submit(self._make_compiler)
+        self.submit = self._threads.submit
+
+    def matcher(self, text: str) -> LLMatcher:
+        """Return a matcher of a grammar, at its beginning. To be called in one of the threads.
+
+        Raises:
+            PdserveError: The grammar cannot be used, or no grammar can.
+        """
+        mine: Future[LLMatcher] | None = None
+        with self._lock:
+            found = self._compiled.get(text)
+            if found is None:
+                found = self._compiled[text] = mine = Future()
+                if len(self._compiled) > _MAX_COMPILED:
+                    self._compiled.popitem(last=False)
+            else:
+                self._compiled.move_to_end(text)
+        if mine is not None:
+            try:
+                mine.set_result(self._compiler.result().compile(text))
+            except PdserveError as error:
+                mine.set_exception(error)
+        compiled = found.result()  # which one of the threads is at
+        with self._lock:
+            return compiled.deep_copy()
+
+    def close(self) -> None:
+        """End the threads, each behind what it is at. May be called twice."""
+        self._threads.close()
+
+    def _make_compiler(self) -> None:
+        try:
+            self._compiler.set_result(self._load())
+        except PdserveError as error:
+            self._compiler.set_exception(error)
+
+
+class Constraint:
+    """One request's place in its grammar.
+
+    `note` and `is_known` are for the thread that samples. While it is not known, the rest means
+    nothing: a thread of the pool is at it.
+
+    Args:
+        outputs: The request's output tokens so far.
+
+    Attributes:
+        forbidden: `[vocab_size]` bool, on the CPU: tokens that may not come next.
+        is_over: Nothing may follow but the end of the output, which alone is not forbidden.
+        is_rejected: It does not allow the tokens that there are.
+        error: Why no token may follow, if none may.
+    """
+
+    def __init__(
+        self, pool: GrammarPool, grammar: Grammar, outputs: Sequence[int], *, vocab_size: int
+    ) -> None:
+        self._pool = pool
+        self._text = grammar.text
+        self._starts_after = grammar.starts_after or ()
+        begin = _end_of_first(outputs, self._starts_after)
+        self._has_begun = begin is not None
+        self._recent = list(outputs[-len(self._starts_after) :]) if not self._has_begun else []
+        self._unseen = [] if begin is None else list(outputs[begin:])
+        self._matcher: LLMatcher | None = None
+        self._was_waited_for = False
+        self.forbidden = torch.ones(vocab_size, dtype=torch.bool)
+        self.is_over = False
+        self.is_rejected = False
+        self.error = ""
+        # Held while a thread of the pool is at it; it is not the one that takes it.
+        self._busy = threading.Lock()
+        self._advance()
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether the next token is the grammar's; if not, it is free."""
+        return self._has_begun
+
+    def is_known(self, until_s: float) -> bool:
+        """Whether it is known what may come next; waits once for each token, at most.
+
+        Args:
+            until_s: How long, in monotonic seconds.
+        """
+        wait_s = 0.0 if self._was_waited_for else max(0.0, until_s - time.monotonic())
+        if self._busy.acquire(timeout=wait_s):
+            self._busy.release()
+            return True
+        self._was_waited_for = True
+        return False
+
+    def note(self, token_id: int) -> None:
+        """Take the token that was sampled; what comes next was known."""
+        if self._has_begun:
+            self._unseen.append(token_id)
+            self._advance()
+            return
+        self._recent = [*self._recent, token_id][-len(self._starts_after) :]
+        self._has_begun = tuple(self._recent) == self._starts_after
+
+    def _advance(self) -> None:
+        self._busy.acquire()
+        self._was_waited_for = False
+        self._pool.submit(self._work)
+
+    def _work(self) -> None:
+        self.error = "the grammar could not be worked out"
+        try:
+            self.error = self._consume_unseen()
+        except PdserveError as error:
+            self.error = str(error)
+        finally:
+            self._busy.release()
+
+    def _consume_unseen(self) -> str:
+        """Take in the tokens that came, and tell which may follow; return why none may."""
+        if self._matcher is None:
+            self._matcher = self._pool.matcher(self._text)
+        unseen, self._unseen = self._unseen, []
+        if unseen and not self._matcher.consume_tokens(unseen):
+            self.is_rejected = True
+            return in_short(self._matcher.get_error())
+        mask = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint8)
+        if self._matcher.is_error():
+            return in_short(self._matcher.get_error())
+        bits = np.unpackbits(mask, count=len(self.forbidden), bitorder="little")
+        np.equal(bits, 0, out=self.forbidden.numpy())
+        self.is_over = self._matcher.is_stopped()
+        return ""
+
+
+def _end_of_first(tokens: Sequence[int], wanted: Sequence[int]) -> int | None:
+    """Where the first `wanted` in `tokens` ends; None if there is none."""
+    num = len(wanted)
+    for end in range(num, len(tokens) + 1):
+        if tuple(tokens[end - num : end]) == tuple(wanted):
+            return end
+    return None

@@ -1,0 +1,99 @@
+"""Outputs that must be something, of a model that knows nothing: whole, and the same everywhere.
+
+The weights are random and the temperature is 1, so whatever a mask lets through comes.
+"""
+
+from __future__ import annotations
+
+import json
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any
+
+import httpx
+import jsonschema
+import pytest
+
+from tests.e2e.conftest import OPENAI_KEY
+
+if TYPE_CHECKING:
+    from tests.e2e.deployment import Deployment
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(240)]
+
+NAME = {"type": "string", "pattern": "^[a-z]{1,8}$"}
+SCHEMA: dict[str, Any] = {
+    "type": "object",
+    "properties": {
+        "name": NAME,
+        "age": {"type": "integer", "minimum": 0, "maximum": 99},
+        "tags": {"type": "array", "items": {"enum": ["a", "b", None]}, "maxItems": 3},
+    },
+    "required": ["name", "age", "tags"],
+    "additionalProperties": False,
+}
+TIGHT = {"structured_outputs": {"json": SCHEMA, "disable_any_whitespace": True}}
+ASKED: dict[str, dict[str, Any]] = {
+    "schema": TIGHT,
+    "several": {**TIGHT, "n": 3},
+    "choice": {"guided_choice": ["yes", "no", "maybe"]},
+    "regex": {"guided_regex": "[a-f]{3}-[0-9]{2,4}"},
+    "grammar": {"guided_grammar": 'root ::= "<" [a-c]+ ">"', "logprobs": 2},
+}
+
+
+def ask(deployment: Deployment, name: str, seed: int, **fields: Any) -> list[tuple[list[int], str]]:
+    """Token ids and text of each choice; all of them must have come to their ends."""
+    body = {
+        "prompt": list(range(3, 40 + seed)),
+        "max_tokens": 200,
+        "temperature": 1.0,
+        "seed": seed,
+        "return_token_ids": True,
+        **fields,
+    }
+    headers = {"Authorization": f"Bearer {OPENAI_KEY}"}
+    url = deployment.url(name)
+    answer = httpx.post(f"{url}/v1/completions", json=body, headers=headers, timeout=120)
+    assert answer.status_code == 200, answer.text
+    choices = answer.json()["choices"]
+    assert {choice["finish_reason"] for choice in choices} == {"stop"}
+    return [(choice["token_ids"], choice["text"]) for choice in choices]
+
+
+@pytest.mark.parametrize("fields", ASKED.values(), ids=ASKED)
+def test_one_engine_and_pd_give_the_same_whole_outputs(
+    asked_by_openai: Deployment, fields: dict[str, Any]
+) -> None:
+    with ThreadPoolExecutor(4) as pool:
+        found = {
+            name: list(
+                pool.map(lambda seed, n=name: ask(asked_by_openai, n, seed, **fields), range(4))
+            )
+            for name in ("proxy", "serve")
+        }
+    assert found["proxy"] == found["serve"]
+    for choices in found["proxy"]:
+        for _, text in choices:
+            if "structured_outputs" in fields:
+                jsonschema.validate(json.loads(text), SCHEMA)
+            else:
+                assert text in fields.get("guided_choice", [text])
+    # Requests for one prompt with other seeds are not all alike: nothing forces a whole output.
+    assert len({text for choices in found["proxy"] for _, text in choices}) > 1
+
+
+def test_a_dead_end_is_an_error_of_the_request_through_pd_too(asked_by_openai: Deployment) -> None:
+    headers = {"Authorization": f"Bearer {OPENAI_KEY}"}
+    for name in ("proxy", "serve"):
+        answer = httpx.post(
+            f"{asked_by_openai.url(name)}/v1/completions",
+            json={
+                "prompt": [5, 6, 7],
+                "guided_choice": ["yes"],
+                "allowed_token_ids": [5],
+                "max_tokens": 8,
+            },
+            headers=headers,
+            timeout=60,
+        )
+        assert (answer.status_code, answer.json()["error"]["code"]) == (400, "grammar_dead_end")

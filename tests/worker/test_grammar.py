@@ -1,0 +1,309 @@
+"""What a grammar allows: as brute force says, and the same however a request got to its tokens."""
+
+from __future__ import annotations
+
+import json
+import random
+import time
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+import torch
+
+from pdserve.config.boxed import boxed_model_dir
+from pdserve.config.schema import ModelConfig
+from pdserve.errors import ConfigError
+from pdserve.text.grammar import GrammarCompiler
+from pdserve.text.load import load_text
+from pdserve.wire.sampling import Grammar
+from pdserve.worker.grammar import Constraint, GrammarPool
+from pdserve.worker.logit_rules import Hindrance, LogitRules
+from pdserve.worker.sampler import Sampler
+from tests.worker.driver import params
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from pdserve.text.load import Text
+
+CPU = torch.device("cpu")
+EOS = 1
+GRAMMARS = {
+    "object": json.dumps({"grammars": [{"json_schema": {"type": "object"}}]}),
+    "schema": json.dumps(
+        {
+            "grammars": [
+                {
+                    "json_schema": {
+                        "type": "object",
+                        "properties": {
+                            "name": {"type": "string", "maxLength": 12},
+                            "age": {"type": "integer", "minimum": 0, "maximum": 120},
+                            "tags": {"type": "array", "items": {"enum": ["a", "bc", "d\n"]}},
+                        },
+                        "required": ["name", "age"],
+                        "additionalProperties": False,
+                    }
+                }
+            ]
+        }
+    ),
+    "regex": "start: /[a-f]{2,5}(-[0-9]+)?/",
+    "choice": 'start: "yes" | "no" | "maybe so" | "\\u00e9"',
+    "lark": 'start: expr\nexpr: NUM | "(" expr ("+" | "*") expr ")"\nNUM: /[0-9]{1,3}/',
+}
+"""Short outputs, so that walks come to their ends."""
+
+
+@pytest.fixture(scope="module")
+def text() -> Text:
+    return load_text(ModelConfig(model=str(boxed_model_dir())))
+
+
+@pytest.fixture(scope="module")
+def compiler(text: Text) -> GrammarCompiler:
+    return GrammarCompiler(text)
+
+
+@pytest.fixture(scope="module")
+def vocab_size(text: Text) -> int:
+    return text.vocab_size
+
+
+@pytest.fixture(scope="module")
+def letters(text: Text) -> dict[str, int]:
+    """The tokens of `a` and `b`."""
+    return {each: text.tokenizer.encode(each, add_special_tokens=False)[0] for each in "ab"}
+
+
+@pytest.fixture
+def pool(compiler: GrammarCompiler) -> Iterator[GrammarPool]:
+    made = GrammarPool(lambda: compiler)
+    yield made
+    made.close()
+
+
+class HeldPool(GrammarPool):
+    """A pool whose threads do nothing until `release`."""
+
+    def __init__(self, load: Callable[[], GrammarCompiler]) -> None:
+        super().__init__(load)
+        self._held: list[Callable[[], None]] = []
+        self._submit = self.submit
+        self.submit = self._held.append
+
+    def release(self) -> None:
+        """Have everything done that was submitted."""
+        held, self._held[:] = self._held[:], []
+        for work in held:
+            self._submit(work)
+
+
+def soon() -> float:
+    """More time than any mask here takes, in monotonic seconds."""
+    return time.monotonic() + 30.0
+
+
+def allowed(constraint: Constraint) -> list[int]:
+    """Token ids that may come next, once they are known."""
+    assert constraint.is_known(soon())
+    assert constraint.error == ""
+    return torch.nonzero(~constraint.forbidden).flatten().tolist()
+
+
+def walk(constraint: Constraint, seed: int, limit: int) -> list[int]:
+    """Draw allowed tokens until the end of the output, or so many."""
+    rng = random.Random(seed)
+    tokens: list[int] = []
+    while len(tokens) < limit and EOS not in tokens:
+        tokens.append(rng.choice(allowed(constraint)))
+        constraint.note(tokens[-1])
+    return tokens
+
+
+@pytest.mark.parametrize("source", GRAMMARS.values(), ids=GRAMMARS)
+def test_a_mask_is_what_brute_force_finds(
+    source: str, pool: GrammarPool, compiler: GrammarCompiler, vocab_size: int
+) -> None:
+    """But where text is forced: of all its spellings only the tokenizer's own is allowed."""
+    constraint = Constraint(pool, Grammar(text=source), [], vocab_size=vocab_size)
+    tokens = walk(constraint, 1, 12)
+    again = Constraint(pool, Grammar(text=source), [], vocab_size=vocab_size)
+    matcher = compiler.compile(source)
+    num_compared = 0
+    for token in tokens:
+        found = [each for each in range(vocab_size) if matcher.validate_tokens([each])]
+        found = [EOS] if matcher.is_stopped() else found
+        forced = matcher.compute_ff_tokens()
+        assert allowed(again) == (forced[:1] or found)
+        assert set(allowed(again)) <= set(found)
+        num_compared += not forced
+        assert matcher.consume_token(token)
+        again.note(token)
+    assert num_compared
+
+
+@pytest.mark.parametrize("source", GRAMMARS.values(), ids=GRAMMARS)
+def test_where_a_request_stands_is_a_function_of_its_tokens(
+    source: str, pool: GrammarPool, vocab_size: int
+) -> None:
+    grammar = Grammar(text=source)
+    for seed in range(3):
+        whole = walk(Constraint(pool, grammar, [], vocab_size=vocab_size), seed, 30)
+        whole = [token for token in whole if token != EOS]
+        for cut in {0, 1, len(whole) // 2, len(whole)}:
+            grown = Constraint(pool, grammar, [], vocab_size=vocab_size)
+            for token in whole[:cut]:
+                assert token in allowed(grown)
+                grown.note(token)
+            built = Constraint(pool, grammar, whole[:cut], vocab_size=vocab_size)
+            assert allowed(built) == allowed(grown)
+            assert built.is_over == grown.is_over
+
+
+def test_a_grammar_begins_behind_the_tokens_that_it_starts_after(
+    pool: GrammarPool, vocab_size: int
+) -> None:
+    grammar = Grammar(text=GRAMMARS["choice"], starts_after=(7, 7, 9))
+    first = allowed(Constraint(pool, Grammar(text=GRAMMARS["choice"]), [], vocab_size=vocab_size))
+    constraint = Constraint(pool, grammar, [7], vocab_size=vocab_size)
+    for token in (8, 7, 7, 7):
+        assert not constraint.has_begun
+        constraint.note(token)
+    constraint.note(9)
+    assert constraint.has_begun
+    assert allowed(constraint) == first
+    outputs = [7, 8, 7, 7, 7, 9, first[0]]
+    constraint.note(first[0])
+    built = Constraint(pool, grammar, outputs, vocab_size=vocab_size)
+    assert allowed(built) == allowed(constraint)
+
+
+def rules_of(pool: GrammarPool, vocab_size: int, outputs: list[int], **fields: Any) -> LogitRules:
+    asked = params(eos_token_ids=(EOS,), **fields)
+    return LogitRules(asked, [5], outputs, vocab_size=vocab_size, device=CPU, grammars=pool)
+
+
+def left(row: torch.Tensor) -> list[int]:
+    return torch.nonzero(row > -torch.inf).flatten().tolist()
+
+
+def test_other_rules_hold_within_a_grammar_and_give_way_to_it_where_vllms_do(
+    pool: GrammarPool, letters: dict[str, int], vocab_size: int
+) -> None:
+    grammar = Grammar(text='start: "a" | "b"')
+    a, b = letters["a"], letters["b"]
+    row = torch.zeros(vocab_size)
+    assert rules_of(pool, vocab_size, [], grammar=grammar).apply(row, soon()) is None
+    assert left(row) == sorted([a, b])
+    for fields in ({"allowed_token_ids": (b, 9)}, {"bad_words": ((a,),)}):
+        row = torch.zeros(vocab_size)
+        rules = rules_of(pool, vocab_size, [], grammar=grammar, **fields)
+        assert rules.apply(row, soon()) is None
+        assert left(row) == [b]
+    # Neither a bad word nor a minimum keeps an output from being whole.
+    for fields in ({"bad_words": ((a,), (b,))}, {"min_tokens": 5}):
+        row = torch.zeros(vocab_size)
+        rules = rules_of(pool, vocab_size, [], grammar=grammar, **fields)
+        assert rules.apply(row, soon()) is None
+        assert left(row) == sorted([a, b])
+
+
+@pytest.mark.parametrize("fields", [{}, {"allowed_token_ids": (9,)}, {"min_tokens": 5}])
+def test_behind_a_whole_output_nothing_comes_but_its_end(
+    fields: dict[str, Any], pool: GrammarPool, letters: dict[str, int], vocab_size: int
+) -> None:
+    grammar = Grammar(text='start: "a"')
+    row = torch.zeros(vocab_size)
+    rules = rules_of(pool, vocab_size, [letters["a"]], grammar=grammar, **fields)
+    assert rules.apply(row, soon()) is None
+    assert left(row) == [EOS]
+
+
+def test_where_nothing_may_follow_a_row_says_so_and_has_no_token(
+    pool: GrammarPool, vocab_size: int
+) -> None:
+    rules = rules_of(
+        pool, vocab_size, [], grammar=Grammar(text='start: "a"'), allowed_token_ids=(EOS,)
+    )
+    hindered = rules.apply(torch.zeros(vocab_size), soon())
+    assert hindered is not None
+    assert hindered.by is Hindrance.DEAD_END
+    assert "other fields" in hindered.why
+
+
+def test_tokens_that_a_grammar_does_not_allow_are_rejected(
+    pool: GrammarPool, letters: dict[str, int], vocab_size: int
+) -> None:
+    outputs = [letters["b"]]
+    rules = rules_of(pool, vocab_size, outputs, grammar=Grammar(text='start: "a"'))
+    hindered = rules.apply(torch.zeros(vocab_size), soon())
+    assert hindered is not None
+    assert hindered.by is Hindrance.REJECTED
+
+
+def test_a_grammar_that_is_none_hinders_its_own_row_alone(
+    pool: GrammarPool, vocab_size: int
+) -> None:
+    rules = rules_of(pool, vocab_size, [], grammar=Grammar(text="start: nowhere"))
+    hindered = rules.apply(torch.zeros(vocab_size), soon())
+    assert hindered is not None
+    assert hindered.by is Hindrance.DEAD_END
+    assert "nowhere" in hindered.why
+
+
+def test_a_model_without_a_tokenizer_follows_no_grammar(vocab_size: int) -> None:
+    def load() -> GrammarCompiler:
+        raise ConfigError("no tokenizer here")
+
+    pool = GrammarPool(load)
+    rules = rules_of(pool, vocab_size, [], grammar=Grammar(text='start: "a"'))
+    hindered = rules.apply(torch.zeros(vocab_size), soon())
+    pool.close()
+    assert hindered is not None
+    assert (hindered.by, hindered.why) == (Hindrance.DEAD_END, "no tokenizer here")
+
+
+def test_a_row_without_its_mask_sits_out_and_the_others_do_not(
+    compiler: GrammarCompiler, letters: dict[str, int], vocab_size: int
+) -> None:
+    pool = HeldPool(lambda: compiler)
+    sampler = Sampler(2, vocab_size, CPU, pool)
+    sampler.add(0, params(grammar=Grammar(text='start: "a"')), [5], [])
+    sampler.add(1, params(logit_bias={7: 50.0}), [5], [])
+    rows, num_outputs = np.arange(2), np.zeros(2, dtype=np.int64)
+    sampled = sampler.sample(torch.zeros(2, vocab_size), rows, num_outputs)
+    assert [hindered.by for hindered in sampled.hindered.values()] == [Hindrance.UNREADY]
+    assert list(sampled.hindered) == [0]
+    assert sampled.token_ids[1] == 7
+    pool.release()
+    while (sampled := sampler.sample(torch.zeros(2, vocab_size), rows, num_outputs)).hindered:
+        time.sleep(0.001)
+    assert sampled.token_ids.tolist() == [letters["a"], 7]
+    pool.close()
+
+
+def test_a_step_waits_once_for_a_mask_and_not_again(
+    compiler: GrammarCompiler, vocab_size: int
+) -> None:
+    pool = HeldPool(lambda: compiler)
+    constraint = Constraint(pool, Grammar(text='start: "a"'), [], vocab_size=vocab_size)
+    assert not constraint.is_known(time.monotonic() + 0.01)
+    start_s = time.monotonic()
+    assert not constraint.is_known(soon())
+    assert time.monotonic() - start_s < 10.0
+    pool.close()
+
+
+@pytest.mark.parametrize("chain", [3000, 8000])
+def test_a_grammar_as_deep_as_it_may_be_ends_no_process(
+    chain: int, pool: GrammarPool, vocab_size: int
+) -> None:
+    """8 MiB of stack do not hold it."""
+    links = {f"d{i}": {"$ref": f"#/$defs/d{i + 1}"} for i in range(chain)}
+    schema = {"$defs": links | {f"d{chain}": {"type": "null"}}, "$ref": "#/$defs/d0"}
+    text = json.dumps({"grammars": [{"json_schema": schema}]}, separators=(",", ":"))
+    constraint = Constraint(pool, Grammar(text=text), [], vocab_size=vocab_size)
+    assert constraint.is_known(soon())
+    assert (constraint.error == "") == (len(text) <= 1 << 18)
