@@ -85,9 +85,16 @@ class ToyModel:
         """Return what a prompt is pooled to: how many of its tokens have each rest by 8."""
         return np.bincount(np.asarray(prompt) % 8, minlength=8).astype("<f4").tobytes()
 
-    def logprobs(self, token_id: int, num_top: int) -> TokenLogprobs:
-        """Return log-probabilities that depend on the token alone, which is the likeliest."""
+    def logprobs(self, token_id: int, num_top: int, named: Sequence[int] = ()) -> TokenLogprobs:
+        """Return log-probabilities that depend on the token alone, which is the likeliest.
+
+        Args:
+            named: Tokens to tell of in place of the likeliest ones.
+        """
         logprob = -1.0 - (token_id % 8) / 8
+        if named:
+            told = [(other, logprob - abs(other - token_id)) for other in named]
+            return TokenLogprobs(token_id, logprob, 1, told)
         top = [((token_id + rank) % self.vocab_size, logprob - rank) for rank in range(num_top)]
         return TokenLogprobs(token_id, logprob, 1, top)
 
@@ -302,7 +309,8 @@ class ToyExecutor:
                 tokens = self._sample(request, draft)
                 if sampling.logprobs is not None:
                     logprobs[request_id] = [
-                        self.model.logprobs(each, sampling.logprobs) for each in tokens
+                        self.model.logprobs(each, sampling.logprobs, sampling.logprob_token_ids)
+                        for each in tokens
                     ]
                 if draft:
                     drafted[request_id] = len(draft)

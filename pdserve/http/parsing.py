@@ -40,6 +40,7 @@ MAX_STOPS = 64
 MAX_STOP_CHARS = 4096
 """Over all stop strings: the end of the text is held against each of them for each token."""
 MAX_STOP_TOKEN_IDS = 128
+MAX_LOGPROB_TOKEN_IDS = 128
 MAX_BAD_WORDS = 1024
 MAX_BAD_WORDS_CHARS = 1 << 14
 MAX_LOGIT_BIAS = 1024
@@ -177,7 +178,8 @@ def _named(error: msgspec.ValidationError) -> BadRequestError:
 def _refuse_unsupported(body: TextFields) -> None:
     for name, harmless in body.unsupported.items():
         value = getattr(body, name)
-        if value is None or value in harmless or name in body.unused:
+        is_harmless = any(_are_alike(value, each) for each in harmless)
+        if value is None or is_harmless or name in body.unused:
             continue
         remedy = f"; {_REMEDIES[name]}" if name in _REMEDIES else ""
         raise BadRequestError(
@@ -185,6 +187,14 @@ def _refuse_unsupported(body: TextFields) -> None:
             param=name,
             code="unsupported_parameter",
         )
+
+
+def _are_alike(value: object, other: object) -> bool:
+    """Whether two values are equal in JSON, where 0 is not false; 1.0 is 1."""
+    is_number = isinstance(value, float) and not isinstance(other, bool)
+    return value == other and (
+        is_number or msgspec.json.encode(value) == msgspec.json.encode(other)
+    )
 
 
 def _check_ranges(body: SamplingFields) -> None:
@@ -226,8 +236,11 @@ def _check_ranges(body: SamplingFields) -> None:
         raise BadRequestError(
             "prompt_logprobs is not available when stream is true", param="prompt_logprobs"
         )
+    if body.logprob_token_ids == []:
+        raise BadRequestError("logprob_token_ids is empty", param="logprob_token_ids")
     match body:
         case CompletionRequest():
+            _refuse_tokens_without_logprobs(body, body.logprobs is not None)
             _check("logprobs", body.logprobs, 0, MAX_LOGPROBS)
             if body.max_tokens == 0 and not body.echo:
                 raise BadRequestError(
@@ -235,6 +248,7 @@ def _check_ranges(body: SamplingFields) -> None:
                     param="max_tokens",
                 )
         case ChatRequest():
+            _refuse_tokens_without_logprobs(body, bool(body.logprobs))
             _check("max_tokens", body.max_tokens, 1, None)
             _check("max_completion_tokens", body.max_completion_tokens, 1, None)
             _check("top_logprobs", body.top_logprobs, 0, MAX_LOGPROBS)
@@ -305,9 +319,18 @@ def _check(name: str, value: float | None, minimum: float, maximum: float | None
     raise BadRequestError(f"{name} is {value}: it must be {limits}", param=name)
 
 
+def _refuse_tokens_without_logprobs(body: SamplingFields, has_logprobs: bool) -> None:
+    if body.logprob_token_ids is not None and not has_logprobs:
+        raise BadRequestError(
+            "logprob_token_ids is only allowed where logprobs are asked for",
+            param="logprob_token_ids",
+        )
+
+
 def _check_sizes(body: SamplingFields) -> None:
     """Bound what an engine, or this event loop, looks through for each token."""
     stops, words = body.stops, body.bad_words or ()
+    told = body.logprob_token_ids or ()
     biases, stop_ids = body.logit_bias or (), body.stop_token_ids or ()
     chars = "characters in all"
     many = "to allow or forbid many tokens, use allowed_token_ids"
@@ -315,6 +338,7 @@ def _check_sizes(body: SamplingFields) -> None:
         ("stop", len(stops), MAX_STOPS, "strings", "give fewer"),
         ("stop", sum(map(len, stops)), MAX_STOP_CHARS, chars, "shorten the strings"),
         ("stop_token_ids", len(stop_ids), MAX_STOP_TOKEN_IDS, "ids", "give fewer"),
+        ("logprob_token_ids", len(told), MAX_LOGPROB_TOKEN_IDS, "ids", "give fewer"),
         ("bad_words", len(words), MAX_BAD_WORDS, "words", "forbid single tokens by logit_bias"),
         ("bad_words", sum(map(len, words)), MAX_BAD_WORDS_CHARS, chars, "give fewer words"),
         ("logit_bias", len(biases), MAX_LOGIT_BIAS, "tokens", many),

@@ -47,6 +47,7 @@ class SamplingFields(TextFields, frozen=True, kw_only=True):
 
     Attributes:
         user, session_id: Name who asks; nothing depends on them, as in vLLM.
+        logprob_token_ids: In place of the likeliest tokens, where log-probabilities are asked for.
         truncate_prompt_tokens: Cut prompts down to so many tokens; -1 is to what has room.
         truncation_side: The end that is cut off: left, if it is not given.
         stream_interval: Tokens to an event of a stream, but for its first and last one.
@@ -83,6 +84,7 @@ class SamplingFields(TextFields, frozen=True, kw_only=True):
     session_id: str | None = None
     truncate_prompt_tokens: int | None = None
     truncation_side: Literal["left", "right"] | None = None
+    logprob_token_ids: list[int] | None = None
     return_tokens_as_token_ids: bool | None = None
     stream_interval: int | None = None
     kv_transfer_params: KVTransferParams | None = None
@@ -97,7 +99,6 @@ class SamplingFields(TextFields, frozen=True, kw_only=True):
     use_beam_search: Any = None
     length_penalty: Any = None
     logits_processors: Any = None
-    logprob_token_ids: Any = None
     repetition_detection: Any = None
     spaces_between_special_tokens: Any = None
     thinking_token_budget: Any = None
@@ -113,7 +114,6 @@ class SamplingFields(TextFields, frozen=True, kw_only=True):
         "use_beam_search": (False,),
         "length_penalty": (1,),
         "logits_processors": ([],),
-        "logprob_token_ids": (),
         "repetition_detection": (),
         "spaces_between_special_tokens": (True,),
         "thinking_token_budget": (-1,),

@@ -76,6 +76,8 @@ def _refusal_of_sampling(sampling: SamplingParams, vocab_size: int) -> str | Non
             return f"{name} is {number}: it must be from 0 to {MAX_LOGPROBS}"
     if not all(abs(bias) <= _MAX_LOGIT_BIAS for bias in sampling.logit_bias.values()):
         return f"logit_bias has a value beyond {_MAX_LOGIT_BIAS}"
+    if any(not 0 <= token_id < vocab_size for token_id in sampling.logprob_token_ids):
+        return f"logprob_token_ids has ids outside of the vocabulary (0 to {vocab_size - 1})"
     allowed = sampling.allowed_token_ids
     if allowed is not None and not any(0 <= token_id < vocab_size for token_id in allowed):
         return "allowed_token_ids leaves nothing of the vocabulary"

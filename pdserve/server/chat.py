@@ -219,6 +219,7 @@ class _Form:
         is_echoed = body.echo and last.get("role") == "assistant"
         self._echo = content_of(last, "messages[-1]") if is_echoed else ""
         # With logprobs asked for, a choice's chunk has a list of them even where it has no token.
+        self._num_top = len(body.logprob_token_ids or ()) or body.top_logprobs or 0
         self._may_be_plain = not (body.return_token_ids or body.continuous_usage or body.logprobs)
         self._begun = {choice.index for choice in job.choices if choice.num_to_swallow}
 
@@ -321,7 +322,7 @@ class _Form:
         """What stands beside the text in a choice, for some of its deltas in a row."""
         entries = [entry for delta in deltas for entry in delta.logprobs or ()]
         facts: dict[str, Any] = {
-            "logprobs": chat_logprobs(self._tokens, entries, self._body.top_logprobs or 0)
+            "logprobs": chat_logprobs(self._tokens, entries, self._num_top)
             if self._body.logprobs
             else None,
             "finish_reason": finish_name(

@@ -129,6 +129,7 @@ def resolve_sampling(
             param="allowed_token_ids",
         )
     check_token_ids("stop_token_ids", fields.stop_token_ids or (), text.vocab_size)
+    check_token_ids("logprob_token_ids", fields.logprob_token_ids or (), text.vocab_size)
     check_token_ids("allowed_token_ids", allowed or (), text.vocab_size)
     check_token_ids("logit_bias", fields.logit_bias or (), text.vocab_size)
     words = dict.fromkeys(tuple(word) for word in bad_words if word)
@@ -154,6 +155,7 @@ def resolve_sampling(
         bad_words=tuple(words),
         grammar=grammar,
         logprobs=asked.logprobs,
+        logprob_token_ids=tuple(dict.fromkeys(fields.logprob_token_ids or ())),
         prompt_logprobs=asked.prompt_logprobs,
         pooling=asked.pooling,
     )

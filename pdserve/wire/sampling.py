@@ -49,7 +49,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         stop_token_ids: The user's; obeyed even with `ignore_eos`.
         logprobs: Number of alternatives to report per output token; None reports none,
             0 only the sampled token's.
-        prompt_logprobs: The same for prompt tokens.
+        logprob_token_ids: Report these tokens in place of the likeliest ones, if there are any.
+        prompt_logprobs: The same as `logprobs` for prompt tokens.
         allowed_token_ids: If not None, every other token is impossible.
         pooling: If not None, the prompt's vector is reported with the first token.
         bad_words: Token sequences whose last token is impossible after the others.
@@ -73,6 +74,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     allowed_token_ids: tuple[int, ...] | None = None
     bad_words: tuple[tuple[int, ...], ...] = ()
     logprobs: int | None = None
+    logprob_token_ids: tuple[int, ...] = ()
     prompt_logprobs: int | None = None
     pooling: Pooling | None = None
     grammar: Grammar | None = None

@@ -113,7 +113,7 @@ class DeviceSampler(Sampler):
             by_k=bool(top_k.any()),
             by_p=bool((top_p < 1.0).any()),
             ruled=[i for i, row in enumerate(at) if row in self._rules],
-            described=[i for i, row in enumerate(at) if row in self._num_logprobs],
+            described=[i for i, row in enumerate(at) if row in self._alternatives],
         )
 
     def _uniforms(
@@ -165,7 +165,7 @@ class DeviceSampler(Sampler):
         described = token_logprobs(
             unmodified,
             torch.from_numpy(chosen[staged.described]).to(self._device),
-            [self._num_logprobs[staged.rows[i]] for i in staged.described],
+            [self._alternatives[staged.rows[i]] for i in staged.described],
         )
         logprobs = dict(zip(staged.described, described, strict=True))
         return Sampled(chosen, logprobs, non_finite, hindered)

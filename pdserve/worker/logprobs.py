@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
+import msgspec
+
 from pdserve.wire.outputs import TokenLogprobs
 
 if TYPE_CHECKING:
@@ -15,7 +17,13 @@ if TYPE_CHECKING:
     from pdserve.wire.ids import RequestId
 
 
-def token_logprobs(logits: Tensor, token_ids: Tensor, num_top: list[int]) -> list[TokenLogprobs]:
+Alternatives = int | tuple[int, ...]
+"""What is told beside a token: so many of the likeliest ones, or those with these ids."""
+
+
+def token_logprobs(
+    logits: Tensor, token_ids: Tensor, alternatives: Sequence[Alternatives]
+) -> list[TokenLogprobs]:
     """Describe one token per row.
 
     The normaliser is summed in fp64, so that a row's values do not depend on the order
@@ -24,17 +32,18 @@ def token_logprobs(logits: Tensor, token_ids: Tensor, num_top: list[int]) -> lis
     Args:
         logits: `[M, vocab_size]` fp32, unmodified.
         token_ids: `[M]` int64, the tokens that stand there.
-        num_top: Alternatives to report, per row.
+        alternatives: To report, per row; ids are in the vocabulary.
     """
     peak = logits.amax(-1, keepdim=True)
     normaliser = (logits - peak).double().exp_().sum(-1, keepdim=True).log_() + peak
     chosen = logits.gather(-1, token_ids[:, None])
     values = (chosen - normaliser).squeeze(-1).tolist()
     ranks = ((logits > chosen).sum(-1) + 1).tolist()
+    num_top = [each if isinstance(each, int) else 0 for each in alternatives]
     widest = min(max(num_top, default=0), logits.shape[-1])
     top_logits, top_ids = logits.topk(widest, dim=-1)
     top_values, top_tokens = (top_logits - normaliser).tolist(), top_ids.tolist()
-    return [
+    described = [
         TokenLogprobs(
             token_id=token_id,
             logprob=value,
@@ -45,6 +54,13 @@ def token_logprobs(logits: Tensor, token_ids: Tensor, num_top: list[int]) -> lis
             token_ids.tolist(), values, ranks, top_tokens, top_values, num_top, strict=True
         )
     ]
+    for row, named in enumerate(alternatives):
+        if not isinstance(named, int):
+            told = (logits[row, list(named)] - normaliser[row]).tolist()
+            described[row] = msgspec.structs.replace(
+                described[row], top=list(zip(named, told, strict=True))
+            )
+    return described
 
 
 def not_a_number(entries: Mapping[RequestId, Sequence[TokenLogprobs]]) -> set[RequestId]:

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from pdserve.wire.sampling import SamplingParams
     from pdserve.worker.grammar import GrammarPool
     from pdserve.worker.logit_rules import Hindered
+    from pdserve.worker.logprobs import Alternatives
 
 PATIENCE_S: Final = 0.002
 """How long a step waits for what grammars allow, all rows together. Masks that were begun behind
@@ -86,7 +87,7 @@ class Sampler:
         self._seed = np.zeros(num_rows, dtype=np.uint64)
         self._random: set[int] = set()
         self._rules: dict[int, LogitRules] = {}
-        self._num_logprobs: dict[int, int] = {}
+        self._alternatives: dict[int, Alternatives] = {}
 
     def add(
         self, row: int, params: SamplingParams, prompt: Sequence[int], outputs: Sequence[int]
@@ -110,13 +111,13 @@ class Sampler:
                 grammars=self._grammars,
             )
         if params.logprobs is not None:
-            self._num_logprobs[row] = params.logprobs
+            self._alternatives[row] = params.logprob_token_ids or params.logprobs
 
     def remove(self, row: int) -> None:
         """Free `row`: its request is gone."""
         self._random.discard(row)
         self._rules.pop(row, None)
-        self._num_logprobs.pop(row, None)
+        self._alternatives.pop(row, None)
 
     def are_largest(self, rows: NDArray[np.int64]) -> NDArray[np.bool_]:
         """Tell of which rows the token is the largest logit, and nothing else is asked.
@@ -124,7 +125,7 @@ class Sampler:
         Args:
             rows: `[M]`.
         """
-        others = self._random | self._rules.keys() | self._num_logprobs.keys()
+        others = self._random | self._rules.keys() | self._alternatives.keys()
         return np.fromiter((row not in others for row in rows.tolist()), np.bool_, len(rows))
 
     def sample(
@@ -142,12 +143,12 @@ class Sampler:
         if not is_finite.all():
             # Nothing can be drawn from them, and nothing may go wrong for the others.
             logits[torch.from_numpy(~is_finite).to(logits.device)] = 0.0
-        if not (self._random or self._rules or self._num_logprobs):
+        if not (self._random or self._rules or self._alternatives):
             return Sampled(chosen, {}, np.flatnonzero(~is_finite).tolist())
 
         at = rows.tolist()
         ruled = [i for i, row in enumerate(at) if row in self._rules]
-        reported = [i for i, row in enumerate(at) if row in self._num_logprobs]
+        reported = [i for i, row in enumerate(at) if row in self._alternatives]
         random = [i for i, row in enumerate(at) if row in self._random]
         unmodified = logits[reported] if reported else None
         hindered = self._apply_rules(at, ruled, logits)
@@ -164,7 +165,7 @@ class Sampler:
         described = token_logprobs(
             unmodified,
             torch.from_numpy(chosen[reported]).to(self._device),
-            [self._num_logprobs[at[i]] for i in reported],
+            [self._alternatives[at[i]] for i in reported],
         )
         logprobs = dict(zip(reported, described, strict=True))
         return Sampled(chosen, logprobs, non_finite, hindered)

@@ -176,3 +176,17 @@ async def test_many_names_are_cut_short(server):
     body = {"prompt": "The", "max_tokens": 2} | {f"{'x' * 100}{i}": 0 for i in range(40)}
     named = (await ignored(server, COMPLETIONS, body)).split(", ")
     assert named == ["x" * 64] * 16 + ["..."]
+
+
+async def test_named_tokens_are_told_in_place_of_the_likeliest(server):
+    named = {"logprob_token_ids": [90, 61], "return_tokens_as_token_ids": True, "max_tokens": 3}
+    body = {"prompt": "The", "logprobs": 0, "seed": 1, "return_token_ids": True, **named}
+    choice = (await server.ok(COMPLETIONS, body))["choices"][0]
+    told = choice["logprobs"]["top_logprobs"]
+    for token_id, alternatives in zip(choice["token_ids"], told, strict=True):
+        assert set(alternatives) == {"token_id:90", "token_id:61", f"token_id:{token_id}"}
+    chat = {"messages": MESSAGES, "logprobs": True, **named}
+    rows = (await server.ok(CHAT, chat))["choices"][0]["logprobs"]["content"]
+    for row in rows:
+        assert [each["token"] for each in row["top_logprobs"]] == ["token_id:90", "token_id:61"]
+        assert all(each["logprob"] <= row["logprob"] for each in row["top_logprobs"])

@@ -164,6 +164,21 @@ def test_prompt_logprobs_are_those_of_each_prefix_however_it_is_cut(
         driver.drop("prefix")
 
 
+def test_named_tokens_have_the_logprobs_that_they_have_among_all(
+    make_driver: Callable[..., Driver],
+) -> None:
+    driver = make_driver()
+    prompt = prompt_of(20, seed=3)
+    driver.add("all", prompt, params(logprobs=VOCAB))
+    driver.add("some", prompt, params(logprobs=1, logprob_token_ids=(7, 3, 200)))
+    driver.add("top", prompt, params(logprobs=2))
+    told = driver.step({"all": 20, "some": 20, "top": 20}).logprobs
+    [every], [some], [top] = (told[RequestId(name)] for name in ("all", "some", "top"))
+    assert some.top == [(token_id, dict(every.top)[token_id]) for token_id in (7, 3, 200)]
+    assert (some.token_id, some.logprob, some.rank) == (every.token_id, every.logprob, every.rank)
+    assert top.top == every.top[:2]
+
+
 def test_a_step_says_which_requests_sampled(make_driver: Callable[..., Driver]) -> None:
     driver = make_driver()
     driver.add("long", prompt_of(30, 1))
