@@ -2,7 +2,7 @@
 
 Prints one JSON object. `alone`: the time per token of one request, without drafts and with those
 of up to 3, 7 and 15 tokens, for a text that is an edit of the request's prediction (a change of
-some tokens every thirty or so, as in files that are rewritten) and for one that nobody can guess.
+some tokens every sixty or so, as in files that are rewritten) and for one that nobody can guess.
 `neighbours`: the gaps of fifteen requests without a prediction beside one that has one.
 
 Whatever is drafted, the tokens must be those without: that is checked on the way.
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 DRAFTED = (0, 3, 7, 15)
 BATCH = 16
-GAP = 30
+GAP = 60
 """Tokens from one change of a prediction to the next, on average."""
 VARIED = 0.25
 """Standard deviation of weights with which the likeliest tokens are not always the same."""

@@ -119,10 +119,14 @@ _ENGINE: Final = (
         EngineConfig,
         "speculation",
         (
-            ("speculative-config.method", "speculative.method", "ngram", "draft what followed the last tokens where they stood before; empty drafts nothing"),
+            ("speculative-config.method", "speculative.method", "ngram|suffix", "draft what followed the last tokens where they stood before, with suffix also in former answers of the same salt; empty drafts nothing"),
             ("speculative-config.num-speculative-tokens", "speculative.num_speculative_tokens", "N", "tokens of a draft at most; fewer where they do not pay"),
             ("speculative-config.prompt-lookup-max", "speculative.prompt_lookup_max", "N", "last tokens that are looked up, at most"),
             ("speculative-config.prompt-lookup-min", "speculative.prompt_lookup_min", "N", "tokens that must be alike before a draft"),
+            ("speculative-config.suffix-decoding-max-tree-depth", "speculative.suffix_decoding_max_tree_depth", "N", "of suffix: last tokens that are looked up, at most"),
+            ("speculative-config.suffix-decoding-max-cached-requests", "speculative.suffix_decoding_max_cached_requests", "N", "former answers of a salt that are kept, at most"),
+            ("speculative-config.suffix-decoding-max-spec-factor", "speculative.suffix_decoding_max_spec_factor", "X", "tokens of a draft for each that is alike, at most"),
+            ("speculative-config.suffix-decoding-min-token-prob", "speculative.suffix_decoding_min_token_prob", "SHARE", "how often a draft must have followed"),
         ),
     ),
     *declare(

@@ -206,6 +206,7 @@ class StepQueue:
             block_ids=list(holding.blocks),
             num_computed_tokens=request.num_computed_tokens,
             prediction_token_ids=request.wire.prediction_token_ids,
+            cache_salt=request.cache_salt,
         )
 
     def _begin_first(self, request: Request, now_s: float) -> None:

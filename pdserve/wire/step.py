@@ -15,7 +15,7 @@ class NewRequest(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         output_token_ids: Tokens already out: after a preemption, or taken from a handoff.
-        prediction_token_ids: See `GenerateRequest`.
+        prediction_token_ids, cache_salt: See `GenerateRequest`.
         block_ids: Its whole block table.
         num_computed_tokens: Tokens whose KV the blocks hold before this step.
     """
@@ -27,6 +27,7 @@ class NewRequest(msgspec.Struct, frozen=True, kw_only=True):
     block_ids: list[BlockId]
     num_computed_tokens: int
     prediction_token_ids: list[int] = []
+    cache_salt: str = ""
 
 
 class KnownRequests(msgspec.Struct, frozen=True, kw_only=True):

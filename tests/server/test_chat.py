@@ -122,3 +122,35 @@ async def test_template_variables_reach_the_template(text):
     async with serving(replace(text, chat_template=template), engine) as server:
         await server.ok(PATH, {"messages": MESSAGES, "chat_template_kwargs": {"extra": "!"}})
     assert text.tokenizer.decode(engine.requests[0].prompt_token_ids) == "hi!"
+
+
+async def test_a_prediction_changes_no_answer_and_usage_says_how_its_drafts_did(text):
+    parts = [{"type": "text", "text": "a dog"}]
+    async with serving(text, scripted(text, "a dog")) as server:
+        plain = await server.ok(PATH, {"messages": MESSAGES})
+        for content in ("a dog", parts):
+            prediction = {"type": "content", "content": content}
+            answer = await server.ok(PATH, {"messages": MESSAGES, "prediction": prediction})
+            assert answer["choices"] == plain["choices"]
+            # This engine drafts nothing.
+            assert answer["usage"]["completion_tokens_details"] == {
+                "accepted_prediction_tokens": 0,
+                "rejected_prediction_tokens": 0,
+            }
+    assert "completion_tokens_details" not in plain["usage"]
+
+
+@pytest.mark.parametrize(
+    ("prediction", "message"),
+    [
+        ({"type": "text", "content": "a"}, "it must be 'content'"),
+        ({"type": "content", "content": [{"type": "image", "text": ""}]}, "of type 'image'"),
+        ({"type": "content"}, "missing required field `content`"),
+        ("a dog", "prediction"),
+    ],
+)
+async def test_a_prediction_that_is_no_text_is_refused(server, prediction, message):
+    body = {"messages": MESSAGES, "prediction": prediction}
+    status, error = await server.refused(PATH, body)
+    assert (status, error["param"]) == (400, "prediction")
+    assert message in error["message"]

@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from pdserve.worker.drafting.ngram import NgramDrafter
+from pdserve.worker.drafting.suffix import SuffixDrafter
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -94,5 +95,9 @@ def drafts_of(config: SpeculativeConfig, *, vocab_size: int) -> Drafts | None:
     """Return drafts by the method that is configured; None if none is."""
     if not config.method:
         return None
-    drafter = NgramDrafter(longest=config.prompt_lookup_max, shortest=config.prompt_lookup_min)
+    drafter: Drafter
+    if config.method == "suffix":
+        drafter = SuffixDrafter(config)
+    else:
+        drafter = NgramDrafter(longest=config.prompt_lookup_max, shortest=config.prompt_lookup_min)
     return Drafts(drafter, vocab_size=vocab_size, max_tokens=config.max_drafted)

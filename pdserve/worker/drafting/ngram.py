@@ -31,11 +31,11 @@ class NgramDrafter:
 
     def __init__(self, *, longest: int, shortest: int) -> None:
         self._longest, self._shortest = longest, shortest
-        self._corpora: dict[int, _Corpus] = {}
+        self._corpora: dict[int, Corpus] = {}
 
     def add(self, row: int, request: NewRequest) -> None:
         """See `Drafter`."""
-        self._corpora[row] = _Corpus(request, self._longest)
+        self._corpora[row] = Corpus(request, self._longest)
 
     def remove(self, row: int) -> None:
         """See `Drafter`."""
@@ -48,23 +48,38 @@ class NgramDrafter:
     def propose(self, row: int, max_tokens: int) -> list[int]:
         """See `Drafter`. A run that reaches the newest token goes on as it began."""
         corpus = self._corpora[row]
-        tokens, last = corpus.tokens, corpus.last
-        ends = np.flatnonzero(tokens[:-1] == last[-1]) if last else np.zeros(0, np.int64)
-        length = min(len(ends), 1)
-        while ends.size and length < len(last):
-            earlier = ends[ends >= length]
-            earlier = earlier[tokens[earlier - length] == last[-1 - length]]
-            if not earlier.size:
-                break
-            ends = earlier
-            length += 1
-        if length < self._shortest or not ends.size:
+        tokens = corpus.tokens
+        ends, length = longest_runs(tokens, corpus.last)
+        if length < self._shortest:
             return []
         followed: list[int] = np.resize(tokens[ends[-1] + 1 :], max_tokens).tolist()
         return followed
 
 
-class _Corpus:
+def longest_runs(tokens: NDArray[np.int32], last: Sequence[int]) -> tuple[NDArray[np.int64], int]:
+    """Return where the longest runs that `last` ends with stand in `tokens`, and their length.
+
+    Returns:
+        Where each ends, rising, but for the end of `tokens` itself; 0 if even the last one of
+        `last` stands nowhere.
+    """
+    if not last:
+        return np.zeros(0, np.int64), 0
+    ends = np.flatnonzero(tokens[:-1] == last[-1])
+    if not ends.size:
+        return ends, 0
+    length = 1
+    while length < len(last):
+        earlier = ends[ends >= length]
+        earlier = earlier[tokens[earlier - length] == last[-1 - length]]
+        if not earlier.size:
+            break
+        ends = earlier
+        length += 1
+    return ends, length
+
+
+class Corpus:
     """Prompt, prediction and answer of one request, one behind the other.
 
     The prediction stands behind a copy of the prompt's end, as the answer does: its first tokens

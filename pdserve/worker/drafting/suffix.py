@@ -1,0 +1,139 @@
+"""Drafts from what was put out before, here and for others, by how often it followed (suffixes).
+
+The longest run of last tokens that stands elsewhere is looked for, in the request itself and in
+answers to former requests of the same salt; where it stands several times, each token of the draft
+is the one that followed most often, as long as that is often enough. The longer the run, the longer
+the draft (SuffixDecoding: Oliaro et al., arXiv 2411.04975).
+
+What was put out under one salt is never looked at under another: how fast an answer comes would
+tell of it.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from typing import TYPE_CHECKING, Final
+
+import numpy as np
+
+from pdserve.worker.drafting.ngram import Corpus, longest_runs
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from numpy.typing import NDArray
+
+    from pdserve.config.speculative import SpeculativeConfig
+    from pdserve.wire.step import NewRequest
+
+_MAX_SALTS: Final = 64
+_MAX_TOKENS: Final = 1 << 16
+"""Of former answers of a salt: to look through them takes 30 us."""
+_BETWEEN: Final = -1
+"""Behind each former answer; no token."""
+_SHORTEST: Final = 2
+
+
+class SuffixDrafter:
+    """See the module.
+
+    A former answer counts from when its request is forgotten. Ranks and stages forget requests in
+    the same steps, so they have the same ones.
+    """
+
+    def __init__(self, config: SpeculativeConfig) -> None:
+        self._longest = config.suffix_decoding_max_tree_depth
+        self._max_answers = config.suffix_decoding_max_cached_requests
+        self._factor = config.suffix_decoding_max_spec_factor
+        self._least = config.suffix_decoding_min_token_prob
+        self._corpora: dict[int, Corpus] = {}
+        self._salts: dict[int, str] = {}
+        self._outputs: dict[int, list[int]] = {}
+        self._former: OrderedDict[str, _FormerAnswers] = OrderedDict()
+
+    def add(self, row: int, request: NewRequest) -> None:
+        """See `Drafter`."""
+        self._corpora[row] = Corpus(request, self._longest)
+        self._salts[row] = request.cache_salt
+        self._outputs[row] = list(request.output_token_ids)
+
+    def remove(self, row: int) -> None:
+        """See `Drafter`."""
+        del self._corpora[row]
+        salt, outputs = self._salts.pop(row), self._outputs.pop(row)
+        if outputs and self._max_answers:
+            former = self._former.setdefault(salt, _FormerAnswers(self._max_answers))
+            former.add(outputs)
+            self._former.move_to_end(salt)
+            if len(self._former) > _MAX_SALTS:
+                self._former.popitem(last=False)
+
+    def note(self, row: int, token_ids: Sequence[int]) -> None:
+        """See `Drafter`."""
+        self._corpora[row].append(token_ids)
+        self._outputs[row].extend(token_ids)
+
+    def propose(self, row: int, max_tokens: int) -> list[int]:
+        """See `Drafter`. Of runs of the same length the request's own counts."""
+        corpus = self._corpora[row]
+        tokens = corpus.tokens
+        ends, length = longest_runs(tokens, corpus.last)
+        former = self._former.get(self._salts[row])
+        if former is not None:
+            others, longer = longest_runs(former.tokens, corpus.last)
+            if longer > length:
+                tokens, ends, length = former.tokens, others, longer
+        if length < _SHORTEST:
+            return []
+        return _most_often(tokens, ends, min(max_tokens, int(length * self._factor)), self._least)
+
+
+def _most_often(
+    tokens: NDArray[np.int32], ends: NDArray[np.int64], max_tokens: int, least: float
+) -> list[int]:
+    """Return what follows most often, as long as the whole of it does so with a share of `least`.
+
+    Args:
+        ends: What is followed; each has a token behind it.
+    """
+    draft: list[int] = []
+    num = len(ends)
+    while len(draft) < max_tokens:
+        ends = ends[ends + 1 < len(tokens)] + 1
+        followers = tokens[ends]
+        known = followers[followers != _BETWEEN]
+        if not known.size:
+            break
+        found, first, counts = np.unique(known[::-1], return_index=True, return_counts=True)
+        # Of equally frequent ones the latest.
+        best = np.lexsort((first, -counts))[0]
+        if counts[best] < least * num:
+            break
+        draft.append(int(found[best]))
+        ends = ends[followers == found[best]]
+    return draft
+
+
+class _FormerAnswers:
+    """Answers one behind the other, the oldest first.
+
+    Args:
+        max_answers: Older ones are forgotten.
+    """
+
+    def __init__(self, max_answers: int) -> None:
+        self._max_answers = max_answers
+        self._lengths: list[int] = []
+        self.tokens: NDArray[np.int32] = np.zeros(0, np.int32)
+
+    def add(self, token_ids: Sequence[int]) -> None:
+        """Add one; of a very long one its end."""
+        added = np.array([*token_ids[1 - _MAX_TOKENS :], _BETWEEN], np.int32)
+        self._lengths.append(len(added))
+        num_old = 0
+        while (
+            len(self._lengths) > self._max_answers
+            or len(self.tokens) + len(added) - num_old > _MAX_TOKENS
+        ):
+            num_old += self._lengths.pop(0)
+        self.tokens = np.concatenate([self.tokens[num_old:], added])
