@@ -401,7 +401,8 @@ class Story:
         if self.prompt is None:
             return ""
         told = []
-        for leg, known in self.known.items():
+        for leg in filter(self.known.__contains__, ("prefill", "decode", "local")):
+            known = self.known[leg]
             best = f" (best {known.num_best})" if known.num_best > known.num_tokens else ""
             told.append(f"{leg} {'' if known.is_exact else '~'}{known.num_tokens}{best}")
         unread = f" (by bytes: {self.prompt.unread})" if self.prompt.unread else ""

@@ -124,7 +124,7 @@ class Prefixes:
 
     def sent(self, prompt: RoutePrompt, engine: Backend) -> KnownPrefix:
         """Note that an engine has a prompt to compute, or its KV to take; return what it had."""
-        known = self.known(prompt, self._backends)
+        known = self.known(prompt, (each for each in self._backends if each.role is engine.role))
         bits, is_exact = self._bits(prompt, engine)
         num_tokens = known.get(engine.url, 0)
         if is_exact:

@@ -34,7 +34,7 @@ class KnownPrefix:
     Attributes:
         num_tokens: From its first one on; whole grains.
         is_exact: By the engine's word; else by what was sent there.
-        num_best: The most that any engine has.
+        num_best: The most that any engine of its role has.
     """
 
     num_tokens: int

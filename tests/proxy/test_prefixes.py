@@ -90,7 +90,7 @@ async def test_a_prompt_goes_to_the_engine_whose_events_say_it_has_it(make_stack
         for _ in range(4):
             assert await stack.stream(ask(1))
         assert [len(each.calls) for each in prefill] == [0, 4, 0]
-        assert hits()[0] == "prefill 512 decode ~0 (best 512) of 600"
+        assert hits()[0] == "prefill 512 decode ~0 of 600"
         assert hits()[1] == "prefill 512 decode ~512 of 600"
         publisher.publish([BlocksCleared()])
         await until(lambda: known(stack, 1, prefill[1]) == 0)
