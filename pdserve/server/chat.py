@@ -27,6 +27,7 @@ from pdserve.server.sampling import Asked
 from pdserve.server.service import SERVICE, read_body
 from pdserve.server.spacing import spaced
 from pdserve.server.text_work import refuse_many_messages
+from pdserve.text.answer.pieces import ToolUse
 from pdserve.text.chat import content_of
 
 if TYPE_CHECKING:
@@ -91,8 +92,10 @@ def _machines(
     Raises:
         BadRequestError: Tools are offered whose calls cannot be read.
     """
-    tools = tools_by_name(body.offered_tools)
-    style = text.answers
+    use = ToolUse(
+        tools_by_name(body.offered_tools), is_parallel=body.parallel_tool_calls is not False
+    )
+    tools, style = use.tools, text.answers
     if tools and not style.reads_calls:
         raise BadRequestError(
             "how this model writes tool calls is not known: start the server with "
@@ -106,8 +109,7 @@ def _machines(
             param="tool_choice",
             code="unsupported_parameter",
         )
-    is_parallel = body.parallel_tool_calls is not False
-    return functools.partial(style.machine, prompt, tools, is_parallel=is_parallel)
+    return functools.partial(style.machine, prompt, use)
 
 
 async def create_chat_completion(request: web.Request) -> web.StreamResponse:

@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 
 from pdserve.text.answer.machine import AnswerMachine
 from pdserve.text.answer.parsers import REASONING_PARSERS, TOOL_PARSERS
-from pdserve.text.answer.pieces import ToolCall
+from pdserve.text.answer.pieces import ToolCall, ToolUse
 from pdserve.text.output import OutputProcessor
 from pdserve.wire.request import FinishReason
 from tests.text.tiny import make_tokenizer
@@ -104,7 +104,7 @@ def processor_with(parser: str, *, stop: tuple[str, ...] = ()) -> OutputProcesso
     machine = AnswerMachine(
         calls=TOOL_PARSERS[parser],
         reasoning=REASONING_PARSERS["qwen3"],
-        tools={},
+        use=ToolUse({}),
         vocabulary={THINK: "<think>"},
         in_reasoning=False,
     )

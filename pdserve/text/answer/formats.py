@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
@@ -31,6 +31,40 @@ class ParseCalls(Protocol):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Writing:
+    """How calls are written: texts in which `{name}` and `{key}` stand for a tool and a parameter.
+
+    Attributes:
+        opening, closing: Around all calls.
+        begin, end: Around the arguments of one.
+        between: Between two calls; None where there is never more than one.
+        parameter: Around each value; None where arguments are one JSON object. `{is_string}` is
+            true or false.
+        excluded: What a text between parameters' tags may not have: it would end it.
+    """
+
+    begin: str
+    end: str
+    opening: str = ""
+    closing: str = ""
+    between: str | None = ""
+    parameter: tuple[str, str] | None = None
+    excluded: tuple[str, ...] = ()
+
+    @property
+    def trigger(self) -> str:
+        """What begins calls, and nothing else, as far as the tool's name."""
+        return (self.opening + self.begin).partition("{name}")[0]
+
+    def after(self, beginning: str) -> Writing:
+        """Return what is left to write behind the beginning of the trigger."""
+        rest = len(beginning) - len(self.opening)
+        if rest < 0:
+            return replace(self, opening=self.opening[len(beginning) :])
+        return replace(self, opening="", begin=self.begin[rest:], between=None)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class CallFormat:
     """One way of writing tool calls.
 
@@ -43,6 +77,7 @@ class CallFormat:
         may_begin: Whether an answer that begins like this, without an opening, may be a call;
             None where every call has one.
         ends_reasoning: An opening also ends the reasoning.
+        writing: How calls are forced; None where that is done in plain JSON.
     """
 
     openings: tuple[str, ...]
@@ -52,6 +87,12 @@ class CallFormat:
     fragments: tuple[str, ...] = ()
     may_begin: Callable[[str], bool] | None = None
     ends_reasoning: bool = False
+    writing: Writing | None = None
+
+    @property
+    def has_closings(self) -> bool:
+        """Whether something but the next call ends a call."""
+        return not set(self.closings) <= set(self.openings)
 
     @property
     def markers(self) -> tuple[str, ...]:
@@ -79,6 +120,11 @@ class ReasoningFormat:
     def markers(self) -> tuple[str, ...]:
         """All of them."""
         return tuple(marker for pair in self.pairs for marker in pair)
+
+    def is_closed_after(self, prompt: str) -> bool:
+        """Whether `prompt` has ended the reasoning: there is none in the answer."""
+        end = prompt.rstrip()
+        return any(end.endswith(closing) for _, closing in self.pairs)
 
     def is_open_after(self, prompt: str) -> bool:
         """Whether an answer to `prompt` begins inside of the reasoning."""

@@ -11,6 +11,7 @@ import re
 from enum import Enum, auto
 from typing import TYPE_CHECKING
 
+from pdserve.text.answer.formats import Writing
 from pdserve.text.answer.json_calls import object_text
 from pdserve.text.answer.pieces import (
     Content,
@@ -20,9 +21,12 @@ from pdserve.text.answer.pieces import (
     ToolCall,
     UnfinishedCallError,
 )
+from pdserve.text.answer.writing import GrammarWriter, check_tools
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
+
+    from pdserve.text.answer.pieces import ToolUse
 
 START, MESSAGE = "<|start|>", "<|message|>"
 _ENDS = frozenset({"<|end|>", "<|call|>", "<|return|>"})
@@ -31,6 +35,11 @@ _CHANNEL = re.compile(r"<\|channel\|>\s*(\w+)")
 _RECIPIENT = re.compile(r"to=([^\s<]+)")
 _FUNCTIONS = "functions."
 _TURN = START + "assistant"
+_WRITING = Writing(
+    begin="<|channel|>commentary to=functions.{name} <|constrain|>json<|message|>",
+    end="",
+    between=None,
+)
 
 
 class _Kind(Enum):
@@ -47,8 +56,8 @@ class HarmonyMachine:
     Args:
         prompt: What the answer goes on from: it may end inside of a header or a message.
         vocabulary: Markers by their token ids.
-        reads_calls: Calls of functions are looked for; else they are content.
-        is_parallel: There may be several calls; else the first one ends the answer.
+        use: Which tools were offered, and how they may be called; without any, what is written
+            to a function is content.
     """
 
     def __init__(
@@ -56,13 +65,11 @@ class HarmonyMachine:
         prompt: str,
         *,
         vocabulary: Mapping[int, str],
-        reads_calls: bool,
-        is_parallel: bool = True,
+        use: ToolUse,
     ) -> None:
         self.vocabulary = vocabulary
         self.reads_reasoning = True
-        self._reads_calls = reads_calls
-        self._is_parallel = is_parallel
+        self._use = use
         self._kind = _Kind.HEADER
         self._text: list[str] = []
         self._name = ""
@@ -86,7 +93,7 @@ class HarmonyMachine:
     @property
     def is_over(self) -> bool:
         """Whether nothing may follow any more."""
-        return self._num_calls > 0 and not self._is_parallel
+        return self._num_calls > 0 and not self._use.is_parallel
 
     def push(self, text: str, *, is_marker: bool = False) -> list[Piece]:
         """Add text, or a marker's token; return what became certain by it."""
@@ -126,7 +133,7 @@ class HarmonyMachine:
         self._text = []
         recipient, channels = _RECIPIENT.search(header), _CHANNEL.findall(header)
         name = recipient[1] if recipient is not None else ""
-        if name.startswith(_FUNCTIONS) and self._reads_calls:
+        if name.startswith(_FUNCTIONS) and self._use.tools:
             self._kind, self._name = _Kind.CALL, name.removeprefix(_FUNCTIONS)
         elif name and name != "assistant" and not name.startswith(_FUNCTIONS):
             self._kind = _Kind.BUILT_IN
@@ -150,6 +157,26 @@ class HarmonyMachine:
                 pieces = [Content(text)]
             else:
                 self._num_calls += 1
-                pieces = [call] if self._num_calls == 1 or self._is_parallel else []
+                pieces = [call] if self._num_calls == 1 or self._use.is_parallel else []
         self._kind, self._text = _Kind.HEADER, []
         return pieces
+
+
+def harmony_grammar(tokens: Mapping[str, int], use: ToolUse) -> str:
+    """Return the grammar of an answer that calls a tool as its schema says, at most one.
+
+    Args:
+        tokens: Ids of tokens that no text is cut within, by their texts.
+
+    Raises:
+        ValueError: A tool cannot stand in it.
+    """
+    check_tools(use.tools, with_keys=False)
+    writer = GrammarWriter(tokens)
+    text = writer.free("TEXT", ())
+    channels = ' ("analysis" | "commentary") '
+    note = f"{writer.literal('<|channel|>')}{channels}{writer.literal(MESSAGE)} {text}"
+    writer.rule("note", f"{note} {writer.literal('<|end|>' + _TURN)}")
+    call = writer.calls(_WRITING, use)
+    final = f"{writer.literal('<|channel|>final<|message|>')} {text}"
+    return f"start: note* ({call if use.is_forced else f'{call} | {final}'})\n{writer.text()}"

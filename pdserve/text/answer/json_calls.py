@@ -6,12 +6,13 @@ Arguments keep the model's own spelling, so that no number loses a digit.
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from json import JSONDecodeError, JSONDecoder
 from typing import TYPE_CHECKING
 
 import msgspec
 
-from pdserve.text.answer.formats import CallFormat
+from pdserve.text.answer.formats import CallFormat, Writing
 from pdserve.text.answer.pieces import MalformedCallError, ToolCall, UnfinishedCallError
 
 if TYPE_CHECKING:
@@ -133,6 +134,11 @@ def may_begin_llama(text: str) -> bool:
     )
 
 
+def may_begin_list(text: str) -> bool:
+    """Whether a text may be a list of calls."""
+    return text.startswith("[")
+
+
 def _mistral(opening: str, body: str, tools: Tools, *, is_last: bool) -> list[ToolCall]:
     """`name[ARGS]{...}`, with an id between where the model gives one; in V3 a list of objects."""
     if named := _V11.match(body):
@@ -161,24 +167,78 @@ def _kimi(opening: str, body: str, tools: Tools, *, is_last: bool) -> list[ToolC
     return [ToolCall(head[2], object_text(body[head.end() :]), call_id)]
 
 
-HERMES = CallFormat(openings=("<tool_call>",), closings=("</tool_call>",), parse=_hermes)
+HERMES = CallFormat(
+    openings=("<tool_call>",),
+    closings=("</tool_call>",),
+    parse=_hermes,
+    writing=Writing(
+        begin='<tool_call>\n{"name": "{name}", "arguments": ', end="}\n</tool_call>", between="\n"
+    ),
+)
 LLAMA_JSON = CallFormat(
-    openings=("<|python_tag|>",), closings=(), parse=_llama, may_begin=may_begin_llama
+    openings=("<|python_tag|>",),
+    closings=(),
+    parse=_llama,
+    may_begin=may_begin_llama,
+    writing=Writing(begin='{"name": "{name}", "parameters": ', end="}", between="; "),
 )
 MISTRAL = CallFormat(
     openings=("[TOOL_CALLS]",),
     closings=("[TOOL_CALLS]",),
     parse=_mistral,
+    writing=Writing(begin="[TOOL_CALLS]{name}[ARGS]", end=""),
 )
-DEEPSEEK = CallFormat(
+MISTRAL_V3 = replace(
+    MISTRAL,
+    writing=Writing(
+        opening="[TOOL_CALLS] [",
+        begin='{"name": "{name}", "arguments": ',
+        end="}",
+        between=", ",
+        closing="]",
+    ),
+)
+DEEPSEEK_V3 = CallFormat(
     openings=("<｜tool▁call▁begin｜>",),
     closings=("<｜tool▁call▁end｜>",),
     sections=(("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"),),
     parse=_deepseek,
+    writing=Writing(
+        opening="<｜tool▁calls▁begin｜>",
+        begin="<｜tool▁call▁begin｜>function<｜tool▁sep｜>{name}\n```json\n",
+        end="\n```<｜tool▁call▁end｜>",
+        between="\n",
+        closing="<｜tool▁calls▁end｜>",
+    ),
+)
+DEEPSEEK_V31 = replace(
+    DEEPSEEK_V3,
+    writing=Writing(
+        opening="<｜tool▁calls▁begin｜>",
+        begin="<｜tool▁call▁begin｜>{name}<｜tool▁sep｜>",
+        end="<｜tool▁call▁end｜>",
+        closing="<｜tool▁calls▁end｜>",
+    ),
 )
 KIMI = CallFormat(
     openings=("<|tool_call_begin|>",),
     closings=("<|tool_call_end|>",),
     sections=(("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"),),
     parse=_kimi,
+    writing=Writing(
+        opening="<|tool_calls_section_begin|>",
+        begin="<|tool_call_begin|>functions.{name}:{index}<|tool_call_argument_begin|>",
+        end="<|tool_call_end|>",
+        closing="<|tool_calls_section_end|>",
+    ),
 )
+JSON_LIST = CallFormat(
+    openings=(),
+    closings=(),
+    parse=_mistral,
+    may_begin=may_begin_list,
+    writing=Writing(
+        opening="[", begin='{"name": "{name}", "arguments": ', end="}", between=", ", closing="]"
+    ),
+)
+"""For models whose own format is not known, or has no grammar: only where calls are forced."""

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from pdserve.text.answer.formats import CallFormat, ReasoningFormat
-    from pdserve.text.answer.pieces import Tools
+    from pdserve.text.answer.pieces import ToolUse
 
 _MAX_BEGINNING_CHARS = 128
 """By then it is clear whether a text without an opening marker may be a call."""
@@ -83,10 +83,9 @@ class AnswerMachine:
     Args:
         calls: How the model writes calls; None if they are not looked for.
         reasoning: How it marks reasoning; None if that is not looked for.
-        tools: Those that were offered.
+        use: Which tools were offered, and how they may be called.
         vocabulary: Markers that are tokens of their own, by their ids.
         in_reasoning: The prompt has opened the reasoning already.
-        is_parallel: There may be several calls; else the first one ends the answer.
     """
 
     def __init__(
@@ -94,17 +93,15 @@ class AnswerMachine:
         *,
         calls: CallFormat | None,
         reasoning: ReasoningFormat | None,
-        tools: Tools,
+        use: ToolUse,
         vocabulary: Mapping[int, str],
         in_reasoning: bool,
-        is_parallel: bool = True,
     ) -> None:
         self.vocabulary = vocabulary
         self._calls = calls
         self._reasoning = reasoning
-        self._tools = tools
+        self._use = use
         self._tokens = frozenset(vocabulary.values())
-        self._is_parallel = is_parallel
         self._state = _State.REASONING if in_reasoning else _State.CONTENT
         self._thought = _Flow(drops_leading=True)
         self._content = _Flow(drops_leading=in_reasoning)
@@ -132,7 +129,7 @@ class AnswerMachine:
     @property
     def is_over(self) -> bool:
         """Whether nothing may follow any more."""
-        return self._has_calls and not self._is_parallel
+        return self._has_calls and not self._use.is_parallel
 
     @property
     def is_in_call(self) -> bool:
@@ -314,7 +311,7 @@ class AnswerMachine:
         """End a call at a closing marker; tell whether it was the end."""
         assert self._calls is not None
         try:
-            calls = self._calls.parse(self._opening, body, self._tools, is_last=False)
+            calls = self._calls.parse(self._opening, body, self._use.tools, is_last=False)
         except UnfinishedCallError:
             return False
         except MalformedCallError:
@@ -336,11 +333,10 @@ class AnswerMachine:
         for closing in self._calls.closings:
             if body.rstrip().endswith(closing):
                 body, is_closed = body.rstrip().removesuffix(closing), True
-        ends_itself = set(self._calls.closings) <= set(self._calls.openings)
         try:
-            if is_cut and not ends_itself:
+            if is_cut and self._calls.has_closings:
                 raise UnfinishedCallError
-            calls = self._calls.parse(self._opening, body, self._tools, is_last=is_closed)
+            calls = self._calls.parse(self._opening, body, self._use.tools, is_last=is_closed)
         except (UnfinishedCallError, MalformedCallError):
             self._state = _State.CONTENT
             if not is_cut or not self._opening:
@@ -354,7 +350,7 @@ class AnswerMachine:
 
     def _give(self, calls: list[ToolCall]) -> None:
         self._has_calls = self._has_calls or bool(calls)
-        self._pieces += calls if self._is_parallel else calls[:1]
+        self._pieces += calls if self._use.is_parallel else calls[:1]
 
 
 def _overlap(text: str, marker: str) -> int:

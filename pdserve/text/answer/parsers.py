@@ -6,7 +6,14 @@ from typing import TYPE_CHECKING, Final
 
 from pdserve.text.answer.formats import ReasoningFormat
 from pdserve.text.answer.gemma_calls import GEMMA
-from pdserve.text.answer.json_calls import DEEPSEEK, HERMES, KIMI, LLAMA_JSON, MISTRAL
+from pdserve.text.answer.json_calls import (
+    DEEPSEEK_V3,
+    DEEPSEEK_V31,
+    HERMES,
+    KIMI,
+    LLAMA_JSON,
+    MISTRAL,
+)
 from pdserve.text.answer.pythonic_calls import PYTHONIC
 from pdserve.text.answer.tagged_calls import (
     DEEPSEEK_V4,
@@ -28,8 +35,8 @@ _GEMMA = ReasoningFormat(pairs=(("<|channel>", "<channel|>"),), label="thought")
 _MISTRAL = ReasoningFormat(pairs=(("[THINK]", "[/THINK]"), ("<think>", "</think>")))
 
 TOOL_PARSERS: Final[Mapping[str, CallFormat]] = {
-    "deepseek_v3": DEEPSEEK,
-    "deepseek_v31": DEEPSEEK,
+    "deepseek_v3": DEEPSEEK_V3,
+    "deepseek_v31": DEEPSEEK_V31,
     "deepseek_v32": DEEPSEEK_V32,
     "deepseek_v4": DEEPSEEK_V4,
     "deepseek_v41": DEEPSEEK_V41,
@@ -57,7 +64,8 @@ REASONING_PARSERS: Final[Mapping[str, ReasoningFormat]] = {
 }
 
 _TOOL_SIGNS: Final[tuple[tuple[tuple[str, ...], str], ...]] = (
-    (("<｜tool▁call▁begin｜>",), "deepseek_v3"),
+    (("<｜tool▁call▁begin｜>", "```json"), "deepseek_v3"),
+    (("<｜tool▁call▁begin｜>",), "deepseek_v31"),
     (("<|tool_call_begin|>",), "kimi_k2"),
     (("[TOOL_CALLS]",), "mistral"),
     (("<|tool_call>",), "gemma4"),

@@ -13,6 +13,20 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
+class ToolUse:
+    """Which tools an answer may call, and how.
+
+    Attributes:
+        is_forced: It has to call one; else it may also have text, or nothing else.
+        is_parallel: It may have several calls; else the first one ends it.
+    """
+
+    tools: Tools
+    is_forced: bool = False
+    is_parallel: bool = True
+
+
+@dataclass(frozen=True, slots=True)
 class Content:
     """Text for the user."""
 

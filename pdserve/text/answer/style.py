@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
-from pdserve.errors import ConfigError
-from pdserve.text.answer.harmony import MARKERS, HarmonyMachine
+from pdserve.errors import BadRequestError, ConfigError, InternalError
+from pdserve.text.answer.harmony import MARKERS, HarmonyMachine, harmony_grammar
+from pdserve.text.answer.json_calls import JSON_LIST, MISTRAL, MISTRAL_V3
 from pdserve.text.answer.machine import AnswerMachine
 from pdserve.text.answer.parsers import (
     HARMONY,
@@ -15,13 +16,14 @@ from pdserve.text.answer.parsers import (
     reasoning_parser_of,
     tool_parser_of,
 )
+from pdserve.text.answer.writing import calls_grammar
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping
 
     from pdserve.config.schema import ModelConfig
     from pdserve.text.answer.formats import CallFormat, ReasoningFormat
-    from pdserve.text.answer.pieces import Tools
+    from pdserve.text.answer.pieces import ToolUse
     from pdserve.text.tokenizer import Tokenizer
 
 _AUTO, _NONE = "auto", "none"
@@ -36,6 +38,7 @@ class AnswerStyle:
         reasoning: None if reasoning is not.
         is_harmony: Both are read from the headers of messages.
         vocabulary: Markers, and parts of markers, that are tokens of their own, by their ids.
+        tokens: Ids of all tokens that no text is cut within, by their texts.
         may_choose: The model may be asked to choose tools by itself.
     """
 
@@ -43,6 +46,7 @@ class AnswerStyle:
     reasoning: ReasoningFormat | None = None
     is_harmony: bool = False
     vocabulary: Mapping[int, str] = field(default_factory=dict)
+    tokens: Mapping[str, int] = field(default_factory=dict)
     may_choose: bool = True
 
     @property
@@ -50,27 +54,43 @@ class AnswerStyle:
         """Whether it is known how calls are written."""
         return self.is_harmony or self.calls is not None
 
-    def machine(
-        self, prompt: str, tools: Tools, *, is_parallel: bool = True
-    ) -> AnswerMachine | HarmonyMachine | None:
+    @property
+    def forcing(self) -> AnswerStyle:
+        """The style of answers that have to call a tool: plain JSON where there is no other way."""
+        if self.is_harmony or (self.calls is not None and self.calls.writing is not None):
+            return self
+        return replace(self, calls=JSON_LIST)
+
+    def grammar(self, prompt: str, use: ToolUse) -> str:
+        """Return the grammar of an answer to `prompt` that calls tools as their schemas say.
+
+        Raises:
+            BadRequestError: There is none.
+        """
+        try:
+            if self.is_harmony:
+                return harmony_grammar(self.tokens, use)
+            if self.calls is None:
+                raise InternalError("calls were to be constrained in no format")
+            return calls_grammar(self.calls, self.reasoning, self.tokens, use, prompt=prompt)
+        except ValueError as error:
+            raise BadRequestError(f"tools: {error}", param="tools") from error
+        except RecursionError as error:
+            raise BadRequestError("tools: a schema is nested too deeply", param="tools") from error
+
+    def machine(self, prompt: str, use: ToolUse) -> AnswerMachine | HarmonyMachine | None:
         """Return what takes an answer to `prompt` apart; None if all of it is content."""
         if self.is_harmony:
-            return HarmonyMachine(
-                prompt,
-                vocabulary=self.vocabulary,
-                reads_calls=bool(tools),
-                is_parallel=is_parallel,
-            )
-        calls = self.calls if tools else None
+            return HarmonyMachine(prompt, vocabulary=self.vocabulary, use=use)
+        calls = self.calls if use.tools else None
         if calls is None and self.reasoning is None:
             return None
         return AnswerMachine(
             calls=calls,
             reasoning=self.reasoning,
-            tools=tools,
+            use=use,
             vocabulary=self.vocabulary,
             in_reasoning=self.reasoning is not None and self.reasoning.is_open_after(prompt),
-            is_parallel=is_parallel,
         )
 
 
@@ -91,6 +111,8 @@ def style_of(model: ModelConfig, tokenizer: Tokenizer, template: str) -> AnswerS
     )
     is_harmony = not HARMONY.isdisjoint((call_parser, reasoning_parser))
     calls = TOOL_PARSERS.get(call_parser)
+    if calls is MISTRAL and "[ARGS]" not in tokenizer.added_tokens.values():
+        calls = MISTRAL_V3
     reasoning = REASONING_PARSERS.get(reasoning_parser)
     markers = {
         *(MARKERS if is_harmony else ()),
@@ -113,6 +135,7 @@ def style_of(model: ModelConfig, tokenizer: Tokenizer, template: str) -> AnswerS
         reasoning=reasoning,
         is_harmony=is_harmony,
         vocabulary=vocabulary,
+        tokens={text: token_id for token_id, text in tokenizer.added_tokens.items()},
         may_choose=model.enable_auto_tool_choice,
     )
 

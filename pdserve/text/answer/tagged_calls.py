@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from pdserve.text.answer.formats import CallFormat
+from pdserve.text.answer.formats import CallFormat, Writing
 from pdserve.text.answer.pieces import MalformedCallError, ToolCall, UnfinishedCallError
+from pdserve.text.answer.schemas import is_text, types_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -77,24 +78,10 @@ def _quoted(text: str) -> str:
     return msgspec.json.encode(text).decode()
 
 
-def _types(schema: object) -> set[str]:
-    """Return the JSON types that a schema names."""
-    if not isinstance(schema, dict):
-        return set()
-    given = schema.get("type")
-    found = {given} if isinstance(given, str) else set()
-    found |= {each for each in given if isinstance(each, str)} if isinstance(given, list) else set()
-    for key in ("anyOf", "oneOf", "allOf"):
-        branches = schema.get(key)
-        for branch in branches if isinstance(branches, list) else ():
-            found |= _types(branch)
-    return found
-
-
 def _typed(text: str, schema: object) -> str:
     """Return a value's JSON text by the types that its schema names; without one, a string."""
-    types = _types(schema)
-    if types <= {"string"}:
+    types = types_of(schema)
+    if is_text(schema) and types <= {"string"}:
         return _quoted(text)
     literal = _PYTHON_LITERALS.get(text.strip(), text.strip())
     try:
@@ -102,7 +89,7 @@ def _typed(text: str, schema: object) -> str:
     except (msgspec.MsgspecError, RecursionError):
         return _quoted(text)
     name = "number" if type(value) in (int, float) else _NAMES[type(value)]
-    fits = name in types or (name == "number" and "integer" in types)
+    fits = not types or name in types or (name == "number" and "integer" in types)
     return literal if fits or "string" not in types else _quoted(text)
 
 
@@ -161,6 +148,17 @@ def _dsml_format(space: str, section: str) -> CallFormat:
         sections=((f"<｜DSML｜{section}>", f"</｜DSML｜{section}>"),),
         fragments=("｜DSML｜",),
         parse=_dsml,
+        writing=Writing(
+            opening=f"<｜DSML｜{section}>\n",
+            begin=f'<｜DSML｜{space}invoke name="{{name}}">\n',
+            parameter=(
+                f'<｜DSML｜{space}parameter name="{{key}}" string="{{is_string}}">',
+                f"</｜DSML｜{space}parameter>\n",
+            ),
+            excluded=("｜DSML｜",),
+            end=f"</｜DSML｜{space}invoke>\n",
+            closing=f"</｜DSML｜{section}>",
+        ),
     )
 
 
@@ -172,5 +170,23 @@ QWEN_XML = CallFormat(
     closings=("</tool_call>",),
     parse=_qwen,
     ends_reasoning=True,
+    writing=Writing(
+        begin="<tool_call>\n<function={name}>\n",
+        parameter=("<parameter={key}>\n", "\n</parameter>\n"),
+        excluded=("</parameter>", "<parameter=", "</function>"),
+        end="</function>\n</tool_call>",
+        between="\n",
+    ),
 )
-GLM = CallFormat(openings=("<tool_call>",), closings=("</tool_call>",), parse=_glm)
+GLM = CallFormat(
+    openings=("<tool_call>",),
+    closings=("</tool_call>",),
+    parse=_glm,
+    writing=Writing(
+        begin="<tool_call>{name}\n",
+        parameter=("<arg_key>{key}</arg_key>\n<arg_value>", "</arg_value>\n"),
+        excluded=("</arg_value>",),
+        end="</tool_call>",
+        between="\n",
+    ),
+)

@@ -18,7 +18,7 @@ from canitoolcall.results import ParsedToolCall, ParseResult
 from pdserve.text.answer.harmony import MARKERS, HarmonyMachine
 from pdserve.text.answer.machine import AnswerMachine
 from pdserve.text.answer.parsers import REASONING_PARSERS, TOOL_PARSERS
-from pdserve.text.answer.pieces import Content, Reasoning, ToolCall
+from pdserve.text.answer.pieces import Content, Reasoning, ToolCall, ToolUse
 
 if TYPE_CHECKING:
     from canitoolcall.fixtures import Fixture
@@ -85,9 +85,12 @@ def _reference(fixture: Fixture):
 
 def make_machine(fixture: Fixture) -> AnswerMachine | HarmonyMachine:
     """Return a machine at the beginning of a fixture's output."""
+    offered = [tool["function"] for tool in fixture.tools]
+    use = ToolUse({tool["name"]: tool.get("parameters", {}) for tool in offered})
+    vocabulary = dict(enumerate(markers_of(fixture)))
     if fixture.family == "gpt-oss":
-        vocabulary = dict(enumerate(MARKERS))
-        return HarmonyMachine("<|start|>assistant", vocabulary=vocabulary, reads_calls=True)
+        anything = ToolUse({"any": {}})
+        return HarmonyMachine("<|start|>assistant", vocabulary=vocabulary, use=anything)
     tool_parser, reasoning_parser = parsers_of(fixture)
     calls = TOOL_PARSERS[tool_parser]
     reasoning = REASONING_PARSERS[reasoning_parser] if reasoning_parser else None
@@ -97,11 +100,8 @@ def make_machine(fixture: Fixture) -> AnswerMachine | HarmonyMachine:
     return AnswerMachine(
         calls=calls,
         reasoning=reasoning,
-        tools={
-            tool["function"]["name"]: tool["function"].get("parameters", {})
-            for tool in fixture.tools
-        },
-        vocabulary=dict(enumerate(markers_of(fixture))),
+        use=use,
+        vocabulary=vocabulary,
         in_reasoning=reasoning is not None and reasoning.is_open_after(prompt),
     )
 

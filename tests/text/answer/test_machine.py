@@ -11,7 +11,7 @@ from pdserve.text.answer.parsers import (
     reasoning_parser_of,
     tool_parser_of,
 )
-from pdserve.text.answer.pieces import Content, Reasoning, ToolCall
+from pdserve.text.answer.pieces import Content, Reasoning, ToolCall, ToolUse
 
 TOOLS = {"f": {"properties": {"x": {"type": "integer"}, "s": {"type": "string"}}}}
 CALL = '<tool_call>\n{"name": "f", "arguments": {"x": 1.50}}\n</tool_call>'
@@ -28,10 +28,9 @@ def make_machine(
     return AnswerMachine(
         calls=TOOL_PARSERS[parser] if parser else None,
         reasoning=REASONING_PARSERS[reasoning] if reasoning else None,
-        tools=TOOLS,
+        use=ToolUse(TOOLS, is_parallel=is_parallel),
         vocabulary=dict(enumerate(tokens)),
         in_reasoning=in_reasoning,
-        is_parallel=is_parallel,
     )
 
 

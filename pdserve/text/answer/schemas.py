@@ -1,0 +1,28 @@
+"""What a tool's JSON Schema says of the types of its parameters."""
+
+from __future__ import annotations
+
+_MAX_DEPTH = 8
+
+
+def types_of(schema: object, depth: int = 0) -> set[str]:
+    """Return the JSON types that a schema names, itself or in its alternatives."""
+    if not isinstance(schema, dict) or depth > _MAX_DEPTH:
+        return set()
+    given = schema.get("type")
+    found = {given} if isinstance(given, str) else set()
+    found |= {each for each in given if isinstance(each, str)} if isinstance(given, list) else set()
+    for key in ("anyOf", "oneOf", "allOf"):
+        branches = schema.get(key)
+        for branch in branches if isinstance(branches, list) else ():
+            found |= types_of(branch, depth + 1)
+    return found
+
+
+def is_text(schema: object) -> bool:
+    """Whether values may be texts: where values stand unquoted, these do.
+
+    Without a type they are texts, unless the schema says elsewhere what they are.
+    """
+    types = types_of(schema)
+    return "string" in types or (not types and not (isinstance(schema, dict) and "$ref" in schema))

@@ -1,0 +1,224 @@
+"""Grammars of answers in which tools are called, in the model's own format.
+
+One parser reads what was forced and what was chosen. The text is llguidance's (Lark with token ids
+and inline JSON schemas), the same for the same request and model, because every engine of a request
+compiles it. Knows no request.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from pdserve.text.answer.schemas import is_text
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+
+    from pdserve.text.answer.formats import CallFormat, ReasoningFormat, Writing
+    from pdserve.text.answer.pieces import Tools, ToolUse
+
+_ANY = r"(.|\n)*"
+_BLANK = r"/[ \n]{1,4}/"
+_NAME = re.compile(r"[\w.-]+")
+_KEY = re.compile(r'[^<>"{}\x00-\x1f]+')
+_DEFINITIONS = ("$defs", "definitions")
+
+
+@dataclass(slots=True)
+class GrammarWriter:
+    """Writes one grammar.
+
+    Args:
+        tokens: Ids of tokens that no text is cut within, by their texts.
+    """
+
+    tokens: Mapping[str, int]
+    _rules: list[str] = field(default_factory=list)
+
+    def text(self) -> str:
+        """Return the rules so far."""
+        return "\n".join(self._rules) + "\n"
+
+    def rule(self, name: str, *alternatives: str) -> str:
+        """Add a rule; return its name."""
+        self._rules.append(f"{name}: " + " | ".join(alternatives))
+        return name
+
+    def literal(self, text: str) -> str:
+        """Return what stands for a text: tokens by their ids, and quoted strings."""
+        texts = sorted((each for each in self.tokens if each in text), key=len, reverse=True)
+        if not texts:
+            return json.dumps(text) if text else ""
+        parts = re.split("(" + "|".join(map(re.escape, texts)) + ")", text)
+        return " ".join(
+            f"<[{self.tokens[part]}]>" if position % 2 else json.dumps(part)
+            for position, part in enumerate(parts)
+            if part
+        )
+
+    def free(self, name: str, excluded: Iterable[str]) -> str:
+        """Add a terminal for any text that has none of some texts in it; return its name."""
+        without = "".join(f" & ~/{_ANY}{_regex(each)}{_ANY}/" for each in excluded)
+        return self.rule(name, f"/{_ANY}/{without}")
+
+    def calls(self, writing: Writing, use: ToolUse, *, prefix: str = "call") -> str:
+        """Add rules for one call or, in parallel, some of them; return the name of the first.
+
+        Args:
+            prefix: Of the rules' names.
+        """
+        for index, (name, schema) in enumerate(use.tools.items()):
+            self._call(f"{prefix}_{index}", writing, name, schema)
+        call = self.rule(prefix, *(f"{prefix}_{index}" for index in range(len(use.tools))))
+        more = ""
+        if use.is_parallel and writing.between is not None:
+            more = f"({self.literal(writing.between)} {call})*"
+        parts = self.literal(writing.opening), call, more, self.literal(writing.closing)
+        return self.rule(f"{prefix}s", " ".join(part for part in parts if part))
+
+    def _call(self, rule: str, writing: Writing, name: str, schema: Mapping[str, Any]) -> None:
+        begin, number, rest = writing.begin.replace("{name}", name).partition("{index}")
+        head = f"{self.literal(begin)} /[0-9]{{1,4}}/ {self.literal(rest)}" if number else ""
+        arguments = (
+            f"%json {_json(_object(schema))}"
+            if writing.parameter is None
+            else self._parameters(rule, writing, schema)
+        )
+        parts = head or self.literal(begin), arguments, self.literal(writing.end)
+        self.rule(rule, " ".join(part for part in parts if part))
+
+    def _parameters(self, rule: str, writing: Writing, schema: Mapping[str, Any]) -> str:
+        """Add rules for the parameters of a tool, in their order; return what stands for them."""
+        assert writing.parameter is not None
+        begin, end = writing.parameter
+        required = schema.get("required")
+        required = required if isinstance(required, list) else []
+        shared = {name: schema[name] for name in _DEFINITIONS if name in schema}
+        found = []
+        properties = schema.get("properties")
+        properties = properties if isinstance(properties, dict) else {}
+        for index, (key, value) in enumerate(properties.items()):
+            is_string = is_text(value)
+            opening = begin.replace("{key}", key).replace("{is_string}", _json(is_string))
+            described = value if isinstance(value, dict) else {}
+            content = (
+                self._texts(f"TEXT_{rule}_{index}".upper(), writing, described)
+                if is_string
+                else f"%json {_json({**shared, **described})}"
+            )
+            parts = self.literal(opening), content, self.literal(end)
+            name = self.rule(f"{rule}_{index}", " ".join(part for part in parts if part))
+            found.append(name if key in required else f"{name}?")
+        return " ".join(found)
+
+    def _texts(self, name: str, writing: Writing, schema: Mapping[str, Any]) -> str:
+        values = schema.get("enum", [schema["const"]] if "const" in schema else None)
+        if isinstance(values, list) and values and all(isinstance(each, str) for each in values):
+            return "(" + " | ".join(map(json.dumps, values)) + ")"
+        return self.free(name, writing.excluded)
+
+    def thought(self, reasoning: ReasoningFormat, *, is_open: bool) -> str:
+        """Add rules for reasoning; return what stands for it.
+
+        Args:
+            is_open: The prompt has opened it; else there may be none.
+        """
+        opening, closing = reasoning.pairs[0]
+        if closing in self.tokens:
+            end = f"{self.free('THOUGHT', [closing])} {self.literal(closing)}"
+        else:
+            end = self.lazy("thought", closing)
+        end += f" {self.rule('BLANK', _BLANK)}?"
+        return end if is_open else f"({self.literal(opening)} {end})?"
+
+    def lazy(self, name: str, closing: str) -> str:
+        """Add a rule for text up to the first time that another text stands there."""
+        self._rules.append(f"{name}[lazy]: /{_ANY}/ {json.dumps(closing)}")
+        return name
+
+    def among_text(self, calls: CallFormat, writing: Writing, use: ToolUse) -> str:
+        """Add rules for text with calls in it, from where what begins them stands there."""
+        trigger = writing.trigger
+        openings = (*dict(calls.sections), *calls.openings)
+        marker = next((each for each in openings if trigger.startswith(each)), "")
+        if not marker:  # an answer is either calls or text, as its first letter says
+            free = self.rule("PLAIN", rf"/[^{{\[]{_ANY}/")
+            return f"({self.calls(writing, use)} | {free}?)"
+        tokens = [each for each in self.tokens if each in trigger]
+        if tokens:
+            token = min(tokens, key=trigger.index)
+            before = trigger[: trigger.index(token)]
+            text = f"/{_ANY}{_regex(before)}/ & ~/{_ANY}{_regex(token)}{_ANY}/"
+            head, rest = self.rule("HEAD", text), writing.after(before + token)
+            head += f" {self.literal(token)}"
+            tail = self.free("TAIL", [token])
+        else:
+            head, rest = self.lazy("head", marker), writing.after(marker)
+            tail = self.free("TAIL", [marker])
+        found = self.calls(rest, use)
+        if calls.has_closings:
+            return f"({head} {found}){'*' if use.is_parallel else '?'} {tail}"
+        if use.is_parallel and not rest.opening:
+            found += f" {self.calls(writing, use, prefix='next')}?"
+        return f"({head} {found} | {tail})"
+
+
+def calls_grammar(
+    calls: CallFormat,
+    reasoning: ReasoningFormat | None,
+    tokens: Mapping[str, int],
+    use: ToolUse,
+    *,
+    prompt: str,
+) -> str:
+    """Return the grammar of an answer to `prompt` that calls tools as their schemas say.
+
+    Args:
+        tokens: Ids of tokens that no text is cut within, by their texts.
+
+    Raises:
+        ValueError: The format has no grammar for that, or a tool cannot stand in it.
+    """
+    writing = calls.writing
+    if writing is None:
+        raise ValueError("this model's calls cannot be constrained unless one is required")
+    check_tools(use.tools, with_keys=writing.parameter is not None)
+    writer = GrammarWriter(tokens)
+    thought = ""
+    if reasoning is not None and not reasoning.is_closed_after(prompt):
+        thought = writer.thought(reasoning, is_open=reasoning.is_open_after(prompt))
+    answer = writer.calls(writing, use) if use.is_forced else writer.among_text(calls, writing, use)
+    return f"start: {thought} {answer}\n{writer.text()}"
+
+
+def check_tools(tools: Tools, *, with_keys: bool) -> None:
+    """Refuse what could not be told from the format around it.
+
+    Raises:
+        ValueError: A name or a schema.
+    """
+    for name, schema in tools.items():
+        if not _NAME.fullmatch(name):
+            raise ValueError(f"the tool {name!r} has a name with more than letters, digits, _.-")
+        if schema.get("type", "object") != "object":
+            raise ValueError(f"the parameters of {name!r} must be a schema of an object")
+        properties = schema.get("properties")
+        for key in properties if with_keys and isinstance(properties, dict) else ():
+            if not _KEY.fullmatch(key):
+                raise ValueError(f"the tool {name!r} has a parameter {key!r}: rename it")
+
+
+def _regex(text: str) -> str:
+    """A text inside of a regular expression between slashes."""
+    return "".join(each if each.isalnum() else f"\\x{{{ord(each):x}}}" for each in text)
+
+
+def _json(value: object) -> str:
+    return json.dumps(value, ensure_ascii=False)
+
+
+def _object(schema: Mapping[str, Any]) -> dict[str, Any]:
+    return {"type": "object", **schema}

@@ -1,0 +1,170 @@
+"""Grammars of tool calls, by walks at random among the tokens that they allow."""
+
+from __future__ import annotations
+
+import functools
+import json
+import random
+
+import jsonschema
+import numpy as np
+import pytest
+import tokenizers
+from llguidance import LLMatcher, LLTokenizer
+
+from pdserve.errors import BadRequestError
+from pdserve.text.answer.harmony import MARKERS
+from pdserve.text.answer.json_calls import JSON_LIST, MISTRAL_V3
+from pdserve.text.answer.parsers import REASONING_PARSERS, TOOL_PARSERS
+from pdserve.text.answer.pieces import ToolUse
+from pdserve.text.answer.style import AnswerStyle
+from pdserve.text.output import OutputProcessor, TextDelta
+from pdserve.text.tokenizer import Tokenizer
+from pdserve.wire.request import FinishReason
+from tests.text.tiny import byte_level_json
+
+FORMATS = {
+    name: style
+    for name, style in {**TOOL_PARSERS, "mistral_v3": MISTRAL_V3, "list": JSON_LIST}.items()
+    if style.writing is not None
+}
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "n": {"type": "integer", "minimum": 0, "maximum": 9},
+        "s": {"type": "string", "maxLength": 6},
+        "e": {"enum": ["a", "b"]},
+        "l": {"type": "array", "items": {"type": "boolean"}, "maxItems": 2},
+    },
+    "required": ["n", "s"],
+    "additionalProperties": False,
+}
+TOOLS = {"see": SCHEMA, "hear": {"type": "object", "additionalProperties": False}}
+MAX_TOKENS = 160
+
+
+@functools.cache
+def tokenizer_of(*markers: str) -> tuple[Tokenizer, LLTokenizer]:
+    """A tokenizer whose markers are tokens: special ones, but those of thoughts."""
+    backend = tokenizers.Tokenizer.from_str(byte_level_json())
+    backend.add_special_tokens([each for each in markers if "think" not in each])
+    backend.add_tokens(list(markers))
+    tokenizer = Tokenizer(backend, {"eos_token": "</s>"})
+    eos = [tokenizer.eos_token_id]
+    return tokenizer, LLTokenizer(backend.to_str(), n_vocab=tokenizer.vocab_size, eos_token=eos)
+
+
+def style_with(name: str, *, has_tokens: bool) -> tuple[AnswerStyle, Tokenizer, LLTokenizer]:
+    if name == "openai":
+        tokenizer, matching = tokenizer_of(*MARKERS)
+    else:
+        known = FORMATS[name]
+        markers = [*known.markers, "[ARGS]", "<｜tool▁sep｜>", "</think>", *known.fragments]
+        whole = [each for each in markers if "DSML｜" not in each[:-1] and each[-1] in ">]｜"]
+        tokenizer, matching = tokenizer_of(*(whole if has_tokens else ()))
+    tokens = {text: token_id for token_id, text in tokenizer.added_tokens.items()}
+    for text in ("<s>", "</s>", "<|im_start|>", "<|im_end|>", " spaced out "):
+        tokens.pop(text, None)
+    style = AnswerStyle(
+        calls=FORMATS.get(name),
+        reasoning=None if name == "openai" else REASONING_PARSERS["qwen3"],
+        is_harmony=name == "openai",
+        vocabulary={token_id: text for text, token_id in tokens.items()},
+        tokens=tokens,
+    )
+    return style, tokenizer, matching
+
+
+def walk(matcher: LLMatcher, tokenizer: Tokenizer, rng: random.Random, begun: str) -> list[int]:
+    """Tokens at random, markers and the end rather than others; those of an answer that ended.
+
+    Args:
+        begun: What the answer begins with.
+    """
+    assert not matcher.get_error(), matcher.get_error()
+    assert not matcher.get_grammar_warnings()
+    output = tokenizer.encode(begun, add_special_tokens=False)
+    assert all(matcher.consume_token(each) for each in output)
+    while not matcher.is_stopped() and len(output) < MAX_TOKENS:
+        mask = np.unpackbits(np.frombuffer(matcher.compute_bitmask(), np.uint8), bitorder="little")
+        allowed = np.flatnonzero(mask[: tokenizer.vocab_size]).tolist()
+        assert allowed
+        rather = [each for each in allowed if each in tokenizer.added_tokens]
+        if rather and rng.random() < 0.5 + (len(output) > MAX_TOKENS // 2):
+            allowed = rather
+        output.append(rng.choice(allowed))
+        assert matcher.consume_token(output[-1])
+    return output if matcher.is_stopped() else []
+
+
+def answers(
+    name: str, *, is_forced: bool, num: int, has_tokens: bool = True, begun: str = ""
+) -> list[TextDelta]:
+    """Some whole answers, to a prompt that has begun to think if they go on with that."""
+    style, tokenizer, matching = style_with(name, has_tokens=has_tokens)
+    prompt = "<think>" if "</think>" in begun else "</think>"
+    use = ToolUse(TOOLS, is_forced=is_forced)
+    grammar = style.grammar(prompt, use)
+    found = []
+    for seed in range(40):
+        if len(found) == num:
+            break
+        output = walk(LLMatcher(matching, grammar), tokenizer, random.Random(seed), begun)
+        if output:
+            processor = OutputProcessor(tokenizer, machine=style.machine(prompt, use))
+            ended = output if output[-1] == tokenizer.eos_token_id else [*output, 1]
+            found.append(processor.push(ended, FinishReason.STOP))
+    assert found
+    for delta in found:
+        for call in delta.calls:
+            jsonschema.validate(json.loads(call.arguments), TOOLS[call.name])
+    return found
+
+
+@pytest.mark.parametrize("name", [*FORMATS, "openai"])
+def test_a_forced_answer_is_calls_that_its_own_parser_reads(name):
+    found = answers(name, is_forced=True, num=3)
+    assert all(delta.calls and not delta.text.strip() for delta in found)
+
+
+@pytest.mark.parametrize("name", [*FORMATS])
+@pytest.mark.parametrize("has_tokens", [True, False])
+def test_reasoning_may_come_before_what_is_forced(name, has_tokens):
+    found = answers(name, is_forced=True, num=2, has_tokens=has_tokens, begun="a fox</think>\n")
+    assert all(delta.calls and not delta.text.strip() for delta in found)
+    assert all(delta.reasoning == "a fox" for delta in found)
+
+
+@pytest.mark.parametrize("name", [*FORMATS, "openai"])
+@pytest.mark.parametrize("has_tokens", [True, False])
+def test_calls_that_are_chosen_follow_their_schemas_and_other_text_is_free(name, has_tokens):
+    if name != "openai":
+        begins_so = name in ("list", "llama3_json", "llama4_json")
+        begun = ("" if begins_so else "fox ") + FORMATS[name].writing.trigger
+        [delta] = answers(name, is_forced=False, num=1, has_tokens=has_tokens, begun=begun)
+        assert delta.calls
+    begun = "<|channel|>final<|message|>a fox" if name == "openai" else "a fox"
+    [delta] = answers(name, is_forced=False, num=1, begun=begun)
+    assert delta.text.startswith("a fox")
+
+
+@pytest.mark.parametrize(
+    ("tools", "said"),
+    [
+        ({"a b": {}}, "'a b'"),
+        ({"a": {"type": "array"}}, "object"),
+        ({"a": {"properties": {"<x>": {}}}}, "'<x>'"),
+    ],
+)
+def test_tools_that_cannot_stand_in_a_format_are_named(tools, said):
+    style, _, _ = style_with("qwen3_coder", has_tokens=True)
+    with pytest.raises(BadRequestError, match=said):
+        style.grammar("", ToolUse(tools, is_forced=True))
+
+
+def test_a_format_without_a_grammar_is_forced_in_plain_json():
+    style = AnswerStyle(calls=TOOL_PARSERS["gemma4"])
+    assert style.forcing.calls is JSON_LIST
+    with pytest.raises(BadRequestError, match="unless one is required"):
+        style.grammar("", ToolUse(TOOLS))
+    assert AnswerStyle(calls=TOOL_PARSERS["hermes"]).forcing.calls is TOOL_PARSERS["hermes"]
