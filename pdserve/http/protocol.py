@@ -255,7 +255,6 @@ class ChatRequest(SamplingFields, frozen=True, kw_only=True):
     mm_processor_kwargs: Any = None
 
     unsupported: ClassVar[dict[str, tuple[object, ...]]] = SamplingFields.unsupported | {
-        "tool_choice": ("none", "auto"),
         "functions": ([],),
         "function_call": ("none", "auto"),
         "modalities": (["text"],),

@@ -47,6 +47,11 @@ def tools_by_name(tools: Sequence[Mapping[str, Any]]) -> dict[str, Mapping[str, 
     return found
 
 
+def strict_tools(tools: Sequence[Mapping[str, Any]]) -> set[str]:
+    """Return the names of tools whose calls have to follow their schemas."""
+    return {tool["function"]["name"] for tool in tools if tool["function"].get("strict") is True}
+
+
 def named_tool(tool_choice: str | Mapping[str, Any] | None) -> str | None:
     """Return the tool that must be called, if a request names one.
 

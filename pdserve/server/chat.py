@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import hashlib
 from base64 import b32encode
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from aiohttp import web
@@ -12,7 +13,7 @@ from aiohttp import web
 from pdserve.errors import BadRequestError
 from pdserve.http.parsing import parse_body
 from pdserve.http.protocol import ChatRequest
-from pdserve.http.tools import tools_by_name
+from pdserve.http.tools import named_tool, strict_tools, tools_by_name
 from pdserve.server.account import serving
 from pdserve.server.intake import (
     created_s,
@@ -23,7 +24,7 @@ from pdserve.server.intake import (
 )
 from pdserve.server.logprobs import TokenNames, chat_logprobs, prompt_logprobs
 from pdserve.server.reply import EventStream, finish_name, hop_events, send_json
-from pdserve.server.sampling import Asked
+from pdserve.server.sampling import AnswerReading, Asked
 from pdserve.server.service import SERVICE, read_body
 from pdserve.server.spacing import spaced
 from pdserve.server.text_work import refuse_many_messages
@@ -31,14 +32,13 @@ from pdserve.text.answer.pieces import ToolUse
 from pdserve.text.chat import content_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
 
     from pdserve.http.protocol import TokenizeRequest
     from pdserve.server.text_request import Delta, TextRequest
     from pdserve.server.text_work import TextWork
-    from pdserve.text.answer.harmony import HarmonyMachine
-    from pdserve.text.answer.machine import AnswerMachine
     from pdserve.text.answer.pieces import ToolCall
+    from pdserve.text.answer.style import AnswerStyle
     from pdserve.text.load import Text
     from pdserve.text.tokenizer import Tokenizer
 
@@ -84,32 +84,58 @@ async def render_chat(
     return await work.run(render, num_bytes, len(messages))
 
 
-def _machines(
-    body: ChatRequest, text: Text, prompt: str
-) -> Callable[[], AnswerMachine | HarmonyMachine | None]:
-    """Return what makes, for each choice, what takes its answer apart.
+def _reading(body: ChatRequest, text: Text, prompt: str) -> AnswerReading:
+    """Return how answers are taken apart, and what they have to be for that.
 
     Raises:
-        BadRequestError: Tools are offered whose calls cannot be read.
+        BadRequestError: Tools are to be called that cannot be.
     """
+    offered, name = tools_by_name(body.offered_tools), named_tool(body.tool_choice)
+    is_forced = name is not None or body.tool_choice == "required"
+    style = text.answers.forcing if is_forced else text.answers
+    if offered and not is_forced:
+        _check_choice(style)
+    if is_forced and not (offered.keys() if name is None else offered.keys() & {name}):
+        raise BadRequestError(
+            f"tool_choice asks for {'a tool' if name is None else repr(name)}: tools has none",
+            param="tool_choice",
+        )
     use = ToolUse(
-        tools_by_name(body.offered_tools), is_parallel=body.parallel_tool_calls is not False
+        offered if name is None else {name: offered[name]},
+        is_forced=is_forced,
+        is_parallel=body.parallel_tool_calls is not False and name is None,
     )
-    tools, style = use.tools, text.answers
-    if tools and not style.reads_calls:
+    strict = use.tools.keys() if is_forced else strict_tools(body.offered_tools)
+    grammar = None
+    if strict:
+        schemas = {tool: schema if tool in strict else {} for tool, schema in use.tools.items()}
+        grammar = style.grammar(prompt, replace(use, tools=schemas))
+    return AnswerReading(
+        new_machine=functools.partial(style.machine, prompt, use),
+        tools_grammar=grammar,
+        thought_end=style.thought_end(prompt),
+    )
+
+
+def _check_choice(style: AnswerStyle) -> None:
+    """Refuse tools that a model would have to choose by itself, where it cannot.
+
+    Raises:
+        BadRequestError: It cannot.
+    """
+    if not style.reads_calls:
         raise BadRequestError(
             "how this model writes tool calls is not known: start the server with "
-            "--tool-call-parser NAME, or leave tools out",
+            "--tool-call-parser NAME, use tool_choice required, or leave tools out",
             param="tools",
             code="unsupported_parameter",
         )
-    if tools and not style.may_choose:
+    if not style.may_choose:
         raise BadRequestError(
-            "this server runs with --no-enable-auto-tool-choice: use tool_choice none",
+            "this server runs with --no-enable-auto-tool-choice: use tool_choice none or required",
             param="tool_choice",
             code="unsupported_parameter",
         )
-    return functools.partial(style.machine, prompt, use)
 
 
 async def create_chat_completion(request: web.Request) -> web.StreamResponse:
@@ -140,7 +166,9 @@ async def answer_chat(
         max_model_len=info.max_model_len,
         now_s=created_s(request, body),
     )
-    new_machine = _machines(body, text, prompt)
+    reading = await service.prompt_work.run(
+        functools.partial(_reading, body, text, prompt), num_bytes
+    )
     # The template writes the special tokens itself.
     token_ids = await encode_prompts(
         request, body, [prompt], add_special_tokens=bool(body.add_special_tokens), field="messages"
@@ -159,7 +187,7 @@ async def answer_chat(
             default_max_tokens=None,
             logprobs=(body.top_logprobs or 0) if body.logprobs else None,
             prompt_logprobs=body.prompt_logprobs,
-            new_machine=new_machine,
+            reading=reading,
             prediction=None if body.prediction is None else body.prediction.predicted(),
         ),
     )

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
     from pdserve.http.protocol import SamplingFields
     from pdserve.http.structured import ResponseFormat, StructuredOutputs
+    from pdserve.server.sampling import AnswerReading
     from pdserve.text.load import Text
 
 MAX_GBNF_CHARS: Final = 1 << 15
@@ -73,24 +74,29 @@ class GrammarChecks:
         self._threads = DeepThreads("grammar-checks", num_threads=_NUM_THREADS)
         self._threads.submit(self._make_compiler)
 
-    async def grammar_of(self, fields: SamplingFields, *, is_checked: bool) -> Grammar | None:
+    async def grammar_of(
+        self, fields: SamplingFields, reading: AnswerReading | None = None, *, is_checked: bool
+    ) -> Grammar | None:
         """Return what a request's output must be; None if it is free.
 
         Args:
+            reading: Of a chat, what tools and reasoning ask for beside the fields.
             is_checked: Another engine has compiled it.
 
         Raises:
             BadRequestError: Fields contradict one another, or it cannot be compiled.
             OverloadedError: Others' take too long.
         """
-        wanted = constraint_in(fields)
+        tools_grammar = reading.tools_grammar if reading is not None else None
+        wanted = constraint_in(fields, tools_grammar)
         if wanted is None:
             return None
-        if is_checked:
-            return Grammar(text=await self._in_thread(lambda: text_of(wanted), wanted.param))
-        if not self._compiler.done():  # the engine has just begun
+        if not is_checked and not self._compiler.done():  # the engine has just begun
             await asyncio.wait([asyncio.wrap_future(self._compiler)])
-        return Grammar(text=await self._in_thread(lambda: self._checked(wanted), wanted.param))
+        make = text_of if is_checked else self._checked
+        text = await self._in_thread(lambda: make(wanted), wanted.param)
+        thought_end = reading.thought_end if reading is not None else None
+        return Grammar(text=text, starts_after=None if tools_grammar else thought_end)
 
     async def _in_thread(self, make: Callable[[], str], param: str) -> str:
         if self._num_waiting >= _MAX_WAITING:
@@ -148,8 +154,11 @@ class GrammarChecks:
             self._compiler.set_exception(error)
 
 
-def constraint_in(fields: SamplingFields) -> Wanted | None:
-    """Return the constraint that a request's fields ask for; None if its output is free.
+def constraint_in(fields: SamplingFields, tools_grammar: str | None = None) -> Wanted | None:
+    """Return the constraint that a request asks for; None if its output is free.
+
+    Args:
+        tools_grammar: What the calls of tools ask for, in Lark.
 
     Raises:
         BadRequestError: They ask for two, or for what is not served.
@@ -158,6 +167,7 @@ def constraint_in(fields: SamplingFields) -> Wanted | None:
         *_in_response_format(fields.response_format),
         *_in_structured_outputs(fields.structured_outputs),
         *_in_guided(fields),
+        *([Wanted("tools", "grammar", tools_grammar)] if tools_grammar is not None else []),
     ]
     if not found:
         return None

@@ -201,7 +201,7 @@ async def make_job(
         add_special_tokens=False,
     )
     checks = service.grammars(text)
-    grammar = await checks.grammar_of(fields, is_checked=isinstance(hop, DecodeHop))
+    grammar = await checks.grammar_of(fields, asked.reading, is_checked=isinstance(hop, DecodeHop))
     resolved = resolve_sampling(
         fields,
         asked,
@@ -308,7 +308,7 @@ def _processors(
             include_stop_str_in_output=bool(fields.include_stop_str_in_output),
             skip_special_tokens=fields.skip_special_tokens is not False,
             min_tokens=params.min_tokens,
-            machine=asked.new_machine() if asked.new_machine is not None else None,
+            machine=asked.reading.new_machine() if asked.reading is not None else None,
         )
 
     return make

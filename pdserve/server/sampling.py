@@ -40,7 +40,7 @@ class Asked:
         logprobs, prompt_logprobs: Alternatives per token of the output and of the prompt; None
             asks for no log-probabilities.
         pooling: How the prompt becomes a vector, where that is asked for.
-        new_machine: Makes what takes one choice's answer apart; None where all of it is text.
+        reading: How answers are taken apart; None where all of them is text.
         prediction: What the answer may be much like.
     """
 
@@ -51,8 +51,23 @@ class Asked:
     logprobs: int | None
     prompt_logprobs: int | None
     pooling: Pooling | None = None
-    new_machine: Callable[[], AnswerMachine | HarmonyMachine | None] | None = None
+    reading: AnswerReading | None = None
     prediction: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AnswerReading:
+    """How the answers of a chat are taken apart, and what they have to be for that.
+
+    Attributes:
+        new_machine: Makes what takes one choice's answer apart; None if all of it is content.
+        tools_grammar: What an answer has to be so that tools are called as was asked.
+        thought_end: The tokens that end a reasoning which the prompt has begun.
+    """
+
+    new_machine: Callable[[], AnswerMachine | HarmonyMachine | None]
+    tools_grammar: str | None = None
+    thought_end: tuple[int, ...] | None = None
 
 
 def choice_seed(seed: int, index: int) -> int:

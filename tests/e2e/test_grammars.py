@@ -97,3 +97,44 @@ def test_a_dead_end_is_an_error_of_the_request_through_pd_too(asked_by_openai: D
             timeout=60,
         )
         assert (answer.status_code, answer.json()["error"]["code"]) == (400, "grammar_dead_end")
+
+
+TOOLS = [
+    {"type": "function", "function": {"name": name, "parameters": SCHEMA}} for name in ("see", "go")
+]
+
+
+@pytest.mark.parametrize("is_parallel", [True, False])
+def test_one_engine_and_pd_call_the_same_tools_where_they_have_to(
+    asked_by_openai: Deployment, is_parallel: bool
+) -> None:
+    def call(name: str, seed: int) -> list[tuple[str, Any]]:
+        body = {
+            "messages": [{"role": "user", "content": f"{seed}"}],
+            "tools": TOOLS,
+            "tool_choice": "required",
+            "parallel_tool_calls": is_parallel,
+            "temperature": 1.0,
+            "seed": seed,
+        }
+        headers = {"Authorization": f"Bearer {OPENAI_KEY}"}
+        url = f"{asked_by_openai.url(name)}/v1/chat/completions"
+        answer = httpx.post(url, json=body, headers=headers, timeout=120)
+        assert answer.status_code == 200, answer.text
+        [choice] = answer.json()["choices"]
+        calls = [each["function"] for each in choice["message"].get("tool_calls", ())]
+        assert choice["finish_reason"] == "length" or calls
+        return [(each["name"], json.loads(each["arguments"])) for each in calls]
+
+    with ThreadPoolExecutor(4) as pool:
+        found = {
+            name: list(pool.map(lambda seed, n=name: call(n, seed), range(4)))
+            for name in ("proxy", "serve")
+        }
+    assert found["proxy"] == found["serve"]
+    calls = [each for calls in found["proxy"] for each in calls]
+    assert calls
+    for name, arguments in calls:
+        assert name in ("see", "go")
+        jsonschema.validate(arguments, SCHEMA)
+    assert is_parallel or all(len(each) <= 1 for each in found["proxy"])

@@ -108,6 +108,8 @@ async def test_a_wrong_completion_field_is_named(server, field, value):
         ("tools", [{"function": {"name": "f"}}, {"function": {"name": "f"}}]),
         ("tools", [{"function": {"name": "f"}}]),
         ("tool_choice", "required"),
+        ("tool_choice", "any"),
+        ("tool_choice", {"type": "function", "function": {"name": "f"}}),
         ("tool_choice", 1),
         ("parallel_tool_calls", 1),
         ("functions", [{}]),

@@ -11,6 +11,7 @@ from pdserve.text.answer.parsers import REASONING_PARSERS, TOOL_PARSERS
 from pdserve.text.answer.style import AnswerStyle
 from pdserve.text.chat import ChatTemplate
 from tests.server.conftest import events, script, scripted, serving
+from tests.server.test_constraints import takes
 from tests.server.test_hop import pair
 
 PATH = "/v1/chat/completions"
@@ -34,6 +35,7 @@ def calling(text):
         calls=TOOL_PARSERS["hermes"],
         reasoning=REASONING_PARSERS["qwen3"],
         vocabulary={added["<think>"]: "<think>"},
+        tokens={"<think>": added["<think>"]},
     )
     return replace(text, answers=style)
 
@@ -140,6 +142,104 @@ async def test_reasoning_is_left_out_where_it_is_not_wanted_and_named_as_the_ser
     async with serving(calling, engine, reasoning_field="reasoning_content") as server:
         answer = await server.ok(PATH, BODY)
     assert answer["choices"][0]["message"]["reasoning_content"] == "a dog?"
+
+
+SEE = '<tool_call>\n{"name": "see", "arguments": {"x": 1}}\n</tool_call>'
+HEAR = '<tool_call>\n{"name": "hear", "arguments": {}}\n</tool_call>'
+X = {"type": "object", "properties": {"x": {"type": "integer"}}, "additionalProperties": False}
+STRICT = [
+    {"type": "function", "function": {"name": name, "parameters": X, "strict": True}}
+    for name in ("see", "hear")
+]
+
+
+def named(name: str) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": name}}
+
+
+@pytest.mark.parametrize(
+    ("fields", "taken", "refused"),
+    [
+        ({"tool_choice": "required"}, [SEE, f"{SEE}\n{HEAR}"], ["a dog", SEE[:-1]]),
+        ({"tool_choice": "required", "parallel_tool_calls": False}, [SEE], [f"{SEE}\n{HEAR}"]),
+        ({"tool_choice": named("see")}, [SEE], [HEAR, f"{SEE}\n{SEE}"]),
+        ({"tools": STRICT}, ["a dog", SEE, f"a {SEE} dog {HEAR}"], [SEE.replace("1", '"1"')]),
+        ({"tools": STRICT, "tool_choice": "required"}, [SEE], [SEE.replace("1", "true")]),
+    ],
+)
+async def test_what_has_to_be_called_is_a_grammar_in_the_models_own_format(
+    calling, fields, taken, refused
+):
+    engine = scripted(calling, f"</think>{SEE}")
+    source = "{{ messages[0].content }}<think></think>"
+    thoughtless = replace(calling, chat_template=ChatTemplate(source, {}))
+    async with serving(thoughtless, engine) as server:
+        answer = await server.ok(PATH, BODY | fields)
+        grammar = engine.requests[0].sampling.grammar
+        assert grammar.starts_after is None
+        for output in taken:
+            assert takes(server, grammar.text, output), output
+        for output in refused:
+            assert not takes(server, grammar.text, output), output
+    assert answer["choices"][0]["finish_reason"] == "tool_calls"
+
+
+async def test_reasoning_goes_before_what_has_to_be_called(calling):
+    thinking = replace(calling, chat_template=ChatTemplate("{{ messages[0].content }}<think>", {}))
+    for text, thought in ((calling, "<think>a dog?</think>\n"), (thinking, "a dog?</think>\n")):
+        engine = scripted(text, thought + SEE)
+        async with serving(text, engine) as server:
+            answer = await server.ok(PATH, BODY | {"tool_choice": "required"})
+            assert takes(server, engine.requests[0].sampling.grammar.text, thought + SEE)
+        message = answer["choices"][0]["message"]
+        assert message["reasoning"] == "a dog?"
+        assert [call["function"]["name"] for call in message["tool_calls"]] == ["see"]
+
+
+async def test_a_model_of_no_known_format_is_made_to_call_in_plain_json(text):
+    output = '[{"name": "see", "arguments": {"x": 1}}, {"name": "hear", "arguments": {}}]'
+    engine = scripted(text, output)
+    async with serving(text, engine) as server:
+        answer = await server.ok(PATH, BODY | {"tool_choice": "required"})
+        assert takes(server, engine.requests[0].sampling.grammar.text, output)
+        chunks = events(await server.stream(PATH, BODY | {"tool_choice": "required"}))
+    [choice] = answer["choices"]
+    assert choice["message"]["content"] is None
+    assert [call["function"]["name"] for call in choice["message"]["tool_calls"]] == ["see", "hear"]
+    assert [call["function"]["name"] for call in joined(chunks)["calls"]] == ["see", "hear"]
+
+
+async def test_what_an_answer_has_to_be_begins_behind_the_reasoning(calling):
+    source = "{{ messages[0].content }}<think>"
+    added = {**calling.answers.tokens, "</think>": 77}
+    style = replace(calling.answers, tokens=added)
+    thinking = replace(calling, answers=style, chat_template=ChatTemplate(source, {}))
+    engine = scripted(thinking, "a</think>{}")
+    async with serving(thinking, engine) as server:
+        body = {"messages": BODY["messages"], "response_format": {"type": "json_object"}}
+        await server.ok(PATH, body)
+    assert engine.requests[0].sampling.grammar.starts_after == (77,)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"tool_choice": "required", "response_format": {"type": "json_object"}},
+        {"tools": [{"function": {"name": "a b"}}], "tool_choice": "required"},
+        {"tools": [{"function": {"name": "a", "parameters": {"type": "nothing"}}}]}
+        | {"tool_choice": "required"},
+        {
+            "tools": [
+                {"function": {"name": "a", "parameters": {"properties": {"x": {"$ref": "u:"}}}}}
+            ]
+        }
+        | {"tool_choice": "required"},
+    ],
+)
+async def test_tools_that_cannot_be_forced_are_named(calling, fields):
+    async with serving(calling, scripted(calling, "a dog")) as server:
+        status, error = await server.refused(PATH, BODY | fields)
+    assert (status, error["param"]) == (400, "tools")
 
 
 async def test_a_server_may_leave_the_choice_to_its_clients(calling):

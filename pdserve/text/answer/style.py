@@ -61,6 +61,13 @@ class AnswerStyle:
             return self
         return replace(self, calls=JSON_LIST)
 
+    def thought_end(self, prompt: str) -> tuple[int, ...] | None:
+        """Return the token that ends the reasoning which `prompt` has begun, if there is one."""
+        if self.reasoning is None or not self.reasoning.is_open_after(prompt):
+            return None
+        token_id = self.tokens.get(self.reasoning.pairs[0][1])
+        return None if token_id is None else (token_id,)
+
     def grammar(self, prompt: str, use: ToolUse) -> str:
         """Return the grammar of an answer to `prompt` that calls tools as their schemas say.
 
