@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import hashlib
 from base64 import b32encode
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from aiohttp import web
@@ -62,18 +61,19 @@ async def render_chat(
             many, or tools are malformed.
         OverloadedError: Too many long ones wait already.
     """
-    if text.chat_template is None:
+    tools = (body.offered_tools if isinstance(body, ChatRequest) else body.tools) or []
+    template = (text.tool_template if tools else None) or text.chat_template
+    if template is None:
         raise BadRequestError(
             "this model has no chat template: use /v1/completions, or start the server with "
             "--chat-template FILE",
             param="messages",
         )
     messages = body.messages or []
-    tools = (body.offered_tools if isinstance(body, ChatRequest) else body.tools) or []
     tools_by_name(tools)  # before a template meets them
     refuse_many_messages(len(messages), num_bytes, max_model_len)
     render = functools.partial(
-        text.chat_template.render,
+        template.render,
         messages,
         now_s=now_s,
         tools=tools,
@@ -100,19 +100,16 @@ def _reading(body: ChatRequest, text: Text, prompt: str) -> AnswerReading:
             f"tool_choice asks for {'a tool' if name is None else repr(name)}: tools has none",
             param="tool_choice",
         )
+    strict = offered.keys() if is_forced else strict_tools(body.offered_tools)
     use = ToolUse(
         offered if name is None else {name: offered[name]},
         is_forced=is_forced,
         is_parallel=body.parallel_tool_calls is not False and name is None,
+        loose=frozenset(offered.keys() - strict),
     )
-    strict = use.tools.keys() if is_forced else strict_tools(body.offered_tools)
-    grammar = None
-    if strict:
-        schemas = {tool: schema if tool in strict else {} for tool, schema in use.tools.items()}
-        grammar = style.grammar(prompt, replace(use, tools=schemas))
     return AnswerReading(
         new_machine=functools.partial(style.machine, prompt, use),
-        tools_grammar=grammar,
+        tools_grammar=style.grammar(prompt, use) if strict else None,
         thought_end=style.thought_end(prompt),
     )
 

@@ -16,8 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Sequence
 
     from pdserve.http.protocol import SamplingFields
-    from pdserve.text.answer.harmony import HarmonyMachine
-    from pdserve.text.answer.machine import AnswerMachine
+    from pdserve.text.answer.formats import AnswerReader
     from pdserve.text.load import Text
     from pdserve.wire.sampling import Grammar, Pooling
 
@@ -65,7 +64,7 @@ class AnswerReading:
         thought_end: The tokens that end a reasoning which the prompt has begun.
     """
 
-    new_machine: Callable[[], AnswerMachine | HarmonyMachine | None]
+    new_machine: Callable[[], AnswerReader | None]
     tools_grammar: str | None = None
     thought_end: tuple[int, ...] | None = None
 

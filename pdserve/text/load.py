@@ -25,6 +25,7 @@ class Text:
         vocab_size: Ids the model takes: every prompt token id is below it.
         pooling: How a text becomes a vector.
         chat_template: None if the model has none.
+        tool_template: Another one for chats that offer tools, if there is one.
         answers: How it writes reasoning and tool calls.
     """
 
@@ -33,6 +34,7 @@ class Text:
     vocab_size: int
     chat_template: ChatTemplate | None = None
     pooling: PoolingStyle = field(default_factory=PoolingStyle)
+    tool_template: ChatTemplate | None = None
     answers: AnswerStyle = field(default_factory=AnswerStyle)
 
 
@@ -46,10 +48,10 @@ def load_text(model: ModelConfig) -> Text:
     if not directory.is_dir():
         raise ConfigError(f"the model {model.model!r} is not a directory", param="model")
     tokenizer = Tokenizer.from_directory(Path(model.tokenizer) if model.tokenizer else directory)
-    source = tokenizer.chat_template
+    source, tool_source = tokenizer.chat_template, tokenizer.tool_template
     if model.chat_template:
         try:
-            source = Path(model.chat_template).read_text(encoding="utf-8")
+            source, tool_source = Path(model.chat_template).read_text(encoding="utf-8"), None
         except OSError as error:
             raise ConfigError(
                 f"--chat-template {model.chat_template} cannot be read: {error.strerror}",
@@ -64,5 +66,6 @@ def load_text(model: ModelConfig) -> Text:
         vocab_size=vocab_size if isinstance(vocab_size, int) else tokenizer.vocab_size,
         chat_template=ChatTemplate(source, tokenizer.special_tokens) if source else None,
         pooling=load_pooling(directory),
-        answers=style_of(model, tokenizer, source or ""),
+        tool_template=ChatTemplate(tool_source, tokenizer.special_tokens) if tool_source else None,
+        answers=style_of(model, tokenizer, tool_source or source or ""),
     )

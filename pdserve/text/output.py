@@ -18,8 +18,7 @@ from pdserve.wire.request import FinishReason
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from pdserve.text.answer.harmony import HarmonyMachine
-    from pdserve.text.answer.machine import AnswerMachine
+    from pdserve.text.answer.formats import AnswerReader
     from pdserve.text.tokenizer import Tokenizer
 
 
@@ -72,7 +71,7 @@ class OutputProcessor:
         include_stop_str_in_output: bool = False,
         skip_special_tokens: bool = True,
         min_tokens: int = 0,
-        machine: AnswerMachine | HarmonyMachine | None = None,
+        machine: AnswerReader | None = None,
     ) -> None:
         self._tokenizer = tokenizer
         self._machine = machine

@@ -56,6 +56,7 @@ class Tokenizer:
         backend: The parsed `tokenizer.json`.
         config: The parsed `tokenizer_config.json`, merged over `special_tokens_map.json`.
         chat_template: The model's own Jinja source, if it has one.
+        tool_template: Another one, for chats that offer tools.
 
     Attributes:
         added_tokens: The texts of tokens that no text is cut within, special or not, by their ids.
@@ -68,11 +69,13 @@ class Tokenizer:
         backend: tokenizers.Tokenizer,
         config: dict[str, Any],
         chat_template: str | None = None,
+        tool_template: str | None = None,
     ) -> None:
         backend.no_truncation()
         backend.no_padding()
         self._backend = backend
         self.chat_template = chat_template
+        self.tool_template = tool_template
         self.special_tokens = {
             name: content
             for name in ("bos_token", "eos_token", "unk_token", "pad_token")
@@ -112,7 +115,7 @@ class Tokenizer:
             raise ConfigError(f"{path} is not a tokenizer: {error}") from error
         config = read_json(directory / "special_tokens_map.json")
         config |= read_json(directory / "tokenizer_config.json")
-        return cls(backend, config, _find_chat_template(directory, config))
+        return cls(backend, config, *_find_chat_templates(directory, config))
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Return the ids of `text`. O(len(text)); releases the GIL while it works on a long one."""
@@ -240,17 +243,23 @@ def _max_chars_per_token(described: dict[str, Any], vocabulary: Mapping[str, int
     return longest if normalizer is None else longest * _MAX_COMPOSED
 
 
-def _find_chat_template(directory: Path, config: dict[str, Any]) -> str | None:
+def _find_chat_templates(directory: Path, config: dict[str, Any]) -> tuple[str | None, str | None]:
+    """Return a model's templates for chats: for all, or those without tools, and with tools."""
     path = directory / "chat_template.jinja"
+    for_tools = directory / "additional_chat_templates" / "tool_use.jinja"
+    tool_template = for_tools.read_text(encoding="utf-8") if for_tools.is_file() else None
     if path.is_file():
-        return path.read_text(encoding="utf-8")
+        return path.read_text(encoding="utf-8"), tool_template
     template = config.get("chat_template") or read_json(directory / "chat_template.json").get(
         "chat_template"
     )
     if isinstance(template, list):  # several named ones; the one for plain chat is `default`
         named = {entry.get("name"): entry.get("template") for entry in template}
-        template = named.get("default")
-    return template if isinstance(template, str) else None
+        template, tool_template = named.get("default"), named.get("tool_use")
+    return (
+        template if isinstance(template, str) else None,
+        tool_template if isinstance(tool_template, str) else None,
+    )
 
 
 def _byte_of_char() -> dict[str, int]:

@@ -294,6 +294,19 @@ async def test_malformed_calls_in_messages_are_named(calling, calls):
     assert "messages[1].tool_calls" in error["message"]
 
 
+async def test_a_template_for_tools_is_taken_where_some_are_offered(calling):
+    templates = {
+        "chat_template": ChatTemplate("plain", {}),
+        "tool_template": ChatTemplate("with {{ tools | length }}", {}),
+    }
+    engine = scripted(calling, "a dog")
+    async with serving(replace(calling, **templates), engine) as server:
+        for tools in (TOOLS, None, []):
+            await server.ok(PATH, BODY | {"tools": tools})
+    shown = [calling.tokenizer.decode(request.prompt_token_ids) for request in engine.requests]
+    assert shown == ["with 2", "plain", "plain"]
+
+
 async def test_effort_none_asks_the_template_not_to_think(calling):
     templated = replace(calling, chat_template=ChatTemplate("{{ enable_thinking }}", {}))
     engine = scripted(calling, "a dog")

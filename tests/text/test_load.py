@@ -103,6 +103,7 @@ def test_named_templates_give_the_default_one(model_dir: Path):
     named = [{"name": "tool_use", "template": "t"}, {"name": "default", "template": "d"}]
     (model_dir / "tokenizer_config.json").write_text(json.dumps({"chat_template": named}))
     assert Tokenizer.from_directory(model_dir).chat_template == "d"
+    assert Tokenizer.from_directory(model_dir).tool_template == "t"
 
 
 def render(source: str, *messages: dict, **variables) -> str:

@@ -6,9 +6,46 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
-    from pdserve.text.answer.pieces import ToolCall, Tools
+    from pdserve.text.answer.pieces import Piece, ToolCall, Tools
+
+
+class AnswerReader(Protocol):
+    """Takes one answer apart, as it arrives. See `machine`."""
+
+    @property
+    def vocabulary(self) -> Mapping[int, str]:
+        """Markers that are tokens of their own, by their ids."""
+        ...
+
+    @property
+    def reads_reasoning(self) -> bool:
+        """Whether reasoning is looked for."""
+        ...
+
+    @property
+    def is_reasoning(self) -> bool:
+        """Whether the text that comes next is reasoning, as far as is known."""
+        ...
+
+    @property
+    def is_in_call(self) -> bool:
+        """Whether a call has begun and not ended."""
+        ...
+
+    @property
+    def is_over(self) -> bool:
+        """Whether nothing may follow any more."""
+        ...
+
+    def push(self, text: str, *, is_marker: bool = False) -> list[Piece]:
+        """Add text, or the text of a marker's token; return what became certain by it."""
+        ...
+
+    def finish(self, *, is_cut: bool) -> list[Piece]:
+        """End the text, which the token limit may have cut off; return what was held back."""
+        ...
 
 
 class ParseCalls(Protocol):

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from enum import Enum, auto
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 from pdserve.text.answer.formats import Writing
 from pdserve.text.answer.json_calls import object_text
@@ -30,7 +30,6 @@ if TYPE_CHECKING:
 
 START, MESSAGE = "<|start|>", "<|message|>"
 _ENDS = frozenset({"<|end|>", "<|call|>", "<|return|>"})
-MARKERS = (START, MESSAGE, *sorted(_ENDS), "<|channel|>", "<|constrain|>")
 _CHANNEL = re.compile(r"<\|channel\|>\s*(\w+)")
 _RECIPIENT = re.compile(r"to=([^\s<]+)")
 _FUNCTIONS = "functions."
@@ -60,6 +59,11 @@ class HarmonyMachine:
             to a function is content.
     """
 
+    markers: ClassVar[tuple[str, ...]] = (
+        *(START, MESSAGE, *sorted(_ENDS), "<|channel|>", "<|constrain|>"),
+    )
+    reads_reasoning: ClassVar[bool] = True
+
     def __init__(
         self,
         prompt: str,
@@ -68,7 +72,6 @@ class HarmonyMachine:
         use: ToolUse,
     ) -> None:
         self.vocabulary = vocabulary
-        self.reads_reasoning = True
         self._use = use
         self._kind = _Kind.HEADER
         self._text: list[str] = []

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Final
 
 from pdserve.text.answer.formats import ReasoningFormat
 from pdserve.text.answer.gemma_calls import GEMMA
+from pdserve.text.answer.harmony import HarmonyMachine
 from pdserve.text.answer.json_calls import (
     DEEPSEEK_V3,
     DEEPSEEK_V31,
@@ -22,14 +23,20 @@ from pdserve.text.answer.tagged_calls import (
     GLM,
     QWEN_XML,
 )
+from pdserve.text.answer.xtml import XtmlMachine
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from pdserve.text.answer.formats import CallFormat
 
-HARMONY: Final = frozenset({"openai", "openai_gptoss"})
-"""vLLM's names of the format whose calls and reasoning are read together, by `HarmonyMachine`."""
+TokenMachine = type[HarmonyMachine] | type[XtmlMachine]
+TOKEN_MACHINES: Final[Mapping[str, TokenMachine]] = {
+    "kimi_k3": XtmlMachine,
+    "openai": HarmonyMachine,
+    "openai_gptoss": HarmonyMachine,
+}
+"""Formats whose calls and reasoning are read together, by tokens alone."""
 _THINK = ReasoningFormat(pairs=(("<think>", "</think>"),))
 _GEMMA = ReasoningFormat(pairs=(("<|channel>", "<channel|>"),), label="thought")
 _MISTRAL = ReasoningFormat(pairs=(("[THINK]", "[/THINK]"), ("<think>", "</think>")))
@@ -67,6 +74,7 @@ _TOOL_SIGNS: Final[tuple[tuple[tuple[str, ...], str], ...]] = (
     (("<｜tool▁call▁begin｜>", "```json"), "deepseek_v3"),
     (("<｜tool▁call▁begin｜>",), "deepseek_v31"),
     (("<|tool_call_begin|>",), "kimi_k2"),
+    (("<|open|>", "<|sep|>"), "kimi_k3"),
     (("[TOOL_CALLS]",), "mistral"),
     (("<|tool_call>",), "gemma4"),
     (("<|channel|>", "<|message|>"), "openai"),
@@ -77,6 +85,7 @@ _TOOL_SIGNS: Final[tuple[tuple[tuple[str, ...], str], ...]] = (
 )
 """What stands in the chat template of a model that writes calls in a format."""
 _REASONING_SIGNS: Final[tuple[tuple[tuple[str, ...], str], ...]] = (
+    (("<|open|>", "<|sep|>"), "kimi_k3"),
     (("[THINK]",), "mistral"),
     (("<|channel>",), "gemma4"),
     (("<|channel|>", "<|message|>"), "openai_gptoss"),

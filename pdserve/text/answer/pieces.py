@@ -19,11 +19,14 @@ class ToolUse:
     Attributes:
         is_forced: It has to call one; else it may also have text, or nothing else.
         is_parallel: It may have several calls; else the first one ends it.
+        loose: Tools whose arguments are not held against their schemas, where the format has a
+            choice.
     """
 
     tools: Tools
     is_forced: bool = False
     is_parallel: bool = True
+    loose: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)

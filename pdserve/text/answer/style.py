@@ -5,13 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
-from pdserve.errors import BadRequestError, ConfigError, InternalError
-from pdserve.text.answer.harmony import MARKERS, HarmonyMachine, harmony_grammar
+from pdserve.errors import BadRequestError, ConfigError
+from pdserve.text.answer.harmony import HarmonyMachine, harmony_grammar
 from pdserve.text.answer.json_calls import JSON_LIST, MISTRAL, MISTRAL_V3
 from pdserve.text.answer.machine import AnswerMachine
 from pdserve.text.answer.parsers import (
-    HARMONY,
     REASONING_PARSERS,
+    TOKEN_MACHINES,
     TOOL_PARSERS,
     reasoning_parser_of,
     tool_parser_of,
@@ -22,7 +22,8 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Mapping
 
     from pdserve.config.schema import ModelConfig
-    from pdserve.text.answer.formats import CallFormat, ReasoningFormat
+    from pdserve.text.answer.formats import AnswerReader, CallFormat, ReasoningFormat
+    from pdserve.text.answer.parsers import TokenMachine
     from pdserve.text.answer.pieces import ToolUse
     from pdserve.text.tokenizer import Tokenizer
 
@@ -36,7 +37,7 @@ class AnswerStyle:
     Attributes:
         calls: None if calls are not parsed by markers.
         reasoning: None if reasoning is not.
-        is_harmony: Both are read from the headers of messages.
+        token_machine: Reads both, where that is not done by markers.
         vocabulary: Markers, and parts of markers, that are tokens of their own, by their ids.
         tokens: Ids of all tokens that no text is cut within, by their texts.
         may_choose: The model may be asked to choose tools by itself.
@@ -44,7 +45,7 @@ class AnswerStyle:
 
     calls: CallFormat | None = None
     reasoning: ReasoningFormat | None = None
-    is_harmony: bool = False
+    token_machine: TokenMachine | None = None
     vocabulary: Mapping[int, str] = field(default_factory=dict)
     tokens: Mapping[str, int] = field(default_factory=dict)
     may_choose: bool = True
@@ -52,12 +53,13 @@ class AnswerStyle:
     @property
     def reads_calls(self) -> bool:
         """Whether it is known how calls are written."""
-        return self.is_harmony or self.calls is not None
+        return self.token_machine is not None or self.calls is not None
 
     @property
     def forcing(self) -> AnswerStyle:
         """The style of answers that have to call a tool: plain JSON where there is no other way."""
-        if self.is_harmony or (self.calls is not None and self.calls.writing is not None):
+        has_grammar = self.calls is not None and self.calls.writing is not None
+        if self.token_machine is not None or has_grammar:
             return self
         return replace(self, calls=JSON_LIST)
 
@@ -75,20 +77,20 @@ class AnswerStyle:
             BadRequestError: There is none.
         """
         try:
-            if self.is_harmony:
+            if self.token_machine is HarmonyMachine:
                 return harmony_grammar(self.tokens, use)
             if self.calls is None:
-                raise InternalError("calls were to be constrained in no format")
+                raise ValueError("the calls of this model cannot be constrained")
             return calls_grammar(self.calls, self.reasoning, self.tokens, use, prompt=prompt)
         except ValueError as error:
             raise BadRequestError(f"tools: {error}", param="tools") from error
         except RecursionError as error:
             raise BadRequestError("tools: a schema is nested too deeply", param="tools") from error
 
-    def machine(self, prompt: str, use: ToolUse) -> AnswerMachine | HarmonyMachine | None:
+    def machine(self, prompt: str, use: ToolUse) -> AnswerReader | None:
         """Return what takes an answer to `prompt` apart; None if all of it is content."""
-        if self.is_harmony:
-            return HarmonyMachine(prompt, vocabulary=self.vocabulary, use=use)
+        if self.token_machine is not None:
+            return self.token_machine(prompt, vocabulary=self.vocabulary, use=use)
         calls = self.calls if use.tools else None
         if calls is None and self.reasoning is None:
             return None
@@ -116,13 +118,23 @@ def style_of(model: ModelConfig, tokenizer: Tokenizer, template: str) -> AnswerS
         reasoning_parser_of(template),
         REASONING_PARSERS,
     )
-    is_harmony = not HARMONY.isdisjoint((call_parser, reasoning_parser))
+    added = frozenset(tokenizer.added_tokens.values())
+    token_machine = TOKEN_MACHINES.get(call_parser) or TOKEN_MACHINES.get(reasoning_parser)
+    if token_machine is not None and not added.issuperset(token_machine.markers):
+        if {model.tool_call_parser, model.reasoning_parser} - {_AUTO}:
+            lacking = ", ".join(sorted(set(token_machine.markers) - added))
+            raise ConfigError(
+                f"the parser {call_parser} reads tokens that this tokenizer lacks ({lacking}): "
+                "name the model's own format with --tool-call-parser, or none",
+                param="tool-call-parser",
+            )
+        token_machine = None
     calls = TOOL_PARSERS.get(call_parser)
-    if calls is MISTRAL and "[ARGS]" not in tokenizer.added_tokens.values():
+    if calls is MISTRAL and "[ARGS]" not in added:
         calls = MISTRAL_V3
     reasoning = REASONING_PARSERS.get(reasoning_parser)
     markers = {
-        *(MARKERS if is_harmony else ()),
+        *(token_machine.markers if token_machine is not None else ()),
         *(calls.markers if calls is not None else ()),
         *(calls.fragments if calls is not None else ()),
         *(reasoning.markers if reasoning is not None else ()),
@@ -130,17 +142,10 @@ def style_of(model: ModelConfig, tokenizer: Tokenizer, template: str) -> AnswerS
     vocabulary = {
         token_id: text for token_id, text in tokenizer.added_tokens.items() if text in markers
     }
-    if is_harmony and markers != set(vocabulary.values()):
-        lacking = ", ".join(sorted(markers - set(vocabulary.values())))
-        raise ConfigError(
-            f"--tool-call-parser openai reads tokens that this tokenizer lacks ({lacking}): "
-            "name the model's own format, or none",
-            param="tool-call-parser",
-        )
     return AnswerStyle(
         calls=calls,
         reasoning=reasoning,
-        is_harmony=is_harmony,
+        token_machine=token_machine,
         vocabulary=vocabulary,
         tokens={text: token_id for token_id, text in tokenizer.added_tokens.items()},
         may_choose=model.enable_auto_tool_choice,
@@ -155,8 +160,8 @@ def _name(flag: str, name: str, found: str, parsers: Collection[str]) -> str:
     """
     if name == _AUTO:
         return found
-    if name != _NONE and name not in parsers and name not in HARMONY:
-        known = ", ".join(sorted({*parsers, *HARMONY}))
+    if name != _NONE and name not in parsers and name not in TOKEN_MACHINES:
+        known = ", ".join(sorted({*parsers, *TOKEN_MACHINES}))
         raise ConfigError(
             f"--{flag} is {name!r}: use {_AUTO}, {_NONE} or one of {known}", param=flag
         )

@@ -71,7 +71,8 @@ class GrammarWriter:
             prefix: Of the rules' names.
         """
         for index, (name, schema) in enumerate(use.tools.items()):
-            self._call(f"{prefix}_{index}", writing, name, schema)
+            is_loose = name in use.loose and writing.parameter is None
+            self._call(f"{prefix}_{index}", writing, name, {} if is_loose else schema)
         call = self.rule(prefix, *(f"{prefix}_{index}" for index in range(len(use.tools))))
         more = ""
         if use.is_parallel and writing.between is not None:

@@ -15,14 +15,14 @@ from canitoolcall.fixtures import load_fixtures
 from canitoolcall.pytest_plugin import family_for
 from canitoolcall.results import ParsedToolCall, ParseResult
 
-from pdserve.text.answer.harmony import MARKERS, HarmonyMachine
 from pdserve.text.answer.machine import AnswerMachine
-from pdserve.text.answer.parsers import REASONING_PARSERS, TOOL_PARSERS
+from pdserve.text.answer.parsers import REASONING_PARSERS, TOKEN_MACHINES, TOOL_PARSERS
 from pdserve.text.answer.pieces import Content, Reasoning, ToolCall, ToolUse
 
 if TYPE_CHECKING:
     from canitoolcall.fixtures import Fixture
 
+    from pdserve.text.answer.formats import AnswerReader
     from pdserve.text.answer.pieces import Piece
 
 PARSERS = {
@@ -41,6 +41,7 @@ PARSERS = {
     "glm53-compact": ("glm47", "glm45"),
     "kimi-k2-thinking": ("kimi_k2", "kimi_k2"),
     "kimi-k2-instruct": ("kimi_k2", "kimi_k2"),
+    "kimi-k3-xtml": ("kimi_k3", None),
     "gemma4": ("gemma4", "gemma4"),
 }
 """vLLM's names of the parsers for each variant; all of Mistral's and of Qwen3-Coder's have one."""
@@ -54,6 +55,7 @@ TEXT_MARKERS = {
     "mistral/v13think-marker-in-arguments": (0, 2, 3),
     "mistral/vllm-v11-think-text": (),
     "gpt-oss/harmony-marker-in-arguments": range(7),
+    "kimi/k3-control-marker-text-in-value": (*range(16), *range(18, 26)),
     "gpt-oss/harmony-marker-in-reasoning": (0, 1, 4, 5, 6, 7, 8),
 }
 """Of outputs where some markers are ordinary text, which are tokens, counted from 0."""
@@ -62,15 +64,13 @@ TEXT_MARKERS = {
 @cache
 def fixtures() -> tuple[Fixture, ...]:
     """The outputs of the families that are served."""
-    return tuple(
-        fixture
-        for fixture in load_fixtures(None, families=list(FAMILIES), tags=None)
-        if "x-kimi-k3" not in fixture.tags
-    )
+    return tuple(load_fixtures(None, families=list(FAMILIES), tags=None))
 
 
 def parsers_of(fixture: Fixture) -> tuple[str, str | None]:
     """Return the names of a fixture's parsers for calls and reasoning."""
+    if fixture.family == "gpt-oss":
+        return "openai", None
     if fixture.family == "mistral":
         return "mistral", "mistral"
     if fixture.family == "qwen3-xml":
@@ -83,20 +83,20 @@ def _reference(fixture: Fixture):
     return next(model for model in models if model.repo == fixture.models[0])
 
 
-def make_machine(fixture: Fixture) -> AnswerMachine | HarmonyMachine:
+def make_machine(fixture: Fixture) -> AnswerReader:
     """Return a machine at the beginning of a fixture's output."""
     offered = [tool["function"] for tool in fixture.tools]
     use = ToolUse({tool["name"]: tool.get("parameters", {}) for tool in offered})
     vocabulary = dict(enumerate(markers_of(fixture)))
-    if fixture.family == "gpt-oss":
-        anything = ToolUse({"any": {}})
-        return HarmonyMachine("<|start|>assistant", vocabulary=vocabulary, use=anything)
     tool_parser, reasoning_parser = parsers_of(fixture)
-    calls = TOOL_PARSERS[tool_parser]
-    reasoning = REASONING_PARSERS[reasoning_parser] if reasoning_parser else None
     prompt = fixture.generation_prompt
     if prompt is None:
         prompt = _reference(fixture).default_generation_prompt or ""
+    if tool_parser in TOKEN_MACHINES:
+        use = ToolUse(use.tools or {"any": {}})
+        return TOKEN_MACHINES[tool_parser](prompt, vocabulary=vocabulary, use=use)
+    calls = TOOL_PARSERS[tool_parser]
+    reasoning = REASONING_PARSERS[reasoning_parser] if reasoning_parser else None
     return AnswerMachine(
         calls=calls,
         reasoning=reasoning,
@@ -108,9 +108,9 @@ def make_machine(fixture: Fixture) -> AnswerMachine | HarmonyMachine:
 
 def markers_of(fixture: Fixture) -> list[str]:
     """Return the markers that are tokens of a fixture's tokenizer."""
-    if fixture.family == "gpt-oss":
-        return list(MARKERS)
     tool_parser, reasoning_parser = parsers_of(fixture)
+    if tool_parser in TOKEN_MACHINES:
+        return list(TOKEN_MACHINES[tool_parser].markers)
     markers = list(TOOL_PARSERS[tool_parser].markers)
     if reasoning_parser:
         markers += REASONING_PARSERS[reasoning_parser].markers

@@ -13,7 +13,7 @@ import tokenizers
 from llguidance import LLMatcher, LLTokenizer
 
 from pdserve.errors import BadRequestError
-from pdserve.text.answer.harmony import MARKERS
+from pdserve.text.answer.harmony import HarmonyMachine
 from pdserve.text.answer.json_calls import JSON_LIST, MISTRAL_V3
 from pdserve.text.answer.parsers import REASONING_PARSERS, TOOL_PARSERS
 from pdserve.text.answer.pieces import ToolUse
@@ -56,7 +56,7 @@ def tokenizer_of(*markers: str) -> tuple[Tokenizer, LLTokenizer]:
 
 def style_with(name: str, *, has_tokens: bool) -> tuple[AnswerStyle, Tokenizer, LLTokenizer]:
     if name == "openai":
-        tokenizer, matching = tokenizer_of(*MARKERS)
+        tokenizer, matching = tokenizer_of(*HarmonyMachine.markers)
     else:
         known = FORMATS[name]
         markers = [*known.markers, "[ARGS]", "<｜tool▁sep｜>", "</think>", *known.fragments]
@@ -68,7 +68,7 @@ def style_with(name: str, *, has_tokens: bool) -> tuple[AnswerStyle, Tokenizer, 
     style = AnswerStyle(
         calls=FORMATS.get(name),
         reasoning=None if name == "openai" else REASONING_PARSERS["qwen3"],
-        is_harmony=name == "openai",
+        token_machine=HarmonyMachine if name == "openai" else None,
         vocabulary={token_id: text for text, token_id in tokens.items()},
         tokens=tokens,
     )
