@@ -28,6 +28,16 @@ from pdserve.wire.request import OnLoadFailure
 
 _OUTPUT_LIMITS = ("max_tokens", "max_completion_tokens")
 _PROMPT_SCORES = ("prompt_logprobs", "echo", "logprobs")
+_BY_TEXT = (
+    "guided_choice",
+    "guided_grammar",
+    "guided_json",
+    "guided_regex",
+    "response_format",
+    "structured_outputs",
+    "tools",
+)
+_ASKS_FOR_NOTHING = (b"null", b"[]")
 _MAY_BE_SEVERAL = re.compile(rb"\[\s*[\"\[]")
 """How a `prompt` begins that is a list of texts or of lists."""
 UNREADABLE = (msgspec.MsgspecError, ValueError, RecursionError)
@@ -97,6 +107,11 @@ class ClientBody:
         request for one token, which never gets to a decode engine.
         """
         return self._is_pushable
+
+    def needs_equal_text(self) -> bool:
+        """Whether what it asks for is worked out by each engine by itself: a grammar, or tools."""
+        given = (self.fields.get(name) for name in _BY_TEXT)
+        return any(each is not None and bytes(each) not in _ASKS_FOR_NOTHING for each in given)
 
     def _looks_pushable(self) -> bool:
         if _value(self.fields.get("n")) not in (None, 1) or self._num_prompts() != 1:

@@ -37,6 +37,7 @@ other way out, cancellation included, its leases are given back (`Handoff`).
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from aiohttp import web
@@ -94,7 +95,9 @@ class Flow:
             async with asyncio.timeout_at(self._legs.until_s), self._services.admission.place():
                 self._story.admitted()
                 if self._services.prefixes is not None and not self._legs.ends_with_prompt:
-                    self._legs.prompt = await self._services.prefixes.read(self._legs.body)
+                    read = await self._services.prefixes.read(self._legs.body)
+                    needs_equal = self._legs.prompt.needs_equal_text
+                    self._legs.prompt = replace(read, needs_equal_text=needs_equal)
                 response = await self._serve()
                 self.outcome, self._story.reason = "ok", ""
                 return response
@@ -291,7 +294,9 @@ class Flow:
             if not self._may_hold(handoff, failure):
                 return None
             receiver = failure.backend
-            if receiver not in could_not_read and self._router.can_decode_for(owner, receiver):
+            if receiver not in could_not_read and self._router.can_decode_for(
+                owner, receiver, self._legs.prompt
+            ):
                 return receiver  # it could not be written to; it may still read
         return self._router.decode_for(
             owner, self._legs.prompt, self._setbacks.failed, without=could_not_read

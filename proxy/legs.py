@@ -115,7 +115,7 @@ class Legs:
         self.delivery = delivery
         self.story = story
         self.until_s = until_s
-        self.prompt = RoutePrompt(body.num_bytes)
+        self.prompt = RoutePrompt(body.num_bytes, needs_equal_text=body.needs_equal_text())
         self._path = path
         self._headers = headers
 

@@ -107,7 +107,7 @@ class Router:
                 reason = "no_prefill" if dedicated else "colocated"
                 is_outage = self._backends.has_lost_prefill
                 return self._locally(decodes, prompt, failed, reason, is_outage=is_outage)
-        paired = [p for p in prefills if self._serves(p, decodes, may_push=may_push)]
+        paired = [p for p in prefills if self._serves(p, decodes, prompt, may_push=may_push)]
         if not paired:
             return self._locally(decodes, prompt, failed, "no_pair", is_outage=True)
         prefill = self._choose_prefill(paired, prompt, failed)
@@ -116,7 +116,7 @@ class Router:
             assert local is not None
             if reason := self._split(*self._seen(prompt, prefill, local)):
                 return RunLocally(local, reason)
-        receivers = [d for d in decodes if self._pushes(prefill, d)] if may_push else []
+        receivers = [d for d in decodes if may_push and self._pushes(prefill, d, prompt)]
         if receivers:
             return Disaggregate(prefill, self._choose_decode(receivers, prompt, failed))
         return Disaggregate(prefill)
@@ -130,22 +130,35 @@ class Router:
         views = [self._backends.view(each, hit_tokens=known.get(each.url, 0)) for each in both]
         return RouteRequest(0, prompt.num_bytes, prompt.num_tokens), views[0], views[1]
 
-    def _serves(self, prefill: Backend, decodes: Iterable[Backend], *, may_push: bool) -> bool:
+    def _serves(
+        self,
+        prefill: Backend,
+        decodes: Iterable[Backend],
+        prompt: RoutePrompt,
+        *,
+        may_push: bool,
+    ) -> bool:
         """Whether KV can come from this engine to one of those in some way."""
         return any(
-            self._pulls(prefill, decode) or (may_push and self._pushes(prefill, decode))
+            self._pulls(prefill, decode, prompt)
+            or (may_push and self._pushes(prefill, decode, prompt))
             for decode in decodes
         )
 
-    def _pulls(self, prefill: Backend, decode: Backend) -> bool:
-        """Whether a request can be pulled over this pair."""
-        backends = self._backends
-        return backends.can_pair(prefill, decode) and backends.pulls_well(prefill, decode)
+    def _pairs(self, prefill: Backend, decode: Backend, prompt: RoutePrompt) -> bool:
+        """Whether two engines can share a request."""
+        can_pair = self._backends.can_pair(prefill, decode)
+        return can_pair and not (prompt.needs_equal_text and _differ_in_text(prefill, decode))
 
-    def _pushes(self, prefill: Backend, decode: Backend) -> bool:
+    def _pulls(self, prefill: Backend, decode: Backend, prompt: RoutePrompt) -> bool:
+        """Whether a request can be pulled over this pair."""
+        can_pair = self._pairs(prefill, decode, prompt)
+        return can_pair and self._backends.pulls_well(prefill, decode)
+
+    def _pushes(self, prefill: Backend, decode: Backend, prompt: RoutePrompt) -> bool:
         """Whether a request that may be is to be pushed over this pair."""
         backends = self._backends
-        can = backends.can_pair(prefill, decode) and backends.can_push(prefill, decode)
+        can = self._pairs(prefill, decode, prompt) and backends.can_push(prefill, decode)
         if self._kv_mode is KVTransfer.PULL or not can:
             return False
         insists = self._kv_mode is KVTransfer.PUSH and backends.pulls_well(prefill, decode)
@@ -190,18 +203,18 @@ class Router:
         candidates = [
             backend
             for backend in self._backends
-            if backend not in without and self._can_decode_for(prefill, backend)
+            if backend not in without and self._can_decode_for(prefill, backend, prompt)
         ]
         return self._choose_decode(candidates, prompt, failed)
 
-    def can_decode_for(self, prefill: Backend, decode: Backend) -> bool:
+    def can_decode_for(self, prefill: Backend, decode: Backend, prompt: RoutePrompt) -> bool:
         """Whether a decode engine can be sent a handoff of `prefill` now."""
         is_known = self._backends.get(decode.url) is decode
-        return is_known and self._can_decode_for(prefill, decode)
+        return is_known and self._can_decode_for(prefill, decode, prompt)
 
-    def _can_decode_for(self, prefill: Backend, decode: Backend) -> bool:
+    def _can_decode_for(self, prefill: Backend, decode: Backend, prompt: RoutePrompt) -> bool:
         is_fit = decode.available and decode.decodes()
-        return is_fit and self._pulls(prefill, decode)
+        return is_fit and self._pulls(prefill, decode, prompt)
 
     def local_engine(
         self,
@@ -331,3 +344,9 @@ class Router:
             code="no_prefill_available" if role == "prefill" else "no_decode_available",
             detail=detail,
         )
+
+
+def _differ_in_text(one: Backend, other: Backend) -> bool:
+    """Whether two engines say that they make other tokens, or answers, of the same."""
+    said = {each.info.text_digest for each in (one, other) if each.info is not None}
+    return len(said - {""}) > 1

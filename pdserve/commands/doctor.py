@@ -283,7 +283,13 @@ def peers(
             if engine is None:
                 yield Finding("peer", Grade.WARN, f"{url} is still loading", "ask again later")
                 continue
-            peer = RunningEngine(url, engine["role"], engine["layout_digest"], engine["layout"])
+            peer = RunningEngine(
+                url,
+                engine["role"],
+                engine["layout_digest"],
+                engine["layout"],
+                engine.get("text_digest", ""),
+            )
             addresses = [(each["host"], each["port"]) for each in engine["endpoints"]]
         except OSError as error:
             reason = getattr(error, "reason", error)

@@ -35,12 +35,22 @@ class RunningEngine(msgspec.Struct, frozen=True):
     role: str
     layout_digest: str
     layout: dict[str, str]
+    text_digest: str = ""
 
 
 def compatible(one: RunningEngine, other: RunningEngine) -> Finding:
     """Is KV of one engine what the other one expects?"""
     names = f"{one.url} and {other.url}"
     if one.layout_digest == other.layout_digest:
+        if one.text_digest != other.text_digest:
+            return Finding(
+                "compatible",
+                Grade.WARN,
+                f"{names} can exchange KV, and differ in tokenizer, chat template, generation "
+                "defaults, parsers or release of llguidance: one of them alone serves requests "
+                "with a grammar or with tools",
+                "start both with the same files, flags and packages",
+            )
         return Finding("compatible", Grade.OK, f"{names} can exchange KV")
     differences = ", ".join(
         f"{key} {one.layout.get(key, 'unknown')} and {other.layout.get(key, 'unknown')}"

@@ -193,7 +193,7 @@ async def run_server(
                 registration = Registrar(
                     server_config.proxy_urls,
                     url=await asyncio.to_thread(_announced_url, server_config, url),
-                    info=client.info,
+                    info=service.info or client.info,
                     secret=engine_config.transfer.secret,
                     tls=server_config.tls,
                 )

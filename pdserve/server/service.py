@@ -6,6 +6,7 @@ import uuid
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+import msgspec
 from aiohttp import web
 
 from pdserve.errors import (
@@ -85,6 +86,14 @@ class Service:
 
     ignored_fields: set[str] = field(default_factory=set)
     _grammars: GrammarChecks | None = None
+
+    @property
+    def info(self) -> EngineInfo | None:
+        """What this server says of its engine, once that is ready."""
+        info = self.client.info
+        if info is None or self.text is None:
+            return info
+        return msgspec.structs.replace(info, text_digest=self.text.digest)
 
     @property
     def model_names(self) -> tuple[str, ...]:

@@ -204,7 +204,7 @@ async def info(request: web.Request) -> web.Response:
             ready=service.unready_reason is None,
             reason=service.unready_reason,
             models=service.model_names,
-            engine=service.client.info,
+            engine=service.info,
             stats=service.client.stats,
             wall_s=service.clock.wall_s(),
         )

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+import llguidance
+import msgspec
 
 from pdserve.errors import ConfigError
 from pdserve.text.answer.style import AnswerStyle, style_of
@@ -27,6 +31,8 @@ class Text:
         chat_template: None if the model has none.
         tool_template: Another one for chats that offer tools, if there is one.
         answers: How it writes reasoning and tool calls.
+        digest: Equal where the same request becomes the same tokens, under the same rules, and
+            its tokens the same answer.
     """
 
     tokenizer: Tokenizer
@@ -36,6 +42,7 @@ class Text:
     pooling: PoolingStyle = field(default_factory=PoolingStyle)
     tool_template: ChatTemplate | None = None
     answers: AnswerStyle = field(default_factory=AnswerStyle)
+    digest: str = ""
 
 
 def load_text(model: ModelConfig) -> Text:
@@ -58,14 +65,26 @@ def load_text(model: ModelConfig) -> Text:
                 param="chat-template",
             ) from error
     vocab_size = read_json(directory / "config.json").get("vocab_size")
+    defaults = load_generation_defaults(directory, model.generation_config, tokenizer.eos_token_id)
     return Text(
         tokenizer=tokenizer,
-        defaults=load_generation_defaults(
-            directory, model.generation_config, tokenizer.eos_token_id
-        ),
+        defaults=defaults,
         vocab_size=vocab_size if isinstance(vocab_size, int) else tokenizer.vocab_size,
         chat_template=ChatTemplate(source, tokenizer.special_tokens) if source else None,
         pooling=load_pooling(directory),
         tool_template=ChatTemplate(tool_source, tokenizer.special_tokens) if tool_source else None,
         answers=style_of(model, tokenizer, tool_source or source or ""),
+        digest=_digest(tokenizer, defaults, (source, tool_source), model),
     )
+
+
+def _digest(
+    tokenizer: Tokenizer,
+    defaults: GenerationDefaults,
+    templates: tuple[str | None, ...],
+    model: ModelConfig,
+) -> str:
+    """See `Text.digest`; grammars are compiled alike by one release of llguidance."""
+    parsers = (model.tool_call_parser, model.reasoning_parser)
+    said = (tokenizer.as_json(), defaults, templates, parsers, llguidance.__version__)
+    return hashlib.sha256(msgspec.json.encode(said)).hexdigest()[:32]

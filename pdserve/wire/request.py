@@ -355,6 +355,8 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
         kv_shape: How its KV is shared out over its ranks.
         protocol: `wire.seal.PROTOCOL` of its version; the first one did not say.
         kv_events: Where each of its cores tells of its KV, in order; none if it does not.
+        text_digest: `Text.digest` of its server; empty where that is not said. Requests with a
+            grammar or with tools are shared by engines of equal ones.
     """
 
     engine_id: EngineId
@@ -373,3 +375,4 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     kv_shape: KVShape | None = None
     protocol: int = 1
     kv_events: list[EventEndpoint] = []
+    text_digest: str = ""

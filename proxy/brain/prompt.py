@@ -19,12 +19,14 @@ class RoutePrompt:
             looks at it.
         grains: Names of its prefixes, `GRAIN_TOKENS` tokens more each.
         unread: Why it is not tokenized, one of `UNREAD`; empty if it is, or need not be.
+        needs_equal_text: Engines that share the request must have the same text side.
     """
 
     num_bytes: int
     num_tokens: int = 0
     grains: tuple[int, ...] = ()
     unread: str = ""
+    needs_equal_text: bool = False
 
 
 @dataclass(frozen=True, slots=True)

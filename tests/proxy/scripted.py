@@ -102,6 +102,7 @@ class ScriptedEngine:
         self.weights = "w1"
         self.model = "tiny"
         self.protocol = PROTOCOL
+        self.text_digest = ""
         self.ready = True
         self.hook: Hook | None = None
         self.kv_headers: dict[str, str] = {}
@@ -193,6 +194,7 @@ class ScriptedEngine:
             "can_push": self.can_push,
             "kv_shape": msgspec.to_builtins(self.shape()),
             "protocol": self.protocol,
+            "text_digest": self.text_digest,
             "kv_events": msgspec.to_builtins(self.kv_events),
         }
 

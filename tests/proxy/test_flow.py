@@ -332,3 +332,31 @@ async def test_a_stream_beyond_its_time_ends_with_an_error_event(make_stack):
     events = events_of(await stack.stream())
     assert events[-1]["error"]["code"] == "deadline_exceeded"
     await until(lambda: decode.ended["cancelled"] == 1 and not prefill.leased)
+
+
+# --- who may share a request
+
+
+@pytest.mark.parametrize(
+    ("fields", "digests", "shared"),
+    [
+        ({}, ("a", "b"), True),
+        ({"guided_regex": "a+"}, ("a", "a"), True),
+        ({"guided_regex": "a+"}, ("a", "b"), False),
+        ({"response_format": {"type": "json_object"}}, ("a", "b"), False),
+        ({"structured_outputs": {"choice": ["a"]}}, ("a", "b"), False),
+        ({"tools": [{"type": "function"}]}, ("a", "b"), False),
+        ({"tools": []}, ("a", "b"), True),
+        ({"guided_regex": None}, ("a", "b"), True),
+        ({"guided_regex": "a+"}, ("", "b"), True),
+    ],
+)
+@pytest.mark.parametrize("kv_mode", ["push", "pull"])
+async def test_what_each_engine_works_out_by_itself_is_shared_by_equal_ones_only(
+    make_stack, fields, digests, shared, kv_mode
+):
+    (prefill,), (decode,) = prefills(), decodes()
+    prefill.text_digest, decode.text_digest = digests
+    stack = await make_stack([prefill], [decode], kv_mode=kv_mode)
+    assert text_in(await stack.stream(fields)) == text_of(3, 4)
+    assert legs([prefill]) == (["prefill"] if shared else [])
