@@ -33,6 +33,8 @@ if TYPE_CHECKING:
     from pdserve.parallel.group import World
 
 _LFS_MAGIC = b"version https://git-lfs"
+_DECODER = "model."
+"""How tensors of a decoder with a head are named."""
 _MAX_DIGEST_THREADS = 4
 _MAX_HEADER_BYTES = 100 << 20
 _DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
@@ -144,7 +146,8 @@ def load_weights(
 class Checkpoint:
     """The safetensors files of a model directory, with an index or without.
 
-    Opening reads the files' headers only.
+    Opening reads the files' headers only. Models for embeddings are saved without a head, and with
+    the names that their decoder's tensors have among themselves.
 
     Raises:
         ConfigError: No safetensors, a shard named by the index is missing, a file is a
@@ -155,6 +158,9 @@ class Checkpoint:
         self._shards = [_Shard(path) for path in _shard_paths(directory)]
         if not any(shard.tensors for shard in self._shards):
             raise ConfigError(f"the safetensors of {str(directory)!r} are empty", param="model")
+        if not any(name.startswith(_DECODER) for shard in self._shards for name in shard.tensors):
+            for shard in self._shards:
+                shard.tensors = {_DECODER + name: each for name, each in shard.tensors.items()}
 
     @contextmanager
     def digesting(self, world: World) -> Iterator[Callable[[], str]]:
@@ -236,6 +242,7 @@ class Checkpoint:
 
 @dataclass(frozen=True, slots=True)
 class _Stored:
+    name: str
     dtype: str
     shape: tuple[int, ...]
 
@@ -264,7 +271,7 @@ class _Shard:
         try:
             for name, entry in json.loads(header).items():
                 if name != "__metadata__":
-                    self.tensors[name] = _Stored(entry["dtype"], tuple(entry["shape"]))
+                    self.tensors[name] = _Stored(name, entry["dtype"], tuple(entry["shape"]))
                     end = max(end, entry["data_offsets"][1])
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise self._broken(f"its header is not readable ({error})") from None
@@ -284,11 +291,11 @@ class _Shard:
         try:
             with safe_open(self.path, framework="pt", device="cpu") as file:
                 for name in wanted:
-                    region = slots[name].region
+                    region, stored = slots[name].region, self.tensors[name].name
                     if region is None:
-                        yield name, file.get_tensor(name)
+                        yield name, file.get_tensor(stored)
                     else:
-                        yield name, file.get_slice(name)[region]
+                        yield name, file.get_slice(stored)[region]
         except (SafetensorError, OSError) as error:
             raise self._broken(str(error)) from None
 

@@ -206,7 +206,7 @@ def _scaled(vectors: Vectors) -> Vectors:
 
 
 def _cosine(scaled: Vectors, one: int, other: int) -> float:
-    return float(np.dot(scaled[one], scaled[other]))
+    return min(1.0, max(-1.0, float(np.dot(scaled[one], scaled[other]))))
 
 
 def _around(job: TextRequest, kind: str) -> dict[str, Any]:

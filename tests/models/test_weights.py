@@ -70,6 +70,26 @@ def test_shards_with_an_index_load_like_one_file(
     assert told[-1] == "weights 100 %"
 
 
+def test_a_decoder_that_was_saved_alone_loads_under_its_names_in_a_model(
+    save_model: Callable[..., Any], tmp_path: Path
+) -> None:
+    model = save_model()
+    rewrite(tmp_path, lambda tensors: tensors.pop("lm_head.weight"))
+    rewrite(tmp_path, _without_prefix)
+    shapes = {
+        name: tuple(p.shape) for name, p in model.named_parameters() if name != "lm_head.weight"
+    }
+    recorder = Recorder(shapes)
+    load_weights(recorder.slots, Checkpoint(tmp_path), tied_head=True, progress=lambda _: None)
+    for name in shapes:
+        assert torch.equal(recorder.loaded[name], model.get_parameter(name))
+
+
+def _without_prefix(tensors: dict[str, torch.Tensor]) -> None:
+    for name in [*tensors]:
+        tensors[name.removeprefix("model.")] = tensors.pop(name)
+
+
 def test_only_one_tensor_of_a_checkpoint_is_alive_at_a_time(
     save_model: Callable[..., Any], tmp_path: Path
 ) -> None:

@@ -4,15 +4,54 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import msgspec
 import pytest
 
 from pdserve.http.ignored import IGNORED_HEADER
+from pdserve.http.pooling_bodies import EmbeddingRequest
+from pdserve.http.protocol import (
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    TokenizeRequest,
+)
 from pdserve.text.chat import ChatTemplate
 from tests.server.conftest import events, make_engine, scripted, serving
+
+SHARED = """
+    model frequency_penalty logit_bias logprobs max_tokens n presence_penalty response_format seed
+    stop stream stream_options temperature top_p user use_beam_search top_k min_p repetition_penalty
+    watermarking length_penalty stop_token_ids include_stop_str_in_output ignore_eos min_tokens
+    skip_special_tokens spaces_between_special_tokens truncate_prompt_tokens truncation_side
+    prompt_logprobs logprob_token_ids allowed_token_ids bad_words echo add_special_tokens
+    structured_outputs priority request_id session_id return_tokens_as_token_ids return_token_ids
+    routed_experts_prompt_start return_token_offsets return_mm_kwargs cache_salt kv_transfer_params
+    ec_transfer_params vllm_xargs repetition_detection thinking_token_budget stream_interval
+"""
+VLLM: dict[type[msgspec.Struct], str] = {
+    CompletionRequest: f"{SHARED} prompt suffix prompt_embeds",
+    ChatRequest: f"""{SHARED} messages top_logprobs max_completion_tokens tools tool_choice
+        reasoning_effort include_reasoning parallel_tool_calls add_generation_prompt
+        continue_final_message documents chat_template chat_template_kwargs media_io_kwargs
+        mm_processor_kwargs return_prompt_text""",
+    TokenizeRequest: """model prompt messages add_special_tokens add_generation_prompt tools
+        continue_final_message chat_template chat_template_kwargs media_io_kwargs
+        mm_processor_kwargs return_token_strs""",
+    DetokenizeRequest: "model tokens",
+    EmbeddingRequest: """model user input messages encoding_format dimensions embed_dtype endianness
+        use_activation add_special_tokens truncate_prompt_tokens truncation_side padding request_id
+        priority mm_processor_kwargs cache_salt""",
+}
+"""Fields of the bodies of vLLM 0.30's server, as its protocols have them."""
 
 COMPLETIONS, CHAT, TOKENIZE = "/v1/completions", "/v1/chat/completions", "/tokenize"
 MESSAGES = [{"role": "user", "content": "hi"}]
 OPEN = [*MESSAGES, {"role": "assistant", "content": "a lazy"}]
+
+
+@pytest.mark.parametrize("kind", VLLM)
+def test_no_field_that_vllms_server_knows_is_ignored(kind):
+    assert set(VLLM[kind].split()) - set(kind.__struct_encode_fields__) == set()
 
 
 @pytest.mark.parametrize(

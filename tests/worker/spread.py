@@ -52,7 +52,7 @@ class Outcome:
     """What one rank saw.
 
     Attributes:
-        tokens, logprobs, prompt_logprobs: By request, on the output rank.
+        tokens, logprobs, prompt_logprobs, pooled: By request, on the output rank.
         says_nothing: Whether every step's answer was its id alone.
         most_in_flight: Steps submitted and not retired.
     """
@@ -60,6 +60,7 @@ class Outcome:
     tokens: dict[str, list[int]] = field(default_factory=dict)
     logprobs: dict[str, list[TokenLogprobs]] = field(default_factory=dict)
     prompt_logprobs: dict[str, list[TokenLogprobs | None]] = field(default_factory=dict)
+    pooled: dict[str, bytes] = field(default_factory=dict)
     num_preemptions: int = 0
     num_drafted: int = 0
     num_accepted: int = 0
@@ -226,6 +227,8 @@ def _lead(
             outcome.logprobs[name] += output.logprobs or []
             if output.prompt_logprobs is not None:
                 outcome.prompt_logprobs[name] = output.prompt_logprobs
+            if output.pooled is not None:
+                outcome.pooled[name] = output.pooled
 
     for name, (prompt, sampling) in requests.items():
         outcome.tokens[name] = []

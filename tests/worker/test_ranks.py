@@ -6,6 +6,7 @@ import json
 import random
 from typing import TYPE_CHECKING
 
+import numpy as np
 import pytest
 
 from pdserve.config.schema import CacheConfig, EngineConfig, SchedulerConfig
@@ -13,7 +14,7 @@ from pdserve.config.speculative import SpeculativeConfig
 from pdserve.parallel.group import World
 from pdserve.parallel.mesh import MeshShape
 from pdserve.wire.ids import RequestId
-from pdserve.wire.sampling import SamplingParams
+from pdserve.wire.sampling import Pooling, SamplingParams
 from pdserve.wire.transfer import Failed, LoadFailure
 from pdserve.worker.worker import failed_anywhere
 from tests.ranks import run_ranks
@@ -68,6 +69,8 @@ REQUESTS: Requests = {
     ),
     "described": (prompt_of(17, 8), ending(params(logprobs=3), 15)),
     "prompt described": (prompt_of(70, 9), ending(params(prompt_logprobs=2), 10)),
+    "pooled to its last": (prompt_of(61, 10), ending(params(pooling=Pooling.LAST), 1)),
+    "pooled to its mean": (prompt_of(63, 12), ending(params(pooling=Pooling.MEAN), 1)),
 }
 
 ROOMY = SchedulerConfig(max_num_seqs=16, max_num_batched_tokens=512)
@@ -118,6 +121,11 @@ def assert_equal(found: Outcome, wanted: Outcome) -> None:
     assert found.tokens == wanted.tokens
     for name, entries in wanted.logprobs.items():
         assert_close([*found.logprobs[name]], [*entries])
+    assert found.pooled.keys() == wanted.pooled.keys()
+    assert len(wanted.pooled) == 2
+    for name, vector in wanted.pooled.items():
+        ours, theirs = np.frombuffer(found.pooled[name], "<f4"), np.frombuffer(vector, "<f4")
+        np.testing.assert_allclose(ours, theirs, rtol=1e-3, atol=1e-4)
     assert found.prompt_logprobs.keys() == wanted.prompt_logprobs.keys() == {"prompt described"}
     assert_close(
         found.prompt_logprobs["prompt described"], wanted.prompt_logprobs["prompt described"]
