@@ -23,7 +23,9 @@ from tests.kernels.builds import CPU, KERNELS, TARGETS, kernels_for, needs_nativ
 pytestmark = needs_native
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
-dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=str)
+# float16 goes the ways of bfloat16, with another conversion.
+SLOW = pytest.param(torch.float16, marks=pytest.mark.slow)
+dtypes = pytest.mark.parametrize("dtype", [*DTYPES[:2], SLOW], ids=str)
 
 
 @contextmanager

@@ -16,8 +16,14 @@ from tests.kernels.builds import CPU, TARGETS, kernels_for
 pytestmark = pytest.mark.timeout(300)
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+# float16 goes the ways of bfloat16, with another conversion.
+MARKS = {torch.float16: pytest.mark.slow}
 ROWS = [
-    pytest.param(op, case, dtype, id=f"{op.name}-{case.name}-{str(dtype).split('.')[1]}")
+    pytest.param(
+        *(op, case, dtype),
+        id=f"{op.name}-{case.name}-{str(dtype).split('.')[1]}",
+        marks=MARKS.get(dtype, ()),
+    )
     for op in OPERATIONS.values()
     for case in op.cases()
     for dtype in DTYPES
