@@ -221,9 +221,7 @@ def _chat(body: ResponsesRequest) -> dict[str, Any]:
         BadRequestError: It asks for what is not served.
     """
     messages, is_open = messages_of(body.input, body.instructions)
-    chat: dict[str, Any] = {
-        name: value for name in _SAME if (value := getattr(body, name)) is not None
-    }
+    chat: dict[str, Any] = {name: getattr(body, name) for name in _SAME}
     chat["messages"] = messages
     chat["max_completion_tokens"] = body.max_output_tokens
     if is_open:
@@ -242,22 +240,26 @@ def _chat(body: ResponsesRequest) -> dict[str, Any]:
         chat |= {"logprobs": True, "top_logprobs": body.top_logprobs}
     if body.reasoning is not None:
         chat["reasoning_effort"] = body.reasoning.get("effort")
-    return chat | _format(body.text) | _tools(body)
+    chat |= _format(body.text or {}) | _tools(body)
+    return {name: value for name, value in chat.items() if value is not None}
 
 
-def _format(text: dict[str, Any] | None) -> dict[str, Any]:
+def _format(text: dict[str, Any]) -> dict[str, Any]:
     """Return the fields of a chat for `text`.
 
     Raises:
         BadRequestError: Its format is no object.
     """
-    wanted = (text or {}).get("format") or {"type": "text"}
-    if not isinstance(wanted, dict):
+    wanted = text.get("format")
+    if not isinstance(wanted, dict | None):
         raise BadRequestError(f"text.format must be an object, got {wanted!r}", param="text")
-    if wanted.get("type") == "json_schema":
+    if wanted is not None and wanted.get("type") == "json_schema":
         schema = {name: value for name, value in wanted.items() if name != "type"}
         wanted = {"type": "json_schema", "json_schema": schema}
-    return {"response_format": wanted, "verbosity": (text or {}).get("verbosity")}
+    return {
+        "response_format": None if wanted == {"type": "text"} else wanted,
+        "verbosity": text.get("verbosity"),
+    }
 
 
 def _tools(body: ResponsesRequest) -> dict[str, Any]:

@@ -39,6 +39,11 @@ def test_a_text_is_what_the_user_says_and_instructions_are_the_systems():
     ]
 
 
+def test_what_asks_for_nothing_is_not_in_the_chat():
+    body = {"text": {"format": {"type": "text"}}, "tools": [], "tool_choice": "auto", "top_p": None}
+    assert asked(input="hi", **body).keys() == {"messages"}
+
+
 def test_what_the_system_says_first_is_one_message():
     parts = [{"type": "input_text", "text": "a"}, {"type": "input_text", "text": "b"}]
     items = [says("developer", parts), {"role": "user", "content": "hi"}, says("developer", "c")]
