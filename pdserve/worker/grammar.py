@@ -43,13 +43,16 @@ class GrammarPool:
 
     Args:
         load: Makes the compiler: called once, at once, in one of the threads.
+        finds_forced: What a grammar leaves no choice of is worked out, too.
 
     Attributes:
+        finds_forced: As above.
         submit: Has something done in one of the threads.
     """
 
-    def __init__(self, load: Callable[[], GrammarCompiler]) -> None:
+    def __init__(self, load: Callable[[], GrammarCompiler], *, finds_forced: bool = False) -> None:
         self._load = load
+        self.finds_forced = finds_forced
         self._compiler: Future[GrammarCompiler] = Future()
         self._compiled: OrderedDict[str, Future[LLMatcher]] = OrderedDict()
         self._lock = threading.Lock()
@@ -124,6 +127,7 @@ class Constraint:
         self.is_over = False
         self.is_rejected = False
         self.error = ""
+        self._forced: list[int] = []
         # Held while a thread of the pool is at it; it is not the one that takes it.
         self._busy = threading.Lock()
         self._advance()
@@ -145,6 +149,13 @@ class Constraint:
             return True
         self._was_waited_for = True
         return False
+
+    def forced(self) -> list[int]:
+        """Return the tokens that must come next, as far as that is known now."""
+        if not (self._has_begun and self._busy.acquire(blocking=False)):
+            return []
+        self._busy.release()
+        return self._forced
 
     def note(self, token_id: int) -> None:
         """Take the token that was sampled; what comes next was known."""
@@ -183,6 +194,8 @@ class Constraint:
         bits = np.unpackbits(mask, count=len(self.forbidden), bitorder="little")
         np.equal(bits, 0, out=self.forbidden.numpy())
         self.is_over = self._matcher.is_stopped()
+        if self._pool.finds_forced:
+            self._forced = [] if self.is_over else self._matcher.compute_ff_tokens()
         return ""
 
 

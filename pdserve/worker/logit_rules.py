@@ -122,6 +122,10 @@ class LogitRules:
         if self._constraint is not None:
             self._constraint.note(token_id)
 
+    def forced(self) -> list[int]:
+        """Return the tokens that the grammar leaves no choice of, as far as that is known."""
+        return [] if self._constraint is None else self._constraint.forced()
+
     def apply(self, row: Tensor, until_s: float = 0.0) -> Hindered | None:
         """Change `row`, `[vocab_size]` fp32, in place.
 

@@ -116,7 +116,6 @@ class ModelRunner:
             max_num_tokens=max_num_tokens,
             max_drafted=max_drafted,
         )
-        self._drafts = drafts_of(config.speculative, vocab_size=self._vocab_size)
         self._batch = InputBatch(
             num_rows=num_rows,
             max_model_len=loaded.max_model_len,
@@ -149,6 +148,10 @@ class ModelRunner:
             self._sampler = SpreadSampler(
                 self._vocabulary, num_rows, self._vocab_size, device.torch, grammars
             )
+        # Drafts are the same on all ranks, and only one of several knows of grammars.
+        alone = self._sampler if pp.size == 1 else None
+        forced = alone.forced if isinstance(alone, Sampler) else None
+        self._drafts = drafts_of(config.speculative, self._vocab_size, forced)
         self._num_prompt_logprobs: dict[RequestId, int] = {}
         self._pooler = PromptPooler()
         self.began_s = 0.0

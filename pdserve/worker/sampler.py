@@ -119,6 +119,11 @@ class Sampler:
         self._rules.pop(row, None)
         self._alternatives.pop(row, None)
 
+    def forced(self, row: int) -> list[int]:
+        """Return the tokens that the grammar of `row` leaves no choice of, if it has one."""
+        rules = self._rules.get(row)
+        return [] if rules is None else rules.forced()
+
     def are_largest(self, rows: NDArray[np.int64]) -> NDArray[np.bool_]:
         """Tell of which rows the token is the largest logit, and nothing else is asked.
 

@@ -103,7 +103,10 @@ class Worker:
         world = self._world = self._join(device)
         if world.pp.is_last and world.tp.is_first:
             model = config.model
-            self._grammars = GrammarPool(lambda: GrammarCompiler(load_text(model)))
+            self._grammars = GrammarPool(
+                lambda: GrammarCompiler(load_text(model)),
+                finds_forced=bool(config.speculative.method),
+            )
         if world.pp.size * world.tp.size > 1:
             self._slices = StepSlices(place.engine_rank, wake=self._wake)
         loaded = load_model(config, device, kernels, world, self._progress)

@@ -124,6 +124,10 @@ class Driver:
             self._num_computed[name] += len(tokens) - 1
         return output
 
+    def take_back(self, name: str) -> None:
+        """A request has sampled nothing: its last token is computed again."""
+        self._num_computed[name] -= 1
+
     def remaining(self, name: str) -> int:
         """Tokens of a request that are not computed."""
         return len(self.tokens[name]) - self._num_computed[name]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 from typing import TYPE_CHECKING
 
@@ -9,25 +10,35 @@ import msgspec
 import numpy as np
 import pytest
 
+from pdserve.config.boxed import boxed_model_dir
+from pdserve.config.schema import (
+    CacheConfig,
+    EngineConfig,
+    ModelConfig,
+    ParallelConfig,
+    SchedulerConfig,
+)
 from pdserve.config.speculative import SpeculativeConfig
 from pdserve.errors import InternalError
-from pdserve.wire.ids import RequestId
+from pdserve.parallel.place import RankPlace
+from pdserve.wire.ids import EngineId, Incarnation, RequestId
+from pdserve.wire.sampling import Grammar
 from pdserve.wire.step import NewRequest
 from pdserve.worker.drafting.costs import measure_rows
 from pdserve.worker.drafting.drafts import Drafts
 from pdserve.worker.drafting.ngram import NgramDrafter
 from pdserve.worker.drafting.suffix import SuffixDrafter
-from tests.worker.driver import GREEDY, TINY, params
+from pdserve.worker.worker import Worker
+from tests.worker.driver import GREEDY, TINY, Driver, params
 from tests.worker.test_model_runner import QWEN3, WINDOWED, prompt_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     import torch
 
     from pdserve.wire.outputs import TokenLogprobs
     from pdserve.wire.sampling import SamplingParams
-    from tests.worker.driver import Driver
 
 VOCAB = TINY["vocab_size"]
 NUM_ROWS = 6
@@ -219,6 +230,70 @@ def test_a_draft_without_its_requests_last_token_is_refused(
     driver.add("r", prompt_of(9, 1))
     with pytest.raises(InternalError, match="cannot have a draft"):
         driver.step({"r": 5}, {"r": 3})
+
+
+@pytest.fixture
+def make_boxed() -> Iterator[Callable[[SpeculativeConfig], Driver]]:
+    """Start a worker with the boxed model, whose tokenizer grammars need, and a driver for it."""
+    workers: list[Worker] = []
+
+    def make(speculative: SpeculativeConfig) -> Driver:
+        worker = Worker(
+            EngineConfig(
+                model=ModelConfig(model=str(boxed_model_dir()), max_model_len=512),
+                device="cpu",
+                cache=CacheConfig(num_gpu_blocks_override=64),
+                scheduler=SchedulerConfig(max_num_seqs=8, max_num_batched_tokens=512),
+                parallel=ParallelConfig(num_threads=1),
+                speculative=speculative,
+            ),
+            place=RankPlace(),
+            incarnation=Incarnation("life"),
+            engine_id=EngineId("engine"),
+            wake=lambda: None,
+            progress=lambda _: None,
+        )
+        workers.append(worker)
+        return Driver(worker, worker.start())
+
+    yield make
+    for worker in workers:
+        worker.close(1.0)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_what_a_grammar_leaves_no_choice_of_is_put_out_in_one_step(
+    make_boxed: Callable[[SpeculativeConfig], Driver], temperature: float
+) -> None:
+    names = ["first_name", "last_name", "years_of_experience"]
+    schema = {
+        "type": "object",
+        "properties": {name: {"type": "string", "maxLength": 3} for name in names},
+        "required": names,
+        "additionalProperties": False,
+    }
+    grammar = Grammar(text=json.dumps({"grammars": [{"json_schema": schema}]}))
+    sampling = params(grammar=grammar, temperature=temperature, seed=5, logprobs=1)
+    found = []
+    for speculative in (SpeculativeConfig(), DRAFTING):
+        driver = make_boxed(speculative)
+        driver.add("r", [5, 6, 7], sampling)
+        logprobs: list[TokenLogprobs] = []
+        num_steps = 0
+        while len(driver.outputs["r"]) < 40 and 1 not in driver.outputs["r"]:
+            rows = {"r": NUM_ROWS} if speculative.method and driver.outputs["r"] else {}
+            answer = driver.step({"r": driver.remaining("r")}, rows)
+            driver.worker.finish_step()
+            if answer.unready_ids:
+                driver.take_back("r")
+                continue
+            num_steps += 1
+            logprobs += answer.logprobs[RequestId("r")]
+        found.append((driver.outputs["r"], logprobs, num_steps))
+    (wanted, described, most), (tokens, entries, fewer) = found
+    assert tokens[: len(wanted)] == wanted
+    assert entries[: len(wanted)] == described
+    assert fewer < 0.7 * most
 
 
 class TestNgram:

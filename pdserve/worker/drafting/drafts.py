@@ -13,7 +13,7 @@ from pdserve.worker.drafting.ngram import NgramDrafter
 from pdserve.worker.drafting.suffix import SuffixDrafter
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from pdserve.config.speculative import SpeculativeConfig
     from pdserve.wire.ids import RequestId
@@ -26,10 +26,20 @@ class Drafts:
 
     Args:
         max_tokens: Of a draft.
+        forced: Tokens that must follow those of a row, as far as that is known; None if nobody
+            knows. They come before the drafter's, which guesses.
     """
 
-    def __init__(self, drafter: Drafter, *, vocab_size: int, max_tokens: int) -> None:
+    def __init__(
+        self,
+        drafter: Drafter,
+        *,
+        vocab_size: int,
+        max_tokens: int,
+        forced: Callable[[int], list[int]] | None = None,
+    ) -> None:
         self._drafter = drafter
+        self._forced = forced
         self._vocab_size = vocab_size
         self._max_tokens = max_tokens
         self._rows: dict[RequestId, int] = {}
@@ -78,9 +88,13 @@ class Drafts:
         self.make()
         drafts = {}
         for request_id, most in num_rows.items():
-            draft = self._ready.get(self._rows[request_id], [])[:most]
-            if draft:
-                drafts[request_id] = draft
+            row = self._rows[request_id]
+            draft = self._ready.get(row, [])
+            forced = self._forced(row) if self._forced is not None else []
+            if forced and draft[: len(forced)] != forced:
+                draft = self._cut(row, forced)
+            if draft[:most]:
+                drafts[request_id] = draft[:most]
         return drafts
 
     def _cut(self, row: int, draft: list[int]) -> list[int]:
@@ -91,7 +105,9 @@ class Drafts:
         return draft
 
 
-def drafts_of(config: SpeculativeConfig, *, vocab_size: int) -> Drafts | None:
+def drafts_of(
+    config: SpeculativeConfig, vocab_size: int, forced: Callable[[int], list[int]] | None
+) -> Drafts | None:
     """Return drafts by the method that is configured; None if none is."""
     if not config.method:
         return None
@@ -100,4 +116,4 @@ def drafts_of(config: SpeculativeConfig, *, vocab_size: int) -> Drafts | None:
         drafter = SuffixDrafter(config)
     else:
         drafter = NgramDrafter(longest=config.prompt_lookup_max, shortest=config.prompt_lookup_min)
-    return Drafts(drafter, vocab_size=vocab_size, max_tokens=config.max_drafted)
+    return Drafts(drafter, vocab_size=vocab_size, max_tokens=config.max_drafted, forced=forced)
