@@ -19,11 +19,8 @@ if TYPE_CHECKING:
     from pdserve.text.answer.pieces import Tools
 
 _ESCAPED = re.compile(r"\\.", re.DOTALL)
-_V11 = re.compile(r"\s*([^\s\[\]{}]+)\s*(?:\[CALL_ID\][^\[]*)?(?:\[ARGS\])?\s*(?=\{)")
-_DEEPSEEK = re.compile(
-    r"\s*(?:function<｜tool▁sep｜>([^\n]+)\n```(?:json)?\n(.*?)(?:\n```)?|(.+?)<｜tool▁sep｜>(.*))\s*",
-    re.DOTALL,
-)
+_V11 = re.compile(r"\s*+([^\s\[\]{}]+)\s*+(?:\[CALL_ID\][^\[]*+)?(?:\[ARGS\])?\s*+(?=\{)")
+_DEEPSEEK_SEPARATOR = "<｜tool▁sep｜>"
 _KIMI = re.compile(r"\s*((?:functions\.)?([^\s:]+)(?::\d+)?)\s*<\|tool_call_argument_begin\|>")
 _KIMI_ID = re.compile(r"functions\.[^\s:]+:\d+")
 _KEYS = ("name", "parameters", "arguments", "type", "function", "id")
@@ -152,10 +149,16 @@ def _mistral(opening: str, body: str, tools: Tools, *, is_last: bool) -> list[To
 
 def _deepseek(opening: str, body: str, tools: Tools, *, is_last: bool) -> list[ToolCall]:
     """V3 writes the arguments into a block of code, V3.1 as they are."""
-    parts = _DEEPSEEK.fullmatch(body)
-    if parts is None:
+    name, separator, arguments = body.partition(_DEEPSEEK_SEPARATOR)
+    if not separator:
         raise refusal_of(body)
-    name, arguments = (parts[1], parts[2]) if parts[1] else (parts[3], parts[4])
+    if name.strip() == "function":
+        name, _, arguments = arguments.partition("\n")
+        arguments = (
+            arguments.strip().removeprefix("```json").removeprefix("```").removesuffix("```")
+        )
+    if not name.strip():
+        raise MalformedCallError
     return [ToolCall(name.strip(), object_text(arguments))]
 
 

@@ -285,7 +285,7 @@ class AnswerMachine:
         written = self._written()
         window = self._tail + text
         self._tail = window[-max(map(len, written), default=1) :]
-        if not self._opening:
+        if not self._opening and len(self._body) <= _MAX_BEGINNING_CHARS:
             body = "".join(self._body)
             if not self._may_still_be_call(body):
                 self._state, self._may_begin, self._body = _State.CONTENT, False, []

@@ -24,7 +24,7 @@ _NAME = re.compile(r'[^"<>\s]+')
 _DSML_HEAD = re.compile(r'([^"<>\s]+)"\s*>')
 _DSML_OPENING = re.compile(r'<｜DSML｜ ?parameter name="([^"]+)" string="(true|false)">')
 _DSML_CLOSING = re.compile(r"</｜DSML｜ ?parameter>")
-_QWEN = re.compile(r"\s*(?:<function=)?([^>\n]+)>(.*)</function>\s*", re.DOTALL)
+_QWEN = re.compile(r"(?:<function=)?([^>\n]++)>(.*)</function>", re.DOTALL)
 _QWEN_OPENING = re.compile(r"<parameter=([^>\n]+)>\n?")
 _QWEN_CLOSING = re.compile(r"\n?</parameter>|\n(?=<parameter=[^>\n]+>\n)")
 _GLM_HEAD = re.compile(r"\s*([^\s<]+)\s*(?=<arg_key>|$)")
@@ -120,10 +120,12 @@ def _checked(text: str) -> str:
 
 
 def _qwen(opening: str, body: str, tools: Tools, *, is_last: bool) -> list[ToolCall]:
-    whole = _QWEN.fullmatch(body)
+    whole = _QWEN.fullmatch(body.strip())
     if whole is None:
         raise UnfinishedCallError
     name = whole[1].strip()
+    if not name:
+        raise MalformedCallError
     properties = _properties(tools, name)
     found = _values(whole[2], _QWEN_OPENING, _QWEN_CLOSING, is_last=is_last)
     values = {tag[1].strip(): _typed(text, properties.get(tag[1].strip())) for tag, text in found}

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import time
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -154,6 +156,25 @@ def test_json_that_is_no_call_streams_as_soon_as_that_is_clear():
     machine = make_machine("llama3_json", reasoning=None)
     assert not machine.push('{"na')
     assert machine.push('tion": 1') == [Content('{"nation": 1')]
+
+
+HEADS = [
+    *("", '{"name": "f", "arguments": {"x": "', "\n<function=f>\n<parameter=x>", "call:f{x:"),
+    *("f<arg_key>x</arg_key><arg_value>", "function<｜tool▁sep｜>f\n```json\n", "f[ARGS]"),
+    *("functions.f:0", 'f">\n<｜DSML｜parameter name="x" string="true">'),
+]
+
+
+@pytest.mark.parametrize("parser", TOOL_PARSERS)
+@pytest.mark.parametrize("filling", [" ", "\n", "{", '\\"', "<parameter=x>", "</arg_value> "])
+def test_a_call_of_any_length_is_read_in_little_time(parser, filling):
+    calls = TOOL_PARSERS[parser]
+    start_s = time.monotonic()
+    for head in HEADS:
+        end = "".join(calls.closings[:1])
+        text = "".join(calls.openings[:1]) + head + filling * (60_000 // len(filling)) + "x" + end
+        read(make_machine(parser), text)
+    assert time.monotonic() - start_s < 5.0
 
 
 @pytest.mark.parametrize(
