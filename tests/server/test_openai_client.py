@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import openai
+import pydantic
 import pytest
 
+from pdserve.text.answer.parsers import TOOL_PARSERS
+from pdserve.text.answer.style import AnswerStyle
+from pdserve.text.chat import ChatTemplate
 from tests.server.conftest import make_engine, scripted, serving, until
 
 MESSAGES = [{"role": "user", "content": "hi"}]
@@ -54,6 +60,40 @@ async def test_a_completion_with_stop_and_logprobs(client):
 async def test_a_completion_stream(client):
     stream = await client.completions.create(model="tiny", prompt="x", stream=True)
     assert "".join([chunk.choices[0].text async for chunk in stream]) == "a lazy dog"
+
+
+class See(pydantic.BaseModel):
+    """Look at something."""
+
+    x: int
+    what: str = "fox"
+
+
+SEEN = '<tool_call>\n{"name": "See", "arguments": {"x": 1, "what": "dog"}}\n</tool_call>'
+
+
+async def test_calls_of_the_clients_own_tools(text):
+    template = ChatTemplate("{% for m in messages %}{{ m.role }}: {{ m.content }} {% endfor %}", {})
+    style = AnswerStyle(calls=TOOL_PARSERS["hermes"])
+    calling = replace(text, answers=style, chat_template=template)
+    tools = [openai.pydantic_function_tool(See)]
+    async with (
+        serving(calling, scripted(calling, "Look: " + SEEN), api_keys=("key",)) as server,
+        client_of(server) as client,
+    ):
+        whole = await client.chat.completions.parse(model="tiny", messages=MESSAGES, tools=tools)
+        async with client.chat.completions.stream(
+            model="tiny", messages=MESSAGES, tools=tools
+        ) as stream:
+            streamed = await stream.get_final_completion()
+        [call] = whole.choices[0].message.tool_calls
+        answer = {"role": "tool", "tool_call_id": call.id, "content": "a dog"}
+        said = whole.choices[0].message.to_dict(exclude_none=True)
+        await client.chat.completions.create(model="tiny", messages=[*MESSAGES, said, answer])
+    for completion in (whole, streamed):
+        [choice] = completion.choices
+        assert (choice.message.content, choice.finish_reason) == ("Look:", "tool_calls")
+        assert choice.message.tool_calls[0].function.parsed_arguments == See(x=1, what="dog")
 
 
 async def test_the_models(client):
