@@ -317,7 +317,7 @@ class _Told:
 
     def holder(self, url: str) -> Holder:
         """An engine's part of the index."""
-        holder = self.holders[url] = Holder(self._index)
+        holder = self.holders[url] = Holder(self._index, url)
         return holder
 
     def exact(self, url: str) -> tuple[int, ...]:

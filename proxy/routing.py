@@ -74,6 +74,7 @@ class Router:
         self._split = split_policy_named(config.split_policy, flag="split-policy")
         self._prefill_sequence = itertools.count()
         self._decode_sequence = itertools.count()
+        self._split_sequence = itertools.count()
 
     def plan(
         self,
@@ -112,7 +113,8 @@ class Router:
             return self._locally(decodes, prompt, failed, "no_pair", is_outage=True)
         prefill = self._choose_prefill(paired, prompt, failed)
         if self._split is not always:
-            local = self._choose_decode(decodes, prompt, failed)
+            number = next(self._split_sequence)  # or those that are split would skip every other
+            local = self._choose(self._decode_policy, number, prompt, decodes, failed)
             assert local is not None
             if reason := self._split(*self._seen(prompt, prefill, local)):
                 return RunLocally(local, reason)
@@ -125,9 +127,11 @@ class Router:
         self, prompt: RoutePrompt, prefill: Backend, local: Backend
     ) -> tuple[RouteRequest, BackendView, BackendView]:
         """Return what a split policy is shown."""
-        both = (prefill, local)
-        known = {} if self._prefixes is None else self._prefixes.known(prompt, both)
-        views = [self._backends.view(each, hit_tokens=known.get(each.url, 0)) for each in both]
+        known = {} if self._prefixes is None else self._prefixes.known(prompt)
+        views = [
+            self._backends.view(each, hit_tokens=known.get(each.url, 0))
+            for each in (prefill, local)
+        ]
         return RouteRequest(0, prompt.num_bytes, prompt.num_tokens), views[0], views[1]
 
     def _serves(
@@ -309,7 +313,7 @@ class Router:
         failed: Collection[Backend],
     ) -> Backend | None:
         engines = [backend for backend in candidates if backend not in failed] or candidates
-        known = {} if self._prefixes is None else self._prefixes.known(prompt, engines)
+        known = {} if self._prefixes is None else self._prefixes.known(prompt)
         views = [self._backends.view(each, hit_tokens=known.get(each.url, 0)) for each in engines]
         chosen = choose(policy, RouteRequest(number, prompt.num_bytes, prompt.num_tokens), views)
         return None if chosen is None else self._backends.get(chosen.url)

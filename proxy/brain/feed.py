@@ -146,7 +146,7 @@ class EventFeed:
 
     def _join(self, name: _CoreName, endpoint: EventEndpoint) -> None:
         assert self._context is not None
-        holder = Holder(self._index)
+        holder = Holder(self._index, name.url)
         holder.believe(is_believed=False)
         subscription = CoreSubscription(
             self._context, endpoint, self._secret, holder, now_s=self._clock.monotonic_s()

@@ -34,6 +34,7 @@ class PrefixIndex:
         self._expected: dict[int, dict[int, float]] = {}
         self._believed = 0
         self._num_bits = 0
+        self._owners: dict[int, str] = {}
         self._free: list[int] = []
         self._retired = 0
         self._sweeping = 0
@@ -43,15 +44,24 @@ class PrefixIndex:
         """Grains that somebody has, or had until lately."""
         return len(self._entries)
 
-    def open(self) -> int:
-        """Return a number for a holder that has nothing, and is believed."""
+    def open(self, owner: str) -> int:
+        """Return a number for a holder that has nothing, and is believed.
+
+        Args:
+            owner: Whose it is, for `owner`.
+        """
         if self._free:
             bit = self._free.pop()
         else:
             bit = self._num_bits
             self._num_bits += 1
         self._believed |= 1 << bit
+        self._owners[bit] = owner
         return bit
+
+    def owner(self, bit: int) -> str:
+        """Whose number it is."""
+        return self._owners[bit]
 
     def retire(self, bit: int) -> None:
         """Forget a holder and all it has. O(1); its number is another's once it is swept."""
@@ -154,19 +164,23 @@ class Holder:
 
     A tier's grains are left out: what an engine has to load first is no hit of its own.
 
+    Args:
+        owner: URL of the engine.
+
     Attributes:
         bit: Its number in the index, another one after each `retire`.
     """
 
-    def __init__(self, index: PrefixIndex) -> None:
+    def __init__(self, index: PrefixIndex, owner: str = "") -> None:
         self._index = index
-        self.bit = index.open()
+        self._owner = owner
+        self.bit = index.open(owner)
         self._is_believed = True
 
     def retire(self) -> None:
         """See `GrainIndex`."""
         self._index.retire(self.bit)
-        self.bit = self._index.open()
+        self.bit = self._index.open(self._owner)
         self._index.believe(self.bit, is_believed=self._is_believed)
 
     def apply(self, event: GrainEvent) -> None:

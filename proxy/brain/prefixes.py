@@ -21,7 +21,7 @@ from pdserve.wire.event_reader import ReaderState
 from pdserve.wire.hashing import GRAIN_TOKENS
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Sequence
 
     from pdserve.config.http import ProxyConfig
     from pdserve.observe.clock import Clock
@@ -74,7 +74,7 @@ class Prefixes:
         reader: PromptReader,
         index: PrefixIndex,
         feed: Feed,
-        backends: Iterable[Backend],
+        backends: Backends,
         clock: Clock,
         metrics: PrefixMetrics,
     ) -> None:
@@ -110,30 +110,40 @@ class Prefixes:
             self._metrics.read.observe(self._clock.monotonic_s() - start_s)
         return prompt
 
-    def known(self, prompt: RoutePrompt, engines: Iterable[Backend]) -> dict[str, int]:
-        """Return how many tokens of a prompt engines have, by URL; those with none are left out."""
+    def known(self, prompt: RoutePrompt) -> dict[str, int]:
+        """Return how many tokens of a prompt engines have, by URL; those with none are left out.
+
+        O(grains), and O(1) for each engine that has some.
+        """
         if not prompt.grains:
             return {}
-        depths = self._index.depths(prompt.grains, self._clock.monotonic_s())
-        found = {}
-        for engine in engines:
-            bits = self._bits(prompt, engine)[0]
-            if depth := max((depths.get(bit, 0) for bit in bits), default=0):
-                found[engine.url] = depth * GRAIN_TOKENS
+        found: dict[str, int] = {}
+        for bit, depth in self._index.depths(prompt.grains, self._clock.monotonic_s()).items():
+            url = self._index.owner(bit)
+            exact = () if prompt.unread else self._feed.exact(url)
+            if not exact or bit in exact:
+                found[url] = max(found.get(url, 0), depth * GRAIN_TOKENS)
         return found
 
     def sent(self, prompt: RoutePrompt, engine: Backend) -> KnownPrefix:
         """Note that an engine has a prompt to compute, or its KV to take; return what it had."""
-        known = self.known(prompt, (each for each in self._backends if each.role is engine.role))
-        bits, is_exact = self._bits(prompt, engine)
-        num_tokens = known.get(engine.url, 0)
-        if is_exact:
+        if not prompt.grains:
+            return KnownPrefix(0, is_exact=False)
+        known = self.known(prompt)
+        exact = () if prompt.unread else self._feed.exact(engine.url)
+        if exact:
             until_s = self._clock.monotonic_s() + _EXPECTED_S
-            for bit in bits:
+            for bit in exact:
                 self._index.expect(bit, prompt.grains, until_s)
-        elif prompt.grains:
+        else:
             self._routed_of(engine).sent(prompt.grains)
-        return KnownPrefix(num_tokens, is_exact, max(known.values(), default=0))
+        most = max((n for url, n in known.items() if self._is_like(url, engine)), default=0)
+        return KnownPrefix(known.get(engine.url, 0), bool(exact), most)
+
+    def _is_like(self, url: str, engine: Backend) -> bool:
+        """Whether the engine at a URL could have had the part of another one."""
+        other = self._backends.get(url)
+        return other is not None and other.role is engine.role
 
     def answered(
         self, prompt: RoutePrompt, engine: Backend, known: KnownPrefix, stages: EngineStages
@@ -162,11 +172,6 @@ class Prefixes:
         self._metrics.entries.set(len(self._index))
         self._metrics.resyncs.set(self._feed.num_resyncs)
 
-    def _bits(self, prompt: RoutePrompt, engine: Backend) -> tuple[Sequence[int], bool]:
-        """An engine's numbers in the index for such a prompt; whether its events are behind it."""
-        bits = () if prompt.unread else self._feed.exact(engine.url)
-        return (bits, True) if bits else ((self._routed_of(engine).bit,), False)
-
     def _routed_of(self, engine: Backend) -> RoutedPrefixes:
         """What was sent to this life of an engine."""
         info = engine.info
@@ -179,7 +184,7 @@ class Prefixes:
         room = _UNKNOWN_GRAINS
         if info is not None:
             room = info.num_blocks * info.block_size // GRAIN_TOKENS
-        routed = RoutedPrefixes(self._index, room)
+        routed = RoutedPrefixes(self._index, engine.url, room)
         self._routed[engine.url] = life, routed
         for url in self._routed.keys() - {each.url for each in self._backends}:
             self._routed.pop(url)[1].close()

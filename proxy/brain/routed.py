@@ -22,18 +22,19 @@ class RoutedPrefixes:
     """One engine's part of an index.
 
     Args:
+        owner: URL of the engine.
         max_grains: It has room for no more, by what it says of itself.
 
     Attributes:
         num_grains: It is taken to have room for so many.
     """
 
-    def __init__(self, index: PrefixIndex, max_grains: int) -> None:
+    def __init__(self, index: PrefixIndex, owner: str, max_grains: int) -> None:
         self._index = index
         self._max_grains = max(_MIN_GRAINS, max_grains)
         self._recent: OrderedDict[int, None] = OrderedDict()
         self.num_grains = self._max_grains
-        self.bit = index.open()
+        self.bit = index.open(owner)
 
     def sent(self, grains: Sequence[int]) -> None:
         """Note a prompt that was sent there. Of a prefix its end is forgotten first."""

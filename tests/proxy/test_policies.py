@@ -225,3 +225,13 @@ async def test_what_is_not_split_is_a_decode_engines_alone_and_it_is_said_why(ma
     metrics = await stack.metrics()
     name = 'pdserve_disagg_decisions_total{decision="local",reason="mostly_cached"}'
     assert metrics[name] == 2
+
+
+async def test_what_is_split_takes_decode_engines_in_turn_whatever_the_split_policy(make_stack):
+    prefill, decode = [ScriptedEngine("prefill")], [ScriptedEngine("decode") for _ in range(2)]
+    stack = await make_stack(prefill, decode, split_policy="llmd", decode_policy="round_robin")
+    for number in range(4):
+        body = {"prompt": [number] * 600, "max_tokens": 4, "seed": 3}
+        async with stack.post(body) as response:
+            assert response.status == 200
+    assert [len(engine.calls) for engine in decode] == [2, 2]

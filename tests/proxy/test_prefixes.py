@@ -10,13 +10,19 @@ import msgspec
 import pytest
 
 from pdserve.config.kv_events import KVEventsConfig
-from pdserve.config.schema import TransferConfig
+from pdserve.config.schema import Role, TransferConfig
 from pdserve.engine.kv_events import KVEventPublisher
 from pdserve.kvcache.manager import KVCacheManager, PrefixHit
+from pdserve.observe.clock import ManualClock
+from pdserve.proxy.backend import Backend, Breaker
+from pdserve.proxy.brain.feed import EventFeed
+from pdserve.proxy.brain.index import PrefixIndex
 from pdserve.proxy.brain.prompt import RoutePrompt
+from pdserve.wire.event_reader import GONE_S
 from pdserve.wire.events import BlocksCleared
 from pdserve.wire.hashing import grain_hashes
 from pdserve.wire.ids import Incarnation
+from pdserve.wire.request import EngineInfo
 from tests.proxy.conftest import until
 from tests.proxy.hooks import answers
 from tests.proxy.scripted import ScriptedEngine
@@ -77,7 +83,7 @@ def exact(stack, engine: ScriptedEngine) -> int:
 def known(stack, number: int, engine: ScriptedEngine, num_tokens: int = 600) -> int:
     grains = tuple(grain_hashes(prompt(number, num_tokens), ""))
     asked = RoutePrompt(0, num_tokens, grains)
-    return stack.proxy._prefixes.known(asked, stack.proxy.backends).get(engine.url, 0)
+    return stack.proxy._prefixes.known(asked).get(engine.url, 0)
 
 
 async def test_a_prompt_goes_to_the_engine_whose_events_say_it_has_it(make_stack, hits):
@@ -155,6 +161,45 @@ async def test_an_engine_that_names_prefixes_otherwise_is_not_read_and_said_so(m
         await until(lambda: any("names prefixes otherwise" in line for line in logged))
         assert await stack.stream(ask(1))
         assert not exact(stack, engine)
+
+
+async def test_an_engine_of_another_secret_is_known_by_what_was_sent_there(make_stack, hits):
+    engines = [ScriptedEngine("decode") for _ in range(2)]
+    with telling(engines[0], "a0") as publisher, telling(engines[1], "a1"):
+        publisher.publish(computed(prompt(1)))
+        stack = await make_stack([], engines, secret="another's", decode_policy="prefix_sticky")
+        await until(lambda: len(stack.proxy._prefixes._feed.states()) == 2)
+        for _ in range(3):
+            assert await stack.stream(ask(1))
+        assert sorted(len(engine.calls) for engine in engines) == [0, 3]
+        assert hits() == ["local ~0 of 600", "local ~512 of 600", "local ~512 of 600"]
+        assert (await stack.metrics())['pdserve_index_cores{state="resync"}'] == 2
+
+
+async def test_an_engine_that_falls_silent_is_not_believed_until_it_is_heard_again():
+    engine = ScriptedEngine("decode")
+    with telling(engine) as publisher:
+        clock, index = ManualClock(), PrefixIndex()
+        backend = Backend("http://e", Role.DECODE, is_static=True, breaker=Breaker(clock, 3, 5.0))
+        info = {**engine.info(), "kv_events": [publisher.endpoint]}
+        backend.info = msgspec.convert(msgspec.to_builtins(info), EngineInfo)
+        feed = EventFeed(index, [backend], clock, secret=SECRET)
+        feed.start()
+        try:
+            await until(lambda: feed.exact("http://e"))
+            publisher.publish(computed(prompt(1)))
+            grains = tuple(grain_hashes(prompt(1), ""))
+            await until(lambda: index.depths(grains, 0.0) == {feed.exact("http://e")[0]: 2})
+            publisher.close(5.0)
+            await asyncio.sleep(0.25)  # its last words are heard
+            clock.advance(GONE_S - 0.1)
+            await asyncio.sleep(0.25)
+            assert feed.exact("http://e")
+            clock.advance(0.2)
+            await until(lambda: not feed.exact("http://e"))
+            assert index.depths(grains, 0.0) == {}
+        finally:
+            await feed.stop()
 
 
 async def test_who_tokenizes_otherwise_than_the_engine_says_so_once(make_stack, logged):

@@ -189,3 +189,33 @@ def test_pieces_are_remembered_within_bounds(model, monkeypatch):
         segmented.encode(f"<s>{number:090d}</s>")
     assert len(segmented._known) == 1000 // 90
     assert GRAIN_TOKENS == 256
+
+
+SCALARS = st.one_of(
+    st.none(), st.booleans(), st.integers(), st.floats(allow_nan=False, allow_infinity=False)
+)
+JSON = st.recursive(
+    st.one_of(SCALARS, st.text()),
+    lambda inner: st.one_of(st.lists(inner), st.dictionaries(st.text(), inner)),
+    max_leaves=8,
+)
+FIELD = st.one_of(JSON, st.just(LONG), st.just([1] * 300), st.just(messages(LONG)))
+NAMES = [
+    *("messages", "prompt", "tools", "tool_choice", "documents", "cache_salt", "functions"),
+    *("chat_template_kwargs", "add_generation_prompt", "continue_final_message"),
+]
+
+
+@pytest.fixture(scope="module")
+def loaded(model):
+    reader = PromptReader(ProxyConfig(tokenizer=str(model)), lambda: 1000)
+    reader.load()
+    yield reader
+    reader.close()
+
+
+@given(fields=st.dictionaries(st.sampled_from(NAMES), FIELD))
+def test_whatever_a_body_holds_it_has_a_prompt_to_route(loaded, fields):
+    prompt = asyncio.run(loaded.read(body(**fields)))
+    assert len(prompt.grains) * GRAIN_TOKENS <= prompt.num_tokens
+    assert prompt.unread in ("", *UNREAD)

@@ -170,7 +170,7 @@ TestIndex.settings = in_ci(100, num_steps=40)
 
 def test_a_retired_holder_is_out_of_every_answer_at_once():
     index = PrefixIndex()
-    one, other = index.open(), index.open()
+    one, other = index.open("one"), index.open("other")
     index.add(one, range(1000))
     index.add(other, range(10))
     index.retire(one)
@@ -192,7 +192,7 @@ def test_who_is_not_believed_has_nothing_until_believed_again():
 
 def test_what_is_expected_counts_until_its_time_is_over_and_not_at_another_engine():
     index = PrefixIndex()
-    one, other = index.open(), index.open()
+    one, other = index.open("one"), index.open("other")
     index.add(one, [1])
     index.expect(one, (1, 2, 3), until_s=5.0)
     assert index.depths((1, 2, 3), 4.9) == {one: 3}
@@ -207,7 +207,7 @@ def test_what_is_expected_counts_until_its_time_is_over_and_not_at_another_engin
 
 def test_of_what_was_sent_the_least_recent_prefix_is_forgotten_from_its_end():
     index = PrefixIndex()
-    routed = RoutedPrefixes(index, 16)
+    routed = RoutedPrefixes(index, "url", 16)
     routed.sent(range(10))
     routed.sent(range(100, 110))
     assert index.depths(tuple(range(10)), 0.0) == {routed.bit: 6}
@@ -220,7 +220,7 @@ def test_of_what_was_sent_the_least_recent_prefix_is_forgotten_from_its_end():
 
 def test_an_engine_that_had_less_than_was_thought_is_taken_to_have_less_room():
     index = PrefixIndex()
-    routed = RoutedPrefixes(index, 100)
+    routed = RoutedPrefixes(index, "url", 100)
     for start in range(0, 1000, 10):
         routed.sent(range(start, start + 10))
     routed.answered(range(990, 1000), num_expected=10, num_found=10)
