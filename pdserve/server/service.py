@@ -60,6 +60,7 @@ class Service:
         tool_work: Does the same, and the inverse, for `/tokenize` and `/detokenize`, behind
             which no prompt waits.
         ignored_fields: Names in bodies that mean nothing here, each logged once.
+        grammar_checks: What `grammars` returns, once it was asked for.
     """
 
     client: EngineClient
@@ -85,7 +86,7 @@ class Service:
     )
 
     ignored_fields: set[str] = field(default_factory=set)
-    _grammars: GrammarChecks | None = None
+    grammar_checks: GrammarChecks | None = None
 
     @property
     def info(self) -> EngineInfo | None:
@@ -126,16 +127,16 @@ class Service:
 
     def grammars(self, text: Text) -> GrammarChecks:
         """Return what makes grammars; it begins with the model's tokenizer when first asked for."""
-        if self._grammars is None:
-            self._grammars = GrammarChecks(text)
-        return self._grammars
+        if self.grammar_checks is None:
+            self.grammar_checks = GrammarChecks(text)
+        return self.grammar_checks
 
     def close_text(self) -> None:
         """Let go of the threads that work on texts; what runs in them ends by itself."""
         self.prompt_work.close()
         self.tool_work.close()
-        if self._grammars is not None:
-            self._grammars.close()
+        if self.grammar_checks is not None:
+            self.grammar_checks.close()
 
     def resolve_model(self, name: str | None) -> str:
         """Return the name to answer with: the first, whichever was asked for, as vLLM does.

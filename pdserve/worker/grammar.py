@@ -103,6 +103,7 @@ class Constraint:
 
     Args:
         outputs: The request's output tokens so far.
+        ends: Tokens that end an output: none of them is text, whatever the tokenizer says.
 
     Attributes:
         forbidden: `[vocab_size]` bool, on the CPU: tokens that may not come next.
@@ -112,11 +113,18 @@ class Constraint:
     """
 
     def __init__(
-        self, pool: GrammarPool, grammar: Grammar, outputs: Sequence[int], *, vocab_size: int
+        self,
+        pool: GrammarPool,
+        grammar: Grammar,
+        outputs: Sequence[int],
+        *,
+        vocab_size: int,
+        ends: Sequence[int],
     ) -> None:
         self._pool = pool
         self._text = grammar.text
         self._starts_after = grammar.starts_after or ()
+        self._ends = [token_id for token_id in ends if 0 <= token_id < vocab_size]
         begin = _end_of_first(outputs, self._starts_after)
         self._has_begun = begin is not None
         self._recent = list(outputs[-len(self._starts_after) :]) if not self._has_begun else []
@@ -192,7 +200,10 @@ class Constraint:
         if self._matcher.is_error():
             return in_short(self._matcher.get_error())
         bits = np.unpackbits(mask, count=len(self.forbidden), bitorder="little")
-        np.equal(bits, 0, out=self.forbidden.numpy())
+        forbidden = self.forbidden.numpy()  # made in a step's inference mode, unlike this thread
+        np.equal(bits, 0, out=forbidden)
+        if not self._matcher.is_accepting():
+            forbidden[self._ends] = True
         self.is_over = self._matcher.is_stopped()
         if self._pool.finds_forced:
             self._forced = [] if self.is_over else self._matcher.compute_ff_tokens()

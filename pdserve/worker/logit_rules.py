@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from pdserve.wire.sampling import Grammar, SamplingParams
+    from pdserve.wire.sampling import SamplingParams
     from pdserve.worker.grammar import GrammarPool
 
 
@@ -98,9 +98,7 @@ class LogitRules:
         self._penalties = (
             _Penalties(params, prompt, outputs, device) if _has_penalties(params) else None
         )
-        self._constraint = (
-            None if params.grammar is None else self._constraint_of(params.grammar, grammars)
-        )
+        self._constraint = self._constraint_of(params, grammars)
 
     @staticmethod
     def needed(params: SamplingParams) -> bool:
@@ -165,10 +163,20 @@ class LogitRules:
                 row[avoided] = before
         return None
 
-    def _constraint_of(self, grammar: Grammar, grammars: GrammarPool | None) -> Constraint:
+    def _constraint_of(
+        self, params: SamplingParams, grammars: GrammarPool | None
+    ) -> Constraint | None:
+        if params.grammar is None:
+            return None
         if grammars is None:
             raise InternalError("a request has a grammar on a rank that works out none")
-        return Constraint(grammars, grammar, self._outputs, vocab_size=self._vocab_size)
+        return Constraint(
+            grammars,
+            params.grammar,
+            self._outputs,
+            vocab_size=self._vocab_size,
+            ends=params.eos_token_ids,
+        )
 
     def _constrain(self, row: Tensor, constraint: Constraint) -> Hindered | None:
         if constraint.is_rejected:

@@ -13,9 +13,16 @@ import httpx
 import jsonschema
 import pytest
 
+from pdserve.config.schema import ModelConfig
+from pdserve.text.grammar import GrammarCompiler
+from pdserve.text.load import load_text
 from tests.e2e.conftest import OPENAI_KEY
+from tests.schemas.drawn import draw_schemas, why_wrong
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
     from tests.e2e.deployment import Deployment
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(240)]
@@ -138,3 +145,34 @@ def test_one_engine_and_pd_call_the_same_tools_where_they_have_to(
         assert name in ("see", "go")
         jsonschema.validate(arguments, SCHEMA)
     assert is_parallel or all(len(each) <= 1 for each in found["proxy"])
+
+
+def test_outputs_of_drawn_schemas_follow_them(
+    asked_by_openai: Deployment, model_of: Callable[[str], Path]
+) -> None:
+    """A short form of `python -m tests.schemas`."""
+    compiler = GrammarCompiler(load_text(ModelConfig(model=str(model_of("llama")))))
+    schemas = draw_schemas(24, first_seed=77)
+
+    def choice(number: int) -> dict[str, Any]:
+        answer = httpx.post(
+            f"{asked_by_openai.url('proxy')}/v1/completions",
+            json={
+                "prompt": [7, 8, 9 + number],
+                "guided_json": schemas[number],
+                "max_tokens": 80,
+                "seed": number,
+                "return_token_ids": True,
+            },
+            headers={"Authorization": f"Bearer {OPENAI_KEY}"},
+            timeout=60,
+        )
+        assert answer.status_code == 200, answer.text
+        found: dict[str, Any] = answer.json()["choices"][0]
+        return found
+
+    with ThreadPoolExecutor(8) as pool:
+        choices = list(pool.map(choice, range(len(schemas))))
+    wrong = [why_wrong(*each, compiler) for each in zip(schemas, choices, strict=True)]
+    assert [why for why in wrong if why is not None] == []
+    assert {each["finish_reason"] for each in choices} == {"stop", "length"}

@@ -27,10 +27,11 @@ from pdserve.connectors.memory import MemoryConnector
 from pdserve.connectors.multi import MultiConnector
 from pdserve.engine.loading import start_engine
 from pdserve.server.app import build_app
+from pdserve.server.service import SERVICE
 from pdserve.wire.ids import EngineId, Incarnation, client_id_of
 from tests.local_engine import LocalEngine, TimedExecutor
 from tests.sim.net import Host
-from tests.sim.text import TEXT
+from tests.sim.text import TEXT, ToyChecks
 from tests.toy_drafts import TOY_DRAFTERS
 from tests.toy_store import ToyStoreConnector
 
@@ -93,7 +94,9 @@ class SimExecutor(TimedExecutor):
             [new.block_ids for new in step.new_requests],
             step.known_requests.new_block_ids,
         )
-        return super()._execute(step)
+        result = super()._execute(step)
+        self._world.result.reached["sat out"] += len(result.unready_ids)
+        return result
 
 
 class SimEngine(LocalEngine):
@@ -172,6 +175,7 @@ class SimEngine(LocalEngine):
         app = build_app(
             self, TEXT, engine_config=config, server_config=ServerConfig(), clock=world.clock
         )
+        app[SERVICE].grammar_checks = ToyChecks()
         self.host = Host(app, world.violation)
         world.net.hosts[spec.address] = self.host
 

@@ -19,6 +19,7 @@ class LifeSpec(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         leaves_after_s: The client hangs up so long after it asked; None if it stays.
+        is_bound: Its output has a grammar.
     """
 
     number: int
@@ -29,6 +30,7 @@ class LifeSpec(msgspec.Struct, frozen=True, kw_only=True):
     ignore_eos: bool
     stream: bool
     leaves_after_s: float | None
+    is_bound: bool = False
 
 
 class Death(msgspec.Struct, frozen=True, kw_only=True):
@@ -229,6 +231,18 @@ def with_drafts(scenario: Scenario) -> Scenario:
         for engine in scenario.engines
     ]
     return msgspec.structs.replace(scenario, engines=engines)
+
+
+def with_grammars(scenario: Scenario) -> Scenario:
+    """The same with clients of whom half ask for outputs of one kind, which have ends."""
+    rng = random.Random(scenario.seed)
+    lives = [
+        msgspec.structs.replace(life, is_bound=True, ignore_eos=False)
+        if rng.random() < 0.5
+        else life
+        for life in scenario.lives
+    ]
+    return msgspec.structs.replace(scenario, lives=lives)
 
 
 def impatient(scenario: Scenario) -> Scenario:

@@ -14,7 +14,7 @@ from pdserve.connectors.faulty import FaultKind
 from pdserve.observe.clock import ManualClock
 from tests.sim import virtual_time
 from tests.sim.__main__ import Summary, simulate
-from tests.sim.scenario import draw, with_drafts, with_store
+from tests.sim.scenario import draw, with_drafts, with_grammars, with_store
 from tests.sim.seeds import FAILED_ONCE, FAILED_ONCE_WITH_STORE
 from tests.sim.world import World, run_seed
 
@@ -78,6 +78,21 @@ def test_the_same_holds_where_engines_draft_each_in_its_own_way() -> None:
     assert not summary.failing
     assert summary.outcomes["ok"] > num_lives * 0.7
     assert summary.reached["decode died during decode"]
+
+
+@pytest.mark.slow
+def test_the_same_holds_where_outputs_are_bound_by_grammars_that_are_late() -> None:
+    num_lives = 400
+    summary = simulate(
+        num_lives,
+        seed=FIRST_SEED,
+        max_failing=1,
+        change=lambda scenario: with_grammars(with_drafts(scenario)),
+    )
+    assert not summary.failing
+    assert summary.outcomes["ok"] > num_lives * 0.7
+    assert summary.reached["decode died during decode"]
+    assert summary.reached["sat out"] > num_lives / 4
 
 
 @pytest.mark.slow

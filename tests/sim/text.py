@@ -11,9 +11,15 @@ from pdserve.executor.toy import TOY_EOS, TOY_VOCAB_SIZE
 from pdserve.text.generation import GenerationDefaults
 from pdserve.text.load import Text
 from pdserve.text.tokenizer import Tokenizer
+from pdserve.wire.sampling import Grammar
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+
+    from pdserve.http.protocol import SamplingFields
+
+BOUND = Grammar(text="[aceg]*")
+"""What the toy allows under any grammar."""
 
 _LETTERS = "abcdefg"
 
@@ -35,3 +41,15 @@ def _make() -> Text:
 
 
 TEXT = _make()
+
+
+class ToyChecks:
+    """In place of `GrammarChecks`, whose threads know no virtual time."""
+
+    async def grammar_of(
+        self, fields: SamplingFields, reading: object = None, *, is_checked: bool
+    ) -> Grammar | None:
+        return None if fields.guided_regex is None else Grammar(text=fields.guided_regex)
+
+    def close(self) -> None:
+        """Nothing is open."""

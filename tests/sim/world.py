@@ -34,7 +34,7 @@ from tests.sim import virtual_time
 from tests.sim.engine import SECRET, SimEngine
 from tests.sim.net import Host, Net, Response, chunks_of
 from tests.sim.scenario import Scenario, draw
-from tests.sim.text import text_of
+from tests.sim.text import BOUND, text_of
 from tests.sim.wire import SimExchange
 from tests.toy_store import STORE, ToyStore, Trouble
 
@@ -305,6 +305,8 @@ class World:
             "ignore_eos": life.ignore_eos,
             "stream": life.stream,
         }
+        if life.is_bound:
+            body["guided_regex"] = BOUND.text
         answer = _Answer()
         try:
             async with asyncio.timeout(life.leaves_after_s):
@@ -337,6 +339,7 @@ class World:
                 max_tokens=life.max_tokens,
                 ignore_eos=life.ignore_eos,
                 eos_token_ids=(TOY_EOS,),
+                grammar=BOUND if life.is_bound else None,
             ),
         )
         wanted = text_of(output, ignore_eos=life.ignore_eos)

@@ -127,9 +127,9 @@ def test_a_mask_is_what_brute_force_finds(
     source: str, pool: GrammarPool, compiler: GrammarCompiler, vocab_size: int
 ) -> None:
     """But where text is forced: of all its spellings only the tokenizer's own is allowed."""
-    constraint = Constraint(pool, Grammar(text=source), [], vocab_size=vocab_size)
+    constraint = Constraint(pool, Grammar(text=source), [], vocab_size=vocab_size, ends=(EOS,))
     tokens = walk(constraint, 1, 12)
-    again = Constraint(pool, Grammar(text=source), [], vocab_size=vocab_size)
+    again = Constraint(pool, Grammar(text=source), [], vocab_size=vocab_size, ends=(EOS,))
     matcher = compiler.compile(source)
     num_compared = 0
     for token in tokens:
@@ -150,14 +150,14 @@ def test_where_a_request_stands_is_a_function_of_its_tokens(
 ) -> None:
     grammar = Grammar(text=source)
     for seed in range(3):
-        whole = walk(Constraint(pool, grammar, [], vocab_size=vocab_size), seed, 30)
+        whole = walk(Constraint(pool, grammar, [], vocab_size=vocab_size, ends=(EOS,)), seed, 30)
         whole = [token for token in whole if token != EOS]
         for cut in {0, 1, len(whole) // 2, len(whole)}:
-            grown = Constraint(pool, grammar, [], vocab_size=vocab_size)
+            grown = Constraint(pool, grammar, [], vocab_size=vocab_size, ends=(EOS,))
             for token in whole[:cut]:
                 assert token in allowed(grown)
                 grown.note(token)
-            built = Constraint(pool, grammar, whole[:cut], vocab_size=vocab_size)
+            built = Constraint(pool, grammar, whole[:cut], vocab_size=vocab_size, ends=(EOS,))
             assert allowed(built) == allowed(grown)
             assert built.is_over == grown.is_over
 
@@ -166,8 +166,10 @@ def test_a_grammar_begins_behind_the_tokens_that_it_starts_after(
     pool: GrammarPool, vocab_size: int
 ) -> None:
     grammar = Grammar(text=GRAMMARS["choice"], starts_after=(7, 7, 9))
-    first = allowed(Constraint(pool, Grammar(text=GRAMMARS["choice"]), [], vocab_size=vocab_size))
-    constraint = Constraint(pool, grammar, [7], vocab_size=vocab_size)
+    first = allowed(
+        Constraint(pool, Grammar(text=GRAMMARS["choice"]), [], vocab_size=vocab_size, ends=(EOS,))
+    )
+    constraint = Constraint(pool, grammar, [7], vocab_size=vocab_size, ends=(EOS,))
     for token in (8, 7, 7, 7):
         assert not constraint.has_begun
         constraint.note(token)
@@ -176,8 +178,20 @@ def test_a_grammar_begins_behind_the_tokens_that_it_starts_after(
     assert allowed(constraint) == first
     outputs = [7, 8, 7, 7, 7, 9, first[0]]
     constraint.note(first[0])
-    built = Constraint(pool, grammar, outputs, vocab_size=vocab_size)
+    built = Constraint(pool, grammar, outputs, vocab_size=vocab_size, ends=(EOS,))
     assert allowed(built) == allowed(constraint)
+
+
+def test_a_token_that_ends_outputs_is_no_text(
+    pool: GrammarPool, letters: dict[str, int], vocab_size: int
+) -> None:
+    """In some tokenizers it is a word like others."""
+    grammar = Grammar(text="start: /[ab]{2}/")
+    ends = (letters["a"],)
+    with torch.inference_mode():  # as in a step
+        constraint = Constraint(pool, grammar, [], vocab_size=vocab_size, ends=ends)
+    assert letters["a"] not in allowed(constraint)
+    assert letters["b"] in allowed(constraint)
 
 
 def rules_of(pool: GrammarPool, vocab_size: int, outputs: list[int], **fields: Any) -> LogitRules:
@@ -288,7 +302,9 @@ def test_a_step_waits_once_for_a_mask_and_not_again(
     compiler: GrammarCompiler, vocab_size: int
 ) -> None:
     pool = HeldPool(lambda: compiler)
-    constraint = Constraint(pool, Grammar(text='start: "a"'), [], vocab_size=vocab_size)
+    constraint = Constraint(
+        pool, Grammar(text='start: "a"'), [], vocab_size=vocab_size, ends=(EOS,)
+    )
     assert not constraint.is_known(time.monotonic() + 0.01)
     start_s = time.monotonic()
     assert not constraint.is_known(soon())
@@ -304,6 +320,6 @@ def test_a_grammar_as_deep_as_it_may_be_ends_no_process(
     links = {f"d{i}": {"$ref": f"#/$defs/d{i + 1}"} for i in range(chain)}
     schema = {"$defs": links | {f"d{chain}": {"type": "null"}}, "$ref": "#/$defs/d0"}
     text = json.dumps({"grammars": [{"json_schema": schema}]}, separators=(",", ":"))
-    constraint = Constraint(pool, Grammar(text=text), [], vocab_size=vocab_size)
+    constraint = Constraint(pool, Grammar(text=text), [], vocab_size=vocab_size, ends=(EOS,))
     assert constraint.is_known(soon())
     assert (constraint.error == "") == (len(text) <= 1 << 18)
