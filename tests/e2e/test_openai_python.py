@@ -461,8 +461,38 @@ def test_an_unknown_model_is_not_found(proxy: openai.OpenAI) -> None:
 
 
 def test_an_endpoint_we_lack_is_not_found(proxy: openai.OpenAI) -> None:
-    with pytest.raises(openai.NotFoundError, match="/v1/embeddings"):
-        proxy.embeddings.create(model=MODEL, input="x")
+    with pytest.raises(openai.NotFoundError, match="/v1/images/generations"):
+        proxy.images.generate(model=MODEL, prompt="x")
+
+
+# --- other endpoints
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_response_says_what_the_chat_says(stream: bool, proxy: openai.OpenAI) -> None:
+    chat = proxy.chat.completions.create(
+        model=MODEL, messages=[{"role": "user", "content": PROMPT}], max_tokens=24, temperature=0
+    )
+    asked: dict[str, Any] = {"input": PROMPT, "max_output_tokens": 24, "temperature": 0}
+    if stream:
+        with proxy.responses.stream(model=MODEL, **asked) as events:
+            last = [event for event in events if event.type.startswith("response.")][-1]
+        response = last.response
+    else:
+        response = proxy.responses.create(model=MODEL, **asked)
+    assert response.output_text == chat.choices[0].message.content
+    assert chat.usage is not None
+    assert response.usage.total_tokens == chat.usage.total_tokens
+
+
+def test_a_vector_is_the_prefill_engines_and_that_of_one_engine(
+    deployment: Deployment, proxy: openai.OpenAI, serve: openai.OpenAI
+) -> None:
+    with nothing_decoded(deployment):
+        through = proxy.embeddings.create(model=MODEL, input=[PROMPT, "x"])
+    alone = serve.embeddings.create(model=MODEL, input=[PROMPT, "x"])
+    assert [each.embedding for each in through.data] == [each.embedding for each in alone.data]
+    assert through.usage.prompt_tokens == alone.usage.prompt_tokens
 
 
 @pytest.mark.parametrize("endpoint", ["completions", "chat"])
