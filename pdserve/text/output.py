@@ -98,20 +98,19 @@ class OutputProcessor:
         for position, token_id in enumerate(token_ids):
             delta.offsets.append(self._num_chars)
             self.num_tokens += 1
-            if position < num_shown and self._release(self._read(token_id), delta):
+            if position < num_shown and self._read(token_id, delta):
                 return delta
         if finish_reason in (None, FinishReason.HANDOFF):
             return delta
-        rest = self._rest(is_cut=finish_reason is not FinishReason.STOP)
-        if not self._release(rest, delta):
+        if not self._read_rest(delta, is_cut=finish_reason is not FinishReason.STOP):
             delta.text += self._stops.flush()
         return delta
 
-    def _read(self, token_id: int) -> list[Piece]:
-        """Return what a token makes certain."""
+    def _read(self, token_id: int, delta: TextDelta) -> bool:
+        """Give out what a token makes certain; tell whether it ends the answer."""
         machine = self._machine
         if machine is None:
-            return _content(self._detokenizer.push(token_id))
+            return self._show(self._detokenizer.push(token_id), delta)
         was_reasoning = machine.is_reasoning
         marker = machine.vocabulary.get(token_id)
         if marker is None and machine.is_in_call and token_id in self._tokenizer.special_ids:
@@ -122,17 +121,18 @@ class OutputProcessor:
             pieces = machine.push(self._detokenizer.flush())
             pieces += machine.push(marker, is_marker=True)
         self.num_reasoning_tokens += was_reasoning and machine.is_reasoning
-        return pieces
+        return self._release(pieces, delta)
 
-    def _rest(self, *, is_cut: bool) -> list[Piece]:
-        """Return what was held back."""
+    def _read_rest(self, delta: TextDelta, *, is_cut: bool) -> bool:
+        """Give out what was held back; tell whether the answer ends before the end of it."""
         text = self._detokenizer.flush()
         if self._machine is None:
-            return _content(text)
-        return self._machine.push(text) + self._machine.finish(is_cut=is_cut)
+            return self._show(text, delta)
+        pieces = self._machine.push(text) + self._machine.finish(is_cut=is_cut)
+        return self._release(pieces, delta)
 
     def _release(self, pieces: Sequence[Piece], delta: TextDelta) -> bool:
-        """Give pieces out; tell whether the answer ends here, whatever the engine says."""
+        """Give pieces out; tell whether one ends the answer, whatever the engine says."""
         for piece in pieces:
             match piece:
                 case Reasoning(text):
@@ -144,16 +144,18 @@ class OutputProcessor:
                         delta.finish_reason = FinishReason.STOP
                         return True
                 case Content(text):
-                    self._num_chars += len(text)
-                    may_stop = self.num_tokens > self._min_tokens
-                    released = self._stops.push(text, may_stop=may_stop)
-                    delta.text += released.text
-                    if released.stop is not None:
-                        delta.finish_reason = FinishReason.STOP
-                        delta.stop_reason = released.stop
+                    if self._show(text, delta):
                         return True
         return False
 
-
-def _content(text: str) -> list[Piece]:
-    return [Content(text)] if text else []
+    def _show(self, text: str, delta: TextDelta) -> bool:
+        """Give content out; tell whether a stop string in it ends the answer."""
+        if not text:
+            return False
+        self._num_chars += len(text)
+        released = self._stops.push(text, may_stop=self.num_tokens > self._min_tokens)
+        delta.text += released.text
+        if released.stop is None:
+            return False
+        delta.finish_reason, delta.stop_reason = FinishReason.STOP, released.stop
+        return True

@@ -114,6 +114,7 @@ class AnswerMachine:
         self._num_searched = 0
         self._tail = ""
         self._has_calls = False
+        self._watches: dict[object, tuple[tuple[str, ...], tuple[str, ...]]] = {}
         self._pieces: list[Piece] = []
 
     @property
@@ -142,7 +143,7 @@ class AnswerMachine:
         Args:
             is_marker: The text is that of a token in `vocabulary`.
         """
-        if is_marker and text in self._watched():
+        if is_marker and text in self._watched()[0]:
             self._meet(text)
         elif text:
             self._read(text)
@@ -170,27 +171,36 @@ class AnswerMachine:
         pieces, self._pieces = self._pieces, []
         return pieces
 
-    def _watched(self) -> list[str]:
-        """The markers that mean something now."""
+    def _watched(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """The markers that mean something now, and those of them that are found in the text."""
+        may_think = not self._content.has_text and not self._has_calls
+        key = self._state, may_think, self._section_end
+        known = self._watches.get(key)
+        if known is None:
+            markers = tuple(self._markers(may_think=may_think))
+            written = tuple(marker for marker in markers if marker not in self._tokens)
+            known = self._watches[key] = markers, written
+        return known
+
+    def _markers(self, *, may_think: bool) -> list[str]:
         calls, reasoning = self._calls, self._reasoning
+        found: list[str] = []
         match self._state:
             case _State.REASONING:
-                watched = [closing for _, closing in reasoning.pairs] if reasoning else []
+                if reasoning is not None:
+                    found += [closing for _, closing in reasoning.pairs]
                 if calls is not None and calls.ends_reasoning:
-                    watched += calls.openings
+                    found += calls.openings
             case _State.CONTENT:
-                watched = [*calls.openings, *dict(calls.sections)] if calls is not None else []
-                if reasoning is not None and not self._content.has_text and not self._has_calls:
-                    watched += dict(reasoning.pairs)
-            case _State.SECTION:
-                watched = [*calls.openings, self._section_end] if calls is not None else []
-            case _State.CALL:
-                watched = [*calls.closings] if calls is not None else []
-        return watched
-
-    def _written(self) -> list[str]:
-        """The markers that are to be found in the text."""
-        return [marker for marker in self._watched() if marker not in self._tokens]
+                if calls is not None:
+                    found += [*calls.openings, *dict(calls.sections)]
+                if reasoning is not None and may_think:
+                    found += dict(reasoning.pairs)
+            case _State.SECTION if calls is not None:
+                found += [*calls.openings, self._section_end]
+            case _State.CALL if calls is not None:
+                found += calls.closings
+        return found
 
     def _read(self, text: str) -> None:
         """Take text, and what is behind each marker in it."""
@@ -208,8 +218,8 @@ class AnswerMachine:
                 if self._may_begin:
                     self._open("")
                     continue
-            written = self._written()
-            found = first_of(text, written)
+            _, written = self._watched()
+            found = first_of(text, written) if written else None
             if found is None:
                 keep = max((_overlap(text, marker) for marker in written), default=0)
                 self._pass(text[: len(text) - keep])
@@ -218,7 +228,7 @@ class AnswerMachine:
             at, marker = found
             self._pass(text[:at])
             text = text[at + len(marker) :]
-            if marker in self._watched():  # what stood before it may have changed that
+            if marker in self._watched()[0]:  # what stood before it may have changed that
                 self._meet(marker)
             else:
                 self._pass(marker)
@@ -282,7 +292,7 @@ class AnswerMachine:
     def _read_call(self, text: str) -> str:
         """Take text of an open call; return what is behind its end."""
         self._body.append(text)
-        written = self._written()
+        _, written = self._watched()
         window = self._tail + text
         self._tail = window[-max(map(len, written), default=1) :]
         if not self._opening and len(self._body) <= _MAX_BEGINNING_CHARS:
