@@ -13,7 +13,8 @@ PREFILL   the prefill engine has the request; in a push the decode engine has it
 TRANSFER  the decode engine has the handoff and reads the KV, or gets the last of what is written
           to it; nothing of it has been passed on yet.
 DECODE    its bytes are passed on as they come.
-LOCAL     one engine does everything: because there is no pair, or as the last resort.
+LOCAL     one engine does everything: because there is no pair, nothing is generated (of prompts
+          that become vectors), or as the last resort.
 
 The ladder when a leg fails, each rung counted and told:
 

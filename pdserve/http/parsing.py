@@ -50,6 +50,8 @@ MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY = 0.01, 100.0
 """Beyond these, logits are no longer finite in single precision."""
 _MAX_INT32 = 2**31 - 1
 _ONLY_TEXT = "only text is served"
+_ONE_SERVICE = "requests are alike here; leave it out"
+_COSINE = "a score is the cosine between two vectors"
 _NO_MEMORY = "nothing is kept: send the whole conversation each time"
 _NO_TEMPLATES = "a client's template is not run: start the engines with --chat-template FILE"
 _REMEDIES = {
@@ -57,10 +59,14 @@ _REMEDIES = {
     "background": "stream the answer instead",
     "best_of": "ask for n choices with logprobs, and take the likeliest",
     "chat_template": _NO_TEMPLATES,
+    "container": "there are no tools of the server's own",
+    "context_management": _NO_MEMORY,
     "conversation": _NO_MEMORY,
     "ec_transfer_params": _ONLY_TEXT,
     "embed_dtype": "numbers are float32",
     "endianness": "numbers are little endian",
+    "enable_response_messages": "/v1/chat/completions has messages",
+    "function_call": "use tool_choice",
     "functions": "call them tools, or use function_call none",
     "length_penalty": "it means something to a beam search only",
     "kv_transfer_params": "engines are asked for chat completions",
@@ -70,6 +76,7 @@ _REMEDIES = {
     "media_io_kwargs": _ONLY_TEXT,
     "mm_processor_kwargs": _ONLY_TEXT,
     "modalities": _ONLY_TEXT,
+    "moderation": "nothing is moderated",
     "padding": "texts are taken as they are",
     "previous_input_messages": _NO_MEMORY,
     "previous_response": _NO_MEMORY,
@@ -78,12 +85,18 @@ _REMEDIES = {
     "prompt_embeds": "send the prompt as text or as token ids",
     "repetition_detection": "use repetition_penalty, or stop",
     "request_id": "send it as the header X-Request-Id",
+    "return_mm_kwargs": _ONLY_TEXT,
     "return_token_offsets": "/tokenize has the tokens of a text",
     "routed_experts_prompt_start": "which experts a token takes is not told",
+    "service_tier": _ONE_SERVICE,
     "spaces_between_special_tokens": "special tokens are written as the tokenizer writes them",
     "store": "nothing is kept; leave it out, or send false",
     "stream": "vectors come in one piece",
+    "stream_options": "a stream has its usage, and nothing to obscure its size",
     "suffix": "write the prompt with the model's own tokens for filling in",
+    "task": "vectors are made for nothing else",
+    "thinking_token_budget": "limit all of the answer, or send reasoning_effort none",
+    "use_activation": _COSINE,
     "use_beam_search": "ask for n choices with logprobs instead",
     "verbosity": "say in a message how long the answer is to be",
     "vllm_xargs": "there are no extensions that would read it",

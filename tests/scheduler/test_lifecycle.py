@@ -25,6 +25,7 @@ from pdserve.wire.request import (
     FinishReason,
     GenerateRequest,
 )
+from pdserve.wire.sampling import Pooling
 from pdserve.wire.transfer import (
     ConnectorReport,
     Failed,
@@ -278,6 +279,21 @@ def test_a_prompt_of_one_token_has_one_empty_entry() -> None:
     engine.scheduler.add(make_request("r", 2, prompt=[1], prompt_logprobs=0))
     outputs = engine.settle()
     assert [o.prompt_logprobs for o in outputs] == [[None], None]
+
+
+@pytest.mark.parametrize(
+    ("pooling", "is_cached"), [(None, True), (Pooling.LAST, True), (Pooling.MEAN, False)]
+)
+def test_a_prompt_whose_tokens_all_count_takes_nothing_from_the_prefix_cache(
+    pooling: Pooling | None, is_cached: bool
+) -> None:
+    engine = Pair().decode
+    engine.scheduler.add(make_request("before", 1))
+    engine.settle()
+    engine.scheduler.add(make_request("r", 1, pooling=pooling))
+    (output,) = engine.settle()
+    assert (output.num_cached_tokens > 0) is is_cached
+    assert (output.pooled is not None) is (pooling is not None)
 
 
 def test_a_prefill_with_prompt_logprobs_is_handed_over_like_any_other() -> None:

@@ -7,8 +7,9 @@ from dataclasses import replace
 import msgspec
 import pytest
 
+from pdserve.http.dialect_bodies import ResponsesRequest
 from pdserve.http.ignored import IGNORED_HEADER
-from pdserve.http.pooling_bodies import EmbeddingRequest
+from pdserve.http.pooling_bodies import EmbeddingRequest, RerankRequest, ScoreRequest
 from pdserve.http.protocol import (
     ChatRequest,
     CompletionRequest,
@@ -44,6 +45,15 @@ VLLM: dict[type[msgspec.Struct], str] = {
 }
 """Fields of the bodies of vLLM 0.30's server, as its protocols have them."""
 
+PATHS = {
+    "/v1/completions": (CompletionRequest, {"prompt": "The"}),
+    "/v1/chat/completions": (ChatRequest, {"messages": [{"role": "user", "content": "hi"}]}),
+    "/v1/responses": (ResponsesRequest, {"input": "hi"}),
+    "/v1/embeddings": (EmbeddingRequest, {"input": "hi"}),
+    "/v1/score": (ScoreRequest, {"text_1": "a", "text_2": "b"}),
+    "/v1/rerank": (RerankRequest, {"query": "a", "documents": ["b"]}),
+    "/tokenize": (TokenizeRequest, {"prompt": "The"}),
+}
 COMPLETIONS, CHAT, TOKENIZE = "/v1/completions", "/v1/chat/completions", "/tokenize"
 MESSAGES = [{"role": "user", "content": "hi"}]
 OPEN = [*MESSAGES, {"role": "assistant", "content": "a lazy"}]
@@ -52,6 +62,15 @@ OPEN = [*MESSAGES, {"role": "assistant", "content": "a lazy"}]
 @pytest.mark.parametrize("kind", VLLM)
 def test_no_field_that_vllms_server_knows_is_ignored(kind):
     assert set(VLLM[kind].split()) - set(kind.__struct_encode_fields__) == set()
+
+
+@pytest.mark.parametrize("path", PATHS)
+async def test_what_is_refused_is_so_with_a_remedy(server, path):
+    kind, body = PATHS[path]
+    for field in kind.unsupported:
+        status, error = await server.refused(path, body | {field: ["something"]})
+        assert (status, error["param"]) == (400, field)
+        assert len(error["message"]) > len(f"{field} is not supported by this server; ")
 
 
 @pytest.mark.parametrize(
