@@ -68,6 +68,7 @@ class EngineCore:
                 num_stages=config.parallel.pipeline_parallel_size,
                 kv_bytes_per_token=sum(w.layout.block_bytes for w in workers) // layout.block_size,
                 max_drafted=config.speculative.max_drafted,
+                max_in_flight=executor.max_in_flight,
                 row_costs=next((w.row_costs for w in workers if w.row_costs), ()),
             ),
             connector,

@@ -11,7 +11,7 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING
 
-from pdserve.scheduler.drafts import DraftWish, RowBudget
+from pdserve.scheduler.drafts import RARELY, TRIAL_INTERVAL, DraftWish, RowBudget
 from pdserve.scheduler.plan import Candidate, Room, plan_admission, plan_running
 from pdserve.scheduler.states import State
 
@@ -46,6 +46,7 @@ class Batcher:
         )
         self._min_reserved_blocks = self._kv.pool.num_blocks // 100
         self._max_drafted = state.dimensions.max_drafted
+        self._plans_ahead = state.dimensions.max_in_flight > self._num_stages
         costs = state.dimensions.row_costs
         self._row_budget = RowBudget(costs) if self._max_drafted else None
 
@@ -117,16 +118,20 @@ class Batcher:
             request = running[request_id]
             num = min(self._max_draft_rows(request), max_rows)
             if num > 0:
+                record = request.drafts
+                # Behind a step with drafts no other is planned ahead of its results.
+                is_worth_it = record.found > RARELY or not self._plans_ahead
                 able.append(request)
-                wishes.append(DraftWish(request.drafts.acceptance, request.drafts.found, num))
+                wishes.append(DraftWish(record.acceptance, record.found, num if is_worth_it else 0))
         shares = budget.share(
             wishes,
             num_rows=sum(filling.num_tokens.values()),
             num_requests=len(filling.num_tokens),
         )
         num_left = max_rows
+        trial = int(self._state.steps.num_built % TRIAL_INTERVAL == 0)
         for request, share in zip(able, shares, strict=True):
-            wanted = min(share or int(request.drafts.pass_over()), num_left)
+            wanted = min(share or trial, num_left)
             num = self._room_for_drafts(request, wanted, filling) if wanted else 0
             if num:
                 filling.num_draft_rows[request.request_id] = num

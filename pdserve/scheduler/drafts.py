@@ -23,8 +23,10 @@ _MEMORY: Final = 0.9
 _FOUND_WEIGHT: Final = 0.125
 _LEVELS: Final = 32
 """Acceptances that are told apart."""
-_TRIAL_INTERVAL: Final = 32
-"""Steps without rows before a request whose drafts fail is given one again."""
+TRIAL_INTERVAL: Final = 32
+"""From one step to the next in which requests that get no rows otherwise are given one."""
+RARELY: Final = 0.1
+"""Share of its steps in which there was a draft for a request that rarely has one."""
 _MAX_TABLE: Final = 1 << 14
 """Rows of a step that are told apart."""
 DEFAULT_COSTS: Final = ((1, 1.0), (4, 1.05), (16, 1.14), (32, 1.39), (64, 2.0))
@@ -39,13 +41,12 @@ class DraftRecord:
         num_drafted, num_accepted: Draft tokens verified in all; of these, right.
     """
 
-    __slots__ = ("_num_idle", "_right", "_tried", "found", "num_accepted", "num_drafted")
+    __slots__ = ("_right", "_tried", "found", "num_accepted", "num_drafted")
 
     def __init__(self) -> None:
         self.found = 1.0
         self.num_drafted = self.num_accepted = 0
         self._right, self._tried = 1.5, 2.0
-        self._num_idle = 0
 
     @property
     def acceptance(self) -> float:
@@ -54,7 +55,6 @@ class DraftRecord:
 
     def note(self, num_drafted: int, num_accepted: int) -> None:
         """Note a step in which it had rows; without a draft, that says nothing of others."""
-        self._num_idle = 0
         if not num_drafted:
             self.found -= self.found * _FOUND_WEIGHT
             return
@@ -63,11 +63,6 @@ class DraftRecord:
         self.num_accepted += num_accepted
         self._right = self._right * _MEMORY + num_accepted
         self._tried = self._tried * _MEMORY + num_accepted + (num_accepted < num_drafted)
-
-    def pass_over(self) -> bool:
-        """Count a step without rows; return whether the next draft should be tried again."""
-        self._num_idle += 1
-        return self._num_idle >= _TRIAL_INTERVAL
 
 
 class DraftWish(NamedTuple):

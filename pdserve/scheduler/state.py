@@ -45,6 +45,7 @@ class Dimensions(msgspec.Struct, frozen=True, kw_only=True):
         kv_bytes_per_token: To count, for traces, what is on its way here.
         max_drafted: Tokens of a draft, at most; 0: nothing is drafted.
         row_costs: See `RowBudget`.
+        max_in_flight: Steps that are in flight together, at most.
     """
 
     num_blocks: int
@@ -54,6 +55,7 @@ class Dimensions(msgspec.Struct, frozen=True, kw_only=True):
     kv_bytes_per_token: int = 0
     max_drafted: int = 0
     row_costs: tuple[tuple[int, float], ...] = ()
+    max_in_flight: int = 1
 
 
 class SchedulerState:

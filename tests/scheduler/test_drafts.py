@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pdserve.executor.toy import expected_output
-from pdserve.scheduler.drafts import DraftRecord, DraftWish, RowBudget
+from pdserve.scheduler.drafts import TRIAL_INTERVAL, DraftRecord, DraftWish, RowBudget
 from pdserve.wire.ids import RequestId
 from pdserve.wire.request import FinishReason
 from tests.scheduler.scripted import Engine, make_request
@@ -133,6 +133,23 @@ def test_drafts_take_no_block_that_another_request_may_need() -> None:
     assert under_test.scheduler.stats().num_preemptions == 0
 
 
+def test_where_steps_are_planned_ahead_a_request_that_rarely_has_a_draft_seldom_gets_rows() -> None:
+    granted = {}
+    for num_stages in (1, 2):  # a stage has nothing to plan ahead: it waits for the token
+        under_test = engine(
+            lambda request, rows: [], num_blocks=64, max_model_len=400, num_stages=num_stages
+        )
+        under_test.scheduler.add(make_request("r", [1], 300))
+        num = 0
+        for _ in range(250):
+            step = under_test.submit()
+            num += step is not None and bool(step.num_draft_rows)
+            under_test.collect()
+        granted[num_stages] = num
+    assert granted[2] > 240
+    assert granted[1] < 40
+
+
 def test_a_request_that_is_aborted_with_a_draft_in_flight_leaves_nothing() -> None:
     under_test = engine(right)
     under_test.scheduler.add(make_request("r", [1], 30))
@@ -205,10 +222,10 @@ class TestDraftRecord:
     def test_drafts_that_fail_are_soon_tried_only_now_and_then(self) -> None:
         record, budget = DraftRecord(), RowBudget(COSTS)
         rows = []
-        for _ in range(400):
+        for step in range(1, 401):
             wish = DraftWish(record.acceptance, record.found, 7)
             (share,) = budget.share([wish], num_rows=1, num_requests=1)
-            num = share or int(record.pass_over())
+            num = share or int(step % TRIAL_INTERVAL == 0)
             rows.append(num)
             if num:
                 record.note(num, 0)

@@ -30,10 +30,12 @@ from pdserve.worker.drafting.ngram import NgramDrafter
 from pdserve.worker.drafting.suffix import SuffixDrafter
 from pdserve.worker.worker import Worker
 from tests.worker.driver import GREEDY, TINY, Driver, params
+from tests.worker.same_drafts import compare, write_model
 from tests.worker.test_model_runner import QWEN3, WINDOWED, prompt_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
+    from pathlib import Path
 
     import torch
 
@@ -470,3 +472,12 @@ def test_costs_are_of_rising_numbers_of_rows() -> None:
     costs = measure_rows(calls.append)
     assert [rows for rows, _ in costs] == sorted(set(calls))
     assert min(seconds for _, seconds in costs) > 0
+
+
+@pytest.mark.slow
+def test_random_requests_put_out_the_same_whatever_is_drafted(tmp_path: Path) -> None:
+    write_model(tmp_path)
+    for name, counts in compare(tmp_path, 50, seed=1).items():
+        assert counts["differing"] == 0, name
+        assert counts["drafted"] > counts["accepted"] > 50, name
+        assert counts["preemptions"], name
