@@ -9,10 +9,7 @@ import pytest
 
 from pdserve.config.boxed import boxed_model_dir
 from pdserve.config.schema import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
-from pdserve.parallel.place import RankPlace
-from pdserve.wire.ids import EngineId, Incarnation
-from pdserve.worker.worker import Worker
-from tests.worker.driver import Driver, params
+from tests.worker.driver import Driver, params, workers
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -36,23 +33,15 @@ LENGTHS = (1, 2, 15, 16, 17, 100, 257, 512, 700)
 def driver(request: pytest.FixtureRequest) -> Iterator[Driver]:
     """A worker with the boxed model in bf16."""
     request.getfixturevalue("cuda")
-    worker = Worker(
-        EngineConfig(
-            model=ModelConfig(model=str(boxed_model_dir()), dtype="bfloat16"),
-            device="cuda",
-            cache=CacheConfig(num_gpu_blocks_override=2048),
-            scheduler=SchedulerConfig(max_num_seqs=32, max_num_batched_tokens=1024),
-        ),
-        place=RankPlace(),
-        incarnation=Incarnation("life"),
-        engine_id=EngineId("engine"),
-        wake=lambda: None,
-        progress=lambda _: None,
-    )
-    try:
-        yield Driver(worker, worker.start())
-    finally:
-        worker.close(1.0)
+    with workers() as begin:
+        yield begin(
+            EngineConfig(
+                model=ModelConfig(model=str(boxed_model_dir()), dtype="bfloat16"),
+                device="cuda",
+                cache=CacheConfig(num_gpu_blocks_override=2048),
+                scheduler=SchedulerConfig(max_num_seqs=32, max_num_batched_tokens=1024),
+            )
+        )
 
 
 def prompt(length: int) -> list[int]:

@@ -8,11 +8,8 @@ import pytest
 import torch
 
 from pdserve.config.schema import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
-from pdserve.parallel.place import RankPlace
-from pdserve.wire.ids import EngineId, Incarnation
-from pdserve.worker.worker import Worker
 from tests.tiny_models import greedy_by_transformers, write_tiny_model
-from tests.worker.driver import Driver, params
+from tests.worker.driver import Driver, params, workers
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -27,28 +24,19 @@ NUM_TOKENS = 24
 @pytest.fixture
 def start() -> Iterator[Callable[..., Driver]]:
     """Start a worker on a device, and a driver for it."""
-    workers: list[Worker] = []
+    with workers() as begin:
 
-    def make(model: Path, device: str) -> Driver:
-        worker = Worker(
-            EngineConfig(
-                model=ModelConfig(model=str(model), dtype="float32"),
-                device=device,
-                cache=CacheConfig(num_gpu_blocks_override=64),
-                scheduler=SchedulerConfig(max_num_seqs=8, max_num_batched_tokens=512),
-            ),
-            place=RankPlace(),
-            incarnation=Incarnation("life"),
-            engine_id=EngineId("engine"),
-            wake=lambda: None,
-            progress=lambda _: None,
-        )
-        workers.append(worker)
-        return Driver(worker, worker.start())
+        def make(model: Path, device: str) -> Driver:
+            return begin(
+                EngineConfig(
+                    model=ModelConfig(model=str(model), dtype="float32"),
+                    device=device,
+                    cache=CacheConfig(num_gpu_blocks_override=64),
+                    scheduler=SchedulerConfig(max_num_seqs=8, max_num_batched_tokens=512),
+                )
+            )
 
-    yield make
-    for worker in workers:
-        worker.close(1.0)
+        yield make
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3", "mixtral", "deepseek_v3"])

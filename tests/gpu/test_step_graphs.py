@@ -13,11 +13,8 @@ from pdserve.config.schema import CacheConfig, EngineConfig, ModelConfig, Schedu
 from pdserve.kernels.reference import sampling as reference
 from pdserve.kernels.reference.sampling import Draws
 from pdserve.kernels.registry import kernels_on
-from pdserve.parallel.place import RankPlace
-from pdserve.wire.ids import EngineId, Incarnation
 from pdserve.worker.device_sampler import DeviceSampler
-from pdserve.worker.worker import Worker
-from tests.worker.driver import TINY, Driver, params
+from tests.worker.driver import TINY, Driver, params, workers
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -52,29 +49,20 @@ ASKED = [
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[Callable[[str], Driver]]:
     """Start a worker on the device, with random weights of a dtype."""
-    workers: list[Worker] = []
+    (tmp_path / "config.json").write_text(json.dumps(ARCH))
+    with workers() as begin:
 
-    def make(dtype: str) -> Driver:
-        (tmp_path / "config.json").write_text(json.dumps(ARCH))
-        worker = Worker(
-            EngineConfig(
-                model=ModelConfig(model=str(tmp_path), load_format="dummy", dtype=dtype),
-                device="cuda",
-                cache=CacheConfig(num_gpu_blocks_override=256, block_size=64),
-                scheduler=SchedulerConfig(max_num_seqs=6, max_num_batched_tokens=512),
-            ),
-            place=RankPlace(),
-            incarnation=Incarnation("life"),
-            engine_id=EngineId("engine"),
-            wake=lambda: None,
-            progress=lambda _: None,
-        )
-        workers.append(worker)
-        return Driver(worker, worker.start())
+        def make(dtype: str) -> Driver:
+            return begin(
+                EngineConfig(
+                    model=ModelConfig(model=str(tmp_path), load_format="dummy", dtype=dtype),
+                    device="cuda",
+                    cache=CacheConfig(num_gpu_blocks_override=256, block_size=64),
+                    scheduler=SchedulerConfig(max_num_seqs=6, max_num_batched_tokens=512),
+                )
+            )
 
-    yield make
-    for worker in workers:
-        worker.close(1.0)
+        yield make
 
 
 @pytest.fixture

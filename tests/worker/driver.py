@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from pdserve.wire.ids import BlockId, RequestId
+from pdserve.parallel.place import RankPlace
+from pdserve.wire.ids import BlockId, EngineId, Incarnation, RequestId
 from pdserve.wire.sampling import SamplingParams
 from pdserve.wire.step import KnownRequests, ModelRunnerOutput, NewRequest, SchedulerOutput
+from pdserve.worker.worker import Worker
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from pdserve.config.schema import EngineConfig
     from pdserve.worker.info import WorkerInfo
-    from pdserve.worker.worker import Worker
 
 TINY: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
@@ -33,6 +38,30 @@ GREEDY = SamplingParams(max_tokens=100, seed=0, temperature=0.0)
 def params(**fields: Any) -> SamplingParams:
     """`GREEDY` with other fields."""
     return msgspec.structs.replace(GREEDY, **fields)
+
+
+@contextmanager
+def workers() -> Iterator[Callable[[EngineConfig], Driver]]:
+    """Start workers of one rank, each with a driver; they are closed at the end."""
+    started: list[Worker] = []
+
+    def start(config: EngineConfig) -> Driver:
+        worker = Worker(
+            config,
+            place=RankPlace(),
+            incarnation=Incarnation("life"),
+            engine_id=EngineId("engine"),
+            wake=lambda: None,
+            progress=lambda _: None,
+        )
+        started.append(worker)
+        return Driver(worker, worker.start())
+
+    try:
+        yield start
+    finally:
+        for worker in started:
+            worker.close(1.0)
 
 
 class Driver:

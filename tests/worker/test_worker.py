@@ -15,8 +15,7 @@ from pdserve.config.schema import CacheConfig, EngineConfig, ModelConfig, Schedu
 from pdserve.connectors import registry
 from pdserve.connectors.base import Capabilities, KVConnectorWorker
 from pdserve.errors import ConfigError, InternalError
-from pdserve.parallel.place import RankPlace
-from pdserve.wire.ids import EngineId, Incarnation, RequestId
+from pdserve.wire.ids import RequestId
 from pdserve.wire.step import KnownRequests, ModelRunnerOutput, SchedulerOutput
 from pdserve.wire.transfer import (
     ConnectorMetadata,
@@ -27,8 +26,8 @@ from pdserve.wire.transfer import (
     Settled,
 )
 from pdserve.worker.kv_memory import Offer, layout_of_block, require_one_request, supply
-from pdserve.worker.worker import Worker
 from tests.tiny_models import write_tiny_model
+from tests.worker.driver import workers
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -219,20 +218,13 @@ def test_the_context_carries_the_digest_of_what_peers_must_share(
 @pytest.mark.slow
 def test_doctor_tells_checkpoints_apart_that_differ_in_a_middle_tensor(tmp_path: Path) -> None:
     def peer(directory: Path) -> doctor.RunningEngine:
-        worker = Worker(
-            EngineConfig(
-                model=ModelConfig(model=str(directory)),
-                device="cpu",
-                cache=CacheConfig(num_gpu_blocks_override=128),
-            ),
-            place=RankPlace(),
-            incarnation=Incarnation("life"),
-            engine_id=EngineId("engine"),
-            wake=lambda: None,
-            progress=lambda _: None,
+        config = EngineConfig(
+            model=ModelConfig(model=str(directory)),
+            device="cpu",
+            cache=CacheConfig(num_gpu_blocks_override=128),
         )
-        info = worker.start()
-        worker.close(1.0)
+        with workers() as begin:
+            info = begin(config).info
         return doctor.RunningEngine(directory.name, "both", info.layout_digest, info.layout_fields)
 
     p = write_tiny_model(tmp_path / "p")
@@ -249,16 +241,9 @@ def test_doctor_tells_checkpoints_apart_that_differ_in_a_middle_tensor(tmp_path:
 def test_cuda_that_is_not_there_is_a_configuration_error(tmp_path: Path) -> None:
     if torch.cuda.is_available():
         pytest.skip("there is a CUDA device")
-    worker = Worker(
-        EngineConfig(model=ModelConfig(model=str(tmp_path)), device="cuda"),
-        place=RankPlace(),
-        incarnation=Incarnation("life"),
-        engine_id=EngineId("engine"),
-        wake=lambda: None,
-        progress=lambda _: None,
-    )
-    with pytest.raises(ConfigError, match="finds no CUDA device"):
-        worker.start()
+    config = EngineConfig(model=ModelConfig(model=str(tmp_path)), device="cuda")
+    with workers() as begin, pytest.raises(ConfigError, match="finds no CUDA device"):
+        begin(config)
 
 
 def test_the_pool_takes_an_exact_number_before_a_size_before_a_share(
