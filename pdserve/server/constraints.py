@@ -21,6 +21,7 @@ from llguidance.gbnf_to_lark import is_lark_syntax
 
 from pdserve.errors import BadRequestError, ConfigError, OverloadedError, PdserveError
 from pdserve.text.grammar import DeepThreads, GrammarCompiler, in_short
+from pdserve.text.spaces import with_bounded_spaces
 from pdserve.wire.sampling import Grammar
 
 if TYPE_CHECKING:
@@ -234,9 +235,10 @@ def _in_structured_outputs(given: StructuredOutputs | None) -> Iterator[Wanted]:
             "structured_outputs says how JSON is spaced, and asks for none", param=param
         )
     for name in found:
-        yield Wanted(param, name, getattr(given, name), options if name == "json" else {})
+        own = options if name == "json" else {}
+        yield Wanted(f"{param}.{name}", name, getattr(given, name), own)
     if given.json_object:
-        yield Wanted(param, "json", _ANY_OBJECT, options)
+        yield Wanted(f"{param}.json_object", "json", _ANY_OBJECT, options)
 
 
 def _in_guided(fields: SamplingFields) -> Iterator[Wanted]:
@@ -276,18 +278,16 @@ def _schema(wanted: Wanted) -> dict[str, Any] | bool:
             raise BadRequestError(
                 f"{wanted.param}: the schema is not JSON: {error}", param=wanted.param
             ) from error
-    if isinstance(schema, bool) and not wanted.options:
+    if schema is True:
+        schema = {}
+    if schema is False:
         return schema
     if not isinstance(schema, dict):
         raise BadRequestError(
             f"{wanted.param}: a JSON schema is an object, not {type(schema).__name__}",
             param=wanted.param,
         )
-    if not wanted.options:
-        return schema
-    given = schema.get("x-guidance")
-    own = given if isinstance(given, dict) else {}
-    return schema | {"x-guidance": own | wanted.options}
+    return with_bounded_spaces(schema, **wanted.options)
 
 
 def _lark(wanted: Wanted) -> str:

@@ -28,10 +28,14 @@ MAX_RULES: Final = 1000
 """Of a grammar in Lark, which has one on a line: long chains of them cost more than they say."""
 _MAX_MESSAGE_CHARS: Final = 400
 _STACK_BYTES: Final = 256 << 20
-# Defaults are 2,000 items and 250,000 states: the first refuses objects of some hundred optional
-# properties, the second allows a grammar half a gigabyte.
+# Defaults are 2,000 items, 250,000 states and 1,000,000 of fuel: the first refuses objects of some
+# hundred optional properties, the second allows a grammar half a gigabyte, the third a second.
 _LIMITS: Final = LLParserLimits(
-    max_items_in_row=50_000, max_lexer_states=50_000, max_grammar_size=100_000, verbose_errors=False
+    max_items_in_row=50_000,
+    max_lexer_states=50_000,
+    max_grammar_size=100_000,
+    initial_lexer_fuel=300_000,
+    verbose_errors=False,
 )
 
 
@@ -64,7 +68,7 @@ class GrammarCompiler:
     def compile(self, grammar: str) -> LLMatcher:
         """Return a matcher of `grammar` at its beginning, where it allows something.
 
-        Takes milliseconds, a grammar at the limits a second. Call it in `DeepThreads`.
+        Takes milliseconds, a grammar at the limits tenths of a second. Call it in `DeepThreads`.
 
         Raises:
             BadRequestError: It is no grammar, or beyond the limits.

@@ -190,11 +190,12 @@ class Constraint:
 
     def _consume_unseen(self) -> str:
         """Take in the tokens that came, and tell which may follow; return why none may."""
+        unseen, self._unseen = self._unseen, []
         if self._matcher is None:
             self._matcher = self._pool.matcher(self._text)
-        unseen, self._unseen = self._unseen, []
+            # What this engine samples is allowed. To consume tokens fails at limits, too.
+            self.is_rejected = self._matcher.validate_tokens(unseen) < len(unseen)
         if unseen and not self._matcher.consume_tokens(unseen):
-            self.is_rejected = True
             return in_short(self._matcher.get_error())
         mask = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint8)
         if self._matcher.is_error():

@@ -323,3 +323,14 @@ def test_a_grammar_as_deep_as_it_may_be_ends_no_process(
     constraint = Constraint(pool, Grammar(text=text), [], vocab_size=vocab_size, ends=(EOS,))
     assert constraint.is_known(soon())
     assert (constraint.error == "") == (len(text) <= 1 << 18)
+
+
+def test_tokens_at_which_a_grammar_becomes_too_large_are_no_others_fault(
+    pool: GrammarPool, letters: dict[str, int], vocab_size: int
+) -> None:
+    grammar = Grammar(text="start: /(((((a{1000}){1000}){1000}){1000}){1000})/")
+    rules = rules_of(pool, vocab_size, [letters["a"]], grammar=grammar)
+    hindered = rules.apply(torch.zeros(vocab_size), soon())
+    assert hindered is not None
+    assert hindered.by is Hindrance.DEAD_END
+    assert "too many" in hindered.why

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from pdserve.text.answer.schemas import is_text
+from pdserve.text.spaces import with_bounded_spaces
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -84,7 +85,7 @@ class GrammarWriter:
         begin, number, rest = writing.begin.replace("{name}", name).partition("{index}")
         head = f"{self.literal(begin)} /[0-9]{{1,4}}/ {self.literal(rest)}" if number else ""
         arguments = (
-            f"%json {_json(_object(schema))}"
+            f"%json {_json(with_bounded_spaces(_object(schema)))}"
             if writing.parameter is None
             else self._parameters(rule, writing, schema)
         )
@@ -108,7 +109,7 @@ class GrammarWriter:
             content = (
                 self._texts(f"TEXT_{rule}_{index}".upper(), writing, described)
                 if is_string
-                else f"%json {_json({**shared, **described})}"
+                else f"%json {_json(with_bounded_spaces({**shared, **described}))}"
             )
             parts = self.literal(opening), content, self.literal(end)
             name = self.rule(f"{rule}_{index}", " ".join(part for part in parts if part))
