@@ -160,7 +160,11 @@ def named(name: str) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("fields", "taken", "refused"),
     [
-        ({"tool_choice": "required"}, [SEE, f"{SEE}\n{HEAR}"], ["a dog", SEE[:-1]]),
+        (
+            {"tool_choice": "required"},
+            [SEE, f"{SEE}\n{HEAR}"],
+            ["a dog", SEE[:-1], SEE.replace('"x": 1', '"x":' + "\n" * 50 + "1")],
+        ),
         ({"tool_choice": "required", "parallel_tool_calls": False}, [SEE], [f"{SEE}\n{HEAR}"]),
         ({"tool_choice": named("see")}, [SEE], [HEAR, f"{SEE}\n{SEE}"]),
         ({"tools": STRICT}, ["a dog", SEE, f"a {SEE} dog {HEAR}"], [SEE.replace("1", '"1"')]),
