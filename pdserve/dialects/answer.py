@@ -242,8 +242,10 @@ class Dialect(abc.ABC):
         logprobs = (choice.logprobs and choice.logprobs.content) or []
         if reasoning := delta.reasoning or delta.reasoning_content:
             yield from self._add(PartKind.REASONING, reasoning)
-        if delta.content:
-            yield from self._add(PartKind.TEXT, delta.content, logprobs=logprobs)
+        # A token that ends no character, or the answer, has a row and no text.
+        is_text_open = self._is_growing and self.parts[-1].kind is PartKind.TEXT
+        if delta.content or (logprobs and is_text_open and not delta.tool_calls):
+            yield from self._add(PartKind.TEXT, delta.content or "", logprobs=logprobs)
         for position, call in enumerate(delta.tool_calls or ()):
             # Whole answers number none of them.
             index = call.index if choice.delta is not None else position

@@ -236,12 +236,16 @@ def test_an_answer_that_is_as_long_as_it_may_be_is_incomplete():
 def test_log_probabilities_come_with_the_text():
     row = {"token": "a", "logprob": -1.0, "bytes": [97], "top_logprobs": []}
     top = {**row, "top_logprobs": [{"token": "b", "logprob": -2.0, "bytes": [98]}]}
-    chunks = [chunk({"content": "a"}, "stop", logprobs={"content": [top]}), DONE]
+    chunks = [
+        chunk({"content": "a"}, logprobs={"content": [top]}),
+        chunk({"content": ""}, "stop", logprobs={"content": [row]}),
+        DONE,
+    ]
     events = dict(translated(translator(RESPONSES, {"input": "hi", "stream": True}), chunks))
     short = {"token": "a", "logprob": -1.0, "top_logprobs": [{"token": "b", "logprob": -2.0}]}
     assert events["response.output_text.delta"]["logprobs"] == [short]
     [item] = events["response.completed"]["response"]["output"]
-    assert item["content"][0]["logprobs"] == [top]
+    assert item["content"][0]["logprobs"] == [top, row]
 
 
 def test_a_stream_that_fails_ends_with_what_went_wrong_and_nothing_follows():
