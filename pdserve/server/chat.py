@@ -111,6 +111,7 @@ def _reading(body: ChatRequest, text: Text, prompt: str) -> AnswerReading:
         new_machine=functools.partial(style.machine, prompt, use),
         tools_grammar=style.grammar(prompt, use) if strict else None,
         thought_end=style.thought_end(prompt),
+        thought_before=style.thought_before(prompt),
     )
 
 

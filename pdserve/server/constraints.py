@@ -51,12 +51,14 @@ class Wanted(msgspec.Struct, frozen=True):
         kind: json, regex, choice or grammar.
         value: A schema, a text or a list of texts.
         options: llguidance's, for JSON.
+        before: The grammar of `@answer` behind what may come before it, in Lark.
     """
 
     param: str
     kind: str
     value: Any
     options: dict[str, Any] = {}
+    before: str | None = None
 
 
 class GrammarChecks:
@@ -92,6 +94,8 @@ class GrammarChecks:
         wanted = constraint_in(fields, tools_grammar)
         if wanted is None:
             return None
+        if reading is not None and tools_grammar is None:
+            wanted = msgspec.structs.replace(wanted, before=reading.thought_before)
         if not is_checked and not self._compiler.done():  # the engine has just begun
             await asyncio.wait([asyncio.wrap_future(self._compiler)])
         make = text_of if is_checked else self._checked
@@ -254,6 +258,18 @@ def text_of(wanted: Wanted) -> str:
     Raises:
         BadRequestError: It is of no such kind.
     """
+    text = _answer_text(wanted)
+    if wanted.before is None:
+        return text
+    answer: list[dict[str, Any]] = [{"lark_grammar": text}]
+    if text.lstrip().startswith("{"):
+        answer = msgspec.json.decode(text)["grammars"]
+    first, *others = answer
+    whole = [{"lark_grammar": wanted.before}, {**first, "name": "answer"}, *others]
+    return msgspec.json.encode({"grammars": whole}).decode()
+
+
+def _answer_text(wanted: Wanted) -> str:
     value = wanted.value
     match wanted.kind:
         case "json":

@@ -62,11 +62,13 @@ class AnswerReading:
         new_machine: Makes what takes one choice's answer apart; None if all of it is content.
         tools_grammar: What an answer has to be so that tools are called as was asked.
         thought_end: The tokens that end a reasoning which the prompt has begun.
+        thought_before: Where it has not, the grammar of `@answer` behind a reasoning.
     """
 
     new_machine: Callable[[], AnswerReader | None]
     tools_grammar: str | None = None
     thought_end: tuple[int, ...] | None = None
+    thought_before: str | None = None
 
 
 def choice_seed(seed: int, index: int) -> int:

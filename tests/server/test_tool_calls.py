@@ -6,10 +6,13 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import tokenizers
 
+from pdserve.config.schema import ModelConfig
 from pdserve.text.answer.parsers import REASONING_PARSERS, TOOL_PARSERS
-from pdserve.text.answer.style import AnswerStyle
+from pdserve.text.answer.style import AnswerStyle, style_of
 from pdserve.text.chat import ChatTemplate
+from pdserve.text.tokenizer import Tokenizer
 from tests.server.conftest import events, script, scripted, serving
 from tests.server.test_constraints import takes
 from tests.server.test_hop import pair
@@ -223,6 +226,36 @@ async def test_what_an_answer_has_to_be_begins_behind_the_reasoning(calling):
         body = {"messages": BODY["messages"], "response_format": {"type": "json_object"}}
         await server.ok(PATH, body)
     assert engine.requests[0].sampling.grammar.starts_after == (77,)
+
+
+@pytest.mark.parametrize(
+    ("fields", "answer"),
+    [
+        ({"response_format": {"type": "json_object"}}, '{"a": 1}'),
+        ({"guided_regex": "[a-c]+"}, "abc"),
+        ({"guided_choice": ["yes", "no"]}, "no"),
+        ({"guided_grammar": 'start: "yes" NUMBER\nNUMBER: /[0-9]+/\n'}, "yes12"),
+    ],
+)
+async def test_a_model_that_may_think_first_may_do_so_before_what_its_answer_has_to_be(
+    text, fields, answer
+):
+    backend = tokenizers.Tokenizer.from_str(text.tokenizer.as_json())
+    backend.add_tokens(["</think>"])
+    tokenizer = Tokenizer(backend, {"eos_token": "</s>"})
+    style = style_of(ModelConfig(model="m", reasoning_parser="qwen3"), tokenizer, "")
+    size = tokenizer.vocab_size
+    thinking = replace(text, tokenizer=tokenizer, vocab_size=size, answers=style)
+    output = f"<think>hm</think>\n{answer}"
+    engine = scripted(thinking, output)
+    async with serving(thinking, engine) as server:
+        said = await server.ok(PATH, {"messages": BODY["messages"]} | fields)
+        grammar = engine.requests[0].sampling.grammar.text
+        assert takes(server, grammar, output)
+        assert takes(server, grammar, answer)
+        assert not takes(server, grammar, f"hm {answer}")
+    message = said["choices"][0]["message"]
+    assert (message["content"], message["reasoning"]) == (answer, "hm")
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from pdserve.text.answer.parsers import (
     reasoning_parser_of,
     tool_parser_of,
 )
-from pdserve.text.answer.writing import calls_grammar
+from pdserve.text.answer.writing import GrammarWriter, calls_grammar
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping
@@ -69,6 +69,19 @@ class AnswerStyle:
             return None
         token_id = self.tokens.get(self.reasoning.pairs[0][1])
         return None if token_id is None else (token_id,)
+
+    def thought_before(self, prompt: str) -> str | None:
+        """Return the grammar of `@answer` behind a reasoning that an answer may begin with.
+
+        None where `prompt` has begun or ended it, or where its markers are no tokens.
+        """
+        reasoning = self.reasoning
+        if reasoning is None or not self.tokens.keys() >= set(reasoning.pairs[0]):
+            return None
+        if reasoning.is_open_after(prompt) or reasoning.is_closed_after(prompt):
+            return None
+        writer = GrammarWriter(self.tokens)
+        return f"start: {writer.thought(reasoning, is_open=False)} @answer\n{writer.text()}"
 
     def grammar(self, prompt: str, use: ToolUse) -> str:
         """Return the grammar of an answer to `prompt` that calls tools as their schemas say.
