@@ -15,7 +15,6 @@ from tests.e2e.test_kill import PROMPTS, kill_amid_requests
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-    from pathlib import Path
 
     from tests.e2e.deployment import Deployment
 
@@ -58,6 +57,25 @@ def test_tokens_through_both_are_those_of_an_engine_that_drafts_nothing(
     assert stats["num_draft_tokens"] >= sum(stats["accepted_by_position"]) > 0
 
 
+def test_a_prediction_makes_an_answer_take_fewer_steps_and_changes_nothing(
+    deployment: Deployment,
+) -> None:
+    plain, drafting = deployment.url("decode"), deployment.url("drafting")
+    wanted = chat(plain)
+    text = wanted["choices"][0]["message"]["content"]
+    prediction = {"type": "content", "content": text}
+    found = chat(drafting, prediction=prediction)
+    assert found["choices"] == wanted["choices"]
+    details = found["usage"]["completion_tokens_details"]
+    assert details["accepted_prediction_tokens"] > wanted["usage"]["completion_tokens"] / 2
+    assert "completion_tokens_details" not in wanted["usage"]
+    told = chat(plain, prediction=prediction)["usage"]["completion_tokens_details"]
+    assert told == {"accepted_prediction_tokens": 0, "rejected_prediction_tokens": 0}
+    assert "/step" in deployment.processes["drafting"].log
+    through = chat(deployment.url("proxy"), prediction=prediction)
+    assert through["choices"] == wanted["choices"]
+
+
 def test_streams_of_an_engine_that_drafts_go_on_where_nothing_is_drafted(
     deployment: Deployment,
 ) -> None:
@@ -66,25 +84,6 @@ def test_streams_of_an_engine_that_drafts_go_on_where_nothing_is_drafted(
     print(f"\nthe drafting D killed: {ends}")
     assert ends.get("finished", 0) > 0
     deployment.wait_nothing_held("prefill", "decode", timeout_s=30.0)
-
-
-def test_a_prediction_makes_an_answer_take_fewer_steps_and_changes_nothing(tmp_path: Path) -> None:
-    with pd_deployment(tmp_path, boxed_model_dir()) as deployment:
-        start_drafting(deployment)
-        plain, drafting = deployment.url("decode"), deployment.url("drafting")
-        wanted = chat(plain)
-        text = wanted["choices"][0]["message"]["content"]
-        prediction = {"type": "content", "content": text}
-        found = chat(drafting, prediction=prediction)
-        assert found["choices"] == wanted["choices"]
-        details = found["usage"]["completion_tokens_details"]
-        assert details["accepted_prediction_tokens"] > wanted["usage"]["completion_tokens"] / 2
-        assert "completion_tokens_details" not in wanted["usage"]
-        told = chat(plain, prediction=prediction)["usage"]["completion_tokens_details"]
-        assert told == {"accepted_prediction_tokens": 0, "rejected_prediction_tokens": 0}
-        assert "/step" in deployment.processes["drafting"].log
-        through = chat(deployment.url("proxy"), prediction=prediction)
-        assert through["choices"] == wanted["choices"]
 
 
 def chat(url: str, **fields: Any) -> dict[str, Any]:

@@ -142,8 +142,19 @@ def test_ranks_give_the_tokens_and_logprobs_of_one(
     assert len({tuple(tokens) for tokens in found.tokens.values()}) == len(REQUESTS)
 
 
-@pytest.mark.parametrize("shape", MESHES, ids=name_of)
-@pytest.mark.parametrize("tight", [False, True], ids=["", "tight"])
+@pytest.mark.parametrize(
+    ("shape", "tight"),
+    [
+        (TP2, False),
+        (TP2_PP2, True),
+        *(
+            pytest.param(shape, tight, marks=pytest.mark.matrix)
+            for shape in MESHES
+            for tight in (False, True)
+            if (shape, tight) not in ((TP2, False), (TP2_PP2, True))
+        ),
+    ],
+)
 def test_so_they_do_with_drafts(
     directory: Path, expected: Outcome, shape: MeshShape, tight: bool
 ) -> None:
