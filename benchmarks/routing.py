@@ -91,7 +91,12 @@ def layout_of(text: str) -> Layout:
 def settings_of(policy: str) -> dict[str, Any]:
     """Return what a proxy is told: of `prefix_sticky/isl_bounding` the last is the split policy."""
     name, _, split = policy.partition("/")
-    return {"prefill_policy": name, "decode_policy": name, "split_policy": split or "always"}
+    return {
+        "prefill_policy": name,
+        "decode_policy": name,
+        "split_policy": split or "always",
+        "itl_slo_s": _TPOT_S,
+    }
 
 
 def figures(outcomes: Sequence[Outcome], least_computed: int) -> dict[str, Any]:

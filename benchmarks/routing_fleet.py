@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from pdserve.config.http import ProxyConfig
 from pdserve.config.kv_events import KVEventsConfig
+from pdserve.config.policies import PREDICTED
 from pdserve.config.schema import CacheConfig, SchedulerConfig
 from pdserve.connectors.base import KVConnectorScheduler, Match
 from pdserve.kvcache.grains import GrainTracker
@@ -24,6 +25,7 @@ from pdserve.observe.clock import ManualClock
 from pdserve.proxy.backend import Health
 from pdserve.proxy.backends import Backends
 from pdserve.proxy.brain.index import Holder
+from pdserve.proxy.brain.pairing import Pairing
 from pdserve.proxy.brain.prefixes import make_prefixes
 from pdserve.proxy.brain.prompt import RoutePrompt
 from pdserve.proxy.breakers import Breakers
@@ -44,12 +46,15 @@ if TYPE_CHECKING:
     from pdserve.connectors.views import RequestView
     from pdserve.proxy.backend import Backend
     from pdserve.proxy.brain.index import PrefixIndex
+    from pdserve.proxy.brain.ledger import LedgerEntry
     from pdserve.wire.ids import BlockId
+    from pdserve.wire.request import EngineOutput
     from pdserve.wire.step import SchedulerOutput
 
 VOCAB_SIZE = 50_000
 _BLOCK_TOKENS = 64
 _EVENT_S = 0.005
+_MIN_GAPS = 4
 
 
 @dataclass(frozen=True)
@@ -138,7 +143,7 @@ class _Leg:
     """A request at one engine."""
 
     request: GenerateRequest
-    on_first: Callable[[int], None]
+    on_first: Callable[[EngineOutput], None]
     on_end: Callable[[], None]
     num_tokens: int = 0
     num_computed: int = 0
@@ -208,9 +213,10 @@ class _Engine:
 
     def _load(self, request_id: RequestId, num_tokens: int) -> None:
         costs = self._fleet.costs
-        self._fleet.after(
-            costs.wire + costs.wire_token * num_tokens, lambda: self._loaded(request_id)
-        )
+        seconds = costs.wire + costs.wire_token * num_tokens
+        if self._fleet.pairing is not None:
+            self._fleet.pairing.model.learn_wire(num_tokens, seconds)
+        self._fleet.after(seconds, lambda: self._loaded(request_id))
 
     def _loaded(self, request_id: RequestId) -> None:
         received = Received(
@@ -277,12 +283,12 @@ class _Engine:
         """Output tokens of a request follow from its seed, so that its next turn has them."""
         return output_token(leg.request.sampling.seed, leg.num_tokens)
 
-    def _told(self, output: Any) -> None:
+    def _told(self, output: EngineOutput) -> None:
         leg = self._legs[output.request_id]
         leg.num_tokens += len(output.new_token_ids)
         if output.new_token_ids and not leg.has_begun:
             leg.has_begun = True
-            leg.on_first(output.num_cached_tokens)
+            leg.on_first(output)
         if output.finish_reason is not None:
             self._wire.expected.pop(output.request_id, None)
             leg.on_end()
@@ -360,7 +366,9 @@ class Fleet:
         self._prefixes = make_prefixes(
             config, self.backends, self.clock, metrics.prefixes, make_feed=make_feed
         )
-        self._router = Router(config, self.backends, self._prefixes)
+        is_predicted = config.split_policy == PREDICTED
+        self.pairing = Pairing(config.itl_slo_s) if is_predicted else None
+        self._router = Router(config, self.backends, self._prefixes, self.pairing)
         self._engines = {
             each.url: _Engine(self, feeds[0].holder(each.url) if feeds else None, layout)
             for each in self.backends
@@ -393,8 +401,8 @@ class Fleet:
         prompt = RoutePrompt(4 * len(work.prompt), known_tokens, grains)
         at_s = self.clock.monotonic_s()
 
-        def first(num_cached: int) -> None:
-            outcome.num_cached = num_cached
+        def first(output: EngineOutput) -> None:
+            outcome.num_cached = output.num_cached_tokens
             outcome.ttft_s = self.clock.monotonic_s() - at_s + self.costs.hop
 
         def end() -> None:
@@ -412,7 +420,7 @@ class Fleet:
             if work.num_output < 2:
                 end()
                 return
-            decode = self._router.decode_for(prefill, prompt, ())
+            decode = plan.preferred or self._router.decode_for(prefill, prompt, ())
             assert decode is not None
             token = output_token(number, len(work.prompt))
             rest = self._request(f"{number}d", [*work.prompt, token], work.num_output - 1, number)
@@ -427,11 +435,14 @@ class Fleet:
         self, kind: str, engine: Backend, prompt: RoutePrompt, leg: _Leg, *, num_received: int = 0
     ) -> None:
         """Begin an exchange with an engine, as `Legs` does; it ends with the leg."""
-        num_tokens = 0
+        num_tokens = num_known = 0
         if self._prefixes is not None:
-            known = self._prefixes.sent(prompt, engine)
-            num_tokens = prompt.num_tokens - known.num_tokens
+            num_known = self._prefixes.sent(prompt, engine).num_tokens
+            num_tokens = prompt.num_tokens - num_known
         stack = ExitStack()
+        if self.pairing is not None:
+            entry = stack.enter_context(self.pairing.hold(engine, kind, prompt, num_known))
+            self._learn(kind, leg, entry, self.pairing)
         stack.enter_context(
             self._breakers.exchange(
                 engine,
@@ -452,6 +463,31 @@ class Fleet:
             self.costs.hop,
             lambda: self._engines[engine.url].add(leg, num_received=num_received),
         )
+
+    def _learn(self, kind: str, leg: _Leg, entry: LedgerEntry, pairing: Pairing) -> None:
+        """Have the model learn what the real proxy learns from a leg's account of itself."""
+        on_first, on_end = leg.on_first, leg.on_end
+        first_s = 0.0
+
+        def first(output: EngineOutput) -> None:
+            nonlocal first_s
+            first_s = self.clock.monotonic_s()
+            entry.computed()
+            if kind != "decode" and output.stages is not None:
+                num_tokens = len(leg.request.prompt_token_ids)
+                cached = output.num_cached_tokens
+                pairing.model.learn_prompt(num_tokens - cached, cached, output.stages.prefill_s)
+            on_first(output)
+
+        def end() -> None:
+            num = leg.request.sampling.max_tokens
+            if kind != "prefill" and num > _MIN_GAPS:
+                gap_s = (self.clock.monotonic_s() - first_s) / (num - 1)
+                pairing.model.learn_step(entry.streams_before + 1, entry.kv_before, gap_s)
+                pairing.model.learn_output(num)
+            on_end()
+
+        leg.on_first, leg.on_end = first, end
 
     def _request(
         self, name: str, prompt: Sequence[int], num_output: int, seed: int

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 from aiohttp import web
 
+from pdserve.config.policies import PREDICTED
 from pdserve.errors import ConfigError
 from pdserve.http import openapi
 from pdserve.http.bodies import Bodies
@@ -31,6 +32,7 @@ from pdserve.observe.stats_log import log_stats
 from pdserve.proxy.admission import AdmissionQueue
 from pdserve.proxy.backends import Backends
 from pdserve.proxy.boundary import Boundary, engine_headers
+from pdserve.proxy.brain.pairing import Pairing
 from pdserve.proxy.brain.prefixes import make_prefixes
 from pdserve.proxy.breakers import Breakers
 from pdserve.proxy.checks import HealthChecks
@@ -129,14 +131,17 @@ class Proxy:
         self._prefixes = make_prefixes(
             config, self.backends, self._clock, self.metrics.prefixes, make_feed=make_feed
         )
+        is_predicted = config.split_policy == PREDICTED
+        self.pairing = Pairing(config.itl_slo_s) if is_predicted else None
         services = Services(
             config=config,
             http=self._http,
             backends=self.backends,
             checks=self.checks,
             breakers=self.breakers,
-            router=Router(config, self.backends, self._prefixes),
+            router=Router(config, self.backends, self._prefixes, self.pairing),
             prefixes=self._prefixes,
+            pairing=self.pairing,
             admission=self.admission,
             bodies=self.bodies,
             metrics=self.metrics,

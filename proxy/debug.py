@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import msgspec
 from aiohttp import web
 
+from pdserve.errors import NotFoundError
 from pdserve.http.answers import json_answer
 from pdserve.observe.trace_query import trace_query
 from pdserve.proxy.boundary import operator_headers
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
 
 
 class Debug:
-    """Serves `/debug/requests` and `/debug/trace`."""
+    """Serves `/debug/requests`, `/debug/decisions` and `/debug/trace`."""
 
     def __init__(
         self, services: Services, clock: Clock, live: LiveRequests, recent: FinishedRequests
@@ -38,6 +39,7 @@ class Debug:
         """Its paths."""
         return [
             web.get("/debug/requests", self._requests),
+            web.get("/debug/decisions", self._decisions),
             web.get("/debug/trace", self._trace),
         ]
 
@@ -46,6 +48,15 @@ class Debug:
         running = [story.as_json() for story in self._live.stories]
         finished = self._recent.asked_for(request.query)
         return json_answer({"running": running, "finished": msgspec.Raw(finished)})
+
+    async def _decisions(self, request: web.Request) -> web.Response:
+        """What was learned of the engines, and the pairs that were chosen, the newest first."""
+        pairing = self._services.pairing
+        if pairing is None:
+            raise NotFoundError(
+                "this proxy chooses no pairs: start it with --split-policy predicted"
+            )
+        return json_answer(pairing.as_json())
 
     async def _trace(self, request: web.Request) -> web.Response:
         """The last `?seconds=N` of this proxy and of all engines."""

@@ -82,6 +82,7 @@ class Flow:
         self._legs = legs
         self._story = legs.story
         self._delivery = legs.delivery
+        self._preferred: Backend | None = None
         self._setbacks = Setbacks(services, legs.story, is_pushable=legs.body.can_be_pushed())
         self.outcome = "error"
 
@@ -165,9 +166,11 @@ class Flow:
 
     async def _climb_down(self) -> web.StreamResponse:
         plan = await self._plan()
+        self._story.decision = plan.decision
         if isinstance(plan, RunLocally):
             return await self._run_locally(plan.reason, plan.engine, is_fallback=plan.is_outage)
-        self._decide("disaggregated", "default")
+        reason = "default" if plan.decision is None else plan.decision.reason
+        self._decide("disaggregated", reason)
         self._story.mode = Mode.DISAGGREGATED
         while isinstance(following := await self._attempt(plan), Disaggregate):
             plan = following
@@ -183,6 +186,7 @@ class Flow:
             outcome: web.StreamResponse | LegFailure | UnavailableError | None
             outcome = await self._strategy(plan)(self._legs, plan, handoff)
             if handoff.is_complete and not isinstance(outcome, web.StreamResponse):
+                self._preferred = plan.preferred
                 outcome = await self._read(handoff, lost=outcome)
             if isinstance(outcome, web.StreamResponse):
                 handoff.spend()
@@ -299,6 +303,14 @@ class Flow:
                 owner, receiver, self._legs.prompt
             ):
                 return receiver  # it could not be written to; it may still read
+        wanted, self._preferred = self._preferred, None
+        if (
+            wanted is not None
+            and wanted not in self._setbacks.failed
+            and wanted not in could_not_read
+            and self._router.can_decode_for(owner, wanted, self._legs.prompt)
+        ):
+            return wanted
         return self._router.decode_for(
             owner, self._legs.prompt, self._setbacks.failed, without=could_not_read
         )

@@ -152,6 +152,8 @@ class Generation:
             raise
         finally:
             self._compare_hits(story)
+            if outcome == "ok" and self._services.pairing is not None:
+                self._services.pairing.learn(story)
             self._metrics.ended(story, outcome)
             story.model = story.model or self._model_of(story)
             ended = finished(story, outcome, seq=self._recent.next_seq)

@@ -8,12 +8,13 @@ in which order legs run; `Handoff` gives back what they read.
 from __future__ import annotations
 
 import asyncio
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 from pdserve.http.answers import SSE
 from pdserve.proxy.bodies import merged, stages_in, usage_at_end, usage_in, without_internals
-from pdserve.proxy.brain.prompt import RoutePrompt
+from pdserve.proxy.brain.prompt import UNKNOWN, RoutePrompt
 from pdserve.proxy.errors import KvFailedError, RefusedError, WorkerError, failure_in_stream
 from pdserve.proxy.relay import Relay
 from pdserve.proxy.story import Mode, Stage
@@ -21,13 +22,14 @@ from pdserve.wire.hop import KV_MODE_HEADER, REQUEST_ID_HEADER, TIME_LEFT_HEADER
 from pdserve.wire.transfer import KVMode
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterator, Mapping
     from contextlib import AbstractContextManager
 
     from aiohttp import web
 
     from pdserve.proxy.backend import Backend, Breaker
     from pdserve.proxy.bodies import ClientBody
+    from pdserve.proxy.brain.ledger import LedgerEntry
     from pdserve.proxy.breakers import TransferAttempt
     from pdserve.proxy.client import Leg
     from pdserve.proxy.delivery import Delivery
@@ -116,6 +118,7 @@ class Legs:
         self.story = story
         self.until_s = until_s
         self.prompt = RoutePrompt(body.num_bytes, needs_equal_text=body.needs_equal_text())
+        self._entry: LedgerEntry | None = None
         self._path = path
         self._headers = headers
 
@@ -307,6 +310,8 @@ class Legs:
             if data:
                 if not previous:
                     breaker.succeed()
+                    if self._entry is not None:
+                        self._entry.computed()
                 self.story.stage = stage
                 sent_s = self._now_s()
                 num_known = self.delivery.num_swallowed
@@ -332,16 +337,24 @@ class Legs:
         """Let KV go from one engine to another while the block runs."""
         return self.services.breakers.transfer(prefill, decode, mode, self.story)
 
-    def _exchange(self, kind: str, backend: Backend, leg: Leg) -> AbstractContextManager[Breaker]:
-        num_tokens = 0
-        if self.services.prefixes is not None:
-            known = self.services.prefixes.sent(self.prompt, backend)
-            self.story.looked_up(kind, self.prompt, known)
-            num_tokens = self.prompt.num_tokens - known.num_tokens
-        breakers, request_id = self.services.breakers, self.story.request_id
-        return breakers.exchange(
+    @contextmanager
+    def _exchange(self, kind: str, backend: Backend, leg: Leg) -> Iterator[Breaker]:
+        """Count a leg for as long as the block runs; see `Breakers.exchange`."""
+        services, prompt, request_id = self.services, self.prompt, self.story.request_id
+        known = services.prefixes.sent(prompt, backend) if services.prefixes else UNKNOWN
+        self.story.looked_up(kind, prompt, known)
+        num_tokens = prompt.num_tokens - known.num_tokens
+        exchange = services.breakers.exchange(
             backend, leg, kind=kind, request_id=request_id, num_tokens=num_tokens
         )
+        with ExitStack() as stack:
+            if services.pairing is not None:
+                held = services.pairing.hold(backend, kind, prompt, known.num_tokens)
+                entry = stack.enter_context(held)
+                if kind != "prefill":
+                    self._entry = entry
+                    self.story.stream_work = entry.streams_before + 1, entry.kv_before
+            yield stack.enter_context(exchange)
 
     def begin(self, mode: KVMode) -> None:
         """Count a hand-over that begins; `mode` says who is to move the KV."""

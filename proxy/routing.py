@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from pdserve.config.http import ProxyConfig
     from pdserve.proxy.backend import Backend
     from pdserve.proxy.backends import Backends
+    from pdserve.proxy.brain.decision import PairDecision
+    from pdserve.proxy.brain.pairing import Pairing
     from pdserve.proxy.brain.prefixes import Prefixes
     from pdserve.proxy.policies import BackendView, Policy
 
@@ -37,10 +39,14 @@ class Disaggregate:
     Attributes:
         decode: For a push, which both engines take part in from the start; else None: a decode
             engine is chosen when the handoff is in hand.
+        decision: How the pair was found, if that was one choice.
+        preferred: The decode engine of that choice.
     """
 
     prefill: Backend
     decode: Backend | None = None
+    decision: PairDecision | None = None
+    preferred: Backend | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,11 +55,13 @@ class RunLocally:
 
     Attributes:
         is_outage: In place of an engine that there is, but that cannot be used now.
+        decision: How the engine was found, if by a choice of pairs.
     """
 
     engine: Backend
     reason: str
     is_outage: bool = False
+    decision: PairDecision | None = None
 
 
 class Router:
@@ -61,13 +69,19 @@ class Router:
 
     Args:
         prefixes: Asked which engine has what of a prompt; None: no policy looks at that.
+        pairing: Chooses both engines at once; None: the policies choose one after the other.
     """
 
     def __init__(
-        self, config: ProxyConfig, backends: Backends, prefixes: Prefixes | None = None
+        self,
+        config: ProxyConfig,
+        backends: Backends,
+        prefixes: Prefixes | None = None,
+        pairing: Pairing | None = None,
     ) -> None:
         self._backends = backends
         self._prefixes = prefixes
+        self._pairing = pairing
         self._kv_mode = config.kv_mode
         self._prefill_policy = policy_named(config.prefill_policy, flag="prefill-policy")
         self._decode_policy = policy_named(config.decode_policy, flag="decode-policy")
@@ -111,6 +125,9 @@ class Router:
         paired = [p for p in prefills if self._serves(p, decodes, prompt, may_push=may_push)]
         if not paired:
             return self._locally(decodes, prompt, failed, "no_pair", is_outage=True)
+        plan = self._decided(paired, decodes, prompt, failed, may_push=may_push)
+        if plan is not None:
+            return plan
         prefill = self._choose_prefill(paired, prompt, failed)
         if self._split is not always:
             number = next(self._split_sequence)  # or those that are split would skip every other
@@ -122,6 +139,37 @@ class Router:
         if receivers:
             return Disaggregate(prefill, self._choose_decode(receivers, prompt, failed))
         return Disaggregate(prefill)
+
+    def _decided(
+        self,
+        prefills: Sequence[Backend],
+        decodes: Sequence[Backend],
+        prompt: RoutePrompt,
+        failed: Collection[Backend],
+        *,
+        may_push: bool,
+    ) -> Disaggregate | RunLocally | None:
+        """Return what the joint decision says; None if there is none, or not enough is known."""
+        if self._pairing is None or self._prefixes is None:
+            return None
+        first = [each for each in prefills if each not in failed]
+        second = [each for each in decodes if each not in failed]
+        by_url = {each.url: each for each in (*first, *second)}
+
+        def may_pair(prefill: str, decode: str) -> bool:
+            pair = by_url[prefill], (by_url[decode],)
+            return self._serves(*pair, prompt, may_push=may_push)
+
+        known = self._prefixes.known(prompt)
+        decision = self._pairing.decide(prompt, first, second, known, may_pair)
+        if decision is None:
+            return None
+        chosen = decision.chosen
+        prefill, decode = by_url[chosen.prefill], by_url[chosen.decode]
+        if chosen.is_local:
+            return RunLocally(decode, decision.reason, decision=decision)
+        is_pushed = may_push and self._pushes(prefill, decode, prompt)
+        return Disaggregate(prefill, decode if is_pushed else None, decision, decode)
 
     def _seen(
         self, prompt: RoutePrompt, prefill: Backend, local: Backend

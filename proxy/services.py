@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from pdserve.http.bodies import Bodies
     from pdserve.proxy.admission import AdmissionQueue
     from pdserve.proxy.backends import Backends
+    from pdserve.proxy.brain.pairing import Pairing
     from pdserve.proxy.brain.prefixes import Prefixes
     from pdserve.proxy.breakers import Breakers
     from pdserve.proxy.checks import HealthChecks
@@ -26,6 +27,7 @@ class Services:
 
     Attributes:
         prefixes: None unless a policy looks at them.
+        pairing: None unless pairs are chosen by what was learned.
         new_nonce: Returns a string never returned before; unguessable outside of tests.
     """
 
@@ -36,6 +38,7 @@ class Services:
     breakers: Breakers
     router: Router
     prefixes: Prefixes | None
+    pairing: Pairing | None
     admission: AdmissionQueue
     bodies: Bodies
     metrics: Metrics

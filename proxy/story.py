@@ -35,12 +35,14 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from pdserve.observe.request_log import StoredKV, kv_path, moved
+from pdserve.proxy.brain.prompt import hits_told
 from pdserve.wire.transfer import KVMode
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from pdserve.observe.clock import Clock
+    from pdserve.proxy.brain.decision import PairDecision
     from pdserve.proxy.brain.prompt import KnownPrefix, RoutePrompt
     from pdserve.wire.hop import EngineStages
 
@@ -159,6 +161,9 @@ class Story:
         not_pushed: Why that was a pull, where a push was allowed.
         prompt, known: What routing knew of its prompt and, by leg, of what the engine had of it,
             as of the last attempt; None and empty unless a policy looks at that.
+        decision: How its engines were chosen, if that was one choice.
+        stream_work: Streams of the engine that gives its tokens, itself included, and the tokens of
+            their KV, when it came there; None unless that is counted.
         rungs: Of the ladder, as they were taken, each with its reason.
         prefill_url, decode_url: Who computes its prompt apart, and who the rest (or all of it),
             as of the last attempt; empty where none was asked.
@@ -190,6 +195,8 @@ class Story:
     not_pushed: NotPushed | None = None
     prompt: RoutePrompt | None = None
     known: dict[str, KnownPrefix] = field(default_factory=dict)
+    decision: PairDecision | None = None
+    stream_work: tuple[int, int] | None = None
     rungs: list[tuple[LadderRung, str]] = field(default_factory=list)
     num_prompt_tokens: int = 0
     num_output_tokens: int = 0
@@ -386,27 +393,21 @@ class Story:
             stored = StoredKV(stages.store_tokens, stages.store_bytes, stages.store_s)
             if words := stored.of(self.num_prompt_tokens or stages.prompt_tokens):
                 parts.append(words)
-        if words := self.hits():
-            parts.append(words)
+        if self.prompt is not None:
+            parts.append(hits_told(self.prompt, self.known))
+        if self.decision is not None:
+            parts.append(self.decision.told(self.served_s if self.streamed else None))
         if self.rungs:
             rungs = ",".join(f"{rung.value}({reason})" for rung, reason in self.rungs)
             parts.append(f"ladder {rungs}")
         return told + "".join(f" | {part}" for part in parts)
 
-    def hits(self) -> str:
-        """Return what engines had of the prompt, as `hit prefill 3072 decode ~512 of 4096`.
-
-        What is known from what was sent there has a tilde; what another engine has more of, a best.
-        """
-        if self.prompt is None:
-            return ""
-        told = []
-        for leg in filter(self.known.__contains__, ("prefill", "decode", "local")):
-            known = self.known[leg]
-            best = f" (best {known.num_best})" if known.num_best > known.num_tokens else ""
-            told.append(f"{leg} {'' if known.is_exact else '~'}{known.num_tokens}{best}")
-        unread = f" (by bytes: {self.prompt.unread})" if self.prompt.unread else ""
-        return f"hit {' '.join(told)} of {self.prompt.num_tokens}{unread}"
+    @property
+    def served_s(self) -> float | None:
+        """From the first leg to the first token: what a decision predicts; None without one."""
+        if self.first_leg_s is None or self.first_token_s is None or self.rungs:
+            return None
+        return self.first_token_s - self.first_leg_s
 
     def as_json(self) -> dict[str, object]:
         """Return what `/debug/requests` shows."""

@@ -208,6 +208,7 @@ class ProxyConfig(HttpConfig, frozen=True, kw_only=True):
         prefill, decode: Base URLs of engines known from the start.
         prefill_policy, decode_policy: Names of routing policies: see `policies`.
         split_policy: Name of the one that says whether a request is split between two engines.
+        itl_slo_s: The objective for the time between two tokens, for the split policy `predicted`.
         tokenizer, chat_template: The directory of the engines' tokenizer, and a file in place of
             its template; for policies that look at prefixes. Without a tokenizer, prompts of text
             are known by their bytes.
@@ -226,6 +227,7 @@ class ProxyConfig(HttpConfig, frozen=True, kw_only=True):
     prefill_policy: str = "least_loaded"
     decode_policy: str = "least_loaded"
     split_policy: str = "always"
+    itl_slo_s: float = 0.05
     tokenizer: str = ""
     chat_template: str = ""
     kv_mode: KVTransfer = KVTransfer.AUTO
@@ -249,6 +251,7 @@ class ProxyConfig(HttpConfig, frozen=True, kw_only=True):
             ("max-concurrent-requests", self.max_concurrent_requests),
             ("queue-timeout-secs", self.queue_timeout_s),
             ("request-timeout-secs", self.request_timeout_s),
+            ("itl-slo", self.itl_slo_s),
             ("cb-failure-threshold", self.cb_failure_threshold),
             ("health-check-interval-secs", self.health_check_interval_s),
             ("health-check-timeout-secs", self.health_check_timeout_s),

@@ -22,6 +22,8 @@ SPLIT_POLICIES: Final = {
     for name in ("always", "never", "llmd", "ppd", "isl_bounding")
 }
 """Whether a request is split between two engines; by name, `module:function`."""
+PREDICTED: Final = "predicted"
+"""The split policy that chooses both engines at once, by what it has learned (`proxy/brain`)."""
 PREFIX_POLICIES: Final = frozenset(
     {
         "cache_aware",
@@ -30,6 +32,7 @@ PREFIX_POLICIES: Final = frozenset(
         "llmd",
         "llmd_blend",
         "ppd",
+        PREDICTED,
         "prefix_sticky",
     }
 )

@@ -21,7 +21,7 @@ from pdserve.config.http import ProxyConfig, ServerConfig
 from pdserve.config.kv_events_reader import KV_EVENTS_READER_SETTINGS
 from pdserve.config.load import Table
 from pdserve.config.log import LOG_FORM_SETTINGS, LOG_SETTINGS
-from pdserve.config.policies import POLICIES, SPLIT_POLICIES
+from pdserve.config.policies import POLICIES, PREDICTED, SPLIT_POLICIES
 from pdserve.config.schema import EngineConfig, Role
 from pdserve.config.setting import Setting, Shorthand, canonical, declare, parse_object
 from pdserve.config.tiers import KV_SERVER_SETTINGS
@@ -198,7 +198,7 @@ _SERVER: Final = declare(
 )
 
 _POLICIES: Final = "|".join(POLICIES)
-_SPLIT_POLICIES: Final = "|".join(SPLIT_POLICIES)
+_SPLIT_POLICIES: Final = "|".join((*SPLIT_POLICIES, PREDICTED))
 _PROXY: Final = (
     *declare(
         "proxy",
@@ -219,6 +219,7 @@ _PROXY: Final = (
             ("prefill-policy", "prefill_policy", _POLICIES, "how a prefill engine is chosen"),
             ("decode-policy", "decode_policy", _POLICIES, "how a decode engine is chosen"),
             ("split-policy", "split_policy", _SPLIT_POLICIES, "which requests get a prefill engine for their prompt; others are a decode engine's alone"),
+            ("itl-slo", "itl_slo_s", "SECONDS", "between two tokens, at most: what predicted aims at"),
             ("tokenizer", "tokenizer", "DIR", "the engines', for policies that look at prefixes; without one they go by a prompt's bytes"),
             ("chat-template", "chat_template", "FILE", "the engines', if it is not in that directory"),
             ("kv-mode", "kv_mode", "auto|push|pull", "who moves the KV: the prefill engine writes it, or the decode engine reads it"),

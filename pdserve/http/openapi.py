@@ -128,6 +128,13 @@ PROXY: Final = (
     Operation(
         "get", "/dashboard/data", "Its figures", answer="application/json", is_operators=True
     ),
+    Operation(
+        "get",
+        "/debug/decisions",
+        "Which pairs were chosen, and why",
+        answer="application/json",
+        is_operators=True,
+    ),
 )
 ENGINE: Final = (
     *COMMON,

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Final
+from typing import TYPE_CHECKING, Final
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
 
 UNREAD: Final = ("no tokenizer", "no chat template", "fields", "refused", "long", "busy", "slow")
 """Why prompts are named by their bytes."""
@@ -42,3 +45,20 @@ class KnownPrefix:
     num_tokens: int
     is_exact: bool
     num_best: int = 0
+
+
+UNKNOWN: Final = KnownPrefix(0, is_exact=False)
+
+
+def hits_told(prompt: RoutePrompt, known: Mapping[str, KnownPrefix]) -> str:
+    """Return what engines had of a prompt, by leg, as `hit prefill 3072 decode ~512 of 4096`.
+
+    What is known from what was sent there has a tilde; what another engine has more of, a best.
+    """
+    told = []
+    for leg in filter(known.__contains__, ("prefill", "decode", "local")):
+        each = known[leg]
+        best = f" (best {each.num_best})" if each.num_best > each.num_tokens else ""
+        told.append(f"{leg} {'' if each.is_exact else '~'}{each.num_tokens}{best}")
+    unread = f" (by bytes: {prompt.unread})" if prompt.unread else ""
+    return f"hit {' '.join(told)} of {prompt.num_tokens}{unread}"

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pkgutil import resolve_name
 from typing import cast
 
-from pdserve.config.policies import POLICIES, SPLIT_POLICIES
+from pdserve.config.policies import POLICIES, PREDICTED, SPLIT_POLICIES
 from pdserve.errors import ConfigError
 
 
@@ -81,12 +81,13 @@ def policy_named(name: str, *, flag: str) -> Policy:
 
 
 def split_policy_named(name: str, *, flag: str) -> SplitPolicy:
-    """Return the split policy called `name`.
+    """Return the split policy called `name`; of `predicted`, the one until enough is known.
 
     Raises:
         ConfigError: There is none; the message lists those there are.
     """
-    return cast("SplitPolicy", _named(SPLIT_POLICIES, name, flag))
+    known = {**SPLIT_POLICIES, PREDICTED: SPLIT_POLICIES["always"]}
+    return cast("SplitPolicy", _named(known, name, flag))
 
 
 def _named(policies: Mapping[str, str], name: str, flag: str) -> object:

@@ -1,0 +1,214 @@
+"""The joint decision: what is learned, what is counted, which pair is chosen and why."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from benchmarks.routing import figures, layout_of, settings_of
+from benchmarks.routing_fleet import Costs, Fleet
+from benchmarks.routing_work import conversations, least_computed
+from pdserve.proxy.brain.decision import BIAS, REASONS, PairCandidate, decide
+from pdserve.proxy.brain.ledger import EngineWork, WorkLedger
+from pdserve.proxy.brain.model import LinearFit, ServiceModel
+from tests.proxy.scripted import ScriptedEngine, text_of
+
+COSTS = Costs()
+
+
+def learned(noise: float = 0.0, *, seed: int = 0, num: int = 300) -> ServiceModel:
+    """A model that has seen engines of `COSTS`."""
+    rng, model = random.Random(seed), ServiceModel()
+    for _ in range(num):
+        jitter = [1 + rng.uniform(-noise, noise) for _ in range(3)]
+        total, streams = rng.randint(50, 20_000), rng.randint(1, 60)
+        cached = rng.randint(0, total // 2)
+        model.learn_prompt(total - cached, cached, COSTS.of_prompt(total, cached) * jitter[0])
+        kv = streams * rng.randint(100, 8000)
+        step_s = COSTS.decode + COSTS.decode_request * streams + COSTS.decode_token * kv
+        model.learn_step(streams, kv, step_s * jitter[1])
+        model.learn_wire(total, (COSTS.wire + COSTS.wire_token * total) * jitter[2])
+    return model
+
+
+MODEL = learned()
+
+
+def engine(url: str, role: str = "both", hit: int = 0, **work: float) -> PairCandidate:
+    return PairCandidate(
+        url,
+        is_prefill=role != "decode",
+        is_decode=role != "prefill",
+        hit_tokens=hit,
+        work=EngineWork(**work),
+    )
+
+
+def choose(num_tokens: int, *engines: PairCandidate, may_pair=lambda p, d: True):
+    return decide(num_tokens, engines, MODEL, itl_slo_s=0.03, may_pair=may_pair)
+
+
+@pytest.mark.parametrize(("noise", "tolerance"), [(0.0, 0.01), (0.2, 0.1)])
+def test_what_engines_take_is_learned_whatever_the_noise(noise, tolerance):
+    model = learned(noise)
+    for total, cached in ((500, 0), (4000, 2000), (16_000, 0)):
+        expected = COSTS.of_prompt(total, cached)
+        predicted = model.prompt_s(total, cached) / (1 + 0.67 * min(1.0, model.prefill.error))
+        assert predicted == pytest.approx(expected, rel=tolerance)
+    assert model.step_s(20, 60_000) == pytest.approx(0.0118, rel=tolerance)
+    assert model.wire_s(4000) == pytest.approx(0.033, rel=tolerance)
+    assert model.prefill.error == pytest.approx(noise / 2, abs=0.06)
+
+
+@given(
+    st.lists(
+        st.tuples(st.floats(0, 1e6), st.floats(0, 1e9), st.floats(0, 1e5)), min_size=1, max_size=40
+    )
+)
+def test_a_fit_is_never_negative_nor_not_a_number(samples):
+    fit = LinearFit(3)
+    for one, other, value in samples:
+        fit.learn((1.0, one, other), value)
+        assert all(0 <= weight < float("inf") for weight in fit.weights)
+
+
+@given(st.data())
+def test_whatever_becomes_of_legs_the_ledger_is_empty_at_their_end(data):
+    ledger, open_legs = WorkLedger(), []
+    for _ in range(data.draw(st.integers(1, 20))):
+        if not open_legs or data.draw(st.booleans()):
+            kind = data.draw(st.sampled_from(["prefill", "decode", "local"]))
+            tokens = data.draw(st.integers(0, 999))
+            held = ledger.hold("e", kind, tokens, data.draw(st.integers(0, 1999)))
+            open_legs.append((held, held.__enter__()))
+        else:
+            held, entry = open_legs[data.draw(st.integers(0, len(open_legs) - 1))]
+            for _ in range(data.draw(st.integers(0, 2))):
+                entry.computed()
+            if data.draw(st.booleans()):
+                held.__exit__(None, None, None)
+                open_legs.remove((held, entry))
+        work = ledger.of("e")
+        assert min(work.num_prompts, work.prompt_tokens, work.num_streams, work.kv_tokens) >= 0
+    for held, _ in open_legs:
+        held.__exit__(None, None, None)
+    assert dataclasses.replace(ledger.of("e"), prompt_pairs=0.0) == EngineWork()
+    assert ledger.of("e").prompt_pairs == pytest.approx(0.0, abs=1e-3)
+
+
+works = st.builds(
+    EngineWork,
+    num_prompts=st.integers(0, 5),
+    prompt_tokens=st.integers(0, 50_000),
+    num_streams=st.integers(0, 60),
+    kv_tokens=st.integers(0, 300_000),
+)
+fleets = st.lists(
+    st.builds(
+        lambda role, hit, work: (role, hit, work),
+        st.sampled_from(["prefill", "decode", "both"]),
+        st.sampled_from([0, 256, 2048]),
+        works,
+    ),
+    min_size=1,
+    max_size=6,
+).map(
+    lambda rows: [
+        dataclasses.replace(engine(f"e{i}", role, hit), work=work)
+        for i, (role, hit, work) in enumerate(rows)
+    ]
+)
+
+
+@given(fleets, st.integers(1, 30_000))
+def test_a_decision_is_of_engines_that_may_its_terms_add_up_and_order_means_nothing(fleet, num):
+    may = lambda p, d: (int(p[1]) + int(d[1])) % 2 == 1  # noqa: E731
+    decision = choose(num, *fleet, may_pair=may)
+    assert decision is not None
+    chosen = decision.chosen
+    assert chosen.is_local or may(chosen.prefill, chosen.decode)
+    assert chosen.total == pytest.approx(sum(chosen.terms.values()))
+    assert decision.reason in REASONS
+    assert f"at {chosen.total:.2f}" in decision.told(0.05)
+    again = choose(num, *reversed(fleet), may_pair=may)
+    assert again.chosen.total == pytest.approx(chosen.total)
+
+
+@given(fleets, st.integers(1, 30_000), st.integers(0, 5), works)
+def test_an_engine_with_more_to_do_is_not_more_attractive(fleet, num, which, more):
+    before = choose(num, *fleet).chosen
+    busy = fleet[which % len(fleet)]
+    if busy.url in (before.prefill, before.decode):
+        return
+    sums = {
+        name: getattr(busy.work, name) + getattr(more, name)
+        for name in ("num_prompts", "prompt_tokens", "num_streams", "kv_tokens")
+    }
+    busier = dataclasses.replace(busy, work=dataclasses.replace(busy.work, **sums))
+    after = choose(num, *(busier if each is busy else each for each in fleet)).chosen
+    assert busy.url not in (after.prefill, after.decode)
+
+
+def test_a_pair_of_roles_splits_a_long_prompt_and_not_a_cached_one_that_would_wait():
+    prefill, streams = engine("p", "prefill"), {"num_streams": 30, "kv_tokens": 60_000}
+    long = choose(12_000, prefill, engine("d", "decode", **streams))
+    assert (long.chosen.prefill, long.chosen.decode) == ("p", "d")
+    busy = engine("p", "prefill", num_prompts=2, prompt_tokens=20_000, prompt_pairs=2e8)
+    cached = choose(4000, busy, engine("d", "decode", hit=3840, **streams))
+    assert cached.chosen.is_local
+    assert (cached.chosen.decode, cached.reason) == ("d", "mostly_cached")
+
+
+def test_a_prefill_engine_that_is_behind_is_passed_by():
+    behind = {"num_prompts": 20, "prompt_tokens": 200_000, "prompt_pairs": 1e9}
+    decision = choose(4000, engine("p", "prefill", **behind), engine("d", "decode"))
+    assert decision.chosen.is_local
+    assert decision.chosen.decode == "d"
+    assert decision.reason == "prefill_busy"
+
+
+def test_leaving_its_role_costs_an_engine_something_but_not_everything():
+    idle = choose(100, engine("p", "prefill"), engine("d", "decode"))
+    assert idle.chosen.decode != "p"
+    assert idle.chosen.terms["bias"] in (0.0, BIAS)
+    full = {"num_streams": 400, "kv_tokens": 3_000_000}
+    assert choose(100, engine("p", "prefill"), engine("d", "decode", **full)).chosen.decode == "p"
+
+
+def test_the_joint_decision_serves_conversations_in_the_comparison():
+    workload = conversations(120, 12.0, num_turns=4, num_systems=2, seed=1)
+    fleet = Fleet(layout_of("2P2D"), settings_of("prefix_sticky/predicted"))
+    found = figures(fleet.run(workload), least_computed(workload))
+    assert found["unfinished"] == 0
+    assert 0 < found["split"] <= 100
+    assert found["goodput"] >= 99.0
+    assert fleet.pairing.model.is_known
+    assert fleet.pairing._ledger.of("http://d0") == EngineWork()
+    for each in itertools.islice(fleet.pairing.decisions, 50):
+        assert each.reason in REASONS
+
+
+async def test_what_was_decided_is_in_the_line_and_in_debug_decisions(make_stack, caplog):
+    caplog.set_level("INFO", "pdserve.requests")
+    prefill, decode = [ScriptedEngine("prefill")], [ScriptedEngine("decode") for _ in range(2)]
+    stack = await make_stack(prefill, decode, split_policy="predicted")
+    body = {"prompt": list(range(600)), "max_tokens": 4, "seed": 3}
+    assert (await stack.get("/debug/decisions"))["is_known"] is False
+    await stack.stream(body)
+    assert prefill[0].calls, "nothing is known yet: it is split"
+    pairing = stack.proxy.pairing
+    pairing.model = learned()
+    async with stack.post(body) as response:
+        assert (await response.json())["choices"][0]["text"] == text_of(3, 4)
+    shown = await stack.get("/debug/decisions")
+    assert shown["is_known"] is True
+    (decision,) = shown["decisions"]
+    assert sum(decision["chosen"]["terms"].values()) == pytest.approx(decision["chosen"]["cost"])
+    lines = [each.getMessage() for each in caplog.records if each.name == "pdserve.requests"]
+    assert "| route " not in lines[0]
+    assert f"because {decision['reason']}" in lines[1]
