@@ -94,11 +94,12 @@ def write_tiny_model(directory: Path, family: str = "llama", **fields: Any) -> P
         if name.endswith("e_score_correction_bias"):
             torch.nn.init.normal_(buffer, std=0.2)
     model.save_pretrained(directory)
-    _write_tokenizer(directory, config.vocab_size)
+    write_tokenizer(directory, config.vocab_size)
     return directory
 
 
-def _write_tokenizer(directory: Path, vocab_size: int) -> None:
+def write_tokenizer(directory: Path, vocab_size: int) -> None:
+    """Write a tokenizer of bytes, and of made-up words for all further ids."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
     words = ["<unk>", "<s>", "</s>", *sorted(pre_tokenizers.ByteLevel.alphabet())]

@@ -205,6 +205,8 @@ class Constraint:
         np.equal(bits, 0, out=forbidden)
         if not self._matcher.is_accepting():
             forbidden[self._ends] = True
+        if forbidden.all():
+            return "the tokenizer has no way to write what must come next"
         self.is_over = self._matcher.is_stopped()
         if self._pool.finds_forced:
             self._forced = [] if self.is_over else self._matcher.compute_ff_tokens()

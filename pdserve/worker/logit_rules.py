@@ -186,7 +186,8 @@ class LogitRules:
         if constraint.is_over:  # nothing is left to choose: no other rule keeps it from ending
             row.zero_()
         row.masked_fill_(constraint.forbidden.to(self._device), -torch.inf)
-        if row.max() == -torch.inf:
+        # By itself a grammar always allows something.
+        if self._forbidden is not None and row.max() == -torch.inf:
             why = "no token is left of those that the other fields of the request allow"
             return Hindered(Hindrance.DEAD_END, why)
         return None

@@ -213,7 +213,9 @@ def _lead(
 ) -> Outcome:
     """Run requests to their end, on the output rank."""
     config = worker._config
-    executor = _StoreExecutor(worker, store, config.parallel.pipeline_parallel_size)
+    parallel = config.parallel
+    most = max(parallel.pipeline_parallel_size, min(2, parallel.tensor_parallel_size))
+    executor = _StoreExecutor(worker, store, most)
     core = EngineCore(
         executor, KVConnectorScheduler(), ManualClock(), config=config, workers=[info]
     )

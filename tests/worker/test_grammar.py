@@ -21,9 +21,10 @@ from pdserve.worker.grammar import Constraint, GrammarPool
 from pdserve.worker.logit_rules import Hindrance, LogitRules
 from pdserve.worker.sampler import Sampler
 from tests.worker.driver import params
+from tests.worker.held_pool import HeldPool
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Iterator
 
     from pdserve.text.load import Text
 
@@ -82,22 +83,6 @@ def pool(compiler: GrammarCompiler) -> Iterator[GrammarPool]:
     made = GrammarPool(lambda: compiler)
     yield made
     made.close()
-
-
-class HeldPool(GrammarPool):
-    """A pool whose threads do nothing until `release`."""
-
-    def __init__(self, load: Callable[[], GrammarCompiler]) -> None:
-        super().__init__(load)
-        self._held: list[Callable[[], None]] = []
-        self._submit = self.submit
-        self.submit = self._held.append
-
-    def release(self) -> None:
-        """Have everything done that was submitted."""
-        held, self._held[:] = self._held[:], []
-        for work in held:
-            self._submit(work)
 
 
 def soon() -> float:
