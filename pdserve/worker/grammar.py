@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from llguidance import LLMatcher
+    from torch import Tensor
 
     from pdserve.text.grammar import GrammarCompiler
     from pdserve.wire.sampling import Grammar
@@ -36,6 +37,10 @@ if TYPE_CHECKING:
 _NUM_THREADS: Final = 4
 _MAX_COMPILED: Final = 64
 """Grammars that are kept compiled, the ones used last; each may have some megabytes."""
+
+
+_BIAS: Final = np.array([0.0, -np.inf], dtype=np.float32)
+"""Of tokens that are allowed, and of others."""
 
 
 class GrammarPool:
@@ -132,6 +137,7 @@ class Constraint:
         self._matcher: LLMatcher | None = None
         self._was_waited_for = False
         self.forbidden = torch.ones(vocab_size, dtype=torch.bool)
+        self._bias = torch.zeros(vocab_size)
         self.is_over = False
         self.is_rejected = False
         self.error = ""
@@ -139,6 +145,13 @@ class Constraint:
         # Held while a thread of the pool is at it; it is not the one that takes it.
         self._busy = threading.Lock()
         self._advance()
+
+    def apply(self, row: Tensor) -> None:
+        """Make what is forbidden impossible in `row`, `[vocab_size]` fp32."""
+        if row.device.type == "cpu":  # a sum takes an eighth of the time of a masked fill
+            row += self._bias
+        else:
+            row.masked_fill_(self.forbidden.to(row.device), -torch.inf)
 
     @property
     def has_begun(self) -> bool:
@@ -205,6 +218,7 @@ class Constraint:
         np.equal(bits, 0, out=forbidden)
         if not self._matcher.is_accepting():
             forbidden[self._ends] = True
+        np.take(_BIAS, forbidden, out=self._bias.numpy(), mode="clip")
         if forbidden.all():
             return "the tokenizer has no way to write what must come next"
         self.is_over = self._matcher.is_stopped()

@@ -185,7 +185,7 @@ class LogitRules:
             return Hindered(Hindrance.DEAD_END, constraint.error)
         if constraint.is_over:  # nothing is left to choose: no other rule keeps it from ending
             row.zero_()
-        row.masked_fill_(constraint.forbidden.to(self._device), -torch.inf)
+        constraint.apply(row)
         # By itself a grammar always allows something.
         if self._forbidden is not None and row.max() == -torch.inf:
             why = "no token is left of those that the other fields of the request allow"

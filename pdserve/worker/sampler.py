@@ -157,9 +157,10 @@ class Sampler:
         random = [i for i, row in enumerate(at) if row in self._random]
         unmodified = logits[reported] if reported else None
         hindered = self._apply_rules(at, ruled, logits)
-        if ruled:
-            chosen[ruled], peaks = _argmax(logits[ruled])
-            is_finite[ruled] &= np.isfinite(peaks)
+        largest = [i for i in ruled if at[i] not in self._random]
+        if largest:
+            chosen[largest], peaks = _argmax(logits[largest])
+            is_finite[largest] &= np.isfinite(peaks)
         if random:
             owned = logits if len(random) == len(at) else logits[random]
             chosen[random], is_drawn = self._draw(owned, rows[random], num_outputs[random])
