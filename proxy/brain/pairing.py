@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Final
 from pdserve.proxy.brain.decision import PairCandidate, decide
 from pdserve.proxy.brain.ledger import WorkLedger
 from pdserve.proxy.brain.model import ServiceModel
+from pdserve.proxy.story import Mode
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -95,9 +96,9 @@ class Pairing:
         if stages is not None and stages.num_choices == 1 and stages.prefill_s > 0:
             num_computed = stages.prompt_tokens - stages.cached_tokens
             model.learn_prompt(num_computed, stages.cached_tokens, stages.prefill_s)
-        if story.stream_work is not None and len(story.token_gaps) >= _MIN_GAPS:
-            num_streams, kv_tokens = story.stream_work
-            model.learn_step(num_streams, kv_tokens, story.token_gaps.median_s)
+        gap_s = _gap_s(story)
+        if story.stream_work is not None and gap_s is not None:
+            model.learn_step(*story.stream_work, gap_s)
         stages, known = story.decode_stages, story.known.get("decode")
         if stages is not None and stages.kv_bytes and known is not None and stages.kv_transfer_s:
             model.learn_wire(stages.prompt_tokens - known.num_tokens, stages.kv_transfer_s)
@@ -118,3 +119,17 @@ class Pairing:
             },
             "decisions": [each.as_json() for each in reversed(self.decisions)],
         }
+
+
+def _gap_s(story: Story) -> float | None:
+    """How far apart a request's tokens were; None if it does not show.
+
+    Of an answer in one piece it does where the first token came from another engine.
+    """
+    if len(story.token_gaps) >= _MIN_GAPS:
+        return story.token_gaps.median_s
+    num, first_s = story.num_output_tokens, story.first_token_s
+    is_split = story.mode is Mode.DISAGGREGATED and not story.streamed
+    if not is_split or first_s is None or num <= _MIN_GAPS:
+        return None
+    return (story.clock.monotonic_s() - first_s) / (num - 1)

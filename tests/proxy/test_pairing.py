@@ -193,6 +193,14 @@ def test_the_joint_decision_serves_conversations_in_the_comparison():
         assert each.reason in REASONS
 
 
+async def test_answers_in_one_piece_teach_what_a_step_takes(make_stack):
+    prefill, decode = [ScriptedEngine("prefill")], [ScriptedEngine("decode")]
+    stack = await make_stack(prefill, decode, split_policy="predicted")
+    async with stack.post({"prompt": list(range(600)), "max_tokens": 9, "seed": 3}) as response:
+        assert response.status == 200
+    assert stack.proxy.pairing.model.step.num_samples == 1
+
+
 async def test_what_was_decided_is_in_the_line_and_in_debug_decisions(make_stack, caplog):
     caplog.set_level("INFO", "pdserve.requests")
     prefill, decode = [ScriptedEngine("prefill")], [ScriptedEngine("decode") for _ in range(2)]
