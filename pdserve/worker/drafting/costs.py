@@ -9,14 +9,16 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 _ROWS: Final = (1, 2, 4, 8, 16, 32, 64, 128)
-_NUM_TRIES: Final = 3
+_NUM_ROUNDS: Final = 5
+"""Of all numbers of rows, so that what else runs for a moment is in no row's best time alone."""
 
 
 def measure_rows(product: Callable[[int], object]) -> tuple[tuple[int, float], ...]:
-    """Return the seconds that `product` takes for a few numbers of rows, the best of some tries."""
+    """Return the seconds of `product` for a few numbers of rows, the best of some rounds."""
     for rows in _ROWS:
         product(rows)
-    return tuple((rows, min(_seconds(product, rows) for _ in range(_NUM_TRIES))) for rows in _ROWS)
+    rounds = [[_seconds(product, rows) for rows in _ROWS] for _ in range(_NUM_ROUNDS)]
+    return tuple(zip(_ROWS, map(min, zip(*rounds, strict=True)), strict=True))
 
 
 def _seconds(product: Callable[[int], object], rows: int) -> float:
