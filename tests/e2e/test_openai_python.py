@@ -6,11 +6,13 @@ import asyncio
 import json
 import math
 import string
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import httpx
 import openai
+import pydantic
 import pytest
+from tokenizers import pre_tokenizers
 
 from tests.e2e.conftest import OPENAI_KEY, OPENAI_MODEL
 from tests.tiny_models import EOS_TOKEN_ID
@@ -31,6 +33,9 @@ MESSAGES = [
 MAX_MODEL_LEN = 1024
 # The tokenizer's vocabulary has the printable characters in order, "!" is token 3.
 LETTER_IDS = [3 + ord(letter) - ord("!") for letter in string.ascii_lowercase]
+_BYTES = sorted(pre_tokenizers.ByteLevel.alphabet())
+WHITESPACE_IDS = [3 + _BYTES.index(shown) for shown in "\u0120\u010a\u0109\u010d"]
+"""Of a blank, a line feed, a tab and a carriage return: answers need not be long."""
 
 
 @pytest.fixture(scope="module")
@@ -669,3 +674,32 @@ def test_a_proxy_written_for_vllm_drives_our_engines(
     computed, received = prompt_tokens()
     assert computed == before[0]
     assert received == before[1] + found["usage"]["prompt_tokens"] * fields.get("n", 1)
+
+
+class Person(pydantic.BaseModel):
+    """What an answer is parsed into."""
+
+    name: Annotated[str, pydantic.Field(pattern="^[a-z]{1,6}$")]
+    age: Annotated[int, pydantic.Field(ge=0, le=99)]
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+def test_an_answer_is_parsed_into_the_clients_own_class(
+    proxy: openai.OpenAI, serve: openai.OpenAI, seed: int
+) -> None:
+    found = [
+        client.chat.completions.parse(
+            model=MODEL,
+            messages=MESSAGES,
+            response_format=Person,
+            temperature=1.0,
+            seed=seed,
+            max_tokens=400,
+            extra_body={"logit_bias": {str(space): -100 for space in WHITESPACE_IDS}},
+        )
+        .choices[0]
+        .message.parsed
+        for client in (proxy, serve)
+    ]
+    assert isinstance(found[0], Person)
+    assert found[0] == found[1]
