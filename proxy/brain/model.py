@@ -10,6 +10,7 @@ counting less and less; what would come out negative is 0.
 
 from __future__ import annotations
 
+import statistics
 from typing import TYPE_CHECKING, Final
 
 from pdserve.proxy.brain.ledger import pairs_of
@@ -24,6 +25,10 @@ _RIDGE: Final = 1e-6
 _MIN_SAMPLES: Final = 20
 _ERROR_DECAY: Final = 0.05
 _MIN_S: Final = 1e-5
+_SMALL: Final = 0.5
+"""Of what is typical: what is smaller counts no more than that."""
+_MAX_OFF: Final = 2.0
+"""A sample is taken for no further off the prediction than this factor: it may be a stall."""
 _CHUNK_TOKENS: Final = 2048
 _FIRST_OUTPUTS: Final = (150.0 * 20, 20.0)
 """Output tokens of requests before any was seen, and how many such requests."""
@@ -43,6 +48,8 @@ class LinearFit:
         self._values = [0.0] * num_features
         self._scale = [0.0] * num_features
         self._weights: list[float] | None = None
+        self._first: list[tuple[Sequence[float], float]] = []
+        self._typical = 0.0
         self.num_samples = 0
         self.error = 1.0
 
@@ -57,14 +64,28 @@ class LinearFit:
         if self.is_known:
             error = abs(self.predict(features) - value) / value
             self.error += _ERROR_DECAY * (min(error, 4.0) - self.error)
+            predicted = self.predict(features)
+            value = max(predicted / _MAX_OFF, min(value, predicted * _MAX_OFF), _MIN_S)
         self.num_samples += 1
-        if self.num_samples == _MIN_SAMPLES:
-            self.error = 0.3
+        if self.num_samples < _MIN_SAMPLES:
+            self._first.append((features, value))
+            return
+        if self._first:
+            self._typical = statistics.median(each for _, each in self._first)
+            for each in self._first:
+                self._add(*each)
+            self._first, self.error = [], 0.3
+        self._typical += _ERROR_DECAY * (value - self._typical)
+        self._add(features, value)
+
+    def _add(self, features: Sequence[float], value: float) -> None:
+        """Add a sample, weighed by its size; one far too small counts no more than a small one."""
+        weight = max(value, _SMALL * self._typical) ** -2
         for i, feature in enumerate(features):
             self._scale[i] = max(self._scale[i], abs(feature))
-            self._values[i] = _DECAY * self._values[i] + feature / value
+            self._values[i] = _DECAY * self._values[i] + feature * value * weight
             for j in range(self._size):
-                product = feature * features[j] / value**2
+                product = feature * features[j] * weight
                 self._products[i][j] = _DECAY * self._products[i][j] + product
         self._weights = None
 
