@@ -31,7 +31,8 @@ if TYPE_CHECKING:
 
     from pdserve.bench.records import Outcome, Planned
 
-_READY = re.compile(r"(?:ready url=|Listening on )(http://[^\s(]+)")
+# A proxy says the same of its engines.
+_READY = re.compile(r"(?:(?<!engine )ready url=|Listening on )(http://[^\s(]+)")
 _LINE = re.compile(r"\breq (?P<id>\S+) (?P<rest>\S+ status=.*)")
 _TTFT = re.compile(r"ttft=([\d.]+)ms = ([^|]*)")
 _SECOND = re.compile(r"second token \+([\d.]+)ms = ([^|]*)")

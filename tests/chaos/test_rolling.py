@@ -19,6 +19,7 @@ from tests.chaos.rolling import (
     complete,
     release_tree,
 )
+from tests.chaos.streams import wait_until
 from tests.cli.process import free_ports
 from tests.e2e.deployment import Deployment
 from tests.tiny_models import write_tiny_model
@@ -92,8 +93,10 @@ def test_every_mixture_of_the_release_and_this_version_serves_every_request(
             proxy, prefill, decode = mixture
             if proxy == "new":
                 is_mixed = prefill != decode
-                assert ("ladder local(no_pair)" in started.processes[name].log) is is_mixed
-                assert ("path=pu" in started.processes[name].log) is not is_mixed
+                process = started.processes[name]
+                wait_until(lambda of=process: of.log.count(" req ") >= len(asked), 10.0)
+                assert ("ladder local(no_pair)" in process.log) is is_mixed
+                assert ("path=pu" in process.log) is not is_mixed
 
 
 def test_a_deployment_is_rolled_from_the_release_to_this_version_under_load(

@@ -24,7 +24,8 @@ import psutil
 # Of a dozen ranks on two busy cores; a quiet machine takes a few seconds.
 READY_TIMEOUT_S = 180.0
 END_TIMEOUT_S = 60.0
-_READY = re.compile(r"(?:ready url=|Listening on )(https?://[^\s(]+)")
+# A proxy says the same of its engines.
+_READY = re.compile(r"(?:(?<!engine )ready url=|Listening on )(https?://[^\s(]+)")
 
 
 @dataclass
