@@ -220,12 +220,12 @@ class Scheduler:
             self._experts = result.experts
         self._take_loads(step, result.failed_loads, now_s)
         running: Mapping[RequestId, Request] = self.state.running
-        if step.void:
-            running = {each: request for each, request in running.items() if each not in step.void}
         for request_id in result.non_finite_ids:
             request = running.get(request_id)
-            if request is not None:
+            if request is not None and request_id not in step.void:
                 self._lose(request, now_s)
+        if step.void:
+            running = {each: request for each, request in running.items() if each not in step.void}
         for request_id, entries in result.prompt_logprobs.items():
             request = running.get(request_id)
             if request is not None:

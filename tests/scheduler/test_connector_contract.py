@@ -111,6 +111,19 @@ def test_what_was_computed_from_a_load_that_failed_is_computed_again_and_no_toke
     engine.scheduler.assert_nothing_held()
 
 
+def test_a_request_that_becomes_nan_beside_a_load_that_failed_ends_once() -> None:
+    engine = engine_with("stored", Match(16, is_async=False), max_num_batched_tokens=32)
+    engine.scheduler.add(make_request("beside", [3] * 4, 2))
+    assert engine.submit() is not None
+    engine.fill(PROMPT, "stored", 0)
+    outputs = engine.collect(
+        failed_loads=[failed("stored", num_valid_tokens=0)], non_finite_ids=[RequestId("beside")]
+    )
+    assert [output.finish_reason for output in outputs] == [FinishReason.ERROR]
+    assert tokens_of(engine.run(), "stored") == right(8)
+    engine.scheduler.assert_nothing_held()
+
+
 def test_a_load_that_has_failed_although_all_of_it_came_leaves_the_last_token_to_compute() -> None:
     engine = engine_with("stored", Match(24, is_async=False))
     step = engine.submit()
