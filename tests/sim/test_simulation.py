@@ -61,7 +61,7 @@ def assert_it_got_to_what_it_is_for(summary: Summary) -> None:
 
 @pytest.mark.slow
 def test_the_same_holds_with_a_store_behind_the_engines_that_is_late_and_loses_blocks() -> None:
-    num_lives = 400
+    num_lives = 200
     summary = simulate(num_lives, seed=FIRST_SEED, max_failing=1, change=with_store)
     assert not summary.failing
     assert summary.outcomes["ok"] > num_lives * 0.7
