@@ -72,9 +72,10 @@ def test_a_small_comparison_gives_table_report_and_file_and_leaves_nothing(tmp_p
     used = found.measured[1].run.cores
     assert used is not None
     assert used.num_cores == 2
-    assert {part for part, share in used.parts.items() if share} == {
-        *("engines", "API servers", "proxy", "client")
-    }
+    servers = {"engines", "API servers", "proxy"}
+    assert set(used.parts) == servers | {"client"}
+    # The client of so small a run may take less than a core's thousandth.
+    assert {part for part, share in used.parts.items() if share} >= servers
     assert "Cores in use on average: colocated " in done.stdout
     assert found.rates is not None
     assert "for the pace of the requests and the rate-matched bound" in done.stdout

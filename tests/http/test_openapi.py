@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 pytestmark = pytest.mark.slow
-NUM_EXAMPLES = max(5, hypothesis.settings().max_examples // 20)
+NUM_EXAMPLES = max(3, hypothesis.settings().max_examples // 20)
 OPERATIONS = {"proxy": openapi.PROXY, "engine": openapi.ENGINE}
 engines_schema = schemathesis.openapi.from_dict(openapi.document("engine", openapi.ENGINE))
 proxys_schema = schemathesis.openapi.from_dict(
