@@ -105,7 +105,10 @@ class EventFeed:
 
     async def _run(self) -> None:
         while True:
-            self._turn()
+            try:
+                self._turn()
+            except Exception:  # the top of a loop that must go on
+                log.exception("engines' KV events cannot be followed")
             await asyncio.sleep(_TURN_S)
 
     def _turn(self) -> None:
@@ -134,23 +137,32 @@ class EventFeed:
         named = {(each.hash_version, each.grain_tokens) for each in endpoints}
         if named <= {(HASH_VERSION, GRAIN_TOKENS)}:
             return endpoints
-        self._refused.add((backend.url, backend.info.incarnation))
-        log_event(
-            log,
-            "its KV events are not read: it names prefixes otherwise",
-            level=logging.WARNING,
-            url=backend.url,
-            remedy="use one release for engines and proxies",
+        self._refuse(
+            backend.url,
+            backend.info.incarnation,
+            "it names prefixes otherwise: use one release for engines and proxies",
         )
         return ()
+
+    def _refuse(self, url: str, life: Incarnation, why: str) -> None:
+        self._refused.add((url, life))
+        level = logging.WARNING
+        log_event(log, "its KV events are not read", level=level, url=url, reason=why)
 
     def _join(self, name: _CoreName, endpoint: EventEndpoint) -> None:
         assert self._context is not None
         holder = Holder(self._index, name.url)
         holder.believe(is_believed=False)
-        subscription = CoreSubscription(
-            self._context, endpoint, self._secret, holder, now_s=self._clock.monotonic_s()
-        )
+        try:
+            subscription = CoreSubscription(
+                self._context, endpoint, self._secret, holder, now_s=self._clock.monotonic_s()
+            )
+        except zmq.ZMQError as error:
+            holder.close()
+            where = f"{endpoint.host}:{endpoint.port} and :{endpoint.snapshot_port}"
+            why = f"{where} cannot be connected to ({error}): see its --kv-events-config"
+            self._refuse(name.url, name.life, why)
+            return
         self._cores[name] = _Core(holder, subscription)
         loop = asyncio.get_running_loop()
         for descriptor in subscription.file_descriptors:

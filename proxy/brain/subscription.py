@@ -52,7 +52,11 @@ class CoreSubscription:
             each.curve_publickey, each.curve_secretkey = zmq.curve_keypair()
             each.ipv6 = ":" in endpoint.host
             host = f"[{endpoint.host}]" if each.ipv6 else endpoint.host
-            each.connect(f"tcp://{host}:{port}")
+            try:
+                each.connect(f"tcp://{host}:{port}")
+            except zmq.ZMQError:
+                self.close()
+                raise
 
     @property
     def file_descriptors(self) -> tuple[int, int]:

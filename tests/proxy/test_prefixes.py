@@ -19,7 +19,7 @@ from pdserve.proxy.brain.feed import EventFeed
 from pdserve.proxy.brain.index import PrefixIndex
 from pdserve.proxy.brain.prompt import RoutePrompt
 from pdserve.wire.event_reader import GONE_S
-from pdserve.wire.events import BlocksCleared
+from pdserve.wire.events import BlocksCleared, EventEndpoint
 from pdserve.wire.hashing import grain_hashes
 from pdserve.wire.ids import Incarnation
 from pdserve.wire.request import EngineInfo
@@ -200,6 +200,29 @@ async def test_an_engine_that_falls_silent_is_not_believed_until_it_is_heard_aga
             assert index.depths(grains, 0.0) == {}
         finally:
             await feed.stop()
+
+
+async def test_an_engine_that_names_no_place_for_its_events_keeps_nobody_from_reading_others(
+    logged,
+):
+    with telling(ScriptedEngine("decode")) as publisher:
+        clock, index = ManualClock(), PrefixIndex()
+        nowhere = EventEndpoint(host="not a host", port=99999, snapshot_port=0)
+        backends = []
+        for url, endpoint in (("http://nowhere", nowhere), ("http://e", publisher.endpoint)):
+            backend = Backend(url, Role.DECODE, is_static=True, breaker=Breaker(clock, 3, 5.0))
+            info = {**ScriptedEngine("decode").info(), "incarnation": LIFE, "kv_events": [endpoint]}
+            backend.info = msgspec.convert(msgspec.to_builtins(info), EngineInfo)
+            backends.append(backend)
+        feed = EventFeed(index, backends, clock, secret=SECRET)
+        feed.start()
+        try:
+            await until(lambda: feed.exact("http://e"))
+            await asyncio.sleep(0.25)
+            assert not feed.exact("http://nowhere")
+        finally:
+            await feed.stop()
+    assert sum("its KV events are not read" in line for line in logged) == 1
 
 
 async def test_who_tokenizes_otherwise_than_the_engine_says_so_once(make_stack, logged):
