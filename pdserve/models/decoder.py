@@ -7,7 +7,7 @@ norms and has the head. Knows rows of tokens and slots of KV, no requests and no
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Protocol
 
 import torch
@@ -42,6 +42,19 @@ class LayerHooks(Protocol):
     def save_kv_layer(self, layer: int) -> None:
         """`layer`'s KV of this step is written."""
         ...
+
+
+@dataclass(slots=True)
+class StreamTap:
+    """Takes the residual stream before some layers of one step, as drafters read it.
+
+    Attributes:
+        layers: Indices in the whole model, rising; one behind the last stands for the final norm.
+        states: Of each of them that this stage has, `[T, hidden_size]`, once the step has run.
+    """
+
+    layers: tuple[int, ...]
+    states: list[Tensor] = field(default_factory=list)
 
 
 class AttentionHalf(Protocol):
@@ -176,6 +189,7 @@ class Decoder:
         kv_layers: list[Tensor],
         hooks: LayerHooks | None = None,
         hidden: Tensor | None = None,
+        tap: StreamTap | None = None,
     ) -> Tensor:
         """Run this stage over a step's tokens, and write its KV.
 
@@ -186,6 +200,7 @@ class Decoder:
             hooks: Called around each layer, with its index in this stage.
             hidden: `[hidden_rows(T), hidden_size]` that the stage before returned, changed in
                 place; None on the first.
+            tap: Filled.
 
         Returns:
             On the last stage the final hidden states, `[T, hidden_size]`, normed. On others
@@ -196,6 +211,8 @@ class Decoder:
         for index, layer in enumerate(self._layers):
             if hooks is not None:
                 hooks.wait_for_layer_load(index)
+            if tap is not None:
+                self._fill(tap, self._stage[index], x, residual, len(step.positions))
             x = layer(x, residual, step, kv_layers[index])
             if hooks is not None:
                 hooks.save_kv_layer(index)
@@ -203,7 +220,17 @@ class Decoder:
         if not self._is_last:
             # The next stage's first norm would add them, with this rounding.
             return residual.add_(x)
+        if tap is not None:
+            self._fill(tap, self.arch.num_layers, x, residual, len(step.positions))
         return self._stream.gather(self._norm.add(x, residual), len(step.positions))
+
+    def _fill(
+        self, tap: StreamTap, layer: int, x: Tensor | None, residual: Tensor, num_tokens: int
+    ) -> None:
+        """Take the stream before `layer`, which goes on changing, if it is asked for."""
+        if layer in tap.layers:
+            stream = residual.clone() if x is None else residual + x
+            tap.states.append(self._stream.gather(stream, num_tokens))
 
     def idle_forward(self) -> None:
         """Take part, with no token, in the layers whose experts other engines share."""

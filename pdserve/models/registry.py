@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from pdserve.kernels.backend import KernelBackend
     from pdserve.kernels.ops import SamplingOps
     from pdserve.kernels.step import StepInputs
-    from pdserve.models.decoder import LayerHooks
+    from pdserve.models.decoder import LayerHooks, StreamTap
     from pdserve.models.weights import Slot
     from pdserve.parallel.dispatch import ExpertParallel
     from pdserve.parallel.group import World
@@ -71,6 +71,7 @@ class CausalLM(Protocol):
         kv_layers: list[Tensor],
         hooks: LayerHooks | None = None,
         hidden: Tensor | None = None,
+        tap: StreamTap | None = None,
     ) -> Tensor:
         """Run this stage; writes the step's KV.
 

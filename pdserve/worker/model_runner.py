@@ -25,16 +25,18 @@ import numpy as np
 import torch
 
 from pdserve.errors import InternalError
-from pdserve.models.decoder import LayerHooks
+from pdserve.models.decoder import LayerHooks, StreamTap
 from pdserve.parallel.dispatch import SlicedExperts
 from pdserve.parallel.pipeline import StageLink
 from pdserve.wire.step import ModelRunnerOutput
 from pdserve.worker.device_sampler import DeviceSampler
 from pdserve.worker.drafting.costs import measure_rows
 from pdserve.worker.drafting.drafts import drafts_of
+from pdserve.worker.drafting.states import states_of
 from pdserve.worker.graphs import StepGraphs, rehearsed_steps
 from pdserve.worker.input_batch import InputBatch, PreparedStep
-from pdserve.worker.logprobs import not_a_number, token_logprobs
+from pdserve.worker.logprobs import not_a_number
+from pdserve.worker.prompt_logprobs import PromptLogprobs
 from pdserve.worker.prompt_pooler import PromptPooler
 from pdserve.worker.sampler import Sampler
 from pdserve.worker.spread_sampler import SpreadSampler
@@ -60,8 +62,6 @@ if TYPE_CHECKING:
     from pdserve.worker.verifying import RowSampler, Verified
 
 _log = logging.getLogger(__name__)
-
-_LOGITS_CHUNK_BYTES = 64 << 20
 
 
 class StepHooks(LayerHooks, Protocol):
@@ -152,7 +152,11 @@ class ModelRunner:
         alone = self._sampler if pp.size == 1 else None
         forced = alone.forced if isinstance(alone, Sampler) else None
         self._drafts = drafts_of(config.speculative, self._vocab_size, forced)
-        self._num_prompt_logprobs: dict[RequestId, int] = {}
+        self._described = PromptLogprobs(
+            self._batch,
+            lambda hidden: self._whole(self._model.logits(hidden)),
+            vocab_size=self._vocab_size,
+        )
         self._pooler = PromptPooler()
         self.began_s = 0.0
         # Other ranks are met inside a step, where the host has a hand in it.
@@ -227,6 +231,8 @@ class ModelRunner:
             InternalError: The step does not fit what the worker knows.
         """
         with torch.inference_mode():
+            if self._drafts is not None:
+                self._drafts.make()  # before rows change hands
             self._apply(step)
             if not step.num_scheduled_tokens:
                 return self._run_empty(step)
@@ -236,6 +242,8 @@ class ModelRunner:
             # What is replayed calls no hook.
             graphs = self._graphs if hooks is None and self._pooler.is_idle else None
             drafts = self._drafts.take(step.num_draft_rows) if self._drafts else None
+            reader = self._drafts.reader if self._drafts else None
+            tap = None if reader is None else StreamTap(reader.aux_layers)
             prepared = self._batch.prepare(step.num_scheduled_tokens, graphs, drafts)
             rows, sampler = prepared.rows[prepared.sampling], self._device_sampler
             staged = None if sampler is None else sampler.stage(rows, prepared.num_outputs)
@@ -248,21 +256,25 @@ class ModelRunner:
             pooled: dict[RequestId, bytes] = {}
             lost: set[RequestId] = set()
             likeliest: tuple[Tensor, Tensor] | None = None
+            hidden: Tensor | None = None
             if graphs is not None and prepared.graph_rows is not None:
                 results = graphs.replay(prepared.graph_rows)
                 logits, tokens, peaks = (each[: len(rows)] for each in results)
                 likeliest = tokens, peaks
             else:
-                hidden = self._model.forward(prepared.inputs, self._kv_layers, hooks, hidden_before)
+                hidden = self._model.forward(
+                    prepared.inputs, self._kv_layers, hooks, hidden_before, tap
+                )
                 if self._sends:
                     assert self._link is not None
                     self._device.synchronize()
                     self._link.send(hidden)
                     return ModelRunnerOutput(step_id=step.step_id)
-                prompt_logprobs = self._prompt_logprobs(prepared, hidden)
+                prompt_logprobs = self._described.take(prepared, hidden)
                 pooled = self._pooler.take(prepared, hidden)
                 lost = self._non_finite(prepared, hidden) | not_a_number(prompt_logprobs)
                 if not len(prepared.sampling):
+                    self._observe(prepared, hidden, tap, [])
                     self._device.synchronize()
                     return self._answer(
                         ModelRunnerOutput(
@@ -285,6 +297,7 @@ class ModelRunner:
                 forward_s = time.perf_counter() - started_s
                 verified = self._sample(prepared, logits, rows)
             request_ids = [prepared.request_ids[i] for i in prepared.sampling.tolist()]
+            self._observe(prepared, hidden, tap, verified.token_ids)
             if self._link is None:
                 self._note(rows, verified.token_ids)
                 self._batch.sit_out(rows[list(verified.hindered)])
@@ -314,6 +327,18 @@ class ModelRunner:
         self._batch.extend(rows, token_ids)
         if self._drafts is not None:
             self._drafts.note(rows.tolist(), token_ids)
+
+    def _observe(
+        self,
+        prepared: PreparedStep,
+        hidden: Tensor | None,
+        tap: StreamTap | None,
+        token_ids: list[list[int]],
+    ) -> None:
+        """Keep what the step has computed, if a drafter asks for it."""
+        if tap is not None and hidden is not None:
+            assert self._drafts is not None
+            self._drafts.observe(states_of(prepared, hidden, tap.states, token_ids))
 
     def finish_step(self) -> None:
         """Do what the step's answer need not wait for: drafts are made, experts may be moved.
@@ -378,7 +403,7 @@ class ModelRunner:
                 self._drafts.remove(request_id)
             if row is not None and self._sampler is not None:
                 self._sampler.remove(row)
-                self._num_prompt_logprobs.pop(request_id, None)
+                self._described.remove(request_id)
                 self._pooler.remove(request_id)
         for request in step.new_requests:
             self._add(request)
@@ -395,42 +420,7 @@ class ModelRunner:
             return
         self._sampler.add(row, request.sampling, request.prompt_token_ids, request.output_token_ids)
         self._pooler.add(request)
-        if request.sampling.prompt_logprobs is not None:
-            self._num_prompt_logprobs[request.request_id] = request.sampling.prompt_logprobs
-
-    def _prompt_logprobs(
-        self, prepared: PreparedStep, hidden: Tensor
-    ) -> dict[RequestId, list[TokenLogprobs]]:
-        """Describe the prompt tokens that follow the positions of this step.
-
-        In pieces, so that logits of a long prompt are never all in memory.
-        """
-        if not self._num_prompt_logprobs:
-            return {}
-        piece = max(1, _LOGITS_CHUNK_BYTES // (4 * self._vocab_size))
-        found: dict[RequestId, list[TokenLogprobs]] = {}
-        for i, request_id in enumerate(prepared.request_ids):
-            num_top = self._num_prompt_logprobs.get(request_id)
-            if num_top is None:
-                continue
-            targets = torch.from_numpy(
-                self._batch.prompt_targets(
-                    int(prepared.rows[i]), int(prepared.start[i]), int(prepared.end[i])
-                ).astype("int64")
-            ).to(self._device.torch)
-            if not len(targets):
-                continue
-            first = int(prepared.query_start[i])
-            entries: list[TokenLogprobs] = []
-            for at in range(0, len(targets), piece):
-                wanted = targets[at : at + piece]
-                logits = self._whole(
-                    self._model.logits(hidden[first + at : first + at + len(wanted)])
-                )
-                if logits is not None:
-                    entries += token_logprobs(logits, wanted, [num_top] * len(wanted))
-            found[request_id] = entries
-        return found
+        self._described.add(request)
 
     def _non_finite(self, prepared: PreparedStep, hidden: Tensor) -> set[RequestId]:
         """Requests of which a token that does not sample has final states that are not finite.

@@ -34,7 +34,7 @@ from tests.worker.same_drafts import compare, write_model
 from tests.worker.test_model_runner import QWEN3, WINDOWED, prompt_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
     from pathlib import Path
 
     import torch
@@ -83,9 +83,12 @@ class Recall:
         name, num = self._outputs[row]
         self._outputs[row] = name, num + len(token_ids)
 
-    def propose(self, row: int, max_tokens: int) -> list[int]:
-        name, num = self._outputs[row]
-        return self._change(self._known[name][num : num + max_tokens])
+    def propose(self, wanted: Mapping[int, int]) -> dict[int, list[int]]:
+        drafts = {}
+        for row, max_tokens in wanted.items():
+            name, num = self._outputs[row]
+            drafts[row] = self._change(self._known[name][num : num + max_tokens])
+        return drafts
 
 
 def drafts_by(driver: Driver, drafter: Recall) -> None:
@@ -326,7 +329,7 @@ class TestNgram:
         )
         for token_id in outputs[1:]:
             drafter.note(3, [token_id])
-        return drafter.propose(3, max_tokens)
+        return drafter.propose({3: max_tokens})[3]
 
     def test_what_followed_the_last_tokens_is_the_draft(self) -> None:
         assert self.draft([1, 2, 3, 4, 5, 6, 9], [2, 3], 3) == [4, 5, 6]
@@ -374,7 +377,7 @@ class TestNgram:
         for start in range(0, 700, 7):
             drafter.note(0, outputs[start : start + 7])
             tokens += outputs[start : start + 7]
-            assert drafter.propose(0, 3) == searched(tokens, 3)
+            assert drafter.propose({0: 3})[0] == searched(tokens, 3)
 
 
 def searched(tokens: list[int], max_tokens: int) -> list[int]:
@@ -416,27 +419,27 @@ class TestSuffix:
         drafter = self.drafter()
         self.begin(drafter, 0, [1, 2], [10, 11, 12, 13, 14], salt="a")
         self.begin(drafter, 1, [5], [10, 11], salt="a")
-        assert drafter.propose(1, 5) == []
+        assert drafter.propose({1: 5})[1] == []
         drafter.remove(0)
-        assert drafter.propose(1, 5) == [12, 13]
+        assert drafter.propose({1: 5})[1] == [12, 13]
         self.begin(drafter, 0, [5], [10, 11], salt="b")
-        assert drafter.propose(0, 5) == []
+        assert drafter.propose({0: 5})[0] == []
 
     def test_the_draft_is_as_long_as_the_run_times_the_factor(self) -> None:
         for factor, wanted in ((1.0, [4, 5]), (0.5, [4]), (2.0, [4, 5, 6, 7])):
             drafter = self.drafter(suffix_decoding_max_spec_factor=factor)
             self.begin(drafter, 0, [1, 2, 3, 4, 5, 6, 7, 8], [2, 3])
-            assert drafter.propose(0, 9) == wanted
-            assert drafter.propose(0, 1) == wanted[:1]
+            assert drafter.propose({0: 9})[0] == wanted
+            assert drafter.propose({0: 1})[0] == wanted[:1]
 
     def test_the_most_frequent_continuation_wins_and_rare_ones_are_not_drafted(self) -> None:
         prompt = [1, 2, 7, 0, 1, 2, 8, 0, 1, 2, 7, 0, 1, 2, 9]
         drafter = self.drafter()
         self.begin(drafter, 0, prompt, [1, 2])
-        assert drafter.propose(0, 1) == [7]
+        assert drafter.propose({0: 1})[0] == [7]
         drafter = self.drafter(suffix_decoding_min_token_prob=0.6)
         self.begin(drafter, 0, prompt, [1, 2])
-        assert drafter.propose(0, 1) == []
+        assert drafter.propose({0: 1})[0] == []
 
     def test_nothing_is_drafted_beyond_the_end_of_a_former_answer(self) -> None:
         drafter = self.drafter(suffix_decoding_max_spec_factor=8.0)
@@ -444,7 +447,7 @@ class TestSuffix:
             self.begin(drafter, row, [9], outputs)
             drafter.remove(row)
         self.begin(drafter, 2, [9], [1, 2])
-        assert drafter.propose(2, 5) == [3]
+        assert drafter.propose({2: 5})[2] == [3]
 
     def test_only_so_many_former_answers_are_kept(self) -> None:
         drafter = self.drafter(suffix_decoding_max_cached_requests=2)
@@ -454,7 +457,7 @@ class TestSuffix:
         found = []
         for row in range(3):
             self.begin(drafter, 10 + row, [9], [row, row + 10])
-            found.append(drafter.propose(10 + row, 1))
+            found.append(drafter.propose({10 + row: 1})[10 + row])
         assert found == [[], [21], [22]]
 
     def test_a_very_long_answer_is_kept_by_its_end(self) -> None:
@@ -462,9 +465,9 @@ class TestSuffix:
         self.begin(drafter, 0, [9], list(range(100_000)))
         drafter.remove(0)
         self.begin(drafter, 0, [9], [99_990, 99_991])
-        assert drafter.propose(0, 2) == [99_992, 99_993]
+        assert drafter.propose({0: 2})[0] == [99_992, 99_993]
         self.begin(drafter, 1, [9], [5, 6])
-        assert drafter.propose(1, 2) == []
+        assert drafter.propose({1: 2})[1] == []
 
 
 def test_costs_are_of_rising_numbers_of_rows() -> None:

@@ -1,8 +1,28 @@
-"""What makes drafts: it sees a request's tokens and guesses those that follow.
+"""What makes drafts: it is told a request's tokens and guesses those that follow.
 
 A guess is never trusted: what a request puts out is the same for every drafter, and without one.
-So ranks, stages and engines need not agree on anything but on the drafts of a step that they run
-together: a drafter is a pure function of the tokens that it was told.
+So engines need not agree on a drafter, and nothing of one crosses between them. The ranks of one
+engine run the same drafts in a step: those of a TP group make the same ones, because they are told
+the same and do the same.
+
+Order of the calls. A step that samples, and the one that verifies what is drafted behind it:
+
+    execute(step n): add(new rows), remove(rows of gone requests)
+                     the model runs; tokens are sampled
+    behind the answer, or at the latest before the next step begins:
+                     note(row, tokens) for each row that sampled
+                     observe(states of step n), for a `StateDrafter`; of steps that sample nothing
+                     too, as those of a prompt's first chunks
+    execute(step n+1): add, remove
+                     propose(rows that have room in this step, and how much)
+
+The stages of a pipeline are told the tokens with the next step of a request, between its `add` and
+`propose`: what is done in `observe` takes them from the states, which have them, too.
+
+A request begins with `add` and ends with `remove`, whatever ends it. One that is preempted is
+removed, and added again with the tokens that it has by then; `num_computed_tokens` of what is added
+says from which position on this engine computes (those before came from a prefix, or from another
+engine, and nobody here has seen their states). After `remove` its row may be another request's.
 """
 
 from __future__ import annotations
@@ -10,13 +30,14 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from pdserve.wire.step import NewRequest
+    from pdserve.worker.drafting.states import StepStates
 
 
 class Drafter(Protocol):
-    """Drafts for the rows of a batch."""
+    """Drafts for the rows of a batch, of the tokens alone."""
 
     def add(self, row: int, request: NewRequest) -> None:
         """Give `row` to a request, with the tokens it has already."""
@@ -30,6 +51,34 @@ class Drafter(Protocol):
         """Note tokens that the request of `row` has put out."""
         ...
 
-    def propose(self, row: int, max_tokens: int) -> list[int]:
-        """Return what may follow its tokens, at most so many of them; empty for no guess."""
+    def propose(self, wanted: Mapping[int, int]) -> dict[int, list[int]]:
+        """Return what may follow the tokens of some rows.
+
+        Anything may be proposed: what is too long, no token, or would end the request is cut off.
+
+        Args:
+            wanted: By row, how many tokens of a draft there is a use for.
+
+        Returns:
+            By row; rows without a guess are left out, or empty.
+        """
+        ...
+
+
+class StateDrafter(Drafter, Protocol):
+    """Drafts of what the model computes, too.
+
+    It is on the last pipeline stage alone, on each rank of its TP group, and drafts when the step
+    that verifies is there: for the requests that have room in it, and for no others, since a model
+    that drafts costs time. The blocks of a request then have room for its draft's tokens.
+
+    Attributes:
+        aux_layers: Layers whose input it reads (`StepStates.aux`), rising; the number of layers
+            stands for what the final norm reads.
+    """
+
+    aux_layers: tuple[int, ...]
+
+    def observe(self, states: StepStates) -> None:
+        """See what a step has computed; each step once, in order, right after its tokens."""
         ...

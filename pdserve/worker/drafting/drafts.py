@@ -1,8 +1,10 @@
-"""The drafts of one rank, made ahead of the steps that verify them.
+"""The drafts of one rank.
 
-While an answer is on its way, the tokens in it are told to the drafter and the next drafts are
-made; a step takes as much of them as the scheduler has room for. What the model could not run, or
-what would end the request, is cut off here, so that a drafter may propose anything.
+While an answer is on its way, the tokens in it are told to the drafter, and the next drafts are
+made; a step takes as much of them as the scheduler has room for. A drafter that reads what the
+model computes is told of that, and drafts when the step is there: it costs more than a look-up, and
+is asked for what is verified, no more. What the model could not run, or what would end the request,
+is cut off here, so that a drafter may propose anything.
 """
 
 from __future__ import annotations
@@ -18,7 +20,8 @@ if TYPE_CHECKING:
     from pdserve.config.speculative import SpeculativeConfig
     from pdserve.wire.ids import RequestId
     from pdserve.wire.step import NewRequest
-    from pdserve.worker.drafting.drafter import Drafter
+    from pdserve.worker.drafting.drafter import Drafter, StateDrafter
+    from pdserve.worker.drafting.states import StepStates
 
 
 class Drafts:
@@ -28,6 +31,10 @@ class Drafts:
         max_tokens: Of a draft.
         forced: Tokens that must follow those of a row, as far as that is known; None if nobody
             knows. They come before the drafter's, which guesses.
+        reader: The drafter, if it reads what the model computes.
+
+    Attributes:
+        reader: As given.
     """
 
     def __init__(
@@ -37,8 +44,10 @@ class Drafts:
         vocab_size: int,
         max_tokens: int,
         forced: Callable[[int], list[int]] | None = None,
+        reader: StateDrafter | None = None,
     ) -> None:
         self._drafter = drafter
+        self.reader = reader
         self._forced = forced
         self._vocab_size = vocab_size
         self._max_tokens = max_tokens
@@ -46,6 +55,7 @@ class Drafts:
         self._ends: dict[int, frozenset[int]] = {}
         self._told: dict[int, list[int]] = {}
         self._ready: dict[int, list[int]] = {}
+        self._states: StepStates | None = None
 
     def add(self, row: int, request: NewRequest) -> None:
         """Take a request."""
@@ -72,12 +82,23 @@ class Drafts:
         for row, tokens in zip(rows, token_ids, strict=True):
             self._told.setdefault(row, []).extend(tokens)
 
+    def observe(self, states: StepStates) -> None:
+        """Keep what a step has computed, for the reader."""
+        self._states = states
+
     def make(self) -> None:
-        """Make drafts for the requests that tokens were noted for."""
+        """Tell the drafter what it was not told yet, and make drafts of it, if tokens are enough.
+
+        What was observed must be told before the next step begins.
+        """
         told, self._told = self._told, {}
         for row, tokens in told.items():
             self._drafter.note(row, tokens)
-            self._ready[row] = self._cut(row, self._drafter.propose(row, self._max_tokens))
+        states, self._states = self._states, None
+        if self.reader is None:
+            self._propose(dict.fromkeys(told, self._max_tokens))
+        elif states is not None:
+            self.reader.observe(states)
 
     def take(self, num_rows: Mapping[RequestId, int]) -> dict[RequestId, list[int]]:
         """Return the drafts of a step, by request; those that are empty are left out.
@@ -86,6 +107,9 @@ class Drafts:
             num_rows: How long each may be.
         """
         self.make()
+        if self.reader is not None:
+            self._ready.clear()
+            self._propose({self._rows[each]: most for each, most in num_rows.items()})
         drafts = {}
         for request_id, most in num_rows.items():
             row = self._rows[request_id]
@@ -96,6 +120,11 @@ class Drafts:
             if draft[:most]:
                 drafts[request_id] = draft[:most]
         return drafts
+
+    def _propose(self, wanted: dict[int, int]) -> None:
+        if wanted:
+            drafts = self._drafter.propose(wanted)
+            self._ready |= {row: self._cut(row, drafts.get(row, [])) for row in wanted}
 
     def _cut(self, row: int, draft: list[int]) -> list[int]:
         ends, vocab_size = self._ends[row], self._vocab_size

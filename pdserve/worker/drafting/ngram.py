@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from numpy.typing import NDArray
 
@@ -45,8 +45,12 @@ class NgramDrafter:
         """See `Drafter`."""
         self._corpora[row].append(token_ids)
 
-    def propose(self, row: int, max_tokens: int) -> list[int]:
-        """See `Drafter`. A run that reaches the newest token goes on as it began."""
+    def propose(self, wanted: Mapping[int, int]) -> dict[int, list[int]]:
+        """See `Drafter`."""
+        return {row: self._follow(row, max_tokens) for row, max_tokens in wanted.items()}
+
+    def _follow(self, row: int, max_tokens: int) -> list[int]:
+        """Look up what followed. A run that reaches the newest token goes on as it began."""
         corpus = self._corpora[row]
         tokens = corpus.tokens
         ends, length = longest_runs(tokens, corpus.last)

@@ -19,7 +19,7 @@ import numpy as np
 from pdserve.worker.drafting.ngram import Corpus, longest_runs
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from numpy.typing import NDArray
 
@@ -73,8 +73,12 @@ class SuffixDrafter:
         self._corpora[row].append(token_ids)
         self._outputs[row].extend(token_ids)
 
-    def propose(self, row: int, max_tokens: int) -> list[int]:
-        """See `Drafter`. Of runs of the same length the request's own counts."""
+    def propose(self, wanted: Mapping[int, int]) -> dict[int, list[int]]:
+        """See `Drafter`."""
+        return {row: self._follow(row, max_tokens) for row, max_tokens in wanted.items()}
+
+    def _follow(self, row: int, max_tokens: int) -> list[int]:
+        """Look up what followed. Of runs of the same length the request's own counts."""
         corpus = self._corpora[row]
         tokens = corpus.tokens
         ends, length = longest_runs(tokens, corpus.last)
