@@ -21,7 +21,7 @@ from pdserve.http.answers import IS_TOLD
 from pdserve.http.dialect_bodies import CountTokensRequest, MessagesRequest, ResponsesRequest
 from pdserve.http.ignored import note_ignored
 from pdserve.http.parsing import top_level
-from pdserve.http.pooling_bodies import EmbeddingRequest, RerankRequest, ScoreRequest
+from pdserve.http.pooling_bodies import POOLING
 from pdserve.http.protocol import (
     ChatRequest,
     CompletionRequest,
@@ -58,9 +58,7 @@ _GENERATED: Final[Mapping[str, type[TextFields]]] = {
     paths.CHAT: ChatRequest,
     paths.RESPONSES: ResponsesRequest,
     paths.MESSAGES: MessagesRequest,
-    "/v1/embeddings": EmbeddingRequest,
-    "/v1/score": ScoreRequest,
-    "/v1/rerank": RerankRequest,
+    **POOLING,
 }
 _FORWARDED: Final[Mapping[str, type[msgspec.Struct]]] = {
     paths.TOKENIZE: TokenizeRequest,

@@ -10,9 +10,10 @@ from __future__ import annotations
 import asyncio
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING
 
 from pdserve.http.answers import SSE
+from pdserve.http.pooling_bodies import POOLING
 from pdserve.proxy.bodies import merged, stages_in, usage_at_end, usage_in, without_internals
 from pdserve.proxy.brain.prompt import UNKNOWN, RoutePrompt
 from pdserve.proxy.errors import KvFailedError, RefusedError, WorkerError, failure_in_stream
@@ -38,10 +39,6 @@ if TYPE_CHECKING:
     from pdserve.proxy.services import Services
     from pdserve.proxy.story import Story
     from pdserve.wire.hop import EngineStages
-
-
-POOLING_PATHS: Final = frozenset({"/v1/embeddings", "/v1/score", "/v1/rerank"})
-"""Where prompts become vectors."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,7 +122,7 @@ class Legs:
     @property
     def ends_with_prompt(self) -> bool:
         """Whether nothing is generated: one engine computes the prompt, and that is all."""
-        return self._path in POOLING_PATHS
+        return self._path in POOLING
 
     async def local(
         self, backend: Backend, *, is_fallback: bool

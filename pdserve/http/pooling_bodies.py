@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Final, Literal
 
 from pdserve.errors import BadRequestError
 from pdserve.http.protocol import Prompts, TextFields
 from pdserve.wire.hop import KVTransferParams
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
 
 MAX_TEXTS = 2048
 """OpenAI's."""
@@ -122,6 +125,14 @@ class RerankRequest(PoolingFields, frozen=True, kw_only=True):
     unsupported: ClassVar[dict[str, tuple[object, ...]]] = PoolingFields.unsupported | {
         "use_activation": (True,)
     }
+
+
+POOLING: Final[Mapping[str, type[PoolingFields]]] = {
+    "/v1/embeddings": EmbeddingRequest,
+    "/v1/score": ScoreRequest,
+    "/v1/rerank": RerankRequest,
+}
+"""The bodies by their paths, where prompts become vectors."""
 
 
 def _listed(texts: str | list[str], field: str) -> list[str]:

@@ -100,7 +100,7 @@ RANDOM = ("--dataset-name", "random", "--random-input-len", "24", "--random-outp
 
 
 @pytest.mark.e2e
-@pytest.mark.slow
+@pytest.mark.matrix
 @pytest.mark.timeout(400)
 def test_more_engines_than_cores_share_them_and_the_report_says_so(tmp_path):
     done = run(
@@ -147,7 +147,6 @@ def test_peers_are_compared_at_each_rate(tmp_path):
 
 
 @pytest.mark.e2e
-@pytest.mark.alone
 @pytest.mark.timeout(400)
 def test_the_first_peer_sets_the_pace_where_everything_runs_already(tmp_path):
     with scripted_server("--first-ms", "20", "--gap-ms", "4") as server:

@@ -93,7 +93,7 @@ async def run_cli(*arguments: str) -> tuple[int, str]:
 
 @pytest.mark.e2e
 @pytest.mark.alone
-@pytest.mark.slow
+@pytest.mark.matrix
 @pytest.mark.timeout(240)
 async def test_the_capacity_of_a_queue_is_found(tmp_path):
     async with QueueingServer(0.025) as server:
@@ -114,8 +114,6 @@ async def test_the_capacity_of_a_queue_is_found(tmp_path):
 
 
 @pytest.mark.e2e
-@pytest.mark.alone
-@pytest.mark.slow
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize("can_reset", [True, False])
 async def test_no_prompt_of_a_run_is_known_from_the_run_before(tmp_path, can_reset):

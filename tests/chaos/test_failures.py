@@ -308,7 +308,6 @@ def test_a_slow_link_only_takes_time(slow_stage: Stage) -> None:
 
 
 @pytest.mark.parametrize("pause_s", [1.0, 8.0], ids=["second", "longer"])
-@pytest.mark.short_form("TCP-pull-second")
 def test_p_is_stopped_in_mid_transfer_for_a(slow_stage: Stage, pause_s: float) -> None:
     stage = slow_stage
     stream, right, name = midway(stage)

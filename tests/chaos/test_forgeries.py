@@ -218,7 +218,7 @@ def test_a_push_ticket_that_is_replayed_moves_nothing_again(push_stage: Stage) -
     assert stage.kv_bytes() == bytes_before, "a ticket was good for two transfers"
 
 
-@pytest.mark.short_form("TCP-push", "shared memory-pull")
+@pytest.mark.short_form("shared memory-pull")
 def test_garbage_on_the_side_channel_disturbs_nobody(stage: Stage) -> None:
     endpoint = stage.deployment.info("prefill")["engine"]["endpoints"][0]
     address = (endpoint["host"], endpoint["port"])

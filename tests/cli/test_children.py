@@ -25,7 +25,8 @@ class Watched:
         (self.port,) = free_ports(1)
         self.lines: list[str] = []
         self.said: list[str] = []
-        spec = ChildSpec("proxy", ["proxy", "--port", str(self.port), *arguments], environment())
+        command = ["proxy", "--port", str(self.port), "--drain-delay", "0", *arguments]
+        spec = ChildSpec("proxy", command, environment())
         self.child = Child(
             spec,
             on_line=self.lines.append,
@@ -119,7 +120,8 @@ def test_children_end_with_a_supervisor_that_is_killed() -> None:
     script = (
         "import asyncio, os, sys\n"
         "from pdserve.commands.children import Child, ChildSpec\n"
-        f"spec = ChildSpec('proxy', ['proxy', '--port', '{port}'], dict(os.environ))\n"
+        f"command = ['proxy', '--port', '{port}', '--drain-delay', '0']\n"
+        "spec = ChildSpec('proxy', command, dict(os.environ))\n"
         "child = Child(spec, on_line=print, say=print)\n"
         "asyncio.run(child.run())\n"
     )

@@ -90,7 +90,12 @@ def test_a_proxy_says_what_it_lacks_and_ends_when_told(number: signal.Signals, c
 
 @pytest.mark.e2e
 @pytest.mark.parametrize(
-    ("command", "role"), [("serve", "both"), ("prefill", "prefill"), ("decode", "decode")]
+    ("command", "role"),
+    [
+        ("serve", "both"),
+        pytest.param("prefill", "prefill", marks=pytest.mark.matrix),
+        pytest.param("decode", "decode", marks=pytest.mark.matrix),
+    ],
 )
 def test_an_engine_serves_under_the_name_it_was_given_until_interrupted(
     command: str, role: str, model: Path
@@ -144,7 +149,8 @@ def test_an_engine_core_that_dies_is_one_error_and_code_1(model: Path) -> None:
 @pytest.mark.slow
 def test_as_json_every_line_of_a_proxys_life_is_one_object() -> None:
     (port,) = free_ports(1)
-    with started("proxy", "--port", str(port), "--log-format", "json", PDSERVE_PROT="3") as proxy:
+    flags = ("--port", str(port), "--log-format", "json", "--drain-delay", "0")
+    with started("proxy", *flags, PDSERVE_PROT="3") as proxy:
         lines = read_until(proxy, '"no decode engine yet"').splitlines()
         proxy.send_signal(signal.SIGTERM)
         assert proxy.stdout is not None

@@ -118,6 +118,7 @@ def test_engines_that_cannot_pair_are_an_error(model: Path, tmp_path: Path, make
     assert "start both with the same model and --dtype" in up.err
 
 
+@pytest.mark.matrix
 def test_a_quiet_demo_still_shows_where_its_time_went(
     model: Path, tmp_path: Path, make: list[Up]
 ) -> None:
@@ -150,6 +151,7 @@ def test_it_serves_the_curl_it_prints_until_ctrl_c(
     assert up.end() == 130
 
 
+@pytest.mark.matrix
 def test_nothing_outlives_it_when_it_is_killed(model: Path, tmp_path: Path, make: list[Up]) -> None:
     up = Up(model, tmp_path)
     make.append(up)

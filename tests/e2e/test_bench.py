@@ -301,7 +301,7 @@ def assert_honest(code: int, output: str, saved: dict[str, Any]) -> None:
     assert f"Failed requests:                         {saved['failed']} " in output
 
 
-@pytest.mark.slow
+@pytest.mark.matrix
 def test_a_server_that_dies_is_told_by_failed_requests_and_the_exit_code(
     deployment: Deployment, running: Running
 ) -> None:
@@ -317,7 +317,6 @@ def test_a_server_that_dies_is_told_by_failed_requests_and_the_exit_code(
     assert saved["pdserve"]["stages"] is None
 
 
-@pytest.mark.slow
 def test_a_decode_engine_that_dies_behind_a_proxy_leaves_no_request_uncounted(
     deployment: Deployment, running: Running
 ) -> None:

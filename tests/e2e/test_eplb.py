@@ -57,7 +57,7 @@ def skewed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-@pytest.mark.parametrize("size", ["-tp", "-dp"])
+@pytest.mark.parametrize("size", [pytest.param("-tp", marks=pytest.mark.matrix), "-dp"])
 def test_a_skewed_load_is_balanced_while_it_is_served_and_every_token_is_right(
     size: str, skewed: Path, tmp_path: Path
 ) -> None:

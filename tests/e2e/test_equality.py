@@ -75,7 +75,7 @@ def assert_kv_moved(deployment: Deployment, num_prompt_tokens: int) -> None:
     assert sum(v for k, v in found.items() if k.startswith(source)) == num_prompt_tokens
 
 
-@pytest.mark.parametrize("family", ["llama", "boxed"])
+@pytest.mark.parametrize("family", ["llama", pytest.param("boxed", marks=pytest.mark.matrix)])
 def test_transformers_one_engine_and_pd_agree_on_greedy_tokens(
     family: str, model_of: Callable[[str], Path], tmp_path: Path
 ) -> None:
@@ -95,9 +95,10 @@ def test_transformers_one_engine_and_pd_agree_on_greedy_tokens(
     ("family", "flags"),
     [
         ("qwen2", ["--max-num-batched-tokens", "16"]),
-        (
+        pytest.param(
             "qwen3",
             ["--max-num-batched-tokens", "512", "--distributed-executor-backend", "multiprocess"],
+            marks=pytest.mark.matrix,
         ),
     ],
     ids=["chunks of 16", "chunks of 512, rank in its own process"],

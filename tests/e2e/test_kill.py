@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from tests.e2e.deployment import Deployment
 
-pytestmark = [pytest.mark.e2e, pytest.mark.chaos, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.e2e, pytest.mark.chaos, pytest.mark.matrix, pytest.mark.timeout(400)]
 
 PROMPTS = [[3 + (29 * i + 7 * n) % 311 for i in range(20 + 17 * n)] for n in range(20)]
 NUM_TOKENS = 200

@@ -1,8 +1,8 @@
 """One engine of many ranks writes the tokens of one rank and of transformers.
 
 The whole matrix of families and shapes is `make matrix`; `make test` runs what no other test of it
-plays with whole processes: three stages, sequences shared out, experts over ranks and over cores.
-Tensors over ranks, and a latent's, hand over in `test_unequal_shapes.py`.
+plays with whole processes: sequences shared out, experts over ranks and over cores. Tensors over
+ranks, a latent's, and three stages hand over in `test_unequal_shapes.py`.
 """
 
 from __future__ import annotations
@@ -59,10 +59,8 @@ MATRIX = [
     *((family, shape) for family in MOE for shape in EXPERT_SHAPES),
 ]
 COVERING = {
-    ("llama", "pp3"),
-    ("llama", "sp"),
-    ("mixtral", "ep4 all_to_all"),
-    ("qwen3_moe", "dp2 ep2"),
+    ("mixtral", "ep2 sp"),
+    ("qwen3_moe", "dp2 ep2 all_to_all"),
 }
 
 
@@ -116,13 +114,8 @@ def nodes() -> Iterator[None]:
         yield
 
 
-@pytest.mark.parametrize(
-    "family",
-    [
-        pytest.param(family, marks=[] if family == "llama" else pytest.mark.matrix)
-        for family in (*DENSE, *MOE)
-    ],
-)
+@pytest.mark.matrix
+@pytest.mark.parametrize("family", [*DENSE, *MOE])
 def test_ranks_of_ray_on_two_nodes_write_the_tokens_of_one(
     family: str,
     nodes: None,

@@ -102,6 +102,7 @@ def up(model_of: Callable[[str], Path], tmp_path: Path) -> Iterator[Up]:
     up.process.wait()
 
 
+@pytest.mark.matrix
 def test_up_brings_an_engine_back_that_lost_a_rank(up: Up) -> None:
     up.wait_for("/metrics")
     right = complete(up.url, PROMPTS[3], max_tokens=20)

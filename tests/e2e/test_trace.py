@@ -148,7 +148,9 @@ def assert_the_threads_moved_what_arrived(checked: Checked, mode: str) -> None:
     assert of("decode", "digest")
 
 
-@pytest.mark.parametrize(("mode", "num_ranks"), [("push", 1), ("pull", 2)])
+@pytest.mark.parametrize(
+    ("mode", "num_ranks"), [("push", 2), pytest.param("pull", 1, marks=pytest.mark.matrix)]
+)
 def test_a_trace_of_pd_requests_is_valid_and_its_stages_sum_to_ttft(
     model_of, tmp_path, monkeypatch, mode, num_ranks
 ):

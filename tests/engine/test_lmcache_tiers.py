@@ -200,7 +200,6 @@ def test_a_server_that_is_stopped_is_late_once_and_its_locks_are_given_back(
     assert engine.num_external == before + NUM_CHUNKS * CHUNK
 
 
-@pytest.mark.alone
 def test_what_two_ranks_saved_one_loads_and_the_other_way_round(
     make: Callable[..., StoreEngine], expected: list[list[int]]
 ) -> None:

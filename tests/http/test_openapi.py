@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 pytestmark = pytest.mark.slow
 NUM_EXAMPLES = max(3, hypothesis.settings().max_examples // 20)
+ALIKE = [each.path for each in openapi.COMMON]
 OPERATIONS = {"proxy": openapi.PROXY, "engine": openapi.ENGINE}
 engines_schema = schemathesis.openapi.from_dict(openapi.document("engine", openapi.ENGINE))
 proxys_schema = schemathesis.openapi.from_dict(
@@ -41,9 +42,16 @@ def served() -> Iterator[Served]:
         assert running.settle() == 0
 
 
-@engines_schema.parametrize()
+@engines_schema.exclude(path=ALIKE).parametrize()
 @thorough
 def test_an_engine_does_what_its_document_says(case, served):
+    case.call_and_validate(base_url=served.urls["engine"], excluded_checks=EXCLUDED)
+
+
+@pytest.mark.matrix
+@engines_schema.include(path=ALIKE).parametrize()
+@thorough
+def test_an_engine_does_what_the_proxy_before_it_does(case, served):
     case.call_and_validate(base_url=served.urls["engine"], excluded_checks=EXCLUDED)
 
 

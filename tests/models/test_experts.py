@@ -172,7 +172,7 @@ def decoded(directory_of: Callable[[str], Path]) -> Callable[[str], Any]:
 
 
 @pytest.mark.parametrize(
-    "mesh", [pytest.param(m, marks=[pytest.mark.slow] * ("4" in m)) for m in MESHES]
+    "mesh", [pytest.param(m, marks=[pytest.mark.matrix] * ("4" in m)) for m in MESHES]
 )
 @pytest.mark.parametrize("name", ON_RANKS)
 def test_every_rank_finds_the_tokens_of_one_rank(

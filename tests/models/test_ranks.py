@@ -105,7 +105,7 @@ def on_one_rank(directories: dict[str, Path]) -> Callable[..., dict[str, Any]]:
 
 
 @pytest.mark.parametrize(
-    "mesh", [pytest.param(m, marks=[pytest.mark.slow] * ("4" in m)) for m in MESHES]
+    "mesh", [pytest.param(m, marks=[pytest.mark.matrix] * ("4" in m)) for m in MESHES]
 )
 @pytest.mark.parametrize("name", MODELS)
 def test_every_rank_finds_the_tokens_of_one_rank(

@@ -61,7 +61,7 @@ def assert_it_got_to_what_it_is_for(summary: Summary) -> None:
 
 @pytest.mark.slow
 def test_the_same_holds_with_a_store_behind_the_engines_that_is_late_and_loses_blocks() -> None:
-    num_lives = 200
+    num_lives = 120
     summary = simulate(num_lives, seed=FIRST_SEED, max_failing=1, change=with_store)
     assert not summary.failing
     assert summary.outcomes["ok"] > num_lives * 0.7
@@ -71,7 +71,7 @@ def test_the_same_holds_with_a_store_behind_the_engines_that_is_late_and_loses_b
     assert summary.reached["tokens from memory"] > num_lives
 
 
-@pytest.mark.slow
+@pytest.mark.matrix
 def test_the_same_holds_where_engines_draft_each_in_its_own_way() -> None:
     num_lives = 150
     summary = simulate(num_lives, seed=FIRST_SEED, max_failing=1, change=with_drafts)
@@ -81,7 +81,7 @@ def test_the_same_holds_where_engines_draft_each_in_its_own_way() -> None:
 
 @pytest.mark.slow
 def test_the_same_holds_where_outputs_are_bound_by_grammars_that_are_late() -> None:
-    num_lives = 400
+    num_lives = 200
     summary = simulate(
         num_lives,
         seed=FIRST_SEED,

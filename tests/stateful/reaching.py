@@ -36,14 +36,15 @@ def run_until_reached(
 
     A machine that never gets there would prove nothing.
 
+    Args:
+        max_examples: Of a round in CI; of others in proportion.
+
     Raises:
         AssertionError: An example failed, or some name was not reached in `MAX_ROUNDS`.
     """
     reached = cast("_Counting", machine).reached
     reached.clear()
-    options = settings(
-        max_examples=max_examples, stateful_step_count=stateful_step_count, deadline=None
-    )
+    options = in_ci(max_examples, stateful_step_count)
     for number in range(MAX_ROUNDS):
         # Each of another seed: under a profile that derandomizes, they would be the same.
         chosen = seed(number)(machine) if number else machine

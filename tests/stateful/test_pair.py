@@ -313,14 +313,9 @@ SITUATIONS = (
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("machine", "max_examples", "wanted"),
-    [
-        (PairMachine, 80, SITUATIONS),
-        (PipelinePairMachine, 60, SITUATIONS),
-    ],
-)
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("machine", [PairMachine, PipelinePairMachine])
 def test_a_pair_of_engines_gives_only_right_tokens_and_keeps_no_block(
-    machine: type[PairMachine], max_examples: int, wanted: tuple[str, ...]
+    machine: type[PairMachine],
 ) -> None:
-    run_until_reached(machine, wanted, max_examples=max_examples)
+    run_until_reached(machine, SITUATIONS, max_examples=30)

@@ -94,19 +94,9 @@ def calls() -> gate.Calls:
     }
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "names",
-    [
-        ("whole blocks",),
-        pytest.param(
-            ("a layer", "half of the heads", "another block size"), marks=pytest.mark.matrix
-        ),
-    ],
-    ids=" and ".join,
-)
-def test_copies_move_16_bytes_at_once(names: tuple[str, ...]) -> None:
-    for (kernel,) in gate.compiled(f"{__name__}:calls", *names).values():
+@pytest.mark.matrix
+def test_copies_move_16_bytes_at_once() -> None:
+    for (kernel,) in gate.compiled(f"{__name__}:calls").values():
         assert kernel.spilled == 0
         assert kernel.registers <= 64
         assert kernel.count("LDG.E.128") >= 2

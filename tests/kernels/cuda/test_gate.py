@@ -33,7 +33,7 @@ def no_calls() -> gate.Calls:
     return {"nothing": lambda: None}
 
 
-@pytest.mark.slow
+@pytest.mark.matrix
 def test_the_gate_finds_registers_shared_memory_and_tensor_cores() -> None:
     (product,) = gate.compiled(f"{__name__}:calls")["product"]
     assert product.kernel == "_multiply"
@@ -45,7 +45,6 @@ def test_the_gate_finds_registers_shared_memory_and_tensor_cores() -> None:
     assert product.programs_per_sm() >= 4
 
 
-@pytest.mark.slow
 @pytest.mark.matrix
 def test_a_call_that_launches_nothing_does_not_pass() -> None:
     with pytest.raises(AssertionError, match="proves nothing"):

@@ -55,10 +55,9 @@ def test_latent_attention_is_that_of_the_reference(case: Case, dtype: torch.dtyp
     ("num_heads", "chunks"),
     [
         (3, [(0, 7), (7, 32), (32, 33), (33, LENGTH)]),
-        pytest.param(20, [(0, 1), (15, 17), (33, LENGTH)], marks=pytest.mark.slow),
         pytest.param(20, [(0, 7), (7, 32), (32, 33), (33, LENGTH)], marks=pytest.mark.matrix),
     ],
-    ids=["few heads", "many heads", "many heads, every token"],
+    ids=["few heads", "many heads"],
 )
 def test_bits_depend_on_neither_chunks_nor_batch_nor_form(
     num_heads: int, chunks: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch
@@ -111,7 +110,6 @@ def calls() -> gate.Calls:
     }
 
 
-@pytest.mark.slow
 @pytest.mark.matrix
 def test_kernels_compile_for_hopper_and_keep_their_sums_in_registers() -> None:
     decode, _ = gate.compiled(f"{__name__}:calls", "decode")["decode"]
@@ -120,7 +118,6 @@ def test_kernels_compile_for_hopper_and_keep_their_sums_in_registers() -> None:
     assert decode.copies_of_16_bytes() >= 18
 
 
-@pytest.mark.slow
 @pytest.mark.matrix
 def test_many_heads_and_prompts_compile_for_hopper() -> None:
     found = gate.compiled(f"{__name__}:calls", "decode, all heads", "prefill")
