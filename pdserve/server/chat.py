@@ -14,6 +14,7 @@ from pdserve.http.parsing import parse_body
 from pdserve.http.protocol import ChatRequest
 from pdserve.http.tools import named_tool, strict_tools, tools_by_name
 from pdserve.server.account import serving
+from pdserve.server.form import AnswerForm, stream_answer
 from pdserve.server.intake import (
     created_s,
     cut_prompts,
@@ -21,11 +22,10 @@ from pdserve.server.intake import (
     make_job,
     say_unknown_fields,
 )
-from pdserve.server.logprobs import TokenNames, chat_logprobs, prompt_logprobs
-from pdserve.server.reply import EventStream, finish_name, hop_events, send_json
+from pdserve.server.logprobs import chat_logprobs, prompt_logprobs
+from pdserve.server.reply import finish_name, send_json
 from pdserve.server.sampling import AnswerReading, Asked
 from pdserve.server.service import SERVICE, read_body
-from pdserve.server.spacing import spaced
 from pdserve.server.text_work import refuse_many_messages
 from pdserve.text.answer.pieces import ToolUse
 from pdserve.text.chat import content_of
@@ -193,30 +193,9 @@ async def answer_chat(
     async with serving(request, job):
         await job.start()
         if body.stream:
-            return await _stream(request, body, job, form)
+            return await stream_answer(request, body, job, form)
         answer = await _collect(job, form)
         return await send_json(request, job, answer)
-
-
-async def _stream(
-    request: web.Request, body: ChatRequest, job: TextRequest, form: _Form
-) -> web.StreamResponse:
-    stream = EventStream(request, job)
-    async with stream:
-        async for delta in spaced(job.deltas(), body.stream_interval or 1):
-            if form.is_plain(delta):
-                await stream.send_text(delta, form.chunk)
-                continue
-            chunk = form.chunk(delta)
-            if body.continuous_usage:
-                chunk["usage"] = job.usage(delta.index)
-            await stream.send(chunk)
-        last = hop_events(request, job)
-        if body.include_usage and not any(job.handoffs):
-            last.insert(0, form.envelope([], "chat.completion.chunk") | {"usage": job.usage()})
-        await stream.end(last)
-        job.delivered = True
-    return stream.response
 
 
 async def _collect(job: TextRequest, form: _Form) -> dict[str, Any]:
@@ -227,8 +206,11 @@ async def _collect(job: TextRequest, form: _Form) -> dict[str, Any]:
     return form.answer([deltas[index] for index in sorted(deltas)])
 
 
-class _Form:
-    """Puts deltas into the endpoint's JSON. Keeps which choices were begun."""
+class _Form(AnswerForm):
+    """See `AnswerForm`."""
+
+    prefix = "chatcmpl"
+    kind = "chat.completion.chunk"
 
     def __init__(
         self,
@@ -238,35 +220,18 @@ class _Form:
         prompt: str,
         reasoning_field: str,
     ) -> None:
+        # With logprobs asked for, a choice's chunk has a list of them even where it has no token.
+        super().__init__(body, job, tokenizer, may_be_plain=not body.logprobs)
         self._body = body
         self._reasoning_field = reasoning_field
-        self._job = job
         self._prompt = prompt
-        self._tokens = TokenNames(tokenizer, as_ids=bool(body.return_tokens_as_token_ids))
         last = body.messages[-1]
         is_echoed = body.echo and last.get("role") == "assistant"
         self._echo = content_of(last, "messages[-1]") if is_echoed else ""
-        # With logprobs asked for, a choice's chunk has a list of them even where it has no token.
         self._num_top = len(body.logprob_token_ids or ()) or body.top_logprobs or 0
-        self._may_be_plain = not (body.return_token_ids or body.continuous_usage or body.logprobs)
-        self._begun = {choice.index for choice in job.choices if choice.num_to_swallow}
-
-    def envelope(self, choices: list[dict[str, Any]], kind: str) -> dict[str, Any]:
-        """Return the object around `choices`."""
-        return {
-            "id": f"chatcmpl-{self._job.request_id}",
-            "object": kind,
-            "created": self._job.created,
-            "model": self._job.model,
-            "choices": choices,
-        }
-
-    def is_plain(self, delta: Delta) -> bool:
-        """Whether its chunk differs from others of its choice only in the text."""
-        return self._may_be_plain and delta.is_text_only and delta.index in self._begun
 
     def chunk(self, delta: Delta) -> dict[str, Any]:
-        """Return the stream's event for `delta`; a choice's first one names the role."""
+        """See `AnswerForm`: a choice's first event names the role."""
         first = delta.index not in self._begun
         self._begun.add(delta.index)
         num_before = delta.num_calls - len(delta.calls)
@@ -281,7 +246,7 @@ class _Form:
             "delta": {"role": "assistant"} | gained if first else gained,
             **self._facts([delta]),
         }
-        chunk = self.envelope([choice], "chat.completion.chunk")
+        chunk = self.envelope([choice])
         return chunk | self._of_prompt() if first else chunk
 
     def answer(self, choices: Sequence[Sequence[Delta]]) -> dict[str, Any]:

@@ -9,18 +9,17 @@ from aiohttp import web
 from pdserve.http.parsing import parse_body
 from pdserve.http.protocol import CompletionRequest
 from pdserve.server.account import serving
+from pdserve.server.form import AnswerForm, stream_answer
 from pdserve.server.intake import cut_prompts, encode_prompts, make_job, say_unknown_fields
 from pdserve.server.logprobs import (
-    TokenNames,
     completion_logprobs,
     echoed_logprobs,
     joined,
     prompt_logprobs,
 )
-from pdserve.server.reply import EventStream, finish_name, hop_events, send_json
+from pdserve.server.reply import finish_name, send_json
 from pdserve.server.sampling import Asked
 from pdserve.server.service import SERVICE, read_body
-from pdserve.server.spacing import spaced
 
 if TYPE_CHECKING:
     from pdserve.server.text_request import Delta, TextRequest
@@ -70,31 +69,10 @@ async def create_completion(request: web.Request) -> web.StreamResponse:
     async with serving(request, job):
         await job.start()
         if body.stream:
-            return await _stream(request, body, job, form)
+            return await stream_answer(request, body, job, form)
         choices = await _collect(job, form)
         answer = form.envelope(choices) | {"usage": form.usage()}
         return await send_json(request, job, answer)
-
-
-async def _stream(
-    request: web.Request, body: CompletionRequest, job: TextRequest, form: _Form
-) -> web.StreamResponse:
-    stream = EventStream(request, job)
-    async with stream:
-        async for delta in spaced(job.deltas(), body.stream_interval or 1):
-            if form.is_plain(delta):
-                await stream.send_text(delta, form.chunk)
-                continue
-            chunk = form.chunk(delta)
-            if body.continuous_usage:
-                chunk["usage"] = form.usage(delta.index)
-            await stream.send(chunk)
-        last = hop_events(request, job)
-        if body.include_usage and not any(job.handoffs):
-            last.insert(0, form.envelope([]) | {"usage": form.usage()})
-        await stream.end(last)
-        job.delivered = True
-    return stream.response
 
 
 async def _collect(job: TextRequest, form: _Form) -> list[dict[str, Any]]:
@@ -117,8 +95,11 @@ async def _collect(job: TextRequest, form: _Form) -> list[dict[str, Any]]:
     return [choices[index] for index in sorted(choices)]
 
 
-class _Form:
-    """Puts deltas into the endpoint's JSON. Keeps which choices were begun."""
+class _Form(AnswerForm):
+    """See `AnswerForm`."""
+
+    prefix = "cmpl"
+    kind = "text_completion"
 
     def __init__(
         self,
@@ -127,9 +108,8 @@ class _Form:
         tokenizer: Tokenizer,
         prompts: list[str] | list[list[int]],
     ) -> None:
+        super().__init__(body, job, tokenizer, may_be_plain=True)
         self._body = body
-        self._job = job
-        self._tokens = TokenNames(tokenizer, as_ids=bool(body.return_tokens_as_token_ids))
         self._echo: list[str] = []
         if body.echo:
             self._echo = [
@@ -138,31 +118,15 @@ class _Form:
                 else tokenizer.decode(prompt, skip_special_tokens=False)
                 for prompt in prompts
             ]
-        self._begun = {choice.index for choice in job.choices if choice.num_to_swallow}
-        self._may_be_plain = not (body.return_token_ids or body.continuous_usage)
         self._echo_only = bool(body.echo) and body.max_tokens == 0
 
-    def envelope(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
-        """Return the object around `choices`."""
-        return {
-            "id": f"cmpl-{self._job.request_id}",
-            "object": "text_completion",
-            "created": self._job.created,
-            "model": self._job.model,
-            "choices": choices,
-        }
-
-    def is_plain(self, delta: Delta) -> bool:
-        """Whether its chunk differs from others of its choice only in the text."""
-        return self._may_be_plain and delta.is_text_only and delta.index in self._begun
-
     def chunk(self, delta: Delta) -> dict[str, Any]:
-        """Return the stream's event for `delta`."""
+        """See `AnswerForm`."""
         return self.envelope([self.choice(delta, streaming=True)])
 
     def usage(self, choice_index: int | None = None) -> dict[str, Any]:
         """Return the usage; a request for the echo alone has no output."""
-        usage = self._job.usage(choice_index)
+        usage = super().usage(choice_index)
         if self._echo_only:
             usage |= {"completion_tokens": 0, "total_tokens": usage["prompt_tokens"]}
         return usage
