@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 from aiohttp import web
 
 from pdserve.errors import BadRequestError
-from pdserve.http.parsing import parse_body
 from pdserve.http.protocol import ChatRequest
 from pdserve.http.tools import named_tool, strict_tools, tools_by_name
 from pdserve.server.account import serving
@@ -20,12 +19,12 @@ from pdserve.server.intake import (
     cut_prompts,
     encode_prompts,
     make_job,
-    say_unknown_fields,
+    read_request,
 )
 from pdserve.server.logprobs import chat_logprobs, prompt_logprobs
 from pdserve.server.reply import finish_name, send_json
 from pdserve.server.sampling import AnswerReading, Asked
-from pdserve.server.service import SERVICE, read_body
+from pdserve.server.service import SERVICE
 from pdserve.server.text_work import refuse_many_messages
 from pdserve.text.answer.pieces import ToolUse
 from pdserve.text.chat import content_of
@@ -138,11 +137,7 @@ def _check_choice(style: AnswerStyle) -> None:
 
 async def create_chat_completion(request: web.Request) -> web.StreamResponse:
     """Answer a chat request, as one JSON object or as a stream."""
-    data = await read_body(request)
-    body, num_bytes = parse_body(data, ChatRequest), len(data)
-    say_unknown_fields(request, data, ChatRequest)
-    del data  # the answer may take minutes
-    return await answer_chat(request, body, num_bytes)
+    return await answer_chat(request, *await read_request(request, ChatRequest))
 
 
 async def answer_chat(

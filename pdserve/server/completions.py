@@ -6,11 +6,10 @@ from typing import TYPE_CHECKING, Any
 
 from aiohttp import web
 
-from pdserve.http.parsing import parse_body
 from pdserve.http.protocol import CompletionRequest
 from pdserve.server.account import serving
 from pdserve.server.form import AnswerForm, stream_answer
-from pdserve.server.intake import cut_prompts, encode_prompts, make_job, say_unknown_fields
+from pdserve.server.intake import cut_prompts, encode_prompts, make_job, read_request
 from pdserve.server.logprobs import (
     completion_logprobs,
     echoed_logprobs,
@@ -19,7 +18,7 @@ from pdserve.server.logprobs import (
 )
 from pdserve.server.reply import finish_name, send_json
 from pdserve.server.sampling import Asked
-from pdserve.server.service import SERVICE, read_body
+from pdserve.server.service import SERVICE
 
 if TYPE_CHECKING:
     from pdserve.server.text_request import Delta, TextRequest
@@ -30,10 +29,7 @@ DEFAULT_MAX_TOKENS = 16
 
 async def create_completion(request: web.Request) -> web.StreamResponse:
     """Answer a completions request, as one JSON object or as a stream."""
-    data = await read_body(request)
-    body = parse_body(data, CompletionRequest)
-    say_unknown_fields(request, data, CompletionRequest)
-    del data  # the answer may take minutes
+    body, _ = await read_request(request, CompletionRequest)
     service = request.app[SERVICE]
     service.resolve_model(body.model)
     text, info = service.require_ready()

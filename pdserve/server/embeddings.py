@@ -13,14 +13,13 @@ import numpy as np
 from aiohttp import web
 
 from pdserve.errors import BadRequestError, InternalError
-from pdserve.http.parsing import parse_body
 from pdserve.http.pooling_bodies import EmbeddingRequest, RerankRequest, ScoreRequest
 from pdserve.http.protocol import CompletionRequest, prompts_of
 from pdserve.server.account import serving
-from pdserve.server.intake import cut_prompts, encode_prompts, make_job, say_unknown_fields
+from pdserve.server.intake import cut_prompts, encode_prompts, make_job, read_request
 from pdserve.server.reply import send_json
 from pdserve.server.sampling import Asked
-from pdserve.server.service import SERVICE, read_body
+from pdserve.server.service import SERVICE
 from pdserve.text.pooling import PoolingStyle
 
 if TYPE_CHECKING:
@@ -36,10 +35,7 @@ if TYPE_CHECKING:
 
 async def create_embedding(request: web.Request) -> web.StreamResponse:
     """Answer with a vector for each text."""
-    data = await read_body(request)
-    body = parse_body(data, EmbeddingRequest)
-    say_unknown_fields(request, data, EmbeddingRequest)
-    del data
+    body, _ = await read_request(request, EmbeddingRequest)
     special = body.add_special_tokens is not False
 
     def answer(job: TextRequest, style: PoolingStyle, vectors: Vectors) -> dict[str, Any]:
@@ -72,10 +68,7 @@ async def create_embedding(request: web.Request) -> web.StreamResponse:
 
 async def create_score(request: web.Request) -> web.StreamResponse:
     """Answer with how alike the texts of each pair are: the cosine between their vectors."""
-    data = await read_body(request)
-    body = parse_body(data, ScoreRequest)
-    say_unknown_fields(request, data, ScoreRequest)
-    del data
+    body, _ = await read_request(request, ScoreRequest)
     pairs = body.pairs()
 
     def answer(job: TextRequest, style: PoolingStyle, vectors: Vectors) -> dict[str, Any]:
@@ -93,10 +86,7 @@ async def create_score(request: web.Request) -> web.StreamResponse:
 
 async def create_rerank(request: web.Request) -> web.StreamResponse:
     """Answer with the documents, the likest to the query first."""
-    data = await read_body(request)
-    body = parse_body(data, RerankRequest)
-    say_unknown_fields(request, data, RerankRequest)
-    del data
+    body, _ = await read_request(request, RerankRequest)
 
     def answer(job: TextRequest, style: PoolingStyle, vectors: Vectors) -> dict[str, Any]:
         scaled = _scaled(vectors)

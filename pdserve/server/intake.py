@@ -19,7 +19,7 @@ from pdserve.config.checks import is_loopback
 from pdserve.config.schema import SchedulingPolicy
 from pdserve.errors import BadRequestError, HandoffRefusedError
 from pdserve.http.ignored import MAX_NAME_CHARS, note_ignored
-from pdserve.http.parsing import top_level
+from pdserve.http.parsing import Body, parse_body, top_level
 from pdserve.observe.log import log_event
 from pdserve.server.choice import Choice
 from pdserve.server.hop import DecodeHop, PrefillHop, parse_hop
@@ -30,7 +30,7 @@ from pdserve.server.sampling import (
     resolve_sampling,
     spellings_of,
 )
-from pdserve.server.service import REQUEST_ID, SERVICE, START_S
+from pdserve.server.service import REQUEST_ID, SERVICE, START_S, read_body
 from pdserve.server.text_request import TextRequest
 from pdserve.server.text_work import encode, refuse_long_prompt
 from pdserve.text.output import OutputProcessor
@@ -72,6 +72,18 @@ def say_unknown_fields(
             told.add(name)
             shown = ascii(name[:MAX_NAME_CHARS])
             log_event(_log, "request field ignored", field=shown)
+
+
+async def read_request(request: web.Request, kind: type[Body]) -> tuple[Body, int]:
+    """Return a request's body, and its size in bytes; name what of it nobody reads.
+
+    Raises:
+        PdserveError: It is not to be had: see `Bodies.read`; or cannot be read: see `parse_body`.
+    """
+    data = await read_body(request)
+    body = parse_body(data, kind)
+    say_unknown_fields(request, data, kind)
+    return body, len(data)
 
 
 async def encode_prompts(

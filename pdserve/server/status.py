@@ -15,7 +15,7 @@ from pdserve.http.protocol import DetokenizeRequest, TokenizeRequest
 from pdserve.http.replies import ServerLoad
 from pdserve.observe.metrics import CONTENT_TYPE
 from pdserve.server.chat import render_chat
-from pdserve.server.intake import say_unknown_fields
+from pdserve.server.intake import read_request
 from pdserve.server.sampling import check_token_ids
 from pdserve.server.service import SERVICE, read_body
 from pdserve.server.text_work import refuse_more
@@ -119,9 +119,7 @@ async def reset_prefix_cache(request: web.Request) -> web.Response:
 
 async def tokenize(request: web.Request) -> web.Response:
     """The token ids of a prompt or of chat messages."""
-    data = await read_body(request)
-    answer = await tokens_of(request, parse_body(data, TokenizeRequest), len(data))
-    say_unknown_fields(request, data, TokenizeRequest)
+    answer = await tokens_of(request, *await read_request(request, TokenizeRequest))
     return web.Response(body=answer, content_type="application/json")
 
 
@@ -168,9 +166,7 @@ async def tokens_of(request: web.Request, body: TokenizeRequest, num_bytes: int)
 
 async def detokenize(request: web.Request) -> web.Response:
     """The text of token ids, special tokens included."""
-    data = await read_body(request)
-    body = parse_body(data, DetokenizeRequest)
-    say_unknown_fields(request, data, DetokenizeRequest)
+    body, _ = await read_request(request, DetokenizeRequest)
     service = request.app[SERVICE]
     service.resolve_model(body.model)
     text, _ = service.require_ready()
